@@ -1,0 +1,548 @@
+"""The mask type: what its numbers mean, against definitions written out pair by pair."""
+
+from __future__ import annotations
+
+import doctest
+import sys
+from itertools import groupby
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import flashmask_hf.mask
+import flashmask_hf.masks
+from flashmask_hf import FlashMask, MaskNotRepresentable, masks
+from flashmask_hf.mask import HIDDEN, PARTIAL, VISIBLE, classify_tiles
+
+FORMS = [(True, 1), (True, 2), (False, 2), (False, 4)]
+form_ids = [f"{'causal' if causal else 'bidirectional'}-n{n}" for causal, n in FORMS]
+thorough = settings(max_examples=100, deadline=None)
+
+
+def hides(bounds: list[int], causal: bool, i: int, j: int, q_len: int, kv_len: int) -> bool:
+    """The table of the FlashMask docstring for one pair."""
+    if causal and i + (kv_len - q_len) < j:
+        return True
+    if len(bounds) == 1:
+        return bounds[0] <= i
+    if len(bounds) == 4:
+        return bounds[0] <= i < bounds[1] or bounds[2] <= i < bounds[3]
+    if causal:
+        return bounds[0] <= i < bounds[1]
+    return bounds[0] <= i or i < bounds[1]
+
+
+def dense_by_pairs(mask: FlashMask, q_len: int) -> torch.Tensor:
+    batch, heads, kv_len, _ = mask.indices.shape
+    visible = torch.ones(batch, heads, q_len, kv_len, dtype=torch.bool)
+    for b, h, i, j in np.ndindex(*visible.shape):
+        visible[b, h, i, j] = not hides(mask.indices[b, h, j].tolist(), mask.causal, i, j, q_len, kv_len)
+    return visible
+
+
+def hidden_runs(column: list[bool]) -> list[tuple[int, int]]:
+    """Maximal runs of False in one column of a dense mask."""
+    runs, row = [], 0
+    for visible, group in groupby(column):
+        size = len(list(group))
+        if not visible:
+            runs.append((row, row + size))
+        row += size
+    return runs
+
+
+def shortest_form(visible: torch.Tensor) -> tuple[bool, int] | None:
+    """(causal, n) of the shortest row of the table that holds a dense mask [B, H, Sq, Skv]; None if none does."""
+    q_len, kv_len = visible.shape[-2:]
+    columns = [(j, column.tolist()) for head in visible.flatten(0, 1) for j, column in enumerate(head.T)]
+    fits = {form: True for form in FORMS}
+    for j, column in columns:
+        diagonal = min(max(j - (kv_len - q_len), 0), q_len)
+        below = hidden_runs(column[diagonal:])
+        leaks = any(column[:diagonal])
+        fits[True, 2] &= not leaks and len(below) <= 1
+        fits[True, 1] &= not leaks and (below == [] or (len(below) == 1 and below[0][1] == q_len - diagonal))
+        whole = hidden_runs(column)
+        fits[False, 4] &= len(whole) <= 2
+        fits[False, 2] &= all(start == 0 or end == q_len for start, end in whole)
+    return next((form for form in FORMS if fits[form]), None)
+
+
+def columns_with_more_runs_than(visible: torch.Tensor, limit: int) -> list[tuple[int, int, int]]:
+    batch, heads, _, kv_len = visible.shape
+    return [
+        (b, h, j)
+        for b, h, j in np.ndindex(batch, heads, kv_len)
+        if len(hidden_runs(visible[b, h, :, j].tolist())) > limit
+    ]
+
+
+def random_mask(
+    seed: int, form: tuple[bool, int], shape: tuple[int, int, int], q_len: int, *, short: bool = False
+) -> FlashMask:
+    """A mask [B, Hm, Skv, n] with arbitrary bounds: intervals overlap, touch, are empty or run backwards.
+
+    `short` orders the bounds of each interval and keeps them close, so that a column tends to have several.
+    """
+    causal, n = form
+    generator = torch.Generator().manual_seed(seed)
+    indices = torch.randint(q_len + 1, (*shape, n), generator=generator, dtype=torch.int32)
+    if short and form in ((True, 2), (False, 4)):
+        length = torch.randint(q_len // 4 + 2, (*shape, n // 2), generator=generator, dtype=torch.int32)
+        indices[..., 1::2] = (indices[..., ::2] + length).clamp(max=q_len)
+    return FlashMask(indices, causal, q_len=q_len)
+
+
+seeds = st.integers(0, 2**32 - 1)
+
+
+@st.composite
+def flash_masks(
+    draw: st.DrawFn,
+    form: tuple[bool, int] | None = None,
+    lengths: tuple[int, int] | None = None,
+    short: bool | None = None,
+) -> FlashMask:
+    q_len, kv_len = lengths or draw(st.tuples(st.integers(1, 7), st.integers(1, 6)))
+    shape = (draw(st.integers(1, 2)), draw(st.integers(1, 2)), kv_len)
+    form = form or draw(st.sampled_from(FORMS))
+    return random_mask(draw(seeds), form, shape, q_len, short=draw(st.booleans()) if short is None else short)
+
+
+@st.composite
+def dense_masks(draw: st.DrawFn) -> torch.Tensor:
+    """Bool [B, H, Sq, Skv]: arbitrary pairs, or the dense form of a mask."""
+    if draw(st.booleans()):
+        return draw(flash_masks()).to_dense()
+    shape = draw(st.tuples(st.integers(1, 2), st.integers(1, 2), st.integers(1, 6), st.integers(1, 5)))
+    share = draw(st.sampled_from([0.2, 0.5, 0.8]))
+    return torch.rand(shape, generator=torch.Generator().manual_seed(draw(seeds))) < share
+
+
+def mask_of(*columns: list[int], causal: bool, q_len: int | None = None) -> FlashMask:
+    """A mask [1, 1, Skv, n] from its n vectors."""
+    return FlashMask(torch.tensor(columns, dtype=torch.int32).T[None, None].contiguous(), causal, q_len=q_len)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=form_ids)
+@thorough
+@given(data=st.data())
+def test_to_dense_is_the_table(form, data):
+    mask = data.draw(flash_masks(form))
+    assert torch.equal(mask.to_dense(), dense_by_pairs(mask, mask.rows()))
+
+
+@thorough
+@given(flash_masks(lengths=(4, 6)))
+def test_a_mask_without_q_len_takes_the_callers(mask):
+    free = FlashMask(mask.indices, mask.causal)
+    assert torch.equal(free.to_dense(4), mask.to_dense())
+    assert free.to_dense().shape[-2] == 6
+
+
+@pytest.mark.parametrize("form", FORMS, ids=form_ids)
+@thorough
+@given(data=st.data())
+def test_from_dense_inverts_to_dense(form, data):
+    mask = data.draw(flash_masks(form))
+    again = FlashMask.from_dense(mask.to_dense())
+    assert torch.equal(again.to_dense(), mask.to_dense())
+    assert again.indices.shape[-1] <= mask.indices.shape[-1]
+    assert again.rows() == mask.rows()
+    again.validate()
+    same_form = FlashMask.from_dense(mask.to_dense(), causal=mask.causal)
+    assert same_form.causal == mask.causal
+    assert torch.equal(same_form.to_dense(), mask.to_dense())
+
+
+@settings(max_examples=300, deadline=None)
+@given(dense_masks())
+def test_from_dense_finds_the_shortest_form_or_names_the_columns(visible):
+    form = shortest_form(visible)
+    if form is None:
+        with pytest.raises(MaskNotRepresentable) as error:
+            FlashMask.from_dense(visible)
+        assert error.value.columns == columns_with_more_runs_than(visible, 2)[:16]
+        assert str(error.value.columns[0]) in str(error.value)
+    else:
+        mask = FlashMask.from_dense(visible)
+        assert (mask.causal, mask.indices.shape[-1]) == form
+        assert torch.equal(mask.to_dense(), visible)
+
+
+@pytest.mark.parametrize(
+    ("rows", "form"),
+    [
+        (["100", "110", "111"], (True, 1)),
+        (["100", "110", "011"], (True, 1)),
+        (["100", "010", "111"], (True, 2)),
+        (["110", "110", "001"], (False, 2)),
+        (["111", "010", "111"], (False, 4)),
+        (["1000", "1100", "0010", "1011"], (True, 2)),
+        (["1000", "0100", "1010", "0101"], (False, 4)),
+    ],
+)
+def test_from_dense_forms_by_hand(rows, form):
+    mask = FlashMask.from_dense(torch.tensor([[cell == "1" for cell in row] for row in rows]))
+    assert (mask.causal, mask.indices.shape[-1]) == form
+
+
+def test_from_dense_works_through_more_columns_than_one_pass_holds():
+    mask = masks.sliding_window(2100, 700, q_len=900)
+    again = FlashMask.from_dense(mask.to_dense())
+    assert torch.equal(again.indices, mask.indices)
+    assert again.causal
+
+
+def test_from_dense_takes_missing_axes_as_one():
+    visible = masks.document([2, 3]).to_dense()
+    for given_shape in (visible[0, 0], visible[0], visible):
+        assert FlashMask.from_dense(given_shape).indices.shape == (1, 1, 5, 2)
+    two = torch.cat([visible[0], masks.full(5).to_dense()[0]])
+    assert torch.equal(FlashMask.from_dense(two).to_dense()[:, 0], two)  # the third axis from the end is the batch
+
+
+def test_from_dense_names_what_is_visible_above_the_diagonal():
+    visible = masks.causal(5).to_dense()
+    visible[0, 0, 1, 3] = True
+    with pytest.raises(MaskNotRepresentable, match="above the bottom-right diagonal") as error:
+        FlashMask.from_dense(visible, causal=True)
+    assert error.value.columns == [(0, 0, 3)]
+    assert not FlashMask.from_dense(visible).causal
+
+
+def test_from_dense_refuses_other_input():
+    with pytest.raises(TypeError, match=r"visible must be a bool tensor.*torch.float32"):
+        FlashMask.from_dense(torch.ones(3, 3))
+    with pytest.raises(TypeError, match=r"visible must be a bool tensor.*list"):
+        FlashMask.from_dense([[True]])  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"visible must have shape .* got \[3\]"):
+        FlashMask.from_dense(torch.ones(3, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"visible must have no empty axis, got \[0, 3\]"):
+        FlashMask.from_dense(torch.ones(0, 3, dtype=torch.bool))
+
+
+@thorough
+@given(flash_masks())
+def test_bidirectional_means_the_same_without_the_flag(mask):
+    again = mask.bidirectional()
+    assert (again.causal, again.indices.shape[-1]) == (False, 4)
+    assert torch.equal(again.to_dense(), mask.to_dense())
+
+
+@thorough
+@given(flash_masks(lengths=(3, 5)))
+def test_bidirectional_keeps_the_rows_it_was_written_for(mask):
+    again = FlashMask(mask.indices, mask.causal).bidirectional(3)
+    assert again.q_len == 3
+    assert torch.equal(again.to_dense(), mask.to_dense())
+
+
+@pytest.mark.parametrize("two_form", FORMS, ids=form_ids)
+@pytest.mark.parametrize("one_form", FORMS, ids=form_ids)
+def test_and_is_the_intersection_or_raises_where_it_does_not_fit(one_form, two_form):
+    fitted = 0
+    for seed in range(100):
+        q_len, kv_len = 1 + seed % 13, 1 + seed % 11
+        one = random_mask(seed, one_form, (1 + seed % 2, 1, kv_len), q_len, short=seed % 3 > 0)
+        two = random_mask(seed + 1000, two_form, (1, 1 + seed // 2 % 2, kv_len), q_len, short=seed % 3 > 0)
+        both = one.to_dense() & two.to_dense()
+        if shortest_form(both) is None:
+            for left, right in ((one, two), (two, one)):
+                with pytest.raises(MaskNotRepresentable) as error:
+                    left & right
+                assert error.value.columns == columns_with_more_runs_than(both, 2)[:16]
+            continue
+        fitted += 1
+        result = one & two
+        assert torch.equal(result.to_dense(), both)
+        assert torch.equal((two & one).indices, result.indices)
+        assert (two & one).causal == result.causal
+        assert result.q_len == q_len
+        result.validate()
+        if one.causal or two.causal:
+            assert result.causal == shortest_form(both)[0], "causal wherever it fits"
+        assert result.indices.shape[-1] == FlashMask.from_dense(both, causal=result.causal).indices.shape[-1]
+    # Hidden first and last rows stay hidden first and last rows; only intervals with two free ends can be too many.
+    always_fit = {one_form, two_form} <= {(True, 1), (False, 2)}
+    assert fitted == 100 if always_fit else 0 < fitted < 100
+
+
+def test_and_stays_causal_and_short_where_it_can():
+    packed = masks.causal_document([6, 4]) & masks.sliding_window(10, 3)
+    assert (packed.causal, packed.indices.shape[-1]) == (True, 1)
+    mixed = masks.document([6, 4]) & masks.causal(10)
+    assert (mixed.causal, mixed.indices.shape[-1]) == (True, 1)
+    assert torch.equal(mixed.indices, masks.causal_document([6, 4]).indices)
+
+
+def test_and_names_the_columns_that_need_too_many_intervals():
+    one = mask_of([1] * 8, [2] * 8, [4] * 8, [5] * 8, causal=False)
+    two = mask_of([8] * 7 + [6], [8] * 7 + [7], [0] * 8, [0] * 8, causal=False)
+    with pytest.raises(MaskNotRepresentable, match="Split the attention into two calls") as error:
+        one & two
+    assert error.value.columns == [(0, 0, 7)]
+
+
+@pytest.mark.parametrize(("batches", "heads"), [((1, 3), (2, 1)), ((3, 1), (1, 2)), ((3, 3), (2, 2))])
+def test_and_broadcasts_batch_and_heads(batches, heads):
+    generator = torch.Generator().manual_seed(0)
+    one, two = (
+        masks.random_eviction(9, generator=generator, batch=batch, heads=head)
+        for batch, head in zip(batches, heads, strict=True)
+    )
+    result = one & two
+    assert result.indices.shape == (3, 2, 9, 1)
+    assert torch.equal(result.to_dense(), one.to_dense() & two.to_dense())
+
+
+def test_and_takes_the_rows_of_the_mask_that_says_them():
+    free = mask_of([3, 3, 3, 3], causal=True)
+    fixed = masks.causal(4, q_len=3)
+    for result in (free & fixed, fixed & free):
+        assert result.q_len == 3
+        assert torch.equal(result.to_dense(), free.to_dense(3) & fixed.to_dense())
+
+
+def test_and_refuses_what_does_not_fit():
+    mask = masks.causal(4)
+    with pytest.raises(ValueError, match="other has 5 key columns, this mask has 4"):
+        mask & masks.causal(5)
+    with pytest.raises(ValueError, match="q_len=4, but this mask was built for q_len=2"):
+        mask & masks.causal(4, q_len=2)
+    with pytest.raises(ValueError, match=r"batch and heads must match or be 1: \[2, 1\] against \[3, 1\]"):
+        masks.padding([4, 3]) & masks.padding([4, 3, 2])
+    with pytest.raises(ValueError, match="other is on meta"):
+        mask & mask.to("meta")
+    with pytest.raises(TypeError, match="unsupported operand"):
+        mask & mask.to_dense()
+
+
+def tile_views(visible: torch.Tensor, block: tuple[int, int]) -> list[list[torch.Tensor]]:
+    """The tiles [B, H, <= block[0], <= block[1]] of a dense mask."""
+    return [list(band.split(block[1], -1)) for band in visible.split(block[0], -2)]
+
+
+@pytest.mark.parametrize("block", [(1, 1), (2, 3), (3, 2), (4, 4), (8, 8)], ids=str)
+@thorough
+@given(mask=flash_masks())
+def test_tiles_never_skip_what_is_visible_nor_show_what_is_hidden(block, mask):
+    tiles = classify_tiles(mask, block)
+    views = tile_views(mask.to_dense(), block)
+    assert tiles.shape == (*mask.indices.shape[:2], len(views), len(views[0]))
+    assert tiles.dtype == torch.int8
+    for (row, column), (b, h) in (
+        (tile, lead) for tile in np.ndindex(*tiles.shape[2:]) for lead in np.ndindex(*tiles.shape[:2])
+    ):
+        kind, view = int(tiles[b, h, row, column]), views[row][column][b, h]
+        assert kind in (HIDDEN, PARTIAL, VISIBLE)
+        if kind == HIDDEN:
+            assert not view.any()
+        if kind == VISIBLE:
+            assert view.all()
+            assert view.shape[-1] == block[1], "a tile past the last key column needs its bounds checked"
+        if block == (1, 1):
+            assert kind == (VISIBLE if view.item() else HIDDEN)
+
+
+@pytest.mark.parametrize("block", [(2, 3), (3, 2), (4, 4)], ids=str)
+@thorough
+@given(start=st.lists(st.integers(0, 9), min_size=12, max_size=12))
+def test_tiles_are_exact_for_one_interval_that_reaches_the_last_row(block, start):
+    mask = mask_of(start, [0] * 12, causal=False, q_len=9)
+    for row, band in enumerate(tile_views(mask.to_dense(), block)):
+        for column, view in enumerate(band):
+            exact = VISIBLE if view.all() else PARTIAL if view.any() else HIDDEN
+            assert int(classify_tiles(mask, block)[0, 0, row, column]) == exact
+
+
+@pytest.mark.parametrize(("q_len", "kv_len"), [(12, 12), (5, 12), (12, 8)])
+def test_tiles_are_exact_for_the_diagonal(q_len, kv_len):
+    mask = masks.causal(kv_len, q_len=q_len)
+    for row, band in enumerate(tile_views(mask.to_dense(), (3, 4))):
+        for column, view in enumerate(band):
+            exact = VISIBLE if view.all() else PARTIAL if view.any() else HIDDEN
+            assert int(classify_tiles(mask, (3, 4))[0, 0, row, column]) == exact
+
+
+def test_sparsity_is_the_fraction_of_hidden_tiles():
+    assert masks.full(512).sparsity() == 0
+    assert masks.causal(512).sparsity() == 6 / 16
+    assert masks.causal_document([256, 256]).sparsity() == 10 / 16
+    assert masks.causal_document([[256, 256], [512]]).sparsity() == 8 / 16
+    assert masks.causal(512, q_len=128).sparsity() == 0
+    assert masks.causal(512).sparsity(block=(512, 512)) == 0
+    assert masks.causal(4).sparsity(block=(1, 1)) == 6 / 16
+
+
+@pytest.mark.parametrize(
+    ("indices", "causal", "q_len", "error", "message"),
+    [
+        ([[1]], True, None, TypeError, "indices must be an int32 tensor .* got list"),
+        (torch.zeros(1, 1, 3, 1), True, None, TypeError, "indices must be int32, got torch.float32"),
+        (
+            torch.zeros(1, 1, 3, 1).long(),
+            True,
+            None,
+            TypeError,
+            r"got torch.int64; convert with indices.to\(torch.int32\)",
+        ),
+        (torch.zeros(1, 3, 1).int(), True, None, ValueError, r"indices must have shape .* got \[1, 3, 1\]"),
+        (torch.zeros(1, 1, 3, 4).int(), True, None, ValueError, "causal=True must have n = 1 or 2 .* got 4"),
+        (torch.zeros(1, 1, 3, 1).int(), False, None, ValueError, "causal=False must have n = 2 or 4 .* got 1"),
+        (torch.zeros(1, 1, 3, 3).int(), False, None, ValueError, "n = 2 or 4 .* got 3"),
+        (torch.zeros(1, 1, 0, 2).int(), False, None, ValueError, r"no empty axis, got \[1, 1, 0, 2\]"),
+        (torch.zeros(1, 1, 3, 2).int(), False, 0, ValueError, "q_len must be at least 1, got 0"),
+    ],
+)
+def test_the_constructor_refuses_what_is_not_in_the_table(indices, causal, q_len, error, message):
+    with pytest.raises(error, match=message):
+        FlashMask(indices, causal, q_len=q_len)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=form_ids)
+@thorough
+@given(data=st.data())
+def test_validate_accepts_ordered_intervals_in_range(form, data):
+    mask = data.draw(flash_masks(form, short=True))
+    assert mask.validate() is mask
+    indices = mask.indices.clone()
+    b, h, j = (data.draw(st.integers(0, size - 1)) for size in indices.shape[:3])
+    indices[b, h, j, data.draw(st.integers(0, form[1] - 1))] = data.draw(st.sampled_from([-1, mask.rows() + 1]))
+    with pytest.raises(ValueError, match=rf"0\.\.{mask.rows()}.*\({b}, {h}, {j}\)"):
+        FlashMask(indices, mask.causal, q_len=mask.rows()).validate()
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (mask_of([3, 3, 2], [3, 3, 1], causal=True), r"\[LTS, LTE\) with start > end .* \[\(0, 0, 2\)\]"),
+        (mask_of([0] * 3, [3] * 3, [0, 2, 0], [0, 1, 0], causal=False), r"\[UTS, UTE\) .* \[\(0, 0, 1\)\]"),
+    ],
+    ids=["lower", "upper"],
+)
+def test_validate_names_intervals_that_run_backwards(mask, message):
+    with pytest.raises(ValueError, match=message):
+        mask.validate()
+
+
+def test_a_mask_refuses_rows_it_was_not_built_for():
+    mask = masks.causal(5, q_len=3)
+    assert mask.rows() == mask.rows(3) == 3
+    for use in (mask.rows, mask.to_dense, mask.bidirectional, mask.validate, mask.intervals):
+        with pytest.raises(ValueError, match="q_len=4, but this mask was built for q_len=3; build it with q_len=4"):
+            use(4)
+
+
+def test_to_moves_and_keeps_the_meaning():
+    mask = masks.causal(5, q_len=3)
+    assert mask.to("cpu") is mask
+    moved = mask.to("meta")
+    assert moved.device.type == "meta"
+    assert (moved.causal, moved.q_len, moved.kv_len) == (True, 3, 5)
+
+
+def test_repr_tells_the_shape():
+    shown = repr(masks.document([[5, 3], [4]], q_len=3))
+    assert shown == "FlashMask(batch=2, heads=1, q_len=3, kv_len=8, n=2, causal=False, device='cpu')"
+
+
+def drawn_edges(ax) -> tuple[list[float], list[float]]:
+    """The columns and the rows at which edges are drawn."""
+    (lines,) = [collection for collection in ax.collections if collection.get_gid() == "edges"]
+    columns, rows = [], []
+    for (x0, y0), (x1, y1) in lines.get_segments():
+        assert (x0 == x1) != (y0 == y1)
+        (columns if x0 == x1 else rows).append(x0 if x0 == x1 else y0)
+    return columns, rows
+
+
+def drawn_tiles(ax) -> np.ndarray:
+    from matplotlib.collections import QuadMesh
+
+    (mesh,) = [collection for collection in ax.collections if isinstance(collection, QuadMesh)]
+    return np.asarray(mesh.get_array())
+
+
+@pytest.mark.parametrize("name", ["mask.png", "mask.svg"])
+def test_plot_writes_a_picture(tmp_path, name):
+    path = tmp_path / name
+    ax = masks.causal_document([5, 3, 8]).plot(str(path), title="three documents")
+    assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" if name.endswith("png") else b"<svg" in path.read_bytes()
+    assert (ax.get_xlabel(), ax.get_ylabel(), ax.get_title()) == ("key column", "query row", "three documents")
+    assert ax.get_ylim() == (16, 0), "query 0 is at the top"
+    (legend,) = ax.figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["visible 22%", "hidden 78%"]
+
+
+def test_plot_draws_elements_of_a_short_mask_and_tiles_of_a_long_one():
+    short = masks.padding([7, 5], q_len=6)
+    assert np.array_equal(drawn_tiles(short.plot(batch=1)) == VISIBLE, short.to_dense()[1, 0].numpy())
+    long = masks.random_eviction(300, generator=torch.Generator().manual_seed(0), heads=2)
+    assert np.array_equal(drawn_tiles(long.plot(head=1)), classify_tiles(long)[0, 1].numpy())
+    ax = long.plot(head=1, block=(64, 32))
+    assert np.array_equal(drawn_tiles(ax), classify_tiles(long, (64, 32))[0, 1].numpy())
+    assert len(ax.figure.legends[0].get_texts()) == 3
+
+
+@pytest.mark.parametrize(
+    ("mask", "columns", "rows"),
+    [
+        (masks.causal_document([5, 3, 8]), [5, 8], [5, 8]),
+        (masks.document([5, 3, 8], q_len=10), [5, 8], [2]),
+        (masks.share_question([(4, [2, 3]), (2, [3, 2])]), [4, 6, 9, 11, 14], [6, 9, 14]),
+        (masks.prefix_lm_document([(2, 6), (3, 5)]), [6], [6]),
+        (masks.padding([6], kv_len=9), [6], [6]),
+        (masks.causal(9), [], []),
+        (masks.sliding_window(9, 3), [], []),
+        (masks.global_sliding_window(9, 2, 2), [], []),
+        (masks.full(1), [], []),
+        (mask_of([4] * 6, [5] * 3 + [6] * 3, causal=True), [3], [5]),
+        (mask_of([4] * 6, [5] * 3 + [6] * 3, [0] * 6, [0] * 6, causal=False), [3], [5]),
+        (mask_of([6] * 6, [0] * 3 + [2] * 3, causal=False), [], []),
+    ],
+    ids=[
+        "documents",
+        "last queries",
+        "answers",
+        "prefixes",
+        "padding",
+        "causal",
+        "window",
+        "global",
+        "one pair",
+        "LTE",
+        "LTE of 4",
+        "UTE",
+    ],
+)
+def test_plot_marks_the_edges_of_documents_only(mask, columns, rows):
+    assert drawn_edges(mask.plot()) == (columns, rows)
+
+
+def test_plot_draws_on_the_callers_axes_and_leaves_the_legend_to_them():
+    from matplotlib.figure import Figure
+
+    figure = Figure()
+    ax = figure.add_subplot()
+    assert masks.causal(200, q_len=200).plot(ax=ax, block=(50, 50)) is ax
+    assert figure.legends == []
+    assert ax.get_legend_handles_labels()[1] == ["visible 38%", "partial 25%", "hidden 38%"]
+
+
+def test_plot_without_matplotlib_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for name in [name for name in sys.modules if name.startswith("matplotlib.")]:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ImportError, match=r"pip install flashmask-hf\[plot\]"):
+        masks.causal(4).plot()
+
+
+@pytest.mark.parametrize("module", [flashmask_hf.mask, flashmask_hf.masks], ids=["mask", "masks"])
+def test_the_examples_in_docstrings_run(module):
+    result = doctest.testmod(module)
+    assert result.attempted > 0
+    assert result.failed == 0
