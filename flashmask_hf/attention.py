@@ -1,0 +1,204 @@
+"""The public attention function: checks its arguments, picks an implementation, shares the mask's plan."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from flashmask_hf import ops
+from flashmask_hf.mask import FlashMask
+from flashmask_hf.plan import Plan
+from flashmask_hf.reference import reference_attention
+
+__all__ = ["IMPLEMENTATIONS", "MAX_HEAD_DIM", "flashmask_attention", "plan_of"]
+
+IMPLEMENTATIONS = ("hopper", "triton", "torch", "reference")
+MAX_HEAD_DIM = 256
+"""Largest head_dim (of queries and of values) of the Triton kernels."""
+
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton, too, reads it when kernels are defined
+_TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@overload
+def flashmask_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: FlashMask,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    deterministic: bool = False,
+    return_lse: Literal[False] = False,
+    impl: str | None = None,
+) -> Tensor: ...
+
+
+@overload
+def flashmask_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: FlashMask,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    deterministic: bool = False,
+    return_lse: Literal[True],
+    impl: str | None = None,
+) -> tuple[Tensor, Tensor]: ...
+
+
+def flashmask_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: FlashMask,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    impl: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention under a FlashMask (FlashMask, ICLR 2025, algorithms 1 and 2).
+
+    Differentiable in q, k, v and sinks. Under autocast the inputs are cast as SDPA casts them.
+
+    Args:
+        q: queries [B, Hq, Sq, D], bfloat16, float16 or float32 (float64 for "torch" and "reference").
+        k: keys [B, Hkv, Skv, D]; Hq is a multiple of Hkv, and query head h reads key-value head h * Hkv // Hq.
+        v: values [B, Hkv, Skv, Dv].
+        mask: with Skv columns, batch 1 or B and heads 1, Hkv or Hq, on the device of q.
+        scale: factor on q @ k^T; None is D ** -0.5.
+        softcap: c > 0 bends the scaled scores to c * tanh(scores / c), as Gemma 2 does; None does not.
+        sinks: [Hq] logits of one extra key per head that holds no value, as GPT-OSS has; None has none.
+        deterministic: ask for bit-identical repeated runs. "triton", "torch" and "reference" always are.
+        return_lse: also return the log-sum-exp of every row.
+        impl: None takes the best available; "hopper", "triton", "torch" or "reference" takes that one or raises.
+
+    Returns:
+        out [B, Hq, Sq, Dv] in q's dtype; with `return_lse` also lse [B, Hq, Sq] float32, natural log, the sink
+        included. A row that sees nothing has out 0, lse -inf (the sink's logit if there is one) and zero gradients.
+
+    Raises:
+        TypeError: an argument has the wrong type or dtype.
+        ValueError: shapes, devices or values do not fit, or the implementation cannot serve them; the message names the
+            argument and the way out.
+    """
+    _check(q, k, v, mask, scale, softcap, sinks)
+    if torch.is_autocast_enabled(q.device.type):
+        narrow = torch.get_autocast_dtype(q.device.type)
+        q, k, v = (x.to(narrow) if x.dtype in _TRITON_DTYPES else x for x in (q, k, v))
+    if not q.dtype == k.dtype == v.dtype:
+        raise TypeError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}; cast them to the same")
+    impl = _choose(impl, q, v)
+    factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    if impl == "reference":
+        out, lse = reference_attention(q, k, v, mask, scale=factor, softcap=softcap, sinks=sinks)
+    else:
+        plan = plan_of(mask, q.shape[2])
+        out, lse = ops.attention(q, k, v, mask, plan, sinks=sinks, scale=factor, softcap=softcap, impl=impl)
+    return (out, lse) if return_lse else out
+
+
+def plan_of(mask: FlashMask, q_len: int) -> Plan:
+    """The mask's plan for `q_len` query rows, made at the first call and kept with the mask.
+
+    Changing `mask.indices` in place makes a new one. While compiling, the operator is called each time instead, and the
+    compiler keeps one of the equal calls.
+    """
+    if torch.compiler.is_compiling():
+        return Plan(*ops.make_plan(mask.indices, mask.causal, q_len))
+    state = (q_len, 0 if mask.indices.is_inference() else mask.indices._version)
+    if mask._plan is None or mask._plan[0] != state:
+        mask._plan = (state, Plan(*ops.make_plan(mask.indices, mask.causal, q_len)))
+    return mask._plan[1]
+
+
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, mask: FlashMask, scale: float | None, softcap: float | None, sinks: Tensor | None
+) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor [B, H, S, D], got {type(x).__name__}")
+        if not x.dtype.is_floating_point:
+            raise TypeError(f"{name} must be a floating-point tensor, got {x.dtype}")
+        if x.dim() != 4 or 0 in x.shape:
+            raise ValueError(f"{name} must have shape [B, H, S, D] with no empty axis, got {list(x.shape)}")
+    if not isinstance(mask, FlashMask):
+        raise TypeError(
+            f"mask must be a FlashMask, got {type(mask).__name__}; build one with flashmask_hf.masks, or from a "
+            "dense bool tensor with FlashMask.from_dense"
+        )
+    batch, heads, q_len, head_dim = q.shape
+    kv_heads, kv_len = k.shape[1:3]
+    if k.shape[0] != batch or v.shape[0] != batch:
+        raise ValueError(f"q, k and v must have one batch size, got {batch}, {k.shape[0]}, {v.shape[0]}")
+    if k.shape[3] != head_dim:
+        raise ValueError(f"k must have q's head_dim {head_dim}, got {k.shape[3]}")
+    if v.shape[1:3] != k.shape[1:3]:
+        raise ValueError(f"v must have k's heads and length {[kv_heads, kv_len]}, got {list(v.shape[1:3])}")
+    if heads % kv_heads:
+        raise ValueError(f"q has {heads} heads, which is not a multiple of the {kv_heads} key-value heads of k and v")
+    for name, device in (("k", k.device), ("v", v.device), ("mask", mask.device)):
+        if device != q.device:
+            raise ValueError(f"{name} is on {device}, but q is on {q.device}; move it with {name}.to('{q.device}')")
+    if mask.kv_len != kv_len:
+        raise ValueError(f"mask has {mask.kv_len} key columns, but k and v have {kv_len} keys")
+    mask.rows(q_len)
+    if mask.indices.shape[0] not in (1, batch):
+        raise ValueError(f"mask has batch {mask.indices.shape[0]}; it must be 1 or q's batch {batch}")
+    if mask.indices.shape[1] not in (1, kv_heads, heads):
+        raise ValueError(f"mask has {mask.indices.shape[1]} heads; it must have 1, Hkv = {kv_heads} or Hq = {heads}")
+    if scale is not None and not isinstance(scale, (int, float)):
+        raise TypeError(f"scale must be a number or None, got {type(scale).__name__}")
+    if scale is not None and not 0 < scale < float("inf"):
+        raise ValueError(f"scale must be positive and finite, or None for D ** -0.5, got {scale}")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap must be positive, or None for no cap, got {softcap}")
+    if sinks is not None:
+        if not isinstance(sinks, Tensor) or not sinks.dtype.is_floating_point:
+            raise TypeError(f"sinks must be a floating-point tensor [Hq] or None, got {type(sinks).__name__}")
+        if sinks.shape != (heads,):
+            raise ValueError(f"sinks must have shape [Hq] = [{heads}], got {list(sinks.shape)}")
+        if sinks.device != q.device:
+            raise ValueError(f"sinks is on {sinks.device}, but q is on {q.device}; move it with sinks.to('{q.device}')")
+
+
+def _choose(impl: str | None, q: Tensor, v: Tensor) -> str:
+    """The implementation to run; raises if a named one, or the only fast one of the device, cannot serve."""
+    if impl is not None and impl not in IMPLEMENTATIONS:
+        raise ValueError(f"impl must be None or one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
+    if impl in ("torch", "reference"):
+        return impl
+    if impl is None and (q.device.type != "cuda" or not _HAS_TRITON):
+        return "torch"
+    if impl == "hopper":
+        raise ValueError("impl='hopper' is not part of this version; use impl='triton' or None")
+    reason = _why_not_triton(q, v)
+    if reason is not None:
+        raise ValueError(f"impl='triton' cannot serve {reason}; impl='torch' can, more slowly")
+    return "triton"
+
+
+def _why_not_triton(q: Tensor, v: Tensor) -> str | None:
+    if not _HAS_TRITON:
+        return "this process: Triton is not installed"
+    if q.device.type != "cuda" and not _INTERPRETED:
+        return f"tensors on {q.device.type} (it needs a GPU)"
+    if q.dtype not in _TRITON_DTYPES:
+        return f"dtype {q.dtype} (it takes bfloat16, float16, float32)"
+    largest = max(q.shape[-1], v.shape[-1])
+    if largest > MAX_HEAD_DIM:
+        return f"head_dim {largest} (its limit is {MAX_HEAD_DIM})"
+    return None

@@ -1,0 +1,214 @@
+"""The torch.library operators: a plan, attention forward and attention backward, opaque to autograd and torch.compile.
+
+`flashmask_hf::plan`, `flashmask_hf::flash_attn_forward` and `flashmask_hf::flash_attn_backward`. The names of the
+attention operators hold `flash_attn`, which selective activation checkpointing in training libraries looks for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashmask_hf import plan as _plan
+from flashmask_hf import tiled
+from flashmask_hf.mask import FlashMask
+from flashmask_hf.plan import Plan
+
+__all__ = ["attention", "flash_attn_backward", "flash_attn_forward", "make_plan"]
+
+
+def _builder(indices: Tensor) -> Any:
+    """The plan builder for a device: a Triton kernel where Triton runs, torch operations elsewhere. Same result."""
+    if indices.device.type == "cuda":
+        try:
+            from flashmask_hf.kernels.plan import build_plan
+        except ImportError:
+            return _plan.build_plan
+        return build_plan
+    return _plan.build_plan
+
+
+@torch.library.custom_op("flashmask_hf::plan", mutates_args=())
+def make_plan(indices: Tensor, causal: bool, q_len: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Classify the tiles of a mask (see `flashmask_hf.plan`).
+
+    Args:
+        indices: int32 [B, Hm, Skv, n].
+        causal: as in `FlashMask`.
+        q_len: number of query rows.
+
+    Returns:
+        The tensors of a `Plan`.
+    """
+    return tuple(_builder(indices)(indices, causal, q_len))
+
+
+@make_plan.register_fake
+def _(indices: Tensor, causal: bool, q_len: int) -> tuple[Tensor, Tensor, Tensor]:
+    tiles, counts, segments = _plan.plan_shapes(indices, q_len)
+    return (
+        indices.new_empty(tiles, dtype=torch.int16),
+        indices.new_empty(counts, dtype=torch.int32),
+        indices.new_empty(segments, dtype=torch.int32),
+    )
+
+
+@torch.library.custom_op("flashmask_hf::flash_attn_forward", mutates_args=())
+def flash_attn_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    indices: Tensor,
+    tiles: Tensor,
+    counts: Tensor,
+    segments: Tensor,
+    causal: bool,
+    scale: float,
+    softcap: float,
+    impl: str,
+) -> tuple[Tensor, Tensor]:
+    """Masked attention; differentiable in q, k, v and sinks, through both results.
+
+    Args:
+        q: [B, Hq, Sq, D].
+        k: [B, Hkv, Skv, D].
+        v: [B, Hkv, Skv, Dv].
+        sinks: [Hq] or None.
+        indices: int32 [B or 1, Hm, Skv, n].
+        tiles: of the plan.
+        counts: of the plan.
+        segments: of the plan.
+        causal: as in `FlashMask`.
+        scale: factor on the scores.
+        softcap: 0 is none.
+        impl: "triton" or "torch".
+
+    Returns:
+        out [B, Hq, Sq, Dv] in q's dtype, stored as [B, Sq, Hq, Dv]; lse [B, Hq, Sq] float32 (float64 for float64 q).
+    """
+    plan = Plan(tiles, counts, segments)
+    mask = FlashMask(indices, causal)
+    forward, _, _ = _functions(impl)
+    return forward(q, k, v, mask, plan, sinks, scale, softcap)
+
+
+@flash_attn_forward.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    indices: Tensor,
+    tiles: Tensor,
+    counts: Tensor,
+    segments: Tensor,
+    causal: bool,
+    scale: float,
+    softcap: float,
+    impl: str,
+) -> tuple[Tensor, Tensor]:
+    batch, heads, q_len, _ = q.shape
+    out = q.new_empty(batch, q_len, heads, v.shape[-1]).transpose(1, 2)
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return out, q.new_empty(batch, heads, q_len, dtype=wide)
+
+
+@torch.library.custom_op("flashmask_hf::flash_attn_backward", mutates_args=())
+def flash_attn_backward(
+    dout: Tensor,
+    dlse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    indices: Tensor,
+    tiles: Tensor,
+    counts: Tensor,
+    segments: Tensor,
+    causal: bool,
+    scale: float,
+    softcap: float,
+    impl: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v and sinks (empty without sinks), given those of both results, `dout` and `dlse`."""
+    plan = Plan(tiles, counts, segments)
+    mask = FlashMask(indices, causal)
+    _, row_delta, backward = _functions(impl)
+    delta = row_delta(dout, out, dlse)
+    dq, dk, dv = backward(dout, q, k, v, lse, delta, mask, plan, scale, softcap)
+    if sinks is None:
+        dsinks = q.new_empty(0)
+    else:
+        weight = torch.exp(sinks.to(lse.dtype).view(1, -1, 1) - lse)  # lse holds the sink, so it is finite
+        dsinks = -(weight * delta).sum((0, 2)).to(sinks.dtype)
+    return dq, dk, dv, dsinks
+
+
+@flash_attn_backward.register_fake
+def _(
+    dout: Tensor,
+    dlse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    indices: Tensor,
+    tiles: Tensor,
+    counts: Tensor,
+    segments: Tensor,
+    causal: bool,
+    scale: float,
+    softcap: float,
+    impl: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dsinks = q.new_empty(0) if sinks is None else torch.empty_like(sinks)
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), dsinks
+
+
+def _functions(impl: str) -> Any:
+    """(forward, row_delta, backward) of an implementation."""
+    if impl == "torch":
+        return tiled.forward, tiled.row_delta, tiled.backward
+    from flashmask_hf.kernels.backward import backward, row_delta
+    from flashmask_hf.kernels.forward import forward
+
+    return forward, row_delta, backward
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, sinks, indices, tiles, counts, segments, causal, scale, softcap, impl = inputs
+    out, lse = output
+    ctx.save_for_backward(q, k, v, sinks, out, lse, indices, tiles, counts, segments)
+    ctx.settings = (causal, scale, softcap, impl)
+
+
+def _backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
+    saved = ctx.saved_tensors  # read once: checkpointing unpacks a saved tensor only once
+    dq, dk, dv, dsinks = flash_attn_backward(dout, dlse, *saved, *ctx.settings)
+    return dq, dk, dv, None if saved[3] is None else dsinks, *[None] * 8
+
+
+flash_attn_forward.register_autograd(_backward, setup_context=_setup_context)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: FlashMask,
+    plan: Plan,
+    *,
+    sinks: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    impl: str,
+) -> tuple[Tensor, Tensor]:
+    """`flash_attn_forward` for a mask and its plan; arguments as in `flashmask_attention`."""
+    return flash_attn_forward(q, k, v, sinks, mask.indices, *plan, mask.causal, scale, softcap or 0.0, impl)

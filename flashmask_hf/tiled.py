@@ -1,0 +1,191 @@
+"""Tiled masked attention in plain torch: what a CPU or an MPS device gets. Linear memory, walks visible tiles only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from flashmask_hf.mask import FlashMask
+from flashmask_hf.plan import ROWS, Plan, plan_columns
+
+__all__ = ["backward", "forward", "row_delta"]
+
+_KEYS_PER_STEP = 4096  # bounds the scores that exist at a time: heads x ROWS x _KEYS_PER_STEP
+
+Step = tuple[slice | Tensor, Tensor | None]
+"""Key columns of a step (a slice, or an index tensor) and where they are hidden, bool [rows, columns] or None."""
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: FlashMask, plan: Plan, sinks: Tensor | None, scale: float, softcap: float
+) -> tuple[Tensor, Tensor]:
+    """Attention over the tiles that the plan lists (shapes as in `ops.flash_attn_forward`; softcap 0 is none)."""
+    wide = _wide(q.dtype)
+    batch, heads, q_len, _ = q.shape
+    out = q.new_empty(batch, q_len, heads, v.shape[-1]).transpose(1, 2)
+    lse = q.new_empty(batch, heads, q_len, dtype=wide)
+    for b, h_q, h_kv, rows, steps in _walk(q, k, mask, plan):
+        queries = _grouped(q[b, h_q, rows], h_kv).to(wide)
+        top = queries.new_full((*queries.shape[:-1], 1), torch.finfo(wide).min)
+        total = torch.zeros_like(top)
+        acc = queries.new_zeros(*queries.shape[:-1], v.shape[-1])
+        if sinks is not None:
+            top = sinks[h_q].to(wide).repeat_interleave(rows.stop - rows.start).view(top.shape)
+            total = torch.ones_like(top)
+        for columns, hidden in steps:
+            scores, _ = _scores(queries, k[b, h_kv, columns].to(wide), hidden, scale, softcap)
+            new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
+            weights = torch.exp(scores - new_top)
+            decay = torch.exp(top - new_top)
+            total = total * decay + weights.sum(-1, keepdim=True)
+            acc = acc * decay + weights @ v[b, h_kv, columns].to(wide)
+            top = new_top
+        seen = total > 0
+        out[b, h_q, rows] = _ungrouped(torch.where(seen, acc / torch.where(seen, total, 1.0), 0.0), h_q).to(q.dtype)
+        lse[b, h_q, rows] = _ungrouped(torch.where(seen, top + total.log(), float("-inf")), h_q).squeeze(-1)
+    return out, lse
+
+
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    mask: FlashMask,
+    plan: Plan,
+    scale: float,
+    softcap: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v.
+
+    Args:
+        dout: gradient of the output, [B, Hq, Sq, Dv].
+        q: [B, Hq, Sq, D].
+        k: [B, Hkv, Skv, D].
+        v: [B, Hkv, Skv, Dv].
+        lse: [B, Hq, Sq] of the forward.
+        delta: [B, Hq, Sq], the row sums of dout * out, less the gradient of lse.
+        mask: the mask.
+        plan: its plan.
+        scale: factor on the scores.
+        softcap: 0 is none.
+
+    Returns:
+        dq, dk, dv like q, k, v.
+    """
+    wide = _wide(q.dtype)
+    dq = torch.empty_like(q)
+    dk, dv = (torch.zeros_like(x, dtype=wide) for x in (k, v))
+    lse = torch.where(torch.isneginf(lse), float("inf"), lse)  # rows that see nothing get weight exp(-inf) = 0
+    for b, h_q, h_kv, rows, steps in _walk(q, k, mask, plan):
+        queries, upstream = (_grouped(x[b, h_q, rows], h_kv).to(wide) for x in (q, dout))
+        row_lse, row_delta = (_grouped(x[b, h_q, rows, None], h_kv) for x in (lse, delta))
+        acc = torch.zeros_like(queries)
+        for columns, hidden in steps:
+            keys, values = k[b, h_kv, columns].to(wide), v[b, h_kv, columns].to(wide)
+            scores, slope = _scores(queries, keys, hidden, scale, softcap)
+            weights = torch.exp(scores - row_lse)
+            dv[b, h_kv, columns] += weights.transpose(-1, -2) @ upstream
+            dscores = weights * (upstream @ values.transpose(-1, -2) - row_delta) * scale
+            if slope is not None:
+                dscores = dscores * slope
+            acc += dscores @ keys
+            dk[b, h_kv, columns] += dscores.transpose(-1, -2) @ queries
+        dq[b, h_q, rows] = _ungrouped(acc, h_q).to(q.dtype)
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+def row_delta(dout: Tensor, out: Tensor, dlse: Tensor) -> Tensor:
+    """Row sums of dout * out, less dlse: what the softmax takes off every score's gradient. Shape and dtype of dlse."""
+    return (dout.to(dlse.dtype) * out.to(dlse.dtype)).sum(-1) - dlse
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _grouped(x: Tensor, h_kv: slice) -> Tensor:
+    """Query-side rows [heads, rows, d] stacked under their key-value head: [kv heads, heads / kv heads * rows, d]."""
+    return x.reshape(h_kv.stop - h_kv.start, -1, x.shape[-1])
+
+
+def _ungrouped(x: Tensor, h_q: slice) -> Tensor:
+    """The inverse of `_grouped`: [heads, rows, d]."""
+    return x.reshape(h_q.stop - h_q.start, -1, x.shape[-1])
+
+
+def _scores(
+    queries: Tensor, keys: Tensor, hidden: Tensor | None, scale: float, softcap: float
+) -> tuple[Tensor, Tensor | None]:
+    """Scaled, capped and masked scores [kv heads, group * rows, columns], and the cap's slope (None without a cap)."""
+    scores = (queries @ keys.transpose(-1, -2)).mul_(scale)
+    slope = None
+    if softcap:
+        bent = torch.tanh(scores / softcap)
+        scores, slope = softcap * bent, 1 - bent * bent
+    if hidden is not None:
+        scores.unflatten(1, (-1, hidden.shape[0])).masked_fill_(hidden, float("-inf"))
+    return scores, slope
+
+
+def _walk(q: Tensor, k: Tensor, mask: FlashMask, plan: Plan) -> Iterator[tuple[int, slice, slice, slice, list[Step]]]:
+    """Every (batch entry, query heads, key-value heads, query rows) that shares a list of tiles, with its steps."""
+    batch, heads, q_len, _ = q.shape
+    kv_heads, kv_len = k.shape[1:3]
+    mask_batch, mask_heads = plan.tiles.shape[:2]
+    counts = plan.counts.tolist()
+    width = plan_columns(kv_len)
+    pairs = mask.intervals(q_len)
+    for m_b in range(mask_batch):
+        for m_h in range(mask_heads):
+            h_q = slice(m_h * heads // mask_heads, (m_h + 1) * heads // mask_heads)
+            first_kv = m_h * kv_heads // mask_heads
+            h_kv = slice(first_kv, max(first_kv + 1, (m_h + 1) * kv_heads // mask_heads))
+            bounds = [(start[m_b, m_h], end[m_b, m_h]) for start, end in pairs]
+            for tile in range(-(-q_len // ROWS)):
+                visible, partial = counts[m_b][m_h][tile]
+                row = plan.tiles[m_b, m_h, tile]
+                rows = slice(tile * ROWS, min(q_len, (tile + 1) * ROWS))
+                steps = _steps(row, visible, partial, rows, bounds, mask.causal, q_len, kv_len, width)
+                for b in range(batch) if mask_batch == 1 else (m_b,):
+                    yield b, h_q, h_kv, rows, steps
+
+
+def _steps(
+    row: Tensor,
+    visible: int,
+    partial: int,
+    rows: slice,
+    bounds: list[tuple[Tensor, Tensor]],
+    causal: bool,
+    q_len: int,
+    kv_len: int,
+    width: int,
+) -> list[Step]:
+    """The steps of one row tile: its visible tiles, then its partial ones, a few thousand keys at a time."""
+    steps: list[Step] = []
+    per_step = max(1, _KEYS_PER_STEP // width)
+    row_index = torch.arange(rows.start, rows.stop, device=row.device).unsqueeze(1)
+    for tiles, masked in ((row[:visible], False), (row[row.shape[0] - partial :].flip(0), True)):
+        listed = tiles.tolist()
+        for first in range(0, len(listed), per_step):
+            step = listed[first : first + per_step]
+            if step[-1] - step[0] == len(step) - 1:  # neighbours: a view of the keys instead of a copy
+                columns = slice(step[0] * width, min(kv_len, (step[-1] + 1) * width))
+                column_index = torch.arange(columns.start, columns.stop, device=row.device)
+            else:
+                column_index = torch.cat([torch.arange(t * width, min(kv_len, (t + 1) * width)) for t in step])
+                columns = column_index = column_index.to(row.device)
+            hidden = None
+            if masked:
+                hidden = torch.zeros(rows.stop - rows.start, len(column_index), dtype=torch.bool, device=row.device)
+                for start, end in bounds:
+                    hidden |= (row_index >= start[columns]) & (row_index < end[columns])
+                if causal:
+                    hidden |= row_index + (kv_len - q_len) < column_index
+            steps.append((columns, hidden))
+    return steps

@@ -1,0 +1,198 @@
+"""What the tests share: lanes, the error budget, and one mask of every family."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashmask_hf import FlashMask, flashmask_attention, masks
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def requires(lane: str) -> None:
+    """Skip the test, with the reason, unless this process can run the lane: interpreter, gpu or hopper."""
+    if lane == "interpreter" and not INTERPRETED:
+        pytest.skip("interpreter lane: set TRITON_INTERPRET=1")
+    if lane in ("gpu", "hopper") and INTERPRETED:
+        pytest.skip(f"{lane} lane: unset TRITON_INTERPRET")
+    if lane in ("gpu", "hopper") and not torch.cuda.is_available():
+        pytest.skip(f"{lane} lane: no CUDA or ROCm GPU here")
+    if lane == "hopper" and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("hopper lane: the GPU is not a Hopper")
+
+
+@dataclass(frozen=True)
+class Lane:
+    """Where an implementation runs in a test."""
+
+    impl: str
+    device: str
+    dtype: torch.dtype
+
+    @property
+    def id(self) -> str:
+        return f"{self.impl}-{self.device}-{str(self.dtype).removeprefix('torch.')}"
+
+
+def lanes(cpu: Sequence[torch.dtype], interpreter: Sequence[torch.dtype], gpu: Sequence[torch.dtype]) -> list:
+    """pytest parameters: "torch" on the CPU, "triton" in the interpreter, "triton" on the GPU, in the dtypes given."""
+    return [
+        *(_parameter(Lane("torch", "cpu", dtype)) for dtype in cpu),
+        *(_parameter(Lane("triton", "cpu", dtype), pytest.mark.interpreter) for dtype in interpreter),
+        *(_parameter(Lane("triton", "cuda", dtype), pytest.mark.gpu) for dtype in gpu),
+    ]
+
+
+def _parameter(lane: Lane, *marks: pytest.MarkDecorator):
+    return pytest.param(lane, id=lane.id, marks=marks)
+
+
+def attention_inputs(
+    lane: Lane,
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    q_len: int,
+    kv_len: int,
+    dim: int,
+    v_dim: int | None = None,
+    seed: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v that require gradients, laid out [B, S, H, D] in memory as a model makes them."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((heads, q_len, dim), (kv_heads, kv_len, dim), (kv_heads, kv_len, v_dim or dim))
+    return tuple(
+        torch.randn(batch, length, h, d, generator=generator, dtype=torch.float64)
+        .to(lane.device, lane.dtype)
+        .transpose(1, 2)
+        .requires_grad_()
+        for h, length, d in shapes
+    )  # type: ignore[return-value]
+
+
+def assert_within_budget(actual: Tensor, eager: Tensor, exact: Tensor, what: str) -> None:
+    """The error budget: the error against float64 is at most twice that of eager code in the same dtype, plus rounding.
+
+    An error is the largest element's. Rounding is one epsilon of the dtype, for the result, and eight of float32, for
+    the sums behind it, times the largest exact value.
+    """
+    assert actual.dtype == eager.dtype, f"{what}: dtype {actual.dtype} instead of {eager.dtype}"
+    assert actual.shape == exact.shape, f"{what}: shape {tuple(actual.shape)} instead of {tuple(exact.shape)}"
+    assert not actual.isnan().any(), f"{what}: NaN"
+    infinite = exact.isinf()
+    assert torch.equal(actual.isinf(), infinite), f"{what}: infinite elsewhere than it should be"
+    epsilon = torch.finfo(actual.dtype).eps + 8 * torch.finfo(torch.float32).eps
+    band = epsilon * exact.double().masked_fill(infinite, 0.0).abs().max()
+    actual, eager, exact = (x.double().masked_fill(infinite, 0.0) for x in (actual, eager, exact))
+    error, allowed = (actual - exact).abs().max(), (eager - exact).abs().max()
+    assert error <= 2 * allowed + band, f"{what}: error {error:.3e}, eager's {allowed:.3e}, rounding {band:.3e}"
+
+
+@contextlib.contextmanager
+def poisoned() -> Iterator[None]:
+    """Uninitialised tensors made inside are NaN, so that an element that a kernel fails to write is seen."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: FlashMask,
+    impl: str,
+    *,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+) -> dict[str, Tensor]:
+    """Both results and every gradient, for fixed random gradients of both results."""
+    leaves = {"dq": q, "dk": k, "dv": v} | ({"dsinks": sinks} if sinks is not None else {})
+    out, lse = flashmask_attention(q, k, v, mask, sinks=sinks, softcap=softcap, return_lse=True, impl=impl)
+    generator = torch.Generator().manual_seed(1)
+    dout = torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out.device, out.dtype)
+    dlse = torch.randn(lse.shape, generator=generator, dtype=torch.float64).to(out.device, lse.dtype)
+    total = (out * dout).sum() + (lse.masked_fill(lse.isinf(), 0.0) * dlse).sum()
+    gradients = torch.autograd.grad(total, list(leaves.values()))
+    return {"out": out.detach(), "lse": lse.detach(), **dict(zip(leaves, gradients, strict=True))}
+
+
+def check(
+    lane: Lane,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: FlashMask,
+    *,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+) -> None:
+    """Output, LSE and every gradient of the lane's implementation are within the error budget."""
+    with poisoned():
+        actual = run(q, k, v, mask, lane.impl, sinks=sinks, softcap=softcap)
+    eager = run(q, k, v, mask, "reference", sinks=sinks, softcap=softcap)
+    wide = [None if x is None else x.detach().double().requires_grad_() for x in (q, k, v, sinks)]
+    exact = run(wide[0], wide[1], wide[2], mask, "reference", sinks=wide[3], softcap=softcap)  # type: ignore[arg-type]
+    for name in actual:
+        assert_within_budget(actual[name], eager[name], exact[name], name)
+
+
+def _lengths(kv_len: int, parts: int) -> list[int]:
+    """About `parts` uneven document lengths that sum to kv_len."""
+    cuts = sorted({kv_len * (i * i + 1) // (parts * parts + 1) for i in range(1, parts)} - {0})
+    return [b - a for a, b in zip([0, *cuts], [*cuts, kv_len], strict=True)]
+
+
+def _answers(kv_len: int) -> list[tuple[int, list[int]]]:
+    """Two questions, one with two answers and one with three."""
+    first = kv_len // 3
+    rest = kv_len - first
+    one, other = first // 4, rest // 5
+    return [(first - 2 * one, [one, one]), (rest - 3 * other, [other, other - 1, other + 1])]
+
+
+def _two_levels(kv_len: int) -> list[tuple[int, list]]:
+    """The same questions, where the last token of every answer is a child of its own."""
+    return [(question, [(answer - 1, [1]) for answer in answers]) for question, answers in _answers(kv_len)]
+
+
+def _random_bits(*shape: int) -> Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(3)) < 0.6
+
+
+def _buckets(*shape: int) -> Tensor:
+    return torch.randint(0, 5, shape, generator=torch.Generator().manual_seed(4))
+
+
+HEADS, KV_HEADS = 4, 2
+
+FAMILIES: dict[str, Callable[[int, int], FlashMask]] = {
+    "full": lambda n, m: masks.full(n, q_len=m),
+    "causal": lambda n, m: masks.causal(n, q_len=m),
+    "sliding_window": lambda n, m: masks.sliding_window(n, max(1, n // 4), q_len=m),
+    "causal_document": lambda n, m: masks.causal_document(_lengths(n, 4), q_len=m),
+    "document": lambda n, m: masks.document(_lengths(n, 4), q_len=m),
+    "share_question": lambda n, m: masks.share_question(_answers(n), q_len=m) if n > 1 else masks.tree([1]),
+    "global_sliding_window": lambda n, m: masks.global_sliding_window(n, max(1, n // 16), max(1, n // 5), q_len=m),
+    "causal_blockwise": lambda n, m: masks.causal_blockwise(_lengths(n, 4), q_len=m),
+    "prefix_lm_causal": lambda n, m: masks.prefix_lm_causal(n, n // 3, q_len=m),
+    "prefix_lm_document": lambda n, m: masks.prefix_lm_document([(x // 2, x) for x in _lengths(n, 3)], q_len=m),
+    "qk_sparse": lambda n, m: masks.qk_sparse(_random_bits(2, HEADS, m), _random_bits(2, HEADS, n)),
+    "hash_sparse": lambda n, m: masks.hash_sparse(_buckets(2, HEADS, m), _buckets(2, HEADS, n)),
+    "random_eviction": lambda n, m: masks.random_eviction(
+        n, generator=torch.Generator().manual_seed(5), heads=KV_HEADS, q_len=m
+    ),
+    "tree": lambda n, m: masks.tree(_two_levels(n) if n > 1 else [1], q_len=m),
+    "padding": lambda n, m: masks.padding([n - n // 3, n], kv_len=n, q_len=m),
+}
+"""name -> mask of kv_len keys and q_len queries, for batches of 2 with HEADS and KV_HEADS heads."""

@@ -1,0 +1,343 @@
+"""Every implementation against the dense float64 oracle: output, LSE and every gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import FAMILIES, HEADS, INTERPRETED, KV_HEADS, Lane, attention_inputs, check, lanes, run
+
+from flashmask_hf import FlashMask, flashmask_attention, masks
+from flashmask_hf.plan import ROWS, plan_columns
+
+CPU = (torch.float32, torch.bfloat16, torch.float16)
+INTERPRETER = (torch.float32, torch.float16)
+GPU = (torch.bfloat16, torch.float16, torch.float32)
+LENGTHS = [(1, 1), (63, 63), (113, 113), (1, 63), (63, 257), (257, 257), (113, 1023)]
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=lambda pair: f"{pair[0]}x{pair[1]}")
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("lane", lanes(CPU, INTERPRETER, GPU))
+def test_family(lane: Lane, family: str, lengths: tuple[int, int]) -> None:
+    if lane.impl == "triton" and lane.device == "cpu" and lengths not in [(63, 63), (63, 257)]:
+        pytest.skip(
+            "interpreter lane: one square and one rectangular length per family, since a tile takes it milliseconds"
+        )
+    q_len, kv_len = lengths
+    q, k, v = attention_inputs(lane, 2, HEADS, KV_HEADS, q_len, kv_len, 32)
+    check(lane, q, k, v, FAMILIES[family](kv_len, q_len).to(lane.device))
+
+
+@st.composite
+def random_masks(draw: st.DrawFn) -> tuple[FlashMask, int]:
+    """Masks of any form whose intervals overlap, touch, are empty or run backwards, and their number of rows."""
+    causal, n = draw(st.sampled_from([(True, 1), (True, 2), (False, 2), (False, 4)]))
+    q_len, kv_len = draw(st.integers(1, 300)), draw(st.integers(1, 300))
+    heads = draw(st.sampled_from([1, KV_HEADS, HEADS]))
+    seed = draw(st.integers(0, 2**31 - 1))
+    generator = torch.Generator().manual_seed(seed)
+    indices = torch.randint(0, q_len + 1, (1, heads, kv_len, n), generator=generator, dtype=torch.int32)
+    if draw(st.booleans()):  # blocks of equal columns, which make hidden and visible tiles
+        indices = indices[:, :, torch.arange(kv_len) // 64 * 64]
+    if draw(st.booleans()):  # intervals in order
+        indices = indices.sort(-1).values
+    if n == 4 and draw(st.booleans()):  # intervals that touch
+        indices[..., 2] = indices[..., 1]
+    return FlashMask(indices, causal, q_len=q_len), kv_len
+
+
+def _check_random(lane: Lane, case: tuple[FlashMask, int]) -> None:
+    mask, kv_len = case
+    q, k, v = attention_inputs(lane, 1, HEADS, KV_HEADS, mask.rows(), kv_len, 16)
+    check(lane, q, k, v, mask.to(lane.device))
+
+
+@given(random_masks())
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_random_intervals(case: tuple[FlashMask, int]) -> None:
+    _check_random(Lane("torch", "cpu", torch.float32), case)
+
+
+@pytest.mark.interpreter
+@given(random_masks())
+@settings(max_examples=10, deadline=None, derandomize=True)
+def test_random_intervals_interpreted(case: tuple[FlashMask, int]) -> None:
+    _check_random(Lane("triton", "cpu", torch.float32), case)
+
+
+@pytest.mark.gpu
+@given(random_masks())
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_random_intervals_gpu(case: tuple[FlashMask, int]) -> None:
+    _check_random(Lane("triton", "cuda", torch.float16), case)
+
+
+@pytest.mark.parametrize(
+    "dims", [(8, 8), (16, 24), (40, 40), (64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)], ids=str
+)
+@pytest.mark.parametrize("lane", lanes((torch.float32,), (torch.float16,), (torch.bfloat16, torch.float16)))
+def test_head_dims(lane: Lane, dims: tuple[int, int]) -> None:
+    q, k, v = attention_inputs(lane, 1, HEADS, KV_HEADS, 133, 133, *dims)
+    check(lane, q, k, v, masks.causal_document([50, 83], device=lane.device))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_head_dims_float32_gpu(dim: int) -> None:
+    lane = Lane("triton", "cuda", torch.float32)
+    q, k, v = attention_inputs(lane, 1, HEADS, KV_HEADS, 133, 133, dim)
+    check(lane, q, k, v, masks.causal_document([50, 83], device="cuda"))
+
+
+@pytest.mark.parametrize("mask_heads", ["one", "kv", "q"])
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (3, 1)], ids=["MHA", "GQA", "MQA"])
+@pytest.mark.parametrize("lane", lanes((torch.float32,), (torch.float32,), (torch.bfloat16,)))
+def test_heads(lane: Lane, heads: tuple[int, int], mask_heads: str) -> None:
+    count = {"one": 1, "kv": heads[1], "q": heads[0]}[mask_heads]
+    mask = masks.random_eviction(
+        140, generator=torch.Generator().manual_seed(0), heads=count, batch=2, device=lane.device
+    )
+    check(lane, *attention_inputs(lane, 2, *heads, 140, 140, 16), mask)
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0], ids=["uncapped", "capped"])
+@pytest.mark.parametrize("with_sinks", [False, True], ids=["plain", "sinks"])
+@pytest.mark.parametrize("lane", lanes(CPU, INTERPRETER, GPU))
+def test_softcap_and_sinks(lane: Lane, with_sinks: bool, softcap: float | None) -> None:
+    q, k, v = attention_inputs(lane, 2, HEADS, KV_HEADS, 140, 140, 32)
+    sinks = (
+        torch.randn(HEADS, generator=torch.Generator().manual_seed(2)).to(lane.device).requires_grad_()
+        if with_sinks
+        else None
+    )
+    check(lane, q, k, v, masks.padding([100, 140], kv_len=140, device=lane.device), sinks=sinks, softcap=softcap)
+
+
+@pytest.mark.parametrize("lane", lanes((torch.float32,), (torch.float32,), (torch.bfloat16,)))
+def test_rows_that_see_nothing(lane: Lane) -> None:
+    q, k, v = attention_inputs(lane, 1, HEADS, KV_HEADS, 200, 200, 16)
+    mask = masks.padding([130], kv_len=200, device=lane.device)
+    result = run(q, k, v, mask, lane.impl)
+    assert result["lse"][..., 130:].isneginf().all()
+    for name in ("out", "dq"):
+        assert (result[name][:, :, 130:] == 0).all(), name
+    for name in ("dk", "dv"):
+        assert (result[name][:, :, 130:] == 0).all(), name
+        assert result[name][:, :, :130].isfinite().all(), name
+    sinks = torch.linspace(-2, 3, HEADS, device=lane.device, requires_grad=True)
+    blind = run(q, k, v, mask, lane.impl, sinks=sinks)
+    torch.testing.assert_close(blind["lse"][..., 130:], sinks.detach().view(1, -1, 1).expand(1, HEADS, 70))
+    assert (blind["out"][:, :, 130:] == 0).all()
+
+
+@pytest.mark.parametrize("lane", lanes((torch.float32,), (torch.float32,), (torch.bfloat16,)))
+def test_layouts(lane: Lane) -> None:
+    """Strided, head-major and expanded inputs give the bits that compact ones give."""
+    mask = masks.causal_document([60, 73], device=lane.device)
+    q, k, v = attention_inputs(lane, 2, 4, 1, 133, 133, 32)
+    expected = run(q, k, v, mask, lane.impl)
+    compact = run(*(x.detach().contiguous().requires_grad_() for x in (q, k, v)), mask, lane.impl)
+    padded = [torch.nn.functional.pad(x.detach(), (0, 3, 0, 1))[:, :, :-1, :-3].requires_grad_() for x in (q, k, v)]
+    strided = run(*padded, mask, lane.impl)
+    expanded = [x[:1].detach().expand(2, -1, -1, -1).requires_grad_() for x in (k, v)]
+    repeated = [x[:1].detach().repeat(2, 1, 1, 1).requires_grad_() for x in (k, v)]
+    broadcast, plain = run(q, *expanded, mask, lane.impl), run(q, *repeated, mask, lane.impl)
+    for name, value in expected.items():
+        assert torch.equal(compact[name], value), name
+        assert torch.equal(strided[name], value), name
+        assert torch.equal(broadcast[name], plain[name]), name
+
+
+@pytest.mark.parametrize("lane", lanes((torch.float32,), (torch.float32,), (torch.bfloat16,)))
+def test_perturbing_one_document_changes_no_other(lane: Lane) -> None:
+    lengths = [70, 131, 99]
+    mask = masks.causal_document(lengths, device=lane.device)
+    q, k, v = attention_inputs(lane, 1, HEADS, KV_HEADS, 300, 300, 32)
+    before = run(q, k, v, mask, lane.impl)
+    with torch.no_grad():
+        for x in (q, k, v):
+            x[:, :, 70:201] = x[:, :, 70:201] * 3 + 1
+    after = run(q, k, v, mask, lane.impl)
+    for name in before:
+        assert torch.equal(before[name][:, :, :70], after[name][:, :, :70]), name
+        assert torch.equal(before[name][:, :, 201:], after[name][:, :, 201:]), name
+        assert not torch.equal(before[name], after[name]), name
+
+
+@pytest.mark.parametrize("lane", lanes((torch.float32,), (torch.float32,), (torch.bfloat16,)))
+def test_packed_equals_separate(lane: Lane) -> None:
+    lengths = [37, 64, 1, 98]
+    q, k, v = attention_inputs(lane, 1, HEADS, KV_HEADS, 200, 200, 32)
+    packed = flashmask_attention(q, k, v, masks.causal_document(lengths, device=lane.device), impl=lane.impl)
+    first = 0
+    for length in lengths:
+        part = slice(first, first + length)
+        alone = flashmask_attention(
+            *(x[:, :, part] for x in (q, k, v)), masks.causal(length, device=lane.device), impl=lane.impl
+        )
+        torch.testing.assert_close(packed[:, :, part], alone, rtol=0, atol=4 * torch.finfo(lane.dtype).eps)
+        first += length
+
+
+@pytest.mark.parametrize("lane", lanes((torch.float32,), (torch.float32,), (torch.bfloat16, torch.float32)))
+@pytest.mark.parametrize("family", ["causal_document", "share_question", "global_sliding_window", "random_eviction"])
+def test_two_runs_agree_to_the_bit(lane: Lane, family: str) -> None:
+    q, k, v = attention_inputs(lane, 2, HEADS, KV_HEADS, 300, 300, 32)
+    mask = FAMILIES[family](300, 300).to(lane.device)
+    first, second = (run(q, k, v, mask, lane.impl) for _ in range(2))
+    for name in first:
+        assert torch.equal(first[name], second[name]), name
+
+
+@pytest.mark.gpu
+def test_more_than_two_billion_elements() -> None:
+    """Offsets into q, out and their gradients pass 2^31; the last document of the last head is right."""
+    length, heads, dim, document = 262144, 65, 128, 512
+    torch.manual_seed(0)
+    q, dout = (torch.randn(1, heads, length, dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    k, v = (torch.randn(1, 1, length, dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    assert q.numel() > 2**31
+    for x in (q, k, v):
+        x.requires_grad_()
+    mask = masks.causal_document([document] * (length // document), device="cuda")
+    out = flashmask_attention(q, k, v, mask)
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
+    tail = slice(length - document, length)
+    lane = Lane("triton", "cuda", torch.bfloat16)
+    part = [x[:, :, tail].detach().requires_grad_() for x in (q, k, v)]
+    small = flashmask_attention(*part, masks.causal(document, device="cuda"), impl=lane.impl)
+    expected = torch.autograd.grad(small, part, dout[:, :, tail])
+    assert torch.equal(out[:, :, tail], small)
+    for actual, wanted in zip((dq, dk, dv), expected, strict=True):
+        assert torch.equal(actual[:, :, tail], wanted)
+
+
+@pytest.mark.parametrize("lane", lanes((), (torch.float32,), (torch.bfloat16, torch.float32)))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_skipping_tiles_changes_no_bit(lane: Lane, family: str) -> None:
+    """The paper's exactness claim (section 4.4): the same kernels over hidden tiles too give the same bits."""
+    from flashmask_hf.kernels.backward import backward, row_delta
+    from flashmask_hf.kernels.forward import forward
+    from flashmask_hf.kernels.plan import build_plan
+
+    q_len, kv_len = (200, 300) if INTERPRETED else (513, 769)
+    mask = FAMILIES[family](kv_len, q_len).to(lane.device)
+    q, k, v = (x.detach() for x in attention_inputs(lane, 2, HEADS, KV_HEADS, q_len, kv_len, 32))
+    dout = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).to(q)
+    results = []
+    for skip in (True, False):
+        plan = build_plan(mask.indices, mask.causal, q_len, skip=skip)
+        out, lse = forward(q, k, v, mask, plan, None, 0.2, 0.0)
+        delta = row_delta(dout, out, torch.zeros_like(lse))
+        results.append((out, lse, *backward(dout, q, k, v, lse, delta, mask, plan, 0.2, 0.0)))
+        walked = int(plan.counts.sum())
+    tiles = -(-q_len // ROWS) * -(-kv_len // plan_columns(kv_len))
+    assert walked == tiles * plan.tiles.shape[0] * plan.tiles.shape[1], "nothing was to be skipped"
+    for name, skipped, whole in zip(("out", "lse", "dq", "dk", "dv"), *results, strict=True):
+        assert torch.equal(skipped, whole), name
+
+
+def _good() -> dict:
+    q, k, v = (torch.randn(2, h, 8, 4) for h in (4, 2, 2))
+    return {"q": q, "k": k, "v": v, "mask": masks.causal(8)}
+
+
+BAD_CALLS = {
+    "q is no tensor": ({"q": [1.0]}, TypeError, "q must be a tensor"),
+    "q is integer": ({"q": torch.ones(2, 4, 8, 4, dtype=torch.int64)}, TypeError, "q must be a floating-point tensor"),
+    "q has three axes": ({"q": torch.randn(2, 8, 4)}, ValueError, r"q must have shape \[B, H, S, D\]"),
+    "k is empty": ({"k": torch.randn(2, 2, 0, 4)}, ValueError, "k must have shape .* no empty axis"),
+    "batches differ": ({"k": torch.randn(1, 2, 8, 4)}, ValueError, "one batch size"),
+    "head_dims differ": ({"k": torch.randn(2, 2, 8, 5)}, ValueError, "k must have q's head_dim 4"),
+    "v has another length": ({"v": torch.randn(2, 2, 9, 4)}, ValueError, "v must have k's heads and length"),
+    "heads do not divide": ({"q": torch.randn(2, 3, 8, 4)}, ValueError, "not a multiple of the 2 key-value heads"),
+    "dtypes differ": ({"v": torch.randn(2, 2, 8, 4).half()}, TypeError, "one dtype"),
+    "mask is dense": ({"mask": torch.ones(8, 8, dtype=torch.bool)}, TypeError, "FlashMask.from_dense"),
+    "mask has other columns": ({"mask": masks.causal(9)}, ValueError, "mask has 9 key columns, but k and v have 8"),
+    "mask has other rows": ({"mask": masks.causal(8, q_len=3)}, ValueError, "built for q_len=3"),
+    "mask has another batch": (
+        {"mask": masks.causal_document([[8]] * 3)},
+        ValueError,
+        "mask has batch 3; it must be 1 or q's batch 2",
+    ),
+    "mask has other heads": (
+        {"mask": masks.random_eviction(8, generator=torch.Generator().manual_seed(0), heads=3)},
+        ValueError,
+        "mask has 3 heads; it must have 1, Hkv = 2 or Hq = 4",
+    ),
+    "mask on another device": (
+        {"mask": masks.causal(8, device="meta")},
+        ValueError,
+        "mask is on meta, but q is on cpu; move it",
+    ),
+    "scale is no number": ({"scale": "1"}, TypeError, "scale must be a number"),
+    "scale is negative": ({"scale": -1.0}, ValueError, "scale must be positive"),
+    "softcap is zero": ({"softcap": 0.0}, ValueError, "softcap must be positive, or None"),
+    "sinks of another shape": ({"sinks": torch.zeros(2)}, ValueError, r"sinks must have shape \[Hq\] = \[4\]"),
+    "sinks are integers": (
+        {"sinks": torch.zeros(4, dtype=torch.int32)},
+        TypeError,
+        "sinks must be a floating-point tensor",
+    ),
+    "impl is unknown": ({"impl": "cuda"}, ValueError, "impl must be None or one of hopper, triton, torch, reference"),
+    "impl is not built": ({"impl": "hopper"}, ValueError, "impl='hopper' is not part of this version; use"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CALLS)
+def test_bad_calls(case: str) -> None:
+    change, error, message = BAD_CALLS[case]
+    with pytest.raises(error, match=message):
+        flashmask_attention(**{**_good(), **change})
+
+
+def test_triton_refuses_the_cpu() -> None:
+    if INTERPRETED:
+        pytest.skip("cpu lane: the interpreter runs Triton on the CPU")
+    with pytest.raises(ValueError, match=r"impl='triton' cannot serve tensors on cpu .*impl='torch' can"):
+        flashmask_attention(**_good(), impl="triton")
+
+
+@pytest.mark.interpreter
+def test_triton_refuses_wide_heads_and_float64() -> None:
+    wide = [torch.randn(1, 1, 8, 264) for _ in range(3)]
+    with pytest.raises(ValueError, match=r"head_dim 264 \(its limit is 256\); impl='torch' can"):
+        flashmask_attention(*wide, masks.causal(8), impl="triton")
+    double = [torch.randn(1, 1, 8, 16, dtype=torch.float64) for _ in range(3)]
+    with pytest.raises(ValueError, match=r"dtype torch\.float64"):
+        flashmask_attention(*double, masks.causal(8), impl="triton")
+
+
+@pytest.mark.gpu
+def test_wide_heads_raise_by_default_on_the_gpu() -> None:
+    q = torch.randn(1, 1, 8, 512, device="cuda", dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"head_dim 512 \(its limit is 256\); impl='torch' can"):
+        flashmask_attention(q, q, q, masks.causal(8, device="cuda"))
+
+
+def test_the_mask_keeps_its_plan_until_it_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flashmask_hf import ops
+
+    made = []
+    build = ops._builder(torch.empty(0))
+    monkeypatch.setattr(ops, "_builder", lambda indices: lambda *args: made.append(1) or build(*args))
+    mask = masks.causal_document([40, 60])
+    q, k, v = attention_inputs(Lane("torch", "cpu", torch.float32), 1, HEADS, KV_HEADS, 100, 100, 8)
+    first = run(q, k, v, mask, "torch")
+    run(q, k, v, mask, "torch")
+    assert len(made) == 1
+    mask.indices[:, :, :40] = 20  # in place: the first document's rows from 20 on see nothing of it
+    second = run(q, k, v, mask, "torch")
+    assert len(made) == 2
+    assert not torch.equal(first["out"], second["out"])
+
+
+def test_autocast_casts_as_sdpa_does() -> None:
+    q, k, v = attention_inputs(Lane("torch", "cpu", torch.float32), 1, HEADS, KV_HEADS, 20, 20, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = flashmask_attention(q, k, v, masks.causal(20))
+        upstream = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    assert out.dtype == upstream.dtype == torch.bfloat16
+    assert torch.autograd.grad(out.float().sum(), q)[0].dtype == torch.float32

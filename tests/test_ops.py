@@ -1,0 +1,73 @@
+"""The operators behave as PyTorch operators: opcheck, one compiled graph, no recompilation when lengths change."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch._dynamo.testing
+from support import HEADS, KV_HEADS, Lane, attention_inputs, lanes
+
+from flashmask_hf import flashmask_attention, masks, ops
+from flashmask_hf.attention import plan_of
+
+LANES = lanes((torch.float32,), (torch.float32,), (torch.bfloat16,))
+
+
+@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize("with_sinks", [False, True], ids=["plain", "sinks"])
+def test_opcheck(lane: Lane, with_sinks: bool) -> None:
+    mask = masks.share_question([(40, [20, 15]), (30, [10, 18])], device=lane.device)
+    q, k, v = attention_inputs(lane, 1, HEADS, KV_HEADS, 133, 133, 16)
+    sinks = torch.zeros(HEADS, device=lane.device, requires_grad=True) if with_sinks else None
+    torch.library.opcheck(ops.make_plan, (mask.indices, True, 133), test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(
+        ops.flash_attn_forward,
+        (q, k, v, sinks, mask.indices, *plan_of(mask, 133), True, 0.25, 0.0, lane.impl),
+    )
+
+
+def _loss(q, k, v, indices, weight, impl):
+    mask = ops.FlashMask(indices, causal=True)
+    out = flashmask_attention(q * weight, k, v, mask, impl=impl)
+    return (out.float() ** 2).sum()
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_compiles_to_one_graph_without_recompiling(lane: Lane) -> None:
+    """fullgraph forward and backward, inductor on the GPU; the tenth length costs no more graphs than the second."""
+    torch._dynamo.reset()
+    graphs = torch._dynamo.testing.CompileCounterWithBackend("inductor" if lane.device == "cuda" else "aot_eager")
+    compiled = torch.compile(_loss, fullgraph=True, backend=graphs)
+    frames = []
+    for length in (129, 190, 257, 64, 300, 301, 77, 512, 400, 230):
+        q, k, v = attention_inputs(lane, 1, HEADS, KV_HEADS, length, length, 32)
+        indices = masks.causal_document([length // 3, length - length // 3], device=lane.device).indices
+        weight = torch.full((1,), 0.5, device=lane.device, dtype=lane.dtype, requires_grad=True)
+        leaves = (q, k, v, weight)
+        actual = torch.autograd.grad(compiled(q, k, v, indices, weight, lane.impl), leaves)
+        expected = torch.autograd.grad(_loss(q, k, v, indices, weight, lane.impl), leaves)
+        for one, other in zip(actual, expected, strict=True):
+            scale = other.float().abs().max()
+            assert (one.float() - other.float()).abs().max() <= 4 * torch.finfo(lane.dtype).eps * scale
+        frames.append(graphs.frame_count)
+    assert frames[1:] == [frames[1]] * (len(frames) - 1), f"graphs compiled after each length: {frames}"
+    assert frames[-1] <= 2
+
+
+@pytest.mark.parametrize("lane", lanes((torch.float32,), (), (torch.bfloat16,)))
+def test_compiled_layers_share_one_plan(lane: Lane, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While compiling nothing is cached; the compiler keeps one of the equal plan calls."""
+    torch._dynamo.reset()
+    made = []
+    builder = ops._builder(torch.empty(0, device=lane.device))
+    monkeypatch.setattr(ops, "_builder", lambda indices: lambda *args: made.append(1) or builder(*args))
+
+    def layers(q, k, v, indices):
+        for _ in range(3):
+            q = flashmask_attention(q, k, v, ops.FlashMask(indices, causal=True), impl=lane.impl)
+        return q.float().sum()
+
+    q, k, v = attention_inputs(lane, 1, HEADS, HEADS, 133, 133, 16)
+    compiled = torch.compile(layers, fullgraph=True, backend="inductor" if lane.device == "cuda" else "aot_eager")
+    compiled(q, k, v, masks.causal(133, device=lane.device).indices).backward()
+    assert len(made) == 1

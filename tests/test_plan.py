@@ -1,0 +1,128 @@
+"""The plan says what the mask says, whoever makes it, and stays small."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support import FAMILIES
+
+from flashmask_hf import FlashMask, masks
+from flashmask_hf.mask import HIDDEN, PARTIAL, VISIBLE, classify_tiles
+from flashmask_hf.plan import MAX_COLUMN_TILES, ROWS, VISIBLE_SEGMENTS, Plan, build_plan, plan_columns
+
+
+def _tiles_by_rows(plan: Plan) -> torch.Tensor:
+    """The classification that the lists say."""
+    tiles = torch.full(plan.tiles.shape, HIDDEN, dtype=torch.int8)
+    width = tiles.shape[-1]
+    for index in torch.cartesian_prod(*(torch.arange(n) for n in plan.tiles.shape[:3])).tolist():
+        row = plan.tiles[tuple(index)].tolist()
+        visible, partial = plan.counts[tuple(index)].tolist()
+        assert row[:visible] == sorted(row[:visible])
+        backwards = row[width - partial :][::-1]
+        assert backwards == sorted(backwards)
+        tiles[tuple(index)][row[:visible]] = VISIBLE
+        tiles[tuple(index)][backwards] = PARTIAL
+    return tiles
+
+
+def _tiles_by_columns(plan: Plan) -> torch.Tensor:
+    """The classification that the segments say."""
+    tiles = torch.full(plan.tiles.shape, HIDDEN, dtype=torch.int8)
+    batch, heads, n_kv, slots, _ = plan.segments.shape
+    for b, h, column, slot in torch.cartesian_prod(*(torch.arange(n) for n in (batch, heads, n_kv, slots))).tolist():
+        start, end = plan.segments[b, h, column, slot].tolist()
+        tiles[b, h, start:end, column] = VISIBLE if slot < VISIBLE_SEGMENTS else PARTIAL
+    return tiles
+
+
+def _padded(tiles: torch.Tensor) -> torch.Tensor:
+    """`classify_tiles` in the plan's shape, which has two tiles or more each way."""
+    rows, columns = tiles.shape[-2:]
+    return torch.nn.functional.pad(tiles, (0, max(0, 2 - columns), 0, max(0, 2 - rows)), value=HIDDEN)
+
+
+def _random_mask(causal: bool, n: int, q_len: int, kv_len: int, seed: int) -> FlashMask:
+    generator = torch.Generator().manual_seed(seed)
+    indices = torch.randint(0, q_len + 1, (2, 2, kv_len, n), generator=generator, dtype=torch.int32)
+    return FlashMask(indices[:, :, torch.arange(kv_len) // 200 * 200], causal, q_len=q_len)
+
+
+def _builders() -> list:
+    return [
+        pytest.param("torch", "cpu", id="torch"),
+        pytest.param("triton", "cpu", id="interpreter", marks=pytest.mark.interpreter),
+        pytest.param("triton", "cuda", id="gpu", marks=pytest.mark.gpu),
+    ]
+
+
+def _build(builder: str, device: str, mask: FlashMask, q_len: int, **options: bool) -> Plan:
+    if builder == "triton":
+        from flashmask_hf.kernels.plan import build_plan as build
+    else:
+        build = build_plan
+    return Plan(*(x.cpu() for x in build(mask.indices.to(device), mask.causal, q_len, **options)))
+
+
+@pytest.mark.parametrize("lengths", [(1, 1), (129, 129), (700, 1025), (1025, 700)], ids=str)
+@pytest.mark.parametrize("form", [(True, 1), (True, 2), (False, 2), (False, 4)], ids=str)
+@pytest.mark.parametrize(("builder", "device"), _builders())
+def test_lists_and_segments_say_what_the_tiles_are(builder, device, form, lengths) -> None:
+    for seed in range(2):
+        mask = _random_mask(*form, *lengths, seed)
+        tiles = _padded(classify_tiles(mask, (ROWS, plan_columns(lengths[1]))))
+        plan = _build(builder, device, mask, lengths[0])
+        assert torch.equal(_tiles_by_rows(plan), tiles)
+        assert torch.equal(_tiles_by_columns(plan), tiles)
+        everything = _build(builder, device, mask, lengths[0], skip=False)
+        whole = tiles.clone()
+        rows, columns = -(-lengths[0] // ROWS), -(-lengths[1] // plan_columns(lengths[1]))
+        whole[..., :rows, :columns][tiles[..., :rows, :columns] == HIDDEN] = PARTIAL
+        assert torch.equal(_tiles_by_rows(everything), whole)
+        assert torch.equal(_tiles_by_columns(everything), whole)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("builder", "device"), _builders())
+def test_families(builder: str, device: str, family: str) -> None:
+    mask = FAMILIES[family](600, 513)
+    tiles = classify_tiles(mask, (ROWS, plan_columns(600)))
+    plan = _build(builder, device, mask, 513)
+    assert torch.equal(_tiles_by_rows(plan), tiles)
+    assert torch.equal(_tiles_by_columns(plan), tiles)
+
+
+@pytest.mark.parametrize(("builder", "device"), [p for p in _builders() if p.id != "interpreter"])
+def test_wide_tiles_of_very_long_rows(builder: str, device: str) -> None:
+    """Past MAX_COLUMN_TILES tiles a row's tiles get wider, and the lists still say what the mask says."""
+    kv_len = 128 * MAX_COLUMN_TILES * 2 + 77
+    mask = masks.sliding_window(kv_len, 4000, q_len=130)
+    assert plan_columns(kv_len) == 384
+    plan = _build(builder, device, mask, 130)
+    assert torch.equal(_tiles_by_rows(plan), classify_tiles(mask, (ROWS, 384)))
+
+
+@pytest.mark.parametrize("kv_len", [1, 1000, 8192, 131072, 524288, 1048576])
+def test_memory_is_at_most_64_bytes_per_token(kv_len: int) -> None:
+    indices = torch.empty(1, 1, kv_len, 1, dtype=torch.int32, device="meta")
+    from flashmask_hf.ops import make_plan
+
+    plan = make_plan(indices, True, kv_len)
+    size = sum(x.numel() * x.element_size() for x in plan)
+    assert size <= 64 * max(kv_len, 256)
+    assert int(plan[0].shape[-1]) <= torch.iinfo(torch.int16).max
+
+
+@pytest.mark.gpu
+def test_a_million_tokens_on_the_gpu() -> None:
+    from flashmask_hf.kernels.plan import build_plan as build
+
+    kv_len = 1048576
+    mask = masks.causal_document([4096] * (kv_len // 4096), device="cuda")
+    build(mask.indices, True, kv_len)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    plan = build(mask.indices, True, kv_len)
+    assert torch.cuda.max_memory_allocated() - before <= 64 * kv_len
+    assert int(plan.counts[..., 0].sum()) == 256 * 32 * 31 // 2 or plan_columns(kv_len) > 128
