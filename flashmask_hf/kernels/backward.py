@@ -1,0 +1,311 @@
+"""The portable backward (FlashMask, ICLR 2025, algorithm 2) without atomics: dK and dV by key tile, dQ by row tile.
+
+Each gradient has one writer and one order of summation, so repeated runs agree to the bit.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flashmask_hf.kernels.configs import Config, keys_config, queries_config
+from flashmask_hf.kernels.forward import LOG2_E_CONST, score_factors
+from flashmask_hf.kernels.tiles import (
+    block_of,
+    can_describe,
+    dot_precision,
+    hidden_pairs,
+    load_intervals,
+    load_tile,
+    operand,
+    store_tile,
+    tanh,
+)
+from flashmask_hf.mask import FlashMask
+from flashmask_hf.plan import PARTIAL_SEGMENTS, ROWS, VISIBLE_SEGMENTS, Plan, plan_columns
+
+
+@triton.jit(do_not_specialize=["q_len", "n_rows"])
+def _row_delta(
+    dout, out, dlse, delta, do_b, do_h, do_s, do_d, out_b, out_h, out_s, out_d, heads, q_len, n_rows, v_dim,
+    BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0) % n_rows
+    batch = tl.program_id(0) // n_rows // heads
+    head = tl.program_id(0) // n_rows % heads
+    row = tile * BLOCK_M
+    upstream = load_tile(dout, batch, head, row, do_b, do_h, do_s, do_d, q_len, v_dim, BLOCK_M, BLOCK_V, False)
+    values = load_tile(out, batch, head, row, out_b, out_h, out_s, out_d, q_len, v_dim, BLOCK_M, BLOCK_V, False)
+    rows = row + tl.arange(0, BLOCK_M)
+    at = (batch.to(tl.int64) * heads + head) * q_len + rows
+    sums = tl.sum(upstream.to(tl.float32) * values.to(tl.float32), 1) - tl.load(dlse + at, mask=rows < q_len, other=0.0)
+    tl.store(delta + at, sums, mask=rows < q_len)
+
+
+@triton.jit
+def _load_row_statistics(lse, delta, at, rows, q_len):
+    """Lse in units of log2 and delta; a row that is past the end or sees nothing gets lse = inf, so weights of 0."""
+    row_lse = tl.load(lse + at + rows, mask=rows < q_len, other=float("inf"))
+    row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse) * LOG2_E_CONST
+    return row_lse, tl.load(delta + at + rows, mask=rows < q_len, other=0.0)
+
+
+@triton.jit
+def _accumulate_keys(
+    dk, dv, keys, values, q, dout, lse, delta, start, end, other_start, other_end, batch, head, at, row, column,
+    q_b, q_h, q_s, q_d, do_b, do_h, do_s, do_d, q_len, kv_len, dim, v_dim, factor, bend,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, N: tl.constexpr, CAP: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Add one tile of query rows to dk [BN, D] (less the scale) and dv [BN, DV]."""
+    queries = load_tile(q, batch, head, row, q_b, q_h, q_s, q_d, q_len, dim, BLOCK_M, BLOCK_D, TMA)
+    rows = row + tl.arange(0, BLOCK_M)
+    row_lse, row_delta = _load_row_statistics(lse, delta, at, rows, q_len)
+    scores = tl.dot(keys, queries.T, input_precision=PRECISION)  # [BN, BM]
+    if CAP:
+        scores = tanh(scores * bend)
+    weights = tl.math.exp2(scores * factor - row_lse[None, :])
+    if MASKED:
+        columns = (column + tl.arange(0, BLOCK_N))[:, None]
+        hidden = hidden_pairs(
+            rows[None, :], columns, start, end, other_start, other_end, kv_len - q_len, CAUSAL, N
+        )  # fmt: skip
+        weights = tl.where(hidden, 0.0, weights)
+    upstream = load_tile(dout, batch, head, row, do_b, do_h, do_s, do_d, q_len, v_dim, BLOCK_M, BLOCK_V, TMA)
+    dv = tl.dot(weights.to(upstream.dtype), upstream, dv, input_precision=PRECISION)
+    dscores = tl.dot(values, upstream.T, input_precision=PRECISION)  # [BN, BM]
+    dscores = weights * (dscores - row_delta[None, :])
+    if CAP:
+        dscores = dscores * (1.0 - scores * scores)
+    dk = tl.dot(dscores.to(queries.dtype), queries, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=["q_len", "kv_len", "n_kv", "n_columns"])
+def _backward_keys(
+    q, k, v, dout, lse, delta, indices, segments, dk, dv,
+    q_b, q_h, q_s, q_d, k_b, k_h, k_s, k_d, v_b, v_h, v_s, v_d, do_b, do_h, do_s, do_d,
+    dk_b, dk_h, dk_s, dk_d, dv_b, dv_h, dv_s, dv_d,
+    heads, kv_heads, mask_batch, mask_heads, q_len, kv_len, n_kv, n_columns, dim, v_dim, scale, factor, bend,
+    CAUSAL: tl.constexpr, N: tl.constexpr, CAP: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    SUBROWS: tl.constexpr, SUBTILES: tl.constexpr, VISIBLE: tl.constexpr, PARTIAL: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0) % n_columns
+    batch = tl.program_id(0) // n_columns // kv_heads
+    kv_head = tl.program_id(0) // n_columns % kv_heads
+    column = tile * BLOCK_N
+    keys = load_tile(k, batch, kv_head, column, k_b, k_h, k_s, k_d, kv_len, dim, BLOCK_N, BLOCK_D, TMA)
+    values = load_tile(v, batch, kv_head, column, v_b, v_h, v_s, v_d, kv_len, v_dim, BLOCK_N, BLOCK_V, TMA)
+    dkeys = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dvalues = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
+    group = heads // kv_heads
+    for member in range(group):
+        head = kv_head * group + member
+        mask = ((batch % mask_batch) * mask_heads + head // (heads // mask_heads)).to(tl.int64)
+        columns = (column + tl.arange(0, BLOCK_N))[:, None]
+        start, end, other_start, other_end = load_intervals(indices + mask * kv_len * N, columns, kv_len, CAUSAL, N)
+        at = (batch.to(tl.int64) * heads + head) * q_len
+
+        # Steps count through the ranges one after another; a range's shift turns the count into its row tile.
+        ranges = segments + (mask * n_kv + tile // SUBTILES) * (VISIBLE + PARTIAL) * 2
+        s0, e0 = tl.load(ranges) * SUBROWS, tl.load(ranges + 1) * SUBROWS
+        s1, e1 = tl.load(ranges + 2) * SUBROWS, tl.load(ranges + 3) * SUBROWS
+        s2, e2 = tl.load(ranges + 4) * SUBROWS, tl.load(ranges + 5) * SUBROWS
+        n0 = e0 - s0
+        n1 = n0 + e1 - s1
+        for step in tl.range(0, n1 + e2 - s2):
+            row = (step + s0 + tl.where(step >= n0, s1 - e0, 0) + tl.where(step >= n1, s2 - e1, 0)) * BLOCK_M
+            dkeys, dvalues = _accumulate_keys(
+                dkeys, dvalues, keys, values, q, dout, lse, delta, start, end, other_start, other_end,
+                batch, head, at, row, column, q_b, q_h, q_s, q_d, do_b, do_h, do_s, do_d,
+                q_len, kv_len, dim, v_dim, factor, bend,
+                False, CAUSAL, N, CAP, TMA, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V,
+            )  # fmt: skip
+
+        ranges += VISIBLE * 2
+        s0, e0 = tl.load(ranges) * SUBROWS, tl.load(ranges + 1) * SUBROWS
+        s1, e1 = tl.load(ranges + 2) * SUBROWS, tl.load(ranges + 3) * SUBROWS
+        s2, e2 = tl.load(ranges + 4) * SUBROWS, tl.load(ranges + 5) * SUBROWS
+        s3, e3 = tl.load(ranges + 6) * SUBROWS, tl.load(ranges + 7) * SUBROWS
+        s4, e4 = tl.load(ranges + 8) * SUBROWS, tl.load(ranges + 9) * SUBROWS
+        n0 = e0 - s0
+        n1 = n0 + e1 - s1
+        n2 = n1 + e2 - s2
+        n3 = n2 + e3 - s3
+        for step in tl.range(0, n3 + e4 - s4):
+            row = step + s0 + tl.where(step >= n0, s1 - e0, 0) + tl.where(step >= n1, s2 - e1, 0)
+            row = (row + tl.where(step >= n2, s3 - e2, 0) + tl.where(step >= n3, s4 - e3, 0)) * BLOCK_M
+            dkeys, dvalues = _accumulate_keys(
+                dkeys, dvalues, keys, values, q, dout, lse, delta, start, end, other_start, other_end,
+                batch, head, at, row, column, q_b, q_h, q_s, q_d, do_b, do_h, do_s, do_d,
+                q_len, kv_len, dim, v_dim, factor, bend,
+                True, CAUSAL, N, CAP, TMA, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V,
+            )  # fmt: skip
+
+    store_tile(dk, dkeys * scale, batch, kv_head, column, dk_b, dk_h, dk_s, dk_d, kv_len, dim, BLOCK_N, BLOCK_D)
+    store_tile(dv, dvalues, batch, kv_head, column, dv_b, dv_h, dv_s, dv_d, kv_len, v_dim, BLOCK_N, BLOCK_V)
+
+
+@triton.jit
+def _accumulate_queries(
+    dq, queries, upstream, row_lse, row_delta, k, v, indices, batch, kv_head, row, column,
+    k_b, k_h, k_s, k_d, v_b, v_h, v_s, v_d, q_len, kv_len, dim, v_dim, factor, bend,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, N: tl.constexpr, CAP: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Add one tile of keys to dq [BM, D] (less the scale)."""
+    keys = load_tile(k, batch, kv_head, column, k_b, k_h, k_s, k_d, kv_len, dim, BLOCK_N, BLOCK_D, TMA)
+    values = load_tile(v, batch, kv_head, column, v_b, v_h, v_s, v_d, kv_len, v_dim, BLOCK_N, BLOCK_V, TMA)
+    scores = tl.dot(queries, keys.T, input_precision=PRECISION)  # [BM, BN]
+    if CAP:
+        scores = tanh(scores * bend)
+    weights = tl.math.exp2(scores * factor - row_lse[:, None])
+    if MASKED:
+        columns = (column + tl.arange(0, BLOCK_N))[None, :]
+        start, end, other_start, other_end = load_intervals(indices, columns, kv_len, CAUSAL, N)
+        rows = (row + tl.arange(0, BLOCK_M))[:, None]
+        hidden = hidden_pairs(rows, columns, start, end, other_start, other_end, kv_len - q_len, CAUSAL, N)
+        weights = tl.where(hidden, 0.0, weights)
+    dscores = tl.dot(upstream, values.T, input_precision=PRECISION)  # [BM, BN]
+    dscores = weights * (dscores - row_delta[:, None])
+    if CAP:
+        dscores = dscores * (1.0 - scores * scores)
+    return tl.dot(dscores.to(keys.dtype), keys, dq, input_precision=PRECISION)
+
+
+@triton.jit(do_not_specialize=["q_len", "kv_len", "n_q", "n_kv", "n_rows"])
+def _backward_queries(
+    q, k, v, dout, lse, delta, indices, tiles, counts, dq,
+    q_b, q_h, q_s, q_d, k_b, k_h, k_s, k_d, v_b, v_h, v_s, v_d, do_b, do_h, do_s, do_d, dq_b, dq_h, dq_s, dq_d,
+    heads, kv_heads, mask_batch, mask_heads, q_len, kv_len, n_q, n_kv, n_rows, dim, v_dim, scale, factor, bend,
+    CAUSAL: tl.constexpr, N: tl.constexpr, CAP: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    SUBROWS: tl.constexpr, SUBTILES: tl.constexpr,
+):  # fmt: skip
+    tile = n_rows - 1 - tl.program_id(0) % n_rows
+    batch = tl.program_id(0) // n_rows // heads
+    head = tl.program_id(0) // n_rows % heads
+    kv_head = head // (heads // kv_heads)
+    mask = ((batch % mask_batch) * mask_heads + head // (heads // mask_heads)).to(tl.int64)
+    row = tile * BLOCK_M
+    plan_row = mask * n_q + tile // SUBROWS
+    tiles += plan_row * n_kv
+    indices += mask * kv_len * N
+
+    queries = load_tile(q, batch, head, row, q_b, q_h, q_s, q_d, q_len, dim, BLOCK_M, BLOCK_D, TMA)
+    upstream = load_tile(dout, batch, head, row, do_b, do_h, do_s, do_d, q_len, v_dim, BLOCK_M, BLOCK_V, TMA)
+    at = (batch.to(tl.int64) * heads + head) * q_len
+    row_lse, row_delta = _load_row_statistics(lse, delta, at, row + tl.arange(0, BLOCK_M), q_len)
+    dqueries = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    n_visible = tl.load(counts + plan_row * 2) * SUBTILES
+    n_partial = tl.load(counts + plan_row * 2 + 1) * SUBTILES
+    for step in tl.range(0, n_visible):
+        column = (tl.load(tiles + step // SUBTILES).to(tl.int32) * SUBTILES + step % SUBTILES) * BLOCK_N
+        dqueries = _accumulate_queries(
+            dqueries, queries, upstream, row_lse, row_delta, k, v, indices, batch, kv_head, row, column,
+            k_b, k_h, k_s, k_d, v_b, v_h, v_s, v_d, q_len, kv_len, dim, v_dim, factor, bend,
+            False, CAUSAL, N, CAP, TMA, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V,
+        )  # fmt: skip
+    for step in tl.range(0, n_partial):
+        column = (tl.load(tiles + n_kv - 1 - step // SUBTILES).to(tl.int32) * SUBTILES + step % SUBTILES) * BLOCK_N
+        dqueries = _accumulate_queries(
+            dqueries, queries, upstream, row_lse, row_delta, k, v, indices, batch, kv_head, row, column,
+            k_b, k_h, k_s, k_d, v_b, v_h, v_s, v_d, q_len, kv_len, dim, v_dim, factor, bend,
+            True, CAUSAL, N, CAP, TMA, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V,
+        )  # fmt: skip
+    store_tile(dq, dqueries * scale, batch, head, row, dq_b, dq_h, dq_s, dq_d, q_len, dim, BLOCK_M, BLOCK_D)
+
+
+def row_delta(dout: Tensor, out: Tensor, dlse: Tensor) -> Tensor:
+    """Row sums of dout * out, less dlse, float32 [B, Hq, Sq]: what the softmax takes off every score's gradient."""
+    batch, heads, q_len, v_dim = out.shape
+    delta = torch.empty(batch, heads, q_len, dtype=torch.float32, device=out.device)
+    rows = 64
+    n_rows = triton.cdiv(q_len, rows)
+    with torch.cuda.device_of(out):
+        _row_delta[(n_rows * heads * batch,)](
+            dout, out, dlse.contiguous(), delta, *dout.stride(), *out.stride(), heads, q_len, n_rows, v_dim,
+            BLOCK_M=rows, BLOCK_V=block_of(v_dim), num_warps=4,
+        )  # fmt: skip
+    return delta
+
+
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    mask: FlashMask,
+    plan: Plan,
+    scale: float,
+    softcap: float,
+    by_keys: Config | None = None,
+    by_queries: Config | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Launch both backward kernels.
+
+    Args:
+        dout: gradient of the output, [B, Hq, Sq, Dv].
+        q: [B, Hq, Sq, D].
+        k: [B, Hkv, Skv, D].
+        v: [B, Hkv, Skv, Dv].
+        lse: float32 [B, Hq, Sq] of the forward.
+        delta: float32 [B, Hq, Sq] from `row_delta`.
+        mask: the mask.
+        plan: its plan.
+        scale: factor on the scores.
+        softcap: 0 is none.
+        by_keys: overrides the tiles of the dK and dV kernel.
+        by_queries: overrides the tiles of the dQ kernel.
+
+    Returns:
+        dq, dk, dv like q, k, v.
+    """
+    batch, heads, q_len, dim = q.shape
+    kv_heads, kv_len, v_dim = k.shape[1], k.shape[2], v.shape[3]
+    block_d, block_v = block_of(dim), block_of(v_dim)
+    by_keys = by_keys or keys_config(q, block_d, block_v)
+    by_queries = by_queries or queries_config(q, block_d, block_v, mask.indices.shape[-1])
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    indices = mask.indices.contiguous()
+    mask_batch, mask_heads, n_q, n_kv = plan.tiles.shape
+    width = plan_columns(kv_len)
+    tma = can_describe(q, k, v, dout)
+    factor, bend = score_factors(scale, softcap)
+    flags = {
+        "CAUSAL": mask.causal,
+        "N": indices.shape[-1],
+        "CAP": softcap != 0,
+        "TMA": tma,
+        "PRECISION": dot_precision(q),
+    }
+    strides = (*q.stride(), *k.stride(), *v.stride(), *dout.stride())
+    with torch.cuda.device_of(q):
+        tile = by_keys
+        n_columns = triton.cdiv(kv_len, tile.columns)
+        _backward_keys[(n_columns * kv_heads * batch,)](
+            operand(q, tile.rows, block_d, tma), operand(k, tile.columns, block_d, tma),
+            operand(v, tile.columns, block_v, tma), operand(dout, tile.rows, block_v, tma),
+            lse, delta, indices, plan.segments, dk, dv, *strides, *dk.stride(), *dv.stride(),
+            heads, kv_heads, mask_batch, mask_heads, q_len, kv_len, n_kv, n_columns, dim, v_dim, scale, factor, bend,
+            **flags, BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_D=block_d, BLOCK_V=block_v,
+            SUBROWS=ROWS // tile.rows, SUBTILES=width // tile.columns, VISIBLE=VISIBLE_SEGMENTS,
+            PARTIAL=PARTIAL_SEGMENTS, num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+        tile = by_queries
+        n_rows = triton.cdiv(q_len, tile.rows)
+        _backward_queries[(n_rows * heads * batch,)](
+            operand(q, tile.rows, block_d, tma), operand(k, tile.columns, block_d, tma),
+            operand(v, tile.columns, block_v, tma), operand(dout, tile.rows, block_v, tma),
+            lse, delta, indices, plan.tiles, plan.counts, dq, *strides, *dq.stride(),
+            heads, kv_heads, mask_batch, mask_heads, q_len, kv_len, n_q, n_kv, n_rows, dim, v_dim, scale, factor, bend,
+            **flags, BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_D=block_d, BLOCK_V=block_v,
+            SUBROWS=ROWS // tile.rows, SUBTILES=width // tile.columns,
+            num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+    return dq, dk, dv

@@ -1,0 +1,103 @@
+"""Tile sizes by measured tables; no search at a user's first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+
+class Config(NamedTuple):
+    """A tile of query rows and key columns (powers of two that divide the plan's), warps and pipeline stages."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+
+
+# By widest head_dim tile, best first as measured on an H200 (bfloat16, 8K rows); the first whose operands fit the
+# shared memory is taken.
+_FORWARD = {
+    64: (Config(128, 64, 4, 3), Config(64, 64, 4, 3), Config(64, 32, 4, 2)),
+    128: (
+        Config(128, 128, 8, 3),
+        Config(128, 128, 8, 2),
+        Config(128, 64, 8, 2),
+        Config(64, 64, 4, 2),
+        Config(64, 32, 4, 2),
+    ),
+    256: (Config(128, 64, 8, 2), Config(64, 64, 4, 2), Config(64, 32, 4, 2), Config(32, 32, 4, 1)),
+}
+_KEYS = {
+    64: (Config(128, 64, 4, 2), Config(64, 64, 4, 2), Config(32, 64, 4, 2)),
+    128: (Config(64, 64, 4, 2), Config(32, 64, 4, 2), Config(32, 64, 4, 1)),
+    256: (Config(64, 64, 8, 2), Config(64, 64, 8, 1), Config(32, 64, 8, 1), Config(32, 32, 4, 1)),
+}
+_QUERIES = {
+    64: (Config(128, 64, 4, 3), Config(64, 64, 4, 2), Config(64, 32, 4, 2)),
+    128: (Config(128, 64, 8, 3), Config(128, 64, 8, 2), Config(64, 64, 4, 2), Config(64, 32, 4, 1)),
+    256: (Config(64, 32, 4, 1), Config(32, 32, 4, 1)),
+}
+# float32 is for exactness, not for speed: three products for one and wide accumulators leave room for small tiles only.
+_FLOAT32 = {64: Config(64, 32, 4, 1), 128: Config(32, 32, 4, 1), 256: Config(16, 16, 4, 1)}
+
+
+def forward_config(x: Tensor, block_d: int, block_v: int, n: int) -> Config:
+    """Tiles of the forward for queries x: q stays, stages of k and v stream. Few queries (decoding) take fewer rows.
+
+    Args:
+        x: the queries [B, Hq, Sq, D]; the device, the dtype and Sq count.
+        block_d: tile width that holds D.
+        block_v: tile width that holds Dv.
+        n: columns of the mask's last axis, whose vectors stream with the keys.
+    """
+    config = _pick(
+        _FORWARD, x, block_d, block_v, lambda c: c.rows * block_d, lambda c: c.columns * (block_d + block_v + 2 * n)
+    )
+    return config._replace(rows=min(config.rows, max(16, triton.next_power_of_2(x.shape[2]))))
+
+
+def keys_config(x: Tensor, block_d: int, block_v: int) -> Config:
+    """Tiles of dK and dV: k and v stay, stages of q, dout and row statistics stream. Arguments as for the forward."""
+    both = block_d + block_v
+    config = _pick(_KEYS, x, block_d, block_v, lambda c: c.columns * both, lambda c: c.rows * (both + 4))
+    return config._replace(rows=config.columns, columns=config.rows) if x.dtype == torch.float32 else config
+
+
+def queries_config(x: Tensor, block_d: int, block_v: int, n: int) -> Config:
+    """Tiles of dQ: q and dout stay, stages of k and v stream. Arguments as for the forward."""
+    both = block_d + block_v
+    return _pick(_QUERIES, x, block_d, block_v, lambda c: c.rows * both, lambda c: c.columns * (both + 2 * n))
+
+
+def _pick(
+    table: dict[int, tuple[Config, ...]],
+    x: Tensor,
+    block_d: int,
+    block_v: int,
+    resident: Callable[[Config], int],
+    streamed: Callable[[Config], int],
+) -> Config:
+    """The first configuration of which the resident and streamed elements, of two bytes, fit the shared memory."""
+    width = min(256, max(64, block_d, block_v))
+    if x.dtype == torch.float32:
+        return _FLOAT32[width]
+    limit = _shared_memory(x.device)
+    for config in table[width]:
+        if 2 * (resident(config) + config.stages * streamed(config)) <= limit:
+            return config
+    return table[width][-1]
+
+
+@cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one program may use, less what the compiler takes for barriers and reductions."""
+    if device.type != "cuda":
+        return 96 * 1024
+    properties = torch.cuda.get_device_properties(device)
+    return getattr(properties, "shared_memory_per_block_optin", 64 * 1024) - 1280

@@ -1,0 +1,154 @@
+"""The portable forward (FlashMask, ICLR 2025, algorithm 1): a program per tile of query rows walks the plan's list."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flashmask_hf.kernels.configs import Config, forward_config
+from flashmask_hf.kernels.tiles import (
+    LN_2,
+    LOG2_E,
+    LOWEST,
+    block_of,
+    can_describe,
+    dot_precision,
+    hidden_pairs,
+    load_intervals,
+    load_tile,
+    operand,
+    store_tile,
+    tanh,
+)
+from flashmask_hf.mask import FlashMask
+from flashmask_hf.plan import ROWS, Plan, plan_columns
+
+
+@triton.jit
+def _attend(
+    queries, acc, top, total, k, v, indices, batch, kv_head, column, row,
+    k_b, k_h, k_s, k_d, v_b, v_h, v_s, v_d, q_len, kv_len, dim, v_dim, factor, bend,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, N: tl.constexpr, CAP: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over one tile of keys: the new (acc [BM, DV], top [BM], total [BM]); top is in units of log2."""
+    keys = load_tile(k, batch, kv_head, column, k_b, k_h, k_s, k_d, kv_len, dim, BLOCK_N, BLOCK_D, TMA)
+    scores = tl.dot(queries, keys.T, input_precision=PRECISION)  # [BM, BN]
+    if CAP:
+        scores = tanh(scores * bend)
+    if MASKED:
+        columns = (column + tl.arange(0, BLOCK_N))[None, :]
+        start, end, other_start, other_end = load_intervals(indices, columns, kv_len, CAUSAL, N)
+        rows = (row + tl.arange(0, BLOCK_M))[:, None]
+        hidden = hidden_pairs(rows, columns, start, end, other_start, other_end, kv_len - q_len, CAUSAL, N)
+        scores = tl.where(hidden, float("-inf"), scores)
+    new_top = tl.maximum(top, tl.max(scores, 1) * factor)
+    weights = tl.math.exp2(scores * factor - new_top[:, None])
+    decay = tl.math.exp2(top - new_top)
+    total = total * decay + tl.sum(weights, 1)
+    values = load_tile(v, batch, kv_head, column, v_b, v_h, v_s, v_d, kv_len, v_dim, BLOCK_N, BLOCK_V, TMA)
+    acc = tl.dot(weights.to(values.dtype), values, acc * decay[:, None], input_precision=PRECISION)
+    return acc, new_top, total
+
+
+@triton.jit(do_not_specialize=["q_len", "kv_len", "n_q", "n_kv", "n_rows"])
+def _forward(
+    q, k, v, sinks, indices, tiles, counts, out, lse,
+    q_b, q_h, q_s, q_d, k_b, k_h, k_s, k_d, v_b, v_h, v_s, v_d, out_b, out_h, out_s, out_d,
+    heads, kv_heads, mask_batch, mask_heads, q_len, kv_len, n_q, n_kv, n_rows, dim, v_dim, factor, bend,
+    CAUSAL: tl.constexpr, N: tl.constexpr, SINKS: tl.constexpr, CAP: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    SUBROWS: tl.constexpr, SUBTILES: tl.constexpr,
+):  # fmt: skip
+    # Neighbouring programs share a head's keys; the last rows, which see most under a causal mask, go first.
+    tile = n_rows - 1 - tl.program_id(0) % n_rows
+    batch = tl.program_id(0) // n_rows // heads
+    head = tl.program_id(0) // n_rows % heads
+    kv_head = head // (heads // kv_heads)
+    mask = ((batch % mask_batch) * mask_heads + head // (heads // mask_heads)).to(tl.int64)
+    row = tile * BLOCK_M
+    plan_row = mask * n_q + tile // SUBROWS
+    tiles += plan_row * n_kv
+    indices += mask * kv_len * N
+
+    queries = load_tile(q, batch, head, row, q_b, q_h, q_s, q_d, q_len, dim, BLOCK_M, BLOCK_D, TMA)
+    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    top = tl.full([BLOCK_M], LOWEST, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    if SINKS:
+        top = tl.zeros([BLOCK_M], tl.float32) + tl.load(sinks + head).to(tl.float32) * LOG2_E_CONST
+        total += 1.0
+
+    n_visible = tl.load(counts + plan_row * 2) * SUBTILES
+    n_partial = tl.load(counts + plan_row * 2 + 1) * SUBTILES
+    for step in tl.range(0, n_visible):
+        column = (tl.load(tiles + step // SUBTILES).to(tl.int32) * SUBTILES + step % SUBTILES) * BLOCK_N
+        acc, top, total = _attend(
+            queries, acc, top, total, k, v, indices, batch, kv_head, column, row,
+            k_b, k_h, k_s, k_d, v_b, v_h, v_s, v_d, q_len, kv_len, dim, v_dim, factor, bend,
+            False, CAUSAL, N, CAP, TMA, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V,
+        )  # fmt: skip
+    for step in tl.range(0, n_partial):
+        column = (tl.load(tiles + n_kv - 1 - step // SUBTILES).to(tl.int32) * SUBTILES + step % SUBTILES) * BLOCK_N
+        acc, top, total = _attend(
+            queries, acc, top, total, k, v, indices, batch, kv_head, column, row,
+            k_b, k_h, k_s, k_d, v_b, v_h, v_s, v_d, q_len, kv_len, dim, v_dim, factor, bend,
+            True, CAUSAL, N, CAP, TMA, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V,
+        )  # fmt: skip
+
+    seen = total > 0
+    acc = acc / tl.where(seen, total, 1.0)[:, None]
+    store_tile(out, acc, batch, head, row, out_b, out_h, out_s, out_d, q_len, v_dim, BLOCK_M, BLOCK_V)
+    rows = row + tl.arange(0, BLOCK_M)
+    log_sum = tl.where(seen, (top + tl.math.log2(tl.where(seen, total, 1.0))) * LN_2_CONST, float("-inf"))
+    base = lse + (batch.to(tl.int64) * heads + head) * q_len
+    tl.store(base + rows, log_sum, mask=rows < q_len)
+
+
+LOG2_E_CONST = tl.constexpr(LOG2_E)
+LN_2_CONST = tl.constexpr(LN_2)
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: FlashMask,
+    plan: Plan,
+    sinks: Tensor | None,
+    scale: float,
+    softcap: float,
+    config: Config | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Launch the forward; arguments and results as in `ops.flash_attn_forward`. `config` overrides the table."""
+    batch, heads, q_len, dim = q.shape
+    kv_heads, kv_len, v_dim = k.shape[1], k.shape[2], v.shape[3]
+    block_d, block_v = block_of(dim), block_of(v_dim)
+    config = config or forward_config(q, block_d, block_v, mask.indices.shape[-1])
+    out = q.new_empty(batch, q_len, heads, v_dim).transpose(1, 2)
+    lse = q.new_empty(batch, heads, q_len, dtype=torch.float32)
+    n_rows = triton.cdiv(q_len, config.rows)
+    tma = can_describe(q, k, v)
+    factor, bend = score_factors(scale, softcap)
+    with torch.cuda.device_of(q):
+        _forward[(n_rows * heads * batch,)](
+            operand(q, config.rows, block_d, tma), operand(k, config.columns, block_d, tma),
+            operand(v, config.columns, block_v, tma),
+            sinks, mask.indices.contiguous(), plan.tiles, plan.counts, out, lse,
+            *q.stride(), *k.stride(), *v.stride(), *out.stride(),
+            heads, kv_heads, mask.indices.shape[0], mask.indices.shape[1], q_len, kv_len,
+            plan.tiles.shape[2], plan.tiles.shape[3], n_rows, dim, v_dim, factor, bend,
+            CAUSAL=mask.causal, N=mask.indices.shape[-1], SINKS=sinks is not None, CAP=softcap != 0, TMA=tma,
+            PRECISION=dot_precision(q),
+            BLOCK_M=config.rows, BLOCK_N=config.columns, BLOCK_D=block_d, BLOCK_V=block_v,
+            SUBROWS=ROWS // config.rows, SUBTILES=plan_columns(kv_len) // config.columns,
+            num_warps=config.warps, num_stages=config.stages,
+        )  # fmt: skip
+    return out, lse
+
+
+def score_factors(scale: float, softcap: float) -> tuple[float, float]:
+    """(factor, bend): logits in units of log2 are factor * scores, or factor * tanh(scores * bend) with a cap."""
+    return (softcap * LOG2_E, scale / softcap) if softcap else (scale * LOG2_E, 0.0)

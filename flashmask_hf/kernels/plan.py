@@ -1,0 +1,185 @@
+"""The plan as Triton kernels: the same tensors as `flashmask_hf.plan.build_plan`, in two launches and O(S) reads."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flashmask_hf.plan import COLUMNS, PARTIAL_SEGMENTS, ROWS, VISIBLE_SEGMENTS, Plan, plan_columns, plan_shapes
+
+_HIGHEST = tl.constexpr(2147483647)
+_LOWEST = tl.constexpr(-2147483647)
+_LANES = 256
+
+
+@triton.jit
+def _classify(
+    tile, left, width, start_min, start_max, end_min, end_max, other_start_min, other_start_max, other_end_min,
+    other_end_max, q_len, kv_len, ROWS: tl.constexpr, CAUSAL: tl.constexpr, TWO: tl.constexpr, SKIP: tl.constexpr,
+):  # fmt: skip
+    """(visible, partial) of row tiles `tile` against key tiles that begin at `left`; broadcasts (paper, equation 4)."""
+    first = tile * ROWS
+    last = tl.minimum(first + ROWS, q_len)
+    hidden = (first >= start_max) & (last <= end_min)
+    touched = (first < end_max) & (last > start_min)
+    if TWO:
+        hidden = hidden | ((first >= other_start_max) & (last <= other_end_min))
+        touched = touched | ((first < other_end_max) & (last > other_start_min))
+    if CAUSAL:
+        hidden = hidden | (last - 1 + kv_len - q_len < left)
+        touched = touched | (first + kv_len - q_len < tl.minimum(left + width, kv_len) - 1)
+    touched = touched | (left + width > kv_len)
+    real = (first < q_len) & (left < kv_len)
+    visible = real & (hidden == 0) & (touched == 0)
+    partial = real & (hidden == 0) & touched
+    if not SKIP:
+        partial = real & (visible == 0)
+    return visible, partial
+
+
+@triton.jit(do_not_specialize=["q_len", "kv_len", "n_q", "n_kv"])
+def _column_plan(
+    indices, extremes, segments, q_len, kv_len, n_q, n_kv,
+    SUBTILES: tl.constexpr, CAUSAL: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    VISIBLE: tl.constexpr, PARTIAL: tl.constexpr, LANES: tl.constexpr, SKIP: tl.constexpr,
+):  # fmt: skip
+    """One key tile: the extremes of its intervals, then its segments of row tiles."""
+    TWO: tl.constexpr = N == 4 or (N == 2 and not CAUSAL)
+    tile = tl.program_id(0) % n_kv
+    head = (tl.program_id(0) // n_kv).to(tl.int64)
+    indices += head * kv_len * N
+    extremes += head * n_kv * 8
+    segments += (head * n_kv + tile) * (VISIBLE + PARTIAL) * 2
+    left = tile * SUBTILES * COLUMNS
+
+    start_min, start_max, end_min, end_max = _HIGHEST, _LOWEST, _HIGHEST, _LOWEST
+    other_start_min, other_start_max, other_end_min, other_end_max = _HIGHEST, _LOWEST, _HIGHEST, _LOWEST
+    for part in range(SUBTILES):
+        columns = left + part * COLUMNS + tl.arange(0, COLUMNS)
+        columns = tl.minimum(columns, kv_len - 1).to(tl.int64)
+        start = tl.load(indices + columns * N)
+        start_min = tl.minimum(start_min, tl.min(start, 0))
+        start_max = tl.maximum(start_max, tl.max(start, 0))
+        if N == 4 or (N == 2 and CAUSAL):
+            end = tl.load(indices + columns * N + 1)
+            end_min = tl.minimum(end_min, tl.min(end, 0))
+            end_max = tl.maximum(end_max, tl.max(end, 0))
+        if N == 4:
+            other_start = tl.load(indices + columns * N + 2)
+            other_start_min = tl.minimum(other_start_min, tl.min(other_start, 0))
+            other_start_max = tl.maximum(other_start_max, tl.max(other_start, 0))
+        if TWO:
+            other_end = tl.load(indices + columns * N + (N - 1))
+            other_end_min = tl.minimum(other_end_min, tl.min(other_end, 0))
+            other_end_max = tl.maximum(other_end_max, tl.max(other_end, 0))
+    if N == 1 or (N == 2 and not CAUSAL):
+        end_min, end_max = q_len, q_len
+    if N == 2 and not CAUSAL:
+        other_start_min, other_start_max = 0, 0
+
+    tl.store(extremes + tile, start_min)
+    tl.store(extremes + n_kv + tile, start_max)
+    tl.store(extremes + 2 * n_kv + tile, end_min)
+    tl.store(extremes + 3 * n_kv + tile, end_max)
+    if TWO:
+        tl.store(extremes + 4 * n_kv + tile, other_start_min)
+        tl.store(extremes + 5 * n_kv + tile, other_start_max)
+        tl.store(extremes + 6 * n_kv + tile, other_end_min)
+        tl.store(extremes + 7 * n_kv + tile, other_end_max)
+
+    width = SUBTILES * COLUMNS
+    visible_opened, visible_closed, partial_opened, partial_closed = 0, 0, 0, 0
+    for first in range(0, n_q + 1, LANES):
+        rows = first + tl.arange(0, LANES)
+        visible, partial = _classify(
+            rows, left, width, start_min, start_max, end_min, end_max, other_start_min, other_start_max, other_end_min,
+            other_end_max, q_len, kv_len, ROWS, CAUSAL, TWO, SKIP,
+        )  # fmt: skip
+        visible_before, partial_before = _classify(
+            rows - 1, left, width, start_min, start_max, end_min, end_max, other_start_min, other_start_max,
+            other_end_min,
+            other_end_max, q_len, kv_len, ROWS, CAUSAL, TWO, SKIP,
+        )  # fmt: skip
+        visible_before = visible_before & (rows > 0)
+        partial_before = partial_before & (rows > 0)
+        visible_opened = _mark_edges(segments, rows, visible & (visible_before == 0), visible_opened)
+        visible_closed = _mark_edges(segments + 1, rows, visible_before & (visible == 0), visible_closed)
+        partial_opened = _mark_edges(segments + 2 * VISIBLE, rows, partial & (partial_before == 0), partial_opened)
+        partial_closed = _mark_edges(segments + 2 * VISIBLE + 1, rows, partial_before & (partial == 0), partial_closed)
+
+
+@triton.jit
+def _mark_edges(edges, rows, flags, count):
+    """Store the flagged rows behind the `count` that are there (every other slot); returns the new count."""
+    flags = flags.to(tl.int32)
+    slots = count + tl.cumsum(flags, 0) - 1
+    tl.store(edges + 2 * slots, rows, mask=flags != 0)
+    return count + tl.sum(flags, 0)
+
+
+@triton.jit(do_not_specialize=["q_len", "kv_len", "n_q", "n_kv"])
+def _row_plan(
+    extremes, tiles, counts, q_len, kv_len, n_q, n_kv,
+    WIDTH: tl.constexpr, CAUSAL: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
+    SKIP: tl.constexpr,
+):  # fmt: skip
+    """One row tile: its list of key tiles, visible ones from the front and partial ones from the back."""
+    TWO: tl.constexpr = N == 4 or (N == 2 and not CAUSAL)
+    row = tl.program_id(0) % n_q
+    head = (tl.program_id(0) // n_q).to(tl.int64)
+    extremes += head * n_kv * 8
+    tiles += (head * n_q + row) * n_kv
+    counts += (head * n_q + row) * 2
+    n_visible, n_partial = 0, 0
+    for first in range(0, n_kv, LANES):
+        lane = first + tl.arange(0, LANES)
+        inside = lane < n_kv
+        start_min = tl.load(extremes + lane, mask=inside, other=0)
+        start_max = tl.load(extremes + n_kv + lane, mask=inside, other=0)
+        end_min = tl.load(extremes + 2 * n_kv + lane, mask=inside, other=0)
+        end_max = tl.load(extremes + 3 * n_kv + lane, mask=inside, other=0)
+        other_start_min, other_start_max, other_end_min, other_end_max = start_min, start_max, end_min, end_max
+        if TWO:
+            other_start_min = tl.load(extremes + 4 * n_kv + lane, mask=inside, other=0)
+            other_start_max = tl.load(extremes + 5 * n_kv + lane, mask=inside, other=0)
+            other_end_min = tl.load(extremes + 6 * n_kv + lane, mask=inside, other=0)
+            other_end_max = tl.load(extremes + 7 * n_kv + lane, mask=inside, other=0)
+        visible, partial = _classify(
+            row, lane * WIDTH, WIDTH, start_min, start_max, end_min, end_max, other_start_min, other_start_max,
+            other_end_min, other_end_max, q_len, kv_len, ROWS, CAUSAL, TWO, SKIP,
+        )  # fmt: skip
+        visible = (visible & inside).to(tl.int32)
+        partial = (partial & inside).to(tl.int32)
+        value = lane.to(tl.int16)
+        tl.store(tiles + n_visible + tl.cumsum(visible, 0) - 1, value, mask=visible != 0)
+        tl.store(tiles + n_kv - n_partial - tl.cumsum(partial, 0), value, mask=partial != 0)
+        n_visible += tl.sum(visible, 0)
+        n_partial += tl.sum(partial, 0)
+    tl.store(counts, n_visible)
+    tl.store(counts + 1, n_partial)
+
+
+def build_plan(indices: Tensor, causal: bool, q_len: int, *, skip: bool = True) -> Plan:
+    """Make a plan on the GPU; arguments and result as in `flashmask_hf.plan.build_plan`."""
+    indices = indices.contiguous()
+    batch, heads, kv_len, n = indices.shape
+    tile_shape, count_shape, segment_shape = plan_shapes(indices, q_len)
+    n_q, n_kv = tile_shape[2:]
+    width = plan_columns(kv_len)
+    tiles = indices.new_empty(tile_shape, dtype=torch.int16)
+    counts = indices.new_empty(count_shape, dtype=torch.int32)
+    segments = indices.new_zeros(segment_shape, dtype=torch.int32)
+    extremes = indices.new_empty(batch * heads, 8, n_kv, dtype=torch.int32)
+    with torch.cuda.device_of(indices):
+        _column_plan[(n_kv * batch * heads,)](
+            indices, extremes, segments, q_len, kv_len, n_q, n_kv,
+            SUBTILES=width // COLUMNS, CAUSAL=causal, N=n, ROWS=ROWS, COLUMNS=COLUMNS, VISIBLE=VISIBLE_SEGMENTS,
+            PARTIAL=PARTIAL_SEGMENTS, LANES=_LANES, SKIP=skip, num_warps=4,
+        )  # fmt: skip
+        _row_plan[(n_q * batch * heads,)](
+            extremes, tiles, counts, q_len, kv_len, n_q, n_kv,
+            WIDTH=width, CAUSAL=causal, N=n, ROWS=ROWS, LANES=_LANES, SKIP=skip, num_warps=4,
+        )  # fmt: skip
+    return Plan(tiles, counts, segments)

@@ -1,0 +1,147 @@
+"""Device code that the forward and the backward share: load a tile, mask a tile, bend scores."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+LOG2_E = 1.4426950408889634
+LN_2 = 0.6931471805599453
+
+_NEVER = tl.constexpr(2147483647)
+LOWEST = tl.constexpr(-1.0e30)
+"""Where a running maximum starts: finite, so that rows that see nothing need no care."""
+
+
+@triton.jit
+def load_tile(
+    x, batch, head, row, stride_b, stride_h, stride_s, stride_d, rows, dims,
+    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Rows `row` to `row + BLOCK_S` of a head, zero past the end: [BLOCK_S, BLOCK_D]; x: descriptor or pointer."""
+    if TMA:
+        tile = x.load([batch, head, row, 0]).reshape(BLOCK_S, BLOCK_D)
+    else:
+        s = row + tl.arange(0, BLOCK_S)
+        d = tl.arange(0, BLOCK_D)
+        base = x + batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h
+        pointers = base + s.to(tl.int64)[:, None] * stride_s + d.to(tl.int64)[None, :] * stride_d
+        tile = tl.load(pointers, mask=(s < rows)[:, None] & (d < dims)[None, :], other=0.0)
+    return tile
+
+
+@triton.jit
+def store_tile(
+    x, tile, batch, head, row, stride_b, stride_h, stride_s, stride_d, rows, dims,
+    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The inverse of `load_tile`, through a pointer, in x's dtype."""
+    s = row + tl.arange(0, BLOCK_S)
+    d = tl.arange(0, BLOCK_D)
+    base = x + batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h
+    pointers = base + s.to(tl.int64)[:, None] * stride_s + d.to(tl.int64)[None, :] * stride_d
+    tl.store(pointers, tile.to(x.dtype.element_ty), mask=(s < rows)[:, None] & (d < dims)[None, :])
+
+
+@triton.jit
+def load_intervals(indices, columns, kv_len, CAUSAL: tl.constexpr, N: tl.constexpr):
+    """The two hidden intervals of some columns as four bounds, shaped like `columns`.
+
+    `indices` points at one mask head's [Skv, N]. A bound that the form lacks is one that hides nothing more. Columns
+    past the end are hidden whole.
+    """
+    inside = columns < kv_len
+    start = tl.load(indices + columns.to(tl.int64) * N, mask=inside, other=0)
+    end = tl.full(columns.shape, _NEVER, tl.int32)
+    other_start = tl.zeros(columns.shape, tl.int32)
+    other_end = tl.zeros(columns.shape, tl.int32)
+    if N == 4 or (N == 2 and CAUSAL):
+        end = tl.load(indices + columns.to(tl.int64) * N + 1, mask=inside, other=_NEVER)
+    if N == 2 and not CAUSAL:
+        other_end = tl.load(indices + columns.to(tl.int64) * N + 1, mask=inside, other=0)
+    if N == 4:
+        other_start = tl.load(indices + columns.to(tl.int64) * N + 2, mask=inside, other=0)
+        other_end = tl.load(indices + columns.to(tl.int64) * N + 3, mask=inside, other=0)
+    return start, end, other_start, other_end
+
+
+@triton.jit
+def hidden_pairs(
+    rows, columns, start, end, other_start, other_end, diagonal, CAUSAL: tl.constexpr, N: tl.constexpr
+):  # fmt: skip
+    """Where pairs are hidden; rows and columns are 2D and broadcast. `diagonal` is Skv - Sq."""
+    hidden = rows >= start
+    if N == 4 or (N == 2 and CAUSAL):
+        hidden = hidden & (rows < end)
+    if N == 2 and not CAUSAL:
+        hidden = hidden | (rows < other_end)
+    if N == 4:
+        hidden = hidden | ((rows >= other_start) & (rows < other_end))
+    if CAUSAL:
+        hidden = hidden | (rows + diagonal < columns)
+    return hidden
+
+
+@triton.jit
+def tanh(x):
+    """Hyperbolic tangent to float32 accuracy: a series near 0, where the exponential form cancels."""
+    square = x * x
+    series = x * (1.0 + square * (-1.0 / 3 + square * (2.0 / 15 + square * (-17.0 / 315 + square * (62.0 / 2835)))))
+    decay = tl.math.exp2(tl.abs(x) * MINUS_TWO_LOG2_E)
+    exact = (1.0 - decay) / (1.0 + decay)
+    return tl.where(tl.abs(x) < 0.25, series, tl.where(x < 0, -exact, exact))
+
+
+MINUS_TWO_LOG2_E = tl.constexpr(-2.0 * LOG2_E)
+
+
+def operand(x: Tensor, block_s: int, block_d: int, tma: bool) -> Any:
+    """What a kernel takes for `x` [B, H, S, D]: a tensor descriptor for tiles [block_s, block_d], or the tensor."""
+    if not tma:
+        return x
+    return TensorDescriptor(x, list(x.shape), _descriptor_strides(x), [1, 1, block_s, block_d])
+
+
+def can_describe(*tensors: Tensor) -> bool:
+    """Whether every tensor's layout fits a tensor descriptor on a device that loads through them (Hopper and later)."""
+    first = tensors[0]
+    if first.device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(first.device)[0] < 9:
+        return False
+    return all(_fits_descriptor(x) for x in tensors)
+
+
+def _fits_descriptor(x: Tensor) -> bool:
+    step = 16 // x.element_size()
+    strides = _descriptor_strides(x)
+    return (
+        x.stride(-1) == 1
+        and x.data_ptr() % 16 == 0
+        and all(stride > 0 and stride % step == 0 for stride in strides[:-1])
+    )
+
+
+def _descriptor_strides(x: Tensor) -> list[int]:
+    """Strides, with those of axes of length 1, which may be anything, made harmless."""
+    step = 16 // x.element_size()
+    return [
+        step if size == 1 and axis < 3 else stride
+        for axis, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True))
+    ]
+
+
+def dot_precision(x: Tensor) -> str:
+    """How float32 tiles are multiplied: in three TF32 products on NVIDIA's tensor cores, as they are elsewhere.
+
+    Three products keep float32 accuracy. Sixteen-bit tiles are multiplied exactly whatever this says.
+    """
+    return "tf32x3" if x.device.type == "cuda" and not torch.version.hip else "ieee"
+
+
+def block_of(size: int) -> int:
+    """The tile width that holds a head_dim: the next power of two, at least 16, which a matrix product needs."""
+    return max(16, triton.next_power_of_2(size))

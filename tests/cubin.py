@@ -1,0 +1,95 @@
+"""Compile what a launcher would run, for a GPU that is not here, and read what the assembler made of it."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+import flashmask_hf.kernels.backward
+import flashmask_hf.kernels.forward
+
+HOPPER = GPUTarget("cuda", 90, 32)
+AMPERE = GPUTarget("cuda", 80, 32)
+BLACKWELL = GPUTarget("cuda", 100, 32)
+
+
+@dataclass
+class Kernel:
+    """One compiled kernel: registers per thread, bytes of local memory (spills) and of shared memory, its assembly."""
+
+    name: str
+    registers: int
+    spills: int
+    shared: int
+    ptx: str
+
+
+class _Driver:
+    """Answers what Triton asks of a driver to compile, and refuses to run."""
+
+    def __init__(self, target: GPUTarget):
+        self.target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def is_active(self) -> bool:
+        return True
+
+
+@contextlib.contextmanager
+def compile_only(target: GPUTarget = HOPPER, *, tma: bool | None = None) -> Iterator[list[Kernel]]:
+    """Launchers called inside compile for `target` instead of launching; the list fills with what they compiled."""
+    compiled: list[Kernel] = []
+    modules = (flashmask_hf.kernels.forward, flashmask_hf.kernels.backward)
+    use_tma = target.arch >= 90 if tma is None else tma
+    launch, active = JITFunction.__getitem__, driver._active
+    describe = [module.can_describe for module in modules]
+
+    def instead(function: JITFunction, grid: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> None:
+            function.device_caches.clear()
+            compiled.append(_inspect(function.run(*args, grid=grid, warmup=True, **kwargs), target))
+
+        return run
+
+    try:
+        JITFunction.__getitem__ = instead  # type: ignore[method-assign]
+        driver.set_active(_Driver(target))  # type: ignore[arg-type]
+        for module in modules:
+            module.can_describe = lambda *tensors: use_tma
+        yield compiled
+    finally:
+        JITFunction.__getitem__ = launch  # type: ignore[method-assign]
+        driver._active = active
+        for module, function in zip(modules, describe, strict=True):
+            module.can_describe = function
+
+
+def _inspect(kernel: Any, target: GPUTarget) -> Kernel:
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    match = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", usage)
+    assert match, usage
+    registers, stack, _, local = map(int, match.groups())
+    return Kernel(kernel.metadata.name, registers, stack + local, kernel.metadata.shared, kernel.asm["ptx"])

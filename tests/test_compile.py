@@ -1,0 +1,61 @@
+"""What the kernels compile to, on a machine without a GPU: matrix units, few spills, every architecture."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support import INTERPRETED
+
+if INTERPRETED:
+    pytest.skip("cpu lane: the interpreter compiles nothing", allow_module_level=True)
+
+from cubin import AMPERE, BLACKWELL, HOPPER, Kernel, compile_only
+
+from flashmask_hf import masks
+from flashmask_hf.kernels import configs
+from flashmask_hf.kernels.backward import backward, row_delta
+from flashmask_hf.kernels.forward import forward
+from flashmask_hf.kernels.plan import build_plan
+from flashmask_hf.plan import build_plan as torch_plan
+
+KILOBYTES = {HOPPER: 227, BLACKWELL: 227, AMPERE: 163}
+
+
+def _compile(
+    monkeypatch, target, dim: int, v_dim: int, mask, dtype=torch.bfloat16, softcap: float = 0.0
+) -> dict[str, Kernel]:
+    monkeypatch.setattr(configs, "_shared_memory", lambda device: KILOBYTES[target] * 1024 - 1280)
+    q, k, v = (torch.empty(1, 512, h, d, dtype=dtype).transpose(1, 2) for h, d in ((4, dim), (2, dim), (2, v_dim)))
+    plan = torch_plan(mask.indices, mask.causal, 512)
+    with compile_only(target) as kernels:
+        out, lse = forward(q, k, v, mask, plan, None, 0.1, softcap)
+        backward(out, q, k, v, lse, row_delta(out, out, lse), mask, plan, 0.1, softcap)
+        build_plan(mask.indices, mask.causal, 512)
+    return {kernel.name: kernel for kernel in kernels}
+
+
+@pytest.mark.parametrize("form", ["causal_document", "prefix_lm_document"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_hopper(monkeypatch: pytest.MonkeyPatch, dim: int, form: str) -> None:
+    mask = (
+        masks.causal_document([200, 312])
+        if form == "causal_document"
+        else masks.prefix_lm_document([(50, 200), (9, 312)])
+    )
+    kernels = _compile(monkeypatch, HOPPER, dim, dim, mask)
+    assert len(kernels) == 6
+    for name in ("_forward", "_backward_keys", "_backward_queries"):
+        assert "wgmma.mma_async" in kernels[name].ptx, name
+        assert "cp.async.bulk.tensor" in kernels[name].ptx, name
+        assert kernels[name].shared <= 227 * 1024, name
+    assert kernels["_forward"].spills == 0
+    assert kernels["_backward_queries"].spills <= 64
+    assert kernels["_backward_keys"].spills <= 256
+
+
+@pytest.mark.parametrize("dims", [(40, 40), (64, 64), (80, 80), (128, 128), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("target", [AMPERE, BLACKWELL], ids=["ampere", "blackwell"])
+def test_other_architectures_build(monkeypatch: pytest.MonkeyPatch, target, dims: tuple[int, int]) -> None:
+    kernels = _compile(monkeypatch, target, *dims, masks.causal(512), torch.float16, softcap=30.0)
+    for name, kernel in kernels.items():
+        assert kernel.shared <= KILOBYTES[target] * 1024, name
