@@ -1,0 +1,570 @@
+"""The transformers backend behind `attn_implementation="flashmask"`: a mask hook and an attention function.
+
+The hook turns what transformers knows of a mask into int32 columns, once per forward and mask type. The attention
+function turns them, or the `startend_row_indices` that the caller supplies, into a `FlashMask` that all layers share.
+The interfaces are `AttentionMaskInterface` (`transformers/masking_utils.py`) and `AttentionInterface`
+(`transformers/modeling_utils.py`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+import warnings
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+from transformers.utils import generic
+
+from flashmask_hf.attention import flashmask_attention
+from flashmask_hf.mask import FlashMask
+
+if TYPE_CHECKING:
+    from transformers.utils.generic import is_flash_attention_requested
+
+__all__ = ["NAME", "attention_forward", "mask_hook", "register"]
+
+NAME = "flashmask"
+"""What `attn_implementation` is set to."""
+
+_VECTORS = "startend_row_indices"
+
+_USED = {"cu_seq_lens_q", "is_causal", "position_ids", "s_aux", "sliding_window", "softcap", _VECTORS}
+
+_REFUSED = {
+    "alibi",
+    "alibi_slopes",
+    "attention_bias",
+    "attn_bias",
+    "block_indices",
+    "block_mask",
+    "block_table",
+    "cache",
+    "head_mask",
+    "indices",
+    "mask_mod",
+    "position_bias",
+    "score_mod",
+    "sinks",
+    "window_size",
+}
+"""Keywords of attention in transformers that change the result and are not implemented."""
+
+_HARMLESS = {
+    "cache_position",
+    "completion_mask",
+    "cu_seq_lens_k",
+    "deterministic",
+    "inputs_embeds",
+    "is_first_iteration",
+    "labels",
+    "logits_to_keep",
+    "max_length_k",
+    "max_length_q",
+    "num_items_in_batch",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "past_key_values",
+    "position_embeddings",
+    "return_dict",
+    "return_loss",
+    "seq_idx",
+    "shift_labels",
+    "token_type_ids",
+    "use_cache",
+}
+"""Keywords of models and trainers that reach attention on their way elsewhere and do not change its result."""
+
+_MAX_SHARED = 64  # masks kept at a time; far more than one training step has
+
+_warned: set[str] = set()
+
+
+def register() -> None:
+    """Make `attn_implementation="flashmask"` known to transformers.
+
+    Importing `flashmask_hf` does it; repeating it is fine. Registers `attention_forward` with `AttentionInterface` and
+    `mask_hook` with `AttentionMaskInterface`, and keeps transformers from taking the name for FlashAttention.
+
+    Raises:
+        RuntimeError: this version of transformers looks for FlashAttention in a way that this package does not know.
+    """
+    _tell_apart_from_flash_attention(generic)
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, mask_hook)
+
+
+def mask_hook(
+    *,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> Tensor:
+    """Columns for what a model asks for; arguments as in `sdpa_mask` of `transformers/masking_utils.py`.
+
+    Knows causal, bidirectional, causal sliding window, packed documents (which transformers finds in `position_ids`),
+    and a 2D padding mask on top of each. Makes nothing of size Sq x Skv and never waits for the device.
+
+    transformers looks for packed documents only if it has neither a 2D mask nor a cache: such calls need
+    `use_cache=False`. `startend_row_indices` and `cu_seq_lens_q` hold in any case.
+
+    Args:
+        batch_size: number of rows of tokens, B.
+        q_length: number of queries, Sq.
+        kv_length: number of keys, Skv.
+        q_offset: position of the first query; a tensor with a static cache.
+        kv_offset: position of the first key.
+        mask_function: what may see what, from `transformers/masking_utils.py`.
+        attention_mask: bool [B, up to kv_offset + Skv], False where a key is padding.
+        device: where the result lives.
+        kwargs: `config`, `local_size` and `use_vmap` are read while compiling; the others do not matter here.
+
+    Returns:
+        Tensor: int32 [B or 1, 1, Skv, n]. n = 1 is the causal form (LTS), n = 4 the form without `causal` (LTS, LTE,
+        UTS, UTE); the latter also wherever the last query does not stand at the last key, as in a static cache.
+
+    Raises:
+        NotImplementedError: the mask is of another kind.
+    """
+    if torch.compiler.is_compiling():
+        pattern = _compiled_pattern(mask_function, kwargs)
+    else:
+        pattern = _pattern(mask_function)
+        if pattern.packed and (not pattern.causal or q_length != kv_length or kwargs.get("use_vmap")):
+            _refuse_pattern(_origin(mask_function))  # not what transformers makes of position_ids
+    aligned = not isinstance(q_offset, Tensor) and q_offset + q_length == kv_offset + kv_length
+    key = torch.arange(kv_length, device=device, dtype=torch.int32)
+    own_row = key + (kv_offset - q_offset)  # the query row at the position of each key, in or out of 0..q_length
+    start = torch.full_like(key, q_length).view(1, -1)
+    if pattern.window is not None:
+        start = torch.minimum(start, own_row + pattern.window)
+    if pattern.packed and aligned and q_length == kv_length:
+        row = torch.arange(1, kv_length, device=device).view(1, -1)
+        entry = torch.arange(batch_size, device=device).view(-1, 1)
+        # Documents are contiguous, so a key's ends where a row does not see the row before it.
+        joined = mask_function(entry, torch.zeros_like(entry), row, row - 1).expand(batch_size, -1)
+        start = torch.minimum(start, _next_true(~joined))
+    start = start.clamp(0, q_length)
+    if attention_mask is not None:
+        missing = kv_offset + kv_length - attention_mask.shape[-1]
+        if missing > 0:
+            attention_mask = nn.functional.pad(attention_mask, (0, missing))
+        start = start * attention_mask[:, kv_offset : kv_offset + kv_length].to(torch.int32)
+    start = start.to(torch.int32)
+    if pattern.causal and aligned:
+        return start[:, None, :, None]
+    end = torch.full_like(start, q_length)
+    zero = torch.zeros_like(start)
+    diagonal = own_row.clamp(0, q_length).to(torch.int32).expand_as(start) if pattern.causal else zero
+    return torch.stack([start, end, zero, diagonal], -1)[:, None]
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of one layer; the signature is that of `sdpa_attention_forward` in `transformers/integrations`.
+
+    The mask is, in this order: the caller's `startend_row_indices`, intersected with the layer's `sliding_window`,
+    which is measured by position; what `mask_hook` returned; or, if no hook ran, causal or full by `is_causal`.
+
+    Args:
+        module: the attention layer; `is_causal` (True if missing) and `training` are read.
+        query: [B, Hq, Sq, D].
+        key: [B, Hkv, Skv, D].
+        value: [B, Hkv, Skv, Dv].
+        attention_mask: what `mask_hook` returned, or None.
+        scaling: factor on the scores; None is D ** -0.5.
+        dropout: must be 0 in training.
+        kwargs: used are `startend_row_indices` (int32 [B or 1, 1 or Hkv or Hq, S, n], read as in `FlashMask`: n = 1
+            or 2 with the layer's causality, n = 4 as not causal), `sliding_window` in tokens, `position_ids`
+            [B or 1, S], `softcap`, `s_aux` (sinks, [Hq]), `is_causal` and `cu_seq_lens_q`. Keywords known to change the
+            result raise unless None. Any other keyword of a model call reaches its layers too, so it cannot raise: it
+            is ignored, with one warning if it is not known to be harmless.
+
+    Returns:
+        out [B, Sq, Hq, Dv] and None: attention weights do not exist here.
+
+    Raises:
+        TypeError: `startend_row_indices` is not an int32 tensor.
+        ValueError: dropout in training, or a mask whose shape, device or form does not fit.
+        NotImplementedError: a keyword or a combination that would change the result and is not implemented.
+        MaskNotRepresentable: `startend_row_indices` with n = 2 or 4 need more intervals to hold the window.
+        RuntimeError: `position_ids` do not run on where a window matters (a device-side check).
+    """
+    _check_keywords(module, dropout, kwargs)
+    causal = kwargs.get("is_causal")
+    causal = bool(getattr(module, "is_causal", True) if causal is None else causal)
+    if attention_mask is not None:
+        _check_hook_result(attention_mask)
+    vectors = kwargs.get(_VECTORS)
+    if vectors is not None:
+        _check_vectors(vectors, query, key, causal)
+        mask = _supplied_mask(vectors, causal, kwargs.get("sliding_window"), kwargs.get("position_ids"))
+    elif attention_mask is not None:
+        mask = _hook_mask(attention_mask, query, key, kwargs.get("cu_seq_lens_q"))
+    else:
+        mask = _default_mask(query, key, causal, kwargs)
+    out = flashmask_attention(
+        query, key, value, mask, scale=scaling, softcap=kwargs.get("softcap"), sinks=kwargs.get("s_aux")
+    )
+    return out.transpose(1, 2), None
+
+
+class _Pattern(NamedTuple):
+    """What a mask function of transformers means."""
+
+    causal: bool
+    window: int | None
+    packed: bool
+
+
+def _pattern(function: Callable[..., Any]) -> _Pattern:
+    """Read a mask function of transformers by identity, name and closure; raises for one that is not known."""
+    leaves = _leaves(function)
+    names = [name for name, _ in leaves]
+    if "remapped" in names and "packed" not in names:
+        _refuse_pattern(_origin(function))
+    # Positions of a packed document count up by one, so causality and windows by position are the same by row in it.
+    windows = [window for name, window in leaves if name == "window"]
+    return _Pattern("causal" in names, min(windows, default=None), "packed" in names)
+
+
+def _leaves(function: Callable[..., Any]) -> list[tuple[str, Any]]:
+    """The conjunction that a mask function is, as (kind, parameter) pairs."""
+    if function is causal_mask_function:
+        return [("causal", None)]
+    if function is bidirectional_mask_function:
+        return []
+    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None) or ()
+    closure = dict(zip(code.co_freevars, (cell.cell_contents for cell in cells), strict=True)) if code else {}
+    match _origin(function), closure:
+        case "and_masks", {"mask_functions": parts}:
+            return [leaf for part in parts for leaf in _leaves(part)]
+        case "sliding_window_overlay", {"sliding_window": int(window)}:
+            return [("window", window)]
+        case "packed_sequence_mask_function", {"packed_sequence_mask": _}:
+            return [("packed", None)]
+        case "remap_positions_for_packed_sequence", {"mask_function": inner}:
+            return [("remapped", None), *_leaves(inner)]
+    _refuse_pattern(_origin(function))
+
+
+def _compiled_pattern(function: Callable[..., Any], hook_kwargs: dict[str, Any]) -> _Pattern:
+    """What `_pattern` says, told from the hook's arguments: a compiler shows a function's name, not its closure."""
+    if function is causal_mask_function:
+        return _Pattern(causal=True, window=None, packed=False)
+    if function is bidirectional_mask_function:
+        return _Pattern(causal=False, window=None, packed=False)
+    window, config = hook_kwargs.get("local_size"), hook_kwargs.get("config")
+    plain = not hook_kwargs.get("use_vmap") and "allow_is_bidirectional_skip" not in hook_kwargs
+    if window is not None:  # of a sliding window or of a chunk
+        plain = plain and window == getattr(config, "sliding_window", None)
+        plain = plain and window != getattr(config, "attention_chunk_size", None)
+    if plain and function.__qualname__ == "and_masks.<locals>.and_mask":
+        return _Pattern(causal=True, window=window, packed=True)
+    _refuse_pattern(function.__qualname__)
+
+
+def _origin(function: Callable[..., Any]) -> str:
+    """The function of `transformers.masking_utils` that made a closure, or the full name of anything else."""
+    name = getattr(function, "__qualname__", type(function).__name__)
+    home = getattr(function, "__module__", "")
+    return name.split(".")[0] if home == "transformers.masking_utils" else f"{home}.{name}"
+
+
+def _refuse_pattern(name: str) -> NoReturn:
+    raise NotImplementedError(
+        f"attn_implementation='{NAME}' does not know the mask function {name}; use "
+        f"attn_implementation='sdpa' for this model, or pass {_VECTORS} and attention_mask=None if the model allows it"
+    )
+
+
+def _next_true(flags: Tensor) -> Tensor:
+    """For each position 0..S-1 the first later one that is flagged, S if none.
+
+    Args:
+        flags: bool [B, S - 1], of the positions 1..S-1.
+
+    Returns:
+        int64 [B, S].
+    """
+    length = flags.shape[-1] + 1
+    row = torch.arange(1, length + 1, device=flags.device)
+    flagged = nn.functional.pad(flags, (0, 1), value=True)
+    return torch.where(flagged, row, length).flip(-1).cummin(-1).values.flip(-1)
+
+
+def _check_keywords(module: nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:
+    if dropout > 0 and module.training:
+        raise ValueError(
+            f"dropout={dropout} is not implemented by attn_implementation='{NAME}'; set attention_dropout=0 in the "
+            "model's config, or use attn_implementation='sdpa'"
+        )
+    for name, given in kwargs.items():
+        if name in _USED or name in _HARMLESS or given is None:
+            continue
+        if name in _REFUSED:
+            raise NotImplementedError(
+                f"{name} changes the result of attention and is not implemented by attn_implementation='{NAME}'; "
+                + (
+                    "use attn_implementation='sdpa' for continuous batching"
+                    if name == "cache"
+                    else f"pass {name}=None, or use attn_implementation='eager' for this model"
+                )
+            )
+        if not torch.compiler.is_compiling() and name not in _warned:
+            _warned.add(name)
+            warnings.warn(
+                f"attn_implementation='{NAME}' ignores the attention keyword '{name}', which it does not know; that "
+                "is right if it is meant for another part of the model. If it should change attention, use 'eager'.",
+                stacklevel=3,
+            )
+
+
+def _check_hook_result(attention_mask: Any) -> None:
+    if isinstance(attention_mask, Tensor):
+        if attention_mask.dtype == torch.int32 and attention_mask.dim() == 4 and attention_mask.shape[-1] in (1, 4):
+            return
+        got = f"{attention_mask.dtype} of shape {list(attention_mask.shape)}"
+    else:
+        got = type(attention_mask).__name__
+    raise ValueError(
+        f"attention_mask must be None or the columns that flashmask_hf's mask hook makes of a 2D mask, got {got} in an "
+        f"attention layer; write a dense mask as FlashMask.from_dense(mask).indices and pass it as {_VECTORS}"
+    )
+
+
+def _check_vectors(vectors: Any, query: Tensor, key: Tensor, causal: bool) -> None:
+    """Shape, dtype and device of the supplied vectors; values are not read."""
+    if not isinstance(vectors, Tensor) or vectors.dtype != torch.int32:
+        got = vectors.dtype if isinstance(vectors, Tensor) else type(vectors).__name__
+        raise TypeError(f"{_VECTORS} must be an int32 tensor [B, 1, S, n], got {got}; pass mask.indices of a FlashMask")
+    shape = list(vectors.shape)
+    if vectors.dim() != 4 or shape[-1] not in (1, 2, 4):
+        raise ValueError(f"{_VECTORS} must have shape [B, 1, S, n] with n = 1, 2 or 4, got {shape}")
+    if shape[-1] == 1 and not causal:
+        raise ValueError(
+            f"{_VECTORS} with n = 1 describe a causal mask, but this layer is not causal (is_causal=False); pass n = 2 "
+            "or 4 columns, for example FlashMask.bidirectional().indices"
+        )
+    if vectors.device != query.device:
+        raise ValueError(f"{_VECTORS} is on {vectors.device}, but the layer runs on {query.device}; move it there")
+    batch, heads, q_len, _ = query.shape
+    kv_heads, kv_len = key.shape[1:3]
+    if shape[2] != kv_len or q_len != kv_len:
+        raise ValueError(
+            f"{_VECTORS} describe a whole row of {shape[2]} tokens, but this layer has {q_len} queries and {kv_len} "
+            "keys; pass one column per token of input_ids and use_cache=False, and leave them out of generate"
+        )
+    if shape[0] not in (1, batch):
+        raise ValueError(f"{_VECTORS} has batch {shape[0]}; it must be 1 or the batch {batch} of the model's input")
+    if shape[1] not in (1, kv_heads, heads):
+        raise ValueError(f"{_VECTORS} has {shape[1]} heads; it must have 1, Hkv = {kv_heads} or Hq = {heads}")
+
+
+def _supplied_mask(vectors: Tensor, causal: bool, window: int | None, position_ids: Tensor | None) -> FlashMask:
+    """The caller's vectors, intersected with a layer's window of `window` positions, the own one included."""
+    causal = causal and vectors.shape[-1] < 4
+    if window is None:
+        return _shared((vectors,), ("supplied", causal), lambda: FlashMask(vectors.detach(), causal))
+    if not causal and vectors.shape[-1] != 4:
+        raise NotImplementedError(
+            f"sliding_window={window} on a layer that is not causal is not implemented together with {_VECTORS}; "
+            "intersect the window yourself and set the model's sliding_window to None"
+        )
+    if position_ids is not None and position_ids.dim() != 2:
+        raise NotImplementedError(
+            f"sliding_window={window} with {_VECTORS} needs position_ids [B, S], got {list(position_ids.shape)}; "
+            "use a model without sliding windows"
+        )
+    sources = (vectors,) if position_ids is None else (vectors, position_ids)
+    return _shared(sources, ("window", causal, window), lambda: _windowed(vectors, causal, window, position_ids))
+
+
+def _windowed(vectors: Tensor, causal: bool, window: int, position_ids: Tensor | None) -> FlashMask:
+    length = vectors.shape[2]
+    row = torch.arange(length, device=vectors.device, dtype=torch.int32)
+    if position_ids is not None:
+        # The window is cut by row here. That is by position as long as positions run on over the rows that see a key.
+        following = _next_true(position_ids[:, 1:] != position_ids[:, :-1] + 1)[:, None]
+        reach = _reach(vectors, length)
+        torch._assert_async(  # pyright: ignore[reportPrivateImportUsage]
+            ((reach <= following) | (reach - row <= window)).all(),
+            f"sliding_window={window} is measured by position, but position_ids do not run on over the rows that see a "
+            f"key of {_VECTORS}: shared questions and trees under a sliding window are not supported yet; use a model "
+            "or a config without sliding windows, or rows no longer than the window",
+        )
+    limit = (row + window).clamp(max=length)
+    if vectors.shape[-1] == 1:
+        return FlashMask(torch.minimum(vectors, limit.view(-1, 1)), causal=True)
+    overlay = torch.stack([limit, torch.zeros_like(limit)], -1)[None, None]
+    return FlashMask(vectors, causal) & FlashMask(overlay, causal=False)
+
+
+def _reach(vectors: Tensor, length: int) -> Tensor:
+    """One past the last row that sees each key, or more; [B, H, S]."""
+    columns = vectors.unbind(-1)
+    if len(columns) == 1:
+        return columns[0]
+    if len(columns) == 2:
+        return torch.where(columns[1] >= length, columns[0], length)
+    lts, lte, uts, ute = columns
+    return torch.where(lte >= length, lts, torch.where(ute >= length, uts, length))
+
+
+def _hook_mask(attention_mask: Tensor, query: Tensor, key: Tensor, cu_seq_lens: Tensor | None) -> FlashMask:
+    """The hook's columns, with documents that only `cu_seq_lens` tell of cut apart as FlashAttention does."""
+    batch, _, q_len, _ = query.shape
+    kv_len = key.shape[2]
+    if attention_mask.shape[2] != kv_len or attention_mask.shape[0] not in (1, batch):
+        raise ValueError(
+            f"attention_mask has batch {attention_mask.shape[0]} and {attention_mask.shape[2]} key columns, but this "
+            f"layer has batch {batch} and {kv_len} keys; pass a 2D attention_mask that covers cache and new tokens"
+        )
+    causal = attention_mask.shape[-1] == 1
+    if cu_seq_lens is None or cu_seq_lens.shape[0] <= 2:
+        return _shared((attention_mask,), ("hook",), lambda: FlashMask(attention_mask.detach(), causal))
+    if batch != 1 or q_len != kv_len or not causal:
+        raise NotImplementedError(
+            f"cu_seq_lens_q of several documents is implemented for one causal row without a cache, got batch {batch}, "
+            f"{q_len} queries and {kv_len} keys; flatten the batch into one row, or pass {_VECTORS}"
+        )
+
+    def cut() -> FlashMask:
+        column = torch.arange(kv_len, device=query.device, dtype=torch.int32)
+        edges = cu_seq_lens.to(torch.int32)
+        after = torch.searchsorted(edges, column, right=True)
+        end = torch.where(after < len(edges), edges[after.clamp(max=len(edges) - 1)], kv_len)
+        return FlashMask(torch.minimum(attention_mask, end.view(1, 1, -1, 1)), causal=True)
+
+    return _shared((attention_mask, cu_seq_lens), ("documents",), cut)
+
+
+def _default_mask(query: Tensor, key: Tensor, causal: bool, kwargs: dict[str, Any]) -> FlashMask:
+    """The mask of a layer for which no hook ran: causal (bottom-right aligned) or full."""
+    window = kwargs.get("sliding_window")
+    if window is not None and not causal:
+        raise NotImplementedError(
+            f"sliding_window={window} on a layer that is not causal is not implemented by "
+            f"attn_implementation='{NAME}'; use attn_implementation='sdpa' for this model"
+        )
+    cu_seq_lens = kwargs.get("cu_seq_lens_q")
+    if cu_seq_lens is not None and cu_seq_lens.shape[0] > 2:
+        raise NotImplementedError(
+            "cu_seq_lens_q of several sequences is not implemented for a layer without a mask; use "
+            "attn_implementation='sdpa' for this part of the model, for example {'vision_config': 'sdpa'}"
+        )
+    q_len, kv_len = query.shape[2], key.shape[2]
+    device = query.device
+
+    def build() -> FlashMask:
+        row = torch.arange(kv_len, device=device, dtype=torch.int32) + (q_len - kv_len)
+        if causal:
+            end = torch.full_like(row, q_len) if window is None else (row + window).clamp(0, q_len)
+            return FlashMask(end.view(1, 1, -1, 1), causal=True)
+        return FlashMask(
+            torch.stack([torch.full_like(row, q_len), torch.zeros_like(row)], -1)[None, None], causal=False
+        )
+
+    return _shared((), ("default", q_len, kv_len, causal, window, device), build)
+
+
+class _Shared(NamedTuple):
+    """A mask, the state its sources had, aliases that keep their memory from being reused, and the source's watcher."""
+
+    mask: FlashMask
+    versions: tuple[int, ...]
+    aliases: tuple[Tensor, ...]
+    watcher: Any
+
+
+_masks: OrderedDict[Hashable, _Shared] = OrderedDict()
+
+
+def _shared(sources: tuple[Tensor, ...], form: tuple[Hashable, ...], build: Callable[[], FlashMask]) -> FlashMask:
+    """`build()`, once for all layers and recomputations that read the same tensors; the mask keeps its plan.
+
+    Tensors are told by the memory they view, so an alias that checkpointing makes finds the same mask. An entry goes
+    when the first source is freed, when a source was changed in place, or when `_MAX_SHARED` others are newer. The mask
+    may hold an alias of `sources[0]` but not the tensor itself, or the entry would keep itself alive.
+    """
+    if torch.compiler.is_compiling() or any(type(x) is not Tensor or x.is_meta for x in sources):
+        return build()  # a compiler merges the equal plans of its layers itself
+    inference = torch.is_inference_mode_enabled()  # tensors made there cannot be saved for a backward
+    where = tuple((x.data_ptr(), x.shape, x.stride(), x.dtype, x.device) for x in sources)
+    key = (where, form, inference)
+    versions = tuple(0 if x.is_inference() else x._version for x in sources)
+    entry = _masks.get(key)
+    if entry is not None and entry.versions == versions:
+        return entry.mask
+    watcher = weakref.ref(sources[0], lambda _, masks=_masks: masks.pop(key, None)) if sources else None
+    _masks[key] = entry = _Shared(build(), versions, tuple(x.detach() for x in sources), watcher)
+    _masks.move_to_end(key)
+    while len(_masks) > _MAX_SHARED:
+        _masks.popitem(last=False)
+    return entry.mask
+
+
+def _asks_for_flash_attention(config=None, requested_attention_implementation=None, version=None):
+    """Stands in for `is_flash_attention_requested`: its code runs under that name, in that function's module."""
+    name = requested_attention_implementation if config is None else config._attn_implementation
+    if name == "flashmask" and (config is None or requested_attention_implementation is None):
+        return False
+    return is_flash_attention_requested.without_flashmask(config, requested_attention_implementation, version)  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def _tell_apart_from_flash_attention(module: Any) -> None:
+    """Make `is_flash_attention_requested` of `module` answer False for exactly this backend's name.
+
+    It looks for "flash" in the name (`transformers/utils/generic.py`), and dozens of modules have imported it by name,
+    so its code is replaced in place. All other names get the answer they got before.
+
+    Raises:
+        RuntimeError: the function is missing or not what is expected.
+    """
+    function: Any = getattr(module, "is_flash_attention_requested", None)
+    parameters = ["config", "requested_attention_implementation", "version"]
+    known = (
+        isinstance(function, types.FunctionType)
+        and list(inspect.signature(function).parameters) == parameters
+        and function.__defaults__ == (None, None, None)
+        and not function.__closure__
+        and function.__globals__.get("is_flash_attention_requested") is function
+    )
+    if known:
+        answers = [function(requested_attention_implementation=name) for name in ("flash_attention_2", "sdpa", NAME)]
+        if answers == [True, False, False]:
+            return  # told apart already
+        known = answers == [True, False, True]
+    if not known:
+        raise RuntimeError(
+            f"transformers {transformers.__version__} looks for FlashAttention in a way that flashmask_hf does not "
+            f"know (is_flash_attention_requested in {module.__name__}); install a version it was tested with, "
+            "pip install 'transformers>=5.17,<5.24', or a newer flashmask-hf"
+        )
+    original = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    function.without_flashmask = original
+    function.__code__ = _asks_for_flash_attention.__code__

@@ -1,0 +1,929 @@
+"""The transformers backend: registration, the mask hook, the attention function, tiny models against eager."""
+
+import gc
+import importlib
+import itertools
+import types
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    CLIPVisionConfig,
+    Gemma2Config,
+    GptOssConfig,
+    Llama4TextConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    MistralConfig,
+    Qwen2Config,
+)
+from transformers import masking_utils as hf_masks
+from transformers.utils import generic
+
+import flashmask_hf
+from flashmask_hf import FlashMask, MaskNotRepresentable, backend, masks, ops
+from flashmask_hf.backend import attention_forward, mask_hook
+
+BOUND = 2e-5
+"""Largest error in float32, relative to the largest entry of the expected tensor (at least 1)."""
+
+WINDOW = 6
+SIZES = dict(
+    vocab_size=48,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    pad_token_id=0,
+    eos_token_id=None,
+)
+MODELS = {
+    "llama": lambda: LlamaConfig(**SIZES),
+    "mistral": lambda: MistralConfig(**SIZES, sliding_window=WINDOW),
+    "qwen2": lambda: Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
+    "gemma2": lambda: Gemma2Config(**SIZES, sliding_window=WINDOW, attn_logit_softcapping=2.0),
+    "gpt_oss": lambda: GptOssConfig(**SIZES, sliding_window=WINDOW, num_local_experts=2, num_experts_per_tok=1),
+}
+
+
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    monkeypatch.setattr(backend, "_warned", set())
+    yield
+    torch.set_num_threads(threads)
+
+
+def model_pair(name, **changes):
+    """The same random model with "flashmask" and with "eager" attention."""
+    pair = []
+    for attention in ("flashmask", "eager"):
+        config = MODELS[name]()
+        for key, value in changes.items():
+            setattr(config, key, value)
+        pair.append(AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval())
+        assert pair[-1].config._attn_implementation == attention
+    ours, eager = pair
+    for parameter in eager.parameters():  # large enough that attention is far from uniform
+        torch.nn.init.normal_(parameter, std=0.3) if parameter.dim() > 1 else None
+    if name == "gpt_oss":
+        for layer in eager.model.layers:
+            torch.nn.init.normal_(layer.self_attn.sinks, std=2.0)
+    ours.load_state_dict(eager.state_dict())
+    return ours, eager
+
+
+def assert_near(got, want, what=""):
+    error = (got - want).abs().max().item()
+    assert error <= BOUND * max(1.0, want.abs().max().item()), f"{what}: error {error:.2e}"
+
+
+def compare(ours, eager, inputs, eager_inputs=None, real=None):
+    """Logits of real tokens and every parameter gradient, `ours` against `eager`."""
+    logits, grads = [], []
+    for model, given in ((ours, inputs), (eager, eager_inputs or inputs)):
+        model.zero_grad()
+        out = model(**given).logits
+        out = out if real is None else out[real]
+        weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+        (out * weight).sum().backward()
+        logits.append(out.detach())
+        grads.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert_near(logits[0], logits[1], "logits")
+    assert grads[0].keys() == grads[1].keys()
+    for name in grads[0]:
+        assert_near(grads[0][name], grads[1][name], name)
+
+
+def positions(lengths):
+    return torch.cat([torch.arange(n) for n in lengths])[None]
+
+
+def tokens(batch, length):
+    return torch.randint(1, SIZES["vocab_size"], (batch, length))
+
+
+def dense_for(model, visible):
+    """The 4D masks that make eager attention of `model` see `visible` [B, 1, S, S], windows included."""
+    length = visible.shape[-1]
+    near = torch.arange(length)[:, None] < torch.arange(length) + WINDOW
+    full, sliding = (
+        torch.where(v, 0.0, torch.finfo(torch.float32).min) for v in (visible, visible & near)
+    )  # [B, 1, S, S]
+    if model.config.model_type == "llama":
+        return full
+    if model.config.model_type == "mistral":
+        return sliding
+    return {"full_attention": full, "sliding_attention": sliding}
+
+
+# Registration and the name
+
+
+def test_import_registers():
+    assert AttentionInterface().get_interface("flashmask", None) is attention_forward
+    assert AttentionMaskInterface()["flashmask"] is mask_hook
+
+
+def test_register_twice_changes_nothing():
+    code = generic.is_flash_attention_requested.__code__
+    flashmask_hf.register()
+    flashmask_hf.register()
+    assert generic.is_flash_attention_requested.__code__ is code
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "answer"),
+    [
+        ("flashmask", None, False),
+        ("flashmask", 2, False),
+        ("flash_attention_2", None, True),
+        ("flash_attention_2", 2, True),
+        ("flash_attention_2", [3, 4], False),
+        ("kernels-community/vllm-flash-attn3", None, True),
+        ("sdpa", None, False),
+        (None, None, False),
+    ],
+)
+def test_only_our_name_is_told_apart(name, version, answer):
+    config = types.SimpleNamespace(_attn_implementation=name)
+    asked = generic.is_flash_attention_requested
+    assert asked(requested_attention_implementation=name, version=version) is answer
+    assert asked(config, version=version) is answer
+    if name is not None:
+        with pytest.raises(ValueError, match="ambiguous"):
+            asked(config, requested_attention_implementation=name)
+
+
+def fake_transformers(source):
+    module = types.ModuleType("fake_transformers")
+    exec(source, module.__dict__)
+    return module
+
+
+def test_name_patch_on_a_known_shape():
+    module = fake_transformers(
+        "def is_flash_attention_requested(config=None, requested_attention_implementation=None, version=None):\n"
+        "    return 'flash' in requested_attention_implementation\n"
+    )
+    by_name = module.is_flash_attention_requested  # as the model files import it
+    backend._tell_apart_from_flash_attention(module)
+    backend._tell_apart_from_flash_attention(module)
+    assert [by_name(None, name) for name in ("flashmask", "flash_attention_3", "sdpa")] == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "",
+        "is_flash_attention_requested = print",
+        "def is_flash_attention_requested(name): return 'flash' in name",
+        "def is_flash_attention_requested(config=None, requested_attention_implementation=None, version=None):\n"
+        "    return requested_attention_implementation",
+        "from transformers.utils.generic import is_flash_attention_requested as old\n"
+        "def is_flash_attention_requested(config=None, requested_attention_implementation=None, version=None):\n"
+        "    return True",
+    ],
+    ids=["missing", "builtin", "signature", "answers", "always"],
+)
+def test_name_patch_refuses_what_it_does_not_know(source):
+    with pytest.raises(RuntimeError, match=r"is_flash_attention_requested.*install a version it was tested with"):
+        backend._tell_apart_from_flash_attention(fake_transformers(source))
+
+
+def test_import_survives_an_unknown_transformers(monkeypatch):
+    def refuse():
+        raise RuntimeError("transformers 99 is unknown; install another")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(backend, "register", refuse)
+        with pytest.warns(UserWarning, match="'flashmask' is not available: transformers 99 is unknown"):
+            importlib.reload(flashmask_hf)
+    importlib.reload(flashmask_hf)
+
+
+def test_every_way_to_set_it(tmp_path):
+    ids = tokens(2, 9)
+    ours, eager = model_pair("llama")
+    expected = eager(ids).logits
+    eager.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="flashmask")
+    eager.set_attn_implementation("flashmask")
+    for model in (ours, loaded, eager):
+        assert model.config._attn_implementation == "flashmask"
+        assert_near(model(ids).logits, expected)
+
+
+def test_set_per_sub_model():
+    vision = CLIPVisionConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=16, patch_size=8
+    )
+    config = LlavaConfig(text_config=MODELS["llama"](), vision_config=vision, image_token_id=1)
+    model = LlavaForConditionalGeneration(config)
+    model.set_attn_implementation({"text_config": "flashmask", "vision_config": "sdpa"})
+    assert model.config.text_config._attn_implementation == "flashmask"
+    assert model.config.vision_config._attn_implementation == "sdpa"
+    image = tokens(1, 8)
+    image[0, :4] = 1  # four image tokens
+    inputs = dict(input_ids=image, pixel_values=torch.randn(1, 3, 16, 16))
+    got = model(**inputs).logits
+    model.set_attn_implementation("eager")
+    assert_near(got, model(**inputs).logits)
+
+
+# The hook against transformers' own dense masks
+
+
+def dense_of(columns, q_length):
+    assert columns.dtype == torch.int32
+    assert columns.shape[-1] in (1, 4)
+    return FlashMask(columns, causal=columns.shape[-1] == 1).validate(q_length).to_dense(q_length)
+
+
+PADDINGS = {
+    "none": lambda batch, seen: None,
+    "left": lambda batch, seen: torch.arange(seen) >= torch.tensor([0, 2, seen - 1])[:batch, None],
+    "right": lambda batch, seen: torch.arange(seen) < torch.tensor([seen, seen - 1, 2])[:batch, None],
+    "holes": lambda batch, seen: torch.rand(batch, seen) > 0.4,
+}
+
+
+@pytest.mark.parametrize("padding", PADDINGS)
+@pytest.mark.parametrize("kind", ["bidirectional", "causal", "window 1", "window 3", "window 40"])
+def test_hook_equals_dense_mask(kind, padding):
+    if kind.startswith("window"):
+        function = hf_masks.sliding_window_causal_mask_function(int(kind.split()[1]))
+    else:
+        function = getattr(hf_masks, f"{kind}_mask_function")
+    forms = set()
+    for q_length, past, kv_offset, spare in itertools.product((1, 2, 7, 13), (0, 1, 5), (0, 1, 5), (0, 1, 6)):
+        kv_length = past + q_length - kv_offset + spare  # spare: keys of a static cache that are not written yet
+        if kv_length < 1 or kv_offset > past:
+            continue
+        for q_offset in (past, torch.tensor(past)):
+            given = dict(
+                batch_size=3,
+                q_length=q_length,
+                kv_length=kv_length,
+                q_offset=q_offset,
+                kv_offset=kv_offset,
+                mask_function=function,
+                attention_mask=PADDINGS[padding](3, past + q_length),
+            )
+            expected = hf_masks.sdpa_mask(**given, allow_is_causal_skip=False)
+            columns = mask_hook(**given, allow_is_causal_skip=True, dtype=torch.float32, config=None, use_vmap=False)
+            assert columns.shape[0] in (1, 3)
+            assert columns.shape[1:3] == (1, kv_length)
+            assert torch.equal(dense_of(columns, q_length).expand_as(expected), expected)
+            forms.add((columns.shape[-1], isinstance(q_offset, torch.Tensor), spare > 0))
+    if kind != "bidirectional":
+        assert (1, False, False) in forms
+        assert (4, True, False) in forms
+        assert (4, False, True) in forms
+
+
+@pytest.mark.parametrize("window", [None, 1, 4])
+@pytest.mark.parametrize("lengths", [[[12]], [[5, 1, 6]], [[1] * 12], [[4, 8], [12], [1, 2, 9]]], ids=str)
+def test_hook_equals_dense_mask_of_packed_documents(lengths, window):
+    config = MistralConfig(**SIZES, sliding_window=window)
+    make = hf_masks.create_causal_mask if window is None else hf_masks.create_sliding_window_causal_mask
+    rows = torch.cat([positions(row) for row in lengths])
+    for position_ids in (rows, rows[:1]):  # one row of positions serves every entry
+        results = []
+        for attention in ("flashmask", "eager"):
+            config._attn_implementation = attention
+            results.append(
+                make(
+                    config=config,
+                    inputs_embeds=torch.zeros(len(lengths), 12, 8),
+                    attention_mask=None,
+                    past_key_values=None,
+                    position_ids=position_ids,
+                )
+            )
+        assert results[0].shape[-1] == 1
+        assert torch.equal(dense_of(results[0], 12).expand_as(results[1]), results[1] == 0)
+
+
+def test_hook_compiled_with_a_tensor_offset():
+    compiled = torch.compile(mask_hook, fullgraph=True, backend="eager")
+    for past in (2, 5):
+        given = dict(
+            batch_size=2, q_length=1, kv_length=9, q_offset=torch.tensor(past), attention_mask=torch.ones(2, 6).bool()
+        )
+        assert torch.equal(compiled(**given), mask_hook(**given))
+
+
+def unknown_mask_functions():
+    def mine(batch_idx, head_idx, q_idx, kv_idx):
+        return kv_idx <= q_idx
+
+    causal = hf_masks.causal_mask_function
+    ids = torch.zeros(1, 4, dtype=torch.int64)
+    return {
+        "sliding_window_bidirectional_overlay": hf_masks.sliding_window_bidirectional_mask_function(3),
+        "chunked_overlay": hf_masks.chunked_causal_mask_function(2, torch.zeros(1, dtype=torch.int64)),
+        "or_masks": hf_masks.or_masks(causal, hf_masks.blockwise_overlay(ids)),
+        "padding_mask_function": hf_masks.and_masks(causal, hf_masks.padding_mask_function(ids.bool())),
+        "mine": mine,
+        "Module": torch.nn.Module(),
+    }
+
+
+@pytest.mark.parametrize("name", unknown_mask_functions())
+def test_hook_refuses(name):
+    function = unknown_mask_functions()[name]
+    with pytest.raises(NotImplementedError, match=rf"mask function .*{name}.*attn_implementation='sdpa'.*startend_row"):
+        mask_hook(batch_size=1, q_length=4, kv_length=4, mask_function=function)
+
+
+def test_hook_refuses_while_compiling():
+    class Config:
+        sliding_window, attention_chunk_size = None, 2
+
+    config = Config()
+
+    def build(x, chunk):
+        function = hf_masks.chunked_causal_mask_function(chunk, torch.zeros(1, dtype=torch.int64))
+        return mask_hook(
+            batch_size=1, q_length=4, kv_length=4, mask_function=function, local_size=chunk, config=config
+        ) + x.to(torch.int32)
+
+    with pytest.raises(Exception, match="does not know the mask function and_masks"):
+        torch.compile(build, fullgraph=True, backend="eager")(torch.zeros(1), 2)
+
+
+def test_hook_refuses_documents_beside_a_cache():
+    ids = torch.zeros(1, 6, dtype=torch.int64)
+    function = hf_masks.and_masks(hf_masks.causal_mask_function, hf_masks.packed_sequence_mask_function(ids))
+    with pytest.raises(NotImplementedError, match="and_masks"):
+        mask_hook(batch_size=1, q_length=4, kv_length=6, q_offset=2, mask_function=function)
+    with pytest.raises(NotImplementedError, match="and_masks"):  # a caller's own ids need not be contiguous
+        mask_hook(batch_size=1, q_length=6, kv_length=6, mask_function=function, use_vmap=True)
+
+
+class NeverWait(TorchDispatchMode):
+    """Raises where a value would be read back from the device."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func.overloadpacket not in (
+            torch.ops.aten._local_scalar_dense,
+            torch.ops.aten.is_nonzero,
+            torch.ops.aten.equal,
+            torch.ops.aten.nonzero,
+        ), func
+        return func(*args, **(kwargs or {}))
+
+
+def test_nothing_waits_for_the_device():
+    ids = torch.tensor([[0, 0, 0, 1, 1, 1]])
+    packed = hf_masks.and_masks(
+        hf_masks.sliding_window_causal_mask_function(2), hf_masks.packed_sequence_mask_function(ids)
+    )
+    cached = dict(batch_size=2, q_length=1, kv_length=9, q_offset=torch.tensor(4), attention_mask=torch.ones(2, 5) > 0)
+    vectors, edges = masks.causal_document([3, 3]).indices, torch.tensor([0, 3, 6], dtype=torch.int32)
+    query = torch.randn(1, 2, 6, 8)
+    with pytest.raises(AssertionError), NeverWait():
+        bool(ids.any())
+    with NeverWait():
+        columns = mask_hook(batch_size=1, q_length=6, kv_length=6, mask_function=packed)
+        mask_hook(**cached)
+        backend._hook_mask(columns, query, query, edges)
+        backend._supplied_mask(vectors, True, None, None)
+        backend._supplied_mask(vectors, True, 2, positions([3, 3]))
+        backend._default_mask(query, query, True, dict(sliding_window=3))
+
+
+def test_chunked_model_is_refused():
+    config = Llama4TextConfig(
+        **{**SIZES, "eos_token_id": 2}, intermediate_size_mlp=32, num_local_experts=2, attention_chunk_size=4
+    )
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="flashmask")
+    with pytest.raises(NotImplementedError, match="chunked_overlay"):
+        model(tokens(1, 9))
+
+
+# Models against eager attention
+
+
+@pytest.mark.parametrize("model_name", MODELS)
+def test_plain_batch_equals_eager(model_name):
+    compare(*model_pair(model_name), dict(input_ids=tokens(2, 15)))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("model_name", MODELS)
+def test_padded_batch_equals_eager(model_name, side):
+    attention_mask = torch.ones(3, 15, dtype=torch.int64)
+    for row, count in enumerate((0, 4, 9)):
+        attention_mask[row, :count] = 0
+    if side == "right":
+        attention_mask = attention_mask.flip(-1)
+    inputs = dict(input_ids=tokens(3, 15), attention_mask=attention_mask)
+    compare(*model_pair(model_name), inputs, real=attention_mask.bool())
+
+
+@pytest.mark.parametrize("model_name", MODELS)
+def test_packed_by_positions_equals_eager(model_name):
+    inputs = dict(input_ids=tokens(1, 20), position_ids=positions([9, 4, 7]), use_cache=False)
+    compare(*model_pair(model_name), inputs)
+
+
+@pytest.mark.parametrize("model_name", MODELS)
+def test_supplied_vectors_equal_dense_mask(model_name):
+    ours, eager = model_pair(model_name)
+    lengths = [[11, 3, 6], [2, 18]]
+    mask = masks.causal_document(lengths)
+    common = dict(input_ids=tokens(2, 20), position_ids=torch.cat([positions(row) for row in lengths]), use_cache=False)
+    compare(
+        ours,
+        eager,
+        common | dict(startend_row_indices=mask.indices),
+        common | dict(attention_mask=dense_for(eager, mask.to_dense())),
+    )
+
+
+@pytest.mark.parametrize("model_name", ["llama", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("n", [2, 4])
+def test_supplied_vectors_of_other_forms_equal_dense_mask(model_name, n):
+    window = {"sliding_window": 64} if model_name != "llama" else {}
+    ours, eager = model_pair(model_name, **window)
+    if n == 2:  # keys 3..5 are evicted for rows 8..11
+        indices = torch.tensor([[16, 16]] * 16, dtype=torch.int32).view(1, 1, 16, 2)
+        indices[:, :, 3:6] = torch.tensor([8, 12], dtype=torch.int32)
+        mask = FlashMask(indices, causal=True)
+    else:  # a prefix that is seen both ways
+        mask = masks.prefix_lm_causal(16, 5).bidirectional()
+    assert mask.indices.shape[-1] == n
+    common = dict(input_ids=tokens(1, 16), position_ids=positions([16]), use_cache=False)
+    dense = torch.where(mask.to_dense(), 0.0, torch.finfo(torch.float32).min)
+    if model_name != "llama":
+        dense = {"full_attention": dense, "sliding_attention": dense}
+    compare(ours, eager, common | dict(startend_row_indices=mask.indices), common | dict(attention_mask=dense))
+
+
+def test_supplied_vectors_win_over_detection():
+    ours, eager = model_pair("llama")
+    mask = masks.share_question([(6, [4, 3])])
+    length = mask.kv_len
+    position_ids = torch.cat([torch.arange(6), torch.arange(6, 10), torch.arange(6, 9)])[None]
+    common = dict(input_ids=tokens(1, length), position_ids=position_ids, use_cache=False)
+    compare(
+        ours,
+        eager,
+        common | dict(startend_row_indices=mask.indices),
+        common | dict(attention_mask=torch.where(mask.to_dense(), 0.0, torch.finfo(torch.float32).min)),
+    )
+    # An all-ones 2D mask and a cache change nothing.
+    vectors = dict(startend_row_indices=mask.indices)
+    ones = dict(attention_mask=torch.ones(1, length), use_cache=True)
+    assert torch.equal(ours(**common, **vectors).logits, ours(**(common | ones), **vectors).logits)
+
+
+def test_cu_seq_lens_keep_documents_apart_beside_a_cache():
+    """transformers detects packing only without a cache; collators for FlashAttention say it twice."""
+    ours, eager = model_pair("llama")
+    inputs = dict(input_ids=tokens(1, 12), position_ids=positions([5, 7]))
+    edges = torch.tensor([0, 5, 12], dtype=torch.int32)
+    got = ours(**inputs, use_cache=True, cu_seq_lens_q=edges, cu_seq_lens_k=edges, max_length_q=7, max_length_k=7)
+    assert_near(got.logits, eager(**inputs, use_cache=False).logits)
+
+
+@pytest.mark.parametrize("model_name", ["llama", "gemma2", "gpt_oss"])
+def test_perturbing_one_document_leaves_the_others_alone(model_name):
+    lengths, changed = [60, 90, 45], slice(60, 150)
+    ours, _ = model_pair(model_name)
+    vectors = masks.causal_document(lengths).indices
+    embeds = ours.get_input_embeddings()(tokens(1, 195)).detach()
+    weight = torch.randn(1, 195, SIZES["vocab_size"])
+    results = []
+    for shift in (0.0, 3.0):
+        moved = embeds.clone()
+        moved[:, changed] += shift
+        moved.requires_grad_()
+        out = ours(
+            inputs_embeds=moved, position_ids=positions(lengths), startend_row_indices=vectors, use_cache=False
+        ).logits
+        (out * weight).sum().backward()
+        results.append((out.detach(), moved.grad))
+    other = torch.ones(195, dtype=torch.bool)
+    other[changed] = False
+    for before, after in zip(*results, strict=True):
+        assert torch.equal(before[:, other], after[:, other])
+        assert not torch.equal(before[:, ~other], after[:, ~other])
+
+
+@pytest.mark.parametrize("model_name", MODELS)
+def test_packed_equals_separate(model_name):
+    lengths = [9, 1, 17, 6]
+    ours, _ = model_pair(model_name)
+    ids = tokens(1, sum(lengths))
+    packed = ours(
+        ids,
+        position_ids=positions(lengths),
+        startend_row_indices=masks.causal_document(lengths).indices,
+        use_cache=False,
+    ).logits
+    separate = [ours(document).logits for document in ids.split(lengths, 1)]
+    assert_near(packed, torch.cat(separate, 1))
+
+
+# Windows
+
+
+def test_window_is_refused_where_positions_restart():
+    ours, _ = model_pair("mistral")
+    mask = masks.share_question([(6, [8, 8])])
+    position_ids = torch.cat([torch.arange(6), torch.arange(6, 14), torch.arange(6, 14)])[None]
+    inputs = dict(input_ids=tokens(1, 22), startend_row_indices=mask.indices, use_cache=False)
+    with pytest.raises(RuntimeError, match=r"sliding_window=6 .*shared questions and trees .*not supported yet; use"):
+        ours(**inputs, position_ids=position_ids)
+    wide, _ = model_pair("mistral", sliding_window=22)
+    wide(**inputs, position_ids=position_ids)  # the window is longer than what any key is seen by
+
+
+def test_window_with_padding_at_the_end():
+    """Filler sees nothing and its positions may be anything."""
+    ours, _ = model_pair("mistral")
+    ids = tokens(1, 20)
+    mask = masks.causal_document([9, 7], kv_len=20)
+    position_ids = torch.cat([positions([9, 7]), torch.zeros(1, 4, dtype=torch.int64)], 1)
+    inputs = dict(position_ids=position_ids, startend_row_indices=mask.indices, use_cache=False)
+    short = dict(position_ids=positions([9, 7]), use_cache=False)
+    assert_near(ours(ids, **inputs).logits[:, :16], ours(ids[:, :16], **short).logits)
+
+
+def test_window_with_two_column_vectors():
+    """Rows 9 to 11 hidden from key 3 touch the rows that the window hides: one interval, and the diagonal."""
+    indices = torch.full((1, 1, 16, 2), 16, dtype=torch.int32)
+    indices[:, :, 3] = torch.tensor([9, 12], dtype=torch.int32)
+    query, module = torch.randn(1, 2, 16, 8), torch.nn.Module()
+    given = dict(sliding_window=WINDOW, position_ids=positions([16]))
+    got, _ = attention_forward(module, query, query, query, None, startend_row_indices=indices, **given)
+    row = torch.arange(16)
+    visible = FlashMask(indices, causal=True).to_dense() & (row[:, None] < row + WINDOW)
+    scores = (query @ query.transpose(-1, -2) * 8**-0.5).masked_fill(~visible, float("-inf"))
+    assert_near(got, (scores.softmax(-1) @ query).transpose(1, 2))
+
+
+def test_window_that_does_not_fit_the_mask():
+    """Rows 5 to 6 hidden from key 3, the rows that the window hides, and the diagonal are three intervals."""
+    indices = torch.full((1, 1, 16, 2), 16, dtype=torch.int32)
+    indices[:, :, 3] = torch.tensor([5, 7], dtype=torch.int32)
+    query = torch.randn(1, 2, 16, 8)
+    with pytest.raises(MaskNotRepresentable):
+        attention_forward(
+            torch.nn.Module(), query, query, query, None, startend_row_indices=indices, sliding_window=WINDOW
+        )
+
+
+# Plans
+
+
+@pytest.fixture
+def plans(monkeypatch):
+    """A list that grows by one whenever a plan is built."""
+    built = []
+    builder = ops._builder
+
+    def counting(indices):
+        def build(*args):
+            built.append(tuple(indices.shape))
+            return builder(indices)(*args)
+
+        return build
+
+    monkeypatch.setattr(ops, "_builder", counting)
+    backend._masks.clear()
+    return built
+
+
+@pytest.mark.parametrize("given", ["vectors", "positions", "padding"])
+@pytest.mark.parametrize("checkpointing", ["none", "reentrant", "non-reentrant"])
+@pytest.mark.parametrize(("model_name", "per_step"), [("llama", 1), ("gemma2", 2)])
+def test_one_plan_per_mask_and_step(plans, model_name, per_step, checkpointing, given):
+    deep = MODELS[model_name]()
+    deep.num_hidden_layers = 4
+    if hasattr(deep, "layer_types"):
+        deep.layer_types = deep.layer_types[:2] * 2
+    model = AutoModelForCausalLM.from_config(deep, attn_implementation="flashmask").train()
+    if checkpointing != "none":
+        # transformers 5.23 renamed the method
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": checkpointing == "reentrant"})
+    for step in range(1, 4):
+        extra = {
+            "vectors": lambda: dict(startend_row_indices=masks.causal_document([5, 7]).indices),
+            "positions": dict,
+            "padding": lambda: dict(attention_mask=torch.ones(1, 12)),
+        }[given]()
+        out = model(tokens(1, 12), position_ids=positions([5, 7]), use_cache=False, **extra)
+        out.logits.sum().backward()
+        assert len(plans) == per_step * step
+
+
+def test_masks_are_dropped_with_their_tensor(plans):
+    model, _ = model_pair("gemma2")
+    for _ in range(3):
+        vectors = masks.causal_document([5, 7]).indices
+        model(tokens(1, 12), position_ids=positions([5, 7]), startend_row_indices=vectors, use_cache=False)
+        assert len(backend._masks) == 2
+    del vectors
+    gc.collect()
+    assert not backend._masks
+
+
+def test_masks_kept_are_bounded(plans):
+    query = torch.randn(1, 2, 4, 8)
+    kept = [masks.causal_document([1, 3]).indices for _ in range(backend._MAX_SHARED + 3)]
+    for vectors in kept:
+        attention_forward(torch.nn.Module(), query, query, query, None, startend_row_indices=vectors)
+    assert len(backend._masks) == backend._MAX_SHARED
+
+
+def test_vectors_changed_in_place_are_read_again(plans):
+    query, module = torch.randn(1, 2, 8, 8), torch.nn.Module()
+    vectors = masks.causal_document([8]).indices.clone()
+    for window in (None, 3):
+        for lengths in ([8], [3, 5]):
+            vectors.copy_(masks.causal_document(lengths).indices)
+            fresh = masks.causal_document(lengths).indices
+            got, want = (
+                attention_forward(module, query, query, query, None, startend_row_indices=v, sliding_window=window)[0]
+                for v in (vectors, fresh)
+            )
+            assert torch.equal(got, want)
+
+
+def test_alias_finds_the_same_mask(plans):
+    """Reentrant checkpointing detaches positional arguments before it recomputes."""
+    query, vectors = torch.randn(1, 2, 8, 8), masks.causal_document([3, 5]).indices
+    for v in (vectors, vectors.detach(), vectors.view_as(vectors)):
+        attention_forward(torch.nn.Module(), query, query, query, None, startend_row_indices=v)
+    assert len(plans) == 1
+
+
+def test_evaluation_in_inference_mode_then_training(plans):
+    """A plan made in inference mode cannot be saved for a backward."""
+    model, _ = model_pair("mistral")
+    vectors = masks.causal_document([5, 7]).indices
+    inputs = dict(input_ids=tokens(1, 12), position_ids=positions([5, 7]), use_cache=False)
+    for extra in (dict(startend_row_indices=vectors), {}):
+        with torch.inference_mode():
+            before = model(**inputs, **extra).logits.clone()
+        after = model(**inputs, **extra).logits
+        after.sum().backward()
+        assert torch.equal(before, after)
+
+
+# Generation
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("model_name", MODELS)
+def test_greedy_generation_equals_eager(model_name, cache):
+    ours, eager = model_pair(model_name)
+    ids = tokens(2, 9)
+    attention_mask = torch.ones_like(ids)
+    attention_mask[0, :4] = 0
+    got, want = (
+        model.generate(
+            ids,
+            attention_mask=attention_mask,
+            max_new_tokens=7,
+            do_sample=False,
+            cache_implementation=cache,
+            disable_compile=True,
+            pad_token_id=0,
+        )
+        for model in (ours, eager)
+    )
+    assert got.shape == (2, 16)
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("model_name", ["llama", "mistral"])
+def test_prefill_in_parts_equals_one_pass(model_name):
+    ours, eager = model_pair(model_name)
+    ids = tokens(2, 12)
+    cache, parts = None, []
+    for part in ids.split([7, 4, 1], 1):
+        out = ours(part, past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        parts.append(out.logits)
+    assert_near(torch.cat(parts, 1), eager(ids).logits)
+
+
+# torch.compile
+
+
+@pytest.mark.parametrize("model_name", ["llama", "mistral"])
+@pytest.mark.parametrize("given", ["vectors", "positions"])
+def test_compiled_equals_eager(model_name, given):
+    ours, eager = model_pair(model_name, num_hidden_layers=1)
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager", dynamic=True)
+    lengths = [11, 3, 6]
+    mask = masks.causal_document(lengths)
+    common = dict(input_ids=tokens(1, 20), position_ids=positions(lengths), use_cache=False)
+    extra = dict(startend_row_indices=mask.indices) if given == "vectors" else {}
+    results = []
+    for call, model, more in (
+        (compiled, ours, extra),
+        (eager, eager, dict(attention_mask=dense_for(eager, mask.to_dense()))),
+    ):
+        out = call(**common, **more).logits
+        out.square().mean().backward()
+        results.append((out.detach(), {name: p.grad for name, p in model.named_parameters()}))
+    assert_near(results[0][0], results[1][0], "logits")
+    for name, gradient in results[0][1].items():
+        assert_near(gradient, results[1][1][name], name)
+
+
+def test_compiled_model_is_not_compiled_again_for_other_lengths():
+    ours, _ = model_pair("llama", num_hidden_layers=1)
+    graphs = []
+
+    def counting(graph, _):
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(ours, fullgraph=True, backend=counting, dynamic=True)
+    for lengths in ([11, 3, 6], [9, 16], [4, 8, 2]):
+        inputs = dict(input_ids=tokens(1, sum(lengths)), position_ids=positions(lengths), use_cache=False)
+        vectors = masks.causal_document(lengths).indices
+        assert_near(
+            compiled(**inputs, startend_row_indices=vectors).logits, ours(**inputs, startend_row_indices=vectors).logits
+        )
+    assert len(graphs) == 1
+
+
+# What raises
+
+
+def call(module=None, q_len=6, kv_len=6, attention_mask=None, batch=2, **kwargs):
+    query, key = torch.randn(batch, 4, q_len, 8), torch.randn(batch, 2, kv_len, 8)
+    return attention_forward(module or torch.nn.Module(), query, key, key, attention_mask, **kwargs)
+
+
+def test_dropout_in_training_is_refused():
+    with pytest.raises(ValueError, match=r"dropout=0.1 .*set attention_dropout=0"):
+        call(dropout=0.1)
+    call(torch.nn.Module().eval(), dropout=0.1)
+    model, _ = model_pair("llama", attention_dropout=0.1)
+    model(tokens(1, 5))
+    with pytest.raises(ValueError, match="attention_dropout=0"):
+        model.train()(tokens(1, 5))
+
+
+@pytest.mark.parametrize("name", sorted(backend._REFUSED))
+def test_keyword_that_changes_the_result_is_refused(name):
+    with pytest.raises(NotImplementedError, match=rf"^{name} changes the result of attention .*; (pass|use) "):
+        call(**{name: torch.zeros(1)})
+    call(**{name: None})
+
+
+def test_unknown_keyword_warns_once():
+    plain, _ = call_with_seed()
+    with pytest.warns(UserWarning, match="ignores the attention keyword 'temperature'.*use 'eager'"):
+        warned, _ = call_with_seed(temperature=2.0)
+    call_with_seed(temperature=2.0)  # a second warning would be an error
+    assert torch.equal(plain, warned)
+    call(temperature=None, num_items_in_batch=3, shift_labels=torch.zeros(2, 6), output_attentions=True)
+
+
+def call_with_seed(**kwargs):
+    torch.manual_seed(3)
+    return call(**kwargs)
+
+
+def test_no_attention_weights():
+    assert call(output_attentions=True)[1] is None
+
+
+@pytest.mark.parametrize(
+    ("attention_mask", "got"),
+    [
+        (torch.ones(2, 1, 6, 6, dtype=torch.bool), "torch.bool"),
+        (torch.zeros(2, 1, 6, 6), "torch.float32"),
+        (torch.ones(2, 6, dtype=torch.int64), "torch.int64"),
+        (torch.ones(2, 1, 6, 6, dtype=torch.int32), r"\[2, 1, 6, 6\]"),
+        ("causal", "str"),
+    ],
+    ids=["bool", "float", "2D", "int32", "object"],
+)
+@pytest.mark.parametrize("with_vectors", [False, True])
+def test_unknown_attention_mask_is_refused(attention_mask, got, with_vectors):
+    vectors = dict(startend_row_indices=masks.causal_document([6]).indices) if with_vectors else {}
+    way_out = r"FlashMask.from_dense\(mask\).indices and pass it as startend_row_indices"
+    with pytest.raises(ValueError, match=rf"^attention_mask must be .*{got}.*{way_out}"):
+        call(attention_mask=attention_mask, **vectors)
+
+
+def test_dense_attention_mask_of_a_model_is_refused():
+    model, _ = model_pair("llama")
+    with pytest.raises(ValueError, match=r"attention_mask.*FlashMask.from_dense"):
+        model(tokens(1, 6), attention_mask=torch.ones(1, 1, 6, 6, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 7, 1), (3, 1, 6, 1)], ids=["columns", "batch"])
+def test_hook_result_of_another_shape_is_refused(shape):
+    with pytest.raises(ValueError, match=r"attention_mask has batch .*pass a 2D attention_mask"):
+        call(attention_mask=torch.zeros(shape, dtype=torch.int32))
+
+
+GOOD = masks.causal_document([2, 4]).indices
+
+
+@pytest.mark.parametrize(
+    ("vectors", "error", "message"),
+    [
+        (GOOD.tolist(), TypeError, r"int32 tensor \[B, 1, S, n\], got list; pass mask.indices"),
+        (GOOD.long(), TypeError, r"got torch.int64; pass mask.indices"),
+        (GOOD[0], ValueError, r"shape \[B, 1, S, n\] with n = 1, 2 or 4, got \[1, 6, 1\]"),
+        (GOOD.expand(1, 1, 6, 3), ValueError, r"n = 1, 2 or 4, got \[1, 1, 6, 3\]"),
+        (GOOD[:, :, :5], ValueError, r"5 tokens, but this layer has 6 queries and 6 keys; pass one column per token"),
+        (GOOD.expand(3, 1, 6, 1), ValueError, r"has batch 3; it must be 1 or the batch 2"),
+        (GOOD.expand(2, 3, 6, 1), ValueError, r"has 3 heads; it must have 1, Hkv = 2 or Hq = 4"),
+        (GOOD.to("meta"), ValueError, r"is on meta, but the layer runs on cpu; move it"),
+    ],
+    ids=["list", "dtype", "rank", "n", "columns", "batch", "heads", "device"],
+)
+def test_bad_vectors_are_refused(vectors, error, message):
+    with pytest.raises(error, match=rf"^startend_row_indices .*{message}"):
+        call(startend_row_indices=vectors)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_vectors_per_head_and_batch(batch, heads):
+    want, _ = call_with_seed(startend_row_indices=GOOD)
+    got, _ = call_with_seed(startend_row_indices=GOOD.expand(batch, heads, 6, 1).contiguous())
+    assert_near(got, want)
+
+
+def test_causal_vectors_on_a_layer_that_is_not_causal():
+    module = torch.nn.Module()
+    module.is_causal = False
+    for given in (dict(module=module), dict(is_causal=False)):
+        with pytest.raises(ValueError, match=r"startend_row_indices with n = 1 .*is_causal=False.*pass n = 2 or 4"):
+            call(startend_row_indices=GOOD, **given)
+    call(module, startend_row_indices=GOOD, is_causal=True)  # the keyword wins over the layer
+
+
+def test_two_columns_follow_the_layer():
+    indices = torch.tensor([[2, 4]] * 6, dtype=torch.int32).view(1, 1, 6, 2)
+    for causal in (True, False):
+        got, _ = call_with_seed(startend_row_indices=indices, is_causal=causal)
+        four = FlashMask(indices, causal=causal).bidirectional().indices
+        assert_near(got, call_with_seed(startend_row_indices=four, is_causal=not causal)[0])
+
+
+def test_vectors_beside_a_cache_are_refused():
+    model, _ = model_pair("llama")
+    cache = model(tokens(1, 4)).past_key_values
+    with pytest.raises(ValueError, match=r"startend_row_indices describe a whole row .*use_cache=False.*generate"):
+        model(tokens(1, 6), past_key_values=cache, startend_row_indices=GOOD)
+
+
+def test_layer_without_a_hook():
+    """Encoders and standalone layers call with attention_mask=None."""
+    for causal, window, visible in (
+        (True, None, masks.causal(6, q_len=4)),
+        (True, 2, masks.sliding_window(6, 2, q_len=4)),
+        (False, None, masks.full(6, q_len=4)),
+    ):
+        given = dict(q_len=4, is_causal=causal, sliding_window=window)
+        torch.manual_seed(3)
+        query, key = torch.randn(2, 4, 4, 8), torch.randn(2, 2, 6, 8)
+        want = flashmask_hf.flashmask_attention(query, key, key, visible)
+        assert torch.equal(call_with_seed(**given)[0], want.transpose(1, 2))
+
+
+def test_window_on_a_layer_that_is_not_causal_is_refused():
+    with pytest.raises(NotImplementedError, match=r"sliding_window=2 .*not causal.*use attn_implementation='sdpa'"):
+        call(is_causal=False, sliding_window=2)
+    vectors = torch.tensor([[6, 0]] * 6, dtype=torch.int32).view(1, 1, 6, 2)
+    with pytest.raises(NotImplementedError, match=r"sliding_window=2 .*startend_row_indices; intersect the window"):
+        call(is_causal=False, sliding_window=2, startend_row_indices=vectors)
+
+
+def test_window_with_positions_of_several_axes_is_refused():
+    with pytest.raises(NotImplementedError, match=r"needs position_ids \[B, S\], got \[3, 1, 6\]; use"):
+        call(sliding_window=2, startend_row_indices=GOOD, position_ids=torch.zeros(3, 1, 6))
+
+
+def test_cu_seq_lens_that_cannot_be_honoured_are_refused():
+    edges = torch.tensor([0, 2, 6], dtype=torch.int32)
+    with pytest.raises(NotImplementedError, match=r"cu_seq_lens_q .*without a mask; use"):
+        call(cu_seq_lens_q=edges)
+    with pytest.raises(NotImplementedError, match=r"cu_seq_lens_q .*one causal row.*flatten the batch"):
+        call(cu_seq_lens_q=edges, attention_mask=mask_hook(batch_size=2, q_length=6, kv_length=6))
