@@ -1,0 +1,71 @@
+"""What the benchmarks share: interleaved medians, and rows that say what they were measured on."""
+
+from __future__ import annotations
+
+import csv
+import statistics
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+import transformers
+import triton
+
+import flashmask_hf
+
+
+def conditions() -> dict[str, str]:
+    """The GPU, the versions and the commit that a figure belongs to."""
+    here = Path(__file__).parent
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True
+    ).stdout.strip()
+    return {
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "transformers": transformers.__version__,
+        "flashmask_hf": flashmask_hf.__version__,
+        "commit": commit or "unknown",
+    }
+
+
+def interleaved_medians(
+    providers: Mapping[str, Callable[[], object]], repeats: int, warmup: int = 2
+) -> dict[str, float]:
+    """Median milliseconds of each provider, run in turns so that drift falls on all alike; needs a GPU."""
+    for _ in range(warmup):
+        for function in providers.values():
+            function()
+    times: dict[str, list[float]] = {name: [] for name in providers}
+    for _ in range(repeats):
+        for name, function in providers.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            function()
+            end.record()
+            torch.cuda.synchronize()
+            times[name].append(start.elapsed_time(end))
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def random_lengths(total: int, count: int, generator: torch.Generator, minimum: int = 128) -> list[int]:
+    """`count` document lengths of at least `minimum` tokens that sum to `total` (paper, appendix A.2.1)."""
+    count = max(1, min(count, total // minimum))
+    free = total - count * minimum
+    cuts = torch.randint(0, free + 1, (count - 1,), generator=generator).sort().values.tolist()
+    return [minimum + b - a for a, b in zip([0, *cuts], [*cuts, free], strict=True)]
+
+
+def write_csv(path: str | Path | None, rows: Sequence[Mapping[str, object]]) -> None:
+    """Print the rows, and write them with the conditions to `path` if there is one."""
+    for row in rows:
+        print("  ".join(f"{key}={value}" for key, value in row.items()))
+    if path is not None:
+        everything = [{**row, **conditions()} for row in rows]
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "w", newline="") as file:
+            writer = csv.DictWriter(file, fieldnames=list(everything[0]))
+            writer.writeheader()
+            writer.writerows(everything)

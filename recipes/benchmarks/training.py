@@ -1,0 +1,132 @@
+"""Tokens per second and peak memory of fine-tuning on packed rows: flashmask, SDPA with its dense mask, flex_attention.
+
+    python recipes/benchmarks/training.py --length 32768 --csv training.csv
+
+A Llama-3.2-1B-shaped model with random weights, bfloat16, gradient checkpointing, one row per step, AdamW. Rows are
+made of 1 to 10 documents as in the paper (appendix A.2.1). Every implementation is transformers' own path for packed
+rows: position_ids for SDPA and flex_attention, which build their masks from them at every step, and the collator's
+vectors for flashmask. They train one model in turns, so that they see the same rows; their first losses must agree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+
+import torch
+from harness import random_lengths, write_csv
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from flashmask_hf.collators import DataCollatorForPackedLanguageModeling
+
+SHAPES = {
+    "llama-3.2-1b": {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+        "tie_word_embeddings": True,
+    },
+    "tiny": {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 1024,
+        "max_position_embeddings": 131072,
+    },
+}
+
+
+def make_rows(length: int, count: int, vocab: int) -> list[dict[str, torch.Tensor]]:
+    """Packed rows of `length` tokens, on the GPU."""
+    generator = torch.Generator().manual_seed(0)
+    collate = DataCollatorForPackedLanguageModeling()
+    rows = []
+    for _ in range(count):
+        documents = int(torch.randint(1, 11, (1,), generator=generator))
+        lengths = random_lengths(length, documents, generator)
+        tokens = [torch.randint(0, vocab, (n,), generator=generator).tolist() for n in lengths]
+        batch = collate([{"input_ids": ids} for ids in tokens])
+        rows.append({key: value.cuda() for key, value in batch.items()})
+    return rows
+
+
+def step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, name: str, row: dict[str, torch.Tensor]) -> float:
+    """One training step; returns the loss."""
+    model.set_attn_implementation(name)
+    batch = row if name == "flashmask" else {k: v for k, v in row.items() if k != "startend_row_indices"}
+    loss = model(**batch, use_cache=False).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return float(loss.detach())
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="llama-3.2-1b")
+    parser.add_argument("--length", type=int, default=32768)
+    parser.add_argument("--rows", type=int, default=5, help="rows, each seen once by every implementation")
+    parser.add_argument("--implementations", nargs="+", default=["flashmask", "sdpa", "flex_attention"])
+    parser.add_argument("--csv", help="where to write the figures")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("a GPU is needed")
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        config = LlamaConfig(**SHAPES[arguments.shape])
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="flashmask", dtype=torch.bfloat16)
+    model.train()
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    rows = make_rows(arguments.length, arguments.rows, model.config.vocab_size)
+
+    still = torch.optim.SGD(model.parameters(), lr=0.0)  # correctness and warm-up without moving the weights
+    for row in rows[:2]:
+        losses = {name: step(model, still, name, row) for name in arguments.implementations}
+        print("losses before training:", {name: round(loss, 5) for name, loss in losses.items()})
+        if max(losses.values()) - min(losses.values()) > 5e-3:
+            raise SystemExit("the implementations disagree")
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
+    step(model, optimizer, arguments.implementations[0], rows[0])  # makes the optimizer's state
+    seconds: dict[str, list[float]] = {name: [] for name in arguments.implementations}
+    memory = dict.fromkeys(arguments.implementations, 0)
+    for row in rows:
+        for name in arguments.implementations:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            step(model, optimizer, name, row)
+            torch.cuda.synchronize()
+            seconds[name].append(time.perf_counter() - start)
+            memory[name] = max(memory[name], torch.cuda.max_memory_allocated())
+    base = statistics.median(seconds["sdpa"]) if "sdpa" in seconds else None
+    write_csv(
+        arguments.csv,
+        [
+            {
+                "implementation": name,
+                "shape": arguments.shape,
+                "length": arguments.length,
+                "seconds_per_step": round(statistics.median(values), 4),
+                "tokens_per_second": round(arguments.length / statistics.median(values)),
+                "peak_gib": round(memory[name] / 2**30, 2),
+                "against_sdpa": round(base / statistics.median(values), 3) if base else "",
+            }
+            for name, values in seconds.items()
+        ],
+    )
+
+
+if __name__ == "__main__":
+    main()
