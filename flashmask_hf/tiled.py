@@ -12,7 +12,7 @@ from flashmask_hf.plan import ROWS, Plan, plan_columns
 
 __all__ = ["backward", "forward", "row_delta"]
 
-_KEYS_PER_STEP = 4096  # bounds the scores that exist at a time: heads x ROWS x _KEYS_PER_STEP
+_KEYS_PER_STEP = 512  # the scores of a step, heads x ROWS x _KEYS_PER_STEP, stay in the cache
 
 Step = tuple[slice | Tensor, Tensor | None]
 """Key columns of a step (a slice, or an index tensor) and where they are hidden, bool [rows, columns] or None."""
@@ -27,7 +27,7 @@ def forward(
     out = q.new_empty(batch, q_len, heads, v.shape[-1]).transpose(1, 2)
     lse = q.new_empty(batch, heads, q_len, dtype=wide)
     for b, h_q, h_kv, rows, steps in _walk(q, k, mask, plan):
-        queries = _grouped(q[b, h_q, rows], h_kv).to(wide)
+        queries = _grouped(q[b, h_q, rows], h_kv).to(wide) * scale
         top = queries.new_full((*queries.shape[:-1], 1), torch.finfo(wide).min)
         total = torch.zeros_like(top)
         acc = queries.new_zeros(*queries.shape[:-1], v.shape[-1])
@@ -35,12 +35,12 @@ def forward(
             top = sinks[h_q].to(wide).repeat_interleave(rows.stop - rows.start).view(top.shape)
             total = torch.ones_like(top)
         for columns, hidden in steps:
-            scores, _ = _scores(queries, k[b, h_kv, columns].to(wide), hidden, scale, softcap)
+            scores, _ = _scores(queries, k[b, h_kv, columns].to(wide), hidden, softcap)
             new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
-            weights = torch.exp(scores - new_top)
+            weights = scores.sub_(new_top).exp_()
             decay = torch.exp(top - new_top)
             total = total * decay + weights.sum(-1, keepdim=True)
-            acc = acc * decay + weights @ v[b, h_kv, columns].to(wide)
+            acc = torch.baddbmm(acc * decay, weights, v[b, h_kv, columns].to(wide))
             top = new_top
         seen = total > 0
         out[b, h_q, rows] = _ungrouped(torch.where(seen, acc / torch.where(seen, total, 1.0), 0.0), h_q).to(q.dtype)
@@ -84,18 +84,19 @@ def backward(
     for b, h_q, h_kv, rows, steps in _walk(q, k, mask, plan):
         queries, upstream = (_grouped(x[b, h_q, rows], h_kv).to(wide) for x in (q, dout))
         row_lse, row_delta = (_grouped(x[b, h_q, rows, None], h_kv) for x in (lse, delta))
+        queries = queries * scale
         acc = torch.zeros_like(queries)
         for columns, hidden in steps:
             keys, values = k[b, h_kv, columns].to(wide), v[b, h_kv, columns].to(wide)
-            scores, slope = _scores(queries, keys, hidden, scale, softcap)
-            weights = torch.exp(scores - row_lse)
+            scores, slope = _scores(queries, keys, hidden, softcap)
+            weights = scores.sub_(row_lse).exp_()
             dv[b, h_kv, columns] += weights.transpose(-1, -2) @ upstream
-            dscores = weights * (upstream @ values.transpose(-1, -2) - row_delta) * scale
+            dscores = (upstream @ values.transpose(-1, -2)).sub_(row_delta).mul_(weights)
             if slope is not None:
-                dscores = dscores * slope
-            acc += dscores @ keys
+                dscores *= slope
+            acc.baddbmm_(dscores, keys)
             dk[b, h_kv, columns] += dscores.transpose(-1, -2) @ queries
-        dq[b, h_q, rows] = _ungrouped(acc, h_q).to(q.dtype)
+        dq[b, h_q, rows] = _ungrouped(acc.mul_(scale), h_q).to(q.dtype)
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
@@ -118,11 +119,9 @@ def _ungrouped(x: Tensor, h_q: slice) -> Tensor:
     return x.reshape(h_q.stop - h_q.start, -1, x.shape[-1])
 
 
-def _scores(
-    queries: Tensor, keys: Tensor, hidden: Tensor | None, scale: float, softcap: float
-) -> tuple[Tensor, Tensor | None]:
-    """Scaled, capped and masked scores [kv heads, group * rows, columns], and the cap's slope (None without a cap)."""
-    scores = (queries @ keys.transpose(-1, -2)).mul_(scale)
+def _scores(queries: Tensor, keys: Tensor, hidden: Tensor | None, softcap: float) -> tuple[Tensor, Tensor | None]:
+    """Capped and masked scores [kv heads, group * rows, columns] of scaled queries; the cap's slope, or None."""
+    scores = queries @ keys.transpose(-1, -2)
     slope = None
     if softcap:
         bent = torch.tanh(scores / softcap)

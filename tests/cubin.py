@@ -22,17 +22,17 @@ import flashmask_hf.kernels.forward
 HOPPER = GPUTarget("cuda", 90, 32)
 AMPERE = GPUTarget("cuda", 80, 32)
 BLACKWELL = GPUTarget("cuda", 100, 32)
+MI300 = GPUTarget("hip", "gfx942", 64)
 
 
 @dataclass
 class Kernel:
-    """One compiled kernel: registers per thread, bytes of local memory (spills) and of shared memory, its assembly."""
+    """One compiled kernel: its assembly, bytes of shared memory and, on NVIDIA, bytes of local memory (spills)."""
 
     name: str
-    registers: int
-    spills: int
+    assembly: str
     shared: int
-    ptx: str
+    spills: int | None
 
 
 class _Driver:
@@ -59,7 +59,8 @@ def compile_only(target: GPUTarget = HOPPER, *, tma: bool | None = None) -> Iter
     """Launchers called inside compile for `target` instead of launching; the list fills with what they compiled."""
     compiled: list[Kernel] = []
     modules = (flashmask_hf.kernels.forward, flashmask_hf.kernels.backward)
-    use_tma = target.arch >= 90 if tma is None else tma
+    if tma is None:
+        tma = target.backend == "cuda" and target.arch >= 90
     launch, active = JITFunction.__getitem__, driver._active
     describe = [module.can_describe for module in modules]
 
@@ -74,7 +75,7 @@ def compile_only(target: GPUTarget = HOPPER, *, tma: bool | None = None) -> Iter
         JITFunction.__getitem__ = instead  # type: ignore[method-assign]
         driver.set_active(_Driver(target))  # type: ignore[arg-type]
         for module in modules:
-            module.can_describe = lambda *tensors: use_tma
+            module.can_describe = lambda *tensors: tma
         yield compiled
     finally:
         JITFunction.__getitem__ = launch  # type: ignore[method-assign]
@@ -84,6 +85,9 @@ def compile_only(target: GPUTarget = HOPPER, *, tma: bool | None = None) -> Iter
 
 
 def _inspect(kernel: Any, target: GPUTarget) -> Kernel:
+    name, shared = kernel.metadata.name, kernel.metadata.shared
+    if target.backend == "hip":
+        return Kernel(name, kernel.asm["amdgcn"], shared, None)
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
@@ -91,5 +95,5 @@ def _inspect(kernel: Any, target: GPUTarget) -> Kernel:
         usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
     match = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", usage)
     assert match, usage
-    registers, stack, _, local = map(int, match.groups())
-    return Kernel(kernel.metadata.name, registers, stack + local, kernel.metadata.shared, kernel.asm["ptx"])
+    _, stack, _, local = map(int, match.groups())
+    return Kernel(name, kernel.asm["ptx"], shared, stack + local)

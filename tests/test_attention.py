@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,14 +19,21 @@ GPU = (torch.bfloat16, torch.float16, torch.float32)
 LENGTHS = [(1, 1), (63, 63), (113, 113), (1, 63), (63, 257), (257, 257), (113, 1023)]
 
 
-@pytest.mark.parametrize("lengths", LENGTHS, ids=lambda pair: f"{pair[0]}x{pair[1]}")
+FEW_LENGTHS = [(63, 63), (63, 257)]  # for the interpreter
+
+
+def _cases() -> list:
+    return [
+        pytest.param(*lane.values, lengths, id=f"{lane.id}-{lengths[0]}x{lengths[1]}", marks=lane.marks)
+        for chosen, pairs in ((lanes(CPU, (), GPU), LENGTHS), (lanes((), INTERPRETER, ()), FEW_LENGTHS))
+        for lane in chosen
+        for lengths in pairs
+    ]
+
+
+@pytest.mark.parametrize(("lane", "lengths"), _cases())
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("lane", lanes(CPU, INTERPRETER, GPU))
 def test_family(lane: Lane, family: str, lengths: tuple[int, int]) -> None:
-    if lane.impl == "triton" and lane.device == "cpu" and lengths not in [(63, 63), (63, 257)]:
-        pytest.skip(
-            "interpreter lane: one square and one rectangular length per family, since a tile takes it milliseconds"
-        )
     q_len, kv_len = lengths
     q, k, v = attention_inputs(lane, 2, HEADS, KV_HEADS, q_len, kv_len, 32)
     check(lane, q, k, v, FAMILIES[family](kv_len, q_len).to(lane.device))
@@ -332,6 +341,28 @@ def test_the_mask_keeps_its_plan_until_it_changes(monkeypatch: pytest.MonkeyPatc
     second = run(q, k, v, mask, "torch")
     assert len(made) == 2
     assert not torch.equal(first["out"], second["out"])
+
+
+@pytest.mark.slow
+def test_the_cpu_is_no_slower_than_sdpa_with_the_dense_mask() -> None:
+    """Documents of a row of 4,096 tokens, forward and backward; what SDPA computes and hides is skipped."""
+    q, k, v = attention_inputs(Lane("torch", "cpu", torch.float32), 1, 4, 4, 4096, 4096, 64)
+    for mask in (masks.causal_document([1000, 1500, 1596]), masks.document([1300, 1300, 1496])):
+        dense = mask.to_dense()
+
+        def ours(mask: FlashMask = mask) -> torch.Tensor:
+            return flashmask_attention(q, k, v, mask)
+
+        def theirs(dense: torch.Tensor = dense) -> torch.Tensor:
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=dense)
+
+        seconds: dict[str, list[float]] = {"ours": [], "theirs": []}
+        for _ in range(3):
+            for name, attention in (("ours", ours), ("theirs", theirs)):
+                start = time.perf_counter()
+                torch.autograd.grad(attention().sum(), (q, k, v))
+                seconds[name].append(time.perf_counter() - start)
+        assert min(seconds["ours"]) <= min(seconds["theirs"]), seconds
 
 
 def test_autocast_casts_as_sdpa_does() -> None:

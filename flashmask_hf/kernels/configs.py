@@ -96,8 +96,17 @@ def _pick(
 
 @cache
 def _shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that one program may use, less what the compiler takes for barriers and reductions."""
+    """Bytes of shared memory that a configuration may fill."""
     if device.type != "cuda":
         return 96 * 1024
     properties = torch.cuda.get_device_properties(device)
-    return getattr(properties, "shared_memory_per_block_optin", 64 * 1024) - 1280
+    total = getattr(properties, "shared_memory_per_block_optin", 64 * 1024)
+    return usable_shared_memory(total, 0 if torch.version.hip else properties.major)
+
+
+def usable_shared_memory(total: int, major: int) -> int:
+    """What the compiler leaves of `total` bytes: it takes some for barriers and reductions.
+
+    On Blackwell (compute capability 10 and up) accumulators, too, pass through it, from and to tensor memory.
+    """
+    return total - 1280 - (64 * 1024 if major >= 10 else 0)
