@@ -281,7 +281,8 @@ def _compiled_pattern(function: Callable[..., Any], hook_kwargs: dict[str, Any])
     if window is not None:  # of a sliding window or of a chunk
         plain = plain and window == getattr(config, "sliding_window", None)
         plain = plain and window != getattr(config, "attention_chunk_size", None)
-    if plain and function.__qualname__ == "and_masks.<locals>.and_mask":
+    # Python 3.10 gives a closure that is made while compiling its short name.
+    if plain and function.__qualname__ in ("and_masks.<locals>.and_mask", "and_mask"):
         return _Pattern(causal=True, window=window, packed=True)
     _refuse_pattern(function.__qualname__)
 
