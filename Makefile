@@ -1,0 +1,42 @@
+# `make demo` and `make test` need make and a Python >= 3.10 with venv; everything else they install into VENV.
+PYTHON ?= python3
+VENV ?= .venv
+WORKERS ?= 2
+THREADS ?= 2
+
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --constraint constraints.txt --editable
+# Threads that spin while they wait are 30 times slower as soon as anything else runs on their cores.
+TRAIN := OMP_NUM_THREADS=$(THREADS) OMP_WAIT_POLICY=passive
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
+
+.PHONY: demo test lint clean
+
+# Fine-tune a tiny Llama on the GPU if there is one, else on THREADS cores; then load what was saved and generate.
+demo: $(VENV)/demo.stamp
+	$(TRAIN) $(BIN)/accelerate launch --config_file recipes/configs/accelerate_single.yaml recipes/sft.py
+
+# Two lanes: CPU and GPU (skipped, with the reason, where there is none), then the GPU kernels in Triton's interpreter.
+test: $(VENV)/dev.stamp
+	$(PYTEST) -m "not interpreter"
+	TRITON_INTERPRET=1 $(PYTEST) -m interpreter
+
+lint: $(VENV)/dev.stamp
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python
+
+clean:
+	rm -rf $(VENV) build dist outputs .hypothesis .pytest_cache .ruff_cache
+
+$(BIN)/pip:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --upgrade pip
+
+$(VENV)/demo.stamp: pyproject.toml constraints.txt | $(BIN)/pip
+	$(INSTALL) .
+	touch $@
+
+$(VENV)/dev.stamp: pyproject.toml constraints.txt | $(BIN)/pip
+	$(INSTALL) '.[dev]'
+	touch $@ $(VENV)/demo.stamp
