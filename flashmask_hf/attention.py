@@ -114,15 +114,21 @@ def flashmask_attention(
 def plan_of(mask: FlashMask, q_len: int) -> Plan:
     """The mask's plan for `q_len` query rows, made at the first call and kept with the mask.
 
-    Changing `mask.indices` in place makes a new one. While compiling, the operator is called each time instead, and the
-    compiler keeps one of the equal calls.
+    Changing `mask.indices` in place makes a new one; writing through a NumPy view goes unnoticed. Nothing is kept for a
+    tensor made in inference mode, which does not tell of changes, while a CUDA graph is captured, so that a replay
+    reads the vectors anew, and while compiling, where the compiler keeps one of the equal calls.
     """
-    if torch.compiler.is_compiling():
-        return Plan(*ops.make_plan(mask.indices, mask.causal, q_len))
-    state = (q_len, 0 if mask.indices.is_inference() else mask.indices._version)
+    indices = mask.indices
+    if torch.compiler.is_compiling() or indices.is_inference() or _is_capturing(indices):
+        return Plan(*ops.make_plan(indices, mask.causal, q_len))
+    state = (q_len, indices._version, torch.is_inference_mode_enabled())
     if mask._plan is None or mask._plan[0] != state:
-        mask._plan = (state, Plan(*ops.make_plan(mask.indices, mask.causal, q_len)))
+        mask._plan = (state, Plan(*ops.make_plan(indices, mask.causal, q_len)))
     return mask._plan[1]
+
+
+def _is_capturing(x: Tensor) -> bool:
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _check(
@@ -160,12 +166,13 @@ def _check(
         raise ValueError(f"mask has batch {mask.indices.shape[0]}; it must be 1 or q's batch {batch}")
     if mask.indices.shape[1] not in (1, kv_heads, heads):
         raise ValueError(f"mask has {mask.indices.shape[1]} heads; it must have 1, Hkv = {kv_heads} or Hq = {heads}")
-    if scale is not None and not isinstance(scale, (int, float)):
-        raise TypeError(f"scale must be a number or None, got {type(scale).__name__}")
-    if scale is not None and not 0 < scale < float("inf"):
-        raise ValueError(f"scale must be positive and finite, or None for D ** -0.5, got {scale}")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap must be positive, or None for no cap, got {softcap}")
+    for name, value, none in (("scale", scale, "D ** -0.5"), ("softcap", softcap, "no cap")):
+        if value is None:
+            continue
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            raise TypeError(f"{name} must be a number, or None for {none}, got {type(value).__name__}")
+        if not 0 < value < float("inf"):
+            raise ValueError(f"{name} must be positive and finite, or None for {none}, got {value}")
     if sinks is not None:
         if not isinstance(sinks, Tensor) or not sinks.dtype.is_floating_point:
             raise TypeError(f"sinks must be a floating-point tensor [Hq] or None, got {type(sinks).__name__}")

@@ -54,7 +54,7 @@ class FlashMask:
             leaves it to the attention, and methods that are not told take as many as keys.
 
     Raises:
-        TypeError: `indices` is not a tensor, or not int32.
+        TypeError: `indices` is not a tensor, or not int32; `causal` is not a bool.
         ValueError: the rank or the last axis does not fit the table, an axis is empty, or `q_len` is less than 1.
 
     Example:
@@ -67,13 +67,15 @@ class FlashMask:
                 [0, 0, 1]], dtype=torch.int32)
     """
 
-    __slots__ = ("__weakref__", "_plan", "causal", "indices", "q_len")
+    __slots__ = ("__weakref__", "_causal", "_indices", "_plan", "_q_len")
 
     def __init__(self, indices: Tensor, causal: bool, *, q_len: int | None = None):
         if not isinstance(indices, Tensor):
             raise TypeError(f"indices must be an int32 tensor [B, Hm, Skv, n], got {type(indices).__name__}")
         if indices.dtype != torch.int32:
             raise TypeError(f"indices must be int32, got {indices.dtype}; convert with indices.to(torch.int32)")
+        if not isinstance(causal, bool):
+            raise TypeError(f"causal must be True or False, got {causal!r}")
         if indices.dim() != 4:
             raise ValueError(f"indices must have shape [B, Hm, Skv, n], got {list(indices.shape)}")
         if 0 in indices.shape:
@@ -86,10 +88,25 @@ class FlashMask:
                 f"indices with causal={causal} must have n = {allowed[0]} or {allowed[1]} columns on the last axis, "
                 f"got {indices.shape[-1]} (shape {list(indices.shape)})"
             )
-        self.indices = indices
-        self.causal = bool(causal)
-        self.q_len = q_len
+        self._indices = indices
+        self._causal = causal
+        self._q_len = q_len
         self._plan: Any = None
+
+    @property
+    def indices(self) -> Tensor:
+        """The intervals, int32 [B, Hm, Skv, n]. Another mask is another object, since its plan is kept with it."""
+        return self._indices
+
+    @property
+    def causal(self) -> bool:
+        """Whether pairs above the bottom-right diagonal are hidden too."""
+        return self._causal
+
+    @property
+    def q_len(self) -> int | None:
+        """The number of query rows the intervals were written for, or None."""
+        return self._q_len
 
     @property
     def kv_len(self) -> int:

@@ -16,7 +16,7 @@ from flashmask_hf import tiled
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.plan import Plan
 
-__all__ = ["attention", "flash_attn_backward", "flash_attn_forward", "make_plan"]
+__all__ = ["attention", "device_assert", "flash_attn_backward", "flash_attn_forward", "make_plan"]
 
 
 def _builder(indices: Tensor) -> Any:
@@ -30,6 +30,16 @@ def _builder(indices: Tensor) -> Any:
     return _plan.build_plan
 
 
+def device_assert(condition: Tensor, message: str) -> None:
+    """Stop the program if a bool tensor [] is False, without waiting for the device to know it.
+
+    Raises:
+        RuntimeError: `condition` is False, on a CPU. On a GPU it is an assertion of the device.
+    """
+    assert len(message) < 255, "the device takes no longer message"
+    torch._assert_async(condition, message)  # pyright: ignore[reportPrivateImportUsage]
+
+
 @torch.library.custom_op("flashmask_hf::plan", mutates_args=())
 def make_plan(indices: Tensor, causal: bool, q_len: int) -> tuple[Tensor, Tensor, Tensor]:
     """Classify the tiles of a mask (see `flashmask_hf.plan`).
@@ -41,7 +51,18 @@ def make_plan(indices: Tensor, causal: bool, q_len: int) -> tuple[Tensor, Tensor
 
     Returns:
         The tensors of a `Plan`.
+
+    Raises:
+        ValueError: a value lies outside 0..q_len. On a GPU it is an assertion of the device, which stops the program.
     """
+    low, high = indices.aminmax()
+    message = (
+        f"the mask's indices must lie in 0..q_len = 0..{q_len}; FlashMask.validate(q_len={q_len}) names the columns"
+    )
+    if indices.is_cuda:  # without waiting for the device
+        device_assert((low >= 0) & (high <= q_len), message)
+    elif low < 0 or high > q_len:
+        raise ValueError(message)
     return tuple(_builder(indices)(indices, causal, q_len))
 
 
@@ -92,7 +113,8 @@ def flash_attn_forward(
     plan = Plan(tiles, counts, segments)
     mask = FlashMask(indices, causal)
     forward, _, _ = _functions(impl)
-    return forward(q, k, v, mask, plan, sinks, scale, softcap)
+    with torch.autocast(q.device.type, enabled=False):  # the caller has cast; what is wide in here stays wide
+        return forward(q, k, v, mask, plan, sinks, scale, softcap)
 
 
 @flash_attn_forward.register_fake
@@ -139,14 +161,14 @@ def flash_attn_backward(
     plan = Plan(tiles, counts, segments)
     mask = FlashMask(indices, causal)
     _, row_delta, backward = _functions(impl)
-    delta = row_delta(dout, out, dlse)
-    dq, dk, dv = backward(dout, q, k, v, lse, delta, mask, plan, scale, softcap)
-    if sinks is None:
-        dsinks = q.new_empty(0)
-    else:
-        weight = torch.exp(sinks.to(lse.dtype).view(1, -1, 1) - lse)  # lse holds the sink, so it is finite
-        dsinks = -(weight * delta).sum((0, 2)).to(sinks.dtype)
-    return dq, dk, dv, dsinks
+    with torch.autocast(q.device.type, enabled=False):
+        delta = row_delta(dout, out, dlse)
+        dq, dk, dv = backward(dout, q, k, v, lse, delta, mask, plan, scale, softcap)
+        if sinks is None:
+            return dq, dk, dv, q.new_empty(0)
+        weight = torch.exp(sinks.to(lse.dtype).view(1, -1, 1) - lse)
+        weight = weight.masked_fill(lse.isneginf(), 0.0)  # a row that sees nothing, and a sink of -inf
+        return dq, dk, dv, -(weight * delta).sum((0, 2)).to(sinks.dtype)
 
 
 @flash_attn_backward.register_fake

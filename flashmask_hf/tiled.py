@@ -32,8 +32,9 @@ def forward(
         total = torch.zeros_like(top)
         acc = queries.new_zeros(*queries.shape[:-1], v.shape[-1])
         if sinks is not None:
-            top = sinks[h_q].to(wide).repeat_interleave(rows.stop - rows.start).view(top.shape)
-            total = torch.ones_like(top)
+            sink = sinks[h_q].to(wide).repeat_interleave(rows.stop - rows.start).view(top.shape)
+            top = torch.maximum(top, sink)
+            total = torch.exp(sink - top)  # 1, or 0 if the sink is -inf
         for columns, hidden in steps:
             scores, _ = _scores(queries, k[b, h_kv, columns].to(wide), hidden, softcap)
             new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
@@ -42,7 +43,7 @@ def forward(
             total = total * decay + weights.sum(-1, keepdim=True)
             acc = torch.baddbmm(acc * decay, weights, v[b, h_kv, columns].to(wide))
             top = new_top
-        seen = total > 0
+        seen = total != 0  # NaN stays NaN
         out[b, h_q, rows] = _ungrouped(torch.where(seen, acc / torch.where(seen, total, 1.0), 0.0), h_q).to(q.dtype)
         lse[b, h_q, rows] = _ungrouped(torch.where(seen, top + total.log(), float("-inf")), h_q).squeeze(-1)
     return out, lse

@@ -29,6 +29,7 @@ def _compile(
     monkeypatch.setattr(configs, "_shared_memory", lambda device: usable)
     q, k, v = (torch.empty(1, 512, h, d, dtype=dtype).transpose(1, 2) for h, d in ((4, dim), (2, dim), (2, v_dim)))
     plan = torch_plan(mask.indices, mask.causal, 512)
+    monkeypatch.setattr(configs, "_on_cpu", lambda x: False)
     with compile_only(target) as kernels:
         out, lse = forward(q, k, v, mask, plan, None, 0.1, softcap)
         backward(out, q, k, v, lse, row_delta(out, out, lse), mask, plan, 0.1, softcap)

@@ -45,6 +45,7 @@ _QUERIES = {
 }
 # float32 is for exactness, not for speed: three products for one and wide accumulators leave room for small tiles only.
 _FLOAT32 = {64: Config(64, 32, 4, 1), 128: Config(32, 32, 4, 1), 256: Config(16, 16, 4, 1)}
+_INTERPRETED = Config(64, 64, 1, 1)
 
 
 def forward_config(x: Tensor, block_d: int, block_v: int, n: int) -> Config:
@@ -85,6 +86,8 @@ def _pick(
 ) -> Config:
     """The first configuration of which the resident and streamed elements, of two bytes, fit the shared memory."""
     width = min(256, max(64, block_d, block_v))
+    if _on_cpu(x):
+        return _INTERPRETED
     if x.dtype == torch.float32:
         return _FLOAT32[width]
     limit = _shared_memory(x.device)
@@ -94,11 +97,13 @@ def _pick(
     return table[width][-1]
 
 
+def _on_cpu(x: Tensor) -> bool:
+    return x.device.type == "cpu"
+
+
 @cache
 def _shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that a configuration may fill."""
-    if device.type != "cuda":
-        return 96 * 1024
     properties = torch.cuda.get_device_properties(device)
     total = getattr(properties, "shared_memory_per_block_optin", 64 * 1024)
     return usable_shared_memory(total, 0 if torch.version.hip else properties.major)

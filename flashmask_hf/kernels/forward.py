@@ -78,8 +78,9 @@ def _forward(
     top = tl.full([BLOCK_M], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     if SINKS:
-        top = tl.zeros([BLOCK_M], tl.float32) + tl.load(sinks + head).to(tl.float32) * LOG2_E_CONST
-        total += 1.0
+        sink = tl.load(sinks + head).to(tl.float32) * LOG2_E_CONST
+        top = tl.zeros([BLOCK_M], tl.float32) + tl.maximum(sink, LOWEST)
+        total = tl.math.exp2(sink - top)  # 1, or 0 if the sink is -inf
 
     n_visible = tl.load(counts + plan_row * 2) * SUBTILES
     n_partial = tl.load(counts + plan_row * 2 + 1) * SUBTILES
@@ -98,7 +99,7 @@ def _forward(
             True, CAUSAL, N, CAP, TMA, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V,
         )  # fmt: skip
 
-    seen = total > 0
+    seen = total != 0  # NaN stays NaN
     acc = acc / tl.where(seen, total, 1.0)[:, None]
     store_tile(out, acc, batch, head, row, out_b, out_h, out_s, out_d, q_len, v_dim, BLOCK_M, BLOCK_V)
     rows = row + tl.arange(0, BLOCK_M)
@@ -136,7 +137,7 @@ def forward(
         _forward[(n_rows * heads * batch,)](
             operand(q, config.rows, block_d, tma), operand(k, config.columns, block_d, tma),
             operand(v, config.columns, block_v, tma),
-            sinks, mask.indices.contiguous(), plan.tiles, plan.counts, out, lse,
+            None if sinks is None else sinks.contiguous(), mask.indices.contiguous(), plan.tiles, plan.counts, out, lse,
             *q.stride(), *k.stride(), *v.stride(), *out.stride(),
             heads, kv_heads, mask.indices.shape[0], mask.indices.shape[1], q_len, kv_len,
             plan.tiles.shape[2], plan.tiles.shape[3], n_rows, dim, v_dim, factor, bend,
