@@ -14,17 +14,19 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import MODEL_MAPPING, AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 from transformers.utils import generic
 
 from flashmask_hf.attention import flashmask_attention
 from flashmask_hf.mask import FlashMask
+from flashmask_hf.ops import device_assert
 
 if TYPE_CHECKING:
     from transformers.utils.generic import is_flash_attention_requested
@@ -138,11 +140,13 @@ def mask_hook(
         UTS, UTE); the latter also wherever the last query does not stand at the last key, as in a static cache.
 
     Raises:
-        NotImplementedError: the mask is of another kind.
+        NotImplementedError: the mask is of another kind, or the model has attention code of its own, which would read
+            the result as something else.
     """
     if torch.compiler.is_compiling():
         pattern = _compiled_pattern(mask_function, kwargs)
     else:
+        _refuse_eager_only(type(kwargs.get("config")))
         pattern = _pattern(mask_function)
         if pattern.packed and (not pattern.causal or q_length != kv_length or kwargs.get("use_vmap")):
             _refuse_pattern(_origin(mask_function))  # not what transformers makes of position_ids
@@ -220,7 +224,12 @@ def attention_forward(
     vectors = kwargs.get(_VECTORS)
     if vectors is not None:
         _check_vectors(vectors, query, key, causal)
-        mask = _supplied_mask(vectors, causal, kwargs.get("sliding_window"), kwargs.get("position_ids"))
+        if getattr(getattr(module, "config", None), "is_encoder_decoder", False):
+            raise NotImplementedError(
+                f"{_VECTORS} would reach the encoder, the decoder and the attention between them alike; models with an "
+                "encoder and a decoder do not take them yet: use attention_mask"
+            )
+        mask = _supplied_mask(vectors, attention_mask, causal, kwargs.get("sliding_window"), kwargs.get("position_ids"))
     elif attention_mask is not None:
         mask = _hook_mask(attention_mask, query, key, kwargs.get("cu_seq_lens_q"))
     else:
@@ -301,6 +310,18 @@ def _refuse_pattern(name: str) -> NoReturn:
     )
 
 
+@cache
+def _refuse_eager_only(config_class: type) -> None:
+    """Raise for a model that does not call the attention interface: it would add the columns to its scores."""
+    models: Any = MODEL_MAPPING.get(config_class, ())
+    for model in models if isinstance(models, tuple) else (models,):
+        if not model._supports_attention_backend:
+            raise NotImplementedError(
+                f"{model.__name__} has attention code of its own and does not take attn_implementation='{NAME}'; use "
+                "attn_implementation='eager' for this model"
+            )
+
+
 def _next_true(flags: Tensor) -> Tensor:
     """For each position 0..S-1 the first later one that is flagged, S if none.
 
@@ -376,7 +397,8 @@ def _check_vectors(vectors: Any, query: Tensor, key: Tensor, causal: bool) -> No
     if shape[2] != kv_len or q_len != kv_len:
         raise ValueError(
             f"{_VECTORS} describe a whole row of {shape[2]} tokens, but this layer has {q_len} queries and {kv_len} "
-            "keys; pass one column per token of input_ids and use_cache=False, and leave them out of generate"
+            "keys; pass one column per token of input_ids and use_cache=False, leave them out of generate, and use no "
+            "prompt learning (virtual tokens) with packed rows"
         )
     if shape[0] not in (1, batch):
         raise ValueError(f"{_VECTORS} has batch {shape[0]}; it must be 1 or the batch {batch} of the model's input")
@@ -384,23 +406,49 @@ def _check_vectors(vectors: Any, query: Tensor, key: Tensor, causal: bool) -> No
         raise ValueError(f"{_VECTORS} has {shape[1]} heads; it must have 1, Hkv = {kv_heads} or Hq = {heads}")
 
 
-def _supplied_mask(vectors: Tensor, causal: bool, window: int | None, position_ids: Tensor | None) -> FlashMask:
-    """The caller's vectors, intersected with a layer's window of `window` positions, the own one included."""
-    causal = causal and vectors.shape[-1] < 4
-    if window is None:
-        return _shared((vectors,), ("supplied", causal), lambda: FlashMask(vectors.detach(), causal))
-    if not causal and vectors.shape[-1] != 4:
+def _supplied_mask(
+    vectors: Tensor, hooked: Tensor | None, causal: bool, window: int | None, position_ids: Tensor | None
+) -> FlashMask:
+    """The caller's vectors, less what a 2D attention_mask hides, in a layer's window of `window` positions.
+
+    `hooked` is what the hook returned: of it only padding counts, which is where a key is hidden from row 0 on.
+    """
+    if window is not None and not causal:
         raise NotImplementedError(
             f"sliding_window={window} on a layer that is not causal is not implemented together with {_VECTORS}; "
             "intersect the window yourself and set the model's sliding_window to None"
         )
-    if position_ids is not None and position_ids.dim() != 2:
+    if window is not None and position_ids is not None and position_ids.dim() != 2:
         raise NotImplementedError(
             f"sliding_window={window} with {_VECTORS} needs position_ids [B, S], got {list(position_ids.shape)}; "
             "use a model without sliding windows"
         )
-    sources = (vectors,) if position_ids is None else (vectors, position_ids)
-    return _shared(sources, ("window", causal, window), lambda: _windowed(vectors, causal, window, position_ids))
+    causal = causal and vectors.shape[-1] < 4
+
+    def build() -> FlashMask:
+        given = vectors.detach() if hooked is None else _without_padding(vectors, hooked, causal)
+        return FlashMask(given, causal) if window is None else _windowed(given, causal, window, position_ids)
+
+    sources = [vectors] if hooked is None else [vectors, hooked]
+    if window is not None and position_ids is not None:
+        sources.append(position_ids)
+    return _shared(tuple(sources), ("supplied", causal, window), build)
+
+
+def _without_padding(vectors: Tensor, hooked: Tensor, causal: bool) -> Tensor:
+    """The vectors with every key hidden whole that the hook's columns hide from row 0 on."""
+    length = vectors.shape[2]
+    padding = hooked[..., 0] == 0
+    if hooked.shape[-1] == 4:
+        padding = padding & (hooked[..., 1] >= length)
+    columns = vectors.unbind(-1)
+    if len(columns) == 1:
+        whole = [0]
+    elif len(columns) == 2:
+        whole = [0, length] if causal else [0, 0]
+    else:
+        whole = [0, length, 0, 0]
+    return torch.stack([column.masked_fill(padding, bound) for column, bound in zip(columns, whole, strict=True)], -1)
 
 
 def _windowed(vectors: Tensor, causal: bool, window: int, position_ids: Tensor | None) -> FlashMask:
@@ -410,11 +458,11 @@ def _windowed(vectors: Tensor, causal: bool, window: int, position_ids: Tensor |
         # The window is cut by row here. That is by position as long as positions run on over the rows that see a key.
         following = _next_true(position_ids[:, 1:] != position_ids[:, :-1] + 1)[:, None]
         reach = _reach(vectors, length)
-        torch._assert_async(  # pyright: ignore[reportPrivateImportUsage]
+        device_assert(
             ((reach <= following) | (reach - row <= window)).all(),
-            f"sliding_window={window} is measured by position, but position_ids do not run on over the rows that see a "
-            f"key of {_VECTORS}: shared questions and trees under a sliding window are not supported yet; use a model "
-            "or a config without sliding windows, or rows no longer than the window",
+            f"sliding_window={window} is measured by position, but position_ids restart among the rows that see a key: "
+            "shared questions and trees under a window are not supported yet; use a model without windows, or rows no "
+            "longer than one",
         )
     limit = (row + window).clamp(max=length)
     if vectors.shape[-1] == 1:

@@ -7,11 +7,13 @@ import types
 
 import pytest
 import torch
+from peft import PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
     AutoModelForCausalLM,
+    BloomConfig,
     CLIPVisionConfig,
     Gemma2Config,
     GptOssConfig,
@@ -94,7 +96,7 @@ def compare(ours, eager, inputs, eager_inputs=None, real=None):
         model.zero_grad()
         out = model(**given).logits
         out = out if real is None else out[real]
-        weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+        weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.device)
         (out * weight).sum().backward()
         logits.append(out.detach())
         grads.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
@@ -398,8 +400,8 @@ def test_nothing_waits_for_the_device():
         columns = mask_hook(batch_size=1, q_length=6, kv_length=6, mask_function=packed)
         mask_hook(**cached)
         backend._hook_mask(columns, query, query, edges)
-        backend._supplied_mask(vectors, True, None, None)
-        backend._supplied_mask(vectors, True, 2, positions([3, 3]))
+        backend._supplied_mask(vectors, columns, True, None, None)
+        backend._supplied_mask(vectors, columns, True, 2, positions([3, 3]))
         backend._default_mask(query, query, True, dict(sliding_window=3))
 
 
@@ -449,6 +451,30 @@ def test_supplied_vectors_equal_dense_mask(model_name):
         eager,
         common | dict(startend_row_indices=mask.indices),
         common | dict(attention_mask=dense_for(eager, mask.to_dense())),
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("given", ["vectors", "padding"])
+@pytest.mark.parametrize("model_name", ["llama", "gemma2", "gpt_oss"])
+def test_models_on_the_gpu_equal_eager(model_name, given):
+    """The Triton kernels behind the backend, in float32."""
+    ours, eager = (model.cuda() for model in model_pair(model_name))
+    mask = masks.causal_document([[11, 3, 6], [2, 18]])
+    common = dict(input_ids=tokens(2, 20).cuda(), use_cache=False)
+    if given == "padding":
+        padding = torch.ones(2, 20, dtype=torch.int64)
+        padding[0, 13:] = 0
+        compare(ours, eager, common | dict(attention_mask=padding.cuda()), real=padding.bool().cuda())
+        return
+    common["position_ids"] = torch.cat([positions([11, 3, 6]), positions([2, 18])]).cuda()
+    dense = dense_for(eager, mask.to_dense())
+    dense = {k: v.cuda() for k, v in dense.items()} if isinstance(dense, dict) else dense.cuda()
+    compare(
+        ours,
+        eager,
+        common | dict(startend_row_indices=mask.indices.cuda()),
+        common | dict(attention_mask=dense),
     )
 
 
@@ -545,7 +571,9 @@ def test_window_is_refused_where_positions_restart():
     mask = masks.share_question([(6, [8, 8])])
     position_ids = torch.cat([torch.arange(6), torch.arange(6, 14), torch.arange(6, 14)])[None]
     inputs = dict(input_ids=tokens(1, 22), startend_row_indices=mask.indices, use_cache=False)
-    with pytest.raises(RuntimeError, match=r"sliding_window=6 .*shared questions and trees .*not supported yet; use"):
+    with pytest.raises(
+        RuntimeError, match=r"sliding_window=6 .*shared questions and trees under a window are not supported yet; use"
+    ):
         ours(**inputs, position_ids=position_ids)
     wide, _ = model_pair("mistral", sliding_window=22)
     wide(**inputs, position_ids=position_ids)  # the window is longer than what any key is seen by
@@ -892,6 +920,59 @@ def test_vectors_beside_a_cache_are_refused():
     cache = model(tokens(1, 4)).past_key_values
     with pytest.raises(ValueError, match=r"startend_row_indices describe a whole row .*use_cache=False.*generate"):
         model(tokens(1, 6), past_key_values=cache, startend_row_indices=GOOD)
+
+
+@pytest.mark.filterwarnings("ignore:Position ids are not supported:UserWarning")  # PEFT drops them
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT reads it
+@pytest.mark.parametrize("kind", [PromptTuningConfig, PrefixTuningConfig], ids=["prompt", "prefix"])
+def test_prompt_learning_with_packed_rows_is_refused(kind):
+    """Virtual tokens are no part of the row that the vectors describe."""
+    model = get_peft_model(model_pair("llama")[0], kind(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    positions = torch.tensor([[0, 1, 0, 1, 2, 3]])
+    with pytest.raises(ValueError, match=r"startend_row_indices describe .*prompt learning \(virtual tokens\)"):
+        model(input_ids=tokens(1, 6), position_ids=positions, startend_row_indices=GOOD, use_cache=False)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_attention_mask_beside_vectors_still_hides_padding(n, side):
+    model, eager = model_pair("llama")
+    mask = masks.causal_document([2, 4])
+    indices = mask.indices if n == 1 else torch.cat([mask.indices, torch.full_like(mask.indices, 6)], -1)  # LTS, LTE
+    indices = mask.bidirectional().indices if n == 4 else indices
+    padding = torch.tensor([[0, 1, 1, 1, 1, 1]] if side == "left" else [[1, 1, 1, 1, 1, 0]])
+    visible = mask.to_dense() & padding.bool()[:, None, None]
+    rows = padding[0].bool()
+    ids = tokens(1, 6)
+    got = model(ids, attention_mask=padding, startend_row_indices=indices, use_cache=False).logits
+    dense = torch.where(visible, 0.0, torch.finfo(torch.float32).min)
+    want = eager(ids, attention_mask=dense, use_cache=False).logits
+    assert_near(got[:, rows], want[:, rows])
+
+
+def test_window_on_two_sided_vectors_of_an_encoder_is_refused():
+    four = masks.full(6).bidirectional().indices
+    with pytest.raises(NotImplementedError, match=r"sliding_window=3 on a layer that is not causal"):
+        call(startend_row_indices=four, sliding_window=3, is_causal=False)
+
+
+def test_vectors_of_an_encoder_decoder_are_refused():
+    module = torch.nn.Module()
+    module.config = types.SimpleNamespace(is_encoder_decoder=True)
+    with pytest.raises(NotImplementedError, match=r"startend_row_indices would reach the encoder, the decoder"):
+        call(module, startend_row_indices=GOOD)
+
+
+def test_model_with_attention_of_its_own_is_refused():
+    config = BloomConfig(vocab_size=48, hidden_size=32, n_layer=1, n_head=4)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="flashmask")
+    with pytest.raises(NotImplementedError, match=r"BloomModel has attention code of its own .*'eager'"):
+        model(tokens(1, 6))
+
+
+def test_vectors_out_of_range_are_refused():
+    with pytest.raises(ValueError, match=r"indices must lie in 0..q_len = 0..6"):
+        call(startend_row_indices=GOOD + 100)
 
 
 def test_layer_without_a_hook():
