@@ -1,0 +1,475 @@
+"""Supervised fine-tuning on packed rows: a data collator, and packing of a whole dataset."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import pyarrow as pa
+import torch
+from datasets import Dataset, IterableDataset
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flashmask_hf.collators.forest import best_fit_decreasing, lay_out
+
+__all__ = ["DataCollatorForPackedLanguageModeling", "pack_dataset", "packing_efficiency"]
+
+IGNORED = -100
+"""The label of a token that no loss is computed for."""
+
+TRUNCATION_MODES = ("error", "keep_start", "keep_end")
+_TOKEN_COLUMNS = ("input_ids", "labels", "completion_mask", "assistant_masks")
+
+SomeDataset = TypeVar("SomeDataset", bound=Dataset | IterableDataset)
+
+
+class _Packed(NamedTuple):
+    """An example after reading: one document, or several that were packed before."""
+
+    input_ids: NDArray[np.int64]  # [n]
+    labels: NDArray[np.int64]  # [n]
+    lengths: NDArray[np.int64]  # [documents], sums to n
+
+
+@dataclass
+class DataCollatorForPackedLanguageModeling:
+    """Data collator that lays the examples of a batch one after another into packed rows, each seeing only itself.
+
+    An example is a dictionary with `input_ids`, a sequence of integers. Its labels are `labels` if it has them, used as
+    they are; otherwise `input_ids`, where `assistant_masks` and `completion_mask` (0 or 1 per token) say that a loss is
+    wanted. An example that is packed already says so with `seq_lengths` (the lengths of its documents, as
+    `pack_dataset` and TRL write them) or `position_ids` (which start again at 0 with each document). Other keys are
+    ignored.
+
+    The first token of a document is never a label: no token of the row before it may predict it.
+
+    Args:
+        pad_token_id: token id of the padding. Nothing sees padding, so any id of the vocabulary serves.
+        max_length: None lays the whole batch into one row, without padding. A number makes rows of exactly that many
+            tokens, filled best-fit-decreasing and padded at the end; how many rows depends on the batch.
+        pad_to_multiple_of: pad the single row to a multiple of this. Rows of `max_length` must be one already.
+        truncation_mode: what to do with an example longer than `max_length`: "error", "keep_start" or "keep_end".
+        completion_only_loss: None follows `completion_mask` where there is one, False does not, True requires one
+            (or `labels`), as in TRL.
+        max_position_embeddings: the model's number of positions; a longer document raises. None does not check.
+
+    Returns:
+        dict[str, Tensor]: `input_ids`, `labels`, `position_ids`, int64 [rows, S], and `startend_row_indices`, int32
+        [rows, 1, S, 1]: the row where the document of each token ends, 0 for padding.
+
+    Raises:
+        ValueError: an argument is out of range; or an example is empty, too long, padded, without what it needs, or its
+            columns differ in length. The message names the example's index in the batch and the way out.
+        TypeError: a column does not hold integers.
+
+    Example:
+        >>> from flashmask_hf.collators import DataCollatorForPackedLanguageModeling
+        >>> collator = DataCollatorForPackedLanguageModeling()
+        >>> batch = collator([{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5], "completion_mask": [0, 1]}])
+        >>> batch["input_ids"]
+        tensor([[1, 2, 3, 4, 5]])
+        >>> batch["labels"]
+        tensor([[-100,    2,    3, -100,    5]])
+        >>> batch["position_ids"]
+        tensor([[0, 1, 2, 0, 1]])
+        >>> batch["startend_row_indices"].flatten()
+        tensor([3, 3, 3, 5, 5], dtype=torch.int32)
+
+        >>> # Rows of four tokens each
+        >>> collator = DataCollatorForPackedLanguageModeling(pad_token_id=9, max_length=4)
+        >>> batch = collator([{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}, {"input_ids": [6]}])
+        >>> batch["input_ids"]
+        tensor([[1, 2, 3, 6],
+                [4, 5, 9, 9]])
+        >>> batch["labels"]
+        tensor([[-100,    2,    3, -100],
+                [-100,    5, -100, -100]])
+        >>> batch["position_ids"]
+        tensor([[0, 1, 2, 0],
+                [0, 1, 0, 0]])
+        >>> batch["startend_row_indices"][:, 0, :, 0]
+        tensor([[3, 3, 3, 4],
+                [2, 2, 0, 0]], dtype=torch.int32)
+    """
+
+    pad_token_id: int = 0
+    max_length: int | None = None
+    pad_to_multiple_of: int | None = None
+    truncation_mode: str = "error"
+    completion_only_loss: bool | None = None
+    max_position_embeddings: int | None = None
+
+    def __post_init__(self):
+        _check_truncation_mode(self.truncation_mode)
+        if self.max_length is None and self.truncation_mode != "error":
+            raise ValueError(f"truncation_mode='{self.truncation_mode}' needs max_length, the length to truncate to")
+        if not isinstance(self.pad_token_id, int) or self.pad_token_id < 0:
+            raise ValueError(
+                f"pad_token_id must be a token id, got {self.pad_token_id!r}; any one serves, for example 0"
+            )
+        for name in ("max_length", "pad_to_multiple_of", "max_position_embeddings"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name} must be a number of tokens, at least 1, or None, got {value!r}")
+        if self.max_length is not None and self.pad_to_multiple_of and self.max_length % self.pad_to_multiple_of:
+            raise ValueError(
+                f"max_length {self.max_length} must be a multiple of pad_to_multiple_of {self.pad_to_multiple_of}: "
+                "rows have exactly max_length tokens"
+            )
+
+    def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        """Collate one batch; see the class."""
+        if not examples:
+            raise ValueError("examples is empty: a batch needs at least one example")
+        packed = [self._read(example, f"example {index}") for index, example in enumerate(examples)]
+        if self.max_length is None:
+            rows = [list(range(len(packed)))]
+            row_length = sum(len(example.input_ids) for example in packed)
+            if self.pad_to_multiple_of:
+                row_length += -row_length % self.pad_to_multiple_of
+        else:
+            rows = best_fit_decreasing([len(example.input_ids) for example in packed], self.max_length)
+            row_length = self.max_length
+        input_ids = np.full((len(rows), row_length), self.pad_token_id, dtype=np.int64)
+        labels = np.full((len(rows), row_length), IGNORED, dtype=np.int64)
+        position_ids = np.empty((len(rows), row_length), dtype=np.int64)
+        subtree_ends = np.empty((len(rows), row_length), dtype=np.int32)
+        for row, members in enumerate(rows):
+            tokens = np.concatenate([packed[member].input_ids for member in members])
+            input_ids[row, : len(tokens)] = tokens
+            labels[row, : len(tokens)] = np.concatenate([packed[member].labels for member in members])
+            lengths = np.concatenate([packed[member].lengths for member in members])
+            position_ids[row], subtree_ends[row] = lay_out(lengths, row_length)
+        labels[position_ids == 0] = IGNORED
+        return {  # input_ids first: accelerate takes the batch size from it
+            "input_ids": torch.from_numpy(input_ids),
+            "labels": torch.from_numpy(labels),
+            "position_ids": torch.from_numpy(position_ids),
+            "startend_row_indices": torch.from_numpy(subtree_ends)[:, None, :, None],
+        }
+
+    def _read(self, example: Mapping[str, Any], name: str) -> _Packed:
+        if "input_ids" not in example:
+            raise ValueError(
+                f"{name} has no input_ids; tokenize the dataset first. It has: {', '.join(map(str, example))}"
+            )
+        input_ids = _integers(example["input_ids"], f"input_ids of {name}")
+        if not input_ids.size:
+            raise ValueError(_empty(name))
+        if "attention_mask" in example and not _of_length(example, "attention_mask", len(input_ids), name).all():
+            raise ValueError(_padded(name))
+        packed = _Packed(input_ids, self._labels(example, input_ids, name), _document_lengths(example, input_ids, name))
+        packed = self._truncate(packed, name)
+        deepest = int(packed.lengths.max())
+        if self.max_position_embeddings is not None and deepest > self.max_position_embeddings:
+            raise ValueError(_too_deep(name, deepest, self.max_position_embeddings))
+        return packed
+
+    def _labels(self, example: Mapping[str, Any], input_ids: NDArray[np.int64], name: str) -> NDArray[np.int64]:
+        if "labels" in example:
+            return _of_length(example, "labels", len(input_ids), name)
+        wanted = np.ones(len(input_ids), dtype=bool)
+        if "assistant_masks" in example:
+            wanted &= _of_length(example, "assistant_masks", len(input_ids), name) != 0
+        if "completion_mask" in example and self.completion_only_loss is not False:
+            completion = _of_length(example, "completion_mask", len(input_ids), name) != 0
+            if not completion.any():
+                raise ValueError(_no_completion(name))
+            wanted &= completion
+        elif self.completion_only_loss:
+            raise ValueError(
+                f"{name} has no completion_mask, which completion_only_loss=True needs; give it one (1 for the tokens "
+                "of the completion), or labels, or set completion_only_loss=None"
+            )
+        return np.where(wanted, input_ids, IGNORED)
+
+    def _truncate(self, packed: _Packed, name: str) -> _Packed:
+        length = len(packed.input_ids)
+        if self.max_length is None or length <= self.max_length:
+            return packed
+        if len(packed.lengths) > 1:
+            raise ValueError(
+                f"{name} is a packed row of {length} tokens, longer than max_length {self.max_length}, and cutting it "
+                "would lose documents; pack the dataset to max_length, or raise max_length"
+            )
+        if self.truncation_mode == "error":
+            raise ValueError(_too_long(name, length, self.max_length))
+        kept = slice(self.max_length) if self.truncation_mode == "keep_start" else slice(-self.max_length, None)
+        return _Packed(packed.input_ids[kept], packed.labels[kept], np.array([self.max_length]))
+
+
+def pack_dataset(
+    dataset: SomeDataset,
+    max_length: int,
+    *,
+    split: bool = False,
+    truncation_mode: str = "error",
+    max_position_embeddings: int | None = None,
+    batch_size: int = 10_000,
+    num_proc: int | None = None,
+) -> SomeDataset:
+    """Pack a tokenized dataset best-fit-decreasing into rows of at most `max_length` tokens.
+
+    Documents are never split or truncated unless asked. Rows come in the order of their first document, and so do the
+    documents of a row. Done by `Dataset.map`: cached on disk, the same each time, and in bounded memory.
+
+    Args:
+        dataset: with `input_ids`, and any of `labels`, `completion_mask` and `assistant_masks`, lists of integers.
+            Other columns cannot be packed and are left out.
+        max_length: the most tokens of a row.
+        split: cut a longer document into consecutive pieces, each a document of its own, whose positions start at 0.
+        truncation_mode: what else to do with a longer document: "error", "keep_start" or "keep_end".
+        max_position_embeddings: the model's number of positions; a longer document raises. None does not check.
+        batch_size: how many examples are packed together. Larger packs a little tighter.
+        num_proc: number of processes, for a `Dataset`.
+
+    Returns:
+        Dataset or IterableDataset: one example per row: the token columns, and `seq_lengths`, its documents' lengths.
+
+    Raises:
+        TypeError: `dataset` is neither a Dataset nor an IterableDataset; a column does not hold lists of integers.
+        ValueError: an argument is out of range; the dataset is empty or packed already; or an example is empty, too
+            long, padded, or its columns differ in length. The message names the example's index and the way out.
+
+    Example:
+        >>> from datasets import Dataset
+        >>> from flashmask_hf.collators import pack_dataset
+        >>> dataset = Dataset.from_dict({"input_ids": [[1, 2, 3], [4, 5], [6], [7, 8]]})
+        >>> pack_dataset(dataset, max_length=4)[:]
+        {'input_ids': [[1, 2, 3, 6], [4, 5, 7, 8]], 'seq_lengths': [[3, 1], [2, 2]]}
+        >>> pack_dataset(dataset, max_length=2, split=True)[:]
+        {'input_ids': [[1, 2], [3, 6], [4, 5], [7, 8]], 'seq_lengths': [[2], [1, 1], [2], [2]]}
+    """
+    if not isinstance(dataset, (Dataset, IterableDataset)):
+        raise TypeError(
+            f"dataset must be a datasets.Dataset or IterableDataset, got {type(dataset).__name__}; pack each split of "
+            "a DatasetDict by itself"
+        )
+    _check_truncation_mode(truncation_mode)
+    for name, value in (("max_length", max_length), ("batch_size", batch_size)):
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be an int, at least 1, got {value!r}")
+    if split and truncation_mode != "error":
+        raise ValueError(f"split=True and truncation_mode='{truncation_mode}' exclude each other: choose one")
+    first = next(iter(dataset), None)
+    if first is None:
+        raise ValueError("dataset is empty: there is nothing to pack")
+    columns = list(first)
+    if "input_ids" not in columns:
+        raise ValueError(f"dataset has no input_ids column; tokenize it first. Its columns: {', '.join(columns)}")
+    for column in ("seq_lengths", "position_ids", "startend_row_indices"):
+        if column in columns:
+            raise ValueError(
+                f"dataset has a {column} column, so it is packed already; pack the one it was made from, or remove the "
+                "column if every example is one document"
+            )
+    options: dict[str, Any] = {
+        "batched": True,
+        "with_indices": True,
+        "batch_size": batch_size,
+        "fn_kwargs": {
+            "max_length": max_length,
+            "split": split,
+            "truncation_mode": truncation_mode,
+            "max_position_embeddings": max_position_embeddings,
+        },
+    }
+    if isinstance(dataset, Dataset):
+        options |= {"num_proc": num_proc, "desc": f"Packing to {max_length} tokens"}
+    packed: Any = dataset.with_format("arrow").map(_pack_table, **options).with_format(None)
+    return packed
+
+
+def packing_efficiency(dataset: Dataset, max_length: int) -> float:
+    """How full the rows of a packed dataset are: its tokens divided by the tokens that its rows could hold.
+
+    Args:
+        dataset: with a `seq_lengths` column, as `pack_dataset` and TRL's packing write it.
+        max_length: what a row can hold.
+
+    Example:
+        >>> from datasets import Dataset
+        >>> packing_efficiency(Dataset.from_dict({"seq_lengths": [[3, 1], [2]]}), max_length=4)
+        0.75
+    """
+    return sum(map(sum, dataset["seq_lengths"])) / (len(dataset) * max_length)
+
+
+def _pack_table(
+    table: pa.Table,
+    indices: Sequence[int],
+    *,
+    max_length: int,
+    split: bool,
+    truncation_mode: str,
+    max_position_embeddings: int | None,
+) -> pa.Table:
+    """Pack the examples of an Arrow table; `indices` are their places in the dataset, for error messages."""
+    columns = {name: _list_column(table, name, indices) for name in _TOKEN_COLUMNS if name in table.column_names}
+    lengths = _lengths(columns["input_ids"])
+    _check_columns(columns, lengths, indices)
+    if "attention_mask" in table.column_names:
+        _check_unpadded(_list_column(table, "attention_mask", indices), indices)
+    longest = int(lengths.argmax())
+    starts = np.cumsum(lengths) - lengths
+    if lengths[longest] > max_length:
+        if split:
+            starts, lengths = _split(starts, lengths, max_length)
+        elif truncation_mode == "error":
+            raise ValueError(_too_long(f"example {indices[longest]}", lengths[longest], max_length, can_split=True))
+        else:
+            if truncation_mode == "keep_end":
+                starts = starts + np.maximum(lengths - max_length, 0)
+            lengths = np.minimum(lengths, max_length)
+    if max_position_embeddings is not None and lengths.max() > max_position_embeddings:
+        raise ValueError(_too_deep(f"example {indices[longest]}", lengths.max(), max_position_embeddings))
+
+    rows = best_fit_decreasing(lengths, max_length)
+    order = np.concatenate([np.asarray(row) for row in rows])
+    starts, lengths = starts[order], lengths[order]
+    ends = np.cumsum(lengths)
+    source = np.arange(ends[-1]) + np.repeat(starts - (ends - lengths), lengths)  # of every token of the output
+    documents = np.cumsum([0] + [len(row) for row in rows])
+    edges = np.concatenate([[0], ends])[documents]
+    packed = {name: _lists(edges, _values(column)[source]) for name, column in columns.items()}
+    packed["seq_lengths"] = _lists(documents, lengths)
+    return pa.table(packed)
+
+
+def _list_column(table: pa.Table, name: str, indices: Sequence[int]) -> pa.Array:
+    column = table.column(name).combine_chunks()
+    if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)) or not (
+        pa.types.is_integer(column.type.value_type) or pa.types.is_boolean(column.type.value_type)
+    ):
+        raise TypeError(f"column {name} must hold lists of integers, got {column.type}; tokenize the dataset first")
+    if column.null_count or column.flatten().null_count:
+        at = next(at for at, values in enumerate(column.to_pylist()) if values is None or None in values)
+        raise ValueError(f"{name} of example {indices[at]} is missing or has missing values; remove the example")
+    return column
+
+
+def _lengths(column: pa.Array) -> NDArray[np.int64]:
+    return column.value_lengths().to_numpy().astype(np.int64)
+
+
+def _values(column: pa.Array) -> NDArray[Any]:
+    return column.flatten().to_numpy(zero_copy_only=False)
+
+
+def _check_columns(columns: dict[str, pa.Array], lengths: NDArray[np.int64], indices: Sequence[int]) -> None:
+    for name, column in columns.items():
+        other = _lengths(column)
+        if (other != lengths).any():
+            at = int((other != lengths).argmax())
+            raise ValueError(_not_one_to_one(name, f"example {indices[at]}", int(other[at]), int(lengths[at])))
+    if not lengths.all():
+        raise ValueError(_empty(f"example {indices[int(lengths.argmin())]}"))
+    if "completion_mask" in columns and "labels" not in columns:
+        ends = np.cumsum(lengths)
+        wanted = np.add.reduceat(_values(columns["completion_mask"]).astype(np.int64), ends - lengths)
+        if not wanted.all():
+            raise ValueError(_no_completion(f"example {indices[int(wanted.argmin())]}"))
+
+
+def _check_unpadded(attention_mask: pa.Array, indices: Sequence[int]) -> None:
+    hidden = np.flatnonzero(_values(attention_mask) == 0)
+    if hidden.size:
+        at = int(np.searchsorted(np.cumsum(_lengths(attention_mask)), hidden[0], side="right"))
+        raise ValueError(_padded(f"example {indices[at]}"))
+
+
+def _split(
+    starts: NDArray[np.int64], lengths: NDArray[np.int64], max_length: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Starts and lengths of the pieces of at most `max_length` that documents fall into."""
+    pieces = -(-lengths // max_length)
+    number = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)  # of a piece within its document
+    done = number * max_length
+    return np.repeat(starts, pieces) + done, np.minimum(np.repeat(lengths, pieces) - done, max_length)
+
+
+def _lists(edges: NDArray[np.int64], values: NDArray[Any]) -> pa.ListArray:
+    return pa.ListArray.from_arrays(pa.array(edges, type=pa.int32()), pa.array(values))
+
+
+def _document_lengths(example: Mapping[str, Any], input_ids: NDArray[np.int64], name: str) -> NDArray[np.int64]:
+    length = len(input_ids)
+    if "seq_lengths" in example:
+        lengths = _integers(example["seq_lengths"], f"seq_lengths of {name}")
+        if int(lengths.sum()) != length or (lengths < 1).any():
+            raise ValueError(
+                f"seq_lengths of {name} must be positive and sum to its {length} tokens, got {lengths.tolist()}; a "
+                "packed example must not be truncated later (set max_length=None in the trainer)"
+            )
+        if "position_ids" in example:
+            positions = _of_length(example, "position_ids", length, name)
+            if (positions != np.arange(length) - np.repeat(np.cumsum(lengths) - lengths, lengths)).any():
+                raise ValueError(
+                    f"seq_lengths and position_ids of {name} tell of different documents; keep one of them"
+                )
+        return lengths
+    if "position_ids" not in example:
+        return np.array([length])
+    positions = _of_length(example, "position_ids", length, name)
+    starts = np.flatnonzero(positions == 0)
+    lengths = np.diff(starts, append=length)
+    if not starts.size or starts[0] or (positions != np.arange(length) - np.repeat(starts, lengths)).any():
+        raise ValueError(f"position_ids of {name} must count 0, 1, 2, ... and start again at 0 with each document")
+    return lengths
+
+
+def _integers(values: Any, what: str) -> NDArray[np.int64]:
+    array = np.asarray(values)
+    if array.ndim != 1:
+        raise TypeError(f"{what} must be a flat sequence of integers, got {array.ndim} axes")
+    if array.size and array.dtype.kind not in "iub":
+        raise TypeError(f"{what} must be integers, got {array.dtype}")
+    return array.astype(np.int64, copy=False)
+
+
+def _of_length(example: Mapping[str, Any], column: str, length: int, name: str) -> NDArray[np.int64]:
+    values = _integers(example[column], f"{column} of {name}")
+    if len(values) != length:
+        raise ValueError(_not_one_to_one(column, name, len(values), length))
+    return values
+
+
+def _check_truncation_mode(mode: str) -> None:
+    if mode not in TRUNCATION_MODES:
+        raise ValueError(f"truncation_mode must be one of {', '.join(TRUNCATION_MODES)}, got {mode!r}")
+
+
+def _empty(name: str) -> str:
+    return f"{name} is empty; remove it: dataset.filter(lambda example: len(example['input_ids']) > 0)"
+
+
+def _no_completion(name: str) -> str:
+    return (
+        f"{name} has an empty completion (completion_mask is 0 everywhere), so it teaches nothing; remove it: "
+        "dataset.filter(lambda example: any(example['completion_mask']))"
+    )
+
+
+def _padded(name: str) -> str:
+    return f"{name} holds padding (zeros in attention_mask); tokenize with padding=False"
+
+
+def _not_one_to_one(column: str, name: str, entries: int, tokens: int) -> str:
+    return f"{column} of {name} has {entries} entries, but its input_ids have {tokens}; they must be one to one"
+
+
+def _too_long(name: str, length: int, max_length: int, can_split: bool = False) -> str:
+    ways = "raise max_length, or choose truncation_mode='keep_start' or 'keep_end'"
+    return (
+        f"{name} has {length} tokens, more than max_length {max_length}; {ways}{', or split=True' if can_split else ''}"
+    )
+
+
+def _too_deep(name: str, length: int, positions: int) -> str:
+    return (
+        f"{name} has a document of {length} tokens, but the model has {positions} positions (max_position_embeddings); "
+        "truncate or split it to fit, or take a model with more positions"
+    )

@@ -1,0 +1,489 @@
+"""Packing for supervised fine-tuning: what a packed row means, that nothing is lost, and that a model agrees."""
+
+import doctest
+from collections import Counter
+from itertools import chain, pairwise
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+from trl import SFTConfig, SFTTrainer
+
+import flashmask_hf.collators.forest as forest
+import flashmask_hf.collators.language_modeling as language_modeling
+from flashmask_hf import FlashMask
+from flashmask_hf.collators import DataCollatorForPackedLanguageModeling, pack_dataset, packing_efficiency
+from flashmask_hf.collators.forest import best_fit_decreasing, lay_out
+
+VOCAB = 64
+
+
+def documents(lengths, seed=0):
+    """One list of random tokens per length."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(3, VOCAB, length).tolist() for length in lengths]
+
+
+def examples(lengths, seed=0):
+    return [{"input_ids": tokens} for tokens in documents(lengths, seed)]
+
+
+def flat(lists):
+    return list(chain.from_iterable(lists))
+
+
+def first_fit(lengths, capacity):
+    rooms = []
+    for length in lengths:
+        for bin_, room in enumerate(rooms):
+            if room >= length:
+                rooms[bin_] -= length
+                break
+        else:
+            rooms.append(capacity - length)
+    return len(rooms)
+
+
+@pytest.mark.parametrize("module", [forest, language_modeling], ids=["forest", "language_modeling"])
+def test_docstring_examples_run(module):
+    result = doctest.testmod(module)
+    assert result.attempted > 0
+    assert result.failed == 0
+
+
+# --- the packer
+
+
+@given(st.lists(st.integers(1, 100), max_size=200), st.integers(100, 300))
+def test_best_fit_decreasing_shares_every_item_out_once(lengths, capacity):
+    bins = best_fit_decreasing(lengths, capacity)
+    assert sorted(item for members in bins for item in members) == list(range(len(lengths)))
+    assert all(0 < sum(lengths[item] for item in members) <= capacity for members in bins)
+    assert bins == sorted(sorted(members) for members in bins)
+    assert bins == best_fit_decreasing(lengths, capacity)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_best_fit_decreasing_uses_no_more_bins_than_first_fit(seed):
+    lengths = np.random.default_rng(seed).integers(1, 1500, 2000).tolist()
+    assert len(best_fit_decreasing(lengths, 2048)) <= first_fit(lengths, 2048)
+
+
+@pytest.mark.parametrize("lengths", [[3, 0], [3, 9]])
+def test_best_fit_decreasing_refuses_what_fits_nowhere(lengths):
+    with pytest.raises(ValueError, match=r"lengths\[1\]"):
+        best_fit_decreasing(lengths, 8)
+
+
+def test_lay_out_refuses_more_tokens_than_the_row_has():
+    with pytest.raises(ValueError, match="row_length 4"):
+        lay_out([3, 2], 4)
+
+
+# --- the collator
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.sampled_from([None, 1, 4, 16]))
+def test_one_row_sees_each_document_and_nothing_else(lengths, multiple):
+    tokens = documents(lengths)
+    batch = DataCollatorForPackedLanguageModeling(pad_to_multiple_of=multiple)([{"input_ids": t} for t in tokens])
+    real = sum(lengths)
+    width = real if multiple is None else -(-real // multiple) * multiple
+    assert list(batch) == ["input_ids", "labels", "position_ids", "startend_row_indices"]
+    assert batch["input_ids"].shape == batch["labels"].shape == batch["position_ids"].shape == (1, width)
+    assert {batch[name].dtype for name in ("input_ids", "labels", "position_ids")} == {torch.int64}
+    assert batch["startend_row_indices"].shape == (1, 1, width, 1)
+    assert batch["input_ids"][0, :real].tolist() == flat(tokens)
+    assert batch["position_ids"][0, :real].tolist() == [i for length in lengths for i in range(length)]
+    blocks = torch.block_diag(*[torch.ones(n, n) for n in lengths]).tril().bool()
+    expected = torch.zeros(width, width, dtype=torch.bool)
+    expected[:real, :real] = blocks
+    mask = FlashMask(batch["startend_row_indices"], causal=True).validate()
+    assert torch.equal(mask.to_dense()[0, 0], expected)
+
+
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=12))
+def test_fixed_rows_hold_every_document_whole(lengths):
+    tokens = documents(lengths)
+    batch = DataCollatorForPackedLanguageModeling(pad_token_id=2, max_length=12)([{"input_ids": t} for t in tokens])
+    assert batch["input_ids"].shape[1] == 12
+    assert len(batch["input_ids"]) == len(best_fit_decreasing(lengths, 12))
+    found = []
+    for row, ends in zip(batch["input_ids"].tolist(), batch["startend_row_indices"][:, 0, :, 0].tolist(), strict=True):
+        start = 0
+        while start < 12 and ends[start]:
+            found.append(row[start : ends[start]])
+            start = ends[start]
+        assert row[start:] == [2] * (12 - start)
+    assert sorted(found) == sorted(tokens)
+    padding = batch["startend_row_indices"][:, 0, :, 0] == 0
+    assert (batch["labels"][padding] == -100).all()
+    assert (batch["position_ids"][padding] == 0).all()
+    visible = FlashMask(batch["startend_row_indices"], causal=True).to_dense()[:, 0]
+    assert not visible[padding].any()
+    assert not visible.transpose(1, 2)[padding].any()
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=8))
+def test_no_label_crosses_a_document_edge(lengths):
+    batch = DataCollatorForPackedLanguageModeling(pad_to_multiple_of=8)(examples(lengths))
+    predicted = batch["labels"][0, 1:] != -100  # by the token before, in the model's shifted loss
+    visible = FlashMask(batch["startend_row_indices"], causal=True).to_dense()[0, 0]
+    same_document = visible.diagonal(-1)  # the later token sees the earlier one
+    assert torch.equal(predicted, same_document)
+    assert batch["labels"][0, 0] == -100
+
+
+def test_labels_follow_the_completion():
+    example = {"input_ids": [5, 6, 7, 8], "completion_mask": [0, 0, 1, 1]}
+    other = {"input_ids": [9, 10], "completion_mask": [1, 1]}
+    collate = DataCollatorForPackedLanguageModeling
+    assert collate()([example, other])["labels"].tolist() == [[-100, -100, 7, 8, -100, 10]]
+    every = collate(completion_only_loss=False)([example, other])
+    assert every["labels"].tolist() == [[-100, 6, 7, 8, -100, 10]]
+    assert torch.equal(collate(completion_only_loss=True)([example])["labels"], torch.tensor([[-100, -100, 7, 8]]))
+
+
+def test_labels_follow_the_assistant_and_both_masks():
+    example = {"input_ids": [5, 6, 7, 8], "assistant_masks": [1, 1, 0, 1], "completion_mask": [0, 0, 1, 1]}
+    assert DataCollatorForPackedLanguageModeling()([example])["labels"].tolist() == [[-100, -100, -100, 8]]
+
+
+def test_given_labels_are_used_as_they_are():
+    example = {"input_ids": [5, 6, 7], "labels": [5, -100, 9], "completion_mask": [0, 0, 0]}
+    assert DataCollatorForPackedLanguageModeling()([example])["labels"].tolist() == [[-100, -100, 9]]
+
+
+@pytest.mark.parametrize("kind", [list, np.array, torch.tensor], ids=["list", "numpy", "torch"])
+def test_columns_may_be_lists_arrays_or_tensors(kind):
+    batch = DataCollatorForPackedLanguageModeling()([{"input_ids": kind([4, 5]), "attention_mask": kind([1, 1])}])
+    assert batch["input_ids"].tolist() == [[4, 5]]
+
+
+@pytest.mark.parametrize(
+    "structure", [{"seq_lengths": [3, 2]}, {"position_ids": [0, 1, 2, 0, 1]}], ids=["seq_lengths", "position_ids"]
+)
+def test_a_packed_example_keeps_its_documents(structure):
+    batch = DataCollatorForPackedLanguageModeling()([{"input_ids": [4, 5, 6, 7, 8], **structure}, {"input_ids": [9]}])
+    assert batch["startend_row_indices"].flatten().tolist() == [3, 3, 3, 5, 5, 6]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0]]
+    assert batch["labels"].tolist() == [[-100, 5, 6, -100, 8, -100]]
+
+
+@pytest.mark.parametrize(("mode", "kept"), [("keep_start", [4, 5, 6]), ("keep_end", [6, 7, 8])])
+def test_truncation_is_the_users_choice(mode, kept):
+    collator = DataCollatorForPackedLanguageModeling(max_length=3, truncation_mode=mode)
+    batch = collator([{"input_ids": [4, 5, 6, 7, 8], "labels": [4, 5, 6, 7, 8]}])
+    assert batch["input_ids"].tolist() == [kept]
+    assert batch["labels"].tolist() == [[-100, *kept[1:]]]
+    assert batch["startend_row_indices"].flatten().tolist() == [3, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"truncation_mode": "middle"}, "truncation_mode must be one of error, keep_start, keep_end"),
+        ({"truncation_mode": "keep_start"}, "needs max_length"),
+        ({"max_length": 0}, "max_length must be a number of tokens, at least 1, or None, got 0"),
+        ({"pad_to_multiple_of": 0}, "pad_to_multiple_of must be a number of tokens, at least 1"),
+        ({"max_length": 10, "pad_to_multiple_of": 4}, "must be a multiple of pad_to_multiple_of 4"),
+    ],
+)
+def test_bad_options_raise(options, message):
+    with pytest.raises(ValueError, match=message):
+        DataCollatorForPackedLanguageModeling(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "example", "error", "message"),
+    [
+        ({}, {"text": "x"}, ValueError, "example 1 has no input_ids; tokenize"),
+        ({}, {"input_ids": []}, ValueError, "example 1 is empty; remove it"),
+        ({}, {"input_ids": [1.5]}, TypeError, "input_ids of example 1 must be integers"),
+        ({}, {"input_ids": [[1, 2]]}, TypeError, "input_ids of example 1 must be a flat sequence"),
+        ({}, {"input_ids": [1, 2], "labels": [1]}, ValueError, "labels of example 1 has 1 entries"),
+        ({}, {"input_ids": [1, 2], "completion_mask": [1]}, ValueError, "completion_mask of example 1"),
+        ({}, {"input_ids": [1, 2], "attention_mask": [1, 0]}, ValueError, "example 1 holds padding"),
+        ({}, {"input_ids": [1, 2], "seq_lengths": [1]}, ValueError, "seq_lengths of example 1 must be positive"),
+        ({}, {"input_ids": [1, 2], "seq_lengths": [2, 0]}, ValueError, "seq_lengths of example 1 must be positive"),
+        ({}, {"input_ids": [1, 2, 3], "position_ids": [0, 2, 3]}, ValueError, "position_ids of example 1 must count"),
+        ({}, {"input_ids": [1, 2], "position_ids": [1, 2]}, ValueError, "position_ids of example 1 must count"),
+        ({"completion_only_loss": True}, {"input_ids": [1]}, ValueError, "example 1 has no completion_mask"),
+        ({"max_length": 4}, {"input_ids": [1] * 5}, ValueError, "example 1 has 5 tokens.*truncation_mode"),
+        (
+            {"max_length": 4, "truncation_mode": "keep_start"},
+            {"input_ids": [1] * 5, "seq_lengths": [3, 2]},
+            ValueError,
+            "example 1 is a packed row of 5 tokens",
+        ),
+        ({"max_position_embeddings": 4}, {"input_ids": [1] * 5}, ValueError, "example 1 has a document of 5 tokens"),
+    ],
+)
+def test_a_bad_example_raises_with_its_index(options, example, error, message):
+    good = {"input_ids": [1, 2], "completion_mask": [0, 1]}
+    with pytest.raises(error, match=message):
+        DataCollatorForPackedLanguageModeling(**options)([good, example])
+
+
+def test_an_empty_batch_raises():
+    with pytest.raises(ValueError, match="examples is empty"):
+        DataCollatorForPackedLanguageModeling()([])
+
+
+def test_depth_counts_not_the_row():
+    collator = DataCollatorForPackedLanguageModeling(max_position_embeddings=4)
+    assert collator(examples([4, 4, 4]))["input_ids"].shape == (1, 12)
+
+
+# --- a whole dataset
+
+
+def dataset(lengths, **columns):
+    return Dataset.from_dict({"input_ids": documents(lengths), **columns})
+
+
+def unpack(packed, column="input_ids"):
+    """The documents of a packed dataset."""
+    found = []
+    for row in packed:
+        edges = np.cumsum([0, *row["seq_lengths"]])
+        assert edges[-1] == len(row[column])
+        found += [row[column][start:end] for start, end in pairwise(edges)]
+    return found
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=40), st.integers(1, 50))
+def test_pack_dataset_loses_and_splits_nothing(lengths, batch_size):
+    source = dataset(lengths)
+    packed = pack_dataset(source, 20, batch_size=batch_size)
+    assert sorted(unpack(packed)) == sorted(source["input_ids"])
+    assert max(map(len, packed["input_ids"])) <= 20
+    assert packing_efficiency(packed, 20) == pytest.approx(sum(lengths) / (20 * len(packed)))
+    assert pack_dataset(source, 20, batch_size=batch_size)[:] == packed[:]
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=20))
+def test_split_cuts_long_documents_into_consecutive_pieces(lengths):
+    source = dataset(lengths)
+    packed = pack_dataset(source, 8, split=True)
+    pieces = [tokens[i : i + 8] for tokens in source["input_ids"] for i in range(0, len(tokens), 8)]
+    assert sorted(unpack(packed)) == sorted(pieces)
+    assert Counter(flat(packed["input_ids"])) == Counter(flat(source["input_ids"]))
+    for row in packed:
+        positions = DataCollatorForPackedLanguageModeling()([row])["position_ids"][0].tolist()
+        assert positions == [i for length in row["seq_lengths"] for i in range(length)]
+
+
+@pytest.mark.parametrize(("mode", "kept"), [("keep_start", slice(0, 4)), ("keep_end", slice(-4, None))])
+def test_pack_dataset_truncates_only_what_is_too_long(mode, kept):
+    source = dataset([3, 9, 4, 1])
+    packed = pack_dataset(source, 4, truncation_mode=mode)
+    assert sorted(unpack(packed)) == sorted(tokens[kept] for tokens in source["input_ids"])
+
+
+def test_an_empty_completion_raises():
+    example = {"input_ids": [1, 2], "completion_mask": [0, 0]}
+    with pytest.raises(ValueError, match=r"example 1 has an empty completion .*dataset.filter"):
+        DataCollatorForPackedLanguageModeling()([{"input_ids": [3]}, example])
+    source = Dataset.from_dict({"input_ids": [[1, 2], [3, 4]], "completion_mask": [[0, 1], [0, 0]]})
+    with pytest.raises(ValueError, match=r"example 1 has an empty completion"):
+        pack_dataset(source, 4)
+
+
+@pytest.mark.parametrize("column", ["seq_lengths", "position_ids", "startend_row_indices"])
+def test_pack_dataset_refuses_packed_rows(column):
+    source = Dataset.from_dict({"input_ids": [[1, 2, 3]], column: [[0, 1, 0]]})
+    with pytest.raises(ValueError, match=rf"dataset has a {column} column, so it is packed already"):
+        pack_dataset(source, 4)
+
+
+def test_disagreeing_documents_raise():
+    example = {"input_ids": [1, 2, 3], "seq_lengths": [1, 2], "position_ids": [0, 1, 0]}
+    with pytest.raises(ValueError, match="seq_lengths and position_ids of example 0 tell of different documents"):
+        DataCollatorForPackedLanguageModeling()([example])
+
+
+@pytest.mark.parametrize("pad_token_id", [None, -100, "0"])
+def test_pad_token_id_must_be_a_token(pad_token_id):
+    with pytest.raises(ValueError, match="pad_token_id must be a token id, got"):
+        DataCollatorForPackedLanguageModeling(pad_token_id=pad_token_id)
+
+
+def test_pack_dataset_keeps_the_token_columns_together():
+    tokens = documents([3, 2, 4])
+    source = dataset(
+        [3, 2, 4],
+        labels=[[-token for token in t] for t in tokens],
+        completion_mask=[[token % 2 == 0 for token in t] for t in tokens],
+        text=["a", "b", "c"],
+    )
+    packed = pack_dataset(source, 6)
+    assert set(packed.column_names) == {"input_ids", "labels", "completion_mask", "seq_lengths"}
+    for row in packed:
+        assert row["labels"] == [-token for token in row["input_ids"]]
+        assert row["completion_mask"] == [token % 2 == 0 for token in row["input_ids"]]
+
+
+@pytest.mark.parametrize("view", ["shuffled", "selected", "torch", "streamed"])
+def test_pack_dataset_takes_any_view_of_a_dataset(view):
+    source = dataset([3, 2, 4, 6, 1, 5])
+    views = {
+        "shuffled": lambda: source.shuffle(seed=0),
+        "selected": lambda: source.select([1, 4, 5]),
+        "torch": lambda: source.with_format("torch"),
+        "streamed": source.to_iterable_dataset,
+    }
+    view_of = views[view]()
+    expected = sorted(view_of.with_format(None)["input_ids"] if view != "streamed" else source["input_ids"])
+    assert sorted(unpack(pack_dataset(view_of, 6))) == expected
+
+
+@pytest.mark.parametrize(
+    ("columns", "options", "error", "message"),
+    [
+        ({"input_ids": [[1], [2] * 9]}, {}, ValueError, "example 1 has 9 tokens.*split=True"),
+        ({"input_ids": [[1], []]}, {}, ValueError, "example 1 is empty; remove it"),
+        ({"input_ids": [[1], None]}, {}, ValueError, "input_ids of example 1 is missing"),
+        ({"input_ids": [[1], [1, None]]}, {}, ValueError, "input_ids of example 1 .* has missing values"),
+        ({"input_ids": [[1], [1, 2]], "labels": [[1], [1]]}, {}, ValueError, "labels of example 1 has 1 entries"),
+        ({"input_ids": [[1], [1, 2]], "attention_mask": [[1], [0, 1]]}, {}, ValueError, "example 1 holds padding"),
+        ({"input_ids": [[0.5]]}, {}, TypeError, "input_ids must hold lists of integers"),
+        ({"input_ids": ["a"]}, {}, TypeError, "input_ids must hold lists of integers"),
+        ({"text": ["a"]}, {}, ValueError, "no input_ids column; tokenize it first"),
+        ({"input_ids": []}, {}, ValueError, "dataset is empty"),
+        ({"input_ids": [[1]], "seq_lengths": [[1]]}, {}, ValueError, "packed already"),
+        ({"input_ids": [[1], [2] * 7]}, {"max_position_embeddings": 6}, ValueError, "example 1 has a document of 7"),
+        ({"input_ids": [[1]]}, {"truncation_mode": "middle"}, ValueError, "truncation_mode must be one of"),
+        ({"input_ids": [[1]]}, {"truncation_mode": "keep_end", "split": True}, ValueError, "exclude each other"),
+        ({"input_ids": [[1]]}, {"batch_size": 0}, ValueError, "at least 1"),
+    ],
+)
+def test_pack_dataset_refuses(columns, options, error, message):
+    with pytest.raises(error, match=message):
+        pack_dataset(Dataset.from_dict(columns), 8, **options)
+
+
+def test_pack_dataset_names_an_example_of_a_later_batch():
+    with pytest.raises(ValueError, match="example 5 has 9 tokens"):
+        pack_dataset(dataset([3, 2, 4, 6, 1, 9]), 8, batch_size=2)
+
+
+def test_pack_dataset_refuses_a_list():
+    with pytest.raises(TypeError, match="got list"):
+        pack_dataset([{"input_ids": [1]}], 8)  # pyright: ignore
+
+
+# --- what a model makes of it
+
+
+def tiny_llama(attn_implementation):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation)
+
+
+def loss_of(model, batch):
+    model.zero_grad()
+    loss = model(**batch, use_cache=False).loss
+    loss.backward()
+    return loss.detach(), torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("options", [{}, {"pad_to_multiple_of": 32}, {"max_length": 16}], ids=str)
+def test_a_packed_row_has_the_loss_and_gradients_of_its_documents(options):
+    batch = examples([7, 1, 12, 4, 16])
+    batch[2]["completion_mask"] = [0] * 5 + [1] * 7
+    packed = DataCollatorForPackedLanguageModeling(**options)(batch)
+    model = tiny_llama("flashmask")
+    loss, gradient = loss_of(model, packed)
+
+    separate = tiny_llama("eager")
+    total = count = gradients = 0
+    for example in batch:
+        alone = DataCollatorForPackedLanguageModeling()([example])
+        wanted = int((alone["labels"] != -100).sum())
+        if wanted:
+            one, one_gradient = loss_of(separate, {k: alone[k] for k in ("input_ids", "labels")})
+            total, count, gradients = total + wanted * one, count + wanted, gradients + wanted * one_gradient
+    torch.testing.assert_close(loss, total / count, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(gradient, gradients / count, rtol=1e-4, atol=1e-6)
+
+
+def tokenizer():
+    vocab = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {f"w{i}": i for i in range(3, VOCAB)}
+    words = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+
+
+def sft_losses(path, attn_implementation, train_dataset, *, collator=None, **options):
+    """The losses of five steps of TRL's trainer."""
+    args = SFTConfig(
+        output_dir=str(path),
+        max_steps=5,
+        per_device_train_batch_size=2,
+        learning_rate=1e-2,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        bf16=False,
+        use_cpu=True,
+        disable_tqdm=True,
+        activation_checkpointing=False,
+        seed=3,
+        **options,
+    )
+    trainer = SFTTrainer(
+        model=tiny_llama(attn_implementation),
+        args=args,
+        train_dataset=train_dataset,
+        processing_class=tokenizer(),
+        data_collator=collator,
+    )
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(losses) == 5
+    return torch.tensor(losses), trainer
+
+
+LENGTHS = [30, 3, 22, 9, 14, 17, 5, 26, 11, 8, 19, 2, 28, 7, 13, 21, 40, 35]
+
+
+@pytest.mark.parametrize("strategy", ["bfd", "bfd_split"])
+def test_trl_packing_gives_the_losses_of_eager(tmp_path, strategy):
+    options = {"packing": True, "packing_strategy": strategy, "max_length": 32}
+    losses, trainer = sft_losses(tmp_path, "flashmask", dataset(LENGTHS), **options)
+    eager, _ = sft_losses(tmp_path, "eager", dataset(LENGTHS), **options)
+    torch.testing.assert_close(losses, eager, rtol=1e-4, atol=1e-5)
+    assert losses[-1] < losses[0]
+
+    rows = Dataset.from_list(list(trainer.train_dataset))
+    ours, _ = sft_losses(tmp_path, "flashmask", rows, collator=DataCollatorForPackedLanguageModeling(), max_length=None)
+    torch.testing.assert_close(ours, losses, rtol=1e-4, atol=1e-5)
+
+
+def test_the_collator_in_the_stock_trainer_equals_padded_batches(tmp_path):
+    collator = DataCollatorForPackedLanguageModeling()
+    packed, trainer = sft_losses(tmp_path, "flashmask", dataset(LENGTHS), collator=collator, max_length=None)
+    padded, _ = sft_losses(tmp_path, "eager", dataset(LENGTHS), max_length=None)
+    torch.testing.assert_close(packed, padded, rtol=1e-4, atol=1e-5)
+    batch = next(iter(trainer.get_train_dataloader()))
+    assert batch["input_ids"].shape[0] == 1
