@@ -1,0 +1,259 @@
+r"""Supervised fine-tuning on packed rows, with attn_implementation="flashmask".
+
+Every flag of TRL's `SFTConfig`, `ModelConfig`, `ScriptArguments` and `DatasetMixtureConfig` works, on the command line
+and in a YAML file:
+
+    accelerate launch recipes/sft.py                                     # the demo: configs/sft_demo.yaml
+    accelerate launch recipes/sft.py --config recipes/configs/sft.yaml
+    accelerate launch recipes/sft.py --model_name_or_path meta-llama/Llama-3.2-1B --use_peft \
+        --dataset_name trl-lib/Capybara --max_length 8192 --output_dir Llama-3.2-1B-Capybara
+
+Without a configuration file and a model, the demo's defaults apply, and every flag still overrides them. TRL tokenizes
+the dataset and applies chat templates; then `flashmask_hf.collators.pack_dataset` packs it into rows of `max_length`
+tokens. `--packing` and `--padding_free` leave both to TRL. What differs from `trl sft`:
+
+- `attn_implementation` is "flashmask" unless given, and bf16 is on where the GPU has it.
+- An example longer than `max_length` raises; `--truncation_mode keep_start` or `--split` says what else to do.
+- The log adds `tokens_per_second` (padding not counted, all processes together) and `mask_sparsity`.
+- Without `--model_name_or_path` a tiny Llama is made on the spot, without `--dataset_name` Python's own documentation.
+"""
+
+# pyright: reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+import copy
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import data
+import torch
+from accelerate import PartialState
+from datasets import Dataset, IterableDataset
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.trainer_utils import get_last_checkpoint
+from transformers.utils.import_utils import is_torch_bf16_gpu_available
+from trl import (
+    DatasetMixtureConfig,
+    ModelConfig,
+    ScriptArguments,
+    SFTConfig,
+    SFTTrainer,
+    TrlParser,
+    get_dataset,
+    get_peft_config,
+    get_quantization_config,
+)
+
+from flashmask_hf import FlashMask
+from flashmask_hf.collators import DataCollatorForPackedLanguageModeling, pack_dataset, packing_efficiency
+
+DEMO_CONFIG = Path(__file__).parent / "configs" / "sft_demo.yaml"
+
+
+@dataclass
+class RecipeArguments:
+    """What this recipe adds to TRL's flags."""
+
+    split: bool = field(
+        default=False,
+        metadata={"help": "Cut examples longer than `max_length` into consecutive pieces, each a document of its own."},
+    )
+    generate: str | None = field(
+        default=None,
+        metadata={"help": "After training, load the saved model again and print its answer to this prompt."},
+    )
+
+
+class PackedSFTTrainer(SFTTrainer):
+    """TRL's SFTTrainer on rows packed by `pack_dataset`; also logs tokens per second and mask sparsity.
+
+    Args:
+        max_position_embeddings: the model's number of positions, which no document may exceed; None does not check.
+        split: cut examples longer than `args.max_length` into pieces.
+        **kwargs: `SFTTrainer`'s. With `args.packing` or `args.padding_free`, TRL packs the rows and collates them.
+    """
+
+    def __init__(self, *, max_position_embeddings: int | None = None, split: bool = False, **kwargs: Any):
+        self._packing_options: dict[str, Any] = {
+            "max_position_embeddings": max_position_embeddings,
+            "split": split,
+        }
+        self._tokens_since_log: Any = 0
+        self._last_log = time.perf_counter()
+        args: SFTConfig = kwargs["args"]
+        if not _trl_packs(args):
+            multiple = args.pad_to_multiple_of
+            kwargs["data_collator"] = DataCollatorForPackedLanguageModeling(
+                pad_to_multiple_of=multiple if isinstance(multiple, int) else None,
+                max_position_embeddings=max_position_embeddings,
+            )
+        super().__init__(**kwargs)
+
+    def _prepare_dataset(
+        self,
+        dataset: Dataset | IterableDataset,
+        processing_class: Any,
+        args: Any,
+        packing: bool,
+        formatting_func: Any,
+        dataset_name: str,
+    ) -> Dataset | IterableDataset:
+        if _trl_packs(args):
+            return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
+        whole = copy.copy(args)
+        whole.max_length = None  # TRL tokenizes and builds labels; what to do with long examples is decided below
+        tokenized = super()._prepare_dataset(dataset, processing_class, whole, False, formatting_func, dataset_name)
+        with PartialState().main_process_first():  # the others find the result in the cache
+            packed = pack_dataset(
+                tokenized,
+                args.max_length,
+                truncation_mode=args.truncation_mode or "error",
+                num_proc=args.dataset_num_proc,
+                **self._packing_options,
+            )
+        if isinstance(tokenized, Dataset) and isinstance(packed, Dataset):
+            PartialState().print(
+                f"Packed {len(tokenized)} {dataset_name} examples into {len(packed)} rows of up to {args.max_length} "
+                f"tokens; packing efficiency {packing_efficiency(packed, args.max_length):.1%}"
+            )
+        return packed
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """TRL's loss; counts tokens and hidden tiles on the way."""
+        tokens, mode = inputs["input_ids"].numel(), "train" if model.training else "eval"
+        if "startend_row_indices" in inputs:
+            indices = inputs["startend_row_indices"]
+            tokens = (indices > 0).sum()  # padding has 0; left on the device, as the loss is
+            if mode == "eval" or self.state.global_step % max(1, int(self.args.logging_steps)) == 0:
+                self._metrics[mode]["mask_sparsity"].append(FlashMask(indices, causal=True).sparsity())
+        if mode == "train":
+            self._tokens_since_log += tokens
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """TRL's log, with tokens per second since the last one."""
+        if "loss" in logs:
+            tokens: Any = torch.as_tensor(self._tokens_since_log, device=self.accelerator.device)
+            tokens = self.accelerator.reduce(tokens)
+            seconds = time.perf_counter() - self._last_log
+            logs["tokens_per_second"] = round(tokens.item() / seconds, 1)
+            self._tokens_since_log, self._last_log = 0, time.perf_counter()
+        super().log(logs, start_time)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train; see `Trainer.train`."""
+        self._tokens_since_log, self._last_log = 0, time.perf_counter()
+        return super().train(*args, **kwargs)
+
+
+def main(argv: Sequence[str]) -> None:
+    recipe_args, script_args, training_args, model_args, mixture_args = parse(argv)
+    output_dir = str(training_args.output_dir)
+    if model_args.model_name_or_path is None:
+        model_args.model_name_or_path = make_demo_model(Path(output_dir) / "untrained")
+    dataset = load_dataset(script_args, mixture_args)
+    config = AutoConfig.from_pretrained(
+        model_args.model_name_or_path,
+        revision=model_args.model_revision,
+        trust_remote_code=training_args.trust_remote_code,
+    )
+    training_args.model_init_kwargs = {
+        "revision": model_args.model_revision,
+        "attn_implementation": model_args.attn_implementation,
+        "dtype": model_args.dtype,
+    } | (training_args.model_init_kwargs or {})  # pyright: ignore[reportOperatorIssue]
+    trainer = PackedSFTTrainer(
+        model=model_args.model_name_or_path,
+        args=training_args,
+        train_dataset=dataset[script_args.dataset_train_split],
+        eval_dataset=dataset[script_args.dataset_test_split] if training_args.eval_strategy != "no" else None,
+        quantization_config=get_quantization_config(model_args),
+        peft_config=get_peft_config(model_args),
+        max_position_embeddings=getattr(config.get_text_config(), "max_position_embeddings", None),
+        split=recipe_args.split,
+    )
+    trainer.train(resume_from_checkpoint=checkpoint_to_resume(training_args))
+    trainer.save_model(output_dir)
+    trainer.accelerator.print(f"Model saved to {output_dir}")
+    if recipe_args.generate is not None and trainer.accelerator.is_main_process:
+        answer = generate(output_dir, recipe_args.generate, model_args.attn_implementation)
+        print(f"Loaded {output_dir} again, attn_implementation={model_args.attn_implementation!r}")
+        print(f"Prompt: {recipe_args.generate}\nAnswer: {answer}")
+    if training_args.push_to_hub:
+        trainer.push_to_hub(dataset_name=script_args.dataset_name)
+
+
+def parse(argv: Sequence[str]) -> tuple[RecipeArguments, ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig]:
+    """Read the flags; the demo's configuration applies if they name neither a configuration file nor a model."""
+    types: Any = (RecipeArguments, ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig)
+    parser = TrlParser(types)
+    parser.set_defaults_with_config(
+        attn_implementation="flashmask",
+        bf16=is_torch_bf16_gpu_available(),
+        truncation_mode=None,  # so that a choice can be told from TRL's default
+    )
+    if not {"--config", "--model_name_or_path"} & {flag.split("=")[0] for flag in argv}:
+        argv = ["--config", str(DEMO_CONFIG), *argv]
+    recipe_args, script_args, training_args, model_args, mixture_args = parser.parse_args_and_config(argv)
+    if training_args.max_length is None and not _trl_packs(training_args):
+        raise ValueError("max_length is None, but packing needs it: the number of tokens of a row (--max_length 8192)")
+    return recipe_args, script_args, training_args, model_args, mixture_args
+
+
+def load_dataset(script_args: ScriptArguments, mixture_args: DatasetMixtureConfig) -> Any:
+    if mixture_args.datasets:
+        return get_dataset(mixture_args)
+    return data.load(script_args.dataset_name, script_args.dataset_config, streaming=script_args.dataset_streaming)
+
+
+def make_demo_model(path: Path) -> str:
+    if PartialState().is_main_process:
+        data.build_model(path)
+    PartialState().wait_for_everyone()
+    return str(path)
+
+
+def checkpoint_to_resume(args: SFTConfig) -> str | None:
+    """The checkpoint that `--resume_from_checkpoint` names: a path, or "true" for the last one in `output_dir`.
+
+    Raises:
+        ValueError: there is none.
+    """
+    wanted = args.resume_from_checkpoint
+    if wanted is None or str(wanted).lower() != "true":
+        return wanted
+    last = get_last_checkpoint(args.output_dir)
+    if last is None:
+        raise ValueError(f"resume_from_checkpoint: output_dir {args.output_dir} holds no checkpoint to resume from")
+    return last
+
+
+def generate(path: str, prompt: str, attn_implementation: str | None, max_new_tokens: int = 64) -> str:
+    """Load a saved model (or adapter) and let it answer a prompt, as a user message if it has a chat template."""
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    device: Any = PartialState().device
+    model: Any = AutoModelForCausalLM.from_pretrained(path, attn_implementation=attn_implementation)
+    if tokenizer.chat_template:
+        messages = [{"role": "user", "content": prompt}]
+        inputs = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        )
+    else:
+        inputs = tokenizer(prompt, return_tensors="pt")
+    inputs = inputs.to(device)
+    output = model.to(device).generate(**inputs, max_new_tokens=max_new_tokens)
+    return tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def _trl_packs(args: SFTConfig) -> bool:
+    return args.packing or args.padding_free
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
+    PartialState().destroy_process_group()  # after main has let go of the model, which still refers to the group
