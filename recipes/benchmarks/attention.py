@@ -13,11 +13,12 @@ import argparse
 from collections.abc import Callable
 
 import torch
+import torch._dynamo.config
 import torch._functorch.config
 import torch.nn.functional as F
 from harness import interleaved_medians, random_lengths, write_csv
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from flashmask_hf import FlashMask, flashmask_attention, masks
 
@@ -44,7 +45,7 @@ def make_mask(family: str, length: int) -> FlashMask:
     return build[family]().to("cuda")
 
 
-def flex(mask: FlashMask) -> tuple[Attention, BlockMask]:
+def flex(mask: FlashMask) -> Attention:
     """FlexAttention under the same mask, its mask function reading the same vectors."""
     (start, end), *rest = mask.intervals()
     other_start, other_end = rest[0] if rest else (torch.zeros_like(start), torch.zeros_like(start))
@@ -60,20 +61,22 @@ def flex(mask: FlashMask) -> tuple[Attention, BlockMask]:
         return ~hidden
 
     blocks = create_block_mask(visible, None, None, mask.rows(), mask.kv_len, device="cuda", _compile=True)
-    return lambda q, k, v: _compiled_flex(q, k, v, block_mask=blocks), blocks
+    return lambda q, k, v: _compiled_flex(q, k, v, block_mask=blocks)
 
 
 torch._functorch.config.donated_buffer = False  # one compiled backward is timed many times
-_compiled_flex = torch.compile(flex_attention)
+torch._dynamo.config.recompile_limit = 256  # every mask and shape is a compilation of its own
+_compiled_flex = torch.compile(flex_attention, dynamic=False)
 
 
-def providers(family: str, mask: FlashMask) -> dict[str, Attention]:
-    """The attention functions that have this mask."""
-    table: dict[str, Attention] = {
-        "flashmask": lambda q, k, v: flashmask_attention(q, k, v, mask),
-        "flex_attention": flex(mask)[0],
-    }
-    if family in ("full", "causal"):
+def providers(names: list[str], family: str, mask: FlashMask) -> dict[str, Attention]:
+    """The attention functions among `names` that have this mask."""
+    table: dict[str, Attention] = {}
+    if "flashmask" in names:
+        table["flashmask"] = lambda q, k, v: flashmask_attention(q, k, v, mask)
+    if "flex_attention" in names:
+        table["flex_attention"] = flex(mask)
+    if "sdpa" in names and family in ("full", "causal"):
         table["sdpa"] = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=family == "causal")
     return table
 
@@ -86,31 +89,31 @@ def inputs(batch: int, heads: int, length: int, dim: int) -> list[Tensor]:
     return [*(x.requires_grad_() for x in (q, k, v)), dout]
 
 
-def check(family: str, dim: int) -> None:
+def check(names: list[str], family: str, dim: int) -> None:
     """Every provider agrees with float64 on a row of 1,000 tokens, or the benchmark stops here."""
     mask = make_mask(family, 1000)
     q, k, v, dout = inputs(1, 2, 1000, dim)
     exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
     out = flashmask_attention(exact[0], exact[1], exact[2], mask, impl="reference")
     expected = [out, *torch.autograd.grad(out, exact, dout.double())]
-    for name, attention in providers(family, mask).items():
+    for name, attention in providers(names, family, mask).items():
         out = attention(q, k, v)
         for what, one, other in zip(
             ("out", "dq", "dk", "dv"), [out, *torch.autograd.grad(out, (q, k, v), dout)], expected, strict=True
         ):
-            error = float((one.double() - other).norm() / other.norm())
+            error = float((one.detach().double() - other).norm() / other.norm())
             if not error < 1e-2:
                 raise SystemExit(f"{name} is wrong under {family}, head_dim {dim}: {what} is off by {error:.1e}")
 
 
-def measure(family: str, length: int, dim: int, repeats: int) -> list[dict[str, object]]:
+def measure(names: list[str], family: str, length: int, dim: int, repeats: int) -> list[dict[str, object]]:
     """A row per provider: milliseconds and TFLOP/s, forward and backward."""
     mask = make_mask(family, length)
     batch, heads = max(1, TOKENS // length), HIDDEN // dim
     q, k, v, dout = inputs(batch, heads, length, dim)
     sparsity = mask.sparsity()
     flops = 4 * batch * heads * length * length * dim * (1 - sparsity)
-    table = providers(family, mask)
+    table = providers(names, family, mask)
     with torch.no_grad():
         forward = interleaved_medians({n: lambda a=a: a(q, k, v) for n, a in table.items()}, repeats)
     outs = {n: a(q, k, v) for n, a in table.items()}
@@ -139,6 +142,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     families = ["full", "causal", "sliding_window", "causal_document", "document", "share_question", "random_eviction"]
     parser.add_argument("--masks", nargs="+", default=families, choices=families)
+    names = ["flashmask", "flex_attention", "sdpa"]
+    parser.add_argument("--providers", nargs="+", default=names, choices=names)
     parser.add_argument("--lengths", nargs="+", type=int, default=[8192, 32768])
     parser.add_argument("--dims", nargs="+", type=int, default=[64, 128])
     parser.add_argument("--repeats", type=int, default=7)
@@ -149,14 +154,14 @@ def main() -> None:
     torch.manual_seed(0)
     for dim in arguments.dims:
         for family in arguments.masks:
-            check(family, dim)
+            check(arguments.providers, family, dim)
     print("every provider agrees with float64")
     rows = [
         row
         for dim in arguments.dims
         for length in arguments.lengths
         for family in arguments.masks
-        for row in measure(family, length, dim, arguments.repeats)
+        for row in measure(arguments.providers, family, length, dim, arguments.repeats)
     ]
     write_csv(arguments.csv, rows)
 
