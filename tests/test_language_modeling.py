@@ -22,6 +22,9 @@ from flashmask_hf.collators.forest import best_fit_decreasing, lay_out
 
 VOCAB = 64
 
+# The flag's name since transformers 5.21, where the old one warns.
+CHECKPOINTING = next(f for f in ("activation_checkpointing", "gradient_checkpointing") if hasattr(SFTConfig, f))
+
 
 def documents(lengths, seed=0):
     """One list of random tokens per length."""
@@ -447,7 +450,7 @@ def sft_losses(path, attn_implementation, train_dataset, *, collator=None, **opt
         bf16=False,
         use_cpu=True,
         disable_tqdm=True,
-        activation_checkpointing=False,
+        **{CHECKPOINTING: False},
         seed=3,
         **options,
     )
