@@ -360,7 +360,7 @@ def test_hook_refuses_while_compiling():
             batch_size=1, q_length=4, kv_length=4, mask_function=function, local_size=chunk, config=config
         ) + x.to(torch.int32)
 
-    with pytest.raises(Exception, match="does not know the mask function and_masks"):
+    with pytest.raises(Exception, match="does not know the mask function and_mask"):
         torch.compile(build, fullgraph=True, backend="eager")(torch.zeros(1), 2)
 
 
