@@ -171,6 +171,17 @@ def test_nan_is_passed_on(lane: Lane) -> None:
 
 
 @pytest.mark.parametrize("lane", lanes((torch.float32,), (torch.float32,), (torch.bfloat16,)))
+def test_columns_of_many_segments(lane: Lane) -> None:
+    """Two hidden intervals, each of whole tiles and ragged edges, leave three visible ranges and four partial ones."""
+    ragged = torch.arange(128) % 7
+    columns = [200 + ragged, 500 + ragged, 800 - ragged, 1100 - ragged]
+    mask = FlashMask(torch.stack(columns, -1).to(lane.device, torch.int32)[None, None], causal=False)
+    ranges = plan.build_plan(mask.indices, False, 1300).segments[0, 0, 0]
+    assert ((ranges[:, 1] > ranges[:, 0]).tolist()) == [True] * 7 + [False]
+    check(lane, *attention_inputs(lane, 1, 2, 1, 1300, 128, 16), mask)
+
+
+@pytest.mark.parametrize("lane", lanes((torch.float32,), (torch.float32,), (torch.bfloat16,)))
 def test_tiles_wider_than_a_kernel_s(lane: Lane, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of more than MAX_COLUMN_TILES tiles get wider ones, which kernels walk in parts."""
     monkeypatch.setattr(plan, "MAX_COLUMN_TILES", 2)
