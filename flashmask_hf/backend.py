@@ -214,7 +214,8 @@ def attention_forward(
         ValueError: dropout in training, or a mask whose shape, device or form does not fit.
         NotImplementedError: a keyword or a combination that would change the result and is not implemented.
         MaskNotRepresentable: `startend_row_indices` with n = 2 or 4 need more intervals to hold the window.
-        RuntimeError: `position_ids` do not run on where a window matters (a device-side check).
+        RuntimeError: `position_ids` do not run on where a window matters, or n = 2 columns of a mask that is not causal
+            reach a causal layer (device-side checks).
     """
     _check_keywords(module, dropout, kwargs)
     causal = kwargs.get("is_causal")
@@ -426,6 +427,13 @@ def _supplied_mask(
     causal = causal and vectors.shape[-1] < 4
 
     def build() -> FlashMask:
+        if causal and vectors.shape[-1] == 2:
+            # Columns LTS, UTE of a mask that is not causal show rows [UTE, LTS), so they have LTS > UTE somewhere.
+            device_assert(
+                (vectors[..., 0] <= vectors[..., 1]).all(),
+                f"{_VECTORS} with n = 2 on a causal layer are LTS, LTE, but a column has LTS > LTE; pass a mask that "
+                "is not causal as mask.bidirectional().indices (n = 4), and write an empty interval as start == end",
+            )
         given = vectors.detach() if hooked is None else _without_padding(vectors, hooked, causal)
         return FlashMask(given, causal) if window is None else _windowed(given, causal, window, position_ids)
 

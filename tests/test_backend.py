@@ -915,6 +915,13 @@ def test_two_columns_follow_the_layer():
         assert_near(got, call_with_seed(startend_row_indices=four, is_causal=not causal)[0])
 
 
+@pytest.mark.parametrize("mask", [masks.prefix_lm_causal(6, 3), masks.document([2, 4]), masks.full(6)], ids=repr)
+def test_two_columns_of_another_form_do_not_pass_for_causal_ones(mask):
+    assert mask.indices.shape[-1] == 2
+    with pytest.raises(RuntimeError, match=r"n = 2 on a causal layer are LTS, LTE.*mask.bidirectional\(\).indices"):
+        call(startend_row_indices=mask.indices, is_causal=True)
+
+
 def test_vectors_beside_a_cache_are_refused():
     model, _ = model_pair("llama")
     cache = model(tokens(1, 4)).past_key_values
