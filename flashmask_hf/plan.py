@@ -7,12 +7,12 @@ partial or visible (`mask.classify_tiles`). Three tensors hold the outcome for b
   front, the partial ones in ascending order from the back. What lies between is unspecified.
 * `counts` int32 [B, Hm, Tq, 2], how many there are of each.
 * `segments` int32 [B, Hm, Tk, VISIBLE_SEGMENTS + PARTIAL_SEGMENTS, 2], for each key tile the row tiles to walk as
-  [start, end) ranges: a key column has at most two hidden intervals and a diagonal, so at most three visible ranges and
-  five partial ones exist. Unused ranges are empty.
+  [start, end) ranges. Two hidden intervals, or one and a diagonal, leave at most three visible ranges and four partial
+  ones, the edges; there is room for one more. Unused ranges are empty.
 
 The lists would grow with the square of the length; the tiles get wider instead once a row holds more than
-`MAX_COLUMN_TILES` of them, so the plan stays under 64 bytes per token and mask head at any length. Kernels use tiles
-that divide the plan's.
+`MAX_COLUMN_TILES` of them, so the plan stays under 64 bytes per token and mask head in rows of 256 tokens and more.
+Kernels use tiles that divide the plan's.
 """
 
 from __future__ import annotations

@@ -166,7 +166,7 @@ def _steps(
     kv_len: int,
     width: int,
 ) -> list[Step]:
-    """The steps of one row tile: its visible tiles, then its partial ones, a few thousand keys at a time."""
+    """The steps of one row tile: its visible tiles, then its partial ones, about _KEYS_PER_STEP keys at a time."""
     steps: list[Step] = []
     per_step = max(1, _KEYS_PER_STEP // width)
     row_index = torch.arange(rows.start, rows.stop, device=row.device).unsqueeze(1)
