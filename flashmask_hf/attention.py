@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from typing import Literal, overload
 
@@ -20,7 +19,6 @@ IMPLEMENTATIONS = ("hopper", "triton", "torch", "reference")
 MAX_HEAD_DIM = 256
 """Largest head_dim (of queries and of values) of the Triton kernels."""
 
-_HAS_TRITON = importlib.util.find_spec("triton") is not None
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton, too, reads it when kernels are defined
 _TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -188,7 +186,7 @@ def _choose(impl: str | None, q: Tensor, v: Tensor) -> str:
         raise ValueError(f"impl must be None or one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
     if impl in ("torch", "reference"):
         return impl
-    if impl is None and (q.device.type != "cuda" or not _HAS_TRITON):
+    if impl is None and (q.device.type != "cuda" or not ops.HAS_TRITON):
         return "torch"
     if impl == "hopper":
         raise ValueError("impl='hopper' is not part of this version; use impl='triton' or None")
@@ -199,7 +197,7 @@ def _choose(impl: str | None, q: Tensor, v: Tensor) -> str:
 
 
 def _why_not_triton(q: Tensor, v: Tensor) -> str | None:
-    if not _HAS_TRITON:
+    if not ops.HAS_TRITON:
         return "this process: Triton is not installed"
     if q.device.type != "cuda" and not _INTERPRETED:
         return f"tensors on {q.device.type} (it needs a GPU)"

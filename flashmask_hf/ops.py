@@ -6,6 +6,7 @@ attention operators hold `flash_attn`, which selective activation checkpointing 
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import torch
@@ -16,16 +17,16 @@ from flashmask_hf import tiled
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.plan import Plan
 
-__all__ = ["attention", "device_assert", "flash_attn_backward", "flash_attn_forward", "make_plan"]
+__all__ = ["HAS_TRITON", "attention", "device_assert", "flash_attn_backward", "flash_attn_forward", "make_plan"]
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def _builder(indices: Tensor) -> Any:
     """The plan builder for a device: a Triton kernel where Triton runs, torch operations elsewhere. Same result."""
-    if indices.device.type == "cuda":
-        try:
-            from flashmask_hf.kernels.plan import build_plan
-        except ImportError:
-            return _plan.build_plan
+    if indices.device.type == "cuda" and HAS_TRITON:
+        from flashmask_hf.kernels.plan import build_plan
+
         return build_plan
     return _plan.build_plan
 

@@ -8,7 +8,7 @@ partial or visible (`mask.classify_tiles`). Three tensors hold the outcome for b
 * `counts` int32 [B, Hm, Tq, 2], how many there are of each.
 * `segments` int32 [B, Hm, Tk, VISIBLE_SEGMENTS + PARTIAL_SEGMENTS, 2], for each key tile the row tiles to walk as
   [start, end) ranges. Two hidden intervals, or one and a diagonal, leave at most three visible ranges and four partial
-  ones, the edges; there is room for one more. Unused ranges are empty.
+  ones, the edges. Unused ranges are empty.
 
 The lists would grow with the square of the length; the tiles get wider instead once a row holds more than
 `MAX_COLUMN_TILES` of them, so the plan stays under 64 bytes per token and mask head in rows of 256 tokens and more.
@@ -42,7 +42,7 @@ COLUMNS = 128
 """Key columns of a plan tile; a multiple of it in rows longer than `MAX_COLUMN_TILES` tiles."""
 MAX_COLUMN_TILES = 3840
 VISIBLE_SEGMENTS = 3
-PARTIAL_SEGMENTS = 5
+PARTIAL_SEGMENTS = 4
 
 
 class Plan(NamedTuple):

@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from flashmask_hf.kernels.configs import Config, keys_config, queries_config
-from flashmask_hf.kernels.forward import LOG2_E_CONST, score_factors
 from flashmask_hf.kernels.tiles import (
+    LOG2_E,
     block_of,
     can_describe,
     dot_precision,
@@ -20,6 +20,8 @@ from flashmask_hf.kernels.tiles import (
     load_intervals,
     load_tile,
     operand,
+    row_place,
+    score_factors,
     store_tile,
     tanh,
 )
@@ -48,7 +50,7 @@ def _row_delta(
 def _load_row_statistics(lse, delta, at, rows, q_len):
     """Lse in units of log2 and delta; a row that is past the end or sees nothing gets lse = inf, so weights of 0."""
     row_lse = tl.load(lse + at + rows, mask=rows < q_len, other=float("inf"))
-    row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse) * LOG2_E_CONST
+    row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse) * LOG2_E
     return row_lse, tl.load(delta + at + rows, mask=rows < q_len, other=0.0)
 
 
@@ -130,14 +132,12 @@ def _backward_keys(
         s1, e1 = tl.load(ranges + 2) * SUBROWS, tl.load(ranges + 3) * SUBROWS
         s2, e2 = tl.load(ranges + 4) * SUBROWS, tl.load(ranges + 5) * SUBROWS
         s3, e3 = tl.load(ranges + 6) * SUBROWS, tl.load(ranges + 7) * SUBROWS
-        s4, e4 = tl.load(ranges + 8) * SUBROWS, tl.load(ranges + 9) * SUBROWS
         n0 = e0 - s0
         n1 = n0 + e1 - s1
         n2 = n1 + e2 - s2
-        n3 = n2 + e3 - s3
-        for step in tl.range(0, n3 + e4 - s4):
+        for step in tl.range(0, n2 + e3 - s3):
             row = step + s0 + tl.where(step >= n0, s1 - e0, 0) + tl.where(step >= n1, s2 - e1, 0)
-            row = (row + tl.where(step >= n2, s3 - e2, 0) + tl.where(step >= n3, s4 - e3, 0)) * BLOCK_M
+            row = (row + tl.where(step >= n2, s3 - e2, 0)) * BLOCK_M
             dkeys, dvalues = _accumulate_keys(
                 dkeys, dvalues, keys, values, q, dout, lse, delta, start, end, other_start, other_end,
                 batch, head, at, row, column, q_b, q_h, q_s, q_d, do_b, do_h, do_s, do_d,
@@ -185,11 +185,7 @@ def _backward_queries(
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     SUBROWS: tl.constexpr, SUBTILES: tl.constexpr,
 ):  # fmt: skip
-    tile = n_rows - 1 - tl.program_id(0) % n_rows
-    batch = tl.program_id(0) // n_rows // heads
-    head = tl.program_id(0) // n_rows % heads
-    kv_head = head // (heads // kv_heads)
-    mask = ((batch % mask_batch) * mask_heads + head // (heads // mask_heads)).to(tl.int64)
+    tile, batch, head, kv_head, mask = row_place(n_rows, heads, kv_heads, mask_batch, mask_heads)
     row = tile * BLOCK_M
     plan_row = mask * n_q + tile // SUBROWS
     tiles += plan_row * n_kv

@@ -55,10 +55,15 @@ def forward_config(x: Tensor, block_d: int, block_v: int, n: int) -> Config:
         x: the queries [B, Hq, Sq, D]; the device, the dtype and Sq count.
         block_d: tile width that holds D.
         block_v: tile width that holds Dv.
-        n: columns of the mask's last axis, whose vectors stream with the keys.
+        n: columns of the mask's last axis, whose vectors stream with the keys, one stage behind.
     """
     config = _pick(
-        _FORWARD, x, block_d, block_v, lambda c: c.rows * block_d, lambda c: c.columns * (block_d + block_v + 2 * n)
+        _FORWARD,
+        x,
+        block_d,
+        block_v,
+        lambda c: c.rows * block_d + (c.stages - 1) * c.columns * 2 * n,
+        lambda c: c.columns * (block_d + block_v),
     )
     return config._replace(rows=min(config.rows, max(16, triton.next_power_of_2(x.shape[2]))))
 
@@ -114,4 +119,4 @@ def usable_shared_memory(total: int, major: int) -> int:
 
     On Blackwell (compute capability 10 and up) accumulators, too, pass through it, from and to tensor memory.
     """
-    return total - 1280 - (64 * 1024 if major >= 10 else 0)
+    return total - 256 - (64 * 1024 if major >= 10 else 0)

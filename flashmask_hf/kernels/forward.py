@@ -19,6 +19,8 @@ from flashmask_hf.kernels.tiles import (
     load_intervals,
     load_tile,
     operand,
+    row_place,
+    score_factors,
     store_tile,
     tanh,
 )
@@ -62,12 +64,7 @@ def _forward(
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     SUBROWS: tl.constexpr, SUBTILES: tl.constexpr,
 ):  # fmt: skip
-    # Neighbouring programs share a head's keys; the last rows, which see most under a causal mask, go first.
-    tile = n_rows - 1 - tl.program_id(0) % n_rows
-    batch = tl.program_id(0) // n_rows // heads
-    head = tl.program_id(0) // n_rows % heads
-    kv_head = head // (heads // kv_heads)
-    mask = ((batch % mask_batch) * mask_heads + head // (heads // mask_heads)).to(tl.int64)
+    tile, batch, head, kv_head, mask = row_place(n_rows, heads, kv_heads, mask_batch, mask_heads)
     row = tile * BLOCK_M
     plan_row = mask * n_q + tile // SUBROWS
     tiles += plan_row * n_kv
@@ -78,7 +75,7 @@ def _forward(
     top = tl.full([BLOCK_M], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     if SINKS:
-        sink = tl.load(sinks + head).to(tl.float32) * LOG2_E_CONST
+        sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
         top = tl.zeros([BLOCK_M], tl.float32) + tl.maximum(sink, LOWEST)
         total = tl.math.exp2(sink - top)  # 1, or 0 if the sink is -inf
 
@@ -103,13 +100,9 @@ def _forward(
     acc = acc / tl.where(seen, total, 1.0)[:, None]
     store_tile(out, acc, batch, head, row, out_b, out_h, out_s, out_d, q_len, v_dim, BLOCK_M, BLOCK_V)
     rows = row + tl.arange(0, BLOCK_M)
-    log_sum = tl.where(seen, (top + tl.math.log2(tl.where(seen, total, 1.0))) * LN_2_CONST, float("-inf"))
+    log_sum = tl.where(seen, (top + tl.math.log2(tl.where(seen, total, 1.0))) * LN_2, float("-inf"))
     base = lse + (batch.to(tl.int64) * heads + head) * q_len
     tl.store(base + rows, log_sum, mask=rows < q_len)
-
-
-LOG2_E_CONST = tl.constexpr(LOG2_E)
-LN_2_CONST = tl.constexpr(LN_2)
 
 
 def forward(
@@ -148,8 +141,3 @@ def forward(
             num_warps=config.warps, num_stages=config.stages,
         )  # fmt: skip
     return out, lse
-
-
-def score_factors(scale: float, softcap: float) -> tuple[float, float]:
-    """(factor, bend): logits in units of log2 are factor * scores, or factor * tanh(scores * bend) with a cap."""
-    return (softcap * LOG2_E, scale / softcap) if softcap else (scale * LOG2_E, 0.0)

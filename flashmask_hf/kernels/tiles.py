@@ -10,12 +10,25 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-LOG2_E = 1.4426950408889634
-LN_2 = 0.6931471805599453
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
 
 _NEVER = tl.constexpr(2147483647)
 LOWEST = tl.constexpr(-1.0e30)
 """Where a running maximum starts: finite, so that rows that see nothing need no care."""
+
+
+@triton.jit
+def row_place(n_rows, heads, kv_heads, mask_batch, mask_heads):
+    """(row tile, batch, head, kv_head, plan of the mask head as int64) of a program of one tile of query rows.
+
+    Neighbouring programs share a head's keys; the last rows, which see most under a causal mask, go first.
+    """
+    tile = n_rows - 1 - tl.program_id(0) % n_rows
+    batch = tl.program_id(0) // n_rows // heads
+    head = tl.program_id(0) // n_rows % heads
+    mask = ((batch % mask_batch) * mask_heads + head // (heads // mask_heads)).to(tl.int64)
+    return tile, batch, head, head // (heads // kv_heads), mask
 
 
 @triton.jit
@@ -92,12 +105,9 @@ def tanh(x):
     """Hyperbolic tangent to float32 accuracy: a series near 0, where the exponential form cancels."""
     square = x * x
     series = x * (1.0 + square * (-1.0 / 3 + square * (2.0 / 15 + square * (-17.0 / 315 + square * (62.0 / 2835)))))
-    decay = tl.math.exp2(tl.abs(x) * MINUS_TWO_LOG2_E)
+    decay = tl.math.exp2(tl.abs(x) * (-2.0 * LOG2_E))
     exact = (1.0 - decay) / (1.0 + decay)
     return tl.where(tl.abs(x) < 0.25, series, tl.where(x < 0, -exact, exact))
-
-
-MINUS_TWO_LOG2_E = tl.constexpr(-2.0 * LOG2_E)
 
 
 def operand(x: Tensor, block_s: int, block_d: int, tma: bool) -> Any:
@@ -132,6 +142,11 @@ def _descriptor_strides(x: Tensor) -> list[int]:
         step if size == 1 and axis < 3 else stride
         for axis, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True))
     ]
+
+
+def score_factors(scale: float, softcap: float) -> tuple[float, float]:
+    """(factor, bend): logits in units of log2 are factor * scores, or factor * tanh(scores * bend) with a cap."""
+    return (softcap * LOG2_E.value, scale / softcap) if softcap else (scale * LOG2_E.value, 0.0)
 
 
 def dot_precision(x: Tensor) -> str:
