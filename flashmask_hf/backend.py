@@ -74,6 +74,7 @@ _HARMLESS = {
     "output_attentions",
     "output_hidden_states",
     "output_router_logits",
+    "packed_index",
     "past_key_values",
     "position_embeddings",
     "return_dict",

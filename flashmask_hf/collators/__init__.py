@@ -1,9 +1,17 @@
 """Data collators that put documents into packed rows and emit the mask vectors."""
 
+from flashmask_hf.collators.forest import Forest, PackedRows, pack_forests
 from flashmask_hf.collators.language_modeling import (
     DataCollatorForPackedLanguageModeling,
     pack_dataset,
     packing_efficiency,
 )
 
-__all__ = ["DataCollatorForPackedLanguageModeling", "pack_dataset", "packing_efficiency"]
+__all__ = [
+    "DataCollatorForPackedLanguageModeling",
+    "Forest",
+    "PackedRows",
+    "pack_dataset",
+    "pack_forests",
+    "packing_efficiency",
+]

@@ -1,7 +1,8 @@
 """The packer: which examples share a row, and what a row looks like to attention.
 
 A row is a forest of token segments in depth-first order. In that order a causal mask needs one integer per token, the
-row where the token's subtree ends, and a token's position is its depth. A plain document is a tree of one segment.
+row where the subtree of the token's segment ends, and a token's position is its depth. A plain document is a tree of
+one segment; a shared question has its answers as children; a dialogue that branches at several turns goes deeper.
 """
 
 from __future__ import annotations
@@ -9,11 +10,233 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-__all__ = ["best_fit_decreasing", "lay_out"]
+__all__ = ["Forest", "PackedRows", "best_fit_decreasing", "lay_out", "pack_forests"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Forest:
+    """Token segments in depth-first order that stay in one row: a tree, or several side by side.
+
+    Args:
+        tokens: token ids of all segments one after another, int64 [n].
+        lengths: tokens of each segment, at least 1, int64 [segments]; sums to n.
+        parents: index of each segment's parent, -1 for a root, int64 [segments]. A segment stands behind its parent's
+            earlier children and all that descends from them.
+
+    Raises:
+        ValueError: the segments do not fit the tokens, are empty, or are in another order.
+    """
+
+    tokens: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    parents: NDArray[np.int64]
+
+    def __post_init__(self):
+        if not self.lengths.size or (self.lengths < 1).any():
+            raise ValueError("a segment is empty; every segment needs at least one token")
+        if self.lengths.sum() != len(self.tokens) or len(self.lengths) != len(self.parents):
+            raise ValueError(
+                f"lengths {self.lengths.tolist()} and parents {self.parents.tolist()} must have an entry per segment, "
+                f"and lengths must sum to the {len(self.tokens)} tokens"
+            )
+        open_segments: list[int] = []  # from a root to the segment before
+        for segment, parent in enumerate(self.parents.tolist()):
+            while open_segments and open_segments[-1] != parent:
+                open_segments.pop()
+            if not open_segments and parent != -1:
+                raise ValueError(
+                    f"parents {self.parents.tolist()} are not in depth-first order: segment {segment} must come right "
+                    f"after segment {parent} or what descends from it"
+                )
+            open_segments.append(segment)
+
+    @classmethod
+    def from_trees(cls, *trees: Any) -> Forest:
+        """A forest from nested token lists, in the grammar of `masks.tree`.
+
+        Args:
+            trees: the roots. A node is its token ids, a list; or a tuple (token ids, [children]).
+
+        Raises:
+            TypeError: a node is neither a list of integers nor such a tuple.
+            ValueError: a node is empty.
+
+        Example:
+            >>> from flashmask_hf.collators import Forest
+            >>> forest = Forest.from_trees(([1, 2], [([3], [[4], [5, 6]]), [7]]))
+            >>> forest.tokens.tolist(), forest.lengths.tolist(), forest.parents.tolist()
+            ([1, 2, 3, 4, 5, 6, 7], [2, 1, 1, 2, 1], [-1, 0, 1, 1, 0])
+        """
+        segments: list[NDArray[np.int64]] = []
+        parents: list[int] = []
+        todo = [(f"trees[{index}]", tree, -1) for index, tree in enumerate(trees)][::-1]
+        while todo:
+            name, node, parent = todo.pop()
+            tokens, children = node if isinstance(node, tuple) and len(node) == 2 else (node, [])
+            segment = np.asarray(tokens)
+            if isinstance(tokens, tuple) or segment.ndim != 1 or (segment.size and segment.dtype.kind not in "iu"):
+                raise TypeError(f"{name} must be a list of token ids, or a tuple (list of token ids, [children])")
+            if not segment.size:
+                raise ValueError(f"{name} is empty; leave it out, or give it at least one token")
+            here = len(segments)
+            segments.append(segment.astype(np.int64, copy=False))
+            parents.append(parent)
+            todo += [(f"{name}[1][{index}]", child, here) for index, child in enumerate(children)][::-1]
+        if not segments:
+            raise ValueError("trees is empty: a forest needs at least one tree")
+        return cls(np.concatenate(segments), np.array([len(x) for x in segments]), np.array(parents))
+
+    @classmethod
+    def shared_question(cls, question: NDArray[np.int64], answers: Sequence[NDArray[np.int64]]) -> Forest:
+        """A question, int64 [Q], with answers as its children, int64 [A] each; see the class for what raises."""
+        tokens = np.concatenate([question, *answers])
+        lengths = np.array([len(question), *(len(answer) for answer in answers)])
+        return cls(tokens, lengths, np.array([-1] + [0] * len(answers)))
+
+    def path(self, segment: int) -> NDArray[np.int64]:
+        """The tokens on the way from the root through the end of a segment, as indices into `tokens`."""
+        ends = np.cumsum(self.lengths)
+        ranges: list[NDArray[np.int64]] = []
+        while segment != -1:
+            ranges.append(np.arange(ends[segment] - self.lengths[segment], ends[segment]))
+            segment = int(self.parents[segment])
+        return np.concatenate(ranges[::-1])
+
+    def leaves(self) -> list[int]:
+        """The segments without children, in order."""
+        inner = set(self.parents.tolist())
+        return [segment for segment in range(len(self.parents)) if segment not in inner]
+
+    def depth(self) -> int:
+        """Tokens on the longest path: the positions that a model needs."""
+        return int(_depths(self.lengths, self.parents).max())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedRows:
+    """What `pack_forests` makes.
+
+    Args:
+        input_ids: int64 [R, S], `pad_token_id` behind the last forest of a row.
+        position_ids: int64 [R, S], depth of each token, 0 for padding.
+        subtree_ends: int32 [R, S], the row where the subtree of each token's segment ends, 0 for padding.
+        starts: int64 [forests], place of each forest's first token in the flattened rows.
+        forests: the forests, in the order given.
+    """
+
+    input_ids: NDArray[np.int64]
+    position_ids: NDArray[np.int64]
+    subtree_ends: NDArray[np.int32]
+    starts: NDArray[np.int64]
+    forests: Sequence[Forest]
+
+    def batch(self) -> dict[str, Tensor]:
+        """What a model takes: input_ids and position_ids, int64 [R, S], startend_row_indices, int32 [R, 1, S, 1]."""
+        return {
+            "input_ids": torch.from_numpy(self.input_ids),
+            "position_ids": torch.from_numpy(self.position_ids),
+            "startend_row_indices": torch.from_numpy(self.subtree_ends)[:, None, :, None],
+        }
+
+    def paths(self, forest: int) -> list[Tensor]:
+        """For each leaf of a forest, int64 [tokens]: where its path's tokens stand in the flattened rows."""
+        trees = self.forests[forest]
+        return [torch.from_numpy(self.starts[forest] + trees.path(leaf)) for leaf in trees.leaves()]
+
+    def spread(self, values: Sequence[NDArray[np.int64]], filler: int) -> NDArray[np.int64]:
+        """Values of each forest's tokens, int64 [n] per forest, where the tokens stand, int64 [R, S]."""
+        spread = np.full(self.input_ids.size, filler, dtype=np.int64)
+        for start, own in zip(self.starts.tolist(), values, strict=True):
+            spread[start : start + len(own)] = own
+        return spread.reshape(self.input_ids.shape)
+
+
+def pack_forests(
+    forests: Sequence[Forest],
+    max_length: int | None = None,
+    *,
+    pad_token_id: int = 0,
+    pad_to_multiple_of: int | None = None,
+    max_position_embeddings: int | None = None,
+    names: Sequence[str] | None = None,
+) -> PackedRows:
+    """Put forests into rows; one is never split.
+
+    Args:
+        forests: what to pack.
+        max_length: None makes one row, forests in the order given. A number makes rows of exactly that many tokens,
+            filled best-fit-decreasing and padded at the end.
+        pad_token_id: token id of the padding. Nothing sees padding, so any id of the vocabulary serves.
+        pad_to_multiple_of: pad the single row to a multiple of this. Rows of `max_length` must be one already.
+        max_position_embeddings: the model's number of positions; a deeper tree raises. None does not check.
+        names: what error messages call each forest; None is "forests[0]" and so on.
+
+    Returns:
+        PackedRows: `batch()` goes to the model, `paths(i)` leads from every leaf of a forest to its tokens.
+
+    Raises:
+        ValueError: `forests` is empty, or one is longer than a row or deeper than the model's positions. The message
+            names it and the way out.
+
+    Example:
+        >>> from flashmask_hf.collators import Forest, pack_forests
+        >>> rows = pack_forests([Forest.from_trees(([1, 2, 3], [[4, 5], [6]])), Forest.from_trees([7, 8])])
+        >>> rows.input_ids
+        array([[1, 2, 3, 4, 5, 6, 7, 8]])
+        >>> rows.position_ids
+        array([[0, 1, 2, 3, 4, 3, 0, 1]])
+        >>> rows.subtree_ends
+        array([[6, 6, 6, 5, 5, 6, 8, 8]], dtype=int32)
+        >>> [path.tolist() for path in rows.paths(0)]
+        [[0, 1, 2, 3, 4], [0, 1, 2, 5]]
+    """
+    if not forests:
+        raise ValueError("forests is empty: there is nothing to pack")
+    sizes = [len(forest.tokens) for forest in forests]
+    for index, (forest, size) in enumerate(zip(forests, sizes, strict=True)):
+        name = f"forests[{index}]" if names is None else names[index]
+        if max_length is not None and size > max_length:
+            raise ValueError(
+                f"{name} has {size} tokens, more than the {max_length} of a row; make rows longer, or shorten or "
+                "remove it"
+            )
+        if max_position_embeddings is not None and (depth := forest.depth()) > max_position_embeddings:
+            raise ValueError(
+                f"{name} is {depth} tokens deep, but the model has {max_position_embeddings} positions "
+                "(max_position_embeddings); truncate it to fit, or take a model with more positions"
+            )
+    if max_length is None:
+        members = [list(range(len(forests)))]
+        multiple = pad_to_multiple_of or 1
+        row_length = -(-sum(sizes) // multiple) * multiple
+    else:
+        members, row_length = best_fit_decreasing(sizes, max_length), max_length
+    shape = (len(members), row_length)
+    input_ids = np.full(shape, pad_token_id, dtype=np.int64)
+    position_ids = np.empty(shape, dtype=np.int64)
+    subtree_ends = np.empty(shape, dtype=np.int32)
+    starts = np.empty(len(forests), dtype=np.int64)
+    for row, chosen in enumerate(members):
+        token, segment = 0, 0
+        parents: list[NDArray[np.int64]] = []
+        for index in chosen:
+            forest = forests[index]
+            input_ids[row, token : token + sizes[index]] = forest.tokens
+            parents.append(np.where(forest.parents < 0, -1, forest.parents + segment))
+            starts[index] = row * row_length + token
+            token += sizes[index]
+            segment += len(forest.lengths)
+        lengths = np.concatenate([forests[index].lengths for index in chosen])
+        position_ids[row], subtree_ends[row] = lay_out(lengths, row_length, np.concatenate(parents))
+    return PackedRows(input_ids, position_ids, subtree_ends, starts, forests)
 
 
 def best_fit_decreasing(lengths: Sequence[int] | NDArray[np.int64], capacity: int) -> list[list[int]]:
@@ -68,33 +291,54 @@ def best_fit_decreasing(lengths: Sequence[int] | NDArray[np.int64], capacity: in
     return sorted(bins)
 
 
-def lay_out(lengths: Sequence[int] | NDArray[np.int64], row_length: int) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    """Where the tokens of one row sit: documents one after another, padding behind them.
+def lay_out(
+    lengths: Sequence[int] | NDArray[np.int64],
+    row_length: int,
+    parents: Sequence[int] | NDArray[np.int64] | None = None,
+) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+    """Where the tokens of one row sit: segments one after another, padding behind them.
 
     Args:
-        lengths: number of tokens of each document, in row order.
+        lengths: number of tokens of each segment, in depth-first order.
         row_length: tokens of the row, at least the sum of `lengths`.
+        parents: index of each segment's parent, -1 for a root, in depth-first order; None makes each a root.
 
     Returns:
-        position_ids, int64 [row_length]: depth of each token in its document, 0 for padding; subtree_ends, int32
-        [row_length]: the row after the last token of its document. Padding has 0 there: hidden from every row. It sees
-        nothing either, since every document ends before it.
+        position_ids, int64 [row_length]: depth of each token in its tree, 0 for padding; subtree_ends, int32
+        [row_length]: the row after the last token that descends from its segment. Padding has 0 there: hidden from
+        every row. It sees nothing either, since every tree ends before it.
 
     Raises:
-        ValueError: the documents do not fit into the row.
+        ValueError: the segments do not fit into the row.
 
     Example:
         >>> position_ids, subtree_ends = lay_out([3, 2], row_length=6)
         >>> position_ids.tolist(), subtree_ends.tolist()
         ([0, 1, 2, 0, 1, 0], [3, 3, 3, 5, 5, 0])
+        >>> position_ids, subtree_ends = lay_out([2, 1, 2], row_length=5, parents=[-1, 0, 0])
+        >>> position_ids.tolist(), subtree_ends.tolist()
+        ([0, 1, 2, 2, 3], [5, 5, 3, 5, 5])
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     ends = np.cumsum(sizes)
     real = int(ends[-1]) if sizes.size else 0
     if real > row_length:
         raise ValueError(f"lengths sum to {real}, which is more than row_length {row_length}")
+    above = np.full(len(sizes), -1, dtype=np.int64) if parents is None else np.asarray(parents, dtype=np.int64)
+    tops = _depths(sizes, above) - sizes  # depth where each segment starts
+    last = ends.copy()
+    for segment in np.flatnonzero(above >= 0)[::-1].tolist():
+        last[above[segment]] = max(last[above[segment]], last[segment])
     position_ids = np.zeros(row_length, dtype=np.int64)
     subtree_ends = np.zeros(row_length, dtype=np.int32)
-    position_ids[:real] = np.arange(real) - np.repeat(ends - sizes, sizes)
-    subtree_ends[:real] = np.repeat(ends, sizes)
+    position_ids[:real] = np.arange(real) - np.repeat(ends - sizes - tops, sizes)
+    subtree_ends[:real] = np.repeat(last, sizes)
     return position_ids, subtree_ends
+
+
+def _depths(lengths: NDArray[np.int64], parents: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Depth of the end of each segment."""
+    depths = lengths.copy()
+    for segment in np.flatnonzero(parents >= 0).tolist():
+        depths[segment] += depths[parents[segment]]
+    return depths

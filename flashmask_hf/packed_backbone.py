@@ -1,0 +1,88 @@
+"""Run a model's backbone on packed rows while its head, and every loss after it, keep their usual batch.
+
+A batch brings both: the usual `input_ids` of one sequence per answer, and the packed rows in which every question
+stands once. Hooks on the backbone swap the first for the second on the way in, and on the way out lay the hidden
+states out as if each answer had been run with a question of its own. Nothing is replaced, so adapters, wrappers of
+distributed training and TRL's fused language model head work as they do without.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from flashmask_hf.collators.forest import PackedRows
+
+__all__ = ["packed_inputs", "run_packed"]
+
+_IDS, _POSITIONS, _INDEX = "packed_input_ids", "packed_position_ids", "packed_index"
+
+
+def packed_inputs(rows: PackedRows, index: Tensor) -> dict[str, Tensor]:
+    """What a batch holds besides the usual keys.
+
+    Args:
+        rows: the packed rows, [R, S].
+        index: int64 [N, L], the place in the flattened rows of each token of the usual batch. Places that nothing
+            reads, such as padding, may hold any; different ones, or their zero gradients queue up at one row.
+
+    Returns:
+        `packed_input_ids` and `packed_position_ids`, int64 [R, S]; `startend_row_indices`, int32 [R, 1, S, 1]; and
+        `packed_index`.
+    """
+    batch = rows.batch()
+    return {
+        _IDS: batch["input_ids"],
+        _POSITIONS: batch["position_ids"],
+        "startend_row_indices": batch["startend_row_indices"],
+        _INDEX: index,
+    }
+
+
+def run_packed(model: Any) -> None:
+    """Make a model take the keys of `packed_inputs`; repeating it is fine. Calls without them run as before.
+
+    Args:
+        model: a transformers model with a head, or a PEFT model around one, not wrapped for distributed training.
+
+    Raises:
+        ValueError: the model's attention is not "flashmask", under which alone a packed row means what it says.
+    """
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    backbone = inner.base_model
+    _check_attention(backbone)
+    if _enter not in backbone._forward_pre_hooks.values():
+        backbone.register_forward_pre_hook(_enter, with_kwargs=True)
+        backbone.register_forward_hook(_leave, with_kwargs=True)
+
+
+def _enter(backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if kwargs.get(_IDS) is None:
+        return None
+    _check_attention(backbone)
+    packed = {key: value for key, value in kwargs.items() if key not in (_IDS, _POSITIONS, "inputs_embeds")}
+    packed |= {"input_ids": kwargs[_IDS], "position_ids": kwargs[_POSITIONS], "attention_mask": None}
+    return (), packed
+
+
+def _leave(backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    index = kwargs.get(_INDEX)
+    if index is None:
+        return None
+    output.last_hidden_state = output.last_hidden_state.flatten(0, 1)[index]
+    if output.get("hidden_states") is not None:
+        output.hidden_states = tuple(states.flatten(0, 1)[index] for states in output.hidden_states)
+    if output.get("router_logits") is not None:  # of a mixture of experts, [R * S, experts] each
+        output.router_logits = tuple(logits[index.flatten().to(logits.device)] for logits in output.router_logits)
+    return output
+
+
+def _check_attention(backbone: Any) -> None:
+    name = backbone.config._attn_implementation
+    if name != "flashmask":
+        raise ValueError(
+            f"packed rows need attn_implementation='flashmask', but the model has {name!r}, which would let answers "
+            "see each other; load it with from_pretrained(..., attn_implementation='flashmask'), or call "
+            "model.set_attn_implementation('flashmask')"
+        )
