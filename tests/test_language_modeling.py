@@ -157,6 +157,14 @@ def test_labels_follow_the_assistant_and_both_masks():
     assert DataCollatorForPackedLanguageModeling()([example])["labels"].tolist() == [[-100, -100, -100, 8]]
 
 
+def test_other_keys_are_ignored():
+    example = {"input_ids": [5, 6, 7], "assistant_masks": [0, 1, 1], "attention_mask": [1, 1, 1]}
+    extra = {"dataset": "flan_v2", "id": "flan_v2_0", "messages": [{"role": "user", "content": "w5"}], "tools": None}
+    batch, plain = (DataCollatorForPackedLanguageModeling()([one]) for one in ({**extra, **example}, example))
+    assert list(batch) == list(plain)
+    assert all(torch.equal(batch[name], plain[name]) for name in plain)
+
+
 def test_given_labels_are_used_as_they_are():
     example = {"input_ids": [5, 6, 7], "labels": [5, -100, 9], "completion_mask": [0, 0, 0]}
     assert DataCollatorForPackedLanguageModeling()([example])["labels"].tolist() == [[-100, -100, 9]]
@@ -209,6 +217,7 @@ def test_bad_options_raise(options, message):
         ({}, {"input_ids": []}, ValueError, "example 1 is empty; remove it"),
         ({}, {"input_ids": [1.5]}, TypeError, "input_ids of example 1 must be integers"),
         ({}, {"input_ids": [[1, 2]]}, TypeError, "input_ids of example 1 must be a flat sequence"),
+        ({}, {"input_ids": [1, [2]]}, TypeError, "input_ids of example 1 must be a flat sequence"),
         ({}, {"input_ids": [1, 2], "labels": [1]}, ValueError, "labels of example 1 has 1 entries"),
         ({}, {"input_ids": [1, 2], "completion_mask": [1]}, ValueError, "completion_mask of example 1"),
         ({}, {"input_ids": [1, 2], "attention_mask": [1, 0]}, ValueError, "example 1 holds padding"),
@@ -224,7 +233,7 @@ def test_bad_options_raise(options, message):
             ValueError,
             "example 1 is a packed row of 5 tokens",
         ),
-        ({"max_position_embeddings": 4}, {"input_ids": [1] * 5}, ValueError, "example 1 has a document of 5 tokens"),
+        ({"max_position_embeddings": 4}, {"input_ids": [1] * 5}, ValueError, "example 1 is 5 tokens deep"),
     ],
 )
 def test_a_bad_example_raises_with_its_index(options, example, error, message):
@@ -362,7 +371,7 @@ def test_pack_dataset_takes_any_view_of_a_dataset(view):
         ({"text": ["a"]}, {}, ValueError, "no input_ids column; tokenize it first"),
         ({"input_ids": []}, {}, ValueError, "dataset is empty"),
         ({"input_ids": [[1]], "seq_lengths": [[1]]}, {}, ValueError, "packed already"),
-        ({"input_ids": [[1], [2] * 7]}, {"max_position_embeddings": 6}, ValueError, "example 1 has a document of 7"),
+        ({"input_ids": [[1], [2] * 7]}, {"max_position_embeddings": 6}, ValueError, "example 1 is 7 tokens deep"),
         ({"input_ids": [[1]]}, {"truncation_mode": "middle"}, ValueError, "truncation_mode must be one of"),
         ({"input_ids": [[1]]}, {"truncation_mode": "keep_end", "split": True}, ValueError, "exclude each other"),
         ({"input_ids": [[1]]}, {"batch_size": 0}, ValueError, "at least 1"),
@@ -430,11 +439,28 @@ def test_a_packed_row_has_the_loss_and_gradients_of_its_documents(options):
     torch.testing.assert_close(gradient, gradients / count, rtol=1e-4, atol=1e-6)
 
 
+CHAT_TEMPLATE = (  # each turn ends with <eos>; w3 stands before an assistant's, w4 before any other
+    "{% for message in messages %}"
+    "{% if message['role'] == 'assistant' %}"
+    "w3 {% generation %}{{ message['content'] }} <eos>{% endgeneration %} "
+    "{% else %}"
+    "w4 {{ message['content'] }} <eos> "
+    "{% endif %}"
+    "{% endfor %}"
+)
+
+
 def tokenizer():
     vocab = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {f"w{i}": i for i in range(3, VOCAB)}
     words = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        chat_template=CHAT_TEMPLATE,
+    )
 
 
 def sft_losses(path, attn_implementation, train_dataset, *, collator=None, **options):
@@ -490,3 +516,46 @@ def test_the_collator_in_the_stock_trainer_equals_padded_batches(tmp_path):
     torch.testing.assert_close(packed, padded, rtol=1e-4, atol=1e-5)
     batch = next(iter(trainer.get_train_dataloader()))
     assert batch["input_ids"].shape[0] == 1
+
+
+def conversations(count):
+    """Columns as those of allenai/tulu-v2-sft-mixture: one to three exchanges, every third behind a system turn."""
+    rng = np.random.default_rng(0)
+    rows = []
+    for index in range(count):
+        roles = ["system"] * (index % 3 == 0) + ["user", "assistant"] * (1 + index % 3)
+        turns = [" ".join(f"w{word}" for word in rng.integers(5, VOCAB, rng.integers(1, 9))) for _ in roles]
+        messages = [{"role": role, "content": turn} for role, turn in zip(roles, turns, strict=True)]
+        rows.append({"dataset": "flan_v2", "id": f"flan_v2_{index}", "messages": messages})
+    return Dataset.from_list(rows)
+
+
+@pytest.mark.parametrize("assistant_only", [False, True], ids=["all turns", "assistant turns"])
+def test_conversations_train_in_the_stock_trainer(tmp_path, assistant_only):
+    source = conversations(12)
+    options = {"max_length": None, "assistant_only_loss": assistant_only}
+    packed, trainer = sft_losses(
+        tmp_path,
+        "flashmask",
+        source,
+        collator=DataCollatorForPackedLanguageModeling(),
+        remove_unused_columns=False,  # so that the collator meets dataset, id and messages
+        **options,
+    )
+    padded, _ = sft_losses(tmp_path, "eager", source, **options)
+    torch.testing.assert_close(packed, padded, rtol=1e-4, atol=1e-5)
+
+    prepared = Dataset.from_list(list(trainer.train_dataset))
+    assert {"dataset", "id", "messages", "input_ids"} < set(prepared.column_names)
+    batch = DataCollatorForPackedLanguageModeling()(prepared.select([0, 1]).to_list())
+    learnt = batch["labels"][batch["labels"] != -100].tolist()
+    if assistant_only:
+        turns = flat(source[:2]["messages"])
+        said = " ".join(turn["content"] + " <eos>" for turn in turns if turn["role"] == "assistant")
+        assert learnt == tokenizer()(said)["input_ids"]
+    else:
+        assert learnt == flat(tokens[1:] for tokens in prepared[:2]["input_ids"])
+
+    rows = pack_dataset(prepared, 128)
+    assert sorted(unpack(rows)) == sorted(prepared["input_ids"])
+    assert set(rows.column_names) <= {"input_ids", "labels", "assistant_masks", "seq_lengths"}

@@ -6,12 +6,15 @@ from flashmask_hf.collators.language_modeling import (
     pack_dataset,
     packing_efficiency,
 )
+from flashmask_hf.collators.preference import DataCollatorForSharedQuestion, preference_columns
 
 __all__ = [
     "DataCollatorForPackedLanguageModeling",
+    "DataCollatorForSharedQuestion",
     "Forest",
     "PackedRows",
     "pack_dataset",
     "pack_forests",
     "packing_efficiency",
+    "preference_columns",
 ]

@@ -11,28 +11,51 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["Forest", "PackedRows", "best_fit_decreasing", "lay_out", "pack_forests"]
+__all__ = [
+    "Forest",
+    "PackedRows",
+    "best_fit_decreasing",
+    "check_row_options",
+    "integers",
+    "lay_out",
+    "pack_forests",
+    "too_deep",
+]
+
+TokenIds: TypeAlias = Sequence[int] | NDArray[np.int64]
+"""Token ids of one segment."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Forest:
     """Token segments in depth-first order that stay in one row: a tree, or several side by side.
 
+    In depth-first order a segment stands behind its parent, its parent's earlier children and all that descends from
+    them. Lists and other integer types are taken too, and kept as int64 arrays.
+
     Args:
         tokens: token ids of all segments one after another, int64 [n].
         lengths: tokens of each segment, at least 1, int64 [segments]; sums to n.
-        parents: index of each segment's parent, -1 for a root, int64 [segments]. A segment stands behind its parent's
-            earlier children and all that descends from them.
+        parents: index of each segment's parent, -1 for a root, int64 [segments].
 
     Raises:
-        ValueError: the segments do not fit the tokens, are empty, or are in another order.
+        TypeError: an argument is not a flat sequence of integers.
+        ValueError: there is no segment, one is empty, they do not fit the tokens, or they are in another order.
+
+    Example:
+        >>> from flashmask_hf.collators import Forest
+        >>> forest = Forest(tokens=[1, 2, 3, 4, 5, 6], lengths=[2, 1, 2, 1], parents=[-1, 0, 0, -1])
+        >>> forest.leaves(), forest.depth()
+        ([1, 2, 3], 4)
+        >>> forest.tokens[forest.path(2)]
+        array([1, 2, 4, 5])
     """
 
     tokens: NDArray[np.int64]
@@ -40,23 +63,29 @@ class Forest:
     parents: NDArray[np.int64]
 
     def __post_init__(self):
-        if not self.lengths.size or (self.lengths < 1).any():
-            raise ValueError("a segment is empty; every segment needs at least one token")
-        if self.lengths.sum() != len(self.tokens) or len(self.lengths) != len(self.parents):
+        for name in ("tokens", "lengths", "parents"):
+            object.__setattr__(self, name, integers(getattr(self, name), name))
+        if not self.lengths.size:
+            raise ValueError("lengths is empty: a forest needs at least one segment")
+        if len(self.parents) != len(self.lengths):
             raise ValueError(
-                f"lengths {self.lengths.tolist()} and parents {self.parents.tolist()} must have an entry per segment, "
-                f"and lengths must sum to the {len(self.tokens)} tokens"
+                f"parents has {len(self.parents)} entries, but lengths has {len(self.lengths)}; they must be one to one"
             )
-        open_segments: list[int] = []  # from a root to the segment before
+        if (self.lengths < 1).any():
+            empty = int((self.lengths < 1).argmax())
+            raise ValueError(f"segment {empty} is empty; leave it out, or give it at least one token")
+        if self.lengths.sum() != len(self.tokens):
+            raise ValueError(f"lengths sum to {self.lengths.sum()}, but there are {len(self.tokens)} tokens")
+        branch: list[int] = []  # from a root to the segment before
         for segment, parent in enumerate(self.parents.tolist()):
-            while open_segments and open_segments[-1] != parent:
-                open_segments.pop()
-            if not open_segments and parent != -1:
+            while branch and branch[-1] != parent:
+                branch.pop()
+            if not branch and parent != -1:
                 raise ValueError(
-                    f"parents {self.parents.tolist()} are not in depth-first order: segment {segment} must come right "
-                    f"after segment {parent} or what descends from it"
+                    f"parents[{segment}] is {parent}, but segments must come in depth-first order: a parent is the "
+                    "segment before, an ancestor of that, or -1 for a root"
                 )
-            open_segments.append(segment)
+            branch.append(segment)
 
     @classmethod
     def from_trees(cls, *trees: Any) -> Forest:
@@ -67,42 +96,58 @@ class Forest:
 
         Raises:
             TypeError: a node is neither a list of integers nor such a tuple.
-            ValueError: a node is empty.
+            ValueError: there is no tree, or a node is empty.
 
         Example:
             >>> from flashmask_hf.collators import Forest
-            >>> forest = Forest.from_trees(([1, 2], [([3], [[4], [5, 6]]), [7]]))
-            >>> forest.tokens.tolist(), forest.lengths.tolist(), forest.parents.tolist()
-            ([1, 2, 3, 4, 5, 6, 7], [2, 1, 1, 2, 1], [-1, 0, 1, 1, 0])
+            >>> forest = Forest.from_trees(([1, 2], [([3], [[4], [5, 6]]), [7]]), [8])
+            >>> forest.tokens
+            array([1, 2, 3, 4, 5, 6, 7, 8])
+            >>> forest.lengths, forest.parents
+            (array([2, 1, 1, 2, 1, 1]), array([-1,  0,  1,  1,  0, -1]))
         """
+        if not trees:
+            raise ValueError("trees is empty: a forest needs at least one tree")
         segments: list[NDArray[np.int64]] = []
         parents: list[int] = []
         todo = [(f"trees[{index}]", tree, -1) for index, tree in enumerate(trees)][::-1]
         while todo:
             name, node, parent = todo.pop()
-            tokens, children = node if isinstance(node, tuple) and len(node) == 2 else (node, [])
-            segment = np.asarray(tokens)
-            if isinstance(tokens, tuple) or segment.ndim != 1 or (segment.size and segment.dtype.kind not in "iu"):
-                raise TypeError(f"{name} must be a list of token ids, or a tuple (list of token ids, [children])")
+            has_children = isinstance(node, tuple) and len(node) == 2 and isinstance(node[1], (list, tuple))
+            tokens, children = node if has_children else (node, [])
+            try:
+                if isinstance(tokens, tuple):
+                    raise TypeError
+                segment = integers(tokens, name)
+            except TypeError:
+                raise TypeError(
+                    f"{name} must be a list of token ids, or a tuple (list of token ids, [children])"
+                ) from None
             if not segment.size:
                 raise ValueError(f"{name} is empty; leave it out, or give it at least one token")
-            here = len(segments)
-            segments.append(segment.astype(np.int64, copy=False))
+            todo += [(f"{name}[1][{index}]", child, len(segments)) for index, child in enumerate(children)][::-1]
+            segments.append(segment)
             parents.append(parent)
-            todo += [(f"{name}[1][{index}]", child, here) for index, child in enumerate(children)][::-1]
-        if not segments:
-            raise ValueError("trees is empty: a forest needs at least one tree")
-        return cls(np.concatenate(segments), np.array([len(x) for x in segments]), np.array(parents))
+        return cls(np.concatenate(segments), np.array([len(segment) for segment in segments]), np.array(parents))
 
     @classmethod
-    def shared_question(cls, question: NDArray[np.int64], answers: Sequence[NDArray[np.int64]]) -> Forest:
-        """A question, int64 [Q], with answers as its children, int64 [A] each; see the class for what raises."""
-        tokens = np.concatenate([question, *answers])
-        lengths = np.array([len(question), *(len(answer) for answer in answers)])
-        return cls(tokens, lengths, np.array([-1] + [0] * len(answers)))
+    def shared_question(cls, question: TokenIds, answers: Sequence[TokenIds]) -> Forest:
+        """A question, token ids [Q], with answers as its children, token ids [A] each; see the class for what raises.
+
+        Segment 0 is the question, segment 1 the first answer.
+        """
+        segments = [integers(question, "question")]
+        segments += [integers(answer, f"answers[{index}]") for index, answer in enumerate(answers)]
+        lengths = np.array([len(segment) for segment in segments])
+        return cls(np.concatenate(segments), lengths, np.array([-1] + [0] * len(answers)))
 
     def path(self, segment: int) -> NDArray[np.int64]:
-        """The tokens on the way from the root through the end of a segment, as indices into `tokens`."""
+        """Where the tokens on the way from the root through the end of a segment stand in `tokens`, int64 [depth].
+
+        Raises:
+            IndexError: there is no such segment.
+        """
+        segment = range(len(self.parents))[segment]
         ends = np.cumsum(self.lengths)
         ranges: list[NDArray[np.int64]] = []
         while segment != -1:
@@ -147,14 +192,32 @@ class PackedRows:
         }
 
     def paths(self, forest: int) -> list[Tensor]:
-        """For each leaf of a forest, int64 [tokens]: where its path's tokens stand in the flattened rows."""
+        """For each leaf of a forest, int64 [depth]: where its path's tokens stand in the flattened rows."""
         trees = self.forests[forest]
         return [torch.from_numpy(self.starts[forest] + trees.path(leaf)) for leaf in trees.leaves()]
 
     def spread(self, values: Sequence[NDArray[np.int64]], filler: int) -> NDArray[np.int64]:
-        """Values of each forest's tokens, int64 [n] per forest, where the tokens stand, int64 [R, S]."""
+        """Lay out something else than token ids, labels for example.
+
+        Args:
+            values: one number for each token of each forest, int64 [n] per forest.
+            filler: the number for padding.
+
+        Returns:
+            int64 [R, S]: each number where its token stands.
+
+        Raises:
+            ValueError: the numbers and the tokens are not one to one.
+        """
+        if len(values) != len(self.forests):
+            raise ValueError(f"values has {len(values)} entries for {len(self.forests)} forests; give one for each")
         spread = np.full(self.input_ids.size, filler, dtype=np.int64)
-        for start, own in zip(self.starts.tolist(), values, strict=True):
+        for index, (start, forest, own) in enumerate(zip(self.starts.tolist(), self.forests, values, strict=True)):
+            if len(own) != len(forest.tokens):
+                raise ValueError(
+                    f"values[{index}] has {len(own)} entries, but forests[{index}] has {len(forest.tokens)} tokens; "
+                    "they must be one to one"
+                )
             spread[start : start + len(own)] = own
         return spread.reshape(self.input_ids.shape)
 
@@ -183,8 +246,8 @@ def pack_forests(
         PackedRows: `batch()` goes to the model, `paths(i)` leads from every leaf of a forest to its tokens.
 
     Raises:
-        ValueError: `forests` is empty, or one is longer than a row or deeper than the model's positions. The message
-            names it and the way out.
+        ValueError: an option is out of range; `forests` is empty; or one is longer than a row or deeper than the
+            model's positions. The message names it and the way out.
 
     Example:
         >>> from flashmask_hf.collators import Forest, pack_forests
@@ -198,6 +261,7 @@ def pack_forests(
         >>> [path.tolist() for path in rows.paths(0)]
         [[0, 1, 2, 3, 4], [0, 1, 2, 5]]
     """
+    check_row_options(pad_token_id, max_length, pad_to_multiple_of, max_position_embeddings)
     if not forests:
         raise ValueError("forests is empty: there is nothing to pack")
     sizes = [len(forest.tokens) for forest in forests]
@@ -209,10 +273,7 @@ def pack_forests(
                 "remove it"
             )
         if max_position_embeddings is not None and (depth := forest.depth()) > max_position_embeddings:
-            raise ValueError(
-                f"{name} is {depth} tokens deep, but the model has {max_position_embeddings} positions "
-                "(max_position_embeddings); truncate it to fit, or take a model with more positions"
-            )
+            raise ValueError(too_deep(name, depth, max_position_embeddings))
     if max_length is None:
         members = [list(range(len(forests)))]
         multiple = pad_to_multiple_of or 1
@@ -334,6 +395,54 @@ def lay_out(
     position_ids[:real] = np.arange(real) - np.repeat(ends - sizes - tops, sizes)
     subtree_ends[:real] = np.repeat(last, sizes)
     return position_ids, subtree_ends
+
+
+def check_row_options(
+    pad_token_id: int,
+    row_length: int | None,
+    pad_to_multiple_of: int | None,
+    max_position_embeddings: int | None,
+    row_option: str = "max_length",
+) -> None:
+    """Raise a ValueError that names the first of these options of `pack_forests` that is out of range.
+
+    `row_option` is what the caller calls the number of tokens of a row.
+    """
+    if not isinstance(pad_token_id, int) or pad_token_id < 0:
+        raise ValueError(f"pad_token_id must be a token id, got {pad_token_id!r}; any one serves, for example 0")
+    for name, value in (
+        (row_option, row_length),
+        ("pad_to_multiple_of", pad_to_multiple_of),
+        ("max_position_embeddings", max_position_embeddings),
+    ):
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise ValueError(f"{name} must be a number of tokens, at least 1, or None, got {value!r}")
+    if row_length is not None and pad_to_multiple_of and row_length % pad_to_multiple_of:
+        raise ValueError(
+            f"{row_option} {row_length} must be a multiple of pad_to_multiple_of {pad_to_multiple_of}: rows have "
+            f"exactly {row_option} tokens"
+        )
+
+
+def integers(values: Any, what: str) -> NDArray[np.int64]:
+    """A flat sequence of integers or booleans as int64 [n]; a TypeError calls anything else by the name `what`."""
+    try:
+        array = np.asarray(values)
+    except ValueError:
+        raise TypeError(f"{what} must be a flat sequence of integers, got nested ones of different lengths") from None
+    if array.ndim != 1:
+        raise TypeError(f"{what} must be a flat sequence of integers, got {array.ndim} axes")
+    if array.size and array.dtype.kind not in "iub":
+        raise TypeError(f"{what} must be integers, got {array.dtype}")
+    return array.astype(np.int64, copy=False)
+
+
+def too_deep(name: str, depth: int, positions: int) -> str:
+    """The message for a tree that the model has too few positions for."""
+    return (
+        f"{name} is {depth} tokens deep, but the model has {positions} positions (max_position_embeddings); shorten it "
+        "to fit, or take a model with more positions"
+    )
 
 
 def _depths(lengths: NDArray[np.int64], parents: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -13,7 +13,14 @@ from datasets import Dataset, IterableDataset
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flashmask_hf.collators.forest import best_fit_decreasing, lay_out
+from flashmask_hf.collators.forest import (
+    Forest,
+    best_fit_decreasing,
+    check_row_options,
+    integers,
+    pack_forests,
+    too_deep,
+)
 
 __all__ = ["DataCollatorForPackedLanguageModeling", "pack_dataset", "packing_efficiency"]
 
@@ -24,14 +31,6 @@ TRUNCATION_MODES = ("error", "keep_start", "keep_end")
 _TOKEN_COLUMNS = ("input_ids", "labels", "completion_mask", "assistant_masks")
 
 SomeDataset = TypeVar("SomeDataset", bound=Dataset | IterableDataset)
-
-
-class _Packed(NamedTuple):
-    """An example after reading: one document, or several that were packed before."""
-
-    input_ids: NDArray[np.int64]  # [n]
-    labels: NDArray[np.int64]  # [n]
-    lengths: NDArray[np.int64]  # [documents], sums to n
 
 
 @dataclass
@@ -106,67 +105,44 @@ class DataCollatorForPackedLanguageModeling:
         _check_truncation_mode(self.truncation_mode)
         if self.max_length is None and self.truncation_mode != "error":
             raise ValueError(f"truncation_mode='{self.truncation_mode}' needs max_length, the length to truncate to")
-        if not isinstance(self.pad_token_id, int) or self.pad_token_id < 0:
-            raise ValueError(
-                f"pad_token_id must be a token id, got {self.pad_token_id!r}; any one serves, for example 0"
-            )
-        for name in ("max_length", "pad_to_multiple_of", "max_position_embeddings"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name} must be a number of tokens, at least 1, or None, got {value!r}")
-        if self.max_length is not None and self.pad_to_multiple_of and self.max_length % self.pad_to_multiple_of:
-            raise ValueError(
-                f"max_length {self.max_length} must be a multiple of pad_to_multiple_of {self.pad_to_multiple_of}: "
-                "rows have exactly max_length tokens"
-            )
+        check_row_options(self.pad_token_id, self.max_length, self.pad_to_multiple_of, self.max_position_embeddings)
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """Collate one batch; see the class."""
         if not examples:
             raise ValueError("examples is empty: a batch needs at least one example")
-        packed = [self._read(example, f"example {index}") for index, example in enumerate(examples)]
-        if self.max_length is None:
-            rows = [list(range(len(packed)))]
-            row_length = sum(len(example.input_ids) for example in packed)
-            if self.pad_to_multiple_of:
-                row_length += -row_length % self.pad_to_multiple_of
-        else:
-            rows = best_fit_decreasing([len(example.input_ids) for example in packed], self.max_length)
-            row_length = self.max_length
-        input_ids = np.full((len(rows), row_length), self.pad_token_id, dtype=np.int64)
-        labels = np.full((len(rows), row_length), IGNORED, dtype=np.int64)
-        position_ids = np.empty((len(rows), row_length), dtype=np.int64)
-        subtree_ends = np.empty((len(rows), row_length), dtype=np.int32)
-        for row, members in enumerate(rows):
-            tokens = np.concatenate([packed[member].input_ids for member in members])
-            input_ids[row, : len(tokens)] = tokens
-            labels[row, : len(tokens)] = np.concatenate([packed[member].labels for member in members])
-            lengths = np.concatenate([packed[member].lengths for member in members])
-            position_ids[row], subtree_ends[row] = lay_out(lengths, row_length)
-        labels[position_ids == 0] = IGNORED
-        return {  # input_ids first: accelerate takes the batch size from it
-            "input_ids": torch.from_numpy(input_ids),
-            "labels": torch.from_numpy(labels),
-            "position_ids": torch.from_numpy(position_ids),
-            "startend_row_indices": torch.from_numpy(subtree_ends)[:, None, :, None],
-        }
+        names = [f"example {index}" for index in range(len(examples))]
+        read = [self._read(example, name) for example, name in zip(examples, names, strict=True)]
+        rows = pack_forests(
+            [forest for forest, _ in read],
+            self.max_length,
+            pad_token_id=self.pad_token_id,
+            pad_to_multiple_of=self.pad_to_multiple_of,
+            max_position_embeddings=self.max_position_embeddings,
+            names=names,
+        )
+        labels = rows.spread([labels for _, labels in read], filler=IGNORED)
+        labels[rows.position_ids == 0] = IGNORED
+        batch = rows.batch()  # input_ids first: accelerate takes the batch size from it
+        return {"input_ids": batch.pop("input_ids"), "labels": torch.from_numpy(labels), **batch}
 
-    def _read(self, example: Mapping[str, Any], name: str) -> _Packed:
+    def _read(self, example: Mapping[str, Any], name: str) -> tuple[Forest, NDArray[np.int64]]:
+        """The documents of an example, each a tree of one segment, and their labels, int64 [n]."""
         if "input_ids" not in example:
             raise ValueError(
                 f"{name} has no input_ids; tokenize the dataset first. It has: {', '.join(map(str, example))}"
             )
-        input_ids = _integers(example["input_ids"], f"input_ids of {name}")
+        input_ids = integers(example["input_ids"], f"input_ids of {name}")
         if not input_ids.size:
             raise ValueError(_empty(name))
         if "attention_mask" in example and not _of_length(example, "attention_mask", len(input_ids), name).all():
             raise ValueError(_padded(name))
-        packed = _Packed(input_ids, self._labels(example, input_ids, name), _document_lengths(example, input_ids, name))
-        packed = self._truncate(packed, name)
-        deepest = int(packed.lengths.max())
-        if self.max_position_embeddings is not None and deepest > self.max_position_embeddings:
-            raise ValueError(_too_deep(name, deepest, self.max_position_embeddings))
-        return packed
+        labels = self._labels(example, input_ids, name)
+        lengths = _document_lengths(example, input_ids, name)
+        if self.max_length is not None and len(input_ids) > self.max_length:
+            kept = self._kept(len(input_ids), len(lengths), self.max_length, name)
+            input_ids, labels, lengths = input_ids[kept], labels[kept], np.array([self.max_length])
+        return Forest(input_ids, lengths, np.full(len(lengths), -1)), labels
 
     def _labels(self, example: Mapping[str, Any], input_ids: NDArray[np.int64], name: str) -> NDArray[np.int64]:
         if "labels" in example:
@@ -186,19 +162,16 @@ class DataCollatorForPackedLanguageModeling:
             )
         return np.where(wanted, input_ids, IGNORED)
 
-    def _truncate(self, packed: _Packed, name: str) -> _Packed:
-        length = len(packed.input_ids)
-        if self.max_length is None or length <= self.max_length:
-            return packed
-        if len(packed.lengths) > 1:
+    def _kept(self, tokens: int, documents: int, max_length: int, name: str) -> slice:
+        """What stays of an example that is longer than a row."""
+        if documents > 1:
             raise ValueError(
-                f"{name} is a packed row of {length} tokens, longer than max_length {self.max_length}, and cutting it "
+                f"{name} is a packed row of {tokens} tokens, longer than max_length {max_length}, and cutting it "
                 "would lose documents; pack the dataset to max_length, or raise max_length"
             )
         if self.truncation_mode == "error":
-            raise ValueError(_too_long(name, length, self.max_length))
-        kept = slice(self.max_length) if self.truncation_mode == "keep_start" else slice(-self.max_length, None)
-        return _Packed(packed.input_ids[kept], packed.labels[kept], np.array([self.max_length]))
+            raise ValueError(_too_long(name, tokens, max_length))
+        return slice(max_length) if self.truncation_mode == "keep_start" else slice(-max_length, None)
 
 
 def pack_dataset(
@@ -325,7 +298,7 @@ def _pack_table(
                 starts = starts + np.maximum(lengths - max_length, 0)
             lengths = np.minimum(lengths, max_length)
     if max_position_embeddings is not None and lengths.max() > max_position_embeddings:
-        raise ValueError(_too_deep(f"example {indices[longest]}", lengths.max(), max_position_embeddings))
+        raise ValueError(too_deep(f"example {indices[longest]}", lengths.max(), max_position_embeddings))
 
     rows = best_fit_decreasing(lengths, max_length)
     order = np.concatenate([np.asarray(row) for row in rows])
@@ -398,7 +371,7 @@ def _lists(edges: NDArray[np.int64], values: NDArray[Any]) -> pa.ListArray:
 def _document_lengths(example: Mapping[str, Any], input_ids: NDArray[np.int64], name: str) -> NDArray[np.int64]:
     length = len(input_ids)
     if "seq_lengths" in example:
-        lengths = _integers(example["seq_lengths"], f"seq_lengths of {name}")
+        lengths = integers(example["seq_lengths"], f"seq_lengths of {name}")
         if int(lengths.sum()) != length or (lengths < 1).any():
             raise ValueError(
                 f"seq_lengths of {name} must be positive and sum to its {length} tokens, got {lengths.tolist()}; a "
@@ -421,17 +394,8 @@ def _document_lengths(example: Mapping[str, Any], input_ids: NDArray[np.int64], 
     return lengths
 
 
-def _integers(values: Any, what: str) -> NDArray[np.int64]:
-    array = np.asarray(values)
-    if array.ndim != 1:
-        raise TypeError(f"{what} must be a flat sequence of integers, got {array.ndim} axes")
-    if array.size and array.dtype.kind not in "iub":
-        raise TypeError(f"{what} must be integers, got {array.dtype}")
-    return array.astype(np.int64, copy=False)
-
-
 def _of_length(example: Mapping[str, Any], column: str, length: int, name: str) -> NDArray[np.int64]:
-    values = _integers(example[column], f"{column} of {name}")
+    values = integers(example[column], f"{column} of {name}")
     if len(values) != length:
         raise ValueError(_not_one_to_one(column, name, len(values), length))
     return values
@@ -465,11 +429,4 @@ def _too_long(name: str, length: int, max_length: int, can_split: bool = False) 
     ways = "raise max_length, or choose truncation_mode='keep_start' or 'keep_end'"
     return (
         f"{name} has {length} tokens, more than max_length {max_length}; {ways}{', or split=True' if can_split else ''}"
-    )
-
-
-def _too_deep(name: str, length: int, positions: int) -> str:
-    return (
-        f"{name} has a document of {length} tokens, but the model has {positions} positions (max_position_embeddings); "
-        "truncate or split it to fit, or take a model with more positions"
     )

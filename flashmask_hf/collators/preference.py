@@ -1,0 +1,248 @@
+"""Preference optimisation on packed rows: a data collator that lays out every question once, and its data formats."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from trl.data_utils import extract_prompt
+
+from flashmask_hf.collators.forest import Forest, check_row_options, integers, pack_forests
+from flashmask_hf.packed_backbone import packed_inputs
+
+__all__ = ["DataCollatorForSharedQuestion", "preference_columns"]
+
+logger = logging.getLogger(__name__)
+
+TRUNCATION_MODES = ("error", "keep_start", "keep_end")
+
+
+@dataclass
+class DataCollatorForSharedQuestion:
+    """Data collator for preferences that puts each question into a packed row once, with its answers behind it.
+
+    An example is a dictionary with `prompt_ids` and either `chosen_ids` and `rejected_ids`, as `trl.DPOTrainer`
+    prepares them, or `answers_ids`, a list of two or more answers, best first. `ref_chosen_logps` and
+    `ref_rejected_logps` are passed on. Other keys are ignored.
+
+    The batch holds what TRL's `DataCollatorForPreference` makes, one sequence per answer, and beside it the packed rows
+    that the model computes and where in them each token of the sequences stands. `flashmask_hf.packed_backbone` brings
+    the two together: the first token of every answer is predicted from the question's last token.
+
+    Args:
+        pad_token_id: token id of the padding. Nothing sees padding, so any id of the vocabulary serves.
+        max_length: longest question with one answer, in tokens; None is no limit.
+        truncation_mode: what to do with an example of which one answer brings the question over `max_length`. "error"
+            raises. "keep_start" cuts the end of every answer that does, as TRL; it says so once in the log. "keep_end"
+            cuts the start of the question, by the same amount for all its answers (TRL, which has a question per
+            answer, cuts each by its own).
+        row_length: None puts the batch into one row, without padding. A number makes rows of exactly that many tokens,
+            filled best-fit-decreasing and padded at the end. A question and its answers stay together.
+        pad_to_multiple_of: pad the single row to a multiple of this. Rows of `row_length` must be one already.
+        max_position_embeddings: the model's number of positions; a longer question with an answer raises. None does
+            not check.
+
+    Returns:
+        dict[str, Tensor]: N sequences, the first answers of all examples, then the second ones, and so on:
+
+        * `input_ids`, `attention_mask` and `completion_mask`, int64 [N, L];
+        * `packed_input_ids` and `packed_position_ids`, int64 [R, S]; `startend_row_indices`, int32 [R, 1, S, 1];
+        * `packed_index`, int64 [N, L]: the place in the flattened rows of each token (any place for padding);
+        * `question_index`, int64 [N], the example of each sequence, if an example has more than two answers;
+        * `ref_chosen_logps` and `ref_rejected_logps`, float32 [examples], if the examples have them.
+
+    Raises:
+        ValueError: an argument is out of range; or an example lacks a column, has an empty question or answer, less
+            than two answers, or is too long. The message names the example's index in the batch and the way out.
+        TypeError: a column does not hold integers.
+
+    Example:
+        >>> from flashmask_hf.collators import DataCollatorForSharedQuestion
+        >>> collator = DataCollatorForSharedQuestion()
+        >>> batch = collator([{"prompt_ids": [1, 2, 3], "chosen_ids": [4, 5], "rejected_ids": [6]}])
+        >>> batch["input_ids"]
+        tensor([[1, 2, 3, 4, 5],
+                [1, 2, 3, 6, 0]])
+        >>> batch["completion_mask"]
+        tensor([[0, 0, 0, 1, 1],
+                [0, 0, 0, 1, 0]])
+        >>> batch["packed_input_ids"]
+        tensor([[1, 2, 3, 4, 5, 6]])
+        >>> batch["packed_position_ids"]
+        tensor([[0, 1, 2, 3, 4, 3]])
+        >>> batch["startend_row_indices"].flatten()
+        tensor([6, 6, 6, 5, 5, 6], dtype=torch.int32)
+        >>> batch["packed_index"][batch["attention_mask"].bool()]
+        tensor([0, 1, 2, 3, 4, 0, 1, 2, 5])
+    """
+
+    pad_token_id: int = 0
+    max_length: int | None = None
+    truncation_mode: str = "error"
+    row_length: int | None = None
+    pad_to_multiple_of: int | None = None
+    max_position_embeddings: int | None = None
+    _told: bool = field(default=False, init=False, repr=False, compare=False)
+
+    def __post_init__(self):
+        if self.truncation_mode not in TRUNCATION_MODES:
+            raise ValueError(
+                f"truncation_mode must be one of {', '.join(TRUNCATION_MODES)}, got {self.truncation_mode!r}"
+            )
+        if self.max_length is not None and (not isinstance(self.max_length, int) or self.max_length < 1):
+            raise ValueError(f"max_length must be a number of tokens, at least 1, or None, got {self.max_length!r}")
+        check_row_options(
+            self.pad_token_id, self.row_length, self.pad_to_multiple_of, self.max_position_embeddings, "row_length"
+        )
+
+    def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        """Collate one batch; see the class."""
+        if not examples:
+            raise ValueError("examples is empty: a batch needs at least one example")
+        names = [f"example {index}" for index in range(len(examples))]
+        read = [self._read(example, name) for example, name in zip(examples, names, strict=True)]
+        rows = pack_forests(
+            [Forest.shared_question(question, answers) for question, answers in read],
+            self.row_length,
+            pad_token_id=self.pad_token_id,
+            pad_to_multiple_of=self.pad_to_multiple_of,
+            max_position_embeddings=self.max_position_embeddings,
+            names=names,
+        )
+        most = max(len(answers) for _, answers in read)
+        sequences = [
+            (index, nth) for nth in range(most) for index, (_, answers) in enumerate(read) if nth < len(answers)
+        ]
+        width = max(len(question) + len(answer) for question, answers in read for answer in answers)
+        shape = (len(sequences), width)
+        input_ids = np.full(shape, self.pad_token_id, dtype=np.int64)
+        attention_mask = np.zeros(shape, dtype=np.int64)
+        completion_mask = np.zeros(shape, dtype=np.int64)
+        packed_index = np.arange(input_ids.size).reshape(shape) % rows.input_ids.size
+        for at, (index, nth) in enumerate(sequences):
+            forest = rows.forests[index]
+            path = forest.path(1 + nth)
+            input_ids[at, : len(path)] = forest.tokens[path]
+            attention_mask[at, : len(path)] = 1
+            completion_mask[at, int(forest.lengths[0]) : len(path)] = 1
+            packed_index[at, : len(path)] = rows.starts[index] + path
+        batch = {  # input_ids first: accelerate takes the batch size from it
+            "input_ids": torch.from_numpy(input_ids),
+            "attention_mask": torch.from_numpy(attention_mask),
+            "completion_mask": torch.from_numpy(completion_mask),
+            **packed_inputs(rows, torch.from_numpy(packed_index)),
+        }
+        if most > 2:
+            batch["question_index"] = torch.tensor([index for index, _ in sequences])
+        for column in ("ref_chosen_logps", "ref_rejected_logps"):
+            if column in examples[0]:
+                batch[column] = torch.tensor([float(example[column]) for example in examples])
+        return batch
+
+    def _read(self, example: Mapping[str, Any], name: str) -> tuple[NDArray[np.int64], list[NDArray[np.int64]]]:
+        """Question and answers of an example, truncated."""
+        columns = ["answers_ids"] if "answers_ids" in example else ["chosen_ids", "rejected_ids"]
+        missing = [column for column in ("prompt_ids", *columns) if column not in example]
+        if missing:
+            raise ValueError(
+                f"{name} has no {' and no '.join(missing)}; it needs prompt_ids with chosen_ids and rejected_ids, "
+                "which SharedQuestionDPOTrainer makes of text, or with answers_ids. "
+                f"It has: {', '.join(map(str, example))}"
+            )
+        question = integers(example["prompt_ids"], f"prompt_ids of {name}")
+        given = example["answers_ids"] if "answers_ids" in example else [example[column] for column in columns]
+        answers = [integers(answer, f"answer {nth} of {name}") for nth, answer in enumerate(given)]
+        if not question.size:
+            raise ValueError(
+                f"{name} has an empty question: nothing would predict the first token of its answers; give it at least "
+                "one token, for example the tokenizer's bos_token"
+            )
+        if len(answers) < 2:
+            raise ValueError(f"{name} has {len(answers)} answers, but a preference needs two or more; remove it")
+        for nth, answer in enumerate(answers):
+            if not answer.size:
+                raise ValueError(f"{name} has an empty answer, number {nth}; remove the example, or that answer")
+        return self._truncate(question, answers, name)
+
+    def _truncate(
+        self, question: NDArray[np.int64], answers: list[NDArray[np.int64]], name: str
+    ) -> tuple[NDArray[np.int64], list[NDArray[np.int64]]]:
+        longest = len(question) + max(map(len, answers))
+        if self.max_length is None or longest <= self.max_length:
+            return question, answers
+        if self.truncation_mode == "error":
+            raise ValueError(
+                f"{name} has {longest} tokens with its longest answer, more than max_length {self.max_length}; raise "
+                "max_length, or choose truncation_mode='keep_start' or 'keep_end'"
+            )
+        room = self.max_length - len(question)
+        if self.truncation_mode == "keep_start":
+            if room < 1:
+                raise ValueError(
+                    f"the question of {name} has {len(question)} tokens and fills max_length {self.max_length}: "
+                    "nothing of its answers would be left; raise max_length, remove it, or choose "
+                    "truncation_mode='keep_end'"
+                )
+            cut = sum(len(answer) > room for answer in answers)
+            if not self._told:
+                self._told = True
+                logger.warning(
+                    "%s of a batch has %d tokens with its longest answer: truncation_mode='keep_start' cuts %d of its "
+                    "%d answers to max_length %d. Said once; other examples are cut alike.",
+                    name, longest, cut, len(answers), self.max_length,
+                )  # fmt: skip
+            return question, [answer[:room] for answer in answers]
+        left_out = longest - self.max_length
+        if left_out >= len(question):
+            raise ValueError(
+                f"the longest answer of {name} fills max_length {self.max_length}: nothing of its question would be "
+                "left; raise max_length, remove it, or choose truncation_mode='keep_start'"
+            )
+        return question[left_out:], answers
+
+
+def preference_columns(example: Mapping[str, Any], index: int) -> dict[str, Any]:
+    """The columns `prompt`, `chosen` and `rejected` of a row in any of TRL's preference formats, and a mix of them.
+
+    TRL's formats are standard (strings) and conversational (lists of messages), each with the prompt as a column or as
+    the common beginning of both answers (https://huggingface.co/docs/trl/dataset_formats#preference). The mix, of
+    `HuggingFaceH4/ultrafeedback_binarized` and others, has the prompt as a string and answers as conversations, which
+    may begin with the prompt.
+
+    Args:
+        example: the row.
+        index: its place in the dataset, for messages.
+
+    Returns:
+        `prompt`, `chosen` and `rejected`, all strings or all lists of messages.
+
+    Raises:
+        ValueError: a column is missing or an answer empty; the message names the example's index.
+    """
+    missing = [column for column in ("chosen", "rejected") if not example.get(column)]
+    if missing:
+        raise ValueError(
+            f"example {index} has no {' and no '.join(missing)}, or an empty one; remove it, or rename the columns to "
+            f"prompt, chosen and rejected. It has: {', '.join(map(str, example))}"
+        )
+    prompt, chosen, rejected = example.get("prompt"), example["chosen"], example["rejected"]
+    if isinstance(prompt, str) and not isinstance(chosen, str):
+        turn = {"role": "user", "content": prompt}
+        whole = all({key: answer[0].get(key) for key in turn} == turn for answer in (chosen, rejected))
+        prompt = None if whole else [turn]
+    if prompt is None:
+        if chosen == rejected:
+            raise ValueError(f"example {index} has the same conversation twice, chosen and rejected; remove it")
+        parts: Any = extract_prompt({"chosen": chosen, "rejected": rejected})
+        prompt, chosen, rejected = parts["prompt"], parts["chosen"], parts["rejected"]
+    for column, answer in (("chosen", chosen), ("rejected", rejected)):
+        texts = [answer] if isinstance(answer, str) else [message.get("content") for message in answer]
+        if not any(text.strip() if isinstance(text, str) else text for text in texts):
+            raise ValueError(f"example {index} has an empty answer, {column}; remove it: dataset.filter(...)")
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected}

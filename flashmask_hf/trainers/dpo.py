@@ -1,0 +1,197 @@
+"""TRL's DPO trainer on packed rows in which every question is computed once."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+from datasets import Dataset, IterableDataset
+from transformers import PreTrainedModel
+from trl.trainer.dpo_config import DPOConfig
+from trl.trainer.dpo_trainer import DPOTrainer
+from trl.trainer.utils import get_config_model_id, global_then_local_main_first
+
+from flashmask_hf.collators.preference import DataCollatorForSharedQuestion, preference_columns
+from flashmask_hf.packed_backbone import run_packed
+from flashmask_hf.trainers.sharing import column_lengths, log_sharing, positions_of, prepare_model
+
+__all__ = ["SharedQuestionDPOTrainer"]
+
+logger = logging.getLogger(__name__)
+
+
+class SharedQuestionDPOTrainer(DPOTrainer):
+    """`trl.DPOTrainer` that computes each question once, for both of its answers, in policy and reference alike.
+
+    Arguments, losses, metrics and options are TRL's, and so are the results, up to the rounding of sums in another
+    order: the backbone runs a packed row, and its hidden states go to TRL's head and losses in TRL's own layout. Logs
+    add `shared_tokens_saved`, the share of tokens that sharing saved, and `mask_sparsity`, the share of tiles of the
+    score matrix that are skipped.
+
+    The data may be in any of TRL's preference formats, in that of `HuggingFaceH4/ultrafeedback_binarized` (see
+    `preference_columns`), or tokenized (`prompt_ids`, `chosen_ids`, `rejected_ids`). Where it differs from TRL:
+
+    - The model's attention is "flashmask": set if the model is given by name, checked if not.
+    - An empty answer, a missing column, and a question and answer deeper than the model's positions raise before the
+      first step.
+    - `truncation_mode="keep_end"` cuts a question alike for both answers; "error" raises for what is too long. How many
+      examples "keep_start" cuts is logged.
+    - `pad_to_multiple_of` is that of the packed row.
+
+    Args:
+        model: as in `trl.DPOTrainer`.
+        ref_model: as there.
+        args: as there.
+        data_collator: None, or a `DataCollatorForSharedQuestion`, for example with rows of a fixed length.
+        train_dataset: as there.
+        eval_dataset: as there.
+        processing_class: as there; a tokenizer.
+        peft_config: as there; no prompt learning.
+        kwargs: the other arguments of `trl.DPOTrainer`.
+
+    Raises:
+        TypeError: `data_collator` is of another kind.
+        ValueError: the model's attention is not "flashmask", the adapter adds virtual tokens, the data has images, or
+            an example does not serve (the message names its index and the way out).
+    """
+
+    _name = "Shared-question DPO"
+
+    def __init__(
+        self,
+        model: Any,
+        ref_model: PreTrainedModel | None = None,
+        args: DPOConfig | None = None,
+        data_collator: Any = None,
+        train_dataset: Dataset | IterableDataset | None = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        *,
+        peft_config: Any = None,
+        **kwargs: Any,
+    ):
+        if args is None:
+            name = model if isinstance(model, str) else get_config_model_id(model.config)
+            args = DPOConfig(f"{name.split('/')[-1]}-DPO")
+        prepare_model(model, args, peft_config)
+        if data_collator is None:
+            multiple = args.pad_to_multiple_of
+            data_collator = DataCollatorForSharedQuestion(
+                max_length=args.max_length,
+                truncation_mode=args.truncation_mode,
+                pad_to_multiple_of=multiple if isinstance(multiple, int) else None,
+            )
+        elif not isinstance(data_collator, DataCollatorForSharedQuestion):
+            raise TypeError(
+                f"data_collator must be a DataCollatorForSharedQuestion, got {type(data_collator).__name__}; leave it "
+                "out, or use trl.DPOTrainer"
+            )
+        if {"image", "images"} & set(next(iter(train_dataset or ()), ())):
+            raise ValueError("rows with images cannot share a question yet; use trl.DPOTrainer, or remove the column")
+        self._sharing = False
+        super().__init__(
+            model=model,
+            ref_model=ref_model,
+            args=args,
+            data_collator=data_collator,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            peft_config=peft_config,
+            **kwargs,
+        )
+        self._share_questions()
+
+    def _share_questions(self) -> None:
+        """Once the models are there: hook them, and check what only they tell."""
+        if self._sharing:
+            return
+        self._sharing = True
+        for model in (self.model, self.ref_model):
+            if model is not None:
+                run_packed(self.accelerator.unwrap_model(model))
+        collator: Any = self.data_collator
+        if collator.max_position_embeddings is None:
+            collator.max_position_embeddings = positions_of(self.model)
+        evaluated = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"eval": self.eval_dataset}
+        for name, dataset in {"train": self.train_dataset, **evaluated}.items():
+            if isinstance(dataset, Dataset):
+                self._check_lengths(dataset, name)
+
+    def _check_lengths(self, dataset: Dataset, name: str) -> None:
+        """Raise for examples that the collator would refuse, and log how many it will cut."""
+        collator: Any = self.data_collator
+        question, chosen, rejected = column_lengths(dataset, ("prompt_ids", "chosen_ids", "rejected_ids"))
+        longest = question + np.maximum(chosen, rejected)
+        limit = collator.max_length
+        fills = question >= limit if limit and collator.truncation_mode == "keep_start" else np.zeros_like(question)
+        for bad, problem in (
+            (fills, f"has a question that fills max_length {limit} and would lose its answers"),
+            (question < 1, "has an empty question, so nothing would predict the first token of its answers"),
+            (np.minimum(chosen, rejected) < 1, "has an answer that adds no token to the question"),
+        ):
+            if bad.any():
+                raise ValueError(f"{name} example {int(bad.argmax())} {problem}; remove it from the dataset")
+        if limit is not None and (longest > limit).any():
+            first, count = int((longest > limit).argmax()), int((longest > limit).sum())
+            if collator.truncation_mode == "error":
+                raise ValueError(
+                    f"{name} example {first} has {longest[first]} tokens with its longest answer, more than max_length "
+                    f"{limit}; raise max_length, or choose truncation_mode='keep_start' or 'keep_end'"
+                )
+            logger.warning(
+                "%d of %d %s examples have more than max_length=%d tokens with their longest answer, the first is "
+                "example %d: truncation_mode=%r cuts them.",
+                count, len(longest), name, limit, first, collator.truncation_mode,
+            )  # fmt: skip
+            longest = np.minimum(longest, limit)
+        positions = collator.max_position_embeddings
+        if positions is not None and (longest > positions).any():
+            first = int((longest > positions).argmax())
+            raise ValueError(
+                f"{name} example {first} is {longest[first]} tokens deep, but the model has {positions} positions "
+                "(max_position_embeddings); set max_length to fit, or take a model with more positions"
+            )
+        if collator.row_length is not None:
+            whole = question + chosen + rejected
+            if limit is None and (whole > collator.row_length).any():
+                first = int((whole > collator.row_length).argmax())
+                raise ValueError(
+                    f"{name} example {first} has {whole[first]} tokens, more than row_length {collator.row_length}; "
+                    "make rows longer, set max_length, or remove it"
+                )
+
+    def _prepare_dataset(
+        self, dataset: Dataset | IterableDataset, processing_class: Any, args: Any, dataset_name: str
+    ) -> Dataset | IterableDataset:
+        first = next(iter(dataset), None)
+        if first is None:
+            raise ValueError(f"the {dataset_name} dataset is empty")
+        if {"prompt_ids", "chosen_ids", "rejected_ids"} <= set(first):
+            return dataset
+        options: dict[str, Any] = {"with_indices": True}
+        columns = [name for name in first if name not in ("tools", "chat_template_kwargs")]
+        if isinstance(dataset, Dataset):
+            options |= {"num_proc": args.dataset_num_proc, "desc": f"Reading {dataset_name} dataset"}
+        with global_then_local_main_first():
+            dataset = dataset.map(preference_columns, remove_columns=columns, **options)
+        prepared = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
+        if isinstance(dataset, Dataset) and isinstance(prepared, Dataset) and len(prepared) < len(dataset):
+            logger.warning(
+                "Dropped %d of %d %s examples, whose question alone fills max_length=%d.",
+                len(dataset) - len(prepared), len(dataset), dataset_name, args.max_length,
+            )  # fmt: skip
+            if not len(prepared):
+                raise ValueError(
+                    f"every question of the {dataset_name} dataset fills max_length {args.max_length}; raise it"
+                )
+        return prepared
+
+    def _precompute_ref_logps(self, dataset: Dataset, name: str, batch_size: int) -> Dataset:
+        self._share_questions()  # TRL comes here from its own __init__
+        return super()._precompute_ref_logps(dataset, name, batch_size)
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool) -> Any:
+        log_sharing(self, inputs, inputs["attention_mask"].sum())
+        return super()._compute_loss(model, inputs, return_outputs)
