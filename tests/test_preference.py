@@ -10,7 +10,8 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 import flashmask_hf.collators.preference as preference
 from flashmask_hf import FlashMask, masks
-from flashmask_hf.collators import DataCollatorForSharedQuestion, preference_columns
+from flashmask_hf.collators import DataCollatorForSharedQuestion
+from flashmask_hf.trainers.formats import preference_columns
 
 
 def examples(shapes, seed=0):

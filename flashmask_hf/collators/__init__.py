@@ -6,9 +6,11 @@ from flashmask_hf.collators.language_modeling import (
     pack_dataset,
     packing_efficiency,
 )
-from flashmask_hf.collators.preference import DataCollatorForSharedQuestion, preference_columns
+from flashmask_hf.collators.preference import DataCollatorForSharedQuestion
+from flashmask_hf.collators.reward import DataCollatorForMultiAnswerReward
 
 __all__ = [
+    "DataCollatorForMultiAnswerReward",
     "DataCollatorForPackedLanguageModeling",
     "DataCollatorForSharedQuestion",
     "Forest",
@@ -16,5 +18,4 @@ __all__ = [
     "pack_dataset",
     "pack_forests",
     "packing_efficiency",
-    "preference_columns",
 ]

@@ -1,4 +1,4 @@
-"""Preference optimisation on packed rows: a data collator that lays out every question once, and its data formats."""
+"""Preference optimisation on packed rows: a data collator that lays out every question once."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from trl.data_utils import extract_prompt
 
 from flashmask_hf.collators.forest import Forest, check_row_options, integers, pack_forests
 from flashmask_hf.packed_backbone import packed_inputs
 
-__all__ = ["DataCollatorForSharedQuestion", "preference_columns"]
+__all__ = ["DataCollatorForSharedQuestion"]
 
 logger = logging.getLogger(__name__)
 
@@ -205,44 +204,3 @@ class DataCollatorForSharedQuestion:
                 "left; raise max_length, remove it, or choose truncation_mode='keep_start'"
             )
         return question[left_out:], answers
-
-
-def preference_columns(example: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """The columns `prompt`, `chosen` and `rejected` of a row in any of TRL's preference formats, and a mix of them.
-
-    TRL's formats are standard (strings) and conversational (lists of messages), each with the prompt as a column or as
-    the common beginning of both answers (https://huggingface.co/docs/trl/dataset_formats#preference). The mix, of
-    `HuggingFaceH4/ultrafeedback_binarized` and others, has the prompt as a string and answers as conversations, which
-    may begin with the prompt.
-
-    Args:
-        example: the row.
-        index: its place in the dataset, for messages.
-
-    Returns:
-        `prompt`, `chosen` and `rejected`, all strings or all lists of messages.
-
-    Raises:
-        ValueError: a column is missing or an answer empty; the message names the example's index.
-    """
-    missing = [column for column in ("chosen", "rejected") if not example.get(column)]
-    if missing:
-        raise ValueError(
-            f"example {index} has no {' and no '.join(missing)}, or an empty one; remove it, or rename the columns to "
-            f"prompt, chosen and rejected. It has: {', '.join(map(str, example))}"
-        )
-    prompt, chosen, rejected = example.get("prompt"), example["chosen"], example["rejected"]
-    if isinstance(prompt, str) and not isinstance(chosen, str):
-        turn = {"role": "user", "content": prompt}
-        whole = all({key: answer[0].get(key) for key in turn} == turn for answer in (chosen, rejected))
-        prompt = None if whole else [turn]
-    if prompt is None:
-        if chosen == rejected:
-            raise ValueError(f"example {index} has the same conversation twice, chosen and rejected; remove it")
-        parts: Any = extract_prompt({"chosen": chosen, "rejected": rejected})
-        prompt, chosen, rejected = parts["prompt"], parts["chosen"], parts["rejected"]
-    for column, answer in (("chosen", chosen), ("rejected", rejected)):
-        texts = [answer] if isinstance(answer, str) else [message.get("content") for message in answer]
-        if not any(text.strip() if isinstance(text, str) else text for text in texts):
-            raise ValueError(f"example {index} has an empty answer, {column}; remove it: dataset.filter(...)")
-    return {"prompt": prompt, "chosen": chosen, "rejected": rejected}

@@ -7,14 +7,17 @@ from typing import Any
 
 import numpy as np
 from datasets import Dataset, IterableDataset
+from numpy.typing import NDArray
 from transformers import PreTrainedModel
 from trl.trainer.dpo_config import DPOConfig
 from trl.trainer.dpo_trainer import DPOTrainer
 from trl.trainer.utils import get_config_model_id, global_then_local_main_first
 
-from flashmask_hf.collators.preference import DataCollatorForSharedQuestion, preference_columns
+from flashmask_hf.collators.preference import DataCollatorForSharedQuestion
+from flashmask_hf.mask import FlashMask
 from flashmask_hf.packed_backbone import run_packed
-from flashmask_hf.trainers.sharing import column_lengths, log_sharing, positions_of, prepare_model
+from flashmask_hf.trainers.formats import preference_columns
+from flashmask_hf.trainers.sharing import positions_of, prepare_model
 
 __all__ = ["SharedQuestionDPOTrainer"]
 
@@ -122,7 +125,7 @@ class SharedQuestionDPOTrainer(DPOTrainer):
     def _check_lengths(self, dataset: Dataset, name: str) -> None:
         """Raise for examples that the collator would refuse, and log how many it will cut."""
         collator: Any = self.data_collator
-        question, chosen, rejected = column_lengths(dataset, ("prompt_ids", "chosen_ids", "rejected_ids"))
+        question, chosen, rejected = _column_lengths(dataset, ("prompt_ids", "chosen_ids", "rejected_ids"))
         longest = question + np.maximum(chosen, rejected)
         limit = collator.max_length
         fills = question >= limit if limit and collator.truncation_mode == "keep_start" else np.zeros_like(question)
@@ -193,5 +196,21 @@ class SharedQuestionDPOTrainer(DPOTrainer):
         return super()._precompute_ref_logps(dataset, name, batch_size)
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool) -> Any:
-        log_sharing(self, inputs, inputs["attention_mask"].sum())
+        self._log_sharing(inputs)
         return super()._compute_loss(model, inputs, return_outputs)
+
+    def _log_sharing(self, inputs: dict[str, Any]) -> None:
+        mode = "train" if self.model.training else "eval"
+        indices = inputs["startend_row_indices"]
+        tokens = self.accelerator.gather_for_metrics((indices > 0).sum()).sum()  # padding has 0
+        without = self.accelerator.gather_for_metrics(inputs["attention_mask"].sum()).sum()
+        self._metrics[mode]["shared_tokens_saved"].append(1 - (tokens / without).item())
+        if mode == "eval" or self.state.global_step % max(1, int(self.args.logging_steps)) == 0:
+            self._metrics[mode]["mask_sparsity"].append(FlashMask(indices, causal=True).sparsity())
+
+
+def _column_lengths(dataset: Dataset, columns: tuple[str, ...]) -> list[NDArray[np.int64]]:
+    """Lengths of the lists in some columns, int64 [rows] each, read batch by batch."""
+    tables: Any = dataset.select_columns(list(columns)).with_format("arrow").iter(batch_size=10_000)
+    parts = [[table[column].combine_chunks().value_lengths().to_numpy() for column in columns] for table in tables]
+    return [np.concatenate(part).astype(np.int64) for part in zip(*parts, strict=True)]

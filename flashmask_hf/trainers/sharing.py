@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-from datasets import Dataset
-from numpy.typing import NDArray
-
-from flashmask_hf.mask import FlashMask
-
-__all__ = ["column_lengths", "log_sharing", "positions_of", "prepare_model"]
+__all__ = ["positions_of", "prepare_model"]
 
 
 def prepare_model(model: Any, args: Any, peft_config: Any) -> None:
@@ -29,21 +23,3 @@ def prepare_model(model: Any, args: Any, peft_config: Any) -> None:
 def positions_of(model: Any) -> int | None:
     """How many positions a model has, if it says so."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
-
-
-def column_lengths(dataset: Dataset, columns: tuple[str, ...]) -> list[NDArray[np.int64]]:
-    """Lengths of the lists in some columns, int64 [rows] each, read batch by batch."""
-    tables: Any = dataset.select_columns(list(columns)).with_format("arrow").iter(batch_size=10_000)
-    parts = [[table[column].combine_chunks().value_lengths().to_numpy() for column in columns] for table in tables]
-    return [np.concatenate(part).astype(np.int64) for part in zip(*parts, strict=True)]
-
-
-def log_sharing(trainer: Any, inputs: dict[str, Any], unshared_tokens: Any) -> None:
-    """Add `shared_tokens_saved` and, at logging steps and in evaluation, `mask_sparsity` to a TRL trainer's metrics."""
-    mode = "train" if trainer.model.training else "eval"
-    indices = inputs["startend_row_indices"]
-    tokens = trainer.accelerator.gather_for_metrics((indices > 0).sum()).sum()  # padding has 0
-    without = trainer.accelerator.gather_for_metrics(unshared_tokens).sum()
-    trainer._metrics[mode]["shared_tokens_saved"].append(1 - (tokens / without).item())
-    if mode == "eval" or trainer.state.global_step % max(1, int(trainer.args.logging_steps)) == 0:
-        trainer._metrics[mode]["mask_sparsity"].append(FlashMask(indices, causal=True).sparsity())

@@ -1,0 +1,271 @@
+"""Reward modelling on packed rows: a data collator that lays out every question once, with all its answers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flashmask_hf.collators.forest import Forest, PackedRows, check_row_options, integers, pack_forests
+from flashmask_hf.packed_backbone import packed_inputs
+
+__all__ = ["DataCollatorForMultiAnswerReward", "answer_scores", "shared_prefix"]
+
+PADDING = -100.0
+"""The score of an answer that a question lacks: what Trainer pads labels and predictions with."""
+
+
+class _Question(NamedTuple):
+    """An example after reading."""
+
+    question: NDArray[np.int64]  # [Q], may be empty
+    answers: list[NDArray[np.int64]]  # N arrays of [A]
+    scores: NDArray[np.float32]  # [N]
+    margins: NDArray[np.float32] | None  # [N]
+
+    def forest(self) -> Forest:
+        if self.question.size:
+            return Forest.shared_question(self.question, self.answers)
+        lengths = np.array([len(answer) for answer in self.answers])
+        return Forest(np.concatenate(self.answers), lengths, np.full(len(lengths), -1))
+
+
+@dataclass
+class DataCollatorForMultiAnswerReward:
+    """Data collator for reward models that puts each question into a packed row once, with its answers behind it.
+
+    An example is a dictionary with either `prompt_ids` and `answers_ids`, the tokens of two or more answers, or
+    `chosen_ids` and `rejected_ids`, whole sequences as `trl.RewardTrainer` prepares them, whose longest common
+    beginning is the question. A question may be empty; then its answers share nothing. `scores`, one number per answer
+    of `answers_ids`, say which is better; without them, the answers are ranked, best first. Questions of a batch may
+    differ in the number of answers.
+
+    `margin`, one number, is what the better of two answers must be ahead by, as in TRL. For more answers there is
+    `score_margin`: the margin of each pair in proportion to the difference of its scores (Llama 2,
+    https://huggingface.co/papers/2307.09288, section 3.2.2, equation 2). Other keys are ignored.
+
+    Args:
+        pad_token_id: token id of the padding. Nothing sees padding, so any id of the vocabulary serves.
+        row_length: None puts the batch into one row, without padding. A number makes rows of exactly that many tokens,
+            filled best-fit-decreasing and padded at the end. A question and its answers stay together.
+        pad_to_multiple_of: pad the single row to a multiple of this. Rows of `row_length` must be one already.
+        max_position_embeddings: the model's number of positions; a longer question with an answer raises. None does
+            not check.
+        score_margin: coefficient of the scores in the margins, 0 for none. An example then needs `scores`, or has a
+            `margin`, which is taken as it is.
+
+    Returns:
+        dict[str, Tensor]: for B examples with at most N answers, those with less padded:
+
+        * `answer_counts`, int64 [B];
+        * `token_counts`, int64 [B, 2]: tokens in the row, and what they would be with a question per answer;
+        * `scores`, float32 [B, N], the number of worse places for ranked answers, -100 for padding;
+        * `margins`, float32 [B, N], if any: the margin of a pair is the difference of its answers' entries;
+        * `input_ids`, int64 [B * N, 1]: the last token of each answer (padding repeats the last answer);
+        * `packed_input_ids` and `packed_position_ids`, int64 [R, S]; `startend_row_indices`, int32 [R, 1, S, 1];
+        * `packed_index`, int64 [B * N, 1]: the place in the flattened rows of each last token.
+
+    Raises:
+        ValueError: an argument is out of range; or an example lacks a column, has less than two answers, an empty one,
+            scores that do not fit or prefer none, a margin that does not fit, or is too long. The message names the
+            example's index in the batch and the way out.
+        TypeError: a column does not hold numbers.
+
+    Example:
+        >>> from flashmask_hf.collators import DataCollatorForMultiAnswerReward
+        >>> collator = DataCollatorForMultiAnswerReward()
+        >>> batch = collator(
+        ...     [
+        ...         {"prompt_ids": [1, 2, 3], "answers_ids": [[4, 5], [6], [7]], "scores": [8.0, 2.5, 9.0]},
+        ...         {"chosen_ids": [1, 2, 8], "rejected_ids": [1, 2, 9, 9]},
+        ...     ]
+        ... )
+        >>> batch["answer_counts"]
+        tensor([3, 2])
+        >>> batch["token_counts"]
+        tensor([[ 7, 13],
+                [ 5,  7]])
+        >>> batch["scores"]
+        tensor([[   8.0000,    2.5000,    9.0000],
+                [   1.0000,    0.0000, -100.0000]])
+        >>> batch["input_ids"].flatten()
+        tensor([5, 6, 7, 8, 9, 9])
+        >>> batch["packed_input_ids"]
+        tensor([[1, 2, 3, 4, 5, 6, 7, 1, 2, 8, 9, 9]])
+        >>> batch["packed_position_ids"]
+        tensor([[0, 1, 2, 3, 4, 3, 3, 0, 1, 2, 2, 3]])
+        >>> batch["startend_row_indices"].flatten()
+        tensor([ 7,  7,  7,  5,  5,  6,  7, 12, 12, 10, 12, 12], dtype=torch.int32)
+        >>> batch["packed_index"].flatten()
+        tensor([ 4,  5,  6,  9, 11, 11])
+    """
+
+    pad_token_id: int = 0
+    row_length: int | None = None
+    pad_to_multiple_of: int | None = None
+    max_position_embeddings: int | None = None
+    score_margin: float = 0.0
+
+    def __post_init__(self):
+        check_row_options(
+            self.pad_token_id, self.row_length, self.pad_to_multiple_of, self.max_position_embeddings, "row_length"
+        )
+        if not 0 <= self.score_margin < math.inf:
+            raise ValueError(f"score_margin must be a number, at least 0 (no margins), got {self.score_margin!r}")
+
+    def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        """Collate one batch; see the class."""
+        if not examples:
+            raise ValueError("examples is empty: a batch needs at least one example")
+        names = [f"example {index}" for index in range(len(examples))]
+        read = [self._read(example, name) for example, name in zip(examples, names, strict=True)]
+        rows = self._pack(read, names)
+        counts = [len(example.answers) for example in read]
+        shape = (len(read), max(counts))
+        token_counts = np.empty((len(read), 2), dtype=np.int64)
+        scores = np.full(shape, PADDING, dtype=np.float32)
+        margins = np.zeros(shape, dtype=np.float32)
+        index = np.empty(shape, dtype=np.int64)
+        for at, (example, forest, count) in enumerate(zip(read, rows.forests, counts, strict=True)):
+            size = len(forest.tokens)
+            token_counts[at] = size, size + (count - 1) * len(example.question)
+            scores[at, :count] = example.scores
+            if example.margins is not None:
+                margins[at, :count] = example.margins
+            last_tokens = rows.starts[at] + np.cumsum(forest.lengths)[-count:] - 1
+            index[at] = np.pad(last_tokens, (0, shape[1] - count), mode="edge")
+        batch = {  # answer_counts first: Trainer takes the batch size from it, and so weighs questions alike
+            "answer_counts": torch.tensor(counts),
+            "token_counts": torch.from_numpy(token_counts),
+            "scores": torch.from_numpy(scores),
+        }
+        with_margin = [example.margins is not None for example in read]
+        if any(with_margin):
+            if not all(with_margin):
+                raise ValueError(
+                    f"{names[with_margin.index(False)]} has no margin, but {names[with_margin.index(True)]} of the "
+                    "same batch has; give every example one (0.0 for no margin), or none"
+                )
+            batch["margins"] = torch.from_numpy(margins)
+        return {
+            **batch,
+            "input_ids": torch.from_numpy(rows.input_ids.reshape(-1)[index].reshape(-1, 1)),
+            **packed_inputs(rows, torch.from_numpy(index).view(-1, 1)),
+        }
+
+    def check(self, example: Mapping[str, Any], name: str) -> None:
+        """Raise what collating a batch with this example would, calling it `name`."""
+        self._pack([self._read(example, name)], [name])
+
+    def _pack(self, read: Sequence[_Question], names: Sequence[str]) -> PackedRows:
+        return pack_forests(
+            [example.forest() for example in read],
+            self.row_length,
+            pad_token_id=self.pad_token_id,
+            pad_to_multiple_of=self.pad_to_multiple_of,
+            max_position_embeddings=self.max_position_embeddings,
+            names=names,
+        )
+
+    def _read(self, example: Mapping[str, Any], name: str) -> _Question:
+        has = {column for column in example if example[column] is not None}
+        if not ({"prompt_ids", "answers_ids"} <= has or {"chosen_ids", "rejected_ids"} <= has):
+            raise ValueError(
+                f"{name} needs prompt_ids and answers_ids, or chosen_ids and rejected_ids, which "
+                f"MultiAnswerRewardTrainer makes of text. It has: {', '.join(map(str, example)) or 'nothing'}"
+            )
+        whole = "answers_ids" not in has
+        given = [example["chosen_ids"], example["rejected_ids"]] if whole else example["answers_ids"]
+        answers = [integers(answer, f"answer {nth} of {name}") for nth, answer in enumerate(given)]
+        if len(answers) < 2:
+            raise ValueError(f"{name} has {len(answers)} answers, but a preference needs two or more; remove it")
+        for nth, answer in enumerate(answers):
+            if not answer.size:
+                raise ValueError(f"answer {nth} of {name} is empty; remove the answer, or the example")
+        if whole:
+            shared = shared_prefix(answers)
+            question, answers = answers[0][:shared], [answer[shared:] for answer in answers]
+        else:
+            question = integers(example["prompt_ids"], f"prompt_ids of {name}")
+        scored = None if whole else example.get("scores")
+        scores = answer_scores(scored, len(answers), name)
+        return _Question(question, answers, scores, self._margins(example, scores, scored is not None, name))
+
+    def _margins(
+        self, example: Mapping[str, Any], scores: NDArray[np.float32], scored: bool, name: str
+    ) -> NDArray[np.float32] | None:
+        margin = example.get("margin")
+        if margin is None and not self.score_margin:
+            return None
+        if margin is None:
+            if not scored:
+                raise ValueError(
+                    f"{name} has neither scores nor a margin, but score_margin is {self.score_margin}; give it scores "
+                    "(score_chosen and score_rejected beside chosen and rejected), or set score_margin=0"
+                )
+            return np.float32(self.score_margin) * scores
+        if isinstance(margin, bool) or not isinstance(margin, (int, float, np.number)):
+            raise TypeError(f"margin of {name} must be a number, got {margin!r}")
+        if not np.isfinite(margin):
+            raise ValueError(f"margin of {name} is {margin}; it must be finite, or remove the example")
+        if len(scores) != 2:
+            raise ValueError(
+                f"{name} has a margin, which is for two answers, but {len(scores)} answers; use scores and score_margin"
+            )
+        if self.score_margin and scored:
+            raise ValueError(
+                f"{name} has a margin, and scores that score_margin={self.score_margin} makes another of; remove the "
+                "margin column, or set score_margin=0"
+            )
+        return np.where(scores == scores.max(), margin, 0.0).astype(np.float32)
+
+
+def answer_scores(scores: Any, count: int, name: str) -> NDArray[np.float32]:
+    """The scores of an example's answers, float32 [count].
+
+    Args:
+        scores: a sequence of numbers, higher is better; None means ranked, best first, and gives count - 1, ..., 0.
+        count: number of answers.
+        name: what errors call the example.
+
+    Raises:
+        TypeError: `scores` are not numbers.
+        ValueError: their number is another, one is not finite, or all are the same.
+    """
+    if scores is None:
+        return np.arange(count, dtype=np.float32)[::-1]
+    try:
+        with np.errstate(over="ignore"):  # infinite is refused below
+            values = np.asarray(scores, dtype=np.float32)
+    except (TypeError, ValueError):
+        raise TypeError(f"scores of {name} must be a sequence of numbers, got {scores!r}") from None
+    if values.shape != (count,):
+        raise ValueError(f"{name} has {values.size} scores, but {count} answers; each answer needs one score")
+    if not np.isfinite(values).all():
+        raise ValueError(f"scores of {name} are {scores!r}, not all finite float32; remove such answers")
+    if (values == values[0]).all():
+        raise ValueError(
+            f"the scores of {name} are all {values[0]:g}, so it prefers no answer and teaches nothing; remove it: "
+            "dataset.filter(lambda example: len(set(example['scores'])) > 1)"
+        )
+    return values
+
+
+def shared_prefix(sequences: Sequence[NDArray[np.int64]]) -> int:
+    """How many tokens all sequences begin with, leaving each at least one.
+
+    Example:
+        >>> shared_prefix([np.array([1, 2, 3]), np.array([1, 2, 4, 5])]), shared_prefix([np.array([1, 2])] * 2)
+        (2, 1)
+    """
+    longest = min(map(len, sequences)) - 1
+    differs = np.zeros(longest, dtype=bool)
+    for sequence in sequences[1:]:
+        differs |= sequence[:longest] != sequences[0][:longest]
+    return int(differs.argmax()) if differs.any() else longest

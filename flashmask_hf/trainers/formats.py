@@ -1,0 +1,118 @@
+"""The formats that datasets of preferences and rankings come in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trl.data_utils import extract_prompt
+
+__all__ = ["answer_sequences", "preference_columns"]
+
+
+def preference_columns(example: Mapping[str, Any], index: int) -> dict[str, Any]:
+    """The columns `prompt`, `chosen` and `rejected` of a row in any of TRL's preference formats, and a mix of them.
+
+    TRL's formats are standard (strings) and conversational (lists of messages), each with the prompt as a column or as
+    the common beginning of both answers (https://huggingface.co/docs/trl/dataset_formats#preference). The mix, of
+    `HuggingFaceH4/ultrafeedback_binarized` and others, has the prompt as a string and answers as conversations, which
+    may begin with the prompt.
+
+    Args:
+        example: the row.
+        index: its place in the dataset, for messages.
+
+    Returns:
+        `prompt`, `chosen` and `rejected`, all strings or all lists of messages.
+
+    Raises:
+        ValueError: a column is missing or an answer empty; the message names the example's index.
+    """
+    missing = [column for column in ("chosen", "rejected") if not example.get(column)]
+    if missing:
+        raise ValueError(
+            f"example {index} has no {' and no '.join(missing)}, or an empty one; remove it, or rename the columns to "
+            f"prompt, chosen and rejected. It has: {', '.join(map(str, example))}"
+        )
+    prompt, chosen, rejected = example.get("prompt"), example["chosen"], example["rejected"]
+    if isinstance(prompt, str) and not isinstance(chosen, str):
+        prompt = _first_turns(prompt, [chosen, rejected], f"example {index}")
+    if prompt is None:
+        if chosen == rejected:
+            raise ValueError(f"example {index} has the same conversation twice, chosen and rejected; remove it")
+        parts: Any = extract_prompt({"chosen": chosen, "rejected": rejected})
+        prompt, chosen, rejected = parts["prompt"], parts["chosen"], parts["rejected"]
+    for column, answer in (("chosen", chosen), ("rejected", rejected)):
+        if _empty(answer, ""):
+            raise ValueError(f"example {index} has an empty answer, {column}; remove it: dataset.filter(...)")
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+
+
+def answer_sequences(example: Mapping[str, Any], eos_token: str, name: str) -> Sequence[Any]:
+    """Question and answer as one text or one conversation, for each answer of a row.
+
+    Args:
+        example: the row, in one of the formats that `MultiAnswerRewardTrainer` takes.
+        eos_token: put behind each text, once.
+        name: what errors call the example.
+
+    Returns:
+        Strings, or lists of messages, best first where the row has `chosen` and `rejected`.
+
+    Raises:
+        TypeError: answers or prompt are of a kind, or a mix, that cannot be put together.
+        ValueError: a column is missing, an answer empty, or there are less than two.
+    """
+    if "answers" in example:
+        answers = example["answers"]
+    elif "chosen" in example and "rejected" in example:
+        answers = [example["chosen"], example["rejected"]]
+    else:
+        raise ValueError(
+            f"{name} has no answers, and no chosen and rejected; rename the columns to prompt, answers and scores, or "
+            f"to prompt, chosen and rejected. It has: {', '.join(map(str, example))}"
+        )
+    prompt = example.get("prompt")
+    texts = isinstance(answers, list) and all(isinstance(answer, str) for answer in answers)
+    if not texts and not (isinstance(answers, list) and all(isinstance(answer, list) for answer in answers)):
+        raise TypeError(f"answers of {name} must all be strings, or all lists of messages, got {answers!r:.200}")
+    if prompt is not None and not isinstance(prompt, (str, list)):
+        raise TypeError(f"prompt of {name} must be a string or a list of messages, got {prompt!r:.200}")
+    if len(answers) < 2:
+        raise ValueError(f"{name} has {len(answers)} answers, but a preference needs two or more; remove it")
+    for nth, answer in enumerate(answers):
+        if _empty(answer, eos_token):
+            raise ValueError(f"answer {nth} of {name} is empty; remove the answer, or the example: dataset.filter(...)")
+    if texts:
+        if isinstance(prompt, list):
+            return [[*prompt, {"role": "assistant", "content": answer}] for answer in answers]
+        return [(prompt or "") + answer.removesuffix(eos_token) + eos_token for answer in answers]
+    if prompt is None or isinstance(prompt, list):
+        return [[*(prompt or []), *answer] for answer in answers]
+    turns = _first_turns(prompt, answers, name)
+    return [[*(turns or []), *answer] for answer in answers]
+
+
+def _first_turns(prompt: str, answers: Sequence[Any], name: str) -> list[dict[str, Any]] | None:
+    """The turns that a prompt adds to conversations: None if they begin with it."""
+    if all(_opens_with(answer, prompt) for answer in answers):
+        return None
+    if all(answer[0].get("role") == "assistant" for answer in answers):
+        return [{"role": "user", "content": prompt}]
+    raise ValueError(
+        f"the answers of {name} are conversations that neither begin with its prompt, a string, nor with the "
+        "assistant; make the prompt a list of messages, or remove the column"
+    )
+
+
+def _empty(answer: Any, eos_token: str) -> bool:
+    if isinstance(answer, list):
+        if not answer or answer[-1].get("tool_calls"):
+            return not answer
+        answer = answer[-1].get("content")
+    return not (answer.removesuffix(eos_token).strip() if isinstance(answer, str) else answer)
+
+
+def _opens_with(conversation: list[dict[str, Any]], prompt: str) -> bool:
+    opening = next((message for message in conversation if message.get("role") != "system"), {})
+    return opening.get("role") == "user" and opening.get("content") == prompt

@@ -1,0 +1,265 @@
+"""Tokens per second and peak memory of DPO and reward models: shared questions against stock TRL.
+
+    python recipes/benchmarks/alignment.py --csv alignment.csv
+
+Rows as in FlashMask (ICLR 2025), appendix A.2.1: a row of 8K or 32K tokens holds 1 to 10 questions (1 to 4 for reward
+models at 8K), each with 2 answers (6 for reward models) of 10% to 20% of the question's length. A Llama-3.2-1B-shaped
+model with random weights, bfloat16, gradient checkpointing, AdamW; DPO with a reference model. A row is one optimizer
+step for everyone, and the tokens that count are those of the row: each question once.
+
+`flashmask` runs TRL's trainers from `flashmask_hf.trainers` on the packed row. Stock TRL repeats the question for each
+answer and pads; it is given each row as one padded batch, or one question at a time with accumulated gradients
+(`single`), with SDPA and with flex_attention. A reward model's six answers are three pairs for stock TRL: every answer
+once, which is the least that it can compute. Lengths are padded to a multiple of 1024 for flex_attention, which
+compiles for each; compilation is not in the times.
+"""
+
+# pyright: reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch._dynamo.config
+from datasets import Dataset
+from harness import random_lengths, write_csv
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
+from training import SHAPES
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+)
+from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer
+
+from flashmask_hf.trainers import MultiAnswerRewardConfig, MultiAnswerRewardTrainer, SharedQuestionDPOTrainer
+
+Document = tuple[list[int], list[list[int]]]
+"""Token ids of a question and of its answers."""
+
+ANSWERS = {"dpo": 2, "reward": 6}
+STOCK = ("sdpa", "sdpa_single", "flex_attention", "flex_attention_single")
+
+
+def make_row(task: str, length: int, vocab: int, generator: torch.Generator) -> list[Document]:
+    """The questions and answers of one row of `length` tokens."""
+    answers = ANSWERS[task]
+    most = 10 if task == "dpo" else 3 if length <= 4096 else 4 if length <= 8192 else 10
+    count = int(torch.randint(1, most + 1, (1,), generator=generator))
+    row = []
+    for total in random_lengths(length, count, generator, minimum=128 if task == "dpo" else 512):
+        low, high = (int(share * total / (1 + share * answers)) for share in (0.1, 0.2))
+        sizes = torch.randint(low, high + 1, (answers,), generator=generator).tolist()
+        tokens = torch.randint(3, vocab, (total,), generator=generator).tolist()
+        question = total - sum(sizes)
+        at, made = question, []
+        for size in sizes:
+            made.append(tokens[at : at + size])
+            at += size
+        row.append((tokens[:question], made))
+    return row
+
+
+def shared_examples(task: str, row: list[Document]) -> list[dict[str, Any]]:
+    """What this package's collators take."""
+    if task == "reward":
+        return [{"prompt_ids": question, "answers_ids": answers} for question, answers in row]
+    return [{"prompt_ids": question, "chosen_ids": one, "rejected_ids": two} for question, (one, two) in row]
+
+
+def stock_examples(task: str, row: list[Document]) -> list[list[dict[str, Any]]]:
+    """What TRL's collators take, by question: for a reward model a pair of whole sequences for every two answers."""
+    if task == "dpo":
+        return [[example] for example in shared_examples(task, row)]
+    return [
+        [
+            {"chosen_ids": question + one, "rejected_ids": question + two}
+            for one, two in zip(answers[::2], answers[1::2], strict=True)
+        ]
+        for question, answers in row
+    ]
+
+
+class Bench:
+    """One model that all trainers of a task train in turns."""
+
+    def __init__(self, task: str, shape: str):
+        self.task = task
+        settings: dict[str, Any] = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None, "num_labels": 1}
+        config = LlamaConfig(**SHAPES[shape], **settings)
+        self.vocab = config.vocab_size
+        self.model = self._load(config, seed=0)
+        self.reference = self._load(config, seed=1) if task == "dpo" else None
+        getattr(self.model, "activation_checkpointing_enable", self.model.gradient_checkpointing_enable)()
+        self.shared, self.stock = self._trainers()
+        self.model.train()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6, fused=True)
+
+    def _load(self, config: LlamaConfig, seed: int) -> Any:
+        torch.manual_seed(seed)
+        kind: Any = AutoModelForCausalLM if self.task == "dpo" else AutoModelForSequenceClassification
+        with torch.device("cuda"):
+            return kind.from_config(config, attn_implementation="flashmask", dtype=torch.bfloat16)
+
+    def _trainers(self) -> tuple[Any, Any]:
+        words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, "why": 2, "so": 3, "no": 4}, unk_token="<pad>"))
+        words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
+        # Trainers want a dataset; the batches are made here.
+        dataset = Dataset.from_list([{"prompt": "why ", "chosen": "so ", "rejected": "no "}])
+        options: dict[str, Any] = {"output_dir": tempfile.mkdtemp(), "report_to": "none", "bf16": False}
+        options |= {"max_length": None, "disable_dropout": False}
+        if self.task == "dpo":
+            classes: Any = ((SharedQuestionDPOTrainer, DPOConfig), (DPOTrainer, DPOConfig))
+            extra = {"ref_model": self.reference}
+        else:
+            classes = ((MultiAnswerRewardTrainer, MultiAnswerRewardConfig), (RewardTrainer, RewardConfig))
+            extra = {}
+        made = [
+            trainer(self.model, args=config(**options), train_dataset=dataset, processing_class=tokenizer, **extra)
+            for trainer, config in classes
+        ]
+        return made[0], made[1]
+
+    def use(self, attention: str) -> None:
+        """Switch the attention of policy and reference."""
+        for model in (self.model, self.reference):
+            if model is not None:
+                model.set_attn_implementation(attention)
+
+    def losses(self, provider: str, row: list[Document], backward: bool = True) -> list[Tensor]:
+        """Forward, and backward, of a row: a loss for each batch that it takes."""
+        if provider == "flashmask":
+            trainer, batches = self.shared, [shared_examples(self.task, row)]
+        else:
+            trainer, batches = self.stock, stock_examples(self.task, row)
+            if not provider.endswith("_single"):
+                batches = [[example for batch in batches for example in batch]]
+        self.use(provider.removesuffix("_single"))
+        trainer.data_collator.pad_to_multiple_of = 1024 if provider.startswith("flex") else None
+        made = []
+        for batch in batches:
+            inputs = trainer._prepare_inputs(trainer.data_collator(batch))
+            loss = trainer.compute_loss(self.model, inputs)
+            if backward:
+                (loss / len(batches)).backward()
+            made.append(loss.detach())
+        return made
+
+    def step(self, provider: str, row: list[Document]) -> None:
+        """A training step on a row."""
+        self.losses(provider, row)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def check(self, providers: list[str]) -> None:
+        """Two answers to each question: everyone's log-probabilities or rewards agree, or the benchmark stops here."""
+        generator = torch.Generator().manual_seed(7)
+        row = [(question, answers[:2]) for question, answers in make_row(self.task, 2048, self.vocab, generator)]
+        keys = ("logps/chosen", "logps/rejected") if self.task == "dpo" else ("min_reward", "max_reward")
+        figures: dict[str, list[float]] = {}
+        for provider in providers:
+            trainer = self.shared if provider == "flashmask" else self.stock
+            if provider.endswith("_single"):
+                continue
+            trainer._metrics["train"].clear()
+            with torch.no_grad():
+                self.losses(provider, row, backward=False)
+            figures[provider] = [trainer._metrics["train"][key][-1] for key in keys]
+        print(f"{self.task}, before training:", figures)
+        first = next(iter(figures.values()))
+        for provider, values in figures.items():
+            if any(abs(a - b) > 0.01 * max(5.0, abs(b)) for a, b in zip(values, first, strict=True)):
+                raise SystemExit(f"{provider} disagrees: {figures}")
+
+
+def attempt(function: Callable[[], None]) -> float | None:
+    """Seconds that a function takes, or None if the GPU's memory does not suffice."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    try:
+        function()
+    except torch.OutOfMemoryError:
+        gc.collect()
+        torch.cuda.empty_cache()
+        return None
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def measure(bench: Bench, length: int, count: int, providers: list[str]) -> list[dict[str, object]]:
+    """A row of figures per provider."""
+    generator = torch.Generator().manual_seed(length)
+    rows = [make_row(bench.task, length, bench.vocab, generator) for _ in range(count)]
+    seconds: dict[str, list[float | None]] = {name: [] for name in providers}
+    memory = dict.fromkeys(providers, 0)
+    for row in rows:
+        for name in providers:  # compiles, and finds out who has the memory
+            if None not in seconds[name] and attempt(lambda name=name, row=row: bench.step(name, row)) is None:
+                bench.optimizer.zero_grad(set_to_none=True)
+                seconds[name].append(None)
+        for name in providers:
+            if None not in seconds[name]:
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
+                seconds[name].append(attempt(lambda name=name, row=row: bench.step(name, row)))
+                memory[name] = max(memory[name], torch.cuda.max_memory_allocated())
+    rates = {
+        name: None if None in values else statistics.median(length / value for value in values if value)
+        for name, values in seconds.items()
+    }
+    fastest = max((rate for name, rate in rates.items() if rate and name != "flashmask"), default=None)
+    return [
+        {
+            "task": bench.task,
+            "length": length,
+            "answers": ANSWERS[bench.task],
+            "rows": count,
+            "provider": name,
+            "tokens_per_second": "out of memory" if rate is None else round(rate),
+            "peak_gib": "" if rate is None else round(memory[name] / 2**30, 2),
+            "against_fastest_stock": "" if rate is None or fastest is None else round(rate / fastest, 3),
+        }
+        for name, rate in rates.items()
+    ]
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="llama-3.2-1b")
+    parser.add_argument("--tasks", nargs="+", default=["dpo", "reward"], choices=["dpo", "reward"])
+    parser.add_argument("--lengths", nargs="+", type=int, default=[8192, 32768])
+    parser.add_argument("--rows", type=int, default=3, help="rows of each length, each seen once by everyone")
+    parser.add_argument("--providers", nargs="+", default=["flashmask", *STOCK], choices=["flashmask", *STOCK])
+    parser.add_argument("--csv", help="where to write the figures")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("a GPU is needed")
+    torch._dynamo.config.recompile_limit = 256  # flex_attention is compiled for every shape
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    figures: list[dict[str, object]] = []
+    for task in arguments.tasks:
+        bench = Bench(task, arguments.shape)
+        bench.check(arguments.providers)
+        for length in arguments.lengths:
+            figures += measure(bench, length, arguments.rows, arguments.providers)
+            print(*figures[-len(arguments.providers) :], sep="\n", flush=True)
+        del bench
+        gc.collect()
+        torch.cuda.empty_cache()
+    write_csv(arguments.csv, figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""A run of DPO or of a reward model on the demo's data: this package's trainer and stock TRL, step by step.
+
+    python recipes/benchmarks/convergence.py --task dpo --steps 100 --csv convergence.csv
+
+Both start from the same tiny Llama and see the same examples in the same order; stock TRL repeats the question for each
+answer, pads, and runs SDPA. Exits with 1 if a loss of the two curves differs by more than `--bound`, or if accuracy
+does not rise. Runs on the GPU if there is one, else on the CPU, in float32 on both.
+"""
+
+# pyright: reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness import write_csv
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer
+
+from flashmask_hf.trainers import MultiAnswerRewardConfig, MultiAnswerRewardTrainer, SharedQuestionDPOTrainer
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import data
+
+TRAINERS: dict[str, Any] = {
+    "dpo": {"flashmask": (SharedQuestionDPOTrainer, DPOConfig), "trl": (DPOTrainer, DPOConfig)},
+    "reward": {"flashmask": (MultiAnswerRewardTrainer, MultiAnswerRewardConfig), "trl": (RewardTrainer, RewardConfig)},
+}
+OPTIONS: dict[str, dict[str, Any]] = {"dpo": {"learning_rate": 5e-4, "beta": 0.5}, "reward": {"learning_rate": 1e-3}}
+ACCURACY = {"dpo": "rewards/accuracies", "reward": "accuracy"}
+
+
+def curve(task: str, provider: str, model_path: str, steps: int) -> list[dict[str, float]]:
+    """Loss and accuracy of each step."""
+    kind: Any = AutoModelForCausalLM if task == "dpo" else AutoModelForSequenceClassification
+    labels = {} if task == "dpo" else {"num_labels": 1}
+    attention = "flashmask" if provider == "flashmask" else "sdpa"
+    torch.manual_seed(0)  # for the reward model's new head
+    model = kind.from_pretrained(model_path, attn_implementation=attention, **labels)
+    trainer, config = TRAINERS[task][provider]
+    args = config(
+        output_dir=tempfile.mkdtemp(),
+        max_steps=steps,
+        per_device_train_batch_size=4,
+        max_length=512,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        bf16=False,
+        tf32=False if torch.cuda.is_available() else None,
+        disable_tqdm=True,
+        seed=1,
+        **OPTIONS[task],
+    )
+    run = trainer(
+        model,
+        args=args,
+        train_dataset=data.preferences()["train"],
+        processing_class=AutoTokenizer.from_pretrained(model_path),
+    )
+    run.train()
+    return [
+        {"loss": entry["loss"], "accuracy": entry[ACCURACY[task]]}
+        for entry in run.state.log_history
+        if "loss" in entry and ACCURACY[task] in entry
+    ]
+
+
+def compare(task: str, steps: int) -> tuple[float, float, float, list[dict[str, object]]]:
+    """Largest difference of two losses of a step; accuracy over our run's first and last tenth; all figures."""
+    with tempfile.TemporaryDirectory() as path:
+        data.build_model(path)
+        ours, theirs = (curve(task, provider, path, steps) for provider in ("flashmask", "trl"))
+    if len(ours) != steps or len(theirs) != steps:
+        raise RuntimeError(f"expected {steps} logged steps, got {len(ours)} and {len(theirs)}")
+    largest = max(abs(one["loss"] - other["loss"]) for one, other in zip(ours, theirs, strict=True))
+    tenth = max(1, steps // 10)
+    first, last = (statistics.mean(step["accuracy"] for step in part) for part in (ours[:tenth], ours[-tenth:]))
+    rows: list[dict[str, object]] = [
+        {
+            "task": task,
+            "step": step,
+            **{f"{name}_{key}": value for name, entry in both.items() for key, value in entry.items()},
+        }
+        for step, both in enumerate(
+            ({"flashmask": one, "trl": other} for one, other in zip(ours, theirs, strict=True)), start=1
+        )
+    ]
+    return largest, first, last, rows
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", choices=TRAINERS, default="dpo")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--bound", type=float, default=2e-3, help="the largest difference of two losses that passes")
+    parser.add_argument("--csv", help="where to write the curves")
+    arguments = parser.parse_args()
+    largest, first, last, rows = compare(arguments.task, arguments.steps)
+    write_csv(arguments.csv, rows)
+    print(f"largest difference of a loss {largest:.1e}; accuracy {first:.3f} at first, {last:.3f} at last")
+    if largest > arguments.bound or last <= first:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
