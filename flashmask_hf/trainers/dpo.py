@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 import numpy as np
+import torch
 from datasets import Dataset, IterableDataset
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
@@ -202,9 +203,10 @@ class SharedQuestionDPOTrainer(DPOTrainer):
     def _log_sharing(self, inputs: dict[str, Any]) -> None:
         mode = "train" if self.model.training else "eval"
         indices = inputs["startend_row_indices"]
-        tokens = self.accelerator.gather_for_metrics((indices > 0).sum()).sum()  # padding has 0
-        without = self.accelerator.gather_for_metrics(inputs["attention_mask"].sum()).sum()
-        self._metrics[mode]["shared_tokens_saved"].append(1 - (tokens / without).item())
+        counts: Any = torch.stack([(indices > 0).sum(), inputs["attention_mask"].sum()])  # padding has 0 in both
+        sums: Any = self.accelerator.reduce(counts)
+        tokens, unshared = sums.tolist()
+        self._metrics[mode]["shared_tokens_saved"].append(1 - tokens / unshared)
         if mode == "eval" or self.state.global_step % max(1, int(self.args.logging_steps)) == 0:
             self._metrics[mode]["mask_sparsity"].append(FlashMask(indices, causal=True).sparsity())
 
