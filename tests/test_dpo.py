@@ -1,6 +1,8 @@
 """DPO that computes each question once: losses, metrics and gradients are those of stock TRL on the unpacked batch."""
 
+import contextlib
 import logging
+import types
 
 import pytest
 import torch
@@ -396,6 +398,17 @@ def test_one_answer_never_reaches_another(model_path):
     assert torch.equal(base[1], hidden([20, 21, 22], [11, 12, 13])[1])
     assert torch.equal(base[0], hidden([8, 9, 10], [30, 31, 32])[0])
     assert not torch.equal(base[0], hidden([8, 19, 10], [11, 12, 13])[0])
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_reference_model_that_fsdp2_would_leave_empty(version, model_path, tokenizer, tmp_path, monkeypatch):
+    trainer = make(SharedQuestionDPOTrainer, model_path, tokenizer, tmp_path)
+    plugin = types.SimpleNamespace(fsdp_version=version, cpu_ram_efficient_loading=True)
+    monkeypatch.setattr(trainer.accelerator.state, "fsdp_plugin", plugin, raising=False)
+    trainer.is_fsdp_enabled, trainer._sharing = True, False
+    refused = pytest.raises(ValueError, match="fsdp_cpu_ram_efficient_loading leaves a reference model empty")
+    with refused if version == 2 else contextlib.nullcontext():
+        trainer._share_questions()
 
 
 def test_what_does_not_serve_raises_before_the_first_step(model_path, tokenizer, tmp_path, caplog):

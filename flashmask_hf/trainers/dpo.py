@@ -112,6 +112,8 @@ class SharedQuestionDPOTrainer(DPOTrainer):
         if self._sharing:
             return
         self._sharing = True
+        if self.ref_model is not None and self.is_fsdp_enabled:
+            _refuse_empty_reference(self.accelerator.state.fsdp_plugin)
         for model in (self.model, self.ref_model):
             if model is not None:
                 run_packed(self.accelerator.unwrap_model(model))
@@ -197,11 +199,10 @@ class SharedQuestionDPOTrainer(DPOTrainer):
         return super()._precompute_ref_logps(dataset, name, batch_size)
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool) -> Any:
-        self._log_sharing(inputs)
+        self._log_sharing(inputs, "train" if model.training else "eval")
         return super()._compute_loss(model, inputs, return_outputs)
 
-    def _log_sharing(self, inputs: dict[str, Any]) -> None:
-        mode = "train" if self.model.training else "eval"
+    def _log_sharing(self, inputs: dict[str, Any], mode: str) -> None:
         indices = inputs["startend_row_indices"]
         counts: Any = torch.stack([(indices > 0).sum(), inputs["attention_mask"].sum()])  # padding has 0 in both
         sums: Any = self.accelerator.reduce(counts)
@@ -209,6 +210,16 @@ class SharedQuestionDPOTrainer(DPOTrainer):
         self._metrics[mode]["shared_tokens_saved"].append(1 - tokens / unshared)
         if mode == "eval" or self.state.global_step % max(1, int(self.args.logging_steps)) == 0:
             self._metrics[mode]["mask_sparsity"].append(FlashMask(indices, causal=True).sparsity())
+
+
+def _refuse_empty_reference(plugin: Any) -> None:
+    """Raise where TRL 1.16 would leave the reference model's weights unread on every process but the first."""
+    if plugin.fsdp_version == 2 and plugin.cpu_ram_efficient_loading:
+        raise ValueError(
+            "fsdp_cpu_ram_efficient_loading leaves a reference model empty on all processes but the first: TRL shards "
+            "it with FSDP2 without sending the weights; set it to false in accelerate's configuration, or train an "
+            "adapter, which needs no reference model"
+        )
 
 
 def _column_lengths(dataset: Dataset, columns: tuple[str, ...]) -> list[NDArray[np.int64]]:

@@ -254,11 +254,10 @@ def main() -> None:
         bench.check(arguments.providers)
         for length in arguments.lengths:
             figures += measure(bench, length, arguments.rows, arguments.providers)
-            print(*figures[-len(arguments.providers) :], sep="\n", flush=True)
+            write_csv(arguments.csv, figures)
         del bench
         gc.collect()
         torch.cuda.empty_cache()
-    write_csv(arguments.csv, figures)
 
 
 if __name__ == "__main__":

@@ -100,7 +100,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", choices=TRAINERS, default="dpo")
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--bound", type=float, default=2e-3, help="the largest difference of two losses that passes")
+    parser.add_argument("--bound", type=float, default=5e-3, help="the largest difference of two losses that passes")
     parser.add_argument("--csv", help="where to write the curves")
     arguments = parser.parse_args()
     largest, first, last, rows = compare(arguments.task, arguments.steps)
