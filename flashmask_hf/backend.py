@@ -225,6 +225,7 @@ def attention_forward(
         _check_hook_result(attention_mask)
     vectors = kwargs.get(_VECTORS)
     if vectors is not None:
+        _count_supplied()
         _check_vectors(vectors, query, key, causal)
         if getattr(getattr(module, "config", None), "is_encoder_decoder", False):
             raise NotImplementedError(
@@ -240,6 +241,16 @@ def attention_forward(
         query, key, value, mask, scale=scaling, softcap=kwargs.get("softcap"), sinks=kwargs.get("s_aux")
     )
     return out.transpose(1, 2), None
+
+
+supplied_calls = 0
+"""How many calls of attention have been given `startend_row_indices`, apart from compiled ones."""
+
+
+def _count_supplied() -> None:
+    global supplied_calls
+    if not torch.compiler.is_compiling():
+        supplied_calls += 1
 
 
 class _Pattern(NamedTuple):
@@ -463,17 +474,19 @@ def _without_padding(vectors: Tensor, hooked: Tensor, causal: bool) -> Tensor:
 def _windowed(vectors: Tensor, causal: bool, window: int, position_ids: Tensor | None) -> FlashMask:
     length = vectors.shape[2]
     row = torch.arange(length, device=vectors.device, dtype=torch.int32)
+    limit = (row + window).clamp(max=length)
     if position_ids is not None:
         # The window is cut by row here. That is by position as long as positions run on over the rows that see a key.
+        # It hides nothing where no position is beyond it.
+        hides = position_ids.amax() >= window
+        limit = torch.where(hides, limit, length)
         following = _next_true(position_ids[:, 1:] != position_ids[:, :-1] + 1)[:, None]
         reach = _reach(vectors, length)
         device_assert(
-            ((reach <= following) | (reach - row <= window)).all(),
+            ((reach <= following) | (reach - row <= window) | ~hides).all(),
             f"sliding_window={window} is measured by position, but position_ids restart among the rows that see a key: "
-            "shared questions and trees under a window are not supported yet; use a model without windows, or rows no "
-            "longer than one",
+            "shared questions and trees longer than a window are not supported yet; use a model without windows",
         )
-    limit = (row + window).clamp(max=length)
     if vectors.shape[-1] == 1:
         return FlashMask(torch.minimum(vectors, limit.view(-1, 1)), causal=True)
     overlay = torch.stack([limit, torch.zeros_like(limit)], -1)[None, None]

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from flashmask_hf import backend
 from flashmask_hf.collators.forest import PackedRows
 
 __all__ = ["packed_inputs", "run_packed"]
@@ -47,11 +49,21 @@ def run_packed(model: Any) -> None:
         model: a transformers model with a head, or a PEFT model around one, not wrapped for distributed training.
 
     Raises:
-        ValueError: the model's attention is not "flashmask", under which alone a packed row means what it says.
+        ValueError: the model's attention is not "flashmask", under which alone a packed row means what it says; or the
+            model is not a decoder alone, or makes positions of its own. Models of which some layers do not get the
+            mask, such as recurrent ones, raise in the first forward that is not compiled.
     """
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     backbone = inner.base_model
     _check_attention(backbone)
+    name = type(inner).__name__
+    if inner.config.is_encoder_decoder or any(getattr(part, "is_causal", None) is False for part in backbone.modules()):
+        raise ValueError(f"{name} is not a causal decoder, and packed rows are causal; use TRL's own trainer for it")
+    for path, part in backbone.named_modules():
+        if isinstance(part, nn.Embedding) and "position" in path and part.padding_idx is not None:
+            raise ValueError(
+                f"{name} counts positions from {part.padding_idx + 1}, and packed rows from 0; use TRL's own trainer"
+            )
     if _enter not in backbone._forward_pre_hooks.values():
         backbone.register_forward_pre_hook(_enter, with_kwargs=True)
         backbone.register_forward_hook(_leave, with_kwargs=True)
@@ -61,6 +73,7 @@ def _enter(backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if kwargs.get(_IDS) is None:
         return None
     _check_attention(backbone)
+    backbone._calls_before = backend.supplied_calls  # type: ignore[assignment]
     packed = {key: value for key, value in kwargs.items() if key not in (_IDS, _POSITIONS, "inputs_embeds")}
     packed |= {"input_ids": kwargs[_IDS], "position_ids": kwargs[_POSITIONS], "attention_mask": None}
     return (), packed
@@ -70,12 +83,27 @@ def _leave(backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], o
     index = kwargs.get(_INDEX)
     if index is None:
         return None
+    _check_layers(backbone)
     output.last_hidden_state = output.last_hidden_state.flatten(0, 1)[index]
     if output.get("hidden_states") is not None:
         output.hidden_states = tuple(states.flatten(0, 1)[index] for states in output.hidden_states)
     if output.get("router_logits") is not None:  # of a mixture of experts, [R * S, experts] each
         output.router_logits = tuple(logits[index.flatten().to(logits.device)] for logits in output.router_logits)
     return output
+
+
+def _check_layers(backbone: Any) -> None:
+    """Once for a backbone: every layer has called attention with the packed row's mask."""
+    if torch.compiler.is_compiling() or getattr(backbone, "_layers_checked", False):
+        return
+    layers = backbone.config.get_text_config().num_hidden_layers
+    calls = backend.supplied_calls - backbone._calls_before
+    if calls < layers:
+        raise ValueError(
+            f"{type(backbone).__name__} gave the packed row's mask to {calls} of its {layers} layers; in the others "
+            "answers would see each other, so this model cannot take packed rows: use TRL's own trainer"
+        )
+    backbone._layers_checked = True
 
 
 def _check_attention(backbone: Any) -> None:

@@ -572,11 +572,25 @@ def test_window_is_refused_where_positions_restart():
     position_ids = torch.cat([torch.arange(6), torch.arange(6, 14), torch.arange(6, 14)])[None]
     inputs = dict(input_ids=tokens(1, 22), startend_row_indices=mask.indices, use_cache=False)
     with pytest.raises(
-        RuntimeError, match=r"sliding_window=6 .*shared questions and trees under a window are not supported yet; use"
+        RuntimeError, match=r"sliding_window=6 .*shared questions and trees longer than a window are not supported yet"
     ):
         ours(**inputs, position_ids=position_ids)
-    wide, _ = model_pair("mistral", sliding_window=22)
-    wide(**inputs, position_ids=position_ids)  # the window is longer than what any key is seen by
+
+
+@pytest.mark.parametrize("window", [14, 22])
+def test_a_window_that_no_position_exceeds_hides_nothing(window):
+    """Answers of one tree lie further apart in the row than the window, but no token is as deep as it."""
+    wide, _ = model_pair("mistral", sliding_window=window)
+    question, answers = torch.arange(6), torch.arange(6, 14)
+    ids = tokens(1, 22)
+    packed = wide(
+        ids,
+        position_ids=torch.cat([question, answers, answers])[None],
+        startend_row_indices=masks.share_question([(6, [8, 8])]).indices,
+        use_cache=False,
+    ).logits
+    alone = wide(torch.cat([ids[:, :6], ids[:, 14:]], 1), use_cache=False).logits
+    assert_near(packed[:, 14:], alone[:, 6:])
 
 
 def test_window_with_padding_at_the_end():

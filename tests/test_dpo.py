@@ -6,6 +6,7 @@ import types
 
 import pytest
 import torch
+import transformers
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -15,7 +16,7 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 from flashmask_hf.collators import DataCollatorForSharedQuestion
 from flashmask_hf.packed_backbone import run_packed
-from flashmask_hf.trainers import SharedQuestionDPOTrainer
+from flashmask_hf.trainers import SharedQuestionDPOConfig, SharedQuestionDPOTrainer
 
 pytestmark = [
     # TRL's default for `gradient_checkpointing` and PEFT's look at the model, in transformers 5.23
@@ -236,6 +237,7 @@ def test_the_gpu_equals_the_cpu(option, model_path, tokenizer, tmp_path):
 
 
 FORMS = {
+    "conversational prompt, texts": lambda row: row | {"prompt": conversation(row)["prompt"]},
     "standard, implicit prompt": lambda row: {k: row["prompt"] + row[k] for k in ("chosen", "rejected")},
     "conversational": conversation,
     "conversational, implicit prompt": lambda row: {
@@ -247,10 +249,10 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 def test_every_format_equals_stock_trl(form, model_path, tokenizer, tmp_path):
     data = [FORMS[form](row) for row in rows()]
-    shared, stock = (
-        make(c, model_path, tokenizer, tmp_path, data=data) for c in (SharedQuestionDPOTrainer, DPOTrainer)
-    )
-    assert_same(shared, stock)
+    shared = make(SharedQuestionDPOTrainer, model_path, tokenizer, tmp_path, data=data)
+    if form == "conversational prompt, texts":  # which TRL does not take
+        data = [conversation(row) for row in rows()]
+    assert_same(shared, make(DPOTrainer, model_path, tokenizer, tmp_path, data=data))
 
 
 def test_ultrafeedback_rows_work_as_they_are(model_path, tokenizer, tmp_path):
@@ -439,9 +441,9 @@ def test_what_does_not_serve_raises_before_the_first_step(model_path, tokenizer,
     with pytest.raises(ValueError, match="example 0 has the same conversation twice"):
         trainer([{"chosen": "w5 w6", "rejected": "w5 w6"}])
     long = {"prompt": "w5 " * 40, "chosen": "w6 " * 40, "rejected": "w7"}
-    with pytest.raises(ValueError, match="train example 3 is 81 tokens deep, but the model has 64 positions"):
+    with pytest.raises(ValueError, match="train example 3, as prepared, is deeper than the model's 64 positions"):
         trainer([*good, long])
-    with pytest.raises(ValueError, match="train example 3 has 83 tokens, more than row_length 70"):
+    with pytest.raises(ValueError, match="train example 3, as prepared, has more than row_length=70 tokens"):
         trainer([*good, long], data_collator=DataCollatorForSharedQuestion(row_length=70, max_position_embeddings=99))
     with pytest.raises(ValueError, match="every question of the train dataset fills max_length 8"):
         trainer([long, long], max_length=8)
@@ -452,3 +454,109 @@ def test_what_does_not_serve_raises_before_the_first_step(model_path, tokenizer,
         trainer([*good, long], max_length=20)
     assert "1 of 4 train examples have more than max_length=60 tokens" in caplog.text
     assert "Dropped 1 of 4 train examples, whose question alone fills max_length=20" in caplog.text
+
+
+def other_models():
+    """Decoders that would let answers see each other, or whose positions are not depths, and why."""
+    common = {
+        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0,
+    }  # fmt: skip
+    attention = common | {"num_key_value_heads": 2, "max_position_embeddings": 64}
+    yield "nemotron", transformers.NemotronConfig(**attention), "mask to 0 of its 2 layers"
+    hybrid = {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}
+    yield "lfm2", transformers.Lfm2Config(**attention, **hybrid), "mask to 1 of its 2 layers"
+    yield "roberta", transformers.RobertaConfig(**common, is_decoder=True), "counts positions from 1"
+    bert = transformers.BertConfig(**common)
+    yield "bert", bert, "not a causal decoder"
+
+
+@pytest.mark.parametrize(("name", "settings", "message"), list(other_models()), ids=lambda value: str(value)[:12])
+def test_models_that_cannot_take_packed_rows_say_so(name, settings, message):
+    if name == "bert":
+        model = transformers.AutoModelForMaskedLM.from_config(settings, attn_implementation="flashmask")
+    else:
+        model = AutoModelForCausalLM.from_config(settings, attn_implementation="flashmask")
+    batch = DataCollatorForSharedQuestion()([{"prompt_ids": [5, 6, 7], "chosen_ids": [8, 9], "rejected_ids": [10]}])
+    batch.pop("completion_mask")
+
+    def forward():
+        run_packed(model)
+        model.base_model(**batch, use_cache=False)
+
+    with pytest.raises(ValueError, match=message):
+        forward()
+
+
+def test_a_sliding_window_holds_questions_no_longer_than_it(tokenizer, tmp_path):
+    torch.manual_seed(0)
+    settings = transformers.MistralConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, sliding_window=20, bos_token_id=None, eos_token_id=1,
+        pad_token_id=0,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(settings).save_pretrained(tmp_path / "mistral")
+    path = str(tmp_path / "mistral")
+    assert_same(*(make(c, path, tokenizer, tmp_path) for c in (SharedQuestionDPOTrainer, DPOTrainer)))
+    long = {"prompt": "w5 " * 12, "chosen": "w6 " * 12, "rejected": "w7"}
+    with pytest.raises(
+        ValueError, match="train example 8, as prepared, is longer than the model's sliding window of 20"
+    ):
+        make(SharedQuestionDPOTrainer, path, tokenizer, tmp_path, data=[*rows(), long])
+
+
+def test_keep_end_cuts_questions_and_names_answers_that_fill_the_limit(model_path, tokenizer, tmp_path):
+    with pytest.warns(FutureWarning, match="keep_end"):
+        trainer = make(
+            SharedQuestionDPOTrainer, model_path, tokenizer, tmp_path, max_length=12, truncation_mode="keep_end"
+        )
+    assert one_step(trainer)[0] > 0
+    long = {"prompt": "w5 ", "chosen": "w6 " * 12, "rejected": "w7"}
+    with (
+        pytest.warns(FutureWarning, match="keep_end"),
+        pytest.raises(ValueError, match="train example 8, as prepared, has an answer that fills max_length=12"),
+    ):
+        make(
+            SharedQuestionDPOTrainer, model_path, tokenizer, tmp_path, data=[*rows(), long], max_length=12,
+            truncation_mode="keep_end",
+        )  # fmt: skip
+
+
+def test_options_that_packed_rows_cannot_have_are_refused(model_path, tokenizer, tmp_path):
+    refused = {
+        "neftune_noise_alpha": {"neftune_noise_alpha": 5.0},
+        "dispatch_batches": {"accelerator_config": {"dispatch_batches": True}},
+    }
+    for name, options in refused.items():
+        with pytest.raises(ValueError, match=name):
+            make(SharedQuestionDPOTrainer, model_path, tokenizer, tmp_path, **options)
+    with pytest.raises(ValueError, match="alora_invocation_tokens"):
+        SharedQuestionDPOTrainer(
+            model_path,
+            args=config(tmp_path),
+            train_dataset=Dataset.from_list(rows()),
+            processing_class=tokenizer,
+            peft_config=LoraConfig(task_type="CAUSAL_LM", alora_invocation_tokens=[5]),
+        )
+
+
+def test_tokenized_rows_a_row_length_and_a_collator_that_stays_the_users(model_path, tokenizer, tmp_path):
+    prepared = make(SharedQuestionDPOTrainer, model_path, tokenizer, tmp_path)
+    columns = ["prompt_ids", "chosen_ids", "rejected_ids"]
+    data = list(prepared.train_dataset.select_columns(columns))
+    collator = DataCollatorForSharedQuestion(row_length=40)
+    again = make(SharedQuestionDPOTrainer, model_path, tokenizer, tmp_path, data=data, data_collator=collator)
+    assert collator.max_position_embeddings is None
+    assert again.data_collator.max_position_embeddings == 64
+    loss = one_step(prepared)[0]
+    torch.testing.assert_close(one_step(again)[0], loss, **LOSS_BOUND)
+
+    args = SharedQuestionDPOConfig(str(tmp_path), row_length=48, use_cpu=True, bf16=False, report_to="none")
+    rowed = SharedQuestionDPOTrainer(
+        model_path, args=args, train_dataset=Dataset.from_list(data), processing_class=tokenizer
+    )
+    assert next(iter(rowed.get_train_dataloader()))["packed_input_ids"].shape[1] == 48
+    with pytest.raises(ValueError, match="train example 1, as prepared, lacks a column"):
+        make(SharedQuestionDPOTrainer, model_path, tokenizer, tmp_path, data=[data[0], data[1] | {"chosen_ids": None}])
+    with pytest.raises(ValueError, match="eval example 0, as prepared, is deeper than the model's 64 positions"):
+        prepared.evaluate(Dataset.from_list([data[0] | {"prompt_ids": [5] * 70}]))

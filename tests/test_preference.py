@@ -138,6 +138,12 @@ BAD = {
     "no examples": ([], {}, ValueError, "examples is empty"),
     "no prompt": ([{"chosen_ids": [1], "rejected_ids": [2]}], {}, ValueError, "example 0 has no prompt_ids; it needs"),
     "text": ([{"prompt": "a", "chosen": "b", "rejected": "c"}], {}, ValueError, "It has: prompt, chosen, rejected"),
+    "two kinds": (
+        [{"prompt_ids": [1], "answers_ids": [[2], [3]], "chosen_ids": [2], "rejected_ids": [3]}],
+        {},
+        ValueError,
+        "example 0 has answers_ids and chosen_ids",
+    ),
     "one answer": ([{"prompt_ids": [1], "answers_ids": [[2]]}], {}, ValueError, "example 0 has 1 answers, but"),
     "empty question": (examples([(1, [1, 1]), (0, [1, 1])]), {}, ValueError, "example 1 has an empty question"),
     "empty answer": (examples([(1, [1, 1]), (2, [1, 0])]), {}, ValueError, "example 1 has an empty answer, number 1"),

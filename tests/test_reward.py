@@ -1,5 +1,6 @@
 """Reward models that compute each question once: with two answers they are stock TRL's, with more their definition."""
 
+import copy
 import doctest
 import itertools
 import logging
@@ -919,3 +920,30 @@ def test_arguments_that_do_not_serve_raise(model_path, tokenizer, tmp_path):
         ValueError, match=r"example 0 of the train dataset, as prepared, has .* more than the 6 of a row"
     ):
         trainer(row_length=6)
+
+
+def test_what_reads_input_ids_is_refused(model_path, tokenizer, tmp_path):
+    for option in ({"include_num_input_tokens_seen": "all"}, {"include_for_metrics": ["inputs"]}):
+        with pytest.raises(ValueError, match="include_num_input_tokens_seen and include_for_metrics"):
+            make(MultiAnswerRewardTrainer, model_path, tokenizer, tmp_path, rows(), **option)
+
+
+def test_margins_that_some_rows_lack_are_refused_at_once(model_path, tokenizer, tmp_path):
+    data = rows()
+    data[3]["margin"] = None
+    with pytest.raises(ValueError, match="example 3 of the train dataset, as prepared, has no margin, but others have"):
+        make(MultiAnswerRewardTrainer, model_path, tokenizer, tmp_path, data)
+
+
+@pytest.mark.filterwarnings("ignore:`pad_token` is deprecated:FutureWarning")
+def test_a_pad_token_that_is_the_eos_token_is_warned_of(model_path, tokenizer, tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, logger="flashmask_hf"):
+        make(MultiAnswerRewardTrainer, model_path, tokenizer, tmp_path, rows(), pad_token="<pad>")
+        assert "pad_token is eos_token" not in caplog.text
+        make(MultiAnswerRewardTrainer, model_path, copy.deepcopy(tokenizer), tmp_path, rows(), pad_token="<eos>")
+    assert "pad_token is eos_token" in caplog.text
+
+
+def test_rows_that_mix_whole_sequences_and_a_question_are_refused():
+    with pytest.raises(ValueError, match="example 0 has chosen_ids beside prompt_ids"):
+        DataCollatorForMultiAnswerReward()([{"prompt_ids": [1], "chosen_ids": [2], "rejected_ids": [3]}])

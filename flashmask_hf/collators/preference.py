@@ -147,6 +147,8 @@ class DataCollatorForSharedQuestion:
     def _read(self, example: Mapping[str, Any], name: str) -> tuple[NDArray[np.int64], list[NDArray[np.int64]]]:
         """Question and answers of an example, truncated."""
         columns = ["answers_ids"] if "answers_ids" in example else ["chosen_ids", "rejected_ids"]
+        if "answers_ids" in example and "chosen_ids" in example:
+            raise ValueError(f"{name} has answers_ids and chosen_ids; remove one of the columns, to say which is meant")
         missing = [column for column in ("prompt_ids", *columns) if column not in example]
         if missing:
             raise ValueError(

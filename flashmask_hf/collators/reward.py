@@ -181,6 +181,11 @@ class DataCollatorForMultiAnswerReward:
                 f"MultiAnswerRewardTrainer makes of text. It has: {', '.join(map(str, example)) or 'nothing'}"
             )
         whole = "answers_ids" not in has
+        if "chosen_ids" in has and (not whole or "prompt_ids" in has):
+            raise ValueError(
+                f"{name} has chosen_ids beside {'prompt_ids' if whole else 'answers_ids'}: whole sequences or answers? "
+                "Keep prompt_ids and answers_ids, or chosen_ids and rejected_ids of whole sequences"
+            )
         given = [example["chosen_ids"], example["rejected_ids"]] if whole else example["answers_ids"]
         answers = [integers(answer, f"answer {nth} of {name}") for nth, answer in enumerate(given)]
         if len(answers) < 2:

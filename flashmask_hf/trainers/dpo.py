@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,11 +19,28 @@ from flashmask_hf.collators.preference import DataCollatorForSharedQuestion
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.packed_backbone import run_packed
 from flashmask_hf.trainers.formats import preference_columns
-from flashmask_hf.trainers.sharing import positions_of, prepare_model
+from flashmask_hf.trainers.sharing import positions_of, prepare, window_of
 
-__all__ = ["SharedQuestionDPOTrainer"]
+__all__ = ["SharedQuestionDPOConfig", "SharedQuestionDPOTrainer"]
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass
+class SharedQuestionDPOConfig(DPOConfig):
+    """Arguments of `SharedQuestionDPOTrainer`: those of `trl.DPOConfig`, and this.
+
+    Args:
+        row_length: None puts each batch into one packed row. A number makes rows of that many tokens.
+    """
+
+    row_length: int | None = field(
+        default=None,
+        metadata={
+            "help": "Number of tokens of a packed row. If `None`, a batch is one row. A question and its answers stay "
+            "in one row."
+        },
+    )
 
 
 class SharedQuestionDPOTrainer(DPOTrainer):
@@ -37,27 +55,29 @@ class SharedQuestionDPOTrainer(DPOTrainer):
     `preference_columns`), or tokenized (`prompt_ids`, `chosen_ids`, `rejected_ids`). Where it differs from TRL:
 
     - The model's attention is "flashmask": set if the model is given by name, checked if not.
-    - An empty answer, a missing column, and a question and answer deeper than the model's positions raise before the
-      first step.
+    - An empty question or answer, a missing column, and a question and answer that exceed the model's positions or its
+      sliding window raise before the first step.
     - `truncation_mode="keep_end"` cuts a question alike for both answers; "error" raises for what is too long. How many
       examples "keep_start" cuts is logged.
     - `pad_to_multiple_of` is that of the packed row.
+    - NEFTune, dispatched batches, prompt learning, activated LoRA, and FSDP2's RAM-efficient loading of a reference
+      model raise.
 
     Args:
         model: as in `trl.DPOTrainer`.
         ref_model: as there.
-        args: as there.
-        data_collator: None, or a `DataCollatorForSharedQuestion`, for example with rows of a fixed length.
+        args: a `SharedQuestionDPOConfig`, or a `trl.DPOConfig`, which leaves the rest at its defaults.
+        data_collator: None, or a `DataCollatorForSharedQuestion`, which then decides on lengths, as in TRL.
         train_dataset: as there.
         eval_dataset: as there.
         processing_class: as there; a tokenizer.
-        peft_config: as there; no prompt learning.
+        peft_config: as there.
         kwargs: the other arguments of `trl.DPOTrainer`.
 
     Raises:
         TypeError: `data_collator` is of another kind.
-        ValueError: the model's attention is not "flashmask", the adapter adds virtual tokens, the data has images, or
-            an example does not serve (the message names its index and the way out).
+        ValueError: the model's attention is not "flashmask", or does not take packed rows; an option is one of those
+            above; the data has images; or an example does not serve (the message names its index and the way out).
     """
 
     _name = "Shared-question DPO"
@@ -77,14 +97,15 @@ class SharedQuestionDPOTrainer(DPOTrainer):
     ):
         if args is None:
             name = model if isinstance(model, str) else get_config_model_id(model.config)
-            args = DPOConfig(f"{name.split('/')[-1]}-DPO")
-        prepare_model(model, args, peft_config)
+            args = SharedQuestionDPOConfig(f"{name.split('/')[-1]}-DPO")
+        prepare(model, args, peft_config)
         if data_collator is None:
-            multiple = args.pad_to_multiple_of
+            settings: Any = args  # TRL has made a number of pad_to_multiple_of, or None
             data_collator = DataCollatorForSharedQuestion(
                 max_length=args.max_length,
                 truncation_mode=args.truncation_mode,
-                pad_to_multiple_of=multiple if isinstance(multiple, int) else None,
+                row_length=getattr(args, "row_length", None),
+                pad_to_multiple_of=settings.pad_to_multiple_of,
             )
         elif not isinstance(data_collator, DataCollatorForSharedQuestion):
             raise TypeError(
@@ -119,54 +140,55 @@ class SharedQuestionDPOTrainer(DPOTrainer):
                 run_packed(self.accelerator.unwrap_model(model))
         collator: Any = self.data_collator
         if collator.max_position_embeddings is None:
-            collator.max_position_embeddings = positions_of(self.model)
+            self.data_collator = replace(collator, max_position_embeddings=positions_of(self.model))
+        self._check_lengths(self.train_dataset, "train")
         evaluated = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"eval": self.eval_dataset}
-        for name, dataset in {"train": self.train_dataset, **evaluated}.items():
-            if isinstance(dataset, Dataset):
-                self._check_lengths(dataset, name)
+        for name, dataset in evaluated.items():
+            self._check_lengths(dataset, name)
 
-    def _check_lengths(self, dataset: Dataset, name: str) -> None:
-        """Raise for examples that the collator would refuse, and log how many it will cut."""
+    def _check_lengths(self, dataset: Any, name: str) -> None:
+        """Raise for examples that the collator or the model would refuse, and log how many will be cut."""
+        if not isinstance(dataset, Dataset):
+            return  # a stream's are seen as they come
         collator: Any = self.data_collator
         question, chosen, rejected = _column_lengths(dataset, ("prompt_ids", "chosen_ids", "rejected_ids"))
-        longest = question + np.maximum(chosen, rejected)
-        limit = collator.max_length
-        fills = question >= limit if limit and collator.truncation_mode == "keep_start" else np.zeros_like(question)
-        for bad, problem in (
-            (fills, f"has a question that fills max_length {limit} and would lose its answers"),
-            (question < 1, "has an empty question, so nothing would predict the first token of its answers"),
-            (np.minimum(chosen, rejected) < 1, "has an answer that adds no token to the question"),
-        ):
+        limit, mode, row = collator.max_length, collator.truncation_mode, collator.row_length
+
+        def refuse(bad: NDArray[np.bool_], problem: str) -> None:
             if bad.any():
-                raise ValueError(f"{name} example {int(bad.argmax())} {problem}; remove it from the dataset")
+                raise ValueError(f"{name} example {int(bad.argmax())}, as prepared, {problem}")
+
+        refuse(np.minimum.reduce([question, chosen, rejected]) < 0, "lacks a column; remove it from the dataset")
+        refuse(question < 1, "has an empty question: nothing would predict its answers' first tokens; remove it")
+        refuse(np.minimum(chosen, rejected) < 1, "has an answer that adds no token to its question; remove it")
+        longest = question + np.maximum(chosen, rejected)
         if limit is not None and (longest > limit).any():
-            first, count = int((longest > limit).argmax()), int((longest > limit).sum())
-            if collator.truncation_mode == "error":
-                raise ValueError(
-                    f"{name} example {first} has {longest[first]} tokens with its longest answer, more than max_length "
-                    f"{limit}; raise max_length, or choose truncation_mode='keep_start' or 'keep_end'"
-                )
+            over = np.maximum(longest - limit, 0)
+            if mode == "error":
+                refuse(over > 0, f"has more than max_length={limit} tokens with an answer; raise it, or choose "
+                                 "truncation_mode='keep_start' or 'keep_end'")  # fmt: skip
             logger.warning(
                 "%d of %d %s examples have more than max_length=%d tokens with their longest answer, the first is "
                 "example %d: truncation_mode=%r cuts them.",
-                count, len(longest), name, limit, first, collator.truncation_mode,
+                np.count_nonzero(over), len(over), name, limit, int((over > 0).argmax()), mode,
             )  # fmt: skip
+            if mode == "keep_start":
+                refuse(question >= limit, f"has a question that fills max_length={limit}; raise it, or remove it")
+                chosen, rejected = (np.minimum(answer, limit - question) for answer in (chosen, rejected))
+            else:
+                refuse(over >= question, f"has an answer that fills max_length={limit}; raise it, or remove it")
+                question = question - over
             longest = np.minimum(longest, limit)
-        positions = collator.max_position_embeddings
-        if positions is not None and (longest > positions).any():
-            first = int((longest > positions).argmax())
-            raise ValueError(
-                f"{name} example {first} is {longest[first]} tokens deep, but the model has {positions} positions "
-                "(max_position_embeddings); set max_length to fit, or take a model with more positions"
-            )
-        if collator.row_length is not None:
-            whole = question + chosen + rejected
-            if limit is None and (whole > collator.row_length).any():
-                first = int((whole > collator.row_length).argmax())
-                raise ValueError(
-                    f"{name} example {first} has {whole[first]} tokens, more than row_length {collator.row_length}; "
-                    "make rows longer, set max_length, or remove it"
-                )
+        positions, window = collator.max_position_embeddings, window_of(self.model)
+        if positions is not None:
+            refuse(longest > positions, f"is deeper than the model's {positions} positions (max_position_embeddings) "
+                                        "with an answer; set max_length to fit, or take another model")  # fmt: skip
+        if window is not None:
+            refuse(longest > window, f"is longer than the model's sliding window of {window} tokens with an answer, "
+                                     "which a shared question cannot be; set max_length to fit")  # fmt: skip
+        if row is not None:
+            refuse(question + chosen + rejected > row, f"has more than row_length={row} tokens; make rows longer, set "
+                                                       "max_length, or remove it")  # fmt: skip
 
     def _prepare_dataset(
         self, dataset: Dataset | IterableDataset, processing_class: Any, args: Any, dataset_name: str
@@ -175,6 +197,8 @@ class SharedQuestionDPOTrainer(DPOTrainer):
         if first is None:
             raise ValueError(f"the {dataset_name} dataset is empty")
         if {"prompt_ids", "chosen_ids", "rejected_ids"} <= set(first):
+            if self._sharing:  # given to `evaluate`
+                self._check_lengths(dataset, dataset_name)
             return dataset
         options: dict[str, Any] = {"with_indices": True}
         columns = [name for name in first if name not in ("tools", "chat_template_kwargs")]
@@ -192,6 +216,8 @@ class SharedQuestionDPOTrainer(DPOTrainer):
                 raise ValueError(
                     f"every question of the {dataset_name} dataset fills max_length {args.max_length}; raise it"
                 )
+        if self._sharing:
+            self._check_lengths(prepared, dataset_name)
         return prepared
 
     def _precompute_ref_logps(self, dataset: Dataset, name: str, batch_size: int) -> Dataset:
@@ -208,7 +234,7 @@ class SharedQuestionDPOTrainer(DPOTrainer):
         sums: Any = self.accelerator.reduce(counts)
         tokens, unshared = sums.tolist()
         self._metrics[mode]["shared_tokens_saved"].append(1 - tokens / unshared)
-        if mode == "eval" or self.state.global_step % max(1, int(self.args.logging_steps)) == 0:
+        if mode == "eval" or self.state.global_step % max(1, int(self.state.logging_steps)) == 0:
             self._metrics[mode]["mask_sparsity"].append(FlashMask(indices, causal=True).sparsity())
 
 
@@ -223,7 +249,10 @@ def _refuse_empty_reference(plugin: Any) -> None:
 
 
 def _column_lengths(dataset: Dataset, columns: tuple[str, ...]) -> list[NDArray[np.int64]]:
-    """Lengths of the lists in some columns, int64 [rows] each, read batch by batch."""
+    """Lengths of the lists in some columns, int64 [rows] each, -1 for none, read batch by batch."""
     tables: Any = dataset.select_columns(list(columns)).with_format("arrow").iter(batch_size=10_000)
-    parts = [[table[column].combine_chunks().value_lengths().to_numpy() for column in columns] for table in tables]
+    parts = [
+        [table[column].combine_chunks().value_lengths().fill_null(-1).to_numpy() for column in columns]
+        for table in tables
+    ]
     return [np.concatenate(part).astype(np.int64) for part in zip(*parts, strict=True)]

@@ -37,6 +37,11 @@ def preference_columns(example: Mapping[str, Any], index: int) -> dict[str, Any]
     prompt, chosen, rejected = example.get("prompt"), example["chosen"], example["rejected"]
     if isinstance(prompt, str) and not isinstance(chosen, str):
         prompt = _first_turns(prompt, [chosen, rejected], f"example {index}")
+    if isinstance(prompt, list):
+        chosen, rejected = (
+            [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
+            for answer in (chosen, rejected)
+        )
     if prompt is None:
         if chosen == rejected:
             raise ValueError(f"example {index} has the same conversation twice, chosen and rejected; remove it")

@@ -27,7 +27,7 @@ from flashmask_hf.collators.reward import (
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.packed_backbone import run_packed
 from flashmask_hf.trainers.formats import answer_sequences
-from flashmask_hf.trainers.sharing import positions_of, prepare_model
+from flashmask_hf.trainers.sharing import positions_of, prepare, window_of
 
 __all__ = ["MultiAnswerRewardConfig", "MultiAnswerRewardTrainer", "pairwise_loss", "plackett_luce_loss"]
 
@@ -172,9 +172,12 @@ class MultiAnswerRewardTrainer(RewardTrainer):
             name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = MultiAnswerRewardConfig(f"{name.split('/')[-1]}-Reward")
         settings: Any = args
-        prepare_model(model, args, peft_config)
-        if any(isinstance(dataset, IterableDataset) for dataset in _by_name(eval_dataset).values()):
-            settings.accelerator_config.dispatch_batches = False  # rows of different length cannot be put together
+        prepare(model, args, peft_config)
+        if settings.include_num_input_tokens_seen not in (False, "no") or "inputs" in settings.include_for_metrics:
+            raise ValueError(
+                "include_num_input_tokens_seen and include_for_metrics=['inputs'] read input_ids, which holds only the "
+                "last token of each answer here; leave them out (num_tokens in the log counts all tokens)"
+            )
         # A RewardConfig lacks our fields; their defaults are on the class.
         ours: Any = args if isinstance(args, MultiAnswerRewardConfig) else MultiAnswerRewardConfig
         self.loss_type: str = ours.loss_type
@@ -199,12 +202,20 @@ class MultiAnswerRewardTrainer(RewardTrainer):
         if collator.max_position_embeddings is None:
             self.data_collator = collator = replace(collator, max_position_embeddings=positions_of(trained))
         self.label_names = ["scores"]
-        for name, dataset in ({"train": self.train_dataset} | _by_name(self.eval_dataset)).items():
+        text_config, tokenizer = trained.config.get_text_config(), self.processing_class
+        if text_config.pad_token_id == getattr(tokenizer, "eos_token_id", None):
+            logger.warning(
+                "pad_token is eos_token: rewards are trained at the end-of-sequence token, but the saved model's own "
+                "forward reads them at the last token that is not padding, one before. Give the tokenizer another "
+                "pad_token, so that both are the same."
+            )
+        for name, dataset in [("train", self.train_dataset), *_by_name(self.eval_dataset).items()]:
             if isinstance(dataset, Dataset):
+                _check_margins(dataset, name)
                 dataset.map(
                     _check,
                     with_indices=True,
-                    fn_kwargs={"collator": collator, "dataset_name": name},
+                    fn_kwargs={"collator": collator, "dataset_name": name, "window": window_of(trained)},
                     num_proc=args.dataset_num_proc,
                     desc=f"Checking {name} dataset",
                 )
@@ -350,9 +361,30 @@ def _collator(given: Any, row_length: int | None, score_margin: float, multiple:
 
 
 def _check(
-    example: dict[str, Any], index: int, *, collator: DataCollatorForMultiAnswerReward, dataset_name: str
+    example: dict[str, Any],
+    index: int,
+    *,
+    collator: DataCollatorForMultiAnswerReward,
+    dataset_name: str,
+    window: int | None,
 ) -> None:
-    collator.check(example, f"example {index} of the {dataset_name} dataset, as prepared,")
+    name = f"example {index} of the {dataset_name} dataset, as prepared,"
+    collator.check(example, name)
+    if window is not None and not _fits(example, window):
+        raise ValueError(
+            f"{name} is longer than the model's sliding window of {window} tokens with an answer, which a shared "
+            "question cannot be; set max_length to fit"
+        )
+
+
+def _check_margins(dataset: Dataset, name: str) -> None:
+    """Raise if some rows have a margin and others have not: they could not share a batch."""
+    missing = [margin is None for margin in dataset["margin"]] if "margin" in dataset.column_names else []
+    if any(missing) and not all(missing):
+        raise ValueError(
+            f"example {missing.index(True)} of the {name} dataset, as prepared, has no margin, but others have; give "
+            "every example one (0.0 for no margin), or remove the column"
+        )
 
 
 def _fits(example: dict[str, Any], max_length: int) -> bool:
