@@ -1,26 +1,36 @@
 """What a recipe runs on when it is given no model or no dataset: real text that every Python has, and a tiny Llama.
 
 The text is the standard library's documentation topics (`pydoc_data.topics`, what `help("lambda")` shows), as questions
-and answers. Nothing is downloaded, and the same Python always gives the same data, tokenizer and weights.
+and answers, with other questions' answers to prefer them to. Nothing is downloaded, and the same Python always gives
+the same data, tokenizer and weights.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from datasets import Dataset, DatasetDict, load_dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-__all__ = ["build_model", "load", "question_answers"]
+__all__ = ["build_model", "load", "preferences", "question_answers", "rankings"]
 
 ANSWER_CHARACTERS = (80, 1600)
 """Answers end at the first paragraph that brings them over a length drawn from this range."""
+
+COMPARED_CHARACTERS = (80, 400)
+"""The same, where answers are compared."""
+
+MOST_ANSWERS = 6
+"""A ranking has two answers at least, and at most this many."""
+
+LIBRARY = ("bltin", "debugger", "formatstrings", "string-methods", "typesf", "typesm", "typess")
+"""How the names of topics on the standard library begin. The others are on the language."""
 
 TEST_SHARE = 20
 """Every 20th question goes to the test split."""
@@ -42,8 +52,14 @@ CHAT_TEMPLATE = (
 )
 
 
-def load(name: str | None, config: str | None = None, *, streaming: bool = False) -> Any:
-    """The dataset that `--dataset_name` means: of the Hub, a folder, or a single file; without a name, the demo's.
+class _Example(NamedTuple):
+    topic: str
+    question: str
+    answer: str
+
+
+def load(name: str, config: str | None = None, *, streaming: bool = False) -> Any:
+    """The dataset that `--dataset_name` means: of the Hub, a folder, or a single file.
 
     Args:
         name: name on the Hub, path of a folder, or path of a .json, .jsonl, .csv, .parquet or .txt file.
@@ -56,8 +72,6 @@ def load(name: str | None, config: str | None = None, *, streaming: bool = False
     Raises:
         FileNotFoundError: `name` is a file's, and there is none.
     """
-    if name is None:
-        return question_answers()
     if Path(name).suffix in FILES:
         if not Path(name).is_file():
             raise FileNotFoundError(f"dataset_name: there is no file {name}")
@@ -70,22 +84,59 @@ def question_answers() -> DatasetDict:
 
     A topic is cut between paragraphs into answers of widely varying length, in order.
     """
-    lengths = random.Random(0)
-    examples = []
-    for topic, text in sorted(topics.items()):
-        answers = _answers(text, lengths)
-        for part, answer in enumerate(answers, start=1):
-            which = f", part {part} of {len(answers)}" if len(answers) > 1 else ""
-            question = f'What does Python\'s documentation say about "{topic}"{which}?'
-            examples.append(
-                {
-                    "prompt": [{"role": "user", "content": question}],
-                    "completion": [{"role": "assistant", "content": answer}],
-                }
-            )
-    test = examples[::TEST_SHARE]
-    train = [example for index, example in enumerate(examples) if index % TEST_SHARE]
-    return DatasetDict({"train": Dataset.from_list(train), "test": Dataset.from_list(test)})
+
+    def rows(examples: Sequence[_Example]) -> Iterator[dict[str, Any]]:
+        for example in examples:
+            yield {"prompt": [_user(example.question)], "completion": [_assistant(example.answer)]}
+
+    return _splits(rows, ANSWER_CHARACTERS)
+
+
+def preferences() -> DatasetDict:
+    """The true answer to a question and one to reject, columns `prompt`, `chosen` and `rejected`, split as above.
+
+    Questions are on the language. What is rejected is the true answer to a question on the standard library, the one
+    most similar in length: a difference that even a tiny, untrained model learns to tell in a few steps.
+    """
+
+    def rows(examples: Sequence[_Example]) -> Iterator[dict[str, Any]]:
+        language, library = _by_part(examples)
+        for example in language:
+            other = min(library, key=lambda other: abs(len(other.answer) - len(example.answer)))
+            yield {
+                "prompt": [_user(example.question)],
+                "chosen": [_assistant(example.answer)],
+                "rejected": [_assistant(other.answer)],
+            }
+
+    return _splits(rows, COMPARED_CHARACTERS)
+
+
+def rankings() -> DatasetDict:
+    """Two to six answers to a question, shuffled, columns `prompt`, `answers` and `scores`, split as above.
+
+    The true answer has score 1; other answers on its topic have 0.5, and answers on the standard library, which no
+    question is about, have 0.
+    """
+    drawn = random.Random(0)
+
+    def rows(examples: Sequence[_Example]) -> Iterator[dict[str, Any]]:
+        language, library = _by_part(examples)
+        for example in language:
+            siblings = [other for other in language if other.topic == example.topic and other.answer != example.answer]
+            others = drawn.randint(1, MOST_ANSWERS - 1)
+            related = drawn.sample(siblings, min(len(siblings), drawn.randint(0, others // 2)))
+            answers = [(example, 1.0)]
+            answers += [(other, 0.5) for other in related]
+            answers += [(other, 0.0) for other in drawn.sample(library, others - len(related))]
+            drawn.shuffle(answers)
+            yield {
+                "prompt": [_user(example.question)],
+                "answers": [[_assistant(other.answer)] for other, _ in answers],
+                "scores": [score for _, score in answers],
+            }
+
+    return _splits(rows, COMPARED_CHARACTERS)
 
 
 def build_model(path: str | Path, *, positions: int = 1024) -> None:
@@ -112,7 +163,7 @@ def build_model(path: str | Path, *, positions: int = 1024) -> None:
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config)
+        model = LlamaForCausalLM(config)  # from_config would shard it under ZeRO-3, and one process builds it
     model.generation_config.repetition_penalty = 1.2  # small models repeat themselves
     model.save_pretrained(path)
 
@@ -138,15 +189,49 @@ def build_tokenizer(vocab_size: int = 2048) -> PreTrainedTokenizerFast:
     )
 
 
-def _answers(text: str, lengths: random.Random) -> list[str]:
+def _splits(rows: Callable[[Sequence[_Example]], Iterator[dict[str, Any]]], characters: tuple[int, int]) -> DatasetDict:
+    """A dataset of each split; `rows` makes its rows of the split's examples."""
+    lengths = random.Random(0)
+    examples = []
+    for topic, text in sorted(topics.items()):
+        answers = _answers(text, lengths, characters)
+        for part, answer in enumerate(answers, start=1):
+            which = f", part {part} of {len(answers)}" if len(answers) > 1 else ""
+            examples.append(_Example(topic, f'What does Python\'s documentation say about "{topic}"{which}?', answer))
+    train = [example for index, example in enumerate(examples) if index % TEST_SHARE]
+    return DatasetDict(
+        {
+            "train": Dataset.from_list(list(rows(train))),
+            "test": Dataset.from_list(list(rows(examples[::TEST_SHARE]))),
+        }
+    )
+
+
+def _by_part(examples: Sequence[_Example]) -> tuple[list[_Example], list[_Example]]:
+    """Examples on the language, and those on the standard library."""
+    parts: tuple[list[_Example], list[_Example]] = ([], [])
+    for example in examples:
+        parts[example.topic.startswith(LIBRARY)].append(example)
+    return parts
+
+
+def _user(content: str) -> dict[str, str]:
+    return {"role": "user", "content": content}
+
+
+def _assistant(content: str) -> dict[str, str]:
+    return {"role": "assistant", "content": content}
+
+
+def _answers(text: str, lengths: random.Random, characters: tuple[int, int]) -> list[str]:
     answers: list[str] = []
     paragraphs: list[str] = []
-    wanted = lengths.randint(*ANSWER_CHARACTERS)
+    wanted = lengths.randint(*characters)
     for paragraph in _paragraphs(text):
         paragraphs.append(paragraph)
         if sum(map(len, paragraphs)) >= wanted:
             answers.append("\n\n".join(paragraphs))
-            paragraphs, wanted = [], lengths.randint(*ANSWER_CHARACTERS)
+            paragraphs, wanted = [], lengths.randint(*characters)
     return [*answers, "\n\n".join(paragraphs)] if paragraphs else answers
 
 

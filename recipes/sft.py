@@ -27,32 +27,20 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+import common
 import data
 import torch
 from accelerate import PartialState
 from datasets import Dataset, IterableDataset
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.trainer_utils import get_last_checkpoint
-from transformers.utils.import_utils import is_torch_bf16_gpu_available
-from trl import (
-    DatasetMixtureConfig,
-    ModelConfig,
-    ScriptArguments,
-    SFTConfig,
-    SFTTrainer,
-    TrlParser,
-    get_dataset,
-    get_peft_config,
-    get_quantization_config,
-)
+from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, SFTTrainer
 
 from flashmask_hf import FlashMask
 from flashmask_hf.collators import DataCollatorForPackedLanguageModeling, pack_dataset, packing_efficiency
 
-DEMO_CONFIG = Path(__file__).parent / "configs" / "sft_demo.yaml"
+DEMO_CONFIG = common.CONFIGS / "sft_demo.yaml"
 
 
 @dataclass
@@ -153,91 +141,40 @@ class PackedSFTTrainer(SFTTrainer):
 
 def main(argv: Sequence[str]) -> None:
     recipe_args, script_args, training_args, model_args, mixture_args = parse(argv)
-    output_dir = str(training_args.output_dir)
-    if model_args.model_name_or_path is None:
-        model_args.model_name_or_path = make_demo_model(Path(output_dir) / "untrained")
-    dataset = load_dataset(script_args, mixture_args)
+    options = common.trainer_options(script_args, training_args, model_args, mixture_args, data.question_answers)
     config = AutoConfig.from_pretrained(
-        model_args.model_name_or_path,
-        revision=model_args.model_revision,
-        trust_remote_code=training_args.trust_remote_code,
+        options["model"], revision=model_args.model_revision, trust_remote_code=training_args.trust_remote_code
     )
-    training_args.model_init_kwargs = {
-        "revision": model_args.model_revision,
-        "attn_implementation": model_args.attn_implementation,
-        "dtype": model_args.dtype,
-    } | (training_args.model_init_kwargs or {})  # pyright: ignore[reportOperatorIssue]
     trainer = PackedSFTTrainer(
-        model=model_args.model_name_or_path,
-        args=training_args,
-        train_dataset=dataset[script_args.dataset_train_split],
-        eval_dataset=dataset[script_args.dataset_test_split] if training_args.eval_strategy != "no" else None,
-        quantization_config=get_quantization_config(model_args),
-        peft_config=get_peft_config(model_args),
+        **options,
         max_position_embeddings=getattr(config.get_text_config(), "max_position_embeddings", None),
         split=recipe_args.split,
     )
-    trainer.train(resume_from_checkpoint=checkpoint_to_resume(training_args))
-    trainer.save_model(output_dir)
-    trainer.accelerator.print(f"Model saved to {output_dir}")
+    common.train(trainer, script_args)
     if recipe_args.generate is not None and trainer.accelerator.is_main_process:
-        answer = generate(output_dir, recipe_args.generate, model_args.attn_implementation)
-        print(f"Loaded {output_dir} again, attn_implementation={model_args.attn_implementation!r}")
+        answer = generate(training_args, recipe_args.generate)
         print(f"Prompt: {recipe_args.generate}\nAnswer: {answer}")
-    if training_args.push_to_hub:
-        trainer.push_to_hub(dataset_name=script_args.dataset_name)
 
 
 def parse(argv: Sequence[str]) -> tuple[RecipeArguments, ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig]:
-    """Read the flags; the demo's configuration applies if they name neither a configuration file nor a model."""
-    types: Any = (RecipeArguments, ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig)
-    parser = TrlParser(types)
-    parser.set_defaults_with_config(
-        attn_implementation="flashmask",
-        bf16=is_torch_bf16_gpu_available(),
+    parsed = common.parse(
+        argv,
+        DEMO_CONFIG,
+        RecipeArguments,
+        SFTConfig,
         truncation_mode=None,  # so that a choice can be told from TRL's default
     )
-    if not {"--config", "--model_name_or_path"} & {flag.split("=")[0] for flag in argv}:
-        argv = ["--config", str(DEMO_CONFIG), *argv]
-    recipe_args, script_args, training_args, model_args, mixture_args = parser.parse_args_and_config(argv)
+    training_args: SFTConfig = parsed[2]
     if training_args.max_length is None and not _trl_packs(training_args):
         raise ValueError("max_length is None, but packing needs it: the number of tokens of a row (--max_length 8192)")
-    return recipe_args, script_args, training_args, model_args, mixture_args
+    return parsed
 
 
-def load_dataset(script_args: ScriptArguments, mixture_args: DatasetMixtureConfig) -> Any:
-    if mixture_args.datasets:
-        return get_dataset(mixture_args)
-    return data.load(script_args.dataset_name, script_args.dataset_config, streaming=script_args.dataset_streaming)
-
-
-def make_demo_model(path: Path) -> str:
-    if PartialState().is_main_process:
-        data.build_model(path)
-    PartialState().wait_for_everyone()
-    return str(path)
-
-
-def checkpoint_to_resume(args: SFTConfig) -> str | None:
-    """The checkpoint that `--resume_from_checkpoint` names: a path, or "true" for the last one in `output_dir`.
-
-    Raises:
-        ValueError: there is none.
-    """
-    wanted = args.resume_from_checkpoint
-    if wanted is None or str(wanted).lower() != "true":
-        return wanted
-    last = get_last_checkpoint(args.output_dir)
-    if last is None:
-        raise ValueError(f"resume_from_checkpoint: output_dir {args.output_dir} holds no checkpoint to resume from")
-    return last
-
-
-def generate(path: str, prompt: str, attn_implementation: str | None, max_new_tokens: int = 64) -> str:
-    """Load a saved model (or adapter) and let it answer a prompt, as a user message if it has a chat template."""
+def generate(args: SFTConfig, prompt: str, max_new_tokens: int = 64) -> str:
+    """Load the saved model (or adapter) and let it answer a prompt, as a user message if it has a chat template."""
+    path = str(args.output_dir)
     tokenizer = AutoTokenizer.from_pretrained(path)
-    device: Any = PartialState().device
-    model: Any = AutoModelForCausalLM.from_pretrained(path, attn_implementation=attn_implementation)
+    model = common.load_again(AutoModelForCausalLM, path, args)
     if tokenizer.chat_template:
         messages = [{"role": "user", "content": prompt}]
         inputs = tokenizer.apply_chat_template(
@@ -245,8 +182,8 @@ def generate(path: str, prompt: str, attn_implementation: str | None, max_new_to
         )
     else:
         inputs = tokenizer(prompt, return_tensors="pt")
-    inputs = inputs.to(device)
-    output = model.to(device).generate(**inputs, max_new_tokens=max_new_tokens)
+    inputs = inputs.to(model.device)
+    output = model.generate(**inputs, max_new_tokens=max_new_tokens)
     return tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 

@@ -26,9 +26,9 @@ pytestmark = [
 QUICK = ["--logging_steps", "1", "--use_cpu", "--disable_tqdm", "True", "--save_strategy", "no"]
 
 
-def launch(command, output_dir, *flags):
-    """Run the recipe as a program; returns what it printed."""
-    program = [*command, RECIPES / "sft.py", "--output_dir", output_dir, *flags]
+def launch(command, output_dir, *flags, recipe="sft"):
+    """Run a recipe as a program; returns what it printed."""
+    program = [*command, RECIPES / f"{recipe}.py", "--output_dir", output_dir, *flags]
     threads = {**os.environ, "OMP_NUM_THREADS": "1"}
     result = subprocess.run([*map(str, program)], capture_output=True, text=True, timeout=300, env=threads)
     assert result.returncode == 0, result.stderr[-4000:]

@@ -1,0 +1,211 @@
+"""What the recipes share: flags, model, data, training, and loading again what was saved."""
+
+# pyright: reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import data
+from accelerate import PartialState
+from datasets import DatasetDict, load_from_disk
+from safetensors import SafetensorError, safe_open
+from transformers import TrainingArguments
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
+from transformers.utils.import_utils import is_torch_bf16_gpu_available
+from trl import (
+    DatasetMixtureConfig,
+    ModelConfig,
+    ScriptArguments,
+    TrlParser,
+    get_dataset,
+    get_peft_config,
+    get_quantization_config,
+)
+
+CONFIGS = Path(__file__).parent / "configs"
+
+
+@dataclass
+class ComparisonArguments:
+    """What the recipes on compared answers add to TRL's flags."""
+
+    show: int = field(
+        default=0,
+        metadata={
+            "help": "After training, load the saved model again and show what it makes of this many questions of the "
+            "test split. Needs an evaluation: --do_eval or --eval_strategy."
+        },
+    )
+
+
+def parse(
+    argv: Sequence[str], demo_config: Path, own: type, config: type, **defaults: Any
+) -> tuple[Any, ScriptArguments, Any, ModelConfig, DatasetMixtureConfig]:
+    """Read the flags; the demo's configuration applies if they name neither a configuration file nor a model.
+
+    Args:
+        argv: the flags.
+        demo_config: the demo's configuration file.
+        own: the dataclass of what the recipe adds to TRL's flags.
+        config: that of the trainer.
+        **defaults: defaults that differ from those of the dataclasses.
+    """
+    types: Any = (own, ScriptArguments, config, ModelConfig, DatasetMixtureConfig)
+    parser = TrlParser(types)
+    parser.set_defaults_with_config(attn_implementation="flashmask", bf16=is_torch_bf16_gpu_available(), **defaults)
+    if not {"--config", "--model_name_or_path"} & {flag.split("=")[0] for flag in argv}:
+        argv = ["--config", str(demo_config), *argv]
+    own_args, script_args, training_args, model_args, mixture_args = parser.parse_args_and_config(argv)
+    if getattr(own_args, "show", 0) and not training_args.do_eval:
+        raise ValueError("show needs the test split, which only an evaluation reads; add --do_eval")
+    return own_args, script_args, training_args, model_args, mixture_args
+
+
+def trainer_options(
+    script_args: ScriptArguments,
+    training_args: Any,
+    model_args: ModelConfig,
+    mixture_args: DatasetMixtureConfig,
+    demo: Callable[[], DatasetDict],
+) -> dict[str, Any]:
+    """What the flags mean for every trainer: model, arguments, datasets, quantization and adapter.
+
+    Without a model or a dataset, one is made in `output_dir`; of `data`'s datasets, the one that `demo` returns.
+
+    Raises:
+        ValueError: a split is not there, or there is no checkpoint to resume from.
+        FileNotFoundError: there is no such dataset file.
+    """
+    training_args.resume_from_checkpoint = checkpoint_to_resume(training_args)
+    output_dir = Path(training_args.output_dir)
+    if mixture_args.datasets:
+        dataset: Any = get_dataset(mixture_args)
+    elif script_args.dataset_name is None:
+        dataset = make_demo_data(output_dir / "data", demo)
+    else:
+        dataset = data.load(
+            script_args.dataset_name, script_args.dataset_config, streaming=script_args.dataset_streaming
+        )
+    for flag in ["dataset_train_split"] + ["dataset_test_split"] * training_args.do_eval:
+        split = getattr(script_args, flag)
+        if split not in dataset:
+            raise ValueError(f"{flag}: the dataset has no split {split!r}, but {', '.join(map(repr, dataset))}")
+    if model_args.model_name_or_path is None:
+        model_args.model_name_or_path = make_demo_model(output_dir / "untrained")
+    training_args.model_init_kwargs = {
+        "revision": model_args.model_revision,
+        "attn_implementation": model_args.attn_implementation,
+        "dtype": model_args.dtype,
+    } | (training_args.model_init_kwargs or {})
+    return {
+        "model": model_args.model_name_or_path,
+        "args": training_args,
+        "train_dataset": dataset[script_args.dataset_train_split],
+        "eval_dataset": dataset[script_args.dataset_test_split] if training_args.do_eval else None,
+        "quantization_config": get_quantization_config(model_args),
+        "peft_config": get_peft_config(model_args),
+    }
+
+
+def make_demo_data(path: Path, demo: Callable[[], DatasetDict]) -> Any:
+    """Make a dataset on the disk, where processes find what one of them has computed from it."""
+    if PartialState().is_main_process:
+        demo().save_to_disk(path)
+    PartialState().wait_for_everyone()
+    return load_from_disk(path)
+
+
+def make_demo_model(path: Path) -> str:
+    if PartialState().is_main_process:
+        data.build_model(path)
+    PartialState().wait_for_everyone()
+    return str(path)
+
+
+def checkpoint_to_resume(args: TrainingArguments) -> str | None:
+    """The checkpoint that `--resume_from_checkpoint` names: a path, or "true" for the last one in `output_dir`.
+
+    Raises:
+        ValueError: there is none, or it is not whole.
+    """
+    wanted = args.resume_from_checkpoint
+    if wanted is None:
+        return None
+    output_dir = Path(str(args.output_dir))
+    if str(wanted).lower() == "true":
+        wanted = get_last_checkpoint(output_dir) if output_dir.is_dir() else None
+        if wanted is None:
+            raise ValueError(f"resume_from_checkpoint: output_dir {output_dir} holds no checkpoint to resume from")
+    problem = what_is_missing(Path(wanted))
+    if problem is None:
+        return wanted
+    others = sorted(output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*"), key=lambda path: int(path.name.split("-")[-1]))
+    whole = [path for path in others if what_is_missing(path) is None]
+    way_out = f"the last whole one is {whole[-1]}: name it instead" if whole else f"{output_dir} holds no whole one"
+    raise ValueError(f"resume_from_checkpoint: {wanted} is no whole checkpoint, {problem}; {way_out}")
+
+
+def what_is_missing(checkpoint: Path) -> str | None:
+    """Why a checkpoint cannot be resumed from, as after a crash or on a full disk; None if nothing speaks against it.
+
+    The trainer writes its state last, so that a checkpoint with it was written to the end.
+    """
+    if not checkpoint.is_dir():
+        return "there is no such folder"
+    state = checkpoint / TRAINER_STATE_NAME
+    if not state.is_file():
+        return f"{TRAINER_STATE_NAME}, which is written last, is missing"
+    try:
+        json.loads(state.read_text())
+    except ValueError:
+        return f"{TRAINER_STATE_NAME} is cut off"
+    for path in sorted(checkpoint.rglob("*")):
+        if path.suffix in {".pt", ".pth", ".bin"} and not zipfile.is_zipfile(path):
+            return f"{path.relative_to(checkpoint)} is cut off"
+        if path.suffix == ".safetensors":
+            try:
+                with safe_open(path, framework="pt"):
+                    pass
+            except SafetensorError:
+                return f"{path.relative_to(checkpoint)} is cut off"
+    return None
+
+
+def train(trainer: Any, script_args: ScriptArguments) -> None:
+    """Train, from the checkpoint to resume if there is one; evaluate, if asked to; save, and push."""
+    args = trainer.args
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    if args.do_eval:
+        metrics = trainer.evaluate()
+        trainer.log_metrics("eval", metrics)
+        trainer.save_metrics("eval", metrics)
+    trainer.save_model(args.output_dir)
+    trainer.accelerator.print(f"Model saved to {args.output_dir}")
+    if args.push_to_hub:
+        trainer.push_to_hub(dataset_name=script_args.dataset_name)
+
+
+def load_again(auto_class: Any, path: str, args: Any, **kwargs: Any) -> Any:
+    """Load a model (or adapter) for inference on this device, with the attention that it was trained with.
+
+    Args:
+        auto_class: transformers' class for models of this kind.
+        path: what was saved, or what training began with.
+        args: the trainer's arguments.
+        **kwargs: more for `from_pretrained`.
+    """
+    unset_hf_deepspeed_config()  # or ZeRO-3 shards it over processes that do not load it
+    attention = args.model_init_kwargs["attn_implementation"]
+    model = auto_class.from_pretrained(
+        path, attn_implementation=attention, trust_remote_code=args.trust_remote_code, **kwargs
+    )
+    print(f"Loaded {path} again, attn_implementation={attention!r}")
+    return model.to(PartialState().device).eval()

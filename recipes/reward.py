@@ -1,0 +1,78 @@
+r"""Reward models from two or more answers a question, which is computed once, with attn_implementation="flashmask".
+
+Every flag of `MultiAnswerRewardConfig` (TRL's `RewardConfig` and three more) and TRL's `ModelConfig`, `ScriptArguments`
+and `DatasetMixtureConfig` works, on the command line and in a YAML file:
+
+    accelerate launch recipes/reward.py                                     # the demo: configs/reward_demo.yaml
+    accelerate launch recipes/reward.py --config recipes/configs/reward.yaml
+    accelerate launch recipes/reward.py --model_name_or_path meta-llama/Llama-3.2-1B-Instruct --use_peft \
+        --dataset_name HuggingFaceH4/ultrafeedback_binarized \
+        --dataset_train_split train_prefs --dataset_test_split test_prefs --output_dir Llama-3.2-1B-reward
+
+Without a configuration file and a model, the demo's defaults apply, and every flag still overrides them. What differs
+from `trl reward`:
+
+- `attn_implementation` is "flashmask" unless given, and bf16 is on where the GPU has it.
+- A question may have two or more `answers`, with `scores` or in order; `--loss_type` pairwise or listwise.
+- `lora_task_type` is "SEQ_CLS" unless given, so that `--use_peft` trains and saves the new head too.
+- The log adds `shared_tokens_saved` and `mask_sparsity`.
+- `--do_eval` evaluates at the end, and `--show` then shows the saved model's scores.
+- Without `--model_name_or_path` a tiny Llama is made on the spot, without `--dataset_name` answers to rank, from
+  Python's own documentation.
+"""
+
+# pyright: reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import common
+import data
+import torch
+from accelerate import PartialState
+from transformers import AutoModelForSequenceClassification
+from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments
+
+from flashmask_hf.trainers import MultiAnswerRewardConfig, MultiAnswerRewardTrainer
+
+DEMO_CONFIG = common.CONFIGS / "reward_demo.yaml"
+
+
+def main(argv: Sequence[str]) -> None:
+    recipe_args, script_args, training_args, model_args, mixture_args = parse(argv)
+    options = common.trainer_options(script_args, training_args, model_args, mixture_args, data.rankings)
+    trainer = MultiAnswerRewardTrainer(**options)
+    common.train(trainer, script_args)
+    if recipe_args.show and trainer.accelerator.is_main_process:
+        show(trainer, recipe_args.show)
+
+
+def parse(
+    argv: Sequence[str],
+) -> tuple[common.ComparisonArguments, ScriptArguments, MultiAnswerRewardConfig, ModelConfig, DatasetMixtureConfig]:
+    return common.parse(
+        argv, DEMO_CONFIG, common.ComparisonArguments, MultiAnswerRewardConfig, lora_task_type="SEQ_CLS"
+    )
+
+
+def show(trainer: Any, number: int) -> None:
+    """Print the saved model's scores of the answers to a few questions."""
+    args = trainer.args
+    model = common.load_again(AutoModelForSequenceClassification, args.output_dir, args, num_labels=1)
+    for row in itertools.islice(trainer.eval_dataset, number):
+        print(f"Prompt: {trainer.processing_class.decode(row['prompt_ids'], skip_special_tokens=True)}")
+        for wanted, answer in sorted(zip(row["scores"], row["answers_ids"], strict=True), reverse=True):
+            input_ids = torch.tensor([row["prompt_ids"] + answer], device=model.device)
+            with torch.no_grad():
+                reward = model(input_ids=input_ids).logits.item()
+            beginning = trainer.processing_class.decode(answer[:16], skip_special_tokens=True)
+            print(f"Score {wanted}: reward {reward:.2f} for {beginning!r}...")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
+    PartialState().destroy_process_group()  # after main has let go of the model, which still refers to the group
