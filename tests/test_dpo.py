@@ -17,6 +17,7 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference
 from flashmask_hf.collators import DataCollatorForSharedQuestion
 from flashmask_hf.packed_backbone import run_packed
 from flashmask_hf.trainers import SharedQuestionDPOConfig, SharedQuestionDPOTrainer
+from flashmask_hf.trainers.sharing import prepare
 
 pytestmark = [
     # TRL's default for `gradient_checkpointing` and PEFT's look at the model, in transformers 5.23
@@ -520,6 +521,13 @@ def test_keep_end_cuts_questions_and_names_answers_that_fill_the_limit(model_pat
             SharedQuestionDPOTrainer, model_path, tokenizer, tmp_path, data=[*rows(), long], max_length=12,
             truncation_mode="keep_end",
         )  # fmt: skip
+
+
+def test_no_process_of_several_spreads_models_over_all_gpus(tmp_path, monkeypatch):
+    args = config(tmp_path)
+    monkeypatch.setattr(DPOConfig, "world_size", 2)
+    prepare("a model", args, None)
+    assert args.model_init_kwargs == {"attn_implementation": "flashmask", "device_map": None}
 
 
 def test_options_that_packed_rows_cannot_have_are_refused(model_path, tokenizer, tmp_path):

@@ -15,6 +15,8 @@ def prepare(model: Any, args: Any, peft_config: Any) -> None:
     """
     if isinstance(model, str):
         args.model_init_kwargs = {"attn_implementation": "flashmask", **(args.model_init_kwargs or {})}
+    if args.world_size > 1:  # TRL 1.16 lets a reference model that FSDP shards spread over all GPUs first, and fail
+        args.model_init_kwargs = {"device_map": None, **(args.model_init_kwargs or {})}
     for config in (peft_config, *getattr(model, "peft_config", {}).values()):
         if getattr(config, "is_prompt_learning", False):
             raise ValueError(
