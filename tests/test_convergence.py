@@ -12,7 +12,7 @@ BOUND = 5e-3  # of a step's loss; 100 steps let the rounding of the first ones g
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing(_enable|_disable)?` is deprecated:FutureWarning")
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning")
 @pytest.mark.parametrize("task", ["dpo", "reward"])
 def test_a_hundred_steps_follow_stock_trl(task):
