@@ -128,6 +128,7 @@ def make(trainer_class, model_path, tokenizer, out, *, data=None, lora=False, re
     for name in ("data_collator", "eval_dataset"):
         if name in options:
             keywords[name] = options.pop(name)
+    torch.manual_seed(0)  # the adapter's, which TRL seeds itself since 1.15
     trainer = trainer_class(
         load(),
         args=config(out, **options),

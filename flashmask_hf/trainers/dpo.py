@@ -115,6 +115,7 @@ class SharedQuestionDPOTrainer(DPOTrainer):
         if {"image", "images"} & set(next(iter(train_dataset or ()), ())):
             raise ValueError("rows with images cannot share a question yet; use trl.DPOTrainer, or remove the column")
         self._sharing = False
+        self._makes_reference = ref_model is None
         super().__init__(
             model=model,
             ref_model=ref_model,
@@ -135,9 +136,12 @@ class SharedQuestionDPOTrainer(DPOTrainer):
         self._sharing = True
         if self.ref_model is not None and self.is_fsdp_enabled:
             _refuse_empty_reference(self.accelerator.state.fsdp_plugin)
-        for model in (self.model, self.ref_model):
-            if model is not None:
-                run_packed(self.accelerator.unwrap_model(model))
+        run_packed(self.accelerator.unwrap_model(self.model))
+        if self.ref_model is not None:
+            reference: Any = self.accelerator.unwrap_model(self.ref_model)
+            if self._makes_reference:  # until TRL 1.15 without the policy's attention
+                reference.set_attn_implementation("flashmask")
+            run_packed(reference)
         collator: Any = self.data_collator
         if collator.max_position_embeddings is None:
             self.data_collator = replace(collator, max_position_embeddings=positions_of(self.model))
