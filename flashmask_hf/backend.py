@@ -1,7 +1,8 @@
-"""The transformers backend behind `attn_implementation="flashmask"`: a mask hook and an attention function.
+"""The transformers backend behind `attn_implementation="flashmask"`: registration and the attention function.
 
-The hook turns what transformers knows of a mask into int32 columns, once per forward and mask type. The attention
-function turns them, or the `startend_row_indices` that the caller supplies, into a `FlashMask` that all layers share.
+The mask hook (`mask_compiler.py`) turns what transformers knows of a mask into int32 columns, once per forward and mask
+type. The attention function turns them, or the `startend_row_indices` that the caller supplies, into a `FlashMask` that
+all layers share.
 The interfaces are `AttentionMaskInterface` (`transformers/masking_utils.py`) and `AttentionInterface`
 (`transformers/modeling_utils.py`).
 """
@@ -14,31 +15,25 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import MODEL_MAPPING, AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.utils import generic
 
 from flashmask_hf.attention import flashmask_attention
 from flashmask_hf.mask import FlashMask
+from flashmask_hf.mask_compiler import NAME, VECTORS, mask_hook, next_true
 from flashmask_hf.ops import device_assert
 
 if TYPE_CHECKING:
     from transformers.utils.generic import is_flash_attention_requested
 
-__all__ = ["NAME", "attention_forward", "mask_hook", "register"]
+__all__ = ["attention_forward", "register"]
 
-NAME = "flashmask"
-"""What `attn_implementation` is set to."""
-
-_VECTORS = "startend_row_indices"
-
-_USED = {"cu_seq_lens_q", "is_causal", "position_ids", "s_aux", "sliding_window", "softcap", _VECTORS}
+_USED = {"cu_seq_lens_q", "is_causal", "position_ids", "s_aux", "sliding_window", "softcap", VECTORS}
 
 _REFUSED = {
     "alibi",
@@ -105,79 +100,6 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, mask_hook)
 
 
-def mask_hook(
-    *,
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor = 0,
-    kv_offset: int = 0,
-    mask_function: Callable[..., Any] = causal_mask_function,
-    attention_mask: Tensor | None = None,
-    device: torch.device | str = "cpu",
-    **kwargs: Any,
-) -> Tensor:
-    """Columns for what a model asks for; arguments as in `sdpa_mask` of `transformers/masking_utils.py`.
-
-    Knows causal, bidirectional, causal sliding window, packed documents (which transformers finds in `position_ids`),
-    and a 2D padding mask on top of each. Makes nothing of size Sq x Skv and never waits for the device.
-
-    transformers looks for packed documents only if it has neither a 2D mask nor a cache: such calls need
-    `use_cache=False`. `startend_row_indices` and `cu_seq_lens_q` hold in any case.
-
-    Args:
-        batch_size: number of rows of tokens, B.
-        q_length: number of queries, Sq.
-        kv_length: number of keys, Skv.
-        q_offset: position of the first query; a tensor with a static cache.
-        kv_offset: position of the first key.
-        mask_function: what may see what, from `transformers/masking_utils.py`.
-        attention_mask: bool [B, up to kv_offset + Skv], False where a key is padding.
-        device: where the result lives.
-        kwargs: `config`, `local_size` and `use_vmap` are read while compiling; the others do not matter here.
-
-    Returns:
-        Tensor: int32 [B or 1, 1, Skv, n]. n = 1 is the causal form (LTS), n = 4 the form without `causal` (LTS, LTE,
-        UTS, UTE); the latter also wherever the last query does not stand at the last key, as in a static cache.
-
-    Raises:
-        NotImplementedError: the mask is of another kind, or the model has attention code of its own, which would read
-            the result as something else.
-    """
-    if torch.compiler.is_compiling():
-        pattern = _compiled_pattern(mask_function, kwargs)
-    else:
-        _refuse_eager_only(type(kwargs.get("config")))
-        pattern = _pattern(mask_function)
-        if pattern.packed and (not pattern.causal or q_length != kv_length or kwargs.get("use_vmap")):
-            _refuse_pattern(_origin(mask_function))  # not what transformers makes of position_ids
-    aligned = not isinstance(q_offset, Tensor) and q_offset + q_length == kv_offset + kv_length
-    key = torch.arange(kv_length, device=device, dtype=torch.int32)
-    own_row = key + (kv_offset - q_offset)  # the query row at the position of each key, in or out of 0..q_length
-    start = torch.full_like(key, q_length).view(1, -1)
-    if pattern.window is not None:
-        start = torch.minimum(start, own_row + pattern.window)
-    if pattern.packed and aligned and q_length == kv_length:
-        row = torch.arange(1, kv_length, device=device).view(1, -1)
-        entry = torch.arange(batch_size, device=device).view(-1, 1)
-        # Documents are contiguous, so a key's ends where a row does not see the row before it.
-        joined = mask_function(entry, torch.zeros_like(entry), row, row - 1).expand(batch_size, -1)
-        start = torch.minimum(start, _next_true(~joined))
-    start = start.clamp(0, q_length)
-    if attention_mask is not None:
-        missing = kv_offset + kv_length - attention_mask.shape[-1]
-        if missing > 0:
-            attention_mask = nn.functional.pad(attention_mask, (0, missing))
-        start = start * attention_mask[:, kv_offset : kv_offset + kv_length].to(torch.int32)
-    start = start.to(torch.int32)
-    if pattern.causal and aligned:
-        return start[:, None, :, None]
-    end = torch.full_like(start, q_length)
-    zero = torch.zeros_like(start)
-    diagonal = own_row.clamp(0, q_length).to(torch.int32).expand_as(start) if pattern.causal else zero
-    return torch.stack([start, end, zero, diagonal], -1)[:, None]
-
-
 def attention_forward(
     module: nn.Module,
     query: Tensor,
@@ -223,18 +145,25 @@ def attention_forward(
     causal = bool(getattr(module, "is_causal", True) if causal is None else causal)
     if attention_mask is not None:
         _check_hook_result(attention_mask)
-    vectors = kwargs.get(_VECTORS)
+    vectors = kwargs.get(VECTORS)
     if vectors is not None:
         _count_supplied()
         _check_vectors(vectors, query, key, causal)
-        if getattr(getattr(module, "config", None), "is_encoder_decoder", False):
+        config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
+        kinds = getattr(config, "layer_types", None)
+        if kinds and layer is not None and kinds[layer] == "chunked_attention":
             raise NotImplementedError(
-                f"{_VECTORS} would reach the encoder, the decoder and the attention between them alike; models with an "
+                f"{VECTORS} would let a layer of chunked attention see past its chunk; this model does not take them "
+                "yet: use attention_mask, or position_ids that start again with each document"
+            )
+        if getattr(config, "is_encoder_decoder", False):
+            raise NotImplementedError(
+                f"{VECTORS} would reach the encoder, the decoder and the attention between them alike; models with an "
                 "encoder and a decoder do not take them yet: use attention_mask"
             )
         mask = _supplied_mask(vectors, attention_mask, causal, kwargs.get("sliding_window"), kwargs.get("position_ids"))
     elif attention_mask is not None:
-        mask = _hook_mask(attention_mask, query, key, kwargs.get("cu_seq_lens_q"))
+        mask = _hook_mask(attention_mask, query, key, kwargs.get("cu_seq_lens_q"), kwargs.get("position_ids"))
     else:
         mask = _default_mask(query, key, causal, kwargs)
     out = flashmask_attention(
@@ -251,103 +180,6 @@ def _count_supplied() -> None:
     global supplied_calls
     if not torch.compiler.is_compiling():
         supplied_calls += 1
-
-
-class _Pattern(NamedTuple):
-    """What a mask function of transformers means."""
-
-    causal: bool
-    window: int | None
-    packed: bool
-
-
-def _pattern(function: Callable[..., Any]) -> _Pattern:
-    """Read a mask function of transformers by identity, name and closure; raises for one that is not known."""
-    leaves = _leaves(function)
-    names = [name for name, _ in leaves]
-    if "remapped" in names and "packed" not in names:
-        _refuse_pattern(_origin(function))
-    # Positions of a packed document count up by one, so causality and windows by position are the same by row in it.
-    windows = [window for name, window in leaves if name == "window"]
-    return _Pattern("causal" in names, min(windows, default=None), "packed" in names)
-
-
-def _leaves(function: Callable[..., Any]) -> list[tuple[str, Any]]:
-    """The conjunction that a mask function is, as (kind, parameter) pairs."""
-    if function is causal_mask_function:
-        return [("causal", None)]
-    if function is bidirectional_mask_function:
-        return []
-    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None) or ()
-    closure = dict(zip(code.co_freevars, (cell.cell_contents for cell in cells), strict=True)) if code else {}
-    match _origin(function), closure:
-        case "and_masks", {"mask_functions": parts}:
-            return [leaf for part in parts for leaf in _leaves(part)]
-        case "sliding_window_overlay", {"sliding_window": int(window)}:
-            return [("window", window)]
-        case "packed_sequence_mask_function", {"packed_sequence_mask": _}:
-            return [("packed", None)]
-        case "remap_positions_for_packed_sequence", {"mask_function": inner}:
-            return [("remapped", None), *_leaves(inner)]
-    _refuse_pattern(_origin(function))
-
-
-def _compiled_pattern(function: Callable[..., Any], hook_kwargs: dict[str, Any]) -> _Pattern:
-    """What `_pattern` says, told from the hook's arguments: a compiler shows a function's name, not its closure."""
-    if function is causal_mask_function:
-        return _Pattern(causal=True, window=None, packed=False)
-    if function is bidirectional_mask_function:
-        return _Pattern(causal=False, window=None, packed=False)
-    window, config = hook_kwargs.get("local_size"), hook_kwargs.get("config")
-    plain = not hook_kwargs.get("use_vmap") and "allow_is_bidirectional_skip" not in hook_kwargs
-    if window is not None:  # of a sliding window or of a chunk
-        plain = plain and window == getattr(config, "sliding_window", None)
-        plain = plain and window != getattr(config, "attention_chunk_size", None)
-    # Python 3.10 gives a closure that is made while compiling its short name.
-    if plain and function.__qualname__ in ("and_masks.<locals>.and_mask", "and_mask"):
-        return _Pattern(causal=True, window=window, packed=True)
-    _refuse_pattern(function.__qualname__)
-
-
-def _origin(function: Callable[..., Any]) -> str:
-    """The function of `transformers.masking_utils` that made a closure, or the full name of anything else."""
-    name = getattr(function, "__qualname__", type(function).__name__)
-    home = getattr(function, "__module__", "")
-    return name.split(".")[0] if home == "transformers.masking_utils" else f"{home}.{name}"
-
-
-def _refuse_pattern(name: str) -> NoReturn:
-    raise NotImplementedError(
-        f"attn_implementation='{NAME}' does not know the mask function {name}; use "
-        f"attn_implementation='sdpa' for this model, or pass {_VECTORS} and attention_mask=None if the model allows it"
-    )
-
-
-@cache
-def _refuse_eager_only(config_class: type) -> None:
-    """Raise for a model that does not call the attention interface: it would add the columns to its scores."""
-    models: Any = MODEL_MAPPING.get(config_class, ())
-    for model in models if isinstance(models, tuple) else (models,):
-        if not model._supports_attention_backend:
-            raise NotImplementedError(
-                f"{model.__name__} has attention code of its own and does not take attn_implementation='{NAME}'; use "
-                "attn_implementation='eager' for this model"
-            )
-
-
-def _next_true(flags: Tensor) -> Tensor:
-    """For each position 0..S-1 the first later one that is flagged, S if none.
-
-    Args:
-        flags: bool [B, S - 1], of the positions 1..S-1.
-
-    Returns:
-        int64 [B, S].
-    """
-    length = flags.shape[-1] + 1
-    row = torch.arange(1, length + 1, device=flags.device)
-    flagged = nn.functional.pad(flags, (0, 1), value=True)
-    return torch.where(flagged, row, length).flip(-1).cummin(-1).values.flip(-1)
 
 
 def _check_keywords(module: nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:
@@ -386,7 +218,7 @@ def _check_hook_result(attention_mask: Any) -> None:
         got = type(attention_mask).__name__
     raise ValueError(
         f"attention_mask must be None or the columns that flashmask_hf's mask hook makes of a 2D mask, got {got} in an "
-        f"attention layer; write a dense mask as FlashMask.from_dense(mask).indices and pass it as {_VECTORS}"
+        f"attention layer; write a dense mask as FlashMask.from_dense(mask).indices and pass it as {VECTORS}"
     )
 
 
@@ -394,29 +226,29 @@ def _check_vectors(vectors: Any, query: Tensor, key: Tensor, causal: bool) -> No
     """Shape, dtype and device of the supplied vectors; values are not read."""
     if not isinstance(vectors, Tensor) or vectors.dtype != torch.int32:
         got = vectors.dtype if isinstance(vectors, Tensor) else type(vectors).__name__
-        raise TypeError(f"{_VECTORS} must be an int32 tensor [B, 1, S, n], got {got}; pass mask.indices of a FlashMask")
+        raise TypeError(f"{VECTORS} must be an int32 tensor [B, 1, S, n], got {got}; pass mask.indices of a FlashMask")
     shape = list(vectors.shape)
     if vectors.dim() != 4 or shape[-1] not in (1, 2, 4):
-        raise ValueError(f"{_VECTORS} must have shape [B, 1, S, n] with n = 1, 2 or 4, got {shape}")
+        raise ValueError(f"{VECTORS} must have shape [B, 1, S, n] with n = 1, 2 or 4, got {shape}")
     if shape[-1] == 1 and not causal:
         raise ValueError(
-            f"{_VECTORS} with n = 1 describe a causal mask, but this layer is not causal (is_causal=False); pass n = 2 "
+            f"{VECTORS} with n = 1 describe a causal mask, but this layer is not causal (is_causal=False); pass n = 2 "
             "or 4 columns, for example FlashMask.bidirectional().indices"
         )
     if vectors.device != query.device:
-        raise ValueError(f"{_VECTORS} is on {vectors.device}, but the layer runs on {query.device}; move it there")
+        raise ValueError(f"{VECTORS} is on {vectors.device}, but the layer runs on {query.device}; move it there")
     batch, heads, q_len, _ = query.shape
     kv_heads, kv_len = key.shape[1:3]
     if shape[2] != kv_len or q_len != kv_len:
         raise ValueError(
-            f"{_VECTORS} describe a whole row of {shape[2]} tokens, but this layer has {q_len} queries and {kv_len} "
+            f"{VECTORS} describe a whole row of {shape[2]} tokens, but this layer has {q_len} queries and {kv_len} "
             "keys; pass one column per token of input_ids and use_cache=False, leave them out of generate, and use no "
             "prompt learning (virtual tokens) with packed rows"
         )
     if shape[0] not in (1, batch):
-        raise ValueError(f"{_VECTORS} has batch {shape[0]}; it must be 1 or the batch {batch} of the model's input")
+        raise ValueError(f"{VECTORS} has batch {shape[0]}; it must be 1 or the batch {batch} of the model's input")
     if shape[1] not in (1, kv_heads, heads):
-        raise ValueError(f"{_VECTORS} has {shape[1]} heads; it must have 1, Hkv = {kv_heads} or Hq = {heads}")
+        raise ValueError(f"{VECTORS} has {shape[1]} heads; it must have 1, Hkv = {kv_heads} or Hq = {heads}")
 
 
 def _supplied_mask(
@@ -428,12 +260,12 @@ def _supplied_mask(
     """
     if window is not None and not causal:
         raise NotImplementedError(
-            f"sliding_window={window} on a layer that is not causal is not implemented together with {_VECTORS}; "
+            f"sliding_window={window} on a layer that is not causal is not implemented together with {VECTORS}; "
             "intersect the window yourself and set the model's sliding_window to None"
         )
     if window is not None and position_ids is not None and position_ids.dim() != 2:
         raise NotImplementedError(
-            f"sliding_window={window} with {_VECTORS} needs position_ids [B, S], got {list(position_ids.shape)}; "
+            f"sliding_window={window} with {VECTORS} needs position_ids [B, S], got {list(position_ids.shape)}; "
             "use a model without sliding windows"
         )
     causal = causal and vectors.shape[-1] < 4
@@ -443,7 +275,7 @@ def _supplied_mask(
             # Columns LTS, UTE of a mask that is not causal show rows [UTE, LTS), so they have LTS > UTE somewhere.
             device_assert(
                 (vectors[..., 0] <= vectors[..., 1]).all(),
-                f"{_VECTORS} with n = 2 on a causal layer are LTS, LTE, but a column has LTS > LTE; pass a mask that "
+                f"{VECTORS} with n = 2 on a causal layer are LTS, LTE, but a column has LTS > LTE; pass a mask that "
                 "is not causal as mask.bidirectional().indices (n = 4), and write an empty interval as start == end",
             )
         given = vectors.detach() if hooked is None else _without_padding(vectors, hooked, causal)
@@ -480,7 +312,7 @@ def _windowed(vectors: Tensor, causal: bool, window: int, position_ids: Tensor |
         # It hides nothing where no position is beyond it.
         hides = position_ids.amax() >= window
         limit = torch.where(hides, limit, length)
-        following = _next_true(position_ids[:, 1:] != position_ids[:, :-1] + 1)[:, None]
+        following = next_true(position_ids[:, 1:] != position_ids[:, :-1] + 1)[:, None]
         reach = _reach(vectors, length)
         device_assert(
             ((reach <= following) | (reach - row <= window) | ~hides).all(),
@@ -504,8 +336,14 @@ def _reach(vectors: Tensor, length: int) -> Tensor:
     return torch.where(lte >= length, lts, torch.where(ute >= length, uts, length))
 
 
-def _hook_mask(attention_mask: Tensor, query: Tensor, key: Tensor, cu_seq_lens: Tensor | None) -> FlashMask:
-    """The hook's columns, with documents that only `cu_seq_lens` tell of cut apart as FlashAttention does."""
+def _hook_mask(
+    attention_mask: Tensor, query: Tensor, key: Tensor, cu_seq_lens: Tensor | None, position_ids: Tensor | None
+) -> FlashMask:
+    """The hook's columns, with documents cut apart that `cu_seq_lens` tell of, as FlashAttention does, or positions.
+
+    transformers looks for documents in `position_ids` only if it has neither a 2D mask nor a cache. A row whose
+    positions start again at 0 holds several all the same.
+    """
     batch, _, q_len, _ = query.shape
     kv_len = key.shape[2]
     if attention_mask.shape[2] != kv_len or attention_mask.shape[0] not in (1, batch):
@@ -515,11 +353,18 @@ def _hook_mask(attention_mask: Tensor, query: Tensor, key: Tensor, cu_seq_lens: 
         )
     causal = attention_mask.shape[-1] == 1
     if cu_seq_lens is None or cu_seq_lens.shape[0] <= 2:
-        return _shared((attention_mask,), ("hook",), lambda: FlashMask(attention_mask.detach(), causal))
+        if not causal or position_ids is None or position_ids.shape not in ((1, kv_len), (batch, kv_len)):
+            return _shared((attention_mask,), ("hook",), lambda: FlashMask(attention_mask.detach(), causal))
+
+        def apart() -> FlashMask:
+            ends = next_true(position_ids[:, 1:] == 0)[:, None, :, None].to(torch.int32)
+            return FlashMask(torch.minimum(attention_mask, ends), causal=True)
+
+        return _shared((attention_mask, position_ids), ("positions",), apart)
     if batch != 1 or q_len != kv_len or not causal:
         raise NotImplementedError(
             f"cu_seq_lens_q of several documents is implemented for one causal row without a cache, got batch {batch}, "
-            f"{q_len} queries and {kv_len} keys; flatten the batch into one row, or pass {_VECTORS}"
+            f"{q_len} queries and {kv_len} keys; flatten the batch into one row, or pass {VECTORS}"
         )
 
     def cut() -> FlashMask:

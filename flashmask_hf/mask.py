@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -255,10 +255,29 @@ class FlashMask:
                     return cls.from_dense(visible, causal=True)
                 except MaskNotRepresentable:
                     causal = False
-        passes = [
-            _hidden_runs(visible[..., first : first + _COLUMNS_PER_PASS], first, kv_len, causal)
-            for first in range(0, kv_len, _COLUMNS_PER_PASS)
-        ]
+        return cls.from_columns(lambda first, last: visible[..., first:last], kv_len, causal)
+
+    @classmethod
+    def from_columns(cls, visible: Callable[[int, int], Tensor], kv_len: int, causal: bool) -> FlashMask:
+        """Find the intervals of a mask that is shown some columns at a time, in memory linear in the number of rows.
+
+        Args:
+            visible: a function of a first and a last column that returns bool [B, H, Sq, last - first], True where a
+                query may look.
+            kv_len: number of columns.
+            causal: the form to find.
+
+        Returns:
+            FlashMask: of the shortest last axis that fits.
+
+        Raises:
+            MaskNotRepresentable: as in `from_dense`.
+        """
+        q_len, passes = 0, []
+        for first in range(0, kv_len, _COLUMNS_PER_PASS):
+            part = visible(first, min(first + _COLUMNS_PER_PASS, kv_len))
+            q_len = part.shape[-2]
+            passes.append(_hidden_runs(part, first, kv_len, causal))
         starts, ends = (torch.cat(part, dim=2) for part in zip(*[p[:2] for p in passes], strict=True))
         count = torch.cat([p[2] for p in passes], dim=2)
         leak = torch.cat([p[3] for p in passes], dim=2)

@@ -1,5 +1,6 @@
 """The transformers backend: registration, the mask hook, the attention function, tiny models against eager."""
 
+import copy
 import gc
 import importlib
 import itertools
@@ -28,8 +29,9 @@ from transformers import masking_utils as hf_masks
 from transformers.utils import generic
 
 import flashmask_hf
-from flashmask_hf import FlashMask, MaskNotRepresentable, backend, masks, ops
-from flashmask_hf.backend import attention_forward, mask_hook
+from flashmask_hf import FlashMask, MaskNotRepresentable, backend, mask_compiler, masks, ops
+from flashmask_hf.backend import attention_forward
+from flashmask_hf.mask_compiler import mask_hook
 
 BOUND = 2e-5
 """Largest error in float32, relative to the largest entry of the expected tensor (at least 1)."""
@@ -325,27 +327,97 @@ def test_hook_compiled_with_a_tensor_offset():
         assert torch.equal(compiled(**given), mask_hook(**given))
 
 
-def unknown_mask_functions():
-    def mine(batch_idx, head_idx, q_idx, kv_idx):
-        return kv_idx <= q_idx
+def left_padded_groups(length):
+    """Block ids of two images in a row of text, and of one in another; -1 is text."""
+    ids = torch.full((2, length), -1)
+    ids[0, 1:4], ids[0, 5:7], ids[1, 2:9] = 0, 1, 0
+    return ids
 
-    causal = hf_masks.causal_mask_function
-    ids = torch.zeros(1, 4, dtype=torch.int64)
+
+def mine(batch_idx, head_idx, q_idx, kv_idx):
+    return (kv_idx <= q_idx) & ((kv_idx + q_idx) // 5 * 5 <= kv_idx + q_idx)
+
+
+def diagonal_blocks(batch_idx, head_idx, q_idx, kv_idx):
+    return (q_idx // 3 == kv_idx // 3) | (kv_idx == 0)
+
+
+def structures(length):
+    causal, both = hf_masks.causal_mask_function, hf_masks.bidirectional_mask_function
+    window, overlay = hf_masks.sliding_window_causal_mask_function, hf_masks.sliding_window_overlay
+    chunked = hf_masks.chunked_overlay
+    images = hf_masks.blockwise_overlay(left_padded_groups(length))
+    chunks = torch.tensor([0, 2])
+    keys = torch.arange(length) % 4 != 1
     return {
-        "sliding_window_bidirectional_overlay": hf_masks.sliding_window_bidirectional_mask_function(3),
-        "chunked_overlay": hf_masks.chunked_causal_mask_function(2, torch.zeros(1, dtype=torch.int64)),
-        "or_masks": hf_masks.or_masks(causal, hf_masks.blockwise_overlay(ids)),
-        "padding_mask_function": hf_masks.and_masks(causal, hf_masks.padding_mask_function(ids.bool())),
+        "two-sided window": hf_masks.sliding_window_bidirectional_mask_function(2),
+        "chunks": hf_masks.chunked_causal_mask_function(4, chunks),
+        "two-sided chunks": hf_masks.and_masks(both, chunked(3, chunks)),
+        "images": hf_masks.or_masks(causal, images),
+        "images in a window": hf_masks.or_masks(window(3), images),
+        "images within chunks": hf_masks.and_masks(hf_masks.or_masks(causal, images), chunked(5, chunks)),
+        "two windows": hf_masks.and_masks(window(5), overlay(3)),
+        "a mask of keys": hf_masks.and_masks(causal, hf_masks.padding_mask_function(keys.expand(2, -1))),
         "mine": mine,
-        "Module": torch.nn.Module(),
-    }
+        "mine and a window": hf_masks.and_masks(overlay(4), mine),
+        "blocks and a sink": diagonal_blocks,
+    }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", unknown_mask_functions())
-def test_hook_refuses(name):
-    function = unknown_mask_functions()[name]
-    with pytest.raises(NotImplementedError, match=rf"mask function .*{name}.*attn_implementation='sdpa'.*startend_row"):
-        mask_hook(batch_size=1, q_length=4, kv_length=4, mask_function=function)
+COMPILED = {
+    "two-sided window",
+    "chunks",
+    "two-sided chunks",
+    "images",
+    "images in a window",
+    "images within chunks",
+    "two windows",
+}
+
+
+@pytest.mark.parametrize("use_vmap", [False, True], ids=["indexed", "vmap"])
+@pytest.mark.parametrize("name", structures(12))
+def test_hook_compiles_every_structure(name, use_vmap, monkeypatch):
+    evaluated = []
+    evaluate = mask_compiler._evaluated
+    monkeypatch.setattr(mask_compiler, "_evaluated", lambda *args: evaluated.append(1) or evaluate(*args))
+    for q_length, past, kv_offset, spare in [(12, 0, 0, 0), (5, 3, 0, 0), (5, 3, 2, 1), (1, 8, 0, 0), (7, 0, 0, 5)]:
+        for q_offset in (past, torch.tensor(past)):
+            given = dict(
+                batch_size=2,
+                q_length=q_length,
+                kv_length=past + q_length - kv_offset + spare,
+                q_offset=q_offset,
+                kv_offset=kv_offset,
+                mask_function=structures(16)[name],
+                attention_mask=torch.arange(past + q_length) >= torch.tensor([[0], [2]]),
+                use_vmap=use_vmap,
+            )
+            columns = mask_hook(**given, config=None)
+            expected = hf_masks.sdpa_mask(**given, allow_is_causal_skip=False)
+            assert torch.equal(dense_of(columns, q_length).expand_as(expected), expected), (q_length, past)
+    assert bool(evaluated) == (name not in COMPILED)
+
+
+def test_a_long_custom_mask_is_evaluated_in_slices():
+    given = dict(batch_size=1, q_length=700, kv_length=700, mask_function=mine)
+    assert torch.equal(dense_of(mask_hook(**given), 700), hf_masks.sdpa_mask(**given, allow_is_causal_skip=False))
+
+
+def test_a_mask_of_three_intervals_says_why_not():
+    def combed(batch_idx, head_idx, q_idx, kv_idx):
+        return (q_idx // 2) % 2 == 0
+
+    message = r"cannot hold the mask of .*combed: a column has 3 separate hidden.*attn_implementation='sdpa'"
+    with pytest.raises(MaskNotRepresentable, match=message):
+        mask_hook(batch_size=1, q_length=12, kv_length=12, mask_function=combed)
+
+
+def test_blocks_in_two_pieces_are_refused():
+    ids = torch.tensor([[0, 0, -1, 0, 1, 1]])
+    function = hf_masks.or_masks(hf_masks.causal_mask_function, hf_masks.blockwise_overlay(ids))
+    with pytest.raises(RuntimeError, match=r"tokens of one block .* are not next to each other"):
+        mask_hook(batch_size=1, q_length=6, kv_length=6, mask_function=function)
 
 
 def test_hook_refuses_while_compiling():
@@ -364,13 +436,13 @@ def test_hook_refuses_while_compiling():
         torch.compile(build, fullgraph=True, backend="eager")(torch.zeros(1), 2)
 
 
-def test_hook_refuses_documents_beside_a_cache():
-    ids = torch.zeros(1, 6, dtype=torch.int64)
+@pytest.mark.parametrize("given", [{"q_length": 4, "q_offset": 2}, {"q_length": 6, "use_vmap": True}], ids=str)
+def test_documents_of_a_caller_beside_a_cache_or_in_pieces(given):
+    ids = torch.tensor([[0, 0, 1, 1, 0, 0]])
     function = hf_masks.and_masks(hf_masks.causal_mask_function, hf_masks.packed_sequence_mask_function(ids))
-    with pytest.raises(NotImplementedError, match="and_masks"):
-        mask_hook(batch_size=1, q_length=4, kv_length=6, q_offset=2, mask_function=function)
-    with pytest.raises(NotImplementedError, match="and_masks"):  # a caller's own ids need not be contiguous
-        mask_hook(batch_size=1, q_length=6, kv_length=6, mask_function=function, use_vmap=True)
+    given = given | dict(batch_size=1, kv_length=6, mask_function=function)
+    columns = mask_hook(**given)
+    assert torch.equal(dense_of(columns, given["q_length"]), hf_masks.sdpa_mask(**given, allow_is_causal_skip=False))
 
 
 class NeverWait(TorchDispatchMode):
@@ -399,19 +471,42 @@ def test_nothing_waits_for_the_device():
     with NeverWait():
         columns = mask_hook(batch_size=1, q_length=6, kv_length=6, mask_function=packed)
         mask_hook(**cached)
-        backend._hook_mask(columns, query, query, edges)
+        for name in COMPILED:
+            mask_hook(batch_size=2, q_length=12, kv_length=12, mask_function=structures(12)[name])
+        backend._hook_mask(columns, query, query, edges, None)
         backend._supplied_mask(vectors, columns, True, None, None)
         backend._supplied_mask(vectors, columns, True, 2, positions([3, 3]))
         backend._default_mask(query, query, True, dict(sliding_window=3))
 
 
-def test_chunked_model_is_refused():
-    config = Llama4TextConfig(
-        **{**SIZES, "eos_token_id": 2}, intermediate_size_mlp=32, num_local_experts=2, attention_chunk_size=4
-    )
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="flashmask")
-    with pytest.raises(NotImplementedError, match="chunked_overlay"):
-        model(tokens(1, 9))
+def chunked_pair():
+    settings = {**SIZES, "eos_token_id": 2, "intermediate_size_mlp": 32, "num_local_experts": 2}
+    torch.manual_seed(0)
+    config = Llama4TextConfig(**settings, attention_chunk_size=4, no_rope_layers=[1, 0])
+    eager = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    ours = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="flashmask").eval()
+    ours.load_state_dict(eager.state_dict())
+    assert "chunked_attention" in config.layer_types
+    return ours, eager
+
+
+@pytest.mark.parametrize("padding", ["none", "left", "right"])
+def test_a_chunked_model_equals_eager(padding):
+    ours, eager = chunked_pair()
+    inputs = dict(input_ids=tokens(2, 11))
+    if padding != "none":
+        real = torch.arange(11) >= torch.tensor([[0], [3]])
+        inputs["attention_mask"] = (real if padding == "left" else real.flip(-1)).to(torch.int64)
+    compare(ours, eager, inputs, real=inputs["attention_mask"].bool() if padding != "none" else None)
+    if padding != "right":  # which generates from padding
+        generated = [model.generate(**inputs, max_new_tokens=6, do_sample=False) for model in (ours, eager)]
+        assert torch.equal(*generated)
+
+
+def test_a_chunked_layer_refuses_supplied_vectors():
+    ours, _ = chunked_pair()
+    with pytest.raises(NotImplementedError, match="would let a layer of chunked attention see past its chunk"):
+        ours(tokens(1, 9), startend_row_indices=masks.causal_document([4, 5]).indices, use_cache=False)
 
 
 # Models against eager attention
@@ -434,10 +529,23 @@ def test_padded_batch_equals_eager(model_name, side):
     compare(*model_pair(model_name), inputs, real=attention_mask.bool())
 
 
+@pytest.mark.parametrize("given", ["alone", "with a cache", "with a mask of ones", "with padding"])
 @pytest.mark.parametrize("model_name", MODELS)
-def test_packed_by_positions_equals_eager(model_name):
-    inputs = dict(input_ids=tokens(1, 20), position_ids=positions([9, 4, 7]), use_cache=False)
-    compare(*model_pair(model_name), inputs)
+def test_packed_by_positions_equals_documents_alone(model_name, given):
+    """Also where transformers does not look for documents; gpt_oss never does, and its eager attention mixes them."""
+    ours, eager = model_pair(model_name)
+    lengths, ids = [9, 4, 7], tokens(1, 20)
+    inputs = dict(position_ids=positions(lengths), use_cache=given == "with a cache")
+    if given == "with a mask of ones":
+        inputs["attention_mask"] = torch.ones(1, 20, dtype=torch.int64)
+    if given == "with padding":
+        padding = torch.zeros(1, 3, dtype=torch.int64)
+        inputs["attention_mask"] = torch.cat([torch.ones(1, 20, dtype=torch.int64), padding], 1)
+        inputs["position_ids"] = torch.cat([inputs["position_ids"], padding], 1)
+        ids = torch.cat([ids, padding], 1)
+    packed = ours(ids, **inputs).logits[:, :20]
+    alone = torch.cat([eager(document, use_cache=False).logits for document in ids[:, :20].split(lengths, 1)], 1)
+    assert_near(packed, alone)
 
 
 @pytest.mark.parametrize("model_name", MODELS)
