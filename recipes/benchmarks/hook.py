@@ -1,0 +1,80 @@
+"""What it costs to compile the mask functions of transformers into columns, once per forward and mask.
+
+    python recipes/benchmarks/hook.py --length 32768 --csv hook.csv
+
+The rows hold 8 documents, or are causal, windowed, chunked, or have images that see themselves whole; `evaluated` is a
+function of the caller's own, which is evaluated on all pairs. Medians; peak memory above what was there before. Exits
+with 1 if the packed documents take more than `--bar` milliseconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from harness import random_lengths, write_csv
+from torch import Tensor
+from transformers import masking_utils as hf_masks
+
+from flashmask_hf.mask_compiler import mask_hook
+
+
+def functions(length: int) -> dict[str, Callable[..., Any]]:
+    """The mask functions by name."""
+    lengths = random_lengths(length, 8, torch.Generator().manual_seed(0))
+    positions = torch.cat([torch.arange(n) for n in lengths])[None].cuda()
+    documents = hf_masks.find_packed_sequence_indices(positions)
+    causal, window = hf_masks.causal_mask_function, hf_masks.sliding_window_causal_mask_function(1024)
+    images = torch.where(torch.arange(length).cuda() % 2048 < 512, torch.arange(length).cuda() // 2048, -1)[None]
+
+    def own(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) & (key % 4 == 0)
+
+    assert documents is not None
+    return {
+        "causal": causal,
+        "8 documents": hf_masks.packed_sequence_compatibility_function(causal, positions, documents),
+        "8 documents, window": hf_masks.packed_sequence_compatibility_function(window, positions, documents),
+        "chunks": hf_masks.chunked_causal_mask_function(8192, torch.zeros(1, dtype=torch.int64).cuda()),
+        "images": hf_masks.or_masks(causal, hf_masks.blockwise_overlay(images)),
+        "evaluated": own,
+    }
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--length", type=int, default=32768)
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--bar", type=float, default=1.0, help="milliseconds for 8 documents")
+    parser.add_argument("--csv", help="where to write the figures")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("a GPU is needed")
+    rows: list[dict[str, object]] = []
+    for name, function in functions(arguments.length).items():
+        given: dict[str, Any] = {"batch_size": 1, "q_length": arguments.length, "kv_length": arguments.length}
+        times: list[float] = []
+        peak = 0
+        for _ in range(arguments.repeats if name != "evaluated" else 3):
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            mask_hook(**given, mask_function=function, device="cuda")
+            end.record()
+            torch.cuda.synchronize()
+            times.append(start.elapsed_time(end))
+            peak = torch.cuda.max_memory_allocated() - before
+        figures = {"milliseconds": round(statistics.median(times[1:]), 3), "peak_mib": round(peak / 2**20, 2)}
+        rows.append({"mask": name, "length": arguments.length, **figures})
+    write_csv(arguments.csv, rows)
+    if float(str(rows[1]["milliseconds"])) > arguments.bar:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
