@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Literal, overload
+from typing import Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from flashmask_hf.mask import FlashMask
 from flashmask_hf.plan import Plan
 from flashmask_hf.reference import reference_attention
 
-__all__ = ["IMPLEMENTATIONS", "MAX_HEAD_DIM", "flashmask_attention", "plan_of"]
+__all__ = ["IMPLEMENTATIONS", "MAX_HEAD_DIM", "Choice", "choose", "flashmask_attention", "plan_of"]
 
 IMPLEMENTATIONS = ("hopper", "triton", "torch", "reference")
 MAX_HEAD_DIM = 256
@@ -99,13 +99,15 @@ def flashmask_attention(
         q, k, v = (x.to(narrow) if x.dtype in _TRITON_DTYPES else x for x in (q, k, v))
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}; cast them to the same")
-    impl = _choose(impl, q, v)
+    choice = choose(q.device, q.dtype, q.shape[-1], v.shape[-1], impl)
+    if choice.impl is None:
+        raise ValueError(choice.reason)
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    if impl == "reference":
+    if choice.impl == "reference":
         out, lse = reference_attention(q, k, v, mask, scale=factor, softcap=softcap, sinks=sinks)
     else:
         plan = plan_of(mask, q.shape[2])
-        out, lse = ops.attention(q, k, v, mask, plan, sinks=sinks, scale=factor, softcap=softcap, impl=impl)
+        out, lse = ops.attention(q, k, v, mask, plan, sinks=sinks, scale=factor, softcap=softcap, impl=choice.impl)
     return (out, lse) if return_lse else out
 
 
@@ -180,30 +182,47 @@ def _check(
             raise ValueError(f"sinks is on {sinks.device}, but q is on {q.device}; move it with sinks.to('{q.device}')")
 
 
-def _choose(impl: str | None, q: Tensor, v: Tensor) -> str:
-    """The implementation to run; raises if a named one, or the only fast one of the device, cannot serve."""
+class Choice(NamedTuple):
+    """What `flashmask_attention` runs: an implementation, or None where it raises; and why, or what it raises with."""
+
+    impl: str | None
+    reason: str
+
+
+def choose(device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int, impl: str | None = None) -> Choice:
+    """What `flashmask_attention` runs for queries of `head_dim` and values of `v_head_dim`.
+
+    Args:
+        device: of the tensors.
+        dtype: of q, k and v.
+        head_dim: D of q and k.
+        v_head_dim: Dv of v.
+        impl: as in `flashmask_attention`. One that is named and cannot serve is not replaced by another; nor are the
+            kernels of a GPU, by one that is much slower there.
+    """
     if impl is not None and impl not in IMPLEMENTATIONS:
-        raise ValueError(f"impl must be None or one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
+        return Choice(None, f"impl must be None or one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
     if impl in ("torch", "reference"):
-        return impl
-    if impl is None and (q.device.type != "cuda" or not ops.HAS_TRITON):
-        return "torch"
+        return Choice(impl, "it takes any device, dtype and head_dim")
+    if impl is None and device.type != "cuda":
+        return Choice("torch", f"no GPU for impl='triton', the tensors are on {device.type}")
+    if impl is None and not ops.HAS_TRITON:
+        return Choice("torch", "Triton is not installed")
     if impl == "hopper":
-        raise ValueError("impl='hopper' is not part of this version; use impl='triton' or None")
-    reason = _why_not_triton(q, v)
-    if reason is not None:
-        raise ValueError(f"impl='triton' cannot serve {reason}; impl='torch' can, more slowly")
-    return "triton"
+        return Choice(None, "impl='hopper' is not part of this version; use impl='triton' or None")
+    obstacle = _why_not_triton(device, dtype, max(head_dim, v_head_dim))
+    if obstacle is not None:
+        return Choice(None, f"impl='triton' cannot serve {obstacle}; impl='torch' can, more slowly")
+    return Choice("triton", "the kernels take this device, dtype and head_dim")
 
 
-def _why_not_triton(q: Tensor, v: Tensor) -> str | None:
+def _why_not_triton(device: torch.device, dtype: torch.dtype, largest: int) -> str | None:
     if not ops.HAS_TRITON:
         return "this process: Triton is not installed"
-    if q.device.type != "cuda" and not _INTERPRETED:
-        return f"tensors on {q.device.type} (it needs a GPU)"
-    if q.dtype not in _TRITON_DTYPES:
-        return f"dtype {q.dtype} (it takes bfloat16, float16, float32)"
-    largest = max(q.shape[-1], v.shape[-1])
+    if device.type != "cuda" and not _INTERPRETED:
+        return f"tensors on {device.type} (it needs a GPU)"
+    if dtype not in _TRITON_DTYPES:
+        return f"dtype {dtype} (it takes bfloat16, float16, float32)"
     if largest > MAX_HEAD_DIM:
         return f"head_dim {largest} (its limit is {MAX_HEAD_DIM})"
     return None

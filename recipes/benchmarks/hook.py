@@ -34,10 +34,11 @@ def functions(length: int) -> dict[str, Callable[..., Any]]:
         return (key <= query) & (key % 4 == 0)
 
     assert documents is not None
+    packed = hf_masks.packed_sequence_mask_function(documents)
     return {
         "causal": causal,
-        "8 documents": hf_masks.packed_sequence_compatibility_function(causal, positions, documents),
-        "8 documents, window": hf_masks.packed_sequence_compatibility_function(window, positions, documents),
+        "8 documents": hf_masks.and_masks(causal, packed),
+        "8 documents, window": hf_masks.and_masks(window, packed),
         "chunks": hf_masks.chunked_causal_mask_function(8192, torch.zeros(1, dtype=torch.int64).cuda()),
         "images": hf_masks.or_masks(causal, hf_masks.blockwise_overlay(images)),
         "evaluated": own,

@@ -1,0 +1,206 @@
+"""What `python -m flashmask_hf` prints: the environment, what serves here, and a self-test."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import textwrap
+import time
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.utils import collect_env
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.utils import generic
+
+import flashmask_hf
+from flashmask_hf import masks, ops
+from flashmask_hf.attention import choose, flashmask_attention
+from flashmask_hf.backend import register
+from flashmask_hf.mask import FlashMask
+from flashmask_hf.mask_compiler import NAME
+
+__all__ = ["diagnose"]
+
+_WIDTH = 100
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_HEAD_DIMS = (40, 64, 96, 128, 192, 256, 512)
+_TILED_HEAD_DIMS = (64, 128, 256)
+_TESTED_DTYPES = (torch.bfloat16, torch.float32)
+_LENGTH = 300  # two tiles of the mask's plan and a ragged third
+
+
+def diagnose(self_test: bool = True) -> bool:
+    """Print the diagnosis of this process, at most about 40 lines of 100 columns.
+
+    Args:
+        self_test: also compare attention and its gradients with the float64 reference.
+
+    Returns:
+        whether transformers knows the backend and the self-test, if asked for, passed.
+    """
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    for line in (*_versions(), *_gpu(device)):
+        print(line)
+    lines, well = _registration()
+    for line in (*lines, *_table(device)):
+        print(line)
+    if device.type == "cuda" and ops.HAS_TRITON:
+        for line in _tiles(device):
+            print(line)
+    if self_test:
+        for line, passed in _self_test(device):
+            print(line, flush=True)
+            well = well and passed
+    return well
+
+
+def _versions() -> list[str]:
+    """Of torch and Triton what is imported: their builds come under several distribution names."""
+    versions = {"flashmask-hf": flashmask_hf.__version__, "Python": platform.python_version()}
+    versions["torch"] = str(torch.__version__)
+    versions["triton"] = "not installed"
+    if ops.HAS_TRITON:
+        import triton
+
+        versions["triton"] = triton.__version__
+    for name in ("transformers", "trl", "peft", "accelerate", "datasets"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    return [*(f"{name:<14}{version}" for name, version in versions.items()), *_row("platform", platform.platform())]
+
+
+def _gpu(device: torch.device) -> list[str]:
+    cuda, hip = torch.version.cuda, torch.version.hip
+    build = f"HIP {hip}" if hip else f"CUDA {cuda}" if cuda else "the CPU only"
+    if device.type != "cuda":
+        return _row("GPU", f"no GPU (torch is built for {build})")
+    properties = torch.cuda.get_device_properties(device)
+    shared = getattr(properties, "shared_memory_per_block_optin", None)
+    driver = None if hip else collect_env.get_nvidia_driver_version(collect_env.run)
+    facts = [
+        f"{properties.name} ({device.index + 1} of {torch.cuda.device_count()})",
+        f"compute capability {properties.major}.{properties.minor}",
+        f"{properties.total_memory / 2**30:.0f} GiB",
+        "shared memory per block unknown" if shared is None else f"shared memory per block {shared} bytes",
+        *([] if driver is None else [f"driver {driver}"]),
+        f"torch built for {build}",
+    ]
+    return _row("GPU", ", ".join(facts))
+
+
+def _registration() -> tuple[list[str], bool]:
+    try:
+        register()
+    except RuntimeError as error:
+        return _row("backend", f'transformers does not know "{NAME}": {error}'), False
+    known = NAME in AttentionInterface() and NAME in AttentionMaskInterface()
+    apart = not generic.is_flash_attention_requested(requested_attention_implementation=NAME)
+    said = (
+        f'transformers {"knows" if known else "does not know"} "{NAME}" and '
+        f"{'tells it apart from' if apart else 'takes it for'} FlashAttention"
+    )
+    return _row("backend", said), known and apart
+
+
+def _table(device: torch.device) -> list[str]:
+    """The implementation of every dtype and head_dim; where it is not the kernels, a number and below it the reason."""
+    reasons: list[str] = []
+    lines = [f"{'head_dim':<14}" + "".join(f"{head_dim:<12}" for head_dim in _HEAD_DIMS)]
+    for dtype in _DTYPES:
+        cells = []
+        for head_dim in _HEAD_DIMS:
+            impl, reason = choose(device, dtype, head_dim, head_dim)
+            if impl != "triton" and reason not in reasons:
+                reasons.append(reason)
+            cells.append("triton" if impl == "triton" else f"{impl or 'raises'} [{reasons.index(reason) + 1}]")
+        lines.append(f"{_name(dtype):<14}" + "".join(f"{cell:<12}" for cell in cells))
+    notes = [line for number, reason in enumerate(reasons, 1) for line in _row("", f"[{number}] {reason}")]
+    return [*(line.rstrip() for line in lines), *notes]
+
+
+def _tiles(device: torch.device) -> list[str]:
+    from flashmask_hf.kernels.configs import forward_config, keys_config, queries_config
+    from flashmask_hf.kernels.tiles import block_of, can_describe
+
+    lines = ["tiles of the kernels for bfloat16: rows x columns, warps, stages"]
+    described = True
+    for head_dim in _TILED_HEAD_DIMS:
+        x = torch.empty(1, 8192, 1, head_dim, dtype=torch.bfloat16, device=device).transpose(1, 2)
+        block = block_of(head_dim)
+        chosen = {
+            "forward": forward_config(x, block, block, 1),
+            "dK, dV": keys_config(x, block, block),
+            "dQ": queries_config(x, block, block, 1),
+        }
+        described = described and can_describe(x)
+        cells = (f"{name} {c.rows}x{c.columns}, {c.warps}, {c.stages}" for name, c in chosen.items())
+        lines.append(f"{f'D = {head_dim}':<14}" + "".join(f"{cell:<26}" for cell in cells).rstrip())
+    return [*lines, *_row("loads", f"through {'tensor descriptors' if described else 'pointers'}")]
+
+
+def _self_test(device: torch.device) -> Iterator[tuple[str, bool]]:
+    """Lines to print, and whether what each tells of passed."""
+    yield f"self-test on {device.type} against float64: largest error over largest value", True
+    if device.type == "cuda":
+        yield "(kernels that are not in Triton's cache are compiled first, which the seconds below include)", True
+    start = time.perf_counter()
+    cases = {
+        "packed documents": masks.causal_document([40, 163, 97], device=device),
+        "shared question": masks.share_question([(90, [60, 45]), (50, [30, 25])], device=device),
+    }
+    failed = 0
+    for dtype in _TESTED_DTYPES:
+        for case, mask in cases.items():
+            impl = choose(device, dtype, 64, 64).impl
+            try:
+                result, passed = _compare(mask, dtype)
+            except Exception as error:  # whatever a broken installation raises belongs in the report
+                result, passed = f"{type(error).__name__}: {error}", False
+            failed += not passed
+            line = f"{impl}, {_name(dtype)}, {case}: {'ok' if passed else 'FAILED'}, {result}"
+            yield textwrap.shorten(line, _WIDTH, placeholder=" ..."), passed
+    seconds = time.perf_counter() - start
+    yield f"self-test: {f'FAILED {failed} of {2 * len(cases)}' if failed else 'ok'}, {seconds:.1f} s", not failed
+
+
+def _compare(mask: FlashMask, dtype: torch.dtype) -> tuple[str, bool]:
+    """The relative errors of the default implementation, and whether they are within the error budget.
+
+    The budget is that of the tests: twice the error of eager code in the same dtype, plus rounding.
+    """
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (
+        torch.randn(1, _LENGTH, heads, 64, generator=generator).to(mask.device, dtype).transpose(1, 2)
+        for heads in (4, 2, 2, 4)
+    )
+    actual = _results(q, k, v, dout, mask, None)
+    eager = _results(q, k, v, dout, mask, "reference")
+    exact = _results(q.double(), k.double(), v.double(), dout.double(), mask, "reference")
+    rounding = torch.finfo(dtype).eps + 8 * torch.finfo(torch.float32).eps
+    errors, passed = [], True
+    for name, truth in exact.items():
+        largest = truth.abs().max()
+        error, allowed = ((x[name].double() - truth).abs().max() / largest for x in (actual, eager))
+        errors.append(f"{name} {error:.1e}")
+        passed = passed and bool(error <= 2 * allowed + rounding)  # False for NaN
+    return ", ".join(errors), passed
+
+
+def _results(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: FlashMask, impl: str | None) -> dict[str, Tensor]:
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    out = flashmask_attention(q, k, v, mask, impl=impl)
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
+    return {"out": out.detach(), "dq": dq, "dk": dk, "dv": dv}
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _row(name: str, text: str) -> list[str]:
+    """A named text, wrapped under itself."""
+    return textwrap.wrap(text, _WIDTH, initial_indent=f"{name:<14}", subsequent_indent=" " * 14)

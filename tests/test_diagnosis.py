@@ -1,0 +1,204 @@
+"""What `python -m flashmask_hf` says is so: versions, registration, the table of implementations, the self-test."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import flashmask_hf
+from flashmask_hf import backend, diagnosis, flashmask_attention, masks, ops
+from flashmask_hf.__main__ import main
+
+HEAD_DIMS = (40, 64, 96, 128, 192, 256, 512)
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+
+def rows(text: str) -> dict[str, str]:
+    """The lines whose first column holds a name, by that name."""
+    return {line[:14].strip(): line[14:] for line in text.splitlines() if line[13:14] == " " and line[14:15] != " "}
+
+
+def cells(text: str) -> dict[tuple[str, int], tuple[str, str | None]]:
+    """The table: (dtype, head_dim) -> implementation or "raises", and the reason that its number stands for."""
+    lines = text.splitlines()
+    top = next(i for i, line in enumerate(lines) if line.startswith("head_dim"))
+    assert tuple(map(int, lines[top].split()[1:])) == HEAD_DIMS
+    notes: list[str] = []
+    for line in lines[top + 1 + len(DTYPES) :]:
+        if not line.startswith(" " * 14):
+            break
+        if line[14] == "[":
+            notes.append(line.split("] ", 1)[1])
+        else:
+            notes[-1] += " " + line.strip()
+    table = {}
+    for dtype, line in zip(DTYPES, lines[top + 1 :], strict=False):
+        assert line.startswith(dtype)
+        for i, head_dim in enumerate(HEAD_DIMS):
+            impl, _, number = line[14 + 12 * i : 26 + 12 * i].strip().partition(" ")
+            table[dtype, head_dim] = (impl, notes[int(number.strip("[]")) - 1] if number else None)
+    return table
+
+
+def test_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "flashmask_hf"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 100
+    named = rows(done.stdout)
+    assert named["flashmask-hf"] == flashmask_hf.__version__
+    assert named["Python"] == platform.python_version()
+    assert named["torch"] == torch.__version__
+    for package in ("transformers", "trl", "peft", "accelerate", "datasets"):
+        assert named[package] == importlib.metadata.version(package)
+    assert named["backend"] == 'transformers knows "flashmask" and tells it apart from FlashAttention'
+    assert sum(": ok, out " in line for line in lines) == 4
+    assert lines[-1].startswith("self-test: ok, ")
+
+
+def test_without_the_self_test(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--no-self-test"]) == 0
+    printed = capsys.readouterr().out
+    assert "self-test" not in printed
+    assert "platform" in printed
+
+
+def test_the_table_says_what_attention_does(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = []
+    attention = ops.attention
+
+    def spy(*args: Any, impl: str, **kwargs: Any) -> Any:
+        used.append(impl)
+        return attention(*args, impl=impl, **kwargs)
+
+    monkeypatch.setattr(ops, "attention", spy)
+    main(["--no-self-test"])
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    table = cells(capsys.readouterr().out)
+    assert len(table) == len(DTYPES) * len(HEAD_DIMS)
+    for (dtype, head_dim), (impl, reason) in table.items():
+        q = torch.ones(1, 1, 4, head_dim, dtype=getattr(torch, dtype), device=device)
+        mask = masks.causal(4, device=device)
+        if impl == "raises":
+            with pytest.raises(ValueError, match="impl='triton' cannot serve") as caught:
+                flashmask_attention(q, q, q, mask)
+            assert str(caught.value) == reason
+        else:
+            flashmask_attention(q, q, q, mask)
+            assert used.pop() == impl
+            assert (reason is None) == (impl == "triton")
+    assert not used
+
+
+@pytest.mark.parametrize(("installed", "impl"), [(True, "triton"), (False, "torch")])
+def test_the_table_of_a_gpu(installed: bool, impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "HAS_TRITON", installed)
+    for (dtype, head_dim), (found, reason) in cells("\n".join(diagnosis._table(torch.device("cuda", 0)))).items():
+        if not installed:
+            assert (found, reason) == ("torch", "Triton is not installed")
+        elif dtype == "float64":
+            assert found == "raises"
+            assert reason is not None
+            assert "dtype torch.float64 (it takes bfloat16, float16, float32)" in reason
+        elif head_dim == 512:
+            assert found == "raises"
+            assert reason == "impl='triton' cannot serve head_dim 512 (its limit is 256); impl='torch' can, more slowly"
+        else:
+            assert (found, reason) == (impl, None)
+
+
+def _scaled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args: tuple(x * 1.05 for x in function(*args))
+
+
+def _not_a_number(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args: tuple(x * float("nan") for x in function(*args))
+
+
+def _raising(function: Callable[..., Any]) -> Callable[..., Any]:
+    def broken(*args: Any) -> Any:
+        raise RuntimeError("no code for\nthis device")
+
+    return broken
+
+
+@pytest.mark.parametrize("part", [0, 2], ids=["forward", "backward"])
+@pytest.mark.parametrize("breaking", [_scaled, _not_a_number, _raising])
+def test_a_broken_implementation(
+    breaking: Callable[..., Any], part: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    functions = ops._functions
+
+    def broken(impl: str) -> list[Callable[..., Any]]:
+        parts = list(functions(impl))
+        parts[part] = breaking(parts[part])
+        return parts
+
+    monkeypatch.setattr(ops, "_functions", broken)
+    assert main([]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 100
+    assert sum("documents: FAILED" in line or "question: FAILED" in line for line in lines) == 4
+    assert lines[-1].startswith("self-test: FAILED 4 of 4")
+    if breaking is _raising:
+        assert "RuntimeError: no code for this device" in lines[-2]
+
+
+def test_missing_packages(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    version = importlib.metadata.version
+
+    def without_peft(name: str) -> str:
+        if name == "peft":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", without_peft)
+    monkeypatch.setattr(ops, "HAS_TRITON", False)
+    assert main(["--no-self-test"]) == 0
+    named = rows(capsys.readouterr().out)
+    assert named["peft"] == named["triton"] == "not installed"
+    assert named["trl"] == version("trl")
+
+
+def test_a_refused_registration(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend.generic, "is_flash_attention_requested", lambda config: False)
+    assert main(["--no-self-test"]) == 1
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= 100
+    said = " ".join(printed.split())
+    assert 'backend transformers does not know "flashmask": transformers' in said
+    assert "install a version it was tested with" in said
+
+
+def test_a_name_that_is_taken_for_flash_attention(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(diagnosis, "register", lambda: None)
+    monkeypatch.setattr(
+        backend.generic, "is_flash_attention_requested", lambda requested_attention_implementation: True
+    )
+    assert main(["--no-self-test"]) == 1
+    assert "and takes it for FlashAttention" in capsys.readouterr().out
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    printed = capsys.readouterr().out
+    lines = printed.splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 100
+    assert torch.cuda.get_device_name() in printed
+    assert sum(line.startswith("D = ") for line in lines) == 3
+    assert sum(line.startswith("triton, ") and ": ok, out " in line for line in lines) == 4
