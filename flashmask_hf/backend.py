@@ -81,6 +81,9 @@ _HARMLESS = {
 }
 """Keywords of models and trainers that reach attention on their way elsewhere and do not change its result."""
 
+_WINDOW_IN_MASK = {"phimoe", "qwen2_moe"}
+"""Types of models whose attention is not told of its sliding window."""
+
 _MAX_SHARED = 64  # masks kept at a time; far more than one training step has
 
 _warned: set[str] = set()
@@ -161,7 +164,8 @@ def attention_forward(
                 f"{VECTORS} would reach the encoder, the decoder and the attention between them alike; models with an "
                 "encoder and a decoder do not take them yet: use attention_mask"
             )
-        mask = _supplied_mask(vectors, attention_mask, causal, kwargs.get("sliding_window"), kwargs.get("position_ids"))
+        window = _window(config, layer, kwargs)
+        mask = _supplied_mask(vectors, attention_mask, causal, window, kwargs.get("position_ids"))
     elif attention_mask is not None:
         mask = _hook_mask(attention_mask, query, key, kwargs.get("cu_seq_lens_q"), kwargs.get("position_ids"))
     else:
@@ -249,6 +253,15 @@ def _check_vectors(vectors: Any, query: Tensor, key: Tensor, causal: bool) -> No
         raise ValueError(f"{VECTORS} has batch {shape[0]}; it must be 1 or the batch {batch} of the model's input")
     if shape[1] not in (1, kv_heads, heads):
         raise ValueError(f"{VECTORS} has {shape[1]} heads; it must have 1, Hkv = {kv_heads} or Hq = {heads}")
+
+
+def _window(config: Any, layer: int | None, kwargs: dict[str, Any]) -> int | None:
+    """The layer's sliding window: the keyword, or of models that leave it to the mask, their config's."""
+    if "sliding_window" in kwargs or getattr(config, "model_type", None) not in _WINDOW_IN_MASK:
+        return kwargs.get("sliding_window")
+    kinds = getattr(config, "layer_types", None)
+    slides = layer is None or kinds is None or kinds[layer] == "sliding_attention"
+    return config.sliding_window if slides else None
 
 
 def _supplied_mask(

@@ -35,6 +35,9 @@ VECTORS = "startend_row_indices"
 
 _FAR = 2**30  # past every position
 
+_DROP_KEYWORDS = {"nemotron"}
+"""Types of models whose layers get no keywords of the model's call."""
+
 
 def mask_hook(
     *,
@@ -84,7 +87,7 @@ def mask_hook(
     if torch.compiler.is_compiling():
         seen = _compiled_interval(mask_function, kwargs, grid)
     else:
-        _refuse_eager_only(type(kwargs.get("config")))
+        _refuse_unfit(type(kwargs.get("config")))
         seen = _interval(mask_function, grid)
     if seen is None:
         columns = _evaluated(mask_function, grid, q_length, q_offset)
@@ -291,8 +294,8 @@ def _refuse_pattern(name: str) -> NoReturn:
 
 
 @cache
-def _refuse_eager_only(config_class: type) -> None:
-    """Raise for a model that does not call the attention interface: it would add the columns to its scores."""
+def _refuse_unfit(config_class: type) -> None:
+    """Raise for a model that would add the columns to its scores, or keeps the vectors from its attention."""
     models: Any = MODEL_MAPPING.get(config_class, ())
     for model in models if isinstance(models, tuple) else (models,):
         if not model._supports_attention_backend:
@@ -300,3 +303,8 @@ def _refuse_eager_only(config_class: type) -> None:
                 f"{model.__name__} has attention code of its own and does not take attn_implementation='{NAME}'; use "
                 "attn_implementation='eager' for this model"
             )
+    if getattr(config_class, "model_type", None) in _DROP_KEYWORDS:
+        raise NotImplementedError(
+            f"models of type {config_class.model_type!r} keep keywords from their layers, so {VECTORS} would be "
+            f"ignored without a word; attn_implementation='{NAME}' refuses them: use attn_implementation='sdpa'"
+        )

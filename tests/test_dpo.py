@@ -465,7 +465,8 @@ def other_models():
         "num_attention_heads": 4, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0,
     }  # fmt: skip
     attention = common | {"num_key_value_heads": 2, "max_position_embeddings": 64}
-    yield "nemotron", transformers.NemotronConfig(**attention), "mask to 0 of its 2 layers"
+    recurrent = {name: common[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers", "pad_token_id")}
+    yield "mamba", transformers.MambaConfig(**recurrent, state_size=4), "mask to 0 of its 2 layers"
     hybrid = {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}
     yield "lfm2", transformers.Lfm2Config(**attention, **hybrid), "mask to 1 of its 2 layers"
     yield "roberta", transformers.RobertaConfig(**common, is_decoder=True), "counts positions from 1"

@@ -1,0 +1,129 @@
+"""Write docs/models.md: what `attn_implementation="flashmask"` does in each model family of transformers.
+
+python docs/models.py            # run every family and write the table
+python docs/models.py --check    # exit with 1 if docs/models.md does not say what they do
+python docs/models.py llama t5   # print these families only
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+import transformers
+
+PAGE = Path(__file__).with_name("models.md")
+sys.path.insert(0, str(PAGE.parents[1] / "tests"))
+
+from model_zoo import SCENARIOS, Family, discover, examine, first_sentence  # noqa: E402  # pyright: ignore[reportMissingImports]
+
+INTRO = """\
+# Model families
+
+What `attn_implementation="flashmask"` does in each model family, with transformers {transformers} and torch {torch}.
+`python docs/models.py` writes this page and `tests/test_models.py` holds it.
+
+Every family is built tiny, with random weights (`tests/model_zoo.py`), and run in float32 on the CPU with flashmask and
+with eager attention. Logits at real tokens (hidden states where a model has no head) and, in training mode, every
+parameter's gradient must agree within 1e-4 of the largest entry.
+
+| column | what runs |
+|---|---|
+| no padding, right padding, left padding | two rows; with padding, a 2D `attention_mask` hides three tokens of one |
+| packed | two documents in one row, told apart by `position_ids` alone; compared with each run by itself |
+| supplied | the same row with `startend_row_indices` of a causal document mask; compared in the same way |
+| generate | four greedy tokens after left-padded prompts, with a cache |
+
+Packed and supplied rows run with `use_cache=False`. Encoders get a document mask that is not causal.
+
+| cell | meaning |
+|---|---|
+| yes | right, and at least one layer went through the attention interface; holds for gradients too |
+| raises | refused with the error of the note |
+| as eager | the same as with eager attention, which does not keep the packed documents apart in this family either |
+| joined | other layers (recurrent, convolutional) carry tokens from one document to the next |
+| wrong | differs without an error |
+| n/a | does not apply, or the note says why it cannot be said |
+
+Text towers are the language models inside vision-language models; a tower that is itself a family in the table (as in
+LLaVA, whose tower may be any of them) has no row of its own.
+
+{counts}
+"""
+
+
+def cell(outcomes: tuple, notes: dict[str, int]) -> str:
+    """One cell: the outcome in eval mode, and that in training where it is another."""
+    texts = []
+    for word, reason in outcomes:
+        texts.append(f"{word} ({notes.setdefault(reason, len(notes) + 1)})" if reason else word)
+    return texts[0] if len(set(texts)) == 1 else f"{texts[0]}, training: {texts[1]}"
+
+
+def page(families: dict[str, Family], untested: dict[str, str]) -> str:
+    """The whole of docs/models.md."""
+    notes: dict[str, int] = {}
+    rows = []
+    for name, family in sorted(families.items()):
+        cells = [cell(family.outcomes[scenario], notes) for scenario in SCENARIOS]
+        rows.append(f"| {' | '.join([name, family.kind, *cells])} |")
+    words = [
+        {outcome.word for given in family.outcomes.values() for outcome in given} - {"n/a"}
+        for family in families.values()
+    ]
+    plain = sum(found == {"yes"} for found in words)
+    refused = sum(found == {"raises"} for found in words)
+    unused = sum(not found for found in words)
+    counts = (
+        f"Of {len(families) + len(untested)} families {plain} work wherever a column applies, "
+        f"{len(words) - plain - refused - unused} in part, {refused} raise, {unused} never call the attention "
+        f"interface, and {len(untested)} are not tested."
+    )
+    lines = [
+        INTRO.format(transformers=transformers.__version__, torch=torch.__version__.split("+")[0], counts=counts),
+        f"| {' | '.join(['family', 'kind', *SCENARIOS])} |",
+        "|---" * (len(SCENARIOS) + 2) + "|",
+        *rows,
+        "\n## Notes\n",
+        *(f"{number}. {reason}" for reason, number in notes.items()),
+        "\n## Not tested\n",
+        "Families that could not be built tiny or run from token ids or pixels alone.\n",
+        "| family | reason |",
+        "|---|---|",
+        *(f"| {name} | {reason.replace('|', '/')} |" for name, reason in sorted(untested.items())),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Run the families and write, check or print the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("families", nargs="*", help="model types to print; without them all, written to docs/models.md")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if docs/models.md is stale")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity(logging.CRITICAL)
+    warnings.simplefilter("ignore")
+    families: dict[str, Family] = {}
+    untested: dict[str, str] = {}
+    for name in args.families or discover():
+        try:
+            families[name] = examine(name)
+        except Exception as error:
+            untested[name] = first_sentence(error)
+    text = page(families, untested)
+    if args.families:
+        print(text[text.index("| family") :], end="")
+    elif args.check:
+        if not PAGE.exists() or PAGE.read_text() != text:
+            sys.exit(f"{PAGE} is stale; run python docs/models.py")
+    else:
+        PAGE.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""Every family in docs/models.md does what the table says."""
+
+import re
+from pathlib import Path
+
+import pytest
+import transformers
+from model_zoo import SCENARIOS, Outcome, discover, examine
+from transformers import CONFIG_MAPPING
+
+PAGE = (Path(__file__).parents[1] / "docs" / "models.md").read_text()
+VERSION = PAGE.split("with transformers ")[1].split()[0]
+NOTES = dict(re.findall(r"^(\d+)[.] (.*)$", PAGE, re.MULTILINE))
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Initializing zero-element tensors is a no-op:UserWarning"),
+    # transformers 5.17
+    pytest.mark.filterwarnings("ignore:`torch.jit.script.*` is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`acoustic_tokenizer_chunk_size` is deprecated:FutureWarning"),
+    # Models hand all keywords of a call on to their layers.
+    pytest.mark.filterwarnings("ignore:attn_implementation='flashmask' ignores the attention keyword:UserWarning"),
+]
+
+OTHER_BEFORE = {
+    "cohere_compass_text",
+    "cosmos3_edge_text",
+    "encoder-decoder",
+    "moshi",
+    "mra",
+    "paddleocr_vl_text",
+    "qwen4_exp_text",
+}
+"""Families whose code or config earlier versions of transformers have in another form."""
+
+
+def section(title):
+    """The rows of a table, as lists of cells, by the first of them."""
+    rows = re.findall(r"^\| (.*) \|$", PAGE[PAGE.index(f"\n| {title} |") :].split("\n\n")[0], re.MULTILINE)
+    return {cells[0]: cells[1:] for cells in (row.split(" | ") for row in rows[1:])}
+
+
+TABLE = section("family | kind")
+UNTESTED = section("family | reason")
+
+
+def expected(cell):
+    """The outcomes that a cell tells of: in eval mode, and in training."""
+    found = re.findall(r"([a-z][a-z/ ]*?)(?: \((\d+)\))?(?:, training: |$)", cell)
+    return tuple(Outcome(word, NOTES[number] if number else "") for word, number in found)
+
+
+def test_no_family_is_wrong():
+    assert not [name for name, cells in TABLE.items() if any("wrong" in cell for cell in cells)]
+
+
+@pytest.mark.skipif(transformers.__version__ != VERSION, reason=f"the table is of transformers {VERSION}")
+def test_every_family_is_listed():
+    assert sorted(TABLE | UNTESTED) == discover()
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_family(name):
+    if name not in CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} does not have {name}")
+    if name in OTHER_BEFORE and transformers.__version__ != VERSION:
+        pytest.skip(
+            f"the table is of transformers {VERSION}, and {name} is another model in {transformers.__version__}"
+        )
+    kind, *cells = TABLE[name]
+    family = examine(name)
+    assert family.kind == kind
+    for scenario, cell in zip(SCENARIOS, cells, strict=True):
+        got, want = tuple(dict.fromkeys(family.outcomes[scenario])), expected(cell)
+        if transformers.__version__ != VERSION:  # errors of transformers itself are worded in other ways
+            got, want = ([outcome.word for outcome in outcomes] for outcomes in (got, want))
+        assert got == want, scenario
