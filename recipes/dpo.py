@@ -1,7 +1,7 @@
 r"""Direct preference optimization that computes each question once for both answers, attn_implementation="flashmask".
 
-Every flag of TRL's `DPOConfig`, `ModelConfig`, `ScriptArguments` and `DatasetMixtureConfig` works, on the command line
-and in a YAML file:
+Every flag of TRL's `DPOConfig`, `ModelConfig`, `ScriptArguments` and `DatasetMixtureConfig` works, and `--row_length`, on
+the command line and in a YAML file:
 
     accelerate launch recipes/dpo.py                                     # the demo: configs/dpo_demo.yaml
     accelerate launch recipes/dpo.py --config recipes/configs/dpo.yaml
@@ -34,9 +34,9 @@ import data
 import torch
 from accelerate import PartialState
 from transformers import AutoModelForCausalLM
-from trl import DatasetMixtureConfig, DPOConfig, ModelConfig, ScriptArguments
+from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments
 
-from flashmask_hf.trainers import SharedQuestionDPOTrainer
+from flashmask_hf.trainers import SharedQuestionDPOConfig, SharedQuestionDPOTrainer
 
 DEMO_CONFIG = common.CONFIGS / "dpo_demo.yaml"
 
@@ -52,8 +52,8 @@ def main(argv: Sequence[str]) -> None:
 
 def parse(
     argv: Sequence[str],
-) -> tuple[common.ComparisonArguments, ScriptArguments, DPOConfig, ModelConfig, DatasetMixtureConfig]:
-    return common.parse(argv, DEMO_CONFIG, common.ComparisonArguments, DPOConfig)
+) -> tuple[common.ComparisonArguments, ScriptArguments, SharedQuestionDPOConfig, ModelConfig, DatasetMixtureConfig]:
+    return common.parse(argv, DEMO_CONFIG, common.ComparisonArguments, SharedQuestionDPOConfig)
 
 
 def show(trainer: Any, model_args: ModelConfig, number: int) -> None:

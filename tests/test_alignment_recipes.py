@@ -200,6 +200,8 @@ BAD_FLAGS = [
     ("dpo", ["--do_eval", "--dataset_test_split", "dev"], "dataset_test_split: .* no split 'dev', but 'train', 'test'"),
     ("dpo", ["--attn_implementation", "sdpa"], "attn_implementation='flashmask'"),
     ("dpo", ["--max_length", "16"], "fills max_length 16"),
+    ("dpo", ["--max_length", "64", "--truncation_mode", "error"], "has more than max_length=64 tokens with an answer"),
+    ("dpo", ["--row_length", "40"], "has more than row_length=40 tokens"),
     ("dpo", ["--dataset_name", "nowhere/at-all.jsonl"], "dataset_name: there is no file nowhere"),
     ("reward", ["--attn_implementation", "sdpa"], "attn_implementation='flashmask'"),
     ("reward", ["--max_length", "16"], "max_length 16"),

@@ -28,11 +28,21 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class SharedQuestionDPOConfig(DPOConfig):
-    """Arguments of `SharedQuestionDPOTrainer`: those of `trl.DPOConfig`, and this.
+    """Arguments of `SharedQuestionDPOTrainer`: those of `trl.DPOConfig`, and these.
 
     Args:
+        truncation_mode: TRL's "keep_start" and "keep_end", or "error": an example over `max_length` raises.
         row_length: None puts each batch into one packed row. A number makes rows of that many tokens.
     """
+
+    truncation_mode: str = field(
+        default="keep_start",
+        metadata={
+            "help": "What to do with a question and answer of more than `max_length` tokens: 'keep_start' cuts the "
+            "answer's end, 'keep_end' the question's start, 'error' raises.",
+            "choices": ["keep_start", "keep_end", "error"],
+        },
+    )
 
     row_length: int | None = field(
         default=None,
