@@ -1,7 +1,7 @@
 r"""Direct preference optimization that computes each question once for both answers, attn_implementation="flashmask".
 
-Every flag of TRL's `DPOConfig`, `ModelConfig`, `ScriptArguments` and `DatasetMixtureConfig` works, and `--row_length`, on
-the command line and in a YAML file:
+Every flag of TRL's `DPOConfig`, `ModelConfig`, `ScriptArguments` and `DatasetMixtureConfig` works, and `--row_length`,
+on the command line and in a YAML file:
 
     accelerate launch recipes/dpo.py                                     # the demo: configs/dpo_demo.yaml
     accelerate launch recipes/dpo.py --config recipes/configs/dpo.yaml
