@@ -7,7 +7,8 @@ and `DatasetMixtureConfig` works, on the command line and in a YAML file:
     accelerate launch recipes/reward.py --config recipes/configs/reward.yaml
     accelerate launch recipes/reward.py --model_name_or_path meta-llama/Llama-3.2-1B-Instruct --use_peft \
         --dataset_name HuggingFaceH4/ultrafeedback_binarized \
-        --dataset_train_split train_prefs --dataset_test_split test_prefs --output_dir Llama-3.2-1B-reward
+        --dataset_train_split train_prefs --dataset_test_split test_prefs \
+        --pad_token "<|finetune_right_pad_id|>" --output_dir Llama-3.2-1B-reward
 
 Without a configuration file and a model, the demo's defaults apply, and every flag still overrides them. What differs
 from `trl reward`:

@@ -37,8 +37,8 @@ from datasets import Dataset, IterableDataset
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, SFTTrainer
 
-from flashmask_hf import FlashMask
 from flashmask_hf.collators import DataCollatorForPackedLanguageModeling, pack_dataset, packing_efficiency
+from flashmask_hf.trainers.sharing import log_sparsity
 
 DEMO_CONFIG = common.CONFIGS / "sft_demo.yaml"
 
@@ -117,8 +117,7 @@ class PackedSFTTrainer(SFTTrainer):
         if "startend_row_indices" in inputs:
             indices = inputs["startend_row_indices"]
             tokens = (indices > 0).sum()  # padding has 0; left on the device, as the loss is
-            if mode == "eval" or self.state.global_step % max(1, int(self.args.logging_steps)) == 0:
-                self._metrics[mode]["mask_sparsity"].append(FlashMask(indices, causal=True).sparsity())
+            log_sparsity(self, mode, indices)
         if mode == "train":
             self._tokens_since_log += tokens
         return super().compute_loss(model, inputs, *args, **kwargs)

@@ -9,8 +9,8 @@ import torch
 import transformers
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig, PrefixTuningConfig, get_peft_model
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen3MoeConfig
+from tiny import CHECKPOINTING, VOCAB, conversation, llama_config, preference_rows, trainer_settings, word_tokenizer
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from trl import DPOConfig, DPOTrainer
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 
@@ -26,8 +26,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning"),
 ]
 
-VOCAB = 64
-CHECKPOINTING = next(f for f in ("activation_checkpointing", "gradient_checkpointing") if hasattr(DPOConfig, f))
 LOSSES = [
     "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired",
     "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm",
@@ -38,80 +36,21 @@ GRADIENT_BOUND = 2e-5  # largest difference over largest entry, of each paramete
 CHAT = "{% for m in messages %}{{ m['role'] + ' ' + m['content'] + ' ' }}{% if m['role'] == 'assistant' %}<eos> {% endif %}{% endfor %}{% if add_generation_prompt %}assistant {% endif %}"  # noqa: E501
 
 
-def words(generator, count):
-    return " ".join(f"w{i}" for i in torch.randint(5, VOCAB, (count,), generator=generator).tolist())
-
-
-def rows(count=8, seed=0):
-    """Standard preference rows, answers of uneven length."""
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(1, 9, (count, 3), generator=generator).tolist()
-    return [
-        {
-            "prompt": words(generator, q) + " ",
-            "chosen": words(generator, c),
-            "rejected": words(generator, r),
-        }
-        for q, c, r in lengths
-    ]
-
-
-def conversation(row):
-    return {
-        "prompt": [{"role": "user", "content": row["prompt"].strip()}],
-        "chosen": [{"role": "assistant", "content": row["chosen"]}],
-        "rejected": [{"role": "assistant", "content": row["rejected"]}],
-    }
-
-
 @pytest.fixture(scope="module")
 def tokenizer():
-    names = ["<pad>", "<eos>", "<unk>", "user", "assistant"]
-    vocab = {name: i for i, name in enumerate(names)} | {f"w{i}": i for i in range(len(names), VOCAB)}
-    words = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    words.add_special_tokens(["<pad>", "<eos>", "<unk>"])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", chat_template=CHAT
-    )
+    return word_tokenizer("user", "assistant", chat_template=CHAT)
 
 
 @pytest.fixture(scope="module")
-def model_path(tmp_path_factory, tokenizer):
+def model_path(tmp_path_factory):
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=0,
-    )
     path = tmp_path_factory.mktemp("model")
-    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    AutoModelForCausalLM.from_config(llama_config()).save_pretrained(path)
     return str(path)
 
 
 def config(path, **options):
-    settings = {
-        "output_dir": str(path),
-        "per_device_train_batch_size": 4,
-        "per_device_eval_batch_size": 4,
-        "learning_rate": 1e-3,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "bf16": False,
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "beta": 0.5,
-        CHECKPOINTING: False,
-    }
-    return DPOConfig(**(settings | options))
+    return DPOConfig(**(trainer_settings(path) | {"beta": 0.5} | options))
 
 
 def make(trainer_class, model_path, tokenizer, out, *, data=None, lora=False, ref=False, **options):
@@ -132,7 +71,7 @@ def make(trainer_class, model_path, tokenizer, out, *, data=None, lora=False, re
     trainer = trainer_class(
         load(),
         args=config(out, **options),
-        train_dataset=Dataset.from_list(rows() if data is None else data),
+        train_dataset=Dataset.from_list(preference_rows() if data is None else data),
         processing_class=tokenizer,
         **keywords,
     )
@@ -250,16 +189,16 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_every_format_equals_stock_trl(form, model_path, tokenizer, tmp_path):
-    data = [FORMS[form](row) for row in rows()]
+    data = [FORMS[form](row) for row in preference_rows()]
     shared = make(SharedQuestionDPOTrainer, model_path, tokenizer, tmp_path, data=data)
     if form == "conversational prompt, texts":  # which TRL does not take
-        data = [conversation(row) for row in rows()]
+        data = [conversation(row) for row in preference_rows()]
     assert_same(shared, make(DPOTrainer, model_path, tokenizer, tmp_path, data=data))
 
 
 def test_ultrafeedback_rows_work_as_they_are(model_path, tokenizer, tmp_path):
     """A prompt that is a string, conversations that begin with it, and columns that nobody needs."""
-    plain = [conversation(row) for row in rows()]
+    plain = [conversation(row) for row in preference_rows()]
     data = [
         {
             "prompt": row["prompt"][0]["content"],
@@ -319,7 +258,10 @@ def test_a_mixture_of_experts_balances_as_stock_trl_does(tokenizer, tmp_path):
 
 def test_a_model_given_by_name_and_a_trained_adapter(model_path, tokenizer, tmp_path):
     shared = SharedQuestionDPOTrainer(
-        model_path, args=config(tmp_path), train_dataset=Dataset.from_list(rows()), processing_class=tokenizer
+        model_path,
+        args=config(tmp_path),
+        train_dataset=Dataset.from_list(preference_rows()),
+        processing_class=tokenizer,
     )
     assert shared.model.config._attn_implementation == shared.ref_model.config._attn_implementation == "flashmask"
 
@@ -330,7 +272,12 @@ def test_a_model_given_by_name_and_a_trained_adapter(model_path, tokenizer, tmp_
         return get_peft_model(base, lora)
 
     trainers = [
-        c(adapted(a), args=config(tmp_path), train_dataset=Dataset.from_list(rows()), processing_class=tokenizer)
+        c(
+            adapted(a),
+            args=config(tmp_path),
+            train_dataset=Dataset.from_list(preference_rows()),
+            processing_class=tokenizer,
+        )
         for c, a in ((SharedQuestionDPOTrainer, "flashmask"), (DPOTrainer, "eager"))
     ]
     for trainer in trainers:
@@ -355,7 +302,7 @@ def curve(trainer):
 )
 def test_training_follows_stock_trl(options, model_path, tokenizer, tmp_path):
     options = {"max_steps": 8, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2} | options
-    evaluated = {"eval_dataset": Dataset.from_list(rows(6, seed=3))}
+    evaluated = {"eval_dataset": Dataset.from_list(preference_rows(6, seed=3))}
     shared, stock = (
         make(c, model_path, tokenizer, tmp_path, **options, **evaluated) for c in (SharedQuestionDPOTrainer, DPOTrainer)
     )
@@ -369,13 +316,13 @@ def test_training_follows_stock_trl(options, model_path, tokenizer, tmp_path):
     for name, value in other.items():
         if "runtime" not in name and "per_second" not in name:
             assert one[name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
-    fresh = Dataset.from_list(rows(3, seed=4))
+    fresh = Dataset.from_list(preference_rows(3, seed=4))
     assert shared.evaluate(fresh)["eval_loss"] == pytest.approx(stock.evaluate(fresh)["eval_loss"], rel=1e-3)
 
 
 def test_a_stream_of_rows(model_path, tokenizer, tmp_path):
     def stream():
-        yield from rows()
+        yield from preference_rows()
 
     shared = SharedQuestionDPOTrainer(
         model_path,
@@ -421,7 +368,7 @@ def test_what_does_not_serve_raises_before_the_first_step(model_path, tokenizer,
         return SharedQuestionDPOTrainer(
             model,
             args=config(tmp_path, **options),
-            train_dataset=Dataset.from_list(rows() if data is None else data),
+            train_dataset=Dataset.from_list(preference_rows() if data is None else data),
             processing_class=tokenizer,
             **keywords,
         )
@@ -433,7 +380,7 @@ def test_what_does_not_serve_raises_before_the_first_step(model_path, tokenizer,
         trainer(data_collator=DataCollatorForPreference(0))
     with pytest.raises(ValueError, match="PrefixTuningConfig adds virtual tokens"):
         trainer(peft_config=PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
-    good = rows(3)
+    good = preference_rows(3)
     with pytest.raises(ValueError, match="example 2 has no rejected"):
         trainer([*good[:2], {"prompt": "w5", "chosen": "w6", "rejected": None}])
     with pytest.raises(ValueError, match=r"example 0 has no chosen and no rejected.*It has: prompt, completion"):
@@ -505,7 +452,7 @@ def test_a_sliding_window_holds_questions_no_longer_than_it(tokenizer, tmp_path)
     with pytest.raises(
         ValueError, match="train example 8, as prepared, is longer than the model's sliding window of 20"
     ):
-        make(SharedQuestionDPOTrainer, path, tokenizer, tmp_path, data=[*rows(), long])
+        make(SharedQuestionDPOTrainer, path, tokenizer, tmp_path, data=[*preference_rows(), long])
 
 
 def test_keep_end_cuts_questions_and_names_answers_that_fill_the_limit(model_path, tokenizer, tmp_path):
@@ -520,7 +467,7 @@ def test_keep_end_cuts_questions_and_names_answers_that_fill_the_limit(model_pat
         pytest.raises(ValueError, match="train example 8, as prepared, has an answer that fills max_length=12"),
     ):
         make(
-            SharedQuestionDPOTrainer, model_path, tokenizer, tmp_path, data=[*rows(), long], max_length=12,
+            SharedQuestionDPOTrainer, model_path, tokenizer, tmp_path, data=[*preference_rows(), long], max_length=12,
             truncation_mode="keep_end",
         )  # fmt: skip
 
@@ -544,7 +491,7 @@ def test_options_that_packed_rows_cannot_have_are_refused(model_path, tokenizer,
         SharedQuestionDPOTrainer(
             model_path,
             args=config(tmp_path),
-            train_dataset=Dataset.from_list(rows()),
+            train_dataset=Dataset.from_list(preference_rows()),
             processing_class=tokenizer,
             peft_config=LoraConfig(task_type="CAUSAL_LM", alora_invocation_tokens=[5]),
         )

@@ -9,13 +9,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, LlamaConfig
+from tiny import VOCAB, llama_config
+from transformers import AutoModelForCausalLM
 
 from flashmask_hf import FlashMask, masks
 from flashmask_hf.collators import Forest, pack_forests
 from flashmask_hf.collators.forest import best_fit_decreasing
 
-VOCAB = 64
 thorough = settings(max_examples=100, deadline=None)
 
 
@@ -336,15 +336,7 @@ BOUND = 1e-5
 
 def tiny_llama(attention):
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.2,
-    )
+    config = llama_config(initializer_range=0.2, max_position_embeddings=2048, pad_token_id=None)
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention)
 
 

@@ -10,8 +10,8 @@ import torch
 from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+from tiny import CHECKPOINTING, VOCAB, llama_config, word_tokenizer
+from transformers import AutoModelForCausalLM
 from trl import SFTConfig, SFTTrainer
 
 import flashmask_hf.collators.forest as forest
@@ -19,11 +19,6 @@ import flashmask_hf.collators.language_modeling as language_modeling
 from flashmask_hf import FlashMask
 from flashmask_hf.collators import DataCollatorForPackedLanguageModeling, pack_dataset, packing_efficiency
 from flashmask_hf.collators.forest import best_fit_decreasing, lay_out
-
-VOCAB = 64
-
-# The flag's name since transformers 5.21, where the old one warns.
-CHECKPOINTING = next(f for f in ("activation_checkpointing", "gradient_checkpointing") if hasattr(SFTConfig, f))
 
 
 def documents(lengths, seed=0):
@@ -397,19 +392,7 @@ def test_pack_dataset_refuses_a_list():
 
 def tiny_llama(attn_implementation):
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=0,
-    )
-    return AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation)
+    return AutoModelForCausalLM.from_config(llama_config(), attn_implementation=attn_implementation)
 
 
 def loss_of(model, batch):
@@ -451,16 +434,7 @@ CHAT_TEMPLATE = (  # each turn ends with <eos>; w3 stands before an assistant's,
 
 
 def tokenizer():
-    vocab = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {f"w{i}": i for i in range(3, VOCAB)}
-    words = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=words,
-        pad_token="<pad>",
-        eos_token="<eos>",
-        unk_token="<unk>",
-        chat_template=CHAT_TEMPLATE,
-    )
+    return word_tokenizer(chat_template=CHAT_TEMPLATE)
 
 
 def sft_losses(path, attn_implementation, train_dataset, *, collator=None, **options):

@@ -11,12 +11,10 @@ import pytest
 import torch
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig, PrefixTuningConfig, get_peft_model
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tiny import CHECKPOINTING, VOCAB, conversation, llama_config, preference_rows, trainer_settings, word_tokenizer
 from transformers import (
     AutoModelForSequenceClassification,
     HfArgumentParser,
-    LlamaConfig,
-    PreTrainedTokenizerFast,
 )
 from trl import RewardConfig, RewardTrainer
 from trl.trainer.reward_trainer import DataCollatorForPreference
@@ -38,8 +36,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning"),
 ]
 
-VOCAB = 64
-CHECKPOINTING = next(f for f in ("activation_checkpointing", "gradient_checkpointing") if hasattr(RewardConfig, f))
 BOUND = {"rtol": 1e-5, "atol": 1e-5}
 GRADIENT_BOUND = 1e-5  # largest difference over largest entry, of each parameter
 CHAT = (
@@ -53,31 +49,9 @@ CHAT = (
 # --- data
 
 
-def words(generator, count):
-    return " ".join(f"w{i}" for i in torch.randint(8, VOCAB, (count,), generator=generator).tolist())
-
-
 def rows(count=8, seed=0):
-    """Standard preference rows with margins, answers of uneven length."""
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(1, 9, (count, 3), generator=generator).tolist()
-    return [
-        {
-            "prompt": words(generator, q) + " ",
-            "chosen": words(generator, c),
-            "rejected": words(generator, r),
-            "margin": 0.25 * index - 0.5,
-        }
-        for index, (q, c, r) in enumerate(lengths)
-    ]
-
-
-def conversation(row):
-    return row | {
-        "prompt": [{"role": "user", "content": row["prompt"].strip()}],
-        "chosen": [{"role": "assistant", "content": row["chosen"]}],
-        "rejected": [{"role": "assistant", "content": row["rejected"]}],
-    }
+    """Standard preference rows with margins."""
+    return [row | {"margin": 0.25 * index - 0.5} for index, row in enumerate(preference_rows(count, seed))]
 
 
 def implicit(row):
@@ -116,14 +90,7 @@ def scored(counts=(2, 6, 3, 4, 5, 3), seed=0):
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    names = ["<pad>", "<eos>", "<unk>", "user", "assistant", "system"]
-    vocab = {name: i for i, name in enumerate(names)} | {f"w{i}": i for i in range(len(names), VOCAB)}
-    words = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    words.add_special_tokens(["<pad>", "<eos>", "<unk>"])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", chat_template=CHAT
-    )
+    return word_tokenizer("user", "assistant", "system", chat_template=CHAT)
 
 
 # --- models and trainers
@@ -132,21 +99,8 @@ def tokenizer():
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory):
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        initializer_range=0.2,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=0,
-        num_labels=1,
-    )
     path = tmp_path_factory.mktemp("model")
+    config = llama_config(initializer_range=0.2, num_labels=1)
     AutoModelForSequenceClassification.from_config(config).save_pretrained(path)
     return str(path)
 
@@ -156,20 +110,7 @@ def load(path, attention="flashmask"):
 
 
 def settings(out, config_class=MultiAnswerRewardConfig, **options):
-    defaults = {
-        "output_dir": str(out),
-        "per_device_train_batch_size": 4,
-        "per_device_eval_batch_size": 4,
-        "learning_rate": 1e-3,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "bf16": False,
-        "use_cpu": True,
-        "disable_tqdm": True,
-        CHECKPOINTING: False,
-    }
-    return config_class(**(defaults | options))
+    return config_class(**(trainer_settings(out) | options))
 
 
 def make(trainer_class, model_path, tokenizer, out, data=None, *, lora=False, model=None, **options):

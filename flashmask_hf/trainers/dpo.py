@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,13 +13,12 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 from trl.trainer.dpo_config import DPOConfig
 from trl.trainer.dpo_trainer import DPOTrainer
-from trl.trainer.utils import get_config_model_id, global_then_local_main_first
+from trl.trainer.utils import global_then_local_main_first
 
 from flashmask_hf.collators.preference import DataCollatorForSharedQuestion
-from flashmask_hf.mask import FlashMask
 from flashmask_hf.packed_backbone import run_packed
 from flashmask_hf.trainers.formats import preference_columns
-from flashmask_hf.trainers.sharing import positions_of, prepare, window_of
+from flashmask_hf.trainers.sharing import limit_positions, log_sparsity, named_datasets, output_dir, prepare, window_of
 
 __all__ = ["SharedQuestionDPOConfig", "SharedQuestionDPOTrainer"]
 
@@ -43,7 +42,6 @@ class SharedQuestionDPOConfig(DPOConfig):
             "choices": ["keep_start", "keep_end", "error"],
         },
     )
-
     row_length: int | None = field(
         default=None,
         metadata={
@@ -106,8 +104,7 @@ class SharedQuestionDPOTrainer(DPOTrainer):
         **kwargs: Any,
     ):
         if args is None:
-            name = model if isinstance(model, str) else get_config_model_id(model.config)
-            args = SharedQuestionDPOConfig(f"{name.split('/')[-1]}-DPO")
+            args = SharedQuestionDPOConfig(output_dir(model, "DPO"))
         prepare(model, args, peft_config)
         if data_collator is None:
             settings: Any = args  # TRL has made a number of pad_to_multiple_of, or None
@@ -152,12 +149,8 @@ class SharedQuestionDPOTrainer(DPOTrainer):
             if self._makes_reference:  # until TRL 1.15 without the policy's attention
                 reference.set_attn_implementation("flashmask")
             run_packed(reference)
-        collator: Any = self.data_collator
-        if collator.max_position_embeddings is None:
-            self.data_collator = replace(collator, max_position_embeddings=positions_of(self.model))
-        self._check_lengths(self.train_dataset, "train")
-        evaluated = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"eval": self.eval_dataset}
-        for name, dataset in evaluated.items():
+        self.data_collator = limit_positions(self.data_collator, self.model)
+        for name, dataset in named_datasets(self):
             self._check_lengths(dataset, name)
 
     def _check_lengths(self, dataset: Any, name: str) -> None:
@@ -248,8 +241,7 @@ class SharedQuestionDPOTrainer(DPOTrainer):
         sums: Any = self.accelerator.reduce(counts)
         tokens, unshared = sums.tolist()
         self._metrics[mode]["shared_tokens_saved"].append(1 - tokens / unshared)
-        if mode == "eval" or self.state.global_step % max(1, int(self.state.logging_steps)) == 0:
-            self._metrics[mode]["mask_sparsity"].append(FlashMask(indices, causal=True).sparsity())
+        log_sparsity(self, mode, indices)
 
 
 def _refuse_empty_reference(plugin: Any) -> None:

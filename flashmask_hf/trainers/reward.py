@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 from trl.trainer.reward_config import RewardConfig
 from trl.trainer.reward_trainer import RewardTrainer
-from trl.trainer.utils import get_config_model_id, global_then_local_main_first
+from trl.trainer.utils import global_then_local_main_first
 
 from flashmask_hf.collators.reward import (
     PADDING,
@@ -24,10 +24,9 @@ from flashmask_hf.collators.reward import (
     answer_scores,
     shared_prefix,
 )
-from flashmask_hf.mask import FlashMask
 from flashmask_hf.packed_backbone import run_packed
 from flashmask_hf.trainers.formats import answer_sequences
-from flashmask_hf.trainers.sharing import positions_of, prepare, window_of
+from flashmask_hf.trainers.sharing import limit_positions, log_sparsity, named_datasets, output_dir, prepare, window_of
 
 __all__ = ["MultiAnswerRewardConfig", "MultiAnswerRewardTrainer", "pairwise_loss", "plackett_luce_loss"]
 
@@ -169,8 +168,7 @@ class MultiAnswerRewardTrainer(RewardTrainer):
         **kwargs: Any,
     ):
         if args is None:
-            name = model if isinstance(model, str) else get_config_model_id(model.config)
-            args = MultiAnswerRewardConfig(f"{name.split('/')[-1]}-Reward")
+            args = MultiAnswerRewardConfig(output_dir(model, "Reward"))
         settings: Any = args
         prepare(model, args, peft_config)
         if settings.include_num_input_tokens_seen not in (False, "no") or "inputs" in settings.include_for_metrics:
@@ -199,8 +197,7 @@ class MultiAnswerRewardTrainer(RewardTrainer):
         )
         trained: Any = self.model
         run_packed(trained)
-        if collator.max_position_embeddings is None:
-            self.data_collator = collator = replace(collator, max_position_embeddings=positions_of(trained))
+        self.data_collator = collator = limit_positions(collator, trained)
         self.label_names = ["scores"]
         text_config, tokenizer = trained.config.get_text_config(), self.processing_class
         if text_config.pad_token_id == getattr(tokenizer, "eos_token_id", None):
@@ -209,16 +206,15 @@ class MultiAnswerRewardTrainer(RewardTrainer):
                 "forward reads them at the last token that is not padding, one before. Give the tokenizer another "
                 "pad_token, so that both are the same."
             )
-        for name, dataset in [("train", self.train_dataset), *_by_name(self.eval_dataset).items()]:
-            if isinstance(dataset, Dataset):
-                _check_margins(dataset, name)
-                dataset.map(
-                    _check,
-                    with_indices=True,
-                    fn_kwargs={"collator": collator, "dataset_name": name, "window": window_of(trained)},
-                    num_proc=args.dataset_num_proc,
-                    desc=f"Checking {name} dataset",
-                )
+        for name, dataset in named_datasets(self):
+            _check_margins(dataset, name)
+            dataset.map(
+                _check,
+                with_indices=True,
+                fn_kwargs={"collator": collator, "dataset_name": name, "window": window_of(trained)},
+                num_proc=args.dataset_num_proc,
+                desc=f"Checking {name} dataset",
+            )
 
     def _prepare_dataset(
         self, dataset: Dataset | IterableDataset, processing_class: Any, args: RewardConfig, dataset_name: str
@@ -288,9 +284,7 @@ class MultiAnswerRewardTrainer(RewardTrainer):
     def _measure(self, mode: str, rewards: Tensor, real: Tensor, beats: Tensor, inputs: dict[str, Any]) -> None:
         """Collect what `log` writes: one row of numbers per question, of all processes in one transfer."""
         metrics, ratios = self._metrics[mode], self._ratios[mode]
-        indices = inputs["startend_row_indices"]
-        if mode == "eval" or self.state.global_step % max(1, int(self.state.logging_steps)) == 0:
-            metrics["mask_sparsity"].append(FlashMask(indices, causal=True).sparsity())
+        log_sparsity(self, mode, inputs["startend_row_indices"])
         ahead = rewards[:, :, None] - rewards[:, None]
         columns = [
             inputs["answer_counts"],
@@ -335,10 +329,6 @@ class MultiAnswerRewardTrainer(RewardTrainer):
 def _add(ratio: list[float], total: float, divisor: float) -> None:
     ratio[0] += total
     ratio[1] += divisor
-
-
-def _by_name(dataset: Any) -> dict[str, Any]:
-    return dataset if isinstance(dataset, dict) else {"eval": dataset}
 
 
 def _collator(given: Any, row_length: int | None, score_margin: float, multiple: Any) -> Any:

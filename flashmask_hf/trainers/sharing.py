@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
-__all__ = ["positions_of", "prepare", "window_of"]
+from datasets import Dataset
+from torch import Tensor
+from trl.trainer.utils import get_config_model_id
+
+from flashmask_hf.mask import FlashMask
+
+__all__ = ["limit_positions", "log_sparsity", "named_datasets", "output_dir", "prepare", "window_of"]
+
+
+def output_dir(model: Any, task: str) -> str:
+    """Where a trainer without arguments writes to, named as TRL does."""
+    name = model if isinstance(model, str) else get_config_model_id(model.config)
+    return f"{name.split('/')[-1]}-{task}"
 
 
 def prepare(model: Any, args: Any, peft_config: Any) -> None:
@@ -38,9 +52,26 @@ def prepare(model: Any, args: Any, peft_config: Any) -> None:
     args.accelerator_config.dispatch_batches = False
 
 
-def positions_of(model: Any) -> int | None:
-    """How many positions a model has, if it says so."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+def limit_positions(collator: Any, model: Any) -> Any:
+    """The collator, or if it has no limit of positions, one like it with the model's."""
+    if collator.max_position_embeddings is not None:
+        return collator
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return replace(collator, max_position_embeddings=positions)
+
+
+def named_datasets(trainer: Any) -> Iterator[tuple[str, Dataset]]:
+    """A trainer's datasets with what errors call them; streams, whose rows are seen as they come, are left out."""
+    evaluated = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"eval": trainer.eval_dataset}
+    for name, dataset in [("train", trainer.train_dataset), *evaluated.items()]:
+        if isinstance(dataset, Dataset):
+            yield name, dataset
+
+
+def log_sparsity(trainer: Any, mode: str, indices: Tensor) -> None:
+    """Add `mask_sparsity` to a TRL trainer's metrics, at logging steps and in evaluation: it waits for the device."""
+    if mode == "eval" or trainer.state.global_step % max(1, int(trainer.state.logging_steps)) == 0:
+        trainer._metrics[mode]["mask_sparsity"].append(FlashMask(indices, causal=True).sparsity())
 
 
 def window_of(model: Any) -> int | None:
