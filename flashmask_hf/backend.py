@@ -15,7 +15,7 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import transformers
@@ -27,6 +27,7 @@ from flashmask_hf.attention import flashmask_attention
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.mask_compiler import NAME, VECTORS, mask_hook, next_true
 from flashmask_hf.ops import device_assert
+from flashmask_hf.windows import Windowed, windowed
 
 if TYPE_CHECKING:
     from transformers.utils.generic import is_flash_attention_requested
@@ -88,6 +89,8 @@ _MAX_SHARED = 64  # masks kept at a time; far more than one training step has
 
 _warned: set[str] = set()
 
+T = TypeVar("T")
+
 
 def register() -> None:
     """Make `attn_implementation="flashmask"` known to transformers.
@@ -139,9 +142,8 @@ def attention_forward(
         TypeError: `startend_row_indices` is not an int32 tensor.
         ValueError: dropout in training, or a mask whose shape, device or form does not fit.
         NotImplementedError: a keyword or a combination that would change the result and is not implemented.
-        MaskNotRepresentable: `startend_row_indices` with n = 2 or 4 need more intervals to hold the window.
-        RuntimeError: `position_ids` do not run on where a window matters, or n = 2 columns of a mask that is not causal
-            reach a causal layer (device-side checks).
+        RuntimeError: n = 2 columns of a mask that is not causal reach a causal layer; or, in a compiled model with
+            windows, `position_ids` do not run on where a window matters (device-side checks).
     """
     _check_keywords(module, dropout, kwargs)
     causal = kwargs.get("is_causal")
@@ -152,20 +154,14 @@ def attention_forward(
     if vectors is not None:
         _count_supplied()
         _check_vectors(vectors, query, key, causal)
-        config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
-        kinds = getattr(config, "layer_types", None)
-        if kinds and layer is not None and kinds[layer] == "chunked_attention":
-            raise NotImplementedError(
-                f"{VECTORS} would let a layer of chunked attention see past its chunk; this model does not take them "
-                "yet: use attention_mask, or position_ids that start again with each document"
-            )
-        if getattr(config, "is_encoder_decoder", False):
+        if getattr(getattr(module, "config", None), "is_encoder_decoder", False):
             raise NotImplementedError(
                 f"{VECTORS} would reach the encoder, the decoder and the attention between them alike; models with an "
                 "encoder and a decoder do not take them yet: use attention_mask"
             )
-        window = _window(config, layer, kwargs)
-        mask = _supplied_mask(vectors, attention_mask, causal, window, kwargs.get("position_ids"))
+        window = _window(module, kwargs)
+        seen = _supplied_mask(vectors, attention_mask, causal, window, kwargs.get("position_ids"))
+        mask, key, value = seen.mask, seen.columns(key), seen.columns(value)
     elif attention_mask is not None:
         mask = _hook_mask(attention_mask, query, key, kwargs.get("cu_seq_lens_q"), kwargs.get("position_ids"))
     else:
@@ -255,35 +251,39 @@ def _check_vectors(vectors: Any, query: Tensor, key: Tensor, causal: bool) -> No
         raise ValueError(f"{VECTORS} has {shape[1]} heads; it must have 1, Hkv = {kv_heads} or Hq = {heads}")
 
 
-def _window(config: Any, layer: int | None, kwargs: dict[str, Any]) -> int | None:
+def _window(module: nn.Module, kwargs: dict[str, Any]) -> int | None:
     """The layer's sliding window: the keyword, or of models that leave it to the mask, their config's."""
+    config: Any = getattr(module, "config", None)
+    layer = getattr(module, "layer_idx", None)
+    kinds = getattr(config, "layer_types", None)
+    kind = kinds[layer] if kinds and layer is not None else None
+    if kind == "chunked_attention":
+        raise NotImplementedError(
+            f"{VECTORS} on a layer of chunked attention need position_ids to tell its chunks, which this model does "
+            "not hand to its layers; use attention_mask, or position_ids that start again with each document"
+        )
     if "sliding_window" in kwargs or getattr(config, "model_type", None) not in _WINDOW_IN_MASK:
         return kwargs.get("sliding_window")
-    kinds = getattr(config, "layer_types", None)
-    slides = layer is None or kinds is None or kinds[layer] == "sliding_attention"
-    return config.sliding_window if slides else None
+    return config.sliding_window if kind in (None, "sliding_attention") else None
 
 
 def _supplied_mask(
     vectors: Tensor, hooked: Tensor | None, causal: bool, window: int | None, position_ids: Tensor | None
-) -> FlashMask:
+) -> Windowed:
     """The caller's vectors, less what a 2D attention_mask hides, in a layer's window of `window` positions.
 
-    `hooked` is what the hook returned: of it only padding counts, which is where a key is hidden from row 0 on.
+    `hooked` is what the hook returned: of it only padding counts, which is where a key is hidden from row 0 on. On a
+    layer that is not causal the window has two sides, as in FlashAttention.
     """
-    if window is not None and not causal:
-        raise NotImplementedError(
-            f"sliding_window={window} on a layer that is not causal is not implemented together with {VECTORS}; "
-            "intersect the window yourself and set the model's sliding_window to None"
-        )
     if window is not None and position_ids is not None and position_ids.dim() != 2:
         raise NotImplementedError(
             f"sliding_window={window} with {VECTORS} needs position_ids [B, S], got {list(position_ids.shape)}; "
             "use a model without sliding windows"
         )
+    two_sided = not causal
     causal = causal and vectors.shape[-1] < 4
 
-    def build() -> FlashMask:
+    def build() -> Windowed:
         if causal and vectors.shape[-1] == 2:
             # Columns LTS, UTE of a mask that is not causal show rows [UTE, LTS), so they have LTS > UTE somewhere.
             device_assert(
@@ -291,13 +291,13 @@ def _supplied_mask(
                 f"{VECTORS} with n = 2 on a causal layer are LTS, LTE, but a column has LTS > LTE; pass a mask that "
                 "is not causal as mask.bidirectional().indices (n = 4), and write an empty interval as start == end",
             )
-        given = vectors.detach() if hooked is None else _without_padding(vectors, hooked, causal)
-        return FlashMask(given, causal) if window is None else _windowed(given, causal, window, position_ids)
+        given = FlashMask(vectors.detach() if hooked is None else _without_padding(vectors, hooked, causal), causal)
+        return Windowed(given) if window is None else windowed(given, window, position_ids, two_sided=two_sided)
 
     sources = [vectors] if hooked is None else [vectors, hooked]
     if window is not None and position_ids is not None:
         sources.append(position_ids)
-    return _shared(tuple(sources), ("supplied", causal, window), build)
+    return _shared(tuple(sources), ("supplied", causal, window, two_sided), build)
 
 
 def _without_padding(vectors: Tensor, hooked: Tensor, causal: bool) -> Tensor:
@@ -314,39 +314,6 @@ def _without_padding(vectors: Tensor, hooked: Tensor, causal: bool) -> Tensor:
     else:
         whole = [0, length, 0, 0]
     return torch.stack([column.masked_fill(padding, bound) for column, bound in zip(columns, whole, strict=True)], -1)
-
-
-def _windowed(vectors: Tensor, causal: bool, window: int, position_ids: Tensor | None) -> FlashMask:
-    length = vectors.shape[2]
-    row = torch.arange(length, device=vectors.device, dtype=torch.int32)
-    limit = (row + window).clamp(max=length)
-    if position_ids is not None:
-        # The window is cut by row here. That is by position as long as positions run on over the rows that see a key.
-        # It hides nothing where no position is beyond it.
-        hides = position_ids.amax() >= window
-        limit = torch.where(hides, limit, length)
-        following = next_true(position_ids[:, 1:] != position_ids[:, :-1] + 1)[:, None]
-        reach = _reach(vectors, length)
-        device_assert(
-            ((reach <= following) | (reach - row <= window) | ~hides).all(),
-            f"sliding_window={window} is measured by position, but position_ids restart among the rows that see a key: "
-            "shared questions and trees longer than a window are not supported yet; use a model without windows",
-        )
-    if vectors.shape[-1] == 1:
-        return FlashMask(torch.minimum(vectors, limit.view(-1, 1)), causal=True)
-    overlay = torch.stack([limit, torch.zeros_like(limit)], -1)[None, None]
-    return FlashMask(vectors, causal) & FlashMask(overlay, causal=False)
-
-
-def _reach(vectors: Tensor, length: int) -> Tensor:
-    """One past the last row that sees each key, or more; [B, H, S]."""
-    columns = vectors.unbind(-1)
-    if len(columns) == 1:
-        return columns[0]
-    if len(columns) == 2:
-        return torch.where(columns[1] >= length, columns[0], length)
-    lts, lte, uts, ute = columns
-    return torch.where(lte >= length, lts, torch.where(ute >= length, uts, length))
 
 
 def _hook_mask(
@@ -420,9 +387,9 @@ def _default_mask(query: Tensor, key: Tensor, causal: bool, kwargs: dict[str, An
 
 
 class _Shared(NamedTuple):
-    """A mask, the state its sources had, aliases that keep their memory from being reused, and the source's watcher."""
+    """What was built, the state its sources had, aliases that keep their memory from being reused, and a watcher."""
 
-    mask: FlashMask
+    made: Any
     versions: tuple[int, ...]
     aliases: tuple[Tensor, ...]
     watcher: Any
@@ -431,8 +398,8 @@ class _Shared(NamedTuple):
 _masks: OrderedDict[Hashable, _Shared] = OrderedDict()
 
 
-def _shared(sources: tuple[Tensor, ...], form: tuple[Hashable, ...], build: Callable[[], FlashMask]) -> FlashMask:
-    """`build()`, once for all layers and recomputations that read the same tensors; the mask keeps its plan.
+def _shared(sources: tuple[Tensor, ...], form: tuple[Hashable, ...], build: Callable[[], T]) -> T:
+    """What `build()` makes, once for all layers and recomputations that read the same tensors; masks keep their plan.
 
     Tensors are told by the memory they view, so an alias that checkpointing makes finds the same mask. An entry goes
     when the first source is freed, when a source was changed in place, or when `_MAX_SHARED` others are newer. The mask
@@ -446,13 +413,13 @@ def _shared(sources: tuple[Tensor, ...], form: tuple[Hashable, ...], build: Call
     versions = tuple(0 if x.is_inference() else x._version for x in sources)
     entry = _masks.get(key)
     if entry is not None and entry.versions == versions:
-        return entry.mask
+        return entry.made
     watcher = weakref.ref(sources[0], lambda _, masks=_masks: masks.pop(key, None)) if sources else None
     _masks[key] = entry = _Shared(build(), versions, tuple(x.detach() for x in sources), watcher)
     _masks.move_to_end(key)
     while len(_masks) > _MAX_SHARED:
         _masks.popitem(last=False)
-    return entry.mask
+    return entry.made
 
 
 def _asks_for_flash_attention(config=None, requested_attention_implementation=None, version=None):

@@ -18,7 +18,7 @@ from trl.trainer.utils import global_then_local_main_first
 from flashmask_hf.collators.preference import DataCollatorForSharedQuestion
 from flashmask_hf.packed_backbone import run_packed
 from flashmask_hf.trainers.formats import preference_columns
-from flashmask_hf.trainers.sharing import limit_positions, log_sparsity, named_datasets, output_dir, prepare, window_of
+from flashmask_hf.trainers.sharing import limit_positions, log_sparsity, named_datasets, output_dir, prepare
 
 __all__ = ["SharedQuestionDPOConfig", "SharedQuestionDPOTrainer"]
 
@@ -63,8 +63,8 @@ class SharedQuestionDPOTrainer(DPOTrainer):
     `preference_columns`), or tokenized (`prompt_ids`, `chosen_ids`, `rejected_ids`). Where it differs from TRL:
 
     - The model's attention is "flashmask": set if the model is given by name, checked if not.
-    - An empty question or answer, a missing column, and a question and answer that exceed the model's positions or its
-      sliding window raise before the first step.
+    - An empty question or answer, a missing column, and a question and answer that exceed the model's positions raise
+      before the first step.
     - `truncation_mode="keep_end"` cuts a question alike for both answers; "error" raises for what is too long. How many
       examples "keep_start" cuts is logged.
     - `pad_to_multiple_of` is that of the packed row.
@@ -186,13 +186,10 @@ class SharedQuestionDPOTrainer(DPOTrainer):
                 refuse(over >= question, f"has an answer that fills max_length={limit}; raise it, or remove it")
                 question = question - over
             longest = np.minimum(longest, limit)
-        positions, window = collator.max_position_embeddings, window_of(self.model)
+        positions = collator.max_position_embeddings
         if positions is not None:
             refuse(longest > positions, f"is deeper than the model's {positions} positions (max_position_embeddings) "
                                         "with an answer; set max_length to fit, or take another model")  # fmt: skip
-        if window is not None:
-            refuse(longest > window, f"is longer than the model's sliding window of {window} tokens with an answer, "
-                                     "which a shared question cannot be; set max_length to fit")  # fmt: skip
         if row is not None:
             refuse(question + chosen + rejected > row, f"has more than row_length={row} tokens; make rows longer, set "
                                                        "max_length, or remove it")  # fmt: skip

@@ -26,7 +26,7 @@ from flashmask_hf.collators.reward import (
 )
 from flashmask_hf.packed_backbone import run_packed
 from flashmask_hf.trainers.formats import answer_sequences
-from flashmask_hf.trainers.sharing import limit_positions, log_sparsity, named_datasets, output_dir, prepare, window_of
+from flashmask_hf.trainers.sharing import limit_positions, log_sparsity, named_datasets, output_dir, prepare
 
 __all__ = ["MultiAnswerRewardConfig", "MultiAnswerRewardTrainer", "pairwise_loss", "plackett_luce_loss"]
 
@@ -211,7 +211,7 @@ class MultiAnswerRewardTrainer(RewardTrainer):
             dataset.map(
                 _check,
                 with_indices=True,
-                fn_kwargs={"collator": collator, "dataset_name": name, "window": window_of(trained)},
+                fn_kwargs={"collator": collator, "dataset_name": name},
                 num_proc=args.dataset_num_proc,
                 desc=f"Checking {name} dataset",
             )
@@ -356,15 +356,8 @@ def _check(
     *,
     collator: DataCollatorForMultiAnswerReward,
     dataset_name: str,
-    window: int | None,
 ) -> None:
-    name = f"example {index} of the {dataset_name} dataset, as prepared,"
-    collator.check(example, name)
-    if window is not None and not _fits(example, window):
-        raise ValueError(
-            f"{name} is longer than the model's sliding window of {window} tokens with an answer, which a shared "
-            "question cannot be; set max_length to fit"
-        )
+    collator.check(example, f"example {index} of the {dataset_name} dataset, as prepared,")
 
 
 def _check_margins(dataset: Dataset, name: str) -> None:

@@ -12,7 +12,7 @@ from trl.trainer.utils import get_config_model_id
 
 from flashmask_hf.mask import FlashMask
 
-__all__ = ["limit_positions", "log_sparsity", "named_datasets", "output_dir", "prepare", "window_of"]
+__all__ = ["limit_positions", "log_sparsity", "named_datasets", "output_dir", "prepare"]
 
 
 def output_dir(model: Any, task: str) -> str:
@@ -72,10 +72,3 @@ def log_sparsity(trainer: Any, mode: str, indices: Tensor) -> None:
     """Add `mask_sparsity` to a TRL trainer's metrics, at logging steps and in evaluation: it waits for the device."""
     if mode == "eval" or trainer.state.global_step % max(1, int(trainer.state.logging_steps)) == 0:
         trainer._metrics[mode]["mask_sparsity"].append(FlashMask(indices, causal=True).sparsity())
-
-
-def window_of(model: Any) -> int | None:
-    """The sliding window of a model's layers, if it has one."""
-    config = model.config.get_text_config()
-    layers = getattr(config, "layer_types", None)
-    return getattr(config, "sliding_window", None) if layers is None or "sliding_attention" in layers else None
