@@ -159,6 +159,25 @@ class FlashMask:
             return [(columns[0], columns[1])]
         return [(columns[0], torch.full_like(columns[0], rows)), (torch.zeros_like(columns[1]), columns[1])]
 
+    def visible_intervals(self, q_len: int | None = None) -> list[tuple[Tensor, Tensor]]:
+        """The rows that see each key, as three (start, end) pairs of int32 tensors [B, Hm, Skv], in order of the rows.
+
+        Those with start >= end are empty. What `causal` hides is left out.
+        """
+        rows = self.rows(q_len)
+        (start, end), (other_start, other_end) = (
+            (torch.where(start < end, start, rows), torch.where(start < end, end, rows))
+            for start, end in self.bidirectional(rows).intervals(rows)
+        )
+        swap = other_start < start
+        start, other_start = torch.where(swap, other_start, start), torch.where(swap, start, other_start)
+        end, other_end = torch.where(swap, other_end, end), torch.where(swap, end, other_end)
+        return [
+            (torch.zeros_like(start), start),
+            (end, other_start),
+            (torch.maximum(end, other_end), torch.full_like(end, rows)),
+        ]
+
     def bidirectional(self, q_len: int | None = None) -> FlashMask:
         """The same mask in the four-column form, which needs no `causal` flag to be read.
 

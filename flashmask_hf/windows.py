@@ -104,7 +104,7 @@ def _runs_on(mask: FlashMask, position_ids: Tensor, window: int) -> Tensor:
     """Whether distances in rows tell the same as those in positions, for each key and the rows that see it; bool []."""
     length = mask.kv_len
     row = torch.arange(length, device=mask.device)
-    pieces = _visible(mask)
+    pieces = mask.visible_intervals(length)
     step = position_ids[:, 1:] - position_ids[:, :-1]
     last = torch.stack([torch.where(start < end, end, 0) for start, end in pieces]).amax(0)
     near = (last - row <= window) & (step <= 1).all()
@@ -125,7 +125,9 @@ def _in_pieces(mask: FlashMask, window: int, position_ids: Tensor, two_sided: bo
             "implemented; pass vectors with one head, or use a model without sliding windows"
         )
     batch = max(batch, position_ids.shape[0])
-    starts, ends = ([x[:, 0].expand(batch, -1) for x in bounds] for bounds in zip(*_visible(mask), strict=True))
+    starts, ends = (
+        [x[:, 0].expand(batch, -1) for x in bounds] for bounds in zip(*mask.visible_intervals(length), strict=True)
+    )
     position = position_ids.to(torch.int64).expand(batch, -1)
     entries = [_cut([x[b] for x in starts], [x[b] for x in ends], position[b], window, two_sided) for b in range(batch)]
     count = max(1, *(len(keys) for keys, _, _ in entries))
@@ -137,23 +139,6 @@ def _in_pieces(mask: FlashMask, window: int, position_ids: Tensor, two_sided: bo
     row = torch.arange(length, device=keys.device)
     own = count == length and bool((keys == row).all())
     return Windowed(FlashMask(columns, causal=False, q_len=length), None if own else keys)
-
-
-def _visible(mask: FlashMask) -> list[tuple[Tensor, Tensor]]:
-    """The rows that see each key as three intervals, start and end [B, H, S] each, in order."""
-    length = mask.kv_len
-    (start, end), (other_start, other_end) = (
-        (torch.where(start < end, start, length), torch.where(start < end, end, length))
-        for start, end in mask.bidirectional(length).intervals(length)
-    )
-    swap = other_start < start
-    start, other_start = torch.where(swap, other_start, start), torch.where(swap, start, other_start)
-    end, other_end = torch.where(swap, other_end, end), torch.where(swap, end, other_end)
-    return [
-        (torch.zeros_like(start), start),
-        (end, other_start),
-        (torch.maximum(end, other_end), torch.full_like(end, length)),
-    ]
 
 
 def _cut(

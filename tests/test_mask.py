@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import doctest
 import sys
-from itertools import groupby
+from itertools import combinations, groupby
 
 import numpy as np
 import pytest
@@ -231,6 +231,17 @@ def test_bidirectional_means_the_same_without_the_flag(mask):
     again = mask.bidirectional()
     assert (again.causal, again.indices.shape[-1]) == (False, 4)
     assert torch.equal(again.to_dense(), mask.to_dense())
+
+
+@thorough
+@given(mask=flash_masks())
+def test_visible_intervals_are_the_ones_of_the_dense_mask_in_order(mask):
+    row = torch.arange(mask.rows())[:, None]
+    pieces = mask.visible_intervals()
+    seen = [(row >= start[..., None, :]) & (row < end[..., None, :]) for start, end in pieces]
+    assert torch.equal(torch.stack(seen).sum(0), mask.to_dense().long())
+    for (start, end), (later, last) in combinations(pieces, 2):
+        assert ((end <= later) | (start >= end) | (later >= last)).all()
 
 
 @thorough
