@@ -19,6 +19,9 @@ IMPLEMENTATIONS = ("hopper", "triton", "torch", "reference")
 MAX_HEAD_DIM = 256
 """Largest head_dim (of queries and of values) of the Triton kernels."""
 
+_FEW_ROWS = 64
+"""Query rows, over all heads that share keys, up to which attention without gradients needs no tiles of its own."""
+
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton, too, reads it when kernels are defined
 _TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -106,9 +109,20 @@ def flashmask_attention(
     if choice.impl == "reference":
         out, lse = reference_attention(q, k, v, mask, scale=factor, softcap=softcap, sinks=sinks)
     else:
-        plan = plan_of(mask, q.shape[2])
+        plan = None if _decodes(q, k, v, sinks) else plan_of(mask, q.shape[2])
         out, lse = ops.attention(q, k, v, mask, plan, sinks=sinks, scale=factor, softcap=softcap, impl=choice.impl)
     return (out, lse) if return_lse else out
+
+
+def _decodes(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> bool:
+    """Whether the rows are few and no gradient is asked for: then a plan costs more than it saves.
+
+    The kernel packs the rows of all heads that share keys in one tile of up to `_FEW_ROWS`, and splits the keys. The
+    forward pads each head's rows to 16 at least, so up to 16 it has nothing to set against that.
+    """
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks)):
+        return False
+    return q.shape[2] <= max(16, _FEW_ROWS * k.shape[1] // q.shape[1])
 
 
 def plan_of(mask: FlashMask, q_len: int) -> Plan:

@@ -1,7 +1,8 @@
-"""The torch.library operators: a plan, attention forward and attention backward, opaque to autograd and torch.compile.
+"""The torch.library operators: a plan, attention and its backward, and decoding; opaque to autograd and torch.compile.
 
-`flashmask_hf::plan`, `flashmask_hf::flash_attn_forward` and `flashmask_hf::flash_attn_backward`. The names of the
-attention operators hold `flash_attn`, which selective activation checkpointing in training libraries looks for.
+`flashmask_hf::plan`, `flashmask_hf::flash_attn_forward`, `flashmask_hf::flash_attn_backward` and
+`flashmask_hf::flash_attn_decode`. The names of the attention operators hold `flash_attn`, which selective activation
+checkpointing in training libraries looks for.
 """
 
 from __future__ import annotations
@@ -17,7 +18,15 @@ from flashmask_hf import tiled
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.plan import Plan
 
-__all__ = ["HAS_TRITON", "attention", "device_assert", "flash_attn_backward", "flash_attn_forward", "make_plan"]
+__all__ = [
+    "HAS_TRITON",
+    "attention",
+    "device_assert",
+    "flash_attn_backward",
+    "flash_attn_decode",
+    "flash_attn_forward",
+    "make_plan",
+]
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
@@ -56,6 +65,11 @@ def make_plan(indices: Tensor, causal: bool, q_len: int) -> tuple[Tensor, Tensor
     Raises:
         ValueError: a value lies outside 0..q_len. On a GPU it is an assertion of the device, which stops the program.
     """
+    _check_range(indices, q_len)
+    return tuple(_builder(indices)(indices, causal, q_len))
+
+
+def _check_range(indices: Tensor, q_len: int) -> None:
     low, high = indices.aminmax()
     message = (
         f"the mask's indices must lie in 0..q_len = 0..{q_len}; FlashMask.validate(q_len={q_len}) names the columns"
@@ -64,7 +78,6 @@ def make_plan(indices: Tensor, causal: bool, q_len: int) -> tuple[Tensor, Tensor
         device_assert((low >= 0) & (high <= q_len), message)
     elif low < 0 or high > q_len:
         raise ValueError(message)
-    return tuple(_builder(indices)(indices, causal, q_len))
 
 
 @make_plan.register_fake
@@ -133,10 +146,7 @@ def _(
     softcap: float,
     impl: str,
 ) -> tuple[Tensor, Tensor]:
-    batch, heads, q_len, _ = q.shape
-    out = q.new_empty(batch, q_len, heads, v.shape[-1]).transpose(1, 2)
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return out, q.new_empty(batch, heads, q_len, dtype=wide)
+    return _results_like(q, v)
 
 
 @torch.library.custom_op("flashmask_hf::flash_attn_backward", mutates_args=())
@@ -221,17 +231,96 @@ def _backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]
 flash_attn_forward.register_autograd(_backward, setup_context=_setup_context)
 
 
+def _flash_attn_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    indices: Tensor,
+    causal: bool,
+    scale: float,
+    softcap: float,
+    impl: str,
+) -> tuple[Tensor, Tensor]:
+    """Masked attention of few query rows, without a plan and without gradients.
+
+    Args:
+        q: [B, Hq, Sq, D].
+        k: [B, Hkv, Skv, D].
+        v: [B, Hkv, Skv, Dv].
+        sinks: [Hq] or None.
+        indices: int32 [B or 1, Hm, Skv, n].
+        causal: as in `FlashMask`.
+        scale: factor on the scores.
+        softcap: 0 is none.
+        impl: "triton" or "torch".
+
+    Returns:
+        out [B, Hq, Sq, Dv] in q's dtype, stored as [B, Sq, Hq, Dv]; lse [B, Hq, Sq] float32 (float64 for float64 q).
+
+    Raises:
+        ValueError: a value of `indices` lies outside 0..Sq. On a GPU it is an assertion of the device.
+    """
+    mask = FlashMask(indices, causal)
+    if impl == "triton":
+        from flashmask_hf.kernels.decode import decode
+
+        return decode(q, k, v, mask, sinks, scale, softcap)
+    _check_range(indices, q.shape[2])
+    with torch.autocast(q.device.type, enabled=False):
+        return tiled.decode(q, k, v, mask, sinks, scale, softcap)
+
+
+# Not a `custom_op`, whose wrappers for mutation and autograd cost more than the rest of a decode step's call.
+torch.library.define(
+    "flashmask_hf::flash_attn_decode",
+    torch.library.infer_schema(_flash_attn_decode, mutates_args=()),
+    tags=torch.Tag.pt2_compliant_tag,
+)
+torch.library.impl("flashmask_hf::flash_attn_decode", "default", _flash_attn_decode)
+flash_attn_decode = torch.ops.flashmask_hf.flash_attn_decode.default
+
+
+@torch.library.register_fake("flashmask_hf::flash_attn_decode")
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    indices: Tensor,
+    causal: bool,
+    scale: float,
+    softcap: float,
+    impl: str,
+) -> tuple[Tensor, Tensor]:
+    return _results_like(q, v)
+
+
+def _results_like(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Uninitialised `out` and `lse` for queries q and values v."""
+    batch, heads, q_len, _ = q.shape
+    out = q.new_empty(batch, q_len, heads, v.shape[-1]).transpose(1, 2)
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return out, q.new_empty(batch, heads, q_len, dtype=wide)
+
+
 def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     mask: FlashMask,
-    plan: Plan,
+    plan: Plan | None,
     *,
     sinks: Tensor | None,
     scale: float,
     softcap: float | None,
     impl: str,
 ) -> tuple[Tensor, Tensor]:
-    """`flash_attn_forward` for a mask and its plan; arguments as in `flashmask_attention`."""
-    return flash_attn_forward(q, k, v, sinks, mask.indices, *plan, mask.causal, scale, softcap or 0.0, impl)
+    """`flash_attn_forward` for a mask and its plan, or `flash_attn_decode` without one.
+
+    Arguments as in `flashmask_attention`.
+    """
+    cap = softcap or 0.0
+    if plan is None:
+        return flash_attn_decode(q, k, v, sinks, mask.indices, mask.causal, scale, cap, impl)
+    return flash_attn_forward(q, k, v, sinks, mask.indices, *plan, mask.causal, scale, cap, impl)

@@ -10,8 +10,9 @@ from torch import Tensor
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.plan import ROWS, Plan, plan_columns
 
-__all__ = ["backward", "forward", "row_delta"]
+__all__ = ["backward", "decode", "forward", "row_delta"]
 
+_WIDENED = 2**21  # elements of k that decoding makes wide at a time
 _KEYS_PER_STEP = 512  # the scores of a step, heads x ROWS x _KEYS_PER_STEP, stay in the cache
 
 Step = tuple[slice | Tensor, Tensor | None]
@@ -47,6 +48,50 @@ def forward(
         out[b, h_q, rows] = _ungrouped(torch.where(seen, acc / torch.where(seen, total, 1.0), 0.0), h_q).to(q.dtype)
         lse[b, h_q, rows] = _ungrouped(torch.where(seen, top + total.log(), float("-inf")), h_q).squeeze(-1)
     return out, lse
+
+
+def decode(
+    q: Tensor, k: Tensor, v: Tensor, mask: FlashMask, sinks: Tensor | None, scale: float, softcap: float
+) -> tuple[Tensor, Tensor]:
+    """Attention of few rows, with all of their scores at once (shapes as in `ops.flash_attn_decode`)."""
+    wide = _wide(q.dtype)
+    batch, heads, q_len, dim = q.shape
+    kv_heads, kv_len = k.shape[1:3]
+    out = q.new_empty(batch, q_len, heads, v.shape[-1]).transpose(1, 2)
+    row = torch.arange(q_len, device=q.device).unsqueeze(1)
+    hidden = torch.zeros((), dtype=torch.bool, device=q.device)
+    if mask.causal:
+        hidden = row + (kv_len - q_len) < torch.arange(kv_len, device=q.device)
+    for start, end in mask.intervals(q_len):
+        hidden = hidden | ((row >= start.unsqueeze(2)) & (row < end.unsqueeze(2)))
+    hidden = hidden.unflatten(1, (min(hidden.shape[1], kv_heads), -1))  # [B or 1, Hkv or 1, heads of a group or 1, ...]
+    first, last = 0, kv_len
+    if q.device.type == "cpu":  # it can tell, without waiting, which keys any row sees
+        seen = (~hidden.flatten(0, 3).all(0)).nonzero()
+        first, last = (int(seen[0]), int(seen[-1]) + 1) if len(seen) else (0, 1)
+        hidden = hidden[..., first:last]
+    queries = q.reshape(batch, kv_heads, -1, dim).to(wide) * scale
+    step = last - first if k.dtype == wide else max(64, _WIDENED // (batch * kv_heads * dim))
+    parts = [slice(part, min(part + step, last)) for part in range(first, last, step)]
+    scores = torch.cat([queries @ k[:, :, part].to(wide).transpose(-1, -2) for part in parts], -1)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    shape = (batch, kv_heads, heads // kv_heads, q_len, last - first)
+    scores = scores.view(shape).masked_fill_(hidden, float("-inf"))
+    top = scores.amax(-1, keepdim=True).clamp_min(torch.finfo(wide).min)
+    sink = None if sinks is None else sinks.to(wide).view(1, kv_heads, -1, 1, 1)
+    if sink is not None:
+        top = torch.maximum(top, sink)
+    weights = scores.sub_(top).exp_()
+    total = weights.sum(-1, keepdim=True)
+    if sink is not None:
+        total = total + torch.exp(sink - top)
+    some = total != 0  # NaN stays NaN
+    weights = weights.view(batch, kv_heads, -1, last - first)
+    sums = [weights[..., p.start - first : p.stop - first] @ v[:, :, p].to(wide) for p in parts]
+    acc = torch.stack(sums).sum(0).view(*shape[:-1], -1) / torch.where(some, total, 1.0)
+    out.copy_(acc.view(out.shape))
+    return out, torch.where(some, top + total.log(), float("-inf")).view(batch, heads, q_len)
 
 
 def backward(

@@ -11,9 +11,10 @@ if INTERPRETED:
 
 from cubin import AMPERE, BLACKWELL, HOPPER, MI300, Kernel, compile_only
 
-from flashmask_hf import masks
+from flashmask_hf import FlashMask, masks
 from flashmask_hf.kernels import configs
 from flashmask_hf.kernels.backward import backward, row_delta
+from flashmask_hf.kernels.decode import decode
 from flashmask_hf.kernels.forward import forward
 from flashmask_hf.kernels.plan import build_plan
 from flashmask_hf.plan import build_plan as torch_plan
@@ -24,17 +25,23 @@ KILOBYTES = {HOPPER: 227, BLACKWELL: 227, AMPERE: 163, MI300: 64}
 def _compile(
     monkeypatch, target, dim: int, v_dim: int, mask, dtype=torch.bfloat16, softcap: float = 0.0
 ) -> dict[str, Kernel]:
-    major = target.arch // 10 if target.backend == "cuda" else 0
-    usable = configs.usable_shared_memory(KILOBYTES[target] * 1024, major)
-    monkeypatch.setattr(configs, "_shared_memory", lambda device: usable)
     q, k, v = (torch.empty(1, 512, h, d, dtype=dtype).transpose(1, 2) for h, d in ((4, dim), (2, dim), (2, v_dim)))
     plan = torch_plan(mask.indices, mask.causal, 512)
-    monkeypatch.setattr(configs, "_on_cpu", lambda x: False)
+    _pretend(monkeypatch, target)
     with compile_only(target) as kernels:
         out, lse = forward(q, k, v, mask, plan, None, 0.1, softcap)
         backward(out, q, k, v, lse, row_delta(out, out, lse), mask, plan, 0.1, softcap)
         build_plan(mask.indices, mask.causal, 512)
     return {kernel.name: kernel for kernel in kernels}
+
+
+def _pretend(monkeypatch, target) -> None:
+    """Tiles are chosen for a GPU of the target's kind."""
+    major = target.arch // 10 if target.backend == "cuda" else 0
+    usable = configs.usable_shared_memory(KILOBYTES[target] * 1024, major)
+    monkeypatch.setattr(configs, "_shared_memory", lambda device: usable)
+    monkeypatch.setattr(configs, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(configs, "_on_cpu", lambda x: False)
 
 
 @pytest.mark.parametrize("form", ["causal_document", "prefix_lm_document"])
@@ -62,3 +69,31 @@ def test_other_architectures_build(monkeypatch: pytest.MonkeyPatch, target, dims
     kernels = _compile(monkeypatch, target, *dims, masks.causal(512), torch.float16, softcap=30.0)
     for name, kernel in kernels.items():
         assert kernel.shared <= KILOBYTES[target] * 1024, name
+
+
+@pytest.mark.parametrize("mask_heads", [1, 8], ids=["one mask", "a mask per head"])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("target", [AMPERE, HOPPER, BLACKWELL, MI300], ids=["ampere", "hopper", "blackwell", "mi300"])
+def test_decode(monkeypatch: pytest.MonkeyPatch, target, dims: tuple[int, int], mask_heads: int) -> None:
+    """Matrix units, keys loaded ahead of their use, two programs to a multiprocessor, next to no spills."""
+    _pretend(monkeypatch, target)
+    dim, v_dim = dims
+    q, k, v = (
+        torch.empty(1, h, s, d, dtype=torch.bfloat16) for h, s, d in ((8, 3, dim), (2, 4096, dim), (2, 4096, v_dim))
+    )
+    mask = FlashMask(torch.zeros(1, mask_heads, 4096, 4, dtype=torch.int32), causal=False)
+    with compile_only(target) as kernels:
+        decode(q, k, v, mask, torch.zeros(8), 0.1, 30.0)
+    first, second = kernels
+    assert [first.name, second.name] == ["_decode", "_combine"]
+    assert 2 * first.shared <= KILOBYTES[target] * 1024
+    assert second.shared <= 8 * 1024
+    if target.backend == "cuda":
+        assert "mma.sync" in first.assembly
+        assert first.assembly.count("cp.async.cg") >= 16
+        assert "__assertfail" in first.assembly
+        assert (first.spills or 0) <= 64
+        assert second.spills == 0
+    else:
+        assert "v_mfma" in first.assembly
+        assert "s_trap" in first.assembly or "__assert" in first.assembly

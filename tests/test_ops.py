@@ -72,3 +72,46 @@ def test_compiled_layers_share_one_plan(lane: Lane, monkeypatch: pytest.MonkeyPa
     compiled = torch.compile(layers, fullgraph=True, backend="inductor" if lane.device == "cuda" else "aot_eager")
     compiled(q, k, v, masks.causal(133, device=lane.device).indices).backward()
     assert len(made) == 1
+
+
+@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize("with_sinks", [False, True], ids=["plain", "sinks"])
+def test_opcheck_of_decode(lane: Lane, with_sinks: bool) -> None:
+    mask = masks.sliding_window(133, 50, q_len=2, device=lane.device)
+    q, k, v = (x.detach() for x in attention_inputs(lane, 1, HEADS, KV_HEADS, 2, 133, 16))
+    sinks = torch.zeros(HEADS, device=lane.device) if with_sinks else None
+    torch.library.opcheck(ops.flash_attn_decode, (q, k, v, sinks, mask.indices, mask.causal, 0.25, 0.0, lane.impl))
+
+
+@pytest.mark.parametrize("grad_mode", [False, True], ids=["no_grad", "nothing requires grad"])
+@pytest.mark.parametrize("lane", LANES)
+def test_compiled_decode_steps_are_one_graph_without_a_plan(
+    lane: Lane, grad_mode: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A static cache that fills up: one graph for every step."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(ops, "_builder", lambda indices: pytest.fail("a plan was made"))
+    length = 40 if INTERPRETED else 300
+    _, k, v = (x.detach() for x in attention_inputs(lane, 2, HEADS, KV_HEADS, 1, length, 32))
+    cache = [torch.zeros_like(k), torch.zeros_like(v)]
+
+    def step(q, k_new, v_new, position):
+        for whole, new in zip(cache, (k_new, v_new), strict=True):
+            whole.index_copy_(2, position, new)
+        hidden = torch.arange(length, device=q.device, dtype=torch.int32) > position
+        columns = [torch.ones_like(hidden), hidden]
+        mask = ops.FlashMask(torch.stack(columns, -1).to(torch.int32)[None, None], causal=False)
+        return flashmask_attention(q * 1.0, *cache, mask, impl=lane.impl)
+
+    graphs = torch._dynamo.testing.CompileCounterWithBackend("inductor" if lane.device == "cuda" else "aot_eager")
+    compiled = torch.compile(step, fullgraph=True, backend=graphs)
+    with torch.set_grad_enabled(grad_mode):
+        for position in range(5):
+            q, _, _ = (x.detach() for x in attention_inputs(lane, 2, HEADS, KV_HEADS, 1, 1, 32, seed=position))
+            now = slice(position, position + 1)
+            actual = compiled(q, k[:, :, now], v[:, :, now], torch.tensor([position], device=lane.device))
+            seen = slice(0, position + 1)
+            full = masks.full(position + 1, q_len=1, device=lane.device)
+            expected = flashmask_attention(q, k[:, :, seen], v[:, :, seen], full, impl="reference")
+            torch.testing.assert_close(actual, expected, rtol=0, atol=8 * torch.finfo(lane.dtype).eps)
+    assert graphs.frame_count == 1

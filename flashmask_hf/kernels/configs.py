@@ -43,6 +43,13 @@ _QUERIES = {
     128: (Config(128, 64, 8, 3), Config(128, 64, 8, 2), Config(64, 64, 4, 2), Config(64, 32, 4, 1)),
     256: (Config(64, 32, 4, 1), Config(32, 32, 4, 1)),
 }
+# Decoding streams keys and values past few rows: what counts is how many bytes are under way, on a multiprocessor that
+# holds two programs. Not measured yet.
+_DECODE = {
+    64: (Config(64, 64, 4, 4), Config(64, 64, 4, 3), Config(64, 64, 4, 2)),
+    128: (Config(32, 64, 4, 3), Config(32, 64, 4, 2), Config(32, 32, 4, 2)),
+    256: (Config(32, 32, 4, 3), Config(32, 32, 4, 2), Config(16, 32, 4, 1)),
+}
 # float32 is for exactness, not for speed: three products for one and wide accumulators leave room for small tiles only.
 _FLOAT32 = {64: Config(64, 32, 4, 1), 128: Config(32, 32, 4, 1), 256: Config(16, 16, 4, 1)}
 _INTERPRETED = Config(64, 64, 1, 1)
@@ -66,6 +73,38 @@ def forward_config(x: Tensor, block_d: int, block_v: int, n: int) -> Config:
         lambda c: c.columns * (block_d + block_v),
     )
     return config._replace(rows=min(config.rows, max(16, triton.next_power_of_2(x.shape[2]))))
+
+
+def decode_config(x: Tensor, packed: int, block_d: int, block_v: int, vectors: int) -> Config:
+    """Tiles of decoding: the rows stay, all but one stage of k and v stream, each with the mask's columns.
+
+    Args:
+        x: the queries; the device and the dtype count.
+        packed: rows of all heads that share a key-value head.
+        block_d: tile width that holds D.
+        block_v: tile width that holds Dv.
+        vectors: int32 values per key and row of the mask if each head has its own, else 0.
+    """
+    rows = min(16 if vectors else 64, max(16, 1 << (packed - 1).bit_length()))
+
+    def resident(c: Config) -> int:
+        taken = min(rows, c.rows)
+        return 2 * (taken * block_d + (c.stages - 1) * c.columns * (block_d + block_v + 2 * taken * vectors))
+
+    config = _pick(_DECODE, x, block_d, block_v, resident, lambda c: 0)
+    return config._replace(rows=min(config.rows, rows))
+
+
+def decode_splits(x: Tensor, programs: int, blocks: int) -> int:
+    """How many parts the keys are cut into, so that `programs` times as many fill the GPU, from shapes alone.
+
+    Args:
+        x: the queries; the device counts.
+        programs: how many programs there are without splitting.
+        blocks: blocks of keys; a part has at least two.
+    """
+    slots = 8 if _on_cpu(x) else 2 * _multiprocessors(x.device)
+    return max(1, min(slots // programs, (blocks + 1) // 2))
 
 
 def keys_config(x: Tensor, block_d: int, block_v: int) -> Config:
@@ -104,6 +143,11 @@ def _pick(
 
 def _on_cpu(x: Tensor) -> bool:
     return x.device.type == "cpu"
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @cache

@@ -159,4 +159,4 @@ def dot_precision(x: Tensor) -> str:
 
 def block_of(size: int) -> int:
     """The tile width that holds a head_dim: the next power of two, at least 16, which a matrix product needs."""
-    return max(16, triton.next_power_of_2(size))
+    return max(16, 1 << (size - 1).bit_length())
