@@ -9,28 +9,23 @@ The interfaces are `AttentionMaskInterface` (`transformers/masking_utils.py`) an
 
 from __future__ import annotations
 
-import inspect
-import types
 import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-import transformers
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.utils import generic
 
+from flashmask_hf import upstream
 from flashmask_hf.attention import flashmask_attention
 from flashmask_hf.mask import FlashMask
-from flashmask_hf.mask_compiler import NAME, VECTORS, mask_hook, next_true
+from flashmask_hf.mask_compiler import NAME, VECTORS, mask_hook
+from flashmask_hf.mask_reader import next_true
 from flashmask_hf.ops import device_assert
 from flashmask_hf.windows import Windowed, windowed
-
-if TYPE_CHECKING:
-    from transformers.utils.generic import is_flash_attention_requested
 
 __all__ = ["attention_forward", "register"]
 
@@ -96,12 +91,12 @@ def register() -> None:
     """Make `attn_implementation="flashmask"` known to transformers.
 
     Importing `flashmask_hf` does it; repeating it is fine. Registers `attention_forward` with `AttentionInterface` and
-    `mask_hook` with `AttentionMaskInterface`, and keeps transformers from taking the name for FlashAttention.
+    `mask_hook` with `AttentionMaskInterface`, and adapts transformers to them (`upstream.py`).
 
     Raises:
-        RuntimeError: this version of transformers looks for FlashAttention in a way that this package does not know.
+        RuntimeError: this version of transformers is not one that the package knows how to adapt.
     """
-    _tell_apart_from_flash_attention(generic)
+    upstream.adapt()
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, mask_hook)
 
@@ -153,12 +148,13 @@ def attention_forward(
     vectors = kwargs.get(VECTORS)
     if vectors is not None:
         _count_supplied()
-        _check_vectors(vectors, query, key, causal)
-        if getattr(getattr(module, "config", None), "is_encoder_decoder", False):
+        config = getattr(module, "config", None)
+        if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
             raise NotImplementedError(
                 f"{VECTORS} would reach the encoder, the decoder and the attention between them alike; models with an "
-                "encoder and a decoder do not take them yet: use attention_mask"
+                "encoder and a decoder do not take them: use attention_mask"
             )
+        _check_vectors(vectors, query, key, causal)
         window = _window(module, kwargs)
         seen = _supplied_mask(vectors, attention_mask, causal, window, kwargs.get("position_ids"))
         mask, key, value = seen.mask, seen.columns(key), seen.columns(value)
@@ -188,6 +184,11 @@ def _check_keywords(module: nn.Module, dropout: float, kwargs: dict[str, Any]) -
             f"dropout={dropout} is not implemented by attn_implementation='{NAME}'; set attention_dropout=0 in the "
             "model's config, or use attn_implementation='sdpa'"
         )
+    if kwargs.get("output_attentions"):
+        raise NotImplementedError(
+            f"output_attentions=True: attn_implementation='{NAME}' never has the weights that it would return; use "
+            "attn_implementation='eager' to look at them"
+        )
     for name, given in kwargs.items():
         if name in _USED or name in _HARMLESS or given is None:
             continue
@@ -211,7 +212,7 @@ def _check_keywords(module: nn.Module, dropout: float, kwargs: dict[str, Any]) -
 
 def _check_hook_result(attention_mask: Any) -> None:
     if isinstance(attention_mask, Tensor):
-        if attention_mask.dtype == torch.int32 and attention_mask.dim() == 4 and attention_mask.shape[-1] in (1, 4):
+        if attention_mask.dtype == torch.int32 and attention_mask.dim() == 4 and attention_mask.shape[2] in (1, 4):
             return
         got = f"{attention_mask.dtype} of shape {list(attention_mask.shape)}"
     else:
@@ -233,7 +234,7 @@ def _check_vectors(vectors: Any, query: Tensor, key: Tensor, causal: bool) -> No
     if shape[-1] == 1 and not causal:
         raise ValueError(
             f"{VECTORS} with n = 1 describe a causal mask, but this layer is not causal (is_causal=False); pass n = 2 "
-            "or 4 columns, for example FlashMask.bidirectional().indices"
+            "or 4 columns, for example FlashMask.bidirectional().indices (and none to a model with encoder and decoder)"
         )
     if vectors.device != query.device:
         raise ValueError(f"{VECTORS} is on {vectors.device}, but the layer runs on {query.device}; move it there")
@@ -303,9 +304,9 @@ def _supplied_mask(
 def _without_padding(vectors: Tensor, hooked: Tensor, causal: bool) -> Tensor:
     """The vectors with every key hidden whole that the hook's columns hide from row 0 on."""
     length = vectors.shape[2]
-    padding = hooked[..., 0] == 0
-    if hooked.shape[-1] == 4:
-        padding = padding & (hooked[..., 1] >= length)
+    padding = hooked[:, :, 0] == 0
+    if hooked.shape[2] == 4:
+        padding = padding & (hooked[:, :, 1] >= length)
     columns = vectors.unbind(-1)
     if len(columns) == 1:
         whole = [0]
@@ -321,24 +322,25 @@ def _hook_mask(
 ) -> FlashMask:
     """The hook's columns, with documents cut apart that `cu_seq_lens` tell of, as FlashAttention does, or positions.
 
-    transformers looks for documents in `position_ids` only if it has neither a 2D mask nor a cache. A row whose
-    positions start again at 0 holds several all the same.
+    The hook knows of documents from positions, too (`upstream.py`), but not every model hands them to its masks.
     """
     batch, _, q_len, _ = query.shape
     kv_len = key.shape[2]
-    if attention_mask.shape[2] != kv_len or attention_mask.shape[0] not in (1, batch):
+    if attention_mask.shape[3] != kv_len or attention_mask.shape[0] not in (1, batch):
         raise ValueError(
-            f"attention_mask has batch {attention_mask.shape[0]} and {attention_mask.shape[2]} key columns, but this "
+            f"attention_mask has batch {attention_mask.shape[0]} and {attention_mask.shape[3]} key columns, but this "
             f"layer has batch {batch} and {kv_len} keys; pass a 2D attention_mask that covers cache and new tokens"
         )
-    causal = attention_mask.shape[-1] == 1
+    causal = attention_mask.shape[2] == 1
+    columns = attention_mask.detach().transpose(2, 3)
     if cu_seq_lens is None or cu_seq_lens.shape[0] <= 2:
         if not causal or position_ids is None or position_ids.shape not in ((1, kv_len), (batch, kv_len)):
-            return _shared((attention_mask,), ("hook",), lambda: FlashMask(attention_mask.detach(), causal))
+            return _shared((attention_mask,), ("hook",), lambda: FlashMask(columns.contiguous(), causal))
 
         def apart() -> FlashMask:
-            ends = next_true(position_ids[:, 1:] == 0)[:, None, :, None].to(torch.int32)
-            return FlashMask(torch.minimum(attention_mask, ends), causal=True)
+            starts = (position_ids[:, 1:] == 0) & (columns[:, 0, 1:, 0] > 0)  # padding has position 0, too
+            ends = next_true(starts)[:, None, :, None].to(torch.int32)
+            return FlashMask(torch.minimum(columns, ends), causal=True)
 
         return _shared((attention_mask, position_ids), ("positions",), apart)
     if batch != 1 or q_len != kv_len or not causal:
@@ -352,7 +354,7 @@ def _hook_mask(
         edges = cu_seq_lens.to(torch.int32)
         after = torch.searchsorted(edges, column, right=True)
         end = torch.where(after < len(edges), edges[after.clamp(max=len(edges) - 1)], kv_len)
-        return FlashMask(torch.minimum(attention_mask, end.view(1, 1, -1, 1)), causal=True)
+        return FlashMask(torch.minimum(columns, end.view(1, 1, -1, 1)), causal=True)
 
     return _shared((attention_mask, cu_seq_lens), ("documents",), cut)
 
@@ -420,47 +422,3 @@ def _shared(sources: tuple[Tensor, ...], form: tuple[Hashable, ...], build: Call
     while len(_masks) > _MAX_SHARED:
         _masks.popitem(last=False)
     return entry.made
-
-
-def _asks_for_flash_attention(config=None, requested_attention_implementation=None, version=None):
-    """Stands in for `is_flash_attention_requested`: its code runs under that name, in that function's module."""
-    name = requested_attention_implementation if config is None else config._attn_implementation
-    if name == "flashmask" and (config is None or requested_attention_implementation is None):
-        return False
-    return is_flash_attention_requested.without_flashmask(config, requested_attention_implementation, version)  # pyright: ignore[reportFunctionMemberAccess]
-
-
-def _tell_apart_from_flash_attention(module: Any) -> None:
-    """Make `is_flash_attention_requested` of `module` answer False for exactly this backend's name.
-
-    It looks for "flash" in the name (`transformers/utils/generic.py`), and dozens of modules have imported it by name,
-    so its code is replaced in place. All other names get the answer they got before.
-
-    Raises:
-        RuntimeError: the function is missing or not what is expected.
-    """
-    function: Any = getattr(module, "is_flash_attention_requested", None)
-    parameters = ["config", "requested_attention_implementation", "version"]
-    known = (
-        isinstance(function, types.FunctionType)
-        and list(inspect.signature(function).parameters) == parameters
-        and function.__defaults__ == (None, None, None)
-        and not function.__closure__
-        and function.__globals__.get("is_flash_attention_requested") is function
-    )
-    if known:
-        answers = [function(requested_attention_implementation=name) for name in ("flash_attention_2", "sdpa", NAME)]
-        if answers == [True, False, False]:
-            return  # told apart already
-        known = answers == [True, False, True]
-    if not known:
-        raise RuntimeError(
-            f"transformers {transformers.__version__} looks for FlashAttention in a way that flashmask_hf does not "
-            f"know (is_flash_attention_requested in {module.__name__}); install a version it was tested with, "
-            "pip install 'transformers>=5.17,<5.24', or a newer flashmask-hf"
-        )
-    original = types.FunctionType(
-        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
-    )
-    function.without_flashmask = original
-    function.__code__ = _asks_for_flash_attention.__code__

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from flashmask_hf.mask import FlashMask, MaskNotRepresentable
-from flashmask_hf.mask_compiler import VECTORS, next_true
+from flashmask_hf.mask_compiler import VECTORS
+from flashmask_hf.mask_reader import next_true
 from flashmask_hf.ops import device_assert
 
 __all__ = ["Windowed", "windowed"]

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import requires
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -61,6 +62,24 @@ TREE_POSITIONS = positions((0, 4), (4, 10), (10, 13), (10, 12), (4, 9), (0, 4))
 @pytest.mark.parametrize("window", [1, 2, 3, 5, 8, 12, 13, 40])
 def test_tree(window):
     assert check(TREE, window, TREE_POSITIONS) == (1 < window < 13)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [1, 3, 8])
+def test_tree_on_the_gpu(window):
+    """The same columns and, under autograd of repeated keys, the same gradients as on the CPU."""
+    requires("gpu")
+    seen = windowed(TREE, window, TREE_POSITIONS, two_sided=False)
+    there = windowed(TREE.to("cuda"), window, TREE_POSITIONS.cuda(), two_sided=False)
+    assert torch.equal(there.mask.indices.cpu(), seen.mask.indices)
+    assert (there.keys is None) == (seen.keys is None)
+    results = []
+    for one, device in ((seen, "cpu"), (there, "cuda")):
+        q, k, v = (x.detach().float().to(device).requires_grad_() for x in inputs(1, TREE.kv_len))
+        out = flashmask_attention(q, one.columns(k), one.columns(v), one.mask)
+        results.append([x.cpu() for x in (out, *torch.autograd.grad(out.square().sum(), (q, k, v)))])
+    for x, y in zip(*results, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("window", [3, 6, 9])

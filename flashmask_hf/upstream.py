@@ -1,0 +1,219 @@
+"""What transformers must do differently for this backend.
+
+It must tell the backend's name from FlashAttention's, find packed documents beside caches and masks, and say so where a
+model does not take the backend. Other attention implementations get what they got before. `adapt` refuses a version
+whose code is not as expected.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import types
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import PreTrainedModel, masking_utils
+from transformers.utils import generic
+
+from flashmask_hf.mask_compiler import NAME
+from flashmask_hf.ops import device_assert
+
+if TYPE_CHECKING:
+    from transformers.utils.generic import is_flash_attention_requested
+
+__all__ = ["adapt"]
+
+
+def adapt() -> None:
+    """Adapt the installed transformers; doing it again changes nothing.
+
+    Raises:
+        RuntimeError: this version is not one that the package knows how to adapt.
+    """
+    tell_apart_from_flash_attention(generic)
+    find_documents_always(masking_utils)
+    refuse_where_classes_are_named(PreTrainedModel)
+
+
+def _refuse(does: str, where: str) -> NoReturn:
+    raise RuntimeError(
+        f"transformers {transformers.__version__} {does} in a way that flashmask_hf does not know ({where}); install a "
+        "version it was tested with, pip install 'transformers>=5.17,<5.24', or a newer flashmask-hf"
+    )
+
+
+def _asks_for_flash_attention(config=None, requested_attention_implementation=None, version=None):
+    """Stands in for `is_flash_attention_requested`: its code runs under that name, in that function's module."""
+    name = requested_attention_implementation if config is None else config._attn_implementation
+    if name == "flashmask" and (config is None or requested_attention_implementation is None):
+        return False
+    return is_flash_attention_requested.without_flashmask(config, requested_attention_implementation, version)  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def tell_apart_from_flash_attention(module: Any) -> None:
+    """Make `is_flash_attention_requested` of `module` answer False for exactly this backend's name.
+
+    It looks for "flash" in the name (`transformers/utils/generic.py`), and dozens of modules have imported it by name,
+    so its code is replaced in place. All other names get the answer they got before.
+
+    Raises:
+        RuntimeError: the function is missing or not what is expected.
+    """
+    function: Any = getattr(module, "is_flash_attention_requested", None)
+    parameters = ["config", "requested_attention_implementation", "version"]
+    known = (
+        isinstance(function, types.FunctionType)
+        and list(inspect.signature(function).parameters) == parameters
+        and function.__defaults__ == (None, None, None)
+        and not function.__closure__
+        and function.__globals__.get("is_flash_attention_requested") is function
+    )
+    if known:
+        answers = [function(requested_attention_implementation=name) for name in ("flash_attention_2", "sdpa", NAME)]
+        if answers == [True, False, False]:
+            return  # told apart already
+        known = answers == [True, False, True]
+    if not known:
+        _refuse("looks for FlashAttention", f"is_flash_attention_requested in {module.__name__}")
+    original = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    function.without_flashmask = original
+    function.__code__ = _asks_for_flash_attention.__code__
+
+
+_FOUND_HERE = torch.int32  # tells the documents that are found here from those of transformers, which are int64
+_MASK_ARGUMENTS = [
+    "config", "inputs_embeds", "attention_mask", "past_key_values", "position_ids", "layer_idx",
+    "encoder_hidden_states",
+]  # fmt: skip
+
+
+def find_documents_always(module: Any) -> None:
+    """Make `_preprocess_mask_arguments` of `module` find packed documents beside a cache or a 2D mask, too.
+
+    It looks for them in `position_ids` only if there is neither (`transformers/masking_utils.py`), so that others mix
+    packed documents as soon as `use_cache=True`, which is the default of a model in evaluation.
+
+    Raises:
+        RuntimeError: the function is missing or not what is expected.
+    """
+    original = getattr(module, "_preprocess_mask_arguments", None)
+    if hasattr(original, "finds_documents"):
+        return
+    if not isinstance(original, types.FunctionType) or list(inspect.signature(original).parameters) != _MASK_ARGUMENTS:
+        _refuse("prepares masks", f"_preprocess_mask_arguments in {module.__name__}")
+
+    @functools.wraps(original)
+    def prepare(
+        config: Any,
+        inputs_embeds: Tensor,
+        attention_mask: Any,
+        past_key_values: Any,
+        position_ids: Any,
+        *rest: Any,
+        **more: Any,
+    ) -> Any:
+        found = original(config, inputs_embeds, attention_mask, past_key_values, position_ids, *rest, **more)
+        if config._attn_implementation != NAME or position_ids is None:
+            return found
+        early, mask, documents, q_length, *place = found
+        if early or documents is not None or q_length == 1 or (mask is not None and mask.dim() != 2):
+            return found
+        return (
+            early,
+            mask,
+            _documents(config, mask, position_ids, inputs_embeds.shape[0], q_length, *place),
+            q_length,
+            *place,
+        )
+
+    prepare.finds_documents = True  # type: ignore[attr-defined]
+    module._preprocess_mask_arguments = prepare
+    combine = getattr(module, "packed_sequence_compatibility_function", None)
+    if combine is None:  # before transformers 5.20
+        return
+
+    @functools.wraps(combine)
+    def keep_rows(mask_function: Any, position_ids: Tensor, packed_sequence_mask: Tensor) -> Any:
+        if packed_sequence_mask.dtype != _FOUND_HERE:
+            return combine(mask_function, position_ids, packed_sequence_mask)
+        return module.and_masks(mask_function, module.packed_sequence_mask_function(packed_sequence_mask))
+
+    module.packed_sequence_compatibility_function = keep_rows
+
+
+def _documents(
+    config: Any,
+    mask: Tensor | None,
+    position_ids: Tensor,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor,
+    kv_offset: int,
+) -> Tensor | None:
+    """The number of the document that each token is in, int32 [B, S], where the row is whole; else None.
+
+    A document starts at every token that has position 0 and is no padding. Windows within it are counted in rows, as
+    they are with a cache or a 2D mask and one document: positions of padding mean nothing.
+
+    Raises:
+        RuntimeError: a row of several documents where they cannot be kept apart (a device-side check): a part of a row,
+            a static cache, and chunked attention.
+    """
+    if position_ids.dim() != 2 or position_ids.shape[-1] != q_length:
+        return None
+    starts = (position_ids == 0).expand(batch_size, -1)
+    if mask is not None:
+        if mask.shape[-1] < q_length:
+            mask = torch.nn.functional.pad(mask, (0, q_length - mask.shape[-1]))
+        starts = starts & mask[:, mask.shape[-1] - q_length :]
+    whole = not isinstance(q_offset, Tensor) and q_offset == kv_offset == 0 and q_length == kv_length
+    if whole and getattr(config, "attention_chunk_size", None) is None:
+        return starts.cumsum(-1).to(_FOUND_HERE)
+    device_assert(
+        (starts.sum(-1) <= 1).all(),
+        "position_ids start again at 0 in one row, but packed documents are not kept apart in a static cache, in a "
+        "part of a row, or, with chunked attention, beside any cache or 2D mask; pass whole rows and use_cache=False",
+    )
+    return None
+
+
+def refuse_where_classes_are_named(model_class: Any) -> None:
+    """Make models that choose attention classes by name say that they do not have one for this backend.
+
+    Falcon, GPT-J and a few more look `config._attn_implementation` up in a dict of their module, before any hook runs.
+    `get_correct_attn_implementation` of `model_class` (`transformers/modeling_utils.py`) runs before that.
+
+    Raises:
+        RuntimeError: the method is missing or not what is expected.
+    """
+    original = getattr(model_class, "get_correct_attn_implementation", None)
+    if hasattr(original, "refuses"):
+        return
+    expected = ["self", "requested_attention", "is_init_check"]
+    if not isinstance(original, types.FunctionType) or list(inspect.signature(original).parameters) != expected:
+        _refuse("chooses attention", f"get_correct_attn_implementation of {model_class.__name__}")
+
+    @functools.wraps(original)
+    def choose(self: Any, requested_attention: str | None, is_init_check: bool = False) -> str:
+        if requested_attention == NAME:
+            for name, classes in vars(sys.modules[type(self).__module__]).items():
+                if name.endswith("_ATTENTION_CLASSES") and isinstance(classes, dict):
+                    classes.setdefault(NAME, functools.partial(_no_class, type(self).__name__))
+        return original(self, requested_attention, is_init_check)
+
+    choose.refuses = True  # type: ignore[attr-defined]
+    model_class.get_correct_attn_implementation = choose
+
+
+def _no_class(model: str, *_: Any, **__: Any) -> NoReturn:
+    raise NotImplementedError(
+        f"{model} has attention classes of its own and does not take attn_implementation='{NAME}'; use "
+        "attn_implementation='eager' for this model"
+    )
