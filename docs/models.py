@@ -19,7 +19,7 @@ import transformers
 PAGE = Path(__file__).with_name("models.md")
 sys.path.insert(0, str(PAGE.parents[1] / "tests"))
 
-from model_zoo import SCENARIOS, Family, discover, examine, first_sentence  # noqa: E402  # pyright: ignore[reportMissingImports]
+from model_zoo import INPUTS, Family, Outcome, discover, examine, first_sentence  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 INTRO = """\
 # Model families
@@ -28,26 +28,38 @@ What `attn_implementation="flashmask"` does in each model family, with transform
 `python docs/models.py` writes this page and `tests/test_models.py` holds it.
 
 Every family is built tiny, with random weights (`tests/model_zoo.py`), and run in float32 on the CPU with flashmask and
-with eager attention. Logits at real tokens (hidden states where a model has no head) and, in training mode, every
-parameter's gradient must agree within 1e-4 of the largest entry.
+with eager attention: each input below in eval mode, in training and in cached generation. Logits at real tokens (hidden
+states where a model has no head) and, in training, every parameter's gradient must agree within 1e-4 of the largest
+entry.
 
-| column | what runs |
+| input | what runs |
 |---|---|
 | no padding, right padding, left padding | two rows; with padding, a 2D `attention_mask` hides three tokens of one |
 | packed | two documents in one row, told apart by `position_ids` alone; compared with each run by itself |
 | supplied | the same row with `startend_row_indices` of a causal document mask; compared in the same way |
-| generate | four greedy tokens after left-padded prompts, with a cache |
 
-Packed and supplied rows run with `use_cache=False`. Encoders get a document mask that is not causal.
+| mode | what runs |
+|---|---|
+| eval, training | one forward, and in training one backward; packed and supplied rows with `use_cache=False` |
+| generate | three tokens that `generate` chooses; for packed and supplied rows, and where a tower has no `generate`, \
+the row and then three given tokens, through the cache |
+
+The tokens that follow a packed or supplied row continue its last document: a 2D `attention_mask` hides the others from
+them, and they bring their `position_ids` but no vectors. `generate` cannot do that: given a packed prompt, the tokens
+it chooses see the whole prompt, and given vectors it must raise, because they describe the prompt and not the tokens
+that follow. Encoders get a document mask that is not causal. Encoders and image encoders do not generate: their cells
+tell of eval and training.
+
+A cell has one word for all modes, or that of eval first and then every mode where it is another.
 
 | cell | meaning |
 |---|---|
-| yes | right, and at least one layer went through the attention interface; holds for gradients too |
+| yes | right, and at least one layer went through the attention interface |
 | raises | refused with the error of the note |
 | as eager | the same as with eager attention, which does not keep the packed documents apart in this family either |
 | joined | other layers (recurrent, convolutional) carry tokens from one document to the next |
 | wrong | differs without an error |
-| n/a | does not apply, or the note says why it cannot be said |
+| n/a | does not apply, or cannot be said, as the note says |
 
 Text towers are the language models inside vision-language models; a tower that is itself a family in the table (as in
 LLaVA, whose tower may be any of them) has no row of its own.
@@ -56,12 +68,14 @@ LLaVA, whose tower may be any of them) has no row of its own.
 """
 
 
-def cell(outcomes: tuple, notes: dict[str, int]) -> str:
-    """One cell: the outcome in eval mode, and that in training where it is another."""
-    texts = []
-    for word, reason in outcomes:
-        texts.append(f"{word} ({notes.setdefault(reason, len(notes) + 1)})" if reason else word)
-    return texts[0] if len(set(texts)) == 1 else f"{texts[0]}, training: {texts[1]}"
+def cell(outcomes: dict[str, Outcome], notes: dict[str, int]) -> str:
+    """One cell: the outcome in eval mode, and those of the other modes where they are others."""
+    texts: dict[str, str] = {}
+    for mode, (word, reason) in outcomes.items():
+        text = f"{word} ({notes.setdefault(reason, len(notes) + 1)})" if reason else word
+        if text != texts.get("eval"):
+            texts[mode] = text
+    return ", ".join(text if mode == "eval" else f"{mode}: {text}" for mode, text in texts.items())
 
 
 def page(families: dict[str, Family], untested: dict[str, str]) -> str:
@@ -69,24 +83,24 @@ def page(families: dict[str, Family], untested: dict[str, str]) -> str:
     notes: dict[str, int] = {}
     rows = []
     for name, family in sorted(families.items()):
-        cells = [cell(family.outcomes[scenario], notes) for scenario in SCENARIOS]
+        cells = [cell(family.outcomes[given], notes) for given in INPUTS]
         rows.append(f"| {' | '.join([name, family.kind, *cells])} |")
     words = [
-        {outcome.word for given in family.outcomes.values() for outcome in given} - {"n/a"}
+        {outcome.word for given in family.outcomes.values() for outcome in given.values()} - {"n/a"}
         for family in families.values()
     ]
     plain = sum(found == {"yes"} for found in words)
     refused = sum(found == {"raises"} for found in words)
     unused = sum(not found for found in words)
     counts = (
-        f"Of {len(families) + len(untested)} families {plain} work wherever a column applies, "
+        f"Of {len(families) + len(untested)} families {plain} work wherever something applies, "
         f"{len(words) - plain - refused - unused} in part, {refused} raise, {unused} never call the attention "
         f"interface, and {len(untested)} are not tested."
     )
     lines = [
         INTRO.format(transformers=transformers.__version__, torch=torch.__version__.split("+")[0], counts=counts),
-        f"| {' | '.join(['family', 'kind', *SCENARIOS])} |",
-        "|---" * (len(SCENARIOS) + 2) + "|",
+        f"| {' | '.join(['family', 'kind', *INPUTS])} |",
+        "|---" * (len(INPUTS) + 2) + "|",
         *rows,
         "\n## Notes\n",
         *(f"{number}. {reason}" for reason, number in notes.items()),

@@ -8,10 +8,11 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     CONFIG_MAPPING,
     MODEL_MAPPING,
@@ -29,7 +30,9 @@ BOUND = 1e-4
 
 LENGTH = 12
 DOCUMENTS = [8, 4]
-SCENARIOS = ("no padding", "right padding", "left padding", "packed", "supplied", "generate")
+INPUTS = ("no padding", "right padding", "left padding", "packed", "supplied")
+MODES: tuple[str, ...] = ("eval", "training", "generate")
+NEW_TOKENS = 3
 VOCABULARY = 48
 
 # Integer fields of configs: the first pattern that fits the whole name gives the value.
@@ -62,20 +65,48 @@ _SIZES: dict[str, int] = {
 _WINDOWED = dict(
     use_sliding_window=True, sliding_window=6, max_window_layers=1, layer_types=["full_attention", "sliding_attention"]
 )
+_DETR = dict(
+    use_timm_backbone=False,
+    backbone=None,
+    backbone_kwargs={},
+    backbone_config=dict(
+        model_type="resnet",
+        embedding_size=8,
+        hidden_sizes=[8, 8, 8, 8],
+        depths=[1, 1, 1, 1],
+        out_features=["stage2", "stage3", "stage4"],
+    ),
+)
+_NEMOTRON_H = dict(
+    layers_block_type=["linear_attention", "full_attention"], mamba_num_heads=4, mamba_head_dim=16, n_groups=1
+)
+_INDEXER = dict(indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=8, indexer_budget=4, indexer_compress_ratio=2)
 _AXES = dict(rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 1, 1]))
 
 # What a family needs beside that: windows that are off by default, and fields that depend on each other.
 _FAMILIES: dict[str, dict[str, Any]] = {
     "bamba": dict(mamba_d_head=16, attn_layer_indices=[1]),
     "bert-generation": dict(is_decoder=True),
+    "chameleon": dict(vocabulary_map={"<image>": 40, "IMGIMGBSZ": 41}),
     "cohere_compass_text": dict(
         rope_parameters={
             layer: dict(rope_type="default", rope_theta=1e4) for layer in ("full_attention", "sliding_attention")
         }
     ),
+    "conditional_detr": _DETR,
+    "dab-detr": _DETR,
+    "dbrx": dict(
+        attn_config=dict(rope_theta=1e4, kv_n_heads=2, clip_qkv=8.0),
+        ffn_config=dict(ffn_hidden_size=48, moe_num_experts=4, moe_top_k=2),
+    ),
+    "deepseek_ocr2_text": dict(mlp_layer_types=["dense", "sparse"], num_experts_per_tok=2),
     "deepseek_v2": dict(num_experts_per_tok=2),
+    "deformable_detr": _DETR,
+    "detr": _DETR,
+    "diffusion_gemma_text": dict(num_experts=4, top_k_experts=2, moe_intermediate_size=16),
     "dots1": dict(n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2),
     "dots3_note_text": dict(per_layer_config={}, head_dim=16),
+    "ernie4_5_vl_moe_text": dict(rope_parameters=dict(mrope_section=[1, 1, 2])),
     "esm": dict(vocab_size=VOCABULARY, pad_token_id=0, mask_token_id=3),
     "falcon_h1": dict(mamba_d_ssm=32, mamba_d_head=8, mamba_n_groups=1),
     "gemma3n_text": dict(num_kv_shared_layers=0),
@@ -83,7 +114,9 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "glm4v_text": _AXES,
     "glm_ocr_text": _AXES,
     "granitemoehybrid": dict(mamba_d_head=16, layer_types=["linear_attention", "full_attention"]),
+    "hiera": dict(image_size=[32, 32]),
     "hrm_text": dict(num_hidden_layers=16, num_layers_per_stack=2),
+    "hunyuan_vl_text": _AXES,
     "jamba": dict(attn_layer_period=2, attn_layer_offset=1, use_mamba_kernels=False),
     "lfm2": dict(layer_types=["conv", "full_attention"]),
     "lfm2_moe": dict(layer_types=["conv", "full_attention"]),
@@ -92,14 +125,14 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "mistral4": dict(rope_parameters=dict(partial_rotary_factor=1.0)),
     "mixtral": dict(sliding_window=6),
     "mobilebert": dict(true_hidden_size=32, embedding_size=32, intra_bottleneck_size=32),
-    "nemotron_h": dict(
-        layers_block_type=["linear_attention", "full_attention"], mamba_num_heads=4, mamba_head_dim=16, n_groups=1
-    ),
+    "nemo_speechlm": dict(text_config=_NEMOTRON_H),
+    "nemotron_h": _NEMOTRON_H,
     "neomme": dict(head_dim=16),
     "paddleocr_vl_text": _AXES,
     "perceiver": dict(num_latents=8, d_latents=32, num_blocks=1, num_self_attends_per_block=1),
     "phi3": dict(sliding_window=6),
     "phimoe": dict(sliding_window=6),
+    "pix2struct_text_model": dict(initializer_range=0.02),
     "qwen2": _WINDOWED,
     "qwen2_5_omni_text": _AXES,
     "qwen2_5_vl_text": _AXES,
@@ -107,14 +140,16 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_vl_text": _AXES,
     "qwen3": _WINDOWED,
     "qwen3_moe": dict(use_sliding_window=True, sliding_window=6),
-    "qwen4_exp_text": dict(
-        indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=8, indexer_budget=4, indexer_compress_ratio=2
-    ),
+    "qwen4_exp": dict(text_config=_INDEXER),
+    "qwen4_exp_text": _INDEXER,
     "recurrent_gemma": dict(block_types=["recurrent", "attention"]),
+    "reformer": dict(axial_pos_embds=False),
     "starcoder2": dict(sliding_window=6),
     "step3p5": dict(sliding_window=6),
     "swin": dict(embed_dim=24, depths=[1, 1], num_heads=[2, 4], window_size=2, hidden_size=48),
+    "swin2sr": dict(window_size=4),
     "swinv2": dict(embed_dim=24, depths=[1, 1], num_heads=[2, 4], window_size=2, hidden_size=48),
+    "table-transformer": _DETR,
     "vibevoice_asr": dict(
         acoustic_tokenizer_encoder_config=dict(depths=[1] * 7, num_filters=2),
         semantic_tokenizer_encoder_config=dict(depths=[1] * 7, num_filters=2),
@@ -135,8 +170,24 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     ),
 }
 
+# Towers that are told of documents by a first row of position_ids, before those of their rotary embedding.
+_POSITION_AXES = dict.fromkeys(
+    (
+        "cosmos3_edge_text",
+        "ernie4_5_vl_moe_text",
+        "glm4v_moe_text",
+        "glm4v_text",
+        "glm_ocr_text",
+        "paddleocr_vl_text",
+        "qwen2_5_omni_text",
+        "qwen2_5_vl_text",
+        "qwen2_vl_text",
+    ),
+    4,
+)
+
 # Standard deviation of the weights where 0.3 would make scores so large that float32 cannot hold their differences.
-_SPREAD = {"mobilebert": 0.1, "segformer": 0.2}
+_SPREAD = {"deformable_detr": 0.1, "mobilebert": 0.1, "segformer": 0.2}
 
 _DERIVED = {"_out_features", "_out_indices", "d_head", "dtype", "out_features", "out_indices", "per_layer_config"}
 _DERIVED |= {"architectures", "quantization_config", "stage_names", "transformers_version"}
@@ -281,7 +332,7 @@ def build(family: str, attention: str) -> Any:
 
 
 class Outcome(NamedTuple):
-    """ "yes", "raises", "wrong" or "n/a", and why."""
+    """ "yes", "raises", "as eager", "joined", "wrong" or "n/a", and why."""
 
     word: str
     reason: str = ""
@@ -292,6 +343,8 @@ class _Case(NamedTuple):
 
     calls: list[dict[str, Any]]
     real: Tensor | None = None
+    steps: Sequence[dict[str, Any]] = ()
+    """With a cache: what follows the last call, one token each. Without them the model generates by itself."""
 
 
 def first_sentence(error: BaseException) -> str:
@@ -299,8 +352,12 @@ def first_sentence(error: BaseException) -> str:
     text = " ".join(str(error).split())
     text = re.sub(r"(torch[.]Size)?[\[(]+\d+(, \d+)*[\])]+", "[...]", text)
     text = re.sub(r"\bsliding_window=\d+", "sliding_window", text)
-    text = re.sub(r"^[A-Z]\w+ has attention code", "the model has attention code", text)
+    text = re.sub(r"^[A-Z]\w+ has attention (code|classes)", r"the model has attention \1", text)
     return f"{type(error).__name__}: {re.split(r'; |[.] (?=[A-Z])', text)[0].rstrip('.')}"
+
+
+def _parameters(model: Any) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(model.forward).parameters
 
 
 def _sort(family: str, config: Any) -> str:
@@ -309,65 +366,81 @@ def _sort(family: str, config: Any) -> str:
     return "decoder" if sort == "encoder-decoder" and not config.is_encoder_decoder else sort
 
 
-def _cases(family: str, model: Any) -> dict[str, tuple[_Case, _Case] | None]:
-    """For each scenario what runs with flashmask and what with eager; None where it does not apply."""
-    sort, parameters = _sort(family, model.config), inspect.signature(model.forward).parameters
-    cases: dict[str, tuple[_Case, _Case] | None] = dict.fromkeys(SCENARIOS)
+def _cases(family: str, model: Any) -> dict[str, tuple[_Case, _Case] | str]:
+    """For each input what runs with flashmask and what with eager; or why it does not apply."""
+    sort = _sort(family, model.config)
     generator = torch.Generator().manual_seed(1)
     if sort == "image encoder":
         frames = [model.config.num_frames] if hasattr(model.config, "num_frames") else []
-        image = _Case([dict(pixel_values=torch.randn(2, *frames, 3, 32, 32, generator=generator))])
-        return cases | {"no padding": (image, image)}
+        image = _Case([{model.main_input_name: torch.randn(2, *frames, 3, 32, 32, generator=generator)}])
+        return dict.fromkeys(INPUTS, "an image is not a row of tokens") | {"no padding": (image, image)}
+    cases: dict[str, tuple[_Case, _Case] | str] = {}
     ids = torch.randint(3, VOCABULARY - 12, (2, LENGTH), generator=generator)
-    more: dict[str, Any] = {}
-    if sort == "encoder-decoder":
-        more["decoder_input_ids"] = ids[:, :5]
-    plain = _Case([dict(input_ids=ids, **more)])
-    cases["no padding"] = (plain, plain)
+    decoder: dict[str, Any] = {"decoder_input_ids": ids[:, :5]} if sort == "encoder-decoder" else {}
     right = (torch.arange(LENGTH) < torch.tensor([[LENGTH], [LENGTH - 3]])).long()
-    for side, mask in (("right", right), ("left", right.flip(-1))):
-        case = _Case([dict(input_ids=ids, attention_mask=mask, **more)], None if more else mask.bool())
-        cases[f"{side} padding"] = (case, case)
+    for name, mask in (("no padding", None), ("right padding", right), ("left padding", right.flip(-1))):
+        masked = {} if mask is None else {"attention_mask": mask}
+        steps = []
+        for i in range(0 if model.can_generate() else NEW_TOKENS):
+            steps.append({"input_ids": ids[:, i : i + 1]})
+            if mask is not None:
+                steps[-1]["attention_mask"] = torch.cat([mask, mask.new_ones(2, i + 1)], -1)
+        real = None if mask is None or decoder else mask.bool()
+        case = _Case([dict(input_ids=ids, **decoder, **masked)], real, steps)
+        cases[name] = (case, case)
     row = ids[:1]
-    more = {"use_cache": False} if "use_cache" in parameters else {}
-    positions = torch.cat([torch.arange(n) for n in DOCUMENTS])[None]
-    at = {"position_ids": positions} if "position_ids" in parameters else {}
-    decoder = {"decoder_input_ids": row} if sort == "encoder-decoder" else {}
-    apart = _Case(
-        [
-            {name: x[:, a:b] for name, x in {"input_ids": row, **at, **decoder}.items()} | more
-            for a, b in ((0, DOCUMENTS[0]), (DOCUMENTS[0], LENGTH))
-        ]
-    )
-    packed = dict(input_ids=row, **at, **decoder, **more)
-    if sort in ("decoder", "text tower") and at:
-        cases["packed"] = (_Case([packed]), apart)
+    decoder = {name: row for name in decoder}
+    axes = [_POSITION_AXES[family]] if family in _POSITION_AXES else []
+
+    def at(positions: Tensor) -> dict[str, Tensor]:
+        return {"position_ids": positions.expand(*axes, 1, -1)} if "position_ids" in _parameters(model) else {}
+
+    positions = torch.cat([torch.arange(n) for n in DOCUMENTS])
+    packed = {"input_ids": row, **decoder, **at(positions)}
+    last = torch.arange(LENGTH)[None] >= LENGTH - DOCUMENTS[-1]
+    steps, alone = [], []
+    for i in range(0 if sort == "encoder-decoder" else NEW_TOKENS):
+        alone.append({"input_ids": row[:, i : i + 1], **at(torch.tensor([DOCUMENTS[-1] + i]))})
+        steps.append(alone[-1] | {"attention_mask": torch.cat([last, last.new_ones(1, i + 1)], -1).long()})
+    edges = ((0, DOCUMENTS[0]), (DOCUMENTS[0], LENGTH))
+    apart = _Case([{name: x[..., a:b] for name, x in packed.items()} for a, b in edges], None, alone)
+    if sort == "encoder":
+        cases["packed"] = "transformers looks for documents in position_ids only where attention is causal"
+    elif not at(positions) or sort == "encoder-decoder":
+        cases["packed"] = "the model takes no position_ids"
+    else:
+        cases["packed"] = (_Case([packed], None, steps), apart)
     document = masks.document(DOCUMENTS) if sort == "encoder" else masks.causal_document(DOCUMENTS)
     vectors = (document.bidirectional() if sort == "encoder" else document).indices
-    cases["supplied"] = (_Case([dict(packed, startend_row_indices=vectors)]), apart)
-    if sort in ("decoder", "encoder-decoder"):
-        case = _Case([dict(input_ids=ids, attention_mask=right.flip(-1))])
-        cases["generate"] = (case, case)
+    cases["supplied"] = (_Case([packed | {"startend_row_indices": vectors}], None, steps), apart)
     return cases
 
 
-def _result(model: Any, case: _Case, how: str) -> dict[str, Tensor]:
-    """Logits (or hidden states), and with `how` = "train" the gradient of every parameter."""
+def _result(model: Any, case: _Case, mode: str) -> dict[str, Tensor]:
+    """Logits (or hidden states), and in training the gradient of every parameter."""
     torch.manual_seed(0)
-    if how == "generate":
-        given = dict(max_new_tokens=4, min_new_tokens=4, do_sample=False, use_cache=True)
+    if mode == "generate" and not case.steps:
+        given = dict(max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False, use_cache=True)
         given |= dict(return_dict_in_generate=True, output_logits=True)
-        return {"logits": torch.stack(model.generate(**case.calls[0], **given).logits, 1)}
-    model.train(how == "train")
-    with torch.set_grad_enabled(how == "train"):
+        prompt = {name: x for name, x in case.calls[0].items() if not name.startswith("decoder")}
+        return {"logits": torch.stack(model.generate(**prompt, **given).logits, 1)}
+    cached = {"use_cache": mode == "generate"} if case.steps and "use_cache" in _parameters(model) else {}
+    model.train(mode == "training")
+    with torch.set_grad_enabled(mode == "training"):
         parts = []
         for call in case.calls:
-            out = model(**call)
+            out = model(**call, **cached)
+            parts.append(out.logits if "logits" in out else out.last_hidden_state)
+        for step in case.steps if mode == "generate" else ():
+            if out.get("past_key_values") is None:
+                raise _NoCache
+            out = model(**step, past_key_values=out.past_key_values, **cached)
             parts.append(out.logits if "logits" in out else out.last_hidden_state)
         out = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
-        out = out if case.real is None else out[case.real]
+        if case.real is not None:
+            out = out[nn.functional.pad(case.real, (0, out.shape[1] - case.real.shape[1]), value=True)]
     result = {"logits": out.detach()}
-    if how == "train":
+    if mode == "training":
         model.zero_grad()
         weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(2))
         (out * weight).sum().backward()
@@ -391,32 +464,49 @@ def _error(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
     return worst
 
 
-def _one(ours: Any, eager: Any, pair: tuple[_Case, _Case], how: str, scenario: str, calls: list[int]) -> Outcome:
+class _NoCache(Exception):
+    pass
+
+
+def _one(ours: Any, eager: Any, pair: tuple[_Case, _Case], mode: str, given: str, calls: list[int]) -> Outcome:
     try:
-        want = _result(eager, pair[1], how)
+        want = _result(eager, pair[1], mode)
         if not all(x.isfinite().all() for x in want.values()):
             return Outcome("n/a", "eager attention gives infinite or undefined numbers")
+    except _NoCache:
+        return Outcome("n/a", "the model returns no cache")
     except Exception as error:
         return Outcome("n/a", f"eager attention raises {first_sentence(error)}")
     before, supplied = calls[0], backend.supplied_calls
     try:
-        got = _result(ours, pair[0], how)
+        got = _result(ours, pair[0], mode)
     except Exception as error:
         return Outcome("raises", first_sentence(error))
     if calls[0] == before:
         return Outcome("n/a", "no layer calls the attention interface")
-    given, layers = backend.supplied_calls - supplied, calls[0] - before
-    if scenario == "supplied" and given < layers:
-        return Outcome(
-            "wrong", "the model does not hand the vectors on to " + ("some layers" if given else "its layers")
-        )
+    if given == "supplied" and mode != "generate" and calls[0] - before != backend.supplied_calls - supplied:
+        some = "some layers" if backend.supplied_calls > supplied else "its layers"
+        return Outcome("wrong", f"the model does not hand the vectors on to {some}")
     if _error(got, want) <= BOUND:
-        return Outcome("yes")
-    if scenario == "packed" and _error(got, _result(eager, pair[0], how)) <= BOUND:
-        return Outcome("as eager", "eager attention does not keep the documents apart either")
-    if scenario == "supplied" and _joins_elsewhere(ours, pair[0].calls[0]):
+        return _refuses_vectors(ours, pair[0]) if given == "supplied" and mode == "generate" else Outcome("yes")
+    if given in ("packed", "supplied") and _joins_elsewhere(ours, pair[0].calls[0]):
         return Outcome("joined", "layers that are not attention carry tokens into the next document")
+    if given == "packed" and _error(got, _result(eager, pair[0], mode)) <= BOUND:
+        return Outcome("as eager", "eager attention does not keep the documents apart either")
     return Outcome("wrong", "differs from eager attention")
+
+
+def _refuses_vectors(model: Any, case: _Case) -> Outcome:
+    """ "yes" if `generate`, which would hand the vectors of the prompt to every step, raises."""
+    if model.can_generate():
+        try:
+            _result(model, case._replace(steps=()), "generate")
+        except ValueError as error:
+            if "startend_row_indices" not in str(error):
+                return Outcome("wrong", f"generate with vectors raises {first_sentence(error)}")
+        else:
+            return Outcome("wrong", "generate takes vectors without an error")
+    return Outcome("yes")
 
 
 def _joins_elsewhere(model: Any, call: dict[str, Any]) -> bool:
@@ -424,7 +514,10 @@ def _joins_elsewhere(model: Any, call: dict[str, Any]) -> bool:
     alone = call | {"startend_row_indices": masks.causal_document([1] * LENGTH).bidirectional().indices}
     changed = call["input_ids"].clone()
     changed[:, 0] += 1
-    results = [_result(model, _Case([alone | {"input_ids": ids}]), "eval") for ids in (call["input_ids"], changed)]
+    try:
+        results = [_result(model, _Case([alone | {"input_ids": ids}]), "eval") for ids in (call["input_ids"], changed)]
+    except Exception:  # a model that takes no vectors does not tell
+        return False
     got, want = ({"logits": x["logits"][:, 1:]} for x in results)
     return _error(got, want) > BOUND
 
@@ -433,26 +526,30 @@ class Family(NamedTuple):
     """What the table says of a family."""
 
     kind: str
-    outcomes: dict[str, tuple[Outcome, ...]]
-    """For each scenario what happens in eval mode and, but for generate, in training."""
+    outcomes: dict[str, dict[str, Outcome]]
+    """What happens with each input in each mode; encoders do not generate."""
 
 
 def examine(family: str) -> Family:
-    """Run every scenario.
+    """Run every input in every mode.
 
     Raises:
         Exception: whatever keeps the tiny model from being built or run with eager attention.
     """
     eager = build(family, "eager")
     cases = _cases(family, eager)
-    assert cases["no padding"] is not None
-    _result(eager, cases["no padding"][1], "eval")
+    unfit = {name: case for name, case in cases.items() if isinstance(case, str)}
+    pairs = {name: case for name, case in cases.items() if not isinstance(case, str)}
+    _result(eager, pairs["no padding"][1], "eval")
     sort = _sort(family, eager.config)
+    modes = MODES[:2] if sort in ("encoder", "image encoder") else MODES
+    outcomes = {name: dict.fromkeys(modes, Outcome("n/a", reason)) for name, reason in unfit.items()}
     try:
         ours = build(family, "flashmask")
     except Exception as error:
-        refused = Outcome("raises", first_sentence(error))
-        return Family(sort, {name: (refused if pair else Outcome("n/a"),) for name, pair in cases.items()})
+        return Family(
+            sort, outcomes | dict.fromkeys(pairs, dict.fromkeys(modes, Outcome("raises", first_sentence(error))))
+        )
     ours.load_state_dict(eager.state_dict())
     calls, attend = [0], backend.flashmask_attention
 
@@ -460,15 +557,10 @@ def examine(family: str) -> Family:
         calls[0] += 1
         return attend(*args, **kwargs)
 
-    result: dict[str, tuple[Outcome, ...]] = {}
     backend.flashmask_attention = counting
     try:
-        for name, pair in cases.items():
-            if pair is None:
-                result[name] = (Outcome("n/a"),)
-                continue
-            modes = (name,) if name == "generate" else ("eval", "train")
-            result[name] = tuple(_one(ours.eval(), eager.eval(), pair, how, name, calls) for how in modes)
+        for name, pair in pairs.items():
+            outcomes[name] = {mode: _one(ours.eval(), eager.eval(), pair, mode, name, calls) for mode in modes}
     finally:
         backend.flashmask_attention = attend
-    return Family(sort, result)
+    return Family(sort, outcomes)
