@@ -83,7 +83,8 @@ def flashmask_attention(
         scale: factor on q @ k^T; None is D ** -0.5.
         softcap: c > 0 bends the scaled scores to c * tanh(scores / c), as Gemma 2 does; None does not.
         sinks: [Hq] logits of one extra key per head that holds no value, as GPT-OSS has; None has none.
-        deterministic: ask for bit-identical repeated runs. "triton", "torch" and "reference" always are.
+        deterministic: repeated runs give the same bits, also if `torch.use_deterministic_algorithms` is on. "triton",
+            "torch" and "reference" always do; the gradient of q of "hopper" costs more then.
         return_lse: also return the log-sum-exp of every row.
         impl: None takes the best available; "hopper", "triton", "torch" or "reference" takes that one or raises.
 
@@ -109,8 +110,15 @@ def flashmask_attention(
     if choice.impl == "reference":
         out, lse = reference_attention(q, k, v, mask, scale=factor, softcap=softcap, sinks=sinks)
     else:
-        plan = None if _decodes(q, k, v, sinks) else plan_of(mask, q.shape[2])
-        out, lse = ops.attention(q, k, v, mask, plan, sinks=sinks, scale=factor, softcap=softcap, impl=choice.impl)
+        served, plan = choice.impl, None
+        if served == "hopper" and impl is None:
+            served = "best"
+        if served == "hopper" or not _decodes(q, k, v, sinks):
+            plan = plan_of(mask, q.shape[2])
+        ordered = deterministic or torch.are_deterministic_algorithms_enabled()
+        out, lse = ops.attention(
+            q, k, v, mask, plan, sinks=sinks, scale=factor, softcap=softcap, impl=served, deterministic=ordered
+        )
     return (out, lse) if return_lse else out
 
 
@@ -222,12 +230,33 @@ def choose(device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: 
         return Choice("torch", f"no GPU for impl='triton', the tensors are on {device.type}")
     if impl is None and not ops.HAS_TRITON:
         return Choice("torch", "Triton is not installed")
-    if impl == "hopper":
-        return Choice(None, "impl='hopper' is not part of this version; use impl='triton' or None")
+    hopper = None
+    if impl != "triton":
+        hopper = _why_not_hopper(device, dtype, head_dim, v_head_dim)
+        if hopper is None:
+            return Choice("hopper", "the Hopper kernels take this device, dtype and head_dim")
+        if impl == "hopper":
+            return Choice(None, f"impl='hopper' cannot serve {hopper}; use impl='triton' or None")
     obstacle = _why_not_triton(device, dtype, max(head_dim, v_head_dim))
     if obstacle is not None:
         return Choice(None, f"impl='triton' cannot serve {obstacle}; impl='torch' can, more slowly")
-    return Choice("triton", "the kernels take this device, dtype and head_dim")
+    reason = "the kernels take this device, dtype and head_dim"
+    return Choice("triton", reason if hopper is None else f"{reason}; impl='hopper' cannot serve {hopper}")
+
+
+def _why_not_hopper(device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str | None:
+    if not ops.HAS_TRITON:
+        return "this process: Triton is not installed"
+    if device.type != "cuda":
+        return f"tensors on {device} (it needs a Hopper GPU, compute capability 9.0)"
+    from flashmask_hf.kernels import gluon_shim
+
+    obstacle = gluon_shim.available()
+    if obstacle is not None:
+        return f"this process: {obstacle}"
+    from flashmask_hf.kernels.hopper_forward import why_not
+
+    return why_not(device, dtype, head_dim, v_head_dim)
 
 
 def _why_not_triton(device: torch.device, dtype: torch.dtype, largest: int) -> str | None:

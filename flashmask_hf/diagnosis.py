@@ -107,16 +107,19 @@ def _registration() -> tuple[list[str], bool]:
 
 
 def _table(device: torch.device) -> list[str]:
-    """The implementation of every dtype and head_dim; where it is not the kernels, a number and below it the reason."""
+    """The implementation of every dtype and head_dim; where it is not the best, a number and below it the reason."""
+    choices = {(dtype, n): choose(device, dtype, n, n) for dtype in _DTYPES for n in _HEAD_DIMS}
+    served = {choice.impl for choice in choices.values()}
+    best = next((impl for impl in ("hopper", "triton") if impl in served), None)
     reasons: list[str] = []
     lines = [f"{'head_dim':<14}" + "".join(f"{head_dim:<12}" for head_dim in _HEAD_DIMS)]
     for dtype in _DTYPES:
         cells = []
         for head_dim in _HEAD_DIMS:
-            impl, reason = choose(device, dtype, head_dim, head_dim)
-            if impl != "triton" and reason not in reasons:
+            impl, reason = choices[dtype, head_dim]
+            if impl != best and reason not in reasons:
                 reasons.append(reason)
-            cells.append("triton" if impl == "triton" else f"{impl or 'raises'} [{reasons.index(reason) + 1}]")
+            cells.append(impl if impl and impl == best else f"{impl or 'raises'} [{reasons.index(reason) + 1}]")
         lines.append(f"{_name(dtype):<14}" + "".join(f"{cell:<12}" for cell in cells))
     notes = [line for number, reason in enumerate(reasons, 1) for line in _row("", f"[{number}] {reason}")]
     return [*(line.rstrip() for line in lines), *notes]

@@ -8,6 +8,7 @@ checkpointing in training libraries looks for.
 from __future__ import annotations
 
 import importlib.util
+import logging
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ __all__ = [
     "flash_attn_forward",
     "make_plan",
 ]
+
+logger = logging.getLogger(__name__)
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
@@ -104,6 +107,7 @@ def flash_attn_forward(
     scale: float,
     softcap: float,
     impl: str,
+    deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
     """Masked attention; differentiable in q, k, v and sinks, through both results.
 
@@ -119,16 +123,16 @@ def flash_attn_forward(
         causal: as in `FlashMask`.
         scale: factor on the scores.
         softcap: 0 is none.
-        impl: "triton" or "torch".
+        impl: "hopper", "triton" or "torch", or "best": "hopper", and "triton" from the first time on that it fails.
+        deterministic: of the backward, whether repeated runs agree to the bit; without it that of "hopper" may not.
 
     Returns:
         out [B, Hq, Sq, Dv] in q's dtype, stored as [B, Sq, Hq, Dv]; lse [B, Hq, Sq] float32 (float64 for float64 q).
     """
     plan = Plan(tiles, counts, segments)
     mask = FlashMask(indices, causal)
-    forward, _, _ = _functions(impl)
     with torch.autocast(q.device.type, enabled=False):  # the caller has cast; what is wide in here stays wide
-        return forward(q, k, v, mask, plan, sinks, scale, softcap)
+        return _run("forward", impl, q, k, v, mask, plan, sinks, scale, softcap)
 
 
 @flash_attn_forward.register_fake
@@ -145,6 +149,7 @@ def _(
     scale: float,
     softcap: float,
     impl: str,
+    deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
     return _results_like(q, v)
 
@@ -167,14 +172,15 @@ def flash_attn_backward(
     scale: float,
     softcap: float,
     impl: str,
+    deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and sinks (empty without sinks), given those of both results, `dout` and `dlse`."""
     plan = Plan(tiles, counts, segments)
     mask = FlashMask(indices, causal)
-    _, row_delta, backward = _functions(impl)
     with torch.autocast(q.device.type, enabled=False):
-        delta = row_delta(dout, out, dlse)
-        dq, dk, dv = backward(dout, q, k, v, lse, delta, mask, plan, scale, softcap)
+        delta = _run("row_delta", impl, dout, out, dlse)
+        more = {"deterministic": True} if deterministic and impl in ("hopper", "best") else {}
+        dq, dk, dv = _run("backward", impl, dout, q, k, v, lse, delta, mask, plan, scale, softcap, **more)
         if sinks is None:
             return dq, dk, dv, q.new_empty(0)
         weight = torch.exp(sinks.to(lse.dtype).view(1, -1, 1) - lse)
@@ -200,32 +206,49 @@ def _(
     scale: float,
     softcap: float,
     impl: str,
+    deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dsinks = q.new_empty(0) if sinks is None else torch.empty_like(sinks)
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), dsinks
 
 
-def _functions(impl: str) -> Any:
-    """(forward, row_delta, backward) of an implementation."""
-    if impl == "torch":
-        return tiled.forward, tiled.row_delta, tiled.backward
-    from flashmask_hf.kernels.backward import backward, row_delta
-    from flashmask_hf.kernels.forward import forward
+_broken: set[str] = set()
+"""Functions of "hopper" that have failed here, to which "best" does not come back."""
 
-    return forward, row_delta, backward
+
+def _run(name: str, impl: str, *args: Any, **more: Any) -> Any:
+    """Call a function of an implementation: "forward", "row_delta" or "backward"."""
+    if impl == "torch":
+        return getattr(tiled, name)(*args)
+    from flashmask_hf.kernels import backward, forward
+
+    portable = {"forward": forward.forward, "row_delta": backward.row_delta, "backward": backward.backward}
+    if impl == "triton" or name == "row_delta" or (impl == "best" and name in _broken):
+        return portable[name](*args)
+    try:
+        from flashmask_hf.kernels import hopper_backward, hopper_forward
+
+        return (hopper_forward.forward if name == "forward" else hopper_backward.backward)(*args, **more)
+    except Exception as error:  # of the compiler, whose experimental part they are written in
+        if impl == "hopper":
+            raise
+        _broken.add(name)
+        reason = str(error).strip().split("\n")[0]
+        logger.warning(f"the Hopper {name} fails here and impl='triton' replaces it: {type(error).__name__}: {reason}")
+        return portable[name](*args)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, sinks, indices, tiles, counts, segments, causal, scale, softcap, impl = inputs
+    q, k, v, sinks, indices, tiles, counts, segments, causal, scale, softcap, impl, deterministic = inputs
     out, lse = output
     ctx.save_for_backward(q, k, v, sinks, out, lse, indices, tiles, counts, segments)
-    ctx.settings = (causal, scale, softcap, impl)
+    ctx.settings = (causal, scale, softcap, impl, deterministic)
 
 
 def _backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors  # read once: checkpointing unpacks a saved tensor only once
     dq, dk, dv, dsinks = flash_attn_backward(dout, dlse, *saved, *ctx.settings)
-    return dq, dk, dv, None if saved[3] is None else dsinks, *[None] * 8
+    return dq, dk, dv, None if saved[3] is None else dsinks, *[None] * 9
 
 
 flash_attn_forward.register_autograd(_backward, setup_context=_setup_context)
@@ -315,6 +338,7 @@ def attention(
     scale: float,
     softcap: float | None,
     impl: str,
+    deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
     """`flash_attn_forward` for a mask and its plan, or `flash_attn_decode` without one.
 
@@ -322,5 +346,6 @@ def attention(
     """
     cap = softcap or 0.0
     if plan is None:
-        return flash_attn_decode(q, k, v, sinks, mask.indices, mask.causal, scale, cap, impl)
-    return flash_attn_forward(q, k, v, sinks, mask.indices, *plan, mask.causal, scale, cap, impl)
+        few = "triton" if impl == "best" else impl
+        return flash_attn_decode(q, k, v, sinks, mask.indices, mask.causal, scale, cap, few)
+    return flash_attn_forward(q, k, v, sinks, mask.indices, *plan, mask.causal, scale, cap, impl, deterministic)

@@ -345,7 +345,7 @@ BAD_CALLS = {
         "sinks must be a floating-point tensor",
     ),
     "impl is unknown": ({"impl": "cuda"}, ValueError, "impl must be None or one of hopper, triton, torch, reference"),
-    "impl is not built": ({"impl": "hopper"}, ValueError, "impl='hopper' is not part of this version; use"),
+    "impl is for a GPU": ({"impl": "hopper"}, ValueError, "impl='hopper' cannot serve .*; use impl='triton'"),
 }
 
 

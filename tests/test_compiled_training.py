@@ -69,5 +69,5 @@ def test_training_step(device, given, backend):
         torch.testing.assert_close(loss, want_loss, rtol=1e-4, atol=1e-5)
         for name, x in want.items():
             assert (got[name] - x).abs().max() <= 1e-4 * max(x.abs().max().item(), 1e-3), (lengths, name)
-    assert after[WARM_UP - 1 :] == [WARM_UP] * (len(DOCUMENTS) - WARM_UP + 1), after
+    assert len(set(after[WARM_UP - 1 :])) == 1, after
     assert not torch._dynamo.utils.counters["graph_break"]

@@ -22,7 +22,7 @@ def test_opcheck(lane: Lane, with_sinks: bool) -> None:
     torch.library.opcheck(ops.make_plan, (mask.indices, True, 133), test_utils=("test_schema", "test_faketensor"))
     torch.library.opcheck(
         ops.flash_attn_forward,
-        (q, k, v, sinks, mask.indices, *plan_of(mask, 133), True, 0.25, 0.0, lane.impl),
+        (q, k, v, sinks, mask.indices, *plan_of(mask, 133), True, 0.25, 0.0, lane.impl, False),
     )
 
 

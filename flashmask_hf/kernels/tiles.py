@@ -114,7 +114,7 @@ def operand(x: Tensor, block_s: int, block_d: int, tma: bool) -> Any:
     """What a kernel takes for `x` [B, H, S, D]: a tensor descriptor for tiles [block_s, block_d], or the tensor."""
     if not tma:
         return x
-    return TensorDescriptor(x, list(x.shape), _descriptor_strides(x), [1, 1, block_s, block_d])
+    return TensorDescriptor(x, list(x.shape), descriptor_strides(x), [1, 1, block_s, block_d])
 
 
 def can_describe(*tensors: Tensor) -> bool:
@@ -125,9 +125,14 @@ def can_describe(*tensors: Tensor) -> bool:
     return all(_fits_descriptor(x) for x in tensors)
 
 
+def describable(x: Tensor) -> Tensor:
+    """`x`, copied unless a tensor descriptor fits its layout."""
+    return x if _fits_descriptor(x) else x.clone(memory_format=torch.contiguous_format)
+
+
 def _fits_descriptor(x: Tensor) -> bool:
     step = 16 // x.element_size()
-    strides = _descriptor_strides(x)
+    strides = descriptor_strides(x)
     return (
         x.stride(-1) == 1
         and x.data_ptr() % 16 == 0
@@ -135,7 +140,7 @@ def _fits_descriptor(x: Tensor) -> bool:
     )
 
 
-def _descriptor_strides(x: Tensor) -> list[int]:
+def descriptor_strides(x: Tensor) -> list[int]:
     """Strides, with those of axes of length 1, which may be anything, made harmless."""
     step = 16 // x.element_size()
     return [

@@ -1,52 +1,94 @@
-"""Forward and backward of the kernels against FlexAttention, and SDPA's flash kernel where it has the mask.
+"""Forward and backward of the kernels against their peers on the twelve masks of the FlashMask paper.
 
-    python recipes/benchmarks/attention.py --lengths 8192 32768 --dims 64 128 --csv attention.csv
+    python recipes/benchmarks/attention.py --csv attention.csv   # 8K, 32K and 128K tokens, head_dim 64 and 128
+    python recipes/benchmarks/attention.py --lengths 8192 --dims 128 --masks causal_document --repeats 3   # a minute
 
-The paper's protocol (appendix A.5): 128K tokens in all, hidden size 4096, bfloat16. FLOPs are counted on the
-128 x 128 tiles that are not hidden: 4 * B * H * S^2 * D * (1 - sparsity) forward, 2.5 times that backward. Each
-provider's output and gradients are compared with a float64 oracle on a shorter row before anything is timed.
+The paper's protocol (appendix A.5): 128K tokens in all, hidden size 4096, bfloat16, documents drawn as in A.5.2. FLOPs
+are counted twice: on the 128 x 128 tiles that are not hidden, as in the paper (4 * B * H * S^2 * D * (1 - sparsity)
+forward, 2.5 times that backward), and on the pairs that are visible. Each provider's output and gradients are compared
+with float64 on a shorter row before anything is timed; a provider that is not installed is left out and named.
+
+`flashmask` is what `flashmask_attention` takes by itself, `flashmask_triton` the portable kernels; `flex_attention` and
+`flex_flash` are FlexAttention with its Triton and its FlashAttention-4 backend (which needs flash-attn-4); `fa4`,
+`cudnn` and `sdpa` (FlashAttention-2) run where the mask is full or causal; `sdpa_dense` takes the dense mask while that
+fits.
+`mask_ms` and `mask_mib` are what a provider spends on a new mask of the batch, from the column vectors on, outside of
+the times of the attention.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import importlib.util
+import multiprocessing
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
 
 import torch
 import torch._dynamo.config
 import torch._functorch.config
 import torch.nn.functional as F
-from harness import interleaved_medians, random_lengths, write_csv
+from harness import interleaved_medians, random_lengths, show, write_csv
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from flashmask_hf import FlashMask, flashmask_attention, masks
+from flashmask_hf.attention import plan_of
 
 HIDDEN = 4096
 TOKENS = 131072
+CHECKED = 1024  # length of the row on which every provider is compared with float64
+DENSE_LIMIT = 8192  # longest row for which a dense mask is given to SDPA
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+torch._functorch.config.donated_buffer = False  # one compiled backward is timed many times
+torch._dynamo.config.recompile_limit = 256  # every form of a mask and every shape is a compilation of its own
+
+
+def documents(length: int, generator: torch.Generator) -> list[int]:
+    """Lengths of documents that fill a row; their number as in the paper's appendix A.5.2."""
+    low, high = (3, 7) if length <= 8192 else (10, 14) if length <= 32768 else (11, 15)
+    count = int(torch.randint(low, high + 1, (1,), generator=generator))
+    return random_lengths(length, count, generator)
+
+
+def _question(length: int, generator: torch.Generator) -> tuple[int, list[int]]:
+    """A document as a question and 2 to 6 answers."""
+    parts = random_lengths(length, 1 + int(torch.randint(2, 7, (1,), generator=generator)), generator, minimum=1)
+    return parts[0], parts[1:]
+
+
+def _qk_sparse(length: int, generator: torch.Generator) -> FlashMask:
+    q_keep, k_keep = (torch.rand(1, 1, length, generator=generator) >= 0.02 for _ in range(2))
+    return masks.qk_sparse(q_keep, k_keep)
+
+
+FAMILIES: dict[str, Callable[[int, torch.Generator], FlashMask]] = {
+    "full": lambda s, g: masks.full(s),
+    "causal": lambda s, g: masks.causal(s),
+    "sliding_window": lambda s, g: masks.sliding_window(s, s // 16),
+    "causal_document": lambda s, g: masks.causal_document(documents(s, g)),
+    "document": lambda s, g: masks.document(documents(s, g)),
+    "share_question": lambda s, g: masks.share_question([_question(n, g) for n in documents(s, g)]),
+    "global_sliding_window": lambda s, g: masks.global_sliding_window(s, s // 16, s // 16, causal=True),
+    "causal_blockwise": lambda s, g: masks.causal_blockwise(documents(s, g)),
+    "prefix_lm_document": lambda s, g: masks.prefix_lm_document([(n // 2, n) for n in documents(s, g)]),
+    "prefix_lm_causal": lambda s, g: masks.prefix_lm_causal(s, s // 2),
+    "qk_sparse": _qk_sparse,
+    "random_eviction": lambda s, g: masks.random_eviction(s, generator=g),
+}
+"""The masks of the paper's tables 4 to 9, with about their sparsity."""
 
 
 def make_mask(family: str, length: int) -> FlashMask:
-    """One mask of a family; documents as in the paper's appendix A.5.2."""
-    generator = torch.Generator().manual_seed(length)
-    documents = random_lengths(length, 8, generator)
-    build: dict[str, Callable[[], FlashMask]] = {
-        "full": lambda: masks.full(length),
-        "causal": lambda: masks.causal(length),
-        "sliding_window": lambda: masks.sliding_window(length, max(1, length // 32)),
-        "causal_document": lambda: masks.causal_document(documents),
-        "document": lambda: masks.document(documents),
-        "share_question": lambda: masks.share_question(
-            [(n - 2 * (n // 8), [n // 8, n // 8]) for n in random_lengths(length, 4, generator)]
-        ),
-        "random_eviction": lambda: masks.random_eviction(length, generator=generator),
-    }
-    return build[family]().to("cuda")
+    """One mask of a family, on the GPU."""
+    return FAMILIES[family](length, torch.Generator().manual_seed(length)).to("cuda")
 
 
-def flex(mask: FlashMask) -> Attention:
-    """FlexAttention under the same mask, its mask function reading the same vectors."""
+def _visible(mask: FlashMask) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """FlexAttention's function for a mask, which reads the same vectors."""
     (start, end), *rest = mask.intervals()
     other_start, other_end = rest[0] if rest else (torch.zeros_like(start), torch.zeros_like(start))
     start, end, other_start, other_end = (x[0, 0].contiguous() for x in (start, end, other_start, other_end))
@@ -60,110 +102,230 @@ def flex(mask: FlashMask) -> Attention:
             hidden = hidden | (i < j)
         return ~hidden
 
-    blocks = create_block_mask(visible, None, None, mask.rows(), mask.kv_len, device="cuda", _compile=True)
-    return lambda q, k, v: _compiled_flex(q, k, v, block_mask=blocks)
+    return visible
 
 
-torch._functorch.config.donated_buffer = False  # one compiled backward is timed many times
-torch._dynamo.config.recompile_limit = 256  # every mask and shape is a compilation of its own
 _compiled_flex = torch.compile(flex_attention, dynamic=False)
 
 
-def providers(names: list[str], family: str, mask: FlashMask) -> dict[str, Attention]:
-    """The attention functions among `names` that have this mask."""
-    table: dict[str, Attention] = {}
-    if "flashmask" in names:
-        table["flashmask"] = lambda q, k, v: flashmask_attention(q, k, v, mask)
-    if "flex_attention" in names:
-        table["flex_attention"] = flex(mask)
-    if "sdpa" in names and family in ("full", "causal"):
-        table["sdpa"] = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=family == "causal")
-    return table
+def _flex(backend: str | None) -> Callable[[FlashMask], Attention]:
+    options: Any = None if backend is None else {"BACKEND": backend}
+    block = (256, 128) if backend == "FLASH" else 128  # FlashAttention-4 takes two tiles of queries at a time
+
+    def build(mask: FlashMask) -> Attention:
+        blocks = create_block_mask(
+            _visible(mask), None, None, mask.rows(), mask.kv_len, device="cuda", BLOCK_SIZE=block, _compile=True
+        )
+        return lambda q, k, v: _compiled_flex(q, k, v, block_mask=blocks, enable_gqa=True, kernel_options=options)
+
+    return build
 
 
-def inputs(batch: int, heads: int, length: int, dim: int) -> list[Tensor]:
+def _flashmask(impl: str | None) -> Callable[[FlashMask], Attention]:
+    def build(mask: FlashMask) -> Attention:
+        fresh = FlashMask(mask.indices, mask.causal)  # which has no plan yet
+        plan_of(fresh, mask.rows())
+        return lambda q, k, v: flashmask_attention(q, k, v, fresh, impl=impl)
+
+    return build
+
+
+def _sdpa(backend: SDPBackend) -> Callable[[FlashMask], Attention]:
+    def build(mask: FlashMask) -> Attention:
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            with sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(q, k, v, is_causal=mask.causal, enable_gqa=True)
+
+        return attend
+
+    return build
+
+
+def _sdpa_dense(mask: FlashMask) -> Attention:
+    visible = mask.to_dense()
+    return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=True)
+
+
+def _fa4(mask: FlashMask) -> Attention:
+    from flash_attn.cute import flash_attn_func  # pyright: ignore[reportMissingImports]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=mask.causal)[0].transpose(1, 2)
+
+    return attend
+
+
+BUILDERS: dict[str, Callable[[FlashMask], Attention]] = {
+    "flashmask": _flashmask(None),
+    "flashmask_triton": _flashmask("triton"),
+    "flex_attention": _flex(None),
+    "flex_flash": _flex("FLASH"),
+    "fa4": _fa4,
+    "cudnn": _sdpa(SDPBackend.CUDNN_ATTENTION),
+    "sdpa": _sdpa(SDPBackend.FLASH_ATTENTION),
+    "sdpa_dense": _sdpa_dense,
+}
+
+
+def serves(name: str, family: str, length: int) -> bool:
+    """Whether a provider has this mask, or can hold it."""
+    if name in ("fa4", "cudnn", "sdpa"):
+        return family in ("full", "causal")
+    return name != "sdpa_dense" or (length <= DENSE_LIMIT and family not in ("full", "causal"))
+
+
+def inputs(batch: int, heads: int, kv_heads: int, length: int, dim: int) -> list[Tensor]:
     """q, k, v that require gradients, and the gradient of the output."""
     q, k, v, dout = (
-        torch.randn(batch, length, heads, dim, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in range(4)
+        torch.randn(batch, length, h, dim, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+        for h in (heads, kv_heads, kv_heads, heads)
     )
     return [*(x.requires_grad_() for x in (q, k, v)), dout]
 
 
-def check(names: list[str], family: str, dim: int) -> None:
-    """Every provider agrees with float64 on a row of 1,000 tokens, or the benchmark stops here."""
-    mask = make_mask(family, 1000)
-    q, k, v, dout = inputs(1, 2, 1000, dim)
+def check(names: Sequence[str], family: str, dim: int, group: int) -> None:
+    """Every provider agrees with float64 on a short row, or the benchmark stops here."""
+    mask = make_mask(family, CHECKED)
+    q, k, v, dout = inputs(1, 2 * group, 2, CHECKED, dim)
     exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
     out = flashmask_attention(exact[0], exact[1], exact[2], mask, impl="reference")
     expected = [out, *torch.autograd.grad(out, exact, dout.double())]
-    for name, attention in providers(names, family, mask).items():
-        out = attention(q, k, v)
+    for name in names:
+        if not serves(name, family, CHECKED):
+            continue
+        out = BUILDERS[name](mask)(q, k, v)
         for what, one, other in zip(
             ("out", "dq", "dk", "dv"), [out, *torch.autograd.grad(out, (q, k, v), dout)], expected, strict=True
         ):
-            error = float((one.detach().double() - other).norm() / other.norm())
+            error = float((one.double() - other).detach().norm() / other.detach().norm())
             if not error < 1e-2:
                 raise SystemExit(f"{name} is wrong under {family}, head_dim {dim}: {what} is off by {error:.1e}")
 
 
-def measure(names: list[str], family: str, length: int, dim: int, repeats: int) -> list[dict[str, object]]:
+def mask_cost(name: str, mask: FlashMask, repeats: int) -> tuple[float, float]:
+    """Median milliseconds and peak MiB of making what a provider needs from a mask's vectors."""
+    if name in ("fa4", "cudnn", "sdpa"):
+        return 0.0, 0.0
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    milliseconds = interleaved_medians({name: lambda: BUILDERS[name](mask)}, repeats)[name]
+    return milliseconds, (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def measure(
+    names: Sequence[str], family: str, mask: FlashMask, dim: int, group: int, repeats: int, warmup: int
+) -> list[dict[str, object]]:
     """A row per provider: milliseconds and TFLOP/s, forward and backward."""
-    mask = make_mask(family, length)
+    length = mask.kv_len
     batch, heads = max(1, TOKENS // length), HIDDEN // dim
-    q, k, v, dout = inputs(batch, heads, length, dim)
-    sparsity = mask.sparsity()
-    flops = 4 * batch * heads * length * length * dim * (1 - sparsity)
-    table = providers(names, family, mask)
+    q, k, v, dout = inputs(batch, heads, heads // group, length, dim)
+    pairs = sum(int((end - start).clamp(min=0).sum()) for start, end in mask.visible_intervals())
+    sparsity, density = mask.sparsity(), pairs / length**2
+    flops = 4 * batch * heads * length * length * dim
+    table = {name: BUILDERS[name](mask) for name in names if serves(name, family, length)}
     with torch.no_grad():
-        forward = interleaved_medians({n: lambda a=a: a(q, k, v) for n, a in table.items()}, repeats)
+        forward = interleaved_medians({n: lambda a=a: a(q, k, v) for n, a in table.items()}, repeats, warmup)
     outs = {n: a(q, k, v) for n, a in table.items()}
     backward = interleaved_medians(
-        {n: lambda o=o: torch.autograd.grad(o, (q, k, v), dout, retain_graph=True) for n, o in outs.items()}, repeats
+        {n: lambda o=o: torch.autograd.grad(o, (q, k, v), dout, retain_graph=True) for n, o in outs.items()},
+        repeats,
+        warmup,
     )
-    return [
-        {
-            "mask": family,
-            "length": length,
-            "head_dim": dim,
-            "sparsity": round(sparsity, 4),
-            "provider": name,
-            "forward_ms": round(forward[name], 3),
-            "backward_ms": round(backward[name], 3),
-            "forward_tflops": round(flops / forward[name] / 1e9, 1),
-            "backward_tflops": round(2.5 * flops / backward[name] / 1e9, 1),
-            "both_tflops": round(3.5 * flops / (forward[name] + backward[name]) / 1e9, 1),
-        }
-        for name in table
-    ]
+    del outs
+    rows: list[dict[str, object]] = []
+    for name in table:
+        mask_ms, mask_mib = mask_cost(name, mask, repeats)
+        both = forward[name] + backward[name]
+        rows.append(
+            {
+                "mask": family, "length": length, "head_dim": dim, "heads": heads, "kv_heads": heads // group,
+                "batch": batch, "sparsity": round(sparsity, 4), "visible_pairs": round(density, 4), "provider": name,
+                "forward_ms": round(forward[name], 3), "backward_ms": round(backward[name], 3),
+                "forward_tflops": round((1 - sparsity) * flops / forward[name] / 1e9, 1),
+                "backward_tflops": round(2.5 * (1 - sparsity) * flops / backward[name] / 1e9, 1),
+                "both_tflops": round(3.5 * (1 - sparsity) * flops / both / 1e9, 1),
+                "both_tflops_of_pairs": round(3.5 * density * flops / both / 1e9, 1),
+                "mask_ms": round(mask_ms, 3), "mask_mib": round(mask_mib, 2),
+            }
+        )  # fmt: skip
+    return rows
+
+
+def sweep(length: int) -> list[FlashMask]:
+    """Causal document masks of one to hundreds of documents: every sparsity from that of a causal mask on."""
+    found = []
+    for count in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128):
+        generator = torch.Generator().manual_seed(count)
+        found.append(masks.causal_document(random_lengths(length, count, generator)).to("cuda"))
+    return found
+
+
+def _compile(name: str, family: str, length: int, dim: int, group: int) -> None:
+    """Fill the caches on disk with what a provider compiles for a shape."""
+    batch, kv_heads = (1, 2) if length == CHECKED else (max(1, TOKENS // length), HIDDEN // dim // group)
+    q, k, v, dout = inputs(batch, kv_heads * group, kv_heads, length, dim)
+    attend = BUILDERS[name](make_mask(family, length))
+    with torch.no_grad():
+        attend(q, k, v)
+    torch.autograd.grad(attend(q, k, v), (q, k, v), dout)
+
+
+def precompile(names: Sequence[str], shapes: list[tuple[str, int, int, int]], jobs: int) -> None:
+    """Compile FlexAttention for every form of a mask and every shape, half a minute each, in several processes."""
+    work = {}
+    for name in (name for name in names if name.startswith("flex")):
+        for family, length, dim, group in [*shapes, *((f, CHECKED, d, g) for f, _, d, g in shapes)]:
+            if serves(name, family, length):
+                mask = FAMILIES[family](1024, torch.Generator().manual_seed(0))
+                work.setdefault((name, mask.causal, mask.indices.shape[-1], length, dim, group), family)
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        tasks = [
+            pool.submit(_compile, name, family, length, dim, group)
+            for (name, _, _, length, dim, group), family in work.items()
+        ]
+        for task in tasks:
+            task.result()
 
 
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    families = ["full", "causal", "sliding_window", "causal_document", "document", "share_question", "random_eviction"]
-    parser.add_argument("--masks", nargs="+", default=families, choices=families)
-    names = ["flashmask", "flex_attention", "sdpa"]
-    parser.add_argument("--providers", nargs="+", default=names, choices=names)
-    parser.add_argument("--lengths", nargs="+", type=int, default=[8192, 32768])
+    parser.add_argument("--masks", nargs="+", default=list(FAMILIES), choices=FAMILIES)
+    parser.add_argument("--providers", nargs="+", default=list(BUILDERS), choices=BUILDERS)
+    parser.add_argument("--lengths", nargs="+", type=int, default=[8192, 32768, 131072])
     parser.add_argument("--dims", nargs="+", type=int, default=[64, 128])
+    parser.add_argument("--group", type=int, default=1, help="query heads to a key-value head; 4 is 32 to 8")
+    parser.add_argument("--sweep", action="store_true", help="causal documents of every sparsity instead of the masks")
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--jobs", type=int, default=1, help="processes that compile FlexAttention beforehand")
+    parser.add_argument("--compile-only", action="store_true", help="stop then; its caches on disk serve a later run")
     parser.add_argument("--csv", help="where to write the rows")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("a GPU is needed")
+    names = list(arguments.providers)
+    if importlib.util.find_spec("flash_attn") is None or importlib.util.find_spec("flash_attn.cute") is None:
+        print("flash-attn-4 is not installed: no fa4 and no flex_flash")
+        names = [name for name in names if name not in ("fa4", "flex_flash")]
     torch.manual_seed(0)
+    families = ["causal_document"] if arguments.sweep else arguments.masks
+    shapes = [(f, s, d, arguments.group) for d in arguments.dims for s in arguments.lengths for f in families]
+    if arguments.jobs > 1 or arguments.compile_only:
+        precompile(names, shapes, arguments.jobs)
+    if arguments.compile_only:
+        return
     for dim in arguments.dims:
-        for family in arguments.masks:
-            check(arguments.providers, family, dim)
-    print("every provider agrees with float64")
-    rows = [
-        row
-        for dim in arguments.dims
-        for length in arguments.lengths
-        for family in arguments.masks
-        for row in measure(arguments.providers, family, length, dim, arguments.repeats)
-    ]
-    write_csv(arguments.csv, rows)
+        for family in families:
+            check(names, family, dim, arguments.group)
+    print("every provider agrees with float64", flush=True)
+    rows = []
+    for family, length, dim, group in shapes:
+        for mask in sweep(length) if arguments.sweep else [make_mask(family, length)]:
+            found = measure(names, family, mask, dim, group, arguments.repeats, arguments.warmup)
+            show(found)
+            rows += found
+            write_csv(arguments.csv, rows, silent=True)  # a run that is cut short keeps what it has
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -48,7 +49,8 @@ def providers(names: list[str], kind: str, visible: Tensor, groups: int) -> dict
 
     def many_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         plan = plan_of(mask, 1)
-        return ops.attention(q, k, v, mask, plan, sinks=None, scale=DIM**-0.5, softcap=None, impl="triton")[0]
+        settings: Any = {"sinks": None, "scale": DIM**-0.5, "softcap": None, "impl": "triton", "deterministic": False}
+        return ops.attention(q, k, v, mask, plan, **settings)[0]
 
     def repeated(x: Tensor) -> Tensor:
         return x if groups == 1 else x.repeat_interleave(groups, 1)

@@ -58,10 +58,16 @@ def random_lengths(total: int, count: int, generator: torch.Generator, minimum: 
     return [minimum + b - a for a, b in zip([0, *cuts], [*cuts, free], strict=True)]
 
 
-def write_csv(path: str | Path | None, rows: Sequence[Mapping[str, object]]) -> None:
-    """Print the rows, and write them with the conditions to `path` if there is one."""
+def show(rows: Sequence[Mapping[str, object]]) -> None:
+    """Print rows, one a line."""
     for row in rows:
-        print("  ".join(f"{key}={value}" for key, value in row.items()))
+        print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
+
+
+def write_csv(path: str | Path | None, rows: Sequence[Mapping[str, object]], *, silent: bool = False) -> None:
+    """Print the rows unless `silent`, and write them with the conditions to `path` if there is one."""
+    if not silent:
+        show(rows)
     if path is not None:
         everything = [{**row, **conditions()} for row in rows]
         Path(path).parent.mkdir(parents=True, exist_ok=True)

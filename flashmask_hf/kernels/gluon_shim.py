@@ -1,0 +1,154 @@
+"""Gluon, the part of Triton in which the Hopper kernels are written, behind names that hold from Triton 3.6 to 3.9.
+
+Gluon promises no stability: calls get new names, and some that the kernels need are not public in every version. The
+module can be imported without Gluon; `available` then says why the kernels cannot be. Kernel files import their names
+from here.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+__all__ = [
+    "TensorDescriptor",
+    "available",
+    "fence_async_shared",
+    "gl",
+    "gluon",
+    "group_barrier",
+    "keep_signed",
+    "mbarrier",
+    "named_barrier_arrive",
+    "named_barrier_sync",
+    "opaque_zero",
+    "rescale",
+    "tma_load",
+    "tma_reduce_add",
+    "tma_store",
+    "tma_store_wait",
+    "warp_of_group",
+    "warpgroup_mma",
+    "warpgroup_mma_wait",
+]
+
+_obstacle: str | None = None
+try:
+    import triton
+    from triton._C.libtriton import ir
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language._core import _unwrap_if_constexpr, builtin
+    from triton.experimental.gluon.language.nvidia.hopper import (
+        fence_async_shared,
+        mbarrier,
+        tma,
+        warpgroup_mma,
+        warpgroup_mma_wait,
+    )
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    _names = vars(tma)
+    tma_load: Any = _names.get("async_load") or tma.async_copy_global_to_shared
+    """(descriptor, coordinates, mbarrier, shared memory): start a copy of a tile to shared memory."""
+    tma_store: Any = _names.get("async_store") or tma.async_copy_shared_to_global
+    """(descriptor, coordinates, shared memory): start a copy of a tile from shared memory."""
+    tma_store_wait: Any = tma.store_wait
+    """(count): wait until all but `count` stores and reductions of this thread have read their shared memory."""
+
+    group_barrier: Any = vars(gl).get("thread_barrier") or vars(gl)["barrier"]
+    """(): wait for the warps that run this role."""
+
+    @builtin
+    def _tma_reduce_add(tensor_desc, coord, src, _semantic: Any = None):
+        coordinates = _semantic._convert_to_ir_values(coord, require_i64=False)
+        kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
+        _semantic.builder.create_async_tma_reduce(kind, tensor_desc.handle, coordinates, src.handle)
+
+    tma_reduce_add: Any = _names.get("async_atomic_add") or _tma_reduce_add
+    """(descriptor, coordinates, shared memory): start an addition of a tile to global memory."""
+
+    def _barrier(instruction: str, barrier: Any, threads: Any, semantic: Any) -> None:
+        barrier = _unwrap_if_constexpr(barrier)
+        number, args = (str(barrier), []) if isinstance(barrier, int) else ("$1", [barrier])
+        text = f"{instruction} {number}, {_unwrap_if_constexpr(threads)}; mov.u32 $0, 0;"
+        gl.inline_asm_elementwise(
+            text, "=r,r" if args else "=r", args, dtype=gl.int32, is_pure=False, pack=1, _semantic=semantic
+        )
+
+    @builtin
+    def named_barrier_sync(barrier, threads, _semantic: Any = None):
+        """Wait at hardware barrier `barrier` (int or int32 scalar) until `threads` threads, these included, arrived.
+
+        The compiler takes the numbers up to 5; those from 6 to 15 are free.
+        """
+        _barrier("bar.sync", barrier, threads, _semantic)
+
+    @builtin
+    def named_barrier_arrive(barrier, threads, _semantic: Any = None):
+        """Arrive at a barrier that others wait at, without waiting."""
+        _barrier("bar.arrive", barrier, threads, _semantic)
+
+    @builtin
+    def keep_signed(x, flags, selector, _semantic: Any = None):
+        """float32 `x` where the sign bit of the byte of `flags` that `selector` names is set, else -inf.
+
+        The arguments broadcast. `selector` is 0x8888 for byte 0 of int32 `flags` to 0xBBBB for byte 3. In three
+        instructions for two elements it does without predicates, of which there are too few.
+        """
+        text = (
+            "{ .reg .b32 m, s; prmt.b32 m, $2, 0, $3; mov.b32 s, $1; "
+            "lop3.b32 s, s, m, 0xff800000, 0xe2; mov.b32 $0, s; }"
+        )
+        return gl.inline_asm_elementwise(
+            text, "=f,f,r,r", [x, flags, selector], dtype=gl.float32, is_pure=True, pack=1, _semantic=_semantic
+        )
+
+    @builtin
+    def rescale(x, factors, _semantic: Any = None):
+        """float32 accumulators `x` [64, N] of one group times `factors` [64, N], which are equal along a row.
+
+        A warp that has only factors of 1 skips it. A thread holds two rows, in pairs of columns by turns.
+        """
+        count = x.type.shape[0] * x.type.shape[1] // 128
+        low, high = f"${2 * count}", f"${2 * count + 2}"
+        products = " ".join(f"mul.f32 ${i}, ${i}, {high if i & 2 else low};" for i in range(count))
+        text = (
+            f"{{ .reg .pred p, q; setp.neu.f32 p, {low}, 0f3F800000; setp.neu.f32 q, {high}, 0f3F800000; "
+            f"or.pred p, p, q; vote.sync.any.pred p, p, 0xffffffff; @!p bra.uni DONE; {products} DONE: }}"
+        )
+        constraints = ",".join(["=f"] * count + [str(i) for i in range(count)] + ["f"] * count)
+        return gl.inline_asm_elementwise(
+            text, constraints, [x, factors], dtype=gl.float32, is_pure=True, pack=count, _semantic=_semantic
+        )
+
+    @builtin
+    def warp_of_group(_semantic: Any = None):
+        """The number of the executing warp in its group of four: an int32 that differs between warps."""
+        text = "{ .reg .u32 t; mov.u32 t, %tid.x; shr.u32 t, t, 5; and.b32 $0, t, 3; }"
+        return gl.inline_asm_elementwise(text, "=r", [], dtype=gl.int32, is_pure=True, pack=1, _semantic=_semantic)
+
+    @builtin
+    def opaque_zero(_semantic: Any = None):
+        """An int32 0 that the compiler does not know, so that what depends on it stays inside a loop.
+
+        Descriptors of resident operands, hoisted, would hold many registers.
+        """
+        return gl.inline_asm_elementwise(
+            "mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic
+        )
+
+except (ImportError, AttributeError, KeyError) as error:
+    _obstacle = f"Triton's Gluon lacks what they need ({error})"
+
+
+def available() -> str | None:
+    """Why the kernels written in Gluon cannot be imported or run in this process; None if they can."""
+    if _obstacle is not None:
+        return _obstacle
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return "Triton's interpreter does not run Gluon"
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    if version < (3, 6):
+        return f"Triton {triton.__version__} is older than 3.6"
+    return None

@@ -1,0 +1,648 @@
+"""The backward for Hopper (sm_90a) in Gluon: one kernel over key tiles (FlashMask, ICLR 2025, algorithm 2).
+
+A program holds 128 keys and their values in shared memory and walks the query rows that see them. One warp loads tiles
+of rows, two warpgroups of 64 keys each make scores transposed [keys, rows], so that weights and their gradients stay
+in registers as operands for dV and dK, and one warp adds the program's share of dQ to a float32 buffer. The scores of
+the next tile are in the making while dQ of this one is written.
+"""
+# Layouts take compile-time constants, which the type checker takes for objects.
+# pyright: reportArgumentType=false
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flashmask_hf.kernels.gluon_shim import (
+    TensorDescriptor,
+    fence_async_shared,
+    gl,
+    gluon,
+    group_barrier,
+    mbarrier,
+    named_barrier_sync,
+    opaque_zero,
+    tma_load,
+    tma_reduce_add,
+    tma_store,
+    tma_store_wait,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from flashmask_hf.kernels.tiles import describable, descriptor_strides, score_factors
+from flashmask_hf.mask import FlashMask
+from flashmask_hf.plan import PARTIAL_SEGMENTS, ROWS, VISIBLE_SEGMENTS, Plan, plan_columns
+
+COLUMNS = 128
+"""Keys of a program, 64 of each warpgroup."""
+
+
+class Config(NamedTuple):
+    """Query rows of a tile, registers of a consuming thread, and whether dQ lags a tile behind.
+
+    With a lag the two warpgroups need not keep step, which pays where exponentials weigh more (head_dim 64).
+    """
+
+    rows: int
+    registers: int
+    lag: bool
+
+
+@gluon.jit
+def _next_range(starts, ends, slots, done, VISIBLE: gl.constexpr):
+    """Of a key tile's ranges of row tiles, one a lane, the first from `done` on: (first, last, 1 if it is partial)."""
+    ahead = (ends > starts) & (starts >= done)
+    first = gl.min(gl.where(ahead, starts, 2147483647), 0)
+    chosen = ahead & (starts == first)
+    last = gl.max(gl.where(chosen, ends, 0), 0)
+    return first, last, gl.max(gl.where(chosen & (slots >= VISIBLE), 1, 0), 0)
+
+
+@gluon.jit
+def _row_tile(first, last, count, tile, ORDERED: gl.constexpr):
+    """The `count`-th row tile to walk of [first, last). Programs start apart, so that their sums do not meet in dQ."""
+    return first + count if ORDERED else first + (count + tile) % (last - first)
+
+
+@gluon.jit
+def _load_rows(
+    q, k, v, dout, lse, delta, segments, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles, places,
+    keys_ready, q_ready, do_ready, free, batch, kv_head, group, heads, mask_batch, mask_heads, n_kv, tile, q_len,
+    ROWS: gl.constexpr, SEGMENTS: gl.constexpr, VISIBLE: gl.constexpr, ORDERED: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
+):  # fmt: skip
+    """The warp that loads: the program's keys and values, then tile after tile of rows."""
+    LANES: gl.constexpr = gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0])
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    lanes = gl.arange(0, BLOCK_M, LANES)
+    slots = gl.arange(0, 32, ONE)
+    mbarrier.expect(keys_ready, 4 * 64 * BLOCK_D * 2)
+    for half in gl.static_range(2):
+        tma_load(k, [batch, kv_head, tile * 128 + half * 64, 0], keys_ready, k_tiles.index(half))
+        tma_load(v, [batch, kv_head, tile * 128 + half * 64, 0], keys_ready, v_tiles.index(half))
+    step = 0
+    for member in range(group):
+        head = kv_head * group + member
+        mask = (batch % mask_batch) * mask_heads + head // (heads // mask_heads)
+        at = (batch.to(gl.int64) * heads + head) * q_len
+        ranges = segments + mask.to(gl.int64) * n_kv * SEGMENTS * 2
+        starts = gl.load(ranges + slots * 2, mask=slots < SEGMENTS, other=0) * (ROWS // BLOCK_M)
+        ends = gl.load(ranges + slots * 2 + 1, mask=slots < SEGMENTS, other=0) * (ROWS // BLOCK_M)
+        done = 0
+        for segment in range(SEGMENTS):
+            if ORDERED:
+                first, last, partial = _next_range(starts, ends, slots, done, VISIBLE)
+                done = gl.maximum(done, last)
+            else:
+                first = gl.load(ranges + segment * 2) * (ROWS // BLOCK_M)
+                last = gl.load(ranges + segment * 2 + 1) * (ROWS // BLOCK_M)
+                partial = gl.where(segment >= VISIBLE, 1, 0)
+            for count in range(last - first):
+                row = _row_tile(first, last, count, tile, ORDERED) * BLOCK_M
+                rows = row + lanes
+                row_lse = gl.load(lse + at + rows, mask=rows < q_len, other=float("inf"))
+                row_lse = gl.where(row_lse == float("-inf"), float("inf"), row_lse) * 1.4426950408889634
+                row_delta = gl.load(delta + at + rows, mask=rows < q_len, other=0.0)
+                place = gl.where(partial > 0, (mask + 1).to(gl.int32), 0)
+                stage = step & 1
+                mbarrier.wait(free.index(stage), ((step // 2) & 1) ^ 1)
+                lse_tiles.index(stage).store(row_lse)
+                delta_tiles.index(stage).store(row_delta)
+                places.index(stage).store(gl.full([1], row, gl.int32, ONE))
+                places.index(2 + stage).store(gl.zeros([1], gl.int32, ONE) + place)
+                group_barrier()
+                mbarrier.expect(q_ready.index(stage), BLOCK_M * BLOCK_D * 2)
+                tma_load(q, [batch, head, row, 0], q_ready.index(stage), q_tiles.index(stage))
+                mbarrier.expect(do_ready.index(stage), BLOCK_M * BLOCK_D * 2)
+                tma_load(dout, [batch, head, row, 0], do_ready.index(stage), do_tiles.index(stage))
+                step += 1
+
+
+@gluon.jit
+def _store_gradients(
+    dq, dk, dv, segments, counts, order, locks, dq_tiles, k_tiles, v_tiles, free, dq_ready, dq_free, sums_ready,
+    batch, kv_head, group, heads, mask_batch, mask_heads, n_q, n_kv, tile, padded,
+    SUBTILES: gl.constexpr, ROWS: gl.constexpr, SEGMENTS: gl.constexpr, VISIBLE: gl.constexpr,
+    ORDERED: gl.constexpr, CAUSAL: gl.constexpr, LAG: gl.constexpr, BLOCK_M: gl.constexpr,
+):  # fmt: skip
+    """The warp that adds the program's share of dQ, on the same walk over rows as `_load_rows`; it stores dK and dV."""
+    slots = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    step = 0
+    for member in range(group):
+        head = kv_head * group + member
+        mask = (batch % mask_batch) * mask_heads + head // (heads // mask_heads)
+        plane = batch * heads + head
+        ranges = segments + mask.to(gl.int64) * n_kv * SEGMENTS * 2
+        starts = gl.load(ranges + slots * 2, mask=slots < SEGMENTS, other=0) * (ROWS // BLOCK_M)
+        ends = gl.load(ranges + slots * 2 + 1, mask=slots < SEGMENTS, other=0) * (ROWS // BLOCK_M)
+        done = 0
+        for segment in range(SEGMENTS):
+            if ORDERED:
+                first, last, _ = _next_range(starts, ends, slots, done, VISIBLE)
+                done = gl.maximum(done, last)
+            else:
+                first = gl.load(ranges + segment * 2) * (ROWS // BLOCK_M)
+                last = gl.load(ranges + segment * 2 + 1) * (ROWS // BLOCK_M)
+            for count in range(last - first):
+                index = _row_tile(first, last, count, tile, ORDERED)
+                lock = locks + plane * (padded // BLOCK_M) + index
+                turn = 0
+                if ORDERED:
+                    row_tile = mask.to(gl.int64) * n_q + index // (ROWS // BLOCK_M)
+                    before = gl.load(order + row_tile * n_kv + tile // SUBTILES).to(gl.int32)
+                    turn = before * SUBTILES + tile % SUBTILES
+                    if CAUSAL:  # the last key tiles, which begin at the last rows, go first
+                        listed = gl.load(counts + row_tile * 2) + gl.load(counts + row_tile * 2 + 1)
+                        turn = listed * SUBTILES - 1 - turn
+                if LAG and step == 0:  # there is nothing to add yet
+                    mbarrier.wait(dq_ready, 0)
+                    mbarrier.arrive(free.index(0), count=1)
+                    mbarrier.arrive(dq_free, count=1)
+                mbarrier.wait(dq_ready, (step + LAG) & 1)
+                mbarrier.arrive(free.index((step + LAG) & 1), count=1)
+                if ORDERED:
+                    while gl.atomic_add(lock, 0, sem="acquire") < turn:
+                        pass
+                at = (plane * (padded // BLOCK_M) + index) * 256
+                tma_reduce_add(dq, [at, 0], dq_tiles.index(0))
+                tma_reduce_add(dq, [at + 128, 0], dq_tiles.index(1))
+                tma_store_wait(0)
+                mbarrier.arrive(dq_free, count=1)
+                if ORDERED:
+                    gl.inline_asm_elementwise(
+                        "cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+                    )
+                    group_barrier()
+                    gl.atomic_add(lock, 1, sem="release")
+                step += 1
+    mbarrier.wait(sums_ready, 0)
+    for half in gl.static_range(2):
+        tma_store(dk, [batch, kv_head, tile * 128 + half * 64, 0], k_tiles.index(half))
+        tma_store(dv, [batch, kv_head, tile * 128 + half * 64, 0], v_tiles.index(half))
+    tma_store_wait(0)
+
+
+@gluon.jit
+def _narrow(x, dtype: gl.constexpr):
+    """`x` in the 16-bit `dtype`, two elements a register from the start, so that the wide ones can go."""
+    if dtype == gl.bfloat16:
+        pairs = gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=gl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        pairs = gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=gl.float16, is_pure=True, pack=2
+        )
+    return pairs
+
+
+@gluon.jit
+def _widen(x, dtype: gl.constexpr):
+    """The inverse of `_narrow`."""
+    if dtype == gl.bfloat16:
+        UNPACK: gl.constexpr = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
+    else:
+        UNPACK: gl.constexpr = (
+            "{ .reg .f16 low, high; mov.b32 {low, high}, $2; cvt.f32.f16 $0, low; cvt.f32.f16 $1, high; }"
+        )
+    return gl.inline_asm_elementwise(UNPACK, "=r,=r,r", [x], dtype=gl.float32, is_pure=True, pack=2)
+
+
+@gluon.jit
+def _visible_weights(
+    weights, indices, row, mask, column, kv_len, diagonal, CAUSAL: gl.constexpr, N: gl.constexpr, BLOCK_M: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Weights [64, BM] of keys from `column` on and rows from `row` on, zero where the mask hides."""
+    columns = column + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
+    inside = columns < kv_len
+    at = indices + (mask.to(gl.int64) * kv_len + columns) * N
+    rows = gl.expand_dims(row + gl.arange(0, BLOCK_M, gl.SliceLayout(0, LAYOUT)), 0)
+    start = gl.load(at, mask=inside, other=0)
+    hidden = rows >= gl.expand_dims(start, 1)
+    if N == 4 or (N == 2 and CAUSAL):
+        end = gl.load(at + 1, mask=inside, other=2147483647)
+        hidden = hidden & (rows < gl.expand_dims(end, 1))
+    if N == 2 and not CAUSAL:
+        other_end = gl.load(at + 1, mask=inside, other=0)
+        hidden = hidden | (rows < gl.expand_dims(other_end, 1))
+    if N == 4:
+        other_start = gl.load(at + 2, mask=inside, other=0)
+        other_end = gl.load(at + 3, mask=inside, other=0)
+        hidden = hidden | ((rows >= gl.expand_dims(other_start, 1)) & (rows < gl.expand_dims(other_end, 1)))
+    if CAUSAL:
+        hidden = hidden | (rows < gl.expand_dims(columns - diagonal, 1))
+    return gl.where(hidden, 0.0, weights)
+
+
+@gluon.jit
+def _weigh(
+    scores, stage, active, lse_tiles, places, indices, column, q_len, kv_len, factor, bend,
+    CAUSAL: gl.constexpr, N: gl.constexpr, CAP: gl.constexpr, BLOCK_M: gl.constexpr,
+    LAYOUT: gl.constexpr, DTYPE: gl.constexpr,
+):  # fmt: skip
+    """The softmax weights [64, BM] of a tile, and what its gradient is multiplied with to be the scores' gradient."""
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    if CAP:
+        scores = 1.0 - 2.0 / (1.0 + gl.exp2(scores * (bend * 2.8853900817779268)))
+    row_lse = gl.expand_dims(lse_tiles.index(stage).load(gl.SliceLayout(0, LAYOUT)), 0)
+    weights = gl.exp2(scores * factor - row_lse)
+    mask = gl.sum(places.index(2 + stage).load(ONE), 0)
+    if (mask > 0) & active:
+        row = gl.sum(places.index(stage).load(ONE), 0)
+        weights = _visible_weights(
+            weights, indices, row, mask - 1, column, kv_len, kv_len - q_len, CAUSAL, N, BLOCK_M, LAYOUT
+        )
+    narrow = _narrow(weights, DTYPE)
+    slopes = narrow
+    if CAP:
+        slopes = _narrow(weights * (1.0 - scores * scores), DTYPE)
+    return narrow, slopes
+
+
+@gluon.jit
+def _multiply_dq(
+    ds_tiles, k_tiles, other_ready, step, real, zero, HALF: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr
+):  # fmt: skip
+    """Start a warpgroup's half of a tile of dQ [64, 64] from both warpgroups' gradients of the scores of `step`."""
+    turn = step & 1
+    own_ds = ds_tiles.index(turn * 2 + HALF)
+    other_ds = ds_tiles.index(turn * 2 + 1 - HALF)
+    hidden = opaque_zero()
+    own_keys = k_tiles.index(HALF + hidden).reshape([64, BLOCK_D])
+    other_keys = k_tiles.index(1 - HALF + hidden).reshape([64, BLOCK_D])
+    if BLOCK_M == 64:
+        own_keys = own_keys.slice(HALF * 64, 64, dim=1)
+        other_keys = other_keys.slice(HALF * 64, 64, dim=1)
+    else:
+        own_ds = own_ds.slice(HALF * 64, 64, dim=1)
+        other_ds = other_ds.slice(HALF * 64, 64, dim=1)
+    dq = warpgroup_mma(own_ds.permute((1, 0)), own_keys, zero, use_acc=False, is_async=True)
+    mbarrier.wait(other_ready.index(turn), (step // 2) & 1, pred=real)
+    return warpgroup_mma(other_ds.permute((1, 0)), other_keys, dq, is_async=True)
+
+
+@gluon.jit
+def _stage_dq(dq, dq_tiles, HALF: gl.constexpr):
+    """Lay half a tile of dQ out for the warp that adds it: a thread's four neighbours together, without conflicts."""
+    pieces = dq.reshape([4, 2, 4, 2, 8, 4, 2]).permute([4, 0, 2, 3, 5, 1, 6]).reshape([128, 32])
+    dq_tiles.index(HALF).store(pieces)
+    fence_async_shared()
+    group_barrier()
+
+
+@gluon.jit
+def _accumulate(
+    indices, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles, places, ds_tiles, dq_tiles,
+    keys_ready, q_ready, do_ready, own_ready, other_ready, dq_ready, dq_free, sums_ready, tile, steps, q_len,
+    kv_len, scale, factor, bend,
+    HALF: gl.constexpr, CAUSAL: gl.constexpr, N: gl.constexpr, CAP: gl.constexpr, LAG: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
+):  # fmt: skip
+    """A warpgroup: dK and dV of 64 keys, and its half of every tile of dQ.
+
+    One turn of the loop ends with the next tile's weights and their gradients, so that the tensor cores always have
+    the product at hand that does not wait for what the other units compute.
+    """
+    dtype: gl.constexpr = q_tiles.dtype
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    KV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, KV, 2)
+    dkeys = gl.zeros([64, BLOCK_D], gl.float32, KV)
+    dvalues = gl.zeros([64, BLOCK_D], gl.float32, KV)
+    no_scores = gl.zeros([64, BLOCK_M], gl.float32, S)
+    no_dq = gl.zeros([64, 64], gl.float32, DQ)
+    keys = k_tiles.index(HALF).reshape([64, BLOCK_D])
+    values = v_tiles.index(HALF).reshape([64, BLOCK_D])
+    column = tile * 128 + HALF * 64
+
+    mbarrier.wait(keys_ready, 0)
+    mbarrier.wait(q_ready.index(0), 0, pred=steps > 0)
+    queries = q_tiles.index(0).reshape([BLOCK_M, BLOCK_D])
+    scores = warpgroup_mma(keys, queries.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+    mbarrier.wait(do_ready.index(0), 0, pred=steps > 0)
+    upstream = do_tiles.index(0).reshape([BLOCK_M, BLOCK_D])
+    dweights = warpgroup_mma(values, upstream.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+    scores = warpgroup_mma_wait(1, deps=[scores])
+    weights, slopes = _weigh(
+        scores, 0, steps > 0, lse_tiles, places, indices, column, q_len, kv_len, factor, bend,
+        CAUSAL, N, CAP, BLOCK_M, S, dtype,
+    )  # fmt: skip
+    dweights = warpgroup_mma_wait(0, deps=[dweights])
+    for step in range(steps):
+        hidden = opaque_zero()
+        keys = k_tiles.index(HALF + hidden).reshape([64, BLOCK_D])
+        values = v_tiles.index(HALF + hidden).reshape([64, BLOCK_D])
+        stage = step & 1
+        queries = q_tiles.index(stage).reshape([BLOCK_M, BLOCK_D])
+        upstream = do_tiles.index(stage).reshape([BLOCK_M, BLOCK_D])
+        dvalues = warpgroup_mma(gl.convert_layout(weights, OPERAND), upstream, dvalues, is_async=True)
+        row_delta = gl.expand_dims(delta_tiles.index(stage).load(gl.SliceLayout(0, S)), 0)
+        dscores = _narrow(_widen(slopes, dtype) * (dweights - row_delta), dtype)
+        turn = step & 1
+        if LAG:  # the other warpgroup has read these gradients' place
+            mbarrier.wait(dq_free, turn ^ 1)
+        ds_tiles.index(turn * 2 + HALF).store(dscores)
+        fence_async_shared()
+        group_barrier()
+        mbarrier.arrive(own_ready.index(turn), count=1)
+        dkeys = warpgroup_mma(gl.convert_layout(dscores, OPERAND), queries, dkeys, is_async=True)
+        dq = _multiply_dq(ds_tiles, k_tiles, other_ready, step - LAG, step >= LAG, no_dq, HALF, BLOCK_M, BLOCK_D)
+        dkeys, dvalues = warpgroup_mma_wait(2, deps=[dkeys, dvalues])
+
+        more = step + 1 < steps
+        next_stage = (step + 1) & 1
+        next_phase = ((step + 1) // 2) & 1
+        mbarrier.wait(q_ready.index(next_stage), next_phase, pred=more)
+        queries = q_tiles.index(next_stage).reshape([BLOCK_M, BLOCK_D])
+        scores = warpgroup_mma(keys, queries.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        dq = warpgroup_mma_wait(1, deps=[dq])
+        if not LAG:
+            mbarrier.wait(dq_free, turn ^ 1)
+        _stage_dq(dq, dq_tiles, HALF)
+        mbarrier.arrive(dq_ready, count=1)
+        mbarrier.wait(do_ready.index(next_stage), next_phase, pred=more)
+        upstream = do_tiles.index(next_stage).reshape([BLOCK_M, BLOCK_D])
+        dweights = warpgroup_mma(values, upstream.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        scores = warpgroup_mma_wait(1, deps=[scores])
+        weights, slopes = _weigh(
+            scores, next_stage, more, lse_tiles, places, indices, column, q_len, kv_len, factor, bend,
+            CAUSAL, N, CAP, BLOCK_M, S, dtype,
+        )  # fmt: skip
+        dweights = warpgroup_mma_wait(0, deps=[dweights])
+
+    if LAG and steps > 0:
+        dq = _multiply_dq(ds_tiles, k_tiles, other_ready, steps - 1, True, no_dq, HALF, BLOCK_M, BLOCK_D)
+        dq = warpgroup_mma_wait(0, deps=[dq])
+        mbarrier.wait(dq_free, (steps & 1) ^ 1)
+        _stage_dq(dq, dq_tiles, HALF)
+        mbarrier.arrive(dq_ready, count=1)
+
+    keys = k_tiles.index(HALF).reshape([64, BLOCK_D])
+    values = v_tiles.index(HALF).reshape([64, BLOCK_D])
+    values.store(_narrow(dvalues, dtype))
+    named_barrier_sync(8, 256)
+    keys.store(_narrow(dkeys * scale, dtype))
+    fence_async_shared()
+    group_barrier()
+    mbarrier.arrive(sums_ready, count=1)
+
+
+@gluon.jit
+def _first_half(
+    indices, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles, places, ds_tiles, dq_tiles,
+    keys_ready, q_ready, do_ready, first_ready, second_ready, dq_ready, dq_free, sums_ready, tile, steps, q_len,
+    kv_len, scale, factor, bend, CAUSAL: gl.constexpr, N: gl.constexpr, CAP: gl.constexpr, LAG: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
+):  # fmt: skip
+    _accumulate(
+        indices, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles, places, ds_tiles, dq_tiles,
+        keys_ready, q_ready, do_ready, first_ready, second_ready, dq_ready, dq_free, sums_ready, tile, steps,
+        q_len, kv_len, scale, factor, bend, 0, CAUSAL, N, CAP, LAG, BLOCK_M, BLOCK_D,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _second_half(
+    indices, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles, places, ds_tiles, dq_tiles,
+    keys_ready, q_ready, do_ready, first_ready, second_ready, dq_ready, dq_free, sums_ready, tile, steps, q_len,
+    kv_len, scale, factor, bend, CAUSAL: gl.constexpr, N: gl.constexpr, CAP: gl.constexpr, LAG: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
+):  # fmt: skip
+    _accumulate(
+        indices, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles, places, ds_tiles, dq_tiles,
+        keys_ready, q_ready, do_ready, second_ready, first_ready, dq_ready, dq_free, sums_ready, tile, steps,
+        q_len, kv_len, scale, factor, bend, 1, CAUSAL, N, CAP, LAG, BLOCK_M, BLOCK_D,
+    )  # fmt: skip
+
+
+_RUNTIME = ["heads", "kv_heads", "units", "together", "mask_batch", "mask_heads", "q_len", "kv_len", "n_q", "n_kv",
+            "n_columns", "padded"]  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=_RUNTIME)
+def _backward(
+    q, k, v, dout, dq, dk, dv, lse, delta, indices, segments, counts, order, locks,
+    heads, kv_heads, units, together, mask_batch, mask_heads, q_len, kv_len, n_q, n_kv, n_columns, padded,
+    scale, factor, bend,
+    CAUSAL: gl.constexpr, N: gl.constexpr, CAP: gl.constexpr, ORDERED: gl.constexpr, LAG: gl.constexpr,
+    REGISTERS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
+    ROWS: gl.constexpr, SUBTILES: gl.constexpr, VISIBLE: gl.constexpr, SEGMENTS: gl.constexpr,
+):  # fmt: skip
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    SCORES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_M], q.dtype)
+    q_tiles = gl.allocate_shared_memory(q.dtype, [2, 1, 1, BLOCK_M, BLOCK_D], q.layout)
+    do_tiles = gl.allocate_shared_memory(q.dtype, [2, 1, 1, BLOCK_M, BLOCK_D], dout.layout)
+    k_tiles = gl.allocate_shared_memory(q.dtype, [2, 1, 1, 64, BLOCK_D], k.layout)
+    v_tiles = gl.allocate_shared_memory(q.dtype, [2, 1, 1, 64, BLOCK_D], v.layout)
+    ds_tiles = gl.allocate_shared_memory(q.dtype, [4, 64, BLOCK_M], SCORES)
+    dq_tiles = gl.allocate_shared_memory(gl.float32, [2, 128, 32], dq.layout)
+    lse_tiles = gl.allocate_shared_memory(gl.float32, [2, BLOCK_M], PLAIN)
+    delta_tiles = gl.allocate_shared_memory(gl.float32, [2, BLOCK_M], PLAIN)
+    places = gl.allocate_shared_memory(gl.int32, [4, 1], PLAIN)
+    keys_ready = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    q_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    do_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    free = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    first_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    second_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    dq_ready = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    dq_free = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    sums_ready = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    mbarrier.init(keys_ready, count=1)
+    mbarrier.init(dq_ready, count=2)
+    mbarrier.init(dq_free, count=1)
+    mbarrier.init(sums_ready, count=2)
+    for i in gl.static_range(2):
+        mbarrier.init(q_ready.index(i), count=1)
+        mbarrier.init(do_ready.index(i), count=1)
+        mbarrier.init(free.index(i), count=1)
+    for i in gl.static_range(2):
+        mbarrier.init(first_ready.index(i), count=1)
+        mbarrier.init(second_ready.index(i), count=1)
+    fence_async_shared()
+
+    begin = gl.program_id(0) // (together * n_columns) * together
+    place = gl.program_id(0) - begin * n_columns
+    width = gl.minimum(together, units - begin)
+    tile = place // width
+    if ORDERED and CAUSAL:
+        tile = n_columns - 1 - tile
+    unit = begin + place % width
+    batch = unit // kv_heads
+    kv_head = unit % kv_heads
+    group = heads // kv_heads
+    segments += tile // SUBTILES * (SEGMENTS * 2)
+
+    lanes = gl.arange(0, 32, gl.BlockedLayout([1], [32], [4], [0]))
+    distinct = gl.where(mask_heads == heads, group, 1)
+    steps = 0
+    for member in range(distinct):
+        mask = (batch % mask_batch) * mask_heads + (kv_head * group + member) // (heads // mask_heads)
+        ranges = segments + mask.to(gl.int64) * n_kv * SEGMENTS * 2 + lanes * 2
+        first = gl.load(ranges, mask=lanes < SEGMENTS, other=0)
+        last = gl.load(ranges + 1, mask=lanes < SEGMENTS, other=0)
+        steps += gl.sum(last - first, 0)
+    steps = steps * (group // distinct) * (ROWS // BLOCK_M)
+
+    gl.warp_specialize(
+        [
+            (_first_half, (
+                indices, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles, places, ds_tiles, dq_tiles,
+                keys_ready, q_ready, do_ready, first_ready, second_ready, dq_ready, dq_free, sums_ready, tile,
+                steps, q_len, kv_len, scale, factor, bend, CAUSAL, N, CAP, LAG, BLOCK_M, BLOCK_D,
+            )),
+            (_second_half, (
+                indices, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles, places, ds_tiles, dq_tiles,
+                keys_ready, q_ready, do_ready, first_ready, second_ready, dq_ready, dq_free, sums_ready, tile,
+                steps, q_len, kv_len, scale, factor, bend, CAUSAL, N, CAP, LAG, BLOCK_M, BLOCK_D,
+            )),
+            (_load_rows, (
+                q, k, v, dout, lse, delta, segments, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles,
+                places, keys_ready, q_ready, do_ready, free, batch, kv_head, group, heads, mask_batch, mask_heads,
+                n_kv, tile, q_len, ROWS, SEGMENTS, VISIBLE, ORDERED, BLOCK_M, BLOCK_D,
+            )),
+            (_store_gradients, (
+                dq, dk, dv, segments, counts, order, locks, dq_tiles, k_tiles, v_tiles, free, dq_ready, dq_free,
+                sums_ready, batch, kv_head, group, heads, mask_batch, mask_heads, n_q, n_kv, tile, padded,
+                SUBTILES, ROWS, SEGMENTS, VISIBLE, ORDERED, CAUSAL, LAG, BLOCK_M,
+            )),
+        ],
+        [4, 1, 1],
+        [REGISTERS, 504 - 2 * REGISTERS, 504 - 2 * REGISTERS],
+    )  # fmt: skip
+
+
+@triton.jit
+def _row_order(tiles, counts, order, n_kv, LANES: tl.constexpr):
+    """For one row tile of a plan: the number of listed key tiles before each one, in `order` (zeros)."""
+    row = tl.program_id(0).to(tl.int64)
+    tiles += row * n_kv
+    order += row * n_kv
+    visible = tl.load(counts + row * 2)
+    partial = tl.load(counts + row * 2 + 1)
+    for first in range(0, n_kv, LANES):
+        lane = first + tl.arange(0, LANES)
+        listed = (lane < visible) | ((lane >= n_kv - partial) & (lane < n_kv))
+        tile = tl.load(tiles + lane, mask=listed, other=0).to(tl.int32)
+        tl.store(order + tile, 1, mask=listed)
+    tl.debug_barrier()
+    before = 0
+    for first in range(0, n_kv, LANES):
+        lane = first + tl.arange(0, LANES)
+        listed = tl.load(order + lane, mask=lane < n_kv, other=0).to(tl.int32)
+        tl.debug_barrier()
+        tl.store(order + lane, before + tl.cumsum(listed, 0) - listed, mask=lane < n_kv)
+        before += tl.sum(listed, 0)
+
+
+@triton.jit(do_not_specialize=["heads", "q_len", "n_rows"])
+def _scale_dq(
+    sums, dq, dq_b, dq_h, dq_s, heads, q_len, n_rows, scale, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr
+):  # fmt: skip
+    """Sums in the order of `_accumulate`, scaled, to dq [B, Hq, Sq, D]: one of the two halves of a tile of rows."""
+    half = tl.program_id(0) % 2
+    row_tile = tl.program_id(0) // 2 % n_rows
+    plane = (tl.program_id(0) // 2 // n_rows).to(tl.int64)
+    pieces = (tl.program_id(0).to(tl.int64) * 128 + tl.arange(0, 128))[:, None] * 32 + tl.arange(0, 32)[None, :]
+    tile = tl.reshape(tl.load(sums + pieces), [8, 4, 4, 2, 4, 2, 2])
+    tile = tl.reshape(tl.permute(tile, [1, 5, 2, 3, 0, 4, 6]), [64, 64]) * scale
+    rows = row_tile * BLOCK_M + (half * 64 if BLOCK_M == 128 else 0) + tl.arange(0, 64)
+    dims = (half * 64 if BLOCK_M == 64 else 0) + tl.arange(0, 64)
+    at = plane // heads * dq_b + plane % heads * dq_h + rows.to(tl.int64)[:, None] * dq_s + dims[None, :]
+    tl.store(dq + at, tile.to(dq.dtype.element_ty), mask=(rows < q_len)[:, None] & (dims < BLOCK_D)[None, :])
+
+
+_CONFIGS = {64: Config(128, 232, True), 128: Config(64, 224, False)}
+_ROWS_AT_HAND = 8 << 20  # bytes of rows, of the heads whose key tiles take turns, that the L2 cache should hold
+
+
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    mask: FlashMask,
+    plan: Plan,
+    scale: float,
+    softcap: float,
+    deterministic: bool = False,
+    config: Config | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Launch the backward.
+
+    Args:
+        dout: gradient of the output, [B, Hq, Sq, D].
+        q: [B, Hq, Sq, D], bfloat16 or float16, D 64 or 128.
+        k: [B, Hkv, Skv, D].
+        v: [B, Hkv, Skv, D].
+        lse: float32 [B, Hq, Sq] of the forward.
+        delta: float32 [B, Hq, Sq] from `row_delta`.
+        mask: the mask.
+        plan: its plan.
+        scale: factor on the scores.
+        softcap: 0 is none.
+        deterministic: add to dQ in a fixed order, so that repeated runs agree to the bit.
+        config: overrides the tiles.
+
+    Returns:
+        dq, dk, dv like q, k, v.
+    """
+    batch, heads, q_len, dim = q.shape
+    kv_heads, kv_len = k.shape[1:3]
+    config = config or _CONFIGS[dim]
+    q, k, v, dout = (describable(x) for x in (q, k, v, dout))
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    indices = mask.indices.contiguous()
+    mask_batch, mask_heads, n_q, n_kv = plan.tiles.shape
+    padded = -(-q_len // ROWS) * ROWS
+    sums = torch.zeros(batch * heads * padded * dim // 32, 32, dtype=torch.float32, device=q.device)
+    subtiles = plan_columns(kv_len) // COLUMNS
+    n_columns = triton.cdiv(kv_len, plan_columns(kv_len)) * subtiles
+    units = batch * kv_heads
+    factor, bend = score_factors(scale, softcap)
+    # Taking turns puts equal work side by side, and shortens the queue before a row tile where the order is fixed.
+    together = 4 if deterministic else max(1, _ROWS_AT_HAND // (q_len * dim * (heads // kv_heads) * 4))
+    with torch.cuda.device_of(q):
+        order = locks = plan.segments  # not read
+        if deterministic:
+            order = torch.zeros(plan.tiles.shape, dtype=torch.int16, device=q.device)
+            locks = torch.zeros(batch * heads * padded // config.rows, dtype=torch.int32, device=q.device)
+            _row_order[(mask_batch * mask_heads * n_q,)](plan.tiles, plan.counts, order, n_kv, LANES=256, num_warps=4)
+        _backward[(n_columns * units,)](
+            _operand(q, config.rows), _operand(k, 64), _operand(v, 64), _operand(dout, config.rows),
+            TensorDescriptor(sums, list(sums.shape), [32, 1], [128, 32], _shared_layout([128, 32], sums.dtype)),
+            _operand(dk, 64), _operand(dv, 64), lse, delta, indices, plan.segments, plan.counts, order, locks,
+            heads, kv_heads, units, together, mask_batch, mask_heads, q_len, kv_len, n_q, n_kv, n_columns, padded,
+            scale, factor, bend,
+            CAUSAL=mask.causal, N=indices.shape[-1], CAP=softcap != 0, ORDERED=deterministic, LAG=int(config.lag),
+            REGISTERS=config.registers, BLOCK_M=config.rows, BLOCK_D=dim, ROWS=ROWS, SUBTILES=subtiles,
+            VISIBLE=VISIBLE_SEGMENTS,
+            SEGMENTS=VISIBLE_SEGMENTS + PARTIAL_SEGMENTS, num_warps=4,
+        )  # fmt: skip
+        n_rows = padded // config.rows
+        _scale_dq[(2 * n_rows * heads * batch,)](
+            sums, dq, *dq.stride()[:3], heads, q_len, n_rows, scale, BLOCK_M=config.rows, BLOCK_D=dim, num_warps=4
+        )
+    return dq, dk, dv
+
+
+_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+
+
+def _shared_layout(block: list[int], dtype: torch.dtype) -> Any:
+    return gl.NVMMASharedLayout.get_default_for(block, _DTYPES[dtype])
+
+
+def _operand(x: Tensor, rows: int) -> Any:
+    """A descriptor of `x` [B, H, S, D] for tiles [rows, D]. Strides of axes of length 1 may be anything."""
+    block = [1, 1, rows, x.shape[-1]]
+    return TensorDescriptor(x, list(x.shape), descriptor_strides(x), block, _shared_layout(block, x.dtype))

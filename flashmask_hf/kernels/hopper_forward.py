@@ -1,0 +1,596 @@
+"""The forward on Hopper (sm_90a), in Gluon: warp-specialized, fed by the tensor memory accelerator (TMA).
+
+A program stays on a multiprocessor and takes one tile of query rows after the other from a counter. Its warps have
+roles. One warp walks the plan's list and sends queries, keys and values to shared memory; one turns the intervals of
+partial tiles into bits; two groups of four warps multiply, 64 rows each. A group issues the scores of the next tile of
+keys before the products of this one are done, so that its softmax runs beside them, and the two groups take turns at
+issuing (FlashAttention-3, section 3). Weights stay in registers.
+"""
+
+# Device code: a tile or a constexpr reads as an int or a function there.
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashmask_hf.kernels.gluon_shim import (
+    TensorDescriptor,
+    available,
+    fence_async_shared,
+    gl,
+    gluon,
+    group_barrier,
+    keep_signed,
+    mbarrier,
+    named_barrier_arrive,
+    named_barrier_sync,
+    opaque_zero,
+    rescale,
+    tma_load,
+    tma_store,
+    tma_store_wait,
+    warp_of_group,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from flashmask_hf.kernels.tiles import LN_2, LOG2_E, LOWEST, describable, descriptor_strides, score_factors
+from flashmask_hf.mask import FlashMask
+from flashmask_hf.plan import ROWS, Plan, plan_columns
+
+
+class Config(NamedTuple):
+    """Key columns of a tile, tiles in flight, and registers of a thread that multiplies and of one that does not."""
+
+    columns: int
+    stages: int
+    registers: int
+    helper_registers: int
+
+
+# By head_dim, as measured on an H200 (bfloat16).
+_FORWARD = {64: Config(128, 2, 216, 72), 128: Config(128, 2, 224, 56)}
+
+_LOG2_E = gl.constexpr(LOG2_E.value)
+_LN_2 = gl.constexpr(LN_2.value)
+_LOWEST = gl.constexpr(LOWEST.value)
+_NEVER = gl.constexpr(2147483647)
+_SLACK = gl.constexpr(8.0)
+"""How far scores, in units of log2, may exceed the offset of their exponentials before it follows the maximum."""
+
+# Fields of the board, on which the feeding warp writes what the others need of a tile of rows. It has two sides.
+_STEPS = gl.constexpr(0)
+_VISIBLE = gl.constexpr(1)
+_ROW = gl.constexpr(2)
+_BATCH = gl.constexpr(3)
+_HEAD = gl.constexpr(4)
+_LINE = gl.constexpr(5)
+_MASK = gl.constexpr(6)
+_PLAN_ROW = gl.constexpr(7)
+_FIELDS = gl.constexpr(8)
+
+# Barriers in shared memory: a side of the board, the queries, a slot of words. Keys and values have their own.
+_QUERIES = gl.constexpr(2)
+_WORDS = gl.constexpr(3)
+
+# Barriers of the hardware: whose turn it is, and what the multiplying groups have read. These, unlike those in shared
+# memory, cost a group no barrier of its own before it arrives.
+_TURN = gl.constexpr(6)
+_WORDS_READ = gl.constexpr(8)
+_READ = gl.constexpr(10)  # keys by stage, then values by stage
+_GROUPS = gl.constexpr(256)  # threads
+_GROUPS_AND_WARP = gl.constexpr(288)
+
+
+@gluon.jit
+def _read(field):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return gl.max(field.load(layout), 0)
+
+
+@gluon.jit
+def _write(field, value):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    field.store(gl.full([1], value, gl.int32, layout))
+
+
+@gluon.jit
+def _open(full, turn):
+    """Wait for the board of row tile number `turn`; returns its first field."""
+    mbarrier.wait(full.index(turn % 2), (turn // 2) & 1)
+    return turn % 2 * _FIELDS
+
+
+@gluon.jit
+def _close(free, turn):
+    group_barrier()
+    mbarrier.arrive(free.index(turn % 2))
+
+
+@gluon.jit
+def _feed(
+    q, k, v, tiles, counts, counter,
+    n_tiles, n_rows, heads, kv_heads, mask_batch, mask_heads, n_q, n_kv, board, q_s, kv_s, barriers,
+    SUBTILES: gl.constexpr, STAGES: gl.constexpr, SHARED: gl.constexpr,
+):  # fmt: skip
+    """Take tiles of rows, put them on the board, and load what they need in the order of the plan's list.
+
+    Neighbouring tiles share a head's keys; the last rows, which see most under a causal mask, go first.
+    """
+    full, free, k_full, v_full = barriers
+    M: gl.constexpr = q.block_shape[2]
+    D: gl.constexpr = q.block_shape[3]
+    BLOCK_N: gl.constexpr = k.block_shape[2]
+    tile = gl.program_id(0)
+    turn = 0
+    step = 0
+    while tile < n_tiles:
+        row_tile = n_rows - 1 - tile % n_rows
+        row = row_tile * (2 * M)
+        line = tile // n_rows
+        batch = line // heads
+        head = line % heads
+        kv_head = head // (heads // kv_heads)
+        mask = (batch % mask_batch) * mask_heads + head // (heads // mask_heads)
+        plan_row = mask * n_q + row_tile
+        walk = tiles + plan_row.to(gl.int64) * n_kv
+        visible = gl.load(counts + plan_row * 2)
+        partial = gl.load(counts + plan_row * 2 + 1)
+        # Rows that see nothing get one tile all the same, hidden pair by pair.
+        n = gl.maximum(visible + partial, 1) * SUBTILES
+        mbarrier.wait(free.index(turn % 2), ((turn // 2) & 1) ^ 1)
+        field = turn % 2 * _FIELDS
+        _write(board.index(field + _STEPS), n)
+        _write(board.index(field + _VISIBLE), visible * SUBTILES)
+        _write(board.index(field + _ROW), row)
+        _write(board.index(field + _BATCH), batch)
+        _write(board.index(field + _HEAD), head)
+        _write(board.index(field + _LINE), line)
+        _write(board.index(field + _MASK), mask)
+        _write(board.index(field + _PLAN_ROW), gl.where(partial > 0, plan_row, -1))
+        group_barrier()
+        mbarrier.arrive(full.index(turn % 2))
+        following = gl.atomic_add(counter, 1) + gl.num_programs(0) if SHARED else n_tiles
+
+        mbarrier.wait(free.index(_QUERIES), (turn & 1) ^ 1)
+        mbarrier.expect(full.index(_QUERIES), 2 * M * D * 2)
+        tma_load(q, [batch, head, row, 0], full.index(_QUERIES), q_s.index(0))
+        tma_load(q, [batch, head, row + M, 0], full.index(_QUERIES), q_s.index(1))
+        for i in range(n):
+            at = i // SUBTILES  # visible tiles from the front of the list, partial ones from its back
+            at = gl.where(at < visible, at, n_kv - 1 - (at - visible))
+            column = gl.load(walk + at, mask=visible + partial > 0, other=0).to(gl.int32)
+            column = (column * SUBTILES + i % SUBTILES) * BLOCK_N
+            stage = step % STAGES
+            if step >= STAGES:
+                named_barrier_sync(_READ + stage, _GROUPS_AND_WARP)
+            mbarrier.expect(k_full.index(stage), BLOCK_N * D * 2)
+            tma_load(k, [batch, kv_head, column, 0], k_full.index(stage), kv_s.index(stage))
+            if step >= STAGES:
+                named_barrier_sync(_READ + STAGES + stage, _GROUPS_AND_WARP)
+            mbarrier.expect(v_full.index(stage), BLOCK_N * D * 2)
+            tma_load(v, [batch, kv_head, column, 0], v_full.index(stage), kv_s.index(STAGES + stage))
+            step += 1
+        tile = following
+        turn += 1
+    mbarrier.wait(free.index(turn % 2), ((turn // 2) & 1) ^ 1)
+    _write(board.index(turn % 2 * _FIELDS + _STEPS), 0)
+    group_barrier()
+    mbarrier.arrive(full.index(turn % 2))
+
+
+@gluon.jit
+def _below(bound):
+    """A word of 32 rows with those under `bound` set; `bound` may lie outside."""
+    bound = gl.minimum(gl.maximum(bound, 0), 32)
+    return ((gl.full(bound.shape, 1, gl.int64, bound.type.layout) << bound.to(gl.int64)) - 1).to(gl.int32)
+
+
+@gluon.jit
+def _between(start, end):
+    return _below(end) & (-1 - _below(start))
+
+
+@gluon.jit
+def _screen(
+    indices, tiles, q_len, kv_len, n_kv, board, words, full, free,
+    CAUSAL: gl.constexpr, N: gl.constexpr, SUBTILES: gl.constexpr,
+):  # fmt: skip
+    """For each partial tile a bit per pair, set where it is visible: words of 32 rows [rows / 32, BLOCK_N]."""
+    COUNT: gl.constexpr = words.shape[0] // 2
+    BLOCK_N: gl.constexpr = words.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([BLOCK_N // 32], [32], [1], [0])
+    turn = 0
+    step = 0
+    field = _open(full, turn)
+    n = _read(board.index(field + _STEPS))
+    while n > 0:
+        n_visible = _read(board.index(field + _VISIBLE))
+        row = _read(board.index(field + _ROW))
+        mask = _read(board.index(field + _MASK))
+        plan_row = _read(board.index(field + _PLAN_ROW))
+        _close(free, turn)
+        walk = tiles + plan_row.to(gl.int64) * n_kv
+        vectors = indices + mask.to(gl.int64) * kv_len * N
+        for i in range(n - n_visible):
+            column = gl.load(walk + n_kv - 1 - i // SUBTILES, mask=plan_row >= 0, other=0).to(gl.int32)
+            columns = (column * SUBTILES + i % SUBTILES) * BLOCK_N + gl.arange(0, BLOCK_N, layout)
+            inside = columns < kv_len
+            at = vectors + columns.to(gl.int64) * N
+            start = gl.load(at, mask=inside, other=0) - row
+            if N == 4 or (N == 2 and CAUSAL):
+                end = gl.load(at + 1, mask=inside, other=_NEVER) - row
+            if N == 2 and not CAUSAL:
+                other_end = gl.load(at + 1, mask=inside, other=0) - row
+            if N == 4:
+                other_start = gl.load(at + 2, mask=inside, other=0) - row
+                other_end = gl.load(at + 3, mask=inside, other=0) - row
+            slot = step % 2
+            if step >= 2:
+                named_barrier_sync(_WORDS_READ + slot, _GROUPS_AND_WARP)
+            for word in gl.static_range(COUNT):
+                if N == 4 or (N == 2 and CAUSAL):
+                    hidden = _between(start - word * 32, end - word * 32)
+                else:
+                    hidden = -1 - _below(start - word * 32)
+                if N == 2 and not CAUSAL:
+                    hidden = hidden | _below(other_end - word * 32)
+                if N == 4:
+                    hidden = hidden | _between(other_start - word * 32, other_end - word * 32)
+                if CAUSAL:
+                    hidden = hidden | _below(columns - (kv_len - q_len) - row - word * 32)
+                words.index(slot * COUNT + word).store(-1 - hidden)
+            group_barrier()
+            mbarrier.arrive(full.index(_WORDS + slot))
+            step += 1
+        turn += 1
+        field = _open(full, turn)
+        n = _read(board.index(field + _STEPS))
+
+
+@gluon.jit
+def _take_words(words, full, masked, own, layout: gl.constexpr):
+    """Partial tile number `masked` for this warp's rows: a word per column [BLOCK_N].
+
+    `own`, the word of the warp's rows, differs between warps, and so does the result, although its layout calls it
+    replicated. It is used elementwise only.
+    """
+    slot = masked % 2
+    mbarrier.wait(full.index(_WORDS + slot), (masked // 2) & 1)
+    bits = words.index(slot * (words.shape[0] // 2) + own).load(gl.SliceLayout(0, layout))
+    named_barrier_arrive(_WORDS_READ + slot, _GROUPS_AND_WARP)
+    return bits
+
+
+@gluon.jit
+def _hide(scores, bits):
+    """Scores [64, BLOCK_N] with hidden pairs at -inf."""
+    rows = gl.arange(0, scores.shape[0], gl.SliceLayout(1, scores.type.layout))
+    # A thread holds rows r and r + 8 of the word: their bits become the signs of bytes 2 and 3.
+    flags = gl.expand_dims(bits, 0) << gl.expand_dims(23 - (rows & 23), 1)
+    selector = gl.expand_dims(gl.where((rows & 8) != 0, 0xBBBB, 0xAAAA), 1)
+    scores, flags = gl.broadcast(scores, flags)
+    scores, selector = gl.broadcast(scores, selector)
+    return keep_signed(scores, flags, selector)
+
+
+@gluon.jit
+def _tanh(x):
+    """Hyperbolic tangent to float32 accuracy, as `tiles.tanh`."""
+    square = x * x
+    series = x * (1.0 + square * (-1.0 / 3 + square * (2.0 / 15 + square * (-17.0 / 315 + square * (62.0 / 2835)))))
+    decay = gl.exp2(gl.abs(x) * (-2.0 * _LOG2_E))
+    exact = (1.0 - decay) / (1.0 + decay)
+    return gl.where(gl.abs(x) < 0.25, series, gl.where(x < 0, -exact, exact))
+
+
+@gluon.jit
+def _reduce(x, AXIS: gl.constexpr, MAX: gl.constexpr):
+    return gl.max(x, AXIS) if MAX else gl.sum(x, AXIS)
+
+
+@gluon.jit
+def _within_lanes(x, MAX: gl.constexpr):
+    """Maximum or sum of [M, N] over what a lane holds of a row: [M, 4]. As a tree, for there is no time for a chain."""
+    M: gl.constexpr = x.shape[0]
+    x = _reduce(gl.reshape(x, [M, x.shape[1] // 8, 4, 2]), 3, MAX)
+    for _ in gl.static_range(6):
+        if x.shape[1] > 1:
+            x = _reduce(gl.reshape(x, [M, 2, x.shape[1] // 2, 4]), 1, MAX)
+    return gl.reshape(x, [M, 4])
+
+
+@gluon.jit
+def _per_row(x, layout: gl.constexpr):
+    """[M] as the column [M, 1] of a tile in `layout`."""
+    return gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(1, layout)), 1)
+
+
+@gluon.jit
+def _soften(scores, top, total, factor):
+    """(weights [64, BLOCK_N], decay [64], new top [64], new total [64, 4]); top is in units of log2."""
+    layout: gl.constexpr = scores.type.layout
+    highest = gl.convert_layout(gl.max(_within_lanes(scores, True), 1), gl.SliceLayout(1, layout))
+    highest = highest * factor
+    new_top = gl.where(highest > top + _SLACK, highest, top)
+    weights = gl.exp2(scores * factor - gl.expand_dims(new_top, 1))
+    decay = gl.exp2(top - new_top)
+    lanes: gl.constexpr = total.type.layout
+    total = total * _per_row(decay, lanes) + _within_lanes(weights, False)
+    return weights, decay, new_top, total
+
+
+@gluon.jit
+def _multiply_scores(q_s, kv_s, stage, GROUP: gl.constexpr, layout: gl.constexpr):
+    """Start the scores [64, BLOCK_N] of the keys in `stage`."""
+    M: gl.constexpr = q_s.shape[3]
+    D: gl.constexpr = q_s.shape[4]
+    BLOCK_N: gl.constexpr = kv_s.shape[3]
+    q = q_s.index(GROUP + opaque_zero()).reshape([M, D])
+    keys = kv_s.index(stage).reshape([BLOCK_N, D])
+    zero = gl.zeros([M, BLOCK_N], gl.float32, layout)
+    return warpgroup_mma(q, keys.permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _multiply_values(weights, acc, kv_s, stage):
+    """Start adding weights times the values in `stage` of `kv_s` to acc [64, D]."""
+    BLOCK_N: gl.constexpr = kv_s.shape[3]
+    D: gl.constexpr = kv_s.shape[4]
+    values = kv_s.index(stage).reshape([BLOCK_N, D])
+    return warpgroup_mma(weights, values, acc, is_async=True)
+
+
+@gluon.jit
+def _step(
+    weights, acc, top, total, step, more, masked, own, factor, bend, q_s, kv_s, words, full,
+    k_full, v_full,
+    MASKED: gl.constexpr, GROUP: gl.constexpr, CAP: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr,
+):  # fmt: skip
+    """Scores and softmax of tile `step`, while the weights of the tile before are multiplied with its values."""
+    layout: gl.constexpr = acc.type.layout
+    stage = step % STAGES
+    before = (step - 1) % STAGES
+    named_barrier_sync(_TURN + GROUP, _GROUPS)
+    scores = _multiply_scores(q_s, kv_s, stage, GROUP, SCORES)
+    mbarrier.wait(v_full.index(before), ((step - 1) // STAGES) & 1)
+    acc = _multiply_values(weights, acc, kv_s, STAGES + before)
+    named_barrier_arrive(_TURN + 1 - GROUP, _GROUPS)
+    if MASKED:
+        bits = _take_words(words, full, masked, own, SCORES)
+    scores = warpgroup_mma_wait(1, deps=[scores])
+    named_barrier_arrive(_READ + stage, _GROUPS_AND_WARP)
+    if CAP:
+        scores = _tanh(scores * bend)
+    if MASKED:
+        scores = _hide(scores, bits)
+    weights, decay, top, total = _soften(scores, top, total, factor)
+    weights = gl.convert_layout(weights.to(q_s.dtype), gl.DotOperandLayout(0, layout, 2))
+    # This wait is here, not at the top, because it keeps the next one, with nothing between them, behind the softmax.
+    mbarrier.wait(k_full.index((step + 1) % STAGES), ((step + 1) // STAGES) & 1, pred=more)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    named_barrier_arrive(_READ + STAGES + before, _GROUPS_AND_WARP)
+    acc, decay = gl.broadcast(acc, _per_row(decay, layout))
+    return weights, rescale(acc, decay), top, total
+
+
+@gluon.jit
+def _attend(
+    GROUP: gl.constexpr, out, lse, sinks, q_len, factor, bend, board, q_s, kv_s, out_s, words, barriers,
+    SINKS: gl.constexpr, CAP: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Output and log-sum-exp of 64 rows of every tile on the board."""
+    full, free, k_full, v_full = barriers
+    M: gl.constexpr = q_s.shape[3]
+    D: gl.constexpr = q_s.shape[4]
+    BLOCK_N: gl.constexpr = kv_s.shape[3]
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    own = GROUP * (M // 32) + warp_of_group() // 2
+    if GROUP == 1:
+        named_barrier_arrive(_TURN, _GROUPS)  # the first group begins
+
+    turn = 0
+    step = 0
+    masked = 0
+    field = _open(full, turn)
+    n = _read(board.index(field + _STEPS))
+    while n > 0:
+        n_visible = _read(board.index(field + _VISIBLE))
+        top = gl.full([M], _LOWEST, gl.float32, gl.SliceLayout(1, SCORES))
+        total = _within_lanes(gl.zeros([M, BLOCK_N], gl.float32, SCORES), False)
+        acc = gl.zeros([M, D], gl.float32, OUT)
+        if SINKS:
+            sink = gl.load(sinks + _read(board.index(field + _HEAD))).to(gl.float32) * _LOG2_E
+            top = gl.maximum(top, sink)
+
+        stage = step % STAGES
+        mbarrier.wait(full.index(_QUERIES), turn & 1)
+        mbarrier.wait(k_full.index(stage), (step // STAGES) & 1)
+        scores = _multiply_scores(q_s, kv_s, stage, GROUP, SCORES)
+        scores = warpgroup_mma_wait(0, deps=[scores])
+        named_barrier_arrive(_READ + stage, _GROUPS_AND_WARP)
+        if CAP:
+            scores = _tanh(scores * bend)
+        if n_visible == 0:
+            scores = _hide(scores, _take_words(words, full, masked, own, SCORES))
+            masked += 1
+        weights, _decay, top, total = _soften(scores, top, total, factor)
+        weights = gl.convert_layout(weights.to(q_s.dtype), gl.DotOperandLayout(0, OUT, 2))
+        step += 1
+        mbarrier.wait(k_full.index(step % STAGES), (step // STAGES) & 1, pred=n > 1)
+        for i in range(1, n_visible):
+            weights, acc, top, total = _step(
+                weights, acc, top, total, step, i + 1 < n, masked, own, factor, bend, q_s, kv_s, words, full,
+                k_full, v_full, False, GROUP, CAP, STAGES, SCORES,
+            )  # fmt: skip
+            step += 1
+        for i in range(gl.maximum(n_visible, 1), n):
+            weights, acc, top, total = _step(
+                weights, acc, top, total, step, i + 1 < n, masked, own, factor, bend, q_s, kv_s, words, full,
+                k_full, v_full, True, GROUP, CAP, STAGES, SCORES,
+            )  # fmt: skip
+            step += 1
+            masked += 1
+        mbarrier.arrive(free.index(_QUERIES))
+        before = (step - 1) % STAGES
+        mbarrier.wait(v_full.index(before), ((step - 1) // STAGES) & 1)
+        acc = _multiply_values(weights, acc, kv_s, STAGES + before)
+
+        total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, SCORES))
+        if SINKS:
+            sink = gl.load(sinks + _read(board.index(field + _HEAD))).to(gl.float32) * _LOG2_E
+            total += gl.exp2(sink - top)
+        seen = total != 0  # NaN stays NaN
+        total = gl.where(seen, total, 1.0)
+        log_sum = gl.where(seen, (top + gl.log2(total)) * _LN_2, float("-inf"))
+        row = _read(board.index(field + _ROW)) + GROUP * M
+        batch = _read(board.index(field + _BATCH))
+        head = _read(board.index(field + _HEAD))
+        line = _read(board.index(field + _LINE))
+        _close(free, turn)
+        rows = row + gl.arange(0, M, gl.SliceLayout(1, SCORES))
+        gl.store(lse + line.to(gl.int64) * q_len + rows, log_sum, mask=rows < q_len)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        named_barrier_arrive(_READ + STAGES + before, _GROUPS_AND_WARP)
+        acc = acc * _per_row(1.0 / total, OUT)
+        tma_store_wait(0)
+        group_barrier()
+        out_s.index(GROUP).reshape([M, D]).store(acc.to(q_s.dtype))
+        fence_async_shared()
+        group_barrier()
+        tma_store(out, [batch, head, row, 0], out_s.index(GROUP))
+        turn += 1
+        field = _open(full, turn)
+        n = _read(board.index(field + _STEPS))
+    tma_store_wait(0)
+
+
+_SIZES = ["n_tiles", "n_rows", "heads", "kv_heads", "mask_batch", "mask_heads", "q_len", "kv_len", "n_q", "n_kv"]
+
+
+@gluon.jit(do_not_specialize=_SIZES)
+def _forward(
+    q, k, v, out, lse, sinks, indices, tiles, counts, counter,
+    n_tiles, n_rows, heads, kv_heads, mask_batch, mask_heads, q_len, kv_len, n_q, n_kv, factor, bend,
+    CAUSAL: gl.constexpr, N: gl.constexpr, SINKS: gl.constexpr, CAP: gl.constexpr, SUBTILES: gl.constexpr,
+    STAGES: gl.constexpr, REGISTERS: gl.constexpr, HELPER_REGISTERS: gl.constexpr, SHARED: gl.constexpr,
+):  # fmt: skip
+    line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    M: gl.constexpr = q.block_shape[2]
+    D: gl.constexpr = q.block_shape[3]
+    BLOCK_N: gl.constexpr = k.block_shape[2]
+    q_s = gl.allocate_shared_memory(q.dtype, [2, 1, 1, M, D], q.layout)
+    kv_s = gl.allocate_shared_memory(q.dtype, [2 * STAGES, 1, 1, BLOCK_N, D], k.layout)
+    out_s = gl.allocate_shared_memory(q.dtype, [2, 1, 1, M, D], out.layout)
+    words = gl.allocate_shared_memory(gl.int32, [2 * 2 * M // 32, BLOCK_N], line)
+    board = gl.allocate_shared_memory(gl.int32, [2 * _FIELDS, 1], line)
+    full = gl.allocate_shared_memory(gl.int64, [_WORDS + 2, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [_WORDS, 1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(_WORDS + 2):
+        mbarrier.init(full.index(i), count=1)
+    for i in gl.static_range(2):
+        mbarrier.init(free.index(i), count=3)
+    mbarrier.init(free.index(_QUERIES), count=2)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(v_full.index(i), count=1)
+    fence_async_shared()
+    barriers = (full, free, k_full, v_full)
+    gl.warp_specialize(
+        [
+            (
+                _attend,
+                (
+                    0, out, lse, sinks, q_len, factor, bend, board, q_s, kv_s, out_s, words, barriers,
+                    SINKS, CAP, STAGES,
+                ),
+            ),
+            (
+                _attend,
+                (
+                    1, out, lse, sinks, q_len, factor, bend, board, q_s, kv_s, out_s, words, barriers,
+                    SINKS, CAP, STAGES,
+                ),
+            ),
+            (
+                _feed,
+                (
+                    q, k, v, tiles, counts, counter, n_tiles, n_rows, heads, kv_heads, mask_batch, mask_heads, n_q,
+                    n_kv, board, q_s, kv_s, barriers, SUBTILES, STAGES, SHARED,
+                ),
+            ),
+            (_screen, (indices, tiles, q_len, kv_len, n_kv, board, words, full, free, CAUSAL, N, SUBTILES)),
+        ],
+        [4, 1, 1],
+        [REGISTERS, HELPER_REGISTERS, HELPER_REGISTERS],
+    )  # fmt: skip
+
+
+def why_not(device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str | None:
+    """What keeps the Hopper kernels from serving such tensors; None if they can."""
+    obstacle = available()
+    if obstacle is not None:
+        return f"this process: {obstacle}"
+    if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device)[0] != 9:
+        return f"tensors on {device} (it needs a Hopper GPU, compute capability 9.0)"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"dtype {dtype} (it takes bfloat16 and float16)"
+    if head_dim != v_head_dim or head_dim not in _FORWARD:
+        return f"head_dim {head_dim} with values of {v_head_dim} (it takes {' and '.join(map(str, _FORWARD))}, alike)"
+    return None
+
+
+def _describe(x: Tensor, rows: int) -> Any:
+    """A descriptor of `x` [B, H, S, D] for tiles of `rows` rows: zero past the end of a head, and not stored there."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+    return TensorDescriptor(x, list(x.shape), descriptor_strides(x), [1, 1, rows, x.shape[3]], layout)
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: FlashMask,
+    plan: Plan,
+    sinks: Tensor | None,
+    scale: float,
+    softcap: float,
+    config: Config | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Launch the forward; arguments and results as in `ops.flash_attn_forward`. `config` overrides the table."""
+    batch, heads, q_len, dim = q.shape
+    kv_heads, kv_len = k.shape[1:3]
+    q, k, v = (describable(x) for x in (q, k, v))
+    config = config or _FORWARD[dim]
+    out = q.new_empty(batch, q_len, heads, dim).transpose(1, 2)
+    lse = q.new_empty(batch, heads, q_len, dtype=torch.float32)
+    n_rows = -(-q_len // ROWS)
+    n_tiles = n_rows * heads * batch
+    programs = min(n_tiles, _multiprocessors(q.device))
+    shared = n_tiles > programs
+    counter = torch.zeros(1, dtype=torch.int32, device=q.device) if shared else None
+    factor, bend = score_factors(scale, softcap)
+    with torch.cuda.device_of(q):
+        _forward[(programs,)](
+            _describe(q, ROWS // 2), _describe(k, config.columns), _describe(v, config.columns),
+            _describe(out, ROWS // 2), lse, None if sinks is None else sinks.contiguous(), mask.indices.contiguous(),
+            plan.tiles, plan.counts, counter, n_tiles, n_rows, heads, kv_heads,
+            mask.indices.shape[0], mask.indices.shape[1], q_len, kv_len, plan.tiles.shape[2], plan.tiles.shape[3],
+            factor, bend,
+            CAUSAL=mask.causal, N=mask.indices.shape[-1], SINKS=sinks is not None, CAP=softcap != 0,
+            SUBTILES=plan_columns(kv_len) // config.columns, STAGES=config.stages, REGISTERS=config.registers,
+            HELPER_REGISTERS=config.helper_registers, SHARED=shared, num_warps=4,
+        )  # fmt: skip
+    return out, lse

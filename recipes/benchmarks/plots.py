@@ -1,0 +1,116 @@
+"""Draw what `attention.py` measured, as the FlashMask paper does in its figures 4 and 5.
+
+    python recipes/benchmarks/plots.py results/attention_h200.csv --sweep results/sweep_h200.csv --out results
+
+Writes `attention_D_S.png`, TFLOP/s by mask and provider (figure 5); `sparsity.png`, latency against sparsity with the
+line through it and its R^2 (figure 4a); and `mask_memory.png`, bytes of the mask's own data against the row's length
+(figure 4b). Prints the R^2 of every provider.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+
+Rows = list[dict[str, str]]
+
+
+def read(path: str) -> Rows:
+    """The rows of a CSV."""
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def _unique(rows: Rows, name: str) -> list[str]:
+    return list(dict.fromkeys(row[name] for row in rows))
+
+
+def _conditions(row: dict[str, str]) -> str:
+    return f"{row['gpu']}, bfloat16, torch {row['torch'].split('+')[0]}, Triton {row['triton']}, commit {row['commit']}"
+
+
+def bars(rows: Rows, out: Path) -> None:
+    """A chart for each head_dim and length: TFLOP/s forward and backward together."""
+    for dim in _unique(rows, "head_dim"):
+        for length in _unique(rows, "length"):
+            shown = [row for row in rows if row["head_dim"] == dim and row["length"] == length]
+            families, providers = _unique(shown, "mask"), _unique(shown, "provider")
+            figure, axes = plt.subplots(figsize=(14, 4.5))
+            width = 0.8 / len(providers)
+            for i, provider in enumerate(providers):
+                figures = {row["mask"]: float(row["both_tflops"]) for row in shown if row["provider"] == provider}
+                places = [families.index(family) + (i - (len(providers) - 1) / 2) * width for family in figures]
+                axes.bar(places, list(figures.values()), width, label=provider)
+            axes.set_xticks(range(len(families)), families, rotation=20, ha="right")
+            axes.set_ylabel("TFLOP/s, forward + backward")
+            axes.set_title(f"{int(length) // 1024}K tokens, head_dim {dim}: {_conditions(shown[0])}", fontsize=10)
+            axes.legend(ncols=len(providers), fontsize=8)
+            figure.tight_layout()
+            figure.savefig(out / f"attention_{dim}_{length}.png", dpi=100)
+            plt.close(figure)
+
+
+def latency(rows: Rows, out: Path) -> None:
+    """Milliseconds against sparsity, and how straight the line is."""
+    figure, axes = plt.subplots(figsize=(7, 4.5))
+    for provider in _unique(rows, "provider"):
+        shown = [row for row in rows if row["provider"] == provider]
+        x = np.array([float(row["sparsity"]) for row in shown])
+        y = np.array([float(row["forward_ms"]) + float(row["backward_ms"]) for row in shown])
+        slope, offset = np.polyfit(x, y, 1)
+        explained = 1 - ((y - slope * x - offset) ** 2).sum() / ((y - y.mean()) ** 2).sum()
+        print(f"{provider}: R^2 = {explained:.4f}")
+        points = axes.plot(x, y, "o", label=f"{provider}, $R^2$ = {explained:.4f}")
+        axes.plot(x, slope * x + offset, color=points[0].get_color(), linewidth=1)
+    axes.set_xlabel("sparsity (hidden 128 x 128 tiles)")
+    axes.set_ylabel("ms, forward + backward")
+    axes.set_title(f"causal documents, {rows[0]['length']} tokens, head_dim {rows[0]['head_dim']}: {rows[0]['gpu']}")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(out / "sparsity.png", dpi=100)
+    plt.close(figure)
+
+
+def memory(rows: Rows, out: Path) -> None:
+    """What a mask takes, by length, for each provider's most costly mask."""
+    figure, axes = plt.subplots(figsize=(7, 4.5))
+    for provider in _unique(rows, "provider"):
+        largest: dict[int, float] = {}
+        for row in rows:
+            if row["provider"] == provider and float(row["mask_mib"]) > 0:
+                length = int(row["length"])
+                largest[length] = max(largest.get(length, 0.0), float(row["mask_mib"]))
+        if largest:
+            axes.plot(sorted(largest), [largest[length] for length in sorted(largest)], "o-", label=provider)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel("tokens in a row")
+    axes.set_ylabel("peak MiB while making the mask")
+    axes.set_title(_conditions(rows[0]), fontsize=9)
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(out / "mask_memory.png", dpi=100)
+    plt.close(figure)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("csv", help="what attention.py wrote")
+    parser.add_argument("--sweep", help="what attention.py --sweep wrote")
+    parser.add_argument("--out", default=".", help="folder for the pictures")
+    arguments = parser.parse_args()
+    out = Path(arguments.out)
+    out.mkdir(parents=True, exist_ok=True)
+    bars(read(arguments.csv), out)
+    memory(read(arguments.csv), out)
+    if arguments.sweep:
+        latency(read(arguments.sweep), out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,245 @@
+"""The kernels for Hopper: what they compile to, without a GPU, and their results on one."""
+
+from __future__ import annotations
+
+import importlib
+import re
+
+import pytest
+import torch
+from support import FAMILIES, HEADS, INTERPRETED, KV_HEADS, assert_within_budget, poisoned
+
+if INTERPRETED:
+    pytest.skip("cpu lane: the interpreter does not run Gluon", allow_module_level=True)
+
+from cubin import HOPPER, compile_only
+
+from flashmask_hf import FlashMask, flashmask_attention, masks, ops
+from flashmask_hf.attention import choose
+from flashmask_hf.kernels import gluon_shim
+from flashmask_hf.plan import build_plan
+from flashmask_hf.reference import reference_attention
+
+if gluon_shim.available() is not None:
+    pytest.skip(f"cpu lane: {gluon_shim.available()}", allow_module_level=True)
+
+from flashmask_hf.kernels import hopper_backward, hopper_forward
+
+FORMS = {
+    "causal": masks.causal(512),
+    "window": masks.global_sliding_window(512, 16, 100),
+    "prefix": masks.prefix_lm_document([(50, 200), (9, 312)]),
+    "causal band": FlashMask(torch.full((1, 1, 512, 2), 300, dtype=torch.int32), causal=True),
+}
+
+
+def _inputs(batch: int, q_len: int, kv_len: int, dim: int, dtype: torch.dtype, device: str, seed: int = 0):
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(
+        torch.randn(batch, length, heads, dim, generator=generator).to(device, dtype).transpose(1, 2)
+        for heads, length in ((HEADS, q_len), (KV_HEADS, kv_len), (KV_HEADS, kv_len))
+    )
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_forward_compiles(monkeypatch: pytest.MonkeyPatch, dim: int, form: str) -> None:
+    """Asynchronous products in both groups, registers moved between the roles, next to no spills."""
+    monkeypatch.setattr(hopper_forward, "_multiprocessors", lambda device: 4)
+    dtype, softcap = (torch.float16, 20.0) if form == "window" else (torch.bfloat16, 0.0)
+    q, k, v = _inputs(1, 512, 512, dim, dtype, "cpu")
+    mask = FORMS[form]
+    sinks = torch.zeros(HEADS) if form == "prefix" else None
+    with compile_only(HOPPER) as kernels:
+        hopper_forward.forward(q, k, v, mask, build_plan(mask.indices, mask.causal, 512), sinks, 0.1, softcap)
+    (kernel,) = kernels
+    assert kernel.assembly.count("setmaxnreg") >= 2
+    assert "wgmma.mma_async" in kernel.assembly
+    assert "cp.async.bulk.tensor" in kernel.assembly
+    assert kernel.shared <= 227 * 1024
+    assert kernel.spills is not None
+    assert kernel.spills <= 32  # of the roles' set-up; none in the loops
+
+
+def _check(q, k, v, mask: FlashMask, *, sinks=None, softcap: float | None = None) -> None:
+    """Output and LSE are within the error budget, and every element is written."""
+    mask, q_len = mask.to(q.device), q.shape[2]
+    assert hopper_forward.why_not(q.device, q.dtype, q.shape[3], v.shape[3]) is None
+    plan = build_plan(mask.indices, mask.causal, q_len)
+    scale = q.shape[3] ** -0.5
+    with poisoned():
+        actual = hopper_forward.forward(q, k, v, mask, plan, sinks, scale, softcap or 0.0)
+    eager = reference_attention(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks)
+    wide = [x.double() for x in (q, k, v)]
+    wide_sinks = None if sinks is None else sinks.double()
+    exact = reference_attention(*wide, mask, scale=scale, softcap=softcap, sinks=wide_sinks)
+    for name, one, other, best in zip(("out", "lse"), actual, eager, exact, strict=True):
+        assert_within_budget(one, other, best, name)
+
+
+LENGTHS = [(1, 1), (63, 63), (113, 113), (1, 77), (200, 333), (1023, 1023)]
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_forward_family(dim: int, family: str, lengths: tuple[int, int]) -> None:
+    q_len, kv_len = lengths
+    dtype = torch.bfloat16 if kv_len % 2 else torch.float16
+    _check(*_inputs(2, q_len, kv_len, dim, dtype, "cuda"), FAMILIES[family](kv_len, q_len))
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("n", [(True, 1), (True, 2), (False, 2), (False, 4)], ids=str)
+@pytest.mark.parametrize("lengths", [(333, 200), (130, 700)], ids=str)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_forward_random_intervals(dim: int, lengths: tuple[int, int], n: tuple[bool, int]) -> None:
+    """Of each query head its own, anywhere, overlapping, empty; more queries than keys, too."""
+    q_len, kv_len = lengths
+    causal, columns = n
+    generator = torch.Generator().manual_seed(0)
+    indices = torch.randint(0, q_len + 1, (2, HEADS, kv_len, columns), generator=generator, dtype=torch.int32)
+    _check(*_inputs(2, q_len, kv_len, dim, torch.bfloat16, "cuda"), FlashMask(indices, causal, q_len=q_len))
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("family", ["causal_document", "share_question", "global_sliding_window", "random_eviction"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_forward_softcap_and_sinks(dim: int, family: str) -> None:
+    sinks = torch.tensor([0.5, -1.0, 2.0, -3.0], device="cuda")
+    _check(*_inputs(2, 333, 333, dim, torch.bfloat16, "cuda"), FAMILIES[family](333, 333), sinks=sinks, softcap=5.0)
+
+
+@pytest.mark.hopper
+def test_forward_more_tiles_than_multiprocessors() -> None:
+    """Programs take several tiles of rows, of very different lengths, from the counter."""
+    q_len = 4100
+    mask = masks.causal_document([100, 3000, 1000])
+    _check(*_inputs(3, q_len, q_len, 128, torch.bfloat16, "cuda"), mask)
+
+
+@pytest.mark.hopper
+def test_forward_offset_lags_behind_maximum() -> None:
+    """Scores that grow along the keys, by less and by more than the slack of the exponentials' offset."""
+    q, k, v = _inputs(1, 300, 1500, 64, torch.float16, "cuda")
+    k = (k * torch.linspace(0.1, 12.0, 1500, device="cuda")[:, None]).to(k.dtype)
+    _check(q, k, v, masks.full(1500, q_len=300))
+
+
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ((torch.device("cpu"), torch.bfloat16, 64, 64), "tensors on cpu .*Hopper GPU"),
+        ((CUDA, torch.float32, 64, 64), "dtype torch.float32"),
+        ((CUDA, torch.bfloat16, 96, 96), "head_dim 96"),
+        ((CUDA, torch.bfloat16, 128, 64), "head_dim 128 with values of 64"),
+        ((CUDA, torch.bfloat16, 256, 256), "head_dim 256 .*it takes 64 and 128"),
+        ((CUDA, torch.float16, 128, 128), None),
+    ],
+)
+def test_why_not(monkeypatch: pytest.MonkeyPatch, given: tuple, message: str | None) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    obstacle = hopper_forward.why_not(*given)
+    assert obstacle is None if message is None else re.search(message, str(obstacle))
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (10, 0), (12, 0)])
+def test_other_architectures_are_served_by_the_portable_kernels(monkeypatch, capability) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    choice = choose(CUDA, torch.bfloat16, 128, 128)
+    assert choice.impl == "triton"
+    assert "it needs a Hopper GPU" in choice.reason
+    named = choose(CUDA, torch.bfloat16, 128, 128, "hopper")
+    assert named.impl is None
+    assert "use impl='triton'" in named.reason
+
+
+def test_choice_on_a_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert choose(CUDA, torch.bfloat16, 128, 128).impl == "hopper"
+    assert choose(CUDA, torch.bfloat16, 128, 128, "triton").impl == "triton"
+    wide = choose(CUDA, torch.bfloat16, 256, 256)
+    assert wide.impl == "triton"
+    assert "impl='hopper' cannot serve head_dim 256" in wide.reason
+
+
+@pytest.mark.parametrize("name", ["forward", "backward"])
+def test_what_does_not_compile_is_replaced_once_and_for_all(monkeypatch, caplog, name: str) -> None:
+    """With one line in the log; a named implementation raises."""
+    calls = []
+
+    def broken(*args, **more):
+        calls.append(args)
+        raise RuntimeError("PassManager::run failed\nat length")
+
+    monkeypatch.setattr(ops, "_broken", set())
+    monkeypatch.setattr(hopper_forward if name == "forward" else hopper_backward, name, broken)
+    portable = importlib.import_module(f"flashmask_hf.kernels.{name}")
+    monkeypatch.setattr(portable, name, lambda *args: ("portable", *args))
+    with pytest.raises(RuntimeError, match="PassManager"):
+        ops._run(name, "hopper", 1)
+    for _ in range(2):
+        assert ops._run(name, "best", 2) == ("portable", 2)
+    assert calls == [(1,), (2,)]
+    (record,) = caplog.records
+    assert f"the Hopper {name} fails here and impl='triton' replaces it: RuntimeError: PassManager" in record.message
+
+
+@pytest.mark.hopper
+def test_layouts_that_tma_cannot_describe() -> None:
+    """They are copied, in both directions."""
+    q, k, v = (x.requires_grad_() for x in _inputs(1, 200, 200, 64, torch.bfloat16, "cuda"))
+    mask = masks.causal_document([90, 110], device="cuda")
+    shifted = [torch.empty(x.numel() + 1, dtype=x.dtype, device="cuda")[1:].view(x.shape) for x in (q, k, v)]
+    results = []
+    for given in ((q, k, v), [y.copy_(x.detach()).requires_grad_() for x, y in zip((q, k, v), shifted, strict=True)]):
+        out = flashmask_attention(*given, mask, impl="hopper", deterministic=True)
+        results.append([out, *torch.autograd.grad(out.float().square().sum(), given)])
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.hopper
+def test_a_captured_graph_reads_the_mask_anew() -> None:
+    """Forward and backward replay from a CUDA graph, on other vectors written into the same tensor."""
+    q, k, v = (x.requires_grad_() for x in _inputs(1, 640, 640, 128, torch.bfloat16, "cuda"))
+    indices = masks.causal_document([300, 340], device="cuda").indices.clone()
+
+    def step() -> list[torch.Tensor]:
+        out = flashmask_attention(q, k, v, FlashMask(indices, causal=True), impl="hopper", deterministic=True)
+        return [out, *torch.autograd.grad(out.float().square().sum(), (q, k, v))]
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        captured = step()
+    indices.copy_(masks.causal_document([100, 250, 290], device="cuda").indices)
+    graph.replay()
+    torch.cuda.synchronize()
+    for one, other in zip(captured, step(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.hopper
+def test_global_determinism_asks_for_it(monkeypatch) -> None:
+    asked = []
+    backward = hopper_backward.backward
+    monkeypatch.setattr(
+        hopper_backward, "backward", lambda *args, **more: asked.append(more) or backward(*args, **more)
+    )
+    q, k, v = (x.requires_grad_() for x in _inputs(1, 200, 200, 64, torch.bfloat16, "cuda"))
+    for on in (False, True):
+        torch.use_deterministic_algorithms(on)
+        try:
+            flashmask_attention(q, k, v, masks.causal(200, device="cuda")).sum().backward()
+        finally:
+            torch.use_deterministic_algorithms(False)
+    assert asked == [{}, {"deterministic": True}]

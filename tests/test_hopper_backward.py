@@ -1,0 +1,138 @@
+"""The backward for Hopper: what it compiles to, without a GPU, and its gradients on one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support import FAMILIES, HEADS, INTERPRETED, KV_HEADS, assert_within_budget, poisoned, requires
+
+if INTERPRETED:
+    pytest.skip("cpu lane: the interpreter does not run Gluon", allow_module_level=True)
+
+from cubin import HOPPER, Kernel, compile_only
+
+from flashmask_hf import FlashMask, flashmask_attention, masks, plan
+from flashmask_hf.kernels import gluon_shim
+
+if gluon_shim.available() is not None:
+    pytest.skip(f"cpu lane: {gluon_shim.available()}", allow_module_level=True)
+
+from flashmask_hf.kernels import hopper_backward
+from flashmask_hf.kernels.backward import row_delta
+
+MASKS = {
+    "causal_document": lambda: masks.causal_document([200, 312]),
+    "prefix_lm_document": lambda: masks.prefix_lm_document([(50, 200), (9, 312)]),
+}
+
+
+def _inputs(
+    batch: int, heads: int, kv_heads: int, q_len: int, kv_len: int, dim: int, dtype: torch.dtype, device: str
+) -> list[torch.Tensor]:
+    """q, k, v and the output's gradient, laid out [B, S, H, D] in memory."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((heads, q_len), (kv_heads, kv_len), (kv_heads, kv_len), (heads, q_len))
+    return [torch.randn(batch, n, h, dim, generator=generator).to(device, dtype).transpose(1, 2) for h, n in shapes]
+
+
+def _compile(dim: int, mask: FlashMask, softcap: float = 0.0, deterministic: bool = False) -> dict[str, Kernel]:
+    q, k, v, dout = _inputs(1, 4, 2, 512, 512, dim, torch.bfloat16, "cpu")
+    lse = torch.empty(1, 4, 512)
+    tiles = plan.build_plan(mask.indices, mask.causal, 512)
+    with compile_only(HOPPER) as kernels:
+        hopper_backward.backward(dout, q, k, v, lse, lse, mask, tiles, 0.1, softcap, deterministic)
+    return {kernel.name: kernel for kernel in kernels}
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["unordered", "ordered"])
+@pytest.mark.parametrize("form", MASKS)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_compiles(dim: int, form: str, deterministic: bool) -> None:
+    kernel = _compile(dim, MASKS[form](), deterministic=deterministic)["_backward"]
+    for instruction in ("wgmma.mma_async", "setmaxnreg", "cp.reduce.async.bulk.tensor", "cp.async.bulk.tensor"):
+        assert instruction in kernel.assembly, instruction
+    assert kernel.shared <= 227 * 1024
+    assert kernel.spills is not None
+    assert kernel.spills <= 160  # none with Triton 3.6, up to 136 bytes with later ones and head_dim 64
+
+
+def test_softcap_compiles() -> None:
+    assert "wgmma.mma_async" in _compile(128, MASKS["causal_document"](), softcap=30.0)["_backward"].assembly
+
+
+def _check(
+    inputs: list[torch.Tensor], mask: FlashMask, softcap: float = 0.0, deterministic: bool = False
+) -> tuple[torch.Tensor, ...]:
+    """The gradients, which are within the error budget and written whole."""
+    q, k, v, dout = inputs
+    scale = q.shape[-1] ** -0.5
+    out, lse = flashmask_attention(q, k, v, mask, softcap=softcap or None, impl="triton", return_lse=True)
+    delta = row_delta(dout, out, torch.zeros_like(lse))
+    tiles = plan.build_plan(mask.indices, mask.causal, q.shape[2])
+    with poisoned():
+        actual = hopper_backward.backward(dout, q, k, v, lse, delta, mask, tiles, scale, softcap, deterministic)
+
+    def reference(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        wide_q, wide_k, wide_v = (x.to(dtype).requires_grad_() for x in (q, k, v))
+        out = flashmask_attention(wide_q, wide_k, wide_v, mask, softcap=softcap or None, impl="reference")
+        return torch.autograd.grad(out, (wide_q, wide_k, wide_v), dout.to(dtype))
+
+    eager, exact = reference(q.dtype), reference(torch.float64)
+    for index, name in enumerate(("dq", "dk", "dv")):
+        if exact[index].any():
+            assert_within_budget(actual[index], eager[index], exact[index], name)
+        else:  # the difference of two equal sums, added up in different orders
+            assert actual[index].abs().max() < 1e-5, name
+    return actual
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("lengths", [(1, 1), (63, 257), (113, 1023), (1023, 1023)], ids=str)
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_family(family: str, dim: int, lengths: tuple[int, int]) -> None:
+    requires("hopper")
+    q_len, kv_len = lengths
+    dtype = torch.float16 if kv_len == 257 else torch.bfloat16
+    mask = FAMILIES[family](kv_len, q_len).to("cuda")
+    _check(_inputs(2, HEADS, KV_HEADS, q_len, kv_len, dim, dtype, "cuda"), mask)
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("mask_heads", ["one", "kv", "q"])
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (3, 1)], ids=["MHA", "GQA", "MQA"])
+def test_heads(heads: tuple[int, int], mask_heads: str) -> None:
+    requires("hopper")
+    count = {"one": 1, "kv": heads[1], "q": heads[0]}[mask_heads]
+    generator = torch.Generator().manual_seed(0)
+    mask = masks.random_eviction(700, generator=generator, heads=count, batch=2, device="cuda")
+    _check(_inputs(2, *heads, 700, 700, 64, torch.bfloat16, "cuda"), mask)
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("dim", [64, 128])
+def test_softcap(dim: int) -> None:
+    requires("hopper")
+    mask = masks.causal_document([260, 140], device="cuda")
+    _check(_inputs(2, 4, 2, 400, 400, dim, torch.bfloat16, "cuda"), mask, softcap=3.0)
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("family", ["full", "causal", "share_question", "hash_sparse", "global_sliding_window"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_deterministic_runs_agree_to_the_bit(dim: int, family: str) -> None:
+    requires("hopper")
+    inputs = _inputs(2, HEADS, KV_HEADS, 2100, 2100, dim, torch.bfloat16, "cuda")
+    mask = FAMILIES[family](2100, 2100).to("cuda")
+    first = _check(inputs, mask, deterministic=True)
+    for name, one, other in zip(("dq", "dk", "dv"), first, _check(inputs, mask, deterministic=True), strict=True):
+        assert torch.equal(one, other), name
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("deterministic", [False, True], ids=["unordered", "ordered"])
+def test_tiles_wider_than_the_kernel_s(monkeypatch: pytest.MonkeyPatch, deterministic: bool) -> None:
+    requires("hopper")
+    monkeypatch.setattr(plan, "MAX_COLUMN_TILES", 2)
+    mask = masks.causal_document([170, 230, 300], device="cuda")
+    _check(_inputs(1, 4, 2, 700, 700, 64, torch.bfloat16, "cuda"), mask, deterministic=deterministic)
