@@ -108,8 +108,12 @@ def _registration() -> tuple[list[str], bool]:
 
 def _table(device: torch.device) -> list[str]:
     """The implementation of every dtype and head_dim; where it is not the best, a number and below it the reason."""
-    choices = {(dtype, n): choose(device, dtype, n, n) for dtype in _DTYPES for n in _HEAD_DIMS}
-    served = {choice.impl for choice in choices.values()}
+    choices = {}
+    for dtype in _DTYPES:
+        for n in _HEAD_DIMS:
+            impl, reason = choose(device, dtype, n, n)
+            choices[dtype, n] = impl, reason.replace(f"head_dim {n} with values of {n} ", "this head_dim ")
+    served = {impl for impl, _ in choices.values()}
     best = next((impl for impl in ("hopper", "triton") if impl in served), None)
     reasons: list[str] = []
     lines = [f"{'head_dim':<14}" + "".join(f"{head_dim:<12}" for head_dim in _HEAD_DIMS)]

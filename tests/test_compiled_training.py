@@ -15,6 +15,10 @@ DOCUMENTS = [
     [11, 3, 6], [9, 16], [4, 8, 2], [30], [1, 1, 5], [7, 7, 7], [2, 40], [13, 21], [5, 6, 7, 8], [64, 3], [17, 1, 33],
     [90, 5],
 ]  # fmt: skip
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:TensorFloat32 tensor cores for float32:UserWarning"
+)  # inductor's advice
+
 WARM_UP = 2  # the second length tells the compiler which size is not a constant
 
 

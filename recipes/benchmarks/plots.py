@@ -38,6 +38,8 @@ def bars(rows: Rows, out: Path) -> None:
     for dim in _unique(rows, "head_dim"):
         for length in _unique(rows, "length"):
             shown = [row for row in rows if row["head_dim"] == dim and row["length"] == length]
+            if not shown:
+                continue
             families, providers = _unique(shown, "mask"), _unique(shown, "provider")
             figure, axes = plt.subplots(figsize=(14, 4.5))
             width = 0.8 / len(providers)
@@ -47,6 +49,7 @@ def bars(rows: Rows, out: Path) -> None:
                 axes.bar(places, list(figures.values()), width, label=provider)
             axes.set_xticks(range(len(families)), families, rotation=20, ha="right")
             axes.set_ylabel("TFLOP/s, forward + backward")
+            axes.set_ylim(0, 1.15 * max(float(row["both_tflops"]) for row in shown))
             axes.set_title(f"{int(length) // 1024}K tokens, head_dim {dim}: {_conditions(shown[0])}", fontsize=10)
             axes.legend(ncols=len(providers), fontsize=8)
             figure.tight_layout()
