@@ -56,7 +56,7 @@ def test_compiles(dim: int, form: str, deterministic: bool) -> None:
         assert instruction in kernel.assembly, instruction
     assert kernel.shared <= 227 * 1024
     assert kernel.spills is not None
-    assert kernel.spills <= 160  # none with Triton 3.6, up to 136 bytes with later ones and head_dim 64
+    assert kernel.spills <= 288  # none with Triton 3.6; with head_dim 64, 136 bytes with 3.7, 264 with 3.8 and 3.9
 
 
 def test_softcap_compiles() -> None:

@@ -125,7 +125,7 @@ def attend(dim=8, dtype=torch.float32, mask=None, **given):
 
 
 def chosen(dim):
-    choice = choose(torch.device("cuda"), torch.bfloat16, dim, dim)
+    choice = choose(torch.device("cuda"), torch.bfloat16, dim, dim, "triton")
     if choice.impl is None:
         raise ValueError(choice.reason)
 
