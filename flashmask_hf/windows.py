@@ -68,14 +68,14 @@ def windowed(mask: FlashMask, window: int, position_ids: Tensor | None, *, two_s
         if position_ids is not None:
             hides = _hides(position_ids, window)
             device_assert(
-                _runs_on(mask, position_ids, window) | ~hides,
+                _runs_on(mask, position_ids, window, two_sided) | ~hides,
                 f"sliding_window={window} cuts trees of position_ids into more pieces than a compiled model can hold; "
                 "do not compile it, or use a model without sliding windows",
             )
             limit = torch.where(hides, limit, length)
         return Windowed(_until(mask, limit))
     if position_ids is not None:
-        known = torch.stack([_hides(position_ids, window), _runs_on(mask, position_ids, window)])
+        known = torch.stack([_hides(position_ids, window), _runs_on(mask, position_ids, window, two_sided)])
         hides, by_row = known.tolist()
         if not hides:
             return Windowed(mask)
@@ -101,15 +101,16 @@ def _until(mask: FlashMask, limit: Tensor) -> FlashMask:
     return FlashMask(torch.minimum(mask.indices, limit[:, None]), causal=True)
 
 
-def _runs_on(mask: FlashMask, position_ids: Tensor, window: int) -> Tensor:
+def _runs_on(mask: FlashMask, position_ids: Tensor, window: int, two_sided: bool) -> Tensor:
     """Whether distances in rows tell the same as those in positions, for each key and the rows that see it; bool []."""
     length = mask.kv_len
     row = torch.arange(length, device=mask.device)
     pieces = mask.visible_intervals(length)
     step = position_ids[:, 1:] - position_ids[:, :-1]
     last = torch.stack([torch.where(start < end, end, 0) for start, end in pieces]).amax(0)
-    near = (last - row <= window) & (step <= 1).all()
-    fits = (last <= next_true(step != 1)[:, None]) | near
+    fits = last <= next_true(step != 1)[:, None]
+    if not two_sided:  # where positions step back they only come nearer, from this side
+        fits = fits | ((last - row <= window) & (step <= 1).all())
     if mask.causal:
         return fits.all()
     first = torch.stack([torch.where(start < end, start, length) for start, end in pieces]).amin(0)

@@ -126,12 +126,18 @@ def test_positions_that_leave_gaps():
     check(masks.causal(12), 4, torch.tensor([[0, 1, 1, 1, 1, 2, 3, 9, 9, 10, 11, 12]]))
 
 
+@pytest.mark.parametrize("mask", [masks.causal(4), masks.full(4)], ids=["causal", "full"])
+def test_a_step_back_that_is_further_than_the_window(mask):
+    """From position 2 back to 0 is one row, but not within two positions."""
+    check(mask, 2, torch.tensor([[0, 1, 2, 0]]), two_sided=True)
+
+
 def test_every_row_hidden():
     mask = FlashMask(torch.zeros(1, 1, 8, 1, dtype=torch.int32), causal=True)
     check(mask, 2, positions((0, 4), (2, 6)))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=200)
 @given(st.data())
 def test_any_mask_and_positions(data):
     length = data.draw(st.integers(1, 14))
