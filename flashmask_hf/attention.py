@@ -247,8 +247,6 @@ def choose(device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: 
 def _why_not_hopper(device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str | None:
     if not ops.HAS_TRITON:
         return "this process: Triton is not installed"
-    if device.type != "cuda":
-        return f"tensors on {device} (it needs a Hopper GPU, compute capability 9.0)"
     from flashmask_hf.kernels import gluon_shim
 
     obstacle = gluon_shim.available()

@@ -229,6 +229,8 @@ def _run(name: str, impl: str, *args: Any, **more: Any) -> Any:
         from flashmask_hf.kernels import hopper_backward, hopper_forward
 
         return (hopper_forward.forward if name == "forward" else hopper_backward.backward)(*args, **more)
+    except torch.OutOfMemoryError:  # which the portable kernels would not be spared
+        raise
     except Exception as error:  # of the compiler, whose experimental part they are written in
         if impl == "hopper":
             raise

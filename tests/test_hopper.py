@@ -192,6 +192,17 @@ def test_what_does_not_compile_is_replaced_once_and_for_all(monkeypatch, caplog,
     assert f"the Hopper {name} fails here and impl='triton' replaces it: RuntimeError: PassManager" in record.message
 
 
+def test_a_full_memory_is_not_taken_for_a_broken_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args, **more):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(ops, "_broken", set())
+    monkeypatch.setattr(hopper_forward, "forward", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        ops._run("forward", "best", 1)
+    assert not ops._broken
+
+
 @pytest.mark.hopper
 def test_layouts_that_tma_cannot_describe() -> None:
     """They are copied, in both directions."""

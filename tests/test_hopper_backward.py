@@ -89,6 +89,32 @@ def _check(
     return actual
 
 
+def _launched(mask: FlashMask, groups: int = 1) -> tuple[list[list[int]], int]:
+    """The order of launching and the turns for a mask of a square."""
+    segments = plan.build_plan(mask.indices, mask.causal, mask.kv_len).segments
+    launch, turns = hopper_backward._launch_order(segments, mask.causal, groups, mask.kv_len // 128, together=3)
+    return launch.tolist(), int(turns)
+
+
+def test_launch_order_of_a_causal_mask_begins_at_the_end() -> None:
+    assert _launched(masks.causal_document([200, 312])) == ([[3, 2, 1, 0]], 3)
+
+
+def test_launch_order_of_documents() -> None:
+    """Those of few rows first, and last what lies across two."""
+    mask = masks.document([512, 300, 212])
+    assert _launched(mask) == ([[7, 4, 5, 0, 1, 2, 3, 6]], 65536 // (4 * 128))
+    per_head = FlashMask(torch.cat([mask.indices, masks.full(1024).indices, mask.indices, mask.indices], 1), False)
+    launch, turns = _launched(per_head, groups=2)  # the first two heads' rows count together
+    assert launch == [[7, 4, 5, 0, 1, 2, 3, 6], [7, 4, 5, 0, 1, 2, 3, 6]]
+    assert turns == 65536 // (12 * 128)
+
+
+def test_launch_order_where_nothing_is_visible() -> None:
+    nothing = FlashMask(torch.tensor([0, 256]).repeat(256, 1)[None, None].int(), False)
+    assert _launched(nothing) == ([[0, 1]], 65536)
+
+
 @pytest.mark.hopper
 @pytest.mark.parametrize("lengths", [(1, 1), (63, 257), (113, 1023), (1023, 1023)], ids=str)
 @pytest.mark.parametrize("dim", [64, 128])
@@ -121,7 +147,10 @@ def test_softcap(dim: int) -> None:
 
 
 @pytest.mark.hopper
-@pytest.mark.parametrize("family", ["full", "causal", "share_question", "hash_sparse", "global_sliding_window"])
+@pytest.mark.parametrize(
+    "family",
+    ["full", "causal", "share_question", "document", "prefix_lm_document", "hash_sparse", "global_sliding_window"],
+)
 @pytest.mark.parametrize("dim", [64, 128])
 def test_deterministic_runs_agree_to_the_bit(dim: int, family: str) -> None:
     requires("hopper")

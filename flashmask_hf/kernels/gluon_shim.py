@@ -27,6 +27,7 @@ __all__ = [
     "tma_reduce_add",
     "tma_store",
     "tma_store_wait",
+    "wait_for_count",
     "warp_of_group",
     "warpgroup_mma",
     "warpgroup_mma_wait",
@@ -127,6 +128,21 @@ try:
         """The number of the executing warp in its group of four: an int32 that differs between warps."""
         text = "{ .reg .u32 t; mov.u32 t, %tid.x; shr.u32 t, t, 5; and.b32 $0, t, 3; }"
         return gl.inline_asm_elementwise(text, "=r", [], dtype=gl.int32, is_pure=True, pack=1, _semantic=_semantic)
+
+    @builtin
+    def wait_for_count(counter, count, _semantic: Any = None):
+        """Wait until the int32 in global memory at pointer `counter` is at least `count`, and see what was written before.
+
+        It naps between looks, for many that look at a time hold up the one that counts.
+        """
+        text = (
+            "{ .reg .pred p; .reg .s32 v; LOOK: ld.acquire.gpu.global.s32 v, [$1]; setp.ge.s32 p, v, $2; "
+            "@p bra SEEN; nanosleep.u32 64; bra LOOK; SEEN: mov.u32 $0, 0; }"
+        )
+        args = [counter.to(gl.int64, _semantic=_semantic), count]
+        gl.inline_asm_elementwise(
+            text, "=r,l,r", args, dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic
+        )
 
     @builtin
     def opaque_zero(_semantic: Any = None):

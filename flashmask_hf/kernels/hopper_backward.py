@@ -10,6 +10,7 @@ the next tile are in the making while dQ of this one is written.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -30,12 +31,17 @@ from flashmask_hf.kernels.gluon_shim import (
     tma_reduce_add,
     tma_store,
     tma_store_wait,
+    wait_for_count,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from flashmask_hf.kernels.tiles import describable, descriptor_strides, score_factors
+from flashmask_hf.kernels.tiles import LOG2_E, describable, descriptor_strides, score_factors
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.plan import PARTIAL_SEGMENTS, ROWS, VISIBLE_SEGMENTS, Plan, plan_columns
+
+_LOG2_E = gl.constexpr(LOG2_E.value)
+_TWO_LOG2_E = gl.constexpr(2.0 * LOG2_E.value)
+_NEVER = gl.constexpr(2147483647)
 
 COLUMNS = 128
 """Keys of a program, 64 of each warpgroup."""
@@ -53,11 +59,26 @@ class Config(NamedTuple):
 
 
 @gluon.jit
-def _next_range(starts, ends, slots, done, VISIBLE: gl.constexpr):
-    """Of a key tile's ranges of row tiles, one a lane, the first from `done` on: (first, last, 1 if it is partial)."""
-    ahead = (ends > starts) & (starts >= done)
-    first = gl.min(gl.where(ahead, starts, 2147483647), 0)
-    chosen = ahead & (starts == first)
+def _ranges_of(segments, batch, head, heads, mask_batch, mask_heads, n_kv, SEGMENTS: gl.constexpr, SCALE: gl.constexpr):
+    """(mask, starts, ends): a query head's mask, and the ranges of row tiles that its key tile walks, one a lane."""
+    slots = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    mask = (batch % mask_batch) * mask_heads + head // (heads // mask_heads)
+    at = segments + mask.to(gl.int64) * n_kv * SEGMENTS * 2 + slots * 2
+    starts = gl.load(at, mask=slots < SEGMENTS, other=0) * SCALE
+    ends = gl.load(at + 1, mask=slots < SEGMENTS, other=0) * SCALE
+    return mask, starts, ends
+
+
+@gluon.jit
+def _range(starts, ends, nth, done, VISIBLE: gl.constexpr, ORDERED: gl.constexpr):
+    """The range to walk after `done` row tiles (first, last, 1 if it is partial): the `nth`, or the next in order."""
+    slots = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    if ORDERED:
+        ahead = (ends > starts) & (starts >= done)
+        chosen = ahead & (starts == gl.min(gl.where(ahead, starts, _NEVER), 0))
+    else:
+        chosen = slots == nth
+    first = gl.max(gl.where(chosen, starts, 0), 0)
     last = gl.max(gl.where(chosen, ends, 0), 0)
     return first, last, gl.max(gl.where(chosen & (slots >= VISIBLE), 1, 0), 0)
 
@@ -79,7 +100,6 @@ def _load_rows(
     LANES: gl.constexpr = gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0])
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     lanes = gl.arange(0, BLOCK_M, LANES)
-    slots = gl.arange(0, 32, ONE)
     mbarrier.expect(keys_ready, 4 * 64 * BLOCK_D * 2)
     for half in gl.static_range(2):
         tma_load(k, [batch, kv_head, tile * 128 + half * 64, 0], keys_ready, k_tiles.index(half))
@@ -87,25 +107,19 @@ def _load_rows(
     step = 0
     for member in range(group):
         head = kv_head * group + member
-        mask = (batch % mask_batch) * mask_heads + head // (heads // mask_heads)
         at = (batch.to(gl.int64) * heads + head) * q_len
-        ranges = segments + mask.to(gl.int64) * n_kv * SEGMENTS * 2
-        starts = gl.load(ranges + slots * 2, mask=slots < SEGMENTS, other=0) * (ROWS // BLOCK_M)
-        ends = gl.load(ranges + slots * 2 + 1, mask=slots < SEGMENTS, other=0) * (ROWS // BLOCK_M)
+        mask, starts, ends = _ranges_of(
+            segments, batch, head, heads, mask_batch, mask_heads, n_kv, SEGMENTS, ROWS // BLOCK_M
+        )
         done = 0
         for segment in range(SEGMENTS):
-            if ORDERED:
-                first, last, partial = _next_range(starts, ends, slots, done, VISIBLE)
-                done = gl.maximum(done, last)
-            else:
-                first = gl.load(ranges + segment * 2) * (ROWS // BLOCK_M)
-                last = gl.load(ranges + segment * 2 + 1) * (ROWS // BLOCK_M)
-                partial = gl.where(segment >= VISIBLE, 1, 0)
+            first, last, partial = _range(starts, ends, segment, done, VISIBLE, ORDERED)
+            done = gl.maximum(done, last)
             for count in range(last - first):
                 row = _row_tile(first, last, count, tile, ORDERED) * BLOCK_M
                 rows = row + lanes
                 row_lse = gl.load(lse + at + rows, mask=rows < q_len, other=float("inf"))
-                row_lse = gl.where(row_lse == float("-inf"), float("inf"), row_lse) * 1.4426950408889634
+                row_lse = gl.where(row_lse == float("-inf"), float("inf"), row_lse) * _LOG2_E
                 row_delta = gl.load(delta + at + rows, mask=rows < q_len, other=0.0)
                 place = gl.where(partial > 0, (mask + 1).to(gl.int32), 0)
                 stage = step & 1
@@ -124,40 +138,31 @@ def _load_rows(
 
 @gluon.jit
 def _store_gradients(
-    dq, dk, dv, segments, counts, order, locks, dq_tiles, k_tiles, v_tiles, free, dq_ready, dq_free, sums_ready,
+    dq, dk, dv, segments, order, locks, dq_tiles, k_tiles, v_tiles, free, dq_ready, dq_free, sums_ready,
     batch, kv_head, group, heads, mask_batch, mask_heads, n_q, n_kv, tile, padded,
     SUBTILES: gl.constexpr, ROWS: gl.constexpr, SEGMENTS: gl.constexpr, VISIBLE: gl.constexpr,
-    ORDERED: gl.constexpr, CAUSAL: gl.constexpr, LAG: gl.constexpr, BLOCK_M: gl.constexpr,
+    ORDERED: gl.constexpr, LAG: gl.constexpr, BLOCK_M: gl.constexpr,
 ):  # fmt: skip
     """The warp that adds the program's share of dQ, on the same walk over rows as `_load_rows`; it stores dK and dV."""
-    slots = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
     step = 0
     for member in range(group):
         head = kv_head * group + member
-        mask = (batch % mask_batch) * mask_heads + head // (heads // mask_heads)
         plane = batch * heads + head
-        ranges = segments + mask.to(gl.int64) * n_kv * SEGMENTS * 2
-        starts = gl.load(ranges + slots * 2, mask=slots < SEGMENTS, other=0) * (ROWS // BLOCK_M)
-        ends = gl.load(ranges + slots * 2 + 1, mask=slots < SEGMENTS, other=0) * (ROWS // BLOCK_M)
+        mask, starts, ends = _ranges_of(
+            segments, batch, head, heads, mask_batch, mask_heads, n_kv, SEGMENTS, ROWS // BLOCK_M
+        )
         done = 0
         for segment in range(SEGMENTS):
-            if ORDERED:
-                first, last, _ = _next_range(starts, ends, slots, done, VISIBLE)
-                done = gl.maximum(done, last)
-            else:
-                first = gl.load(ranges + segment * 2) * (ROWS // BLOCK_M)
-                last = gl.load(ranges + segment * 2 + 1) * (ROWS // BLOCK_M)
+            first, last, _ = _range(starts, ends, segment, done, VISIBLE, ORDERED)
+            done = gl.maximum(done, last)
             for count in range(last - first):
                 index = _row_tile(first, last, count, tile, ORDERED)
-                lock = locks + plane * (padded // BLOCK_M) + index
+                place = plane * (padded // BLOCK_M) + index
                 turn = 0
                 if ORDERED:
                     row_tile = mask.to(gl.int64) * n_q + index // (ROWS // BLOCK_M)
                     before = gl.load(order + row_tile * n_kv + tile // SUBTILES).to(gl.int32)
                     turn = before * SUBTILES + tile % SUBTILES
-                    if CAUSAL:  # the last key tiles, which begin at the last rows, go first
-                        listed = gl.load(counts + row_tile * 2) + gl.load(counts + row_tile * 2 + 1)
-                        turn = listed * SUBTILES - 1 - turn
                 if LAG and step == 0:  # there is nothing to add yet
                     mbarrier.wait(dq_ready, 0)
                     mbarrier.arrive(free.index(0), count=1)
@@ -165,11 +170,9 @@ def _store_gradients(
                 mbarrier.wait(dq_ready, (step + LAG) & 1)
                 mbarrier.arrive(free.index((step + LAG) & 1), count=1)
                 if ORDERED:
-                    while gl.atomic_add(lock, 0, sem="acquire") < turn:
-                        pass
-                at = (plane * (padded // BLOCK_M) + index) * 256
-                tma_reduce_add(dq, [at, 0], dq_tiles.index(0))
-                tma_reduce_add(dq, [at + 128, 0], dq_tiles.index(1))
+                    wait_for_count(locks + place, turn)
+                tma_reduce_add(dq, [place * 256, 0], dq_tiles.index(0))
+                tma_reduce_add(dq, [place * 256 + 128, 0], dq_tiles.index(1))
                 tma_store_wait(0)
                 mbarrier.arrive(dq_free, count=1)
                 if ORDERED:
@@ -177,7 +180,7 @@ def _store_gradients(
                         "cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
                     )
                     group_barrier()
-                    gl.atomic_add(lock, 1, sem="release")
+                    gl.atomic_add(locks + place, 1, sem="release")
                 step += 1
     mbarrier.wait(sums_ready, 0)
     for half in gl.static_range(2):
@@ -225,7 +228,7 @@ def _visible_weights(
     start = gl.load(at, mask=inside, other=0)
     hidden = rows >= gl.expand_dims(start, 1)
     if N == 4 or (N == 2 and CAUSAL):
-        end = gl.load(at + 1, mask=inside, other=2147483647)
+        end = gl.load(at + 1, mask=inside, other=_NEVER)
         hidden = hidden & (rows < gl.expand_dims(end, 1))
     if N == 2 and not CAUSAL:
         other_end = gl.load(at + 1, mask=inside, other=0)
@@ -248,7 +251,7 @@ def _weigh(
     """The softmax weights [64, BM] of a tile, and what its gradient is multiplied with to be the scores' gradient."""
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     if CAP:
-        scores = 1.0 - 2.0 / (1.0 + gl.exp2(scores * (bend * 2.8853900817779268)))
+        scores = 1.0 - 2.0 / (1.0 + gl.exp2(scores * (bend * _TWO_LOG2_E)))
     row_lse = gl.expand_dims(lse_tiles.index(stage).load(gl.SliceLayout(0, LAYOUT)), 0)
     weights = gl.exp2(scores * factor - row_lse)
     mask = gl.sum(places.index(2 + stage).load(ONE), 0)
@@ -297,13 +300,13 @@ def _stage_dq(dq, dq_tiles, HALF: gl.constexpr):
 
 @gluon.jit
 def _accumulate(
-    indices, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles, places, ds_tiles, dq_tiles,
-    keys_ready, q_ready, do_ready, own_ready, other_ready, dq_ready, dq_free, sums_ready, tile, steps, q_len,
+    HALF: gl.constexpr, indices, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles, places, ds_tiles,
+    dq_tiles, keys_ready, q_ready, do_ready, own_ready, other_ready, dq_ready, dq_free, sums_ready, tile, steps, q_len,
     kv_len, scale, factor, bend,
-    HALF: gl.constexpr, CAUSAL: gl.constexpr, N: gl.constexpr, CAP: gl.constexpr, LAG: gl.constexpr,
+    CAUSAL: gl.constexpr, N: gl.constexpr, CAP: gl.constexpr, LAG: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
-    """A warpgroup: dK and dV of 64 keys, and its half of every tile of dQ.
+    """Warpgroup `HALF`, 0 or 1: dK and dV of 64 keys, and its half of every tile of dQ.
 
     One turn of the loop ends with the next tile's weights and their gradients, so that the tensor cores always have
     the product at hand that does not wait for what the other units compute.
@@ -393,41 +396,13 @@ def _accumulate(
     mbarrier.arrive(sums_ready, count=1)
 
 
-@gluon.jit
-def _first_half(
-    indices, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles, places, ds_tiles, dq_tiles,
-    keys_ready, q_ready, do_ready, first_ready, second_ready, dq_ready, dq_free, sums_ready, tile, steps, q_len,
-    kv_len, scale, factor, bend, CAUSAL: gl.constexpr, N: gl.constexpr, CAP: gl.constexpr, LAG: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
-):  # fmt: skip
-    _accumulate(
-        indices, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles, places, ds_tiles, dq_tiles,
-        keys_ready, q_ready, do_ready, first_ready, second_ready, dq_ready, dq_free, sums_ready, tile, steps,
-        q_len, kv_len, scale, factor, bend, 0, CAUSAL, N, CAP, LAG, BLOCK_M, BLOCK_D,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _second_half(
-    indices, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles, places, ds_tiles, dq_tiles,
-    keys_ready, q_ready, do_ready, first_ready, second_ready, dq_ready, dq_free, sums_ready, tile, steps, q_len,
-    kv_len, scale, factor, bend, CAUSAL: gl.constexpr, N: gl.constexpr, CAP: gl.constexpr, LAG: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
-):  # fmt: skip
-    _accumulate(
-        indices, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles, places, ds_tiles, dq_tiles,
-        keys_ready, q_ready, do_ready, second_ready, first_ready, dq_ready, dq_free, sums_ready, tile, steps,
-        q_len, kv_len, scale, factor, bend, 1, CAUSAL, N, CAP, LAG, BLOCK_M, BLOCK_D,
-    )  # fmt: skip
-
-
 _RUNTIME = ["heads", "kv_heads", "units", "together", "mask_batch", "mask_heads", "q_len", "kv_len", "n_q", "n_kv",
             "n_columns", "padded"]  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=_RUNTIME)
 def _backward(
-    q, k, v, dout, dq, dk, dv, lse, delta, indices, segments, counts, order, locks,
+    q, k, v, dout, dq, dk, dv, lse, delta, indices, segments, order, locks, launch, turns,
     heads, kv_heads, units, together, mask_batch, mask_heads, q_len, kv_len, n_q, n_kv, n_columns, padded,
     scale, factor, bend,
     CAUSAL: gl.constexpr, N: gl.constexpr, CAP: gl.constexpr, ORDERED: gl.constexpr, LAG: gl.constexpr,
@@ -468,15 +443,19 @@ def _backward(
         mbarrier.init(second_ready.index(i), count=1)
     fence_async_shared()
 
+    if ORDERED:
+        together = gl.load(turns)
     begin = gl.program_id(0) // (together * n_columns) * together
     place = gl.program_id(0) - begin * n_columns
     width = gl.minimum(together, units - begin)
     tile = place // width
-    if ORDERED and CAUSAL:
-        tile = n_columns - 1 - tile
     unit = begin + place % width
     batch = unit // kv_heads
     kv_head = unit % kv_heads
+    if ORDERED:
+        masks = gl.where(mask_heads == 1, 1, kv_heads)
+        line = ((batch % mask_batch) * masks + kv_head % masks) * (n_columns // SUBTILES)
+        tile = gl.load(launch + line + tile // SUBTILES).to(gl.int32) * SUBTILES + tile % SUBTILES
     group = heads // kv_heads
     segments += tile // SUBTILES * (SEGMENTS * 2)
 
@@ -493,14 +472,14 @@ def _backward(
 
     gl.warp_specialize(
         [
-            (_first_half, (
-                indices, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles, places, ds_tiles, dq_tiles,
+            (_accumulate, (
+                0, indices, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles, places, ds_tiles, dq_tiles,
                 keys_ready, q_ready, do_ready, first_ready, second_ready, dq_ready, dq_free, sums_ready, tile,
                 steps, q_len, kv_len, scale, factor, bend, CAUSAL, N, CAP, LAG, BLOCK_M, BLOCK_D,
             )),
-            (_second_half, (
-                indices, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles, places, ds_tiles, dq_tiles,
-                keys_ready, q_ready, do_ready, first_ready, second_ready, dq_ready, dq_free, sums_ready, tile,
+            (_accumulate, (
+                1, indices, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles, places, ds_tiles, dq_tiles,
+                keys_ready, q_ready, do_ready, second_ready, first_ready, dq_ready, dq_free, sums_ready, tile,
                 steps, q_len, kv_len, scale, factor, bend, CAUSAL, N, CAP, LAG, BLOCK_M, BLOCK_D,
             )),
             (_load_rows, (
@@ -509,9 +488,9 @@ def _backward(
                 n_kv, tile, q_len, ROWS, SEGMENTS, VISIBLE, ORDERED, BLOCK_M, BLOCK_D,
             )),
             (_store_gradients, (
-                dq, dk, dv, segments, counts, order, locks, dq_tiles, k_tiles, v_tiles, free, dq_ready, dq_free,
+                dq, dk, dv, segments, order, locks, dq_tiles, k_tiles, v_tiles, free, dq_ready, dq_free,
                 sums_ready, batch, kv_head, group, heads, mask_batch, mask_heads, n_q, n_kv, tile, padded,
-                SUBTILES, ROWS, SEGMENTS, VISIBLE, ORDERED, CAUSAL, LAG, BLOCK_M,
+                SUBTILES, ROWS, SEGMENTS, VISIBLE, ORDERED, LAG, BLOCK_M,
             )),
         ],
         [4, 1, 1],
@@ -520,11 +499,12 @@ def _backward(
 
 
 @triton.jit
-def _row_order(tiles, counts, order, n_kv, LANES: tl.constexpr):
-    """For one row tile of a plan: the number of listed key tiles before each one, in `order` (zeros)."""
+def _row_order(tiles, counts, launch, order, n_q, n_kv, n_columns, group, LANES: tl.constexpr):
+    """For one row tile of a plan: the number of its key tiles launched before each one, in `order` (zeros)."""
     row = tl.program_id(0).to(tl.int64)
     tiles += row * n_kv
     order += row * n_kv
+    launch += row // n_q // group * n_columns
     visible = tl.load(counts + row * 2)
     partial = tl.load(counts + row * 2 + 1)
     for first in range(0, n_kv, LANES):
@@ -534,11 +514,12 @@ def _row_order(tiles, counts, order, n_kv, LANES: tl.constexpr):
         tl.store(order + tile, 1, mask=listed)
     tl.debug_barrier()
     before = 0
-    for first in range(0, n_kv, LANES):
+    for first in range(0, n_columns, LANES):
         lane = first + tl.arange(0, LANES)
-        listed = tl.load(order + lane, mask=lane < n_kv, other=0).to(tl.int32)
+        tile = tl.load(launch + lane, mask=lane < n_columns, other=0)
+        listed = tl.load(order + tile, mask=lane < n_columns, other=0).to(tl.int32)
         tl.debug_barrier()
-        tl.store(order + lane, before + tl.cumsum(listed, 0) - listed, mask=lane < n_kv)
+        tl.store(order + tile, before + tl.cumsum(listed, 0) - listed, mask=lane < n_columns)
         before += tl.sum(listed, 0)
 
 
@@ -561,6 +542,7 @@ def _scale_dq(
 
 _CONFIGS = {64: Config(128, 232, True), 128: Config(64, 224, False)}
 _ROWS_AT_HAND = 8 << 20  # bytes of rows, of the heads whose key tiles take turns, that the L2 cache should hold
+_ROWS_BY_TURNS = 65536  # of the heads that take turns where dQ has an order and the mask is not causal
 
 
 def backward(
@@ -609,18 +591,23 @@ def backward(
     n_columns = triton.cdiv(kv_len, plan_columns(kv_len)) * subtiles
     units = batch * kv_heads
     factor, bend = score_factors(scale, softcap)
-    # Taking turns puts equal work side by side, and shortens the queue before a row tile where the order is fixed.
-    together = 4 if deterministic else max(1, _ROWS_AT_HAND // (q_len * dim * (heads // kv_heads) * 4))
+    # Heads that take turns put equal work side by side.
+    together = max(1, _ROWS_AT_HAND // (q_len * dim * (heads // kv_heads) * 4))
     with torch.cuda.device_of(q):
-        order = locks = plan.segments  # not read
+        order = locks = launch = turns = plan.segments  # not read
         if deterministic:
             order = torch.zeros(plan.tiles.shape, dtype=torch.int16, device=q.device)
             locks = torch.zeros(batch * heads * padded // config.rows, dtype=torch.int32, device=q.device)
-            _row_order[(mask_batch * mask_heads * n_q,)](plan.tiles, plan.counts, order, n_kv, LANES=256, num_warps=4)
+            groups = min(mask_heads, kv_heads)
+            launch, turns = _launch_order(plan.segments, mask.causal, groups, n_columns // subtiles, together)
+            _row_order[(mask_batch * mask_heads * n_q,)](
+                plan.tiles, plan.counts, launch, order, n_q, n_kv, n_columns // subtiles, mask_heads // groups,
+                LANES=256, num_warps=4,
+            )  # fmt: skip
         _backward[(n_columns * units,)](
             _operand(q, config.rows), _operand(k, 64), _operand(v, 64), _operand(dout, config.rows),
-            TensorDescriptor(sums, list(sums.shape), [32, 1], [128, 32], _shared_layout([128, 32], sums.dtype)),
-            _operand(dk, 64), _operand(dv, 64), lse, delta, indices, plan.segments, plan.counts, order, locks,
+            TensorDescriptor(sums, list(sums.shape), [32, 1], [128, 32], _shared_layout((128, 32), sums.dtype)),
+            _operand(dk, 64), _operand(dv, 64), lse, delta, indices, plan.segments, order, locks, launch, turns,
             heads, kv_heads, units, together, mask_batch, mask_heads, q_len, kv_len, n_q, n_kv, n_columns, padded,
             scale, factor, bend,
             CAUSAL=mask.causal, N=indices.shape[-1], CAP=softcap != 0, ORDERED=deterministic, LAG=int(config.lag),
@@ -635,14 +622,38 @@ def backward(
     return dq, dk, dv
 
 
+def _launch_order(segments: Tensor, causal: bool, groups: int, n_columns: int, together: int) -> tuple[Tensor, Tensor]:
+    """How to launch where dQ has an order: the key tiles of each group of masks in theirs, and how many heads by turns.
+
+    Tiles add to a row of dQ in the order of launching, so none waits for one that is not there yet. Those go first that
+    are done first: under a causal mask the last, which begin where the others still have rows to walk; else those of
+    few rows. Tiles without visible rows lie across documents, and would chain one to the next.
+
+    Returns:
+        int32 [groups of the batch, n_columns] and int32 [1], on the device: without causality, the queue before a row
+        tile is as long as its document, and the turns shorten it as far as the L2 cache allows.
+    """
+    if causal:
+        columns = torch.arange(n_columns - 1, -1, -1, dtype=torch.int32, device=segments.device)
+        turns = torch.full((1,), together, dtype=torch.int32, device=segments.device)
+        return columns.expand(segments.shape[0] * groups, n_columns).contiguous(), turns
+    lengths = (segments[..., 1] - segments[..., 0])[:, :, :n_columns].unflatten(1, (groups, -1)).sum(2).flatten(0, 1)
+    rows = lengths.sum(-1)
+    across = lengths[..., :VISIBLE_SEGMENTS].sum(-1) == 0
+    launch = torch.where(across, rows.max() + 1, rows).argsort(dim=-1, stable=True)
+    turns = (_ROWS_BY_TURNS // (rows.max() * ROWS).clamp(min=1)).clamp(min=1)
+    return launch.to(torch.int32), turns.to(torch.int32).view(1)
+
+
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
 
-def _shared_layout(block: list[int], dtype: torch.dtype) -> Any:
-    return gl.NVMMASharedLayout.get_default_for(block, _DTYPES[dtype])
+@cache
+def _shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
+    return gl.NVMMASharedLayout.get_default_for(list(block), _DTYPES[dtype])
 
 
 def _operand(x: Tensor, rows: int) -> Any:
     """A descriptor of `x` [B, H, S, D] for tiles [rows, D]. Strides of axes of length 1 may be anything."""
-    block = [1, 1, rows, x.shape[-1]]
-    return TensorDescriptor(x, list(x.shape), descriptor_strides(x), block, _shared_layout(block, x.dtype))
+    block = (1, 1, rows, x.shape[-1])
+    return TensorDescriptor(x, list(x.shape), descriptor_strides(x), list(block), _shared_layout(block, x.dtype))

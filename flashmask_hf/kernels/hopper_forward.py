@@ -20,7 +20,6 @@ from torch import Tensor
 
 from flashmask_hf.kernels.gluon_shim import (
     TensorDescriptor,
-    available,
     fence_async_shared,
     gl,
     gluon,
@@ -355,11 +354,13 @@ def _step(
     layout: gl.constexpr = acc.type.layout
     stage = step % STAGES
     before = (step - 1) % STAGES
-    named_barrier_sync(_TURN + GROUP, _GROUPS)
+    if MASKED:  # where tiles are whole the groups keep apart by themselves, and sooner
+        named_barrier_sync(_TURN + GROUP, _GROUPS)
     scores = _multiply_scores(q_s, kv_s, stage, GROUP, SCORES)
     mbarrier.wait(v_full.index(before), ((step - 1) // STAGES) & 1)
     acc = _multiply_values(weights, acc, kv_s, STAGES + before)
-    named_barrier_arrive(_TURN + 1 - GROUP, _GROUPS)
+    if MASKED:
+        named_barrier_arrive(_TURN + 1 - GROUP, _GROUPS)
     if MASKED:
         bits = _take_words(words, full, masked, own, SCORES)
     scores = warpgroup_mma_wait(1, deps=[scores])
@@ -535,9 +536,6 @@ def _forward(
 
 def why_not(device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str | None:
     """What keeps the Hopper kernels from serving such tensors; None if they can."""
-    obstacle = available()
-    if obstacle is not None:
-        return f"this process: {obstacle}"
     if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device)[0] != 9:
         return f"tensors on {device} (it needs a Hopper GPU, compute capability 9.0)"
     if dtype not in (torch.bfloat16, torch.float16):
@@ -547,10 +545,12 @@ def why_not(device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim:
     return None
 
 
+_TILE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+
+
 def _describe(x: Tensor, rows: int) -> Any:
     """A descriptor of `x` [B, H, S, D] for tiles of `rows` rows: zero past the end of a head, and not stored there."""
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-    return TensorDescriptor(x, list(x.shape), descriptor_strides(x), [1, 1, rows, x.shape[3]], layout)
+    return TensorDescriptor(x, list(x.shape), descriptor_strides(x), [1, 1, rows, x.shape[3]], _TILE)
 
 
 @cache
