@@ -1,6 +1,7 @@
 """Exact attention under rich masks, at linear mask memory, for Hugging Face models.
 
-Importing the package registers `attn_implementation="flashmask"` with transformers.
+Importing the package registers `attn_implementation="flashmask"` with transformers, and "flashmask_hash" and
+"flashmask_qk" for dynamic sparse attention.
 """
 
 import warnings as _warnings

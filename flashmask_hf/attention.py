@@ -13,7 +13,7 @@ from flashmask_hf.mask import FlashMask
 from flashmask_hf.plan import Plan
 from flashmask_hf.reference import reference_attention
 
-__all__ = ["IMPLEMENTATIONS", "MAX_HEAD_DIM", "Choice", "choose", "flashmask_attention", "plan_of"]
+__all__ = ["IMPLEMENTATIONS", "MAX_HEAD_DIM", "Choice", "autocast", "choose", "flashmask_attention", "plan_of"]
 
 IMPLEMENTATIONS = ("hopper", "triton", "torch", "reference")
 MAX_HEAD_DIM = 256
@@ -98,9 +98,7 @@ def flashmask_attention(
             argument and the way out.
     """
     _check(q, k, v, mask, scale, softcap, sinks)
-    if torch.is_autocast_enabled(q.device.type):
-        narrow = torch.get_autocast_dtype(q.device.type)
-        q, k, v = (x.to(narrow) if x.dtype in _TRITON_DTYPES else x for x in (q, k, v))
+    q, k, v = autocast(q, k, v)
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}; cast them to the same")
     choice = choose(q.device, q.dtype, q.shape[-1], v.shape[-1], impl)
@@ -120,6 +118,15 @@ def flashmask_attention(
             q, k, v, mask, plan, sinks=sinks, scale=factor, softcap=softcap, impl=served, deterministic=ordered
         )
     return (out, lse) if return_lse else out
+
+
+def autocast(*inputs: Tensor) -> tuple[Tensor, ...]:
+    """The inputs in autocast's dtype if it is enabled for their device, as SDPA casts them."""
+    device = inputs[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return inputs
+    narrow = torch.get_autocast_dtype(device)
+    return tuple(x.to(narrow) if x.dtype in _TRITON_DTYPES else x for x in inputs)
 
 
 def _decodes(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> bool:

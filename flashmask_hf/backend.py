@@ -1,5 +1,7 @@
 """The transformers backend behind `attn_implementation="flashmask"`: registration and the attention function.
 
+The dynamic sparse attention of `sparse_backend.py` is registered with it, and reads its masks here.
+
 The mask hook (`mask_compiler.py`) turns what transformers knows of a mask into int32 columns, once per forward and mask
 type. The attention function turns them, or the `startend_row_indices` that the caller supplies, into a `FlashMask` that
 all layers share.
@@ -27,7 +29,7 @@ from flashmask_hf.mask_reader import next_true
 from flashmask_hf.ops import device_assert
 from flashmask_hf.windows import Windowed, windowed
 
-__all__ = ["attention_forward", "register"]
+__all__ = ["attention_forward", "register", "visible"]
 
 _USED = {"cu_seq_lens_q", "is_causal", "position_ids", "s_aux", "sliding_window", "softcap", VECTORS}
 
@@ -88,17 +90,22 @@ T = TypeVar("T")
 
 
 def register() -> None:
-    """Make `attn_implementation="flashmask"` known to transformers.
+    """Make `attn_implementation="flashmask"`, "flashmask_hash" and "flashmask_qk" known to transformers.
 
-    Importing `flashmask_hf` does it; repeating it is fine. Registers `attention_forward` with `AttentionInterface` and
-    `mask_hook` with `AttentionMaskInterface`, and adapts transformers to them (`upstream.py`).
+    Importing `flashmask_hf` does it; repeating it is fine. Registers `attention_forward` and the functions of
+    `sparse_backend.py` with `AttentionInterface` and `mask_hook` with `AttentionMaskInterface`, and adapts transformers
+    to them (`upstream.py`).
 
     Raises:
         RuntimeError: this version of transformers is not one that the package knows how to adapt.
     """
+    from flashmask_hf import sparse_backend  # which builds on this module
+
     upstream.adapt()
-    AttentionInterface.register(NAME, attention_forward)
-    AttentionMaskInterface.register(NAME, mask_hook)
+    forwards = (attention_forward, sparse_backend.hash_attention_forward, sparse_backend.qk_attention_forward)
+    for name, forward in zip(upstream.NAMES, forwards, strict=True):
+        AttentionInterface.register(name, forward)
+        AttentionMaskInterface.register(name, mask_hook)
 
 
 def attention_forward(
@@ -140,7 +147,42 @@ def attention_forward(
         RuntimeError: n = 2 columns of a mask that is not causal reach a causal layer; or, in a compiled model with
             windows, `position_ids` do not run on where a window matters (device-side checks).
     """
-    _check_keywords(module, dropout, kwargs)
+    seen = visible(module, query, key, attention_mask, dropout, kwargs)
+    out = flashmask_attention(
+        query,
+        seen.columns(key),
+        seen.columns(value),
+        seen.mask,
+        scale=scaling,
+        softcap=kwargs.get("softcap"),
+        sinks=kwargs.get("s_aux"),
+    )
+    return out.transpose(1, 2), None
+
+
+def visible(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float,
+    kwargs: dict[str, Any],
+    name: str = NAME,
+    own: frozenset[str] = frozenset(),
+) -> Windowed:
+    """What a layer may see, once its keywords are checked; arguments and errors are those of `attention_forward`.
+
+    Args:
+        module: the attention layer.
+        query: [B, Hq, Sq, D].
+        key: [B, Hkv, Skv, D].
+        attention_mask: what `mask_hook` returned, or None.
+        dropout: must be 0 in training.
+        kwargs: the layer's keywords.
+        name: what `attn_implementation` is set to, for messages.
+        own: keywords that this implementation uses beside those of "flashmask".
+    """
+    _check_keywords(module, dropout, kwargs, name, own)
     causal = kwargs.get("is_causal")
     causal = bool(getattr(module, "is_causal", True) if causal is None else causal)
     if attention_mask is not None:
@@ -156,16 +198,10 @@ def attention_forward(
             )
         _check_vectors(vectors, query, key, causal)
         window = _window(module, kwargs)
-        seen = _supplied_mask(vectors, attention_mask, causal, window, kwargs.get("position_ids"))
-        mask, key, value = seen.mask, seen.columns(key), seen.columns(value)
-    elif attention_mask is not None:
-        mask = _hook_mask(attention_mask, query, key, kwargs.get("cu_seq_lens_q"), kwargs.get("position_ids"))
-    else:
-        mask = _default_mask(query, key, causal, kwargs)
-    out = flashmask_attention(
-        query, key, value, mask, scale=scaling, softcap=kwargs.get("softcap"), sinks=kwargs.get("s_aux")
-    )
-    return out.transpose(1, 2), None
+        return _supplied_mask(vectors, attention_mask, causal, window, kwargs.get("position_ids"))
+    if attention_mask is not None:
+        return Windowed(_hook_mask(attention_mask, query, key, kwargs.get("cu_seq_lens_q"), kwargs.get("position_ids")))
+    return Windowed(_default_mask(query, key, causal, kwargs, name))
 
 
 supplied_calls = 0
@@ -178,23 +214,26 @@ def _count_supplied() -> None:
         supplied_calls += 1
 
 
-def _check_keywords(module: nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:
+def _check_keywords(
+    module: nn.Module, dropout: float, kwargs: dict[str, Any], implementation: str, own: frozenset[str]
+) -> None:
+    asked = f"attn_implementation='{implementation}'"
     if dropout > 0 and module.training:
         raise ValueError(
-            f"dropout={dropout} is not implemented by attn_implementation='{NAME}'; set attention_dropout=0 in the "
-            "model's config, or use attn_implementation='sdpa'"
+            f"dropout={dropout} is not implemented by {asked}; set attention_dropout=0 in the model's config, or use "
+            "attn_implementation='sdpa'"
         )
     if kwargs.get("output_attentions"):
         raise NotImplementedError(
-            f"output_attentions=True: attn_implementation='{NAME}' never has the weights that it would return; use "
+            f"output_attentions=True: {asked} never has the weights that it would return; use "
             "attn_implementation='eager' to look at them"
         )
     for name, given in kwargs.items():
-        if name in _USED or name in _HARMLESS or given is None:
+        if name in _USED or name in _HARMLESS or name in own or given is None:
             continue
         if name in _REFUSED:
             raise NotImplementedError(
-                f"{name} changes the result of attention and is not implemented by attn_implementation='{NAME}'; "
+                f"{name} changes the result of attention and is not implemented by {asked}; "
                 + (
                     "use attn_implementation='sdpa' for continuous batching"
                     if name == "cache"
@@ -204,9 +243,9 @@ def _check_keywords(module: nn.Module, dropout: float, kwargs: dict[str, Any]) -
         if not torch.compiler.is_compiling() and name not in _warned:
             _warned.add(name)
             warnings.warn(
-                f"attn_implementation='{NAME}' ignores the attention keyword '{name}', which it does not know; that "
-                "is right if it is meant for another part of the model. If it should change attention, use 'eager'.",
-                stacklevel=3,
+                f"{asked} ignores the attention keyword '{name}', which it does not know; that is right if it is meant "
+                "for another part of the model. If it should change attention, use 'eager'.",
+                stacklevel=4,
             )
 
 
@@ -359,13 +398,13 @@ def _hook_mask(
     return _shared((attention_mask, cu_seq_lens), ("documents",), cut)
 
 
-def _default_mask(query: Tensor, key: Tensor, causal: bool, kwargs: dict[str, Any]) -> FlashMask:
+def _default_mask(query: Tensor, key: Tensor, causal: bool, kwargs: dict[str, Any], name: str = NAME) -> FlashMask:
     """The mask of a layer for which no hook ran: causal (bottom-right aligned) or full."""
     window = kwargs.get("sliding_window")
     if window is not None and not causal:
         raise NotImplementedError(
             f"sliding_window={window} on a layer that is not causal is not implemented by "
-            f"attn_implementation='{NAME}'; use attn_implementation='sdpa' for this model"
+            f"attn_implementation='{name}'; use attn_implementation='sdpa' for this model"
         )
     cu_seq_lens = kwargs.get("cu_seq_lens_q")
     if cu_seq_lens is not None and cu_seq_lens.shape[0] > 2:

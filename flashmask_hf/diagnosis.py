@@ -20,6 +20,7 @@ from flashmask_hf.attention import choose, flashmask_attention
 from flashmask_hf.backend import register
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.mask_compiler import NAME
+from flashmask_hf.upstream import NAMES
 
 __all__ = ["diagnose"]
 
@@ -97,13 +98,16 @@ def _registration() -> tuple[list[str], bool]:
         register()
     except RuntimeError as error:
         return _row("backend", f'transformers does not know "{NAME}": {error}'), False
-    known = NAME in AttentionInterface() and NAME in AttentionMaskInterface()
-    apart = not generic.is_flash_attention_requested(requested_attention_implementation=NAME)
-    said = (
-        f'transformers {"knows" if known else "does not know"} "{NAME}" and '
-        f"{'tells it apart from' if apart else 'takes it for'} FlashAttention"
-    )
-    return _row("backend", said), known and apart
+    for name in NAMES:
+        known = name in AttentionInterface() and name in AttentionMaskInterface()
+        apart = not generic.is_flash_attention_requested(requested_attention_implementation=name)
+        if not (known and apart):
+            said = (
+                f'transformers {"knows" if known else "does not know"} "{name}" and '
+                f"{'tells it apart from' if apart else 'takes it for'} FlashAttention"
+            )
+            return _row("backend", said), False
+    return _row("backend", f'transformers knows "{NAME}" and tells it apart from FlashAttention'), True
 
 
 def _table(device: torch.device) -> list[str]:

@@ -526,7 +526,7 @@ def prefix_lm_document(
     return _mask(end, first, causal=False, q_len=_query_count(q_len, kv_len), device=device)
 
 
-def qk_sparse(q_keep: Tensor, k_keep: Tensor, *, device: Device = None) -> FlashMask:
+def qk_sparse(q_keep: Tensor, k_keep: Tensor, *, mask: FlashMask | None = None, device: Device = None) -> FlashMask:
     """Causal attention between the queries and keys that each head keeps (section 2.1; Pagliardini et al. 2023, 3.1).
 
     The mask is for rows and columns sorted stably, kept ones first: `(~q_keep).byte().argsort(dim=-1, stable=True)`,
@@ -544,14 +544,16 @@ def qk_sparse(q_keep: Tensor, k_keep: Tensor, *, device: Device = None) -> Flash
         q_keep: bool [B, H, Sq], True where the head keeps the query.
         k_keep: bool [B, Hkv, Skv], H a multiple of Hkv: query head h reads key head h * Hkv // H. Query row i stands at
             position i + Skv - Sq.
+        mask: what else hides, in the original order: causal with n = 1 column, of batch 1 or B and heads 1, Hkv or H,
+            as packed documents, trees, padding and windows have it. None is nothing.
         device: where the mask lives; None is the device of `q_keep`.
 
     Returns:
         FlashMask: indices [B, H, Skv, 2], not causal, q_len = Sq.
 
     Raises:
-        TypeError: an argument is not a bool tensor.
-        ValueError: the shapes or devices do not fit each other.
+        TypeError: an argument is not a bool tensor, or `mask` no FlashMask.
+        ValueError: the shapes or devices do not fit each other, or `mask` is of another form.
 
     Example:
         >>> import torch
@@ -564,17 +566,21 @@ def qk_sparse(q_keep: Tensor, k_keep: Tensor, *, device: Device = None) -> Flash
                 [1, 1, 1, 0],
                 [0, 0, 0, 0]], dtype=torch.int32)
     """
-    k_keep = _paired("q_keep", q_keep, "k_keep", k_keep, {torch.bool})
-    q_len, kv_len = q_keep.shape[-1], k_keep.shape[-1]
-    kept_before = torch.nn.functional.pad(q_keep.cumsum(-1), (1, 0))  # [B, H, Sq + 1]
-    row = _positions(kv_len, k_keep.device) - (kv_len - q_len)  # the query row at each key's own position
-    first = kept_before.gather(-1, row.clamp(min=0).expand_as(k_keep)).masked_fill(~k_keep, q_len)
-    order = (~k_keep).byte().argsort(dim=-1, stable=True)
-    columns = torch.stack([kept_before[..., -1:].expand_as(first), first.gather(-1, order)], -1)
-    return FlashMask(columns.to(device or q_keep.device, torch.int32), causal=False, q_len=q_len)
+    check_paired("q_keep", q_keep, "k_keep", k_keep, {torch.bool})
+    hidden_from = None if mask is None else hidden_from_of(mask, q_keep, k_keep)
+    # Two buckets, of which the second, the dropped, sees nothing.
+    columns, _, _ = sorted_columns((~q_keep).byte(), (~k_keep).byte(), hidden_from, dropped=1)
+    return FlashMask(columns.to(device or q_keep.device), causal=False, q_len=q_keep.shape[-1])
 
 
-def hash_sparse(q_bucket: Tensor, k_bucket: Tensor, *, exclude_self: bool = False, device: Device = None) -> FlashMask:
+def hash_sparse(
+    q_bucket: Tensor,
+    k_bucket: Tensor,
+    *,
+    exclude_self: bool = False,
+    mask: FlashMask | None = None,
+    device: Device = None,
+) -> FlashMask:
     """Causal attention between queries and keys of the same bucket (section 2.1; Pagliardini et al. 2023, 3.2).
 
     The mask is for rows and columns sorted stably by bucket: `q_bucket.argsort(dim=-1, stable=True)`, and likewise for
@@ -593,14 +599,16 @@ def hash_sparse(q_bucket: Tensor, k_bucket: Tensor, *, exclude_self: bool = Fals
         k_bucket: int [B, Hkv, Skv], H a multiple of Hkv: query head h reads key head h * Hkv // H. Query row i stands
             at position i + Skv - Sq. A key whose bucket holds no query is seen by nothing.
         exclude_self: whether a key is hidden from the query at its own position too, as in Reformer.
+        mask: what else hides, in the original order: causal with n = 1 column, of batch 1 or B and heads 1, Hkv or H,
+            as packed documents, trees, padding and windows have it. None is nothing.
         device: where the mask lives; None is the device of `q_bucket`.
 
     Returns:
         FlashMask: indices [B, H, Skv, 2], not causal, q_len = Sq.
 
     Raises:
-        TypeError: an argument is not an integer tensor.
-        ValueError: the shapes or devices do not fit each other.
+        TypeError: an argument is not an integer tensor, or `mask` no FlashMask.
+        ValueError: the shapes or devices do not fit each other, or `mask` is of another form.
 
     Example:
         >>> import torch
@@ -612,19 +620,10 @@ def hash_sparse(q_bucket: Tensor, k_bucket: Tensor, *, exclude_self: bool = Fals
                 [0, 0, 1, 0],
                 [0, 0, 1, 1]], dtype=torch.int32)
     """
-    k_bucket = _paired("q_bucket", q_bucket, "k_bucket", k_bucket, _INTEGERS)
-    q_len, kv_len = q_bucket.shape[-1], k_bucket.shape[-1]
-    q_sorted, q_order = q_bucket.to(torch.int64).contiguous().sort(dim=-1, stable=True)
-    k_sorted, k_order = k_bucket.to(torch.int64).contiguous().sort(dim=-1, stable=True)
-    start = torch.searchsorted(q_sorted, k_sorted)
-    end = torch.searchsorted(q_sorted, k_sorted, right=True)
-    # One ascending number per sorted query: where its bucket starts (the bucket number itself might overflow), then
-    # where the query stood.
-    ascending = torch.searchsorted(q_sorted, q_sorted) * (q_len + 1) + q_order
-    own_row = (k_order - (kv_len - q_len) + int(exclude_self)).clamp(min=0)
-    first = torch.searchsorted(ascending, start * (q_len + 1) + own_row)
-    columns = torch.stack([end, first], -1)  # without a later query in the bucket first >= end, which hides all rows
-    return FlashMask(columns.to(device or q_bucket.device, torch.int32), causal=False, q_len=q_len)
+    check_paired("q_bucket", q_bucket, "k_bucket", k_bucket, INTEGERS)
+    hidden_from = None if mask is None else hidden_from_of(mask, q_bucket, k_bucket)
+    columns, _, _ = sorted_columns(q_bucket, k_bucket, hidden_from, exclude_self=exclude_self)
+    return FlashMask(columns.to(device or q_bucket.device), causal=False, q_len=q_bucket.shape[-1])
 
 
 def random_eviction(
@@ -820,7 +819,7 @@ def padding(
     return _mask(end, first.expand_as(end), causal=False, q_len=q_len, device=device)
 
 
-_INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 
 
 def _mask(*columns: Tensor, causal: bool, q_len: int, device: Device) -> FlashMask:
@@ -906,7 +905,7 @@ def _integer(name: str, value: Any, low: int, high: int | None = None, why: str 
 
 
 def _integer_tensor(name: str, value: Any) -> None:
-    if not isinstance(value, Tensor) or value.dtype not in _INTEGERS:
+    if not isinstance(value, Tensor) or value.dtype not in INTEGERS:
         got = value.dtype if isinstance(value, Tensor) else type(value).__name__
         raise TypeError(f"{name} must be a tensor of integers, got {got}")
 
@@ -981,8 +980,8 @@ def _row_length(name: str, lengths: list[list[int]], kv_len: int | None) -> int:
     return kv_len
 
 
-def _paired(q_name: str, q: Tensor, k_name: str, k: Tensor, dtypes: set[torch.dtype]) -> Tensor:
-    """Check per-head vectors of queries and keys; returns the keys' with one head per query head."""
+def check_paired(q_name: str, q: Tensor, k_name: str, k: Tensor, dtypes: set[torch.dtype]) -> None:
+    """Check per-head vectors of queries and keys."""
     wanted = "bool" if torch.bool in dtypes else "integer"
     for name, value in ((q_name, q), (k_name, k)):
         if not isinstance(value, Tensor) or value.dtype not in dtypes:
@@ -999,4 +998,85 @@ def _paired(q_name: str, q: Tensor, k_name: str, k: Tensor, dtypes: set[torch.dt
             f"{q_name} has {q.shape[1]} heads, no multiple of the {k.shape[1]} of {k_name}; each key head serves a "
             "group of query heads"
         )
-    return k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+
+
+def hidden_from_of(mask: FlashMask, q: Tensor, k: Tensor) -> Tensor:
+    """The first query row from which on `mask` hides each key, int32 [B or 1, Hm, Skv].
+
+    Args:
+        mask: causal with n = 1, or it raises.
+        q: [B, Hq, Sq], which the mask has to fit; only the shape and the device count.
+        k: [B, Hkv, Skv].
+
+    Raises:
+        TypeError: `mask` is not a FlashMask.
+        ValueError: it is of another form or does not fit.
+    """
+    if not isinstance(mask, FlashMask):
+        raise TypeError(f"mask must be a FlashMask or None, got {type(mask).__name__}")
+    batch, heads, q_len = q.shape
+    kv_heads, kv_len = k.shape[1:]
+    if not mask.causal or mask.indices.shape[-1] != 1:
+        raise ValueError(
+            f"mask must be causal with n = 1 column, got causal={mask.causal}, n = {mask.indices.shape[-1]}: what "
+            "another one hides is no interval any more once rows are sorted; packed documents, trees, padding and "
+            "windows of flashmask_hf.masks have such a form"
+        )
+    if mask.device != q.device:
+        raise ValueError(f"mask is on {mask.device}, not on {q.device}; move it with mask.to('{q.device}')")
+    if mask.kv_len != kv_len:
+        raise ValueError(f"mask has {mask.kv_len} key columns, but there are {kv_len} keys")
+    mask.rows(q_len)
+    if mask.indices.shape[0] not in (1, batch) or mask.indices.shape[1] not in (1, kv_heads, heads):
+        raise ValueError(
+            f"mask must have batch 1 or {batch} and heads 1, Hkv = {kv_heads} or Hq = {heads}, got "
+            f"{list(mask.indices.shape[:2])}"
+        )
+    return mask.indices[..., 0]
+
+
+def sorted_columns(
+    q_bucket: Tensor,
+    k_bucket: Tensor,
+    hidden_from: Tensor | None,
+    *,
+    exclude_self: bool = False,
+    dropped: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The columns of `hash_sparse`, and the stable orders of queries and keys that they are for.
+
+    Args:
+        q_bucket: int [B, Hq, Sq].
+        k_bucket: int [B, Hkv, Skv].
+        hidden_from: int32 [B or 1, Hm, Skv], of `hidden_from_of`, or None.
+        exclude_self: as in `hash_sparse`.
+        dropped: a bucket that sees nothing, or None.
+
+    Returns:
+        columns int32 [B, Hq, Skv, 2]; the orders, int64 [B, Hq, Sq] and [B, Hkv, Skv].
+    """
+    batch, heads, q_len = q_bucket.shape
+    kv_heads, kv_len = k_bucket.shape[1:]
+    common = torch.promote_types(q_bucket.dtype, k_bucket.dtype)
+    q_sorted, q_order = q_bucket.to(common).contiguous().sort(dim=-1, stable=True)
+    k_sorted, k_order = k_bucket.to(common).contiguous().sort(dim=-1, stable=True)
+    bucket, key = (x.repeat_interleave(heads // kv_heads, 1) for x in (k_sorted, k_order))
+    start = torch.searchsorted(q_sorted, bucket)
+    end = torch.searchsorted(q_sorted, bucket, right=True)
+    # One ascending number per sorted query: where its bucket starts (the bucket number itself might overflow), then
+    # where the query stood.
+    ascending = torch.searchsorted(q_sorted, q_sorted) * (q_len + 1) + q_order
+
+    def sorted_row(row: Tensor) -> Tensor:
+        """The first row of the key's bucket that stood at `row` or later, or the bucket's end."""
+        return torch.minimum(torch.searchsorted(ascending, start * (q_len + 1) + row), end)
+
+    first = sorted_row((key - (kv_len - q_len) + int(exclude_self)).clamp(min=0))
+    if hidden_from is not None:
+        by_head = hidden_from.repeat_interleave(heads // hidden_from.shape[1], 1).expand(batch, heads, kv_len)
+        end = sorted_row(by_head.gather(-1, key).clamp(0, q_len))
+    if dropped is not None:
+        end = torch.where(bucket == dropped, start, end)
+        first = first.masked_fill(bucket == dropped, q_len)
+    # Without a row that sees the key first >= end, which hides all rows.
+    return torch.stack([end, first], -1).to(torch.int32), q_order, k_order

@@ -1,28 +1,48 @@
 """Dynamic sparse attention (Pagliardini et al. 2023): dropped queries and keys, or hash buckets, chosen for each head.
 
 Both are FlashMask after a stable sort (`masks.qk_sparse`, `masks.hash_sparse`): the rows of a bucket, or those that are
-kept, lie next to each other, and what a key hides is two intervals. So there is no kernel here: sort, reorder, attend,
-put back. Every pair that the definition lets see each other is computed, and nothing of size Sq x Skv exists.
+kept, lie next to each other, and what a key hides is two intervals. So there is no attention kernel here: sort, gather,
+attend, put back, where the first two and the last are kernels on a GPU. Every pair that the definition lets see each
+other is computed, nothing of size Sq x Skv exists, and nothing waits for the device.
 """
 
 from __future__ import annotations
 
+import os
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from flashmask_hf import masks
-from flashmask_hf.attention import flashmask_attention
+from flashmask_hf import masks, ops
+from flashmask_hf.attention import autocast, flashmask_attention
 from flashmask_hf.mask import FlashMask
 
 __all__ = ["hash_sparse_attention", "lsh_buckets", "qk_sparse_attention"]
 
+_COUNTED = 256
+"""Buckets up to which counting sorts faster than comparing."""
+
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
 
 def qk_sparse_attention(
-    q: Tensor, k: Tensor, v: Tensor, q_keep: Tensor, k_keep: Tensor, *, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_keep: Tensor,
+    k_keep: Tensor,
+    *,
+    scale: float | None = None,
+    mask: FlashMask | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    deterministic: bool = False,
 ) -> Tensor:
     """Causal attention between the queries and the keys that each head keeps (Pagliardini et al. 2023, section 3.1).
 
-    Differentiable in q, k and v. The cost is that of the tiles of kept rows and keys, per head.
+    Differentiable in q, k, v and sinks. The cost is that of the tiles of kept rows and keys, per head; dropped rows are
+    not read, whatever they hold.
 
     Args:
         q: queries [B, Hq, Sq, D], in the dtypes of `flashmask_attention`. Query i stands at position i + Skv - Sq.
@@ -31,14 +51,19 @@ def qk_sparse_attention(
         q_keep: bool [B, Hq, Sq], True where the head keeps the query.
         k_keep: bool [B, Hkv, Skv], True where the head keeps the key.
         scale: factor on q @ k^T; None is D ** -0.5.
+        mask: what else hides: causal with n = 1 column, of batch 1 or B and heads 1, Hkv or Hq, as packed documents,
+            trees, padding and windows have it. None is nothing.
+        softcap: as in `flashmask_attention`.
+        sinks: as in `flashmask_attention`.
+        deterministic: as in `flashmask_attention`.
 
     Returns:
-        out [B, Hq, Sq, Dv] in q's dtype. A dropped query, and one with no kept key at or before it, has out 0 and
-        passes no gradient; dropped keys and values get none.
+        out [B, Hq, Sq, Dv] in q's dtype, stored as [B, Sq, Hq, Dv]. A dropped query, and one with no visible key, has
+        out 0 and passes no gradient to q, k and v; dropped keys and values get none.
 
     Raises:
-        TypeError: `q_keep` or `k_keep` is not a bool tensor.
-        ValueError: shapes or devices do not fit.
+        TypeError: `q_keep` or `k_keep` is not a bool tensor, or an argument of `flashmask_attention` has another type.
+        ValueError: shapes or devices do not fit, or `mask` has another form.
 
     Example:
         >>> import torch
@@ -48,11 +73,24 @@ def qk_sparse_attention(
         >>> qk_sparse_attention(q, k, v, keep, keep)[0, 0, :, 0] == 0
         tensor([False,  True, False,  True, False,  True, False,  True])
     """
-    _check(q, k, "q_keep", q_keep, "k_keep", k_keep)
-    mask = masks.qk_sparse(q_keep, k_keep)
-    q_order = (~q_keep).byte().argsort(dim=-1, stable=True)
-    k_order = (~k_keep).byte().argsort(dim=-1, stable=True)
-    return _attend(q, k, v, mask, q_order, k_order, scale)
+    _check(q, k, v, "q_keep", q_keep, "k_keep", k_keep)
+    q, k, v = autocast(q, k, v)
+    masks.check_paired("q_keep", q_keep, "k_keep", k_keep, {torch.bool})
+    hidden_from = None if mask is None else masks.hidden_from_of(mask, q_keep, k_keep)
+    # Two buckets, of which the second, the dropped, sees nothing.
+    columns, q_order, k_order = sort_sparse((~q_keep).byte(), (~k_keep).byte(), hidden_from, 2, False, 1)
+    q_kept, k_kept = (keep.sum(-1, dtype=torch.int32) for keep in (q_keep, k_keep))
+    out = flashmask_attention(
+        move_rows(q, q_order, q_kept, False),
+        move_rows(k, k_order, k_kept, False),
+        move_rows(v, k_order, k_kept, False),
+        FlashMask(columns, causal=False, q_len=q.shape[2]),
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
+        deterministic=deterministic,
+    )
+    return move_rows(out, q_order, q_kept, True)
 
 
 def hash_sparse_attention(
@@ -64,11 +102,16 @@ def hash_sparse_attention(
     *,
     scale: float | None = None,
     exclude_self: bool = False,
+    mask: FlashMask | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    deterministic: bool = False,
+    n_buckets: int | None = None,
 ) -> Tensor:
     """Causal attention between queries and keys of one bucket (Pagliardini et al. 2023, section 3.2).
 
-    All collisions count, wherever in the row they are; Reformer's chunks miss some. Differentiable in q, k and v, not
-    in the buckets.
+    All collisions count, wherever in the row they are; Reformer's chunks miss some. Differentiable in q, k, v and
+    sinks, not in the buckets.
 
     Args:
         q: queries [B, Hq, Sq, D], in the dtypes of `flashmask_attention`. Query i stands at position i + Skv - Sq.
@@ -78,18 +121,51 @@ def hash_sparse_attention(
         k_bucket: int [B, Hkv, Skv].
         scale: factor on q @ k^T; None is D ** -0.5.
         exclude_self: whether a query does not see the key at its own position, as in Reformer, where q = k.
+        mask: what else hides: causal with n = 1 column, of batch 1 or B and heads 1, Hkv or Hq, as packed documents,
+            trees, padding and windows have it. None is nothing.
+        softcap: as in `flashmask_attention`.
+        sinks: as in `flashmask_attention`.
+        deterministic: as in `flashmask_attention`.
+        n_buckets: says that all buckets lie in 0..n_buckets - 1, as those of `lsh_buckets` do; a GPU then sorts faster,
+            by counting, up to 256 of them. None says nothing.
 
     Returns:
-        out [B, Hq, Sq, Dv] in q's dtype. A query that sees no key has out 0 and passes no gradient.
+        out [B, Hq, Sq, Dv] in q's dtype, stored as [B, Sq, Hq, Dv]. A query that sees no key has out 0 and passes no
+        gradient to q, k and v.
 
     Raises:
-        TypeError: `q_bucket` or `k_bucket` is not an integer tensor.
-        ValueError: shapes or devices do not fit.
+        TypeError: `q_bucket` or `k_bucket` is not an integer tensor, or an argument has another type.
+        ValueError: shapes or devices do not fit, `mask` has another form, or a bucket lies outside 0..n_buckets - 1 (on
+            a GPU an assertion of the device, which stops the program).
+
+    Example:
+        >>> import torch
+        >>> from flashmask_hf.sparse import hash_sparse_attention, lsh_buckets
+        >>> q, v = (torch.randn(1, 2, 8, 16) for _ in range(2))
+        >>> buckets = lsh_buckets(q, 4)
+        >>> hash_sparse_attention(q, q, v, buckets, buckets, n_buckets=4).shape
+        torch.Size([1, 2, 8, 16])
     """
-    _check(q, k, "q_bucket", q_bucket, "k_bucket", k_bucket)
-    mask = masks.hash_sparse(q_bucket, k_bucket, exclude_self=exclude_self)
-    q_order, k_order = (bucket.argsort(dim=-1, stable=True) for bucket in (q_bucket, k_bucket))
-    return _attend(q, k, v, mask, q_order, k_order, scale)
+    _check(q, k, v, "q_bucket", q_bucket, "k_bucket", k_bucket)
+    q, k, v = autocast(q, k, v)
+    masks.check_paired("q_bucket", q_bucket, "k_bucket", k_bucket, masks.INTEGERS)
+    if n_buckets is not None and (not isinstance(n_buckets, int) or isinstance(n_buckets, bool)):
+        raise TypeError(f"n_buckets must be an int or None, got {type(n_buckets).__name__}")
+    if n_buckets is not None and n_buckets < 1:
+        raise ValueError(f"n_buckets must be at least 1, or None if it is not known, got {n_buckets}")
+    hidden_from = None if mask is None else masks.hidden_from_of(mask, q_bucket, k_bucket)
+    columns, q_order, k_order = sort_sparse(q_bucket, k_bucket, hidden_from, n_buckets or 0, exclude_self, -1)
+    out = flashmask_attention(
+        move_rows(q, q_order, None, False),
+        move_rows(k, k_order, None, False),
+        move_rows(v, k_order, None, False),
+        FlashMask(columns, causal=False, q_len=q.shape[2]),
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
+        deterministic=deterministic,
+    )
+    return move_rows(out, q_order, None, True)
 
 
 def lsh_buckets(x: Tensor, n_buckets: int, *, generator: torch.Generator | None = None) -> Tensor:
@@ -121,12 +197,22 @@ def lsh_buckets(x: Tensor, n_buckets: int, *, generator: torch.Generator | None 
         raise ValueError(f"n_buckets must be even and at least 2, since directions come in pairs, got {n_buckets}")
     place = torch.device("cpu") if generator is None else generator.device
     directions = torch.randn(x.shape[1], x.shape[3], n_buckets // 2, generator=generator, device=place)
-    along = x.detach().float() @ directions.to(x.device)
+    return nearest(x.detach(), directions.to(x.device, x.dtype))
+
+
+def nearest(x: Tensor, directions: Tensor) -> Tensor:
+    """Which of the directions [..., D, n] and their n opposites is nearest to each of x [..., S, D]: int64 [..., S]."""
+    along = x @ directions
     return torch.cat([along, -along], -1).argmax(-1)
 
 
-def _check(q: Tensor, k: Tensor, q_name: str, of_q: Tensor, k_name: str, of_k: Tensor) -> None:
-    for tensor_name, x, name, choice in (("q", q, q_name, of_q), ("k", k, k_name, of_k)):
+def _check(q: Tensor, k: Tensor, v: Tensor, q_name: str, of_q: Tensor, k_name: str, of_k: Tensor) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor [B, H, S, D], got {type(x).__name__}")
+        if x.dim() != 4 or 0 in x.shape:
+            raise ValueError(f"{name} must have shape [B, H, S, D] with no empty axis, got {list(x.shape)}")
+    for tensor_name, x, name, choice in (("q", q, q_name, of_q), ("k", k, k_name, of_k), ("k", k, "v", v[..., 0])):
         if isinstance(choice, Tensor) and (choice.shape != x.shape[:-1] or choice.device != x.device):
             raise ValueError(
                 f"{name} must have {tensor_name}'s shape without D, {list(x.shape[:-1])}, on {x.device}; got "
@@ -134,35 +220,118 @@ def _check(q: Tensor, k: Tensor, q_name: str, of_q: Tensor, k_name: str, of_k: T
             )
 
 
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: FlashMask, q_order: Tensor, k_order: Tensor, scale: float | None
-) -> Tensor:
-    """Attention on reordered rows and columns, put back in order."""
-    q_back, k_back = _inverse(q_order), _inverse(k_order)
-    out = flashmask_attention(
-        _Reorder.apply(q, q_order, q_back),
-        _Reorder.apply(k, k_order, k_back),
-        _Reorder.apply(v, k_order, k_back),
-        mask,
-        scale=scale,
+def _runs_kernels(x: Tensor) -> bool:
+    return ops.HAS_TRITON and (x.is_cuda or _INTERPRETED)
+
+
+def _sort_sparse(
+    q_bucket: Tensor, k_bucket: Tensor, hidden_from: Tensor | None, n_buckets: int, exclude_self: bool, dropped: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`masks.sorted_columns` with orders in int32.
+
+    Args:
+        q_bucket: int [B, Hq, Sq].
+        k_bucket: int [B, Hkv, Skv].
+        hidden_from: int32 [B or 1, Hm, Skv], of `masks.hidden_from_of`, or None.
+        n_buckets: all buckets lie in 0..n_buckets - 1; 0 says nothing of them.
+        exclude_self: as in `hash_sparse_attention`.
+        dropped: a bucket that sees nothing, or -1.
+
+    Returns:
+        columns int32 [B, Hq, Skv, 2], q_order int32 [B, Hq, Sq], k_order int32 [B, Hkv, Skv].
+
+    Raises:
+        ValueError: a bucket lies outside 0..n_buckets - 1. On a GPU it is an assertion of the device.
+    """
+    without = None if dropped < 0 else dropped
+    if 0 < n_buckets <= _COUNTED and _runs_kernels(q_bucket):
+        from flashmask_hf.kernels import reorder
+
+        return reorder.sorted_columns(
+            q_bucket, k_bucket, hidden_from, n_buckets, exclude_self=exclude_self, dropped=without
+        )
+    if n_buckets:
+        _check_range(q_bucket, n_buckets)
+        _check_range(k_bucket, n_buckets)
+    columns, q_order, k_order = masks.sorted_columns(
+        q_bucket, k_bucket, hidden_from, exclude_self=exclude_self, dropped=without
     )
-    return _Reorder.apply(out, q_back, q_order)
+    return columns, q_order.int(), k_order.int()
 
 
-def _inverse(order: Tensor) -> Tensor:
-    position = torch.arange(order.shape[-1], device=order.device).expand_as(order)
-    return torch.empty_like(order).scatter_(-1, order, position)
+def _check_range(bucket: Tensor, n_buckets: int) -> None:
+    low, high = bucket.aminmax()
+    message = f"the buckets must lie in 0..n_buckets - 1 = 0..{n_buckets - 1}; leave n_buckets out if they do not"
+    if bucket.is_cuda:  # without waiting for the device
+        ops.device_assert((low >= 0) & (high < n_buckets), message)
+    elif low < 0 or high >= n_buckets:
+        raise ValueError(message)
 
 
-class _Reorder(torch.autograd.Function):
-    """x [B, H, S, D] with its rows in another order; as a permutation, its gradient is a gather, too."""
+def _move_rows(x: Tensor, order: Tensor, kept: Tensor | None, back: bool) -> Tensor:
+    """The rows of x in another order, or back in their own; each is the other's transpose, and so its gradient.
 
-    @staticmethod
-    def forward(ctx, x: Tensor, order: Tensor, back: Tensor) -> Tensor:
-        ctx.save_for_backward(order, back)
-        return x.take_along_dim(order.unsqueeze(-1), 2)
+    Args:
+        x: [B, H, S, D], of any strides; differentiable.
+        order: int32 [B, H, S], a permutation of every head's rows.
+        kept: int32 [B, H], how many rows of the order count; the others are made 0, whatever they hold. None is all.
+        back: False makes y[b, h, i] = x[b, h, order[b, h, i]], True y[b, h, order[b, h, i]] = x[b, h, i].
 
-    @staticmethod
-    def backward(ctx, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        order, back = ctx.saved_tensors
-        return _Reorder.apply(gradients[0], back, order), None, None
+    Returns:
+        y [B, H, S, D]: contiguous, as the attention kernels like it; or, if `back`, stored as [B, S, H, D].
+    """
+    if _runs_kernels(x):
+        from flashmask_hf.kernels.reorder import move_rows
+
+        return move_rows(x, order, kept, back)
+    rows = order.long().unsqueeze(-1)
+    counts = torch.ones_like(rows, dtype=torch.bool)
+    if kept is not None:
+        counts = (torch.arange(x.shape[2], device=x.device) < kept.unsqueeze(-1)).unsqueeze(-1)
+    if not back:
+        return x.take_along_dim(rows, 2).masked_fill_(~counts, 0.0)
+    return _moved_like(x, back).scatter_(2, rows.expand(x.shape), x.masked_fill(~counts, 0.0))
+
+
+def _moved_like(x: Tensor, back: bool) -> Tensor:
+    """What `_move_rows` returns, uninitialised."""
+    batch, heads, rows, dims = x.shape
+    return x.new_empty(batch, rows, heads, dims).transpose(1, 2) if back else x.new_empty(batch, heads, rows, dims)
+
+
+def _keep_order(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None, bool], output: Tensor) -> None:
+    _, order, kept, ctx.back = inputs
+    ctx.save_for_backward(order, kept)
+
+
+def _move_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+    order, kept = ctx.saved_tensors
+    return move_rows(gradient, order, kept, not ctx.back), None, None, None
+
+
+# Not `custom_op`s, whose wrappers cost a short row more time than the kernels do.
+for _name, _function in (("sort_sparse", _sort_sparse), ("move_rows", _move_rows)):
+    _schema = torch.library.infer_schema(_function, mutates_args=())
+    torch.library.define(f"flashmask_hf::{_name}", _schema, tags=torch.Tag.pt2_compliant_tag)
+    torch.library.impl(f"flashmask_hf::{_name}", "default", _function)
+torch.library.register_autograd("flashmask_hf::move_rows", _move_gradient, setup_context=_keep_order)
+sort_sparse = torch.ops.flashmask_hf.sort_sparse.default
+move_rows = torch.ops.flashmask_hf.move_rows.default
+
+
+@torch.library.register_fake("flashmask_hf::sort_sparse")
+def _(
+    q_bucket: Tensor, k_bucket: Tensor, hidden_from: Tensor | None, n_buckets: int, exclude_self: bool, dropped: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    batch, heads, q_len = q_bucket.shape
+    kv_heads, kv_len = k_bucket.shape[1:]
+    return (
+        q_bucket.new_empty(batch, heads, kv_len, 2, dtype=torch.int32),
+        q_bucket.new_empty(batch, heads, q_len, dtype=torch.int32),
+        q_bucket.new_empty(batch, kv_heads, kv_len, dtype=torch.int32),
+    )
+
+
+@torch.library.register_fake("flashmask_hf::move_rows")
+def _(x: Tensor, order: Tensor, kept: Tensor | None, back: bool) -> Tensor:
+    return _moved_like(x, back)

@@ -1,8 +1,8 @@
 """What transformers must do differently for this backend.
 
-It must tell the backend's name from FlashAttention's, find packed documents beside caches and masks, and say so where a
-model does not take the backend. Other attention implementations get what they got before. `adapt` refuses a version
-whose code is not as expected.
+It must tell the backend's name from FlashAttention's, find packed documents beside caches and masks, say so where a
+model does not take the backend, and take the options of dynamic sparse attention for the config's. Other attention
+implementations get what they got before. `adapt` refuses a version whose code is not as expected.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import transformers
 from torch import Tensor
-from transformers import PreTrainedModel, masking_utils
+from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 from transformers.utils import generic
 
 from flashmask_hf.mask_compiler import NAME
@@ -25,7 +25,16 @@ from flashmask_hf.ops import device_assert
 if TYPE_CHECKING:
     from transformers.utils.generic import is_flash_attention_requested
 
-__all__ = ["adapt"]
+__all__ = ["HASH", "NAMES", "QK", "adapt"]
+
+HASH = "flashmask_hash"
+"""What `attn_implementation` is set to for hash-sparse attention, and the config attribute with its options."""
+
+QK = "flashmask_qk"
+"""The same for dropped queries and keys."""
+
+NAMES = (NAME, HASH, QK)
+"""Every `attn_implementation` of this package."""
 
 
 def adapt() -> None:
@@ -37,6 +46,7 @@ def adapt() -> None:
     tell_apart_from_flash_attention(generic)
     find_documents_always(masking_utils)
     refuse_where_classes_are_named(PreTrainedModel)
+    take_options(PreTrainedConfig)
 
 
 def _refuse(does: str, where: str) -> NoReturn:
@@ -49,13 +59,14 @@ def _refuse(does: str, where: str) -> NoReturn:
 def _asks_for_flash_attention(config=None, requested_attention_implementation=None, version=None):
     """Stands in for `is_flash_attention_requested`: its code runs under that name, in that function's module."""
     name = requested_attention_implementation if config is None else config._attn_implementation
-    if name == "flashmask" and (config is None or requested_attention_implementation is None):
+    ours = ("flashmask", "flashmask_hash", "flashmask_qk")
+    if name in ours and (config is None or requested_attention_implementation is None):
         return False
     return is_flash_attention_requested.without_flashmask(config, requested_attention_implementation, version)  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def tell_apart_from_flash_attention(module: Any) -> None:
-    """Make `is_flash_attention_requested` of `module` answer False for exactly this backend's name.
+    """Make `is_flash_attention_requested` of `module` answer False for exactly this package's names.
 
     It looks for "flash" in the name (`transformers/utils/generic.py`), and dozens of modules have imported it by name,
     so its code is replaced in place. All other names get the answer they got before.
@@ -73,10 +84,11 @@ def tell_apart_from_flash_attention(module: Any) -> None:
         and function.__globals__.get("is_flash_attention_requested") is function
     )
     if known:
-        answers = [function(requested_attention_implementation=name) for name in ("flash_attention_2", "sdpa", NAME)]
-        if answers == [True, False, False]:
+        names = ("flash_attention_2", "sdpa", *NAMES)
+        answers = [function(requested_attention_implementation=name) for name in names]
+        if answers == [True] + [False] * (len(NAMES) + 1):
             return  # told apart already
-        known = answers == [True, False, True]
+        known = answers == [True, False] + [True] * len(NAMES)
     if not known:
         _refuse("looks for FlashAttention", f"is_flash_attention_requested in {module.__name__}")
     original = types.FunctionType(
@@ -119,7 +131,7 @@ def find_documents_always(module: Any) -> None:
         **more: Any,
     ) -> Any:
         found = original(config, inputs_embeds, attention_mask, past_key_values, position_ids, *rest, **more)
-        if config._attn_implementation != NAME or position_ids is None:
+        if config._attn_implementation not in NAMES or position_ids is None:
             return found
         early, mask, documents, q_length, *place = found
         if early or documents is not None or q_length == 1 or (mask is not None and mask.dim() != 2):
@@ -202,18 +214,30 @@ def refuse_where_classes_are_named(model_class: Any) -> None:
 
     @functools.wraps(original)
     def choose(self: Any, requested_attention: str | None, is_init_check: bool = False) -> str:
-        if requested_attention == NAME:
+        if requested_attention in NAMES:
             for name, classes in vars(sys.modules[type(self).__module__]).items():
                 if name.endswith("_ATTENTION_CLASSES") and isinstance(classes, dict):
-                    classes.setdefault(NAME, functools.partial(_no_class, type(self).__name__))
+                    refusal = functools.partial(_no_class, type(self).__name__, requested_attention)
+                    classes.setdefault(requested_attention, refusal)
         return original(self, requested_attention, is_init_check)
 
     choose.refuses = True  # type: ignore[attr-defined]
     model_class.get_correct_attn_implementation = choose
 
 
-def _no_class(model: str, *_: Any, **__: Any) -> NoReturn:
+def _no_class(model: str, implementation: str, *_: Any, **__: Any) -> NoReturn:
     raise NotImplementedError(
-        f"{model} has attention classes of its own and does not take attn_implementation='{NAME}'; use "
+        f"{model} has attention classes of its own and does not take attn_implementation='{implementation}'; use "
         "attn_implementation='eager' for this model"
     )
+
+
+def take_options(config_class: type) -> None:
+    """Let `from_pretrained` take the options of dynamic sparse attention as keywords, for any model.
+
+    `PreTrainedConfig.from_dict` takes a keyword for the config's if the config has that attribute already, and leaves
+    it to the model's class if not. None is not saved.
+    """
+    for name in (HASH, QK):
+        if not hasattr(config_class, name):
+            setattr(config_class, name, None)

@@ -17,6 +17,7 @@ from flashmask_hf.kernels.backward import backward, row_delta
 from flashmask_hf.kernels.decode import decode
 from flashmask_hf.kernels.forward import forward
 from flashmask_hf.kernels.plan import build_plan
+from flashmask_hf.kernels.reorder import move_rows, sorted_columns
 from flashmask_hf.plan import build_plan as torch_plan
 
 KILOBYTES = {HOPPER: 227, BLACKWELL: 227, AMPERE: 163, MI300: 64}
@@ -97,3 +98,21 @@ def test_decode(monkeypatch: pytest.MonkeyPatch, target, dims: tuple[int, int], 
     else:
         assert "v_mfma" in first.assembly
         assert "s_trap" in first.assembly or "__assert" in first.assembly
+
+
+@pytest.mark.parametrize("target", [AMPERE, HOPPER, BLACKWELL, MI300], ids=["ampere", "hopper", "blackwell", "mi300"])
+def test_reorder(target) -> None:
+    """Rows move 16 bytes at a time, and many of them at once; buckets out of range stop the program."""
+    x = torch.empty(2, 512, 4, 64, dtype=torch.bfloat16).transpose(1, 2)
+    bucket, hidden_from = torch.zeros(2, 4, 512, dtype=torch.int64), torch.zeros(1, 1, 512, dtype=torch.int32)
+    order, kept = torch.zeros(2, 4, 512, dtype=torch.int32), torch.zeros(2, 4, dtype=torch.int32)
+    with compile_only(target) as kernels:
+        sorted_columns(bucket, bucket[:, :2], hidden_from, 16)
+        move_rows(x, order, None, back=False)
+        move_rows(x, order, kept, back=True)
+    assert [kernel.name for kernel in kernels] == [*["_count", "_place"] * 2, "_columns", "_move", "_move"]
+    if target.backend == "cuda":
+        assert not any(kernel.spills for kernel in kernels)
+        assert "__assertfail" in kernels[0].assembly
+        for kernel in kernels[-2:]:
+            assert kernel.assembly.count("ld.global.v4.b32") == kernel.assembly.count("st.global.v4.b32") == 8

@@ -467,14 +467,30 @@ sizes = st.tuples(
 )
 
 
+withins = st.sampled_from(["nothing", "one mask", "a mask per key head", "a mask per query head"])
+
+
+def other_mask(size, within: str, generator: torch.Generator) -> tuple[FlashMask | None, torch.Tensor]:
+    """A mask that hides each key from a random row on, and those rows for every head."""
+    batch, (q_heads, k_heads), q_len, kv_len = size
+    if within == "nothing":
+        return None, torch.full((batch, q_heads, kv_len), q_len)
+    heads = {"one mask": 1, "a mask per key head": k_heads, "a mask per query head": q_heads}[within]
+    shape = (1 if heads == 1 else batch, heads, kv_len, 1)
+    indices = torch.randint(0, q_len + 1, shape, generator=generator, dtype=torch.int32)
+    hidden_from = indices[..., 0].repeat_interleave(q_heads // heads, 1).expand(batch, q_heads, kv_len)
+    return FlashMask(indices, causal=True, q_len=q_len), hidden_from
+
+
 @settings(max_examples=100, deadline=None)
-@given(size=sizes, share=st.sampled_from([0.0, 0.3, 0.7, 1.0]), seed=st.integers(0, 2**31))
-def test_qk_sparse_is_causal_attention_among_the_kept(size, share, seed):
+@given(size=sizes, share=st.sampled_from([0.0, 0.3, 0.7, 1.0]), seed=st.integers(0, 2**31), within=withins)
+def test_qk_sparse_is_causal_attention_among_the_kept(size, share, seed, within):
     batch, (q_heads, k_heads), q_len, kv_len = size
     generator = torch.Generator().manual_seed(seed)
     q_keep = torch.rand(batch, q_len, q_heads, generator=generator).lt(share).transpose(1, 2)
     k_keep = torch.rand(batch, kv_len, k_heads, generator=generator).lt(share).transpose(1, 2)
-    mask = masks.qk_sparse(q_keep, k_keep)
+    other, hidden_from = other_mask(size, within, generator)
+    mask = masks.qk_sparse(q_keep, k_keep, mask=other)
     assert (mask.causal, mask.q_len, mask.indices.shape) == (False, q_len, (batch, q_heads, kv_len, 2))
     mask.validate()
     dense = mask.to_dense()
@@ -482,7 +498,9 @@ def test_qk_sparse_is_causal_attention_among_the_kept(size, share, seed):
         for h in range(q_heads):
             q, k = q_keep[b, h].tolist(), k_keep[b, h * k_heads // q_heads].tolist()
             expected = in_sorted_order(
-                lambda i, j, q=q, k=k: q[i] and k[j] and i + kv_len - q_len >= j, [not x for x in q], [not x for x in k]
+                lambda i, j, q=q, k=k, b=b, h=h: q[i] and k[j] and i + kv_len - q_len >= j and i < hidden_from[b, h, j],
+                [not x for x in q],
+                [not x for x in k],
             )
             assert torch.equal(dense[b, h], expected)
 
@@ -493,14 +511,16 @@ def test_qk_sparse_is_causal_attention_among_the_kept(size, share, seed):
     buckets=st.lists(st.sampled_from([-(2**62), -1, 0, 3, 2**62]), min_size=1, max_size=4),
     exclude_self=st.booleans(),
     seed=st.integers(0, 2**31),
+    within=withins,
 )
-def test_hash_sparse_is_causal_attention_within_buckets(size, buckets, exclude_self, seed):
+def test_hash_sparse_is_causal_attention_within_buckets(size, buckets, exclude_self, seed, within):
     batch, (q_heads, k_heads), q_len, kv_len = size
     generator = torch.Generator().manual_seed(seed)
     values = torch.tensor(buckets)
     q_bucket = values[torch.randint(len(buckets), (batch, q_len, q_heads), generator=generator)].transpose(1, 2)
     k_bucket = values[torch.randint(len(buckets), (batch, kv_len, k_heads), generator=generator)].transpose(1, 2)
-    mask = masks.hash_sparse(q_bucket, k_bucket, exclude_self=exclude_self)
+    other, hidden_from = other_mask(size, within, generator)
+    mask = masks.hash_sparse(q_bucket, k_bucket, exclude_self=exclude_self, mask=other)
     assert (mask.causal, mask.q_len, mask.indices.shape) == (False, q_len, (batch, q_heads, kv_len, 2))
     mask.validate()
     dense = mask.to_dense()
@@ -508,7 +528,11 @@ def test_hash_sparse_is_causal_attention_within_buckets(size, buckets, exclude_s
         for h in range(q_heads):
             q, k = q_bucket[b, h].tolist(), k_bucket[b, h * k_heads // q_heads].tolist()
             expected = in_sorted_order(
-                lambda i, j, q=q, k=k: q[i] == k[j] and i + kv_len - q_len >= j + exclude_self, q, k
+                lambda i, j, q=q, k=k, b=b, h=h: (
+                    q[i] == k[j] and i + kv_len - q_len >= j + exclude_self and i < hidden_from[b, h, j]
+                ),
+                q,
+                k,
             )
             assert torch.equal(dense[b, h], expected)
 
@@ -660,6 +684,16 @@ LATE = torch.full((1, 2, 5), 5)
             r"q_bucket must be a tensor of integer values, got torch.bool",
         ),
         (lambda: masks.hash_sparse(BUCKET, BUCKET[..., :0]), ValueError, r"k_bucket must have shape .* no axis empty"),
+        (
+            lambda: masks.hash_sparse(BUCKET, BUCKET, mask=masks.sliding_window(8, 2, causal=False)),
+            ValueError,
+            r"mask must be causal with n = 1 column, got causal=False, n = 2: .* windows of flashmask_hf.masks",
+        ),
+        (
+            lambda: masks.qk_sparse(KEEP, KEEP, mask=masks.causal_document([3, 4])),
+            ValueError,
+            r"mask has 7 key columns, but there are 8 keys",
+        ),
     ],
 )
 def test_bad_input_is_named_with_the_way_out(build, error, message):

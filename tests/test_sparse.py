@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import csv
 import doctest
 import functools
+import runpy
+import sys
+from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import Lane, assert_within_budget, attention_inputs, lanes
+from support import INTERPRETED, Lane, assert_within_budget, attention_inputs, lanes, poisoned
 from torch import Tensor
+from torch._dynamo.backends.debugging import aot_eager
 
-from flashmask_hf import flashmask_attention, sparse
+from flashmask_hf import FlashMask, flashmask_attention, masks, sparse
 from flashmask_hf.sparse import hash_sparse_attention, lsh_buckets, qk_sparse_attention
 
 LANES = lanes((torch.float32, torch.bfloat16), (), (torch.bfloat16, torch.float16, torch.float32))
@@ -38,12 +43,24 @@ def dense(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Ten
     return scores.softmax(-1).masked_fill(~visible, 0.0) @ v
 
 
-def check(attend, of_q: Tensor, of_k: Tensor, lane: Lane, dim: int = 16, exclude_self: bool = False) -> None:
+def check(
+    attend,
+    of_q: Tensor,
+    of_k: Tensor,
+    lane: Lane,
+    exclude_self: bool = False,
+    mask: FlashMask | None = None,
+    dim: int = 16,
+    **more,
+) -> None:
     """Output and gradients within the error budget of the dense form."""
-    batch, _, q_len = of_q.shape
-    q, k, v = attention_inputs(lane, batch, of_q.shape[1], of_k.shape[1], q_len, of_k.shape[-1], dim)
+    batch, heads, q_len = of_q.shape
+    q, k, v = attention_inputs(lane, batch, heads, of_k.shape[1], q_len, of_k.shape[-1], dim)
     of_q, of_k = of_q.to(lane.device), of_k.to(lane.device)
     visible = visible_pairs(of_q, of_k, exclude_self)
+    if mask is not None:
+        mask = mask.to(lane.device)
+        visible = visible & mask.to_dense(q_len).repeat_interleave(heads // mask.indices.shape[1], 1)
     weight = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).to(lane.device)
 
     def results(function, dtype):
@@ -51,14 +68,17 @@ def check(attend, of_q: Tensor, of_k: Tensor, lane: Lane, dim: int = 16, exclude
         out = function(*given)
         return [out.detach(), *torch.autograd.grad(out, given, weight.to(out.dtype))]
 
+    if attend is hash_sparse_attention:
+        more["exclude_self"] = exclude_self
     scale = 0.3
     named = functools.partial(flashmask_attention, impl=lane.impl)
-    with mock.patch.object(sparse, "flashmask_attention", named):
-        got = results(lambda *x: attend(*x, of_q, of_k, scale=scale), lane.dtype)
+    with mock.patch.object(sparse, "flashmask_attention", named), poisoned():
+        got = results(lambda *x: attend(*x, of_q, of_k, scale=scale, mask=mask, **more), lane.dtype)
     eager = results(lambda *x: dense(*x, visible, scale), lane.dtype)
     exact = results(lambda *x: dense(*x, visible, scale), torch.float64)
     for name, one, other, best in zip(("out", "dq", "dk", "dv"), got, eager, exact, strict=True):
         assert_within_budget(one, other, best, name)
+    assert got[0].transpose(1, 2).is_contiguous()
     blind = ~visible.any(-1)
     assert not got[0][blind].any()
     assert not got[1][blind].any()
@@ -95,10 +115,19 @@ def test_hash_sparse(lane: Lane, buckets: int, lengths: tuple[int, int], exclude
         for heads, length in zip((HEADS, KV_HEADS), lengths, strict=True)
     )
 
-    def attend(*args, **more):
-        return hash_sparse_attention(*args, exclude_self=exclude_self, **more)
+    check(hash_sparse_attention, q_bucket, k_bucket, lane, exclude_self)
 
-    check(attend, q_bucket, k_bucket, lane, exclude_self=exclude_self)
+
+@pytest.mark.parametrize("n_buckets", [150, 1000], ids=["counted", "compared"])
+@pytest.mark.parametrize("lane", LANES)
+def test_one_bucket_beside_many(lane: Lane, n_buckets: int) -> None:
+    """A head with all rows in one bucket, one with each in its own, one with every query where no key is."""
+    bucket = torch.zeros(1, 4, 150, dtype=torch.int16)
+    bucket[:, 1] = torch.arange(150)
+    bucket[:, 2] = torch.arange(150).flip(0) // 7
+    q_bucket = bucket.clone()
+    q_bucket[:, 3] = 1
+    check(hash_sparse_attention, q_bucket, bucket, lane, n_buckets=n_buckets)
 
 
 @pytest.mark.parametrize("lane", INTERPRETER)
@@ -107,7 +136,45 @@ def test_in_the_interpreter(lane: Lane) -> None:
     keep = torch.rand(1, 2, 70, generator=generator) < 0.5
     check(qk_sparse_attention, keep, keep[:, :1], lane)
     bucket = torch.randint(0, 4, (1, 2, 70), generator=generator)
-    check(hash_sparse_attention, bucket, bucket[:, :1], lane)
+    for n_buckets in (4, None):
+        check(hash_sparse_attention, bucket, bucket[:, :1], lane, n_buckets=n_buckets)
+
+
+def per_head(heads: int, kv_len: int) -> FlashMask:
+    """Each key hidden from some row on, another one for every head."""
+    generator = torch.Generator().manual_seed(2)
+    return FlashMask(torch.randint(0, kv_len + 1, (2, heads, kv_len, 1), generator=generator).int(), causal=True)
+
+
+COMPOSED = {
+    "documents": lambda n, m: masks.causal_document([[n // 3, n - n // 3], [n // 2, n // 4]], kv_len=n, q_len=m),
+    "tree": lambda n, m: masks.tree([(n // 4, [n // 4, (n // 8, [1, 2])]), n // 5], kv_len=n, q_len=m),
+    "padding": lambda n, m: masks.padding([n, n // 2], kv_len=n, q_len=m),
+    "window": lambda n, m: masks.sliding_window(n, n // 6, q_len=m),
+    "per key-value head": lambda n, m: per_head(KV_HEADS, n),
+    "per query head": lambda n, m: per_head(HEADS, n),
+}
+
+
+@pytest.mark.parametrize("lengths", [(9, 20), (61, 61), (90, 140)], ids=str)
+@pytest.mark.parametrize("attend", [qk_sparse_attention, hash_sparse_attention])
+@pytest.mark.parametrize("name", COMPOSED)
+@pytest.mark.parametrize("lane", lanes((torch.float32,), (torch.float32,), (torch.bfloat16, torch.float32)))
+def test_composition_with_a_mask(lane: Lane, name: str, attend, lengths: tuple[int, int]) -> None:
+    """Both hide: the pairs of the definition, less those of the mask in the original order."""
+    q_len, kv_len = lengths
+    if INTERPRETED and q_len > 9:
+        pytest.skip("interpreter lane: short rows, it is slow")
+    generator = torch.Generator().manual_seed(0)
+    of_q, of_k = (
+        torch.randint(0, 3, (2, heads, length), generator=generator)
+        for heads, length in zip((HEADS, KV_HEADS), lengths, strict=True)
+    )
+    mask = COMPOSED[name](kv_len, q_len)
+    if attend is qk_sparse_attention:
+        check(attend, of_q > 0, of_k > 0, lane, mask=mask)
+    else:
+        check(attend, of_q, of_k, lane, name == "window", mask, n_buckets=3)
 
 
 @settings(deadline=None, max_examples=40)
@@ -138,14 +205,330 @@ def test_buckets_are_directions() -> None:
     assert not torch.equal(lsh_buckets(x[:, :1], 8), lsh_buckets(x[:, :1], 8))  # drawn anew
 
 
+@pytest.mark.hopper
+@pytest.mark.parametrize("lengths", [(700, 700), (130, 900)], ids=str)
+@pytest.mark.parametrize("attend", [qk_sparse_attention, hash_sparse_attention])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_hopper(dim: int, attend, lengths: tuple[int, int]) -> None:
+    q_len, kv_len = lengths
+    generator = torch.Generator().manual_seed(0)
+    of_q, of_k = (
+        torch.randint(0, 4, (2, heads, length), generator=generator)
+        for heads, length in zip((HEADS, KV_HEADS), lengths, strict=True)
+    )
+    mask = masks.causal_document([kv_len - 300, 300], q_len=q_len)
+    lane = Lane("hopper", "cuda", torch.bfloat16)
+    if attend is qk_sparse_attention:
+        check(attend, of_q > 0, of_k > 0, lane, mask=mask, dim=dim)
+    else:
+        check(attend, of_q, of_k, lane, mask=mask, dim=dim, n_buckets=4)
+
+
+MOVING = lanes((torch.float64, torch.bfloat16), (torch.float32, torch.float16), (torch.float32, torch.bfloat16))
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 77, 64), (1, 2, 300, 40), (3, 1, 1, 1), (2, 4, 50, 129)], ids=str)
+@pytest.mark.parametrize("lane", MOVING)
+def test_rows_move_and_come_back(lane: Lane, shape: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    batch, heads, rows, dims = shape
+    order = torch.rand(batch, heads, rows, generator=generator).argsort(-1)
+    kept = torch.randint(0, rows + 1, (batch, heads), generator=generator, dtype=torch.int32)
+    order, kept = order.to(lane.device), kept.to(lane.device)
+    behind = (torch.arange(rows, device=lane.device) >= kept.unsqueeze(-1)).unsqueeze(-1)
+    index = order.unsqueeze(-1).expand(shape)
+    layouts = {
+        "heads outermost": torch.randn(shape, generator=generator),
+        "tokens outermost": torch.randn(batch, rows, heads, dims, generator=generator).transpose(1, 2),
+        "a slice": torch.randn(batch, heads, 2 * rows, dims + 3, generator=generator)[:, :, ::2, 1 : dims + 1],
+        "dims outermost": torch.randn(dims, batch, heads, rows, generator=generator).permute(1, 2, 3, 0),
+        "one for all": torch.randn(1, 1, rows, dims, generator=generator).expand(shape),
+    }
+    for name, x in layouts.items():
+        x = x.to(lane.device, lane.dtype)
+        with poisoned():
+            there = sparse.move_rows(x, order.int(), None, False)
+            assert torch.equal(there, x.take_along_dim(index, 2)), name
+            assert there.is_contiguous()
+            back = sparse.move_rows(there, order.int(), None, True)
+            assert torch.equal(back, x), name
+            assert back.transpose(1, 2).is_contiguous()
+            partial = sparse.move_rows(x, order.int(), kept, False)
+            assert torch.equal(partial, there.masked_fill(behind, 0.0)), name
+            partial = sparse.move_rows(x, order.int(), kept, True)
+            expected = torch.empty_like(x.contiguous()).scatter_(2, index, x.masked_fill(behind, 0.0).contiguous())
+            assert torch.equal(partial, expected), name
+
+
+@pytest.mark.parametrize("given", ["all", "kept"])
+@pytest.mark.parametrize("back", [False, True], ids=["there", "back"])
+@pytest.mark.parametrize("lane", MOVING)
+def test_moving_passes_gradients(lane: Lane, back: bool, given: str) -> None:
+    """The gradient of x is the transpose applied to that of y: <moved x, y> = <x, gradient>, exact in whole numbers."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randint(-4, 5, (2, 2, 3, 33, 8), generator=generator).to(lane.device, lane.dtype)
+    order = torch.rand(2, 3, 33, generator=generator).argsort(-1).int().to(lane.device)
+    kept = None if given == "all" else torch.tensor([[0, 1, 33], [7, 32, 8]], dtype=torch.int32, device=lane.device)
+    x.requires_grad_()
+    moved = sparse.move_rows(x, order, kept, back)
+    (gradient,) = torch.autograd.grad(moved, x, y)
+    assert (moved.double() * y.double()).sum() == (x.double() * gradient.double()).sum()
+    if given == "all":
+        assert torch.equal(gradient.double().square().sum(), y.double().square().sum())
+
+
+@pytest.mark.parametrize(
+    ("n_buckets", "hidden_heads", "dropped", "exclude_self", "dtype"),
+    [
+        (1, None, None, False, torch.int64),
+        (2, None, 1, False, torch.uint8),
+        (2, KV_HEADS, 1, False, torch.uint8),
+        (13, None, None, True, torch.int32),
+        (13, 1, None, False, torch.int64),
+        (200, HEADS, None, True, torch.int16),
+    ],
+)
+@pytest.mark.parametrize("lengths", [(1, 1), (1, 130), (140, 130)], ids=str)
+@pytest.mark.parametrize("lane", lanes((), (torch.float32,), (torch.float32,)))
+def test_sorting_kernels(
+    lane: Lane,
+    lengths: tuple[int, int],
+    n_buckets: int,
+    hidden_heads: int | None,
+    dropped: int | None,
+    exclude_self: bool,
+    dtype: torch.dtype,
+) -> None:
+    """The same orders and columns as torch makes."""
+    from flashmask_hf.kernels import reorder
+
+    generator = torch.Generator().manual_seed(0)
+    q_bucket, k_bucket = (
+        torch.randint(0, n_buckets, (2, length, heads), generator=generator).to(lane.device, dtype).transpose(1, 2)
+        for heads, length in zip((HEADS, KV_HEADS), lengths, strict=True)
+    )
+    hidden_from = None
+    if hidden_heads is not None:
+        shape = (1 if hidden_heads == HEADS else 2, hidden_heads, lengths[1], 2)
+        hidden_from = torch.randint(0, lengths[0] + 1, shape, generator=generator).int().to(lane.device)[..., 0]
+    expected = masks.sorted_columns(q_bucket, k_bucket, hidden_from, exclude_self=exclude_self, dropped=dropped)
+    with poisoned():
+        got = reorder.sorted_columns(
+            q_bucket, k_bucket, hidden_from, n_buckets, exclude_self=exclude_self, dropped=dropped
+        )
+    for one, other in zip(got, expected, strict=True):
+        assert one.dtype == torch.int32
+        assert torch.equal(one, other)
+
+
+def test_operators() -> None:
+    x = torch.randn(2, 4, 9, 8, requires_grad=True)
+    order = torch.rand(2, 4, 9).argsort(-1).int()
+    for kept in (None, torch.tensor([[0, 4, 9, 1]] * 2, dtype=torch.int32)):
+        for back in (False, True):
+            torch.library.opcheck(sparse.move_rows, (x, order, kept, back))
+    bucket = torch.randint(0, 3, (2, 4, 9))
+    for hidden_from in (None, masks.causal(7, q_len=9).indices[..., 0]):
+        torch.library.opcheck(sparse.sort_sparse, (bucket, bucket[:, ::2, 2:], hidden_from, 3, True, -1))
+
+
+@pytest.mark.parametrize("lane", lanes((torch.float32,), (torch.float32,), (torch.bfloat16,)))
+def test_dropped_rows_may_hold_anything(lane: Lane) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = attention_inputs(lane, 1, HEADS, KV_HEADS, 60, 60, 16)
+    q_keep, k_keep = (
+        (torch.rand(1, heads, 60, generator=generator) < 0.4).to(lane.device) for heads in (HEADS, KV_HEADS)
+    )
+    weight = torch.randn(q.shape, generator=generator).to(lane.device, lane.dtype)
+
+    def results(q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> list[Tensor]:
+        given = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = qk_sparse_attention(*given, q_keep, k_keep)
+        return [out.detach(), *torch.autograd.grad(out, given, weight)]
+
+    clean = results(q, k, v, weight)
+    dropped = [~keep.unsqueeze(-1) for keep in (q_keep, k_keep, k_keep, q_keep)]
+    spoilt = [
+        x.detach().masked_fill(where, bad)
+        for x, where, bad in zip(
+            (q, k, v, weight), dropped, (float("nan"), float("inf"), float("nan"), float("nan")), strict=True
+        )
+    ]
+    for one, other in zip(results(*spoilt), clean, strict=True):
+        assert torch.equal(one, other)
+    for x, where in zip(clean, (dropped[3], *dropped[:3]), strict=True):
+        assert not x.masked_fill(~where, 0.0).any()
+
+
+@pytest.mark.parametrize("attend", [qk_sparse_attention, hash_sparse_attention])
+def test_gradients_against_finite_differences(attend) -> None:
+    """With softcap, sinks and a mask: they reach the attention, and stranded queries see the sink alone."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, sinks = (
+        torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)
+        for shape in ((1, 2, 7, 3), (1, 1, 8, 3), (1, 1, 8, 2), (2,))
+    )
+    of_q, of_k = (
+        torch.tensor([[[0, 1, 0, 1, 1, 0, 1], [1, 0, 1, 1, 0, 1, 0]]]),
+        torch.tensor([[[1, 1, 1, 1, 0, 0, 0, 1]]]),
+    )
+    if attend is qk_sparse_attention:
+        of_q, of_k = of_q.bool(), of_k.bool()
+    mask = masks.causal_document([5, 3], q_len=7)
+
+    def function(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+        return attend(q, k, v, of_q, of_k, scale=0.8, mask=mask, softcap=3.0, sinks=sinks, deterministic=True)
+
+    assert torch.autograd.gradcheck(function, (q, k, v, sinks))
+    visible = visible_pairs(of_q, of_k) & mask.to_dense()
+    scores = (3.0 * torch.tanh(q @ k.mT * 0.8 / 3.0)).masked_fill(~visible, float("-inf"))
+    weights = torch.cat([scores, sinks.view(1, 2, 1, 1).expand(1, 2, 7, 1)], -1).softmax(-1)[..., :-1]
+    torch.testing.assert_close(function(q, k, v, sinks), weights @ v)
+    assert (~visible.any(-1)).any()
+    assert not function(q, k, v, sinks)[~visible.any(-1)].any()
+
+
+def compiled_once(function):
+    """`function` compiled to one graph, and the list of the graphs that were made."""
+    torch.compiler.reset()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return aot_eager(graph, inputs)
+
+    return torch.compile(function, fullgraph=True, backend=backend), graphs
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["alone", "with a mask"])
+@pytest.mark.parametrize("attend", [qk_sparse_attention, hash_sparse_attention])
+def test_compiles_to_one_graph(attend, masked: bool) -> None:
+    """Other buckets, and as many kept rows as there happen to be, compile nothing anew."""
+
+    def function(q, k, v, of_q, of_k, indices):
+        mask = FlashMask(indices, True) if masked else None
+        return attend(2 * q, k, v, of_q, of_k, mask=mask) + 1
+
+    compiled, graphs = compiled_once(function)
+    indices = masks.causal_document([20, 20]).indices
+    for seed, buckets in enumerate((4, 1, 40)):
+        generator = torch.Generator().manual_seed(seed)
+        given = [torch.randn(2, h, 40, 16, generator=generator, requires_grad=True) for h in (4, 2, 2)]
+        of_q, of_k = (torch.randint(0, buckets, (2, h, 40), generator=generator) for h in (4, 2))
+        if attend is qk_sparse_attention:
+            of_q, of_k = of_q > 1, of_k > 1
+        weight = torch.randn(2, 4, 40, 16, generator=generator)
+        results = [
+            [out, *torch.autograd.grad(out, given, weight)]
+            for out in (run(*given, of_q, of_k, indices) for run in (function, compiled))
+        ]
+        for one, other in zip(*results, strict=True):
+            assert torch.equal(one, other)
+    assert len(graphs) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+@pytest.mark.parametrize("attend", [qk_sparse_attention, hash_sparse_attention])
+def test_nothing_waits_for_the_device(attend) -> None:
+    """Neither eagerly nor in a CUDA graph, which other buckets replay."""
+    lane = Lane("triton", "cuda", torch.bfloat16)
+    given = attention_inputs(lane, 2, HEADS, KV_HEADS, 300, 300, 64)
+    weight = torch.randn_like(given[0])
+    hashed = attend is hash_sparse_attention
+    more = {"n_buckets": 5} if hashed else {}
+
+    def draw(seed: int) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        drawn = [torch.randint(0, 5, (2, heads, 300), generator=generator).cuda() for heads in (HEADS, KV_HEADS)]
+        return drawn if hashed else [x > 1 for x in drawn]
+
+    def step(of_q: Tensor, of_k: Tensor) -> list[Tensor]:
+        out = attend(*given, of_q, of_k, mask=mask, deterministic=True, **more)
+        return [out.detach(), *torch.autograd.grad(out, given, weight)]
+
+    mask = masks.causal_document([100, 200], device="cuda")
+    static = draw(0)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        step(*static)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step(*static)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(*static)
+    for seed in (1, 2):
+        for one, other in zip(static, draw(seed), strict=True):
+            one.copy_(other)
+        graph.replay()
+        torch.cuda.synchronize()
+        for one, other in zip(captured, step(*draw(seed)), strict=True):
+            assert torch.equal(one, other)
+
+
+BENCHMARKS = Path(__file__).parents[1] / "recipes" / "benchmarks"
+
+
+def run_script(monkeypatch: pytest.MonkeyPatch, name: str, *arguments: object) -> dict:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+    return runpy.run_path(str(BENCHMARKS / name), run_name="__main__")
+
+
+def test_benchmark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """A row for every provider and length, the parts of the sparse ones, the picture, and where lines cross."""
+    chosen = ("--providers", "sdpa", "flashmask", "hash_4", "drop_30")
+    names = run_script(
+        monkeypatch, "sparse_attention.py", "--smoke", "--repeats", 1, "--csv", tmp_path / "s.csv", *chosen
+    )
+    with open(tmp_path / "s.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["provider"], row["length"]) for row in rows] == [(n, s) for s in ("64", "128") for n in chosen[1:]]
+    for row in rows:
+        sparse_one = row["provider"] in ("hash_4", "drop_30")
+        assert all((float(row[f"{part}_ms"]) > 0) if sparse_one else not row[f"{part}_ms"] for part in names["PARTS"])
+    assert "hash_4  faster than sdpa by  64: " in capsys.readouterr().out
+    assert names["break_even"]([1024, 2048, 4096], [0.5, 0.5, 2.0]) == "2896"
+    assert names["break_even"]([1024, 2048], [0.5, 0.9]) == "more than 2048"
+    assert names["break_even"]([1024, 2048], [1.5, 2.9]) == "1024 or less"
+    pytest.importorskip("matplotlib")
+    run_script(monkeypatch, "plots.py", "--sparse", tmp_path / "s.csv", "--out", tmp_path)
+    assert (tmp_path / "sparse.png").stat().st_size > 10_000
+
+
 KEEP = torch.ones(1, 2, 6, dtype=torch.bool)
 LONG = KEEP.long()
 X = torch.randn(1, 2, 6, 8)
 
 
+def masked(mask) -> None:
+    qk_sparse_attention(X, X, X, KEEP, KEEP, mask=mask)
+    hash_sparse_attention(X, X, X, LONG, LONG, mask=mask)
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
+        (lambda: qk_sparse_attention(None, X, X, KEEP, KEEP), TypeError, "q must be a tensor"),
+        (lambda: qk_sparse_attention(X, X[0], X, KEEP, KEEP), ValueError, r"k must have shape \[B, H, S, D\]"),
+        (lambda: qk_sparse_attention(X, X, X[:, :, 1:], KEEP, KEEP), ValueError, "v must have k's shape without D"),
+        (lambda: qk_sparse_attention(X, X, X, KEEP, KEEP, softcap=-1.0), ValueError, "softcap must be positive"),
+        (lambda: hash_sparse_attention(X, X, X, LONG, LONG, sinks=X), ValueError, r"sinks must have shape \[Hq\]"),
+        (lambda: hash_sparse_attention(X, X, X, LONG, LONG, n_buckets=1), ValueError, "must lie in 0..n_buckets - 1"),
+        (lambda: hash_sparse_attention(X, X, X, -LONG, LONG, n_buckets=2), ValueError, "leave n_buckets out"),
+        (lambda: hash_sparse_attention(X, X, X, LONG, LONG, n_buckets=0), ValueError, "n_buckets must be at least 1"),
+        (lambda: hash_sparse_attention(X, X, X, LONG, LONG, n_buckets=2.0), TypeError, "n_buckets must be an int"),
+        (lambda: masked(masks.full(6)), ValueError, "mask must be causal with n = 1 column, got causal=False, n = 2"),
+        (lambda: masked(masks.causal(6).indices), TypeError, "mask must be a FlashMask or None, got Tensor"),
+        (lambda: masked(masks.causal(7, q_len=6)), ValueError, "mask has 7 key columns, but there are 6 keys"),
+        (lambda: masked(masks.causal(6, q_len=5)), ValueError, "q_len=6, but this mask was built for q_len=5"),
+        (lambda: masked(masks.causal_document([[6]] * 3)), ValueError, r"mask must have batch 1 or 1 .* got \[3, 1\]"),
+        (lambda: masked(masks.causal(6, device="meta")), ValueError, r"mask is on meta.*mask\.to\('cpu'\)"),
         (lambda: qk_sparse_attention(X, X, X, KEEP.long(), KEEP), TypeError, "q_keep must be a tensor of bool"),
         (lambda: qk_sparse_attention(X, X, X, KEEP, KEEP.tolist()), TypeError, "k_keep must be a tensor of bool"),
         (lambda: qk_sparse_attention(X, X, X, KEEP[..., :5], KEEP), ValueError, r"q_keep must .*q's .*\[1, 2, 6\]"),

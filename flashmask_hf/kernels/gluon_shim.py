@@ -131,7 +131,7 @@ try:
 
     @builtin
     def wait_for_count(counter, count, _semantic: Any = None):
-        """Wait until the int32 in global memory at pointer `counter` is at least `count`, and see what was written before.
+        """Wait until the int32 at pointer `counter` is at least `count`, and see what was written before it was.
 
         It naps between looks, for many that look at a time hold up the one that counts.
         """
@@ -140,9 +140,7 @@ try:
             "@p bra SEEN; nanosleep.u32 64; bra LOOK; SEEN: mov.u32 $0, 0; }"
         )
         args = [counter.to(gl.int64, _semantic=_semantic), count]
-        gl.inline_asm_elementwise(
-            text, "=r,l,r", args, dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic
-        )
+        gl.inline_asm_elementwise(text, "=r,l,r", args, dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic)
 
     @builtin
     def opaque_zero(_semantic: Any = None):

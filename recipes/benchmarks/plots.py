@@ -1,10 +1,12 @@
-"""Draw what `attention.py` measured, as the FlashMask paper does in its figures 4 and 5.
+"""Draw what `attention.py` and `sparse.py` measured, as the papers do.
 
     python recipes/benchmarks/plots.py results/attention_h200.csv --sweep results/sweep_h200.csv --out results
+    python recipes/benchmarks/plots.py --sparse results/sparse_attention_h200.csv --out results
 
-Writes `attention_D_S.png`, TFLOP/s by mask and provider (figure 5); `sparsity.png`, latency against sparsity with the
-line through it and its R^2 (figure 4a); and `mask_memory.png`, bytes of the mask's own data against the row's length
-(figure 4b). Prints the R^2 of every provider.
+As the FlashMask paper it writes `attention_D_S.png`, TFLOP/s by mask and provider (figure 5); `sparsity.png`, latency
+against sparsity with the line through it and its R^2 (figure 4a); and `mask_memory.png`, bytes of the mask's own data
+against the row's length (figure 4b). Prints the R^2 of every provider. `sparse.png` is figures 3 and 7 of Pagliardini
+et al. (2023), the time of hash-sparse and of QK-sparse attention against the row's length.
 """
 
 from __future__ import annotations
@@ -100,19 +102,48 @@ def memory(rows: Rows, out: Path) -> None:
     plt.close(figure)
 
 
+def runtimes(rows: Rows, out: Path) -> None:
+    """Milliseconds against the length: hash buckets on the left, dropped queries and keys on the right."""
+    figure, panels = plt.subplots(1, 2, figsize=(11, 4.5), sharey=True)
+    for axes, prefix, title in zip(panels, ("hash", "drop"), ("hash buckets", "percent dropped"), strict=True):
+        for provider in _unique(rows, "provider"):
+            shown = [row for row in rows if row["provider"] == provider]
+            lengths, times = [int(row["length"]) for row in shown], [float(row["both_ms"]) for row in shown]
+            if provider.startswith(prefix):
+                axes.plot(lengths, times, "o-", label=provider)
+            elif not provider.startswith(("hash", "drop")):
+                axes.plot(lengths, times, ".--", color={"sdpa": "black"}.get(provider), alpha=0.6, label=provider)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xlabel("tokens in a row")
+        axes.set_title(title)
+        axes.legend(fontsize=8)
+    panels[0].set_ylabel("ms, forward + backward, sorting and moving included")
+    first = rows[0]
+    shape = f"B = {first['batch']}, H = {first['heads']}, D = {first['head_dim']}"
+    figure.suptitle(f"{shape}: {_conditions(first)}", fontsize=10)
+    figure.tight_layout()
+    figure.savefig(out / "sparse.png", dpi=100)
+    plt.close(figure)
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("csv", help="what attention.py wrote")
+    parser.add_argument("csv", nargs="?", help="what attention.py wrote")
     parser.add_argument("--sweep", help="what attention.py --sweep wrote")
+    parser.add_argument("--sparse", help="what sparse.py wrote")
     parser.add_argument("--out", default=".", help="folder for the pictures")
     arguments = parser.parse_args()
     out = Path(arguments.out)
     out.mkdir(parents=True, exist_ok=True)
-    bars(read(arguments.csv), out)
-    memory(read(arguments.csv), out)
+    if arguments.csv:
+        bars(read(arguments.csv), out)
+        memory(read(arguments.csv), out)
     if arguments.sweep:
         latency(read(arguments.sweep), out)
+    if arguments.sparse:
+        runtimes(read(arguments.sparse), out)
 
 
 if __name__ == "__main__":

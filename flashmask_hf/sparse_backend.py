@@ -1,0 +1,249 @@
+"""Dynamic sparse attention for a whole model: `attn_implementation="flashmask_hash"` and `"flashmask_qk"`.
+
+The two patterns of Pagliardini et al. 2023 (`sparse.py`) with what chooses their buckets and dropped rows, as functions
+of transformers' `AttentionInterface`. Masks are those of "flashmask" (`backend.py`), as long as they are causal ones of
+the form n = 1: packed documents, trees, padding and sliding windows.
+
+Options are a dict, in the model's config under the implementation's name, where `save_pretrained` keeps it and
+`from_pretrained` and `set_attn_implementation` find it; or a keyword of the model's call, which wins:
+
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="flashmask_hash",
+                                                 flashmask_hash={"n_buckets": 16})
+    model.config.flashmask_qk = {"drop": 0.3}
+    model.set_attn_implementation("flashmask_qk")
+    model(**batch, flashmask_qk={"drop": 0.5})
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flashmask_hf.attention import flashmask_attention
+from flashmask_hf.backend import visible
+from flashmask_hf.mask import FlashMask
+from flashmask_hf.sparse import hash_sparse_attention, nearest, qk_sparse_attention
+from flashmask_hf.upstream import HASH, QK
+from flashmask_hf.windows import Windowed
+
+__all__ = ["hash_attention_forward", "qk_attention_forward"]
+
+_KEEPS = ("q_keep", "k_keep")
+_WORD = 2**32 - 1
+
+
+def hash_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of one layer within hash buckets, in training and in evaluation (Pagliardini et al. 2023, section 4.2).
+
+    Queries and keys fall into the buckets of `lsh_buckets`, as they come, after rotary embedding, by the same random
+    directions. Each key-value head of each layer has directions of its own, which its query heads share. They depend on
+    the seed and the layer's index alone, so every forward, its recomputation in a backward, every step of
+    generation and every process has the same ones, and they are no part of the state dict. With a cache, the keys in
+    it are hashed again at every step.
+
+    Args:
+        module: the attention layer; `layer_idx`, `config`, `is_causal` and `training` are read.
+        query: [B, Hq, Sq, D].
+        key: [B, Hkv, Skv, D].
+        value: [B, Hkv, Skv, Dv].
+        attention_mask: what `mask_hook` returned, or None.
+        scaling: factor on the scores; None is D ** -0.5.
+        dropout: must be 0 in training.
+        kwargs: as in `backend.attention_forward`, and `flashmask_hash`, the options in place of the config's:
+            `n_buckets` (even, at least 2); `seed` (0 unless given) of the directions; `exclude_self` (False unless
+            given), whether a query does not see its own key. The paper excludes it, as Reformer does, because its
+            queries are its keys and would see little else.
+
+    Returns:
+        out [B, Sq, Hq, Dv], 0 where a query sees no key, and None: attention weights do not exist here.
+
+    Raises:
+        TypeError: an option has the wrong type.
+        ValueError: an option is missing, unknown or out of range; or as in `backend.attention_forward`.
+        NotImplementedError: the mask is not a causal one of the form n = 1; or as in `backend.attention_forward`.
+    """
+    options = _options(HASH, module, kwargs, {"n_buckets": None, "seed": 0, "exclude_self": False})
+    n_buckets = _int(HASH, options, "n_buckets")
+    if n_buckets < 2 or n_buckets % 2:
+        raise ValueError(
+            f"{HASH}['n_buckets'] must be even and at least 2, since directions come in pairs, got {n_buckets}; use "
+            "attn_implementation='flashmask' for one bucket, which is full attention"
+        )
+    seed = _int(HASH, options, "seed")
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"{HASH}['seed'] must lie in 0..2**32 - 1, got {seed}")
+    exclude_self = options["exclude_self"]
+    if not isinstance(exclude_self, bool):
+        raise TypeError(f"{HASH}['exclude_self'] must be a bool, got {type(exclude_self).__name__}")
+    mask = _mask(HASH, visible(module, query, key, attention_mask, dropout, kwargs, HASH, frozenset({HASH})))
+    layer = getattr(module, "layer_idx", None) or 0
+    directions = _directions(seed, layer, key.detach(), n_buckets // 2)
+    groups = query.detach().unflatten(1, (key.shape[1], -1))  # [B, Hkv, Hq // Hkv, Sq, D]
+    out = hash_sparse_attention(
+        query,
+        key,
+        value,
+        nearest(groups, directions.unsqueeze(1)).flatten(1, 2),
+        nearest(key.detach(), directions),
+        scale=scaling,
+        exclude_self=exclude_self,
+        mask=mask,
+        softcap=kwargs.get("softcap"),
+        sinks=kwargs.get("s_aux"),
+        n_buckets=n_buckets,
+    )
+    return out.transpose(1, 2), None
+
+
+def qk_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of one layer with dropped queries and keys (Pagliardini et al. 2023, section 4.3).
+
+    In training every head of every row drops queries and keys at random, each independently of the others, anew at
+    every call. In evaluation nothing is dropped, which is "flashmask". The draws come from torch's generator of the
+    device, as those of dropout: a recomputation under gradient checkpointing repeats them, because checkpointing
+    restores its state (`preserve_rng_state`, on unless told otherwise).
+
+    Args:
+        module: as in `hash_attention_forward`.
+        query: [B, Hq, Sq, D].
+        key: [B, Hkv, Skv, D].
+        value: [B, Hkv, Skv, Dv].
+        attention_mask: what `mask_hook` returned, or None.
+        scaling: factor on the scores; None is D ** -0.5.
+        dropout: must be 0 in training.
+        kwargs: as in `backend.attention_forward`, and `flashmask_qk`, the options in place of the config's: `drop`, the
+            probability in 0..1 that a query is dropped, and a key. Or `q_keep` [B, Hq, Sq] and `k_keep` [B, Hkv, Skv],
+            bool, what all layers keep: nothing is drawn then, and evaluation drops, too.
+
+    Returns:
+        out [B, Sq, Hq, Dv], 0 where a query is dropped or sees no key, and None: attention weights do not exist here.
+
+    Raises:
+        TypeError: `drop` is not a number, or a keep not a bool tensor.
+        ValueError: an option is missing, unknown or out of range; only one keep is given, or its shape or device does
+            not fit; or as in `backend.attention_forward`.
+        NotImplementedError: rows are dropped under a mask that is not a causal one of the form n = 1; or as in
+            `backend.attention_forward`.
+    """
+    seen = visible(module, query, key, attention_mask, dropout, kwargs, QK, frozenset({QK, *_KEEPS}))
+    q_keep, k_keep = (kwargs.get(name) for name in _KEEPS)
+    if (q_keep is None) != (k_keep is None):
+        raise ValueError("q_keep and k_keep belong together, but one is missing; pass an all-True tensor for it")
+    more: dict[str, Any] = {"scale": scaling, "softcap": kwargs.get("softcap"), "sinks": kwargs.get("s_aux")}
+    if q_keep is None or k_keep is None:
+        drop = _drop(module, kwargs)
+        if drop == 0 or not module.training:
+            out = flashmask_attention(query, seen.columns(key), seen.columns(value), seen.mask, **more)
+            return out.transpose(1, 2), None
+        q_keep, k_keep = (torch.rand(x.shape[:3], device=x.device) >= drop for x in (query, key))
+    out = qk_sparse_attention(query, key, value, q_keep, k_keep, mask=_mask(QK, seen), **more)
+    return out.transpose(1, 2), None
+
+
+def _drop(module: nn.Module, kwargs: dict[str, Any]) -> float:
+    drop = _options(QK, module, kwargs, {"drop": None})["drop"]
+    if not isinstance(drop, (int, float)) or isinstance(drop, bool):
+        raise TypeError(f"{QK}['drop'] must be a number, got {type(drop).__name__}")
+    if not 0 <= drop <= 1:
+        raise ValueError(f"{QK}['drop'] is a probability and must lie in 0..1, got {drop}")
+    return drop
+
+
+def _options(name: str, module: nn.Module, kwargs: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """The options of the call or else of the config; one whose default is None must be given."""
+    given = kwargs.get(name)
+    if given is None:
+        given = getattr(getattr(module, "config", None), name, None)
+    required = [option for option, default in defaults.items() if default is None]
+    way_out = f"set config.{name} = {{{required[0]!r}: ...}} of the attention's config, or pass {name}={{...}}"
+    if given is None:
+        raise ValueError(f"attn_implementation='{name}' has no {required[0]!r}; {way_out} to from_pretrained or a call")
+    if not isinstance(given, Mapping):
+        raise TypeError(f"{name} must be a dict of options, got {type(given).__name__}; {way_out}")
+    for option in given:
+        if option not in defaults:
+            raise ValueError(f"{name} has no option {option!r}; it takes {', '.join(map(repr, defaults))}")
+    for option in required:
+        if given.get(option) is None:
+            raise ValueError(f"{name} lacks {option!r}; {way_out}")
+    return {**defaults, **given}
+
+
+def _int(name: str, options: dict[str, Any], option: str) -> int:
+    number = options[option]
+    if not isinstance(number, int) or isinstance(number, bool):
+        raise TypeError(f"{name}[{option!r}] must be an int, got {type(number).__name__}")
+    return number
+
+
+def _mask(name: str, seen: Windowed) -> FlashMask:
+    mask = seen.mask
+    if seen.keys is not None or not mask.causal or mask.indices.shape[-1] != 1:
+        kind = "causal" if mask.causal else "not causal"
+        raise NotImplementedError(
+            f"attn_implementation='{name}' takes causal masks with n = 1 column (packed documents, trees, padding, "
+            f"windows counted in rows), but this layer's is {kind} and has n = {mask.indices.shape[-1]}; use "
+            "attn_implementation='flashmask' for it, or a dynamic cache in place of a static one"
+        )
+    return mask
+
+
+def _directions(seed: int, layer: int, x: Tensor, count: int) -> Tensor:
+    """Random directions of a layer for vectors x [B, H, S, D]: [H, D, count] in their dtype, on their device."""
+    if torch.compiler.is_compiling():
+        return lsh_directions(x, seed, layer, count)
+    return _kept_normal(seed, layer, x.shape[1], x.shape[3], count, x.device, x.dtype)
+
+
+@torch.library.custom_op("flashmask_hf::lsh_directions", mutates_args=())
+def lsh_directions(x: Tensor, seed: int, layer: int, count: int) -> Tensor:
+    """`_directions` for a compiler, which must neither keep them nor do their arithmetic in 32 bits."""
+    return _normal(seed, layer, x.shape[1], x.shape[3], count, x.device, x.dtype)
+
+
+@lsh_directions.register_fake
+def _(x: Tensor, seed: int, layer: int, count: int) -> Tensor:
+    return x.new_empty(x.shape[1], x.shape[3], count)
+
+
+def _normal(
+    seed: int, layer: int, heads: int, head_dim: int, count: int, device: torch.device, dtype: torch.dtype
+) -> Tensor:
+    """Standard normal numbers [heads, head_dim, count] by Box and Muller's method from hashes of their places.
+
+    The same on every device, without a generator: a CUDA graph can draw them, too.
+    """
+    x = torch.arange(2 * heads * head_dim * count, device=device)
+    keys = (seed * 0x85EBCA77 + layer * 0xC2B2AE3D, seed * 0x27D4EB2F + layer, layer)
+    for key, factor in zip(keys, (0x7FEB352D, 0x2C1B3C6D, 0x297A2D39), strict=True):
+        x = (x + (key & _WORD)) & _WORD
+        x = (x ^ (x >> 16)) * factor & _WORD  # a factor below 2**31, so that the product fits
+    angle, radius = (((x ^ (x >> 15)).double() + 0.5) / 2**32).chunk(2)
+    normal = (-2 * radius.log()).sqrt() * (2 * math.pi * angle).cos()
+    return normal.view(heads, head_dim, count).to(dtype)
+
+
+_kept_normal = lru_cache(maxsize=1024)(_normal)

@@ -1,0 +1,355 @@
+"""A language model with full, hash-sparse and QK-sparse attention: loss against steps and time, seconds per iteration.
+
+What Pagliardini et al. 2023 show in their figures 6 and 8, on bytes of source code that every machine with this package
+has (Python's standard library, torch and transformers):
+
+    python recipes/sparse.py --length 8192 --batch 4 --steps 1000 --out sparse
+    accelerate launch recipes/sparse.py --length 16384 --batch 2 --steps 1000 --out sparse
+    python recipes/sparse.py --length 16384 --batch 2 --steps 30 --time-only --compile
+    python recipes/sparse.py --smoke
+
+The variants are the same Llama from the same weights, on the same rows in the same order. They train in turns, one step
+each, so that what changes on the machine meanwhile falls on all alike. Rows are whole, their text is contiguous, and
+attention is causal without documents. `sdpa` is full attention by FlashAttention-2, `flashmask` the same by this
+package's kernels, `hash_16` has 16 buckets, and `qk_30` and `qk_50` drop that percentage of the queries and of the keys
+of every head in training, and none in evaluation. As in the paper (section 4.1), keys are normalised queries, for all
+variants; `--separate-keys` gives them their own projection.
+
+In `--out` come `sparse_LENGTH_steps.csv`, with the loss (nats per byte) and the seconds of every step,
+`sparse_LENGTH.csv`, with the median of the seconds, its ratio to SDPA's and the loss on held-out text, and
+`sparse_LENGTH.png`. The first steps, which compile kernels, do not count; in elapsed time they count as the median.
+"""
+
+# pyright: reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+import sysconfig
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from accelerate import Accelerator
+from accelerate.utils import TorchDynamoPlugin
+from torch import Tensor, nn
+from transformers import AttentionInterface, AutoModelForCausalLM, LlamaConfig, get_cosine_schedule_with_warmup
+from transformers.utils.import_utils import is_torch_bf16_gpu_available
+
+import flashmask_hf  # noqa: F401  makes the names known
+
+sys.path.insert(0, str(Path(__file__).parent / "benchmarks"))
+from harness import show, write_csv  # pyright: ignore[reportMissingImports]
+
+BASE = "sdpa"
+VARIANTS: dict[str, dict[str, Any]] = {
+    BASE: {"attn_implementation": "causal_sdpa"},
+    "flashmask": {"attn_implementation": "flashmask"},
+    "hash_16": {"attn_implementation": "flashmask_hash", "flashmask_hash": {"n_buckets": 16}},
+    "qk_30": {"attn_implementation": "flashmask_qk", "flashmask_qk": {"drop": 0.3}},
+    "qk_50": {"attn_implementation": "flashmask_qk", "flashmask_qk": {"drop": 0.5}},
+}
+SHAPES = {
+    "paper": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12},
+    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2},
+}
+SMOKE = {"shape": "tiny", "length": 256, "batch": 2, "steps": 8, "held_out": 4}
+
+UNCOUNTED = 5
+"""Steps at the start whose seconds do not count."""
+
+SMOOTHED = 20
+"""Steps that a point of the plotted curves, and the summary's last loss, are the mean of."""
+
+
+class Step(NamedTuple):
+    """What one step of one variant gave."""
+
+    loss: float
+    seconds: float
+
+
+class NormalisedQueries(nn.Module):
+    """A key projection that is the query projection, with every head's vector normalised (paper, section 4.1)."""
+
+    def __init__(self, q_proj: nn.Module, head_dim: int):
+        super().__init__()
+        self.q_proj = q_proj
+        self.head_dim = head_dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Keys [B, S, H * D] for hidden states [B, S, hidden]."""
+        keys = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
+        return nn.functional.normalize(keys.float(), dim=-1).to(keys.dtype).flatten(-2)
+
+
+class Run:
+    """One variant in training.
+
+    Args:
+        accelerator: prepares model, optimizer and schedule.
+        variant: one of `VARIANTS`.
+        arguments: of the command line.
+    """
+
+    def __init__(self, accelerator: Accelerator, variant: str, arguments: argparse.Namespace):
+        self.accelerator = accelerator
+        model = build_model(variant, arguments)
+        optimizer = torch.optim.AdamW(
+            model.parameters(), lr=arguments.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=torch.cuda.is_available()
+        )
+        # Accelerate advances a schedule by one step per process.
+        total = arguments.steps * accelerator.num_processes
+        schedule = get_cosine_schedule_with_warmup(optimizer, max(1, total // 50), total)
+        self.model, self.optimizer, self.schedule = accelerator.prepare(model, optimizer, schedule)
+
+    def step(self, rows: Tensor) -> Step:
+        """One step on rows [B, S]; waits for the device before and after."""
+        self.model.train()
+        torch.compiler.cudagraph_mark_step_begin()
+        wait()
+        start = time.perf_counter()
+        loss = self.model(input_ids=rows, labels=rows, use_cache=False).loss
+        self.accelerator.backward(loss)
+        self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.schedule.step()
+        self.optimizer.zero_grad()
+        wait()
+        seconds = time.perf_counter() - start
+        mean: Any = self.accelerator.reduce(loss.detach(), "mean")
+        return Step(mean.item(), seconds)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Tensor]) -> float:
+        """Mean loss on held-out rows."""
+        model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False).eval()
+        return statistics.mean(model(input_ids=rows, labels=rows, use_cache=False).loss.item() for rows in batches)
+
+
+def causal_sdpa(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, scaling: float, **_: Any
+) -> tuple[Tensor, None]:
+    """Causal SDPA without a mask, which a compiler would make transformers' "sdpa" build from the positions."""
+    out = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
+    return out.transpose(1, 2), None
+
+
+def build_model(variant: str, arguments: argparse.Namespace) -> Any:
+    """The variant's model; all variants have the same weights."""
+    config = LlamaConfig(
+        **SHAPES[arguments.shape],
+        **VARIANTS[variant],
+        vocab_size=256,
+        max_position_embeddings=arguments.length,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    if not arguments.separate_keys:
+        for layer in model.model.layers:
+            layer.self_attn.k_proj = NormalisedQueries(layer.self_attn.q_proj, layer.self_attn.head_dim)
+    if arguments.bf16:  # or autocast leaves all but the matrix products in float32
+        model.model.embed_tokens.register_forward_hook(lambda module, args, out: out.to(torch.bfloat16))
+    return model
+
+
+def read_text(size: int, held_out: int) -> tuple[Tensor, Tensor]:
+    """Source files in a fixed random order, each ended by a zero byte: uint8 [up to size] and [held_out].
+
+    Args:
+        size: bytes to train on; fewer come if there are not as many.
+        held_out: bytes of other files.
+
+    Raises:
+        ValueError: there are not even `held_out` bytes.
+    """
+    roots = [Path(sysconfig.get_path("stdlib")), Path(torch.__file__).parent, Path(transformers.__file__).parent]
+    files = [(number, path.relative_to(root)) for number, root in enumerate(roots) for path in root.rglob("*.py")]
+    files = sorted(entry for entry in files if not {"site-packages", "dist-packages"} & set(entry[1].parts))
+    random.Random(0).shuffle(files)
+    parts = (bytearray(), bytearray())
+    for number, path in files:
+        part = parts[len(parts[0]) >= held_out]
+        if len(parts[1]) >= size:
+            break
+        part += (roots[number] / path).read_bytes() + b"\0"
+    if min(map(len, parts)) < min(size, held_out):
+        raise ValueError(f"held_out: {held_out} bytes are more than there is text; ask for fewer rows")
+    kept, trained = (torch.frombuffer(part, dtype=torch.uint8) for part in parts)
+    return trained[:size], kept[:held_out]
+
+
+def train(runs: dict[str, Run], rows: Tensor, steps: int, accelerator: Accelerator) -> dict[str, list[Step]]:
+    """Every variant's steps.
+
+    Args:
+        runs: the variants.
+        rows: uint8 [N, B, S], the batches, which start again from the first when they are used up.
+        steps: of each variant.
+        accelerator: tells which batches are this process's.
+    """
+    history: dict[str, list[Step]] = {name: [] for name in runs}
+    for index in range(steps):
+        number = (index * accelerator.num_processes + accelerator.process_index) % len(rows)
+        batch = rows[number].to(accelerator.device, torch.int64)
+        for name, run in runs.items():
+            history[name].append(run.step(batch))
+        if index % 50 == 0 or index == steps - 1:
+            losses = "  ".join(f"{name} {taken[-1].loss:.4f}" for name, taken in history.items())
+            accelerator.print(f"step {index + 1}: {losses}", flush=True)
+    return history
+
+
+def median_seconds(steps: Sequence[Step]) -> float:
+    """The median of the steps that count."""
+    return statistics.median(step.seconds for step in steps[min(UNCOUNTED, len(steps) - 1) :])
+
+
+def curves(history: dict[str, list[Step]], length: int) -> list[dict[str, Any]]:
+    """A row for each step of each variant."""
+    rows = []
+    for name, steps in history.items():
+        elapsed = 0.0
+        for number, step in enumerate(steps, start=1):
+            elapsed += median_seconds(steps) if number <= UNCOUNTED else step.seconds
+            rows.append(
+                {
+                    "variant": name,
+                    "length": length,
+                    "step": number,
+                    "loss": round(step.loss, 5),
+                    "seconds": round(step.seconds, 5),
+                    "elapsed": round(elapsed, 4),
+                }
+            )
+    return rows
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Loss against steps and against time, and the median milliseconds per iteration, of rows of `curves`."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (by_step, by_time, speed) = plt.subplots(1, 3, figsize=(15, 4.5))
+    for name in dict.fromkeys(row["variant"] for row in rows):
+        shown = [row for row in rows if row["variant"] == name]
+        milliseconds = 1000 * median_seconds([Step(row["loss"], row["seconds"]) for row in shown])
+        smoothed = min(SMOOTHED, (len(shown) + 1) // 2)
+        losses = torch.tensor([row["loss"] for row in shown]).unfold(0, smoothed, 1).mean(-1)
+        shown = shown[-len(losses) :]
+        by_step.plot([row["step"] for row in shown], losses, label=name, linewidth=1)
+        by_time.plot([row["elapsed"] / 60 for row in shown], losses, label=name, linewidth=1)
+        speed.bar(name, milliseconds)
+        speed.text(name, milliseconds, f"{milliseconds:.0f}", ha="center", va="bottom")
+    for axes, label in ((by_step, "steps"), (by_time, "minutes")):
+        axes.set_xlabel(label)
+        axes.set_ylabel("training loss, nats per byte, running mean")
+        axes.legend()
+    speed.set_ylabel("ms per iteration")
+    figure.suptitle(f"rows of {rows[0]['length']} bytes")
+    figure.tight_layout()
+    figure.savefig(path, dpi=100)
+    plt.close(figure)
+
+
+def wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _compiler(arguments: argparse.Namespace) -> TorchDynamoPlugin | None:
+    """Inductor and, on a GPU, CUDA graphs: a row's kernels are shorter than the calls that launch them."""
+    if not arguments.compile:
+        return None
+    graphs = torch.cuda.is_available() and not arguments.smoke
+    return TorchDynamoPlugin(backend="inductor", mode="reduce-overhead" if graphs else "default")
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--shape", choices=SHAPES, default="paper")
+    parser.add_argument("--length", type=int, default=8192, help="bytes of a row")
+    parser.add_argument("--batch", type=int, default=4, help="rows of a step of one process")
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--lr", type=float, default=1e-3, help="the highest learning rate of the cosine schedule")
+    parser.add_argument("--held-out", type=int, default=32, help="rows to evaluate on, a multiple of the batch")
+    parser.add_argument("--separate-keys", action="store_true", help="project keys apart from queries")
+    parser.add_argument("--compile", action="store_true", help="torch.compile the models, with CUDA graphs on a GPU")
+    parser.add_argument("--time-only", action="store_true", help="no evaluation, and no curves")
+    parser.add_argument("--smoke", action="store_true", help="a tiny model for a few seconds on the CPU")
+    parser.add_argument("--out", type=Path, help="folder for the figures")
+    arguments = parser.parse_args(argv)
+    if arguments.smoke:
+        vars(arguments).update(SMOKE)
+    arguments.bf16 = is_torch_bf16_gpu_available() and not arguments.smoke
+    if arguments.held_out % arguments.batch:
+        parser.error(f"--held-out {arguments.held_out} is no multiple of --batch {arguments.batch}")
+    return arguments
+
+
+def main(argv: Sequence[str]) -> None:
+    arguments = parse(argv)
+    AttentionInterface.register("causal_sdpa", causal_sdpa)
+    torch.backends.cuda.enable_cudnn_sdp(False)  # FlashAttention-2 or an error
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    torch.backends.cuda.enable_math_sdp(arguments.smoke or not torch.cuda.is_available())
+    torch.set_float32_matmul_precision("high")
+    accelerator = Accelerator(
+        cpu=arguments.smoke,
+        mixed_precision="bf16" if arguments.bf16 else "no",
+        dynamo_plugin=_compiler(arguments),
+    )
+    shape = (-1, arguments.batch, arguments.length)
+    size = arguments.batch * arguments.length
+    trained, held_out = read_text(
+        arguments.steps * accelerator.num_processes * size, arguments.held_out * arguments.length
+    )
+    rows = trained[: len(trained) // size * size].view(shape)
+    accelerator.print(f"{rows.numel()} bytes of text, of which a step takes {size * accelerator.num_processes}")
+    runs = {name: Run(accelerator, name, arguments) for name in arguments.variants}
+    torch.manual_seed(accelerator.process_index)  # of what is dropped
+    history = train(runs, rows, arguments.steps, accelerator)
+
+    batches = [rows.to(accelerator.device, torch.int64) for rows in held_out.view(shape)]
+    medians = {name: median_seconds(steps) for name, steps in history.items()}
+    summary = [
+        {
+            "variant": name,
+            "length": arguments.length,
+            "batch": arguments.batch,
+            "processes": accelerator.num_processes,
+            "compiled": arguments.compile,
+            "steps": arguments.steps,
+            "ms_per_step": round(1000 * seconds, 2),
+            "against_sdpa": round(medians[BASE] / seconds, 3) if BASE in medians else "",
+            "loss": round(statistics.mean(step.loss for step in history[name][-SMOOTHED:]), 4),
+            "held_out_loss": "" if arguments.time_only else round(runs[name].evaluate(batches), 4),
+        }
+        for name, seconds in medians.items()
+    ]
+    if not accelerator.is_main_process:
+        return
+    if arguments.out is None:
+        show(summary)
+        return
+    write_csv(arguments.out / f"sparse_{arguments.length}.csv", summary)
+    if not arguments.time_only:
+        steps = curves(history, arguments.length)
+        write_csv(arguments.out / f"sparse_{arguments.length}_steps.csv", steps, silent=True)
+        plot(steps, arguments.out / f"sparse_{arguments.length}.png")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,58 @@
+"""The recipe on dynamic sparse attention, run as a user runs it: a few steps on the CPU."""
+
+import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RECIPE = Path(__file__).parents[1] / "recipes" / "sparse.py"
+DDP = str(RECIPE.parent / "configs" / "accelerate_ddp.yaml")
+LAUNCH = {
+    "python": [sys.executable],
+    "accelerate": [sys.executable, "-m", "accelerate.commands.launch", "--config_file", DDP],
+}
+
+
+def run(command: list[str], *flags: object) -> str:
+    threads = {**os.environ, "OMP_NUM_THREADS": "1"}
+    program = [*command, str(RECIPE), "--smoke", *map(str, flags)]
+    result = subprocess.run(program, capture_output=True, text=True, timeout=300, env=threads)
+    assert result.returncode == 0, result.stderr[-4000:]
+    return result.stdout
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", LAUNCH)
+def test_the_variants_learn_side_by_side(tmp_path: Path, how: str) -> None:
+    run(LAUNCH[how], "--out", tmp_path)
+    assert (tmp_path / "sparse_256.png").stat().st_size > 0
+    losses: dict[str, list[float]] = {}
+    for row in read(tmp_path / "sparse_256_steps.csv"):
+        losses.setdefault(row["variant"], []).append(float(row["loss"]))
+    assert list(losses) == ["sdpa", "flashmask", "hash_16", "qk_30", "qk_50"]
+    assert all(taken[-1] < taken[0] - 0.2 for taken in losses.values())
+    assert losses["flashmask"] == pytest.approx(losses["sdpa"], abs=1e-3)
+    assert len({taken[0] for taken in losses.values()} - {losses["sdpa"][0]}) >= 3  # the sparse ones see less
+    summary = {row["variant"]: row for row in read(tmp_path / "sparse_256.csv")}
+    assert {row["processes"] for row in summary.values()} == {"2" if how == "accelerate" else "1"}
+    assert float(summary["sdpa"]["against_sdpa"]) == 1
+    held_out = {name: float(row["held_out_loss"]) for name, row in summary.items()}
+    assert held_out["flashmask"] == pytest.approx(held_out["sdpa"], abs=1e-3)
+    assert all(4 < loss < 5.5 for loss in held_out.values())
+
+
+@pytest.mark.slow
+def test_timing_alone() -> None:
+    printed = run(LAUNCH["python"], "--time-only", "--separate-keys", "--variants", "hash_16", "sdpa")
+    rows = [line for line in printed.splitlines() if line.startswith("variant=")]
+    assert [row.split()[0] for row in rows] == ["variant=hash_16", "variant=sdpa"]
+    assert "against_sdpa=1.0" in rows[1]
+    assert all(row.endswith("held_out_loss=") for row in rows)
