@@ -13,7 +13,16 @@ from flashmask_hf.mask import FlashMask
 from flashmask_hf.plan import Plan
 from flashmask_hf.reference import reference_attention
 
-__all__ = ["IMPLEMENTATIONS", "MAX_HEAD_DIM", "Choice", "autocast", "choose", "flashmask_attention", "plan_of"]
+__all__ = [
+    "IMPLEMENTATIONS",
+    "MAX_HEAD_DIM",
+    "Choice",
+    "autocast",
+    "choose",
+    "flashmask_attention",
+    "is_capturing",
+    "plan_of",
+]
 
 IMPLEMENTATIONS = ("hopper", "triton", "torch", "reference")
 MAX_HEAD_DIM = 256
@@ -148,7 +157,7 @@ def plan_of(mask: FlashMask, q_len: int) -> Plan:
     reads the vectors anew, and while compiling, where the compiler keeps one of the equal calls.
     """
     indices = mask.indices
-    if torch.compiler.is_compiling() or indices.is_inference() or _is_capturing(indices):
+    if torch.compiler.is_compiling() or indices.is_inference() or is_capturing(indices):
         return Plan(*ops.make_plan(indices, mask.causal, q_len))
     state = (q_len, indices._version, torch.is_inference_mode_enabled())
     if mask._plan is None or mask._plan[0] != state:
@@ -156,7 +165,8 @@ def plan_of(mask: FlashMask, q_len: int) -> Plan:
     return mask._plan[1]
 
 
-def _is_capturing(x: Tensor) -> bool:
+def is_capturing(x: Tensor) -> bool:
+    """Whether a CUDA graph is being captured on the device of `x`: what is made now is filled by its replays."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 

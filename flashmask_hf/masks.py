@@ -568,6 +568,8 @@ def qk_sparse(q_keep: Tensor, k_keep: Tensor, *, mask: FlashMask | None = None, 
     """
     check_paired("q_keep", q_keep, "k_keep", k_keep, {torch.bool})
     hidden_from = None if mask is None else hidden_from_of(mask, q_keep, k_keep)
+    if mask is not None:
+        mask.validate(q_keep.shape[-1])
     # Two buckets, of which the second, the dropped, sees nothing.
     columns, _, _ = sorted_columns((~q_keep).byte(), (~k_keep).byte(), hidden_from, dropped=1)
     return FlashMask(columns.to(device or q_keep.device), causal=False, q_len=q_keep.shape[-1])
@@ -622,6 +624,8 @@ def hash_sparse(
     """
     check_paired("q_bucket", q_bucket, "k_bucket", k_bucket, INTEGERS)
     hidden_from = None if mask is None else hidden_from_of(mask, q_bucket, k_bucket)
+    if mask is not None:
+        mask.validate(q_bucket.shape[-1])
     columns, _, _ = sorted_columns(q_bucket, k_bucket, hidden_from, exclude_self=exclude_self)
     return FlashMask(columns.to(device or q_bucket.device), causal=False, q_len=q_bucket.shape[-1])
 

@@ -22,6 +22,7 @@ from flashmask_hf.plan import Plan
 __all__ = [
     "HAS_TRITON",
     "attention",
+    "check_range",
     "device_assert",
     "flash_attn_backward",
     "flash_attn_decode",
@@ -68,11 +69,16 @@ def make_plan(indices: Tensor, causal: bool, q_len: int) -> tuple[Tensor, Tensor
     Raises:
         ValueError: a value lies outside 0..q_len. On a GPU it is an assertion of the device, which stops the program.
     """
-    _check_range(indices, q_len)
+    check_range(indices, q_len)
     return tuple(_builder(indices)(indices, causal, q_len))
 
 
-def _check_range(indices: Tensor, q_len: int) -> None:
+def check_range(indices: Tensor, q_len: int) -> None:
+    """Check that a mask's indices lie in 0..q_len.
+
+    Raises:
+        ValueError: one does not. On a GPU it is an assertion of the device, which stops the program.
+    """
     low, high = indices.aminmax()
     message = (
         f"the mask's indices must lie in 0..q_len = 0..{q_len}; FlashMask.validate(q_len={q_len}) names the columns"
@@ -291,7 +297,7 @@ def _flash_attn_decode(
         from flashmask_hf.kernels.decode import decode
 
         return decode(q, k, v, mask, sinks, scale, softcap)
-    _check_range(indices, q.shape[2])
+    check_range(indices, q.shape[2])
     with torch.autocast(q.device.type, enabled=False):
         return tiled.decode(q, k, v, mask, sinks, scale, softcap)
 

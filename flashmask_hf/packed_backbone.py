@@ -110,7 +110,7 @@ def _check_attention(backbone: Any) -> None:
     name = backbone.config._attn_implementation
     if name != "flashmask":
         raise ValueError(
-            f"packed rows need attn_implementation='flashmask', but the model has {name!r}, which would let answers "
-            "see each other; load it with from_pretrained(..., attn_implementation='flashmask'), or call "
-            "model.set_attn_implementation('flashmask')"
+            f"packed rows need attn_implementation='flashmask', but the model has {name!r}, with which answers see "
+            "each other, or not all that they should; load it with from_pretrained(..., "
+            "attn_implementation='flashmask'), or call model.set_attn_implementation('flashmask')"
         )

@@ -151,8 +151,10 @@ def hash_sparse_attention(
     masks.check_paired("q_bucket", q_bucket, "k_bucket", k_bucket, masks.INTEGERS)
     if n_buckets is not None and (not isinstance(n_buckets, int) or isinstance(n_buckets, bool)):
         raise TypeError(f"n_buckets must be an int or None, got {type(n_buckets).__name__}")
-    if n_buckets is not None and n_buckets < 1:
-        raise ValueError(f"n_buckets must be at least 1, or None if it is not known, got {n_buckets}")
+    if n_buckets is not None and not 1 <= n_buckets < 2**31:
+        raise ValueError(f"n_buckets must lie in 1..2**31 - 1, or be None if it is not known, got {n_buckets}")
+    if not isinstance(exclude_self, bool):
+        raise TypeError(f"exclude_self must be a bool, got {type(exclude_self).__name__}")
     hidden_from = None if mask is None else masks.hidden_from_of(mask, q_bucket, k_bucket)
     columns, q_order, k_order = sort_sparse(q_bucket, k_bucket, hidden_from, n_buckets or 0, exclude_self, -1)
     out = flashmask_attention(
@@ -178,13 +180,14 @@ def lsh_buckets(x: Tensor, n_buckets: int, *, generator: torch.Generator | None 
     Args:
         x: [B, H, S, D], floating point.
         n_buckets: even, at least 2.
-        generator: draws the directions, on its own device; None is torch's CPU default.
+        generator: draws the directions, on its own device, which a GPU waits for unless it is x's; None is torch's CPU
+            default.
 
     Returns:
         int64 [B, H, S], in 0..n_buckets - 1.
 
     Raises:
-        TypeError: `x` is not a floating-point tensor, or `n_buckets` not an int.
+        TypeError: `x` is not a floating-point tensor, `n_buckets` not an int, or `generator` not a torch.Generator.
         ValueError: `x` has another number of axes, or `n_buckets` is odd or less than 2.
     """
     if not isinstance(x, Tensor) or not x.dtype.is_floating_point:
@@ -195,6 +198,8 @@ def lsh_buckets(x: Tensor, n_buckets: int, *, generator: torch.Generator | None 
         raise TypeError(f"n_buckets must be an int, got {type(n_buckets).__name__}")
     if n_buckets < 2 or n_buckets % 2:
         raise ValueError(f"n_buckets must be even and at least 2, since directions come in pairs, got {n_buckets}")
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(f"generator must be a torch.Generator or None, got {type(generator).__name__}")
     place = torch.device("cpu") if generator is None else generator.device
     directions = torch.randn(x.shape[1], x.shape[3], n_buckets // 2, generator=generator, device=place)
     return nearest(x.detach(), directions.to(x.device, x.dtype))
@@ -241,18 +246,21 @@ def _sort_sparse(
         columns int32 [B, Hq, Skv, 2], q_order int32 [B, Hq, Sq], k_order int32 [B, Hkv, Skv].
 
     Raises:
-        ValueError: a bucket lies outside 0..n_buckets - 1. On a GPU it is an assertion of the device.
+        ValueError: a bucket lies outside 0..n_buckets - 1, or `hidden_from` outside 0..Sq. A GPU asserts that itself.
     """
     without = None if dropped < 0 else dropped
-    if 0 < n_buckets <= _COUNTED and _runs_kernels(q_bucket):
+    if hidden_from is not None:
+        ops.check_range(hidden_from, q_bucket.shape[2])
+    counted = 0 < n_buckets <= _COUNTED and _runs_kernels(q_bucket)
+    if n_buckets and not (counted and q_bucket.is_cuda):  # where the kernels assert it themselves
+        _check_range(q_bucket, n_buckets)
+        _check_range(k_bucket, n_buckets)
+    if counted:
         from flashmask_hf.kernels import reorder
 
         return reorder.sorted_columns(
             q_bucket, k_bucket, hidden_from, n_buckets, exclude_self=exclude_self, dropped=without
         )
-    if n_buckets:
-        _check_range(q_bucket, n_buckets)
-        _check_range(k_bucket, n_buckets)
     columns, q_order, k_order = masks.sorted_columns(
         q_bucket, k_bucket, hidden_from, exclude_self=exclude_self, dropped=without
     )

@@ -12,6 +12,9 @@ Options are a dict, in the model's config under the implementation's name, where
     model.config.flashmask_qk = {"drop": 0.3}
     model.set_attn_implementation("flashmask_qk")
     model(**batch, flashmask_qk={"drop": 0.5})
+
+Of a model with a `text_config` they are that config's: `text_config={"flashmask_hash": {"n_buckets": 16}}`. `generate`
+takes them from the config only. Under tensor parallelism the heads of each process are hashed as if they were all.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flashmask_hf.attention import flashmask_attention
+from flashmask_hf.attention import flashmask_attention, is_capturing
 from flashmask_hf.backend import visible
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.sparse import hash_sparse_attention, nearest, qk_sparse_attention
@@ -51,9 +54,9 @@ def hash_attention_forward(
 
     Queries and keys fall into the buckets of `lsh_buckets`, as they come, after rotary embedding, by the same random
     directions. Each key-value head of each layer has directions of its own, which its query heads share. They depend on
-    the seed and the layer's index alone, so every forward, its recomputation in a backward, every step of
-    generation and every process has the same ones, and they are no part of the state dict. With a cache, the keys in
-    it are hashed again at every step.
+    the seed, the layer's index and the numbers of heads, dimensions and buckets alone, so every forward, its
+    recomputation in a backward, every step of generation and every process has the same ones, and they are no part of
+    the state dict. With a cache, the keys in it are hashed again at every step.
 
     Args:
         module: the attention layer; `layer_idx`, `config`, `is_causal` and `training` are read.
@@ -155,7 +158,7 @@ def qk_attention_forward(
     more: dict[str, Any] = {"scale": scaling, "softcap": kwargs.get("softcap"), "sinks": kwargs.get("s_aux")}
     if q_keep is None or k_keep is None:
         drop = _drop(module, kwargs)
-        if drop == 0 or not module.training:
+        if drop == 0:
             out = flashmask_attention(query, seen.columns(key), seen.columns(value), seen.mask, **more)
             return out.transpose(1, 2), None
         q_keep, k_keep = (torch.rand(x.shape[:3], device=x.device) >= drop for x in (query, key))
@@ -164,23 +167,32 @@ def qk_attention_forward(
 
 
 def _drop(module: nn.Module, kwargs: dict[str, Any]) -> float:
+    """With which probability to drop. An evaluation, which drops nothing, needs no option, but a right one if any."""
+    if not module.training and _given(QK, module, kwargs) is None:
+        return 0.0
     drop = _options(QK, module, kwargs, {"drop": None})["drop"]
     if not isinstance(drop, (int, float)) or isinstance(drop, bool):
         raise TypeError(f"{QK}['drop'] must be a number, got {type(drop).__name__}")
     if not 0 <= drop <= 1:
         raise ValueError(f"{QK}['drop'] is a probability and must lie in 0..1, got {drop}")
-    return drop
+    return drop if module.training else 0.0
+
+
+def _given(name: str, module: nn.Module, kwargs: dict[str, Any]) -> Any:
+    options = kwargs.get(name)
+    return getattr(getattr(module, "config", None), name, None) if options is None else options
 
 
 def _options(name: str, module: nn.Module, kwargs: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
     """The options of the call or else of the config; one whose default is None must be given."""
-    given = kwargs.get(name)
-    if given is None:
-        given = getattr(getattr(module, "config", None), name, None)
+    given = _given(name, module, kwargs)
     required = [option for option, default in defaults.items() if default is None]
     way_out = f"set config.{name} = {{{required[0]!r}: ...}} of the attention's config, or pass {name}={{...}}"
+    inside = " (inside text_config={...} if the model has one)"
     if given is None:
-        raise ValueError(f"attn_implementation='{name}' has no {required[0]!r}; {way_out} to from_pretrained or a call")
+        raise ValueError(
+            f"attn_implementation='{name}' has no {required[0]!r}; {way_out} to a call or to from_pretrained{inside}"
+        )
     if not isinstance(given, Mapping):
         raise TypeError(f"{name} must be a dict of options, got {type(given).__name__}; {way_out}")
     for option in given:
@@ -206,7 +218,7 @@ def _mask(name: str, seen: Windowed) -> FlashMask:
         raise NotImplementedError(
             f"attn_implementation='{name}' takes causal masks with n = 1 column (packed documents, trees, padding, "
             f"windows counted in rows), but this layer's is {kind} and has n = {mask.indices.shape[-1]}; use "
-            "attn_implementation='flashmask' for it, or a dynamic cache in place of a static one"
+            "attn_implementation='flashmask' for it (a static cache makes such masks, a dynamic one does not)"
         )
     return mask
 
@@ -215,7 +227,8 @@ def _directions(seed: int, layer: int, x: Tensor, count: int) -> Tensor:
     """Random directions of a layer for vectors x [B, H, S, D]: [H, D, count] in their dtype, on their device."""
     if torch.compiler.is_compiling():
         return lsh_directions(x, seed, layer, count)
-    return _kept_normal(seed, layer, x.shape[1], x.shape[3], count, x.device, x.dtype)
+    lasting = type(x) is Tensor and not is_capturing(x)  # what a graph makes is filled by its replays only
+    return (_kept_normal if lasting else _normal)(seed, layer, x.shape[1], x.shape[3], count, x.device, x.dtype)
 
 
 @torch.library.custom_op("flashmask_hf::lsh_directions", mutates_args=())
@@ -246,4 +259,4 @@ def _normal(
     return normal.view(heads, head_dim, count).to(dtype)
 
 
-_kept_normal = lru_cache(maxsize=1024)(_normal)
+_kept_normal = lru_cache(maxsize=256)(_normal)

@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from accelerate import Accelerator
-from accelerate.utils import TorchDynamoPlugin
+from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM, LlamaConfig, get_cosine_schedule_with_warmup
 from transformers.utils.import_utils import is_torch_bf16_gpu_available
@@ -182,7 +182,7 @@ def read_text(size: int, held_out: int) -> tuple[Tensor, Tensor]:
         if len(parts[1]) >= size:
             break
         part += (roots[number] / path).read_bytes() + b"\0"
-    if min(map(len, parts)) < min(size, held_out):
+    if len(parts[0]) < held_out:
         raise ValueError(f"held_out: {held_out} bytes are more than there is text; ask for fewer rows")
     kept, trained = (torch.frombuffer(part, dtype=torch.uint8) for part in parts)
     return trained[:size], kept[:held_out]
@@ -273,7 +273,7 @@ def _compiler(arguments: argparse.Namespace) -> TorchDynamoPlugin | None:
     if not arguments.compile:
         return None
     graphs = torch.cuda.is_available() and not arguments.smoke
-    return TorchDynamoPlugin(backend="inductor", mode="reduce-overhead" if graphs else "default")
+    return TorchDynamoPlugin(backend=DynamoBackend.INDUCTOR, mode="reduce-overhead" if graphs else "default")
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -288,7 +288,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--separate-keys", action="store_true", help="project keys apart from queries")
     parser.add_argument("--compile", action="store_true", help="torch.compile the models, with CUDA graphs on a GPU")
     parser.add_argument("--time-only", action="store_true", help="no evaluation, and no curves")
-    parser.add_argument("--smoke", action="store_true", help="a tiny model for a few seconds on the CPU")
+    parser.add_argument(
+        "--smoke", action="store_true", help="a tiny model for a few seconds on the CPU, in sizes of its own"
+    )
     parser.add_argument("--out", type=Path, help="folder for the figures")
     arguments = parser.parse_args(argv)
     if arguments.smoke:
@@ -316,6 +318,8 @@ def main(argv: Sequence[str]) -> None:
     trained, held_out = read_text(
         arguments.steps * accelerator.num_processes * size, arguments.held_out * arguments.length
     )
+    if len(trained) < size:
+        raise SystemExit(f"--batch {arguments.batch} rows of {arguments.length} bytes are more than there is text")
     rows = trained[: len(trained) // size * size].view(shape)
     accelerator.print(f"{rows.numel()} bytes of text, of which a step takes {size * accelerator.num_processes}")
     runs = {name: Run(accelerator, name, arguments) for name in arguments.variants}

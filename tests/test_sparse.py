@@ -140,10 +140,10 @@ def test_in_the_interpreter(lane: Lane) -> None:
         check(hash_sparse_attention, bucket, bucket[:, :1], lane, n_buckets=n_buckets)
 
 
-def per_head(heads: int, kv_len: int) -> FlashMask:
+def per_head(heads: int, kv_len: int, q_len: int) -> FlashMask:
     """Each key hidden from some row on, another one for every head."""
     generator = torch.Generator().manual_seed(2)
-    return FlashMask(torch.randint(0, kv_len + 1, (2, heads, kv_len, 1), generator=generator).int(), causal=True)
+    return FlashMask(torch.randint(0, q_len + 1, (2, heads, kv_len, 1), generator=generator).int(), causal=True)
 
 
 COMPOSED = {
@@ -151,8 +151,8 @@ COMPOSED = {
     "tree": lambda n, m: masks.tree([(n // 4, [n // 4, (n // 8, [1, 2])]), n // 5], kv_len=n, q_len=m),
     "padding": lambda n, m: masks.padding([n, n // 2], kv_len=n, q_len=m),
     "window": lambda n, m: masks.sliding_window(n, n // 6, q_len=m),
-    "per key-value head": lambda n, m: per_head(KV_HEADS, n),
-    "per query head": lambda n, m: per_head(HEADS, n),
+    "per key-value head": lambda n, m: per_head(KV_HEADS, n, m),
+    "per query head": lambda n, m: per_head(HEADS, n, m),
 }
 
 
@@ -429,14 +429,15 @@ def test_compiles_to_one_graph(attend, masked: bool) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-@pytest.mark.parametrize("attend", [qk_sparse_attention, hash_sparse_attention])
-def test_nothing_waits_for_the_device(attend) -> None:
+@pytest.mark.parametrize("n_buckets", [0, 5, 300, None], ids=["qk", "counted", "many", "any"])
+def test_nothing_waits_for_the_device(n_buckets: int | None) -> None:
     """Neither eagerly nor in a CUDA graph, which other buckets replay."""
+    attend = qk_sparse_attention if n_buckets == 0 else hash_sparse_attention
     lane = Lane("triton", "cuda", torch.bfloat16)
     given = attention_inputs(lane, 2, HEADS, KV_HEADS, 300, 300, 64)
     weight = torch.randn_like(given[0])
     hashed = attend is hash_sparse_attention
-    more = {"n_buckets": 5} if hashed else {}
+    more = {"n_buckets": n_buckets} if hashed else {}
 
     def draw(seed: int) -> list[Tensor]:
         generator = torch.Generator().manual_seed(seed)
@@ -521,7 +522,11 @@ def masked(mask) -> None:
         (lambda: hash_sparse_attention(X, X, X, LONG, LONG, sinks=X), ValueError, r"sinks must have shape \[Hq\]"),
         (lambda: hash_sparse_attention(X, X, X, LONG, LONG, n_buckets=1), ValueError, "must lie in 0..n_buckets - 1"),
         (lambda: hash_sparse_attention(X, X, X, -LONG, LONG, n_buckets=2), ValueError, "leave n_buckets out"),
-        (lambda: hash_sparse_attention(X, X, X, LONG, LONG, n_buckets=0), ValueError, "n_buckets must be at least 1"),
+        (lambda: hash_sparse_attention(X, X, X, LONG, LONG, n_buckets=0), ValueError, "n_buckets must lie in 1"),
+        (lambda: hash_sparse_attention(X, X, X, LONG, LONG, n_buckets=2**70), ValueError, "n_buckets must lie in 1"),
+        (lambda: hash_sparse_attention(X, X, X, LONG, LONG, exclude_self=1), TypeError, "exclude_self must be a bool"),
+        (lambda: masked(FlashMask(torch.full((1, 1, 6, 1), 7).int(), True)), ValueError, "must lie in 0..q_len = 0..6"),
+        (lambda: masked(FlashMask(torch.full((1, 1, 6, 1), -1).int(), True)), ValueError, "must lie in 0..q_len"),
         (lambda: hash_sparse_attention(X, X, X, LONG, LONG, n_buckets=2.0), TypeError, "n_buckets must be an int"),
         (lambda: masked(masks.full(6)), ValueError, "mask must be causal with n = 1 column, got causal=False, n = 2"),
         (lambda: masked(masks.causal(6).indices), TypeError, "mask must be a FlashMask or None, got Tensor"),
@@ -539,6 +544,7 @@ def masked(mask) -> None:
         (lambda: lsh_buckets(KEEP, 4), TypeError, "x must be a floating-point tensor"),
         (lambda: lsh_buckets(X[0], 4), ValueError, r"x must have shape \[B, H, S, D\]"),
         (lambda: lsh_buckets(X, 4.0), TypeError, "n_buckets must be an int, got float"),
+        (lambda: lsh_buckets(X, 4, generator=7), TypeError, "generator must be a torch.Generator or None"),
         (lambda: lsh_buckets(X, 5), ValueError, "n_buckets must be even"),
         (lambda: lsh_buckets(X, 0), ValueError, "n_buckets must be even"),
     ],

@@ -10,6 +10,7 @@ import pytest
 import torch
 from tiny import llama_config
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM, MistralConfig
 from transformers.utils import generic
 
@@ -135,10 +136,13 @@ def test_keywords_win_over_the_config():
     ],
 )
 def test_wrong_options(name, options, error, message):
-    model = model_with(name)
+    model = model_with(name).train()
     setattr(model.config, name, options)
     with pytest.raises(error, match=message):
         model(tokens())
+    if options is not None:  # without any, an evaluation of dropped rows is full attention
+        with pytest.raises(error, match=message):
+            model.eval()(tokens())
 
 
 # One layer
@@ -212,6 +216,16 @@ def test_directions_of_layers_heads_and_seeds_differ():
     assert torch.equal(sparse_backend._directions(1, 0, key, 3), drawn[2])
 
 
+def test_directions_of_fake_tensors_are_not_kept():
+    q, k, v = heads()
+    config = types.SimpleNamespace(flashmask_hash={"n_buckets": 4, "seed": 77})
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        key = mode.from_tensor(k)
+        assert type(sparse_backend._directions(77, 1, key, 2)) is FakeTensor
+    out, _ = hash_attention_forward(layer(config), q, k, v, None)
+    assert type(out) is torch.Tensor
+
+
 def test_directions_are_standard_normal_and_independent():
     drawn = sparse_backend._normal(2**32 - 1, 3, 64, 64, 64, torch.device("cpu"), torch.float64)
     vectors = drawn.mT.flatten(0, 1)  # 4096 of 64 dimensions
@@ -223,6 +237,23 @@ def test_directions_are_standard_normal_and_independent():
 
 
 # Models
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_gpu_computes_what_the_cpu_does(name):
+    """Loss and gradients in float32, packed documents, the same rows kept."""
+    ids, positions = tokens(2), torch.cat([torch.arange(n) for n in (9, 12, 3)])[None].expand(2, -1)
+    keeps = {"q_keep": torch.rand(2, 4, LENGTH) > 0.3, "k_keep": torch.rand(2, 2, LENGTH) > 0.3}
+    found = []
+    for device in ("cpu", "cuda"):
+        model = model_with(name).train().to(device)
+        more = {key: keep.to(device) for key, keep in keeps.items()} if name == "flashmask_qk" else {}
+        given = ids.to(device)
+        loss = model(given, position_ids=positions.to(device), labels=given, use_cache=False, **more).loss
+        loss.backward()
+        found.append([loss.detach().cpu(), *(x.grad.cpu() for x in model.parameters())])
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("how", ["evaluation", "drop 0"])
@@ -308,7 +339,7 @@ def test_other_layers_raise():
         qk_attention_forward(layer(), q, k, v, None, q_keep=torch.ones(2, 4, LENGTH, dtype=torch.bool))
     with pytest.warns(UserWarning, match="'flashmask_hash' ignores the attention keyword 'q_keep'"):
         hash_attention_forward(layer(), q, k, v, None, q_keep=torch.ones(2, 4, LENGTH, dtype=torch.bool))
-    with pytest.raises(NotImplementedError, match="dynamic cache in place of a static one"):
+    with pytest.raises(NotImplementedError, match="a static cache makes such masks"):
         model_with("flashmask_hash").generate(
             tokens(), max_new_tokens=2, do_sample=False, cache_implementation="static", disable_compile=True
         )

@@ -1,4 +1,4 @@
-"""Draw what `attention.py` and `sparse.py` measured, as the papers do.
+"""Draw what `attention.py` and `sparse_attention.py` measured, as the papers do.
 
     python recipes/benchmarks/plots.py results/attention_h200.csv --sweep results/sweep_h200.csv --out results
     python recipes/benchmarks/plots.py --sparse results/sparse_attention_h200.csv --out results
@@ -132,9 +132,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("csv", nargs="?", help="what attention.py wrote")
     parser.add_argument("--sweep", help="what attention.py --sweep wrote")
-    parser.add_argument("--sparse", help="what sparse.py wrote")
+    parser.add_argument("--sparse", help="what sparse_attention.py wrote")
     parser.add_argument("--out", default=".", help="folder for the pictures")
     arguments = parser.parse_args()
+    if not (arguments.csv or arguments.sweep or arguments.sparse):
+        parser.error("nothing to draw: give a csv, --sweep or --sparse")
     out = Path(arguments.out)
     out.mkdir(parents=True, exist_ok=True)
     if arguments.csv:

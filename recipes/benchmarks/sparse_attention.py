@@ -240,7 +240,7 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes in float32 on the CPU: does it run?")
+    parser.add_argument("--smoke", action="store_true", help="does it run? float32 on the CPU, in sizes of its own")
     parser.add_argument("--csv", help="where to write the rows")
     arguments = parser.parse_args()
     names, lengths = list(arguments.providers), list(arguments.lengths)
