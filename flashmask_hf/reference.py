@@ -54,7 +54,5 @@ def reference_attention(
         lse = scores.logsumexp(-1)
     weights = torch.exp(scores - lse.unsqueeze(-1)).masked_fill(~visible, 0.0)
     out = weights.to(v.dtype) @ v
-    blind = ~visible.any(-1)
-    if sinks is None:
-        lse = lse.masked_fill(blind, float("-inf"))
-    return out, lse
+    alone = lse.new_full((), float("-inf")) if sinks is None else sinks.to(wide).view(1, heads, 1)
+    return out, torch.where(visible.any(-1), lse, alone)

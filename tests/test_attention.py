@@ -155,6 +155,8 @@ def test_sinks_of_any_layout_and_value(lane: Lane) -> None:
     assert (with_sinks.pop("dsinks") == 0).all()
     for name, value in with_sinks.items():
         torch.testing.assert_close(value, without[name])
+    expected = run(q, k, v, mask, "reference", sinks=absent)["lse"]
+    assert torch.equal(with_sinks["lse"].isneginf(), expected.isneginf())
 
 
 @pytest.mark.parametrize("lane", lanes((torch.float32,), (torch.float32,), (torch.bfloat16,)))

@@ -102,6 +102,7 @@ def test_launch_order_of_a_causal_mask_begins_at_the_end() -> None:
 
 def test_launch_order_of_documents() -> None:
     """Those of few rows first, and last what lies across two."""
+    assert _launched(masks.document([640, 84, 300])) == ([[6, 7, 0, 1, 2, 3, 4, 5]], 65536 // (5 * 128))
     mask = masks.document([512, 300, 212])
     assert _launched(mask) == ([[7, 4, 5, 0, 1, 2, 3, 6]], 65536 // (4 * 128))
     per_head = FlashMask(torch.cat([mask.indices, masks.full(1024).indices, mask.indices, mask.indices], 1), False)

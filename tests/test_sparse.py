@@ -554,6 +554,22 @@ def test_wrong_arguments(call, error, message) -> None:
         call()
 
 
+@pytest.mark.parametrize("attend", [qk_sparse_attention, hash_sparse_attention])
+def test_autocast_narrows_before_rows_are_moved(attend, monkeypatch: pytest.MonkeyPatch) -> None:
+    moved = []
+
+    def spy(x: Tensor, *more) -> Tensor:
+        moved.append(x.dtype)
+        return move_rows(x, *more)
+
+    move_rows = sparse.move_rows
+    monkeypatch.setattr(sparse, "move_rows", spy)
+    choice = KEEP if attend is qk_sparse_attention else LONG
+    with torch.autocast("cpu", torch.bfloat16):
+        assert attend(X, X, X, choice, choice).dtype == torch.bfloat16
+    assert moved == [torch.bfloat16] * 4
+
+
 def test_docstrings() -> None:
     result = doctest.testmod(sparse)
     assert result.attempted
