@@ -80,17 +80,8 @@ def qk_sparse_attention(
     # Two buckets, of which the second, the dropped, sees nothing.
     columns, q_order, k_order = sort_sparse((~q_keep).byte(), (~k_keep).byte(), hidden_from, 2, False, 1)
     q_kept, k_kept = (keep.sum(-1, dtype=torch.int32) for keep in (q_keep, k_keep))
-    out = flashmask_attention(
-        move_rows(q, q_order, q_kept, False),
-        move_rows(k, k_order, k_kept, False),
-        move_rows(v, k_order, k_kept, False),
-        FlashMask(columns, causal=False, q_len=q.shape[2]),
-        scale=scale,
-        softcap=softcap,
-        sinks=sinks,
-        deterministic=deterministic,
-    )
-    return move_rows(out, q_order, q_kept, True)
+    settings: Any = {"scale": scale, "softcap": softcap, "sinks": sinks, "deterministic": deterministic}
+    return _attend(q, k, v, columns, (q_order, q_kept), (k_order, k_kept), settings)
 
 
 def hash_sparse_attention(
@@ -157,17 +148,8 @@ def hash_sparse_attention(
         raise TypeError(f"exclude_self must be a bool, got {type(exclude_self).__name__}")
     hidden_from = None if mask is None else masks.hidden_from_of(mask, q_bucket, k_bucket)
     columns, q_order, k_order = sort_sparse(q_bucket, k_bucket, hidden_from, n_buckets or 0, exclude_self, -1)
-    out = flashmask_attention(
-        move_rows(q, q_order, None, False),
-        move_rows(k, k_order, None, False),
-        move_rows(v, k_order, None, False),
-        FlashMask(columns, causal=False, q_len=q.shape[2]),
-        scale=scale,
-        softcap=softcap,
-        sinks=sinks,
-        deterministic=deterministic,
-    )
-    return move_rows(out, q_order, None, True)
+    settings: Any = {"scale": scale, "softcap": softcap, "sinks": sinks, "deterministic": deterministic}
+    return _attend(q, k, v, columns, (q_order, None), (k_order, None), settings)
 
 
 def lsh_buckets(x: Tensor, n_buckets: int, *, generator: torch.Generator | None = None) -> Tensor:
@@ -223,6 +205,26 @@ def _check(q: Tensor, k: Tensor, v: Tensor, q_name: str, of_q: Tensor, k_name: s
                 f"{name} must have {tensor_name}'s shape without D, {list(x.shape[:-1])}, on {x.device}; got "
                 f"{list(choice.shape)} on {choice.device}"
             )
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    columns: Tensor,
+    q_place: tuple[Tensor, Tensor | None],
+    k_place: tuple[Tensor, Tensor | None],
+    settings: dict[str, Any],
+) -> Tensor:
+    """Attention under columns for sorted rows and keys; their places are an order and how many of it are kept."""
+    out = flashmask_attention(
+        move_rows(q, *q_place, False),
+        move_rows(k, *k_place, False),
+        move_rows(v, *k_place, False),
+        FlashMask(columns, causal=False, q_len=q.shape[2]),
+        **settings,
+    )
+    return move_rows(out, *q_place, True)
 
 
 def _runs_kernels(x: Tensor) -> bool:

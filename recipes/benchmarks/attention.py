@@ -8,10 +8,10 @@ are counted twice: on the 128 x 128 tiles that are not hidden, as in the paper (
 forward, 2.5 times that backward), and on the pairs that are visible. Each provider's output and gradients are compared
 with float64 on a shorter row before anything is timed; a provider that is not installed is left out and named.
 
-`flashmask` is what `flashmask_attention` takes by itself, `flashmask_triton` the portable kernels; `flex_attention` and
-`flex_flash` are FlexAttention with its Triton and its FlashAttention-4 backend (which needs flash-attn-4); `fa4`,
-`cudnn` and `sdpa` (FlashAttention-2) run where the mask is full or causal; `sdpa_dense` takes the dense mask while that
-fits.
+`flashmask` is what `flashmask_attention` takes by itself, `flashmask_deterministic` the same with an order for the
+gradient of q, `flashmask_triton` the portable kernels; `flex_attention` and `flex_flash` are FlexAttention with its
+Triton and its FlashAttention-4 backend (which needs flash-attn-4); `fa4`, `cudnn` and `sdpa` (FlashAttention-2) run where
+the mask is full or causal; `sdpa_dense` takes the dense mask while that fits.
 `mask_ms` and `mask_mib` are what a provider spends on a new mask of the batch, from the column vectors on, outside of
 the times of the attention.
 """
@@ -121,11 +121,11 @@ def _flex(backend: str | None) -> Callable[[FlashMask], Attention]:
     return build
 
 
-def _flashmask(impl: str | None) -> Callable[[FlashMask], Attention]:
+def _flashmask(impl: str | None, deterministic: bool = False) -> Callable[[FlashMask], Attention]:
     def build(mask: FlashMask) -> Attention:
         fresh = FlashMask(mask.indices, mask.causal)  # which has no plan yet
         plan_of(fresh, mask.rows())
-        return lambda q, k, v: flashmask_attention(q, k, v, fresh, impl=impl)
+        return lambda q, k, v: flashmask_attention(q, k, v, fresh, impl=impl, deterministic=deterministic)
 
     return build
 
@@ -157,6 +157,7 @@ def _fa4(mask: FlashMask) -> Attention:
 
 BUILDERS: dict[str, Callable[[FlashMask], Attention]] = {
     "flashmask": _flashmask(None),
+    "flashmask_deterministic": _flashmask(None, deterministic=True),
     "flashmask_triton": _flashmask("triton"),
     "flex_attention": _flex(None),
     "flex_flash": _flex("FLASH"),
