@@ -10,8 +10,8 @@ with float64 on a shorter row before anything is timed; a provider that is not i
 
 `flashmask` is what `flashmask_attention` takes by itself, `flashmask_deterministic` the same with an order for the
 gradient of q, `flashmask_triton` the portable kernels; `flex_attention` and `flex_flash` are FlexAttention with its
-Triton and its FlashAttention-4 backend (which needs flash-attn-4); `fa4`, `cudnn` and `sdpa` (FlashAttention-2) run where
-the mask is full or causal; `sdpa_dense` takes the dense mask while that fits.
+Triton and its FlashAttention-4 backend (which needs flash-attn-4); `fa4`, `cudnn` and `sdpa` (FlashAttention-2) run
+where the mask is full or causal; `sdpa_dense` takes the dense mask while that fits.
 `mask_ms` and `mask_mib` are what a provider spends on a new mask of the batch, from the column vectors on, outside of
 the times of the attention.
 """
