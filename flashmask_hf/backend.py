@@ -424,6 +424,8 @@ def _default_mask(query: Tensor, key: Tensor, causal: bool, kwargs: dict[str, An
             torch.stack([torch.full_like(row, q_len), torch.zeros_like(row)], -1)[None, None], causal=False
         )
 
+    if type(query) is not Tensor:  # a fake one's mask would be fake
+        return build()
     return _shared((), ("default", q_len, kv_len, causal, window, device), build)
 
 

@@ -93,13 +93,15 @@ def mask_hook(
     square = q_length == kv_length and not isinstance(q_offset, Tensor) and q_offset == kv_offset == 0
     key = torch.arange(kv_length, device=device) + kv_offset
     sight = Sight(batch_size, key, square, custom=bool(kwargs.get("use_vmap")))
+    config = kwargs.get("config")
+    name = getattr(config, "_attn_implementation", None) or NAME
     if not torch.compiler.is_compiling():
-        _refuse_unfit(type(kwargs.get("config")))
+        _refuse_unfit(type(config), name)
     seen = read(mask_function, sight)
     if seen is None:
         if torch.compiler.is_compiling():
-            _refuse_pattern(_origin(mask_function))
-        columns = _evaluated(mask_function, sight, q_length, q_offset)
+            _refuse_pattern(_origin(mask_function), name)
+        columns = _evaluated(mask_function, sight, q_length, q_offset, name)
     else:
         aligned = not isinstance(q_offset, Tensor) and q_offset + q_length == kv_offset + kv_length
         start = (seen.end - q_offset).clamp(0, q_length).view(-1, kv_length)
@@ -125,8 +127,8 @@ def mask_hook(
     return columns[:, None]
 
 
-def _evaluated(function: Callable[..., Any], sight: Sight, q_length: int, q_offset: int | Tensor) -> Tensor:
-    """The columns of any function, [B, 4, Skv], evaluated a slice of columns at a time."""
+def _evaluated(function: Callable[..., Any], sight: Sight, q_length: int, q_offset: int | Tensor, name: str) -> Tensor:
+    """The columns of any function, [B, 4, Skv], evaluated a slice of columns at a time; `name` is the backend's."""
     batch, head = torch.arange(sight.batch_size, device=sight.key.device), torch.arange(1, device=sight.key.device)
     query = torch.arange(q_length, device=sight.key.device) + q_offset
 
@@ -143,7 +145,7 @@ def _evaluated(function: Callable[..., Any], sight: Sight, q_length: int, q_offs
         mask = FlashMask.from_columns(visible, kv_length, causal=False)
     except MaskNotRepresentable as error:
         raise MaskNotRepresentable(
-            f"attn_implementation='{NAME}' cannot hold the mask of {_origin(function)}: {error}. Or use "
+            f"attn_implementation='{name}' cannot hold the mask of {_origin(function)}: {error}. Or use "
             "attn_implementation='sdpa' for this model",
             error.columns,
         ) from None
@@ -161,15 +163,15 @@ def _origin(function: Callable[..., Any]) -> str:
     return name.split(".")[0] if home == "transformers.masking_utils" else f"{home}.{name}"
 
 
-def _refuse_pattern(name: str) -> NoReturn:
+def _refuse_pattern(function: str, name: str) -> NoReturn:
     raise NotImplementedError(
-        f"attn_implementation='{NAME}' does not know the mask function {name} while compiling; use "
+        f"attn_implementation='{name}' does not know the mask function {function} while compiling; use "
         f"attn_implementation='sdpa' for this model, or pass {VECTORS} and attention_mask=None if the model allows it"
     )
 
 
 @cache
-def _refuse_unfit(config_class: type) -> None:
+def _refuse_unfit(config_class: type, name: str) -> None:
     """Raise for a model that would add the columns to its scores, or keeps the vectors from its attention."""
     models: list[Any] = []
     for mapping in (MODEL_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING):
@@ -178,12 +180,12 @@ def _refuse_unfit(config_class: type) -> None:
     for model in models:
         if not model._supports_attention_backend and not model._can_set_attn_implementation():
             raise NotImplementedError(
-                f"{model.__name__} has attention code of its own and does not take attn_implementation='{NAME}'; use "
+                f"{model.__name__} has attention code of its own and does not take attn_implementation='{name}'; use "
                 "attn_implementation='eager' for this model"
             )
     reason = _UNFIT.get(getattr(config_class, "model_type", ""))
     if reason is not None:
         raise NotImplementedError(
-            f"models of type {config_class.model_type!r} {reason}; attn_implementation='{NAME}' refuses them: use "
+            f"models of type {config_class.model_type!r} {reason}; attn_implementation='{name}' refuses them: use "
             "attn_implementation='sdpa'"
         )

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM, MistralConfig
 from transformers.utils import generic
 
-from flashmask_hf import FlashMask, backend, masks, sparse_backend
+from flashmask_hf import FlashMask, backend, mask_compiler, masks, sparse_backend
 from flashmask_hf.mask_compiler import mask_hook
 from flashmask_hf.sparse_backend import hash_attention_forward, qk_attention_forward
 
@@ -222,6 +222,7 @@ def test_directions_of_fake_tensors_are_not_kept():
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         key = mode.from_tensor(k)
         assert type(sparse_backend._directions(77, 1, key, 2)) is FakeTensor
+        hash_attention_forward(layer(config), *(mode.from_tensor(x) for x in (q, k, v)), None)
     out, _ = hash_attention_forward(layer(config), q, k, v, None)
     assert type(out) is torch.Tensor
 
@@ -325,6 +326,13 @@ def test_other_masks_raise(name):
         model(tokens(), startend_row_indices=hidden.indices)
     with pytest.raises(NotImplementedError, match=r"not causal and has n = 4; use attn_implementation='flashmask'"):
         model(tokens(), startend_row_indices=masks.global_sliding_window(LENGTH, 2, 4).indices)
+
+
+def test_refusals_name_the_implementation():
+    unfit = types.SimpleNamespace(model_type=next(iter(mask_compiler._UNFIT)), _attn_implementation="flashmask_hash")
+    config = type("Unfit", (), vars(unfit))()
+    with pytest.raises(NotImplementedError, match="attn_implementation='flashmask_hash' refuses them"):
+        mask_hook(batch_size=1, q_length=2, kv_length=2, config=config)
 
 
 def test_other_layers_raise():
