@@ -22,6 +22,7 @@ from flashmask_hf.plan import Plan
 __all__ = [
     "HAS_TRITON",
     "attention",
+    "check_between",
     "check_range",
     "device_assert",
     "flash_attn_backward",
@@ -79,13 +80,23 @@ def check_range(indices: Tensor, q_len: int) -> None:
     Raises:
         ValueError: one does not. On a GPU it is an assertion of the device, which stops the program.
     """
-    low, high = indices.aminmax()
-    message = (
-        f"the mask's indices must lie in 0..q_len = 0..{q_len}; FlashMask.validate(q_len={q_len}) names the columns"
+    check_between(
+        indices,
+        q_len,
+        f"the mask's indices must lie in 0..q_len = 0..{q_len}; FlashMask.validate(q_len={q_len}) names the columns",
     )
-    if indices.is_cuda:  # without waiting for the device
-        device_assert((low >= 0) & (high <= q_len), message)
-    elif low < 0 or high > q_len:
+
+
+def check_between(x: Tensor, highest: int, message: str) -> None:
+    """Check that integers lie in 0..highest.
+
+    Raises:
+        ValueError: one does not. On a GPU it is an assertion of the device, which stops the program.
+    """
+    low, high = x.aminmax()
+    if x.is_cuda:  # without waiting for the device
+        device_assert((low >= 0) & (high <= highest), message)
+    elif low < 0 or high > highest:
         raise ValueError(message)
 
 

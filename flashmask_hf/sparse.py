@@ -255,8 +255,9 @@ def _sort_sparse(
         ops.check_range(hidden_from, q_bucket.shape[2])
     counted = 0 < n_buckets <= _COUNTED and _runs_kernels(q_bucket)
     if n_buckets and not (counted and q_bucket.is_cuda):  # where the kernels assert it themselves
-        _check_range(q_bucket, n_buckets)
-        _check_range(k_bucket, n_buckets)
+        message = f"the buckets must lie in 0..n_buckets - 1 = 0..{n_buckets - 1}; leave n_buckets out if they do not"
+        for bucket in (q_bucket, k_bucket):
+            ops.check_between(bucket, n_buckets - 1, message)
     if counted:
         from flashmask_hf.kernels import reorder
 
@@ -267,15 +268,6 @@ def _sort_sparse(
         q_bucket, k_bucket, hidden_from, exclude_self=exclude_self, dropped=without
     )
     return columns, q_order.int(), k_order.int()
-
-
-def _check_range(bucket: Tensor, n_buckets: int) -> None:
-    low, high = bucket.aminmax()
-    message = f"the buckets must lie in 0..n_buckets - 1 = 0..{n_buckets - 1}; leave n_buckets out if they do not"
-    if bucket.is_cuda:  # without waiting for the device
-        ops.device_assert((low >= 0) & (high < n_buckets), message)
-    elif low < 0 or high >= n_buckets:
-        raise ValueError(message)
 
 
 def _move_rows(x: Tensor, order: Tensor, kept: Tensor | None, back: bool) -> Tensor:
