@@ -9,6 +9,7 @@ other is computed, nothing of size Sq x Skv exists, and nothing waits for the de
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -184,13 +185,7 @@ def lsh_buckets(x: Tensor, n_buckets: int, *, generator: torch.Generator | None 
         raise TypeError(f"generator must be a torch.Generator or None, got {type(generator).__name__}")
     place = torch.device("cpu") if generator is None else generator.device
     directions = torch.randn(x.shape[1], x.shape[3], n_buckets // 2, generator=generator, device=place)
-    return nearest(x.detach(), directions.to(x.device, x.dtype))
-
-
-def nearest(x: Tensor, directions: Tensor) -> Tensor:
-    """Which of the directions [..., D, n] and their n opposites is nearest to each of x [..., S, D]: int64 [..., S]."""
-    along = x @ directions
-    return torch.cat([along, -along], -1).argmax(-1)
+    return nearest(x.detach(), directions.to(x.device)).long()
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, q_name: str, of_q: Tensor, k_name: str, of_k: Tensor) -> None:
@@ -227,8 +222,36 @@ def _attend(
     return move_rows(out, *q_place, True)
 
 
-def _runs_kernels(x: Tensor) -> bool:
+def runs_kernels(x: Tensor) -> bool:
+    """Whether there are Triton kernels for tensors on the device of x."""
     return ops.HAS_TRITON and (x.is_cuda or _INTERPRETED)
+
+
+def _nearest(x: Tensor, directions: Tensor) -> Tensor:
+    """Which of the directions and their opposites is nearest to each vector, by products that add up in float32.
+
+    Args:
+        x: floating point [B, H, S, D], of any strides. Products of float64 add up in float64.
+        directions: [Hd, D, n], rounded to x's dtype; head h has directions[h // (H // Hd)].
+
+    Returns:
+        [B, H, S] in 0..2 * n - 1, of which the upper n are opposites; the lowest of equally near ones, and any for a
+        vector with NaN. uint8 where that suffices, or int32.
+    """
+    dtype = _bucket_dtype(directions)
+    if runs_kernels(x) and x.dtype in (torch.bfloat16, torch.float16, torch.float32):
+        from flashmask_hf.kernels import lsh
+
+        return lsh.nearest(x, directions, dtype)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    with torch.autocast(x.device.type, enabled=False):
+        grouped = x.to(wide).unflatten(1, (len(directions), -1))
+        along = (grouped @ directions.to(x.dtype).to(wide)[:, None]).flatten(1, 2)
+    return torch.cat([along, -along], -1).argmax(-1).to(dtype)
+
+
+def _bucket_dtype(directions: Tensor) -> torch.dtype:
+    return torch.uint8 if 2 * directions.shape[-1] <= 256 else torch.int32
 
 
 def _sort_sparse(
@@ -253,7 +276,7 @@ def _sort_sparse(
     without = None if dropped < 0 else dropped
     if hidden_from is not None:
         ops.check_range(hidden_from, q_bucket.shape[2])
-    counted = 0 < n_buckets <= _COUNTED and _runs_kernels(q_bucket)
+    counted = 0 < n_buckets <= _COUNTED and runs_kernels(q_bucket)
     if n_buckets and not (counted and q_bucket.is_cuda):  # where the kernels assert it themselves
         message = f"the buckets must lie in 0..n_buckets - 1 = 0..{n_buckets - 1}; leave n_buckets out if they do not"
         for bucket in (q_bucket, k_bucket):
@@ -282,7 +305,7 @@ def _move_rows(x: Tensor, order: Tensor, kept: Tensor | None, back: bool) -> Ten
     Returns:
         y [B, H, S, D]: contiguous, as the attention kernels like it; or, if `back`, stored as [B, S, H, D].
     """
-    if _runs_kernels(x):
+    if runs_kernels(x):
         from flashmask_hf.kernels.reorder import move_rows
 
         return move_rows(x, order, kept, back)
@@ -311,14 +334,23 @@ def _move_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None
     return move_rows(gradient, order, kept, not ctx.back), None, None, None
 
 
-# Not `custom_op`s, whose wrappers cost a short row more time than the kernels do.
-for _name, _function in (("sort_sparse", _sort_sparse), ("move_rows", _move_rows)):
-    _schema = torch.library.infer_schema(_function, mutates_args=())
-    torch.library.define(f"flashmask_hf::{_name}", _schema, tags=torch.Tag.pt2_compliant_tag)
-    torch.library.impl(f"flashmask_hf::{_name}", "default", _function)
+def as_operator(name: str, function: Callable[..., Any]) -> Any:
+    """An operator that mutates nothing. Not a `custom_op`, whose wrappers cost a short row more than the kernels do."""
+    schema = torch.library.infer_schema(function, mutates_args=())
+    torch.library.define(f"flashmask_hf::{name}", schema, tags=torch.Tag.pt2_compliant_tag)
+    torch.library.impl(f"flashmask_hf::{name}", "default", function)
+    return getattr(torch.ops.flashmask_hf, name).default
+
+
+nearest = as_operator("nearest", _nearest)
+sort_sparse = as_operator("sort_sparse", _sort_sparse)
+move_rows = as_operator("move_rows", _move_rows)
 torch.library.register_autograd("flashmask_hf::move_rows", _move_gradient, setup_context=_keep_order)
-sort_sparse = torch.ops.flashmask_hf.sort_sparse.default
-move_rows = torch.ops.flashmask_hf.move_rows.default
+
+
+@torch.library.register_fake("flashmask_hf::nearest")
+def _(x: Tensor, directions: Tensor) -> Tensor:
+    return x.new_empty(x.shape[:3], dtype=_bucket_dtype(directions))
 
 
 @torch.library.register_fake("flashmask_hf::sort_sparse")

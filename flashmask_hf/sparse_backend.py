@@ -20,17 +20,16 @@ takes them from the config only. Under tensor parallelism the heads of each proc
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from flashmask_hf.attention import flashmask_attention, is_capturing
+from flashmask_hf.attention import flashmask_attention
 from flashmask_hf.backend import visible
 from flashmask_hf.mask import FlashMask
-from flashmask_hf.sparse import hash_sparse_attention, nearest, qk_sparse_attention
+from flashmask_hf.sparse import as_operator, hash_sparse_attention, nearest, qk_sparse_attention, runs_kernels
 from flashmask_hf.upstream import HASH, QK
 from flashmask_hf.windows import Windowed
 
@@ -94,13 +93,12 @@ def hash_attention_forward(
         raise TypeError(f"{HASH}['exclude_self'] must be a bool, got {type(exclude_self).__name__}")
     mask = _mask(HASH, visible(module, query, key, attention_mask, dropout, kwargs, HASH, frozenset({HASH})))
     layer = getattr(module, "layer_idx", None) or 0
-    directions = _directions(seed, layer, key.detach(), n_buckets // 2)
-    groups = query.detach().unflatten(1, (key.shape[1], -1))  # [B, Hkv, Hq // Hkv, Sq, D]
+    directions = lsh_directions(key.detach(), seed, layer, n_buckets // 2)
     out = hash_sparse_attention(
         query,
         key,
         value,
-        nearest(groups, directions.unsqueeze(1)).flatten(1, 2),
+        nearest(query.detach(), directions),
         nearest(key.detach(), directions),
         scale=scaling,
         exclude_self=exclude_self,
@@ -223,40 +221,35 @@ def _mask(name: str, seen: Windowed) -> FlashMask:
     return mask
 
 
-def _directions(seed: int, layer: int, x: Tensor, count: int) -> Tensor:
-    """Random directions of a layer for vectors x [B, H, S, D]: [H, D, count] in their dtype, on their device."""
-    if torch.compiler.is_compiling():
-        return lsh_directions(x, seed, layer, count)
-    lasting = type(x) is Tensor and not is_capturing(x)  # what a graph makes is filled by its replays only
-    return (_kept_normal if lasting else _normal)(seed, layer, x.shape[1], x.shape[3], count, x.device, x.dtype)
+def _lsh_directions(x: Tensor, seed: int, layer: int, count: int) -> Tensor:
+    """Standard normal directions of a layer for vectors x [B, H, S, D]: [H, D, count] in their dtype, on their device.
 
-
-@torch.library.custom_op("flashmask_hf::lsh_directions", mutates_args=())
-def lsh_directions(x: Tensor, seed: int, layer: int, count: int) -> Tensor:
-    """`_directions` for a compiler, which must neither keep them nor do their arithmetic in 32 bits."""
-    return _normal(seed, layer, x.shape[1], x.shape[3], count, x.device, x.dtype)
-
-
-@lsh_directions.register_fake
-def _(x: Tensor, seed: int, layer: int, count: int) -> Tensor:
-    return x.new_empty(x.shape[1], x.shape[3], count)
-
-
-def _normal(
-    seed: int, layer: int, heads: int, head_dim: int, count: int, device: torch.device, dtype: torch.dtype
-) -> Tensor:
-    """Standard normal numbers [heads, head_dim, count] by Box and Muller's method from hashes of their places.
-
-    The same on every device, without a generator: a CUDA graph can draw them, too.
+    They come from hashes of their places, not from a generator, so that a device need not wait for another, a CUDA
+    graph can draw them, and they are the same everywhere up to the rounding of a logarithm and a cosine in float64.
     """
-    x = torch.arange(2 * heads * head_dim * count, device=device)
-    keys = (seed * 0x85EBCA77 + layer * 0xC2B2AE3D, seed * 0x27D4EB2F + layer, layer)
+    shape = (x.shape[1], x.shape[3], count)
+    keys = [key & _WORD for key in (seed * 0x85EBCA77 + layer * 0xC2B2AE3D, seed * 0x27D4EB2F + layer, layer)]
+    if runs_kernels(x):
+        from flashmask_hf.kernels.lsh import fill_normal
+
+        return fill_normal(x.new_empty(shape), keys)
+    return _normal(math.prod(shape), keys, x.device).view(shape).to(x.dtype)
+
+
+def _normal(count: int, keys: Sequence[int], device: torch.device) -> Tensor:
+    """Standard normal numbers, float64 [count], by Box and Muller's method from hashes of their places."""
+    x = torch.arange(2 * count, device=device)
     for key, factor in zip(keys, (0x7FEB352D, 0x2C1B3C6D, 0x297A2D39), strict=True):
-        x = (x + (key & _WORD)) & _WORD
+        x = (x + key) & _WORD
         x = (x ^ (x >> 16)) * factor & _WORD  # a factor below 2**31, so that the product fits
     angle, radius = (((x ^ (x >> 15)).double() + 0.5) / 2**32).chunk(2)
-    normal = (-2 * radius.log()).sqrt() * (2 * math.pi * angle).cos()
-    return normal.view(heads, head_dim, count).to(dtype)
+    return (-2 * radius.log()).sqrt() * (2 * math.pi * angle).cos()
 
 
-_kept_normal = lru_cache(maxsize=256)(_normal)
+# An operator also because a compiler would do the arithmetic of `_normal` in 32 bits.
+lsh_directions = as_operator("lsh_directions", _lsh_directions)
+
+
+@torch.library.register_fake("flashmask_hf::lsh_directions")
+def _(x: Tensor, seed: int, layer: int, count: int) -> Tensor:
+    return x.new_empty(x.shape[1], x.shape[3], count)

@@ -12,8 +12,8 @@ The variants are the same Llama from the same weights, on the same rows in the s
 each, so that what changes on the machine meanwhile falls on all alike. Rows are whole, their text is contiguous, and
 attention is causal without documents. `sdpa` is full attention by FlashAttention-2, `flashmask` the same by this
 package's kernels, `hash_16` has 16 buckets, and `qk_30` and `qk_50` drop that percentage of the queries and of the keys
-of every head in training, and none in evaluation. As in the paper (section 4.1), keys are normalised queries, for all
-variants; `--separate-keys` gives them their own projection.
+of every head in training, and none in evaluation. As in the paper (section 4.1), keys are normalised queries, of one
+projection, for all variants; `--separate-keys` gives them their own.
 
 In `--out` come `sparse_LENGTH_steps.csv`, with the loss (nats per byte) and the seconds of every step,
 `sparse_LENGTH.csv`, with the median of the seconds, its ratio to SDPA's and the loss on held-out text, and
@@ -40,6 +40,8 @@ from accelerate import Accelerator
 from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM, LlamaConfig, get_cosine_schedule_with_warmup
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb
 from transformers.utils.import_utils import is_torch_bf16_gpu_available
 
 import flashmask_hf  # noqa: F401  makes the names known
@@ -75,18 +77,36 @@ class Step(NamedTuple):
     seconds: float
 
 
-class NormalisedQueries(nn.Module):
-    """A key projection that is the query projection, with every head's vector normalised (paper, section 4.1)."""
+class NormalisedQueries(LlamaAttention):
+    """Attention whose keys are its queries, with every head's vector normalised (paper, section 4.1).
 
-    def __init__(self, q_proj: nn.Module, head_dim: int):
-        super().__init__()
-        self.q_proj = q_proj
-        self.head_dim = head_dim
+    Args:
+        stock: the layer's attention, of as many key heads as query heads; gives its other weights.
+    """
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Keys [B, S, H * D] for hidden states [B, S, hidden]."""
-        keys = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
-        return nn.functional.normalize(keys.float(), dim=-1).to(keys.dtype).flatten(-2)
+    def __init__(self, stock: LlamaAttention):
+        super().__init__(stock.config, stock.layer_idx)
+        self.load_state_dict(stock.state_dict())
+        del self.k_proj
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: Any = None,
+        attention_mask: Any = None,
+        past_key_values: None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The output [B, S, hidden] for hidden states [B, S, hidden], without a cache."""
+        queries, values = (
+            project(hidden_states).unflatten(-1, (-1, self.head_dim)) for project in (self.q_proj, self.v_proj)
+        )
+        keys = nn.functional.normalize(queries.float(), dim=-1).to(queries.dtype)
+        queries, keys, values = (x.transpose(1, 2) for x in (queries, keys, values))
+        queries, keys = apply_rotary_pos_emb(queries, keys, *position_embeddings)
+        attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        out, weights = attend(self, queries, keys, values, attention_mask, scaling=self.scaling, **kwargs)
+        return self.o_proj(out.flatten(2)), weights
 
 
 class Run:
@@ -156,7 +176,7 @@ def build_model(variant: str, arguments: argparse.Namespace) -> Any:
     model = AutoModelForCausalLM.from_config(config)
     if not arguments.separate_keys:
         for layer in model.model.layers:
-            layer.self_attn.k_proj = NormalisedQueries(layer.self_attn.q_proj, layer.self_attn.head_dim)
+            layer.self_attn = NormalisedQueries(layer.self_attn)
     if arguments.bf16:  # or autocast leaves all but the matrix products in float32
         model.model.embed_tokens.register_forward_hook(lambda module, args, out: out.to(torch.bfloat16))
     return model

@@ -12,7 +12,7 @@ if INTERPRETED:
 from cubin import AMPERE, BLACKWELL, HOPPER, MI300, Kernel, compile_only
 
 from flashmask_hf import FlashMask, masks
-from flashmask_hf.kernels import configs
+from flashmask_hf.kernels import configs, lsh
 from flashmask_hf.kernels.backward import backward, row_delta
 from flashmask_hf.kernels.decode import decode
 from flashmask_hf.kernels.forward import forward
@@ -110,9 +110,22 @@ def test_reorder(target) -> None:
         sorted_columns(bucket, bucket[:, :2], hidden_from, 16)
         move_rows(x, order, None, back=False)
         move_rows(x, order, kept, back=True)
-    assert [kernel.name for kernel in kernels] == [*["_count", "_place"] * 2, "_columns", "_move", "_move"]
+    assert [kernel.name for kernel in kernels] == ["_count", "_place", "_columns", "_move", "_move"]
     if target.backend == "cuda":
         assert not any(kernel.spills for kernel in kernels)
         assert "__assertfail" in kernels[0].assembly
         for kernel in kernels[-2:]:
             assert kernel.assembly.count("ld.global.v4.b32") == kernel.assembly.count("st.global.v4.b32") == 8
+
+
+@pytest.mark.parametrize("target", [AMPERE, HOPPER, BLACKWELL, MI300], ids=["ampere", "hopper", "blackwell", "mi300"])
+def test_hashing(target) -> None:
+    """Buckets come from products on the tensor cores, without copies of the vectors."""
+    x = torch.empty(2, 512, 4, 64, dtype=torch.bfloat16).transpose(1, 2)
+    with compile_only(target) as kernels:
+        directions = lsh.fill_normal(torch.empty(4, 64, 8, dtype=torch.bfloat16), [1, 2, 3])
+        lsh.nearest(x, directions, torch.uint8)
+    assert [kernel.name for kernel in kernels] == ["_normal", "_nearest"]
+    product = {AMPERE: "mma.sync", HOPPER: "wgmma", BLACKWELL: "mma", MI300: "mfma"}[target]
+    assert product in kernels[1].assembly
+    assert "ld.global.v4.b32" in kernels[1].assembly or target.backend != "cuda"

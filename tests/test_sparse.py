@@ -195,6 +195,7 @@ def test_buckets_are_directions() -> None:
     x = torch.randn(2, 3, 500, 16, generator=generator)
     buckets = lsh_buckets(x, 8, generator=torch.Generator().manual_seed(1))
     assert buckets.shape == (2, 3, 500)
+    assert buckets.dtype == torch.int64
     assert sorted(buckets.unique().tolist()) == list(range(8))
     again = lsh_buckets(x * 7.5, 8, generator=torch.Generator().manual_seed(1))
     assert torch.equal(again, buckets)
@@ -278,17 +279,18 @@ def test_moving_passes_gradients(lane: Lane, back: bool, given: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("n_buckets", "hidden_heads", "dropped", "exclude_self", "dtype"),
+    ("n_buckets", "hidden_heads", "dropped", "exclude_self", "dtypes"),
     [
-        (1, None, None, False, torch.int64),
-        (2, None, 1, False, torch.uint8),
-        (2, KV_HEADS, 1, False, torch.uint8),
-        (13, None, None, True, torch.int32),
-        (13, 1, None, False, torch.int64),
-        (200, HEADS, None, True, torch.int16),
+        (1, None, None, False, (torch.int64, torch.int64)),
+        (2, None, 1, False, (torch.uint8, torch.uint8)),
+        (2, KV_HEADS, 1, False, (torch.uint8, torch.int8)),
+        (13, None, None, True, (torch.int32, torch.uint8)),
+        (13, 1, None, False, (torch.uint8, torch.int64)),
+        (200, HEADS, None, True, (torch.int16, torch.int16)),
+        (256, None, None, False, (torch.uint8, torch.int32)),
     ],
 )
-@pytest.mark.parametrize("lengths", [(1, 1), (1, 130), (140, 130)], ids=str)
+@pytest.mark.parametrize("lengths", [(1, 1), (1, 130), (140, 130), (128, 64)], ids=str)
 @pytest.mark.parametrize("lane", lanes((), (torch.float32,), (torch.float32,)))
 def test_sorting_kernels(
     lane: Lane,
@@ -297,7 +299,7 @@ def test_sorting_kernels(
     hidden_heads: int | None,
     dropped: int | None,
     exclude_self: bool,
-    dtype: torch.dtype,
+    dtypes: tuple[torch.dtype, torch.dtype],
 ) -> None:
     """The same orders and columns as torch makes."""
     from flashmask_hf.kernels import reorder
@@ -305,7 +307,7 @@ def test_sorting_kernels(
     generator = torch.Generator().manual_seed(0)
     q_bucket, k_bucket = (
         torch.randint(0, n_buckets, (2, length, heads), generator=generator).to(lane.device, dtype).transpose(1, 2)
-        for heads, length in zip((HEADS, KV_HEADS), lengths, strict=True)
+        for heads, length, dtype in zip((HEADS, KV_HEADS), lengths, dtypes, strict=True)
     )
     hidden_from = None
     if hidden_heads is not None:
@@ -321,6 +323,102 @@ def test_sorting_kernels(
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("lane", lanes((), (torch.float32,), (torch.float32,)))
+def test_buckets_that_queries_and_keys_share(lane: Lane) -> None:
+    """Sorted once; yet the orders are two tensors, as an operator's results must be."""
+    for layout in ("contiguous", "tokens outermost"):
+        bucket = torch.randint(0, 9, (2, 3, 100), generator=torch.Generator().manual_seed(0)).to(lane.device)
+        if layout == "tokens outermost":
+            bucket = bucket.transpose(1, 2).contiguous().transpose(1, 2)
+        with poisoned():
+            columns, q_order, k_order = sparse.sort_sparse(bucket, bucket, None, 9, True, -1)
+        expected, order, _ = masks.sorted_columns(bucket, bucket, None, exclude_self=True)
+        assert torch.equal(columns, expected)
+        assert torch.equal(q_order, order)
+        assert torch.equal(k_order, order)
+        assert q_order.data_ptr() != k_order.data_ptr()
+
+
+NEAREST = lanes(
+    (torch.float32, torch.bfloat16, torch.float64),
+    (torch.float32, torch.float16),  # its products of bfloat16 are wrong
+    (torch.float32, torch.bfloat16, torch.float16, torch.float64),
+)
+
+
+@pytest.mark.parametrize("largest", [1, 20], ids=["ties", "long sums"])
+@pytest.mark.parametrize(
+    ("shape", "direction_heads", "count"),
+    [
+        ((2, 4, 77, 64), 2, 8),
+        ((1, 3, 1, 1), 3, 1),
+        ((2, 4, 130, 40), 1, 2),
+        ((1, 2, 70, 129), 2, 3),
+        ((1, 2, 33, 70), 1, 128),
+        ((1, 2, 40, 24), 2, 129),
+        ((1, 1, 9, 16), 1, 300),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("lane", NEAREST)
+def test_nearest_direction(lane: Lane, shape: tuple[int, ...], direction_heads: int, count: int, largest: int) -> None:
+    """Whole numbers, whose products are exact in float32 and not in narrower ones: the first of the nearest."""
+    generator = torch.Generator().manual_seed(0)
+    batch, heads, rows, dims = shape
+
+    def draw(*size: int) -> Tensor:
+        return torch.randint(-largest, largest + 1, size, generator=generator).double()
+
+    directions = draw(direction_heads, dims, count)
+    layouts = {
+        "heads outermost": draw(*shape),
+        "tokens outermost": draw(batch, rows, heads, dims).transpose(1, 2),
+        "a slice": draw(batch, heads, 2 * rows, dims + 3)[:, :, ::2, 1 : dims + 1],
+        "dims outermost": draw(dims, batch, heads, rows).permute(1, 2, 3, 0),
+        "one for all": draw(1, 1, rows, dims).expand(shape),
+    }
+    for name, x in layouts.items():
+        along = x @ directions.repeat_interleave(heads // direction_heads, 0)
+        expected = torch.cat([along, -along], -1).argmax(-1)
+        with poisoned():
+            got = sparse.nearest(x.to(lane.device, lane.dtype), directions.to(lane.device, lane.dtype))
+        assert got.dtype == (torch.uint8 if count <= 128 else torch.int32)
+        assert got.is_contiguous()
+        assert torch.equal(got.cpu().long(), expected), name
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")  # the interpreter's NumPy
+@pytest.mark.parametrize("count", [3, 70])
+@pytest.mark.parametrize("lane", NEAREST)
+def test_nearest_to_no_direction(lane: Lane, count: int) -> None:
+    """Vectors with NaN or infinity fall into some bucket and leave the others alone; 0 is in the first."""
+    generator = torch.Generator().manual_seed(0)
+    directions = torch.randn(2, 16, count, generator=generator).to(lane.device, lane.dtype)
+    x = torch.randn(1, 2, 20, 16, generator=generator).to(lane.device, lane.dtype)
+    want = sparse.nearest(x, directions)
+    x[:, :, 3], x[:, :, 5], x[:, :, 7], x[:, :, 9, 4], x[:, :, 11, 2] = (
+        0,
+        float("nan"),
+        -float("inf"),
+        float("nan"),
+        1e38,
+    )
+    x[:, :, 11, 3] = float("inf")
+    got = sparse.nearest(x, directions)
+    odd = torch.tensor([3, 5, 7, 9, 11], device=lane.device)
+    assert (got < 2 * count).all()
+    assert not got[:, :, 3].any()
+    assert torch.equal(got.index_fill(2, odd, 0), want.index_fill(2, odd, 0))
+
+
+def test_nearest_is_not_narrowed_by_autocast() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, directions = torch.randn(1, 2, 500, 16, generator=generator), torch.randn(2, 16, 100, generator=generator)
+    with torch.autocast("cpu", torch.bfloat16):
+        narrowed = sparse.nearest(x, directions)
+    assert torch.equal(narrowed, sparse.nearest(x, directions))
+
+
 def test_operators() -> None:
     x = torch.randn(2, 4, 9, 8, requires_grad=True)
     order = torch.rand(2, 4, 9).argsort(-1).int()
@@ -330,6 +428,8 @@ def test_operators() -> None:
     bucket = torch.randint(0, 3, (2, 4, 9))
     for hidden_from in (None, masks.causal(7, q_len=9).indices[..., 0]):
         torch.library.opcheck(sparse.sort_sparse, (bucket, bucket[:, ::2, 2:], hidden_from, 3, True, -1))
+    for count in (3, 200):
+        torch.library.opcheck(sparse.nearest, (x.detach(), torch.randn(2, 8, count)))
 
 
 @pytest.mark.parametrize("lane", lanes((torch.float32,), (torch.float32,), (torch.bfloat16,)))

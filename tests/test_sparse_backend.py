@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import Lane, lanes, poisoned
 from tiny import llama_config
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -16,7 +17,7 @@ from transformers.utils import generic
 
 from flashmask_hf import FlashMask, backend, mask_compiler, masks, sparse_backend
 from flashmask_hf.mask_compiler import mask_hook
-from flashmask_hf.sparse_backend import hash_attention_forward, qk_attention_forward
+from flashmask_hf.sparse_backend import hash_attention_forward, lsh_directions, qk_attention_forward
 
 LENGTH = 24
 WINDOW = 6
@@ -164,7 +165,7 @@ def test_hash_layer(options, q_len, softcap, with_sinks):
     out, weights = hash_attention_forward(layer(config), q, k, v, None, softcap=softcap, s_aux=sinks)
     assert weights is None
     together = torch.cat([q.unflatten(1, (2, 2)).flatten(2, 3), k], 2)
-    directions = sparse_backend._directions(options.get("seed", 0), 1, k, options["n_buckets"] // 2)
+    directions = lsh_directions(k.detach(), options.get("seed", 0), 1, options["n_buckets"] // 2)
     along = together @ directions
     bucket = torch.cat([along, -along], -1).argmax(-1)
     q_bucket = bucket[:, :, : 2 * q_len].unflatten(2, (2, q_len)).flatten(1, 2)
@@ -209,32 +210,55 @@ def test_qk_layer_draws_anew(monkeypatch):
 
 def test_directions_of_layers_heads_and_seeds_differ():
     key = torch.zeros(1, 2, 5, 8, dtype=torch.bfloat16)
-    drawn = [sparse_backend._directions(seed, index, key, 3) for seed in (0, 1) for index in (0, 1)]
+    drawn = [lsh_directions(key, seed, index, 3) for seed in (0, 1) for index in (0, 1)]
     every = [heads for directions in drawn for heads in directions]
     assert all(x.shape == (8, 3) and x.dtype == torch.bfloat16 for x in every)
     assert not any(torch.equal(x, y) for i, x in enumerate(every) for y in every[:i])
-    assert torch.equal(sparse_backend._directions(1, 0, key, 3), drawn[2])
+    assert torch.equal(lsh_directions(key, 1, 0, 3), drawn[2])
 
 
-def test_directions_of_fake_tensors_are_not_kept():
-    q, k, v = heads()
-    config = types.SimpleNamespace(flashmask_hash={"n_buckets": 4, "seed": 77})
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        key = mode.from_tensor(k)
-        assert type(sparse_backend._directions(77, 1, key, 2)) is FakeTensor
-        hash_attention_forward(layer(config), *(mode.from_tensor(x) for x in (q, k, v)), None)
-    out, _ = hash_attention_forward(layer(config), q, k, v, None)
-    assert type(out) is torch.Tensor
+def test_a_layer_of_fake_tensors():
+    with FakeTensorMode() as mode:
+        q, k, v = (mode.from_tensor(x) for x in heads())
+        out, _ = hash_attention_forward(layer(), q, k, v, None)
+    assert type(out) is FakeTensor
+    assert out.shape == (2, LENGTH, 4, 8)
 
 
 def test_directions_are_standard_normal_and_independent():
-    drawn = sparse_backend._normal(2**32 - 1, 3, 64, 64, 64, torch.device("cpu"), torch.float64)
+    x = torch.empty(1, 64, 1, 64, dtype=torch.float64)
+    drawn = lsh_directions(x, 2**32 - 1, 3, 64)
     vectors = drawn.mT.flatten(0, 1)  # 4096 of 64 dimensions
     assert vectors.mean().abs() < 0.01
     assert (vectors**4).mean().sub(3).abs() < 0.1
     assert (vectors.mT @ vectors / len(vectors) - torch.eye(64)).abs().max() < 0.1
-    other = sparse_backend._normal(2**32 - 1, 4, 64, 64, 64, torch.device("cpu"), torch.float64)
+    other = lsh_directions(x, 2**32 - 1, 4, 64)
     assert (drawn * other).mean().abs() < 0.01
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 8, 3), (12, 64, 8), (3, 40, 101)], ids=str)
+@pytest.mark.parametrize(("seed", "index"), [(0, 0), (0, 1), (2**31, 7), (2**32 - 1, 100)])
+@pytest.mark.parametrize(
+    "lane",
+    lanes(
+        (),
+        (torch.float64, torch.float32, torch.float16),
+        (torch.float64, torch.float32, torch.float16, torch.bfloat16),
+    ),
+)
+def test_kernels_draw_the_same_directions(monkeypatch, lane: Lane, seed: int, index: int, shape: tuple[int, ...]):
+    x = torch.empty(1, shape[0], 1, shape[1], dtype=lane.dtype, device=lane.device)
+    with poisoned():
+        got = lsh_directions(x, seed, index, shape[2])
+    monkeypatch.setattr(sparse_backend, "runs_kernels", lambda x: False)
+    want = lsh_directions(x.cpu(), seed, index, shape[2])
+    assert want.shape == shape
+    # A last bit of float64 may round another way.
+    torch.testing.assert_close(got.cpu(), want, rtol=torch.finfo(lane.dtype).eps, atol=4e-15)
+
+
+def test_directions_are_an_operator():
+    torch.library.opcheck(lsh_directions, (torch.randn(2, 3, 5, 8, dtype=torch.bfloat16), 7, 1, 4))
 
 
 # Models

@@ -2,12 +2,15 @@
 
 import csv
 import os
+import runpy
 import statistics
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "sparse.py"
 DDP = str(RECIPE.parent / "configs" / "accelerate_ddp.yaml")
@@ -28,6 +31,42 @@ def run(command: list[str], *flags: object) -> str:
 def read(path: Path) -> list[dict[str, str]]:
     with open(path, newline="") as file:
         return list(csv.DictReader(file))
+
+
+class KeyProjection(nn.Module):
+    """The query projection once more, normalised."""
+
+    def __init__(self, q_proj: nn.Module, head_dim: int):
+        super().__init__()
+        self.q_proj, self.head_dim = q_proj, head_dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.normalize(self.q_proj(x).unflatten(-1, (-1, self.head_dim)), dim=-1).flatten(-2)
+
+
+@pytest.mark.parametrize("variant", ["flashmask", "hash_16"])
+def test_keys_are_normalised_queries(monkeypatch: pytest.MonkeyPatch, variant: str) -> None:
+    """Loss and gradients are those of stock layers with such a key projection, and queries are projected once."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    recipe = runpy.run_path(str(RECIPE))
+    model, stock = (
+        recipe["build_model"](variant, recipe["parse"](["--smoke", *flags])) for flags in ([], ["--separate-keys"])
+    )
+    for layer in stock.model.layers:
+        layer.self_attn.k_proj = KeyProjection(layer.self_attn.q_proj, layer.self_attn.head_dim)
+    projected = []
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.register_forward_hook(lambda module, *_: projected.append(module))
+    rows = torch.randint(0, 256, (2, 64), generator=torch.Generator().manual_seed(0))
+    losses = [x(input_ids=rows, labels=rows, use_cache=False).loss for x in (model, stock)]
+    assert len(projected) == len(set(projected)) == len(model.model.layers)
+    torch.testing.assert_close(*losses, rtol=1e-6, atol=0)
+    for loss in losses:
+        loss.backward()
+    parameters = dict(stock.named_parameters())
+    assert dict(model.named_parameters()).keys() == parameters.keys()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, parameters[name].grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
 @pytest.mark.slow

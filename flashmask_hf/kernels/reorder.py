@@ -1,7 +1,8 @@
 """What sparse attention does around attention: a stable counting sort, the mask's columns, rows moved and put back.
 
-The sort takes a block of rows at a time. Every block counts its buckets, a running sum over (bucket, block) tells where
-the block's rows of a bucket end, and a row's place is that end less the later rows of its bucket in the block.
+The sort takes a block of rows at a time, of queries and keys alike. Every block counts its buckets, a running sum over
+(side, plane, bucket, block) tells where the block's rows of a bucket start, and a row's place is that start and the
+earlier rows of its bucket in the block. A plane is one head of one entry of the batch, a side the queries or the keys.
 """
 
 from __future__ import annotations
@@ -17,45 +18,74 @@ _MOVED = 8192  # elements that a program moves
 
 
 @triton.jit
-def _load_buckets(bucket, plane, row, rows, n_buckets):
-    """The buckets of some rows as int32, -1 past the end and where a bucket is none of 0..n_buckets - 1."""
-    own = tl.load(bucket + plane * rows + row, mask=row < rows, other=0)
-    valid = (own >= 0) & (own < n_buckets)
-    tl.device_assert(valid, "the buckets must lie in 0..n_buckets - 1")
-    return tl.where(valid & (row < rows), own.to(tl.int32), -1)
-
-
-@triton.jit
 def _count_between(keys, low, length):
     """For each i how many of the keys [BLOCK] lie in [low[i], low[i] + length[i])."""
     above = (keys[:, None] - low[None, :]).to(tl.uint32, bitcast=True)
     return tl.sum((above < length.to(tl.uint32, bitcast=True)[None, :]).to(tl.int32), 0)
 
 
-@triton.jit(do_not_specialize=["rows", "n_blocks", "n_buckets"])
-def _count(bucket, counts, rows, n_blocks, n_buckets, BLOCK: tl.constexpr):
-    """How many rows of a block are in each bucket, in counts [plane, bucket, block] (zeros)."""
-    block = tl.program_id(0) % n_blocks
-    plane = (tl.program_id(0) // n_blocks).to(tl.int64)
+@triton.jit
+def _load_block(bucket, program, rows, n_buckets, BLOCK: tl.constexpr):
+    """A block of rows of one side.
+
+    Returns:
+        own: their buckets [BLOCK] as int32, -1 past the end and where one is none of 0..n_buckets - 1.
+        row, plane: which rows [BLOCK] of which plane they are.
+        first, index: where the counts of the plane begin, and where those of own [BLOCK] are, among the side's.
+    """
+    n_blocks = tl.cdiv(rows, BLOCK)
+    plane = (program // n_blocks).to(tl.int64)
+    block = program % n_blocks
+    row = block * BLOCK + tl.arange(0, BLOCK)
+    own = tl.load(bucket + plane * rows + row, mask=row < rows, other=0)
+    valid = (own >= 0) & (own < n_buckets)
+    tl.device_assert(valid, "the buckets must lie in 0..n_buckets - 1")
+    own = tl.where(valid & (row < rows), own.to(tl.int32), -1)
+    first = plane * n_buckets * n_blocks
+    return own, row, plane, first, first + own * n_blocks + block
+
+
+@triton.jit
+def _count_block(bucket, counts, program, rows, n_buckets, BLOCK: tl.constexpr):
+    own, _, _, _, index = _load_block(bucket, program, rows, n_buckets, BLOCK)
     lane = tl.arange(0, BLOCK)
-    own = _load_buckets(bucket, plane, block * BLOCK + lane, rows, n_buckets)  # [BLOCK]
     key = own * BLOCK + lane
     earlier = _count_between(key, own * BLOCK, lane)
     later = _count_between(key, key + 1, BLOCK - 1 - lane)
-    tl.store(counts + (plane * n_buckets + own) * n_blocks + block, earlier + 1, mask=(own >= 0) & (later == 0))
+    tl.store(counts + index, earlier + 1, mask=(own >= 0) & (later == 0))
 
 
-@triton.jit(do_not_specialize=["rows", "n_blocks", "n_buckets"])
-def _place(bucket, ends, order, rows, n_blocks, n_buckets, BLOCK: tl.constexpr):
-    """Every row of a block at its place in the stable order; `ends` is the running sum of `counts`."""
-    block = tl.program_id(0) % n_blocks
-    plane = (tl.program_id(0) // n_blocks).to(tl.int64)
+@triton.jit
+def _place_block(bucket, starts, order, program, rows, n_buckets, BLOCK: tl.constexpr):
+    own, row, plane, first, index = _load_block(bucket, program, rows, n_buckets, BLOCK)
     lane = tl.arange(0, BLOCK)
-    own = _load_buckets(bucket, plane, block * BLOCK + lane, rows, n_buckets)  # [BLOCK]
-    key = own * BLOCK + lane
-    later = _count_between(key, key + 1, BLOCK - 1 - lane)
-    end = tl.load(ends + (plane * n_buckets + own) * n_blocks + block, mask=own >= 0, other=0)
-    tl.store(order + plane * rows + end - 1 - later, block * BLOCK + lane, mask=own >= 0)
+    earlier = _count_between(own * BLOCK + lane, own * BLOCK, lane)
+    start = tl.load(starts + index, mask=own >= 0, other=0) - tl.load(starts + first)
+    tl.store(order + plane * rows + start + earlier, row, mask=own >= 0)
+
+
+@triton.jit(do_not_specialize=["q_programs", "q_len", "kv_len", "n_buckets"])
+def _count(q_bucket, k_bucket, counts, q_programs, q_len, kv_len, n_buckets, BLOCK: tl.constexpr):
+    """How many rows of a block are in each bucket, in counts [1 + (side, plane, bucket, block)] (zeros)."""
+    program = tl.program_id(0)
+    if program < q_programs:
+        _count_block(q_bucket, counts + 1, program, q_len, n_buckets, BLOCK)
+    else:
+        of_keys = counts + 1 + q_programs.to(tl.int64) * n_buckets
+        _count_block(k_bucket, of_keys, program - q_programs, kv_len, n_buckets, BLOCK)
+
+
+@triton.jit(do_not_specialize=["q_programs", "q_len", "kv_len", "n_buckets"])
+def _place(
+    q_bucket, k_bucket, starts, q_order, k_order, q_programs, q_len, kv_len, n_buckets, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Every row of a block at its place in the stable order; `starts` is the running sum of `counts`."""
+    program = tl.program_id(0)
+    if program < q_programs:
+        _place_block(q_bucket, starts, q_order, program, q_len, n_buckets, BLOCK)
+    else:
+        of_keys = starts + q_programs.to(tl.int64) * n_buckets
+        _place_block(k_bucket, of_keys, k_order, program - q_programs, kv_len, n_buckets, BLOCK)
 
 
 @triton.jit
@@ -70,7 +100,7 @@ def _first_from(order, start, end, row, steps):
 
 @triton.jit(do_not_specialize=["q_len", "kv_len", "n_keys", "n_blocks", "n_buckets", "steps"])
 def _columns(
-    k_bucket, k_order, q_order, q_ends, hidden_from, columns, hidden_b, hidden_h, hidden_s, heads, kv_heads,
+    k_bucket, k_order, q_order, starts, hidden_from, columns, hidden_b, hidden_h, hidden_s, heads, kv_heads,
     hidden_heads, q_len, kv_len, n_keys, n_blocks, n_buckets, steps,
     EXCLUDE_SELF: tl.constexpr, DROPPED: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -85,9 +115,10 @@ def _columns(
 
     plane = (batch * heads + head).to(tl.int64)
     q_order += plane * q_len
-    last_block = q_ends + (plane * n_buckets + own) * n_blocks + n_blocks - 1
-    end = tl.load(last_block, mask=inside, other=0)
-    start = tl.load(last_block - n_blocks, mask=inside & (own > 0), other=0)
+    before = tl.load(starts + plane * n_buckets * n_blocks)
+    own_start = starts + (plane * n_buckets + own) * n_blocks
+    start = tl.load(own_start, mask=inside, other=0) - before
+    end = tl.load(own_start + n_blocks, mask=inside, other=0) - before
     first = _first_from(q_order, start, end, key - (kv_len - q_len) + EXCLUDE_SELF, steps)
     if HIDDEN:
         hidden_from += batch.to(tl.int64) * hidden_b + (head // (heads // hidden_heads)).to(tl.int64) * hidden_h
@@ -101,29 +132,34 @@ def _columns(
     tl.store(columns + 1, first, mask=inside)
 
 
-def sort_by_bucket(bucket: Tensor, n_buckets: int) -> tuple[Tensor, Tensor]:
-    """A stable counting sort.
+def sort_by_bucket(q_bucket: Tensor, k_bucket: Tensor, n_buckets: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A stable counting sort of every head's queries and keys; only one of the two if they are the same tensor.
 
     Args:
-        bucket: int [B, H, S], in 0..n_buckets - 1. On a GPU another one is an assertion of the device.
+        q_bucket: int [B, Hq, Sq], contiguous, in 0..n_buckets - 1. On a GPU another one is an assertion of the device.
+        k_bucket: int [B, Hkv, Skv], likewise.
         n_buckets: the memory in between is 8 * n_buckets * ceil(S / 64) bytes a head.
 
     Returns:
-        order int32 [B, H, S]; ends int32 [B, H, n_buckets, blocks], of which the last of a bucket is where it ends.
+        q_order int32 [B, Hq, Sq]; k_order int32 [B, Hkv, Skv]; starts int32 [1 + B * Hq * n_buckets * blocks + ...],
+        how many queries come before each (plane, bucket, block) in the order of all planes, and then the like of keys.
     """
-    batch, heads, rows = bucket.shape
-    bucket = bucket.contiguous()
-    n_blocks = -(-rows // _SORTED)
-    counts = torch.zeros(batch * heads, n_buckets * n_blocks, dtype=torch.int32, device=bucket.device)
-    order = torch.empty(bucket.shape, dtype=torch.int32, device=bucket.device)
-    with torch.cuda.device_of(bucket):
-        grid = (batch * heads * n_blocks,)
+    q_len, kv_len = q_bucket.shape[2], k_bucket.shape[2]
+    q_order, k_order = (torch.empty_like(bucket, dtype=torch.int32) for bucket in (q_bucket, k_bucket))
+    q_programs, k_programs = (
+        bucket.shape[0] * bucket.shape[1] * -(-bucket.shape[2] // _SORTED) for bucket in (q_bucket, k_bucket)
+    )
+    shared = q_bucket is k_bucket
+    grid = (q_programs if shared else q_programs + k_programs,)
+    counts = torch.zeros(1 + grid[0] * n_buckets, dtype=torch.int32, device=q_bucket.device)
+    sizes = (q_programs, q_len, kv_len, n_buckets)
+    with torch.cuda.device_of(q_bucket):
         _count[grid](
-            bucket, counts, rows, n_blocks, n_buckets, BLOCK=_SORTED, num_warps=2, debug=True, sanitize_overflow=False
+            q_bucket, k_bucket, counts, *sizes, BLOCK=_SORTED, num_warps=2, debug=True, sanitize_overflow=False
         )
-        ends = counts.cumsum(1, dtype=torch.int32)
-        _place[grid](bucket, ends, order, rows, n_blocks, n_buckets, BLOCK=_SORTED, num_warps=2)
-    return order, ends.view(batch, heads, n_buckets, n_blocks)
+        starts = counts.cumsum(0, dtype=torch.int32)
+        _place[grid](q_bucket, k_bucket, starts, q_order, k_order, *sizes, BLOCK=_SORTED, num_warps=2)
+    return q_order, k_order.copy_(q_order) if shared else k_order, starts
 
 
 def sorted_columns(
@@ -138,8 +174,10 @@ def sorted_columns(
     """As `masks.sorted_columns`, for buckets in 0..n_buckets - 1; the orders are int32."""
     batch, heads, q_len = q_bucket.shape
     kv_heads, kv_len = k_bucket.shape[1:]
-    q_order, q_ends = sort_by_bucket(q_bucket, n_buckets)
-    k_order, _ = sort_by_bucket(k_bucket, n_buckets)
+    shared = q_bucket is k_bucket
+    q_bucket = q_bucket.contiguous()
+    k_bucket = q_bucket if shared else k_bucket.contiguous()
+    q_order, k_order, starts = sort_by_bucket(q_bucket, k_bucket, n_buckets)
     columns = torch.empty(batch, heads, kv_len, 2, dtype=torch.int32, device=q_bucket.device)
     hidden, strides, hidden_heads = columns, (0, 0, 0), 1  # not read
     if hidden_from is not None:
@@ -148,8 +186,8 @@ def sorted_columns(
     n_keys = triton.cdiv(kv_len, _KEYS)
     with torch.cuda.device_of(q_bucket):
         _columns[(batch * heads * n_keys,)](
-            k_bucket.contiguous(), k_order, q_order, q_ends, hidden, columns, *strides, heads, kv_heads, hidden_heads,
-            q_len, kv_len, n_keys, q_ends.shape[-1], n_buckets, q_len.bit_length(),
+            k_bucket, k_order, q_order, starts, hidden, columns, *strides, heads, kv_heads, hidden_heads,
+            q_len, kv_len, n_keys, triton.cdiv(q_len, _SORTED), n_buckets, q_len.bit_length(),
             EXCLUDE_SELF=int(exclude_self), DROPPED=-1 if dropped is None else dropped,
             HIDDEN=hidden_from is not None, BLOCK=_KEYS, num_warps=4,
         )  # fmt: skip
