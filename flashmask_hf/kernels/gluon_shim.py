@@ -17,6 +17,7 @@ __all__ = [
     "gl",
     "gluon",
     "group_barrier",
+    "keep_marked",
     "keep_signed",
     "mbarrier",
     "named_barrier_arrive",
@@ -103,6 +104,26 @@ try:
         )
         return gl.inline_asm_elementwise(
             text, "=f,f,r,r", [x, flags, selector], dtype=gl.float32, is_pure=True, pack=1, _semantic=_semantic
+        )
+
+    @builtin
+    def keep_marked(x, words, _semantic: Any = None):
+        """float32 `x` where its bit of int32 `words` is set, else 0; both [M, N / 8, 4, 2], reshaped from [M, N].
+
+        `x` is a product of one group. A thread holds two of its rows, in pairs of columns by turns, and a word for each
+        row, whose bits are those columns in order.
+        """
+        shape = x.type.shape
+        count = shape[0] * shape[1] * 8 // 128
+        text = "{ .reg .pred p; .reg .b32 bit; "
+        for i in range(count):
+            text += (
+                f"and.b32 bit, ${2 * count + (i & 2)}, {1 << (i // 4 * 2 + i % 2)}; setp.ne.b32 p, bit, 0; "
+                f"selp.f32 ${i}, ${count + i}, 0f00000000, p; "
+            )
+        constraints = ",".join(["=f"] * count + ["f"] * count + ["r"] * count)
+        return gl.inline_asm_elementwise(
+            text + "}", constraints, [x, words], dtype=gl.float32, is_pure=True, pack=count, _semantic=_semantic
         )
 
     @builtin

@@ -24,6 +24,7 @@ from flashmask_hf.kernels.gluon_shim import (
     gl,
     gluon,
     group_barrier,
+    keep_marked,
     mbarrier,
     named_barrier_sync,
     opaque_zero,
@@ -119,20 +120,22 @@ def _load_rows(
                 row = _row_tile(first, last, count, tile, ORDERED) * BLOCK_M
                 rows = row + lanes
                 row_lse = gl.load(lse + at + rows, mask=rows < q_len, other=float("inf"))
-                row_lse = gl.where(row_lse == float("-inf"), float("inf"), row_lse) * _LOG2_E
                 row_delta = gl.load(delta + at + rows, mask=rows < q_len, other=0.0)
                 place = gl.where(partial > 0, (mask + 1).to(gl.int32), 0)
                 stage = step & 1
                 mbarrier.wait(free.index(stage), ((step // 2) & 1) ^ 1)
+                # The queries are on their way before the barrier knows how many bytes they are: it opens only when it
+                # does, and then what is stored here has come, too.
+                tma_load(q, [batch, head, row, 0], q_ready.index(stage), q_tiles.index(stage))
+                mbarrier.expect(do_ready.index(stage), BLOCK_M * BLOCK_D * 2)
+                tma_load(dout, [batch, head, row, 0], do_ready.index(stage), do_tiles.index(stage))
+                row_lse = gl.where(row_lse == float("-inf"), float("inf"), row_lse) * _LOG2_E
                 lse_tiles.index(stage).store(row_lse)
                 delta_tiles.index(stage).store(row_delta)
                 places.index(stage).store(gl.full([1], row, gl.int32, ONE))
                 places.index(2 + stage).store(gl.zeros([1], gl.int32, ONE) + place)
                 group_barrier()
                 mbarrier.expect(q_ready.index(stage), BLOCK_M * BLOCK_D * 2)
-                tma_load(q, [batch, head, row, 0], q_ready.index(stage), q_tiles.index(stage))
-                mbarrier.expect(do_ready.index(stage), BLOCK_M * BLOCK_D * 2)
-                tma_load(dout, [batch, head, row, 0], do_ready.index(stage), do_tiles.index(stage))
                 step += 1
 
 
@@ -216,50 +219,64 @@ def _widen(x, dtype: gl.constexpr):
 
 
 @gluon.jit
-def _visible_weights(
-    weights, indices, row, mask, column, kv_len, diagonal, CAUSAL: gl.constexpr, N: gl.constexpr, BLOCK_M: gl.constexpr,
-    LAYOUT: gl.constexpr,
+def _bits_below(bound, lane, COUNT: gl.constexpr):
+    """A word with a bit for each of COUNT rows of a lane of four, set where the row is under `bound`.
+
+    The lane holds pairs of rows: 2 * lane and the next, and so on every 8 rows.
+    """
+    bound = bound - 2 * lane
+    count = (bound >> 3) * 2 + gl.minimum(bound & 7, 2)
+    count = gl.minimum(gl.maximum(count, 0), COUNT)
+    return ((gl.full(count.shape, 1, gl.int64, count.type.layout) << count.to(gl.int64)) - 1).to(gl.int32)
+
+
+@gluon.jit
+def _mark(
+    indices, stage, active, places, column, q_len, kv_len,
+    CAUSAL: gl.constexpr, N: gl.constexpr, BLOCK_M: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Weights [64, BM] of keys from `column` on and rows from `row` on, zero where the mask hides."""
-    columns = column + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
-    inside = columns < kv_len
-    at = indices + (mask.to(gl.int64) * kv_len + columns) * N
-    rows = gl.expand_dims(row + gl.arange(0, BLOCK_M, gl.SliceLayout(0, LAYOUT)), 0)
-    start = gl.load(at, mask=inside, other=0)
-    hidden = rows >= gl.expand_dims(start, 1)
-    if N == 4 or (N == 2 and CAUSAL):
-        end = gl.load(at + 1, mask=inside, other=_NEVER)
-        hidden = hidden & (rows < gl.expand_dims(end, 1))
-    if N == 2 and not CAUSAL:
-        other_end = gl.load(at + 1, mask=inside, other=0)
-        hidden = hidden | (rows < gl.expand_dims(other_end, 1))
-    if N == 4:
-        other_start = gl.load(at + 2, mask=inside, other=0)
-        other_end = gl.load(at + 3, mask=inside, other=0)
-        hidden = hidden | ((rows >= gl.expand_dims(other_start, 1)) & (rows < gl.expand_dims(other_end, 1)))
-    if CAUSAL:
-        hidden = hidden | (rows < gl.expand_dims(columns - diagonal, 1))
-    return gl.where(hidden, 0.0, weights)
+    """(whether a tile is partial, then the visible ones of a thread's rows as a word for each of its keys [64, 4])."""
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    COUNT: gl.constexpr = BLOCK_M // 4
+    WORDS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT))
+    hidden = gl.zeros([64, 4], gl.int32, WORDS)
+    mask = gl.sum(places.index(2 + stage).load(ONE), 0)
+    partial = (mask > 0) & active
+    if partial:
+        row = gl.sum(places.index(stage).load(ONE), 0)
+        columns = gl.expand_dims(column + gl.arange(0, 64, gl.SliceLayout(1, WORDS)), 1)
+        lane = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, WORDS)), 0)
+        inside = columns < kv_len
+        at = indices + ((mask - 1).to(gl.int64) * kv_len + columns) * N
+        hidden = -1 - _bits_below(gl.load(at, mask=inside, other=0) - row, lane, COUNT)
+        if N == 4 or (N == 2 and CAUSAL):
+            hidden = hidden & _bits_below(gl.load(at + 1, mask=inside, other=_NEVER) - row, lane, COUNT)
+        if N == 2 and not CAUSAL:
+            hidden = hidden | _bits_below(gl.load(at + 1, mask=inside, other=0) - row, lane, COUNT)
+        if N == 4:
+            start = gl.load(at + 2, mask=inside, other=0) - row
+            end = gl.load(at + 3, mask=inside, other=0) - row
+            hidden = hidden | (_bits_below(end, lane, COUNT) & (-1 - _bits_below(start, lane, COUNT)))
+        if CAUSAL:
+            hidden = hidden | _bits_below(columns - (kv_len - q_len) - row, lane, COUNT)
+    return partial, -1 - hidden
 
 
 @gluon.jit
 def _weigh(
-    scores, stage, active, lse_tiles, places, indices, column, q_len, kv_len, factor, bend,
-    CAUSAL: gl.constexpr, N: gl.constexpr, CAP: gl.constexpr, BLOCK_M: gl.constexpr,
-    LAYOUT: gl.constexpr, DTYPE: gl.constexpr,
+    scores, stage, partial, marks, lse_tiles, factor, bend,
+    CAP: gl.constexpr, BLOCK_M: gl.constexpr, LAYOUT: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
     """The softmax weights [64, BM] of a tile, and what its gradient is multiplied with to be the scores' gradient."""
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     if CAP:
         scores = 1.0 - 2.0 / (1.0 + gl.exp2(scores * (bend * _TWO_LOG2_E)))
     row_lse = gl.expand_dims(lse_tiles.index(stage).load(gl.SliceLayout(0, LAYOUT)), 0)
     weights = gl.exp2(scores * factor - row_lse)
-    mask = gl.sum(places.index(2 + stage).load(ONE), 0)
-    if (mask > 0) & active:
-        row = gl.sum(places.index(stage).load(ONE), 0)
-        weights = _visible_weights(
-            weights, indices, row, mask - 1, column, kv_len, kv_len - q_len, CAUSAL, N, BLOCK_M, LAYOUT
+    if partial:
+        pieces, words = gl.broadcast(
+            gl.reshape(weights, [64, BLOCK_M // 8, 4, 2]), gl.expand_dims(gl.expand_dims(marks, 1), 3)
         )
+        weights = gl.convert_layout(gl.reshape(keep_marked(pieces, words), [64, BLOCK_M]), LAYOUT)
     narrow = _narrow(weights, DTYPE)
     slopes = narrow
     if CAP:
@@ -320,6 +337,7 @@ def _accumulate(
     dvalues = gl.zeros([64, BLOCK_D], gl.float32, KV)
     no_scores = gl.zeros([64, BLOCK_M], gl.float32, S)
     no_dq = gl.zeros([64, 64], gl.float32, DQ)
+    PIECES: gl.constexpr = gl.reshape(no_scores, [64, BLOCK_M // 8, 4, 2]).type.layout
     keys = k_tiles.index(HALF).reshape([64, BLOCK_D])
     values = v_tiles.index(HALF).reshape([64, BLOCK_D])
     column = tile * 128 + HALF * 64
@@ -328,14 +346,12 @@ def _accumulate(
     mbarrier.wait(q_ready.index(0), 0, pred=steps > 0)
     queries = q_tiles.index(0).reshape([BLOCK_M, BLOCK_D])
     scores = warpgroup_mma(keys, queries.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+    partial, marks = _mark(indices, 0, steps > 0, places, column, q_len, kv_len, CAUSAL, N, BLOCK_M, PIECES)
     mbarrier.wait(do_ready.index(0), 0, pred=steps > 0)
     upstream = do_tiles.index(0).reshape([BLOCK_M, BLOCK_D])
     dweights = warpgroup_mma(values, upstream.permute((1, 0)), no_scores, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(1, deps=[scores])
-    weights, slopes = _weigh(
-        scores, 0, steps > 0, lse_tiles, places, indices, column, q_len, kv_len, factor, bend,
-        CAUSAL, N, CAP, BLOCK_M, S, dtype,
-    )  # fmt: skip
+    weights, slopes = _weigh(scores, 0, partial, marks, lse_tiles, factor, bend, CAP, BLOCK_M, S, dtype)
     dweights = warpgroup_mma_wait(0, deps=[dweights])
     for step in range(steps):
         hidden = opaque_zero()
@@ -364,6 +380,9 @@ def _accumulate(
         mbarrier.wait(q_ready.index(next_stage), next_phase, pred=more)
         queries = q_tiles.index(next_stage).reshape([BLOCK_M, BLOCK_D])
         scores = warpgroup_mma(keys, queries.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        partial, marks = _mark(
+            indices, next_stage, more, places, column, q_len, kv_len, CAUSAL, N, BLOCK_M, PIECES
+        )
         dq = warpgroup_mma_wait(1, deps=[dq])
         if not LAG:
             mbarrier.wait(dq_free, turn ^ 1)
@@ -373,10 +392,7 @@ def _accumulate(
         upstream = do_tiles.index(next_stage).reshape([BLOCK_M, BLOCK_D])
         dweights = warpgroup_mma(values, upstream.permute((1, 0)), no_scores, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(1, deps=[scores])
-        weights, slopes = _weigh(
-            scores, next_stage, more, lse_tiles, places, indices, column, q_len, kv_len, factor, bend,
-            CAUSAL, N, CAP, BLOCK_M, S, dtype,
-        )  # fmt: skip
+        weights, slopes = _weigh(scores, next_stage, partial, marks, lse_tiles, factor, bend, CAP, BLOCK_M, S, dtype)
         dweights = warpgroup_mma_wait(0, deps=[dweights])
 
     if LAG and steps > 0:
