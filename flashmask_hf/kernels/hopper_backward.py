@@ -380,9 +380,7 @@ def _accumulate(
         mbarrier.wait(q_ready.index(next_stage), next_phase, pred=more)
         queries = q_tiles.index(next_stage).reshape([BLOCK_M, BLOCK_D])
         scores = warpgroup_mma(keys, queries.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-        partial, marks = _mark(
-            indices, next_stage, more, places, column, q_len, kv_len, CAUSAL, N, BLOCK_M, PIECES
-        )
+        partial, marks = _mark(indices, next_stage, more, places, column, q_len, kv_len, CAUSAL, N, BLOCK_M, PIECES)
         dq = warpgroup_mma_wait(1, deps=[dq])
         if not LAG:
             mbarrier.wait(dq_free, turn ^ 1)
