@@ -37,12 +37,17 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def _builder(indices: Tensor) -> Any:
-    """The plan builder for a device: a Triton kernel where Triton runs, torch operations elsewhere. Same result."""
+    """What builds and checks a plan on a device: Triton kernels where Triton runs, torch operations elsewhere."""
     if indices.device.type == "cuda" and HAS_TRITON:
         from flashmask_hf.kernels.plan import build_plan
 
         return build_plan
-    return _plan.build_plan
+    return _build_plan
+
+
+def _build_plan(indices: Tensor, causal: bool, q_len: int) -> Plan:
+    check_range(indices, q_len)
+    return _plan.build_plan(indices, causal, q_len)
 
 
 def device_assert(condition: Tensor, message: str) -> None:
@@ -70,7 +75,6 @@ def make_plan(indices: Tensor, causal: bool, q_len: int) -> tuple[Tensor, Tensor
     Raises:
         ValueError: a value lies outside 0..q_len. On a GPU it is an assertion of the device, which stops the program.
     """
-    check_range(indices, q_len)
     return tuple(_builder(indices)(indices, causal, q_len))
 
 

@@ -274,10 +274,11 @@ def _sort_sparse(
         ValueError: a bucket lies outside 0..n_buckets - 1, or `hidden_from` outside 0..Sq. A GPU asserts that itself.
     """
     without = None if dropped < 0 else dropped
-    if hidden_from is not None:
-        ops.check_range(hidden_from, q_bucket.shape[2])
     counted = 0 < n_buckets <= _COUNTED and runs_kernels(q_bucket)
-    if n_buckets and not (counted and q_bucket.is_cuda):  # where the kernels assert it themselves
+    asserted = counted and q_bucket.is_cuda  # by the kernels themselves
+    if hidden_from is not None and not asserted:
+        ops.check_range(hidden_from, q_bucket.shape[2])
+    if n_buckets and not asserted:
         message = f"the buckets must lie in 0..n_buckets - 1 = 0..{n_buckets - 1}; leave n_buckets out if they do not"
         for bucket in (q_bucket, k_bucket):
             ops.check_between(bucket, n_buckets - 1, message)

@@ -8,14 +8,15 @@ has (Python's standard library, torch and transformers):
     python recipes/sparse.py --length 16384 --batch 2 --steps 30 --time-only --compile
     python recipes/sparse.py --smoke
 
-The variants are the same Llama from the same weights, on the same rows in the same order. They train in turns, one step
-each, so that what changes on the machine meanwhile falls on all alike. Rows are whole, their text is contiguous, and
-attention is causal without documents. `sdpa` is full attention by FlashAttention-2, `flashmask` the same by this
-package's kernels, `hash_16` has 16 buckets, and `qk_30` and `qk_50` drop that percentage of the queries and of the keys
-of every head in training, and none in evaluation. As in the paper (section 4.1), keys are normalised queries, of one
-projection, for all variants; `--separate-keys` gives them their own.
+The variants are the same Llama from the same weights, on the same rows in the same order. They train in turns, a few
+steps each, so that what changes on the machine meanwhile falls on all alike; within a turn nothing waits for the
+device, as in any training. Rows are whole, their text is contiguous, and attention is causal without documents. `sdpa`
+is full attention by FlashAttention-2, `flashmask` the same by this package's kernels, `hash_16` has 16 buckets, and
+`qk_30` and `qk_50` drop that percentage of the queries and of the keys of every head in training, and none in
+evaluation. As in the paper (section 4.1), keys are normalised queries, of one projection, for all variants;
+`--separate-keys` gives them their own.
 
-In `--out` come `sparse_LENGTH_steps.csv`, with the loss (nats per byte) and the seconds of every step,
+In `--out` come `sparse_LENGTH_steps.csv`, with the loss (nats per byte) and the seconds (a turn's mean) of every step,
 `sparse_LENGTH.csv`, with the median of the seconds, its ratio to SDPA's and the loss on held-out text, and
 `sparse_LENGTH.png`. The first steps, which compile kernels, do not count; in elapsed time they count as the median.
 """
@@ -63,7 +64,10 @@ SHAPES = {
 }
 SMOKE = {"shape": "tiny", "length": 256, "batch": 2, "steps": 8, "held_out": 4}
 
-UNCOUNTED = 5
+TURN = 5
+"""Steps of a turn."""
+
+UNCOUNTED = TURN
 """Steps at the start whose seconds do not count."""
 
 SMOOTHED = 20
@@ -102,8 +106,8 @@ class NormalisedQueries(LlamaAttention):
             project(hidden_states).unflatten(-1, (-1, self.head_dim)) for project in (self.q_proj, self.v_proj)
         )
         keys = nn.functional.normalize(queries.float(), dim=-1).to(queries.dtype)
+        queries, keys = apply_rotary_pos_emb(queries, keys, *position_embeddings, unsqueeze_dim=2)
         queries, keys, values = (x.transpose(1, 2) for x in (queries, keys, values))
-        queries, keys = apply_rotary_pos_emb(queries, keys, *position_embeddings)
         attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
         out, weights = attend(self, queries, keys, values, attention_mask, scaling=self.scaling, **kwargs)
         return self.o_proj(out.flatten(2)), weights
@@ -129,22 +133,25 @@ class Run:
         schedule = get_cosine_schedule_with_warmup(optimizer, max(1, total // 50), total)
         self.model, self.optimizer, self.schedule = accelerator.prepare(model, optimizer, schedule)
 
-    def step(self, rows: Tensor) -> Step:
-        """One step on rows [B, S]; waits for the device before and after."""
+    def turn(self, batches: Sequence[Tensor]) -> list[Step]:
+        """Steps on rows [B, S], one after the other; waits for the device before the first and after the last."""
         self.model.train()
-        torch.compiler.cudagraph_mark_step_begin()
+        losses = []
         wait()
         start = time.perf_counter()
-        loss = self.model(input_ids=rows, labels=rows, use_cache=False).loss
-        self.accelerator.backward(loss)
-        self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        self.schedule.step()
-        self.optimizer.zero_grad()
+        for rows in batches:
+            torch.compiler.cudagraph_mark_step_begin()
+            loss = self.model(input_ids=rows, labels=rows, use_cache=False).loss
+            losses.append(loss.detach().clone())  # a CUDA graph's next replay writes to its place
+            self.accelerator.backward(loss)
+            self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.optimizer.step()
+            self.schedule.step()
+            self.optimizer.zero_grad()
         wait()
-        seconds = time.perf_counter() - start
-        mean: Any = self.accelerator.reduce(loss.detach(), "mean")
-        return Step(mean.item(), seconds)
+        seconds = (time.perf_counter() - start) / len(losses)
+        means: Any = self.accelerator.reduce(torch.stack(losses), "mean")
+        return [Step(mean, seconds) for mean in means.tolist()]
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Tensor]) -> float:
@@ -218,14 +225,15 @@ def train(runs: dict[str, Run], rows: Tensor, steps: int, accelerator: Accelerat
         accelerator: tells which batches are this process's.
     """
     history: dict[str, list[Step]] = {name: [] for name in runs}
-    for index in range(steps):
-        number = (index * accelerator.num_processes + accelerator.process_index) % len(rows)
-        batch = rows[number].to(accelerator.device, torch.int64)
+    for first in range(0, steps, TURN):
+        turn = range(first, min(first + TURN, steps))
+        numbers = [(step * accelerator.num_processes + accelerator.process_index) % len(rows) for step in turn]
+        batches = [rows[number].to(accelerator.device, torch.int64) for number in numbers]
         for name, run in runs.items():
-            history[name].append(run.step(batch))
-        if index % 50 == 0 or index == steps - 1:
+            history[name] += run.turn(batches)
+        if first % 50 == 0 or turn[-1] == steps - 1:
             losses = "  ".join(f"{name} {taken[-1].loss:.4f}" for name, taken in history.items())
-            accelerator.print(f"step {index + 1}: {losses}", flush=True)
+            accelerator.print(f"step {turn[-1] + 1}: {losses}", flush=True)
     return history
 
 

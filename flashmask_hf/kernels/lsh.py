@@ -13,6 +13,7 @@ from torch import Tensor
 _ROWS = 64  # that a program finds the nearest direction of
 _DIMS = 64  # dimensions of a product
 _DIRECTIONS = 64  # that are compared at a time
+_FEW = 16  # directions whose products leave registers for twice the rows
 _DRAWN = 256  # numbers that a program draws
 _TURN = tl.constexpr(2 * math.pi)
 
@@ -68,7 +69,7 @@ def nearest(x: Tensor, directions: Tensor, dtype: torch.dtype) -> Tensor:
     bucket = torch.empty(batch, heads, rows, dtype=dtype, device=x.device)
     block_s, block_d, block_n = (
         max(16, min(most, triton.next_power_of_2(n)))
-        for n, most in ((rows, _ROWS), (dims, _DIMS), (count, _DIRECTIONS))
+        for n, most in ((rows, _ROWS if count > _FEW else 2 * _ROWS), (dims, _DIMS), (count, _DIRECTIONS))
     )
     n_blocks = triton.cdiv(rows, block_s)
     with torch.cuda.device_of(x):

@@ -79,6 +79,11 @@ def _column_plan(
     if N == 2 and not CAUSAL:
         other_start_min, other_start_max = 0, 0
 
+    inside = (start_min >= 0) & (start_max <= q_len) & (end_min >= 0) & (end_max <= q_len)
+    if TWO:
+        inside = inside & (other_start_min >= 0) & (other_start_max <= q_len)
+        inside = inside & (other_end_min >= 0) & (other_end_max <= q_len)
+    tl.device_assert(inside, "the mask's indices must lie in 0..q_len; FlashMask.validate(q_len) names the columns")
     tl.store(extremes + tile, start_min)
     tl.store(extremes + n_kv + tile, start_max)
     tl.store(extremes + 2 * n_kv + tile, end_min)
@@ -162,7 +167,10 @@ def _row_plan(
 
 
 def build_plan(indices: Tensor, causal: bool, q_len: int, *, skip: bool = True) -> Plan:
-    """Make a plan on the GPU; arguments and result as in `flashmask_hf.plan.build_plan`."""
+    """Make a plan on the GPU; arguments and result as in `flashmask_hf.plan.build_plan`.
+
+    An index out of range is an assertion of the device.
+    """
     indices = indices.contiguous()
     batch, heads, kv_len, n = indices.shape
     tile_shape, count_shape, segment_shape = plan_shapes(indices, q_len)
@@ -176,7 +184,7 @@ def build_plan(indices: Tensor, causal: bool, q_len: int, *, skip: bool = True) 
         _column_plan[(n_kv * batch * heads,)](
             indices, extremes, segments, q_len, kv_len, n_q, n_kv,
             SUBTILES=width // COLUMNS, CAUSAL=causal, N=n, ROWS=ROWS, COLUMNS=COLUMNS, VISIBLE=VISIBLE_SEGMENTS,
-            PARTIAL=PARTIAL_SEGMENTS, LANES=_LANES, SKIP=skip, num_warps=4,
+            PARTIAL=PARTIAL_SEGMENTS, LANES=_LANES, SKIP=skip, num_warps=4, debug=True, sanitize_overflow=False,
         )  # fmt: skip
         _row_plan[(n_q * batch * heads,)](
             extremes, tiles, counts, q_len, kv_len, n_q, n_kv,

@@ -2,90 +2,84 @@
 
 The sort takes a block of rows at a time, of queries and keys alike. Every block counts its buckets, a running sum over
 (side, plane, bucket, block) tells where the block's rows of a bucket start, and a row's place is that start and the
-earlier rows of its bucket in the block. A plane is one head of one entry of the batch, a side the queries or the keys.
+earlier rows of its bucket in the block, by a running sum over rows for each bucket. A plane is one head of one entry of
+the batch, a side the queries or the keys.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-_SORTED = 64  # rows that are compared with each other
+_SORTED = 8192  # rows times buckets of a program that sorts
 _KEYS = 512  # whose columns a program finds
 _MOVED = 8192  # elements that a program moves
 
 
 @triton.jit
-def _count_between(keys, low, length):
-    """For each i how many of the keys [BLOCK] lie in [low[i], low[i] + length[i])."""
-    above = (keys[:, None] - low[None, :]).to(tl.uint32, bitcast=True)
-    return tl.sum((above < length.to(tl.uint32, bitcast=True)[None, :]).to(tl.int32), 0)
-
-
-@triton.jit
-def _load_block(bucket, program, rows, n_buckets, BLOCK: tl.constexpr):
+def _load_block(bucket, program, rows, n_buckets, BLOCK: tl.constexpr, BUCKETS: tl.constexpr):
     """A block of rows of one side.
 
     Returns:
-        own: their buckets [BLOCK] as int32, -1 past the end and where one is none of 0..n_buckets - 1.
+        own: [BLOCK, BUCKETS], 1 at the bucket of each row; rows past the end, and those in none, have none.
         row, plane: which rows [BLOCK] of which plane they are.
-        first, index: where the counts of the plane begin, and where those of own [BLOCK] are, among the side's.
+        first, index: where the counts of the plane begin, and those of the block [BUCKETS], among the side's.
     """
     n_blocks = tl.cdiv(rows, BLOCK)
     plane = (program // n_blocks).to(tl.int64)
     block = program % n_blocks
     row = block * BLOCK + tl.arange(0, BLOCK)
-    own = tl.load(bucket + plane * rows + row, mask=row < rows, other=0)
-    valid = (own >= 0) & (own < n_buckets)
-    tl.device_assert(valid, "the buckets must lie in 0..n_buckets - 1")
-    own = tl.where(valid & (row < rows), own.to(tl.int32), -1)
+    bucket = tl.load(bucket + plane * rows + row, mask=row < rows, other=0)
+    tl.device_assert((bucket >= 0) & (bucket < n_buckets), "the buckets must lie in 0..n_buckets - 1")
+    every = tl.arange(0, BUCKETS)
+    own = (bucket[:, None] == every[None, :]) & (row < rows)[:, None]
     first = plane * n_buckets * n_blocks
-    return own, row, plane, first, first + own * n_blocks + block
+    return own.to(tl.int32), row, plane, first, first + every * n_blocks + block
 
 
 @triton.jit
-def _count_block(bucket, counts, program, rows, n_buckets, BLOCK: tl.constexpr):
-    own, _, _, _, index = _load_block(bucket, program, rows, n_buckets, BLOCK)
-    lane = tl.arange(0, BLOCK)
-    key = own * BLOCK + lane
-    earlier = _count_between(key, own * BLOCK, lane)
-    later = _count_between(key, key + 1, BLOCK - 1 - lane)
-    tl.store(counts + index, earlier + 1, mask=(own >= 0) & (later == 0))
+def _count_block(bucket, counts, program, rows, n_buckets, BLOCK: tl.constexpr, BUCKETS: tl.constexpr):
+    own, _, _, _, index = _load_block(bucket, program, rows, n_buckets, BLOCK, BUCKETS)
+    tl.store(counts + index, tl.sum(own, 0), mask=tl.arange(0, BUCKETS) < n_buckets)
 
 
 @triton.jit
-def _place_block(bucket, starts, order, program, rows, n_buckets, BLOCK: tl.constexpr):
-    own, row, plane, first, index = _load_block(bucket, program, rows, n_buckets, BLOCK)
-    lane = tl.arange(0, BLOCK)
-    earlier = _count_between(own * BLOCK + lane, own * BLOCK, lane)
-    start = tl.load(starts + index, mask=own >= 0, other=0) - tl.load(starts + first)
-    tl.store(order + plane * rows + start + earlier, row, mask=own >= 0)
+def _place_block(bucket, starts, order, program, rows, n_buckets, BLOCK: tl.constexpr, BUCKETS: tl.constexpr):
+    own, row, plane, first, index = _load_block(bucket, program, rows, n_buckets, BLOCK, BUCKETS)
+    start = tl.load(starts + index, mask=tl.arange(0, BUCKETS) < n_buckets, other=0) - tl.load(starts + first)
+    place = tl.sum(own * (start[None, :] + tl.cumsum(own, 0) - 1), 1)
+    tl.store(order + plane * rows + place, row, mask=tl.sum(own, 1) > 0)
 
 
 @triton.jit(do_not_specialize=["q_programs", "q_len", "kv_len", "n_buckets"])
-def _count(q_bucket, k_bucket, counts, q_programs, q_len, kv_len, n_buckets, BLOCK: tl.constexpr):
+def _count(
+    q_bucket, k_bucket, counts, q_programs, q_len, kv_len, n_buckets, BLOCK: tl.constexpr, BUCKETS: tl.constexpr
+):  # fmt: skip
     """How many rows of a block are in each bucket, in counts [1 + (side, plane, bucket, block)] (zeros)."""
     program = tl.program_id(0)
     if program < q_programs:
-        _count_block(q_bucket, counts + 1, program, q_len, n_buckets, BLOCK)
+        _count_block(q_bucket, counts + 1, program, q_len, n_buckets, BLOCK, BUCKETS)
     else:
         of_keys = counts + 1 + q_programs.to(tl.int64) * n_buckets
-        _count_block(k_bucket, of_keys, program - q_programs, kv_len, n_buckets, BLOCK)
+        _count_block(k_bucket, of_keys, program - q_programs, kv_len, n_buckets, BLOCK, BUCKETS)
 
 
 @triton.jit(do_not_specialize=["q_programs", "q_len", "kv_len", "n_buckets"])
 def _place(
-    q_bucket, k_bucket, starts, q_order, k_order, q_programs, q_len, kv_len, n_buckets, BLOCK: tl.constexpr
+    q_bucket, k_bucket, starts, q_order, k_order, q_programs, q_len, kv_len, n_buckets,
+    BLOCK: tl.constexpr, BUCKETS: tl.constexpr,
 ):  # fmt: skip
     """Every row of a block at its place in the stable order; `starts` is the running sum of `counts`."""
     program = tl.program_id(0)
     if program < q_programs:
-        _place_block(q_bucket, starts, q_order, program, q_len, n_buckets, BLOCK)
+        _place_block(q_bucket, starts, q_order, program, q_len, n_buckets, BLOCK, BUCKETS)
     else:
         of_keys = starts + q_programs.to(tl.int64) * n_buckets
-        _place_block(k_bucket, of_keys, k_order, program - q_programs, kv_len, n_buckets, BLOCK)
+        _place_block(k_bucket, of_keys, k_order, program - q_programs, kv_len, n_buckets, BLOCK, BUCKETS)
 
 
 @triton.jit
@@ -123,6 +117,7 @@ def _columns(
     if HIDDEN:
         hidden_from += batch.to(tl.int64) * hidden_b + (head // (heads // hidden_heads)).to(tl.int64) * hidden_h
         row = tl.load(hidden_from + key.to(tl.int64) * hidden_s, mask=inside, other=0)
+        tl.device_assert((row >= 0) & (row <= q_len), "the mask's indices must lie in 0..q_len")
         end = _first_from(q_order, start, end, row, steps)
     if DROPPED >= 0:
         end = tl.where(own == DROPPED, start, end)
@@ -132,33 +127,38 @@ def _columns(
     tl.store(columns + 1, first, mask=inside)
 
 
+def _block(n_buckets: int) -> int:
+    """Rows of a program that sorts."""
+    return max(32, min(512, _SORTED // triton.next_power_of_2(n_buckets)))
+
+
 def sort_by_bucket(q_bucket: Tensor, k_bucket: Tensor, n_buckets: int) -> tuple[Tensor, Tensor, Tensor]:
     """A stable counting sort of every head's queries and keys; only one of the two if they are the same tensor.
 
     Args:
         q_bucket: int [B, Hq, Sq], contiguous, in 0..n_buckets - 1. On a GPU another one is an assertion of the device.
         k_bucket: int [B, Hkv, Skv], likewise.
-        n_buckets: the memory in between is 8 * n_buckets * ceil(S / 64) bytes a head.
+        n_buckets: at most 256. The memory in between is 8 * n_buckets * ceil(S / _block(n_buckets)) bytes a head.
 
     Returns:
         q_order int32 [B, Hq, Sq]; k_order int32 [B, Hkv, Skv]; starts int32 [1 + B * Hq * n_buckets * blocks + ...],
         how many queries come before each (plane, bucket, block) in the order of all planes, and then the like of keys.
     """
     q_len, kv_len = q_bucket.shape[2], k_bucket.shape[2]
+    block = _block(n_buckets)
     q_order, k_order = (torch.empty_like(bucket, dtype=torch.int32) for bucket in (q_bucket, k_bucket))
     q_programs, k_programs = (
-        bucket.shape[0] * bucket.shape[1] * -(-bucket.shape[2] // _SORTED) for bucket in (q_bucket, k_bucket)
+        bucket.shape[0] * bucket.shape[1] * -(-bucket.shape[2] // block) for bucket in (q_bucket, k_bucket)
     )
     shared = q_bucket is k_bucket
     grid = (q_programs if shared else q_programs + k_programs,)
     counts = torch.zeros(1 + grid[0] * n_buckets, dtype=torch.int32, device=q_bucket.device)
     sizes = (q_programs, q_len, kv_len, n_buckets)
+    tile: Any = {"BLOCK": block, "BUCKETS": triton.next_power_of_2(n_buckets), "num_warps": 4}
     with torch.cuda.device_of(q_bucket):
-        _count[grid](
-            q_bucket, k_bucket, counts, *sizes, BLOCK=_SORTED, num_warps=2, debug=True, sanitize_overflow=False
-        )
+        _count[grid](q_bucket, k_bucket, counts, *sizes, **tile, debug=True, sanitize_overflow=False)
         starts = counts.cumsum(0, dtype=torch.int32)
-        _place[grid](q_bucket, k_bucket, starts, q_order, k_order, *sizes, BLOCK=_SORTED, num_warps=2)
+        _place[grid](q_bucket, k_bucket, starts, q_order, k_order, *sizes, **tile)
     return q_order, k_order.copy_(q_order) if shared else k_order, starts
 
 
@@ -187,9 +187,9 @@ def sorted_columns(
     with torch.cuda.device_of(q_bucket):
         _columns[(batch * heads * n_keys,)](
             k_bucket, k_order, q_order, starts, hidden, columns, *strides, heads, kv_heads, hidden_heads,
-            q_len, kv_len, n_keys, triton.cdiv(q_len, _SORTED), n_buckets, q_len.bit_length(),
+            q_len, kv_len, n_keys, triton.cdiv(q_len, _block(n_buckets)), n_buckets, q_len.bit_length(),
             EXCLUDE_SELF=int(exclude_self), DROPPED=-1 if dropped is None else dropped,
-            HIDDEN=hidden_from is not None, BLOCK=_KEYS, num_warps=4,
+            HIDDEN=hidden_from is not None, BLOCK=_KEYS, num_warps=4, debug=True, sanitize_overflow=False,
         )  # fmt: skip
     return columns, q_order, k_order
 
