@@ -43,16 +43,22 @@ from flashmask_hf.plan import ROWS, Plan, plan_columns
 
 
 class Config(NamedTuple):
-    """Key columns of a tile, tiles in flight, and registers of a thread that multiplies and of one that does not."""
+    """Key columns of a tile, tiles of keys and of queries in flight, and registers of the two kinds of threads.
+
+    Those multiply, or not. `peeled` says whether the first step of a tile of rows has code of its own. Without it the
+    code is a fifth shorter and stays in the instruction cache, which short lists gain by; the loop gets a bit longer.
+    """
 
     columns: int
     stages: int
+    sides: int
+    peeled: bool
     registers: int
     helper_registers: int
 
 
 # By head_dim, as measured on an H200 (bfloat16).
-_FORWARD = {64: Config(128, 2, 216, 72), 128: Config(128, 2, 224, 56)}
+_FORWARD = {64: Config(128, 2, 2, False, 216, 72), 128: Config(128, 2, 1, True, 224, 56)}
 
 _LOG2_E = gl.constexpr(LOG2_E.value)
 _LN_2 = gl.constexpr(LN_2.value)
@@ -72,9 +78,10 @@ _MASK = gl.constexpr(6)
 _PLAN_ROW = gl.constexpr(7)
 _FIELDS = gl.constexpr(8)
 
-# Barriers in shared memory: a side of the board, the queries, a slot of words. Keys and values have their own.
-_QUERIES = gl.constexpr(2)
-_WORDS = gl.constexpr(3)
+# Barriers in shared memory: a side of the board, a slot of words, the queries. Keys and values have their own.
+_WORDS = gl.constexpr(2)
+_QUERIES = gl.constexpr(4)
+_QUERIES_FREE = gl.constexpr(2)
 
 # Barriers of the hardware: whose turn it is, and what the multiplying groups have read. These, unlike those in shared
 # memory, cost a group no barrier of its own before it arrives.
@@ -124,6 +131,7 @@ def _feed(
     M: gl.constexpr = q.block_shape[2]
     D: gl.constexpr = q.block_shape[3]
     BLOCK_N: gl.constexpr = k.block_shape[2]
+    SIDES: gl.constexpr = q_s.shape[0] // 2
     tile = gl.program_id(0)
     turn = 0
     step = 0
@@ -155,10 +163,11 @@ def _feed(
         mbarrier.arrive(full.index(turn % 2))
         following = gl.atomic_add(counter, 1) + gl.num_programs(0) if SHARED else n_tiles
 
-        mbarrier.wait(free.index(_QUERIES), (turn & 1) ^ 1)
-        mbarrier.expect(full.index(_QUERIES), 2 * M * D * 2)
-        tma_load(q, [batch, head, row, 0], full.index(_QUERIES), q_s.index(0))
-        tma_load(q, [batch, head, row + M, 0], full.index(_QUERIES), q_s.index(1))
+        side = turn % SIDES
+        mbarrier.wait(free.index(_QUERIES_FREE + side), ((turn // SIDES) & 1) ^ 1)
+        mbarrier.expect(full.index(_QUERIES + side), 2 * M * D * 2)
+        tma_load(q, [batch, head, row, 0], full.index(_QUERIES + side), q_s.index(2 * side))
+        tma_load(q, [batch, head, row + M, 0], full.index(_QUERIES + side), q_s.index(2 * side + 1))
         for i in range(n):
             at = i // SUBTILES  # visible tiles from the front of the list, partial ones from its back
             at = gl.where(at < visible, at, n_kv - 1 - (at - visible))
@@ -324,12 +333,12 @@ def _soften(scores, top, total, factor):
 
 
 @gluon.jit
-def _multiply_scores(q_s, kv_s, stage, GROUP: gl.constexpr, layout: gl.constexpr):
+def _multiply_scores(q_s, kv_s, side, stage, GROUP: gl.constexpr, layout: gl.constexpr):
     """Start the scores [64, BLOCK_N] of the keys in `stage`."""
     M: gl.constexpr = q_s.shape[3]
     D: gl.constexpr = q_s.shape[4]
     BLOCK_N: gl.constexpr = kv_s.shape[3]
-    q = q_s.index(GROUP + opaque_zero()).reshape([M, D])
+    q = q_s.index(2 * side + GROUP + opaque_zero()).reshape([M, D])
     keys = kv_s.index(stage).reshape([BLOCK_N, D])
     zero = gl.zeros([M, BLOCK_N], gl.float32, layout)
     return warpgroup_mma(q, keys.permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -346,18 +355,25 @@ def _multiply_values(weights, acc, kv_s, stage):
 
 @gluon.jit
 def _step(
-    weights, acc, top, total, step, more, masked, own, factor, bend, q_s, kv_s, words, full,
+    weights, acc, top, total, side, begin, step, more, masked, own, factor, bend, q_s, kv_s, words, full,
     k_full, v_full,
-    MASKED: gl.constexpr, GROUP: gl.constexpr, CAP: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr,
+    MASKED: gl.constexpr, GROUP: gl.constexpr, CAP: gl.constexpr, STAGES: gl.constexpr, PEELED: gl.constexpr,
+    SCORES: gl.constexpr,
 ):  # fmt: skip
-    """Scores and softmax of tile `step`, while the weights of the tile before are multiplied with its values."""
+    """Scores and softmax of tile `step`, while the weights of the tile before are multiplied with its values.
+
+    If the first step is not peeled, it multiplies weights of 0 with its own values, which it keeps for the next.
+    """
     layout: gl.constexpr = acc.type.layout
     stage = step % STAGES
-    before = (step - 1) % STAGES
+    last = step - 1
+    if not PEELED:
+        last = gl.where(step > begin, last, begin)
+    before = last % STAGES
     if MASKED:  # where tiles are whole the groups keep apart by themselves, and sooner
         named_barrier_sync(_TURN + GROUP, _GROUPS)
-    scores = _multiply_scores(q_s, kv_s, stage, GROUP, SCORES)
-    mbarrier.wait(v_full.index(before), ((step - 1) // STAGES) & 1)
+    scores = _multiply_scores(q_s, kv_s, side, stage, GROUP, SCORES)
+    mbarrier.wait(v_full.index(before), (last // STAGES) & 1)
     acc = _multiply_values(weights, acc, kv_s, STAGES + before)
     if MASKED:
         named_barrier_arrive(_TURN + 1 - GROUP, _GROUPS)
@@ -374,7 +390,8 @@ def _step(
     # This wait is here, not at the top, because it keeps the next one, with nothing between them, behind the softmax.
     mbarrier.wait(k_full.index((step + 1) % STAGES), ((step + 1) // STAGES) & 1, pred=more)
     acc = warpgroup_mma_wait(0, deps=[acc])
-    named_barrier_arrive(_READ + STAGES + before, _GROUPS_AND_WARP)
+    if PEELED or step > begin:
+        named_barrier_arrive(_READ + STAGES + before, _GROUPS_AND_WARP)
     acc, decay = gl.broadcast(acc, _per_row(decay, layout))
     return weights, rescale(acc, decay), top, total
 
@@ -382,13 +399,14 @@ def _step(
 @gluon.jit
 def _attend(
     GROUP: gl.constexpr, out, lse, sinks, q_len, factor, bend, board, q_s, kv_s, out_s, words, barriers,
-    SINKS: gl.constexpr, CAP: gl.constexpr, STAGES: gl.constexpr,
+    SINKS: gl.constexpr, CAP: gl.constexpr, STAGES: gl.constexpr, PEELED: gl.constexpr,
 ):  # fmt: skip
     """Output and log-sum-exp of 64 rows of every tile on the board."""
     full, free, k_full, v_full = barriers
     M: gl.constexpr = q_s.shape[3]
     D: gl.constexpr = q_s.shape[4]
     BLOCK_N: gl.constexpr = kv_s.shape[3]
+    SIDES: gl.constexpr = q_s.shape[0] // 2
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     own = GROUP * (M // 32) + warp_of_group() // 2
@@ -409,35 +427,40 @@ def _attend(
             sink = gl.load(sinks + _read(board.index(field + _HEAD))).to(gl.float32) * _LOG2_E
             top = gl.maximum(top, sink)
 
+        side = turn % SIDES
+        begin = step
         stage = step % STAGES
-        mbarrier.wait(full.index(_QUERIES), turn & 1)
+        mbarrier.wait(full.index(_QUERIES + side), (turn // SIDES) & 1)
         mbarrier.wait(k_full.index(stage), (step // STAGES) & 1)
-        scores = _multiply_scores(q_s, kv_s, stage, GROUP, SCORES)
-        scores = warpgroup_mma_wait(0, deps=[scores])
-        named_barrier_arrive(_READ + stage, _GROUPS_AND_WARP)
-        if CAP:
-            scores = _tanh(scores * bend)
-        if n_visible == 0:
-            scores = _hide(scores, _take_words(words, full, masked, own, SCORES))
-            masked += 1
-        weights, _decay, top, total = _soften(scores, top, total, factor)
+        if PEELED:
+            scores = _multiply_scores(q_s, kv_s, side, stage, GROUP, SCORES)
+            scores = warpgroup_mma_wait(0, deps=[scores])
+            named_barrier_arrive(_READ + stage, _GROUPS_AND_WARP)
+            if CAP:
+                scores = _tanh(scores * bend)
+            if n_visible == 0:
+                scores = _hide(scores, _take_words(words, full, masked, own, SCORES))
+                masked += 1
+            weights, _decay, top, total = _soften(scores, top, total, factor)
+            step += 1
+            mbarrier.wait(k_full.index(step % STAGES), (step // STAGES) & 1, pred=n > 1)
+        else:
+            weights = gl.zeros([M, BLOCK_N], gl.float32, SCORES)
         weights = gl.convert_layout(weights.to(q_s.dtype), gl.DotOperandLayout(0, OUT, 2))
-        step += 1
-        mbarrier.wait(k_full.index(step % STAGES), (step // STAGES) & 1, pred=n > 1)
-        for i in range(1, n_visible):
+        for i in range(1 if PEELED else 0, n_visible):
             weights, acc, top, total = _step(
-                weights, acc, top, total, step, i + 1 < n, masked, own, factor, bend, q_s, kv_s, words, full,
-                k_full, v_full, False, GROUP, CAP, STAGES, SCORES,
+                weights, acc, top, total, side, begin, step, i + 1 < n, masked, own, factor, bend, q_s, kv_s, words,
+                full, k_full, v_full, False, GROUP, CAP, STAGES, PEELED, SCORES,
             )  # fmt: skip
             step += 1
-        for i in range(gl.maximum(n_visible, 1), n):
+        for i in range(gl.maximum(n_visible, 1) if PEELED else n_visible, n):
             weights, acc, top, total = _step(
-                weights, acc, top, total, step, i + 1 < n, masked, own, factor, bend, q_s, kv_s, words, full,
-                k_full, v_full, True, GROUP, CAP, STAGES, SCORES,
+                weights, acc, top, total, side, begin, step, i + 1 < n, masked, own, factor, bend, q_s, kv_s, words,
+                full, k_full, v_full, True, GROUP, CAP, STAGES, PEELED, SCORES,
             )  # fmt: skip
             step += 1
             masked += 1
-        mbarrier.arrive(free.index(_QUERIES))
+        mbarrier.arrive(free.index(_QUERIES_FREE + side))
         before = (step - 1) % STAGES
         mbarrier.wait(v_full.index(before), ((step - 1) // STAGES) & 1)
         acc = _multiply_values(weights, acc, kv_s, STAGES + before)
@@ -479,26 +502,28 @@ def _forward(
     q, k, v, out, lse, sinks, indices, tiles, counts, counter,
     n_tiles, n_rows, heads, kv_heads, mask_batch, mask_heads, q_len, kv_len, n_q, n_kv, factor, bend,
     CAUSAL: gl.constexpr, N: gl.constexpr, SINKS: gl.constexpr, CAP: gl.constexpr, SUBTILES: gl.constexpr,
-    STAGES: gl.constexpr, REGISTERS: gl.constexpr, HELPER_REGISTERS: gl.constexpr, SHARED: gl.constexpr,
+    STAGES: gl.constexpr, SIDES: gl.constexpr, PEELED: gl.constexpr, REGISTERS: gl.constexpr,
+    HELPER_REGISTERS: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
     line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     M: gl.constexpr = q.block_shape[2]
     D: gl.constexpr = q.block_shape[3]
     BLOCK_N: gl.constexpr = k.block_shape[2]
-    q_s = gl.allocate_shared_memory(q.dtype, [2, 1, 1, M, D], q.layout)
+    q_s = gl.allocate_shared_memory(q.dtype, [2 * SIDES, 1, 1, M, D], q.layout)
     kv_s = gl.allocate_shared_memory(q.dtype, [2 * STAGES, 1, 1, BLOCK_N, D], k.layout)
     out_s = gl.allocate_shared_memory(q.dtype, [2, 1, 1, M, D], out.layout)
     words = gl.allocate_shared_memory(gl.int32, [2 * 2 * M // 32, BLOCK_N], line)
     board = gl.allocate_shared_memory(gl.int32, [2 * _FIELDS, 1], line)
-    full = gl.allocate_shared_memory(gl.int64, [_WORDS + 2, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [_WORDS, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [_QUERIES + SIDES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [_QUERIES_FREE + SIDES, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(_WORDS + 2):
+    for i in gl.static_range(_QUERIES + SIDES):
         mbarrier.init(full.index(i), count=1)
     for i in gl.static_range(2):
         mbarrier.init(free.index(i), count=3)
-    mbarrier.init(free.index(_QUERIES), count=2)
+    for i in gl.static_range(SIDES):
+        mbarrier.init(free.index(_QUERIES_FREE + i), count=2)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
@@ -510,14 +535,14 @@ def _forward(
                 _attend,
                 (
                     0, out, lse, sinks, q_len, factor, bend, board, q_s, kv_s, out_s, words, barriers,
-                    SINKS, CAP, STAGES,
+                    SINKS, CAP, STAGES, PEELED,
                 ),
             ),
             (
                 _attend,
                 (
                     1, out, lse, sinks, q_len, factor, bend, board, q_s, kv_s, out_s, words, barriers,
-                    SINKS, CAP, STAGES,
+                    SINKS, CAP, STAGES, PEELED,
                 ),
             ),
             (
@@ -590,7 +615,8 @@ def forward(
             mask.indices.shape[0], mask.indices.shape[1], q_len, kv_len, plan.tiles.shape[2], plan.tiles.shape[3],
             factor, bend,
             CAUSAL=mask.causal, N=mask.indices.shape[-1], SINKS=sinks is not None, CAP=softcap != 0,
-            SUBTILES=plan_columns(kv_len) // config.columns, STAGES=config.stages, REGISTERS=config.registers,
-            HELPER_REGISTERS=config.helper_registers, SHARED=shared, num_warps=4,
+            SUBTILES=plan_columns(kv_len) // config.columns, STAGES=config.stages, SIDES=config.sides,
+            PEELED=config.peeled, REGISTERS=config.registers, HELPER_REGISTERS=config.helper_registers,
+            SHARED=shared, num_warps=4,
         )  # fmt: skip
     return out, lse
