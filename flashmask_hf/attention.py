@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Literal, NamedTuple, overload
 
 import torch
@@ -31,7 +30,6 @@ MAX_HEAD_DIM = 256
 _FEW_ROWS = 64
 """Query rows, over all heads that share keys, up to which attention without gradients needs no tiles of its own."""
 
-_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton, too, reads it when kernels are defined
 _TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -277,7 +275,7 @@ def _why_not_hopper(device: torch.device, dtype: torch.dtype, head_dim: int, v_h
 def _why_not_triton(device: torch.device, dtype: torch.dtype, largest: int) -> str | None:
     if not ops.HAS_TRITON:
         return "this process: Triton is not installed"
-    if device.type != "cuda" and not _INTERPRETED:
+    if not ops.runs_kernels(device):
         return f"tensors on {device.type} (it needs a GPU)"
     if dtype not in _TRITON_DTYPES:
         return f"dtype {dtype} (it takes bfloat16, float16, float32)"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
 from typing import Any
 
 import torch
@@ -29,11 +30,18 @@ __all__ = [
     "flash_attn_decode",
     "flash_attn_forward",
     "make_plan",
+    "runs_kernels",
 ]
 
 logger = logging.getLogger(__name__)
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton, too, reads it when kernels are defined
+
+
+def runs_kernels(device: torch.device) -> bool:
+    """Whether Triton kernels run on a device: a GPU, or any one in Triton's interpreter."""
+    return HAS_TRITON and (device.type == "cuda" or _INTERPRETED)
 
 
 def _builder(indices: Tensor) -> Any:

@@ -8,7 +8,6 @@ other is computed, nothing of size Sq x Skv exists, and nothing waits for the de
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -23,8 +22,6 @@ __all__ = ["hash_sparse_attention", "lsh_buckets", "qk_sparse_attention"]
 
 _COUNTED = 256
 """Buckets up to which counting sorts faster than comparing."""
-
-_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def qk_sparse_attention(
@@ -222,11 +219,6 @@ def _attend(
     return move_rows(out, *q_place, True)
 
 
-def runs_kernels(x: Tensor) -> bool:
-    """Whether there are Triton kernels for tensors on the device of x."""
-    return ops.HAS_TRITON and (x.is_cuda or _INTERPRETED)
-
-
 def _nearest(x: Tensor, directions: Tensor) -> Tensor:
     """Which of the directions and their opposites is nearest to each vector, by products that add up in float32.
 
@@ -239,7 +231,7 @@ def _nearest(x: Tensor, directions: Tensor) -> Tensor:
         vector with NaN. uint8 where that suffices, or int32.
     """
     dtype = _bucket_dtype(directions)
-    if runs_kernels(x) and x.dtype in (torch.bfloat16, torch.float16, torch.float32):
+    if ops.runs_kernels(x.device) and x.dtype in (torch.bfloat16, torch.float16, torch.float32):
         from flashmask_hf.kernels import lsh
 
         return lsh.nearest(x, directions, dtype)
@@ -274,7 +266,7 @@ def _sort_sparse(
         ValueError: a bucket lies outside 0..n_buckets - 1, or `hidden_from` outside 0..Sq. A GPU asserts that itself.
     """
     without = None if dropped < 0 else dropped
-    counted = 0 < n_buckets <= _COUNTED and runs_kernels(q_bucket)
+    counted = 0 < n_buckets <= _COUNTED and ops.runs_kernels(q_bucket.device)
     asserted = counted and q_bucket.is_cuda  # by the kernels themselves
     if hidden_from is not None and not asserted:
         ops.check_range(hidden_from, q_bucket.shape[2])
@@ -306,7 +298,7 @@ def _move_rows(x: Tensor, order: Tensor, kept: Tensor | None, back: bool) -> Ten
     Returns:
         y [B, H, S, D]: contiguous, as the attention kernels like it; or, if `back`, stored as [B, S, H, D].
     """
-    if runs_kernels(x):
+    if ops.runs_kernels(x.device):
         from flashmask_hf.kernels.reorder import move_rows
 
         return move_rows(x, order, kept, back)

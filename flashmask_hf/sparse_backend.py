@@ -26,10 +26,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flashmask_hf import ops
 from flashmask_hf.attention import flashmask_attention
 from flashmask_hf.backend import visible
 from flashmask_hf.mask import FlashMask
-from flashmask_hf.sparse import as_operator, hash_sparse_attention, nearest, qk_sparse_attention, runs_kernels
+from flashmask_hf.sparse import as_operator, hash_sparse_attention, nearest, qk_sparse_attention
 from flashmask_hf.upstream import HASH, QK
 from flashmask_hf.windows import Windowed
 
@@ -229,7 +230,7 @@ def _lsh_directions(x: Tensor, seed: int, layer: int, count: int) -> Tensor:
     """
     shape = (x.shape[1], x.shape[3], count)
     keys = [key & _WORD for key in (seed * 0x85EBCA77 + layer * 0xC2B2AE3D, seed * 0x27D4EB2F + layer, layer)]
-    if runs_kernels(x):
+    if ops.runs_kernels(x.device):
         from flashmask_hf.kernels.lsh import fill_normal
 
         return fill_normal(x.new_empty(shape), keys)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import statistics
 import subprocess
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -34,20 +35,29 @@ def conditions() -> dict[str, str]:
 def interleaved_medians(
     providers: Mapping[str, Callable[[], object]], repeats: int, warmup: int = 2
 ) -> dict[str, float]:
-    """Median milliseconds of each provider, run in turns so that drift falls on all alike; needs a GPU."""
+    """Median milliseconds of each provider, run in turns so that drift falls on all alike."""
     for _ in range(warmup):
         for function in providers.values():
             function()
     times: dict[str, list[float]] = {name: [] for name in providers}
     for _ in range(repeats):
         for name, function in providers.items():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            function()
-            end.record()
-            torch.cuda.synchronize()
-            times[name].append(start.elapsed_time(end))
+            times[name].append(_milliseconds(function))
     return {name: statistics.median(values) for name, values in times.items()}
+
+
+def _milliseconds(function: Callable[[], object]) -> float:
+    """Of the GPU, or of the clock where there is none."""
+    if not torch.cuda.is_available():
+        begin = time.perf_counter()
+        function()
+        return 1000 * (time.perf_counter() - begin)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    function()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end)
 
 
 def random_lengths(total: int, count: int, generator: torch.Generator, minimum: int = 128) -> list[int]:

@@ -20,9 +20,7 @@ from __future__ import annotations
 
 import argparse
 import math
-import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -113,19 +111,6 @@ def check(name: str, dim: int, dtype: torch.dtype, device: str) -> None:
             raise SystemExit(f"{name} is wrong: {what} is off by {error:.1e}")
 
 
-def medians(functions: Mapping[str, Callable[[], object]], repeats: int, warmup: int) -> dict[str, float]:
-    """As `interleaved_medians`, also without a GPU, where the figures mean nothing."""
-    if torch.cuda.is_available():
-        return interleaved_medians(functions, repeats, warmup)
-    times: dict[str, list[float]] = {name: [] for name in functions}
-    for _ in range(repeats):
-        for name, function in functions.items():
-            start = time.perf_counter()
-            function()
-            times[name].append(1000 * (time.perf_counter() - start))
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
 def parts(
     name: str, chosen: tuple[Tensor, Tensor], given: Sequence[Tensor], repeats: int, warmup: int
 ) -> dict[str, float]:
@@ -168,7 +153,7 @@ def parts(
         "attend_backward": attend_backward,
         "move_backward": move_gradients,
     }
-    return medians(functions, repeats, warmup)
+    return interleaved_medians(functions, repeats, warmup)
 
 
 def measure(
@@ -180,8 +165,8 @@ def measure(
     chosen = {name: draw(name, batch, heads, length, device) for name in names}
     table = {name: build(name, chosen[name], length, device) for name in names}
     with torch.no_grad():
-        forward = medians({n: lambda a=a: a(q, k, v) for n, a in table.items()}, repeats, warmup)
-    both = medians(
+        forward = interleaved_medians({n: lambda a=a: a(q, k, v) for n, a in table.items()}, repeats, warmup)
+    both = interleaved_medians(
         {n: lambda a=a: torch.autograd.grad(a(q, k, v), (q, k, v), dout) for n, a in table.items()}, repeats, warmup
     )
     rows: list[Row] = []
