@@ -126,3 +126,28 @@ def test_a_million_tokens_on_the_gpu() -> None:
     plan = build(mask.indices, True, kv_len)
     assert torch.cuda.max_memory_allocated() - before <= 64 * kv_len
     assert int(plan.counts[..., 0].sum()) == 256 * 32 * 31 // 2 or plan_columns(kv_len) > 128
+
+
+@pytest.mark.parametrize("form", [(True, 1), (True, 2), (False, 2), (False, 4)], ids=str)
+@pytest.mark.parametrize("builder", ["torch", pytest.param("triton", marks=pytest.mark.interpreter)])
+def test_indices_out_of_range(builder: str, form: tuple[bool, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One bound of one column is enough, and none too many: 0 and q_len are in range."""
+    causal, n = form
+    if builder == "triton":  # the interpreter leaves out assertions, whatever the launch says
+        from triton.runtime import interpreter
+
+        from flashmask_hf.kernels.plan import build_plan as build
+
+        options = interpreter.InterpreterOptions(debug=True, sanitize_overflow=False)
+        monkeypatch.setattr(interpreter.interpreter_builder, "options", options)
+    else:
+        from flashmask_hf.ops import make_plan as build
+    for bound in range(n):
+        for value in (-1, 0, 150, 151):
+            indices = torch.full((1, 1, 300, n), 70, dtype=torch.int32)
+            indices[:, :, 277, bound] = value
+            if 0 <= value <= 150:
+                build(indices, causal, 150)
+                continue
+            with pytest.raises(Exception, match=r"the mask's indices must lie in 0\.\.q_len.*validate"):
+                build(indices, causal, 150)
