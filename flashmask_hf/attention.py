@@ -19,7 +19,6 @@ __all__ = [
     "autocast",
     "choose",
     "flashmask_attention",
-    "is_capturing",
     "plan_of",
 ]
 
@@ -155,7 +154,7 @@ def plan_of(mask: FlashMask, q_len: int) -> Plan:
     reads the vectors anew, and while compiling, where the compiler keeps one of the equal calls.
     """
     indices = mask.indices
-    if torch.compiler.is_compiling() or indices.is_inference() or is_capturing(indices):
+    if torch.compiler.is_compiling() or indices.is_inference() or _is_capturing(indices):
         return Plan(*ops.make_plan(indices, mask.causal, q_len))
     state = (q_len, indices._version, torch.is_inference_mode_enabled())
     if mask._plan is None or mask._plan[0] != state:
@@ -163,7 +162,7 @@ def plan_of(mask: FlashMask, q_len: int) -> Plan:
     return mask._plan[1]
 
 
-def is_capturing(x: Tensor) -> bool:
+def _is_capturing(x: Tensor) -> bool:
     """Whether a CUDA graph is being captured on the device of `x`: what is made now is filled by its replays."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from flashmask_hf.plan import Plan
 
 __all__ = [
     "HAS_TRITON",
+    "as_operator",
     "attention",
     "check_between",
     "check_range",
@@ -44,8 +46,16 @@ def runs_kernels(device: torch.device) -> bool:
     return HAS_TRITON and (device.type == "cuda" or _INTERPRETED)
 
 
+def as_operator(name: str, function: Callable[..., Any]) -> Any:
+    """An operator that mutates nothing. Not a `custom_op`, whose wrappers cost more than the rest of a short call."""
+    schema = torch.library.infer_schema(function, mutates_args=())
+    torch.library.define(f"flashmask_hf::{name}", schema, tags=torch.Tag.pt2_compliant_tag)
+    torch.library.impl(f"flashmask_hf::{name}", "default", function)
+    return getattr(torch.ops.flashmask_hf, name).default
+
+
 def _builder(indices: Tensor) -> Any:
-    """What builds and checks a plan on a device: Triton kernels where Triton runs, torch operations elsewhere."""
+    """What builds and checks a plan: Triton kernels on a GPU with Triton, torch operations elsewhere."""
     if indices.device.type == "cuda" and HAS_TRITON:
         from flashmask_hf.kernels.plan import build_plan
 
@@ -325,14 +335,7 @@ def _flash_attn_decode(
         return tiled.decode(q, k, v, mask, sinks, scale, softcap)
 
 
-# Not a `custom_op`, whose wrappers for mutation and autograd cost more than the rest of a decode step's call.
-torch.library.define(
-    "flashmask_hf::flash_attn_decode",
-    torch.library.infer_schema(_flash_attn_decode, mutates_args=()),
-    tags=torch.Tag.pt2_compliant_tag,
-)
-torch.library.impl("flashmask_hf::flash_attn_decode", "default", _flash_attn_decode)
-flash_attn_decode = torch.ops.flashmask_hf.flash_attn_decode.default
+flash_attn_decode = as_operator("flash_attn_decode", _flash_attn_decode)
 
 
 @torch.library.register_fake("flashmask_hf::flash_attn_decode")

@@ -8,7 +8,6 @@ other is computed, nothing of size Sq x Skv exists, and nothing waits for the de
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -168,12 +167,12 @@ def lsh_buckets(x: Tensor, n_buckets: int, *, generator: torch.Generator | None 
 
     Raises:
         TypeError: `x` is not a floating-point tensor, `n_buckets` not an int, or `generator` not a torch.Generator.
-        ValueError: `x` has another number of axes, or `n_buckets` is odd or less than 2.
+        ValueError: `x` has another number of axes or an empty one, or `n_buckets` is odd or less than 2.
     """
     if not isinstance(x, Tensor) or not x.dtype.is_floating_point:
         raise TypeError(f"x must be a floating-point tensor [B, H, S, D], got {getattr(x, 'dtype', type(x).__name__)}")
-    if x.dim() != 4:
-        raise ValueError(f"x must have shape [B, H, S, D], got {list(x.shape)}")
+    if x.dim() != 4 or 0 in x.shape:
+        raise ValueError(f"x must have shape [B, H, S, D] with no empty axis, got {list(x.shape)}")
     if not isinstance(n_buckets, int) or isinstance(n_buckets, bool):
         raise TypeError(f"n_buckets must be an int, got {type(n_buckets).__name__}")
     if n_buckets < 2 or n_buckets % 2:
@@ -327,17 +326,9 @@ def _move_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None
     return move_rows(gradient, order, kept, not ctx.back), None, None, None
 
 
-def as_operator(name: str, function: Callable[..., Any]) -> Any:
-    """An operator that mutates nothing. Not a `custom_op`, whose wrappers cost a short row more than the kernels do."""
-    schema = torch.library.infer_schema(function, mutates_args=())
-    torch.library.define(f"flashmask_hf::{name}", schema, tags=torch.Tag.pt2_compliant_tag)
-    torch.library.impl(f"flashmask_hf::{name}", "default", function)
-    return getattr(torch.ops.flashmask_hf, name).default
-
-
-nearest = as_operator("nearest", _nearest)
-sort_sparse = as_operator("sort_sparse", _sort_sparse)
-move_rows = as_operator("move_rows", _move_rows)
+nearest = ops.as_operator("nearest", _nearest)
+sort_sparse = ops.as_operator("sort_sparse", _sort_sparse)
+move_rows = ops.as_operator("move_rows", _move_rows)
 torch.library.register_autograd("flashmask_hf::move_rows", _move_gradient, setup_context=_keep_order)
 
 

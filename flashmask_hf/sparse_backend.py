@@ -30,7 +30,7 @@ from flashmask_hf import ops
 from flashmask_hf.attention import flashmask_attention
 from flashmask_hf.backend import visible
 from flashmask_hf.mask import FlashMask
-from flashmask_hf.sparse import as_operator, hash_sparse_attention, nearest, qk_sparse_attention
+from flashmask_hf.sparse import hash_sparse_attention, nearest, qk_sparse_attention
 from flashmask_hf.upstream import HASH, QK
 from flashmask_hf.windows import Windowed
 
@@ -248,7 +248,7 @@ def _normal(count: int, keys: Sequence[int], device: torch.device) -> Tensor:
 
 
 # An operator also because a compiler would do the arithmetic of `_normal` in 32 bits.
-lsh_directions = as_operator("lsh_directions", _lsh_directions)
+lsh_directions = ops.as_operator("lsh_directions", _lsh_directions)
 
 
 @torch.library.register_fake("flashmask_hf::lsh_directions")

@@ -310,7 +310,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--shape", choices=SHAPES, default="paper")
     parser.add_argument("--length", type=int, default=8192, help="bytes of a row")
     parser.add_argument("--batch", type=int, default=4, help="rows of a step of one process")
-    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=1000, help=f"more than {TURN}, or their seconds hold compilation")
     parser.add_argument("--lr", type=float, default=1e-3, help="the highest learning rate of the cosine schedule")
     parser.add_argument("--held-out", type=int, default=32, help="rows to evaluate on, a multiple of the batch")
     parser.add_argument("--separate-keys", action="store_true", help="project keys apart from queries")

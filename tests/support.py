@@ -200,3 +200,11 @@ FAMILIES: dict[str, Callable[[int, int], FlashMask]] = {
     "padding": lambda n, m: masks.padding([n - n // 3, n], kv_len=n, q_len=m),
 }
 """name -> mask of kv_len keys and q_len queries, for batches of 2 with HEADS and KV_HEADS heads."""
+
+
+def interpret_assertions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter leaves assertions out, whatever a launch says; not in this test."""
+    from triton.runtime import interpreter
+
+    options = interpreter.InterpreterOptions(debug=True, sanitize_overflow=False)
+    monkeypatch.setattr(interpreter.interpreter_builder, "options", options)

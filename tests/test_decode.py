@@ -17,6 +17,7 @@ from support import (
     Lane,
     assert_within_budget,
     attention_inputs,
+    interpret_assertions,
     lanes,
     poisoned,
 )
@@ -311,11 +312,8 @@ def test_many_rows_take_a_plan() -> None:
 @pytest.mark.parametrize("form", [(True, 1), (True, 2), (False, 2), (False, 4)], ids=str)
 def test_indices_out_of_range(lane: Lane, form: tuple[bool, int], monkeypatch: pytest.MonkeyPatch) -> None:
     causal, n = form
-    if lane.impl == "triton":  # the interpreter leaves out assertions, whatever the launch says
-        from triton.runtime import interpreter
-
-        options = interpreter.InterpreterOptions(debug=True, sanitize_overflow=False)
-        monkeypatch.setattr(interpreter.interpreter_builder, "options", options)
+    if lane.impl == "triton":
+        interpret_assertions(monkeypatch)
     q, k, v = inputs(lane, 1, HEADS, KV_HEADS, 2, 100, 8)
     for bound in range(n):
         for value in (-1, 3):
@@ -326,15 +324,18 @@ def test_indices_out_of_range(lane: Lane, form: tuple[bool, int], monkeypatch: p
 
 
 @pytest.mark.gpu
-def test_indices_out_of_range_stop_the_gpu() -> None:
+@pytest.mark.parametrize("rows", [1, 100])
+def test_indices_out_of_range_stop_the_gpu(rows: int) -> None:
+    """In the kernel that decodes, and in the one that makes a plan."""
     code = (
         "import torch; from flashmask_hf import FlashMask, flashmask_attention; "
         "x = torch.ones(1, 1, 100, 64, device='cuda', dtype=torch.bfloat16); "
         "mask = FlashMask(torch.full((1, 1, 100, 1), {}, dtype=torch.int32, device='cuda'), causal=True); "
-        "flashmask_attention(x[:, :, :1], x, x, mask); torch.cuda.synchronize(); print('done')"
+        "flashmask_attention(x[:, :, :{}], x, x, mask); torch.cuda.synchronize(); print('done')"
     )
     good, bad = (
-        subprocess.run([sys.executable, "-c", code.format(value)], capture_output=True, text=True) for value in (1, 2)
+        subprocess.run([sys.executable, "-c", code.format(value, rows)], capture_output=True, text=True)
+        for value in (rows, rows + 1)
     )
     assert good.stdout == "done\n", good.stderr
     assert bad.stdout == ""

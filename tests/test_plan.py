@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support import FAMILIES
+from support import FAMILIES, interpret_assertions
 
 from flashmask_hf import FlashMask, masks
 from flashmask_hf.mask import HIDDEN, PARTIAL, VISIBLE, classify_tiles
@@ -133,13 +133,10 @@ def test_a_million_tokens_on_the_gpu() -> None:
 def test_indices_out_of_range(builder: str, form: tuple[bool, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """One bound of one column is enough, and none too many: 0 and q_len are in range."""
     causal, n = form
-    if builder == "triton":  # the interpreter leaves out assertions, whatever the launch says
-        from triton.runtime import interpreter
-
+    if builder == "triton":
         from flashmask_hf.kernels.plan import build_plan as build
 
-        options = interpreter.InterpreterOptions(debug=True, sanitize_overflow=False)
-        monkeypatch.setattr(interpreter.interpreter_builder, "options", options)
+        interpret_assertions(monkeypatch)
     else:
         from flashmask_hf.ops import make_plan as build
     for bound in range(n):

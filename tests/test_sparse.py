@@ -291,9 +291,12 @@ def test_moving_passes_gradients(lane: Lane, back: bool, given: str) -> None:
     ],
 )
 @pytest.mark.parametrize("lengths", [(1, 1), (1, 130), (140, 130), (128, 64)], ids=str)
+@pytest.mark.parametrize("block", [512, 64], ids="rows up to {}".format)
 @pytest.mark.parametrize("lane", lanes((), (torch.float32,), (torch.float32,)))
 def test_sorting_kernels(
+    monkeypatch: pytest.MonkeyPatch,
     lane: Lane,
+    block: int,
     lengths: tuple[int, int],
     n_buckets: int,
     hidden_heads: int | None,
@@ -301,9 +304,11 @@ def test_sorting_kernels(
     exclude_self: bool,
     dtypes: tuple[torch.dtype, torch.dtype],
 ) -> None:
-    """The same orders and columns as torch makes."""
+    """The same orders and columns as torch makes, whether a row is one block or several."""
     from flashmask_hf.kernels import reorder
 
+    chosen = reorder._block
+    monkeypatch.setattr(reorder, "_block", lambda n_buckets: min(block, chosen(n_buckets)))
     generator = torch.Generator().manual_seed(0)
     q_bucket, k_bucket = (
         torch.randint(0, n_buckets, (2, length, heads), generator=generator).to(lane.device, dtype).transpose(1, 2)
@@ -326,6 +331,11 @@ def test_sorting_kernels(
 @pytest.mark.parametrize("lane", lanes((), (torch.float32,), (torch.float32,)))
 def test_buckets_that_queries_and_keys_share(lane: Lane) -> None:
     """Sorted once; yet the orders are two tensors, as an operator's results must be."""
+    from flashmask_hf.kernels import reorder
+
+    bucket = torch.zeros(2, 3, 100, dtype=torch.int64, device=lane.device)
+    once, twice = (len(reorder.sort_by_bucket(bucket, keys, 9)[2]) for keys in (bucket, bucket.clone()))
+    assert twice - 1 == 2 * (once - 1)
     for layout in ("contiguous", "tokens outermost"):
         bucket = torch.randint(0, 9, (2, 3, 100), generator=torch.Generator().manual_seed(0)).to(lane.device)
         if layout == "tokens outermost":

@@ -119,9 +119,9 @@ try:
         for i in range(count):
             text += (
                 f"and.b32 bit, ${2 * count + (i & 2)}, {1 << (i // 4 * 2 + i % 2)}; setp.ne.b32 p, bit, 0; "
-                f"selp.f32 ${i}, ${count + i}, 0f00000000, p; "
+                f"selp.f32 ${i}, ${i}, 0f00000000, p; "
             )
-        constraints = ",".join(["=f"] * count + ["f"] * count + ["r"] * count)
+        constraints = ",".join(["=f"] * count + [str(i) for i in range(count)] + ["r"] * count)
         return gl.inline_asm_elementwise(
             text + "}", constraints, [x, words], dtype=gl.float32, is_pure=True, pack=count, _semantic=_semantic
         )

@@ -43,10 +43,11 @@ from flashmask_hf.plan import ROWS, Plan, plan_columns
 
 
 class Config(NamedTuple):
-    """Key columns of a tile, tiles of keys and of queries in flight, and registers of the two kinds of threads.
+    """Tiles, and registers of a thread that multiplies and of one that does not.
 
-    Those multiply, or not. `peeled` says whether the first step of a tile of rows has code of its own. Without it the
-    code is a fifth shorter and stays in the instruction cache, which short lists gain by; the loop gets a bit longer.
+    A tile has `columns` keys; `stages` of them and `sides` of queries are in flight. `peeled` says whether the first
+    step of a tile of rows has code of its own. Without it the code is a fifth shorter and stays in the instruction
+    cache, which short lists gain by; the loop gets a bit longer.
     """
 
     columns: int
@@ -362,7 +363,8 @@ def _step(
 ):  # fmt: skip
     """Scores and softmax of tile `step`, while the weights of the tile before are multiplied with its values.
 
-    If the first step is not peeled, it multiplies weights of 0 with its own values, which it keeps for the next.
+    If the first step is not peeled, it multiplies weights of 0 with its own values, which it keeps for the next; so an
+    infinite value makes NaN, as it does wherever a weight is 0.
     """
     layout: gl.constexpr = acc.type.layout
     stage = step % STAGES

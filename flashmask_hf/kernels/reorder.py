@@ -142,7 +142,8 @@ def sort_by_bucket(q_bucket: Tensor, k_bucket: Tensor, n_buckets: int) -> tuple[
 
     Returns:
         q_order int32 [B, Hq, Sq]; k_order int32 [B, Hkv, Skv]; starts int32 [1 + B * Hq * n_buckets * blocks + ...],
-        how many queries come before each (plane, bucket, block) in the order of all planes, and then the like of keys.
+        how many queries come before each (plane, bucket, block) in the order of all planes, and then the like of keys
+        unless they are the same.
     """
     q_len, kv_len = q_bucket.shape[2], k_bucket.shape[2]
     block = _block(n_buckets)
