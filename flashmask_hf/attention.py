@@ -12,15 +12,7 @@ from flashmask_hf.mask import FlashMask
 from flashmask_hf.plan import Plan
 from flashmask_hf.reference import reference_attention
 
-__all__ = [
-    "IMPLEMENTATIONS",
-    "MAX_HEAD_DIM",
-    "Choice",
-    "autocast",
-    "choose",
-    "flashmask_attention",
-    "plan_of",
-]
+__all__ = ["IMPLEMENTATIONS", "MAX_HEAD_DIM", "Choice", "autocast", "choose", "flashmask_attention", "plan_of"]
 
 IMPLEMENTATIONS = ("hopper", "triton", "torch", "reference")
 MAX_HEAD_DIM = 256

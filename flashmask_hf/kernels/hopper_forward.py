@@ -46,7 +46,7 @@ class Config(NamedTuple):
     """Tiles, and registers of a thread that multiplies and of one that does not.
 
     A tile has `columns` keys; `stages` of them and `sides` of queries are in flight. `peeled` says whether the first
-    step of a tile of rows has code of its own. Without it the code is a fifth shorter and stays in the instruction
+    step of a tile of rows has code of its own. Without it the code is a sixth shorter and stays in the instruction
     cache, which short lists gain by; the loop gets a bit longer.
     """
 
