@@ -12,7 +12,7 @@ from flashmask_hf.mask import FlashMask
 from flashmask_hf.plan import Plan
 from flashmask_hf.reference import reference_attention
 
-__all__ = ["IMPLEMENTATIONS", "MAX_HEAD_DIM", "Choice", "autocast", "choose", "flashmask_attention", "plan_of"]
+__all__ = ["IMPLEMENTATIONS", "MAX_HEAD_DIM", "Choice", "choose", "flashmask_attention", "plan_of", "prepare"]
 
 IMPLEMENTATIONS = ("hopper", "triton", "torch", "reference")
 MAX_HEAD_DIM = 256
@@ -95,36 +95,48 @@ def flashmask_attention(
         ValueError: shapes, devices or values do not fit, or the implementation cannot serve them; the message names the
             argument and the way out.
     """
-    _check(q, k, v, mask, scale, softcap, sinks)
-    q, k, v = autocast(q, k, v)
-    if not q.dtype == k.dtype == v.dtype:
-        raise TypeError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}; cast them to the same")
-    choice = choose(q.device, q.dtype, q.shape[-1], v.shape[-1], impl)
-    if choice.impl is None:
-        raise ValueError(choice.reason)
-    factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    if choice.impl == "reference":
+    q, k, v, served, factor, ordered = prepare(q, k, v, mask, scale, softcap, sinks, deterministic, impl)
+    if served == "reference":
         out, lse = reference_attention(q, k, v, mask, scale=factor, softcap=softcap, sinks=sinks)
     else:
-        served, plan = choice.impl, None
-        if served == "hopper" and impl is None:
-            served = "best"
+        plan = None
         if served == "hopper" or not _decodes(q, k, v, sinks):
             plan = plan_of(mask, q.shape[2])
-        ordered = deterministic or torch.are_deterministic_algorithms_enabled()
         out, lse = ops.attention(
             q, k, v, mask, plan, sinks=sinks, scale=factor, softcap=softcap, impl=served, deterministic=ordered
         )
     return (out, lse) if return_lse else out
 
 
-def autocast(*inputs: Tensor) -> tuple[Tensor, ...]:
-    """The inputs in autocast's dtype if it is enabled for their device, as SDPA casts them."""
-    device = inputs[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return inputs
-    narrow = torch.get_autocast_dtype(device)
-    return tuple(x.to(narrow) if x.dtype in _TRITON_DTYPES else x for x in inputs)
+def prepare(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: FlashMask,
+    scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    deterministic: bool,
+    impl: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor, str, float, bool]:
+    """Check the arguments of `flashmask_attention`, which it documents, and settle what they leave open.
+
+    Returns:
+        q, k and v in autocast's dtype if it is enabled for their device, as SDPA casts them; the implementation as the
+        operators name it, or "reference"; the factor on the scores; whether repeated runs must agree to the bit.
+    """
+    _check(q, k, v, mask, scale, softcap, sinks)
+    if torch.is_autocast_enabled(q.device.type):
+        narrow = torch.get_autocast_dtype(q.device.type)
+        q, k, v = (x.to(narrow) if x.dtype in _TRITON_DTYPES else x for x in (q, k, v))
+    if not q.dtype == k.dtype == v.dtype:
+        raise TypeError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}; cast them to the same")
+    choice = choose(q.device, q.dtype, q.shape[-1], v.shape[-1], impl)
+    if choice.impl is None:
+        raise ValueError(choice.reason)
+    served = "best" if choice.impl == "hopper" and impl is None else choice.impl
+    factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    return q, k, v, served, factor, deterministic or torch.are_deterministic_algorithms_enabled()
 
 
 def _decodes(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> bool:

@@ -2,7 +2,7 @@
 
 `flashmask_hf::plan`, `flashmask_hf::flash_attn_forward`, `flashmask_hf::flash_attn_backward` and
 `flashmask_hf::flash_attn_decode`. The names of the attention operators hold `flash_attn`, which selective activation
-checkpointing in training libraries looks for.
+checkpointing in training libraries looks for. Those of sparse attention are in `sparse_ops`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ __all__ = [
     "flash_attn_decode",
     "flash_attn_forward",
     "make_plan",
+    "results_like",
+    "run",
     "runs_kernels",
+    "sinks_gradient",
 ]
 
 logger = logging.getLogger(__name__)
@@ -171,7 +174,7 @@ def flash_attn_forward(
     plan = Plan(tiles, counts, segments)
     mask = FlashMask(indices, causal)
     with torch.autocast(q.device.type, enabled=False):  # the caller has cast; what is wide in here stays wide
-        return _run("forward", impl, q, k, v, mask, plan, sinks, scale, softcap)
+        return run("forward", impl, q, k, v, mask, plan, sinks, scale, softcap)
 
 
 @flash_attn_forward.register_fake
@@ -190,7 +193,7 @@ def _(
     impl: str,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
-    return _results_like(q, v)
+    return results_like(q, v)
 
 
 @torch.library.custom_op("flashmask_hf::flash_attn_backward", mutates_args=())
@@ -217,14 +220,20 @@ def flash_attn_backward(
     plan = Plan(tiles, counts, segments)
     mask = FlashMask(indices, causal)
     with torch.autocast(q.device.type, enabled=False):
-        delta = _run("row_delta", impl, dout, out, dlse)
-        more = {"deterministic": True} if deterministic and impl in ("hopper", "best") else {}
-        dq, dk, dv = _run("backward", impl, dout, q, k, v, lse, delta, mask, plan, scale, softcap, **more)
-        if sinks is None:
-            return dq, dk, dv, q.new_empty(0)
-        weight = torch.exp(sinks.to(lse.dtype).view(1, -1, 1) - lse)
-        weight = weight.masked_fill(lse.isneginf(), 0.0)  # a row that sees nothing, and a sink of -inf
-        return dq, dk, dv, -(weight * delta).sum((0, 2)).to(sinks.dtype)
+        delta = run("row_delta", impl, dout, out, dlse)
+        dq, dk, dv = run(
+            "backward", impl, dout, q, k, v, lse, delta, mask, plan, scale, softcap, deterministic=deterministic
+        )
+        return dq, dk, dv, sinks_gradient(sinks, lse, delta)
+
+
+def sinks_gradient(sinks: Tensor | None, lse: Tensor, delta: Tensor) -> Tensor:
+    """Gradient of the sinks [Hq] given lse and `row_delta` [B, Hq, Sq], in any order of rows; empty without sinks."""
+    if sinks is None:
+        return lse.new_empty(0)
+    weight = torch.exp(sinks.to(lse.dtype).view(1, -1, 1) - lse)
+    weight = weight.masked_fill(lse.isneginf(), 0.0)  # a row that sees nothing, and a sink of -inf
+    return -(weight * delta).sum((0, 2)).to(sinks.dtype)
 
 
 @flash_attn_backward.register_fake
@@ -247,7 +256,7 @@ def _(
     impl: str,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dsinks = q.new_empty(0) if sinks is None else torch.empty_like(sinks)
+    dsinks = lse.new_empty(0) if sinks is None else torch.empty_like(sinks)
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), dsinks
 
 
@@ -255,28 +264,34 @@ _broken: set[str] = set()
 """Functions of "hopper" that have failed here, to which "best" does not come back."""
 
 
-def _run(name: str, impl: str, *args: Any, **more: Any) -> Any:
-    """Call a function of an implementation: "forward", "row_delta" or "backward"."""
-    if impl == "torch":
-        return getattr(tiled, name)(*args)
-    from flashmask_hf.kernels import backward, forward
+def run(name: str, impl: str, *args: Any, after: Callable[..., Any] | None = None, **more: Any) -> Any:
+    """Call a function of an implementation: "forward", "row_delta" or "backward".
 
-    portable = {"forward": forward.forward, "row_delta": backward.row_delta, "backward": backward.backward}
-    if impl == "triton" or name == "row_delta" or (impl == "best" and name in _broken):
-        return portable[name](*args)
-    try:
-        from flashmask_hf.kernels import hopper_backward, hopper_forward
+    `more` are keyword arguments for "hopper" only. What they ask of it `after` does to the results of the others.
+    """
+    if name != "row_delta" and (impl == "hopper" or (impl == "best" and name not in _broken)):
+        try:
+            from flashmask_hf.kernels import hopper_backward, hopper_forward
 
-        return (hopper_forward.forward if name == "forward" else hopper_backward.backward)(*args, **more)
-    except torch.OutOfMemoryError:  # which the portable kernels would not be spared
-        raise
-    except Exception as error:  # of the compiler, whose experimental part they are written in
-        if impl == "hopper":
+            return (hopper_forward.forward if name == "forward" else hopper_backward.backward)(*args, **more)
+        except torch.OutOfMemoryError:  # which the portable kernels would not be spared
             raise
-        _broken.add(name)
-        reason = str(error).strip().split("\n")[0]
-        logger.warning(f"the Hopper {name} fails here and impl='triton' replaces it: {type(error).__name__}: {reason}")
-        return portable[name](*args)
+        except Exception as error:  # of the compiler, whose experimental part they are written in
+            if impl == "hopper":
+                raise
+            _broken.add(name)
+            reason = str(error).strip().split("\n")[0]
+            logger.warning(
+                f"the Hopper {name} fails here and impl='triton' replaces it: {type(error).__name__}: {reason}"
+            )
+    if impl == "torch":
+        results = getattr(tiled, name)(*args)
+    else:
+        from flashmask_hf.kernels import backward, forward
+
+        portable = {"forward": forward.forward, "row_delta": backward.row_delta, "backward": backward.backward}
+        results = portable[name](*args)
+    return results if after is None else after(*results)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -350,10 +365,10 @@ def _(
     softcap: float,
     impl: str,
 ) -> tuple[Tensor, Tensor]:
-    return _results_like(q, v)
+    return results_like(q, v)
 
 
-def _results_like(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def results_like(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Uninitialised `out` and `lse` for queries q and values v."""
     batch, heads, q_len, _ = q.shape
     out = q.new_empty(batch, q_len, heads, v.shape[-1]).transpose(1, 2)

@@ -1,26 +1,22 @@
 """Dynamic sparse attention (Pagliardini et al. 2023): dropped queries and keys, or hash buckets, chosen for each head.
 
 Both are FlashMask after a stable sort (`masks.qk_sparse`, `masks.hash_sparse`): the rows of a bucket, or those that are
-kept, lie next to each other, and what a key hides is two intervals. So there is no attention kernel here: sort, gather,
-attend, put back, where the first two and the last are kernels on a GPU. Every pair that the definition lets see each
-other is computed, nothing of size Sq x Skv exists, and nothing waits for the device.
+kept, lie next to each other, and what a key hides is two intervals. So there is no attention kernel here: sort, then
+attend to the sorted rows, which one operator gathers and whose results it puts back (`sparse_ops`). Every pair that the
+definition lets see each other is computed, nothing of size Sq x Skv exists, and nothing waits for the device.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from flashmask_hf import masks, ops
-from flashmask_hf.attention import autocast, flashmask_attention
+from flashmask_hf import masks
+from flashmask_hf.attention import plan_of, prepare
 from flashmask_hf.mask import FlashMask
+from flashmask_hf.sparse_ops import flash_attn_sparse_forward, nearest, sort_sparse
 
 __all__ = ["hash_sparse_attention", "lsh_buckets", "qk_sparse_attention"]
-
-_COUNTED = 256
-"""Buckets up to which counting sorts faster than comparing."""
 
 
 def qk_sparse_attention(
@@ -71,14 +67,12 @@ def qk_sparse_attention(
         tensor([False,  True, False,  True, False,  True, False,  True])
     """
     _check(q, k, v, "q_keep", q_keep, "k_keep", k_keep)
-    q, k, v = autocast(q, k, v)
     masks.check_paired("q_keep", q_keep, "k_keep", k_keep, {torch.bool})
     hidden_from = None if mask is None else masks.hidden_from_of(mask, q_keep, k_keep)
     # Two buckets, of which the second, the dropped, sees nothing.
     columns, q_order, k_order = sort_sparse((~q_keep).byte(), (~k_keep).byte(), hidden_from, 2, False, 1)
     q_kept, k_kept = (keep.sum(-1, dtype=torch.int32) for keep in (q_keep, k_keep))
-    settings: Any = {"scale": scale, "softcap": softcap, "sinks": sinks, "deterministic": deterministic}
-    return _attend(q, k, v, columns, (q_order, q_kept), (k_order, k_kept), settings)
+    return _attend(q, k, v, columns, (q_order, q_kept), (k_order, k_kept), scale, softcap, sinks, deterministic)
 
 
 def hash_sparse_attention(
@@ -135,7 +129,6 @@ def hash_sparse_attention(
         torch.Size([1, 2, 8, 16])
     """
     _check(q, k, v, "q_bucket", q_bucket, "k_bucket", k_bucket)
-    q, k, v = autocast(q, k, v)
     masks.check_paired("q_bucket", q_bucket, "k_bucket", k_bucket, masks.INTEGERS)
     if n_buckets is not None and (not isinstance(n_buckets, int) or isinstance(n_buckets, bool)):
         raise TypeError(f"n_buckets must be an int or None, got {type(n_buckets).__name__}")
@@ -145,16 +138,15 @@ def hash_sparse_attention(
         raise TypeError(f"exclude_self must be a bool, got {type(exclude_self).__name__}")
     hidden_from = None if mask is None else masks.hidden_from_of(mask, q_bucket, k_bucket)
     columns, q_order, k_order = sort_sparse(q_bucket, k_bucket, hidden_from, n_buckets or 0, exclude_self, -1)
-    settings: Any = {"scale": scale, "softcap": softcap, "sinks": sinks, "deterministic": deterministic}
-    return _attend(q, k, v, columns, (q_order, None), (k_order, None), settings)
+    return _attend(q, k, v, columns, (q_order, None), (k_order, None), scale, softcap, sinks, deterministic)
 
 
 def lsh_buckets(x: Tensor, n_buckets: int, *, generator: torch.Generator | None = None) -> Tensor:
     """Buckets of vectors by their angle: the nearest of the directions +-r of random r (Andoni et al. 2015).
 
-    Vectors that point the same way fall into one bucket with high probability. Each head draws directions of its own,
-    the entries of the batch share them. Queries and keys fall into buckets that mean the same only if hashed in one
-    call, as shared queries and keys are.
+    Vectors that point the same way fall into one bucket with high probability. All directions have length 1, or the
+    longer ones would draw more vectors. Each head draws directions of its own, the entries of the batch share them.
+    Queries and keys fall into buckets that mean the same only if hashed in one call, as shared queries and keys are.
 
     Args:
         x: [B, H, S, D], floating point.
@@ -181,6 +173,7 @@ def lsh_buckets(x: Tensor, n_buckets: int, *, generator: torch.Generator | None 
         raise TypeError(f"generator must be a torch.Generator or None, got {type(generator).__name__}")
     place = torch.device("cpu") if generator is None else generator.device
     directions = torch.randn(x.shape[1], x.shape[3], n_buckets // 2, generator=generator, device=place)
+    directions = torch.nn.functional.normalize(directions, dim=1)
     return nearest(x.detach(), directions.to(x.device)).long()
 
 
@@ -205,151 +198,16 @@ def _attend(
     columns: Tensor,
     q_place: tuple[Tensor, Tensor | None],
     k_place: tuple[Tensor, Tensor | None],
-    settings: dict[str, Any],
+    scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    deterministic: bool,
 ) -> Tensor:
     """Attention under columns for sorted rows and keys; their places are an order and how many of it are kept."""
-    out = flashmask_attention(
-        move_rows(q, *q_place, False),
-        move_rows(k, *k_place, False),
-        move_rows(v, *k_place, False),
-        FlashMask(columns, causal=False, q_len=q.shape[2]),
-        **settings,
+    mask = FlashMask(columns, causal=False, q_len=q.shape[2])
+    q, k, v, impl, factor, ordered = prepare(q, k, v, mask, scale, softcap, sinks, deterministic)
+    plan = plan_of(mask, q.shape[2])
+    out, *_ = flash_attn_sparse_forward(
+        q, k, v, sinks, columns, *plan, *q_place, *k_place, factor, softcap or 0.0, impl, ordered
     )
-    return move_rows(out, *q_place, True)
-
-
-def _nearest(x: Tensor, directions: Tensor) -> Tensor:
-    """Which of the directions and their opposites is nearest to each vector, by products that add up in float32.
-
-    Args:
-        x: floating point [B, H, S, D], of any strides. Products of float64 add up in float64.
-        directions: [Hd, D, n], rounded to x's dtype; head h has directions[h // (H // Hd)].
-
-    Returns:
-        [B, H, S] in 0..2 * n - 1, of which the upper n are opposites; the lowest of equally near ones, and any for a
-        vector with NaN. uint8 where that suffices, or int32.
-    """
-    dtype = _bucket_dtype(directions)
-    if ops.runs_kernels(x.device) and x.dtype in (torch.bfloat16, torch.float16, torch.float32):
-        from flashmask_hf.kernels import lsh
-
-        return lsh.nearest(x, directions, dtype)
-    wide = torch.promote_types(x.dtype, torch.float32)
-    with torch.autocast(x.device.type, enabled=False):
-        grouped = x.to(wide).unflatten(1, (len(directions), -1))
-        along = (grouped @ directions.to(x.dtype).to(wide)[:, None]).flatten(1, 2)
-    return torch.cat([along, -along], -1).argmax(-1).to(dtype)
-
-
-def _bucket_dtype(directions: Tensor) -> torch.dtype:
-    return torch.uint8 if 2 * directions.shape[-1] <= 256 else torch.int32
-
-
-def _sort_sparse(
-    q_bucket: Tensor, k_bucket: Tensor, hidden_from: Tensor | None, n_buckets: int, exclude_self: bool, dropped: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`masks.sorted_columns` with orders in int32.
-
-    Args:
-        q_bucket: int [B, Hq, Sq].
-        k_bucket: int [B, Hkv, Skv].
-        hidden_from: int32 [B or 1, Hm, Skv], of `masks.hidden_from_of`, or None.
-        n_buckets: all buckets lie in 0..n_buckets - 1; 0 says nothing of them.
-        exclude_self: as in `hash_sparse_attention`.
-        dropped: a bucket that sees nothing, or -1.
-
-    Returns:
-        columns int32 [B, Hq, Skv, 2], q_order int32 [B, Hq, Sq], k_order int32 [B, Hkv, Skv].
-
-    Raises:
-        ValueError: a bucket lies outside 0..n_buckets - 1, or `hidden_from` outside 0..Sq. A GPU asserts that itself.
-    """
-    without = None if dropped < 0 else dropped
-    counted = 0 < n_buckets <= _COUNTED and ops.runs_kernels(q_bucket.device)
-    asserted = counted and q_bucket.is_cuda  # by the kernels themselves
-    if hidden_from is not None and not asserted:
-        ops.check_range(hidden_from, q_bucket.shape[2])
-    if n_buckets and not asserted:
-        message = f"the buckets must lie in 0..n_buckets - 1 = 0..{n_buckets - 1}; leave n_buckets out if they do not"
-        for bucket in (q_bucket, k_bucket):
-            ops.check_between(bucket, n_buckets - 1, message)
-    if counted:
-        from flashmask_hf.kernels import reorder
-
-        return reorder.sorted_columns(
-            q_bucket, k_bucket, hidden_from, n_buckets, exclude_self=exclude_self, dropped=without
-        )
-    columns, q_order, k_order = masks.sorted_columns(
-        q_bucket, k_bucket, hidden_from, exclude_self=exclude_self, dropped=without
-    )
-    return columns, q_order.int(), k_order.int()
-
-
-def _move_rows(x: Tensor, order: Tensor, kept: Tensor | None, back: bool) -> Tensor:
-    """The rows of x in another order, or back in their own; each is the other's transpose, and so its gradient.
-
-    Args:
-        x: [B, H, S, D], of any strides; differentiable.
-        order: int32 [B, H, S], a permutation of every head's rows.
-        kept: int32 [B, H], how many rows of the order count; the others are made 0, whatever they hold. None is all.
-        back: False makes y[b, h, i] = x[b, h, order[b, h, i]], True y[b, h, order[b, h, i]] = x[b, h, i].
-
-    Returns:
-        y [B, H, S, D]: contiguous, as the attention kernels like it; or, if `back`, stored as [B, S, H, D].
-    """
-    if ops.runs_kernels(x.device):
-        from flashmask_hf.kernels.reorder import move_rows
-
-        return move_rows(x, order, kept, back)
-    rows = order.long().unsqueeze(-1)
-    counts = torch.ones_like(rows, dtype=torch.bool)
-    if kept is not None:
-        counts = (torch.arange(x.shape[2], device=x.device) < kept.unsqueeze(-1)).unsqueeze(-1)
-    if not back:
-        return x.take_along_dim(rows, 2).masked_fill_(~counts, 0.0)
-    return _moved_like(x, back).scatter_(2, rows.expand(x.shape), x.masked_fill(~counts, 0.0))
-
-
-def _moved_like(x: Tensor, back: bool) -> Tensor:
-    """What `_move_rows` returns, uninitialised."""
-    batch, heads, rows, dims = x.shape
-    return x.new_empty(batch, rows, heads, dims).transpose(1, 2) if back else x.new_empty(batch, heads, rows, dims)
-
-
-def _keep_order(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None, bool], output: Tensor) -> None:
-    _, order, kept, ctx.back = inputs
-    ctx.save_for_backward(order, kept)
-
-
-def _move_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-    order, kept = ctx.saved_tensors
-    return move_rows(gradient, order, kept, not ctx.back), None, None, None
-
-
-nearest = ops.as_operator("nearest", _nearest)
-sort_sparse = ops.as_operator("sort_sparse", _sort_sparse)
-move_rows = ops.as_operator("move_rows", _move_rows)
-torch.library.register_autograd("flashmask_hf::move_rows", _move_gradient, setup_context=_keep_order)
-
-
-@torch.library.register_fake("flashmask_hf::nearest")
-def _(x: Tensor, directions: Tensor) -> Tensor:
-    return x.new_empty(x.shape[:3], dtype=_bucket_dtype(directions))
-
-
-@torch.library.register_fake("flashmask_hf::sort_sparse")
-def _(
-    q_bucket: Tensor, k_bucket: Tensor, hidden_from: Tensor | None, n_buckets: int, exclude_self: bool, dropped: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    batch, heads, q_len = q_bucket.shape
-    kv_heads, kv_len = k_bucket.shape[1:]
-    return (
-        q_bucket.new_empty(batch, heads, kv_len, 2, dtype=torch.int32),
-        q_bucket.new_empty(batch, heads, q_len, dtype=torch.int32),
-        q_bucket.new_empty(batch, kv_heads, kv_len, dtype=torch.int32),
-    )
-
-
-@torch.library.register_fake("flashmask_hf::move_rows")
-def _(x: Tensor, order: Tensor, kept: Tensor | None, back: bool) -> Tensor:
-    return _moved_like(x, back)
+    return out

@@ -30,7 +30,8 @@ from flashmask_hf import ops
 from flashmask_hf.attention import flashmask_attention
 from flashmask_hf.backend import visible
 from flashmask_hf.mask import FlashMask
-from flashmask_hf.sparse import hash_sparse_attention, nearest, qk_sparse_attention
+from flashmask_hf.sparse import hash_sparse_attention, qk_sparse_attention
+from flashmask_hf.sparse_ops import nearest
 from flashmask_hf.upstream import HASH, QK
 from flashmask_hf.windows import Windowed
 
@@ -223,18 +224,19 @@ def _mask(name: str, seen: Windowed) -> FlashMask:
 
 
 def _lsh_directions(x: Tensor, seed: int, layer: int, count: int) -> Tensor:
-    """Standard normal directions of a layer for vectors x [B, H, S, D]: [H, D, count] in their dtype, on their device.
+    """Random directions of a layer for vectors x [B, H, S, D]: [H, D, count] in their dtype, on their device.
 
-    They come from hashes of their places, not from a generator, so that a device need not wait for another, a CUDA
-    graph can draw them, and they are the same everywhere up to the rounding of a logarithm and a cosine in float64.
+    All have length 1, or the longer ones would draw more vectors. They come from hashes of their places, not from a
+    generator, so that a device need not wait for another, a CUDA graph can draw them, and they are the same everywhere
+    up to the rounding of a logarithm and a cosine in float64.
     """
     shape = (x.shape[1], x.shape[3], count)
     keys = [key & _WORD for key in (seed * 0x85EBCA77 + layer * 0xC2B2AE3D, seed * 0x27D4EB2F + layer, layer)]
     if ops.runs_kernels(x.device):
-        from flashmask_hf.kernels.lsh import fill_normal
+        from flashmask_hf.kernels.lsh import fill_directions
 
-        return fill_normal(x.new_empty(shape), keys)
-    return _normal(math.prod(shape), keys, x.device).view(shape).to(x.dtype)
+        return fill_directions(x.new_empty(shape), keys)
+    return torch.nn.functional.normalize(_normal(math.prod(shape), keys, x.device).view(shape), dim=1).to(x.dtype)
 
 
 def _normal(count: int, keys: Sequence[int], device: torch.device) -> Tensor:

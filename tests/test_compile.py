@@ -17,7 +17,7 @@ from flashmask_hf.kernels.backward import backward, row_delta
 from flashmask_hf.kernels.decode import decode
 from flashmask_hf.kernels.forward import forward
 from flashmask_hf.kernels.plan import build_plan
-from flashmask_hf.kernels.reorder import move_rows, sorted_columns
+from flashmask_hf.kernels.reorder import gather_rows, gather_upstream, put_rows_back, sorted_columns
 from flashmask_hf.plan import build_plan as torch_plan
 
 KILOBYTES = {HOPPER: 227, BLACKWELL: 227, AMPERE: 163, MI300: 64}
@@ -41,7 +41,7 @@ def _pretend(monkeypatch, target) -> None:
     major = target.arch // 10 if target.backend == "cuda" else 0
     usable = configs.usable_shared_memory(KILOBYTES[target] * 1024, major)
     monkeypatch.setattr(configs, "_shared_memory", lambda device: usable)
-    monkeypatch.setattr(configs, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(configs, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(configs, "_on_cpu", lambda x: False)
 
 
@@ -109,15 +109,17 @@ def test_reorder(target) -> None:
     order, kept = torch.zeros(2, 4, 512, dtype=torch.int32), torch.zeros(2, 4, dtype=torch.int32)
     with compile_only(target) as kernels:
         sorted_columns(bucket, bucket[:, :2], hidden_from, 16)
-        move_rows(x, order, None, back=False)
-        move_rows(x, order, kept, back=True)
-    assert [kernel.name for kernel in kernels] == ["_count", "_place", "_columns", "_move", "_move"]
+        gather_rows(x, order, kept)
+        put_rows_back(x, order)
+        gather_upstream(x, x, order, kept, torch.float32)
+    assert [kernel.name for kernel in kernels] == ["_count", "_place", "_columns", "_move", "_move", "_gather_upstream"]
     if target.backend == "cuda":
         assert not any(kernel.spills for kernel in kernels)
         for kernel in (kernels[0], kernels[2]):
             assert "__assertfail" in kernel.assembly
-        for kernel in kernels[-2:]:
-            assert kernel.assembly.count("ld.global.v4.b32") == kernel.assembly.count("st.global.v4.b32") == 8
+        for kernel, loads, stores in zip(kernels[3:], (8, 8, 8), (8, 8, 4), strict=True):
+            assert kernel.assembly.count("ld.global.v4.b32") == loads
+            assert kernel.assembly.count("st.global.v4.b32") == stores
 
 
 @pytest.mark.parametrize("target", [AMPERE, HOPPER, BLACKWELL, MI300], ids=["ampere", "hopper", "blackwell", "mi300"])
@@ -125,9 +127,9 @@ def test_hashing(target) -> None:
     """Buckets come from products on the tensor cores, without copies of the vectors."""
     x = torch.empty(2, 512, 4, 64, dtype=torch.bfloat16).transpose(1, 2)
     with compile_only(target) as kernels:
-        directions = lsh.fill_normal(torch.empty(4, 64, 8, dtype=torch.bfloat16), [1, 2, 3])
+        directions = lsh.fill_directions(torch.empty(4, 64, 8, dtype=torch.bfloat16), [1, 2, 3])
         lsh.nearest(x, directions, torch.uint8)
-    assert [kernel.name for kernel in kernels] == ["_normal", "_nearest"]
+    assert [kernel.name for kernel in kernels] == ["_draw", "_nearest"]
     product = {AMPERE: "mma.sync", HOPPER: "wgmma", BLACKWELL: "mma", MI300: "mfma"}[target]
     assert product in kernels[1].assembly
     assert "ld.global.v4.b32" in kernels[1].assembly or target.backend != "cuda"

@@ -145,13 +145,13 @@ def _raising(function: Callable[..., Any]) -> Callable[..., Any]:
 def test_a_broken_implementation(
     breaking: Callable[..., Any], part: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = ops._run
+    run = ops.run
 
-    def broken(name: str, impl: str, *args: Any) -> Any:
-        function = functools.partial(run, name, impl)
+    def broken(name: str, impl: str, *args: Any, **more: Any) -> Any:
+        function = functools.partial(run, name, impl, **more)
         return (breaking(function) if name == part else function)(*args)
 
-    monkeypatch.setattr(ops, "_run", broken)
+    monkeypatch.setattr(ops, "run", broken)
     assert main([]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 40

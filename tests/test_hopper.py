@@ -14,7 +14,7 @@ if INTERPRETED:
 
 from cubin import HOPPER, compile_only
 
-from flashmask_hf import FlashMask, flashmask_attention, masks, ops
+from flashmask_hf import FlashMask, flashmask_attention, masks, ops, sparse_ops
 from flashmask_hf.attention import choose
 from flashmask_hf.kernels import gluon_shim
 from flashmask_hf.plan import build_plan
@@ -48,7 +48,7 @@ def _inputs(batch: int, q_len: int, kv_len: int, dim: int, dtype: torch.dtype, d
 @pytest.mark.parametrize("dim", [64, 128])
 def test_forward_compiles(monkeypatch: pytest.MonkeyPatch, dim: int, form: str) -> None:
     """Asynchronous products in both groups, registers moved between the roles, next to no spills."""
-    monkeypatch.setattr(hopper_forward, "_multiprocessors", lambda device: 4)
+    monkeypatch.setattr(hopper_forward, "multiprocessors", lambda device: 4)
     dtype, softcap = (torch.float16, 20.0) if form == "window" else (torch.bfloat16, 0.0)
     q, k, v = _inputs(1, 512, 512, dim, dtype, "cpu")
     mask = FORMS[form]
@@ -123,6 +123,24 @@ def test_forward_more_tiles_than_multiprocessors() -> None:
 
 
 @pytest.mark.hopper
+@pytest.mark.parametrize("q_len", [70, 1111, 9000])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_forward_rows_put_back(dim: int, q_len: int) -> None:
+    """The output of `put_rows_back`, to the bit."""
+    q, k, v = _inputs(3, q_len, 300, dim, torch.bfloat16, "cuda")
+    mask = masks.full(300, q_len=q_len, device="cuda")
+    tiles = build_plan(mask.indices, mask.causal, q_len)
+    order = torch.rand(q.shape[:3], generator=torch.Generator().manual_seed(1)).argsort(-1).to("cuda", torch.int32)
+    with poisoned():
+        (apart, lse), (together, same) = (
+            hopper_forward.forward(q, k, v, mask, tiles, None, 0.1, 0.0, order=given) for given in (None, order)
+        )
+    assert torch.equal(sparse_ops.put_rows_back(apart, order), together)
+    assert torch.equal(lse, same)
+    assert together.transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.hopper
 def test_forward_offset_lags_behind_maximum() -> None:
     """Scores that grow along the keys, by less and by more than the slack of the exponentials' offset."""
     q, k, v = _inputs(1, 300, 1500, 64, torch.float16, "cuda")
@@ -184,9 +202,10 @@ def test_what_does_not_compile_is_replaced_once_and_for_all(monkeypatch, caplog,
     portable = importlib.import_module(f"flashmask_hf.kernels.{name}")
     monkeypatch.setattr(portable, name, lambda *args: ("portable", *args))
     with pytest.raises(RuntimeError, match="PassManager"):
-        ops._run(name, "hopper", 1)
+        ops.run(name, "hopper", 1)
     for _ in range(2):
-        assert ops._run(name, "best", 2) == ("portable", 2)
+        assert ops.run(name, "best", 2, order=3) == ("portable", 2)
+    assert ops.run(name, "best", 4, after=lambda *results: (*results, "after"), order=5) == ("portable", 4, "after")
     assert calls == [(1,), (2,)]
     (record,) = caplog.records
     assert f"the Hopper {name} fails here and impl='triton' replaces it: RuntimeError: PassManager" in record.message
@@ -199,7 +218,7 @@ def test_a_full_memory_is_not_taken_for_a_broken_kernel(monkeypatch: pytest.Monk
     monkeypatch.setattr(ops, "_broken", set())
     monkeypatch.setattr(hopper_forward, "forward", full)
     with pytest.raises(torch.OutOfMemoryError):
-        ops._run("forward", "best", 1)
+        ops.run("forward", "best", 1)
     assert not ops._broken
 
 

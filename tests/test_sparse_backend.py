@@ -225,15 +225,16 @@ def test_a_layer_of_fake_tensors():
     assert out.shape == (2, LENGTH, 4, 8)
 
 
-def test_directions_are_standard_normal_and_independent():
+def test_directions_are_even_on_the_sphere_and_independent():
     x = torch.empty(1, 64, 1, 64, dtype=torch.float64)
     drawn = lsh_directions(x, 2**32 - 1, 3, 64)
-    vectors = drawn.mT.flatten(0, 1)  # 4096 of 64 dimensions
+    torch.testing.assert_close(drawn.norm(dim=1), torch.ones(64, 64, dtype=torch.float64))
+    vectors = 8 * drawn.mT.flatten(0, 1)  # 4096 of 64 dimensions
     assert vectors.mean().abs() < 0.01
-    assert (vectors**4).mean().sub(3).abs() < 0.1
+    assert (vectors**4).mean().sub(3 * 64 / 66).abs() < 0.1
     assert (vectors.mT @ vectors / len(vectors) - torch.eye(64)).abs().max() < 0.1
     other = lsh_directions(x, 2**32 - 1, 4, 64)
-    assert (drawn * other).mean().abs() < 0.01
+    assert (64 * drawn * other).mean().abs() < 0.01
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 8, 3), (12, 64, 8), (3, 40, 101)], ids=str)

@@ -103,7 +103,7 @@ def decode_splits(x: Tensor, programs: int, blocks: int) -> int:
         programs: how many programs there are without splitting.
         blocks: blocks of keys; a part has at least two.
     """
-    slots = 8 if _on_cpu(x) else 2 * _multiprocessors(x.device)
+    slots = 8 if _on_cpu(x) else 2 * multiprocessors(x.device)
     return max(1, min(slots // programs, (blocks + 1) // 2))
 
 
@@ -146,7 +146,8 @@ def _on_cpu(x: Tensor) -> bool:
 
 
 @cache
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
+    """How many there are on a GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 

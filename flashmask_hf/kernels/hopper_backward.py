@@ -1,12 +1,13 @@
 """The backward for Hopper (sm_90a) in Gluon: one kernel over key tiles (FlashMask, ICLR 2025, algorithm 2).
 
-A program holds 128 keys and their values in shared memory and walks the query rows that see them. One warp loads tiles
-of rows, two warpgroups of 64 keys each make scores transposed [keys, rows], so that weights and their gradients stay
-in registers as operands for dV and dK, and one warp adds the program's share of dQ to a float32 buffer. The scores of
-the next tile are in the making while dQ of this one is written.
+A program stays on a multiprocessor and takes one tile of 128 keys after the other from a counter. It holds the keys and
+their values in shared memory and walks the query rows that see them. One warp finds and loads tiles, two warpgroups of
+64 keys each make scores transposed [keys, rows], so that weights and their gradients stay in registers as operands for
+dV and dK, and one warp adds the program's share of dQ to a float32 buffer and stores dK and dV. The scores of the next
+tile of rows are in the making while dQ of this one is written.
 """
 # Layouts take compile-time constants, which the type checker takes for objects.
-# pyright: reportArgumentType=false
+# pyright: reportArgumentType=false, reportOperatorIssue=false
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flashmask_hf.kernels.configs import multiprocessors
 from flashmask_hf.kernels.gluon_shim import (
     TensorDescriptor,
     fence_async_shared,
@@ -49,14 +51,16 @@ COLUMNS = 128
 
 
 class Config(NamedTuple):
-    """Query rows of a tile, registers of a consuming thread, and whether dQ lags a tile behind.
+    """Query rows of a tile, registers of a consuming thread, whether dQ lags a tile behind, and tiles of keys at hand.
 
-    With a lag the two warpgroups need not keep step, which pays where exponentials weigh more (head_dim 64).
+    With a lag the two warpgroups need not keep step, which pays where exponentials weigh more (head_dim 64). Where two
+    tiles of keys and values fit, the next one comes while this one is worked on.
     """
 
     rows: int
     registers: int
     lag: bool
+    sides: int
 
 
 @gluon.jit
@@ -90,106 +94,245 @@ def _row_tile(first, last, count, tile, ORDERED: gl.constexpr):
     return first + count if ORDERED else first + (count + tile) % (last - first)
 
 
+# What the loading warp says of a tile of rows, in `places`, which has two sides.
+_ROW = gl.constexpr(0)
+_MASK = gl.constexpr(1)  # times 2, and 1 if the tile is partial
+_PLACE = gl.constexpr(2)  # of its sums
+_UNIT = gl.constexpr(3)  # batch and head of the key tile
+_TILE = gl.constexpr(4)  # the key tile
+_STEPS = gl.constexpr(5)  # row tiles of the key tile; 0: one, which does not exist; -1: nothing more comes
+_FIELDS = gl.constexpr(6)
+
+
+@gluon.jit
+def _read(places, stage, FIELD: gl.constexpr):
+    return gl.sum(places.index(stage * _FIELDS + FIELD).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
+
+
+@gluon.jit
+def _write(places, stage, FIELD: gl.constexpr, value):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    places.index(stage * _FIELDS + FIELD).store(gl.full([1], value, gl.int32, layout))
+
+
+@gluon.jit
+def _key_tile(
+    program, launch, turns, kv_heads, units, together, mask_batch, mask_heads, n_columns,
+    SUBTILES: gl.constexpr, ORDERED: gl.constexpr,
+):  # fmt: skip
+    """(tile, unit) that is number `program`: heads take turns, so that equal work lies side by side."""
+    if ORDERED:
+        together = gl.load(turns)
+    begin = program // (together * n_columns) * together
+    place = program - begin * n_columns
+    width = gl.minimum(together, units - begin)
+    tile = place // width
+    unit = begin + place % width
+    if ORDERED:
+        masks = gl.where(mask_heads == 1, 1, kv_heads)
+        line = ((unit // kv_heads % mask_batch) * masks + unit % kv_heads % masks) * (n_columns // SUBTILES)
+        tile = gl.load(launch + line + tile // SUBTILES).to(gl.int32) * SUBTILES + tile % SUBTILES
+    return tile, unit
+
+
+@gluon.jit
+def _load_keys(k, v, k_tiles, v_tiles, keys_ready, unit, kv_heads, tile, side, BLOCK_D: gl.constexpr):
+    mbarrier.expect(keys_ready.index(side), 4 * 64 * BLOCK_D * 2)
+    for half in gl.static_range(2):
+        at = [unit // kv_heads, unit % kv_heads, tile * 128 + half * 64, 0]
+        tma_load(k, at, keys_ready.index(side), k_tiles.index(side * 2 + half))
+        tma_load(v, at, keys_ready.index(side), v_tiles.index(side * 2 + half))
+
+
 @gluon.jit
 def _load_rows(
-    q, k, v, dout, lse, delta, segments, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles, places,
-    keys_ready, q_ready, do_ready, free, batch, kv_head, group, heads, mask_batch, mask_heads, n_kv, tile, q_len,
-    ROWS: gl.constexpr, SEGMENTS: gl.constexpr, VISIBLE: gl.constexpr, ORDERED: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
+    q, dout, lse, delta, q_tiles, do_tiles, lse_tiles, delta_tiles, places, q_ready, do_ready, free,
+    batch, head, heads, row, mask, place, unit, tile, steps, step, q_len, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
-    """The warp that loads: the program's keys and values, then tile after tile of rows."""
+    """Row tile number `step` of the program, and what there is to say of it."""
     LANES: gl.constexpr = gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0])
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    lanes = gl.arange(0, BLOCK_M, LANES)
-    mbarrier.expect(keys_ready, 4 * 64 * BLOCK_D * 2)
-    for half in gl.static_range(2):
-        tma_load(k, [batch, kv_head, tile * 128 + half * 64, 0], keys_ready, k_tiles.index(half))
-        tma_load(v, [batch, kv_head, tile * 128 + half * 64, 0], keys_ready, v_tiles.index(half))
+    rows = row + gl.arange(0, BLOCK_M, LANES)
+    at = (batch.to(gl.int64) * heads + head) * q_len
+    row_lse = gl.load(lse + at + rows, mask=rows < q_len, other=float("inf"))
+    row_delta = gl.load(delta + at + rows, mask=rows < q_len, other=0.0)
+    stage = step & 1
+    mbarrier.wait(free.index(stage), ((step // 2) & 1) ^ 1)
+    # The queries are on their way before the barrier knows how many bytes they are: it opens only when it does, and
+    # then what is stored here has come, too.
+    tma_load(q, [batch, head, row, 0], q_ready.index(stage), q_tiles.index(stage))
+    mbarrier.expect(do_ready.index(stage), BLOCK_M * BLOCK_D * 2)
+    tma_load(dout, [batch, head, row, 0], do_ready.index(stage), do_tiles.index(stage))
+    row_lse = gl.where(row_lse == float("-inf"), float("inf"), row_lse) * _LOG2_E
+    lse_tiles.index(stage).store(row_lse)
+    delta_tiles.index(stage).store(row_delta)
+    _write(places, stage, _ROW, row)
+    _write(places, stage, _MASK, mask)
+    _write(places, stage, _PLACE, place)
+    _write(places, stage, _UNIT, unit)
+    _write(places, stage, _TILE, tile)
+    _write(places, stage, _STEPS, steps)
+    group_barrier()
+    mbarrier.expect(q_ready.index(stage), BLOCK_M * BLOCK_D * 2)
+
+
+@gluon.jit
+def _feed(
+    q, k, v, dout, lse, delta, segments, launch, turns, counter, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles,
+    delta_tiles, places, keys_ready, keys_free, q_ready, do_ready, free,
+    heads, kv_heads, units, together, mask_batch, mask_heads, q_len, n_kv, n_columns, padded,
+    SIDES: gl.constexpr, ROWS: gl.constexpr, SUBTILES: gl.constexpr, SEGMENTS: gl.constexpr, VISIBLE: gl.constexpr,
+    ORDERED: gl.constexpr, SHARED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
+):  # fmt: skip
+    """The warp that takes key tiles, and loads their keys, their values and the rows that see them."""
+    group = heads // kv_heads
+    n_programs = units * n_columns
+    program = gl.program_id(0)
+    turn = 0
     step = 0
-    for member in range(group):
-        head = kv_head * group + member
-        at = (batch.to(gl.int64) * heads + head) * q_len
-        mask, starts, ends = _ranges_of(
-            segments, batch, head, heads, mask_batch, mask_heads, n_kv, SEGMENTS, ROWS // BLOCK_M
+    while program < n_programs:
+        tile, unit = _key_tile(
+            program, launch, turns, kv_heads, units, together, mask_batch, mask_heads, n_columns, SUBTILES, ORDERED
         )
-        done = 0
-        for segment in range(SEGMENTS):
-            first, last, partial = _range(starts, ends, segment, done, VISIBLE, ORDERED)
-            done = gl.maximum(done, last)
-            for count in range(last - first):
-                row = _row_tile(first, last, count, tile, ORDERED) * BLOCK_M
-                rows = row + lanes
-                row_lse = gl.load(lse + at + rows, mask=rows < q_len, other=float("inf"))
-                row_delta = gl.load(delta + at + rows, mask=rows < q_len, other=0.0)
-                place = gl.where(partial > 0, (mask + 1).to(gl.int32), 0)
-                stage = step & 1
-                mbarrier.wait(free.index(stage), ((step // 2) & 1) ^ 1)
-                # The queries are on their way before the barrier knows how many bytes they are: it opens only when it
-                # does, and then what is stored here has come, too.
-                tma_load(q, [batch, head, row, 0], q_ready.index(stage), q_tiles.index(stage))
-                mbarrier.expect(do_ready.index(stage), BLOCK_M * BLOCK_D * 2)
-                tma_load(dout, [batch, head, row, 0], do_ready.index(stage), do_tiles.index(stage))
-                row_lse = gl.where(row_lse == float("-inf"), float("inf"), row_lse) * _LOG2_E
-                lse_tiles.index(stage).store(row_lse)
-                delta_tiles.index(stage).store(row_delta)
-                places.index(stage).store(gl.full([1], row, gl.int32, ONE))
-                places.index(2 + stage).store(gl.zeros([1], gl.int32, ONE) + place)
-                group_barrier()
-                mbarrier.expect(q_ready.index(stage), BLOCK_M * BLOCK_D * 2)
-                step += 1
+        batch = unit // kv_heads
+        first_head = unit % kv_heads * group
+        ranges = segments + tile // SUBTILES * (SEGMENTS * 2)
+        mask, starts, ends = _ranges_of(
+            ranges, batch, first_head, heads, mask_batch, mask_heads, n_kv, SEGMENTS, ROWS // BLOCK_M
+        )
+        steps = gl.sum(ends - starts, 0)
+        if mask_heads == heads:
+            for member in range(1, group):
+                _, other_starts, other_ends = _ranges_of(
+                    ranges, batch, first_head + member, heads, mask_batch, mask_heads, n_kv, SEGMENTS, ROWS // BLOCK_M
+                )
+                steps += gl.sum(other_ends - other_starts, 0)
+        else:
+            steps *= group
+        following = n_programs
+        if SIDES == 2:
+            mbarrier.wait(keys_free.index(turn & 1), ((turn // 2) & 1) ^ 1)
+            _load_keys(k, v, k_tiles, v_tiles, keys_ready, unit, kv_heads, tile, turn & 1, BLOCK_D)
+        if steps == 0:
+            if SHARED:
+                following = gl.atomic_add(counter, 1) + gl.num_programs(0)
+            _load_rows(
+                q, dout, lse, delta, q_tiles, do_tiles, lse_tiles, delta_tiles, places, q_ready, do_ready, free, batch,
+                first_head, heads, padded, mask * 2, 0, unit, tile, steps, step, q_len, BLOCK_M, BLOCK_D,
+            )  # fmt: skip
+            step += 1
+        end = step + steps
+        for member in range(group):
+            head = first_head + member
+            if member > 0:
+                mask, starts, ends = _ranges_of(
+                    ranges, batch, head, heads, mask_batch, mask_heads, n_kv, SEGMENTS, ROWS // BLOCK_M
+                )
+            done = 0
+            for segment in range(SEGMENTS):
+                first, last, partial = _range(starts, ends, segment, done, VISIBLE, ORDERED)
+                done = gl.maximum(done, last)
+                for count in range(last - first):
+                    index = _row_tile(first, last, count, tile, ORDERED)
+                    if SHARED and step + 1 == end:
+                        following = gl.atomic_add(counter, 1) + gl.num_programs(0)
+                    place = (batch * heads + head) * (padded // BLOCK_M) + index
+                    _load_rows(
+                        q, dout, lse, delta, q_tiles, do_tiles, lse_tiles, delta_tiles, places, q_ready, do_ready, free,
+                        batch, head, heads, index * BLOCK_M, mask * 2 + partial, place, unit, tile, steps, step, q_len,
+                        BLOCK_M, BLOCK_D,
+                    )  # fmt: skip
+                    step += 1
+        program = following
+        turn += 1
+    mbarrier.wait(free.index(step & 1), ((step // 2) & 1) ^ 1)
+    _write(places, step & 1, _STEPS, -1)
+    group_barrier()
+    mbarrier.arrive(q_ready.index(step & 1), count=1)
 
 
 @gluon.jit
 def _store_gradients(
-    dq, dk, dv, segments, order, locks, dq_tiles, k_tiles, v_tiles, free, dq_ready, dq_free, sums_ready,
-    batch, kv_head, group, heads, mask_batch, mask_heads, n_q, n_kv, tile, padded,
-    SUBTILES: gl.constexpr, ROWS: gl.constexpr, SEGMENTS: gl.constexpr, VISIBLE: gl.constexpr,
-    ORDERED: gl.constexpr, LAG: gl.constexpr, BLOCK_M: gl.constexpr,
+    k, v, dq, dk, dv, order, locks, dq_tiles, k_tiles, v_tiles, places, keys_ready, keys_free, q_ready, free, dq_ready,
+    dq_free, sums_ready, kv_heads, n_q, n_kv,
+    PLACED: gl.constexpr, SIDES: gl.constexpr, SUBTILES: gl.constexpr, ROWS: gl.constexpr, ORDERED: gl.constexpr,
+    LAG: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
-    """The warp that adds the program's share of dQ, on the same walk over rows as `_load_rows`; it stores dK and dV."""
+    """The warp that adds dQ, tile by tile of rows, and stores dK and dV unless they are PLACED."""
     step = 0
-    for member in range(group):
-        head = kv_head * group + member
-        plane = batch * heads + head
-        mask, starts, ends = _ranges_of(
-            segments, batch, head, heads, mask_batch, mask_heads, n_kv, SEGMENTS, ROWS // BLOCK_M
-        )
-        done = 0
-        for segment in range(SEGMENTS):
-            first, last, _ = _range(starts, ends, segment, done, VISIBLE, ORDERED)
-            done = gl.maximum(done, last)
-            for count in range(last - first):
-                index = _row_tile(first, last, count, tile, ORDERED)
-                place = plane * (padded // BLOCK_M) + index
-                turn = 0
+    event = 0  # a tile of dQ; with a lag, a key tile begins with one that is none
+    turn = 0
+    mbarrier.wait(q_ready.index(0), 0)
+    steps = _read(places, 0, _STEPS)
+    while steps >= 0:
+        stage = step & 1
+        side = turn % SIDES
+        tile = _read(places, stage, _TILE)
+        unit = _read(places, stage, _UNIT)
+        if SIDES == 1:  # only now are the gradients gone from the keys' and values' place
+            _load_keys(k, v, k_tiles, v_tiles, keys_ready, unit, kv_heads, tile, side, BLOCK_D)
+        place = _read(places, stage, _PLACE)
+        mask = _read(places, stage, _MASK)
+        row = _read(places, stage, _ROW)
+        if LAG:
+            group_barrier()
+            mbarrier.wait(dq_ready, event & 1)
+            mbarrier.arrive(free.index(stage), count=1)
+            mbarrier.arrive(dq_free, count=1)
+            event += 1
+        end = step + gl.maximum(steps, 1)
+        while step < end:
+            stage = step & 1
+            if not LAG:
+                place = _read(places, stage, _PLACE)
+                mask = _read(places, stage, _MASK)
+                row = _read(places, stage, _ROW)
+                group_barrier()
+            at = place * 256
+            lock = locks + place
+            earlier = 0
+            if ORDERED:
+                row_tile = (mask // 2).to(gl.int64) * n_q + row // ROWS
+                before = gl.load(order + row_tile * n_kv + tile // SUBTILES, mask=steps > 0, other=0).to(gl.int32)
+                earlier = before * SUBTILES + tile % SUBTILES
+            mbarrier.wait(dq_ready, event & 1)
+            event += 1
+            step += 1
+            if not LAG:
+                mbarrier.arrive(free.index(stage), count=1)
+            elif step < end:
+                place = _read(places, step & 1, _PLACE)
+                mask = _read(places, step & 1, _MASK)
+                row = _read(places, step & 1, _ROW)
+                group_barrier()
+                mbarrier.arrive(free.index(step & 1), count=1)
+            if steps > 0:
                 if ORDERED:
-                    row_tile = mask.to(gl.int64) * n_q + index // (ROWS // BLOCK_M)
-                    before = gl.load(order + row_tile * n_kv + tile // SUBTILES).to(gl.int32)
-                    turn = before * SUBTILES + tile % SUBTILES
-                if LAG and step == 0:  # there is nothing to add yet
-                    mbarrier.wait(dq_ready, 0)
-                    mbarrier.arrive(free.index(0), count=1)
-                    mbarrier.arrive(dq_free, count=1)
-                mbarrier.wait(dq_ready, (step + LAG) & 1)
-                mbarrier.arrive(free.index((step + LAG) & 1), count=1)
-                if ORDERED:
-                    wait_for_count(locks + place, turn)
-                tma_reduce_add(dq, [place * 256, 0], dq_tiles.index(0))
-                tma_reduce_add(dq, [place * 256 + 128, 0], dq_tiles.index(1))
+                    wait_for_count(lock, earlier)
+                tma_reduce_add(dq, [at, 0], dq_tiles.index(0))
+                tma_reduce_add(dq, [at + 128, 0], dq_tiles.index(1))
                 tma_store_wait(0)
-                mbarrier.arrive(dq_free, count=1)
-                if ORDERED:
-                    gl.inline_asm_elementwise(
-                        "cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-                    )
-                    group_barrier()
-                    gl.atomic_add(locks + place, 1, sem="release")
-                step += 1
-    mbarrier.wait(sums_ready, 0)
-    for half in gl.static_range(2):
-        tma_store(dk, [batch, kv_head, tile * 128 + half * 64, 0], k_tiles.index(half))
-        tma_store(dv, [batch, kv_head, tile * 128 + half * 64, 0], v_tiles.index(half))
-    tma_store_wait(0)
+            mbarrier.arrive(dq_free, count=1)
+            if ORDERED and steps > 0:
+                gl.inline_asm_elementwise(
+                    "cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+                )
+                group_barrier()
+                gl.atomic_add(lock, 1, sem="release")
+            if not LAG:
+                # What is written of the next tile of rows is there, since the consumers have it or wait for it.
+                mbarrier.wait(q_ready.index(step & 1), (step // 2) & 1, pred=step < end)
+        mbarrier.wait(sums_ready.index(side), (turn // SIDES) & 1)
+        if not PLACED:
+            for half in gl.static_range(2):
+                to = [unit // kv_heads, unit % kv_heads, tile * 128 + half * 64, 0]
+                tma_store(dk, to, k_tiles.index(side * 2 + half))
+                tma_store(dv, to, v_tiles.index(side * 2 + half))
+            tma_store_wait(0)
+        if SIDES == 2:
+            mbarrier.arrive(keys_free.index(side), count=1)
+        turn += 1
+        mbarrier.wait(q_ready.index(step & 1), (step // 2) & 1)
+        steps = _read(places, step & 1, _STEPS)
 
 
 @gluon.jit
@@ -236,18 +379,17 @@ def _mark(
     CAUSAL: gl.constexpr, N: gl.constexpr, BLOCK_M: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """(whether a tile is partial, then the visible ones of a thread's rows as a word for each of its keys [64, 4])."""
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     COUNT: gl.constexpr = BLOCK_M // 4
     WORDS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT))
     hidden = gl.zeros([64, 4], gl.int32, WORDS)
-    mask = gl.sum(places.index(2 + stage).load(ONE), 0)
-    partial = (mask > 0) & active
+    mask = _read(places, stage, _MASK)
+    partial = ((mask & 1) != 0) & active
     if partial:
-        row = gl.sum(places.index(stage).load(ONE), 0)
+        row = _read(places, stage, _ROW)
         columns = gl.expand_dims(column + gl.arange(0, 64, gl.SliceLayout(1, WORDS)), 1)
         lane = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, WORDS)), 0)
         inside = columns < kv_len
-        at = indices + ((mask - 1).to(gl.int64) * kv_len + columns) * N
+        at = indices + ((mask // 2).to(gl.int64) * kv_len + columns) * N
         hidden = -1 - _bits_below(gl.load(at, mask=inside, other=0) - row, lane, COUNT)
         if N == 4 or (N == 2 and CAUSAL):
             hidden = hidden & _bits_below(gl.load(at + 1, mask=inside, other=_NEVER) - row, lane, COUNT)
@@ -286,15 +428,16 @@ def _weigh(
 
 @gluon.jit
 def _multiply_dq(
-    ds_tiles, k_tiles, other_ready, step, real, zero, HALF: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr
+    ds_tiles, k_tiles, other_ready, side, step, real, zero,
+    HALF: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
     """Start a warpgroup's half of a tile of dQ [64, 64] from both warpgroups' gradients of the scores of `step`."""
     turn = step & 1
     own_ds = ds_tiles.index(turn * 2 + HALF)
     other_ds = ds_tiles.index(turn * 2 + 1 - HALF)
     hidden = opaque_zero()
-    own_keys = k_tiles.index(HALF + hidden).reshape([64, BLOCK_D])
-    other_keys = k_tiles.index(1 - HALF + hidden).reshape([64, BLOCK_D])
+    own_keys = k_tiles.index(side * 2 + HALF + hidden).reshape([64, BLOCK_D])
+    other_keys = k_tiles.index(side * 2 + 1 - HALF + hidden).reshape([64, BLOCK_D])
     if BLOCK_M == 64:
         own_keys = own_keys.slice(HALF * 64, 64, dim=1)
         other_keys = other_keys.slice(HALF * 64, 64, dim=1)
@@ -316,14 +459,43 @@ def _stage_dq(dq, dq_tiles, HALF: gl.constexpr):
 
 
 @gluon.jit
-def _accumulate(
-    HALF: gl.constexpr, indices, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles, places, ds_tiles,
-    dq_tiles, keys_ready, q_ready, do_ready, own_ready, other_ready, dq_ready, dq_free, sums_ready, tile, steps, q_len,
-    kv_len, scale, factor, bend,
-    CAUSAL: gl.constexpr, N: gl.constexpr, CAP: gl.constexpr, LAG: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
+def _multiply(
+    weights, slopes, dweights, dkeys, dvalues, q_tiles, k_tiles, do_tiles, delta_tiles, ds_tiles, own_ready,
+    other_ready, dq_free, side, step, event, real, no_dq,
+    HALF: gl.constexpr, LAG: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
-    """Warpgroup `HALF`, 0 or 1: dK and dV of 64 keys, and its half of every tile of dQ.
+    """The products of row tile `step`: (dK, dV, a tile of dQ in the making, with a lag that of the step before)."""
+    dtype: gl.constexpr = q_tiles.dtype
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, dkeys.type.layout, 2)
+    stage = step & 1
+    queries = q_tiles.index(stage).reshape([BLOCK_M, BLOCK_D])
+    upstream = do_tiles.index(stage).reshape([BLOCK_M, BLOCK_D])
+    dvalues = warpgroup_mma(gl.convert_layout(weights, OPERAND), upstream, dvalues, is_async=True)
+    row_delta = gl.expand_dims(delta_tiles.index(stage).load(gl.SliceLayout(0, dweights.type.layout)), 0)
+    dscores = _narrow(_widen(slopes, dtype) * (dweights - row_delta), dtype)
+    if LAG:  # the other warpgroup has read these gradients' place
+        mbarrier.wait(dq_free, (event & 1) ^ 1)
+    ds_tiles.index(stage * 2 + HALF).store(dscores)
+    fence_async_shared()
+    group_barrier()
+    mbarrier.arrive(own_ready.index(stage), count=1)
+    dkeys = warpgroup_mma(gl.convert_layout(dscores, OPERAND), queries, dkeys, is_async=True)
+    dq = _multiply_dq(ds_tiles, k_tiles, other_ready, side, step - LAG, real, no_dq, HALF, BLOCK_M, BLOCK_D)
+    dkeys, dvalues = warpgroup_mma_wait(2, deps=[dkeys, dvalues])
+    return dkeys, dvalues, dq
+
+
+@gluon.jit
+def _accumulate(
+    HALF: gl.constexpr, dk_rows, dv_rows, k_order, indices, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles,
+    delta_tiles, places, ds_tiles, dq_tiles, keys_ready, q_ready, do_ready, own_ready, other_ready, dq_ready, dq_free,
+    sums_ready, kv_heads, q_len, kv_len, scale, factor, bend,
+    PLACED: gl.constexpr, CAUSAL: gl.constexpr, N: gl.constexpr, CAP: gl.constexpr, LAG: gl.constexpr,
+    SIDES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
+):  # fmt: skip
+    """Warpgroup `HALF`, 0 or 1: dK and dV of 64 keys of every tile, and its half of every tile of dQ.
+
+    PLACED stores dK and dV itself, each row where `k_order` says.
 
     One turn of the loop ends with the next tile's weights and their gradients, so that the tensor cores always have
     the product at hand that does not wait for what the other units compute.
@@ -332,82 +504,108 @@ def _accumulate(
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     KV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, KV, 2)
-    dkeys = gl.zeros([64, BLOCK_D], gl.float32, KV)
-    dvalues = gl.zeros([64, BLOCK_D], gl.float32, KV)
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
+    rows = gl.arange(0, 64, gl.SliceLayout(1, ROWS))
+    dims = gl.arange(0, BLOCK_D, gl.SliceLayout(0, ROWS))
     no_scores = gl.zeros([64, BLOCK_M], gl.float32, S)
     no_dq = gl.zeros([64, 64], gl.float32, DQ)
     PIECES: gl.constexpr = gl.reshape(no_scores, [64, BLOCK_M // 8, 4, 2]).type.layout
-    keys = k_tiles.index(HALF).reshape([64, BLOCK_D])
-    values = v_tiles.index(HALF).reshape([64, BLOCK_D])
-    column = tile * 128 + HALF * 64
 
-    mbarrier.wait(keys_ready, 0)
-    mbarrier.wait(q_ready.index(0), 0, pred=steps > 0)
-    queries = q_tiles.index(0).reshape([BLOCK_M, BLOCK_D])
-    scores = warpgroup_mma(keys, queries.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-    partial, marks = _mark(indices, 0, steps > 0, places, column, q_len, kv_len, CAUSAL, N, BLOCK_M, PIECES)
-    mbarrier.wait(do_ready.index(0), 0, pred=steps > 0)
-    upstream = do_tiles.index(0).reshape([BLOCK_M, BLOCK_D])
-    dweights = warpgroup_mma(values, upstream.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-    scores = warpgroup_mma_wait(1, deps=[scores])
-    weights, slopes = _weigh(scores, 0, partial, marks, lse_tiles, factor, bend, CAP, BLOCK_M, S, dtype)
-    dweights = warpgroup_mma_wait(0, deps=[dweights])
-    for step in range(steps):
-        hidden = opaque_zero()
-        keys = k_tiles.index(HALF + hidden).reshape([64, BLOCK_D])
-        values = v_tiles.index(HALF + hidden).reshape([64, BLOCK_D])
+    step = 0
+    event = 0
+    turn = 0
+    mbarrier.wait(q_ready.index(0), 0)
+    steps = _read(places, 0, _STEPS)
+    while steps >= 0:
         stage = step & 1
+        side = turn % SIDES
+        column = _read(places, stage, _TILE) * 128 + HALF * 64
+        unit = _read(places, stage, _UNIT)
+        mbarrier.wait(keys_ready.index(side), (turn // SIDES) & 1)
+        keys = k_tiles.index(side * 2 + HALF).reshape([64, BLOCK_D])
+        values = v_tiles.index(side * 2 + HALF).reshape([64, BLOCK_D])
         queries = q_tiles.index(stage).reshape([BLOCK_M, BLOCK_D])
-        upstream = do_tiles.index(stage).reshape([BLOCK_M, BLOCK_D])
-        dvalues = warpgroup_mma(gl.convert_layout(weights, OPERAND), upstream, dvalues, is_async=True)
-        row_delta = gl.expand_dims(delta_tiles.index(stage).load(gl.SliceLayout(0, S)), 0)
-        dscores = _narrow(_widen(slopes, dtype) * (dweights - row_delta), dtype)
-        turn = step & 1
-        if LAG:  # the other warpgroup has read these gradients' place
-            mbarrier.wait(dq_free, turn ^ 1)
-        ds_tiles.index(turn * 2 + HALF).store(dscores)
-        fence_async_shared()
-        group_barrier()
-        mbarrier.arrive(own_ready.index(turn), count=1)
-        dkeys = warpgroup_mma(gl.convert_layout(dscores, OPERAND), queries, dkeys, is_async=True)
-        dq = _multiply_dq(ds_tiles, k_tiles, other_ready, step - LAG, step >= LAG, no_dq, HALF, BLOCK_M, BLOCK_D)
-        dkeys, dvalues = warpgroup_mma_wait(2, deps=[dkeys, dvalues])
-
-        more = step + 1 < steps
-        next_stage = (step + 1) & 1
-        next_phase = ((step + 1) // 2) & 1
-        mbarrier.wait(q_ready.index(next_stage), next_phase, pred=more)
-        queries = q_tiles.index(next_stage).reshape([BLOCK_M, BLOCK_D])
         scores = warpgroup_mma(keys, queries.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-        partial, marks = _mark(indices, next_stage, more, places, column, q_len, kv_len, CAUSAL, N, BLOCK_M, PIECES)
-        dq = warpgroup_mma_wait(1, deps=[dq])
-        if not LAG:
-            mbarrier.wait(dq_free, turn ^ 1)
-        _stage_dq(dq, dq_tiles, HALF)
-        mbarrier.arrive(dq_ready, count=1)
-        mbarrier.wait(do_ready.index(next_stage), next_phase, pred=more)
-        upstream = do_tiles.index(next_stage).reshape([BLOCK_M, BLOCK_D])
+        partial, marks = _mark(indices, stage, True, places, column, q_len, kv_len, CAUSAL, N, BLOCK_M, PIECES)
+        mbarrier.wait(do_ready.index(stage), (step // 2) & 1)
+        upstream = do_tiles.index(stage).reshape([BLOCK_M, BLOCK_D])
         dweights = warpgroup_mma(values, upstream.permute((1, 0)), no_scores, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(1, deps=[scores])
-        weights, slopes = _weigh(scores, next_stage, partial, marks, lse_tiles, factor, bend, CAP, BLOCK_M, S, dtype)
+        weights, slopes = _weigh(scores, stage, partial, marks, lse_tiles, factor, bend, CAP, BLOCK_M, S, dtype)
         dweights = warpgroup_mma_wait(0, deps=[dweights])
+        dkeys = gl.zeros([64, BLOCK_D], gl.float32, KV)
+        dvalues = gl.zeros([64, BLOCK_D], gl.float32, KV)
+        # With a lag, the last step has code of its own, and nothing is done in vain.
+        for i in range(steps - 1 if LAG else gl.maximum(steps, 1)):
+            more = True if LAG else i + 1 < steps
+            hidden = opaque_zero()
+            dkeys, dvalues, dq = _multiply(
+                weights, slopes, dweights, dkeys, dvalues, q_tiles, k_tiles, do_tiles, delta_tiles, ds_tiles, own_ready,
+                other_ready, dq_free, side, step, event, i >= LAG, no_dq, HALF, LAG, BLOCK_M, BLOCK_D,
+            )  # fmt: skip
+            step += 1
+            stage = step & 1
+            phase = (step // 2) & 1
+            mbarrier.wait(q_ready.index(stage), phase, pred=more)
+            keys = k_tiles.index(side * 2 + HALF + hidden).reshape([64, BLOCK_D])
+            values = v_tiles.index(side * 2 + HALF + hidden).reshape([64, BLOCK_D])
+            queries = q_tiles.index(stage).reshape([BLOCK_M, BLOCK_D])
+            scores = warpgroup_mma(keys, queries.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+            partial, marks = _mark(indices, stage, more, places, column, q_len, kv_len, CAUSAL, N, BLOCK_M, PIECES)
+            dq = warpgroup_mma_wait(1, deps=[dq])
+            if not LAG:
+                mbarrier.wait(dq_free, (event & 1) ^ 1)
+            _stage_dq(dq, dq_tiles, HALF)
+            mbarrier.arrive(dq_ready, count=1)
+            event += 1
+            mbarrier.wait(do_ready.index(stage), phase, pred=more)
+            upstream = do_tiles.index(stage).reshape([BLOCK_M, BLOCK_D])
+            dweights = warpgroup_mma(values, upstream.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+            scores = warpgroup_mma_wait(1, deps=[scores])
+            weights, slopes = _weigh(scores, stage, partial, marks, lse_tiles, factor, bend, CAP, BLOCK_M, S, dtype)
+            dweights = warpgroup_mma_wait(0, deps=[dweights])
 
-    if LAG and steps > 0:
-        dq = _multiply_dq(ds_tiles, k_tiles, other_ready, steps - 1, True, no_dq, HALF, BLOCK_M, BLOCK_D)
-        dq = warpgroup_mma_wait(0, deps=[dq])
-        mbarrier.wait(dq_free, (steps & 1) ^ 1)
-        _stage_dq(dq, dq_tiles, HALF)
-        mbarrier.arrive(dq_ready, count=1)
-
-    keys = k_tiles.index(HALF).reshape([64, BLOCK_D])
-    values = v_tiles.index(HALF).reshape([64, BLOCK_D])
-    values.store(_narrow(dvalues, dtype))
-    named_barrier_sync(8, 256)
-    keys.store(_narrow(dkeys * scale, dtype))
-    fence_async_shared()
-    group_barrier()
-    mbarrier.arrive(sums_ready, count=1)
+        if LAG:
+            dkeys, dvalues, dq = _multiply(
+                weights, slopes, dweights, dkeys, dvalues, q_tiles, k_tiles, do_tiles, delta_tiles, ds_tiles, own_ready,
+                other_ready, dq_free, side, step, event, steps > 1, no_dq, HALF, LAG, BLOCK_M, BLOCK_D,
+            )  # fmt: skip
+            dq = warpgroup_mma_wait(0, deps=[dq])
+            _stage_dq(dq, dq_tiles, HALF)
+            mbarrier.arrive(dq_ready, count=1)
+            event += 1
+            dq = _multiply_dq(ds_tiles, k_tiles, other_ready, side, step, True, no_dq, HALF, BLOCK_M, BLOCK_D)
+            dq = warpgroup_mma_wait(0, deps=[dq])
+            mbarrier.wait(dq_free, (event & 1) ^ 1)
+            _stage_dq(dq, dq_tiles, HALF)
+            mbarrier.arrive(dq_ready, count=1)
+            event += 1
+            step += 1
+        if steps == 0:  # keys and values may be infinite
+            dkeys = gl.zeros([64, BLOCK_D], gl.float32, KV)
+            dvalues = gl.zeros([64, BLOCK_D], gl.float32, KV)
+        if PLACED:
+            place = gl.load(k_order + unit.to(gl.int64) * kv_len + rows + column, mask=rows + column < kv_len, other=0)
+            to = gl.expand_dims((unit // kv_heads).to(gl.int64) * kv_len + place, 1) * kv_heads + unit % kv_heads
+            to = to * BLOCK_D + gl.expand_dims(dims, 0)
+            inside = gl.expand_dims(rows + column < kv_len, 1)
+        tile = v_tiles.index(side * 2 + HALF).reshape([64, BLOCK_D])
+        tile.store(_narrow(dvalues, dtype))
+        if PLACED:
+            group_barrier()
+            gl.store(dv_rows + to, tile.load(ROWS), mask=inside)
+        named_barrier_sync(8, 256)
+        tile = k_tiles.index(side * 2 + HALF).reshape([64, BLOCK_D])
+        tile.store(_narrow(dkeys * scale, dtype))
+        if PLACED:
+            group_barrier()
+            gl.store(dk_rows + to, tile.load(ROWS), mask=inside)
+        fence_async_shared()
+        group_barrier()
+        mbarrier.arrive(sums_ready.index(side), count=1)
+        turn += 1
+        mbarrier.wait(q_ready.index(step & 1), (step // 2) & 1)
+        steps = _read(places, step & 1, _STEPS)
 
 
 _RUNTIME = ["heads", "kv_heads", "units", "together", "mask_batch", "mask_heads", "q_len", "kv_len", "n_q", "n_kv",
@@ -416,26 +614,29 @@ _RUNTIME = ["heads", "kv_heads", "units", "together", "mask_batch", "mask_heads"
 
 @gluon.jit(do_not_specialize=_RUNTIME)
 def _backward(
-    q, k, v, dout, dq, dk, dv, lse, delta, indices, segments, order, locks, launch, turns,
+    q, k, v, dout, dq, dk, dv, dk_rows, dv_rows, k_order, lse, delta, indices, segments, order, locks, launch, turns,
+    counter,
     heads, kv_heads, units, together, mask_batch, mask_heads, q_len, kv_len, n_q, n_kv, n_columns, padded,
     scale, factor, bend,
-    CAUSAL: gl.constexpr, N: gl.constexpr, CAP: gl.constexpr, ORDERED: gl.constexpr, LAG: gl.constexpr,
-    REGISTERS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
-    ROWS: gl.constexpr, SUBTILES: gl.constexpr, VISIBLE: gl.constexpr, SEGMENTS: gl.constexpr,
+    CAUSAL: gl.constexpr, N: gl.constexpr, CAP: gl.constexpr, ORDERED: gl.constexpr, PLACED: gl.constexpr,
+    LAG: gl.constexpr, SIDES: gl.constexpr, SHARED: gl.constexpr, REGISTERS: gl.constexpr, BLOCK_M: gl.constexpr,
+    BLOCK_D: gl.constexpr, ROWS: gl.constexpr, SUBTILES: gl.constexpr, VISIBLE: gl.constexpr, SEGMENTS: gl.constexpr,
 ):  # fmt: skip
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     SCORES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_M], q.dtype)
     q_tiles = gl.allocate_shared_memory(q.dtype, [2, 1, 1, BLOCK_M, BLOCK_D], q.layout)
     do_tiles = gl.allocate_shared_memory(q.dtype, [2, 1, 1, BLOCK_M, BLOCK_D], dout.layout)
-    k_tiles = gl.allocate_shared_memory(q.dtype, [2, 1, 1, 64, BLOCK_D], k.layout)
-    v_tiles = gl.allocate_shared_memory(q.dtype, [2, 1, 1, 64, BLOCK_D], v.layout)
+    k_tiles = gl.allocate_shared_memory(q.dtype, [2 * SIDES, 1, 1, 64, BLOCK_D], k.layout)
+    v_tiles = gl.allocate_shared_memory(q.dtype, [2 * SIDES, 1, 1, 64, BLOCK_D], v.layout)
     ds_tiles = gl.allocate_shared_memory(q.dtype, [4, 64, BLOCK_M], SCORES)
     dq_tiles = gl.allocate_shared_memory(gl.float32, [2, 128, 32], dq.layout)
     lse_tiles = gl.allocate_shared_memory(gl.float32, [2, BLOCK_M], PLAIN)
     delta_tiles = gl.allocate_shared_memory(gl.float32, [2, BLOCK_M], PLAIN)
-    places = gl.allocate_shared_memory(gl.int32, [4, 1], PLAIN)
-    keys_ready = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    places = gl.allocate_shared_memory(gl.int32, [2 * _FIELDS, 1], PLAIN)
+    keys_ready = gl.allocate_shared_memory(gl.int64, [SIDES, 1], BARRIER)
+    keys_free = gl.allocate_shared_memory(gl.int64, [SIDES, 1], BARRIER)
+    sums_ready = gl.allocate_shared_memory(gl.int64, [SIDES, 1], BARRIER)
     q_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     do_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     free = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
@@ -443,68 +644,44 @@ def _backward(
     second_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     dq_ready = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     dq_free = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    sums_ready = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    mbarrier.init(keys_ready, count=1)
     mbarrier.init(dq_ready, count=2)
     mbarrier.init(dq_free, count=1)
-    mbarrier.init(sums_ready, count=2)
+    for i in gl.static_range(SIDES):
+        mbarrier.init(keys_ready.index(i), count=1)
+        mbarrier.init(keys_free.index(i), count=1)
+        mbarrier.init(sums_ready.index(i), count=2)
     for i in gl.static_range(2):
         mbarrier.init(q_ready.index(i), count=1)
         mbarrier.init(do_ready.index(i), count=1)
         mbarrier.init(free.index(i), count=1)
-    for i in gl.static_range(2):
         mbarrier.init(first_ready.index(i), count=1)
         mbarrier.init(second_ready.index(i), count=1)
     fence_async_shared()
 
-    if ORDERED:
-        together = gl.load(turns)
-    begin = gl.program_id(0) // (together * n_columns) * together
-    place = gl.program_id(0) - begin * n_columns
-    width = gl.minimum(together, units - begin)
-    tile = place // width
-    unit = begin + place % width
-    batch = unit // kv_heads
-    kv_head = unit % kv_heads
-    if ORDERED:
-        masks = gl.where(mask_heads == 1, 1, kv_heads)
-        line = ((batch % mask_batch) * masks + kv_head % masks) * (n_columns // SUBTILES)
-        tile = gl.load(launch + line + tile // SUBTILES).to(gl.int32) * SUBTILES + tile % SUBTILES
-    group = heads // kv_heads
-    segments += tile // SUBTILES * (SEGMENTS * 2)
-
-    lanes = gl.arange(0, 32, gl.BlockedLayout([1], [32], [4], [0]))
-    distinct = gl.where(mask_heads == heads, group, 1)
-    steps = 0
-    for member in range(distinct):
-        mask = (batch % mask_batch) * mask_heads + (kv_head * group + member) // (heads // mask_heads)
-        ranges = segments + mask.to(gl.int64) * n_kv * SEGMENTS * 2 + lanes * 2
-        first = gl.load(ranges, mask=lanes < SEGMENTS, other=0)
-        last = gl.load(ranges + 1, mask=lanes < SEGMENTS, other=0)
-        steps += gl.sum(last - first, 0)
-    steps = steps * (group // distinct) * (ROWS // BLOCK_M)
-
     gl.warp_specialize(
         [
             (_accumulate, (
-                0, indices, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles, places, ds_tiles, dq_tiles,
-                keys_ready, q_ready, do_ready, first_ready, second_ready, dq_ready, dq_free, sums_ready, tile,
-                steps, q_len, kv_len, scale, factor, bend, CAUSAL, N, CAP, LAG, BLOCK_M, BLOCK_D,
+                0, dk_rows, dv_rows, k_order, indices, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles,
+                places, ds_tiles, dq_tiles, keys_ready, q_ready, do_ready, first_ready, second_ready, dq_ready, dq_free,
+                sums_ready, kv_heads, q_len, kv_len, scale, factor, bend, PLACED, CAUSAL, N, CAP, LAG, SIDES, BLOCK_M,
+                BLOCK_D,
             )),
             (_accumulate, (
-                1, indices, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles, places, ds_tiles, dq_tiles,
-                keys_ready, q_ready, do_ready, second_ready, first_ready, dq_ready, dq_free, sums_ready, tile,
-                steps, q_len, kv_len, scale, factor, bend, CAUSAL, N, CAP, LAG, BLOCK_M, BLOCK_D,
+                1, dk_rows, dv_rows, k_order, indices, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles,
+                places, ds_tiles, dq_tiles, keys_ready, q_ready, do_ready, second_ready, first_ready, dq_ready, dq_free,
+                sums_ready, kv_heads, q_len, kv_len, scale, factor, bend, PLACED, CAUSAL, N, CAP, LAG, SIDES, BLOCK_M,
+                BLOCK_D,
             )),
-            (_load_rows, (
-                q, k, v, dout, lse, delta, segments, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles,
-                places, keys_ready, q_ready, do_ready, free, batch, kv_head, group, heads, mask_batch, mask_heads,
-                n_kv, tile, q_len, ROWS, SEGMENTS, VISIBLE, ORDERED, BLOCK_M, BLOCK_D,
+            (_feed, (
+                q, k, v, dout, lse, delta, segments, launch, turns, counter, q_tiles, k_tiles, v_tiles, do_tiles,
+                lse_tiles, delta_tiles, places, keys_ready, keys_free, q_ready, do_ready, free, heads, kv_heads, units,
+                together, mask_batch, mask_heads, q_len, n_kv, n_columns, padded, SIDES, ROWS, SUBTILES, SEGMENTS,
+                VISIBLE, ORDERED, SHARED, BLOCK_M, BLOCK_D,
             )),
             (_store_gradients, (
-                dq, dk, dv, segments, order, locks, dq_tiles, k_tiles, v_tiles, free, dq_ready, dq_free,
-                sums_ready, batch, kv_head, group, heads, mask_batch, mask_heads, n_q, n_kv, tile, padded,
-                SUBTILES, ROWS, SEGMENTS, VISIBLE, ORDERED, LAG, BLOCK_M,
+                k, v, dq, dk, dv, order, locks, dq_tiles, k_tiles, v_tiles, places, keys_ready, keys_free, q_ready,
+                free, dq_ready, dq_free, sums_ready, kv_heads, n_q, n_kv, PLACED, SIDES, SUBTILES, ROWS, ORDERED, LAG,
+                BLOCK_D,
             )),
         ],
         [4, 1, 1],
@@ -539,9 +716,13 @@ def _row_order(tiles, counts, launch, order, n_q, n_kv, n_columns, group, LANES:
 
 @triton.jit(do_not_specialize=["heads", "q_len", "n_rows"])
 def _scale_dq(
-    sums, dq, dq_b, dq_h, dq_s, heads, q_len, n_rows, scale, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr
+    sums, dq, order, dq_b, dq_h, dq_s, heads, q_len, n_rows, scale,
+    PLACED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Sums in the order of `_accumulate`, scaled, to dq [B, Hq, Sq, D]: one of the two halves of a tile of rows."""
+    """Sums in the order of `_accumulate`, scaled, to dq [B, Hq, Sq, D]: one of the two halves of a tile of rows.
+
+    PLACED puts each row where `order` says.
+    """
     half = tl.program_id(0) % 2
     row_tile = tl.program_id(0) // 2 % n_rows
     plane = (tl.program_id(0) // 2 // n_rows).to(tl.int64)
@@ -550,11 +731,14 @@ def _scale_dq(
     tile = tl.reshape(tl.permute(tile, [1, 5, 2, 3, 0, 4, 6]), [64, 64]) * scale
     rows = row_tile * BLOCK_M + (half * 64 if BLOCK_M == 128 else 0) + tl.arange(0, 64)
     dims = (half * 64 if BLOCK_M == 64 else 0) + tl.arange(0, 64)
+    inside = rows < q_len
+    if PLACED:
+        rows = tl.load(order + plane * q_len + rows, mask=inside, other=0)
     at = plane // heads * dq_b + plane % heads * dq_h + rows.to(tl.int64)[:, None] * dq_s + dims[None, :]
-    tl.store(dq + at, tile.to(dq.dtype.element_ty), mask=(rows < q_len)[:, None] & (dims < BLOCK_D)[None, :])
+    tl.store(dq + at, tile.to(dq.dtype.element_ty), mask=inside[:, None] & (dims < BLOCK_D)[None, :])
 
 
-_CONFIGS = {64: Config(128, 232, True), 128: Config(64, 224, False)}
+_CONFIGS = {64: Config(128, 232, True, 2), 128: Config(64, 224, False, 1)}
 _ROWS_AT_HAND = 8 << 20  # bytes of rows, of the heads whose key tiles take turns, that the L2 cache should hold
 _ROWS_BY_TURNS = 65536  # of the heads that take turns where dQ has an order and the mask is not causal
 
@@ -572,6 +756,7 @@ def backward(
     softcap: float,
     deterministic: bool = False,
     config: Config | None = None,
+    orders: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launch the backward.
 
@@ -588,15 +773,22 @@ def backward(
         softcap: 0 is none.
         deterministic: add to dQ in a fixed order, so that repeated runs agree to the bit.
         config: overrides the tiles.
+        orders: int32 [B, Hq, Sq] and [B, Hkv, Skv], where to put each row of dq, and of dk and dv: permutations of
+            every head's rows. Or None.
 
     Returns:
-        dq, dk, dv like q, k, v.
+        dq, dk, dv like q, k, v; with `orders` stored as [B, S, H, D].
     """
     batch, heads, q_len, dim = q.shape
     kv_heads, kv_len = k.shape[1:3]
     config = config or _CONFIGS[dim]
     q, k, v, dout = (describable(x) for x in (q, k, v, dout))
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    q_order, k_order = orders or (None, None)
+    if orders is None:
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    else:
+        dq, dk, dv = (x.new_empty(batch, *x.shape[2:0:-1], dim).transpose(1, 2) for x in (q, k, v))
+    placed = (None, None) if orders is None else (dk, dv)
     indices = mask.indices.contiguous()
     mask_batch, mask_heads, n_q, n_kv = plan.tiles.shape
     padded = -(-q_len // ROWS) * ROWS
@@ -618,21 +810,25 @@ def backward(
                 plan.tiles, plan.counts, launch, order, n_q, n_kv, n_columns // subtiles, mask_heads // groups,
                 LANES=256, num_warps=4,
             )  # fmt: skip
-        _backward[(n_columns * units,)](
+        programs = min(n_columns * units, multiprocessors(q.device))
+        shared = n_columns * units > programs
+        counter = torch.zeros(1, dtype=torch.int32, device=q.device) if shared else None
+        _backward[(programs,)](
             _operand(q, config.rows), _operand(k, 64), _operand(v, 64), _operand(dout, config.rows),
             TensorDescriptor(sums, list(sums.shape), [32, 1], [128, 32], _shared_layout((128, 32), sums.dtype)),
-            _operand(dk, 64), _operand(dv, 64), lse, delta, indices, plan.segments, order, locks, launch, turns,
-            heads, kv_heads, units, together, mask_batch, mask_heads, q_len, kv_len, n_q, n_kv, n_columns, padded,
-            scale, factor, bend,
-            CAUSAL=mask.causal, N=indices.shape[-1], CAP=softcap != 0, ORDERED=deterministic, LAG=int(config.lag),
-            REGISTERS=config.registers, BLOCK_M=config.rows, BLOCK_D=dim, ROWS=ROWS, SUBTILES=subtiles,
-            VISIBLE=VISIBLE_SEGMENTS,
+            _operand(dk, 64), _operand(dv, 64), *placed, k_order, lse, delta, indices, plan.segments, order, locks,
+            launch, turns, counter, heads, kv_heads, units, together, mask_batch, mask_heads, q_len, kv_len, n_q, n_kv,
+            n_columns, padded, scale, factor, bend,
+            CAUSAL=mask.causal, N=indices.shape[-1], CAP=softcap != 0, ORDERED=deterministic, PLACED=orders is not None,
+            LAG=int(config.lag), SIDES=config.sides, SHARED=shared, REGISTERS=config.registers, BLOCK_M=config.rows,
+            BLOCK_D=dim, ROWS=ROWS, SUBTILES=subtiles, VISIBLE=VISIBLE_SEGMENTS,
             SEGMENTS=VISIBLE_SEGMENTS + PARTIAL_SEGMENTS, num_warps=4,
         )  # fmt: skip
         n_rows = padded // config.rows
         _scale_dq[(2 * n_rows * heads * batch,)](
-            sums, dq, *dq.stride()[:3], heads, q_len, n_rows, scale, BLOCK_M=config.rows, BLOCK_D=dim, num_warps=4
-        )
+            sums, dq, q_order, *dq.stride()[:3], heads, q_len, n_rows, scale,
+            PLACED=orders is not None, BLOCK_M=config.rows, BLOCK_D=dim, num_warps=4,
+        )  # fmt: skip
     return dq, dk, dv
 
 

@@ -12,12 +12,12 @@ issuing (FlashAttention-3, section 3). Weights stay in registers.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from flashmask_hf.kernels.configs import multiprocessors
 from flashmask_hf.kernels.gluon_shim import (
     TensorDescriptor,
     fence_async_shared,
@@ -400,10 +400,11 @@ def _step(
 
 @gluon.jit
 def _attend(
-    GROUP: gl.constexpr, out, lse, sinks, q_len, factor, bend, board, q_s, kv_s, out_s, words, barriers,
-    SINKS: gl.constexpr, CAP: gl.constexpr, STAGES: gl.constexpr, PEELED: gl.constexpr,
+    GROUP: gl.constexpr, out, out_rows, order, lse, sinks, heads, q_len, factor, bend, board, q_s, kv_s, out_s, words,
+    barriers,
+    PLACED: gl.constexpr, SINKS: gl.constexpr, CAP: gl.constexpr, STAGES: gl.constexpr, PEELED: gl.constexpr,
 ):  # fmt: skip
-    """Output and log-sum-exp of 64 rows of every tile on the board."""
+    """Output and log-sum-exp of 64 rows of every tile on the board. PLACED puts each output row where `order` says."""
     full, free, k_full, v_full = barriers
     M: gl.constexpr = q_s.shape[3]
     D: gl.constexpr = q_s.shape[4]
@@ -411,6 +412,7 @@ def _attend(
     SIDES: gl.constexpr = q_s.shape[0] // 2
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    PIECES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     own = GROUP * (M // 32) + warp_of_group() // 2
     if GROUP == 1:
         named_barrier_arrive(_TURN, _GROUPS)  # the first group begins
@@ -481,15 +483,26 @@ def _attend(
         _close(free, turn)
         rows = row + gl.arange(0, M, gl.SliceLayout(1, SCORES))
         gl.store(lse + line.to(gl.int64) * q_len + rows, log_sum, mask=rows < q_len)
+        if PLACED:
+            pieces = row + gl.arange(0, M, gl.SliceLayout(1, PIECES))
+            place = gl.load(order + line.to(gl.int64) * q_len + pieces, mask=pieces < q_len, other=0)
         acc = warpgroup_mma_wait(0, deps=[acc])
         named_barrier_arrive(_READ + STAGES + before, _GROUPS_AND_WARP)
         acc = acc * _per_row(1.0 / total, OUT)
         tma_store_wait(0)
         group_barrier()
-        out_s.index(GROUP).reshape([M, D]).store(acc.to(q_s.dtype))
-        fence_async_shared()
-        group_barrier()
-        tma_store(out, [batch, head, row, 0], out_s.index(GROUP))
+        staged = out_s.index(GROUP).reshape([M, D])
+        staged.store(acc.to(q_s.dtype))
+        if PLACED:
+            group_barrier()
+            at = ((batch.to(gl.int64) * q_len + place) * heads + head) * D
+            dims = gl.arange(0, D, gl.SliceLayout(0, PIECES))
+            to = out_rows + gl.expand_dims(at, 1) + gl.expand_dims(dims, 0)
+            gl.store(to, staged.load(PIECES), mask=gl.expand_dims(pieces < q_len, 1))
+        else:
+            fence_async_shared()
+            group_barrier()
+            tma_store(out, [batch, head, row, 0], out_s.index(GROUP))
         turn += 1
         field = _open(full, turn)
         n = _read(board.index(field + _STEPS))
@@ -501,10 +514,10 @@ _SIZES = ["n_tiles", "n_rows", "heads", "kv_heads", "mask_batch", "mask_heads", 
 
 @gluon.jit(do_not_specialize=_SIZES)
 def _forward(
-    q, k, v, out, lse, sinks, indices, tiles, counts, counter,
+    q, k, v, out, out_rows, order, lse, sinks, indices, tiles, counts, counter,
     n_tiles, n_rows, heads, kv_heads, mask_batch, mask_heads, q_len, kv_len, n_q, n_kv, factor, bend,
-    CAUSAL: gl.constexpr, N: gl.constexpr, SINKS: gl.constexpr, CAP: gl.constexpr, SUBTILES: gl.constexpr,
-    STAGES: gl.constexpr, SIDES: gl.constexpr, PEELED: gl.constexpr, REGISTERS: gl.constexpr,
+    CAUSAL: gl.constexpr, N: gl.constexpr, PLACED: gl.constexpr, SINKS: gl.constexpr, CAP: gl.constexpr,
+    SUBTILES: gl.constexpr, STAGES: gl.constexpr, SIDES: gl.constexpr, PEELED: gl.constexpr, REGISTERS: gl.constexpr,
     HELPER_REGISTERS: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
     line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -536,15 +549,15 @@ def _forward(
             (
                 _attend,
                 (
-                    0, out, lse, sinks, q_len, factor, bend, board, q_s, kv_s, out_s, words, barriers,
-                    SINKS, CAP, STAGES, PEELED,
+                    0, out, out_rows, order, lse, sinks, heads, q_len, factor, bend, board, q_s, kv_s, out_s, words,
+                    barriers, PLACED, SINKS, CAP, STAGES, PEELED,
                 ),
             ),
             (
                 _attend,
                 (
-                    1, out, lse, sinks, q_len, factor, bend, board, q_s, kv_s, out_s, words, barriers,
-                    SINKS, CAP, STAGES, PEELED,
+                    1, out, out_rows, order, lse, sinks, heads, q_len, factor, bend, board, q_s, kv_s, out_s, words,
+                    barriers, PLACED, SINKS, CAP, STAGES, PEELED,
                 ),
             ),
             (
@@ -580,11 +593,6 @@ def _describe(x: Tensor, rows: int) -> Any:
     return TensorDescriptor(x, list(x.shape), descriptor_strides(x), [1, 1, rows, x.shape[3]], _TILE)
 
 
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def forward(
     q: Tensor,
     k: Tensor,
@@ -595,8 +603,13 @@ def forward(
     scale: float,
     softcap: float,
     config: Config | None = None,
+    order: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Launch the forward; arguments and results as in `ops.flash_attn_forward`. `config` overrides the table."""
+    """Launch the forward; arguments and results as in `ops.flash_attn_forward`. `config` overrides the table.
+
+    `order`, int32 [B, Hq, Sq], a permutation of every head's rows, says where to put each row of the output. The
+    log-sum-exp stays in the order of q.
+    """
     batch, heads, q_len, dim = q.shape
     kv_heads, kv_len = k.shape[1:3]
     q, k, v = (describable(x) for x in (q, k, v))
@@ -605,19 +618,19 @@ def forward(
     lse = q.new_empty(batch, heads, q_len, dtype=torch.float32)
     n_rows = -(-q_len // ROWS)
     n_tiles = n_rows * heads * batch
-    programs = min(n_tiles, _multiprocessors(q.device))
+    programs = min(n_tiles, multiprocessors(q.device))
     shared = n_tiles > programs
     counter = torch.zeros(1, dtype=torch.int32, device=q.device) if shared else None
     factor, bend = score_factors(scale, softcap)
     with torch.cuda.device_of(q):
         _forward[(programs,)](
             _describe(q, ROWS // 2), _describe(k, config.columns), _describe(v, config.columns),
-            _describe(out, ROWS // 2), lse, None if sinks is None else sinks.contiguous(), mask.indices.contiguous(),
-            plan.tiles, plan.counts, counter, n_tiles, n_rows, heads, kv_heads,
-            mask.indices.shape[0], mask.indices.shape[1], q_len, kv_len, plan.tiles.shape[2], plan.tiles.shape[3],
-            factor, bend,
-            CAUSAL=mask.causal, N=mask.indices.shape[-1], SINKS=sinks is not None, CAP=softcap != 0,
-            SUBTILES=plan_columns(kv_len) // config.columns, STAGES=config.stages, SIDES=config.sides,
+            _describe(out, ROWS // 2), None if order is None else out, order, lse,
+            None if sinks is None else sinks.contiguous(), mask.indices.contiguous(), plan.tiles, plan.counts, counter,
+            n_tiles, n_rows, heads, kv_heads, mask.indices.shape[0], mask.indices.shape[1], q_len, kv_len,
+            plan.tiles.shape[2], plan.tiles.shape[3], factor, bend,
+            CAUSAL=mask.causal, N=mask.indices.shape[-1], PLACED=order is not None, SINKS=sinks is not None,
+            CAP=softcap != 0, SUBTILES=plan_columns(kv_len) // config.columns, STAGES=config.stages, SIDES=config.sides,
             PEELED=config.peeled, REGISTERS=config.registers, HELPER_REGISTERS=config.helper_registers,
             SHARED=shared, num_warps=4,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Locality-sensitive hashing: random directions, and which of them and of their opposites is nearest to each vector."""
+"""Locality-sensitive hashing: random directions, and which of them or of their opposites is nearest to each vector."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ROWS = 64  # that a program finds the nearest direction of
 _DIMS = 64  # dimensions of a product
 _DIRECTIONS = 64  # that are compared at a time
 _FEW = 16  # directions whose products leave registers for twice the rows
-_DRAWN = 256  # numbers that a program draws
+_DRAWN = 512  # numbers that a program draws
 _TURN = tl.constexpr(2 * math.pi)
 
 
@@ -62,7 +62,7 @@ def _nearest(
 
 
 def nearest(x: Tensor, directions: Tensor, dtype: torch.dtype) -> Tensor:
-    """Launch; arguments as in `sparse.nearest`, x in bfloat16, float16 or float32; the result is of `dtype`."""
+    """Launch; arguments as in `sparse_ops.nearest`, x in bfloat16, float16 or float32; the result is of `dtype`."""
     batch, heads, rows, dims = x.shape
     count = directions.shape[2]
     x = x if x.stride(-1) == 1 else x.contiguous()
@@ -92,23 +92,34 @@ def _uniform(place, key_0, key_1, key_2):
     return ((x ^ (x >> 15)).to(tl.float64) + 0.5) / 4294967296.0
 
 
-@triton.jit(do_not_specialize=["count", "key_0", "key_1", "key_2"])
-def _normal(y, count, key_0, key_1, key_2, BLOCK: tl.constexpr):
-    """Standard normal numbers from those of two places each, `count` apart."""
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+@triton.jit(do_not_specialize=["dims", "count", "total", "key_0", "key_1", "key_2"])
+def _draw(
+    y, dims, count, total, key_0, key_1, key_2, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """Some directions of a head: standard normal numbers from those of two places each, `total` apart, made unit."""
+    n_blocks = tl.cdiv(count, BLOCK_N)
+    head = tl.program_id(0) // n_blocks
+    n = tl.program_id(0) % n_blocks * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    d = tl.arange(0, BLOCK_D)[:, None]
+    place = (head * dims + d) * count + n
+    inside = (d < dims) & (n < count)
     angle = _uniform(place.to(tl.uint32), key_0, key_1, key_2)
-    radius = _uniform((place + count).to(tl.uint32), key_0, key_1, key_2)
+    radius = _uniform((place + total).to(tl.uint32), key_0, key_1, key_2)
     normal = tl.sqrt(-2.0 * tl.log(radius)) * tl.cos(angle * _TURN)
+    unit = normal / tl.sqrt(tl.sum(tl.where(d < dims, normal * normal, 0.0), 0))[None, :]
     if y.dtype.element_ty != tl.float64:
-        normal = normal.to(tl.float32)  # as torch does on the way to a narrower one
-    tl.store(y + place, normal, mask=place < count)
+        unit = unit.to(tl.float32)  # as torch does on the way to a narrower one
+    tl.store(y + place, unit, mask=inside)
 
 
-def fill_normal(y: Tensor, keys: Sequence[int]) -> Tensor:
-    """y, contiguous, with the numbers of `sparse_backend._normal`, for three keys in 0..2**32 - 1."""
+def fill_directions(y: Tensor, keys: Sequence[int]) -> Tensor:
+    """Fill y [H, D, n], contiguous, with the directions of `sparse_backend.lsh_directions`, for three uint32 keys."""
+    heads, dims, count = y.shape
     signed = [key - 2**32 if key >= 2**31 else key for key in keys]  # or Triton would take some of them for int64
+    block_d = triton.next_power_of_2(dims)
+    block_n = min(triton.next_power_of_2(count), max(1, _DRAWN // block_d))
     with torch.cuda.device_of(y):
-        _normal[(triton.cdiv(y.numel(), _DRAWN),)](
-            y, y.numel(), *signed, BLOCK=_DRAWN, num_warps=4, sanitize_overflow=False
+        _draw[(heads * triton.cdiv(count, block_n),)](
+            y, dims, count, y.numel(), *signed, BLOCK_D=block_d, BLOCK_N=block_n, num_warps=4, sanitize_overflow=False
         )
     return y

@@ -1,4 +1,4 @@
-"""What sparse attention does around attention: a stable counting sort, the mask's columns, rows moved and put back.
+"""What sparse attention does around attention: a stable counting sort, the mask's columns, rows gathered and put back.
 
 The sort takes a block of rows at a time, of queries and keys alike. Every block counts its buckets, a running sum over
 (side, plane, bucket, block) tells where the block's rows of a bucket start, and a row's place is that start and the
@@ -195,47 +195,107 @@ def sorted_columns(
     return columns, q_order, k_order
 
 
+@triton.jit
+def _places(order, kept, heads, rows, n_blocks, KEPT: tl.constexpr, BLOCK_S: tl.constexpr):
+    """The places of an order that a program moves.
+
+    Neighbouring programs take the heads of the same places, whose rows lie side by side where tokens are outermost.
+
+    Returns:
+        batch, head, plane: which order, as int64.
+        place, row: places [BLOCK_S] of the order and the rows that they hold, as int64.
+        inside, counts: which of them exist, and which of these lie before the end of the kept ones.
+    """
+    head = (tl.program_id(0) % heads).to(tl.int64)
+    block = tl.program_id(0) // heads % n_blocks
+    batch = (tl.program_id(0) // heads // n_blocks).to(tl.int64)
+    plane = batch * heads + head
+    place = block * BLOCK_S + tl.arange(0, BLOCK_S)
+    inside = place < rows
+    counts = inside
+    if KEPT:
+        counts = inside & (place < tl.load(kept + plane))
+    row = tl.load(order + plane * rows + place, mask=inside, other=0)
+    return batch, head, plane, place.to(tl.int64), row.to(tl.int64), inside, counts
+
+
 @triton.jit(do_not_specialize=["heads", "rows", "n_blocks"])
 def _move(
     x, order, kept, y, x_b, x_h, x_s, y_b, y_h, y_s, heads, rows, n_blocks, dims,
     BACK: tl.constexpr, KEPT: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Row order[i] of x to row i of y, or BACK; what lies behind the kept rows of the order is not read but made 0.
-
-    Neighbouring programs take the heads of the same places, whose rows lie side by side where tokens are outermost.
-    """
-    head = tl.program_id(0) % heads
-    block = tl.program_id(0) // heads % n_blocks
-    batch = tl.program_id(0) // heads // n_blocks
-    plane = batch.to(tl.int64) * heads + head
-    place = block * BLOCK_S + tl.arange(0, BLOCK_S)
-    inside = place < rows
-    read = inside
-    if KEPT:
-        read = inside & (place < tl.load(kept + plane))
-    row = tl.load(order + plane * rows + place, mask=inside, other=0).to(tl.int64)
-    source, target = row, place.to(tl.int64)
+    """Row order[i] of x to row i of y, or BACK; what lies behind the kept rows of the order is not read but made 0."""
+    batch, head, _, place, row, inside, counts = _places(order, kept, heads, rows, n_blocks, KEPT, BLOCK_S)
+    source, target = row, place
     if BACK:
         source, target = target, row
-    d = tl.arange(0, BLOCK_D)
-    x += batch.to(tl.int64) * x_b + head.to(tl.int64) * x_h
-    y += batch.to(tl.int64) * y_b + head.to(tl.int64) * y_h
-    value = tl.load(x + source[:, None] * x_s + d[None, :], mask=read[:, None] & (d < dims)[None, :], other=0.0)
-    tl.store(y + target[:, None] * y_s + d[None, :], value, mask=inside[:, None] & (d < dims)[None, :])
+    d = tl.arange(0, BLOCK_D)[None, :]
+    x += batch * x_b + head * x_h
+    y += batch * y_b + head * y_h
+    value = tl.load(x + source[:, None] * x_s + d, mask=counts[:, None] & (d < dims), other=0.0)
+    tl.store(y + target[:, None] * y_s + d, value, mask=inside[:, None] & (d < dims))
 
 
-def move_rows(x: Tensor, order: Tensor, kept: Tensor | None, back: bool) -> Tensor:
-    """Launch; arguments and result as in `sparse.move_rows`."""
+@triton.jit(do_not_specialize=["heads", "rows", "n_blocks"])
+def _gather_upstream(
+    dout, out, order, kept, gathered, delta, do_b, do_h, do_s, do_d, out_b, out_h, out_s, out_d,
+    heads, rows, n_blocks, dims, KEPT: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Row order[i] of dout to row i, and the sum of its products with that of out; 0 for both behind the kept rows."""
+    batch, head, plane, place, row, inside, counts = _places(order, kept, heads, rows, n_blocks, KEPT, BLOCK_S)
+    d = tl.arange(0, BLOCK_D)[None, :]
+    read = counts[:, None] & (d < dims)
+    dout += batch * do_b + head * do_h
+    out += batch * out_b + head * out_h
+    upstream = tl.load(dout + row[:, None] * do_s + d.to(tl.int64) * do_d, mask=read, other=0.0)
+    value = tl.load(out + row[:, None] * out_s + d.to(tl.int64) * out_d, mask=read, other=0.0)
+    place += plane * rows
+    tl.store(gathered + place[:, None] * dims + d, upstream, mask=inside[:, None] & (d < dims))
+    wide = delta.dtype.element_ty
+    tl.store(delta + place, tl.sum(upstream.to(wide) * value.to(wide), 1), mask=inside)
+
+
+def _moving(rows: int, dims: int, elements: int) -> tuple[int, dict[str, Any]]:
+    """How many programs move the rows of a plane, of `elements` each, and their tiles."""
+    block_d = triton.next_power_of_2(dims)
+    block_s = min(max(1, elements // block_d), triton.next_power_of_2(rows))
+    return triton.cdiv(rows, block_s), {"BLOCK_S": block_s, "BLOCK_D": block_d, "num_warps": 4}
+
+
+def _launch_move(x: Tensor, y: Tensor, order: Tensor, kept: Tensor | None, back: bool) -> Tensor:
     batch, heads, rows, dims = x.shape
     x = x if x.stride(-1) == 1 else x.contiguous()
-    y = x.new_empty(batch, rows, heads, dims).transpose(1, 2) if back else x.new_empty(batch, heads, rows, dims)
-    block_d = triton.next_power_of_2(dims)
-    block_s = min(max(1, _MOVED // block_d), triton.next_power_of_2(rows))
-    n_blocks = triton.cdiv(rows, block_s)
+    n_blocks, tile = _moving(rows, dims, _MOVED)
     with torch.cuda.device_of(x):
         _move[(batch * heads * n_blocks,)](
             x, order, order if kept is None else kept.contiguous(), y, *x.stride()[:3], *y.stride()[:3],
-            heads, rows, n_blocks, dims,
-            BACK=back, KEPT=kept is not None, BLOCK_S=block_s, BLOCK_D=block_d, num_warps=4,
+            heads, rows, n_blocks, dims, BACK=back, KEPT=kept is not None, **tile,
         )  # fmt: skip
     return y
+
+
+def gather_rows(x: Tensor, order: Tensor, kept: Tensor | None) -> Tensor:
+    """Launch; arguments and result as in `sparse_ops.gather_rows`."""
+    return _launch_move(x, x.new_empty(x.shape), order, kept, back=False)
+
+
+def put_rows_back(x: Tensor, order: Tensor) -> Tensor:
+    """Launch; arguments and result as in `sparse_ops.put_rows_back`."""
+    batch, heads, rows, dims = x.shape
+    return _launch_move(x, x.new_empty(batch, rows, heads, dims).transpose(1, 2), order, None, back=True)
+
+
+def gather_upstream(
+    dout: Tensor, out: Tensor, order: Tensor, kept: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Launch; arguments and results as in `sparse_ops.gather_upstream`."""
+    batch, heads, rows, dims = dout.shape
+    gathered = dout.new_empty(batch, heads, rows, dims)
+    delta = dout.new_empty(batch, heads, rows, dtype=dtype)
+    n_blocks, tile = _moving(rows, dims, _MOVED // 2)
+    with torch.cuda.device_of(dout):
+        _gather_upstream[(batch * heads * n_blocks,)](
+            dout, out, order, order if kept is None else kept.contiguous(), gathered, delta,
+            *dout.stride(), *out.stride(), heads, rows, n_blocks, dims, KEPT=kept is not None, **tile,
+        )  # fmt: skip
+    return gathered, delta

@@ -11,9 +11,10 @@ attention by FlashAttention-2, `cudnn` by cuDNN, `flashmask` ours under a causal
 
 `forward_ms` is a call without gradients, `both_ms` a call and its gradients, `backward_ms` the difference, `faster` the
 time of `sdpa` for both over the provider's. The other columns take a step apart: `sort_ms` (orders and the mask's
-columns), `plan_ms`, `gather_ms` (q, k and v), `attend_ms`, `put_back_ms` (the output), and in the backward
-`attend_backward_ms` and `move_backward_ms` (the gradients of the output, q, k and v). Every provider's output and
-gradients are compared with float64 on a short row first. Exits with 1 if one of `BARS` is measured and missed.
+columns), `plan_ms`, `attend_ms` (the operator, which gathers rows and puts them back), of which `gather_ms` (q, k, v),
+and in the backward `attend_backward_ms`, of which `gather_backward_ms` (the output's gradient, with its row sums).
+Every provider's output and gradients are compared with float64 on a short row first. Exits with 1 if one of `BARS` is
+measured and missed.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from harness import interleaved_medians, show, write_csv
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flashmask_hf import FlashMask, flashmask_attention, masks, ops, sparse
-from flashmask_hf.attention import plan_of
+from flashmask_hf import FlashMask, flashmask_attention, masks, ops, sparse, sparse_ops
+from flashmask_hf.attention import plan_of, prepare
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 Row = dict[str, object]
@@ -44,7 +45,7 @@ BARS = {
     ("drop_50", 16384): 2.5,
 }
 """How many times faster than `sdpa`, forward and backward together."""
-PARTS = ("sort", "plan", "gather", "attend", "put_back", "attend_backward", "move_backward")
+PARTS = ("sort", "plan", "gather", "attend", "gather_backward", "attend_backward")
 CHECKED = 512  # length of the row on which every provider is compared with float64
 
 
@@ -121,37 +122,38 @@ def parts(
     def sort() -> tuple[Tensor, Tensor, Tensor]:
         nonlocal kept
         if name in BUCKETS:
-            return sparse.sort_sparse(*chosen, None, 0 if name.endswith("any") else BUCKETS[name], False, -1)
+            return sparse_ops.sort_sparse(*chosen, None, 0 if name.endswith("any") else BUCKETS[name], False, -1)
         kept = (chosen[0].sum(-1, dtype=torch.int32), chosen[1].sum(-1, dtype=torch.int32))
         q_dropped, k_dropped = (~keep for keep in chosen)
-        return sparse.sort_sparse(q_dropped.byte(), k_dropped.byte(), None, 2, False, 1)
+        return sparse_ops.sort_sparse(q_dropped.byte(), k_dropped.byte(), None, 2, False, 1)
 
     def gather() -> list[Tensor]:
         orders = ((q, q_order, kept[0]), (k, k_order, kept[1]), (v, k_order, kept[1]))
-        return [sparse.move_rows(*what, False) for what in orders]
+        return [sparse_ops.gather_rows(*what) for what in orders]
 
-    def move_gradients() -> None:
-        sparse.move_rows(dout, q_order, kept[0], False)
-        for what in zip(ordered, (q_order, k_order, k_order), (kept[0], kept[1], kept[1]), strict=True):
-            sparse.move_rows(*what, True)
+    def attend() -> tuple[Tensor, ...]:
+        return sparse_ops.flash_attn_sparse_forward(
+            q, k, v, None, columns, *plan, q_order, kept[0], k_order, kept[1], *settings
+        )
 
-    def attend_backward() -> None:
-        torch.autograd.grad(sorted_out, leaves, ordered[0], retain_graph=True)
+    def attend_backward() -> tuple[Tensor, ...]:
+        return sparse_ops.flash_attn_sparse_backward(
+            dout, *ordered, None, out, lse, columns, *plan, q_order, kept[0], k_order, *settings
+        )
 
     columns, q_order, k_order = sort()
-    ordered = gather()
     mask = FlashMask(columns, causal=False, q_len=q.shape[2])
-    plan_of(mask, q.shape[2])
-    leaves = [x.clone().requires_grad_() for x in ordered]
-    sorted_out = flashmask_attention(leaves[0], leaves[1], leaves[2], mask)
+    plan = plan_of(mask, q.shape[2])
+    *_, impl, scale, deterministic = prepare(q, k, v, mask, None, None, None, False)
+    settings = (scale, 0.0, impl, deterministic)
+    out, lse, *ordered = attend()
     functions = {
         "sort": sort,
         "plan": lambda: ops.make_plan(columns, False, q.shape[2]),
         "gather": gather,
-        "attend": lambda: flashmask_attention(ordered[0], ordered[1], ordered[2], mask),
-        "put_back": lambda: sparse.move_rows(ordered[0], q_order, kept[0], True),
+        "attend": attend,
+        "gather_backward": lambda: sparse_ops.gather_upstream(dout, out, q_order, kept[0], lse.dtype),
         "attend_backward": attend_backward,
-        "move_backward": move_gradients,
     }
     return interleaved_medians(functions, repeats, warmup)
 
