@@ -69,8 +69,10 @@ def hash_attention_forward(
         dropout: must be 0 in training.
         kwargs: as in `backend.attention_forward`, and `flashmask_hash`, the options in place of the config's:
             `n_buckets` (even, at least 2); `seed` (0 unless given) of the directions; `exclude_self` (False unless
-            given), whether a query does not see its own key. The paper excludes it, as Reformer does, because its
-            queries are its keys and would see little else.
+            given), whether a query does not see its own key (the paper excludes it, as Reformer does, because its
+            queries are its keys and would see little else); `shared_qk` (False unless given), whether every key points
+            where the query at its place does, as a normalised query does, so that its bucket is that one's and is found
+            once (where there are as many queries as keys, which with a cache there are not).
 
     Returns:
         out [B, Sq, Hq, Dv], 0 where a query sees no key, and None: attention weights do not exist here.
@@ -80,7 +82,9 @@ def hash_attention_forward(
         ValueError: an option is missing, unknown or out of range; or as in `backend.attention_forward`.
         NotImplementedError: the mask is not a causal one of the form n = 1; or as in `backend.attention_forward`.
     """
-    options = _options(HASH, module, kwargs, {"n_buckets": None, "seed": 0, "exclude_self": False})
+    options = _options(
+        HASH, module, kwargs, {"n_buckets": None, "seed": 0, "exclude_self": False, "shared_qk": False}
+    )  # fmt: skip
     n_buckets = _int(HASH, options, "n_buckets")
     if n_buckets < 2 or n_buckets % 2:
         raise ValueError(
@@ -90,20 +94,22 @@ def hash_attention_forward(
     seed = _int(HASH, options, "seed")
     if not 0 <= seed < 2**32:
         raise ValueError(f"{HASH}['seed'] must lie in 0..2**32 - 1, got {seed}")
-    exclude_self = options["exclude_self"]
-    if not isinstance(exclude_self, bool):
-        raise TypeError(f"{HASH}['exclude_self'] must be a bool, got {type(exclude_self).__name__}")
+    for option in ("exclude_self", "shared_qk"):
+        if not isinstance(options[option], bool):
+            raise TypeError(f"{HASH}[{option!r}] must be a bool, got {type(options[option]).__name__}")
     mask = _mask(HASH, visible(module, query, key, attention_mask, dropout, kwargs, HASH, frozenset({HASH})))
     layer = getattr(module, "layer_idx", None) or 0
     directions = lsh_directions(key.detach(), seed, layer, n_buckets // 2)
+    once = options["shared_qk"] and query.shape == key.shape
+    q_bucket = nearest(query.detach(), directions)
     out = hash_sparse_attention(
         query,
         key,
         value,
-        nearest(query.detach(), directions),
-        nearest(key.detach(), directions),
+        q_bucket,
+        q_bucket if once else nearest(key.detach(), directions),
         scale=scaling,
-        exclude_self=exclude_self,
+        exclude_self=options["exclude_self"],
         mask=mask,
         softcap=kwargs.get("softcap"),
         sinks=kwargs.get("s_aux"),

@@ -51,10 +51,11 @@ sys.path.insert(0, str(Path(__file__).parent / "benchmarks"))
 from harness import show, write_csv  # pyright: ignore[reportMissingImports]
 
 BASE = "sdpa"
+HASH = "flashmask_hash"
 VARIANTS: dict[str, dict[str, Any]] = {
     BASE: {"attn_implementation": "causal_sdpa"},
     "flashmask": {"attn_implementation": "flashmask"},
-    "hash_16": {"attn_implementation": "flashmask_hash", "flashmask_hash": {"n_buckets": 16}},
+    "hash_16": {"attn_implementation": HASH, HASH: {"n_buckets": 16}},
     "qk_30": {"attn_implementation": "flashmask_qk", "flashmask_qk": {"drop": 0.3}},
     "qk_50": {"attn_implementation": "flashmask_qk", "flashmask_qk": {"drop": 0.5}},
 }
@@ -170,9 +171,12 @@ def causal_sdpa(
 
 def build_model(variant: str, arguments: argparse.Namespace) -> Any:
     """The variant's model; all variants have the same weights."""
+    options = dict(VARIANTS[variant])
+    if HASH in options and not arguments.separate_keys:
+        options[HASH] = {**options[HASH], "shared_qk": True}
     config = LlamaConfig(
         **SHAPES[arguments.shape],
-        **VARIANTS[variant],
+        **options,
         vocab_size=256,
         max_position_embeddings=arguments.length,
         tie_word_embeddings=True,

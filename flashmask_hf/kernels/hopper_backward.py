@@ -30,6 +30,7 @@ from flashmask_hf.kernels.gluon_shim import (
     mbarrier,
     named_barrier_sync,
     opaque_zero,
+    reinterpret,
     tma_load,
     tma_reduce_add,
     tma_store,
@@ -252,8 +253,8 @@ def _feed(
 
 @gluon.jit
 def _store_gradients(
-    k, v, dq, dk, dv, order, locks, dq_tiles, k_tiles, v_tiles, places, keys_ready, keys_free, q_ready, free, dq_ready,
-    dq_free, sums_ready, kv_heads, n_q, n_kv,
+    k, v, dq, dk, dv, order, locks, ds_tiles, dq_tiles, k_tiles, v_tiles, places, keys_ready, keys_free, q_ready, free,
+    dq_ready, dq_free, last_ready, last_free, sums_ready, kv_heads, n_q, n_kv,
     PLACED: gl.constexpr, SIDES: gl.constexpr, SUBTILES: gl.constexpr, ROWS: gl.constexpr, ORDERED: gl.constexpr,
     LAG: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
@@ -294,9 +295,12 @@ def _store_gradients(
                 row_tile = (mask // 2).to(gl.int64) * n_q + row // ROWS
                 before = gl.load(order + row_tile * n_kv + tile // SUBTILES, mask=steps > 0, other=0).to(gl.int32)
                 earlier = before * SUBTILES + tile % SUBTILES
-            mbarrier.wait(dq_ready, event & 1)
-            event += 1
             step += 1
+            if LAG and step == end:
+                mbarrier.wait(last_ready, turn & 1)
+            else:
+                mbarrier.wait(dq_ready, event & 1)
+                event += 1
             if not LAG:
                 mbarrier.arrive(free.index(stage), count=1)
             elif step < end:
@@ -308,10 +312,17 @@ def _store_gradients(
             if steps > 0:
                 if ORDERED:
                     wait_for_count(lock, earlier)
-                tma_reduce_add(dq, [at, 0], dq_tiles.index(0))
-                tma_reduce_add(dq, [at + 128, 0], dq_tiles.index(1))
+                if LAG and step == end:
+                    tma_reduce_add(dq, [at, 0], _spare(ds_tiles, dq_tiles, step & 1, 0))
+                    tma_reduce_add(dq, [at + 128, 0], _spare(ds_tiles, dq_tiles, step & 1, 1))
+                else:
+                    tma_reduce_add(dq, [at, 0], dq_tiles.index(0))
+                    tma_reduce_add(dq, [at + 128, 0], dq_tiles.index(1))
                 tma_store_wait(0)
-            mbarrier.arrive(dq_free, count=1)
+            if LAG and step == end:
+                mbarrier.arrive(last_free, count=1)
+            else:
+                mbarrier.arrive(dq_free, count=1)
             if ORDERED and steps > 0:
                 gl.inline_asm_elementwise(
                     "cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
@@ -450,10 +461,16 @@ def _multiply_dq(
 
 
 @gluon.jit
-def _stage_dq(dq, dq_tiles, HALF: gl.constexpr):
+def _spare(ds_tiles, dq_tiles, stage, HALF: gl.constexpr):
+    """The place of a warpgroup's gradients of scores as one like those of `dq_tiles`, if it is of their size."""
+    return reinterpret(ds_tiles.index(stage * 2 + HALF), gl.float32, [128, 32], dq_tiles.layout)
+
+
+@gluon.jit
+def _stage_dq(dq, tile):
     """Lay half a tile of dQ out for the warp that adds it: a thread's four neighbours together, without conflicts."""
     pieces = dq.reshape([4, 2, 4, 2, 8, 4, 2]).permute([4, 0, 2, 3, 5, 1, 6]).reshape([128, 32])
-    dq_tiles.index(HALF).store(pieces)
+    tile.store(pieces)
     fence_async_shared()
     group_barrier()
 
@@ -489,7 +506,7 @@ def _multiply(
 def _accumulate(
     HALF: gl.constexpr, dk_rows, dv_rows, k_order, indices, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles,
     delta_tiles, places, ds_tiles, dq_tiles, keys_ready, q_ready, do_ready, own_ready, other_ready, dq_ready, dq_free,
-    sums_ready, kv_heads, q_len, kv_len, scale, factor, bend,
+    last_ready, last_free, sums_ready, kv_heads, q_len, kv_len, scale, factor, bend,
     PLACED: gl.constexpr, CAUSAL: gl.constexpr, N: gl.constexpr, CAP: gl.constexpr, LAG: gl.constexpr,
     SIDES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
@@ -535,6 +552,8 @@ def _accumulate(
         dweights = warpgroup_mma_wait(0, deps=[dweights])
         dkeys = gl.zeros([64, BLOCK_D], gl.float32, KV)
         dvalues = gl.zeros([64, BLOCK_D], gl.float32, KV)
+        if LAG:
+            mbarrier.wait(last_free, (turn & 1) ^ 1)
         # With a lag, the last step has code of its own, and nothing is done in vain.
         for i in range(steps - 1 if LAG else gl.maximum(steps, 1)):
             more = True if LAG else i + 1 < steps
@@ -555,7 +574,7 @@ def _accumulate(
             dq = warpgroup_mma_wait(1, deps=[dq])
             if not LAG:
                 mbarrier.wait(dq_free, (event & 1) ^ 1)
-            _stage_dq(dq, dq_tiles, HALF)
+            _stage_dq(dq, dq_tiles.index(HALF))
             mbarrier.arrive(dq_ready, count=1)
             event += 1
             mbarrier.wait(do_ready.index(stage), phase, pred=more)
@@ -571,16 +590,16 @@ def _accumulate(
                 other_ready, dq_free, side, step, event, steps > 1, no_dq, HALF, LAG, BLOCK_M, BLOCK_D,
             )  # fmt: skip
             dq = warpgroup_mma_wait(0, deps=[dq])
-            _stage_dq(dq, dq_tiles, HALF)
+            _stage_dq(dq, dq_tiles.index(HALF))
             mbarrier.arrive(dq_ready, count=1)
             event += 1
             dq = _multiply_dq(ds_tiles, k_tiles, other_ready, side, step, True, no_dq, HALF, BLOCK_M, BLOCK_D)
             dq = warpgroup_mma_wait(0, deps=[dq])
-            mbarrier.wait(dq_free, (event & 1) ^ 1)
-            _stage_dq(dq, dq_tiles, HALF)
-            mbarrier.arrive(dq_ready, count=1)
-            event += 1
+            # The one before is being added. Its operands' place serves once both warpgroups have multiplied them.
+            mbarrier.wait(dq_ready, (event & 1) ^ 1)
             step += 1
+            _stage_dq(dq, _spare(ds_tiles, dq_tiles, step & 1, HALF))
+            mbarrier.arrive(last_ready, count=1)
         if steps == 0:  # keys and values may be infinite
             dkeys = gl.zeros([64, BLOCK_D], gl.float32, KV)
             dvalues = gl.zeros([64, BLOCK_D], gl.float32, KV)
@@ -644,8 +663,12 @@ def _backward(
     second_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     dq_ready = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     dq_free = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    last_ready = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    last_free = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     mbarrier.init(dq_ready, count=2)
     mbarrier.init(dq_free, count=1)
+    mbarrier.init(last_ready, count=2)
+    mbarrier.init(last_free, count=1)
     for i in gl.static_range(SIDES):
         mbarrier.init(keys_ready.index(i), count=1)
         mbarrier.init(keys_free.index(i), count=1)
@@ -663,14 +686,14 @@ def _backward(
             (_accumulate, (
                 0, dk_rows, dv_rows, k_order, indices, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles,
                 places, ds_tiles, dq_tiles, keys_ready, q_ready, do_ready, first_ready, second_ready, dq_ready, dq_free,
-                sums_ready, kv_heads, q_len, kv_len, scale, factor, bend, PLACED, CAUSAL, N, CAP, LAG, SIDES, BLOCK_M,
-                BLOCK_D,
+                last_ready, last_free, sums_ready, kv_heads, q_len, kv_len, scale, factor, bend, PLACED, CAUSAL, N, CAP,
+                LAG, SIDES, BLOCK_M, BLOCK_D,
             )),
             (_accumulate, (
                 1, dk_rows, dv_rows, k_order, indices, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles,
                 places, ds_tiles, dq_tiles, keys_ready, q_ready, do_ready, second_ready, first_ready, dq_ready, dq_free,
-                sums_ready, kv_heads, q_len, kv_len, scale, factor, bend, PLACED, CAUSAL, N, CAP, LAG, SIDES, BLOCK_M,
-                BLOCK_D,
+                last_ready, last_free, sums_ready, kv_heads, q_len, kv_len, scale, factor, bend, PLACED, CAUSAL, N, CAP,
+                LAG, SIDES, BLOCK_M, BLOCK_D,
             )),
             (_feed, (
                 q, k, v, dout, lse, delta, segments, launch, turns, counter, q_tiles, k_tiles, v_tiles, do_tiles,
@@ -679,9 +702,9 @@ def _backward(
                 VISIBLE, ORDERED, SHARED, BLOCK_M, BLOCK_D,
             )),
             (_store_gradients, (
-                k, v, dq, dk, dv, order, locks, dq_tiles, k_tiles, v_tiles, places, keys_ready, keys_free, q_ready,
-                free, dq_ready, dq_free, sums_ready, kv_heads, n_q, n_kv, PLACED, SIDES, SUBTILES, ROWS, ORDERED, LAG,
-                BLOCK_D,
+                k, v, dq, dk, dv, order, locks, ds_tiles, dq_tiles, k_tiles, v_tiles, places, keys_ready, keys_free,
+                q_ready, free, dq_ready, dq_free, last_ready, last_free, sums_ready, kv_heads, n_q, n_kv, PLACED, SIDES,
+                SUBTILES, ROWS, ORDERED, LAG, BLOCK_D,
             )),
         ],
         [4, 1, 1],

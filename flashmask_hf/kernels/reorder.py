@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_SORTED = 8192  # rows times buckets of a program that sorts
+_SORTED = 4096  # rows times buckets of a program that sorts
 _KEYS = 512  # whose columns a program finds
 _MOVED = 8192  # elements that a program moves
 
@@ -59,8 +59,9 @@ def _place_block(bucket, starts, order, program, rows, n_buckets, BLOCK: tl.cons
 def _count(
     q_bucket, k_bucket, counts, q_programs, q_len, kv_len, n_buckets, BLOCK: tl.constexpr, BUCKETS: tl.constexpr
 ):  # fmt: skip
-    """How many rows of a block are in each bucket, in counts [1 + (side, plane, bucket, block)] (zeros)."""
+    """How many rows of a block are in each bucket, in counts [1 + (side, plane, bucket, block)], after a 0."""
     program = tl.program_id(0)
+    tl.store(counts, 0, mask=program == 0)
     if program < q_programs:
         _count_block(q_bucket, counts + 1, program, q_len, n_buckets, BLOCK, BUCKETS)
     else:
@@ -153,7 +154,7 @@ def sort_by_bucket(q_bucket: Tensor, k_bucket: Tensor, n_buckets: int) -> tuple[
     )
     shared = q_bucket is k_bucket
     grid = (q_programs if shared else q_programs + k_programs,)
-    counts = torch.zeros(1 + grid[0] * n_buckets, dtype=torch.int32, device=q_bucket.device)
+    counts = torch.empty(1 + grid[0] * n_buckets, dtype=torch.int32, device=q_bucket.device)
     sizes = (q_programs, q_len, kv_len, n_buckets)
     tile: Any = {"BLOCK": block, "BUCKETS": triton.next_power_of_2(n_buckets), "num_warps": 4}
     with torch.cuda.device_of(q_bucket):
