@@ -277,4 +277,4 @@ def test_global_determinism_asks_for_it(monkeypatch) -> None:
             flashmask_attention(q, k, v, masks.causal(200, device="cuda")).sum().backward()
         finally:
             torch.use_deterministic_algorithms(False)
-    assert asked == [{}, {"deterministic": True}]
+    assert asked == [{"deterministic": False}, {"deterministic": True}]

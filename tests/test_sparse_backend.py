@@ -128,6 +128,7 @@ def test_keywords_win_over_the_config():
         ("flashmask_hash", {"n_buckets": 4, "seed": -1}, ValueError, r"\['seed'\] must lie in 0"),
         ("flashmask_hash", {"n_buckets": 4, "seed": "a"}, TypeError, r"\['seed'\] must be an int, got str"),
         ("flashmask_hash", {"n_buckets": 4, "exclude_self": 1}, TypeError, r"\['exclude_self'\] must be a bool"),
+        ("flashmask_hash", {"n_buckets": 4, "shared_qk": 0}, TypeError, r"\['shared_qk'\] must be a bool"),
         ("flashmask_hash", {"n_buckets": 4, "buckets": 4}, ValueError, "no option 'buckets'; it takes 'n_buckets'"),
         ("flashmask_hash", 16, TypeError, "flashmask_hash must be a dict of options, got int"),
         ("flashmask_qk", None, ValueError, r"no 'drop'; set config.flashmask_qk = \{'drop': \.\.\.\}"),
@@ -176,6 +177,22 @@ def test_hash_layer(options, q_len, softcap, with_sinks):
     assert_same_layer(out, dense(q, k, v, visible, softcap, sinks), [q, k, v] if sinks is None else [q, k, v, sinks])
     if sinks is None:
         assert (out.transpose(1, 2)[~visible.any(-1)] == 0).all()
+
+
+@pytest.mark.parametrize("q_len", [LENGTH, 5], ids=["all", "after a cache"])
+def test_shared_qk_hashes_normalised_queries_once(monkeypatch: pytest.MonkeyPatch, q_len: int):
+    hashed = []
+    nearest = sparse_backend.nearest
+    monkeypatch.setattr(sparse_backend, "nearest", lambda x, to: hashed.append(x.shape) or nearest(x, to))
+    k = torch.nn.functional.normalize(torch.randn(2, 4, LENGTH, 8, dtype=torch.float64), dim=-1)
+    q, v = 3 * k[:, :, -q_len:], torch.randn(2, 4, LENGTH, 8, dtype=torch.float64)
+    found = []
+    for shared in (False, True):
+        hashed.clear()
+        config = types.SimpleNamespace(flashmask_hash={"n_buckets": 4, "shared_qk": shared})
+        found.append(hash_attention_forward(layer(config), q, k, v, None)[0])
+        assert len(hashed) == (1 if shared and q_len == LENGTH else 2)
+    torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -23,7 +23,6 @@ __all__ = [
     "named_barrier_arrive",
     "named_barrier_sync",
     "opaque_zero",
-    "reinterpret",
     "rescale",
     "tma_load",
     "tma_reduce_add",
@@ -91,13 +90,6 @@ try:
     def named_barrier_arrive(barrier, threads, _semantic: Any = None):
         """Arrive at a barrier that others wait at, without waiting."""
         _barrier("bar.arrive", barrier, threads, _semantic)
-
-    @builtin
-    def reinterpret(memory, dtype, shape, layout, _semantic: Any = None):
-        """Shared memory as a tile of another type, shape and layout of the same size."""
-        methods = vars(type(memory))
-        method = methods.get("reinterpret") or methods["_reinterpret"]
-        return method(memory, dtype, shape, layout, _semantic=_semantic)
 
     @builtin
     def keep_signed(x, flags, selector, _semantic: Any = None):

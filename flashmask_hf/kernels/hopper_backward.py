@@ -30,7 +30,6 @@ from flashmask_hf.kernels.gluon_shim import (
     mbarrier,
     named_barrier_sync,
     opaque_zero,
-    reinterpret,
     tma_load,
     tma_reduce_add,
     tma_store,
@@ -54,8 +53,8 @@ COLUMNS = 128
 class Config(NamedTuple):
     """Query rows of a tile, registers of a consuming thread, whether dQ lags a tile behind, and tiles of keys at hand.
 
-    With a lag the two warpgroups need not keep step, which pays where exponentials weigh more (head_dim 64). Where two
-    tiles of keys and values fit, the next one comes while this one is worked on.
+    With a lag the two warpgroups need not keep step, which pays where exponentials weigh more (head_dim 64); it takes
+    two tiles of keys and values at hand.
     """
 
     rows: int
@@ -245,16 +244,22 @@ def _feed(
                     step += 1
         program = following
         turn += 1
-    mbarrier.wait(free.index(step & 1), ((step // 2) & 1) ^ 1)
-    _write(places, step & 1, _STEPS, -1)
+    stage = step & 1
+    mbarrier.wait(free.index(stage), ((step // 2) & 1) ^ 1)
+    _write(places, stage, _STEPS, -1)
+    _write(places, stage, _MASK, 0)
     group_barrier()
-    mbarrier.arrive(q_ready.index(step & 1), count=1)
+    mbarrier.arrive(q_ready.index(stage), count=1)
+    mbarrier.arrive(do_ready.index(stage), count=1)
+    if SIDES == 2:  # who looks ahead waits for nothing, and makes nothing of it
+        mbarrier.wait(keys_free.index(turn & 1), ((turn // 2) & 1) ^ 1)
+        mbarrier.arrive(keys_ready.index(turn & 1), count=1)
 
 
 @gluon.jit
 def _store_gradients(
-    k, v, dq, dk, dv, order, locks, ds_tiles, dq_tiles, k_tiles, v_tiles, places, keys_ready, keys_free, q_ready, free,
-    dq_ready, dq_free, last_ready, last_free, sums_ready, kv_heads, n_q, n_kv,
+    k, v, dq, dk, dv, order, locks, dq_tiles, k_tiles, v_tiles, places, keys_ready, keys_free, q_ready, free, dq_ready,
+    dq_free, sums_ready, kv_heads, n_q, n_kv,
     PLACED: gl.constexpr, SIDES: gl.constexpr, SUBTILES: gl.constexpr, ROWS: gl.constexpr, ORDERED: gl.constexpr,
     LAG: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
@@ -295,12 +300,9 @@ def _store_gradients(
                 row_tile = (mask // 2).to(gl.int64) * n_q + row // ROWS
                 before = gl.load(order + row_tile * n_kv + tile // SUBTILES, mask=steps > 0, other=0).to(gl.int32)
                 earlier = before * SUBTILES + tile % SUBTILES
+            mbarrier.wait(dq_ready, event & 1)
+            event += 1
             step += 1
-            if LAG and step == end:
-                mbarrier.wait(last_ready, turn & 1)
-            else:
-                mbarrier.wait(dq_ready, event & 1)
-                event += 1
             if not LAG:
                 mbarrier.arrive(free.index(stage), count=1)
             elif step < end:
@@ -312,17 +314,10 @@ def _store_gradients(
             if steps > 0:
                 if ORDERED:
                     wait_for_count(lock, earlier)
-                if LAG and step == end:
-                    tma_reduce_add(dq, [at, 0], _spare(ds_tiles, dq_tiles, step & 1, 0))
-                    tma_reduce_add(dq, [at + 128, 0], _spare(ds_tiles, dq_tiles, step & 1, 1))
-                else:
-                    tma_reduce_add(dq, [at, 0], dq_tiles.index(0))
-                    tma_reduce_add(dq, [at + 128, 0], dq_tiles.index(1))
+                tma_reduce_add(dq, [at, 0], dq_tiles.index(0))
+                tma_reduce_add(dq, [at + 128, 0], dq_tiles.index(1))
                 tma_store_wait(0)
-            if LAG and step == end:
-                mbarrier.arrive(last_free, count=1)
-            else:
-                mbarrier.arrive(dq_free, count=1)
+            mbarrier.arrive(dq_free, count=1)
             if ORDERED and steps > 0:
                 gl.inline_asm_elementwise(
                     "cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
@@ -386,8 +381,8 @@ def _bits_below(bound, lane, COUNT: gl.constexpr):
 
 @gluon.jit
 def _mark(
-    indices, stage, active, places, column, q_len, kv_len,
-    CAUSAL: gl.constexpr, N: gl.constexpr, BLOCK_M: gl.constexpr, LAYOUT: gl.constexpr,
+    indices, stage, active, places, q_len, kv_len,
+    HALF: gl.constexpr, CAUSAL: gl.constexpr, N: gl.constexpr, BLOCK_M: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """(whether a tile is partial, then the visible ones of a thread's rows as a word for each of its keys [64, 4])."""
     COUNT: gl.constexpr = BLOCK_M // 4
@@ -397,6 +392,7 @@ def _mark(
     partial = ((mask & 1) != 0) & active
     if partial:
         row = _read(places, stage, _ROW)
+        column = _read(places, stage, _TILE) * 128 + HALF * 64
         columns = gl.expand_dims(column + gl.arange(0, 64, gl.SliceLayout(1, WORDS)), 1)
         lane = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, WORDS)), 0)
         inside = columns < kv_len
@@ -461,16 +457,10 @@ def _multiply_dq(
 
 
 @gluon.jit
-def _spare(ds_tiles, dq_tiles, stage, HALF: gl.constexpr):
-    """The place of a warpgroup's gradients of scores as one like those of `dq_tiles`, if it is of their size."""
-    return reinterpret(ds_tiles.index(stage * 2 + HALF), gl.float32, [128, 32], dq_tiles.layout)
-
-
-@gluon.jit
-def _stage_dq(dq, tile):
+def _stage_dq(dq, dq_tiles, HALF: gl.constexpr):
     """Lay half a tile of dQ out for the warp that adds it: a thread's four neighbours together, without conflicts."""
     pieces = dq.reshape([4, 2, 4, 2, 8, 4, 2]).permute([4, 0, 2, 3, 5, 1, 6]).reshape([128, 32])
-    tile.store(pieces)
+    dq_tiles.index(HALF).store(pieces)
     fence_async_shared()
     group_barrier()
 
@@ -478,16 +468,19 @@ def _stage_dq(dq, tile):
 @gluon.jit
 def _multiply(
     weights, slopes, dweights, dkeys, dvalues, q_tiles, k_tiles, do_tiles, delta_tiles, ds_tiles, own_ready,
-    other_ready, dq_free, side, step, event, real, no_dq,
+    other_ready, dq_free, side, step, event, adds, no_dq,
     HALF: gl.constexpr, LAG: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
-    """The products of row tile `step`: (dK, dV, a tile of dQ in the making, with a lag that of the step before)."""
+    """The products of row tile `step`: (dK, dV, a tile of dQ in the making, with a lag that of the step before).
+
+    In the first step of a key tile, with a lag, there is nothing to add to, and dQ is none: not `adds`.
+    """
     dtype: gl.constexpr = q_tiles.dtype
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, dkeys.type.layout, 2)
     stage = step & 1
     queries = q_tiles.index(stage).reshape([BLOCK_M, BLOCK_D])
     upstream = do_tiles.index(stage).reshape([BLOCK_M, BLOCK_D])
-    dvalues = warpgroup_mma(gl.convert_layout(weights, OPERAND), upstream, dvalues, is_async=True)
+    dvalues = warpgroup_mma(gl.convert_layout(weights, OPERAND), upstream, dvalues, use_acc=adds, is_async=True)
     row_delta = gl.expand_dims(delta_tiles.index(stage).load(gl.SliceLayout(0, dweights.type.layout)), 0)
     dscores = _narrow(_widen(slopes, dtype) * (dweights - row_delta), dtype)
     if LAG:  # the other warpgroup has read these gradients' place
@@ -496,17 +489,111 @@ def _multiply(
     fence_async_shared()
     group_barrier()
     mbarrier.arrive(own_ready.index(stage), count=1)
-    dkeys = warpgroup_mma(gl.convert_layout(dscores, OPERAND), queries, dkeys, is_async=True)
-    dq = _multiply_dq(ds_tiles, k_tiles, other_ready, side, step - LAG, real, no_dq, HALF, BLOCK_M, BLOCK_D)
+    dkeys = warpgroup_mma(gl.convert_layout(dscores, OPERAND), queries, dkeys, use_acc=adds, is_async=True)
+    dq = _multiply_dq(ds_tiles, k_tiles, other_ready, side, step - LAG, adds, no_dq, HALF, BLOCK_M, BLOCK_D)
     dkeys, dvalues = warpgroup_mma_wait(2, deps=[dkeys, dvalues])
     return dkeys, dvalues, dq
+
+
+@gluon.jit
+def _begin(
+    indices, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, places, keys_ready, do_ready, step, turn, q_len, kv_len,
+    factor, bend, no_scores,
+    HALF: gl.constexpr, CAUSAL: gl.constexpr, N: gl.constexpr, CAP: gl.constexpr, SIDES: gl.constexpr,
+    PIECES: gl.constexpr,
+):  # fmt: skip
+    """(weights, slopes, gradients of the weights) of row tile `step`, the first of key tile `turn`."""
+    BLOCK_M: gl.constexpr = q_tiles.shape[3]
+    BLOCK_D: gl.constexpr = q_tiles.shape[4]
+    S: gl.constexpr = no_scores.type.layout
+    stage = step & 1
+    side = turn % SIDES
+    mbarrier.wait(keys_ready.index(side), (turn // SIDES) & 1)
+    keys = k_tiles.index(side * 2 + HALF).reshape([64, BLOCK_D])
+    values = v_tiles.index(side * 2 + HALF).reshape([64, BLOCK_D])
+    queries = q_tiles.index(stage).reshape([BLOCK_M, BLOCK_D])
+    scores = warpgroup_mma(keys, queries.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+    partial, marks = _mark(indices, stage, True, places, q_len, kv_len, HALF, CAUSAL, N, BLOCK_M, PIECES)
+    mbarrier.wait(do_ready.index(stage), (step // 2) & 1)
+    upstream = do_tiles.index(stage).reshape([BLOCK_M, BLOCK_D])
+    dweights = warpgroup_mma(values, upstream.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+    scores = warpgroup_mma_wait(1, deps=[scores])
+    weights, slopes = _weigh(
+        scores, stage, partial, marks, lse_tiles, factor, bend, CAP, BLOCK_M, S, q_tiles.dtype
+    )  # fmt: skip
+    return weights, slopes, warpgroup_mma_wait(0, deps=[dweights])
+
+
+@gluon.jit
+def _go_on(
+    dq, indices, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, dq_tiles, places, do_ready, dq_ready, dq_free,
+    side, step, event, more, q_len, kv_len, factor, bend, hidden, no_scores,
+    HALF: gl.constexpr, CAUSAL: gl.constexpr, N: gl.constexpr, CAP: gl.constexpr, LAG: gl.constexpr,
+    PIECES: gl.constexpr,
+):  # fmt: skip
+    """As `_begin`, for a tile of rows that follows on another, whose dQ is in the making; it is laid out meanwhile."""
+    BLOCK_M: gl.constexpr = q_tiles.shape[3]
+    BLOCK_D: gl.constexpr = q_tiles.shape[4]
+    S: gl.constexpr = no_scores.type.layout
+    stage = step & 1
+    keys = k_tiles.index(side * 2 + HALF + hidden).reshape([64, BLOCK_D])
+    values = v_tiles.index(side * 2 + HALF + hidden).reshape([64, BLOCK_D])
+    queries = q_tiles.index(stage).reshape([BLOCK_M, BLOCK_D])
+    scores = warpgroup_mma(keys, queries.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+    partial, marks = _mark(indices, stage, more, places, q_len, kv_len, HALF, CAUSAL, N, BLOCK_M, PIECES)
+    dq = warpgroup_mma_wait(1, deps=[dq])
+    if not LAG:
+        mbarrier.wait(dq_free, (event & 1) ^ 1)
+    _stage_dq(dq, dq_tiles, HALF)
+    mbarrier.arrive(dq_ready, count=1)
+    mbarrier.wait(do_ready.index(stage), (step // 2) & 1, pred=more)
+    upstream = do_tiles.index(stage).reshape([BLOCK_M, BLOCK_D])
+    dweights = warpgroup_mma(values, upstream.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+    scores = warpgroup_mma_wait(1, deps=[scores])
+    weights, slopes = _weigh(
+        scores, stage, partial, marks, lse_tiles, factor, bend, CAP, BLOCK_M, S, q_tiles.dtype
+    )  # fmt: skip
+    return weights, slopes, warpgroup_mma_wait(0, deps=[dweights])
+
+
+@gluon.jit
+def _stage_sums(
+    dkeys, dvalues, k_tile, v_tile, dk_rows, dv_rows, k_order, sums_ready, steps, unit, column, kv_heads, kv_len, scale,
+    PLACED: gl.constexpr, BLOCK_D: gl.constexpr, DTYPE: gl.constexpr,
+):  # fmt: skip
+    """Put dK and dV of a warpgroup's 64 keys in their and the values' place; PLACED stores them from there, too."""
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
+    KV: gl.constexpr = dkeys.type.layout
+    if steps == 0:  # keys and values may be infinite
+        dkeys = gl.zeros([64, BLOCK_D], gl.float32, KV)
+        dvalues = gl.zeros([64, BLOCK_D], gl.float32, KV)
+    if PLACED:
+        rows = column + gl.arange(0, 64, gl.SliceLayout(1, ROWS))
+        place = gl.load(k_order + unit.to(gl.int64) * kv_len + rows, mask=rows < kv_len, other=0)
+        to = gl.expand_dims((unit // kv_heads).to(gl.int64) * kv_len + place, 1) * kv_heads + unit % kv_heads
+        to = to * BLOCK_D + gl.expand_dims(gl.arange(0, BLOCK_D, gl.SliceLayout(0, ROWS)), 0)
+        inside = gl.expand_dims(rows < kv_len, 1)
+    tile = v_tile.reshape([64, BLOCK_D])
+    tile.store(_narrow(dvalues, DTYPE))
+    if PLACED:
+        group_barrier()
+        gl.store(dv_rows + to, tile.load(ROWS), mask=inside)
+    named_barrier_sync(8, 256)
+    tile = k_tile.reshape([64, BLOCK_D])
+    tile.store(_narrow(dkeys * scale, DTYPE))
+    if PLACED:
+        group_barrier()
+        gl.store(dk_rows + to, tile.load(ROWS), mask=inside)
+    fence_async_shared()
+    group_barrier()
+    mbarrier.arrive(sums_ready, count=1)
 
 
 @gluon.jit
 def _accumulate(
     HALF: gl.constexpr, dk_rows, dv_rows, k_order, indices, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles,
     delta_tiles, places, ds_tiles, dq_tiles, keys_ready, q_ready, do_ready, own_ready, other_ready, dq_ready, dq_free,
-    last_ready, last_free, sums_ready, kv_heads, q_len, kv_len, scale, factor, bend,
+    sums_ready, kv_heads, q_len, kv_len, scale, factor, bend,
     PLACED: gl.constexpr, CAUSAL: gl.constexpr, N: gl.constexpr, CAP: gl.constexpr, LAG: gl.constexpr,
     SIDES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
@@ -515,116 +602,98 @@ def _accumulate(
     PLACED stores dK and dV itself, each row where `k_order` says.
 
     One turn of the loop ends with the next tile's weights and their gradients, so that the tensor cores always have
-    the product at hand that does not wait for what the other units compute.
+    the product at hand that does not wait for what the other units compute. With a lag, whose loop has two tiles of
+    keys at hand, the last turn of one ends with the first weights of the next: nothing is made in vain, and the loop's
+    code, which every tile of rows runs through, stays in the instruction cache.
     """
     dtype: gl.constexpr = q_tiles.dtype
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     KV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
-    rows = gl.arange(0, 64, gl.SliceLayout(1, ROWS))
-    dims = gl.arange(0, BLOCK_D, gl.SliceLayout(0, ROWS))
     no_scores = gl.zeros([64, BLOCK_M], gl.float32, S)
     no_dq = gl.zeros([64, 64], gl.float32, DQ)
     PIECES: gl.constexpr = gl.reshape(no_scores, [64, BLOCK_M // 8, 4, 2]).type.layout
 
+    dkeys = gl.zeros([64, BLOCK_D], gl.float32, KV)
+    dvalues = gl.zeros([64, BLOCK_D], gl.float32, KV)
     step = 0
     event = 0
     turn = 0
     mbarrier.wait(q_ready.index(0), 0)
     steps = _read(places, 0, _STEPS)
-    while steps >= 0:
-        stage = step & 1
-        side = turn % SIDES
-        column = _read(places, stage, _TILE) * 128 + HALF * 64
-        unit = _read(places, stage, _UNIT)
-        mbarrier.wait(keys_ready.index(side), (turn // SIDES) & 1)
-        keys = k_tiles.index(side * 2 + HALF).reshape([64, BLOCK_D])
-        values = v_tiles.index(side * 2 + HALF).reshape([64, BLOCK_D])
-        queries = q_tiles.index(stage).reshape([BLOCK_M, BLOCK_D])
-        scores = warpgroup_mma(keys, queries.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-        partial, marks = _mark(indices, stage, True, places, column, q_len, kv_len, CAUSAL, N, BLOCK_M, PIECES)
-        mbarrier.wait(do_ready.index(stage), (step // 2) & 1)
-        upstream = do_tiles.index(stage).reshape([BLOCK_M, BLOCK_D])
-        dweights = warpgroup_mma(values, upstream.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-        scores = warpgroup_mma_wait(1, deps=[scores])
-        weights, slopes = _weigh(scores, stage, partial, marks, lse_tiles, factor, bend, CAP, BLOCK_M, S, dtype)
-        dweights = warpgroup_mma_wait(0, deps=[dweights])
-        dkeys = gl.zeros([64, BLOCK_D], gl.float32, KV)
-        dvalues = gl.zeros([64, BLOCK_D], gl.float32, KV)
-        if LAG:
-            mbarrier.wait(last_free, (turn & 1) ^ 1)
-        # With a lag, the last step has code of its own, and nothing is done in vain.
-        for i in range(steps - 1 if LAG else gl.maximum(steps, 1)):
-            more = True if LAG else i + 1 < steps
-            hidden = opaque_zero()
-            dkeys, dvalues, dq = _multiply(
-                weights, slopes, dweights, dkeys, dvalues, q_tiles, k_tiles, do_tiles, delta_tiles, ds_tiles, own_ready,
-                other_ready, dq_free, side, step, event, i >= LAG, no_dq, HALF, LAG, BLOCK_M, BLOCK_D,
-            )  # fmt: skip
-            step += 1
-            stage = step & 1
-            phase = (step // 2) & 1
-            mbarrier.wait(q_ready.index(stage), phase, pred=more)
-            keys = k_tiles.index(side * 2 + HALF + hidden).reshape([64, BLOCK_D])
-            values = v_tiles.index(side * 2 + HALF + hidden).reshape([64, BLOCK_D])
-            queries = q_tiles.index(stage).reshape([BLOCK_M, BLOCK_D])
-            scores = warpgroup_mma(keys, queries.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-            partial, marks = _mark(indices, stage, more, places, column, q_len, kv_len, CAUSAL, N, BLOCK_M, PIECES)
-            dq = warpgroup_mma_wait(1, deps=[dq])
-            if not LAG:
-                mbarrier.wait(dq_free, (event & 1) ^ 1)
-            _stage_dq(dq, dq_tiles.index(HALF))
+    column = _read(places, 0, _TILE) * 128 + HALF * 64
+    unit = _read(places, 0, _UNIT)
+    if LAG:
+        weights, slopes, dweights = _begin(
+            indices, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, places, keys_ready, do_ready, 0, 0, q_len, kv_len,
+            factor, bend, no_scores, HALF, CAUSAL, N, CAP, SIDES, PIECES,
+        )  # fmt: skip
+        while steps >= 0:
+            side = turn % SIDES
+            next_side = (turn + 1) % SIDES
+            for i in range(gl.maximum(steps, 1)):
+                hidden = opaque_zero()
+                dkeys, dvalues, dq = _multiply(
+                    weights, slopes, dweights, dkeys, dvalues, q_tiles, k_tiles, do_tiles, delta_tiles, ds_tiles,
+                    own_ready, other_ready, dq_free, side, step, event, i > 0, no_dq, HALF, LAG, BLOCK_M, BLOCK_D,
+                )  # fmt: skip
+                step += 1
+                last = i + 1 >= steps
+                mbarrier.wait(q_ready.index(step & 1), (step // 2) & 1)
+                mbarrier.wait(keys_ready.index(next_side), ((turn + 1) // SIDES) & 1, pred=last)
+                weights, slopes, dweights = _go_on(
+                    dq, indices, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, dq_tiles, places, do_ready, dq_ready,
+                    dq_free, gl.where(last, next_side, side), step, event, True, q_len, kv_len, factor, bend, hidden,
+                    no_scores, HALF, CAUSAL, N, CAP, LAG, PIECES,
+                )  # fmt: skip
+                event += 1
+            rest = _multiply_dq(ds_tiles, k_tiles, other_ready, side, step - 1, True, no_dq, HALF, BLOCK_M, BLOCK_D)
+            rest = warpgroup_mma_wait(0, deps=[rest])
+            mbarrier.wait(dq_free, (event & 1) ^ 1)
+            _stage_dq(rest, dq_tiles, HALF)
             mbarrier.arrive(dq_ready, count=1)
             event += 1
-            mbarrier.wait(do_ready.index(stage), phase, pred=more)
-            upstream = do_tiles.index(stage).reshape([BLOCK_M, BLOCK_D])
-            dweights = warpgroup_mma(values, upstream.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-            scores = warpgroup_mma_wait(1, deps=[scores])
-            weights, slopes = _weigh(scores, stage, partial, marks, lse_tiles, factor, bend, CAP, BLOCK_M, S, dtype)
-            dweights = warpgroup_mma_wait(0, deps=[dweights])
-
-        if LAG:
-            dkeys, dvalues, dq = _multiply(
-                weights, slopes, dweights, dkeys, dvalues, q_tiles, k_tiles, do_tiles, delta_tiles, ds_tiles, own_ready,
-                other_ready, dq_free, side, step, event, steps > 1, no_dq, HALF, LAG, BLOCK_M, BLOCK_D,
+            _stage_sums(
+                dkeys, dvalues, k_tiles.index(side * 2 + HALF), v_tiles.index(side * 2 + HALF), dk_rows, dv_rows,
+                k_order, sums_ready.index(side), steps, unit, column, kv_heads, kv_len, scale, PLACED, BLOCK_D, dtype,
             )  # fmt: skip
-            dq = warpgroup_mma_wait(0, deps=[dq])
-            _stage_dq(dq, dq_tiles.index(HALF))
-            mbarrier.arrive(dq_ready, count=1)
-            event += 1
-            dq = _multiply_dq(ds_tiles, k_tiles, other_ready, side, step, True, no_dq, HALF, BLOCK_M, BLOCK_D)
-            dq = warpgroup_mma_wait(0, deps=[dq])
-            # The one before is being added. Its operands' place serves once both warpgroups have multiplied them.
-            mbarrier.wait(dq_ready, (event & 1) ^ 1)
-            step += 1
-            _stage_dq(dq, _spare(ds_tiles, dq_tiles, step & 1, HALF))
-            mbarrier.arrive(last_ready, count=1)
-        if steps == 0:  # keys and values may be infinite
+            turn += 1
+            steps = _read(places, step & 1, _STEPS)
+            column = _read(places, step & 1, _TILE) * 128 + HALF * 64
+            unit = _read(places, step & 1, _UNIT)
+    else:
+        while steps >= 0:
+            side = turn % SIDES
+            weights, slopes, dweights = _begin(
+                indices, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, places, keys_ready, do_ready, step, turn,
+                q_len, kv_len, factor, bend, no_scores, HALF, CAUSAL, N, CAP, SIDES, PIECES,
+            )  # fmt: skip
             dkeys = gl.zeros([64, BLOCK_D], gl.float32, KV)
             dvalues = gl.zeros([64, BLOCK_D], gl.float32, KV)
-        if PLACED:
-            place = gl.load(k_order + unit.to(gl.int64) * kv_len + rows + column, mask=rows + column < kv_len, other=0)
-            to = gl.expand_dims((unit // kv_heads).to(gl.int64) * kv_len + place, 1) * kv_heads + unit % kv_heads
-            to = to * BLOCK_D + gl.expand_dims(dims, 0)
-            inside = gl.expand_dims(rows + column < kv_len, 1)
-        tile = v_tiles.index(side * 2 + HALF).reshape([64, BLOCK_D])
-        tile.store(_narrow(dvalues, dtype))
-        if PLACED:
-            group_barrier()
-            gl.store(dv_rows + to, tile.load(ROWS), mask=inside)
-        named_barrier_sync(8, 256)
-        tile = k_tiles.index(side * 2 + HALF).reshape([64, BLOCK_D])
-        tile.store(_narrow(dkeys * scale, dtype))
-        if PLACED:
-            group_barrier()
-            gl.store(dk_rows + to, tile.load(ROWS), mask=inside)
-        fence_async_shared()
-        group_barrier()
-        mbarrier.arrive(sums_ready.index(side), count=1)
-        turn += 1
-        mbarrier.wait(q_ready.index(step & 1), (step // 2) & 1)
-        steps = _read(places, step & 1, _STEPS)
+            for i in range(gl.maximum(steps, 1)):
+                hidden = opaque_zero()
+                dkeys, dvalues, dq = _multiply(
+                    weights, slopes, dweights, dkeys, dvalues, q_tiles, k_tiles, do_tiles, delta_tiles, ds_tiles,
+                    own_ready, other_ready, dq_free, side, step, event, True, no_dq, HALF, LAG, BLOCK_M, BLOCK_D,
+                )  # fmt: skip
+                step += 1
+                more = i + 1 < steps
+                mbarrier.wait(q_ready.index(step & 1), (step // 2) & 1, pred=more)
+                weights, slopes, dweights = _go_on(
+                    dq, indices, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, dq_tiles, places, do_ready, dq_ready,
+                    dq_free, side, step, event, more, q_len, kv_len, factor, bend, hidden, no_scores,
+                    HALF, CAUSAL, N, CAP, LAG, PIECES,
+                )  # fmt: skip
+                event += 1
+            _stage_sums(
+                dkeys, dvalues, k_tiles.index(side * 2 + HALF), v_tiles.index(side * 2 + HALF), dk_rows, dv_rows,
+                k_order, sums_ready.index(side), steps, unit, column, kv_heads, kv_len, scale, PLACED, BLOCK_D, dtype,
+            )  # fmt: skip
+            turn += 1
+            mbarrier.wait(q_ready.index(step & 1), (step // 2) & 1)
+            steps = _read(places, step & 1, _STEPS)
+            column = _read(places, step & 1, _TILE) * 128 + HALF * 64
+            unit = _read(places, step & 1, _UNIT)
 
 
 _RUNTIME = ["heads", "kv_heads", "units", "together", "mask_batch", "mask_heads", "q_len", "kv_len", "n_q", "n_kv",
@@ -663,12 +732,8 @@ def _backward(
     second_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     dq_ready = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     dq_free = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    last_ready = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    last_free = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     mbarrier.init(dq_ready, count=2)
     mbarrier.init(dq_free, count=1)
-    mbarrier.init(last_ready, count=2)
-    mbarrier.init(last_free, count=1)
     for i in gl.static_range(SIDES):
         mbarrier.init(keys_ready.index(i), count=1)
         mbarrier.init(keys_free.index(i), count=1)
@@ -686,14 +751,14 @@ def _backward(
             (_accumulate, (
                 0, dk_rows, dv_rows, k_order, indices, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles,
                 places, ds_tiles, dq_tiles, keys_ready, q_ready, do_ready, first_ready, second_ready, dq_ready, dq_free,
-                last_ready, last_free, sums_ready, kv_heads, q_len, kv_len, scale, factor, bend, PLACED, CAUSAL, N, CAP,
-                LAG, SIDES, BLOCK_M, BLOCK_D,
+                sums_ready, kv_heads, q_len, kv_len, scale, factor, bend, PLACED, CAUSAL, N, CAP, LAG, SIDES, BLOCK_M,
+                BLOCK_D,
             )),
             (_accumulate, (
                 1, dk_rows, dv_rows, k_order, indices, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles,
                 places, ds_tiles, dq_tiles, keys_ready, q_ready, do_ready, second_ready, first_ready, dq_ready, dq_free,
-                last_ready, last_free, sums_ready, kv_heads, q_len, kv_len, scale, factor, bend, PLACED, CAUSAL, N, CAP,
-                LAG, SIDES, BLOCK_M, BLOCK_D,
+                sums_ready, kv_heads, q_len, kv_len, scale, factor, bend, PLACED, CAUSAL, N, CAP, LAG, SIDES, BLOCK_M,
+                BLOCK_D,
             )),
             (_feed, (
                 q, k, v, dout, lse, delta, segments, launch, turns, counter, q_tiles, k_tiles, v_tiles, do_tiles,
@@ -702,9 +767,9 @@ def _backward(
                 VISIBLE, ORDERED, SHARED, BLOCK_M, BLOCK_D,
             )),
             (_store_gradients, (
-                k, v, dq, dk, dv, order, locks, ds_tiles, dq_tiles, k_tiles, v_tiles, places, keys_ready, keys_free,
-                q_ready, free, dq_ready, dq_free, last_ready, last_free, sums_ready, kv_heads, n_q, n_kv, PLACED, SIDES,
-                SUBTILES, ROWS, ORDERED, LAG, BLOCK_D,
+                k, v, dq, dk, dv, order, locks, dq_tiles, k_tiles, v_tiles, places, keys_ready, keys_free, q_ready,
+                free, dq_ready, dq_free, sums_ready, kv_heads, n_q, n_kv, PLACED, SIDES, SUBTILES, ROWS, ORDERED, LAG,
+                BLOCK_D,
             )),
         ],
         [4, 1, 1],

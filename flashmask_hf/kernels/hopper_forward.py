@@ -45,15 +45,15 @@ from flashmask_hf.plan import ROWS, Plan, plan_columns
 class Config(NamedTuple):
     """Tiles, and registers of a thread that multiplies and of one that does not.
 
-    A tile has `columns` keys; `stages` of them and `sides` of queries are in flight. `peeled` says whether the first
-    step of a tile of rows has code of its own. Without it the code is a sixth shorter and stays in the instruction
-    cache, which short lists gain by; the loop gets a bit longer.
+    A tile has `columns` keys; `stages` of them and `sides` of queries are in flight. `split` says whether the first
+    step of a tile of rows, visible tiles and partial ones have code of their own. With one code for all, which is a
+    third shorter, short lists stay in the instruction cache and gain a tenth; long ones lose up to three percent.
     """
 
     columns: int
     stages: int
     sides: int
-    peeled: bool
+    split: bool
     registers: int
     helper_registers: int
 
@@ -356,20 +356,21 @@ def _multiply_values(weights, acc, kv_s, stage):
 
 @gluon.jit
 def _step(
-    weights, acc, top, total, side, begin, step, more, masked, own, factor, bend, q_s, kv_s, words, full,
+    weights, acc, top, total, side, begin, step, more, partial, masked, own, factor, bend, q_s, kv_s, words, full,
     k_full, v_full,
-    MASKED: gl.constexpr, GROUP: gl.constexpr, CAP: gl.constexpr, STAGES: gl.constexpr, PEELED: gl.constexpr,
+    MASKED: gl.constexpr, GROUP: gl.constexpr, CAP: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
     SCORES: gl.constexpr,
 ):  # fmt: skip
     """Scores and softmax of tile `step`, while the weights of the tile before are multiplied with its values.
 
-    If the first step is not peeled, it multiplies weights of 0 with its own values, which it keeps for the next; so an
-    infinite value makes NaN, as it does wherever a weight is 0.
+    The tile is MASKED or, unless steps are SPLIT, it may be `partial`. Unless they are, the first step multiplies
+    weights of 0 with its own values, which it keeps for the next; so an infinite value makes NaN, as it does wherever a
+    weight is 0.
     """
     layout: gl.constexpr = acc.type.layout
     stage = step % STAGES
     last = step - 1
-    if not PEELED:
+    if not SPLIT:
         last = gl.where(step > begin, last, begin)
     before = last % STAGES
     if MASKED:  # where tiles are whole the groups keep apart by themselves, and sooner
@@ -387,12 +388,14 @@ def _step(
         scores = _tanh(scores * bend)
     if MASKED:
         scores = _hide(scores, bits)
+    elif not SPLIT and partial:
+        scores = _hide(scores, _take_words(words, full, masked, own, SCORES))
     weights, decay, top, total = _soften(scores, top, total, factor)
     weights = gl.convert_layout(weights.to(q_s.dtype), gl.DotOperandLayout(0, layout, 2))
     # This wait is here, not at the top, because it keeps the next one, with nothing between them, behind the softmax.
     mbarrier.wait(k_full.index((step + 1) % STAGES), ((step + 1) // STAGES) & 1, pred=more)
     acc = warpgroup_mma_wait(0, deps=[acc])
-    if PEELED or step > begin:
+    if SPLIT or step > begin:
         named_barrier_arrive(_READ + STAGES + before, _GROUPS_AND_WARP)
     acc, decay = gl.broadcast(acc, _per_row(decay, layout))
     return weights, rescale(acc, decay), top, total
@@ -402,7 +405,7 @@ def _step(
 def _attend(
     GROUP: gl.constexpr, out, out_rows, order, lse, sinks, heads, q_len, factor, bend, board, q_s, kv_s, out_s, words,
     barriers,
-    PLACED: gl.constexpr, SINKS: gl.constexpr, CAP: gl.constexpr, STAGES: gl.constexpr, PEELED: gl.constexpr,
+    PLACED: gl.constexpr, SINKS: gl.constexpr, CAP: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """Output and log-sum-exp of 64 rows of every tile on the board. PLACED puts each output row where `order` says."""
     full, free, k_full, v_full = barriers
@@ -436,7 +439,7 @@ def _attend(
         stage = step % STAGES
         mbarrier.wait(full.index(_QUERIES + side), (turn // SIDES) & 1)
         mbarrier.wait(k_full.index(stage), (step // STAGES) & 1)
-        if PEELED:
+        if SPLIT:
             scores = _multiply_scores(q_s, kv_s, side, stage, GROUP, SCORES)
             scores = warpgroup_mma_wait(0, deps=[scores])
             named_barrier_arrive(_READ + stage, _GROUPS_AND_WARP)
@@ -451,19 +454,28 @@ def _attend(
         else:
             weights = gl.zeros([M, BLOCK_N], gl.float32, SCORES)
         weights = gl.convert_layout(weights.to(q_s.dtype), gl.DotOperandLayout(0, OUT, 2))
-        for i in range(1 if PEELED else 0, n_visible):
-            weights, acc, top, total = _step(
-                weights, acc, top, total, side, begin, step, i + 1 < n, masked, own, factor, bend, q_s, kv_s, words,
-                full, k_full, v_full, False, GROUP, CAP, STAGES, PEELED, SCORES,
-            )  # fmt: skip
-            step += 1
-        for i in range(gl.maximum(n_visible, 1) if PEELED else n_visible, n):
-            weights, acc, top, total = _step(
-                weights, acc, top, total, side, begin, step, i + 1 < n, masked, own, factor, bend, q_s, kv_s, words,
-                full, k_full, v_full, True, GROUP, CAP, STAGES, PEELED, SCORES,
-            )  # fmt: skip
-            step += 1
-            masked += 1
+        if SPLIT:
+            for i in range(1, n_visible):
+                weights, acc, top, total = _step(
+                    weights, acc, top, total, side, begin, step, i + 1 < n, False, masked, own, factor, bend, q_s,
+                    kv_s, words, full, k_full, v_full, False, GROUP, CAP, STAGES, SPLIT, SCORES,
+                )  # fmt: skip
+                step += 1
+            for i in range(gl.maximum(n_visible, 1), n):
+                weights, acc, top, total = _step(
+                    weights, acc, top, total, side, begin, step, i + 1 < n, True, masked, own, factor, bend, q_s,
+                    kv_s, words, full, k_full, v_full, True, GROUP, CAP, STAGES, SPLIT, SCORES,
+                )  # fmt: skip
+                step += 1
+                masked += 1
+        else:
+            for i in range(n):
+                weights, acc, top, total = _step(
+                    weights, acc, top, total, side, begin, step, i + 1 < n, i >= n_visible, masked, own, factor, bend,
+                    q_s, kv_s, words, full, k_full, v_full, False, GROUP, CAP, STAGES, SPLIT, SCORES,
+                )  # fmt: skip
+                step += 1
+                masked += gl.where(i >= n_visible, 1, 0)
         mbarrier.arrive(free.index(_QUERIES_FREE + side))
         before = (step - 1) % STAGES
         mbarrier.wait(v_full.index(before), ((step - 1) // STAGES) & 1)
@@ -517,7 +529,7 @@ def _forward(
     q, k, v, out, out_rows, order, lse, sinks, indices, tiles, counts, counter,
     n_tiles, n_rows, heads, kv_heads, mask_batch, mask_heads, q_len, kv_len, n_q, n_kv, factor, bend,
     CAUSAL: gl.constexpr, N: gl.constexpr, PLACED: gl.constexpr, SINKS: gl.constexpr, CAP: gl.constexpr,
-    SUBTILES: gl.constexpr, STAGES: gl.constexpr, SIDES: gl.constexpr, PEELED: gl.constexpr, REGISTERS: gl.constexpr,
+    SUBTILES: gl.constexpr, STAGES: gl.constexpr, SIDES: gl.constexpr, SPLIT: gl.constexpr, REGISTERS: gl.constexpr,
     HELPER_REGISTERS: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
     line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -550,14 +562,14 @@ def _forward(
                 _attend,
                 (
                     0, out, out_rows, order, lse, sinks, heads, q_len, factor, bend, board, q_s, kv_s, out_s, words,
-                    barriers, PLACED, SINKS, CAP, STAGES, PEELED,
+                    barriers, PLACED, SINKS, CAP, STAGES, SPLIT,
                 ),
             ),
             (
                 _attend,
                 (
                     1, out, out_rows, order, lse, sinks, heads, q_len, factor, bend, board, q_s, kv_s, out_s, words,
-                    barriers, PLACED, SINKS, CAP, STAGES, PEELED,
+                    barriers, PLACED, SINKS, CAP, STAGES, SPLIT,
                 ),
             ),
             (
@@ -631,7 +643,7 @@ def forward(
             plan.tiles.shape[2], plan.tiles.shape[3], factor, bend,
             CAUSAL=mask.causal, N=mask.indices.shape[-1], PLACED=order is not None, SINKS=sinks is not None,
             CAP=softcap != 0, SUBTILES=plan_columns(kv_len) // config.columns, STAGES=config.stages, SIDES=config.sides,
-            PEELED=config.peeled, REGISTERS=config.registers, HELPER_REGISTERS=config.helper_registers,
+            SPLIT=config.split, REGISTERS=config.registers, HELPER_REGISTERS=config.helper_registers,
             SHARED=shared, num_warps=4,
         )  # fmt: skip
     return out, lse
