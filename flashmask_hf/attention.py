@@ -12,7 +12,16 @@ from flashmask_hf.mask import FlashMask
 from flashmask_hf.plan import Plan
 from flashmask_hf.reference import reference_attention
 
-__all__ = ["IMPLEMENTATIONS", "MAX_HEAD_DIM", "Choice", "choose", "flashmask_attention", "plan_of", "prepare"]
+__all__ = [
+    "IMPLEMENTATIONS",
+    "MAX_HEAD_DIM",
+    "Choice",
+    "choose",
+    "decodes",
+    "flashmask_attention",
+    "plan_of",
+    "prepare",
+]
 
 IMPLEMENTATIONS = ("hopper", "triton", "torch", "reference")
 MAX_HEAD_DIM = 256
@@ -100,7 +109,7 @@ def flashmask_attention(
         out, lse = reference_attention(q, k, v, mask, scale=factor, softcap=softcap, sinks=sinks)
     else:
         plan = None
-        if served == "hopper" or not _decodes(q, k, v, sinks):
+        if served == "hopper" or not decodes(q, k, v, sinks):
             plan = plan_of(mask, q.shape[2])
         out, lse = ops.attention(
             q, k, v, mask, plan, sinks=sinks, scale=factor, softcap=softcap, impl=served, deterministic=ordered
@@ -139,7 +148,7 @@ def prepare(
     return q, k, v, served, factor, deterministic or torch.are_deterministic_algorithms_enabled()
 
 
-def _decodes(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> bool:
+def decodes(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> bool:
     """Whether the rows are few and no gradient is asked for: then a plan costs more than it saves.
 
     The kernel packs the rows of all heads that share keys in one tile of up to `_FEW_ROWS`, and splits the keys. The

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from flashmask_hf import masks
-from flashmask_hf.attention import plan_of, prepare
+from flashmask_hf.attention import decodes, plan_of, prepare
 from flashmask_hf.mask import FlashMask
-from flashmask_hf.sparse_ops import flash_attn_sparse_forward, nearest, sort_sparse
+from flashmask_hf.sparse_ops import flash_attn_sparse_decode, flash_attn_sparse_forward, nearest, sort_sparse
 
 __all__ = ["hash_sparse_attention", "lsh_buckets", "qk_sparse_attention"]
 
@@ -206,6 +206,10 @@ def _attend(
     """Attention under columns for sorted rows and keys; their places are an order and how many of it are kept."""
     mask = FlashMask(columns, causal=False, q_len=q.shape[2])
     q, k, v, impl, factor, ordered = prepare(q, k, v, mask, scale, softcap, sinks, deterministic)
+    if decodes(q, k, v, sinks):
+        return flash_attn_sparse_decode(
+            q, k, v, sinks, columns, *q_place, *k_place, factor, softcap or 0.0, impl
+        )  # fmt: skip
     plan = plan_of(mask, q.shape[2])
     out, *_ = flash_attn_sparse_forward(
         q, k, v, sinks, columns, *plan, *q_place, *k_place, factor, softcap or 0.0, impl, ordered

@@ -1,9 +1,9 @@
 """The operators of sparse attention: buckets of vectors, the sort, attention to sorted rows and its backward.
 
-`flashmask_hf::nearest`, `flashmask_hf::sort_sparse`, `flashmask_hf::flash_attn_sparse_forward` and
-`flashmask_hf::flash_attn_sparse_backward` (`ops` says why these are called so). The last two attend to sorted rows:
-they gather those of q, k, v and of the output's gradient, and put those of the output and of the other gradients back.
-In between q, k, v and lse stay sorted.
+`flashmask_hf::nearest`, `flashmask_hf::sort_sparse`, `flashmask_hf::flash_attn_sparse_forward`,
+`flashmask_hf::flash_attn_sparse_backward` and `flashmask_hf::flash_attn_sparse_decode` (`ops` says why these are called
+so). The last three attend to sorted rows: they gather those of q, k, v and of the output's gradient, and put those of
+the output and of the other gradients back. In between q, k, v and lse stay sorted.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from flashmask_hf.plan import Plan
 
 __all__ = [
     "flash_attn_sparse_backward",
+    "flash_attn_sparse_decode",
     "flash_attn_sparse_forward",
     "gather_rows",
     "gather_upstream",
@@ -352,3 +353,51 @@ def _no_second_derivatives(ctx: Any, *gradients: Tensor | None) -> None:
 
 
 torch.library.register_autograd("flashmask_hf::flash_attn_sparse_backward", _no_second_derivatives)
+
+
+def _flash_attn_sparse_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    indices: Tensor,
+    q_order: Tensor,
+    q_kept: Tensor | None,
+    k_order: Tensor,
+    k_kept: Tensor | None,
+    scale: float,
+    softcap: float,
+    impl: str,
+) -> Tensor:
+    """Attention of few sorted rows, without a plan and without gradients.
+
+    Arguments and result as in `flash_attn_sparse_forward`, its `out` alone; `impl` as in `ops.attention`.
+    """
+    q = gather_rows(q, q_order, q_kept)
+    k, v = (gather_rows(x, k_order, k_kept) for x in (k, v))
+    out, _ = ops.attention(
+        q, k, v, FlashMask(indices, False), None,
+        sinks=sinks, scale=scale, softcap=softcap, impl=impl, deterministic=False,
+    )  # fmt: skip
+    return put_rows_back(out, q_order)
+
+
+flash_attn_sparse_decode = ops.as_operator("flash_attn_sparse_decode", _flash_attn_sparse_decode)
+
+
+@torch.library.register_fake("flashmask_hf::flash_attn_sparse_decode")
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    indices: Tensor,
+    q_order: Tensor,
+    q_kept: Tensor | None,
+    k_order: Tensor,
+    k_kept: Tensor | None,
+    scale: float,
+    softcap: float,
+    impl: str,
+) -> Tensor:
+    return ops.results_like(q, v)[0]

@@ -497,6 +497,28 @@ def test_operators(lane: Lane, kept: bool) -> None:
     saved = (out, *ordered, given[3], out, lse, *given[4:-1])
     saved = tuple(x.detach() if isinstance(x, Tensor) else x for x in saved)
     torch.library.opcheck(sparse_ops.flash_attn_sparse_backward, (*saved, *settings))
+    few = tuple(x.detach() if isinstance(x, Tensor) else x for x in (*given[:5], *given[8:]))
+    torch.library.opcheck(sparse_ops.flash_attn_sparse_decode, (*few, *settings[:3]))
+    torch.testing.assert_close(sparse_ops.flash_attn_sparse_decode(*few, *settings[:3]), out, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("lane", lanes((torch.float32,), (torch.float32,), (torch.float32,)))
+def test_few_rows_without_gradients_need_no_plan(monkeypatch: pytest.MonkeyPatch, lane: Lane) -> None:
+    """As in generation; what is dropped and what sees nothing is 0 all the same."""
+    q, k, v = attention_inputs(lane, 2, HEADS, KV_HEADS, 3, 50, 16, 16)
+    generator = torch.Generator().manual_seed(0)
+    keeps = [torch.rand(x.shape[:3], generator=generator).to(lane.device) < 0.5 for x in (q, k)]
+    buckets = [torch.randint(0, 4, x.shape[:3], generator=generator).to(lane.device) for x in (q, k)]
+    calls = [
+        lambda: qk_sparse_attention(q, k, v, keeps[0], keeps[1], softcap=3.0),
+        lambda: hash_sparse_attention(q, k, v, buckets[0], buckets[1], n_buckets=4, exclude_self=True),
+    ]
+    want = [call().detach() for call in calls]
+    monkeypatch.setattr(sparse, "plan_of", None)
+    with torch.no_grad():
+        for call, expected in zip(calls, want, strict=True):
+            torch.testing.assert_close(call(), expected, rtol=1e-4, atol=1e-5)
+    assert not want[0][~keeps[0]].any()
 
 
 def test_there_are_no_second_derivatives() -> None:

@@ -1,13 +1,14 @@
 """The backward for Hopper (sm_90a) in Gluon: one kernel over key tiles (FlashMask, ICLR 2025, algorithm 2).
 
-A program stays on a multiprocessor and takes one tile of 128 keys after the other from a counter. It holds the keys and
-their values in shared memory and walks the query rows that see them. One warp finds and loads tiles, two warpgroups of
-64 keys each make scores transposed [keys, rows], so that weights and their gradients stay in registers as operands for
-dV and dK, and one warp adds the program's share of dQ to a float32 buffer and stores dK and dV. The scores of the next
-tile of rows are in the making while dQ of this one is written.
+A program stays on a multiprocessor and takes one tile of 128 keys after the other from a counter. (If dQ has an order,
+programs of one tile each start in that order, so that none waits for one that has no place to run.) It holds the keys
+and their values in shared memory and walks the query rows that see them. One warp finds and loads tiles, two warpgroups
+of 64 keys each make scores transposed [keys, rows], so that weights and their gradients stay in registers as operands
+for dV and dK, and one warp adds the program's share of dQ to a float32 buffer and stores dK and dV. The scores of the
+next tile of rows are in the making while dQ of this one is written.
 """
 # Layouts take compile-time constants, which the type checker takes for objects.
-# pyright: reportArgumentType=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
@@ -183,7 +184,7 @@ def _feed(
     SIDES: gl.constexpr, ROWS: gl.constexpr, SUBTILES: gl.constexpr, SEGMENTS: gl.constexpr, VISIBLE: gl.constexpr,
     ORDERED: gl.constexpr, SHARED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
-    """The warp that takes key tiles, and loads their keys, their values and the rows that see them."""
+    """The warp that takes key tiles and loads the rows that see them, and the next keys and values if there is room."""
     group = heads // kv_heads
     n_programs = units * n_columns
     program = gl.program_id(0)
@@ -263,7 +264,10 @@ def _store_gradients(
     PLACED: gl.constexpr, SIDES: gl.constexpr, SUBTILES: gl.constexpr, ROWS: gl.constexpr, ORDERED: gl.constexpr,
     LAG: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
-    """The warp that adds dQ, tile by tile of rows, and stores dK and dV unless they are PLACED."""
+    """The warp that adds dQ, tile by tile of rows, and stores dK and dV unless they are PLACED.
+
+    Where keys and values have room for one tile only, it also loads the next ones when the gradients are gone.
+    """
     step = 0
     event = 0  # a tile of dQ; with a lag, a key tile begins with one that is none
     turn = 0
@@ -276,10 +280,10 @@ def _store_gradients(
         unit = _read(places, stage, _UNIT)
         if SIDES == 1:  # only now are the gradients gone from the keys' and values' place
             _load_keys(k, v, k_tiles, v_tiles, keys_ready, unit, kv_heads, tile, side, BLOCK_D)
-        place = _read(places, stage, _PLACE)
-        mask = _read(places, stage, _MASK)
-        row = _read(places, stage, _ROW)
         if LAG:
+            place = _read(places, stage, _PLACE)
+            mask = _read(places, stage, _MASK)
+            row = _read(places, stage, _ROW)
             group_barrier()
             mbarrier.wait(dq_ready, event & 1)
             mbarrier.arrive(free.index(stage), count=1)
@@ -870,6 +874,7 @@ def backward(
     batch, heads, q_len, dim = q.shape
     kv_heads, kv_len = k.shape[1:3]
     config = config or _CONFIGS[dim]
+    assert config.sides == 2 or not config.lag, "a lag takes two tiles of keys at hand"
     q, k, v, dout = (describable(x) for x in (q, k, v, dout))
     q_order, k_order = orders or (None, None)
     if orders is None:
@@ -898,7 +903,7 @@ def backward(
                 plan.tiles, plan.counts, launch, order, n_q, n_kv, n_columns // subtiles, mask_heads // groups,
                 LANES=256, num_warps=4,
             )  # fmt: skip
-        programs = min(n_columns * units, multiprocessors(q.device))
+        programs = n_columns * units if deterministic else min(n_columns * units, multiprocessors(q.device))
         shared = n_columns * units > programs
         counter = torch.zeros(1, dtype=torch.int32, device=q.device) if shared else None
         _backward[(programs,)](

@@ -4,7 +4,7 @@ A program stays on a multiprocessor and takes one tile of query rows after the o
 roles. One warp walks the plan's list and sends queries, keys and values to shared memory; one turns the intervals of
 partial tiles into bits; two groups of four warps multiply, 64 rows each. A group issues the scores of the next tile of
 keys before the products of this one are done, so that its softmax runs beside them, and the two groups take turns at
-issuing (FlashAttention-3, section 3). Weights stay in registers.
+issuing where tiles are partial and have code of their own (FlashAttention-3, section 3). Weights stay in registers.
 """
 
 # Device code: a tile or a constexpr reads as an int or a function there.
@@ -418,7 +418,7 @@ def _attend(
     PIECES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     own = GROUP * (M // 32) + warp_of_group() // 2
     if GROUP == 1:
-        named_barrier_arrive(_TURN, _GROUPS)  # the first group begins
+        named_barrier_arrive(_TURN, _GROUPS)  # the first group begins, where they take turns
 
     turn = 0
     step = 0
