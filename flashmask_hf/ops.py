@@ -178,21 +178,7 @@ def flash_attn_forward(
 
 
 @flash_attn_forward.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    indices: Tensor,
-    tiles: Tensor,
-    counts: Tensor,
-    segments: Tensor,
-    causal: bool,
-    scale: float,
-    softcap: float,
-    impl: str,
-    deterministic: bool,
-) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return results_like(q, v)
 
 
@@ -238,23 +224,7 @@ def sinks_gradient(sinks: Tensor | None, lse: Tensor, delta: Tensor) -> Tensor:
 
 @flash_attn_backward.register_fake
 def _(
-    dout: Tensor,
-    dlse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    indices: Tensor,
-    tiles: Tensor,
-    counts: Tensor,
-    segments: Tensor,
-    causal: bool,
-    scale: float,
-    softcap: float,
-    impl: str,
-    deterministic: bool,
+    dout: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dsinks = lse.new_empty(0) if sinks is None else torch.empty_like(sinks)
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), dsinks
@@ -354,17 +324,7 @@ flash_attn_decode = as_operator("flash_attn_decode", _flash_attn_decode)
 
 
 @torch.library.register_fake("flashmask_hf::flash_attn_decode")
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    indices: Tensor,
-    causal: bool,
-    scale: float,
-    softcap: float,
-    impl: str,
-) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return results_like(q, v)
 
 

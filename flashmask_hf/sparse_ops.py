@@ -234,24 +234,7 @@ flash_attn_sparse_forward = ops.as_operator("flash_attn_sparse_forward", _flash_
 
 
 @torch.library.register_fake("flashmask_hf::flash_attn_sparse_forward")
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    indices: Tensor,
-    tiles: Tensor,
-    counts: Tensor,
-    segments: Tensor,
-    q_order: Tensor,
-    q_kept: Tensor | None,
-    k_order: Tensor,
-    k_kept: Tensor | None,
-    scale: float,
-    softcap: float,
-    impl: str,
-    deterministic: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     out, lse = ops.results_like(q, v)
     return out, lse, q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
@@ -299,24 +282,7 @@ flash_attn_sparse_backward = ops.as_operator("flash_attn_sparse_backward", _flas
 
 @torch.library.register_fake("flashmask_hf::flash_attn_sparse_backward")
 def _(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    indices: Tensor,
-    tiles: Tensor,
-    counts: Tensor,
-    segments: Tensor,
-    q_order: Tensor,
-    q_kept: Tensor | None,
-    k_order: Tensor,
-    scale: float,
-    softcap: float,
-    impl: str,
-    deterministic: bool,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dsinks = lse.new_empty(0) if sinks is None else torch.empty_like(sinks)
     return _own_order_like(q), _own_order_like(k), _own_order_like(v), dsinks
@@ -386,18 +352,5 @@ flash_attn_sparse_decode = ops.as_operator("flash_attn_sparse_decode", _flash_at
 
 
 @torch.library.register_fake("flashmask_hf::flash_attn_sparse_decode")
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    indices: Tensor,
-    q_order: Tensor,
-    q_kept: Tensor | None,
-    k_order: Tensor,
-    k_kept: Tensor | None,
-    scale: float,
-    softcap: float,
-    impl: str,
-) -> Tensor:
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
     return ops.results_like(q, v)[0]
