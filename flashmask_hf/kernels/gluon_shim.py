@@ -29,7 +29,6 @@ __all__ = [
     "tma_store",
     "tma_store_wait",
     "wait_for_count",
-    "warp_of_group",
     "warpgroup_mma",
     "warpgroup_mma_wait",
 ]
@@ -143,12 +142,6 @@ try:
         return gl.inline_asm_elementwise(
             text, constraints, [x, factors], dtype=gl.float32, is_pure=True, pack=count, _semantic=_semantic
         )
-
-    @builtin
-    def warp_of_group(_semantic: Any = None):
-        """The number of the executing warp in its group of four: an int32 that differs between warps."""
-        text = "{ .reg .u32 t; mov.u32 t, %tid.x; shr.u32 t, t, 5; and.b32 $0, t, 3; }"
-        return gl.inline_asm_elementwise(text, "=r", [], dtype=gl.int32, is_pure=True, pack=1, _semantic=_semantic)
 
     @builtin
     def wait_for_count(counter, count, _semantic: Any = None):

@@ -3,8 +3,9 @@
 A program stays on a multiprocessor and takes one tile of query rows after the other from a counter. Its warps have
 roles. One warp walks the plan's list and sends queries, keys and values to shared memory; one turns the intervals of
 partial tiles into bits; two groups of four warps multiply, 64 rows each. A group issues the scores of the next tile of
-keys before the products of this one are done, so that its softmax runs beside them, and the two groups take turns at
-issuing where tiles are partial and have code of their own (FlashAttention-3, section 3). Weights stay in registers.
+keys before the products of this one are done, so that its softmax runs beside them (FlashAttention-3, section 3).
+Weights stay in registers. One loop runs through all tiles of keys, first ones and partial ones, too: short code stays
+in the instruction cache.
 """
 
 # Device code: a tile or a constexpr reads as an int or a function there.
@@ -33,7 +34,6 @@ from flashmask_hf.kernels.gluon_shim import (
     tma_load,
     tma_store,
     tma_store_wait,
-    warp_of_group,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -45,21 +45,18 @@ from flashmask_hf.plan import ROWS, Plan, plan_columns
 class Config(NamedTuple):
     """Tiles, and registers of a thread that multiplies and of one that does not.
 
-    A tile has `columns` keys; `stages` of them and `sides` of queries are in flight. `split` says whether the first
-    step of a tile of rows, visible tiles and partial ones have code of their own. With one code for all, which is a
-    third shorter, short lists stay in the instruction cache and gain a tenth; long ones lose up to three percent.
+    A tile has `columns` keys; `stages` of them and `sides` of queries are in flight.
     """
 
     columns: int
     stages: int
     sides: int
-    split: bool
     registers: int
     helper_registers: int
 
 
 # By head_dim, as measured on an H200 (bfloat16).
-_FORWARD = {64: Config(128, 2, 2, False, 216, 72), 128: Config(128, 2, 1, True, 224, 56)}
+_FORWARD = {64: Config(128, 2, 2, 216, 72), 128: Config(128, 2, 1, 224, 56)}
 
 _LOG2_E = gl.constexpr(LOG2_E.value)
 _LN_2 = gl.constexpr(LN_2.value)
@@ -84,13 +81,11 @@ _WORDS = gl.constexpr(2)
 _QUERIES = gl.constexpr(4)
 _QUERIES_FREE = gl.constexpr(2)
 
-# Barriers of the hardware: whose turn it is, and what the multiplying groups have read. These, unlike those in shared
-# memory, cost a group no barrier of its own before it arrives.
-_TURN = gl.constexpr(6)
-_WORDS_READ = gl.constexpr(8)
-_READ = gl.constexpr(10)  # keys by stage, then values by stage
-_GROUPS = gl.constexpr(256)  # threads
-_GROUPS_AND_WARP = gl.constexpr(288)
+# Barriers of the hardware: what the multiplying groups have read. These, unlike those in shared memory, cost a group no
+# barrier of its own before it arrives.
+_WORDS_READ = gl.constexpr(6)
+_READ = gl.constexpr(8)  # keys by stage, then values by stage
+_GROUPS_AND_WARP = gl.constexpr(288)  # threads
 
 
 @gluon.jit
@@ -209,10 +204,9 @@ def _screen(
     indices, tiles, q_len, kv_len, n_kv, board, words, full, free,
     CAUSAL: gl.constexpr, N: gl.constexpr, SUBTILES: gl.constexpr,
 ):  # fmt: skip
-    """For each partial tile a bit per pair, set where it is visible: words of 32 rows [rows / 32, BLOCK_N]."""
-    COUNT: gl.constexpr = words.shape[0] // 2
-    BLOCK_N: gl.constexpr = words.shape[1]
-    layout: gl.constexpr = gl.BlockedLayout([BLOCK_N // 32], [32], [1], [0])
+    """For each partial tile a bit per pair, set where it is visible: words of 32 rows, of a group [2, BLOCK_N]."""
+    BLOCK_N: gl.constexpr = words.shape[2]
+    layout: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([1, BLOCK_N // 32], [1, 32], [1, 1], [1, 0]))
     turn = 0
     step = 0
     field = _open(full, turn)
@@ -241,7 +235,7 @@ def _screen(
             slot = step % 2
             if step >= 2:
                 named_barrier_sync(_WORDS_READ + slot, _GROUPS_AND_WARP)
-            for word in gl.static_range(COUNT):
+            for word in gl.static_range(4):
                 if N == 4 or (N == 2 and CAUSAL):
                     hidden = _between(start - word * 32, end - word * 32)
                 else:
@@ -252,7 +246,8 @@ def _screen(
                     hidden = hidden | _between(other_start - word * 32, other_end - word * 32)
                 if CAUSAL:
                     hidden = hidden | _below(columns - (kv_len - q_len) - row - word * 32)
-                words.index(slot * COUNT + word).store(-1 - hidden)
+                word_s = words.index(slot * 2 + word // 2).slice(word % 2, 1, dim=0)
+                word_s.store(gl.expand_dims(-1 - hidden, 0))
             group_barrier()
             mbarrier.arrive(full.index(_WORDS + slot))
             step += 1
@@ -262,27 +257,20 @@ def _screen(
 
 
 @gluon.jit
-def _take_words(words, full, masked, own, layout: gl.constexpr):
-    """Partial tile number `masked` for this warp's rows: a word per column [BLOCK_N].
-
-    `own`, the word of the warp's rows, differs between warps, and so does the result, although its layout calls it
-    replicated. It is used elementwise only.
-    """
+def _hide(scores, masked, words, full, GROUP: gl.constexpr):
+    """Scores [64, BLOCK_N] of a group with the hidden pairs of partial tile number `masked` at -inf."""
+    layout: gl.constexpr = scores.type.layout
+    halves = gl.reshape(scores, [2, 32, scores.shape[1]])
     slot = masked % 2
     mbarrier.wait(full.index(_WORDS + slot), (masked // 2) & 1)
-    bits = words.index(slot * (words.shape[0] // 2) + own).load(gl.SliceLayout(0, layout))
+    bits = words.index(slot * 2 + GROUP).load(gl.SliceLayout(1, halves.type.layout))
     named_barrier_arrive(_WORDS_READ + slot, _GROUPS_AND_WARP)
-    return bits
-
-
-@gluon.jit
-def _hide(scores, bits):
-    """Scores [64, BLOCK_N] with hidden pairs at -inf."""
-    rows = gl.arange(0, scores.shape[0], gl.SliceLayout(1, scores.type.layout))
-    # A thread holds rows r and r + 8 of the word: their bits become the signs of bytes 2 and 3.
-    flags = gl.expand_dims(bits, 0) << gl.expand_dims(23 - (rows & 23), 1)
+    bits, _halves = gl.broadcast(gl.expand_dims(bits, 1), halves)
+    bits = gl.convert_layout(gl.reshape(bits, [64, scores.shape[1]]), layout)
+    # A thread holds rows r and r + 8 of a word: their bits become the signs of bytes 2 and 3.
+    rows = gl.arange(0, 64, gl.SliceLayout(1, layout))
+    flags = bits << gl.expand_dims(23 - (rows & 23), 1)
     selector = gl.expand_dims(gl.where((rows & 8) != 0, 0xBBBB, 0xAAAA), 1)
-    scores, flags = gl.broadcast(scores, flags)
     scores, selector = gl.broadcast(scores, selector)
     return keep_signed(scores, flags, selector)
 
@@ -356,46 +344,34 @@ def _multiply_values(weights, acc, kv_s, stage):
 
 @gluon.jit
 def _step(
-    weights, acc, top, total, side, begin, step, more, partial, masked, own, factor, bend, q_s, kv_s, words, full,
-    k_full, v_full,
-    MASKED: gl.constexpr, GROUP: gl.constexpr, CAP: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
-    SCORES: gl.constexpr,
+    weights, acc, top, total, side, begin, step, more, partial, masked, factor, bend, q_s, kv_s, words, full, k_full,
+    v_full,
+    GROUP: gl.constexpr, CAP: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr,
 ):  # fmt: skip
     """Scores and softmax of tile `step`, while the weights of the tile before are multiplied with its values.
 
-    The tile is MASKED or, unless steps are SPLIT, it may be `partial`. Unless they are, the first step multiplies
-    weights of 0 with its own values, which it keeps for the next; so an infinite value makes NaN, as it does wherever a
-    weight is 0.
+    The first step, `begin`, multiplies weights of 0 with its own values, which it keeps for the next; so an infinite
+    value makes NaN, as it does wherever a weight is 0.
     """
     layout: gl.constexpr = acc.type.layout
     stage = step % STAGES
-    last = step - 1
-    if not SPLIT:
-        last = gl.where(step > begin, last, begin)
+    last = gl.where(step > begin, step - 1, begin)
     before = last % STAGES
-    if MASKED:  # where tiles are whole the groups keep apart by themselves, and sooner
-        named_barrier_sync(_TURN + GROUP, _GROUPS)
     scores = _multiply_scores(q_s, kv_s, side, stage, GROUP, SCORES)
     mbarrier.wait(v_full.index(before), (last // STAGES) & 1)
     acc = _multiply_values(weights, acc, kv_s, STAGES + before)
-    if MASKED:
-        named_barrier_arrive(_TURN + 1 - GROUP, _GROUPS)
-    if MASKED:
-        bits = _take_words(words, full, masked, own, SCORES)
     scores = warpgroup_mma_wait(1, deps=[scores])
     named_barrier_arrive(_READ + stage, _GROUPS_AND_WARP)
     if CAP:
         scores = _tanh(scores * bend)
-    if MASKED:
-        scores = _hide(scores, bits)
-    elif not SPLIT and partial:
-        scores = _hide(scores, _take_words(words, full, masked, own, SCORES))
+    if partial:
+        scores = _hide(scores, masked, words, full, GROUP)
     weights, decay, top, total = _soften(scores, top, total, factor)
     weights = gl.convert_layout(weights.to(q_s.dtype), gl.DotOperandLayout(0, layout, 2))
     # This wait is here, not at the top, because it keeps the next one, with nothing between them, behind the softmax.
     mbarrier.wait(k_full.index((step + 1) % STAGES), ((step + 1) // STAGES) & 1, pred=more)
     acc = warpgroup_mma_wait(0, deps=[acc])
-    if SPLIT or step > begin:
+    if step > begin:
         named_barrier_arrive(_READ + STAGES + before, _GROUPS_AND_WARP)
     acc, decay = gl.broadcast(acc, _per_row(decay, layout))
     return weights, rescale(acc, decay), top, total
@@ -405,7 +381,7 @@ def _step(
 def _attend(
     GROUP: gl.constexpr, out, out_rows, order, lse, sinks, heads, q_len, factor, bend, board, q_s, kv_s, out_s, words,
     barriers,
-    PLACED: gl.constexpr, SINKS: gl.constexpr, CAP: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
+    PLACED: gl.constexpr, SINKS: gl.constexpr, CAP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Output and log-sum-exp of 64 rows of every tile on the board. PLACED puts each output row where `order` says."""
     full, free, k_full, v_full = barriers
@@ -416,10 +392,6 @@ def _attend(
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     PIECES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
-    own = GROUP * (M // 32) + warp_of_group() // 2
-    if GROUP == 1:
-        named_barrier_arrive(_TURN, _GROUPS)  # the first group begins, where they take turns
-
     turn = 0
     step = 0
     masked = 0
@@ -439,43 +411,15 @@ def _attend(
         stage = step % STAGES
         mbarrier.wait(full.index(_QUERIES + side), (turn // SIDES) & 1)
         mbarrier.wait(k_full.index(stage), (step // STAGES) & 1)
-        if SPLIT:
-            scores = _multiply_scores(q_s, kv_s, side, stage, GROUP, SCORES)
-            scores = warpgroup_mma_wait(0, deps=[scores])
-            named_barrier_arrive(_READ + stage, _GROUPS_AND_WARP)
-            if CAP:
-                scores = _tanh(scores * bend)
-            if n_visible == 0:
-                scores = _hide(scores, _take_words(words, full, masked, own, SCORES))
-                masked += 1
-            weights, _decay, top, total = _soften(scores, top, total, factor)
-            step += 1
-            mbarrier.wait(k_full.index(step % STAGES), (step // STAGES) & 1, pred=n > 1)
-        else:
-            weights = gl.zeros([M, BLOCK_N], gl.float32, SCORES)
+        weights = gl.zeros([M, BLOCK_N], gl.float32, SCORES)
         weights = gl.convert_layout(weights.to(q_s.dtype), gl.DotOperandLayout(0, OUT, 2))
-        if SPLIT:
-            for i in range(1, n_visible):
-                weights, acc, top, total = _step(
-                    weights, acc, top, total, side, begin, step, i + 1 < n, False, masked, own, factor, bend, q_s,
-                    kv_s, words, full, k_full, v_full, False, GROUP, CAP, STAGES, SPLIT, SCORES,
-                )  # fmt: skip
-                step += 1
-            for i in range(gl.maximum(n_visible, 1), n):
-                weights, acc, top, total = _step(
-                    weights, acc, top, total, side, begin, step, i + 1 < n, True, masked, own, factor, bend, q_s,
-                    kv_s, words, full, k_full, v_full, True, GROUP, CAP, STAGES, SPLIT, SCORES,
-                )  # fmt: skip
-                step += 1
-                masked += 1
-        else:
-            for i in range(n):
-                weights, acc, top, total = _step(
-                    weights, acc, top, total, side, begin, step, i + 1 < n, i >= n_visible, masked, own, factor, bend,
-                    q_s, kv_s, words, full, k_full, v_full, False, GROUP, CAP, STAGES, SPLIT, SCORES,
-                )  # fmt: skip
-                step += 1
-                masked += gl.where(i >= n_visible, 1, 0)
+        for i in range(n):
+            weights, acc, top, total = _step(
+                weights, acc, top, total, side, begin, step, i + 1 < n, i >= n_visible, masked, factor, bend, q_s, kv_s,
+                words, full, k_full, v_full, GROUP, CAP, STAGES, SCORES,
+            )  # fmt: skip
+            step += 1
+            masked += gl.where(i >= n_visible, 1, 0)
         mbarrier.arrive(free.index(_QUERIES_FREE + side))
         before = (step - 1) % STAGES
         mbarrier.wait(v_full.index(before), ((step - 1) // STAGES) & 1)
@@ -529,7 +473,7 @@ def _forward(
     q, k, v, out, out_rows, order, lse, sinks, indices, tiles, counts, counter,
     n_tiles, n_rows, heads, kv_heads, mask_batch, mask_heads, q_len, kv_len, n_q, n_kv, factor, bend,
     CAUSAL: gl.constexpr, N: gl.constexpr, PLACED: gl.constexpr, SINKS: gl.constexpr, CAP: gl.constexpr,
-    SUBTILES: gl.constexpr, STAGES: gl.constexpr, SIDES: gl.constexpr, SPLIT: gl.constexpr, REGISTERS: gl.constexpr,
+    SUBTILES: gl.constexpr, STAGES: gl.constexpr, SIDES: gl.constexpr, REGISTERS: gl.constexpr,
     HELPER_REGISTERS: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
     line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -539,7 +483,7 @@ def _forward(
     q_s = gl.allocate_shared_memory(q.dtype, [2 * SIDES, 1, 1, M, D], q.layout)
     kv_s = gl.allocate_shared_memory(q.dtype, [2 * STAGES, 1, 1, BLOCK_N, D], k.layout)
     out_s = gl.allocate_shared_memory(q.dtype, [2, 1, 1, M, D], out.layout)
-    words = gl.allocate_shared_memory(gl.int32, [2 * 2 * M // 32, BLOCK_N], line)
+    words = gl.allocate_shared_memory(gl.int32, [4, 2, BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     board = gl.allocate_shared_memory(gl.int32, [2 * _FIELDS, 1], line)
     full = gl.allocate_shared_memory(gl.int64, [_QUERIES + SIDES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [_QUERIES_FREE + SIDES, 1], mbarrier.MBarrierLayout())
@@ -562,14 +506,14 @@ def _forward(
                 _attend,
                 (
                     0, out, out_rows, order, lse, sinks, heads, q_len, factor, bend, board, q_s, kv_s, out_s, words,
-                    barriers, PLACED, SINKS, CAP, STAGES, SPLIT,
+                    barriers, PLACED, SINKS, CAP, STAGES,
                 ),
             ),
             (
                 _attend,
                 (
                     1, out, out_rows, order, lse, sinks, heads, q_len, factor, bend, board, q_s, kv_s, out_s, words,
-                    barriers, PLACED, SINKS, CAP, STAGES, SPLIT,
+                    barriers, PLACED, SINKS, CAP, STAGES,
                 ),
             ),
             (
@@ -643,7 +587,7 @@ def forward(
             plan.tiles.shape[2], plan.tiles.shape[3], factor, bend,
             CAUSAL=mask.causal, N=mask.indices.shape[-1], PLACED=order is not None, SINKS=sinks is not None,
             CAP=softcap != 0, SUBTILES=plan_columns(kv_len) // config.columns, STAGES=config.stages, SIDES=config.sides,
-            SPLIT=config.split, REGISTERS=config.registers, HELPER_REGISTERS=config.helper_registers,
+            REGISTERS=config.registers, HELPER_REGISTERS=config.helper_registers,
             SHARED=shared, num_warps=4,
         )  # fmt: skip
     return out, lse
