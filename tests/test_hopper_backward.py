@@ -109,30 +109,36 @@ def _check(
 
 
 def _launched(mask: FlashMask, groups: int = 1) -> tuple[list[list[int]], int]:
-    """The order of launching and the turns for a mask of a square."""
-    segments = plan.build_plan(mask.indices, mask.causal, mask.kv_len).segments
-    launch, turns = hopper_backward._launch_order(segments, mask.causal, groups, mask.kv_len // 128, together=3)
+    """The order of key tiles and the heads that take turns for a mask of a square."""
+    tiles = plan.build_plan(mask.indices, mask.causal, mask.kv_len)
+    n_q = tiles.tiles.shape[2]
+    launch, turns = hopper_backward._launch_order(tiles.segments, mask.causal, groups, n_q, n_q, 3, 100)
+    assert launch.dtype == turns.dtype == torch.int32
     return launch.tolist(), int(turns)
 
 
 def test_launch_order_of_a_causal_mask_begins_at_the_end() -> None:
-    assert _launched(masks.causal_document([200, 312])) == ([[3, 2, 1, 0]], 3)
+    assert _launched(masks.causal_document([200, 312])) == (
+        [[3, 2, 1, 0]],
+        3,
+    )  # a tile sees three of four tiles of rows
 
 
 def test_launch_order_of_documents() -> None:
-    """Those of few rows first, and last what lies across two."""
-    assert _launched(masks.document([640, 84, 300])) == ([[6, 7, 0, 1, 2, 3, 4, 5]], 65536 // (5 * 128))
+    """Those of few rows first, and last what lies across two; as many heads by turns as their rows allow."""
+    assert _launched(masks.document([640, 84, 300])) == ([[6, 7, 0, 1, 2, 3, 4, 5]], 100 // 5)
     mask = masks.document([512, 300, 212])
-    assert _launched(mask) == ([[7, 4, 5, 0, 1, 2, 3, 6]], 65536 // (4 * 128))
+    assert _launched(mask) == ([[7, 4, 5, 0, 1, 2, 3, 6]], 100 // 4)
+    assert _launched(masks.causal_document([512, 300, 212])) == ([[7, 6, 5, 4, 3, 2, 1, 0]], 100 // 4)
     per_head = FlashMask(torch.cat([mask.indices, masks.full(1024).indices, mask.indices, mask.indices], 1), False)
     launch, turns = _launched(per_head, groups=2)  # the first two heads' rows count together
     assert launch == [[7, 4, 5, 0, 1, 2, 3, 6], [7, 4, 5, 0, 1, 2, 3, 6]]
-    assert turns == 65536 // (12 * 128)
+    assert turns == 3  # half of 12 of 8 tiles of rows
 
 
 def test_launch_order_where_nothing_is_visible() -> None:
     nothing = FlashMask(torch.tensor([0, 256]).repeat(256, 1)[None, None].int(), False)
-    assert _launched(nothing) == ([[0, 1]], 65536)
+    assert _launched(nothing) == ([[0, 1]], 100)
 
 
 @pytest.mark.hopper

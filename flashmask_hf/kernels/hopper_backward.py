@@ -1,11 +1,10 @@
 """The backward for Hopper (sm_90a) in Gluon: one kernel over key tiles (FlashMask, ICLR 2025, algorithm 2).
 
-A program stays on a multiprocessor and takes one tile of 128 keys after the other from a counter. (If dQ has an order,
-programs of one tile each start in that order, so that none waits for one that has no place to run.) It holds the keys
-and their values in shared memory and walks the query rows that see them. One warp finds and loads tiles, two warpgroups
-of 64 keys each make scores transposed [keys, rows], so that weights and their gradients stay in registers as operands
-for dV and dK, and one warp adds the program's share of dQ to a float32 buffer and stores dK and dV. The scores of the
-next tile of rows are in the making while dQ of this one is written.
+A program stays on a multiprocessor and takes one tile of 128 keys after the other from a counter. It holds the keys and
+their values in shared memory and walks the query rows that see them. One warp finds and loads tiles, two warpgroups of
+64 keys each make scores transposed [keys, rows], so that weights and their gradients stay in registers as operands for
+dV and dK, and one warp adds the program's share of dQ to a float32 buffer and stores dK and dV. The scores of the next
+tile of rows are in the making while dQ of this one is written.
 """
 # Layouts take compile-time constants, which the type checker takes for objects.
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
@@ -137,6 +136,16 @@ def _key_tile(
 
 
 @gluon.jit
+def _next(counter, ORDERED: gl.constexpr):
+    """The number of the next key tile. Programs have their own for a first one, but not where dQ has an order.
+
+    There a tile waits for those of lower numbers, and counting makes sure that these have begun.
+    """
+    number = gl.atomic_add(counter, 1)
+    return number if ORDERED else number + gl.num_programs(0)
+
+
+@gluon.jit
 def _load_keys(k, v, k_tiles, v_tiles, keys_ready, unit, kv_heads, tile, side, BLOCK_D: gl.constexpr):
     mbarrier.expect(keys_ready.index(side), 4 * 64 * BLOCK_D * 2)
     for half in gl.static_range(2):
@@ -188,6 +197,8 @@ def _feed(
     group = heads // kv_heads
     n_programs = units * n_columns
     program = gl.program_id(0)
+    if SHARED and ORDERED:
+        program = _next(counter, ORDERED)
     turn = 0
     step = 0
     while program < n_programs:
@@ -215,7 +226,7 @@ def _feed(
             _load_keys(k, v, k_tiles, v_tiles, keys_ready, unit, kv_heads, tile, turn & 1, BLOCK_D)
         if steps == 0:
             if SHARED:
-                following = gl.atomic_add(counter, 1) + gl.num_programs(0)
+                following = _next(counter, ORDERED)
             _load_rows(
                 q, dout, lse, delta, q_tiles, do_tiles, lse_tiles, delta_tiles, places, q_ready, do_ready, free, batch,
                 first_head, heads, padded, mask * 2, 0, unit, tile, steps, step, q_len, BLOCK_M, BLOCK_D,
@@ -235,7 +246,7 @@ def _feed(
                 for count in range(last - first):
                     index = _row_tile(first, last, count, tile, ORDERED)
                     if SHARED and step + 1 == end:
-                        following = gl.atomic_add(counter, 1) + gl.num_programs(0)
+                        following = _next(counter, ORDERED)
                     place = (batch * heads + head) * (padded // BLOCK_M) + index
                     _load_rows(
                         q, dout, lse, delta, q_tiles, do_tiles, lse_tiles, delta_tiles, places, q_ready, do_ready, free,
@@ -832,7 +843,7 @@ def _scale_dq(
 
 _CONFIGS = {64: Config(128, 232, True, 2), 128: Config(64, 224, False, 1)}
 _ROWS_AT_HAND = 8 << 20  # bytes of rows, of the heads whose key tiles take turns, that the L2 cache should hold
-_ROWS_BY_TURNS = 65536  # of the heads that take turns where dQ has an order and the mask is not causal
+_ROWS_BY_TURNS = 8 << 20  # rows by head_dim, of the key tiles of longest lists, one of each head that takes turns
 
 
 def backward(
@@ -898,12 +909,15 @@ def backward(
             order = torch.zeros(plan.tiles.shape, dtype=torch.int16, device=q.device)
             locks = torch.zeros(batch * heads * padded // config.rows, dtype=torch.int32, device=q.device)
             groups = min(mask_heads, kv_heads)
-            launch, turns = _launch_order(plan.segments, mask.causal, groups, n_columns // subtiles, together)
+            most = _ROWS_BY_TURNS // (ROWS * dim * (heads // kv_heads))
+            launch, turns = _launch_order(
+                plan.segments, mask.causal, groups, n_columns // subtiles, n_q, together, most
+            )  # fmt: skip
             _row_order[(mask_batch * mask_heads * n_q,)](
                 plan.tiles, plan.counts, launch, order, n_q, n_kv, n_columns // subtiles, mask_heads // groups,
                 LANES=256, num_warps=4,
             )  # fmt: skip
-        programs = n_columns * units if deterministic else min(n_columns * units, multiprocessors(q.device))
+        programs = min(n_columns * units, multiprocessors(q.device))
         shared = n_columns * units > programs
         counter = torch.zeros(1, dtype=torch.int32, device=q.device) if shared else None
         _backward[(programs,)](
@@ -925,27 +939,32 @@ def backward(
     return dq, dk, dv
 
 
-def _launch_order(segments: Tensor, causal: bool, groups: int, n_columns: int, together: int) -> tuple[Tensor, Tensor]:
-    """How to launch where dQ has an order: the key tiles of each group of masks in theirs, and how many heads by turns.
+def _launch_order(
+    segments: Tensor, causal: bool, groups: int, n_columns: int, n_q: int, together: int, rows_by_turns: int
+) -> tuple[Tensor, Tensor]:
+    """In which order to begin key tiles where dQ has one, for each group of masks, and how many heads take turns.
 
-    Tiles add to a row of dQ in the order of launching, so none waits for one that is not there yet. Those go first that
+    Tiles add to a row of dQ in the order of beginning, so none waits for one that is not there yet. Those go first that
     are done first: under a causal mask the last, which begin where the others still have rows to walk; else those of
     few rows. Tiles without visible rows lie across documents, and would chain one to the next.
 
+    The queue before a row tile is as long as its document. More heads by turns shorten it, as many as the L2 cache
+    allows: `rows_by_turns` tiles of rows in all. `together` take turns where some key tile sees most of the rows.
+
     Returns:
-        int32 [groups of the batch, n_columns] and int32 [1], on the device: without causality, the queue before a row
-        tile is as long as its document, and the turns shorten it as far as the L2 cache allows.
+        int32 [groups of the batch, n_columns] and int32 [1], on the device.
     """
-    if causal:
-        columns = torch.arange(n_columns - 1, -1, -1, dtype=torch.int32, device=segments.device)
-        turns = torch.full((1,), together, dtype=torch.int32, device=segments.device)
-        return columns.expand(segments.shape[0] * groups, n_columns).contiguous(), turns
     lengths = (segments[..., 1] - segments[..., 0])[:, :, :n_columns].unflatten(1, (groups, -1)).sum(2).flatten(0, 1)
     rows = lengths.sum(-1)
-    across = lengths[..., :VISIBLE_SEGMENTS].sum(-1) == 0
-    launch = torch.where(across, rows.max() + 1, rows).argsort(dim=-1, stable=True)
-    turns = (_ROWS_BY_TURNS // (rows.max() * ROWS).clamp(min=1)).clamp(min=1)
-    return launch.to(torch.int32), turns.to(torch.int32).view(1)
+    longest = (rows.max() // (segments.shape[1] // groups)).clamp(min=1)
+    turns = torch.where(longest * 4 >= n_q * 3, together, (rows_by_turns // longest).clamp(min=1))
+    if causal:
+        columns = torch.arange(n_columns - 1, -1, -1, dtype=torch.int32, device=segments.device)
+        launch = columns.expand(len(rows), n_columns).contiguous()
+    else:
+        across = lengths[..., :VISIBLE_SEGMENTS].sum(-1) == 0
+        launch = torch.where(across, rows.max() + 1, rows).argsort(dim=-1, stable=True).to(torch.int32)
+    return launch, turns.to(torch.int32).view(1)
 
 
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
