@@ -7,6 +7,7 @@ checkpointing in training libraries looks for. Those of sparse attention are in 
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import logging
 import os
@@ -32,6 +33,9 @@ __all__ = [
     "flash_attn_decode",
     "flash_attn_forward",
     "make_plan",
+    "no_autocast",
+    "no_second_derivatives",
+    "register_autograd",
     "results_like",
     "run",
     "runs_kernels",
@@ -55,6 +59,40 @@ def as_operator(name: str, function: Callable[..., Any]) -> Any:
     torch.library.define(f"flashmask_hf::{name}", schema, tags=torch.Tag.pt2_compliant_tag)
     torch.library.impl(f"flashmask_hf::{name}", "default", function)
     return getattr(torch.ops.flashmask_hf, name).default
+
+
+def register_autograd(
+    operator: Any, backward: Callable[..., Any], setup_context: Callable[[Any, tuple[Any, ...], Any], None]
+) -> None:
+    """`torch.library.register_autograd` for an operator without default arguments.
+
+    That one asks the schema for the defaults of all arguments at each call, which takes longer than a launch. As there,
+    the operator is called again below autograd, where dispatch modes (fake tensors, selective checkpointing) see it.
+    """
+
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            output = operator(*inputs)
+        setup_context(ctx, inputs, output)
+        return output
+
+    members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    function: Any = type(operator._opname, (torch.autograd.Function,), members)
+
+    def differentiable(*inputs: Any) -> Any:
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
+            return function.apply(*inputs)
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator(*inputs)
+
+    torch.library.impl(operator.name(), "Autograd", differentiable)
+
+
+def no_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """For the inside of operators, whose inputs the caller has cast: what is wide in there stays wide."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return contextlib.nullcontext()
 
 
 def _builder(indices: Tensor) -> Any:
@@ -135,8 +173,7 @@ def _(indices: Tensor, causal: bool, q_len: int) -> tuple[Tensor, Tensor, Tensor
     )
 
 
-@torch.library.custom_op("flashmask_hf::flash_attn_forward", mutates_args=())
-def flash_attn_forward(
+def _flash_attn_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -173,17 +210,19 @@ def flash_attn_forward(
     """
     plan = Plan(tiles, counts, segments)
     mask = FlashMask(indices, causal)
-    with torch.autocast(q.device.type, enabled=False):  # the caller has cast; what is wide in here stays wide
+    with no_autocast(q.device):
         return run("forward", impl, q, k, v, mask, plan, sinks, scale, softcap)
 
 
-@flash_attn_forward.register_fake
+flash_attn_forward = as_operator("flash_attn_forward", _flash_attn_forward)
+
+
+@torch.library.register_fake("flashmask_hf::flash_attn_forward")
 def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return results_like(q, v)
 
 
-@torch.library.custom_op("flashmask_hf::flash_attn_backward", mutates_args=())
-def flash_attn_backward(
+def _flash_attn_backward(
     dout: Tensor,
     dlse: Tensor,
     q: Tensor,
@@ -205,7 +244,7 @@ def flash_attn_backward(
     """Gradients of q, k, v and sinks (empty without sinks), given those of both results, `dout` and `dlse`."""
     plan = Plan(tiles, counts, segments)
     mask = FlashMask(indices, causal)
-    with torch.autocast(q.device.type, enabled=False):
+    with no_autocast(q.device):
         delta = run("row_delta", impl, dout, out, dlse)
         dq, dk, dv = run(
             "backward", impl, dout, q, k, v, lse, delta, mask, plan, scale, softcap, deterministic=deterministic
@@ -222,7 +261,10 @@ def sinks_gradient(sinks: Tensor | None, lse: Tensor, delta: Tensor) -> Tensor:
     return -(weight * delta).sum((0, 2)).to(sinks.dtype)
 
 
-@flash_attn_backward.register_fake
+flash_attn_backward = as_operator("flash_attn_backward", _flash_attn_backward)
+
+
+@torch.library.register_fake("flashmask_hf::flash_attn_backward")
 def _(
     dout: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -277,7 +319,15 @@ def _backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]
     return dq, dk, dv, None if saved[3] is None else dsinks, *[None] * 9
 
 
-flash_attn_forward.register_autograd(_backward, setup_context=_setup_context)
+register_autograd(flash_attn_forward, _backward, _setup_context)
+
+
+def no_second_derivatives(ctx: Any, *gradients: Tensor | None) -> None:
+    """The backward of an operator that is a backward."""
+    raise RuntimeError("this attention has no second derivatives; take the first without create_graph=True")
+
+
+register_autograd(flash_attn_backward, no_second_derivatives, lambda ctx, inputs, output: None)
 
 
 def _flash_attn_decode(
@@ -316,7 +366,7 @@ def _flash_attn_decode(
 
         return decode(q, k, v, mask, sinks, scale, softcap)
     check_range(indices, q.shape[2])
-    with torch.autocast(q.device.type, enabled=False):
+    with no_autocast(q.device):
         return tiled.decode(q, k, v, mask, sinks, scale, softcap)
 
 

@@ -49,7 +49,7 @@ def _nearest(x: Tensor, directions: Tensor) -> Tensor:
 
         return lsh.nearest(x, directions, dtype)
     wide = torch.promote_types(x.dtype, torch.float32)
-    with torch.autocast(x.device.type, enabled=False):
+    with ops.no_autocast(x.device):
         grouped = x.to(wide).unflatten(1, (len(directions), -1))
         along = (grouped @ directions.to(x.dtype).to(wide)[:, None]).flatten(1, 2)
     return torch.cat([along, -along], -1).argmax(-1).to(dtype)
@@ -225,7 +225,7 @@ def _flash_attn_sparse_forward(
         return put_rows_back(out, q_order), lse
 
     mask, plan = FlashMask(indices, False), Plan(tiles, counts, segments)
-    with torch.autocast(q.device.type, enabled=False):  # the caller has cast; what is wide in here stays wide
+    with ops.no_autocast(q.device):
         out, lse = ops.run("forward", impl, q, k, v, mask, plan, sinks, scale, softcap, after=put_back, order=q_order)
     return out, lse, q, k, v
 
@@ -268,7 +268,7 @@ def _flash_attn_sparse_backward(
         return put_rows_back(dq, q_order), put_rows_back(dk, k_order), put_rows_back(dv, k_order)
 
     mask, plan = FlashMask(indices, False), Plan(tiles, counts, segments)
-    with torch.autocast(q.device.type, enabled=False):
+    with ops.no_autocast(q.device):
         dout, delta = gather_upstream(dout, out, q_order, q_kept, lse.dtype)
         dq, dk, dv = ops.run(
             "backward", impl, dout, q, k, v, lse, delta, mask, plan, scale, softcap,
@@ -311,14 +311,8 @@ def _backward(ctx: Any, dout: Tensor | None, *unused: None) -> tuple[Tensor | No
     return dq, dk, dv, None if saved[3] is None else dsinks, *[None] * 12
 
 
-torch.library.register_autograd("flashmask_hf::flash_attn_sparse_forward", _backward, setup_context=_setup_context)
-
-
-def _no_second_derivatives(ctx: Any, *gradients: Tensor | None) -> None:
-    raise RuntimeError("sparse attention has no second derivatives; take the first without create_graph=True")
-
-
-torch.library.register_autograd("flashmask_hf::flash_attn_sparse_backward", _no_second_derivatives)
+ops.register_autograd(flash_attn_sparse_forward, _backward, _setup_context)
+ops.register_autograd(flash_attn_sparse_backward, ops.no_second_derivatives, lambda ctx, inputs, output: None)
 
 
 def _flash_attn_sparse_decode(

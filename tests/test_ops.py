@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 from support import HEADS, INTERPRETED, KV_HEADS, Lane, attention_inputs, lanes
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from flashmask_hf import flashmask_attention, masks, ops
 from flashmask_hf.attention import plan_of
@@ -115,3 +116,57 @@ def test_compiled_decode_steps_are_one_graph_without_a_plan(
             expected = flashmask_attention(q, k[:, :, seen], v[:, :, seen], full, impl="reference")
             torch.testing.assert_close(actual, expected, rtol=0, atol=8 * torch.finfo(lane.dtype).eps)
     assert graphs.frame_count == 1
+
+
+def _small(grad: bool = True) -> tuple[torch.Tensor, ...]:
+    lane = Lane("torch", "cpu", torch.float32)
+    return tuple(x.detach().requires_grad_(grad) for x in attention_inputs(lane, 1, HEADS, KV_HEADS, 20, 20, 16))
+
+
+def test_there_are_no_second_derivatives() -> None:
+    q, k, v = _small()
+    out = flashmask_attention(q, k, v, masks.causal(20))
+    (gradient,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivatives"):
+        gradient.sum().backward()
+
+
+def test_only_what_asks_for_a_gradient_has_one() -> None:
+    q, k, v = _small(grad=False)
+    mask = masks.causal(20)
+    out, lse = flashmask_attention(q, k, v, mask, return_lse=True)
+    assert not out.requires_grad
+    assert not lse.requires_grad
+    sinks = torch.zeros(HEADS, requires_grad=True)
+    flashmask_attention(q, k, v, mask, sinks=sinks).sum().backward()
+    assert sinks.grad is not None
+    assert q.grad is None
+    q.requires_grad_()
+    with torch.no_grad():
+        assert not flashmask_attention(q, k, v, mask).requires_grad
+    with torch.inference_mode():
+        assert flashmask_attention(q, k, v, mask).is_inference()
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_selective_checkpointing_sees_the_operator(kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A policy that saves its results keeps it from running again in the backward."""
+    q, k, v = _small()
+    mask = masks.causal(20)
+    expected = torch.autograd.grad(flashmask_attention(q * 2, k, v, mask).square().sum(), (q, k, v))
+    ran, run = [], ops.run
+    monkeypatch.setattr(ops, "run", lambda name, *args, **more: ran.append(name) or run(name, *args, **more))
+
+    def policy(context, operator, *args, **kwargs):
+        return CheckpointPolicy.MUST_SAVE if kept and "flash_attn" in str(operator) else CheckpointPolicy.MUST_RECOMPUTE
+
+    out = checkpoint(
+        lambda q: flashmask_attention(q * 2, k, v, mask).square(),
+        q,
+        use_reentrant=False,
+        context_fn=lambda: create_selective_checkpoint_contexts(policy),
+    )
+    actual = torch.autograd.grad(out.sum(), (q, k, v))
+    assert ran.count("forward") == (1 if kept else 2)
+    for one, other in zip(actual, expected, strict=True):
+        assert torch.equal(one, other)

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flashmask_hf.kernels.configs import Config, keys_config, queries_config
+from flashmask_hf.kernels.launch import Launcher
 from flashmask_hf.kernels.tiles import (
     LOG2_E,
     block_of,
@@ -215,14 +216,20 @@ def _backward_queries(
     store_tile(dq, dqueries * scale, batch, head, row, dq_b, dq_h, dq_s, dq_d, q_len, dim, BLOCK_M, BLOCK_D)
 
 
+_launch_row_delta = Launcher(_row_delta)
+_launch_keys = Launcher(_backward_keys)
+_launch_queries = Launcher(_backward_queries)
+
+
 def row_delta(dout: Tensor, out: Tensor, dlse: Tensor) -> Tensor:
     """Row sums of dout * out, less dlse, float32 [B, Hq, Sq]: what the softmax takes off every score's gradient."""
     batch, heads, q_len, v_dim = out.shape
     delta = torch.empty(batch, heads, q_len, dtype=torch.float32, device=out.device)
     rows = 64
-    n_rows = triton.cdiv(q_len, rows)
+    n_rows = -(-q_len // rows)
     with torch.cuda.device_of(out):
-        _row_delta[(n_rows * heads * batch,)](
+        _launch_row_delta(
+            n_rows * heads * batch,
             dout, out, dlse.contiguous(), delta, *dout.stride(), *out.stride(), heads, q_len, n_rows, v_dim,
             BLOCK_M=rows, BLOCK_V=block_of(v_dim), num_warps=4,
         )  # fmt: skip
@@ -283,8 +290,9 @@ def backward(
     strides = (*q.stride(), *k.stride(), *v.stride(), *dout.stride())
     with torch.cuda.device_of(q):
         tile = by_keys
-        n_columns = triton.cdiv(kv_len, tile.columns)
-        _backward_keys[(n_columns * kv_heads * batch,)](
+        n_columns = -(-kv_len // tile.columns)
+        _launch_keys(
+            n_columns * kv_heads * batch,
             operand(q, tile.rows, block_d, tma), operand(k, tile.columns, block_d, tma),
             operand(v, tile.columns, block_v, tma), operand(dout, tile.rows, block_v, tma),
             lse, delta, indices, plan.segments, dk, dv, *strides, *dk.stride(), *dv.stride(),
@@ -294,8 +302,9 @@ def backward(
             PARTIAL=PARTIAL_SEGMENTS, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         tile = by_queries
-        n_rows = triton.cdiv(q_len, tile.rows)
-        _backward_queries[(n_rows * heads * batch,)](
+        n_rows = -(-q_len // tile.rows)
+        _launch_queries(
+            n_rows * heads * batch,
             operand(q, tile.rows, block_d, tma), operand(k, tile.columns, block_d, tma),
             operand(v, tile.columns, block_v, tma), operand(dout, tile.rows, block_v, tma),
             lse, delta, indices, plan.tiles, plan.counts, dq, *strides, *dq.stride(),

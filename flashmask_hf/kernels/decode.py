@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flashmask_hf.kernels.configs import Config, decode_config, decode_splits
+from flashmask_hf.kernels.launch import Launcher
 from flashmask_hf.kernels.tiles import (
     LN_2,
     LOG2_E,
@@ -193,6 +194,9 @@ def _combine(
     tl.store(out + place + e, (acc / safe).to(out.dtype.element_ty), mask=e < v_dim)
 
 
+_launch_combine = Launcher(_combine)
+
+
 def decode(
     q: Tensor,
     k: Tensor,
@@ -236,7 +240,8 @@ def decode(
             num_warps=config.warps, num_stages=config.stages, debug=True, sanitize_overflow=False,
         )  # fmt: skip
         if n_splits > 1:
-            _combine[(batch * heads * q_len,)](
+            _launch_combine(
+                batch * heads * q_len,
                 parts, part_lse, out, lse, heads, q_len, n_splits, v_dim,
                 BLOCK_V=block_v, BLOCK_N=4096 // block_v, num_warps=4,
             )  # fmt: skip

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flashmask_hf.kernels.configs import Config, forward_config
+from flashmask_hf.kernels.launch import Launcher
 from flashmask_hf.kernels.tiles import (
     LN_2,
     LOG2_E,
@@ -105,6 +106,9 @@ def _forward(
     tl.store(base + rows, log_sum, mask=rows < q_len)
 
 
+_launch = Launcher(_forward)
+
+
 def forward(
     q: Tensor,
     k: Tensor,
@@ -123,11 +127,12 @@ def forward(
     config = config or forward_config(q, block_d, block_v, mask.indices.shape[-1])
     out = q.new_empty(batch, q_len, heads, v_dim).transpose(1, 2)
     lse = q.new_empty(batch, heads, q_len, dtype=torch.float32)
-    n_rows = triton.cdiv(q_len, config.rows)
+    n_rows = -(-q_len // config.rows)
     tma = can_describe(q, k, v)
     factor, bend = score_factors(scale, softcap)
     with torch.cuda.device_of(q):
-        _forward[(n_rows * heads * batch,)](
+        _launch(
+            n_rows * heads * batch,
             operand(q, config.rows, block_d, tma), operand(k, config.columns, block_d, tma),
             operand(v, config.columns, block_v, tma),
             None if sinks is None else sinks.contiguous(), mask.indices.contiguous(), plan.tiles, plan.counts, out, lse,

@@ -11,7 +11,6 @@ tile of rows are in the making while dQ of this one is written.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +37,8 @@ from flashmask_hf.kernels.gluon_shim import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from flashmask_hf.kernels.tiles import LOG2_E, describable, descriptor_strides, score_factors
+from flashmask_hf.kernels.launch import Launcher
+from flashmask_hf.kernels.tiles import LOG2_E, describable, describe, score_factors
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.plan import PARTIAL_SEGMENTS, ROWS, VISIBLE_SEGMENTS, Plan, plan_columns
 
@@ -841,6 +841,9 @@ def _scale_dq(
     tl.store(dq + at, tile.to(dq.dtype.element_ty), mask=inside[:, None] & (dims < BLOCK_D)[None, :])
 
 
+_launch_backward = Launcher(_backward)
+_launch_scale_dq = Launcher(_scale_dq)
+
 _CONFIGS = {64: Config(128, 232, True, 2), 128: Config(64, 224, False, 1)}
 _ROWS_AT_HAND = 8 << 20  # bytes of rows, of the heads whose key tiles take turns, that the L2 cache should hold
 _ROWS_BY_TURNS = 8 << 20  # rows by head_dim, of the key tiles of longest lists, one of each head that takes turns
@@ -898,7 +901,7 @@ def backward(
     padded = -(-q_len // ROWS) * ROWS
     sums = torch.zeros(batch * heads * padded * dim // 32, 32, dtype=torch.float32, device=q.device)
     subtiles = plan_columns(kv_len) // COLUMNS
-    n_columns = triton.cdiv(kv_len, plan_columns(kv_len)) * subtiles
+    n_columns = -(-kv_len // plan_columns(kv_len)) * subtiles
     units = batch * kv_heads
     factor, bend = score_factors(scale, softcap)
     # Heads that take turns put equal work side by side.
@@ -920,9 +923,10 @@ def backward(
         programs = min(n_columns * units, multiprocessors(q.device))
         shared = n_columns * units > programs
         counter = torch.zeros(1, dtype=torch.int32, device=q.device) if shared else None
-        _backward[(programs,)](
+        _launch_backward(
+            programs,
             _operand(q, config.rows), _operand(k, 64), _operand(v, 64), _operand(dout, config.rows),
-            TensorDescriptor(sums, list(sums.shape), [32, 1], [128, 32], _shared_layout((128, 32), sums.dtype)),
+            describe(_make_descriptor, sums, 128, 32),
             _operand(dk, 64), _operand(dv, 64), *placed, k_order, lse, delta, indices, plan.segments, order, locks,
             launch, turns, counter, heads, kv_heads, units, together, mask_batch, mask_heads, q_len, kv_len, n_q, n_kv,
             n_columns, padded, scale, factor, bend,
@@ -932,7 +936,8 @@ def backward(
             SEGMENTS=VISIBLE_SEGMENTS + PARTIAL_SEGMENTS, num_warps=4,
         )  # fmt: skip
         n_rows = padded // config.rows
-        _scale_dq[(2 * n_rows * heads * batch,)](
+        _launch_scale_dq(
+            2 * n_rows * heads * batch,
             sums, dq, q_order, *dq.stride()[:3], heads, q_len, n_rows, scale,
             PLACED=orders is not None, BLOCK_M=config.rows, BLOCK_D=dim, num_warps=4,
         )  # fmt: skip
@@ -970,12 +975,11 @@ def _launch_order(
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
 
-@cache
-def _shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
-    return gl.NVMMASharedLayout.get_default_for(list(block), _DTYPES[dtype])
+def _make_descriptor(x: Tensor, shape: list[int], strides: list[int], block: list[int]) -> Any:
+    layout = gl.NVMMASharedLayout.get_default_for(block, _DTYPES[x.dtype])
+    return TensorDescriptor(x, shape, strides, block, layout)
 
 
 def _operand(x: Tensor, rows: int) -> Any:
     """A descriptor of `x` [B, H, S, D] for tiles [rows, D]. Strides of axes of length 1 may be anything."""
-    block = (1, 1, rows, x.shape[-1])
-    return TensorDescriptor(x, list(x.shape), descriptor_strides(x), list(block), _shared_layout(block, x.dtype))
+    return describe(_make_descriptor, x, 1, 1, rows, x.shape[-1])

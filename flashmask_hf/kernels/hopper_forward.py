@@ -37,7 +37,8 @@ from flashmask_hf.kernels.gluon_shim import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from flashmask_hf.kernels.tiles import LN_2, LOG2_E, LOWEST, describable, descriptor_strides, score_factors
+from flashmask_hf.kernels.launch import Launcher
+from flashmask_hf.kernels.tiles import LN_2, LOG2_E, LOWEST, describable, describe, score_factors
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.plan import ROWS, Plan, plan_columns
 
@@ -541,12 +542,18 @@ def why_not(device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim:
     return None
 
 
+_launch = Launcher(_forward)
+
 _TILE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+
+
+def _make_descriptor(x: Tensor, shape: list[int], strides: list[int], block: list[int]) -> Any:
+    return TensorDescriptor(x, shape, strides, block, _TILE)
 
 
 def _describe(x: Tensor, rows: int) -> Any:
     """A descriptor of `x` [B, H, S, D] for tiles of `rows` rows: zero past the end of a head, and not stored there."""
-    return TensorDescriptor(x, list(x.shape), descriptor_strides(x), [1, 1, rows, x.shape[3]], _TILE)
+    return describe(_make_descriptor, x, 1, 1, rows, x.shape[3])
 
 
 def forward(
@@ -572,6 +579,8 @@ def forward(
     config = config or _FORWARD[dim]
     out = q.new_empty(batch, q_len, heads, dim).transpose(1, 2)
     lse = q.new_empty(batch, heads, q_len, dtype=torch.float32)
+    indices = mask.indices.contiguous()
+    mask_batch, mask_heads, n_q, n_kv = plan.tiles.shape
     n_rows = -(-q_len // ROWS)
     n_tiles = n_rows * heads * batch
     programs = min(n_tiles, multiprocessors(q.device))
@@ -579,13 +588,13 @@ def forward(
     counter = torch.zeros(1, dtype=torch.int32, device=q.device) if shared else None
     factor, bend = score_factors(scale, softcap)
     with torch.cuda.device_of(q):
-        _forward[(programs,)](
+        _launch(
+            programs,
             _describe(q, ROWS // 2), _describe(k, config.columns), _describe(v, config.columns),
             _describe(out, ROWS // 2), None if order is None else out, order, lse,
-            None if sinks is None else sinks.contiguous(), mask.indices.contiguous(), plan.tiles, plan.counts, counter,
-            n_tiles, n_rows, heads, kv_heads, mask.indices.shape[0], mask.indices.shape[1], q_len, kv_len,
-            plan.tiles.shape[2], plan.tiles.shape[3], factor, bend,
-            CAUSAL=mask.causal, N=mask.indices.shape[-1], PLACED=order is not None, SINKS=sinks is not None,
+            None if sinks is None else sinks.contiguous(), indices, plan.tiles, plan.counts, counter,
+            n_tiles, n_rows, heads, kv_heads, mask_batch, mask_heads, q_len, kv_len, n_q, n_kv, factor, bend,
+            CAUSAL=mask.causal, N=indices.shape[-1], PLACED=order is not None, SINKS=sinks is not None,
             CAP=softcap != 0, SUBTILES=plan_columns(kv_len) // config.columns, STAGES=config.stages, SIDES=config.sides,
             REGISTERS=config.registers, HELPER_REGISTERS=config.helper_registers,
             SHARED=shared, num_warps=4,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -114,7 +116,7 @@ def operand(x: Tensor, block_s: int, block_d: int, tma: bool) -> Any:
     """What a kernel takes for `x` [B, H, S, D]: a tensor descriptor for tiles [block_s, block_d], or the tensor."""
     if not tma:
         return x
-    return TensorDescriptor(x, list(x.shape), descriptor_strides(x), [1, 1, block_s, block_d])
+    return describe(TensorDescriptor, x, 1, 1, block_s, block_d)
 
 
 def can_describe(*tensors: Tensor) -> bool:
@@ -131,22 +133,44 @@ def describable(x: Tensor) -> Tensor:
 
 
 def _fits_descriptor(x: Tensor) -> bool:
-    step = 16 // x.element_size()
-    strides = descriptor_strides(x)
-    return (
-        x.stride(-1) == 1
-        and x.data_ptr() % 16 == 0
-        and all(stride > 0 and stride % step == 0 for stride in strides[:-1])
-    )
+    return x.data_ptr() % 16 == 0 and _layout_fits(x.shape, x.stride(), x.dtype)
 
 
-def descriptor_strides(x: Tensor) -> list[int]:
-    """Strides, with those of axes of length 1, which may be anything, made harmless."""
-    step = 16 // x.element_size()
+@lru_cache(maxsize=4096)
+def _layout_fits(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype) -> bool:
+    step = 16 // dtype.itemsize
+    harmless = _harmless_strides(shape, strides, dtype)
+    return strides[-1] == 1 and all(stride > 0 and stride % step == 0 for stride in harmless[:-1])
+
+
+def _harmless_strides(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype) -> list[int]:
+    """Strides for a descriptor: those of axes of length 1, which may be anything but for the last, made harmless."""
+    step = 16 // dtype.itemsize
+    last = len(shape) - 1
     return [
-        step if size == 1 and axis < 3 else stride
-        for axis, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True))
+        step if size == 1 and axis < last else stride
+        for axis, (size, stride) in enumerate(zip(shape, strides, strict=True))
     ]
+
+
+def describe(make: Callable[..., Any], x: Tensor, *block: int) -> Any:
+    """The descriptor `make(x, shape, strides, block)` of `x`, whose layout fits one, for tiles of shape `block`.
+
+    A descriptor checks all that it is given, which takes as long as a launch: each layout's is made and checked once,
+    and copied.
+    """
+    template = _template(make, x.shape, x.stride(), x.dtype, block)
+    copy = object.__new__(type(template))
+    vars(copy).update(vars(template), base=x)
+    return copy
+
+
+@lru_cache(maxsize=4096)
+def _template(
+    make: Callable[..., Any], shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, block: tuple[int, ...]
+) -> Any:
+    like = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+    return make(like, list(shape), _harmless_strides(shape, strides, dtype), list(block))
 
 
 def score_factors(scale: float, softcap: float) -> tuple[float, float]:

@@ -1,0 +1,63 @@
+"""Launches that go past Triton's search for a compiled kernel, which takes longer than the rest of a short call.
+
+At each launch Triton finds out anew, in Python, which of a kernel's compiled forms fits the arguments. A `Launcher`
+keeps what such a launch returns, and launches it directly when arguments come that Triton would treat alike.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton import knobs
+from triton.runtime import JITFunction, driver
+
+__all__ = ["Launcher"]
+
+
+class Launcher:
+    """A kernel, to be launched as `launcher(programs, *arguments, **constants)` on the current device and stream.
+
+    A kernel that only Triton's interpreter runs, one that is to be debugged or instrumented, and one for an AMD GPU,
+    where Triton also looks at the sizes of tensors, are launched as Triton does it.
+    """
+
+    def __init__(self, kernel: Any):
+        self.kernel = kernel
+        self._may_cache = isinstance(kernel, JITFunction) and not torch.version.hip
+        self._compiled: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}
+
+    def __call__(self, programs: int, *arguments: Any, **constants: Any) -> None:
+        """Launch `programs` programs. `constants` are compile-time arguments and options of Triton's (`num_warps`)."""
+        if not self._may_cache or knobs.runtime.debug or knobs.compilation.instrumentation_mode:
+            self.kernel[(programs,)](*arguments, **constants)
+            return
+        active: Any = driver.active
+        device = active.get_current_device()
+        key = (device, *constants.items(), *map(_kind, arguments))
+        known = self._compiled.get(key)
+        if known is not None:
+            compiled, constant = known
+            stream = active.get_current_stream(device)
+            compiled[(programs, 1, 1)](*arguments, *constant, stream=stream)
+            return
+        compiled = self.kernel[(programs,)](*arguments, **constants)
+        if compiled is not None:  # a hook may keep Triton from compiling
+            constant = [constants[name] for name in self.kernel.arg_names[len(arguments) :]]
+            self._compiled[key] = compiled, constant
+
+
+def _kind(x: Any) -> Any:
+    """What Triton may compile a kernel for, of one argument: nothing but this may differ between launches of a form.
+
+    Of a tensor its dtype and whether it is aligned to 16 bytes; of an integer whether it is 1, a multiple of 16, and
+    wider than 32 bits; of a descriptor the dtype and the tile, from which the launchers here derive its layout.
+    """
+    if type(x) is int:
+        return x % 16 == 0 if 1 < x < 2**31 else (x,)
+    if isinstance(x, Tensor):
+        return x.dtype, x.data_ptr() % 16 == 0
+    if x is None or isinstance(x, (bool, float)):
+        return type(x)
+    return x.base.dtype, *x.block_shape

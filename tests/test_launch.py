@@ -1,0 +1,246 @@
+"""Cached launches: Triton is asked again for whatever it compiles anew, and for nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from support import INTERPRETED
+
+from flashmask_hf import ops
+
+if INTERPRETED:
+    pytest.skip("cpu lane: the interpreter compiles nothing", allow_module_level=True)
+if not ops.HAS_TRITON:
+    pytest.skip("cpu lane: Triton is not installed", allow_module_level=True)
+
+import triton
+import triton.language as tl
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from flashmask_hf.kernels.launch import Launcher
+from flashmask_hf.kernels.tiles import describable, describe
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _kernel(x, y, rows, heads, scale, SIZE: tl.constexpr, FLAG: tl.constexpr):
+    pass
+
+
+class _Compiled:
+    """What Triton returns of a launch: it notes how it is launched itself."""
+
+    def __init__(self, launches: list[Any]):
+        self.launches = launches
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *arguments, stream: self.launches.append((grid, arguments, stream))
+
+
+class _Driver:
+    device, stream = 0, 7
+
+    def get_current_device(self) -> int:
+        return self.device
+
+    def get_current_stream(self, device: int) -> int:
+        return self.stream + device
+
+    def is_active(self) -> bool:
+        return True
+
+
+class _Launches:
+    """A launcher of `_kernel` on a device that is not there: `asked` of Triton, `direct` past it."""
+
+    def __init__(self, driver: _Driver):
+        self.driver = driver
+        self.launcher = Launcher(_kernel)
+        self.asked: list[Any] = []
+        self.direct: list[Any] = []
+
+    def __call__(self, *arguments: Any, programs: int = 3, **constants: Any) -> tuple[int, int]:
+        """Launch; how often Triton was asked so far, and how often not."""
+        self.launcher(programs, *arguments, **({"SIZE": 64, "FLAG": True, "num_warps": 4} | constants))
+        return len(self.asked), len(self.direct)
+
+
+@contextlib.contextmanager
+def _no_gpu() -> Iterator[_Launches]:
+    launches = _Launches(_Driver())
+
+    def instead(function: JITFunction, grid: Any) -> Any:
+        def run(*arguments: Any, **constants: Any) -> _Compiled:
+            launches.asked.append((grid, arguments, constants))
+            return _Compiled(launches.direct)
+
+        return run
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JITFunction, "__getitem__", instead)
+        patch.setattr(driver, "_active", launches.driver)
+        yield launches
+
+
+@pytest.fixture
+def launches() -> Iterator[_Launches]:
+    with _no_gpu() as found:
+        yield found
+
+
+def _tensor(dtype: torch.dtype = torch.bfloat16, offset: int = 0) -> torch.Tensor:
+    """Of 256 elements, `offset` elements past an address that is a multiple of 16."""
+    return torch.zeros(256 + offset, dtype=dtype)[offset:]
+
+
+def test_the_second_launch_goes_past_triton(launches: _Launches) -> None:
+    """With its own arguments, grid and stream, and the constants in the order of the kernel's parameters."""
+    x, y = _tensor(), _tensor()
+    assert launches(x, None, 100, 8, 0.5, programs=5) == (1, 0)
+    assert launches.asked == [((5,), (x, None, 100, 8, 0.5), {"SIZE": 64, "FLAG": True, "num_warps": 4})]
+    launches.driver.stream = 9
+    assert launches(y, None, 101, 9, 0.25, programs=6) == (1, 1)
+    (grid, arguments, stream), *_ = launches.direct
+    assert (grid, stream) == ((6, 1, 1), 9)
+    assert arguments[0] is y
+    assert arguments[1:] == (None, 101, 9, 0.25, 64, True)
+
+
+USUAL = (_tensor(), _tensor(torch.float32), 100, 8, 0.5)
+OTHERS = {
+    "dtype": (0, _tensor(torch.float16)),
+    "alignment": (1, _tensor(torch.float32, offset=1)),
+    "none": (1, None),
+    "divisible": (3, 48),
+    "one": (3, 1),
+    "zero": (3, 0),
+    "wide": (2, 2**31),
+    "negative wide": (2, -(2**31) - 1),
+    "very wide": (2, 2**63),
+    "bool": (3, True),
+    "float": (3, 8.0),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_triton_is_asked_for_what_it_tells_apart(launches: _Launches, other: str) -> None:
+    place, value = OTHERS[other]
+    changed = [*USUAL[:place], value, *USUAL[place + 1 :]]
+    assert launches(*USUAL) == (1, 0)
+    assert launches(*changed) == (2, 0)
+    assert launches(*USUAL) == (2, 1)
+    assert launches(*changed) == (2, 2)
+
+
+def test_every_kind_of_integer_is_its_own(launches: _Launches) -> None:
+    kinds = (True, 1, 0, 16, 17, 2**31, 2**63, 1.0, None)
+    for asked, heads in enumerate(kinds, 1):
+        assert launches(*USUAL[:3], heads, 0.5) == (asked, 0)
+
+
+@pytest.mark.parametrize("constants", [{"SIZE": 32}, {"FLAG": False}, {"num_warps": 8}, {"num_stages": 2}], ids=str)
+def test_triton_is_asked_for_other_constants(launches: _Launches, constants: dict[str, Any]) -> None:
+    assert launches(*USUAL) == (1, 0)
+    assert launches(*USUAL, **constants) == (2, 0)
+    assert launches(*USUAL, **constants) == (2, 1)
+    assert launches.direct[0][1][5:] == (constants.get("SIZE", 64), constants.get("FLAG", True))
+
+
+def test_every_device_has_its_own(launches: _Launches) -> None:
+    assert launches(*USUAL) == (1, 0)
+    launches.driver.device = 1
+    assert launches(*USUAL) == (2, 0)
+    assert launches(*USUAL) == (2, 1)
+    assert launches.direct[0][2] == 8  # the stream of the second device
+
+
+@pytest.mark.parametrize("knob", ["debug", "instrumentation_mode"])
+def test_debugging_and_instrumentation_are_left_to_triton(launches: _Launches, knob: str) -> None:
+    assert launches(*USUAL) == (1, 0)
+    with triton.knobs.runtime.scope(), triton.knobs.compilation.scope():
+        if knob == "debug":
+            triton.knobs.runtime.debug = True
+        else:
+            triton.knobs.compilation.instrumentation_mode = "gsan"
+        assert launches(*USUAL) == (2, 0)
+        assert launches(*USUAL) == (3, 0)
+    assert launches(*USUAL) == (3, 1)
+
+
+def test_what_is_not_compiled_is_asked_for_again(launches: _Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hook of Triton's may keep it from compiling: nothing has been launched then."""
+    monkeypatch.setattr(JITFunction, "__getitem__", lambda function, grid: lambda *arguments, **constants: None)
+    launches(*USUAL)
+    launches(*USUAL)
+    assert not launches.direct
+
+
+def _rows(length: int = 128, dims: int = 64, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.zeros(2, length, 3, dims, dtype=dtype).transpose(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("x", "block"),
+    [(_rows(dtype=torch.float16), (1, 1, 64, 64)), (_rows(), (1, 1, 32, 64)), (_rows(), (1, 1, 64, 32))],
+    ids=["dtype", "rows", "columns"],
+)
+def test_triton_is_asked_for_other_descriptors(launches: _Launches, x: torch.Tensor, block: tuple[int, ...]) -> None:
+    assert launches(describe(TensorDescriptor, _rows(), 1, 1, 64, 64), *USUAL[1:]) == (1, 0)
+    assert launches(describe(TensorDescriptor, x, *block), *USUAL[1:]) == (2, 0)
+    assert launches(describe(TensorDescriptor, _rows(256), 1, 1, 64, 64), *USUAL[1:]) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        _rows(),
+        _rows(1),  # the strides of an axis of length 1 may be anything
+        torch.zeros(64, dtype=torch.bfloat16).as_strided((1, 1, 1, 64), (3, 0, 5, 1)),
+        _rows()[:, :, 16:],
+        _rows()[..., :1],
+        torch.zeros(256, 32),
+    ],
+    ids=["usual", "one row", "odd strides", "part", "one column", "plane"],
+)
+def test_a_copied_descriptor_is_the_one_that_triton_makes(x: torch.Tensor) -> None:
+    block = [1, 1, 16, 64] if x.dim() == 4 else [128, 32]
+    step = 16 // x.element_size()
+    strides = [step if x.shape[i] == 1 else x.stride(i) for i in range(x.dim() - 1)] + [1]
+    expected = TensorDescriptor(x, list(x.shape), strides, block)
+    for _ in range(2):
+        found = describe(TensorDescriptor, x, *block)
+        assert type(found) is TensorDescriptor
+        assert found.base is x
+        assert vars(found) == vars(expected)
+
+
+def test_descriptors_of_one_layout_have_their_own_tensors() -> None:
+    first, second = _rows(), _rows()
+    one, other = (describe(TensorDescriptor, x, 1, 1, 64, 64) for x in (first, second))
+    assert one.base is first
+    assert other.base is second
+
+
+def test_what_no_descriptor_fits_is_copied() -> None:
+    """The layout is remembered, the address is not."""
+    whole = torch.arange(2 * 128 * 3 * 64 + 1.0).bfloat16()
+    for _ in range(2):
+        aligned, shifted = (whole[i:][: 2 * 128 * 3 * 64].view(2, 3, 128, 64) for i in (0, 1))
+        assert describable(aligned) is aligned
+        copy = describable(shifted)
+        assert copy.data_ptr() % 16 == 0
+        assert torch.equal(copy, shifted)
+        odd = torch.zeros(1, 2, 8, 65)[..., :64]
+        assert describable(odd).stride() == (2 * 8 * 64, 8 * 64, 64, 1)
+        wide = aligned.expand(2, 3, 128, 64)[..., ::2]
+        assert describable(wide).is_contiguous()
+
+
+def test_a_descriptor_of_what_cannot_be_described_raises() -> None:
+    with pytest.raises(AssertionError):
+        describe(TensorDescriptor, torch.zeros(1, 2, 8, 65, dtype=torch.bfloat16)[..., :64], 1, 1, 8, 64)
