@@ -118,10 +118,9 @@ def _launched(mask: FlashMask, groups: int = 1) -> tuple[list[list[int]], int]:
 
 
 def test_launch_order_of_a_causal_mask_begins_at_the_end() -> None:
-    assert _launched(masks.causal_document([200, 312])) == (
-        [[3, 2, 1, 0]],
-        3,
-    )  # a tile sees three of four tiles of rows
+    together = 3  # for a tile of keys sees three of four tiles of rows
+    assert _launched(masks.causal_document([200, 312])) == ([[3, 2, 1, 0]], together)
+    assert _launched(masks.causal_document([512, 300, 212])) == ([[7, 6, 5, 4, 3, 2, 1, 0]], 100 // 4)
 
 
 def test_launch_order_of_documents() -> None:
@@ -129,11 +128,10 @@ def test_launch_order_of_documents() -> None:
     assert _launched(masks.document([640, 84, 300])) == ([[6, 7, 0, 1, 2, 3, 4, 5]], 100 // 5)
     mask = masks.document([512, 300, 212])
     assert _launched(mask) == ([[7, 4, 5, 0, 1, 2, 3, 6]], 100 // 4)
-    assert _launched(masks.causal_document([512, 300, 212])) == ([[7, 6, 5, 4, 3, 2, 1, 0]], 100 // 4)
     per_head = FlashMask(torch.cat([mask.indices, masks.full(1024).indices, mask.indices, mask.indices], 1), False)
     launch, turns = _launched(per_head, groups=2)  # the first two heads' rows count together
     assert launch == [[7, 4, 5, 0, 1, 2, 3, 6], [7, 4, 5, 0, 1, 2, 3, 6]]
-    assert turns == 3  # half of 12 of 8 tiles of rows
+    assert turns == 17 * 2 // 3  # for 6 of 8 tiles of rows, on average, less than 100 / 6
 
 
 def test_launch_order_where_nothing_is_visible() -> None:

@@ -846,7 +846,8 @@ _launch_scale_dq = Launcher(_scale_dq)
 
 _CONFIGS = {64: Config(128, 232, True, 2), 128: Config(64, 224, False, 1)}
 _ROWS_AT_HAND = 8 << 20  # bytes of rows, of the heads whose key tiles take turns, that the L2 cache should hold
-_ROWS_BY_TURNS = 8 << 20  # rows by head_dim, of the key tiles of longest lists, one of each head that takes turns
+# Where dQ has an order: rows times head_dim of the longest lists of the heads that take turns, by whether it is causal.
+_ROWS_BY_TURNS = {True: 6 << 20, False: 12 << 20}
 
 
 def backward(
@@ -912,7 +913,7 @@ def backward(
             order = torch.zeros(plan.tiles.shape, dtype=torch.int16, device=q.device)
             locks = torch.zeros(batch * heads * padded // config.rows, dtype=torch.int32, device=q.device)
             groups = min(mask_heads, kv_heads)
-            most = _ROWS_BY_TURNS // (ROWS * dim * (heads // kv_heads))
+            most = _ROWS_BY_TURNS[mask.causal] // (ROWS * dim * (heads // kv_heads))
             launch, turns = _launch_order(
                 plan.segments, mask.causal, groups, n_columns // subtiles, n_q, together, most
             )  # fmt: skip
@@ -954,7 +955,8 @@ def _launch_order(
     few rows. Tiles without visible rows lie across documents, and would chain one to the next.
 
     The queue before a row tile is as long as its document. More heads by turns shorten it, as many as the L2 cache
-    allows: `rows_by_turns` tiles of rows in all. `together` take turns where some key tile sees most of the rows.
+    allows: `rows_by_turns` tiles of rows in all. Where a key tile sees most of the rows it takes fewer: two thirds of
+    that or, since a causal mask of one document has no queue, `together`.
 
     Returns:
         int32 [groups of the batch, n_columns] and int32 [1], on the device.
@@ -962,7 +964,9 @@ def _launch_order(
     lengths = (segments[..., 1] - segments[..., 0])[:, :, :n_columns].unflatten(1, (groups, -1)).sum(2).flatten(0, 1)
     rows = lengths.sum(-1)
     longest = (rows.max() // (segments.shape[1] // groups)).clamp(min=1)
-    turns = torch.where(longest * 4 >= n_q * 3, together, (rows_by_turns // longest).clamp(min=1))
+    turns = ((rows_by_turns + longest // 2) // longest).clamp(min=1)
+    fewer = together if causal else (turns * 2 // 3).clamp(min=1)
+    turns = torch.where(longest * 4 >= n_q * 3, fewer, turns)
     if causal:
         columns = torch.arange(n_columns - 1, -1, -1, dtype=torch.int32, device=segments.device)
         launch = columns.expand(len(rows), n_columns).contiguous()

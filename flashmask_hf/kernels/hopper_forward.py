@@ -46,18 +46,17 @@ from flashmask_hf.plan import ROWS, Plan, plan_columns
 class Config(NamedTuple):
     """Tiles, and registers of a thread that multiplies and of one that does not.
 
-    A tile has `columns` keys; `stages` of them and `sides` of queries are in flight.
+    A tile has `columns` keys, `stages` of which are in flight.
     """
 
     columns: int
     stages: int
-    sides: int
     registers: int
     helper_registers: int
 
 
 # By head_dim, as measured on an H200 (bfloat16).
-_FORWARD = {64: Config(128, 2, 2, 216, 72), 128: Config(128, 2, 1, 224, 56)}
+_FORWARD = {64: Config(128, 2, 216, 72), 128: Config(128, 2, 232, 40)}
 
 _LOG2_E = gl.constexpr(LOG2_E.value)
 _LN_2 = gl.constexpr(LN_2.value)
@@ -128,7 +127,6 @@ def _feed(
     M: gl.constexpr = q.block_shape[2]
     D: gl.constexpr = q.block_shape[3]
     BLOCK_N: gl.constexpr = k.block_shape[2]
-    SIDES: gl.constexpr = q_s.shape[0] // 2
     tile = gl.program_id(0)
     turn = 0
     step = 0
@@ -160,8 +158,8 @@ def _feed(
         mbarrier.arrive(full.index(turn % 2))
         following = gl.atomic_add(counter, 1) + gl.num_programs(0) if SHARED else n_tiles
 
-        side = turn % SIDES
-        mbarrier.wait(free.index(_QUERIES_FREE + side), ((turn // SIDES) & 1) ^ 1)
+        side = turn % 2
+        mbarrier.wait(free.index(_QUERIES_FREE + side), ((turn // 2) & 1) ^ 1)
         mbarrier.expect(full.index(_QUERIES + side), 2 * M * D * 2)
         tma_load(q, [batch, head, row, 0], full.index(_QUERIES + side), q_s.index(2 * side))
         tma_load(q, [batch, head, row + M, 0], full.index(_QUERIES + side), q_s.index(2 * side + 1))
@@ -380,7 +378,7 @@ def _step(
 
 @gluon.jit
 def _attend(
-    GROUP: gl.constexpr, out, out_rows, order, lse, sinks, heads, q_len, factor, bend, board, q_s, kv_s, out_s, words,
+    GROUP: gl.constexpr, out, out_rows, order, lse, sinks, heads, q_len, factor, bend, board, q_s, kv_s, words,
     barriers,
     PLACED: gl.constexpr, SINKS: gl.constexpr, CAP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -389,7 +387,6 @@ def _attend(
     M: gl.constexpr = q_s.shape[3]
     D: gl.constexpr = q_s.shape[4]
     BLOCK_N: gl.constexpr = kv_s.shape[3]
-    SIDES: gl.constexpr = q_s.shape[0] // 2
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     PIECES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
@@ -407,10 +404,10 @@ def _attend(
             sink = gl.load(sinks + _read(board.index(field + _HEAD))).to(gl.float32) * _LOG2_E
             top = gl.maximum(top, sink)
 
-        side = turn % SIDES
+        side = turn % 2
         begin = step
         stage = step % STAGES
-        mbarrier.wait(full.index(_QUERIES + side), (turn // SIDES) & 1)
+        mbarrier.wait(full.index(_QUERIES + side), (turn // 2) & 1)
         mbarrier.wait(k_full.index(stage), (step // STAGES) & 1)
         weights = gl.zeros([M, BLOCK_N], gl.float32, SCORES)
         weights = gl.convert_layout(weights.to(q_s.dtype), gl.DotOperandLayout(0, OUT, 2))
@@ -421,7 +418,6 @@ def _attend(
             )  # fmt: skip
             step += 1
             masked += gl.where(i >= n_visible, 1, 0)
-        mbarrier.arrive(free.index(_QUERIES_FREE + side))
         before = (step - 1) % STAGES
         mbarrier.wait(v_full.index(before), ((step - 1) // STAGES) & 1)
         acc = _multiply_values(weights, acc, kv_s, STAGES + before)
@@ -446,9 +442,8 @@ def _attend(
         acc = warpgroup_mma_wait(0, deps=[acc])
         named_barrier_arrive(_READ + STAGES + before, _GROUPS_AND_WARP)
         acc = acc * _per_row(1.0 / total, OUT)
-        tma_store_wait(0)
         group_barrier()
-        staged = out_s.index(GROUP).reshape([M, D])
+        staged = q_s.index(2 * side + GROUP).reshape([M, D])  # nobody needs the queries any more
         staged.store(acc.to(q_s.dtype))
         if PLACED:
             group_barrier()
@@ -459,11 +454,13 @@ def _attend(
         else:
             fence_async_shared()
             group_barrier()
-            tma_store(out, [batch, head, row, 0], out_s.index(GROUP))
+            tma_store(out, [batch, head, row, 0], q_s.index(2 * side + GROUP))
         turn += 1
         field = _open(full, turn)
         n = _read(board.index(field + _STEPS))
-    tma_store_wait(0)
+        tma_store_wait(0)
+        group_barrier()
+        mbarrier.arrive(free.index(_QUERIES_FREE + side))
 
 
 _SIZES = ["n_tiles", "n_rows", "heads", "kv_heads", "mask_batch", "mask_heads", "q_len", "kv_len", "n_q", "n_kv"]
@@ -474,27 +471,25 @@ def _forward(
     q, k, v, out, out_rows, order, lse, sinks, indices, tiles, counts, counter,
     n_tiles, n_rows, heads, kv_heads, mask_batch, mask_heads, q_len, kv_len, n_q, n_kv, factor, bend,
     CAUSAL: gl.constexpr, N: gl.constexpr, PLACED: gl.constexpr, SINKS: gl.constexpr, CAP: gl.constexpr,
-    SUBTILES: gl.constexpr, STAGES: gl.constexpr, SIDES: gl.constexpr, REGISTERS: gl.constexpr,
+    SUBTILES: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
     HELPER_REGISTERS: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
     line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     M: gl.constexpr = q.block_shape[2]
     D: gl.constexpr = q.block_shape[3]
     BLOCK_N: gl.constexpr = k.block_shape[2]
-    q_s = gl.allocate_shared_memory(q.dtype, [2 * SIDES, 1, 1, M, D], q.layout)
+    q_s = gl.allocate_shared_memory(q.dtype, [4, 1, 1, M, D], q.layout)
     kv_s = gl.allocate_shared_memory(q.dtype, [2 * STAGES, 1, 1, BLOCK_N, D], k.layout)
-    out_s = gl.allocate_shared_memory(q.dtype, [2, 1, 1, M, D], out.layout)
     words = gl.allocate_shared_memory(gl.int32, [4, 2, BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     board = gl.allocate_shared_memory(gl.int32, [2 * _FIELDS, 1], line)
-    full = gl.allocate_shared_memory(gl.int64, [_QUERIES + SIDES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [_QUERIES_FREE + SIDES, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [_QUERIES + 2, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [_QUERIES_FREE + 2, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(_QUERIES + SIDES):
+    for i in gl.static_range(_QUERIES + 2):
         mbarrier.init(full.index(i), count=1)
     for i in gl.static_range(2):
         mbarrier.init(free.index(i), count=3)
-    for i in gl.static_range(SIDES):
         mbarrier.init(free.index(_QUERIES_FREE + i), count=2)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
@@ -506,14 +501,14 @@ def _forward(
             (
                 _attend,
                 (
-                    0, out, out_rows, order, lse, sinks, heads, q_len, factor, bend, board, q_s, kv_s, out_s, words,
+                    0, out, out_rows, order, lse, sinks, heads, q_len, factor, bend, board, q_s, kv_s, words,
                     barriers, PLACED, SINKS, CAP, STAGES,
                 ),
             ),
             (
                 _attend,
                 (
-                    1, out, out_rows, order, lse, sinks, heads, q_len, factor, bend, board, q_s, kv_s, out_s, words,
+                    1, out, out_rows, order, lse, sinks, heads, q_len, factor, bend, board, q_s, kv_s, words,
                     barriers, PLACED, SINKS, CAP, STAGES,
                 ),
             ),
@@ -595,7 +590,7 @@ def forward(
             None if sinks is None else sinks.contiguous(), indices, plan.tiles, plan.counts, counter,
             n_tiles, n_rows, heads, kv_heads, mask_batch, mask_heads, q_len, kv_len, n_q, n_kv, factor, bend,
             CAUSAL=mask.causal, N=indices.shape[-1], PLACED=order is not None, SINKS=sinks is not None,
-            CAP=softcap != 0, SUBTILES=plan_columns(kv_len) // config.columns, STAGES=config.stages, SIDES=config.sides,
+            CAP=softcap != 0, SUBTILES=plan_columns(kv_len) // config.columns, STAGES=config.stages,
             REGISTERS=config.registers, HELPER_REGISTERS=config.helper_registers,
             SHARED=shared, num_warps=4,
         )  # fmt: skip
