@@ -30,7 +30,6 @@ __all__ = [
     "tma_store_wait",
     "wait_for_count",
     "warpgroup_mma",
-    "warpgroup_mma_init",
     "warpgroup_mma_wait",
 ]
 
@@ -46,7 +45,6 @@ try:
         mbarrier,
         tma,
         warpgroup_mma,
-        warpgroup_mma_init,
         warpgroup_mma_wait,
     )
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
