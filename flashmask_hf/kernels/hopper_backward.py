@@ -27,6 +27,7 @@ from flashmask_hf.kernels.gluon_shim import (
     group_barrier,
     keep_marked,
     mbarrier,
+    named_barrier_arrive,
     named_barrier_sync,
     opaque_zero,
     tma_load,
@@ -94,6 +95,12 @@ def _row_tile(first, last, count, tile, ORDERED: gl.constexpr):
     return first + count if ORDERED else first + (count + tile) % (last - first)
 
 
+# Barriers of the hardware. Unlike those in shared memory they cost a warpgroup no barrier of its own before it arrives.
+_BOTH = gl.constexpr(8)  # both warpgroups are there
+_ROWS_FREE = gl.constexpr(9)  # by stage: nobody needs a tile of rows any more
+_GROUPS = gl.constexpr(256)  # threads
+_GROUPS_AND_WARPS = gl.constexpr(320)
+
 # What the loading warp says of a tile of rows, in `places`, which has two sides.
 _ROW = gl.constexpr(0)
 _MASK = gl.constexpr(1)  # times 2, and 1 if the tile is partial
@@ -156,7 +163,7 @@ def _load_keys(k, v, k_tiles, v_tiles, keys_ready, unit, kv_heads, tile, side, B
 
 @gluon.jit
 def _load_rows(
-    q, dout, lse, delta, q_tiles, do_tiles, lse_tiles, delta_tiles, places, q_ready, do_ready, free,
+    q, dout, lse, delta, q_tiles, do_tiles, lse_tiles, delta_tiles, places, q_ready, do_ready,
     batch, head, heads, row, mask, place, unit, tile, steps, step, q_len, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
     """Row tile number `step` of the program, and what there is to say of it."""
@@ -166,7 +173,8 @@ def _load_rows(
     row_lse = gl.load(lse + at + rows, mask=rows < q_len, other=float("inf"))
     row_delta = gl.load(delta + at + rows, mask=rows < q_len, other=0.0)
     stage = step & 1
-    mbarrier.wait(free.index(stage), ((step // 2) & 1) ^ 1)
+    if step >= 2:
+        named_barrier_sync(_ROWS_FREE + stage, _GROUPS_AND_WARPS)
     # The queries are on their way before the barrier knows how many bytes they are: it opens only when it does, and
     # then what is stored here has come, too.
     tma_load(q, [batch, head, row, 0], q_ready.index(stage), q_tiles.index(stage))
@@ -188,7 +196,7 @@ def _load_rows(
 @gluon.jit
 def _feed(
     q, k, v, dout, lse, delta, segments, launch, turns, counter, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles,
-    delta_tiles, places, keys_ready, keys_free, q_ready, do_ready, free,
+    delta_tiles, places, keys_ready, keys_free, q_ready, do_ready,
     heads, kv_heads, units, together, mask_batch, mask_heads, q_len, n_kv, n_columns, padded,
     SIDES: gl.constexpr, ROWS: gl.constexpr, SUBTILES: gl.constexpr, SEGMENTS: gl.constexpr, VISIBLE: gl.constexpr,
     ORDERED: gl.constexpr, SHARED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
@@ -228,7 +236,7 @@ def _feed(
             if SHARED:
                 following = _next(counter, ORDERED)
             _load_rows(
-                q, dout, lse, delta, q_tiles, do_tiles, lse_tiles, delta_tiles, places, q_ready, do_ready, free, batch,
+                q, dout, lse, delta, q_tiles, do_tiles, lse_tiles, delta_tiles, places, q_ready, do_ready, batch,
                 first_head, heads, padded, mask * 2, 0, unit, tile, steps, step, q_len, BLOCK_M, BLOCK_D,
             )  # fmt: skip
             step += 1
@@ -249,7 +257,7 @@ def _feed(
                         following = _next(counter, ORDERED)
                     place = (batch * heads + head) * (padded // BLOCK_M) + index
                     _load_rows(
-                        q, dout, lse, delta, q_tiles, do_tiles, lse_tiles, delta_tiles, places, q_ready, do_ready, free,
+                        q, dout, lse, delta, q_tiles, do_tiles, lse_tiles, delta_tiles, places, q_ready, do_ready,
                         batch, head, heads, index * BLOCK_M, mask * 2 + partial, place, unit, tile, steps, step, q_len,
                         BLOCK_M, BLOCK_D,
                     )  # fmt: skip
@@ -257,7 +265,8 @@ def _feed(
         program = following
         turn += 1
     stage = step & 1
-    mbarrier.wait(free.index(stage), ((step // 2) & 1) ^ 1)
+    if step >= 2:
+        named_barrier_sync(_ROWS_FREE + stage, _GROUPS_AND_WARPS)
     _write(places, stage, _STEPS, -1)
     _write(places, stage, _MASK, 0)
     group_barrier()
@@ -270,7 +279,7 @@ def _feed(
 
 @gluon.jit
 def _store_gradients(
-    k, v, dq, dk, dv, order, locks, dq_tiles, k_tiles, v_tiles, places, keys_ready, keys_free, q_ready, free, dq_ready,
+    k, v, dq, dk, dv, order, locks, dq_tiles, k_tiles, v_tiles, places, keys_ready, keys_free, q_ready, dq_ready,
     dq_free, sums_ready, kv_heads, n_q, n_kv,
     PLACED: gl.constexpr, SIDES: gl.constexpr, SUBTILES: gl.constexpr, ROWS: gl.constexpr, ORDERED: gl.constexpr,
     LAG: gl.constexpr, BLOCK_D: gl.constexpr,
@@ -296,8 +305,8 @@ def _store_gradients(
             mask = _read(places, stage, _MASK)
             row = _read(places, stage, _ROW)
             group_barrier()
+            named_barrier_arrive(_ROWS_FREE + stage, _GROUPS_AND_WARPS)
             mbarrier.wait(dq_ready, event & 1)
-            mbarrier.arrive(free.index(stage), count=1)
             mbarrier.arrive(dq_free, count=1)
             event += 1
         end = step + gl.maximum(steps, 1)
@@ -308,6 +317,7 @@ def _store_gradients(
                 mask = _read(places, stage, _MASK)
                 row = _read(places, stage, _ROW)
                 group_barrier()
+                named_barrier_arrive(_ROWS_FREE + stage, _GROUPS_AND_WARPS)
             at = place * 256
             lock = locks + place
             earlier = 0
@@ -318,14 +328,12 @@ def _store_gradients(
             mbarrier.wait(dq_ready, event & 1)
             event += 1
             step += 1
-            if not LAG:
-                mbarrier.arrive(free.index(stage), count=1)
-            elif step < end:
+            if LAG and step < end:
                 place = _read(places, step & 1, _PLACE)
                 mask = _read(places, step & 1, _MASK)
                 row = _read(places, step & 1, _ROW)
                 group_barrier()
-                mbarrier.arrive(free.index(step & 1), count=1)
+                named_barrier_arrive(_ROWS_FREE + (step & 1), _GROUPS_AND_WARPS)
             if steps > 0:
                 if ORDERED:
                     wait_for_count(lock, earlier)
@@ -476,8 +484,14 @@ def _stage_dq(dq, dq_tiles, HALF: gl.constexpr):
     """Lay half a tile of dQ out for the warp that adds it: a thread's four neighbours together, without conflicts."""
     pieces = dq.reshape([4, 2, 4, 2, 8, 4, 2]).permute([4, 0, 2, 3, 5, 1, 6]).reshape([128, 32])
     dq_tiles.index(HALF).store(pieces)
+
+
+@gluon.jit
+def _pass_dq(dq_ready):
+    """Hand the laid out tile of dQ to the warp that adds it."""
     fence_async_shared()
     group_barrier()
+    mbarrier.arrive(dq_ready, count=1)
 
 
 @gluon.jit
@@ -507,6 +521,7 @@ def _multiply(
     dkeys = warpgroup_mma(gl.convert_layout(dscores, OPERAND), queries, dkeys, use_acc=adds, is_async=True)
     dq = _multiply_dq(ds_tiles, k_tiles, other_ready, side, step - LAG, adds, no_dq, HALF, BLOCK_M, BLOCK_D)
     dkeys, dvalues = warpgroup_mma_wait(2, deps=[dkeys, dvalues])
+    named_barrier_arrive(_ROWS_FREE + stage, _GROUPS_AND_WARPS)
     return dkeys, dvalues, dq
 
 
@@ -560,11 +575,14 @@ def _go_on(
     if not LAG:
         mbarrier.wait(dq_free, (event & 1) ^ 1)
     _stage_dq(dq, dq_tiles, HALF)
-    mbarrier.arrive(dq_ready, count=1)
+    if LAG:
+        _pass_dq(dq_ready)
     mbarrier.wait(do_ready.index(stage), (step // 2) & 1, pred=more)
     upstream = do_tiles.index(stage).reshape([BLOCK_M, BLOCK_D])
     dweights = warpgroup_mma(values, upstream.permute((1, 0)), no_scores, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(1, deps=[scores])
+    if not LAG:  # only now, since what the products read of the shared memory holds up the stores
+        _pass_dq(dq_ready)
     weights, slopes = _weigh(
         scores, stage, partial, marks, lse_tiles, factor, bend, CAP, BLOCK_M, S, q_tiles.dtype
     )  # fmt: skip
@@ -593,7 +611,7 @@ def _stage_sums(
     if PLACED:
         group_barrier()
         gl.store(dv_rows + to, tile.load(ROWS), mask=inside)
-    named_barrier_sync(8, 256)
+    named_barrier_sync(_BOTH, _GROUPS)
     tile = k_tile.reshape([64, BLOCK_D])
     tile.store(_narrow(dkeys * scale, DTYPE))
     if PLACED:
@@ -666,7 +684,7 @@ def _accumulate(
             rest = warpgroup_mma_wait(0, deps=[rest])
             mbarrier.wait(dq_free, (event & 1) ^ 1)
             _stage_dq(rest, dq_tiles, HALF)
-            mbarrier.arrive(dq_ready, count=1)
+            _pass_dq(dq_ready)
             event += 1
             _stage_sums(
                 dkeys, dvalues, k_tiles.index(side * 2 + HALF), v_tiles.index(side * 2 + HALF), dk_rows, dv_rows,
@@ -742,7 +760,6 @@ def _backward(
     sums_ready = gl.allocate_shared_memory(gl.int64, [SIDES, 1], BARRIER)
     q_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     do_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    free = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     first_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     second_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     dq_ready = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
@@ -756,7 +773,6 @@ def _backward(
     for i in gl.static_range(2):
         mbarrier.init(q_ready.index(i), count=1)
         mbarrier.init(do_ready.index(i), count=1)
-        mbarrier.init(free.index(i), count=1)
         mbarrier.init(first_ready.index(i), count=1)
         mbarrier.init(second_ready.index(i), count=1)
     fence_async_shared()
@@ -777,13 +793,13 @@ def _backward(
             )),
             (_feed, (
                 q, k, v, dout, lse, delta, segments, launch, turns, counter, q_tiles, k_tiles, v_tiles, do_tiles,
-                lse_tiles, delta_tiles, places, keys_ready, keys_free, q_ready, do_ready, free, heads, kv_heads, units,
+                lse_tiles, delta_tiles, places, keys_ready, keys_free, q_ready, do_ready, heads, kv_heads, units,
                 together, mask_batch, mask_heads, q_len, n_kv, n_columns, padded, SIDES, ROWS, SUBTILES, SEGMENTS,
                 VISIBLE, ORDERED, SHARED, BLOCK_M, BLOCK_D,
             )),
             (_store_gradients, (
                 k, v, dq, dk, dv, order, locks, dq_tiles, k_tiles, v_tiles, places, keys_ready, keys_free, q_ready,
-                free, dq_ready, dq_free, sums_ready, kv_heads, n_q, n_kv, PLACED, SIDES, SUBTILES, ROWS, ORDERED, LAG,
+                dq_ready, dq_free, sums_ready, kv_heads, n_q, n_kv, PLACED, SIDES, SUBTILES, ROWS, ORDERED, LAG,
                 BLOCK_D,
             )),
         ],
