@@ -109,18 +109,19 @@ def _check(
 
 
 def _launched(mask: FlashMask, groups: int = 1) -> tuple[list[list[int]], int]:
-    """The order of key tiles and the heads that take turns for a mask of a square."""
+    """The order of key tiles and the heads that take turns, of 100 or 50 tiles of rows, for a mask of a square."""
     tiles = plan.build_plan(mask.indices, mask.causal, mask.kv_len)
-    n_q = tiles.tiles.shape[2]
-    launch, turns = hopper_backward._launch_order(tiles.segments, mask.causal, groups, n_q, n_q, 3, 100)
+    launch, turns = hopper_backward._launch_order(tiles, mask.causal, groups, mask.kv_len // 128, 3, 100, 50)
     assert launch.dtype == turns.dtype == torch.int32
     return launch.tolist(), int(turns)
 
 
 def test_launch_order_of_a_causal_mask_begins_at_the_end() -> None:
-    together = 3  # for a tile of keys sees three of four tiles of rows
+    together = 3
     assert _launched(masks.causal_document([200, 312])) == ([[3, 2, 1, 0]], together)
-    assert _launched(masks.causal_document([512, 300, 212])) == ([[7, 6, 5, 4, 3, 2, 1, 0]], 100 // 4)
+    assert _launched(masks.sliding_window(1024, 200)) == ([[7, 6, 5, 4, 3, 2, 1, 0]], together)
+    all_see_the_last = masks.causal_blockwise([384, 256, 384])  # eight tiles of keys, and none of more than six of rows
+    assert _launched(all_see_the_last) == ([[7, 6, 5, 4, 3, 2, 1, 0]], (100 + 3) // 6)
 
 
 def test_launch_order_of_documents() -> None:
@@ -128,10 +129,11 @@ def test_launch_order_of_documents() -> None:
     assert _launched(masks.document([640, 84, 300])) == ([[6, 7, 0, 1, 2, 3, 4, 5]], 100 // 5)
     mask = masks.document([512, 300, 212])
     assert _launched(mask) == ([[7, 4, 5, 0, 1, 2, 3, 6]], 100 // 4)
+    assert _launched(masks.full(1024)) == ([list(range(8))], 50 // 8)
     per_head = FlashMask(torch.cat([mask.indices, masks.full(1024).indices, mask.indices, mask.indices], 1), False)
     launch, turns = _launched(per_head, groups=2)  # the first two heads' rows count together
     assert launch == [[7, 4, 5, 0, 1, 2, 3, 6], [7, 4, 5, 0, 1, 2, 3, 6]]
-    assert turns == 17 * 2 // 3  # for 6 of 8 tiles of rows, on average, less than 100 / 6
+    assert turns == 50 // 6  # 6 of 8 tiles of rows, on average
 
 
 def test_launch_order_where_nothing_is_visible() -> None:

@@ -862,8 +862,10 @@ _launch_scale_dq = Launcher(_scale_dq)
 
 _CONFIGS = {64: Config(128, 232, True, 2), 128: Config(64, 224, False, 1)}
 _ROWS_AT_HAND = 8 << 20  # bytes of rows, of the heads whose key tiles take turns, that the L2 cache should hold
-# Where dQ has an order: rows times head_dim of the longest lists of the heads that take turns, by whether it is causal.
-_ROWS_BY_TURNS = {True: 6 << 20, False: 12 << 20}
+# Where dQ has an order: rows of the longest lists of the heads that take turns, by head_dim, as measured on an H200.
+_ROWS_BY_TURNS_CAUSAL = 6 << 20  # over head_dim
+_ROWS_BY_TURNS = 12 << 20  # likewise, without causality
+_ROWS_BY_TURNS_DENSE = 1 << 16  # without causality, where some key tile sees most of the rows
 
 
 def backward(
@@ -929,10 +931,10 @@ def backward(
             order = torch.zeros(plan.tiles.shape, dtype=torch.int16, device=q.device)
             locks = torch.zeros(batch * heads * padded // config.rows, dtype=torch.int32, device=q.device)
             groups = min(mask_heads, kv_heads)
-            most = _ROWS_BY_TURNS[mask.causal] // (ROWS * dim * (heads // kv_heads))
-            launch, turns = _launch_order(
-                plan.segments, mask.causal, groups, n_columns // subtiles, n_q, together, most
-            )  # fmt: skip
+            share = ROWS * (heads // kv_heads)
+            most = (_ROWS_BY_TURNS_CAUSAL if mask.causal else _ROWS_BY_TURNS) // (dim * share)
+            dense = _ROWS_BY_TURNS_DENSE // share
+            launch, turns = _launch_order(plan, mask.causal, groups, n_columns // subtiles, together, most, dense)
             _row_order[(mask_batch * mask_heads * n_q,)](
                 plan.tiles, plan.counts, launch, order, n_q, n_kv, n_columns // subtiles, mask_heads // groups,
                 LANES=256, num_warps=4,
@@ -962,7 +964,7 @@ def backward(
 
 
 def _launch_order(
-    segments: Tensor, causal: bool, groups: int, n_columns: int, n_q: int, together: int, rows_by_turns: int
+    plan: Plan, causal: bool, groups: int, n_columns: int, together: int, rows: int, rows_if_dense: int
 ) -> tuple[Tensor, Tensor]:
     """In which order to begin key tiles where dQ has one, for each group of masks, and how many heads take turns.
 
@@ -970,26 +972,29 @@ def _launch_order(
     are done first: under a causal mask the last, which begin where the others still have rows to walk; else those of
     few rows. Tiles without visible rows lie across documents, and would chain one to the next.
 
-    The queue before a row tile is as long as its document. More heads by turns shorten it, as many as the L2 cache
-    allows: `rows_by_turns` tiles of rows in all. Where a key tile sees most of the rows it takes fewer: two thirds of
-    that or, since a causal mask of one document has no queue, `together`.
+    More heads by turns shorten the queues before the rows, but the L2 cache should hold the rows that they walk: at
+    most `rows` tiles of them in the longest lists, or `rows_if_dense` where these hold most rows. Under a causal mask
+    tiles pass along the rows one behind the other, and `together` heads are best, unless a row is seen by more tiles
+    than walk in step.
 
     Returns:
         int32 [groups of the batch, n_columns] and int32 [1], on the device.
     """
+    segments = plan.segments
     lengths = (segments[..., 1] - segments[..., 0])[:, :, :n_columns].unflatten(1, (groups, -1)).sum(2).flatten(0, 1)
-    rows = lengths.sum(-1)
-    longest = (rows.max() // (segments.shape[1] // groups)).clamp(min=1)
-    turns = ((rows_by_turns + longest // 2) // longest).clamp(min=1)
-    fewer = together if causal else (turns * 2 // 3).clamp(min=1)
-    turns = torch.where(longest * 4 >= n_q * 3, fewer, turns)
+    lists = lengths.sum(-1)
+    longest = (lists.max() // (segments.shape[1] // groups)).clamp(min=1)
+    turns = (rows + longest // 2) // longest
     if causal:
+        queue = plan.counts.sum(-1).max()
+        turns = torch.where(queue * 4 > longest * 5, turns, together)
         columns = torch.arange(n_columns - 1, -1, -1, dtype=torch.int32, device=segments.device)
-        launch = columns.expand(len(rows), n_columns).contiguous()
+        launch = columns.expand(len(lists), n_columns).contiguous()
     else:
+        turns = torch.where(longest * 4 < plan.tiles.shape[2] * 3, turns, rows_if_dense // longest)
         across = lengths[..., :VISIBLE_SEGMENTS].sum(-1) == 0
-        launch = torch.where(across, rows.max() + 1, rows).argsort(dim=-1, stable=True).to(torch.int32)
-    return launch, turns.to(torch.int32).view(1)
+        launch = torch.where(across, lists.max() + 1, lists).argsort(dim=-1, stable=True).to(torch.int32)
+    return launch, turns.clamp(min=1).to(torch.int32).view(1)
 
 
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
