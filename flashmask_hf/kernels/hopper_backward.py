@@ -865,7 +865,7 @@ _ROWS_AT_HAND = 8 << 20  # bytes of rows, of the heads whose key tiles take turn
 # Where dQ has an order: rows of the longest lists of the heads that take turns, by head_dim, as measured on an H200.
 _ROWS_BY_TURNS_CAUSAL = 6 << 20  # over head_dim
 _ROWS_BY_TURNS = 12 << 20  # likewise, without causality
-_ROWS_BY_TURNS_DENSE = 1 << 16  # without causality, where some key tile sees most of the rows
+_ROWS_BY_TURNS_DENSE = 3 << 14  # without causality, where some key tile sees most of the rows
 
 
 def backward(
