@@ -158,12 +158,14 @@ def test_family(monkeypatch: pytest.MonkeyPatch, family: str, dim: int, lengths:
 @pytest.mark.hopper
 @pytest.mark.parametrize("mask_heads", ["one", "kv", "q"])
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (3, 1)], ids=["MHA", "GQA", "MQA"])
-def test_heads(heads: tuple[int, int], mask_heads: str) -> None:
+@pytest.mark.parametrize("deterministic", [False, True], ids=["unordered", "ordered"])
+def test_heads(monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int], mask_heads: str, deterministic: bool) -> None:
     requires("hopper")
+    monkeypatch.setattr(hopper_backward, "multiprocessors", lambda device: 3)
     count = {"one": 1, "kv": heads[1], "q": heads[0]}[mask_heads]
     generator = torch.Generator().manual_seed(0)
     mask = masks.random_eviction(700, generator=generator, heads=count, batch=2, device="cuda")
-    _check(_inputs(2, *heads, 700, 700, 64, torch.bfloat16, "cuda"), mask)
+    _check(_inputs(2, *heads, 700, 700, 64, torch.bfloat16, "cuda"), mask, deterministic=deterministic)
 
 
 @pytest.mark.hopper
@@ -180,8 +182,10 @@ def test_softcap(dim: int) -> None:
     ["full", "causal", "share_question", "document", "prefix_lm_document", "hash_sparse", "global_sliding_window"],
 )
 @pytest.mark.parametrize("dim", [64, 128])
-def test_deterministic_runs_agree_to_the_bit(dim: int, family: str) -> None:
+def test_deterministic_runs_agree_to_the_bit(monkeypatch: pytest.MonkeyPatch, dim: int, family: str) -> None:
+    """With programs that take several tiles of keys."""
     requires("hopper")
+    monkeypatch.setattr(hopper_backward, "multiprocessors", lambda device: 13)
     inputs = _inputs(2, HEADS, KV_HEADS, 2100, 2100, dim, torch.bfloat16, "cuda")
     mask = FAMILIES[family](2100, 2100).to("cuda")
     first = _check(inputs, mask, deterministic=True)

@@ -143,7 +143,11 @@ def test_every_kind_of_integer_is_its_own(launches: _Launches) -> None:
         assert launches(*USUAL[:3], heads, 0.5) == (asked, 0)
 
 
-@pytest.mark.parametrize("constants", [{"SIZE": 32}, {"FLAG": False}, {"num_warps": 8}, {"num_stages": 2}], ids=str)
+@pytest.mark.parametrize(
+    "constants",
+    [{"SIZE": 32}, {"SIZE": 64.0}, {"FLAG": False}, {"FLAG": 1}, {"num_warps": 8}, {"num_stages": 2}],
+    ids=str,
+)
 def test_triton_is_asked_for_other_constants(launches: _Launches, constants: dict[str, Any]) -> None:
     assert launches(*USUAL) == (1, 0)
     assert launches(*USUAL, **constants) == (2, 0)
@@ -159,14 +163,20 @@ def test_every_device_has_its_own(launches: _Launches) -> None:
     assert launches.direct[0][2] == 8  # the stream of the second device
 
 
-@pytest.mark.parametrize("knob", ["debug", "instrumentation_mode"])
-def test_debugging_and_instrumentation_are_left_to_triton(launches: _Launches, knob: str) -> None:
+@pytest.mark.parametrize("knob", ["debug", "instrumentation_mode", "stages", "pre_run"])
+def test_debugging_instrumentation_and_hooks_are_left_to_triton(
+    launches: _Launches, knob: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert launches(*USUAL) == (1, 0)
-    with triton.knobs.runtime.scope(), triton.knobs.compilation.scope():
+    with triton.knobs.runtime.scope(), triton.knobs.compilation.scope(), monkeypatch.context() as patch:
         if knob == "debug":
             triton.knobs.runtime.debug = True
-        else:
+        elif knob == "instrumentation_mode":
             triton.knobs.compilation.instrumentation_mode = "gsan"
+        elif knob == "stages":
+            patch.setattr(triton.knobs.runtime, "add_stages_inspection_hook", lambda *_: None)
+        else:
+            patch.setattr(_kernel, "pre_run_hooks", [lambda *_, **__: None])
         assert launches(*USUAL) == (2, 0)
         assert launches(*USUAL) == (3, 0)
     assert launches(*USUAL) == (3, 1)

@@ -19,8 +19,8 @@ __all__ = ["Launcher"]
 class Launcher:
     """A kernel, to be launched as `launcher(programs, *arguments, **constants)` on the current device and stream.
 
-    A kernel that only Triton's interpreter runs, one that is to be debugged or instrumented, and one for an AMD GPU,
-    where Triton also looks at the sizes of tensors, are launched as Triton does it.
+    A kernel that only Triton's interpreter runs, one that is to be debugged, instrumented or hooked, and one for an AMD
+    GPU, where Triton also looks at the sizes of tensors, are launched as Triton does it.
     """
 
     def __init__(self, kernel: Any):
@@ -30,12 +30,12 @@ class Launcher:
 
     def __call__(self, programs: int, *arguments: Any, **constants: Any) -> None:
         """Launch `programs` programs. `constants` are compile-time arguments and options of Triton's (`num_warps`)."""
-        if not self._may_cache or knobs.runtime.debug or knobs.compilation.instrumentation_mode:
+        if not self._may_cache or self.kernel.pre_run_hooks or _watched():
             self.kernel[(programs,)](*arguments, **constants)
             return
         active: Any = driver.active
         device = active.get_current_device()
-        key = (device, *constants.items(), *map(_kind, arguments))
+        key = (device, *constants.items(), *map(type, constants.values()), *map(_kind, arguments))
         known = self._compiled.get(key)
         if known is not None:
             compiled, constant = known
@@ -46,6 +46,15 @@ class Launcher:
         if compiled is not None:  # a hook may keep Triton from compiling
             constant = [constants[name] for name in self.kernel.arg_names[len(arguments) :]]
             self._compiled[key] = compiled, constant
+
+
+def _watched() -> bool:
+    """Whether Triton is told to debug or to change what it compiles."""
+    return bool(
+        knobs.runtime.debug
+        or knobs.runtime.add_stages_inspection_hook is not None
+        or knobs.compilation.instrumentation_mode
+    )
 
 
 def _kind(x: Any) -> Any:
