@@ -10,15 +10,19 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import torch
+from torch import Tensor
+
 __all__ = [
-    "TensorDescriptor",
     "available",
+    "describe_rows",
     "fence_async_shared",
     "gl",
     "gluon",
     "group_barrier",
     "keep_marked",
     "keep_signed",
+    "make_descriptor",
     "mbarrier",
     "named_barrier_arrive",
     "named_barrier_sync",
@@ -48,6 +52,19 @@ try:
         warpgroup_mma_wait,
     )
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from flashmask_hf.kernels.tiles import describe
+
+    _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+
+    def make_descriptor(x: Tensor, shape: list[int], strides: list[int], block: list[int]) -> Any:
+        """A descriptor of `x` for tiles of shape `block`, in the layout that products take."""
+        layout: Any = gl.NVMMASharedLayout.get_default_for(block, _DTYPES[x.dtype])
+        return TensorDescriptor(x, shape, strides, block, layout)
+
+    def describe_rows(x: Tensor, rows: int) -> Any:
+        """A descriptor of `x` [B, H, S, D] for tiles [rows, D]: zero past the end of a head, and not stored there."""
+        return describe(make_descriptor, x, 1, 1, rows, x.shape[3])
 
     _names = vars(tma)
     tma_load: Any = _names.get("async_load") or tma.async_copy_global_to_shared

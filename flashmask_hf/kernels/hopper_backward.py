@@ -11,7 +11,7 @@ tile of rows are in the making while dQ of this one is written.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -20,12 +20,13 @@ from torch import Tensor
 
 from flashmask_hf.kernels.configs import multiprocessors
 from flashmask_hf.kernels.gluon_shim import (
-    TensorDescriptor,
+    describe_rows,
     fence_async_shared,
     gl,
     gluon,
     group_barrier,
     keep_marked,
+    make_descriptor,
     mbarrier,
     named_barrier_arrive,
     named_barrier_sync,
@@ -944,11 +945,11 @@ def backward(
         counter = torch.zeros(1, dtype=torch.int32, device=q.device) if shared else None
         _launch_backward(
             programs,
-            _operand(q, config.rows), _operand(k, 64), _operand(v, 64), _operand(dout, config.rows),
-            describe(_make_descriptor, sums, 128, 32),
-            _operand(dk, 64), _operand(dv, 64), *placed, k_order, lse, delta, indices, plan.segments, order, locks,
-            launch, turns, counter, heads, kv_heads, units, together, mask_batch, mask_heads, q_len, kv_len, n_q, n_kv,
-            n_columns, padded, scale, factor, bend,
+            describe_rows(q, config.rows), describe_rows(k, 64), describe_rows(v, 64), describe_rows(dout, config.rows),
+            describe(make_descriptor, sums, 128, 32),
+            describe_rows(dk, 64), describe_rows(dv, 64), *placed, k_order, lse, delta, indices, plan.segments, order,
+            locks, launch, turns, counter, heads, kv_heads, units, together, mask_batch, mask_heads, q_len, kv_len,
+            n_q, n_kv, n_columns, padded, scale, factor, bend,
             CAUSAL=mask.causal, N=indices.shape[-1], CAP=softcap != 0, ORDERED=deterministic, PLACED=orders is not None,
             LAG=int(config.lag), SIDES=config.sides, SHARED=shared, REGISTERS=config.registers, BLOCK_M=config.rows,
             BLOCK_D=dim, ROWS=ROWS, SUBTILES=subtiles, VISIBLE=VISIBLE_SEGMENTS,
@@ -995,16 +996,3 @@ def _launch_order(
         across = lengths[..., :VISIBLE_SEGMENTS].sum(-1) == 0
         launch = torch.where(across, lists.max() + 1, lists).argsort(dim=-1, stable=True).to(torch.int32)
     return launch, turns.clamp(min=1).to(torch.int32).view(1)
-
-
-_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
-
-
-def _make_descriptor(x: Tensor, shape: list[int], strides: list[int], block: list[int]) -> Any:
-    layout = gl.NVMMASharedLayout.get_default_for(block, _DTYPES[x.dtype])
-    return TensorDescriptor(x, shape, strides, block, layout)
-
-
-def _operand(x: Tensor, rows: int) -> Any:
-    """A descriptor of `x` [B, H, S, D] for tiles [rows, D]. Strides of axes of length 1 may be anything."""
-    return describe(_make_descriptor, x, 1, 1, rows, x.shape[-1])

@@ -13,14 +13,14 @@ in the instruction cache.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flashmask_hf.kernels.configs import multiprocessors
 from flashmask_hf.kernels.gluon_shim import (
-    TensorDescriptor,
+    describe_rows,
     fence_async_shared,
     gl,
     gluon,
@@ -38,7 +38,7 @@ from flashmask_hf.kernels.gluon_shim import (
     warpgroup_mma_wait,
 )
 from flashmask_hf.kernels.launch import Launcher
-from flashmask_hf.kernels.tiles import LN_2, LOG2_E, LOWEST, describable, describe, score_factors
+from flashmask_hf.kernels.tiles import LN_2, LOG2_E, LOWEST, describable, score_factors
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.plan import ROWS, Plan, plan_columns
 
@@ -539,17 +539,6 @@ def why_not(device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim:
 
 _launch = Launcher(_forward)
 
-_TILE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-
-
-def _make_descriptor(x: Tensor, shape: list[int], strides: list[int], block: list[int]) -> Any:
-    return TensorDescriptor(x, shape, strides, block, _TILE)
-
-
-def _describe(x: Tensor, rows: int) -> Any:
-    """A descriptor of `x` [B, H, S, D] for tiles of `rows` rows: zero past the end of a head, and not stored there."""
-    return describe(_make_descriptor, x, 1, 1, rows, x.shape[3])
-
 
 def forward(
     q: Tensor,
@@ -585,8 +574,8 @@ def forward(
     with torch.cuda.device_of(q):
         _launch(
             programs,
-            _describe(q, ROWS // 2), _describe(k, config.columns), _describe(v, config.columns),
-            _describe(out, ROWS // 2), None if order is None else out, order, lse,
+            describe_rows(q, ROWS // 2), describe_rows(k, config.columns), describe_rows(v, config.columns),
+            describe_rows(out, ROWS // 2), None if order is None else out, order, lse,
             None if sinks is None else sinks.contiguous(), indices, plan.tiles, plan.counts, counter,
             n_tiles, n_rows, heads, kv_heads, mask_batch, mask_heads, q_len, kv_len, n_q, n_kv, factor, bend,
             CAUSAL=mask.causal, N=indices.shape[-1], PLACED=order is not None, SINKS=sinks is not None,
