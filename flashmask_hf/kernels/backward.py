@@ -49,9 +49,8 @@ def _row_delta(
 
 @triton.jit
 def _load_row_statistics(lse, delta, at, rows, q_len):
-    """Lse in units of log2 and delta; a row that is past the end or sees nothing gets lse = inf, so weights of 0."""
+    """Lse in units of log2 and delta; a row past the end gets lse = inf, so weights of 0."""
     row_lse = tl.load(lse + at + rows, mask=rows < q_len, other=float("inf"))
-    row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse) * LOG2_E
     return row_lse, tl.load(delta + at + rows, mask=rows < q_len, other=0.0)
 
 
@@ -288,6 +287,8 @@ def backward(
         "PRECISION": dot_precision(q),
     }
     strides = (*q.stride(), *k.stride(), *v.stride(), *dout.stride())
+    # In units of log2, and inf for a row that sees nothing, so that its weights are 0.
+    lse = torch.where(lse.isneginf(), float("inf"), lse).mul_(LOG2_E.value)
     with torch.cuda.device_of(q):
         tile = by_keys
         n_columns = -(-kv_len // tile.columns)
