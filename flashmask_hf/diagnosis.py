@@ -143,7 +143,7 @@ def _tiles(device: torch.device) -> list[str]:
         x = torch.empty(1, 8192, 1, head_dim, dtype=torch.bfloat16, device=device).transpose(1, 2)
         block = block_of(head_dim)
         chosen = {
-            "forward": forward_config(x, block, block, 1),
+            "forward": forward_config(x, block, block, 1, causal=True),
             "dK, dV": keys_config(x, block, block),
             "dQ": queries_config(x, block, block, 1),
         }

@@ -45,15 +45,17 @@ def _pretend(monkeypatch, target) -> None:
     monkeypatch.setattr(configs, "_on_cpu", lambda x: False)
 
 
-@pytest.mark.parametrize("form", ["causal_document", "prefix_lm_document"])
+FORMS = {
+    "causal_document": masks.causal_document([200, 312]),
+    "causal_blockwise": masks.causal_blockwise([100, 200, 212]),
+    "prefix_lm_document": masks.prefix_lm_document([(50, 200), (9, 312)]),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dim", [64, 128])
 def test_hopper(monkeypatch: pytest.MonkeyPatch, dim: int, form: str) -> None:
-    mask = (
-        masks.causal_document([200, 312])
-        if form == "causal_document"
-        else masks.prefix_lm_document([(50, 200), (9, 312)])
-    )
-    kernels = _compile(monkeypatch, HOPPER, dim, dim, mask)
+    kernels = _compile(monkeypatch, HOPPER, dim, dim, FORMS[form])
     assert len(kernels) == 6
     for name in ("_forward", "_backward_keys", "_backward_queries"):
         assert "wgmma.mma_async" in kernels[name].assembly, name
@@ -68,7 +70,8 @@ def test_hopper(monkeypatch: pytest.MonkeyPatch, dim: int, form: str) -> None:
 @pytest.mark.parametrize("dims", [(40, 40), (128, 128), (192, 128), (256, 256)], ids=str)
 @pytest.mark.parametrize("target", [AMPERE, BLACKWELL, MI300], ids=["ampere", "blackwell", "mi300"])
 def test_other_architectures_build(monkeypatch: pytest.MonkeyPatch, target, dims: tuple[int, int]) -> None:
-    kernels = _compile(monkeypatch, target, *dims, masks.causal(512), torch.float16, softcap=30.0)
+    mask = masks.causal_blockwise([100, 200, 212])
+    kernels = _compile(monkeypatch, target, *dims, mask, torch.float16, softcap=30.0)
     for name, kernel in kernels.items():
         assert kernel.shared <= KILOBYTES[target] * 1024, name
 

@@ -33,6 +33,8 @@ _FORWARD = {
     ),
     256: (Config(128, 64, 8, 2), Config(64, 64, 4, 2), Config(64, 32, 4, 2), Config(32, 32, 4, 1)),
 }
+_FORWARD_BLOCKS = {**_FORWARD, 128: (Config(64, 128, 4, 3), *_FORWARD[128])}
+"""Under causal masks whose intervals end, those of blocks, which have many short lists."""
 _KEYS = {
     64: (Config(128, 64, 4, 2), Config(64, 64, 4, 2), Config(32, 64, 4, 2)),
     128: (Config(64, 64, 4, 2), Config(32, 64, 4, 2), Config(32, 64, 4, 1)),
@@ -55,7 +57,7 @@ _FLOAT32 = {64: Config(64, 32, 4, 1), 128: Config(32, 32, 4, 1), 256: Config(16,
 _INTERPRETED = Config(64, 64, 1, 1)
 
 
-def forward_config(x: Tensor, block_d: int, block_v: int, n: int) -> Config:
+def forward_config(x: Tensor, block_d: int, block_v: int, n: int, causal: bool) -> Config:
     """Tiles of the forward for queries x: q stays, stages of k and v stream. Few queries (decoding) take fewer rows.
 
     Args:
@@ -63,9 +65,10 @@ def forward_config(x: Tensor, block_d: int, block_v: int, n: int) -> Config:
         block_d: tile width that holds D.
         block_v: tile width that holds Dv.
         n: columns of the mask's last axis, whose vectors stream with the keys, one stage behind.
+        causal: whether the mask is.
     """
     config = _pick(
-        _FORWARD,
+        _FORWARD_BLOCKS if causal and n == 2 else _FORWARD,
         x,
         block_d,
         block_v,

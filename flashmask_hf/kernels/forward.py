@@ -124,7 +124,7 @@ def forward(
     batch, heads, q_len, dim = q.shape
     kv_heads, kv_len, v_dim = k.shape[1], k.shape[2], v.shape[3]
     block_d, block_v = block_of(dim), block_of(v_dim)
-    config = config or forward_config(q, block_d, block_v, mask.indices.shape[-1])
+    config = config or forward_config(q, block_d, block_v, mask.indices.shape[-1], mask.causal)
     out = q.new_empty(batch, q_len, heads, v_dim).transpose(1, 2)
     lse = q.new_empty(batch, heads, q_len, dtype=torch.float32)
     n_rows = -(-q_len // config.rows)
