@@ -44,18 +44,28 @@ def _inputs(batch: int, q_len: int, kv_len: int, dim: int, dtype: torch.dtype, d
     )
 
 
+# Every configuration: those that short rows take, and those that long ones do.
+CONFIGS = [
+    pytest.param(dim, config, id=f"{dim}-{config.groups}")
+    for dim, by_length in hopper_forward._FORWARD.items()
+    for _, config in by_length
+]
+
+
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("dim", [64, 128])
-def test_forward_compiles(monkeypatch: pytest.MonkeyPatch, dim: int, form: str) -> None:
-    """Asynchronous products in both groups, registers moved between the roles, next to no spills."""
+@pytest.mark.parametrize(("dim", "config"), CONFIGS)
+def test_forward_compiles(monkeypatch: pytest.MonkeyPatch, dim: int, config: hopper_forward.Config, form: str) -> None:
+    """Asynchronous products in all groups, registers moved between the roles, next to no spills."""
     monkeypatch.setattr(hopper_forward, "multiprocessors", lambda device: 4)
-    dtype, softcap = (torch.float16, 20.0) if form == "window" else (torch.bfloat16, 0.0)
+    dtype = torch.float16 if form == "window" else torch.bfloat16
+    softcap = 20.0 if form == "window" and config.groups == 2 else 0.0
     q, k, v = _inputs(1, 512, 512, dim, dtype, "cpu")
     mask = FORMS[form]
     sinks = torch.zeros(HEADS) if form == "prefix" else None
     with compile_only(HOPPER) as kernels:
-        hopper_forward.forward(q, k, v, mask, build_plan(mask.indices, mask.causal, 512), sinks, 0.1, softcap)
-    (kernel,) = kernels
+        plan = build_plan(mask.indices, mask.causal, 512)
+        hopper_forward.forward(q, k, v, mask, plan, sinks, 0.1, softcap, config=config)
+    kernel = kernels[-1]
     assert kernel.assembly.count("setmaxnreg") >= 2
     assert "wgmma.mma_async" in kernel.assembly
     assert "cp.async.bulk.tensor" in kernel.assembly
@@ -64,14 +74,16 @@ def test_forward_compiles(monkeypatch: pytest.MonkeyPatch, dim: int, form: str) 
     assert kernel.spills <= 32  # of the roles' set-up; none in the loops
 
 
-def _check(q, k, v, mask: FlashMask, *, sinks=None, softcap: float | None = None) -> None:
+def _check(
+    q, k, v, mask: FlashMask, *, sinks=None, softcap: float | None = None, config: hopper_forward.Config | None = None
+) -> None:
     """Output and LSE are within the error budget, and every element is written."""
     mask, q_len = mask.to(q.device), q.shape[2]
     assert hopper_forward.why_not(q.device, q.dtype, q.shape[3], v.shape[3]) is None
     plan = build_plan(mask.indices, mask.causal, q_len)
     scale = q.shape[3] ** -0.5
     with poisoned():
-        actual = hopper_forward.forward(q, k, v, mask, plan, sinks, scale, softcap or 0.0)
+        actual = hopper_forward.forward(q, k, v, mask, plan, sinks, scale, softcap or 0.0, config=config)
     eager = reference_attention(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks)
     wide = [x.double() for x in (q, k, v)]
     wide_sinks = None if sinks is None else sinks.double()
@@ -86,40 +98,54 @@ LENGTHS = [(1, 1), (63, 63), (113, 113), (1, 77), (200, 333), (1023, 1023)]
 @pytest.mark.hopper
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("dim", [64, 128])
-def test_forward_family(dim: int, family: str, lengths: tuple[int, int]) -> None:
+@pytest.mark.parametrize(("dim", "config"), CONFIGS)
+def test_forward_family(dim: int, config: hopper_forward.Config, family: str, lengths: tuple[int, int]) -> None:
     q_len, kv_len = lengths
     dtype = torch.bfloat16 if kv_len % 2 else torch.float16
-    _check(*_inputs(2, q_len, kv_len, dim, dtype, "cuda"), FAMILIES[family](kv_len, q_len))
+    _check(*_inputs(2, q_len, kv_len, dim, dtype, "cuda"), FAMILIES[family](kv_len, q_len), config=config)
 
 
 @pytest.mark.hopper
 @pytest.mark.parametrize("n", [(True, 1), (True, 2), (False, 2), (False, 4)], ids=str)
 @pytest.mark.parametrize("lengths", [(333, 200), (130, 700)], ids=str)
-@pytest.mark.parametrize("dim", [64, 128])
-def test_forward_random_intervals(dim: int, lengths: tuple[int, int], n: tuple[bool, int]) -> None:
+@pytest.mark.parametrize(("dim", "config"), CONFIGS)
+def test_forward_random_intervals(
+    dim: int, config: hopper_forward.Config, lengths: tuple[int, int], n: tuple[bool, int]
+) -> None:
     """Of each query head its own, anywhere, overlapping, empty; more queries than keys, too."""
     q_len, kv_len = lengths
     causal, columns = n
     generator = torch.Generator().manual_seed(0)
     indices = torch.randint(0, q_len + 1, (2, HEADS, kv_len, columns), generator=generator, dtype=torch.int32)
-    _check(*_inputs(2, q_len, kv_len, dim, torch.bfloat16, "cuda"), FlashMask(indices, causal, q_len=q_len))
+    mask = FlashMask(indices, causal, q_len=q_len)
+    _check(*_inputs(2, q_len, kv_len, dim, torch.bfloat16, "cuda"), mask, config=config)
 
 
 @pytest.mark.hopper
 @pytest.mark.parametrize("family", ["causal_document", "share_question", "global_sliding_window", "random_eviction"])
-@pytest.mark.parametrize("dim", [64, 128])
-def test_forward_softcap_and_sinks(dim: int, family: str) -> None:
+@pytest.mark.parametrize(("dim", "config"), CONFIGS)
+def test_forward_softcap_and_sinks(dim: int, config: hopper_forward.Config, family: str) -> None:
     sinks = torch.tensor([0.5, -1.0, 2.0, -3.0], device="cuda")
-    _check(*_inputs(2, 333, 333, dim, torch.bfloat16, "cuda"), FAMILIES[family](333, 333), sinks=sinks, softcap=5.0)
+    inputs = _inputs(2, 333, 333, dim, torch.bfloat16, "cuda")
+    softcap = 5.0 if config.groups == 2 else None
+    _check(*inputs, FAMILIES[family](333, 333), sinks=sinks, softcap=softcap, config=config)
+
+
+def test_softcap_takes_two_groups() -> None:
+    """Three would spill its registers."""
+    assert hopper_forward._config(64, 1 << 20, 0.0).groups == 3
+    assert hopper_forward._config(64, 1 << 20, 20.0).groups == 2
+    assert hopper_forward._config(64, 1000, 0.0).groups == 2
+    assert hopper_forward._config(128, 1 << 20, 0.0).groups == 2
 
 
 @pytest.mark.hopper
-def test_forward_more_tiles_than_multiprocessors() -> None:
+@pytest.mark.parametrize("dim", [64, 128])
+def test_forward_more_tiles_than_multiprocessors(dim: int) -> None:
     """Programs take several tiles of rows, of very different lengths, from the counter."""
     q_len = 4100
     mask = masks.causal_document([100, 3000, 1000])
-    _check(*_inputs(3, q_len, q_len, 128, torch.bfloat16, "cuda"), mask)
+    _check(*_inputs(3, q_len, q_len, dim, torch.bfloat16, "cuda"), mask)
 
 
 @pytest.mark.hopper

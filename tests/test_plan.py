@@ -148,3 +148,26 @@ def test_indices_out_of_range(builder: str, form: tuple[bool, int], monkeypatch:
                 continue
             with pytest.raises(Exception, match=r"the mask's indices must lie in 0\.\.q_len.*validate"):
                 build(indices, causal, 150)
+
+
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=pytest.mark.interpreter), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+@pytest.mark.parametrize("q_len", [1, 128, 129, 700, 1100])
+@pytest.mark.parametrize("family", ["causal", "document", "share_question", "qk_sparse", "random_eviction"])
+def test_joined_rows(family: str, q_len: int, device: str) -> None:
+    """A tile of 192 rows walks what either of the two lists has that it meets, and masks what not both see whole."""
+    from flashmask_hf.kernels.plan import join_rows
+
+    mask = FAMILIES[family](q_len, q_len)
+    plan = build_plan(mask.indices, mask.causal, q_len)
+    by_rows = _tiles_by_rows(plan)[:, :, : -(-q_len // ROWS)]
+    tiles, counts = join_rows(Plan(*(x.to(device) for x in plan)), q_len)
+    joined = _tiles_by_rows(Plan(tiles.cpu(), counts.cpu(), plan.segments))
+    assert joined.shape[2] == -(-q_len // 192)
+    for row in range(joined.shape[2]):
+        upper = by_rows[:, :, row * 192 // ROWS]
+        lower = by_rows[:, :, min(row * 192 // ROWS + 1, by_rows.shape[2] - 1)]
+        either = torch.where((upper != HIDDEN) | (lower != HIDDEN), PARTIAL, HIDDEN)
+        expected = torch.where((upper == VISIBLE) & (lower == VISIBLE), VISIBLE, either)
+        assert torch.equal(joined[:, :, row], expected.to(joined.dtype))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 __all__ = [
     "available",
+    "bits_below",
     "describe_rows",
     "fence_async_shared",
     "gl",
@@ -106,6 +107,14 @@ try:
     def named_barrier_arrive(barrier, threads, _semantic: Any = None):
         """Arrive at a barrier that others wait at, without waiting."""
         _barrier("bar.arrive", barrier, threads, _semantic)
+
+    @builtin
+    def bits_below(bound, _semantic: Any = None):
+        """int32 words with the bits under int32 `bound` set, of which there are none below 1 and 32 from 32 on."""
+        text = "{ .reg .s32 b; max.s32 b, $1, 0; bmsk.clamp.b32 $0, 0, b; }"
+        return gl.inline_asm_elementwise(
+            text, "=r,r", [bound], dtype=gl.int32, is_pure=True, pack=1, _semantic=_semantic
+        )
 
     @builtin
     def keep_signed(x, flags, selector, _semantic: Any = None):

@@ -1,9 +1,10 @@
 """The forward on Hopper (sm_90a), in Gluon: warp-specialized, fed by the tensor memory accelerator (TMA).
 
 A program stays on a multiprocessor and takes one tile of query rows after the other from a counter. Its warps have
-roles. One warp walks the plan's list and sends queries, keys and values to shared memory; one turns the intervals of
-partial tiles into bits; two groups of four warps multiply, 64 rows each. A group issues the scores of the next tile of
-keys before the products of this one are done, so that its softmax runs beside them (FlashAttention-3, section 3).
+roles. One warp walks the plan's list and sends queries, keys and values to shared memory; two turn the intervals of
+partial tiles into bits; two groups of four warps multiply, 64 rows each, or three where head_dim leaves the registers
+and rows are long: more of them hide exponentials better, behind wider tiles. A group issues the scores of the next tile
+of keys before the products of this one are done, so that its softmax runs beside them (FlashAttention-3, section 3).
 Weights stay in registers. One loop runs through all tiles of keys, first ones and partial ones, too: short code stays
 in the instruction cache.
 """
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from flashmask_hf.kernels.configs import multiprocessors
 from flashmask_hf.kernels.gluon_shim import (
+    bits_below,
     describe_rows,
     fence_async_shared,
     gl,
@@ -38,6 +40,7 @@ from flashmask_hf.kernels.gluon_shim import (
     warpgroup_mma_wait,
 )
 from flashmask_hf.kernels.launch import Launcher
+from flashmask_hf.kernels.plan import join_rows
 from flashmask_hf.kernels.tiles import LN_2, LOG2_E, LOWEST, describable, score_factors
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.plan import ROWS, Plan, plan_columns
@@ -46,17 +49,21 @@ from flashmask_hf.plan import ROWS, Plan, plan_columns
 class Config(NamedTuple):
     """Tiles, and registers of a thread that multiplies and of one that does not.
 
-    A tile has `columns` keys, `stages` of which are in flight.
+    A tile has 64 rows for each of `groups` and `columns` keys, `stages` of which are in flight.
     """
 
+    groups: int
     columns: int
     stages: int
     registers: int
     helper_registers: int
 
 
-# By head_dim, as measured on an H200 (bfloat16).
-_FORWARD = {64: Config(128, 2, 216, 72), 128: Config(128, 2, 232, 40)}
+# By head_dim, as measured on an H200 (bfloat16): the queries from which on a configuration is best, most first.
+_FORWARD = {
+    64: ((4096, Config(3, 128, 2, 160, 32)), (0, Config(2, 128, 2, 216, 72))),
+    128: ((0, Config(2, 128, 2, 232, 40)),),
+}
 
 _LOG2_E = gl.constexpr(LOG2_E.value)
 _LN_2 = gl.constexpr(LN_2.value)
@@ -85,7 +92,6 @@ _QUERIES_FREE = gl.constexpr(2)
 # barrier of its own before it arrives.
 _WORDS_READ = gl.constexpr(6)
 _READ = gl.constexpr(8)  # keys by stage, then values by stage
-_GROUPS_AND_WARP = gl.constexpr(288)  # threads
 
 
 @gluon.jit
@@ -114,16 +120,16 @@ def _close(free, turn):
 
 
 @gluon.jit
-def _feed(
-    q, k, v, tiles, counts, counter,
-    n_tiles, n_rows, heads, kv_heads, mask_batch, mask_heads, n_q, n_kv, board, q_s, kv_s, barriers,
-    SUBTILES: gl.constexpr, STAGES: gl.constexpr, SHARED: gl.constexpr,
-):  # fmt: skip
+def _feed(args, GROUPS: gl.constexpr, SUBTILES: gl.constexpr, STAGES: gl.constexpr, SHARED: gl.constexpr):
     """Take tiles of rows, put them on the board, and load what they need in the order of the plan's list.
 
     Neighbouring tiles share a head's keys; the last rows, which see most under a causal mask, go first.
     """
+    tensors, sizes, board, q_s, kv_s, barriers = args
+    q, k, v, tiles, counts, counter = tensors
+    n_tiles, n_rows, heads, kv_heads, mask_batch, mask_heads, n_q, n_kv = sizes
     full, free, k_full, v_full = barriers
+    THREADS: gl.constexpr = GROUPS * 128 + 32
     M: gl.constexpr = q.block_shape[2]
     D: gl.constexpr = q.block_shape[3]
     BLOCK_N: gl.constexpr = k.block_shape[2]
@@ -132,7 +138,7 @@ def _feed(
     step = 0
     while tile < n_tiles:
         row_tile = n_rows - 1 - tile % n_rows
-        row = row_tile * (2 * M)
+        row = row_tile * (GROUPS * M)
         line = tile // n_rows
         batch = line // heads
         head = line % heads
@@ -160,9 +166,10 @@ def _feed(
 
         side = turn % 2
         mbarrier.wait(free.index(_QUERIES_FREE + side), ((turn // 2) & 1) ^ 1)
-        mbarrier.expect(full.index(_QUERIES + side), 2 * M * D * 2)
-        tma_load(q, [batch, head, row, 0], full.index(_QUERIES + side), q_s.index(2 * side))
-        tma_load(q, [batch, head, row + M, 0], full.index(_QUERIES + side), q_s.index(2 * side + 1))
+        mbarrier.expect(full.index(_QUERIES + side), GROUPS * M * D * 2)
+        for group in gl.static_range(GROUPS):
+            place = [batch, head, row + group * M, 0]
+            tma_load(q, place, full.index(_QUERIES + side), q_s.index(GROUPS * side + group))
         for i in range(n):
             at = i // SUBTILES  # visible tiles from the front of the list, partial ones from its back
             at = gl.where(at < visible, at, n_kv - 1 - (at - visible))
@@ -170,11 +177,11 @@ def _feed(
             column = (column * SUBTILES + i % SUBTILES) * BLOCK_N
             stage = step % STAGES
             if step >= STAGES:
-                named_barrier_sync(_READ + stage, _GROUPS_AND_WARP)
+                named_barrier_sync(_READ + stage, THREADS)
             mbarrier.expect(k_full.index(stage), BLOCK_N * D * 2)
             tma_load(k, [batch, kv_head, column, 0], k_full.index(stage), kv_s.index(stage))
             if step >= STAGES:
-                named_barrier_sync(_READ + STAGES + stage, _GROUPS_AND_WARP)
+                named_barrier_sync(_READ + STAGES + stage, THREADS)
             mbarrier.expect(v_full.index(stage), BLOCK_N * D * 2)
             tma_load(v, [batch, kv_head, column, 0], v_full.index(stage), kv_s.index(STAGES + stage))
             step += 1
@@ -187,25 +194,18 @@ def _feed(
 
 
 @gluon.jit
-def _below(bound):
-    """A word of 32 rows with those under `bound` set; `bound` may lie outside."""
-    bound = gl.minimum(gl.maximum(bound, 0), 32)
-    return ((gl.full(bound.shape, 1, gl.int64, bound.type.layout) << bound.to(gl.int64)) - 1).to(gl.int32)
-
-
-@gluon.jit
 def _between(start, end):
-    return _below(end) & (-1 - _below(start))
+    """A word of 32 rows with those from `start` to `end` set; both may lie outside."""
+    return bits_below(end) & (-1 - bits_below(start))
 
 
 @gluon.jit
-def _screen(
-    indices, tiles, q_len, kv_len, n_kv, board, words, full, free,
-    CAUSAL: gl.constexpr, N: gl.constexpr, SUBTILES: gl.constexpr,
-):  # fmt: skip
+def _screen(args, GROUPS: gl.constexpr, CAUSAL: gl.constexpr, N: gl.constexpr, SUBTILES: gl.constexpr):
     """For each partial tile a bit per pair, set where it is visible: words of 32 rows, of a group [2, BLOCK_N]."""
+    indices, tiles, q_len, kv_len, n_kv, board, words, full, free = args
+    THREADS: gl.constexpr = GROUPS * 128 + 64
     BLOCK_N: gl.constexpr = words.shape[2]
-    layout: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([1, BLOCK_N // 32], [1, 32], [1, 1], [1, 0]))
+    layout: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([1, BLOCK_N // 64], [1, 32], [1, 2], [1, 0]))
     turn = 0
     step = 0
     field = _open(full, turn)
@@ -233,19 +233,19 @@ def _screen(
                 other_end = gl.load(at + 3, mask=inside, other=0) - row
             slot = step % 2
             if step >= 2:
-                named_barrier_sync(_WORDS_READ + slot, _GROUPS_AND_WARP)
-            for word in gl.static_range(4):
+                named_barrier_sync(_WORDS_READ + slot, THREADS)
+            for word in gl.static_range(2 * GROUPS):
                 if N == 4 or (N == 2 and CAUSAL):
                     hidden = _between(start - word * 32, end - word * 32)
                 else:
-                    hidden = -1 - _below(start - word * 32)
+                    hidden = -1 - bits_below(start - word * 32)
                 if N == 2 and not CAUSAL:
-                    hidden = hidden | _below(other_end - word * 32)
+                    hidden = hidden | bits_below(other_end - word * 32)
                 if N == 4:
                     hidden = hidden | _between(other_start - word * 32, other_end - word * 32)
                 if CAUSAL:
-                    hidden = hidden | _below(columns - (kv_len - q_len) - row - word * 32)
-                word_s = words.index(slot * 2 + word // 2).slice(word % 2, 1, dim=0)
+                    hidden = hidden | bits_below(columns - (kv_len - q_len) - row - word * 32)
+                word_s = words.index(slot * GROUPS + word // 2).slice(word % 2, 1, dim=0)
                 word_s.store(gl.expand_dims(-1 - hidden, 0))
             group_barrier()
             mbarrier.arrive(full.index(_WORDS + slot))
@@ -256,14 +256,15 @@ def _screen(
 
 
 @gluon.jit
-def _hide(scores, masked, words, full, GROUP: gl.constexpr):
+def _hide(scores, masked, words, full, GROUP: gl.constexpr, GROUPS: gl.constexpr):
     """Scores [64, BLOCK_N] of a group with the hidden pairs of partial tile number `masked` at -inf."""
+    THREADS: gl.constexpr = GROUPS * 128 + 64
     layout: gl.constexpr = scores.type.layout
     halves = gl.reshape(scores, [2, 32, scores.shape[1]])
     slot = masked % 2
     mbarrier.wait(full.index(_WORDS + slot), (masked // 2) & 1)
-    bits = words.index(slot * 2 + GROUP).load(gl.SliceLayout(1, halves.type.layout))
-    named_barrier_arrive(_WORDS_READ + slot, _GROUPS_AND_WARP)
+    bits = words.index(slot * GROUPS + GROUP).load(gl.SliceLayout(1, halves.type.layout))
+    named_barrier_arrive(_WORDS_READ + slot, THREADS)
     bits, _halves = gl.broadcast(gl.expand_dims(bits, 1), halves)
     bits = gl.convert_layout(gl.reshape(bits, [64, scores.shape[1]]), layout)
     # A thread holds rows r and r + 8 of a word: their bits become the signs of bytes 2 and 3.
@@ -321,12 +322,12 @@ def _soften(scores, top, total, factor):
 
 
 @gluon.jit
-def _multiply_scores(q_s, kv_s, side, stage, GROUP: gl.constexpr, layout: gl.constexpr):
-    """Start the scores [64, BLOCK_N] of the keys in `stage`."""
+def _multiply_scores(q_s, kv_s, queries, stage, layout: gl.constexpr):
+    """Start the scores [64, BLOCK_N] of the keys in `stage`; `queries` is the place of a group's in `q_s`."""
     M: gl.constexpr = q_s.shape[3]
     D: gl.constexpr = q_s.shape[4]
     BLOCK_N: gl.constexpr = kv_s.shape[3]
-    q = q_s.index(2 * side + GROUP + opaque_zero()).reshape([M, D])
+    q = q_s.index(queries + opaque_zero()).reshape([M, D])
     keys = kv_s.index(stage).reshape([BLOCK_N, D])
     zero = gl.zeros([M, BLOCK_N], gl.float32, layout)
     return warpgroup_mma(q, keys.permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -343,47 +344,49 @@ def _multiply_values(weights, acc, kv_s, stage):
 
 @gluon.jit
 def _step(
-    weights, acc, top, total, side, begin, step, more, partial, masked, factor, bend, q_s, kv_s, words, full, k_full,
+    weights, acc, top, total, queries, begin, step, more, partial, masked, factor, bend, q_s, kv_s, words, full, k_full,
     v_full,
-    GROUP: gl.constexpr, CAP: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr,
+    GROUP: gl.constexpr, GROUPS: gl.constexpr, CAP: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr,
 ):  # fmt: skip
     """Scores and softmax of tile `step`, while the weights of the tile before are multiplied with its values.
 
     The first step, `begin`, multiplies weights of 0 with its own values, which it keeps for the next; so an infinite
     value makes NaN, as it does wherever a weight is 0.
     """
+    THREADS: gl.constexpr = GROUPS * 128 + 32
     layout: gl.constexpr = acc.type.layout
     stage = step % STAGES
     last = gl.where(step > begin, step - 1, begin)
     before = last % STAGES
-    scores = _multiply_scores(q_s, kv_s, side, stage, GROUP, SCORES)
+    scores = _multiply_scores(q_s, kv_s, queries, stage, SCORES)
     mbarrier.wait(v_full.index(before), (last // STAGES) & 1)
     acc = _multiply_values(weights, acc, kv_s, STAGES + before)
     scores = warpgroup_mma_wait(1, deps=[scores])
-    named_barrier_arrive(_READ + stage, _GROUPS_AND_WARP)
+    named_barrier_arrive(_READ + stage, THREADS)
     if CAP:
         scores = _tanh(scores * bend)
     if partial:
-        scores = _hide(scores, masked, words, full, GROUP)
+        scores = _hide(scores, masked, words, full, GROUP, GROUPS)
     weights, decay, top, total = _soften(scores, top, total, factor)
     weights = gl.convert_layout(weights.to(q_s.dtype), gl.DotOperandLayout(0, layout, 2))
     # This wait is here, not at the top, because it keeps the next one, with nothing between them, behind the softmax.
     mbarrier.wait(k_full.index((step + 1) % STAGES), ((step + 1) // STAGES) & 1, pred=more)
     acc = warpgroup_mma_wait(0, deps=[acc])
     if step > begin:
-        named_barrier_arrive(_READ + STAGES + before, _GROUPS_AND_WARP)
+        named_barrier_arrive(_READ + STAGES + before, THREADS)
     acc, decay = gl.broadcast(acc, _per_row(decay, layout))
     return weights, rescale(acc, decay), top, total
 
 
 @gluon.jit
 def _attend(
-    GROUP: gl.constexpr, out, out_rows, order, lse, sinks, heads, q_len, factor, bend, board, q_s, kv_s, words,
-    barriers,
-    PLACED: gl.constexpr, SINKS: gl.constexpr, CAP: gl.constexpr, STAGES: gl.constexpr,
+    GROUP: gl.constexpr, args,
+    GROUPS: gl.constexpr, PLACED: gl.constexpr, SINKS: gl.constexpr, CAP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Output and log-sum-exp of 64 rows of every tile on the board. PLACED puts each output row where `order` says."""
+    out, out_rows, order, lse, sinks, heads, q_len, factor, bend, board, q_s, kv_s, words, barriers = args
     full, free, k_full, v_full = barriers
+    THREADS: gl.constexpr = GROUPS * 128 + 32
     M: gl.constexpr = q_s.shape[3]
     D: gl.constexpr = q_s.shape[4]
     BLOCK_N: gl.constexpr = kv_s.shape[3]
@@ -405,6 +408,7 @@ def _attend(
             top = gl.maximum(top, sink)
 
         side = turn % 2
+        queries = side * GROUPS + GROUP
         begin = step
         stage = step % STAGES
         mbarrier.wait(full.index(_QUERIES + side), (turn // 2) & 1)
@@ -413,8 +417,8 @@ def _attend(
         weights = gl.convert_layout(weights.to(q_s.dtype), gl.DotOperandLayout(0, OUT, 2))
         for i in range(n):
             weights, acc, top, total = _step(
-                weights, acc, top, total, side, begin, step, i + 1 < n, i >= n_visible, masked, factor, bend, q_s, kv_s,
-                words, full, k_full, v_full, GROUP, CAP, STAGES, SCORES,
+                weights, acc, top, total, queries, begin, step, i + 1 < n, i >= n_visible, masked, factor, bend, q_s,
+                kv_s, words, full, k_full, v_full, GROUP, GROUPS, CAP, STAGES, SCORES,
             )  # fmt: skip
             step += 1
             masked += gl.where(i >= n_visible, 1, 0)
@@ -440,10 +444,10 @@ def _attend(
             pieces = row + gl.arange(0, M, gl.SliceLayout(1, PIECES))
             place = gl.load(order + line.to(gl.int64) * q_len + pieces, mask=pieces < q_len, other=0)
         acc = warpgroup_mma_wait(0, deps=[acc])
-        named_barrier_arrive(_READ + STAGES + before, _GROUPS_AND_WARP)
+        named_barrier_arrive(_READ + STAGES + before, THREADS)
         acc = acc * _per_row(1.0 / total, OUT)
         group_barrier()
-        staged = q_s.index(2 * side + GROUP).reshape([M, D])  # nobody needs the queries any more
+        staged = q_s.index(queries).reshape([M, D])  # nobody needs the queries any more
         staged.store(acc.to(q_s.dtype))
         if PLACED:
             group_barrier()
@@ -454,7 +458,7 @@ def _attend(
         else:
             fence_async_shared()
             group_barrier()
-            tma_store(out, [batch, head, row, 0], q_s.index(2 * side + GROUP))
+            tma_store(out, [batch, head, row, 0], q_s.index(queries))
         turn += 1
         field = _open(full, turn)
         n = _read(board.index(field + _STEPS))
@@ -471,16 +475,16 @@ def _forward(
     q, k, v, out, out_rows, order, lse, sinks, indices, tiles, counts, counter,
     n_tiles, n_rows, heads, kv_heads, mask_batch, mask_heads, q_len, kv_len, n_q, n_kv, factor, bend,
     CAUSAL: gl.constexpr, N: gl.constexpr, PLACED: gl.constexpr, SINKS: gl.constexpr, CAP: gl.constexpr,
-    SUBTILES: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    GROUPS: gl.constexpr, SUBTILES: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
     HELPER_REGISTERS: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
     line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     M: gl.constexpr = q.block_shape[2]
     D: gl.constexpr = q.block_shape[3]
     BLOCK_N: gl.constexpr = k.block_shape[2]
-    q_s = gl.allocate_shared_memory(q.dtype, [4, 1, 1, M, D], q.layout)
+    q_s = gl.allocate_shared_memory(q.dtype, [2 * GROUPS, 1, 1, M, D], q.layout)
     kv_s = gl.allocate_shared_memory(q.dtype, [2 * STAGES, 1, 1, BLOCK_N, D], k.layout)
-    words = gl.allocate_shared_memory(gl.int32, [4, 2, BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    words = gl.allocate_shared_memory(gl.int32, [2 * GROUPS, 2, BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     board = gl.allocate_shared_memory(gl.int32, [2 * _FIELDS, 1], line)
     full = gl.allocate_shared_memory(gl.int64, [_QUERIES + 2, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [_QUERIES_FREE + 2, 1], mbarrier.MBarrierLayout())
@@ -489,41 +493,40 @@ def _forward(
     for i in gl.static_range(_QUERIES + 2):
         mbarrier.init(full.index(i), count=1)
     for i in gl.static_range(2):
-        mbarrier.init(free.index(i), count=3)
-        mbarrier.init(free.index(_QUERIES_FREE + i), count=2)
+        mbarrier.init(free.index(i), count=GROUPS + 1)
+        mbarrier.init(free.index(_QUERIES_FREE + i), count=GROUPS)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
     fence_async_shared()
     barriers = (full, free, k_full, v_full)
-    gl.warp_specialize(
-        [
-            (
-                _attend,
-                (
-                    0, out, out_rows, order, lse, sinks, heads, q_len, factor, bend, board, q_s, kv_s, words,
-                    barriers, PLACED, SINKS, CAP, STAGES,
-                ),
-            ),
-            (
-                _attend,
-                (
-                    1, out, out_rows, order, lse, sinks, heads, q_len, factor, bend, board, q_s, kv_s, words,
-                    barriers, PLACED, SINKS, CAP, STAGES,
-                ),
-            ),
-            (
-                _feed,
-                (
-                    q, k, v, tiles, counts, counter, n_tiles, n_rows, heads, kv_heads, mask_batch, mask_heads, n_q,
-                    n_kv, board, q_s, kv_s, barriers, SUBTILES, STAGES, SHARED,
-                ),
-            ),
-            (_screen, (indices, tiles, q_len, kv_len, n_kv, board, words, full, free, CAUSAL, N, SUBTILES)),
-        ],
-        [4, 1, 1],
-        [REGISTERS, HELPER_REGISTERS, HELPER_REGISTERS],
-    )  # fmt: skip
+    attended = (out, out_rows, order, lse, sinks, heads, q_len, factor, bend, board, q_s, kv_s, words, barriers)
+    sizes = (n_tiles, n_rows, heads, kv_heads, mask_batch, mask_heads, n_q, n_kv)
+    fed = ((q, k, v, tiles, counts, counter), sizes, board, q_s, kv_s, barriers)
+    screened = (indices, tiles, q_len, kv_len, n_kv, board, words, full, free)
+    if GROUPS == 2:
+        gl.warp_specialize(
+            [
+                (_attend, (0, attended, GROUPS, PLACED, SINKS, CAP, STAGES)),
+                (_attend, (1, attended, GROUPS, PLACED, SINKS, CAP, STAGES)),
+                (_feed, (fed, GROUPS, SUBTILES, STAGES, SHARED)),
+                (_screen, (screened, GROUPS, CAUSAL, N, SUBTILES)),
+            ],
+            [4, 1, 2],
+            [REGISTERS, HELPER_REGISTERS, HELPER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_attend, (0, attended, GROUPS, PLACED, SINKS, CAP, STAGES)),
+                (_attend, (1, attended, GROUPS, PLACED, SINKS, CAP, STAGES)),
+                (_attend, (2, attended, GROUPS, PLACED, SINKS, CAP, STAGES)),
+                (_feed, (fed, GROUPS, SUBTILES, STAGES, SHARED)),
+                (_screen, (screened, GROUPS, CAUSAL, N, SUBTILES)),
+            ],
+            [4, 4, 1, 2],
+            [REGISTERS, REGISTERS, HELPER_REGISTERS, HELPER_REGISTERS],
+        )
 
 
 def why_not(device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str | None:
@@ -538,6 +541,11 @@ def why_not(device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim:
 
 
 _launch = Launcher(_forward)
+
+
+def _config(dim: int, q_len: int, softcap: float) -> Config:
+    """The first of the table for so many queries. The tanh of a softcap takes registers that three groups lack."""
+    return next(config for least, config in _FORWARD[dim] if q_len >= least and (config.groups == 2 or not softcap))
 
 
 def forward(
@@ -560,27 +568,32 @@ def forward(
     batch, heads, q_len, dim = q.shape
     kv_heads, kv_len = k.shape[1:3]
     q, k, v = (describable(x) for x in (q, k, v))
-    config = config or _FORWARD[dim]
+    config = config or _config(dim, q_len, softcap)
     out = q.new_empty(batch, q_len, heads, dim).transpose(1, 2)
     lse = q.new_empty(batch, heads, q_len, dtype=torch.float32)
     indices = mask.indices.contiguous()
     mask_batch, mask_heads, n_q, n_kv = plan.tiles.shape
-    n_rows = -(-q_len // ROWS)
+    rows = 64 * config.groups
+    n_rows = -(-q_len // rows)
     n_tiles = n_rows * heads * batch
     programs = min(n_tiles, multiprocessors(q.device))
     shared = n_tiles > programs
     counter = torch.zeros(1, dtype=torch.int32, device=q.device) if shared else None
     factor, bend = score_factors(scale, softcap)
+    tiles, counts = plan.tiles, plan.counts
     with torch.cuda.device_of(q):
+        if rows != ROWS:
+            tiles, counts = join_rows(plan, q_len)
+            n_q = n_rows
         _launch(
             programs,
-            describe_rows(q, ROWS // 2), describe_rows(k, config.columns), describe_rows(v, config.columns),
-            describe_rows(out, ROWS // 2), None if order is None else out, order, lse,
-            None if sinks is None else sinks.contiguous(), indices, plan.tiles, plan.counts, counter,
+            describe_rows(q, 64), describe_rows(k, config.columns), describe_rows(v, config.columns),
+            describe_rows(out, 64), None if order is None else out, order, lse,
+            None if sinks is None else sinks.contiguous(), indices, tiles, counts, counter,
             n_tiles, n_rows, heads, kv_heads, mask_batch, mask_heads, q_len, kv_len, n_q, n_kv, factor, bend,
             CAUSAL=mask.causal, N=indices.shape[-1], PLACED=order is not None, SINKS=sinks is not None,
-            CAP=softcap != 0, SUBTILES=plan_columns(kv_len) // config.columns, STAGES=config.stages,
-            REGISTERS=config.registers, HELPER_REGISTERS=config.helper_registers,
-            SHARED=shared, num_warps=4,
+            CAP=softcap != 0, GROUPS=config.groups, SUBTILES=plan_columns(kv_len) // config.columns,
+            STAGES=config.stages, REGISTERS=config.registers, HELPER_REGISTERS=config.helper_registers, SHARED=shared,
+            num_warps=4,
         )  # fmt: skip
     return out, lse

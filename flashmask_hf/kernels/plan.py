@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flashmask_hf.kernels.launch import Launcher
 from flashmask_hf.plan import COLUMNS, PARTIAL_SEGMENTS, ROWS, VISIBLE_SEGMENTS, Plan, plan_columns, plan_shapes
 
 _HIGHEST = tl.constexpr(2147483647)
@@ -191,3 +192,64 @@ def build_plan(indices: Tensor, causal: bool, q_len: int, *, skip: bool = True) 
             WIDTH=width, CAUSAL=causal, N=n, ROWS=ROWS, LANES=_LANES, SKIP=skip, num_warps=4,
         )  # fmt: skip
     return Plan(tiles, counts, segments)
+
+
+@triton.jit(do_not_specialize=["q_len", "n_q", "n_kv", "n_rows"])
+def _join_rows(tiles, counts, flags, joined, joined_counts, q_len, n_q, n_kv, n_rows, LANES: tl.constexpr):
+    """One tile of 192 rows: two lists become one. `flags`: int8 zeros [masks, n_rows, 2, n_kv]."""
+    tile = tl.program_id(0).to(tl.int64)
+    row = tile % n_rows * 3 // 2
+    plan_row = tile // n_rows * n_q + row
+    flags += tile * 2 * n_kv
+    joined += tile * n_kv
+    for half in tl.static_range(2):
+        # The last rows may have no second list.
+        at = plan_row + (half if (row + 1) * 128 < q_len else 0)
+        visible = tl.load(counts + at * 2)
+        partial = tl.load(counts + at * 2 + 1)
+        for first in range(0, n_kv, LANES):
+            lane = first + tl.arange(0, LANES)
+            listed = (lane < visible) | ((lane >= n_kv - partial) & (lane < n_kv))
+            column = tl.load(tiles + at * n_kv + lane, mask=listed, other=0).to(tl.int32)
+            tl.store(flags + half * n_kv + column, tl.where(lane < visible, 2, 1).to(tl.int8), mask=listed)
+    tl.debug_barrier()
+    n_visible, n_partial = 0, 0
+    for first in range(0, n_kv, LANES):
+        lane = first + tl.arange(0, LANES)
+        upper = tl.load(flags + lane, mask=lane < n_kv, other=0)
+        lower = tl.load(flags + n_kv + lane, mask=lane < n_kv, other=0)
+        whole = ((upper == 2) & (lower == 2)).to(tl.int32)
+        part = ((upper > 0) | (lower > 0)).to(tl.int32) - whole
+        value = lane.to(tl.int16)
+        tl.store(joined + n_visible + tl.cumsum(whole, 0) - 1, value, mask=whole != 0)
+        tl.store(joined + n_kv - n_partial - tl.cumsum(part, 0), value, mask=part != 0)
+        n_visible += tl.sum(whole, 0)
+        n_partial += tl.sum(part, 0)
+    tl.store(joined_counts + tile * 2, n_visible)
+    tl.store(joined_counts + tile * 2 + 1, n_partial)
+
+
+_launch_join = Launcher(_join_rows)
+
+
+def join_rows(plan: Plan, q_len: int) -> tuple[Tensor, Tensor]:
+    """The lists of a plan for tiles of 192 query rows, each of which meets two of the plan's.
+
+    Args:
+        plan: the plan, on the GPU.
+        q_len: number of query rows.
+
+    Returns:
+        tiles int16 [B, Hm, ceil(q_len / 192), Tk] and counts int32 [B, Hm, ceil(q_len / 192), 2], as in a plan; a key
+        tile is visible if both of the plan's lists have it so, and partial if one has it at all.
+    """
+    batch, heads, n_q, n_kv = plan.tiles.shape
+    n_rows = -(-q_len // 192)
+    flags = torch.zeros(batch, heads, n_rows, 2, n_kv, dtype=torch.int8, device=plan.tiles.device)
+    tiles, counts = plan.tiles.new_empty(batch, heads, n_rows, n_kv), plan.counts.new_empty(batch, heads, n_rows, 2)
+    with torch.cuda.device_of(plan.tiles):
+        _launch_join(
+            batch * heads * n_rows, plan.tiles, plan.counts, flags, tiles, counts, q_len, n_q, n_kv, n_rows,
+            LANES=_LANES, num_warps=4,
+        )  # fmt: skip
+    return tiles, counts
