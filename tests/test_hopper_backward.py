@@ -108,37 +108,42 @@ def _check(
     return actual
 
 
+TOGETHER = 3
+
+
 def _launched(mask: FlashMask, groups: int = 1) -> tuple[list[list[int]], int]:
-    """The order of key tiles and the heads that take turns, of 100 or 50 tiles of rows, for a mask of a square."""
+    """The order of key tiles and the heads that take turns, of 100 tiles of rows, for a mask of a square."""
     tiles = plan.build_plan(mask.indices, mask.causal, mask.kv_len)
-    launch, turns = hopper_backward._launch_order(tiles, mask.causal, groups, mask.kv_len // 128, 3, 100, 50)
+    launch, turns = hopper_backward._launch_order(tiles, mask.causal, groups, mask.kv_len // 128, TOGETHER, 100)
     assert launch.dtype == turns.dtype == torch.int32
     return launch.tolist(), int(turns)
 
 
-def test_launch_order_of_a_causal_mask_begins_at_the_end() -> None:
-    together = 3
-    assert _launched(masks.causal_document([200, 312])) == ([[3, 2, 1, 0]], together)
-    assert _launched(masks.sliding_window(1024, 200)) == ([[7, 6, 5, 4, 3, 2, 1, 0]], together)
-    all_see_the_last = masks.causal_blockwise([384, 256, 384])  # eight tiles of keys, and none of more than six of rows
-    assert _launched(all_see_the_last) == ([[7, 6, 5, 4, 3, 2, 1, 0]], (100 + 3) // 6)
+def test_launch_order_begins_at_the_end() -> None:
+    assert _launched(masks.causal_document([200, 312])) == ([[3, 2, 1, 0]], TOGETHER)
+    assert _launched(masks.sliding_window(1024, 200)) == ([[7, 6, 5, 4, 3, 2, 1, 0]], TOGETHER)
+    assert _launched(masks.full(1024)) == ([[7, 6, 5, 4, 3, 2, 1, 0]], TOGETHER)
+
+
+def test_launch_order_of_blocks_begins_with_few_rows() -> None:
+    """All see the last block: eight tiles of keys meet in its rows, and none walks more than six."""
+    assert _launched(masks.causal_blockwise([384, 256, 384])) == ([[7, 6, 5, 4, 2, 3, 1, 0]], (100 + 3) // 6)
 
 
 def test_launch_order_of_documents() -> None:
-    """Those of few rows first, and last what lies across two; as many heads by turns as their rows allow."""
-    assert _launched(masks.document([640, 84, 300])) == ([[6, 7, 0, 1, 2, 3, 4, 5]], 100 // 5)
+    """As many heads by turns as their rows allow."""
+    backwards = [7, 6, 5, 4, 3, 2, 1, 0]
+    assert _launched(masks.document([640, 84, 300])) == ([backwards], 100 // 5)
     mask = masks.document([512, 300, 212])
-    assert _launched(mask) == ([[7, 4, 5, 0, 1, 2, 3, 6]], 100 // 4)
-    assert _launched(masks.full(1024)) == ([list(range(8))], 50 // 8)
+    assert _launched(mask) == ([backwards], 100 // 4)
     per_head = FlashMask(torch.cat([mask.indices, masks.full(1024).indices, mask.indices, mask.indices], 1), False)
-    launch, turns = _launched(per_head, groups=2)  # the first two heads' rows count together
-    assert launch == [[7, 4, 5, 0, 1, 2, 3, 6], [7, 4, 5, 0, 1, 2, 3, 6]]
-    assert turns == 50 // 6  # 6 of 8 tiles of rows, on average
+    # The first two heads' rows count together: 6 of 8 tiles of rows, on average.
+    assert _launched(per_head, groups=2) == ([backwards, backwards], TOGETHER)
 
 
 def test_launch_order_where_nothing_is_visible() -> None:
     nothing = FlashMask(torch.tensor([0, 256]).repeat(256, 1)[None, None].int(), False)
-    assert _launched(nothing) == ([[0, 1]], 100)
+    assert _launched(nothing) == ([[1, 0]], 100)
 
 
 @pytest.mark.hopper

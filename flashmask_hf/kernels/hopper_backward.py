@@ -20,6 +20,7 @@ from torch import Tensor
 
 from flashmask_hf.kernels.configs import multiprocessors
 from flashmask_hf.kernels.gluon_shim import (
+    bits_below,
     describe_rows,
     fence_async_shared,
     gl,
@@ -399,8 +400,7 @@ def _bits_below(bound, lane, COUNT: gl.constexpr):
     """
     bound = bound - 2 * lane
     count = (bound >> 3) * 2 + gl.minimum(bound & 7, 2)
-    count = gl.minimum(gl.maximum(count, 0), COUNT)
-    return ((gl.full(count.shape, 1, gl.int64, count.type.layout) << count.to(gl.int64)) - 1).to(gl.int32)
+    return bits_below(gl.minimum(count, COUNT))
 
 
 @gluon.jit
@@ -863,10 +863,7 @@ _launch_scale_dq = Launcher(_scale_dq)
 
 _CONFIGS = {64: Config(128, 232, True, 2), 128: Config(64, 224, False, 1)}
 _ROWS_AT_HAND = 8 << 20  # bytes of rows, of the heads whose key tiles take turns, that the L2 cache should hold
-# Where dQ has an order: rows of the longest lists of the heads that take turns, by head_dim, as measured on an H200.
-_ROWS_BY_TURNS_CAUSAL = 6 << 20  # over head_dim
-_ROWS_BY_TURNS = 12 << 20  # likewise, without causality
-_ROWS_BY_TURNS_DENSE = 3 << 14  # without causality, where some key tile sees most of the rows
+_ROWS_BY_TURNS = 6 << 20  # over head_dim, where dQ has an order: rows of the longest lists of the heads that take turns
 
 
 def backward(
@@ -933,9 +930,8 @@ def backward(
             locks = torch.zeros(batch * heads * padded // config.rows, dtype=torch.int32, device=q.device)
             groups = min(mask_heads, kv_heads)
             share = ROWS * (heads // kv_heads)
-            most = (_ROWS_BY_TURNS_CAUSAL if mask.causal else _ROWS_BY_TURNS) // (dim * share)
-            dense = _ROWS_BY_TURNS_DENSE // share
-            launch, turns = _launch_order(plan, mask.causal, groups, n_columns // subtiles, together, most, dense)
+            most = _ROWS_BY_TURNS // (dim * share)
+            launch, turns = _launch_order(plan, mask.causal, groups, n_columns // subtiles, together, most)
             _row_order[(mask_batch * mask_heads * n_q,)](
                 plan.tiles, plan.counts, launch, order, n_q, n_kv, n_columns // subtiles, mask_heads // groups,
                 LANES=256, num_warps=4,
@@ -965,34 +961,32 @@ def backward(
 
 
 def _launch_order(
-    plan: Plan, causal: bool, groups: int, n_columns: int, together: int, rows: int, rows_if_dense: int
+    plan: Plan, causal: bool, groups: int, n_columns: int, together: int, rows: int
 ) -> tuple[Tensor, Tensor]:
     """In which order to begin key tiles where dQ has one, for each group of masks, and how many heads take turns.
 
-    Tiles add to a row of dQ in the order of beginning, so none waits for one that is not there yet. Those go first that
-    are done first: under a causal mask the last, which begin where the others still have rows to walk; else those of
-    few rows. Tiles without visible rows lie across documents, and would chain one to the next.
+    Tiles add to a row of dQ in the order of beginning, so none waits for one that is not there yet, and all walk their
+    rows downwards. The last keys go first: what they see lies ahead of those that follow, which walk behind them, or in
+    another document. Under a causal mask made of blocks, where rows at the end see more tiles than any tile sees rows,
+    those of few rows go first: they are there first.
 
-    More heads by turns shorten the queues before the rows, but the L2 cache should hold the rows that they walk: at
-    most `rows` tiles of them in the longest lists, or `rows_if_dense` where these hold most rows. Under a causal mask
-    tiles pass along the rows one behind the other, and `together` heads are best, unless a row is seen by more tiles
-    than walk in step.
+    More heads by turns shorten the queues before the rows, but the L2 cache should hold the rows that they walk: the
+    longest lists of all of them at most `rows` tiles. `together` heads are best where a tile sees most of the rows, and
+    under a causal mask that is not made of blocks, for there the tiles do not meet.
 
     Returns:
         int32 [groups of the batch, n_columns] and int32 [1], on the device.
     """
     segments = plan.segments
-    lengths = (segments[..., 1] - segments[..., 0])[:, :, :n_columns].unflatten(1, (groups, -1)).sum(2).flatten(0, 1)
-    lists = lengths.sum(-1)
+    lists = (segments[..., 1] - segments[..., 0]).sum(-1)[:, :, :n_columns].unflatten(1, (groups, -1)).sum(2)
+    lists = lists.flatten(0, 1)
     longest = (lists.max() // (segments.shape[1] // groups)).clamp(min=1)
-    turns = (rows + longest // 2) // longest
+    by_turns = (rows + longest // 2) // longest
     if causal:
-        queue = plan.counts.sum(-1).max()
-        turns = torch.where(queue * 4 > longest * 5, turns, together)
-        columns = torch.arange(n_columns - 1, -1, -1, dtype=torch.int32, device=segments.device)
-        launch = columns.expand(len(lists), n_columns).contiguous()
+        blocks = plan.counts.sum(-1).max() * 4 > longest * 5
+        launch = n_columns - 1 - torch.where(blocks, lists.flip(-1), 0).argsort(dim=-1, stable=True)
+        turns = torch.where(blocks, by_turns, together)
     else:
-        turns = torch.where(longest * 4 < plan.tiles.shape[2] * 3, turns, rows_if_dense // longest)
-        across = lengths[..., :VISIBLE_SEGMENTS].sum(-1) == 0
-        launch = torch.where(across, lists.max() + 1, lists).argsort(dim=-1, stable=True).to(torch.int32)
-    return launch, turns.clamp(min=1).to(torch.int32).view(1)
+        launch = torch.arange(n_columns - 1, -1, -1, device=segments.device).repeat(len(lists), 1)
+        turns = torch.where(longest * 4 < plan.tiles.shape[2] * 3, by_turns, together)
+    return launch.to(torch.int32), turns.clamp(min=1).to(torch.int32).view(1)
