@@ -12,7 +12,7 @@ partial or visible (`mask.classify_tiles`). Three tensors hold the outcome for b
 
 The lists would grow with the square of the length; the tiles get wider instead once a row holds more than
 `MAX_COLUMN_TILES` of them, so the plan stays under 64 bytes per token and mask head in rows of 256 tokens and more.
-Kernels use tiles that divide the plan's.
+Kernels use tiles that divide the plan's, but for a forward of 192 rows, which joins lists (`kernels.plan.join_rows`).
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ if INTERPRETED:
 
 from cubin import HOPPER, compile_only
 
-from flashmask_hf import FlashMask, flashmask_attention, masks, ops, sparse_ops
+from flashmask_hf import FlashMask, flashmask_attention, masks, ops, plan, sparse_ops
 from flashmask_hf.attention import choose
 from flashmask_hf.kernels import gluon_shim
 from flashmask_hf.plan import build_plan
@@ -63,9 +63,11 @@ def test_forward_compiles(monkeypatch: pytest.MonkeyPatch, dim: int, config: hop
     mask = FORMS[form]
     sinks = torch.zeros(HEADS) if form == "prefix" else None
     with compile_only(HOPPER) as kernels:
-        plan = build_plan(mask.indices, mask.causal, 512)
-        hopper_forward.forward(q, k, v, mask, plan, sinks, 0.1, softcap, config=config)
+        tiles = build_plan(mask.indices, mask.causal, 512)
+        hopper_forward.forward(q, k, v, mask, tiles, sinks, 0.1, softcap, config=config)
+    assert [kernel.name for kernel in kernels] == ["_join_rows"] * (config.groups == 3) + ["_forward"]
     kernel = kernels[-1]
+    assert f".reqntid {128 * (config.groups + 1)}" in kernel.assembly
     assert kernel.assembly.count("setmaxnreg") >= 2
     assert "wgmma.mma_async" in kernel.assembly
     assert "cp.async.bulk.tensor" in kernel.assembly
@@ -80,10 +82,10 @@ def _check(
     """Output and LSE are within the error budget, and every element is written."""
     mask, q_len = mask.to(q.device), q.shape[2]
     assert hopper_forward.why_not(q.device, q.dtype, q.shape[3], v.shape[3]) is None
-    plan = build_plan(mask.indices, mask.causal, q_len)
+    tiles = build_plan(mask.indices, mask.causal, q_len)
     scale = q.shape[3] ** -0.5
     with poisoned():
-        actual = hopper_forward.forward(q, k, v, mask, plan, sinks, scale, softcap or 0.0, config=config)
+        actual = hopper_forward.forward(q, k, v, mask, tiles, sinks, scale, softcap or 0.0, config=config)
     eager = reference_attention(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks)
     wide = [x.double() for x in (q, k, v)]
     wide_sinks = None if sinks is None else sinks.double()
@@ -129,6 +131,16 @@ def test_forward_softcap_and_sinks(dim: int, config: hopper_forward.Config, fami
     inputs = _inputs(2, 333, 333, dim, torch.bfloat16, "cuda")
     softcap = 5.0 if config.groups == 2 else None
     _check(*inputs, FAMILIES[family](333, 333), sinks=sinks, softcap=softcap, config=config)
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize(("dim", "config"), CONFIGS)
+def test_forward_tiles_wider_than_the_kernel_s(
+    monkeypatch: pytest.MonkeyPatch, dim: int, config: hopper_forward.Config
+) -> None:
+    monkeypatch.setattr(plan, "MAX_COLUMN_TILES", 2)
+    mask = masks.causal_document([170, 230, 300])
+    _check(*_inputs(2, 700, 700, dim, torch.bfloat16, "cuda"), mask, config=config)
 
 
 def test_softcap_takes_two_groups() -> None:
@@ -263,10 +275,11 @@ def test_layouts_that_tma_cannot_describe() -> None:
 
 
 @pytest.mark.hopper
-def test_a_captured_graph_reads_the_mask_anew() -> None:
+@pytest.mark.parametrize(("dim", "rest"), [(128, 0), (64, 3500)])
+def test_a_captured_graph_reads_the_mask_anew(dim: int, rest: int) -> None:
     """Forward and backward replay from a CUDA graph, on other vectors written into the same tensor."""
-    q, k, v = (x.requires_grad_() for x in _inputs(1, 640, 640, 128, torch.bfloat16, "cuda"))
-    indices = masks.causal_document([300, 340], device="cuda").indices.clone()
+    q, k, v = (x.requires_grad_() for x in _inputs(1, 640 + rest, 640 + rest, dim, torch.bfloat16, "cuda"))
+    indices = masks.causal_document([300, 340 + rest], device="cuda").indices.clone()
 
     def step() -> list[torch.Tensor]:
         out = flashmask_attention(q, k, v, FlashMask(indices, causal=True), impl="hopper", deterministic=True)
@@ -280,7 +293,7 @@ def test_a_captured_graph_reads_the_mask_anew() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         captured = step()
-    indices.copy_(masks.causal_document([100, 250, 290], device="cuda").indices)
+    indices.copy_(masks.causal_document([100, 250, 290 + rest], device="cuda").indices)
     with torch.cuda.stream(stream):
         graph.replay()
         fresh = step()

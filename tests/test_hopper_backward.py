@@ -126,8 +126,13 @@ def test_launch_order_begins_at_the_end() -> None:
 
 
 def test_launch_order_of_blocks_begins_with_few_rows() -> None:
-    """All see the last block: eight tiles of keys meet in its rows, and none walks more than six."""
-    assert _launched(masks.causal_blockwise([384, 256, 384])) == ([[7, 6, 5, 4, 2, 3, 1, 0]], (100 + 3) // 6)
+    """All see the last block: eight tiles of keys meet in its rows, and none walks more than four, or five."""
+    mask, other = masks.causal_blockwise([256] * 4), masks.causal_blockwise([128, 384, 256, 256])
+    assert _launched(mask) == ([[7, 6, 5, 3, 1, 4, 2, 0]], 100 // 4)
+    per_head = FlashMask(torch.cat([x.indices for x in (mask, mask, other, other)], 1), True)
+    assert _launched(per_head, groups=2) == ([[7, 6, 5, 3, 1, 4, 2, 0], [7, 6, 5, 3, 0, 4, 2, 1]], 100 // 5)
+    most_see_most = masks.causal_blockwise([384, 256, 384])
+    assert _launched(most_see_most) == ([[7, 6, 5, 4, 3, 2, 1, 0]], TOGETHER)
 
 
 def test_launch_order_of_documents() -> None:
@@ -184,8 +189,9 @@ def test_softcap(dim: int) -> None:
 @pytest.mark.hopper
 @pytest.mark.parametrize(
     "family",
-    ["full", "causal", "share_question", "document", "prefix_lm_document", "hash_sparse", "global_sliding_window"],
-)
+    ["full", "causal", "share_question", "document", "prefix_lm_document", "hash_sparse", "global_sliding_window",
+     "causal_blockwise"],
+)  # fmt: skip
 @pytest.mark.parametrize("dim", [64, 128])
 def test_deterministic_runs_agree_to_the_bit(monkeypatch: pytest.MonkeyPatch, dim: int, family: str) -> None:
     """With programs that take several tiles of keys."""

@@ -153,16 +153,20 @@ def test_indices_out_of_range(builder: str, form: tuple[bool, int], monkeypatch:
 @pytest.mark.parametrize(
     "device", [pytest.param("cpu", marks=pytest.mark.interpreter), pytest.param("cuda", marks=pytest.mark.gpu)]
 )
-@pytest.mark.parametrize("q_len", [1, 128, 129, 700, 1100])
-@pytest.mark.parametrize("family", ["causal", "document", "share_question", "qk_sparse", "random_eviction"])
-def test_joined_rows(family: str, q_len: int, device: str) -> None:
+@pytest.mark.parametrize("lengths", [(1, 1), (128, 128), (129, 300), (700, 1025), (1100, 500)], ids=str)
+@pytest.mark.parametrize("form", [(True, 1), (True, 2), (False, 2), (False, 4)], ids=str)
+def test_joined_rows(
+    monkeypatch: pytest.MonkeyPatch, form: tuple[bool, int], lengths: tuple[int, int], device: str
+) -> None:
     """A tile of 192 rows walks what either of the two lists has that it meets, and masks what not both see whole."""
-    from flashmask_hf.kernels.plan import join_rows
+    from flashmask_hf.kernels import plan as kernels
 
-    mask = FAMILIES[family](q_len, q_len)
+    monkeypatch.setattr(kernels, "_LANES", 4)  # several rounds for a list
+    q_len, kv_len = lengths
+    mask = _random_mask(*form, q_len, kv_len, seed=0)
     plan = build_plan(mask.indices, mask.causal, q_len)
     by_rows = _tiles_by_rows(plan)[:, :, : -(-q_len // ROWS)]
-    tiles, counts = join_rows(Plan(*(x.to(device) for x in plan)), q_len)
+    tiles, counts = kernels.join_rows(Plan(*(x.to(device) for x in plan)), q_len)
     joined = _tiles_by_rows(Plan(tiles.cpu(), counts.cpu(), plan.segments))
     assert joined.shape[2] == -(-q_len // 192)
     for row in range(joined.shape[2]):

@@ -34,7 +34,7 @@ _FORWARD = {
     256: (Config(128, 64, 8, 2), Config(64, 64, 4, 2), Config(64, 32, 4, 2), Config(32, 32, 4, 1)),
 }
 _FORWARD_BLOCKS = {**_FORWARD, 128: (Config(64, 128, 4, 3), *_FORWARD[128])}
-"""Under causal masks whose intervals end, those of blocks, which have many short lists."""
+"""Under causal masks whose intervals end: those of blocks, which have many short lists, and global windows."""
 _KEYS = {
     64: (Config(128, 64, 4, 2), Config(64, 64, 4, 2), Config(32, 64, 4, 2)),
     128: (Config(64, 64, 4, 2), Config(32, 64, 4, 2), Config(32, 64, 4, 1)),

@@ -863,7 +863,7 @@ _launch_scale_dq = Launcher(_scale_dq)
 
 _CONFIGS = {64: Config(128, 232, True, 2), 128: Config(64, 224, False, 1)}
 _ROWS_AT_HAND = 8 << 20  # bytes of rows, of the heads whose key tiles take turns, that the L2 cache should hold
-_ROWS_BY_TURNS = 6 << 20  # over head_dim, where dQ has an order: rows of the longest lists of the heads that take turns
+_ROWS_BY_TURNS = 6 << 20  # rows times head_dim of the longest lists of the heads that take turns where dQ has an order
 
 
 def backward(
@@ -971,8 +971,8 @@ def _launch_order(
     those of few rows go first: they are there first.
 
     More heads by turns shorten the queues before the rows, but the L2 cache should hold the rows that they walk: the
-    longest lists of all of them at most `rows` tiles. `together` heads are best where a tile sees most of the rows, and
-    under a causal mask that is not made of blocks, for there the tiles do not meet.
+    longest lists of all of them at most `rows` tiles. `together` heads are best where some tile sees most of the rows,
+    and under a causal mask that is not made of blocks, for there the tiles do not meet.
 
     Returns:
         int32 [groups of the batch, n_columns] and int32 [1], on the device.
@@ -982,11 +982,10 @@ def _launch_order(
     lists = lists.flatten(0, 1)
     longest = (lists.max() // (segments.shape[1] // groups)).clamp(min=1)
     by_turns = (rows + longest // 2) // longest
+    meet = longest * 4 < plan.tiles.shape[2] * 3
+    launch = torch.arange(n_columns - 1, -1, -1, device=segments.device).repeat(len(lists), 1)
     if causal:
-        blocks = plan.counts.sum(-1).max() * 4 > longest * 5
-        launch = n_columns - 1 - torch.where(blocks, lists.flip(-1), 0).argsort(dim=-1, stable=True)
-        turns = torch.where(blocks, by_turns, together)
-    else:
-        launch = torch.arange(n_columns - 1, -1, -1, device=segments.device).repeat(len(lists), 1)
-        turns = torch.where(longest * 4 < plan.tiles.shape[2] * 3, by_turns, together)
+        meet = meet & (plan.counts.sum(-1).max() * 4 > longest * 5)
+        launch = n_columns - 1 - torch.where(meet, lists.flip(-1), 0).argsort(dim=-1, stable=True)
+    turns = torch.where(meet, by_turns, together)
     return launch.to(torch.int32), turns.clamp(min=1).to(torch.int32).view(1)

@@ -1,4 +1,7 @@
-"""The plan as Triton kernels: the same tensors as `flashmask_hf.plan.build_plan`, in two launches and O(S) reads."""
+"""The plan as Triton kernels: the same tensors as `flashmask_hf.plan.build_plan`, in two launches and O(S) reads.
+
+A third kernel joins lists of a plan for a forward whose tiles are taller than the plan's.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,8 @@ from flashmask_hf.plan import COLUMNS, PARTIAL_SEGMENTS, ROWS, VISIBLE_SEGMENTS,
 _HIGHEST = tl.constexpr(2147483647)
 _LOWEST = tl.constexpr(-2147483647)
 _LANES = 256
+JOINED_ROWS = 192
+"""Query rows of a tile of `join_rows`: one and a half of the plan's."""
 
 
 @triton.jit
@@ -196,7 +201,7 @@ def build_plan(indices: Tensor, causal: bool, q_len: int, *, skip: bool = True) 
 
 @triton.jit(do_not_specialize=["q_len", "n_q", "n_kv", "n_rows"])
 def _join_rows(tiles, counts, flags, joined, joined_counts, q_len, n_q, n_kv, n_rows, LANES: tl.constexpr):
-    """One tile of 192 rows: two lists become one. `flags`: int8 zeros [masks, n_rows, 2, n_kv]."""
+    """One tile of `JOINED_ROWS`: two lists become one. `flags`: int8 zeros [masks, n_rows, 2, n_kv]."""
     tile = tl.program_id(0).to(tl.int64)
     row = tile % n_rows * 3 // 2
     plan_row = tile // n_rows * n_q + row
@@ -233,7 +238,9 @@ _launch_join = Launcher(_join_rows)
 
 
 def join_rows(plan: Plan, q_len: int) -> tuple[Tensor, Tensor]:
-    """The lists of a plan for tiles of 192 query rows, each of which meets two of the plan's.
+    """The lists of a plan for tiles of `JOINED_ROWS` query rows, each of which meets two of the plan's.
+
+    They are made for a call and not kept, with 4 * Tk / 192 bytes a query row.
 
     Args:
         plan: the plan, on the GPU.
@@ -241,10 +248,10 @@ def join_rows(plan: Plan, q_len: int) -> tuple[Tensor, Tensor]:
 
     Returns:
         tiles int16 [B, Hm, ceil(q_len / 192), Tk] and counts int32 [B, Hm, ceil(q_len / 192), 2], as in a plan; a key
-        tile is visible if both of the plan's lists have it so, and partial if one has it at all.
+        tile is visible if both of the plan's lists have it so, and else partial if either has it.
     """
     batch, heads, n_q, n_kv = plan.tiles.shape
-    n_rows = -(-q_len // 192)
+    n_rows = -(-q_len // JOINED_ROWS)
     flags = torch.zeros(batch, heads, n_rows, 2, n_kv, dtype=torch.int8, device=plan.tiles.device)
     tiles, counts = plan.tiles.new_empty(batch, heads, n_rows, n_kv), plan.counts.new_empty(batch, heads, n_rows, 2)
     with torch.cuda.device_of(plan.tiles):

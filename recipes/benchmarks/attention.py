@@ -39,7 +39,7 @@ from flashmask_hf.attention import plan_of
 
 HIDDEN = 4096
 TOKENS = 131072
-CHECKED = 1024  # length of the row on which every provider is compared with float64
+CHECKED = 4352  # length of the row on which every provider is compared with float64; kernels for long rows, too
 DENSE_LIMIT = 8192  # longest row for which a dense mask is given to SDPA
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 

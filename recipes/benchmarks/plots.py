@@ -31,8 +31,10 @@ def _unique(rows: Rows, name: str) -> list[str]:
     return list(dict.fromkeys(row[name] for row in rows))
 
 
-def _conditions(row: dict[str, str]) -> str:
-    return f"{row['gpu']}, bfloat16, torch {row['torch'].split('+')[0]}, Triton {row['triton']}, commit {row['commit']}"
+def _conditions(rows: Rows) -> str:
+    row = rows[0]
+    commits = " and ".join(_unique(rows, "commit"))
+    return f"{row['gpu']}, bfloat16, torch {row['torch'].split('+')[0]}, Triton {row['triton']}, commit {commits}"
 
 
 def bars(rows: Rows, out: Path) -> None:
@@ -52,7 +54,7 @@ def bars(rows: Rows, out: Path) -> None:
             axes.set_xticks(range(len(families)), families, rotation=20, ha="right")
             axes.set_ylabel("TFLOP/s, forward + backward")
             axes.set_ylim(0, 1.15 * max(float(row["both_tflops"]) for row in shown))
-            axes.set_title(f"{int(length) // 1024}K tokens, head_dim {dim}: {_conditions(shown[0])}", fontsize=10)
+            axes.set_title(f"{int(length) // 1024}K tokens, head_dim {dim}: {_conditions(shown)}", fontsize=10)
             axes.legend(ncols=len(providers), fontsize=8)
             figure.tight_layout()
             figure.savefig(out / f"attention_{dim}_{length}.png", dpi=100)
@@ -95,7 +97,7 @@ def memory(rows: Rows, out: Path) -> None:
     axes.set_yscale("log")
     axes.set_xlabel("tokens in a row")
     axes.set_ylabel("peak MiB while making the mask")
-    axes.set_title(_conditions(rows[0]), fontsize=9)
+    axes.set_title(_conditions(rows), fontsize=9)
     axes.legend()
     figure.tight_layout()
     figure.savefig(out / "mask_memory.png", dpi=100)
@@ -121,7 +123,7 @@ def runtimes(rows: Rows, out: Path) -> None:
     panels[0].set_ylabel("ms, forward + backward, sorting and moving included")
     first = rows[0]
     shape = f"B = {first['batch']}, H = {first['heads']}, D = {first['head_dim']}"
-    figure.suptitle(f"{shape}: {_conditions(first)}", fontsize=10)
+    figure.suptitle(f"{shape}: {_conditions(rows)}", fontsize=10)
     figure.tight_layout()
     figure.savefig(out / "sparse.png", dpi=100)
     plt.close(figure)
