@@ -143,12 +143,18 @@ def test_forward_tiles_wider_than_the_kernel_s(
     _check(*_inputs(2, 700, 700, dim, torch.bfloat16, "cuda"), mask, config=config)
 
 
-def test_softcap_takes_two_groups() -> None:
-    """Three would spill its registers."""
-    assert hopper_forward._config(64, 1 << 20, 0.0).groups == 3
-    assert hopper_forward._config(64, 1 << 20, 20.0).groups == 2
-    assert hopper_forward._config(64, 1000, 0.0).groups == 2
-    assert hopper_forward._config(128, 1 << 20, 0.0).groups == 2
+@pytest.mark.parametrize(
+    ("dim", "q_len", "softcap", "ordered", "groups"),
+    [
+        (64, 4096, 0.0, False, 3),
+        (64, 4095, 0.0, False, 2),
+        (64, 4096, 20.0, False, 2),  # three would spill its registers
+        (64, 4096, 0.0, True, 2),
+        (128, 4096, 0.0, False, 2),
+    ],
+)
+def test_groups(dim: int, q_len: int, softcap: float, ordered: bool, groups: int) -> None:
+    assert hopper_forward._config(dim, q_len, softcap, ordered).groups == groups
 
 
 @pytest.mark.hopper
@@ -162,8 +168,8 @@ def test_forward_more_tiles_than_multiprocessors(dim: int) -> None:
 
 @pytest.mark.hopper
 @pytest.mark.parametrize("q_len", [70, 1111, 9000])
-@pytest.mark.parametrize("dim", [64, 128])
-def test_forward_rows_put_back(dim: int, q_len: int) -> None:
+@pytest.mark.parametrize(("dim", "config"), CONFIGS)
+def test_forward_rows_put_back(dim: int, config: hopper_forward.Config, q_len: int) -> None:
     """The output of `put_rows_back`, to the bit."""
     q, k, v = _inputs(3, q_len, 300, dim, torch.bfloat16, "cuda")
     mask = masks.full(300, q_len=q_len, device="cuda")
@@ -171,7 +177,7 @@ def test_forward_rows_put_back(dim: int, q_len: int) -> None:
     order = torch.rand(q.shape[:3], generator=torch.Generator().manual_seed(1)).argsort(-1).to("cuda", torch.int32)
     with poisoned():
         (apart, lse), (together, same) = (
-            hopper_forward.forward(q, k, v, mask, tiles, None, 0.1, 0.0, order=given) for given in (None, order)
+            hopper_forward.forward(q, k, v, mask, tiles, None, 0.1, 0.0, config, order=given) for given in (None, order)
         )
     assert torch.equal(sparse_ops.put_rows_back(apart, order), together)
     assert torch.equal(lse, same)

@@ -545,9 +545,14 @@ def why_not(device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim:
 _launch = Launcher(_forward)
 
 
-def _config(dim: int, q_len: int, softcap: float) -> Config:
-    """The first of the table for so many queries. The tanh of a softcap takes registers that three groups lack."""
-    return next(config for least, config in _FORWARD[dim] if q_len >= least and (config.groups == 2 or not softcap))
+def _config(dim: int, q_len: int, softcap: float, ordered: bool) -> Config:
+    """The first of the table for so many queries.
+
+    The tanh of a softcap takes registers that three groups lack. Rows that are put in an `order` are those of sparse
+    attention, where each head has its own lists, and short ones in hash buckets.
+    """
+    most = 2 if softcap or ordered else 3
+    return next(config for least, config in _FORWARD[dim] if q_len >= least and config.groups <= most)
 
 
 def forward(
@@ -570,7 +575,7 @@ def forward(
     batch, heads, q_len, dim = q.shape
     kv_heads, kv_len = k.shape[1:3]
     q, k, v = (describable(x) for x in (q, k, v))
-    config = config or _config(dim, q_len, softcap)
+    config = config or _config(dim, q_len, softcap, order is not None)
     out = q.new_empty(batch, q_len, heads, dim).transpose(1, 2)
     lse = q.new_empty(batch, heads, q_len, dtype=torch.float32)
     indices = mask.indices.contiguous()
