@@ -73,7 +73,7 @@ def test_forward_compiles(monkeypatch: pytest.MonkeyPatch, dim: int, config: hop
     assert "cp.async.bulk.tensor" in kernel.assembly
     assert kernel.shared <= 227 * 1024
     assert kernel.spills is not None
-    assert kernel.spills <= 32  # of the roles' set-up; none in the loops
+    assert kernel.spills <= (32 if softcap else 0)  # of the roles' set-up; none in the loops
 
 
 def _check(

@@ -393,7 +393,7 @@ def _widen(x, dtype: gl.constexpr):
 
 
 @gluon.jit
-def _bits_below(bound, lane, COUNT: gl.constexpr):
+def _bits_of_lane(bound, lane, COUNT: gl.constexpr):
     """A word with a bit for each of COUNT rows of a lane of four, set where the row is under `bound`.
 
     The lane holds pairs of rows: 2 * lane and the next, and so on every 8 rows.
@@ -421,17 +421,17 @@ def _mark(
         lane = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, WORDS)), 0)
         inside = columns < kv_len
         at = indices + ((mask // 2).to(gl.int64) * kv_len + columns) * N
-        hidden = -1 - _bits_below(gl.load(at, mask=inside, other=0) - row, lane, COUNT)
+        hidden = -1 - _bits_of_lane(gl.load(at, mask=inside, other=0) - row, lane, COUNT)
         if N == 4 or (N == 2 and CAUSAL):
-            hidden = hidden & _bits_below(gl.load(at + 1, mask=inside, other=_NEVER) - row, lane, COUNT)
+            hidden = hidden & _bits_of_lane(gl.load(at + 1, mask=inside, other=_NEVER) - row, lane, COUNT)
         if N == 2 and not CAUSAL:
-            hidden = hidden | _bits_below(gl.load(at + 1, mask=inside, other=0) - row, lane, COUNT)
+            hidden = hidden | _bits_of_lane(gl.load(at + 1, mask=inside, other=0) - row, lane, COUNT)
         if N == 4:
             start = gl.load(at + 2, mask=inside, other=0) - row
             end = gl.load(at + 3, mask=inside, other=0) - row
-            hidden = hidden | (_bits_below(end, lane, COUNT) & (-1 - _bits_below(start, lane, COUNT)))
+            hidden = hidden | (_bits_of_lane(end, lane, COUNT) & (-1 - _bits_of_lane(start, lane, COUNT)))
         if CAUSAL:
-            hidden = hidden | _bits_below(columns - (kv_len - q_len) - row, lane, COUNT)
+            hidden = hidden | _bits_of_lane(columns - (kv_len - q_len) - row, lane, COUNT)
     return partial, -1 - hidden
 
 

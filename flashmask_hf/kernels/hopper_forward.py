@@ -3,10 +3,10 @@
 A program stays on a multiprocessor and takes one tile of query rows after the other from a counter. Its warps have
 roles. One warp walks the plan's list and sends queries, keys and values to shared memory; two turn the intervals of
 partial tiles into bits; two groups of four warps multiply, 64 rows each, or three where head_dim leaves the registers
-and rows are long: more of them hide exponentials better. A group issues the scores of the next tile
-of keys before the products of this one are done, so that its softmax runs beside them (FlashAttention-3, section 3).
-Weights stay in registers. One loop runs through all tiles of keys, first ones and partial ones, too: short code stays
-in the instruction cache.
+and rows are long: more of them hide exponentials better. A group issues the scores of the next tile of keys before the
+products of this one are done, so that its softmax runs beside them (FlashAttention-3, section 3). Weights stay in
+registers. One loop runs through all tiles of keys, first ones and partial ones, too: short code stays in the
+instruction cache.
 """
 
 # Device code: a tile or a constexpr reads as an int or a function there.
@@ -60,7 +60,7 @@ class Config(NamedTuple):
 
 
 # By head_dim, the queries from which on a configuration is taken, most first, as measured on an H200 (bfloat16). Three
-# groups are up to a fifth faster from there on, but slower where a row sees few tiles, as in a narrow window: a taller
+# groups are up to 28% faster from there on, but slower where a row sees few tiles, as in a narrow window: a taller
 # tile has more of them at its edges.
 _FORWARD = {
     64: ((4096, Config(3, 128, 2, 160, 32)), (0, Config(2, 128, 2, 216, 72))),
@@ -94,6 +94,12 @@ _QUERIES_FREE = gl.constexpr(2)
 # barrier of its own before it arrives.
 _WORDS_READ = gl.constexpr(6)
 _READ = gl.constexpr(8)  # keys by stage, then values by stage
+
+
+@gluon.constexpr_function
+def _threads(groups, warps):
+    """Of the multiplying groups and of so many warps that wait for them."""
+    return 128 * groups + 32 * warps
 
 
 @gluon.jit
@@ -131,7 +137,6 @@ def _feed(args, GROUPS: gl.constexpr, SUBTILES: gl.constexpr, STAGES: gl.constex
     q, k, v, tiles, counts, counter = tensors
     n_tiles, n_rows, heads, kv_heads, mask_batch, mask_heads, n_q, n_kv = sizes
     full, free, k_full, v_full = barriers
-    THREADS: gl.constexpr = GROUPS * 128 + 32
     M: gl.constexpr = q.block_shape[2]
     D: gl.constexpr = q.block_shape[3]
     BLOCK_N: gl.constexpr = k.block_shape[2]
@@ -179,11 +184,11 @@ def _feed(args, GROUPS: gl.constexpr, SUBTILES: gl.constexpr, STAGES: gl.constex
             column = (column * SUBTILES + i % SUBTILES) * BLOCK_N
             stage = step % STAGES
             if step >= STAGES:
-                named_barrier_sync(_READ + stage, THREADS)
+                named_barrier_sync(_READ + stage, _threads(GROUPS, 1))
             mbarrier.expect(k_full.index(stage), BLOCK_N * D * 2)
             tma_load(k, [batch, kv_head, column, 0], k_full.index(stage), kv_s.index(stage))
             if step >= STAGES:
-                named_barrier_sync(_READ + STAGES + stage, THREADS)
+                named_barrier_sync(_READ + STAGES + stage, _threads(GROUPS, 1))
             mbarrier.expect(v_full.index(stage), BLOCK_N * D * 2)
             tma_load(v, [batch, kv_head, column, 0], v_full.index(stage), kv_s.index(STAGES + stage))
             step += 1
@@ -205,7 +210,6 @@ def _between(start, end):
 def _screen(args, GROUPS: gl.constexpr, CAUSAL: gl.constexpr, N: gl.constexpr, SUBTILES: gl.constexpr):
     """For each partial tile a bit per pair, set where it is visible: words of 32 rows, of a group [2, BLOCK_N]."""
     indices, tiles, q_len, kv_len, n_kv, board, words, full, free = args
-    THREADS: gl.constexpr = GROUPS * 128 + 64
     BLOCK_N: gl.constexpr = words.shape[2]
     layout: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([1, BLOCK_N // 64], [1, 32], [1, 2], [1, 0]))
     turn = 0
@@ -235,7 +239,7 @@ def _screen(args, GROUPS: gl.constexpr, CAUSAL: gl.constexpr, N: gl.constexpr, S
                 other_end = gl.load(at + 3, mask=inside, other=0) - row
             slot = step % 2
             if step >= 2:
-                named_barrier_sync(_WORDS_READ + slot, THREADS)
+                named_barrier_sync(_WORDS_READ + slot, _threads(GROUPS, 2))
             for word in gl.static_range(2 * GROUPS):
                 if N == 4 or (N == 2 and CAUSAL):
                     hidden = _between(start - word * 32, end - word * 32)
@@ -260,13 +264,12 @@ def _screen(args, GROUPS: gl.constexpr, CAUSAL: gl.constexpr, N: gl.constexpr, S
 @gluon.jit
 def _hide(scores, masked, words, full, GROUP: gl.constexpr, GROUPS: gl.constexpr):
     """Scores [64, BLOCK_N] of a group with the hidden pairs of partial tile number `masked` at -inf."""
-    THREADS: gl.constexpr = GROUPS * 128 + 64
     layout: gl.constexpr = scores.type.layout
     halves = gl.reshape(scores, [2, 32, scores.shape[1]])
     slot = masked % 2
     mbarrier.wait(full.index(_WORDS + slot), (masked // 2) & 1)
     bits = words.index(slot * GROUPS + GROUP).load(gl.SliceLayout(1, halves.type.layout))
-    named_barrier_arrive(_WORDS_READ + slot, THREADS)
+    named_barrier_arrive(_WORDS_READ + slot, _threads(GROUPS, 2))
     bits, _halves = gl.broadcast(gl.expand_dims(bits, 1), halves)
     bits = gl.convert_layout(gl.reshape(bits, [64, scores.shape[1]]), layout)
     # A thread holds rows r and r + 8 of a word: their bits become the signs of bytes 2 and 3.
@@ -355,7 +358,6 @@ def _step(
     The first step, `begin`, multiplies weights of 0 with its own values, which it keeps for the next; so an infinite
     value makes NaN, as it does wherever a weight is 0.
     """
-    THREADS: gl.constexpr = GROUPS * 128 + 32
     layout: gl.constexpr = acc.type.layout
     stage = step % STAGES
     last = gl.where(step > begin, step - 1, begin)
@@ -364,7 +366,7 @@ def _step(
     mbarrier.wait(v_full.index(before), (last // STAGES) & 1)
     acc = _multiply_values(weights, acc, kv_s, STAGES + before)
     scores = warpgroup_mma_wait(1, deps=[scores])
-    named_barrier_arrive(_READ + stage, THREADS)
+    named_barrier_arrive(_READ + stage, _threads(GROUPS, 1))
     if CAP:
         scores = _tanh(scores * bend)
     if partial:
@@ -375,7 +377,7 @@ def _step(
     mbarrier.wait(k_full.index((step + 1) % STAGES), ((step + 1) // STAGES) & 1, pred=more)
     acc = warpgroup_mma_wait(0, deps=[acc])
     if step > begin:
-        named_barrier_arrive(_READ + STAGES + before, THREADS)
+        named_barrier_arrive(_READ + STAGES + before, _threads(GROUPS, 1))
     acc, decay = gl.broadcast(acc, _per_row(decay, layout))
     return weights, rescale(acc, decay), top, total
 
@@ -388,7 +390,6 @@ def _attend(
     """Output and log-sum-exp of 64 rows of every tile on the board. PLACED puts each output row where `order` says."""
     out, out_rows, order, lse, sinks, heads, q_len, factor, bend, board, q_s, kv_s, words, barriers = args
     full, free, k_full, v_full = barriers
-    THREADS: gl.constexpr = GROUPS * 128 + 32
     M: gl.constexpr = q_s.shape[3]
     D: gl.constexpr = q_s.shape[4]
     BLOCK_N: gl.constexpr = kv_s.shape[3]
@@ -446,7 +447,7 @@ def _attend(
             pieces = row + gl.arange(0, M, gl.SliceLayout(1, PIECES))
             place = gl.load(order + line.to(gl.int64) * q_len + pieces, mask=pieces < q_len, other=0)
         acc = warpgroup_mma_wait(0, deps=[acc])
-        named_barrier_arrive(_READ + STAGES + before, THREADS)
+        named_barrier_arrive(_READ + STAGES + before, _threads(GROUPS, 1))
         acc = acc * _per_row(1.0 / total, OUT)
         group_barrier()
         staged = q_s.index(queries).reshape([M, D])  # nobody needs the queries any more
