@@ -234,12 +234,13 @@ def test_blocks_hidden_from_all_rows_are_not_read(lane: Lane) -> None:
 
 @pytest.mark.parametrize("lane", lanes((), (torch.float32,), (torch.bfloat16, torch.float32)))
 def test_any_number_of_splits(lane: Lane) -> None:
-    """The parts are combined to what one part gives; two runs agree to the bit."""
+    """The parts are combined to what one part gives, but for rounding; two runs agree to the bit."""
     from flashmask_hf.kernels.decode import decode
 
     q, k, v = inputs(lane, 1, HEADS, KV_HEADS, 2, 700, 16)
     sinks = torch.linspace(-1, 3, HEADS, device=lane.device)
     mask = masks.sliding_window(700, 300, q_len=2, device=lane.device)
+    exact = flashmask_attention(*(x.double() for x in (q, k, v)), mask, sinks=sinks, scale=0.2, impl="reference")
     whole, whole_lse = decode(q, k, v, mask, sinks, 0.2, 0.0, n_splits=1)
     for n_splits in (3, 20):  # more than there are blocks of keys, too
         with poisoned():
@@ -247,7 +248,7 @@ def test_any_number_of_splits(lane: Lane) -> None:
         again, _ = decode(q, k, v, mask, sinks, 0.2, 0.0, n_splits=n_splits)
         assert torch.equal(out, again)
         torch.testing.assert_close(lse, whole_lse, rtol=0, atol=1e-5)
-        torch.testing.assert_close(out, whole, rtol=0, atol=4 * torch.finfo(lane.dtype).eps)
+        assert_within_budget(out, whole, exact, f"{n_splits} splits")
 
 
 @pytest.mark.parametrize("lane", ONE)
@@ -274,7 +275,7 @@ def test_layouts(lane: Lane) -> None:
 
 @pytest.mark.parametrize("lane", ONE)
 def test_the_planned_path_says_the_same(lane: Lane) -> None:
-    """What asks for gradients gets them, through a plan; the results agree."""
+    """What asks for gradients gets them, through a plan; the results agree but for rounding."""
     for family in ("sliding_window", "random_eviction"):
         q, k, v = attention_inputs(lane, 1, HEADS, KV_HEADS, 4, 300, 32)
         mask = FAMILIES[family](300, 4).to(lane.device)
@@ -284,8 +285,9 @@ def test_the_planned_path_says_the_same(lane: Lane) -> None:
         fresh = FAMILIES[family](300, 4).to(lane.device)
         with torch.no_grad():
             plain, plain_lse = flashmask_attention(q, k, v, fresh, impl=lane.impl, return_lse=True)
+            exact = flashmask_attention(*(x.double() for x in (q, k, v)), mask, impl="reference")
         assert fresh._plan is None
-        torch.testing.assert_close(plain, out.detach(), rtol=0, atol=4 * torch.finfo(lane.dtype).eps)
+        assert_within_budget(plain, out.detach(), exact, family)
         torch.testing.assert_close(plain_lse, lse.detach(), rtol=0, atol=1e-5)
 
 
