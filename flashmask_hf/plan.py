@@ -82,7 +82,7 @@ def build_plan(indices: Tensor, causal: bool, q_len: int, *, skip: bool = True) 
         causal: as in `FlashMask`.
         q_len: number of query rows.
         skip: False lists hidden tiles as partial ones, so that nothing is skipped: the paper's exactness claim
-            (section 4.4) is that this changes no bit.
+            (section 4.4) is that this changes no bit, where the kernels' tiles do not depend on the lists.
 
     Returns:
         Plan: on the device of `indices`.

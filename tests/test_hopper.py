@@ -44,11 +44,10 @@ def _inputs(batch: int, q_len: int, kv_len: int, dim: int, dtype: torch.dtype, d
     )
 
 
-# Every configuration: those that short rows take, and those that long ones do.
 CONFIGS = [
     pytest.param(dim, config, id=f"{dim}-{config.groups}")
-    for dim, by_length in hopper_forward._FORWARD.items()
-    for _, config in by_length
+    for table in (hopper_forward._FORWARD, hopper_forward._TALL)
+    for dim, config in table.items()
 ]
 
 
@@ -74,6 +73,19 @@ def test_forward_compiles(monkeypatch: pytest.MonkeyPatch, dim: int, config: hop
     assert kernel.shared <= 227 * 1024
     assert kernel.spills is not None
     assert kernel.spills <= (32 if softcap else 0)  # of the roles' set-up; none in the loops
+
+
+def test_both_configurations_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launches of which the mask chooses one, with more tiles than programs."""
+    for name, least in (("_TALL_QUERIES", 0), ("_TALL_ROWS", 0)):
+        monkeypatch.setattr(hopper_forward, name, least)
+    monkeypatch.setattr(hopper_forward, "multiprocessors", lambda device: 4)
+    q, k, v = _inputs(1, 512, 512, 64, torch.bfloat16, "cpu")
+    mask = FORMS["causal"]
+    with compile_only(HOPPER) as kernels:
+        hopper_forward.forward(q, k, v, mask, build_plan(mask.indices, mask.causal, 512), None, 0.1, 0.0)
+    assert [kernel.name for kernel in kernels] == ["_join_rows", "_forward", "_forward"]
+    assert [kernel.spills for kernel in kernels[1:]] == [0, 0]
 
 
 def _check(
@@ -144,26 +156,49 @@ def test_forward_tiles_wider_than_the_kernel_s(
 
 
 @pytest.mark.parametrize(
-    ("dim", "q_len", "softcap", "ordered", "groups"),
+    ("batch", "heads", "q_len", "dim", "softcap", "ordered", "groups"),
     [
-        (64, 4096, 0.0, False, 3),
-        (64, 4095, 0.0, False, 2),
-        (64, 4096, 20.0, False, 2),  # three would spill its registers
-        (64, 4096, 0.0, True, 2),
-        (128, 4096, 0.0, False, 2),
+        (2, 32, 4096, 64, 0.0, False, [2, 3]),
+        (2, 32, 4095, 64, 0.0, False, [2]),
+        (1, 63, 4096, 64, 0.0, False, [2]),
+        (2, 32, 4096, 64, 20.0, False, [2]),  # three would spill its registers
+        (2, 32, 4096, 64, 0.0, True, [2]),
+        (2, 32, 4096, 128, 0.0, False, [2]),
     ],
 )
-def test_groups(dim: int, q_len: int, softcap: float, ordered: bool, groups: int) -> None:
-    assert hopper_forward._config(dim, q_len, softcap, ordered).groups == groups
+def test_configs(
+    batch: int, heads: int, q_len: int, dim: int, softcap: float, ordered: bool, groups: list[int]
+) -> None:
+    q = torch.empty(batch, heads, q_len, dim, device="meta")
+    assert [config.groups for config in hopper_forward._configs(q, softcap, ordered)] == groups
 
 
 @pytest.mark.hopper
-@pytest.mark.parametrize("dim", [64, 128])
-def test_forward_more_tiles_than_multiprocessors(dim: int) -> None:
+@pytest.mark.parametrize(("window", "groups"), [(3000, 3), (900, 2)])
+def test_the_mask_decides_on_tall_tiles(monkeypatch: pytest.MonkeyPatch, window: int, groups: int) -> None:
+    """The results are those of one configuration, to the bit, and not of the other, which adds up in another order."""
+    monkeypatch.setattr(hopper_forward, "_TALL_ROWS", 0)
+    q, k, v = _inputs(2, 4200, 4200, 64, torch.bfloat16, "cuda")
+    mask = masks.sliding_window(4200, window, device="cuda")
+    tiles = build_plan(mask.indices, mask.causal, 4200)
+    configs = [None, hopper_forward._TALL[64], hopper_forward._FORWARD[64]]
+    with poisoned():
+        taken, tall, usual = (
+            hopper_forward.forward(q, k, v, mask, tiles, None, 0.1, 0.0, config=config) for config in configs
+        )
+    expected, other = (tall, usual) if groups == 3 else (usual, tall)
+    assert torch.equal(taken[0], expected[0])
+    assert torch.equal(taken[1], expected[1])
+    assert not torch.equal(taken[1], other[1])
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize(("dim", "config"), CONFIGS)
+def test_forward_more_tiles_than_multiprocessors(dim: int, config: hopper_forward.Config) -> None:
     """Programs take several tiles of rows, of very different lengths, from the counter."""
     q_len = 4100
     mask = masks.causal_document([100, 3000, 1000])
-    _check(*_inputs(3, q_len, q_len, dim, torch.bfloat16, "cuda"), mask)
+    _check(*_inputs(3, q_len, q_len, dim, torch.bfloat16, "cuda"), mask, config=config)
 
 
 @pytest.mark.hopper
@@ -282,10 +317,18 @@ def test_layouts_that_tma_cannot_describe() -> None:
 
 @pytest.mark.hopper
 @pytest.mark.parametrize(("dim", "rest"), [(128, 0), (64, 3500)])
-def test_a_captured_graph_reads_the_mask_anew(dim: int, rest: int) -> None:
-    """Forward and backward replay from a CUDA graph, on other vectors written into the same tensor."""
+def test_a_captured_graph_reads_the_mask_anew(monkeypatch: pytest.MonkeyPatch, dim: int, rest: int) -> None:
+    """Forward and backward replay from a CUDA graph, on other vectors written into the same tensor.
+
+    Of the long rows the first see many tiles of keys, and get tall tiles, and the others few.
+    """
+    monkeypatch.setattr(hopper_forward, "_TALL_ROWS", 0)
     q, k, v = (x.requires_grad_() for x in _inputs(1, 640 + rest, 640 + rest, dim, torch.bfloat16, "cuda"))
-    indices = masks.causal_document([300, 340 + rest], device="cuda").indices.clone()
+    first, second = (
+        masks.causal_document(lengths, device="cuda").indices
+        for lengths in ([300, 340 + rest], [100, 250, 290, *[350] * (rest // 350)])
+    )
+    indices = first.clone()
 
     def step() -> list[torch.Tensor]:
         out = flashmask_attention(q, k, v, FlashMask(indices, causal=True), impl="hopper", deterministic=True)
@@ -299,13 +342,15 @@ def test_a_captured_graph_reads_the_mask_anew(dim: int, rest: int) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         captured = step()
-    indices.copy_(masks.causal_document([100, 250, 290 + rest], device="cuda").indices)
-    with torch.cuda.stream(stream):
-        graph.replay()
-        fresh = step()
-    torch.cuda.synchronize()
-    for one, other in zip(captured, fresh, strict=True):
-        assert torch.equal(one, other)
+    for vectors in (second, first):
+        indices.copy_(vectors)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            graph.replay()
+            fresh = step()
+        torch.cuda.synchronize()
+        for one, other in zip(captured, fresh, strict=True):
+            assert torch.equal(one, other)
 
 
 @pytest.mark.hopper

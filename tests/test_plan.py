@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from support import FAMILIES, interpret_assertions
@@ -166,7 +168,8 @@ def test_joined_rows(
     mask = _random_mask(*form, q_len, kv_len, seed=0)
     plan = build_plan(mask.indices, mask.causal, q_len)
     by_rows = _tiles_by_rows(plan)[:, :, : -(-q_len // ROWS)]
-    tiles, counts = kernels.join_rows(Plan(*(x.to(device) for x in plan)), q_len)
+    tiles, counts, rows = kernels.join_rows(Plan(*(x.to(device) for x in plan)), q_len, 0)
+    assert rows.tolist() == [192]
     joined = _tiles_by_rows(Plan(tiles.cpu(), counts.cpu(), plan.segments))
     assert joined.shape[2] == -(-q_len // 192)
     for row in range(joined.shape[2]):
@@ -175,3 +178,23 @@ def test_joined_rows(
         either = torch.where((upper != HIDDEN) | (lower != HIDDEN), PARTIAL, HIDDEN)
         expected = torch.where((upper == VISIBLE) & (lower == VISIBLE), VISIBLE, either)
         assert torch.equal(joined[:, :, row], expected.to(joined.dtype))
+
+
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=pytest.mark.interpreter), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+@pytest.mark.parametrize(
+    ("count", "q_len", "document", "mean"),
+    [(2, 1024, 1024, 4.5), (1, 256 * 128, 8 * 128, 4.5), (64, 1024, 1024, 4.5), (48, 3 * 128, 3 * 128, 2.0)],
+    ids=str,
+)
+def test_rows_to_join(device: str, count: int, q_len: int, document: int, mean: float) -> None:
+    """Those of the plan where its lists are short on average, however regular they are."""
+    from flashmask_hf.kernels.plan import join_rows
+
+    ends = (torch.arange(q_len, dtype=torch.int32) // document + 1) * document
+    plan = build_plan(ends.view(1, 1, -1, 1).repeat(count, 1, 1, 1), True, q_len)
+    assert plan.counts.sum(-1).double().mean() == mean
+    plan = Plan(*(x.to(device) for x in plan))
+    rows = [join_rows(plan, q_len, least)[2].item() for least in (0, math.floor(mean - 0.4), math.ceil(mean + 0.4))]
+    assert rows == [192, 192, 128]

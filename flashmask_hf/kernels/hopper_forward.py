@@ -3,9 +3,9 @@
 A program stays on a multiprocessor and takes one tile of query rows after the other from a counter. Its warps have
 roles. One warp walks the plan's list and sends queries, keys and values to shared memory; two turn the intervals of
 partial tiles into bits; two groups of four warps multiply, 64 rows each, or three where head_dim leaves the registers
-and rows are long: more of them hide exponentials better. A group issues the scores of the next tile of keys before the
-products of this one are done, so that its softmax runs beside them (FlashAttention-3, section 3). Weights stay in
-registers. One loop runs through all tiles of keys, first ones and partial ones, too: short code stays in the
+and rows see many tiles: more of them hide exponentials better. A group issues the scores of the next tile of keys
+before the products of this one are done, so that its softmax runs beside them (FlashAttention-3, section 3). Weights
+stay in registers. One loop runs through all tiles of keys, first ones and partial ones, too: short code stays in the
 instruction cache.
 """
 
@@ -43,7 +43,7 @@ from flashmask_hf.kernels.launch import Launcher
 from flashmask_hf.kernels.plan import JOINED_ROWS, join_rows
 from flashmask_hf.kernels.tiles import LN_2, LOG2_E, LOWEST, describable, score_factors
 from flashmask_hf.mask import FlashMask
-from flashmask_hf.plan import ROWS, Plan, plan_columns
+from flashmask_hf.plan import COLUMNS, ROWS, Plan, plan_columns
 
 
 class Config(NamedTuple):
@@ -58,14 +58,22 @@ class Config(NamedTuple):
     registers: int
     helper_registers: int
 
+    @property
+    def rows(self) -> int:
+        """Of a tile."""
+        return 64 * self.groups
 
-# By head_dim, the queries from which on a configuration is taken, most first, as measured on an H200 (bfloat16). Three
-# groups are up to 28% faster from there on, but slower where a row sees few tiles, as in a narrow window: a taller
-# tile has more of them at its edges.
-_FORWARD = {
-    64: ((4096, Config(3, 128, 2, 160, 32)), (0, Config(2, 128, 2, 216, 72))),
-    128: ((0, Config(2, 128, 2, 232, 40)),),
-}
+
+_FORWARD = {64: Config(2, 128, 2, 216, 72), 128: Config(2, 128, 2, 232, 40)}
+
+# Tall tiles, by head_dim. Where rows see many tiles of keys they are up to 25% faster, as measured on an H200
+# (bfloat16), and where they see few, as in short documents or a narrow window, up to 70% slower: a tall tile has more
+# of them at its edges. A call takes them if it has `_TALL_QUERIES` queries a head and `_TALL_ROWS` in all, and if its
+# masks, which only the device knows, have `_TALL_TILES` tiles of keys a list, on average (`join_rows`).
+_TALL = {64: Config(3, 128, 2, 160, 32)}
+_TALL_QUERIES = 4096
+_TALL_ROWS = 1 << 18
+_TALL_TILES = 10
 
 _LOG2_E = gl.constexpr(LOG2_E.value)
 _LN_2 = gl.constexpr(LN_2.value)
@@ -169,7 +177,7 @@ def _feed(args, GROUPS: gl.constexpr, SUBTILES: gl.constexpr, STAGES: gl.constex
         _write(board.index(field + _PLAN_ROW), gl.where(partial > 0, plan_row, -1))
         group_barrier()
         mbarrier.arrive(full.index(turn % 2))
-        following = gl.atomic_add(counter, 1) + gl.num_programs(0) if SHARED else n_tiles
+        following = n_tiles
 
         side = turn % 2
         mbarrier.wait(free.index(_QUERIES_FREE + side), ((turn // 2) & 1) ^ 1)
@@ -192,6 +200,8 @@ def _feed(args, GROUPS: gl.constexpr, SUBTILES: gl.constexpr, STAGES: gl.constex
             mbarrier.expect(v_full.index(stage), BLOCK_N * D * 2)
             tma_load(v, [batch, kv_head, column, 0], v_full.index(stage), kv_s.index(STAGES + stage))
             step += 1
+            if SHARED and i == 0:  # not before the first loads, for the warp waits for the answer
+                following = gl.atomic_add(counter, 1) + gl.num_programs(0)
         tile = following
         turn += 1
     mbarrier.wait(free.index(turn % 2), ((turn // 2) & 1) ^ 1)
@@ -475,7 +485,7 @@ _SIZES = ["n_tiles", "n_rows", "heads", "kv_heads", "mask_batch", "mask_heads", 
 
 @gluon.jit(do_not_specialize=_SIZES)
 def _forward(
-    q, k, v, out, out_rows, order, lse, sinks, indices, tiles, counts, counter,
+    q, k, v, out, out_rows, order, lse, sinks, indices, tiles, counts, counter, chosen_rows,
     n_tiles, n_rows, heads, kv_heads, mask_batch, mask_heads, q_len, kv_len, n_q, n_kv, factor, bend,
     CAUSAL: gl.constexpr, N: gl.constexpr, PLACED: gl.constexpr, SINKS: gl.constexpr, CAP: gl.constexpr,
     GROUPS: gl.constexpr, SUBTILES: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
@@ -485,6 +495,8 @@ def _forward(
     M: gl.constexpr = q.block_shape[2]
     D: gl.constexpr = q.block_shape[3]
     BLOCK_N: gl.constexpr = k.block_shape[2]
+    if chosen_rows is not None:  # there are two launches: the one with tiles of so many rows does the work
+        n_tiles = gl.where(gl.load(chosen_rows) == GROUPS * M, n_tiles, 0)
     q_s = gl.allocate_shared_memory(q.dtype, [2 * GROUPS, 1, 1, M, D], q.layout)
     kv_s = gl.allocate_shared_memory(q.dtype, [2 * STAGES, 1, 1, BLOCK_N, D], k.layout)
     words = gl.allocate_shared_memory(gl.int32, [2 * GROUPS, 2, BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
@@ -546,14 +558,19 @@ def why_not(device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim:
 _launch = Launcher(_forward)
 
 
-def _config(dim: int, q_len: int, softcap: float, ordered: bool) -> Config:
-    """The first of the table for so many queries.
+def _configs(q: Tensor, softcap: float, ordered: bool) -> list[Config]:
+    """What may serve the call: besides the usual tiles tall ones, where the mask is to decide.
+
+    It decides for the whole call, and the two add up a row in different orders. So the masks of other rows of the batch
+    can change the rounding of a row.
 
     The tanh of a softcap takes registers that three groups lack. Rows that are put in an `order` are those of sparse
     attention, where each head has its own lists, and short ones in hash buckets.
     """
-    most = 2 if softcap or ordered else 3
-    return next(config for least, config in _FORWARD[dim] if q_len >= least and config.groups <= most)
+    batch, heads, q_len, dim = q.shape
+    many = q_len >= _TALL_QUERIES and batch * heads * q_len >= _TALL_ROWS
+    tall = [_TALL[dim]] if dim in _TALL and many and not softcap and not ordered else []
+    return [_FORWARD[dim], *tall]
 
 
 def forward(
@@ -568,7 +585,7 @@ def forward(
     config: Config | None = None,
     order: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Launch the forward; arguments and results as in `ops.flash_attn_forward`. `config` overrides the table.
+    """Launch the forward; arguments and results as in `ops.flash_attn_forward`. `config` overrides the tables.
 
     `order`, int32 [B, Hq, Sq], a permutation of every head's rows, says where to put each row of the output. The
     log-sum-exp stays in the order of q.
@@ -576,33 +593,37 @@ def forward(
     batch, heads, q_len, dim = q.shape
     kv_heads, kv_len = k.shape[1:3]
     q, k, v = (describable(x) for x in (q, k, v))
-    config = config or _config(dim, q_len, softcap, order is not None)
+    configs = _configs(q, softcap, order is not None) if config is None else [config]
     out = q.new_empty(batch, q_len, heads, dim).transpose(1, 2)
     lse = q.new_empty(batch, heads, q_len, dtype=torch.float32)
     indices = mask.indices.contiguous()
-    mask_batch, mask_heads, n_q, n_kv = plan.tiles.shape
-    rows = 64 * config.groups
-    assert rows in (ROWS, JOINED_ROWS), "there are lists for two groups, and for three"
-    n_rows = -(-q_len // rows)
-    n_tiles = n_rows * heads * batch
-    programs = min(n_tiles, multiprocessors(q.device))
-    shared = n_tiles > programs
-    counter = torch.zeros(1, dtype=torch.int32, device=q.device) if shared else None
+    mask_batch, mask_heads, _, n_kv = plan.tiles.shape
     factor, bend = score_factors(scale, softcap)
-    tiles, counts = plan.tiles, plan.counts
+    q_tiles, out_tiles = describe_rows(q, 64), describe_rows(out, 64)
+    sinks = None if sinks is None else sinks.contiguous()
+    lists = {ROWS: (plan.tiles, plan.counts)}
+    chosen_rows = None
     with torch.cuda.device_of(q):
-        if rows == JOINED_ROWS:
-            tiles, counts = join_rows(plan, q_len)
-            n_q = n_rows
-        _launch(
-            programs,
-            describe_rows(q, 64), describe_rows(k, config.columns), describe_rows(v, config.columns),
-            describe_rows(out, 64), None if order is None else out, order, lse,
-            None if sinks is None else sinks.contiguous(), indices, tiles, counts, counter,
-            n_tiles, n_rows, heads, kv_heads, mask_batch, mask_heads, q_len, kv_len, n_q, n_kv, factor, bend,
-            CAUSAL=mask.causal, N=indices.shape[-1], PLACED=order is not None, SINKS=sinks is not None,
-            CAP=softcap != 0, GROUPS=config.groups, SUBTILES=plan_columns(kv_len) // config.columns,
-            STAGES=config.stages, REGISTERS=config.registers, HELPER_REGISTERS=config.helper_registers, SHARED=shared,
-            num_warps=4,
-        )  # fmt: skip
+        if any(config.rows == JOINED_ROWS for config in configs):
+            least = -(-_TALL_TILES * COLUMNS // plan_columns(kv_len)) if len(configs) > 1 else 0
+            tiles, counts, chosen_rows = join_rows(plan, q_len, least)
+            lists[JOINED_ROWS] = (tiles, counts)
+        for config in configs:
+            tiles, counts = lists[config.rows]
+            n_rows = -(-q_len // config.rows)
+            n_tiles = n_rows * heads * batch
+            programs = min(n_tiles, multiprocessors(q.device))
+            shared = n_tiles > programs
+            counter = torch.zeros(1, dtype=torch.int32, device=q.device) if shared else None
+            _launch(
+                programs,
+                q_tiles, describe_rows(k, config.columns), describe_rows(v, config.columns), out_tiles,
+                None if order is None else out, order, lse, sinks, indices, tiles, counts, counter, chosen_rows,
+                n_tiles, n_rows, heads, kv_heads, mask_batch, mask_heads, q_len, kv_len, tiles.shape[2], n_kv, factor,
+                bend,
+                CAUSAL=mask.causal, N=indices.shape[-1], PLACED=order is not None, SINKS=sinks is not None,
+                CAP=softcap != 0, GROUPS=config.groups, SUBTILES=plan_columns(kv_len) // config.columns,
+                STAGES=config.stages, REGISTERS=config.registers, HELPER_REGISTERS=config.helper_registers,
+                SHARED=shared, num_warps=4,
+            )  # fmt: skip
     return out, lse

@@ -16,6 +16,7 @@ from flashmask_hf.plan import COLUMNS, PARTIAL_SEGMENTS, ROWS, VISIBLE_SEGMENTS,
 _HIGHEST = tl.constexpr(2147483647)
 _LOWEST = tl.constexpr(-2147483647)
 _LANES = 256
+_SAMPLE = 128
 JOINED_ROWS = 192
 """Query rows of a tile of `join_rows`: one and a half of the plan's."""
 
@@ -199,10 +200,29 @@ def build_plan(indices: Tensor, causal: bool, q_len: int, *, skip: bool = True) 
     return Plan(tiles, counts, segments)
 
 
-@triton.jit(do_not_specialize=["q_len", "n_q", "n_kv", "n_rows"])
-def _join_rows(tiles, counts, flags, joined, joined_counts, q_len, n_q, n_kv, n_rows, LANES: tl.constexpr):
-    """One tile of `JOINED_ROWS`: two lists become one. `flags`: int8 zeros [masks, n_rows, 2, n_kv]."""
+@triton.jit(do_not_specialize=["q_len", "n_q", "n_kv", "n_rows", "n_masks", "least"])
+def _join_rows(
+    tiles, counts, flags, joined, joined_counts, rows, q_len, n_q, n_kv, n_rows, n_masks, least,
+    ROWS: tl.constexpr, JOINED_ROWS: tl.constexpr, SAMPLE: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """One tile of `JOINED_ROWS`: two lists become one. `flags`: int8 zeros [masks, n_rows, 2, n_kv].
+
+    `rows` becomes JOINED_ROWS where a sample of the lists has `least` tiles on average; else ROWS, and nothing is done.
+    """
     tile = tl.program_id(0).to(tl.int64)
+    # One list of each of SAMPLE equal parts, now early and now late in it: masks and documents may be as regular.
+    nth = tl.arange(0, SAMPLE).to(tl.int64)
+    lists = (nth * SAMPLE + nth * 79 % SAMPLE) * (n_masks * n_q) // (SAMPLE * SAMPLE) * 2
+    long = tl.sum(tl.load(counts + lists) + tl.load(counts + lists + 1), 0) >= least * SAMPLE
+    if tile == 0:
+        tl.store(rows, tl.where(long, JOINED_ROWS, ROWS))
+    if long:
+        _join(tile, tiles, counts, flags, joined, joined_counts, q_len, n_q, n_kv, n_rows, LANES)
+
+
+@triton.jit
+def _join(tile, tiles, counts, flags, joined, joined_counts, q_len, n_q, n_kv, n_rows, LANES: tl.constexpr):
+    """The list of number `tile`: arguments as in `_join_rows`."""
     row = tile % n_rows * 3 // 2
     plan_row = tile // n_rows * n_q + row
     flags += tile * 2 * n_kv
@@ -237,7 +257,7 @@ def _join_rows(tiles, counts, flags, joined, joined_counts, q_len, n_q, n_kv, n_
 _launch_join = Launcher(_join_rows)
 
 
-def join_rows(plan: Plan, q_len: int) -> tuple[Tensor, Tensor]:
+def join_rows(plan: Plan, q_len: int, least: int) -> tuple[Tensor, Tensor, Tensor]:
     """The lists of a plan for tiles of `JOINED_ROWS` query rows, each of which meets two of the plan's.
 
     They are made for a call and not kept, with 4 * Tk / 192 bytes a query row.
@@ -245,18 +265,21 @@ def join_rows(plan: Plan, q_len: int) -> tuple[Tensor, Tensor]:
     Args:
         plan: the plan, on the GPU.
         q_len: number of query rows.
+        least: of key tiles that a list of the plan must have on average, by a sample of the lists.
 
     Returns:
         tiles int16 [B, Hm, ceil(q_len / 192), Tk] and counts int32 [B, Hm, ceil(q_len / 192), 2], as in a plan; a key
-        tile is visible if both of the plan's lists have it so, and else partial if either has it.
+        tile is visible if both of the plan's lists have it so, and else partial if either has it. And int32 [1], the
+        rows of the tiles to take: 192, or 128 for the lists of the plan, and then the others are not made.
     """
     batch, heads, n_q, n_kv = plan.tiles.shape
     n_rows = -(-q_len // JOINED_ROWS)
     flags = torch.zeros(batch, heads, n_rows, 2, n_kv, dtype=torch.int8, device=plan.tiles.device)
     tiles, counts = plan.tiles.new_empty(batch, heads, n_rows, n_kv), plan.counts.new_empty(batch, heads, n_rows, 2)
+    rows = plan.counts.new_empty(1)
     with torch.cuda.device_of(plan.tiles):
         _launch_join(
-            batch * heads * n_rows, plan.tiles, plan.counts, flags, tiles, counts, q_len, n_q, n_kv, n_rows,
-            LANES=_LANES, num_warps=4,
+            batch * heads * n_rows, plan.tiles, plan.counts, flags, tiles, counts, rows, q_len, n_q, n_kv, n_rows,
+            batch * heads, least, ROWS=ROWS, JOINED_ROWS=JOINED_ROWS, SAMPLE=_SAMPLE, LANES=_LANES, num_warps=4,
         )  # fmt: skip
-    return tiles, counts
+    return tiles, counts, rows
