@@ -571,7 +571,6 @@ def _go_on(
     values = v_tiles.index(side * 2 + HALF + hidden).reshape([64, BLOCK_D])
     queries = q_tiles.index(stage).reshape([BLOCK_M, BLOCK_D])
     scores = warpgroup_mma(keys, queries.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-    partial, marks = _mark(indices, stage, more, places, q_len, kv_len, HALF, CAUSAL, N, BLOCK_M, PIECES)
     dq = warpgroup_mma_wait(1, deps=[dq])
     if not LAG:
         mbarrier.wait(dq_free, (event & 1) ^ 1)
@@ -581,6 +580,7 @@ def _go_on(
     mbarrier.wait(do_ready.index(stage), (step // 2) & 1, pred=more)
     upstream = do_tiles.index(stage).reshape([BLOCK_M, BLOCK_D])
     dweights = warpgroup_mma(values, upstream.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+    partial, marks = _mark(indices, stage, more, places, q_len, kv_len, HALF, CAUSAL, N, BLOCK_M, PIECES)
     scores = warpgroup_mma_wait(1, deps=[scores])
     if not LAG:  # only now, since what the products read of the shared memory holds up the stores
         _pass_dq(dq_ready)
@@ -971,8 +971,9 @@ def _launch_order(
     those of few rows go first: they are there first.
 
     More heads by turns shorten the queues before the rows, but the L2 cache should hold the rows that they walk: the
-    longest lists of all of them at most `rows` tiles. `together` heads are best where some tile sees most of the rows,
-    and under a causal mask that is not made of blocks, for there the tiles do not meet.
+    longest lists of all of them have about `rows` tiles, and half of that under causal masks of blocks. `together`
+    heads are best where some tile sees most of the rows, and under a causal mask that is not made of blocks, for there
+    the tiles do not meet.
 
     Returns:
         int32 [groups of the batch, n_columns] and int32 [1], on the device.
@@ -981,11 +982,11 @@ def _launch_order(
     lists = (segments[..., 1] - segments[..., 0]).sum(-1)[:, :, :n_columns].unflatten(1, (groups, -1)).sum(2)
     lists = lists.flatten(0, 1)
     longest = (lists.max() // (segments.shape[1] // groups)).clamp(min=1)
-    by_turns = (rows + longest // 2) // longest
     meet = longest * 4 < plan.tiles.shape[2] * 3
     launch = torch.arange(n_columns - 1, -1, -1, device=segments.device).repeat(len(lists), 1)
     if causal:
         meet = meet & (plan.counts.sum(-1).max() * 4 > longest * 5)
         launch = n_columns - 1 - torch.where(meet, lists.flip(-1), 0).argsort(dim=-1, stable=True)
-    turns = torch.where(meet, by_turns, together)
+    at_hand = rows // 2 if causal else rows
+    turns = torch.where(meet, (at_hand + longest // 2) // longest, together)
     return launch.to(torch.int32), turns.clamp(min=1).to(torch.int32).view(1)
