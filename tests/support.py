@@ -142,13 +142,26 @@ def check(
     """Output, LSE and every gradient of the lane's implementation are within the error budget."""
     with poisoned():
         actual = run(q, k, v, mask, lane.impl, sinks=sinks, softcap=softcap)
+    assert_results(actual, *references(q, k, v, mask, sinks=sinks, softcap=softcap), q.dtype)
+
+
+def references(
+    q: Tensor, k: Tensor, v: Tensor, mask: FlashMask, *, sinks: Tensor | None = None, softcap: float | None = None
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What `run` gives of eager code: in the dtype of the inputs, and in float64."""
     eager = run(q, k, v, mask, "reference", sinks=sinks, softcap=softcap)
     wide = [None if x is None else x.detach().double().requires_grad_() for x in (q, k, v, sinks)]
     exact = run(wide[0], wide[1], wide[2], mask, "reference", sinks=wide[3], softcap=softcap)  # type: ignore[arg-type]
+    return eager, exact
+
+
+def assert_results(
+    actual: dict[str, Tensor], eager: dict[str, Tensor], exact: dict[str, Tensor], dtype: torch.dtype
+) -> None:
+    """All that `run` gives is within the error budget of inputs in `dtype`."""
     for name in actual:
         # Sinks are float32 whatever q is, but their gradient is a sum over the rounded output.
-        dtype = q.dtype if name == "dsinks" else None
-        assert_within_budget(actual[name], eager[name], exact[name], name, dtype)
+        assert_within_budget(actual[name], eager[name], exact[name], name, dtype if name == "dsinks" else None)
 
 
 def _lengths(kv_len: int, parts: int) -> list[int]:
