@@ -462,15 +462,14 @@ def _attend(
         group_barrier()
         staged = q_s.index(queries).reshape([M, D])  # nobody needs the queries any more
         staged.store(acc.to(q_s.dtype))
+        fence_async_shared()
+        group_barrier()
         if PLACED:
-            group_barrier()
             at = ((batch.to(gl.int64) * q_len + place) * heads + head) * D
             dims = gl.arange(0, D, gl.SliceLayout(0, PIECES))
             to = out_rows + gl.expand_dims(at, 1) + gl.expand_dims(dims, 0)
             gl.store(to, staged.load(PIECES), mask=gl.expand_dims(pieces < q_len, 1))
         else:
-            fence_async_shared()
-            group_barrier()
             tma_store(out, [batch, head, row, 0], q_s.index(queries))
         turn += 1
         field = _open(full, turn)
