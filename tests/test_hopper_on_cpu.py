@@ -1,0 +1,150 @@
+"""The kernels for Hopper on a CPU: their results, and the order of all that they share (see `gluon_interpreter`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from support import (
+    FAMILIES,
+    HEADS,
+    INTERPRETED,
+    KV_HEADS,
+    Lane,
+    assert_results,
+    attention_inputs,
+    poisoned,
+    references,
+    run,
+)
+
+if not INTERPRETED:
+    pytest.skip("interpreter lane: set TRITON_INTERPRET=1", allow_module_level=True)
+
+from flashmask_hf.kernels import gluon_shim
+
+if gluon_shim._obstacle is not None:
+    pytest.skip(f"interpreter lane: {gluon_shim._obstacle}", allow_module_level=True)
+
+from gluon_interpreter import interpreted
+
+from flashmask_hf import FlashMask, attention, masks, plan, sparse_ops
+from flashmask_hf.kernels import hopper_backward, hopper_forward
+
+pytestmark = pytest.mark.interpreter
+
+DTYPES = {64: torch.bfloat16, 128: torch.float16}
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """impl="hopper" serves tensors on the CPU, with three programs at most."""
+    monkeypatch.setattr(attention, "_why_not_hopper", lambda *given: None)
+    for module in (hopper_forward, hopper_backward):
+        monkeypatch.setattr(module, "multiprocessors", lambda device: 3)
+    with interpreted():
+        yield
+
+
+def _inputs(dim: int, q_len: int, kv_len: int, batch: int = 2, heads: int = HEADS, kv_heads: int = KV_HEADS):
+    return attention_inputs(Lane("hopper", "cpu", DTYPES[dim]), batch, heads, kv_heads, q_len, kv_len, dim)
+
+
+def _check(inputs, mask: FlashMask, orders: tuple[bool, ...] = (False, True), **options) -> None:
+    """Output, LSE and gradients, with dQ in any order and in a fixed one."""
+    expected = references(*inputs, mask, **options)
+    for ordered in orders:
+        before = torch.are_deterministic_algorithms_enabled()
+        torch.use_deterministic_algorithms(ordered)  # which also makes uninitialised tensors NaN
+        try:
+            actual = run(*inputs, mask, "hopper", **options)
+        finally:
+            torch.use_deterministic_algorithms(before)
+        assert_results(actual, *expected, inputs[0].dtype)
+
+
+@pytest.mark.parametrize("lengths", [(1, 1), (113, 113), (200, 333)], ids=str)
+@pytest.mark.parametrize("dim", DTYPES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_family(family: str, dim: int, lengths: tuple[int, int]) -> None:
+    q_len, kv_len = lengths
+    ordered = bool(len(family) % 2)
+    _check(_inputs(dim, q_len, kv_len), FAMILIES[family](kv_len, q_len), (ordered,))
+
+
+@pytest.mark.parametrize("dim", DTYPES)
+@pytest.mark.parametrize("mask_heads", ["one", "kv", "q"])
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (3, 1)], ids=["MHA", "GQA", "MQA"])
+def test_heads(heads: tuple[int, int], mask_heads: str, dim: int) -> None:
+    count = {"one": 1, "kv": heads[1], "q": heads[0]}[mask_heads]
+    mask = masks.random_eviction(230, generator=torch.Generator().manual_seed(0), heads=count)
+    _check(_inputs(dim, 230, 230, 1, *heads), mask)
+
+
+@pytest.mark.parametrize("dim", DTYPES)
+@pytest.mark.parametrize("form", [(True, 1), (True, 2), (False, 2), (False, 4)], ids=str)
+def test_softcap_and_sinks(form: tuple[bool, int], dim: int) -> None:
+    causal, n = form
+    indices = torch.randint(0, 201, (2, 1, 260, n), generator=torch.Generator().manual_seed(n), dtype=torch.int32)
+    sinks = torch.linspace(-1, 3, HEADS).requires_grad_()
+    _check(_inputs(dim, 200, 260), FlashMask(indices, causal, q_len=200), (n == 2,), softcap=3.0, sinks=sinks)
+
+
+@pytest.mark.parametrize("dim", DTYPES)
+def test_tiles_wider_than_the_kernel_s(monkeypatch: pytest.MonkeyPatch, dim: int) -> None:
+    monkeypatch.setattr(plan, "MAX_COLUMN_TILES", 2)
+    _check(_inputs(dim, 500, 500, 1), masks.causal_document([170, 130, 200]))
+
+
+@pytest.mark.parametrize(("window", "groups"), [(700, 3), (100, 2)])
+def test_the_mask_decides_on_tall_tiles(monkeypatch: pytest.MonkeyPatch, window: int, groups: int) -> None:
+    """Of two launches one does nothing; the other's results are those of its configuration, to the bit."""
+    for name, value in (("_TALL_QUERIES", 0), ("_TALL_ROWS", 0), ("_TALL_TILES", 3)):
+        monkeypatch.setattr(hopper_forward, name, value)
+    inputs = _inputs(64, 700, 700, 1, 2, 1)
+    mask = masks.sliding_window(700, window)
+    _check(inputs, mask, (False,))
+    config = (hopper_forward._TALL if groups == 3 else hopper_forward._FORWARD)[64]
+    tiles = plan.build_plan(mask.indices, mask.causal, 700)
+    with interpreted() as names, poisoned():
+        taken, alone = (
+            hopper_forward.forward(*(x.detach() for x in inputs), mask, tiles, None, 0.1, 0.0, config=given)
+            for given in (None, config)
+        )
+    assert names == ["_forward"] * 3
+    assert all(torch.equal(x, y) for x, y in zip(taken, alone, strict=True))
+
+
+@pytest.mark.parametrize("ordered", [False, True], ids=["unordered", "ordered"])
+@pytest.mark.parametrize("dim", DTYPES)
+def test_keys_that_no_row_sees(dim: int, ordered: bool) -> None:
+    """Whole tiles of them, one after the other, and at the beginning and the end of what a program does."""
+    mask = masks.full(900, q_len=200)
+    mask.indices[:, :, :256] = 0
+    mask.indices[:, :, 512:] = 0
+    _check(_inputs(dim, 200, 900, 2, 2, 2), mask, (ordered,))
+
+
+@pytest.mark.parametrize("dim", DTYPES)
+def test_rows_put_back(dim: int) -> None:
+    """Of the output and of all gradients, where the caller says, to the bit; in whatever order the roles run."""
+    q, k, v = (x.detach() for x in _inputs(dim, 200, 333))
+    dout = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).to(q.dtype).transpose(1, 2).contiguous()
+    dout = dout.transpose(1, 2)
+    mask = FAMILIES["document"](333, 200)
+    tiles = plan.build_plan(mask.indices, mask.causal, 200)
+    generator = torch.Generator().manual_seed(2)
+    order, k_order = (torch.rand(x.shape[:3], generator=generator).argsort(-1).int() for x in (q, k))
+    results = []
+    for seed, orders in enumerate((None, (order, k_order), (order, k_order))):
+        with interpreted(seed), poisoned():
+            out, lse = hopper_forward.forward(q, k, v, mask, tiles, None, 0.1, 0.0, order=orders and orders[0])
+            delta = (out.float() * dout).sum(-1) if orders is None else results[0][-1]
+            gradients = hopper_backward.backward(
+                dout, q, k, v, lse, delta, mask, tiles, 0.1, 0.0, deterministic=True, orders=orders
+            )
+        results.append((out, *gradients, lse, delta))
+    for x, y, again, where in zip(*results, (order, order, k_order, k_order, None, None), strict=True):
+        assert torch.equal(y, again)
+        assert torch.equal(x if where is None else sparse_ops.put_rows_back(x, where), y)
