@@ -28,6 +28,7 @@ if gluon_shim._obstacle is not None:
     pytest.skip(f"interpreter lane: {gluon_shim._obstacle}", allow_module_level=True)
 
 from gluon_interpreter import interpreted
+from test_stress import check_random_call
 
 from flashmask_hf import FlashMask, attention, masks, plan, sparse_ops
 from flashmask_hf.kernels import hopper_backward, hopper_forward
@@ -148,3 +149,12 @@ def test_rows_put_back(dim: int) -> None:
     for x, y, again, where in zip(*results, (order, order, k_order, k_order, None, None), strict=True):
         assert torch.equal(y, again)
         assert torch.equal(x if where is None else sparse_ops.put_rows_back(x, where), y)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_random_calls(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """The roles run in an order that the seed draws, too."""
+    for name, value in (("_TALL_QUERIES", 0), ("_TALL_ROWS", 0), ("_TALL_TILES", seed % 3)):
+        monkeypatch.setattr(hopper_forward, name, value)
+    with interpreted(seed):
+        check_random_call(seed, "cpu", ["hopper"], [torch.bfloat16, torch.float16], longest=300)

@@ -31,7 +31,7 @@ def _mask(draw: random.Random, batch: int, heads: int, q_len: int, kv_len: int) 
     return FlashMask(indices[:, :, torch.arange(kv_len) // width * width], causal, q_len=q_len)
 
 
-def _check(seed: int, device: str, impls: list[str], dtypes: list[torch.dtype], longest: int) -> None:
+def check_random_call(seed: int, device: str, impls: list[str], dtypes: list[torch.dtype], longest: int) -> None:
     """Output, LSE and gradients of every implementation; two runs in the same order agree to the bit."""
     draw = random.Random(seed)
     batch, kv_heads, group = draw.randint(1, 3), draw.choice([1, 2]), draw.choice([1, 2, 4])
@@ -62,12 +62,12 @@ def _check(seed: int, device: str, impls: list[str], dtypes: list[torch.dtype], 
 def test_torch(seed: int) -> None:
     if INTERPRETED:
         pytest.skip("cpu lane: unset TRITON_INTERPRET")
-    _check(seed, "cpu", ["torch"], [torch.float32, torch.bfloat16], longest=300)
+    check_random_call(seed, "cpu", ["torch"], [torch.float32, torch.bfloat16], longest=300)
 
 
 @pytest.mark.parametrize("seed", _seeds(6, pytest.mark.interpreter))
 def test_interpreter(seed: int) -> None:
-    _check(seed, "cpu", ["triton"], [torch.float32, torch.float16], longest=200)
+    check_random_call(seed, "cpu", ["triton"], [torch.float32, torch.float16], longest=200)
 
 
 @pytest.mark.parametrize("seed", _seeds(20, pytest.mark.gpu))
@@ -80,4 +80,4 @@ def test_gpu(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
         impls.append("hopper")
         for name, least in (("_TALL_QUERIES", 0), ("_TALL_ROWS", 0), ("_TALL_TILES", (0, 2, 5, 10)[seed % 4])):
             monkeypatch.setattr(hopper_forward, name, least)
-    _check(seed, "cuda", impls, [torch.bfloat16, torch.float16], longest=1500)
+    check_random_call(seed, "cuda", impls, [torch.bfloat16, torch.float16], longest=1500)
