@@ -12,8 +12,10 @@ a fence and a barrier of the storing warps between, and the use of a product tha
 early or too late if nothing comes of it, for kernels do some things in vain: the error comes when something made of it
 goes to global memory or decides on the way. If no thread can go on, `Deadlock` says where each of them waits.
 
-What this does not see: other order between the warps of one role, for a role is one thread here; layouts, and what they
-cost; registers; whether a GPU's barriers are allotted; order in global memory, but for what comes out.
+What this does not see: other order between the warps of one role, for a role is one thread here; the fence that
+barriers need when they are made; parts of a place apart from each other; that a GPU rounds quotients of negative
+numbers towards zero; layouts, and what they cost; registers; whether a GPU's barriers are allotted; order in global
+memory, but for what comes out.
 """
 
 from __future__ import annotations
@@ -81,6 +83,9 @@ class Known:
 
     def copy(self) -> Known:
         return Known(dict(self.over), dict(self.fenced))
+
+    def covers(self, other: Known) -> bool:
+        return all(self.over.get(who, 0) >= count for who, count in other.over.items())
 
 
 @dataclass(eq=False)
@@ -183,10 +188,21 @@ class Barrier:
 
     def __init__(self, name: str, number: int):
         self.name, self.number = name, number
-        self.count = self.left = self.bytes = self.phases = 0
-        self.gathering, self.gathered = Known(), Known()
+        self.count = self.left = self.bytes = 0
+        self.gathering = Known()
+        self.gathered = [Known()]  # by phases that are over
+
+    @property
+    def phases(self) -> int:
+        return len(self.gathered) - 1
+
+    def check(self, known: Known) -> None:
+        """Only one who knows that the phase before is over may add to this one."""
+        if not known.covers(self.gathered[-1]):
+            raise Race(f"{self.name}: {_where()} arrives while the phase before may not be over")
 
     def arrive(self, known: Known, count: int, expected: int) -> None:
+        self.check(known)
         assert self.left >= count, f"{self.name}: more arrive than the barrier counts ({_where()})"
         self.gathering.join(known)
         self.left -= count
@@ -200,9 +216,15 @@ class Barrier:
 
     def _turn(self) -> None:
         if self.left == 0 and self.bytes == 0:
-            self.gathered, self.gathering = self.gathering, Known()
+            self.gathered.append(self.gathering)
+            self.gathering = Known()
             self.left = self.count
-            self.phases += 1
+
+    def passed(self, known: Known, phase: int) -> Known:
+        """What is over for one who waits for `phase`: of its parity, the first that it does not know to be over."""
+        over = known.over.get(self.number, 0)
+        over += over & 1 == phase
+        return Known(self.gathered[over].over | {self.number: over}, self.gathered[over].fenced)
 
 
 class HardwareBarrier:
@@ -211,9 +233,10 @@ class HardwareBarrier:
     def __init__(self, number: int):
         self.number = number
         self.threads: int | None = None
-        self._begin()
-        self.gathered = Known()
         self.generation = 0
+        self.gathered = Known()
+        self.took_part: set[int] = set()
+        self._begin()
 
     def _begin(self) -> None:
         self.there: set[int] = set()
@@ -223,14 +246,16 @@ class HardwareBarrier:
     def arrive(self, role: Role, threads: int) -> None:
         where = f"hardware barrier {self.number}, {_where()}"
         assert self.threads in (None, threads), f"{where}: {threads} threads, elsewhere {self.threads}"
-        assert role.number not in self.there, f"{where}: the role is there, and others are not yet"
+        if role.number in self.there or (role.number in self.took_part and not role.known.covers(self.gathered)):
+            raise Race(f"{where}: the role is there again, and others may not be there yet")
         self.threads = threads
         self.there.add(role.number)
         self.arrived += role.warps * 32
         assert self.arrived <= threads, f"{where}: more than {threads} threads"
         self.gathering.join(role.known)
+        self.gathering.fenced[role.number] = role.fence  # all of its warps are there
         if self.arrived == threads:
-            self.gathered = self.gathering
+            self.gathered, self.took_part = self.gathering, self.there
             self.generation += 1
             self._begin()
 
@@ -259,6 +284,7 @@ class Role:
                     self.body()
                 assert not self.products.running, "a role ends with products that it did not wait for"
                 assert not self.stores.running, "a role ends with stores that may still read its shared memory"
+                _join(self.machine.ended, self.known.over)
             except BaseException as error:
                 self.machine.failed = self.machine.failed or error
         self.machine.leave(self)
@@ -287,6 +313,8 @@ class Machine:
         self.failed: BaseException | None = None
         self.over = threading.Semaphore(0)
         self.roles: list[Role] = []
+        self.places: list[Place] = []
+        self.ended: Clock = {}
 
     def run(self, body: Callable[[], None]) -> None:
         """Run `body` in every program, and the roles that it begins."""
@@ -297,6 +325,9 @@ class Machine:
         self.over.acquire()
         if self.failed:
             raise self.failed
+        for place in self.places:
+            if place.write and not place.write.before(self.ended):
+                raise Race(f"{place.name}: nobody waits for what {place.write.where} writes")
 
     def new_number(self) -> int:
         self.numbers += 1
@@ -487,10 +518,13 @@ class Tile:
         return bool(self.used())
 
 
+def _reads(*arguments: Any) -> frozenset[Access]:
+    return frozenset().union(*(x.reads for x in arguments if isinstance(x, (Tile, Pointer))))
+
+
 def _apply(function: Callable[..., Tensor], *arguments: Any) -> Tile:
     """A function of tensors and numbers, of tiles and numbers."""
-    reads = frozenset().union(*(x.reads for x in arguments if isinstance(x, Tile)))
-    return Tile(function(*map(_plain, arguments)), reads)
+    return Tile(function(*map(_plain, arguments)), _reads(*arguments))
 
 
 def _operator(name: str) -> Callable[[Tile, Any], Any]:
@@ -512,17 +546,17 @@ for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
 
 
 class Pointer:
-    """Elements of a tensor in global memory."""
+    """Elements of a tensor in global memory; `reads` as of a tile."""
 
-    def __init__(self, memory: Tensor, at: Any):
-        self.memory, self.at = memory, at
+    def __init__(self, memory: Tensor, at: Any, reads: frozenset[Access] = frozenset()):
+        self.memory, self.at, self.reads = memory, at, reads
 
     def __add__(self, offset: Any) -> Pointer:
-        at, offset = (torch.as_tensor(_plain(x)).long() for x in (self.at, offset))
-        return Pointer(self.memory, at + offset)
+        at, more = (torch.as_tensor(_plain(x)).long() for x in (self.at, offset))
+        return Pointer(self.memory, at + more, self.reads | _reads(offset))
 
     def __sub__(self, offset: Any) -> Pointer:
-        return self + -torch.as_tensor(_plain(offset))
+        return self + -offset
 
     def elements(self, mask: Any) -> tuple[Tensor, Tensor]:
         """(indices, which of them are meant)."""
@@ -531,6 +565,11 @@ class Pointer:
         outside = meant & ((at < 0) | (at >= len(self.memory)))
         assert not outside.any(), f"{_where()} leaves the tensor, of {len(self.memory)} elements"
         return torch.where(meant, at, 0), meant
+
+    def changed(self, *more: Any) -> None:
+        """What is made of shared memory decides, with `more`, where global memory changes."""
+        for access in _reads(self, *more):
+            access.use()
 
 
 class Descriptor:
@@ -570,7 +609,9 @@ def _allocate_shared_memory(dtype: Any, shape: list[int], layout: Any) -> Shared
     if layout == "barriers":
         return Barriers(name, shape[0])
     data = torch.full(shape, float("nan") if dtype.is_floating() else -(2**31), dtype=_TORCH[dtype])
-    return Shared(data, [Place(f"{name} {i}") for i in range(shape[0])], layout)
+    places = [Place(f"{name} {i}") for i in range(shape[0])]
+    _role().machine.places += places
+    return Shared(data, places, layout)
 
 
 def _warp_specialize(roles: list[tuple[Callable, tuple]], warps: list[int], registers: list[int]) -> None:
@@ -586,10 +627,12 @@ def _warp_specialize(roles: list[tuple[Callable, tuple]], warps: list[int], regi
 
 def _load(pointer: Pointer, mask: Any = None, other: Any = None) -> Tile:
     at, meant = pointer.elements(mask)
-    return Tile(torch.where(meant, pointer.memory[at], torch.as_tensor(_plain(other or 0)).to(pointer.memory.dtype)))
+    data = torch.where(meant, pointer.memory[at], torch.as_tensor(_plain(other or 0)).to(pointer.memory.dtype))
+    return Tile(data, _reads(pointer, mask, other))
 
 
 def _store(pointer: Pointer, value: Any, mask: Any = None) -> None:
+    pointer.changed(mask)
     at, meant = pointer.elements(mask)
     value = torch.as_tensor(value.used() if isinstance(value, Tile) else value).to(pointer.memory.dtype)
     value = value.expand(at.shape)
@@ -597,8 +640,8 @@ def _store(pointer: Pointer, value: Any, mask: Any = None) -> None:
 
 
 def _atomic_add(pointer: Pointer, value: int, sem: str = "acq_rel") -> Tile:
-    assert _machine is not None
-    _machine.wait()
+    pointer.changed()
+    _role().machine.wait()
     (at, _), old = pointer.elements(None), _load(pointer)
     pointer.memory[at] += value
     return Tile(old.data.clone())
@@ -718,7 +761,7 @@ def _wait(barrier: Barrier | Barriers, phase: Any, pred: Any = True) -> None:
     assert phase in (0, 1)
     if pred:
         role.machine.wait(lambda: barrier.phases & 1 != phase)
-        role.known.join(barrier.gathered)
+        role.known.join(barrier.passed(role.known, phase))
 
 
 def _hardware(number: Any) -> HardwareBarrier:
@@ -757,6 +800,7 @@ def _group_barrier() -> None:
 
 def _tma_load(descriptor: Descriptor, coordinates: list[Any], barrier: Barrier | Barriers, to: Shared) -> None:
     barrier = _barrier(barrier)
+    barrier.check(_role().known)
     operation = Operation(barrier.number, barrier.phases + 1)
     tile = torch.zeros(descriptor.block_shape, dtype=_TORCH[descriptor.dtype])
     inside, place = descriptor.tile(coordinates)
@@ -826,6 +870,7 @@ def _keep_marked(x: Tile, words: Tile) -> Tile:
 
 
 def _wait_for_count(counter: Pointer, count: Any) -> None:
+    counter.changed(count)
     _role().machine.wait(lambda: bool(_load(counter).data >= int(count)))
 
 

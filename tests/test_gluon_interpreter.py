@@ -36,6 +36,7 @@ from flashmask_hf.kernels.launch import Launcher
 pytestmark = pytest.mark.interpreter
 
 FREE = gl.constexpr(8)
+DONE = gl.constexpr(9)
 
 
 @gluon.jit
@@ -72,13 +73,14 @@ def _square_tiles(y, tile, result, full, count, MISSING: gl.constexpr):
         if MISSING != "barrier of the warps":
             group_barrier()
         tma_store(y, [0, 0, i * 64, 0], result.index(0))
-    # What a role makes in vain may come at any time.
-    in_vain = warpgroup_mma(x, x, gl.zeros([64, 64], gl.float32, layout), use_acc=False, is_async=True)
-    in_vain = warpgroup_mma_wait(0, deps=[in_vain])
     if MISSING != "wait at the end":
         tma_store_wait(0)
+    # Another role writes here meanwhile: what this one makes is in vain, unless it is used.
+    named_barrier_arrive(DONE, 160)
+    square = warpgroup_mma(x, x, gl.zeros([64, 64], gl.float32, layout), use_acc=False, is_async=True)
+    square = warpgroup_mma_wait(0, deps=[square])
     if MISSING == "use":
-        result.index(0).reshape([64, 64]).store(in_vain.to(x.dtype))
+        result.index(0).reshape([64, 64]).store(square.to(x.dtype))
         fence_async_shared()
         group_barrier()
         tma_store(y, [0, 0, 0, 0], result.index(0))
@@ -86,10 +88,9 @@ def _square_tiles(y, tile, result, full, count, MISSING: gl.constexpr):
 
 
 @gluon.jit
-def _early(tile, MISSING: gl.constexpr):
-    """A role that writes where the others read, if anything is to be used that nobody wrote, or is overwritten."""
-    if MISSING == "use":
-        tile.index(0).reshape([64, 64]).store(gl.zeros([64, 64], tile.dtype, gl.BlockedLayout([1], [32], [1], [0])))
+def _overwrite_tile(tile):
+    named_barrier_sync(DONE, 160)
+    tile.index(0).reshape([64, 64]).store(gl.zeros([64, 64], tile.dtype, gl.BlockedLayout([1], [32], [1], [0])))
 
 
 @gluon.jit
@@ -102,7 +103,7 @@ def _squares(x, y, count, MISSING: gl.constexpr):
         [
             (_square_tiles, (y, tile, result, full, count, MISSING)),
             (_load_tiles, (x, tile, full, count, MISSING)),
-            (_early, (tile, MISSING)),
+            (_overwrite_tile, (tile,)),
         ],
         [1, 1],
         [24, 24],
@@ -132,7 +133,12 @@ def test_what_is_in_order(seed: int) -> None:
     ("missing", "count", "error", "message"),
     [
         ("wait", 1, Race, "tile 0: .*reads what (nobody wrote|_load_tiles .*may not have written yet); what is made"),
-        ("sync", 2, Race, "tile 0: _load_tiles .* writes where _(square|load)_tiles .* may not be done"),
+        (
+            "sync",
+            2,
+            Race,
+            "_load_tiles .*(writes where _square_tiles .* may not be done|phase before may not be over)",
+        ),
         ("expect", 1, Deadlock, "program 0: _square_tiles"),
         ("wait for the product", 1, AssertionError, "_square_tiles .* uses a product that it did not wait for"),
         ("wait for the store", 2, Race, "result 0: _square_tiles .* writes where _square_tiles .* may not be done"),
@@ -140,10 +146,124 @@ def test_what_is_in_order(seed: int) -> None:
         ("barrier of the warps", 1, Race, "result 0: .*reads what _square_tiles .* stored, without a fence"),
         ("fence before a copy", 2, Race, "tile 0: .*writes where _square_tiles .* stored, without a fence"),
         ("wait at the end", 1, AssertionError, "a role ends with stores"),
-        ("use", 1, Race, "tile 0: "),
+        ("use", 1, Race, "tile 0: .*_square_tiles .*(is used in|may not be done)"),
     ],
     ids=lambda x: x if isinstance(x, str) and ":" not in x and "_" not in x else "",
 )
 def test_what_is_not(missing: str, count: int, error: type[Exception], message: str, seed: int) -> None:
     with pytest.raises(error, match=message):
         _run(missing, count, seed)
+
+
+@gluon.jit
+def _store_at(y, place, ready, SYNC: gl.constexpr):
+    if SYNC:
+        mbarrier.wait(ready, 0)
+    at = place.index(0).load(gl.BlockedLayout([1], [32], [4], [0]))
+    gl.store(y + at, 1.0)
+
+
+@gluon.jit
+def _place_row(place, ready):
+    place.index(0).store(gl.full([1], 3, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+    group_barrier()
+    mbarrier.arrive(ready, count=1)
+
+
+@gluon.jit
+def _addressed(y, SYNC: gl.constexpr):
+    place = gl.allocate_shared_memory(gl.int32, [1, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(ready, count=1)
+    gl.warp_specialize([(_store_at, (y, place, ready, SYNC)), (_place_row, (place, ready))], [1], [24])
+
+
+@gluon.jit
+def _place_row_late(place, ready, SYNC: gl.constexpr):
+    """Three phases, of which the first and the third let a wait for the first go on."""
+    if not SYNC:
+        mbarrier.arrive(ready, count=1)
+    _place_row(place, ready)
+    if not SYNC:
+        mbarrier.arrive(ready, count=1)
+
+
+@gluon.jit
+def _late(y, SYNC: gl.constexpr):
+    place = gl.allocate_shared_memory(gl.int32, [1, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(ready, count=1)
+    gl.warp_specialize([(_store_at, (y, place, ready, True)), (_place_row_late, (place, ready, SYNC))], [1], [24])
+
+
+@gluon.jit
+def _arrive_twice(both, SYNC: gl.constexpr):
+    for i in range(2):
+        mbarrier.arrive(both, count=1)
+        if SYNC:
+            mbarrier.wait(both, i & 1)
+
+
+@gluon.jit
+def _phases(both_are_here, SYNC: gl.constexpr):
+    both = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(both, count=2)
+    gl.warp_specialize([(_arrive_twice, (both, SYNC)), (_arrive_twice, (both, SYNC))], [1], [24])
+
+
+@gluon.jit
+def _arrive_at_number(SYNC: gl.constexpr):
+    for _ in range(2):
+        if SYNC:
+            named_barrier_sync(FREE, 160)
+        else:
+            named_barrier_arrive(FREE, 160)
+
+
+@gluon.jit
+def _generations(both_are_here, SYNC: gl.constexpr):
+    gl.warp_specialize([(_arrive_at_number, (SYNC,)), (_arrive_at_number, (SYNC,))], [1], [24])
+
+
+@gluon.jit
+def _load_and_leave(x, tile, full):
+    mbarrier.expect(full, 64 * 64 * 2)
+    tma_load(x, [0, 0, 0, 0], full, tile.index(0))
+
+
+@gluon.jit
+def _wait_or_not(full, SYNC: gl.constexpr):
+    if SYNC:
+        mbarrier.wait(full, 0)
+
+
+@gluon.jit
+def _copy(x, SYNC: gl.constexpr):
+    tile = gl.allocate_shared_memory(x.dtype, [1, 1, 1, 64, 64], x.layout)
+    full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(full, count=1)
+    gl.warp_specialize([(_wait_or_not, (full, SYNC)), (_load_and_leave, (x, tile, full))], [1], [24])
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(
+    ("kernel", "message"),
+    [
+        (_addressed, "place 0: .*_place_row|place 0: .*nobody wrote"),
+        (_late, "place 0: .*_place_row|place 0: .*nobody wrote"),
+        (_phases, "both 0: .*arrives while the phase before may not be over"),
+        (_generations, "barrier 8, .*the role is there again"),
+        (_copy, "tile 0: nobody waits for what _load_and_leave"),
+    ],
+    ids=["address", "late", "phase", "generation", "copy"],
+)
+def test_in_whatever_order_the_roles_run(kernel, message: str, seed: int) -> None:
+    """An address, a write after the phase, an arrival too early, a copy that nobody waits for."""
+    x = torch.zeros(1, 1, 64, 64, dtype=torch.bfloat16)
+    launch = Launcher(kernel)
+    argument = describe_rows(x, 64) if kernel is _copy else x
+    with interpreted(seed):
+        launch(1, argument, SYNC=True, num_warps=4)
+        assert x.sum() == (kernel in (_addressed, _late))
+        with pytest.raises(Race, match=message):
+            launch(1, argument, SYNC=False, num_warps=4)
