@@ -62,7 +62,7 @@ def _check(inputs, mask: FlashMask, orders: tuple[bool, ...] = (False, True), **
         assert_results(actual, *expected, inputs[0].dtype)
 
 
-@pytest.mark.parametrize("lengths", [(1, 1), (113, 113), (200, 333)], ids=str)
+@pytest.mark.parametrize("lengths", [(1, 1), (200, 333)], ids=str)
 @pytest.mark.parametrize("dim", DTYPES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_family(family: str, dim: int, lengths: tuple[int, int]) -> None:
@@ -71,10 +71,10 @@ def test_family(family: str, dim: int, lengths: tuple[int, int]) -> None:
     _check(_inputs(dim, q_len, kv_len), FAMILIES[family](kv_len, q_len), (ordered,))
 
 
-@pytest.mark.parametrize("dim", DTYPES)
 @pytest.mark.parametrize("mask_heads", ["one", "kv", "q"])
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (3, 1)], ids=["MHA", "GQA", "MQA"])
-def test_heads(heads: tuple[int, int], mask_heads: str, dim: int) -> None:
+def test_heads(heads: tuple[int, int], mask_heads: str) -> None:
+    dim = 128 if mask_heads == "kv" else 64
     count = {"one": 1, "kv": heads[1], "q": heads[0]}[mask_heads]
     mask = masks.random_eviction(230, generator=torch.Generator().manual_seed(0), heads=count)
     _check(_inputs(dim, 230, 230, 1, *heads), mask)
@@ -155,3 +155,19 @@ def test_random_calls(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
         monkeypatch.setattr(hopper_forward, name, value)
     with interpreted(seed):
         check_random_call(seed, "cpu", ["hopper"], [torch.bfloat16, torch.float16], longest=300)
+
+
+@pytest.mark.parametrize("dim", DTYPES)
+def test_a_fixed_order(dim: int) -> None:
+    """Of the sums in dQ, whichever program comes first: five tiles of keys add to each row."""
+    q, k, v = (x.detach().half() for x in _inputs(dim, 70, 640, 1, 2, 2))
+    mask = masks.full(640, q_len=70)
+    tiles = plan.build_plan(mask.indices, mask.causal, 70)
+    lse, delta = torch.zeros(1, 2, 70), torch.zeros(1, 2, 70)
+    results = []
+    for seed in range(6):
+        with interpreted(seed):
+            results.append(
+                hopper_backward.backward(q, q, k, v, lse, delta, mask, tiles, 0.1, 0.0, deterministic=True)[0]
+            )
+    assert all(torch.equal(results[0], other) for other in results[1:])
