@@ -123,7 +123,7 @@ class Place:
 
     name: str
     write: Access | None = None
-    reads: dict[int, list[Access]] = field(default_factory=dict)
+    reads: list[Access] = field(default_factory=list)
     made_of: frozenset[Access] = frozenset()
 
     def read(self, access: Access, known: Known, asynchronous: bool) -> frozenset[Access]:
@@ -134,17 +134,17 @@ class Place:
             access.fail(f"{self.name}: {access.where} reads what {self.write.where} may not have written yet")
         elif asynchronous and self.write.stored and not self.write.before(known.fenced):
             access.fail(f"{self.name}: {access.where} reads what {self.write.where} stored, without a fence between")
-        self.reads.setdefault(access.who, []).append(access)
+        self.reads.append(access)
         return self.made_of | {access}
 
     def overwrite(self, access: Access, known: Known, made_of: frozenset[Access], whole: bool) -> None:
         if not access.stored and self.write and self.write.stored and not self.write.before(known.fenced):
             raise Race(f"{self.name}: {access.where} writes where {self.write.where} stored, without a fence between")
-        for other in (*itertools.chain(*self.reads.values()), *([self.write] if self.write else [])):
-            if not other.before(known.over):
+        for other in (*self.reads, self.write):
+            if other and not other.before(known.over):
                 other.fail(f"{self.name}: {access.where} writes where {other.where} may not be done")
         self.write = access
-        self.reads = {}
+        self.reads = []
         self.made_of = made_of if whole else self.made_of | made_of
 
 
@@ -389,8 +389,8 @@ def _where() -> str:
 class Shared:
     """A tensor in shared memory, or a view of one of its places, which have `size` elements."""
 
-    def __init__(self, data: Tensor, places: list[Place], layout: Any):
-        self.data, self.places, self.layout = data, places, layout
+    def __init__(self, data: Tensor, places: list[Place]):
+        self.data, self.places = data, places
         self.place: Place | None = None
         self.size = data[0].numel()
 
@@ -611,7 +611,7 @@ def _allocate_shared_memory(dtype: Any, shape: list[int], layout: Any) -> Shared
     data = torch.full(shape, float("nan") if dtype.is_floating() else -(2**31), dtype=_TORCH[dtype])
     places = [Place(f"{name} {i}") for i in range(shape[0])]
     _role().machine.places += places
-    return Shared(data, places, layout)
+    return Shared(data, places)
 
 
 def _warp_specialize(roles: list[tuple[Callable, tuple]], warps: list[int], registers: list[int]) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -221,3 +223,56 @@ def interpret_assertions(monkeypatch: pytest.MonkeyPatch) -> None:
 
     options = interpreter.InterpreterOptions(debug=True, sanitize_overflow=False)
     monkeypatch.setattr(interpreter.interpreter_builder, "options", options)
+
+
+def row_orders(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """A permutation of every head's rows and one of its keys."""
+    generator = torch.Generator().manual_seed(1)
+    queries, keys = (torch.rand(x.shape[:3], generator=generator).argsort(-1).to(x.device, torch.int32) for x in (q, k))
+    return queries, keys
+
+
+def _random_mask(draw: random.Random, batch: int, heads: int, q_len: int, kv_len: int) -> FlashMask:
+    """Columns in runs of random width; an interval may be empty, or end before it starts."""
+    causal, n = draw.choice([(True, 1), (True, 2), (False, 2), (False, 4)])
+    generator = torch.Generator().manual_seed(draw.randrange(1 << 30))
+    width = draw.choice([1, 7, 64, 128, 500])
+    indices = torch.randint(0, q_len + 1, (batch, heads, kv_len, n), generator=generator, dtype=torch.int32)
+    return FlashMask(indices[:, :, torch.arange(kv_len) // width * width], causal, q_len=q_len)
+
+
+def check_random_call(seed: int, device: str, impls: list[str], dtypes: list[torch.dtype], longest: int) -> None:
+    """Output, LSE and gradients of every implementation; two runs in the same order agree to the bit."""
+    draw = random.Random(seed)
+    batch, kv_heads, group = draw.randint(1, 3), draw.choice([1, 2]), draw.choice([1, 2, 4])
+    q_len = draw.randint(1, longest)
+    kv_len = q_len if draw.random() < 0.5 else draw.randint(1, longest)
+    dim, dtype = draw.choice([64, 128]), draw.choice(dtypes)
+    mask_heads = draw.choice([1, kv_heads, kv_heads * group])
+    mask = _random_mask(draw, draw.choice([1, batch]), mask_heads, q_len, kv_len).to(device)
+    shape = (batch, kv_heads * group, kv_heads, q_len, kv_len, dim)
+    inputs = attention_inputs(Lane("reference", device, dtype), *shape, seed=seed)
+    sinks = torch.randn(kv_heads * group, generator=torch.Generator().manual_seed(seed)).to(device).requires_grad_()
+    options: dict[str, Any] = {
+        "sinks": sinks if draw.random() < 0.3 else None,
+        "softcap": 20.0 if draw.random() < 0.3 else None,
+    }
+
+    expected = references(*inputs, mask, **options)
+    for impl in impls:
+        with poisoned():  # which also asks for an order
+            first, second = (run(*inputs, mask, impl, **options) for _ in range(2))
+        for name in first:
+            assert torch.equal(first[name], second[name]), f"{impl}: {name} differs from run to run"
+        for actual in (first, run(*inputs, mask, impl, **options)):
+            assert_results(actual, *expected, dtype)
+
+
+def offer_tall_tiles(monkeypatch: pytest.MonkeyPatch, tiles: int | None = None) -> None:
+    """To the Hopper forward, for calls of any size, if lists have so many tiles of keys on average (or the default)."""
+    from flashmask_hf.kernels import hopper_forward
+
+    monkeypatch.setattr(hopper_forward, "_TALL_QUERIES", 0)
+    monkeypatch.setattr(hopper_forward, "_TALL_ROWS", 0)
+    if tiles is not None:
+        monkeypatch.setattr(hopper_forward, "_TALL_TILES", tiles)

@@ -156,114 +156,95 @@ def test_what_is_not(missing: str, count: int, error: type[Exception], message: 
 
 
 @gluon.jit
-def _store_at(y, place, ready, SYNC: gl.constexpr):
-    if SYNC:
+def _store_at(y, place, ready, MISSING: gl.constexpr):
+    if MISSING != "wait":
         mbarrier.wait(ready, 0)
     at = place.index(0).load(gl.BlockedLayout([1], [32], [4], [0]))
     gl.store(y + at, 1.0)
 
 
 @gluon.jit
-def _place_row(place, ready):
+def _place_row(place, ready, MISSING: gl.constexpr):
+    """If it comes after the phase, two more phases follow, of which the second lets a wait for the first go on, too."""
+    if MISSING == "its phase":
+        mbarrier.arrive(ready, count=1)
     place.index(0).store(gl.full([1], 3, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
     group_barrier()
     mbarrier.arrive(ready, count=1)
-
-
-@gluon.jit
-def _addressed(y, SYNC: gl.constexpr):
-    place = gl.allocate_shared_memory(gl.int32, [1, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(ready, count=1)
-    gl.warp_specialize([(_store_at, (y, place, ready, SYNC)), (_place_row, (place, ready))], [1], [24])
-
-
-@gluon.jit
-def _place_row_late(place, ready, SYNC: gl.constexpr):
-    """Three phases, of which the first and the third let a wait for the first go on."""
-    if not SYNC:
-        mbarrier.arrive(ready, count=1)
-    _place_row(place, ready)
-    if not SYNC:
+    if MISSING == "its phase":
         mbarrier.arrive(ready, count=1)
 
 
 @gluon.jit
-def _late(y, SYNC: gl.constexpr):
+def _addressed(y, MISSING: gl.constexpr):
     place = gl.allocate_shared_memory(gl.int32, [1, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(ready, count=1)
-    gl.warp_specialize([(_store_at, (y, place, ready, True)), (_place_row_late, (place, ready, SYNC))], [1], [24])
+    gl.warp_specialize([(_store_at, (y, place, ready, MISSING)), (_place_row, (place, ready, MISSING))], [1], [24])
 
 
 @gluon.jit
-def _arrive_twice(both, SYNC: gl.constexpr):
+def _arrive_twice(both, MISSING: gl.constexpr):
     for i in range(2):
         mbarrier.arrive(both, count=1)
-        if SYNC:
+        if MISSING != "wait":
             mbarrier.wait(both, i & 1)
 
 
 @gluon.jit
-def _phases(both_are_here, SYNC: gl.constexpr):
+def _phases(_, MISSING: gl.constexpr):
     both = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(both, count=2)
-    gl.warp_specialize([(_arrive_twice, (both, SYNC)), (_arrive_twice, (both, SYNC))], [1], [24])
+    gl.warp_specialize([(_arrive_twice, (both, MISSING)), (_arrive_twice, (both, MISSING))], [1], [24])
 
 
 @gluon.jit
-def _arrive_at_number(SYNC: gl.constexpr):
+def _arrive_at_number(MISSING: gl.constexpr):
     for _ in range(2):
-        if SYNC:
+        if MISSING != "wait":
             named_barrier_sync(FREE, 160)
         else:
             named_barrier_arrive(FREE, 160)
 
 
 @gluon.jit
-def _generations(both_are_here, SYNC: gl.constexpr):
-    gl.warp_specialize([(_arrive_at_number, (SYNC,)), (_arrive_at_number, (SYNC,))], [1], [24])
+def _generations(_, MISSING: gl.constexpr):
+    gl.warp_specialize([(_arrive_at_number, (MISSING,)), (_arrive_at_number, (MISSING,))], [1], [24])
 
 
 @gluon.jit
-def _load_and_leave(x, tile, full):
-    mbarrier.expect(full, 64 * 64 * 2)
-    tma_load(x, [0, 0, 0, 0], full, tile.index(0))
-
-
-@gluon.jit
-def _wait_or_not(full, SYNC: gl.constexpr):
-    if SYNC:
+def _wait_or_not(full, MISSING: gl.constexpr):
+    if MISSING != "wait":
         mbarrier.wait(full, 0)
 
 
 @gluon.jit
-def _copy(x, SYNC: gl.constexpr):
+def _copy(x, MISSING: gl.constexpr):
     tile = gl.allocate_shared_memory(x.dtype, [1, 1, 1, 64, 64], x.layout)
     full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(full, count=1)
-    gl.warp_specialize([(_wait_or_not, (full, SYNC)), (_load_and_leave, (x, tile, full))], [1], [24])
+    gl.warp_specialize([(_wait_or_not, (full, MISSING)), (_load_tiles, (x, tile, full, 1, MISSING))], [1], [24])
 
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize(
-    ("kernel", "message"),
+    ("kernel", "missing", "message"),
     [
-        (_addressed, "place 0: .*_place_row|place 0: .*nobody wrote"),
-        (_late, "place 0: .*_place_row|place 0: .*nobody wrote"),
-        (_phases, "both 0: .*arrives while the phase before may not be over"),
-        (_generations, "barrier 8, .*the role is there again"),
-        (_copy, "tile 0: nobody waits for what _load_and_leave"),
+        (_addressed, "wait", "place 0: .*_place_row|place 0: .*nobody wrote"),
+        (_addressed, "its phase", "place 0: .*_place_row|place 0: .*nobody wrote"),
+        (_phases, "wait", "both 0: .*arrives while the phase before may not be over"),
+        (_generations, "wait", "barrier 8, .*the role is there again"),
+        (_copy, "wait", "tile 0: nobody waits for what _load_tiles"),
     ],
     ids=["address", "late", "phase", "generation", "copy"],
 )
-def test_in_whatever_order_the_roles_run(kernel, message: str, seed: int) -> None:
+def test_in_whatever_order_the_roles_run(kernel, missing: str, message: str, seed: int) -> None:
     """An address, a write after the phase, an arrival too early, a copy that nobody waits for."""
     x = torch.zeros(1, 1, 64, 64, dtype=torch.bfloat16)
     launch = Launcher(kernel)
     argument = describe_rows(x, 64) if kernel is _copy else x
     with interpreted(seed):
-        launch(1, argument, SYNC=True, num_warps=4)
-        assert x.sum() == (kernel in (_addressed, _late))
+        launch(1, argument, MISSING="nothing", num_warps=4)
+        assert x.sum() == (kernel is _addressed)
         with pytest.raises(Race, match=message):
-            launch(1, argument, SYNC=False, num_warps=4)
+            launch(1, argument, MISSING=missing, num_warps=4)

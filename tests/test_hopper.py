@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from support import FAMILIES, HEADS, INTERPRETED, KV_HEADS, assert_within_budget, poisoned
+from support import FAMILIES, HEADS, INTERPRETED, KV_HEADS, assert_within_budget, offer_tall_tiles, poisoned
 
 if INTERPRETED:
     pytest.skip("cpu lane: the interpreter does not run Gluon", allow_module_level=True)
@@ -77,8 +77,7 @@ def test_forward_compiles(monkeypatch: pytest.MonkeyPatch, dim: int, config: hop
 
 def test_both_configurations_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     """The launches of which the mask chooses one, with more tiles than programs."""
-    for name, least in (("_TALL_QUERIES", 0), ("_TALL_ROWS", 0)):
-        monkeypatch.setattr(hopper_forward, name, least)
+    offer_tall_tiles(monkeypatch)
     monkeypatch.setattr(hopper_forward, "multiprocessors", lambda device: 4)
     q, k, v = _inputs(1, 512, 512, 64, torch.bfloat16, "cpu")
     mask = FORMS["causal"]

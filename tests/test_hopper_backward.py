@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support import FAMILIES, HEADS, INTERPRETED, KV_HEADS, assert_within_budget, poisoned, requires
+from support import FAMILIES, HEADS, INTERPRETED, KV_HEADS, assert_within_budget, poisoned, requires, row_orders
 
 if INTERPRETED:
     pytest.skip("cpu lane: the interpreter does not run Gluon", allow_module_level=True)
@@ -38,20 +38,13 @@ def _inputs(
     return [torch.randn(batch, n, h, dim, generator=generator).to(device, dtype).transpose(1, 2) for h, n in shapes]
 
 
-def _orders(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A permutation of every head's rows and one of its keys."""
-    generator = torch.Generator().manual_seed(1)
-    queries, keys = (torch.rand(x.shape[:3], generator=generator).argsort(-1).to(x.device, torch.int32) for x in (q, k))
-    return queries, keys
-
-
 def _compile(
     dim: int, mask: FlashMask, softcap: float = 0.0, deterministic: bool = False, placed: bool = False
 ) -> dict[str, Kernel]:
     q, k, v, dout = _inputs(1, 4, 2, 512, 512, dim, torch.bfloat16, "cpu")
     lse = torch.empty(1, 4, 512)
     tiles = plan.build_plan(mask.indices, mask.causal, 512)
-    orders = _orders(q, k) if placed else None
+    orders = row_orders(q, k) if placed else None
     with pytest.MonkeyPatch.context() as patch, compile_only(HOPPER) as kernels:
         patch.setattr(hopper_backward, "multiprocessors", lambda device: 4)
         hopper_backward.backward(dout, q, k, v, lse, lse, mask, tiles, 0.1, softcap, deterministic, orders=orders)
@@ -256,7 +249,7 @@ def test_rows_put_back(dim: int, heads: tuple[int, int], lengths: tuple[int, int
     tiles = plan.build_plan(mask.indices, mask.causal, lengths[0])
     lse = torch.randn(3, heads[0], lengths[0], device="cuda")
     delta = torch.randn_like(lse)
-    orders = _orders(q, k)
+    orders = row_orders(q, k)
     with poisoned():
         apart, together = (
             hopper_backward.backward(dout, q, k, v, lse, delta, mask, tiles, 0.1, 0.0, True, orders=given)

@@ -14,8 +14,11 @@ from support import (
     Lane,
     assert_results,
     attention_inputs,
+    check_random_call,
+    offer_tall_tiles,
     poisoned,
     references,
+    row_orders,
     run,
 )
 
@@ -28,7 +31,6 @@ if gluon_shim._obstacle is not None:
     pytest.skip(f"interpreter lane: {gluon_shim._obstacle}", allow_module_level=True)
 
 from gluon_interpreter import interpreted
-from test_stress import check_random_call
 
 from flashmask_hf import FlashMask, attention, masks, plan, sparse_ops
 from flashmask_hf.kernels import hopper_backward, hopper_forward
@@ -98,8 +100,7 @@ def test_tiles_wider_than_the_kernel_s(monkeypatch: pytest.MonkeyPatch, dim: int
 @pytest.mark.parametrize(("window", "groups"), [(700, 3), (100, 2)])
 def test_the_mask_decides_on_tall_tiles(monkeypatch: pytest.MonkeyPatch, window: int, groups: int) -> None:
     """Of two launches one does nothing; the other's results are those of its configuration, to the bit."""
-    for name, value in (("_TALL_QUERIES", 0), ("_TALL_ROWS", 0), ("_TALL_TILES", 3)):
-        monkeypatch.setattr(hopper_forward, name, value)
+    offer_tall_tiles(monkeypatch, 3)
     inputs = _inputs(64, 700, 700, 1, 2, 1)
     mask = masks.sliding_window(700, window)
     _check(inputs, mask, (False,))
@@ -132,8 +133,7 @@ def test_rows_put_back(dim: int) -> None:
     dout = dout.transpose(1, 2)
     mask = FAMILIES["document"](333, 200)
     tiles = plan.build_plan(mask.indices, mask.causal, 200)
-    generator = torch.Generator().manual_seed(2)
-    order, k_order = (torch.rand(x.shape[:3], generator=generator).argsort(-1).int() for x in (q, k))
+    order, k_order = row_orders(q, k)
     results = []
     for seed, orders in enumerate((None, (order, k_order), (order, k_order))):
         with interpreted(seed), poisoned():
@@ -151,8 +151,7 @@ def test_rows_put_back(dim: int) -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_random_calls(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """The roles run in an order that the seed draws, too."""
-    for name, value in (("_TALL_QUERIES", 0), ("_TALL_ROWS", 0), ("_TALL_TILES", seed % 3)):
-        monkeypatch.setattr(hopper_forward, name, value)
+    offer_tall_tiles(monkeypatch, seed % 3)
     with interpreted(seed):
         check_random_call(seed, "cpu", ["hopper"], [torch.bfloat16, torch.float16], longest=300)
 
