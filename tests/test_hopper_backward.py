@@ -60,7 +60,7 @@ def test_compiles(dim: int, form: str, deterministic: bool) -> None:
         assert instruction in kernel.assembly, instruction
     assert kernel.shared <= 227 * 1024
     assert kernel.spills is not None
-    assert kernel.spills <= 64  # none with Triton 3.6
+    assert kernel.spills <= 128  # in the warp that loads, which has 32 registers
 
 
 @pytest.mark.parametrize("dim", [64, 128])
@@ -68,11 +68,15 @@ def test_compiles_what_puts_rows_back(dim: int) -> None:
     kernel = _compile(dim, MASKS["prefix_lm_document"](), placed=True)["_backward"]
     assert kernel.shared <= 227 * 1024
     assert kernel.spills is not None
-    assert kernel.spills <= 64  # likewise
+    assert kernel.spills <= 128  # likewise
 
 
-def test_softcap_compiles() -> None:
-    assert "wgmma.mma_async" in _compile(128, MASKS["causal_document"](), softcap=30.0)["_backward"].assembly
+@pytest.mark.parametrize("dim", [64, 128])
+def test_softcap_compiles(dim: int) -> None:
+    kernel = _compile(dim, MASKS["causal_document"](), softcap=30.0)["_backward"]
+    assert "wgmma.mma_async" in kernel.assembly
+    assert kernel.spills is not None
+    assert kernel.spills <= 256  # with more, products wait for one another
 
 
 def _check(

@@ -1,17 +1,14 @@
 """The backward for Hopper (sm_90a) in Gluon: one kernel over key tiles (FlashMask, ICLR 2025, algorithm 2).
 
 A program stays on a multiprocessor and takes one tile of 128 keys after the other from a counter. It holds the keys and
-their values in shared memory and walks the query rows that see them. One warp finds and loads tiles, two warpgroups of
+their values in shared memory and walks the query rows that see them. One warp finds and loads tiles. Two warpgroups of
 64 keys each make scores transposed [keys, rows], so that weights and their gradients stay in registers as operands for
-dV and dK, and one warp adds the program's share of dQ to a float32 buffer and stores dK and dV. The scores of the next
-tile of rows are in the making while dQ of this one is written.
+dV and dK. A third one makes the program's share of dQ, and one warp adds that to a float32 buffer and stores dK and dV.
 """
 # Layouts take compile-time constants, which the type checker takes for objects.
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 import triton
@@ -53,19 +50,6 @@ COLUMNS = 128
 """Keys of a program, 64 of each warpgroup."""
 
 
-class Config(NamedTuple):
-    """Query rows of a tile, registers of a consuming thread, whether dQ lags a tile behind, and tiles of keys at hand.
-
-    With a lag the two warpgroups need not keep step, which pays where exponentials weigh more (head_dim 64); it takes
-    two tiles of keys and values at hand.
-    """
-
-    rows: int
-    registers: int
-    lag: bool
-    sides: int
-
-
 @gluon.jit
 def _ranges_of(segments, batch, head, heads, mask_batch, mask_heads, n_kv, SEGMENTS: gl.constexpr, SCALE: gl.constexpr):
     """(mask, starts, ends): a query head's mask, and the ranges of row tiles that its key tile walks, one a lane."""
@@ -92,16 +76,18 @@ def _range(starts, ends, nth, done, VISIBLE: gl.constexpr, ORDERED: gl.constexpr
 
 
 @gluon.jit
-def _row_tile(first, last, count, tile, ORDERED: gl.constexpr):
-    """The `count`-th row tile to walk of [first, last). Programs start apart, so that their sums do not meet in dQ."""
-    return first + count if ORDERED else first + (count + tile) % (last - first)
+def _row_tile(first, last, count, skip, ORDERED: gl.constexpr):
+    """The `count`-th row tile to walk of [first, last). Programs `skip` some, so that their sums do not meet in dQ."""
+    index = first + count
+    if not ORDERED:
+        index += skip
+        index = gl.where(index < last, index, index - (last - first))
+    return index
 
 
 # Barriers of the hardware. Unlike those in shared memory they cost a warpgroup no barrier of its own before it arrives.
-_BOTH = gl.constexpr(8)  # both warpgroups are there
-_ROWS_FREE = gl.constexpr(9)  # by stage: nobody needs a tile of rows any more
-_GROUPS = gl.constexpr(256)  # threads
-_GROUPS_AND_WARPS = gl.constexpr(320)
+_ROWS_FREE = gl.constexpr(8)  # by stage: nobody needs a tile of rows any more
+_READERS = gl.constexpr(448)  # threads that read what the loading warp says of one, its own included
 
 # What the loading warp says of a tile of rows, in `places`, which has two sides.
 _ROW = gl.constexpr(0)
@@ -155,20 +141,32 @@ def _next(counter, ORDERED: gl.constexpr):
 
 
 @gluon.jit
-def _load_keys(k, v, k_tiles, v_tiles, keys_ready, unit, kv_heads, tile, side, BLOCK_D: gl.constexpr):
-    mbarrier.expect(keys_ready.index(side), 4 * 64 * BLOCK_D * 2)
+def _load_keys(keys, tiles, ready, unit, kv_heads, tile, side):
+    """A tile of keys, or of values; `ready` is that of its first tile of rows, and counts their bytes together."""
     for half in gl.static_range(2):
         at = [unit // kv_heads, unit % kv_heads, tile * 128 + half * 64, 0]
-        tma_load(k, at, keys_ready.index(side), k_tiles.index(side * 2 + half))
-        tma_load(v, at, keys_ready.index(side), v_tiles.index(side * 2 + half))
+        tma_load(keys, at, ready, tiles.index(side * 2 + half))
+
+
+@gluon.jit
+def _expect(ready, first, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr):
+    """The bytes of a tile of rows, and of the keys or values that come with the `first`."""
+    if first:
+        mbarrier.expect(ready, (BLOCK_M + 128) * BLOCK_D * 2)
+    else:
+        mbarrier.expect(ready, BLOCK_M * BLOCK_D * 2)
 
 
 @gluon.jit
 def _load_rows(
-    q, dout, lse, delta, q_tiles, do_tiles, lse_tiles, delta_tiles, places, q_ready, do_ready,
-    batch, head, heads, row, mask, place, unit, tile, steps, step, q_len, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
+    q, k, v, dout, lse, delta, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles, places, keys_free, q_ready,
+    do_ready, batch, head, heads, kv_heads, row, mask, place, unit, tile, steps, turn, step, first, q_len,
+    SIDES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
-    """Row tile number `step` of the program, and what there is to say of it."""
+    """Row tile number `step` of the program, and what there is to say of it.
+
+    With the `first` one of key tile `turn` come its keys, and the values if SIDES is 2.
+    """
     LANES: gl.constexpr = gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0])
     rows = row + gl.arange(0, BLOCK_M, LANES)
     at = (batch.to(gl.int64) * heads + head) * q_len
@@ -176,11 +174,16 @@ def _load_rows(
     row_delta = gl.load(delta + at + rows, mask=rows < q_len, other=0.0)
     stage = step & 1
     if step >= 2:
-        named_barrier_sync(_ROWS_FREE + stage, _GROUPS_AND_WARPS)
+        named_barrier_sync(_ROWS_FREE + stage, _READERS)
+    if first:
+        mbarrier.wait(keys_free.index(turn & 1), ((turn // 2) & 1) ^ 1)
+        _load_keys(k, k_tiles, q_ready.index(stage), unit, kv_heads, tile, turn & 1)
+        if SIDES == 2:
+            _load_keys(v, v_tiles, do_ready.index(stage), unit, kv_heads, tile, turn & 1)
     # The queries are on their way before the barrier knows how many bytes they are: it opens only when it does, and
     # then what is stored here has come, too.
     tma_load(q, [batch, head, row, 0], q_ready.index(stage), q_tiles.index(stage))
-    mbarrier.expect(do_ready.index(stage), BLOCK_M * BLOCK_D * 2)
+    _expect(do_ready.index(stage), first, BLOCK_M, BLOCK_D)
     tma_load(dout, [batch, head, row, 0], do_ready.index(stage), do_tiles.index(stage))
     row_lse = gl.where(row_lse == float("-inf"), float("inf"), row_lse) * _LOG2_E
     lse_tiles.index(stage).store(row_lse)
@@ -192,18 +195,18 @@ def _load_rows(
     _write(places, stage, _TILE, tile)
     _write(places, stage, _STEPS, steps)
     group_barrier()
-    mbarrier.expect(q_ready.index(stage), BLOCK_M * BLOCK_D * 2)
+    _expect(q_ready.index(stage), first, BLOCK_M, BLOCK_D)
 
 
 @gluon.jit
 def _feed(
     q, k, v, dout, lse, delta, segments, launch, turns, counter, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles,
-    delta_tiles, places, keys_ready, keys_free, q_ready, do_ready,
+    delta_tiles, places, keys_free, q_ready, do_ready,
     heads, kv_heads, units, together, mask_batch, mask_heads, q_len, n_kv, n_columns, padded,
     SIDES: gl.constexpr, ROWS: gl.constexpr, SUBTILES: gl.constexpr, SEGMENTS: gl.constexpr, VISIBLE: gl.constexpr,
     ORDERED: gl.constexpr, SHARED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
-    """The warp that takes key tiles and loads the rows that see them, and the next keys and values if there is room."""
+    """The warp that takes key tiles and loads them, their values if SIDES is 2, and the rows that see them."""
     group = heads // kv_heads
     n_programs = units * n_columns
     program = gl.program_id(0)
@@ -231,17 +234,16 @@ def _feed(
         else:
             steps *= group
         following = n_programs
-        if SIDES == 2:
-            mbarrier.wait(keys_free.index(turn & 1), ((turn // 2) & 1) ^ 1)
-            _load_keys(k, v, k_tiles, v_tiles, keys_ready, unit, kv_heads, tile, turn & 1, BLOCK_D)
         if steps == 0:
             if SHARED:
                 following = _next(counter, ORDERED)
             _load_rows(
-                q, dout, lse, delta, q_tiles, do_tiles, lse_tiles, delta_tiles, places, q_ready, do_ready, batch,
-                first_head, heads, padded, mask * 2, 0, unit, tile, steps, step, q_len, BLOCK_M, BLOCK_D,
+                q, k, v, dout, lse, delta, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles, places,
+                keys_free, q_ready, do_ready, batch, first_head, heads, kv_heads, padded, mask * 2, 0, unit, tile,
+                steps, turn, step, True, q_len, SIDES, BLOCK_M, BLOCK_D,
             )  # fmt: skip
             step += 1
+        begin = step
         end = step + steps
         for member in range(group):
             head = first_head + member
@@ -253,114 +255,89 @@ def _feed(
             for segment in range(SEGMENTS):
                 first, last, partial = _range(starts, ends, segment, done, VISIBLE, ORDERED)
                 done = gl.maximum(done, last)
+                skip = tile % gl.maximum(last - first, 1)
                 for count in range(last - first):
-                    index = _row_tile(first, last, count, tile, ORDERED)
+                    index = _row_tile(first, last, count, skip, ORDERED)
                     if SHARED and step + 1 == end:
                         following = _next(counter, ORDERED)
                     place = (batch * heads + head) * (padded // BLOCK_M) + index
                     _load_rows(
-                        q, dout, lse, delta, q_tiles, do_tiles, lse_tiles, delta_tiles, places, q_ready, do_ready,
-                        batch, head, heads, index * BLOCK_M, mask * 2 + partial, place, unit, tile, steps, step, q_len,
-                        BLOCK_M, BLOCK_D,
+                        q, k, v, dout, lse, delta, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles, places,
+                        keys_free, q_ready, do_ready, batch, head, heads, kv_heads, index * BLOCK_M,
+                        mask * 2 + partial, place, unit, tile, steps, turn, step, step == begin, q_len,
+                        SIDES, BLOCK_M, BLOCK_D,
                     )  # fmt: skip
                     step += 1
         program = following
         turn += 1
     stage = step & 1
     if step >= 2:
-        named_barrier_sync(_ROWS_FREE + stage, _GROUPS_AND_WARPS)
+        named_barrier_sync(_ROWS_FREE + stage, _READERS)
     _write(places, stage, _STEPS, -1)
     _write(places, stage, _MASK, 0)
     group_barrier()
     mbarrier.arrive(q_ready.index(stage), count=1)
-    mbarrier.arrive(do_ready.index(stage), count=1)
-    if SIDES == 2:  # who looks ahead waits for nothing, and makes nothing of it
-        mbarrier.wait(keys_free.index(turn & 1), ((turn // 2) & 1) ^ 1)
-        mbarrier.arrive(keys_ready.index(turn & 1), count=1)
 
 
 @gluon.jit
 def _store_gradients(
-    k, v, dq, dk, dv, order, locks, dq_tiles, k_tiles, v_tiles, places, keys_ready, keys_free, q_ready, dq_ready,
+    v, dq, dk, dv, order, locks, dq_tiles, k_tiles, v_tiles, places, keys_free, q_ready, do_ready, dq_ready,
     dq_free, sums_ready, kv_heads, n_q, n_kv,
     PLACED: gl.constexpr, SIDES: gl.constexpr, SUBTILES: gl.constexpr, ROWS: gl.constexpr, ORDERED: gl.constexpr,
-    LAG: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
     """The warp that adds dQ, tile by tile of rows, and stores dK and dV unless they are PLACED.
 
-    Where keys and values have room for one tile only, it also loads the next ones when the gradients are gone.
+    Where values have room for one tile only, it also loads the next ones when the gradients are gone.
     """
     step = 0
-    event = 0  # a tile of dQ; with a lag, a key tile begins with one that is none
     turn = 0
     mbarrier.wait(q_ready.index(0), 0)
     steps = _read(places, 0, _STEPS)
     while steps >= 0:
-        stage = step & 1
         side = turn % SIDES
-        tile = _read(places, stage, _TILE)
-        unit = _read(places, stage, _UNIT)
-        if SIDES == 1:  # only now are the gradients gone from the keys' and values' place
-            _load_keys(k, v, k_tiles, v_tiles, keys_ready, unit, kv_heads, tile, side, BLOCK_D)
-        if LAG:
+        tile = _read(places, step & 1, _TILE)
+        unit = _read(places, step & 1, _UNIT)
+        if SIDES == 1:  # only now are the gradients gone from the values' place
+            _load_keys(v, v_tiles, do_ready.index(step & 1), unit, kv_heads, tile, side)
+        end = step + gl.maximum(steps, 1)
+        while step < end:
+            stage = step & 1
             place = _read(places, stage, _PLACE)
             mask = _read(places, stage, _MASK)
             row = _read(places, stage, _ROW)
             group_barrier()
-            named_barrier_arrive(_ROWS_FREE + stage, _GROUPS_AND_WARPS)
-            mbarrier.wait(dq_ready, event & 1)
-            mbarrier.arrive(dq_free, count=1)
-            event += 1
-        end = step + gl.maximum(steps, 1)
-        while step < end:
-            stage = step & 1
-            if not LAG:
-                place = _read(places, stage, _PLACE)
-                mask = _read(places, stage, _MASK)
-                row = _read(places, stage, _ROW)
-                group_barrier()
-                named_barrier_arrive(_ROWS_FREE + stage, _GROUPS_AND_WARPS)
-            at = place * 256
+            named_barrier_arrive(_ROWS_FREE + stage, _READERS)
             lock = locks + place
             earlier = 0
             if ORDERED:
                 row_tile = (mask // 2).to(gl.int64) * n_q + row // ROWS
                 before = gl.load(order + row_tile * n_kv + tile // SUBTILES, mask=steps > 0, other=0).to(gl.int32)
                 earlier = before * SUBTILES + tile % SUBTILES
-            mbarrier.wait(dq_ready, event & 1)
-            event += 1
-            step += 1
-            if LAG and step < end:
-                place = _read(places, step & 1, _PLACE)
-                mask = _read(places, step & 1, _MASK)
-                row = _read(places, step & 1, _ROW)
-                group_barrier()
-                named_barrier_arrive(_ROWS_FREE + (step & 1), _GROUPS_AND_WARPS)
-            if steps > 0:
-                if ORDERED:
-                    wait_for_count(lock, earlier)
-                tma_reduce_add(dq, [at, 0], dq_tiles.index(0))
-                tma_reduce_add(dq, [at + 128, 0], dq_tiles.index(1))
+            for half in gl.static_range(2):
+                mbarrier.wait(dq_ready.index(half), step & 1)
+                if steps > 0:
+                    if ORDERED and half == 0:
+                        wait_for_count(lock, earlier)
+                    tma_reduce_add(dq, [place * 256 + half * 128, 0], dq_tiles.index(half))
                 tma_store_wait(0)
-            mbarrier.arrive(dq_free, count=1)
+                mbarrier.arrive(dq_free.index(half), count=1)
             if ORDERED and steps > 0:
                 gl.inline_asm_elementwise(
                     "cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
                 )
                 group_barrier()
                 gl.atomic_add(lock, 1, sem="release")
-            if not LAG:
-                # What is written of the next tile of rows is there, since the consumers have it or wait for it.
-                mbarrier.wait(q_ready.index(step & 1), (step // 2) & 1, pred=step < end)
+            step += 1
+            # What is written of the next tile of rows is there, since the consumers have it or wait for it.
+            mbarrier.wait(q_ready.index(step & 1), (step // 2) & 1, pred=step < end)
         mbarrier.wait(sums_ready.index(side), (turn // SIDES) & 1)
         if not PLACED:
             for half in gl.static_range(2):
                 to = [unit // kv_heads, unit % kv_heads, tile * 128 + half * 64, 0]
-                tma_store(dk, to, k_tiles.index(side * 2 + half))
+                tma_store(dk, to, k_tiles.index((turn & 1) * 2 + half))
                 tma_store(dv, to, v_tiles.index(side * 2 + half))
             tma_store_wait(0)
-        if SIDES == 2:
-            mbarrier.arrive(keys_free.index(side), count=1)
+        mbarrier.arrive(keys_free.index(turn & 1), count=1)
         turn += 1
         mbarrier.wait(q_ready.index(step & 1), (step // 2) & 1)
         steps = _read(places, step & 1, _STEPS)
@@ -405,7 +382,7 @@ def _bits_of_lane(bound, lane, COUNT: gl.constexpr):
 
 @gluon.jit
 def _mark(
-    indices, stage, active, places, q_len, kv_len,
+    indices, stage, places, q_len, kv_len,
     HALF: gl.constexpr, CAUSAL: gl.constexpr, N: gl.constexpr, BLOCK_M: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """(whether a tile is partial, then the visible ones of a thread's rows as a word for each of its keys [64, 4])."""
@@ -413,7 +390,7 @@ def _mark(
     WORDS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT))
     hidden = gl.zeros([64, 4], gl.int32, WORDS)
     mask = _read(places, stage, _MASK)
-    partial = ((mask & 1) != 0) & active
+    partial = (mask & 1) != 0
     if partial:
         row = _read(places, stage, _ROW)
         column = _read(places, stage, _TILE) * 128 + HALF * 64
@@ -458,141 +435,18 @@ def _weigh(
 
 
 @gluon.jit
-def _multiply_dq(
-    ds_tiles, k_tiles, other_ready, side, step, real, zero,
-    HALF: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
-):  # fmt: skip
-    """Start a warpgroup's half of a tile of dQ [64, 64] from both warpgroups' gradients of the scores of `step`."""
-    turn = step & 1
-    own_ds = ds_tiles.index(turn * 2 + HALF)
-    other_ds = ds_tiles.index(turn * 2 + 1 - HALF)
-    hidden = opaque_zero()
-    own_keys = k_tiles.index(side * 2 + HALF + hidden).reshape([64, BLOCK_D])
-    other_keys = k_tiles.index(side * 2 + 1 - HALF + hidden).reshape([64, BLOCK_D])
-    if BLOCK_M == 64:
-        own_keys = own_keys.slice(HALF * 64, 64, dim=1)
-        other_keys = other_keys.slice(HALF * 64, 64, dim=1)
-    else:
-        own_ds = own_ds.slice(HALF * 64, 64, dim=1)
-        other_ds = other_ds.slice(HALF * 64, 64, dim=1)
-    dq = warpgroup_mma(own_ds.permute((1, 0)), own_keys, zero, use_acc=False, is_async=True)
-    mbarrier.wait(other_ready.index(turn), (step // 2) & 1, pred=real)
-    return warpgroup_mma(other_ds.permute((1, 0)), other_keys, dq, is_async=True)
-
-
-@gluon.jit
 def _stage_dq(dq, dq_tiles, HALF: gl.constexpr):
     """Lay half a tile of dQ out for the warp that adds it: a thread's four neighbours together, without conflicts."""
     pieces = dq.reshape([4, 2, 4, 2, 8, 4, 2]).permute([4, 0, 2, 3, 5, 1, 6]).reshape([128, 32])
     dq_tiles.index(HALF).store(pieces)
-
-
-@gluon.jit
-def _pass_dq(dq_ready):
-    """Hand the laid out tile of dQ to the warp that adds it."""
     fence_async_shared()
     group_barrier()
-    mbarrier.arrive(dq_ready, count=1)
-
-
-@gluon.jit
-def _multiply(
-    weights, slopes, dweights, dkeys, dvalues, q_tiles, k_tiles, do_tiles, delta_tiles, ds_tiles, own_ready,
-    other_ready, dq_free, side, step, event, adds, no_dq,
-    HALF: gl.constexpr, LAG: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
-):  # fmt: skip
-    """The products of row tile `step`: (dK, dV, a tile of dQ in the making, with a lag that of the step before).
-
-    In the first step of a key tile, with a lag, there is nothing to add to, and dQ is none: not `adds`.
-    """
-    dtype: gl.constexpr = q_tiles.dtype
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, dkeys.type.layout, 2)
-    stage = step & 1
-    queries = q_tiles.index(stage).reshape([BLOCK_M, BLOCK_D])
-    upstream = do_tiles.index(stage).reshape([BLOCK_M, BLOCK_D])
-    dvalues = warpgroup_mma(gl.convert_layout(weights, OPERAND), upstream, dvalues, use_acc=adds, is_async=True)
-    row_delta = gl.expand_dims(delta_tiles.index(stage).load(gl.SliceLayout(0, dweights.type.layout)), 0)
-    dscores = _narrow(_widen(slopes, dtype) * (dweights - row_delta), dtype)
-    if LAG:  # the other warpgroup has read these gradients' place
-        mbarrier.wait(dq_free, (event & 1) ^ 1)
-    ds_tiles.index(stage * 2 + HALF).store(dscores)
-    fence_async_shared()
-    group_barrier()
-    mbarrier.arrive(own_ready.index(stage), count=1)
-    dkeys = warpgroup_mma(gl.convert_layout(dscores, OPERAND), queries, dkeys, use_acc=adds, is_async=True)
-    dq = _multiply_dq(ds_tiles, k_tiles, other_ready, side, step - LAG, adds, no_dq, HALF, BLOCK_M, BLOCK_D)
-    dkeys, dvalues = warpgroup_mma_wait(2, deps=[dkeys, dvalues])
-    named_barrier_arrive(_ROWS_FREE + stage, _GROUPS_AND_WARPS)
-    return dkeys, dvalues, dq
-
-
-@gluon.jit
-def _begin(
-    indices, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, places, keys_ready, do_ready, step, turn, q_len, kv_len,
-    factor, bend, no_scores,
-    HALF: gl.constexpr, CAUSAL: gl.constexpr, N: gl.constexpr, CAP: gl.constexpr, SIDES: gl.constexpr,
-    PIECES: gl.constexpr,
-):  # fmt: skip
-    """(weights, slopes, gradients of the weights) of row tile `step`, the first of key tile `turn`."""
-    BLOCK_M: gl.constexpr = q_tiles.shape[3]
-    BLOCK_D: gl.constexpr = q_tiles.shape[4]
-    S: gl.constexpr = no_scores.type.layout
-    stage = step & 1
-    side = turn % SIDES
-    mbarrier.wait(keys_ready.index(side), (turn // SIDES) & 1)
-    keys = k_tiles.index(side * 2 + HALF).reshape([64, BLOCK_D])
-    values = v_tiles.index(side * 2 + HALF).reshape([64, BLOCK_D])
-    queries = q_tiles.index(stage).reshape([BLOCK_M, BLOCK_D])
-    scores = warpgroup_mma(keys, queries.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-    partial, marks = _mark(indices, stage, True, places, q_len, kv_len, HALF, CAUSAL, N, BLOCK_M, PIECES)
-    mbarrier.wait(do_ready.index(stage), (step // 2) & 1)
-    upstream = do_tiles.index(stage).reshape([BLOCK_M, BLOCK_D])
-    dweights = warpgroup_mma(values, upstream.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-    scores = warpgroup_mma_wait(1, deps=[scores])
-    weights, slopes = _weigh(
-        scores, stage, partial, marks, lse_tiles, factor, bend, CAP, BLOCK_M, S, q_tiles.dtype
-    )  # fmt: skip
-    return weights, slopes, warpgroup_mma_wait(0, deps=[dweights])
-
-
-@gluon.jit
-def _go_on(
-    dq, indices, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, dq_tiles, places, do_ready, dq_ready, dq_free,
-    side, step, event, more, q_len, kv_len, factor, bend, hidden, no_scores,
-    HALF: gl.constexpr, CAUSAL: gl.constexpr, N: gl.constexpr, CAP: gl.constexpr, LAG: gl.constexpr,
-    PIECES: gl.constexpr,
-):  # fmt: skip
-    """As `_begin`, for a tile of rows that follows on another, whose dQ is in the making; it is laid out meanwhile."""
-    BLOCK_M: gl.constexpr = q_tiles.shape[3]
-    BLOCK_D: gl.constexpr = q_tiles.shape[4]
-    S: gl.constexpr = no_scores.type.layout
-    stage = step & 1
-    keys = k_tiles.index(side * 2 + HALF + hidden).reshape([64, BLOCK_D])
-    values = v_tiles.index(side * 2 + HALF + hidden).reshape([64, BLOCK_D])
-    queries = q_tiles.index(stage).reshape([BLOCK_M, BLOCK_D])
-    scores = warpgroup_mma(keys, queries.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-    dq = warpgroup_mma_wait(1, deps=[dq])
-    if not LAG:
-        mbarrier.wait(dq_free, (event & 1) ^ 1)
-    _stage_dq(dq, dq_tiles, HALF)
-    if LAG:
-        _pass_dq(dq_ready)
-    mbarrier.wait(do_ready.index(stage), (step // 2) & 1, pred=more)
-    upstream = do_tiles.index(stage).reshape([BLOCK_M, BLOCK_D])
-    dweights = warpgroup_mma(values, upstream.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-    partial, marks = _mark(indices, stage, more, places, q_len, kv_len, HALF, CAUSAL, N, BLOCK_M, PIECES)
-    scores = warpgroup_mma_wait(1, deps=[scores])
-    if not LAG:  # only now, since what the products read of the shared memory holds up the stores
-        _pass_dq(dq_ready)
-    weights, slopes = _weigh(
-        scores, stage, partial, marks, lse_tiles, factor, bend, CAP, BLOCK_M, S, q_tiles.dtype
-    )  # fmt: skip
-    return weights, slopes, warpgroup_mma_wait(0, deps=[dweights])
 
 
 @gluon.jit
 def _stage_sums(
-    dkeys, dvalues, k_tile, v_tile, dk_rows, dv_rows, k_order, sums_ready, steps, unit, column, kv_heads, kv_len, scale,
+    dkeys, dvalues, k_tile, v_tile, dk_rows, dv_rows, k_order, ds_free, sums_ready, step, steps, unit, column, kv_heads,
+    kv_len, scale,
     PLACED: gl.constexpr, BLOCK_D: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
     """Put dK and dV of a warpgroup's 64 keys in their and the values' place; PLACED stores them from there, too."""
@@ -612,7 +466,7 @@ def _stage_sums(
     if PLACED:
         group_barrier()
         gl.store(dv_rows + to, tile.load(ROWS), mask=inside)
-    named_barrier_sync(_BOTH, _GROUPS)
+    mbarrier.wait(ds_free.index(step & 1), (step // 2) & 1)  # the last dQ is made of the keys
     tile = k_tile.reshape([64, BLOCK_D])
     tile.store(_narrow(dkeys * scale, DTYPE))
     if PLACED:
@@ -624,110 +478,114 @@ def _stage_sums(
 
 
 @gluon.jit
-def _accumulate(
+def _accumulate_keys(
     HALF: gl.constexpr, dk_rows, dv_rows, k_order, indices, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles,
-    delta_tiles, places, ds_tiles, dq_tiles, keys_ready, q_ready, do_ready, own_ready, other_ready, dq_ready, dq_free,
-    sums_ready, kv_heads, q_len, kv_len, scale, factor, bend,
-    PLACED: gl.constexpr, CAUSAL: gl.constexpr, N: gl.constexpr, CAP: gl.constexpr, LAG: gl.constexpr,
-    SIDES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
+    delta_tiles, places, ds_tiles, q_ready, do_ready, ds_ready, ds_free, sums_ready, kv_heads, q_len,
+    kv_len, scale, factor, bend,
+    PLACED: gl.constexpr, CAUSAL: gl.constexpr, N: gl.constexpr, CAP: gl.constexpr, SIDES: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
-    """Warpgroup `HALF`, 0 or 1: dK and dV of 64 keys of every tile, and its half of every tile of dQ.
+    """Warpgroup `HALF`, 0 or 1: dK and dV of 64 keys of every tile.
 
-    PLACED stores dK and dV itself, each row where `k_order` says.
-
-    One turn of the loop ends with the next tile's weights and their gradients, so that the tensor cores always have
-    the product at hand that does not wait for what the other units compute. With a lag, whose loop has two tiles of
-    keys at hand, the last turn of one ends with the first weights of the next: nothing is made in vain, and the loop's
-    code, which every tile of rows runs through, stays in the instruction cache.
+    While one computes, the tensor cores work for the others. There are no registers for products of the next tile of
+    rows beside dK, and the scores' gradients are stored for dQ only when dK is in the making.
     """
     dtype: gl.constexpr = q_tiles.dtype
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     KV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
-    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, KV, 2)
     no_scores = gl.zeros([64, BLOCK_M], gl.float32, S)
-    no_dq = gl.zeros([64, 64], gl.float32, DQ)
     PIECES: gl.constexpr = gl.reshape(no_scores, [64, BLOCK_M // 8, 4, 2]).type.layout
-
-    dkeys = gl.zeros([64, BLOCK_D], gl.float32, KV)
-    dvalues = gl.zeros([64, BLOCK_D], gl.float32, KV)
     step = 0
-    event = 0
     turn = 0
     mbarrier.wait(q_ready.index(0), 0)
     steps = _read(places, 0, _STEPS)
-    column = _read(places, 0, _TILE) * 128 + HALF * 64
-    unit = _read(places, 0, _UNIT)
-    if LAG:
-        weights, slopes, dweights = _begin(
-            indices, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, places, keys_ready, do_ready, 0, 0, q_len, kv_len,
-            factor, bend, no_scores, HALF, CAUSAL, N, CAP, SIDES, PIECES,
+    while steps >= 0:
+        key_side = (turn & 1) * 2 + HALF
+        side = turn % SIDES * 2 + HALF
+        column = _read(places, step & 1, _TILE) * 128 + HALF * 64
+        unit = _read(places, step & 1, _UNIT)
+        dkeys = gl.zeros([64, BLOCK_D], gl.float32, KV)
+        dvalues = gl.zeros([64, BLOCK_D], gl.float32, KV)
+        for _ in range(gl.maximum(steps, 1)):
+            hidden = opaque_zero()
+            stage = step & 1
+            keys = k_tiles.index(key_side + hidden).reshape([64, BLOCK_D])
+            values = v_tiles.index(side + hidden).reshape([64, BLOCK_D])
+            queries = q_tiles.index(stage).reshape([BLOCK_M, BLOCK_D])
+            upstream = do_tiles.index(stage).reshape([BLOCK_M, BLOCK_D])
+            mbarrier.wait(q_ready.index(stage), (step // 2) & 1)
+            scores = warpgroup_mma(keys, queries.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+            partial, marks = _mark(indices, stage, places, q_len, kv_len, HALF, CAUSAL, N, BLOCK_M, PIECES)
+            scores = warpgroup_mma_wait(0, deps=[scores])
+            weights, slopes = _weigh(
+                scores, stage, partial, marks, lse_tiles, factor, bend, CAP, BLOCK_M, S, dtype
+            )  # fmt: skip
+            mbarrier.wait(do_ready.index(stage), (step // 2) & 1)
+            if CAP:  # there are no registers for both
+                dvalues = warpgroup_mma(gl.convert_layout(weights, OPERAND), upstream, dvalues, is_async=True)
+                dvalues = warpgroup_mma_wait(0, deps=[dvalues])
+            dweights = warpgroup_mma(values, upstream.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+            if not CAP:
+                dvalues = warpgroup_mma(gl.convert_layout(weights, OPERAND), upstream, dvalues, is_async=True)
+            row_delta = gl.expand_dims(delta_tiles.index(stage).load(gl.SliceLayout(0, S)), 0)
+            dweights = warpgroup_mma_wait(0 if CAP else 1, deps=[dweights])
+            dscores = _narrow(_widen(slopes, dtype) * (dweights - row_delta), dtype)
+            dkeys = warpgroup_mma(gl.convert_layout(dscores, OPERAND), queries, dkeys, is_async=True)
+            mbarrier.wait(ds_free.index(stage), ((step // 2) & 1) ^ 1)
+            ds_tiles.index(stage * 2 + HALF).store(dscores)
+            fence_async_shared()
+            group_barrier()
+            mbarrier.arrive(ds_ready.index(stage), count=1)
+            dkeys, dvalues = warpgroup_mma_wait(0, deps=[dkeys, dvalues])
+            named_barrier_arrive(_ROWS_FREE + stage, _READERS)
+            step += 1
+        _stage_sums(
+            dkeys, dvalues, k_tiles.index(key_side), v_tiles.index(side), dk_rows, dv_rows, k_order, ds_free,
+            sums_ready.index(turn % SIDES), step - 1, steps, unit, column, kv_heads, kv_len, scale, PLACED, BLOCK_D,
+            dtype,
         )  # fmt: skip
-        while steps >= 0:
-            side = turn % SIDES
-            next_side = (turn + 1) % SIDES
-            for i in range(gl.maximum(steps, 1)):
-                hidden = opaque_zero()
-                dkeys, dvalues, dq = _multiply(
-                    weights, slopes, dweights, dkeys, dvalues, q_tiles, k_tiles, do_tiles, delta_tiles, ds_tiles,
-                    own_ready, other_ready, dq_free, side, step, event, i > 0, no_dq, HALF, LAG, BLOCK_M, BLOCK_D,
-                )  # fmt: skip
-                step += 1
-                last = i + 1 >= steps
-                mbarrier.wait(q_ready.index(step & 1), (step // 2) & 1)
-                mbarrier.wait(keys_ready.index(next_side), ((turn + 1) // SIDES) & 1, pred=last)
-                weights, slopes, dweights = _go_on(
-                    dq, indices, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, dq_tiles, places, do_ready, dq_ready,
-                    dq_free, gl.where(last, next_side, side), step, event, True, q_len, kv_len, factor, bend, hidden,
-                    no_scores, HALF, CAUSAL, N, CAP, LAG, PIECES,
-                )  # fmt: skip
-                event += 1
-            rest = _multiply_dq(ds_tiles, k_tiles, other_ready, side, step - 1, True, no_dq, HALF, BLOCK_M, BLOCK_D)
-            rest = warpgroup_mma_wait(0, deps=[rest])
-            mbarrier.wait(dq_free, (event & 1) ^ 1)
-            _stage_dq(rest, dq_tiles, HALF)
-            _pass_dq(dq_ready)
-            event += 1
-            _stage_sums(
-                dkeys, dvalues, k_tiles.index(side * 2 + HALF), v_tiles.index(side * 2 + HALF), dk_rows, dv_rows,
-                k_order, sums_ready.index(side), steps, unit, column, kv_heads, kv_len, scale, PLACED, BLOCK_D, dtype,
-            )  # fmt: skip
-            turn += 1
-            steps = _read(places, step & 1, _STEPS)
-            column = _read(places, step & 1, _TILE) * 128 + HALF * 64
-            unit = _read(places, step & 1, _UNIT)
-    else:
-        while steps >= 0:
-            side = turn % SIDES
-            weights, slopes, dweights = _begin(
-                indices, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, places, keys_ready, do_ready, step, turn,
-                q_len, kv_len, factor, bend, no_scores, HALF, CAUSAL, N, CAP, SIDES, PIECES,
-            )  # fmt: skip
-            dkeys = gl.zeros([64, BLOCK_D], gl.float32, KV)
-            dvalues = gl.zeros([64, BLOCK_D], gl.float32, KV)
-            for i in range(gl.maximum(steps, 1)):
-                hidden = opaque_zero()
-                dkeys, dvalues, dq = _multiply(
-                    weights, slopes, dweights, dkeys, dvalues, q_tiles, k_tiles, do_tiles, delta_tiles, ds_tiles,
-                    own_ready, other_ready, dq_free, side, step, event, True, no_dq, HALF, LAG, BLOCK_M, BLOCK_D,
-                )  # fmt: skip
-                step += 1
-                more = i + 1 < steps
-                mbarrier.wait(q_ready.index(step & 1), (step // 2) & 1, pred=more)
-                weights, slopes, dweights = _go_on(
-                    dq, indices, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, dq_tiles, places, do_ready, dq_ready,
-                    dq_free, side, step, event, more, q_len, kv_len, factor, bend, hidden, no_scores,
-                    HALF, CAUSAL, N, CAP, LAG, PIECES,
-                )  # fmt: skip
-                event += 1
-            _stage_sums(
-                dkeys, dvalues, k_tiles.index(side * 2 + HALF), v_tiles.index(side * 2 + HALF), dk_rows, dv_rows,
-                k_order, sums_ready.index(side), steps, unit, column, kv_heads, kv_len, scale, PLACED, BLOCK_D, dtype,
-            )  # fmt: skip
-            turn += 1
-            mbarrier.wait(q_ready.index(step & 1), (step // 2) & 1)
-            steps = _read(places, step & 1, _STEPS)
-            column = _read(places, step & 1, _TILE) * 128 + HALF * 64
-            unit = _read(places, step & 1, _UNIT)
+        turn += 1
+        mbarrier.wait(q_ready.index(step & 1), (step // 2) & 1)
+        steps = _read(places, step & 1, _STEPS)
+
+
+@gluon.jit
+def _accumulate_queries(
+    k_tiles, ds_tiles, dq_tiles, places, q_ready, ds_ready, ds_free, dq_ready, dq_free, BLOCK_D: gl.constexpr
+):  # fmt: skip
+    """The third warpgroup: the share of dQ of every tile of rows, in halves [64, 64] of its rows or of its columns."""
+    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    no_dq = gl.zeros([64, 64], gl.float32, DQ)
+    step = 0
+    turn = 0
+    mbarrier.wait(q_ready.index(0), 0)
+    steps = _read(places, 0, _STEPS)
+    while steps >= 0:
+        for _ in range(gl.maximum(steps, 1)):
+            stage = step & 1
+            mbarrier.wait(ds_ready.index(stage), (step // 2) & 1)
+            named_barrier_arrive(_ROWS_FREE + stage, _READERS)  # not sooner: the last time may not be over
+            hidden = opaque_zero()
+            for half in gl.static_range(2):
+                dq = no_dq
+                for group in gl.static_range(2):
+                    dscores = ds_tiles.index(stage * 2 + group + hidden)
+                    keys = k_tiles.index((turn & 1) * 2 + group + hidden).reshape([64, BLOCK_D])
+                    if BLOCK_D == 64:
+                        dscores = dscores.slice(half * 64, 64, dim=1)
+                    else:
+                        keys = keys.slice(half * 64, 64, dim=1)
+                    dq = warpgroup_mma(dscores.permute((1, 0)), keys, dq, use_acc=group > 0, is_async=True)
+                dq = warpgroup_mma_wait(0, deps=[dq])
+                mbarrier.wait(dq_free.index(half), (step & 1) ^ 1)
+                _stage_dq(dq, dq_tiles, half)
+                mbarrier.arrive(dq_ready.index(half), count=1)
+            mbarrier.arrive(ds_free.index(stage), count=1)
+            step += 1
+        turn += 1
+        mbarrier.wait(q_ready.index(step & 1), (step // 2) & 1)
+        steps = _read(places, step & 1, _STEPS)
 
 
 _RUNTIME = ["heads", "kv_heads", "units", "together", "mask_batch", "mask_heads", "q_len", "kv_len", "n_q", "n_kv",
@@ -741,71 +599,69 @@ def _backward(
     heads, kv_heads, units, together, mask_batch, mask_heads, q_len, kv_len, n_q, n_kv, n_columns, padded,
     scale, factor, bend,
     CAUSAL: gl.constexpr, N: gl.constexpr, CAP: gl.constexpr, ORDERED: gl.constexpr, PLACED: gl.constexpr,
-    LAG: gl.constexpr, SIDES: gl.constexpr, SHARED: gl.constexpr, REGISTERS: gl.constexpr, BLOCK_M: gl.constexpr,
-    BLOCK_D: gl.constexpr, ROWS: gl.constexpr, SUBTILES: gl.constexpr, VISIBLE: gl.constexpr, SEGMENTS: gl.constexpr,
+    SIDES: gl.constexpr, SHARED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, ROWS: gl.constexpr,
+    SUBTILES: gl.constexpr, VISIBLE: gl.constexpr, SEGMENTS: gl.constexpr,
 ):  # fmt: skip
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     SCORES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_M], q.dtype)
     q_tiles = gl.allocate_shared_memory(q.dtype, [2, 1, 1, BLOCK_M, BLOCK_D], q.layout)
     do_tiles = gl.allocate_shared_memory(q.dtype, [2, 1, 1, BLOCK_M, BLOCK_D], dout.layout)
-    k_tiles = gl.allocate_shared_memory(q.dtype, [2 * SIDES, 1, 1, 64, BLOCK_D], k.layout)
+    k_tiles = gl.allocate_shared_memory(q.dtype, [4, 1, 1, 64, BLOCK_D], k.layout)
     v_tiles = gl.allocate_shared_memory(q.dtype, [2 * SIDES, 1, 1, 64, BLOCK_D], v.layout)
     ds_tiles = gl.allocate_shared_memory(q.dtype, [4, 64, BLOCK_M], SCORES)
     dq_tiles = gl.allocate_shared_memory(gl.float32, [2, 128, 32], dq.layout)
     lse_tiles = gl.allocate_shared_memory(gl.float32, [2, BLOCK_M], PLAIN)
     delta_tiles = gl.allocate_shared_memory(gl.float32, [2, BLOCK_M], PLAIN)
     places = gl.allocate_shared_memory(gl.int32, [2 * _FIELDS, 1], PLAIN)
-    keys_ready = gl.allocate_shared_memory(gl.int64, [SIDES, 1], BARRIER)
-    keys_free = gl.allocate_shared_memory(gl.int64, [SIDES, 1], BARRIER)
+    keys_free = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     sums_ready = gl.allocate_shared_memory(gl.int64, [SIDES, 1], BARRIER)
     q_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     do_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    first_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    second_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    dq_ready = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    dq_free = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    mbarrier.init(dq_ready, count=2)
-    mbarrier.init(dq_free, count=1)
+    ds_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    ds_free = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    dq_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    dq_free = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     for i in gl.static_range(SIDES):
-        mbarrier.init(keys_ready.index(i), count=1)
-        mbarrier.init(keys_free.index(i), count=1)
         mbarrier.init(sums_ready.index(i), count=2)
     for i in gl.static_range(2):
+        mbarrier.init(keys_free.index(i), count=1)
         mbarrier.init(q_ready.index(i), count=1)
         mbarrier.init(do_ready.index(i), count=1)
-        mbarrier.init(first_ready.index(i), count=1)
-        mbarrier.init(second_ready.index(i), count=1)
+        mbarrier.init(ds_ready.index(i), count=2)
+        mbarrier.init(ds_free.index(i), count=1)
+        mbarrier.init(dq_ready.index(i), count=1)
+        mbarrier.init(dq_free.index(i), count=1)
     fence_async_shared()
 
     gl.warp_specialize(
         [
-            (_accumulate, (
+            (_accumulate_keys, (
                 0, dk_rows, dv_rows, k_order, indices, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles,
-                places, ds_tiles, dq_tiles, keys_ready, q_ready, do_ready, first_ready, second_ready, dq_ready, dq_free,
-                sums_ready, kv_heads, q_len, kv_len, scale, factor, bend, PLACED, CAUSAL, N, CAP, LAG, SIDES, BLOCK_M,
-                BLOCK_D,
+                places, ds_tiles, q_ready, do_ready, ds_ready, ds_free, sums_ready, kv_heads, q_len, kv_len, scale,
+                factor, bend, PLACED, CAUSAL, N, CAP, SIDES, BLOCK_M, BLOCK_D,
             )),
-            (_accumulate, (
+            (_accumulate_keys, (
                 1, dk_rows, dv_rows, k_order, indices, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles,
-                places, ds_tiles, dq_tiles, keys_ready, q_ready, do_ready, second_ready, first_ready, dq_ready, dq_free,
-                sums_ready, kv_heads, q_len, kv_len, scale, factor, bend, PLACED, CAUSAL, N, CAP, LAG, SIDES, BLOCK_M,
-                BLOCK_D,
+                places, ds_tiles, q_ready, do_ready, ds_ready, ds_free, sums_ready, kv_heads, q_len, kv_len, scale,
+                factor, bend, PLACED, CAUSAL, N, CAP, SIDES, BLOCK_M, BLOCK_D,
+            )),
+            (_accumulate_queries, (
+                k_tiles, ds_tiles, dq_tiles, places, q_ready, ds_ready, ds_free, dq_ready, dq_free, BLOCK_D,
             )),
             (_feed, (
                 q, k, v, dout, lse, delta, segments, launch, turns, counter, q_tiles, k_tiles, v_tiles, do_tiles,
-                lse_tiles, delta_tiles, places, keys_ready, keys_free, q_ready, do_ready, heads, kv_heads, units,
-                together, mask_batch, mask_heads, q_len, n_kv, n_columns, padded, SIDES, ROWS, SUBTILES, SEGMENTS,
-                VISIBLE, ORDERED, SHARED, BLOCK_M, BLOCK_D,
+                lse_tiles, delta_tiles, places, keys_free, q_ready, do_ready, heads, kv_heads, units,
+                together, mask_batch, mask_heads, q_len, n_kv, n_columns, padded, SIDES, ROWS, SUBTILES,
+                SEGMENTS, VISIBLE, ORDERED, SHARED, BLOCK_M, BLOCK_D,
             )),
             (_store_gradients, (
-                k, v, dq, dk, dv, order, locks, dq_tiles, k_tiles, v_tiles, places, keys_ready, keys_free, q_ready,
-                dq_ready, dq_free, sums_ready, kv_heads, n_q, n_kv, PLACED, SIDES, SUBTILES, ROWS, ORDERED, LAG,
-                BLOCK_D,
+                v, dq, dk, dv, order, locks, dq_tiles, k_tiles, v_tiles, places, keys_free, q_ready, do_ready,
+                dq_ready, dq_free, sums_ready, kv_heads, n_q, n_kv, PLACED, SIDES, SUBTILES, ROWS, ORDERED,
             )),
         ],
-        [4, 1, 1],
-        [REGISTERS, 504 - 2 * REGISTERS, 504 - 2 * REGISTERS],
+        [4, 4, 1, 1],
+        [208, 64, 32, 32],  # which leaves 208 for the first
     )  # fmt: skip
 
 
@@ -839,7 +695,7 @@ def _scale_dq(
     sums, dq, order, dq_b, dq_h, dq_s, heads, q_len, n_rows, scale,
     PLACED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Sums in the order of `_accumulate`, scaled, to dq [B, Hq, Sq, D]: one of the two halves of a tile of rows.
+    """Sums in the order of `_stage_dq`, scaled, to dq [B, Hq, Sq, D]: one of the two halves of a tile of rows.
 
     PLACED puts each row where `order` says.
     """
@@ -861,7 +717,7 @@ def _scale_dq(
 _launch_backward = Launcher(_backward)
 _launch_scale_dq = Launcher(_scale_dq)
 
-_CONFIGS = {64: Config(128, 232, True, 2), 128: Config(64, 224, False, 1)}
+_TILES = {64: (128, 2), 128: (64, 1)}  # query rows of a tile, and tiles of values for which there is room
 _ROWS_AT_HAND = 8 << 20  # bytes of rows, of the heads whose key tiles take turns, that the L2 cache should hold
 _ROWS_BY_TURNS = 6 << 20  # rows times head_dim of the longest lists of the heads that take turns where dQ has an order
 
@@ -878,7 +734,6 @@ def backward(
     scale: float,
     softcap: float,
     deterministic: bool = False,
-    config: Config | None = None,
     orders: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launch the backward.
@@ -895,7 +750,6 @@ def backward(
         scale: factor on the scores.
         softcap: 0 is none.
         deterministic: add to dQ in a fixed order, so that repeated runs agree to the bit.
-        config: overrides the tiles.
         orders: int32 [B, Hq, Sq] and [B, Hkv, Skv], where to put each row of dq, and of dk and dv: permutations of
             every head's rows. Or None.
 
@@ -904,8 +758,7 @@ def backward(
     """
     batch, heads, q_len, dim = q.shape
     kv_heads, kv_len = k.shape[1:3]
-    config = config or _CONFIGS[dim]
-    assert config.sides == 2 or not config.lag, "a lag takes two tiles of keys at hand"
+    block, sides = _TILES[dim]
     q, k, v, dout = (describable(x) for x in (q, k, v, dout))
     q_order, k_order = orders or (None, None)
     if orders is None:
@@ -927,7 +780,7 @@ def backward(
         order = locks = launch = turns = plan.segments  # not read
         if deterministic:
             order = torch.zeros(plan.tiles.shape, dtype=torch.int16, device=q.device)
-            locks = torch.zeros(batch * heads * padded // config.rows, dtype=torch.int32, device=q.device)
+            locks = torch.zeros(batch * heads * padded // block, dtype=torch.int32, device=q.device)
             groups = min(mask_heads, kv_heads)
             share = ROWS * (heads // kv_heads)
             most = _ROWS_BY_TURNS // (dim * share)
@@ -941,21 +794,20 @@ def backward(
         counter = torch.zeros(1, dtype=torch.int32, device=q.device) if shared else None
         _launch_backward(
             programs,
-            describe_rows(q, config.rows), describe_rows(k, 64), describe_rows(v, 64), describe_rows(dout, config.rows),
+            describe_rows(q, block), describe_rows(k, 64), describe_rows(v, 64), describe_rows(dout, block),
             describe(make_descriptor, sums, 128, 32),
             describe_rows(dk, 64), describe_rows(dv, 64), *placed, k_order, lse, delta, indices, plan.segments, order,
             locks, launch, turns, counter, heads, kv_heads, units, together, mask_batch, mask_heads, q_len, kv_len,
             n_q, n_kv, n_columns, padded, scale, factor, bend,
             CAUSAL=mask.causal, N=indices.shape[-1], CAP=softcap != 0, ORDERED=deterministic, PLACED=orders is not None,
-            LAG=int(config.lag), SIDES=config.sides, SHARED=shared, REGISTERS=config.registers, BLOCK_M=config.rows,
-            BLOCK_D=dim, ROWS=ROWS, SUBTILES=subtiles, VISIBLE=VISIBLE_SEGMENTS,
-            SEGMENTS=VISIBLE_SEGMENTS + PARTIAL_SEGMENTS, num_warps=4,
+            SIDES=sides, SHARED=shared, BLOCK_M=block, BLOCK_D=dim, ROWS=ROWS, SUBTILES=subtiles,
+            VISIBLE=VISIBLE_SEGMENTS, SEGMENTS=VISIBLE_SEGMENTS + PARTIAL_SEGMENTS, num_warps=4,
         )  # fmt: skip
-        n_rows = padded // config.rows
+        n_rows = padded // block
         _launch_scale_dq(
             2 * n_rows * heads * batch,
             sums, dq, q_order, *dq.stride()[:3], heads, q_len, n_rows, scale,
-            PLACED=orders is not None, BLOCK_M=config.rows, BLOCK_D=dim, num_warps=4,
+            PLACED=orders is not None, BLOCK_M=block, BLOCK_D=dim, num_warps=4,
         )  # fmt: skip
     return dq, dk, dv
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import random
 import statistics
 import subprocess
 import time
@@ -35,14 +36,19 @@ def conditions() -> dict[str, str]:
 def interleaved_medians(
     providers: Mapping[str, Callable[[], object]], repeats: int, warmup: int = 2
 ) -> dict[str, float]:
-    """Median milliseconds of each provider, run in turns so that drift falls on all alike."""
+    """Median milliseconds of each provider.
+
+    They run in turns so that drift falls on all alike, in another order each time: a GPU at its power limit is slower
+    behind one that drew more.
+    """
     for _ in range(warmup):
         for function in providers.values():
             function()
     times: dict[str, list[float]] = {name: [] for name in providers}
+    order = random.Random(0)
     for _ in range(repeats):
-        for name, function in providers.items():
-            times[name].append(_milliseconds(function))
+        for name in order.sample(list(providers), len(providers)):
+            times[name].append(_milliseconds(providers[name]))
     return {name: statistics.median(values) for name, values in times.items()}
 
 
