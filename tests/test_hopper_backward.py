@@ -60,12 +60,13 @@ def test_compiles(dim: int, form: str, deterministic: bool) -> None:
         assert instruction in kernel.assembly, instruction
     assert kernel.shared <= 227 * 1024
     assert kernel.spills is not None
-    assert kernel.spills <= 128  # in the warp that loads, which has 32 registers
+    assert kernel.spills <= 128  # most of the warp that loads, which has 32 registers; 88 with Triton 3.6
 
 
+@pytest.mark.parametrize("deterministic", [False, True], ids=["unordered", "ordered"])
 @pytest.mark.parametrize("dim", [64, 128])
-def test_compiles_what_puts_rows_back(dim: int) -> None:
-    kernel = _compile(dim, MASKS["prefix_lm_document"](), placed=True)["_backward"]
+def test_compiles_what_puts_rows_back(dim: int, deterministic: bool) -> None:
+    kernel = _compile(dim, MASKS["prefix_lm_document"](), deterministic=deterministic, placed=True)["_backward"]
     assert kernel.shared <= 227 * 1024
     assert kernel.spills is not None
     assert kernel.spills <= 128  # likewise
@@ -76,7 +77,7 @@ def test_softcap_compiles(dim: int) -> None:
     kernel = _compile(dim, MASKS["causal_document"](), softcap=30.0)["_backward"]
     assert "wgmma.mma_async" in kernel.assembly
     assert kernel.spills is not None
-    assert kernel.spills <= 256  # with more, products wait for one another
+    assert kernel.spills <= 256
 
 
 def _check(
@@ -168,14 +169,17 @@ def test_family(monkeypatch: pytest.MonkeyPatch, family: str, dim: int, lengths:
 @pytest.mark.hopper
 @pytest.mark.parametrize("mask_heads", ["one", "kv", "q"])
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (3, 1)], ids=["MHA", "GQA", "MQA"])
+@pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("deterministic", [False, True], ids=["unordered", "ordered"])
-def test_heads(monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int], mask_heads: str, deterministic: bool) -> None:
+def test_heads(
+    monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int], mask_heads: str, dim: int, deterministic: bool
+) -> None:
     requires("hopper")
     monkeypatch.setattr(hopper_backward, "multiprocessors", lambda device: 3)
     count = {"one": 1, "kv": heads[1], "q": heads[0]}[mask_heads]
     generator = torch.Generator().manual_seed(0)
     mask = masks.random_eviction(700, generator=generator, heads=count, batch=2, device="cuda")
-    _check(_inputs(2, *heads, 700, 700, 64, torch.bfloat16, "cuda"), mask, deterministic=deterministic)
+    _check(_inputs(2, *heads, 700, 700, dim, torch.bfloat16, "cuda"), mask, deterministic=deterministic)
 
 
 @pytest.mark.hopper

@@ -54,13 +54,13 @@ def _inputs(dim: int, q_len: int, kv_len: int, batch: int = 2, heads: int = HEAD
     return attention_inputs(Lane("hopper", "cpu", DTYPES[dim]), batch, heads, kv_heads, q_len, kv_len, dim)
 
 
-def _check(inputs, mask: FlashMask, orders: tuple[bool, ...] = (False, True), **options) -> None:
-    """Output, LSE and gradients, with dQ in any order and in a fixed one."""
+def _check(inputs, mask: FlashMask, orders: tuple[bool, ...] = (False, True), given=None, **options) -> None:
+    """Output, LSE and gradients, with dQ in any order and in a fixed one; of `given`, which differs where none sees."""
     expected = references(*inputs, mask, **options)
     for ordered in orders:
         with poisoned(), pytest.MonkeyPatch.context() as patch:  # which would ask for an order
             patch.setattr(torch, "are_deterministic_algorithms_enabled", lambda ordered=ordered: ordered)
-            actual = run(*inputs, mask, "hopper", **options)
+            actual = run(*(given or inputs), mask, "hopper", **options)
         assert_results(actual, *expected, inputs[0].dtype)
 
 
@@ -76,7 +76,7 @@ def test_family(family: str, dim: int, lengths: tuple[int, int]) -> None:
 @pytest.mark.parametrize("mask_heads", ["one", "kv", "q"])
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (3, 1)], ids=["MHA", "GQA", "MQA"])
 def test_heads(heads: tuple[int, int], mask_heads: str) -> None:
-    dim = 128 if mask_heads == "kv" else 64
+    dim = 128 if (mask_heads == "kv") != (heads == (6, 2)) else 64
     count = {"one": 1, "kv": heads[1], "q": heads[0]}[mask_heads]
     mask = masks.random_eviction(230, generator=torch.Generator().manual_seed(0), heads=count)
     _check(_inputs(dim, 230, 230, 1, *heads), mask)
@@ -118,11 +118,16 @@ def test_the_mask_decides_on_tall_tiles(monkeypatch: pytest.MonkeyPatch, window:
 @pytest.mark.parametrize("ordered", [False, True], ids=["unordered", "ordered"])
 @pytest.mark.parametrize("dim", DTYPES)
 def test_keys_that_no_row_sees(dim: int, ordered: bool) -> None:
-    """Whole tiles of them, one after the other, and at the beginning and the end of what a program does."""
+    """Whole tiles, whatever they hold, one after the other, at the beginning and the end of what a program does."""
     mask = masks.full(900, q_len=200)
     mask.indices[:, :, :256] = 0
     mask.indices[:, :, 512:] = 0
-    _check(_inputs(dim, 200, 900, 2, 2, 2), mask, (ordered,))
+    inputs = _inputs(dim, 200, 900, 2, 2, 2)
+    given = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
+    for x in given[1:3]:
+        x.detach()[:, :, :256] = float("inf")
+        x.detach()[:, :, 512:] = float("nan")
+    _check(inputs, mask, (ordered,), given)
 
 
 @pytest.mark.parametrize("dim", DTYPES)

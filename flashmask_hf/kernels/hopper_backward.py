@@ -1,9 +1,10 @@
 """The backward for Hopper (sm_90a) in Gluon: one kernel over key tiles (FlashMask, ICLR 2025, algorithm 2).
 
 A program stays on a multiprocessor and takes one tile of 128 keys after the other from a counter. It holds the keys and
-their values in shared memory and walks the query rows that see them. One warp finds and loads tiles. Two warpgroups of
-64 keys each make scores transposed [keys, rows], so that weights and their gradients stay in registers as operands for
-dV and dK. A third one makes the program's share of dQ, and one warp adds that to a float32 buffer and stores dK and dV.
+their values in shared memory and walks the query rows that see them. One warp finds tiles and loads keys and rows. Two
+warpgroups of 64 keys each make scores transposed [keys, rows], so that weights and their gradients stay in registers as
+operands for dV and dK. A third one makes the program's share of dQ, and one warp adds that to a float32 buffer and
+stores dK and dV. There are two tiles of keys at hand, and of values where head_dim is 64; else that warp loads them.
 """
 # Layouts take compile-time constants, which the type checker takes for objects.
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
@@ -47,7 +48,7 @@ _TWO_LOG2_E = gl.constexpr(2.0 * LOG2_E.value)
 _NEVER = gl.constexpr(2147483647)
 
 COLUMNS = 128
-"""Keys of a program, 64 of each warpgroup."""
+"""Keys of a tile."""
 
 
 @gluon.jit
@@ -175,13 +176,13 @@ def _load_rows(
     stage = step & 1
     if step >= 2:
         named_barrier_sync(_ROWS_FREE + stage, _READERS)
+    # Keys and queries are on their way before the barrier knows how many bytes they are: it opens only when it does,
+    # and then what is stored here has come, too.
     if first:
         mbarrier.wait(keys_free.index(turn & 1), ((turn // 2) & 1) ^ 1)
         _load_keys(k, k_tiles, q_ready.index(stage), unit, kv_heads, tile, turn & 1)
         if SIDES == 2:
             _load_keys(v, v_tiles, do_ready.index(stage), unit, kv_heads, tile, turn & 1)
-    # The queries are on their way before the barrier knows how many bytes they are: it opens only when it does, and
-    # then what is stored here has come, too.
     tma_load(q, [batch, head, row, 0], q_ready.index(stage), q_tiles.index(stage))
     _expect(do_ready.index(stage), first, BLOCK_M, BLOCK_D)
     tma_load(dout, [batch, head, row, 0], do_ready.index(stage), do_tiles.index(stage))
@@ -274,7 +275,6 @@ def _feed(
     if step >= 2:
         named_barrier_sync(_ROWS_FREE + stage, _READERS)
     _write(places, stage, _STEPS, -1)
-    _write(places, stage, _MASK, 0)
     group_barrier()
     mbarrier.arrive(q_ready.index(stage), count=1)
 
@@ -287,7 +287,7 @@ def _store_gradients(
 ):  # fmt: skip
     """The warp that adds dQ, tile by tile of rows, and stores dK and dV unless they are PLACED.
 
-    Where values have room for one tile only, it also loads the next ones when the gradients are gone.
+    Where values have room for one tile only, it also loads them, when the gradients before are gone.
     """
     step = 0
     turn = 0
@@ -436,7 +436,7 @@ def _weigh(
 
 @gluon.jit
 def _stage_dq(dq, dq_tiles, HALF: gl.constexpr):
-    """Lay half a tile of dQ out for the warp that adds it: a thread's four neighbours together, without conflicts."""
+    """Lay half a tile of dQ out, for the warp that adds it: a thread's four neighbours together, without conflicts."""
     pieces = dq.reshape([4, 2, 4, 2, 8, 4, 2]).permute([4, 0, 2, 3, 5, 1, 6]).reshape([128, 32])
     dq_tiles.index(HALF).store(pieces)
     fence_async_shared()
@@ -449,7 +449,10 @@ def _stage_sums(
     kv_len, scale,
     PLACED: gl.constexpr, BLOCK_D: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
-    """Put dK and dV of a warpgroup's 64 keys in their and the values' place; PLACED stores them from there, too."""
+    """Put dK and dV of a warpgroup's 64 keys in their and the values' place.
+
+    PLACED stores them from there, too, each row where `k_order` says.
+    """
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
     KV: gl.constexpr = dkeys.type.layout
     if steps == 0:  # keys and values may be infinite
@@ -565,7 +568,7 @@ def _accumulate_queries(
         for _ in range(gl.maximum(steps, 1)):
             stage = step & 1
             mbarrier.wait(ds_ready.index(stage), (step // 2) & 1)
-            named_barrier_arrive(_ROWS_FREE + stage, _READERS)  # not sooner: the last time may not be over
+            named_barrier_arrive(_ROWS_FREE + stage, _READERS)  # two steps ago the loading warp may still wait at it
             hidden = opaque_zero()
             for half in gl.static_range(2):
                 dq = no_dq
@@ -661,7 +664,7 @@ def _backward(
             )),
         ],
         [4, 4, 1, 1],
-        [208, 64, 32, 32],  # which leaves 208 for the first
+        [208, 64, 32, 32],  # of 512 for four warpgroups, of which the two warps are one: 208 are left for the first
     )  # fmt: skip
 
 

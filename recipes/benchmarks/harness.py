@@ -16,6 +16,8 @@ import triton
 
 import flashmask_hf
 
+_order = random.Random(0)
+
 
 def conditions() -> dict[str, str]:
     """The GPU, the versions and the commit that a figure belongs to."""
@@ -45,9 +47,8 @@ def interleaved_medians(
         for function in providers.values():
             function()
     times: dict[str, list[float]] = {name: [] for name in providers}
-    order = random.Random(0)
     for _ in range(repeats):
-        for name in order.sample(list(providers), len(providers)):
+        for name in _order.sample(list(providers), len(providers)):
             times[name].append(_milliseconds(providers[name]))
     return {name: statistics.median(values) for name, values in times.items()}
 
