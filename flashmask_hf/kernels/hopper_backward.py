@@ -568,7 +568,8 @@ def _accumulate_queries(
         for _ in range(gl.maximum(steps, 1)):
             stage = step & 1
             mbarrier.wait(ds_ready.index(stage), (step // 2) & 1)
-            named_barrier_arrive(_ROWS_FREE + stage, _READERS)  # two steps ago the loading warp may still wait at it
+            # Sooner, it might arrive twice before the loading warp has passed the barrier once.
+            named_barrier_arrive(_ROWS_FREE + stage, _READERS)
             hidden = opaque_zero()
             for half in gl.static_range(2):
                 dq = no_dq
