@@ -67,11 +67,12 @@ def test_hopper(monkeypatch: pytest.MonkeyPatch, dim: int, form: str) -> None:
     assert kernels["_backward_keys"].spills <= 256
 
 
-def test_blocks_take_fewer_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_blocks_take_fewer_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     _pretend(monkeypatch, HOPPER)
     x = torch.empty(1, 4, 512, 128, dtype=torch.bfloat16)
     rows = {form: configs.forward_config(x, 128, 128, *form).rows for form in [(1, True), (2, True), (2, False)]}
     assert rows == {(1, True): 128, (2, True): 64, (2, False): 128}
+    assert configs.forward_config(x.new_empty(1, 4, 32768, 128), 128, 128, 2, True).rows == 128
 
 
 @pytest.mark.parametrize("dims", [(40, 40), (128, 128), (192, 128), (256, 256)], ids=str)

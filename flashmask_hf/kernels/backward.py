@@ -85,6 +85,29 @@ def _accumulate_keys(
     return dk, dv
 
 
+@triton.jit
+def _range(
+    at, start, end, other_end, column, diagonal,
+    CAUSAL: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr, SUBROWS: tl.constexpr,
+):  # fmt: skip
+    """A range of the plan's partial tiles in tiles of BLOCK_M rows, less some at both ends that see no key of a tile.
+
+    The bounds are those of `load_intervals` for the keys from `column` on.
+    """
+    first = tl.load(at) * SUBROWS
+    last = tl.load(at + 1) * SUBROWS
+    if CAUSAL:
+        first = tl.maximum(first, (column - diagonal) // BLOCK_M)
+    elif N == 2:
+        first = tl.maximum(first, tl.min(other_end) // BLOCK_M)
+    # The tiles that the first interval of every key hides.
+    gap_first = (tl.max(start) - 1) // BLOCK_M + 1
+    gap_last = tl.min(end) // BLOCK_M
+    last = tl.where(last <= gap_last, tl.minimum(last, gap_first), last)
+    first = tl.where(first >= gap_first, tl.maximum(first, gap_last), first)
+    return first, tl.maximum(last, first)
+
+
 @triton.jit(do_not_specialize=["q_len", "kv_len", "n_kv", "n_columns"])
 def _backward_keys(
     q, k, v, dout, lse, delta, indices, segments, dk, dv,
@@ -128,10 +151,11 @@ def _backward_keys(
             )  # fmt: skip
 
         ranges += VISIBLE * 2
-        s0, e0 = tl.load(ranges) * SUBROWS, tl.load(ranges + 1) * SUBROWS
-        s1, e1 = tl.load(ranges + 2) * SUBROWS, tl.load(ranges + 3) * SUBROWS
-        s2, e2 = tl.load(ranges + 4) * SUBROWS, tl.load(ranges + 5) * SUBROWS
-        s3, e3 = tl.load(ranges + 6) * SUBROWS, tl.load(ranges + 7) * SUBROWS
+        diagonal = kv_len - q_len
+        s0, e0 = _range(ranges, start, end, other_end, column, diagonal, CAUSAL, N, BLOCK_M, SUBROWS)
+        s1, e1 = _range(ranges + 2, start, end, other_end, column, diagonal, CAUSAL, N, BLOCK_M, SUBROWS)
+        s2, e2 = _range(ranges + 4, start, end, other_end, column, diagonal, CAUSAL, N, BLOCK_M, SUBROWS)
+        s3, e3 = _range(ranges + 6, start, end, other_end, column, diagonal, CAUSAL, N, BLOCK_M, SUBROWS)
         n0 = e0 - s0
         n1 = n0 + e1 - s1
         n2 = n1 + e2 - s2

@@ -3,8 +3,9 @@
 A program stays on a multiprocessor and takes one tile of 128 keys after the other from a counter. It holds the keys and
 their values in shared memory and walks the query rows that see them. One warp finds tiles and loads keys and rows. Two
 warpgroups of 64 keys each make scores transposed [keys, rows], so that weights and their gradients stay in registers as
-operands for dV and dK. A third one makes the program's share of dQ, and one warp adds that to a float32 buffer and
-stores dK and dV. There are two tiles of keys at hand, and of values where head_dim is 64; else that warp loads them.
+operands for dV and dK. A third one makes the program's share of dQ, and one warp, or two by turns, adds that to a
+float32 buffer and stores dK and dV. Keys have two places, and so have values where head_dim is 64. Where it is 128, the
+warps that store load them, when the gradients are gone from there.
 """
 # Layouts take compile-time constants, which the type checker takes for objects.
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
@@ -50,6 +51,8 @@ _NEVER = gl.constexpr(2147483647)
 COLUMNS = 128
 """Keys of a tile."""
 
+_LONG = gl.constexpr(4096)  # rows of a range that programs begin to walk in different places
+
 
 @gluon.jit
 def _ranges_of(segments, batch, head, heads, mask_batch, mask_heads, n_kv, SEGMENTS: gl.constexpr, SCALE: gl.constexpr):
@@ -63,32 +66,19 @@ def _ranges_of(segments, batch, head, heads, mask_batch, mask_heads, n_kv, SEGME
 
 
 @gluon.jit
-def _range(starts, ends, nth, done, VISIBLE: gl.constexpr, ORDERED: gl.constexpr):
-    """The range to walk after `done` row tiles (first, last, 1 if it is partial): the `nth`, or the next in order."""
+def _range(starts, ends, done, VISIBLE: gl.constexpr):
+    """The next range to walk after the first `done` row tiles: its first and last one, and 1 if it is partial."""
     slots = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
-    if ORDERED:
-        ahead = (ends > starts) & (starts >= done)
-        chosen = ahead & (starts == gl.min(gl.where(ahead, starts, _NEVER), 0))
-    else:
-        chosen = slots == nth
+    ahead = (ends > starts) & (starts >= done)
+    chosen = ahead & (starts == gl.min(gl.where(ahead, starts, _NEVER), 0))
     first = gl.max(gl.where(chosen, starts, 0), 0)
     last = gl.max(gl.where(chosen, ends, 0), 0)
     return first, last, gl.max(gl.where(chosen & (slots >= VISIBLE), 1, 0), 0)
 
 
-@gluon.jit
-def _row_tile(first, last, count, skip, ORDERED: gl.constexpr):
-    """The `count`-th row tile to walk of [first, last). Programs `skip` some, so that their sums do not meet in dQ."""
-    index = first + count
-    if not ORDERED:
-        index += skip
-        index = gl.where(index < last, index, index - (last - first))
-    return index
-
-
 # Barriers of the hardware. Unlike those in shared memory they cost a warpgroup no barrier of its own before it arrives.
 _ROWS_FREE = gl.constexpr(8)  # by stage: nobody needs a tile of rows any more
-_READERS = gl.constexpr(448)  # threads that read what the loading warp says of one, its own included
+_READERS = gl.constexpr(416)  # threads that read what is said of one, less those that store
 
 # What the loading warp says of a tile of rows, in `places`, which has two sides.
 _ROW = gl.constexpr(0)
@@ -98,6 +88,11 @@ _UNIT = gl.constexpr(3)  # batch and head of the key tile
 _TILE = gl.constexpr(4)  # the key tile
 _STEPS = gl.constexpr(5)  # row tiles of the key tile; 0: one, which does not exist; -1: nothing more comes
 _FIELDS = gl.constexpr(6)
+
+
+@gluon.jit
+def _leave_rows(stage, PARTS: gl.constexpr):
+    named_barrier_arrive(_ROWS_FREE + stage, _READERS + 32 * PARTS)
 
 
 @gluon.jit
@@ -142,9 +137,12 @@ def _next(counter, ORDERED: gl.constexpr):
 
 
 @gluon.jit
-def _load_keys(keys, tiles, ready, unit, kv_heads, tile, side):
-    """A tile of keys, or of values; `ready` is that of its first tile of rows, and counts their bytes together."""
-    for half in gl.static_range(2):
+def _load_keys(keys, tiles, ready, unit, kv_heads, tile, side, PART: gl.constexpr = 0, PARTS: gl.constexpr = 1):
+    """A tile of keys, or of values, or `PART` of it.
+
+    `ready` is that of its first tile of rows, and counts their bytes together.
+    """
+    for half in gl.static_range(PART, 2, PARTS):
         at = [unit // kv_heads, unit % kv_heads, tile * 128 + half * 64, 0]
         tma_load(keys, at, ready, tiles.index(side * 2 + half))
 
@@ -162,7 +160,7 @@ def _expect(ready, first, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr):
 def _load_rows(
     q, k, v, dout, lse, delta, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles, places, keys_free, q_ready,
     do_ready, batch, head, heads, kv_heads, row, mask, place, unit, tile, steps, turn, step, first, q_len,
-    SIDES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
+    SIDES: gl.constexpr, PARTS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
     """Row tile number `step` of the program, and what there is to say of it.
 
@@ -175,7 +173,7 @@ def _load_rows(
     row_delta = gl.load(delta + at + rows, mask=rows < q_len, other=0.0)
     stage = step & 1
     if step >= 2:
-        named_barrier_sync(_ROWS_FREE + stage, _READERS)
+        named_barrier_sync(_ROWS_FREE + stage, _READERS + 32 * PARTS)
     # Keys and queries are on their way before the barrier knows how many bytes they are: it opens only when it does,
     # and then what is stored here has come, too.
     if first:
@@ -204,8 +202,8 @@ def _feed(
     q, k, v, dout, lse, delta, segments, launch, turns, counter, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles,
     delta_tiles, places, keys_free, q_ready, do_ready,
     heads, kv_heads, units, together, mask_batch, mask_heads, q_len, n_kv, n_columns, padded,
-    SIDES: gl.constexpr, ROWS: gl.constexpr, SUBTILES: gl.constexpr, SEGMENTS: gl.constexpr, VISIBLE: gl.constexpr,
-    ORDERED: gl.constexpr, SHARED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
+    SIDES: gl.constexpr, PARTS: gl.constexpr, ROWS: gl.constexpr, SUBTILES: gl.constexpr, SEGMENTS: gl.constexpr,
+    VISIBLE: gl.constexpr, ORDERED: gl.constexpr, SHARED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
     """The warp that takes key tiles and loads them, their values if SIDES is 2, and the rows that see them."""
     group = heads // kv_heads
@@ -241,7 +239,7 @@ def _feed(
             _load_rows(
                 q, k, v, dout, lse, delta, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles, places,
                 keys_free, q_ready, do_ready, batch, first_head, heads, kv_heads, padded, mask * 2, 0, unit, tile,
-                steps, turn, step, True, q_len, SIDES, BLOCK_M, BLOCK_D,
+                steps, turn, step, True, q_len, SIDES, PARTS, BLOCK_M, BLOCK_D,
             )  # fmt: skip
             step += 1
         begin = step
@@ -253,12 +251,15 @@ def _feed(
                     ranges, batch, head, heads, mask_batch, mask_heads, n_kv, SEGMENTS, ROWS // BLOCK_M
                 )
             done = 0
-            for segment in range(SEGMENTS):
-                first, last, partial = _range(starts, ends, segment, done, VISIBLE, ORDERED)
+            for _ in range(SEGMENTS):
+                first, last, partial = _range(starts, ends, done, VISIBLE)
                 done = gl.maximum(done, last)
-                skip = tile % gl.maximum(last - first, 1)
+                skip = 0
+                if not ORDERED:  # so that programs side by side do not meet in dQ
+                    skip = gl.where(last - first < _LONG // BLOCK_M, 0, tile % gl.maximum(last - first, 1))
                 for count in range(last - first):
-                    index = _row_tile(first, last, count, skip, ORDERED)
+                    index = first + count + skip
+                    index = gl.where(index < last, index, index - (last - first))
                     if SHARED and step + 1 == end:
                         following = _next(counter, ORDERED)
                     place = (batch * heads + head) * (padded // BLOCK_M) + index
@@ -266,29 +267,34 @@ def _feed(
                         q, k, v, dout, lse, delta, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles, places,
                         keys_free, q_ready, do_ready, batch, head, heads, kv_heads, index * BLOCK_M,
                         mask * 2 + partial, place, unit, tile, steps, turn, step, step == begin, q_len,
-                        SIDES, BLOCK_M, BLOCK_D,
+                        SIDES, PARTS, BLOCK_M, BLOCK_D,
                     )  # fmt: skip
                     step += 1
         program = following
         turn += 1
     stage = step & 1
     if step >= 2:
-        named_barrier_sync(_ROWS_FREE + stage, _READERS)
+        named_barrier_sync(_ROWS_FREE + stage, _READERS + 32 * PARTS)
     _write(places, stage, _STEPS, -1)
+    _write(places, stage, _MASK, 0)  # who makes scores ahead makes them of this, too
     group_barrier()
     mbarrier.arrive(q_ready.index(stage), count=1)
 
 
 @gluon.jit
 def _store_gradients(
-    v, dq, dk, dv, order, locks, dq_tiles, k_tiles, v_tiles, places, keys_free, q_ready, do_ready, dq_ready,
-    dq_free, sums_ready, kv_heads, n_q, n_kv,
-    PLACED: gl.constexpr, SIDES: gl.constexpr, SUBTILES: gl.constexpr, ROWS: gl.constexpr, ORDERED: gl.constexpr,
+    PART: gl.constexpr, v, dq, dk, dv, order, locks, dq_tiles, k_tiles, v_tiles, places, keys_free, q_ready, do_ready,
+    dq_ready, dq_free, sums_ready, kv_heads, n_q, n_kv,
+    PLACED: gl.constexpr, SIDES: gl.constexpr, PARTS: gl.constexpr, SUBTILES: gl.constexpr, ROWS: gl.constexpr,
+    ORDERED: gl.constexpr,
 ):  # fmt: skip
-    """The warp that adds dQ, tile by tile of rows, and stores dK and dV unless they are PLACED.
+    """A warp that adds dQ, tile by tile of rows, and stores dK and dV unless they are PLACED.
 
-    Where values have room for one tile only, it also loads them, when the gradients before are gone.
+    With two PARTS, this and another one take turns, and each has the gradients of a warpgroup. Where values have room
+    for one tile only, it also loads them, when the gradients before are gone.
     """
+    if PART >= PARTS:
+        return
     step = 0
     turn = 0
     mbarrier.wait(q_ready.index(0), 0)
@@ -298,7 +304,7 @@ def _store_gradients(
         tile = _read(places, step & 1, _TILE)
         unit = _read(places, step & 1, _UNIT)
         if SIDES == 1:  # only now are the gradients gone from the values' place
-            _load_keys(v, v_tiles, do_ready.index(step & 1), unit, kv_heads, tile, side)
+            _load_keys(v, v_tiles, do_ready.index(step & 1), unit, kv_heads, tile, side, PART, PARTS)
         end = step + gl.maximum(steps, 1)
         while step < end:
             stage = step & 1
@@ -306,33 +312,34 @@ def _store_gradients(
             mask = _read(places, stage, _MASK)
             row = _read(places, stage, _ROW)
             group_barrier()
-            named_barrier_arrive(_ROWS_FREE + stage, _READERS)
-            lock = locks + place
-            earlier = 0
-            if ORDERED:
-                row_tile = (mask // 2).to(gl.int64) * n_q + row // ROWS
-                before = gl.load(order + row_tile * n_kv + tile // SUBTILES, mask=steps > 0, other=0).to(gl.int32)
-                earlier = before * SUBTILES + tile % SUBTILES
-            for half in gl.static_range(2):
-                mbarrier.wait(dq_ready.index(half), step & 1)
-                if steps > 0:
-                    if ORDERED and half == 0:
-                        wait_for_count(lock, earlier)
-                    tma_reduce_add(dq, [place * 256 + half * 128, 0], dq_tiles.index(half))
-                tma_store_wait(0)
-                mbarrier.arrive(dq_free.index(half), count=1)
-            if ORDERED and steps > 0:
-                gl.inline_asm_elementwise(
-                    "cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-                )
-                group_barrier()
-                gl.atomic_add(lock, 1, sem="release")
+            _leave_rows(stage, PARTS)
+            if step % PARTS == PART:
+                lock = locks + place
+                earlier = 0
+                if ORDERED:
+                    row_tile = (mask // 2).to(gl.int64) * n_q + row // ROWS
+                    before = gl.load(order + row_tile * n_kv + tile // SUBTILES, mask=steps > 0, other=0).to(gl.int32)
+                    earlier = before * SUBTILES + tile % SUBTILES
+                for half in gl.static_range(2):
+                    mbarrier.wait(dq_ready.index(stage * 2 + half), (step // 2) & 1)
+                    if steps > 0:
+                        if ORDERED and half == 0:
+                            wait_for_count(lock, earlier)
+                        tma_reduce_add(dq, [place * 256 + half * 128, 0], dq_tiles.index(half))
+                    tma_store_wait(0)
+                    mbarrier.arrive(dq_free.index(half), count=1)
+                if ORDERED and steps > 0:
+                    gl.inline_asm_elementwise(
+                        "cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+                    )
+                    group_barrier()
+                    gl.atomic_add(lock, 1, sem="release")
             step += 1
             # What is written of the next tile of rows is there, since the consumers have it or wait for it.
             mbarrier.wait(q_ready.index(step & 1), (step // 2) & 1, pred=step < end)
-        mbarrier.wait(sums_ready.index(side), (turn // SIDES) & 1)
+        mbarrier.wait(sums_ready.index(side * PARTS + PART), (turn // SIDES) & 1)
         if not PLACED:
-            for half in gl.static_range(2):
+            for half in gl.static_range(PART, 2, PARTS):
                 to = [unit // kv_heads, unit % kv_heads, tile * 128 + half * 64, 0]
                 tma_store(dk, to, k_tiles.index((turn & 1) * 2 + half))
                 tma_store(dv, to, v_tiles.index(side * 2 + half))
@@ -414,18 +421,25 @@ def _mark(
 
 @gluon.jit
 def _weigh(
-    scores, stage, partial, marks, lse_tiles, factor, bend,
-    CAP: gl.constexpr, BLOCK_M: gl.constexpr, LAYOUT: gl.constexpr, DTYPE: gl.constexpr,
+    scores, indices, stage, places, lse_tiles, q_len, kv_len, factor, bend,
+    HALF: gl.constexpr, CAUSAL: gl.constexpr, N: gl.constexpr, CAP: gl.constexpr, BLOCK_M: gl.constexpr,
+    LAYOUT: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
-    """The softmax weights [64, BM] of a tile, and what its gradient is multiplied with to be the scores' gradient."""
+    """Wait for the scores [64, BM], the last product begun.
+
+    Returns:
+        their softmax weights, and what the weights' gradient is multiplied with to be the scores' gradient.
+    """
+    SPLIT: gl.constexpr = [64, BLOCK_M // 8, 4, 2]
+    PIECES: gl.constexpr = gl.reshape(gl.zeros([64, BLOCK_M], gl.float32, LAYOUT), SPLIT).type.layout
+    partial, marks = _mark(indices, stage, places, q_len, kv_len, HALF, CAUSAL, N, BLOCK_M, PIECES)
+    scores = warpgroup_mma_wait(0, deps=[scores])
     if CAP:
         scores = 1.0 - 2.0 / (1.0 + gl.exp2(scores * (bend * _TWO_LOG2_E)))
     row_lse = gl.expand_dims(lse_tiles.index(stage).load(gl.SliceLayout(0, LAYOUT)), 0)
     weights = gl.exp2(scores * factor - row_lse)
     if partial:
-        pieces, words = gl.broadcast(
-            gl.reshape(weights, [64, BLOCK_M // 8, 4, 2]), gl.expand_dims(gl.expand_dims(marks, 1), 3)
-        )
+        pieces, words = gl.broadcast(gl.reshape(weights, SPLIT), gl.expand_dims(gl.expand_dims(marks, 1), 3))
         weights = gl.convert_layout(gl.reshape(keep_marked(pieces, words), [64, BLOCK_M]), LAYOUT)
     narrow = _narrow(weights, DTYPE)
     slopes = narrow
@@ -486,44 +500,51 @@ def _accumulate_keys(
     delta_tiles, places, ds_tiles, q_ready, do_ready, ds_ready, ds_free, sums_ready, kv_heads, q_len,
     kv_len, scale, factor, bend,
     PLACED: gl.constexpr, CAUSAL: gl.constexpr, N: gl.constexpr, CAP: gl.constexpr, SIDES: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
+    PARTS: gl.constexpr, AHEAD: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup `HALF`, 0 or 1: dK and dV of 64 keys of every tile.
 
-    While one computes, the tensor cores work for the others. There are no registers for products of the next tile of
-    rows beside dK, and the scores' gradients are stored for dQ only when dK is in the making.
+    While one computes, the tensor cores work for the others. AHEAD makes the scores of the next tile of rows beside dK,
+    which then reads the scores' gradients where they are stored for dQ. Else dK has them in registers and is in the
+    making when they are stored, and the scores come after it.
     """
     dtype: gl.constexpr = q_tiles.dtype
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     KV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, KV, 2)
     no_scores = gl.zeros([64, BLOCK_M], gl.float32, S)
-    PIECES: gl.constexpr = gl.reshape(no_scores, [64, BLOCK_M // 8, 4, 2]).type.layout
     step = 0
     turn = 0
     mbarrier.wait(q_ready.index(0), 0)
     steps = _read(places, 0, _STEPS)
+    if AHEAD:
+        keys = k_tiles.index(HALF).reshape([64, BLOCK_D])
+        queries = q_tiles.index(0).reshape([BLOCK_M, BLOCK_D])
+        scores = warpgroup_mma(keys, queries.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        weights, slopes = _weigh(
+            scores, indices, 0, places, lse_tiles, q_len, kv_len, factor, bend, HALF, CAUSAL, N, CAP, BLOCK_M, S, dtype
+        )
     while steps >= 0:
         key_side = (turn & 1) * 2 + HALF
-        side = turn % SIDES * 2 + HALF
+        side = turn % SIDES
         column = _read(places, step & 1, _TILE) * 128 + HALF * 64
         unit = _read(places, step & 1, _UNIT)
         dkeys = gl.zeros([64, BLOCK_D], gl.float32, KV)
         dvalues = gl.zeros([64, BLOCK_D], gl.float32, KV)
-        for _ in range(gl.maximum(steps, 1)):
+        for i in range(gl.maximum(steps, 1)):
             hidden = opaque_zero()
             stage = step & 1
-            keys = k_tiles.index(key_side + hidden).reshape([64, BLOCK_D])
-            values = v_tiles.index(side + hidden).reshape([64, BLOCK_D])
+            values = v_tiles.index(side * 2 + HALF + hidden).reshape([64, BLOCK_D])
             queries = q_tiles.index(stage).reshape([BLOCK_M, BLOCK_D])
             upstream = do_tiles.index(stage).reshape([BLOCK_M, BLOCK_D])
-            mbarrier.wait(q_ready.index(stage), (step // 2) & 1)
-            scores = warpgroup_mma(keys, queries.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-            partial, marks = _mark(indices, stage, places, q_len, kv_len, HALF, CAUSAL, N, BLOCK_M, PIECES)
-            scores = warpgroup_mma_wait(0, deps=[scores])
-            weights, slopes = _weigh(
-                scores, stage, partial, marks, lse_tiles, factor, bend, CAP, BLOCK_M, S, dtype
-            )  # fmt: skip
+            if not AHEAD:
+                keys = k_tiles.index(key_side + hidden).reshape([64, BLOCK_D])
+                mbarrier.wait(q_ready.index(stage), (step // 2) & 1)
+                scores = warpgroup_mma(keys, queries.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+                weights, slopes = _weigh(
+                    scores, indices, stage, places, lse_tiles, q_len, kv_len, factor, bend, HALF, CAUSAL, N, CAP,
+                    BLOCK_M, S, dtype,
+                )  # fmt: skip
             mbarrier.wait(do_ready.index(stage), (step // 2) & 1)
             if CAP:  # there are no registers for both
                 dvalues = warpgroup_mma(gl.convert_layout(weights, OPERAND), upstream, dvalues, is_async=True)
@@ -534,28 +555,42 @@ def _accumulate_keys(
             row_delta = gl.expand_dims(delta_tiles.index(stage).load(gl.SliceLayout(0, S)), 0)
             dweights = warpgroup_mma_wait(0 if CAP else 1, deps=[dweights])
             dscores = _narrow(_widen(slopes, dtype) * (dweights - row_delta), dtype)
-            dkeys = warpgroup_mma(gl.convert_layout(dscores, OPERAND), queries, dkeys, is_async=True)
+            if not AHEAD:
+                dkeys = warpgroup_mma(gl.convert_layout(dscores, OPERAND), queries, dkeys, is_async=True)
             mbarrier.wait(ds_free.index(stage), ((step // 2) & 1) ^ 1)
             ds_tiles.index(stage * 2 + HALF).store(dscores)
             fence_async_shared()
             group_barrier()
             mbarrier.arrive(ds_ready.index(stage), count=1)
-            dkeys, dvalues = warpgroup_mma_wait(0, deps=[dkeys, dvalues])
-            named_barrier_arrive(_ROWS_FREE + stage, _READERS)
             step += 1
+            if AHEAD:
+                dkeys = warpgroup_mma(ds_tiles.index(stage * 2 + HALF), queries, dkeys, is_async=True)
+                keys = k_tiles.index(gl.where(i + 1 < steps, key_side, key_side ^ 2) + hidden).reshape([64, BLOCK_D])
+                queries = q_tiles.index(stage ^ 1).reshape([BLOCK_M, BLOCK_D])
+                mbarrier.wait(q_ready.index(stage ^ 1), (step // 2) & 1)
+                scores = warpgroup_mma(keys, queries.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+            dkeys, dvalues = warpgroup_mma_wait(1 if AHEAD else 0, deps=[dkeys, dvalues])
+            _leave_rows(stage, PARTS)
+            if AHEAD:
+                weights, slopes = _weigh(
+                    scores, indices, stage ^ 1, places, lse_tiles, q_len, kv_len, factor, bend, HALF, CAUSAL, N, CAP,
+                    BLOCK_M, S, dtype,
+                )  # fmt: skip
         _stage_sums(
-            dkeys, dvalues, k_tiles.index(key_side), v_tiles.index(side), dk_rows, dv_rows, k_order, ds_free,
-            sums_ready.index(turn % SIDES), step - 1, steps, unit, column, kv_heads, kv_len, scale, PLACED, BLOCK_D,
-            dtype,
+            dkeys, dvalues, k_tiles.index(key_side), v_tiles.index(side * 2 + HALF), dk_rows, dv_rows, k_order, ds_free,
+            sums_ready.index(side * PARTS + HALF % PARTS), step - 1, steps, unit, column, kv_heads, kv_len, scale,
+            PLACED, BLOCK_D, dtype,
         )  # fmt: skip
         turn += 1
-        mbarrier.wait(q_ready.index(step & 1), (step // 2) & 1)
+        if not AHEAD:
+            mbarrier.wait(q_ready.index(step & 1), (step // 2) & 1)
         steps = _read(places, step & 1, _STEPS)
 
 
 @gluon.jit
 def _accumulate_queries(
-    k_tiles, ds_tiles, dq_tiles, places, q_ready, ds_ready, ds_free, dq_ready, dq_free, BLOCK_D: gl.constexpr
+    k_tiles, ds_tiles, dq_tiles, places, q_ready, ds_ready, ds_free, dq_ready, dq_free,
+    PARTS: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
     """The third warpgroup: the share of dQ of every tile of rows, in halves [64, 64] of its rows or of its columns."""
     DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -569,7 +604,7 @@ def _accumulate_queries(
             stage = step & 1
             mbarrier.wait(ds_ready.index(stage), (step // 2) & 1)
             # Sooner, it might arrive twice before the loading warp has passed the barrier once.
-            named_barrier_arrive(_ROWS_FREE + stage, _READERS)
+            _leave_rows(stage, PARTS)
             hidden = opaque_zero()
             for half in gl.static_range(2):
                 dq = no_dq
@@ -584,7 +619,7 @@ def _accumulate_queries(
                 dq = warpgroup_mma_wait(0, deps=[dq])
                 mbarrier.wait(dq_free.index(half), (step & 1) ^ 1)
                 _stage_dq(dq, dq_tiles, half)
-                mbarrier.arrive(dq_ready.index(half), count=1)
+                mbarrier.arrive(dq_ready.index(stage * 2 + half), count=1)
             mbarrier.arrive(ds_free.index(stage), count=1)
             step += 1
         turn += 1
@@ -603,8 +638,8 @@ def _backward(
     heads, kv_heads, units, together, mask_batch, mask_heads, q_len, kv_len, n_q, n_kv, n_columns, padded,
     scale, factor, bend,
     CAUSAL: gl.constexpr, N: gl.constexpr, CAP: gl.constexpr, ORDERED: gl.constexpr, PLACED: gl.constexpr,
-    SIDES: gl.constexpr, SHARED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, ROWS: gl.constexpr,
-    SUBTILES: gl.constexpr, VISIBLE: gl.constexpr, SEGMENTS: gl.constexpr,
+    SIDES: gl.constexpr, PARTS: gl.constexpr, AHEAD: gl.constexpr, SHARED: gl.constexpr, BLOCK_M: gl.constexpr,
+    BLOCK_D: gl.constexpr, ROWS: gl.constexpr, SUBTILES: gl.constexpr, VISIBLE: gl.constexpr, SEGMENTS: gl.constexpr,
 ):  # fmt: skip
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -619,22 +654,23 @@ def _backward(
     delta_tiles = gl.allocate_shared_memory(gl.float32, [2, BLOCK_M], PLAIN)
     places = gl.allocate_shared_memory(gl.int32, [2 * _FIELDS, 1], PLAIN)
     keys_free = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    sums_ready = gl.allocate_shared_memory(gl.int64, [SIDES, 1], BARRIER)
+    sums_ready = gl.allocate_shared_memory(gl.int64, [SIDES * PARTS, 1], BARRIER)
     q_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     do_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     ds_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     ds_free = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    dq_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    dq_ready = gl.allocate_shared_memory(gl.int64, [4, 1], BARRIER)
     dq_free = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    for i in gl.static_range(SIDES):
-        mbarrier.init(sums_ready.index(i), count=2)
+    for i in gl.static_range(SIDES * PARTS):
+        mbarrier.init(sums_ready.index(i), count=2 // PARTS)
+    for i in gl.static_range(4):
+        mbarrier.init(dq_ready.index(i), count=1)
     for i in gl.static_range(2):
-        mbarrier.init(keys_free.index(i), count=1)
+        mbarrier.init(keys_free.index(i), count=PARTS)
         mbarrier.init(q_ready.index(i), count=1)
         mbarrier.init(do_ready.index(i), count=1)
         mbarrier.init(ds_ready.index(i), count=2)
         mbarrier.init(ds_free.index(i), count=1)
-        mbarrier.init(dq_ready.index(i), count=1)
         mbarrier.init(dq_free.index(i), count=1)
     fence_async_shared()
 
@@ -643,29 +679,33 @@ def _backward(
             (_accumulate_keys, (
                 0, dk_rows, dv_rows, k_order, indices, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles,
                 places, ds_tiles, q_ready, do_ready, ds_ready, ds_free, sums_ready, kv_heads, q_len, kv_len, scale,
-                factor, bend, PLACED, CAUSAL, N, CAP, SIDES, BLOCK_M, BLOCK_D,
+                factor, bend, PLACED, CAUSAL, N, CAP, SIDES, PARTS, AHEAD, BLOCK_M, BLOCK_D,
             )),
             (_accumulate_keys, (
                 1, dk_rows, dv_rows, k_order, indices, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles,
                 places, ds_tiles, q_ready, do_ready, ds_ready, ds_free, sums_ready, kv_heads, q_len, kv_len, scale,
-                factor, bend, PLACED, CAUSAL, N, CAP, SIDES, BLOCK_M, BLOCK_D,
+                factor, bend, PLACED, CAUSAL, N, CAP, SIDES, PARTS, AHEAD, BLOCK_M, BLOCK_D,
             )),
             (_accumulate_queries, (
-                k_tiles, ds_tiles, dq_tiles, places, q_ready, ds_ready, ds_free, dq_ready, dq_free, BLOCK_D,
+                k_tiles, ds_tiles, dq_tiles, places, q_ready, ds_ready, ds_free, dq_ready, dq_free, PARTS, BLOCK_D,
             )),
             (_feed, (
                 q, k, v, dout, lse, delta, segments, launch, turns, counter, q_tiles, k_tiles, v_tiles, do_tiles,
                 lse_tiles, delta_tiles, places, keys_free, q_ready, do_ready, heads, kv_heads, units,
-                together, mask_batch, mask_heads, q_len, n_kv, n_columns, padded, SIDES, ROWS, SUBTILES,
+                together, mask_batch, mask_heads, q_len, n_kv, n_columns, padded, SIDES, PARTS, ROWS, SUBTILES,
                 SEGMENTS, VISIBLE, ORDERED, SHARED, BLOCK_M, BLOCK_D,
             )),
             (_store_gradients, (
-                v, dq, dk, dv, order, locks, dq_tiles, k_tiles, v_tiles, places, keys_free, q_ready, do_ready,
-                dq_ready, dq_free, sums_ready, kv_heads, n_q, n_kv, PLACED, SIDES, SUBTILES, ROWS, ORDERED,
+                0, v, dq, dk, dv, order, locks, dq_tiles, k_tiles, v_tiles, places, keys_free, q_ready, do_ready,
+                dq_ready, dq_free, sums_ready, kv_heads, n_q, n_kv, PLACED, SIDES, PARTS, SUBTILES, ROWS, ORDERED,
+            )),
+            (_store_gradients, (
+                1, v, dq, dk, dv, order, locks, dq_tiles, k_tiles, v_tiles, places, keys_free, q_ready, do_ready,
+                dq_ready, dq_free, sums_ready, kv_heads, n_q, n_kv, PLACED, SIDES, PARTS, SUBTILES, ROWS, ORDERED,
             )),
         ],
-        [4, 4, 1, 1],
-        [208, 64, 32, 32],  # of 512 for four warpgroups, of which the two warps are one: 208 are left for the first
+        [4, 4, 1, 1, 1],
+        [208, 64, 32, 32, 32],  # of 512 for four warpgroups, of which the warps are one: 208 are left for the first
     )  # fmt: skip
 
 
@@ -721,7 +761,7 @@ def _scale_dq(
 _launch_backward = Launcher(_backward)
 _launch_scale_dq = Launcher(_scale_dq)
 
-_TILES = {64: (128, 2), 128: (64, 1)}  # query rows of a tile, and tiles of values for which there is room
+_TILES = {64: (128, 2, 1), 128: (64, 1, 2)}  # query rows of a tile, places for values, and warps that store
 _ROWS_AT_HAND = 8 << 20  # bytes of rows, of the heads whose key tiles take turns, that the L2 cache should hold
 _ROWS_BY_TURNS = 6 << 20  # rows times head_dim of the longest lists of the heads that take turns where dQ has an order
 
@@ -762,7 +802,7 @@ def backward(
     """
     batch, heads, q_len, dim = q.shape
     kv_heads, kv_len = k.shape[1:3]
-    block, sides = _TILES[dim]
+    block, sides, parts = _TILES[dim]
     q, k, v, dout = (describable(x) for x in (q, k, v, dout))
     q_order, k_order = orders or (None, None)
     if orders is None:
@@ -804,7 +844,8 @@ def backward(
             locks, launch, turns, counter, heads, kv_heads, units, together, mask_batch, mask_heads, q_len, kv_len,
             n_q, n_kv, n_columns, padded, scale, factor, bend,
             CAUSAL=mask.causal, N=indices.shape[-1], CAP=softcap != 0, ORDERED=deterministic, PLACED=orders is not None,
-            SIDES=sides, SHARED=shared, BLOCK_M=block, BLOCK_D=dim, ROWS=ROWS, SUBTILES=subtiles,
+            SIDES=sides, PARTS=parts, AHEAD=dim == 64 and softcap == 0, SHARED=shared, BLOCK_M=block, BLOCK_D=dim,
+            ROWS=ROWS, SUBTILES=subtiles,
             VISIBLE=VISIBLE_SEGMENTS, SEGMENTS=VISIBLE_SEGMENTS + PARTIAL_SEGMENTS, num_warps=4,
         )  # fmt: skip
         n_rows = padded // block
