@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn.functional import pad
 
 from flashmask_hf.kernels.configs import Config, keys_config, queries_config
 from flashmask_hf.kernels.launch import Launcher
@@ -48,36 +49,40 @@ def _row_delta(
 
 
 @triton.jit
-def _load_row_statistics(lse, delta, at, rows, q_len):
-    """Lse in units of log2 and delta; a row past the end gets lse = inf, so weights of 0."""
-    row_lse = tl.load(lse + at + rows, mask=rows < q_len, other=float("inf"))
-    return row_lse, tl.load(delta + at + rows, mask=rows < q_len, other=0.0)
+def _load_statistic(x, plane, row, padded, BLOCK_M: tl.constexpr, TMA: tl.constexpr):
+    """Rows `row` to `row + BLOCK_M` of `x` [B * Hq, padded], which is lse in units of log2, or delta."""
+    if TMA:  # through pointers every thread loads each of its rows
+        values = x.load([plane, row]).reshape(BLOCK_M)
+    else:
+        values = tl.load(x + plane.to(tl.int64) * padded + row + tl.arange(0, BLOCK_M))
+    return values
 
 
 @triton.jit
 def _accumulate_keys(
-    dk, dv, keys, values, q, dout, lse, delta, start, end, other_start, other_end, batch, head, at, row, column,
-    q_b, q_h, q_s, q_d, do_b, do_h, do_s, do_d, q_len, kv_len, dim, v_dim, factor, bend,
+    dk, dv, keys, values, q, dout, lse, delta, start, end, other_start, other_end, batch, head, plane, row, column,
+    q_b, q_h, q_s, q_d, do_b, do_h, do_s, do_d, q_len, padded, kv_len, dim, v_dim, factor, bend,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, N: tl.constexpr, CAP: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Add one tile of query rows to dk [BN, D] (less the scale) and dv [BN, DV]."""
     queries = load_tile(q, batch, head, row, q_b, q_h, q_s, q_d, q_len, dim, BLOCK_M, BLOCK_D, TMA)
-    rows = row + tl.arange(0, BLOCK_M)
-    row_lse, row_delta = _load_row_statistics(lse, delta, at, rows, q_len)
+    row_lse = _load_statistic(lse, plane, row, padded, BLOCK_M, TMA)
     scores = tl.dot(keys, queries.T, input_precision=PRECISION)  # [BN, BM]
     if CAP:
         scores = tanh(scores * bend)
     weights = tl.math.exp2(scores * factor - row_lse[None, :])
     if MASKED:
         columns = (column + tl.arange(0, BLOCK_N))[:, None]
+        rows = (row + tl.arange(0, BLOCK_M))[None, :]
         hidden = hidden_pairs(
-            rows[None, :], columns, start, end, other_start, other_end, kv_len - q_len, CAUSAL, N
+            rows, columns, start, end, other_start, other_end, kv_len - q_len, CAUSAL, N
         )  # fmt: skip
         weights = tl.where(hidden, 0.0, weights)
     upstream = load_tile(dout, batch, head, row, do_b, do_h, do_s, do_d, q_len, v_dim, BLOCK_M, BLOCK_V, TMA)
     dv = tl.dot(weights.to(upstream.dtype), upstream, dv, input_precision=PRECISION)
     dscores = tl.dot(values, upstream.T, input_precision=PRECISION)  # [BN, BM]
+    row_delta = _load_statistic(delta, plane, row, padded, BLOCK_M, TMA)
     dscores = weights * (dscores - row_delta[None, :])
     if CAP:
         dscores = dscores * (1.0 - scores * scores)
@@ -108,12 +113,12 @@ def _range(
     return first, tl.maximum(last, first)
 
 
-@triton.jit(do_not_specialize=["q_len", "kv_len", "n_kv", "n_columns"])
+@triton.jit(do_not_specialize=["q_len", "padded", "kv_len", "n_kv", "n_columns"])
 def _backward_keys(
     q, k, v, dout, lse, delta, indices, segments, dk, dv,
     q_b, q_h, q_s, q_d, k_b, k_h, k_s, k_d, v_b, v_h, v_s, v_d, do_b, do_h, do_s, do_d,
     dk_b, dk_h, dk_s, dk_d, dv_b, dv_h, dv_s, dv_d,
-    heads, kv_heads, mask_batch, mask_heads, q_len, kv_len, n_kv, n_columns, dim, v_dim, scale, factor, bend,
+    heads, kv_heads, mask_batch, mask_heads, q_len, padded, kv_len, n_kv, n_columns, dim, v_dim, scale, factor, bend,
     CAUSAL: tl.constexpr, N: tl.constexpr, CAP: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     SUBROWS: tl.constexpr, SUBTILES: tl.constexpr, VISIBLE: tl.constexpr, PARTIAL: tl.constexpr,
@@ -132,7 +137,7 @@ def _backward_keys(
         mask = ((batch % mask_batch) * mask_heads + head // (heads // mask_heads)).to(tl.int64)
         columns = (column + tl.arange(0, BLOCK_N))[:, None]
         start, end, other_start, other_end = load_intervals(indices + mask * kv_len * N, columns, kv_len, CAUSAL, N)
-        at = (batch.to(tl.int64) * heads + head) * q_len
+        plane = batch * heads + head
 
         # Steps count through the ranges one after another; a range's shift turns the count into its row tile.
         ranges = segments + (mask * n_kv + tile // SUBTILES) * (VISIBLE + PARTIAL) * 2
@@ -145,8 +150,8 @@ def _backward_keys(
             row = (step + s0 + tl.where(step >= n0, s1 - e0, 0) + tl.where(step >= n1, s2 - e1, 0)) * BLOCK_M
             dkeys, dvalues = _accumulate_keys(
                 dkeys, dvalues, keys, values, q, dout, lse, delta, start, end, other_start, other_end,
-                batch, head, at, row, column, q_b, q_h, q_s, q_d, do_b, do_h, do_s, do_d,
-                q_len, kv_len, dim, v_dim, factor, bend,
+                batch, head, plane, row, column, q_b, q_h, q_s, q_d, do_b, do_h, do_s, do_d,
+                q_len, padded, kv_len, dim, v_dim, factor, bend,
                 False, CAUSAL, N, CAP, TMA, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V,
             )  # fmt: skip
 
@@ -164,8 +169,8 @@ def _backward_keys(
             row = (row + tl.where(step >= n2, s3 - e2, 0)) * BLOCK_M
             dkeys, dvalues = _accumulate_keys(
                 dkeys, dvalues, keys, values, q, dout, lse, delta, start, end, other_start, other_end,
-                batch, head, at, row, column, q_b, q_h, q_s, q_d, do_b, do_h, do_s, do_d,
-                q_len, kv_len, dim, v_dim, factor, bend,
+                batch, head, plane, row, column, q_b, q_h, q_s, q_d, do_b, do_h, do_s, do_d,
+                q_len, padded, kv_len, dim, v_dim, factor, bend,
                 True, CAUSAL, N, CAP, TMA, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V,
             )  # fmt: skip
 
@@ -200,11 +205,11 @@ def _accumulate_queries(
     return tl.dot(dscores.to(keys.dtype), keys, dq, input_precision=PRECISION)
 
 
-@triton.jit(do_not_specialize=["q_len", "kv_len", "n_q", "n_kv", "n_rows"])
+@triton.jit(do_not_specialize=["q_len", "padded", "kv_len", "n_q", "n_kv", "n_rows"])
 def _backward_queries(
     q, k, v, dout, lse, delta, indices, tiles, counts, dq,
     q_b, q_h, q_s, q_d, k_b, k_h, k_s, k_d, v_b, v_h, v_s, v_d, do_b, do_h, do_s, do_d, dq_b, dq_h, dq_s, dq_d,
-    heads, kv_heads, mask_batch, mask_heads, q_len, kv_len, n_q, n_kv, n_rows, dim, v_dim, scale, factor, bend,
+    heads, kv_heads, mask_batch, mask_heads, q_len, padded, kv_len, n_q, n_kv, n_rows, dim, v_dim, scale, factor, bend,
     CAUSAL: tl.constexpr, N: tl.constexpr, CAP: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     SUBROWS: tl.constexpr, SUBTILES: tl.constexpr,
@@ -217,8 +222,9 @@ def _backward_queries(
 
     queries = load_tile(q, batch, head, row, q_b, q_h, q_s, q_d, q_len, dim, BLOCK_M, BLOCK_D, TMA)
     upstream = load_tile(dout, batch, head, row, do_b, do_h, do_s, do_d, q_len, v_dim, BLOCK_M, BLOCK_V, TMA)
-    at = (batch.to(tl.int64) * heads + head) * q_len
-    row_lse, row_delta = _load_row_statistics(lse, delta, at, row + tl.arange(0, BLOCK_M), q_len)
+    plane = batch * heads + head
+    row_lse = _load_statistic(lse, plane, row, padded, BLOCK_M, TMA)
+    row_delta = _load_statistic(delta, plane, row, padded, BLOCK_M, TMA)
     dqueries = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     n_visible = tl.load(counts + plan_row * 2) * SUBTILES
     n_partial = tl.load(counts + plan_row * 2 + 1) * SUBTILES
@@ -311,8 +317,12 @@ def backward(
         "PRECISION": dot_precision(q),
     }
     strides = (*q.stride(), *k.stride(), *v.stride(), *dout.stride())
-    # In units of log2, and inf for a row that sees nothing, so that its weights are 0.
-    lse = torch.where(lse.isneginf(), float("inf"), lse).mul_(LOG2_E.value)
+    # In units of log2, and inf for a row past the end or one that sees nothing, so that its weights are 0.
+    padded = -(-q_len // ROWS) * ROWS
+    lse = torch.where(lse.isneginf(), float("inf"), lse).mul_(LOG2_E.value).flatten(0, 1)
+    delta = delta.flatten(0, 1)
+    if padded > q_len:
+        lse, delta = (pad(x, (0, padded - q_len), value=fill) for x, fill in ((lse, float("inf")), (delta, 0.0)))
     with torch.cuda.device_of(q):
         tile = by_keys
         n_columns = -(-kv_len // tile.columns)
@@ -320,8 +330,10 @@ def backward(
             n_columns * kv_heads * batch,
             operand(q, tile.rows, block_d, tma), operand(k, tile.columns, block_d, tma),
             operand(v, tile.columns, block_v, tma), operand(dout, tile.rows, block_v, tma),
-            lse, delta, indices, plan.segments, dk, dv, *strides, *dk.stride(), *dv.stride(),
-            heads, kv_heads, mask_batch, mask_heads, q_len, kv_len, n_kv, n_columns, dim, v_dim, scale, factor, bend,
+            operand(lse, 1, tile.rows, tma), operand(delta, 1, tile.rows, tma), indices, plan.segments, dk, dv,
+            *strides, *dk.stride(), *dv.stride(),
+            heads, kv_heads, mask_batch, mask_heads, q_len, padded, kv_len, n_kv, n_columns, dim, v_dim,
+            scale, factor, bend,
             **flags, BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_D=block_d, BLOCK_V=block_v,
             SUBROWS=ROWS // tile.rows, SUBTILES=width // tile.columns, VISIBLE=VISIBLE_SEGMENTS,
             PARTIAL=PARTIAL_SEGMENTS, num_warps=tile.warps, num_stages=tile.stages,
@@ -332,8 +344,10 @@ def backward(
             n_rows * heads * batch,
             operand(q, tile.rows, block_d, tma), operand(k, tile.columns, block_d, tma),
             operand(v, tile.columns, block_v, tma), operand(dout, tile.rows, block_v, tma),
-            lse, delta, indices, plan.tiles, plan.counts, dq, *strides, *dq.stride(),
-            heads, kv_heads, mask_batch, mask_heads, q_len, kv_len, n_q, n_kv, n_rows, dim, v_dim, scale, factor, bend,
+            operand(lse, 1, tile.rows, tma), operand(delta, 1, tile.rows, tma), indices, plan.tiles, plan.counts, dq,
+            *strides, *dq.stride(),
+            heads, kv_heads, mask_batch, mask_heads, q_len, padded, kv_len, n_q, n_kv, n_rows, dim, v_dim,
+            scale, factor, bend,
             **flags, BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_D=block_d, BLOCK_V=block_v,
             SUBROWS=ROWS // tile.rows, SUBTILES=width // tile.columns,
             num_warps=tile.warps, num_stages=tile.stages,

@@ -113,10 +113,10 @@ def tanh(x):
 
 
 def operand(x: Tensor, block_s: int, block_d: int, tma: bool) -> Any:
-    """What a kernel takes for `x` [B, H, S, D]: a tensor descriptor for tiles [block_s, block_d], or the tensor."""
+    """What a kernel takes for `x` [..., S, D]: a tensor descriptor for tiles [block_s, block_d], or the tensor."""
     if not tma:
         return x
-    return describe(TensorDescriptor, x, 1, 1, block_s, block_d)
+    return describe(TensorDescriptor, x, *[1] * (x.dim() - 2), block_s, block_d)
 
 
 def can_describe(*tensors: Tensor) -> bool:
