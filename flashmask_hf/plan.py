@@ -81,8 +81,9 @@ def build_plan(indices: Tensor, causal: bool, q_len: int, *, skip: bool = True) 
         indices: int32 [B, Hm, Skv, n] as in `FlashMask`.
         causal: as in `FlashMask`.
         q_len: number of query rows.
-        skip: False lists hidden tiles as partial ones, so that nothing is skipped: the paper's exactness claim
-            (section 4.4) is that this changes no bit, where the kernels' tiles do not depend on the lists.
+        skip: False lists hidden tiles as partial ones, so that all are walked: the paper's exactness claim (section
+            4.4) is that this changes no bit, where the kernels' tiles do not depend on the lists. The portable dK
+            kernel leaves out what it finds hidden in a partial tile by itself.
 
     Returns:
         Plan: on the device of `indices`.

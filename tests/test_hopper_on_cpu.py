@@ -97,6 +97,12 @@ def test_tiles_wider_than_the_kernel_s(monkeypatch: pytest.MonkeyPatch, dim: int
     _check(_inputs(dim, 500, 500, 1), masks.causal_document([170, 130, 200]))
 
 
+@pytest.mark.parametrize("dim", DTYPES)
+def test_long_ranges_begin_in_different_places(monkeypatch: pytest.MonkeyPatch, dim: int) -> None:
+    monkeypatch.setattr(hopper_backward, "_LONG", 256)
+    _check(_inputs(dim, 700, 500, 1), masks.full(500, q_len=700), (False,))
+
+
 @pytest.mark.parametrize(("window", "groups"), [(700, 3), (100, 2)])
 def test_the_mask_decides_on_tall_tiles(monkeypatch: pytest.MonkeyPatch, window: int, groups: int) -> None:
     """Of two launches one does nothing; the other's results are those of its configuration, to the bit."""

@@ -75,9 +75,7 @@ def _accumulate_keys(
     if MASKED:
         columns = (column + tl.arange(0, BLOCK_N))[:, None]
         rows = (row + tl.arange(0, BLOCK_M))[None, :]
-        hidden = hidden_pairs(
-            rows, columns, start, end, other_start, other_end, kv_len - q_len, CAUSAL, N
-        )  # fmt: skip
+        hidden = hidden_pairs(rows, columns, start, end, other_start, other_end, kv_len - q_len, CAUSAL, N)
         weights = tl.where(hidden, 0.0, weights)
     upstream = load_tile(dout, batch, head, row, do_b, do_h, do_s, do_d, q_len, v_dim, BLOCK_M, BLOCK_V, TMA)
     dv = tl.dot(weights.to(upstream.dtype), upstream, dv, input_precision=PRECISION)
@@ -95,9 +93,10 @@ def _range(
     at, start, end, other_end, column, diagonal,
     CAUSAL: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr, SUBROWS: tl.constexpr,
 ):  # fmt: skip
-    """A range of the plan's partial tiles in tiles of BLOCK_M rows, less some at both ends that see no key of a tile.
+    """[first, last) of a range of the plan's partial tiles in tiles of BLOCK_M rows, less some that see no key.
 
-    The bounds are those of `load_intervals` for the keys from `column` on.
+    The bounds are those of `load_intervals` for the program's keys, from `column` on. Left out are those at both ends
+    that hide all keys by one bound: not all that see none, and none by a second interval that begins.
     """
     first = tl.load(at) * SUBROWS
     last = tl.load(at + 1) * SUBROWS

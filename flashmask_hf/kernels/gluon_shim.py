@@ -99,7 +99,7 @@ try:
     def named_barrier_sync(barrier, threads, _semantic: Any = None):
         """Wait at hardware barrier `barrier` (int or int32 scalar) until `threads` threads, these included, arrived.
 
-        The compiler takes the numbers up to 5; those from 6 to 15 are free.
+        There are 16, of which the compiler takes 0, 1 and one for each role but the first.
         """
         _barrier("bar.sync", barrier, threads, _semantic)
 

@@ -51,7 +51,7 @@ _NEVER = gl.constexpr(2147483647)
 COLUMNS = 128
 """Keys of a tile."""
 
-_LONG = gl.constexpr(4096)  # rows of a range that programs begin to walk in different places
+_LONG = gl.constexpr(4096)  # ranges of at least so many rows are begun in different places
 
 
 @gluon.jit
@@ -67,7 +67,7 @@ def _ranges_of(segments, batch, head, heads, mask_batch, mask_heads, n_kv, SEGME
 
 @gluon.jit
 def _range(starts, ends, done, VISIBLE: gl.constexpr):
-    """The next range to walk after the first `done` row tiles: its first and last one, and 1 if it is partial."""
+    """The next range [first, last) to walk after the first `done` row tiles, and 1 if it is partial."""
     slots = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
     ahead = (ends > starts) & (starts >= done)
     chosen = ahead & (starts == gl.min(gl.where(ahead, starts, _NEVER), 0))
@@ -78,7 +78,6 @@ def _range(starts, ends, done, VISIBLE: gl.constexpr):
 
 # Barriers of the hardware. Unlike those in shared memory they cost a warpgroup no barrier of its own before it arrives.
 _ROWS_FREE = gl.constexpr(8)  # by stage: nobody needs a tile of rows any more
-_READERS = gl.constexpr(416)  # threads that read what is said of one, less those that store
 
 # What the loading warp says of a tile of rows, in `places`, which has two sides.
 _ROW = gl.constexpr(0)
@@ -90,9 +89,15 @@ _STEPS = gl.constexpr(5)  # row tiles of the key tile; 0: one, which does not ex
 _FIELDS = gl.constexpr(6)
 
 
+@gluon.constexpr_function
+def _threads(parts):
+    """At `_ROWS_FREE`: three warpgroups, the loading warp, which waits for the others, and those that store."""
+    return 3 * 128 + 32 + 32 * parts
+
+
 @gluon.jit
 def _leave_rows(stage, PARTS: gl.constexpr):
-    named_barrier_arrive(_ROWS_FREE + stage, _READERS + 32 * PARTS)
+    named_barrier_arrive(_ROWS_FREE + stage, _threads(PARTS))
 
 
 @gluon.jit
@@ -173,7 +178,7 @@ def _load_rows(
     row_delta = gl.load(delta + at + rows, mask=rows < q_len, other=0.0)
     stage = step & 1
     if step >= 2:
-        named_barrier_sync(_ROWS_FREE + stage, _READERS + 32 * PARTS)
+        named_barrier_sync(_ROWS_FREE + stage, _threads(PARTS))
     # Keys and queries are on their way before the barrier knows how many bytes they are: it opens only when it does,
     # and then what is stored here has come, too.
     if first:
@@ -274,7 +279,7 @@ def _feed(
         turn += 1
     stage = step & 1
     if step >= 2:
-        named_barrier_sync(_ROWS_FREE + stage, _READERS + 32 * PARTS)
+        named_barrier_sync(_ROWS_FREE + stage, _threads(PARTS))
     _write(places, stage, _STEPS, -1)
     _write(places, stage, _MASK, 0)  # who makes scores ahead makes them of this, too
     group_barrier()
@@ -290,8 +295,8 @@ def _store_gradients(
 ):  # fmt: skip
     """A warp that adds dQ, tile by tile of rows, and stores dK and dV unless they are PLACED.
 
-    With two PARTS, this and another one take turns, and each has the gradients of a warpgroup. Where values have room
-    for one tile only, it also loads them, when the gradients before are gone.
+    With two PARTS, this and another one take turns, and each has the gradients of a warpgroup; with one, the other is
+    idle. Where values have room for one tile only, it also loads them, when the gradients before are gone.
     """
     if PART >= PARTS:
         return
@@ -335,7 +340,7 @@ def _store_gradients(
                     group_barrier()
                     gl.atomic_add(lock, 1, sem="release")
             step += 1
-            # What is written of the next tile of rows is there, since the consumers have it or wait for it.
+            # The next tile of rows, of which `places` says what there is to do.
             mbarrier.wait(q_ready.index(step & 1), (step // 2) & 1, pred=step < end)
         mbarrier.wait(sums_ready.index(side * PARTS + PART), (turn // SIDES) & 1)
         if not PLACED:
@@ -659,7 +664,7 @@ def _backward(
     do_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     ds_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     ds_free = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    dq_ready = gl.allocate_shared_memory(gl.int64, [4, 1], BARRIER)
+    dq_ready = gl.allocate_shared_memory(gl.int64, [4, 1], BARRIER)  # of two halves a stage, since warps may take turns
     dq_free = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     for i in gl.static_range(SIDES * PARTS):
         mbarrier.init(sums_ready.index(i), count=2 // PARTS)
@@ -705,7 +710,7 @@ def _backward(
             )),
         ],
         [4, 4, 1, 1, 1],
-        [208, 64, 32, 32, 32],  # of 512 for four warpgroups, of which the warps are one: 208 are left for the first
+        [208, 64, 32, 32, 32],  # of 512 for four warpgroups, of which single warps are the last: 208 are left
     )  # fmt: skip
 
 

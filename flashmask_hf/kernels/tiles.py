@@ -112,11 +112,11 @@ def tanh(x):
     return tl.where(tl.abs(x) < 0.25, series, tl.where(x < 0, -exact, exact))
 
 
-def operand(x: Tensor, block_s: int, block_d: int, tma: bool) -> Any:
-    """What a kernel takes for `x` [..., S, D]: a tensor descriptor for tiles [block_s, block_d], or the tensor."""
+def operand(x: Tensor, height: int, width: int, tma: bool) -> Any:
+    """What a kernel takes for `x`: a descriptor for tiles [height, width] of its last two axes, or the tensor."""
     if not tma:
         return x
-    return describe(TensorDescriptor, x, *[1] * (x.dim() - 2), block_s, block_d)
+    return describe(TensorDescriptor, x, *[1] * (x.dim() - 2), height, width)
 
 
 def can_describe(*tensors: Tensor) -> bool:
