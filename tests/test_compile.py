@@ -63,7 +63,7 @@ def test_hopper(monkeypatch: pytest.MonkeyPatch, dim: int, form: str) -> None:
         assert kernels[name].shared <= 227 * 1024, name
     assert "__assertfail" in kernels["_column_plan"].assembly  # for indices out of range
     assert kernels["_forward"].spills == 0
-    assert kernels["_backward_queries"].spills <= 64
+    assert kernels["_backward_queries"].spills <= 80  # 72 with Triton 3.9
     assert kernels["_backward_keys"].spills <= 256
 
 
