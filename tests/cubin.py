@@ -25,6 +25,8 @@ AMPERE = GPUTarget("cuda", 80, 32)
 BLACKWELL = GPUTarget("cuda", 100, 32)
 MI300 = GPUTarget("hip", "gfx942", 64)
 
+TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
+
 
 @dataclass
 class Kernel:

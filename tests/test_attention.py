@@ -289,7 +289,7 @@ def test_more_than_two_billion_elements(impl: str) -> None:
 
 
 def _whole_range(at, *bounds):
-    """What the dK kernel's `_range` is where nothing is left out."""
+    """What the dK kernel's `_trimmed_range` is where nothing is left out."""
     import triton.language as tl
 
     return tl.load(at) * bounds[-1], tl.load(at + 1) * bounds[-1]
@@ -302,8 +302,7 @@ def test_skipping_tiles_changes_no_bit(lane: Lane, family: str, monkeypatch: pyt
 
     The dK kernel leaves out small tiles of the plan's partial ones by itself; in the interpreter it walks them, too.
     """
-    import flashmask_hf.kernels.backward as kernels
-    from flashmask_hf.kernels.backward import backward, row_delta
+    from flashmask_hf.kernels import backward
     from flashmask_hf.kernels.forward import forward
     from flashmask_hf.kernels.plan import build_plan
 
@@ -314,11 +313,11 @@ def test_skipping_tiles_changes_no_bit(lane: Lane, family: str, monkeypatch: pyt
     results = []
     for skip in (True, False):
         if INTERPRETED and not skip:
-            monkeypatch.setattr(kernels, "_range", _whole_range)
+            monkeypatch.setattr(backward, "_trimmed_range", _whole_range)
         plan = build_plan(mask.indices, mask.causal, q_len, skip=skip)
         out, lse = forward(q, k, v, mask, plan, None, 0.2, 0.0)
-        delta = row_delta(dout, out, torch.zeros_like(lse))
-        results.append((out, lse, *backward(dout, q, k, v, lse, delta, mask, plan, 0.2, 0.0)))
+        delta = backward.row_delta(dout, out, torch.zeros_like(lse))
+        results.append((out, lse, *backward.backward(dout, q, k, v, lse, delta, mask, plan, 0.2, 0.0)))
         walked = int(plan.counts.sum())
     tiles = -(-q_len // ROWS) * -(-kv_len // plan_columns(kv_len))
     assert walked == tiles * plan.tiles.shape[0] * plan.tiles.shape[1], "nothing was to be skipped"

@@ -9,7 +9,7 @@ from support import FAMILIES, HEADS, INTERPRETED, KV_HEADS, assert_within_budget
 if INTERPRETED:
     pytest.skip("cpu lane: the interpreter does not run Gluon", allow_module_level=True)
 
-from cubin import HOPPER, Kernel, compile_only
+from cubin import HOPPER, TRITON, Kernel, compile_only
 
 from flashmask_hf import FlashMask, flashmask_attention, masks, plan, sparse_ops
 from flashmask_hf.kernels import gluon_shim
@@ -69,7 +69,7 @@ def test_compiles_what_puts_rows_back(dim: int, deterministic: bool) -> None:
     kernel = _compile(dim, MASKS["prefix_lm_document"](), deterministic=deterministic, placed=True)["_backward"]
     assert kernel.shared <= 227 * 1024
     assert kernel.spills is not None
-    assert kernel.spills <= 160  # likewise; 136 with Triton 3.9, where head_dim is 64
+    assert kernel.spills <= (136 if TRITON >= (3, 9) else 128)  # likewise
 
 
 @pytest.mark.parametrize("dim", [64, 128])

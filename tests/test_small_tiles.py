@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from flashmask_hf import FlashMask
-from flashmask_hf.kernels.backward import _range
+from flashmask_hf.kernels.backward import _trimmed_range
 from flashmask_hf.kernels.tiles import load_intervals
 
 ROWS, SUBROWS, BLOCK_M, BLOCK_N = 64, 4, 16, 16
@@ -25,7 +25,7 @@ def _ranges(
     column = tl.program_id(0) * BLOCK_N
     columns = (column + tl.arange(0, BLOCK_N))[:, None]
     start, end, _, other_end = load_intervals(indices, columns, kv_len, CAUSAL, N)
-    first, last = _range(segment, start, end, other_end, column, kv_len - q_len, CAUSAL, N, BLOCK_M, SUBROWS)
+    first, last = _trimmed_range(segment, start, end, other_end, column, kv_len - q_len, CAUSAL, N, BLOCK_M, SUBROWS)
     tl.store(out + tl.program_id(0) * 2, first)
     tl.store(out + tl.program_id(0) * 2 + 1, last)
 

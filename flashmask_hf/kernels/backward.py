@@ -89,7 +89,7 @@ def _accumulate_keys(
 
 
 @triton.jit
-def _range(
+def _trimmed_range(
     at, start, end, other_end, column, diagonal,
     CAUSAL: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr, SUBROWS: tl.constexpr,
 ):  # fmt: skip
@@ -156,10 +156,10 @@ def _backward_keys(
 
         ranges += VISIBLE * 2
         diagonal = kv_len - q_len
-        s0, e0 = _range(ranges, start, end, other_end, column, diagonal, CAUSAL, N, BLOCK_M, SUBROWS)
-        s1, e1 = _range(ranges + 2, start, end, other_end, column, diagonal, CAUSAL, N, BLOCK_M, SUBROWS)
-        s2, e2 = _range(ranges + 4, start, end, other_end, column, diagonal, CAUSAL, N, BLOCK_M, SUBROWS)
-        s3, e3 = _range(ranges + 6, start, end, other_end, column, diagonal, CAUSAL, N, BLOCK_M, SUBROWS)
+        s0, e0 = _trimmed_range(ranges, start, end, other_end, column, diagonal, CAUSAL, N, BLOCK_M, SUBROWS)
+        s1, e1 = _trimmed_range(ranges + 2, start, end, other_end, column, diagonal, CAUSAL, N, BLOCK_M, SUBROWS)
+        s2, e2 = _trimmed_range(ranges + 4, start, end, other_end, column, diagonal, CAUSAL, N, BLOCK_M, SUBROWS)
+        s3, e3 = _trimmed_range(ranges + 6, start, end, other_end, column, diagonal, CAUSAL, N, BLOCK_M, SUBROWS)
         n0 = e0 - s0
         n1 = n0 + e1 - s1
         n2 = n1 + e2 - s2
