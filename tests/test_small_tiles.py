@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 
 from flashmask_hf import FlashMask
-from flashmask_hf.kernels.backward import _trimmed_range
-from flashmask_hf.kernels.tiles import load_intervals
+from flashmask_hf.kernels.backward import _dark_rows, _trimmed_range
+from flashmask_hf.kernels.tiles import load_intervals, whole_tiles
 
 ROWS, SUBROWS, BLOCK_M, BLOCK_N = 64, 4, 16, 16
 
@@ -24,8 +24,9 @@ def _ranges(
 ):  # fmt: skip
     column = tl.program_id(0) * BLOCK_N
     columns = (column + tl.arange(0, BLOCK_N))[:, None]
-    start, end, _, other_end = load_intervals(indices, columns, kv_len, CAUSAL, N)
-    first, last = _trimmed_range(segment, start, end, other_end, column, kv_len - q_len, CAUSAL, N, BLOCK_M, SUBROWS)
+    start, end, _, other_end = load_intervals(indices, columns, None, CAUSAL, N)
+    low, gap_first, gap_last = _dark_rows(start, end, other_end, column, kv_len - q_len, CAUSAL, N, BLOCK_M)
+    first, last = _trimmed_range(segment, low, gap_first, gap_last, SUBROWS)
     tl.store(out + tl.program_id(0) * 2, first)
     tl.store(out + tl.program_id(0) * 2 + 1, last)
 
@@ -62,7 +63,7 @@ def test_only_hidden_ones(causal: bool, n: int, share: float, device: str) -> No
             segment = torch.tensor([plan_tile, plan_tile + 1], dtype=torch.int32)
             out = torch.empty(tiles, 2, dtype=torch.int32, device=device)
             _ranges[(tiles,)](
-                segment.to(device), mask.indices.to(device), out, q_len, kv_len,
+                segment.to(device), whole_tiles(mask, BLOCK_N).to(device), out, q_len, kv_len,
                 CAUSAL=causal, N=n, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, SUBROWS=SUBROWS,
             )  # fmt: skip
             whole = range(plan_tile * SUBROWS, (plan_tile + 1) * SUBROWS)

@@ -26,6 +26,8 @@ from flashmask_hf.kernels.tiles import (
     score_factors,
     store_tile,
     tanh,
+    vectors_of,
+    whole_tiles,
 )
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.plan import PARTIAL_SEGMENTS, ROWS, VISIBLE_SEGMENTS, Plan, plan_columns
@@ -89,24 +91,24 @@ def _accumulate_keys(
 
 
 @triton.jit
-def _trimmed_range(
-    at, start, end, other_end, column, diagonal,
-    CAUSAL: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr, SUBROWS: tl.constexpr,
-):  # fmt: skip
-    """[first, last) of a range of the plan's partial tiles in tiles of BLOCK_M rows, less some that see no key.
+def _dark_rows(start, end, other_end, column, diagonal, CAUSAL: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Tiles of BLOCK_M rows that see none of the keys from `column` on, whose bounds `load_intervals` gave.
 
-    The bounds are those of `load_intervals` for the program's keys, from `column` on. Left out are those at both ends
-    that hide all keys by one bound: not all that see none, and none by a second interval that begins.
+    Not all of them: (low, first, last) for those below `low` and those in [first, last), each hidden by one bound.
     """
-    first = tl.load(at) * SUBROWS
-    last = tl.load(at + 1) * SUBROWS
+    low = 0
     if CAUSAL:
-        first = tl.maximum(first, (column - diagonal) // BLOCK_M)
+        low = (column - diagonal) // BLOCK_M
     elif N == 2:
-        first = tl.maximum(first, tl.min(other_end) // BLOCK_M)
-    # The tiles that the first interval of every key hides.
-    gap_first = (tl.max(start) - 1) // BLOCK_M + 1
-    gap_last = tl.min(end) // BLOCK_M
+        low = tl.min(other_end) // BLOCK_M
+    return low, (tl.max(start) - 1) // BLOCK_M + 1, tl.min(end) // BLOCK_M
+
+
+@triton.jit
+def _trimmed_range(at, low, gap_first, gap_last, SUBROWS: tl.constexpr):
+    """[first, last) of a range of the plan's partial tiles, in small tiles, less those of `_dark_rows` at its ends."""
+    first = tl.maximum(tl.load(at) * SUBROWS, low)
+    last = tl.load(at + 1) * SUBROWS
     last = tl.where(last <= gap_last, tl.minimum(last, gap_first), last)
     first = tl.where(first >= gap_first, tl.maximum(first, gap_last), first)
     return first, tl.maximum(last, first)
@@ -135,7 +137,8 @@ def _backward_keys(
         head = kv_head * group + member
         mask = ((batch % mask_batch) * mask_heads + head // (heads // mask_heads)).to(tl.int64)
         columns = (column + tl.arange(0, BLOCK_N))[:, None]
-        start, end, other_start, other_end = load_intervals(indices + mask * kv_len * N, columns, kv_len, CAUSAL, N)
+        vectors = vectors_of(indices, mask, kv_len, SUBTILES * BLOCK_N, N)
+        start, end, other_start, other_end = load_intervals(vectors, columns, None, CAUSAL, N)
         plane = batch * heads + head
 
         # Steps count through the ranges one after another; a range's shift turns the count into its row tile.
@@ -155,11 +158,11 @@ def _backward_keys(
             )  # fmt: skip
 
         ranges += VISIBLE * 2
-        diagonal = kv_len - q_len
-        s0, e0 = _trimmed_range(ranges, start, end, other_end, column, diagonal, CAUSAL, N, BLOCK_M, SUBROWS)
-        s1, e1 = _trimmed_range(ranges + 2, start, end, other_end, column, diagonal, CAUSAL, N, BLOCK_M, SUBROWS)
-        s2, e2 = _trimmed_range(ranges + 4, start, end, other_end, column, diagonal, CAUSAL, N, BLOCK_M, SUBROWS)
-        s3, e3 = _trimmed_range(ranges + 6, start, end, other_end, column, diagonal, CAUSAL, N, BLOCK_M, SUBROWS)
+        low, gap_first, gap_last = _dark_rows(start, end, other_end, column, kv_len - q_len, CAUSAL, N, BLOCK_M)
+        s0, e0 = _trimmed_range(ranges, low, gap_first, gap_last, SUBROWS)
+        s1, e1 = _trimmed_range(ranges + 2, low, gap_first, gap_last, SUBROWS)
+        s2, e2 = _trimmed_range(ranges + 4, low, gap_first, gap_last, SUBROWS)
+        s3, e3 = _trimmed_range(ranges + 6, low, gap_first, gap_last, SUBROWS)
         n0 = e0 - s0
         n1 = n0 + e1 - s1
         n2 = n1 + e2 - s2
@@ -193,7 +196,7 @@ def _accumulate_queries(
     weights = tl.math.exp2(scores * factor - row_lse[:, None])
     if MASKED:
         columns = (column + tl.arange(0, BLOCK_N))[None, :]
-        start, end, other_start, other_end = load_intervals(indices, columns, kv_len, CAUSAL, N)
+        start, end, other_start, other_end = load_intervals(indices, columns, None, CAUSAL, N)
         rows = (row + tl.arange(0, BLOCK_M))[:, None]
         hidden = hidden_pairs(rows, columns, start, end, other_start, other_end, kv_len - q_len, CAUSAL, N)
         weights = tl.where(hidden, 0.0, weights)
@@ -217,7 +220,7 @@ def _backward_queries(
     row = tile * BLOCK_M
     plan_row = mask * n_q + tile // SUBROWS
     tiles += plan_row * n_kv
-    indices += mask * kv_len * N
+    indices = vectors_of(indices, mask, kv_len, SUBTILES * BLOCK_N, N)
 
     queries = load_tile(q, batch, head, row, q_b, q_h, q_s, q_d, q_len, dim, BLOCK_M, BLOCK_D, TMA)
     upstream = load_tile(dout, batch, head, row, do_b, do_h, do_s, do_d, q_len, v_dim, BLOCK_M, BLOCK_V, TMA)
@@ -303,9 +306,9 @@ def backward(
     by_keys = by_keys or keys_config(q, block_d, block_v)
     by_queries = by_queries or queries_config(q, block_d, block_v, mask.indices.shape[-1])
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    indices = mask.indices.contiguous()
     mask_batch, mask_heads, n_q, n_kv = plan.tiles.shape
     width = plan_columns(kv_len)
+    indices = whole_tiles(mask, width)
     tma = can_describe(q, k, v, dout)
     factor, bend = score_factors(scale, softcap)
     flags = {

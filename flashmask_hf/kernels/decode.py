@@ -44,7 +44,7 @@ def _scan(
     columns = blocks[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]  # [BLOCKS, BN]
     kind = tl.zeros([BLOCKS], tl.int32)
     for _ in range(n_masks):
-        start, end, other_start, other_end = load_intervals(indices, columns, kv_len, CAUSAL, N)
+        start, end, other_start, other_end = load_intervals(indices, columns, columns < kv_len, CAUSAL, N)
         low, high = start, start
         if N == 4 or (N == 2 and CAUSAL):
             low = tl.minimum(low, end)
@@ -132,7 +132,7 @@ def _decode(
             if CAP:
                 scores = tanh(scores * bend)
             columns = (column + tl.arange(0, BLOCK_N))[None, :]
-            start, end, other_start, other_end = load_intervals(row_indices, columns, kv_len, CAUSAL, N)
+            start, end, other_start, other_end = load_intervals(row_indices, columns, columns < kv_len, CAUSAL, N)
             hidden = hidden_pairs(row[:, None], columns, start, end, other_start, other_end, kv_len - q_len, CAUSAL, N)
             scores = tl.where(hidden, float("-inf"), scores)
             new_top = tl.maximum(top, tl.max(scores, 1) * factor)

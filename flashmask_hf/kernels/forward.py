@@ -24,6 +24,8 @@ from flashmask_hf.kernels.tiles import (
     score_factors,
     store_tile,
     tanh,
+    vectors_of,
+    whole_tiles,
 )
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.plan import ROWS, Plan, plan_columns
@@ -43,7 +45,7 @@ def _attend(
         scores = tanh(scores * bend)
     if MASKED:
         columns = (column + tl.arange(0, BLOCK_N))[None, :]
-        start, end, other_start, other_end = load_intervals(indices, columns, kv_len, CAUSAL, N)
+        start, end, other_start, other_end = load_intervals(indices, columns, None, CAUSAL, N)
         rows = (row + tl.arange(0, BLOCK_M))[:, None]
         hidden = hidden_pairs(rows, columns, start, end, other_start, other_end, kv_len - q_len, CAUSAL, N)
         scores = tl.where(hidden, float("-inf"), scores)
@@ -69,7 +71,7 @@ def _forward(
     row = tile * BLOCK_M
     plan_row = mask * n_q + tile // SUBROWS
     tiles += plan_row * n_kv
-    indices += mask * kv_len * N
+    indices = vectors_of(indices, mask, kv_len, SUBTILES * BLOCK_N, N)
 
     queries = load_tile(q, batch, head, row, q_b, q_h, q_s, q_d, q_len, dim, BLOCK_M, BLOCK_D, TMA)
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
@@ -128,6 +130,7 @@ def forward(
     out = q.new_empty(batch, q_len, heads, v_dim).transpose(1, 2)
     lse = q.new_empty(batch, heads, q_len, dtype=torch.float32)
     n_rows = -(-q_len // config.rows)
+    width = plan_columns(kv_len)
     tma = can_describe(q, k, v)
     factor, bend = score_factors(scale, softcap)
     with torch.cuda.device_of(q):
@@ -135,14 +138,14 @@ def forward(
             n_rows * heads * batch,
             operand(q, config.rows, block_d, tma), operand(k, config.columns, block_d, tma),
             operand(v, config.columns, block_v, tma),
-            None if sinks is None else sinks.contiguous(), mask.indices.contiguous(), plan.tiles, plan.counts, out, lse,
+            None if sinks is None else sinks.contiguous(), whole_tiles(mask, width), plan.tiles, plan.counts, out, lse,
             *q.stride(), *k.stride(), *v.stride(), *out.stride(),
             heads, kv_heads, mask.indices.shape[0], mask.indices.shape[1], q_len, kv_len,
             plan.tiles.shape[2], plan.tiles.shape[3], n_rows, dim, v_dim, factor, bend,
             CAUSAL=mask.causal, N=mask.indices.shape[-1], SINKS=sinks is not None, CAP=softcap != 0, TMA=tma,
             PRECISION=dot_precision(q),
             BLOCK_M=config.rows, BLOCK_N=config.columns, BLOCK_D=block_d, BLOCK_V=block_v,
-            SUBROWS=ROWS // config.rows, SUBTILES=plan_columns(kv_len) // config.columns,
+            SUBROWS=ROWS // config.rows, SUBTILES=width // config.columns,
             num_warps=config.warps, num_stages=config.stages,
         )  # fmt: skip
     return out, lse

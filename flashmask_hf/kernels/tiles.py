@@ -10,7 +10,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn.functional import pad
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from flashmask_hf.mask import FlashMask
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -64,25 +67,37 @@ def store_tile(
 
 
 @triton.jit
-def load_intervals(indices, columns, kv_len, CAUSAL: tl.constexpr, N: tl.constexpr):
+def _load_bound(at, inside, outside: tl.constexpr):
+    # Behind a comparison a thread loads its columns one by one.
+    return tl.load(at) if inside is None else tl.load(at, mask=inside, other=outside)
+
+
+@triton.jit
+def load_intervals(indices, columns, inside, CAUSAL: tl.constexpr, N: tl.constexpr):
     """The two hidden intervals of some columns as four bounds, shaped like `columns`.
 
-    `indices` points at one mask head's [Skv, N]. A bound that the form lacks is one that hides nothing more. Columns
-    past the end are hidden whole.
+    `indices` points at those of one mask head, [Skv, N]. A bound that the form lacks is one that hides nothing more.
+    Columns that are not `inside` are hidden whole; it is None for vectors that `whole_tiles` made.
     """
-    inside = columns < kv_len
-    start = tl.load(indices + columns.to(tl.int64) * N, mask=inside, other=0)
+    at = indices + columns.to(tl.int64) * N
+    start = _load_bound(at, inside, 0)
     end = tl.full(columns.shape, _NEVER, tl.int32)
     other_start = tl.zeros(columns.shape, tl.int32)
     other_end = tl.zeros(columns.shape, tl.int32)
     if N == 4 or (N == 2 and CAUSAL):
-        end = tl.load(indices + columns.to(tl.int64) * N + 1, mask=inside, other=_NEVER)
+        end = _load_bound(at + 1, inside, _NEVER)
     if N == 2 and not CAUSAL:
-        other_end = tl.load(indices + columns.to(tl.int64) * N + 1, mask=inside, other=0)
+        other_end = _load_bound(at + 1, inside, 0)
     if N == 4:
-        other_start = tl.load(indices + columns.to(tl.int64) * N + 2, mask=inside, other=0)
-        other_end = tl.load(indices + columns.to(tl.int64) * N + 3, mask=inside, other=0)
+        other_start = _load_bound(at + 2, inside, 0)
+        other_end = _load_bound(at + 3, inside, 0)
     return start, end, other_start, other_end
+
+
+@triton.jit
+def vectors_of(indices, mask, kv_len, COLUMNS: tl.constexpr, N: tl.constexpr):
+    """Where the vectors of mask head `mask` begin in what `whole_tiles` made for tiles of COLUMNS keys."""
+    return indices + mask * tl.cdiv(kv_len, COLUMNS) * (COLUMNS * N)
 
 
 @triton.jit
@@ -110,6 +125,18 @@ def tanh(x):
     decay = tl.math.exp2(tl.abs(x) * (-2.0 * LOG2_E))
     exact = (1.0 - decay) / (1.0 + decay)
     return tl.where(tl.abs(x) < 0.25, series, tl.where(x < 0, -exact, exact))
+
+
+def whole_tiles(mask: FlashMask, columns: int) -> Tensor:
+    """The mask's vectors [B, Hm, padded, n], contiguous, with hidden keys up to a multiple of `columns`."""
+    indices = mask.indices.contiguous()
+    missing = -mask.kv_len % columns
+    if not missing:
+        return indices
+    padded = pad(indices, (0, 0, 0, missing))
+    if indices.shape[-1] == 4 or (indices.shape[-1] == 2 and mask.causal):  # the interval from 0 on has an end
+        padded[:, :, mask.kv_len :, 1] = _NEVER.value
+    return padded
 
 
 def operand(x: Tensor, height: int, width: int, tma: bool) -> Any:
