@@ -26,6 +26,7 @@ __all__ = [
     "HAS_TRITON",
     "as_operator",
     "attention",
+    "call",
     "check_between",
     "check_range",
     "device_assert",
@@ -58,7 +59,9 @@ def as_operator(name: str, function: Callable[..., Any]) -> Any:
     schema = torch.library.infer_schema(function, mutates_args=())
     torch.library.define(f"flashmask_hf::{name}", schema, tags=torch.Tag.pt2_compliant_tag)
     torch.library.impl(f"flashmask_hf::{name}", "default", function)
-    return getattr(torch.ops.flashmask_hf, name).default
+    operator = getattr(torch.ops.flashmask_hf, name).default
+    _direct[operator] = function
+    return operator
 
 
 def register_autograd(
@@ -70,22 +73,49 @@ def register_autograd(
     the operator is called again below autograd, where dispatch modes (fake tensors, selective checkpointing) see it.
     """
 
-    def forward(ctx: Any, *inputs: Any) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
-            output = operator(*inputs)
-        setup_context(ctx, inputs, output)
-        return output
-
-    members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    function: Any = type(operator._opname, (torch.autograd.Function,), members)
-
-    def differentiable(*inputs: Any) -> Any:
-        if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
-            return function.apply(*inputs)
+    def below_autograd(*inputs: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
             return operator(*inputs)
 
-    torch.library.impl(operator.name(), "Autograd", differentiable)
+    def differentiable(function: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            output = function(*inputs)
+            setup_context(ctx, inputs, output)
+            return output
+
+        members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+        node: Any = type(operator._opname, (torch.autograd.Function,), members)
+
+        def call(*inputs: Any) -> Any:
+            differentiated = torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs)
+            return node.apply(*inputs) if differentiated else function(*inputs)
+
+        return call
+
+    torch.library.impl(operator.name(), "Autograd", differentiable(below_autograd))
+    _direct[operator] = differentiable(_direct[operator])
+
+
+_direct: dict[Any, Callable[..., Any]] = {}
+"""What an operator of `as_operator` does, with its derivative."""
+
+
+def call(operator: Any, *inputs: Any) -> Any:
+    """`operator(*inputs)`, past the dispatcher where nothing listens to it: it takes longer than the launches."""
+    return operator(*inputs) if _dispatched(inputs) else _direct[operator](*inputs)
+
+
+def _dispatched(inputs: tuple[Any, ...]) -> bool:
+    """Whether something may listen to operators: a compiler, a mode, a transform, a profiler or a tensor's class."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._is_torch_function_mode_enabled()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._get_tracing_state() is not None
+        or torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
+        or any(isinstance(x, Tensor) and type(x) not in (Tensor, torch.nn.Parameter) for x in inputs)
+    )
 
 
 def no_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -315,7 +345,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors  # read once: checkpointing unpacks a saved tensor only once
-    dq, dk, dv, dsinks = flash_attn_backward(dout, dlse, *saved, *ctx.settings)
+    dq, dk, dv, dsinks = call(flash_attn_backward, dout, dlse, *saved, *ctx.settings)
     return dq, dk, dv, None if saved[3] is None else dsinks, *[None] * 9
 
 
@@ -406,5 +436,6 @@ def attention(
     cap = softcap or 0.0
     if plan is None:
         few = "triton" if impl == "best" else impl
-        return flash_attn_decode(q, k, v, sinks, mask.indices, mask.causal, scale, cap, few)
-    return flash_attn_forward(q, k, v, sinks, mask.indices, *plan, mask.causal, scale, cap, impl, deterministic)
+        return call(flash_attn_decode, q, k, v, sinks, mask.indices, mask.causal, scale, cap, few)
+    settings = (mask.causal, scale, cap, impl, deterministic)
+    return call(flash_attn_forward, q, k, v, sinks, mask.indices, *plan, *settings)

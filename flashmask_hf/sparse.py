@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashmask_hf import masks
+from flashmask_hf import masks, ops
 from flashmask_hf.attention import decodes, plan_of, prepare
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.sparse_ops import flash_attn_sparse_decode, flash_attn_sparse_forward, nearest, sort_sparse
@@ -70,7 +70,7 @@ def qk_sparse_attention(
     masks.check_paired("q_keep", q_keep, "k_keep", k_keep, {torch.bool})
     hidden_from = None if mask is None else masks.hidden_from_of(mask, q_keep, k_keep)
     # Two buckets, of which the second, the dropped, sees nothing.
-    columns, q_order, k_order = sort_sparse((~q_keep).byte(), (~k_keep).byte(), hidden_from, 2, False, 1)
+    columns, q_order, k_order = ops.call(sort_sparse, (~q_keep).byte(), (~k_keep).byte(), hidden_from, 2, False, 1)
     q_kept, k_kept = (keep.sum(-1, dtype=torch.int32) for keep in (q_keep, k_keep))
     return _attend(q, k, v, columns, (q_order, q_kept), (k_order, k_kept), scale, softcap, sinks, deterministic)
 
@@ -137,7 +137,7 @@ def hash_sparse_attention(
     if not isinstance(exclude_self, bool):
         raise TypeError(f"exclude_self must be a bool, got {type(exclude_self).__name__}")
     hidden_from = None if mask is None else masks.hidden_from_of(mask, q_bucket, k_bucket)
-    columns, q_order, k_order = sort_sparse(q_bucket, k_bucket, hidden_from, n_buckets or 0, exclude_self, -1)
+    columns, q_order, k_order = ops.call(sort_sparse, q_bucket, k_bucket, hidden_from, n_buckets or 0, exclude_self, -1)
     return _attend(q, k, v, columns, (q_order, None), (k_order, None), scale, softcap, sinks, deterministic)
 
 
@@ -174,7 +174,7 @@ def lsh_buckets(x: Tensor, n_buckets: int, *, generator: torch.Generator | None 
     place = torch.device("cpu") if generator is None else generator.device
     directions = torch.randn(x.shape[1], x.shape[3], n_buckets // 2, generator=generator, device=place)
     directions = torch.nn.functional.normalize(directions, dim=1)
-    return nearest(x.detach(), directions.to(x.device)).long()
+    return ops.call(nearest, x.detach(), directions.to(x.device)).long()
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, q_name: str, of_q: Tensor, k_name: str, of_k: Tensor) -> None:
@@ -207,11 +207,10 @@ def _attend(
     mask = FlashMask(columns, causal=False, q_len=q.shape[2])
     q, k, v, impl, factor, ordered = prepare(q, k, v, mask, scale, softcap, sinks, deterministic)
     if decodes(q, k, v, sinks):
-        return flash_attn_sparse_decode(
-            q, k, v, sinks, columns, *q_place, *k_place, factor, softcap or 0.0, impl
-        )  # fmt: skip
+        return ops.call(
+            flash_attn_sparse_decode, q, k, v, sinks, columns, *q_place, *k_place, factor, softcap or 0.0, impl
+        )
     plan = plan_of(mask, q.shape[2])
-    out, *_ = flash_attn_sparse_forward(
-        q, k, v, sinks, columns, *plan, *q_place, *k_place, factor, softcap or 0.0, impl, ordered
-    )
+    settings = (factor, softcap or 0.0, impl, ordered)
+    out, *_ = ops.call(flash_attn_sparse_forward, q, k, v, sinks, columns, *plan, *q_place, *k_place, *settings)
     return out

@@ -99,15 +99,15 @@ def hash_attention_forward(
             raise TypeError(f"{HASH}[{option!r}] must be a bool, got {type(options[option]).__name__}")
     mask = _mask(HASH, visible(module, query, key, attention_mask, dropout, kwargs, HASH, frozenset({HASH})))
     layer = getattr(module, "layer_idx", None) or 0
-    directions = lsh_directions(key.detach(), seed, layer, n_buckets // 2)
+    directions = ops.call(lsh_directions, key.detach(), seed, layer, n_buckets // 2)
     once = options["shared_qk"] and query.shape == key.shape
-    q_bucket = nearest(query.detach(), directions)
+    q_bucket = ops.call(nearest, query.detach(), directions)
     out = hash_sparse_attention(
         query,
         key,
         value,
         q_bucket,
-        q_bucket if once else nearest(key.detach(), directions),
+        q_bucket if once else ops.call(nearest, key.detach(), directions),
         scale=scaling,
         exclude_self=options["exclude_self"],
         mask=mask,

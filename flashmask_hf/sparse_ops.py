@@ -307,7 +307,7 @@ def _backward(ctx: Any, dout: Tensor | None, *unused: None) -> tuple[Tensor | No
     if dout is None:
         return (None,) * 16
     saved = ctx.saved_tensors  # read once: checkpointing unpacks a saved tensor only once
-    dq, dk, dv, dsinks = flash_attn_sparse_backward(dout, *saved, *ctx.settings)
+    dq, dk, dv, dsinks = ops.call(flash_attn_sparse_backward, dout, *saved, *ctx.settings)
     return dq, dk, dv, None if saved[3] is None else dsinks, *[None] * 12
 
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import torch._dynamo.testing
 from support import HEADS, INTERPRETED, KV_HEADS, Lane, attention_inputs, lanes
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from flashmask_hf import flashmask_attention, masks, ops
@@ -146,6 +152,79 @@ def test_only_what_asks_for_a_gradient_has_one() -> None:
         assert not flashmask_attention(q, k, v, mask).requires_grad
     with torch.inference_mode():
         assert flashmask_attention(q, k, v, mask).is_inference()
+
+
+class _Seen(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.operators.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class _FunctionMode(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class _Subclass(torch.Tensor):
+    pass
+
+
+def _step(wrap: Callable[[torch.Tensor], torch.Tensor] = lambda x: x) -> list[torch.Tensor]:
+    """The result and the gradients of one call, of equal tensors each time."""
+    q, k, v = (wrap(x) for x in _small())
+    out = flashmask_attention(q, k, v, masks.causal(20))
+    return [out.detach(), *torch.autograd.grad(out.square().sum(), (q, k, v))]
+
+
+def _traced() -> list[torch.Tensor]:
+    inputs = _small()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is deprecated
+        traced = torch.jit.trace(lambda *x: flashmask_attention(*x, masks.causal(20)), inputs, check_trace=False)
+        return [traced(*inputs)]
+
+
+def _profiled() -> list[torch.Tensor]:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        results = _step()
+    names = {event.key for event in profile.key_averages()}
+    assert {"flashmask_hf::flash_attn_forward", "flashmask_hf::flash_attn_backward"} <= names
+    return results
+
+
+def _under(mode: Any) -> list[torch.Tensor]:
+    with mode:
+        return _step()
+
+
+LISTENERS = {
+    "dispatch mode": lambda: _under(_Seen()),
+    "function mode": lambda: _under(_FunctionMode()),
+    "tensor's class": lambda: _step(lambda x: x.as_subclass(_Subclass)),
+    "profiler": _profiled,
+    "trace": _traced,
+}
+
+
+@pytest.mark.parametrize("listener", [None, *LISTENERS])
+def test_the_dispatcher_is_passed_where_nothing_listens(listener: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The results are the same to the bit; parameters go past it, too."""
+    expected = _step(torch.nn.Parameter)
+    called = []
+    for name in ("flash_attn_forward", "flash_attn_backward"):
+        operator = getattr(ops, name)
+        call = lambda *x, name=name, direct=ops._direct[operator]: called.append(name) or direct(*x)  # noqa: E731
+        monkeypatch.setitem(ops._direct, operator, call)
+    actual = LISTENERS[listener]() if listener else _step()
+    # A function mode hears of `torch.autograd.grad` and is off inside.
+    passed = {None: ["flash_attn_forward", "flash_attn_backward"], "function mode": ["flash_attn_backward"]}
+    assert called == passed.get(listener, [])
+    for one, other in zip(actual, expected, strict=False):
+        assert torch.equal(torch.Tensor(one), other)
 
 
 @pytest.mark.parametrize("kept", [True, False])

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM, MistralConfig
 from transformers.utils import generic
 
-from flashmask_hf import FlashMask, backend, mask_compiler, masks, sparse_backend
+from flashmask_hf import FlashMask, backend, mask_compiler, masks, ops, sparse_backend, sparse_ops
 from flashmask_hf.mask_compiler import mask_hook
 from flashmask_hf.sparse_backend import hash_attention_forward, lsh_directions, qk_attention_forward
 
@@ -182,8 +182,8 @@ def test_hash_layer(options, q_len, softcap, with_sinks):
 @pytest.mark.parametrize("q_len", [LENGTH, 5], ids=["all", "after a cache"])
 def test_shared_qk_hashes_normalised_queries_once(monkeypatch: pytest.MonkeyPatch, q_len: int):
     hashed = []
-    nearest = sparse_backend.nearest
-    monkeypatch.setattr(sparse_backend, "nearest", lambda x, to: hashed.append(x.shape) or nearest(x, to))
+    nearest = ops._direct[sparse_ops.nearest]
+    monkeypatch.setitem(ops._direct, sparse_ops.nearest, lambda x, to: hashed.append(x.shape) or nearest(x, to))
     k = torch.nn.functional.normalize(torch.randn(2, 4, LENGTH, 8, dtype=torch.float64), dim=-1)
     q, v = 3 * k[:, :, -q_len:], torch.randn(2, 4, LENGTH, 8, dtype=torch.float64)
     found = []
@@ -330,7 +330,8 @@ def inputs_of(kind: str) -> dict[str, Any]:
 @pytest.mark.parametrize("name", OPTIONS)
 def test_masks_are_those_of_flashmask(monkeypatch, name, kind, window):
     """Where all tokens are in one bucket, or all are kept."""
-    monkeypatch.setattr(sparse_backend, "nearest", lambda x, _: torch.zeros(x.shape[:-1], dtype=torch.int64))
+    one_bucket = lambda x, _: torch.zeros(x.shape[:-1], dtype=torch.int64)  # noqa: E731
+    monkeypatch.setitem(ops._direct, sparse_ops.nearest, one_bucket)
     model, full = model_with(name, window=window), model_with("flashmask", window=window)
     inputs = inputs_of(kind)
     keep = {}
