@@ -16,14 +16,13 @@ float64 oracle on a shorter cache before anything is timed.
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from harness import interleaved_medians, write_csv
+from harness import graph_of, host_microseconds, interleaved_medians, write_csv
 from torch import Tensor
 
 from flashmask_hf import FlashMask, flashmask_attention, ops
@@ -88,28 +87,6 @@ def check(names: list[str], kind: str, heads: int, kv_heads: int) -> None:
             raise SystemExit(f"{name} is wrong under {kind}, heads {heads}/{kv_heads}: off by {error:.1e}")
 
 
-def host_microseconds(call: Callable[[], object], repeats: int) -> float:
-    """Median of the time until a call returns, with the device idle at first."""
-    times = []
-    for _ in range(repeats):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        call()
-        times.append((time.perf_counter() - start) * 1e6)
-    return statistics.median(times)
-
-
-def graph_of(attention: Attention, layers: list[tuple[Tensor, Tensor, Tensor]], calls: int) -> torch.cuda.CUDAGraph:
-    """A CUDA graph of `calls` calls, each on the next of the layers."""
-    attention(*layers[0])
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(calls):
-            attention(*layers[i % len(layers)])
-    return graph
-
-
 def measure(
     names: list[str], kind: str, batch: int, heads: int, kv_heads: int, length: int, repeats: int
 ) -> list[dict[str, object]]:
@@ -122,8 +99,8 @@ def measure(
     turn = iter(range(10**9))
     single = {n: lambda a=a: a(*layers[next(turn) % len(layers)]) for n, a in table.items()}
     eager = interleaved_medians(single, repeats)
-    host = {n: host_microseconds(call, repeats) for n, call in single.items()}
-    graphs = {n: graph_of(a, layers, calls) for n, a in table.items()}
+    host = host_microseconds(single, repeats)
+    graphs = {n: graph_of([partial(a, *layers[i % len(layers)]) for i in range(calls)]) for n, a in table.items()}
     replayed = interleaved_medians({n: graph.replay for n, graph in graphs.items()}, repeats)
     seen = 4 * kv_heads * DIM * int(visible.sum())
     return [

@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import transformers
@@ -16,6 +17,7 @@ import triton
 
 import flashmask_hf
 
+Case = TypeVar("Case")
 _order = random.Random(0)
 
 
@@ -36,20 +38,55 @@ def conditions() -> dict[str, str]:
 
 
 def interleaved_medians(
-    providers: Mapping[str, Callable[[], object]], repeats: int, warmup: int = 2
-) -> dict[str, float]:
+    providers: Mapping[Case, Callable[[], object]], repeats: int, warmup: int = 2
+) -> dict[Case, float]:
     """Median milliseconds of each provider.
 
     They run in turns so that drift falls on all alike, in another order each time: a GPU at its power limit is slower
     behind one that drew more.
     """
+    return _medians(providers, repeats, warmup, _milliseconds)
+
+
+def host_microseconds(providers: Mapping[Case, Callable[[], object]], repeats: int) -> dict[Case, float]:
+    """Median microseconds until a call of each provider returns, with the GPU idle at first. They run in turns."""
+
+    def issue(function: Callable[[], object]) -> float:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        function()
+        return (time.perf_counter() - start) * 1e6
+
+    return _medians(providers, repeats, 2, issue)
+
+
+def graph_of(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of the calls, one after another; the first has been made before."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        calls[0]()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return graph
+
+
+def _medians(
+    providers: Mapping[Case, Callable[[], object]],
+    repeats: int,
+    warmup: int,
+    measure: Callable[[Callable[[], object]], float],
+) -> dict[Case, float]:
     for _ in range(warmup):
         for function in providers.values():
             function()
-    times: dict[str, list[float]] = {name: [] for name in providers}
+    times: dict[Case, list[float]] = {name: [] for name in providers}
     for _ in range(repeats):
         for name in _order.sample(list(providers), len(providers)):
-            times[name].append(_milliseconds(providers[name]))
+            times[name].append(measure(providers[name]))
     return {name: statistics.median(values) for name, values in times.items()}
 
 

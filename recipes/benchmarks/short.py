@@ -1,0 +1,124 @@
+"""Short rows, where a call costs more to issue than to run: what the host pays, and what is left in a CUDA graph.
+
+    python recipes/benchmarks/short.py --csv short.csv
+
+bfloat16, 32 heads, a causal mask of documents. `flashmask` is the best implementation for the GPU, `flashmask_triton`
+the portable one, `sdpa_mask` SDPA under the same mask as a dense tensor that is there already, `sdpa` SDPA without
+documents (`is_causal`), `flex_attention` FlexAttention, compiled, with its block mask there already.
+
+Medians of one call, forward and forward with backward: `host_us` for the host to issue it, with the device idle at
+first, and `graph_us` in a CUDA graph of eight. Every provider is compared with float64 before anything is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from harness import graph_of, host_microseconds, interleaved_medians, random_lengths, write_csv
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from flashmask_hf import FlashMask, flashmask_attention, masks
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+HEADS = 32
+CALLS = 8
+PROVIDERS = ("flashmask", "flashmask_triton", "sdpa_mask", "sdpa", "flex_attention")
+_compiled = torch.compile(flex_attention)
+
+
+def documents(length: int) -> list[int]:
+    """Lengths of four documents that fill a row."""
+    return random_lengths(length, 4, torch.Generator().manual_seed(length), minimum=length // 8)
+
+
+def provider(name: str, length: int, mask: FlashMask, visible: Tensor) -> Attention:
+    """The attention function of a provider; `visible` is the dense mask [1, 1, S, S]."""
+    if name == "flashmask":
+        return lambda q, k, v: flashmask_attention(q, k, v, mask)
+    if name == "flashmask_triton":
+        return lambda q, k, v: flashmask_attention(q, k, v, mask, impl="triton")
+    if name == "sdpa_mask":
+        return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
+    if name == "sdpa":
+        return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    lengths = torch.tensor(documents(length), device="cuda")
+    document = torch.repeat_interleave(torch.arange(len(lengths), device="cuda"), lengths)
+
+    def same_document(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (document[i] == document[j]) & (i >= j)
+
+    blocks = create_block_mask(same_document, None, None, length, length, device="cuda")
+    return lambda q, k, v: _compiled(q, k, v, block_mask=blocks)  # type: ignore[return-value]
+
+
+def check(name: str, attention: Attention, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, visible: Tensor) -> None:
+    """The provider's result and gradients agree with float64, or the benchmark stops here."""
+    wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    dense = torch.ones_like(visible).tril() if name == "sdpa" else visible
+    expected = F.scaled_dot_product_attention(wide[0], wide[1], wide[2], attn_mask=dense)
+    out = attention(q, k, v)
+    found = (out, *torch.autograd.grad(out, (q, k, v), dout))
+    for one, other in zip(found, (expected, *torch.autograd.grad(expected, wide, dout.double())), strict=True):
+        error = float((one.double() - other).norm() / other.norm())
+        if not error < 1e-2:
+            raise SystemExit(f"{name} is wrong with {q.shape[2]} rows: off by {error:.1e}")
+
+
+def measure(names: list[str], batch: int, length: int, dim: int, repeats: int) -> list[dict[str, object]]:
+    """Two rows per provider: a forward, and a forward with its backward."""
+    mask = masks.causal_document(documents(length)).to("cuda")
+    visible = mask.to_dense()
+    q, k, v, dout = (
+        torch.randn(batch, length, HEADS, dim, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in range(4)
+    )
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    table: dict[tuple[str, str], Callable[[], object]] = {}
+    for name in names:
+        attention = provider(name, length, mask, visible)
+        check(name, attention, q, k, v, dout, visible)
+        table[name, "forward"] = lambda a=attention: a(q, k, v)
+        table[name, "both"] = lambda a=attention: torch.autograd.grad(a(q, k, v), leaves, dout)
+    host = host_microseconds(table, repeats)
+    graphs = {case: graph_of([call] * CALLS) for case, call in table.items()}
+    replayed = interleaved_medians({case: graph.replay for case, graph in graphs.items()}, repeats)
+    return [
+        {
+            "batch": batch,
+            "rows": length,
+            "head_dim": dim,
+            "provider": name,
+            "passes": passes,
+            "host_us": round(host[name, passes], 1),
+            "graph_us": round(1000 * replayed[name, passes] / CALLS, 2),
+        }
+        for name, passes in table
+    ]
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--providers", nargs="+", default=list(PROVIDERS), choices=PROVIDERS)
+    parser.add_argument("--lengths", nargs="+", type=int, default=[128, 256, 512, 1024])
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8])
+    parser.add_argument("--dims", nargs="+", type=int, default=[64, 128])
+    parser.add_argument("--repeats", type=int, default=31)
+    parser.add_argument("--csv", help="where to write the rows")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("a GPU is needed")
+    torch.manual_seed(0)
+    rows: list[dict[str, object]] = []
+    for dim in arguments.dims:
+        for batch in arguments.batches:
+            for length in arguments.lengths:
+                rows += measure(arguments.providers, batch, length, dim, arguments.repeats)
+    write_csv(arguments.csv, rows)
+
+
+if __name__ == "__main__":
+    main()
