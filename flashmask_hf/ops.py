@@ -254,7 +254,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 def _flash_attn_backward(
     dout: Tensor,
-    dlse: Tensor,
+    dlse: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -271,7 +271,7 @@ def _flash_attn_backward(
     impl: str,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and sinks (empty without sinks), given those of both results, `dout` and `dlse`."""
+    """Gradients of q, k, v and sinks (empty without sinks), given those of both results, `dout` and `dlse` or None."""
     plan = Plan(tiles, counts, segments)
     mask = FlashMask(indices, causal)
     with no_autocast(q.device):
@@ -296,7 +296,15 @@ flash_attn_backward = as_operator("flash_attn_backward", _flash_attn_backward)
 
 @torch.library.register_fake("flashmask_hf::flash_attn_backward")
 def _(
-    dout: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor, *_: Any
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    *_: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dsinks = lse.new_empty(0) if sinks is None else torch.empty_like(sinks)
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), dsinks
@@ -339,12 +347,16 @@ def run(name: str, impl: str, *args: Any, after: Callable[..., Any] | None = Non
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, sinks, indices, tiles, counts, segments, causal, scale, softcap, impl, deterministic = inputs
     out, lse = output
+    ctx.set_materialize_grads(False)  # that of lse is seldom there
     ctx.save_for_backward(q, k, v, sinks, out, lse, indices, tiles, counts, segments)
     ctx.settings = (causal, scale, softcap, impl, deterministic)
 
 
-def _backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    if dout is None and dlse is None:
+        return (None,) * 13
     saved = ctx.saved_tensors  # read once: checkpointing unpacks a saved tensor only once
+    dout = torch.zeros_like(saved[4]) if dout is None else dout
     dq, dk, dv, dsinks = call(flash_attn_backward, dout, dlse, *saved, *ctx.settings)
     return dq, dk, dv, None if saved[3] is None else dsinks, *[None] * 9
 

@@ -146,9 +146,11 @@ def backward(
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
-def row_delta(dout: Tensor, out: Tensor, dlse: Tensor) -> Tensor:
-    """Row sums of dout * out, less dlse: what the softmax takes off every score's gradient. Shape and dtype of dlse."""
-    return (dout.to(dlse.dtype) * out.to(dlse.dtype)).sum(-1) - dlse
+def row_delta(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
+    """Row sums of dout * out, wide, less dlse if there is one: what the softmax takes off every score's gradient."""
+    wide = _wide(out.dtype)
+    sums = (dout.to(wide) * out.to(wide)).sum(-1)
+    return sums if dlse is None else sums - dlse
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -183,6 +183,24 @@ def test_nan_is_passed_on(lane: Lane) -> None:
         assert not result[:, :, 6:].any()
 
 
+@pytest.mark.parametrize("lane", lanes((torch.float64,), (torch.float32,), (torch.bfloat16,)))
+@pytest.mark.parametrize("used", ["out", "lse"])
+def test_a_result_without_a_gradient(lane: Lane, used: str) -> None:
+    """It counts as one whose gradient is zero."""
+    q, k, v = attention_inputs(lane, 2, HEADS, KV_HEADS, 70, 70, 16)
+    mask = masks.causal_document([30, 40], device=lane.device)
+    out, lse = flashmask_attention(q, k, v, mask, impl=lane.impl, return_lse=True)
+    dout, dlse = (
+        torch.randn_like(x) if name == used else torch.zeros_like(x) for name, x in (("out", out), ("lse", lse))
+    )
+    expected = torch.autograd.grad((out, lse), (q, k, v), (dout, dlse), retain_graph=True)
+    one_of_them = (out, dout) if used == "out" else (lse, dlse)
+    actual = torch.autograd.grad(one_of_them[0], (q, k, v), one_of_them[1])
+    for one, other in zip(actual, expected, strict=True):
+        assert torch.equal(one, other)
+    assert all(x.any() for x in (actual if used == "out" else actual[:2]))
+
+
 @pytest.mark.parametrize("lane", lanes((torch.float32,), (torch.float32,), (torch.bfloat16,)))
 def test_columns_of_many_segments(lane: Lane) -> None:
     """Two hidden intervals, each of whole tiles and ragged edges, leave three visible ranges and four partial ones."""
@@ -316,7 +334,7 @@ def test_skipping_tiles_changes_no_bit(lane: Lane, family: str, monkeypatch: pyt
             monkeypatch.setattr(backward, "_trimmed_range", _whole_range)
         plan = build_plan(mask.indices, mask.causal, q_len, skip=skip)
         out, lse = forward(q, k, v, mask, plan, None, 0.2, 0.0)
-        delta = backward.row_delta(dout, out, torch.zeros_like(lse))
+        delta = backward.row_delta(dout, out, None)
         results.append((out, lse, *backward.backward(dout, q, k, v, lse, delta, mask, plan, 0.2, 0.0)))
         walked = int(plan.counts.sum())
     tiles = -(-q_len // ROWS) * -(-kv_len // plan_columns(kv_len))

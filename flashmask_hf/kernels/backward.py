@@ -46,7 +46,9 @@ def _row_delta(
     values = load_tile(out, batch, head, row, out_b, out_h, out_s, out_d, q_len, v_dim, BLOCK_M, BLOCK_V, False)
     rows = row + tl.arange(0, BLOCK_M)
     at = (batch.to(tl.int64) * heads + head) * q_len + rows
-    sums = tl.sum(upstream.to(tl.float32) * values.to(tl.float32), 1) - tl.load(dlse + at, mask=rows < q_len, other=0.0)
+    sums = tl.sum(upstream.to(tl.float32) * values.to(tl.float32), 1)
+    if dlse is not None:
+        sums -= tl.load(dlse + at, mask=rows < q_len, other=0.0)
     tl.store(delta + at, sums, mask=rows < q_len)
 
 
@@ -252,8 +254,11 @@ _launch_keys = Launcher(_backward_keys)
 _launch_queries = Launcher(_backward_queries)
 
 
-def row_delta(dout: Tensor, out: Tensor, dlse: Tensor) -> Tensor:
-    """Row sums of dout * out, less dlse, float32 [B, Hq, Sq]: what the softmax takes off every score's gradient."""
+def row_delta(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
+    """Row sums of dout * out, less dlse if there is one: what the softmax takes off every score's gradient.
+
+    float32 [B, Hq, Sq].
+    """
     batch, heads, q_len, v_dim = out.shape
     delta = torch.empty(batch, heads, q_len, dtype=torch.float32, device=out.device)
     rows = 64
@@ -261,7 +266,8 @@ def row_delta(dout: Tensor, out: Tensor, dlse: Tensor) -> Tensor:
     with torch.cuda.device_of(out):
         _launch_row_delta(
             n_rows * heads * batch,
-            dout, out, dlse.contiguous(), delta, *dout.stride(), *out.stride(), heads, q_len, n_rows, v_dim,
+            dout, out, None if dlse is None else dlse.contiguous(), delta,
+            *dout.stride(), *out.stride(), heads, q_len, n_rows, v_dim,
             BLOCK_M=rows, BLOCK_V=block_of(v_dim), num_warps=4,
         )  # fmt: skip
     return delta
