@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
 
 from flashmask_hf import plan as _plan
 from flashmask_hf import tiled
@@ -71,6 +72,7 @@ def register_autograd(
 
     That one asks the schema for the defaults of all arguments at each call, which takes longer than a launch. As there,
     the operator is called again below autograd, where dispatch modes (fake tensors, selective checkpointing) see it.
+    What `call` calls directly becomes differentiable likewise.
     """
 
     def below_autograd(*inputs: Any) -> Any:
@@ -86,11 +88,11 @@ def register_autograd(
         members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
         node: Any = type(operator._opname, (torch.autograd.Function,), members)
 
-        def call(*inputs: Any) -> Any:
+        def apply(*inputs: Any) -> Any:
             differentiated = torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs)
             return node.apply(*inputs) if differentiated else function(*inputs)
 
-        return call
+        return apply
 
     torch.library.impl(operator.name(), "Autograd", differentiable(below_autograd))
     _direct[operator] = differentiable(_direct[operator])
@@ -101,21 +103,27 @@ _direct: dict[Any, Callable[..., Any]] = {}
 
 
 def call(operator: Any, *inputs: Any) -> Any:
-    """`operator(*inputs)`, past the dispatcher where nothing listens to it: it takes longer than the launches."""
+    """`operator(*inputs)`, past the dispatcher, which takes longer than a launch, where it would do nothing else."""
     return operator(*inputs) if _dispatched(inputs) else _direct[operator](*inputs)
 
 
 def _dispatched(inputs: tuple[Any, ...]) -> bool:
-    """Whether something may listen to operators: a compiler, a mode, a transform, a profiler or a tensor's class."""
+    """Whether the dispatcher does more than call: for compilers, modes, transforms, profilers and kinds of tensors."""
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._is_torch_function_mode_enabled()
         or torch._C._are_functorch_transforms_active()
         or torch._C._get_tracing_state() is not None
-        or torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
-        or any(isinstance(x, Tensor) and type(x) not in (Tensor, torch.nn.Parameter) for x in inputs)
+        or torch.autograd.profiler._is_profiler_enabled
+        or any(isinstance(x, Tensor) and not _is_plain(x) for x in inputs)
     )
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Whether a tensor's memory holds its values, and no class or batching rule has a say."""
+    special = x.is_neg() or x._is_zerotensor() or is_legacy_batchedtensor(x)
+    return type(x) in (Tensor, torch.nn.Parameter) and not special
 
 
 def no_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:

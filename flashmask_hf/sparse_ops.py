@@ -172,7 +172,7 @@ def gather_upstream(
         from flashmask_hf.kernels import reorder
 
         return reorder.gather_upstream(dout, out, order, kept, dtype)
-    delta = tiled.row_delta(dout, out, None).unsqueeze(-1)
+    delta = tiled.row_delta(dout, out, None).to(dtype).unsqueeze(-1)
     return gather_rows(dout, order, kept), gather_rows(delta, order, kept).squeeze(-1)
 
 

@@ -154,13 +154,8 @@ def test_only_what_asks_for_a_gradient_has_one() -> None:
         assert flashmask_attention(q, k, v, mask).is_inference()
 
 
-class _Seen(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.operators: list[str] = []
-
+class _DispatchMode(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.operators.append(str(func))
         return func(*args, **(kwargs or {}))
 
 
@@ -177,7 +172,27 @@ def _step(wrap: Callable[[torch.Tensor], torch.Tensor] = lambda x: x) -> list[to
     """The result and the gradients of one call, of equal tensors each time."""
     q, k, v = (wrap(x) for x in _small())
     out = flashmask_attention(q, k, v, masks.causal(20))
-    return [out.detach(), *torch.autograd.grad(out.square().sum(), (q, k, v))]
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), out.detach())]
+
+
+def _negated(x: torch.Tensor) -> torch.Tensor:
+    """Equal to x, with the opposite in memory."""
+    lazy = torch.complex(torch.zeros_like(x), -x.detach()).conj().imag
+    assert lazy.is_neg()
+    return lazy.requires_grad_()
+
+
+def _batched() -> list[torch.Tensor]:
+    q, k, v = _small()
+    out = flashmask_attention(q, k, v, masks.causal(20))
+    several = torch.stack([out.detach(), torch.zeros_like(out)])
+    gradients = torch.autograd.grad(out, (q, k, v), several, is_grads_batched=True)
+    return [out.detach(), *(x[0] for x in gradients)]
+
+
+def _mapped() -> list[torch.Tensor]:
+    q, k, v = (x.detach().expand(2, *x.shape) for x in _small())
+    return [torch.func.vmap(lambda *x: flashmask_attention(*x, masks.causal(20)))(q, k, v)[1]]
 
 
 def _traced() -> list[torch.Tensor]:
@@ -202,27 +217,34 @@ def _under(mode: Any) -> list[torch.Tensor]:
 
 
 LISTENERS = {
-    "dispatch mode": lambda: _under(_Seen()),
+    "dispatch mode": lambda: _under(_DispatchMode()),
     "function mode": lambda: _under(_FunctionMode()),
     "tensor's class": lambda: _step(lambda x: x.as_subclass(_Subclass)),
+    "negated": lambda: _step(_negated),
+    "batched gradients": _batched,
+    "vmap": _mapped,
     "profiler": _profiled,
     "trace": _traced,
 }
 
 
-@pytest.mark.parametrize("listener", [None, *LISTENERS])
-def test_the_dispatcher_is_passed_where_nothing_listens(listener: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The results are the same to the bit; parameters go past it, too."""
-    expected = _step(torch.nn.Parameter)
+PASSED = {"plain": _step, "parameters": lambda: _step(torch.nn.Parameter)}
+
+
+@pytest.mark.parametrize("listener", [*PASSED, *LISTENERS])
+def test_the_dispatcher_is_passed_where_nothing_listens(listener: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The results are the same to the bit."""
+    expected = _step()
     called = []
     for name in ("flash_attn_forward", "flash_attn_backward"):
         operator = getattr(ops, name)
         call = lambda *x, name=name, direct=ops._direct[operator]: called.append(name) or direct(*x)  # noqa: E731
         monkeypatch.setitem(ops._direct, operator, call)
-    actual = LISTENERS[listener]() if listener else _step()
-    # A function mode hears of `torch.autograd.grad` and is off inside.
-    passed = {None: ["flash_attn_forward", "flash_attn_backward"], "function mode": ["flash_attn_backward"]}
-    assert called == passed.get(listener, [])
+    actual = (PASSED | LISTENERS)[listener]()
+    # A function mode hears of `torch.autograd.grad` and is off inside; gradients are batched in the backward only.
+    part = {"function mode": ["flash_attn_backward"], "batched gradients": ["flash_attn_forward"]}
+    both = ["flash_attn_forward", "flash_attn_backward"]
+    assert called == (both if listener in PASSED else part.get(listener, []))
     for one, other in zip(actual, expected, strict=False):
         assert torch.equal(torch.Tensor(one), other)
 

@@ -94,9 +94,10 @@ def _accumulate_keys(
 
 @triton.jit
 def _dark_rows(start, end, other_end, column, diagonal, CAUSAL: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Tiles of BLOCK_M rows that see none of the keys from `column` on, whose bounds `load_intervals` gave.
+    """Tiles of BLOCK_M rows that see none of a tile of keys, which begins at `column` and has the bounds given.
 
-    Not all of them: (low, first, last) for those below `low` and those in [first, last), each hidden by one bound.
+    (low, first, last): those below `low`, which the diagonal or the second interval hides from all keys, and those in
+    [first, last), which the first interval does; that range may be empty. There may be others.
     """
     low = 0
     if CAUSAL:

@@ -68,7 +68,7 @@ def store_tile(
 
 @triton.jit
 def _load_bound(at, inside, outside: tl.constexpr):
-    # Behind a comparison a thread loads its columns one by one.
+    # A load under a mask is not vectorised: a thread loads its columns one by one.
     return tl.load(at) if inside is None else tl.load(at, mask=inside, other=outside)
 
 
@@ -76,8 +76,8 @@ def _load_bound(at, inside, outside: tl.constexpr):
 def load_intervals(indices, columns, inside, CAUSAL: tl.constexpr, N: tl.constexpr):
     """The two hidden intervals of some columns as four bounds, shaped like `columns`.
 
-    `indices` points at those of one mask head, [Skv, N]. A bound that the form lacks is one that hides nothing more.
-    Columns that are not `inside` are hidden whole; it is None for vectors that `whole_tiles` made.
+    `indices` points at the vectors of one mask head, N a column. A bound that the form lacks is one that hides nothing
+    more. Columns that are not `inside` are hidden whole; it is None for vectors that `whole_tiles` made.
     """
     at = indices + columns.to(tl.int64) * N
     start = _load_bound(at, inside, 0)
@@ -134,7 +134,7 @@ def whole_tiles(mask: FlashMask, columns: int) -> Tensor:
     if not missing:
         return indices
     padded = pad(indices, (0, 0, 0, missing))
-    if indices.shape[-1] == 4 or (indices.shape[-1] == 2 and mask.causal):  # the interval from 0 on has an end
+    if indices.shape[-1] > 1:  # the end of the first interval, or of the one that begins at row 0
         padded[:, :, mask.kv_len :, 1] = _NEVER.value
     return padded
 

@@ -61,7 +61,7 @@ def host_microseconds(providers: Mapping[Case, Callable[[], object]], repeats: i
 
 
 def graph_of(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
-    """A CUDA graph of the calls, one after another; the first has been made before."""
+    """A CUDA graph of the calls, one after another; the first is made once before, to warm up."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
