@@ -199,7 +199,9 @@ def _accumulate_queries(
     weights = tl.math.exp2(scores * factor - row_lse[:, None])
     if MASKED:
         columns = (column + tl.arange(0, BLOCK_N))[None, :]
-        start, end, other_start, other_end = load_intervals(indices, columns, None, CAUSAL, N)
+        vectors = indices + column.to(tl.int64) * N
+        in_tile = tl.arange(0, BLOCK_N)[None, :]
+        start, end, other_start, other_end = load_intervals(vectors, in_tile, None, CAUSAL, N)
         rows = (row + tl.arange(0, BLOCK_M))[:, None]
         hidden = hidden_pairs(rows, columns, start, end, other_start, other_end, kv_len - q_len, CAUSAL, N)
         weights = tl.where(hidden, 0.0, weights)
