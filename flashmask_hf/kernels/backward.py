@@ -199,7 +199,7 @@ def _accumulate_queries(
     weights = tl.math.exp2(scores * factor - row_lse[:, None])
     if MASKED:
         columns = (column + tl.arange(0, BLOCK_N))[None, :]
-        vectors = indices + column.to(tl.int64) * N
+        vectors = indices + column.to(tl.int64) * N  # offsets in the tile take fewer registers than in the row
         in_tile = tl.arange(0, BLOCK_N)[None, :]
         start, end, other_start, other_end = load_intervals(vectors, in_tile, None, CAUSAL, N)
         rows = (row + tl.arange(0, BLOCK_M))[:, None]
