@@ -303,17 +303,8 @@ flash_attn_backward = as_operator("flash_attn_backward", _flash_attn_backward)
 
 
 @torch.library.register_fake("flashmask_hf::flash_attn_backward")
-def _(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    *_: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _, _, q, k, v, sinks, _, lse, *_ = inputs
     dsinks = lse.new_empty(0) if sinks is None else torch.empty_like(sinks)
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), dsinks
 

@@ -228,7 +228,7 @@ def test_tiles_wider_than_a_kernel_s(lane: Lane, monkeypatch: pytest.MonkeyPatch
 def test_layouts(lane: Lane) -> None:
     """Strided, head-major and expanded inputs give the bits that compact ones give."""
     mask = masks.causal_document([60, 73], device=lane.device)
-    q, k, v = attention_inputs(lane, 2, 2, 1, 133, 133, 32)
+    q, k, v = attention_inputs(lane, 2, 4, 1, 133, 133, 32)
     expected = run(q, k, v, mask, lane.impl)
     compact = run(*(x.detach().contiguous().requires_grad_() for x in (q, k, v)), mask, lane.impl)
     padded = [torch.nn.functional.pad(x.detach(), (0, 3, 0, 1))[:, :, :-1, :-3].requires_grad_() for x in (q, k, v)]

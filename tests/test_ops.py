@@ -226,8 +226,6 @@ LISTENERS = {
     "profiler": _profiled,
     "trace": _traced,
 }
-
-
 PASSED = {"plain": _step, "parameters": lambda: _step(torch.nn.Parameter)}
 
 

@@ -198,9 +198,9 @@ def _accumulate_queries(
         scores = tanh(scores * bend)
     weights = tl.math.exp2(scores * factor - row_lse[:, None])
     if MASKED:
-        columns = (column + tl.arange(0, BLOCK_N))[None, :]
-        vectors = indices + column.to(tl.int64) * N  # offsets in the tile take fewer registers than in the row
         in_tile = tl.arange(0, BLOCK_N)[None, :]
+        columns = column + in_tile
+        vectors = indices + column.to(tl.int64) * N  # offsets in the tile take fewer registers than in the row
         start, end, other_start, other_end = load_intervals(vectors, in_tile, None, CAUSAL, N)
         rows = (row + tl.arange(0, BLOCK_M))[:, None]
         hidden = hidden_pairs(rows, columns, start, end, other_start, other_end, kv_len - q_len, CAUSAL, N)
