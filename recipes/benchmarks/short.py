@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch._dynamo
 import torch.nn.functional as F
-from harness import graph_of, host_microseconds, interleaved_medians, random_lengths, write_csv
+from harness import graph_of, host_microseconds, interleaved_medians, random_lengths, show, write_csv
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -137,8 +137,10 @@ def main() -> None:
     for dim in arguments.dims:
         for batch in arguments.batches:
             for length in arguments.lengths:
-                rows += measure(arguments.providers, batch, length, dim, arguments.repeats)
-    write_csv(arguments.csv, rows)
+                found = measure(arguments.providers, batch, length, dim, arguments.repeats)
+                show(found)
+                rows += found
+                write_csv(arguments.csv, rows, silent=True)  # a run that is cut short keeps what it has
 
 
 if __name__ == "__main__":
