@@ -217,6 +217,12 @@ FAMILIES: dict[str, Callable[[int, int], FlashMask]] = {
 """name -> mask of kv_len keys and q_len queries, for batches of 2 with HEADS and KV_HEADS heads."""
 
 
+def batch_and_heads(mask: FlashMask) -> tuple[int, int, int]:
+    """Batch, heads and key-value heads for a mask of FAMILIES; few in the slow interpreter, if it treats them alike."""
+    batch, heads = mask.indices.shape[:2]
+    return (batch, 2, 1) if INTERPRETED and heads == 1 else (2, HEADS, KV_HEADS)
+
+
 def interpret_assertions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's interpreter leaves assertions out, whatever a launch says; not in this test."""
     from triton.runtime import interpreter

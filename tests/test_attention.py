@@ -16,6 +16,7 @@ from support import (
     Lane,
     assert_within_budget,
     attention_inputs,
+    batch_and_heads,
     check,
     lanes,
     run,
@@ -217,11 +218,9 @@ def test_tiles_wider_than_a_kernel_s(lane: Lane, monkeypatch: pytest.MonkeyPatch
     """Rows of more than MAX_COLUMN_TILES tiles get wider ones, which kernels walk in parts."""
     monkeypatch.setattr(plan, "MAX_COLUMN_TILES", 2)
     assert plan_columns(300) == 256
-    q, k, v = attention_inputs(lane, 2, HEADS, KV_HEADS, 300, 300, 16)
-    check(lane, q, k, v, masks.causal_document([70, 130, 100], device=lane.device))
-    check(lane, q, k, v, masks.global_sliding_window(300, 20, 40, device=lane.device))
-    for several in ("qk_sparse", "random_eviction"):  # masks of their own for rows of the batch and heads
-        check(lane, q, k, v, FAMILIES[several](300, 300).to(lane.device))
+    for family in ("causal_document", "global_sliding_window", "qk_sparse", "random_eviction"):
+        mask = FAMILIES[family](300, 300).to(lane.device)
+        check(lane, *attention_inputs(lane, *batch_and_heads(mask), 300, 300, 16), mask)
 
 
 @pytest.mark.parametrize("lane", lanes((torch.float32,), (torch.float32,), (torch.bfloat16,)))
@@ -328,7 +327,7 @@ def test_skipping_tiles_changes_no_bit(lane: Lane, family: str, monkeypatch: pyt
 
     q_len, kv_len = (130, 200) if INTERPRETED else (513, 769)
     mask = FAMILIES[family](kv_len, q_len).to(lane.device)
-    q, k, v = (x.detach() for x in attention_inputs(lane, 2, HEADS, KV_HEADS, q_len, kv_len, 32))
+    q, k, v = (x.detach() for x in attention_inputs(lane, *batch_and_heads(mask), q_len, kv_len, 32))
     dout = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).to(q)
     results = []
     for skip in (True, False):
