@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --constraint constraints.txt --editable
 # Threads that spin while they wait are 30 times slower as soon as anything else runs on their cores.
 TRAIN := OMP_NUM_THREADS=$(THREADS) OMP_WAIT_POLICY=passive
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 .PHONY: demo test lint clean
 
