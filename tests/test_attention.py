@@ -29,18 +29,15 @@ CPU = (torch.float32, torch.bfloat16, torch.float16)
 INTERPRETER = (torch.float32, torch.float16)
 GPU = (torch.bfloat16, torch.float16, torch.float32)
 LENGTHS = [(1, 1), (63, 63), (113, 113), (1, 63), (63, 257), (1023, 1023), (113, 1023)]
-SHORTER = [pair for pair in LENGTHS if pair != (1023, 1023)]  # for 16 bits on a CPU, which are slow there
+
+
 FEW_LENGTHS = [(63, 63), (63, 257)]  # for the interpreter
 
 
 def _cases() -> list:
     return [
         pytest.param(*lane.values, lengths, id=f"{lane.id}-{lengths[0]}x{lengths[1]}", marks=lane.marks)
-        for chosen, pairs in (
-            (lanes((torch.float32,), (), GPU), LENGTHS),
-            (lanes((torch.bfloat16, torch.float16), (), ()), SHORTER),
-            (lanes((), INTERPRETER, ()), FEW_LENGTHS),
-        )
+        for chosen, pairs in ((lanes(CPU, (), GPU), LENGTHS), (lanes((), INTERPRETER, ()), FEW_LENGTHS))
         for lane in chosen
         for lengths in pairs
     ]
