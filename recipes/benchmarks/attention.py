@@ -29,7 +29,7 @@ import torch
 import torch._dynamo.config
 import torch._functorch.config
 import torch.nn.functional as F
-from harness import interleaved_medians, random_lengths, show, write_csv
+from harness import append_rows, interleaved_medians, random_lengths
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -336,9 +336,7 @@ def main() -> None:
     for family, length, dim, group in shapes:
         for mask in sweep(length) if arguments.sweep else [make_mask(family, length)]:
             found = measure(names, family, mask, dim, group, arguments.repeats, arguments.warmup)
-            show(found)
-            rows += found
-            write_csv(arguments.csv, rows, silent=True)  # a run that is cut short keeps what it has
+            append_rows(arguments.csv, rows, found)
 
 
 if __name__ == "__main__":

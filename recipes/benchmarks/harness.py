@@ -129,3 +129,10 @@ def write_csv(path: str | Path | None, rows: Sequence[Mapping[str, object]], *, 
             writer = csv.DictWriter(file, fieldnames=list(everything[0]))
             writer.writeheader()
             writer.writerows(everything)
+
+
+def append_rows(path: str | Path | None, rows: list[dict[str, object]], found: Sequence[dict[str, object]]) -> None:
+    """Print what was found, add it to `rows` and write them all: a run that is cut short keeps what it has."""
+    show(found)
+    rows += found
+    write_csv(path, rows, silent=True)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch._dynamo
 import torch.nn.functional as F
-from harness import graph_of, host_microseconds, interleaved_medians, random_lengths, show, write_csv
+from harness import append_rows, graph_of, host_microseconds, interleaved_medians, random_lengths
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -138,9 +138,7 @@ def main() -> None:
         for batch in arguments.batches:
             for length in arguments.lengths:
                 found = measure(arguments.providers, batch, length, dim, arguments.repeats)
-                show(found)
-                rows += found
-                write_csv(arguments.csv, rows, silent=True)  # a run that is cut short keeps what it has
+                append_rows(arguments.csv, rows, found)
 
 
 if __name__ == "__main__":

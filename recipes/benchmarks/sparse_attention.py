@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
-from harness import interleaved_medians, show, write_csv
+from harness import append_rows, interleaved_medians
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -251,9 +251,7 @@ def main() -> None:
             arguments.repeats,
             0 if arguments.smoke else arguments.warmup,
         )
-        show(found)
-        rows += found
-        write_csv(arguments.csv, rows, silent=True)  # a run that is cut short keeps what it has
+        append_rows(arguments.csv, rows, found)
     if "sdpa" in names and not summarise(rows):
         raise SystemExit(1)
 
