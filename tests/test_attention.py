@@ -218,7 +218,7 @@ def test_tiles_wider_than_a_kernel_s(lane: Lane, monkeypatch: pytest.MonkeyPatch
     """Rows of more than MAX_COLUMN_TILES tiles get wider ones, which kernels walk in parts."""
     monkeypatch.setattr(plan, "MAX_COLUMN_TILES", 2)
     assert plan_columns(300) == 256
-    alike = [masks.causal_document([70, 130, 100]), masks.global_sliding_window(300, 20, 40)]
+    alike = [masks.full(300), masks.causal_document([70, 130, 100]), masks.global_sliding_window(300, 20, 40)]
     several = [FAMILIES[name](300, 300) for name in ("qk_sparse", "random_eviction")]  # for rows of the batch and heads
     for mask in (x.to(lane.device) for x in alike + several):
         check(lane, *attention_inputs(lane, *batch_and_heads(mask), 300, 300, 16), mask)
