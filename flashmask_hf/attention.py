@@ -168,10 +168,10 @@ def plan_of(mask: FlashMask, q_len: int) -> Plan:
     """
     indices = mask.indices
     if torch.compiler.is_compiling() or indices.is_inference() or _is_capturing(indices):
-        return Plan(*ops.make_plan(indices, mask.causal, q_len))
+        return Plan(*ops.call(ops.make_plan, indices, mask.causal, q_len))
     state = (q_len, indices._version, torch.is_inference_mode_enabled())
     if mask._plan is None or mask._plan[0] != state:
-        mask._plan = (state, Plan(*ops.make_plan(indices, mask.causal, q_len)))
+        mask._plan = (state, Plan(*ops.call(ops.make_plan, indices, mask.causal, q_len)))
     return mask._plan[1]
 
 

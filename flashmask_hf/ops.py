@@ -157,8 +157,7 @@ def device_assert(condition: Tensor, message: str) -> None:
     torch._assert_async(condition, message)  # pyright: ignore[reportPrivateImportUsage]
 
 
-@torch.library.custom_op("flashmask_hf::plan", mutates_args=())
-def make_plan(indices: Tensor, causal: bool, q_len: int) -> tuple[Tensor, Tensor, Tensor]:
+def _make_plan(indices: Tensor, causal: bool, q_len: int) -> tuple[Tensor, Tensor, Tensor]:
     """Classify the tiles of a mask (see `flashmask_hf.plan`).
 
     Args:
@@ -173,6 +172,19 @@ def make_plan(indices: Tensor, causal: bool, q_len: int) -> tuple[Tensor, Tensor
         ValueError: a value lies outside 0..q_len. On a GPU it is an assertion of the device, which stops the program.
     """
     return tuple(_builder(indices)(indices, causal, q_len))
+
+
+make_plan = as_operator("plan", _make_plan)
+
+
+@torch.library.register_fake("flashmask_hf::plan")
+def _(indices: Tensor, causal: bool, q_len: int) -> tuple[Tensor, Tensor, Tensor]:
+    tiles, counts, segments = _plan.plan_shapes(indices, q_len)
+    return (
+        indices.new_empty(tiles, dtype=torch.int16),
+        indices.new_empty(counts, dtype=torch.int32),
+        indices.new_empty(segments, dtype=torch.int32),
+    )
 
 
 def check_range(indices: Tensor, q_len: int) -> None:
@@ -199,16 +211,6 @@ def check_between(x: Tensor, highest: int, message: str) -> None:
         device_assert((low >= 0) & (high <= highest), message)
     elif low < 0 or high > highest:
         raise ValueError(message)
-
-
-@make_plan.register_fake
-def _(indices: Tensor, causal: bool, q_len: int) -> tuple[Tensor, Tensor, Tensor]:
-    tiles, counts, segments = _plan.plan_shapes(indices, q_len)
-    return (
-        indices.new_empty(tiles, dtype=torch.int16),
-        indices.new_empty(counts, dtype=torch.int32),
-        indices.new_empty(segments, dtype=torch.int32),
-    )
 
 
 def _flash_attn_forward(

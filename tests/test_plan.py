@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from support import FAMILIES, interpret_assertions
+from support import FAMILIES, interpret_assertions, poisoned
 
 from flashmask_hf import FlashMask, masks
 from flashmask_hf.mask import HIDDEN, PARTIAL, VISIBLE, classify_tiles
@@ -34,6 +34,7 @@ def _tiles_by_columns(plan: Plan) -> torch.Tensor:
     batch, heads, n_kv, slots, _ = plan.segments.shape
     for b, h, column, slot in torch.cartesian_prod(*(torch.arange(n) for n in (batch, heads, n_kv, slots))).tolist():
         start, end = plan.segments[b, h, column, slot].tolist()
+        assert 0 <= start <= end <= plan.tiles.shape[2]
         tiles[b, h, start:end, column] = VISIBLE if slot < VISIBLE_SEGMENTS else PARTIAL
     return tiles
 
@@ -63,7 +64,8 @@ def _build(builder: str, device: str, mask: FlashMask, q_len: int, **options: bo
         from flashmask_hf.kernels.plan import build_plan as build
     else:
         build = build_plan
-    return Plan(*(x.cpu() for x in build(mask.indices.to(device), mask.causal, q_len, **options)))
+    with poisoned():
+        return Plan(*(x.cpu() for x in build(mask.indices.to(device), mask.causal, q_len, **options)))
 
 
 @pytest.mark.parametrize("lengths", [(1, 1), (129, 129), (700, 1025), (1025, 700)], ids=str)

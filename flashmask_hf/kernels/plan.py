@@ -120,6 +120,8 @@ def _column_plan(
         visible_closed = _mark_edges(segments + 1, rows, visible_before & (visible == 0), visible_closed)
         partial_opened = _mark_edges(segments + 2 * VISIBLE, rows, partial & (partial_before == 0), partial_opened)
         partial_closed = _mark_edges(segments + 2 * VISIBLE + 1, rows, partial_before & (partial == 0), partial_closed)
+    _clear_rest(segments, visible_opened, VISIBLE)
+    _clear_rest(segments + 2 * VISIBLE, partial_opened, PARTIAL)
 
 
 @triton.jit
@@ -129,6 +131,15 @@ def _mark_edges(edges, rows, flags, count):
     slots = count + tl.cumsum(flags, 0) - 1
     tl.store(edges + 2 * slots, rows, mask=flags != 0)
     return count + tl.sum(flags, 0)
+
+
+@triton.jit
+def _clear_rest(ranges, count, SLOTS: tl.constexpr):
+    """Make those of up to 4 ranges empty that are not among the first `count`."""
+    slots = tl.arange(0, 4)
+    unused = (slots >= count) & (slots < SLOTS)
+    tl.store(ranges + 2 * slots, 0, mask=unused)
+    tl.store(ranges + 2 * slots + 1, 0, mask=unused)
 
 
 @triton.jit(do_not_specialize=["q_len", "kv_len", "n_q", "n_kv"])
@@ -173,6 +184,10 @@ def _row_plan(
     tl.store(counts + 1, n_partial)
 
 
+_launch_columns = Launcher(_column_plan)
+_launch_rows = Launcher(_row_plan)
+
+
 def build_plan(indices: Tensor, causal: bool, q_len: int, *, skip: bool = True) -> Plan:
     """Make a plan on the GPU; arguments and result as in `flashmask_hf.plan.build_plan`.
 
@@ -185,15 +200,17 @@ def build_plan(indices: Tensor, causal: bool, q_len: int, *, skip: bool = True) 
     width = plan_columns(kv_len)
     tiles = indices.new_empty(tile_shape, dtype=torch.int16)
     counts = indices.new_empty(count_shape, dtype=torch.int32)
-    segments = indices.new_zeros(segment_shape, dtype=torch.int32)
+    segments = indices.new_empty(segment_shape, dtype=torch.int32)
     extremes = indices.new_empty(batch * heads, 8, n_kv, dtype=torch.int32)
     with torch.cuda.device_of(indices):
-        _column_plan[(n_kv * batch * heads,)](
+        _launch_columns(
+            n_kv * batch * heads,
             indices, extremes, segments, q_len, kv_len, n_q, n_kv,
             SUBTILES=width // COLUMNS, CAUSAL=causal, N=n, ROWS=ROWS, COLUMNS=COLUMNS, VISIBLE=VISIBLE_SEGMENTS,
             PARTIAL=PARTIAL_SEGMENTS, LANES=_LANES, SKIP=skip, num_warps=4, debug=True, sanitize_overflow=False,
         )  # fmt: skip
-        _row_plan[(n_q * batch * heads,)](
+        _launch_rows(
+            n_q * batch * heads,
             extremes, tiles, counts, q_len, kv_len, n_q, n_kv,
             WIDTH=width, CAUSAL=causal, N=n, ROWS=ROWS, LANES=_LANES, SKIP=skip, num_warps=4,
         )  # fmt: skip
