@@ -1,6 +1,7 @@
 """Lanes: a test marked interpreter, gpu or hopper is skipped, with the reason, where its lane cannot run."""
 
 import os
+from typing import Any
 
 os.environ.setdefault(
     "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
@@ -8,9 +9,33 @@ os.environ.setdefault(
 
 import pytest
 import torch
-from support import requires
+from support import INTERPRETED, requires
 
 torch.set_num_threads(1)  # tests are small, and several workers share the cores
+
+
+def _quicken_interpreter() -> None:
+    """Leave out what Triton's interpreter does in vain, two thirds of these tests' time.
+
+    It patches its language for a launch, and again for each call of a function in there, when nothing is left to patch.
+    It works out whether integers overflow for an assertion, and leaves that out (see `support.interpret_assertions`).
+    """
+    from triton.language.core import is_builtin
+    from triton.runtime import interpreter
+
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
+    patch = interpreter._patch_lang
+
+    def patch_once(function: Any) -> Any:
+        languages = [x for x in function.__globals__.values() if x is interpreter.tl or x is interpreter.tl.core]
+        patched = languages and not any(is_builtin(language.load) for language in languages)
+        return interpreter._LangPatchScope() if patched else patch(function)
+
+    interpreter._patch_lang = patch_once
+
+
+if INTERPRETED:
+    _quicken_interpreter()
 
 
 @pytest.fixture(autouse=True)
