@@ -87,10 +87,11 @@ def register_autograd(
 
         members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
         node: Any = type(operator._opname, (torch.autograd.Function,), members)
+        plain: Any = super(torch.autograd.Function, node)  # whose `apply` does not look for functorch, as `call` does
 
         def apply(*inputs: Any) -> Any:
             differentiated = torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs)
-            return node.apply(*inputs) if differentiated else function(*inputs)
+            return plain.apply(*inputs) if differentiated else function(*inputs)
 
         return apply
 

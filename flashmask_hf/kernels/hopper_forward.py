@@ -589,11 +589,11 @@ def forward(
     `order`, int32 [B, Hq, Sq], a permutation of every head's rows, says where to put each row of the output. The
     log-sum-exp stays in the order of q.
     """
-    batch, heads, q_len, dim = q.shape
+    batch, heads, q_len, _ = q.shape
     kv_heads, kv_len = k.shape[1:3]
     q, k, v = (describable(x) for x in (q, k, v))
     configs = _configs(q, softcap, order is not None) if config is None else [config]
-    out = q.new_empty(batch, q_len, heads, dim).transpose(1, 2)
+    out = torch.empty_permuted(q.shape, (0, 2, 1, 3), dtype=q.dtype, device=q.device)
     lse = q.new_empty(batch, heads, q_len, dtype=torch.float32)
     indices = mask.indices.contiguous()
     mask_batch, mask_heads, _, n_kv = plan.tiles.shape
