@@ -135,7 +135,8 @@ def _table(device: torch.device) -> list[str]:
 
 def _tiles(device: torch.device) -> list[str]:
     from flashmask_hf.kernels.configs import forward_config, keys_config, queries_config
-    from flashmask_hf.kernels.tiles import block_of, can_describe
+    from flashmask_hf.kernels.descriptors import can_describe
+    from flashmask_hf.kernels.tiles import block_of
 
     lines = ["tiles of the kernels for bfloat16: rows x columns, warps, stages"]
     described = True

@@ -18,7 +18,7 @@ from triton.runtime.jit import JITFunction
 
 import flashmask_hf.kernels.backward
 import flashmask_hf.kernels.forward
-from flashmask_hf.kernels.launch import Launcher
+from flashmask_hf.kernels.launch import Bound, Launcher
 
 HOPPER = GPUTarget("cuda", 90, 32)
 AMPERE = GPUTarget("cuda", 80, 32)
@@ -64,7 +64,8 @@ def compile_only(target: GPUTarget = HOPPER, *, tma: bool | None = None) -> Iter
     modules = (flashmask_hf.kernels.forward, flashmask_hf.kernels.backward)
     if tma is None:
         tma = target.backend == "cuda" and target.arch >= 90
-    launch, relaunch, active = JITFunction.__getitem__, Launcher.__call__, driver._active
+    launch, active = JITFunction.__getitem__, driver._active
+    relaunch, again = Launcher.__call__, Bound.__call__
     describe = [module.can_describe for module in modules]
 
     def instead(function: JITFunction, grid: Any) -> Any:
@@ -77,6 +78,7 @@ def compile_only(target: GPUTarget = HOPPER, *, tma: bool | None = None) -> Iter
     try:
         JITFunction.__getitem__ = instead  # type: ignore[method-assign]
         Launcher.__call__ = lambda self, programs, *args, **kwargs: self.kernel[(programs,)](*args, **kwargs)
+        Bound.__call__ = Bound.launch_anew  # type: ignore[method-assign]
         driver.set_active(_Driver(target))  # type: ignore[arg-type]
         for module in modules:
             module.can_describe = lambda *tensors: tma
@@ -84,6 +86,7 @@ def compile_only(target: GPUTarget = HOPPER, *, tma: bool | None = None) -> Iter
     finally:
         JITFunction.__getitem__ = launch  # type: ignore[method-assign]
         Launcher.__call__ = relaunch
+        Bound.__call__ = again
         driver._active = active
         for module, function in zip(modules, describe, strict=True):
             module.can_describe = function

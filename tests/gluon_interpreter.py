@@ -38,7 +38,7 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime.jit import ConstexprFunction
 
 from flashmask_hf.kernels import gluon_shim
-from flashmask_hf.kernels.launch import Launcher
+from flashmask_hf.kernels.launch import Bound, Launcher
 
 _TORCH = {
     real.bfloat16: torch.bfloat16,
@@ -896,7 +896,7 @@ _SHIM = {
     "warpgroup_mma": _warpgroup_mma,
     "warpgroup_mma_wait": _warpgroup_mma_wait,
 }
-_ON_THE_HOST = {"available", "describe_rows", "gluon", "make_descriptor"}
+_ON_THE_HOST = {"available", "gluon", "make_descriptor", "rows_template"}
 assert _SHIM.keys() | _ON_THE_HOST == set(gluon_shim.__all__)
 
 
@@ -923,7 +923,7 @@ def interpreted(seed: int = 0) -> Iterator[list[str]]:
     Needs Triton's own interpreter (TRITON_INTERPRET=1) for the other kernels.
     """
     ran: list[str] = []
-    launch = Launcher.__call__
+    launch, again = Launcher.__call__, Bound.__call__
 
     def instead(self: Launcher, programs: int, *arguments: Any, **constants: Any) -> None:
         if not isinstance(self.kernel, GluonJITFunction):
@@ -941,6 +941,8 @@ def interpreted(seed: int = 0) -> Iterator[list[str]]:
 
     try:
         Launcher.__call__ = instead  # type: ignore[method-assign]
+        Bound.__call__ = Bound.launch_anew  # type: ignore[method-assign]
         yield ran
     finally:
         Launcher.__call__ = launch  # type: ignore[method-assign]
+        Bound.__call__ = again  # type: ignore[method-assign]

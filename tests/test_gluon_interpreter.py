@@ -16,8 +16,8 @@ if gluon_shim._obstacle is not None:
 
 from gluon_interpreter import Deadlock, Race, interpreted
 
+from flashmask_hf.kernels.descriptors import described, layout_of
 from flashmask_hf.kernels.gluon_shim import (
-    describe_rows,
     fence_async_shared,
     gl,
     gluon,
@@ -25,6 +25,7 @@ from flashmask_hf.kernels.gluon_shim import (
     mbarrier,
     named_barrier_arrive,
     named_barrier_sync,
+    rows_template,
     tma_load,
     tma_store,
     tma_store_wait,
@@ -113,11 +114,15 @@ def _squares(x, y, count, MISSING: gl.constexpr):
 _launch = Launcher(_squares)
 
 
+def _rows_of(x: torch.Tensor) -> object:
+    return described(rows_template(layout_of(x), 64), x)
+
+
 def _run(missing: str, count: int, seed: int) -> None:
     x = torch.randn(1, 1, 64 * count, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     y = torch.full_like(x, float("nan"))
     with interpreted(seed) as ran:
-        _launch(1, describe_rows(x, 64), describe_rows(y, 64), count, MISSING=missing, num_warps=4)
+        _launch(1, _rows_of(x), _rows_of(y), count, MISSING=missing, num_warps=4)
     assert ran == ["_squares"]
     tiles = x.view(count, 64, 64).float()
     torch.testing.assert_close(y.view(count, 64, 64), (tiles @ tiles).bfloat16(), rtol=1e-2, atol=0.1)
@@ -242,7 +247,7 @@ def test_in_whatever_order_the_roles_run(kernel, missing: str, message: str, see
     """An address, a write after the phase, an arrival too early, a copy that nobody waits for."""
     x = torch.zeros(1, 1, 64, 64, dtype=torch.bfloat16)
     launch = Launcher(kernel)
-    argument = describe_rows(x, 64) if kernel is _copy else x
+    argument = _rows_of(x) if kernel is _copy else x
     with interpreted(seed):
         launch(1, argument, MISSING="nothing", num_warps=4)
         assert x.sum() == (kernel is _addressed)

@@ -23,8 +23,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from flashmask_hf.kernels.descriptors import describable, describe
 from flashmask_hf.kernels.launch import Launcher
-from flashmask_hf.kernels.tiles import describable, describe
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -163,30 +163,94 @@ def test_every_device_has_its_own(launches: _Launches) -> None:
     assert launches.direct[0][2] == 8  # the stream of the second device
 
 
+def _turn(knob: str, patch: pytest.MonkeyPatch) -> None:
+    if knob == "debug":
+        triton.knobs.runtime.debug = True
+    elif knob == "instrumentation_mode":
+        triton.knobs.compilation.instrumentation_mode = "gsan"
+    elif knob == "stages":
+        patch.setattr(triton.knobs.runtime, "add_stages_inspection_hook", lambda *_: None)
+    else:
+        patch.setattr(_kernel, "pre_run_hooks", [lambda *_, **__: None])
+
+
 @pytest.mark.parametrize("knob", ["debug", "instrumentation_mode", "stages", "pre_run"])
 def test_debugging_instrumentation_and_hooks_are_left_to_triton(
     launches: _Launches, knob: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert launches(*USUAL) == (1, 0)
     with triton.knobs.runtime.scope(), triton.knobs.compilation.scope(), monkeypatch.context() as patch:
-        if knob == "debug":
-            triton.knobs.runtime.debug = True
-        elif knob == "instrumentation_mode":
-            triton.knobs.compilation.instrumentation_mode = "gsan"
-        elif knob == "stages":
-            patch.setattr(triton.knobs.runtime, "add_stages_inspection_hook", lambda *_: None)
-        else:
-            patch.setattr(_kernel, "pre_run_hooks", [lambda *_, **__: None])
+        _turn(knob, patch)
         assert launches(*USUAL) == (2, 0)
         assert launches(*USUAL) == (3, 0)
     assert launches(*USUAL) == (3, 1)
 
 
+class _Bound:
+    """A bound launch of `launches`' kernel; called with its tensors, it tells the same."""
+
+    def __init__(self, launches: _Launches):
+        self.launches = launches
+        self.bound = launches.launcher.bind(3, *USUAL[2:], SIZE=64, FLAG=True, num_warps=4)
+
+    def __call__(self, *tensors: Any) -> tuple[int, int]:
+        self.bound(*tensors)
+        return len(self.launches.asked), len(self.launches.direct)
+
+
+def test_a_bound_launch_goes_past_triton(launches: _Launches) -> None:
+    """With the tensors of the moment, on the stream of the moment; what the launcher has compiled is not asked for."""
+    bound = _Bound(launches)
+    assert bound(*USUAL[:2]) == (1, 0)
+    assert launches.asked == [((3,), USUAL, {"SIZE": 64, "FLAG": True, "num_warps": 4})]
+    x, y = _tensor(), _tensor(torch.float32)
+    launches.driver.stream = 9
+    assert bound(x, y) == (1, 1)
+    grid, arguments, stream = launches.direct[0]
+    assert (grid, stream) == ((3, 1, 1), 9)
+    assert arguments[0] is x
+    assert arguments[1] is y
+    assert arguments[2:] == (100, 8, 0.5, 64, True)
+    another = _Bound(launches)
+    assert another(x, y) == (1, 2)
+    assert another(x, y) == (1, 3)
+
+
+def test_a_bound_launch_sees_addresses_and_devices(launches: _Launches) -> None:
+    bound = _Bound(launches)
+    shifted = _tensor(torch.float32, offset=1)
+    assert bound(*USUAL[:2]) == (1, 0)
+    assert bound(USUAL[0], shifted) == (2, 0)
+    assert bound(USUAL[0], shifted) == (2, 1)
+    launches.driver.device = 1
+    assert bound(*USUAL[:2]) == (3, 1)
+    assert bound(*USUAL[:2]) == (3, 2)
+    launches.driver.device = 0
+    assert bound(*USUAL[:2]) == (3, 3)
+    assert [stream for *_, stream in launches.direct] == [7, 8, 7]
+
+
+@pytest.mark.parametrize("knob", ["debug", "instrumentation_mode", "stages", "pre_run"])
+def test_a_bound_launch_too_leaves_debugging_to_triton(
+    launches: _Launches, knob: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bound = _Bound(launches)
+    assert bound(*USUAL[:2]) == (1, 0)
+    assert bound(*USUAL[:2]) == (1, 1)
+    with triton.knobs.runtime.scope(), triton.knobs.compilation.scope(), monkeypatch.context() as patch:
+        _turn(knob, patch)
+        assert bound(*USUAL[:2]) == (2, 1)
+        assert bound(*USUAL[:2]) == (3, 1)
+    assert bound(*USUAL[:2]) == (3, 2)
+
+
 def test_what_is_not_compiled_is_asked_for_again(launches: _Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     """A hook of Triton's may keep it from compiling: nothing has been launched then."""
     monkeypatch.setattr(JITFunction, "__getitem__", lambda function, grid: lambda *arguments, **constants: None)
-    launches(*USUAL)
-    launches(*USUAL)
+    bound = _Bound(launches)
+    for _ in range(2):
+        launches(*USUAL)
+        bound(*USUAL[:2])
     assert not launches.direct
 
 

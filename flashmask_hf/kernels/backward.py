@@ -5,6 +5,9 @@ Each gradient has one writer and one order of summation, so repeated runs agree 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -12,16 +15,15 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from flashmask_hf.kernels.configs import Config, keys_config, queries_config
+from flashmask_hf.kernels.descriptors import Layout, can_describe, layout_of, operand
 from flashmask_hf.kernels.launch import Launcher
 from flashmask_hf.kernels.tiles import (
     LOG2_E,
     block_of,
-    can_describe,
     dot_precision,
     hidden_pairs,
     load_intervals,
     load_tile,
-    operand,
     row_place,
     score_factors,
     store_tile,
@@ -262,18 +264,28 @@ def row_delta(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
 
     float32 [B, Hq, Sq].
     """
+    return prepared_delta(layout_of(dout), layout_of(out), dlse is not None)(dout, out, dlse)
+
+
+@lru_cache(maxsize=1024)
+def prepared_delta(dout: Layout, out: Layout, more: bool) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+    """`row_delta` for tensors of these layouts; `more` says whether there is a dlse."""
     batch, heads, q_len, v_dim = out.shape
-    delta = torch.empty(batch, heads, q_len, dtype=torch.float32, device=out.device)
     rows = 64
     n_rows = -(-q_len // rows)
-    with torch.cuda.device_of(out):
-        _launch_row_delta(
-            n_rows * heads * batch,
-            dout, out, None if dlse is None else dlse.contiguous(), delta,
-            *dout.stride(), *out.stride(), heads, q_len, n_rows, v_dim,
-            BLOCK_M=rows, BLOCK_V=block_of(v_dim), num_warps=4,
-        )  # fmt: skip
-    return delta
+    step = _launch_row_delta.bind(
+        n_rows * heads * batch,
+        *dout.strides, *out.strides, heads, q_len, n_rows, v_dim,
+        BLOCK_M=rows, BLOCK_V=block_of(v_dim), num_warps=4,
+    )  # fmt: skip
+
+    def run(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
+        delta = torch.empty(out.shape[:3], dtype=torch.float32, device=out.device)
+        with torch.cuda.device_of(out):
+            step(dout, out, None if dlse is None else dlse.contiguous(), delta)
+        return delta
+
+    return run
 
 
 def backward(

@@ -8,18 +8,17 @@ import triton.language as tl
 from torch import Tensor
 
 from flashmask_hf.kernels.configs import Config, forward_config
+from flashmask_hf.kernels.descriptors import can_describe, operand
 from flashmask_hf.kernels.launch import Launcher
 from flashmask_hf.kernels.tiles import (
     LN_2,
     LOG2_E,
     LOWEST,
     block_of,
-    can_describe,
     dot_precision,
     hidden_pairs,
     load_intervals,
     load_tile,
-    operand,
     row_place,
     score_factors,
     store_tile,

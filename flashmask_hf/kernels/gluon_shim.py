@@ -16,7 +16,6 @@ from torch import Tensor
 __all__ = [
     "available",
     "bits_below",
-    "describe_rows",
     "fence_async_shared",
     "gl",
     "gluon",
@@ -29,6 +28,7 @@ __all__ = [
     "named_barrier_sync",
     "opaque_zero",
     "rescale",
+    "rows_template",
     "tma_load",
     "tma_reduce_add",
     "tma_store",
@@ -54,7 +54,7 @@ try:
     )
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    from flashmask_hf.kernels.tiles import describe
+    from flashmask_hf.kernels.descriptors import Layout, template
 
     _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
@@ -63,9 +63,9 @@ try:
         layout: Any = gl.NVMMASharedLayout.get_default_for(block, _DTYPES[x.dtype])
         return TensorDescriptor(x, shape, strides, block, layout)
 
-    def describe_rows(x: Tensor, rows: int) -> Any:
-        """A descriptor of `x` [B, H, S, D] for tiles [rows, D]: zero past the end of a head, and not stored there."""
-        return describe(make_descriptor, x, 1, 1, rows, x.shape[3])
+    def rows_template(layout: Layout, rows: int) -> Any:
+        """A template for tiles [rows, D] of tensors [B, H, S, D]: zero past the end of a head, and not stored there."""
+        return template(make_descriptor, layout, 1, 1, rows, layout.shape[3])
 
     _names = vars(tma)
     tma_load: Any = _names.get("async_load") or tma.async_copy_global_to_shared

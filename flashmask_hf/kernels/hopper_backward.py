@@ -12,15 +12,18 @@ warps that store load them, when the gradients are gone from there.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from flashmask_hf.kernels.configs import multiprocessors
+from flashmask_hf.kernels.descriptors import Layout, describable, described, layout_of, template
 from flashmask_hf.kernels.gluon_shim import (
     bits_below,
-    describe_rows,
     fence_async_shared,
     gl,
     gluon,
@@ -31,6 +34,7 @@ from flashmask_hf.kernels.gluon_shim import (
     named_barrier_arrive,
     named_barrier_sync,
     opaque_zero,
+    rows_template,
     tma_load,
     tma_reduce_add,
     tma_store,
@@ -40,7 +44,7 @@ from flashmask_hf.kernels.gluon_shim import (
     warpgroup_mma_wait,
 )
 from flashmask_hf.kernels.launch import Launcher
-from flashmask_hf.kernels.tiles import LOG2_E, describable, describe, score_factors
+from flashmask_hf.kernels.tiles import LOG2_E, score_factors
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.plan import PARTIAL_SEGMENTS, ROWS, VISIBLE_SEGMENTS, Plan, plan_columns
 
@@ -805,61 +809,130 @@ def backward(
     Returns:
         dq, dk, dv like q, k, v; with `orders` stored as [B, S, H, D].
     """
+    q, k, v, dout = (describable(x) for x in (q, k, v, dout))
+    launch = prepared(
+        layout_of(dout), layout_of(q), layout_of(k), layout_of(v), mask.indices.shape, plan.tiles.shape, mask.causal,
+        orders is not None, scale, softcap, deterministic, multiprocessors(q.device),
+    )  # fmt: skip
+    return launch(dout, q, k, v, lse, delta, mask.indices, plan, orders)
+
+
+@lru_cache(maxsize=1024)
+def prepared(
+    dout: Layout,
+    q: Layout,
+    k: Layout,
+    v: Layout,
+    vectors: torch.Size,
+    listed: torch.Size,
+    causal: bool,
+    ordered: bool,
+    scale: float,
+    softcap: float,
+    deterministic: bool,
+    slots: int,
+) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    """Settle what follows from layouts that descriptors fit, for launches that differ in the memory of tensors alone.
+
+    Args:
+        dout: layout of the output's gradient.
+        q: of the queries.
+        k: of the keys.
+        v: of the values.
+        vectors: shape of the mask's indices.
+        listed: shape of the plan's tiles.
+        causal: as in `FlashMask`.
+        ordered: whether rows are put in orders.
+        scale: factor on the scores.
+        softcap: 0 is none.
+        deterministic: as in `backward`.
+        slots: programs that run at a time.
+
+    Returns:
+        (dout, q, k, v, lse, delta, indices, plan, orders) -> (dq, dk, dv), as in `backward`. The first four begin at
+        multiples of 16 bytes.
+    """
     batch, heads, q_len, dim = q.shape
     kv_heads, kv_len = k.shape[1:3]
+    device = q.device
     block, sides, parts = _TILES[dim]
-    q, k, v, dout = (describable(x) for x in (q, k, v, dout))
-    q_order, k_order = orders or (None, None)
-    if orders is None:
-        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    else:
-        dq, dk, dv = (x.new_empty(batch, *x.shape[2:0:-1], dim).transpose(1, 2) for x in (q, k, v))
-    placed = (None, None) if orders is None else (dk, dv)
-    indices = mask.indices.contiguous()
-    mask_batch, mask_heads, n_q, n_kv = plan.tiles.shape
+    mask_batch, mask_heads, n_q, n_kv = listed
     padded = -(-q_len // ROWS) * ROWS
-    sums = torch.zeros(batch * heads * padded * dim // 32, 32, dtype=torch.float32, device=q.device)
+    sums_shape = (batch * heads * padded * dim // 32, 32)
     subtiles = plan_columns(kv_len) // COLUMNS
     n_columns = -(-kv_len // plan_columns(kv_len)) * subtiles
     units = batch * kv_heads
+    shared = n_columns * units > slots
     factor, bend = score_factors(scale, softcap)
     # Heads that take turns put equal work side by side.
     together = max(1, _ROWS_AT_HAND // (q_len * dim * (heads // kv_heads) * 4))
-    with torch.cuda.device_of(q):
-        order = locks = launch = turns = plan.segments  # not read
-        if deterministic:
-            order = torch.zeros(plan.tiles.shape, dtype=torch.int16, device=q.device)
-            locks = torch.zeros(batch * heads * padded // block, dtype=torch.int32, device=q.device)
-            groups = min(mask_heads, kv_heads)
-            share = ROWS * (heads // kv_heads)
-            most = _ROWS_BY_TURNS // (dim * share)
-            launch, turns = _launch_order(plan, mask.causal, groups, n_columns // subtiles, together, most)
-            _row_order[(mask_batch * mask_heads * n_q,)](
-                plan.tiles, plan.counts, launch, order, n_q, n_kv, n_columns // subtiles, mask_heads // groups,
-                LANES=256, num_warps=4,
+    groups = min(mask_heads, kv_heads)
+    most = _ROWS_BY_TURNS // (dim * ROWS * (heads // kv_heads))
+    sums_like = Layout(torch.Size(sums_shape), (32, 1), torch.float32, device)
+    dq_like, dk_like, dv_like = (
+        layout_of(_gradient(torch.empty_strided(x.shape, x.strides, dtype=x.dtype, device="meta"), ordered))
+        for x in (q, k, v)
+    )
+    tiles = (
+        rows_template(q, block), rows_template(k, 64), rows_template(v, 64), rows_template(dout, block),
+        template(make_descriptor, sums_like, 128, 32), rows_template(dk_like, 64), rows_template(dv_like, 64),
+    )  # fmt: skip
+    add = _launch_backward.bind(
+        min(n_columns * units, slots),
+        heads, kv_heads, units, together, mask_batch, mask_heads, q_len, kv_len, n_q, n_kv, n_columns, padded, scale,
+        factor, bend,
+        CAUSAL=causal, N=vectors[-1], CAP=softcap != 0, ORDERED=deterministic, PLACED=ordered,
+        SIDES=sides, PARTS=parts, AHEAD=dim == 64 and softcap == 0, SHARED=shared, BLOCK_M=block, BLOCK_D=dim,
+        ROWS=ROWS, SUBTILES=subtiles,
+        VISIBLE=VISIBLE_SEGMENTS, SEGMENTS=VISIBLE_SEGMENTS + PARTIAL_SEGMENTS, num_warps=4,
+    )  # fmt: skip
+    n_rows = padded // block
+    scale_dq = _launch_scale_dq.bind(
+        2 * n_rows * heads * batch,
+        *dq_like.strides[:3], heads, q_len, n_rows, scale, PLACED=ordered, BLOCK_M=block, BLOCK_D=dim, num_warps=4,
+    )  # fmt: skip
+
+    def run(
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        indices: Tensor,
+        plan: Plan,
+        orders: tuple[Tensor, Tensor] | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q_order, k_order = orders or (None, None)
+        dq, dk, dv = _gradient(q, ordered), _gradient(k, ordered), _gradient(v, ordered)
+        sums = torch.zeros(sums_shape, dtype=torch.float32, device=device)
+        with torch.cuda.device_of(q):
+            order = locks = launch = turns = plan.segments  # not read
+            if deterministic:
+                order = torch.zeros(listed, dtype=torch.int16, device=device)
+                locks = torch.zeros(batch * heads * padded // block, dtype=torch.int32, device=device)
+                launch, turns = _launch_order(plan, causal, groups, n_columns // subtiles, together, most)
+                _row_order[(mask_batch * mask_heads * n_q,)](
+                    plan.tiles, plan.counts, launch, order, n_q, n_kv, n_columns // subtiles, mask_heads // groups,
+                    LANES=256, num_warps=4,
+                )  # fmt: skip
+            counter = torch.zeros(1, dtype=torch.int32, device=device) if shared else None
+            placed = (dk, dv) if ordered else (None, None)
+            add(
+                *map(described, tiles, (q, k, v, dout, sums, dk, dv)), *placed, k_order, lse, delta,
+                indices.contiguous(), plan.segments, order, locks, launch, turns, counter,
             )  # fmt: skip
-        programs = min(n_columns * units, multiprocessors(q.device))
-        shared = n_columns * units > programs
-        counter = torch.zeros(1, dtype=torch.int32, device=q.device) if shared else None
-        _launch_backward(
-            programs,
-            describe_rows(q, block), describe_rows(k, 64), describe_rows(v, 64), describe_rows(dout, block),
-            describe(make_descriptor, sums, 128, 32),
-            describe_rows(dk, 64), describe_rows(dv, 64), *placed, k_order, lse, delta, indices, plan.segments, order,
-            locks, launch, turns, counter, heads, kv_heads, units, together, mask_batch, mask_heads, q_len, kv_len,
-            n_q, n_kv, n_columns, padded, scale, factor, bend,
-            CAUSAL=mask.causal, N=indices.shape[-1], CAP=softcap != 0, ORDERED=deterministic, PLACED=orders is not None,
-            SIDES=sides, PARTS=parts, AHEAD=dim == 64 and softcap == 0, SHARED=shared, BLOCK_M=block, BLOCK_D=dim,
-            ROWS=ROWS, SUBTILES=subtiles,
-            VISIBLE=VISIBLE_SEGMENTS, SEGMENTS=VISIBLE_SEGMENTS + PARTIAL_SEGMENTS, num_warps=4,
-        )  # fmt: skip
-        n_rows = padded // block
-        _launch_scale_dq(
-            2 * n_rows * heads * batch,
-            sums, dq, q_order, *dq.stride()[:3], heads, q_len, n_rows, scale,
-            PLACED=orders is not None, BLOCK_M=block, BLOCK_D=dim, num_warps=4,
-        )  # fmt: skip
-    return dq, dk, dv
+            scale_dq(sums, dq, q_order)
+        return dq, dk, dv
+
+    return run
+
+
+def _gradient(x: Tensor, ordered: bool) -> Tensor:
+    """An uninitialised gradient like x, or one [B, H, S, D] stored as [B, S, H, D]."""
+    return (
+        torch.empty_permuted(x.shape, (0, 2, 1, 3), dtype=x.dtype, device=x.device) if ordered else torch.empty_like(x)
+    )
 
 
 def _launch_order(

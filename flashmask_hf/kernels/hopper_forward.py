@@ -14,15 +14,17 @@ instruction cache.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flashmask_hf.kernels.configs import multiprocessors
+from flashmask_hf.kernels.descriptors import Layout, describable, described, layout_of
 from flashmask_hf.kernels.gluon_shim import (
     bits_below,
-    describe_rows,
     fence_async_shared,
     gl,
     gluon,
@@ -33,6 +35,7 @@ from flashmask_hf.kernels.gluon_shim import (
     named_barrier_sync,
     opaque_zero,
     rescale,
+    rows_template,
     tma_load,
     tma_store,
     tma_store_wait,
@@ -41,9 +44,9 @@ from flashmask_hf.kernels.gluon_shim import (
 )
 from flashmask_hf.kernels.launch import Launcher
 from flashmask_hf.kernels.plan import JOINED_ROWS, join_rows
-from flashmask_hf.kernels.tiles import LN_2, LOG2_E, LOWEST, describable, score_factors
+from flashmask_hf.kernels.tiles import LN_2, LOG2_E, LOWEST, score_factors
 from flashmask_hf.mask import FlashMask
-from flashmask_hf.plan import COLUMNS, ROWS, Plan, plan_columns
+from flashmask_hf.plan import COLUMNS, Plan, plan_columns
 
 
 class Config(NamedTuple):
@@ -557,8 +560,8 @@ def why_not(device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim:
 _launch = Launcher(_forward)
 
 
-def _configs(q: Tensor, softcap: float, ordered: bool) -> list[Config]:
-    """What may serve the call: besides the usual tiles tall ones, where the mask is to decide.
+def _configs(shape: torch.Size, softcap: float, ordered: bool) -> list[Config]:
+    """What may serve queries of a shape: besides the usual tiles tall ones, where the mask is to decide.
 
     It decides for the whole call, and the two add up a row in different orders. So the masks of other rows of the batch
     can change the rounding of a row.
@@ -566,7 +569,7 @@ def _configs(q: Tensor, softcap: float, ordered: bool) -> list[Config]:
     The tanh of a softcap takes registers that three groups lack. Rows that are put in an `order` are those of sparse
     attention, where each head has its own lists, and short ones in hash buckets.
     """
-    batch, heads, q_len, dim = q.shape
+    batch, heads, q_len, dim = shape
     many = q_len >= _TALL_QUERIES and batch * heads * q_len >= _TALL_ROWS
     tall = [_TALL[dim]] if dim in _TALL and many and not softcap and not ordered else []
     return [_FORWARD[dim], *tall]
@@ -589,40 +592,92 @@ def forward(
     `order`, int32 [B, Hq, Sq], a permutation of every head's rows, says where to put each row of the output. The
     log-sum-exp stays in the order of q.
     """
-    batch, heads, q_len, _ = q.shape
-    kv_heads, kv_len = k.shape[1:3]
     q, k, v = (describable(x) for x in (q, k, v))
-    configs = _configs(q, softcap, order is not None) if config is None else [config]
-    out = torch.empty_permuted(q.shape, (0, 2, 1, 3), dtype=q.dtype, device=q.device)
-    lse = q.new_empty(batch, heads, q_len, dtype=torch.float32)
-    indices = mask.indices.contiguous()
-    mask_batch, mask_heads, _, n_kv = plan.tiles.shape
+    launch = prepared(
+        layout_of(q), layout_of(k), layout_of(v), mask.indices.shape, plan.tiles.shape, mask.causal, sinks is not None,
+        order is not None, scale, softcap, multiprocessors(q.device), config,
+    )  # fmt: skip
+    return launch(q, k, v, mask.indices, plan, sinks, order)
+
+
+@lru_cache(maxsize=1024)
+def prepared(
+    q: Layout,
+    k: Layout,
+    v: Layout,
+    vectors: torch.Size,
+    listed: torch.Size,
+    causal: bool,
+    sinks: bool,
+    ordered: bool,
+    scale: float,
+    softcap: float,
+    slots: int,
+    config: Config | None = None,
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Settle what follows from layouts that descriptors fit, for launches that differ in the memory of tensors alone.
+
+    Args:
+        q: layout of the queries.
+        k: of the keys.
+        v: of the values.
+        vectors: shape of the mask's indices.
+        listed: shape of the plan's tiles.
+        causal: as in `FlashMask`.
+        sinks: whether there are any.
+        ordered: whether rows are put in an order.
+        scale: factor on the scores.
+        softcap: 0 is none.
+        slots: programs that run at a time.
+        config: overrides the tables.
+
+    Returns:
+        (q, k, v, indices, plan, sinks, order) -> (out, lse), as in `forward`. q, k and v begin at multiples of 16
+        bytes.
+    """
+    batch, heads, q_len, dim = q.shape
+    kv_heads, kv_len = k.shape[1:3]
+    mask_batch, mask_heads, n_q, n_kv = listed
+    configs = _configs(q.shape, softcap, ordered) if config is None else [config]
     factor, bend = score_factors(scale, softcap)
-    q_tiles, out_tiles = describe_rows(q, 64), describe_rows(out, 64)
-    sinks = None if sinks is None else sinks.contiguous()
-    lists = {ROWS: (plan.tiles, plan.counts)}
-    chosen_rows = None
-    with torch.cuda.device_of(q):
-        if any(config.rows == JOINED_ROWS for config in configs):
-            least = -(-_TALL_TILES * COLUMNS // plan_columns(kv_len)) if len(configs) > 1 else 0
-            tiles, counts, chosen_rows = join_rows(plan, q_len, least)
-            lists[JOINED_ROWS] = (tiles, counts)
-        for config in configs:
-            tiles, counts = lists[config.rows]
-            n_rows = -(-q_len // config.rows)
-            n_tiles = n_rows * heads * batch
-            programs = min(n_tiles, multiprocessors(q.device))
-            shared = n_tiles > programs
-            counter = torch.zeros(1, dtype=torch.int32, device=q.device) if shared else None
-            _launch(
-                programs,
-                q_tiles, describe_rows(k, config.columns), describe_rows(v, config.columns), out_tiles,
-                None if order is None else out, order, lse, sinks, indices, tiles, counts, counter, chosen_rows,
-                n_tiles, n_rows, heads, kv_heads, mask_batch, mask_heads, q_len, kv_len, tiles.shape[2], n_kv, factor,
-                bend,
-                CAUSAL=mask.causal, N=indices.shape[-1], PLACED=order is not None, SINKS=sinks is not None,
-                CAP=softcap != 0, GROUPS=config.groups, SUBTILES=plan_columns(kv_len) // config.columns,
-                STAGES=config.stages, REGISTERS=config.registers, HELPER_REGISTERS=config.helper_registers,
-                SHARED=shared, num_warps=4,
-            )  # fmt: skip
-    return out, lse
+    joins = any(config.rows == JOINED_ROWS for config in configs)
+    least = -(-_TALL_TILES * COLUMNS // plan_columns(kv_len)) if len(configs) > 1 else 0
+    out_layout = Layout(q.shape, (q_len * heads * dim, dim, heads * dim, 1), q.dtype, q.device)
+    q_tiles, out_tiles = rows_template(q, 64), rows_template(out_layout, 64)
+    steps = []
+    for config in configs:
+        n_rows = -(-q_len // config.rows)
+        n_tiles = n_rows * heads * batch
+        joined = config.rows == JOINED_ROWS
+        step = _launch.bind(
+            min(n_tiles, slots),
+            n_tiles, n_rows, heads, kv_heads, mask_batch, mask_heads, q_len, kv_len,
+            n_rows if joined else n_q, n_kv, factor, bend,
+            CAUSAL=causal, N=vectors[-1], PLACED=ordered, SINKS=sinks,
+            CAP=softcap != 0, GROUPS=config.groups, SUBTILES=plan_columns(kv_len) // config.columns,
+            STAGES=config.stages, REGISTERS=config.registers, HELPER_REGISTERS=config.helper_registers,
+            SHARED=n_tiles > slots, num_warps=4,
+        )  # fmt: skip
+        steps.append((step, joined, n_tiles > slots, *(rows_template(x, config.columns) for x in (k, v))))
+
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, indices: Tensor, plan: Plan, sinks: Tensor | None, order: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        out = torch.empty_permuted(q.shape, (0, 2, 1, 3), dtype=q.dtype, device=q.device)
+        lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+        indices = indices.contiguous()
+        sinks = None if sinks is None else sinks.contiguous()
+        tall = chosen_rows = None
+        with torch.cuda.device_of(q):
+            if joins:
+                *tall, chosen_rows = join_rows(plan, q_len, least)
+            for step, joined, shared, k_tiles, v_tiles in steps:
+                tiles, counts = tall if joined and tall else (plan.tiles, plan.counts)
+                counter = torch.zeros(1, dtype=torch.int32, device=q.device) if shared else None
+                step(
+                    described(q_tiles, q), described(k_tiles, k), described(v_tiles, v), described(out_tiles, out),
+                    out if ordered else None, order, lse, sinks, indices, tiles, counts, counter, chosen_rows,
+                )  # fmt: skip
+        return out, lse
+
+    return run

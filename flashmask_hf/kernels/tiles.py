@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flashmask_hf.mask import FlashMask
 
@@ -137,67 +132,6 @@ def whole_tiles(mask: FlashMask, columns: int) -> Tensor:
     if indices.shape[-1] > 1:  # the end of the first interval, or of the one that begins at row 0
         padded[:, :, mask.kv_len :, 1] = _NEVER.value
     return padded
-
-
-def operand(x: Tensor, height: int, width: int, tma: bool) -> Any:
-    """What a kernel takes for `x`: a descriptor for tiles [height, width] of its last two axes, or the tensor."""
-    if not tma:
-        return x
-    return describe(TensorDescriptor, x, *[1] * (x.dim() - 2), height, width)
-
-
-def can_describe(*tensors: Tensor) -> bool:
-    """Whether every tensor's layout fits a tensor descriptor on a device that loads through them (Hopper and later)."""
-    first = tensors[0]
-    if first.device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(first.device)[0] < 9:
-        return False
-    return all(_fits_descriptor(x) for x in tensors)
-
-
-def describable(x: Tensor) -> Tensor:
-    """`x`, copied unless a tensor descriptor fits its layout."""
-    return x if _fits_descriptor(x) else x.clone(memory_format=torch.contiguous_format)
-
-
-def _fits_descriptor(x: Tensor) -> bool:
-    return x.data_ptr() % 16 == 0 and _layout_fits(x.shape, x.stride(), x.dtype)
-
-
-@lru_cache(maxsize=4096)
-def _layout_fits(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype) -> bool:
-    step = 16 // dtype.itemsize
-    harmless = _harmless_strides(shape, strides, dtype)
-    return strides[-1] == 1 and all(stride > 0 and stride % step == 0 for stride in harmless[:-1])
-
-
-def _harmless_strides(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype) -> list[int]:
-    """Strides for a descriptor: those of axes of length 1, which may be anything but for the last, made harmless."""
-    step = 16 // dtype.itemsize
-    last = len(shape) - 1
-    return [
-        step if size == 1 and axis < last else stride
-        for axis, (size, stride) in enumerate(zip(shape, strides, strict=True))
-    ]
-
-
-def describe(make: Callable[..., Any], x: Tensor, *block: int) -> Any:
-    """The descriptor `make(x, shape, strides, block)` of `x`, whose layout fits one, for tiles of shape `block`.
-
-    A descriptor checks all that it is given, which takes as long as a launch: each layout's is made and checked once,
-    and copied.
-    """
-    template = _template(make, x.shape, x.stride(), x.dtype, block)
-    copy = object.__new__(type(template))
-    vars(copy).update(vars(template), base=x)
-    return copy
-
-
-@lru_cache(maxsize=4096)
-def _template(
-    make: Callable[..., Any], shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, block: tuple[int, ...]
-) -> Any:
-    like = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
-    return make(like, list(shape), _harmless_strides(shape, strides, dtype), list(block))
 
 
 def score_factors(scale: float, softcap: float) -> tuple[float, float]:

@@ -1,0 +1,95 @@
+"""Layouts of tensors, and the tensor descriptors that kernels load and store tiles through.
+
+A descriptor checks all that it is given, which takes as long as a launch: each layout's is made and checked once, and
+copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+
+class Layout(NamedTuple):
+    """What a launch depends on of a tensor, its memory apart."""
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+def layout_of(x: Tensor) -> Layout:
+    """The layout of a tensor."""
+    return Layout(x.shape, x.stride(), x.dtype, x.device)
+
+
+def operand(x: Tensor, height: int, width: int, tma: bool) -> Any:
+    """What a kernel takes for `x`: a descriptor for tiles [height, width] of its last two axes, or the tensor."""
+    if not tma:
+        return x
+    return describe(TensorDescriptor, x, *[1] * (x.dim() - 2), height, width)
+
+
+def can_describe(*tensors: Tensor) -> bool:
+    """Whether every tensor's layout fits a tensor descriptor on a device that loads through them (Hopper and later)."""
+    first = tensors[0]
+    if first.device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(first.device)[0] < 9:
+        return False
+    return all(fits_descriptor(x) for x in tensors)
+
+
+def describable(x: Tensor) -> Tensor:
+    """`x`, copied unless a tensor descriptor fits its layout."""
+    return x if fits_descriptor(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def fits_descriptor(x: Tensor) -> bool:
+    """Whether a tensor descriptor can be made of `x`."""
+    return x.data_ptr() % 16 == 0 and _layout_fits(x.shape, x.stride(), x.dtype)
+
+
+@lru_cache(maxsize=4096)
+def _layout_fits(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype) -> bool:
+    step = 16 // dtype.itemsize
+    harmless = _harmless_strides(shape, strides, dtype)
+    return strides[-1] == 1 and all(stride > 0 and stride % step == 0 for stride in harmless[:-1])
+
+
+def _harmless_strides(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype) -> list[int]:
+    """Strides for a descriptor: those of axes of length 1, which may be anything but for the last, made harmless."""
+    step = 16 // dtype.itemsize
+    last = len(shape) - 1
+    return [
+        step if size == 1 and axis < last else stride
+        for axis, (size, stride) in enumerate(zip(shape, strides, strict=True))
+    ]
+
+
+def describe(make: Callable[..., Any], x: Tensor, *block: int) -> Any:
+    """The descriptor `make(x, shape, strides, block)` of `x`, whose layout fits one, for tiles of shape `block`.
+
+    A descriptor checks all that it is given, which takes as long as a launch: each layout's is made and checked once,
+    and copied.
+    """
+    return described(template(make, layout_of(x), *block), x)
+
+
+@lru_cache(maxsize=4096)
+def template(make: Callable[..., Any], layout: Layout, *block: int) -> Any:
+    """A descriptor without memory, for `described`; arguments as in `describe`."""
+    like = torch.empty_strided(layout.shape, layout.strides, dtype=layout.dtype, device="meta")
+    strides = _harmless_strides(layout.shape, layout.strides, layout.dtype)
+    return make(like, list(layout.shape), strides, list(block))
+
+
+def described(template: Any, x: Tensor) -> Any:
+    """The descriptor of a tensor of the template's layout."""
+    copy = object.__new__(type(template))
+    vars(copy).update(vars(template), base=x)
+    return copy
