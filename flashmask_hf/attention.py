@@ -7,10 +7,11 @@ from typing import Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from flashmask_hf import ops
+from flashmask_hf import ops, repeated
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.plan import Plan
 from flashmask_hf.reference import reference_attention
+from flashmask_hf.repeated import Repeated
 
 __all__ = [
     "IMPLEMENTATIONS",
@@ -104,6 +105,11 @@ def flashmask_attention(
         ValueError: shapes, devices or values do not fit, or the implementation cannot serve them; the message names the
             argument and the way out.
     """
+    kind, call = repeated.find(q, k, v, mask, sinks, scale, softcap, deterministic, impl)
+    if call is not None:
+        plan = None if call.decodes else plan_of(mask, q.shape[2])
+        out, lse = call(q, k, v, sinks, mask.indices, plan)
+        return (out, lse) if return_lse else out
     q, k, v, served, factor, ordered = prepare(q, k, v, mask, scale, softcap, sinks, deterministic, impl)
     if served == "reference":
         out, lse = reference_attention(q, k, v, mask, scale=factor, softcap=softcap, sinks=sinks)
@@ -114,6 +120,8 @@ def flashmask_attention(
         out, lse = ops.attention(
             q, k, v, mask, plan, sinks=sinks, scale=factor, softcap=softcap, impl=served, deterministic=ordered
         )
+        if kind is not None:
+            Repeated(kind, plan is None, mask.causal, factor, softcap or 0.0, served, ordered)
     return (out, lse) if return_lse else out
 
 

@@ -27,13 +27,17 @@ __all__ = [
     "HAS_TRITON",
     "as_operator",
     "attention",
+    "backward",
     "call",
     "check_between",
     "check_range",
+    "decode",
     "device_assert",
+    "dispatched",
     "flash_attn_backward",
     "flash_attn_decode",
     "flash_attn_forward",
+    "forward",
     "make_plan",
     "no_autocast",
     "no_second_derivatives",
@@ -42,6 +46,7 @@ __all__ = [
     "run",
     "runs_kernels",
     "sinks_gradient",
+    "tries_hopper",
 ]
 
 logger = logging.getLogger(__name__)
@@ -105,10 +110,10 @@ _direct: dict[Any, Callable[..., Any]] = {}
 
 def call(operator: Any, *inputs: Any) -> Any:
     """`operator(*inputs)`, past the dispatcher, which takes longer than a launch, where it would do nothing else."""
-    return operator(*inputs) if _dispatched(inputs) else _direct[operator](*inputs)
+    return operator(*inputs) if dispatched(inputs) else _direct[operator](*inputs)
 
 
-def _dispatched(inputs: tuple[Any, ...]) -> bool:
+def dispatched(inputs: tuple[Any, ...]) -> bool:
     """Whether the dispatcher does more than call: for compilers, modes, transforms, profilers and kinds of tensors."""
     return (
         torch.compiler.is_compiling()
@@ -214,7 +219,7 @@ def check_between(x: Tensor, highest: int, message: str) -> None:
         raise ValueError(message)
 
 
-def _flash_attn_forward(
+def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -255,7 +260,7 @@ def _flash_attn_forward(
         return run("forward", impl, q, k, v, mask, plan, sinks, scale, softcap)
 
 
-flash_attn_forward = as_operator("flash_attn_forward", _flash_attn_forward)
+flash_attn_forward = as_operator("flash_attn_forward", forward)
 
 
 @torch.library.register_fake("flashmask_hf::flash_attn_forward")
@@ -263,7 +268,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return results_like(q, v)
 
 
-def _flash_attn_backward(
+def backward(
     dout: Tensor,
     dlse: Tensor | None,
     q: Tensor,
@@ -302,7 +307,7 @@ def sinks_gradient(sinks: Tensor | None, lse: Tensor, delta: Tensor) -> Tensor:
     return -(weight * delta).sum((0, 2)).to(sinks.dtype)
 
 
-flash_attn_backward = as_operator("flash_attn_backward", _flash_attn_backward)
+flash_attn_backward = as_operator("flash_attn_backward", backward)
 
 
 @torch.library.register_fake("flashmask_hf::flash_attn_backward")
@@ -316,12 +321,17 @@ _broken: set[str] = set()
 """Functions of "hopper" that have failed here, to which "best" does not come back."""
 
 
+def tries_hopper(name: str, impl: str) -> bool:
+    """Whether the Hopper kernels are to serve `run`."""
+    return name != "row_delta" and (impl == "hopper" or (impl == "best" and name not in _broken))
+
+
 def run(name: str, impl: str, *args: Any, after: Callable[..., Any] | None = None, **more: Any) -> Any:
     """Call a function of an implementation: "forward", "row_delta" or "backward".
 
     `more` are keyword arguments for "hopper" only. What they ask of it `after` does to the results of the others.
     """
-    if name != "row_delta" and (impl == "hopper" or (impl == "best" and name not in _broken)):
+    if tries_hopper(name, impl):
         try:
             from flashmask_hf.kernels import hopper_backward, hopper_forward
 
@@ -374,7 +384,7 @@ def no_second_derivatives(ctx: Any, *gradients: Tensor | None) -> None:
 register_autograd(flash_attn_backward, no_second_derivatives, lambda ctx, inputs, output: None)
 
 
-def _flash_attn_decode(
+def decode(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -396,7 +406,7 @@ def _flash_attn_decode(
         causal: as in `FlashMask`.
         scale: factor on the scores.
         softcap: 0 is none.
-        impl: "triton" or "torch".
+        impl: "triton" or "torch", or "best", which is "triton".
 
     Returns:
         out [B, Hq, Sq, Dv] in q's dtype, stored as [B, Sq, Hq, Dv]; lse [B, Hq, Sq] float32 (float64 for float64 q).
@@ -405,16 +415,16 @@ def _flash_attn_decode(
         ValueError: a value of `indices` lies outside 0..Sq. On a GPU it is an assertion of the device.
     """
     mask = FlashMask(indices, causal)
-    if impl == "triton":
-        from flashmask_hf.kernels.decode import decode
+    if impl != "torch":
+        from flashmask_hf.kernels import decode as kernel
 
-        return decode(q, k, v, mask, sinks, scale, softcap)
+        return kernel.decode(q, k, v, mask, sinks, scale, softcap)
     check_range(indices, q.shape[2])
     with no_autocast(q.device):
         return tiled.decode(q, k, v, mask, sinks, scale, softcap)
 
 
-flash_attn_decode = as_operator("flash_attn_decode", _flash_attn_decode)
+flash_attn_decode = as_operator("flash_attn_decode", decode)
 
 
 @torch.library.register_fake("flashmask_hf::flash_attn_decode")
@@ -449,7 +459,6 @@ def attention(
     """
     cap = softcap or 0.0
     if plan is None:
-        few = "triton" if impl == "best" else impl
-        return call(flash_attn_decode, q, k, v, sinks, mask.indices, mask.causal, scale, cap, few)
+        return call(flash_attn_decode, q, k, v, sinks, mask.indices, mask.causal, scale, cap, impl)
     settings = (mask.causal, scale, cap, impl, deterministic)
     return call(flash_attn_forward, q, k, v, sinks, mask.indices, *plan, *settings)

@@ -11,6 +11,8 @@ import pytest
 import torch
 from support import INTERPRETED, requires
 
+from flashmask_hf import repeated
+
 torch.set_num_threads(1)  # tests are small, and several workers share the cores
 
 
@@ -36,6 +38,12 @@ def _quicken_interpreter() -> None:
 
 if INTERPRETED:
     _quicken_interpreter()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test begins as a process does: with no call to repeat."""
+    monkeypatch.setattr(repeated, "_known", {})
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from flashmask_hf import flashmask_attention, masks, ops
+from flashmask_hf import flashmask_attention, masks, ops, repeated
 from flashmask_hf.attention import plan_of
 
 LANES = lanes((torch.float32,), (torch.float32,), (torch.bfloat16,))
@@ -229,18 +229,29 @@ LISTENERS = {
 PASSED = {"plain": _step, "parameters": lambda: _step(torch.nn.Parameter)}
 
 
+@pytest.mark.parametrize("again", [False, True], ids=["first", "repeated"])
 @pytest.mark.parametrize("listener", [*PASSED, *LISTENERS])
-def test_the_dispatcher_is_passed_where_nothing_listens(listener: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_dispatcher_is_passed_where_nothing_listens(
+    listener: str, again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The results are the same to the bit."""
     expected = _step()
     called = []
-    for name in ("flash_attn_forward", "flash_attn_backward"):
-        operator = getattr(ops, name)
-        call = lambda *x, name=name, direct=ops._direct[operator]: called.append(name) or direct(*x)  # noqa: E731
-        monkeypatch.setitem(ops._direct, operator, call)
+
+    def note(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *x: called.append(name) or function(*x)
+
+    if again:
+        for name in ("forward", "backward"):
+            monkeypatch.setattr(ops, name, note(f"flash_attn_{name}", getattr(ops, name)))
+    else:
+        monkeypatch.setattr(repeated, "_known", {})
+        for name in ("flash_attn_forward", "flash_attn_backward"):
+            operator = getattr(ops, name)
+            monkeypatch.setitem(ops._direct, operator, note(name, ops._direct[operator]))
     actual = (PASSED | LISTENERS)[listener]()
     # A function mode hears of `torch.autograd.grad` and is off inside; gradients are batched in the backward only.
-    part = {"function mode": ["flash_attn_backward"], "batched gradients": ["flash_attn_forward"]}
+    part = {"function mode": [] if again else ["flash_attn_backward"], "batched gradients": ["flash_attn_forward"]}
     both = ["flash_attn_forward", "flash_attn_backward"]
     assert called == (both if listener in PASSED else part.get(listener, []))
     for one, other in zip(actual, expected, strict=False):

@@ -1,0 +1,238 @@
+"""Attention like some call before: what follows from the layout of the tensors is settled once.
+
+Checking arguments, choosing an implementation and preparing its launches keeps the host several times as long as the
+launches. A call that succeeded is remembered by all that this depended on, the memory of its tensors apart. The next of
+its kind, of another layer or of the next step, goes straight to the launches. The plan of its mask, and with it the
+check of the mask's values, is no part of that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashmask_hf import ops
+from flashmask_hf.mask import FlashMask
+from flashmask_hf.plan import Plan
+
+__all__ = ["Repeated", "find"]
+
+_MOST = 1024
+"""Kinds that are remembered at a time."""
+_known: dict[Hashable, Repeated] = {}
+
+
+def find(
+    q: Tensor, k: Tensor, v: Tensor, mask: FlashMask, sinks: Tensor | None, *settings: Any
+) -> tuple[tuple[Any, ...] | None, Repeated | None]:
+    """The kind of a call, and the call of that kind that is remembered.
+
+    Args:
+        q: as in `flashmask_attention`, like those that follow.
+        k: the keys.
+        v: the values.
+        mask: the mask.
+        sinks: the sinks.
+        settings: scale, softcap, deterministic and impl.
+
+    Returns:
+        The kind, or None for a call that is not to be remembered: one that the dispatcher has to see (`ops.call`), one
+        that casts, and one whose arguments are of types that the checks refuse. The call, or None.
+    """
+    if torch.compiler.is_compiling():
+        return None, None
+    try:
+        indices = mask.indices
+        tensors = (q, k, v, indices) if sinks is None else (q, k, v, indices, sinks)
+        device = q.device
+        casts = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type) != q.dtype
+        if casts or ops.dispatched(tensors):
+            return None, None
+        kind = (
+            q.shape, q.stride(), q.dtype, device,
+            k.shape, k.stride(), k.dtype, k.device,
+            v.shape, v.stride(), v.dtype, v.device,
+            indices.shape, indices.device, mask.causal, mask.q_len,
+            None if sinks is None else (sinks.shape, sinks.dtype, sinks.device),
+            settings, type(settings[0]), type(settings[1]),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors),
+        )  # fmt: skip
+        return kind, _known.get(kind)
+    except (AttributeError, TypeError):  # the checks have better words for it
+        return None, None
+
+
+class Repeated:
+    """Calls of one kind; to make one is to remember it.
+
+    Args:
+        kind: as `find` returns it.
+        decodes: whether they go without a plan, to `ops.flash_attn_decode`, and not to `ops.flash_attn_forward`.
+        settings: the arguments of the latter behind the tensors.
+    """
+
+    def __init__(self, kind: tuple[Any, ...], decodes: bool, *settings: Any):
+        self.decodes = decodes
+        self.settings = settings
+        self._differentiated: bool = kind[-1]
+        self._forward = _unsettled
+        self._backward: dict[Hashable, Any] = {}
+        if len(_known) >= _MOST:
+            _known.clear()
+        _known[kind] = self
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, indices: Tensor, plan: Plan | None
+    ) -> tuple[Tensor, Tensor]:
+        """The operator's results for tensors of this kind."""
+        if plan is None:
+            return ops.decode(q, k, v, sinks, indices, *self.settings[:-1])
+        if self._differentiated:
+            return _record(q, k, v, sinks, indices, plan, self)
+        return self.forward(q, k, v, sinks, indices, plan)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, indices: Tensor, plan: Plan
+    ) -> tuple[Tensor, Tensor]:
+        """The results, without a derivative."""
+        launch = self._forward
+        if launch is _unsettled:
+            launch = self._forward = _hopper_forward(q, k, v, sinks, indices, plan, *self.settings)
+        if launch is None or not _aligned(q, k, v):
+            return ops.forward(q, k, v, sinks, indices, *plan, *self.settings)
+        return launch(q, k, v, indices, plan, sinks, None)
+
+    def backward(
+        self,
+        dout: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+        indices: Tensor,
+        plan: Plan,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """The gradients of q, k, v and sinks, given those of the results. Hooks may have moved what was saved."""
+        if torch.is_grad_enabled() or ops.dispatched((dout,) if dlse is None else (dout, dlse)):
+            return ops.call(
+                ops.flash_attn_backward, dout, dlse, q, k, v, sinks, out, lse, indices, *plan, *self.settings
+            )
+        layouts = (dout.stride(), dout.dtype, q.stride(), k.stride(), v.stride(), out.stride(), dlse is None)
+        launches = self._backward.get(layouts, _unsettled)
+        if launches is _unsettled:
+            results = ops.backward(dout, dlse, q, k, v, sinks, out, lse, indices, *plan, *self.settings)
+            self._backward[layouts] = _hopper_backward(dout, dlse, q, k, v, out, indices, plan, *self.settings)
+            return results
+        if launches is None or not _aligned(dout, q, k, v):
+            return ops.backward(dout, dlse, q, k, v, sinks, out, lse, indices, *plan, *self.settings)
+        row_delta, gradients = launches
+        delta = row_delta(dout, out, dlse)
+        dq, dk, dv = gradients(dout, q, k, v, lse, delta, indices, plan, None)
+        return dq, dk, dv, None if sinks is None else ops.sinks_gradient(sinks, lse, delta)
+
+
+_unsettled: Any = object()
+
+
+def _hopper_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    indices: Tensor,
+    plan: Plan,
+    causal: bool,
+    scale: float,
+    softcap: float,
+    impl: str,
+    deterministic: bool,
+) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """The launches of the Hopper forward, if it serves the call."""
+    if not ops.tries_hopper("forward", impl):
+        return None
+    from flashmask_hf.kernels import hopper_forward as kernel
+    from flashmask_hf.kernels.descriptors import fits_descriptor, layout_of
+
+    if not all(map(fits_descriptor, (q, k, v))):
+        return None
+    return kernel.prepared(
+        layout_of(q), layout_of(k), layout_of(v), indices.shape, plan.tiles.shape, causal, sinks is not None, False,
+        scale, softcap, kernel.multiprocessors(q.device), None,
+    )  # fmt: skip
+
+
+def _hopper_backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    indices: Tensor,
+    plan: Plan,
+    causal: bool,
+    scale: float,
+    softcap: float,
+    impl: str,
+    deterministic: bool,
+) -> tuple[Callable[..., Tensor], Callable[..., tuple[Tensor, Tensor, Tensor]]] | None:
+    """`row_delta` and the launches of the Hopper backward, if it serves the call."""
+    if not ops.tries_hopper("backward", impl):
+        return None
+    from flashmask_hf.kernels import hopper_backward as kernel
+    from flashmask_hf.kernels.backward import prepared_delta
+    from flashmask_hf.kernels.descriptors import fits_descriptor, layout_of
+
+    if not all(map(fits_descriptor, (dout, q, k, v))):
+        return None
+    return prepared_delta(layout_of(dout), layout_of(out), dlse is not None), kernel.prepared(
+        layout_of(dout), layout_of(q), layout_of(k), layout_of(v), indices.shape, plan.tiles.shape, causal, False,
+        scale, softcap, deterministic, kernel.multiprocessors(q.device),
+    )  # fmt: skip
+
+
+def _aligned(*tensors: Tensor) -> bool:
+    """Whether tensors begin where descriptors may."""
+    addresses = 0
+    for x in tensors:
+        addresses |= x.data_ptr()
+    return addresses % 16 == 0
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        indices: Tensor,
+        plan: Plan,
+        call: Repeated,
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = call.forward(q, k, v, sinks, indices, plan)
+        ctx.set_materialize_grads(False)  # that of lse is seldom there
+        # As many as `ops` saves: checkpointing counts them, and the call may be the first one, repeated.
+        ctx.save_for_backward(q, k, v, sinks, out, lse, indices, *plan)
+        ctx.call = call
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if dout is None and dlse is None:
+            return (None,) * 7
+        saved = ctx.saved_tensors  # read once: checkpointing unpacks a saved tensor only once
+        dout = torch.zeros_like(saved[4]) if dout is None else dout
+        dq, dk, dv, dsinks = ctx.call.backward(dout, dlse, *saved[:7], Plan(*saved[7:]))
+        return dq, dk, dv, None if saved[3] is None else dsinks, None, None, None
+
+
+_record: Any = super(torch.autograd.Function, _Attention).apply  # pyright: ignore[reportAttributeAccessIssue]
