@@ -48,8 +48,11 @@ def find(
         indices = mask.indices
         tensors = (q, k, v, indices) if sinks is None else (q, k, v, indices, sinks)
         device = q.device
-        casts = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type) != q.dtype
-        if casts or ops.dispatched(tensors):
+        if torch.is_autocast_enabled(device.type):
+            narrow = torch.get_autocast_dtype(device.type)
+            if not q.dtype == k.dtype == v.dtype == narrow:
+                return None, None
+        if ops.dispatched(tensors):
             return None, None
         kind = (
             q.shape, q.stride(), q.dtype, device,

@@ -135,9 +135,10 @@ def test_rows_are_decoded_again() -> None:
 def test_what_autocast_casts_is_not_remembered() -> None:
     q, k, v = _cpu()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        for _ in range(2):
-            assert flashmask_attention(q, k, v, _mask(50)).dtype == torch.bfloat16
-        assert not repeated._known
+        for some in ((q, k, v), (q.bfloat16(), k, v), (q.bfloat16(), k.bfloat16(), v)):
+            for _ in range(2):
+                assert flashmask_attention(*some, _mask(50)).dtype == torch.bfloat16
+            assert not repeated._known
         narrow = [x.bfloat16() for x in (q, k, v)]
         results = [flashmask_attention(*narrow, _mask(50)) for _ in range(2)]
         assert len(repeated._known) == 1
