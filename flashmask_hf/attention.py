@@ -104,6 +104,7 @@ def flashmask_attention(
         TypeError: an argument has the wrong type or dtype.
         ValueError: shapes, devices or values do not fit, or the implementation cannot serve them; the message names the
             argument and the way out.
+        NotImplementedError: a forward-mode derivative is asked for, which only `reference` has.
     """
     kind, call = repeated.find(q, k, v, mask, sinks, scale, softcap, deterministic, impl)
     if call is not None:
@@ -151,6 +152,10 @@ def prepare(
     choice = choose(q.device, q.dtype, q.shape[-1], v.shape[-1], impl)
     if choice.impl is None:
         raise ValueError(choice.reason)
+    if choice.impl != "reference" and ops.has_tangents(q, k, v, sinks):
+        raise NotImplementedError(
+            "attention has no forward-mode derivatives (torch.func.jvp); take reverse mode, or impl='reference'"
+        )
     served = "best" if choice.impl == "hopper" and impl is None else choice.impl
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
     return q, k, v, served, factor, deterministic or torch.are_deterministic_algorithms_enabled()

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor
+from torch.autograd import forward_ad
 
 from flashmask_hf import plan as _plan
 from flashmask_hf import tiled
@@ -38,6 +39,7 @@ __all__ = [
     "flash_attn_decode",
     "flash_attn_forward",
     "forward",
+    "has_tangents",
     "make_plan",
     "no_autocast",
     "no_second_derivatives",
@@ -122,6 +124,7 @@ def dispatched(inputs: tuple[Any, ...]) -> bool:
         or torch._C._are_functorch_transforms_active()
         or torch._C._get_tracing_state() is not None
         or torch.autograd.profiler._is_profiler_enabled
+        or forward_ad._current_level >= 0
         or any(isinstance(x, Tensor) and not _is_plain(x) for x in inputs)
     )
 
@@ -130,6 +133,13 @@ def _is_plain(x: Tensor) -> bool:
     """Whether a tensor's memory holds its values, and no class or batching rule has a say."""
     special = x.is_neg() or x._is_zerotensor() or is_legacy_batchedtensor(x)
     return type(x) in (Tensor, torch.nn.Parameter) and not special
+
+
+def has_tangents(*inputs: Tensor | None) -> bool:
+    """Whether a forward-mode derivative is asked for, which the operators would answer with 0."""
+    if forward_ad._current_level < 0:
+        return False
+    return any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in inputs)
 
 
 def no_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 from support import HEADS, INTERPRETED, KV_HEADS, Lane, attention_inputs, lanes
+from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -152,6 +153,25 @@ def test_only_what_asks_for_a_gradient_has_one() -> None:
         assert not flashmask_attention(q, k, v, mask).requires_grad
     with torch.inference_mode():
         assert flashmask_attention(q, k, v, mask).is_inference()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own use of it
+@pytest.mark.parametrize("again", [False, True], ids=["first", "repeated"])
+def test_forward_mode_raises(again: bool) -> None:
+    """It would be 0; eager code has it."""
+    q, k, v = _small(grad=False)
+    mask = masks.causal(20)
+    if again:
+        flashmask_attention(q, k, v, mask)
+    with pytest.raises(NotImplementedError, match="forward-mode"):
+        torch.func.jvp(lambda x: flashmask_attention(x, k, v, mask), (q,), (q,))
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(v, v)
+        with pytest.raises(NotImplementedError, match="impl='reference'"):
+            flashmask_attention(q, k, dual, mask)
+        assert not flashmask_attention(q, k, v, mask).requires_grad
+    _, tangent = torch.func.jvp(lambda x: flashmask_attention(q, k, x, mask, impl="reference"), (v,), (v,))
+    torch.testing.assert_close(tangent, flashmask_attention(q, k, v, mask))  # it is linear in the values
 
 
 class _DispatchMode(TorchDispatchMode):
