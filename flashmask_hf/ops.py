@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_legacy_batchedtensor
+from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
 from torch.autograd import forward_ad
 
 from flashmask_hf import plan as _plan
@@ -86,7 +86,7 @@ def register_autograd(
         with torch._C._AutoDispatchBelowAutograd():
             return operator(*inputs)
 
-    def differentiable(function: Callable[..., Any]) -> Callable[..., Any]:
+    def differentiable(function: Callable[..., Any], registered: bool) -> Callable[..., Any]:
         def forward(ctx: Any, *inputs: Any) -> Any:
             output = function(*inputs)
             setup_context(ctx, inputs, output)
@@ -94,16 +94,17 @@ def register_autograd(
 
         members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
         node: Any = type(operator._opname, (torch.autograd.Function,), members)
-        plain: Any = super(torch.autograd.Function, node)  # whose `apply` does not look for functorch, as `call` does
+        base: Any = super(torch.autograd.Function, node)  # which does not look for functorch; `call` has done that
+        record = node.apply if registered else base.apply
 
         def apply(*inputs: Any) -> Any:
             differentiated = torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs)
-            return plain.apply(*inputs) if differentiated else function(*inputs)
+            return record(*inputs) if differentiated else function(*inputs)
 
         return apply
 
-    torch.library.impl(operator.name(), "Autograd", differentiable(below_autograd))
-    _direct[operator] = differentiable(_direct[operator])
+    torch.library.impl(operator.name(), "Autograd", differentiable(below_autograd, True))
+    _direct[operator] = differentiable(_direct[operator], False)
 
 
 _direct: dict[Any, Callable[..., Any]] = {}
@@ -131,7 +132,7 @@ def dispatched(inputs: tuple[Any, ...]) -> bool:
 
 def _is_plain(x: Tensor) -> bool:
     """Whether a tensor's memory holds its values, and no class or batching rule has a say."""
-    special = x.is_neg() or x._is_zerotensor() or is_legacy_batchedtensor(x)
+    special = x.is_neg() or x._is_zerotensor() or is_legacy_batchedtensor(x) or is_functorch_wrapped_tensor(x)
     return type(x) in (Tensor, torch.nn.Parameter) and not special
 
 

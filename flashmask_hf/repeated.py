@@ -65,7 +65,7 @@ def find(
             torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors),
         )  # fmt: skip
         return kind, _known.get(kind)
-    except (AttributeError, TypeError):  # the checks have better words for it
+    except (AttributeError, TypeError, RuntimeError):  # the checks have better words for it
         return None, None
 
 
@@ -102,10 +102,10 @@ class Repeated:
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, indices: Tensor, plan: Plan
     ) -> tuple[Tensor, Tensor]:
         """The results, without a derivative."""
-        launch = self._forward
+        launch = self._forward if _aligned(q, k, v) else None
         if launch is _unsettled:
             launch = self._forward = _hopper_forward(q, k, v, sinks, indices, plan, *self.settings)
-        if launch is None or not _aligned(q, k, v):
+        if launch is None:
             return ops.forward(q, k, v, sinks, indices, *plan, *self.settings)
         return launch(q, k, v, indices, plan, sinks, None)
 
@@ -128,13 +128,12 @@ class Repeated:
                 ops.flash_attn_backward, dout, dlse, q, k, v, sinks, out, lse, indices, *plan, *self.settings
             )
         layouts = (dout.stride(), dout.dtype, q.stride(), k.stride(), v.stride(), out.stride(), dlse is None)
-        launches = self._backward.get(layouts, _unsettled)
-        if launches is _unsettled:
+        launches = self._backward.get(layouts, _unsettled) if _aligned(dout, q, k, v) else None
+        if launches is None or launches is _unsettled:
             results = ops.backward(dout, dlse, q, k, v, sinks, out, lse, indices, *plan, *self.settings)
-            self._backward[layouts] = _hopper_backward(dout, dlse, q, k, v, out, indices, plan, *self.settings)
+            if launches is _unsettled:  # now that the launches are known to succeed
+                self._backward[layouts] = _hopper_backward(dout, dlse, q, k, v, out, indices, plan, *self.settings)
             return results
-        if launches is None or not _aligned(dout, q, k, v):
-            return ops.backward(dout, dlse, q, k, v, sinks, out, lse, indices, *plan, *self.settings)
         row_delta, gradients = launches
         delta = row_delta(dout, out, dlse)
         dq, dk, dv = gradients(dout, q, k, v, lse, delta, indices, plan, None)

@@ -1,6 +1,7 @@
 """Lanes: a test marked interpreter, gpu or hopper is skipped, with the reason, where its lane cannot run."""
 
 import os
+import sys
 from typing import Any
 
 os.environ.setdefault(
@@ -42,8 +43,12 @@ if INTERPRETED:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each test begins as a process does: with no call to repeat."""
+    """Each test begins as a process does: with no call to repeat, and no launch prepared."""
     monkeypatch.setattr(repeated, "_known", {})
+    for name in ("hopper_forward", "hopper_backward"):
+        module = sys.modules.get(f"flashmask_hf.kernels.{name}")
+        if module is not None:
+            module.prepared.cache_clear()
 
 
 @pytest.fixture(autouse=True)

@@ -31,6 +31,7 @@ if gluon_shim._obstacle is not None:
     pytest.skip(f"interpreter lane: {gluon_shim._obstacle}", allow_module_level=True)
 
 from gluon_interpreter import interpreted
+from test_repeated import KINDS, check_repeated
 
 from flashmask_hf import FlashMask, attention, masks, plan, sparse_ops
 from flashmask_hf.kernels import hopper_backward, hopper_forward
@@ -62,6 +63,11 @@ def _check(inputs, mask: FlashMask, orders: tuple[bool, ...] = (False, True), gi
             patch.setattr(torch, "are_deterministic_algorithms_enabled", lambda ordered=ordered: ordered)
             actual = run(*(given or inputs), mask, "hopper", **options)
         assert_results(actual, *expected, inputs[0].dtype)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_repeated_calls(kind: str) -> None:
+    check_repeated(Lane("hopper", "cpu", torch.bfloat16), kind)
 
 
 @pytest.mark.parametrize("lengths", [(1, 1), (200, 333)], ids=str)

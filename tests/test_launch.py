@@ -216,6 +216,14 @@ def test_a_bound_launch_goes_past_triton(launches: _Launches) -> None:
     assert another(x, y) == (1, 3)
 
 
+def test_a_bound_launch_sees_dtypes(launches: _Launches) -> None:
+    bound = _Bound(launches)
+    assert bound(*USUAL[:2]) == (1, 0)
+    assert bound(USUAL[0], _tensor()) == (2, 0)
+    assert bound(*USUAL[:2]) == (2, 1)
+    assert bound(USUAL[0], _tensor()) == (2, 2)
+
+
 def test_a_bound_launch_sees_addresses_and_devices(launches: _Launches) -> None:
     bound = _Bound(launches)
     shifted = _tensor(torch.float32, offset=1)

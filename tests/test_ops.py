@@ -155,6 +155,22 @@ def test_only_what_asks_for_a_gradient_has_one() -> None:
         assert flashmask_attention(q, k, v, mask).is_inference()
 
 
+def test_transforms_of_functorch() -> None:
+    """Its gradients raise; a tensor that got out of them is one like others."""
+    q, k, v = _small(grad=False)
+    mask = masks.causal(20)
+    with pytest.raises(RuntimeError, match="functorch transforms"):
+        torch.func.grad(lambda x: flashmask_attention(x, k, v, mask).sum())(q)
+    kept: list[torch.Tensor] = []
+    torch.func.grad(lambda x: kept.append(x) or x.sum())(q)
+    assert not ops.dispatched((q,))
+    assert ops.dispatched((kept[0],))
+    for x in (q, kept[0]):
+        assert torch.equal(flashmask_attention(x, k, v, mask), flashmask_attention(q, k, v, mask))
+        out = flashmask_attention(x, k.requires_grad_(), v, mask)
+        assert torch.autograd.grad(out.sum(), k)[0].abs().max() > 0
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own use of it
 @pytest.mark.parametrize("again", [False, True], ids=["first", "repeated"])
 def test_forward_mode_raises(again: bool) -> None:

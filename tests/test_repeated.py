@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import HEADS, KV_HEADS, Lane, attention_inputs, lanes
+from support import HEADS, KV_HEADS, Lane, attention_inputs, lanes, poisoned
 from torch.utils.checkpoint import checkpoint
 
 from flashmask_hf import FlashMask, flashmask_attention, masks, repeated
@@ -46,10 +46,11 @@ def _shifted(x: torch.Tensor) -> torch.Tensor:
     return y.requires_grad_()
 
 
-@pytest.mark.parametrize("lane", LANES)
-@pytest.mark.parametrize("kind", ["plain", "sinks and a cap", "shifted"])
-def test_the_results_are_those_of_a_first_call(lane: Lane, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the bit, of other tensors under another mask, each time that it is repeated."""
+KINDS = ["plain", "sinks and a cap", "shifted"]
+
+
+def check_repeated(lane: Lane, kind: str) -> None:
+    """To the bit what first calls give, of other tensors under another mask, each time that a call is repeated."""
     options: dict[str, Any] = {"impl": lane.impl}
     sinks = None
     if kind == "sinks and a cap":
@@ -57,7 +58,7 @@ def test_the_results_are_those_of_a_first_call(lane: Lane, kind: str, monkeypatc
         options["softcap"] = 5.0
     for seed in range(4):
         tensors, mask = _tensors(lane, seed), _mask(20 + 30 * seed, lane.device)
-        with monkeypatch.context() as patch:
+        with pytest.MonkeyPatch.context() as patch:
             patch.setattr(repeated, "_known", {})
             expected = _results(*tensors, mask, sinks, **options)
         if kind == "shifted" and seed % 2:
@@ -65,7 +66,15 @@ def test_the_results_are_those_of_a_first_call(lane: Lane, kind: str, monkeypatc
         assert len(repeated._known) == min(seed, 1)
         for one, other in zip(_results(*tensors, mask, sinks, **options), expected, strict=True):
             assert torch.equal(one, other)
-    assert len(repeated._known) == 1
+    (call,) = repeated._known.values()
+    served = [launch not in (None, repeated._unsettled) for launch in (call._forward, *call._backward.values())]
+    assert served == [lane.impl == "hopper"] * 2
+
+
+@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_results_are_those_of_a_first_call(lane: Lane, kind: str) -> None:
+    check_repeated(lane, kind)
 
 
 def _cpu(seed: int = 0) -> tuple[torch.Tensor, ...]:
@@ -81,6 +90,7 @@ WRONG: dict[str, tuple[Callable[..., Any] | dict[str, Any], type[Exception], str
     "batch": (lambda q, k, v, m: (q, k[:1], v, m), ValueError, "one batch size"),
     "dtype": (lambda q, k, v, m: (q, k, v.double(), m), TypeError, "one dtype"),
     "device": (lambda q, k, v, m: (q, k, v.to("meta"), m), ValueError, "v is on meta"),
+    "device of q": (lambda q, k, v, m: (q.to("meta"), k, v, m), ValueError, "k is on cpu, but q is on meta"),
     "scale": ({"scale": True}, TypeError, "scale must be a number"),
     "softcap": ({"softcap": True}, TypeError, "softcap must be a number"),
     "sinks": ({"sinks": [1.0]}, TypeError, "sinks must be"),
@@ -98,6 +108,58 @@ def test_wrong_calls_raise_after_right_ones(wrong: str) -> None:
     arguments, options = ((q, k, v, mask), change) if isinstance(change, dict) else (change(q, k, v, mask), {})
     with pytest.raises(error, match=message):
         flashmask_attention(*arguments, **options)
+
+
+OTHERS: dict[str, Callable[..., tuple[Any, ...]]] = {
+    **{
+        f"{change} of {name}": lambda *x, at=at, other=other: (*x[:at], other(x[at]), *x[at + 1 :])
+        for at, name in enumerate("qkv")
+        for change, other in {
+            "shape": lambda x: x[:, :, 1:],
+            "strides": lambda x: x.contiguous(),
+            "dtype": lambda x: x.view(torch.int32),
+            "device": lambda x: torch.empty_strided(x.shape, x.stride(), device="meta"),
+        }.items()
+        if (name, change) != ("q", "device")  # autocast knows nothing of "meta"
+    },
+    "batch of the mask": lambda q, k, v, m, *x: (q, k, v, FlashMask(m.indices.repeat(2, 1, 1, 1), True), *x),
+    "vectors of the mask": lambda q, k, v, m, *x: (q, k, v, FlashMask(m.indices[..., :1], True), *x),
+    "causal": lambda q, k, v, m, *x: (q, k, v, FlashMask(m.indices, False), *x),
+    "rows of the mask": lambda q, k, v, m, *x: (q, k, v, FlashMask(m.indices, True, q_len=LENGTH), *x),
+    "sinks": lambda q, k, v, m, sinks, *x: (q, k, v, m, None, *x),
+    "dtype of sinks": lambda q, k, v, m, sinks, *x: (q, k, v, m, sinks.bfloat16(), *x),
+    "shape of sinks": lambda q, k, v, m, sinks, *x: (q, k, v, m, sinks[1:], *x),
+    "scale": lambda *x: (*x[:5], 0.5, *x[6:]),
+    "type of the scale": lambda *x: (*x[:5], True, *x[6:]),
+    "softcap": lambda *x: (*x[:6], 2.0, *x[7:]),
+    "type of the softcap": lambda *x: (*x[:6], True, *x[7:]),
+    "deterministic": lambda *x: (*x[:7], True, *x[8:]),
+    "impl": lambda *x: (*x[:8], "torch"),
+    "no gradient": lambda q, k, v, *x: (q.detach(), k.detach(), v.detach(), *x),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_what_a_kind_holds(other: str) -> None:
+    mask = FlashMask(torch.full((1, 1, LENGTH, 2), 50, dtype=torch.int32), causal=True)
+    usual = (*_cpu(), mask, torch.zeros(HEADS), 1.0, 1.0, False, None)
+    kind, _ = repeated.find(*usual)
+    assert kind is not None
+    assert repeated.find(*usual)[0] == kind
+    changed = OTHERS[other](*usual)
+    assert repeated.find(*changed)[0] not in (kind, None)
+    assert repeated.find(*usual)[0] == kind
+
+
+def test_deterministic_algorithms_and_no_grad_are_kinds() -> None:
+    usual = (*_cpu(), _mask(50), None, None, None, False, None)
+    kinds = [repeated.find(*usual)[0]]
+    with poisoned():
+        kinds.append(repeated.find(*usual)[0])
+    with torch.no_grad():
+        kinds.append(repeated.find(*usual)[0])
+    assert None not in kinds
+    assert len(set(kinds)) == 3
 
 
 def test_kinds_are_told_apart() -> None:

@@ -2,7 +2,7 @@
 
 At each launch Triton finds out anew, in Python, which of a kernel's compiled forms fits the arguments. A `Launcher`
 keeps what such a launch returns, and launches it directly when arguments come that Triton would treat alike. To see
-that it looks at each of them; a `Bound` launch looks at the addresses only.
+that it looks at each of them; a `Bound` launch looks at the addresses and dtypes of tensors only.
 """
 
 from __future__ import annotations
@@ -65,17 +65,24 @@ class Bound:
         self.programs = programs
         self.scalars = scalars
         self.constants = constants
-        self._known: dict[int, tuple[Any, tuple[Any, ...]]] = {}
+        self._known: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 
     def __call__(self, *tensors: Any) -> None:
-        """Launch with tensors, descriptors and Nones: of the same dtypes and tiles in the same places at every call."""
+        """Launch with tensors, descriptors and Nones, in the same places and of the same tiles at every call."""
         launcher = self.launcher
-        if not launcher.may_cache or not _aligned(tensors) or launcher.kernel.pre_run_hooks or _told_since():
+        addresses, dtypes = 0, []
+        for x in tensors:
+            if isinstance(x, Tensor):
+                addresses |= x.data_ptr()
+                dtypes.append(x.dtype)
+        # Triton may have compiled for addresses that are multiples of 16.
+        if not launcher.may_cache or addresses % 16 or launcher.kernel.pre_run_hooks or _told_since():
             self.launch_anew(*tensors)
             return
         active: Any = driver.active
         device = active.get_current_device()
-        known = self._known.get(device)
+        form = (device, *dtypes)
+        known = self._known.get(form)
         if known is not None:
             run, others = known
             run(*tensors, *others, stream=active.get_current_stream(device))
@@ -84,20 +91,11 @@ class Bound:
         found = launcher.compiled(device, (*tensors, *self.scalars), self.constants)
         if found is not None:
             compiled, constant = found
-            self._known[device] = compiled[(self.programs, 1, 1)], (*self.scalars, *constant)
+            self._known[form] = compiled[(self.programs, 1, 1)], (*self.scalars, *constant)
 
     def launch_anew(self, *tensors: Any) -> None:
         """Launch by way of the launcher."""
         self.launcher(self.programs, *tensors, *self.scalars, **self.constants)
-
-
-def _aligned(tensors: tuple[Any, ...]) -> bool:
-    """Whether tensors begin at multiples of 16 bytes, as Triton may have compiled for."""
-    addresses = 0
-    for x in tensors:
-        if isinstance(x, Tensor):
-            addresses |= x.data_ptr()
-    return addresses % 16 == 0
 
 
 def _key(device: int, arguments: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, ...]:
