@@ -40,6 +40,7 @@ __all__ = [
     "flash_attn_forward",
     "forward",
     "has_tangents",
+    "input_gradients",
     "make_plan",
     "no_autocast",
     "no_second_derivatives",
@@ -376,12 +377,29 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    def gradients(*tensors: Tensor | None) -> Any:
+        return call(flash_attn_backward, *tensors, *ctx.settings)
+
+    return *input_gradients(ctx, dout, dlse, gradients), *[None] * 9
+
+
+def input_gradients(
+    ctx: Any, dout: Tensor | None, dlse: Tensor | None, gradients: Callable[..., tuple[Tensor, Tensor, Tensor, Any]]
+) -> tuple[Tensor | None, ...]:
+    """The gradients of q, k, v and sinks, each if it has one, of a node of autograd that saved what `backward` takes.
+
+    Args:
+        ctx: of the node.
+        dout: gradient of `out`, if it has one.
+        dlse: gradient of `lse`, if it has one.
+        gradients: called like `backward`, without its settings.
+    """
     if dout is None and dlse is None:
-        return (None,) * 13
+        return (None,) * 4
     saved = ctx.saved_tensors  # read once: checkpointing unpacks a saved tensor only once
     dout = torch.zeros_like(saved[4]) if dout is None else dout
-    dq, dk, dv, dsinks = call(flash_attn_backward, dout, dlse, *saved, *ctx.settings)
-    return dq, dk, dv, None if saved[3] is None else dsinks, *[None] * 9
+    dq, dk, dv, dsinks = gradients(dout, dlse, *saved)
+    return dq, dk, dv, None if saved[3] is None else dsinks
 
 
 register_autograd(flash_attn_forward, _backward, _setup_context)

@@ -104,7 +104,7 @@ class Repeated:
         """The results, without a derivative."""
         launch = self._forward if _aligned(q, k, v) else None
         if launch is _unsettled:
-            launch = self._forward = _hopper_forward(q, k, v, sinks, indices, plan, *self.settings)
+            launch = self._forward = self._hopper_forward(q, k, v, sinks, indices, plan)
         if launch is None:
             return ops.forward(q, k, v, sinks, indices, *plan, *self.settings)
         return launch(q, k, v, indices, plan, sinks, None)
@@ -120,84 +120,65 @@ class Repeated:
         out: Tensor,
         lse: Tensor,
         indices: Tensor,
-        plan: Plan,
+        *listed: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """The gradients of q, k, v and sinks, given those of the results. Hooks may have moved what was saved."""
+        """As `ops.backward`, whose arguments but for the settings these are. Hooks may have moved what was saved."""
+        given: tuple[Any, ...] = (dout, dlse, q, k, v, sinks, out, lse, indices, *listed, *self.settings)
         if torch.is_grad_enabled() or ops.dispatched((dout,) if dlse is None else (dout, dlse)):
-            return ops.call(
-                ops.flash_attn_backward, dout, dlse, q, k, v, sinks, out, lse, indices, *plan, *self.settings
-            )
+            return ops.call(ops.flash_attn_backward, *given)
         layouts = (dout.stride(), dout.dtype, q.stride(), k.stride(), v.stride(), out.stride(), dlse is None)
         launches = self._backward.get(layouts, _unsettled) if _aligned(dout, q, k, v) else None
+        plan = Plan(*listed)
         if launches is None or launches is _unsettled:
-            results = ops.backward(dout, dlse, q, k, v, sinks, out, lse, indices, *plan, *self.settings)
+            results = ops.backward(*given)
             if launches is _unsettled:  # now that the launches are known to succeed
-                self._backward[layouts] = _hopper_backward(dout, dlse, q, k, v, out, indices, plan, *self.settings)
+                self._backward[layouts] = self._hopper_backward(dout, dlse, q, k, v, out, indices, plan)
             return results
         row_delta, gradients = launches
         delta = row_delta(dout, out, dlse)
         dq, dk, dv = gradients(dout, q, k, v, lse, delta, indices, plan, None)
         return dq, dk, dv, None if sinks is None else ops.sinks_gradient(sinks, lse, delta)
 
+    def _hopper_forward(
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, indices: Tensor, plan: Plan
+    ) -> Callable[..., tuple[Tensor, Tensor]] | None:
+        """The launches of the Hopper forward, if it serves the call."""
+        causal, scale, softcap, impl, _ = self.settings
+        if not ops.tries_hopper("forward", impl):
+            return None
+        from flashmask_hf.kernels import hopper_forward
+        from flashmask_hf.kernels.descriptors import fits_descriptor
+
+        if not all(map(fits_descriptor, (q, k, v))):
+            return None
+        return hopper_forward.launches_of(q, k, v, FlashMask(indices, causal), plan, sinks, scale, softcap)
+
+    def _hopper_backward(
+        self,
+        dout: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        indices: Tensor,
+        plan: Plan,
+    ) -> tuple[Callable[..., Tensor], Callable[..., tuple[Tensor, Tensor, Tensor]]] | None:
+        """`row_delta` and the launches of the Hopper backward, if it serves the call."""
+        causal, scale, softcap, impl, deterministic = self.settings
+        if not ops.tries_hopper("backward", impl):
+            return None
+        from flashmask_hf.kernels import backward, hopper_backward
+        from flashmask_hf.kernels.descriptors import fits_descriptor
+
+        if not all(map(fits_descriptor, (dout, q, k, v))):
+            return None
+        mask = FlashMask(indices, causal)
+        launches = hopper_backward.launches_of(dout, q, k, v, mask, plan, scale, softcap, deterministic)
+        return backward.delta_launch_of(dout, out, dlse), launches
+
 
 _unsettled: Any = object()
-
-
-def _hopper_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    indices: Tensor,
-    plan: Plan,
-    causal: bool,
-    scale: float,
-    softcap: float,
-    impl: str,
-    deterministic: bool,
-) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """The launches of the Hopper forward, if it serves the call."""
-    if not ops.tries_hopper("forward", impl):
-        return None
-    from flashmask_hf.kernels import hopper_forward as kernel
-    from flashmask_hf.kernels.descriptors import fits_descriptor, layout_of
-
-    if not all(map(fits_descriptor, (q, k, v))):
-        return None
-    return kernel.prepared(
-        layout_of(q), layout_of(k), layout_of(v), indices.shape, plan.tiles.shape, causal, sinks is not None, False,
-        scale, softcap, kernel.multiprocessors(q.device), None,
-    )  # fmt: skip
-
-
-def _hopper_backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    indices: Tensor,
-    plan: Plan,
-    causal: bool,
-    scale: float,
-    softcap: float,
-    impl: str,
-    deterministic: bool,
-) -> tuple[Callable[..., Tensor], Callable[..., tuple[Tensor, Tensor, Tensor]]] | None:
-    """`row_delta` and the launches of the Hopper backward, if it serves the call."""
-    if not ops.tries_hopper("backward", impl):
-        return None
-    from flashmask_hf.kernels import hopper_backward as kernel
-    from flashmask_hf.kernels.backward import prepared_delta
-    from flashmask_hf.kernels.descriptors import fits_descriptor, layout_of
-
-    if not all(map(fits_descriptor, (dout, q, k, v))):
-        return None
-    return prepared_delta(layout_of(dout), layout_of(out), dlse is not None), kernel.prepared(
-        layout_of(dout), layout_of(q), layout_of(k), layout_of(v), indices.shape, plan.tiles.shape, causal, False,
-        scale, softcap, deterministic, kernel.multiprocessors(q.device),
-    )  # fmt: skip
 
 
 def _aligned(*tensors: Tensor) -> bool:
@@ -229,12 +210,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if dout is None and dlse is None:
-            return (None,) * 7
-        saved = ctx.saved_tensors  # read once: checkpointing unpacks a saved tensor only once
-        dout = torch.zeros_like(saved[4]) if dout is None else dout
-        dq, dk, dv, dsinks = ctx.call.backward(dout, dlse, *saved[:7], Plan(*saved[7:]))
-        return dq, dk, dv, None if saved[3] is None else dsinks, None, None, None
+        return *ops.input_gradients(ctx, dout, dlse, ctx.call.backward), None, None, None
 
 
 _record: Any = super(torch.autograd.Function, _Attention).apply  # pyright: ignore[reportAttributeAccessIssue]

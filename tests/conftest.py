@@ -18,7 +18,7 @@ torch.set_num_threads(1)  # tests are small, and several workers share the cores
 
 
 def _quicken_interpreter() -> None:
-    """Leave out what Triton's interpreter does in vain, two thirds of these tests' time.
+    """Leave out what Triton's interpreter does in vain, about half of some tests' time.
 
     It patches its language for a launch, and again for each call of a function in there, when nothing is left to patch.
     It works out whether integers overflow for an assertion, and leaves that out (see `support.interpret_assertions`).

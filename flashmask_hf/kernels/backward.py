@@ -264,12 +264,19 @@ def row_delta(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
 
     float32 [B, Hq, Sq].
     """
-    return prepared_delta(layout_of(dout), layout_of(out), dlse is not None)(dout, out, dlse)
+    return delta_launch_of(dout, out, dlse)(dout, out, dlse)
+
+
+def delta_launch_of(
+    dout: Tensor, out: Tensor, dlse: Tensor | None
+) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+    """`row_delta` for tensors of these layouts."""
+    return _prepared_delta(layout_of(dout), layout_of(out), dlse is not None)
 
 
 @lru_cache(maxsize=1024)
-def prepared_delta(dout: Layout, out: Layout, more: bool) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
-    """`row_delta` for tensors of these layouts; `more` says whether there is a dlse."""
+def _prepared_delta(dout: Layout, out: Layout, more: bool) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+    """As `delta_launch_of`; `more` says whether there is a dlse."""
     batch, heads, q_len, v_dim = out.shape
     rows = 64
     n_rows = -(-q_len // rows)

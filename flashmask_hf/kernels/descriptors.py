@@ -72,11 +72,7 @@ def _harmless_strides(shape: torch.Size, strides: tuple[int, ...], dtype: torch.
 
 
 def describe(make: Callable[..., Any], x: Tensor, *block: int) -> Any:
-    """The descriptor `make(x, shape, strides, block)` of `x`, whose layout fits one, for tiles of shape `block`.
-
-    A descriptor checks all that it is given, which takes as long as a launch: each layout's is made and checked once,
-    and copied.
-    """
+    """The descriptor `make(x, shape, strides, block)` of `x`, whose layout fits one, for tiles of shape `block`."""
     return described(template(make, layout_of(x), *block), x)
 
 

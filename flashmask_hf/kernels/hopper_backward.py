@@ -810,11 +810,27 @@ def backward(
         dq, dk, dv like q, k, v; with `orders` stored as [B, S, H, D].
     """
     q, k, v, dout = (describable(x) for x in (q, k, v, dout))
-    launch = prepared(
+    launch = launches_of(dout, q, k, v, mask, plan, scale, softcap, deterministic, orders)
+    return launch(dout, q, k, v, lse, delta, mask.indices, plan, orders)
+
+
+def launches_of(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: FlashMask,
+    plan: Plan,
+    scale: float,
+    softcap: float,
+    deterministic: bool = False,
+    orders: tuple[Tensor, Tensor] | None = None,
+) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    """`prepared` for tensors that descriptors fit; arguments as in `backward`."""
+    return prepared(
         layout_of(dout), layout_of(q), layout_of(k), layout_of(v), mask.indices.shape, plan.tiles.shape, mask.causal,
         orders is not None, scale, softcap, deterministic, multiprocessors(q.device),
     )  # fmt: skip
-    return launch(dout, q, k, v, lse, delta, mask.indices, plan, orders)
 
 
 @lru_cache(maxsize=1024)

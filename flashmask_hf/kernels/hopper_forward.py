@@ -593,11 +593,27 @@ def forward(
     log-sum-exp stays in the order of q.
     """
     q, k, v = (describable(x) for x in (q, k, v))
-    launch = prepared(
+    launch = launches_of(q, k, v, mask, plan, sinks, scale, softcap, config, order)
+    return launch(q, k, v, mask.indices, plan, sinks, order)
+
+
+def launches_of(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: FlashMask,
+    plan: Plan,
+    sinks: Tensor | None,
+    scale: float,
+    softcap: float,
+    config: Config | None = None,
+    order: Tensor | None = None,
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """`prepared` for tensors that descriptors fit; arguments as in `forward`."""
+    return prepared(
         layout_of(q), layout_of(k), layout_of(v), mask.indices.shape, plan.tiles.shape, mask.causal, sinks is not None,
         order is not None, scale, softcap, multiprocessors(q.device), config,
     )  # fmt: skip
-    return launch(q, k, v, mask.indices, plan, sinks, order)
 
 
 @lru_cache(maxsize=1024)
