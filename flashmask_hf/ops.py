@@ -119,7 +119,7 @@ def call(operator: Any, *inputs: Any) -> Any:
 
 def dispatched(inputs: tuple[Any, ...]) -> bool:
     """Whether the dispatcher does more than call: for compilers, modes, transforms, profilers and kinds of tensors."""
-    return (
+    if (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._is_torch_function_mode_enabled()
@@ -127,14 +127,22 @@ def dispatched(inputs: tuple[Any, ...]) -> bool:
         or torch._C._get_tracing_state() is not None
         or torch.autograd.profiler._is_profiler_enabled
         or forward_ad._current_level >= 0
-        or any(isinstance(x, Tensor) and not _is_plain(x) for x in inputs)
-    )
+    ):
+        return True
+    for x in inputs:
+        if isinstance(x, Tensor) and (
+            # Its memory does not hold its values, or a class or batching rule has a say.
+            type(x) not in _PLAIN
+            or x.is_neg()
+            or x._is_zerotensor()
+            or is_legacy_batchedtensor(x)
+            or is_functorch_wrapped_tensor(x)
+        ):
+            return True
+    return False
 
 
-def _is_plain(x: Tensor) -> bool:
-    """Whether a tensor's memory holds its values, and no class or batching rule has a say."""
-    special = x.is_neg() or x._is_zerotensor() or is_legacy_batchedtensor(x) or is_functorch_wrapped_tensor(x)
-    return type(x) in (Tensor, torch.nn.Parameter) and not special
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def has_tangents(*inputs: Tensor | None) -> bool:

@@ -104,10 +104,10 @@ class Repeated:
         """The results, without a derivative."""
         launch = self._forward if _aligned(q, k, v) else None
         if launch is _unsettled:
-            launch = self._forward = self._hopper_forward(q, k, v, sinks, indices, plan)
+            launch = self._forward = self._forward_launches(q, k, v, sinks, indices, plan)
         if launch is None:
             return ops.forward(q, k, v, sinks, indices, *plan, *self.settings)
-        return launch(q, k, v, indices, plan, sinks, None)
+        return launch(q, k, v, indices, plan, sinks)
 
     def backward(
         self,
@@ -132,28 +132,31 @@ class Repeated:
         if launches is None or launches is _unsettled:
             results = ops.backward(*given)
             if launches is _unsettled:  # now that the launches are known to succeed
-                self._backward[layouts] = self._hopper_backward(dout, dlse, q, k, v, out, indices, plan)
+                self._backward[layouts] = self._backward_launches(dout, dlse, q, k, v, out, indices, plan)
             return results
         row_delta, gradients = launches
         delta = row_delta(dout, out, dlse)
-        dq, dk, dv = gradients(dout, q, k, v, lse, delta, indices, plan, None)
+        dq, dk, dv = gradients(dout, q, k, v, lse, delta, indices, plan)
         return dq, dk, dv, None if sinks is None else ops.sinks_gradient(sinks, lse, delta)
 
-    def _hopper_forward(
+    def _forward_launches(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, indices: Tensor, plan: Plan
     ) -> Callable[..., tuple[Tensor, Tensor]] | None:
-        """The launches of the Hopper forward, if it serves the call."""
+        """The launches of the forward, if kernels serve the call and take tensors of these layouts as they are."""
         causal, scale, softcap, impl, _ = self.settings
-        if not ops.tries_hopper("forward", impl):
+        if impl == "torch":
             return None
+        given: tuple[Any, ...] = (q, k, v, FlashMask(indices, causal), plan, sinks, scale, softcap)
+        if not ops.tries_hopper("forward", impl):
+            from flashmask_hf.kernels import forward
+
+            return forward.launches_of(*given)
         from flashmask_hf.kernels import hopper_forward
         from flashmask_hf.kernels.descriptors import fits_descriptor
 
-        if not all(map(fits_descriptor, (q, k, v))):
-            return None
-        return hopper_forward.launches_of(q, k, v, FlashMask(indices, causal), plan, sinks, scale, softcap)
+        return hopper_forward.launches_of(*given) if all(map(fits_descriptor, (q, k, v))) else None
 
-    def _hopper_backward(
+    def _backward_launches(
         self,
         dout: Tensor,
         dlse: Tensor | None,
@@ -164,17 +167,22 @@ class Repeated:
         indices: Tensor,
         plan: Plan,
     ) -> tuple[Callable[..., Tensor], Callable[..., tuple[Tensor, Tensor, Tensor]]] | None:
-        """`row_delta` and the launches of the Hopper backward, if it serves the call."""
+        """`row_delta` and the launches of the backward, likewise."""
         causal, scale, softcap, impl, deterministic = self.settings
-        if not ops.tries_hopper("backward", impl):
+        if impl == "torch":
             return None
-        from flashmask_hf.kernels import backward, hopper_backward
+        from flashmask_hf.kernels import backward
         from flashmask_hf.kernels.descriptors import fits_descriptor
 
-        if not all(map(fits_descriptor, (dout, q, k, v))):
+        given: tuple[Any, ...] = (dout, q, k, v, FlashMask(indices, causal), plan, scale, softcap)
+        if not ops.tries_hopper("backward", impl):
+            launches = backward.launches_of(*given)
+        elif all(map(fits_descriptor, (dout, q, k, v))):
+            from flashmask_hf.kernels import hopper_backward
+
+            launches = hopper_backward.launches_of(*given, deterministic=deterministic)
+        else:
             return None
-        mask = FlashMask(indices, causal)
-        launches = hopper_backward.launches_of(dout, q, k, v, mask, plan, scale, softcap, deterministic)
         return backward.delta_launch_of(dout, out, dlse), launches
 
 

@@ -45,7 +45,7 @@ if INTERPRETED:
 def _nothing_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each test begins as a process does: with no call to repeat, and no launch prepared."""
     monkeypatch.setattr(repeated, "_known", {})
-    for name in ("hopper_forward", "hopper_backward"):
+    for name in ("forward", "backward", "hopper_forward", "hopper_backward"):
         module = sys.modules.get(f"flashmask_hf.kernels.{name}")
         if module is not None:
             module.prepared.cache_clear()

@@ -18,6 +18,7 @@ from triton.runtime.jit import JITFunction
 
 import flashmask_hf.kernels.backward
 import flashmask_hf.kernels.forward
+from flashmask_hf.kernels.direct import parameters
 from flashmask_hf.kernels.launch import Bound, Launcher
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -71,7 +72,10 @@ def compile_only(target: GPUTarget = HOPPER, *, tma: bool | None = None) -> Iter
     def instead(function: JITFunction, grid: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> None:
             function.device_caches.clear()
-            compiled.append(_inspect(function.run(*args, grid=grid, warmup=True, **kwargs), target))
+            kernel = function.run(*args, grid=grid, warmup=True, **kwargs)
+            if target.backend == "cuda":
+                _check_parameters(kernel, [*args, *(kwargs[name] for name in function.arg_names[len(args) :])])
+            compiled.append(_inspect(kernel, target))
 
         return run
 
@@ -90,6 +94,18 @@ def compile_only(target: GPUTarget = HOPPER, *, tma: bool | None = None) -> Iter
         driver._active = active
         for module, function in zip(modules, describe, strict=True):
             module.can_describe = function
+
+
+def _check_parameters(kernel: Any, arguments: list[Any]) -> None:
+    """What a launch past Triton passes to a kernel is what the assembler says that it takes."""
+    entry = kernel.asm["ptx"].split(".entry", 1)[1].split("{", 1)[0]
+    taken = []
+    for bits, count in re.findall(r"\.param\s[^,)]*?\.[a-z](\d+)\s[^,)\[]*(?:\[(\d+)\])?", entry):
+        taken.append(int(bits) // 8 * int(count or 1))
+    assert len(taken) == entry.count(".param")
+    packed = parameters(kernel, arguments)
+    assert packed is not None
+    assert [parameter.size for parameter in packed] == taken, entry
 
 
 def _inspect(kernel: Any, target: GPUTarget) -> Kernel:

@@ -23,8 +23,9 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from flashmask_hf.kernels.descriptors import describable, describe
-from flashmask_hf.kernels.launch import Launcher
+from flashmask_hf.kernels import launch
+from flashmask_hf.kernels.descriptors import describable, describe, layout_of, tiles_template
+from flashmask_hf.kernels.launch import Launcher, on_device_of
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -236,6 +237,99 @@ def test_a_bound_launch_sees_addresses_and_devices(launches: _Launches) -> None:
     launches.driver.device = 0
     assert bound(*USUAL[:2]) == (3, 3)
     assert [stream for *_, stream in launches.direct] == [7, 8, 7]
+
+
+class _OnGpu(torch.Tensor):
+    """That says so."""
+
+    is_cuda = True
+
+
+def _on_gpu(*tensors: torch.Tensor) -> list[Any]:
+    return [x.as_subclass(_OnGpu) for x in tensors]
+
+
+class _Own:
+    """A launch past Triton's launcher, too, of a kernel that is not there."""
+
+    def __init__(self) -> None:
+        self.launched: list[tuple[list[int], int]] = []
+        self.succeeds = True
+
+    def __call__(self, addresses: list[int], stream: int) -> bool:
+        self.launched.append((addresses, stream))
+        return self.succeeds
+
+
+@pytest.fixture
+def own(monkeypatch: pytest.MonkeyPatch) -> _Own:
+    found = _Own()
+    monkeypatch.setattr(launch, "direct", lambda compiled, programs, arguments: found)
+    return found
+
+
+def test_a_bound_launch_goes_past_triton_s_launcher(launches: _Launches, own: _Own) -> None:
+    """With the addresses of its tensors, descriptors' too, unless that fails."""
+    x, y = _on_gpu(_rows(), _tensor())
+    tiles = tiles_template(True, (layout_of(x), 64, 64))
+    bound = launches.launcher.bind(3, 8, 0.5, tiles=tiles, SIZE=64, FLAG=True, num_warps=4)
+    bound(x, y, None)
+    (_, (first, *_), _), *_ = launches.asked
+    assert first.base is x
+    assert vars(first) == vars(describe(TensorDescriptor, x, 1, 1, 64, 64))
+    launches.driver.stream = 9
+    bound(x, y, None)
+    assert own.launched == [([x.data_ptr(), y.data_ptr()], 9)]
+    assert (len(launches.asked), launches.direct) == (1, [])
+    own.succeeds = False
+    bound(x, y, None)
+    ((grid, (described, *arguments), stream),) = launches.direct
+    assert (grid, stream) == ((3, 1, 1), 9)
+    assert described.base is x
+    assert arguments[0] is y
+    assert arguments[1:] == [None, 8, 0.5, 64, True]
+
+
+@pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
+@pytest.mark.parametrize("chained", [True, False])
+def test_triton_s_launcher_calls_hooks(
+    launches: _Launches, own: _Own, monkeypatch: pytest.MonkeyPatch, hook: str, chained: bool
+) -> None:
+    bound = _Bound(launches)
+    tensors = _on_gpu(*USUAL[:2])
+    assert bound(*tensors) == (1, 0)
+    assert bound(*tensors) == (1, 0)
+    with monkeypatch.context() as patch:
+        if chained:
+            patch.setattr(getattr(triton.knobs.runtime, hook), "calls", [lambda metadata: None])
+        else:
+            patch.setattr(triton.knobs.runtime, hook, lambda metadata: None)
+        assert bound(*tensors) == (1, 1)
+        patch.setattr(triton.knobs.runtime, hook, None)
+        assert bound(*tensors) == (1, 1)
+    assert bound(*tensors) == (1, 1)
+    assert len(own.launched) == 3
+
+
+def test_triton_sees_a_tensor_that_is_not_on_the_gpu(launches: _Launches, own: _Own) -> None:
+    bound = _Bound(launches)
+    x, y = _on_gpu(*USUAL[:2])
+    bound(x, y)
+    bound(x, y)
+    assert (len(launches.asked), len(own.launched)) == (1, 1)
+    for count in (1, 2):
+        bound(x, _tensor(torch.float32))
+        assert (len(launches.asked), len(launches.direct), len(own.launched)) == (1, count, 1)
+
+
+def test_on_device_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    (there,) = _on_gpu(_tensor())
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 1)
+    assert isinstance(on_device_of(there), torch.cuda.device_of)
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 0)
+    for x in (_tensor(), there):
+        assert not isinstance(on_device_of(x), torch.cuda.device_of)
 
 
 @pytest.mark.parametrize("knob", ["debug", "instrumentation_mode", "stages", "pre_run"])

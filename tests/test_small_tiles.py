@@ -63,7 +63,7 @@ def test_only_hidden_ones(causal: bool, n: int, share: float, device: str) -> No
             segment = torch.tensor([plan_tile, plan_tile + 1], dtype=torch.int32)
             out = torch.empty(tiles, 2, dtype=torch.int32, device=device)
             _ranges[(tiles,)](
-                segment.to(device), whole_tiles(mask, BLOCK_N).to(device), out, q_len, kv_len,
+                segment.to(device), whole_tiles(mask.indices, BLOCK_N).to(device), out, q_len, kv_len,
                 CAUSAL=causal, N=n, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, SUBROWS=SUBROWS,
             )  # fmt: skip
             whole = range(plan_tile * SUBROWS, (plan_tile + 1) * SUBROWS)

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn.functional import pad
 
 from flashmask_hf.kernels.configs import Config, keys_config, queries_config
-from flashmask_hf.kernels.descriptors import Layout, can_describe, layout_of, operand
-from flashmask_hf.kernels.launch import Launcher
+from flashmask_hf.kernels.descriptors import Layout, can_describe, layout_of, packed_layout, tiles_template
+from flashmask_hf.kernels.launch import Launcher, on_device_of
 from flashmask_hf.kernels.tiles import (
     LOG2_E,
     block_of,
@@ -52,6 +52,23 @@ def _row_delta(
     if dlse is not None:
         sums -= tl.load(dlse + at, mask=rows < q_len, other=0.0)
     tl.store(delta + at, sums, mask=rows < q_len)
+
+
+@triton.jit(do_not_specialize=["q_len", "padded"])
+def _whole_statistics(lse, delta, whole_lse, whole_delta, q_len, padded, BLOCK_M: tl.constexpr):
+    """Log-sum-exp in units of log2, and delta, [B * Hq, padded] from [B * Hq, Sq], as the backward takes them.
+
+    The weights of a row past the end, or of one that sees nothing, are to be 0: lse is inf there.
+    """
+    n_rows = padded // BLOCK_M
+    plane = (tl.program_id(0) // n_rows).to(tl.int64)
+    row = tl.program_id(0) % n_rows * BLOCK_M + tl.arange(0, BLOCK_M)
+    inside = row < q_len
+    row_lse = tl.load(lse + plane * q_len + row, mask=inside, other=float("-inf"))
+    row_delta = tl.load(delta + plane * q_len + row, mask=inside, other=0.0)
+    row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse * LOG2_E)
+    tl.store(whole_lse + plane * padded + row, row_lse)
+    tl.store(whole_delta + plane * padded + row, row_delta)
 
 
 @triton.jit
@@ -255,6 +272,7 @@ def _backward_queries(
 
 
 _launch_row_delta = Launcher(_row_delta)
+_launch_statistics = Launcher(_whole_statistics)
 _launch_keys = Launcher(_backward_keys)
 _launch_queries = Launcher(_backward_queries)
 
@@ -278,6 +296,7 @@ def delta_launch_of(
 def _prepared_delta(dout: Layout, out: Layout, more: bool) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
     """As `delta_launch_of`; `more` says whether there is a dlse."""
     batch, heads, q_len, v_dim = out.shape
+    delta_like = packed_layout(batch, heads, q_len, dtype=torch.float32, device=out.device)
     rows = 64
     n_rows = -(-q_len // rows)
     step = _launch_row_delta.bind(
@@ -287,8 +306,8 @@ def _prepared_delta(dout: Layout, out: Layout, more: bool) -> Callable[[Tensor, 
     )  # fmt: skip
 
     def run(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
-        delta = torch.empty(out.shape[:3], dtype=torch.float32, device=out.device)
-        with torch.cuda.device_of(out):
+        delta = delta_like.empty()
+        with on_device_of(out):
             step(dout, out, None if dlse is None else dlse.contiguous(), delta)
         return delta
 
@@ -328,58 +347,135 @@ def backward(
     Returns:
         dq, dk, dv like q, k, v.
     """
+    launch = launches_of(dout, q, k, v, mask, plan, scale, softcap, by_keys, by_queries)
+    return launch(dout, q, k, v, lse, delta, mask.indices, plan)
+
+
+def launches_of(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: FlashMask,
+    plan: Plan,
+    scale: float,
+    softcap: float,
+    by_keys: Config | None = None,
+    by_queries: Config | None = None,
+) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    """`prepared` for tensors of these layouts; arguments as in `backward`."""
+    block_d, block_v, n = block_of(q.shape[3]), block_of(v.shape[3]), mask.indices.shape[-1]
+    return prepared(
+        layout_of(dout), layout_of(q), layout_of(k), layout_of(v), mask.indices.shape, plan.tiles.shape, mask.causal,
+        scale, softcap, by_keys or keys_config(q, block_d, block_v),
+        by_queries or queries_config(q, block_d, block_v, n), can_describe(q, k, v, dout),
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=1024)
+def prepared(
+    dout: Layout,
+    q: Layout,
+    k: Layout,
+    v: Layout,
+    vectors: torch.Size,
+    listed: torch.Size,
+    causal: bool,
+    scale: float,
+    softcap: float,
+    by_keys: Config,
+    by_queries: Config,
+    tma: bool,
+) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    """Settle what follows from layouts, for launches that differ in the memory of tensors alone.
+
+    Args:
+        dout: layout of the output's gradient.
+        q: of the queries.
+        k: of the keys.
+        v: of the values.
+        vectors: shape of the mask's indices.
+        listed: shape of the plan's tiles.
+        causal: as in `FlashMask`.
+        scale: factor on the scores.
+        softcap: 0 is none.
+        by_keys: tile sizes of the dK and dV kernel.
+        by_queries: tile sizes of the dQ kernel.
+        tma: whether tiles are loaded through descriptors, which fit the layouts then.
+
+    Returns:
+        (dout, q, k, v, lse, delta, indices, plan) -> (dq, dk, dv), as in `backward`. With `tma`, the first four begin
+        at multiples of 16 bytes.
+    """
     batch, heads, q_len, dim = q.shape
     kv_heads, kv_len, v_dim = k.shape[1], k.shape[2], v.shape[3]
     block_d, block_v = block_of(dim), block_of(v_dim)
-    by_keys = by_keys or keys_config(q, block_d, block_v)
-    by_queries = by_queries or queries_config(q, block_d, block_v, mask.indices.shape[-1])
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    mask_batch, mask_heads, n_q, n_kv = plan.tiles.shape
+    mask_batch, mask_heads, n_q, n_kv = listed
     width = plan_columns(kv_len)
-    indices = whole_tiles(mask, width)
-    tma = can_describe(q, k, v, dout)
     factor, bend = score_factors(scale, softcap)
-    flags = {
-        "CAUSAL": mask.causal,
-        "N": indices.shape[-1],
-        "CAP": softcap != 0,
-        "TMA": tma,
-        "PRECISION": dot_precision(q),
-    }
-    strides = (*q.stride(), *k.stride(), *v.stride(), *dout.stride())
-    # In units of log2, and inf for a row past the end or one that sees nothing, so that its weights are 0.
     padded = -(-q_len // ROWS) * ROWS
-    lse = torch.where(lse.isneginf(), float("inf"), lse).mul_(LOG2_E.value).flatten(0, 1)
-    delta = delta.flatten(0, 1)
-    if padded > q_len:
-        lse, delta = (pad(x, (0, padded - q_len), value=fill) for x, fill in ((lse, float("inf")), (delta, 0.0)))
-    with torch.cuda.device_of(q):
-        tile = by_keys
-        n_columns = -(-kv_len // tile.columns)
-        _launch_keys(
-            n_columns * kv_heads * batch,
-            operand(q, tile.rows, block_d, tma), operand(k, tile.columns, block_d, tma),
-            operand(v, tile.columns, block_v, tma), operand(dout, tile.rows, block_v, tma),
-            operand(lse, 1, tile.rows, tma), operand(delta, 1, tile.rows, tma), indices, plan.segments, dk, dv,
-            *strides, *dk.stride(), *dv.stride(),
-            heads, kv_heads, mask_batch, mask_heads, q_len, padded, kv_len, n_kv, n_columns, dim, v_dim,
-            scale, factor, bend,
-            **flags, BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_D=block_d, BLOCK_V=block_v,
-            SUBROWS=ROWS // tile.rows, SUBTILES=width // tile.columns, VISIBLE=VISIBLE_SEGMENTS,
-            PARTIAL=PARTIAL_SEGMENTS, num_warps=tile.warps, num_stages=tile.stages,
-        )  # fmt: skip
-        tile = by_queries
-        n_rows = -(-q_len // tile.rows)
-        _launch_queries(
-            n_rows * heads * batch,
-            operand(q, tile.rows, block_d, tma), operand(k, tile.columns, block_d, tma),
-            operand(v, tile.columns, block_v, tma), operand(dout, tile.rows, block_v, tma),
-            operand(lse, 1, tile.rows, tma), operand(delta, 1, tile.rows, tma), indices, plan.tiles, plan.counts, dq,
-            *strides, *dq.stride(),
-            heads, kv_heads, mask_batch, mask_heads, q_len, padded, kv_len, n_q, n_kv, n_rows, dim, v_dim,
-            scale, factor, bend,
-            **flags, BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_D=block_d, BLOCK_V=block_v,
-            SUBROWS=ROWS // tile.rows, SUBTILES=width // tile.columns,
-            num_warps=tile.warps, num_stages=tile.stages,
-        )  # fmt: skip
-    return dq, dk, dv
+    statistic = packed_layout(batch * heads, padded, dtype=torch.float32, device=q.device)
+    dq_like, dk_like, dv_like = (layout_of(_gradient(x)) for x in (q, k, v))
+    strides = (*q.strides, *k.strides, *v.strides, *dout.strides)
+
+    def flags(tile: Config) -> dict[str, Any]:
+        return {
+            "tiles": tiles_template(
+                tma,
+                (q, tile.rows, block_d),
+                (k, tile.columns, block_d),
+                (v, tile.columns, block_v),
+                (dout, tile.rows, block_v),
+                (statistic, 1, tile.rows),
+                (statistic, 1, tile.rows),
+            ),
+            "CAUSAL": causal,
+            "N": vectors[-1],
+            "CAP": softcap != 0,
+            "TMA": tma,
+            "PRECISION": dot_precision(q),
+            "BLOCK_M": tile.rows,
+            "BLOCK_N": tile.columns,
+            "BLOCK_D": block_d,
+            "BLOCK_V": block_v,
+            "SUBROWS": ROWS // tile.rows,
+            "SUBTILES": width // tile.columns,
+            "num_warps": tile.warps,
+            "num_stages": tile.stages,
+        }
+
+    n_columns, n_rows = -(-kv_len // by_keys.columns), -(-q_len // by_queries.rows)
+    statistics = _launch_statistics.bind(batch * heads * padded // ROWS, q_len, padded, BLOCK_M=ROWS, num_warps=1)
+    keys = _launch_keys.bind(
+        n_columns * kv_heads * batch,
+        *strides, *dk_like.strides, *dv_like.strides,
+        heads, kv_heads, mask_batch, mask_heads, q_len, padded, kv_len, n_kv, n_columns, dim, v_dim,
+        scale, factor, bend,
+        VISIBLE=VISIBLE_SEGMENTS, PARTIAL=PARTIAL_SEGMENTS, **flags(by_keys),
+    )  # fmt: skip
+    queries = _launch_queries.bind(
+        n_rows * heads * batch,
+        *strides, *dq_like.strides,
+        heads, kv_heads, mask_batch, mask_heads, q_len, padded, kv_len, n_q, n_kv, n_rows, dim, v_dim,
+        scale, factor, bend,
+        **flags(by_queries),
+    )  # fmt: skip
+
+    def run(
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, indices: Tensor, plan: Plan
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        row_lse, row_delta = statistic.empty(), statistic.empty()
+        with on_device_of(q):
+            indices = whole_tiles(indices, width)
+            statistics(lse.contiguous(), delta.contiguous(), row_lse, row_delta)
+            keys(q, k, v, dout, row_lse, row_delta, indices, plan.segments, dk, dv)
+            queries(q, k, v, dout, row_lse, row_delta, indices, plan.tiles, plan.counts, dq)
+        return dq, dk, dv
+
+    return run
+
+
+def _gradient(x: Layout) -> Tensor:
+    """What `torch.empty_like` makes of a tensor of a layout, without memory."""
+    return torch.empty_like(x.empty("meta"))

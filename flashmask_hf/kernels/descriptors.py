@@ -23,17 +23,30 @@ class Layout(NamedTuple):
     dtype: torch.dtype
     device: torch.device
 
+    def empty(self, device: str | None = None) -> Tensor:
+        """A tensor like it, uninitialised. `torch.empty` takes twice as long, for small ones longer than a launch."""
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device or self.device)
+
+
+def packed_layout(*shape: int, dtype: torch.dtype, device: torch.device, order: tuple[int, ...] = ()) -> Layout:
+    """That of a tensor without gaps, its axes from the outermost in memory in `order`, or as they are."""
+    strides = torch.empty_permuted(shape, order or tuple(range(len(shape))), device="meta").stride()
+    return Layout(torch.Size(shape), strides, dtype, device)
+
 
 def layout_of(x: Tensor) -> Layout:
     """The layout of a tensor."""
     return Layout(x.shape, x.stride(), x.dtype, x.device)
 
 
-def operand(x: Tensor, height: int, width: int, tma: bool) -> Any:
-    """What a kernel takes for `x`: a descriptor for tiles [height, width] of its last two axes, or the tensor."""
+def tiles_template(tma: bool, *tiles: tuple[Layout, int, int]) -> tuple[Any, ...]:
+    """Templates of descriptors for tiles (layout, height, width) of the last two axes; none for loads by pointers."""
     if not tma:
-        return x
-    return describe(TensorDescriptor, x, *[1] * (x.dim() - 2), height, width)
+        return ()
+    return tuple(
+        template(TensorDescriptor, layout, *[1] * (len(layout.shape) - 2), height, width)
+        for layout, height, width in tiles
+    )
 
 
 def can_describe(*tensors: Tensor) -> bool:
@@ -79,9 +92,8 @@ def describe(make: Callable[..., Any], x: Tensor, *block: int) -> Any:
 @lru_cache(maxsize=4096)
 def template(make: Callable[..., Any], layout: Layout, *block: int) -> Any:
     """A descriptor without memory, for `described`; arguments as in `describe`."""
-    like = torch.empty_strided(layout.shape, layout.strides, dtype=layout.dtype, device="meta")
     strides = _harmless_strides(layout.shape, layout.strides, layout.dtype)
-    return make(like, list(layout.shape), strides, list(block))
+    return make(layout.empty("meta"), list(layout.shape), strides, list(block))
 
 
 def described(template: Any, x: Tensor) -> Any:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from flashmask_hf.kernels.configs import Config, forward_config
-from flashmask_hf.kernels.descriptors import can_describe, operand
-from flashmask_hf.kernels.launch import Launcher
+from flashmask_hf.kernels.descriptors import Layout, can_describe, layout_of, packed_layout, tiles_template
+from flashmask_hf.kernels.launch import Launcher, on_device_of
 from flashmask_hf.kernels.tiles import (
     LN_2,
     LOG2_E,
@@ -122,29 +125,91 @@ def forward(
     config: Config | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Launch the forward; arguments and results as in `ops.flash_attn_forward`. `config` overrides the table."""
+    launch = launches_of(q, k, v, mask, plan, sinks, scale, softcap, config)
+    return launch(q, k, v, mask.indices, plan, sinks)
+
+
+def launches_of(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: FlashMask,
+    plan: Plan,
+    sinks: Tensor | None,
+    scale: float,
+    softcap: float,
+    config: Config | None = None,
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """`prepared` for tensors of these layouts; arguments as in `forward`."""
+    n = mask.indices.shape[-1]
+    config = config or forward_config(q, block_of(q.shape[3]), block_of(v.shape[3]), n, mask.causal)
+    return prepared(
+        layout_of(q), layout_of(k), layout_of(v), mask.indices.shape, plan.tiles.shape, mask.causal, sinks is not None,
+        scale, softcap, config, can_describe(q, k, v),
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=1024)
+def prepared(
+    q: Layout,
+    k: Layout,
+    v: Layout,
+    vectors: torch.Size,
+    listed: torch.Size,
+    causal: bool,
+    sinks: bool,
+    scale: float,
+    softcap: float,
+    config: Config,
+    tma: bool,
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Settle what follows from layouts, for launches that differ in the memory of tensors alone.
+
+    Args:
+        q: layout of the queries.
+        k: of the keys.
+        v: of the values.
+        vectors: shape of the mask's indices.
+        listed: shape of the plan's tiles.
+        causal: as in `FlashMask`.
+        sinks: whether there are any.
+        scale: factor on the scores.
+        softcap: 0 is none.
+        config: tile sizes.
+        tma: whether tiles are loaded through descriptors, which fit the layouts then.
+
+    Returns:
+        (q, k, v, indices, plan, sinks) -> (out, lse), as in `forward`. With `tma`, q, k and v begin at multiples of 16
+        bytes.
+    """
     batch, heads, q_len, dim = q.shape
     kv_heads, kv_len, v_dim = k.shape[1], k.shape[2], v.shape[3]
     block_d, block_v = block_of(dim), block_of(v_dim)
-    config = config or forward_config(q, block_d, block_v, mask.indices.shape[-1], mask.causal)
-    out = q.new_empty(batch, q_len, heads, v_dim).transpose(1, 2)
-    lse = q.new_empty(batch, heads, q_len, dtype=torch.float32)
+    out_like = packed_layout(batch, heads, q_len, v_dim, dtype=q.dtype, device=q.device, order=(0, 2, 1, 3))
+    lse_like = packed_layout(batch, heads, q_len, dtype=torch.float32, device=q.device)
     n_rows = -(-q_len // config.rows)
     width = plan_columns(kv_len)
-    tma = can_describe(q, k, v)
     factor, bend = score_factors(scale, softcap)
-    with torch.cuda.device_of(q):
-        _launch(
-            n_rows * heads * batch,
-            operand(q, config.rows, block_d, tma), operand(k, config.columns, block_d, tma),
-            operand(v, config.columns, block_v, tma),
-            None if sinks is None else sinks.contiguous(), whole_tiles(mask, width), plan.tiles, plan.counts, out, lse,
-            *q.stride(), *k.stride(), *v.stride(), *out.stride(),
-            heads, kv_heads, mask.indices.shape[0], mask.indices.shape[1], q_len, kv_len,
-            plan.tiles.shape[2], plan.tiles.shape[3], n_rows, dim, v_dim, factor, bend,
-            CAUSAL=mask.causal, N=mask.indices.shape[-1], SINKS=sinks is not None, CAP=softcap != 0, TMA=tma,
-            PRECISION=dot_precision(q),
-            BLOCK_M=config.rows, BLOCK_N=config.columns, BLOCK_D=block_d, BLOCK_V=block_v,
-            SUBROWS=ROWS // config.rows, SUBTILES=width // config.columns,
-            num_warps=config.warps, num_stages=config.stages,
-        )  # fmt: skip
-    return out, lse
+    step = _launch.bind(
+        n_rows * heads * batch,
+        *q.strides, *k.strides, *v.strides, *out_like.strides,
+        heads, kv_heads, vectors[0], vectors[1], q_len, kv_len, listed[2], listed[3], n_rows, dim, v_dim, factor, bend,
+        tiles=tiles_template(
+            tma, (q, config.rows, block_d), (k, config.columns, block_d), (v, config.columns, block_v)
+        ),
+        CAUSAL=causal, N=vectors[-1], SINKS=sinks, CAP=softcap != 0, TMA=tma, PRECISION=dot_precision(q),
+        BLOCK_M=config.rows, BLOCK_N=config.columns, BLOCK_D=block_d, BLOCK_V=block_v,
+        SUBROWS=ROWS // config.rows, SUBTILES=width // config.columns,
+        num_warps=config.warps, num_stages=config.stages,
+    )  # fmt: skip
+
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, indices: Tensor, plan: Plan, sinks: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = out_like.empty(), lse_like.empty()
+        sinks = None if sinks is None else sinks.contiguous()
+        with on_device_of(q):
+            step(q, k, v, sinks, whole_tiles(indices, width), plan.tiles, plan.counts, out, lse)
+        return out, lse
+
+    return run

@@ -21,7 +21,8 @@ import triton.language as tl
 from torch import Tensor
 
 from flashmask_hf.kernels.configs import multiprocessors
-from flashmask_hf.kernels.descriptors import Layout, describable, described, layout_of, template
+from flashmask_hf.kernels.descriptors import Layout, describable, layout_of, packed_layout, template
+from flashmask_hf.kernels.direct import zeros
 from flashmask_hf.kernels.gluon_shim import (
     bits_below,
     fence_async_shared,
@@ -43,7 +44,7 @@ from flashmask_hf.kernels.gluon_shim import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from flashmask_hf.kernels.launch import Launcher
+from flashmask_hf.kernels.launch import Launcher, on_device_of
 from flashmask_hf.kernels.tiles import LOG2_E, score_factors
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.plan import PARTIAL_SEGMENTS, ROWS, VISIBLE_SEGMENTS, Plan, plan_columns
@@ -874,7 +875,10 @@ def prepared(
     block, sides, parts = _TILES[dim]
     mask_batch, mask_heads, n_q, n_kv = listed
     padded = -(-q_len // ROWS) * ROWS
-    sums_shape = (batch * heads * padded * dim // 32, 32)
+    sums_like = packed_layout(batch * heads * padded * dim // 32, 32, dtype=torch.float32, device=device)
+    order_like = packed_layout(*listed, dtype=torch.int16, device=device)
+    locks_like = packed_layout(batch * heads * padded // block, dtype=torch.int32, device=device)
+    counter_like = packed_layout(1, dtype=torch.int32, device=device)
     subtiles = plan_columns(kv_len) // COLUMNS
     n_columns = -(-kv_len // plan_columns(kv_len)) * subtiles
     units = batch * kv_heads
@@ -884,11 +888,7 @@ def prepared(
     together = max(1, _ROWS_AT_HAND // (q_len * dim * (heads // kv_heads) * 4))
     groups = min(mask_heads, kv_heads)
     most = _ROWS_BY_TURNS // (dim * ROWS * (heads // kv_heads))
-    sums_like = Layout(torch.Size(sums_shape), (32, 1), torch.float32, device)
-    dq_like, dk_like, dv_like = (
-        layout_of(_gradient(torch.empty_strided(x.shape, x.strides, dtype=x.dtype, device="meta"), ordered))
-        for x in (q, k, v)
-    )
+    dq_like, dk_like, dv_like = (layout_of(_gradient(x.empty("meta"), ordered)) for x in (q, k, v))
     tiles = (
         rows_template(q, block), rows_template(k, 64), rows_template(v, 64), rows_template(dout, block),
         template(make_descriptor, sums_like, 128, 32), rows_template(dk_like, 64), rows_template(dv_like, 64),
@@ -897,7 +897,7 @@ def prepared(
         min(n_columns * units, slots),
         heads, kv_heads, units, together, mask_batch, mask_heads, q_len, kv_len, n_q, n_kv, n_columns, padded, scale,
         factor, bend,
-        CAUSAL=causal, N=vectors[-1], CAP=softcap != 0, ORDERED=deterministic, PLACED=ordered,
+        tiles=tiles, CAUSAL=causal, N=vectors[-1], CAP=softcap != 0, ORDERED=deterministic, PLACED=ordered,
         SIDES=sides, PARTS=parts, AHEAD=dim == 64 and softcap == 0, SHARED=shared, BLOCK_M=block, BLOCK_D=dim,
         ROWS=ROWS, SUBTILES=subtiles,
         VISIBLE=VISIBLE_SEGMENTS, SEGMENTS=VISIBLE_SEGMENTS + PARTIAL_SEGMENTS, num_warps=4,
@@ -917,26 +917,25 @@ def prepared(
         delta: Tensor,
         indices: Tensor,
         plan: Plan,
-        orders: tuple[Tensor, Tensor] | None,
+        orders: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         q_order, k_order = orders or (None, None)
         dq, dk, dv = _gradient(q, ordered), _gradient(k, ordered), _gradient(v, ordered)
-        sums = torch.zeros(sums_shape, dtype=torch.float32, device=device)
-        with torch.cuda.device_of(q):
+        with on_device_of(q):
+            sums = zeros(sums_like)
             order = locks = launch = turns = plan.segments  # not read
             if deterministic:
-                order = torch.zeros(listed, dtype=torch.int16, device=device)
-                locks = torch.zeros(batch * heads * padded // block, dtype=torch.int32, device=device)
+                order, locks = zeros(order_like), zeros(locks_like)
                 launch, turns = _launch_order(plan, causal, groups, n_columns // subtiles, together, most)
                 _row_order[(mask_batch * mask_heads * n_q,)](
                     plan.tiles, plan.counts, launch, order, n_q, n_kv, n_columns // subtiles, mask_heads // groups,
                     LANES=256, num_warps=4,
                 )  # fmt: skip
-            counter = torch.zeros(1, dtype=torch.int32, device=device) if shared else None
+            counter = zeros(counter_like) if shared else None
             placed = (dk, dv) if ordered else (None, None)
             add(
-                *map(described, tiles, (q, k, v, dout, sums, dk, dv)), *placed, k_order, lse, delta,
-                indices.contiguous(), plan.segments, order, locks, launch, turns, counter,
+                q, k, v, dout, sums, dk, dv, *placed, k_order, lse, delta, indices.contiguous(), plan.segments, order,
+                locks, launch, turns, counter,
             )  # fmt: skip
             scale_dq(sums, dq, q_order)
         return dq, dk, dv

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from flashmask_hf.kernels.configs import multiprocessors
-from flashmask_hf.kernels.descriptors import Layout, describable, described, layout_of
+from flashmask_hf.kernels.descriptors import Layout, describable, layout_of, packed_layout
+from flashmask_hf.kernels.direct import zeros
 from flashmask_hf.kernels.gluon_shim import (
     bits_below,
     fence_async_shared,
@@ -42,7 +43,7 @@ from flashmask_hf.kernels.gluon_shim import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from flashmask_hf.kernels.launch import Launcher
+from flashmask_hf.kernels.launch import Launcher, on_device_of
 from flashmask_hf.kernels.plan import JOINED_ROWS, join_rows
 from flashmask_hf.kernels.tiles import LN_2, LOG2_E, LOWEST, score_factors
 from flashmask_hf.mask import FlashMask
@@ -651,15 +652,17 @@ def prepared(
         (q, k, v, indices, plan, sinks, order) -> (out, lse), as in `forward`. q, k and v begin at multiples of 16
         bytes.
     """
-    batch, heads, q_len, dim = q.shape
+    batch, heads, q_len = q.shape[:3]
     kv_heads, kv_len = k.shape[1:3]
     mask_batch, mask_heads, n_q, n_kv = listed
     configs = _configs(q.shape, softcap, ordered) if config is None else [config]
     factor, bend = score_factors(scale, softcap)
     joins = any(config.rows == JOINED_ROWS for config in configs)
     least = -(-_TALL_TILES * COLUMNS // plan_columns(kv_len)) if len(configs) > 1 else 0
-    out_layout = Layout(q.shape, (q_len * heads * dim, dim, heads * dim, 1), q.dtype, q.device)
-    q_tiles, out_tiles = rows_template(q, 64), rows_template(out_layout, 64)
+    out_like = packed_layout(*q.shape, dtype=q.dtype, device=q.device, order=(0, 2, 1, 3))
+    lse_like = packed_layout(batch, heads, q_len, dtype=torch.float32, device=q.device)
+    counter_like = packed_layout(1, dtype=torch.int32, device=q.device)
+    q_tiles, out_tiles = rows_template(q, 64), rows_template(out_like, 64)
     steps = []
     for config in configs:
         n_rows = -(-q_len // config.rows)
@@ -673,26 +676,26 @@ def prepared(
             CAP=softcap != 0, GROUPS=config.groups, SUBTILES=plan_columns(kv_len) // config.columns,
             STAGES=config.stages, REGISTERS=config.registers, HELPER_REGISTERS=config.helper_registers,
             SHARED=n_tiles > slots, num_warps=4,
+            tiles=(q_tiles, *(rows_template(x, config.columns) for x in (k, v)), out_tiles),
         )  # fmt: skip
-        steps.append((step, joined, n_tiles > slots, *(rows_template(x, config.columns) for x in (k, v))))
+        steps.append((step, joined, n_tiles > slots))
 
     def run(
-        q: Tensor, k: Tensor, v: Tensor, indices: Tensor, plan: Plan, sinks: Tensor | None, order: Tensor | None
+        q: Tensor, k: Tensor, v: Tensor, indices: Tensor, plan: Plan, sinks: Tensor | None, order: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        out = torch.empty_permuted(q.shape, (0, 2, 1, 3), dtype=q.dtype, device=q.device)
-        lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+        out, lse = out_like.empty(), lse_like.empty()
         indices = indices.contiguous()
         sinks = None if sinks is None else sinks.contiguous()
         tall = chosen_rows = None
-        with torch.cuda.device_of(q):
+        with on_device_of(q):
             if joins:
                 *tall, chosen_rows = join_rows(plan, q_len, least)
-            for step, joined, shared, k_tiles, v_tiles in steps:
+            for step, joined, shared in steps:
                 tiles, counts = tall if joined and tall else (plan.tiles, plan.counts)
-                counter = torch.zeros(1, dtype=torch.int32, device=q.device) if shared else None
+                counter = zeros(counter_like) if shared else None
                 step(
-                    described(q_tiles, q), described(k_tiles, k), described(v_tiles, v), described(out_tiles, out),
-                    out if ordered else None, order, lse, sinks, indices, tiles, counts, counter, chosen_rows,
+                    q, k, v, out, out if ordered else None, order, lse, sinks, indices, tiles, counts, counter,
+                    chosen_rows,
                 )  # fmt: skip
         return out, lse
 

@@ -1,12 +1,17 @@
 """Launches that go past Triton's search for a compiled kernel, which takes longer than the rest of a short call.
 
 At each launch Triton finds out anew, in Python, which of a kernel's compiled forms fits the arguments. A `Launcher`
-keeps what such a launch returns, and launches it directly when arguments come that Triton would treat alike. To see
-that it looks at each of them; a `Bound` launch looks at the addresses and dtypes of tensors only.
+keeps what such a launch returns, and launches it when arguments come that Triton would treat alike. To see that it
+looks at each of them. A `Bound` launch looks at tensors only, of which it takes layouts for granted, and goes past
+Triton's own launcher, too.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Sequence
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -14,7 +19,10 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime import JITFunction, driver
 
-__all__ = ["Bound", "Launcher"]
+from flashmask_hf.kernels.descriptors import described
+from flashmask_hf.kernels.direct import Direct, direct
+
+__all__ = ["Bound", "Launcher", "on_device_of"]
 
 
 class Launcher:
@@ -29,9 +37,16 @@ class Launcher:
         self.may_cache = isinstance(kernel, JITFunction) and not torch.version.hip
         self._compiled: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}
 
-    def bind(self, programs: int, *scalars: Any, **constants: Any) -> Bound:
-        """Launches of tensors of one layout; `scalars` are the arguments behind them, `constants` as in a launch."""
-        return Bound(self, programs, scalars, constants)
+    def bind(self, programs: int, *scalars: Any, tiles: Sequence[Any] = (), **constants: Any) -> Bound:
+        """Launches of tensors of one layout.
+
+        Args:
+            programs: how many.
+            scalars: the arguments behind the tensors.
+            tiles: templates of the descriptors that the kernel takes for the first tensors, see `described`.
+            constants: as in a launch.
+        """
+        return Bound(self, programs, scalars, tiles, constants)
 
     def __call__(self, programs: int, *arguments: Any, **constants: Any) -> None:
         """Launch `programs` programs. `constants` are compile-time arguments and options of Triton's (`num_warps`)."""
@@ -60,42 +75,68 @@ class Launcher:
 class Bound:
     """Launches that differ in the memory of their tensors alone, made by `Launcher.bind`."""
 
-    def __init__(self, launcher: Launcher, programs: int, scalars: tuple[Any, ...], constants: dict[str, Any]):
+    def __init__(
+        self,
+        launcher: Launcher,
+        programs: int,
+        scalars: tuple[Any, ...],
+        tiles: Sequence[Any],
+        constants: dict[str, Any],
+    ):
         self.launcher = launcher
         self.programs = programs
         self.scalars = scalars
+        self.tiles = tiles
         self.constants = constants
-        self._known: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+        self._known: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...], Direct | None]] = {}
 
-    def __call__(self, *tensors: Any) -> None:
-        """Launch with tensors, descriptors and Nones, in the same places and of the same tiles at every call."""
+    def __call__(self, *tensors: Tensor | None) -> None:
+        """Launch with tensors of the same layouts at every call, and Nones in the same places."""
         launcher = self.launcher
-        addresses, dtypes = 0, []
-        for x in tensors:
-            if isinstance(x, Tensor):
-                addresses |= x.data_ptr()
-                dtypes.append(x.dtype)
+        given = [x for x in tensors if x is not None]
+        addresses = [x.data_ptr() for x in given]
         # Triton may have compiled for addresses that are multiples of 16.
-        if not launcher.may_cache or addresses % 16 or launcher.kernel.pre_run_hooks or _told_since():
+        if not launcher.may_cache or reduce(or_, addresses) % 16 or launcher.kernel.pre_run_hooks or _told_since():
             self.launch_anew(*tensors)
             return
         active: Any = driver.active
         device = active.get_current_device()
-        form = (device, *dtypes)
+        there = [x.is_cuda for x in given]
+        form = (device, *[x.dtype for x in given], *there)
         known = self._known.get(form)
-        if known is not None:
-            run, others = known
-            run(*tensors, *others, stream=active.get_current_stream(device))
+        if known is None:
+            self.launch_anew(*tensors)
+            found = launcher.compiled(device, self._arguments(tensors), self.constants)
+            if found is not None:
+                compiled, constant = found
+                others = (*self.scalars, *constant)
+                # Of memory that is not the GPU's, Triton's launcher sees to it that the GPU can read it.
+                own = direct(compiled, self.programs, [*self._operands(tensors), *others]) if all(there) else None
+                self._known[form] = compiled[(self.programs, 1, 1)], others, own
             return
-        self.launch_anew(*tensors)
-        found = launcher.compiled(device, (*tensors, *self.scalars), self.constants)
-        if found is not None:
-            compiled, constant = found
-            self._known[form] = compiled[(self.programs, 1, 1)], (*self.scalars, *constant)
+        run, others, own = known
+        stream = active.get_current_stream(device)
+        if own is None or _hooked() or not own(addresses, stream):
+            run(*self._operands(tensors), *others, stream=stream)
 
-    def launch_anew(self, *tensors: Any) -> None:
+    def launch_anew(self, *tensors: Tensor | None) -> None:
         """Launch by way of the launcher."""
-        self.launcher(self.programs, *tensors, *self.scalars, **self.constants)
+        self.launcher(self.programs, *self._arguments(tensors), **self.constants)
+
+    def _arguments(self, tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
+        return *self._operands(tensors), *self.scalars
+
+    def _operands(self, tensors: Sequence[Any]) -> list[Any]:
+        described_too = len(self.tiles)
+        return [*map(described, self.tiles, tensors), *tensors[described_too:]]
+
+
+_ANYWHERE = contextlib.nullcontext()
+
+
+def on_device_of(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """`torch.cuda.device_of`, for less where it would do nothing."""
+    return _ANYWHERE if not x.is_cuda or x.get_device() == torch.cuda.current_device() else torch.cuda.device_of(x)
 
 
 def _key(device: int, arguments: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, ...]:
@@ -118,6 +159,17 @@ def _told_since() -> bool:
         or knobs.runtime.add_stages_inspection_hook is not None
         or vars(knobs.compilation).get("instrumentation_mode")
     )
+
+
+def _hooked() -> bool:
+    """Whether Triton is told to call something at each launch, as its profiler has it."""
+    runtime = knobs.runtime
+    return _calls(runtime.launch_enter_hook) or _calls(runtime.launch_exit_hook)
+
+
+def _calls(hook: Any) -> bool:
+    """Whether a hook, or some of a chain of them, is there."""
+    return bool(getattr(hook, "calls", hook))
 
 
 def _kind(x: Any) -> Any:

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
-from flashmask_hf.mask import FlashMask
+from flashmask_hf.kernels.descriptors import Layout
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -122,15 +122,15 @@ def tanh(x):
     return tl.where(tl.abs(x) < 0.25, series, tl.where(x < 0, -exact, exact))
 
 
-def whole_tiles(mask: FlashMask, columns: int) -> Tensor:
-    """The mask's vectors [B, Hm, padded, n], contiguous, with hidden keys up to a multiple of `columns`."""
-    indices = mask.indices.contiguous()
-    missing = -mask.kv_len % columns
+def whole_tiles(indices: Tensor, columns: int) -> Tensor:
+    """A mask's vectors [B, Hm, padded, n], contiguous, with hidden keys up to a multiple of `columns`."""
+    kv_len = indices.shape[2]
+    missing = -kv_len % columns
     if not missing:
-        return indices
+        return indices.contiguous()
     padded = pad(indices, (0, 0, 0, missing))
     if indices.shape[-1] > 1:  # the end of the first interval, or of the one that begins at row 0
-        padded[:, :, mask.kv_len :, 1] = _NEVER.value
+        padded[:, :, kv_len:, 1] = _NEVER.value
     return padded
 
 
@@ -139,7 +139,7 @@ def score_factors(scale: float, softcap: float) -> tuple[float, float]:
     return (softcap * LOG2_E.value, scale / softcap) if softcap else (scale * LOG2_E.value, 0.0)
 
 
-def dot_precision(x: Tensor) -> str:
+def dot_precision(x: Tensor | Layout) -> str:
     """How float32 tiles are multiplied: in three TF32 products on NVIDIA's tensor cores, as they are elsewhere.
 
     Three products keep float32 accuracy. Sixteen-bit tiles are multiplied exactly whatever this says.
