@@ -260,21 +260,25 @@ class _OnGpu(torch.Tensor):
 
 
 def test_zeros(library: _Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cleared by the driver, or by torch where it does not, or where there is none."""
+    """Cleared by the driver, or by torch where it does not, where there is none, and in graphs."""
     layout = packed_layout(3, 5, dtype=torch.int16, device=torch.device("cpu"))
     assert torch.equal(zeros(layout), torch.zeros(3, 5, dtype=torch.int16))
     assert not library.cleared
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM + device, raising=False)
     ones = torch.ones(3, 5, dtype=torch.int16).as_subclass(_OnGpu)
     monkeypatch.setattr(Layout, "empty", lambda layout: ones)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     assert zeros(layout) is ones
     assert library.cleared == [(ones.data_ptr(), 0, 30, STREAM + 1)]
     assert ones.all()
     library.status["clear"] = 1
     assert not zeros(layout).any()
-    ones.fill_(1)
-    monkeypatch.setattr(module, "_functions", lambda: None)
-    assert not zeros(layout).any()
+    library.status["clear"] = 0
+    for name, value in (("is_current_stream_capturing", lambda: True), ("_functions", lambda: None)):
+        with monkeypatch.context() as patch:
+            patch.setattr(module if name == "_functions" else torch.cuda, name, value)
+            ones.fill_(1)
+            assert not zeros(layout).any()
     assert len(library.cleared) == 2
 
 

@@ -120,7 +120,7 @@ def zeros(layout: Layout) -> Tensor:
     """A tensor of zeros, on the current device if it is on a GPU."""
     x = layout.empty()
     functions = _functions() if x.is_cuda else None
-    if functions is not None:
+    if functions is not None and not torch.cuda.is_current_stream_capturing():  # a graph runs a kernel faster
         stream = torch._C._cuda_getCurrentRawStream(x.get_device())
         if functions.clear(x.data_ptr(), 0, x.nbytes, stream) == 0:
             return x
