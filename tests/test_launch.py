@@ -255,6 +255,7 @@ class _Own:
     def __init__(self) -> None:
         self.launched: list[tuple[list[int], int]] = []
         self.succeeds = True
+        self.made = 0
 
     def __call__(self, addresses: list[int], stream: int) -> bool:
         self.launched.append((addresses, stream))
@@ -264,7 +265,12 @@ class _Own:
 @pytest.fixture
 def own(monkeypatch: pytest.MonkeyPatch) -> _Own:
     found = _Own()
-    monkeypatch.setattr(launch, "direct", lambda compiled, programs, arguments: found)
+
+    def direct(compiled: Any, programs: int, arguments: list[Any]) -> _Own:
+        found.made += 1
+        return found
+
+    monkeypatch.setattr(launch, "direct", direct)
     return found
 
 
@@ -274,6 +280,7 @@ def test_a_bound_launch_goes_past_triton_s_launcher(launches: _Launches, own: _O
     tiles = tiles_template(True, (layout_of(x), 64, 64))
     bound = launches.launcher.bind(3, 8, 0.5, tiles=tiles, SIZE=64, FLAG=True, num_warps=4)
     bound(x, y, None)
+    assert own.made == 0  # layouts may be there once
     (_, (first, *_), _), *_ = launches.asked
     assert first.base is x
     assert vars(first) == vars(describe(TensorDescriptor, x, 1, 1, 64, 64))
@@ -288,6 +295,7 @@ def test_a_bound_launch_goes_past_triton_s_launcher(launches: _Launches, own: _O
     assert described.base is x
     assert arguments[0] is y
     assert arguments[1:] == [None, 8, 0.5, 64, True]
+    assert own.made == 1
 
 
 @pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])

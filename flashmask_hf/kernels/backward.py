@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flashmask_hf.kernels.configs import Config, keys_config, queries_config
-from flashmask_hf.kernels.descriptors import Layout, can_describe, layout_of, packed_layout, tiles_template
+from flashmask_hf.kernels.descriptors import Layout, can_describe, layout_like, layout_of, packed_layout, tiles_template
 from flashmask_hf.kernels.launch import Launcher, on_device_of
 from flashmask_hf.kernels.tiles import (
     LOG2_E,
@@ -415,7 +415,7 @@ def prepared(
     factor, bend = score_factors(scale, softcap)
     padded = -(-q_len // ROWS) * ROWS
     statistic = packed_layout(batch * heads, padded, dtype=torch.float32, device=q.device)
-    dq_like, dk_like, dv_like = (layout_of(_gradient(x)) for x in (q, k, v))
+    dq_like, dk_like, dv_like = map(layout_like, (q, k, v))
     strides = (*q.strides, *k.strides, *v.strides, *dout.strides)
 
     def flags(tile: Config) -> dict[str, Any]:
@@ -464,7 +464,7 @@ def prepared(
     def run(
         dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, indices: Tensor, plan: Plan
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        dq, dk, dv = dq_like.empty(), dk_like.empty(), dv_like.empty()
         row_lse, row_delta = statistic.empty(), statistic.empty()
         with on_device_of(q):
             indices = whole_tiles(indices, width)
@@ -474,8 +474,3 @@ def prepared(
         return dq, dk, dv
 
     return run
-
-
-def _gradient(x: Layout) -> Tensor:
-    """What `torch.empty_like` makes of a tensor of a layout, without memory."""
-    return torch.empty_like(x.empty("meta"))

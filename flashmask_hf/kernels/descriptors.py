@@ -34,6 +34,11 @@ def packed_layout(*shape: int, dtype: torch.dtype, device: torch.device, order: 
     return Layout(torch.Size(shape), strides, dtype, device)
 
 
+def layout_like(x: Layout) -> Layout:
+    """That of `torch.empty_like` of a tensor."""
+    return x._replace(strides=torch.empty_like(x.empty("meta")).stride())
+
+
 def layout_of(x: Tensor) -> Layout:
     """The layout of a tensor."""
     return Layout(x.shape, x.stride(), x.dtype, x.device)

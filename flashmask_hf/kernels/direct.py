@@ -1,8 +1,8 @@
 """Launches by the CUDA driver's own functions, past Triton's launcher.
 
 Triton's launcher packs all parameters of a kernel anew at each launch, and encodes each descriptor anew, much of it in
-Python. Here they are packed once. What follows a launch of the same kernel with the same scalars and layouts is the
-addresses of tensors. Likewise memory is cleared without the dispatcher.
+Python. Here they are packed once: launches of a kernel with the same scalars and layouts differ in addresses only.
+Likewise the driver clears memory without the dispatcher.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 
 from flashmask_hf.kernels.descriptors import Layout
 
 __all__ = ["Direct", "direct", "parameters", "zeros"]
 
+_COMPARED = (3, 6), (3, 9)
+"""Versions of Triton, the first and the last, whose launchers pass what `parameters` tells."""
 _SCALARS: dict[str, Any] = {
     "i1": ctypes.c_int8, "i8": ctypes.c_int8, "i16": ctypes.c_int16, "i32": ctypes.c_int32, "i64": ctypes.c_int64,
     "u1": ctypes.c_uint8, "u8": ctypes.c_uint8, "u16": ctypes.c_uint16, "u32": ctypes.c_uint32, "u64": ctypes.c_uint64,
@@ -63,8 +66,12 @@ def direct(compiled: Any, programs: int, arguments: Sequence[Any]) -> Direct | N
         programs: how many.
         arguments: all of the kernel's, compile-time ones included: tensors, descriptors, scalars and Nones.
     """
+    if not _COMPARED[0] <= tuple(map(int, triton.__version__.split(".")[:2])) <= _COMPARED[1]:
+        return None
     functions = _functions()
     try:
+        if compiled.metadata.tensordesc_meta and compiled.metadata.target.arch != 90:
+            return None  # for Blackwell, Triton corrects what some drivers make of a descriptor
         found = parameters(compiled, arguments)
         metadata, function = compiled.metadata, compiled.function
     except (AttributeError, KeyError, TypeError, ValueError):  # another Triton
@@ -117,7 +124,7 @@ def _map_of(descriptor: Any, metadata: dict[str, Any]) -> Map:
 
 
 def zeros(layout: Layout) -> Tensor:
-    """A tensor of zeros, on the current device if it is on a GPU."""
+    """Zeros in a layout without gaps, on the current device if it is on a GPU."""
     x = layout.empty()
     functions = _functions() if x.is_cuda else None
     if functions is not None and not torch.cuda.is_current_stream_capturing():  # a graph runs a kernel faster

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flashmask_hf.kernels.configs import multiprocessors
-from flashmask_hf.kernels.descriptors import Layout, describable, layout_of, packed_layout, template
+from flashmask_hf.kernels.descriptors import Layout, describable, layout_like, layout_of, packed_layout, template
 from flashmask_hf.kernels.direct import zeros
 from flashmask_hf.kernels.gluon_shim import (
     bits_below,
@@ -888,7 +888,10 @@ def prepared(
     together = max(1, _ROWS_AT_HAND // (q_len * dim * (heads // kv_heads) * 4))
     groups = min(mask_heads, kv_heads)
     most = _ROWS_BY_TURNS // (dim * ROWS * (heads // kv_heads))
-    dq_like, dk_like, dv_like = (layout_of(_gradient(x.empty("meta"), ordered)) for x in (q, k, v))
+    dq_like, dk_like, dv_like = (
+        packed_layout(*x.shape, dtype=x.dtype, device=x.device, order=(0, 2, 1, 3)) if ordered else layout_like(x)
+        for x in (q, k, v)
+    )
     tiles = (
         rows_template(q, block), rows_template(k, 64), rows_template(v, 64), rows_template(dout, block),
         template(make_descriptor, sums_like, 128, 32), rows_template(dk_like, 64), rows_template(dv_like, 64),
@@ -920,7 +923,7 @@ def prepared(
         orders: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         q_order, k_order = orders or (None, None)
-        dq, dk, dv = _gradient(q, ordered), _gradient(k, ordered), _gradient(v, ordered)
+        dq, dk, dv = dq_like.empty(), dk_like.empty(), dv_like.empty()
         with on_device_of(q):
             sums = zeros(sums_like)
             order = locks = launch = turns = plan.segments  # not read
@@ -941,13 +944,6 @@ def prepared(
         return dq, dk, dv
 
     return run
-
-
-def _gradient(x: Tensor, ordered: bool) -> Tensor:
-    """An uninitialised gradient like x, or one [B, H, S, D] stored as [B, S, H, D]."""
-    return (
-        torch.empty_permuted(x.shape, (0, 2, 1, 3), dtype=x.dtype, device=x.device) if ordered else torch.empty_like(x)
-    )
 
 
 def _launch_order(

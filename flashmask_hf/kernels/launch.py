@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import reduce
 from operator import or_
 from typing import Any
@@ -88,7 +89,7 @@ class Bound:
         self.scalars = scalars
         self.tiles = tiles
         self.constants = constants
-        self._known: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...], Direct | None]] = {}
+        self._known: dict[tuple[Any, ...], _Form] = {}
 
     def __call__(self, *tensors: Tensor | None) -> None:
         """Launch with tensors of the same layouts at every call, and Nones in the same places."""
@@ -109,15 +110,15 @@ class Bound:
             found = launcher.compiled(device, self._arguments(tensors), self.constants)
             if found is not None:
                 compiled, constant = found
-                others = (*self.scalars, *constant)
-                # Of memory that is not the GPU's, Triton's launcher sees to it that the GPU can read it.
-                own = direct(compiled, self.programs, [*self._operands(tensors), *others]) if all(there) else None
-                self._known[form] = compiled[(self.programs, 1, 1)], others, own
+                self._known[form] = _Form(compiled, (*self.scalars, *constant))
             return
-        run, others, own = known
+        if not known.settled:  # only now, for layouts may be there once
+            known.settled = True
+            if all(there):  # Triton's launcher sees to it that the GPU can read other memory
+                known.own = direct(known.compiled, self.programs, [*self._operands(tensors), *known.others])
         stream = active.get_current_stream(device)
-        if own is None or _hooked() or not own(addresses, stream):
-            run(*self._operands(tensors), *others, stream=stream)
+        if known.own is None or _hooked() or not known.own(addresses, stream):
+            known.compiled[(self.programs, 1, 1)](*self._operands(tensors), *known.others, stream=stream)
 
     def launch_anew(self, *tensors: Tensor | None) -> None:
         """Launch by way of the launcher."""
@@ -129,6 +130,20 @@ class Bound:
     def _operands(self, tensors: Sequence[Any]) -> list[Any]:
         described_too = len(self.tiles)
         return [*map(described, self.tiles, tensors), *tensors[described_too:]]
+
+
+@dataclass(slots=True)
+class _Form:
+    """What launches of some dtypes on some device have in common."""
+
+    compiled: Any
+    """What Triton returned."""
+    others: tuple[Any, ...]
+    """The arguments behind the tensors."""
+    settled: bool = False
+    """Whether `own` is what it will be."""
+    own: Direct | None = None
+    """Launches past Triton's launcher, where it can be gone past."""
 
 
 _ANYWHERE = contextlib.nullcontext()
