@@ -71,7 +71,7 @@ def direct(compiled: Any, programs: int, arguments: Sequence[Any]) -> Direct | N
     functions = _functions()
     try:
         if compiled.metadata.tensordesc_meta and compiled.metadata.target.arch != 90:
-            return None  # for Blackwell, Triton corrects what some drivers make of a descriptor
+            return None  # Triton corrects what some drivers make of small tensors' descriptors, wrong for Blackwell
         found = parameters(compiled, arguments)
         metadata, function = compiled.metadata, compiled.function
     except (AttributeError, KeyError, TypeError, ValueError):  # another Triton
