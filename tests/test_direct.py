@@ -21,10 +21,10 @@ if not ops.HAS_TRITON:
 
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
+from stand_ins import describe, on_gpu
 
 from flashmask_hf.kernels import direct as module
-from flashmask_hf.kernels.descriptors import Layout, describe, layout_of, packed_layout, tiles_template
+from flashmask_hf.kernels.descriptors import Layout, layout_of, packed_layout, tiles_template
 from flashmask_hf.kernels.direct import direct, zeros
 from flashmask_hf.kernels.launch import Launcher
 
@@ -139,7 +139,7 @@ def _compiled(**changes: Any) -> Any:
 
 
 def _arguments() -> list[Any]:
-    return [describe(TensorDescriptor, X, 1, 1, 64, 32), Y, None, 100, 2**40, 1, True, 0.25, 64]
+    return [describe(X, 1, 1, 64, 32), Y, None, 100, 2**40, 1, True, 0.25, 64]
 
 
 def _bytes(kind: Any, *values: Any) -> list[bytes]:
@@ -257,22 +257,14 @@ def test_what_the_driver_says_of_the_kernel_counts(library: _Library, monkeypatc
     assert direct(_compiled(), 5, _arguments()) is None
 
 
-class _OnGpu(torch.Tensor):
-    """That says so."""
-
-    is_cuda = True
-
-    def get_device(self) -> int:
-        return 1
-
-
 def test_zeros(library: _Library, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cleared by the driver, or by torch where it does not, where there is none, and in graphs."""
     layout = packed_layout(3, 5, dtype=torch.int16, device=torch.device("cpu"))
     assert torch.equal(zeros(layout), torch.zeros(3, 5, dtype=torch.int16))
     assert not library.cleared
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM + device, raising=False)
-    ones = torch.ones(3, 5, dtype=torch.int16).as_subclass(_OnGpu)
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 1)
+    (ones,) = on_gpu(torch.ones(3, 5, dtype=torch.int16))
     monkeypatch.setattr(Layout, "empty", lambda layout: ones)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     assert zeros(layout) is ones

@@ -19,12 +19,13 @@ if not ops.HAS_TRITON:
 
 import triton
 import triton.language as tl
+from stand_ins import describe, on_gpu
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flashmask_hf.kernels import launch
-from flashmask_hf.kernels.descriptors import describable, describe, layout_of, tiles_template
+from flashmask_hf.kernels.descriptors import describable, layout_of, tiles_template
 from flashmask_hf.kernels.launch import Launcher, on_device_of
 
 
@@ -239,16 +240,6 @@ def test_a_bound_launch_sees_addresses_and_devices(launches: _Launches) -> None:
     assert [stream for *_, stream in launches.direct] == [7, 8, 7]
 
 
-class _OnGpu(torch.Tensor):
-    """That says so."""
-
-    is_cuda = True
-
-
-def _on_gpu(*tensors: torch.Tensor) -> list[Any]:
-    return [x.as_subclass(_OnGpu) for x in tensors]
-
-
 class _Own:
     """A launch past Triton's launcher, too, of a kernel that is not there."""
 
@@ -276,14 +267,14 @@ def own(monkeypatch: pytest.MonkeyPatch) -> _Own:
 
 def test_a_bound_launch_goes_past_triton_s_launcher(launches: _Launches, own: _Own) -> None:
     """With the addresses of its tensors, descriptors' too, unless that fails."""
-    x, y = _on_gpu(_rows(), _tensor())
+    x, y = on_gpu(_rows(), _tensor())
     tiles = tiles_template(True, (layout_of(x), 64, 64))
     bound = launches.launcher.bind(3, 8, 0.5, tiles=tiles, SIZE=64, FLAG=True, num_warps=4)
     bound(x, y, None)
     assert own.made == 0  # layouts may be there once
     (_, (first, *_), _), *_ = launches.asked
     assert first.base is x
-    assert vars(first) == vars(describe(TensorDescriptor, x, 1, 1, 64, 64))
+    assert vars(first) == vars(describe(x, 1, 1, 64, 64))
     launches.driver.stream = 9
     bound(x, y, None)
     assert own.launched == [([x.data_ptr(), y.data_ptr()], 9)]
@@ -304,7 +295,7 @@ def test_triton_s_launcher_calls_hooks(
     launches: _Launches, own: _Own, monkeypatch: pytest.MonkeyPatch, hook: str, chained: bool
 ) -> None:
     bound = _Bound(launches)
-    tensors = _on_gpu(*USUAL[:2])
+    tensors = on_gpu(*USUAL[:2])
     assert bound(*tensors) == (1, 0)
     assert bound(*tensors) == (1, 0)
     with monkeypatch.context() as patch:
@@ -321,7 +312,7 @@ def test_triton_s_launcher_calls_hooks(
 
 def test_triton_sees_a_tensor_that_is_not_on_the_gpu(launches: _Launches, own: _Own) -> None:
     bound = _Bound(launches)
-    x, y = _on_gpu(*USUAL[:2])
+    x, y = on_gpu(*USUAL[:2])
     bound(x, y)
     bound(x, y)
     assert (len(launches.asked), len(own.launched)) == (1, 1)
@@ -332,7 +323,7 @@ def test_triton_sees_a_tensor_that_is_not_on_the_gpu(launches: _Launches, own: _
 
 def test_on_device_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    (there,) = _on_gpu(_tensor())
+    (there,) = on_gpu(_tensor())
     monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 1)
     assert isinstance(on_device_of(there), torch.cuda.device_of)
     monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 0)
@@ -374,9 +365,9 @@ def _rows(length: int = 128, dims: int = 64, dtype: torch.dtype = torch.bfloat16
     ids=["dtype", "rows", "columns"],
 )
 def test_triton_is_asked_for_other_descriptors(launches: _Launches, x: torch.Tensor, block: tuple[int, ...]) -> None:
-    assert launches(describe(TensorDescriptor, _rows(), 1, 1, 64, 64), *USUAL[1:]) == (1, 0)
-    assert launches(describe(TensorDescriptor, x, *block), *USUAL[1:]) == (2, 0)
-    assert launches(describe(TensorDescriptor, _rows(256), 1, 1, 64, 64), *USUAL[1:]) == (2, 1)
+    assert launches(describe(_rows(), 1, 1, 64, 64), *USUAL[1:]) == (1, 0)
+    assert launches(describe(x, *block), *USUAL[1:]) == (2, 0)
+    assert launches(describe(_rows(256), 1, 1, 64, 64), *USUAL[1:]) == (2, 1)
 
 
 @pytest.mark.parametrize(
@@ -397,7 +388,7 @@ def test_a_copied_descriptor_is_the_one_that_triton_makes(x: torch.Tensor) -> No
     strides = [step if x.shape[i] == 1 else x.stride(i) for i in range(x.dim() - 1)] + [1]
     expected = TensorDescriptor(x, list(x.shape), strides, block)
     for _ in range(2):
-        found = describe(TensorDescriptor, x, *block)
+        found = describe(x, *block)
         assert type(found) is TensorDescriptor
         assert found.base is x
         assert vars(found) == vars(expected)
@@ -405,7 +396,7 @@ def test_a_copied_descriptor_is_the_one_that_triton_makes(x: torch.Tensor) -> No
 
 def test_descriptors_of_one_layout_have_their_own_tensors() -> None:
     first, second = _rows(), _rows()
-    one, other = (describe(TensorDescriptor, x, 1, 1, 64, 64) for x in (first, second))
+    one, other = (describe(x, 1, 1, 64, 64) for x in (first, second))
     assert one.base is first
     assert other.base is second
 
@@ -427,4 +418,4 @@ def test_what_no_descriptor_fits_is_copied() -> None:
 
 def test_a_descriptor_of_what_cannot_be_described_raises() -> None:
     with pytest.raises(AssertionError):
-        describe(TensorDescriptor, torch.zeros(1, 2, 8, 65, dtype=torch.bfloat16)[..., :64], 1, 1, 8, 64)
+        describe(torch.zeros(1, 2, 8, 65, dtype=torch.bfloat16)[..., :64], 1, 1, 8, 64)

@@ -24,7 +24,7 @@ class Layout(NamedTuple):
     device: torch.device
 
     def empty(self, device: str | None = None) -> Tensor:
-        """A tensor like it, uninitialised. `torch.empty` takes twice as long, for small ones longer than a launch."""
+        """A tensor like it, uninitialised. `torch.empty` takes twice as long to make one on a CPU."""
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device or self.device)
 
 
@@ -89,14 +89,9 @@ def _harmless_strides(shape: torch.Size, strides: tuple[int, ...], dtype: torch.
     ]
 
 
-def describe(make: Callable[..., Any], x: Tensor, *block: int) -> Any:
-    """The descriptor `make(x, shape, strides, block)` of `x`, whose layout fits one, for tiles of shape `block`."""
-    return described(template(make, layout_of(x), *block), x)
-
-
 @lru_cache(maxsize=4096)
 def template(make: Callable[..., Any], layout: Layout, *block: int) -> Any:
-    """A descriptor without memory, for `described`; arguments as in `describe`."""
+    """A descriptor `make(x, shape, strides, block)` less its memory, for `described`; the layout fits one."""
     strides = _harmless_strides(layout.shape, layout.strides, layout.dtype)
     return make(layout.empty("meta"), list(layout.shape), strides, list(block))
 

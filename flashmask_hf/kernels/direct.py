@@ -169,7 +169,6 @@ class _Packet:
 
     def __init__(self, functions: _Functions, found: list[Parameter]):
         self._functions = functions
-        self._found = found
         tensors = 1 + max((p.tensor for p in found if p.tensor is not None), default=-1)
         maps = [p for p in found if p.map is not None]
         size = _MAP_BYTES * len(maps) + 8 * (tensors + len(found))
