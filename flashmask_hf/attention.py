@@ -109,8 +109,7 @@ def flashmask_attention(
     kind, call = repeated.find(q, k, v, mask, sinks, scale, softcap, deterministic, impl)
     if call is not None:
         plan = None if call.decodes else plan_of(mask, q.shape[2])
-        out, lse = call(q, k, v, sinks, mask.indices, plan)
-        return (out, lse) if return_lse else out
+        return call(q, k, v, sinks, mask.indices, plan, return_lse)
     q, k, v, served, factor, ordered = prepare(q, k, v, mask, scale, softcap, sinks, deterministic, impl)
     if served == "reference":
         out, lse = reference_attention(q, k, v, mask, scale=factor, softcap=softcap, sinks=sinks)

@@ -119,7 +119,12 @@ def call(operator: Any, *inputs: Any) -> Any:
 
 def dispatched(inputs: tuple[Any, ...]) -> bool:
     """Whether the dispatcher does more than call: for compilers, modes, transforms, profilers and kinds of tensors."""
-    if (
+    return intercepted() or not all(is_plain(x) for x in inputs if isinstance(x, Tensor))
+
+
+def intercepted() -> bool:
+    """Whether the dispatcher does more than call, whatever the tensors: for compilers, modes, transforms, profilers."""
+    return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._is_torch_function_mode_enabled()
@@ -127,19 +132,18 @@ def dispatched(inputs: tuple[Any, ...]) -> bool:
         or torch._C._get_tracing_state() is not None
         or torch.autograd.profiler._is_profiler_enabled
         or forward_ad._current_level >= 0
-    ):
-        return True
-    for x in inputs:
-        if isinstance(x, Tensor) and (
-            # Its memory does not hold its values, or a class or batching rule has a say.
-            type(x) not in _PLAIN
-            or x.is_neg()
-            or x._is_zerotensor()
-            or is_legacy_batchedtensor(x)
-            or is_functorch_wrapped_tensor(x)
-        ):
-            return True
-    return False
+    )
+
+
+def is_plain(x: Tensor) -> bool:
+    """Whether a tensor's memory holds its values, and no class or batching rule has a say."""
+    return (
+        type(x) in _PLAIN
+        and not x.is_neg()
+        and not x._is_zerotensor()
+        and not is_legacy_batchedtensor(x)
+        and not is_functorch_wrapped_tensor(x)
+    )
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)

@@ -42,27 +42,21 @@ def find(
         The kind, or None for a call that is not to be remembered: one that the dispatcher has to see (`ops.call`), one
         that casts, and one whose arguments are of types that the checks refuse. The call, or None.
     """
-    if torch.compiler.is_compiling():
+    if ops.intercepted():
         return None, None
     try:
-        indices = mask.indices
-        tensors = (q, k, v, indices) if sinks is None else (q, k, v, indices, sinks)
-        device = q.device
-        if torch.is_autocast_enabled(device.type):
-            narrow = torch.get_autocast_dtype(device.type)
-            if not q.dtype == k.dtype == v.dtype == narrow:
-                return None, None
-        if ops.dispatched(tensors):
+        layouts = _layouts_of(q, k, v, mask.indices, sinks)
+        if layouts is None:
+            return None, None
+        device = q.device.type
+        if torch.is_autocast_enabled(device) and not (
+            q.dtype == k.dtype == v.dtype == torch.get_autocast_dtype(device)
+        ):
             return None, None
         kind = (
-            q.shape, q.stride(), q.dtype, device,
-            k.shape, k.stride(), k.dtype, k.device,
-            v.shape, v.stride(), v.dtype, v.device,
-            indices.shape, indices.device, mask.causal, mask.q_len,
-            None if sinks is None else (sinks.shape, sinks.dtype, sinks.device),
-            settings, type(settings[0]), type(settings[1]),
+            layouts, mask.causal, mask.q_len, settings, type(settings[0]), type(settings[1]),
             torch.are_deterministic_algorithms_enabled(),
-            torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors),
+            torch.is_grad_enabled() and torch._C._any_requires_grad(q, k, v, sinks),
         )  # fmt: skip
         return kind, _known.get(kind)
     except (AttributeError, TypeError, RuntimeError):  # the checks have better words for it
@@ -89,20 +83,29 @@ class Repeated:
         _known[kind] = self
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, indices: Tensor, plan: Plan | None
-    ) -> tuple[Tensor, Tensor]:
-        """The operator's results for tensors of this kind."""
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        indices: Tensor,
+        plan: Plan | None,
+        return_lse: bool,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """The operator's results for tensors of this kind, without `lse` if it is not to be returned."""
         if plan is None:
-            return ops.decode(q, k, v, sinks, indices, *self.settings[:-1])
-        if self._differentiated:
-            return _record(q, k, v, sinks, indices, plan, self)
-        return self.forward(q, k, v, sinks, indices, plan)
+            results = ops.decode(q, k, v, sinks, indices, *self.settings[:-1])
+        elif self._differentiated:
+            return _record(q, k, v, sinks, indices, plan, self, return_lse)
+        else:
+            results = self.forward(q, k, v, sinks, indices, plan)
+        return results if return_lse else results[0]
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, indices: Tensor, plan: Plan
     ) -> tuple[Tensor, Tensor]:
         """The results, without a derivative."""
-        launch = self._forward if _aligned(q, k, v) else None
+        launch = self._forward
         if launch is _unsettled:
             launch = self._forward = self._forward_launches(q, k, v, sinks, indices, plan)
         if launch is None:
@@ -123,15 +126,17 @@ class Repeated:
         *listed: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """As `ops.backward`, whose arguments but for the settings these are. Hooks may have moved what was saved."""
-        given: tuple[Any, ...] = (dout, dlse, q, k, v, sinks, out, lse, indices, *listed, *self.settings)
-        if torch.is_grad_enabled() or ops.dispatched((dout,) if dlse is None else (dout, dlse)):
-            return ops.call(ops.flash_attn_backward, *given)
-        layouts = (dout.stride(), dout.dtype, q.stride(), k.stride(), v.stride(), out.stride(), dlse is None)
-        launches = self._backward.get(layouts, _unsettled) if _aligned(dout, q, k, v) else None
         plan = Plan(*listed)
-        if launches is None or launches is _unsettled:
+        layouts = None
+        if not torch.is_grad_enabled() and not ops.intercepted():
+            layouts = _layouts_of(dout, dlse, q, k, v, out)
+        launches = self._backward.get(layouts)
+        if launches is None:
+            given: tuple[Any, ...] = (dout, dlse, q, k, v, sinks, out, lse, indices, *plan, *self.settings)
+            if layouts is None:
+                return ops.call(ops.flash_attn_backward, *given)
             results = ops.backward(*given)
-            if launches is _unsettled:  # now that the launches are known to succeed
+            if layouts not in self._backward:  # now that the launches are known to succeed
                 self._backward[layouts] = self._backward_launches(dout, dlse, q, k, v, out, indices, plan)
             return results
         row_delta, gradients = launches
@@ -146,6 +151,7 @@ class Repeated:
         causal, scale, softcap, impl, _ = self.settings
         if impl == "torch":
             return None
+        _read_layouts_in_c()
         given: tuple[Any, ...] = (q, k, v, FlashMask(indices, causal), plan, sinks, scale, softcap)
         if not ops.tries_hopper("forward", impl):
             from flashmask_hf.kernels import forward
@@ -189,12 +195,28 @@ class Repeated:
 _unsettled: Any = object()
 
 
-def _aligned(*tensors: Tensor) -> bool:
-    """Whether tensors begin where descriptors may."""
-    addresses = 0
-    for x in tensors:
-        addresses |= x.data_ptr()
-    return addresses % 16 == 0
+def _layouts(*tensors: Tensor | None) -> Hashable | None:
+    """As `kernels.direct.layouts` has them; for any device."""
+    if not all(x is None or ops.is_plain(x) for x in tensors):
+        return None
+    return tuple(
+        None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16 == 0) for x in tensors
+    )
+
+
+_layouts_of: Callable[..., Hashable | None] = _layouts
+
+
+def _read_layouts_in_c() -> None:
+    """From now on, if that can be done; what is remembered is remembered anew."""
+    global _layouts_of
+    if _layouts_of is _layouts:
+        from flashmask_hf.kernels import direct
+
+        found = direct.layouts()
+        if found is not None:
+            _layouts_of = found
+            _known.clear()
 
 
 class _Attention(torch.autograd.Function):
@@ -208,17 +230,18 @@ class _Attention(torch.autograd.Function):
         indices: Tensor,
         plan: Plan,
         call: Repeated,
-    ) -> tuple[Tensor, Tensor]:
+        return_lse: bool,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         out, lse = call.forward(q, k, v, sinks, indices, plan)
         ctx.set_materialize_grads(False)  # that of lse is seldom there
         # As many as `ops` saves: checkpointing counts them, and the call may be the first one, repeated.
         ctx.save_for_backward(q, k, v, sinks, out, lse, indices, *plan)
         ctx.call = call
-        return out, lse
+        return (out, lse) if return_lse else out
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return *ops.input_gradients(ctx, dout, dlse, ctx.call.backward), None, None, None
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return *ops.input_gradients(ctx, dout, dlse, ctx.call.backward), None, None, None, None
 
 
 _record: Any = super(torch.autograd.Function, _Attention).apply  # pyright: ignore[reportAttributeAccessIssue]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from support import INTERPRETED, poisoned
 
-from flashmask_hf import ops
+from flashmask_hf import flashmask_attention, masks, ops, repeated
 
 if INTERPRETED:
     pytest.skip("cpu lane: the interpreter compiles nothing", allow_module_level=True)
@@ -24,11 +24,11 @@ import triton.language as tl
 from stand_ins import describe, on_gpu
 
 from flashmask_hf.kernels import direct as module
-from flashmask_hf.kernels.descriptors import Layout, layout_of, packed_layout, tiles_template
-from flashmask_hf.kernels.direct import direct, zeros
+from flashmask_hf.kernels.descriptors import layout_of, tiles_template
+from flashmask_hf.kernels.direct import clear, direct
 from flashmask_hf.kernels.launch import Launcher
 
-FUNCTION, STREAM = 0x1234, 7
+FUNCTION = 0x1234
 KINDS = {
     "x": "tensordesc<bf16[1,1,64,32]>", "y": "*fp32", "z": "constexpr", "rows": "i32", "far": "i64",
     "heads": "constexpr", "flag": "i1", "scale": "fp32", "SIZE": "constexpr",
@@ -39,88 +39,92 @@ Y = torch.zeros(6)
 
 
 class _Library:
-    """A driver that notes what it is told; its tensor maps hold the address of the tensor only."""
+    """A driver that notes what it is told, as functions in C; its tensor maps hold the address of the tensor only."""
 
     def __init__(self) -> None:
         self.sizes = SIZES
+        self.context: int | None = 77
+        self.capturing = 0
         self.launched: list[dict[str, Any]] = []
         self.encoded: list[tuple[Any, ...]] = []
-        self.moved: list[tuple[int, int]] = []
+        self.moved: list[int] = []
+        self.cleared: list[tuple[Any, ...]] = []
+        self.misplaced: list[int] = []
         self.meanwhile: Callable[[], Any] = lambda: None
-        self.status = {"launch": 0, "encode": 0, "move": 0, "clear": 0}
-        self.cleared: list[tuple[int, ...]] = []
-        for name in (
-            "cuMemsetD8Async",
-            "cuLaunchKernel",
-            "cuTensorMapReplaceAddress",
-            "cuTensorMapEncodeTiled",
-            "cuFuncGetParamInfo",
-        ):
-            setattr(self, name, _Function(getattr(self, f"_{name}")))
+        self.status = dict.fromkeys(("launch", "encode", "move", "clear", "capturing", "context"), 0)
+        number, pointer, size = ctypes.c_uint, ctypes.c_void_p, ctypes.c_size_t
 
-    def _cuLaunchKernel(self, function: int, *given: Any) -> int:
+        def function(call: Callable[..., int], *arguments: Any) -> Any:
+            return ctypes.CFUNCTYPE(ctypes.c_int, *arguments)(call)
+
+        self.cuLaunchKernel = function(self._launch, pointer, *[number] * 7, *[pointer] * 3)
+        self.cuTensorMapReplaceAddress = function(self._move, pointer, pointer)
+        self.cuMemsetD8Async = function(self._clear, pointer, ctypes.c_ubyte, size, pointer)
+        self.cuStreamIsCapturing = function(self._capturing, pointer, ctypes.POINTER(ctypes.c_int))
+        self.cuCtxGetCurrent = function(self._context, ctypes.POINTER(pointer))
+        self.cuTensorMapEncodeTiled = function(self._encode, pointer, number, number, *[pointer] * 5, *[number] * 4)
+        self.cuFuncGetParamInfo = function(self._size, pointer, size, pointer, pointer)
+
+    def _launch(self, function: int, *given: Any) -> int:
         *geometry, stream, parameters, extra = given
         self.meanwhile()
         places = (ctypes.c_void_p * len(self.sizes)).from_address(parameters)
         values = [ctypes.string_at(place, size) for place, size in zip(places, self.sizes, strict=True)]
-        assert all(place % 128 == 0 for place, size in zip(places, self.sizes, strict=True) if size == 128)
-        assert extra is None
-        self.launched.append({"function": function, "geometry": geometry, "stream": stream, "values": values})
+        self.misplaced += [place for place, size in zip(places, self.sizes, strict=True) if place % min(size, 64)]
+        found = {"function": function, "geometry": geometry, "stream": stream, "values": values, "extra": extra}
+        self.launched.append(found)
         return self.status["launch"]
 
-    def _cuTensorMapReplaceAddress(self, place: int, address: int) -> int:
-        self.moved.append((place, address))
-        ctypes.c_uint64.from_address(place).value = address
+    def _move(self, place: int, address: int) -> int:
+        self.misplaced += [place] * (place % 64 != 0)
+        self.moved.append(address)
+        if not self.status["move"]:
+            ctypes.c_uint64.from_address(place).value = address
         return self.status["move"]
 
-    def _cuTensorMapEncodeTiled(
-        self,
-        place: int,
-        dtype: int,
-        rank: int,
-        address: int,
-        shape: Any,
-        strides: Any,
-        tile: Any,
-        steps: Any,
-        *more: int,
-    ) -> int:
-        assert place % 64 == 0
-        self.encoded.append((dtype, rank, [*shape], [*strides][: rank - 1], [*tile], [*steps], more))
+    def _encode(self, place: int, dtype: int, rank: int, address: int, *given: Any) -> int:
+        shape, strides, tile, steps, *more = given
+        self.misplaced += [place] * (place % 64 != 0)
+        wide, narrow = ctypes.c_uint64 * rank, ctypes.c_uint32 * rank
+        sizes = [*wide.from_address(shape)], [*wide.from_address(strides)][: rank - 1]
+        self.encoded.append((dtype, rank, *sizes, *([*narrow.from_address(x)] for x in (tile, steps)), tuple(more)))
         ctypes.c_uint64.from_address(place).value = address
         return self.status["encode"]
 
-    def _cuMemsetD8Async(self, *given: int) -> int:
+    def _clear(self, *given: Any) -> int:
         self.cleared.append(given)
         return self.status["clear"]
 
-    def _cuFuncGetParamInfo(self, function: int, index: int, offset: Any, size: Any) -> int:
-        assert function == FUNCTION
-        if index == len(self.sizes):
+    def _capturing(self, stream: Any, found: Any) -> int:
+        found[0] = self.capturing
+        return self.status["capturing"]
+
+    def _context(self, found: Any) -> int:
+        found[0] = self.context
+        return self.status["context"]
+
+    def _size(self, function: int, index: int, offset: int, size: int) -> int:
+        if function != FUNCTION or index == len(self.sizes):
             return 1
-        size._obj.value = self.sizes[index]
+        ctypes.c_size_t.from_address(size).value = self.sizes[index]
         return 0
 
 
-class _Function:
-    argtypes: Any = None
-
-    def __init__(self, call: Callable[..., int]):
-        self._call = call
-
-    def __call__(self, *given: Any) -> int:
-        return self._call(*given)
+def _forget() -> None:
+    for cached in (module._driver, module._native):
+        cached.cache_clear()
 
 
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Library]:
     found = _Library()
-    for name in ("CDLL", "PyDLL"):
-        monkeypatch.setattr(ctypes, name, lambda path: found)
-    forget = module._functions.cache_clear
-    forget()
-    yield found
-    forget()
+    with monkeypatch.context() as patch:
+        patch.setattr(ctypes, "CDLL", lambda path: found)
+        _forget()
+        yield found
+    assert not found.misplaced
+    _forget()
+    module._native()  # or what it calls would be gone
 
 
 def _compiled(**changes: Any) -> Any:
@@ -142,20 +146,28 @@ def _arguments() -> list[Any]:
     return [describe(X, 1, 1, 64, 32), Y, None, 100, 2**40, 1, True, 0.25, 64]
 
 
+def _direct(compiled: Any = None, switches: Any = ()) -> Any:
+    return direct(_compiled() if compiled is None else compiled, 5, _arguments(), (X, Y, None), switches)
+
+
 def _bytes(kind: Any, *values: Any) -> list[bytes]:
     return [bytes(kind(value)) for value in values]
 
 
+def _address(value: bytes) -> int:
+    return int.from_bytes(value[:8], "little")
+
+
 def test_the_driver_gets_what_triton_would_pass(library: _Library) -> None:
     """Each parameter, descriptors with sizes and strides; what is known when compiling is none."""
-    launch = direct(_compiled(), 5, _arguments())
+    launch = _direct()
     assert launch is not None
-    assert launch([X.data_ptr(), Y.data_ptr()], STREAM)
+    assert launch(X, Y, None)
     (found,) = library.launched
-    assert (found["function"], found["stream"]) == (FUNCTION, STREAM)
+    assert (found["function"], found["stream"], found["extra"]) == (FUNCTION, None, None)
     assert found["geometry"] == [5, 1, 1, 12 * 32, 1, 1, 4096]
     tiles, *values = found["values"]
-    assert tiles[:8] == bytes(ctypes.c_uint64(X.data_ptr()))
+    assert _address(tiles) == X.data_ptr()
     assert values == [
         *_bytes(ctypes.c_int32, 2, 3, 100, 32), *_bytes(ctypes.c_int64, 9600, 32, 96, 1),
         *_bytes(ctypes.c_uint64, Y.data_ptr()), *_bytes(ctypes.c_int32, 100), *_bytes(ctypes.c_int64, 2**40),
@@ -167,52 +179,108 @@ def test_the_driver_gets_what_triton_would_pass(library: _Library) -> None:
 
 
 def test_what_changes_is_addresses(library: _Library) -> None:
-    launch = direct(_compiled(), 5, _arguments())
-    assert launch is not None
-    seen = []
-    for addresses in ([16, 32], [16, 32], [16, 64], [48, 64], [16, 32]):
-        assert launch(addresses, STREAM)
+    launch = _direct()
+    first, second = torch.zeros_like(X), torch.zeros(8)[4:]  # a part of a tensor begins where it does
+    for tensors in ((X, Y), (X, Y), (X, second), (first, second), (X, Y)):
+        assert launch(*tensors, None)
         values = library.launched[-1]["values"]
-        seen.append([int.from_bytes(values[place][:8], "little") for place in (0, 9)])
+        assert [_address(values[place]) for place in (0, 9)] == [x.data_ptr() for x in tensors]
         assert values[1:9] + values[10:] == library.launched[0]["values"][1:9] + library.launched[0]["values"][10:]
-    assert seen == [[16, 32], [16, 32], [16, 64], [48, 64], [16, 32]]
     assert len(library.encoded) == 1
-    assert [address for _, address in library.moved] == [48, 16]
+    assert library.moved == [x.data_ptr() for x in (X, first, X)]
+
+
+OTHER_TENSORS: dict[str, tuple[Any, ...]] = {
+    "dtype": (X, Y.int(), None),
+    "dtype of a descriptor's": (X.half(), Y, None),
+    "none": (X, None, None),
+    "a tensor for none": (X, Y, Y),
+    "fewer": (X, Y),
+    "more": (X, Y, None, None),
+    "no tensor": (X, 1, None),
+    "an address": (X, torch.zeros(7)[1:], None),
+    "another device": (X, Y.to("meta"), None),
+    "no memory": (X, Y.to_sparse(), None),
+}
+
+
+@pytest.mark.parametrize("other", OTHER_TENSORS)
+def test_other_tensors_are_left_to_triton(library: _Library, other: str) -> None:
+    launch = _direct()
+    assert launch(X, Y, None)
+    assert launch(*OTHER_TENSORS[other]) is False
+    assert launch(X, Y, None)
+    assert len(library.launched) == 2
+
+
+def test_tensors_are_positional(library: _Library) -> None:
+    assert _direct()(X, Y, more=None) is False
+
+
+def test_another_context_is_left_to_triton(library: _Library) -> None:
+    launch = _direct()
+    for context, status in ((None, 0), (78, 0), (77, 1)):
+        library.context, library.status["context"] = context, status
+        assert launch(X, Y, None) is False
+        assert context == 78 or _direct() is None
+    library.context, library.status["context"] = 77, 0
+    assert launch(X, Y, None)
+    assert len(library.launched) == 1
+
+
+class _Knobs:
+    fixed = True
+
+
+def test_switches_leave_launches_to_triton(library: _Library) -> None:
+    """If true, and of the object's own."""
+    knobs = _Knobs()
+    launch = _direct(switches=((knobs, "fixed"), (knobs, "hooks")))
+    for values in ({}, {"hooks": []}, {"hooks": None, "fixed": 0}, {"other": True}):
+        vars(knobs).update(values)
+        assert launch(X, Y, None)
+    for values in ({"hooks": [1]}, {"fixed": True}, {"hooks": print}, {"hooks": torch.ones(2)}):
+        vars(knobs).clear()
+        vars(knobs).update(values)
+        assert launch(X, Y, None) is False
+    vars(knobs).clear()
+    assert launch(X, Y, None)
+    assert len(library.launched) == 5
+    assert _direct(switches=((1, "hooks"),))(X, Y, None) is False
 
 
 def test_launches_at_a_time_have_parameters_of_their_own(library: _Library) -> None:
     """As one of a backward may come from another thread while this one waits for the device."""
-    launch = direct(_compiled(), 5, _arguments())
-    assert launch is not None
+    launch = _direct()
+    others = torch.zeros_like(X), torch.zeros_like(Y)
 
     def again() -> None:
         library.meanwhile = lambda: None
-        thread = threading.Thread(target=launch, args=([48, 64], STREAM + 1))
+        thread = threading.Thread(target=launch, args=(*others, None))
         thread.start()
         thread.join()
 
     for _ in range(2):
         library.launched.clear()
         library.meanwhile = again
-        assert launch([16, 32], STREAM)
-        assert [found["stream"] for found in library.launched] == [STREAM + 1, STREAM]
-        assert [int.from_bytes(found["values"][9], "little") for found in library.launched] == [64, 32]
-        assert [found["values"][0][:1] for found in library.launched] == [b"\x30", b"\x10"]
-    assert len(library.encoded) == 2
+        assert launch(X, Y, None)
+        for place, at in ((0, 0), (9, 1)):
+            found = [_address(found["values"][place]) for found in library.launched]
+            assert found == [others[at].data_ptr(), (X, Y)[at].data_ptr()]
 
 
-@pytest.mark.parametrize("failing", ["launch", "encode", "move"])
+@pytest.mark.parametrize("failing", ["launch", "move"])
 def test_a_failure_is_told_and_not_remembered(library: _Library, failing: str) -> None:
-    launch = direct(_compiled(), 5, _arguments())
-    assert launch is not None
-    if failing == "move":
-        assert launch([16, 32], STREAM)
+    launch = _direct()
+    other = torch.zeros_like(X)
+    assert launch(X, Y, None)
     library.status[failing] = 1
-    assert not launch([48, 32], STREAM)
+    for _ in range(2):
+        assert launch(other, Y, None) is False
     library.status[failing] = 0
-    for address in (16, 48):
-        assert launch([address, 32], STREAM)
-        assert library.launched[-1]["values"][0][0] == address
+    for x in (X, other, X):
+        assert launch(x, Y, None)
+        assert _address(library.launched[-1]["values"][0]) == x.data_ptr()
 
 
 OTHERS: dict[str, dict[str, Any]] = {
@@ -234,68 +302,202 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("other", OTHERS)
 def test_what_only_triton_can_launch(library: _Library, other: str) -> None:
-    assert direct(_compiled(), 5, _arguments()) is not None
-    assert direct(_compiled(**OTHERS[other]), 5, _arguments()) is None
+    assert _direct() is not None
+    assert _direct(_compiled(**OTHERS[other])) is None
+
+
+def test_what_the_driver_cannot_encode_is_left_to_triton(library: _Library) -> None:
+    library.status["encode"] = 1
+    assert _direct() is None
+
+
+def test_more_than_a_launch_holds_is_left_to_triton(library: _Library) -> None:
+    many = {f"x{i}": "*fp32" for i in range(40)}
+    assert direct(_compiled(signature=many), 5, [*_arguments(), *[Y] * 40], (X, Y, None, *[Y] * 40), ()) is None
+    library.sizes = [*SIZES[:-2], *[8] * 20, *SIZES[-2:]]
+    few = {f"x{i}": "*fp32" for i in range(20)}
+    launch = direct(_compiled(signature=few), 5, [*_arguments(), *[Y] * 20], (X, Y, None, *[Y] * 20), ())
+    assert launch is not None
+    assert launch(X, Y, None, *[Y] * 20)
+    native = module._native()
+    for image, places, mapped in (
+        (bytes(5000), (), ()), (bytes(8), (0,) * 300, ()), (bytes(8), (), (0,) * 40),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="more than a launch holds"):
+            native.Launch(FUNCTION, 1, 32, 0, image, places, mapped, (X,), ())
+    with pytest.raises(ValueError, match="one device"):
+        native.Launch(FUNCTION, 1, 32, 0, bytes(8), (), (), (1,), ())
+    with pytest.raises((TypeError, OverflowError)):
+        native.Launch(FUNCTION, 1, 32, 0, bytes(8), ("a",), (), (X,), ())
 
 
 def test_what_the_driver_says_of_the_kernel_counts(library: _Library, monkeypatch: pytest.MonkeyPatch) -> None:
     for sizes in (SIZES[:-1], [*SIZES, 8], [*SIZES[:-3], 8, 8, 8]):
         library.sizes = sizes
-        assert direct(_compiled(), 5, _arguments()) is None
+        assert _direct() is None
     library.sizes = SIZES
-    assert direct(_compiled(), 5, _arguments()) is not None
-    assert direct(SimpleNamespace(), 5, _arguments()) is None
+    assert _direct() is not None
+    assert direct(SimpleNamespace(), 5, _arguments(), (X, Y, None), ()) is None
     delattr(library, "cuFuncGetParamInfo")  # CUDA 12.3 and older
-    module._functions.cache_clear()
-    assert direct(_compiled(), 5, _arguments()) is None
+    _forget()
+    assert _direct() is None
 
     def missing(path: str) -> Any:
         raise OSError
 
     monkeypatch.setattr(ctypes, "CDLL", missing)
-    module._functions.cache_clear()
-    assert direct(_compiled(), 5, _arguments()) is None
+    _forget()
+    assert _direct() is None
 
 
-def test_zeros(library: _Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cleared by the driver, or by torch where it does not, where there is none, and in graphs."""
-    layout = packed_layout(3, 5, dtype=torch.int16, device=torch.device("cpu"))
-    assert torch.equal(zeros(layout), torch.zeros(3, 5, dtype=torch.int16))
+def test_without_a_compiler_triton_launches(
+    library: _Library, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It says so once."""
+
+    def failing(source: str, name: str) -> Any:
+        raise RuntimeError("Failed to find C compiler.\nLook for one.")
+
+    monkeypatch.setattr(module, "compile_module_from_src", failing)
+    for _ in range(2):
+        assert _direct() is None
+        assert module.layouts() is None
+        assert not clear(on_gpu(torch.ones(3))[0]).any()
+    (record,) = caplog.records
+    assert record.message.endswith("RuntimeError: Failed to find C compiler.")
+
+
+def test_tensors_that_offer_other_functions_are_left_to_triton(
+    library: _Library, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+    assert _direct() is None
+    assert len(caplog.records) == 1
+
+
+def test_clear(library: _Library) -> None:
+    """By the driver, or by torch where it does not, where there is none, and in graphs."""
+    assert not clear(torch.ones(3, 5, dtype=torch.int16)).any()
     assert not library.cleared
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM + device, raising=False)
-    monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 1)
-    (ones,) = on_gpu(torch.ones(3, 5, dtype=torch.int16))
-    monkeypatch.setattr(Layout, "empty", lambda layout: ones)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    assert zeros(layout) is ones
-    assert library.cleared == [(ones.data_ptr(), 0, 30, STREAM + 1)]
-    assert ones.all()
-    library.status["clear"] = 1
-    assert not zeros(layout).any()
-    library.status["clear"] = 0
-    for name, value in (("is_current_stream_capturing", lambda: True), ("_functions", lambda: None)):
-        with monkeypatch.context() as patch:
-            patch.setattr(module if name == "_functions" else torch.cuda, name, value)
-            ones.fill_(1)
-            assert not zeros(layout).any()
-    assert len(library.cleared) == 2
+    for dtype, size in ((torch.int16, 30), (torch.float32, 60), (torch.bool, 15)):
+        (ones,) = on_gpu(torch.ones(3, 5, dtype=dtype))
+        assert clear(ones) is ones
+        assert library.cleared.pop() == (ones.data_ptr(), 0, size, None)
+        assert ones.all()
+    for name in ("clear", "capturing"):
+        library.status[name] = 1
+        assert not clear(on_gpu(torch.ones(3))[0]).any()
+        library.status[name] = 0
+    library.cleared.clear()
+    library.capturing = 1
+    assert not clear(on_gpu(torch.ones(3))[0]).any()
+    assert not library.cleared
+
+
+LAYOUTS: dict[str, tuple[Any, ...]] = {
+    "usual": (X, None, Y),
+    "shape": (X, None, Y[:5]),
+    "strides": (X.contiguous(), None, Y),
+    "axes": (X, None, Y.view(2, 3)),
+    "dtype": (X.half(), None, Y),
+    "sign": (X, None, Y.view(torch.int32)),
+    "width": (X, None, Y.double()),
+    "alignment": (X, None, torch.zeros(7)[1:]),
+    "device": (X, None, Y.to("meta")),
+    "a tensor for none": (X, Y, Y),
+    "none for a tensor": (X, None, None),
+    "order": (Y, None, X),
+    "fewer": (X, None),
+    "more": (X, None, Y, None),
+}
+
+
+def test_layouts_are_told_apart(library: _Library) -> None:
+    """By the function in C as by the one in Python, which has none that the former has not."""
+    in_c, in_python = module.layouts(), repeated._layouts
+    assert in_c is not None
+    found = {name: in_c(*tensors) for name, tensors in LAYOUTS.items()}
+    assert found.pop("device") is in_c(Y.to_sparse()) is None  # they have no memory to be told of
+    assert None not in found.values()
+    for tell in (in_c, in_python):
+        assert len({tell(*tensors) for tensors in LAYOUTS.values()}) == len(LAYOUTS)
+    assert in_c(torch.zeros_like(X), None, Y + 1) == found["usual"]
+    assert in_c(torch.nn.Parameter(X), None, Y) == found["usual"]
+
+
+def test_calls_are_remembered_by_layouts_read_in_c(library: _Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From when there are launches; those remembered before are remembered anew."""
+    monkeypatch.setattr(repeated, "_layouts_of", repeated._layouts)
+    q, k, v = torch.randn(3, 1, 2, 20, 16)
+    mask = masks.causal(20)
+    first = flashmask_attention(q, k, v, mask)
+    (kind,) = repeated._known
+    repeated._read_layouts_in_c()
+    assert not repeated._known
+    for _ in range(2):
+        assert torch.equal(flashmask_attention(q, k, v, mask), first)
+        ((layouts, *others),) = repeated._known
+        assert isinstance(layouts, bytes)
+        assert others == [*kind[1:]]
+    with pytest.raises(TypeError, match="q must be a tensor"):
+        flashmask_attention(1, k, v, mask)  # type: ignore[arg-type]
+
+
+def _strange() -> dict[str, Any]:
+    return {
+        "class": on_gpu(Y)[0],
+        "negative": torch.zeros(6, dtype=torch.complex64).conj().imag,
+        "zero": torch._efficientzerotensor(6),
+        "no tensor": 1,
+        "a list": [Y],
+    }
+
+
+@pytest.mark.parametrize("strange", _strange())
+def test_what_the_dispatcher_has_to_see_has_no_layout(library: _Library, strange: str) -> None:
+    x = _strange()[strange]
+    for tell in (module.layouts(), repeated._layouts):
+        assert tell is not None
+        assert tell(x) is None
+        assert tell(X, x) is None
+
+
+def test_more_than_there_is_room_for_has_no_layout(library: _Library) -> None:
+    in_c = module.layouts()
+    assert in_c is not None
+    assert len(in_c(*[X] * 25)) == 2000
+    assert in_c(*[X] * 26) is None
+    assert in_c(*[None] * 256) is not None
+    assert in_c(*[None] * 257) is None
+
+
+def test_transformed_tensors_have_no_layout(library: _Library) -> None:
+    in_c = module.layouts()
+    assert in_c is not None
+    seen = []
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        seen.append(in_c(x))
+        return x.sum()
+
+    torch.func.vmap(look)(torch.zeros(3, 4))
+    torch.func.grad(look)(torch.zeros(4))
+    assert seen == [None, None]
 
 
 @pytest.mark.gpu
-def test_zeros_on_a_gpu() -> None:
-    layout = packed_layout(300, 500, dtype=torch.float32, device=torch.device("cuda", torch.cuda.current_device()))
-    functions = module._functions()
+def test_clear_on_a_gpu() -> None:
     if torch.version.hip is None:
-        assert functions is not None
+        native = module._native()
+        assert native is not None
         memory = torch.ones(300, device="cuda")
-        stream = torch.cuda.current_stream().cuda_stream
-        assert functions.clear(memory.data_ptr(), 0, memory.nbytes, stream) == 0
+        assert native.clear(memory)
         assert not memory.any()
     with poisoned():
-        assert not zeros(layout).any()
+        assert not clear(torch.empty(300, 500, device="cuda")).any()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            x = zeros(layout)
+            x = clear(torch.empty(300, 500, device="cuda"))
             y = x + 1
         x.fill_(3.0)
         graph.replay()
@@ -307,9 +509,10 @@ def test_zeros_on_a_gpu() -> None:
 def test_other_versions_of_triton_launch_as_they_do(
     library: _Library, monkeypatch: pytest.MonkeyPatch, version: str
 ) -> None:
-    assert direct(_compiled(), 5, _arguments()) is not None
+    assert _direct() is not None
     monkeypatch.setattr(triton, "__version__", version)
-    assert direct(_compiled(), 5, _arguments()) is None
+    _forget()
+    assert _direct() is None
 
 
 @triton.jit

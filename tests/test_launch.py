@@ -241,25 +241,33 @@ def test_a_bound_launch_sees_addresses_and_devices(launches: _Launches) -> None:
 
 
 class _Own:
-    """A launch past Triton's launcher, too, of a kernel that is not there."""
+    """Launches past Triton's launcher, too, of a kernel that is not there."""
 
     def __init__(self) -> None:
-        self.launched: list[tuple[list[int], int]] = []
+        self.launched: list[tuple[Any, ...]] = []
         self.succeeds = True
-        self.made = 0
-
-    def __call__(self, addresses: list[int], stream: int) -> bool:
-        self.launched.append((addresses, stream))
-        return self.succeeds
+        self.made: list[Any] = []
 
 
 @pytest.fixture
 def own(monkeypatch: pytest.MonkeyPatch) -> _Own:
     found = _Own()
 
-    def direct(compiled: Any, programs: int, arguments: list[Any]) -> _Own:
-        found.made += 1
-        return found
+    def direct(compiled: Any, programs: int, arguments: list[Any], like: tuple[Any, ...], switches: Any) -> Any:
+        dtypes = [x if x is None else x.dtype for x in like]
+
+        def launch(*tensors: Any) -> bool:
+            if any(vars(x).get(name) for x, name in switches) or not found.succeeds:
+                return False
+            if [x if x is None else x.dtype for x in tensors] != dtypes or not all(
+                getattr(x, "is_cuda", True) for x in tensors
+            ):
+                return False
+            found.launched.append(tensors)
+            return True
+
+        found.made.append((programs, arguments))
+        return launch
 
     monkeypatch.setattr(launch, "direct", direct)
     return found
@@ -271,13 +279,14 @@ def test_a_bound_launch_goes_past_triton_s_launcher(launches: _Launches, own: _O
     tiles = tiles_template(True, (layout_of(x), 64, 64))
     bound = launches.launcher.bind(3, 8, 0.5, tiles=tiles, SIZE=64, FLAG=True, num_warps=4)
     bound(x, y, None)
-    assert own.made == 0  # layouts may be there once
+    assert not own.made  # layouts may be there once
     (_, (first, *_), _), *_ = launches.asked
     assert first.base is x
     assert vars(first) == vars(describe(x, 1, 1, 64, 64))
     launches.driver.stream = 9
-    bound(x, y, None)
-    assert own.launched == [([x.data_ptr(), y.data_ptr()], 9)]
+    for _ in range(2):
+        bound(x, y, None)
+    assert [[*map(id, tensors)] for tensors in own.launched] == [[*map(id, (x, y, None))]] * 2
     assert (len(launches.asked), launches.direct) == (1, [])
     own.succeeds = False
     bound(x, y, None)
@@ -286,7 +295,19 @@ def test_a_bound_launch_goes_past_triton_s_launcher(launches: _Launches, own: _O
     assert described.base is x
     assert arguments[0] is y
     assert arguments[1:] == [None, 8, 0.5, 64, True]
-    assert own.made == 1
+    ((programs, (described, *arguments)),) = own.made
+    assert programs == 3
+    assert described.base is x
+    assert arguments[1:] == [None, 8, 0.5, 64, True]
+
+
+def test_launches_of_other_dtypes_are_their_own(launches: _Launches, own: _Own) -> None:
+    bound = _Bound(launches)
+    x, y, z = on_gpu(_tensor(), _tensor(torch.float32), _tensor(torch.float16))
+    for other, past in ((y, 0), (y, 1), (y, 2), (z, 2), (z, 3), (z, 4), (y, 5), (z, 6)):
+        bound(x, other)
+        assert len(own.launched) == past
+    assert (len(launches.asked), launches.direct, len(own.made)) == (2, [], 2)
 
 
 @pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
@@ -304,6 +325,7 @@ def test_triton_s_launcher_calls_hooks(
         else:
             patch.setattr(triton.knobs.runtime, hook, lambda metadata: None)
         assert bound(*tensors) == (1, 1)
+    with monkeypatch.context() as patch:
         patch.setattr(triton.knobs.runtime, hook, None)
         assert bound(*tensors) == (1, 1)
     assert bound(*tensors) == (1, 1)
@@ -322,7 +344,7 @@ def test_triton_sees_a_tensor_that_is_not_on_the_gpu(launches: _Launches, own: _
 
 
 def test_on_device_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     (there,) = on_gpu(_tensor())
     monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 1)
     assert isinstance(on_device_of(there), torch.cuda.device_of)

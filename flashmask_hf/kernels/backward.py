@@ -296,7 +296,7 @@ def delta_launch_of(
 def _prepared_delta(dout: Layout, out: Layout, more: bool) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
     """As `delta_launch_of`; `more` says whether there is a dlse."""
     batch, heads, q_len, v_dim = out.shape
-    delta_like = packed_layout(batch, heads, q_len, dtype=torch.float32, device=out.device)
+    new_delta = packed_layout(batch, heads, q_len, dtype=torch.float32, device=out.device).maker()
     rows = 64
     n_rows = -(-q_len // rows)
     step = _launch_row_delta.bind(
@@ -306,7 +306,7 @@ def _prepared_delta(dout: Layout, out: Layout, more: bool) -> Callable[[Tensor, 
     )  # fmt: skip
 
     def run(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
-        delta = delta_like.empty()
+        delta = new_delta()
         with on_device_of(out):
             step(dout, out, None if dlse is None else dlse.contiguous(), delta)
         return delta
@@ -445,6 +445,7 @@ def prepared(
         }
 
     n_columns, n_rows = -(-kv_len // by_keys.columns), -(-q_len // by_queries.rows)
+    new_dq, new_dk, new_dv, new_statistic = (x.maker() for x in (dq_like, dk_like, dv_like, statistic))
     statistics = _launch_statistics.bind(batch * heads * padded // ROWS, q_len, padded, BLOCK_M=ROWS, num_warps=1)
     keys = _launch_keys.bind(
         n_columns * kv_heads * batch,
@@ -464,8 +465,8 @@ def prepared(
     def run(
         dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, indices: Tensor, plan: Plan
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dq, dk, dv = dq_like.empty(), dk_like.empty(), dv_like.empty()
-        row_lse, row_delta = statistic.empty(), statistic.empty()
+        dq, dk, dv = new_dq(), new_dk(), new_dv()
+        row_lse, row_delta = new_statistic(), new_statistic()
         with on_device_of(q):
             indices = whole_tiles(indices, width)
             statistics(lse.contiguous(), delta.contiguous(), row_lse, row_delta)

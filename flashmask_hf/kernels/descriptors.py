@@ -7,7 +7,7 @@ copied.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,9 +23,10 @@ class Layout(NamedTuple):
     dtype: torch.dtype
     device: torch.device
 
-    def empty(self, device: str | None = None) -> Tensor:
-        """A tensor like it, uninitialised. `torch.empty` takes twice as long to make one on a CPU."""
-        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device or self.device)
+    def maker(self, device: str | None = None) -> Callable[[], Tensor]:
+        """Makes tensors like it, uninitialised, in half the time that `torch.empty` takes on a CPU."""
+        place = device or self.device
+        return partial(torch.empty_strided, tuple(self.shape), self.strides, dtype=self.dtype, device=place)
 
 
 def packed_layout(*shape: int, dtype: torch.dtype, device: torch.device, order: tuple[int, ...] = ()) -> Layout:
@@ -36,7 +37,7 @@ def packed_layout(*shape: int, dtype: torch.dtype, device: torch.device, order: 
 
 def layout_like(x: Layout) -> Layout:
     """That of `torch.empty_like` of a tensor."""
-    return x._replace(strides=torch.empty_like(x.empty("meta")).stride())
+    return x._replace(strides=torch.empty_like(x.maker("meta")()).stride())
 
 
 def layout_of(x: Tensor) -> Layout:
@@ -93,7 +94,7 @@ def _harmless_strides(shape: torch.Size, strides: tuple[int, ...], dtype: torch.
 def template(make: Callable[..., Any], layout: Layout, *block: int) -> Any:
     """A descriptor `make(x, shape, strides, block)` less its memory, for `described`; the layout fits one."""
     strides = _harmless_strides(layout.shape, layout.strides, layout.dtype)
-    return make(layout.empty("meta"), list(layout.shape), strides, list(block))
+    return make(layout.maker("meta")(), list(layout.shape), strides, list(block))
 
 
 def described(template: Any, x: Tensor) -> Any:

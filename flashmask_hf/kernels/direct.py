@@ -3,23 +3,28 @@
 Triton's launcher packs all parameters of a kernel anew at each launch, and encodes each descriptor anew, much of it in
 Python. Here they are packed once: launches of a kernel with the same scalars and layouts differ in addresses only.
 Likewise the driver clears memory without the dispatcher.
+
+What is done at each launch is written in C (`direct.c`), which is compiled at the first use and kept, as Triton does
+with its own launcher: where that works, this does.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from ctypes import addressof, byref, c_uint64, c_void_p
+import logging
+from collections.abc import Callable, Sequence
+from ctypes import addressof, byref, c_uint64, c_void_p, cast
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 import triton
-from torch import Tensor
+from torch import Tensor, nn
+from triton.runtime.build import compile_module_from_src
 
-from flashmask_hf.kernels.descriptors import Layout
+__all__ = ["clear", "direct", "layouts", "parameters"]
 
-__all__ = ["Direct", "direct", "parameters", "zeros"]
+logger = logging.getLogger(__name__)
 
 _COMPARED = (3, 6), (3, 9)
 """Versions of Triton, the first and the last, whose launchers pass what `parameters` tells."""
@@ -29,6 +34,10 @@ _SCALARS: dict[str, Any] = {
     "fp32": ctypes.c_float, "f32": ctypes.c_float, "fp64": ctypes.c_double, "f64": ctypes.c_double,
 }  # fmt: skip
 """Triton's names of scalar types."""
+_AT_LAUNCHES = (
+    "cuLaunchKernel", "cuTensorMapReplaceAddress", "cuMemsetD8Async", "cuStreamIsCapturing", "cuCtxGetCurrent",
+)  # fmt: skip
+"""The driver's functions that the module in C calls, in the order in which it takes them."""
 _MAP_BYTES = 128
 _ALIGNMENT = 128
 """Of tensor maps in memory; the driver asks for 64."""
@@ -58,27 +67,45 @@ class Parameter(NamedTuple):
     map: Map | None = None
 
 
-def direct(compiled: Any, programs: int, arguments: Sequence[Any]) -> Direct | None:
+def direct(
+    compiled: Any,
+    programs: int,
+    arguments: Sequence[Any],
+    tensors: Sequence[Tensor | None],
+    switches: Sequence[tuple[Any, str]],
+) -> Callable[..., bool] | None:
     """Launches of `programs` programs of a kernel that Triton has compiled and launched, or None if only Triton can.
 
     Args:
         compiled: what Triton's launch returned.
         programs: how many.
         arguments: all of the kernel's, compile-time ones included: tensors, descriptors, scalars and Nones.
+        tensors: those of the arguments that a launch takes, descriptors' memory in place of them, and Nones.
+        switches: objects, and the names of attributes that keep Triton's launcher in charge while these objects have
+            them of their own and they are true.
+
+    Returns:
+        Launches on the current device and stream with such tensors, which differ in their addresses alone; they return
+        whether they launched. If not, Triton's launcher knows what to do, or how to say it. Several threads may launch
+        at a time.
     """
-    if not _COMPARED[0] <= tuple(map(int, triton.__version__.split(".")[:2])) <= _COMPARED[1]:
+    native, driver = _native(), _driver()
+    if native is None or driver is None:
         return None
-    functions = _functions()
     try:
         if compiled.metadata.tensordesc_meta and compiled.metadata.target.arch != 90:
             return None  # Triton corrects what some drivers make of small tensors' descriptors, wrong for Blackwell
         found = parameters(compiled, arguments)
         metadata, function = compiled.metadata, compiled.function
-    except (AttributeError, KeyError, TypeError, ValueError):  # another Triton
+        if found is None or driver.sizes(function) != [parameter.size for parameter in found]:
+            return None
+        image, places, mapped = _image(driver, found, [x.data_ptr() for x in tensors if x is not None])
+        return native.Launch(
+            function, programs, 32 * metadata.num_warps, metadata.shared, image, tuple(places), tuple(mapped),
+            tuple(tensors), tuple(switches),
+        )  # fmt: skip
+    except (AttributeError, KeyError, TypeError, ValueError):  # another Triton, or more than a launch in C holds
         return None
-    if functions is None or found is None or functions.sizes(function) != [parameter.size for parameter in found]:
-        return None
-    return Direct(functions, function, programs, 32 * metadata.num_warps, metadata.shared, found)
 
 
 def parameters(compiled: Any, arguments: Sequence[Any]) -> list[Parameter] | None:
@@ -123,109 +150,56 @@ def _map_of(descriptor: Any, metadata: dict[str, Any]) -> Map:
     )  # fmt: skip
 
 
-def zeros(layout: Layout) -> Tensor:
-    """Zeros in a layout without gaps, on the current device if it is on a GPU."""
-    x = layout.empty()
-    functions = _functions() if x.is_cuda else None
-    if functions is not None and not torch.cuda.is_current_stream_capturing():  # a graph runs a kernel faster
-        stream = torch._C._cuda_getCurrentRawStream(x.get_device())
-        if functions.clear(x.data_ptr(), 0, x.nbytes, stream) == 0:
-            return x
-    return x.zero_()
+def clear(x: Tensor) -> Tensor:
+    """Make a tensor without gaps zeros; it is on the current device if it is on a GPU."""
+    native = _native() if x.is_cuda else None
+    return x if native is not None and native.clear(x) else x.zero_()
 
 
-class Direct:
-    """Launches of one kernel that differ in addresses alone, made by `direct`.
+def layouts() -> Callable[..., bytes | None] | None:
+    """Tells the layouts of tensors apart, and whether they begin at multiples of 16 bytes; None without a GPU.
 
-    They may come from several threads at a time: each takes a packet of parameters for itself.
+    Called with tensors and Nones. It returns None for a tensor whose memory does not hold its values, and for one of
+    which a class has a say.
     """
-
-    def __init__(
-        self, functions: _Functions, function: int, programs: int, threads: int, shared: int, found: list[Parameter]
-    ):
-        self._functions = functions
-        self._launch = functions.launch
-        self._grid = function, programs, 1, 1, threads, 1, 1, shared
-        self._parameters = found
-        self._free: list[_Packet] = []
-
-    def __call__(self, addresses: list[int], stream: int) -> bool:
-        """Launch with these addresses of the tensors, on a stream of the current device.
-
-        Returns:
-            Whether it was launched. If not, Triton's launcher knows what to do, or how to say it.
-        """
-        try:
-            packet = self._free.pop()
-        except IndexError:
-            packet = _Packet(self._functions, self._parameters)
-        launched = packet.address(addresses) and not self._launch(*self._grid, stream, packet.parameters, None)
-        self._free.append(packet)
-        return launched
+    native = _native()
+    return None if native is None else native.layouts
 
 
-class _Packet:
-    """The parameters of a launch in memory, as the driver takes them; it copies them at the launch."""
+def _image(driver: _Driver, found: Sequence[Parameter], addresses: Sequence[int]) -> tuple[bytes, list[int], list[int]]:
+    """Parameters in memory, their places, and the tensors that tensor maps are of.
 
-    def __init__(self, functions: _Functions, found: list[Parameter]):
-        self._functions = functions
-        tensors = 1 + max((p.tensor for p in found if p.tensor is not None), default=-1)
-        maps = [p for p in found if p.map is not None]
-        size = _MAP_BYTES * len(maps) + 8 * (tensors + len(found))
-        memory = (ctypes.c_uint8 * (size + _ALIGNMENT))()
-        skipped = -addressof(memory) % _ALIGNMENT
-        self._maps: list[tuple[int, int, Map]] = []
-        values = skipped + _MAP_BYTES * len(maps)
-        self._slots = (c_uint64 * tensors).from_buffer(memory, values)  # which keeps the memory
-        values += 8 * tensors
-        places = []
-        for i, parameter in enumerate(found):
-            if parameter.map is not None:
-                assert parameter.tensor is not None
-                place = addressof(memory) + skipped + _MAP_BYTES * len(self._maps)
-                self._maps.append((place, parameter.tensor, parameter.map))
-            elif parameter.tensor is not None:
-                place = addressof(self._slots) + 8 * parameter.tensor
-            else:
-                place = addressof(memory) + values + 8 * i
-                ctypes.memmove(place, byref(parameter.value), parameter.size)
-            places.append(place)
-        self._places = (c_void_p * len(places))(*places)
-        self.parameters = addressof(self._places)
-        self._known: list[int] = []
-
-    def address(self, addresses: list[int]) -> bool:
-        """Set the addresses of all tensors; returns whether the driver takes them."""
-        known = self._known
-        if addresses == known:
-            return True
-        self._known = []  # until all is done
-        self._slots[:] = addresses
-        for place, tensor, tiles in self._maps:
-            if not known:
-                status = self._functions.encode(place, tiles, addresses[tensor])
-            elif known[tensor] == addresses[tensor]:
-                continue
-            else:
-                status = self._functions.move(place, addresses[tensor])
-            if status:
-                return False
-        self._known = addresses
-        return True
+    The maps come first in memory, then the addresses of the tensors, then values.
+    """
+    maps = [p for p in found if p.map is not None]
+    slots = _MAP_BYTES * len(maps)
+    memory = (ctypes.c_uint8 * (slots + 8 * (len(addresses) + len(found)) + _ALIGNMENT))()
+    start = -addressof(memory) % _ALIGNMENT
+    places: list[int] = []
+    mapped: list[int] = []
+    for i, parameter in enumerate(found):
+        place = slots + 8 * (len(addresses) + i)
+        if parameter.map is not None:
+            assert parameter.tensor is not None
+            place = _MAP_BYTES * len(mapped)
+            mapped.append(parameter.tensor)
+            if driver.encode(addressof(memory) + start + place, parameter.map, addresses[parameter.tensor]):
+                raise ValueError("a tensor of which there is no tensor map")
+        elif parameter.tensor is not None:
+            place = slots + 8 * parameter.tensor
+        else:
+            ctypes.memmove(addressof(memory) + start + place, byref(parameter.value), parameter.size)
+        places.append(place)
+    return bytes(memory)[start : len(memory) - _ALIGNMENT + start], places, mapped
 
 
-class _Functions:
+class _Driver:
     """What is called of the CUDA driver; a status of 0 is success."""
 
     def __init__(self) -> None:
-        library, holding = ctypes.CDLL("libcuda.so.1"), ctypes.PyDLL("libcuda.so.1")
+        library = ctypes.CDLL("libcuda.so.1")
         number, pointer = ctypes.c_uint, c_void_p
-        self.launch: Any = library.cuLaunchKernel  # it may wait for the device, so that others may run meanwhile
-        self.launch.argtypes = [pointer, *[number] * 7, pointer, pointer, pointer]
-        self.move: Any = holding.cuTensorMapReplaceAddress
-        self.move.argtypes = [pointer, pointer]
-        self.clear: Any = library.cuMemsetD8Async
-        self.clear.argtypes = [pointer, ctypes.c_ubyte, ctypes.c_size_t, pointer]
+        self.at_launches = [cast(getattr(library, name), pointer).value for name in _AT_LAUNCHES]
         self._encode: Any = library.cuTensorMapEncodeTiled
         self._encode.argtypes = [pointer, number, number, pointer, *[pointer] * 4, *[number] * 4]
         self._size: Any = library.cuFuncGetParamInfo
@@ -253,8 +227,24 @@ class _Functions:
 
 
 @lru_cache(maxsize=1)
-def _functions() -> _Functions | None:
+def _driver() -> _Driver | None:
     try:
-        return _Functions()
+        return _Driver()
     except (AttributeError, OSError):  # an old driver, or none
         return None
+
+
+@lru_cache(maxsize=1)
+def _native() -> Any:
+    """The module in C, or None where there is none."""
+    driver = _driver()
+    if driver is None or not _COMPARED[0] <= tuple(map(int, triton.__version__.split(".")[:2])) <= _COMPARED[1]:
+        return None
+    try:
+        native = compile_module_from_src(Path(__file__).with_suffix(".c").read_text(), "flashmask_direct")
+        native.configure(Tensor.__dlpack_c_exchange_api__, Tensor, nn.Parameter, *driver.at_launches)
+    except Exception as error:  # of the compiler
+        reason = str(error).strip().split("\n")[0]
+        logger.warning(f"launches go by Triton's launcher, which takes longer: {type(error).__name__}: {reason}")
+        return None
+    return native

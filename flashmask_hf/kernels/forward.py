@@ -186,7 +186,8 @@ def prepared(
     kv_heads, kv_len, v_dim = k.shape[1], k.shape[2], v.shape[3]
     block_d, block_v = block_of(dim), block_of(v_dim)
     out_like = packed_layout(batch, heads, q_len, v_dim, dtype=q.dtype, device=q.device, order=(0, 2, 1, 3))
-    lse_like = packed_layout(batch, heads, q_len, dtype=torch.float32, device=q.device)
+    new_out = out_like.maker()
+    new_lse = packed_layout(batch, heads, q_len, dtype=torch.float32, device=q.device).maker()
     n_rows = -(-q_len // config.rows)
     width = plan_columns(kv_len)
     factor, bend = score_factors(scale, softcap)
@@ -206,7 +207,7 @@ def prepared(
     def run(
         q: Tensor, k: Tensor, v: Tensor, indices: Tensor, plan: Plan, sinks: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        out, lse = out_like.empty(), lse_like.empty()
+        out, lse = new_out(), new_lse()
         sinks = None if sinks is None else sinks.contiguous()
         with on_device_of(q):
             step(q, k, v, sinks, whole_tiles(indices, width), plan.tiles, plan.counts, out, lse)

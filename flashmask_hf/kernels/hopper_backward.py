@@ -22,7 +22,7 @@ from torch import Tensor
 
 from flashmask_hf.kernels.configs import multiprocessors
 from flashmask_hf.kernels.descriptors import Layout, describable, layout_like, layout_of, packed_layout, template
-from flashmask_hf.kernels.direct import zeros
+from flashmask_hf.kernels.direct import clear
 from flashmask_hf.kernels.gluon_shim import (
     bits_below,
     fence_async_shared,
@@ -876,9 +876,9 @@ def prepared(
     mask_batch, mask_heads, n_q, n_kv = listed
     padded = -(-q_len // ROWS) * ROWS
     sums_like = packed_layout(batch * heads * padded * dim // 32, 32, dtype=torch.float32, device=device)
-    order_like = packed_layout(*listed, dtype=torch.int16, device=device)
-    locks_like = packed_layout(batch * heads * padded // block, dtype=torch.int32, device=device)
-    counter_like = packed_layout(1, dtype=torch.int32, device=device)
+    new_order = packed_layout(*listed, dtype=torch.int16, device=device).maker()
+    new_locks = packed_layout(batch * heads * padded // block, dtype=torch.int32, device=device).maker()
+    new_counter = packed_layout(1, dtype=torch.int32, device=device).maker()
     subtiles = plan_columns(kv_len) // COLUMNS
     n_columns = -(-kv_len // plan_columns(kv_len)) * subtiles
     units = batch * kv_heads
@@ -892,6 +892,7 @@ def prepared(
         packed_layout(*x.shape, dtype=x.dtype, device=x.device, order=(0, 2, 1, 3)) if ordered else layout_like(x)
         for x in (q, k, v)
     )
+    new_dq, new_dk, new_dv, new_sums = (x.maker() for x in (dq_like, dk_like, dv_like, sums_like))
     tiles = (
         rows_template(q, block), rows_template(k, 64), rows_template(v, 64), rows_template(dout, block),
         template(make_descriptor, sums_like, 128, 32), rows_template(dk_like, 64), rows_template(dv_like, 64),
@@ -923,18 +924,18 @@ def prepared(
         orders: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         q_order, k_order = orders or (None, None)
-        dq, dk, dv = dq_like.empty(), dk_like.empty(), dv_like.empty()
+        dq, dk, dv = new_dq(), new_dk(), new_dv()
         with on_device_of(q):
-            sums = zeros(sums_like)
+            sums = clear(new_sums())
             order = locks = launch = turns = plan.segments  # not read
             if deterministic:
-                order, locks = zeros(order_like), zeros(locks_like)
+                order, locks = clear(new_order()), clear(new_locks())
                 launch, turns = _launch_order(plan, causal, groups, n_columns // subtiles, together, most)
                 _row_order[(mask_batch * mask_heads * n_q,)](
                     plan.tiles, plan.counts, launch, order, n_q, n_kv, n_columns // subtiles, mask_heads // groups,
                     LANES=256, num_warps=4,
                 )  # fmt: skip
-            counter = zeros(counter_like) if shared else None
+            counter = clear(new_counter()) if shared else None
             placed = (dk, dv) if ordered else (None, None)
             add(
                 q, k, v, dout, sums, dk, dv, *placed, k_order, lse, delta, indices.contiguous(), plan.segments, order,

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from flashmask_hf.kernels.configs import multiprocessors
 from flashmask_hf.kernels.descriptors import Layout, describable, layout_of, packed_layout
-from flashmask_hf.kernels.direct import zeros
+from flashmask_hf.kernels.direct import clear
 from flashmask_hf.kernels.gluon_shim import (
     bits_below,
     fence_async_shared,
@@ -660,8 +660,9 @@ def prepared(
     joins = any(config.rows == JOINED_ROWS for config in configs)
     least = -(-_TALL_TILES * COLUMNS // plan_columns(kv_len)) if len(configs) > 1 else 0
     out_like = packed_layout(*q.shape, dtype=q.dtype, device=q.device, order=(0, 2, 1, 3))
-    lse_like = packed_layout(batch, heads, q_len, dtype=torch.float32, device=q.device)
-    counter_like = packed_layout(1, dtype=torch.int32, device=q.device)
+    new_out = out_like.maker()
+    new_lse = packed_layout(batch, heads, q_len, dtype=torch.float32, device=q.device).maker()
+    new_counter = packed_layout(1, dtype=torch.int32, device=q.device).maker()
     q_tiles, out_tiles = rows_template(q, 64), rows_template(out_like, 64)
     steps = []
     for config in configs:
@@ -683,7 +684,7 @@ def prepared(
     def run(
         q: Tensor, k: Tensor, v: Tensor, indices: Tensor, plan: Plan, sinks: Tensor | None, order: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        out, lse = out_like.empty(), lse_like.empty()
+        out, lse = new_out(), new_lse()
         indices = indices.contiguous()
         sinks = None if sinks is None else sinks.contiguous()
         tall = chosen_rows = None
@@ -692,7 +693,7 @@ def prepared(
                 *tall, chosen_rows = join_rows(plan, q_len, least)
             for step, joined, shared in steps:
                 tiles, counts = tall if joined and tall else (plan.tiles, plan.counts)
-                counter = zeros(counter_like) if shared else None
+                counter = clear(new_counter()) if shared else None
                 step(
                     q, k, v, out, out if ordered else None, order, lse, sinks, indices, tiles, counts, counter,
                     chosen_rows,

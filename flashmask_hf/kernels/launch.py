@@ -9,7 +9,7 @@ Triton's own launcher, too.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
@@ -21,7 +21,7 @@ from triton import knobs
 from triton.runtime import JITFunction, driver
 
 from flashmask_hf.kernels.descriptors import described
-from flashmask_hf.kernels.direct import Direct, direct
+from flashmask_hf.kernels.direct import direct
 
 __all__ = ["Bound", "Launcher", "on_device_of"]
 
@@ -90,14 +90,19 @@ class Bound:
         self.tiles = tiles
         self.constants = constants
         self._known: dict[tuple[Any, ...], _Form] = {}
+        self._latest: Callable[..., bool] | None = None
 
     def __call__(self, *tensors: Tensor | None) -> None:
         """Launch with tensors of the same layouts at every call, and Nones in the same places."""
+        if self._latest is None or not self._latest(*tensors):
+            self._launch(*tensors)
+
+    def _launch(self, *tensors: Tensor | None) -> None:
         launcher = self.launcher
         given = [x for x in tensors if x is not None]
-        addresses = [x.data_ptr() for x in given]
         # Triton may have compiled for addresses that are multiples of 16.
-        if not launcher.may_cache or reduce(or_, addresses) % 16 or launcher.kernel.pre_run_hooks or _told_since():
+        aligned = reduce(or_, [x.data_ptr() for x in given]) % 16 == 0
+        if not aligned or not launcher.may_cache or launcher.kernel.pre_run_hooks or _told_since():
             self.launch_anew(*tensors)
             return
         active: Any = driver.active
@@ -112,13 +117,16 @@ class Bound:
                 compiled, constant = found
                 self._known[form] = _Form(compiled, (*self.scalars, *constant))
             return
+        arguments = [*self._operands(tensors), *known.others]
         if not known.settled:  # only now, for layouts may be there once
             known.settled = True
             if all(there):  # Triton's launcher sees to it that the GPU can read other memory
-                known.own = direct(known.compiled, self.programs, [*self._operands(tensors), *known.others])
-        stream = active.get_current_stream(device)
-        if known.own is None or _hooked() or not known.own(addresses, stream):
-            known.compiled[(self.programs, 1, 1)](*self._operands(tensors), *known.others, stream=stream)
+                known.own = direct(known.compiled, self.programs, arguments, tensors, _switches(launcher.kernel))
+        if known.own is not None and known.own is not self._latest:
+            self._latest = known.own
+            if known.own(*tensors):
+                return
+        known.compiled[(self.programs, 1, 1)](*arguments, stream=active.get_current_stream(device))
 
     def launch_anew(self, *tensors: Tensor | None) -> None:
         """Launch by way of the launcher."""
@@ -142,7 +150,7 @@ class _Form:
     """The arguments behind the tensors."""
     settled: bool = False
     """Whether `own` is what it will be."""
-    own: Direct | None = None
+    own: Callable[..., bool] | None = None
     """Launches past Triton's launcher, where it can be gone past."""
 
 
@@ -151,7 +159,9 @@ _ANYWHERE = contextlib.nullcontext()
 
 def on_device_of(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     """`torch.cuda.device_of`, for less where it would do nothing."""
-    return _ANYWHERE if not x.is_cuda or x.get_device() == torch.cuda.current_device() else torch.cuda.device_of(x)
+    if not x.is_cuda or x.get_device() == torch._C._cuda_getDevice():  # CUDA is initialised, for x is there
+        return _ANYWHERE
+    return torch.cuda.device_of(x)
 
 
 def _key(device: int, arguments: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, ...]:
@@ -176,15 +186,16 @@ def _told_since() -> bool:
     )
 
 
-def _hooked() -> bool:
-    """Whether Triton is told to call something at each launch, as its profiler has it."""
+def _switches(kernel: Any) -> list[tuple[Any, str]]:
+    """Where Triton is told to do more at launches than to launch, as its profiler has it; see `direct`."""
     runtime = knobs.runtime
-    return _calls(runtime.launch_enter_hook) or _calls(runtime.launch_exit_hook)
-
-
-def _calls(hook: Any) -> bool:
-    """Whether a hook, or some of a chain of them, is there."""
-    return bool(getattr(hook, "calls", hook))
+    hooks = ("launch_enter_hook", "launch_exit_hook")
+    return [
+        *[(runtime, name) for name in ("debug", "add_stages_inspection_hook", *hooks)],
+        *[(getattr(type(runtime), name), "calls") for name in hooks],  # chains, unless the knobs have their own
+        (knobs.compilation, "instrumentation_mode"),
+        (kernel, "pre_run_hooks"),
+    ]
 
 
 def _kind(x: Any) -> Any:
