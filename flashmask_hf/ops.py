@@ -315,17 +315,18 @@ def backward(
     plan = Plan(tiles, counts, segments)
     mask = FlashMask(indices, causal)
     with no_autocast(q.device):
-        delta = run("row_delta", impl, dout, out, dlse)
-        dq, dk, dv = run(
-            "backward", impl, dout, q, k, v, lse, delta, mask, plan, scale, softcap, deterministic=deterministic
+        dq, dk, dv, delta = run(
+            "backward", impl, dout, q, k, v, lse, (out, dlse), mask, plan, scale, softcap, deterministic=deterministic
         )
         return dq, dk, dv, sinks_gradient(sinks, lse, delta)
 
 
 def sinks_gradient(sinks: Tensor | None, lse: Tensor, delta: Tensor) -> Tensor:
-    """Gradient of the sinks [Hq] given lse and `row_delta` [B, Hq, Sq], in any order of rows; empty without sinks."""
+    """Gradient of the sinks [Hq] given lse [B, Hq, Sq], in any order of rows, and a backward's delta; empty if None."""
     if sinks is None:
         return lse.new_empty(0)
+    batch, heads, rows = lse.shape
+    delta = delta.view(batch, heads, -1)[..., :rows]
     weight = torch.exp(sinks.to(lse.dtype).view(1, -1, 1) - lse)
     weight = weight.masked_fill(lse.isneginf(), 0.0)  # a row that sees nothing, and a sink of -inf
     return -(weight * delta).sum((0, 2)).to(sinks.dtype)
@@ -347,11 +348,11 @@ _broken: set[str] = set()
 
 def tries_hopper(name: str, impl: str) -> bool:
     """Whether the Hopper kernels are to serve `run`."""
-    return name != "row_delta" and (impl == "hopper" or (impl == "best" and name not in _broken))
+    return impl == "hopper" or (impl == "best" and name not in _broken)
 
 
 def run(name: str, impl: str, *args: Any, after: Callable[..., Any] | None = None, **more: Any) -> Any:
-    """Call a function of an implementation: "forward", "row_delta" or "backward".
+    """Call a function of an implementation: "forward" or "backward".
 
     `more` are keyword arguments for "hopper" only. What they ask of it `after` does to the results of the others.
     """
@@ -375,8 +376,7 @@ def run(name: str, impl: str, *args: Any, after: Callable[..., Any] | None = Non
     else:
         from flashmask_hf.kernels import backward, forward
 
-        portable = {"forward": forward.forward, "row_delta": backward.row_delta, "backward": backward.backward}
-        results = portable[name](*args)
+        results = (forward.forward if name == "forward" else backward.backward)(*args)
     return results if after is None else after(*results)
 
 

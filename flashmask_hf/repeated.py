@@ -139,9 +139,7 @@ class Repeated:
             if layouts not in self._backward:  # now that the launches are known to succeed
                 self._backward[layouts] = self._backward_launches(dout, dlse, q, k, v, out, indices, plan)
             return results
-        row_delta, gradients = launches
-        delta = row_delta(dout, out, dlse)
-        dq, dk, dv = gradients(dout, q, k, v, lse, delta, indices, plan)
+        dq, dk, dv, delta = launches(dout, q, k, v, lse, (out, dlse), indices, plan)
         return dq, dk, dv, None if sinks is None else ops.sinks_gradient(sinks, lse, delta)
 
     def _forward_launches(
@@ -172,24 +170,22 @@ class Repeated:
         out: Tensor,
         indices: Tensor,
         plan: Plan,
-    ) -> tuple[Callable[..., Tensor], Callable[..., tuple[Tensor, Tensor, Tensor]]] | None:
-        """`row_delta` and the launches of the backward, likewise."""
+    ) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] | None:
+        """The launches of the backward, likewise."""
         causal, scale, softcap, impl, deterministic = self.settings
         if impl == "torch":
             return None
         from flashmask_hf.kernels import backward
         from flashmask_hf.kernels.descriptors import fits_descriptor
 
-        given: tuple[Any, ...] = (dout, q, k, v, FlashMask(indices, causal), plan, scale, softcap)
+        given: tuple[Any, ...] = (dout, q, k, v, (out, dlse), FlashMask(indices, causal), plan, scale, softcap)
         if not ops.tries_hopper("backward", impl):
-            launches = backward.launches_of(*given)
-        elif all(map(fits_descriptor, (dout, q, k, v))):
+            return backward.launches_of(*given)
+        if all(map(fits_descriptor, (dout, q, k, v))):
             from flashmask_hf.kernels import hopper_backward
 
-            launches = hopper_backward.launches_of(*given, deterministic=deterministic)
-        else:
-            return None
-        return backward.delta_launch_of(dout, out, dlse), launches
+            return hopper_backward.launches_of(*given, deterministic=deterministic)
+        return None
 
 
 _unsettled: Any = object()

@@ -264,13 +264,13 @@ def _flash_attn_sparse_backward(
     Here q, k, v and lse are sorted, `out` and `dout` are not, nor are the gradients. A dropped row's is 0.
     """
 
-    def put_back(dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return put_rows_back(dq, q_order), put_rows_back(dk, k_order), put_rows_back(dv, k_order)
+    def put_back(dq: Tensor, dk: Tensor, dv: Tensor, delta: Tensor) -> tuple[Tensor, ...]:
+        return put_rows_back(dq, q_order), put_rows_back(dk, k_order), put_rows_back(dv, k_order), delta
 
     mask, plan = FlashMask(indices, False), Plan(tiles, counts, segments)
     with ops.no_autocast(q.device):
         dout, delta = gather_upstream(dout, out, q_order, q_kept, lse.dtype)
-        dq, dk, dv = ops.run(
+        dq, dk, dv, _ = ops.run(
             "backward", impl, dout, q, k, v, lse, delta, mask, plan, scale, softcap,
             after=put_back, deterministic=deterministic, orders=(q_order, k_order),
         )  # fmt: skip

@@ -100,12 +100,12 @@ def backward(
     k: Tensor,
     v: Tensor,
     lse: Tensor,
-    delta: Tensor,
+    delta: Tensor | tuple[Tensor, Tensor | None],
     mask: FlashMask,
     plan: Plan,
     scale: float,
     softcap: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k and v.
 
     Args:
@@ -114,36 +114,38 @@ def backward(
         k: [B, Hkv, Skv, D].
         v: [B, Hkv, Skv, Dv].
         lse: [B, Hq, Sq] of the forward.
-        delta: [B, Hq, Sq], the row sums of dout * out, less the gradient of lse.
+        delta: [B, Hq, Sq], the row sums of dout * out, less the gradient of lse; or out and that gradient or None.
         mask: the mask.
         plan: its plan.
         scale: factor on the scores.
         softcap: 0 is none.
 
     Returns:
-        dq, dk, dv like q, k, v.
+        dq, dk, dv like q, k, v; and delta.
     """
     wide = _wide(q.dtype)
+    if isinstance(delta, tuple):
+        delta = row_delta(dout, *delta)
     dq = torch.empty_like(q)
     dk, dv = (torch.zeros_like(x, dtype=wide) for x in (k, v))
     lse = torch.where(torch.isneginf(lse), float("inf"), lse)  # rows that see nothing get weight exp(-inf) = 0
     for b, h_q, h_kv, rows, steps in _walk(q, k, mask, plan):
         queries, upstream = (_grouped(x[b, h_q, rows], h_kv).to(wide) for x in (q, dout))
-        row_lse, row_delta = (_grouped(x[b, h_q, rows, None], h_kv) for x in (lse, delta))
+        tile_lse, tile_delta = (_grouped(x[b, h_q, rows, None], h_kv) for x in (lse, delta))
         queries = queries * scale
         acc = torch.zeros_like(queries)
         for columns, hidden in steps:
             keys, values = k[b, h_kv, columns].to(wide), v[b, h_kv, columns].to(wide)
             scores, slope = _scores(queries, keys, hidden, softcap)
-            weights = scores.sub_(row_lse).exp_()
+            weights = scores.sub_(tile_lse).exp_()
             dv[b, h_kv, columns] += weights.transpose(-1, -2) @ upstream
-            dscores = (upstream @ values.transpose(-1, -2)).sub_(row_delta).mul_(weights)
+            dscores = (upstream @ values.transpose(-1, -2)).sub_(tile_delta).mul_(weights)
             if slope is not None:
                 dscores *= slope
             acc.baddbmm_(dscores, keys)
             dk[b, h_kv, columns] += dscores.transpose(-1, -2) @ queries
         dq[b, h_q, rows] = _ungrouped(acc.mul_(scale), h_q).to(q.dtype)
-    return dq, dk.to(k.dtype), dv.to(v.dtype)
+    return dq, dk.to(k.dtype), dv.to(v.dtype), delta
 
 
 def row_delta(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:

@@ -49,9 +49,6 @@ def _nothing_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
         module = sys.modules.get(f"flashmask_hf.kernels.{name}")
         if module is not None:
             module.prepared.cache_clear()
-    backward = sys.modules.get("flashmask_hf.kernels.backward")
-    if backward is not None:
-        backward._prepared_delta.cache_clear()
 
 
 @pytest.fixture(autouse=True)

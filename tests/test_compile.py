@@ -13,11 +13,12 @@ from cubin import AMPERE, BLACKWELL, HOPPER, MI300, Kernel, compile_only
 
 from flashmask_hf import FlashMask, masks
 from flashmask_hf.kernels import configs, lsh
-from flashmask_hf.kernels.backward import backward, row_delta
+from flashmask_hf.kernels.backward import backward
 from flashmask_hf.kernels.decode import decode
 from flashmask_hf.kernels.forward import forward
 from flashmask_hf.kernels.plan import build_plan
 from flashmask_hf.kernels.reorder import gather_rows, gather_upstream, put_rows_back, sorted_columns
+from flashmask_hf.kernels.row_statistics import bind_statistics
 from flashmask_hf.plan import build_plan as torch_plan
 
 KILOBYTES = {HOPPER: 227, BLACKWELL: 227, AMPERE: 163, MI300: 64}
@@ -31,7 +32,8 @@ def _compile(
     _pretend(monkeypatch, target)
     with compile_only(target) as kernels:
         out, lse = forward(q, k, v, mask, plan, None, 0.1, softcap)
-        backward(out, q, k, v, lse, row_delta(out, out, lse), mask, plan, 0.1, softcap)
+        backward(out, q, k, v, lse, (out, lse), mask, plan, 0.1, softcap)
+        bind_statistics(4, 512, 512)(lse, lse, lse, lse)
         build_plan(mask.indices, mask.causal, 512)
     return {kernel.name: kernel for kernel in kernels}
 

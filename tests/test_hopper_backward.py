@@ -11,14 +11,13 @@ if INTERPRETED:
 
 from cubin import HOPPER, TRITON, Kernel, compile_only
 
-from flashmask_hf import FlashMask, flashmask_attention, masks, plan, sparse_ops
+from flashmask_hf import FlashMask, flashmask_attention, masks, plan, sparse_ops, tiled
 from flashmask_hf.kernels import gluon_shim
 
 if gluon_shim.available() is not None:
     pytest.skip(f"cpu lane: {gluon_shim.available()}", allow_module_level=True)
 
 from flashmask_hf.kernels import hopper_backward
-from flashmask_hf.kernels.backward import row_delta
 
 # of torch, in a process whose first product is the reference's
 pytestmark = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA context")
@@ -47,7 +46,8 @@ def _compile(
     orders = row_orders(q, k) if placed else None
     with pytest.MonkeyPatch.context() as patch, compile_only(HOPPER) as kernels:
         patch.setattr(hopper_backward, "multiprocessors", lambda device: 4)
-        hopper_backward.backward(dout, q, k, v, lse, lse, mask, tiles, 0.1, softcap, deterministic, orders=orders)
+        delta = lse if placed else (dout, lse)
+        hopper_backward.backward(dout, q, k, v, lse, delta, mask, tiles, 0.1, softcap, deterministic, orders=orders)
     return {kernel.name: kernel for kernel in kernels}
 
 
@@ -55,7 +55,9 @@ def _compile(
 @pytest.mark.parametrize("form", MASKS)
 @pytest.mark.parametrize("dim", [64, 128])
 def test_compiles(dim: int, form: str, deterministic: bool) -> None:
-    kernel = _compile(dim, MASKS[form](), deterministic=deterministic)["_backward"]
+    kernels = _compile(dim, MASKS[form](), deterministic=deterministic)
+    assert kernels["_row_delta"].spills == kernels["_scale_dq"].spills == 0
+    kernel = kernels["_backward"]
     for instruction in ("wgmma.mma_async", "setmaxnreg", "cp.reduce.async.bulk.tensor", "cp.async.bulk.tensor"):
         assert instruction in kernel.assembly, instruction
     assert kernel.shared <= 227 * 1024
@@ -87,10 +89,12 @@ def _check(
     q, k, v, dout = inputs
     scale = q.shape[-1] ** -0.5
     out, lse = flashmask_attention(q, k, v, mask, softcap=softcap or None, impl="triton", return_lse=True)
-    delta = row_delta(dout, out, None)
     tiles = plan.build_plan(mask.indices, mask.causal, q.shape[2])
     with poisoned():
-        actual = hopper_backward.backward(dout, q, k, v, lse, delta, mask, tiles, scale, softcap, deterministic)
+        *actual, delta = hopper_backward.backward(
+            dout, q, k, v, lse, (out, None), mask, tiles, scale, softcap, deterministic
+        )
+    torch.testing.assert_close(delta, tiled.row_delta(dout, out, None), rtol=1e-5, atol=1e-4)
 
     def reference(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         wide_q, wide_k, wide_v = (x.to(dtype).requires_grad_() for x in (q, k, v))
@@ -103,7 +107,7 @@ def _check(
             assert_within_budget(actual[index], eager[index], exact[index], name)
         else:  # the difference of two equal sums, added up in different orders
             assert actual[index].abs().max() < 1e-5, name
-    return actual
+    return tuple(actual)
 
 
 TOGETHER = 3
@@ -235,9 +239,8 @@ def test_keys_that_no_row_sees(dim: int, deterministic: bool) -> None:
     scale = dim**-0.5
     out, lse = flashmask_attention(q, k, v, mask, impl="hopper", return_lse=True)
     tiles = plan.build_plan(mask.indices, mask.causal, 900)
-    delta = row_delta(dout, out, None)
     with poisoned():
-        got = hopper_backward.backward(dout, q, k, v, lse, delta, mask, tiles, scale, 0.0, deterministic)
+        *got, _ = hopper_backward.backward(dout, q, k, v, lse, (out, None), mask, tiles, scale, 0.0, deterministic)
     for name, x, want in zip(("dq", "dk", "dv"), got, clean, strict=True):
         torch.testing.assert_close(x, want, rtol=2e-2, atol=2e-2, msg=name)
     assert not got[1][:, :, 128:640].any()
@@ -260,7 +263,7 @@ def test_rows_put_back(dim: int, heads: tuple[int, int], lengths: tuple[int, int
     orders = row_orders(q, k)
     with poisoned():
         apart, together = (
-            hopper_backward.backward(dout, q, k, v, lse, delta, mask, tiles, 0.1, 0.0, True, orders=given)
+            hopper_backward.backward(dout, q, k, v, lse, delta, mask, tiles, 0.1, 0.0, True, orders=given)[:3]
             for given in (None, orders)
         )
     for name, x, order, y in zip(("dq", "dk", "dv"), apart, (*orders, orders[1]), together, strict=True):

@@ -159,7 +159,7 @@ def test_rows_put_back(dim: int) -> None:
             gradients = hopper_backward.backward(
                 dout, q, k, v, lse, delta, mask, tiles, 0.1, 0.0, deterministic=True, orders=orders
             )
-        results.append((out, *gradients, lse, delta))
+        results.append((out, *gradients[:3], lse, delta))
     for x, y, again, where in zip(*results, (order, order, k_order, k_order, None, None), strict=True):
         assert torch.equal(y, again)
         assert torch.equal(x if where is None else sparse_ops.put_rows_back(x, where), y)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support import poisoned
 
 pytest.importorskip("triton")
 
@@ -62,8 +63,9 @@ def test_only_hidden_ones(causal: bool, n: int, share: float, device: str) -> No
         for plan_tile in range(row_tiles):
             segment = torch.tensor([plan_tile, plan_tile + 1], dtype=torch.int32)
             out = torch.empty(tiles, 2, dtype=torch.int32, device=device)
+            indices = mask.indices.to(device)
             _ranges[(tiles,)](
-                segment.to(device), whole_tiles(mask.indices, BLOCK_N).to(device), out, q_len, kv_len,
+                segment.to(device), whole_tiles(indices.shape, indices.device, BLOCK_N)(indices), out, q_len, kv_len,
                 CAUSAL=causal, N=n, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, SUBROWS=SUBROWS,
             )  # fmt: skip
             whole = range(plan_tile * SUBROWS, (plan_tile + 1) * SUBROWS)
@@ -77,3 +79,25 @@ def test_only_hidden_ones(causal: bool, n: int, share: float, device: str) -> No
                         hidden += 1
                         left_out += not first <= row < last
     assert left_out > share * hidden
+
+
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=pytest.mark.interpreter), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize(("kv_len", "columns"), [(200, 128), (130, 256), (512, 256), (1, 128)])
+def test_whole_tiles(kv_len: int, columns: int, n: int, device: str) -> None:
+    """The keys that are added are hidden in every form, and the others as they were, whatever their strides."""
+    for causal in (True, False) if n == 2 else (n == 1,):
+        indices = torch.randint(0, 9, (2, n, 3, kv_len), generator=torch.Generator().manual_seed(0)).int()
+        indices = indices.to(device).permute(0, 2, 3, 1)
+        with poisoned():
+            whole = whole_tiles(indices.shape, indices.device, columns)(indices)
+        assert whole.shape == (2, 3, -(-kv_len // columns) * columns, n)
+        assert whole.is_contiguous()
+        assert torch.equal(whole[:, :, :kv_len], indices)
+        if kv_len % columns:
+            added = FlashMask(whole[:, :, kv_len:].cpu().clamp(max=9), causal, q_len=9).intervals()
+            for row in range(9):
+                hidden = torch.stack([(start <= row) & (row < end) for start, end in added])
+                assert hidden.any(0).all()

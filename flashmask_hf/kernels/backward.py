@@ -17,8 +17,8 @@ from torch import Tensor
 from flashmask_hf.kernels.configs import Config, keys_config, queries_config
 from flashmask_hf.kernels.descriptors import Layout, can_describe, layout_like, layout_of, packed_layout, tiles_template
 from flashmask_hf.kernels.launch import Launcher, on_device_of
+from flashmask_hf.kernels.row_statistics import Delta, OutputLayout, bind_delta, bind_statistics, output_layout
 from flashmask_hf.kernels.tiles import (
-    LOG2_E,
     block_of,
     dot_precision,
     hidden_pairs,
@@ -33,42 +33,6 @@ from flashmask_hf.kernels.tiles import (
 )
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.plan import PARTIAL_SEGMENTS, ROWS, VISIBLE_SEGMENTS, Plan, plan_columns
-
-
-@triton.jit(do_not_specialize=["q_len", "n_rows"])
-def _row_delta(
-    dout, out, dlse, delta, do_b, do_h, do_s, do_d, out_b, out_h, out_s, out_d, heads, q_len, n_rows, v_dim,
-    BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    tile = tl.program_id(0) % n_rows
-    batch = tl.program_id(0) // n_rows // heads
-    head = tl.program_id(0) // n_rows % heads
-    row = tile * BLOCK_M
-    upstream = load_tile(dout, batch, head, row, do_b, do_h, do_s, do_d, q_len, v_dim, BLOCK_M, BLOCK_V, False)
-    values = load_tile(out, batch, head, row, out_b, out_h, out_s, out_d, q_len, v_dim, BLOCK_M, BLOCK_V, False)
-    rows = row + tl.arange(0, BLOCK_M)
-    at = (batch.to(tl.int64) * heads + head) * q_len + rows
-    sums = tl.sum(upstream.to(tl.float32) * values.to(tl.float32), 1)
-    if dlse is not None:
-        sums -= tl.load(dlse + at, mask=rows < q_len, other=0.0)
-    tl.store(delta + at, sums, mask=rows < q_len)
-
-
-@triton.jit(do_not_specialize=["q_len", "padded"])
-def _whole_statistics(lse, delta, whole_lse, whole_delta, q_len, padded, BLOCK_M: tl.constexpr):
-    """Log-sum-exp in units of log2, and delta, [B * Hq, padded] from [B * Hq, Sq], as the backward takes them.
-
-    The weights of a row past the end, or of one that sees nothing, are to be 0: lse is inf there.
-    """
-    n_rows = padded // BLOCK_M
-    plane = (tl.program_id(0) // n_rows).to(tl.int64)
-    row = tl.program_id(0) % n_rows * BLOCK_M + tl.arange(0, BLOCK_M)
-    inside = row < q_len
-    row_lse = tl.load(lse + plane * q_len + row, mask=inside, other=float("-inf"))
-    row_delta = tl.load(delta + plane * q_len + row, mask=inside, other=0.0)
-    row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse * LOG2_E)
-    tl.store(whole_lse + plane * padded + row, row_lse)
-    tl.store(whole_delta + plane * padded + row, row_delta)
 
 
 @triton.jit
@@ -271,47 +235,8 @@ def _backward_queries(
     store_tile(dq, dqueries * scale, batch, head, row, dq_b, dq_h, dq_s, dq_d, q_len, dim, BLOCK_M, BLOCK_D)
 
 
-_launch_row_delta = Launcher(_row_delta)
-_launch_statistics = Launcher(_whole_statistics)
 _launch_keys = Launcher(_backward_keys)
 _launch_queries = Launcher(_backward_queries)
-
-
-def row_delta(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
-    """Row sums of dout * out, less dlse if there is one: what the softmax takes off every score's gradient.
-
-    float32 [B, Hq, Sq].
-    """
-    return delta_launch_of(dout, out, dlse)(dout, out, dlse)
-
-
-def delta_launch_of(
-    dout: Tensor, out: Tensor, dlse: Tensor | None
-) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
-    """`row_delta` for tensors of these layouts."""
-    return _prepared_delta(layout_of(dout), layout_of(out), dlse is not None)
-
-
-@lru_cache(maxsize=1024)
-def _prepared_delta(dout: Layout, out: Layout, more: bool) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
-    """As `delta_launch_of`; `more` says whether there is a dlse."""
-    batch, heads, q_len, v_dim = out.shape
-    new_delta = packed_layout(batch, heads, q_len, dtype=torch.float32, device=out.device).maker()
-    rows = 64
-    n_rows = -(-q_len // rows)
-    step = _launch_row_delta.bind(
-        n_rows * heads * batch,
-        *dout.strides, *out.strides, heads, q_len, n_rows, v_dim,
-        BLOCK_M=rows, BLOCK_V=block_of(v_dim), num_warps=4,
-    )  # fmt: skip
-
-    def run(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
-        delta = new_delta()
-        with on_device_of(out):
-            step(dout, out, None if dlse is None else dlse.contiguous(), delta)
-        return delta
-
-    return run
 
 
 def backward(
@@ -320,14 +245,14 @@ def backward(
     k: Tensor,
     v: Tensor,
     lse: Tensor,
-    delta: Tensor,
+    delta: Delta,
     mask: FlashMask,
     plan: Plan,
     scale: float,
     softcap: float,
     by_keys: Config | None = None,
     by_queries: Config | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Launch both backward kernels.
 
     Args:
@@ -336,7 +261,7 @@ def backward(
         k: [B, Hkv, Skv, D].
         v: [B, Hkv, Skv, Dv].
         lse: float32 [B, Hq, Sq] of the forward.
-        delta: float32 [B, Hq, Sq] from `row_delta`.
+        delta: float32 [B, Hq, Sq], or what it follows from.
         mask: the mask.
         plan: its plan.
         scale: factor on the scores.
@@ -345,9 +270,9 @@ def backward(
         by_queries: overrides the tiles of the dQ kernel.
 
     Returns:
-        dq, dk, dv like q, k, v.
+        dq, dk, dv like q, k, v; and delta, in which rows of zeros may follow those of each head.
     """
-    launch = launches_of(dout, q, k, v, mask, plan, scale, softcap, by_keys, by_queries)
+    launch = launches_of(dout, q, k, v, delta, mask, plan, scale, softcap, by_keys, by_queries)
     return launch(dout, q, k, v, lse, delta, mask.indices, plan)
 
 
@@ -356,18 +281,19 @@ def launches_of(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    delta: Delta,
     mask: FlashMask,
     plan: Plan,
     scale: float,
     softcap: float,
     by_keys: Config | None = None,
     by_queries: Config | None = None,
-) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]:
     """`prepared` for tensors of these layouts; arguments as in `backward`."""
     block_d, block_v, n = block_of(q.shape[3]), block_of(v.shape[3]), mask.indices.shape[-1]
     return prepared(
-        layout_of(dout), layout_of(q), layout_of(k), layout_of(v), mask.indices.shape, plan.tiles.shape, mask.causal,
-        scale, softcap, by_keys or keys_config(q, block_d, block_v),
+        layout_of(dout), layout_of(q), layout_of(k), layout_of(v), output_layout(delta), mask.indices.shape,
+        plan.tiles.shape, mask.causal, scale, softcap, by_keys or keys_config(q, block_d, block_v),
         by_queries or queries_config(q, block_d, block_v, n), can_describe(q, k, v, dout),
     )  # fmt: skip
 
@@ -378,6 +304,7 @@ def prepared(
     q: Layout,
     k: Layout,
     v: Layout,
+    output: OutputLayout | None,
     vectors: torch.Size,
     listed: torch.Size,
     causal: bool,
@@ -386,7 +313,7 @@ def prepared(
     by_keys: Config,
     by_queries: Config,
     tma: bool,
-) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]:
     """Settle what follows from layouts, for launches that differ in the memory of tensors alone.
 
     Args:
@@ -394,6 +321,7 @@ def prepared(
         q: of the queries.
         k: of the keys.
         v: of the values.
+        output: of what delta follows from, or None if it is there.
         vectors: shape of the mask's indices.
         listed: shape of the plan's tiles.
         causal: as in `FlashMask`.
@@ -404,14 +332,15 @@ def prepared(
         tma: whether tiles are loaded through descriptors, which fit the layouts then.
 
     Returns:
-        (dout, q, k, v, lse, delta, indices, plan) -> (dq, dk, dv), as in `backward`. With `tma`, the first four begin
-        at multiples of 16 bytes.
+        (dout, q, k, v, lse, delta, indices, plan) -> (dq, dk, dv, delta), as in `backward`. With `tma`, the first four
+        begin at multiples of 16 bytes.
     """
     batch, heads, q_len, dim = q.shape
     kv_heads, kv_len, v_dim = k.shape[1], k.shape[2], v.shape[3]
     block_d, block_v = block_of(dim), block_of(v_dim)
     mask_batch, mask_heads, n_q, n_kv = listed
     width = plan_columns(kv_len)
+    whole = whole_tiles(vectors, q.device, width)
     factor, bend = score_factors(scale, softcap)
     padded = -(-q_len // ROWS) * ROWS
     statistic = packed_layout(batch * heads, padded, dtype=torch.float32, device=q.device)
@@ -446,7 +375,8 @@ def prepared(
 
     n_columns, n_rows = -(-kv_len // by_keys.columns), -(-q_len // by_queries.rows)
     new_dq, new_dk, new_dv, new_statistic = (x.maker() for x in (dq_like, dk_like, dv_like, statistic))
-    statistics = _launch_statistics.bind(batch * heads * padded // ROWS, q_len, padded, BLOCK_M=ROWS, num_warps=1)
+    from_output: Any = None if output is None else bind_delta(dout, output.out, padded)
+    statistics = bind_statistics(batch * heads, q_len, padded)
     keys = _launch_keys.bind(
         n_columns * kv_heads * batch,
         *strides, *dk_like.strides, *dv_like.strides,
@@ -463,15 +393,21 @@ def prepared(
     )  # fmt: skip
 
     def run(
-        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, indices: Tensor, plan: Plan
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Delta, indices: Tensor, plan: Plan
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         dq, dk, dv = new_dq(), new_dk(), new_dv()
         row_lse, row_delta = new_statistic(), new_statistic()
         with on_device_of(q):
-            indices = whole_tiles(indices, width)
-            statistics(lse.contiguous(), delta.contiguous(), row_lse, row_delta)
+            indices = whole(indices)
+            lse = lse.contiguous()
+            if not isinstance(delta, tuple):
+                statistics(lse, delta.contiguous(), row_lse, row_delta)
+            else:
+                out, dlse = delta
+                dlse = None if dlse is None else dlse.contiguous()
+                from_output(dout, out, dlse, row_delta, lse, row_lse, None, None)
             keys(q, k, v, dout, row_lse, row_delta, indices, plan.segments, dk, dv)
             queries(q, k, v, dout, row_lse, row_delta, indices, plan.tiles, plan.counts, dq)
-        return dq, dk, dv
+        return dq, dk, dv, row_delta
 
     return run

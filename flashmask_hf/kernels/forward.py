@@ -190,6 +190,7 @@ def prepared(
     new_lse = packed_layout(batch, heads, q_len, dtype=torch.float32, device=q.device).maker()
     n_rows = -(-q_len // config.rows)
     width = plan_columns(kv_len)
+    whole = whole_tiles(vectors, q.device, width)
     factor, bend = score_factors(scale, softcap)
     step = _launch.bind(
         n_rows * heads * batch,
@@ -210,7 +211,7 @@ def prepared(
         out, lse = new_out(), new_lse()
         sinks = None if sinks is None else sinks.contiguous()
         with on_device_of(q):
-            step(q, k, v, sinks, whole_tiles(indices, width), plan.tiles, plan.counts, out, lse)
+            step(q, k, v, sinks, whole(indices), plan.tiles, plan.counts, out, lse)
         return out, lse
 
     return run

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -45,6 +46,7 @@ from flashmask_hf.kernels.gluon_shim import (
     warpgroup_mma_wait,
 )
 from flashmask_hf.kernels.launch import Launcher, on_device_of
+from flashmask_hf.kernels.row_statistics import Delta, OutputLayout, bind_delta, output_layout
 from flashmask_hf.kernels.tiles import LOG2_E, score_factors
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.plan import PARTIAL_SEGMENTS, ROWS, VISIBLE_SEGMENTS, Plan, plan_columns
@@ -782,14 +784,14 @@ def backward(
     k: Tensor,
     v: Tensor,
     lse: Tensor,
-    delta: Tensor,
+    delta: Delta,
     mask: FlashMask,
     plan: Plan,
     scale: float,
     softcap: float,
     deterministic: bool = False,
     orders: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Launch the backward.
 
     Args:
@@ -798,7 +800,7 @@ def backward(
         k: [B, Hkv, Skv, D].
         v: [B, Hkv, Skv, D].
         lse: float32 [B, Hq, Sq] of the forward.
-        delta: float32 [B, Hq, Sq] from `row_delta`.
+        delta: float32 [B, Hq, Sq], or what it follows from.
         mask: the mask.
         plan: its plan.
         scale: factor on the scores.
@@ -808,10 +810,10 @@ def backward(
             every head's rows. Or None.
 
     Returns:
-        dq, dk, dv like q, k, v; with `orders` stored as [B, S, H, D].
+        dq, dk, dv like q, k, v, with `orders` stored as [B, S, H, D]; and delta.
     """
     q, k, v, dout = (describable(x) for x in (q, k, v, dout))
-    launch = launches_of(dout, q, k, v, mask, plan, scale, softcap, deterministic, orders)
+    launch = launches_of(dout, q, k, v, delta, mask, plan, scale, softcap, deterministic, orders)
     return launch(dout, q, k, v, lse, delta, mask.indices, plan, orders)
 
 
@@ -820,17 +822,18 @@ def launches_of(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    delta: Delta,
     mask: FlashMask,
     plan: Plan,
     scale: float,
     softcap: float,
     deterministic: bool = False,
     orders: tuple[Tensor, Tensor] | None = None,
-) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]:
     """`prepared` for tensors that descriptors fit; arguments as in `backward`."""
     return prepared(
-        layout_of(dout), layout_of(q), layout_of(k), layout_of(v), mask.indices.shape, plan.tiles.shape, mask.causal,
-        orders is not None, scale, softcap, deterministic, multiprocessors(q.device),
+        layout_of(dout), layout_of(q), layout_of(k), layout_of(v), output_layout(delta), mask.indices.shape,
+        plan.tiles.shape, mask.causal, orders is not None, scale, softcap, deterministic, multiprocessors(q.device),
     )  # fmt: skip
 
 
@@ -840,6 +843,7 @@ def prepared(
     q: Layout,
     k: Layout,
     v: Layout,
+    output: OutputLayout | None,
     vectors: torch.Size,
     listed: torch.Size,
     causal: bool,
@@ -848,7 +852,7 @@ def prepared(
     softcap: float,
     deterministic: bool,
     slots: int,
-) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]:
     """Settle what follows from layouts that descriptors fit, for launches that differ in the memory of tensors alone.
 
     Args:
@@ -856,6 +860,7 @@ def prepared(
         q: of the queries.
         k: of the keys.
         v: of the values.
+        output: of what delta follows from, or None if it is there.
         vectors: shape of the mask's indices.
         listed: shape of the plan's tiles.
         causal: as in `FlashMask`.
@@ -866,8 +871,8 @@ def prepared(
         slots: programs that run at a time.
 
     Returns:
-        (dout, q, k, v, lse, delta, indices, plan, orders) -> (dq, dk, dv), as in `backward`. The first four begin at
-        multiples of 16 bytes.
+        (dout, q, k, v, lse, delta, indices, plan, orders) -> (dq, dk, dv, delta), as in `backward`. The first four
+        begin at multiples of 16 bytes.
     """
     batch, heads, q_len, dim = q.shape
     kv_heads, kv_len = k.shape[1:3]
@@ -906,6 +911,8 @@ def prepared(
         ROWS=ROWS, SUBTILES=subtiles,
         VISIBLE=VISIBLE_SEGMENTS, SEGMENTS=VISIBLE_SEGMENTS + PARTIAL_SEGMENTS, num_warps=4,
     )  # fmt: skip
+    new_delta = packed_layout(batch, heads, q_len, dtype=torch.float32, device=device).maker()
+    from_output: Any = None if output is None else bind_delta(dout, output.out, q_len, sums=dim)
     n_rows = padded // block
     scale_dq = _launch_scale_dq.bind(
         2 * n_rows * heads * batch,
@@ -918,15 +925,23 @@ def prepared(
         k: Tensor,
         v: Tensor,
         lse: Tensor,
-        delta: Tensor,
+        delta: Delta,
         indices: Tensor,
         plan: Plan,
         orders: tuple[Tensor, Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         q_order, k_order = orders or (None, None)
         dq, dk, dv = new_dq(), new_dk(), new_dv()
         with on_device_of(q):
-            sums = clear(new_sums())
+            sums, counter = new_sums(), new_counter() if shared else None
+            if not isinstance(delta, tuple):
+                clear(sums)
+                if counter is not None:
+                    clear(counter)
+            else:
+                out, dlse = delta
+                delta = new_delta()
+                from_output(dout, out, None if dlse is None else dlse.contiguous(), delta, None, None, sums, counter)
             order = locks = launch = turns = plan.segments  # not read
             if deterministic:
                 order, locks = clear(new_order()), clear(new_locks())
@@ -935,14 +950,13 @@ def prepared(
                     plan.tiles, plan.counts, launch, order, n_q, n_kv, n_columns // subtiles, mask_heads // groups,
                     LANES=256, num_warps=4,
                 )  # fmt: skip
-            counter = clear(new_counter()) if shared else None
             placed = (dk, dv) if ordered else (None, None)
             add(
                 q, k, v, dout, sums, dk, dv, *placed, k_order, lse, delta, indices.contiguous(), plan.segments, order,
                 locks, launch, turns, counter,
             )  # fmt: skip
             scale_dq(sums, dq, q_order)
-        return dq, dk, dv
+        return dq, dk, dv, delta
 
     return run
 

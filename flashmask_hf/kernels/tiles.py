@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from math import gcd
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn.functional import pad
 
-from flashmask_hf.kernels.descriptors import Layout
+from flashmask_hf.kernels.descriptors import Layout, packed_layout
+from flashmask_hf.kernels.launch import Launcher
+from flashmask_hf.plan import COLUMNS
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -122,16 +126,42 @@ def tanh(x):
     return tl.where(tl.abs(x) < 0.25, series, tl.where(x < 0, -exact, exact))
 
 
-def whole_tiles(indices: Tensor, columns: int) -> Tensor:
-    """A mask's vectors [B, Hm, padded, n], contiguous, with hidden keys up to a multiple of `columns`."""
-    kv_len = indices.shape[2]
-    missing = -kv_len % columns
-    if not missing:
-        return indices.contiguous()
-    padded = pad(indices, (0, 0, 0, missing))
-    if indices.shape[-1] > 1:  # the end of the first interval, or of the one that begins at row 0
-        padded[:, :, kv_len:, 1] = _NEVER.value
-    return padded
+@triton.jit(do_not_specialize=["kv_len", "n_parts"])
+def _whole_tiles(indices, whole, kv_len, n_parts, N: tl.constexpr, COLUMNS: tl.constexpr):
+    plane = (tl.program_id(0) // n_parts).to(tl.int64)
+    number = tl.program_id(0) % n_parts * (COLUMNS * N) + tl.arange(0, COLUMNS * N)
+    # The end of the first interval, or of the one that begins at row 0.
+    hidden = tl.where(number % N == 1, _NEVER, 0)
+    inside = number < kv_len * N
+    value = tl.load(indices + plane * kv_len * N + number, mask=inside, other=0)
+    tl.store(whole + plane * n_parts * (COLUMNS * N) + number, tl.where(inside, value, hidden))
+
+
+_launch_whole_tiles = Launcher(_whole_tiles)
+
+
+def whole_tiles(vectors: torch.Size, device: torch.device, columns: int) -> Callable[[Tensor], Tensor]:
+    """Makes masks' vectors [B, Hm, padded, n], contiguous, with hidden keys up to a multiple of `columns`.
+
+    Args:
+        vectors: shape of the indices that it is called with.
+        device: theirs, which is the current one at the call.
+        columns: keys of a tile of the plan.
+    """
+    batch, heads, kv_len, n = vectors
+    if kv_len % columns == 0:
+        return Tensor.contiguous
+    padded, part = -(-kv_len // columns) * columns, gcd(columns, COLUMNS)
+    new_whole = packed_layout(batch, heads, padded, n, dtype=torch.int32, device=device).maker()
+    n_parts = padded // part
+    step = _launch_whole_tiles.bind(n_parts * batch * heads, kv_len, n_parts, N=n, COLUMNS=part, num_warps=1)
+
+    def make(indices: Tensor) -> Tensor:
+        whole = new_whole()
+        step(indices.contiguous(), whole)
+        return whole
+
+    return make
 
 
 def score_factors(scale: float, softcap: float) -> tuple[float, float]:
