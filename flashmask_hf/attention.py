@@ -110,6 +110,7 @@ def flashmask_attention(
     if call is not None:
         plan = None if call.decodes else plan_of(mask, q.shape[2])
         return call(q, k, v, sinks, mask.indices, plan, return_lse)
+    given = q, k, v
     q, k, v, served, factor, ordered = prepare(q, k, v, mask, scale, softcap, sinks, deterministic, impl)
     if served == "reference":
         out, lse = reference_attention(q, k, v, mask, scale=factor, softcap=softcap, sinks=sinks)
@@ -120,8 +121,9 @@ def flashmask_attention(
         out, lse = ops.attention(
             q, k, v, mask, plan, sinks=sinks, scale=factor, softcap=softcap, impl=served, deterministic=ordered
         )
-        if kind is not None:
-            Repeated(kind, plan is None, mask.causal, factor, softcap or 0.0, served, ordered)
+        cast = any(one is not other for one, other in zip((q, k, v), given, strict=True))
+        if kind is not None and not cast:
+            Repeated(kind, plan is None, out.requires_grad, mask.causal, factor, softcap or 0.0, served, ordered)
     return (out, lse) if return_lse else out
 
 

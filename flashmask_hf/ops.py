@@ -124,15 +124,17 @@ def dispatched(inputs: tuple[Any, ...]) -> bool:
 
 def intercepted() -> bool:
     """Whether the dispatcher does more than call, whatever the tensors: for compilers, modes, transforms, profilers."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._is_torch_function_mode_enabled()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._get_tracing_state() is not None
-        or torch.autograd.profiler._is_profiler_enabled
-        or forward_ad._current_level >= 0
-    )
+    return torch.compiler.is_compiling() or any(tells() for tells in INTERCEPTORS)
+
+
+INTERCEPTORS: tuple[Callable[[], Any], ...] = (
+    torch._C._len_torch_dispatch_stack,
+    torch._C._is_torch_function_mode_enabled,
+    torch._C._are_functorch_transforms_active,
+    torch._C._get_tracing_state,
+    lambda: torch.autograd.profiler._is_profiler_enabled or forward_ad._current_level >= 0,
+)
+"""Each tells whether one intercepts calls, compilers apart."""
 
 
 def is_plain(x: Tensor) -> bool:

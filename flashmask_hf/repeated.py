@@ -39,25 +39,16 @@ def find(
         settings: scale, softcap, deterministic and impl.
 
     Returns:
-        The kind, or None for a call that is not to be remembered: one that the dispatcher has to see (`ops.call`), one
-        that casts, and one whose arguments are of types that the checks refuse. The call, or None.
+        The kind, or None for a call that is not to be remembered: one that the dispatcher has to see (`ops.call`), and
+        one whose arguments are of types that the checks refuse. The call, or None.
     """
-    if ops.intercepted():
+    if torch.compiler.is_compiling():
         return None, None
     try:
-        layouts = _layouts_of(q, k, v, mask.indices, sinks)
-        if layouts is None:
+        signature = _signature_of(q, k, v, mask.indices, sinks)
+        if signature is None:
             return None, None
-        device = q.device.type
-        if torch.is_autocast_enabled(device) and not (
-            q.dtype == k.dtype == v.dtype == torch.get_autocast_dtype(device)
-        ):
-            return None, None
-        kind = (
-            layouts, mask.causal, mask.q_len, settings, type(settings[0]), type(settings[1]),
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_grad_enabled() and torch._C._any_requires_grad(q, k, v, sinks),
-        )  # fmt: skip
+        kind = (signature, mask.causal, mask.q_len, settings, type(settings[0]), type(settings[1]))
         return kind, _known.get(kind)
     except (AttributeError, TypeError, RuntimeError):  # the checks have better words for it
         return None, None
@@ -69,13 +60,14 @@ class Repeated:
     Args:
         kind: as `find` returns it.
         decodes: whether they go without a plan, to `ops.flash_attn_decode`, and not to `ops.flash_attn_forward`.
+        differentiated: whether they are to have a derivative.
         settings: the arguments of the latter behind the tensors.
     """
 
-    def __init__(self, kind: tuple[Any, ...], decodes: bool, *settings: Any):
+    def __init__(self, kind: tuple[Any, ...], decodes: bool, differentiated: bool, *settings: Any):
         self.decodes = decodes
         self.settings = settings
-        self._differentiated: bool = kind[-1]
+        self._differentiated = differentiated
         self._forward = _unsettled
         self._backward: dict[Hashable, Any] = {}
         if len(_known) >= _MOST:
@@ -96,7 +88,7 @@ class Repeated:
         if plan is None:
             results = ops.decode(q, k, v, sinks, indices, *self.settings[:-1])
         elif self._differentiated:
-            return _record(q, k, v, sinks, indices, plan, self, return_lse)
+            return _record(q, k, v, sinks, (indices, plan, self, return_lse))
         else:
             results = self.forward(q, k, v, sinks, indices, plan)
         return results if return_lse else results[0]
@@ -127,17 +119,15 @@ class Repeated:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """As `ops.backward`, whose arguments but for the settings these are. Hooks may have moved what was saved."""
         plan = Plan(*listed)
-        layouts = None
-        if not torch.is_grad_enabled() and not ops.intercepted():
-            layouts = _layouts_of(dout, dlse, q, k, v, out)
-        launches = self._backward.get(layouts)
+        signature = None if torch.is_grad_enabled() else _signature_of(dout, dlse, q, k, v, out)
+        launches = self._backward.get(signature)
         if launches is None:
             given: tuple[Any, ...] = (dout, dlse, q, k, v, sinks, out, lse, indices, *plan, *self.settings)
-            if layouts is None:
+            if signature is None:
                 return ops.call(ops.flash_attn_backward, *given)
             results = ops.backward(*given)
-            if layouts not in self._backward:  # now that the launches are known to succeed
-                self._backward[layouts] = self._backward_launches(dout, dlse, q, k, v, out, indices, plan)
+            if signature not in self._backward:  # now that the launches are known to succeed
+                self._backward[signature] = self._backward_launches(dout, dlse, q, k, v, out, indices, plan)
             return results
         dq, dk, dv, delta = launches(dout, q, k, v, lse, (out, dlse), indices, plan)
         return dq, dk, dv, None if sinks is None else ops.sinks_gradient(sinks, lse, delta)
@@ -149,7 +139,7 @@ class Repeated:
         causal, scale, softcap, impl, _ = self.settings
         if impl == "torch":
             return None
-        _read_layouts_in_c()
+        _sign_in_c()
         given: tuple[Any, ...] = (q, k, v, FlashMask(indices, causal), plan, sinks, scale, softcap)
         if not ops.tries_hopper("forward", impl):
             from flashmask_hf.kernels import forward
@@ -191,43 +181,49 @@ class Repeated:
 _unsettled: Any = object()
 
 
-def _layouts(*tensors: Tensor | None) -> Hashable | None:
-    """As `kernels.direct.layouts` has them; for any device."""
-    if not all(x is None or ops.is_plain(x) for x in tensors):
+def _signature(first: Tensor, *others: Tensor | None) -> Hashable | None:
+    """What tells calls apart, the memory of their tensors left out: layouts, and the mode that torch is in.
+
+    None for a call that the dispatcher has to see.
+    """
+    tensors = (first, *others)
+    if ops.intercepted() or not all(x is None or ops.is_plain(x) for x in tensors):
         return None
-    return tuple(
-        None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16 == 0) for x in tensors
+    device = first.device.type
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors),
+        torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
+        # Kernels load otherwise from what does not begin at a multiple of 16 bytes.
+        *(None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16 == 0) for x in tensors),
     )
 
 
-_layouts_of: Callable[..., Hashable | None] = _layouts
+_signature_of: Callable[..., Hashable | None] = _signature
 
 
-def _read_layouts_in_c() -> None:
+def _sign_in_c() -> None:
     """From now on, if that can be done; what is remembered is remembered anew."""
-    global _layouts_of
-    if _layouts_of is _layouts:
-        from flashmask_hf.kernels import direct
+    global _signature_of
+    if _signature_of is _signature:
+        from flashmask_hf.kernels.native import native
 
-        found = direct.layouts()
-        if found is not None:
-            _layouts_of = found
+        module = native()
+        if module is not None:
+            module.watch(
+                ops.INTERCEPTORS, torch.are_deterministic_algorithms_enabled, torch.is_grad_enabled,
+                torch._C._any_requires_grad, torch.is_autocast_enabled, torch.get_autocast_dtype,
+            )  # fmt: skip
+            _signature_of = module.signature
             _known.clear()
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        indices: Tensor,
-        plan: Plan,
-        call: Repeated,
-        return_lse: bool,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, others: tuple[Tensor, Plan, Repeated, bool]
     ) -> Tensor | tuple[Tensor, Tensor]:
+        indices, plan, call, return_lse = others  # in one argument, for each takes time
         out, lse = call.forward(q, k, v, sinks, indices, plan)
         ctx.set_materialize_grads(False)  # that of lse is seldom there
         # As many as `ops` saves: checkpointing counts them, and the call may be the first one, repeated.
@@ -237,7 +233,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return *ops.input_gradients(ctx, dout, dlse, ctx.call.backward), None, None, None, None
+        return *ops.input_gradients(ctx, dout, dlse, ctx.call.backward), None
 
 
 _record: Any = super(torch.autograd.Function, _Attention).apply  # pyright: ignore[reportAttributeAccessIssue]

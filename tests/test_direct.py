@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
 from collections.abc import Callable, Iterator
@@ -11,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from support import INTERPRETED, poisoned
+from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
 
 from flashmask_hf import flashmask_attention, masks, ops, repeated
 
@@ -23,10 +26,12 @@ import triton
 import triton.language as tl
 from stand_ins import describe, on_gpu
 
-from flashmask_hf.kernels import direct as module
+from flashmask_hf.kernels import direct as direct_module
+from flashmask_hf.kernels import native
 from flashmask_hf.kernels.descriptors import layout_of, tiles_template
-from flashmask_hf.kernels.direct import clear, direct
+from flashmask_hf.kernels.direct import direct
 from flashmask_hf.kernels.launch import Launcher
+from flashmask_hf.kernels.native import clear
 
 FUNCTION = 0x1234
 KINDS = {
@@ -111,7 +116,7 @@ class _Library:
 
 
 def _forget() -> None:
-    for cached in (module._driver, module._native):
+    for cached in (direct_module._driver, native.native):
         cached.cache_clear()
 
 
@@ -124,7 +129,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Library]:
         yield found
     assert not found.misplaced
     _forget()
-    module._native()  # or what it calls would be gone
+    native.native()  # or what it calls would be gone
 
 
 def _compiled(**changes: Any) -> Any:
@@ -319,16 +324,16 @@ def test_more_than_a_launch_holds_is_left_to_triton(library: _Library) -> None:
     launch = direct(_compiled(signature=few), 5, [*_arguments(), *[Y] * 20], (X, Y, None, *[Y] * 20), ())
     assert launch is not None
     assert launch(X, Y, None, *[Y] * 20)
-    native = module._native()
+    module = native.native()
     for image, places, mapped in (
         (bytes(5000), (), ()), (bytes(8), (0,) * 300, ()), (bytes(8), (), (0,) * 40),
     ):  # fmt: skip
         with pytest.raises(ValueError, match="more than a launch holds"):
-            native.Launch(FUNCTION, 1, 32, 0, image, places, mapped, (X,), ())
+            module.Launch(FUNCTION, 1, 32, 0, image, places, mapped, (X,), ())
     with pytest.raises(ValueError, match="one device"):
-        native.Launch(FUNCTION, 1, 32, 0, bytes(8), (), (), (1,), ())
+        module.Launch(FUNCTION, 1, 32, 0, bytes(8), (), (), (1,), ())
     with pytest.raises((TypeError, OverflowError)):
-        native.Launch(FUNCTION, 1, 32, 0, bytes(8), ("a",), (), (X,), ())
+        module.Launch(FUNCTION, 1, 32, 0, bytes(8), ("a",), (), (X,), ())
 
 
 def test_what_the_driver_says_of_the_kernel_counts(library: _Library, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,10 +363,10 @@ def test_without_a_compiler_triton_launches(
     def failing(source: str, name: str) -> Any:
         raise RuntimeError("Failed to find C compiler.\nLook for one.")
 
-    monkeypatch.setattr(module, "compile_module_from_src", failing)
+    monkeypatch.setattr(native, "compile_module_from_src", failing)
     for _ in range(2):
         assert _direct() is None
-        assert module.layouts() is None
+        assert native.native() is None
         assert not clear(on_gpu(torch.ones(3))[0]).any()
     (record,) = caplog.records
     assert record.message.endswith("RuntimeError: Failed to find C compiler.")
@@ -394,7 +399,7 @@ def test_clear(library: _Library) -> None:
     assert not library.cleared
 
 
-LAYOUTS: dict[str, tuple[Any, ...]] = {
+SIGNED: dict[str, tuple[Any, ...]] = {
     "usual": (X, None, Y),
     "shape": (X, None, Y[:5]),
     "strides": (X.contiguous(), None, Y),
@@ -403,44 +408,84 @@ LAYOUTS: dict[str, tuple[Any, ...]] = {
     "sign": (X, None, Y.view(torch.int32)),
     "width": (X, None, Y.double()),
     "alignment": (X, None, torch.zeros(7)[1:]),
-    "device": (X, None, Y.to("meta")),
     "a tensor for none": (X, Y, Y),
     "none for a tensor": (X, None, None),
     "order": (Y, None, X),
     "fewer": (X, None),
     "more": (X, None, Y, None),
+    "a derivative": (X, None, Y.clone().requires_grad_()),
 }
 
 
-def test_layouts_are_told_apart(library: _Library) -> None:
-    """By the function in C as by the one in Python, which has none that the former has not."""
-    in_c, in_python = module.layouts(), repeated._layouts
-    assert in_c is not None
-    found = {name: in_c(*tensors) for name, tensors in LAYOUTS.items()}
-    assert found.pop("device") is in_c(Y.to_sparse()) is None  # they have no memory to be told of
-    assert None not in found.values()
-    for tell in (in_c, in_python):
-        assert len({tell(*tensors) for tensors in LAYOUTS.values()}) == len(LAYOUTS)
-    assert in_c(torch.zeros_like(X), None, Y + 1) == found["usual"]
-    assert in_c(torch.nn.Parameter(X), None, Y) == found["usual"]
+@pytest.fixture
+def signature(library: _Library, monkeypatch: pytest.MonkeyPatch) -> Callable[..., bytes | None]:
+    """That in C."""
+    monkeypatch.setattr(repeated, "_signature_of", repeated._signature)
+    repeated._sign_in_c()
+    found: Any = repeated._signature_of
+    assert found is not repeated._signature
+    return found
 
 
-def test_calls_are_remembered_by_layouts_read_in_c(library: _Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From when there are launches; those remembered before are remembered anew."""
-    monkeypatch.setattr(repeated, "_layouts_of", repeated._layouts)
-    q, k, v = torch.randn(3, 1, 2, 20, 16)
-    mask = masks.causal(20)
-    first = flashmask_attention(q, k, v, mask)
-    (kind,) = repeated._known
-    repeated._read_layouts_in_c()
-    assert not repeated._known
-    for _ in range(2):
-        assert torch.equal(flashmask_attention(q, k, v, mask), first)
-        ((layouts, *others),) = repeated._known
-        assert isinstance(layouts, bytes)
-        assert others == [*kind[1:]]
-    with pytest.raises(TypeError, match="q must be a tensor"):
-        flashmask_attention(1, k, v, mask)  # type: ignore[arg-type]
+def test_signatures_tell_apart(signature: Callable[..., bytes | None]) -> None:
+    """The function in C what the one in Python does."""
+    for sign in (signature, repeated._signature):
+        found = {name: sign(*tensors) for name, tensors in SIGNED.items()}
+        assert None not in found.values()
+        assert len({*found.values()}) == len(SIGNED)
+        assert sign(torch.zeros_like(X), None, Y + 1) == found["usual"]
+        assert sign(torch.nn.Parameter(X, requires_grad=False), None, Y) == found["usual"]
+
+
+def _modes() -> dict[str, Callable[[], Any]]:
+    return {
+        "usual": contextlib.nullcontext,
+        "deterministic": poisoned,
+        "no derivatives": torch.no_grad,
+        "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+        "autocast to another dtype": lambda: torch.autocast("cpu", torch.float16),
+        "autocast that is off": lambda: torch.autocast("cpu", enabled=False),
+    }
+
+
+def test_signatures_tell_modes_apart(signature: Callable[..., bytes | None]) -> None:
+    x = X.clone().requires_grad_()
+    for sign in (signature, repeated._signature):
+        found = {}
+        for name, enter in _modes().items():
+            with enter():
+                found[name] = sign(x, Y)
+        assert found.pop("autocast that is off") == found["usual"]
+        assert None not in found.values()
+        assert len({*found.values()}) == len(found)
+        with torch.no_grad():
+            assert sign(x, Y) == sign(X, Y)
+
+
+def _intercepted(look: Callable[[], Any]) -> None:
+    """Call it where something intercepts calls, in each way."""
+    with FakeTensorMode():
+        look()
+    with torch.device("cpu"):  # a mode of torch functions
+        look()
+    torch.func.vmap(lambda x: (look(), x)[1])(torch.zeros(2))
+    torch.func.grad(lambda x: (look(), x)[1])(torch.zeros(()))
+    torch.jit.trace(lambda x: (look(), x + 1)[1], torch.zeros(2), check_trace=False)
+    with torch.profiler.profile(), forward_ad.dual_level():
+        look()
+    with forward_ad.dual_level():
+        look()
+    with torch.autograd.profiler.profile():
+        look()
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.jit.trace is deprecated
+def test_what_is_intercepted_has_no_signature(signature: Callable[..., bytes | None]) -> None:
+    for sign in (signature, repeated._signature):
+        found: list[Any] = []
+        _intercepted(lambda: found.append(sign(X, Y)))  # noqa: B023
+        assert found == [None] * 8
+        assert sign(X, Y) is not None
 
 
 def _strange() -> dict[str, Any]:
@@ -454,44 +499,71 @@ def _strange() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("strange", _strange())
-def test_what_the_dispatcher_has_to_see_has_no_layout(library: _Library, strange: str) -> None:
+def test_what_the_dispatcher_has_to_see_has_no_signature(signature: Callable[..., bytes | None], strange: str) -> None:
     x = _strange()[strange]
-    for tell in (module.layouts(), repeated._layouts):
-        assert tell is not None
-        assert tell(x) is None
-        assert tell(X, x) is None
+    for sign in (signature, repeated._signature):
+        assert sign(X, x) is None
+        with contextlib.suppress(AttributeError):
+            assert sign(x, X) is None
 
 
-def test_more_than_there_is_room_for_has_no_layout(library: _Library) -> None:
-    in_c = module.layouts()
-    assert in_c is not None
-    assert len(in_c(*[X] * 25)) == 2000
-    assert in_c(*[X] * 26) is None
-    assert in_c(*[None] * 256) is not None
-    assert in_c(*[None] * 257) is None
+def test_more_than_there_is_room_for_has_no_signature(signature: Callable[..., bytes | None]) -> None:
+    found = signature(*[X] * 25)
+    assert found is not None
+    assert len(found) == 8 * (2 + 25 * 10)
+    assert signature(*[X] * 25, Y) is not None
+    assert signature(*[X] * 26) is None
+    assert signature(X, *[None] * 244) is not None
+    assert signature(X, *[None] * 245) is None
+    for others in ((Y.to("meta"),), (Y.to_sparse(),)):  # they have no memory to tell of
+        assert signature(X, *others) is signature(*others) is None
+    assert signature() is None
+    assert signature(None) is None
 
 
-def test_transformed_tensors_have_no_layout(library: _Library) -> None:
-    in_c = module.layouts()
-    assert in_c is not None
-    seen = []
+def test_a_function_that_fails_leaves_no_signature(library: _Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Any:
+        raise RuntimeError
 
-    def look(x: torch.Tensor) -> torch.Tensor:
-        seen.append(in_c(x))
-        return x.sum()
+    fine: list[Any] = [(), lambda: False, lambda: True, lambda *_: True, lambda _: True, lambda _: torch.half]
+    module = native.native()
+    for failing in range(6):
+        given = [*fine]
+        given[failing] = fails if failing else (fails,)
+        module.watch(*fine)
+        assert module.signature(X) is not None
+        module.watch(*given)
+        assert module.signature(X) is None
+    monkeypatch.setattr(repeated, "_signature_of", repeated._signature)
+    repeated._sign_in_c()  # or these functions would stay
 
-    torch.func.vmap(look)(torch.zeros(3, 4))
-    torch.func.grad(look)(torch.zeros(4))
-    assert seen == [None, None]
+
+def test_calls_are_remembered_by_signatures_in_c(library: _Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From when there are launches; those remembered before are remembered anew."""
+    monkeypatch.setattr(repeated, "_signature_of", repeated._signature)
+    q, k, v = torch.randn(3, 1, 2, 20, 16)
+    mask = masks.causal(20)
+    first = flashmask_attention(q, k, v, mask)
+    (kind,) = repeated._known
+    repeated._sign_in_c()
+    assert not repeated._known
+    for _ in range(2):
+        assert torch.equal(flashmask_attention(q, k, v, mask), first)
+        ((signed, *others),) = repeated._known
+        assert isinstance(signed, bytes)
+        assert others == [*kind[1:]]
+    for wrong in (1, None):
+        with pytest.raises(TypeError, match="q must be a tensor"):
+            flashmask_attention(wrong, k, v, mask)  # type: ignore[arg-type]
 
 
 @pytest.mark.gpu
 def test_clear_on_a_gpu() -> None:
     if torch.version.hip is None:
-        native = module._native()
-        assert native is not None
+        module = native.native()
+        assert module is not None
         memory = torch.ones(300, device="cuda")
-        assert native.clear(memory)
+        assert module.clear(memory)
         assert not memory.any()
     with poisoned():
         assert not clear(torch.empty(300, 500, device="cuda")).any()

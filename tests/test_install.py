@@ -140,7 +140,7 @@ def test_contents(checkout: Path) -> None:
         for path in (checkout / "flashmask_hf").rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
-    assert {"flashmask_hf/py.typed", "flashmask_hf/kernels/forward.py", "flashmask_hf/collators/forest.py"} <= package
+    assert {"flashmask_hf/py.typed", "flashmask_hf/kernels/native.c", "flashmask_hf/collators/forest.py"} <= package
 
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}

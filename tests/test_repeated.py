@@ -54,7 +54,7 @@ def check_repeated(lane: Lane, kind: str) -> None:
     options: dict[str, Any] = {"impl": lane.impl}
     sinks = None
     if lane.impl != "torch":
-        repeated._read_layouts_in_c()  # or it would forget the first call
+        repeated._sign_in_c()  # or it would forget the first call
     if kind == "sinks and a cap":
         sinks = torch.randn(HEADS, generator=torch.Generator().manual_seed(1)).to(lane.device).requires_grad_()
         options["softcap"] = 5.0

@@ -1,43 +1,30 @@
 """Launches by the CUDA driver's own functions, past Triton's launcher.
 
 Triton's launcher packs all parameters of a kernel anew at each launch, and encodes each descriptor anew, much of it in
-Python. Here they are packed once: launches of a kernel with the same scalars and layouts differ in addresses only.
-Likewise the driver clears memory without the dispatcher.
-
-What is done at each launch is written in C (`direct.c`), which is compiled at the first use and kept, as Triton does
-with its own launcher: where that works, this does.
+Python. Here they are packed once: launches of a kernel with the same scalars and layouts differ in addresses only, and
+what is left to do at each is written in C (`native.py`).
 """
 
 from __future__ import annotations
 
 import ctypes
-import logging
 from collections.abc import Callable, Sequence
-from ctypes import addressof, byref, c_uint64, c_void_p, cast
+from ctypes import addressof, byref, c_uint64, c_void_p
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import triton
-from torch import Tensor, nn
-from triton.runtime.build import compile_module_from_src
+from torch import Tensor
 
-__all__ = ["clear", "direct", "layouts", "parameters"]
+from flashmask_hf.kernels.native import native
 
-logger = logging.getLogger(__name__)
+__all__ = ["direct", "parameters"]
 
-_COMPARED = (3, 6), (3, 9)
-"""Versions of Triton, the first and the last, whose launchers pass what `parameters` tells."""
 _SCALARS: dict[str, Any] = {
     "i1": ctypes.c_int8, "i8": ctypes.c_int8, "i16": ctypes.c_int16, "i32": ctypes.c_int32, "i64": ctypes.c_int64,
     "u1": ctypes.c_uint8, "u8": ctypes.c_uint8, "u16": ctypes.c_uint16, "u32": ctypes.c_uint32, "u64": ctypes.c_uint64,
     "fp32": ctypes.c_float, "f32": ctypes.c_float, "fp64": ctypes.c_double, "f64": ctypes.c_double,
 }  # fmt: skip
 """Triton's names of scalar types."""
-_AT_LAUNCHES = (
-    "cuLaunchKernel", "cuTensorMapReplaceAddress", "cuMemsetD8Async", "cuStreamIsCapturing", "cuCtxGetCurrent",
-)  # fmt: skip
-"""The driver's functions that the module in C calls, in the order in which it takes them."""
 _MAP_BYTES = 128
 _ALIGNMENT = 128
 """Of tensor maps in memory; the driver asks for 64."""
@@ -89,8 +76,8 @@ def direct(
         whether they launched. If not, Triton's launcher knows what to do, or how to say it. Several threads may launch
         at a time.
     """
-    native, driver = _native(), _driver()
-    if native is None or driver is None:
+    module, driver = native(), _driver()
+    if module is None or driver is None:
         return None
     try:
         if compiled.metadata.tensordesc_meta and compiled.metadata.target.arch != 90:
@@ -100,7 +87,7 @@ def direct(
         if found is None or driver.sizes(function) != [parameter.size for parameter in found]:
             return None
         image, places, mapped = _image(driver, found, [x.data_ptr() for x in tensors if x is not None])
-        return native.Launch(
+        return module.Launch(
             function, programs, 32 * metadata.num_warps, metadata.shared, image, tuple(places), tuple(mapped),
             tuple(tensors), tuple(switches),
         )  # fmt: skip
@@ -150,22 +137,6 @@ def _map_of(descriptor: Any, metadata: dict[str, Any]) -> Map:
     )  # fmt: skip
 
 
-def clear(x: Tensor) -> Tensor:
-    """Make a tensor without gaps zeros; it is on the current device if it is on a GPU."""
-    native = _native() if x.is_cuda else None
-    return x if native is not None and native.clear(x) else x.zero_()
-
-
-def layouts() -> Callable[..., bytes | None] | None:
-    """Tells the layouts of tensors apart, and whether they begin at multiples of 16 bytes; None without a GPU.
-
-    Called with tensors and Nones. It returns None for a tensor whose memory does not hold its values, and for one of
-    which a class has a say.
-    """
-    native = _native()
-    return None if native is None else native.layouts
-
-
 def _image(driver: _Driver, found: Sequence[Parameter], addresses: Sequence[int]) -> tuple[bytes, list[int], list[int]]:
     """Parameters in memory, their places, and the tensors that tensor maps are of.
 
@@ -194,12 +165,11 @@ def _image(driver: _Driver, found: Sequence[Parameter], addresses: Sequence[int]
 
 
 class _Driver:
-    """What is called of the CUDA driver; a status of 0 is success."""
+    """What is called of the CUDA driver once for a kernel; a status of 0 is success."""
 
     def __init__(self) -> None:
         library = ctypes.CDLL("libcuda.so.1")
         number, pointer = ctypes.c_uint, c_void_p
-        self.at_launches = [cast(getattr(library, name), pointer).value for name in _AT_LAUNCHES]
         self._encode: Any = library.cuTensorMapEncodeTiled
         self._encode.argtypes = [pointer, number, number, pointer, *[pointer] * 4, *[number] * 4]
         self._size: Any = library.cuFuncGetParamInfo
@@ -232,19 +202,3 @@ def _driver() -> _Driver | None:
         return _Driver()
     except (AttributeError, OSError):  # an old driver, or none
         return None
-
-
-@lru_cache(maxsize=1)
-def _native() -> Any:
-    """The module in C, or None where there is none."""
-    driver = _driver()
-    if driver is None or not _COMPARED[0] <= tuple(map(int, triton.__version__.split(".")[:2])) <= _COMPARED[1]:
-        return None
-    try:
-        native = compile_module_from_src(Path(__file__).with_suffix(".c").read_text(), "flashmask_direct")
-        native.configure(Tensor.__dlpack_c_exchange_api__, Tensor, nn.Parameter, *driver.at_launches)
-    except Exception as error:  # of the compiler
-        reason = str(error).strip().split("\n")[0]
-        logger.warning(f"launches go by Triton's launcher, which takes longer: {type(error).__name__}: {reason}")
-        return None
-    return native

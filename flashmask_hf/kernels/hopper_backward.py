@@ -23,7 +23,6 @@ from torch import Tensor
 
 from flashmask_hf.kernels.configs import multiprocessors
 from flashmask_hf.kernels.descriptors import Layout, describable, layout_like, layout_of, packed_layout, template
-from flashmask_hf.kernels.direct import clear
 from flashmask_hf.kernels.gluon_shim import (
     bits_below,
     fence_async_shared,
@@ -46,6 +45,7 @@ from flashmask_hf.kernels.gluon_shim import (
     warpgroup_mma_wait,
 )
 from flashmask_hf.kernels.launch import Launcher, on_device_of
+from flashmask_hf.kernels.native import clear
 from flashmask_hf.kernels.row_statistics import Delta, OutputLayout, bind_delta, output_layout
 from flashmask_hf.kernels.tiles import LOG2_E, score_factors
 from flashmask_hf.mask import FlashMask

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from flashmask_hf.kernels.configs import multiprocessors
 from flashmask_hf.kernels.descriptors import Layout, describable, layout_of, packed_layout
-from flashmask_hf.kernels.direct import clear
 from flashmask_hf.kernels.gluon_shim import (
     bits_below,
     fence_async_shared,
@@ -44,6 +43,7 @@ from flashmask_hf.kernels.gluon_shim import (
     warpgroup_mma_wait,
 )
 from flashmask_hf.kernels.launch import Launcher, on_device_of
+from flashmask_hf.kernels.native import clear
 from flashmask_hf.kernels.plan import JOINED_ROWS, join_rows
 from flashmask_hf.kernels.tiles import LN_2, LOG2_E, LOWEST, score_factors
 from flashmask_hf.mask import FlashMask

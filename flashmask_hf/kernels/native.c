@@ -1,4 +1,4 @@
-/* Launches of kernels whose parameters are packed already, by the CUDA driver's own functions; compiled by direct.py.
+/* What each call does before the GPU has something to do: see that it is like one before, and launch. See native.py.
 
    Tensors are read through the functions that they offer to C (DLPack 1.3, `__dlpack_c_exchange_api__`), for none of the
    headers of PyTorch is there for sure. */
@@ -10,7 +10,7 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { MAP_BYTES = 128, MOST_BYTES = 4096, MOST_PARAMETERS = 256, MOST_TENSORS = 32, MOST_WORDS = 256 };
+enum { MAP_BYTES = 128, MOST_BYTES = 4096, MOST_PARAMETERS = 256, MOST_TENSORS = 32, MOST_WORDS = 256, CPU = 1, GPU = 2 };
 
 /* As in dlpack.h. */
 typedef struct { int32_t type, index; } Device;
@@ -36,6 +36,10 @@ typedef struct Exchange {
 static const Exchange *exchange;
 static PyTypeObject *tensor_type, *parameter_type;
 static PyObject *is_negative; /* "is_neg" */
+static PyObject *devices;     /* ("cpu", "cuda") */
+
+/* Of torch. */
+static PyObject *interceptors, *is_deterministic, *is_grad_enabled, *requires_grad, *is_autocast, *autocast_dtype;
 
 /* Of the driver; 0 is success. */
 static int (*launch_kernel)(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **,
@@ -104,16 +108,17 @@ static int take(Launch *self, PyObject *const *arguments, Py_ssize_t count, char
 {
     uintptr_t bits = 0;
     int tensor = 0;
+    View x;
     if (count != self->arguments)
         return 0;
     for (Py_ssize_t i = 0; i < count; i++) {
-        View x;
         if (!self->given[i]) {
             if (arguments[i] != Py_None)
                 return 0;
             continue;
         }
-        if (!view(arguments[i], &x) || memcmp(&x.device, &self->device, sizeof(Device)) != 0 ||
+        int again = i > 0 && self->given[i - 1] && arguments[i] == arguments[i - 1];
+        if ((!again && !view(arguments[i], &x)) || memcmp(&x.device, &self->device, sizeof(Device)) != 0 ||
             memcmp(&x.type, &self->types[tensor], sizeof(Type)) != 0)
             return 0;
         bits |= (uintptr_t)x.data;
@@ -248,7 +253,7 @@ static PyObject *launch_new(PyTypeObject *type, PyObject *arguments, PyObject *n
 
 static PyTypeObject launch_type = {
     PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "flashmask_direct.Launch",
+    .tp_name = "flashmask_native.Launch",
     .tp_basicsize = sizeof(Launch),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL,
     .tp_vectorcall_offset = offsetof(Launch, vectorcall),
@@ -277,42 +282,92 @@ static PyObject *clear(PyObject *module, PyObject *tensor)
     return PyBool_FromLong(set_bytes(x.data, 0, bytes, stream) == 0);
 }
 
-/* Bytes that tell the layouts of tensors apart, and whether they begin at multiples of 16; Nones are told apart, too.
-   None for a tensor whose memory does not hold its values, and for one of which a class has a say. */
-static PyObject *layouts(PyObject *module, PyObject *const *arguments, Py_ssize_t count)
+/* Write words that tell the layout of a tensor, and whether it begins at a multiple of 16. How many, or 0 for a tensor
+   whose memory does not hold its values, for one of which a class has a say, and where there is no room. */
+static int layout(PyObject *tensor, int64_t *words, int room)
 {
-    int64_t words[MOST_WORDS];
-    int used = 0;
-    for (Py_ssize_t i = 0; i < count; i++) {
-        PyObject *one = arguments[i];
-        View x;
-        if (used == MOST_WORDS)
-            Py_RETURN_NONE;
-        if (one == Py_None) {
-            words[used++] = -1;
-            continue;
-        }
-        if ((Py_TYPE(one) != tensor_type && Py_TYPE(one) != parameter_type) || !view(one, &x) || x.data == NULL ||
-            used + 2 + 2 * x.axes > MOST_WORDS)
-            Py_RETURN_NONE;
-        PyObject *negative = PyObject_VectorcallMethod(is_negative, &one, 1, NULL);
-        if (negative == NULL)
-            return NULL;
-        Py_DECREF(negative);
-        if (negative != Py_False)
-            Py_RETURN_NONE;
-        words[used++] = (int64_t)x.device.type << 32 | (uint32_t)x.device.index;
-        words[used++] = (int64_t)x.axes << 40 | (int64_t)((uintptr_t)x.data % 16 == 0) << 32 |
-                        (int64_t)x.type.lanes << 16 | x.type.bits << 8 | x.type.code;
-        for (int j = 0; j < x.axes; j++) {
-            words[used++] = x.shape[j];
-            words[used++] = x.strides[j];
-        }
+    View x;
+    if ((Py_TYPE(tensor) != tensor_type && Py_TYPE(tensor) != parameter_type) || !view(tensor, &x) || x.data == NULL ||
+        2 + 2 * x.axes > room)
+        return 0;
+    PyObject *negative = PyObject_VectorcallMethod(is_negative, &tensor, 1, NULL);
+    Py_XDECREF(negative);
+    if (negative != Py_False)
+        return 0;
+    words[0] = (int64_t)x.device.type << 32 | (uint32_t)x.device.index;
+    words[1] = (int64_t)x.axes << 40 | (int64_t)((uintptr_t)x.data % 16 == 0) << 32 | (int64_t)x.type.lanes << 16 |
+               x.type.bits << 8 | x.type.code;
+    for (int i = 0; i < x.axes; i++) {
+        words[2 + 2 * i] = x.shape[i];
+        words[3 + 2 * i] = x.strides[i];
     }
-    return PyBytes_FromStringAndSize((const char *)words, used * (Py_ssize_t)sizeof(int64_t));
+    return 2 + 2 * x.axes;
 }
 
-/* Take the functions of tensors, their classes, and the addresses of the driver's functions. */
+/* What a function returns: 1 for true, 0 for false, -1 with an exception. */
+static int answer(PyObject *function, PyObject *const *arguments, Py_ssize_t count)
+{
+    PyObject *found = PyObject_Vectorcall(function, arguments, count, NULL);
+    if (found == NULL)
+        return -1;
+    int yes = PyObject_IsTrue(found);
+    Py_DECREF(found);
+    return yes;
+}
+
+/* The mode that torch is in, for tensors of a type of device, the first of which is on it. As `layout`. */
+static int mode(PyObject *const *tensors, Py_ssize_t count, int64_t *words, int room)
+{
+    View x;
+    if (room < 2 || count == 0 || !view(tensors[0], &x) || (x.device.type != CPU && x.device.type != GPU))
+        return 0;
+    PyObject *device = PyTuple_GET_ITEM(devices, x.device.type == GPU);
+    int deterministic = answer(is_deterministic, NULL, 0);
+    int differentiated = answer(is_grad_enabled, NULL, 0);
+    if (differentiated == 1)
+        differentiated = answer(requires_grad, tensors, count);
+    int autocast = answer(is_autocast, &device, 1);
+    if (deterministic < 0 || differentiated < 0 || autocast < 0)
+        return 0;
+    words[0] = deterministic | differentiated << 1;
+    words[1] = 0;
+    if (autocast) {
+        PyObject *dtype = PyObject_Vectorcall(autocast_dtype, &device, 1, NULL);
+        if (dtype == NULL)
+            return 0;
+        words[1] = (intptr_t)dtype; /* of which there is one of a kind, for good */
+        Py_DECREF(dtype);
+    }
+    return 2;
+}
+
+/* Bytes that tell apart what calls depend on, memory apart, as `repeated._signature` does; or None. */
+static PyObject *signature(PyObject *module, PyObject *const *arguments, Py_ssize_t count)
+{
+    int64_t words[MOST_WORDS];
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(interceptors); i++)
+        if (answer(PyTuple_GET_ITEM(interceptors, i), NULL, 0) != 0)
+            goto none;
+    int used = mode(arguments, count, words, MOST_WORDS);
+    if (used == 0)
+        goto none;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        int more = 1;
+        if (used == MOST_WORDS)
+            goto none;
+        if (arguments[i] == Py_None)
+            words[used] = -1;
+        else if ((more = layout(arguments[i], words + used, MOST_WORDS - used)) == 0)
+            goto none;
+        used += more;
+    }
+    return PyBytes_FromStringAndSize((const char *)words, used * (Py_ssize_t)sizeof(int64_t));
+none:
+    PyErr_Clear();
+    Py_RETURN_NONE;
+}
+
+/* Take what tensors offer, their classes, and the addresses of the driver's functions. */
 static PyObject *configure(PyObject *module, PyObject *arguments)
 {
     PyObject *capsule, *tensor, *parameter;
@@ -327,11 +382,8 @@ static PyObject *configure(PyObject *module, PyObject *arguments)
         PyErr_SetString(PyExc_ValueError, "tensors offer other functions");
         return NULL;
     }
+    Py_INCREF(arguments); /* and with it what it holds, for good */
     exchange = found;
-    if (is_negative == NULL && (is_negative = PyUnicode_InternFromString("is_neg")) == NULL)
-        return NULL;
-    Py_INCREF(tensor);
-    Py_INCREF(parameter);
     tensor_type = (PyTypeObject *)tensor;
     parameter_type = (PyTypeObject *)parameter;
     launch_kernel = (void *)(uintptr_t)launching;
@@ -342,18 +394,40 @@ static PyObject *configure(PyObject *module, PyObject *arguments)
     Py_RETURN_NONE;
 }
 
+/* Take the functions that tell of torch's mode, for `signature`. */
+static PyObject *watch(PyObject *module, PyObject *arguments)
+{
+    PyObject *intercept, *deterministic, *grad, *requires, *autocast, *dtype;
+    if (!PyArg_ParseTuple(arguments, "O!OOOOO", &PyTuple_Type, &intercept, &deterministic, &grad, &requires, &autocast,
+                          &dtype))
+        return NULL;
+    if (is_negative == NULL && (is_negative = PyUnicode_InternFromString("is_neg")) == NULL)
+        return NULL;
+    if (devices == NULL && (devices = Py_BuildValue("(ss)", "cpu", "cuda")) == NULL)
+        return NULL;
+    Py_INCREF(arguments); /* likewise */
+    interceptors = intercept;
+    is_deterministic = deterministic;
+    is_grad_enabled = grad;
+    requires_grad = requires;
+    is_autocast = autocast;
+    autocast_dtype = dtype;
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef methods[] = {
     {"clear", clear, METH_O, NULL},
     {"configure", configure, METH_VARARGS, NULL},
-    {"layouts", (PyCFunction)(void (*)(void))layouts, METH_FASTCALL, NULL},
+    {"signature", (PyCFunction)(void (*)(void))signature, METH_FASTCALL, NULL},
+    {"watch", watch, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 
 static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, .m_name = "flashmask_direct", .m_size = -1, .m_methods = methods,
+    PyModuleDef_HEAD_INIT, .m_name = "flashmask_native", .m_size = -1, .m_methods = methods,
 };
 
-PyMODINIT_FUNC PyInit_flashmask_direct(void)
+PyMODINIT_FUNC PyInit_flashmask_native(void)
 {
     if (PyType_Ready(&launch_type) < 0)
         return NULL;

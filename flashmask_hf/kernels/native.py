@@ -1,0 +1,55 @@
+"""What each call does before the GPU has something to do, in C (`native.c`): Python takes longer than the launches.
+
+The module is compiled at its first use and kept, as Triton does with its own launcher: where that works, this does. It
+tells apart what calls depend on (`signature`), launches by the CUDA driver's own functions (`Launch`, which `direct.py`
+makes), and clears memory without the dispatcher.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import triton
+from torch import Tensor, nn
+from triton.runtime.build import compile_module_from_src
+
+__all__ = ["clear", "native"]
+
+logger = logging.getLogger(__name__)
+
+_COMPARED = (3, 6), (3, 9)
+"""Versions of Triton, the first and the last, whose launchers pass what `direct.parameters` tells."""
+_FUNCTIONS = (
+    "cuLaunchKernel", "cuTensorMapReplaceAddress", "cuMemsetD8Async", "cuStreamIsCapturing", "cuCtxGetCurrent",
+)  # fmt: skip
+"""The driver's functions that the module calls, in the order in which it takes them."""
+
+
+@lru_cache(maxsize=1)
+def native() -> Any:
+    """The module, or None without an NVIDIA GPU, with another Triton, and where it does not compile."""
+    if not _COMPARED[0] <= tuple(map(int, triton.__version__.split(".")[:2])) <= _COMPARED[1]:
+        return None
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+        addresses = [ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in _FUNCTIONS]
+    except (AttributeError, OSError):  # an old driver, or none
+        return None
+    try:
+        module = compile_module_from_src(Path(__file__).with_suffix(".c").read_text(), "flashmask_native")
+        module.configure(Tensor.__dlpack_c_exchange_api__, Tensor, nn.Parameter, *addresses)
+    except Exception as error:  # of the compiler
+        reason = str(error).strip().split("\n")[0]
+        logger.warning(f"launches go by Triton's launcher, which takes longer: {type(error).__name__}: {reason}")
+        return None
+    return module
+
+
+def clear(x: Tensor) -> Tensor:
+    """Make a tensor without gaps zeros; it is on the current device if it is on a GPU."""
+    module = native() if x.is_cuda else None
+    return x if module is not None and module.clear(x) else x.zero_()
