@@ -83,8 +83,7 @@ class _Library:
     def _move(self, place: int, address: int) -> int:
         self.misplaced += [place] * (place % 64 != 0)
         self.moved.append(address)
-        if not self.status["move"]:
-            ctypes.c_uint64.from_address(place).value = address
+        ctypes.c_uint64.from_address(place).value = 0 if self.status["move"] else address
         return self.status["move"]
 
     def _encode(self, place: int, dtype: int, rank: int, address: int, *given: Any) -> int:
@@ -130,6 +129,13 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Library]:
     assert not found.misplaced
     _forget()
     native.native()  # or what it calls would be gone
+
+
+@pytest.fixture
+def patch(library: _Library) -> Iterator[pytest.MonkeyPatch]:
+    """Undone before the driver is, so that all is as it was when functions are taken again."""
+    with pytest.MonkeyPatch.context() as found:
+        yield found
 
 
 def _compiled(**changes: Any) -> Any:
@@ -195,6 +201,21 @@ def test_what_changes_is_addresses(library: _Library) -> None:
     assert library.moved == [x.data_ptr() for x in (X, first, X)]
 
 
+def test_each_descriptor_has_its_own_tensor(library: _Library) -> None:
+    compiled = _compiled()
+    compiled.src.signature = {"y": KINDS["y"], "x": KINDS["x"], "z": KINDS["x"]}
+    compiled.metadata.tensordesc_meta *= 2
+    library.sizes = [8, *SIZES[:9], *SIZES[:9], 8, 8]
+    z = torch.zeros_like(X)
+    arguments = [Y, describe(X, 1, 1, 64, 32), describe(z, 1, 1, 64, 32)]
+    launch = direct(compiled, 5, arguments, (Y, X, z), ())
+    assert launch is not None
+    for tensors in ((Y, X, z), (Y, z, X)):
+        assert launch(*tensors)
+        values = library.launched[-1]["values"]
+        assert [_address(values[place]) for place in (0, 1, 10)] == [x.data_ptr() for x in tensors]
+
+
 OTHER_TENSORS: dict[str, tuple[Any, ...]] = {
     "dtype": (X, Y.int(), None),
     "dtype of a descriptor's": (X.half(), Y, None),
@@ -216,6 +237,67 @@ def test_other_tensors_are_left_to_triton(library: _Library, other: str) -> None
     assert launch(*OTHER_TENSORS[other]) is False
     assert launch(X, Y, None)
     assert len(library.launched) == 2
+
+
+class _View(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p), ("device_type", ctypes.c_int32), ("device_index", ctypes.c_int32),
+        ("axes", ctypes.c_int32), ("dtype", ctypes.c_uint32), ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p), ("offset", ctypes.c_uint64),
+    )  # fmt: skip
+
+
+class _Exchange(ctypes.Structure):
+    _fields_ = (
+        ("major", ctypes.c_uint32), ("minor", ctypes.c_uint32), *[(f"unused_{i}", ctypes.c_void_p) for i in range(4)],
+        ("view", ctypes.c_void_p), ("stream", ctypes.c_void_p),
+    )  # fmt: skip
+
+
+class _Capsules:
+    """What tensors offer to C, with views that `change` changes."""
+
+    def __init__(self, change: Callable[[Any, Any], None]):
+        python = ctypes.pythonapi
+        open_capsule = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+            ("PyCapsule_GetPointer", python)
+        )
+        make_capsule = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)(
+            ("PyCapsule_New", python)
+        )
+        place = open_capsule(torch.Tensor.__dlpack_c_exchange_api__, b"dlpack_exchange_api")
+        self.exchange = _Exchange.from_buffer_copy(_Exchange.from_address(place))
+        kind = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.POINTER(_View))
+        known = kind(self.exchange.view)
+
+        def view(x: Any, found: Any) -> int:
+            status = known(x, found)
+            change(x, found[0])
+            return status
+
+        self.view = kind(view)
+        self.exchange.view = ctypes.cast(self.view, ctypes.c_void_p).value
+        self.capsule = make_capsule(ctypes.addressof(self.exchange), b"dlpack_exchange_api", None)
+
+
+def test_where_a_tensor_is_counts(library: _Library, patch: pytest.MonkeyPatch) -> None:
+    """Its device, and its offset from where its memory is said to begin."""
+    elsewhere = torch.zeros_like(Y)
+
+    def change(x: Any, view: Any) -> None:
+        view.device_index = 1 if x is elsewhere else 0
+        view.data, view.offset = view.data - 32, 32
+
+    changed = _Capsules(change)
+    patch.setattr(torch.Tensor, "__dlpack_c_exchange_api__", changed.capsule)
+    launch = _direct()
+    assert launch(X, Y, None)
+    assert _address(library.launched[0]["values"][9]) == Y.data_ptr()
+    assert launch(X, elsewhere, None) is False
+    assert direct(_compiled(), 5, _arguments(), (X, elsewhere, None), ()) is None
+    changed.exchange.major = 2
+    _forget()
+    assert _direct() is None
 
 
 def test_tensors_are_positional(library: _Library) -> None:
@@ -336,34 +418,36 @@ def test_more_than_a_launch_holds_is_left_to_triton(library: _Library) -> None:
         module.Launch(FUNCTION, 1, 32, 0, bytes(8), ("a",), (), (X,), ())
 
 
-def test_what_the_driver_says_of_the_kernel_counts(library: _Library, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_driver_says_of_the_kernel_counts(library: _Library, patch: pytest.MonkeyPatch) -> None:
     for sizes in (SIZES[:-1], [*SIZES, 8], [*SIZES[:-3], 8, 8, 8]):
         library.sizes = sizes
         assert _direct() is None
     library.sizes = SIZES
     assert _direct() is not None
     assert direct(SimpleNamespace(), 5, _arguments(), (X, Y, None), ()) is None
-    delattr(library, "cuFuncGetParamInfo")  # CUDA 12.3 and older
-    _forget()
-    assert _direct() is None
+    for name in ("cuFuncGetParamInfo", "cuTensorMapReplaceAddress"):  # CUDA 12.3 and older, and 11
+        with patch.context() as older:
+            older.delattr(library, name)
+            _forget()
+            assert _direct() is None
 
     def missing(path: str) -> Any:
         raise OSError
 
-    monkeypatch.setattr(ctypes, "CDLL", missing)
+    patch.setattr(ctypes, "CDLL", missing)
     _forget()
     assert _direct() is None
 
 
 def test_without_a_compiler_triton_launches(
-    library: _Library, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    library: _Library, patch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It says so once."""
 
     def failing(source: str, name: str) -> Any:
         raise RuntimeError("Failed to find C compiler.\nLook for one.")
 
-    monkeypatch.setattr(native, "compile_module_from_src", failing)
+    patch.setattr(native, "compile_module_from_src", failing)
     for _ in range(2):
         assert _direct() is None
         assert native.native() is None
@@ -373,9 +457,9 @@ def test_without_a_compiler_triton_launches(
 
 
 def test_tensors_that_offer_other_functions_are_left_to_triton(
-    library: _Library, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    library: _Library, patch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+    patch.setattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
     assert _direct() is None
     assert len(caplog.records) == 1
 
@@ -418,9 +502,9 @@ SIGNED: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.fixture
-def signature(library: _Library, monkeypatch: pytest.MonkeyPatch) -> Callable[..., bytes | None]:
+def signature(library: _Library, patch: pytest.MonkeyPatch) -> Callable[..., bytes | None]:
     """That in C."""
-    monkeypatch.setattr(repeated, "_signature_of", repeated._signature)
+    patch.setattr(repeated, "_signature_of", repeated._signature)
     repeated._sign_in_c()
     found: Any = repeated._signature_of
     assert found is not repeated._signature
@@ -521,7 +605,7 @@ def test_more_than_there_is_room_for_has_no_signature(signature: Callable[..., b
     assert signature(None) is None
 
 
-def test_a_function_that_fails_leaves_no_signature(library: _Library, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_that_fails_leaves_no_signature(library: _Library, patch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any) -> Any:
         raise RuntimeError
 
@@ -534,13 +618,13 @@ def test_a_function_that_fails_leaves_no_signature(library: _Library, monkeypatc
         assert module.signature(X) is not None
         module.watch(*given)
         assert module.signature(X) is None
-    monkeypatch.setattr(repeated, "_signature_of", repeated._signature)
+    patch.setattr(repeated, "_signature_of", repeated._signature)
     repeated._sign_in_c()  # or these functions would stay
 
 
-def test_calls_are_remembered_by_signatures_in_c(library: _Library, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_are_remembered_by_signatures_in_c(library: _Library, patch: pytest.MonkeyPatch) -> None:
     """From when there are launches; those remembered before are remembered anew."""
-    monkeypatch.setattr(repeated, "_signature_of", repeated._signature)
+    patch.setattr(repeated, "_signature_of", repeated._signature)
     q, k, v = torch.randn(3, 1, 2, 20, 16)
     mask = masks.causal(20)
     first = flashmask_attention(q, k, v, mask)
@@ -578,11 +662,9 @@ def test_clear_on_a_gpu() -> None:
 
 
 @pytest.mark.parametrize("version", ["3.5.1", "3.10.0", "4.0"])
-def test_other_versions_of_triton_launch_as_they_do(
-    library: _Library, monkeypatch: pytest.MonkeyPatch, version: str
-) -> None:
+def test_other_versions_of_triton_launch_as_they_do(library: _Library, patch: pytest.MonkeyPatch, version: str) -> None:
     assert _direct() is not None
-    monkeypatch.setattr(triton, "__version__", version)
+    patch.setattr(triton, "__version__", version)
     _forget()
     assert _direct() is None
 
@@ -601,7 +683,7 @@ def _copy(x, y, more, rows, wide, scale, SIZE: tl.constexpr, TMA: tl.constexpr):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tma", [False, pytest.param(True, marks=pytest.mark.hopper)])
-def test_launches_on_a_gpu(tma: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launches_on_a_gpu(tma: bool) -> None:
     """From two threads, in a graph, and at addresses that change, without Triton after the first launch."""
     if torch.version.hip:
         pytest.skip("gpu lane: AMD GPUs are left to Triton")

@@ -332,6 +332,22 @@ def test_triton_s_launcher_calls_hooks(
     assert len(own.launched) == 3
 
 
+@pytest.mark.parametrize("knob", ["debug", "instrumentation_mode", "stages", "pre_run"])
+def test_launches_past_triton_s_launcher_too_leave_debugging_to_triton(
+    launches: _Launches, own: _Own, knob: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bound = _Bound(launches)
+    tensors = on_gpu(*USUAL[:2])
+    for _ in range(3):
+        bound(*tensors)
+    assert (len(launches.asked), len(own.launched)) == (1, 2)
+    with triton.knobs.runtime.scope(), triton.knobs.compilation.scope(), monkeypatch.context() as patch:
+        _turn(knob, patch)
+        assert bound(*tensors) == (2, 0)
+    assert bound(*tensors) == (2, 0)
+    assert len(own.launched) == 3
+
+
 def test_triton_sees_a_tensor_that_is_not_on_the_gpu(launches: _Launches, own: _Own) -> None:
     bound = _Bound(launches)
     x, y = on_gpu(*USUAL[:2])
