@@ -119,7 +119,9 @@ class Repeated:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """As `ops.backward`, whose arguments but for the settings these are. Hooks may have moved what was saved."""
         plan = Plan(*listed)
-        signature = None if torch.is_grad_enabled() else _signature_of(dout, dlse, q, k, v, out)
+        signature = None
+        if not torch.compiler.is_compiling() and not torch.is_grad_enabled():
+            signature = _signature_of(dout, dlse, q, k, v, out)
         launches = self._backward.get(signature)
         if launches is None:
             given: tuple[Any, ...] = (dout, dlse, q, k, v, sinks, out, lse, indices, *plan, *self.settings)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from support import INTERPRETED, poisoned
+from torch._dynamo import compiled_autograd
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 
@@ -25,6 +28,7 @@ if not ops.HAS_TRITON:
 import triton
 import triton.language as tl
 from stand_ins import describe, on_gpu
+from triton.runtime import build
 
 from flashmask_hf.kernels import direct as direct_module
 from flashmask_hf.kernels import native
@@ -447,13 +451,18 @@ def test_without_a_compiler_triton_launches(
     def failing(source: str, name: str) -> Any:
         raise RuntimeError("Failed to find C compiler.\nLook for one.")
 
-    patch.setattr(native, "compile_module_from_src", failing)
+    patch.setattr(build, "compile_module_from_src", failing)
     for _ in range(2):
         assert _direct() is None
         assert native.native() is None
         assert not clear(on_gpu(torch.ones(3))[0]).any()
     (record,) = caplog.records
     assert record.message.endswith("RuntimeError: Failed to find C compiler.")
+
+
+def test_a_triton_that_compiles_otherwise_launches(library: _Library, patch: pytest.MonkeyPatch) -> None:
+    patch.delattr(build, "compile_module_from_src")
+    assert _direct() is None
 
 
 def test_tensors_that_offer_other_functions_are_left_to_triton(
@@ -473,6 +482,17 @@ def test_clear(library: _Library) -> None:
         assert clear(ones) is ones
         assert library.cleared.pop() == (ones.data_ptr(), 0, size, None)
         assert ones.all()
+    whole = torch.ones(8, 8)
+    for some in (whole[:, :2], whole.T[:4], torch.ones(4, 2).T):
+        assert not clear(*on_gpu(some)).any()
+        assert not library.cleared
+    assert whole.sum() == 32
+    assert native.native().clear(torch.ones(1).expand(9)) is False
+    assert native.native().clear(torch.ones(1, 5, 1)[..., :1]) is True
+    library.cleared.clear()
+    halves = torch.zeros(6, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    assert native.native().clear(halves)
+    assert library.cleared.pop()[2] == 6
     for name in ("clear", "capturing"):
         library.status[name] = 1
         assert not clear(on_gpu(torch.ones(3))[0]).any()
@@ -605,21 +625,67 @@ def test_more_than_there_is_room_for_has_no_signature(signature: Callable[..., b
     assert signature(None) is None
 
 
-def test_a_function_that_fails_leaves_no_signature(library: _Library, patch: pytest.MonkeyPatch) -> None:
-    def fails(*_: Any) -> Any:
-        raise RuntimeError
+def test_what_functions_raise_is_raised(library: _Library, patch: pytest.MonkeyPatch) -> None:
+    """An interrupt, say; and no other is asked after that."""
+    asked: list[int] = []
 
-    fine: list[Any] = [(), lambda: False, lambda: True, lambda *_: True, lambda _: True, lambda _: torch.half]
+    def fails(*_: Any) -> Any:
+        asked.clear()
+        raise KeyboardInterrupt
+
+    def tells(number: int, answer: Any) -> Callable[..., Any]:
+        return lambda *_: (asked.append(number), answer)[1]
+
+    fine: list[Any] = [
+        (tells(0, False),), *[tells(i, answer) for i, answer in enumerate([False, True, True, True, torch.half], 1)]
+    ]  # fmt: skip
     module = native.native()
     for failing in range(6):
-        given = [*fine]
-        given[failing] = fails if failing else (fails,)
         module.watch(*fine)
         assert module.signature(X) is not None
+        given: list[Any] = [*fine]
+        given[failing] = fails if failing else (fails,)
         module.watch(*given)
-        assert module.signature(X) is None
+        with pytest.raises(KeyboardInterrupt):
+            module.signature(X)
+        assert not asked
     patch.setattr(repeated, "_signature_of", repeated._signature)
     repeated._sign_in_c()  # or these functions would stay
+
+
+def test_before_it_is_told_what_to_watch(library: _Library) -> None:
+    """Nothing has a signature, nor a launch or memory to clear, in a process that has told the module nothing."""
+    path = native.native().__file__
+    program = f"""
+import importlib.util, torch
+spec = importlib.util.spec_from_file_location("flashmask_native", {path!r})
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+assert module.signature(torch.ones(3)) is None
+assert module.clear(torch.ones(3)) is False
+try:
+    module.Launch(1, 1, 32, 0, bytes(8), (), (), (), ())
+except ValueError:
+    print("told")
+"""
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert found.stdout == "told\n"
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own
+def test_a_compiled_backward_does_not_look_into_c(signature: Callable[..., bytes | None]) -> None:
+    q, k, v = torch.randn(3, 1, 2, 20, 16).unbind()
+    mask = masks.causal(20)
+    found = []
+    for compiled in (False, False, True):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = flashmask_attention(*leaves, mask)
+        enter = compiled_autograd._enable(torch.compile(backend="eager", fullgraph=True)) if compiled else None
+        with enter or contextlib.nullcontext():
+            out.square().sum().backward()
+        found.append([x.grad for x in leaves])
+    for one, other in zip(found[0], found[2], strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_calls_are_remembered_by_signatures_in_c(library: _Library, patch: pytest.MonkeyPatch) -> None:

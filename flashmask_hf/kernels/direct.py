@@ -72,9 +72,10 @@ def direct(
             them of their own and they are true.
 
     Returns:
-        Launches on the current device and stream with such tensors, which differ in their addresses alone; they return
-        whether they launched. If not, Triton's launcher knows what to do, or how to say it. Several threads may launch
-        at a time.
+        Launches with such tensors, which differ in their addresses alone, on the current stream of their device; they
+        return whether they launched. They do not where another context is current than now; then, as where the driver
+        refuses, Triton's launcher knows what to do, or how to say it. Several threads may launch at a time, as long as
+        the interpreter has its lock.
     """
     module, driver = native(), _driver()
     if module is None or driver is None:
@@ -91,7 +92,13 @@ def direct(
             function, programs, 32 * metadata.num_warps, metadata.shared, image, tuple(places), tuple(mapped),
             tuple(tensors), tuple(switches),
         )  # fmt: skip
-    except (AttributeError, KeyError, TypeError, ValueError):  # another Triton, or more than a launch in C holds
+    except (
+        AttributeError,
+        ImportError,
+        KeyError,
+        TypeError,
+        ValueError,
+    ):  # another Triton, or more than a launch in C holds
         return None
 
 

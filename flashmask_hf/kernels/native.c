@@ -52,7 +52,7 @@ static int (*current_context)(void **);
 /* Where a tensor is, and what it is of; 0 for what is no tensor with memory of its own. */
 static int view(PyObject *tensor, View *found)
 {
-    if (!PyObject_TypeCheck(tensor, tensor_type))
+    if (exchange == NULL || !PyObject_TypeCheck(tensor, tensor_type))
         return 0;
     if (exchange->view(tensor, found) != 0) {
         PyErr_Clear();
@@ -64,8 +64,8 @@ static int view(PyObject *tensor, View *found)
 
 /* Launches of one kernel that differ in the addresses of tensors alone.
 
-   The parameters lie in memory as the driver takes them: tensor maps first, then the addresses of the tensors, then
-   values. */
+   In memory the parameters are in this order: tensor maps, the addresses of the tensors, values. The interpreter's lock
+   guards it. */
 typedef struct {
     PyObject_HEAD
     vectorcallfunc vectorcall;
@@ -193,7 +193,7 @@ static int fill(Launch *self, const Py_buffer *image, PyObject *offsets, PyObjec
         PyErr_SetString(PyExc_ValueError, "more than a launch holds");
         return 0;
     }
-    if (current_context(&self->context) != 0 || self->context == NULL) {
+    if (exchange == NULL || current_context(&self->context) != 0 || self->context == NULL) {
         PyErr_SetString(PyExc_ValueError, "there is no context");
         return 0;
     }
@@ -262,7 +262,7 @@ static PyTypeObject launch_type = {
     .tp_dealloc = launch_dealloc,
 };
 
-/* Clear the memory of a tensor without gaps; whether that was done, which it is not while a graph is captured. */
+/* Clear the memory of a contiguous tensor; whether that was done, which it is not while a graph is captured. */
 static PyObject *clear(PyObject *module, PyObject *tensor)
 {
     View x;
@@ -276,14 +276,24 @@ static PyObject *clear(PyObject *module, PyObject *tensor)
     }
     if (is_capturing(stream, &capturing) != 0 || capturing != 0)
         Py_RETURN_FALSE;
-    size_t bytes = x.type.bits / 8 * x.type.lanes;
-    for (int i = 0; i < x.axes; i++)
-        bytes *= (size_t)x.shape[i];
-    return PyBool_FromLong(set_bytes(x.data, 0, bytes, stream) == 0);
+    int64_t numbers = 1;
+    for (int i = x.axes - 1; i >= 0; i--) {
+        if (x.shape[i] != 1 && x.strides[i] != numbers)
+            Py_RETURN_FALSE;
+        numbers *= x.shape[i];
+    }
+    size_t bytes = (size_t)numbers * ((x.type.bits * x.type.lanes + 7) / 8);
+    int status;
+    Py_BEGIN_ALLOW_THREADS /* the driver may wait for the device */
+    status = set_bytes(x.data, 0, bytes, stream);
+    Py_END_ALLOW_THREADS
+    return PyBool_FromLong(status == 0);
 }
 
-/* Write words that tell the layout of a tensor, and whether it begins at a multiple of 16. How many, or 0 for a tensor
-   whose memory does not hold its values, for one of which a class has a say, and where there is no room. */
+/* Write words that tell the layout of a tensor, and whether it begins at a multiple of 16. How many, or 0 for what has no
+   memory, or other values than its memory holds, for a tensor of which a class has a say, and where there is no room.
+
+   Some dtypes that attention refuses are not told apart, nor is a conjugated tensor, which it refuses, too. */
 static int layout(PyObject *tensor, int64_t *words, int room)
 {
     View x;
@@ -291,6 +301,8 @@ static int layout(PyObject *tensor, int64_t *words, int room)
         2 + 2 * x.axes > room)
         return 0;
     PyObject *negative = PyObject_VectorcallMethod(is_negative, &tensor, 1, NULL);
+    if (negative == NULL)
+        PyErr_Clear();
     Py_XDECREF(negative);
     if (negative != Py_False)
         return 0;
@@ -315,56 +327,64 @@ static int answer(PyObject *function, PyObject *const *arguments, Py_ssize_t cou
     return yes;
 }
 
-/* The mode that torch is in, for tensors of a type of device, the first of which is on it. As `layout`. */
+/* Write words for the mode that torch is in on the device of the first tensor. How many, 0 for another device than a CPU
+   or GPU, or -1 with an exception. */
 static int mode(PyObject *const *tensors, Py_ssize_t count, int64_t *words, int room)
 {
     View x;
     if (room < 2 || count == 0 || !view(tensors[0], &x) || (x.device.type != CPU && x.device.type != GPU))
         return 0;
     PyObject *device = PyTuple_GET_ITEM(devices, x.device.type == GPU);
-    int deterministic = answer(is_deterministic, NULL, 0);
-    int differentiated = answer(is_grad_enabled, NULL, 0);
-    if (differentiated == 1)
-        differentiated = answer(requires_grad, tensors, count);
-    int autocast = answer(is_autocast, &device, 1);
-    if (deterministic < 0 || differentiated < 0 || autocast < 0)
-        return 0;
+    int deterministic, differentiated, autocast;
+    if ((deterministic = answer(is_deterministic, NULL, 0)) < 0 ||
+        (differentiated = answer(is_grad_enabled, NULL, 0)) < 0)
+        return -1;
+    if (differentiated && (differentiated = answer(requires_grad, tensors, count)) < 0)
+        return -1;
+    if ((autocast = answer(is_autocast, &device, 1)) < 0)
+        return -1;
     words[0] = deterministic | differentiated << 1;
     words[1] = 0;
     if (autocast) {
         PyObject *dtype = PyObject_Vectorcall(autocast_dtype, &device, 1, NULL);
         if (dtype == NULL)
-            return 0;
+            return -1;
         words[1] = (intptr_t)dtype; /* of which there is one of a kind, for good */
         Py_DECREF(dtype);
     }
     return 2;
 }
 
-/* Bytes that tell apart what calls depend on, memory apart, as `repeated._signature` does; or None. */
+/* Bytes that tell calls apart as `repeated._signature` does, or None. A compiler does not look in here: the caller asks
+   whether there is one. */
 static PyObject *signature(PyObject *module, PyObject *const *arguments, Py_ssize_t count)
 {
     int64_t words[MOST_WORDS];
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(interceptors); i++)
-        if (answer(PyTuple_GET_ITEM(interceptors, i), NULL, 0) != 0)
-            goto none;
+    if (interceptors == NULL)
+        Py_RETURN_NONE;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(interceptors); i++) {
+        int intercepted = answer(PyTuple_GET_ITEM(interceptors, i), NULL, 0);
+        if (intercepted < 0)
+            return NULL;
+        if (intercepted)
+            Py_RETURN_NONE;
+    }
     int used = mode(arguments, count, words, MOST_WORDS);
+    if (used < 0)
+        return NULL;
     if (used == 0)
-        goto none;
+        Py_RETURN_NONE;
     for (Py_ssize_t i = 0; i < count; i++) {
         int more = 1;
         if (used == MOST_WORDS)
-            goto none;
+            Py_RETURN_NONE;
         if (arguments[i] == Py_None)
             words[used] = -1;
         else if ((more = layout(arguments[i], words + used, MOST_WORDS - used)) == 0)
-            goto none;
+            Py_RETURN_NONE;
         used += more;
     }
     return PyBytes_FromStringAndSize((const char *)words, used * (Py_ssize_t)sizeof(int64_t));
-none:
-    PyErr_Clear();
-    Py_RETURN_NONE;
 }
 
 /* Take what tensors offer, their classes, and the addresses of the driver's functions. */

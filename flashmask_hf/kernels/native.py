@@ -1,8 +1,8 @@
 """What each call does before the GPU has something to do, in C (`native.c`): Python takes longer than the launches.
 
-The module is compiled at its first use and kept, as Triton does with its own launcher: where that works, this does. It
-tells apart what calls depend on (`signature`), launches by the CUDA driver's own functions (`Launch`, which `direct.py`
-makes), and clears memory without the dispatcher.
+The module is compiled at its first use and kept, as Triton does with its own launcher. It tells calls apart
+(`signature`), launches by the CUDA driver's own functions (`Launch`, which `direct.py` makes), and clears memory
+without the dispatcher.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 from torch import Tensor, nn
-from triton.runtime.build import compile_module_from_src
 
 __all__ = ["clear", "native"]
 
@@ -31,8 +31,8 @@ _FUNCTIONS = (
 
 @lru_cache(maxsize=1)
 def native() -> Any:
-    """The module, or None without an NVIDIA GPU, with another Triton, and where it does not compile."""
-    if not _COMPARED[0] <= tuple(map(int, triton.__version__.split(".")[:2])) <= _COMPARED[1]:
+    """The module, or None without NVIDIA's driver, with another Triton, and where it does not compile."""
+    if torch.version.hip or not _COMPARED[0] <= tuple(map(int, triton.__version__.split(".")[:2])) <= _COMPARED[1]:
         return None
     try:
         library = ctypes.CDLL("libcuda.so.1")
@@ -40,6 +40,8 @@ def native() -> Any:
     except (AttributeError, OSError):  # an old driver, or none
         return None
     try:
+        from triton.runtime.build import compile_module_from_src
+
         module = compile_module_from_src(Path(__file__).with_suffix(".c").read_text(), "flashmask_native")
         module.configure(Tensor.__dlpack_c_exchange_api__, Tensor, nn.Parameter, *addresses)
     except Exception as error:  # of the compiler
@@ -50,6 +52,6 @@ def native() -> Any:
 
 
 def clear(x: Tensor) -> Tensor:
-    """Make a tensor without gaps zeros; it is on the current device if it is on a GPU."""
+    """Make a tensor zeros; it is on the current device if it is on a GPU."""
     module = native() if x.is_cuda else None
     return x if module is not None and module.clear(x) else x.zero_()
