@@ -1,4 +1,4 @@
-"""Launches past Triton's launcher: what reaches the driver, and what is left to Triton."""
+"""Launches past Triton's launcher: what reaches the driver, what is left to Triton, and what else is done in C."""
 
 from __future__ import annotations
 

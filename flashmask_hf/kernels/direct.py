@@ -92,13 +92,7 @@ def direct(
             function, programs, 32 * metadata.num_warps, metadata.shared, image, tuple(places), tuple(mapped),
             tuple(tensors), tuple(switches),
         )  # fmt: skip
-    except (
-        AttributeError,
-        ImportError,
-        KeyError,
-        TypeError,
-        ValueError,
-    ):  # another Triton, or more than a launch in C holds
+    except (AttributeError, ImportError, KeyError, TypeError, ValueError):  # another Triton, or too much for a launch
         return None
 
 

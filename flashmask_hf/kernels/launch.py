@@ -3,7 +3,7 @@
 At each launch Triton finds out anew, in Python, which of a kernel's compiled forms fits the arguments. A `Launcher`
 keeps what such a launch returns, and launches it when arguments come that Triton would treat alike. To see that it
 looks at each of them. A `Bound` launch looks at tensors only, of which it takes layouts for granted, and goes past
-Triton's own launcher, too.
+Triton's own launcher, too, if `direct` can.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Bound:
         given = [x for x in tensors if x is not None]
         # Triton may have compiled for addresses that are multiples of 16.
         aligned = reduce(or_, [x.data_ptr() for x in given]) % 16 == 0
-        if not aligned or not launcher.may_cache or launcher.kernel.pre_run_hooks or _told_since():
+        if not aligned or not launcher.may_cache or launcher.kernel.pre_run_hooks or _watched():
             self.launch_anew(*tensors)
             return
         active: Any = driver.active
@@ -174,15 +174,6 @@ def _watched() -> bool:
         knobs.runtime.debug
         or knobs.runtime.add_stages_inspection_hook is not None
         or knobs.compilation.instrumentation_mode
-    )
-
-
-def _told_since() -> bool:
-    """`_watched`, without what the environment told at the first launch: reading it takes long."""
-    return bool(
-        vars(knobs.runtime).get("debug")
-        or knobs.runtime.add_stages_inspection_hook is not None
-        or vars(knobs.compilation).get("instrumentation_mode")
     )
 
 
