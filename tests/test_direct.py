@@ -461,7 +461,11 @@ def test_without_a_compiler_triton_launches(
 
 
 def test_a_triton_that_compiles_otherwise_launches(library: _Library, patch: pytest.MonkeyPatch) -> None:
+    with patch.context() as other:
+        other.delattr("triton.backends.nvidia.driver.TMA_DTYPE_DEVICE_TO_HOST")
+        assert _direct() is None
     patch.delattr(build, "compile_module_from_src")
+    _forget()
     assert _direct() is None
 
 
