@@ -739,6 +739,12 @@ def test_other_versions_of_triton_launch_as_they_do(library: _Library, patch: py
     assert _direct() is None
 
 
+def test_rocm_has_no_such_driver(library: _Library, patch: pytest.MonkeyPatch) -> None:
+    """Though it may have a library of that name."""
+    patch.setattr(torch.version, "hip", "6.4")
+    assert _direct() is None
+
+
 @triton.jit
 def _copy(x, y, more, rows, wide, scale, SIZE: tl.constexpr, TMA: tl.constexpr):
     row = tl.program_id(0) * SIZE
