@@ -353,6 +353,32 @@ def test_a_captured_graph_reads_the_mask_anew(monkeypatch: pytest.MonkeyPatch, d
 
 
 @pytest.mark.hopper
+def test_launches_side_by_side_count_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On two streams and in a graph on a third; a stream's counter is 0 again after each launch."""
+    monkeypatch.setattr(hopper_forward, "_counters", {})
+    q, k, v = _inputs(16, 1000, 1000, 64, torch.bfloat16, "cuda")
+    mask = masks.causal_document([300, 700], device="cuda")
+    expected = flashmask_attention(q, k, v, mask, impl="hopper")
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=streams[2]):
+        captured = flashmask_attention(q, k, v, mask, impl="hopper")
+    assert [stream for _, stream in hopper_forward._counters] == [torch.cuda.current_stream().cuda_stream]
+    found = [captured]
+    for _ in range(20):
+        for stream in streams[:2]:
+            with torch.cuda.stream(stream):
+                found.append(flashmask_attention(q, k, v, mask, impl="hopper"))
+        with torch.cuda.stream(streams[2]):
+            graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, expected) for out in found)
+    assert len(hopper_forward._counters) == 3
+    assert not any(hopper_forward._counters.values())
+
+
+@pytest.mark.hopper
 def test_global_determinism_asks_for_it(monkeypatch) -> None:
     asked = []
     backward = hopper_backward.backward

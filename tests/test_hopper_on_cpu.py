@@ -43,12 +43,21 @@ DTYPES = {64: torch.bfloat16, 128: torch.float16}
 
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """impl="hopper" serves tensors on the CPU, with three programs at most."""
+    """impl="hopper" serves tensors on the CPU, with three programs at most. The forward leaves its counters 0."""
     monkeypatch.setattr(attention, "_why_not_hopper", lambda *given: None)
     for module in (hopper_forward, hopper_backward):
         monkeypatch.setattr(module, "multiprocessors", lambda device: 3)
+    counters: list[torch.Tensor] = []
+    make = hopper_forward._counter
+
+    def counter(q: torch.Tensor) -> torch.Tensor:
+        counters.append(make(q))
+        return counters[-1]
+
+    monkeypatch.setattr(hopper_forward, "_counter", counter)
     with interpreted():
         yield
+    assert not any(counters)
 
 
 def _inputs(dim: int, q_len: int, kv_len: int, batch: int = 2, heads: int = HEADS, kv_heads: int = KV_HEADS):

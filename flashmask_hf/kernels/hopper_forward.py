@@ -16,10 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from triton.runtime import driver
 
 from flashmask_hf.kernels.configs import multiprocessors
 from flashmask_hf.kernels.descriptors import Layout, describable, layout_of, packed_layout
@@ -205,7 +206,9 @@ def _feed(args, GROUPS: gl.constexpr, SUBTILES: gl.constexpr, STAGES: gl.constex
             tma_load(v, [batch, kv_head, column, 0], v_full.index(stage), kv_s.index(STAGES + stage))
             step += 1
             if SHARED and i == 0:  # not before the first loads, for the warp waits for the answer
-                following = gl.atomic_add(counter, 1) + gl.num_programs(0)
+                drawn = gl.atomic_add(counter, 1)
+                gl.store(counter, 0, mask=drawn == n_tiles - 1)  # the last one, for there is one for each tile
+                following = drawn + gl.num_programs(0)
         tile = following
         turn += 1
     mbarrier.wait(free.index(turn % 2), ((turn // 2) & 1) ^ 1)
@@ -559,6 +562,23 @@ def why_not(device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim:
 
 
 _launch = Launcher(_forward)
+_counters: dict[tuple[int, int], Tensor] = {}
+
+
+def _counter(q: Tensor) -> Tensor:
+    """int32 [1], 0, for a launch that leaves it 0: those of a stream, which follow one another, have one together.
+
+    A graph may run on any stream and has its own.
+    """
+    if not q.is_cuda or torch.cuda.is_current_stream_capturing():
+        return clear(torch.empty(1, dtype=torch.int32, device=q.device))
+    device = q.get_device()
+    active: Any = driver.active
+    stream = device, active.get_current_stream(device)
+    found = _counters.get(stream)
+    if found is None:
+        found = _counters[stream] = torch.zeros(1, dtype=torch.int32, device=q.device)
+    return found
 
 
 def _configs(shape: torch.Size, softcap: float, ordered: bool) -> list[Config]:
@@ -662,7 +682,6 @@ def prepared(
     out_like = packed_layout(*q.shape, dtype=q.dtype, device=q.device, order=(0, 2, 1, 3))
     new_out = out_like.maker()
     new_lse = packed_layout(batch, heads, q_len, dtype=torch.float32, device=q.device).maker()
-    new_counter = packed_layout(1, dtype=torch.int32, device=q.device).maker()
     q_tiles, out_tiles = rows_template(q, 64), rows_template(out_like, 64)
     steps = []
     for config in configs:
@@ -693,7 +712,7 @@ def prepared(
                 *tall, chosen_rows = join_rows(plan, q_len, least)
             for step, joined, shared in steps:
                 tiles, counts = tall if joined and tall else (plan.tiles, plan.counts)
-                counter = clear(new_counter()) if shared else None
+                counter = _counter(q) if shared else None
                 step(
                     q, k, v, out, out if ordered else None, order, lse, sinks, indices, tiles, counts, counter,
                     chosen_rows,
