@@ -132,7 +132,7 @@ class Repeated:
                 self._backward[signature] = self._backward_launches(dout, dlse, q, k, v, out, indices, plan)
             return results
         dq, dk, dv, delta = launches(dout, q, k, v, lse, (out, dlse), indices, plan)
-        return dq, dk, dv, None if sinks is None else ops.sinks_gradient(sinks, lse, delta)
+        return dq, dk, dv, None if sinks is None else ops.sinks_gradient(sinks, lse, delta())
 
     def _forward_launches(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, indices: Tensor, plan: Plan
@@ -162,7 +162,7 @@ class Repeated:
         out: Tensor,
         indices: Tensor,
         plan: Plan,
-    ) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] | None:
+    ) -> Callable[..., tuple[Tensor, Tensor, Tensor, Callable[[], Tensor]]] | None:
         """The launches of the backward, likewise."""
         causal, scale, softcap, impl, deterministic = self.settings
         if impl == "torch":

@@ -162,7 +162,7 @@ def _arguments() -> list[Any]:
 
 
 def _direct(compiled: Any = None, switches: Any = ()) -> Any:
-    return direct(_compiled() if compiled is None else compiled, 5, _arguments(), (X, Y, None), switches)
+    return direct(_compiled() if compiled is None else compiled, 5, _arguments(), (X, Y, None), (0, 0, 0), switches)
 
 
 def _bytes(kind: Any, *values: Any) -> list[bytes]:
@@ -205,6 +205,25 @@ def test_what_changes_is_addresses(library: _Library) -> None:
     assert library.moved == [x.data_ptr() for x in (X, first, X)]
 
 
+def test_a_tensor_may_lie_in_memory_that_it_shares(library: _Library) -> None:
+    """Then its memory is given, and it begins where it lies; far behind the beginning, too."""
+    memory, starts = torch.zeros(1024, dtype=torch.uint8), (256, 2**33 + 128, 0)
+    launch = direct(_compiled(), 5, _arguments(), (memory, Y, None), starts, ())
+    assert launch is not None
+    for first in (memory, memory.clone()):
+        assert launch(first, Y, None)
+        values = library.launched[-1]["values"]
+        assert _address(values[0]) == first.data_ptr() + 256
+        assert _address(values[9]) == Y.data_ptr() + 2**33 + 128
+    assert launch(X, Y, None) is False  # of another dtype
+    assert direct(_compiled(), 5, _arguments(), (memory, Y, None), (8, 0, 0), ())(memory, Y, None) is False
+    module = native.native()
+    with pytest.raises(ValueError, match="more than a launch holds"):
+        module.Launch(FUNCTION, 1, 32, 0, b"", (), (), (X,), (0, 0), ())
+    with pytest.raises(OverflowError):
+        module.Launch(FUNCTION, 1, 32, 0, b"", (), (), (X,), (2**64,), ())
+
+
 def test_each_descriptor_has_its_own_tensor(library: _Library) -> None:
     compiled = _compiled()
     compiled.src.signature = {"y": KINDS["y"], "x": KINDS["x"], "z": KINDS["x"]}
@@ -212,7 +231,7 @@ def test_each_descriptor_has_its_own_tensor(library: _Library) -> None:
     library.sizes = [8, *SIZES[:9], *SIZES[:9], 8, 8]
     z = torch.zeros_like(X)
     arguments = [Y, describe(X, 1, 1, 64, 32), describe(z, 1, 1, 64, 32)]
-    launch = direct(compiled, 5, arguments, (Y, X, z), ())
+    launch = direct(compiled, 5, arguments, (Y, X, z), (0, 0, 0), ())
     assert launch is not None
     for tensors in ((Y, X, z), (Y, z, X)):
         assert launch(*tensors)
@@ -298,7 +317,7 @@ def test_where_a_tensor_is_counts(library: _Library, patch: pytest.MonkeyPatch) 
     assert launch(X, Y, None)
     assert _address(library.launched[0]["values"][9]) == Y.data_ptr()
     assert launch(X, elsewhere, None) is False
-    assert direct(_compiled(), 5, _arguments(), (X, elsewhere, None), ()) is None
+    assert direct(_compiled(), 5, _arguments(), (X, elsewhere, None), (0, 0, 0), ()) is None
     changed.exchange.major = 2
     _forget()
     assert _direct() is None
@@ -404,10 +423,11 @@ def test_what_the_driver_cannot_encode_is_left_to_triton(library: _Library) -> N
 
 def test_more_than_a_launch_holds_is_left_to_triton(library: _Library) -> None:
     many = {f"x{i}": "*fp32" for i in range(40)}
-    assert direct(_compiled(signature=many), 5, [*_arguments(), *[Y] * 40], (X, Y, None, *[Y] * 40), ()) is None
+    given = [*_arguments(), *[Y] * 40], (X, Y, None, *[Y] * 40)
+    assert direct(_compiled(signature=many), 5, *given, [0] * 43, ()) is None
     library.sizes = [*SIZES[:-2], *[8] * 20, *SIZES[-2:]]
     few = {f"x{i}": "*fp32" for i in range(20)}
-    launch = direct(_compiled(signature=few), 5, [*_arguments(), *[Y] * 20], (X, Y, None, *[Y] * 20), ())
+    launch = direct(_compiled(signature=few), 5, [*_arguments(), *[Y] * 20], (X, Y, None, *[Y] * 20), [0] * 23, ())
     assert launch is not None
     assert launch(X, Y, None, *[Y] * 20)
     module = native.native()
@@ -415,11 +435,11 @@ def test_more_than_a_launch_holds_is_left_to_triton(library: _Library) -> None:
         (bytes(5000), (), ()), (bytes(8), (0,) * 300, ()), (bytes(8), (), (0,) * 40),
     ):  # fmt: skip
         with pytest.raises(ValueError, match="more than a launch holds"):
-            module.Launch(FUNCTION, 1, 32, 0, image, places, mapped, (X,), ())
+            module.Launch(FUNCTION, 1, 32, 0, image, places, mapped, (X,), (0,), ())
     with pytest.raises(ValueError, match="one device"):
-        module.Launch(FUNCTION, 1, 32, 0, bytes(8), (), (), (1,), ())
+        module.Launch(FUNCTION, 1, 32, 0, bytes(8), (), (), (1,), (0,), ())
     with pytest.raises((TypeError, OverflowError)):
-        module.Launch(FUNCTION, 1, 32, 0, bytes(8), ("a",), (), (X,), ())
+        module.Launch(FUNCTION, 1, 32, 0, bytes(8), ("a",), (), (X,), (0,), ())
 
 
 def test_what_the_driver_says_of_the_kernel_counts(library: _Library, patch: pytest.MonkeyPatch) -> None:
@@ -428,7 +448,7 @@ def test_what_the_driver_says_of_the_kernel_counts(library: _Library, patch: pyt
         assert _direct() is None
     library.sizes = SIZES
     assert _direct() is not None
-    assert direct(SimpleNamespace(), 5, _arguments(), (X, Y, None), ()) is None
+    assert direct(SimpleNamespace(), 5, _arguments(), (X, Y, None), (0, 0, 0), ()) is None
     for name in ("cuFuncGetParamInfo", "cuTensorMapReplaceAddress"):  # CUDA 12.3 and older, and 11
         with patch.context() as older:
             older.delattr(library, name)
@@ -668,7 +688,7 @@ spec.loader.exec_module(module)
 assert module.signature(torch.ones(3)) is None
 assert module.clear(torch.ones(3)) is False
 try:
-    module.Launch(1, 1, 32, 0, bytes(8), (), (), (), ())
+    module.Launch(1, 1, 32, 0, bytes(8), (), (), (), (), ())
 except ValueError:
     print("told")
 """

@@ -25,7 +25,7 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flashmask_hf.kernels import launch
-from flashmask_hf.kernels.descriptors import describable, layout_of, tiles_template
+from flashmask_hf.kernels.descriptors import describable, layout_of, packed_layout, side_by_side, tiles_template
 from flashmask_hf.kernels.launch import Launcher, on_device_of
 
 
@@ -253,7 +253,9 @@ class _Own:
 def own(monkeypatch: pytest.MonkeyPatch) -> _Own:
     found = _Own()
 
-    def direct(compiled: Any, programs: int, arguments: list[Any], like: tuple[Any, ...], switches: Any) -> Any:
+    def direct(
+        compiled: Any, programs: int, arguments: list[Any], like: tuple[Any, ...], starts: list[int], switches: Any
+    ) -> Any:
         dtypes = [x if x is None else x.dtype for x in like]
 
         def launch(*tensors: Any) -> bool:
@@ -266,7 +268,7 @@ def own(monkeypatch: pytest.MonkeyPatch) -> _Own:
             found.launched.append(tensors)
             return True
 
-        found.made.append((programs, arguments))
+        found.made.append((programs, arguments, starts))
         return launch
 
     monkeypatch.setattr(launch, "direct", direct)
@@ -295,10 +297,33 @@ def test_a_bound_launch_goes_past_triton_s_launcher(launches: _Launches, own: _O
     assert described.base is x
     assert arguments[0] is y
     assert arguments[1:] == [None, 8, 0.5, 64, True]
-    ((programs, (described, *arguments)),) = own.made
-    assert programs == 3
+    ((programs, (described, *arguments), starts),) = own.made
+    assert (programs, starts) == (3, [0, 0, 0])
     assert described.base is x
     assert arguments[1:] == [None, 8, 0.5, 64, True]
+
+
+def test_a_launch_takes_the_memory_that_tensors_lie_in(launches: _Launches, own: _Own) -> None:
+    """Triton gets tensors of their layouts, what goes past it the memory itself."""
+    device = torch.device("cpu")
+    tiles = packed_layout(2, 64, dtype=torch.bfloat16, device=device)
+    whole, parts = side_by_side(y=packed_layout(3, dtype=torch.int32, device=device), x=tiles)
+    assert [parts[name].start for name in "yx"] == [0, 128]
+    (memory,) = on_gpu(whole.maker()().zero_())
+    bound = launches.launcher.bind(
+        3, 8, 0.5, tiles=tiles_template(True, (tiles, 1, 64)), parts=parts, SIZE=64, FLAG=True, num_warps=4
+    )
+    for _ in range(3):
+        bound(memory, memory, None)
+    own.succeeds = False
+    bound(memory, memory, None)
+    ((_, asked, _),), ((_, again, _),), ((_, prepared, starts),) = launches.asked, launches.direct, own.made
+    for described, y, *_ in (asked, again, prepared):
+        assert layout_of(described.base) == tiles
+        assert described.base.data_ptr() == memory.data_ptr() + 128
+        assert (y.dtype, y.shape, y.data_ptr()) == (torch.int32, (3,), memory.data_ptr())
+    assert starts == [128, 0, 0]
+    assert [[*map(id, given)] for given in own.launched] == [[*map(id, (memory, memory, None))]] * 2
 
 
 def test_launches_of_other_dtypes_are_their_own(launches: _Launches, own: _Own) -> None:

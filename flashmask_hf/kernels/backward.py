@@ -6,7 +6,7 @@ Each gradient has one writer and one order of summation, so repeated runs agree 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -15,9 +15,24 @@ import triton.language as tl
 from torch import Tensor
 
 from flashmask_hf.kernels.configs import Config, keys_config, queries_config
-from flashmask_hf.kernels.descriptors import Layout, can_describe, layout_like, layout_of, packed_layout, tiles_template
+from flashmask_hf.kernels.descriptors import (
+    Layout,
+    can_describe,
+    layout_like,
+    layout_of,
+    packed_layout,
+    side_by_side,
+    tiles_template,
+)
 from flashmask_hf.kernels.launch import Launcher, on_device_of
-from flashmask_hf.kernels.row_statistics import Delta, OutputLayout, bind_delta, bind_statistics, output_layout
+from flashmask_hf.kernels.row_statistics import (
+    Delta,
+    Gradients,
+    OutputLayout,
+    bind_delta,
+    bind_statistics,
+    output_layout,
+)
 from flashmask_hf.kernels.tiles import (
     block_of,
     dot_precision,
@@ -273,7 +288,8 @@ def backward(
         dq, dk, dv like q, k, v; and delta, in which rows of zeros may follow those of each head.
     """
     launch = launches_of(dout, q, k, v, delta, mask, plan, scale, softcap, by_keys, by_queries)
-    return launch(dout, q, k, v, lse, delta, mask.indices, plan)
+    dq, dk, dv, delta_of = launch(dout, q, k, v, lse, delta, mask.indices, plan)
+    return dq, dk, dv, delta_of()
 
 
 def launches_of(
@@ -288,7 +304,7 @@ def launches_of(
     softcap: float,
     by_keys: Config | None = None,
     by_queries: Config | None = None,
-) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]:
+) -> Callable[..., Gradients]:
     """`prepared` for tensors of these layouts; arguments as in `backward`."""
     block_d, block_v, n = block_of(q.shape[3]), block_of(v.shape[3]), mask.indices.shape[-1]
     return prepared(
@@ -313,7 +329,7 @@ def prepared(
     by_keys: Config,
     by_queries: Config,
     tma: bool,
-) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]:
+) -> Callable[..., Gradients]:
     """Settle what follows from layouts, for launches that differ in the memory of tensors alone.
 
     Args:
@@ -332,8 +348,8 @@ def prepared(
         tma: whether tiles are loaded through descriptors, which fit the layouts then.
 
     Returns:
-        (dout, q, k, v, lse, delta, indices, plan) -> (dq, dk, dv, delta), as in `backward`. With `tma`, the first four
-        begin at multiples of 16 bytes.
+        (dout, q, k, v, lse, delta, indices, plan) -> gradients, as in `backward`. With `tma`, the first four begin at
+        multiples of 16 bytes.
     """
     batch, heads, q_len, dim = q.shape
     kv_heads, kv_len, v_dim = k.shape[1], k.shape[2], v.shape[3]
@@ -344,6 +360,7 @@ def prepared(
     factor, bend = score_factors(scale, softcap)
     padded = -(-q_len // ROWS) * ROWS
     statistic = packed_layout(batch * heads, padded, dtype=torch.float32, device=q.device)
+    scratch_like, parts = side_by_side(lse=statistic, delta=statistic)
     dq_like, dk_like, dv_like = map(layout_like, (q, k, v))
     strides = (*q.strides, *k.strides, *v.strides, *dout.strides)
 
@@ -374,40 +391,42 @@ def prepared(
         }
 
     n_columns, n_rows = -(-kv_len // by_keys.columns), -(-q_len // by_queries.rows)
-    new_dq, new_dk, new_dv, new_statistic = (x.maker() for x in (dq_like, dk_like, dv_like, statistic))
-    from_output: Any = None if output is None else bind_delta(dout, output.out, padded)
-    statistics = bind_statistics(batch * heads, q_len, padded)
+    new_scratch = scratch_like.maker()
+    whole_lse, whole_delta = parts["lse"], parts["delta"]
+    made = {"whole_lse": whole_lse, "delta": whole_delta}
+    from_output: Any = None if output is None else bind_delta(dout, output.out, padded, made)
+    moved = {"whole_lse": whole_lse, "whole_delta": whole_delta}
+    statistics = bind_statistics(batch * heads, q_len, padded, moved)
     keys = _launch_keys.bind(
         n_columns * kv_heads * batch,
         *strides, *dk_like.strides, *dv_like.strides,
         heads, kv_heads, mask_batch, mask_heads, q_len, padded, kv_len, n_kv, n_columns, dim, v_dim,
         scale, factor, bend,
-        VISIBLE=VISIBLE_SEGMENTS, PARTIAL=PARTIAL_SEGMENTS, **flags(by_keys),
+        parts=parts, VISIBLE=VISIBLE_SEGMENTS, PARTIAL=PARTIAL_SEGMENTS, **flags(by_keys),
     )  # fmt: skip
     queries = _launch_queries.bind(
         n_rows * heads * batch,
         *strides, *dq_like.strides,
         heads, kv_heads, mask_batch, mask_heads, q_len, padded, kv_len, n_q, n_kv, n_rows, dim, v_dim,
         scale, factor, bend,
-        **flags(by_queries),
+        parts=parts, **flags(by_queries),
     )  # fmt: skip
 
     def run(
         dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Delta, indices: Tensor, plan: Plan
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        dq, dk, dv = new_dq(), new_dk(), new_dv()
-        row_lse, row_delta = new_statistic(), new_statistic()
+    ) -> Gradients:
+        dq, dk, dv, scratch = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), new_scratch()
         with on_device_of(q):
             indices = whole(indices)
             lse = lse.contiguous()
-            if not isinstance(delta, tuple):
-                statistics(lse, delta.contiguous(), row_lse, row_delta)
-            else:
+            if isinstance(delta, tuple):
                 out, dlse = delta
                 dlse = None if dlse is None else dlse.contiguous()
-                from_output(dout, out, dlse, row_delta, lse, row_lse, None, None)
-            keys(q, k, v, dout, row_lse, row_delta, indices, plan.segments, dk, dv)
-            queries(q, k, v, dout, row_lse, row_delta, indices, plan.tiles, plan.counts, dq)
-        return dq, dk, dv, row_delta
+                from_output(dout, out, dlse, scratch, lse, scratch, None, None)
+            else:
+                statistics(lse, delta.contiguous(), scratch, scratch)
+            keys(q, k, v, dout, scratch, scratch, indices, plan.segments, dk, dv)
+            queries(q, k, v, dout, scratch, scratch, indices, plan.tiles, plan.counts, dq)
+        return dq, dk, dv, partial(whole_delta.of, scratch)
 
     return run

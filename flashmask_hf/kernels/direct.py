@@ -58,7 +58,8 @@ def direct(
     compiled: Any,
     programs: int,
     arguments: Sequence[Any],
-    tensors: Sequence[Tensor | None],
+    memory: Sequence[Tensor | None],
+    starts: Sequence[int],
     switches: Sequence[tuple[Any, str]],
 ) -> Callable[..., bool] | None:
     """Launches of `programs` programs of a kernel that Triton has compiled and launched, or None if only Triton can.
@@ -67,12 +68,13 @@ def direct(
         compiled: what Triton's launch returned.
         programs: how many.
         arguments: all of the kernel's, compile-time ones included: tensors, descriptors, scalars and Nones.
-        tensors: those of the arguments that a launch takes, descriptors' memory in place of them, and Nones.
+        memory: what a launch takes for the tensors among the arguments: these, or what they lie in, and Nones.
+        starts: bytes of it before each of them.
         switches: objects, and the names of attributes that keep Triton's launcher in charge while these objects have
             them of their own and they are true.
 
     Returns:
-        Launches with such tensors, which differ in their addresses alone, on the current stream of their device; they
+        Launches with such memory, which differs in its addresses alone, on the current stream of their device; they
         return whether they launched. They do not where another context is current than now; then, as where the driver
         refuses, Triton's launcher knows what to do, or how to say it. Several threads may launch at a time, as long as
         the interpreter has its lock.
@@ -87,10 +89,11 @@ def direct(
         metadata, function = compiled.metadata, compiled.function
         if found is None or driver.sizes(function) != [parameter.size for parameter in found]:
             return None
-        image, places, mapped = _image(driver, found, [x.data_ptr() for x in tensors if x is not None])
+        addresses = [x.data_ptr() + start for x, start in zip(memory, starts, strict=True) if x is not None]
+        image, places, mapped = _image(driver, found, addresses)
         return module.Launch(
             function, programs, 32 * metadata.num_warps, metadata.shared, image, tuple(places), tuple(mapped),
-            tuple(tensors), tuple(switches),
+            tuple(memory), tuple(starts), tuple(switches),
         )  # fmt: skip
     except (AttributeError, ImportError, KeyError, TypeError, ValueError):  # another Triton, or too much for a launch
         return None

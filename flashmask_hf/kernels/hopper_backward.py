@@ -13,7 +13,7 @@ warps that store load them, when the gradients are gone from there.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -22,7 +22,15 @@ import triton.language as tl
 from torch import Tensor
 
 from flashmask_hf.kernels.configs import multiprocessors
-from flashmask_hf.kernels.descriptors import Layout, describable, layout_like, layout_of, packed_layout, template
+from flashmask_hf.kernels.descriptors import (
+    Layout,
+    describable,
+    layout_like,
+    layout_of,
+    packed_layout,
+    side_by_side,
+    template,
+)
 from flashmask_hf.kernels.gluon_shim import (
     bits_below,
     fence_async_shared,
@@ -46,7 +54,7 @@ from flashmask_hf.kernels.gluon_shim import (
 )
 from flashmask_hf.kernels.launch import Launcher, on_device_of
 from flashmask_hf.kernels.native import clear
-from flashmask_hf.kernels.row_statistics import Delta, OutputLayout, bind_delta, output_layout
+from flashmask_hf.kernels.row_statistics import Delta, Gradients, OutputLayout, bind_delta, output_layout
 from flashmask_hf.kernels.tiles import LOG2_E, score_factors
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.plan import PARTIAL_SEGMENTS, ROWS, VISIBLE_SEGMENTS, Plan, plan_columns
@@ -645,7 +653,7 @@ _RUNTIME = ["heads", "kv_heads", "units", "together", "mask_batch", "mask_heads"
 
 @gluon.jit(do_not_specialize=_RUNTIME)
 def _backward(
-    q, k, v, dout, dq, dk, dv, dk_rows, dv_rows, k_order, lse, delta, indices, segments, order, locks, launch, turns,
+    q, k, v, dout, sums, dk, dv, dk_rows, dv_rows, k_order, lse, delta, indices, segments, order, locks, launch, turns,
     counter,
     heads, kv_heads, units, together, mask_batch, mask_heads, q_len, kv_len, n_q, n_kv, n_columns, padded,
     scale, factor, bend,
@@ -661,7 +669,7 @@ def _backward(
     k_tiles = gl.allocate_shared_memory(q.dtype, [4, 1, 1, 64, BLOCK_D], k.layout)
     v_tiles = gl.allocate_shared_memory(q.dtype, [2 * SIDES, 1, 1, 64, BLOCK_D], v.layout)
     ds_tiles = gl.allocate_shared_memory(q.dtype, [4, 64, BLOCK_M], SCORES)
-    dq_tiles = gl.allocate_shared_memory(gl.float32, [2, 128, 32], dq.layout)
+    dq_tiles = gl.allocate_shared_memory(gl.float32, [2, 128, 32], sums.layout)
     lse_tiles = gl.allocate_shared_memory(gl.float32, [2, BLOCK_M], PLAIN)
     delta_tiles = gl.allocate_shared_memory(gl.float32, [2, BLOCK_M], PLAIN)
     places = gl.allocate_shared_memory(gl.int32, [2 * _FIELDS, 1], PLAIN)
@@ -708,11 +716,11 @@ def _backward(
                 SEGMENTS, VISIBLE, ORDERED, SHARED, BLOCK_M, BLOCK_D,
             )),
             (_store_gradients, (
-                0, v, dq, dk, dv, order, locks, dq_tiles, k_tiles, v_tiles, places, keys_free, q_ready, do_ready,
+                0, v, sums, dk, dv, order, locks, dq_tiles, k_tiles, v_tiles, places, keys_free, q_ready, do_ready,
                 dq_ready, dq_free, sums_ready, kv_heads, n_q, n_kv, PLACED, SIDES, PARTS, SUBTILES, ROWS, ORDERED,
             )),
             (_store_gradients, (
-                1, v, dq, dk, dv, order, locks, dq_tiles, k_tiles, v_tiles, places, keys_free, q_ready, do_ready,
+                1, v, sums, dk, dv, order, locks, dq_tiles, k_tiles, v_tiles, places, keys_free, q_ready, do_ready,
                 dq_ready, dq_free, sums_ready, kv_heads, n_q, n_kv, PLACED, SIDES, PARTS, SUBTILES, ROWS, ORDERED,
             )),
         ],
@@ -814,7 +822,8 @@ def backward(
     """
     q, k, v, dout = (describable(x) for x in (q, k, v, dout))
     launch = launches_of(dout, q, k, v, delta, mask, plan, scale, softcap, deterministic, orders)
-    return launch(dout, q, k, v, lse, delta, mask.indices, plan, orders)
+    dq, dk, dv, delta_of = launch(dout, q, k, v, lse, delta, mask.indices, plan, orders)
+    return dq, dk, dv, delta_of()
 
 
 def launches_of(
@@ -829,7 +838,7 @@ def launches_of(
     softcap: float,
     deterministic: bool = False,
     orders: tuple[Tensor, Tensor] | None = None,
-) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]:
+) -> Callable[..., Gradients]:
     """`prepared` for tensors that descriptors fit; arguments as in `backward`."""
     return prepared(
         layout_of(dout), layout_of(q), layout_of(k), layout_of(v), output_layout(delta), mask.indices.shape,
@@ -852,7 +861,7 @@ def prepared(
     softcap: float,
     deterministic: bool,
     slots: int,
-) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]:
+) -> Callable[..., Gradients]:
     """Settle what follows from layouts that descriptors fit, for launches that differ in the memory of tensors alone.
 
     Args:
@@ -871,8 +880,8 @@ def prepared(
         slots: programs that run at a time.
 
     Returns:
-        (dout, q, k, v, lse, delta, indices, plan, orders) -> (dq, dk, dv, delta), as in `backward`. The first four
-        begin at multiples of 16 bytes.
+        (dout, q, k, v, lse, delta, indices, plan, orders) -> gradients, as in `backward`. The first four begin at
+        multiples of 16 bytes.
     """
     batch, heads, q_len, dim = q.shape
     kv_heads, kv_len = k.shape[1:3]
@@ -881,9 +890,12 @@ def prepared(
     mask_batch, mask_heads, n_q, n_kv = listed
     padded = -(-q_len // ROWS) * ROWS
     sums_like = packed_layout(batch * heads * padded * dim // 32, 32, dtype=torch.float32, device=device)
+    counter_like = packed_layout(1, dtype=torch.int32, device=device)
+    delta_like = packed_layout(batch, heads, q_len, dtype=torch.float32, device=device)
+    made = {} if output is None else {"delta": delta_like}
+    scratch_like, within = side_by_side(sums=sums_like, counter=counter_like, **made)
     new_order = packed_layout(*listed, dtype=torch.int16, device=device).maker()
     new_locks = packed_layout(batch * heads * padded // block, dtype=torch.int32, device=device).maker()
-    new_counter = packed_layout(1, dtype=torch.int32, device=device).maker()
     subtiles = plan_columns(kv_len) // COLUMNS
     n_columns = -(-kv_len // plan_columns(kv_len)) * subtiles
     units = batch * kv_heads
@@ -897,7 +909,7 @@ def prepared(
         packed_layout(*x.shape, dtype=x.dtype, device=x.device, order=(0, 2, 1, 3)) if ordered else layout_like(x)
         for x in (q, k, v)
     )
-    new_dq, new_dk, new_dv, new_sums = (x.maker() for x in (dq_like, dk_like, dv_like, sums_like))
+    new_dq, new_dk, new_dv, new_scratch = (x.maker() for x in (dq_like, dk_like, dv_like, scratch_like))
     tiles = (
         rows_template(q, block), rows_template(k, 64), rows_template(v, 64), rows_template(dout, block),
         template(make_descriptor, sums_like, 128, 32), rows_template(dk_like, 64), rows_template(dv_like, 64),
@@ -906,18 +918,20 @@ def prepared(
         min(n_columns * units, slots),
         heads, kv_heads, units, together, mask_batch, mask_heads, q_len, kv_len, n_q, n_kv, n_columns, padded, scale,
         factor, bend,
-        tiles=tiles, CAUSAL=causal, N=vectors[-1], CAP=softcap != 0, ORDERED=deterministic, PLACED=ordered,
-        SIDES=sides, PARTS=parts, AHEAD=dim == 64 and softcap == 0, SHARED=shared, BLOCK_M=block, BLOCK_D=dim,
-        ROWS=ROWS, SUBTILES=subtiles,
+        parts=within, tiles=tiles, CAUSAL=causal, N=vectors[-1], CAP=softcap != 0, ORDERED=deterministic,
+        PLACED=ordered, SIDES=sides, PARTS=parts, AHEAD=dim == 64 and softcap == 0, SHARED=shared, BLOCK_M=block,
+        BLOCK_D=dim, ROWS=ROWS, SUBTILES=subtiles,
         VISIBLE=VISIBLE_SEGMENTS, SEGMENTS=VISIBLE_SEGMENTS + PARTIAL_SEGMENTS, num_warps=4,
     )  # fmt: skip
-    new_delta = packed_layout(batch, heads, q_len, dtype=torch.float32, device=device).maker()
-    from_output: Any = None if output is None else bind_delta(dout, output.out, q_len, sums=dim)
+    from_output: Any = None if output is None else bind_delta(dout, output.out, q_len, within, sums=dim)
     n_rows = padded // block
     scale_dq = _launch_scale_dq.bind(
         2 * n_rows * heads * batch,
-        *dq_like.strides[:3], heads, q_len, n_rows, scale, PLACED=ordered, BLOCK_M=block, BLOCK_D=dim, num_warps=4,
+        *dq_like.strides[:3], heads, q_len, n_rows, scale,
+        parts={"sums": within["sums"]}, PLACED=ordered, BLOCK_M=block, BLOCK_D=dim, num_warps=4,
     )  # fmt: skip
+
+    delta_of: Any = within["delta"].of if made else lambda delta: delta
 
     def run(
         dout: Tensor,
@@ -929,19 +943,22 @@ def prepared(
         indices: Tensor,
         plan: Plan,
         orders: tuple[Tensor, Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ) -> Gradients:
         q_order, k_order = orders or (None, None)
-        dq, dk, dv = new_dq(), new_dk(), new_dv()
+        if ordered:
+            dq, dk, dv = new_dq(), new_dk(), new_dv()
+        else:
+            dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        scratch = new_scratch()
+        counter = scratch if shared else None
         with on_device_of(q):
-            sums, counter = new_sums(), new_counter() if shared else None
-            if not isinstance(delta, tuple):
-                clear(sums)
-                if counter is not None:
-                    clear(counter)
-            else:
+            if isinstance(delta, tuple):
                 out, dlse = delta
-                delta = new_delta()
-                from_output(dout, out, None if dlse is None else dlse.contiguous(), delta, None, None, sums, counter)
+                dlse = None if dlse is None else dlse.contiguous()
+                from_output(dout, out, dlse, scratch, None, None, scratch, counter)
+                delta = scratch
+            else:
+                clear(scratch)
             order = locks = launch = turns = plan.segments  # not read
             if deterministic:
                 order, locks = clear(new_order()), clear(new_locks())
@@ -952,11 +969,11 @@ def prepared(
                 )  # fmt: skip
             placed = (dk, dv) if ordered else (None, None)
             add(
-                q, k, v, dout, sums, dk, dv, *placed, k_order, lse, delta, indices.contiguous(), plan.segments, order,
-                locks, launch, turns, counter,
+                q, k, v, dout, scratch, dk, dv, *placed, k_order, lse, delta, indices.contiguous(), plan.segments,
+                order, locks, launch, turns, counter,
             )  # fmt: skip
-            scale_dq(sums, dq, q_order)
-        return dq, dk, dv, delta
+            scale_dq(scratch, dq, q_order)
+        return dq, dk, dv, partial(delta_of, delta)
 
     return run
 

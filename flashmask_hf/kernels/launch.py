@@ -9,7 +9,7 @@ Triton's own launcher, too, if `direct` can.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
@@ -20,7 +20,7 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime import JITFunction, driver
 
-from flashmask_hf.kernels.descriptors import described
+from flashmask_hf.kernels.descriptors import Part, described
 from flashmask_hf.kernels.direct import direct
 
 __all__ = ["Bound", "Launcher", "on_device_of"]
@@ -38,16 +38,24 @@ class Launcher:
         self.may_cache = isinstance(kernel, JITFunction) and not torch.version.hip
         self._compiled: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}
 
-    def bind(self, programs: int, *scalars: Any, tiles: Sequence[Any] = (), **constants: Any) -> Bound:
+    def bind(
+        self,
+        programs: int,
+        *scalars: Any,
+        tiles: Sequence[Any] = (),
+        parts: Mapping[str, Part] | None = None,
+        **constants: Any,
+    ) -> Bound:
         """Launches of tensors of one layout.
 
         Args:
             programs: how many.
             scalars: the arguments behind the tensors.
             tiles: templates of the descriptors that the kernel takes for the first tensors, see `described`.
+            parts: tensors, by their names, for which the memory is given that they lie in.
             constants: as in a launch.
         """
-        return Bound(self, programs, scalars, tiles, constants)
+        return Bound(self, programs, scalars, tiles, parts or {}, constants)
 
     def __call__(self, programs: int, *arguments: Any, **constants: Any) -> None:
         """Launch `programs` programs. `constants` are compile-time arguments and options of Triton's (`num_warps`)."""
@@ -82,28 +90,31 @@ class Bound:
         programs: int,
         scalars: tuple[Any, ...],
         tiles: Sequence[Any],
+        parts: Mapping[str, Part],
         constants: dict[str, Any],
     ):
         self.launcher = launcher
         self.programs = programs
         self.scalars = scalars
         self.tiles = tiles
+        self.parts = {launcher.kernel.arg_names.index(name): part for name, part in parts.items()}
         self.constants = constants
         self._known: dict[tuple[Any, ...], _Form] = {}
         self._latest: Callable[..., bool] | None = None
 
-    def __call__(self, *tensors: Tensor | None) -> None:
-        """Launch with tensors of the same layouts at every call, and Nones in the same places."""
-        if self._latest is None or not self._latest(*tensors):
-            self._launch(*tensors)
+    def __call__(self, *memory: Tensor | None) -> None:
+        """Launch with tensors of the same layouts at every call, or their memory, and Nones in the same places."""
+        if self._latest is None or not self._latest(*memory):
+            self._launch(*memory)
 
-    def _launch(self, *tensors: Tensor | None) -> None:
+    def _launch(self, *memory: Tensor | None) -> None:
         launcher = self.launcher
+        tensors = self._tensors(memory)
         given = [x for x in tensors if x is not None]
         # Triton may have compiled for addresses that are multiples of 16.
         aligned = reduce(or_, [x.data_ptr() for x in given]) % 16 == 0
         if not aligned or not launcher.may_cache or launcher.kernel.pre_run_hooks or _watched():
-            self.launch_anew(*tensors)
+            self._launch_anew(tensors)
             return
         active: Any = driver.active
         device = active.get_current_device()
@@ -111,7 +122,7 @@ class Bound:
         form = (device, *[x.dtype for x in given], *there)
         known = self._known.get(form)
         if known is None:
-            self.launch_anew(*tensors)
+            self._launch_anew(tensors)
             found = launcher.compiled(device, self._arguments(tensors), self.constants)
             if found is not None:
                 compiled, constant = found
@@ -121,16 +132,24 @@ class Bound:
         if not known.settled:  # only now, for layouts may be there once
             known.settled = True
             if all(there):  # Triton's launcher sees to it that the GPU can read other memory
-                known.own = direct(known.compiled, self.programs, arguments, tensors, _switches(launcher.kernel))
+                starts = [self.parts[i].start if i in self.parts else 0 for i in range(len(memory))]
+                known.own = direct(known.compiled, self.programs, arguments, memory, starts, _switches(launcher.kernel))
         if known.own is not None and known.own is not self._latest:
             self._latest = known.own
-            if known.own(*tensors):
+            if known.own(*memory):
                 return
         known.compiled[(self.programs, 1, 1)](*arguments, stream=active.get_current_stream(device))
 
-    def launch_anew(self, *tensors: Tensor | None) -> None:
+    def launch_anew(self, *memory: Tensor | None) -> None:
         """Launch by way of the launcher."""
+        self._launch_anew(self._tensors(memory))
+
+    def _launch_anew(self, tensors: Sequence[Tensor | None]) -> None:
         self.launcher(self.programs, *self._arguments(tensors), **self.constants)
+
+    def _tensors(self, memory: Sequence[Tensor | None]) -> list[Tensor | None]:
+        parts = self.parts
+        return [parts[i].of(x) if i in parts and x is not None else x for i, x in enumerate(memory)]
 
     def _arguments(self, tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
         return *self._operands(tensors), *self.scalars

@@ -76,6 +76,7 @@ typedef struct {
     Device device;
     Type types[MOST_TENSORS];             /* of the tensors */
     char given[MOST_TENSORS];             /* of each argument, whether it is a tensor and not None */
+    int64_t starts[MOST_TENSORS];         /* of the tensors, bytes before them in the memory that is given */
     int mapped[MOST_TENSORS];             /* of each map, the tensor */
     char *map_addresses[MOST_TENSORS];    /* that maps hold */
     int offsets[MOST_PARAMETERS];         /* of parameters in memory */
@@ -121,8 +122,8 @@ static int take(Launch *self, PyObject *const *arguments, Py_ssize_t count, char
         if ((!again && !view(arguments[i], &x)) || memcmp(&x.device, &self->device, sizeof(Device)) != 0 ||
             memcmp(&x.type, &self->types[tensor], sizeof(Type)) != 0)
             return 0;
-        bits |= (uintptr_t)x.data;
-        addresses[tensor++] = x.data;
+        addresses[tensor] = x.data + self->starts[tensor];
+        bits |= (uintptr_t)addresses[tensor++];
     }
     return bits % 16 == 0; /* Triton may have compiled for such addresses */
 }
@@ -187,9 +188,11 @@ static int integers(PyObject *tuple, int *found, int most)
     return (int)count;
 }
 
-static int fill(Launch *self, const Py_buffer *image, PyObject *offsets, PyObject *mapped, PyObject *tensors)
+static int fill(Launch *self, const Py_buffer *image, PyObject *offsets, PyObject *mapped, PyObject *tensors,
+                PyObject *starts)
 {
-    if (image->len > MOST_BYTES || PyTuple_GET_SIZE(tensors) > MOST_TENSORS) {
+    if (image->len > MOST_BYTES || PyTuple_GET_SIZE(tensors) > MOST_TENSORS ||
+        PyTuple_GET_SIZE(starts) != PyTuple_GET_SIZE(tensors)) {
         PyErr_SetString(PyExc_ValueError, "more than a launch holds");
         return 0;
     }
@@ -211,6 +214,9 @@ static int fill(Launch *self, const Py_buffer *image, PyObject *offsets, PyObjec
             return 0;
         }
         self->device = x.device;
+        self->starts[self->tensors] = PyLong_AsLongLong(PyTuple_GET_ITEM(starts, i));
+        if (PyErr_Occurred())
+            return 0;
         self->types[self->tensors++] = x.type;
     }
     self->arguments = (int)PyTuple_GET_SIZE(tensors);
@@ -231,9 +237,10 @@ static PyObject *launch_new(PyTypeObject *type, PyObject *arguments, PyObject *n
     unsigned long long function;
     unsigned programs, threads, shared;
     Py_buffer image;
-    PyObject *offsets, *mapped, *tensors, *switches;
-    if (!PyArg_ParseTuple(arguments, "KIIIy*O!O!O!O!", &function, &programs, &threads, &shared, &image, &PyTuple_Type,
-                          &offsets, &PyTuple_Type, &mapped, &PyTuple_Type, &tensors, &PyTuple_Type, &switches))
+    PyObject *offsets, *mapped, *tensors, *starts, *switches;
+    if (!PyArg_ParseTuple(arguments, "KIIIy*O!O!O!O!O!", &function, &programs, &threads, &shared, &image, &PyTuple_Type,
+                          &offsets, &PyTuple_Type, &mapped, &PyTuple_Type, &tensors, &PyTuple_Type, &starts,
+                          &PyTuple_Type, &switches))
         return NULL;
     Launch *self = (Launch *)type->tp_alloc(type, 0);
     if (self != NULL) {
@@ -244,7 +251,7 @@ static PyObject *launch_new(PyTypeObject *type, PyObject *arguments, PyObject *n
         self->programs = programs;
         self->threads = threads;
         self->shared = shared;
-        if (!fill(self, &image, offsets, mapped, tensors))
+        if (!fill(self, &image, offsets, mapped, tensors, starts))
             Py_CLEAR(self);
     }
     PyBuffer_Release(&image);

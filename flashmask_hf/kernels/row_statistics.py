@@ -6,18 +6,19 @@ log-sum-exp. The kernel that makes it also does what else has to be done before 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, TypeAlias
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from flashmask_hf.kernels.descriptors import Layout, layout_of
+from flashmask_hf.kernels.descriptors import Layout, Part, layout_of
 from flashmask_hf.kernels.launch import Bound, Launcher
 from flashmask_hf.kernels.tiles import LOG2_E, block_of, load_tile
 from flashmask_hf.plan import ROWS
 
-__all__ = ["Delta", "OutputLayout", "bind_delta", "bind_statistics", "output_layout"]
+__all__ = ["Delta", "Gradients", "OutputLayout", "bind_delta", "bind_statistics", "output_layout"]
 
 
 @triton.jit(do_not_specialize=["q_len", "padded", "n_rows"])
@@ -83,6 +84,10 @@ Delta: TypeAlias = "Tensor | tuple[Tensor, Tensor | None]"
 float32 [B, Hq, Sq], or None."""
 
 
+Gradients: TypeAlias = tuple[Tensor, Tensor, Tensor, Callable[[], Tensor]]
+"""dq, dk, dv, and what makes a tensor of delta, which few ask for."""
+
+
 class OutputLayout(NamedTuple):
     """Layouts of what delta follows from."""
 
@@ -99,13 +104,14 @@ def output_layout(delta: Delta) -> OutputLayout | None:
     return OutputLayout(layout_of(out), dlse is not None)
 
 
-def bind_delta(dout: Layout, out: Layout, padded: int, sums: int = 0) -> Bound:
+def bind_delta(dout: Layout, out: Layout, padded: int, parts: Mapping[str, Part], sums: int = 0) -> Bound:
     """Launches of (dout, out, dlse, delta, lse, whole_lse, sums, counter), contiguous from dlse on; None is left out.
 
     Args:
         dout: layout of the output's gradient, [B, Hq, Sq, Dv].
         out: of the output.
         padded: rows of each head in delta [B, Hq, padded] and in whole_lse.
+        parts: as in `Launcher.bind`.
         sums: how many numbers of sums there are for each row of every head, rows rounded up to tiles of a plan.
     """
     batch, heads, q_len, v_dim = out.shape
@@ -114,10 +120,10 @@ def bind_delta(dout: Layout, out: Layout, padded: int, sums: int = 0) -> Bound:
     return _launch_delta.bind(
         n_rows * heads * batch,
         *dout.strides, *out.strides, heads, q_len, padded, n_rows, v_dim,
-        BLOCK_M=rows, BLOCK_V=block_of(v_dim), SUMS=sums, num_warps=4,
+        parts=parts, BLOCK_M=rows, BLOCK_V=block_of(v_dim), SUMS=sums, num_warps=4,
     )  # fmt: skip
 
 
-def bind_statistics(planes: int, q_len: int, padded: int) -> Bound:
+def bind_statistics(planes: int, q_len: int, padded: int, parts: Mapping[str, Part] | None = None) -> Bound:
     """Launches of (lse, delta, whole_lse, whole_delta), all contiguous: [planes, q_len] to [planes, padded]."""
-    return _launch_statistics.bind(planes * padded // ROWS, q_len, padded, BLOCK_M=ROWS, num_warps=1)
+    return _launch_statistics.bind(planes * padded // ROWS, q_len, padded, parts=parts, BLOCK_M=ROWS, num_warps=1)
