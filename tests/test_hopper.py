@@ -169,7 +169,7 @@ def test_configs(
     batch: int, heads: int, q_len: int, dim: int, softcap: float, ordered: bool, groups: list[int]
 ) -> None:
     q = torch.empty(batch, heads, q_len, dim, device="meta")
-    assert [config.groups for config in hopper_forward._configs(q.shape, softcap, ordered)] == groups
+    assert [config.groups for config in hopper_forward._configs(q.shape, softcap != 0, ordered)] == groups
 
 
 @pytest.mark.hopper

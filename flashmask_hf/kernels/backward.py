@@ -25,6 +25,7 @@ from flashmask_hf.kernels.descriptors import (
     tiles_template,
 )
 from flashmask_hf.kernels.launch import Launcher, on_device_of
+from flashmask_hf.kernels.problem import Problem, problem_of
 from flashmask_hf.kernels.row_statistics import (
     Delta,
     Gradients,
@@ -40,7 +41,6 @@ from flashmask_hf.kernels.tiles import (
     load_intervals,
     load_tile,
     row_place,
-    score_factors,
     store_tile,
     tanh,
     vectors_of,
@@ -308,41 +308,22 @@ def launches_of(
     """`prepared` for tensors of these layouts; arguments as in `backward`."""
     block_d, block_v, n = block_of(q.shape[3]), block_of(v.shape[3]), mask.indices.shape[-1]
     return prepared(
-        layout_of(dout), layout_of(q), layout_of(k), layout_of(v), output_layout(delta), mask.indices.shape,
-        plan.tiles.shape, mask.causal, scale, softcap, by_keys or keys_config(q, block_d, block_v),
-        by_queries or queries_config(q, block_d, block_v, n), can_describe(q, k, v, dout),
+        problem_of(q, k, v, mask, plan, scale, softcap), layout_of(dout), output_layout(delta),
+        by_keys or keys_config(q, block_d, block_v), by_queries or queries_config(q, block_d, block_v, n),
+        can_describe(q, k, v, dout),
     )  # fmt: skip
 
 
 @lru_cache(maxsize=1024)
 def prepared(
-    dout: Layout,
-    q: Layout,
-    k: Layout,
-    v: Layout,
-    output: OutputLayout | None,
-    vectors: torch.Size,
-    listed: torch.Size,
-    causal: bool,
-    scale: float,
-    softcap: float,
-    by_keys: Config,
-    by_queries: Config,
-    tma: bool,
+    problem: Problem, dout: Layout, output: OutputLayout | None, by_keys: Config, by_queries: Config, tma: bool
 ) -> Callable[..., Gradients]:
     """Settle what follows from layouts, for launches that differ in the memory of tensors alone.
 
     Args:
+        problem: the layouts, and what else is known of the call.
         dout: layout of the output's gradient.
-        q: of the queries.
-        k: of the keys.
-        v: of the values.
         output: of what delta follows from, or None if it is there.
-        vectors: shape of the mask's indices.
-        listed: shape of the plan's tiles.
-        causal: as in `FlashMask`.
-        scale: factor on the scores.
-        softcap: 0 is none.
         by_keys: tile sizes of the dK and dV kernel.
         by_queries: tile sizes of the dQ kernel.
         tma: whether tiles are loaded through descriptors, which fit the layouts then.
@@ -351,13 +332,13 @@ def prepared(
         (dout, q, k, v, lse, delta, indices, plan) -> gradients, as in `backward`. With `tma`, the first four begin at
         multiples of 16 bytes.
     """
+    q, k, v, vectors = problem.q, problem.k, problem.v, problem.vectors
     batch, heads, q_len, dim = q.shape
     kv_heads, kv_len, v_dim = k.shape[1], k.shape[2], v.shape[3]
     block_d, block_v = block_of(dim), block_of(v_dim)
-    mask_batch, mask_heads, n_q, n_kv = listed
+    mask_batch, mask_heads, n_q, n_kv = problem.listed
     width = plan_columns(kv_len)
     whole = whole_tiles(vectors, q.device, width)
-    factor, bend = score_factors(scale, softcap)
     padded = -(-q_len // ROWS) * ROWS
     statistic = packed_layout(batch * heads, padded, dtype=torch.float32, device=q.device)
     scratch_like, parts = side_by_side(lse=statistic, delta=statistic)
@@ -375,9 +356,9 @@ def prepared(
                 (statistic, 1, tile.rows),
                 (statistic, 1, tile.rows),
             ),
-            "CAUSAL": causal,
+            "CAUSAL": problem.causal,
             "N": vectors[-1],
-            "CAP": softcap != 0,
+            "CAP": problem.capped,
             "TMA": tma,
             "PRECISION": dot_precision(q),
             "BLOCK_M": tile.rows,
@@ -401,14 +382,14 @@ def prepared(
         n_columns * kv_heads * batch,
         *strides, *dk_like.strides, *dv_like.strides,
         heads, kv_heads, mask_batch, mask_heads, q_len, padded, kv_len, n_kv, n_columns, dim, v_dim,
-        scale, factor, bend,
+        problem.scale, *problem.factors,
         parts=parts, VISIBLE=VISIBLE_SEGMENTS, PARTIAL=PARTIAL_SEGMENTS, **flags(by_keys),
     )  # fmt: skip
     queries = _launch_queries.bind(
         n_rows * heads * batch,
         *strides, *dq_like.strides,
         heads, kv_heads, mask_batch, mask_heads, q_len, padded, kv_len, n_q, n_kv, n_rows, dim, v_dim,
-        scale, factor, bend,
+        problem.scale, *problem.factors,
         parts=parts, **flags(by_queries),
     )  # fmt: skip
 

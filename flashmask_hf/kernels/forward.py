@@ -11,8 +11,9 @@ import triton.language as tl
 from torch import Tensor
 
 from flashmask_hf.kernels.configs import Config, forward_config
-from flashmask_hf.kernels.descriptors import Layout, can_describe, layout_of, packed_layout, tiles_template
+from flashmask_hf.kernels.descriptors import can_describe, packed_layout, tiles_template
 from flashmask_hf.kernels.launch import Launcher, on_device_of
+from flashmask_hf.kernels.problem import Problem, problem_of
 from flashmask_hf.kernels.tiles import (
     LN_2,
     LOG2_E,
@@ -23,7 +24,6 @@ from flashmask_hf.kernels.tiles import (
     load_intervals,
     load_tile,
     row_place,
-    score_factors,
     store_tile,
     tanh,
     vectors_of,
@@ -143,38 +143,17 @@ def launches_of(
     """`prepared` for tensors of these layouts; arguments as in `forward`."""
     n = mask.indices.shape[-1]
     config = config or forward_config(q, block_of(q.shape[3]), block_of(v.shape[3]), n, mask.causal)
-    return prepared(
-        layout_of(q), layout_of(k), layout_of(v), mask.indices.shape, plan.tiles.shape, mask.causal, sinks is not None,
-        scale, softcap, config, can_describe(q, k, v),
-    )  # fmt: skip
+    problem = problem_of(q, k, v, mask, plan, scale, softcap)
+    return prepared(problem, sinks is not None, config, can_describe(q, k, v))
 
 
 @lru_cache(maxsize=1024)
-def prepared(
-    q: Layout,
-    k: Layout,
-    v: Layout,
-    vectors: torch.Size,
-    listed: torch.Size,
-    causal: bool,
-    sinks: bool,
-    scale: float,
-    softcap: float,
-    config: Config,
-    tma: bool,
-) -> Callable[..., tuple[Tensor, Tensor]]:
+def prepared(problem: Problem, sinks: bool, config: Config, tma: bool) -> Callable[..., tuple[Tensor, Tensor]]:
     """Settle what follows from layouts, for launches that differ in the memory of tensors alone.
 
     Args:
-        q: layout of the queries.
-        k: of the keys.
-        v: of the values.
-        vectors: shape of the mask's indices.
-        listed: shape of the plan's tiles.
-        causal: as in `FlashMask`.
+        problem: the layouts, and what else is known of the call.
         sinks: whether there are any.
-        scale: factor on the scores.
-        softcap: 0 is none.
         config: tile sizes.
         tma: whether tiles are loaded through descriptors, which fit the layouts then.
 
@@ -182,6 +161,8 @@ def prepared(
         (q, k, v, indices, plan, sinks) -> (out, lse), as in `forward`. With `tma`, q, k and v begin at multiples of 16
         bytes.
     """
+    q, k, v = problem.q, problem.k, problem.v
+    vectors, (*_, n_q, n_kv) = problem.vectors, problem.listed
     batch, heads, q_len, dim = q.shape
     kv_heads, kv_len, v_dim = k.shape[1], k.shape[2], v.shape[3]
     block_d, block_v = block_of(dim), block_of(v_dim)
@@ -191,15 +172,14 @@ def prepared(
     n_rows = -(-q_len // config.rows)
     width = plan_columns(kv_len)
     whole = whole_tiles(vectors, q.device, width)
-    factor, bend = score_factors(scale, softcap)
     step = _launch.bind(
         n_rows * heads * batch,
         *q.strides, *k.strides, *v.strides, *out_like.strides,
-        heads, kv_heads, vectors[0], vectors[1], q_len, kv_len, listed[2], listed[3], n_rows, dim, v_dim, factor, bend,
+        heads, kv_heads, *vectors[:2], q_len, kv_len, n_q, n_kv, n_rows, dim, v_dim, *problem.factors,
         tiles=tiles_template(
             tma, (q, config.rows, block_d), (k, config.columns, block_d), (v, config.columns, block_v)
         ),
-        CAUSAL=causal, N=vectors[-1], SINKS=sinks, CAP=softcap != 0, TMA=tma, PRECISION=dot_precision(q),
+        CAUSAL=problem.causal, N=vectors[-1], SINKS=sinks, CAP=problem.capped, TMA=tma, PRECISION=dot_precision(q),
         BLOCK_M=config.rows, BLOCK_N=config.columns, BLOCK_D=block_d, BLOCK_V=block_v,
         SUBROWS=ROWS // config.rows, SUBTILES=width // config.columns,
         num_warps=config.warps, num_stages=config.stages,

@@ -54,8 +54,9 @@ from flashmask_hf.kernels.gluon_shim import (
 )
 from flashmask_hf.kernels.launch import Launcher, on_device_of
 from flashmask_hf.kernels.native import clear
+from flashmask_hf.kernels.problem import Problem, problem_of
 from flashmask_hf.kernels.row_statistics import Delta, Gradients, OutputLayout, bind_delta, output_layout
-from flashmask_hf.kernels.tiles import LOG2_E, score_factors
+from flashmask_hf.kernels.tiles import LOG2_E
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.plan import PARTIAL_SEGMENTS, ROWS, VISIBLE_SEGMENTS, Plan, plan_columns
 
@@ -840,42 +841,22 @@ def launches_of(
     orders: tuple[Tensor, Tensor] | None = None,
 ) -> Callable[..., Gradients]:
     """`prepared` for tensors that descriptors fit; arguments as in `backward`."""
-    return prepared(
-        layout_of(dout), layout_of(q), layout_of(k), layout_of(v), output_layout(delta), mask.indices.shape,
-        plan.tiles.shape, mask.causal, orders is not None, scale, softcap, deterministic, multiprocessors(q.device),
-    )  # fmt: skip
+    problem = problem_of(q, k, v, mask, plan, scale, softcap)
+    slots = multiprocessors(q.device)
+    return prepared(problem, layout_of(dout), output_layout(delta), orders is not None, deterministic, slots)
 
 
 @lru_cache(maxsize=1024)
 def prepared(
-    dout: Layout,
-    q: Layout,
-    k: Layout,
-    v: Layout,
-    output: OutputLayout | None,
-    vectors: torch.Size,
-    listed: torch.Size,
-    causal: bool,
-    ordered: bool,
-    scale: float,
-    softcap: float,
-    deterministic: bool,
-    slots: int,
+    problem: Problem, dout: Layout, output: OutputLayout | None, ordered: bool, deterministic: bool, slots: int
 ) -> Callable[..., Gradients]:
     """Settle what follows from layouts that descriptors fit, for launches that differ in the memory of tensors alone.
 
     Args:
+        problem: the layouts, and what else is known of the call.
         dout: layout of the output's gradient.
-        q: of the queries.
-        k: of the keys.
-        v: of the values.
         output: of what delta follows from, or None if it is there.
-        vectors: shape of the mask's indices.
-        listed: shape of the plan's tiles.
-        causal: as in `FlashMask`.
         ordered: whether rows are put in orders.
-        scale: factor on the scores.
-        softcap: 0 is none.
         deterministic: as in `backward`.
         slots: programs that run at a time.
 
@@ -883,24 +864,24 @@ def prepared(
         (dout, q, k, v, lse, delta, indices, plan, orders) -> gradients, as in `backward`. The first four begin at
         multiples of 16 bytes.
     """
+    q, k, v, causal, scale = problem.q, problem.k, problem.v, problem.causal, problem.scale
     batch, heads, q_len, dim = q.shape
     kv_heads, kv_len = k.shape[1:3]
     device = q.device
     block, sides, parts = _TILES[dim]
-    mask_batch, mask_heads, n_q, n_kv = listed
+    mask_batch, mask_heads, n_q, n_kv = problem.listed
     padded = -(-q_len // ROWS) * ROWS
     sums_like = packed_layout(batch * heads * padded * dim // 32, 32, dtype=torch.float32, device=device)
     counter_like = packed_layout(1, dtype=torch.int32, device=device)
     delta_like = packed_layout(batch, heads, q_len, dtype=torch.float32, device=device)
     made = {} if output is None else {"delta": delta_like}
     scratch_like, within = side_by_side(sums=sums_like, counter=counter_like, **made)
-    new_order = packed_layout(*listed, dtype=torch.int16, device=device).maker()
+    new_order = packed_layout(*problem.listed, dtype=torch.int16, device=device).maker()
     new_locks = packed_layout(batch * heads * padded // block, dtype=torch.int32, device=device).maker()
     subtiles = plan_columns(kv_len) // COLUMNS
     n_columns = -(-kv_len // plan_columns(kv_len)) * subtiles
     units = batch * kv_heads
     shared = n_columns * units > slots
-    factor, bend = score_factors(scale, softcap)
     # Heads that take turns put equal work side by side.
     together = max(1, _ROWS_AT_HAND // (q_len * dim * (heads // kv_heads) * 4))
     groups = min(mask_heads, kv_heads)
@@ -917,10 +898,10 @@ def prepared(
     add = _launch_backward.bind(
         min(n_columns * units, slots),
         heads, kv_heads, units, together, mask_batch, mask_heads, q_len, kv_len, n_q, n_kv, n_columns, padded, scale,
-        factor, bend,
-        parts=within, tiles=tiles, CAUSAL=causal, N=vectors[-1], CAP=softcap != 0, ORDERED=deterministic,
-        PLACED=ordered, SIDES=sides, PARTS=parts, AHEAD=dim == 64 and softcap == 0, SHARED=shared, BLOCK_M=block,
-        BLOCK_D=dim, ROWS=ROWS, SUBTILES=subtiles,
+        *problem.factors,
+        parts=within, tiles=tiles, CAUSAL=causal, N=problem.vectors[-1], CAP=problem.capped, ORDERED=deterministic,
+        PLACED=ordered, SIDES=sides, PARTS=parts, AHEAD=dim == 64 and not problem.capped, SHARED=shared,
+        BLOCK_M=block, BLOCK_D=dim, ROWS=ROWS, SUBTILES=subtiles,
         VISIBLE=VISIBLE_SEGMENTS, SEGMENTS=VISIBLE_SEGMENTS + PARTIAL_SEGMENTS, num_warps=4,
     )  # fmt: skip
     from_output: Any = None if output is None else bind_delta(dout, output.out, q_len, within, sums=dim)

@@ -23,7 +23,7 @@ from torch import Tensor
 from triton.runtime import driver
 
 from flashmask_hf.kernels.configs import multiprocessors
-from flashmask_hf.kernels.descriptors import Layout, describable, layout_of, packed_layout
+from flashmask_hf.kernels.descriptors import describable, packed_layout
 from flashmask_hf.kernels.gluon_shim import (
     bits_below,
     fence_async_shared,
@@ -46,7 +46,8 @@ from flashmask_hf.kernels.gluon_shim import (
 from flashmask_hf.kernels.launch import Launcher, on_device_of
 from flashmask_hf.kernels.native import clear
 from flashmask_hf.kernels.plan import JOINED_ROWS, join_rows
-from flashmask_hf.kernels.tiles import LN_2, LOG2_E, LOWEST, score_factors
+from flashmask_hf.kernels.problem import Problem, problem_of
+from flashmask_hf.kernels.tiles import LN_2, LOG2_E, LOWEST
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.plan import COLUMNS, Plan, plan_columns
 
@@ -581,7 +582,7 @@ def _counter(q: Tensor) -> Tensor:
     return found
 
 
-def _configs(shape: torch.Size, softcap: float, ordered: bool) -> list[Config]:
+def _configs(shape: torch.Size, capped: bool, ordered: bool) -> list[Config]:
     """What may serve queries of a shape: besides the usual tiles tall ones, where the mask is to decide.
 
     It decides for the whole call, and the two add up a row in different orders. So the masks of other rows of the batch
@@ -592,7 +593,7 @@ def _configs(shape: torch.Size, softcap: float, ordered: bool) -> list[Config]:
     """
     batch, heads, q_len, dim = shape
     many = q_len >= _TALL_QUERIES and batch * heads * q_len >= _TALL_ROWS
-    tall = [_TALL[dim]] if dim in _TALL and many and not softcap and not ordered else []
+    tall = [_TALL[dim]] if dim in _TALL and many and not capped and not ordered else []
     return [_FORWARD[dim], *tall]
 
 
@@ -631,40 +632,20 @@ def launches_of(
     order: Tensor | None = None,
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     """`prepared` for tensors that descriptors fit; arguments as in `forward`."""
-    return prepared(
-        layout_of(q), layout_of(k), layout_of(v), mask.indices.shape, plan.tiles.shape, mask.causal, sinks is not None,
-        order is not None, scale, softcap, multiprocessors(q.device), config,
-    )  # fmt: skip
+    problem = problem_of(q, k, v, mask, plan, scale, softcap)
+    return prepared(problem, sinks is not None, order is not None, multiprocessors(q.device), config)
 
 
 @lru_cache(maxsize=1024)
 def prepared(
-    q: Layout,
-    k: Layout,
-    v: Layout,
-    vectors: torch.Size,
-    listed: torch.Size,
-    causal: bool,
-    sinks: bool,
-    ordered: bool,
-    scale: float,
-    softcap: float,
-    slots: int,
-    config: Config | None = None,
+    problem: Problem, sinks: bool, ordered: bool, slots: int, config: Config | None = None
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     """Settle what follows from layouts that descriptors fit, for launches that differ in the memory of tensors alone.
 
     Args:
-        q: layout of the queries.
-        k: of the keys.
-        v: of the values.
-        vectors: shape of the mask's indices.
-        listed: shape of the plan's tiles.
-        causal: as in `FlashMask`.
+        problem: the layouts, and what else is known of the call.
         sinks: whether there are any.
         ordered: whether rows are put in an order.
-        scale: factor on the scores.
-        softcap: 0 is none.
         slots: programs that run at a time.
         config: overrides the tables.
 
@@ -672,11 +653,11 @@ def prepared(
         (q, k, v, indices, plan, sinks, order) -> (out, lse), as in `forward`. q, k and v begin at multiples of 16
         bytes.
     """
+    q, k, v = problem.q, problem.k, problem.v
     batch, heads, q_len = q.shape[:3]
     kv_heads, kv_len = k.shape[1:3]
-    mask_batch, mask_heads, n_q, n_kv = listed
-    configs = _configs(q.shape, softcap, ordered) if config is None else [config]
-    factor, bend = score_factors(scale, softcap)
+    mask_batch, mask_heads, n_q, n_kv = problem.listed
+    configs = _configs(q.shape, problem.capped, ordered) if config is None else [config]
     joins = any(config.rows == JOINED_ROWS for config in configs)
     least = -(-_TALL_TILES * COLUMNS // plan_columns(kv_len)) if len(configs) > 1 else 0
     out_like = packed_layout(*q.shape, dtype=q.dtype, device=q.device, order=(0, 2, 1, 3))
@@ -691,9 +672,9 @@ def prepared(
         step = _launch.bind(
             min(n_tiles, slots),
             n_tiles, n_rows, heads, kv_heads, mask_batch, mask_heads, q_len, kv_len,
-            n_rows if joined else n_q, n_kv, factor, bend,
-            CAUSAL=causal, N=vectors[-1], PLACED=ordered, SINKS=sinks,
-            CAP=softcap != 0, GROUPS=config.groups, SUBTILES=plan_columns(kv_len) // config.columns,
+            n_rows if joined else n_q, n_kv, *problem.factors,
+            CAUSAL=problem.causal, N=problem.vectors[-1], PLACED=ordered, SINKS=sinks,
+            CAP=problem.capped, GROUPS=config.groups, SUBTILES=plan_columns(kv_len) // config.columns,
             STAGES=config.stages, REGISTERS=config.registers, HELPER_REGISTERS=config.helper_registers,
             SHARED=n_tiles > slots, num_warps=4,
             tiles=(q_tiles, *(rows_template(x, config.columns) for x in (k, v)), out_tiles),
