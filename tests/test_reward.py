@@ -685,7 +685,7 @@ def test_answers_that_share_nothing_have_no_question(model_path):
     rewards = rewards_of(model, data)
     whole = {"prompt_ids": [], "answers_ids": [[9, 10, 11], [12, 10]]}
     torch.testing.assert_close(rewards[0, :2], separate_rewards(model, whole), **BOUND)
-    assert rewards[1, 0] == rewards[1, 2]
+    torch.testing.assert_close(rewards[1, 0], rewards[1, 2])  # rows of a product may be rounded each in their way
 
 
 def test_a_margin_is_for_the_better_answer():
