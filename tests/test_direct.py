@@ -56,6 +56,7 @@ class _Library:
         self.capturing = 0
         self.launched: list[dict[str, Any]] = []
         self.encoded: list[tuple[Any, ...]] = []
+        self.described: list[int] = []
         self.moved: list[int] = []
         self.cleared: list[tuple[Any, ...]] = []
         self.misplaced: list[int] = []
@@ -93,6 +94,7 @@ class _Library:
     def _encode(self, place: int, dtype: int, rank: int, address: int, *given: Any) -> int:
         shape, strides, tile, steps, *more = given
         self.misplaced += [place] * (place % 64 != 0)
+        self.described.append(address)
         wide, narrow = ctypes.c_uint64 * rank, ctypes.c_uint32 * rank
         sizes = [*wide.from_address(shape)], [*wide.from_address(strides)][: rank - 1]
         self.encoded.append((dtype, rank, *sizes, *([*narrow.from_address(x)] for x in (tile, steps)), tuple(more)))
@@ -210,6 +212,7 @@ def test_a_tensor_may_lie_in_memory_that_it_shares(library: _Library) -> None:
     memory, starts = torch.zeros(1024, dtype=torch.uint8), (256, 2**33 + 128, 0)
     launch = direct(_compiled(), 5, _arguments(), (memory, Y, None), starts, ())
     assert launch is not None
+    assert library.described == [memory.data_ptr() + 256]
     for first in (memory, memory.clone()):
         assert launch(first, Y, None)
         values = library.launched[-1]["values"]

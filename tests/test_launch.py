@@ -324,6 +324,8 @@ def test_a_launch_takes_the_memory_that_tensors_lie_in(launches: _Launches, own:
         assert (y.dtype, y.shape, y.data_ptr()) == (torch.int32, (3,), memory.data_ptr())
     assert starts == [128, 0, 0]
     assert [[*map(id, given)] for given in own.launched] == [[*map(id, (memory, memory, None))]] * 2
+    bound(memory, None, None)
+    assert launches.asked[-1][1][1] is None
 
 
 def test_launches_of_other_dtypes_are_their_own(launches: _Launches, own: _Own) -> None:
