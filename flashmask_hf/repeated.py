@@ -9,7 +9,7 @@ check of the mask's values, is no part of that.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from torch import Tensor
 from flashmask_hf import ops
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.plan import Plan
+
+if TYPE_CHECKING:
+    from flashmask_hf.kernels.row_statistics import Gradients
 
 __all__ = ["Repeated", "find"]
 
@@ -162,7 +165,7 @@ class Repeated:
         out: Tensor,
         indices: Tensor,
         plan: Plan,
-    ) -> Callable[..., tuple[Tensor, Tensor, Tensor, Callable[[], Tensor]]] | None:
+    ) -> Callable[..., Gradients] | None:
         """The launches of the backward, likewise."""
         causal, scale, softcap, impl, deterministic = self.settings
         if impl == "torch":

@@ -41,6 +41,11 @@ if INTERPRETED:
     _quicken_interpreter()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The slow ones first: a worker that begins one last is alone at the end."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
 @pytest.fixture(autouse=True)
 def _nothing_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each test begins as a process does: with no call to repeat, and no launch prepared."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import re
+import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ if INTERPRETED:
     pytest.skip("cpu lane: the interpreter does not run Gluon", allow_module_level=True)
 
 from cubin import HOPPER, compile_only
+from stand_ins import on_gpu
 
 from flashmask_hf import FlashMask, flashmask_attention, masks, ops, plan, sparse_ops
 from flashmask_hf.attention import choose
@@ -350,6 +353,57 @@ def test_a_captured_graph_reads_the_mask_anew(monkeypatch: pytest.MonkeyPatch, d
         torch.cuda.synchronize()
         for one, other in zip(captured, fresh, strict=True):
             assert torch.equal(one, other)
+
+
+def test_launches_of_a_stream_share_a_counter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those in a graph do not. It is made in a thread of its own, for this one's allocations may go to a pool."""
+    made: list[int] = []
+
+    def zero(stream: int) -> torch.Tensor:
+        made.append(threading.get_ident())
+        return torch.full((1,), stream)
+
+    state = {"stream": 7, "capturing": False}
+    active = SimpleNamespace(get_current_stream=lambda device: state["stream"])
+    monkeypatch.setattr(hopper_forward, "_counters", {})
+    monkeypatch.setattr(hopper_forward, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(hopper_forward, "_zero", zero)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state["capturing"])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: state["stream"])
+    (q,) = on_gpu(torch.zeros(1))
+    first = hopper_forward._counter(q)
+    assert hopper_forward._counter(q) is first
+    state["stream"] = 8
+    assert [first.item(), hopper_forward._counter(q).item()] == [7, 8]
+    assert threading.get_ident() not in made
+    state["capturing"] = True
+    with poisoned():
+        graphs = [hopper_forward._counter(q) for _ in range(2)]
+    assert [counter.item() for counter in graphs] == [0, 0]
+    assert graphs[0] is not graphs[1]
+    assert (len(made), len(hopper_forward._counters)) == (2, 2)
+
+
+@pytest.mark.hopper
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")  # inductor's
+def test_compiled_to_cuda_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor warms graphs up with all allocations in their pool, and wants to know what is left there."""
+    monkeypatch.setattr(hopper_forward, "_counters", {})
+    q, k, v = _inputs(4, 2048, 2048, 64, torch.bfloat16, "cuda")
+    mask = masks.causal_document([700, 1348], device="cuda")
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return flashmask_attention(q * 2, k, v, mask, impl="hopper") * 2
+
+    expected = attend(q, k, v)
+    hopper_forward._counters.clear()
+    compiled = torch.compile(attend, mode="reduce-overhead", fullgraph=True)
+    with torch.no_grad():
+        for _ in range(5):
+            torch.compiler.cudagraph_mark_step_begin()
+            assert torch.equal(compiled(q, k, v), expected)
+    assert hopper_forward._counters  # a warm-up called for one
+    assert not any(hopper_forward._counters.values())
 
 
 @pytest.mark.hopper

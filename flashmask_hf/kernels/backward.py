@@ -372,7 +372,7 @@ def prepared(
         }
 
     n_columns, n_rows = -(-kv_len // by_keys.columns), -(-q_len // by_queries.rows)
-    new_scratch = scratch_like.maker()
+    new_dq, new_dk, new_dv, new_scratch = (x.maker() for x in (dq_like, dk_like, dv_like, scratch_like))
     whole_lse, whole_delta = parts["lse"], parts["delta"]
     made = {"whole_lse": whole_lse, "delta": whole_delta}
     from_output: Any = None if output is None else bind_delta(dout, output.out, padded, made)
@@ -396,7 +396,7 @@ def prepared(
     def run(
         dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Delta, indices: Tensor, plan: Plan
     ) -> Gradients:
-        dq, dk, dv, scratch = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), new_scratch()
+        dq, dk, dv, scratch = new_dq(), new_dk(), new_dv(), new_scratch()
         with on_device_of(q):
             indices = whole(indices)
             lse = lse.contiguous()

@@ -44,7 +44,8 @@ class Part(NamedTuple):
 
     def of(self, memory: Tensor) -> Tensor:
         """The tensor."""
-        return memory[self.start :].view(self.layout.dtype).as_strided(self.layout.shape, self.layout.strides)
+        shape, strides, dtype, _ = self.layout
+        return memory.view(dtype).as_strided(shape, strides, self.start // dtype.itemsize)
 
 
 def side_by_side(**layouts: Layout) -> tuple[Layout, dict[str, Part]]:

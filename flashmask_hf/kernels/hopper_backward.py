@@ -304,7 +304,7 @@ def _feed(
 
 @gluon.jit
 def _store_gradients(
-    PART: gl.constexpr, v, dq, dk, dv, order, locks, dq_tiles, k_tiles, v_tiles, places, keys_free, q_ready, do_ready,
+    PART: gl.constexpr, v, sums, dk, dv, order, locks, dq_tiles, k_tiles, v_tiles, places, keys_free, q_ready, do_ready,
     dq_ready, dq_free, sums_ready, kv_heads, n_q, n_kv,
     PLACED: gl.constexpr, SIDES: gl.constexpr, PARTS: gl.constexpr, SUBTILES: gl.constexpr, ROWS: gl.constexpr,
     ORDERED: gl.constexpr,
@@ -346,7 +346,7 @@ def _store_gradients(
                     if steps > 0:
                         if ORDERED and half == 0:
                             wait_for_count(lock, earlier)
-                        tma_reduce_add(dq, [place * 256 + half * 128, 0], dq_tiles.index(half))
+                        tma_reduce_add(sums, [place * 256 + half * 128, 0], dq_tiles.index(half))
                     tma_store_wait(0)
                     mbarrier.arrive(dq_free.index(half), count=1)
                 if ORDERED and steps > 0:
@@ -868,14 +868,14 @@ def prepared(
     batch, heads, q_len, dim = q.shape
     kv_heads, kv_len = k.shape[1:3]
     device = q.device
-    block, sides, parts = _TILES[dim]
+    block, sides, storing = _TILES[dim]
     mask_batch, mask_heads, n_q, n_kv = problem.listed
     padded = -(-q_len // ROWS) * ROWS
     sums_like = packed_layout(batch * heads * padded * dim // 32, 32, dtype=torch.float32, device=device)
     counter_like = packed_layout(1, dtype=torch.int32, device=device)
     delta_like = packed_layout(batch, heads, q_len, dtype=torch.float32, device=device)
     made = {} if output is None else {"delta": delta_like}
-    scratch_like, within = side_by_side(sums=sums_like, counter=counter_like, **made)
+    scratch_like, parts = side_by_side(sums=sums_like, counter=counter_like, **made)
     new_order = packed_layout(*problem.listed, dtype=torch.int16, device=device).maker()
     new_locks = packed_layout(batch * heads * padded // block, dtype=torch.int32, device=device).maker()
     subtiles = plan_columns(kv_len) // COLUMNS
@@ -899,20 +899,20 @@ def prepared(
         min(n_columns * units, slots),
         heads, kv_heads, units, together, mask_batch, mask_heads, q_len, kv_len, n_q, n_kv, n_columns, padded, scale,
         *problem.factors,
-        parts=within, tiles=tiles, CAUSAL=causal, N=problem.vectors[-1], CAP=problem.capped, ORDERED=deterministic,
-        PLACED=ordered, SIDES=sides, PARTS=parts, AHEAD=dim == 64 and not problem.capped, SHARED=shared,
+        parts=parts, tiles=tiles, CAUSAL=causal, N=problem.vectors[-1], CAP=problem.capped, ORDERED=deterministic,
+        PLACED=ordered, SIDES=sides, PARTS=storing, AHEAD=dim == 64 and not problem.capped, SHARED=shared,
         BLOCK_M=block, BLOCK_D=dim, ROWS=ROWS, SUBTILES=subtiles,
         VISIBLE=VISIBLE_SEGMENTS, SEGMENTS=VISIBLE_SEGMENTS + PARTIAL_SEGMENTS, num_warps=4,
     )  # fmt: skip
-    from_output: Any = None if output is None else bind_delta(dout, output.out, q_len, within, sums=dim)
+    from_output: Any = None if output is None else bind_delta(dout, output.out, q_len, parts, sums=dim)
     n_rows = padded // block
     scale_dq = _launch_scale_dq.bind(
         2 * n_rows * heads * batch,
         *dq_like.strides[:3], heads, q_len, n_rows, scale,
-        parts={"sums": within["sums"]}, PLACED=ordered, BLOCK_M=block, BLOCK_D=dim, num_warps=4,
+        parts={"sums": parts["sums"]}, PLACED=ordered, BLOCK_M=block, BLOCK_D=dim, num_warps=4,
     )  # fmt: skip
 
-    delta_of: Any = within["delta"].of if made else lambda delta: delta
+    delta_of: Any = parts["delta"].of if made else lambda delta: delta
 
     def run(
         dout: Tensor,
@@ -926,11 +926,7 @@ def prepared(
         orders: tuple[Tensor, Tensor] | None = None,
     ) -> Gradients:
         q_order, k_order = orders or (None, None)
-        if ordered:
-            dq, dk, dv = new_dq(), new_dk(), new_dv()
-        else:
-            dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        scratch = new_scratch()
+        dq, dk, dv, scratch = new_dq(), new_dk(), new_dv(), new_scratch()
         counter = scratch if shared else None
         with on_device_of(q):
             if isinstance(delta, tuple):

@@ -15,6 +15,7 @@ instruction cache.
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -208,7 +209,7 @@ def _feed(args, GROUPS: gl.constexpr, SUBTILES: gl.constexpr, STAGES: gl.constex
             step += 1
             if SHARED and i == 0:  # not before the first loads, for the warp waits for the answer
                 drawn = gl.atomic_add(counter, 1)
-                gl.store(counter, 0, mask=drawn == n_tiles - 1)  # the last one, for there is one for each tile
+                gl.store(counter, 0, mask=drawn == n_tiles - 1)  # the last number: each tile draws one
                 following = drawn + gl.num_programs(0)
         tile = following
         turn += 1
@@ -578,8 +579,15 @@ def _counter(q: Tensor) -> Tensor:
     stream = device, active.get_current_stream(device)
     found = _counters.get(stream)
     if found is None:
-        found = _counters[stream] = torch.zeros(1, dtype=torch.int32, device=q.device)
+        # Allocations of this thread may go to a pool whose memory is wanted back, as when a graph is warmed up.
+        with ThreadPoolExecutor(1) as thread:
+            found = _counters[stream] = thread.submit(_zero, torch.cuda.current_stream(device)).result()
     return found
+
+
+def _zero(stream: torch.cuda.Stream) -> Tensor:
+    with torch.cuda.stream(stream):
+        return torch.zeros(1, dtype=torch.int32, device=stream.device)
 
 
 def _configs(shape: torch.Size, capped: bool, ordered: bool) -> list[Config]:

@@ -74,9 +74,9 @@ typedef struct {
     unsigned programs, threads, shared;
     int arguments, tensors, maps, parameters, bytes;
     Device device;
-    Type types[MOST_TENSORS];             /* of the tensors */
+    Type types[MOST_TENSORS];             /* of the tensors, or of the memory that they lie in */
     char given[MOST_TENSORS];             /* of each argument, whether it is a tensor and not None */
-    int64_t starts[MOST_TENSORS];         /* of the tensors, bytes before them in the memory that is given */
+    int64_t starts[MOST_TENSORS];         /* of the tensors, bytes before them in what is given */
     int mapped[MOST_TENSORS];             /* of each map, the tensor */
     char *map_addresses[MOST_TENSORS];    /* that maps hold */
     int offsets[MOST_PARAMETERS];         /* of parameters in memory */
@@ -191,9 +191,12 @@ static int integers(PyObject *tuple, int *found, int most)
 static int fill(Launch *self, const Py_buffer *image, PyObject *offsets, PyObject *mapped, PyObject *tensors,
                 PyObject *starts)
 {
-    if (image->len > MOST_BYTES || PyTuple_GET_SIZE(tensors) > MOST_TENSORS ||
-        PyTuple_GET_SIZE(starts) != PyTuple_GET_SIZE(tensors)) {
+    if (image->len > MOST_BYTES || PyTuple_GET_SIZE(tensors) > MOST_TENSORS) {
         PyErr_SetString(PyExc_ValueError, "more than a launch holds");
+        return 0;
+    }
+    if (PyTuple_GET_SIZE(starts) != PyTuple_GET_SIZE(tensors)) {
+        PyErr_SetString(PyExc_ValueError, "each tensor begins somewhere");
         return 0;
     }
     if (exchange == NULL || current_context(&self->context) != 0 || self->context == NULL) {

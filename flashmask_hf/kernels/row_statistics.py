@@ -85,7 +85,7 @@ float32 [B, Hq, Sq], or None."""
 
 
 Gradients: TypeAlias = tuple[Tensor, Tensor, Tensor, Callable[[], Tensor]]
-"""dq, dk, dv, and what makes a tensor of delta, which few ask for."""
+"""dq, dk, dv, and what makes a tensor of delta, which few ask for; while it is kept, so is the memory beside it."""
 
 
 class OutputLayout(NamedTuple):
@@ -125,5 +125,8 @@ def bind_delta(dout: Layout, out: Layout, padded: int, parts: Mapping[str, Part]
 
 
 def bind_statistics(planes: int, q_len: int, padded: int, parts: Mapping[str, Part] | None = None) -> Bound:
-    """Launches of (lse, delta, whole_lse, whole_delta), all contiguous: [planes, q_len] to [planes, padded]."""
+    """Launches of (lse, delta, whole_lse, whole_delta), all contiguous: [planes, q_len] to [planes, padded].
+
+    `parts` as in `Launcher.bind`.
+    """
     return _launch_statistics.bind(planes * padded // ROWS, q_len, padded, parts=parts, BLOCK_M=ROWS, num_warps=1)
