@@ -374,10 +374,10 @@ def prepared(
     n_columns, n_rows = -(-kv_len // by_keys.columns), -(-q_len // by_queries.rows)
     new_dq, new_dk, new_dv, new_scratch = (x.maker() for x in (dq_like, dk_like, dv_like, scratch_like))
     whole_lse, whole_delta = parts["lse"], parts["delta"]
-    made = {"whole_lse": whole_lse, "delta": whole_delta}
-    from_output: Any = None if output is None else bind_delta(dout, output.out, padded, made)
-    moved = {"whole_lse": whole_lse, "whole_delta": whole_delta}
-    statistics = bind_statistics(batch * heads, q_len, padded, moved)
+    from_output: Any = None
+    if output is not None:
+        from_output = bind_delta(dout, output.out, padded, {"whole_lse": whole_lse, "delta": whole_delta})
+    statistics = bind_statistics(batch * heads, q_len, padded, {"whole_lse": whole_lse, "whole_delta": whole_delta})
     keys = _launch_keys.bind(
         n_columns * kv_heads * batch,
         *strides, *dk_like.strides, *dv_like.strides,

@@ -45,7 +45,6 @@ from flashmask_hf.kernels.gluon_shim import (
     warpgroup_mma_wait,
 )
 from flashmask_hf.kernels.launch import Launcher, on_device_of
-from flashmask_hf.kernels.native import clear
 from flashmask_hf.kernels.plan import JOINED_ROWS, join_rows
 from flashmask_hf.kernels.problem import Problem, problem_of
 from flashmask_hf.kernels.tiles import LN_2, LOG2_E, LOWEST
@@ -573,7 +572,7 @@ def _counter(q: Tensor) -> Tensor:
     A graph may run on any stream and has its own.
     """
     if not q.is_cuda or torch.cuda.is_current_stream_capturing():
-        return clear(torch.empty(1, dtype=torch.int32, device=q.device))
+        return torch.zeros(1, dtype=torch.int32, device=q.device)
     device = q.get_device()
     active: Any = driver.active
     stream = device, active.get_current_stream(device)
