@@ -108,7 +108,7 @@ def flashmask_attention(
     """
     kind, call = repeated.find(q, k, v, mask, sinks, scale, softcap, deterministic, impl)
     if call is not None:
-        plan = None if call.decodes else plan_of(mask, q.shape[2])
+        plan = None if call.decodes else _kept_plan(mask, q.shape[2])
         return call(q, k, v, sinks, mask.indices, plan, return_lse)
     given = q, k, v
     q, k, v, served, factor, ordered = prepare(q, k, v, mask, scale, softcap, sinks, deterministic, impl)
@@ -182,11 +182,26 @@ def plan_of(mask: FlashMask, q_len: int) -> Plan:
     """
     indices = mask.indices
     if torch.compiler.is_compiling() or indices.is_inference() or _is_capturing(indices):
-        return Plan(*ops.call(ops.make_plan, indices, mask.causal, q_len))
-    state = (q_len, indices._version, torch.is_inference_mode_enabled())
-    if mask._plan is None or mask._plan[0] != state:
-        mask._plan = (state, Plan(*ops.call(ops.make_plan, indices, mask.causal, q_len)))
-    return mask._plan[1]
+        return _make_plan(mask, q_len)
+    return _kept_plan(mask, q_len)
+
+
+def _kept_plan(mask: FlashMask, q_len: int) -> Plan:
+    """`plan_of`, neither while compiling nor in a graph."""
+    kept = mask._plan
+    if kept is not None:
+        rows, version, inferred, plan = kept
+        # What was made in inference mode cannot be saved for a backward.
+        if rows == q_len and version == mask._indices._version and not (inferred and torch.is_grad_enabled()):
+            return plan
+    plan = _make_plan(mask, q_len)
+    if not mask._indices.is_inference():
+        mask._plan = (q_len, mask._indices._version, plan.tiles.is_inference(), plan)
+    return plan
+
+
+def _make_plan(mask: FlashMask, q_len: int) -> Plan:
+    return Plan(*ops.call(ops.make_plan, mask.indices, mask.causal, q_len))
 
 
 def _is_capturing(x: Tensor) -> bool:

@@ -11,7 +11,7 @@ import contextlib
 import importlib.util
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -124,7 +124,9 @@ def dispatched(inputs: tuple[Any, ...]) -> bool:
 
 def intercepted() -> bool:
     """Whether the dispatcher does more than call, whatever the tensors: for compilers, modes, transforms, profilers."""
-    return torch.compiler.is_compiling() or any(tells() for tells in INTERCEPTORS)
+    if torch.compiler.is_compiling() or any(tells() for tells in INTERCEPTORS):
+        return True
+    return any(module[name] is not idle for module, name, idle in IDLE)
 
 
 INTERCEPTORS: tuple[Callable[[], Any], ...] = (
@@ -132,9 +134,14 @@ INTERCEPTORS: tuple[Callable[[], Any], ...] = (
     torch._C._is_torch_function_mode_enabled,
     torch._C._are_functorch_transforms_active,
     torch._C._get_tracing_state,
-    lambda: torch.autograd.profiler._is_profiler_enabled or forward_ad._current_level >= 0,
 )
 """Each tells whether one intercepts calls, compilers apart."""
+IDLE: tuple[tuple[Mapping[str, Any], str, Any], ...] = (
+    (vars(torch.autograd.profiler), "_is_profiler_enabled", False),
+    (vars(forward_ad), "_current_level", -1),
+    (vars(torch.compiler), "_is_compiling_flag", False),
+)
+"""Names in modules, and what they are while none of these intercepts calls."""
 
 
 def is_plain(x: Tensor) -> bool:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from flashmask_hf import ops
 from flashmask_hf.mask import FlashMask
@@ -42,16 +43,16 @@ def find(
         settings: scale, softcap, deterministic and impl.
 
     Returns:
-        The kind, or None for a call that is not to be remembered: one that the dispatcher has to see (`ops.call`), and
-        one whose arguments are of types that the checks refuse. The call, or None.
+        The kind, or None for a call that is not to be remembered: one that the dispatcher has to see (`ops.call`), one
+        in a CUDA graph, and one whose arguments are of types that the checks refuse. The call, or None.
     """
-    if torch.compiler.is_compiling():
+    if is_dynamo_compiling():  # it would look into the signature, which knows of what else compiles
         return None, None
     try:
-        signature = _signature_of(q, k, v, mask.indices, sinks)
+        signature = _signature_of(q, k, v, mask._indices, sinks)
         if signature is None:
             return None, None
-        kind = (signature, mask.causal, mask.q_len, settings, type(settings[0]), type(settings[1]))
+        kind = (signature, mask._causal, mask._q_len, settings, type(settings[0]), type(settings[1]))
         return kind, _known.get(kind)
     except (AttributeError, TypeError, RuntimeError):  # the checks have better words for it
         return None, None
@@ -71,7 +72,8 @@ class Repeated:
         self.decodes = decodes
         self.settings = settings
         self._differentiated = differentiated
-        self._forward = _unsettled
+        self.forward: Callable[..., tuple[Tensor, Tensor]] = self._first_forward
+        """(q, k, v, indices, plan, sinks) -> the operator's results, without a derivative."""
         self._backward: dict[Hashable, Any] = {}
         if len(_known) >= _MOST:
             _known.clear()
@@ -93,19 +95,19 @@ class Repeated:
         elif self._differentiated:
             return _record(q, k, v, sinks, (indices, plan, self, return_lse))
         else:
-            results = self.forward(q, k, v, sinks, indices, plan)
+            results = self.forward(q, k, v, indices, plan, sinks)
         return results if return_lse else results[0]
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, indices: Tensor, plan: Plan
+    def _first_forward(
+        self, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, plan: Plan, sinks: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """The results, without a derivative."""
-        launch = self._forward
-        if launch is _unsettled:
-            launch = self._forward = self._forward_launches(q, k, v, sinks, indices, plan)
-        if launch is None:
-            return ops.forward(q, k, v, sinks, indices, *plan, *self.settings)
-        return launch(q, k, v, indices, plan, sinks)
+        self.forward = self._forward_launches(q, k, v, indices, plan, sinks) or self._forward_by_operator
+        return self.forward(q, k, v, indices, plan, sinks)
+
+    def _forward_by_operator(
+        self, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, plan: Plan, sinks: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        return ops.forward(q, k, v, sinks, indices, *plan, *self.settings)
 
     def backward(
         self,
@@ -123,7 +125,7 @@ class Repeated:
         """As `ops.backward`, whose arguments but for the settings these are. Hooks may have moved what was saved."""
         plan = Plan(*listed)
         signature = None
-        if not torch.compiler.is_compiling() and not torch.is_grad_enabled():
+        if not is_dynamo_compiling() and not torch.is_grad_enabled():
             signature = _signature_of(dout, dlse, q, k, v, out)
         launches = self._backward.get(signature)
         if launches is None:
@@ -138,7 +140,7 @@ class Repeated:
         return dq, dk, dv, None if sinks is None else ops.sinks_gradient(sinks, lse, delta())
 
     def _forward_launches(
-        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, indices: Tensor, plan: Plan
+        self, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, plan: Plan, sinks: Tensor | None
     ) -> Callable[..., tuple[Tensor, Tensor]] | None:
         """The launches of the forward, if kernels serve the call and take tensors of these layouts as they are."""
         causal, scale, softcap, impl, _ = self.settings
@@ -183,16 +185,15 @@ class Repeated:
         return None
 
 
-_unsettled: Any = object()
-
-
 def _signature(first: Tensor, *others: Tensor | None) -> Hashable | None:
     """What tells calls apart, the memory of their tensors left out: layouts, and the mode that torch is in.
 
-    None for a call that the dispatcher has to see.
+    None for a call that the dispatcher has to see, and in a CUDA graph, whose replays read the mask anew.
     """
     tensors = (first, *others)
     if ops.intercepted() or not all(x is None or ops.is_plain(x) for x in tensors):
+        return None
+    if first.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
     device = first.device.type
     return (
@@ -216,8 +217,9 @@ def _sign_in_c() -> None:
         module = native()
         if module is not None:
             module.watch(
-                ops.INTERCEPTORS, torch.are_deterministic_algorithms_enabled, torch.is_grad_enabled,
-                torch._C._any_requires_grad, torch.is_autocast_enabled, torch.get_autocast_dtype,
+                ops.INTERCEPTORS, ops.IDLE, torch._C._get_deterministic_algorithms, torch.is_grad_enabled,
+                torch._C._any_requires_grad, torch._C._is_any_autocast_enabled, torch.is_autocast_enabled,
+                torch.get_autocast_dtype,
             )  # fmt: skip
             _signature_of = module.signature
             _known.clear()
@@ -229,7 +231,7 @@ class _Attention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, others: tuple[Tensor, Plan, Repeated, bool]
     ) -> Tensor | tuple[Tensor, Tensor]:
         indices, plan, call, return_lse = others  # in one argument, for each takes time
-        out, lse = call.forward(q, k, v, sinks, indices, plan)
+        out, lse = call.forward(q, k, v, indices, plan, sinks)
         ctx.set_materialize_grads(False)  # that of lse is seldom there
         # As many as `ops` saves: checkpointing counts them, and the call may be the first one, repeated.
         ctx.save_for_backward(q, k, v, sinks, out, lse, indices, *plan)

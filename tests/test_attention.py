@@ -441,6 +441,22 @@ def test_the_mask_keeps_its_plan_until_it_changes(monkeypatch: pytest.MonkeyPatc
     second = run(q, k, v, mask, "torch")
     assert len(made) == 2
     assert not torch.equal(first["out"], second["out"])
+    with torch.inference_mode():
+        flashmask_attention(q, k, v, mask)
+    run(q, k, v, mask, "torch")
+    assert len(made) == 2
+    mask = masks.causal_document([40, 60])
+    for inferred, count in ((True, 3), (True, 3), (False, 4), (True, 4), (False, 4)):  # a backward wants its own
+        with torch.inference_mode(inferred):
+            out = flashmask_attention(q, k, v, mask)
+        assert out.requires_grad is not inferred
+        assert len(made) == count
+    flashmask_attention(q[:, :, :90], k[:, :, :90], v[:, :, :90], masks.causal(90))
+    assert len(made) == 5
+    mask = FlashMask(torch.full((1, 1, 100, 1), 90, dtype=torch.int32), causal=True)
+    for rows, count in ((100, 6), (90, 7), (90, 7), (100, 8)):
+        flashmask_attention(q[:, :, :rows], k, v, mask)
+        assert len(made) == count
 
 
 @pytest.mark.slow

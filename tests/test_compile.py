@@ -33,7 +33,7 @@ def _compile(
     with compile_only(target) as kernels:
         out, lse = forward(q, k, v, mask, plan, None, 0.1, softcap)
         backward(out, q, k, v, lse, (out, lse), mask, plan, 0.1, softcap)
-        bind_statistics(4, 512, 512)(lse, lse, lse, lse)
+        bind_statistics(4, 512, 512).launch(lse, lse, lse, lse)
         build_plan(mask.indices, mask.causal, 512)
     return {kernel.name: kernel for kernel in kernels}
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -35,7 +37,7 @@ from flashmask_hf.kernels import native
 from flashmask_hf.kernels.descriptors import layout_of, tiles_template
 from flashmask_hf.kernels.direct import direct
 from flashmask_hf.kernels.launch import Launcher
-from flashmask_hf.kernels.native import clear
+from flashmask_hf.kernels.native import capturing, clear
 
 FUNCTION = 0x1234
 KINDS = {
@@ -163,8 +165,13 @@ def _arguments() -> list[Any]:
     return [describe(X, 1, 1, 64, 32), Y, None, 100, 2**40, 1, True, 0.25, 64]
 
 
-def _direct(compiled: Any = None, switches: Any = ()) -> Any:
-    return direct(_compiled() if compiled is None else compiled, 5, _arguments(), (X, Y, None), (0, 0, 0), switches)
+def _unused(*_: Any) -> Any:
+    raise AssertionError
+
+
+def _direct(compiled: Any = None, switches: Any = (), otherwise: Any = _unused) -> Any:
+    compiled = _compiled() if compiled is None else compiled
+    return direct(compiled, 5, _arguments(), (X, Y, None), (0, 0, 0), switches, otherwise)
 
 
 def _bytes(kind: Any, *values: Any) -> list[bytes]:
@@ -179,7 +186,7 @@ def test_the_driver_gets_what_triton_would_pass(library: _Library) -> None:
     """Each parameter, descriptors with sizes and strides; what is known when compiling is none."""
     launch = _direct()
     assert launch is not None
-    assert launch(X, Y, None)
+    assert launch.attempt(X, Y, None)
     (found,) = library.launched
     assert (found["function"], found["stream"], found["extra"]) == (FUNCTION, None, None)
     assert found["geometry"] == [5, 1, 1, 12 * 32, 1, 1, 4096]
@@ -199,7 +206,7 @@ def test_what_changes_is_addresses(library: _Library) -> None:
     launch = _direct()
     first, second = torch.zeros_like(X), torch.zeros(8)[4:]  # a part of a tensor begins where it does
     for tensors in ((X, Y), (X, Y), (X, second), (first, second), (X, Y)):
-        assert launch(*tensors, None)
+        assert launch.attempt(*tensors, None)
         values = library.launched[-1]["values"]
         assert [_address(values[place]) for place in (0, 9)] == [x.data_ptr() for x in tensors]
         assert values[1:9] + values[10:] == library.launched[0]["values"][1:9] + library.launched[0]["values"][10:]
@@ -210,21 +217,22 @@ def test_what_changes_is_addresses(library: _Library) -> None:
 def test_a_tensor_may_lie_in_memory_that_it_shares(library: _Library) -> None:
     """Then its memory is given, and it begins where it lies; far behind the beginning, too."""
     memory, starts = torch.zeros(1024, dtype=torch.uint8), (256, 2**33 + 128, 0)
-    launch = direct(_compiled(), 5, _arguments(), (memory, Y, None), starts, ())
+    launch = direct(_compiled(), 5, _arguments(), (memory, Y, None), starts, (), _unused)
     assert launch is not None
     assert library.described == [memory.data_ptr() + 256]
     for first in (memory, memory.clone()):
-        assert launch(first, Y, None)
+        assert launch.attempt(first, Y, None)
         values = library.launched[-1]["values"]
         assert _address(values[0]) == first.data_ptr() + 256
         assert _address(values[9]) == Y.data_ptr() + 2**33 + 128
-    assert launch(X, Y, None) is False  # of another dtype
-    assert direct(_compiled(), 5, _arguments(), (memory, Y, None), (8, 0, 0), ())(memory, Y, None) is False
+    assert launch.attempt(X, Y, None) is False  # of another dtype
+    unaligned = direct(_compiled(), 5, _arguments(), (memory, Y, None), (8, 0, 0), (), _unused)
+    assert unaligned.attempt(memory, Y, None) is False
     module = native.native()
     with pytest.raises(ValueError, match="begins somewhere"):
-        module.Launch(FUNCTION, 1, 32, 0, b"", (), (), (X,), (0, 0), ())
+        module.Launch(FUNCTION, 1, 32, 0, b"", (), (), (X,), (0, 0), (), None)
     with pytest.raises(OverflowError):
-        module.Launch(FUNCTION, 1, 32, 0, b"", (), (), (X,), (2**64,), ())
+        module.Launch(FUNCTION, 1, 32, 0, b"", (), (), (X,), (2**64,), (), None)
 
 
 def test_each_descriptor_has_its_own_tensor(library: _Library) -> None:
@@ -234,10 +242,10 @@ def test_each_descriptor_has_its_own_tensor(library: _Library) -> None:
     library.sizes = [8, *SIZES[:9], *SIZES[:9], 8, 8]
     z = torch.zeros_like(X)
     arguments = [Y, describe(X, 1, 1, 64, 32), describe(z, 1, 1, 64, 32)]
-    launch = direct(compiled, 5, arguments, (Y, X, z), (0, 0, 0), ())
+    launch = direct(compiled, 5, arguments, (Y, X, z), (0, 0, 0), (), _unused)
     assert launch is not None
     for tensors in ((Y, X, z), (Y, z, X)):
-        assert launch(*tensors)
+        assert launch.attempt(*tensors)
         values = library.launched[-1]["values"]
         assert [_address(values[place]) for place in (0, 1, 10)] == [x.data_ptr() for x in tensors]
 
@@ -259,9 +267,9 @@ OTHER_TENSORS: dict[str, tuple[Any, ...]] = {
 @pytest.mark.parametrize("other", OTHER_TENSORS)
 def test_other_tensors_are_left_to_triton(library: _Library, other: str) -> None:
     launch = _direct()
-    assert launch(X, Y, None)
-    assert launch(*OTHER_TENSORS[other]) is False
-    assert launch(X, Y, None)
+    assert launch.attempt(X, Y, None)
+    assert launch.attempt(*OTHER_TENSORS[other]) is False
+    assert launch.attempt(X, Y, None)
     assert len(library.launched) == 2
 
 
@@ -281,7 +289,7 @@ class _Exchange(ctypes.Structure):
 
 
 class _Capsules:
-    """What tensors offer to C, with views that `change` changes."""
+    """What tensors offer to C, with views that `change` changes; each device has a current stream."""
 
     def __init__(self, change: Callable[[Any, Any], None]):
         python = ctypes.pythonapi
@@ -303,6 +311,8 @@ class _Capsules:
 
         self.view = kind(view)
         self.exchange.view = ctypes.cast(self.view, ctypes.c_void_p).value
+        self.stream = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_int32, ctypes.c_int32, ctypes.c_void_p)(lambda *_: 0)
+        self.exchange.stream = ctypes.cast(self.stream, ctypes.c_void_p).value
         self.capsule = make_capsule(ctypes.addressof(self.exchange), b"dlpack_exchange_api", None)
 
 
@@ -317,27 +327,63 @@ def test_where_a_tensor_is_counts(library: _Library, patch: pytest.MonkeyPatch) 
     changed = _Capsules(change)
     patch.setattr(torch.Tensor, "__dlpack_c_exchange_api__", changed.capsule)
     launch = _direct()
-    assert launch(X, Y, None)
+    assert launch.attempt(X, Y, None)
     assert _address(library.launched[0]["values"][9]) == Y.data_ptr()
-    assert launch(X, elsewhere, None) is False
-    assert direct(_compiled(), 5, _arguments(), (X, elsewhere, None), (0, 0, 0), ()) is None
+    assert launch.attempt(X, elsewhere, None) is False
+    assert direct(_compiled(), 5, _arguments(), (X, elsewhere, None), (0, 0, 0), (), _unused) is None
     changed.exchange.major = 2
     _forget()
     assert _direct() is None
 
 
-def test_tensors_are_positional(library: _Library) -> None:
-    assert _direct()(X, Y, more=None) is False
+def test_what_is_called_otherwise(library: _Library) -> None:
+    """Where nothing was launched, with the same arguments; what it raises is raised. Nothing else keeps it."""
+    given: list[Any] = []
+
+    def otherwise(*tensors: Any, **named: Any) -> str:
+        given.append((tensors, named))
+        if not tensors:
+            raise KeyboardInterrupt
+        return "otherwise"
+
+    launch = _direct(otherwise=otherwise)
+    assert launch(X, Y, None) is None
+    assert not given
+    assert launch(X, None, None) == "otherwise"
+    assert launch(X, Y, more=None) == "otherwise"  # tensors are positional
+    with pytest.raises(KeyboardInterrupt):
+        launch()
+    tensors, named = zip(*given, strict=True)
+    assert [[*map(id, x)] for x in tensors] == [[*map(id, x)] for x in ((X, None, None), (X, Y), ())]
+    assert named == ({}, {"more": None}, {})
+    assert len(library.launched) == 1
+    with pytest.raises(TypeError):
+        launch.attempt(X, Y, more=None)
+
+
+def test_a_cycle_through_a_launch_is_collected(library: _Library) -> None:
+    class Holder:
+        launch: Any
+
+        def otherwise(self) -> None: ...
+
+    holder = Holder()
+    holder.launch = _direct(otherwise=holder.otherwise)
+    assert holder.launch.attempt(X, Y, None)
+    gone = weakref.ref(holder)
+    del holder
+    gc.collect()
+    assert gone() is None
 
 
 def test_another_context_is_left_to_triton(library: _Library) -> None:
     launch = _direct()
     for context, status in ((None, 0), (78, 0), (77, 1)):
         library.context, library.status["context"] = context, status
-        assert launch(X, Y, None) is False
+        assert launch.attempt(X, Y, None) is False
         assert context == 78 or _direct() is None
     library.context, library.status["context"] = 77, 0
-    assert launch(X, Y, None)
+    assert launch.attempt(X, Y, None)
     assert len(library.launched) == 1
 
 
@@ -351,15 +397,15 @@ def test_switches_leave_launches_to_triton(library: _Library) -> None:
     launch = _direct(switches=((knobs, "fixed"), (knobs, "hooks")))
     for values in ({}, {"hooks": []}, {"hooks": None, "fixed": 0}, {"other": True}):
         vars(knobs).update(values)
-        assert launch(X, Y, None)
+        assert launch.attempt(X, Y, None)
     for values in ({"hooks": [1]}, {"fixed": True}, {"hooks": print}, {"hooks": torch.ones(2)}):
         vars(knobs).clear()
         vars(knobs).update(values)
-        assert launch(X, Y, None) is False
+        assert launch.attempt(X, Y, None) is False
     vars(knobs).clear()
-    assert launch(X, Y, None)
+    assert launch.attempt(X, Y, None)
     assert len(library.launched) == 5
-    assert _direct(switches=((1, "hooks"),))(X, Y, None) is False
+    assert _direct(switches=((1, "hooks"),)).attempt(X, Y, None) is False
 
 
 def test_launches_at_a_time_have_parameters_of_their_own(library: _Library) -> None:
@@ -369,14 +415,14 @@ def test_launches_at_a_time_have_parameters_of_their_own(library: _Library) -> N
 
     def again() -> None:
         library.meanwhile = lambda: None
-        thread = threading.Thread(target=launch, args=(*others, None))
+        thread = threading.Thread(target=launch.attempt, args=(*others, None))
         thread.start()
         thread.join()
 
     for _ in range(2):
         library.launched.clear()
         library.meanwhile = again
-        assert launch(X, Y, None)
+        assert launch.attempt(X, Y, None)
         for place, at in ((0, 0), (9, 1)):
             found = [_address(found["values"][place]) for found in library.launched]
             assert found == [others[at].data_ptr(), (X, Y)[at].data_ptr()]
@@ -386,13 +432,13 @@ def test_launches_at_a_time_have_parameters_of_their_own(library: _Library) -> N
 def test_a_failure_is_told_and_not_remembered(library: _Library, failing: str) -> None:
     launch = _direct()
     other = torch.zeros_like(X)
-    assert launch(X, Y, None)
+    assert launch.attempt(X, Y, None)
     library.status[failing] = 1
     for _ in range(2):
-        assert launch(other, Y, None) is False
+        assert launch.attempt(other, Y, None) is False
     library.status[failing] = 0
     for x in (X, other, X):
-        assert launch(x, Y, None)
+        assert launch.attempt(x, Y, None)
         assert _address(library.launched[-1]["values"][0]) == x.data_ptr()
 
 
@@ -427,22 +473,23 @@ def test_what_the_driver_cannot_encode_is_left_to_triton(library: _Library) -> N
 def test_more_than_a_launch_holds_is_left_to_triton(library: _Library) -> None:
     many = {f"x{i}": "*fp32" for i in range(40)}
     given = [*_arguments(), *[Y] * 40], (X, Y, None, *[Y] * 40)
-    assert direct(_compiled(signature=many), 5, *given, [0] * 43, ()) is None
+    assert direct(_compiled(signature=many), 5, *given, [0] * 43, (), _unused) is None
     library.sizes = [*SIZES[:-2], *[8] * 20, *SIZES[-2:]]
     few = {f"x{i}": "*fp32" for i in range(20)}
-    launch = direct(_compiled(signature=few), 5, [*_arguments(), *[Y] * 20], (X, Y, None, *[Y] * 20), [0] * 23, ())
+    given = [*_arguments(), *[Y] * 20], (X, Y, None, *[Y] * 20)
+    launch = direct(_compiled(signature=few), 5, *given, [0] * 23, (), _unused)
     assert launch is not None
-    assert launch(X, Y, None, *[Y] * 20)
+    assert launch.attempt(X, Y, None, *[Y] * 20)
     module = native.native()
     for image, places, mapped in (
         (bytes(5000), (), ()), (bytes(8), (0,) * 300, ()), (bytes(8), (), (0,) * 40),
     ):  # fmt: skip
         with pytest.raises(ValueError, match="more than a launch holds"):
-            module.Launch(FUNCTION, 1, 32, 0, image, places, mapped, (X,), (0,), ())
+            module.Launch(FUNCTION, 1, 32, 0, image, places, mapped, (X,), (0,), (), None)
     with pytest.raises(ValueError, match="one device"):
-        module.Launch(FUNCTION, 1, 32, 0, bytes(8), (), (), (1,), (0,), ())
+        module.Launch(FUNCTION, 1, 32, 0, bytes(8), (), (), (1,), (0,), (), None)
     with pytest.raises((TypeError, OverflowError)):
-        module.Launch(FUNCTION, 1, 32, 0, bytes(8), ("a",), (), (X,), (0,), ())
+        module.Launch(FUNCTION, 1, 32, 0, bytes(8), ("a",), (), (X,), (0,), (), None)
 
 
 def test_what_the_driver_says_of_the_kernel_counts(library: _Library, patch: pytest.MonkeyPatch) -> None:
@@ -451,7 +498,7 @@ def test_what_the_driver_says_of_the_kernel_counts(library: _Library, patch: pyt
         assert _direct() is None
     library.sizes = SIZES
     assert _direct() is not None
-    assert direct(SimpleNamespace(), 5, _arguments(), (X, Y, None), (0, 0, 0), ()) is None
+    assert direct(SimpleNamespace(), 5, _arguments(), (X, Y, None), (0, 0, 0), (), _unused) is None
     for name in ("cuFuncGetParamInfo", "cuTensorMapReplaceAddress"):  # CUDA 12.3 and older, and 11
         with patch.context() as older:
             older.delattr(library, name)
@@ -528,6 +575,33 @@ def test_clear(library: _Library) -> None:
     library.capturing = 1
     assert not clear(on_gpu(torch.ones(3))[0]).any()
     assert not library.cleared
+
+
+def test_capturing(library: _Library, patch: pytest.MonkeyPatch) -> None:
+    """As the driver tells; as torch does on the tensor's device, where there is no driver or it fails."""
+    on: list[Any] = []
+
+    @contextlib.contextmanager
+    def device_of(x: torch.Tensor) -> Iterator[None]:
+        on.append(x)
+        yield
+        on.append(None)
+
+    patch.setattr(torch.cuda, "device_of", device_of)
+    patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: on[-1] is Y)
+    for state in (0, 1, 2):
+        library.capturing = state
+        assert capturing(Y) is (state > 0)
+    assert not on
+    library.capturing, library.status["capturing"] = 0, 1
+    assert capturing(Y) is True
+    assert len(on) == 2
+    library.status["capturing"] = 0
+    module = native.native()
+    for x in (1, Y.to_sparse()):
+        assert module.capturing(x) is None
+    patch.setattr(native, "native", lambda: None)
+    assert capturing(Y) is True
 
 
 SIGNED: dict[str, tuple[Any, ...]] = {
@@ -608,6 +682,9 @@ def _intercepted(look: Callable[[], Any]) -> None:
         look()
     with torch.autograd.profiler.profile():
         look()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.compiler, "_is_compiling_flag", True)
+        look()
 
 
 @pytest.mark.filterwarnings("ignore")  # torch.jit.trace is deprecated
@@ -615,14 +692,63 @@ def test_what_is_intercepted_has_no_signature(signature: Callable[..., bytes | N
     for sign in (signature, repeated._signature):
         found: list[Any] = []
         _intercepted(lambda: found.append(sign(X, Y)))  # noqa: B023
-        assert found == [None] * 8
+        assert found == [None] * 9
         assert sign(X, Y) is not None
+
+
+def test_in_a_graph_there_is_no_signature(library: _Library, patch: pytest.MonkeyPatch) -> None:
+    """On a GPU. Tensors elsewhere take no part in it."""
+    cpu, gpu = 1, 2
+    place = [cpu]
+
+    def change(x: Any, view: Any) -> None:
+        (view.device_type,) = place
+
+    patch.setattr(repeated, "_signature_of", repeated._signature)
+    changed = _Capsules(change)
+    patch.setattr(torch.Tensor, "__dlpack_c_exchange_api__", changed.capsule)
+    _forget()
+    repeated._sign_in_c()
+    signature: Any = repeated._signature_of
+    for device, state, status, signed in (
+        (cpu, 0, 0, True), (cpu, 1, 0, True),
+        (gpu, 0, 0, True), (gpu, 1, 0, False), (gpu, 2, 0, False), (gpu, 0, 1, False),
+    ):  # fmt: skip
+        place[:] = [device]
+        library.capturing, library.status["capturing"] = state, status
+        assert (signature(X, Y) is not None) is signed
+
+
+def test_in_a_graph_there_is_no_signature_in_python_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "is_plain", lambda x: True)
+    (x,) = on_gpu(Y)
+    for state in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state)  # noqa: B023
+        assert (repeated._signature(x) is None) is state
+        assert repeated._signature(Y) is not None
+
+
+def test_values_in_modules(library: _Library, patch: pytest.MonkeyPatch) -> None:
+    """Another value than the one that is told, or none, is one that intercepts."""
+    module = native.native()
+    patch.setattr(repeated, "_signature_of", repeated._signature)
+    tells: Any = ((), *[lambda *_: False] * 6, lambda *_: torch.half)
+    for values, signed in (
+        ({"a": -1}, True), ({"a": 0}, False), ({"a": False}, False), ({}, False), ({"b": -1}, False),
+    ):  # fmt: skip
+        module.watch(tells[0], ((values, "a", -1),), *tells[2:])
+        assert (module.signature(X) is not None) is signed
+    for wrong in ({}, "a"), ([], "a", 1), ({}, 1, 1):
+        with pytest.raises(TypeError):
+            module.watch(tells[0], (wrong,), *tells[2:])
+    repeated._sign_in_c()  # or these functions would stay
 
 
 def _strange() -> dict[str, Any]:
     return {
         "class": on_gpu(Y)[0],
         "negative": torch.zeros(6, dtype=torch.complex64).conj().imag,
+        "negative complex": torch.zeros(6, dtype=torch.complex64)._neg_view(),
         "zero": torch._efficientzerotensor(6),
         "no tensor": 1,
         "a list": [Y],
@@ -663,16 +789,15 @@ def test_what_functions_raise_is_raised(library: _Library, patch: pytest.MonkeyP
     def tells(number: int, answer: Any) -> Callable[..., Any]:
         return lambda *_: (asked.append(number), answer)[1]
 
-    fine: list[Any] = [
-        (tells(0, False),), *[tells(i, answer) for i, answer in enumerate([False, True, True, True, torch.half], 1)]
-    ]  # fmt: skip
+    fine = [tells(i, answer) for i, answer in enumerate([False, False, True, True, True, True, torch.half])]
     module = native.native()
-    for failing in range(6):
-        module.watch(*fine)
+    for failing in range(len(fine)):
+        first, *others = fine
+        module.watch((first,), (), *others)
         assert module.signature(X) is not None
-        given: list[Any] = [*fine]
-        given[failing] = fails if failing else (fails,)
-        module.watch(*given)
+        assert asked[-len(fine) :] == [*range(len(fine))]
+        first, *others = [*fine[:failing], fails, *fine[failing + 1 :]]
+        module.watch((first,), (), *others)
         with pytest.raises(KeyboardInterrupt):
             module.signature(X)
         assert not asked
@@ -691,7 +816,7 @@ spec.loader.exec_module(module)
 assert module.signature(torch.ones(3)) is None
 assert module.clear(torch.ones(3)) is False
 try:
-    module.Launch(1, 1, 32, 0, bytes(8), (), (), (), (), ())
+    module.Launch(1, 1, 32, 0, bytes(8), (), (), (), (), (), None)
 except ValueError:
     print("told")
 """
@@ -794,7 +919,7 @@ def test_launches_on_a_gpu(tma: bool) -> None:
     x, y = torch.randn(2, rows, 32, device="cuda")
     more = torch.randn(32, device="cuda")
     for _ in range(2):
-        bound(x, y, more)
+        bound.launch(x, y, more)
         assert torch.equal(y, (x + more) * 2 + 1.5)
     (form,) = bound._known.values()
     assert form.own is not None
@@ -804,7 +929,7 @@ def test_launches_on_a_gpu(tma: bool) -> None:
         for _ in range(50):
             x = torch.randn(rows, 32, device="cuda")
             y = torch.empty_like(x)
-            bound(x, y, more)
+            bound.launch(x, y, more)
             assert torch.equal(y, (x + more) * 2 + 1.5)
 
     check()
@@ -824,7 +949,7 @@ def test_launches_on_a_gpu(tma: bool) -> None:
     assert not failed
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        bound(x, y, more)
+        bound.launch(x, y, more)
     x.normal_()
     graph.replay()
     assert torch.equal(y, (x + more) * 2 + 1.5)

@@ -26,7 +26,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flashmask_hf.kernels import launch
 from flashmask_hf.kernels.descriptors import describable, layout_of, packed_layout, side_by_side, tiles_template
-from flashmask_hf.kernels.launch import Launcher, on_device_of
+from flashmask_hf.kernels.launch import Launcher
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -196,7 +196,7 @@ class _Bound:
         self.bound = launches.launcher.bind(3, *USUAL[2:], SIZE=64, FLAG=True, num_warps=4)
 
     def __call__(self, *tensors: Any) -> tuple[int, int]:
-        self.bound(*tensors)
+        self.bound.launch(*tensors)
         return len(self.launches.asked), len(self.launches.direct)
 
 
@@ -254,22 +254,33 @@ def own(monkeypatch: pytest.MonkeyPatch) -> _Own:
     found = _Own()
 
     def direct(
-        compiled: Any, programs: int, arguments: list[Any], like: tuple[Any, ...], starts: list[int], switches: Any
+        compiled: Any,
+        programs: int,
+        arguments: list[Any],
+        like: tuple[Any, ...],
+        starts: list[int],
+        switches: Any,
+        otherwise: Any,
     ) -> Any:
         dtypes = [x if x is None else x.dtype for x in like]
 
-        def launch(*tensors: Any) -> bool:
-            if any(vars(x).get(name) for x, name in switches) or not found.succeeds:
-                return False
-            if [x if x is None else x.dtype for x in tensors] != dtypes or not all(
-                getattr(x, "is_cuda", True) for x in tensors
-            ):
-                return False
-            found.launched.append(tensors)
-            return True
+        class Launch:
+            def attempt(self, *tensors: Any) -> bool:
+                if any(vars(x).get(name) for x, name in switches) or not found.succeeds:
+                    return False
+                if [x if x is None else x.dtype for x in tensors] != dtypes or not all(
+                    getattr(x, "is_cuda", True) for x in tensors
+                ):
+                    return False
+                found.launched.append(tensors)
+                return True
+
+            def __call__(self, *tensors: Any) -> None:
+                if not self.attempt(*tensors):
+                    otherwise(*tensors)
 
         found.made.append((programs, arguments, starts))
-        return launch
+        return Launch()
 
     monkeypatch.setattr(launch, "direct", direct)
     return found
@@ -280,18 +291,18 @@ def test_a_bound_launch_goes_past_triton_s_launcher(launches: _Launches, own: _O
     x, y = on_gpu(_rows(), _tensor())
     tiles = tiles_template(True, (layout_of(x), 64, 64))
     bound = launches.launcher.bind(3, 8, 0.5, tiles=tiles, SIZE=64, FLAG=True, num_warps=4)
-    bound(x, y, None)
+    bound.launch(x, y, None)
     assert not own.made  # layouts may be there once
     (_, (first, *_), _), *_ = launches.asked
     assert first.base is x
     assert vars(first) == vars(describe(x, 1, 1, 64, 64))
     launches.driver.stream = 9
     for _ in range(2):
-        bound(x, y, None)
+        bound.launch(x, y, None)
     assert [[*map(id, tensors)] for tensors in own.launched] == [[*map(id, (x, y, None))]] * 2
     assert (len(launches.asked), launches.direct) == (1, [])
     own.succeeds = False
-    bound(x, y, None)
+    bound.launch(x, y, None)
     ((grid, (described, *arguments), stream),) = launches.direct
     assert (grid, stream) == ((3, 1, 1), 9)
     assert described.base is x
@@ -314,9 +325,9 @@ def test_a_launch_takes_the_memory_that_tensors_lie_in(launches: _Launches, own:
         3, 8, 0.5, tiles=tiles_template(True, (tiles, 1, 64)), parts=parts, SIZE=64, FLAG=True, num_warps=4
     )
     for _ in range(3):
-        bound(memory, memory, None)
+        bound.launch(memory, memory, None)
     own.succeeds = False
-    bound(memory, memory, None)
+    bound.launch(memory, memory, None)
     ((_, asked, _),), ((_, again, _),), ((_, prepared, starts),) = launches.asked, launches.direct, own.made
     for described, y, *_ in (asked, again, prepared):
         assert layout_of(described.base) == tiles
@@ -324,7 +335,7 @@ def test_a_launch_takes_the_memory_that_tensors_lie_in(launches: _Launches, own:
         assert (y.dtype, y.shape, y.data_ptr()) == (torch.int32, (3,), memory.data_ptr())
     assert starts == [128, 0, 0]
     assert [[*map(id, given)] for given in own.launched] == [[*map(id, (memory, memory, None))]] * 2
-    bound(memory, None, None)
+    bound.launch(memory, None, None)
     assert launches.asked[-1][1][1] is None
 
 
@@ -386,14 +397,22 @@ def test_triton_sees_a_tensor_that_is_not_on_the_gpu(launches: _Launches, own: _
         assert (len(launches.asked), len(launches.direct), len(own.launched)) == (1, count, 1)
 
 
-def test_on_device_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
-    (there,) = on_gpu(_tensor())
-    monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 1)
-    assert isinstance(on_device_of(there), torch.cuda.device_of)
-    monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 0)
-    for x in (_tensor(), there):
-        assert not isinstance(on_device_of(x), torch.cuda.device_of)
+def test_triton_launches_on_the_device_of_the_tensors(launches: _Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever is the current one; what goes past it knows by itself."""
+
+    @contextlib.contextmanager
+    def device_of(x: torch.Tensor) -> Iterator[None]:
+        current, launches.driver.device = launches.driver.device, x.get_device()
+        yield
+        launches.driver.device = current
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 5)
+    bound = launches.launcher.bind(3, *USUAL[2:], SIZE=64, FLAG=True, num_warps=4)
+    for _ in range(2):
+        bound.launch(None, _tensor())
+    assert [stream for *_, stream in launches.direct] == [7 + 5]
+    assert launches.driver.device == 0
 
 
 @pytest.mark.parametrize("knob", ["debug", "instrumentation_mode", "stages", "pre_run"])

@@ -69,7 +69,10 @@ def check_repeated(lane: Lane, kind: str) -> None:
         for one, other in zip(_results(*tensors, mask, sinks, **options), expected, strict=True):
             assert torch.equal(one, other)
     served = [
-        [launch not in (None, repeated._unsettled) for launch in (call._forward, *call._backward.values())]
+        [
+            call.forward not in (call._first_forward, call._forward_by_operator),
+            *[launch is not None for launch in call._backward.values()],
+        ]
         for call in repeated._known.values()
     ]
     # No descriptor fits what is shifted.

@@ -24,7 +24,7 @@ from flashmask_hf.kernels.descriptors import (
     side_by_side,
     tiles_template,
 )
-from flashmask_hf.kernels.launch import Launcher, on_device_of
+from flashmask_hf.kernels.launch import Launcher
 from flashmask_hf.kernels.problem import Problem, problem_of
 from flashmask_hf.kernels.row_statistics import (
     Delta,
@@ -397,17 +397,16 @@ def prepared(
         dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Delta, indices: Tensor, plan: Plan
     ) -> Gradients:
         dq, dk, dv, scratch = new_dq(), new_dk(), new_dv(), new_scratch()
-        with on_device_of(q):
-            indices = whole(indices)
-            lse = lse.contiguous()
-            if isinstance(delta, tuple):
-                out, dlse = delta
-                dlse = None if dlse is None else dlse.contiguous()
-                from_output(dout, out, dlse, scratch, lse, scratch, None, None)
-            else:
-                statistics(lse, delta.contiguous(), scratch, scratch)
-            keys(q, k, v, dout, scratch, scratch, indices, plan.segments, dk, dv)
-            queries(q, k, v, dout, scratch, scratch, indices, plan.tiles, plan.counts, dq)
+        indices = whole(indices)
+        lse = lse.contiguous()
+        if isinstance(delta, tuple):
+            out, dlse = delta
+            dlse = None if dlse is None else dlse.contiguous()
+            from_output.launch(dout, out, dlse, scratch, lse, scratch, None, None)
+        else:
+            statistics.launch(lse, delta.contiguous(), scratch, scratch)
+        keys.launch(q, k, v, dout, scratch, scratch, indices, plan.segments, dk, dv)
+        queries.launch(q, k, v, dout, scratch, scratch, indices, plan.tiles, plan.counts, dq)
         return dq, dk, dv, partial(whole_delta.of, scratch)
 
     return run

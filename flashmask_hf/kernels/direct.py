@@ -61,7 +61,8 @@ def direct(
     memory: Sequence[Tensor | None],
     starts: Sequence[int],
     switches: Sequence[tuple[Any, str]],
-) -> Callable[..., bool] | None:
+    otherwise: Callable[..., Any],
+) -> Any:
     """Launches of `programs` programs of a kernel that Triton has compiled and launched, or None if only Triton can.
 
     Args:
@@ -72,12 +73,13 @@ def direct(
         starts: bytes of it before each of them.
         switches: objects, and the names of attributes that keep Triton's launcher in charge while these objects have
             them of their own and they are true.
+        otherwise: called with what a launch is called with, where it does not launch.
 
     Returns:
-        Launches with such memory, which differs in its addresses alone, on the current stream of their device; they
-        return whether they launched. They do not where another context is current than now; then, as where the driver
-        refuses, Triton's launcher knows what to do, or how to say it. Several threads may launch at a time, as long as
-        the interpreter has its lock.
+        A function of such memory, which differs in its addresses alone. It launches on the current stream of their
+        device, unless another context is current than now, or the driver refuses: Triton's launcher knows what to do
+        then, or how to say it. Its method `attempt` returns whether it launched, and calls nothing otherwise. Several
+        threads may launch at a time, as long as the interpreter has its lock.
     """
     module, driver = native(), _driver()
     if module is None or driver is None:
@@ -93,7 +95,7 @@ def direct(
         image, places, mapped = _image(driver, found, addresses)
         return module.Launch(
             function, programs, 32 * metadata.num_warps, metadata.shared, image, tuple(places), tuple(mapped),
-            tuple(memory), tuple(starts), tuple(switches),
+            tuple(memory), tuple(starts), tuple(switches), otherwise,
         )  # fmt: skip
     except (AttributeError, ImportError, KeyError, TypeError, ValueError):  # another Triton, or too much for a launch
         return None

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flashmask_hf.kernels.configs import Config, forward_config
 from flashmask_hf.kernels.descriptors import can_describe, packed_layout, tiles_template
-from flashmask_hf.kernels.launch import Launcher, on_device_of
+from flashmask_hf.kernels.launch import Launcher
 from flashmask_hf.kernels.problem import Problem, problem_of
 from flashmask_hf.kernels.tiles import (
     LN_2,
@@ -190,8 +190,7 @@ def prepared(problem: Problem, sinks: bool, config: Config, tma: bool) -> Callab
     ) -> tuple[Tensor, Tensor]:
         out, lse = new_out(), new_lse()
         sinks = None if sinks is None else sinks.contiguous()
-        with on_device_of(q):
-            step(q, k, v, sinks, whole(indices), plan.tiles, plan.counts, out, lse)
+        step.launch(q, k, v, sinks, whole(indices), plan.tiles, plan.counts, out, lse)
         return out, lse
 
     return run

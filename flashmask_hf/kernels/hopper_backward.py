@@ -52,7 +52,7 @@ from flashmask_hf.kernels.gluon_shim import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from flashmask_hf.kernels.launch import Launcher, on_device_of
+from flashmask_hf.kernels.launch import Launcher
 from flashmask_hf.kernels.native import clear
 from flashmask_hf.kernels.problem import Problem, problem_of
 from flashmask_hf.kernels.row_statistics import Delta, Gradients, OutputLayout, bind_delta, output_layout
@@ -928,28 +928,28 @@ def prepared(
         q_order, k_order = orders or (None, None)
         dq, dk, dv, scratch = new_dq(), new_dk(), new_dv(), new_scratch()
         counter = scratch if shared else None
-        with on_device_of(q):
-            if isinstance(delta, tuple):
-                out, dlse = delta
-                dlse = None if dlse is None else dlse.contiguous()
-                from_output(dout, out, dlse, scratch, None, None, scratch, counter)
-                delta = scratch
-            else:
-                clear(scratch)
-            order = locks = launch = turns = plan.segments  # not read
-            if deterministic:
-                order, locks = clear(new_order()), clear(new_locks())
-                launch, turns = _launch_order(plan, causal, groups, n_columns // subtiles, together, most)
+        if isinstance(delta, tuple):
+            out, dlse = delta
+            dlse = None if dlse is None else dlse.contiguous()
+            from_output.launch(dout, out, dlse, scratch, None, None, scratch, counter)
+            delta = scratch
+        else:
+            clear(scratch)
+        order = locks = launch = turns = plan.segments  # not read
+        if deterministic:
+            order, locks = clear(new_order()), clear(new_locks())
+            launch, turns = _launch_order(plan, causal, groups, n_columns // subtiles, together, most)
+            with torch.cuda.device_of(q):
                 _row_order[(mask_batch * mask_heads * n_q,)](
                     plan.tiles, plan.counts, launch, order, n_q, n_kv, n_columns // subtiles, mask_heads // groups,
                     LANES=256, num_warps=4,
                 )  # fmt: skip
-            placed = (dk, dv) if ordered else (None, None)
-            add(
-                q, k, v, dout, scratch, dk, dv, *placed, k_order, lse, delta, indices.contiguous(), plan.segments,
-                order, locks, launch, turns, counter,
-            )  # fmt: skip
-            scale_dq(scratch, dq, q_order)
+        placed = (dk, dv) if ordered else (None, None)
+        add.launch(
+            q, k, v, dout, scratch, dk, dv, *placed, k_order, lse, delta, indices.contiguous(), plan.segments,
+            order, locks, launch, turns, counter,
+        )  # fmt: skip
+        scale_dq.launch(scratch, dq, q_order)
         return dq, dk, dv, partial(delta_of, delta)
 
     return run

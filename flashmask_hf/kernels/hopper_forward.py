@@ -44,7 +44,8 @@ from flashmask_hf.kernels.gluon_shim import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from flashmask_hf.kernels.launch import Launcher, on_device_of
+from flashmask_hf.kernels.launch import Launcher
+from flashmask_hf.kernels.native import capturing
 from flashmask_hf.kernels.plan import JOINED_ROWS, join_rows
 from flashmask_hf.kernels.problem import Problem, problem_of
 from flashmask_hf.kernels.tiles import LN_2, LOG2_E, LOWEST
@@ -571,7 +572,7 @@ def _counter(q: Tensor) -> Tensor:
 
     A graph may run on any stream and has its own.
     """
-    if not q.is_cuda or torch.cuda.is_current_stream_capturing():
+    if not q.is_cuda or capturing(q):
         return torch.zeros(1, dtype=torch.int32, device=q.device)
     device = q.get_device()
     active: Any = driver.active
@@ -695,16 +696,14 @@ def prepared(
         indices = indices.contiguous()
         sinks = None if sinks is None else sinks.contiguous()
         tall = chosen_rows = None
-        with on_device_of(q):
-            if joins:
-                *tall, chosen_rows = join_rows(plan, q_len, least)
-            for step, joined, shared in steps:
-                tiles, counts = tall if joined and tall else (plan.tiles, plan.counts)
-                counter = _counter(q) if shared else None
-                step(
-                    q, k, v, out, out if ordered else None, order, lse, sinks, indices, tiles, counts, counter,
-                    chosen_rows,
-                )  # fmt: skip
+        if joins:
+            *tall, chosen_rows = join_rows(plan, q_len, least)
+        for step, joined, shared in steps:
+            tiles, counts = tall if joined and tall else (plan.tiles, plan.counts)
+            counter = _counter(q) if shared else None
+            step.launch(
+                q, k, v, out, out if ordered else None, order, lse, sinks, indices, tiles, counts, counter, chosen_rows
+            )
         return out, lse
 
     return run

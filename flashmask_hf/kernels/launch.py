@@ -8,7 +8,6 @@ Triton's own launcher, too, if `direct` can.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -23,7 +22,7 @@ from triton.runtime import JITFunction, driver
 from flashmask_hf.kernels.descriptors import Part, described
 from flashmask_hf.kernels.direct import direct
 
-__all__ = ["Bound", "Launcher", "on_device_of"]
+__all__ = ["Bound", "Launcher"]
 
 
 class Launcher:
@@ -100,14 +99,18 @@ class Bound:
         self.parts = {launcher.kernel.arg_names.index(name): part for name, part in parts.items()}
         self.constants = constants
         self._known: dict[tuple[Any, ...], _Form] = {}
-        self._latest: Callable[..., bool] | None = None
+        self.launch: Callable[..., None] = self._launch
+        """Launch with tensors of the same layouts at every call, or their memory, and Nones in the same places.
 
-    def __call__(self, *memory: Tensor | None) -> None:
-        """Launch with tensors of the same layouts at every call, or their memory, and Nones in the same places."""
-        if self._latest is None or not self._latest(*memory):
-            self._launch(*memory)
+        On the current stream of their device. Looked up at each launch, for it becomes what went past Triton's launcher
+        last, which comes back where it cannot do that again.
+        """
 
     def _launch(self, *memory: Tensor | None) -> None:
+        with torch.cuda.device_of(next(x for x in memory if x is not None)):
+            self._launch_there(memory)
+
+    def _launch_there(self, memory: Sequence[Tensor | None]) -> None:
         launcher = self.launcher
         tensors = self._tensors(memory)
         given = [x for x in tensors if x is not None]
@@ -133,10 +136,12 @@ class Bound:
             known.settled = True
             if all(there):  # Triton's launcher sees to it that the GPU can read other memory
                 starts = [self.parts[i].start if i in self.parts else 0 for i in range(len(memory))]
-                known.own = direct(known.compiled, self.programs, arguments, memory, starts, _switches(launcher.kernel))
-        if known.own is not None and known.own is not self._latest:
-            self._latest = known.own
-            if known.own(*memory):
+                known.own = direct(
+                    known.compiled, self.programs, arguments, memory, starts, _switches(launcher.kernel), self._launch
+                )
+        if known.own is not None and known.own is not self.launch:
+            self.launch = known.own
+            if known.own.attempt(*memory):
                 return
         known.compiled[(self.programs, 1, 1)](*arguments, stream=active.get_current_stream(device))
 
@@ -169,18 +174,8 @@ class _Form:
     """The arguments behind the tensors."""
     settled: bool = False
     """Whether `own` is what it will be."""
-    own: Callable[..., bool] | None = None
-    """Launches past Triton's launcher, where it can be gone past."""
-
-
-_ANYWHERE = contextlib.nullcontext()
-
-
-def on_device_of(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """`torch.cuda.device_of`, for less where it would do nothing."""
-    if not x.is_cuda or x.get_device() == torch._C._cuda_getDevice():  # CUDA is initialised, for x is there
-        return _ANYWHERE
-    return torch.cuda.device_of(x)
+    own: Any = None
+    """Launches past Triton's launcher, where it can be gone past; see `direct`."""
 
 
 def _key(device: int, arguments: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, ...]:

@@ -10,7 +10,9 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { MAP_BYTES = 128, MOST_BYTES = 4096, MOST_PARAMETERS = 256, MOST_TENSORS = 32, MOST_WORDS = 256, CPU = 1, GPU = 2 };
+enum { MAP_BYTES = 128, MOST_BYTES = 4096, MOST_PARAMETERS = 256, MOST_TENSORS = 32, MOST_WORDS = 256 };
+enum { CPU = 1, GPU = 2 };                 /* of devices, as in dlpack.h */
+enum { INTEGER = 0, NATURAL = 1, BFLOAT = 4 }; /* of types, likewise */
 
 /* As in dlpack.h. */
 typedef struct { int32_t type, index; } Device;
@@ -39,7 +41,8 @@ static PyObject *is_negative; /* "is_neg" */
 static PyObject *devices;     /* ("cpu", "cuda") */
 
 /* Of torch. */
-static PyObject *interceptors, *is_deterministic, *is_grad_enabled, *requires_grad, *is_autocast, *autocast_dtype;
+static PyObject *interceptors, *idle, *is_deterministic, *is_grad_enabled, *requires_grad, *any_autocast, *is_autocast,
+    *autocast_dtype;
 
 /* Of the driver; 0 is success. */
 static int (*launch_kernel)(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **,
@@ -62,6 +65,17 @@ static int view(PyObject *tensor, View *found)
     return 1;
 }
 
+/* The current stream of a device: 1 if a graph is being captured on it, 0 if not, -1 if nothing tells. */
+static int current_stream(const Device *device, void **stream)
+{
+    int capturing;
+    if (exchange->stream(device->type, device->index, stream) != 0) {
+        PyErr_Clear();
+        return -1;
+    }
+    return is_capturing(*stream, &capturing) == 0 ? capturing != 0 : -1;
+}
+
 /* Launches of one kernel that differ in the addresses of tensors alone.
 
    In memory the parameters are in this order: tensor maps, the addresses of the tensors, values. The interpreter's lock
@@ -69,7 +83,7 @@ static int view(PyObject *tensor, View *found)
 typedef struct {
     PyObject_HEAD
     vectorcallfunc vectorcall;
-    PyObject *switches;
+    PyObject *switches, *otherwise;
     void *function, *context;
     unsigned programs, threads, shared;
     int arguments, tensors, maps, parameters, bytes;
@@ -129,17 +143,16 @@ static int take(Launch *self, PyObject *const *arguments, Py_ssize_t count, char
 }
 
 /* Whether it was launched. If not, Triton's launcher knows what to do, or how to say it. */
-static PyObject *launch(PyObject *object, PyObject *const *arguments, size_t flags, PyObject *names)
+static int launch(Launch *self, PyObject *const *arguments, Py_ssize_t count)
 {
-    Launch *self = (Launch *)object;
     char *addresses[MOST_TENSORS];
     void *context, *stream, *parameters[MOST_PARAMETERS];
-    if (names != NULL || !take(self, arguments, PyVectorcall_NARGS(flags), addresses) ||
-        current_context(&context) != 0 || context != self->context || !undisturbed(self->switches))
-        Py_RETURN_FALSE;
+    if (!take(self, arguments, count, addresses) || current_context(&context) != 0 || context != self->context ||
+        !undisturbed(self->switches))
+        return 0;
     if (exchange->stream(self->device.type, self->device.index, &stream) != 0) {
         PyErr_Clear();
-        Py_RETURN_FALSE;
+        return 0;
     }
     for (int i = 0; i < self->maps; i++) {
         char *address = addresses[self->mapped[i]];
@@ -147,7 +160,7 @@ static PyObject *launch(PyObject *object, PyObject *const *arguments, size_t fla
             continue;
         self->map_addresses[i] = NOWHERE;
         if (replace_address(self->memory + MAP_BYTES * i, address) != 0)
-            Py_RETURN_FALSE;
+            return 0;
         self->map_addresses[i] = address;
     }
     memcpy(self->memory + MAP_BYTES * self->maps, addresses, sizeof(char *) * self->tensors);
@@ -161,13 +174,41 @@ static PyObject *launch(PyObject *object, PyObject *const *arguments, size_t fla
     status = launch_kernel(self->function, self->programs, 1, 1, self->threads, 1, 1, self->shared, stream, parameters,
                            NULL);
     Py_END_ALLOW_THREADS
-    return PyBool_FromLong(status == 0);
+    return status == 0;
+}
+
+static PyObject *attempt(PyObject *self, PyObject *const *arguments, Py_ssize_t count)
+{
+    return PyBool_FromLong(launch((Launch *)self, arguments, count));
+}
+
+/* Launch, one way or the other. */
+static PyObject *launch_call(PyObject *object, PyObject *const *arguments, size_t flags, PyObject *names)
+{
+    Launch *self = (Launch *)object;
+    if (names == NULL && launch(self, arguments, PyVectorcall_NARGS(flags)))
+        Py_RETURN_NONE;
+    PyObject *otherwise = self->otherwise;
+    Py_INCREF(otherwise); /* it may replace this one */
+    PyObject *found = PyObject_Vectorcall(otherwise, arguments, flags & ~PY_VECTORCALL_ARGUMENTS_OFFSET, names);
+    Py_DECREF(otherwise);
+    return found;
+}
+
+static int launch_traverse(PyObject *object, visitproc visit, void *arg)
+{
+    Launch *self = (Launch *)object;
+    Py_VISIT(self->switches);
+    Py_VISIT(self->otherwise);
+    return 0;
 }
 
 static void launch_dealloc(PyObject *object)
 {
     Launch *self = (Launch *)object;
+    PyObject_GC_UnTrack(object);
     Py_XDECREF(self->switches);
+    Py_XDECREF(self->otherwise);
     PyMem_Free(self->allocated);
     Py_TYPE(object)->tp_free(object);
 }
@@ -240,16 +281,18 @@ static PyObject *launch_new(PyTypeObject *type, PyObject *arguments, PyObject *n
     unsigned long long function;
     unsigned programs, threads, shared;
     Py_buffer image;
-    PyObject *offsets, *mapped, *tensors, *starts, *switches;
-    if (!PyArg_ParseTuple(arguments, "KIIIy*O!O!O!O!O!", &function, &programs, &threads, &shared, &image, &PyTuple_Type,
-                          &offsets, &PyTuple_Type, &mapped, &PyTuple_Type, &tensors, &PyTuple_Type, &starts,
-                          &PyTuple_Type, &switches))
+    PyObject *offsets, *mapped, *tensors, *starts, *switches, *otherwise;
+    if (!PyArg_ParseTuple(arguments, "KIIIy*O!O!O!O!O!O", &function, &programs, &threads, &shared, &image,
+                          &PyTuple_Type, &offsets, &PyTuple_Type, &mapped, &PyTuple_Type, &tensors, &PyTuple_Type,
+                          &starts, &PyTuple_Type, &switches, &otherwise))
         return NULL;
     Launch *self = (Launch *)type->tp_alloc(type, 0);
     if (self != NULL) {
         Py_INCREF(switches);
+        Py_INCREF(otherwise);
         self->switches = switches;
-        self->vectorcall = launch;
+        self->otherwise = otherwise;
+        self->vectorcall = launch_call;
         self->function = (void *)(uintptr_t)function;
         self->programs = programs;
         self->threads = threads;
@@ -261,11 +304,19 @@ static PyObject *launch_new(PyTypeObject *type, PyObject *arguments, PyObject *n
     return (PyObject *)self;
 }
 
+static PyMethodDef launch_methods[] = {
+    {"attempt", (PyCFunction)(void (*)(void))attempt, METH_FASTCALL, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+/* It is given what it calls otherwise, and never another: cycles through it are broken by what they pass through. */
 static PyTypeObject launch_type = {
     PyVarObject_HEAD_INIT(NULL, 0)
     .tp_name = "flashmask_native.Launch",
     .tp_basicsize = sizeof(Launch),
-    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL,
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL,
+    .tp_methods = launch_methods,
+    .tp_traverse = launch_traverse,
     .tp_vectorcall_offset = offsetof(Launch, vectorcall),
     .tp_call = PyVectorcall_Call,
     .tp_new = launch_new,
@@ -277,14 +328,7 @@ static PyObject *clear(PyObject *module, PyObject *tensor)
 {
     View x;
     void *stream;
-    int capturing;
-    if (!view(tensor, &x))
-        Py_RETURN_FALSE;
-    if (exchange->stream(x.device.type, x.device.index, &stream) != 0) {
-        PyErr_Clear();
-        Py_RETURN_FALSE;
-    }
-    if (is_capturing(stream, &capturing) != 0 || capturing != 0)
+    if (!view(tensor, &x) || current_stream(&x.device, &stream) != 0)
         Py_RETURN_FALSE;
     int64_t numbers = 1;
     for (int i = x.axes - 1; i >= 0; i--) {
@@ -300,6 +344,17 @@ static PyObject *clear(PyObject *module, PyObject *tensor)
     return PyBool_FromLong(status == 0);
 }
 
+/* Whether a graph is being captured on the current stream of a tensor's device; None if nothing tells. */
+static PyObject *capturing(PyObject *module, PyObject *tensor)
+{
+    View x;
+    void *stream;
+    int found = view(tensor, &x) ? current_stream(&x.device, &stream) : -1;
+    if (found < 0)
+        Py_RETURN_NONE;
+    return PyBool_FromLong(found);
+}
+
 /* Write words that tell the layout of a tensor, and whether it begins at a multiple of 16. How many, or 0 for what has no
    memory, or other values than its memory holds, for a tensor of which a class has a say, and where there is no room.
 
@@ -310,12 +365,15 @@ static int layout(PyObject *tensor, int64_t *words, int room)
     if ((Py_TYPE(tensor) != tensor_type && Py_TYPE(tensor) != parameter_type) || !view(tensor, &x) || x.data == NULL ||
         2 + 2 * x.axes > room)
         return 0;
-    PyObject *negative = PyObject_VectorcallMethod(is_negative, &tensor, 1, NULL);
-    if (negative == NULL)
-        PyErr_Clear();
-    Py_XDECREF(negative);
-    if (negative != Py_False)
-        return 0;
+    /* What is negated when it is read is a part of complex numbers, which are not made of these. */
+    if (x.type.code != INTEGER && x.type.code != NATURAL && x.type.code != BFLOAT) {
+        PyObject *negative = PyObject_VectorcallMethod(is_negative, &tensor, 1, NULL);
+        if (negative == NULL)
+            PyErr_Clear();
+        Py_XDECREF(negative);
+        if (negative != Py_False)
+            return 0;
+    }
     words[0] = (int64_t)x.device.type << 32 | (uint32_t)x.device.index;
     words[1] = (int64_t)x.axes << 40 | (int64_t)((uintptr_t)x.data % 16 == 0) << 32 | (int64_t)x.type.lanes << 16 |
                x.type.bits << 8 | x.type.code;
@@ -338,11 +396,13 @@ static int answer(PyObject *function, PyObject *const *arguments, Py_ssize_t cou
 }
 
 /* Write words for the mode that torch is in on the device of the first tensor. How many, 0 for another device than a CPU
-   or GPU, or -1 with an exception. */
+   or GPU and while a graph is being captured there, or -1 with an exception. */
 static int mode(PyObject *const *tensors, Py_ssize_t count, int64_t *words, int room)
 {
     View x;
-    if (room < 2 || count == 0 || !view(tensors[0], &x) || (x.device.type != CPU && x.device.type != GPU))
+    void *stream;
+    if (room < 2 || count == 0 || !view(tensors[0], &x) || (x.device.type != CPU && x.device.type != GPU) ||
+        (x.device.type == GPU && current_stream(&x.device, &stream) != 0))
         return 0;
     PyObject *device = PyTuple_GET_ITEM(devices, x.device.type == GPU);
     int deterministic, differentiated, autocast;
@@ -351,7 +411,7 @@ static int mode(PyObject *const *tensors, Py_ssize_t count, int64_t *words, int 
         return -1;
     if (differentiated && (differentiated = answer(requires_grad, tensors, count)) < 0)
         return -1;
-    if ((autocast = answer(is_autocast, &device, 1)) < 0)
+    if ((autocast = answer(any_autocast, NULL, 0)) < 0 || (autocast && (autocast = answer(is_autocast, &device, 1)) < 0))
         return -1;
     words[0] = deterministic | differentiated << 1;
     words[1] = 0;
@@ -372,6 +432,14 @@ static PyObject *signature(PyObject *module, PyObject *const *arguments, Py_ssiz
     int64_t words[MOST_WORDS];
     if (interceptors == NULL)
         Py_RETURN_NONE;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(idle); i++) {
+        PyObject *one = PyTuple_GET_ITEM(idle, i);
+        PyObject *value = PyDict_GetItemWithError(PyTuple_GET_ITEM(one, 0), PyTuple_GET_ITEM(one, 1));
+        if (value != PyTuple_GET_ITEM(one, 2)) { /* of these values there is one of a kind */
+            PyErr_Clear();
+            Py_RETURN_NONE;
+        }
+    }
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(interceptors); i++) {
         int intercepted = answer(PyTuple_GET_ITEM(interceptors, i), NULL, 0);
         if (intercepted < 0)
@@ -427,25 +495,33 @@ static PyObject *configure(PyObject *module, PyObject *arguments)
 /* Take the functions that tell of torch's mode, for `signature`. */
 static PyObject *watch(PyObject *module, PyObject *arguments)
 {
-    PyObject *intercept, *deterministic, *grad, *requires, *autocast, *dtype;
-    if (!PyArg_ParseTuple(arguments, "O!OOOOO", &PyTuple_Type, &intercept, &deterministic, &grad, &requires, &autocast,
-                          &dtype))
+    PyObject *intercept, *values, *deterministic, *grad, *requires, *any, *autocast, *dtype;
+    if (!PyArg_ParseTuple(arguments, "O!O!OOOOOO", &PyTuple_Type, &intercept, &PyTuple_Type, &values, &deterministic,
+                          &grad, &requires, &any, &autocast, &dtype))
         return NULL;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(values); i++) {
+        PyObject *dict, *name, *value;
+        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(values, i), "O!UO", &PyDict_Type, &dict, &name, &value))
+            return NULL;
+    }
     if (is_negative == NULL && (is_negative = PyUnicode_InternFromString("is_neg")) == NULL)
         return NULL;
     if (devices == NULL && (devices = Py_BuildValue("(ss)", "cpu", "cuda")) == NULL)
         return NULL;
     Py_INCREF(arguments); /* likewise */
     interceptors = intercept;
+    idle = values;
     is_deterministic = deterministic;
     is_grad_enabled = grad;
     requires_grad = requires;
+    any_autocast = any;
     is_autocast = autocast;
     autocast_dtype = dtype;
     Py_RETURN_NONE;
 }
 
 static PyMethodDef methods[] = {
+    {"capturing", capturing, METH_O, NULL},
     {"clear", clear, METH_O, NULL},
     {"configure", configure, METH_VARARGS, NULL},
     {"signature", (PyCFunction)(void (*)(void))signature, METH_FASTCALL, NULL},

@@ -17,7 +17,7 @@ import torch
 import triton
 from torch import Tensor, nn
 
-__all__ = ["clear", "native"]
+__all__ = ["capturing", "clear", "native"]
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,21 @@ def native() -> Any:
     return module
 
 
+def capturing(x: Tensor) -> bool:
+    """Whether a CUDA graph is being captured on the current stream of a tensor's device, a GPU."""
+    module = native()
+    found = None if module is None else module.capturing(x)
+    if found is None:
+        with torch.cuda.device_of(x):
+            return torch.cuda.is_current_stream_capturing()
+    return found
+
+
 def clear(x: Tensor) -> Tensor:
-    """Make a tensor zeros; it is on the current device if it is on a GPU."""
+    """Make a tensor zeros."""
     module = native() if x.is_cuda else None
-    return x if module is not None and module.clear(x) else x.zero_()
+    if module is not None:
+        with torch.cuda.device_of(x):
+            if module.clear(x):
+                return x
+    return x.zero_()

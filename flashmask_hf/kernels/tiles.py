@@ -145,7 +145,7 @@ def whole_tiles(vectors: torch.Size, device: torch.device, columns: int) -> Call
 
     Args:
         vectors: shape of the indices that it is called with.
-        device: theirs, which is the current one at the call.
+        device: theirs.
         columns: keys of a tile of the plan.
     """
     batch, heads, kv_len, n = vectors
@@ -158,7 +158,7 @@ def whole_tiles(vectors: torch.Size, device: torch.device, columns: int) -> Call
 
     def make(indices: Tensor) -> Tensor:
         whole = new_whole()
-        step(indices.contiguous(), whole)
+        step.launch(indices.contiguous(), whole)
         return whole
 
     return make
