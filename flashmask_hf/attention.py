@@ -108,8 +108,8 @@ def flashmask_attention(
     """
     kind, call = repeated.find(q, k, v, mask, sinks, scale, softcap, deterministic, impl)
     if call is not None:
-        plan = None if call.decodes else _kept_plan(mask, q.shape[2])
-        return call(q, k, v, sinks, mask.indices, plan, return_lse)
+        plan = None if call.decodes else _kept_plan(mask, call.q_len)
+        return call(q, k, v, sinks, mask._indices, plan, return_lse)
     given = q, k, v
     q, k, v, served, factor, ordered = prepare(q, k, v, mask, scale, softcap, sinks, deterministic, impl)
     if served == "reference":
@@ -123,7 +123,8 @@ def flashmask_attention(
         )
         cast = any(one is not other for one, other in zip((q, k, v), given, strict=True))
         if kind is not None and not cast:
-            Repeated(kind, plan is None, out.requires_grad, mask.causal, factor, softcap or 0.0, served, ordered)
+            settings = mask.causal, factor, softcap or 0.0, served, ordered
+            Repeated(kind, q.shape[2], plan is None, out.requires_grad, *settings)
     return (out, lse) if return_lse else out
 
 

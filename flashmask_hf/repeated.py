@@ -63,12 +63,14 @@ class Repeated:
 
     Args:
         kind: as `find` returns it.
+        q_len: number of query rows.
         decodes: whether they go without a plan, to `ops.flash_attn_decode`, and not to `ops.flash_attn_forward`.
         differentiated: whether they are to have a derivative.
         settings: the arguments of the latter behind the tensors.
     """
 
-    def __init__(self, kind: tuple[Any, ...], decodes: bool, differentiated: bool, *settings: Any):
+    def __init__(self, kind: tuple[Any, ...], q_len: int, decodes: bool, differentiated: bool, *settings: Any):
+        self.q_len = q_len
         self.decodes = decodes
         self.settings = settings
         self._differentiated = differentiated
@@ -218,8 +220,7 @@ def _sign_in_c() -> None:
         if module is not None:
             module.watch(
                 ops.INTERCEPTORS, ops.IDLE, torch._C._get_deterministic_algorithms, torch.is_grad_enabled,
-                torch._C._any_requires_grad, torch._C._is_any_autocast_enabled, torch.is_autocast_enabled,
-                torch.get_autocast_dtype,
+                torch._C._is_any_autocast_enabled, torch.is_autocast_enabled, torch.get_autocast_dtype,
             )  # fmt: skip
             _signature_of = module.signature
             _known.clear()

@@ -10,7 +10,7 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { MAP_BYTES = 128, MOST_BYTES = 4096, MOST_PARAMETERS = 256, MOST_TENSORS = 32, MOST_WORDS = 256 };
+enum { MAP_BYTES = 128, MOST_BYTES = 4096, MOST_PARAMETERS = 256, MOST_TENSORS = 32, MOST_WORDS = 256, KEPT = 64 };
 enum { CPU = 1, GPU = 2 };                 /* of devices, as in dlpack.h */
 enum { INTEGER = 0, NATURAL = 1, BFLOAT = 4 }; /* of types, likewise */
 
@@ -37,12 +37,13 @@ typedef struct Exchange {
 
 static const Exchange *exchange;
 static PyTypeObject *tensor_type, *parameter_type;
-static PyObject *is_negative; /* "is_neg" */
-static PyObject *devices;     /* ("cpu", "cuda") */
+static PyObject *is_negative;   /* "is_neg" */
+static PyObject *requires_grad; /* "requires_grad" */
+static PyObject *devices;       /* ("cpu", "cuda") */
+static PyObject *kept[KEPT];    /* signatures that were made, each in the place that it asks for; they keep their hashes */
 
 /* Of torch. */
-static PyObject *interceptors, *idle, *is_deterministic, *is_grad_enabled, *requires_grad, *any_autocast, *is_autocast,
-    *autocast_dtype;
+static PyObject *interceptors, *idle, *is_deterministic, *is_grad_enabled, *any_autocast, *is_autocast, *autocast_dtype;
 
 /* Of the driver; 0 is success. */
 static int (*launch_kernel)(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **,
@@ -355,6 +356,12 @@ static PyObject *capturing(PyObject *module, PyObject *tensor)
     return PyBool_FromLong(found);
 }
 
+/* Whether it is a tensor, and no class has a say. */
+static int is_plain(PyObject *tensor)
+{
+    return Py_TYPE(tensor) == tensor_type || Py_TYPE(tensor) == parameter_type;
+}
+
 /* Write words that tell the layout of a tensor, and whether it begins at a multiple of 16. How many, or 0 for what has no
    memory, or other values than its memory holds, for a tensor of which a class has a say, and where there is no room.
 
@@ -362,8 +369,7 @@ static PyObject *capturing(PyObject *module, PyObject *tensor)
 static int layout(PyObject *tensor, int64_t *words, int room)
 {
     View x;
-    if ((Py_TYPE(tensor) != tensor_type && Py_TYPE(tensor) != parameter_type) || !view(tensor, &x) || x.data == NULL ||
-        2 + 2 * x.axes > room)
+    if (!is_plain(tensor) || !view(tensor, &x) || x.data == NULL || 2 + 2 * x.axes > room)
         return 0;
     /* What is negated when it is read is a part of complex numbers, which are not made of these. */
     if (x.type.code != INTEGER && x.type.code != NATURAL && x.type.code != BFLOAT) {
@@ -395,6 +401,22 @@ static int answer(PyObject *function, PyObject *const *arguments, Py_ssize_t cou
     return yes;
 }
 
+/* Whether a tensor of some has a derivative: 1 or 0, or -1 with an exception. */
+static int differentiable(PyObject *const *tensors, Py_ssize_t count)
+{
+    int yes = 0;
+    for (Py_ssize_t i = 0; i < count && !yes; i++) {
+        if (!is_plain(tensors[i]))
+            continue;
+        PyObject *found = PyObject_GetAttr(tensors[i], requires_grad);
+        if (found == NULL)
+            return -1;
+        yes = PyObject_IsTrue(found);
+        Py_DECREF(found);
+    }
+    return yes;
+}
+
 /* Write words for the mode that torch is in on the device of the first tensor. How many, 0 for another device than a CPU
    or GPU and while a graph is being captured there, or -1 with an exception. */
 static int mode(PyObject *const *tensors, Py_ssize_t count, int64_t *words, int room)
@@ -409,7 +431,7 @@ static int mode(PyObject *const *tensors, Py_ssize_t count, int64_t *words, int 
     if ((deterministic = answer(is_deterministic, NULL, 0)) < 0 ||
         (differentiated = answer(is_grad_enabled, NULL, 0)) < 0)
         return -1;
-    if (differentiated && (differentiated = answer(requires_grad, tensors, count)) < 0)
+    if (differentiated && (differentiated = differentiable(tensors, count)) < 0)
         return -1;
     if ((autocast = answer(any_autocast, NULL, 0)) < 0 || (autocast && (autocast = answer(is_autocast, &device, 1)) < 0))
         return -1;
@@ -423,6 +445,24 @@ static int mode(PyObject *const *tensors, Py_ssize_t count, int64_t *words, int 
         Py_DECREF(dtype);
     }
     return 2;
+}
+
+/* Words as bytes. */
+static PyObject *bytes_of(const int64_t *words, int used)
+{
+    uint64_t sum = 0;
+    for (int i = 0; i < used; i++)
+        sum = sum * 0x9e3779b97f4a7c15 + (uint64_t)words[i];
+    PyObject **place = &kept[(sum >> 32) % KEPT];
+    Py_ssize_t size = used * (Py_ssize_t)sizeof(int64_t);
+    if (*place == NULL || PyBytes_GET_SIZE(*place) != size || memcmp(PyBytes_AS_STRING(*place), words, size) != 0) {
+        PyObject *made = PyBytes_FromStringAndSize((const char *)words, size);
+        if (made == NULL)
+            return NULL;
+        Py_XSETREF(*place, made);
+    }
+    Py_INCREF(*place);
+    return *place;
 }
 
 /* Bytes that tell calls apart as `repeated._signature` does, or None. A compiler does not look in here: the caller asks
@@ -462,7 +502,7 @@ static PyObject *signature(PyObject *module, PyObject *const *arguments, Py_ssiz
             Py_RETURN_NONE;
         used += more;
     }
-    return PyBytes_FromStringAndSize((const char *)words, used * (Py_ssize_t)sizeof(int64_t));
+    return bytes_of(words, used);
 }
 
 /* Take what tensors offer, their classes, and the addresses of the driver's functions. */
@@ -495,9 +535,9 @@ static PyObject *configure(PyObject *module, PyObject *arguments)
 /* Take the functions that tell of torch's mode, for `signature`. */
 static PyObject *watch(PyObject *module, PyObject *arguments)
 {
-    PyObject *intercept, *values, *deterministic, *grad, *requires, *any, *autocast, *dtype;
-    if (!PyArg_ParseTuple(arguments, "O!O!OOOOOO", &PyTuple_Type, &intercept, &PyTuple_Type, &values, &deterministic,
-                          &grad, &requires, &any, &autocast, &dtype))
+    PyObject *intercept, *values, *deterministic, *grad, *any, *autocast, *dtype;
+    if (!PyArg_ParseTuple(arguments, "O!O!OOOOO", &PyTuple_Type, &intercept, &PyTuple_Type, &values, &deterministic,
+                          &grad, &any, &autocast, &dtype))
         return NULL;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(values); i++) {
         PyObject *dict, *name, *value;
@@ -506,6 +546,8 @@ static PyObject *watch(PyObject *module, PyObject *arguments)
     }
     if (is_negative == NULL && (is_negative = PyUnicode_InternFromString("is_neg")) == NULL)
         return NULL;
+    if (requires_grad == NULL && (requires_grad = PyUnicode_InternFromString("requires_grad")) == NULL)
+        return NULL;
     if (devices == NULL && (devices = Py_BuildValue("(ss)", "cpu", "cuda")) == NULL)
         return NULL;
     Py_INCREF(arguments); /* likewise */
@@ -513,7 +555,6 @@ static PyObject *watch(PyObject *module, PyObject *arguments)
     idle = values;
     is_deterministic = deterministic;
     is_grad_enabled = grad;
-    requires_grad = requires;
     any_autocast = any;
     is_autocast = autocast;
     autocast_dtype = dtype;
