@@ -182,7 +182,7 @@ def plan_of(mask: FlashMask, q_len: int) -> Plan:
     reads the vectors anew, and while compiling, where the compiler keeps one of the equal calls.
     """
     indices = mask.indices
-    if torch.compiler.is_compiling() or indices.is_inference() or _is_capturing(indices):
+    if torch.compiler.is_compiling() or indices.is_inference() or ops.is_capturing(indices):
         return _make_plan(mask, q_len)
     return _kept_plan(mask, q_len)
 
@@ -195,19 +195,15 @@ def _kept_plan(mask: FlashMask, q_len: int) -> Plan:
         # What was made in inference mode cannot be saved for a backward.
         if rows == q_len and version == mask._indices._version and not (inferred and torch.is_grad_enabled()):
             return plan
+    version = None if mask._indices.is_inference() else mask._indices._version  # another thread may write meanwhile
     plan = _make_plan(mask, q_len)
-    if not mask._indices.is_inference():
-        mask._plan = (q_len, mask._indices._version, plan.tiles.is_inference(), plan)
+    if version is not None:
+        mask._plan = (q_len, version, plan.tiles.is_inference(), plan)
     return plan
 
 
 def _make_plan(mask: FlashMask, q_len: int) -> Plan:
     return Plan(*ops.call(ops.make_plan, mask.indices, mask.causal, q_len))
-
-
-def _is_capturing(x: Tensor) -> bool:
-    """Whether a CUDA graph is being captured on the device of `x`: what is made now is filled by its replays."""
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _check(

@@ -41,6 +41,7 @@ __all__ = [
     "forward",
     "has_tangents",
     "input_gradients",
+    "is_capturing",
     "make_plan",
     "no_autocast",
     "no_second_derivatives",
@@ -156,6 +157,14 @@ def is_plain(x: Tensor) -> bool:
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def is_capturing(x: Tensor) -> bool:
+    """Whether a CUDA graph is being captured where `x` is: what is made there now is filled by its replays."""
+    if not x.is_cuda:
+        return False
+    with torch.cuda.device_of(x):
+        return torch.cuda.is_current_stream_capturing()
 
 
 def has_tangents(*inputs: Tensor | None) -> bool:

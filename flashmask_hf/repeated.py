@@ -74,8 +74,7 @@ class Repeated:
         self.decodes = decodes
         self.settings = settings
         self._differentiated = differentiated
-        self.forward: Callable[..., tuple[Tensor, Tensor]] = self._first_forward
-        """(q, k, v, indices, plan, sinks) -> the operator's results, without a derivative."""
+        self._settled = False
         self._backward: dict[Hashable, Any] = {}
         if len(_known) >= _MOST:
             _known.clear()
@@ -100,15 +99,16 @@ class Repeated:
             results = self.forward(q, k, v, indices, plan, sinks)
         return results if return_lse else results[0]
 
-    def _first_forward(
+    def forward(
         self, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, plan: Plan, sinks: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        self.forward = self._forward_launches(q, k, v, indices, plan, sinks) or self._forward_by_operator
-        return self.forward(q, k, v, indices, plan, sinks)
-
-    def _forward_by_operator(
-        self, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, plan: Plan, sinks: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+        """The results, without a derivative. Launches, once they are known, take the place of this method."""
+        if not self._settled:
+            self._settled = True
+            launches = self._forward_launches(q, k, v, indices, plan, sinks)
+            if launches is not None:
+                vars(self)["forward"] = launches
+                return launches(q, k, v, indices, plan, sinks)
         return ops.forward(q, k, v, sinks, indices, *plan, *self.settings)
 
     def backward(
@@ -195,7 +195,7 @@ def _signature(first: Tensor, *others: Tensor | None) -> Hashable | None:
     tensors = (first, *others)
     if ops.intercepted() or not all(x is None or ops.is_plain(x) for x in tensors):
         return None
-    if first.is_cuda and torch.cuda.is_current_stream_capturing():
+    if ops.is_capturing(first):
         return None
     device = first.device.type
     return (

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from flashmask_hf.mask import FlashMask, MaskNotRepresentable
 from flashmask_hf.mask_compiler import VECTORS
 from flashmask_hf.mask_reader import next_true
-from flashmask_hf.ops import device_assert
+from flashmask_hf.ops import device_assert, is_capturing
 
 __all__ = ["Windowed", "windowed"]
 
@@ -59,7 +59,7 @@ def windowed(mask: FlashMask, window: int, position_ids: Tensor | None, *, two_s
     length = mask.kv_len
     row = torch.arange(length, device=mask.device, dtype=torch.int32)
     limit = (row + window).clamp(max=length)
-    if torch.compiler.is_compiling() or (mask.indices.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if torch.compiler.is_compiling() or is_capturing(mask.indices):
         if two_sided or not mask.causal or mask.indices.shape[-1] > 1:
             raise NotImplementedError(
                 f"sliding_window={window} together with {VECTORS} is compiled for causal columns with n = 1 only; do "

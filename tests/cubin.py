@@ -66,7 +66,7 @@ def compile_only(target: GPUTarget = HOPPER, *, tma: bool | None = None) -> Iter
     if tma is None:
         tma = target.backend == "cuda" and target.arch >= 90
     launch, active = JITFunction.__getitem__, driver._active
-    relaunch, again = Launcher.__call__, Bound._launch
+    relaunch, again = Launcher.__call__, Bound.launch
     describe = [module.can_describe for module in modules]
 
     def instead(function: JITFunction, grid: Any) -> Any:
@@ -82,7 +82,7 @@ def compile_only(target: GPUTarget = HOPPER, *, tma: bool | None = None) -> Iter
     try:
         JITFunction.__getitem__ = instead  # type: ignore[method-assign]
         Launcher.__call__ = lambda self, programs, *args, **kwargs: self.kernel[(programs,)](*args, **kwargs)
-        Bound._launch = Bound.launch_anew  # type: ignore[method-assign]
+        Bound.launch = Bound.launch_anew  # type: ignore[method-assign]
         driver.set_active(_Driver(target))  # type: ignore[arg-type]
         for module in modules:
             module.can_describe = lambda *tensors: tma
@@ -90,7 +90,7 @@ def compile_only(target: GPUTarget = HOPPER, *, tma: bool | None = None) -> Iter
     finally:
         JITFunction.__getitem__ = launch  # type: ignore[method-assign]
         Launcher.__call__ = relaunch
-        Bound._launch = again  # type: ignore[method-assign]
+        Bound.launch = again
         driver._active = active
         for module, function in zip(modules, describe, strict=True):
             module.can_describe = function

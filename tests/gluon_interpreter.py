@@ -923,7 +923,7 @@ def interpreted(seed: int = 0) -> Iterator[list[str]]:
     Needs Triton's own interpreter (TRITON_INTERPRET=1) for the other kernels.
     """
     ran: list[str] = []
-    launch, again = Launcher.__call__, Bound._launch
+    launch, again = Launcher.__call__, Bound.launch
 
     def instead(self: Launcher, programs: int, *arguments: Any, **constants: Any) -> None:
         if not isinstance(self.kernel, GluonJITFunction):
@@ -941,8 +941,8 @@ def interpreted(seed: int = 0) -> Iterator[list[str]]:
 
     try:
         Launcher.__call__ = instead  # type: ignore[method-assign]
-        Bound._launch = Bound.launch_anew  # type: ignore[method-assign]
+        Bound.launch = Bound.launch_anew  # type: ignore[method-assign]
         yield ran
     finally:
         Launcher.__call__ = launch  # type: ignore[method-assign]
-        Bound._launch = again  # type: ignore[method-assign]
+        Bound.launch = again  # type: ignore[method-assign]

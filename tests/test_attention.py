@@ -440,6 +440,13 @@ def test_the_mask_keeps_its_plan_until_it_changes(monkeypatch: pytest.MonkeyPatc
     mask.indices[:, :, :40] = 20  # in place: the first document's rows from 20 on see nothing of it
     second = run(q, k, v, mask, "torch")
     assert len(made) == 2
+    with pytest.MonkeyPatch.context() as patch:  # a thread that writes while the plan is made
+        patch.setattr(ops, "_builder", lambda indices: lambda *args: (build(*args), mask.indices.add_(0))[0])
+        mask.indices.add_(0)
+        run(q, k, v, mask, "torch")
+    run(q, k, v, mask, "torch")
+    assert len(made) == 3
+    made.pop()
     assert not torch.equal(first["out"], second["out"])
     with torch.inference_mode():
         flashmask_attention(q, k, v, mask)

@@ -37,7 +37,7 @@ from flashmask_hf.kernels import native
 from flashmask_hf.kernels.descriptors import layout_of, tiles_template
 from flashmask_hf.kernels.direct import direct
 from flashmask_hf.kernels.launch import Launcher
-from flashmask_hf.kernels.native import capturing, clear
+from flashmask_hf.kernels.native import clear, is_capturing
 
 FUNCTION = 0x1234
 KINDS = {
@@ -577,9 +577,10 @@ def test_clear(library: _Library) -> None:
     assert not library.cleared
 
 
-def test_capturing(library: _Library, patch: pytest.MonkeyPatch) -> None:
+def test_is_capturing(library: _Library, patch: pytest.MonkeyPatch) -> None:
     """As the driver tells; as torch does on the tensor's device, where there is no driver or it fails."""
     on: list[Any] = []
+    (there,) = on_gpu(Y)
 
     @contextlib.contextmanager
     def device_of(x: torch.Tensor) -> Iterator[None]:
@@ -588,20 +589,21 @@ def test_capturing(library: _Library, patch: pytest.MonkeyPatch) -> None:
         on.append(None)
 
     patch.setattr(torch.cuda, "device_of", device_of)
-    patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: on[-1] is Y)
+    patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: on[-1] is there)
     for state in (0, 1, 2):
         library.capturing = state
-        assert capturing(Y) is (state > 0)
+        assert is_capturing(there) is (state > 0)
     assert not on
     library.capturing, library.status["capturing"] = 0, 1
-    assert capturing(Y) is True
+    assert is_capturing(there) is True
     assert len(on) == 2
     library.status["capturing"] = 0
     module = native.native()
     for x in (1, Y.to_sparse()):
         assert module.capturing(x) is None
     patch.setattr(native, "native", lambda: None)
-    assert capturing(Y) is True
+    assert is_capturing(there) is True
+    assert ops.is_capturing(Y) is False
 
 
 SIGNED: dict[str, tuple[Any, ...]] = {

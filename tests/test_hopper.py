@@ -368,7 +368,7 @@ def test_launches_of_a_stream_share_a_counter(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(hopper_forward, "_counters", {})
     monkeypatch.setattr(hopper_forward, "driver", SimpleNamespace(active=active))
     monkeypatch.setattr(hopper_forward, "_zero", zero)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state["capturing"])
+    monkeypatch.setattr(hopper_forward, "is_capturing", lambda x: state["capturing"])
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: state["stream"])
     (q,) = on_gpu(torch.zeros(1))
     first = hopper_forward._counter(q)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -413,6 +415,38 @@ def test_triton_launches_on_the_device_of_the_tensors(launches: _Launches, monke
         bound.launch(None, _tensor())
     assert [stream for *_, stream in launches.direct] == [7 + 5]
     assert launches.driver.device == 0
+
+
+def test_what_goes_past_triton_does_so_from_another_device(
+    launches: _Launches, own: _Own, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It launches on the device of the tensors only: that is the current one for a second attempt."""
+
+    @contextlib.contextmanager
+    def device_of(x: torch.Tensor) -> Iterator[None]:
+        own.succeeds = True
+        yield
+        own.succeeds = False
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    bound = _Bound(launches)
+    own.succeeds = False
+    tensors = on_gpu(*USUAL[:2])
+    for past in range(4):
+        assert bound(*tensors) == (1, 0)
+        assert len(own.launched) == past
+
+
+def test_a_bound_launch_that_triton_launches_is_no_cycle(launches: _Launches) -> None:
+    bound = _Bound(launches)
+    bound(*USUAL[:2])
+    gone = weakref.ref(bound.bound)
+    gc.disable()
+    try:
+        del bound
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("knob", ["debug", "instrumentation_mode", "stages", "pre_run"])

@@ -69,10 +69,7 @@ def check_repeated(lane: Lane, kind: str) -> None:
         for one, other in zip(_results(*tensors, mask, sinks, **options), expected, strict=True):
             assert torch.equal(one, other)
     served = [
-        [
-            call.forward not in (call._first_forward, call._forward_by_operator),
-            *[launch is not None for launch in call._backward.values()],
-        ]
+        ["forward" in vars(call), *[launch is not None for launch in call._backward.values()]]
         for call in repeated._known.values()
     ]
     # No descriptor fits what is shifted.

@@ -45,7 +45,7 @@ from flashmask_hf.kernels.gluon_shim import (
     warpgroup_mma_wait,
 )
 from flashmask_hf.kernels.launch import Launcher
-from flashmask_hf.kernels.native import capturing
+from flashmask_hf.kernels.native import is_capturing
 from flashmask_hf.kernels.plan import JOINED_ROWS, join_rows
 from flashmask_hf.kernels.problem import Problem, problem_of
 from flashmask_hf.kernels.tiles import LN_2, LOG2_E, LOWEST
@@ -572,7 +572,7 @@ def _counter(q: Tensor) -> Tensor:
 
     A graph may run on any stream and has its own.
     """
-    if not q.is_cuda or capturing(q):
+    if not q.is_cuda or is_capturing(q):
         return torch.zeros(1, dtype=torch.int32, device=q.device)
     device = q.get_device()
     active: Any = driver.active

@@ -8,9 +8,9 @@ Triton's own launcher, too, if `direct` can.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from operator import or_
 from typing import Any
 
@@ -99,14 +99,13 @@ class Bound:
         self.parts = {launcher.kernel.arg_names.index(name): part for name, part in parts.items()}
         self.constants = constants
         self._known: dict[tuple[Any, ...], _Form] = {}
-        self.launch: Callable[..., None] = self._launch
+
+    def launch(self, *memory: Tensor | None) -> None:
         """Launch with tensors of the same layouts at every call, or their memory, and Nones in the same places.
 
-        On the current stream of their device. Looked up at each launch, for it becomes what went past Triton's launcher
-        last, which comes back where it cannot do that again.
+        On the current stream of their device. What went past Triton's launcher last takes the place of this method, and
+        comes back to it where it cannot do that again.
         """
-
-    def _launch(self, *memory: Tensor | None) -> None:
         with torch.cuda.device_of(next(x for x in memory if x is not None)):
             self._launch_there(memory)
 
@@ -136,12 +135,13 @@ class Bound:
             known.settled = True
             if all(there):  # Triton's launcher sees to it that the GPU can read other memory
                 starts = [self.parts[i].start if i in self.parts else 0 for i in range(len(memory))]
+                otherwise = partial(Bound.launch, self)
                 known.own = direct(
-                    known.compiled, self.programs, arguments, memory, starts, _switches(launcher.kernel), self._launch
+                    known.compiled, self.programs, arguments, memory, starts, _switches(launcher.kernel), otherwise
                 )
-        if known.own is not None and known.own is not self.launch:
-            self.launch = known.own
-            if known.own.attempt(*memory):
+        if known.own is not None:
+            vars(self)["launch"] = known.own
+            if known.own.attempt(*memory):  # on this device, which may not be the one that was current
                 return
         known.compiled[(self.programs, 1, 1)](*arguments, stream=active.get_current_stream(device))
 

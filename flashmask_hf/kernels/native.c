@@ -371,7 +371,8 @@ static int layout(PyObject *tensor, int64_t *words, int room)
     View x;
     if (!is_plain(tensor) || !view(tensor, &x) || x.data == NULL || 2 + 2 * x.axes > room)
         return 0;
-    /* What is negated when it is read is a part of complex numbers, which are not made of these. */
+    /* What is negated when it is read is a part of complex numbers, of which there are none of these (and what
+       `torch._neg_view` makes of any, which is private). */
     if (x.type.code != INTEGER && x.type.code != NATURAL && x.type.code != BFLOAT) {
         PyObject *negative = PyObject_VectorcallMethod(is_negative, &tensor, 1, NULL);
         if (negative == NULL)
@@ -465,7 +466,7 @@ static PyObject *bytes_of(const int64_t *words, int used)
     return *place;
 }
 
-/* Bytes that tell calls apart as `repeated._signature` does, or None. A compiler does not look in here: the caller asks
+/* Bytes that tell calls apart as `repeated._signature` does (but see `layout`), or None. A compiler does not look in here: the caller asks
    whether there is one. */
 static PyObject *signature(PyObject *module, PyObject *const *arguments, Py_ssize_t count)
 {

@@ -17,7 +17,9 @@ import torch
 import triton
 from torch import Tensor, nn
 
-__all__ = ["capturing", "clear", "native"]
+from flashmask_hf import ops
+
+__all__ = ["clear", "is_capturing", "native"]
 
 logger = logging.getLogger(__name__)
 
@@ -51,14 +53,11 @@ def native() -> Any:
     return module
 
 
-def capturing(x: Tensor) -> bool:
-    """Whether a CUDA graph is being captured on the current stream of a tensor's device, a GPU."""
+def is_capturing(x: Tensor) -> bool:
+    """As `ops.is_capturing`, of a tensor on a GPU."""
     module = native()
     found = None if module is None else module.capturing(x)
-    if found is None:
-        with torch.cuda.device_of(x):
-            return torch.cuda.is_current_stream_capturing()
-    return found
+    return ops.is_capturing(x) if found is None else found
 
 
 def clear(x: Tensor) -> Tensor:
