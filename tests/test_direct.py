@@ -350,12 +350,13 @@ def test_what_is_called_otherwise(library: _Library) -> None:
     assert launch(X, Y, None) is None
     assert not given
     assert launch(X, None, None) == "otherwise"
-    assert launch(X, Y, more=None) == "otherwise"  # tensors are positional
+    for tensors in ((X, Y), (X, Y, None)):  # which are positional
+        assert launch(*tensors, more=None) == "otherwise"
     with pytest.raises(KeyboardInterrupt):
         launch()
     tensors, named = zip(*given, strict=True)
-    assert [[*map(id, x)] for x in tensors] == [[*map(id, x)] for x in ((X, None, None), (X, Y), ())]
-    assert named == ({}, {"more": None}, {})
+    assert [[*map(id, x)] for x in tensors] == [[*map(id, x)] for x in ((X, None, None), (X, Y), (X, Y, None), ())]
+    assert named == ({}, {"more": None}, {"more": None}, {})
     assert len(library.launched) == 1
     with pytest.raises(TypeError):
         launch.attempt(X, Y, more=None)
@@ -577,6 +578,21 @@ def test_clear(library: _Library) -> None:
     assert not library.cleared
 
 
+def test_memory_is_cleared_on_its_device(library: _Library, patch: pytest.MonkeyPatch) -> None:
+    @contextlib.contextmanager
+    def device_of(x: torch.Tensor) -> Iterator[None]:
+        library.status["clear"] = 0
+        yield
+        library.status["clear"] = 1
+
+    patch.setattr(torch.cuda, "device_of", device_of)
+    library.status["clear"] = 1
+    (ones,) = on_gpu(torch.ones(3))
+    clear(ones)
+    assert ones.all()  # by the driver, which is none here
+    assert len(library.cleared) == 1
+
+
 def test_is_capturing(library: _Library, patch: pytest.MonkeyPatch) -> None:
     """As the driver tells; as torch does on the tensor's device, where there is no driver or it fails."""
     on: list[Any] = []
@@ -652,6 +668,10 @@ def test_a_signature_is_kept(signature: Callable[..., bytes | None]) -> None:
     found = [[signature(torch.zeros(rows)) for rows in range(1, 300)] for _ in range(2)]
     assert found[0] == found[1]
     assert len({*found[0]}) == 299
+    for count in range(25, 0, -1):  # the beginning of what was there
+        words = signature(*[X] * count)
+        assert words is not None
+        assert len(words) == 8 * (2 + count * 10)
     assert signature(X, None, Y) == first
     assert signature(X, None, Y) is signature(X, None, Y)
 
@@ -836,6 +856,14 @@ except ValueError:
 """
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert found.stdout == "told\n"
+
+
+def test_a_compiled_forward_does_not_look_into_c(signature: Callable[..., bytes | None]) -> None:
+    q, k, v = torch.randn(3, 1, 2, 20, 16).unbind()
+    mask = masks.causal(20)
+    compiled = torch.compile(lambda q: flashmask_attention(q, k, v, mask), backend="eager", fullgraph=True)
+    for seen in (flashmask_attention(q, k, v, mask), flashmask_attention(q, k, v, mask)):  # the second is remembered
+        torch.testing.assert_close(compiled(q), seen)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own

@@ -303,6 +303,7 @@ def test_a_bound_launch_goes_past_triton_s_launcher(launches: _Launches, own: _O
         bound.launch(x, y, None)
     assert [[*map(id, tensors)] for tensors in own.launched] == [[*map(id, (x, y, None))]] * 2
     assert (len(launches.asked), launches.direct) == (1, [])
+    assert bound.launch is vars(bound)["launch"]  # without a frame of Python's
     own.succeeds = False
     bound.launch(x, y, None)
     ((grid, (described, *arguments), stream),) = launches.direct

@@ -190,6 +190,14 @@ def test_kinds_are_told_apart() -> None:
     assert len(repeated._known) == 8
 
 
+def test_what_operators_serve_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(repeated.Repeated, "_forward_launches", lambda *given: asked.append(1))
+    for _ in range(4):
+        flashmask_attention(*_cpu(), _mask(50))
+    assert len(asked) == 1
+
+
 def test_rows_are_decoded_again() -> None:
     q, k, v = (x.detach() for x in _cpu())
     for rows in (1, 1, 1):
