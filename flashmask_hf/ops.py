@@ -127,7 +127,7 @@ def intercepted() -> bool:
     """Whether the dispatcher does more than call, whatever the tensors: for compilers, modes, transforms, profilers."""
     if torch.compiler.is_compiling() or any(tells() for tells in INTERCEPTORS):
         return True
-    return any(module[name] is not idle for module, name, idle in IDLE)
+    return any(module.get(name) is not idle for module, name, idle in IDLE)
 
 
 INTERCEPTORS: tuple[Callable[[], Any], ...] = (

@@ -772,6 +772,9 @@ def test_values_in_modules(library: _Library, patch: pytest.MonkeyPatch) -> None
     ):  # fmt: skip
         module.watch((), ((values, "a", -1),), *tells)
         assert (module.signature(X) is not None) is signed
+        with patch.context() as other:
+            other.setattr(ops, "IDLE", ((values, "a", -1),))
+            assert ops.intercepted() is not signed
     for wrong in ({}, "a"), ([], "a", 1), ({}, 1, 1):
         with pytest.raises(TypeError):
             module.watch((), (wrong,), *tells)

@@ -11,8 +11,7 @@
 #include <string.h>
 
 enum { MAP_BYTES = 128, MOST_BYTES = 4096, MOST_PARAMETERS = 256, MOST_TENSORS = 32, MOST_WORDS = 256, KEPT = 64 };
-enum { CPU = 1, GPU = 2 };                 /* of devices, as in dlpack.h */
-enum { INTEGER = 0, NATURAL = 1, BFLOAT = 4 }; /* of types, likewise */
+enum { CPU = 1, GPU = 2, INTEGER = 0, NATURAL = 1, BFLOAT = 4 }; /* devices and kinds of types, as in dlpack.h */
 
 /* As in dlpack.h. */
 typedef struct { int32_t type, index; } Device;
@@ -371,8 +370,8 @@ static int layout(PyObject *tensor, int64_t *words, int room)
     View x;
     if (!is_plain(tensor) || !view(tensor, &x) || x.data == NULL || 2 + 2 * x.axes > room)
         return 0;
-    /* What is negated when it is read is a part of complex numbers, of which there are none of these (and what
-       `torch._neg_view` makes of any, which is private). */
+    /* What is negated when it is read is a part of complex numbers, which are not made of these; of any type only by
+       `torch._neg_view`, which is private. */
     if (x.type.code != INTEGER && x.type.code != NATURAL && x.type.code != BFLOAT) {
         PyObject *negative = PyObject_VectorcallMethod(is_negative, &tensor, 1, NULL);
         if (negative == NULL)
@@ -466,8 +465,8 @@ static PyObject *bytes_of(const int64_t *words, int used)
     return *place;
 }
 
-/* Bytes that tell calls apart as `repeated._signature` does (but see `layout`), or None. A compiler does not look in here: the caller asks
-   whether there is one. */
+/* Bytes that tell calls apart as `repeated._signature` does (but for what `layout` says), or None. A compiler does not look
+   in here: the caller asks whether there is one. */
 static PyObject *signature(PyObject *module, PyObject *const *arguments, Py_ssize_t count)
 {
     int64_t words[MOST_WORDS];
