@@ -47,6 +47,9 @@ def plot_mask(
     rows, kv_len = mask.rows(q_len), mask.kv_len
     if block is None:
         block = (1, 1) if kv_len <= _ELEMENTWISE_KEYS else (128, 128)
+    for name, index, size in (("batch", batch, mask.indices.shape[0]), ("head", head, mask.indices.shape[1])):
+        if not -size <= index < size:
+            raise ValueError(f"{name} must be one of the mask's {size}, got {index}")
     one = FlashMask(mask.indices[batch, head][None, None].cpu(), mask.causal, q_len=rows)
     tiles = classify_tiles(one, block)[0, 0]
     columns, bounds = _edges(one, rows)

@@ -97,14 +97,16 @@ def flashmask_attention(
         impl: None takes the best available; "hopper", "triton", "torch" or "reference" takes that one or raises.
 
     Returns:
-        out [B, Hq, Sq, Dv] in q's dtype; with `return_lse` also lse [B, Hq, Sq] float32, natural log, the sink
-        included. A row that sees nothing has out 0, lse -inf (the sink's logit if there is one) and zero gradients.
+        out [B, Hq, Sq, Dv] in q's dtype; with `return_lse` also lse [B, Hq, Sq] float32 (float64 for float64 q), the
+        natural log, the sink included. A row that sees nothing has out 0, lse -inf (the sink's logit if there is one)
+        and zero gradients.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
         ValueError: shapes, devices or values do not fit, or the implementation cannot serve them; the message names the
             argument and the way out.
-        NotImplementedError: a forward-mode derivative is asked for, which only `reference` has.
+        NotImplementedError: a derivative of torch.func's is asked for (jvp, grad, vjp, jacrev), which only `reference`
+            has.
     """
     kind, call = repeated.find(q, k, v, mask, sinks, scale, softcap, deterministic, impl)
     if call is not None:
@@ -156,7 +158,7 @@ def prepare(
         raise ValueError(choice.reason)
     if choice.impl != "reference" and ops.has_tangents(q, k, v, sinks):
         raise NotImplementedError(
-            "attention has no forward-mode derivatives (torch.func.jvp); take reverse mode, or impl='reference'"
+            "attention has no forward-mode derivatives (torch.func.jvp); take Tensor.backward, or impl='reference'"
         )
     served = "best" if choice.impl == "hopper" and impl is None else choice.impl
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
@@ -197,7 +199,7 @@ def _kept_plan(mask: FlashMask, q_len: int) -> Plan:
             return plan
     version = None if mask._indices.is_inference() else mask._indices._version  # another thread may write meanwhile
     plan = _make_plan(mask, q_len)
-    if version is not None:
+    if version is not None and ops.is_plain(plan.tiles):  # a mode's or transform's own is for inside of it
         mask._plan = (q_len, version, plan.tiles.is_inference(), plan)
     return plan
 
@@ -236,7 +238,8 @@ def _check(
             raise ValueError(f"{name} is on {device}, but q is on {q.device}; move it with {name}.to('{q.device}')")
     if mask.kv_len != kv_len:
         raise ValueError(f"mask has {mask.kv_len} key columns, but k and v have {kv_len} keys")
-    mask.rows(q_len)
+    if mask.q_len not in (None, q_len):
+        raise ValueError(f"q has {q_len} rows, but mask was built for q_len={mask.q_len}; build it with q_len={q_len}")
     if mask.indices.shape[0] not in (1, batch):
         raise ValueError(f"mask has batch {mask.indices.shape[0]}; it must be 1 or q's batch {batch}")
     if mask.indices.shape[1] not in (1, kv_heads, heads):
@@ -245,12 +248,13 @@ def _check(
         if value is None:
             continue
         if not isinstance(value, (int, float)) or isinstance(value, bool):
-            raise TypeError(f"{name} must be a number, or None for {none}, got {type(value).__name__}")
+            raise TypeError(f"{name} must be a number, or None for {none}, got {type(value).__name__}; pass a float")
         if not 0 < value < float("inf"):
             raise ValueError(f"{name} must be positive and finite, or None for {none}, got {value}")
     if sinks is not None:
         if not isinstance(sinks, Tensor) or not sinks.dtype.is_floating_point:
-            raise TypeError(f"sinks must be a floating-point tensor [Hq] or None, got {type(sinks).__name__}")
+            kind = sinks.dtype if isinstance(sinks, Tensor) else type(sinks).__name__
+            raise TypeError(f"sinks must be a floating-point tensor [Hq] or None, got {kind}")
         if sinks.shape != (heads,):
             raise ValueError(f"sinks must have shape [Hq] = [{heads}], got {list(sinks.shape)}")
         if sinks.device != q.device:

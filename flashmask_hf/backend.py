@@ -448,8 +448,10 @@ def _shared(sources: tuple[Tensor, ...], form: tuple[Hashable, ...], build: Call
     when the first source is freed, when a source was changed in place, or when `_MAX_SHARED` others are newer. The mask
     may hold an alias of `sources[0]` but not the tensor itself, or the entry would keep itself alive.
     """
-    if torch.compiler.is_compiling() or any(type(x) is not Tensor or x.is_meta for x in sources):
-        return build()  # a compiler merges the equal plans of its layers itself
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return build()  # a compiler merges the equal plans of its layers itself, and a transform's tensors are its own
+    if any(type(x) is not Tensor or x.is_meta for x in sources):
+        return build()
     inference = torch.is_inference_mode_enabled()  # tensors made there cannot be saved for a backward
     where = tuple((x.data_ptr(), x.shape, x.stride(), x.dtype, x.device) for x in sources)
     key = (where, form, inference)

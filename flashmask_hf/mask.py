@@ -80,6 +80,8 @@ class FlashMask:
             raise ValueError(f"indices must have shape [B, Hm, Skv, n], got {list(indices.shape)}")
         if 0 in indices.shape:
             raise ValueError(f"indices must have no empty axis, got {list(indices.shape)}")
+        if q_len is not None and not isinstance(q_len, (int, torch.SymInt)):
+            raise TypeError(f"q_len must be an integer or None, got {q_len!r}")
         if q_len is not None and q_len < 1:
             raise ValueError(f"q_len must be at least 1, got {q_len}")
         allowed = (1, 2) if causal else (2, 4)
@@ -385,6 +387,7 @@ class FlashMask:
 
         Raises:
             ImportError: matplotlib is missing; `pip install flashmask-hf[plot]`.
+            ValueError: there is no such batch entry or head, or a size of `block` is not positive.
         """
         from flashmask_hf._plot import plot_mask
 
@@ -407,6 +410,8 @@ def classify_tiles(mask: FlashMask, block: tuple[int, int] = (128, 128), q_len: 
     """
     rows, kv_len = mask.rows(q_len), mask.kv_len
     block_q, block_kv = block
+    if block_q < 1 or block_kv < 1:
+        raise ValueError(f"block must be two sizes of at least 1, (query rows, key columns), got {block}")
     device = mask.device
     n_q, n_kv = -(-rows // block_q), -(-kv_len // block_kv)
     first = torch.arange(n_q, device=device, dtype=torch.int32).view(n_q, 1) * block_q

@@ -100,8 +100,14 @@ def register_autograd(
         record = node.apply if registered else base.apply
 
         def apply(*inputs: Any) -> Any:
-            differentiated = torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs)
-            return record(*inputs) if differentiated else function(*inputs)
+            if not torch.is_grad_enabled() or not torch._C._any_requires_grad(*inputs):
+                return function(*inputs)
+            if registered and torch._C._are_functorch_transforms_active():
+                raise NotImplementedError(
+                    "attention has no derivatives of torch.func's (grad, vjp, jacrev); take Tensor.backward or "
+                    "torch.autograd.grad, or flashmask_attention's impl='reference'"
+                )
+            return record(*inputs)
 
         return apply
 

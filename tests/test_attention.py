@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 
 import pytest
@@ -21,6 +22,7 @@ from support import (
     lanes,
     run,
 )
+from torch._subclasses import FakeTensorMode
 
 from flashmask_hf import FlashMask, flashmask_attention, masks, plan
 from flashmask_hf.plan import ROWS, plan_columns
@@ -351,6 +353,11 @@ def _good() -> dict:
 
 
 BAD_CALLS = {
+    "mask is of other rows": (
+        {"mask": FlashMask(torch.full((1, 1, 8, 1), 5, dtype=torch.int32), True, q_len=5)},
+        ValueError,
+        "q has 8 rows, but mask was built for q_len=5; build it with q_len=8",
+    ),
     "q is no tensor": ({"q": [1.0]}, TypeError, "q must be a tensor"),
     "q is integer": ({"q": torch.ones(2, 4, 8, 4, dtype=torch.int64)}, TypeError, "q must be a floating-point tensor"),
     "q has three axes": ({"q": torch.randn(2, 8, 4)}, ValueError, r"q must have shape \[B, H, S, D\]"),
@@ -388,7 +395,7 @@ BAD_CALLS = {
     "sinks are integers": (
         {"sinks": torch.zeros(4, dtype=torch.int32)},
         TypeError,
-        "sinks must be a floating-point tensor",
+        r"sinks must be a floating-point tensor \[Hq\] or None, got torch\.int32",
     ),
     "impl is unknown": ({"impl": "cuda"}, ValueError, "impl must be None or one of hopper, triton, torch, reference"),
     "impl is for a GPU": ({"impl": "hopper"}, ValueError, "impl='hopper' cannot serve .*; use impl='triton'"),
@@ -464,6 +471,24 @@ def test_the_mask_keeps_its_plan_until_it_changes(monkeypatch: pytest.MonkeyPatc
     for rows, count in ((100, 6), (90, 7), (90, 7), (100, 8)):
         flashmask_attention(q[:, :, :rows], k, v, mask)
         assert len(made) == count
+
+
+def test_a_mask_keeps_no_plan_of_a_mode_or_transform() -> None:
+    q, k, v = (x.detach() for x in attention_inputs(Lane("torch", "cpu", torch.float32), 1, 2, 2, 40, 40, 8))
+    expected = flashmask_attention(q, k, v, masks.causal(40))
+    for again in range(2):
+        mask = masks.causal(40)
+        if again:
+            flashmask_attention(q, k, v, mask)
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            flashmask_attention(*(mode.from_tensor(x) for x in (q, k, v)), mask)
+        torch.func.grad(lambda x: x * flashmask_attention(q, k, v, mask).sum())(torch.ones(()))  # noqa: B023
+        assert copy.deepcopy(mask).causal
+        leaf = q.clone().requires_grad_()
+        out = flashmask_attention(leaf, k, v, mask)
+        (gradient,) = torch.autograd.grad(out.sum(), leaf)
+        assert type(out) is type(gradient) is torch.Tensor
+        assert torch.equal(out, expected)
 
 
 @pytest.mark.slow

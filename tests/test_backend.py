@@ -738,6 +738,18 @@ def test_evaluation_in_inference_mode_then_training(plans):
         assert torch.equal(before, after)
 
 
+def test_a_frozen_model_inside_a_transform():
+    model, eager = model_pair("llama")
+    ids = tokens(2, 9)
+    found = [
+        torch.func.grad(lambda w: w * one(ids, use_cache=False).logits.detach().sum())(torch.ones(()))  # noqa: B023
+        for one in (model, eager)
+    ]
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+    with pytest.raises(NotImplementedError, match=r"torch\.func's"):
+        torch.func.grad(lambda x: model(inputs_embeds=x, use_cache=False).logits.sum())(torch.randn(1, 5, 32))
+
+
 # Generation
 
 

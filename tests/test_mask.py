@@ -318,6 +318,12 @@ def test_and_takes_the_rows_of_the_mask_that_says_them():
         assert torch.equal(result.to_dense(), free.to_dense(3) & fixed.to_dense())
 
 
+@pytest.mark.parametrize("block", [(0, 4), (4, 0), (-1, 4)])
+def test_sizes_of_tiles_are_positive(block):
+    with pytest.raises(ValueError, match="block must be two sizes of at least 1"):
+        masks.causal(4).sparsity(block)
+
+
 def test_and_refuses_what_does_not_fit():
     mask = masks.causal(4)
     with pytest.raises(ValueError, match="other has 5 key columns, this mask has 4"):
@@ -407,6 +413,8 @@ def test_sparsity_is_the_fraction_of_hidden_tiles():
         (torch.zeros(1, 1, 3, 3).int(), False, None, ValueError, "n = 2 or 4 .* got 3"),
         (torch.zeros(1, 1, 0, 2).int(), False, None, ValueError, r"no empty axis, got \[1, 1, 0, 2\]"),
         (torch.zeros(1, 1, 3, 2).int(), False, 0, ValueError, "q_len must be at least 1, got 0"),
+        (torch.zeros(1, 1, 3, 2).int(), False, "4", TypeError, "q_len must be an integer or None, got '4'"),
+        (torch.zeros(1, 1, 3, 2).int(), False, 4.0, TypeError, r"q_len must be an integer or None, got 4\.0"),
     ],
 )
 def test_the_constructor_refuses_what_is_not_in_the_table(indices, causal, q_len, error, message):
@@ -494,6 +502,9 @@ def test_plot_draws_elements_of_a_short_mask_and_tiles_of_a_long_one():
     assert np.array_equal(drawn_tiles(short.plot(batch=1)) == VISIBLE, short.to_dense()[1, 0].numpy())
     long = masks.random_eviction(300, generator=torch.Generator().manual_seed(0), heads=2)
     assert np.array_equal(drawn_tiles(long.plot(head=1)), classify_tiles(long)[0, 1].numpy())
+    for name, index in (("batch", 1), ("head", 2), ("head", -3)):
+        with pytest.raises(ValueError, match=f"{name} must be one of the mask's"):
+            long.plot(**{name: index})
     ax = long.plot(head=1, block=(64, 32))
     assert np.array_equal(drawn_tiles(ax), classify_tiles(long, (64, 32))[0, 1].numpy())
     assert len(ax.figure.legends[0].get_texts()) == 3

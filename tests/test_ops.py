@@ -159,8 +159,13 @@ def test_transforms_of_functorch() -> None:
     """Its gradients raise; a tensor that got out of them is one like others."""
     q, k, v = _small(grad=False)
     mask = masks.causal(20)
-    with pytest.raises(RuntimeError, match="functorch transforms"):
-        torch.func.grad(lambda x: flashmask_attention(x, k, v, mask).sum())(q)
+    for transform in (torch.func.grad, torch.func.jacrev, torch.func.grad_and_value):
+        with pytest.raises(NotImplementedError, match=r"torch\.func's"):
+            transform(lambda x: flashmask_attention(x, k, v, mask).sum())(q)
+    weight = torch.func.grad(lambda w: w * flashmask_attention(q, k, v, mask).sum())(torch.ones(()))
+    assert torch.equal(weight, flashmask_attention(q, k, v, mask).sum())
+    eager = torch.func.grad(lambda x: flashmask_attention(x, k, v, mask, impl="reference").sum())(q)
+    assert eager.abs().max() > 0
     kept: list[torch.Tensor] = []
     torch.func.grad(lambda x: kept.append(x) or x.sum())(q)
     assert not ops.dispatched((q,))

@@ -48,7 +48,8 @@ class DataCollatorForPackedLanguageModeling:
     Args:
         pad_token_id: token id of the padding. Nothing sees padding, so any id of the vocabulary serves.
         max_length: None lays the whole batch into one row, without padding. A number makes rows of exactly that many
-            tokens, filled best-fit-decreasing and padded at the end; how many rows depends on the batch.
+            tokens, filled best-fit-decreasing and padded at the end; how many rows depends on the batch. The
+            `num_tokens` that TRL's SFTTrainer logs counts one of them; loss and accuracy are those of all.
         pad_to_multiple_of: pad the single row to a multiple of this. Rows of `max_length` must be one already.
         truncation_mode: what to do with an example longer than `max_length`: "error", "keep_start" or "keep_end".
         completion_only_loss: None follows `completion_mask` where there is one, False does not, True requires one
