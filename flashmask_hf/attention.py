@@ -183,8 +183,7 @@ def plan_of(mask: FlashMask, q_len: int) -> Plan:
     tensor made in inference mode, which does not tell of changes, while a CUDA graph is captured, so that a replay
     reads the vectors anew, and while compiling, where the compiler keeps one of the equal calls.
     """
-    indices = mask.indices
-    if torch.compiler.is_compiling() or indices.is_inference() or ops.is_capturing(indices):
+    if torch.compiler.is_compiling() or ops.is_capturing(mask.indices):
         return _make_plan(mask, q_len)
     return _kept_plan(mask, q_len)
 

@@ -65,15 +65,20 @@ static int view(PyObject *tensor, View *found)
     return 1;
 }
 
-/* The current stream of a device: 1 if a graph is being captured on it, 0 if not, -1 if nothing tells. */
+/* The current stream of a device; 0 if nothing tells. */
 static int current_stream(const Device *device, void **stream)
 {
-    int capturing;
-    if (exchange->stream(device->type, device->index, stream) != 0) {
-        PyErr_Clear();
-        return -1;
-    }
-    return is_capturing(*stream, &capturing) == 0 ? capturing != 0 : -1;
+    if (exchange->stream(device->type, device->index, stream) == 0)
+        return 1;
+    PyErr_Clear();
+    return 0;
+}
+
+/* Whether a graph is being captured on it, 1 or 0, or -1 if nothing tells. */
+static int captured(const Device *device, void **stream)
+{
+    int found;
+    return current_stream(device, stream) && is_capturing(*stream, &found) == 0 ? found != 0 : -1;
 }
 
 /* Launches of one kernel that differ in the addresses of tensors alone.
@@ -148,12 +153,8 @@ static int launch(Launch *self, PyObject *const *arguments, Py_ssize_t count)
     char *addresses[MOST_TENSORS];
     void *context, *stream, *parameters[MOST_PARAMETERS];
     if (!take(self, arguments, count, addresses) || current_context(&context) != 0 || context != self->context ||
-        !undisturbed(self->switches))
+        !undisturbed(self->switches) || !current_stream(&self->device, &stream))
         return 0;
-    if (exchange->stream(self->device.type, self->device.index, &stream) != 0) {
-        PyErr_Clear();
-        return 0;
-    }
     for (int i = 0; i < self->maps; i++) {
         char *address = addresses[self->mapped[i]];
         if (address == self->map_addresses[i])
@@ -328,7 +329,7 @@ static PyObject *clear(PyObject *module, PyObject *tensor)
 {
     View x;
     void *stream;
-    if (!view(tensor, &x) || current_stream(&x.device, &stream) != 0)
+    if (!view(tensor, &x) || captured(&x.device, &stream) != 0)
         Py_RETURN_FALSE;
     int64_t numbers = 1;
     for (int i = x.axes - 1; i >= 0; i--) {
@@ -349,7 +350,7 @@ static PyObject *capturing(PyObject *module, PyObject *tensor)
 {
     View x;
     void *stream;
-    int found = view(tensor, &x) ? current_stream(&x.device, &stream) : -1;
+    int found = view(tensor, &x) ? captured(&x.device, &stream) : -1;
     if (found < 0)
         Py_RETURN_NONE;
     return PyBool_FromLong(found);
@@ -424,7 +425,7 @@ static int mode(PyObject *const *tensors, Py_ssize_t count, int64_t *words, int 
     View x;
     void *stream;
     if (room < 2 || count == 0 || !view(tensors[0], &x) || (x.device.type != CPU && x.device.type != GPU) ||
-        (x.device.type == GPU && current_stream(&x.device, &stream) != 0))
+        (x.device.type == GPU && captured(&x.device, &stream) != 0))
         return 0;
     PyObject *device = PyTuple_GET_ITEM(devices, x.device.type == GPU);
     int deterministic, differentiated, autocast;
