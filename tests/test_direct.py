@@ -311,9 +311,15 @@ class _Capsules:
 
         self.view = kind(view)
         self.exchange.view = ctypes.cast(self.view, ctypes.c_void_p).value
-        self.stream = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_int32, ctypes.c_int32, ctypes.c_void_p)(lambda *_: 0)
+        self.streams: dict[int, int] = {0: 0x700}  # of the devices, by their indices
+        kind = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_int32, ctypes.c_int32, ctypes.POINTER(ctypes.c_void_p))
+        self.stream = kind(self._stream)
         self.exchange.stream = ctypes.cast(self.stream, ctypes.c_void_p).value
         self.capsule = make_capsule(ctypes.addressof(self.exchange), b"dlpack_exchange_api", None)
+
+    def _stream(self, device_type: int, index: int, found: Any) -> int:
+        found[0] = self.streams.get(index)
+        return 0 if index in self.streams else 1
 
 
 def test_where_a_tensor_is_counts(library: _Library, patch: pytest.MonkeyPatch) -> None:
@@ -334,6 +340,24 @@ def test_where_a_tensor_is_counts(library: _Library, patch: pytest.MonkeyPatch) 
     changed.exchange.major = 2
     _forget()
     assert _direct() is None
+
+
+def test_launches_go_to_the_current_stream(library: _Library, patch: pytest.MonkeyPatch) -> None:
+    """And to Triton where nothing tells of one; nor is memory cleared, or a graph seen there."""
+    changed = _Capsules(lambda x, view: None)
+    patch.setattr(torch.Tensor, "__dlpack_c_exchange_api__", changed.capsule)
+    _forget()
+    launch = _direct()
+    module = native.native()
+    for stream in (0x700, 0x800):
+        changed.streams[0] = stream
+        assert launch.attempt(X, Y, None)
+        assert module.clear(Y)
+        assert [library.launched[-1]["stream"], library.cleared[-1][-1]] == [stream] * 2
+    changed.streams.clear()
+    assert launch.attempt(X, Y, None) is module.clear(Y) is False
+    assert module.capturing(Y) is None
+    assert len(library.launched) == len(library.cleared) == 2
 
 
 def test_what_is_called_otherwise(library: _Library) -> None:
