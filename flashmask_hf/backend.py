@@ -20,12 +20,13 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.utils.output_capturing import _active_collector
 
 from flashmask_hf import upstream
 from flashmask_hf.attention import flashmask_attention
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.mask_compiler import NAME, VECTORS, mask_hook
-from flashmask_hf.mask_reader import next_true
+from flashmask_hf.mask_reader import document_starts, next_true
 from flashmask_hf.ops import device_assert
 from flashmask_hf.windows import Windowed, windowed
 
@@ -78,6 +79,9 @@ _HARMLESS = {
     "use_cache",
 }
 """Keywords of models and trainers that reach attention on their way elsewhere and do not change its result."""
+
+_TOWER = "attn_implementation={'text_config': 'flashmask', 'vision_config': 'sdpa'}"
+"""A way out where one part of a model does not take the backend."""
 
 _WINDOW_IN_MASK = {"phimoe", "qwen2_moe"}
 """Types of models whose attention is not told of its sliding window."""
@@ -196,6 +200,11 @@ def visible(
                 f"{VECTORS} would reach the encoder, the decoder and the attention between them alike; models with an "
                 "encoder and a decoder do not take them: use attention_mask"
             )
+        if config is not None and attention_mask is None and not causal:  # a model's, for which no hook ran
+            raise NotImplementedError(
+                f"{VECTORS} reached a layer that is not causal and has no mask of the model's, as in an image tower, "
+                f"whose patches they do not describe; keep it from this backend, for example with {_TOWER}"
+            )
         _check_vectors(vectors, query, key, causal)
         window = _window(module, kwargs)
         return _supplied_mask(vectors, attention_mask, causal, window, kwargs.get("position_ids"))
@@ -223,7 +232,7 @@ def _check_keywords(
             f"dropout={dropout} is not implemented by {asked}; set attention_dropout=0 in the model's config, or use "
             "attn_implementation='sdpa'"
         )
-    if kwargs.get("output_attentions"):
+    if kwargs.get("output_attentions") or _weights_are_collected():
         raise NotImplementedError(
             f"output_attentions=True: {asked} never has the weights that it would return; use "
             "attn_implementation='eager' to look at them"
@@ -249,6 +258,13 @@ def _check_keywords(
             )
 
 
+def _weights_are_collected() -> bool:
+    """Whether a model that keeps output_attentions from its layers collects what they return instead."""
+    compiling = torch.compiler.is_compiling()  # which does not read a context variable; there it is a global one
+    collected = _active_collector.global_var if compiling else _active_collector.get()
+    return collected is not None and any("attentions" in name for name in collected)
+
+
 def _check_hook_result(attention_mask: Any) -> None:
     if isinstance(attention_mask, Tensor):
         if attention_mask.dtype == torch.int32 and attention_mask.dim() == 4 and attention_mask.shape[2] in (1, 4):
@@ -258,7 +274,8 @@ def _check_hook_result(attention_mask: Any) -> None:
         got = type(attention_mask).__name__
     raise ValueError(
         f"attention_mask must be None or the columns that flashmask_hf's mask hook makes of a 2D mask, got {got} in an "
-        f"attention layer; write a dense mask as FlashMask.from_dense(mask).indices and pass it as {VECTORS}"
+        f"attention layer; write a dense mask as FlashMask.from_dense(mask).indices and pass it as {VECTORS}, or, if "
+        f"the model made it for an image tower, keep that from this backend: {_TOWER}"
     )
 
 
@@ -377,7 +394,7 @@ def _hook_mask(
             return _shared((attention_mask,), ("hook",), lambda: FlashMask(columns.contiguous(), causal))
 
         def apart() -> FlashMask:
-            starts = (position_ids[:, 1:] == 0) & (columns[:, 0, 1:, 0] > 0)  # padding has position 0, too
+            starts = document_starts(position_ids)[:, 1:] & (columns[:, 0, 1:, 0] > 0)  # padding has position 0, too
             ends = next_true(starts)[:, None, :, None].to(torch.int32)
             return FlashMask(torch.minimum(columns, ends), causal=True)
 

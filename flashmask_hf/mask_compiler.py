@@ -24,7 +24,7 @@ from transformers.masking_utils import (
 from flashmask_hf.mask import FlashMask, MaskNotRepresentable
 from flashmask_hf.mask_reader import Sight, read
 
-__all__ = ["NAME", "VECTORS", "mask_hook"]
+__all__ = ["NAME", "VECTORS", "mask_hook", "refuse_own_code"]
 
 NAME = "flashmask"
 """What `attn_implementation` is set to."""
@@ -170,19 +170,26 @@ def _refuse_pattern(function: str, name: str) -> NoReturn:
     )
 
 
+def refuse_own_code(model_class: Any, name: str) -> None:
+    """Raise for a model that does not look its attention up by name: it would add the hook's columns to its scores."""
+    if not model_class._supports_attention_backend and not model_class._can_set_attn_implementation():
+        raise NotImplementedError(
+            f"{model_class.__name__} has attention code of its own and does not take attn_implementation='{name}'; use "
+            "attn_implementation='eager' for this model"
+        )
+
+
 @cache
 def _refuse_unfit(config_class: type, name: str) -> None:
-    """Raise for a model that would add the columns to its scores, or keeps the vectors from its attention."""
-    models: list[Any] = []
+    """Raise for a model that would add the columns to its scores, or keeps the vectors from its attention.
+
+    Models with code of their own are refused when they are made (`upstream.py`); here those whose config was told of
+    this backend later.
+    """
     for mapping in (MODEL_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING):
         listed: Any = mapping.get(config_class, ())
-        models += listed if isinstance(listed, tuple) else [listed]
-    for model in models:
-        if not model._supports_attention_backend and not model._can_set_attn_implementation():
-            raise NotImplementedError(
-                f"{model.__name__} has attention code of its own and does not take attn_implementation='{name}'; use "
-                "attn_implementation='eager' for this model"
-            )
+        for model in listed if isinstance(listed, tuple) else [listed]:
+            refuse_own_code(model, name)
     reason = _UNFIT.get(getattr(config_class, "model_type", ""))
     if reason is not None:
         raise NotImplementedError(

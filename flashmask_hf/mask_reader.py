@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from flashmask_hf.ops import device_assert
 
-__all__ = ["Shown", "Sight", "next_true", "read"]
+__all__ = ["Shown", "Sight", "document_starts", "next_true", "read"]
 
 _FAR = 2**30  # past every position
 _INTEGERS = (torch.int64, torch.int32)
@@ -414,6 +414,15 @@ def _runs(joined: Tensor) -> tuple[Tensor, Tensor]:
     position = torch.arange(joined.shape[-1] + 1, device=joined.device)
     begins = nn.functional.pad(~joined, (1, 0), value=True)
     return torch.where(begins, position, 0).cummax(-1).values, next_true(~joined)
+
+
+def document_starts(position_ids: Tensor) -> Tensor:
+    """Where positions start again at 0: bool of the shape of `position_ids`, [B, S].
+
+    Nowhere in a row that has no other position: models that place their tokens otherwise pass such.
+    """
+    first = position_ids == 0
+    return first & ~first.all(-1, keepdim=True)
 
 
 def next_true(flags: Tensor) -> Tensor:

@@ -19,7 +19,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 from transformers.utils import generic
 
-from flashmask_hf.mask_compiler import NAME
+from flashmask_hf.mask_compiler import NAME, refuse_own_code
+from flashmask_hf.mask_reader import document_starts
 from flashmask_hf.ops import device_assert
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def adapt() -> None:
     """
     tell_apart_from_flash_attention(generic)
     find_documents_always(masking_utils)
-    refuse_where_classes_are_named(PreTrainedModel)
+    refuse_where_unfit(PreTrainedModel)
     take_options(PreTrainedConfig)
 
 
@@ -171,7 +172,7 @@ def _documents(
 ) -> Tensor | None:
     """The number of the document that each token is in, int32 [B, S], where the row is whole; else None.
 
-    A document starts at every token that has position 0 and is no padding. Windows within it are counted in rows, as
+    A document starts where `document_starts` says, if no padding is there. Windows within it are counted in rows, as
     they are with a cache or a 2D mask and one document: positions of padding mean nothing.
 
     Raises:
@@ -180,11 +181,10 @@ def _documents(
     """
     if position_ids.dim() != 2 or position_ids.shape[-1] != q_length:
         return None
-    starts = (position_ids == 0).expand(batch_size, -1)
-    if mask is not None:
-        if mask.shape[-1] < q_length:
-            mask = torch.nn.functional.pad(mask, (0, q_length - mask.shape[-1]))
-        starts = starts & mask[:, mask.shape[-1] - q_length :]
+    starts = document_starts(position_ids).expand(batch_size, -1)
+    if mask is not None:  # its columns are those of all keys, of a static cache also before they are there
+        column = torch.arange(q_length, device=mask.device) + q_offset
+        starts = starts & torch.nn.functional.pad(mask, (0, 1))[:, column.clamp(max=mask.shape[-1])]
     whole = not isinstance(q_offset, Tensor) and q_offset == kv_offset == 0 and q_length == kv_length
     if whole and getattr(config, "attention_chunk_size", None) is None:
         return starts.cumsum(-1).to(_FOUND_HERE)
@@ -196,11 +196,13 @@ def _documents(
     return None
 
 
-def refuse_where_classes_are_named(model_class: Any) -> None:
-    """Make models that choose attention classes by name say that they do not have one for this backend.
+def refuse_where_unfit(model_class: Any) -> None:
+    """Make models that do not ask for attention by name say that they do not take this backend.
 
-    Falcon, GPT-J and a few more look `config._attn_implementation` up in a dict of their module, before any hook runs.
-    `get_correct_attn_implementation` of `model_class` (`transformers/modeling_utils.py`) runs before that.
+    Falcon, GPT-J and a few more look `config._attn_implementation` up in a dict of classes of their module. Others have
+    one attention, to which they give whatever mask they get by that name. `get_correct_attn_implementation` of
+    `model_class` (`transformers/modeling_utils.py`) runs before either, for the models within models, too. A tower that
+    has attention of its own and no mask of transformers (of timm, say) goes on as it is.
 
     Raises:
         RuntimeError: the method is missing or not what is expected.
@@ -215,10 +217,15 @@ def refuse_where_classes_are_named(model_class: Any) -> None:
     @functools.wraps(original)
     def choose(self: Any, requested_attention: str | None, is_init_check: bool = False) -> str:
         if requested_attention in NAMES:
-            for name, classes in vars(sys.modules[type(self).__module__]).items():
-                if name.endswith("_ATTENTION_CLASSES") and isinstance(classes, dict):
-                    refusal = functools.partial(_no_class, type(self).__name__, requested_attention)
-                    classes.setdefault(requested_attention, refusal)
+            names = vars(sys.modules[type(self).__module__])
+            by_name = [x for name, x in names.items() if name.endswith("_ATTENTION_CLASSES") and isinstance(x, dict)]
+            for classes in by_name:
+                refusal = functools.partial(_no_class, type(self).__name__, requested_attention)
+                classes.setdefault(requested_attention, refusal)
+                if not is_init_check:  # its layers are made already, and will not look there again
+                    refusal()
+            if not by_name and any(getattr(x, "__module__", "") == masking_utils.__name__ for x in names.values()):
+                refuse_own_code(type(self), requested_attention)
         return original(self, requested_attention, is_init_check)
 
     choose.refuses = True  # type: ignore[attr-defined]

@@ -14,9 +14,14 @@ from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    BlipConfig,
     BloomConfig,
     CLIPVisionConfig,
+    DecisionTransformerConfig,
+    DecisionTransformerModel,
     Gemma2Config,
+    GPT2Config,
     GptOssConfig,
     Llama4TextConfig,
     LlamaConfig,
@@ -24,6 +29,7 @@ from transformers import (
     LlavaForConditionalGeneration,
     MistralConfig,
     Qwen2Config,
+    StaticCache,
 )
 from transformers import masking_utils as hf_masks
 from transformers.utils import generic
@@ -876,6 +882,20 @@ def test_no_attention_weights():
         call(output_attentions=True)
 
 
+def test_no_attention_weights_of_a_model_that_collects_them():
+    """GPT-2 does not hand output_attentions to its layers: hooks keep what they return."""
+    config = GPT2Config(vocab_size=48, n_embd=32, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=2)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="flashmask").eval()
+    with pytest.raises(NotImplementedError, match=r"output_attentions=True: .*use attn_implementation='eager'"):
+        model(tokens(1, 6), output_attentions=True)
+    assert len(model(tokens(1, 6), output_hidden_states=True).hidden_states) == 3
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        assert len(compiled(tokens(1, 6), output_hidden_states=True).hidden_states) == 3
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="output_attentions=True"):
+            compiled(tokens(1, 6), output_attentions=True)
+
+
 @pytest.mark.parametrize(
     ("attention_mask", "got"),
     [
@@ -1005,9 +1025,71 @@ def test_vectors_of_an_encoder_decoder_are_refused():
 
 def test_model_with_attention_of_its_own_is_refused():
     config = BloomConfig(vocab_size=48, hidden_size=32, n_layer=1, n_head=4)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="flashmask")
+    with pytest.raises(NotImplementedError, match=r"BloomForCausalLM has attention code of its own .*'eager'"):
+        AutoModelForCausalLM.from_config(config, attn_implementation="flashmask")
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model.config._attn_implementation = "flashmask"  # past the model's own check
     with pytest.raises(NotImplementedError, match=r"BloomModel has attention code of its own .*'eager'"):
         model(tokens(1, 6))
+
+
+def test_tower_with_attention_of_its_own_is_refused():
+    """Its config is in no mapping of models; one column would be added to its scores without an error."""
+    config = BlipConfig(
+        text_config=dict(vocab_size=48, hidden_size=32, num_hidden_layers=1, num_attention_heads=4),
+        vision_config=dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, image_size=32, patch_size=8),
+    )
+    with pytest.raises(NotImplementedError, match=r"BlipText\w+ has attention code of its own .*'eager'"):
+        AutoModelForImageTextToText.from_config(config, attn_implementation="flashmask")
+
+
+def test_vectors_do_not_reach_an_image_tower():
+    """Where it has as many patches as the row has tokens, they would fit."""
+    tower = torch.nn.Module()
+    tower.config, tower.is_causal = types.SimpleNamespace(), False
+    with pytest.raises(NotImplementedError, match=r"startend_row_indices .* image tower.*'vision_config': 'sdpa'"):
+        call(tower, startend_row_indices=FlashMask(GOOD, causal=True).bidirectional().indices)
+
+
+def test_positions_of_a_model_that_places_tokens_otherwise():
+    """Decision transformers embed the time themselves and pass only zeros, beside a 2D mask."""
+    config = dict(state_dim=4, act_dim=2, hidden_size=32, n_layer=2, n_head=4, vocab_size=48, initializer_range=0.3)
+    models = []
+    for name in ("eager", "flashmask"):
+        torch.manual_seed(0)
+        made = DecisionTransformerConfig(**config, bos_token_id=1, eos_token_id=2)
+        models.append(DecisionTransformerModel._from_config(made, attn_implementation=name).eval())
+    steps = torch.ones(1, 6, 1)
+    inputs = dict(states=steps.cumsum(1).expand(1, 6, 4), actions=steps.expand(1, 6, 2), rewards=steps)
+    inputs |= dict(returns_to_go=steps, timesteps=torch.arange(6)[None])
+    want, got = (model(**inputs).action_preds for model in models)
+    assert_near(got, want)
+
+
+def test_positions_that_are_all_zero_and_reach_the_layers():
+    ours, eager = model_pair("llama")
+    inputs = dict(position_ids=torch.zeros(1, 6, dtype=torch.long), attention_mask=torch.ones(1, 6, dtype=torch.long))
+    ids = tokens(1, 6)
+    assert_near(ours(ids, **inputs).logits, eager(ids, **inputs).logits)
+
+
+@pytest.mark.parametrize("width", [6, 8])
+def test_left_padding_in_a_static_cache(width):
+    """The 2D mask may be as wide as the tokens or as the cache."""
+    ours, eager = model_pair("llama")
+    real = torch.tensor([[0, 0, 1, 1, 1, 1]])
+    mask = torch.nn.functional.pad(real, (0, width - 6))
+    ids, place = tokens(1, 6), (real.cumsum(-1) - 1).clamp(min=0)
+    got, want = (
+        model(
+            ids,
+            attention_mask=mask,
+            position_ids=place,
+            past_key_values=StaticCache(config=model.config, max_cache_len=8),
+        ).logits[:, 2:]
+        for model in (ours, eager)
+    )
+    assert_near(got, want)
 
 
 def test_vectors_out_of_range_are_refused():

@@ -6,7 +6,15 @@ import types
 import pytest
 import torch
 from tiny import llama_config
-from transformers import AutoModelForCausalLM, FalconConfig, GPTJConfig, GPTNeoConfig, Llama4TextConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    FalconConfig,
+    GitConfig,
+    GPTJConfig,
+    GPTNeoConfig,
+    Llama4TextConfig,
+    PreTrainedModel,
+)
 from transformers import masking_utils as hf_masks
 from transformers.utils import generic
 
@@ -179,13 +187,24 @@ def test_classes_by_name_say_that_there_is_none(config):
     AutoModelForCausalLM.from_config(config, attn_implementation="eager")
 
 
+def test_classes_by_name_are_not_there_later_either():
+    vision = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, image_size=32, patch_size=8)
+    config = GitConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, pad_token_id=0, vision_config=vision
+    )
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with pytest.raises(NotImplementedError, match=r"Git\w+ has attention classes of its own .*'eager'"):
+        model.set_attn_implementation("flashmask")
+    assert model.config._attn_implementation == "eager"
+
+
 @pytest.mark.parametrize("method", [None, print, lambda self: None], ids=["missing", "builtin", "signature"])
 def test_class_patch_refuses_what_it_does_not_know(method):
     model_class = type("Model", (), {} if method is None else {"get_correct_attn_implementation": method})
     with pytest.raises(
         RuntimeError, match=r"get_correct_attn_implementation of Model.*install a version it was tested"
     ):
-        upstream.refuse_where_classes_are_named(model_class)
+        upstream.refuse_where_unfit(model_class)
 
 
 def test_adapting_twice_changes_nothing():

@@ -234,7 +234,7 @@ WRONG = {
     "attention of its own": (
         lambda: other_architecture(BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=4)),
         NotImplementedError,
-        "BloomModel has attention code of its own .*'eager'",
+        "BloomForCausalLM has attention code of its own .*'eager'",
     ),
     "relative positions in the scores": (
         lambda: other_architecture(
