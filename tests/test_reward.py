@@ -464,6 +464,17 @@ def test_training_follows_stock_trl(lora, model_path, tokenizer, tmp_path):
                 assert one[name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
 
 
+def test_the_last_step_of_an_epoch_logs_all_of_its_batches(model_path, tokenizer, tmp_path):
+    """13 rows make three batches of four and one of one, which Trainer fetches before it computes the first."""
+    options = {"num_train_epochs": 2, "gradient_accumulation_steps": 4, "learning_rate": 1e-2}
+    ours, stock = (
+        make(c, model_path, tokenizer, tmp_path, preference_rows(13), **options)
+        for c in (MultiAnswerRewardTrainer, RewardTrainer)
+    )
+    for one, other in zip(curve(ours), curve(stock), strict=True):
+        assert {key: one[key] for key in other} == pytest.approx(other, rel=1e-3, abs=1e-4)
+
+
 def test_evaluation_is_exact_over_all_batches(model_path, tokenizer, tmp_path):
     data = scored((2, 6, 3, 4, 5, 3, 3))
     seen = {}

@@ -295,7 +295,10 @@ class MultiAnswerRewardTrainer(RewardTrainer):
             rewards.masked_fill(~real, -torch.inf).amax(1),
             rewards.masked_fill(~real, 0.0).sum(1),
         ]
-        rows: Any = self.accelerator.gather_for_metrics(torch.stack([column.float() for column in columns], 1))
+        # At the end of the data gather_for_metrics cuts a batch to what is no repetition. Training counts repetitions,
+        # and Trainer is at the end before it computes the first batch of the last step: it would cut all of them.
+        gather = self.accelerator.gather if mode == "train" else self.accelerator.gather_for_metrics
+        rows: Any = gather(torch.stack([column.float() for column in columns], 1))
         counts, computed, unshared, accuracy, margin, least, most, total = rows.cpu().double().unbind(1)
         if mode == "train":
             repeats: Any = self._tp_size  # the ranks of a tensor parallel group have the same batch
