@@ -33,6 +33,7 @@ from typing import Any
 
 import common
 import data
+import numpy as np
 import torch
 from accelerate import PartialState
 from transformers import AutoModelForSequenceClassification
@@ -65,13 +66,14 @@ def show(trainer: Any, number: int) -> None:
     args = trainer.args
     model = common.load_again(AutoModelForSequenceClassification, args.output_dir, args, num_labels=1)
     for row in itertools.islice(trainer.eval_dataset, number):
-        print(f"Prompt: {trainer.processing_class.decode(row['prompt_ids'], skip_special_tokens=True)}")
-        for wanted, answer in sorted(zip(row["scores"], row["answers_ids"], strict=True), reverse=True):
-            input_ids = torch.tensor([row["prompt_ids"] + answer], device=model.device)
+        question, answers, scores, _ = trainer.data_collator.read(row, "the row")
+        print(f"Prompt: {trainer.processing_class.decode(question, skip_special_tokens=True)}")
+        for nth in sorted(range(len(answers)), key=scores.__getitem__, reverse=True):
+            input_ids = torch.from_numpy(np.concatenate([question, answers[nth]]))[None].to(model.device)
             with torch.no_grad():
                 reward = model(input_ids=input_ids).logits.item()
-            beginning = trainer.processing_class.decode(answer[:16], skip_special_tokens=True)
-            print(f"Score {wanted}: reward {reward:.2f} for {beginning!r}...")
+            beginning = trainer.processing_class.decode(answers[nth][:16], skip_special_tokens=True)
+            print(f"Score {scores[nth]:g}: reward {reward:.2f} for {beginning!r}...")
 
 
 if __name__ == "__main__":

@@ -89,6 +89,24 @@ def test_the_demo_learns_saves_and_reloads(tmp_path, capsys, recipe, flags):
     assert torch.isfinite(reloaded(input_ids=torch.arange(1, 9)[None]).logits).all()
 
 
+SHOWN = {
+    "chosen and rejected": ({"prompt": "Why? ", "chosen": "Because.", "rejected": "No."}, [1, 0]),
+    "ranked": ({"prompt": "Why? ", "answers": ["Because.", "So.", "No."]}, [2, 1, 0]),
+    "scored": ({"prompt": "Why? ", "answers": ["No.", "Because.", "So."], "scores": [0.0, 2.5, 0.0]}, [2.5, 0, 0]),
+    "tokenized": ({"chosen_ids": [8, 9, 10], "rejected_ids": [8, 11]}, [1, 0]),
+}
+
+
+@pytest.mark.parametrize("form", SHOWN)
+def test_rewards_are_shown_whatever_the_data_looks_like(tmp_path, model, capsys, form):
+    row, scores = SHOWN[form]
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 4)
+    flags = ["--model_name_or_path", model, "--dataset_name", tmp_path / "rows.jsonl", "--dataset_test_split", "train"]
+    printed = run("reward", capsys, tmp_path / "out", *flags, *QUICK, "--max_steps", 1, "--do_eval", "--show", 1)
+    _, shown = printed.split("Prompt: ")
+    assert [float(line.split()[1][:-1]) for line in shown.splitlines() if ": reward " in line] == scores
+
+
 # accelerate shards on accelerators only. Let it take processes of the CPU for some.
 FSDP_ON_CPU = """
 import runpy, sys

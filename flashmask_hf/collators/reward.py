@@ -15,14 +15,14 @@ from torch import Tensor
 from flashmask_hf.collators.forest import Forest, PackedRows, check_row_options, integers, pack_forests
 from flashmask_hf.packed_backbone import packed_inputs
 
-__all__ = ["DataCollatorForMultiAnswerReward", "answer_scores", "shared_prefix"]
+__all__ = ["Comparison", "DataCollatorForMultiAnswerReward", "answer_scores", "shared_prefix"]
 
 PADDING = -100.0
 """The score of an answer that a question lacks: what Trainer pads labels and predictions with."""
 
 
-class _Question(NamedTuple):
-    """An example after reading."""
+class Comparison(NamedTuple):
+    """An example after reading, see `DataCollatorForMultiAnswerReward.read`."""
 
     question: NDArray[np.int64]  # [Q], may be empty
     answers: list[NDArray[np.int64]]  # N arrays of [A]
@@ -30,6 +30,7 @@ class _Question(NamedTuple):
     margins: NDArray[np.float32] | None  # [N]
 
     def forest(self) -> Forest:
+        """The question with its answers behind it, or of an empty one, the answers alone."""
         if self.question.size:
             return Forest.shared_question(self.question, self.answers)
         lengths = np.array([len(answer) for answer in self.answers])
@@ -124,7 +125,7 @@ class DataCollatorForMultiAnswerReward:
         if not examples:
             raise ValueError("examples is empty: a batch needs at least one example")
         names = [f"example {index}" for index in range(len(examples))]
-        read = [self._read(example, name) for example, name in zip(examples, names, strict=True)]
+        read = [self.read(example, name) for example, name in zip(examples, names, strict=True)]
         rows = self._pack(read, names)
         counts = [len(example.answers) for example in read]
         shape = (len(read), max(counts))
@@ -161,9 +162,9 @@ class DataCollatorForMultiAnswerReward:
 
     def check(self, example: Mapping[str, Any], name: str) -> None:
         """Raise what collating a batch with this example would, calling it `name`."""
-        self._pack([self._read(example, name)], [name])
+        self._pack([self.read(example, name)], [name])
 
-    def _pack(self, read: Sequence[_Question], names: Sequence[str]) -> PackedRows:
+    def _pack(self, read: Sequence[Comparison], names: Sequence[str]) -> PackedRows:
         return pack_forests(
             [example.forest() for example in read],
             self.row_length,
@@ -173,7 +174,8 @@ class DataCollatorForMultiAnswerReward:
             names=names,
         )
 
-    def _read(self, example: Mapping[str, Any], name: str) -> _Question:
+    def read(self, example: Mapping[str, Any], name: str) -> Comparison:
+        """Question, answers and scores of an example in any of the forms, calling it `name` in errors."""
         has = {column for column in example if example[column] is not None}
         if not ({"prompt_ids", "answers_ids"} <= has or {"chosen_ids", "rejected_ids"} <= has):
             raise ValueError(
@@ -200,7 +202,7 @@ class DataCollatorForMultiAnswerReward:
             question = integers(example["prompt_ids"], f"prompt_ids of {name}")
         scored = None if whole else example.get("scores")
         scores = answer_scores(scored, len(answers), name)
-        return _Question(question, answers, scores, self._margins(example, scores, scored is not None, name))
+        return Comparison(question, answers, scores, self._margins(example, scores, scored is not None, name))
 
     def _margins(
         self, example: Mapping[str, Any], scores: NDArray[np.float32], scored: bool, name: str
