@@ -475,6 +475,15 @@ def test_the_last_step_of_an_epoch_logs_all_of_its_batches(model_path, tokenizer
         assert {key: one[key] for key in other} == pytest.approx(other, rel=1e-3, abs=1e-4)
 
 
+def test_total_flos_are_those_of_the_packed_tokens(model_path, tokenizer, tmp_path):
+    data = scored((3, 2))
+    trainer = make(MultiAnswerRewardTrainer, model_path, tokenizer, tmp_path, data, num_train_epochs=3)
+    trainer.train()
+    computed = sum(len(e["prompt_ids"]) + sum(map(len, e["answers_ids"])) for e in data)
+    parameters = trainer.model.num_parameters(exclude_embeddings=True)
+    assert trainer.state.total_flos == 3 * 6 * computed * parameters
+
+
 def test_evaluation_is_exact_over_all_batches(model_path, tokenizer, tmp_path):
     data = scored((2, 6, 3, 4, 5, 3, 3))
     seen = {}

@@ -313,6 +313,10 @@ class MultiAnswerRewardTrainer(RewardTrainer):
             _add(ratios[f"accuracy_of_{count:.0f}_answers"], share, 1)
         _add(ratios["shared_tokens_saved"], (unshared - computed).sum().item(), unshared.sum().item())
 
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """Trainer's estimate, of the packed rows: `input_ids` holds only the last token of each answer."""
+        return super().floating_point_ops(inputs | {"input_ids": inputs["packed_input_ids"]})
+
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Trainer's, without what an earlier prediction measured and never logged."""
         self._metrics["eval"].clear()
