@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import data
+import torch
 from accelerate import PartialState
 from datasets import DatasetDict, load_from_disk
 from safetensors import SafetensorError, safe_open
@@ -182,6 +183,9 @@ def what_is_missing(checkpoint: Path) -> str | None:
 def train(trainer: Any, script_args: ScriptArguments) -> None:
     """Train, from the checkpoint to resume if there is one; evaluate, if asked to; save, and push."""
     args = trainer.args
+    if script_args.ignore_bias_buffers:  # as `trl dpo`
+        buffers = trainer.model.named_buffers()
+        trainer.model._ddp_params_and_buffers_to_ignore = [name for name, held in buffers if held.dtype == torch.bool]
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     if args.do_eval:
         metrics = trainer.evaluate()

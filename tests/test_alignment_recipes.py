@@ -17,7 +17,7 @@ from accelerate.commands.launch import launch_command_parser
 from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from test_sft_recipe import QUICK, RECIPES, launch, logged
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaModel, TrainingArguments
 
 import common  # isort: skip
 import data  # isort: skip
@@ -105,6 +105,27 @@ def test_rewards_are_shown_whatever_the_data_looks_like(tmp_path, model, capsys,
     printed = run("reward", capsys, tmp_path / "out", *flags, *QUICK, "--max_steps", 1, "--do_eval", "--show", 1)
     _, shown = printed.split("Prompt: ")
     assert [float(line.split()[1][:-1]) for line in shown.splitlines() if ": reward " in line] == scores
+
+
+@pytest.mark.parametrize("recipe", ["dpo", "reward"])
+@pytest.mark.parametrize("ignored", [True, False])
+def test_bool_buffers_are_ignored_where_asked_for(tmp_path, model, files, monkeypatch, capsys, recipe, ignored):
+    seen = []
+
+    def train(trainer, **_):
+        seen.append(getattr(trainer.model, "_ddp_params_and_buffers_to_ignore", None))
+
+    init = LlamaModel.__init__
+
+    def with_bias(self, config):
+        init(self, config)
+        self.register_buffer("bias", torch.ones(2, dtype=torch.bool), persistent=False)
+
+    monkeypatch.setattr(LlamaModel, "__init__", with_bias)
+    monkeypatch.setattr("transformers.Trainer.train", train)
+    flags = ["--model_name_or_path", model, "--dataset_name", files[recipe], "--ignore_bias_buffers", ignored]
+    run(recipe, capsys, tmp_path, *flags, *QUICK)
+    assert seen == [["model.bias"] if ignored else None]
 
 
 # accelerate shards on accelerators only. Let it take processes of the CPU for some.
