@@ -182,8 +182,8 @@ def causal_document(
         . . . . . 1
 
     Args:
-        documents: lengths in tokens; a list for one row, a list of lists for a batch, or an int tensor [documents] or
-            [B, documents], in which zeros at the end of a row stand for no document.
+        documents: lengths in tokens; a list for one row, a list of lists for a batch, or an int tensor: [documents], or
+            [B, documents], whose rows may end in zeros for no document.
         kv_len: number of keys; None means the longest row.
         q_len: number of queries; None means kv_len, less means the last q_len positions.
         device: where the mask lives; None is the device of `documents`, or the CPU.
@@ -223,8 +223,8 @@ def document(
         . . . . . 1
 
     Args:
-        documents: lengths in tokens; a list for one row, a list of lists for a batch, or an int tensor [documents] or
-            [B, documents], in which zeros at the end of a row stand for no document.
+        documents: lengths in tokens; a list for one row, a list of lists for a batch, or an int tensor: [documents], or
+            [B, documents], whose rows may end in zeros for no document.
         kv_len: number of keys; None means the longest row.
         q_len: number of queries; None means kv_len, less means the last q_len positions.
         device: where the mask lives; None is the device of `documents`, or the CPU.
@@ -385,7 +385,7 @@ def causal_blockwise(
 
     Args:
         block_lengths: lengths in tokens, the last one being the test example; a list for one row, a list of lists for a
-            batch, or an int tensor [blocks] or [B, blocks], in which zeros at the end of a row stand for no block.
+            batch, or an int tensor: [blocks], or [B, blocks], whose rows may end in zeros for no block.
         kv_len: number of keys; None means the longest row.
         q_len: number of queries; None means kv_len, less means the last q_len positions.
         device: where the mask lives; None is the device of `block_lengths`, or the CPU.
