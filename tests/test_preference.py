@@ -32,6 +32,7 @@ def examples(shapes, seed=0):
     return made
 
 
+PAIR = {"prompt_ids": [1], "chosen_ids": [2], "rejected_ids": [3]}
 PAIRS = [(4, [3, 5]), (1, [1, 1]), (7, [2, 6]), (3, [8, 1])]
 
 
@@ -98,6 +99,11 @@ def test_reference_log_probabilities_are_passed_on():
     assert torch.equal(batch["ref_rejected_logps"], torch.full((4,), -2.0))
 
 
+def test_a_column_of_none_is_no_column():
+    batch = DataCollatorForSharedQuestion()([PAIR | {"answers_ids": None, "ref_chosen_logps": None}, PAIR])
+    assert batch.keys() == DataCollatorForSharedQuestion()([PAIR, PAIR]).keys()
+
+
 def test_keep_start_is_that_of_trl_and_says_so_once(caplog):
     collator = DataCollatorForSharedQuestion(max_length=9, truncation_mode="keep_start")
     with caplog.at_level(logging.WARNING):
@@ -143,6 +149,30 @@ BAD = {
         {},
         ValueError,
         "example 0 has answers_ids and chosen_ids",
+    ),
+    "no answers": (
+        [{"prompt_ids": [1], "answers_ids": None}],
+        {},
+        ValueError,
+        "example 0 has no chosen_ids and no rejected_ids; .*It has: prompt_ids$",
+    ),
+    "no reference": (
+        [PAIR | {"ref_chosen_logps": -1.0}, PAIR],
+        {},
+        ValueError,
+        "example 1 has no ref_chosen_logps, but example 0 of the same batch has; give it to every example, or to none",
+    ),
+    "reference of others": (
+        [PAIR | {"ref_rejected_logps": None}, PAIR | {"ref_rejected_logps": -1.0}],
+        {},
+        ValueError,
+        "example 0 has no ref_rejected_logps, but example 1",
+    ),
+    "reference not a number": (
+        [PAIR | {"ref_chosen_logps": "low"}],
+        {},
+        TypeError,
+        "ref_chosen_logps of example 0 must be a number, got 'low'",
     ),
     "one answer": ([{"prompt_ids": [1], "answers_ids": [[2]]}], {}, ValueError, "example 0 has 1 answers, but"),
     "empty question": (examples([(1, [1, 1]), (0, [1, 1])]), {}, ValueError, "example 1 has an empty question"),

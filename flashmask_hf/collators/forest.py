@@ -11,6 +11,7 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -25,6 +26,7 @@ __all__ = [
     "check_row_options",
     "integers",
     "lay_out",
+    "number",
     "pack_forests",
     "too_deep",
 ]
@@ -435,6 +437,15 @@ def integers(values: Any, what: str) -> NDArray[np.int64]:
     if array.size and array.dtype.kind not in "iub":
         raise TypeError(f"{what} must be integers, got {array.dtype}")
     return array.astype(np.int64, copy=False)
+
+
+def number(value: Any, what: str) -> float:
+    """A number of Python, NumPy or a tensor without axes; a TypeError calls anything else by the name `what`."""
+    if isinstance(value, (Tensor, np.ndarray)) and not value.ndim:
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{what} must be a number, got {value!r}")
+    return float(value)
 
 
 def too_deep(name: str, depth: int, positions: int) -> str:

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flashmask_hf.collators.forest import Forest, check_row_options, integers, pack_forests
+from flashmask_hf.collators.forest import Forest, check_row_options, integers, number, pack_forests
 from flashmask_hf.packed_backbone import packed_inputs
 
 __all__ = ["DataCollatorForSharedQuestion"]
@@ -57,9 +57,10 @@ class DataCollatorForSharedQuestion:
         * `ref_chosen_logps` and `ref_rejected_logps`, float32 [examples], if the examples have them.
 
     Raises:
-        ValueError: an argument is out of range; or an example lacks a column, has an empty question or answer, less
-            than two answers, or is too long. The message names the example's index in the batch and the way out.
-        TypeError: a column does not hold integers.
+        ValueError: an argument is out of range; or an example lacks a column (None is none) that it or others of the
+            batch need, has an empty question or answer, less than two answers, or is too long. The message names the
+            example's index in the batch and the way out.
+        TypeError: a column does not hold integers, or not a number for the reference.
 
     Example:
         >>> from flashmask_hf.collators import DataCollatorForSharedQuestion
@@ -140,24 +141,32 @@ class DataCollatorForSharedQuestion:
         if most > 2:
             batch["question_index"] = torch.tensor([index for index, _ in sequences])
         for column in ("ref_chosen_logps", "ref_rejected_logps"):
-            if column in examples[0]:
-                batch[column] = torch.tensor([float(example[column]) for example in examples])
+            has_it = [example.get(column) is not None for example in examples]
+            if any(has_it) and not all(has_it):
+                raise ValueError(
+                    f"{names[has_it.index(False)]} has no {column}, but {names[has_it.index(True)]} of the same batch "
+                    "has; give it to every example, or to none"
+                )
+            if all(has_it):
+                given = zip(examples, names, strict=True)
+                batch[column] = torch.tensor([number(e[column], f"{column} of {name}") for e, name in given])
         return batch
 
     def _read(self, example: Mapping[str, Any], name: str) -> tuple[NDArray[np.int64], list[NDArray[np.int64]]]:
         """Question and answers of an example, truncated."""
-        columns = ["answers_ids"] if "answers_ids" in example else ["chosen_ids", "rejected_ids"]
-        if "answers_ids" in example and "chosen_ids" in example:
+        has = [column for column in example if example[column] is not None]
+        columns = ["answers_ids"] if "answers_ids" in has else ["chosen_ids", "rejected_ids"]
+        if "answers_ids" in has and "chosen_ids" in has:
             raise ValueError(f"{name} has answers_ids and chosen_ids; remove one of the columns, to say which is meant")
-        missing = [column for column in ("prompt_ids", *columns) if column not in example]
+        missing = [column for column in ("prompt_ids", *columns) if column not in has]
         if missing:
             raise ValueError(
                 f"{name} has no {' and no '.join(missing)}; it needs prompt_ids with chosen_ids and rejected_ids, "
                 "which SharedQuestionDPOTrainer makes of text, or with answers_ids. "
-                f"It has: {', '.join(map(str, example))}"
+                f"It has: {', '.join(map(str, has)) or 'nothing'}"
             )
         question = integers(example["prompt_ids"], f"prompt_ids of {name}")
-        given = example["answers_ids"] if "answers_ids" in example else [example[column] for column in columns]
+        given = example["answers_ids"] if "answers_ids" in has else [example[column] for column in columns]
         answers = [integers(answer, f"answer {nth} of {name}") for nth, answer in enumerate(given)]
         if not question.size:
             raise ValueError(
