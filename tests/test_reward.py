@@ -718,6 +718,12 @@ def test_a_margin_is_for_the_better_answer():
     assert margins.tolist() == [[0.5, 2.0, 1.0], [0.75, 0.0, 0.0]]
 
 
+@pytest.mark.parametrize("margin", [1, torch.tensor(1.0), torch.tensor(1), np.array(1.0), np.float32(1)], ids=repr)
+def test_a_margin_may_be_any_number(margin):
+    batch = DataCollatorForMultiAnswerReward()([{"chosen_ids": [9], "rejected_ids": [10], "margin": margin}])
+    assert batch["margins"].tolist() == [[1.0, 0.0]]
+
+
 GOOD = {"prompt_ids": [1, 2], "answers_ids": [[3], [4]]}
 
 
@@ -731,6 +737,7 @@ GOOD = {"prompt_ids": [1, 2], "answers_ids": [[3], [4]]}
         ({"pad_token_id": None}, "pad_token_id must be a token id, got None"),
         ({"score_margin": -1.0}, "score_margin must be a number, at least 0"),
         ({"score_margin": float("nan")}, "score_margin must be a number, at least 0"),
+        ({"score_margin": "1"}, r"score_margin must be a number, at least 0 \(no margins\), got '1'"),
     ],
 )
 def test_bad_options_raise(options, message):
@@ -760,6 +767,7 @@ def test_bad_options_raise(options, message):
         ({}, GOOD | {"scores": ["a", "b"]}, TypeError, "scores of example 1 must be a sequence of numbers"),
         ({}, GOOD | {"scores": [3, 3]}, ValueError, r"the scores of example 1 are all 3, .*dataset\.filter"),
         ({}, GOOD | {"margin": "wide"}, TypeError, "margin of example 1 must be a number, got 'wide'"),
+        ({}, GOOD | {"margin": torch.tensor([1.0])}, TypeError, "margin of example 1 must be a number, got tensor"),
         ({}, GOOD | {"margin": float("inf")}, ValueError, "margin of example 1 is inf; it must be finite"),
         ({}, GOOD | {"margin": 1.0}, ValueError, "example 0 has no margin, but example 1 of the same batch has"),
         (
@@ -877,6 +885,8 @@ def test_arguments_that_do_not_serve_raise(model_path, tokenizer, tmp_path):
         trainer(score_margin=0.5)
     with pytest.raises(ValueError, match="example 0 of the train dataset has a margin, and scores that score_margin"):
         trainer([PAIR | {"margin": 1.0, "score_chosen": 2.0, "score_rejected": 1.0}], score_margin=0.5)
+    with pytest.raises(TypeError, match="score_rejected of example 0 of the train dataset must be a number, got None"):
+        trainer([PAIR | {"score_chosen": 2.0, "score_rejected": None}], score_margin=0.5)
     with pytest.raises(
         ValueError, match=r"example 0 of the train dataset, as prepared, has .* more than the 6 of a row"
     ):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flashmask_hf.collators.forest import Forest, PackedRows, check_row_options, integers, pack_forests
+from flashmask_hf.collators.forest import Forest, PackedRows, check_row_options, integers, number, pack_forests
 from flashmask_hf.packed_backbone import packed_inputs
 
 __all__ = ["Comparison", "DataCollatorForMultiAnswerReward", "answer_scores", "shared_prefix"]
@@ -117,7 +118,7 @@ class DataCollatorForMultiAnswerReward:
         check_row_options(
             self.pad_token_id, self.row_length, self.pad_to_multiple_of, self.max_position_embeddings, "row_length"
         )
-        if not 0 <= self.score_margin < math.inf:
+        if not isinstance(self.score_margin, Real) or not 0 <= self.score_margin < math.inf:
             raise ValueError(f"score_margin must be a number, at least 0 (no margins), got {self.score_margin!r}")
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
@@ -217,8 +218,7 @@ class DataCollatorForMultiAnswerReward:
                     "(score_chosen and score_rejected beside chosen and rejected), or set score_margin=0"
                 )
             return np.float32(self.score_margin) * scores
-        if isinstance(margin, bool) or not isinstance(margin, (int, float, np.number)):
-            raise TypeError(f"margin of {name} must be a number, got {margin!r}")
+        margin = number(margin, f"margin of {name}")
         if not np.isfinite(margin):
             raise ValueError(f"margin of {name} is {margin}; it must be finite, or remove the example")
         if len(scores) != 2:

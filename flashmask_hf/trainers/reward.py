@@ -18,6 +18,7 @@ from trl.trainer.reward_config import RewardConfig
 from trl.trainer.reward_trainer import RewardTrainer
 from trl.trainer.utils import global_then_local_main_first
 
+from flashmask_hf.collators.forest import number
 from flashmask_hf.collators.reward import (
     PADDING,
     DataCollatorForMultiAnswerReward,
@@ -414,5 +415,7 @@ def _tokenize(
                 f"{name} has a margin, and scores that score_margin={score_margin} makes another of; remove the margin "
                 "column, or set score_margin=0"
             )
-        tokenized["margin"] = score_margin * (example["score_chosen"] - example["score_rejected"])
+        columns = ("score_chosen", "score_rejected")
+        chosen, rejected = (number(example[column], f"{column} of {name}") for column in columns)
+        tokenized["margin"] = score_margin * (chosen - rejected)
     return tokenized
