@@ -610,6 +610,21 @@ def test_formats(form, model_path, tokenizer, tmp_path):
     ] * 2
 
 
+@pytest.mark.parametrize("library", ["torch", "numpy"])
+@pytest.mark.parametrize("form", FORMATS)
+def test_rows_may_be_tensors_and_arrays(form, library, model_path, tokenizer, tmp_path):
+    row, _ = FORMATS[form]
+    data = [row | ({"scores": [2.5, 1.0]} if "answers" in row else {"margin": 0.5})]
+    plain, trainer = (
+        make(MultiAnswerRewardTrainer, model_path, tokenizer, tmp_path, Dataset.from_list(data).with_format(name))
+        for name in (None, library)
+    )
+    batch, expected = (next(iter(one.get_train_dataloader())) for one in (trainer, plain))
+    assert batch.keys() == expected.keys()
+    for name, values in expected.items():
+        assert torch.equal(batch[name], values), name
+
+
 def test_scores_decide_and_ranked_answers_come_best_first(model_path, tokenizer, tmp_path):
     row = {"prompt": "w8 ", "answers": ["w9 ", "w10 ", "w11 "]}
     for scores, expected in ((None, [2, 1, 0]), ([3.0, 9.5, 1.0], [3, 9.5, 1])):
