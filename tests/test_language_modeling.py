@@ -3,6 +3,7 @@
 import doctest
 from collections import Counter
 from itertools import chain, pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,8 +11,8 @@ import torch
 from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import CHECKPOINTING, VOCAB, llama_config, word_tokenizer
-from transformers import AutoModelForCausalLM
+from tiny import CHECKPOINTING, VOCAB, llama_config, trainer_settings, word_tokenizer
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 import flashmask_hf.collators.forest as forest
@@ -332,10 +333,46 @@ def test_pack_dataset_keeps_the_token_columns_together():
         text=["a", "b", "c"],
     )
     packed = pack_dataset(source, 6)
-    assert set(packed.column_names) == {"input_ids", "labels", "completion_mask", "seq_lengths"}
+    assert set(packed.column_names) == {"input_ids", "labels", "completion_mask", "position_ids", "seq_lengths"}
     for row in packed:
         assert row["labels"] == [-token for token in row["input_ids"]]
         assert row["completion_mask"] == [token % 2 == 0 for token in row["input_ids"]]
+
+
+MASKED = {
+    "input_ids": [[5, 6, 7, 8], [9, 10], [11, 12, 13]],
+    "completion_mask": [[0, 0, 1, 1], [0, 1], [0, 1, 1]],
+    "assistant_masks": [[1, 1, 1, 0], [1, 1], [1, 1, 1]],
+}
+
+
+@pytest.mark.parametrize(
+    ("choice", "labels"),
+    [
+        (None, [-100, -100, 7, -100, -100, 10, -100, 12, 13]),
+        (True, [-100, -100, 7, -100, -100, 10, -100, 12, 13]),
+        (False, [5, 6, 7, -100, 9, 10, 11, 12, 13]),
+    ],
+)
+def test_pack_dataset_makes_labels_of_the_masks(choice, labels):
+    rows = pack_dataset(Dataset.from_dict(MASKED), 9, completion_only_loss=choice)
+    assert rows["labels"][:] == [labels]
+    batch = DataCollatorForPackedLanguageModeling()(rows.to_list())
+    starts = (0, 4, 6)
+    assert batch["labels"].tolist() == [[-100 if at in starts else label for at, label in enumerate(labels)]]
+
+
+def test_the_collator_undoes_labels_that_were_made_of_masks():
+    rows = pack_dataset(Dataset.from_dict(MASKED), 9).to_list()
+    every = DataCollatorForPackedLanguageModeling(completion_only_loss=False)
+    assert every(rows)["labels"].tolist() == [[-100, 6, 7, -100, -100, 10, -100, 12, 13]]
+    given = pack_dataset(Dataset.from_dict({**MASKED, "labels": [[5, -100, 7, 8], [9, -100], [11, 12, 13]]}), 9)
+    assert every(given.to_list())["labels"].tolist() == [[-100, -100, 7, 8, -100, -100, -100, 12, 13]]
+
+
+def test_pack_dataset_wants_the_mask_that_it_was_told_of():
+    with pytest.raises(ValueError, match="example 0 has no completion_mask, which completion_only_loss=True needs"):
+        pack_dataset(dataset([3, 2]), 4, completion_only_loss=True)
 
 
 @pytest.mark.parametrize("view", ["shuffled", "selected", "torch", "streamed"])
@@ -492,6 +529,26 @@ def test_the_collator_in_the_stock_trainer_equals_padded_batches(tmp_path):
     assert batch["input_ids"].shape[0] == 1
 
 
+@pytest.mark.parametrize("kind", ["Trainer", "SFTTrainer"])
+@pytest.mark.parametrize("streamed", [False, True], ids=["", "streamed"])
+def test_rows_keep_documents_and_labels_in_every_trainer(tmp_path, kind, streamed):
+    rows = pack_dataset(Dataset.from_dict(MASKED), 9)
+    options: Any = {
+        "model": tiny_llama("flashmask"),
+        "train_dataset": rows.to_iterable_dataset() if streamed else rows,
+        "data_collator": DataCollatorForPackedLanguageModeling(),
+    }
+    settings = trainer_settings(tmp_path) | {"max_steps": 1}
+    if kind == "Trainer":
+        trainer = Trainer(args=TrainingArguments(**settings), **options)
+    else:
+        trainer = SFTTrainer(args=SFTConfig(**settings, max_length=None), processing_class=tokenizer(), **options)
+    batch = next(iter(trainer.get_train_dataloader()))
+    assert batch["startend_row_indices"].flatten().tolist() == [4] * 4 + [6] * 2 + [9] * 3
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 0, 1, 0, 1, 2]]
+    assert batch["labels"].tolist() == [[-100, -100, 7, -100, -100, 10, -100, 12, 13]]
+
+
 def conversations(count):
     """Columns as those of allenai/tulu-v2-sft-mixture: one to three exchanges, every third behind a system turn."""
     rng = np.random.default_rng(0)
@@ -532,4 +589,4 @@ def test_conversations_train_in_the_stock_trainer(tmp_path, assistant_only):
 
     rows = pack_dataset(prepared, 128)
     assert sorted(unpack(rows)) == sorted(prepared["input_ids"])
-    assert set(rows.column_names) <= {"input_ids", "labels", "assistant_masks", "seq_lengths"}
+    assert set(rows.column_names) <= {"input_ids", "labels", "assistant_masks", "position_ids", "seq_lengths"}

@@ -28,7 +28,8 @@ IGNORED = -100
 """The label of a token that no loss is computed for."""
 
 TRUNCATION_MODES = ("error", "keep_start", "keep_end")
-_TOKEN_COLUMNS = ("input_ids", "labels", "completion_mask", "assistant_masks")
+_MASK_COLUMNS = ("completion_mask", "assistant_masks")
+_TOKEN_COLUMNS = ("input_ids", "labels", *_MASK_COLUMNS)
 
 SomeDataset = TypeVar("SomeDataset", bound=Dataset | IterableDataset)
 
@@ -40,8 +41,8 @@ class DataCollatorForPackedLanguageModeling:
     An example is a dictionary with `input_ids`, a sequence of integers. Its labels are `labels` if it has them, used as
     they are; otherwise `input_ids`, where `assistant_masks` and `completion_mask` (0 or 1 per token) say that a loss is
     wanted. An example that is packed already says so with `seq_lengths` (the lengths of its documents, as
-    `pack_dataset` and TRL write them) or `position_ids` (which start again at 0 with each document). Other keys are
-    ignored.
+    `pack_dataset` and TRL write them) or `position_ids` (which start again at 0 with each document); a packed row whose
+    trainer has removed both cannot be told from one document. Other keys are ignored.
 
     The first token of a document is never a label: no token of the row before it may predict it.
 
@@ -53,7 +54,8 @@ class DataCollatorForPackedLanguageModeling:
         pad_to_multiple_of: pad the single row to a multiple of this. Rows of `max_length` must be one already.
         truncation_mode: what to do with an example longer than `max_length`: "error", "keep_start" or "keep_end".
         completion_only_loss: None follows `completion_mask` where there is one, False does not, True requires one
-            (or `labels`), as in TRL.
+            (or `labels`), as in TRL. False also undoes the labels that `pack_dataset` has made of the masks, as long
+            as a row still has these: trainers remove them, so give the choice to `pack_dataset` there.
         max_position_embeddings: the model's number of positions; a longer document raises. None does not check.
 
     Returns:
@@ -146,22 +148,18 @@ class DataCollatorForPackedLanguageModeling:
         return Forest(input_ids, lengths, np.full(len(lengths), -1)), labels
 
     def _labels(self, example: Mapping[str, Any], input_ids: NDArray[np.int64], name: str) -> NDArray[np.int64]:
-        if "labels" in example:
-            return _of_length(example, "labels", len(input_ids), name)
-        wanted = np.ones(len(input_ids), dtype=bool)
-        if "assistant_masks" in example:
-            wanted &= _of_length(example, "assistant_masks", len(input_ids), name) != 0
-        if "completion_mask" in example and self.completion_only_loss is not False:
-            completion = _of_length(example, "completion_mask", len(input_ids), name) != 0
-            if not completion.any():
-                raise ValueError(_no_completion(name))
-            wanted &= completion
-        elif self.completion_only_loss:
-            raise ValueError(
-                f"{name} has no completion_mask, which completion_only_loss=True needs; give it one (1 for the tokens "
-                "of the completion), or labels, or set completion_only_loss=None"
-            )
-        return np.where(wanted, input_ids, IGNORED)
+        labels = _of_length(example, "labels", len(input_ids), name) if "labels" in example else None
+        if labels is not None and not (self.completion_only_loss is False and "seq_lengths" in example):
+            return labels
+        masks = {
+            column: _of_length(example, column, len(input_ids), name) for column in _MASK_COLUMNS if column in example
+        }
+        if labels is not None and (labels != _masked(input_ids, masks)).any():
+            return labels  # which are not those that pack_dataset makes of masks
+        _choose_masks(masks, self.completion_only_loss, name)
+        if "completion_mask" in masks and not masks["completion_mask"].any():
+            raise ValueError(_no_completion(name))
+        return _masked(input_ids, masks)
 
     def _kept(self, tokens: int, documents: int, max_length: int, name: str) -> slice:
         """What stays of an example that is longer than a row."""
@@ -181,6 +179,7 @@ def pack_dataset(
     *,
     split: bool = False,
     truncation_mode: str = "error",
+    completion_only_loss: bool | None = None,
     max_position_embeddings: int | None = None,
     batch_size: int = 10_000,
     num_proc: int | None = None,
@@ -190,18 +189,25 @@ def pack_dataset(
     Documents are never split or truncated unless asked. Rows come in the order of their first document, and so do the
     documents of a row. Done by `Dataset.map`: cached on disk, the same each time, and in bounded memory.
 
+    Rows tell of their documents twice, for a trainer removes the columns that it does not know before the collator sees
+    them: of the two, transformers' Trainer keeps `position_ids`, and TRL's SFTTrainer `seq_lengths`. Both keep `labels`
+    and remove the masks.
+
     Args:
         dataset: with `input_ids`, and any of `labels`, `completion_mask` and `assistant_masks`, lists of integers.
             Other columns cannot be packed and are left out.
         max_length: the most tokens of a row.
         split: cut a longer document into consecutive pieces, each a document of its own, whose positions start at 0.
         truncation_mode: what else to do with a longer document: "error", "keep_start" or "keep_end".
+        completion_only_loss: which labels to write for examples with masks and without labels: None follows
+            `completion_mask` where there is one, False does not, True requires one (or `labels`).
         max_position_embeddings: the model's number of positions; a longer document raises. None does not check.
         batch_size: how many examples are packed together. Larger packs a little tighter.
         num_proc: number of processes, for a `Dataset`.
 
     Returns:
-        Dataset or IterableDataset: one example per row: the token columns, and `seq_lengths`, its documents' lengths.
+        Dataset or IterableDataset: one example per row: the token columns, with `labels` if there are any or masks;
+        `position_ids`, which start again at 0 with each document; and `seq_lengths`, its documents' lengths.
 
     Raises:
         TypeError: `dataset` is neither a Dataset nor an IterableDataset; a column does not hold lists of integers.
@@ -212,10 +218,12 @@ def pack_dataset(
         >>> from datasets import Dataset
         >>> from flashmask_hf.collators import pack_dataset
         >>> dataset = Dataset.from_dict({"input_ids": [[1, 2, 3], [4, 5], [6], [7, 8]]})
-        >>> pack_dataset(dataset, max_length=4)[:]
-        {'input_ids': [[1, 2, 3, 6], [4, 5, 7, 8]], 'seq_lengths': [[3, 1], [2, 2]]}
-        >>> pack_dataset(dataset, max_length=2, split=True)[:]
-        {'input_ids': [[1, 2], [3, 6], [4, 5], [7, 8]], 'seq_lengths': [[2], [1, 1], [2], [2]]}
+        >>> pack_dataset(dataset, max_length=4)[:]  # doctest: +NORMALIZE_WHITESPACE
+        {'input_ids': [[1, 2, 3, 6], [4, 5, 7, 8]], 'position_ids': [[0, 1, 2, 0], [0, 1, 0, 1]],
+         'seq_lengths': [[3, 1], [2, 2]]}
+        >>> pack_dataset(dataset, max_length=2, split=True)[:]  # doctest: +NORMALIZE_WHITESPACE
+        {'input_ids': [[1, 2], [3, 6], [4, 5], [7, 8]], 'position_ids': [[0, 1], [0, 0], [0, 1], [0, 1]],
+         'seq_lengths': [[2], [1, 1], [2], [2]]}
     """
     if not isinstance(dataset, (Dataset, IterableDataset)):
         raise TypeError(
@@ -248,6 +256,7 @@ def pack_dataset(
             "max_length": max_length,
             "split": split,
             "truncation_mode": truncation_mode,
+            "completion_only_loss": completion_only_loss,
             "max_position_embeddings": max_position_embeddings,
         },
     }
@@ -279,12 +288,21 @@ def _pack_table(
     max_length: int,
     split: bool,
     truncation_mode: str,
+    completion_only_loss: bool | None,
     max_position_embeddings: int | None,
 ) -> pa.Table:
     """Pack the examples of an Arrow table; `indices` are their places in the dataset, for error messages."""
-    columns = {name: _list_column(table, name, indices) for name in _TOKEN_COLUMNS if name in table.column_names}
-    lengths = _lengths(columns["input_ids"])
-    _check_columns(columns, lengths, indices)
+    lists = {name: _list_column(table, name, indices) for name in _TOKEN_COLUMNS if name in table.column_names}
+    lengths = _lengths(lists["input_ids"])
+    _check_columns(lists, lengths, indices)
+    columns = {name: _values(column) for name, column in lists.items()}
+    if "labels" not in columns:
+        masks = {name: columns[name] for name in _MASK_COLUMNS if name in columns}
+        _choose_masks(masks, completion_only_loss, f"example {indices[0]}")
+        if "completion_mask" in masks:
+            _check_completions(masks["completion_mask"], lengths, indices)
+        if len(columns) > 1:
+            columns["labels"] = _masked(columns["input_ids"].astype(np.int64), masks)
     if "attention_mask" in table.column_names:
         _check_unpadded(_list_column(table, "attention_mask", indices), indices)
     longest = int(lengths.argmax())
@@ -308,7 +326,8 @@ def _pack_table(
     source = np.arange(ends[-1]) + np.repeat(starts - (ends - lengths), lengths)  # of every token of the output
     documents = np.cumsum([0] + [len(row) for row in rows])
     edges = np.concatenate([[0], ends])[documents]
-    packed = {name: _lists(edges, _values(column)[source]) for name, column in columns.items()}
+    packed = {name: _lists(edges, values[source]) for name, values in columns.items()}
+    packed["position_ids"] = _lists(edges, np.arange(ends[-1]) - np.repeat(ends - lengths, lengths))
     packed["seq_lengths"] = _lists(documents, lengths)
     return pa.table(packed)
 
@@ -341,11 +360,12 @@ def _check_columns(columns: dict[str, pa.Array], lengths: NDArray[np.int64], ind
             raise ValueError(_not_one_to_one(name, f"example {indices[at]}", int(other[at]), int(lengths[at])))
     if not lengths.all():
         raise ValueError(_empty(f"example {indices[int(lengths.argmin())]}"))
-    if "completion_mask" in columns and "labels" not in columns:
-        ends = np.cumsum(lengths)
-        wanted = np.add.reduceat(_values(columns["completion_mask"]).astype(np.int64), ends - lengths)
-        if not wanted.all():
-            raise ValueError(_no_completion(f"example {indices[int(wanted.argmin())]}"))
+
+
+def _check_completions(completion_mask: NDArray[Any], lengths: NDArray[np.int64], indices: Sequence[int]) -> None:
+    wanted = np.logical_or.reduceat(completion_mask != 0, np.cumsum(lengths) - lengths)
+    if not wanted.all():
+        raise ValueError(_no_completion(f"example {indices[int(wanted.argmin())]}"))
 
 
 def _check_unpadded(attention_mask: pa.Array, indices: Sequence[int]) -> None:
@@ -367,6 +387,25 @@ def _split(
 
 def _lists(edges: NDArray[np.int64], values: NDArray[Any]) -> pa.ListArray:
     return pa.ListArray.from_arrays(pa.array(edges, type=pa.int32()), pa.array(values))
+
+
+def _choose_masks(masks: dict[str, NDArray[Any]], completion_only_loss: bool | None, name: str) -> None:
+    """Leave those masks that labels are to follow."""
+    if completion_only_loss is False:
+        masks.pop("completion_mask", None)
+    elif completion_only_loss and "completion_mask" not in masks:
+        raise ValueError(
+            f"{name} has no completion_mask, which completion_only_loss=True needs; give it one (1 for the tokens "
+            "of the completion), or labels, or set completion_only_loss=None"
+        )
+
+
+def _masked(input_ids: NDArray[np.int64], masks: Mapping[str, NDArray[Any]]) -> NDArray[np.int64]:
+    """Labels of the tokens that every mask is for."""
+    wanted = np.ones(len(input_ids), dtype=bool)
+    for mask in masks.values():
+        wanted &= mask != 0
+    return np.where(wanted, input_ids, IGNORED)
 
 
 def _document_lengths(example: Mapping[str, Any], input_ids: NDArray[np.int64], name: str) -> NDArray[np.int64]:
