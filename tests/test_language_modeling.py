@@ -305,6 +305,61 @@ def test_an_empty_completion_raises():
         pack_dataset(source, 4)
 
 
+LONG_PROMPT = [0] * 9 + [1] * 3
+
+
+@pytest.mark.parametrize("column", ["completion_mask", "assistant_masks", "labels"])
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({"split": True}, [[11, 12, 13, 14], [20, 21]]),
+        ({"truncation_mode": "keep_start"}, [[20, 21]]),
+        ({"truncation_mode": "keep_end"}, [[11, 12, 13, 14], [20, 21]]),
+    ],
+    ids=["split", "keep_start", "keep_end"],
+)
+def test_pieces_with_nothing_to_learn_are_left_out(column, options, kept, caplog):
+    input_ids, wanted = [list(range(3, 15)), [20, 21]], [LONG_PROMPT, [0, 1]]
+    if column == "labels":
+        wanted = [np.where(mask, ids, -100).tolist() for mask, ids in zip(wanted, input_ids, strict=True)]
+    rows = pack_dataset(Dataset.from_dict({"input_ids": input_ids, column: wanted}), 4, **options)
+    assert unpack(rows) == kept
+    batch = DataCollatorForPackedLanguageModeling()(rows.to_list())
+    assert (batch["labels"] != -100).sum() == 3 * (len(kept) - 1) + 1
+    pieces = 4 if "split" in options else 2
+    missing = pieces - len(kept)
+    assert [r.message for r in caplog.records] == [
+        f"left out {missing} of {pieces} documents, which have nothing to learn"
+    ] * bool(missing)
+
+
+def test_a_first_token_is_nothing_to_learn(caplog):
+    source = Dataset.from_dict({"input_ids": [[3, 4, 5, 6, 7], [8, 9]], "labels": [[-100] * 4 + [7], [8, -100]]})
+    assert unpack(pack_dataset(source, 5)) == [[3, 4, 5, 6, 7]]
+    assert "left out 1 of 2" in caplog.text
+
+
+def test_prompts_stay_where_they_are_learned():
+    source = Dataset.from_dict({"input_ids": [list(range(3, 15))], "completion_mask": [LONG_PROMPT]})
+    assert len(unpack(pack_dataset(source, 4, split=True, completion_only_loss=False))) == 3
+
+
+def test_a_batch_with_nothing_to_learn_makes_no_row():
+    source = Dataset.from_dict({"input_ids": [[3, 4], [5, 6]], "labels": [[-100, -100], [-100, 6]]})
+    assert pack_dataset(source, 4, batch_size=1)["input_ids"][:] == [[5, 6]]
+    with pytest.raises(ValueError, match="dataset has nothing to learn: its labels are -100 everywhere"):
+        pack_dataset(source.select([0]), 4)
+
+
+def test_the_collator_refuses_to_cut_a_completion_away():
+    example = {"input_ids": list(range(3, 15)), "completion_mask": LONG_PROMPT}
+    end = DataCollatorForPackedLanguageModeling(max_length=4, truncation_mode="keep_end")
+    assert end([example])["labels"].tolist() == [[-100, 12, 13, 14]]
+    start = DataCollatorForPackedLanguageModeling(max_length=4, truncation_mode="keep_start")
+    with pytest.raises(ValueError, match=r"example 1 teaches nothing once cut to max_length 4: .*pack_dataset"):
+        start([{"input_ids": [1, 2]}, example])
+
+
 @pytest.mark.parametrize("column", ["seq_lengths", "position_ids", "startend_row_indices"])
 def test_pack_dataset_refuses_packed_rows(column):
     source = Dataset.from_dict({"input_ids": [[1, 2, 3]], column: [[0, 1, 0]]})
@@ -366,8 +421,8 @@ def test_the_collator_undoes_labels_that_were_made_of_masks():
     rows = pack_dataset(Dataset.from_dict(MASKED), 9).to_list()
     every = DataCollatorForPackedLanguageModeling(completion_only_loss=False)
     assert every(rows)["labels"].tolist() == [[-100, 6, 7, -100, -100, 10, -100, 12, 13]]
-    given = pack_dataset(Dataset.from_dict({**MASKED, "labels": [[5, -100, 7, 8], [9, -100], [11, 12, 13]]}), 9)
-    assert every(given.to_list())["labels"].tolist() == [[-100, -100, 7, 8, -100, -100, -100, 12, 13]]
+    given = pack_dataset(Dataset.from_dict({**MASKED, "labels": [[5, -100, 7, 8], [9, 10], [11, 12, -100]]}), 9)
+    assert every(given.to_list())["labels"].tolist() == [[-100, -100, 7, 8, -100, 10, -100, 12, -100]]
 
 
 def test_pack_dataset_wants_the_mask_that_it_was_told_of():

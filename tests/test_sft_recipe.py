@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset
+from tiny import trainer_settings
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import SFTConfig, SFTTrainer
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 sys.path.insert(0, str(RECIPES))
@@ -123,6 +126,20 @@ def test_evaluation_counts_the_same_way(tmp_path, model, capsys):
     printed = capsys.readouterr().out
     assert "eval_loss" in printed
     assert "eval_mask_sparsity" in printed
+
+
+def test_evaluation_leaves_out_what_stock_leaves_out(tmp_path, model, capsys):
+    rows = [{"prompt": "A lambda expression " * 60, "completion": "is it."}, *[ROWS["prompt-completion"]] * 3]
+    dataset = Dataset.from_list(rows)
+    losses = []
+    for kind, attention in ((sft.PackedSFTTrainer, "flashmask"), (SFTTrainer, "eager")):
+        args = SFTConfig(**trainer_settings(tmp_path), max_length=32, truncation_mode="keep_start")
+        args.per_device_eval_batch_size = 1
+        args.model_init_kwargs = {"attn_implementation": attention}
+        trainer = kind(model=str(model), args=args, train_dataset=dataset, eval_dataset=dataset)
+        losses.append(trainer.evaluate()["eval_loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert "Packed 4 eval examples into" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

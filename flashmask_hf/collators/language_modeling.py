@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, TypeVar
 
 import numpy as np
@@ -23,6 +25,8 @@ from flashmask_hf.collators.forest import (
 )
 
 __all__ = ["DataCollatorForPackedLanguageModeling", "pack_dataset", "packing_efficiency"]
+
+logger = logging.getLogger(__name__)
 
 IGNORED = -100
 """The label of a token that no loss is computed for."""
@@ -52,7 +56,8 @@ class DataCollatorForPackedLanguageModeling:
             tokens, filled best-fit-decreasing and padded at the end; how many rows depends on the batch. The
             `num_tokens` that TRL's SFTTrainer logs counts one of them; loss and accuracy are those of all.
         pad_to_multiple_of: pad the single row to a multiple of this. Rows of `max_length` must be one already.
-        truncation_mode: what to do with an example longer than `max_length`: "error", "keep_start" or "keep_end".
+        truncation_mode: what to do with an example longer than `max_length`: "error", "keep_start" or "keep_end",
+            which raise where they would cut all of its labels away.
         completion_only_loss: None follows `completion_mask` where there is one, False does not, True requires one
             (or `labels`), as in TRL. False also undoes the labels that `pack_dataset` has made of the masks, as long
             as a row still has these: trainers remove them, so give the choice to `pack_dataset` there.
@@ -144,6 +149,12 @@ class DataCollatorForPackedLanguageModeling:
         lengths = _document_lengths(example, input_ids, name)
         if self.max_length is not None and len(input_ids) > self.max_length:
             kept = self._kept(len(input_ids), len(lengths), self.max_length, name)
+            if _learnable(labels) and not _learnable(labels[kept]):
+                raise ValueError(
+                    f"{name} teaches nothing once cut to max_length {self.max_length}: "
+                    f"truncation_mode='{self.truncation_mode}' leaves none of its labels; raise max_length, choose "
+                    "another mode, or cut with pack_dataset, which leaves such examples out"
+                )
             input_ids, labels, lengths = input_ids[kept], labels[kept], np.array([self.max_length])
         return Forest(input_ids, lengths, np.full(len(lengths), -1)), labels
 
@@ -186,8 +197,10 @@ def pack_dataset(
 ) -> SomeDataset:
     """Pack a tokenized dataset best-fit-decreasing into rows of at most `max_length` tokens.
 
-    Documents are never split or truncated unless asked. Rows come in the order of their first document, and so do the
-    documents of a row. Done by `Dataset.map`: cached on disk, the same each time, and in bounded memory.
+    Documents are never split or truncated unless asked. Those with nothing to learn, such as the pieces of a long
+    prompt, are left out and counted in a warning: by their labels or masks, no token after the first is wanted. Rows
+    come in the order of their first document, and so do the documents of a row. Done by `Dataset.map`: cached on disk,
+    the same each time, and in bounded memory.
 
     Rows tell of their documents twice, for a trainer removes the columns that it does not know before the collator sees
     them: of the two, transformers' Trainer keeps `position_ids`, and TRL's SFTTrainer `seq_lengths`. Both keep `labels`
@@ -211,8 +224,9 @@ def pack_dataset(
 
     Raises:
         TypeError: `dataset` is neither a Dataset nor an IterableDataset; a column does not hold lists of integers.
-        ValueError: an argument is out of range; the dataset is empty or packed already; or an example is empty, too
-            long, padded, or its columns differ in length. The message names the example's index and the way out.
+        ValueError: an argument is out of range; the dataset is empty or packed already, or has nothing to learn; or an
+            example is empty, too long, padded, has an empty completion, or columns that differ in length. The message
+            names the example's index and the way out.
 
     Example:
         >>> from datasets import Dataset
@@ -263,6 +277,11 @@ def pack_dataset(
     if isinstance(dataset, Dataset):
         options |= {"num_proc": num_proc, "desc": f"Packing to {max_length} tokens"}
     packed: Any = dataset.with_format("arrow").map(_pack_table, **options).with_format(None)
+    if isinstance(dataset, Dataset) and not len(packed):
+        raise ValueError(
+            f"dataset has nothing to learn: its labels are {IGNORED} everywhere, or were cut away; raise max_length, "
+            "choose another truncation_mode, or look at its labels and masks"
+        )
     return packed
 
 
@@ -319,15 +338,23 @@ def _pack_table(
     if max_position_embeddings is not None and lengths.max() > max_position_embeddings:
         raise ValueError(too_deep(f"example {indices[longest]}", lengths.max(), max_position_embeddings))
 
+    if "labels" in columns:
+        wanted = np.cumsum(np.append(0, columns["labels"] != IGNORED))  # before every token
+        learnable = wanted[starts + lengths] > wanted[starts + 1]
+        if not learnable.all():
+            logger.warning(f"left out {(~learnable).sum()} of {len(lengths)} documents, which have nothing to learn")
+            starts, lengths = starts[learnable], lengths[learnable]
+
     rows = best_fit_decreasing(lengths, max_length)
-    order = np.concatenate([np.asarray(row) for row in rows])
+    order = np.fromiter(chain.from_iterable(rows), dtype=np.int64)
     starts, lengths = starts[order], lengths[order]
     ends = np.cumsum(lengths)
-    source = np.arange(ends[-1]) + np.repeat(starts - (ends - lengths), lengths)  # of every token of the output
+    tokens = np.arange(lengths.sum())
+    source = tokens + np.repeat(starts - (ends - lengths), lengths)  # of every token of the output
     documents = np.cumsum([0] + [len(row) for row in rows])
     edges = np.concatenate([[0], ends])[documents]
     packed = {name: _lists(edges, values[source]) for name, values in columns.items()}
-    packed["position_ids"] = _lists(edges, np.arange(ends[-1]) - np.repeat(ends - lengths, lengths))
+    packed["position_ids"] = _lists(edges, tokens - np.repeat(ends - lengths, lengths))
     packed["seq_lengths"] = _lists(documents, lengths)
     return pa.table(packed)
 
@@ -398,6 +425,11 @@ def _choose_masks(masks: dict[str, NDArray[Any]], completion_only_loss: bool | N
             f"{name} has no completion_mask, which completion_only_loss=True needs; give it one (1 for the tokens "
             "of the completion), or labels, or set completion_only_loss=None"
         )
+
+
+def _learnable(labels: NDArray[np.int64]) -> bool:
+    """Whether a document has a label: the first token is none, for nothing predicts it."""
+    return bool((labels[1:] != IGNORED).any())
 
 
 def _masked(input_ids: NDArray[np.int64], masks: Mapping[str, NDArray[Any]]) -> NDArray[np.int64]:
