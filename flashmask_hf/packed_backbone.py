@@ -8,17 +8,20 @@ distributed training and TRL's fused language model head work as they do without
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from flashmask_hf import backend
-from flashmask_hf.collators.forest import PackedRows
 
-__all__ = ["packed_inputs", "run_packed"]
+if TYPE_CHECKING:  # the collators import this module
+    from flashmask_hf.collators.forest import PackedRows
+
+__all__ = ["check_layers", "packed_inputs", "run_packed"]
 
 _IDS, _POSITIONS, _INDEX = "packed_input_ids", "packed_position_ids", "packed_index"
+_VECTORS = "startend_row_indices"
 
 
 def packed_inputs(rows: PackedRows, index: Tensor) -> dict[str, Tensor]:
@@ -37,7 +40,7 @@ def packed_inputs(rows: PackedRows, index: Tensor) -> dict[str, Tensor]:
     return {
         _IDS: batch["input_ids"],
         _POSITIONS: batch["position_ids"],
-        "startend_row_indices": batch["startend_row_indices"],
+        _VECTORS: batch[_VECTORS],
         _INDEX: index,
     }
 
@@ -64,16 +67,33 @@ def run_packed(model: Any) -> None:
             raise ValueError(
                 f"{name} counts positions from {part.padding_idx + 1}, and packed rows from 0; use TRL's own trainer"
             )
+    check_layers(model)
     if _enter not in backbone._forward_pre_hooks.values():
         backbone.register_forward_pre_hook(_enter, with_kwargs=True)
         backbone.register_forward_hook(_leave, with_kwargs=True)
+
+
+def check_layers(model: Any) -> None:
+    """Make a model raise in its first forward on packed rows if some of its layers do not get their mask.
+
+    Layers that are not attention, recurrent and convolutional ones, carry tokens from one document to the next. A layer
+    that has both side by side is not found out. Repeating it is fine.
+
+    Args:
+        model: a transformers model with a head and attention "flashmask", or a PEFT model around one, not wrapped for
+            distributed training. Its first forward with `startend_row_indices` that is not compiled raises ValueError.
+    """
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    backbone = inner.base_model
+    if _count_before not in backbone._forward_pre_hooks.values():
+        backbone.register_forward_pre_hook(_count_before, with_kwargs=True)
+        backbone.register_forward_hook(_check_count, with_kwargs=True)
 
 
 def _enter(backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if kwargs.get(_IDS) is None:
         return None
     _check_attention(backbone)
-    backbone._calls_before = backend.supplied_calls  # type: ignore[assignment]
     packed = {key: value for key, value in kwargs.items() if key not in (_IDS, _POSITIONS, "inputs_embeds")}
     packed |= {"input_ids": kwargs[_IDS], "position_ids": kwargs[_POSITIONS], "attention_mask": None}
     return (), packed
@@ -83,7 +103,6 @@ def _leave(backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], o
     index = kwargs.get(_INDEX)
     if index is None:
         return None
-    _check_layers(backbone)
     output.last_hidden_state = output.last_hidden_state.flatten(0, 1)[index]
     if output.get("hidden_states") is not None:
         output.hidden_states = tuple(states.flatten(0, 1)[index] for states in output.hidden_states)
@@ -92,16 +111,21 @@ def _leave(backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], o
     return output
 
 
-def _check_layers(backbone: Any) -> None:
+def _count_before(backbone: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if kwargs.get(_VECTORS) is not None:
+        backbone._calls_before = backend.supplied_calls
+
+
+def _check_count(backbone: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     """Once for a backbone: every layer has called attention with the packed row's mask."""
-    if torch.compiler.is_compiling() or getattr(backbone, "_layers_checked", False):
+    if kwargs.get(_VECTORS) is None or torch.compiler.is_compiling() or getattr(backbone, "_layers_checked", False):
         return
     layers = backbone.config.get_text_config().num_hidden_layers
     calls = backend.supplied_calls - backbone._calls_before
     if calls < layers:
         raise ValueError(
             f"{type(backbone).__name__} gave the packed row's mask to {calls} of its {layers} layers; in the others "
-            "answers would see each other, so this model cannot take packed rows: use TRL's own trainer"
+            "documents or answers would see each other, so this model cannot take packed rows: use TRL's own trainer"
         )
     backbone._layers_checked = True
 

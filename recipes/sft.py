@@ -38,6 +38,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, SFTTrainer
 
 from flashmask_hf.collators import DataCollatorForPackedLanguageModeling, pack_dataset, packing_efficiency
+from flashmask_hf.packed_backbone import check_layers
 from flashmask_hf.trainers.sharing import log_sparsity
 
 DEMO_CONFIG = common.CONFIGS / "sft_demo.yaml"
@@ -64,6 +65,9 @@ class PackedSFTTrainer(SFTTrainer):
         max_position_embeddings: the model's number of positions, which no document may exceed; None does not check.
         split: cut examples longer than `args.max_length` into pieces.
         **kwargs: `SFTTrainer`'s. With `args.packing` or `args.padding_free`, TRL packs the rows and collates them.
+
+    Raises:
+        ValueError: in the first step, with attention "flashmask": layers that are not attention would mix documents.
     """
 
     def __init__(self, *, max_position_embeddings: int | None = None, split: bool = False, **kwargs: Any):
@@ -81,6 +85,9 @@ class PackedSFTTrainer(SFTTrainer):
                 max_position_embeddings=max_position_embeddings,
             )
         super().__init__(**kwargs)
+        model = self.accelerator.unwrap_model(self.model)
+        if not _trl_packs(args) and model.config.get_text_config()._attn_implementation == "flashmask":
+            check_layers(model)
 
     def _prepare_dataset(
         self,

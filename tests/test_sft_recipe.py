@@ -6,10 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import model_zoo
 import pytest
 import torch
 from datasets import Dataset
-from tiny import trainer_settings
+from peft import LoraConfig
+from tiny import CHECKPOINTING, trainer_settings, word_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
@@ -126,6 +128,36 @@ def test_evaluation_counts_the_same_way(tmp_path, model, capsys):
     printed = capsys.readouterr().out
     assert "eval_loss" in printed
     assert "eval_mask_sparsity" in printed
+
+
+@pytest.mark.parametrize("family", ["jamba", "lfm2", "recurrent_gemma"])
+def test_layers_that_mix_documents_stop_the_first_step(tmp_path, family):
+    args = SFTConfig(**trainer_settings(tmp_path), max_length=32)
+    dataset = Dataset.from_dict({"input_ids": [[3, 4, 5], [6, 7]] * 4})
+    trainer = sft.PackedSFTTrainer(
+        model=model_zoo.build(family, "flashmask"),
+        args=args,
+        train_dataset=dataset,
+        processing_class=word_tokenizer(),
+    )
+    with pytest.raises(ValueError, match=r"gave the packed row's mask to 1 of its . layers.*use TRL's own trainer"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("attention", ["flashmask", "sdpa", "eager"])
+@pytest.mark.parametrize("adapter", [False, True], ids=["full", "lora"])
+def test_layers_that_see_the_mask_train(tmp_path, model, attention, adapter):
+    settings = trainer_settings(tmp_path) | {CHECKPOINTING: True}
+    dataset = Dataset.from_list([ROWS["text"]] * 8)
+    trainer = sft.PackedSFTTrainer(
+        model=str(model),
+        args=SFTConfig(**settings, max_length=64, model_init_kwargs={"attn_implementation": attention}),
+        train_dataset=dataset,
+        peft_config=LoraConfig(task_type="CAUSAL_LM") if adapter else None,
+    )
+    trainer.train()
+    backbone = trainer.model.get_base_model().base_model if adapter else trainer.model.base_model
+    assert getattr(backbone, "_layers_checked", False) == (attention == "flashmask")
 
 
 def test_evaluation_leaves_out_what_stock_leaves_out(tmp_path, model, capsys):
