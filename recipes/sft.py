@@ -100,6 +100,8 @@ class PackedSFTTrainer(SFTTrainer):
     ) -> Dataset | IterableDataset:
         if _trl_packs(args):
             return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
+        if "seq_lengths" in next(iter(dataset), {}):
+            return dataset  # packed already, as trainer.eval_dataset is
         whole = copy.copy(args)
         whole.max_length = None  # TRL tokenizes and builds labels; what to do with long examples is decided below
         tokenized = super()._prepare_dataset(dataset, processing_class, whole, False, formatting_func, dataset_name)

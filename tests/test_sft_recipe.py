@@ -15,6 +15,8 @@ from tiny import CHECKPOINTING, trainer_settings, word_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
+from flashmask_hf.collators import pack_dataset
+
 RECIPES = Path(__file__).parents[1] / "recipes"
 sys.path.insert(0, str(RECIPES))
 import data  # noqa: E402
@@ -158,6 +160,16 @@ def test_layers_that_see_the_mask_train(tmp_path, model, attention, adapter):
     trainer.train()
     backbone = trainer.model.get_base_model().base_model if adapter else trainer.model.base_model
     assert getattr(backbone, "_layers_checked", False) == (attention == "flashmask")
+
+
+def test_packed_rows_are_not_packed_again(tmp_path, model):
+    rows = pack_dataset(
+        Dataset.from_dict({"input_ids": [[3, 4, 5], [6, 7]] * 4, "labels": [[3, 4, -100], [6, 7]] * 4}), 8
+    )
+    args = SFTConfig(**trainer_settings(tmp_path), max_length=8, model_init_kwargs={"attn_implementation": "flashmask"})
+    trainer = sft.PackedSFTTrainer(model=str(model), args=args, train_dataset=rows, eval_dataset=rows)
+    assert trainer.train_dataset[:] == rows[:]
+    assert trainer.evaluate(trainer.eval_dataset)["eval_loss"] == trainer.evaluate()["eval_loss"]
 
 
 def test_evaluation_leaves_out_what_stock_leaves_out(tmp_path, model, capsys):
