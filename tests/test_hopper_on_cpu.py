@@ -21,6 +21,7 @@ from support import (
     row_orders,
     run,
 )
+from torch._subclasses import FakeTensorMode
 
 if not INTERPRETED:
     pytest.skip("interpreter lane: set TRITON_INTERPRET=1", allow_module_level=True)
@@ -33,8 +34,8 @@ if gluon_shim._obstacle is not None:
 from gluon_interpreter import interpreted
 from test_repeated import KINDS, check_repeated
 
-from flashmask_hf import FlashMask, attention, masks, plan, sparse_ops
-from flashmask_hf.kernels import hopper_backward, hopper_forward
+from flashmask_hf import FlashMask, attention, masks, ops, plan, sparse_ops
+from flashmask_hf.kernels import descriptors, hopper_backward, hopper_forward
 
 pytestmark = pytest.mark.interpreter
 
@@ -172,6 +173,38 @@ def test_rows_put_back(dim: int) -> None:
     for x, y, again, where in zip(*results, (order, order, k_order, k_order, None, None), strict=True):
         assert torch.equal(y, again)
         assert torch.equal(x if where is None else sparse_ops.put_rows_back(x, where), y)
+
+
+def _misaligned(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty(x.numel() + 1, dtype=x.dtype)[1:].as_strided(x.shape, x.stride()).copy_(x)
+
+
+COPIED = {
+    "expanded over the batch": lambda x: x[:1].expand(x.shape),
+    "misaligned": _misaligned,
+    "odd strides": lambda x: torch.nn.functional.pad(x.transpose(1, 2), (1, 2))[..., 1:-2].transpose(1, 2),
+    "dims outside rows": lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
+}
+
+
+@pytest.mark.parametrize("layout", COPIED)
+def test_gradients_of_what_no_descriptor_fits(layout: str) -> None:
+    """They have the bits of those of compact inputs, in the layout that compilers are told."""
+    given = [COPIED[layout](x.detach()) for x in _inputs(64, 70, 70)]
+    assert not any(map(descriptors.fits_descriptor, given))
+    mask = masks.causal_document([30, 40])
+    results = []
+    for q, k, v in (given, [x.contiguous() for x in given]):
+        settings = (mask.indices, *attention.plan_of(mask, 70), True, 0.1, 0.0, "hopper", True)
+        out, lse = ops.flash_attn_forward(q, k, v, None, *settings)
+        results.append((out, *ops.flash_attn_backward(out, None, q, k, v, None, out, lse, *settings)))
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+    with FakeTensorMode() as mode:
+        out, q, k, v, lse = map(mode.from_tensor, (results[0][0], *given, lse))
+        settings = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in settings]
+        told = ops.flash_attn_backward(out, None, q, k, v, None, out, lse, *settings)
+    assert [x.stride() for x in results[0][1:]] == [x.stride() for x in told]
 
 
 @pytest.mark.parametrize("seed", range(5))

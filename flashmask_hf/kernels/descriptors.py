@@ -91,8 +91,13 @@ def can_describe(*tensors: Tensor) -> bool:
 
 
 def describable(x: Tensor) -> Tensor:
-    """`x`, copied unless a tensor descriptor fits its layout."""
-    return x if fits_descriptor(x) else x.clone(memory_format=torch.contiguous_format)
+    """`x`, copied unless a tensor descriptor fits its layout; like `torch.empty_like` of it, if one fits that."""
+    if fits_descriptor(x):
+        return x
+    copy = torch.empty_like(x)
+    if not fits_descriptor(copy):
+        copy = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return copy.copy_(x)
 
 
 def fits_descriptor(x: Tensor) -> bool:

@@ -819,12 +819,23 @@ def backward(
             every head's rows. Or None.
 
     Returns:
-        dq, dk, dv like q, k, v, with `orders` stored as [B, S, H, D]; and delta.
+        dq, dk, dv laid out like `torch.empty_like` of q, k, v, with `orders` stored as [B, S, H, D]; and delta.
     """
+    given = q, k, v
     q, k, v, dout = (describable(x) for x in (q, k, v, dout))
     launch = launches_of(dout, q, k, v, delta, mask, plan, scale, softcap, deterministic, orders)
     dq, dk, dv, delta_of = launch(dout, q, k, v, lse, delta, mask.indices, plan, orders)
+    if orders is None:
+        dq, dk, dv = map(_laid_out_like, given, (q, k, v), (dq, dk, dv))
     return dq, dk, dv, delta_of()
+
+
+def _laid_out_like(given: Tensor, x: Tensor, gradient: Tensor) -> Tensor:
+    """The gradient of `x`, which is `given` or a copy, as that of `given`: compilers are told that layout."""
+    if x is given:
+        return gradient
+    like = torch.empty_like(given)
+    return gradient if gradient.stride() == like.stride() else like.copy_(gradient)
 
 
 def launches_of(
