@@ -128,7 +128,9 @@ def backward(
         delta = row_delta(dout, *delta)
     dq = torch.empty_like(q)
     dk, dv = (torch.zeros_like(x, dtype=wide) for x in (k, v))
-    lse = torch.where(torch.isneginf(lse), float("inf"), lse)  # rows that see nothing get weight exp(-inf) = 0
+    blind = lse.isneginf()
+    lse = lse.masked_fill(blind, float("inf"))  # rows that see nothing get weight exp(-inf) = 0
+    delta = delta.masked_fill(blind, 0.0)  # whatever the gradient of lse is there: weight 0 times inf is NaN
     for b, h_q, h_kv, rows, steps in _walk(q, k, mask, plan):
         queries, upstream = (_grouped(x[b, h_q, rows], h_kv).to(wide) for x in (q, dout))
         tile_lse, tile_delta = (_grouped(x[b, h_q, rows, None], h_kv) for x in (lse, delta))

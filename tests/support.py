@@ -147,6 +147,22 @@ def check(
     assert_results(actual, *references(q, k, v, mask, sinks=sinks, softcap=softcap), q.dtype)
 
 
+def check_lse_of_rows_that_see_nothing(lane: Lane, inputs: tuple[Tensor, Tensor, Tensor]) -> None:
+    """A loss that leaves their log-sum-exp out, and whose gradient there is NaN, has the gradients of one without."""
+    mask = masks.padding([130], kv_len=200, device=lane.device)
+    for sink in (None, float("-inf")):
+        sinks = None if sink is None else torch.full((HEADS,), sink, device=lane.device, requires_grad=True)
+        leaves = inputs if sinks is None else (*inputs, sinks)
+        gradients = []
+        for ignored in (float("nan"), 0.0):
+            out, lse = flashmask_attention(*inputs, mask, sinks=sinks, return_lse=True, impl=lane.impl)
+            dlse = torch.where(lse.isneginf(), ignored, lse)
+            assert dlse[..., 130:].isnan().all() == (ignored != 0)
+            gradients.append(torch.autograd.grad((out, lse), leaves, (torch.ones_like(out), dlse)))
+        for actual, expected in zip(*gradients, strict=True):
+            assert torch.equal(actual, expected)
+
+
 def references(
     q: Tensor, k: Tensor, v: Tensor, mask: FlashMask, *, sinks: Tensor | None = None, softcap: float | None = None
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -19,6 +19,7 @@ from support import (
     attention_inputs,
     batch_and_heads,
     check,
+    check_lse_of_rows_that_see_nothing,
     lanes,
     run,
 )
@@ -154,6 +155,12 @@ def test_rows_that_see_nothing(lane: Lane) -> None:
     blind = run(q, k, v, mask, lane.impl, sinks=sinks)
     torch.testing.assert_close(blind["lse"][..., 130:], sinks.detach().view(1, -1, 1).expand(1, HEADS, 70))
     assert (blind["out"][:, :, 130:] == 0).all()
+
+
+@pytest.mark.parametrize("lane", lanes((torch.float32,), (torch.float32,), (torch.bfloat16,)))
+def test_the_gradient_of_lse_where_rows_see_nothing(lane: Lane) -> None:
+    """It does not count, whatever it is: where a loss leaves lse**2 out, 0 times the derivative at -inf is NaN."""
+    check_lse_of_rows_that_see_nothing(lane, attention_inputs(lane, 1, HEADS, KV_HEADS, 200, 200, 16))
 
 
 @pytest.mark.parametrize("lane", lanes((torch.float32,), (torch.float32,), (torch.bfloat16,)))

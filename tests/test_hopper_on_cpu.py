@@ -14,6 +14,7 @@ from support import (
     Lane,
     assert_results,
     attention_inputs,
+    check_lse_of_rows_that_see_nothing,
     check_random_call,
     offer_tall_tiles,
     poisoned,
@@ -150,6 +151,11 @@ def test_keys_that_no_row_sees(dim: int, ordered: bool) -> None:
         x.detach()[:, :, :256] = float("inf")
         x.detach()[:, :, 512:] = float("nan")
     _check(inputs, mask, (ordered,), given)
+
+
+def test_the_gradient_of_lse_where_rows_see_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)  # for gradients to the bit
+    check_lse_of_rows_that_see_nothing(Lane("hopper", "cpu", DTYPES[64]), _inputs(64, 200, 200, 1))
 
 
 @pytest.mark.parametrize("dim", DTYPES)

@@ -942,7 +942,7 @@ def prepared(
         if isinstance(delta, tuple):
             out, dlse = delta
             dlse = None if dlse is None else dlse.contiguous()
-            from_output.launch(dout, out, dlse, scratch, None, None, scratch, counter)
+            from_output.launch(dout, out, dlse, scratch, None if dlse is None else lse, None, scratch, counter)
             delta = scratch
         else:
             clear(scratch)

@@ -1,7 +1,8 @@
 """What the backward takes of every query row: its log-sum-exp, and what the softmax takes off its scores' gradients.
 
 The latter, delta, is the row sums of dout * out (FlashAttention-2, algorithm 2, line 4), less the gradient of the
-log-sum-exp. The kernel that makes it also does what else has to be done before the backward.
+log-sum-exp, and 0 in rows that see nothing. The kernel that makes it also does what else has to be done before the
+backward.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ def _row_delta(
 ):  # fmt: skip
     """Delta [B * Hq, padded], 0 in rows past the end, and what else is there.
 
+    `lse` has to be there if `dlse` is, which does not count in rows that see nothing: weight 0 times inf is NaN.
     `whole_lse` is as in `_row_statistics`. `sums`, with SUMS numbers for each of the n_rows * BLOCK_M rows of every
     head, and `counter` become 0.
     """
@@ -45,6 +47,8 @@ def _row_delta(
     row_delta = tl.sum(upstream.to(tl.float32) * values.to(tl.float32), 1)
     if dlse is not None:
         row_delta -= tl.load(dlse + at, mask=rows < q_len, other=0.0)
+        row_lse = tl.load(lse + at, mask=rows < q_len, other=float("-inf"))
+        row_delta = tl.where(row_lse == float("-inf"), 0.0, row_delta)
     tl.store(delta + place, row_delta, mask=rows < padded)
     if whole_lse is not None:
         row_lse = tl.load(lse + at, mask=rows < q_len, other=float("-inf"))
