@@ -163,6 +163,19 @@ def check_lse_of_rows_that_see_nothing(lane: Lane, inputs: tuple[Tensor, Tensor,
             assert torch.equal(actual, expected)
 
 
+def check_low_scores(lane: Lane, mask: FlashMask, q_len: int, dim: int) -> None:
+    """Scores from -2**104 to -2**107, the highest of every row at its first key: what a row sees is not nothing."""
+    q = torch.zeros(1, HEADS, q_len, dim, dtype=lane.dtype, device=lane.device)
+    k, v = (torch.zeros(1, KV_HEADS, mask.kv_len, dim, dtype=lane.dtype, device=lane.device) for _ in range(2))
+    q[..., 0] = -16.0
+    k[..., 0] = 16.0 * (1 + torch.arange(mask.kv_len, device=lane.device) % 8)
+    v[:, :, ::8] = 1.0
+    out, lse = flashmask_attention(q, k, v, mask, scale=2.0**96, return_lse=True, impl=lane.impl)
+    blind = ~mask.to_dense(q_len).any(-1).expand(1, HEADS, -1)
+    torch.testing.assert_close(lse, torch.where(blind, -torch.inf, -(2.0**104)), rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(out, torch.where(blind, 0.0, 1.0).to(out.dtype).unsqueeze(-1).expand(out.shape))
+
+
 def references(
     q: Tensor, k: Tensor, v: Tensor, mask: FlashMask, *, sinks: Tensor | None = None, softcap: float | None = None
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

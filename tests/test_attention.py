@@ -19,6 +19,7 @@ from support import (
     attention_inputs,
     batch_and_heads,
     check,
+    check_low_scores,
     check_lse_of_rows_that_see_nothing,
     lanes,
     run,
@@ -191,6 +192,12 @@ def test_nan_is_passed_on(lane: Lane) -> None:
         assert result[:, :, 5].all()
         assert not result[:, :, :5].any()
         assert not result[:, :, 6:].any()
+
+
+@pytest.mark.parametrize("lane", lanes((torch.float32,), (torch.float32, torch.float16), (torch.bfloat16,)))
+def test_low_scores(lane: Lane) -> None:
+    check_low_scores(lane, masks.causal_document([40, 32, 128], device=lane.device), 200, 16)
+    check_low_scores(lane, masks.padding([130], kv_len=200, device=lane.device), 200, 16)
 
 
 @pytest.mark.parametrize("lane", lanes((torch.float64,), (torch.float32,), (torch.bfloat16,)))

@@ -17,6 +17,7 @@ from support import (
     Lane,
     assert_within_budget,
     attention_inputs,
+    check_low_scores,
     interpret_assertions,
     lanes,
     poisoned,
@@ -172,6 +173,14 @@ def test_sinks_of_any_layout_and_value(lane: Lane) -> None:
         )
         for one, other in zip(*results, strict=True):
             assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("lane", ONE)
+def test_low_scores(lane: Lane) -> None:
+    """In one split and in several."""
+    for kv_len in (56, 304):
+        check_low_scores(lane, masks.causal(kv_len, q_len=2, device=lane.device), 2, 16)
+        check_low_scores(lane, masks.padding([0], kv_len=kv_len, q_len=2, device=lane.device), 2, 16)
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # the interpreter's maximum

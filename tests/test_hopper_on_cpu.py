@@ -14,6 +14,7 @@ from support import (
     Lane,
     assert_results,
     attention_inputs,
+    check_low_scores,
     check_lse_of_rows_that_see_nothing,
     check_random_call,
     offer_tall_tiles,
@@ -156,6 +157,12 @@ def test_keys_that_no_row_sees(dim: int, ordered: bool) -> None:
 def test_the_gradient_of_lse_where_rows_see_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)  # for gradients to the bit
     check_lse_of_rows_that_see_nothing(Lane("hopper", "cpu", DTYPES[64]), _inputs(64, 200, 200, 1))
+
+
+@pytest.mark.parametrize("dim", DTYPES)
+def test_low_scores(dim: int) -> None:
+    check_low_scores(Lane("hopper", "cpu", DTYPES[dim]), masks.causal_document([40, 32, 128]), 200, dim)
+    check_low_scores(Lane("hopper", "cpu", DTYPES[dim]), masks.padding([130], kv_len=200), 200, dim)
 
 
 @pytest.mark.parametrize("dim", DTYPES)

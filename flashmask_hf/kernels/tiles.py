@@ -18,8 +18,8 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
 _NEVER = tl.constexpr(2147483647)
-LOWEST = tl.constexpr(-1.0e30)
-"""Where a running maximum starts: finite, so that rows that see nothing need no care."""
+LOWEST = tl.constexpr(-3.4028234663852886e38)
+"""Where a running maximum starts, the lowest float32: finite, so that rows that see nothing need no care."""
 
 
 @triton.jit
