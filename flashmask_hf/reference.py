@@ -54,5 +54,7 @@ def reference_attention(
         lse = scores.logsumexp(-1)
     weights = torch.exp(scores - lse.unsqueeze(-1)).masked_fill(~visible, 0.0)
     out = weights.to(v.dtype) @ v
-    alone = lse.new_full((), float("-inf")) if sinks is None else sinks.to(wide).view(1, heads, 1)
+    alone = lse.new_full((), float("-inf"))
+    if sinks is not None:  # one of -inf is none, and has no gradient
+        alone = sinks.to(wide).masked_fill(sinks.isneginf(), float("-inf")).view(1, heads, 1)
     return out, torch.where(visible.any(-1), lse, alone)

@@ -177,6 +177,9 @@ def test_sinks_of_any_layout_and_value(lane: Lane) -> None:
     assert (with_sinks.pop("dsinks") == 0).all()
     for name, value in with_sinks.items():
         torch.testing.assert_close(value, without[name])
+    for impl in (lane.impl, "reference"):
+        _, lse = flashmask_attention(q, k, v, mask, sinks=absent, return_lse=True, impl=impl)
+        assert (torch.autograd.grad(lse, absent, torch.ones_like(lse))[0] == 0).all(), impl
     expected = run(q, k, v, mask, "reference", sinks=absent)["lse"]
     assert torch.equal(with_sinks["lse"].isneginf(), expected.isneginf())
 
