@@ -95,6 +95,10 @@ class FlashMask:
         self._q_len = q_len
         self._plan: Any = None
 
+    def __getstate__(self) -> tuple[None, dict[str, Any]]:
+        """For copies and pickles, without the plan: their indices count changes anew, which would not tell of it."""
+        return None, {"_causal": self._causal, "_indices": self._indices, "_plan": None, "_q_len": self._q_len}
+
     @property
     def indices(self) -> Tensor:
         """The intervals, int32 [B, Hm, Skv, n]. Another mask is another object, since its plan is kept with it."""

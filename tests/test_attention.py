@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -575,3 +578,39 @@ def test_a_mask_does_not_change_under_its_plan() -> None:
     for name, value in (("indices", mask.indices), ("causal", False), ("q_len", 3)):
         with pytest.raises(AttributeError):
             setattr(mask, name, value)
+
+
+def _saved(mask: FlashMask) -> FlashMask:
+    file = io.BytesIO()
+    torch.save(mask, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES: dict[str, Callable[[FlashMask], FlashMask]] = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda mask: pickle.loads(pickle.dumps(mask)),
+    "an old pickle": lambda mask: pickle.loads(pickle.dumps(mask, protocol=0)),
+    "torch.save": _saved,
+}
+
+
+@pytest.mark.parametrize("way", COPIES)
+def test_a_copy_of_a_mask_makes_its_own_plan(way: str) -> None:
+    """Its indices count changes in place anew: they may come to as many as those of the original had."""
+    q, k, v = attention_inputs(Lane("torch", "cpu", torch.float32), 1, 2, 2, 300, 300, 16)
+    mask = FlashMask(masks.causal_document([150, 150]).indices, causal=True, q_len=300)
+    for _ in range(3):
+        mask.indices.add_(0)
+    before = flashmask_attention(q, k, v, mask)
+    copied = COPIES[way](mask)
+    assert copied._plan is None
+    assert mask._plan is not None
+    assert (copied.causal, copied.q_len) == (True, 300)
+    assert torch.equal(copied.indices, mask.indices)
+    assert torch.equal(flashmask_attention(q, k, v, copied), before)
+    copied.indices.fill_(300)
+    while copied.indices._version < mask.indices._version:
+        copied.indices.add_(0)
+    assert torch.equal(flashmask_attention(q, k, v, copied), flashmask_attention(q, k, v, masks.causal(300)))
