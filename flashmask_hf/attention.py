@@ -179,7 +179,8 @@ def decodes(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> bool:
 def plan_of(mask: FlashMask, q_len: int) -> Plan:
     """The mask's plan for `q_len` query rows, made at the first call and kept with the mask.
 
-    Changing `mask.indices` in place makes a new one; writing through a NumPy view goes unnoticed. Nothing is kept for a
+    Changing `mask.indices` in place makes a new one; writing through a NumPy view goes unnoticed. A call on another
+    CUDA stream makes its own, which it may read and free without waiting, and that one is kept. Nothing is kept for a
     tensor made in inference mode, which does not tell of changes, while a CUDA graph is captured, so that a replay
     reads the vectors anew, and while compiling, where the compiler keeps one of the equal calls.
     """
@@ -192,14 +193,18 @@ def _kept_plan(mask: FlashMask, q_len: int) -> Plan:
     """`plan_of`, neither while compiling nor in a graph."""
     kept = mask._plan
     if kept is not None:
-        rows, version, inferred, plan = kept
-        # What was made in inference mode cannot be saved for a backward.
-        if rows == q_len and version == mask._indices._version and not (inferred and torch.is_grad_enabled()):
+        rows, version, stream, inferred, plan = kept
+        if (
+            rows == q_len
+            and version == mask._indices._version
+            and (stream is None or stream[1] == ops.current_stream(stream[0]))
+            and not (inferred and torch.is_grad_enabled())  # what was made in inference mode cannot be saved
+        ):
             return plan
     version = None if mask._indices.is_inference() else mask._indices._version  # another thread may write meanwhile
     plan = _make_plan(mask, q_len)
     if version is not None and ops.is_plain(plan.tiles):  # a mode's or transform's own is for inside of it
-        mask._plan = (q_len, version, plan.tiles.is_inference(), plan)
+        mask._plan = (q_len, version, ops.stream_of(mask._indices), plan.tiles.is_inference(), plan)
     return plan
 
 

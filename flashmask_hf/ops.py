@@ -32,6 +32,7 @@ __all__ = [
     "call",
     "check_between",
     "check_range",
+    "current_stream",
     "decode",
     "device_assert",
     "dispatched",
@@ -50,6 +51,7 @@ __all__ = [
     "run",
     "runs_kernels",
     "sinks_gradient",
+    "stream_of",
     "tries_hopper",
 ]
 
@@ -171,6 +173,18 @@ def is_capturing(x: Tensor) -> bool:
         return False
     with torch.cuda.device_of(x):
         return torch.cuda.is_current_stream_capturing()
+
+
+current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda gpu: 0)
+"""The handle of the current stream of a GPU, by its index; torch without CUDA has no such function."""
+
+
+def stream_of(x: Tensor) -> tuple[int, int] | None:
+    """The GPU where `x` is, and its current stream: there what was launched on it may be read. None elsewhere."""
+    if not x.is_cuda:
+        return None
+    gpu = x.get_device()
+    return gpu, current_stream(gpu)
 
 
 def has_tangents(*inputs: Tensor | None) -> bool:

@@ -7,6 +7,8 @@ import io
 import pickle
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -30,6 +32,7 @@ from support import (
 from torch._subclasses import FakeTensorMode
 
 from flashmask_hf import FlashMask, flashmask_attention, masks, plan
+from flashmask_hf.attention import plan_of
 from flashmask_hf.plan import ROWS, plan_columns
 
 CPU = (torch.float32, torch.bfloat16, torch.float16)
@@ -491,6 +494,63 @@ def test_the_mask_keeps_its_plan_until_it_changes(monkeypatch: pytest.MonkeyPatc
     for rows, count in ((100, 6), (90, 7), (90, 7), (100, 8)):
         flashmask_attention(q[:, :, :rows], k, v, mask)
         assert len(made) == count
+
+
+def test_a_call_on_another_stream_makes_its_own_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """First ones and repeated ones; what is kept is the last one's. One of another stream may not be written yet."""
+    from flashmask_hf import ops
+
+    made: list[int] = []
+    build = ops._builder(torch.empty(0))
+    current = 0
+    monkeypatch.setattr(ops, "_builder", lambda indices: lambda *args: made.append(current) or build(*args))
+    monkeypatch.setattr(ops, "current_stream", lambda gpu: current)
+    monkeypatch.setattr(ops, "stream_of", lambda x: (0, current))
+    q, k, v = attention_inputs(Lane("torch", "cpu", torch.float32), 1, 2, 2, 100, 100, 8)
+    mask = masks.causal_document([40, 60])
+    expected = flashmask_attention(q, k, v, masks.causal_document([40, 60]))
+    made.clear()
+    for current in (1, 1, 2, 2, 1, 0):  # noqa: B007
+        assert torch.equal(flashmask_attention(q, k, v, mask), expected)
+        plan_of(mask, 100)
+    assert made == [1, 2, 1, 0]
+
+
+def test_the_stream_of_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flashmask_hf import ops
+
+    monkeypatch.setattr(ops, "current_stream", lambda gpu: 0x700 + gpu)
+    there: Any = SimpleNamespace(is_cuda=True, get_device=lambda: 3)
+    assert ops.stream_of(there) == (3, 0x703)
+    assert ops.stream_of(torch.empty(1)) is None
+
+
+@pytest.mark.gpu
+def test_calls_on_two_streams_do_not_wait_for_each_other() -> None:
+    """Nor does the second one read the plan that the first one has yet to write; and so in a graph on a third one."""
+    lane = Lane("triton", "cuda", torch.bfloat16)
+    q, k, v = (x.detach() for x in attention_inputs(lane, 1, HEADS, KV_HEADS, 1000, 1000, 64))
+    indices = masks.causal_document([300, 700], device="cuda").indices
+    for _ in range(3):  # until its launches are known, and do not wait
+        expected = flashmask_attention(q, k, v, FlashMask(indices, causal=True))
+    first, second, third = (torch.cuda.Stream() for _ in range(3))
+    torch.cuda.synchronize()
+    mask = FlashMask(indices, causal=True)
+    with torch.cuda.stream(first):
+        torch.cuda._sleep(10**8)
+        found = [flashmask_attention(q, k, v, mask)]
+    with torch.cuda.stream(second):
+        found += [flashmask_attention(q, k, v, mask) for _ in range(2)]
+    second.synchronize()
+    assert not first.query()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=third):
+        found.append(flashmask_attention(q, k, v, mask))
+    graph.replay()
+    found.append(flashmask_attention(q, k, v, mask))
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, expected) for out in found)
 
 
 def test_a_mask_keeps_no_plan_of_a_mode_or_transform() -> None:
