@@ -450,7 +450,7 @@ class _Shared(NamedTuple):
     """What was built, the state its sources had, aliases that keep their memory from being reused, and a watcher."""
 
     made: Any
-    versions: tuple[int, ...]
+    state: tuple[Any, ...]
     aliases: tuple[Tensor, ...]
     watcher: Any
 
@@ -461,9 +461,11 @@ _masks: OrderedDict[Hashable, _Shared] = OrderedDict()
 def _shared(sources: tuple[Tensor, ...], form: tuple[Hashable, ...], build: Callable[[], T]) -> T:
     """What `build()` makes, once for all layers and recomputations that read the same tensors; masks keep their plan.
 
-    Tensors are told by the memory they view, so an alias that checkpointing makes finds the same mask. An entry goes
-    when the first source is freed, when a source was changed in place, or when `_MAX_SHARED` others are newer. The mask
-    may hold an alias of `sources[0]` but not the tensor itself, or the entry would keep itself alive.
+    Tensors are told by the memory they view, so an alias that checkpointing makes finds the same mask. There is one
+    entry for a first source and a form. It goes when the first source is freed, when another takes its place, because a
+    source was changed in place or is another, or when `_MAX_SHARED` others are newer. Until then it keeps the memory of
+    the other sources, though not the tensors. The mask may hold an alias of `sources[0]` but not the tensor itself, or
+    the entry would keep itself alive.
     """
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return build()  # a compiler merges the equal plans of its layers itself, and a transform's tensors are its own
@@ -471,14 +473,15 @@ def _shared(sources: tuple[Tensor, ...], form: tuple[Hashable, ...], build: Call
         return build()
     inference = torch.is_inference_mode_enabled()  # tensors made there cannot be saved for a backward
     where = tuple((x.data_ptr(), x.shape, x.stride(), x.dtype, x.device) for x in sources)
-    key = (where, form, inference)
-    versions = tuple(0 if x.is_inference() else x._version for x in sources)
+    key = (where[:1], form, inference)
+    state = (where[1:], tuple(0 if x.is_inference() else x._version for x in sources))
     entry = _masks.get(key)
-    if entry is not None and entry.versions == versions:
+    if entry is not None and entry.state == state:
         return entry.made
     watcher = weakref.ref(sources[0], lambda _, masks=_masks: masks.pop(key, None)) if sources else None
-    _masks[key] = entry = _Shared(build(), versions, tuple(x.detach() for x in sources), watcher)
-    _masks.move_to_end(key)
+    entry = _Shared(build(), state, tuple(x.detach() for x in sources), watcher)
+    _masks.pop(key, None)  # so that it comes last
+    _masks[key] = entry
     while len(_masks) > _MAX_SHARED:
         _masks.popitem(last=False)
     return entry.made

@@ -1,5 +1,6 @@
 """The transformers backend: registration, the mask hook, the attention function, tiny models against eager."""
 
+import collections
 import copy
 import gc
 import importlib
@@ -707,6 +708,33 @@ def test_masks_kept_are_bounded(plans):
     for vectors in kept:
         attention_forward(torch.nn.Module(), query, query, query, None, startend_row_indices=vectors)
     assert len(backend._masks) == backend._MAX_SHARED
+
+
+def test_a_tensor_keeps_one_mask_of_a_form(plans):
+    """Not one for each hook's columns and positions that came with it."""
+    model, _ = model_pair("gemma2")
+    vectors = masks.causal_document([5, 7]).indices
+    for step in range(1, 4):
+        for extra in ({}, dict(attention_mask=torch.ones(1, 12))):
+            inputs = dict(position_ids=positions([5, 7]), startend_row_indices=vectors, use_cache=False)
+            model(tokens(1, 12), **inputs, **extra)
+            assert len(backend._masks) == 2
+        assert len(plans) == 4 * step  # each forward has columns of its own
+
+
+def test_a_mask_may_be_dropped_at_once(plans, monkeypatch):
+    """Other threads fill what is kept."""
+
+    class Full(collections.OrderedDict):
+        def __setitem__(self, key, value):
+            super().__setitem__(key, value)
+            del self[key]
+
+    monkeypatch.setattr(backend, "_masks", Full())
+    query, vectors = torch.randn(1, 2, 8, 8).requires_grad_(), masks.causal_document([3, 5]).indices
+    for count in (1, 2):
+        attention_forward(torch.nn.Module(), query, query, query, None, startend_row_indices=vectors)
+        assert len(plans) == count
 
 
 def test_vectors_changed_in_place_are_read_again(plans):
