@@ -27,7 +27,7 @@ from flashmask_hf.attention import flashmask_attention
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.mask_compiler import NAME, VECTORS, mask_hook
 from flashmask_hf.mask_reader import document_starts, next_true
-from flashmask_hf.ops import device_assert
+from flashmask_hf.ops import device_assert, is_capturing, stream_of
 from flashmask_hf.windows import Windowed, windowed
 
 __all__ = ["attention_forward", "register", "visible"]
@@ -354,7 +354,7 @@ def _supplied_mask(
     sources = [vectors] if hooked is None else [vectors, hooked]
     if window is not None and position_ids is not None:
         sources.append(position_ids)
-    return _shared(tuple(sources), ("supplied", causal, window, two_sided), build)
+    return _shared(tuple(sources), ("supplied", causal, window, two_sided), build, renewed=hooked is not None)
 
 
 def _without_padding(vectors: Tensor, hooked: Tensor, causal: bool) -> Tensor:
@@ -441,9 +441,10 @@ def _default_mask(query: Tensor, key: Tensor, causal: bool, kwargs: dict[str, An
             torch.stack([torch.full_like(row, q_len), torch.zeros_like(row)], -1)[None, None], causal=False
         )
 
-    if type(query) is not Tensor:  # a fake one's mask would be fake
+    # A fake one's mask would be fake, and a graph's in memory of its own.
+    if type(query) is not Tensor or torch.compiler.is_compiling() or is_capturing(query):
         return build()
-    return _shared((), ("default", q_len, kv_len, causal, window, device), build)
+    return _shared((), ("default", q_len, kv_len, causal, window, device, stream_of(query)), build)
 
 
 class _Shared(NamedTuple):
@@ -458,22 +459,34 @@ class _Shared(NamedTuple):
 _masks: OrderedDict[Hashable, _Shared] = OrderedDict()
 
 
-def _shared(sources: tuple[Tensor, ...], form: tuple[Hashable, ...], build: Callable[[], T]) -> T:
+def _shared(
+    sources: tuple[Tensor, ...], form: tuple[Hashable, ...], build: Callable[[], T], *, renewed: bool = True
+) -> T:
     """What `build()` makes, once for all layers and recomputations that read the same tensors; masks keep their plan.
 
     Tensors are told by the memory they view, so an alias that checkpointing makes finds the same mask. There is one
-    entry for a first source and a form. It goes when the first source is freed, when another takes its place, because a
-    source was changed in place or is another, or when `_MAX_SHARED` others are newer. Until then it keeps the memory of
-    the other sources, though not the tensors. The mask may hold an alias of `sources[0]` but not the tensor itself, or
-    the entry would keep itself alive.
+    entry for a first source, a form and a stream, on which what was made may be read. It goes when the first source is
+    freed, when another takes its place, because a source was changed in place or is another, or when `_MAX_SHARED`
+    others are newer. Until then it keeps the memory of the other sources, though not the tensors. The mask may hold an
+    alias of `sources[0]` but not the tensor itself, or the entry would keep itself alive.
+
+    Args:
+        sources: what `build` reads.
+        form: what else it depends on.
+        build: makes the mask.
+        renewed: whether a source is new in each forward, as the hook's columns are. Without one, nothing is kept of
+            tensors made in inference mode, which do not tell of changes, nor in a CUDA graph, which is to read them
+            anew. With one, layers share there, too.
     """
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return build()  # a compiler merges the equal plans of its layers itself, and a transform's tensors are its own
     if any(type(x) is not Tensor or x.is_meta for x in sources):
         return build()
+    if not renewed and (is_capturing(sources[0]) or any(x.is_inference() for x in sources)):
+        return build()
     inference = torch.is_inference_mode_enabled()  # tensors made there cannot be saved for a backward
     where = tuple((x.data_ptr(), x.shape, x.stride(), x.dtype, x.device) for x in sources)
-    key = (where[:1], form, inference)
+    key = (where[:1], form, stream_of(sources[0]) if sources else None, inference)
     state = (where[1:], tuple(0 if x.is_inference() else x._version for x in sources))
     entry = _masks.get(key)
     if entry is not None and entry.state == state:

@@ -751,6 +751,90 @@ def test_vectors_changed_in_place_are_read_again(plans):
             assert torch.equal(got, want)
 
 
+@pytest.fixture
+def windows(monkeypatch):
+    """A list that grows by one whenever a window is laid over a mask."""
+    made = []
+    windowed = backend.windowed
+    monkeypatch.setattr(backend, "windowed", lambda *args, **more: made.append(1) or windowed(*args, **more))
+    backend._masks.clear()
+    return made
+
+
+def attend_twice(vectors, other, **more):
+    """What attention gives for a buffer of `vectors` and then of `other`, and for `other` in a tensor of its own."""
+    query, module = torch.randn(1, 2, 8, 8), torch.nn.Module()
+    buffer = vectors.clone()
+    results = []
+    for given in (buffer, buffer, other.clone()):
+        if len(results) == 1:
+            buffer.copy_(other)
+        results.append(attention_forward(module, query, query, query, None, startend_row_indices=given, **more)[0])
+    return results
+
+
+def test_vectors_changed_in_inference_mode_are_read_again(windows):
+    """They do not tell of it; nor do positions."""
+    first, second = (masks.causal_document(lengths).indices for lengths in ([8], [3, 5]))
+    with torch.inference_mode():
+        before, got, want = attend_twice(first, second, sliding_window=3)
+        assert torch.equal(got, want)
+        assert not torch.equal(got, before)
+        query, module = torch.randn(1, 2, 8, 8), torch.nn.Module()
+        places = torch.arange(8)[None].clone()
+        more = dict(startend_row_indices=masks.causal(8).indices, sliding_window=3)
+        attention_forward(module, query, query, query, None, position_ids=places, **more)
+        places *= 2
+        got, want = (
+            attention_forward(module, query, query, query, None, position_ids=x, **more)[0]
+            for x in (places, places.clone())
+        )
+        assert torch.equal(got, want)
+    assert not backend._masks
+
+
+def test_layers_in_inference_mode_share_a_mask(windows):
+    """Of tensors made there, too: with columns of a hook, which are new in each forward."""
+    config = MODELS["mistral"]()
+    config.num_hidden_layers = 4
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="flashmask").eval()
+    with torch.inference_mode():
+        vectors, places = masks.causal_document([5, 7]).indices.clone(), positions([5, 7]).clone()
+        inputs = dict(input_ids=tokens(1, 12), position_ids=places, startend_row_indices=vectors, use_cache=False)
+        model(**inputs)
+        assert len(windows) == 1
+        vectors.copy_(masks.causal_document([3, 9]).indices)
+        places.copy_(positions([3, 9]))
+        got = model(**inputs).logits
+        assert len(windows) == 2
+        inputs.update(position_ids=places.clone(), startend_row_indices=vectors.clone())
+        assert torch.equal(got, model(**inputs).logits)
+
+
+def test_each_stream_has_masks_of_its_own(windows, monkeypatch):
+    """What is made on one may not be written yet where another reads."""
+    query, module = torch.randn(1, 2, 8, 8), torch.nn.Module()
+    vectors = masks.causal_document([3, 5]).indices
+    for stream, count in ((1, 1), (2, 2), (1, 2), (2, 2)):
+        monkeypatch.setattr(backend, "stream_of", lambda x: (0, stream))  # noqa: B023
+        attention_forward(module, query, query, query, None, startend_row_indices=vectors, sliding_window=3)
+        attention_forward(module, query, query, query, None)
+        assert len(windows) == count
+        assert len(backend._masks) == 2 * count
+
+
+def test_a_graph_reads_vectors_anew(windows, monkeypatch):
+    """It finds no mask that was made before, and leaves none."""
+    query, module = torch.randn(1, 2, 8, 8), torch.nn.Module()
+    vectors = masks.causal_document([3, 5]).indices
+    for capturing, count in ((False, 1), (True, 2), (True, 3), (False, 3)):
+        monkeypatch.setattr(backend, "is_capturing", lambda x: capturing)  # noqa: B023
+        attention_forward(module, query, query, query, None, startend_row_indices=vectors, sliding_window=3)
+        attention_forward(module, query, query, query, None)
+        assert len(windows) == count
+        assert len(backend._masks) == 2
+
+
 def test_alias_finds_the_same_mask(plans):
     """Reentrant checkpointing detaches positional arguments before it recomputes."""
     query, vectors = torch.randn(1, 2, 8, 8).requires_grad_(), masks.causal_document([3, 5]).indices
