@@ -179,10 +179,11 @@ def decodes(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> bool:
 def plan_of(mask: FlashMask, q_len: int) -> Plan:
     """The mask's plan for `q_len` query rows, made at the first call and kept with the mask.
 
-    Changing `mask.indices` in place makes a new one; writing through a NumPy view goes unnoticed. A call on another
-    CUDA stream makes its own, which it may read and free without waiting, and that one is kept. Nothing is kept for a
-    tensor made in inference mode, which does not tell of changes, while a CUDA graph is captured, so that a replay
-    reads the vectors anew, and while compiling, where the compiler keeps one of the equal calls.
+    Changing `mask.indices` in place makes a new one, unless it goes unnoticed (see there): by a collective, a replayed
+    CUDA graph, a NumPy view or a raw pointer. A call on another CUDA stream makes its own, which it may read and free
+    without waiting, and that one is kept. Nothing is kept for a tensor made in inference mode, which does not tell of
+    changes, while a CUDA graph is captured, so that a replay reads the vectors anew, and while compiling, where the
+    compiler keeps one of the equal calls.
     """
     if torch.compiler.is_compiling() or ops.is_capturing(mask.indices):
         return _make_plan(mask, q_len)

@@ -101,7 +101,14 @@ class FlashMask:
 
     @property
     def indices(self) -> Tensor:
-        """The intervals, int32 [B, Hm, Skv, n]. Another mask is another object, since its plan is kept with it."""
+        """The intervals, int32 [B, Hm, Skv, n]. Another mask is another object, since its plan is kept with it.
+
+        They may be changed in place by PyTorch's operators, of which their version tells. What writes past it goes
+        unnoticed, and attention takes the plan of the old ones: collectives (`torch.distributed.broadcast`, `recv`),
+        replays of CUDA graphs, NumPy views and kernels that are given the pointer. After such a write make another mask
+        of the same tensor, `FlashMask(mask.indices, mask.causal, q_len=mask.q_len)`, or tell of it by
+        `mask.indices.add_(0)`. A model that gets the tensor as `startend_row_indices` reads it in each forward.
+        """
         return self._indices
 
     @property

@@ -496,6 +496,22 @@ def test_the_mask_keeps_its_plan_until_it_changes(monkeypatch: pytest.MonkeyPatc
         assert len(made) == count
 
 
+@pytest.mark.parametrize("told", [False, True], ids=["another mask", "told"])
+def test_what_is_written_past_the_version(told: bool) -> None:
+    """As collectives do, too. Another mask of the tensor has no plan, and an operator that changes nothing counts."""
+    q, k, v = attention_inputs(Lane("torch", "cpu", torch.float32), 1, 2, 2, 100, 100, 8)
+    mask = FlashMask(masks.causal_document([40, 60]).indices.clone(), causal=True, q_len=100)
+    flashmask_attention(q, k, v, mask)
+    version = mask.indices._version
+    mask.indices.numpy()[:] = 100
+    assert mask.indices._version == version
+    if told:
+        mask.indices.add_(0)
+    else:
+        mask = FlashMask(mask.indices, mask.causal, q_len=mask.q_len)
+    assert torch.equal(flashmask_attention(q, k, v, mask), flashmask_attention(q, k, v, masks.causal(100)))
+
+
 def test_a_call_on_another_stream_makes_its_own_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """First ones and repeated ones; what is kept is the last one's. One of another stream may not be written yet."""
     from flashmask_hf import ops
