@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal, NamedTuple, overload
 
 import torch
@@ -30,6 +31,9 @@ MAX_HEAD_DIM = 256
 
 _FEW_ROWS = 64
 """Query rows, over all heads that share keys, up to which attention without gradients needs no tiles of its own."""
+
+_LEAST, _MOST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max * math.log(2) / 2
+"""Factors that kernels can hold: in float32, as they are and twice that in units of log2."""
 
 _TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -88,8 +92,9 @@ def flashmask_attention(
         k: keys [B, Hkv, Skv, D]; Hq is a multiple of Hkv, and query head h reads key-value head h * Hkv // Hq.
         v: values [B, Hkv, Skv, Dv].
         mask: with Skv columns, batch 1 or B and heads 1, Hkv or Hq, on the device of q.
-        scale: factor on q @ k^T; None is D ** -0.5.
-        softcap: c > 0 bends the scaled scores to c * tanh(scores / c), as Gemma 2 does; None does not.
+        scale: factor on q @ k^T, positive; None is D ** -0.5.
+        softcap: c > 0 bends the scaled scores to c * tanh(scores / c), as Gemma 2 does; None does not. It, scale and
+            scale / c must fit float32.
         sinks: [Hq] logits of one extra key per head that holds no value, as GPT-OSS has; None has none.
         deterministic: repeated runs give the same bits, also if `torch.use_deterministic_algorithms` is on. "triton",
             "torch" and "reference" always do; the gradient of q of "hopper" costs more then.
@@ -254,8 +259,18 @@ def _check(
             continue
         if not isinstance(value, (int, float)) or isinstance(value, bool):
             raise TypeError(f"{name} must be a number, or None for {none}, got {type(value).__name__}; pass a float")
-        if not 0 < value < float("inf"):
-            raise ValueError(f"{name} must be positive and finite, or None for {none}, got {value}")
+        if not _LEAST <= value <= _MOST:
+            raise ValueError(
+                f"{name} must be positive and finite, or None for {none}, and {_LEAST:.1e} to {_MOST:.1e} for float32, "
+                f"got {value}"
+            )
+    if softcap is not None:
+        factor = head_dim**-0.5 if scale is None else scale
+        if not _LEAST <= factor / softcap <= _MOST:
+            raise ValueError(
+                f"softcap={softcap} is too far from scale={factor}: scale / softcap must be {_LEAST:.1e} to "
+                f"{_MOST:.1e} for float32; pass None for no cap"
+            )
     if sinks is not None:
         if not isinstance(sinks, Tensor) or not sinks.dtype.is_floating_point:
             kind = sinks.dtype if isinstance(sinks, Tensor) else type(sinks).__name__
