@@ -153,7 +153,7 @@ def prepare(
         operators name it, or "reference"; the factor on the scores; whether repeated runs must agree to the bit.
     """
     _check(q, k, v, mask, scale, softcap, sinks)
-    if torch.is_autocast_enabled(q.device.type):
+    if not q.is_meta and torch.is_autocast_enabled(q.device.type):  # of the former torch raises
         narrow = torch.get_autocast_dtype(q.device.type)
         q, k, v = (x.to(narrow) if x.dtype in _TRITON_DTYPES else x for x in (q, k, v))
     if not q.dtype == k.dtype == v.dtype:

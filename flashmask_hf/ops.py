@@ -128,7 +128,7 @@ def call(operator: Any, *inputs: Any) -> Any:
 
 def dispatched(inputs: tuple[Any, ...]) -> bool:
     """Whether the dispatcher does more than call: for compilers, modes, transforms, profilers and kinds of tensors."""
-    return intercepted() or not all(is_plain(x) for x in inputs if isinstance(x, Tensor))
+    return intercepted() or not all(is_plain(x) and not x.is_meta for x in inputs if isinstance(x, Tensor))
 
 
 def intercepted() -> bool:

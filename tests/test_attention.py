@@ -576,6 +576,24 @@ def test_calls_on_two_streams_do_not_wait_for_each_other() -> None:
     assert all(torch.equal(out, expected) for out in found)
 
 
+@pytest.mark.parametrize("impl", [None, "torch", "reference"])
+@pytest.mark.parametrize("rows", [10, 200])
+def test_tensors_without_memory(impl: str | None, rows: int) -> None:
+    """On the device meta: shapes and layouts alone, first and again, of few rows and many, and of gradients."""
+    real = attention_inputs(Lane("torch", "cpu", torch.bfloat16), 2, 4, 2, rows, rows, 16)
+    q, k, v = (torch.empty_like(x, device="meta").requires_grad_() for x in real)
+    expected = flashmask_attention(*real, masks.causal(rows), impl=impl, return_lse=True)
+    mask = masks.causal(rows).to("meta")
+    for grad in (True, False, True, False):
+        with torch.set_grad_enabled(grad):
+            results = flashmask_attention(q, k, v, mask, impl=impl, return_lse=True)
+        gradients = torch.autograd.grad(results[0].sum(), (q, k, v)) if grad else ()
+        for one, other in zip((*results, *gradients), (*expected, *real), strict=False):
+            assert one.device.type == "meta"
+            assert (one.shape, one.dtype) == (other.shape, other.dtype)
+        assert results[0].stride() == expected[0].stride()
+
+
 def test_a_mask_keeps_no_plan_of_a_mode_or_transform() -> None:
     q, k, v = (x.detach() for x in attention_inputs(Lane("torch", "cpu", torch.float32), 1, 2, 2, 40, 40, 8))
     expected = flashmask_attention(q, k, v, masks.causal(40))
