@@ -554,10 +554,14 @@ def test_calls_on_two_streams_do_not_wait_for_each_other() -> None:
     lane = Lane("triton", "cuda", torch.bfloat16)
     q, k, v = (x.detach() for x in attention_inputs(lane, 1, HEADS, KV_HEADS, 1000, 1000, 64))
     indices = masks.causal_document([300, 700], device="cuda").indices
-    for _ in range(3):  # until its launches are known, and do not wait
-        expected = flashmask_attention(q, k, v, FlashMask(indices, causal=True))
+    expected = flashmask_attention(q, k, v, FlashMask(indices, causal=True))
     first, second, third = (torch.cuda.Stream() for _ in range(3))
+    for stream in (first, second):  # until launches are known, and memory is there: neither is to wait below
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            kept = [flashmask_attention(q, k, v, FlashMask(indices, causal=True)) for _ in range(4)]
     torch.cuda.synchronize()
+    del kept
     mask = FlashMask(indices, causal=True)
     with torch.cuda.stream(first):
         torch.cuda._sleep(10**8)
