@@ -248,12 +248,14 @@ def _check(
             raise ValueError(f"{name} is on {device}, but q is on {q.device}; move it with {name}.to('{q.device}')")
     if mask.kv_len != kv_len:
         raise ValueError(f"mask has {mask.kv_len} key columns, but k and v have {kv_len} keys")
-    if mask.q_len not in (None, q_len):
+    # not `in`, which TorchDynamo answers with no where a number equals a symbolic one
+    if mask.q_len is not None and mask.q_len != q_len:
         raise ValueError(f"q has {q_len} rows, but mask was built for q_len={mask.q_len}; build it with q_len={q_len}")
-    if mask.indices.shape[0] not in (1, batch):
-        raise ValueError(f"mask has batch {mask.indices.shape[0]}; it must be 1 or q's batch {batch}")
-    if mask.indices.shape[1] not in (1, kv_heads, heads):
-        raise ValueError(f"mask has {mask.indices.shape[1]} heads; it must have 1, Hkv = {kv_heads} or Hq = {heads}")
+    mask_batch, mask_heads = mask.indices.shape[:2]
+    if mask_batch != 1 and mask_batch != batch:
+        raise ValueError(f"mask has batch {mask_batch}; it must be 1 or q's batch {batch}")
+    if mask_heads != 1 and mask_heads != kv_heads and mask_heads != heads:
+        raise ValueError(f"mask has {mask_heads} heads; it must have 1, Hkv = {kv_heads} or Hq = {heads}")
     for name, value, none in (("scale", scale, "D ** -0.5"), ("softcap", softcap, "no cap")):
         if value is None:
             continue

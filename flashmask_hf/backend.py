@@ -302,9 +302,9 @@ def _check_vectors(vectors: Any, query: Tensor, key: Tensor, causal: bool) -> No
             "keys; pass one column per token of input_ids and use_cache=False, leave them out of generate, and use no "
             "prompt learning (virtual tokens) with packed rows"
         )
-    if shape[0] not in (1, batch):
+    if shape[0] != 1 and shape[0] != batch:
         raise ValueError(f"{VECTORS} has batch {shape[0]}; it must be 1 or the batch {batch} of the model's input")
-    if shape[1] not in (1, kv_heads, heads):
+    if shape[1] != 1 and shape[1] != kv_heads and shape[1] != heads:
         raise ValueError(f"{VECTORS} has {shape[1]} heads; it must have 1, Hkv = {kv_heads} or Hq = {heads}")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -95,9 +95,12 @@ class FlashMask:
         self._q_len = q_len
         self._plan: Any = None
 
-    def __getstate__(self) -> tuple[None, dict[str, Any]]:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
         """For copies and pickles, without the plan: their indices count changes anew, which would not tell of it."""
-        return None, {"_causal": self._causal, "_indices": self._indices, "_plan": None, "_q_len": self._q_len}
+        make, arguments, state, *rest = super().__reduce_ex__(max(int(protocol), 2))
+        if isinstance(state, tuple):  # unless a subclass has a state of its own making
+            state = state[0], {**state[1], "_plan": None}
+        return make, arguments, state, *rest
 
     @property
     def indices(self) -> Tensor:

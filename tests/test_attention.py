@@ -696,9 +696,23 @@ COPIES: dict[str, Callable[[FlashMask], FlashMask]] = {
     "copy": copy.copy,
     "deepcopy": copy.deepcopy,
     "pickle": lambda mask: pickle.loads(pickle.dumps(mask)),
-    "an old pickle": lambda mask: pickle.loads(pickle.dumps(mask, protocol=0)),
+    "pickle, protocol 0": lambda mask: pickle.loads(pickle.dumps(mask, protocol=0)),
     "torch.save": _saved,
 }
+
+
+class NamedMask(FlashMask):
+    """As a user may derive it."""
+
+    __slots__ = ("__dict__", "tag")
+
+
+@pytest.mark.parametrize("way", COPIES)
+def test_a_copy_of_a_derived_mask_keeps_what_that_added(way: str) -> None:
+    mask = NamedMask(masks.causal(10).indices, causal=True)
+    mask.tag, mask.name = "tag", "name"
+    copied = COPIES[way](mask)
+    assert (type(copied), copied.tag, copied.name, copied.causal) == (NamedMask, "tag", "name", True)
 
 
 @pytest.mark.parametrize("way", COPIES)

@@ -63,6 +63,24 @@ def test_compiles_to_one_graph_without_recompiling(lane: Lane) -> None:
     assert frames[-1] <= 2
 
 
+@pytest.mark.parametrize("mask_heads", [1, KV_HEADS, HEADS])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_symbolic_lengths_fit_a_mask_s_own(batch: int, mask_heads: int) -> None:
+    """All sizes of q are symbolic, those of the mask are numbers, or come from q."""
+    lane = Lane("torch", "cpu", torch.float32)
+    q, k, v = (x.detach() for x in attention_inputs(lane, batch, HEADS, KV_HEADS, 100, 100, 16))
+    vectors = masks.causal_document([[40, 60], [50, 50]][:batch]).indices.expand(-1, mask_heads, -1, -1).contiguous()
+    mask = ops.FlashMask(vectors, causal=True, q_len=100)
+
+    def attend(q, k, v, made_inside):
+        return flashmask_attention(q, k, v, masks.causal(q.shape[2]) if made_inside else mask)
+
+    for made_inside in (False, True):
+        torch._dynamo.reset()
+        compiled = torch.compile(attend, fullgraph=True, backend="eager", dynamic=True)
+        torch.testing.assert_close(compiled(q, k, v, made_inside), attend(q, k, v, made_inside))
+
+
 @pytest.mark.parametrize("lane", lanes((torch.float32,), (), (torch.bfloat16,)))
 def test_compiled_layers_share_one_plan(lane: Lane, monkeypatch: pytest.MonkeyPatch) -> None:
     """While compiling nothing is cached; the compiler keeps one of the equal plan calls."""
