@@ -7,8 +7,11 @@ evaluated on all pairs, some columns at a time, and read back as intervals.
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable
 from functools import cache
+from types import ModuleType
 from typing import Any, NoReturn
 
 import torch
@@ -37,8 +40,11 @@ _EDITS = "cut or join the masks of their layers, which takes dense ones"
 _UNFIT = {
     "bigbird_pegasus": _EDITS,
     "deepseek_v4": _EDITS,
+    "gemma4_audio": _EDITS,
     "nemotron": _DROPS,
     "qwen4_exp_text": _EDITS,
+    "siglip2_text_model": _DROPS,
+    "siglip_text_model": _DROPS,
     "stablelm": _DROPS,
     "t5gemma2_decoder": _EDITS,
     "whisper": _DROPS,
@@ -171,12 +177,25 @@ def _refuse_pattern(function: str, name: str) -> NoReturn:
 
 
 def refuse_own_code(model_class: Any, name: str) -> None:
-    """Raise for a model that does not look its attention up by name: it would add the hook's columns to its scores."""
-    if not model_class._supports_attention_backend and not model_class._can_set_attn_implementation():
+    """Raise for a model that does not look its attention up by name: it would add the hook's columns to its scores.
+
+    Code that cannot be read, such as a notebook's, is taken for code that does.
+    """
+    if model_class._supports_attention_backend or model_class._can_set_attn_implementation():
+        return
+    module = sys.modules[model_class.__module__]
+    if not hasattr(module, "ALL_ATTENTION_FUNCTIONS") and _is_readable(module):
         raise NotImplementedError(
             f"{model_class.__name__} has attention code of its own and does not take attn_implementation='{name}'; use "
             "attn_implementation='eager' for this model"
         )
+
+
+def _is_readable(module: ModuleType) -> bool:
+    try:
+        return bool(inspect.getsource(module))
+    except (OSError, TypeError):
+        return False
 
 
 @cache
@@ -194,5 +213,5 @@ def _refuse_unfit(config_class: type, name: str) -> None:
     if reason is not None:
         raise NotImplementedError(
             f"models of type {config_class.model_type!r} {reason}; attn_implementation='{name}' refuses them: use "
-            "attn_implementation='sdpa'"
+            "attn_implementation='sdpa', or 'eager'"
         )

@@ -222,8 +222,9 @@ def refuse_where_unfit(model_class: Any) -> None:
             for classes in by_name:
                 refusal = functools.partial(_no_class, type(self).__name__, requested_attention)
                 classes.setdefault(requested_attention, refusal)
-                if not is_init_check:  # its layers are made already, and will not look there again
-                    refusal()
+                made = tuple(x for x in classes.values() if isinstance(x, type))
+                if not is_init_check and any(isinstance(x, made) for x in self.modules()):
+                    refusal()  # its layers will not look there again
             if not by_name and any(getattr(x, "__module__", "") == masking_utils.__name__ for x in names.values()):
                 refuse_own_code(type(self), requested_attention)
         return original(self, requested_attention, is_init_check)

@@ -9,6 +9,7 @@ import types
 
 import pytest
 import torch
+import transformers
 from peft import PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
@@ -1153,6 +1154,20 @@ def test_tower_with_attention_of_its_own_is_refused():
     )
     with pytest.raises(NotImplementedError, match=r"BlipText\w+ has attention code of its own .*'eager'"):
         AutoModelForImageTextToText.from_config(config, attn_implementation="flashmask")
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [("SiglipText", "startend_row_indices would be ignored"), ("Gemma4Audio", "which takes dense ones")],
+)
+def test_tower_that_this_backend_cannot_follow_is_refused(kind, reason):
+    sizes = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
+    config = getattr(transformers, f"{kind}Config")(**sizes)
+    model = getattr(transformers, f"{kind}Model")._from_config(config, attn_implementation="flashmask")
+    inputs = dict(input_ids=tokens(1, 6)) if kind == "SiglipText" else dict(input_features=torch.zeros(1, 64, 128))
+    mask = torch.ones(next(iter(inputs.values())).shape[:2], dtype=torch.bool)
+    with pytest.raises(NotImplementedError, match=rf"{config.model_type}.*{reason}.*'sdpa', or 'eager'"):
+        model(**inputs, attention_mask=mask)
 
 
 def test_vectors_do_not_reach_an_image_tower():

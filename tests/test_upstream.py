@@ -1,8 +1,11 @@
 """What transformers is made to do differently: for this backend only, and only where its code is as expected."""
 
 import copy
+import subprocess
+import sys
 import types
 
+import model_zoo
 import pytest
 import torch
 from tiny import llama_config
@@ -196,6 +199,90 @@ def test_classes_by_name_are_not_there_later_either():
     with pytest.raises(NotImplementedError, match=r"Git\w+ has attention classes of its own .*'eager'"):
         model.set_attn_implementation("flashmask")
     assert model.config._attn_implementation == "eager"
+
+
+def test_classes_by_name_of_another_tower_do_not_matter():
+    """The text tower shares a module with one that looks its classes up, and asks for attention by name itself."""
+    model = model_zoo.build("deepseek_ocr2_text", "eager").eval()
+    ids = torch.arange(4, 12)[None]
+    want = model(input_ids=ids).last_hidden_state
+    model.set_attn_implementation("flashmask")
+    assert model.config._attn_implementation == "flashmask"
+    torch.testing.assert_close(model(input_ids=ids).last_hidden_state, want, rtol=1e-4, atol=1e-5)
+
+
+CUSTOM = """
+import torch, flashmask_hf
+from torch import nn
+from transformers import LlamaConfig, PreTrainedModel
+from transformers.masking_utils import create_causal_mask
+from transformers.models.llama import modeling_llama
+from transformers.models.llama.modeling_llama import eager_attention_forward
+{imported}
+
+class CustomAttention(nn.Module):
+    num_key_value_groups, attention_dropout, is_causal, layer_idx = 1, 0.0, True, 0
+
+    def __init__(self, config):
+        super().__init__()
+        self.config, self.qkv = config, nn.Linear(32, 96)
+
+    def forward(self, x, mask):
+        q, k, v = (t.view(*x.shape[:2], 4, 8).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        name = self.config._attn_implementation
+        attend = eager_attention_forward if name == "eager" else {lookup}[name]
+        return attend(self, q, k, v, mask, scaling=8**-0.5)[0].flatten(2)
+
+class CustomModel(PreTrainedModel):
+    config_class, _supports_sdpa = LlamaConfig, True
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.embed, self.attention = nn.Embedding(64, 32), CustomAttention(config)
+        self.post_init()
+
+    def forward(self, ids, attention_mask):
+        x = self.embed(ids)
+        mask = create_causal_mask(
+            config=self.config, inputs_embeds=x, attention_mask=attention_mask, past_key_values=None, position_ids=None
+        )
+        return self.attention(x, mask)
+
+config = LlamaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
+padding = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
+got = []
+for name in ("eager", "flashmask"):
+    torch.manual_seed(0)
+    got.append(CustomModel._from_config(config, attn_implementation=name)(torch.arange(8).view(2, 4), padding))
+torch.testing.assert_close(got[0][padding.bool()], got[1][padding.bool()])
+"""
+IMPORT = "from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS"
+
+
+@pytest.mark.parametrize("where", ["file", "notebook"])
+def test_custom_code_that_looks_attention_up_by_index(tmp_path, where):
+    """As code for older versions of transformers does; what a notebook holds cannot be read as a file."""
+    code = CUSTOM.format(imported=IMPORT, lookup="ALL_ATTENTION_FUNCTIONS")
+    _run(code, tmp_path / "custom.py" if where == "file" else None)
+
+
+def test_custom_code_that_cannot_be_read():
+    _run(CUSTOM.format(imported="", lookup="modeling_llama.ALL_ATTENTION_FUNCTIONS"))
+
+
+def test_custom_code_with_attention_of_its_own_is_refused(tmp_path):
+    code = CUSTOM.format(imported="", lookup="{'flashmask': eager_attention_forward}")
+    with pytest.raises(AssertionError, match="CustomModel has attention code of its own"):
+        _run(code, tmp_path / "custom.py")
+
+
+def _run(code, file=None):
+    """As a script, or as what is typed."""
+    if file is not None:
+        file.write_text(code)
+    command = [sys.executable, "-" if file is None else str(file)]
+    done = subprocess.run(command, input=code, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("method", [None, print, lambda self: None], ids=["missing", "builtin", "signature"])
