@@ -11,14 +11,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
+from torch._dynamo import OptimizedModule
 
 from flashmask_hf import backend
 
 if TYPE_CHECKING:  # the collators import this module
     from flashmask_hf.collators.forest import PackedRows
 
-__all__ = ["check_layers", "packed_inputs", "run_packed"]
+__all__ = ["check_compiled", "check_layers", "packed_inputs", "run_packed"]
 
 _IDS, _POSITIONS, _INDEX = "packed_input_ids", "packed_position_ids", "packed_index"
 _VECTORS = "startend_row_indices"
@@ -54,9 +56,9 @@ def run_packed(model: Any) -> None:
     Raises:
         ValueError: the model's attention is not "flashmask", under which alone a packed row means what it says; or the
             model is not a decoder alone, or makes positions of its own. Models of which some layers do not get the
-            mask, such as recurrent ones, raise in the first forward that is not compiled.
+            mask, such as recurrent ones, raise in their first forward (`check_layers`).
     """
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inner = _inner(model)
     backbone = inner.base_model
     _check_attention(backbone)
     name = type(inner).__name__
@@ -81,13 +83,48 @@ def check_layers(model: Any) -> None:
 
     Args:
         model: a transformers model with a head and attention "flashmask", or a PEFT model around one, not wrapped for
-            distributed training. Its first forward with `startend_row_indices` that is not compiled raises ValueError.
+            distributed training. Its first forward with `startend_row_indices` raises ValueError, or, where it is
+            compiled in whole or in part, `check_compiled`.
     """
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    backbone = inner.base_model
+    backbone = _inner(model).base_model
     if _count_before not in backbone._forward_pre_hooks.values():
         backbone.register_forward_pre_hook(_count_before, with_kwargs=True)
         backbone.register_forward_hook(_check_count, with_kwargs=True)
+
+
+def check_compiled(model: Any, device: torch.device) -> None:
+    """What `check_layers` asks for, of a model that is compiled: calls of compiled layers cannot be counted.
+
+    The first time, a row of two documents of one token runs through it, not compiled and without gradients.
+
+    Args:
+        model: as for `check_layers`, or wrapped for distributed training or compilation. One that is not compiled, or
+            that nothing is asked of, stays as it is.
+        device: that of its inputs.
+
+    Raises:
+        ValueError: some of its layers do not get the mask.
+    """
+    backbone = _inner(extract_model_from_parallel(model, keep_torch_compile=False)).base_model
+    asked = _count_before in backbone._forward_pre_hooks.values()
+    if not asked or getattr(backbone, "_layers_checked", False) or not _is_compiled(model):
+        return
+    calls = backend.supplied_calls
+    ids = torch.zeros(1, 2, dtype=torch.int64, device=device)
+    ends = torch.tensor([[[[1], [2]]]], dtype=torch.int32, device=device)
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        model(input_ids=ids, position_ids=ids, startend_row_indices=ends, use_cache=False)
+    _judge(backbone, backend.supplied_calls - calls)
+
+
+def _inner(model: Any) -> Any:
+    """The transformers model that a PEFT model is around."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    """Whether a model or a part of it is, by `torch.compile` or its method `compile`."""
+    return any(isinstance(x, OptimizedModule) or x._compiled_call_impl is not None for x in model.modules())
 
 
 def _enter(backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -112,16 +149,21 @@ def _leave(backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], o
 
 
 def _count_before(backbone: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if kwargs.get(_VECTORS) is not None:
+    if kwargs.get(_VECTORS) is not None and not torch.compiler.is_compiling():  # which would guard on the count
         backbone._calls_before = backend.supplied_calls
 
 
 def _check_count(backbone: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    """Once for a backbone: every layer has called attention with the packed row's mask."""
+    """Once for a backbone, unless layers are compiled."""
     if kwargs.get(_VECTORS) is None or torch.compiler.is_compiling() or getattr(backbone, "_layers_checked", False):
         return
+    if not _is_compiled(backbone):
+        _judge(backbone, backend.supplied_calls - backbone._calls_before)
+
+
+def _judge(backbone: Any, calls: int) -> None:
+    """Every layer has called attention with the packed row's mask."""
     layers = backbone.config.get_text_config().num_hidden_layers
-    calls = backend.supplied_calls - backbone._calls_before
     if calls < layers:
         raise ValueError(
             f"{type(backbone).__name__} gave the packed row's mask to {calls} of its {layers} layers; in the others "

@@ -1,24 +1,33 @@
-"""A compiled training step of Llama on packed rows: one graph, the same gradients, no compilation for other lengths."""
+"""A compiled training step of Llama on packed rows: one graph, the same gradients, no compilation for other lengths.
+
+And layers that do not get the mask are found out there, too.
+"""
 
 import shutil
 
+import model_zoo
 import pytest
 import torch
 import torch._dynamo.testing
+from accelerate.utils import compile_regions
 from support import requires
 from tiny import llama_config
 from transformers import AutoModelForCausalLM
 
 from flashmask_hf.collators import DataCollatorForPackedLanguageModeling
+from flashmask_hf.packed_backbone import check_compiled, check_layers
 
 DOCUMENTS = [
     [11, 3, 6], [9, 16], [4, 8, 2], [30], [1, 1, 5], [7, 7, 7], [2, 40], [13, 21], [5, 6, 7, 8], [64, 3], [17, 1, 33],
     [90, 5],
 ]  # fmt: skip
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:TensorFloat32 tensor cores for float32:UserWarning"
-)  # inductor's advice
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores for float32:UserWarning"),  # inductor's advice
+    # TorchDynamo looks at the inputs of compiled layers
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
 
+CPU = torch.device("cpu")
 WARM_UP = 2  # the second length tells the compiler which size is not a constant
 
 
@@ -75,3 +84,76 @@ def test_training_step(device, given, backend):
             assert (got[name] - x).abs().max() <= 1e-4 * max(x.abs().max().item(), 1e-3), (lengths, name)
     assert len(set(after[WARM_UP - 1 :])) == 1, after
     assert not torch._dynamo.utils.counters["graph_break"]
+
+
+def whole(model):
+    return torch.compile(model, backend="eager")
+
+
+def regions(model):
+    return compile_regions(model, backend="eager")
+
+
+def layers_in_place(model):
+    for layer in model.base_model.layers:
+        layer.compile(backend="eager")
+    return model
+
+
+WAYS = pytest.mark.parametrize("way", [whole, regions, layers_in_place])
+
+
+@WAYS
+@pytest.mark.parametrize("asked", [False, True], ids=["hooks alone", "check_compiled"])
+def test_layers_that_see_the_mask_train_compiled(way, asked):
+    torch.compiler.reset()
+    model, batch = model_on("cpu"), batch_of([3, 4], "vectors", "cpu")
+    want_loss, want = gradients(model, model, batch)
+    check_layers(model)
+    compiled = way(model)
+    if asked:
+        check_compiled(compiled, CPU)
+        assert model.base_model._layers_checked
+        model.forward = None  # once is enough
+        check_compiled(compiled, CPU)
+        del model.forward
+    loss, got = gradients(model, compiled, batch)
+    torch.testing.assert_close(loss, want_loss, rtol=1e-5, atol=1e-6)
+    for name, x in want.items():
+        torch.testing.assert_close(got[name], x, rtol=1e-4, atol=1e-5)
+
+
+@WAYS
+@pytest.mark.parametrize("family", ["lfm2", "recurrent_gemma"])
+def test_layers_that_mix_documents_are_found_out_though_compiled(way, family):
+    torch.compiler.reset()
+    model = model_zoo.build(family, "flashmask")
+    check_layers(model)
+    with pytest.raises(ValueError, match=r"gave the packed row's mask to 1 of its . layers"):
+        check_compiled(way(model), CPU)
+
+
+def test_only_what_was_asked_of_and_is_compiled_is_checked():
+    model = model_on("cpu")
+    compiled = whole(model)
+    check_compiled(compiled, CPU)  # nothing was asked
+    check_layers(model)
+    check_compiled(model, CPU)  # its first forward will tell
+    model(input_ids=torch.ones(1, 2, dtype=torch.int64))  # without vectors, which tells nothing
+    assert not hasattr(model.base_model, "_layers_checked")
+    model(**batch_of([3, 4], "vectors", "cpu"))
+    assert model.base_model._layers_checked
+
+
+def test_what_runs_in_between_compiles_nothing_again():
+    """Evaluation, which is not compiled, counts calls of attention."""
+    torch.compiler.reset()
+    model, counter = model_on("cpu"), torch._dynamo.testing.CompileCounter()
+    check_layers(model)
+    compiled = torch.compile(model, backend=counter)
+    check_compiled(compiled, CPU)
+    for _ in range(3):
+        batch = batch_of([3, 4], "vectors", "cpu")
+        compiled(**batch, use_cache=False)
+        model(**batch, use_cache=False)
+    assert counter.frame_count == 1

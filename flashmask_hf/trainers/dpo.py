@@ -16,7 +16,7 @@ from trl.trainer.dpo_trainer import DPOTrainer
 from trl.trainer.utils import global_then_local_main_first
 
 from flashmask_hf.collators.preference import DataCollatorForSharedQuestion
-from flashmask_hf.packed_backbone import run_packed
+from flashmask_hf.packed_backbone import check_compiled, run_packed
 from flashmask_hf.trainers.formats import preference_columns
 from flashmask_hf.trainers.sharing import limit_positions, log_sparsity, named_datasets, output_dir, prepare
 
@@ -229,6 +229,7 @@ class SharedQuestionDPOTrainer(DPOTrainer):
         return super()._precompute_ref_logps(dataset, name, batch_size)
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool) -> Any:
+        check_compiled(model, inputs["startend_row_indices"].device)
         self._log_sharing(inputs, "train" if model.training else "eval")
         return super()._compute_loss(model, inputs, return_outputs)
 
