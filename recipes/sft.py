@@ -38,7 +38,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, SFTTrainer
 
 from flashmask_hf.collators import DataCollatorForPackedLanguageModeling, pack_dataset, packing_efficiency
-from flashmask_hf.packed_backbone import check_layers
+from flashmask_hf.packed_backbone import check_compiled, check_layers
 from flashmask_hf.trainers.sharing import log_sparsity
 
 DEMO_CONFIG = common.CONFIGS / "sft_demo.yaml"
@@ -60,6 +60,8 @@ class RecipeArguments:
 
 class PackedSFTTrainer(SFTTrainer):
     """TRL's SFTTrainer on rows packed by `pack_dataset`; also logs tokens per second and mask sparsity.
+
+    Rows with `seq_lengths` are packed already: they get labels, and keep their lengths.
 
     Args:
         max_position_embeddings: the model's number of positions, which no document may exceed; None does not check.
@@ -100,11 +102,11 @@ class PackedSFTTrainer(SFTTrainer):
     ) -> Dataset | IterableDataset:
         if _trl_packs(args):
             return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
-        if "seq_lengths" in next(iter(dataset), {}):
-            return dataset  # packed already, as trainer.eval_dataset is
         whole = copy.copy(args)
         whole.max_length = None  # TRL tokenizes and builds labels; what to do with long examples is decided below
         tokenized = super()._prepare_dataset(dataset, processing_class, whole, False, formatting_func, dataset_name)
+        if "seq_lengths" in next(iter(tokenized), {}):
+            return tokenized  # packed already, as trainer.eval_dataset is
         with PartialState().main_process_first():  # the others find the result in the cache
             packed = pack_dataset(
                 tokenized,
@@ -122,6 +124,7 @@ class PackedSFTTrainer(SFTTrainer):
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """TRL's loss; counts tokens and hidden tiles on the way."""
+        check_compiled(model, inputs["input_ids"].device)
         tokens, mode = inputs["input_ids"].numel(), "train" if model.training else "eval"
         if "startend_row_indices" in inputs:
             indices = inputs["startend_row_indices"]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, concatenate_datasets
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import CHECKPOINTING, VOCAB, llama_config, trainer_settings, word_tokenizer
@@ -159,6 +159,23 @@ def test_other_keys_are_ignored():
     batch, plain = (DataCollatorForPackedLanguageModeling()([one]) for one in ({**extra, **example}, example))
     assert list(batch) == list(plain)
     assert all(torch.equal(batch[name], plain[name]) for name in plain)
+
+
+def test_columns_that_are_none_are_not_there():
+    """As `datasets.concatenate_datasets` fills them in."""
+    example = {"input_ids": [5, 6, 7], "completion_mask": [0, 1, 1], "seq_lengths": [2, 1]}
+    extra = dict.fromkeys(("labels", "assistant_masks", "position_ids", "attention_mask"))
+    batch, plain = (DataCollatorForPackedLanguageModeling()([one]) for one in ({**extra, **example}, example))
+    assert all(torch.equal(batch[name], plain[name]) for name in plain)
+    with pytest.raises(ValueError, match="example 0 has no input_ids"):
+        DataCollatorForPackedLanguageModeling()([{"input_ids": None}])
+
+
+def test_rows_packed_with_and_without_masks_join():
+    masked, plain = {"input_ids": [5, 6, 7], "completion_mask": [0, 0, 1]}, {"input_ids": [8, 9]}
+    rows = concatenate_datasets([pack_dataset(Dataset.from_list([one]), 4) for one in (masked, plain)])
+    batch = DataCollatorForPackedLanguageModeling()(rows.remove_columns("completion_mask").to_list())
+    assert batch["labels"].tolist() == [[-100, -100, 7, -100, 9]]
 
 
 def test_given_labels_are_used_as_they_are():

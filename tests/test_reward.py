@@ -625,6 +625,52 @@ def test_rows_may_be_tensors_and_arrays(form, library, model_path, tokenizer, tm
         assert torch.equal(batch[name], values), name
 
 
+PARTS = "{% for m in messages %}{{ m['role'] }} {% for p in m['content'] %}{{ p['text'] }} {% endfor %}{% endfor %}"
+TOOLS = "{% for t in tools or [] %}{{ t['needed'] | join(' ') }} {% endfor %}"
+
+
+@pytest.mark.parametrize("library", ["torch", "numpy", "pandas", "arrow"])
+@pytest.mark.parametrize("streamed", [False, True], ids=["map", "streamed"])
+def test_messages_of_parts_and_tools_in_a_format(library, streamed, model_path, tmp_path):
+    """Arrays and tensors within messages would be written into the text, or say nothing of themselves."""
+
+    def turn(role, *words):
+        return {"role": role, "content": [{"type": "text", "text": word} for word in words]}
+
+    tokenizer = word_tokenizer("user", "assistant", chat_template=TOOLS + PARTS)
+    row = {
+        "prompt": [turn("user", "w9", "w8")],
+        "chosen": [turn("assistant", "w11", "w12")],
+        "rejected": [turn("assistant", "w11", "w13")],
+        "tools": [{"needed": ["w20", "w21"]}],
+        "other": "w30",
+    }
+    data = Dataset.from_list([row, row])
+    seen = []
+    for name in (None, library):
+        given = data.to_iterable_dataset().with_format(name) if streamed else data.with_format(name)
+        options = {"max_steps": 1} if streamed else {}
+        trainer = make(MultiAnswerRewardTrainer, model_path, tokenizer, tmp_path, given, **options)
+        seen.append(next(iter(trainer.train_dataset.with_format(None))))
+    assert seen[0] == seen[1]
+    assert tokenizer.decode(seen[0]["prompt_ids"]) == "w20 w21 user w9 w8 assistant w11"
+    assert [tokenizer.decode(ids) for ids in seen[0]["answers_ids"]] == ["w12", "w13"]
+
+
+def test_columns_that_a_format_hides_stay_hidden(model_path, tokenizer, tmp_path):
+    data = Dataset.from_list([{"prompt": "w8 ", "chosen": "w8 w9 w10 ", "rejected": "w8 w9 w11 "}])
+    for hidden, prompt in (("prompt", "w8 w9"), (None, "w8 w8 w9")):
+        shown = data.with_format("numpy", columns=[name for name in data.column_names if name != hidden])
+        trainer = make(MultiAnswerRewardTrainer, model_path, tokenizer, tmp_path, shown)
+        assert tokenizer.decode(trainer.train_dataset[0]["prompt_ids"]) == prompt
+
+
+def test_a_transform_is_not_run_once_for_all(model_path, tokenizer, tmp_path):
+    data = Dataset.from_list(rows()).with_transform(lambda batch: batch)
+    with pytest.raises(ValueError, match=r"train dataset has a transform .*apply it with dataset.map"):
+        make(MultiAnswerRewardTrainer, model_path, tokenizer, tmp_path, data)
+
+
 def test_scores_decide_and_ranked_answers_come_best_first(model_path, tokenizer, tmp_path):
     row = {"prompt": "w8 ", "answers": ["w9 ", "w10 ", "w11 "]}
     for scores, expected in ((None, [2, 1, 0]), ([3.0, 9.5, 1.0], [3, 9.5, 1])):

@@ -11,11 +11,11 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from tiny import CHECKPOINTING, trainer_settings, word_tokenizer
+from tiny import CHECKPOINTING, llama_config, trainer_settings, word_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
-from flashmask_hf.collators import pack_dataset
+from flashmask_hf.collators import DataCollatorForPackedLanguageModeling, pack_dataset
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 sys.path.insert(0, str(RECIPES))
@@ -132,9 +132,11 @@ def test_evaluation_counts_the_same_way(tmp_path, model, capsys):
     assert "eval_mask_sparsity" in printed
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("family", ["jamba", "lfm2", "recurrent_gemma"])
-def test_layers_that_mix_documents_stop_the_first_step(tmp_path, family):
-    args = SFTConfig(**trainer_settings(tmp_path), max_length=32)
+def test_layers_that_mix_documents_stop_the_first_step(tmp_path, family, compiled):
+    options = {"torch_compile": True, "torch_compile_backend": "eager"} if compiled else {}
+    args = SFTConfig(**trainer_settings(tmp_path), max_length=32, **options)
     dataset = Dataset.from_dict({"input_ids": [[3, 4, 5], [6, 7]] * 4})
     trainer = sft.PackedSFTTrainer(
         model=model_zoo.build(family, "flashmask"),
@@ -170,6 +172,26 @@ def test_packed_rows_are_not_packed_again(tmp_path, model):
     trainer = sft.PackedSFTTrainer(model=str(model), args=args, train_dataset=rows, eval_dataset=rows)
     assert trainer.train_dataset[:] == rows[:]
     assert trainer.evaluate(trainer.eval_dataset)["eval_loss"] == trainer.evaluate()["eval_loss"]
+
+
+@pytest.mark.parametrize("option", [{}, {"completion_only_loss": True}, {"completion_only_loss": False}], ids=str)
+@pytest.mark.parametrize("column", ["assistant_masks", "completion_mask"])
+def test_labels_of_packed_rows_are_those_of_stock(tmp_path, column, option):
+    """Rows of another packer, with masks and without labels; max_length says nothing of them."""
+    row = {"input_ids": [5, 6, 7, 8, 9, 10], column: [0, 0, 1, 1, 0, 1], "seq_lengths": [4, 2]}
+    got = []
+    for kind, length in ((sft.PackedSFTTrainer, 4), (SFTTrainer, None)):
+        trainer = kind(
+            model=AutoModelForCausalLM.from_config(llama_config(), attn_implementation="flashmask"),
+            args=SFTConfig(**trainer_settings(tmp_path), max_length=length, **option),
+            train_dataset=Dataset.from_list([row] * 4),
+            processing_class=word_tokenizer(),
+            **({} if kind is sft.PackedSFTTrainer else {"data_collator": DataCollatorForPackedLanguageModeling()}),
+        )
+        got.append(next(iter(trainer.get_train_dataloader())))
+    assert got[0]["labels"][0, :6].tolist() == got[1]["labels"][0, :6].tolist()
+    learned = column == "completion_mask" and not option.get("completion_only_loss")
+    assert got[0]["labels"][0, :6].tolist() == ([-100, 6, 7, 8, -100, 10] if learned else [-100, -100, 7, 8, -100, 10])
 
 
 def test_evaluation_leaves_out_what_stock_leaves_out(tmp_path, model, capsys):

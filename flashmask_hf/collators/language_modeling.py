@@ -46,7 +46,7 @@ class DataCollatorForPackedLanguageModeling:
     they are; otherwise `input_ids`, where `assistant_masks` and `completion_mask` (0 or 1 per token) say that a loss is
     wanted. An example that is packed already says so with `seq_lengths` (the lengths of its documents, as
     `pack_dataset` and TRL write them) or `position_ids` (which start again at 0 with each document); a packed row whose
-    trainer has removed both cannot be told from one document. Other keys are ignored.
+    trainer has removed both cannot be told from one document. Other keys are ignored, and so are columns of None.
 
     The first token of a document is never a label: no token of the row before it may predict it.
 
@@ -136,6 +136,7 @@ class DataCollatorForPackedLanguageModeling:
 
     def _read(self, example: Mapping[str, Any], name: str) -> tuple[Forest, NDArray[np.int64]]:
         """The documents of an example, each a tree of one segment, and their labels, int64 [n]."""
+        example = {column: value for column, value in example.items() if value is not None}  # of joined datasets
         if "input_ids" not in example:
             raise ValueError(
                 f"{name} has no input_ids; tokenize the dataset first. It has: {', '.join(map(str, example))}"
@@ -198,9 +199,9 @@ def pack_dataset(
     """Pack a tokenized dataset best-fit-decreasing into rows of at most `max_length` tokens.
 
     Documents are never split or truncated unless asked. Those with nothing to learn, such as the pieces of a long
-    prompt, are left out and counted in a warning: by their labels or masks, no token after the first is wanted. Rows
-    come in the order of their first document, and so do the documents of a row. Done by `Dataset.map`: cached on disk,
-    the same each time, and in bounded memory.
+    prompt, are left out: by their labels or masks, no token after the first is wanted. A warning counts them when they
+    are packed; rows that come from the cache say nothing. Rows come in the order of their first document, and so do the
+    documents of a row. Done by `Dataset.map`: cached on disk, the same each time, and in bounded memory.
 
     Rows tell of their documents twice, for a trainer removes the columns that it does not know before the collator sees
     them: of the two, transformers' Trainer keeps `position_ids`, and TRL's SFTTrainer `seq_lengths`. Both keep `labels`

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from trl.data_utils import extract_prompt
 
 __all__ = ["answer_sequences", "preference_columns"]
@@ -58,7 +57,7 @@ def answer_sequences(example: Mapping[str, Any], eos_token: str, name: str) -> S
     """Question and answer as one text or one conversation, for each answer of a row.
 
     Args:
-        example: the row, in one of the formats that `MultiAnswerRewardTrainer` takes; its lists may be arrays.
+        example: the row, in one of the formats that `MultiAnswerRewardTrainer` takes.
         eos_token: put behind each text, once.
         name: what errors call the example.
 
@@ -69,7 +68,6 @@ def answer_sequences(example: Mapping[str, Any], eos_token: str, name: str) -> S
         TypeError: answers or prompt are of a kind, or a mix, that cannot be put together.
         ValueError: a column is missing, an answer empty, or there are less than two.
     """
-    example = {column: _plain(value) for column, value in example.items()}
     if "answers" in example:
         answers = example["answers"]
     elif "chosen" in example and "rejected" in example:
@@ -110,11 +108,6 @@ def _first_turns(prompt: str, answers: Sequence[Any], name: str) -> list[dict[st
         f"the answers of {name} are conversations that neither begin with its prompt, a string, nor with the "
         "assistant; make the prompt a list of messages, or remove the column"
     )
-
-
-def _plain(value: Any) -> Any:
-    """Lists for the arrays that rows of texts and messages are made of in a dataset of NumPy's format."""
-    return [_plain(part) for part in value] if isinstance(value, np.ndarray) else value
 
 
 def _empty(answer: Any, eos_token: str) -> bool:

@@ -25,7 +25,7 @@ from flashmask_hf.collators.reward import (
     answer_scores,
     shared_prefix,
 )
-from flashmask_hf.packed_backbone import run_packed
+from flashmask_hf.packed_backbone import check_compiled, run_packed
 from flashmask_hf.trainers.formats import answer_sequences
 from flashmask_hf.trainers.sharing import limit_positions, log_sparsity, named_datasets, output_dir, prepare
 
@@ -151,7 +151,8 @@ class MultiAnswerRewardTrainer(RewardTrainer):
     Raises:
         TypeError: `data_collator` is of another kind; or a row of the dataset mixes what cannot be mixed.
         ValueError: the model's attention is not "flashmask", the adapter adds virtual tokens, arguments contradict each
-            other, no row is left, or one does not serve (the message names its index and the way out).
+            other, a dataset has a transform, no row is left, or one does not serve. Messages name the row's index and
+            the way out.
     """
 
     _name = "Multi-answer reward"
@@ -220,7 +221,8 @@ class MultiAnswerRewardTrainer(RewardTrainer):
     def _prepare_dataset(
         self, dataset: Dataset | IterableDataset, processing_class: Any, args: RewardConfig, dataset_name: str
     ) -> Dataset | IterableDataset:
-        first = next(iter(dataset), None)
+        shown = _unformatted(dataset)
+        first = next(iter(shown), None)
         if first is None:
             raise ValueError(f"the {dataset_name} dataset is empty")
         map_style = isinstance(dataset, Dataset)  # IterableDataset.map has neither num_proc nor desc
@@ -228,8 +230,13 @@ class MultiAnswerRewardTrainer(RewardTrainer):
         with global_then_local_main_first():
             if not ({"prompt_ids", "answers_ids"} <= set(first) or {"chosen_ids", "rejected_ids"} <= set(first)):
                 if map_style:
+                    if dataset.format["type"] == "custom":
+                        raise ValueError(
+                            f"the {dataset_name} dataset has a transform (with_transform), which could not run anew in "
+                            "each epoch, since examples are tokenized once; apply it with dataset.map(...) before"
+                        )
                     options["desc"] = f"Tokenizing {dataset_name} dataset"
-                dataset = dataset.map(
+                dataset = shown.map(
                     _tokenize,
                     with_indices=True,
                     remove_columns=list(first),
@@ -266,6 +273,7 @@ class MultiAnswerRewardTrainer(RewardTrainer):
     ) -> Any:
         """The loss of one batch, a mean over its questions; see the class."""
         settings: Any = self.args
+        check_compiled(model, inputs["startend_row_indices"].device)
         labels = ("answer_counts", "token_counts", "scores", "margins")
         outputs = model(**{key: value for key, value in inputs.items() if key not in labels}, use_cache=False)
         scores, counts = inputs["scores"], inputs["answer_counts"]
@@ -366,6 +374,17 @@ def _check(
     dataset_name: str,
 ) -> None:
     collator.check(example, f"example {index} of the {dataset_name} dataset, as prepared,")
+
+
+def _unformatted(dataset: Any) -> Any:
+    """The columns that a format shows, without it: chat templates know nothing of arrays and tensors."""
+    if isinstance(dataset, Dataset):
+        shown = dataset.format
+        if shown["type"] == "custom":  # a transform, which may make the columns
+            return dataset
+        if not shown["output_all_columns"]:
+            dataset = dataset.select_columns(shown["columns"])
+    return dataset.with_format(None)
 
 
 def _check_margins(dataset: Dataset, name: str) -> None:
