@@ -36,6 +36,7 @@ _LEAST, _MOST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max 
 """Factors that kernels can hold: in float32, as they are and twice that in units of log2."""
 
 _TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_DTYPES = (*_TRITON_DTYPES, torch.float64)
 
 
 @overload
@@ -224,8 +225,8 @@ def _check(
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor [B, H, S, D], got {type(x).__name__}")
-        if not x.dtype.is_floating_point:
-            raise TypeError(f"{name} must be a floating-point tensor, got {x.dtype}")
+        if x.dtype not in _DTYPES:
+            raise TypeError(f"{name} must be a floating-point tensor of 16, 32 or 64 bits, got {x.dtype}; cast it")
         if x.dim() != 4 or 0 in x.shape:
             raise ValueError(f"{name} must have shape [B, H, S, D] with no empty axis, got {list(x.shape)}")
     if not isinstance(mask, FlashMask):

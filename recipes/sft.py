@@ -5,8 +5,9 @@ and in a YAML file:
 
     accelerate launch recipes/sft.py                                     # the demo: configs/sft_demo.yaml
     accelerate launch recipes/sft.py --config recipes/configs/sft.yaml
-    accelerate launch recipes/sft.py --model_name_or_path meta-llama/Llama-3.2-1B --use_peft \
-        --dataset_name trl-lib/Capybara --max_length 8192 --output_dir Llama-3.2-1B-Capybara
+    accelerate launch recipes/sft.py --model_name_or_path meta-llama/Llama-3.2-1B --dataset_name trl-lib/Capybara \
+        --chat_template_path meta-llama/Llama-3.2-1B-Instruct --max_length 8192 --truncation_mode keep_start \
+        --use_peft --output_dir Llama-3.2-1B-Capybara
 
 Without a configuration file and a model, the demo's defaults apply, and every flag still overrides them. TRL tokenizes
 the dataset and applies chat templates; then `flashmask_hf.collators.pack_dataset` packs it into rows of `max_length`

@@ -383,6 +383,11 @@ BAD_CALLS = {
     ),
     "q is no tensor": ({"q": [1.0]}, TypeError, "q must be a tensor"),
     "q is integer": ({"q": torch.ones(2, 4, 8, 4, dtype=torch.int64)}, TypeError, "q must be a floating-point tensor"),
+    "q has 8 bits": (
+        {"q": torch.ones(2, 4, 8, 4).to(torch.float8_e4m3fn)},
+        TypeError,
+        "q must be .* 16, 32 or 64 bits, .*; cast it",
+    ),
     "q has three axes": ({"q": torch.randn(2, 8, 4)}, ValueError, r"q must have shape \[B, H, S, D\]"),
     "k is empty": ({"k": torch.randn(2, 2, 0, 4)}, ValueError, "k must have shape .* no empty axis"),
     "batches differ": ({"k": torch.randn(1, 2, 8, 4)}, ValueError, "one batch size"),

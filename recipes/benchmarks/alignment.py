@@ -163,19 +163,22 @@ class Bench:
         self.optimizer.zero_grad(set_to_none=True)
 
     def check(self, providers: list[str]) -> None:
-        """Two answers to each question: everyone's log-probabilities or rewards agree, or the benchmark stops here."""
+        """Two answers to each question: everyone's log-probabilities or rewards agree, or the benchmark stops here.
+
+        Those of questions one at a time are put together as TRL does for a batch.
+        """
         generator = torch.Generator().manual_seed(7)
         row = [(question, answers[:2]) for question, answers in make_row(self.task, 2048, self.vocab, generator)]
-        keys = ("logps/chosen", "logps/rejected") if self.task == "dpo" else ("min_reward", "max_reward")
+        keys: dict[str, Callable[[list[float]], float]] = {"min_reward": min, "max_reward": max}
+        if self.task == "dpo":
+            keys = {"logps/chosen": statistics.fmean, "logps/rejected": statistics.fmean}
         figures: dict[str, list[float]] = {}
         for provider in providers:
             trainer = self.shared if provider == "flashmask" else self.stock
-            if provider.endswith("_single"):
-                continue
             trainer._metrics["train"].clear()
             with torch.no_grad():
                 self.losses(provider, row, backward=False)
-            figures[provider] = [trainer._metrics["train"][key][-1] for key in keys]
+            figures[provider] = [over(trainer._metrics["train"][key]) for key, over in keys.items()]
         print(f"{self.task}, before training:", figures)
         first = next(iter(figures.values()))
         for provider, values in figures.items():

@@ -3,10 +3,11 @@
     python recipes/benchmarks/attention.py --csv attention.csv   # 8K, 32K and 128K tokens, head_dim 64 and 128
     python recipes/benchmarks/attention.py --lengths 8192 --dims 128 --masks causal_document --repeats 3   # a minute
 
-The paper's protocol (appendix A.5): 128K tokens in all, hidden size 4096, bfloat16, documents drawn as in A.5.2. FLOPs
-are counted twice: on the 128 x 128 tiles that are not hidden, as in the paper (4 * B * H * S^2 * D * (1 - sparsity)
-forward, 2.5 times that backward), and on the pairs that are visible. Each provider's output and gradients are compared
-with float64 on a shorter row before anything is timed; a provider that is not installed is left out and named.
+The paper's masks and shapes (appendix A.5): 128K tokens in all, hidden size 4096, bfloat16, documents drawn as in
+A.5.2, once a length; medians of turns in which every provider runs once. FLOPs are counted twice: on the 128 x 128
+tiles that are not hidden, as in the paper (4 * B * H * S^2 * D * (1 - sparsity) forward, 2.5 times that backward), and
+on the pairs that are visible. Each provider's output and gradients are compared with float64 on a shorter row before
+anything is timed; a provider that is not installed is left out and named.
 
 `flashmask` is what `flashmask_attention` takes by itself, `flashmask_deterministic` the same with an order for the
 gradient of q, `flashmask_triton` the portable kernels; `flex_attention` and `flex_flash` are FlexAttention with its
@@ -264,7 +265,7 @@ def measure(
 
 
 def sweep(length: int) -> list[FlashMask]:
-    """Causal document masks of one to hundreds of documents: every sparsity from that of a causal mask on."""
+    """Causal document masks of 1 to 128 documents: every sparsity from that of a causal mask on."""
     found = []
     for count in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128):
         generator = torch.Generator().manual_seed(count)

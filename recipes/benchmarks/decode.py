@@ -3,9 +3,9 @@
     python recipes/benchmarks/decode.py --csv decode.csv
 
 bfloat16, head_dim 128. `flashmask` is what `flashmask_attention` does without gradients, `flashmask_forward` the kernel
-for many rows under a plan that is there already, `sdpa_mask` what transformers does under a mask (keys and values
-repeated for every query head, a boolean mask), `sdpa` what it does without one (grouped heads, nothing masked). Masks:
-`padding` hides a few keys on the left of each row of the batch but the first, `window` all but the last 1,024 keys.
+for many rows under a plan that is there already, `sdpa_mask` what transformers 5.23 does under a boolean mask (the query
+heads of a key-value head are rows of one), `sdpa` what it does without one (nothing masked). Masks: `padding` hides a
+few keys on the left of each row of the batch but the first, `window` all but the last 1,024 keys.
 
 Each call reads another cache, as a model's layers do, so that small ones do not stay in the GPU's L2 cache. Medians of
 one call: `eager_us` on the device, launches included; `host_us` for the host to issue it; `graph_us` in a CUDA graph of
@@ -51,13 +51,14 @@ def providers(names: list[str], kind: str, visible: Tensor, groups: int) -> dict
         settings: Any = {"sinks": None, "scale": DIM**-0.5, "softcap": None, "impl": "triton", "deterministic": False}
         return ops.attention(q, k, v, mask, plan, **settings)[0]
 
-    def repeated(x: Tensor) -> Tensor:
-        return x if groups == 1 else x.repeat_interleave(groups, 1)
+    def packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        rows = q.unflatten(1, (-1, groups)).squeeze(3)
+        return F.scaled_dot_product_attention(rows, k, v, attn_mask=dense).flatten(1, 2)[:, :, None]
 
     table: dict[str, Attention] = {
         "flashmask": lambda q, k, v: flashmask_attention(q, k, v, mask),
         "flashmask_forward": many_rows,
-        "sdpa_mask": lambda q, k, v: F.scaled_dot_product_attention(q, repeated(k), repeated(v), attn_mask=dense),
+        "sdpa_mask": packed,
     }
     if kind == "padding":
         table["sdpa"] = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=groups > 1)

@@ -1,7 +1,8 @@
 """Draw what `attention.py` and `sparse_attention.py` measured, as the papers do.
 
-    python recipes/benchmarks/plots.py results/attention_h200.csv --sweep results/sweep_h200.csv --out results
-    python recipes/benchmarks/plots.py --sparse results/sparse_attention_h200.csv --out results
+    cd recipes/benchmarks
+    python plots.py results/attention_h200.csv --sweep results/sweep_h200.csv --out results
+    python plots.py --sparse results/sparse_attention_h200.csv --out results
 
 As the FlashMask paper it writes `attention_D_S.png`, TFLOP/s by mask and provider (figure 5); `sparsity.png`, latency
 against sparsity with the line through it and its R^2 (figure 4a); and `mask_memory.png`, bytes of the mask's own data
@@ -97,7 +98,7 @@ def memory(rows: Rows, out: Path) -> None:
     axes.set_yscale("log")
     axes.set_xlabel("tokens in a row")
     axes.set_ylabel("peak MiB while making the mask")
-    axes.set_title(_conditions(rows), fontsize=9)
+    axes.set_title(_conditions(rows).replace(", commit", ",\ncommit"), fontsize=9)
     axes.legend()
     figure.tight_layout()
     figure.savefig(out / "mask_memory.png", dpi=100)
