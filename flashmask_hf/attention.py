@@ -177,7 +177,10 @@ def decodes(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> bool:
     The kernel packs the rows of all heads that share keys in one tile of up to `_FEW_ROWS`, and splits the keys. The
     forward pads each head's rows to 16 at least, so up to 16 it has nothing to set against that.
     """
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks)):
+    if torch.is_grad_enabled() and (
+        torch._C._are_functorch_transforms_active()  # a batched tensor does not tell of the gradient of what it holds
+        or any(x is not None and x.requires_grad for x in (q, k, v, sinks))
+    ):
         return False
     return q.shape[2] <= max(16, _FEW_ROWS * k.shape[1] // q.shape[1])
 

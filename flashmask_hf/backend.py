@@ -26,7 +26,7 @@ from flashmask_hf import upstream
 from flashmask_hf.attention import flashmask_attention
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.mask_compiler import NAME, VECTORS, mask_hook
-from flashmask_hf.mask_reader import document_starts, next_true
+from flashmask_hf.mask_reader import FAR, document_starts, next_true
 from flashmask_hf.ops import device_assert, is_capturing, stream_of
 from flashmask_hf.windows import Windowed, windowed
 
@@ -435,7 +435,7 @@ def _default_mask(query: Tensor, key: Tensor, causal: bool, kwargs: dict[str, An
     def build() -> FlashMask:
         row = torch.arange(kv_len, device=device, dtype=torch.int32) + (q_len - kv_len)
         if causal:
-            end = torch.full_like(row, q_len) if window is None else (row + window).clamp(0, q_len)
+            end = torch.full_like(row, q_len) if window is None else (row + min(window, FAR)).clamp(0, q_len)
             return FlashMask(end.view(1, 1, -1, 1), causal=True)
         return FlashMask(
             torch.stack([torch.full_like(row, q_len), torch.zeros_like(row)], -1)[None, None], causal=False

@@ -306,12 +306,25 @@ class FlashMask:
             FlashMask: of the shortest last axis that fits.
 
         Raises:
+            TypeError: `visible` returns something else than bool tensors.
+            ValueError: they have another shape, or `kv_len` is less than 1.
             MaskNotRepresentable: as in `from_dense`.
         """
+        if kv_len < 1:
+            raise ValueError(f"kv_len must be at least 1, got {kv_len}")
         q_len, passes = 0, []
         for first in range(0, kv_len, _COLUMNS_PER_PASS):
-            part = visible(first, min(first + _COLUMNS_PER_PASS, kv_len))
-            q_len = part.shape[-2]
+            last = min(first + _COLUMNS_PER_PASS, kv_len)
+            part = visible(first, last)
+            if not isinstance(part, Tensor) or part.dtype != torch.bool:
+                kind = part.dtype if isinstance(part, Tensor) else type(part).__name__
+                raise TypeError(f"visible must return a bool tensor, got {kind}; compare, or convert it with .bool()")
+            if part.dim() != 4 or part.shape[3] != last - first or part.shape[2] != (q_len or part.shape[2]):
+                raise ValueError(
+                    f"visible must return [B, H, Sq, {last - first}] for columns {first} to {last}, of the same Sq "
+                    f"each time, got {list(part.shape)}"
+                )
+            q_len = part.shape[2]
             passes.append(_hidden_runs(part, first, kv_len, causal))
         starts, ends = (torch.cat(part, dim=2) for part in zip(*[p[:2] for p in passes], strict=True))
         count = torch.cat([p[2] for p in passes], dim=2)

@@ -17,9 +17,9 @@ from torch.overrides import TorchFunctionMode
 
 from flashmask_hf.ops import device_assert
 
-__all__ = ["Shown", "Sight", "document_starts", "next_true", "read"]
+__all__ = ["FAR", "Shown", "Sight", "document_starts", "next_true", "read"]
 
-_FAR = 2**30  # past every position
+FAR = 2**30  # past every position; the sum of two fits int32
 _INTEGERS = (torch.int64, torch.int32)
 
 
@@ -237,12 +237,12 @@ class _Distance(_Symbol):
     def _since(self, shift: int) -> Shown:
         """Queries at the key's position + shift and later."""
         start, positions = self.sight.key + shift, self.like.positions()
-        return Shown(self.sight, start, torch.full_like(start, _FAR), shift <= 0, shift == 0, positions=positions)
+        return Shown(self.sight, start, torch.full_like(start, FAR), shift <= 0, shift == 0, positions=positions)
 
     def _before(self, shift: int) -> Shown:
         """Queries before the key's position + shift."""
         end, positions = self.sight.key + shift, self.like.positions()
-        return Shown(self.sight, torch.full_like(end, -_FAR), end, shift > 0, positions=positions)
+        return Shown(self.sight, torch.full_like(end, -FAR), end, shift > 0, positions=positions)
 
 
 class _Reach(_Symbol):
@@ -317,7 +317,7 @@ class _Same(_Symbol):
         ids = torch.where((first == row) & (blocks >= 0), blocks, -1 - row).sort(-1).values
         what = "tokens of one block (equal block_sequence_ids) are not next to each other"
         self.sight.require(ids[:, 1:] != ids[:, :-1], what)
-        first, end = torch.where(blocks >= 0, first, _FAR), torch.where(blocks >= 0, end, -_FAR)
+        first, end = torch.where(blocks >= 0, first, FAR), torch.where(blocks >= 0, end, -FAR)
         return Shown(self.sight, first[:, self.sight.key], end[:, self.sight.key], reflexive=True)
 
 
@@ -331,7 +331,7 @@ class _Everything(_Symbol):
         return self
 
     def shown(self) -> Shown:
-        far = torch.full_like(self.sight.key, _FAR)
+        far = torch.full_like(self.sight.key, FAR)
         return Shown(self.sight, -far, far, reflexive=True)
 
 
@@ -357,7 +357,7 @@ class Shown(_Symbol):
     ):
         super().__init__(sight)
         self.start, self.end = start, end
-        # Whether each holds the key's own position or is [_FAR, -_FAR), nothing. Unions of such are intervals again.
+        # Whether each holds the key's own position or is [FAR, -FAR), nothing. Unions of such are intervals again.
         self.reflexive = reflexive
         self.from_self = from_self  # whether start is the key's own position
         self.joined = joined  # bool [B, S - 1]: intervals do not pass positions 1..S-1 where this is False

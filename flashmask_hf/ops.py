@@ -45,6 +45,7 @@ __all__ = [
     "is_capturing",
     "make_plan",
     "no_autocast",
+    "no_derivatives",
     "no_second_derivatives",
     "register_autograd",
     "results_like",
@@ -191,7 +192,10 @@ def has_tangents(*inputs: Tensor | None) -> bool:
     """Whether a forward-mode derivative is asked for, which the operators would answer with 0."""
     if forward_ad._current_level < 0:
         return False
-    return any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in inputs)
+    try:
+        return any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in inputs)
+    except RuntimeError:  # of `vmap`'s tensors, which cannot be asked
+        return True
 
 
 def no_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -504,6 +508,16 @@ def decode(
 
 
 flash_attn_decode = as_operator("flash_attn_decode", decode)
+
+
+def no_derivatives(ctx: Any, *gradients: Tensor | None) -> None:
+    """The backward of an operator that is taken where no gradients are asked for, in a graph that is then trained."""
+    raise RuntimeError(
+        "this attention was traced or exported without gradients and has none; trace it with inputs that require them"
+    )
+
+
+register_autograd(flash_attn_decode, no_derivatives, lambda ctx, inputs, output: None)
 
 
 @torch.library.register_fake("flashmask_hf::flash_attn_decode")

@@ -343,6 +343,7 @@ def _flash_attn_sparse_decode(
 
 
 flash_attn_sparse_decode = ops.as_operator("flash_attn_sparse_decode", _flash_attn_sparse_decode)
+ops.register_autograd(flash_attn_sparse_decode, ops.no_derivatives, lambda ctx, inputs, output: None)
 
 
 @torch.library.register_fake("flashmask_hf::flash_attn_sparse_decode")

@@ -16,12 +16,11 @@ from torch import Tensor, nn
 
 from flashmask_hf.mask import FlashMask, MaskNotRepresentable
 from flashmask_hf.mask_compiler import VECTORS
-from flashmask_hf.mask_reader import next_true
+from flashmask_hf.mask_reader import FAR, next_true
 from flashmask_hf.ops import device_assert, is_capturing
 
 __all__ = ["Windowed", "windowed"]
 
-_FAR = 2**30  # past every position
 _PAIRS = 2**22  # of a piece and a run, looked at together: bounds the memory
 
 
@@ -58,7 +57,8 @@ def windowed(mask: FlashMask, window: int, position_ids: Tensor | None, *, two_s
     """
     length = mask.kv_len
     row = torch.arange(length, device=mask.device, dtype=torch.int32)
-    limit = (row + window).clamp(max=length)
+    reach = min(window, FAR)
+    limit = (row + reach).clamp(max=length)
     if torch.compiler.is_compiling() or is_capturing(mask.indices):
         if two_sided or not mask.causal or mask.indices.shape[-1] > 1:
             raise NotImplementedError(
@@ -83,7 +83,7 @@ def windowed(mask: FlashMask, window: int, position_ids: Tensor | None, *, two_s
             return _in_pieces(mask, window, position_ids, two_sided)
     if mask.causal and mask.indices.shape[-1] == 1:
         return Windowed(_until(mask, limit))
-    first = (row - window + 1).clamp(min=0) if two_sided else torch.zeros_like(row)
+    first = (row - reach + 1).clamp(min=0) if two_sided else torch.zeros_like(row)
     try:
         return Windowed(mask & FlashMask(torch.stack([limit, first], -1)[None, None], causal=False))
     except MaskNotRepresentable:
@@ -161,7 +161,7 @@ def _cut(
     seen = start < end
     key, start, end = key[seen], start[seen], end[seen]
     high = position[key] + window
-    low = position[key] - window + 1 if two_sided else torch.full_like(high, -_FAR)
+    low = position[key] - window + 1 if two_sided else torch.full_like(high, -FAR)
     begins = nn.functional.pad(position[1:] != position[:-1] + 1, (1, 0), value=True)
     first = begins.nonzero()[:, 0]
     after = torch.cat([first[1:], first.new_tensor([length])])

@@ -568,3 +568,25 @@ def test_the_examples_in_docstrings_run(module):
     result = doctest.testmod(module)
     assert result.attempted > 0
     assert result.failed == 0
+
+
+@pytest.mark.parametrize(
+    ("visible", "kv_len", "error", "message"),
+    [
+        (lambda a, b: torch.ones(1, 1, 4, b - a, dtype=torch.int64), 4, TypeError, "bool tensor, got torch.int64"),
+        (lambda a, b: None, 4, TypeError, "bool tensor, got NoneType"),
+        (
+            lambda a, b: torch.ones(4, b - a, dtype=torch.bool),
+            4,
+            ValueError,
+            r"\[B, H, Sq, 4\] for columns 0 to 4.*\[4",
+        ),
+        (lambda a, b: torch.ones(1, 1, 4, 4, dtype=torch.bool), 3, ValueError, r"\[B, H, Sq, 3\] for columns 0 to 3"),
+        (lambda a, b: torch.ones(1, 1, 4 + a, b - a, dtype=torch.bool), 9999, ValueError, "of the same Sq each time"),
+        (lambda a, b: torch.ones(1, 1, 4, b - a, dtype=torch.bool), 0, ValueError, "kv_len must be at least 1, got 0"),
+    ],
+    ids=["integers", "nothing", "rank", "width", "rows", "empty"],
+)
+def test_columns_that_are_no_mask(visible, kv_len, error, message):
+    with pytest.raises(error, match=message):
+        FlashMask.from_columns(visible, kv_len, causal=False)

@@ -213,6 +213,46 @@ def test_forward_mode_raises(again: bool) -> None:
     torch.testing.assert_close(tangent, flashmask_attention(q, k, v, mask))  # it is linear in the values
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # vmap calls once for each
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own use of it
+@pytest.mark.parametrize("rows", [3, 16, 40])
+@pytest.mark.parametrize("lane", LANES)
+def test_gradients_of_few_rows_under_vmap(lane: Lane, rows: int) -> None:
+    """There a tensor does not tell that what it holds has a gradient."""
+    leaves = [
+        torch.stack([x.detach(), x.detach() * 0.5]).requires_grad_()
+        for x in attention_inputs(lane, 1, HEADS, KV_HEADS, rows, rows, 16)
+    ]
+    mask = masks.causal_document([1, rows - 1], device=lane.device)
+
+    def attend(q, k, v):
+        return flashmask_attention(q, k, v, mask, impl=lane.impl)
+
+    def loss(out):  # with other terms of q, k and v, that their gradients are there in any case
+        return out.float().square().sum() + sum(x.float().sum() for x in leaves)
+
+    found = torch.autograd.grad(loss(torch.vmap(attend)(*leaves)), leaves)
+    one_by_one = torch.stack([attend(*(x[i] for x in leaves)) for i in range(2)])
+    for got, want in zip(found, torch.autograd.grad(loss(one_by_one), leaves), strict=True):
+        torch.testing.assert_close(got, want)
+    with pytest.raises(NotImplementedError, match=r"torch.func's \(grad"):
+        torch.func.grad(lambda q: torch.vmap(attend)(q, *leaves[1:]).sum())(leaves[0].detach())
+    with pytest.raises(NotImplementedError, match=r"torch.func.jvp"):
+        torch.func.jvp(lambda q: torch.vmap(attend)(q, *leaves[1:]), (leaves[0].detach(),), (leaves[0].detach(),))
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_decoding_that_was_traced_without_gradients_does_not_drop_them(lane: Lane) -> None:
+    q, k, v = (x.detach() for x in attention_inputs(lane, 1, HEADS, KV_HEADS, 4, 4, 16))
+    mask = masks.causal(4, device=lane.device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is deprecated
+        traced = torch.jit.trace(lambda *x: flashmask_attention(*x, mask, impl=lane.impl), (q, k, v), check_trace=False)
+    out = traced(q.requires_grad_(), k, v)
+    with pytest.raises(RuntimeError, match="traced or exported without gradients"):
+        out.float().sum().backward()
+
+
 class _DispatchMode(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))

@@ -802,3 +802,24 @@ def test_docstrings() -> None:
     result = doctest.testmod(sparse)
     assert result.attempted
     assert not result.failed
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # vmap calls once for each
+def test_few_rows_do_not_drop_gradients():
+    """Neither under vmap, where a tensor does not tell of its own, nor in a graph exported without any."""
+    q, k, v = (x.detach() for x in attention_inputs(Lane("torch", "cpu", torch.float32), 1, HEADS, KV_HEADS, 5, 5, 16))
+    bucket = torch.randint(3, (1, HEADS, 5)), torch.randint(3, (1, KV_HEADS, 5))
+
+    def attend(q, k, v):
+        return hash_sparse_attention(q, k, v, *bucket)
+
+    leaves = [torch.stack([x, 2 * x]).requires_grad_() for x in (q, k, v)]
+    found = torch.autograd.grad(torch.vmap(attend)(*leaves).square().sum(), leaves)
+    alone = torch.stack([attend(*(x[i] for x in leaves)) for i in range(2)])
+    for got, want in zip(found, torch.autograd.grad(alone.square().sum(), leaves), strict=True):
+        torch.testing.assert_close(got, want)
+    layer = torch.nn.Module()
+    layer.forward = attend
+    exported = torch.export.export(layer, (q, k, v)).module()
+    with pytest.raises(RuntimeError, match="traced or exported without gradients"):
+        exported(q.requires_grad_(), k, v).sum().backward()

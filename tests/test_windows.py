@@ -15,6 +15,7 @@ from transformers import (
 from transformers.models.gemma3 import Gemma3TextConfig
 
 from flashmask_hf import FlashMask, flashmask_attention, masks
+from flashmask_hf.backend import attention_forward
 from flashmask_hf.windows import windowed
 
 pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
@@ -118,6 +119,20 @@ def test_masks_that_are_not_causal(window, two_sided):
     check(masks.prefix_lm_document([(3, 10), (2, 6)]), window, at, two_sided)
     check(masks.full(16), window, at, two_sided)
     check(masks.tree([(4, [6, 6])]).bidirectional(), window, positions((0, 4), (4, 10), (4, 10)), two_sided)
+
+
+@pytest.mark.parametrize("window", [2**31 - 9, 2**31 - 1, 2**31, 2**40])
+def test_windows_wider_than_any_row(window):
+    """As configs that mean no window may say it."""
+    for two_sided in (False, True):
+        for mask in (masks.causal(16), masks.document([10, 6]), masks.full(16)):
+            got = windowed(mask, window, None, two_sided=two_sided)
+            assert torch.equal(got.mask.to_dense(), mask.to_dense())
+    module = torch.nn.Module()
+    module.is_causal = True
+    q = torch.randn(1, 2, 16, 8)
+    results = [attention_forward(module, q, q, q, None, sliding_window=wide)[0] for wide in (window, None)]
+    assert torch.equal(*results)
 
 
 def test_positions_that_leave_gaps():
