@@ -4,10 +4,11 @@ import contextlib
 import logging
 import types
 
+import model_zoo
 import pytest
 import torch
 import transformers
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, IterableDataset, load_from_disk
 from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from tiny import CHECKPOINTING, VOCAB, conversation, llama_config, preference_rows, trainer_settings, word_tokenizer
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
@@ -318,6 +319,38 @@ def test_training_follows_stock_trl(options, model_path, tokenizer, tmp_path):
             assert one[name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
     fresh = Dataset.from_list(preference_rows(3, seed=4))
     assert shared.evaluate(fresh)["eval_loss"] == pytest.approx(stock.evaluate(fresh)["eval_loss"], rel=1e-3)
+
+
+@pytest.mark.parametrize("change", [{"max_length": 9}, {"ld_alpha": 0.1}], ids=str)
+def test_precomputed_log_probabilities_are_of_the_options(change, model_path, tokenizer, tmp_path):
+    """Their file is named after the dataset, and one of tokens knows nothing of what the collator cuts."""
+    words = torch.randint(8, 64, (4, 3, 7), generator=torch.Generator().manual_seed(0)).tolist()
+    names = ("prompt_ids", "chosen_ids", "rejected_ids")
+    Dataset.from_list([dict(zip(names, row, strict=True)) for row in words]).save_to_disk(tmp_path / "tokens")
+
+    def rewards(**options):
+        trainer = SharedQuestionDPOTrainer(
+            str(model_path),
+            args=config(tmp_path, max_steps=1, learning_rate=0.0, **options),
+            train_dataset=load_from_disk(tmp_path / "tokens"),
+            processing_class=tokenizer,
+        )
+        trainer.train()
+        return trainer.state.log_history[0]["rewards/chosen"]
+
+    assert rewards(max_length=11, precompute_ref_log_probs=True) == pytest.approx(0, abs=1e-4)
+    assert rewards(**({"max_length": 11} | change), precompute_ref_log_probs=True) == pytest.approx(0, abs=1e-4)
+
+
+def test_a_reference_that_mixes_documents_is_found_out_though_compiled(model_path, tokenizer, tmp_path):
+    with pytest.raises(ValueError, match="RecurrentGemmaModel gave the packed row's mask to 1 of its 2 layers"):
+        SharedQuestionDPOTrainer(
+            str(model_path),
+            model_zoo.build("recurrent_gemma", "flashmask"),
+            args=config(tmp_path, max_steps=1, torch_compile=True, torch_compile_backend="eager"),
+            train_dataset=Dataset.from_list([{"prompt_ids": [8, 9], "chosen_ids": [8], "rejected_ids": [7]}]),
+            processing_class=tokenizer,
+        ).train()
 
 
 def test_a_stream_of_rows(model_path, tokenizer, tmp_path):

@@ -164,11 +164,13 @@ def test_other_keys_are_ignored():
 def test_columns_that_are_none_are_not_there():
     """As `datasets.concatenate_datasets` fills them in."""
     example = {"input_ids": [5, 6, 7], "completion_mask": [0, 1, 1], "seq_lengths": [2, 1]}
-    extra = dict.fromkeys(("labels", "assistant_masks", "position_ids", "attention_mask"))
+    extra = dict.fromkeys(("assistant_masks", "position_ids", "attention_mask"))
     batch, plain = (DataCollatorForPackedLanguageModeling()([one]) for one in ({**extra, **example}, example))
     assert all(torch.equal(batch[name], plain[name]) for name in plain)
     with pytest.raises(ValueError, match="example 0 has no input_ids"):
         DataCollatorForPackedLanguageModeling()([{"input_ids": None}])
+    with pytest.raises(ValueError, match=r"example 1 has no labels, but a labels column.*give all of them labels"):
+        DataCollatorForPackedLanguageModeling()([example, {**example, "labels": None}])
 
 
 def test_rows_packed_with_and_without_masks_join():

@@ -9,7 +9,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, IterableDataset, concatenate_datasets
 from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from tiny import CHECKPOINTING, VOCAB, conversation, llama_config, preference_rows, trainer_settings, word_tokenizer
 from transformers import (
@@ -655,6 +655,30 @@ def test_messages_of_parts_and_tools_in_a_format(library, streamed, model_path, 
     assert seen[0] == seen[1]
     assert tokenizer.decode(seen[0]["prompt_ids"]) == "w20 w21 user w9 w8 assistant w11"
     assert [tokenizer.decode(ids) for ids in seen[0]["answers_ids"]] == ["w12", "w13"]
+
+
+def test_rows_of_joined_datasets(model_path, tokenizer, tmp_path):
+    """Each kind of row lacks the columns of the other, which are None there."""
+    pair, ranked = {"chosen": "w8 w9 ", "rejected": "w8 w10 "}, {"answers": ["w8 w9 ", "w8 w10 "], "scores": [1.0, 3.0]}
+    data = concatenate_datasets([Dataset.from_list([row] * 2) for row in (pair, ranked)])
+    trainer = make(MultiAnswerRewardTrainer, model_path, tokenizer, tmp_path, data)
+    assert trainer.train_dataset[0]["answers_ids"] == trainer.train_dataset[2]["answers_ids"]
+    assert [row["scores"] for row in trainer.train_dataset] == [None, None, [1.0, 3.0], [1.0, 3.0]]
+    ids = {"prompt_ids": [8], "answers_ids": [[9], [10]]}, {"chosen_ids": [8, 9], "rejected_ids": [8, 10]}
+    tokenized = concatenate_datasets([Dataset.from_list([row]) for row in ids])
+    assert len(make(MultiAnswerRewardTrainer, model_path, tokenizer, tmp_path, tokenized).train_dataset) == 2
+
+
+def test_conversations_need_no_eos_token_and_texts_do(model_path, tmp_path):
+    tokenizer = word_tokenizer("user", "assistant", chat_template=CHAT)
+    tokenizer.eos_token = None
+    data = [conversation({"prompt": "w8", "chosen": "w9", "rejected": "w10"})]
+    row = make(MultiAnswerRewardTrainer, model_path, tokenizer, tmp_path, data).train_dataset[0]
+    assert [len(ids) for ids in row["answers_ids"]] == [2, 2]
+    with pytest.raises(
+        ValueError, match="example 0 of the train dataset is text, which the tokenizer's eos_token ends"
+    ):
+        make(MultiAnswerRewardTrainer, model_path, tokenizer, tmp_path, [{"chosen": "w9 ", "rejected": "w10 "}])
 
 
 def test_columns_that_a_format_hides_stay_hidden(model_path, tokenizer, tmp_path):

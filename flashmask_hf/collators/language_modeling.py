@@ -46,7 +46,8 @@ class DataCollatorForPackedLanguageModeling:
     they are; otherwise `input_ids`, where `assistant_masks` and `completion_mask` (0 or 1 per token) say that a loss is
     wanted. An example that is packed already says so with `seq_lengths` (the lengths of its documents, as
     `pack_dataset` and TRL write them) or `position_ids` (which start again at 0 with each document); a packed row whose
-    trainer has removed both cannot be told from one document. Other keys are ignored, and so are columns of None.
+    trainer has removed both cannot be told from one document. Other keys are ignored, and so are columns of None, but
+    for `labels`.
 
     The first token of a document is never a label: no token of the row before it may predict it.
 
@@ -136,7 +137,11 @@ class DataCollatorForPackedLanguageModeling:
 
     def _read(self, example: Mapping[str, Any], name: str) -> tuple[Forest, NDArray[np.int64]]:
         """The documents of an example, each a tree of one segment, and their labels, int64 [n]."""
-        example = {column: value for column, value in example.items() if value is not None}  # of joined datasets
+        if example.get("labels", ...) is None:  # its masks may have been removed
+            raise ValueError(
+                f"{name} has no labels, but a labels column, as after joining datasets; give all of them labels before"
+            )
+        example = {column: value for column, value in example.items() if value is not None}
         if "input_ids" not in example:
             raise ValueError(
                 f"{name} has no input_ids; tokenize the dataset first. It has: {', '.join(map(str, example))}"
@@ -220,8 +225,9 @@ def pack_dataset(
         num_proc: number of processes, for a `Dataset`.
 
     Returns:
-        Dataset or IterableDataset: one example per row: the token columns, with `labels` if there are any or masks;
-        `position_ids`, which start again at 0 with each document; and `seq_lengths`, its documents' lengths.
+        Dataset or IterableDataset: one example per row: the token columns, always with `labels`, so that rows of
+        different datasets can be joined; `position_ids`, which start again at 0 with each document; and `seq_lengths`,
+        its documents' lengths.
 
     Raises:
         TypeError: `dataset` is neither a Dataset nor an IterableDataset; a column does not hold lists of integers.
@@ -234,11 +240,10 @@ def pack_dataset(
         >>> from flashmask_hf.collators import pack_dataset
         >>> dataset = Dataset.from_dict({"input_ids": [[1, 2, 3], [4, 5], [6], [7, 8]]})
         >>> pack_dataset(dataset, max_length=4)[:]  # doctest: +NORMALIZE_WHITESPACE
-        {'input_ids': [[1, 2, 3, 6], [4, 5, 7, 8]], 'position_ids': [[0, 1, 2, 0], [0, 1, 0, 1]],
-         'seq_lengths': [[3, 1], [2, 2]]}
-        >>> pack_dataset(dataset, max_length=2, split=True)[:]  # doctest: +NORMALIZE_WHITESPACE
-        {'input_ids': [[1, 2], [3, 6], [4, 5], [7, 8]], 'position_ids': [[0, 1], [0, 0], [0, 1], [0, 1]],
-         'seq_lengths': [[2], [1, 1], [2], [2]]}
+        {'input_ids': [[1, 2, 3, 6], [4, 5, 7, 8]], 'labels': [[1, 2, 3, 6], [4, 5, 7, 8]],
+         'position_ids': [[0, 1, 2, 0], [0, 1, 0, 1]], 'seq_lengths': [[3, 1], [2, 2]]}
+        >>> pack_dataset(dataset, max_length=2, split=True)["seq_lengths"][:]
+        [[2], [1, 1], [2], [2]]
     """
     if not isinstance(dataset, (Dataset, IterableDataset)):
         raise TypeError(
@@ -312,6 +317,7 @@ def _pack_table(
     max_position_embeddings: int | None,
 ) -> pa.Table:
     """Pack the examples of an Arrow table; `indices` are their places in the dataset, for error messages."""
+    told = any(name in table.column_names for name in ("labels", *_MASK_COLUMNS))
     lists = {name: _list_column(table, name, indices) for name in _TOKEN_COLUMNS if name in table.column_names}
     lengths = _lengths(lists["input_ids"])
     _check_columns(lists, lengths, indices)
@@ -321,8 +327,7 @@ def _pack_table(
         _choose_masks(masks, completion_only_loss, f"example {indices[0]}")
         if "completion_mask" in masks:
             _check_completions(masks["completion_mask"], lengths, indices)
-        if len(columns) > 1:
-            columns["labels"] = _masked(columns["input_ids"].astype(np.int64), masks)
+        columns["labels"] = _masked(columns["input_ids"].astype(np.int64), masks)
     if "attention_mask" in table.column_names:
         _check_unpadded(_list_column(table, "attention_mask", indices), indices)
     longest = int(lengths.argmax())
@@ -339,7 +344,7 @@ def _pack_table(
     if max_position_embeddings is not None and lengths.max() > max_position_embeddings:
         raise ValueError(too_deep(f"example {indices[longest]}", lengths.max(), max_position_embeddings))
 
-    if "labels" in columns:
+    if told:
         wanted = np.cumsum(np.append(0, columns["labels"] != IGNORED))  # before every token
         learnable = wanted[starts + lengths] > wanted[starts + 1]
         if not learnable.all():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset, IterableDataset
+from datasets.fingerprint import Hasher
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 from trl.trainer.dpo_config import DPOConfig
@@ -226,10 +228,22 @@ class SharedQuestionDPOTrainer(DPOTrainer):
 
     def _precompute_ref_logps(self, dataset: Dataset, name: str, batch_size: int) -> Dataset:
         self._share_questions()  # TRL comes here from its own __init__
+        if isinstance(dataset, Dataset):  # whose fingerprint names TRL's cache file; these options change the values
+            collator: Any = self.data_collator
+            options = (collator.max_length, collator.truncation_mode, self.ld_alpha)
+            dataset = copy.copy(dataset)
+            dataset._fingerprint = Hasher.hash((dataset._fingerprint, options))
         return super()._precompute_ref_logps(dataset, name, batch_size)
 
-    def _compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool) -> Any:
+    def compute_ref_log_probs(self, model: Any, inputs: dict[str, Any]) -> Any:
+        """TRL's log-probabilities of the reference, of one batch."""
         check_compiled(model, inputs["startend_row_indices"].device)
+        return super().compute_ref_log_probs(model, inputs)
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool) -> Any:
+        for part in (model, self.ref_model):
+            if part is not None:
+                check_compiled(part, inputs["startend_row_indices"].device)
         self._log_sharing(inputs, "train" if model.training else "eval")
         return super()._compute_loss(model, inputs, return_outputs)
 

@@ -26,7 +26,8 @@ def preference_columns(example: Mapping[str, Any], index: int) -> dict[str, Any]
         `prompt`, `chosen` and `rejected`, all strings or all lists of messages.
 
     Raises:
-        ValueError: a column is missing or an answer empty; the message names the example's index.
+        ValueError: a column is missing, an answer empty, or answers are of two kinds; the message names the example's
+            index.
     """
     missing = [column for column in ("chosen", "rejected") if not example.get(column)]
     if missing:
@@ -35,6 +36,8 @@ def preference_columns(example: Mapping[str, Any], index: int) -> dict[str, Any]
             f"prompt, chosen and rejected. It has: {', '.join(map(str, example))}"
         )
     prompt, chosen, rejected = example.get("prompt"), example["chosen"], example["rejected"]
+    if not isinstance(prompt, list) and isinstance(chosen, str) != isinstance(rejected, str):
+        raise ValueError(f"example {index} has one answer of text and one of messages; make them the same kind")
     if isinstance(prompt, str) and not isinstance(chosen, str):
         prompt = _first_turns(prompt, [chosen, rejected], f"example {index}")
     if isinstance(prompt, list):
@@ -53,12 +56,12 @@ def preference_columns(example: Mapping[str, Any], index: int) -> dict[str, Any]
     return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
 
 
-def answer_sequences(example: Mapping[str, Any], eos_token: str, name: str) -> Sequence[Any]:
+def answer_sequences(example: Mapping[str, Any], eos_token: str | None, name: str) -> Sequence[Any]:
     """Question and answer as one text or one conversation, for each answer of a row.
 
     Args:
         example: the row, in one of the formats that `MultiAnswerRewardTrainer` takes.
-        eos_token: put behind each text, once.
+        eos_token: put behind each text, once; conversations do without.
         name: what errors call the example.
 
     Returns:
@@ -68,9 +71,9 @@ def answer_sequences(example: Mapping[str, Any], eos_token: str, name: str) -> S
         TypeError: answers or prompt are of a kind, or a mix, that cannot be put together.
         ValueError: a column is missing, an answer empty, or there are less than two.
     """
-    if "answers" in example:
+    if example.get("answers") is not None:
         answers = example["answers"]
-    elif "chosen" in example and "rejected" in example:
+    elif example.get("chosen") is not None and example.get("rejected") is not None:
         answers = [example["chosen"], example["rejected"]]
     else:
         raise ValueError(
@@ -86,11 +89,13 @@ def answer_sequences(example: Mapping[str, Any], eos_token: str, name: str) -> S
     if len(answers) < 2:
         raise ValueError(f"{name} has {len(answers)} answers, but a preference needs two or more; remove it")
     for nth, answer in enumerate(answers):
-        if _empty(answer, eos_token):
+        if _empty(answer, eos_token or ""):
             raise ValueError(f"answer {nth} of {name} is empty; remove the answer, or the example: dataset.filter(...)")
     if texts:
         if isinstance(prompt, list):
             return [[*prompt, {"role": "assistant", "content": answer}] for answer in answers]
+        if not eos_token:
+            raise ValueError(f"{name} is text, which the tokenizer's eos_token ends, but it has none; give it one")
         return [(prompt or "") + answer.removesuffix(eos_token) + eos_token for answer in answers]
     if prompt is None or isinstance(prompt, list):
         return [[*(prompt or []), *answer] for answer in answers]

@@ -398,7 +398,7 @@ def _check_margins(dataset: Dataset, name: str) -> None:
 
 
 def _fits(example: dict[str, Any], max_length: int) -> bool:
-    if "answers_ids" in example:
+    if example.get("answers_ids") is not None:
         return len(example["prompt_ids"]) + max(map(len, example["answers_ids"]), default=0) <= max_length
     return max(len(example["chosen_ids"]), len(example["rejected_ids"])) <= max_length
 
@@ -422,14 +422,15 @@ def _tokenize(
         tokens.append(ids)
     shared = shared_prefix([np.asarray(ids) for ids in tokens])
     tokenized = {"prompt_ids": tokens[0][:shared], "answers_ids": [ids[shared:] for ids in tokens]}
+    ranked = example.get("answers") is not None  # which a row of joined datasets may not be, while others are
     if "margin" in example:
         tokenized["margin"] = example["margin"]
-    if "answers" in example:
-        if "scores" in example:
-            tokenized["scores"] = example["scores"]
+    if "answers" in example and "scores" in example:
+        tokenized["scores"] = example["scores"] if ranked else None
+        if ranked:
             answer_scores(example["scores"], len(tokens), name)
-    elif score_margin and "score_chosen" in example and "score_rejected" in example:
-        if "margin" in example:
+    if not ranked and score_margin and "score_chosen" in example and "score_rejected" in example:
+        if example.get("margin") is not None:
             raise ValueError(
                 f"{name} has a margin, and scores that score_margin={score_margin} makes another of; remove the margin "
                 "column, or set score_margin=0"

@@ -3,9 +3,9 @@
     python recipes/benchmarks/decode.py --csv decode.csv
 
 bfloat16, head_dim 128. `flashmask` is what `flashmask_attention` does without gradients, `flashmask_forward` the kernel
-for many rows under a plan that is there already, `sdpa_mask` what transformers 5.23 does under a boolean mask (the query
-heads of a key-value head are rows of one), `sdpa` what it does without one (nothing masked). Masks: `padding` hides a
-few keys on the left of each row of the batch but the first, `window` all but the last 1,024 keys.
+for many rows under a plan that is there already, `sdpa_mask` what transformers 5.23 does under a boolean mask (the
+query heads of a key-value head are rows of one), `sdpa` what it does without one (nothing masked). Masks: `padding`
+hides a few keys on the left of each row of the batch but the first, `window` all but the last 1,024 keys.
 
 Each call reads another cache, as a model's layers do, so that small ones do not stay in the GPU's L2 cache. Medians of
 one call: `eager_us` on the device, launches included; `host_us` for the host to issue it; `graph_us` in a CUDA graph of
