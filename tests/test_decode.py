@@ -402,3 +402,23 @@ def test_more_than_two_billion_elements() -> None:
     small, small_lse = flashmask_attention(q, *tail, masks.full(seen, q_len=1, device="cuda"), return_lse=True)
     torch.testing.assert_close(out, small, rtol=0, atol=4 * torch.finfo(torch.bfloat16).eps)
     torch.testing.assert_close(lse, small_lse, rtol=0, atol=1e-5)
+
+
+@pytest.mark.gpu
+def test_steps_of_a_growing_cache_are_launched_alike() -> None:
+    """Compiled once for all lengths that Triton treats alike, and right at each."""
+    from flashmask_hf.kernels import decode
+
+    lane = Lane("triton", "cuda", torch.bfloat16)
+    _, keys, values = inputs(lane, 2, HEADS, KV_HEADS, 1, 700, 64)
+    known = len(decode._launch_decode._compiled)
+    for length in range(100, 700, 3):
+        k, v = keys[:, :, :length], values[:, :, :length]
+        q = torch.randn(2, HEADS, 1, 64, device="cuda", dtype=torch.bfloat16)
+        mask = masks.padding([length, length - 50], kv_len=length, q_len=1, device="cuda")
+        assert_near(flashmask_attention(q, k, v, mask), flashmask_attention(q, k, v, mask, impl="torch"))
+    assert len(decode._launch_decode._compiled) - known <= 12
+
+
+def assert_near(out: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(out, expected, rtol=0, atol=4 * torch.finfo(torch.bfloat16).eps)

@@ -194,6 +194,7 @@ def _combine(
     tl.store(out + place + e, (acc / safe).to(out.dtype.element_ty), mask=e < v_dim)
 
 
+_launch_decode = Launcher(_decode)
 _launch_combine = Launcher(_combine)
 
 
@@ -229,7 +230,8 @@ def decode(
         part_lse = q.new_empty(batch * heads * q_len, n_splits, dtype=torch.float32)
     factor, bend = score_factors(scale, softcap)
     with torch.cuda.device_of(q):
-        _decode[(programs * n_splits,)](
+        _launch_decode(
+            programs * n_splits,
             q, k, v, None if sinks is None else sinks.contiguous(), mask.indices.contiguous(), parts, part_lse,
             *q.stride(), *k.stride(), *v.stride(),
             heads, kv_heads, mask_batch, mask_heads, q_len, kv_len, n_splits, dim, v_dim, factor, bend,
