@@ -321,7 +321,8 @@ def test_training_follows_stock_trl(options, model_path, tokenizer, tmp_path):
     assert shared.evaluate(fresh)["eval_loss"] == pytest.approx(stock.evaluate(fresh)["eval_loss"], rel=1e-3)
 
 
-@pytest.mark.parametrize("change", [{"max_length": 9}, {"ld_alpha": 0.1}], ids=str)
+@pytest.mark.filterwarnings("ignore:The `'keep_end'` truncation mode is deprecated:FutureWarning")
+@pytest.mark.parametrize("change", [{"max_length": 9}, {"truncation_mode": "keep_end"}, {"ld_alpha": 0.1}], ids=str)
 def test_precomputed_log_probabilities_are_of_the_options(change, model_path, tokenizer, tmp_path):
     """Their file is named after the dataset, and one of tokens knows nothing of what the collator cuts."""
     words = torch.randint(8, 64, (4, 3, 7), generator=torch.Generator().manual_seed(0)).tolist()
@@ -340,6 +341,19 @@ def test_precomputed_log_probabilities_are_of_the_options(change, model_path, to
 
     assert rewards(max_length=11, precompute_ref_log_probs=True) == pytest.approx(0, abs=1e-4)
     assert rewards(**({"max_length": 11} | change), precompute_ref_log_probs=True) == pytest.approx(0, abs=1e-4)
+
+
+def test_a_model_that_mixes_documents_is_found_out_before_it_is_its_own_reference(tokenizer, tmp_path):
+    model = model_zoo.build("recurrent_gemma", "flashmask")
+    for layer in model.base_model.layers:
+        layer.compile(backend="eager")
+    with pytest.raises(ValueError, match="RecurrentGemmaModel gave the packed row's mask to 1 of its 2 layers"):
+        SharedQuestionDPOTrainer(
+            model,
+            args=config(tmp_path, precompute_ref_log_probs=True),
+            train_dataset=Dataset.from_list([{"prompt_ids": [8, 9], "chosen_ids": [8], "rejected_ids": [7]}]),
+            processing_class=tokenizer,
+        )
 
 
 def test_a_reference_that_mixes_documents_is_found_out_though_compiled(model_path, tokenizer, tmp_path):

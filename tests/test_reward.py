@@ -658,8 +658,9 @@ def test_messages_of_parts_and_tools_in_a_format(library, streamed, model_path, 
 
 
 def test_rows_of_joined_datasets(model_path, tokenizer, tmp_path):
-    """Each kind of row lacks the columns of the other, which are None there."""
-    pair, ranked = {"chosen": "w8 w9 ", "rejected": "w8 w10 "}, {"answers": ["w8 w9 ", "w8 w10 "], "scores": [1.0, 3.0]}
+    """Each kind of row lacks the columns of the other, which are None there; scores are of answers alone."""
+    pair = {"chosen": "w8 w9 ", "rejected": "w8 w10 ", "scores": [1.0, 5.0]}
+    ranked = {"answers": ["w8 w9 ", "w8 w10 "], "scores": [1.0, 3.0]}
     data = concatenate_datasets([Dataset.from_list([row] * 2) for row in (pair, ranked)])
     trainer = make(MultiAnswerRewardTrainer, model_path, tokenizer, tmp_path, data)
     assert trainer.train_dataset[0]["answers_ids"] == trainer.train_dataset[2]["answers_ids"]
