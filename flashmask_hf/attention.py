@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flashmask_hf import ops, repeated
-from flashmask_hf.mask import FlashMask
+from flashmask_hf.mask import FlashMask, is_one_of
 from flashmask_hf.plan import Plan
 from flashmask_hf.reference import reference_attention
 from flashmask_hf.repeated import Repeated
@@ -252,13 +252,12 @@ def _check(
             raise ValueError(f"{name} is on {device}, but q is on {q.device}; move it with {name}.to('{q.device}')")
     if mask.kv_len != kv_len:
         raise ValueError(f"mask has {mask.kv_len} key columns, but k and v have {kv_len} keys")
-    # not `in`, which TorchDynamo answers with no where a number equals a symbolic one
     if mask.q_len is not None and mask.q_len != q_len:
         raise ValueError(f"q has {q_len} rows, but mask was built for q_len={mask.q_len}; build it with q_len={q_len}")
     mask_batch, mask_heads = mask.indices.shape[:2]
-    if mask_batch != 1 and mask_batch != batch:
+    if not is_one_of(mask_batch, 1, batch):
         raise ValueError(f"mask has batch {mask_batch}; it must be 1 or q's batch {batch}")
-    if mask_heads != 1 and mask_heads != kv_heads and mask_heads != heads:
+    if not is_one_of(mask_heads, 1, kv_heads, heads):
         raise ValueError(f"mask has {mask_heads} heads; it must have 1, Hkv = {kv_heads} or Hq = {heads}")
     for name, value, none in (("scale", scale, "D ** -0.5"), ("softcap", softcap, "no cap")):
         if value is None:

@@ -24,7 +24,7 @@ from transformers.utils.output_capturing import _active_collector
 
 from flashmask_hf import upstream
 from flashmask_hf.attention import flashmask_attention
-from flashmask_hf.mask import FlashMask
+from flashmask_hf.mask import FlashMask, is_one_of
 from flashmask_hf.mask_compiler import NAME, VECTORS, mask_hook
 from flashmask_hf.mask_reader import FAR, document_starts, next_true
 from flashmask_hf.ops import device_assert, is_capturing, stream_of
@@ -302,9 +302,9 @@ def _check_vectors(vectors: Any, query: Tensor, key: Tensor, causal: bool) -> No
             "keys; pass one column per token of input_ids and use_cache=False, leave them out of generate, and use no "
             "prompt learning (virtual tokens) with packed rows"
         )
-    if shape[0] != 1 and shape[0] != batch:
+    if not is_one_of(shape[0], 1, batch):
         raise ValueError(f"{VECTORS} has batch {shape[0]}; it must be 1 or the batch {batch} of the model's input")
-    if shape[1] != 1 and shape[1] != kv_heads and shape[1] != heads:
+    if not is_one_of(shape[1], 1, kv_heads, heads):
         raise ValueError(f"{VECTORS} has {shape[1]} heads; it must have 1, Hkv = {kv_heads} or Hq = {heads}")
 
 
@@ -382,7 +382,7 @@ def _hook_mask(
     """
     batch, _, q_len, _ = query.shape
     kv_len = key.shape[2]
-    if attention_mask.shape[3] != kv_len or attention_mask.shape[0] not in (1, batch):
+    if attention_mask.shape[3] != kv_len or not is_one_of(attention_mask.shape[0], 1, batch):
         raise ValueError(
             f"attention_mask has batch {attention_mask.shape[0]} and {attention_mask.shape[3]} key columns, but this "
             f"layer has batch {batch} and {kv_len} keys; pass a 2D attention_mask that covers cache and new tokens"

@@ -11,7 +11,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["HIDDEN", "PARTIAL", "VISIBLE", "FlashMask", "MaskNotRepresentable", "classify_tiles"]
+__all__ = ["HIDDEN", "PARTIAL", "VISIBLE", "FlashMask", "MaskNotRepresentable", "classify_tiles", "is_one_of"]
 
 HIDDEN, PARTIAL, VISIBLE = 0, 1, 2
 """What a tile of the score matrix is: skipped, masked element by element, or computed without mask code."""
@@ -458,6 +458,11 @@ def classify_tiles(mask: FlashMask, block: tuple[int, int] = (128, 128), q_len: 
         touched |= first + shift < right - 1
     tiles = torch.where(touched, PARTIAL, VISIBLE).masked_fill_(hidden, HIDDEN)
     return tiles.to(torch.int8)
+
+
+def is_one_of(size: int, *sizes: int) -> bool:
+    """`size in sizes`, which TorchDynamo answers with no where a number equals a symbolic one."""
+    return any(size == other for other in sizes)
 
 
 def _tile_extremes(values: Tensor, block: int, count: int) -> tuple[Tensor, Tensor]:

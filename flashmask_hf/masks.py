@@ -23,7 +23,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from flashmask_hf.mask import FlashMask
+from flashmask_hf.mask import FlashMask, is_one_of
 
 __all__ = [
     "Node",
@@ -1031,7 +1031,8 @@ def hidden_from_of(mask: FlashMask, q: Tensor, k: Tensor) -> Tensor:
     if mask.kv_len != kv_len:
         raise ValueError(f"mask has {mask.kv_len} key columns, but there are {kv_len} keys")
     mask.rows(q_len)
-    if mask.indices.shape[0] not in (1, batch) or mask.indices.shape[1] not in (1, kv_heads, heads):
+    mask_batch, mask_heads = mask.indices.shape[:2]
+    if not is_one_of(mask_batch, 1, batch) or not is_one_of(mask_heads, 1, kv_heads, heads):
         raise ValueError(
             f"mask must have batch 1 or {batch} and heads 1, Hkv = {kv_heads} or Hq = {heads}, got "
             f"{list(mask.indices.shape[:2])}"

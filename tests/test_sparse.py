@@ -804,6 +804,22 @@ def test_docstrings() -> None:
     assert not result.failed
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+def test_symbolic_sizes_fit_a_mask_made_inside(batch):
+    """All sizes of q are symbolic, those of the mask are numbers."""
+    lane = Lane("torch", "cpu", torch.float32)
+    q, k, v = (x.detach() for x in attention_inputs(lane, batch, HEADS, KV_HEADS, 100, 100, 16))
+    bucket = torch.randint(3, (batch, HEADS, 100)), torch.randint(3, (batch, KV_HEADS, 100))
+
+    def attend(q, k, v, q_bucket, k_bucket):
+        mask = FlashMask(masks.causal_document([[40, 60], [50, 50]][:batch]).indices, causal=True)
+        return hash_sparse_attention(q, k, v, q_bucket, k_bucket, mask=mask)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, fullgraph=True, backend="eager", dynamic=True)
+    torch.testing.assert_close(compiled(q, k, v, *bucket), attend(q, k, v, *bucket))
+
+
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # vmap calls once for each
 def test_few_rows_do_not_drop_gradients():
     """Neither under vmap, where a tensor does not tell of its own, nor in a graph exported without any."""
