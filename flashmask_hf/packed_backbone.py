@@ -105,16 +105,20 @@ def check_compiled(model: Any, device: torch.device) -> None:
     Raises:
         ValueError: some of its layers do not get the mask.
     """
-    backbone = _inner(extract_model_from_parallel(model, keep_torch_compile=False)).base_model
-    asked = _count_before in backbone._forward_pre_hooks.values()
-    if not asked or getattr(backbone, "_layers_checked", False) or not _is_compiled(model):
+    if getattr(model, "_layers_checked", False):  # to find the backbone takes milliseconds
         return
-    calls = backend.supplied_calls
-    ids = torch.zeros(1, 2, dtype=torch.int64, device=device)
-    ends = torch.tensor([[[[1], [2]]]], dtype=torch.int32, device=device)
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        model(input_ids=ids, position_ids=ids, startend_row_indices=ends, use_cache=False)
-    _judge(backbone, backend.supplied_calls - calls)
+    backbone = _inner(extract_model_from_parallel(model, keep_torch_compile=False)).base_model
+    if not getattr(backbone, "_layers_checked", False):
+        asked = _count_before in backbone._forward_pre_hooks.values()
+        if not asked or not _is_compiled(model):
+            return
+        calls = backend.supplied_calls
+        ids = torch.zeros(1, 2, dtype=torch.int64, device=device)
+        ends = torch.tensor([[[[1], [2]]]], dtype=torch.int32, device=device)
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            model(input_ids=ids, position_ids=ids, startend_row_indices=ends, use_cache=False)
+        _judge(backbone, backend.supplied_calls - calls)
+    model._layers_checked = True
 
 
 def _inner(model: Any) -> Any:

@@ -125,10 +125,10 @@ class PackedSFTTrainer(SFTTrainer):
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """TRL's loss; counts tokens and hidden tiles on the way."""
-        check_compiled(model, inputs["input_ids"].device)
         tokens, mode = inputs["input_ids"].numel(), "train" if model.training else "eval"
         if "startend_row_indices" in inputs:
             indices = inputs["startend_row_indices"]
+            check_compiled(model, indices.device)
             tokens = (indices > 0).sum()  # padding has 0; left on the device, as the loss is
             log_sparsity(self, mode, indices)
         if mode == "train":
