@@ -1,4 +1,4 @@
-"""What `python -m flashmask_hf` prints: the environment, what serves here, and a self-test."""
+"""The diagnosis that `python -m flashmask_hf` prints: versions, GPU, registration, implementations and a self-test."""
 
 from __future__ import annotations
 
@@ -15,21 +15,23 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.utils import generic
 
 import flashmask_hf
-from flashmask_hf import masks, ops
-from flashmask_hf.attention import choose, flashmask_attention
-from flashmask_hf.backend import register
+from flashmask_hf import masks, torch_state
+from flashmask_hf.attention import flashmask_attention
+from flashmask_hf.backend.register import register
+from flashmask_hf.implementations import choose
 from flashmask_hf.mask import FlashMask
-from flashmask_hf.mask_compiler import NAME
-from flashmask_hf.upstream import NAMES
+from flashmask_hf.names import FLASHMASK, NAMES
 
 __all__ = ["diagnose"]
 
 _WIDTH = 100
+"""Columns of the printed text."""
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _HEAD_DIMS = (40, 64, 96, 128, 192, 256, 512)
-_TILED_HEAD_DIMS = (64, 128, 256)
+_TILE_HEAD_DIMS = (64, 128, 256)
 _TESTED_DTYPES = (torch.bfloat16, torch.float32)
-_LENGTH = 300  # two tiles of the mask's plan and a ragged third
+_TESTED_LENGTH = 300
+"""Tokens of the self-test: two tiles of the mask's plan and a ragged third."""
 
 
 def diagnose(self_test: bool = True) -> bool:
@@ -39,30 +41,33 @@ def diagnose(self_test: bool = True) -> bool:
         self_test: also compare attention and its gradients with the float64 reference.
 
     Returns:
-        whether transformers knows the backend and the self-test, if asked for, passed.
+        True if transformers knows the backend and the self-test, if asked for, passed.
     """
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     for line in (*_versions(), *_gpu(device)):
         print(line)
-    lines, well = _registration()
-    for line in (*lines, *_table(device)):
+    lines, healthy = _registration()
+    for line in (*lines, *_implementations(device)):
         print(line)
-    if device.type == "cuda" and ops.HAS_TRITON:
+    if device.type == "cuda" and torch_state.HAS_TRITON:
         for line in _tiles(device):
             print(line)
     if self_test:
         for line, passed in _self_test(device):
             print(line, flush=True)
-            well = well and passed
-    return well
+            healthy = healthy and passed
+    return healthy
 
 
 def _versions() -> list[str]:
-    """Of torch and Triton what is imported: their builds come under several distribution names."""
+    """Return a line for each package.
+
+    The versions of torch and Triton are read from the modules, since builds come under several distribution names.
+    """
     versions = {"flashmask-hf": flashmask_hf.__version__, "Python": platform.python_version()}
     versions["torch"] = str(torch.__version__)
     versions["triton"] = "not installed"
-    if ops.HAS_TRITON:
+    if torch_state.HAS_TRITON:
         import triton
 
         versions["triton"] = triton.__version__
@@ -71,14 +76,15 @@ def _versions() -> list[str]:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             versions[name] = "not installed"
-    return [*(f"{name:<14}{version}" for name, version in versions.items()), *_row("platform", platform.platform())]
+    return [*(f"{name:<14}{version}" for name, version in versions.items()), *_entry("platform", platform.platform())]
 
 
 def _gpu(device: torch.device) -> list[str]:
+    """Return lines about the GPU that torch uses, or about its absence."""
     cuda, hip = torch.version.cuda, torch.version.hip
     build = f"HIP {hip}" if hip else f"CUDA {cuda}" if cuda else "the CPU only"
     if device.type != "cuda":
-        return _row("GPU", f"no GPU (torch is built for {build})")
+        return _entry("GPU", f"no GPU (torch is built for {build})")
     properties = torch.cuda.get_device_properties(device)
     shared = getattr(properties, "shared_memory_per_block_optin", None)
     driver = None if hip else collect_env.get_nvidia_driver_version(collect_env.run)
@@ -90,28 +96,32 @@ def _gpu(device: torch.device) -> list[str]:
         *([] if driver is None else [f"driver {driver}"]),
         f"torch built for {build}",
     ]
-    return _row("GPU", ", ".join(facts))
+    return _entry("GPU", ", ".join(facts))
 
 
 def _registration() -> tuple[list[str], bool]:
+    """Register with transformers; return lines about it, and True if every name is known."""
     try:
         register()
     except RuntimeError as error:
-        return _row("backend", f'transformers does not know "{NAME}": {error}'), False
+        return _entry("backend", f'transformers does not know "{FLASHMASK}": {error}'), False
     for name in NAMES:
         known = name in AttentionInterface() and name in AttentionMaskInterface()
         apart = not generic.is_flash_attention_requested(requested_attention_implementation=name)
         if not (known and apart):
-            said = (
+            text = (
                 f'transformers {"knows" if known else "does not know"} "{name}" and '
-                f"{'tells it apart from' if apart else 'takes it for'} FlashAttention"
+                f"{'tells it apart from' if apart else 'mistakes it for'} FlashAttention"
             )
-            return _row("backend", said), False
-    return _row("backend", f'transformers knows "{NAME}" and tells it apart from FlashAttention'), True
+            return _entry("backend", text), False
+    return _entry("backend", f'transformers knows "{FLASHMASK}" and tells it apart from FlashAttention'), True
 
 
-def _table(device: torch.device) -> list[str]:
-    """The implementation of every dtype and head_dim; where it is not the best, a number and below it the reason."""
+def _implementations(device: torch.device) -> list[str]:
+    """Return a table of the implementation of every dtype and head_dim.
+
+    A cell without the best implementation of this device has a number, and a note below the table gives the reason.
+    """
     choices = {}
     for dtype in _DTYPES:
         for n in _HEAD_DIMS:
@@ -128,37 +138,39 @@ def _table(device: torch.device) -> list[str]:
             if impl != best and reason not in reasons:
                 reasons.append(reason)
             cells.append(impl if impl and impl == best else f"{impl or 'raises'} [{reasons.index(reason) + 1}]")
-        lines.append(f"{_name(dtype):<14}" + "".join(f"{cell:<12}" for cell in cells))
-    notes = [line for number, reason in enumerate(reasons, 1) for line in _row("", f"[{number}] {reason}")]
+        lines.append(f"{_short(dtype):<14}" + "".join(f"{cell:<12}" for cell in cells))
+    notes = [line for number, reason in enumerate(reasons, 1) for line in _entry("", f"[{number}] {reason}")]
     return [*(line.rstrip() for line in lines), *notes]
 
 
 def _tiles(device: torch.device) -> list[str]:
-    from flashmask_hf.kernels.configs import forward_config, keys_config, queries_config
-    from flashmask_hf.kernels.descriptors import can_describe
-    from flashmask_hf.kernels.tiles import block_of
+    """Return a table of the tiles that the Triton kernels take on this GPU, and how they load them."""
+    from flashmask_hf.kernels.launch.descriptors import loads_by_descriptor
+    from flashmask_hf.kernels.launch.layout import packed_layout
+    from flashmask_hf.kernels.launch.problem import Problem
+    from flashmask_hf.kernels.shared.configs import forward_config, keys_config, queries_config
 
-    lines = ["tiles of the kernels for bfloat16: rows x columns, warps, stages"]
-    described = True
-    for head_dim in _TILED_HEAD_DIMS:
-        x = torch.empty(1, 8192, 1, head_dim, dtype=torch.bfloat16, device=device).transpose(1, 2)
-        block = block_of(head_dim)
+    lines = ["tiles of impl='triton' in bfloat16: rows x columns, warps, stages"]
+    by_descriptor = True
+    for head_dim in _TILE_HEAD_DIMS:
+        x = packed_layout(1, 1, 8192, head_dim, dtype=torch.bfloat16, device=device)
+        problem = Problem(x, x, x, torch.Size((1, 1, 8192, 1)), causal=True, scale=1.0, softcap=0.0, sinks=False)
         chosen = {
-            "forward": forward_config(x, block, block, 1, causal=True),
-            "dK, dV": keys_config(x, block, block),
-            "dQ": queries_config(x, block, block, 1),
+            "forward": forward_config(problem),
+            "dK, dV": keys_config(problem),
+            "dQ": queries_config(problem),
         }
-        described = described and can_describe(x)
+        by_descriptor = by_descriptor and loads_by_descriptor(x)
         cells = (f"{name} {c.rows}x{c.columns}, {c.warps}, {c.stages}" for name, c in chosen.items())
         lines.append(f"{f'D = {head_dim}':<14}" + "".join(f"{cell:<26}" for cell in cells).rstrip())
-    return [*lines, *_row("loads", f"through {'tensor descriptors' if described else 'pointers'}")]
+    return [*lines, *_entry("loads", f"through {'tensor descriptors' if by_descriptor else 'pointers'}")]
 
 
 def _self_test(device: torch.device) -> Iterator[tuple[str, bool]]:
-    """Lines to print, and whether what each tells of passed."""
-    yield f"self-test on {device.type} against float64: largest error over largest value", True
+    """Yield lines to print, each with False if it reports a failure."""
+    yield f"self-test on {device.type} against float64: largest error relative to the largest value", True
     if device.type == "cuda":
-        yield "(kernels that are not in Triton's cache are compiled first, which the seconds below include)", True
+        yield "(the time below includes compiling kernels that are not in Triton's cache yet)", True
     start = time.perf_counter()
     cases = {
         "packed documents": masks.causal_document([40, 163, 97], device=device),
@@ -173,20 +185,20 @@ def _self_test(device: torch.device) -> Iterator[tuple[str, bool]]:
             except Exception as error:  # whatever a broken installation raises belongs in the report
                 result, passed = f"{type(error).__name__}: {error}", False
             failed += not passed
-            line = f"{impl}, {_name(dtype)}, {case}: {'ok' if passed else 'FAILED'}, {result}"
+            line = f"{impl}, {_short(dtype)}, {case}: {'ok' if passed else 'FAILED'}, {result}"
             yield textwrap.shorten(line, _WIDTH, placeholder=" ..."), passed
     seconds = time.perf_counter() - start
     yield f"self-test: {f'FAILED {failed} of {2 * len(cases)}' if failed else 'ok'}, {seconds:.1f} s", not failed
 
 
 def _compare(mask: FlashMask, dtype: torch.dtype) -> tuple[str, bool]:
-    """The relative errors of the default implementation, and whether they are within the error budget.
+    """Return the relative errors of the default implementation, and True if they are within the error budget.
 
-    The budget is that of the tests: twice the error of eager code in the same dtype, plus rounding.
+    The tests have the same budget: twice the error of eager code in the same dtype, plus rounding.
     """
     generator = torch.Generator().manual_seed(0)
     q, k, v, dout = (
-        torch.randn(1, _LENGTH, heads, 64, generator=generator).to(mask.device, dtype).transpose(1, 2)
+        torch.randn(1, _TESTED_LENGTH, heads, 64, generator=generator).to(mask.device, dtype).transpose(1, 2)
         for heads in (4, 2, 2, 4)
     )
     actual = _results(q, k, v, dout, mask, None)
@@ -203,16 +215,18 @@ def _compare(mask: FlashMask, dtype: torch.dtype) -> tuple[str, bool]:
 
 
 def _results(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: FlashMask, impl: str | None) -> dict[str, Tensor]:
+    """Return the output and the gradients of q, k and v for the output's gradient `dout`."""
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     out = flashmask_attention(q, k, v, mask, impl=impl)
     dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
     return {"out": out.detach(), "dq": dq, "dk": dk, "dv": dv}
 
 
-def _name(dtype: torch.dtype) -> str:
+def _short(dtype: torch.dtype) -> str:
+    """Return the name of a dtype without its module."""
     return str(dtype).removeprefix("torch.")
 
 
-def _row(name: str, text: str) -> list[str]:
-    """A named text, wrapped under itself."""
+def _entry(name: str, text: str) -> list[str]:
+    """Return the lines of a text behind its name, wrapped in a column of its own."""
     return textwrap.wrap(text, _WIDTH, initial_indent=f"{name:<14}", subsequent_indent=" " * 14)

@@ -1,28 +1,29 @@
-"""The plan: what every kernel needs to know of a mask, made once and shared by all layers and passes.
+"""The plan: which tiles of the score matrix to walk, built once per mask and shared by all layers and passes.
 
 The score matrix is cut into tiles of `ROWS` query rows and `plan_columns(kv_len)` key columns, and each tile is hidden,
-partial or visible (`mask.classify_tiles`). Three tensors hold the outcome for both directions of walking it:
+partial or visible (`flashmask_hf.tiles`). Three tensors hold the classes for both directions of walking it:
 
 * `tiles` int16 [B, Hm, Tq, Tk], for each row tile the key tiles to walk: the visible ones in ascending order from the
-  front, the partial ones in ascending order from the back. What lies between is unspecified.
-* `counts` int32 [B, Hm, Tq, 2], how many there are of each.
+  front, the partial ones in ascending order from the back. The entries in between are unspecified.
+* `counts` int32 [B, Hm, Tq, 2], the number of visible and of partial tiles of each row tile.
 * `segments` int32 [B, Hm, Tk, VISIBLE_SEGMENTS + PARTIAL_SEGMENTS, 2], for each key tile the row tiles to walk as
   [start, end) ranges. Two hidden intervals, or one and a diagonal, leave at most three visible ranges and four partial
   ones, the edges. Unused ranges are empty.
 
-The lists would grow with the square of the length; the tiles get wider instead once a row holds more than
-`MAX_COLUMN_TILES` of them, so the plan stays under 64 bytes per token and mask head in rows of 256 tokens and more.
-Kernels use tiles that divide the plan's, but for a forward of 192 rows, which joins lists (`kernels.plan.join_rows`).
+The lists would grow with the square of the length, so tiles get wider once a row holds more than `MAX_COLUMN_TILES` of
+them. The plan stays under 64 bytes per token and mask head in rows of 256 tokens and more. Tiles of kernels divide the
+plan's; a forward with tiles of 192 rows joins lists first (`flashmask_hf.kernels.shared.plan.join_rows`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flashmask_hf.mask import HIDDEN, PARTIAL, VISIBLE, FlashMask, classify_tiles
+from flashmask_hf.tiles import HIDDEN, PARTIAL, VISIBLE, classify_tiles
 
 __all__ = [
     "COLUMNS",
@@ -41,30 +42,39 @@ ROWS = 128
 COLUMNS = 128
 """Key columns of a plan tile; a multiple of it in rows longer than `MAX_COLUMN_TILES` tiles."""
 MAX_COLUMN_TILES = 3840
+"""Key tiles of a row up to which they are `COLUMNS` wide."""
 VISIBLE_SEGMENTS = 3
+"""Most ranges of visible row tiles that a key tile has."""
 PARTIAL_SEGMENTS = 4
+"""Most ranges of partial row tiles that a key tile has."""
 
 
 class Plan(NamedTuple):
-    """The three tensors of a plan (see the module's text)."""
+    """Lists of the tiles to walk; the module's docstring defines their contents."""
 
     tiles: Tensor
+    """int16 [B, Hm, Tq, Tk]"""
     counts: Tensor
+    """int32 [B, Hm, Tq, 2]"""
     segments: Tensor
+    """int32 [B, Hm, Tk, VISIBLE_SEGMENTS + PARTIAL_SEGMENTS, 2]"""
 
 
 def plan_columns(kv_len: int) -> int:
-    """Key columns of a plan tile in rows of `kv_len` keys."""
+    """Return the number of key columns of a plan tile in rows of `kv_len` keys."""
     return COLUMNS * -(-kv_len // (COLUMNS * MAX_COLUMN_TILES))
 
 
-def plan_shapes(indices: Tensor, q_len: int) -> tuple[list[Any], list[Any], list[Any]]:
-    """The shapes of `tiles`, `counts` and `segments` for `indices` [B, Hm, Skv, n] and q_len query rows.
+def plan_shapes(mask_shape: Sequence[Any], q_len: int) -> tuple[list[Any], list[Any], list[Any]]:
+    """Return the shapes of `tiles`, `counts` and `segments` of a plan.
 
-    Tq and Tk are at least 2, with an empty tile added where need be: the compiler makes graphs of their own for
-    sizes of 1.
+    Tq and Tk are at least 2, since compilers specialize graphs for sizes of 1: a lone tile gets an empty one beside it.
+
+    Args:
+        mask_shape: shape of the mask's indices, [B, Hm, Skv, n]; sizes may be symbolic.
+        q_len: number of query rows; may be symbolic.
     """
-    batch, heads, kv_len, _ = indices.shape
+    batch, heads, kv_len, _ = mask_shape
     n_q = torch.sym_max(2, -(-q_len // ROWS))
     n_kv = torch.sym_max(2, -(-kv_len // plan_columns(kv_len)))
     return (
@@ -75,32 +85,42 @@ def plan_shapes(indices: Tensor, q_len: int) -> tuple[list[Any], list[Any], list
 
 
 def build_plan(indices: Tensor, causal: bool, q_len: int, *, skip: bool = True) -> Plan:
-    """Make a plan with torch operations, on any device.
+    """Build a plan with torch operations, on any device.
 
     Args:
         indices: int32 [B, Hm, Skv, n] as in `FlashMask`.
         causal: as in `FlashMask`.
         q_len: number of query rows.
-        skip: False lists hidden tiles as partial ones, so that all are walked: the paper's exactness claim (section
-            4.4) is that this changes no bit, where the kernels' tiles do not depend on the lists. The portable dK
-            kernel leaves out what it finds hidden in a partial tile by itself.
+        skip: False lists hidden tiles as partial ones, so that all are walked. The paper claims that this changes no
+            bit (section 4.4), which holds where the kernels' tiles do not depend on the lists. The portable dK kernel
+            skips by itself what it finds hidden in a partial tile.
 
     Returns:
         Plan: on the device of `indices`.
     """
-    tiles = classify_tiles(FlashMask(indices, causal), (ROWS, plan_columns(indices.shape[2])), q_len)
-    shape, _, segment_shape = plan_shapes(indices, q_len)
+    tiles = classify_tiles(indices, causal, q_len, (ROWS, plan_columns(indices.shape[2])))
     if not skip:
         tiles = tiles.masked_fill(tiles == HIDDEN, PARTIAL)
-    tiles = torch.nn.functional.pad(tiles, (0, shape[3] - tiles.shape[3], 0, shape[2] - tiles.shape[2]), value=HIDDEN)
-    column = torch.arange(shape[3], device=indices.device)
-    # Ascending keys put visible tiles first, hidden ones in the middle and partial ones last, in descending order.
-    key = torch.where(tiles == VISIBLE, column, torch.where(tiles == PARTIAL, 3 * shape[3] - column, shape[3] + column))
-    counts = torch.stack([(tiles == VISIBLE).sum(-1), (tiles == PARTIAL).sum(-1)], -1)
-    segments = torch.zeros(segment_shape, dtype=torch.int32, device=indices.device)
+    n_q, n_kv = plan_shapes(indices.shape, q_len)[0][2:]
+    tiles = torch.nn.functional.pad(tiles, (0, n_kv - tiles.shape[3], 0, n_q - tiles.shape[2]), value=HIDDEN)
+    counts = torch.stack([(tiles == VISIBLE).sum(-1), (tiles == PARTIAL).sum(-1)], -1).to(torch.int32)
+    return Plan(_walking_order(tiles), counts, _segments(tiles))
+
+
+def _walking_order(tiles: Tensor) -> Tensor:
+    """Return the key tiles of each row tile as `Plan.tiles` lists them, given the classes int8 [B, Hm, Tq, Tk]."""
+    width = tiles.shape[-1]
+    column = torch.arange(width, device=tiles.device)
+    # Sorting by this number puts visible tiles first, hidden ones in the middle, partial ones last in descending order.
+    place = torch.where(tiles == VISIBLE, column, torch.where(tiles == PARTIAL, 3 * width - column, width + column))
+    return place.argsort(-1).to(torch.int16)
+
+
+def _segments(tiles: Tensor) -> Tensor:
+    """Return the row tiles of each key tile as `Plan.segments` lists them, given the classes int8 [B, Hm, Tq, Tk]."""
     by_column = tiles.transpose(-1, -2)
-    row = torch.arange(shape[2], device=indices.device)
-    slot = 0
+    row = torch.arange(by_column.shape[-1], device=tiles.device)
+    segments = []
     for kind, limit in ((VISIBLE, VISIBLE_SEGMENTS), (PARTIAL, PARTIAL_SEGMENTS)):
         inside = by_column == kind
         edge = torch.zeros_like(inside[..., :1])
@@ -108,7 +128,7 @@ def build_plan(indices: Tensor, causal: bool, q_len: int, *, skip: bool = True) 
         closes = inside & ~torch.cat([inside[..., 1:], edge], -1)
         opened, closed = opens.cumsum(-1), closes.cumsum(-1)
         for nth in range(1, limit + 1):
-            segments[..., slot, 0] = (row * (opens & (opened == nth))).sum(-1)
-            segments[..., slot, 1] = ((row + 1) * (closes & (closed == nth))).sum(-1)
-            slot += 1
-    return Plan(key.argsort(-1).to(torch.int16), counts.to(torch.int32), segments)
+            start = (row * (opens & (opened == nth))).sum(-1)
+            end = ((row + 1) * (closes & (closed == nth))).sum(-1)
+            segments.append(torch.stack([start, end], -1))
+    return torch.stack(segments, -2).to(torch.int32)

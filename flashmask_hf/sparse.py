@@ -2,8 +2,8 @@
 
 Both are FlashMask after a stable sort (`masks.qk_sparse`, `masks.hash_sparse`): the rows of a bucket, or those that are
 kept, lie next to each other, and what a key hides is two intervals. So there is no attention kernel here: sort, then
-attend to the sorted rows, which one operator gathers and whose results it puts back (`sparse_ops`). Every pair that the
-definition lets see each other is computed, nothing of size Sq x Skv exists, and nothing waits for the device.
+attend to the sorted rows, which one operator gathers and whose results it puts back (`operators.sparse`). Every pair
+that the definition lets see each other is computed, nothing of size Sq x Skv exists, and nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashmask_hf import masks, ops
-from flashmask_hf.attention import decodes, plan_of, prepare
+from flashmask_hf.call import resolve
 from flashmask_hf.mask import FlashMask
-from flashmask_hf.sparse_ops import flash_attn_sparse_decode, flash_attn_sparse_forward, nearest, sort_sparse
+from flashmask_hf.masks.sorted import check_buckets, check_keep, first_hidden_rows
+from flashmask_hf.operators.plan import plan_of
+from flashmask_hf.operators.sparse import flash_attn_sparse_decode, flash_attn_sparse_forward, nearest, sort_sparse
 
 __all__ = ["hash_sparse_attention", "lsh_buckets", "qk_sparse_attention"]
 
@@ -67,10 +68,10 @@ def qk_sparse_attention(
         tensor([False,  True, False,  True, False,  True, False,  True])
     """
     _check(q, k, v, "q_keep", q_keep, "k_keep", k_keep)
-    masks.check_paired("q_keep", q_keep, "k_keep", k_keep, {torch.bool})
-    hidden_from = None if mask is None else masks.hidden_from_of(mask, q_keep, k_keep)
+    check_keep(q_keep, k_keep)
+    hidden_from = None if mask is None else first_hidden_rows(mask, q_keep, k_keep)
     # Two buckets, of which the second, the dropped, sees nothing.
-    columns, q_order, k_order = ops.call(sort_sparse, (~q_keep).byte(), (~k_keep).byte(), hidden_from, 2, False, 1)
+    columns, q_order, k_order = sort_sparse((~q_keep).byte(), (~k_keep).byte(), hidden_from, 2, False, 1)
     q_kept, k_kept = (keep.sum(-1, dtype=torch.int32) for keep in (q_keep, k_keep))
     return _attend(q, k, v, columns, (q_order, q_kept), (k_order, k_kept), scale, softcap, sinks, deterministic)
 
@@ -129,15 +130,15 @@ def hash_sparse_attention(
         torch.Size([1, 2, 8, 16])
     """
     _check(q, k, v, "q_bucket", q_bucket, "k_bucket", k_bucket)
-    masks.check_paired("q_bucket", q_bucket, "k_bucket", k_bucket, masks.INTEGERS)
+    check_buckets(q_bucket, k_bucket)
     if n_buckets is not None and (not isinstance(n_buckets, int) or isinstance(n_buckets, bool)):
         raise TypeError(f"n_buckets must be an int or None, got {type(n_buckets).__name__}")
     if n_buckets is not None and not 1 <= n_buckets < 2**31:
         raise ValueError(f"n_buckets must lie in 1..2**31 - 1, or be None if it is not known, got {n_buckets}")
     if not isinstance(exclude_self, bool):
         raise TypeError(f"exclude_self must be a bool, got {type(exclude_self).__name__}")
-    hidden_from = None if mask is None else masks.hidden_from_of(mask, q_bucket, k_bucket)
-    columns, q_order, k_order = ops.call(sort_sparse, q_bucket, k_bucket, hidden_from, n_buckets or 0, exclude_self, -1)
+    hidden_from = None if mask is None else first_hidden_rows(mask, q_bucket, k_bucket)
+    columns, q_order, k_order = sort_sparse(q_bucket, k_bucket, hidden_from, n_buckets or 0, exclude_self, -1)
     return _attend(q, k, v, columns, (q_order, None), (k_order, None), scale, softcap, sinks, deterministic)
 
 
@@ -174,7 +175,7 @@ def lsh_buckets(x: Tensor, n_buckets: int, *, generator: torch.Generator | None 
     place = torch.device("cpu") if generator is None else generator.device
     directions = torch.randn(x.shape[1], x.shape[3], n_buckets // 2, generator=generator, device=place)
     directions = torch.nn.functional.normalize(directions, dim=1)
-    return ops.call(nearest, x.detach(), directions.to(x.device)).long()
+    return nearest(x.detach(), directions.to(x.device)).long()
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, q_name: str, of_q: Tensor, k_name: str, of_k: Tensor) -> None:
@@ -205,12 +206,11 @@ def _attend(
 ) -> Tensor:
     """Attention under columns for sorted rows and keys; their places are an order and how many of it are kept."""
     mask = FlashMask(columns, causal=False, q_len=q.shape[2])
-    q, k, v, impl, factor, ordered = prepare(q, k, v, mask, scale, softcap, sinks, deterministic)
-    if decodes(q, k, v, sinks):
-        return ops.call(
-            flash_attn_sparse_decode, q, k, v, sinks, columns, *q_place, *k_place, factor, softcap or 0.0, impl
-        )
+    call = resolve(q, k, v, mask, sinks, scale, softcap, deterministic, None)
+    q, k, v = call.cast(q, k, v)
+    _, *settings, ordered = call.settings
+    if call.decodes:
+        return flash_attn_sparse_decode(q, k, v, sinks, columns, *q_place, *k_place, *settings)
     plan = plan_of(mask, q.shape[2])
-    settings = (factor, softcap or 0.0, impl, ordered)
-    out, *_ = ops.call(flash_attn_sparse_forward, q, k, v, sinks, columns, *plan, *q_place, *k_place, *settings)
+    out, *_ = flash_attn_sparse_forward(q, k, v, sinks, columns, *plan, *q_place, *k_place, *settings, ordered)
     return out

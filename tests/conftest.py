@@ -1,27 +1,27 @@
-"""Lanes: a test marked interpreter, gpu or hopper is skipped, with the reason, where its lane cannot run."""
+"""Settings of every test run: lanes, order of the tests, and a faster interpreter.
+
+A test marked interpreter, gpu or hopper is skipped, with the reason, where its lane cannot run.
+"""
 
 import os
-import sys
 from typing import Any
 
-os.environ.setdefault(
-    "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-)  # before CUDA starts: some tests ask for deterministic algorithms
+# CUDA reads it when it starts; without it some tests that ask for deterministic algorithms would raise.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import pytest
 import torch
-from support import INTERPRETED, requires
-
-from flashmask_hf import repeated
+from tools.support import INTERPRETED, requires
 
 torch.set_num_threads(1)  # tests are small, and several workers share the cores
 
 
-def _quicken_interpreter() -> None:
-    """Leave out what Triton's interpreter does in vain, about half of some tests' time.
+def _speed_up_interpreter() -> None:
+    """Skip work of Triton's interpreter that has no effect, about half the time of some tests.
 
-    It patches its language for a launch, and again for each call of a function in there, when nothing is left to patch.
-    It works out whether integers overflow for an assertion, and leaves that out (see `support.interpret_assertions`).
+    The interpreter patches its language for a launch, and again for each call of a function in the kernel, when nothing
+    is left to patch. It also checks integers for overflow, for assertions that it then leaves out
+    (`tools.support.interpret_assertions`).
     """
     from triton.language.core import is_builtin
     from triton.runtime import interpreter
@@ -38,22 +38,12 @@ def _quicken_interpreter() -> None:
 
 
 if INTERPRETED:
-    _quicken_interpreter()
+    _speed_up_interpreter()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The slow ones first: a worker that begins one last is alone at the end."""
+    """Run slow tests first, so that no worker is left alone with one at the end."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each test begins as a process does: with no call to repeat, and no launch prepared."""
-    monkeypatch.setattr(repeated, "_known", {})
-    for name in ("forward", "backward", "hopper_forward", "hopper_backward"):
-        module = sys.modules.get(f"flashmask_hf.kernels.{name}")
-        if module is not None:
-            module.prepared.cache_clear()
 
 
 @pytest.fixture(autouse=True)

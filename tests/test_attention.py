@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import (
+from tools.support import (
     FAMILIES,
     HEADS,
     INTERPRETED,
@@ -31,8 +31,9 @@ from support import (
 )
 from torch._subclasses import FakeTensorMode
 
-from flashmask_hf import FlashMask, flashmask_attention, masks, plan
-from flashmask_hf.attention import plan_of
+from flashmask_hf import FlashMask, flashmask_attention, masks, plan, torch_state
+from flashmask_hf.operators import plan as plan_operator
+from flashmask_hf.operators.plan import plan_of
 from flashmask_hf.plan import ROWS, plan_columns
 
 CPU = (torch.float32, torch.bfloat16, torch.float16)
@@ -347,9 +348,10 @@ def test_skipping_tiles_changes_no_bit(lane: Lane, family: str, monkeypatch: pyt
 
     The dK kernel leaves out small tiles of the plan's partial ones by itself; in the interpreter it walks them, too.
     """
-    from flashmask_hf.kernels import backward
-    from flashmask_hf.kernels.forward import forward
-    from flashmask_hf.kernels.plan import build_plan
+    from tools import portable_kernels
+
+    from flashmask_hf.kernels.portable import backward
+    from flashmask_hf.kernels.shared.plan import build_plan
 
     q_len, kv_len = (130, 200) if INTERPRETED else (513, 769)
     mask = FAMILIES[family](kv_len, q_len).to(lane.device)
@@ -360,8 +362,8 @@ def test_skipping_tiles_changes_no_bit(lane: Lane, family: str, monkeypatch: pyt
         if INTERPRETED and not skip:
             monkeypatch.setattr(backward, "_trimmed_range", _whole_range)
         plan = build_plan(mask.indices, mask.causal, q_len, skip=skip)
-        out, lse = forward(q, k, v, mask, plan, None, 0.2, 0.0)
-        dq, dk, dv, _ = backward.backward(dout, q, k, v, lse, (out, None), mask, plan, 0.2, 0.0)
+        out, lse = portable_kernels.forward(q, k, v, mask, plan, None, 0.2, 0.0)
+        dq, dk, dv, _ = portable_kernels.backward(dout, q, k, v, lse, (out, None), mask, plan, 0.2, 0.0)
         results.append((out, lse, dq, dk, dv))
         walked = int(plan.counts.sum())
     tiles = -(-q_len // ROWS) * -(-kv_len // plan_columns(kv_len))
@@ -469,11 +471,9 @@ def test_wide_heads_raise_by_default_on_the_gpu() -> None:
 
 
 def test_the_mask_keeps_its_plan_until_it_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    from flashmask_hf import ops
-
     made = []
-    build = ops._builder(torch.empty(0))
-    monkeypatch.setattr(ops, "_builder", lambda indices: lambda *args: made.append(1) or build(*args))
+    build = plan_operator._builder(torch.empty(0))
+    monkeypatch.setattr(plan_operator, "_builder", lambda indices: lambda *args: made.append(1) or build(*args))
     mask = masks.causal_document([40, 60])
     q, k, v = attention_inputs(Lane("torch", "cpu", torch.float32), 1, HEADS, KV_HEADS, 100, 100, 8)
     first = run(q, k, v, mask, "torch")
@@ -483,7 +483,7 @@ def test_the_mask_keeps_its_plan_until_it_changes(monkeypatch: pytest.MonkeyPatc
     second = run(q, k, v, mask, "torch")
     assert len(made) == 2
     with pytest.MonkeyPatch.context() as patch:  # a thread that writes while the plan is made
-        patch.setattr(ops, "_builder", lambda indices: lambda *args: (build(*args), mask.indices.add_(0))[0])
+        patch.setattr(plan_operator, "_builder", lambda indices: lambda *args: (build(*args), mask.indices.add_(0))[0])
         mask.indices.add_(0)
         run(q, k, v, mask, "torch")
     run(q, k, v, mask, "torch")
@@ -526,14 +526,12 @@ def test_what_is_written_past_the_version(told: bool) -> None:
 
 def test_a_call_on_another_stream_makes_its_own_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """First ones and repeated ones; what is kept is the last one's. One of another stream may not be written yet."""
-    from flashmask_hf import ops
-
     made: list[int] = []
-    build = ops._builder(torch.empty(0))
+    build = plan_operator._builder(torch.empty(0))
     current = 0
-    monkeypatch.setattr(ops, "_builder", lambda indices: lambda *args: made.append(current) or build(*args))
-    monkeypatch.setattr(ops, "current_stream", lambda gpu: current)
-    monkeypatch.setattr(ops, "stream_of", lambda x: (0, current))
+    monkeypatch.setattr(plan_operator, "_builder", lambda indices: lambda *args: made.append(current) or build(*args))
+    monkeypatch.setattr(torch_state, "current_stream", lambda gpu: current)
+    monkeypatch.setattr(torch_state, "stream_of", lambda x: (0, current))
     q, k, v = attention_inputs(Lane("torch", "cpu", torch.float32), 1, 2, 2, 100, 100, 8)
     mask = masks.causal_document([40, 60])
     expected = flashmask_attention(q, k, v, masks.causal_document([40, 60]))
@@ -545,12 +543,11 @@ def test_a_call_on_another_stream_makes_its_own_plan(monkeypatch: pytest.MonkeyP
 
 
 def test_the_stream_of_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    from flashmask_hf import ops
 
-    monkeypatch.setattr(ops, "current_stream", lambda gpu: 0x700 + gpu)
+    monkeypatch.setattr(torch_state, "current_stream", lambda gpu: 0x700 + gpu)
     there: Any = SimpleNamespace(is_cuda=True, get_device=lambda: 3)
-    assert ops.stream_of(there) == (3, 0x703)
-    assert ops.stream_of(torch.empty(1)) is None
+    assert torch_state.stream_of(there) == (3, 0x703)
+    assert torch_state.stream_of(torch.empty(1)) is None
 
 
 @pytest.mark.gpu

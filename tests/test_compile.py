@@ -1,24 +1,26 @@
-"""What the kernels compile to, on a machine without a GPU: matrix units, few spills, every architecture."""
+"""Machine code of the kernels, compiled without a GPU: matrix units, few spills, every architecture."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from support import INTERPRETED
+from tools.support import INTERPRETED
 
 if INTERPRETED:
     pytest.skip("cpu lane: the interpreter compiles nothing", allow_module_level=True)
 
-from cubin import AMPERE, BLACKWELL, HOPPER, MI300, Kernel, compile_only
+from tools.cubin import AMPERE, BLACKWELL, HOPPER, MI300, Kernel, compile_only
+from tools.portable_kernels import backward, decode, forward
 
 from flashmask_hf import FlashMask, masks
-from flashmask_hf.kernels import configs, lsh
-from flashmask_hf.kernels.backward import backward
-from flashmask_hf.kernels.decode import decode
-from flashmask_hf.kernels.forward import forward
-from flashmask_hf.kernels.plan import build_plan
-from flashmask_hf.kernels.reorder import gather_rows, gather_upstream, put_rows_back, sorted_columns
-from flashmask_hf.kernels.row_statistics import bind_statistics
+from flashmask_hf.kernels.launch.layout import packed_layout
+from flashmask_hf.kernels.launch.problem import Problem
+from flashmask_hf.kernels.shared import configs
+from flashmask_hf.kernels.shared.plan import build_plan
+from flashmask_hf.kernels.shared.row_statistics import prepare_statistics
+from flashmask_hf.kernels.sparse import hash as hashing
+from flashmask_hf.kernels.sparse.gather import gather_rows, gather_upstream, put_rows_back
+from flashmask_hf.kernels.sparse.sort import sorted_columns
 from flashmask_hf.plan import build_plan as torch_plan
 
 KILOBYTES = {HOPPER: 227, BLACKWELL: 227, AMPERE: 163, MI300: 64}
@@ -33,18 +35,18 @@ def _compile(
     with compile_only(target) as kernels:
         out, lse = forward(q, k, v, mask, plan, None, 0.1, softcap)
         backward(out, q, k, v, lse, (out, lse), mask, plan, 0.1, softcap)
-        bind_statistics(4, 512, 512).launch(lse, lse, lse, lse)
+        prepare_statistics(4, 512, 512)(lse, lse, lse, lse)
         build_plan(mask.indices, mask.causal, 512)
     return {kernel.name: kernel for kernel in kernels}
 
 
 def _pretend(monkeypatch, target) -> None:
-    """Tiles are chosen for a GPU of the target's kind."""
+    """Choose tiles as on a GPU of the target's kind."""
     major = target.arch // 10 if target.backend == "cuda" else 0
     usable = configs.usable_shared_memory(KILOBYTES[target] * 1024, major)
     monkeypatch.setattr(configs, "_shared_memory", lambda device: usable)
     monkeypatch.setattr(configs, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(configs, "_on_cpu", lambda x: False)
+    monkeypatch.setattr(configs, "_on_cpu", lambda device: False)
 
 
 FORMS = {
@@ -71,10 +73,15 @@ def test_hopper(monkeypatch: pytest.MonkeyPatch, dim: int, form: str) -> None:
 
 def test_short_blocks_take_fewer_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     _pretend(monkeypatch, HOPPER)
-    x = torch.empty(1, 4, 512, 128, dtype=torch.bfloat16)
-    rows = {form: configs.forward_config(x, 128, 128, *form).rows for form in [(1, True), (2, True), (2, False)]}
-    assert rows == {(1, True): 128, (2, True): 64, (2, False): 128}
-    assert configs.forward_config(x.new_empty(1, 4, 32768, 128), 128, 128, 2, True).rows == 128
+
+    def rows(n: int, causal: bool, q_len: int) -> int:
+        x = packed_layout(1, 4, q_len, 128, dtype=torch.bfloat16, device=torch.device("cpu"))
+        problem = Problem(x, x, x, torch.Size((1, 1, q_len, n)), causal, scale=1.0, softcap=0.0, sinks=False)
+        return configs.forward_config(problem).rows
+
+    assert rows(n=2, causal=True, q_len=512) == 64
+    assert rows(n=1, causal=True, q_len=512) == rows(n=2, causal=False, q_len=512) == 128
+    assert rows(n=2, causal=True, q_len=32768) == 128
 
 
 @pytest.mark.parametrize("dims", [(40, 40), (128, 128), (192, 128), (256, 256)], ids=str)
@@ -90,7 +97,7 @@ def test_other_architectures_build(monkeypatch: pytest.MonkeyPatch, target, dims
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
 @pytest.mark.parametrize("target", [AMPERE, HOPPER, BLACKWELL, MI300], ids=["ampere", "hopper", "blackwell", "mi300"])
 def test_decode(monkeypatch: pytest.MonkeyPatch, target, dims: tuple[int, int], mask_heads: int) -> None:
-    """Matrix units, keys loaded ahead of their use, two programs to a multiprocessor, next to no spills."""
+    """Decoding has matrix units, keys loaded ahead of their use, two programs to a multiprocessor and few spills."""
     _pretend(monkeypatch, target)
     dim, v_dim = dims
     q, k, v = (
@@ -115,7 +122,7 @@ def test_decode(monkeypatch: pytest.MonkeyPatch, target, dims: tuple[int, int], 
 
 
 @pytest.mark.parametrize("target", [AMPERE, HOPPER, BLACKWELL, MI300], ids=["ampere", "hopper", "blackwell", "mi300"])
-def test_reorder(target) -> None:
+def test_sorting(target) -> None:
     """Rows move 16 bytes at a time, and many of them at once; buckets out of range stop the program."""
     x = torch.empty(2, 512, 4, 64, dtype=torch.bfloat16).transpose(1, 2)
     bucket, hidden_from = torch.zeros(2, 4, 512, dtype=torch.int64), torch.zeros(1, 1, 512, dtype=torch.int32)
@@ -125,7 +132,14 @@ def test_reorder(target) -> None:
         gather_rows(x, order, kept)
         put_rows_back(x, order)
         gather_upstream(x, x, order, kept, torch.float32)
-    assert [kernel.name for kernel in kernels] == ["_count", "_place", "_columns", "_move", "_move", "_gather_upstream"]
+    assert [kernel.name for kernel in kernels] == [
+        "_count_buckets",
+        "_sort_rows",
+        "_sorted_indices",
+        "_move",
+        "_move",
+        "_gather_upstream",
+    ]
     if target.backend == "cuda":
         assert not any(kernel.spills for kernel in kernels)
         for kernel in (kernels[0], kernels[2]):
@@ -140,9 +154,9 @@ def test_hashing(target) -> None:
     """Buckets come from products on the tensor cores, without copies of the vectors."""
     x = torch.empty(2, 512, 4, 64, dtype=torch.bfloat16).transpose(1, 2)
     with compile_only(target) as kernels:
-        directions = lsh.fill_directions(torch.empty(4, 64, 8, dtype=torch.bfloat16), [1, 2, 3])
-        lsh.nearest(x, directions, torch.uint8)
-    assert [kernel.name for kernel in kernels] == ["_draw", "_nearest"]
+        directions = hashing.fill_directions(torch.empty(4, 64, 8, dtype=torch.bfloat16), [1, 2, 3])
+        hashing.nearest(x, directions, torch.uint8)
+    assert [kernel.name for kernel in kernels] == ["_draw_directions", "_nearest"]
     product = {AMPERE: "mma.sync", HOPPER: "wgmma", BLACKWELL: "mma", MI300: "mfma"}[target]
     assert product in kernels[1].assembly
     assert "ld.global.v4.b32" in kernels[1].assembly or target.backend != "cuda"

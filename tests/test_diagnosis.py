@@ -1,8 +1,7 @@
-"""What `python -m flashmask_hf` says is so: versions, registration, the table of implementations, the self-test."""
+"""`python -m flashmask_hf`: versions, registration, the table of implementations, and the self-test."""
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
 import platform
 import subprocess
@@ -14,20 +13,21 @@ import pytest
 import torch
 
 import flashmask_hf
-from flashmask_hf import diagnosis, flashmask_attention, masks, ops, upstream
+from flashmask_hf import call, diagnosis, flashmask_attention, implementations, masks, torch_state
 from flashmask_hf.__main__ import main
+from flashmask_hf.backend import patches
 
 HEAD_DIMS = (40, 64, 96, 128, 192, 256, 512)
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 def rows(text: str) -> dict[str, str]:
-    """The lines whose first column holds a name, by that name."""
+    """Return the lines whose first column holds a name, by that name."""
     return {line[:14].strip(): line[14:] for line in text.splitlines() if line[13:14] == " " and line[14:15] != " "}
 
 
 def cells(text: str) -> dict[tuple[str, int], tuple[str, str | None]]:
-    """The table: (dtype, head_dim) -> implementation or "raises", and the reason that its number stands for."""
+    """Read the table: (dtype, head_dim) -> implementation or "raises", and the reason that its number stands for."""
     lines = text.splitlines()
     top = next(i for i, line in enumerate(lines) if line.startswith("head_dim"))
     assert tuple(map(int, lines[top].split()[1:])) == HEAD_DIMS
@@ -48,7 +48,7 @@ def cells(text: str) -> dict[tuple[str, int], tuple[str, str | None]]:
     return table
 
 
-def test_the_command() -> None:
+def test_the_command_prints_facts_and_passes() -> None:
     done = subprocess.run([sys.executable, "-m", "flashmask_hf"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
@@ -65,28 +65,31 @@ def test_the_command() -> None:
     assert lines[-1].startswith("self-test: ok, ")
 
 
-def test_without_the_self_test(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_self_test_can_be_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--no-self-test"]) == 0
     printed = capsys.readouterr().out
     assert "self-test" not in printed
     assert "platform" in printed
 
 
-def test_the_table_says_what_attention_does(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_table_is_what_attention_does(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     used = []
-    attention = ops.attention
 
-    def spy(*args: Any, impl: str, **kwargs: Any) -> Any:
-        used.append(impl)
-        return attention(*args, impl=impl, **kwargs)
+    def spy_on(prepare: Callable[..., Any]) -> Callable[..., Any]:
+        def spy(impl: str, *args: Any) -> Any:
+            used.append(impl)
+            return prepare(impl, *args)
 
-    monkeypatch.setattr(ops, "attention", spy)
+        return spy
+
+    monkeypatch.setattr(call, "_calls", {})
+    for name in ("prepare_forward", "prepare_decode"):
+        monkeypatch.setattr(implementations, name, spy_on(getattr(implementations, name)))
     main(["--no-self-test"])
     device = "cuda" if torch.cuda.is_available() else "cpu"
     table = cells(capsys.readouterr().out)
     assert len(table) == len(DTYPES) * len(HEAD_DIMS)
+    best = "hopper" if any(impl == "hopper" for impl, _ in table.values()) else "triton"
     for (dtype, head_dim), (impl, reason) in table.items():
         q = torch.ones(1, 1, 4, head_dim, dtype=getattr(torch, dtype), device=device)
         mask = masks.causal(4, device=device)
@@ -97,17 +100,21 @@ def test_the_table_says_what_attention_does(
         else:
             flashmask_attention(q, q, q, mask)
             assert used.pop() == impl
-            assert (reason is None) == (impl == "triton")
+            assert (reason is None) == (impl == best)
     assert not used
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=["ampere", "hopper"])
 @pytest.mark.parametrize("installed", [True, False])
-def test_the_table_of_a_gpu(installed: bool, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "HAS_TRITON", installed)
+def test_the_table_of_a_gpu_gives_the_reason_for_each_choice(
+    installed: bool, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_state, "HAS_TRITON", installed)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     hopper = capability == (9, 0)
-    for (dtype, head_dim), (found, reason) in cells("\n".join(diagnosis._table(torch.device("cuda", 0)))).items():
+    for (dtype, head_dim), (found, reason) in cells(
+        "\n".join(diagnosis._implementations(torch.device("cuda", 0)))
+    ).items():
         if not installed:
             assert (found, reason) == ("torch", "Triton is not installed")
         elif dtype == "float64":
@@ -125,33 +132,32 @@ def test_the_table_of_a_gpu(installed: bool, capability: tuple[int, int], monkey
             assert reason is None or "impl='hopper' cannot serve " in reason
 
 
-def _scaled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args: tuple(x * 1.05 for x in function(*args))
+def _scaled(*results: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tuple(x * 1.05 for x in results)
 
 
-def _not_a_number(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args: tuple(x * float("nan") for x in function(*args))
+def _not_a_number(*results: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tuple(x * float("nan") for x in results)
 
 
-def _raising(function: Callable[..., Any]) -> Callable[..., Any]:
-    def broken(*args: Any) -> Any:
-        raise RuntimeError("no code for\nthis device")
-
-    return broken
+def _raising(*results: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    raise RuntimeError("no code for\nthis device")
 
 
 @pytest.mark.parametrize("part", ["forward", "backward"])
 @pytest.mark.parametrize("breaking", [_scaled, _not_a_number, _raising])
-def test_a_broken_implementation(
+def test_a_broken_implementation_fails_the_self_test(
     breaking: Callable[..., Any], part: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = ops.run
+    prepare = getattr(implementations, f"prepare_{part}")
 
-    def broken(name: str, impl: str, *args: Any, **more: Any) -> Any:
-        function = functools.partial(run, name, impl, **more)
-        return (breaking(function) if name == part else function)(*args)
+    def prepare_broken(*problem: Any) -> Callable[..., Any]:
+        run = prepare(*problem)
+        return lambda *tensors: breaking(*run(*tensors))
 
-    monkeypatch.setattr(ops, "run", broken)
+    monkeypatch.setattr(implementations, f"prepare_{part}", prepare_broken)
+    monkeypatch.setattr(call, "_calls", {})
+    monkeypatch.setattr(call, "_failed", set())
     assert main([]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 40
@@ -162,7 +168,7 @@ def test_a_broken_implementation(
         assert "RuntimeError: no code for this device" in lines[-2]
 
 
-def test_missing_packages(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_are_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     version = importlib.metadata.version
 
     def without_peft(name: str) -> str:
@@ -171,15 +177,17 @@ def test_missing_packages(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
         return version(name)
 
     monkeypatch.setattr(importlib.metadata, "version", without_peft)
-    monkeypatch.setattr(ops, "HAS_TRITON", False)
+    monkeypatch.setattr(torch_state, "HAS_TRITON", False)
     assert main(["--no-self-test"]) == 0
     named = rows(capsys.readouterr().out)
     assert named["peft"] == named["triton"] == "not installed"
     assert named["trl"] == version("trl")
 
 
-def test_a_refused_registration(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upstream.generic, "is_flash_attention_requested", lambda config: False)
+def test_an_unknown_transformers_fails_the_registration(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(patches.generic, "is_flash_attention_requested", lambda config: False)
     assert main(["--no-self-test"]) == 1
     printed = capsys.readouterr().out
     assert max(map(len, printed.splitlines())) <= 100
@@ -188,19 +196,19 @@ def test_a_refused_registration(capsys: pytest.CaptureFixture[str], monkeypatch:
     assert "install a version it was tested with" in said
 
 
-def test_a_name_that_is_taken_for_flash_attention(
+def test_a_name_mistaken_for_flash_attention_fails_the_registration(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(diagnosis, "register", lambda: None)
     monkeypatch.setattr(
-        upstream.generic, "is_flash_attention_requested", lambda requested_attention_implementation: True
+        patches.generic, "is_flash_attention_requested", lambda requested_attention_implementation: True
     )
     assert main(["--no-self-test"]) == 1
-    assert "and takes it for FlashAttention" in capsys.readouterr().out
+    assert "and mistakes it for FlashAttention" in capsys.readouterr().out
 
 
 @pytest.mark.gpu
-def test_on_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_gpu_is_described_and_passes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     printed = capsys.readouterr().out
     lines = printed.splitlines()

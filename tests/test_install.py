@@ -1,7 +1,7 @@
-"""The package installed four ways, each in an environment of its own, beside the Hub's `kernels` package.
+"""Installs of the package from wheel, sdist, editable and clone, each in a new environment beside the Hub's `kernels`.
 
-An environment sees this one's packages, so that nothing is downloaded and torch is not installed again, but not this
-one's flashmask_hf: a plain path in a .pth file does not run the .pth files found there.
+A new environment sees the packages of this one, so that nothing is downloaded and torch is not installed again. It does
+not see this one's flashmask_hf: a plain path in a .pth file does not run the .pth files found there.
 """
 
 import json
@@ -26,7 +26,7 @@ SITE_PACKAGES = sysconfig.get_path("purelib")
 
 PROBE = """
 import importlib.metadata, importlib.resources, json
-import flashmask_hf, flashmask_hf.collators, flashmask_hf.kernels.forward, kernels
+import flashmask_hf, flashmask_hf.collators, flashmask_hf.kernels.portable.forward, kernels
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 print(json.dumps({
@@ -41,6 +41,7 @@ print(json.dumps({
 
 
 def run(*command: str | Path, cwd: Path) -> str:
+    """Run a command that must succeed, without this process's settings of Python, git and Triton; return its output."""
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "GIT_", "TRITON_"))
     }
@@ -58,7 +59,7 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A clone of this checkout as it stands, changes that are not committed included."""
+    """Clone this checkout as it stands, uncommitted changes included."""
     if not (ROOT / ".git").exists():
         pytest.skip("not a git checkout")
     listed = run("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", cwd=ROOT)
@@ -79,14 +80,14 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def build(checkout: Path) -> tuple[Path, Path]:
-    """An sdist, and the wheel made from it."""
+    """Build an sdist and, from it, a wheel."""
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", "dist", cwd=checkout)
     (sdist,), (wheel,) = checkout.glob("dist/*.tar.gz"), checkout.glob("dist/*.whl")
     return sdist, wheel
 
 
 def install(folder: Path, *what: str | Path) -> Path:
-    """The Python of a new environment with flashmask-hf installed in it."""
+    """Make an environment, install flashmask-hf in it, and return its Python."""
     venv.create(folder, symlinks=True)
     python = folder / "bin" / "python"
     site_packages = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip()
@@ -97,7 +98,7 @@ def install(folder: Path, *what: str | Path) -> Path:
 
 
 def probe(python: Path, cwd: Path, package: Path) -> None:
-    """Run from cwd, everything works, and `package` is the folder that flashmask_hf comes from."""
+    """Assert that the package works in a process started in `cwd`, and is imported from the folder `package`."""
     found = json.loads(run(python, "-c", PROBE, cwd=cwd).splitlines()[-1])
     assert Path(found.pop("package")).parent.resolve() == package.resolve()
     assert Path(found.pop("kernels")).is_relative_to(SITE_PACKAGES)
@@ -109,7 +110,7 @@ def installed_package(environment: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["wheel", "sdist"])
-def test_distribution(kind: str, checkout: Path, tmp_path: Path) -> None:
+def test_a_distribution_installs_and_works(kind: str, checkout: Path, tmp_path: Path) -> None:
     sdist, wheel = build(checkout)
     python = install(tmp_path / "environment", wheel if kind == "wheel" else sdist)
     elsewhere = tmp_path / "elsewhere"
@@ -117,7 +118,7 @@ def test_distribution(kind: str, checkout: Path, tmp_path: Path) -> None:
     probe(python, elsewhere, installed_package(tmp_path / "environment"))
 
 
-def test_editable(checkout: Path, tmp_path: Path) -> None:
+def test_an_editable_install_works_inside_and_outside_the_checkout(checkout: Path, tmp_path: Path) -> None:
     python = install(tmp_path / "environment", "--editable", checkout)
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -125,22 +126,24 @@ def test_editable(checkout: Path, tmp_path: Path) -> None:
         probe(python, cwd, checkout / "flashmask_hf")
 
 
-def test_clone(checkout: Path, tmp_path: Path) -> None:
+def test_a_clone_works_beside_its_installed_copy(checkout: Path, tmp_path: Path) -> None:
     python = install(tmp_path / "environment", checkout)
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     probe(python, elsewhere, installed_package(tmp_path / "environment"))
-    probe(python, checkout, checkout / "flashmask_hf")  # as python -c and -m: the folder comes first
+    # The working directory comes first on the path of `python -c`, so the clone hides the installed copy.
+    probe(python, checkout, checkout / "flashmask_hf")
 
 
-def test_contents(checkout: Path) -> None:
+def test_distributions_hold_the_package_and_nothing_else(checkout: Path) -> None:
     sdist, wheel = build(checkout)
     package = {
         path.relative_to(checkout).as_posix()
         for path in (checkout / "flashmask_hf").rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
-    assert {"flashmask_hf/py.typed", "flashmask_hf/kernels/native.c", "flashmask_hf/collators/forest.py"} <= package
+    own = {"flashmask_hf/py.typed", "flashmask_hf/kernels/portable/forward.py", "flashmask_hf/collators/forest.py"}
+    assert own <= package
 
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}

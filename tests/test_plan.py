@@ -6,11 +6,11 @@ import math
 
 import pytest
 import torch
-from support import FAMILIES, interpret_assertions, poisoned
+from tools.support import FAMILIES, interpret_assertions, poisoned
 
 from flashmask_hf import FlashMask, masks
-from flashmask_hf.mask import HIDDEN, PARTIAL, VISIBLE, classify_tiles
 from flashmask_hf.plan import MAX_COLUMN_TILES, ROWS, VISIBLE_SEGMENTS, Plan, build_plan, plan_columns
+from flashmask_hf.tiles import HIDDEN, PARTIAL, VISIBLE, classify_tiles
 
 
 def _tiles_by_rows(plan: Plan) -> torch.Tensor:
@@ -61,7 +61,7 @@ def _builders() -> list:
 
 def _build(builder: str, device: str, mask: FlashMask, q_len: int, **options: bool) -> Plan:
     if builder == "triton":
-        from flashmask_hf.kernels.plan import build_plan as build
+        from flashmask_hf.kernels.shared.plan import build_plan as build
     else:
         build = build_plan
     with poisoned():
@@ -74,7 +74,7 @@ def _build(builder: str, device: str, mask: FlashMask, q_len: int, **options: bo
 def test_lists_and_segments_say_what_the_tiles_are(builder, device, form, lengths) -> None:
     for seed in range(2):
         mask = _random_mask(*form, *lengths, seed)
-        tiles = _padded(classify_tiles(mask, (ROWS, plan_columns(lengths[1]))))
+        tiles = _padded(classify_tiles(mask.indices, mask.causal, lengths[0], (ROWS, plan_columns(lengths[1]))))
         plan = _build(builder, device, mask, lengths[0])
         assert torch.equal(_tiles_by_rows(plan), tiles)
         assert torch.equal(_tiles_by_columns(plan), tiles)
@@ -90,7 +90,7 @@ def test_lists_and_segments_say_what_the_tiles_are(builder, device, form, length
 @pytest.mark.parametrize(("builder", "device"), _builders())
 def test_families(builder: str, device: str, family: str) -> None:
     mask = FAMILIES[family](600, 513)
-    tiles = classify_tiles(mask, (ROWS, plan_columns(600)))
+    tiles = classify_tiles(mask.indices, mask.causal, 513, (ROWS, plan_columns(600)))
     plan = _build(builder, device, mask, 513)
     assert torch.equal(_tiles_by_rows(plan), tiles)
     assert torch.equal(_tiles_by_columns(plan), tiles)
@@ -103,13 +103,13 @@ def test_wide_tiles_of_very_long_rows(builder: str, device: str) -> None:
     mask = masks.sliding_window(kv_len, 4000, q_len=130)
     assert plan_columns(kv_len) == 384
     plan = _build(builder, device, mask, 130)
-    assert torch.equal(_tiles_by_rows(plan), classify_tiles(mask, (ROWS, 384)))
+    assert torch.equal(_tiles_by_rows(plan), classify_tiles(mask.indices, mask.causal, 130, (ROWS, 384)))
 
 
 @pytest.mark.parametrize("kv_len", [1, 1000, 8192, 131072, 524288, 1048576])
 def test_memory_is_at_most_64_bytes_per_token(kv_len: int) -> None:
     indices = torch.empty(1, 1, kv_len, 1, dtype=torch.int32, device="meta")
-    from flashmask_hf.ops import make_plan
+    from flashmask_hf.operators.plan import make_plan
 
     plan = make_plan(indices, True, kv_len)
     size = sum(x.numel() * x.element_size() for x in plan)
@@ -119,7 +119,7 @@ def test_memory_is_at_most_64_bytes_per_token(kv_len: int) -> None:
 
 @pytest.mark.gpu
 def test_a_million_tokens_on_the_gpu() -> None:
-    from flashmask_hf.kernels.plan import build_plan as build
+    from flashmask_hf.kernels.shared.plan import build_plan as build
 
     kv_len = 1048576
     mask = masks.causal_document([4096] * (kv_len // 4096), device="cuda")
@@ -138,11 +138,11 @@ def test_indices_out_of_range(builder: str, form: tuple[bool, int], monkeypatch:
     """One bound of one column is enough, and none too many: 0 and q_len are in range."""
     causal, n = form
     if builder == "triton":
-        from flashmask_hf.kernels.plan import build_plan as build
+        from flashmask_hf.kernels.shared.plan import build_plan as build
 
         interpret_assertions(monkeypatch)
     else:
-        from flashmask_hf.ops import make_plan as build
+        from flashmask_hf.operators.plan import make_plan as build
     for bound in range(n):
         for value in (-1, 0, 150, 151):
             indices = torch.full((1, 1, 300, n), 70, dtype=torch.int32)
@@ -163,7 +163,7 @@ def test_joined_rows(
     monkeypatch: pytest.MonkeyPatch, form: tuple[bool, int], lengths: tuple[int, int], device: str
 ) -> None:
     """A tile of 192 rows walks what either of the two lists has that it meets, and masks what not both see whole."""
-    from flashmask_hf.kernels import plan as kernels
+    from flashmask_hf.kernels.shared import plan as kernels
 
     monkeypatch.setattr(kernels, "_LANES", 4)  # several rounds for a list
     q_len, kv_len = lengths
@@ -192,7 +192,7 @@ def test_joined_rows(
 )
 def test_rows_to_join(device: str, count: int, q_len: int, document: int, mean: float) -> None:
     """Those of the plan where its lists are short on average, however regular they are."""
-    from flashmask_hf.kernels.plan import join_rows
+    from flashmask_hf.kernels.shared.plan import join_rows
 
     ends = (torch.arange(q_len, dtype=torch.int32) // document + 1) * document
     plan = build_plan(ends.view(1, 1, -1, 1).repeat(count, 1, 1, 1), True, q_len)

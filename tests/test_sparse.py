@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import csv
 import doctest
-import functools
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import INTERPRETED, Lane, assert_within_budget, attention_inputs, lanes, poisoned
+from tools.support import INTERPRETED, Lane, assert_within_budget, attention_inputs, lanes, poisoned
 from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager
 
-from flashmask_hf import FlashMask, kernels, masks, ops, sparse, sparse_ops
-from flashmask_hf.attention import plan_of, prepare
+from flashmask_hf import FlashMask, call, masks, sparse
+from flashmask_hf.call import resolve
+from flashmask_hf.operators import sparse as sparse_ops
+from flashmask_hf.operators.plan import plan_of
+from flashmask_hf.rows import put_rows_back
 from flashmask_hf.sparse import hash_sparse_attention, lsh_buckets, qk_sparse_attention
 
 LANES = lanes((torch.float32, torch.bfloat16), (), (torch.bfloat16, torch.float16, torch.float32))
@@ -61,7 +64,7 @@ def dense(
 
 def with_impl(impl: str):
     """A context in which sparse attention runs a named implementation."""
-    return mock.patch.object(sparse, "prepare", functools.partial(prepare, impl=impl))
+    return mock.patch.object(sparse, "resolve", lambda *given: resolve(*given[:-1], impl))
 
 
 def check(
@@ -271,202 +274,6 @@ def test_hopper(dim: int, attend, lengths: tuple[int, int]) -> None:
         check(attend, of_q, of_k, lane, mask=mask, dim=dim, n_buckets=4)
 
 
-MOVING = lanes((torch.float64, torch.bfloat16), (torch.float32, torch.float16), (torch.float32, torch.bfloat16))
-
-
-@pytest.mark.parametrize("shape", [(2, 3, 77, 64), (1, 2, 300, 40), (3, 1, 1, 1), (2, 4, 50, 129)], ids=str)
-@pytest.mark.parametrize("lane", MOVING)
-def test_rows_move_and_come_back(lane: Lane, shape: tuple[int, ...]) -> None:
-    """Those that do not count may hold anything; a gradient's rows come with their products with the output's."""
-    generator = torch.Generator().manual_seed(0)
-    batch, heads, rows, dims = shape
-    order = torch.rand(batch, heads, rows, generator=generator).argsort(-1)
-    kept = torch.randint(0, rows + 1, (batch, heads), generator=generator, dtype=torch.int32)
-    order, kept = order.to(lane.device), kept.to(lane.device)
-    behind = (torch.arange(rows, device=lane.device) >= kept.unsqueeze(-1)).unsqueeze(-1)
-    unread = torch.zeros_like(behind).scatter_(2, order.unsqueeze(-1), behind)
-    index = order.unsqueeze(-1).expand(shape)
-    wide, nan = torch.promote_types(lane.dtype, torch.float32), float("nan")
-    layouts = {
-        "heads outermost": torch.randn(shape, generator=generator),
-        "tokens outermost": torch.randn(batch, rows, heads, dims, generator=generator).transpose(1, 2),
-        "a slice": torch.randn(batch, heads, 2 * rows, dims + 3, generator=generator)[:, :, ::2, 1 : dims + 1],
-        "dims outermost": torch.randn(dims, batch, heads, rows, generator=generator).permute(1, 2, 3, 0),
-        "one for all": torch.randn(1, 1, rows, dims, generator=generator).expand(shape),
-    }
-    for name, x in layouts.items():
-        x = x.to(lane.device, lane.dtype)
-        with poisoned():
-            there = sparse_ops.gather_rows(x, order.int(), None)
-            partly = sparse_ops.gather_rows(x, order.int(), kept)
-            back = sparse_ops.put_rows_back(there, order.int())
-        assert torch.equal(there, x.take_along_dim(index, 2)), name
-        assert torch.equal(partly, there.masked_fill(behind, 0.0)), name
-        assert torch.equal(back, x), name
-        assert there.is_contiguous()
-        assert back.transpose(1, 2).is_contiguous()
-        out = torch.randn(shape, generator=generator).to(lane.device, lane.dtype)
-        sums = (there.to(wide) * out.take_along_dim(index, 2).to(wide)).sum(-1)
-        for some, hold in ((None, (x, out)), (kept, (x.masked_fill(unread, nan), out.masked_fill(unread, nan)))):
-            with poisoned():
-                moved, delta = sparse_ops.gather_upstream(*hold, order.int(), some, wide)
-            assert torch.equal(moved, there if some is None else partly), name
-            torch.testing.assert_close(delta, sums if some is None else sums.masked_fill(behind.squeeze(-1), 0.0))
-            assert moved.is_contiguous()
-            assert delta.is_contiguous()
-
-
-@pytest.mark.parametrize(
-    ("n_buckets", "hidden_heads", "dropped", "exclude_self", "dtypes"),
-    [
-        (1, None, None, False, (torch.int64, torch.int64)),
-        (2, None, 1, False, (torch.uint8, torch.uint8)),
-        (2, KV_HEADS, 1, False, (torch.uint8, torch.int8)),
-        (13, None, None, True, (torch.int32, torch.uint8)),
-        (13, 1, None, False, (torch.uint8, torch.int64)),
-        (200, HEADS, None, True, (torch.int16, torch.int16)),
-        (256, None, None, False, (torch.uint8, torch.int32)),
-    ],
-)
-@pytest.mark.parametrize("lengths", [(1, 1), (1, 130), (140, 130), (128, 64)], ids=str)
-@pytest.mark.parametrize("block", [512, 64], ids="rows up to {}".format)
-@pytest.mark.parametrize("lane", lanes((), (torch.float32,), (torch.float32,)))
-def test_sorting_kernels(
-    monkeypatch: pytest.MonkeyPatch,
-    lane: Lane,
-    block: int,
-    lengths: tuple[int, int],
-    n_buckets: int,
-    hidden_heads: int | None,
-    dropped: int | None,
-    exclude_self: bool,
-    dtypes: tuple[torch.dtype, torch.dtype],
-) -> None:
-    """The same orders and columns as torch makes, whether a row is one block or several."""
-    from flashmask_hf.kernels import reorder
-
-    chosen = reorder._block
-    monkeypatch.setattr(reorder, "_block", lambda n_buckets: min(block, chosen(n_buckets)))
-    generator = torch.Generator().manual_seed(0)
-    q_bucket, k_bucket = (
-        torch.randint(0, n_buckets, (2, length, heads), generator=generator).to(lane.device, dtype).transpose(1, 2)
-        for heads, length, dtype in zip((HEADS, KV_HEADS), lengths, dtypes, strict=True)
-    )
-    hidden_from = None
-    if hidden_heads is not None:
-        shape = (1 if hidden_heads == HEADS else 2, hidden_heads, lengths[1], 2)
-        hidden_from = torch.randint(0, lengths[0] + 1, shape, generator=generator).int().to(lane.device)[..., 0]
-    expected = masks.sorted_columns(q_bucket, k_bucket, hidden_from, exclude_self=exclude_self, dropped=dropped)
-    with poisoned():
-        got = reorder.sorted_columns(
-            q_bucket, k_bucket, hidden_from, n_buckets, exclude_self=exclude_self, dropped=dropped
-        )
-    for one, other in zip(got, expected, strict=True):
-        assert one.dtype == torch.int32
-        assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize("lane", lanes((), (torch.float32,), (torch.float32,)))
-def test_buckets_that_queries_and_keys_share(lane: Lane) -> None:
-    """Sorted once; yet the orders are two tensors, as an operator's results must be."""
-    from flashmask_hf.kernels import reorder
-
-    bucket = torch.zeros(2, 3, 100, dtype=torch.int64, device=lane.device)
-    once, twice = (len(reorder.sort_by_bucket(bucket, keys, 9)[2]) for keys in (bucket, bucket.clone()))
-    assert twice - 1 == 2 * (once - 1)
-    for layout in ("contiguous", "tokens outermost"):
-        bucket = torch.randint(0, 9, (2, 3, 100), generator=torch.Generator().manual_seed(0)).to(lane.device)
-        if layout == "tokens outermost":
-            bucket = bucket.transpose(1, 2).contiguous().transpose(1, 2)
-        with poisoned():
-            columns, q_order, k_order = sparse_ops.sort_sparse(bucket, bucket, None, 9, True, -1)
-        expected, order, _ = masks.sorted_columns(bucket, bucket, None, exclude_self=True)
-        assert torch.equal(columns, expected)
-        assert torch.equal(q_order, order)
-        assert torch.equal(k_order, order)
-        assert q_order.data_ptr() != k_order.data_ptr()
-
-
-NEAREST = lanes(
-    (torch.float32, torch.bfloat16, torch.float64),
-    (torch.float32, torch.float16),  # its products of bfloat16 are wrong
-    (torch.float32, torch.bfloat16, torch.float16, torch.float64),
-)
-
-
-@pytest.mark.parametrize("largest", [1, 20], ids=["ties", "long sums"])
-@pytest.mark.parametrize(
-    ("shape", "direction_heads", "count"),
-    [
-        ((2, 4, 77, 64), 2, 8),
-        ((1, 3, 1, 1), 3, 1),
-        ((2, 4, 130, 40), 1, 2),
-        ((1, 2, 70, 129), 2, 3),
-        ((1, 2, 33, 70), 1, 128),
-        ((1, 2, 40, 24), 2, 129),
-        ((1, 1, 9, 16), 1, 300),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("lane", NEAREST)
-def test_nearest_direction(lane: Lane, shape: tuple[int, ...], direction_heads: int, count: int, largest: int) -> None:
-    """Whole numbers, whose products are exact in float32 and not in narrower ones: the first of the nearest."""
-    generator = torch.Generator().manual_seed(0)
-    batch, heads, rows, dims = shape
-
-    def draw(*size: int) -> Tensor:
-        return torch.randint(-largest, largest + 1, size, generator=generator).double()
-
-    directions = draw(direction_heads, dims, count)
-    layouts = {
-        "heads outermost": draw(*shape),
-        "tokens outermost": draw(batch, rows, heads, dims).transpose(1, 2),
-        "a slice": draw(batch, heads, 2 * rows, dims + 3)[:, :, ::2, 1 : dims + 1],
-        "dims outermost": draw(dims, batch, heads, rows).permute(1, 2, 3, 0),
-        "one for all": draw(1, 1, rows, dims).expand(shape),
-    }
-    for name, x in layouts.items():
-        along = x @ directions.repeat_interleave(heads // direction_heads, 0)
-        expected = torch.cat([along, -along], -1).argmax(-1)
-        with poisoned():
-            got = sparse_ops.nearest(x.to(lane.device, lane.dtype), directions.to(lane.device, lane.dtype))
-        assert got.dtype == (torch.uint8 if count <= 128 else torch.int32)
-        assert got.is_contiguous()
-        assert torch.equal(got.cpu().long(), expected), name
-
-
-@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")  # the interpreter's NumPy
-@pytest.mark.parametrize("count", [3, 70])
-@pytest.mark.parametrize("lane", NEAREST)
-def test_nearest_to_no_direction(lane: Lane, count: int) -> None:
-    """Vectors with NaN or infinity fall into some bucket and leave the others alone; 0 is in the first."""
-    generator = torch.Generator().manual_seed(0)
-    directions = torch.randn(2, 16, count, generator=generator).to(lane.device, lane.dtype)
-    x = torch.randn(1, 2, 20, 16, generator=generator).to(lane.device, lane.dtype)
-    want = sparse_ops.nearest(x, directions)
-    x[:, :, 3], x[:, :, 5], x[:, :, 7], x[:, :, 9, 4], x[:, :, 11, 2] = (
-        0,
-        float("nan"),
-        -float("inf"),
-        float("nan"),
-        1e38,
-    )
-    x[:, :, 11, 3] = float("inf")
-    got = sparse_ops.nearest(x, directions)
-    odd = torch.tensor([3, 5, 7, 9, 11], device=lane.device)
-    assert (got < 2 * count).all()
-    assert not got[:, :, 3].any()
-    assert torch.equal(got.index_fill(2, odd, 0), want.index_fill(2, odd, 0))
-
-
-def test_nearest_is_not_narrowed_by_autocast() -> None:
-    generator = torch.Generator().manual_seed(0)
-    x, directions = torch.randn(1, 2, 500, 16, generator=generator), torch.randn(2, 16, 100, generator=generator)
-    with torch.autocast("cpu", torch.bfloat16):
-        narrowed = sparse_ops.nearest(x, directions)
-    assert torch.equal(narrowed, sparse_ops.nearest(x, directions))
-
-
 def operands(lane: Lane, kept: bool) -> tuple:
     """What the operator of sparse attention takes, up to the mask's plan and the orders; half is dropped if `kept`."""
     q, k, v = attention_inputs(lane, 2, HEADS, KV_HEADS, 20, 33, 16, 8)
@@ -535,25 +342,46 @@ def test_kernels_that_put_rows_back_themselves(monkeypatch: pytest.MonkeyPatch, 
     if not works and lane.impl == "torch":
         pytest.skip("cpu lane: the kernels of Triton replace them")
     asked = []
+    implementations = call.implementations
+    prepare_forward, prepare_backward = implementations.prepare_forward, implementations.prepare_backward
 
-    def forward(q, k, v, mask, plan, sinks, scale, softcap, order):
-        asked.append("forward")
-        if not works:
-            raise RuntimeError("does not compile")
-        out, lse = ops.run("forward", lane.impl, q, k, v, mask, plan, sinks, scale, softcap)
-        return sparse_ops.put_rows_back(out, order), lse
+    def forward_that_places_rows(impl: str, problem: Any, ordered: bool) -> Callable[..., Any]:
+        if impl != "hopper":
+            return prepare_forward(impl, problem, ordered)
+        assert ordered
 
-    def backward(dout, q, k, v, lse, delta, mask, plan, scale, softcap, deterministic, orders):
-        asked.append("backward")
+        def run(*tensors: Any) -> tuple[Tensor, Tensor]:
+            asked.append("forward")
+            if not works:
+                raise RuntimeError("does not compile")
+            out, lse = prepare_forward(lane.impl, problem, False)(*tensors[:-1])
+            return put_rows_back(out, tensors[-1]), lse
+
+        return run
+
+    def backward_that_places_rows(
+        impl: str, problem: Any, dout: Any, output: Any, deterministic: bool, ordered: bool
+    ) -> Callable[..., Any]:
+        if impl != "hopper":
+            return prepare_backward(impl, problem, dout, output, deterministic, ordered)
         assert deterministic
-        if not works:
-            raise RuntimeError("does not compile")
-        *gradients, _ = ops.run("backward", lane.impl, dout, q, k, v, lse, delta, mask, plan, scale, softcap)
-        return *map(sparse_ops.put_rows_back, gradients, (orders[0], orders[1], orders[1])), delta
+        assert ordered
 
-    monkeypatch.setattr(ops, "_broken", set())
-    monkeypatch.setattr(kernels, "hopper_forward", SimpleNamespace(forward=forward), raising=False)
-    monkeypatch.setattr(kernels, "hopper_backward", SimpleNamespace(backward=backward), raising=False)
+        def run(*tensors: Any) -> tuple[Tensor, ...]:
+            asked.append("backward")
+            if not works:
+                raise RuntimeError("does not compile")
+            *gradients, delta = prepare_backward(lane.impl, problem, dout, output, True, False)(*tensors[:-1])
+            q_order, k_order = tensors[-1]
+            return *map(put_rows_back, gradients, (q_order, k_order, k_order)), delta
+
+        return run
+
+    monkeypatch.setattr(call, "_failed", set())
+    monkeypatch.setattr(call, "_calls", {})
+    monkeypatch.setattr(implementations, "prepare_forward", forward_that_places_rows)
+    monkeypatch.setattr(implementations, "prepare_backward", backward_that_places_rows)
+    monkeypatch.setattr(implementations, "choose", lambda *given: implementations.Choice(given[-1] or "hopper", ""))
     given = operands(lane, kept=True)
     results = []
     for impl in (lane.impl, "best"):

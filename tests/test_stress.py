@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support import INTERPRETED, check_random_call, offer_tall_tiles
+from tools.support import INTERPRETED, check_random_call, offer_tall_tiles
 
-from flashmask_hf.attention import choose
+from flashmask_hf.implementations import choose
 
 # of torch, in a process whose first product is the reference's
 pytestmark = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA context")

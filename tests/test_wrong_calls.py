@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from peft import PrefixTuningConfig, PromptTuningConfig, get_peft_model
-from tiny import llama_config
+from tools.tiny import llama_config
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
@@ -23,7 +23,7 @@ from transformers.masking_utils import create_causal_mask
 
 import flashmask_hf
 from flashmask_hf import FlashMask, MaskNotRepresentable, masks
-from flashmask_hf.attention import choose
+from flashmask_hf.implementations import choose
 
 LENGTH = 8
 VECTORS = masks.causal_document([3, 5]).indices

@@ -1,4 +1,4 @@
-"""Data collators that put documents into packed rows and emit the mask vectors."""
+"""Data collators that pack documents, shared questions and trees into rows, with the mask vectors of each row."""
 
 from flashmask_hf.collators.forest import Forest, PackedRows, pack_forests
 from flashmask_hf.collators.language_modeling import (

@@ -1,8 +1,9 @@
-"""The packer: which examples share a row, and what a row looks like to attention.
+"""Pack trees of token segments into rows, with the position ids and mask vectors that keep the trees apart.
 
-A row is a forest of token segments in depth-first order. In that order a causal mask needs one integer per token, the
-row where the subtree of the token's segment ends, and a token's position is its depth. A plain document is a tree of
-one segment; a shared question has its answers as children; a dialogue that branches at several turns goes deeper.
+A packed row is a forest of token segments in depth-first order. In that order a causal mask needs one integer per
+token, the row where the subtree of the token's segment ends, and the position of a token is its depth. A plain document
+is a tree of one segment. A shared question has its answers as children. A dialogue that branches at several turns is a
+deeper tree.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -19,37 +19,37 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from flashmask_hf.collators.checks import as_integers, check_depth, check_row_options
+from flashmask_hf.names import PACKED_IDS, PACKED_INDEX, PACKED_POSITIONS, VECTORS
+
 __all__ = [
     "Forest",
     "PackedRows",
     "best_fit_decreasing",
-    "check_row_options",
-    "integers",
     "lay_out",
-    "number",
     "pack_forests",
-    "too_deep",
 ]
 
 TokenIds: TypeAlias = Sequence[int] | NDArray[np.int64]
-"""Token ids of one segment."""
+"""Token ids of one segment, [n]."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Forest:
-    """Token segments in depth-first order that stay in one row: a tree, or several side by side.
+    """Token segments in depth-first order that stay in one row: one tree, or several side by side.
 
-    In depth-first order a segment stands behind its parent, its parent's earlier children and all that descends from
-    them. Lists and other integer types are taken too, and kept as int64 arrays.
+    In depth-first order a segment follows its parent, its parent's earlier children and all descendants of those.
+    Arguments may be lists or arrays of any integer type; they are stored as int64 arrays.
 
     Args:
-        tokens: token ids of all segments one after another, int64 [n].
-        lengths: tokens of each segment, at least 1, int64 [segments]; sums to n.
+        tokens: token ids of all segments, concatenated, int64 [n].
+        lengths: number of tokens of each segment, at least 1, int64 [segments]; they sum to n.
         parents: index of each segment's parent, -1 for a root, int64 [segments].
 
     Raises:
         TypeError: an argument is not a flat sequence of integers.
-        ValueError: there is no segment, one is empty, they do not fit the tokens, or they are in another order.
+        ValueError: there is no segment, a segment is empty, the lengths do not sum to the number of tokens, or the
+            segments are not in depth-first order.
 
     Example:
         >>> from flashmask_hf.collators import Forest
@@ -66,7 +66,7 @@ class Forest:
 
     def __post_init__(self):
         for name in ("tokens", "lengths", "parents"):
-            object.__setattr__(self, name, integers(getattr(self, name), name))
+            object.__setattr__(self, name, as_integers(getattr(self, name), name))
         if not self.lengths.size:
             raise ValueError("lengths is empty: a forest needs at least one segment")
         if len(self.parents) != len(self.lengths):
@@ -78,7 +78,7 @@ class Forest:
             raise ValueError(f"segment {empty} is empty; leave it out, or give it at least one token")
         if self.lengths.sum() != len(self.tokens):
             raise ValueError(f"lengths sum to {self.lengths.sum()}, but there are {len(self.tokens)} tokens")
-        branch: list[int] = []  # from a root to the segment before
+        branch: list[int] = []  # the path from a root to the previous segment
         for segment, parent in enumerate(self.parents.tolist()):
             while branch and branch[-1] != parent:
                 branch.pop()
@@ -91,10 +91,10 @@ class Forest:
 
     @classmethod
     def from_trees(cls, *trees: Any) -> Forest:
-        """A forest from nested token lists, in the grammar of `masks.tree`.
+        """Build a forest from nested token lists, in the notation of `masks.tree`.
 
         Args:
-            trees: the roots. A node is its token ids, a list; or a tuple (token ids, [children]).
+            trees: the roots. A node is a list of token ids, or a tuple (list of token ids, [children]).
 
         Raises:
             TypeError: a node is neither a list of integers nor such a tuple.
@@ -112,39 +112,45 @@ class Forest:
             raise ValueError("trees is empty: a forest needs at least one tree")
         segments: list[NDArray[np.int64]] = []
         parents: list[int] = []
-        todo = [(f"trees[{index}]", tree, -1) for index, tree in enumerate(trees)][::-1]
-        while todo:
-            name, node, parent = todo.pop()
+        stack = [(f"trees[{index}]", tree, -1) for index, tree in enumerate(trees)][::-1]
+        while stack:
+            name, node, parent = stack.pop()
             has_children = isinstance(node, tuple) and len(node) == 2 and isinstance(node[1], (list, tuple))
             tokens, children = node if has_children else (node, [])
             try:
                 if isinstance(tokens, tuple):
                     raise TypeError
-                segment = integers(tokens, name)
+                segment = as_integers(tokens, name)
             except TypeError:
                 raise TypeError(
                     f"{name} must be a list of token ids, or a tuple (list of token ids, [children])"
                 ) from None
             if not segment.size:
                 raise ValueError(f"{name} is empty; leave it out, or give it at least one token")
-            todo += [(f"{name}[1][{index}]", child, len(segments)) for index, child in enumerate(children)][::-1]
+            stack += [(f"{name}[1][{index}]", child, len(segments)) for index, child in enumerate(children)][::-1]
             segments.append(segment)
             parents.append(parent)
         return cls(np.concatenate(segments), np.array([len(segment) for segment in segments]), np.array(parents))
 
     @classmethod
     def shared_question(cls, question: TokenIds, answers: Sequence[TokenIds]) -> Forest:
-        """A question, token ids [Q], with answers as its children, token ids [A] each; see the class for what raises.
+        """Build the tree of a question with its answers as children.
 
-        Segment 0 is the question, segment 1 the first answer.
+        Args:
+            question: token ids of the question, [Q]; it becomes segment 0.
+            answers: token ids of the answers, [A] each; they become segments 1, 2 and so on.
+
+        Raises:
+            TypeError: a question or an answer does not hold integers.
+            ValueError: a question or an answer is empty.
         """
-        segments = [integers(question, "question")]
-        segments += [integers(answer, f"answers[{index}]") for index, answer in enumerate(answers)]
+        segments = [as_integers(question, "question")]
+        segments += [as_integers(answer, f"answers[{index}]") for index, answer in enumerate(answers)]
         lengths = np.array([len(segment) for segment in segments])
         return cls(np.concatenate(segments), lengths, np.array([-1] + [0] * len(answers)))
 
     def path(self, segment: int) -> NDArray[np.int64]:
-        """Where the tokens on the way from the root through the end of a segment stand in `tokens`, int64 [depth].
+        """Return the indices in `tokens` of the path from the root through the end of a segment, int64 [depth].
 
         Raises:
             IndexError: there is no such segment.
@@ -158,25 +164,25 @@ class Forest:
         return np.concatenate(ranges[::-1])
 
     def leaves(self) -> list[int]:
-        """The segments without children, in order."""
+        """Return the indices of the segments without children, in order."""
         inner = set(self.parents.tolist())
         return [segment for segment in range(len(self.parents)) if segment not in inner]
 
     def depth(self) -> int:
-        """Tokens on the longest path: the positions that a model needs."""
-        return int(_depths(self.lengths, self.parents).max())
+        """Return the number of tokens on the longest path, which is the number of positions that a model needs."""
+        return int(_end_depths(self.lengths, self.parents).max())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedRows:
-    """What `pack_forests` makes.
+    """Packed rows of forests, as `pack_forests` returns them: R rows of S tokens.
 
     Args:
-        input_ids: int64 [R, S], `pad_token_id` behind the last forest of a row.
+        input_ids: int64 [R, S], with `pad_token_id` after the last forest of a row.
         position_ids: int64 [R, S], depth of each token, 0 for padding.
         subtree_ends: int32 [R, S], the row where the subtree of each token's segment ends, 0 for padding.
-        starts: int64 [forests], place of each forest's first token in the flattened rows.
-        forests: the forests, in the order given.
+        starts: int64 [forests], index in the flattened rows of each forest's first token.
+        forests: the forests, in the order they were passed.
     """
 
     input_ids: NDArray[np.int64]
@@ -186,30 +192,34 @@ class PackedRows:
     forests: Sequence[Forest]
 
     def batch(self) -> dict[str, Tensor]:
-        """What a model takes: input_ids and position_ids, int64 [R, S], startend_row_indices, int32 [R, 1, S, 1]."""
+        """Return the model's inputs.
+
+        Returns:
+            `input_ids` and `position_ids`, int64 [R, S], and `startend_row_indices`, int32 [R, 1, S, 1].
+        """
         return {
             "input_ids": torch.from_numpy(self.input_ids),
             "position_ids": torch.from_numpy(self.position_ids),
-            "startend_row_indices": torch.from_numpy(self.subtree_ends)[:, None, :, None],
+            VECTORS: torch.from_numpy(self.subtree_ends)[:, None, :, None],
         }
 
     def paths(self, forest: int) -> list[Tensor]:
-        """For each leaf of a forest, int64 [depth]: where its path's tokens stand in the flattened rows."""
-        trees = self.forests[forest]
-        return [torch.from_numpy(self.starts[forest] + trees.path(leaf)) for leaf in trees.leaves()]
+        """Return the indices in the flattened rows of the path to each leaf of a forest, int64 [depth] each."""
+        packed = self.forests[forest]
+        return [torch.from_numpy(self.starts[forest] + packed.path(leaf)) for leaf in packed.leaves()]
 
     def spread(self, values: Sequence[NDArray[np.int64]], filler: int) -> NDArray[np.int64]:
-        """Lay out something else than token ids, labels for example.
+        """Lay out per-token values other than token ids, for example labels, in the packed rows.
 
         Args:
-            values: one number for each token of each forest, int64 [n] per forest.
-            filler: the number for padding.
+            values: one value per token of each forest, int64 [n] per forest.
+            filler: the value of padding.
 
         Returns:
-            int64 [R, S]: each number where its token stands.
+            int64 [R, S]: the value of each token at the token's place.
 
         Raises:
-            ValueError: the numbers and the tokens are not one to one.
+            ValueError: the values and the tokens are not one to one.
         """
         if len(values) != len(self.forests):
             raise ValueError(f"values has {len(values)} entries for {len(self.forests)} forests; give one for each")
@@ -233,23 +243,23 @@ def pack_forests(
     max_position_embeddings: int | None = None,
     names: Sequence[str] | None = None,
 ) -> PackedRows:
-    """Put forests into rows; one is never split.
+    """Pack forests into rows. A forest is never split.
 
     Args:
-        forests: what to pack.
-        max_length: None makes one row, forests in the order given. A number makes rows of exactly that many tokens,
-            filled best-fit-decreasing and padded at the end.
-        pad_token_id: token id of the padding. Nothing sees padding, so any id of the vocabulary serves.
-        pad_to_multiple_of: pad the single row to a multiple of this. Rows of `max_length` must be one already.
-        max_position_embeddings: the model's number of positions; a deeper tree raises. None does not check.
-        names: what error messages call each forest; None is "forests[0]" and so on.
+        forests: the forests to pack.
+        max_length: None packs all forests into one row, in the order given. A number makes rows of exactly that many
+            tokens, filled best-fit-decreasing and padded at the end.
+        pad_token_id: token id of the padding. Nothing attends to padding, so any id of the vocabulary works.
+        pad_to_multiple_of: pad the single row to a multiple of this. `max_length` must already be a multiple of it.
+        max_position_embeddings: the model's number of positions; a deeper tree raises. None skips the check.
+        names: names of the forests in error messages; None uses "forests[0]", "forests[1]" and so on.
 
     Returns:
-        PackedRows: `batch()` goes to the model, `paths(i)` leads from every leaf of a forest to its tokens.
+        PackedRows: `batch()` returns the model's inputs, `paths(i)` the tokens on the path to each leaf of a forest.
 
     Raises:
-        ValueError: an option is out of range; `forests` is empty; or one is longer than a row or deeper than the
-            model's positions. The message names it and the way out.
+        ValueError: an option is out of range, `forests` is empty, or a forest is longer than a row or deeper than the
+            model's positions. The message names the forest and the way out.
 
     Example:
         >>> from flashmask_hf.collators import Forest, pack_forests
@@ -274,8 +284,8 @@ def pack_forests(
                 f"{name} has {size} tokens, more than the {max_length} of a row; make rows longer, or shorten or "
                 "remove it"
             )
-        if max_position_embeddings is not None and (depth := forest.depth()) > max_position_embeddings:
-            raise ValueError(too_deep(name, depth, max_position_embeddings))
+        if max_position_embeddings is not None:
+            check_depth(name, forest.depth(), max_position_embeddings)
     if max_length is None:
         members = [list(range(len(forests)))]
         multiple = pad_to_multiple_of or 1
@@ -303,13 +313,13 @@ def pack_forests(
 
 
 def best_fit_decreasing(lengths: Sequence[int] | NDArray[np.int64], capacity: int) -> list[list[int]]:
-    """Share items out over bins: longest first, each into the fullest bin that still has room for it.
+    """Assign items to bins best-fit-decreasing: longest first, each to the fullest bin that has room for it.
 
-    The same lengths always give the same bins.
+    The result is deterministic.
 
     Args:
         lengths: n item lengths, each in 1..capacity.
-        capacity: what one bin holds.
+        capacity: the total length that a bin holds.
 
     Returns:
         list[list[int]]: the item indices of each bin, ascending; bins in the order of their first item.
@@ -330,7 +340,7 @@ def best_fit_decreasing(lengths: Sequence[int] | NDArray[np.int64], capacity: in
         )
     order = np.argsort(-sizes, kind="stable")
     bins: list[list[int]] = []
-    rooms: list[int] = []  # the distinct rooms left in open bins, ascending
+    rooms: list[int] = []  # distinct free lengths of the open bins, ascending
     bins_with: dict[int, deque[list[int]]] = {}
     for item, size in zip(order.tolist(), sizes[order].tolist(), strict=True):
         best = bisect_left(rooms, size)
@@ -359,17 +369,17 @@ def lay_out(
     row_length: int,
     parents: Sequence[int] | NDArray[np.int64] | None = None,
 ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    """Where the tokens of one row sit: segments one after another, padding behind them.
+    """Compute position ids and subtree ends of one row: segments one after another, then padding.
 
     Args:
         lengths: number of tokens of each segment, in depth-first order.
-        row_length: tokens of the row, at least the sum of `lengths`.
+        row_length: number of tokens of the row, at least the sum of `lengths`.
         parents: index of each segment's parent, -1 for a root, in depth-first order; None makes each a root.
 
     Returns:
-        position_ids, int64 [row_length]: depth of each token in its tree, 0 for padding; subtree_ends, int32
-        [row_length]: the row after the last token that descends from its segment. Padding has 0 there: hidden from
-        every row. It sees nothing either, since every tree ends before it.
+        position_ids, int64 [row_length]: depth of each token in its tree, 0 for padding.
+        subtree_ends, int32 [row_length]: the row after the last token of the segment's subtree. Padding has 0, which
+        hides it from every row. Padding attends to nothing either, since every tree ends before it.
 
     Raises:
         ValueError: the segments do not fit into the row.
@@ -387,78 +397,45 @@ def lay_out(
     real = int(ends[-1]) if sizes.size else 0
     if real > row_length:
         raise ValueError(f"lengths sum to {real}, which is more than row_length {row_length}")
-    above = np.full(len(sizes), -1, dtype=np.int64) if parents is None else np.asarray(parents, dtype=np.int64)
-    tops = _depths(sizes, above) - sizes  # depth where each segment starts
-    last = ends.copy()
-    for segment in np.flatnonzero(above >= 0)[::-1].tolist():
-        last[above[segment]] = max(last[above[segment]], last[segment])
+    parent_of = np.full(len(sizes), -1, dtype=np.int64) if parents is None else np.asarray(parents, dtype=np.int64)
+    start_depths = _end_depths(sizes, parent_of) - sizes
+    subtree_end = ends.copy()  # of each segment
+    for segment in np.flatnonzero(parent_of >= 0)[::-1].tolist():
+        subtree_end[parent_of[segment]] = max(subtree_end[parent_of[segment]], subtree_end[segment])
     position_ids = np.zeros(row_length, dtype=np.int64)
     subtree_ends = np.zeros(row_length, dtype=np.int32)
-    position_ids[:real] = np.arange(real) - np.repeat(ends - sizes - tops, sizes)
-    subtree_ends[:real] = np.repeat(last, sizes)
+    position_ids[:real] = np.arange(real) - np.repeat(ends - sizes - start_depths, sizes)
+    subtree_ends[:real] = np.repeat(subtree_end, sizes)
     return position_ids, subtree_ends
 
 
-def check_row_options(
-    pad_token_id: int,
-    row_length: int | None,
-    pad_to_multiple_of: int | None,
-    max_position_embeddings: int | None,
-    row_option: str = "max_length",
-) -> None:
-    """Raise a ValueError that names the first of these options of `pack_forests` that is out of range.
-
-    `row_option` is what the caller calls the number of tokens of a row.
-    """
-    if not isinstance(pad_token_id, int) or pad_token_id < 0:
-        raise ValueError(f"pad_token_id must be a token id, got {pad_token_id!r}; any one serves, for example 0")
-    for name, value in (
-        (row_option, row_length),
-        ("pad_to_multiple_of", pad_to_multiple_of),
-        ("max_position_embeddings", max_position_embeddings),
-    ):
-        if value is not None and (not isinstance(value, int) or value < 1):
-            raise ValueError(f"{name} must be a number of tokens, at least 1, or None, got {value!r}")
-    if row_length is not None and pad_to_multiple_of and row_length % pad_to_multiple_of:
-        raise ValueError(
-            f"{row_option} {row_length} must be a multiple of pad_to_multiple_of {pad_to_multiple_of}: rows have "
-            f"exactly {row_option} tokens"
-        )
-
-
-def integers(values: Any, what: str) -> NDArray[np.int64]:
-    """A flat sequence of integers or booleans as int64 [n]; a TypeError calls anything else by the name `what`."""
-    try:
-        array = np.asarray(values)
-    except ValueError:
-        raise TypeError(f"{what} must be a flat sequence of integers, got nested ones of different lengths") from None
-    if array.ndim != 1:
-        raise TypeError(f"{what} must be a flat sequence of integers, got {array.ndim} axes")
-    if array.size and array.dtype.kind not in "iub":
-        raise TypeError(f"{what} must be integers, got {array.dtype}")
-    return array.astype(np.int64, copy=False)
-
-
-def number(value: Any, what: str) -> float:
-    """A number of Python, NumPy or a tensor without axes; a TypeError calls anything else by the name `what`."""
-    if isinstance(value, (Tensor, np.ndarray)) and not value.ndim:
-        value = value.item()
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{what} must be a number, got {value!r}")
-    return float(value)
-
-
-def too_deep(name: str, depth: int, positions: int) -> str:
-    """The message for a tree that the model has too few positions for."""
-    return (
-        f"{name} is {depth} tokens deep, but the model has {positions} positions (max_position_embeddings); shorten it "
-        "to fit, or take a model with more positions"
-    )
-
-
-def _depths(lengths: NDArray[np.int64], parents: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Depth of the end of each segment."""
+def _end_depths(lengths: NDArray[np.int64], parents: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the number of tokens on the path from the root through the end of each segment, int64 [segments]."""
     depths = lengths.copy()
     for segment in np.flatnonzero(parents >= 0).tolist():
         depths[segment] += depths[parents[segment]]
     return depths
+
+
+def packed_inputs(rows: PackedRows, index: Tensor) -> dict[str, Tensor]:
+    """Return the batch keys of packed rows that accompany a batch of one sequence per answer.
+
+    The backbone runs the packed rows, and its hidden states are gathered back into the sequences.
+
+    Args:
+        rows: the packed rows, [R, S].
+        index: int64 [N, L], the index in the flattened rows of each token of the N sequences. Entries that nothing
+            reads, such as padding, may be any valid index. They should differ: the backward of the gather adds the
+            gradients of equal entries one after another, zeros included.
+
+    Returns:
+        `packed_input_ids` and `packed_position_ids`, int64 [R, S]; `startend_row_indices`, int32 [R, 1, S, 1]; and
+        `packed_index`, int64 [N, L].
+    """
+    batch = rows.batch()
+    return {
+        PACKED_IDS: batch["input_ids"],
+        PACKED_POSITIONS: batch["position_ids"],
+        VECTORS: batch[VECTORS],
+        PACKED_INDEX: index,
+    }

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on packed rows: a data collator, and packing of a whole dataset."""
+"""Packing for supervised fine-tuning: a data collator that packs a batch, and a function that packs a dataset."""
 
 from __future__ import annotations
 
@@ -15,23 +15,22 @@ from datasets import Dataset, IterableDataset
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flashmask_hf.collators.forest import (
-    Forest,
-    best_fit_decreasing,
+from flashmask_hf.collators.checks import (
+    as_integers,
+    check_depth,
     check_row_options,
-    integers,
-    pack_forests,
-    too_deep,
+    check_truncation_mode,
+    example_names,
 )
+from flashmask_hf.collators.forest import Forest, best_fit_decreasing, pack_forests
 
 __all__ = ["DataCollatorForPackedLanguageModeling", "pack_dataset", "packing_efficiency"]
 
 logger = logging.getLogger(__name__)
 
 IGNORED = -100
-"""The label of a token that no loss is computed for."""
+"""Label of a token without a loss."""
 
-TRUNCATION_MODES = ("error", "keep_start", "keep_end")
 _MASK_COLUMNS = ("completion_mask", "assistant_masks")
 _TOKEN_COLUMNS = ("input_ids", "labels", *_MASK_COLUMNS)
 
@@ -40,37 +39,41 @@ SomeDataset = TypeVar("SomeDataset", bound=Dataset | IterableDataset)
 
 @dataclass
 class DataCollatorForPackedLanguageModeling:
-    """Data collator that lays the examples of a batch one after another into packed rows, each seeing only itself.
+    """Data collator that packs the examples of a batch into rows in which each example attends only to itself.
 
-    An example is a dictionary with `input_ids`, a sequence of integers. Its labels are `labels` if it has them, used as
-    they are; otherwise `input_ids`, where `assistant_masks` and `completion_mask` (0 or 1 per token) say that a loss is
-    wanted. An example that is packed already says so with `seq_lengths` (the lengths of its documents, as
-    `pack_dataset` and TRL write them) or `position_ids` (which start again at 0 with each document); a packed row whose
-    trainer has removed both cannot be told from one document. Other keys are ignored, and so are columns of None, but
-    for `labels`.
+    An example is a dictionary with `input_ids`, a sequence of integers. If it has `labels`, they are used unchanged.
+    Otherwise its labels are the `input_ids` of the tokens that `assistant_masks` and `completion_mask` select (0 or 1
+    per token; without a mask, all tokens).
 
-    The first token of a document is never a label: no token of the row before it may predict it.
+    An example may be a packed row. It then has `seq_lengths` (the lengths of its documents, as `pack_dataset` and TRL
+    write them) or `position_ids` (which start again at 0 with each document). A packed row that has lost both, because
+    a trainer removed the columns, cannot be told from a single document.
+
+    Other keys are ignored. A column that is None counts as absent, except for `labels`, which raises.
+
+    The first token of a document is never a label, because the token before it in the row is of another document.
 
     Args:
-        pad_token_id: token id of the padding. Nothing sees padding, so any id of the vocabulary serves.
-        max_length: None lays the whole batch into one row, without padding. A number makes rows of exactly that many
-            tokens, filled best-fit-decreasing and padded at the end; how many rows depends on the batch. The
-            `num_tokens` that TRL's SFTTrainer logs counts one of them; loss and accuracy are those of all.
-        pad_to_multiple_of: pad the single row to a multiple of this. Rows of `max_length` must be one already.
-        truncation_mode: what to do with an example longer than `max_length`: "error", "keep_start" or "keep_end",
-            which raise where they would cut all of its labels away.
-        completion_only_loss: None follows `completion_mask` where there is one, False does not, True requires one
-            (or `labels`), as in TRL. False also undoes the labels that `pack_dataset` has made of the masks, as long
-            as a row still has these: trainers remove them, so give the choice to `pack_dataset` there.
-        max_position_embeddings: the model's number of positions; a longer document raises. None does not check.
+        pad_token_id: token id of the padding. Nothing attends to padding, so any id of the vocabulary works.
+        max_length: None packs the whole batch into one row, without padding. A number makes rows of exactly that many
+            tokens, filled best-fit-decreasing and padded at the end; the number of rows depends on the batch. The
+            `num_tokens` that TRL's SFTTrainer logs counts one of the rows; loss and accuracy are those of all.
+        pad_to_multiple_of: pad the single row to a multiple of this. `max_length` must already be a multiple of it.
+        truncation_mode: what to do with an example longer than `max_length`: "error" raises, "keep_start" and
+            "keep_end" cut it. They raise if no label would be left.
+        completion_only_loss: None uses `completion_mask` where there is one, False ignores it, True requires it (or
+            `labels`), as in TRL. With False, labels that `pack_dataset` made from masks are made anew without the
+            completion mask, as long as the row still has the masks. Trainers remove them, so pass the choice to
+            `pack_dataset` there.
+        max_position_embeddings: the model's number of positions; a longer document raises. None skips the check.
 
     Returns:
         dict[str, Tensor]: `input_ids`, `labels`, `position_ids`, int64 [rows, S], and `startend_row_indices`, int32
         [rows, 1, S, 1]: the row where the document of each token ends, 0 for padding.
 
     Raises:
-        ValueError: an argument is out of range; or an example is empty, too long, padded, without what it needs, or its
-            columns differ in length. The message names the example's index in the batch and the way out.
+        ValueError: an argument is out of range; or an example is empty, too long or padded, lacks a column, or has
+            columns of different lengths. The message names the example's index in the batch and the way out.
         TypeError: a column does not hold integers.
 
     Example:
@@ -111,16 +114,14 @@ class DataCollatorForPackedLanguageModeling:
     max_position_embeddings: int | None = None
 
     def __post_init__(self):
-        _check_truncation_mode(self.truncation_mode)
+        check_truncation_mode(self.truncation_mode)
         if self.max_length is None and self.truncation_mode != "error":
             raise ValueError(f"truncation_mode='{self.truncation_mode}' needs max_length, the length to truncate to")
         check_row_options(self.pad_token_id, self.max_length, self.pad_to_multiple_of, self.max_position_embeddings)
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """Collate one batch; see the class."""
-        if not examples:
-            raise ValueError("examples is empty: a batch needs at least one example")
-        names = [f"example {index}" for index in range(len(examples))]
+        names = example_names(examples)
         read = [self._read(example, name) for example, name in zip(examples, names, strict=True)]
         rows = pack_forests(
             [forest for forest, _ in read],
@@ -136,8 +137,8 @@ class DataCollatorForPackedLanguageModeling:
         return {"input_ids": batch.pop("input_ids"), "labels": torch.from_numpy(labels), **batch}
 
     def _read(self, example: Mapping[str, Any], name: str) -> tuple[Forest, NDArray[np.int64]]:
-        """The documents of an example, each a tree of one segment, and their labels, int64 [n]."""
-        if example.get("labels", ...) is None:  # its masks may have been removed
+        """Read an example: return its documents, each a tree of one segment, and their labels, int64 [n]."""
+        if example.get("labels", ...) is None:  # a trainer may have removed the masks that say which labels it had
             raise ValueError(
                 f"{name} has no labels, but a labels column, as after joining datasets; give all of them labels before"
             )
@@ -146,16 +147,16 @@ class DataCollatorForPackedLanguageModeling:
             raise ValueError(
                 f"{name} has no input_ids; tokenize the dataset first. It has: {', '.join(map(str, example))}"
             )
-        input_ids = integers(example["input_ids"], f"input_ids of {name}")
+        input_ids = as_integers(example["input_ids"], f"input_ids of {name}")
         if not input_ids.size:
             raise ValueError(_empty(name))
-        if "attention_mask" in example and not _of_length(example, "attention_mask", len(input_ids), name).all():
+        if "attention_mask" in example and not _token_column(example, "attention_mask", len(input_ids), name).all():
             raise ValueError(_padded(name))
         labels = self._labels(example, input_ids, name)
         lengths = _document_lengths(example, input_ids, name)
         if self.max_length is not None and len(input_ids) > self.max_length:
             kept = self._kept(len(input_ids), len(lengths), self.max_length, name)
-            if _learnable(labels) and not _learnable(labels[kept]):
+            if _has_labels(labels) and not _has_labels(labels[kept]):
                 raise ValueError(
                     f"{name} teaches nothing once cut to max_length {self.max_length}: "
                     f"truncation_mode='{self.truncation_mode}' leaves none of its labels; raise max_length, choose "
@@ -165,21 +166,24 @@ class DataCollatorForPackedLanguageModeling:
         return Forest(input_ids, lengths, np.full(len(lengths), -1)), labels
 
     def _labels(self, example: Mapping[str, Any], input_ids: NDArray[np.int64], name: str) -> NDArray[np.int64]:
-        labels = _of_length(example, "labels", len(input_ids), name) if "labels" in example else None
+        """Return the labels of an example, int64 [n]."""
+        labels = _token_column(example, "labels", len(input_ids), name) if "labels" in example else None
         if labels is not None and not (self.completion_only_loss is False and "seq_lengths" in example):
             return labels
         masks = {
-            column: _of_length(example, column, len(input_ids), name) for column in _MASK_COLUMNS if column in example
+            column: _token_column(example, column, len(input_ids), name)
+            for column in _MASK_COLUMNS
+            if column in example
         }
-        if labels is not None and (labels != _masked(input_ids, masks)).any():
-            return labels  # which are not those that pack_dataset makes of masks
-        _choose_masks(masks, self.completion_only_loss, name)
+        if labels is not None and (labels != _masked_labels(input_ids, masks)).any():
+            return labels  # the user's own, not those that pack_dataset makes from the masks
+        _drop_unused_masks(masks, self.completion_only_loss, name)
         if "completion_mask" in masks and not masks["completion_mask"].any():
             raise ValueError(_no_completion(name))
-        return _masked(input_ids, masks)
+        return _masked_labels(input_ids, masks)
 
     def _kept(self, tokens: int, documents: int, max_length: int, name: str) -> slice:
-        """What stays of an example that is longer than a row."""
+        """Return the tokens to keep of an example that is longer than a row."""
         if documents > 1:
             raise ValueError(
                 f"{name} is a packed row of {tokens} tokens, longer than max_length {max_length}, and cutting it "
@@ -203,37 +207,38 @@ def pack_dataset(
 ) -> SomeDataset:
     """Pack a tokenized dataset best-fit-decreasing into rows of at most `max_length` tokens.
 
-    Documents are never split or truncated unless asked. Those with nothing to learn, such as the pieces of a long
-    prompt, are left out: by their labels or masks, no token after the first is wanted. A warning counts them when they
-    are packed; rows that come from the cache say nothing. Rows come in the order of their first document, and so do the
-    documents of a row. Done by `Dataset.map`: cached on disk, the same each time, and in bounded memory.
+    Documents are split or truncated only if `split` or `truncation_mode` says so. Documents without labels are dropped,
+    such as the pieces of a long prompt: their labels or masks select no token after the first. A warning counts them
+    while packing runs, but not when the rows come from the cache. Rows are ordered by their first document, and
+    documents keep their order within a row. `Dataset.map` does the work: results are deterministic and cached on disk,
+    and memory is bounded.
 
-    Rows tell of their documents twice, for a trainer removes the columns that it does not know before the collator sees
-    them: of the two, transformers' Trainer keeps `position_ids`, and TRL's SFTTrainer `seq_lengths`. Both keep `labels`
-    and remove the masks.
+    A row describes its documents by two columns, because a trainer removes the columns that it does not know before the
+    collator sees them. Transformers' Trainer keeps `position_ids`, TRL's SFTTrainer keeps `seq_lengths`. Both keep
+    `labels` and remove the masks.
 
     Args:
-        dataset: with `input_ids`, and any of `labels`, `completion_mask` and `assistant_masks`, lists of integers.
-            Other columns cannot be packed and are left out.
-        max_length: the most tokens of a row.
-        split: cut a longer document into consecutive pieces, each a document of its own, whose positions start at 0.
-        truncation_mode: what else to do with a longer document: "error", "keep_start" or "keep_end".
-        completion_only_loss: which labels to write for examples with masks and without labels: None follows
-            `completion_mask` where there is one, False does not, True requires one (or `labels`).
-        max_position_embeddings: the model's number of positions; a longer document raises. None does not check.
-        batch_size: how many examples are packed together. Larger packs a little tighter.
+        dataset: tokenized examples with `input_ids`, and any of `labels`, `completion_mask` and `assistant_masks`, all
+            lists of integers. Other columns are dropped.
+        max_length: maximum number of tokens of a row.
+        split: cut a longer document into consecutive pieces, each a document of its own with positions from 0.
+        truncation_mode: what to do with a longer document otherwise: "error", "keep_start" or "keep_end".
+        completion_only_loss: how to make labels from masks, for examples without labels: None uses `completion_mask`
+            where there is one, False ignores it, True requires it (or `labels`).
+        max_position_embeddings: the model's number of positions; a longer document raises. None skips the check.
+        batch_size: number of examples packed together. A larger batch packs a little tighter.
         num_proc: number of processes, for a `Dataset`.
 
     Returns:
-        Dataset or IterableDataset: one example per row: the token columns, always with `labels`, so that rows of
-        different datasets can be joined; `position_ids`, which start again at 0 with each document; and `seq_lengths`,
-        its documents' lengths.
+        Dataset or IterableDataset: one example per row, with the token columns; `labels`, always, so that rows of
+        different datasets can be concatenated; `position_ids`, which start again at 0 with each document; and
+        `seq_lengths`, the lengths of its documents.
 
     Raises:
         TypeError: `dataset` is neither a Dataset nor an IterableDataset; a column does not hold lists of integers.
-        ValueError: an argument is out of range; the dataset is empty or packed already, or has nothing to learn; or an
-            example is empty, too long, padded, has an empty completion, or columns that differ in length. The message
-            names the example's index and the way out.
+        ValueError: an argument is out of range; the dataset is empty, already packed, or has no labels; or an example
+            is empty, too long or padded, has an empty completion, or columns of different lengths. The message names
+            the example's index and the way out.
 
     Example:
         >>> from datasets import Dataset
@@ -250,7 +255,7 @@ def pack_dataset(
             f"dataset must be a datasets.Dataset or IterableDataset, got {type(dataset).__name__}; pack each split of "
             "a DatasetDict by itself"
         )
-    _check_truncation_mode(truncation_mode)
+    check_truncation_mode(truncation_mode)
     for name, value in (("max_length", max_length), ("batch_size", batch_size)):
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} must be an int, at least 1, got {value!r}")
@@ -292,11 +297,11 @@ def pack_dataset(
 
 
 def packing_efficiency(dataset: Dataset, max_length: int) -> float:
-    """How full the rows of a packed dataset are: its tokens divided by the tokens that its rows could hold.
+    """Return the fraction of a packed dataset's row space that holds tokens.
 
     Args:
-        dataset: with a `seq_lengths` column, as `pack_dataset` and TRL's packing write it.
-        max_length: what a row can hold.
+        dataset: packed rows with a `seq_lengths` column, as `pack_dataset` and TRL's packing write it.
+        max_length: number of tokens that a row can hold.
 
     Example:
         >>> from datasets import Dataset
@@ -316,37 +321,37 @@ def _pack_table(
     completion_only_loss: bool | None,
     max_position_embeddings: int | None,
 ) -> pa.Table:
-    """Pack the examples of an Arrow table; `indices` are their places in the dataset, for error messages."""
-    told = any(name in table.column_names for name in ("labels", *_MASK_COLUMNS))
+    """Pack the examples of an Arrow table; `indices` are their indices in the dataset, for error messages."""
+    selective = any(name in table.column_names for name in ("labels", *_MASK_COLUMNS))
     lists = {name: _list_column(table, name, indices) for name in _TOKEN_COLUMNS if name in table.column_names}
     lengths = _lengths(lists["input_ids"])
     _check_columns(lists, lengths, indices)
     columns = {name: _values(column) for name, column in lists.items()}
     if "labels" not in columns:
         masks = {name: columns[name] for name in _MASK_COLUMNS if name in columns}
-        _choose_masks(masks, completion_only_loss, f"example {indices[0]}")
+        _drop_unused_masks(masks, completion_only_loss, f"example {indices[0]}")
         if "completion_mask" in masks:
             _check_completions(masks["completion_mask"], lengths, indices)
-        columns["labels"] = _masked(columns["input_ids"].astype(np.int64), masks)
+        columns["labels"] = _masked_labels(columns["input_ids"].astype(np.int64), masks)
     if "attention_mask" in table.column_names:
         _check_unpadded(_list_column(table, "attention_mask", indices), indices)
     longest = int(lengths.argmax())
     starts = np.cumsum(lengths) - lengths
     if lengths[longest] > max_length:
         if split:
-            starts, lengths = _split(starts, lengths, max_length)
+            starts, lengths = _pieces(starts, lengths, max_length)
         elif truncation_mode == "error":
             raise ValueError(_too_long(f"example {indices[longest]}", lengths[longest], max_length, can_split=True))
         else:
             if truncation_mode == "keep_end":
                 starts = starts + np.maximum(lengths - max_length, 0)
             lengths = np.minimum(lengths, max_length)
-    if max_position_embeddings is not None and lengths.max() > max_position_embeddings:
-        raise ValueError(too_deep(f"example {indices[longest]}", lengths.max(), max_position_embeddings))
+    if max_position_embeddings is not None:
+        check_depth(f"example {indices[longest]}", int(lengths.max()), max_position_embeddings)
 
-    if told:
-        wanted = np.cumsum(np.append(0, columns["labels"] != IGNORED))  # before every token
-        learnable = wanted[starts + lengths] > wanted[starts + 1]
+    if selective:
+        labels_before = np.cumsum(np.append(0, columns["labels"] != IGNORED))  # of each token
+        learnable = labels_before[starts + lengths] > labels_before[starts + 1]  # the first token is never a label
         if not learnable.all():
             logger.warning(f"left out {(~learnable).sum()} of {len(lengths)} documents, which have nothing to learn")
             starts, lengths = starts[learnable], lengths[learnable]
@@ -356,16 +361,17 @@ def _pack_table(
     starts, lengths = starts[order], lengths[order]
     ends = np.cumsum(lengths)
     tokens = np.arange(lengths.sum())
-    source = tokens + np.repeat(starts - (ends - lengths), lengths)  # of every token of the output
+    source = tokens + np.repeat(starts - (ends - lengths), lengths)  # index in the table of each packed token
     documents = np.cumsum([0] + [len(row) for row in rows])
-    edges = np.concatenate([[0], ends])[documents]
-    packed = {name: _lists(edges, values[source]) for name, values in columns.items()}
-    packed["position_ids"] = _lists(edges, tokens - np.repeat(ends - lengths, lengths))
-    packed["seq_lengths"] = _lists(documents, lengths)
+    edges = np.concatenate([[0], ends])[documents]  # of the rows, in tokens
+    packed = {name: _list_array(edges, values[source]) for name, values in columns.items()}
+    packed["position_ids"] = _list_array(edges, tokens - np.repeat(ends - lengths, lengths))
+    packed["seq_lengths"] = _list_array(documents, lengths)
     return pa.table(packed)
 
 
 def _list_column(table: pa.Table, name: str, indices: Sequence[int]) -> pa.Array:
+    """Return a column after checking that it holds lists of integers without missing values."""
     column = table.column(name).combine_chunks()
     if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)) or not (
         pa.types.is_integer(column.type.value_type) or pa.types.is_boolean(column.type.value_type)
@@ -378,52 +384,58 @@ def _list_column(table: pa.Table, name: str, indices: Sequence[int]) -> pa.Array
 
 
 def _lengths(column: pa.Array) -> NDArray[np.int64]:
+    """Return the length of each list of a column, int64 [examples]."""
     return column.value_lengths().to_numpy().astype(np.int64)
 
 
 def _values(column: pa.Array) -> NDArray[Any]:
+    """Return the concatenated lists of a column, [tokens]."""
     return column.flatten().to_numpy(zero_copy_only=False)
 
 
 def _check_columns(columns: dict[str, pa.Array], lengths: NDArray[np.int64], indices: Sequence[int]) -> None:
+    """Raise a ValueError if an example is empty, or has a column of another length than its `input_ids`."""
     for name, column in columns.items():
-        other = _lengths(column)
-        if (other != lengths).any():
-            at = int((other != lengths).argmax())
-            raise ValueError(_not_one_to_one(name, f"example {indices[at]}", int(other[at]), int(lengths[at])))
+        entries = _lengths(column)
+        if (entries != lengths).any():
+            at = int((entries != lengths).argmax())
+            raise ValueError(_not_one_to_one(name, f"example {indices[at]}", int(entries[at]), int(lengths[at])))
     if not lengths.all():
         raise ValueError(_empty(f"example {indices[int(lengths.argmin())]}"))
 
 
 def _check_completions(completion_mask: NDArray[Any], lengths: NDArray[np.int64], indices: Sequence[int]) -> None:
-    wanted = np.logical_or.reduceat(completion_mask != 0, np.cumsum(lengths) - lengths)
-    if not wanted.all():
-        raise ValueError(_no_completion(f"example {indices[int(wanted.argmin())]}"))
+    """Raise a ValueError if the completion mask of an example is 0 everywhere."""
+    has_completion = np.logical_or.reduceat(completion_mask != 0, np.cumsum(lengths) - lengths)
+    if not has_completion.all():
+        raise ValueError(_no_completion(f"example {indices[int(has_completion.argmin())]}"))
 
 
 def _check_unpadded(attention_mask: pa.Array, indices: Sequence[int]) -> None:
+    """Raise a ValueError if the attention mask of an example has zeros."""
     hidden = np.flatnonzero(_values(attention_mask) == 0)
     if hidden.size:
         at = int(np.searchsorted(np.cumsum(_lengths(attention_mask)), hidden[0], side="right"))
         raise ValueError(_padded(f"example {indices[at]}"))
 
 
-def _split(
+def _pieces(
     starts: NDArray[np.int64], lengths: NDArray[np.int64], max_length: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Starts and lengths of the pieces of at most `max_length` that documents fall into."""
-    pieces = -(-lengths // max_length)
-    number = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)  # of a piece within its document
-    done = number * max_length
-    return np.repeat(starts, pieces) + done, np.minimum(np.repeat(lengths, pieces) - done, max_length)
+    """Cut documents into pieces of at most `max_length` tokens; return the starts and lengths of the pieces."""
+    pieces = -(-lengths // max_length)  # of each document
+    number = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)  # of a piece in its document
+    offset = number * max_length
+    return np.repeat(starts, pieces) + offset, np.minimum(np.repeat(lengths, pieces) - offset, max_length)
 
 
-def _lists(edges: NDArray[np.int64], values: NDArray[Any]) -> pa.ListArray:
+def _list_array(edges: NDArray[np.int64], values: NDArray[Any]) -> pa.ListArray:
+    """Build an Arrow column of lists: list i holds `values[edges[i]:edges[i + 1]]`."""
     return pa.ListArray.from_arrays(pa.array(edges, type=pa.int32()), pa.array(values))
 
 
-def _choose_masks(masks: dict[str, NDArray[Any]], completion_only_loss: bool | None, name: str) -> None:
-    """Leave those masks that labels are to follow."""
+def _drop_unused_masks(masks: dict[str, NDArray[Any]], completion_only_loss: bool | None, name: str) -> None:
+    """Remove the completion mask if it is to be ignored; raise a ValueError if it is required and absent."""
     if completion_only_loss is False:
         masks.pop("completion_mask", None)
     elif completion_only_loss and "completion_mask" not in masks:
@@ -433,38 +445,39 @@ def _choose_masks(masks: dict[str, NDArray[Any]], completion_only_loss: bool | N
         )
 
 
-def _learnable(labels: NDArray[np.int64]) -> bool:
-    """Whether a document has a label: the first token is none, for nothing predicts it."""
+def _has_labels(labels: NDArray[np.int64]) -> bool:
+    """Return whether a document has a label after its first token, which nothing predicts."""
     return bool((labels[1:] != IGNORED).any())
 
 
-def _masked(input_ids: NDArray[np.int64], masks: Mapping[str, NDArray[Any]]) -> NDArray[np.int64]:
-    """Labels of the tokens that every mask is for."""
-    wanted = np.ones(len(input_ids), dtype=bool)
+def _masked_labels(input_ids: NDArray[np.int64], masks: Mapping[str, NDArray[Any]]) -> NDArray[np.int64]:
+    """Return the token ids that every mask selects, and `IGNORED` elsewhere, int64 [n]."""
+    selected = np.ones(len(input_ids), dtype=bool)
     for mask in masks.values():
-        wanted &= mask != 0
-    return np.where(wanted, input_ids, IGNORED)
+        selected &= mask != 0
+    return np.where(selected, input_ids, IGNORED)
 
 
 def _document_lengths(example: Mapping[str, Any], input_ids: NDArray[np.int64], name: str) -> NDArray[np.int64]:
+    """Return the lengths of the documents of an example from its `seq_lengths` or `position_ids`, int64 [documents]."""
     length = len(input_ids)
     if "seq_lengths" in example:
-        lengths = integers(example["seq_lengths"], f"seq_lengths of {name}")
+        lengths = as_integers(example["seq_lengths"], f"seq_lengths of {name}")
         if int(lengths.sum()) != length or (lengths < 1).any():
             raise ValueError(
                 f"seq_lengths of {name} must be positive and sum to its {length} tokens, got {lengths.tolist()}; a "
                 "packed example must not be truncated later (set max_length=None in the trainer)"
             )
         if "position_ids" in example:
-            positions = _of_length(example, "position_ids", length, name)
+            positions = _token_column(example, "position_ids", length, name)
             if (positions != np.arange(length) - np.repeat(np.cumsum(lengths) - lengths, lengths)).any():
                 raise ValueError(
-                    f"seq_lengths and position_ids of {name} tell of different documents; keep one of them"
+                    f"seq_lengths and position_ids of {name} describe different documents; keep one of them"
                 )
         return lengths
     if "position_ids" not in example:
         return np.array([length])
-    positions = _of_length(example, "position_ids", length, name)
+    positions = _token_column(example, "position_ids", length, name)
     starts = np.flatnonzero(positions == 0)
     lengths = np.diff(starts, append=length)
     if not starts.size or starts[0] or (positions != np.arange(length) - np.repeat(starts, lengths)).any():
@@ -472,16 +485,15 @@ def _document_lengths(example: Mapping[str, Any], input_ids: NDArray[np.int64], 
     return lengths
 
 
-def _of_length(example: Mapping[str, Any], column: str, length: int, name: str) -> NDArray[np.int64]:
-    values = integers(example[column], f"{column} of {name}")
+def _token_column(example: Mapping[str, Any], column: str, length: int, name: str) -> NDArray[np.int64]:
+    """Return a column with one integer per token, int64 [length]."""
+    values = as_integers(example[column], f"{column} of {name}")
     if len(values) != length:
         raise ValueError(_not_one_to_one(column, name, len(values), length))
     return values
 
 
-def _check_truncation_mode(mode: str) -> None:
-    if mode not in TRUNCATION_MODES:
-        raise ValueError(f"truncation_mode must be one of {', '.join(TRUNCATION_MODES)}, got {mode!r}")
+# Error messages that the collator and `pack_dataset` share.
 
 
 def _empty(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Preference optimisation on packed rows: a data collator that lays out every question once."""
+"""Data collator for preference optimization that packs each question once, followed by its answers."""
 
 from __future__ import annotations
 
@@ -12,55 +12,62 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flashmask_hf.collators.forest import Forest, check_row_options, integers, number, pack_forests
-from flashmask_hf.packed_backbone import packed_inputs
+from flashmask_hf.collators.checks import (
+    as_answers,
+    as_integers,
+    as_number,
+    check_row_options,
+    check_token_count,
+    check_truncation_mode,
+    example_names,
+)
+from flashmask_hf.collators.forest import Forest, pack_forests, packed_inputs
 
 __all__ = ["DataCollatorForSharedQuestion"]
 
 logger = logging.getLogger(__name__)
 
-TRUNCATION_MODES = ("error", "keep_start", "keep_end")
-
 
 @dataclass
 class DataCollatorForSharedQuestion:
-    """Data collator for preferences that puts each question into a packed row once, with its answers behind it.
+    """Data collator for preferences that packs each question once, followed by its answers.
 
     An example is a dictionary with `prompt_ids` and either `chosen_ids` and `rejected_ids`, as `trl.DPOTrainer`
     prepares them, or `answers_ids`, a list of two or more answers, best first. `ref_chosen_logps` and
     `ref_rejected_logps` are passed on. Other keys are ignored.
 
-    The batch holds what TRL's `DataCollatorForPreference` makes, one sequence per answer, and beside it the packed rows
-    that the model computes and where in them each token of the sequences stands. `flashmask_hf.packed_backbone` brings
-    the two together: the first token of every answer is predicted from the question's last token.
+    The batch has two parts: the keys of TRL's `DataCollatorForPreference`, with one sequence per answer, and the packed
+    rows that the backbone runs, with an index that maps each token of the sequences to its place in the rows.
+    `flashmask_hf.backend.packed_rows` hooks the backbone to run the rows and to return hidden states of the sequences.
+    The first token of every answer is predicted from the question's last token.
 
     Args:
-        pad_token_id: token id of the padding. Nothing sees padding, so any id of the vocabulary serves.
-        max_length: longest question with one answer, in tokens; None is no limit.
-        truncation_mode: what to do with an example of which one answer brings the question over `max_length`. "error"
-            raises. "keep_start" cuts the end of every answer that does, as TRL; it says so once in the log. "keep_end"
-            cuts the start of the question, by the same amount for all its answers (TRL, which has a question per
-            answer, cuts each by its own).
-        row_length: None puts the batch into one row, without padding. A number makes rows of exactly that many tokens,
-            filled best-fit-decreasing and padded at the end. A question and its answers stay together.
-        pad_to_multiple_of: pad the single row to a multiple of this. Rows of `row_length` must be one already.
-        max_position_embeddings: the model's number of positions; a longer question with an answer raises. None does
-            not check.
+        pad_token_id: token id of the padding. Nothing attends to padding, so any id of the vocabulary works.
+        max_length: maximum number of tokens of a question with one answer; None is no limit.
+        truncation_mode: what to do with an example whose question and longest answer exceed `max_length`. "error"
+            raises. "keep_start" cuts the end of every answer that is too long, as TRL does, and warns once. "keep_end"
+            cuts the start of the question, by the same amount for all of its answers (TRL has one copy of the question
+            per answer and cuts each copy by its own amount).
+        row_length: None packs the batch into one row, without padding. A number makes rows of exactly that many tokens,
+            filled best-fit-decreasing and padded at the end. A question and its answers stay in one row.
+        pad_to_multiple_of: pad the single row to a multiple of this. `row_length` must already be a multiple of it.
+        max_position_embeddings: the model's number of positions; a longer question with an answer raises. None skips
+            the check.
 
     Returns:
         dict[str, Tensor]: N sequences, the first answers of all examples, then the second ones, and so on:
 
         * `input_ids`, `attention_mask` and `completion_mask`, int64 [N, L];
         * `packed_input_ids` and `packed_position_ids`, int64 [R, S]; `startend_row_indices`, int32 [R, 1, S, 1];
-        * `packed_index`, int64 [N, L]: the place in the flattened rows of each token (any place for padding);
-        * `question_index`, int64 [N], the example of each sequence, if an example has more than two answers;
+        * `packed_index`, int64 [N, L]: the index of each token in the flattened rows (arbitrary for padding);
+        * `question_index`, int64 [N]: the example of each sequence, if an example has more than two answers;
         * `ref_chosen_logps` and `ref_rejected_logps`, float32 [examples], if the examples have them.
 
     Raises:
-        ValueError: an argument is out of range; or an example lacks a column (None is none) that it or others of the
-            batch need, has an empty question or answer, less than two answers, or is too long. The message names the
-            example's index in the batch and the way out.
-        TypeError: a column does not hold integers, or not a number for the reference.
+        ValueError: an argument is out of range; or an example lacks a column (a column that is None counts as absent),
+            has an empty question or answer, fewer than two answers, or is too long. The message names the example's
+            index in the batch and the way out.
+        TypeError: a column does not hold integers, or a reference log-probability is not a number.
 
     Example:
         >>> from flashmask_hf.collators import DataCollatorForSharedQuestion
@@ -88,24 +95,18 @@ class DataCollatorForSharedQuestion:
     row_length: int | None = None
     pad_to_multiple_of: int | None = None
     max_position_embeddings: int | None = None
-    _told: bool = field(default=False, init=False, repr=False, compare=False)
+    _warned: bool = field(default=False, init=False, repr=False, compare=False)
 
     def __post_init__(self):
-        if self.truncation_mode not in TRUNCATION_MODES:
-            raise ValueError(
-                f"truncation_mode must be one of {', '.join(TRUNCATION_MODES)}, got {self.truncation_mode!r}"
-            )
-        if self.max_length is not None and (not isinstance(self.max_length, int) or self.max_length < 1):
-            raise ValueError(f"max_length must be a number of tokens, at least 1, or None, got {self.max_length!r}")
+        check_truncation_mode(self.truncation_mode)
+        check_token_count("max_length", self.max_length)
         check_row_options(
             self.pad_token_id, self.row_length, self.pad_to_multiple_of, self.max_position_embeddings, "row_length"
         )
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """Collate one batch; see the class."""
-        if not examples:
-            raise ValueError("examples is empty: a batch needs at least one example")
-        names = [f"example {index}" for index in range(len(examples))]
+        names = example_names(examples)
         read = [self._read(example, name) for example, name in zip(examples, names, strict=True)]
         rows = pack_forests(
             [Forest.shared_question(question, answers) for question, answers in read],
@@ -124,7 +125,7 @@ class DataCollatorForSharedQuestion:
         input_ids = np.full(shape, self.pad_token_id, dtype=np.int64)
         attention_mask = np.zeros(shape, dtype=np.int64)
         completion_mask = np.zeros(shape, dtype=np.int64)
-        packed_index = np.arange(input_ids.size).reshape(shape) % rows.input_ids.size
+        packed_index = np.arange(input_ids.size).reshape(shape) % rows.input_ids.size  # padding: see `packed_inputs`
         for at, (index, nth) in enumerate(sequences):
             forest = rows.forests[index]
             path = forest.path(1 + nth)
@@ -149,11 +150,11 @@ class DataCollatorForSharedQuestion:
                 )
             if all(has_it):
                 given = zip(examples, names, strict=True)
-                batch[column] = torch.tensor([number(e[column], f"{column} of {name}") for e, name in given])
+                batch[column] = torch.tensor([as_number(e[column], f"{column} of {name}") for e, name in given])
         return batch
 
     def _read(self, example: Mapping[str, Any], name: str) -> tuple[NDArray[np.int64], list[NDArray[np.int64]]]:
-        """Question and answers of an example, truncated."""
+        """Read an example: return the question, int64 [Q], and its answers, int64 [A] each, truncated."""
         has = [column for column in example if example[column] is not None]
         columns = ["answers_ids"] if "answers_ids" in has else ["chosen_ids", "rejected_ids"]
         if "answers_ids" in has and "chosen_ids" in has:
@@ -165,24 +166,19 @@ class DataCollatorForSharedQuestion:
                 "which SharedQuestionDPOTrainer makes of text, or with answers_ids. "
                 f"It has: {', '.join(map(str, has)) or 'nothing'}"
             )
-        question = integers(example["prompt_ids"], f"prompt_ids of {name}")
-        given = example["answers_ids"] if "answers_ids" in has else [example[column] for column in columns]
-        answers = [integers(answer, f"answer {nth} of {name}") for nth, answer in enumerate(given)]
+        question = as_integers(example["prompt_ids"], f"prompt_ids of {name}")
         if not question.size:
             raise ValueError(
                 f"{name} has an empty question: nothing would predict the first token of its answers; give it at least "
                 "one token, for example the tokenizer's bos_token"
             )
-        if len(answers) < 2:
-            raise ValueError(f"{name} has {len(answers)} answers, but a preference needs two or more; remove it")
-        for nth, answer in enumerate(answers):
-            if not answer.size:
-                raise ValueError(f"{name} has an empty answer, number {nth}; remove the example, or that answer")
-        return self._truncate(question, answers, name)
+        given = example["answers_ids"] if "answers_ids" in has else [example[column] for column in columns]
+        return self._truncate(question, as_answers(given, name), name)
 
     def _truncate(
         self, question: NDArray[np.int64], answers: list[NDArray[np.int64]], name: str
     ) -> tuple[NDArray[np.int64], list[NDArray[np.int64]]]:
+        """Cut a question and its answers to `max_length` as `truncation_mode` says."""
         longest = len(question) + max(map(len, answers))
         if self.max_length is None or longest <= self.max_length:
             return question, answers
@@ -200,18 +196,18 @@ class DataCollatorForSharedQuestion:
                     "truncation_mode='keep_end'"
                 )
             cut = sum(len(answer) > room for answer in answers)
-            if not self._told:
-                self._told = True
+            if not self._warned:
+                self._warned = True
                 logger.warning(
                     "%s of a batch has %d tokens with its longest answer: truncation_mode='keep_start' cuts %d of its "
-                    "%d answers to max_length %d. Said once; other examples are cut alike.",
+                    "%d answers to max_length %d. Other examples are cut without another warning.",
                     name, longest, cut, len(answers), self.max_length,
                 )  # fmt: skip
             return question, [answer[:room] for answer in answers]
-        left_out = longest - self.max_length
-        if left_out >= len(question):
+        excess = longest - self.max_length
+        if excess >= len(question):
             raise ValueError(
                 f"the longest answer of {name} fills max_length {self.max_length}: nothing of its question would be "
                 "left; raise max_length, remove it, or choose truncation_mode='keep_start'"
             )
-        return question[left_out:], answers
+        return question[excess:], answers

@@ -1,4 +1,4 @@
-"""Reward modelling on packed rows: a data collator that lays out every question once, with all its answers."""
+"""Data collator for reward models that packs each question once, followed by two or more answers."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flashmask_hf.collators.forest import Forest, PackedRows, check_row_options, integers, number, pack_forests
-from flashmask_hf.packed_backbone import packed_inputs
+from flashmask_hf.collators.checks import as_answers, as_integers, as_number, check_row_options, example_names
+from flashmask_hf.collators.forest import Forest, PackedRows, pack_forests, packed_inputs
 
 __all__ = ["Comparison", "DataCollatorForMultiAnswerReward", "answer_scores", "shared_prefix"]
 
 PADDING = -100.0
-"""The score of an answer that a question lacks: what Trainer pads labels and predictions with."""
+"""Score of the answers that pad a question to the most answers of the batch; Trainer pads labels with the same."""
 
 
 class Comparison(NamedTuple):
-    """An example after reading, see `DataCollatorForMultiAnswerReward.read`."""
+    """A question with N compared answers, as `DataCollatorForMultiAnswerReward.read` returns it."""
 
     question: NDArray[np.int64]  # [Q], may be empty
-    answers: list[NDArray[np.int64]]  # N arrays of [A]
+    answers: list[NDArray[np.int64]]  # N arrays [A]
     scores: NDArray[np.float32]  # [N]
     margins: NDArray[np.float32] | None  # [N]
 
     def forest(self) -> Forest:
-        """The question with its answers behind it, or of an empty one, the answers alone."""
+        """Build the tree of the question and its answers, or one tree per answer if the question is empty."""
         if self.question.size:
             return Forest.shared_question(self.question, self.answers)
         lengths = np.array([len(answer) for answer in self.answers])
@@ -40,42 +40,42 @@ class Comparison(NamedTuple):
 
 @dataclass
 class DataCollatorForMultiAnswerReward:
-    """Data collator for reward models that puts each question into a packed row once, with its answers behind it.
+    """Data collator for reward models that packs each question once, followed by its answers.
 
     An example is a dictionary with either `prompt_ids` and `answers_ids`, the tokens of two or more answers, or
-    `chosen_ids` and `rejected_ids`, whole sequences as `trl.RewardTrainer` prepares them, whose longest common
-    beginning is the question. A question may be empty; then its answers share nothing. `scores`, one number per answer
-    of `answers_ids`, say which is better; without them, the answers are ranked, best first. Questions of a batch may
-    differ in the number of answers.
+    `chosen_ids` and `rejected_ids`, whole sequences as `trl.RewardTrainer` prepares them; their longest common prefix
+    is the question. The question may be empty; then its answers share nothing. `scores` has one number per answer of
+    `answers_ids`, higher is better. Without `scores`, the answers are ranked, best first. Questions of a batch may
+    differ in their number of answers.
 
-    `margin`, one number, is what the better of two answers must be ahead by, as in TRL. For more answers there is
-    `score_margin`: the margin of each pair in proportion to the difference of its scores (Llama 2,
+    `margin` is one number, by which the reward of the better of two answers must exceed the other, as in TRL. With more
+    answers, `score_margin` makes the margin of each pair proportional to the difference of its scores (Llama 2,
     https://huggingface.co/papers/2307.09288, section 3.2.2, equation 2). Other keys are ignored.
 
     Args:
-        pad_token_id: token id of the padding. Nothing sees padding, so any id of the vocabulary serves.
-        row_length: None puts the batch into one row, without padding. A number makes rows of exactly that many tokens,
-            filled best-fit-decreasing and padded at the end. A question and its answers stay together.
-        pad_to_multiple_of: pad the single row to a multiple of this. Rows of `row_length` must be one already.
-        max_position_embeddings: the model's number of positions; a longer question with an answer raises. None does
-            not check.
-        score_margin: coefficient of the scores in the margins, 0 for none. An example then needs `scores`, or has a
-            `margin`, which is taken as it is.
+        pad_token_id: token id of the padding. Nothing attends to padding, so any id of the vocabulary works.
+        row_length: None packs the batch into one row, without padding. A number makes rows of exactly that many tokens,
+            filled best-fit-decreasing and padded at the end. A question and its answers stay in one row.
+        pad_to_multiple_of: pad the single row to a multiple of this. `row_length` must already be a multiple of it.
+        max_position_embeddings: the model's number of positions; a longer question with an answer raises. None skips
+            the check.
+        score_margin: coefficient of the scores in the margins, 0 for no margins. With it, an example needs `scores`, or
+            a `margin`, which is used unchanged.
 
     Returns:
-        dict[str, Tensor]: for B examples with at most N answers, those with less padded:
+        dict[str, Tensor]: for B examples with at most N answers each, padded to N:
 
         * `answer_counts`, int64 [B];
-        * `token_counts`, int64 [B, 2]: tokens in the row, and what they would be with a question per answer;
-        * `scores`, float32 [B, N], the number of worse places for ranked answers, -100 for padding;
+        * `token_counts`, int64 [B, 2]: number of tokens in the row, and with the question repeated per answer;
+        * `scores`, float32 [B, N]: for ranked answers, the number of answers ranked worse; -100 for padding;
         * `margins`, float32 [B, N], if any: the margin of a pair is the difference of its answers' entries;
         * `input_ids`, int64 [B * N, 1]: the last token of each answer (padding repeats the last answer);
         * `packed_input_ids` and `packed_position_ids`, int64 [R, S]; `startend_row_indices`, int32 [R, 1, S, 1];
-        * `packed_index`, int64 [B * N, 1]: the place in the flattened rows of each last token.
+        * `packed_index`, int64 [B * N, 1]: the index in the flattened rows of each last token.
 
     Raises:
-        ValueError: an argument is out of range; or an example lacks a column, has less than two answers, an empty one,
-            scores that do not fit or prefer none, a margin that does not fit, or is too long. The message names the
+        ValueError: an argument is out of range; or an example lacks a column, has fewer than two answers, an empty
+            answer, scores that are invalid or all equal, an invalid margin, or is too long. The message names the
             example's index in the batch and the way out.
         TypeError: a column does not hold numbers.
 
@@ -123,9 +123,7 @@ class DataCollatorForMultiAnswerReward:
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """Collate one batch; see the class."""
-        if not examples:
-            raise ValueError("examples is empty: a batch needs at least one example")
-        names = [f"example {index}" for index in range(len(examples))]
+        names = example_names(examples)
         read = [self.read(example, name) for example, name in zip(examples, names, strict=True)]
         rows = self._pack(read, names)
         counts = [len(example.answers) for example in read]
@@ -142,7 +140,7 @@ class DataCollatorForMultiAnswerReward:
                 margins[at, :count] = example.margins
             last_tokens = rows.starts[at] + np.cumsum(forest.lengths)[-count:] - 1
             index[at] = np.pad(last_tokens, (0, shape[1] - count), mode="edge")
-        batch = {  # answer_counts first: Trainer takes the batch size from it, and so weighs questions alike
+        batch = {  # answer_counts first: Trainer reads the batch size from it, so that questions weigh alike
             "answer_counts": torch.tensor(counts),
             "token_counts": torch.from_numpy(token_counts),
             "scores": torch.from_numpy(scores),
@@ -162,10 +160,11 @@ class DataCollatorForMultiAnswerReward:
         }
 
     def check(self, example: Mapping[str, Any], name: str) -> None:
-        """Raise what collating a batch with this example would, calling it `name`."""
+        """Raise the error that collating this example would raise; its message calls the example `name`."""
         self._pack([self.read(example, name)], [name])
 
     def _pack(self, read: Sequence[Comparison], names: Sequence[str]) -> PackedRows:
+        """Pack examples into rows."""
         return pack_forests(
             [example.forest() for example in read],
             self.row_length,
@@ -176,7 +175,7 @@ class DataCollatorForMultiAnswerReward:
         )
 
     def read(self, example: Mapping[str, Any], name: str) -> Comparison:
-        """Question, answers and scores of an example in any of the forms, calling it `name` in errors."""
+        """Return question, answers, scores and margins of an example in any format; error messages call it `name`."""
         has = {column for column in example if example[column] is not None}
         if not ({"prompt_ids", "answers_ids"} <= has or {"chosen_ids", "rejected_ids"} <= has):
             raise ValueError(
@@ -190,17 +189,12 @@ class DataCollatorForMultiAnswerReward:
                 "Keep prompt_ids and answers_ids, or chosen_ids and rejected_ids of whole sequences"
             )
         given = [example["chosen_ids"], example["rejected_ids"]] if whole else example["answers_ids"]
-        answers = [integers(answer, f"answer {nth} of {name}") for nth, answer in enumerate(given)]
-        if len(answers) < 2:
-            raise ValueError(f"{name} has {len(answers)} answers, but a preference needs two or more; remove it")
-        for nth, answer in enumerate(answers):
-            if not answer.size:
-                raise ValueError(f"answer {nth} of {name} is empty; remove the answer, or the example")
+        answers = as_answers(given, name)
         if whole:
             shared = shared_prefix(answers)
             question, answers = answers[0][:shared], [answer[shared:] for answer in answers]
         else:
-            question = integers(example["prompt_ids"], f"prompt_ids of {name}")
+            question = as_integers(example["prompt_ids"], f"prompt_ids of {name}")
         scored = None if whole else example.get("scores")
         scores = answer_scores(scored, len(answers), name)
         return Comparison(question, answers, scores, self._margins(example, scores, scored is not None, name))
@@ -208,6 +202,7 @@ class DataCollatorForMultiAnswerReward:
     def _margins(
         self, example: Mapping[str, Any], scores: NDArray[np.float32], scored: bool, name: str
     ) -> NDArray[np.float32] | None:
+        """Return the margins of an example's answers, float32 [N], or None if it has none."""
         margin = example.get("margin")
         if margin is None and not self.score_margin:
             return None
@@ -218,7 +213,7 @@ class DataCollatorForMultiAnswerReward:
                     "(score_chosen and score_rejected beside chosen and rejected), or set score_margin=0"
                 )
             return np.float32(self.score_margin) * scores
-        margin = number(margin, f"margin of {name}")
+        margin = as_number(margin, f"margin of {name}")
         if not np.isfinite(margin):
             raise ValueError(f"margin of {name} is {margin}; it must be finite, or remove the example")
         if len(scores) != 2:
@@ -234,21 +229,22 @@ class DataCollatorForMultiAnswerReward:
 
 
 def answer_scores(scores: Any, count: int, name: str) -> NDArray[np.float32]:
-    """The scores of an example's answers, float32 [count].
+    """Return the scores of an example's answers, float32 [count].
 
     Args:
-        scores: a sequence of numbers, higher is better; None means ranked, best first, and gives count - 1, ..., 0.
+        scores: a sequence of numbers, higher is better; None stands for ranked answers, best first, and returns
+            count - 1, ..., 0.
         count: number of answers.
-        name: what errors call the example.
+        name: the example's name in error messages.
 
     Raises:
         TypeError: `scores` are not numbers.
-        ValueError: their number is another, one is not finite, or all are the same.
+        ValueError: there are not `count` scores, one is not finite, or all are equal.
     """
     if scores is None:
         return np.arange(count, dtype=np.float32)[::-1]
     try:
-        with np.errstate(over="ignore"):  # infinite is refused below
+        with np.errstate(over="ignore"):  # the check for finite values below refuses an overflow
             values = np.asarray(scores, dtype=np.float32)
     except (TypeError, ValueError):
         raise TypeError(f"scores of {name} must be a sequence of numbers, got {scores!r}") from None
@@ -265,7 +261,7 @@ def answer_scores(scores: Any, count: int, name: str) -> NDArray[np.float32]:
 
 
 def shared_prefix(sequences: Sequence[NDArray[np.int64]]) -> int:
-    """How many tokens all sequences begin with, leaving each at least one.
+    """Return the length of the longest common prefix that leaves each sequence at least one token.
 
     Example:
         >>> shared_prefix([np.array([1, 2, 3]), np.array([1, 2, 4, 5])]), shared_prefix([np.array([1, 2])] * 2)

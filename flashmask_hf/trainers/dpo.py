@@ -1,4 +1,4 @@
-"""TRL's DPO trainer on packed rows in which every question is computed once."""
+"""TRL's DPO trainer on packed rows that hold each question once, for both of its answers."""
 
 from __future__ import annotations
 
@@ -17,10 +17,17 @@ from trl.trainer.dpo_config import DPOConfig
 from trl.trainer.dpo_trainer import DPOTrainer
 from trl.trainer.utils import global_then_local_main_first
 
+from flashmask_hf.backend.packed_rows import check_compiled, run_packed
 from flashmask_hf.collators.preference import DataCollatorForSharedQuestion
-from flashmask_hf.packed_backbone import check_compiled, run_packed
+from flashmask_hf.names import FLASHMASK, VECTORS
+from flashmask_hf.trainers.common import (
+    default_output_dir,
+    log_sparsity,
+    map_style_datasets,
+    prepare_arguments,
+    with_position_limit,
+)
 from flashmask_hf.trainers.formats import preference_columns
-from flashmask_hf.trainers.sharing import limit_positions, log_sparsity, named_datasets, output_dir, prepare
 
 __all__ = ["SharedQuestionDPOConfig", "SharedQuestionDPOTrainer"]
 
@@ -29,18 +36,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class SharedQuestionDPOConfig(DPOConfig):
-    """Arguments of `SharedQuestionDPOTrainer`: those of `trl.DPOConfig`, and these.
+    """Arguments of `SharedQuestionDPOTrainer`: those of `trl.DPOConfig`, and the following.
 
     Args:
-        truncation_mode: TRL's "keep_start" and "keep_end", or "error": an example over `max_length` raises.
-        row_length: None puts each batch into one packed row. A number makes rows of that many tokens.
+        truncation_mode: TRL's "keep_start" and "keep_end", or "error", which raises for an example over `max_length`.
+        row_length: None packs each batch into one row. A number makes rows of that many tokens.
     """
 
     truncation_mode: str = field(
         default="keep_start",
         metadata={
-            "help": "What to do with a question and answer of more than `max_length` tokens: 'keep_start' cuts the "
-            "answer's end, 'keep_end' the question's start, 'error' raises.",
+            "help": "What to do if a question and an answer have more than `max_length` tokens: 'keep_start' cuts the "
+            "end of the answer, 'keep_end' cuts the start of the question, 'error' raises.",
             "choices": ["keep_start", "keep_end", "error"],
         },
     )
@@ -48,46 +55,56 @@ class SharedQuestionDPOConfig(DPOConfig):
         default=None,
         metadata={
             "help": "Number of tokens of a packed row. If `None`, a batch is one row. A question and its answers stay "
-            "in one row."
+            "in the same row."
         },
     )
 
 
 class SharedQuestionDPOTrainer(DPOTrainer):
-    """`trl.DPOTrainer` that computes each question once, for both of its answers, in policy and reference alike.
+    """`trl.DPOTrainer` that computes each question once, for both of its answers, in policy and reference.
 
-    Arguments, losses, metrics and options are TRL's, and so are the results, up to the rounding of sums in another
-    order: the backbone runs a packed row, and its hidden states go to TRL's head and losses in TRL's own layout. Logs
-    add `shared_tokens_saved`, the share of tokens that sharing saved, and `mask_sparsity`, the share of tiles of the
-    score matrix that are skipped.
+    The backbone runs packed rows. Its hidden states are gathered into TRL's layout of one sequence per answer, which
+    TRL's head, losses and metrics read. Arguments and results are TRL's; results differ only by the rounding of sums in
+    another order. Logs add `shared_tokens_saved`, the fraction of tokens saved by sharing, and `mask_sparsity`, the
+    fraction of tiles of the score matrix that are skipped.
 
-    The data may be in any of TRL's preference formats, in that of `HuggingFaceH4/ultrafeedback_binarized` (see
-    `preference_columns`), or tokenized (`prompt_ids`, `chosen_ids`, `rejected_ids`). Where it differs from TRL:
+    The data may be in any of TRL's preference formats, in the format of `HuggingFaceH4/ultrafeedback_binarized` (see
+    `preference_columns`), or tokenized (`prompt_ids`, `chosen_ids`, `rejected_ids`). Differences from TRL:
 
-    - The model's attention is "flashmask": set if the model is given by name, checked if not.
+    - The model's attention is "flashmask". A model loaded by name gets it; another attention raises.
     - An empty question or answer, a missing column, and a question and answer that exceed the model's positions raise
       before the first step.
-    - `truncation_mode="keep_end"` cuts a question alike for both answers; "error" raises for what is too long. How many
-      examples "keep_start" cuts is logged.
-    - `pad_to_multiple_of` is that of the packed row.
+    - `truncation_mode="keep_end"` cuts a question by the same amount for both answers; "error" raises for an example
+      that is too long. The log says how many examples are cut.
+    - `pad_to_multiple_of` applies to the packed row.
     - NEFTune, dispatched batches, prompt learning, activated LoRA, and FSDP2's RAM-efficient loading of a reference
       model raise.
 
     Args:
         model: as in `trl.DPOTrainer`.
-        ref_model: as there.
-        args: a `SharedQuestionDPOConfig`, or a `trl.DPOConfig`, which leaves the rest at its defaults.
-        data_collator: None, or a `DataCollatorForSharedQuestion`, which then decides on lengths, as in TRL.
-        train_dataset: as there.
-        eval_dataset: as there.
-        processing_class: as there; a tokenizer.
-        peft_config: as there.
+        ref_model: as in `trl.DPOTrainer`.
+        args: a `SharedQuestionDPOConfig`, or a `trl.DPOConfig`, with defaults for the options that it lacks.
+        data_collator: None, or a `DataCollatorForSharedQuestion`, whose limits of lengths replace those of `args`.
+        train_dataset: as in `trl.DPOTrainer`.
+        eval_dataset: as in `trl.DPOTrainer`.
+        processing_class: a tokenizer, as in `trl.DPOTrainer`.
+        peft_config: as in `trl.DPOTrainer`, without prompt learning and activated LoRA.
         kwargs: the other arguments of `trl.DPOTrainer`.
 
     Raises:
-        TypeError: `data_collator` is of another kind.
-        ValueError: the model's attention is not "flashmask", or does not take packed rows; an option is one of those
-            above; the data has images; or an example does not serve (the message names its index and the way out).
+        TypeError: `data_collator` is not a `DataCollatorForSharedQuestion`.
+        ValueError: the model's attention is not "flashmask", or the model cannot take packed rows; an option is one of
+            those above; the data has images; or an example is invalid (the message names its index and the way out).
+
+    Example:
+        ```python
+        from datasets import load_dataset
+        from flashmask_hf.trainers import SharedQuestionDPOConfig, SharedQuestionDPOTrainer
+
+        args = SharedQuestionDPOConfig(max_length=2048)
+        dataset = load_dataset("HuggingFaceH4/ultrafeedback_binarized", split="train_prefs")
+        SharedQuestionDPOTrainer("Qwen/Qwen3-0.6B", args=args, train_dataset=dataset).train()
+        ```
     """
 
     _name = "Shared-question DPO"
@@ -106,10 +123,10 @@ class SharedQuestionDPOTrainer(DPOTrainer):
         **kwargs: Any,
     ):
         if args is None:
-            args = SharedQuestionDPOConfig(output_dir(model, "DPO"))
-        prepare(model, args, peft_config)
+            args = SharedQuestionDPOConfig(default_output_dir(model, "DPO"))
+        prepare_arguments(model, args, peft_config)
         if data_collator is None:
-            settings: Any = args  # TRL has made a number of pad_to_multiple_of, or None
+            settings: Any = args  # TRL has resolved pad_to_multiple_of="auto" to a number or None
             data_collator = DataCollatorForSharedQuestion(
                 max_length=args.max_length,
                 truncation_mode=args.truncation_mode,
@@ -123,8 +140,8 @@ class SharedQuestionDPOTrainer(DPOTrainer):
             )
         if {"image", "images"} & set(next(iter(train_dataset or ()), ())):
             raise ValueError("rows with images cannot share a question yet; use trl.DPOTrainer, or remove the column")
-        self._sharing = False
-        self._makes_reference = ref_model is None
+        self._hooked = False
+        self._creates_reference = ref_model is None
         super().__init__(
             model=model,
             ref_model=ref_model,
@@ -136,29 +153,32 @@ class SharedQuestionDPOTrainer(DPOTrainer):
             peft_config=peft_config,
             **kwargs,
         )
-        self._share_questions()
+        self._hook_models()
 
-    def _share_questions(self) -> None:
-        """Once the models are there: hook them, and check what only they tell."""
-        if self._sharing:
+    def _hook_models(self) -> None:
+        """Make policy and reference run packed rows, and check the datasets against the policy's positions.
+
+        TRL may need the models within its `__init__`, so this runs at their first use. Later calls do nothing.
+        """
+        if self._hooked:
             return
-        self._sharing = True
+        self._hooked = True
         if self.ref_model is not None and self.is_fsdp_enabled:
             _refuse_empty_reference(self.accelerator.state.fsdp_plugin)
         run_packed(self.accelerator.unwrap_model(self.model))
         if self.ref_model is not None:
             reference: Any = self.accelerator.unwrap_model(self.ref_model)
-            if self._makes_reference:  # until TRL 1.15 without the policy's attention
-                reference.set_attn_implementation("flashmask")
+            if self._creates_reference:  # TRL before 1.15 loads it without the policy's attention
+                reference.set_attn_implementation(FLASHMASK)
             run_packed(reference)
-        self.data_collator = limit_positions(self.data_collator, self.model)
-        for name, dataset in named_datasets(self):
+        self.data_collator = with_position_limit(self.data_collator, self.model)
+        for name, dataset in map_style_datasets(self):
             self._check_lengths(dataset, name)
 
     def _check_lengths(self, dataset: Any, name: str) -> None:
-        """Raise for examples that the collator or the model would refuse, and log how many will be cut."""
+        """Raise a ValueError for an example that the collator would refuse, and log how many it will cut."""
         if not isinstance(dataset, Dataset):
-            return  # a stream's are seen as they come
+            return  # the collator checks the examples of a stream batch by batch
         collator: Any = self.data_collator
         question, chosen, rejected = _column_lengths(dataset, ("prompt_ids", "chosen_ids", "rejected_ids"))
         limit, mode, row = collator.max_length, collator.truncation_mode, collator.row_length
@@ -203,7 +223,7 @@ class SharedQuestionDPOTrainer(DPOTrainer):
         if first is None:
             raise ValueError(f"the {dataset_name} dataset is empty")
         if {"prompt_ids", "chosen_ids", "rejected_ids"} <= set(first):
-            if self._sharing:  # given to `evaluate`
+            if self._hooked:  # a dataset passed to `evaluate`
                 self._check_lengths(dataset, dataset_name)
             return dataset
         options: dict[str, Any] = {"with_indices": True}
@@ -222,13 +242,13 @@ class SharedQuestionDPOTrainer(DPOTrainer):
                 raise ValueError(
                     f"every question of the {dataset_name} dataset fills max_length {args.max_length}; raise it"
                 )
-        if self._sharing:
+        if self._hooked:
             self._check_lengths(prepared, dataset_name)
         return prepared
 
     def _precompute_ref_logps(self, dataset: Dataset, name: str, batch_size: int) -> Dataset:
-        self._share_questions()  # TRL comes here from its own __init__
-        if isinstance(dataset, Dataset):  # whose fingerprint names TRL's cache file; these options change the values
+        self._hook_models()  # TRL's __init__ calls this method
+        if isinstance(dataset, Dataset):  # its fingerprint names TRL's cache file, and these options change the values
             collator: Any = self.data_collator
             options = (collator.max_length, collator.truncation_mode, self.ld_alpha)
             dataset = copy.copy(dataset)
@@ -236,28 +256,29 @@ class SharedQuestionDPOTrainer(DPOTrainer):
         return super()._precompute_ref_logps(dataset, name, batch_size)
 
     def compute_ref_log_probs(self, model: Any, inputs: dict[str, Any]) -> Any:
-        """TRL's log-probabilities of the reference, of one batch."""
-        check_compiled(model, inputs["startend_row_indices"].device)
+        """Compute the reference's log-probabilities of one batch."""
+        check_compiled(model, inputs[VECTORS].device)
         return super().compute_ref_log_probs(model, inputs)
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool) -> Any:
         for part in (model, self.ref_model):
             if part is not None:
-                check_compiled(part, inputs["startend_row_indices"].device)
+                check_compiled(part, inputs[VECTORS].device)
         self._log_sharing(inputs, "train" if model.training else "eval")
         return super()._compute_loss(model, inputs, return_outputs)
 
     def _log_sharing(self, inputs: dict[str, Any], mode: str) -> None:
-        indices = inputs["startend_row_indices"]
+        """Add `shared_tokens_saved`, over all processes, and `mask_sparsity` to the metrics."""
+        indices = inputs[VECTORS]
         counts: Any = torch.stack([(indices > 0).sum(), inputs["attention_mask"].sum()])  # padding has 0 in both
         sums: Any = self.accelerator.reduce(counts)
-        tokens, unshared = sums.tolist()
-        self._metrics[mode]["shared_tokens_saved"].append(1 - tokens / unshared)
+        packed_tokens, sequence_tokens = sums.tolist()
+        self._metrics[mode]["shared_tokens_saved"].append(1 - packed_tokens / sequence_tokens)
         log_sparsity(self, mode, indices)
 
 
 def _refuse_empty_reference(plugin: Any) -> None:
-    """Raise where TRL 1.16 would leave the reference model's weights unread on every process but the first."""
+    """Raise a ValueError if TRL 1.16 would leave the reference model empty on every process but the first."""
     if plugin.fsdp_version == 2 and plugin.cpu_ram_efficient_loading:
         raise ValueError(
             "fsdp_cpu_ram_efficient_loading leaves a reference model empty on all processes but the first: TRL shards "
@@ -267,7 +288,7 @@ def _refuse_empty_reference(plugin: Any) -> None:
 
 
 def _column_lengths(dataset: Dataset, columns: tuple[str, ...]) -> list[NDArray[np.int64]]:
-    """Lengths of the lists in some columns, int64 [rows] each, -1 for none, read batch by batch."""
+    """Return the lengths of the lists in some columns, int64 [rows] each; a missing list has -1."""
     tables: Any = dataset.select_columns(list(columns)).with_format("arrow").iter(batch_size=10_000)
     parts = [
         [table[column].combine_chunks().value_lengths().fill_null(-1).to_numpy() for column in columns]

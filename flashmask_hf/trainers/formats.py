@@ -1,4 +1,4 @@
-"""The formats that datasets of preferences and rankings come in."""
+"""Readers of the formats in which datasets hold preferences and rankings."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ __all__ = ["answer_sequences", "preference_columns"]
 
 
 def preference_columns(example: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """The columns `prompt`, `chosen` and `rejected` of a row in any of TRL's preference formats, and a mix of them.
+    """Return the columns `prompt`, `chosen` and `rejected` of a row in any of TRL's preference formats, or mixed.
 
-    TRL's formats are standard (strings) and conversational (lists of messages), each with the prompt as a column or as
-    the common beginning of both answers (https://huggingface.co/docs/trl/dataset_formats#preference). The mix, of
-    `HuggingFaceH4/ultrafeedback_binarized` and others, has the prompt as a string and answers as conversations, which
-    may begin with the prompt.
+    TRL's formats are standard (strings) and conversational (lists of messages). In each, the prompt is a column, or the
+    common prefix of both answers (https://huggingface.co/docs/trl/dataset_formats#preference). Mixed rows, as in
+    `HuggingFaceH4/ultrafeedback_binarized`, have a string as prompt and conversations as answers, with or without the
+    prompt as their first turn.
 
     Args:
         example: the row.
-        index: its place in the dataset, for messages.
+        index: index of the row in the dataset, for error messages.
 
     Returns:
         `prompt`, `chosen` and `rejected`, all strings or all lists of messages.
 
     Raises:
-        ValueError: a column is missing, an answer empty, or answers are of two kinds; the message names the example's
-            index.
+        ValueError: a column is missing, an answer is empty, or one answer is a string and the other a conversation; the
+            message names the example's index.
     """
     missing = [column for column in ("chosen", "rejected") if not example.get(column)]
     if missing:
@@ -57,19 +57,19 @@ def preference_columns(example: Mapping[str, Any], index: int) -> dict[str, Any]
 
 
 def answer_sequences(example: Mapping[str, Any], eos_token: str | None, name: str) -> Sequence[Any]:
-    """Question and answer as one text or one conversation, for each answer of a row.
+    """Return question and answer as one text or one conversation, for each answer of a row.
 
     Args:
         example: the row, in one of the formats that `MultiAnswerRewardTrainer` takes.
-        eos_token: put behind each text, once; conversations do without.
-        name: what errors call the example.
+        eos_token: token that ends each text; added where it is missing. Conversations do not need it.
+        name: the example's name in error messages.
 
     Returns:
-        Strings, or lists of messages, best first where the row has `chosen` and `rejected`.
+        Strings or lists of messages; the chosen answer first, if the row has `chosen` and `rejected`.
 
     Raises:
-        TypeError: answers or prompt are of a kind, or a mix, that cannot be put together.
-        ValueError: a column is missing, an answer empty, or there are less than two.
+        TypeError: answers or prompt have an unsupported type, or types that cannot be combined.
+        ValueError: a column is missing, an answer is empty, or there are fewer than two answers.
     """
     if example.get("answers") is not None:
         answers = example["answers"]
@@ -104,7 +104,7 @@ def answer_sequences(example: Mapping[str, Any], eos_token: str | None, name: st
 
 
 def _first_turns(prompt: str, answers: Sequence[Any], name: str) -> list[dict[str, Any]] | None:
-    """The turns that a prompt adds to conversations: None if they begin with it."""
+    """Return the turns to put before conversations for a prompt that is a string, or None if they begin with it."""
     if all(_opens_with(answer, prompt) for answer in answers):
         return None
     if all(answer[0].get("role") == "assistant" for answer in answers):
@@ -116,6 +116,7 @@ def _first_turns(prompt: str, answers: Sequence[Any], name: str) -> list[dict[st
 
 
 def _empty(answer: Any, eos_token: str) -> bool:
+    """Return whether an answer has no text besides the end-of-sequence token, and no tool calls."""
     if isinstance(answer, list):
         if not answer or answer[-1].get("tool_calls"):
             return not answer
@@ -124,5 +125,6 @@ def _empty(answer: Any, eos_token: str) -> bool:
 
 
 def _opens_with(conversation: list[dict[str, Any]], prompt: str) -> bool:
+    """Return whether the first turn of a conversation, after a system turn, is the user's prompt."""
     opening = next((message for message in conversation if message.get("role") != "system"), {})
     return opening.get("role") == "user" and opening.get("content") == prompt

@@ -1,4 +1,4 @@
-"""TRL's reward trainer on packed rows in which every question is computed once, with two or more answers."""
+"""TRL's reward trainer on packed rows that hold each question once, for two or more answers."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ from trl.trainer.reward_config import RewardConfig
 from trl.trainer.reward_trainer import RewardTrainer
 from trl.trainer.utils import global_then_local_main_first
 
-from flashmask_hf.collators.forest import number
-from flashmask_hf.collators.reward import (
-    PADDING,
-    DataCollatorForMultiAnswerReward,
-    answer_scores,
-    shared_prefix,
+from flashmask_hf.backend.packed_rows import check_compiled, run_packed
+from flashmask_hf.collators.checks import as_number
+from flashmask_hf.collators.reward import PADDING, DataCollatorForMultiAnswerReward, answer_scores, shared_prefix
+from flashmask_hf.names import PACKED_IDS, VECTORS
+from flashmask_hf.trainers.common import (
+    default_output_dir,
+    log_sparsity,
+    map_style_datasets,
+    prepare_arguments,
+    with_position_limit,
 )
-from flashmask_hf.packed_backbone import check_compiled, run_packed
 from flashmask_hf.trainers.formats import answer_sequences
-from flashmask_hf.trainers.sharing import limit_positions, log_sparsity, named_datasets, output_dir, prepare
 
 __all__ = ["MultiAnswerRewardConfig", "MultiAnswerRewardTrainer", "pairwise_loss", "plackett_luce_loss"]
 
@@ -35,35 +37,40 @@ logger = get_logger(__name__)
 
 
 def pairwise_loss(rewards: Tensor, beats: Tensor) -> Tensor:
-    """Of each question, the mean over its ordered pairs of -log sigmoid(r_i - r_j).
+    """Return the mean of -log sigmoid(r_i - r_j) over the pairs of each question in which answer i beats answer j.
 
-    With two answers, the Bradley-Terry loss of `trl.RewardTrainer`; with more, that of InstructGPT
+    With two answers this is the Bradley-Terry loss of `trl.RewardTrainer`; with more, the loss of InstructGPT
     (https://huggingface.co/papers/2203.02155, section 3.5, equation 1).
 
     Args:
-        rewards: [B, N], minus margins.
-        beats: bool [B, N, N], true where answer i is better than answer j; in each question at least once.
+        rewards: rewards minus margins, [B, N].
+        beats: bool [B, N, N], true where answer i is better than answer j; at least one pair per question.
 
     Returns:
-        [B].
+        The loss of each question, [B].
     """
     return _pair_mean(-nn.functional.logsigmoid(rewards[:, :, None] - rewards[:, None]), beats)
 
 
 def plackett_luce_loss(rewards: Tensor, beats: Tensor) -> Tensor:
-    """Of each question, the negative log-likelihood of its ranking under the Plackett-Luce model.
+    """Return the negative log-likelihood of each question's ranking under the Plackett-Luce model.
 
-    The likelihood is the product, over the answers, of the chance softmax(r_i) to be taken first from among itself and
-    all that it beats. Equal answers do not compete. With two answers, the loss is `pairwise_loss`.
+    The likelihood is the product, over the answers, of the probability softmax(r_i) that an answer is drawn first from
+    itself and all answers that it beats. Tied answers do not compete. With two answers this is `pairwise_loss`.
 
-    Args and returns as there.
+    Args:
+        rewards: rewards minus margins, [B, N].
+        beats: bool [B, N, N], true where answer i is better than answer j; at least one pair per question.
+
+    Returns:
+        The loss of each question, [B].
     """
-    behind = torch.where(beats, rewards[:, None] - rewards[:, :, None], -torch.inf)
-    return torch.cat([torch.zeros_like(behind[..., :1]), behind], -1).logsumexp(-1).sum(1)
+    rivals = torch.where(beats, rewards[:, None] - rewards[:, :, None], -torch.inf)
+    return torch.cat([torch.zeros_like(rivals[..., :1]), rivals], -1).logsumexp(-1).sum(1)
 
 
 def _pair_mean(values: Tensor, beats: Tensor) -> Tensor:
-    """Mean of values [B, N, N] over the pairs of each question, [B]."""
+    """Return the mean of values [B, N, N] over the pairs of each question, [B]."""
     return torch.where(beats, values, 0.0).sum((1, 2)) / beats.sum((1, 2))
 
 
@@ -72,34 +79,35 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"pairwise": pairwise_lo
 
 @dataclass
 class MultiAnswerRewardConfig(RewardConfig):
-    """Arguments of `MultiAnswerRewardTrainer`: those of `trl.RewardConfig`, and these.
+    """Arguments of `MultiAnswerRewardTrainer`: those of `trl.RewardConfig`, and the following.
 
     Args:
         loss_type: "pairwise" (`pairwise_loss`) or "listwise" (`plackett_luce_loss`). Both are means over questions, and
-            the same with two answers.
-        score_margin: coefficient of the scores in the margins: a pair's rewards are asked to differ by more than
-            `score_margin` times the difference of its scores. 0 for no margins.
-        row_length: None puts each batch into one packed row. A number makes rows of that many tokens.
+            equal with two answers.
+        score_margin: coefficient of the scores in the margins. The margin of a pair is `score_margin` times the
+            difference of its scores. 0 for no margins.
+        row_length: None packs each batch into one row. A number makes rows of that many tokens.
     """
 
     loss_type: Literal["pairwise", "listwise"] = field(
         default="pairwise",
         metadata={
-            "help": "The loss of a question: 'pairwise', the mean of the Bradley-Terry losses of its pairs of answers, "
-            "or 'listwise', the negative log-likelihood of their ranking under the Plackett-Luce model."
+            "help": "Loss of a question: 'pairwise', the mean of the Bradley-Terry losses of its pairs of answers, or "
+            "'listwise', the negative log-likelihood of their ranking under the Plackett-Luce model."
         },
     )
     score_margin: float = field(
         default=0.0,
         metadata={
-            "help": "The margin of a pair of answers is this times the difference of their scores. 0 for no margins."
+            "help": "The margin of a pair of answers is `score_margin` times the difference of their scores. 0 for no "
+            "margins."
         },
     )
     row_length: int | None = field(
         default=None,
         metadata={
             "help": "Number of tokens of a packed row. If `None`, a batch is one row. A question and its answers stay "
-            "in one row."
+            "in the same row."
         },
     )
 
@@ -113,46 +121,58 @@ class MultiAnswerRewardTrainer(RewardTrainer):
     """`trl.RewardTrainer` for two or more answers to a question, which it computes once for all of them.
 
     With two answers, losses, gradients and metrics are TRL's, up to the rounding of sums in another order. The model's
-    attention is "flashmask": set if the model is given by name, checked if not.
+    attention is "flashmask". A model loaded by name gets it; another attention raises.
 
     A row of the dataset is text or conversations, tokenized exactly as TRL does, in one of these formats:
 
-    - `answers`, a list, with `scores` (numbers, higher is better) or ranked, best first; and `prompt`, or answers that
-      begin with it. Strings, or lists of messages; to a `prompt` of messages, an answer may be a string.
-    - `chosen` and `rejected`, in all of TRL's preference formats, with an optional `margin`. With `score_margin`,
-      `score_chosen` and `score_rejected` are used.
-    - The same with a `prompt` that is a string and conversations as answers, which begin with it or do without:
-      `HuggingFaceH4/ultrafeedback_binarized` as it is.
-    - Tokenized: what `DataCollatorForMultiAnswerReward` takes.
+    - `answers`, a list of strings or of lists of messages, with `scores` (numbers, higher is better) or ranked, best
+      first. The `prompt` is a column, or the common prefix of the answers. With a `prompt` of messages, an answer may
+      be a string.
+    - `chosen` and `rejected`, in all of TRL's preference formats, with an optional `margin`. With `score_margin`, the
+      columns `score_chosen` and `score_rejected` make the margin.
+    - Either of them with a string as `prompt` and conversations as answers, with or without the prompt as their first
+      turn, for example `HuggingFaceH4/ultrafeedback_binarized`.
+    - Tokenized rows, as `DataCollatorForMultiAnswerReward` takes them.
 
-    Rows with a question and answer of more than `args.max_length` tokens are dropped, as in TRL, and the log says how
-    many (of a streamed dataset, whose length is not known, it does not).
+    Rows with a question and answer of more than `args.max_length` tokens are dropped, as in TRL. The log says how many,
+    except for streamed datasets, whose length is unknown.
 
-    The loss is the mean over questions of `args.loss_type`, whose ties count for nothing, and with
-    `center_rewards_coefficient` of that times the mean over pairs of (r_i + r_j)^2. In evaluation, predictions are the
-    rewards and labels the scores, [questions, answers], padded with -100.
+    The loss is the mean over questions of `args.loss_type`, in which ties do not count. With
+    `center_rewards_coefficient`, the coefficient times the mean over pairs of (r_i + r_j)^2 is added. In evaluation,
+    predictions are the rewards and labels the scores, [questions, answers], padded with -100.
 
-    Logs are TRL's, where `accuracy` and `margin` are means over questions of those of their pairs, and `num_tokens`
-    counts a question once per answer. They add `accuracy_of_<N>_answers` for each number of answers,
-    `shared_tokens_saved`, the share of these tokens that was not computed, and `mask_sparsity`, the share of tiles of
-    the score matrix that are skipped (of a batch of this process, at logging steps and in evaluation). The first two
-    are exact over the log's interval, or the evaluation, and all processes.
+    Logs are TRL's. `accuracy` and `margin` are means over questions of the means over their pairs, and `num_tokens`
+    counts a question once per answer. Logs add `accuracy_of_<N>_answers` for each number of answers,
+    `shared_tokens_saved`, the fraction of `num_tokens` that was not computed, and `mask_sparsity`, the fraction of
+    tiles of the score matrix that are skipped (of one batch of this process, at logging steps and in evaluation). The
+    first two are exact over all processes and the interval of the log, or the evaluation.
 
     Args:
         model: as in `trl.RewardTrainer`.
-        args: a `MultiAnswerRewardConfig`, or a `trl.RewardConfig`, which leaves the rest at its defaults.
+        args: a `MultiAnswerRewardConfig`, or a `trl.RewardConfig`, with defaults for the options that it lacks.
         data_collator: None, or a `DataCollatorForMultiAnswerReward`.
         train_dataset: as in `trl.RewardTrainer`.
-        eval_dataset: as there.
-        processing_class: as there.
-        peft_config: as there; no prompt learning.
+        eval_dataset: as in `trl.RewardTrainer`.
+        processing_class: as in `trl.RewardTrainer`.
+        peft_config: as in `trl.RewardTrainer`, without prompt learning and activated LoRA.
         kwargs: the other arguments of `trl.RewardTrainer`.
 
     Raises:
-        TypeError: `data_collator` is of another kind; or a row of the dataset mixes what cannot be mixed.
+        TypeError: `data_collator` is not a `DataCollatorForMultiAnswerReward`; or a row of the dataset has an
+            unsupported type, or types that cannot be combined.
         ValueError: the model's attention is not "flashmask", the adapter adds virtual tokens, arguments contradict each
-            other, a dataset has a transform, no row is left, or one does not serve. Messages name the row's index and
-            the way out.
+            other, a dataset has a transform, no row is left, or a row is invalid. Messages name the row's index and the
+            way out.
+
+    Example:
+        ```python
+        from datasets import load_dataset
+        from flashmask_hf.trainers import MultiAnswerRewardConfig, MultiAnswerRewardTrainer
+
+        args = MultiAnswerRewardConfig(max_length=2048)
+        dataset = load_dataset("HuggingFaceH4/ultrafeedback_binarized", split="train_prefs")
+        MultiAnswerRewardTrainer("Qwen/Qwen3-0.6B", args=args, train_dataset=dataset).train()
+        ```
     """
 
     _name = "Multi-answer reward"
@@ -170,20 +190,20 @@ class MultiAnswerRewardTrainer(RewardTrainer):
         **kwargs: Any,
     ):
         if args is None:
-            args = MultiAnswerRewardConfig(output_dir(model, "Reward"))
+            args = MultiAnswerRewardConfig(default_output_dir(model, "Reward"))
         settings: Any = args
-        prepare(model, args, peft_config)
+        prepare_arguments(model, args, peft_config)
         if settings.include_num_input_tokens_seen not in (False, "no") or "inputs" in settings.include_for_metrics:
             raise ValueError(
                 "include_num_input_tokens_seen and include_for_metrics=['inputs'] read input_ids, which holds only the "
                 "last token of each answer here; leave them out (num_tokens in the log counts all tokens)"
             )
-        # A RewardConfig lacks our fields; their defaults are on the class.
+        # A RewardConfig lacks our options; their defaults are class attributes.
         ours: Any = args if isinstance(args, MultiAnswerRewardConfig) else MultiAnswerRewardConfig
         self.loss_type: str = ours.loss_type
         collator = _collator(data_collator, ours.row_length, ours.score_margin, args.pad_to_multiple_of)
         self.score_margin = collator.score_margin
-        # Per mode and metric: a sum, and what to divide it by when it is logged.
+        # Numerator and denominator of the metrics that are exact over several batches, by mode and name.
         self._ratios: dict[str, dict[str, list[float]]] = {
             mode: defaultdict(lambda: [0.0, 0.0]) for mode in ("train", "eval")
         }
@@ -199,7 +219,7 @@ class MultiAnswerRewardTrainer(RewardTrainer):
         )
         trained: Any = self.model
         run_packed(trained)
-        self.data_collator = collator = limit_positions(collator, trained)
+        self.data_collator = collator = with_position_limit(collator, trained)
         self.label_names = ["scores"]
         text_config, tokenizer = trained.config.get_text_config(), self.processing_class
         if text_config.pad_token_id == getattr(tokenizer, "eos_token_id", None):
@@ -208,10 +228,10 @@ class MultiAnswerRewardTrainer(RewardTrainer):
                 "forward reads them at the last token that is not padding, one before. Give the tokenizer another "
                 "pad_token, so that both are the same."
             )
-        for name, dataset in named_datasets(self):
+        for name, dataset in map_style_datasets(self):
             _check_margins(dataset, name)
             dataset.map(
-                _check,
+                _check_example,
                 with_indices=True,
                 fn_kwargs={"collator": collator, "dataset_name": name},
                 num_proc=args.dataset_num_proc,
@@ -221,8 +241,8 @@ class MultiAnswerRewardTrainer(RewardTrainer):
     def _prepare_dataset(
         self, dataset: Dataset | IterableDataset, processing_class: Any, args: RewardConfig, dataset_name: str
     ) -> Dataset | IterableDataset:
-        shown = _unformatted(dataset)
-        first = next(iter(shown), None)
+        unformatted = _unformatted(dataset)
+        first = next(iter(unformatted), None)
         if first is None:
             raise ValueError(f"the {dataset_name} dataset is empty")
         map_style = isinstance(dataset, Dataset)  # IterableDataset.map has neither num_proc nor desc
@@ -236,7 +256,7 @@ class MultiAnswerRewardTrainer(RewardTrainer):
                             "each epoch, since examples are tokenized once; apply it with dataset.map(...) before"
                         )
                     options["desc"] = f"Tokenizing {dataset_name} dataset"
-                dataset = shown.map(
+                dataset = unformatted.map(
                     _tokenize,
                     with_indices=True,
                     remove_columns=list(first),
@@ -271,9 +291,9 @@ class MultiAnswerRewardTrainer(RewardTrainer):
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """The loss of one batch, a mean over its questions; see the class."""
+        """Compute the loss of one batch, a mean over its questions; see the class."""
         settings: Any = self.args
-        check_compiled(model, inputs["startend_row_indices"].device)
+        check_compiled(model, inputs[VECTORS].device)
         labels = ("answer_counts", "token_counts", "scores", "margins")
         outputs = model(**{key: value for key, value in inputs.items() if key not in labels}, use_cache=False)
         scores, counts = inputs["scores"], inputs["answer_counts"]
@@ -284,16 +304,16 @@ class MultiAnswerRewardTrainer(RewardTrainer):
         if settings.center_rewards_coefficient is not None:
             sums = rewards[:, :, None] + rewards[:, None]
             loss = loss + settings.center_rewards_coefficient * _pair_mean(sums**2, beats).mean()
-        self._measure("train" if model.training else "eval", rewards.detach(), real, beats, inputs)
+        self._add_metrics("train" if model.training else "eval", rewards.detach(), real, beats, inputs)
         if not return_outputs:
             return loss
         padded: Any = rewards.masked_fill(~real, PADDING)
         return loss, SequenceClassifierOutputWithPast(logits=padded)
 
-    def _measure(self, mode: str, rewards: Tensor, real: Tensor, beats: Tensor, inputs: dict[str, Any]) -> None:
-        """Collect what `log` writes: one row of numbers per question, of all processes in one transfer."""
+    def _add_metrics(self, mode: str, rewards: Tensor, real: Tensor, beats: Tensor, inputs: dict[str, Any]) -> None:
+        """Add the metrics of a batch. One transfer gathers a row of numbers per question from all processes."""
         metrics, ratios = self._metrics[mode], self._ratios[mode]
-        log_sparsity(self, mode, inputs["startend_row_indices"])
+        log_sparsity(self, mode, inputs[VECTORS])
         ahead = rewards[:, :, None] - rewards[:, None]
         columns = [
             inputs["answer_counts"],
@@ -304,14 +324,15 @@ class MultiAnswerRewardTrainer(RewardTrainer):
             rewards.masked_fill(~real, -torch.inf).amax(1),
             rewards.masked_fill(~real, 0.0).sum(1),
         ]
-        # At the end of the data gather_for_metrics cuts a batch to what is no repetition. Training counts repetitions,
-        # and Trainer is at the end before it computes the first batch of the last step: it would cut all of them.
+        # At the end of the data, gather_for_metrics drops the repeated examples that fill up the last batch. Training
+        # counts them. Moreover, Trainer reaches the end before it computes the first batch of the last step, so that
+        # gather_for_metrics would cut every batch of the step.
         gather = self.accelerator.gather if mode == "train" else self.accelerator.gather_for_metrics
         rows: Any = gather(torch.stack([column.float() for column in columns], 1))
         counts, computed, unshared, accuracy, margin, least, most, total = rows.cpu().double().unbind(1)
         if mode == "train":
-            repeats: Any = self._tp_size  # the ranks of a tensor parallel group have the same batch
-            self._total_train_tokens += int(unshared.sum()) // repeats
+            duplicates: Any = self._tp_size  # the ranks of a tensor parallel group have the same batch
+            self._total_train_tokens += int(unshared.sum()) // duplicates
         metrics["num_tokens"] = [self._total_train_tokens]
         metrics["min_reward"].append(least.min().item())
         metrics["mean_reward"].append((total.sum() / counts.sum()).item())
@@ -319,36 +340,36 @@ class MultiAnswerRewardTrainer(RewardTrainer):
         metrics["accuracy"].append(accuracy.mean().item())
         metrics["margin"].append(margin.mean().item())
         for count, share in zip(counts.tolist(), accuracy.tolist(), strict=True):
-            _add(ratios[f"accuracy_of_{count:.0f}_answers"], share, 1)
-        _add(ratios["shared_tokens_saved"], (unshared - computed).sum().item(), unshared.sum().item())
+            _accumulate(ratios[f"accuracy_of_{count:.0f}_answers"], share, 1)
+        _accumulate(ratios["shared_tokens_saved"], (unshared - computed).sum().item(), unshared.sum().item())
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Trainer's estimate, of the packed rows: `input_ids` holds only the last token of each answer."""
-        return super().floating_point_ops(inputs | {"input_ids": inputs["packed_input_ids"]})
+        """Return Trainer's estimate for the packed rows, since `input_ids` has only the last token of each answer."""
+        return super().floating_point_ops(inputs | {"input_ids": inputs[PACKED_IDS]})
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Trainer's, without what an earlier prediction measured and never logged."""
+        """Run Trainer's evaluation loop without the metrics of an earlier `predict`, which are never logged."""
         self._metrics["eval"].clear()
         self._ratios["eval"].clear()
         return super().evaluation_loop(*args, **kwargs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """TRL's log, with the metrics that are exact over several batches."""
+        """Write TRL's log with the metrics that are exact over several batches."""
         model: Any = self.model
         mode = "train" if model.training else "eval"
-        for name, (total, divisor) in sorted(self._ratios[mode].items()):
-            self._metrics[mode][name] = [total / divisor]
+        for name, (numerator, denominator) in sorted(self._ratios[mode].items()):
+            self._metrics[mode][name] = [numerator / denominator]
         self._ratios[mode].clear()
         super().log(logs, start_time)
 
 
-def _add(ratio: list[float], total: float, divisor: float) -> None:
-    ratio[0] += total
-    ratio[1] += divisor
+def _accumulate(ratio: list[float], numerator: float, denominator: float) -> None:
+    ratio[0] += numerator
+    ratio[1] += denominator
 
 
 def _collator(given: Any, row_length: int | None, score_margin: float, multiple: Any) -> Any:
-    """The collator given, if it agrees with the arguments, or one made of them."""
+    """Return the given collator after checking that it agrees with the arguments, or build one from them."""
     if given is None:
         return DataCollatorForMultiAnswerReward(
             row_length=row_length, score_margin=score_margin, pad_to_multiple_of=multiple
@@ -366,29 +387,30 @@ def _collator(given: Any, row_length: int | None, score_margin: float, multiple:
     return given
 
 
-def _check(
+def _check_example(
     example: dict[str, Any],
     index: int,
     *,
     collator: DataCollatorForMultiAnswerReward,
     dataset_name: str,
 ) -> None:
+    """Raise the error that collating the example would raise."""
     collator.check(example, f"example {index} of the {dataset_name} dataset, as prepared,")
 
 
 def _unformatted(dataset: Any) -> Any:
-    """The columns that a format shows, without it: chat templates know nothing of arrays and tensors."""
+    """Return the dataset's visible columns as Python objects, because chat templates cannot read arrays and tensors."""
     if isinstance(dataset, Dataset):
-        shown = dataset.format
-        if shown["type"] == "custom":  # a transform, which may make the columns
+        formatted = dataset.format
+        if formatted["type"] == "custom":  # a transform, which may make the columns
             return dataset
-        if not shown["output_all_columns"]:
-            dataset = dataset.select_columns(shown["columns"])
+        if not formatted["output_all_columns"]:
+            dataset = dataset.select_columns(formatted["columns"])
     return dataset.with_format(None)
 
 
 def _check_margins(dataset: Dataset, name: str) -> None:
-    """Raise if some rows have a margin and others have not: they could not share a batch."""
+    """Raise a ValueError if only some rows have a margin, because such rows cannot share a batch."""
     missing = [margin is None for margin in dataset["margin"]] if "margin" in dataset.column_names else []
     if any(missing) and not all(missing):
         raise ValueError(
@@ -398,6 +420,7 @@ def _check_margins(dataset: Dataset, name: str) -> None:
 
 
 def _fits(example: dict[str, Any], max_length: int) -> bool:
+    """Return whether the question with its longest answer has at most `max_length` tokens."""
     if example.get("answers_ids") is not None:
         return len(example["prompt_ids"]) + max(map(len, example["answers_ids"]), default=0) <= max_length
     return max(len(example["chosen_ids"]), len(example["rejected_ids"])) <= max_length
@@ -406,7 +429,7 @@ def _fits(example: dict[str, Any], max_length: int) -> bool:
 def _tokenize(
     example: dict[str, Any], index: int, *, tokenizer: Any, dataset_name: str, score_margin: float
 ) -> dict[str, Any]:
-    """The tokens of an example's question and answers, its scores and margin, if any."""
+    """Return the token ids of an example's question and answers, with its scores and margin, if any."""
     name = f"example {index} of the {dataset_name} dataset"
     tools = example.get("tools")
     tools = json.loads(tools) if isinstance(tools, str) else tools
@@ -422,20 +445,20 @@ def _tokenize(
         tokens.append(ids)
     shared = shared_prefix([np.asarray(ids) for ids in tokens])
     tokenized = {"prompt_ids": tokens[0][:shared], "answers_ids": [ids[shared:] for ids in tokens]}
-    ranked = example.get("answers") is not None  # which a row of joined datasets may not be, while others are
+    has_answers = example.get("answers") is not None  # concatenated datasets mix such rows with pairs
     if "margin" in example:
         tokenized["margin"] = example["margin"]
     if "answers" in example and "scores" in example:
-        tokenized["scores"] = example["scores"] if ranked else None
-        if ranked:
+        tokenized["scores"] = example["scores"] if has_answers else None
+        if has_answers:
             answer_scores(example["scores"], len(tokens), name)
-    if not ranked and score_margin and "score_chosen" in example and "score_rejected" in example:
+    if not has_answers and score_margin and "score_chosen" in example and "score_rejected" in example:
         if example.get("margin") is not None:
             raise ValueError(
                 f"{name} has a margin, and scores that score_margin={score_margin} makes another of; remove the margin "
                 "column, or set score_margin=0"
             )
         columns = ("score_chosen", "score_rejected")
-        chosen, rejected = (number(example[column], f"{column} of {name}") for column in columns)
+        chosen, rejected = (as_number(example[column], f"{column} of {name}") for column in columns)
         tokenized["margin"] = score_margin * (chosen - rejected)
     return tokenized

@@ -1,0 +1,19 @@
+"""The transformers backend: everything behind `attn_implementation="flashmask"`.
+
+A forward passes through the modules in this order:
+
+    mask_hook       transformers asks once per mask type: int32 columns from a `mask_function` and a 2D attention_mask
+      mask_reader     reads the function as intervals, by symbolic tracing
+      model_support   raises for models that the backend cannot follow
+    forward         the attention function, called by every layer; `sparse` holds the two of dynamic sparse attention,
+                    `hash_directions` the random directions of its hash
+      layer_mask      the layer's mask, from the caller's vectors, the hook's columns or the layer's default
+        keywords        uses, ignores or refuses the layer's keywords
+        windows         sliding windows measured by position
+        mask_cache      shares one mask, and its plan, between layers and recomputations
+        supplied_calls  counts the layers that receive the caller's vectors
+
+`positions` holds operations on position_ids that several of them use. `patches` adapts transformers where its
+interfaces do not suffice, `register` makes the implementations known to it, and `packed_rows` runs a model's backbone
+on packed rows for the trainers.
+"""

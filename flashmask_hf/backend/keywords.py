@@ -1,0 +1,124 @@
+"""The keywords that transformers and trainers pass to attention: used, harmless or refused."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.utils.output_capturing import _active_collector
+
+from flashmask_hf.names import PACKED_INDEX, VECTORS
+
+__all__ = ["check_keywords"]
+
+_USED = {"cu_seq_lens_q", "is_causal", "position_ids", "s_aux", "sliding_window", "softcap", VECTORS}
+"""Keywords that change the result and are implemented."""
+
+_REFUSED = {
+    "alibi",
+    "alibi_slopes",
+    "attention_bias",
+    "attn_bias",
+    "block_indices",
+    "block_mask",
+    "block_table",
+    "cache",
+    "head_mask",
+    "indices",
+    "mask_mod",
+    "position_bias",
+    "score_mod",
+    "sinks",
+    "window_size",
+}
+"""Keywords of attention in transformers that change the result and are not implemented."""
+
+_HARMLESS = {
+    "cache_position",
+    "completion_mask",
+    "cu_seq_lens_k",
+    "deterministic",
+    "inputs_embeds",
+    "is_first_iteration",
+    "labels",
+    "logits_to_keep",
+    "max_length_k",
+    "max_length_q",
+    "num_items_in_batch",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    PACKED_INDEX,
+    "past_key_values",
+    "position_embeddings",
+    "return_dict",
+    "return_loss",
+    "seq_idx",
+    "shift_labels",
+    "token_type_ids",
+    "use_cache",
+}
+"""Keywords of models and trainers that reach attention on their way elsewhere and do not change its result."""
+
+_warned: set[str] = set()
+"""Unknown keywords that this process has warned of."""
+
+
+def check_keywords(
+    module: nn.Module, dropout: float, kwargs: dict[str, Any], implementation: str, options: frozenset[str]
+) -> None:
+    """Raise for keywords that would change the result and are not implemented; warn once of each unknown one.
+
+    Args:
+        module: the attention layer.
+        dropout: probability of dropping an attention weight in training.
+        kwargs: the layer's keywords; those that are None are not looked at.
+        implementation: what `attn_implementation` is set to, for messages.
+        options: keywords that this implementation uses in addition to those of "flashmask".
+
+    Raises:
+        ValueError: dropout in training.
+        NotImplementedError: a keyword that is not implemented, or attention weights are asked for.
+    """
+    asked = f"attn_implementation='{implementation}'"
+    if dropout > 0 and module.training:
+        raise ValueError(
+            f"dropout={dropout} is not implemented by {asked}; set attention_dropout=0 in the model's config, or use "
+            "attn_implementation='sdpa'"
+        )
+    if kwargs.get("output_attentions") or _collects_weights():
+        raise NotImplementedError(
+            f"output_attentions=True: {asked} never has the weights that it would return; use "
+            "attn_implementation='eager' to look at them"
+        )
+    for name, value in kwargs.items():
+        if name in _USED or name in _HARMLESS or name in options or value is None:
+            continue
+        if name in _REFUSED:
+            raise NotImplementedError(
+                f"{name} changes the result of attention and is not implemented by {asked}; "
+                + (
+                    "use attn_implementation='sdpa' for continuous batching"
+                    if name == "cache"
+                    else f"pass {name}=None, or use attn_implementation='eager' for this model"
+                )
+            )
+        if not torch.compiler.is_compiling() and name not in _warned:
+            _warned.add(name)
+            warnings.warn(
+                f"{asked} ignores the attention keyword '{name}', which it does not know; that is right if it is meant "
+                "for another part of the model. If it should change attention, use 'eager'.",
+                stacklevel=4,  # the model's code, past `layer_mask` and the attention function
+            )
+
+
+def _collects_weights() -> bool:
+    """Return whether hooks of transformers collect attention weights.
+
+    Models that do not hand output_attentions to their layers leave it to hooks on them.
+    """
+    compiling = torch.compiler.is_compiling()  # the collector is then in a global, not in a context variable
+    collected = _active_collector.global_var if compiling else _active_collector.get()
+    return collected is not None and any("attentions" in name for name in collected)

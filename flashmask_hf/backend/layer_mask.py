@@ -1,0 +1,269 @@
+"""The mask of one attention layer: from the caller's vectors, the mask hook's columns or the layer's default."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flashmask_hf.backend.keywords import check_keywords
+from flashmask_hf.backend.mask_cache import cached_mask
+from flashmask_hf.backend.positions import UNBOUNDED, document_starts, next_flagged
+from flashmask_hf.backend.supplied_calls import record_supplied_call
+from flashmask_hf.backend.windows import LayerMask, apply_window
+from flashmask_hf.checks import device_assert
+from flashmask_hf.mask import FlashMask, is_one_of
+from flashmask_hf.names import FLASHMASK, VECTORS
+from flashmask_hf.torch_state import is_capturing, stream_of
+
+__all__ = ["layer_mask"]
+
+_TEXT_ONLY = "attn_implementation={'text_config': 'flashmask', 'vision_config': 'sdpa'}"
+"""The way out, in messages, where one part of a model does not take the backend."""
+
+_WINDOW_FROM_CONFIG = {"phimoe", "qwen2_moe"}
+"""Model types that leave the sliding window to the mask and do not hand it to their attention."""
+
+
+def layer_mask(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float,
+    kwargs: dict[str, Any],
+    implementation: str = FLASHMASK,
+    options: frozenset[str] = frozenset(),
+) -> LayerMask:
+    """Check a layer's keywords and return its mask. Arguments and errors are those of `forward.attention_forward`.
+
+    Args:
+        module: the attention layer.
+        query: [B, Hq, Sq, D].
+        key: [B, Hkv, Skv, D].
+        attention_mask: what `mask_hook` returned, or None.
+        dropout: must be 0 in training.
+        kwargs: the layer's keywords.
+        implementation: what `attn_implementation` is set to, for messages.
+        options: keywords that this implementation uses in addition to those of "flashmask".
+    """
+    check_keywords(module, dropout, kwargs, implementation, options)
+    causal = kwargs.get("is_causal")
+    causal = bool(getattr(module, "is_causal", True) if causal is None else causal)
+    if attention_mask is not None:
+        _check_hook_result(attention_mask)
+    vectors = kwargs.get(VECTORS)
+    if vectors is not None:
+        record_supplied_call()
+        _check_receiver(module, attention_mask, causal)
+        _check_vectors(vectors, query, key, causal)
+        window = _window_of(module, kwargs)
+        return _supplied_mask(vectors, attention_mask, causal, window, kwargs.get("position_ids"))
+    if attention_mask is not None:
+        return LayerMask(
+            _hook_mask(attention_mask, query, key, kwargs.get("cu_seq_lens_q"), kwargs.get("position_ids"))
+        )
+    return LayerMask(_default_mask(query, key, causal, kwargs, implementation))
+
+
+def _check_hook_result(attention_mask: Any) -> None:
+    """Raise unless the layer's attention_mask has the form of the hook's columns."""
+    if isinstance(attention_mask, Tensor):
+        if attention_mask.dtype == torch.int32 and attention_mask.dim() == 4 and attention_mask.shape[2] in (1, 4):
+            return
+        got = f"{attention_mask.dtype} of shape {list(attention_mask.shape)}"
+    else:
+        got = type(attention_mask).__name__
+    raise ValueError(
+        f"attention_mask must be None or the columns that flashmask_hf's mask hook makes of a 2D mask, got {got} in an "
+        f"attention layer; write a dense mask as FlashMask.from_dense(mask).indices and pass it as {VECTORS}, or, if "
+        f"the model made it for an image tower, keep that from this backend: {_TEXT_ONLY}"
+    )
+
+
+def _check_receiver(module: nn.Module, attention_mask: Tensor | None, causal: bool) -> None:
+    """Raise if the vectors reached a layer whose tokens they do not describe."""
+    config = getattr(module, "config", None)
+    if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
+        raise NotImplementedError(
+            f"{VECTORS} would reach the encoder, the decoder and the attention between them alike; models with an "
+            "encoder and a decoder do not take them: use attention_mask"
+        )
+    if config is not None and attention_mask is None and not causal:  # a layer of a model that asked for no mask
+        raise NotImplementedError(
+            f"{VECTORS} reached a layer that is not causal and has no mask of the model's, as in an image tower, "
+            f"whose patches they do not describe; keep it from this backend, for example with {_TEXT_ONLY}"
+        )
+
+
+def _check_vectors(vectors: Any, query: Tensor, key: Tensor, causal: bool) -> None:
+    """Check shape, dtype and device of the supplied vectors. Their values are not read."""
+    if not isinstance(vectors, Tensor) or vectors.dtype != torch.int32:
+        got = vectors.dtype if isinstance(vectors, Tensor) else type(vectors).__name__
+        raise TypeError(f"{VECTORS} must be an int32 tensor [B, 1, S, n], got {got}; pass mask.indices of a FlashMask")
+    shape = list(vectors.shape)
+    if vectors.dim() != 4 or shape[-1] not in (1, 2, 4):
+        raise ValueError(f"{VECTORS} must have shape [B, 1, S, n] with n = 1, 2 or 4, got {shape}")
+    if shape[-1] == 1 and not causal:
+        raise ValueError(
+            f"{VECTORS} with n = 1 describe a causal mask, but this layer is not causal (is_causal=False); pass n = 2 "
+            "or 4 columns, for example FlashMask.bidirectional().indices (and none to a model with encoder and decoder)"
+        )
+    if vectors.device != query.device:
+        raise ValueError(f"{VECTORS} is on {vectors.device}, but the layer runs on {query.device}; move it there")
+    batch, heads, q_len, _ = query.shape
+    kv_heads, kv_len = key.shape[1:3]
+    if shape[2] != kv_len or q_len != kv_len:
+        raise ValueError(
+            f"{VECTORS} describe a whole row of {shape[2]} tokens, but this layer has {q_len} queries and {kv_len} "
+            "keys; pass one column per token of input_ids and use_cache=False, leave them out of generate, and use no "
+            "prompt learning (virtual tokens) with packed rows"
+        )
+    if not is_one_of(shape[0], 1, batch):
+        raise ValueError(f"{VECTORS} has batch {shape[0]}; it must be 1 or the batch {batch} of the model's input")
+    if not is_one_of(shape[1], 1, kv_heads, heads):
+        raise ValueError(f"{VECTORS} has {shape[1]} heads; it must have 1, Hkv = {kv_heads} or Hq = {heads}")
+
+
+def _window_of(module: nn.Module, kwargs: dict[str, Any]) -> int | None:
+    """Return the layer's sliding window: its keyword, or the config's for models that leave it to the mask."""
+    config: Any = getattr(module, "config", None)
+    layer = getattr(module, "layer_idx", None)
+    types = getattr(config, "layer_types", None)
+    layer_type = types[layer] if types and layer is not None else None
+    if layer_type == "chunked_attention":
+        raise NotImplementedError(
+            f"{VECTORS} on a layer of chunked attention need position_ids to tell its chunks, which this model does "
+            "not hand to its layers; use attention_mask, or position_ids that start again with each document"
+        )
+    if "sliding_window" in kwargs or getattr(config, "model_type", None) not in _WINDOW_FROM_CONFIG:
+        return kwargs.get("sliding_window")
+    return config.sliding_window if layer_type in (None, "sliding_attention") else None
+
+
+def _supplied_mask(
+    vectors: Tensor, hooked: Tensor | None, causal: bool, window: int | None, position_ids: Tensor | None
+) -> LayerMask:
+    """Return the caller's vectors, less padding, in a window of `window` positions.
+
+    Of the hook's columns `hooked` only padding counts: keys that are hidden from every row. The vectors themselves win
+    over documents that the hook found. On a layer that is not causal the window has two sides, as in FlashAttention.
+    """
+    if window is not None and position_ids is not None and position_ids.dim() != 2:
+        raise NotImplementedError(
+            f"sliding_window={window} with {VECTORS} needs position_ids [B, S], got {list(position_ids.shape)}; "
+            "use a model without sliding windows"
+        )
+    two_sided = not causal
+    causal = causal and vectors.shape[-1] < 4
+
+    def build() -> LayerMask:
+        if causal and vectors.shape[-1] == 2:
+            # Columns LTS, UTE of a mask that is not causal show rows [UTE, LTS), so they have LTS > UTE somewhere.
+            device_assert(
+                (vectors[..., 0] <= vectors[..., 1]).all(),
+                f"{VECTORS} with n = 2 on a causal layer are LTS, LTE, but a column has LTS > LTE; pass a mask that "
+                "is not causal as mask.bidirectional().indices (n = 4), and write an empty interval as start == end",
+            )
+        mask = FlashMask(vectors.detach() if hooked is None else _hide_padding(vectors, hooked, causal), causal)
+        return LayerMask(mask) if window is None else apply_window(mask, window, position_ids, two_sided=two_sided)
+
+    sources = [vectors] if hooked is None else [vectors, hooked]
+    if window is not None and position_ids is not None:
+        sources.append(position_ids)
+    variant = ("supplied", causal, window, two_sided)
+    return cached_mask(tuple(sources), variant, build, per_forward=hooked is not None)
+
+
+def _hide_padding(vectors: Tensor, hooked: Tensor, causal: bool) -> Tensor:
+    """Return the vectors with every key hidden from all rows that the hook's columns hide from all rows."""
+    length = vectors.shape[2]
+    padding = hooked[:, :, 0] == 0
+    if hooked.shape[2] == 4:
+        padding = padding & (hooked[:, :, 1] >= length)
+    columns = vectors.unbind(-1)
+    if len(columns) == 1:
+        hidden = [0]
+    elif len(columns) == 2:
+        hidden = [0, length] if causal else [0, 0]
+    else:
+        hidden = [0, length, 0, 0]
+    return torch.stack([column.masked_fill(padding, bound) for column, bound in zip(columns, hidden, strict=True)], -1)
+
+
+def _hook_mask(
+    attention_mask: Tensor, query: Tensor, key: Tensor, cu_seq_lens: Tensor | None, position_ids: Tensor | None
+) -> FlashMask:
+    """Return the mask of the hook's columns, with documents separated by `cu_seq_lens` or, without it, by positions.
+
+    `cu_seq_lens` is read as in FlashAttention. The hook, too, separates documents by positions (`patches.py`), but not
+    every model hands them to its masks.
+    """
+    batch, _, q_len, _ = query.shape
+    kv_len = key.shape[2]
+    if attention_mask.shape[3] != kv_len or not is_one_of(attention_mask.shape[0], 1, batch):
+        raise ValueError(
+            f"attention_mask has batch {attention_mask.shape[0]} and {attention_mask.shape[3]} key columns, but this "
+            f"layer has batch {batch} and {kv_len} keys; pass a 2D attention_mask that covers cache and new tokens"
+        )
+    causal = attention_mask.shape[2] == 1
+    columns = attention_mask.detach().transpose(2, 3)
+    if cu_seq_lens is None or cu_seq_lens.shape[0] <= 2:
+        if not causal or position_ids is None or position_ids.shape not in ((1, kv_len), (batch, kv_len)):
+            return cached_mask((attention_mask,), ("hook",), lambda: FlashMask(columns.contiguous(), causal))
+
+        def separated_by_positions() -> FlashMask:
+            starts = document_starts(position_ids)[:, 1:] & (columns[:, 0, 1:, 0] > 0)  # padding has position 0, too
+            ends = next_flagged(starts)[:, None, :, None].to(torch.int32)
+            return FlashMask(torch.minimum(columns, ends), causal=True)
+
+        return cached_mask((attention_mask, position_ids), ("positions",), separated_by_positions)
+    if batch != 1 or q_len != kv_len or not causal:
+        raise NotImplementedError(
+            f"cu_seq_lens_q of several documents is implemented for one causal row without a cache, got batch {batch}, "
+            f"{q_len} queries and {kv_len} keys; flatten the batch into one row, or pass {VECTORS}"
+        )
+
+    def separated_by_cu_seq_lens() -> FlashMask:
+        column = torch.arange(kv_len, device=query.device, dtype=torch.int32)
+        edges = cu_seq_lens.to(torch.int32)
+        after = torch.searchsorted(edges, column, right=True)
+        end = torch.where(after < len(edges), edges[after.clamp(max=len(edges) - 1)], kv_len)
+        return FlashMask(torch.minimum(columns, end.view(1, 1, -1, 1)), causal=True)
+
+    return cached_mask((attention_mask, cu_seq_lens), ("cu_seq_lens",), separated_by_cu_seq_lens)
+
+
+def _default_mask(
+    query: Tensor, key: Tensor, causal: bool, kwargs: dict[str, Any], implementation: str = FLASHMASK
+) -> FlashMask:
+    """Return the mask of a layer for which no hook ran: causal (bottom-right aligned) or full."""
+    window = kwargs.get("sliding_window")
+    if window is not None and not causal:
+        raise NotImplementedError(
+            f"sliding_window={window} on a layer that is not causal is not implemented by "
+            f"attn_implementation='{implementation}'; use attn_implementation='sdpa' for this model"
+        )
+    cu_seq_lens = kwargs.get("cu_seq_lens_q")
+    if cu_seq_lens is not None and cu_seq_lens.shape[0] > 2:
+        raise NotImplementedError(
+            "cu_seq_lens_q of several sequences is not implemented for a layer without a mask; use "
+            "attn_implementation='sdpa' for this part of the model, for example {'vision_config': 'sdpa'}"
+        )
+    q_len, kv_len = query.shape[2], key.shape[2]
+    device = query.device
+
+    def build() -> FlashMask:
+        row = torch.arange(kv_len, device=device, dtype=torch.int32) + (q_len - kv_len)
+        if causal:
+            end = torch.full_like(row, q_len) if window is None else (row + min(window, UNBOUNDED)).clamp(0, q_len)
+            return FlashMask(end.view(1, 1, -1, 1), causal=True)
+        return FlashMask(
+            torch.stack([torch.full_like(row, q_len), torch.zeros_like(row)], -1)[None, None], causal=False
+        )
+
+    # The mask of a fake tensor is fake, and that of a CUDA graph lies in the graph's memory: neither may be cached.
+    if type(query) is not Tensor or torch.compiler.is_compiling() or is_capturing(query):
+        return build()
+    return cached_mask((), ("default", q_len, kv_len, causal, window, device, stream_of(query)), build)

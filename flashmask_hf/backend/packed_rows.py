@@ -1,0 +1,173 @@
+"""Run a model's backbone on packed rows while its head, and every loss after it, keep their usual batch.
+
+A batch brings both: the usual `input_ids` of one sequence per answer, and the packed rows in which every question
+stands once. Hooks on the backbone replace the first by the second on the way in. On the way out they lay the hidden
+states out as if each answer had been run with a question of its own. No method is replaced, so adapters, wrappers of
+distributed training and TRL's fused language model head work as they do without.
+
+Further hooks check, once per backbone, that every layer received the packed rows' mask.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from accelerate.utils import extract_model_from_parallel
+from torch import nn
+from torch._dynamo import OptimizedModule
+
+from flashmask_hf.backend.supplied_calls import SuppliedCalls
+from flashmask_hf.names import FLASHMASK, PACKED_IDS, PACKED_INDEX, PACKED_POSITIONS, VECTORS
+
+__all__ = ["check_compiled", "check_layers", "run_packed"]
+
+
+def run_packed(model: Any) -> None:
+    """Make a model take the batch keys of `collators.forest.packed_inputs`. Calls without them run as before.
+
+    Repeating it is fine.
+
+    Args:
+        model: a transformers model with a head, or a PEFT model around one, not wrapped for distributed training.
+
+    Raises:
+        ValueError: the model's attention is not "flashmask", under which alone a packed row means what it says; or the
+            model is not a decoder alone, or computes its positions itself. Models of which some layers do not receive
+            the mask, such as recurrent ones, raise in their first forward (`check_layers`).
+    """
+    inner = _unwrap_peft(model)
+    backbone = inner.base_model
+    _check_attention(backbone)
+    name = type(inner).__name__
+    if inner.config.is_encoder_decoder or any(getattr(part, "is_causal", None) is False for part in backbone.modules()):
+        raise ValueError(f"{name} is not a causal decoder, and packed rows are causal; use TRL's own trainer for it")
+    for path, part in backbone.named_modules():
+        if isinstance(part, nn.Embedding) and "position" in path and part.padding_idx is not None:
+            raise ValueError(
+                f"{name} counts positions from {part.padding_idx + 1}, and packed rows from 0; use TRL's own trainer"
+            )
+    check_layers(model)
+    if _pack_inputs not in backbone._forward_pre_hooks.values():
+        backbone.register_forward_pre_hook(_pack_inputs, with_kwargs=True)
+        backbone.register_forward_hook(_unpack_outputs, with_kwargs=True)
+
+
+def check_layers(model: Any) -> None:
+    """Make a model raise in its first forward on packed rows if some of its layers do not receive their mask.
+
+    Layers that are not attention, recurrent and convolutional ones, carry tokens from one document to the next. A layer
+    that has both side by side is not detected. Repeating it is fine.
+
+    Args:
+        model: a transformers model with a head and attention "flashmask", or a PEFT model around one, not wrapped for
+            distributed training. Its first forward with `startend_row_indices` raises ValueError; where the model is
+            compiled in whole or in part, `check_compiled` does.
+    """
+    backbone = _unwrap_peft(model).base_model
+    if _start_count not in backbone._forward_pre_hooks.values():
+        backbone.register_forward_pre_hook(_start_count, with_kwargs=True)
+        backbone.register_forward_hook(_finish_count, with_kwargs=True, always_call=True)
+
+
+def check_compiled(model: Any, device: torch.device) -> None:
+    """Do what `check_layers` asks for, for a compiled model: calls of compiled layers cannot be counted.
+
+    The first time, a row of two documents of one token runs through it, not compiled and without gradients.
+
+    Args:
+        model: as for `check_layers`, or wrapped for distributed training or compilation. Nothing is done for a model
+            that is not compiled or on which `check_layers` was not called.
+        device: device of its inputs.
+
+    Raises:
+        ValueError: some of its layers do not receive the mask.
+    """
+    if getattr(model, "_layers_checked", False):  # to find the backbone takes milliseconds
+        return
+    backbone = _unwrap_peft(extract_model_from_parallel(model, keep_torch_compile=False)).base_model
+    if not getattr(backbone, "_layers_checked", False):
+        asked = _start_count in backbone._forward_pre_hooks.values()
+        if not asked or not _is_compiled(model):
+            return
+        ids = torch.zeros(1, 2, dtype=torch.int64, device=device)
+        ends = torch.tensor([[[[1], [2]]]], dtype=torch.int32, device=device)
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"), SuppliedCalls() as calls:
+            model(input_ids=ids, position_ids=ids, startend_row_indices=ends, use_cache=False)
+        _require_every_layer(backbone, calls.count)
+    model._layers_checked = True
+
+
+def _unwrap_peft(model: Any) -> Any:
+    """Return the transformers model inside a PEFT model, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    """Return whether a model or a part of it is compiled, by `torch.compile` or its method `compile`."""
+    return any(isinstance(x, OptimizedModule) or x._compiled_call_impl is not None for x in model.modules())
+
+
+def _pack_inputs(backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Replace the usual batch by the packed rows, in a call that has them."""
+    if kwargs.get(PACKED_IDS) is None:
+        return None
+    _check_attention(backbone)
+    packed = {key: value for key, value in kwargs.items() if key not in (PACKED_IDS, PACKED_POSITIONS, "inputs_embeds")}
+    packed |= {"input_ids": kwargs[PACKED_IDS], "position_ids": kwargs[PACKED_POSITIONS], "attention_mask": None}
+    return (), packed
+
+
+def _unpack_outputs(backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    """Lay the outputs of packed rows out as the usual batch's."""
+    index = kwargs.get(PACKED_INDEX)
+    if index is None:
+        return None
+    output.last_hidden_state = output.last_hidden_state.flatten(0, 1)[index]
+    if output.get("hidden_states") is not None:
+        output.hidden_states = tuple(states.flatten(0, 1)[index] for states in output.hidden_states)
+    if output.get("router_logits") is not None:  # of a mixture of experts, [R * S, experts] each
+        output.router_logits = tuple(logits[index.flatten().to(logits.device)] for logits in output.router_logits)
+    return output
+
+
+def _start_count(backbone: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Count the layers that receive the mask in this forward, unless the backbone is checked or compiled."""
+    if kwargs.get(VECTORS) is None or torch.compiler.is_compiling():  # a compiler would guard on what follows
+        return
+    if not getattr(backbone, "_layers_checked", False) and not _is_compiled(backbone):
+        backbone._supplied_calls = SuppliedCalls().start()
+
+
+def _finish_count(backbone: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    """End the count of this forward and check it, unless the forward raised and has no output."""
+    if torch.compiler.is_compiling():
+        return
+    calls = vars(backbone).pop("_supplied_calls", None)
+    if calls is None:
+        return
+    calls.stop()
+    if output is not None:
+        _require_every_layer(backbone, calls.count)
+
+
+def _require_every_layer(backbone: Any, calls: int) -> None:
+    """Raise unless every layer has called attention with the packed row's mask."""
+    layers = backbone.config.get_text_config().num_hidden_layers
+    if calls < layers:
+        raise ValueError(
+            f"{type(backbone).__name__} gave the packed row's mask to {calls} of its {layers} layers; in the others "
+            "documents or answers would see each other, so this model cannot take packed rows: use TRL's own trainer"
+        )
+    backbone._layers_checked = True
+
+
+def _check_attention(backbone: Any) -> None:
+    """Raise unless the backbone's attention is "flashmask"."""
+    name = backbone.config._attn_implementation
+    if name != FLASHMASK:
+        raise ValueError(
+            f"packed rows need attn_implementation='flashmask', but the model has {name!r}, with which answers see "
+            "each other, or not all that they should; load it with from_pretrained(..., "
+            "attn_implementation='flashmask'), or call model.set_attn_implementation('flashmask')"
+        )

@@ -1,0 +1,289 @@
+"""Patches of transformers: four changes that its interfaces do not offer, one section each.
+
+All act for this package's attention implementations only; every other one gets what it got before. Each section says
+what is patched, why, and what is checked first, in transformers 5.17 to 5.23, with which the patches are tested. Code
+that is not as expected is refused, with an error that names these versions. Applying patches again changes nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import types
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
+from transformers.utils import generic
+
+from flashmask_hf.backend.model_support import refuse_own_attention
+from flashmask_hf.backend.positions import document_starts
+from flashmask_hf.checks import device_assert
+from flashmask_hf.names import HASH, NAMES, QK
+
+if TYPE_CHECKING:  # the function whose code `_is_flash_attention` replaces, and under whose name it runs
+    from transformers.utils.generic import is_flash_attention_requested
+
+__all__ = ["apply"]
+
+
+def apply() -> None:
+    """Apply every patch to the installed transformers.
+
+    Raises:
+        RuntimeError: this version is not one that the package knows how to adapt.
+    """
+    exclude_from_flash_attention(generic)
+    detect_documents_always(masking_utils)
+    refuse_unsupported_models(PreTrainedModel)
+    accept_sparse_options(PreTrainedConfig)
+
+
+def _refuse_version(does: str, where: str) -> NoReturn:
+    """Raise because code to be patched is missing, or is not as in the versions that the patches are tested with."""
+    raise RuntimeError(
+        f"transformers {transformers.__version__} {does} in a way that flashmask_hf does not know ({where}); install a "
+        "version it was tested with, pip install 'transformers>=5.17,<5.24', or a newer flashmask-hf"
+    )
+
+
+# 1. The names are not FlashAttention's.
+
+
+def exclude_from_flash_attention(module: Any) -> None:
+    """Make `is_flash_attention_requested` answer False for exactly this package's names.
+
+    Patched: the code of `transformers.utils.generic.is_flash_attention_requested`. Dozens of modules have imported the
+    function by name, so its `__code__` is replaced in place.
+
+    Why: it looks for "flash" in the name. A model with "flashmask" would be taken for one with FlashAttention, which
+    `from_pretrained` then tries to load and cannot; models would pack padding away, choose their FlashAttention classes
+    or replace the name with their own kernel's.
+
+    Checked (the same code in 5.17 to 5.23): it is a plain function with its three parameters and no closure, and takes
+    "flash_attention_2" and this package's names for FlashAttention, but not "sdpa".
+
+    Args:
+        module: `transformers.utils.generic`.
+
+    Raises:
+        RuntimeError: the function is missing or not as expected.
+    """
+    function: Any = getattr(module, "is_flash_attention_requested", None)
+    parameters = ["config", "requested_attention_implementation", "version"]
+    known = (
+        isinstance(function, types.FunctionType)
+        and list(inspect.signature(function).parameters) == parameters
+        and function.__defaults__ == (None, None, None)
+        and not function.__closure__
+        and function.__globals__.get("is_flash_attention_requested") is function
+    )
+    if known:
+        names = ("flash_attention_2", "sdpa", *NAMES)
+        answers = [function(requested_attention_implementation=name) for name in names]
+        if answers == [True] + [False] * (len(NAMES) + 1):
+            return  # applied already
+        known = answers == [True, False] + [True] * len(NAMES)
+    if not known:
+        _refuse_version("looks for FlashAttention", f"is_flash_attention_requested in {module.__name__}")
+    original = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    function.without_flashmask = original
+    function.__code__ = _is_flash_attention.__code__
+
+
+def _is_flash_attention(config=None, requested_attention_implementation=None, version=None):
+    """Code of the patched function. It runs in that function's module, so it cannot see `NAMES` or other names here."""
+    name = requested_attention_implementation if config is None else config._attn_implementation
+    ours = ("flashmask", "flashmask_hash", "flashmask_qk")
+    if name in ours and (config is None or requested_attention_implementation is None):
+        return False
+    return is_flash_attention_requested.without_flashmask(config, requested_attention_implementation, version)  # pyright: ignore[reportFunctionMemberAccess]
+
+
+# 2. Packed documents are found beside a cache or a 2D mask, too.
+
+_OUR_DOCUMENTS = torch.int32
+"""The dtype of document numbers that this patch finds; those of transformers are int64."""
+
+_MASK_ARGUMENTS = [
+    "config", "inputs_embeds", "attention_mask", "past_key_values", "position_ids", "layer_idx",
+    "encoder_hidden_states",
+]  # fmt: skip
+
+
+def detect_documents_always(module: Any) -> None:
+    """Make `_preprocess_mask_arguments` find packed documents in `position_ids` beside a cache or a 2D mask, too.
+
+    Patched: `transformers.masking_utils._preprocess_mask_arguments`, replaced by a wrapper. Since 5.23 also
+    `packed_sequence_compatibility_function`, which measures windows of packed documents by position. For documents that
+    this patch found, the wrapper measures them in rows, as every version does for one document beside a cache or a 2D
+    mask, because positions of padding mean nothing.
+
+    Why: transformers looks for documents only if there is neither a cache nor a mask. A model's default is
+    `use_cache=True`, so a plain forward of a packed row would let documents see each other, without an error.
+
+    Checked (the same signature in 5.17 to 5.23): `_preprocess_mask_arguments` is a plain function with its seven
+    parameters.
+
+    Args:
+        module: `transformers.masking_utils`.
+
+    Raises:
+        RuntimeError: the function is missing or not as expected.
+    """
+    original = getattr(module, "_preprocess_mask_arguments", None)
+    if hasattr(original, "finds_documents"):
+        return  # applied already
+    if not isinstance(original, types.FunctionType) or list(inspect.signature(original).parameters) != _MASK_ARGUMENTS:
+        _refuse_version("prepares masks", f"_preprocess_mask_arguments in {module.__name__}")
+
+    @functools.wraps(original)
+    def preprocess(
+        config: Any,
+        inputs_embeds: Tensor,
+        attention_mask: Any,
+        past_key_values: Any,
+        position_ids: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        found = original(config, inputs_embeds, attention_mask, past_key_values, position_ids, *args, **kwargs)
+        if config._attn_implementation not in NAMES or position_ids is None:
+            return found
+        early_exit, mask, documents, q_length, *sizes = found
+        if early_exit or documents is not None or q_length == 1 or (mask is not None and mask.dim() != 2):
+            return found
+        documents = _document_numbers(config, mask, position_ids, inputs_embeds.shape[0], q_length, *sizes)
+        return early_exit, mask, documents, q_length, *sizes
+
+    preprocess.finds_documents = True  # type: ignore[attr-defined]
+    module._preprocess_mask_arguments = preprocess
+    combine = getattr(module, "packed_sequence_compatibility_function", None)
+    if combine is None:  # before transformers 5.23
+        return
+
+    @functools.wraps(combine)
+    def combine_by_row(mask_function: Any, position_ids: Tensor, packed_sequence_mask: Tensor) -> Any:
+        if packed_sequence_mask.dtype != _OUR_DOCUMENTS:
+            return combine(mask_function, position_ids, packed_sequence_mask)
+        return module.and_masks(mask_function, module.packed_sequence_mask_function(packed_sequence_mask))
+
+    module.packed_sequence_compatibility_function = combine_by_row
+
+
+def _document_numbers(
+    config: Any,
+    mask: Tensor | None,
+    position_ids: Tensor,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor,
+    kv_offset: int,
+) -> Tensor | None:
+    """Return the number of each token's document, int32 [B, S], or None if the call does not hold whole rows.
+
+    A document starts where `document_starts` says, unless padding is there.
+
+    Raises:
+        RuntimeError: a row of several documents where they cannot be separated (a device-side check): in a part of a
+            row, in a static cache, and with chunked attention.
+    """
+    if position_ids.dim() != 2 or position_ids.shape[-1] != q_length:
+        return None
+    starts = document_starts(position_ids).expand(batch_size, -1)
+    if mask is not None:  # its columns are those of all keys, in a static cache also of keys that are not there yet
+        column = torch.arange(q_length, device=mask.device) + q_offset
+        starts = starts & torch.nn.functional.pad(mask, (0, 1))[:, column.clamp(max=mask.shape[-1])]
+    whole = not isinstance(q_offset, Tensor) and q_offset == kv_offset == 0 and q_length == kv_length
+    if whole and getattr(config, "attention_chunk_size", None) is None:
+        return starts.cumsum(-1).to(_OUR_DOCUMENTS)
+    device_assert(
+        (starts.sum(-1) <= 1).all(),
+        "position_ids start again at 0 in one row, but packed documents are not kept apart in a static cache, in a "
+        "part of a row, or, with chunked attention, beside any cache or 2D mask; pass whole rows and use_cache=False",
+    )
+    return None
+
+
+# 3. Models that do not look attention up by name refuse the names.
+
+
+def refuse_unsupported_models(model_class: Any) -> None:
+    """Make models that do not look their attention up by name raise when one of this package's names is chosen.
+
+    Patched: `PreTrainedModel.get_correct_attn_implementation`, replaced by a wrapper. It runs when a model is made and
+    when its attention is set later, for models within models, too.
+
+    Why: Falcon, GPT-J and a few more look `config._attn_implementation` up in a dict of classes of their module, and
+    would fail with a KeyError or keep the classes they have. Others have one attention, which would add the mask hook's
+    columns to its scores, without an error. A tower with attention of its own that asks for no mask of transformers (of
+    timm, say) goes on as it is.
+
+    Checked (the same signature in 5.17 to 5.23): it is a plain function with its three parameters.
+
+    Args:
+        model_class: `transformers.PreTrainedModel`.
+
+    Raises:
+        RuntimeError: the method is missing or not as expected.
+    """
+    original = getattr(model_class, "get_correct_attn_implementation", None)
+    if hasattr(original, "refuses"):
+        return  # applied already
+    expected = ["self", "requested_attention", "is_init_check"]
+    if not isinstance(original, types.FunctionType) or list(inspect.signature(original).parameters) != expected:
+        _refuse_version("chooses attention", f"get_correct_attn_implementation of {model_class.__name__}")
+
+    @functools.wraps(original)
+    def choose(self: Any, requested_attention: str | None, is_init_check: bool = False) -> str:
+        if requested_attention in NAMES:
+            members = vars(sys.modules[type(self).__module__])
+            by_name = [x for name, x in members.items() if name.endswith("_ATTENTION_CLASSES") and isinstance(x, dict)]
+            for classes in by_name:
+                refuse = functools.partial(_refuse_attention_class, type(self).__name__, requested_attention)
+                classes.setdefault(requested_attention, refuse)  # raises when the model makes its layers
+                made = tuple(x for x in classes.values() if isinstance(x, type))
+                if not is_init_check and any(isinstance(x, made) for x in self.modules()):
+                    refuse()  # the layers exist, and the model will not look in the dict again
+            if not by_name and any(getattr(x, "__module__", "") == masking_utils.__name__ for x in members.values()):
+                refuse_own_attention(type(self), requested_attention)
+        return original(self, requested_attention, is_init_check)
+
+    choose.refuses = True  # type: ignore[attr-defined]
+    model_class.get_correct_attn_implementation = choose
+
+
+def _refuse_attention_class(model: str, implementation: str, *_: Any, **__: Any) -> NoReturn:
+    """Raise instead of returning an attention layer; stands in a model's dict of attention classes."""
+    raise NotImplementedError(
+        f"{model} has attention classes of its own and does not take attn_implementation='{implementation}'; use "
+        "attn_implementation='eager' for this model"
+    )
+
+
+# 4. `from_pretrained` takes the options of dynamic sparse attention.
+
+
+def accept_sparse_options(config_class: type) -> None:
+    """Let `from_pretrained` take the options of dynamic sparse attention as keywords, for every model.
+
+    Patched: `PreTrainedConfig` gets the class attributes `flashmask_hash` and `flashmask_qk`, which are None. A config
+    that does not set them does not save them.
+
+    Why: `PreTrainedConfig.from_dict` takes a keyword for the config's only if the config has that attribute, and leaves
+    every other one to the model's class, which refuses it.
+
+    Checked: nothing, since no code of transformers is changed; a test saves and loads the options (5.17 to 5.23).
+
+    Args:
+        config_class: `transformers.PreTrainedConfig`.
+    """
+    for name in (HASH, QK):
+        if not hasattr(config_class, name):
+            setattr(config_class, name, None)

@@ -1,0 +1,34 @@
+"""Registration of the package's attention implementations with transformers.
+
+The interfaces are `AttentionInterface` (`transformers/modeling_utils.py`), which a layer asks for its attention
+function, and `AttentionMaskInterface` (`transformers/masking_utils.py`), which a model asks once per forward and mask
+type.
+"""
+
+from __future__ import annotations
+
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from flashmask_hf.backend import patches
+from flashmask_hf.backend.forward import attention_forward
+from flashmask_hf.backend.mask_hook import mask_hook
+from flashmask_hf.backend.sparse import hash_attention_forward, qk_attention_forward
+from flashmask_hf.names import FLASHMASK, HASH, QK
+
+__all__ = ["register"]
+
+
+def register() -> None:
+    """Make `attn_implementation="flashmask"`, "flashmask_hash" and "flashmask_qk" known to transformers.
+
+    Importing `flashmask_hf` does it; repeating it is fine. Registers the attention functions of `backend/forward.py`
+    and `backend/sparse.py` and, for all of them, the mask hook. Adapts transformers to them (`backend/patches.py`).
+
+    Raises:
+        RuntimeError: this version of transformers is not one that the package knows how to adapt.
+    """
+    patches.apply()
+    functions = {FLASHMASK: attention_forward, HASH: hash_attention_forward, QK: qk_attention_forward}
+    for name, function in functions.items():
+        AttentionInterface.register(name, function)
+        AttentionMaskInterface.register(name, mask_hook)

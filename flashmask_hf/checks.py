@@ -1,0 +1,122 @@
+"""Checks of arguments: of a call on the host, and of values on the device without waiting for it."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from flashmask_hf.mask import FlashMask, is_one_of
+
+__all__ = ["check_arguments", "check_between", "check_range", "device_assert"]
+
+_LEAST, _MOST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max * math.log(2) / 2
+"""Bounds of a factor that kernels hold in float32, as it is and doubled in units of log2."""
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def check_arguments(
+    q: Tensor, k: Tensor, v: Tensor, mask: FlashMask, scale: float | None, softcap: float | None, sinks: Tensor | None
+) -> None:
+    """Check the arguments of `flashmask_attention` against each other; values of tensors are not read.
+
+    Raises:
+        TypeError: an argument has the wrong type or dtype.
+        ValueError: shapes, devices or values do not fit.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor [B, H, S, D], got {type(x).__name__}")
+        if x.dtype not in _DTYPES:
+            raise TypeError(f"{name} must be a floating-point tensor of 16, 32 or 64 bits, got {x.dtype}; cast it")
+        if x.dim() != 4 or 0 in x.shape:
+            raise ValueError(f"{name} must have shape [B, H, S, D] with no empty axis, got {list(x.shape)}")
+    if not isinstance(mask, FlashMask):
+        raise TypeError(
+            f"mask must be a FlashMask, got {type(mask).__name__}; build one with flashmask_hf.masks, or from a "
+            "dense bool tensor with FlashMask.from_dense"
+        )
+    batch, heads, q_len, head_dim = q.shape
+    kv_heads, kv_len = k.shape[1:3]
+    if k.shape[0] != batch or v.shape[0] != batch:
+        raise ValueError(f"q, k and v must have one batch size, got {batch}, {k.shape[0]}, {v.shape[0]}")
+    if k.shape[3] != head_dim:
+        raise ValueError(f"k must have q's head_dim {head_dim}, got {k.shape[3]}")
+    if v.shape[1:3] != k.shape[1:3]:
+        raise ValueError(f"v must have k's heads and length {[kv_heads, kv_len]}, got {list(v.shape[1:3])}")
+    if heads % kv_heads:
+        raise ValueError(f"q has {heads} heads, which is not a multiple of the {kv_heads} key-value heads of k and v")
+    for name, device in (("k", k.device), ("v", v.device), ("mask", mask.device)):
+        if device != q.device:
+            raise ValueError(f"{name} is on {device}, but q is on {q.device}; move it with {name}.to('{q.device}')")
+    if mask.kv_len != kv_len:
+        raise ValueError(f"mask has {mask.kv_len} key columns, but k and v have {kv_len} keys")
+    if mask.q_len is not None and mask.q_len != q_len:
+        raise ValueError(f"q has {q_len} rows, but mask was built for q_len={mask.q_len}; build it with q_len={q_len}")
+    mask_batch, mask_heads = mask.indices.shape[:2]
+    if not is_one_of(mask_batch, 1, batch):
+        raise ValueError(f"mask has batch {mask_batch}; it must be 1 or q's batch {batch}")
+    if not is_one_of(mask_heads, 1, kv_heads, heads):
+        raise ValueError(f"mask has {mask_heads} heads; it must have 1, Hkv = {kv_heads} or Hq = {heads}")
+    for name, value, none in (("scale", scale, "D ** -0.5"), ("softcap", softcap, "no cap")):
+        if value is None:
+            continue
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            raise TypeError(f"{name} must be a number, or None for {none}, got {type(value).__name__}; pass a float")
+        if not _LEAST <= value <= _MOST:
+            raise ValueError(
+                f"{name} must be positive and finite, or None for {none}, and {_LEAST:.1e} to {_MOST:.1e} for float32, "
+                f"got {value}"
+            )
+    if softcap is not None:
+        factor = head_dim**-0.5 if scale is None else scale
+        if not _LEAST <= factor / softcap <= _MOST:
+            raise ValueError(
+                f"softcap={softcap} is too far from scale={factor}: scale / softcap must be {_LEAST:.1e} to "
+                f"{_MOST:.1e} for float32; pass None for no cap"
+            )
+    if sinks is not None:
+        if not isinstance(sinks, Tensor) or not sinks.dtype.is_floating_point:
+            kind = sinks.dtype if isinstance(sinks, Tensor) else type(sinks).__name__
+            raise TypeError(f"sinks must be a floating-point tensor [Hq] or None, got {kind}")
+        if sinks.shape != (heads,):
+            raise ValueError(f"sinks must have shape [Hq] = [{heads}], got {list(sinks.shape)}")
+        if sinks.device != q.device:
+            raise ValueError(f"sinks is on {sinks.device}, but q is on {q.device}; move it with sinks.to('{q.device}')")
+
+
+def device_assert(condition: Tensor, message: str) -> None:
+    """Stop the program if a bool tensor [] is False, without waiting for the device to know it.
+
+    Raises:
+        RuntimeError: `condition` is False, on a CPU. On a GPU it is an assertion of the device.
+    """
+    assert len(message) < 255, "the device takes no longer message"
+    torch._assert_async(condition, message)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def check_range(indices: Tensor, q_len: int) -> None:
+    """Check that a mask's indices lie in 0..q_len.
+
+    Raises:
+        ValueError: one does not. On a GPU it is an assertion of the device, which stops the program.
+    """
+    check_between(
+        indices,
+        q_len,
+        f"the mask's indices must lie in 0..q_len = 0..{q_len}; FlashMask.validate(q_len={q_len}) names the columns",
+    )
+
+
+def check_between(x: Tensor, highest: int, message: str) -> None:
+    """Check that integers lie in 0..highest.
+
+    Raises:
+        ValueError: one does not. On a GPU it is an assertion of the device, which stops the program.
+    """
+    low, high = x.aminmax()
+    if x.is_cuda:  # without waiting for the device
+        device_assert((low >= 0) & (high <= highest), message)
+    elif low < 0 or high > highest:
+        raise ValueError(message)

@@ -1,0 +1,60 @@
+"""Eager masked attention: the definition that every other implementation is tested against."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flashmask_hf.mask import FlashMask
+
+__all__ = ["reference_attention"]
+
+
+def reference_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: FlashMask,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute attention with the dense mask in the dtype of q: differentiable, on any device, in quadratic memory.
+
+    Args:
+        q: [B, Hq, Sq, D].
+        k: [B, Hkv, Skv, D]; query head h reads key-value head h * Hkv // Hq.
+        v: [B, Hkv, Skv, Dv].
+        mask: heads 1, Hkv or Hq; query head h reads mask head h * Hm // Hq.
+        scale: factor on q @ k^T.
+        softcap: c in c * tanh(scores / c), or None.
+        sinks: [Hq] logits of one extra key per head that has no value, or None.
+
+    Returns:
+        out [B, Hq, Sq, Dv] in q's dtype, and lse [B, Hq, Sq] float32 (float64 for float64 inputs), the natural log of
+        the softmax denominator, sink included. A row that sees nothing gives out 0, lse -inf (the sink's logit if there
+        is one) and zero gradients.
+    """
+    heads = q.shape[1]
+    k = k.repeat_interleave(heads // k.shape[1], 1)
+    v = v.repeat_interleave(heads // v.shape[1], 1)
+    visible = mask.to_dense(q.shape[2])
+    visible = visible.repeat_interleave(heads // visible.shape[1], 1)
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    scores = (q @ k.transpose(-1, -2)).to(wide) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    # A finite fill keeps rows that see nothing free of NaN in the backward; their weights are zeroed below.
+    scores = scores.masked_fill(~visible, torch.finfo(wide).min)
+    if sinks is not None:
+        sink = sinks.to(wide).view(1, heads, 1, 1).expand(*scores.shape[:-1], 1)
+        lse = torch.cat([scores, sink], -1).logsumexp(-1)
+    else:
+        lse = scores.logsumexp(-1)
+    weights = torch.exp(scores - lse.unsqueeze(-1)).masked_fill(~visible, 0.0)
+    out = weights.to(v.dtype) @ v
+    blind_lse = lse.new_full((), float("-inf"))
+    if sinks is not None:  # a sink of -inf is no sink, and gets no gradient
+        blind_lse = sinks.to(wide).masked_fill(sinks.isneginf(), float("-inf")).view(1, heads, 1)
+    return out, torch.where(visible.any(-1), lse, blind_lse)

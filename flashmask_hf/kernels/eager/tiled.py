@@ -1,0 +1,268 @@
+"""Tiled masked attention in torch operations, for devices without Triton kernels, such as a CPU.
+
+Memory is linear in the length, and only tiles that the plan lists are computed:
+
+    for each mask head and row tile of the plan:                        queries [heads, rows, D], online softmax stay
+        for each step, about _KEYS_PER_STEP keys of the tile's list:    keys and values are sliced, or gathered
+            forward:   acc, top, total = online softmax
+            backward:  dk, dv of these keys and dq of the rows are added up
+
+The heads that share a key-value head are stacked as rows, so that a step is one matrix product per key-value head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from flashmask_hf.mask import FlashMask
+from flashmask_hf.plan import ROWS, Plan, plan_columns
+
+__all__ = ["backward", "decode", "forward", "row_delta"]
+
+_WIDENED = 2**21  # elements of k that decoding converts to a wide dtype at a time
+_KEYS_PER_STEP = 512  # so that the scores of a step, heads x ROWS x _KEYS_PER_STEP, stay in the CPU's cache
+
+Step = tuple[slice | Tensor, Tensor | None]
+"""Key columns of a step (a slice, or an index tensor) and where they are hidden, bool [rows, columns] or None."""
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: FlashMask, plan: Plan, sinks: Tensor | None, scale: float, softcap: float
+) -> tuple[Tensor, Tensor]:
+    """Compute attention over the tiles that the plan lists.
+
+    Args:
+        q: [B, Hq, Sq, D].
+        k: [B, Hkv, Skv, D].
+        v: [B, Hkv, Skv, Dv].
+        mask: the mask.
+        plan: its plan.
+        sinks: [Hq] or None.
+        scale: factor on the scores.
+        softcap: 0 is none.
+
+    Returns:
+        out [B, Hq, Sq, Dv] in q's dtype, stored as [B, Sq, Hq, Dv]; lse [B, Hq, Sq] float32 (float64 for float64 q).
+    """
+    wide = _wide(q.dtype)
+    batch, heads, q_len, _ = q.shape
+    out = q.new_empty(batch, q_len, heads, v.shape[-1]).transpose(1, 2)
+    lse = q.new_empty(batch, heads, q_len, dtype=wide)
+    for b, h_q, h_kv, rows, steps in _walk(q, k, mask, plan):
+        queries = _grouped(q[b, h_q, rows], h_kv).to(wide) * scale
+        top = queries.new_full((*queries.shape[:-1], 1), torch.finfo(wide).min)
+        total = torch.zeros_like(top)
+        acc = queries.new_zeros(*queries.shape[:-1], v.shape[-1])
+        if sinks is not None:
+            sink = sinks[h_q].to(wide).repeat_interleave(rows.stop - rows.start).view(top.shape)
+            top = torch.maximum(top, sink)
+            total = torch.exp(sink - top)  # 1, or 0 if the sink is -inf
+        for columns, hidden in steps:
+            scores, _ = _scores(queries, k[b, h_kv, columns].to(wide), hidden, softcap)
+            new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
+            weights = scores.sub_(new_top).exp_()
+            decay = torch.exp(top - new_top)
+            total = total * decay + weights.sum(-1, keepdim=True)
+            acc = torch.baddbmm(acc * decay, weights, v[b, h_kv, columns].to(wide))
+            top = new_top
+        seen = total != 0  # NaN stays NaN
+        out[b, h_q, rows] = _ungrouped(torch.where(seen, acc / torch.where(seen, total, 1.0), 0.0), h_q).to(q.dtype)
+        lse[b, h_q, rows] = _ungrouped(torch.where(seen, top + total.log(), float("-inf")), h_q).squeeze(-1)
+    return out, lse
+
+
+def decode(
+    q: Tensor, k: Tensor, v: Tensor, mask: FlashMask, sinks: Tensor | None, scale: float, softcap: float
+) -> tuple[Tensor, Tensor]:
+    """Compute attention of few rows, all of their scores at once; arguments and results as in `forward`."""
+    wide = _wide(q.dtype)
+    batch, heads, q_len, dim = q.shape
+    kv_heads, kv_len = k.shape[1:3]
+    out = q.new_empty(batch, q_len, heads, v.shape[-1]).transpose(1, 2)
+    row = torch.arange(q_len, device=q.device).unsqueeze(1)
+    hidden = torch.zeros((), dtype=torch.bool, device=q.device)
+    if mask.causal:
+        hidden = row + (kv_len - q_len) < torch.arange(kv_len, device=q.device)
+    for start, end in mask.intervals(q_len):
+        hidden = hidden | ((row >= start.unsqueeze(2)) & (row < end.unsqueeze(2)))
+    hidden = hidden.unflatten(1, (min(hidden.shape[1], kv_heads), -1))  # [B or 1, Hkv or 1, heads of a group or 1, ...]
+    first, last = 0, kv_len
+    if q.device.type == "cpu":  # reading which keys any row sees costs no wait here
+        seen = (~hidden.flatten(0, 3).all(0)).nonzero()
+        first, last = (int(seen[0]), int(seen[-1]) + 1) if len(seen) else (0, 1)
+        hidden = hidden[..., first:last]
+    queries = q.reshape(batch, kv_heads, -1, dim).to(wide) * scale
+    step = last - first if k.dtype == wide else max(64, _WIDENED // (batch * kv_heads * dim))
+    parts = [slice(part, min(part + step, last)) for part in range(first, last, step)]
+    scores = torch.cat([queries @ k[:, :, part].to(wide).transpose(-1, -2) for part in parts], -1)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    shape = (batch, kv_heads, heads // kv_heads, q_len, last - first)
+    scores = scores.view(shape).masked_fill_(hidden, float("-inf"))
+    top = scores.amax(-1, keepdim=True).clamp_min(torch.finfo(wide).min)
+    sink = None if sinks is None else sinks.to(wide).view(1, kv_heads, -1, 1, 1)
+    if sink is not None:
+        top = torch.maximum(top, sink)
+    weights = scores.sub_(top).exp_()
+    total = weights.sum(-1, keepdim=True)
+    if sink is not None:
+        total = total + torch.exp(sink - top)
+    some = total != 0  # NaN stays NaN
+    weights = weights.view(batch, kv_heads, -1, last - first)
+    sums = [weights[..., p.start - first : p.stop - first] @ v[:, :, p].to(wide) for p in parts]
+    acc = torch.stack(sums).sum(0).view(*shape[:-1], -1) / torch.where(some, total, 1.0)
+    out.copy_(acc.view(out.shape))
+    return out, torch.where(some, top + total.log(), float("-inf")).view(batch, heads, q_len)
+
+
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor | tuple[Tensor, Tensor | None],
+    mask: FlashMask,
+    plan: Plan,
+    scale: float,
+    softcap: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute the gradients of q, k and v.
+
+    Args:
+        dout: gradient of the output, [B, Hq, Sq, Dv].
+        q: [B, Hq, Sq, D].
+        k: [B, Hkv, Skv, D].
+        v: [B, Hkv, Skv, Dv].
+        lse: [B, Hq, Sq] of the forward.
+        delta: [B, Hq, Sq], the row sums of dout * out less the gradient of lse; or a tuple to compute it from, out and
+            the gradient of lse or None.
+        mask: the mask.
+        plan: its plan.
+        scale: factor on the scores.
+        softcap: 0 is none.
+
+    Returns:
+        dq, dk, dv like q, k, v; and delta.
+    """
+    wide = _wide(q.dtype)
+    if isinstance(delta, tuple):
+        delta = row_delta(dout, *delta)
+    dq = torch.empty_like(q)
+    dk, dv = (torch.zeros_like(x, dtype=wide) for x in (k, v))
+    blind = lse.isneginf()  # rows that see nothing
+    lse = lse.masked_fill(blind, float("inf"))  # so that their weights are exp(-inf) = 0
+    delta = delta.masked_fill(blind, 0.0)  # the gradient of lse may be inf there, and 0 times inf is NaN
+    for b, h_q, h_kv, rows, steps in _walk(q, k, mask, plan):
+        queries, upstream = (_grouped(x[b, h_q, rows], h_kv).to(wide) for x in (q, dout))
+        tile_lse, tile_delta = (_grouped(x[b, h_q, rows, None], h_kv) for x in (lse, delta))
+        queries = queries * scale
+        acc = torch.zeros_like(queries)
+        for columns, hidden in steps:
+            keys, values = k[b, h_kv, columns].to(wide), v[b, h_kv, columns].to(wide)
+            scores, slope = _scores(queries, keys, hidden, softcap)
+            weights = scores.sub_(tile_lse).exp_()
+            dv[b, h_kv, columns] += weights.transpose(-1, -2) @ upstream
+            dscores = (upstream @ values.transpose(-1, -2)).sub_(tile_delta).mul_(weights)
+            if slope is not None:
+                dscores *= slope
+            acc.baddbmm_(dscores, keys)
+            dk[b, h_kv, columns] += dscores.transpose(-1, -2) @ queries
+        dq[b, h_q, rows] = _ungrouped(acc.mul_(scale), h_q).to(q.dtype)
+    return dq, dk.to(k.dtype), dv.to(v.dtype), delta
+
+
+def row_delta(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
+    """Return delta, which the softmax takes off the scores' gradients: row sums of dout * out, less dlse if given."""
+    wide = _wide(out.dtype)
+    sums = (dout.to(wide) * out.to(wide)).sum(-1)
+    return sums if dlse is None else sums - dlse
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which sums are kept."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _grouped(x: Tensor, h_kv: slice) -> Tensor:
+    """Stack query-side rows [heads, rows, d] by key-value head: [kv heads, heads / kv heads * rows, d]."""
+    return x.reshape(h_kv.stop - h_kv.start, -1, x.shape[-1])
+
+
+def _ungrouped(x: Tensor, h_q: slice) -> Tensor:
+    """Undo `_grouped`: return [heads, rows, d]."""
+    return x.reshape(h_q.stop - h_q.start, -1, x.shape[-1])
+
+
+def _scores(queries: Tensor, keys: Tensor, hidden: Tensor | None, softcap: float) -> tuple[Tensor, Tensor | None]:
+    """Return capped and masked scores [kv heads, group * rows, columns] of scaled queries; the cap's slope or None."""
+    scores = queries @ keys.transpose(-1, -2)
+    slope = None
+    if softcap:
+        capped = torch.tanh(scores / softcap)
+        scores, slope = softcap * capped, 1 - capped * capped
+    if hidden is not None:
+        scores.unflatten(1, (-1, hidden.shape[0])).masked_fill_(hidden, float("-inf"))
+    return scores, slope
+
+
+def _walk(q: Tensor, k: Tensor, mask: FlashMask, plan: Plan) -> Iterator[tuple[int, slice, slice, slice, list[Step]]]:
+    """Yield (batch entry, query heads, key-value heads, query rows, steps) for all that shares a list of tiles."""
+    batch, heads, q_len, _ = q.shape
+    kv_heads, kv_len = k.shape[1:3]
+    mask_batch, mask_heads = plan.tiles.shape[:2]
+    counts = plan.counts.tolist()
+    width = plan_columns(kv_len)
+    pairs = mask.intervals(q_len)
+    for m_b in range(mask_batch):
+        for m_h in range(mask_heads):
+            h_q = slice(m_h * heads // mask_heads, (m_h + 1) * heads // mask_heads)
+            first_kv = m_h * kv_heads // mask_heads
+            h_kv = slice(first_kv, max(first_kv + 1, (m_h + 1) * kv_heads // mask_heads))
+            bounds = [(start[m_b, m_h], end[m_b, m_h]) for start, end in pairs]
+            for tile in range(-(-q_len // ROWS)):
+                visible, partial = counts[m_b][m_h][tile]
+                row = plan.tiles[m_b, m_h, tile]
+                rows = slice(tile * ROWS, min(q_len, (tile + 1) * ROWS))
+                steps = _steps(row, visible, partial, rows, bounds, mask.causal, q_len, kv_len, width)
+                for b in range(batch) if mask_batch == 1 else (m_b,):
+                    yield b, h_q, h_kv, rows, steps
+
+
+def _steps(
+    row: Tensor,
+    visible: int,
+    partial: int,
+    rows: slice,
+    bounds: list[tuple[Tensor, Tensor]],
+    causal: bool,
+    q_len: int,
+    kv_len: int,
+    width: int,
+) -> list[Step]:
+    """Return the steps of one row tile: its visible tiles, then its partial ones, about _KEYS_PER_STEP keys each."""
+    steps: list[Step] = []
+    per_step = max(1, _KEYS_PER_STEP // width)
+    row_index = torch.arange(rows.start, rows.stop, device=row.device).unsqueeze(1)
+    for tiles, masked in ((row[:visible], False), (row[row.shape[0] - partial :].flip(0), True)):
+        listed = tiles.tolist()
+        for first in range(0, len(listed), per_step):
+            step = listed[first : first + per_step]
+            if step[-1] - step[0] == len(step) - 1:  # neighbouring tiles are a view of the keys, not a copy
+                columns = slice(step[0] * width, min(kv_len, (step[-1] + 1) * width))
+                column_index = torch.arange(columns.start, columns.stop, device=row.device)
+            else:
+                column_index = torch.cat([torch.arange(t * width, min(kv_len, (t + 1) * width)) for t in step])
+                columns = column_index = column_index.to(row.device)
+            hidden = None
+            if masked:
+                hidden = torch.zeros(rows.stop - rows.start, len(column_index), dtype=torch.bool, device=row.device)
+                for start, end in bounds:
+                    hidden |= (row_index >= start[columns]) & (row_index < end[columns])
+                if causal:
+                    hidden |= row_index + (kv_len - q_len) < column_index
+            steps.append((columns, hidden))
+    return steps

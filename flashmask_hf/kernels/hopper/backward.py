@@ -1,0 +1,143 @@
+"""The backward on Hopper (sm_90a): its tiles and its launches (device code: `backward_kernel`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashmask_hf.kernels.hopper.backward_kernel import BLOCK_N, Form, backward_kernel, scale_dq_kernel
+from flashmask_hf.kernels.hopper.descriptors import describable_layout, row_template, tile_template
+from flashmask_hf.kernels.hopper.dq_order import prepare_dq_order
+from flashmask_hf.kernels.launch.descriptors import describable
+from flashmask_hf.kernels.launch.launcher import Launch
+from flashmask_hf.kernels.launch.layout import Layout, layout_like, packed_layout
+from flashmask_hf.kernels.launch.problem import Problem
+from flashmask_hf.kernels.shared.configs import multiprocessors
+from flashmask_hf.kernels.shared.row_statistics import Delta, Gradients, OutputLayout, prepare_delta
+from flashmask_hf.plan import ROWS, Plan, plan_columns
+
+__all__ = ["prepare_backward"]
+
+_TILES = {64: (128, 2, 1), 128: (64, 1, 2)}
+"""By head_dim: query rows of a tile, stages of values, and store warps."""
+_RESIDENT_BYTES = 8 << 20
+"""Bytes of query rows, of heads whose tiles of keys alternate, that the L2 cache should hold."""
+
+
+def prepare_backward(
+    problem: Problem, dout: Layout, output: OutputLayout | None, deterministic: bool = False, ordered: bool = False
+) -> Callable[..., Gradients]:
+    """Prepare the backward for tensors of one layout.
+
+    Args:
+        problem: layouts and settings of the call.
+        dout: layout of the output's gradient, [B, Hq, Sq, D].
+        output: layout of the output and whether lse has a gradient, or None if `delta` is a tensor.
+        deterministic: whether to add to dQ in a fixed order, so that repeated runs agree to the bit.
+        ordered: whether rows of the gradients are put in orders.
+
+    Returns:
+        (dout, q, k, v, lse, delta, indices, plan, orders) -> (dq, dk, dv, delta), without `orders` unless `ordered`.
+        `lse` is float32 [B, Hq, Sq] of the forward. `orders`, int32 [B, Hq, Sq] and [B, Hkv, Skv], permutations of
+        every head's rows, say where each row of dq, and of dk and dv, is put. Gradients are laid out like
+        `torch.empty_like` of q, k and v, and as [B, S, H, D] if `ordered`.
+    """
+    given = problem.q, problem.k, problem.v
+    dout_given = dout
+    q, k, v, dout = map(describable_layout, (*given, dout))
+    copies = (q, k, v, dout) != (*given, dout_given)
+    batch, heads, q_len, dim = q.shape
+    kv_heads, kv_len = k.shape[1:3]
+    device = q.device
+    block_m, value_stages, store_warps = _TILES[dim]
+    padded_len = -(-q_len // ROWS) * ROWS
+    n_row_tiles = padded_len // block_m
+    subtiles = plan_columns(kv_len) // BLOCK_N.value
+    n_columns = -(-kv_len // plan_columns(kv_len)) * subtiles
+    kv_planes = batch * kv_heads
+    programs = multiprocessors(device)
+    persistent = n_columns * kv_planes > programs
+    # Interleaved heads put equal work side by side.
+    interleaved = max(1, _RESIDENT_BYTES // (q_len * dim * (heads // kv_heads) * 4))
+
+    accum = packed_layout(batch * heads * padded_len * dim // 32, 32, dtype=torch.float32, device=device)
+    new_accum = accum.allocator()
+    new_counter = packed_layout(1, dtype=torch.int32, device=device).allocator()
+    new_delta = packed_layout(batch, heads, q_len, dtype=torch.float32, device=device).allocator()
+    if ordered:
+        told = gradients = [packed_layout(*x.shape, dtype=x.dtype, device=device, order=(0, 2, 1, 3)) for x in given]
+    else:
+        told = [layout_like(x) for x in given]
+        gradients = [describable_layout(x) for x in told]
+    new_dq, new_dk, new_dv = (x.allocator() for x in gradients)
+    new_told = [x.allocator() for x in told]
+    laid_out = told == gradients
+
+    make_dq_order = prepare_dq_order(problem, block_m, interleaved) if deterministic else None
+    make_delta: Any = None if output is None else prepare_delta(dout, output[0], q_len, sums=dim)
+    add = Launch(
+        backward_kernel,
+        min(n_columns * kv_planes, programs),
+        heads, kv_heads, kv_planes, interleaved, *problem.plan_shape[:2], q_len, kv_len, *problem.plan_shape[2:],
+        n_columns, padded_len, problem.scale, *problem.factors,
+        descriptors=(
+            row_template(q, block_m), row_template(k, 64), row_template(v, 64), row_template(dout, block_m),
+            tile_template(accum, 128, 32), row_template(gradients[1], 64), row_template(gradients[2], 64),
+        ),
+        FORM=Form(
+            **problem.constants, SCATTER=ordered, DQ_ORDER=deterministic, PERSISTENT=persistent, BLOCK_M=block_m,
+            BLOCK_D=dim, SUBTILES=subtiles, VALUE_STAGES=value_stages, STORE_WARPS=store_warps,
+            SCORES_AHEAD=dim == 64 and not problem.softcap,
+        ),
+        num_warps=4,
+    )  # fmt: skip
+    scale_dq = Launch(
+        scale_dq_kernel,
+        2 * n_row_tiles * heads * batch,
+        *gradients[0].strides[:3], heads, q_len, n_row_tiles, problem.scale,
+        SCATTER=ordered, BLOCK_M=block_m, BLOCK_D=dim, num_warps=4,
+    )  # fmt: skip
+
+    def run(
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        delta: Delta,
+        indices: Tensor,
+        plan: Plan,
+        orders: tuple[Tensor, Tensor] | None = None,
+    ) -> Gradients:
+        if copies:
+            q, k, v, dout = map(describable, (q, k, v, dout))
+        q_order, k_order = orders or (None, None)
+        dq, dk, dv, accum = new_dq(), new_dk(), new_dv(), new_accum()
+        counter = new_counter() if persistent else None
+        if isinstance(delta, tuple):
+            out, dlse = delta
+            dlse = None if dlse is None else dlse.contiguous()
+            delta = new_delta()
+            make_delta(dout, out, dlse, delta, None if dlse is None else lse, None, accum, counter)
+        else:
+            accum.zero_()
+            if counter is not None:
+                counter.zero_()
+        dq_order = (plan.segments,) * 4 if make_dq_order is None else make_dq_order(plan)  # not read
+        scattered = (dk, dv) if ordered else (None, None)
+        add(
+            q, k, v, dout, accum, dk, dv, *scattered, k_order, lse, delta, indices.contiguous(), plan.segments,
+            *dq_order, counter,
+        )  # fmt: skip
+        scale_dq(accum, dq, q_order)
+        if not laid_out:
+            dq, dk, dv = (
+                x if x.stride() == layout.strides else new().copy_(x)
+                for x, layout, new in zip((dq, dk, dv), told, new_told, strict=True)
+            )
+        return dq, dk, dv, delta
+
+    return run

@@ -1,0 +1,42 @@
+"""Tensor descriptors of the Hopper kernels: the layouts that fit one, and templates for `launch.Launch`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashmask_hf.kernels.hopper.gluon import TensorDescriptor, gl
+from flashmask_hf.kernels.launch.descriptors import fits_descriptor, template
+from flashmask_hf.kernels.launch.layout import Layout, layout_like, packed_layout
+
+__all__ = ["describable_layout", "row_template", "tile_template"]
+
+_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+
+
+def describable_layout(x: Layout) -> Layout:
+    """Return the layout of what `launch.descriptors.describable` makes of tensors of layout `x`."""
+    if fits_descriptor(x):
+        return x
+    like = layout_like(x)
+    return like if fits_descriptor(like) else packed_layout(*x.shape, dtype=x.dtype, device=x.device)
+
+
+def tile_template(layout: Layout, *block: int) -> Any:
+    """Return a template for tiles of shape `block`, in the shared-memory layout that matrix products take."""
+    return template(_descriptor, layout, *block)
+
+
+def row_template(layout: Layout, rows: int) -> Any:
+    """Return a template for tiles [rows, D] of tensors [B, H, S, D].
+
+    Rows past the end of a head are loaded as 0 and not stored.
+    """
+    return tile_template(layout, 1, 1, rows, layout.shape[3])
+
+
+def _descriptor(x: Tensor, shape: list[int], strides: list[int], block: list[int]) -> Any:
+    layout: Any = gl.NVMMASharedLayout.get_default_for(block, _DTYPES[x.dtype])
+    return TensorDescriptor(x, shape, strides, block, layout)

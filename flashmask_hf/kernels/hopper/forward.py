@@ -1,0 +1,193 @@
+"""The forward on Hopper (sm_90a): tensors it serves, tiles and launches. `forward_kernel` is the device code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.runtime import driver
+
+from flashmask_hf.kernels.hopper.descriptors import describable_layout, row_template
+from flashmask_hf.kernels.hopper.forward_kernel import Form, forward_kernel
+from flashmask_hf.kernels.launch.descriptors import describable
+from flashmask_hf.kernels.launch.launcher import Launch
+from flashmask_hf.kernels.launch.layout import packed_layout
+from flashmask_hf.kernels.launch.problem import Problem
+from flashmask_hf.kernels.shared.configs import multiprocessors
+from flashmask_hf.kernels.shared.plan import JOINED_ROWS, join_rows
+from flashmask_hf.plan import COLUMNS, Plan, plan_columns
+from flashmask_hf.torch_state import is_capturing
+
+__all__ = ["Config", "prepare_forward", "unsupported_reason"]
+
+
+class Config(NamedTuple):
+    """Tiles and registers of the kernel."""
+
+    warpgroups: int
+    """Consumer warpgroups, each of which has 64 rows of a tile."""
+    columns: int
+    """Keys of a tile."""
+    stages: int
+    """Tiles of keys, and of values, in flight."""
+    consumer_registers: int
+    """Registers of a thread of the consumers."""
+    helper_registers: int
+    """Registers of a thread of the other roles."""
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a tile."""
+        return 64 * self.warpgroups
+
+
+_FORWARD = {64: Config(2, 128, 2, 216, 72), 128: Config(2, 128, 2, 232, 40)}
+"""Configurations by head_dim."""
+
+# With head_dim 64 there are registers for a third consumer, and more consumers hide the exponentials better. Where rows
+# see many tiles of keys, tall tiles are up to 25% faster, as measured on an H200 (bfloat16). Where rows see few, as in
+# short documents or a narrow window, they are up to 70% slower: a tall tile has more tiles of keys at its edges.
+_TALL = {64: Config(3, 128, 2, 160, 32)}
+"""Configurations with tall tiles, by head_dim, for calls whose mask decides (`_configs`)."""
+_TALL_QUERIES = 4096
+"""Fewest queries of a head for which tall tiles are offered."""
+_TALL_ROWS = 1 << 18
+"""Fewest queries in all for which tall tiles are offered."""
+_TALL_TILES = 10
+"""Fewest tiles of keys in a list of the plan, on average, with which tall tiles are taken (`join_rows`)."""
+
+
+def unsupported_reason(device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str | None:
+    """Return why the Hopper kernels cannot run such tensors, or None."""
+    if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device)[0] != 9:
+        return f"tensors on {device} (it needs a Hopper GPU, compute capability 9.0)"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"dtype {dtype} (it takes bfloat16 and float16)"
+    if head_dim != v_head_dim or head_dim not in _FORWARD:
+        return f"head_dim {head_dim} with values of {v_head_dim} (it takes {' and '.join(map(str, _FORWARD))}, alike)"
+    return None
+
+
+def prepare_forward(
+    problem: Problem, ordered: bool = False, config: Config | None = None
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Prepare the forward for tensors of one layout.
+
+    Args:
+        problem: layouts and settings of the call.
+        ordered: whether rows of the output are put in an order.
+        config: tiles; None takes those of the tables above.
+
+    Returns:
+        (q, k, v, sinks, indices, plan, order) -> (out, lse), without `order` unless `ordered`. `order`, int32
+        [B, Hq, Sq], a permutation of every head's rows, says where each row of the output is put. lse stays in the
+        order of q.
+    """
+    given = problem.q, problem.k, problem.v
+    q, k, v = map(describable_layout, given)
+    copies = (q, k, v) != given
+    batch, heads, q_len, _ = q.shape
+    kv_heads, kv_len = k.shape[1:3]
+    mask_batch, mask_heads, n_q, n_kv = problem.plan_shape
+    configs = _configs(q.shape, problem.softcap != 0, ordered) if config is None else [config]
+    joins = any(config.rows == JOINED_ROWS for config in configs)
+    least_tiles = -(-_TALL_TILES * COLUMNS // plan_columns(kv_len)) if len(configs) > 1 else 0
+    out_layout = packed_layout(*q.shape, dtype=q.dtype, device=q.device, order=(0, 2, 1, 3))
+    new_out = out_layout.allocator()
+    new_lse = packed_layout(batch, heads, q_len, dtype=torch.float32, device=q.device).allocator()
+    programs = multiprocessors(q.device)
+    launches = []
+    for config in configs:
+        n_rows = -(-q_len // config.rows)
+        n_tiles = n_rows * heads * batch
+        joined = config.rows == JOINED_ROWS
+        persistent = n_tiles > programs
+        launch = Launch(
+            forward_kernel,
+            min(n_tiles, programs),
+            n_tiles, n_rows, heads, kv_heads, mask_batch, mask_heads, q_len, kv_len,
+            n_rows if joined else n_q, n_kv, *problem.factors,
+            descriptors=(
+                row_template(q, 64), row_template(k, config.columns), row_template(v, config.columns),
+                row_template(out_layout, 64),
+            ),
+            FORM=Form(
+                **problem.constants, SCATTER=ordered, SINKS=problem.sinks, WARPGROUPS=config.warpgroups,
+                SUBTILES=plan_columns(kv_len) // config.columns, STAGES=config.stages, PERSISTENT=persistent,
+            ),
+            CONSUMER_REGISTERS=config.consumer_registers, HELPER_REGISTERS=config.helper_registers, num_warps=4,
+        )  # fmt: skip
+        launches.append((launch, joined, persistent))
+
+    def run(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        indices: Tensor,
+        plan: Plan,
+        order: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        if copies:
+            q, k, v = map(describable, (q, k, v))
+        out, lse = new_out(), new_lse()
+        indices = indices.contiguous()
+        sinks = None if sinks is None else sinks.contiguous()
+        lists = joined_lists = plan.tiles, plan.counts
+        chosen_rows = None
+        if joins:
+            *joined_lists, chosen_rows = join_rows(plan, q_len, least_tiles)
+        for launch, joined, persistent in launches:
+            tiles, counts = joined_lists if joined else lists
+            counter = _counter(q) if persistent else None
+            out_rows = out if ordered else None
+            launch(q, k, v, out, out_rows, order, lse, sinks, indices, tiles, counts, counter, chosen_rows)
+        return out, lse
+
+    return run
+
+
+def _configs(shape: torch.Size, capped: bool, ordered: bool) -> list[Config]:
+    """Return the configurations for queries of a shape: the usual one and, if the mask is to decide, one of tall tiles.
+
+    Every configuration is launched, and the mask, which only the device knows, decides on the device which launch does
+    the work. It decides for the whole call, and the two sum a row in different orders, so the masks of other rows of
+    the batch can change the rounding of a row.
+
+    The tanh of a softcap takes registers that three consumers lack. `ordered` rows are those of sparse attention, where
+    each head has its own lists, and short ones in hash buckets.
+    """
+    batch, heads, q_len, dim = shape
+    many = q_len >= _TALL_QUERIES and batch * heads * q_len >= _TALL_ROWS
+    tall = [_TALL[dim]] if dim in _TALL and many and not capped and not ordered else []
+    return [_FORWARD[dim], *tall]
+
+
+_counters: dict[tuple[int, int], Tensor] = {}
+"""Counters of work items by device and stream."""
+
+
+def _counter(q: Tensor) -> Tensor:
+    """Return int32 [1] of value 0 for a launch that leaves it 0.
+
+    Launches on one stream follow one another and share a counter. A CUDA graph may run on any stream and has its own.
+    """
+    if not q.is_cuda or is_capturing(q):
+        return torch.zeros(1, dtype=torch.int32, device=q.device)
+    device = q.get_device()
+    active: Any = driver.active
+    stream = device, active.get_current_stream(device)
+    found = _counters.get(stream)
+    if found is None:
+        # Allocations of this thread may go to a pool whose memory is wanted back, as when a graph is warmed up.
+        with ThreadPoolExecutor(1) as thread:
+            found = _counters[stream] = thread.submit(_zero, torch.cuda.current_stream(device)).result()
+    return found
+
+
+def _zero(stream: torch.cuda.Stream) -> Tensor:
+    with torch.cuda.stream(stream):
+        return torch.zeros(1, dtype=torch.int32, device=stream.device)

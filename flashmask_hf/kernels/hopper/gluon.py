@@ -1,0 +1,210 @@
+"""Gluon, the part of Triton in which the Hopper kernels are written, under names that hold from Triton 3.6 to 3.9.
+
+Gluon promises no stability: functions are renamed, and some that the kernels need are not public in every version.
+Kernel files import the language from here. This module can be imported without Gluon, and `unavailable_reason` then
+tells why the kernel files cannot be.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+__all__ = [
+    "TensorDescriptor",
+    "bits_below",
+    "device_enum",
+    "fence_async_shared",
+    "gl",
+    "gluon",
+    "group_barrier",
+    "import_failure",
+    "keep_marked",
+    "keep_signed",
+    "mbarrier",
+    "named_barrier_arrive",
+    "named_barrier_sync",
+    "opaque_zero",
+    "rescale",
+    "tma_load",
+    "tma_reduce_add",
+    "tma_store",
+    "tma_store_wait",
+    "unavailable_reason",
+    "wait_for_count",
+    "wait_for_writes",
+    "warpgroup_mma",
+    "warpgroup_mma_wait",
+]
+
+import_failure: str | None = None
+"""Why Gluon, or a part of it that the kernels need, cannot be imported; None if it can."""
+
+try:
+    import triton
+    from triton._C.libtriton import ir
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language._core import _unwrap_if_constexpr, builtin
+    from triton.experimental.gluon.language.nvidia.hopper import (
+        fence_async_shared,
+        mbarrier,
+        tma,
+        warpgroup_mma,
+        warpgroup_mma_wait,
+    )
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    _names = vars(tma)
+    tma_load: Any = _names.get("async_load") or tma.async_copy_global_to_shared
+    """(descriptor, coordinates, mbarrier, shared memory): start to copy a tile to shared memory."""
+    tma_store: Any = _names.get("async_store") or tma.async_copy_shared_to_global
+    """(descriptor, coordinates, shared memory): start to copy a tile from shared memory."""
+    tma_store_wait: Any = tma.store_wait
+    """(count): wait until all but `count` stores and reductions of this thread have read their shared memory."""
+
+    group_barrier: Any = vars(gl).get("thread_barrier") or vars(gl)["barrier"]
+    """(): wait for all warps of this role."""
+
+    def device_enum(enum: type) -> type:
+        """Turn the integer members of a class into compile-time constants that device code can name."""
+        for name, value in list(vars(enum).items()):
+            if type(value) is int:
+                setattr(enum, name, gl.constexpr(value))
+        enum.__triton_builtin__ = True  # pyright: ignore[reportAttributeAccessIssue]  # Triton rejects other classes
+        return enum
+
+    @builtin
+    def _tma_reduce_add(tensor_desc, coord, src, _semantic: Any = None):
+        coordinates = _semantic._convert_to_ir_values(coord, require_i64=False)
+        kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
+        _semantic.builder.create_async_tma_reduce(kind, tensor_desc.handle, coordinates, src.handle)
+
+    tma_reduce_add: Any = _names.get("async_atomic_add") or _tma_reduce_add
+    """(descriptor, coordinates, shared memory): start to add a tile to global memory."""
+
+    def _bar(instruction: str, barrier: Any, threads: Any, semantic: Any) -> None:
+        barrier = _unwrap_if_constexpr(barrier)
+        number, args = (str(barrier), []) if isinstance(barrier, int) else ("$1", [barrier])
+        text = f"{instruction} {number}, {_unwrap_if_constexpr(threads)}; mov.u32 $0, 0;"
+        gl.inline_asm_elementwise(
+            text, "=r,r" if args else "=r", args, dtype=gl.int32, is_pure=False, pack=1, _semantic=semantic
+        )
+
+    @builtin
+    def named_barrier_sync(barrier, threads, _semantic: Any = None):
+        """Wait at named barrier `barrier` (int or int32 scalar) until `threads` threads, these included, have arrived.
+
+        There are 16 of them. The compiler takes 0, 1 and one for each role but the first.
+        """
+        _bar("bar.sync", barrier, threads, _semantic)
+
+    @builtin
+    def named_barrier_arrive(barrier, threads, _semantic: Any = None):
+        """Arrive at a named barrier without waiting."""
+        _bar("bar.arrive", barrier, threads, _semantic)
+
+    @builtin
+    def bits_below(bound, _semantic: Any = None):
+        """Return int32 words with the bits below int32 `bound` set: none for a bound under 1, all 32 from 32 on."""
+        text = "{ .reg .s32 b; max.s32 b, $1, 0; bmsk.clamp.b32 $0, 0, b; }"
+        return gl.inline_asm_elementwise(
+            text, "=r,r", [bound], dtype=gl.int32, is_pure=True, pack=1, _semantic=_semantic
+        )
+
+    @builtin
+    def keep_signed(x, flags, selector, _semantic: Any = None):
+        """Return float32 `x` where the sign bit of the byte of `flags` that `selector` names is set, else -inf.
+
+        The arguments broadcast. `selector` is 0x8888 for byte 0 of int32 `flags` to 0xBBBB for byte 3. Three
+        instructions serve two elements, without predicates, of which there are too few.
+        """
+        text = (
+            "{ .reg .b32 m, s; prmt.b32 m, $2, 0, $3; mov.b32 s, $1; "
+            "lop3.b32 s, s, m, 0xff800000, 0xe2; mov.b32 $0, s; }"
+        )
+        return gl.inline_asm_elementwise(
+            text, "=f,f,r,r", [x, flags, selector], dtype=gl.float32, is_pure=True, pack=1, _semantic=_semantic
+        )
+
+    @builtin
+    def keep_marked(x, words, _semantic: Any = None):
+        """Return float32 `x` where its bit of int32 `words` is set, else 0.
+
+        Both are [M, N / 8, 4, 2], reshaped from [M, N]. `x` is a product of one warpgroup. A thread holds two of its
+        rows, in alternating pairs of columns, and a word for each row, whose bits are those columns in order.
+        """
+        shape = x.type.shape
+        count = shape[0] * shape[1] * 8 // 128
+        text = "{ .reg .pred p; .reg .b32 bit; "
+        for i in range(count):
+            text += (
+                f"and.b32 bit, ${2 * count + (i & 2)}, {1 << (i // 4 * 2 + i % 2)}; setp.ne.b32 p, bit, 0; "
+                f"selp.f32 ${i}, ${i}, 0f00000000, p; "
+            )
+        constraints = ",".join(["=f"] * count + [str(i) for i in range(count)] + ["r"] * count)
+        return gl.inline_asm_elementwise(
+            text + "}", constraints, [x, words], dtype=gl.float32, is_pure=True, pack=count, _semantic=_semantic
+        )
+
+    @builtin
+    def rescale(x, factors, _semantic: Any = None):
+        """Return float32 accumulators `x` [64, N] of one warpgroup times `factors` [64, N], equal along a row.
+
+        A warp whose factors are all 1 skips the products. A thread holds two rows, in alternating pairs of columns.
+        """
+        count = x.type.shape[0] * x.type.shape[1] // 128
+        low, high = f"${2 * count}", f"${2 * count + 2}"
+        products = " ".join(f"mul.f32 ${i}, ${i}, {high if i & 2 else low};" for i in range(count))
+        text = (
+            f"{{ .reg .pred p, q; setp.neu.f32 p, {low}, 0f3F800000; setp.neu.f32 q, {high}, 0f3F800000; "
+            f"or.pred p, p, q; vote.sync.any.pred p, p, 0xffffffff; @!p bra.uni DONE; {products} DONE: }}"
+        )
+        constraints = ",".join(["=f"] * count + [str(i) for i in range(count)] + ["f"] * count)
+        return gl.inline_asm_elementwise(
+            text, constraints, [x, factors], dtype=gl.float32, is_pure=True, pack=count, _semantic=_semantic
+        )
+
+    @builtin
+    def wait_for_count(counter, count, _semantic: Any = None):
+        """Wait until the int32 at pointer `counter` is at least `count`, and see what was written before it was.
+
+        The thread sleeps between polls: many that poll at the same time delay the one that counts.
+        """
+        text = (
+            "{ .reg .pred p; .reg .s32 v; LOOK: ld.acquire.gpu.global.s32 v, [$1]; setp.ge.s32 p, v, $2; "
+            "@p bra SEEN; nanosleep.u32 64; bra LOOK; SEEN: mov.u32 $0, 0; }"
+        )
+        args = [counter.to(gl.int64, _semantic=_semantic), count]
+        gl.inline_asm_elementwise(text, "=r,l,r", args, dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic)
+
+    @builtin
+    def wait_for_writes(_semantic: Any = None):
+        """Wait until all TMA stores and reductions of this thread have written global memory."""
+        text = "cp.async.bulk.wait_group 0; mov.u32 $0, 0;"
+        gl.inline_asm_elementwise(text, "=r", [], dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic)
+
+    @builtin
+    def opaque_zero(_semantic: Any = None):
+        """Return an int32 0 whose value the compiler does not know, so that what depends on it stays inside a loop.
+
+        Descriptors of operands in shared memory, hoisted out of the loop, would hold many registers.
+        """
+        return gl.inline_asm_elementwise(
+            "mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic
+        )
+
+except (ImportError, AttributeError, KeyError) as error:
+    import_failure = f"Triton's Gluon lacks what they need ({error})"
+
+
+def unavailable_reason() -> str | None:
+    """Return why the kernels written in Gluon cannot be imported or run in this process, or None."""
+    if import_failure is not None:
+        return import_failure
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return "Triton's interpreter does not run Gluon"
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    if version < (3, 6):
+        return f"Triton {triton.__version__} is older than 3.6"
+    return None

@@ -1,0 +1,73 @@
+"""Tensor descriptors, through which Hopper and later GPUs load and store tiles (the tensor memory accelerator, TMA).
+
+A descriptor's constructor checks everything it is given, which takes as long as a launch. So one descriptor of each
+layout is made and checked when a launch is prepared, and launches copy it with other memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from flashmask_hf.kernels.launch.layout import Layout, layout_of
+
+__all__ = ["describable", "fits_descriptor", "tile_templates", "with_memory"]
+
+
+def fits_descriptor(x: Layout) -> bool:
+    """Return whether a tensor descriptor can be made of tensors of layout `x`."""
+    step = 16 // x.dtype.itemsize
+    strides = _strides(x)
+    return x.aligned and strides[-1] == 1 and all(stride > 0 and stride % step == 0 for stride in strides[:-1])
+
+
+def loads_by_descriptor(*layouts: Layout) -> bool:
+    """Return whether the device loads through tensor descriptors (Hopper and later) and every layout fits one."""
+    device = layouts[0].device
+    if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device)[0] < 9:
+        return False
+    return all(map(fits_descriptor, layouts))
+
+
+def describable(x: Tensor) -> Tensor:
+    """Return `x`, or a copy that a tensor descriptor fits: like `torch.empty_like(x)` if possible, else contiguous."""
+    if fits_descriptor(layout_of(x)):
+        return x
+    copy = torch.empty_like(x)
+    if not fits_descriptor(layout_of(copy)):
+        copy = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return copy.copy_(x)
+
+
+def template(make: Callable[..., Any], layout: Layout, *block: int) -> Any:
+    """Return a descriptor `make(x, shape, strides, block)` without memory, for `with_memory`; the layout fits one."""
+    return make(layout.allocator("meta")(), list(layout.shape), _strides(layout), list(block))
+
+
+def tile_templates(*tiles: tuple[Layout, int, int]) -> tuple[Any, ...]:
+    """Return templates of Triton's descriptors for tiles (layout, height, width) of the last two axes."""
+    return tuple(
+        template(TensorDescriptor, layout, *[1] * (len(layout.shape) - 2), height, width)
+        for layout, height, width in tiles
+    )
+
+
+def with_memory(template: Any, x: Tensor) -> Any:
+    """Return the descriptor of `x`, a tensor of the template's layout."""
+    descriptor = object.__new__(type(template))
+    descriptor.__dict__ = {**template.__dict__, "base": x}
+    return descriptor
+
+
+def _strides(x: Layout) -> list[int]:
+    """Strides for a descriptor: an axis of length 1 may have any stride, so it gets one that is allowed."""
+    step = 16 // x.dtype.itemsize
+    last = len(x.shape) - 1
+    return [
+        step if size == 1 and axis < last else stride
+        for axis, (size, stride) in enumerate(zip(x.shape, x.strides, strict=True))
+    ]

@@ -1,0 +1,58 @@
+"""Prepared launches: a kernel with everything bound but its tensors.
+
+`kernel[grid](...)` works out at every launch, in Python, which compiled form of the kernel fits the arguments. Tensors
+of the same layouts always take the same form, so a `Launch` asks Triton once and then calls that form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.runtime import JITFunction, driver
+
+from flashmask_hf.kernels.launch.descriptors import with_memory
+
+__all__ = ["Launch"]
+
+
+class Launch:
+    """A kernel whose grid, scalars and compile-time constants are bound, to be called with its tensors.
+
+    The parameters of the kernel are its tensors, then its scalars, then its compile-time constants. Every call must
+    bring tensors of the same layouts (`layout.Layout`), and None in the same places, on the current device.
+
+    Args:
+        kernel: a function under `triton.jit` or `gluon.jit`.
+        programs: size of the grid, which has one axis.
+        scalars: the arguments behind the tensors.
+        descriptors: templates (`descriptors.template`) for the first tensors, which the kernel takes as descriptors.
+        constants: compile-time constants and Triton's options, such as `num_warps`.
+    """
+
+    def __init__(self, kernel: Any, programs: int, *scalars: Any, descriptors: Sequence[Any] = (), **constants: Any):
+        self.kernel = kernel
+        self.programs = programs
+        self.scalars = scalars
+        self.descriptors = descriptors
+        self.constants = constants
+        # Triton's interpreter compiles nothing, and for AMD GPUs Triton also looks at the sizes of tensors' storages.
+        self._reusable = isinstance(kernel, JITFunction) and not torch.version.hip
+        self._compiled: Any = None
+        self._tail: tuple[Any, ...] = ()
+
+    def __call__(self, *tensors: Tensor | None) -> None:
+        """Launch on the current stream of the current device."""
+        described: Any = map(with_memory, self.descriptors, tensors)  # pyright: ignore[reportArgumentType]
+        arguments = (*described, *tensors[len(self.descriptors) :], *self.scalars)
+        if self._compiled is not None:
+            active: Any = driver.active
+            stream = active.get_current_stream(active.get_current_device())
+            self._compiled[(self.programs, 1, 1)](*arguments, *self._tail, stream=stream)
+            return
+        compiled = self.kernel[(self.programs,)](*arguments, **self.constants)
+        if self._reusable and compiled is not None:  # a hook of Triton's may keep it from compiling
+            self._tail = tuple(self.constants[name] for name in self.kernel.arg_names[len(arguments) :])
+            self._compiled = compiled

@@ -1,0 +1,53 @@
+"""Layouts of tensors: everything that a launch depends on but the memory itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["Layout", "layout_like", "layout_of", "packed_layout"]
+
+
+class Layout(NamedTuple):
+    """Shape, strides, dtype and device of a tensor, and whether its memory begins at a multiple of 16 bytes.
+
+    Triton compiles other loads for memory that does not, and tensor descriptors refuse it.
+    """
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    aligned: bool = True
+
+    def allocator(self, device: str | None = None) -> Callable[[], Tensor]:
+        """Return a function that makes uninitialised tensors of this layout, on `device` if it is given."""
+        place = device or self.device
+        return partial(torch.empty_strided, tuple(self.shape), self.strides, dtype=self.dtype, device=place)
+
+
+def layout_of(x: Tensor) -> Layout:
+    """Read the layout of a tensor."""
+    return Layout(x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16 == 0)
+
+
+def packed_layout(*shape: int, dtype: torch.dtype, device: torch.device, order: tuple[int, ...] = ()) -> Layout:
+    """Return the layout of a tensor without gaps.
+
+    Args:
+        shape: of the tensor.
+        dtype: of the tensor.
+        device: of the tensor.
+        order: the axes from the outermost in memory to the innermost; empty is their own order.
+    """
+    strides = torch.empty_permuted(shape, order or tuple(range(len(shape))), device="meta").stride()
+    return Layout(torch.Size(shape), strides, dtype, device)
+
+
+def layout_like(x: Layout) -> Layout:
+    """Return the layout that `torch.empty_like` gives to a tensor of layout `x`."""
+    return x._replace(strides=torch.empty_like(x.allocator("meta")()).stride(), aligned=True)

@@ -1,0 +1,61 @@
+"""The problem that a call of attention poses to the kernels: layouts, the form of the mask, and the scores' factors."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashmask_hf.kernels.launch.layout import Layout, layout_of
+from flashmask_hf.plan import plan_shapes
+
+__all__ = ["Problem", "problem_of"]
+
+_LOG2_E = 1.4426950408889634
+
+
+class Problem(NamedTuple):
+    """Attention of tensors of some layouts under masks of one form: what kernels are prepared for."""
+
+    q: Layout
+    """[B, Hq, Sq, D]"""
+    k: Layout
+    """[B, Hkv, Skv, D]"""
+    v: Layout
+    """[B, Hkv, Skv, Dv]"""
+    mask_shape: torch.Size
+    """Shape of the mask's indices, [B or 1, Hm, Skv, n]."""
+    causal: bool
+    """As in `FlashMask`."""
+    scale: float
+    """Factor on the scores."""
+    softcap: float
+    """c of c * tanh(scores / c); 0 is none."""
+    sinks: bool
+    """Whether there is a sink for each head."""
+
+    @property
+    def plan_shape(self) -> tuple[int, int, int, int]:
+        """Shape of the plan's `tiles`: [mask batch, mask heads, row tiles, key tiles]."""
+        batch, heads, n_q, n_kv = plan_shapes(self.mask_shape, self.q.shape[2])[0]
+        return batch, heads, n_q, n_kv
+
+    @property
+    def factors(self) -> tuple[float, float]:
+        """(factor, cap_factor): logits in units of log2 are factor * x, x being scores or tanh(scores * cap_factor)."""
+        if self.softcap:
+            return self.softcap * _LOG2_E, self.scale / self.softcap
+        return self.scale * _LOG2_E, 0.0
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """The compile-time constants that every attention kernel takes."""
+        return {"CAUSAL": self.causal, "N": self.mask_shape[-1], "CAP": self.softcap != 0}
+
+
+def problem_of(
+    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, sinks: Tensor | None, causal: bool, scale: float, softcap: float
+) -> Problem:
+    """Read the problem from the tensors and settings of a call (see `Problem` for their shapes)."""
+    return Problem(layout_of(q), layout_of(k), layout_of(v), indices.shape, causal, scale, softcap, sinks is not None)

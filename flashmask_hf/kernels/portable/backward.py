@@ -1,0 +1,472 @@
+"""The portable backward without atomics (FlashMask, ICLR 2025, algorithm 2): two kernels, one writer per gradient.
+
+Each gradient has one order of summation, so repeated runs agree to the bit. Both kernels recompute the weights from q,
+k and the log-sum-exp, and read the row statistics that `shared.row_statistics` prepares (log-sum-exp and delta):
+
+    _backward_keys: a program per tile of keys of a key-value head
+        keys [BN, D], values [BN, DV], dk [BN, D], dv [BN, DV]          stay
+        for each query head of the group:                               the mask's bounds of the keys [BN] are loaded
+            for each row tile of the plan's segments, visible first:    q [BM, D], dout [BM, DV], statistics stream
+                dv += weights @ dout,  dk += dscores @ q                with weights and dscores [BN, BM]
+        dk and dv                                                       written once
+
+    _backward_queries: a program per tile of rows of a query head
+        q [BM, D], dout [BM, DV], statistics [BM], dq [BM, D]           stay
+        for each key tile of the plan's list, visible first:            keys [BN, D], values [BN, DV] stream
+            dq += dscores @ keys
+        dq                                                              written once
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flashmask_hf.kernels.launch.descriptors import loads_by_descriptor, tile_templates
+from flashmask_hf.kernels.launch.launcher import Launch
+from flashmask_hf.kernels.launch.layout import Layout, layout_like, packed_layout
+from flashmask_hf.kernels.launch.problem import Problem
+from flashmask_hf.kernels.shared.configs import Config, keys_config, queries_config
+from flashmask_hf.kernels.shared.device import (
+    HeadRows,
+    block_of,
+    dot_precision,
+    hidden_pairs,
+    load_intervals,
+    load_tile,
+    locate_row_tile,
+    softcap_tanh,
+    store_tile,
+)
+from flashmask_hf.kernels.shared.intervals import other_end_column, other_start_column
+from flashmask_hf.kernels.shared.padding import padded_indices_of, prepare_padding
+from flashmask_hf.kernels.shared.row_statistics import (
+    Delta,
+    Gradients,
+    OutputLayout,
+    prepare_delta,
+    prepare_statistics,
+)
+from flashmask_hf.plan import PARTIAL_SEGMENTS, ROWS, VISIBLE_SEGMENTS, Plan, plan_columns
+
+__all__ = ["prepare_backward"]
+
+
+class _KeyTile(NamedTuple):
+    """The tile of keys that a program of `_backward_keys` holds."""
+
+    k: Any
+    """Keys, [BN, D]."""
+    v: Any
+    """Values, [BN, DV]."""
+    intervals: Any
+    """`Intervals` of the keys in one query head, each [BN, 1]."""
+    column: Any
+    """The first key."""
+
+
+class _QueryTile(NamedTuple):
+    """The tile of query rows that a program of `_backward_queries` holds."""
+
+    q: Any
+    """Queries, [BM, D]."""
+    dout: Any
+    """Gradient of the output, [BM, DV]."""
+    lse: Any
+    """Log-sum-exp in units of log2, [BM]."""
+    delta: Any
+    """Delta of `shared.row_statistics`, [BM]."""
+    row: Any
+    """The first row."""
+
+
+class _HeadInputs(NamedTuple):
+    """Tensors of one query head that `_backward_keys` streams."""
+
+    q: Any
+    """`HeadRows` of the queries."""
+    dout: Any
+    """`HeadRows` of the gradient of the output."""
+    lse: Any
+    """`_HeadStatistic` of the log-sum-exp in units of log2."""
+    delta: Any
+    """`_HeadStatistic` of delta."""
+
+
+class _HeadStatistic(NamedTuple):
+    """A row statistic of one query head, in a tensor [B * Hq, padded_len]."""
+
+    tensor: Any
+    """Pointer to the whole tensor, or its tensor descriptor."""
+    plane: Any
+    """Index of the head among those of all batch entries."""
+    padded_len: Any
+
+
+@triton.jit
+def _load_statistic(x, row, BLOCK_M: tl.constexpr, TMA: tl.constexpr):
+    """Load rows `row` to `row + BLOCK_M` of `x` (`_HeadStatistic`): [BM]."""
+    if TMA:  # through pointers every thread would load each of its rows
+        values = x.tensor.load([x.plane, row]).reshape(BLOCK_M)
+    else:
+        values = tl.load(x.tensor + x.plane.to(tl.int64) * x.padded_len + row + tl.arange(0, BLOCK_M))
+    return values
+
+
+@triton.jit
+def _accumulate_keys(
+    dk, dv, key_tile, head_inputs, row, lengths, factors,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, N: tl.constexpr, CAP: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Add the contribution of one tile of query rows to dk [BN, D] (without the scale) and dv [BN, DV].
+
+    Operands:
+        dk, dv: sums so far.
+        key_tile: `_KeyTile`.
+        head_inputs: `_HeadInputs` of the rows' head.
+        row: first row of the tile.
+        lengths: (Sq, Skv).
+        factors: `Problem.factors`.
+        MASKED: whether pairs of the tile may be hidden.
+    """
+    factor, cap_factor = factors
+    keys, values = key_tile.k, key_tile.v
+    queries = load_tile(head_inputs.q, row, BLOCK_M, keys.shape[1], TMA)  # [BM, D]
+    lse = _load_statistic(head_inputs.lse, row, BLOCK_M, TMA)
+    scores = tl.dot(keys, queries.T, input_precision=PRECISION)  # [BN, BM]
+    if CAP:
+        scores = softcap_tanh(scores, cap_factor)
+    weights = tl.math.exp2(scores * factor - lse[None, :])  # [BN, BM]
+    if MASKED:
+        columns = (key_tile.column + tl.arange(0, keys.shape[0]))[:, None]  # [BN, 1]
+        rows = (row + tl.arange(0, BLOCK_M))[None, :]  # [1, BM]
+        hidden = hidden_pairs(rows, columns, key_tile.intervals, lengths, CAUSAL, N)
+        weights = tl.where(hidden, 0.0, weights)
+    upstream = load_tile(head_inputs.dout, row, BLOCK_M, values.shape[1], TMA)  # [BM, DV]
+    dv = tl.dot(weights.to(upstream.dtype), upstream, dv, input_precision=PRECISION)
+    dscores = tl.dot(values, upstream.T, input_precision=PRECISION)  # [BN, BM]
+    delta = _load_statistic(head_inputs.delta, row, BLOCK_M, TMA)
+    dscores = weights * (dscores - delta[None, :])
+    if CAP:
+        dscores = dscores * (1.0 - scores * scores)
+    dk = tl.dot(dscores.to(queries.dtype), queries, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+@triton.jit
+def _hidden_row_tiles(intervals, column, lengths, CAUSAL: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Find tiles of BLOCK_M rows that see none of a tile of keys.
+
+    Operands:
+        intervals: `Intervals` of the keys.
+        column: the first key.
+        lengths: (Sq, Skv).
+
+    Returns:
+        (low, gap_first, gap_last): the diagonal or the second interval hides all row tiles below `low` from all keys,
+        the first interval those in [gap_first, gap_last), which may be empty. Other tiles may be hidden, too.
+    """
+    q_len, kv_len = lengths
+    diagonal = kv_len - q_len
+    low = 0
+    if CAUSAL:
+        low = (column - diagonal) // BLOCK_M
+    elif other_end_column(N, CAUSAL) is not None and other_start_column(N, CAUSAL) is None:
+        low = tl.min(intervals.other_end) // BLOCK_M
+    return low, (tl.max(intervals.start) - 1) // BLOCK_M + 1, tl.min(intervals.end) // BLOCK_M
+
+
+@triton.jit
+def _trimmed_range(segment, low, gap_first, gap_last, SUBROWS: tl.constexpr):
+    """Return the range [first, last) of row tiles of a partial segment, without hidden tiles at its ends.
+
+    Args:
+        segment: pointer to the [start, end) of the segment, in row tiles of the plan.
+        low: as `_hidden_row_tiles` returns it, like the two that follow.
+        gap_first: likewise.
+        gap_last: likewise.
+        SUBROWS: row tiles in a row tile of the plan.
+    """
+    first = tl.maximum(tl.load(segment) * SUBROWS, low)
+    last = tl.load(segment + 1) * SUBROWS
+    last = tl.where(last <= gap_last, tl.minimum(last, gap_first), last)
+    first = tl.where(first >= gap_first, tl.maximum(first, gap_last), first)
+    return first, tl.maximum(last, first)
+
+
+@triton.jit(do_not_specialize=["q_len", "padded_len", "kv_len", "n_kv", "n_columns"])
+def _backward_keys(
+    q, k, v, dout, lse, delta, indices, segments, dk, dv,
+    q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides,
+    heads, q_len, padded_len, kv_len, n_kv, n_columns, dims, scale, factors,
+    CAUSAL: tl.constexpr, N: tl.constexpr, CAP: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    SUBROWS: tl.constexpr, SUBTILES: tl.constexpr, VISIBLE: tl.constexpr, PARTIAL: tl.constexpr,
+):  # fmt: skip
+    """Compute dk and dv of one tile of keys.
+
+    Tensors:
+        q, k, v: [B, Hq, Sq, D], [B, Hkv, Skv, D] and [B, Hkv, Skv, Dv]; descriptors if TMA, like the next three.
+        dout: gradient of the output, [B, Hq, Sq, Dv].
+        lse, delta: [B * Hq, padded_len] as `shared.row_statistics` makes them.
+        indices: of the mask, padded to tiles of the plan.
+        segments: of the plan, [mask batch, mask heads, n_kv, VISIBLE + PARTIAL, 2].
+        dk, dv: written, [B, Hkv, Skv, D] and [B, Hkv, Skv, Dv].
+    Sizes:
+        heads: (Hq, Hkv, mask batch, mask heads).
+        n_columns: key tiles of a head.
+        dims: (D, Dv).
+        SUBROWS, SUBTILES: row tiles in a row tile of the plan, and key tiles in a key tile of the plan.
+    """
+    n_heads, kv_heads, mask_batch, mask_heads = heads
+    dim, v_dim = dims
+    tile = tl.program_id(0) % n_columns
+    batch = tl.program_id(0) // n_columns // kv_heads
+    kv_head = tl.program_id(0) // n_columns % kv_heads
+    column = tile * BLOCK_N
+    lengths = q_len, kv_len
+    keys = load_tile(HeadRows(k, k_strides, batch, kv_head, kv_len, dim), column, BLOCK_N, BLOCK_D, TMA)  # [BN, D]
+    values = load_tile(HeadRows(v, v_strides, batch, kv_head, kv_len, v_dim), column, BLOCK_N, BLOCK_V, TMA)  # [BN, DV]
+    dkeys = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dvalues = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
+    group = n_heads // kv_heads
+    for member in range(group):
+        head = kv_head * group + member
+        mask = ((batch % mask_batch) * mask_heads + head // (n_heads // mask_heads)).to(tl.int64)
+        columns = (column + tl.arange(0, BLOCK_N))[:, None]  # [BN, 1]
+        mask_indices = padded_indices_of(indices, mask, kv_len, SUBTILES * BLOCK_N, N)
+        intervals = load_intervals(mask_indices, columns, None, CAUSAL, N)
+        key_tile = _KeyTile(keys, values, intervals, column)
+        plane = batch * n_heads + head
+        head_inputs = _HeadInputs(
+            HeadRows(q, q_strides, batch, head, q_len, dim),
+            HeadRows(dout, do_strides, batch, head, q_len, v_dim),
+            _HeadStatistic(lse, plane, padded_len),
+            _HeadStatistic(delta, plane, padded_len),
+        )
+
+        # Steps count through the row tiles of all ranges; jumps from a range to the next turn a step into its tile.
+        ranges = segments + (mask * n_kv + tile // SUBTILES) * (VISIBLE + PARTIAL) * 2
+        s0, e0 = tl.load(ranges) * SUBROWS, tl.load(ranges + 1) * SUBROWS
+        s1, e1 = tl.load(ranges + 2) * SUBROWS, tl.load(ranges + 3) * SUBROWS
+        s2, e2 = tl.load(ranges + 4) * SUBROWS, tl.load(ranges + 5) * SUBROWS
+        n0 = e0 - s0
+        n1 = n0 + e1 - s1
+        for step in tl.range(0, n1 + e2 - s2):
+            row = (step + s0 + tl.where(step >= n0, s1 - e0, 0) + tl.where(step >= n1, s2 - e1, 0)) * BLOCK_M
+            dkeys, dvalues = _accumulate_keys(
+                dkeys, dvalues, key_tile, head_inputs, row, lengths, factors,
+                False, CAUSAL, N, CAP, TMA, PRECISION, BLOCK_M,
+            )  # fmt: skip
+
+        ranges += VISIBLE * 2
+        low, gap_first, gap_last = _hidden_row_tiles(intervals, column, lengths, CAUSAL, N, BLOCK_M)
+        s0, e0 = _trimmed_range(ranges, low, gap_first, gap_last, SUBROWS)
+        s1, e1 = _trimmed_range(ranges + 2, low, gap_first, gap_last, SUBROWS)
+        s2, e2 = _trimmed_range(ranges + 4, low, gap_first, gap_last, SUBROWS)
+        s3, e3 = _trimmed_range(ranges + 6, low, gap_first, gap_last, SUBROWS)
+        n0 = e0 - s0
+        n1 = n0 + e1 - s1
+        n2 = n1 + e2 - s2
+        for step in tl.range(0, n2 + e3 - s3):
+            row = step + s0 + tl.where(step >= n0, s1 - e0, 0) + tl.where(step >= n1, s2 - e1, 0)
+            row = (row + tl.where(step >= n2, s3 - e2, 0)) * BLOCK_M
+            dkeys, dvalues = _accumulate_keys(
+                dkeys, dvalues, key_tile, head_inputs, row, lengths, factors,
+                True, CAUSAL, N, CAP, TMA, PRECISION, BLOCK_M,
+            )  # fmt: skip
+
+    store_tile(HeadRows(dk, dk_strides, batch, kv_head, kv_len, dim), dkeys * scale, column)
+    store_tile(HeadRows(dv, dv_strides, batch, kv_head, kv_len, v_dim), dvalues, column)
+
+
+@triton.jit
+def _accumulate_queries(
+    dq, query_tile, k, v, indices, column, lengths, factors,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, N: tl.constexpr, CAP: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Add the contribution of one tile of keys to dq [BM, D] (without the scale).
+
+    Operands:
+        dq: sum so far.
+        query_tile: `_QueryTile`.
+        k: `HeadRows` of the keys.
+        v: `HeadRows` of the values.
+        indices: pointer to the padded indices of the mask head.
+        column: first key of the tile.
+        lengths: (Sq, Skv).
+        factors: `Problem.factors`.
+        MASKED: whether pairs of the tile may be hidden.
+    """
+    factor, cap_factor = factors
+    queries, upstream = query_tile.q, query_tile.dout
+    keys = load_tile(k, column, BLOCK_N, queries.shape[1], TMA)  # [BN, D]
+    values = load_tile(v, column, BLOCK_N, upstream.shape[1], TMA)  # [BN, DV]
+    scores = tl.dot(queries, keys.T, input_precision=PRECISION)  # [BM, BN]
+    if CAP:
+        scores = softcap_tanh(scores, cap_factor)
+    weights = tl.math.exp2(scores * factor - query_tile.lse[:, None])  # [BM, BN]
+    if MASKED:
+        in_tile = tl.arange(0, BLOCK_N)[None, :]  # [1, BN]
+        columns = column + in_tile
+        tile_indices = indices + column.to(tl.int64) * N  # offsets in the tile take fewer registers than in the row
+        intervals = load_intervals(tile_indices, in_tile, None, CAUSAL, N)
+        rows = (query_tile.row + tl.arange(0, queries.shape[0]))[:, None]  # [BM, 1]
+        hidden = hidden_pairs(rows, columns, intervals, lengths, CAUSAL, N)
+        weights = tl.where(hidden, 0.0, weights)
+    dscores = tl.dot(upstream, values.T, input_precision=PRECISION)  # [BM, BN]
+    dscores = weights * (dscores - query_tile.delta[:, None])
+    if CAP:
+        dscores = dscores * (1.0 - scores * scores)
+    return tl.dot(dscores.to(keys.dtype), keys, dq, input_precision=PRECISION)
+
+
+@triton.jit(do_not_specialize=["q_len", "padded_len", "kv_len", "n_q", "n_kv", "n_rows"])
+def _backward_queries(
+    q, k, v, dout, lse, delta, indices, tiles, counts, dq, q_strides, k_strides, v_strides, do_strides, dq_strides,
+    heads, q_len, padded_len, kv_len, n_q, n_kv, n_rows, dims, scale, factors,
+    CAUSAL: tl.constexpr, N: tl.constexpr, CAP: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    SUBROWS: tl.constexpr, SUBTILES: tl.constexpr,
+):  # fmt: skip
+    """Compute dq of one tile of query rows.
+
+    Tensors and sizes that `_backward_keys` does not have:
+        tiles: the plan's lists, [mask batch, mask heads, n_q, n_kv].
+        counts: their lengths, [mask batch, mask heads, n_q, 2].
+        dq: written, [B, Hq, Sq, D].
+        n_rows: row tiles of a head.
+    """
+    dim, v_dim = dims
+    tile, batch, head, kv_head, mask = locate_row_tile(n_rows, heads)
+    row = tile * BLOCK_M
+    plan_row = mask * n_q + tile // SUBROWS
+    tiles += plan_row * n_kv
+    indices = padded_indices_of(indices, mask, kv_len, SUBTILES * BLOCK_N, N)
+    lengths = q_len, kv_len
+    k = HeadRows(k, k_strides, batch, kv_head, kv_len, dim)
+    v = HeadRows(v, v_strides, batch, kv_head, kv_len, v_dim)
+
+    queries = load_tile(HeadRows(q, q_strides, batch, head, q_len, dim), row, BLOCK_M, BLOCK_D, TMA)  # [BM, D]
+    upstream = load_tile(HeadRows(dout, do_strides, batch, head, q_len, v_dim), row, BLOCK_M, BLOCK_V, TMA)  # [BM, DV]
+    plane = batch * heads[0] + head
+    row_lse = _load_statistic(_HeadStatistic(lse, plane, padded_len), row, BLOCK_M, TMA)
+    row_delta = _load_statistic(_HeadStatistic(delta, plane, padded_len), row, BLOCK_M, TMA)
+    query_tile = _QueryTile(queries, upstream, row_lse, row_delta, row)
+    dqueries = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    n_visible = tl.load(counts + plan_row * 2) * SUBTILES
+    n_partial = tl.load(counts + plan_row * 2 + 1) * SUBTILES
+    for step in tl.range(0, n_visible):
+        column = (tl.load(tiles + step // SUBTILES).to(tl.int32) * SUBTILES + step % SUBTILES) * BLOCK_N
+        dqueries = _accumulate_queries(
+            dqueries, query_tile, k, v, indices, column, lengths, factors,
+            False, CAUSAL, N, CAP, TMA, PRECISION, BLOCK_N,
+        )  # fmt: skip
+    for step in tl.range(0, n_partial):
+        column = (tl.load(tiles + n_kv - 1 - step // SUBTILES).to(tl.int32) * SUBTILES + step % SUBTILES) * BLOCK_N
+        dqueries = _accumulate_queries(
+            dqueries, query_tile, k, v, indices, column, lengths, factors,
+            True, CAUSAL, N, CAP, TMA, PRECISION, BLOCK_N,
+        )  # fmt: skip
+    store_tile(HeadRows(dq, dq_strides, batch, head, q_len, dim), dqueries * scale, row)
+
+
+def prepare_backward(
+    problem: Problem,
+    dout: Layout,
+    output: OutputLayout | None,
+    by_keys: Config | None = None,
+    by_queries: Config | None = None,
+) -> Callable[..., Gradients]:
+    """Prepare the backward for tensors of the problem's layouts.
+
+    Args:
+        problem: the layouts and settings.
+        dout: layout of the gradient of the output, [B, Hq, Sq, Dv].
+        output: what delta is computed from, or None if the returned function is called with delta as a tensor.
+        by_keys: tile sizes of the dK and dV kernel; None takes the measured ones.
+        by_queries: tile sizes of the dQ kernel, likewise.
+
+    Returns:
+        (dout, q, k, v, lse, delta, indices, plan) -> gradients, where lse [B, Hq, Sq] is the forward's.
+    """
+    q, k, v = problem.q, problem.k, problem.v
+    batch, heads, q_len, dim = q.shape
+    kv_heads, kv_len, v_dim = k.shape[1], k.shape[2], v.shape[3]
+    mask_batch, mask_heads, n_q, n_kv = problem.plan_shape
+    by_keys, by_queries = by_keys or keys_config(problem), by_queries or queries_config(problem)
+    block_d, block_v = block_of(dim), block_of(v_dim)
+    n_columns, n_rows = -(-kv_len // by_keys.columns), -(-q_len // by_queries.rows)
+    width = plan_columns(kv_len)
+    padded_len = -(-q_len // ROWS) * ROWS
+
+    statistic = packed_layout(batch * heads, padded_len, dtype=torch.float32, device=q.device)
+    dq_layout, dk_layout, dv_layout = map(layout_like, (q, k, v))
+    new_dq, new_dk, new_dv, new_statistic = (x.allocator() for x in (dq_layout, dk_layout, dv_layout, statistic))
+    pad = prepare_padding(problem.mask_shape, q.device, width)
+    compute_delta = None if output is None else prepare_delta(dout, output[0], padded_len)
+    pad_statistics = prepare_statistics(batch * heads, q_len, padded_len)
+
+    tma = loads_by_descriptor(q, k, v, dout)
+    input_strides = q.strides, k.strides, v.strides, dout.strides
+    group_sizes = heads, kv_heads, mask_batch, mask_heads
+
+    def options(config: Config) -> dict[str, Any]:
+        """Return the descriptors and constants that both kernels take."""
+        rows, columns, warps, stages = config
+        tiles = (q, rows, block_d), (k, columns, block_d), (v, columns, block_v), (dout, rows, block_v)
+        return {
+            "descriptors": tile_templates(*tiles, *[(statistic, 1, rows)] * 2) if tma else (),
+            **problem.constants,
+            "TMA": tma,
+            "PRECISION": dot_precision(q),
+            "BLOCK_M": rows,
+            "BLOCK_N": columns,
+            "BLOCK_D": block_d,
+            "BLOCK_V": block_v,
+            "SUBROWS": ROWS // rows,
+            "SUBTILES": width // columns,
+            "num_warps": warps,
+            "num_stages": stages,
+        }
+
+    backward_keys = Launch(
+        _backward_keys,
+        n_columns * kv_heads * batch,
+        *input_strides, dk_layout.strides, dv_layout.strides,
+        group_sizes, q_len, padded_len, kv_len, n_kv, n_columns, (dim, v_dim), problem.scale, problem.factors,
+        VISIBLE=VISIBLE_SEGMENTS, PARTIAL=PARTIAL_SEGMENTS, **options(by_keys),
+    )  # fmt: skip
+    backward_queries = Launch(
+        _backward_queries,
+        n_rows * heads * batch,
+        *input_strides, dq_layout.strides,
+        group_sizes, q_len, padded_len, kv_len, n_q, n_kv, n_rows, (dim, v_dim), problem.scale, problem.factors,
+        **options(by_queries),
+    )  # fmt: skip
+
+    def run(
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Delta, indices: Tensor, plan: Plan
+    ) -> Gradients:
+        dq, dk, dv, padded_lse, padded_delta = new_dq(), new_dk(), new_dv(), new_statistic(), new_statistic()
+        indices = pad(indices)
+        lse = lse.contiguous()
+        if isinstance(delta, tuple):
+            out, dlse = delta
+            dlse = None if dlse is None else dlse.contiguous()
+            assert compute_delta is not None
+            compute_delta(dout, out, dlse, padded_delta, lse, padded_lse, None, None)
+        else:
+            pad_statistics(lse, delta.contiguous(), padded_lse, padded_delta)
+        backward_keys(q, k, v, dout, padded_lse, padded_delta, indices, plan.segments, dk, dv)
+        backward_queries(q, k, v, dout, padded_lse, padded_delta, indices, plan.tiles, plan.counts, dq)
+        return dq, dk, dv, padded_delta
+
+    return run

@@ -1,0 +1,207 @@
+"""The portable forward: attention over the key tiles that the plan lists (FlashMask, ICLR 2025, algorithm 1).
+
+One program computes one tile of query rows of one head. The queries and the state of the online softmax stay in
+registers; keys and values stream through shared memory, and each program writes its own rows of out and lse:
+
+    queries [BM, D], acc [BM, DV], top [BM], total [BM]          stay
+    for each visible tile of the row's list, from the front:     keys [BN, D], values [BN, DV] stream
+        acc, top, total = online softmax of queries @ keys^T
+    for each partial tile, from the back:                        the mask's bounds [BN, N] stream, too
+        the same with hidden pairs at -inf
+    out = acc / total, lse = top + log(total)                    written once
+
+Hidden tiles are on no list, so they cost nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flashmask_hf.kernels.launch.descriptors import loads_by_descriptor, tile_templates
+from flashmask_hf.kernels.launch.launcher import Launch
+from flashmask_hf.kernels.launch.layout import packed_layout
+from flashmask_hf.kernels.launch.problem import Problem
+from flashmask_hf.kernels.shared.configs import Config, forward_config
+from flashmask_hf.kernels.shared.device import (
+    LN_2,
+    LOG2_E,
+    LOWEST,
+    HeadRows,
+    block_of,
+    dot_precision,
+    hidden_pairs,
+    load_intervals,
+    load_tile,
+    locate_row_tile,
+    softcap_tanh,
+    store_tile,
+)
+from flashmask_hf.kernels.shared.padding import padded_indices_of, prepare_padding
+from flashmask_hf.plan import ROWS, Plan, plan_columns
+
+__all__ = ["prepare_forward"]
+
+
+@triton.jit
+def _attend(
+    acc, top, total, queries, k, v, indices, row, column, lengths, factors,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, N: tl.constexpr, CAP: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Update the online softmax with the tile of keys that begins at `column`.
+
+    Operands:
+        acc: weighted sum of values so far, [BM, DV].
+        top: largest logit so far in units of log2, [BM].
+        total: sum of weights so far, [BM].
+        queries: [BM, D].
+        k: `HeadRows` of the keys.
+        v: `HeadRows` of the values.
+        indices: pointer to the padded indices of the mask head.
+        row: first row of the tile.
+        column: first key of the tile.
+        lengths: (Sq, Skv).
+        factors: `Problem.factors`.
+        MASKED: whether pairs of the tile may be hidden.
+
+    Returns:
+        the new acc, top and total.
+    """
+    factor, cap_factor = factors
+    keys = load_tile(k, column, BLOCK_N, queries.shape[1], TMA)  # [BN, D]
+    scores = tl.dot(queries, keys.T, input_precision=PRECISION)  # [BM, BN]
+    if CAP:
+        scores = softcap_tanh(scores, cap_factor)
+    if MASKED:
+        columns = (column + tl.arange(0, BLOCK_N))[None, :]  # [1, BN]
+        intervals = load_intervals(indices, columns, None, CAUSAL, N)
+        rows = (row + tl.arange(0, queries.shape[0]))[:, None]  # [BM, 1]
+        hidden = hidden_pairs(rows, columns, intervals, lengths, CAUSAL, N)
+        scores = tl.where(hidden, float("-inf"), scores)
+    new_top = tl.maximum(top, tl.max(scores, 1) * factor)
+    weights = tl.math.exp2(scores * factor - new_top[:, None])  # [BM, BN]
+    decay = tl.math.exp2(top - new_top)
+    total = total * decay + tl.sum(weights, 1)
+    values = load_tile(v, column, BLOCK_N, acc.shape[1], TMA)  # [BN, DV]
+    acc = tl.dot(weights.to(values.dtype), values, acc * decay[:, None], input_precision=PRECISION)
+    return acc, new_top, total
+
+
+@triton.jit(do_not_specialize=["q_len", "kv_len", "n_q", "n_kv", "n_rows"])
+def _forward(
+    q, k, v, sinks, indices, tiles, counts, out, lse, q_strides, k_strides, v_strides, out_strides,
+    heads, q_len, kv_len, n_q, n_kv, n_rows, dims, factors,
+    CAUSAL: tl.constexpr, N: tl.constexpr, SINKS: tl.constexpr, CAP: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    SUBROWS: tl.constexpr, SUBTILES: tl.constexpr,
+):  # fmt: skip
+    """Compute out and lse of one tile of query rows.
+
+    Tensors:
+        q, k, v: [B, Hq, Sq, D], [B, Hkv, Skv, D] and [B, Hkv, Skv, Dv]; descriptors if TMA.
+        sinks: [Hq] if SINKS.
+        indices: of the mask, padded to tiles of the plan.
+        tiles: the plan's lists, [mask batch, mask heads, n_q, n_kv].
+        counts: their lengths, [mask batch, mask heads, n_q, 2].
+        out: written, [B, Hq, Sq, Dv].
+        lse: written, float32 [B, Hq, Sq].
+    Sizes:
+        heads: (Hq, Hkv, mask batch, mask heads).
+        n_rows: row tiles of a head.
+        dims: (D, Dv).
+        SUBROWS, SUBTILES: row tiles in a row tile of the plan, and key tiles in a key tile of the plan.
+    """
+    dim, v_dim = dims
+    tile, batch, head, kv_head, mask = locate_row_tile(n_rows, heads)
+    row = tile * BLOCK_M
+    plan_row = mask * n_q + tile // SUBROWS
+    tiles += plan_row * n_kv
+    indices = padded_indices_of(indices, mask, kv_len, SUBTILES * BLOCK_N, N)
+    lengths = q_len, kv_len
+    k = HeadRows(k, k_strides, batch, kv_head, kv_len, dim)
+    v = HeadRows(v, v_strides, batch, kv_head, kv_len, v_dim)
+
+    queries = load_tile(HeadRows(q, q_strides, batch, head, q_len, dim), row, BLOCK_M, BLOCK_D, TMA)  # [BM, D]
+    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    top = tl.full([BLOCK_M], LOWEST, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    if SINKS:
+        sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
+        top = tl.zeros([BLOCK_M], tl.float32) + tl.maximum(sink, LOWEST)
+        total = tl.math.exp2(sink - top)  # 1, or 0 if the sink is -inf
+
+    n_visible = tl.load(counts + plan_row * 2) * SUBTILES
+    n_partial = tl.load(counts + plan_row * 2 + 1) * SUBTILES
+    for step in tl.range(0, n_visible):
+        column = (tl.load(tiles + step // SUBTILES).to(tl.int32) * SUBTILES + step % SUBTILES) * BLOCK_N
+        acc, top, total = _attend(
+            acc, top, total, queries, k, v, indices, row, column, lengths, factors,
+            False, CAUSAL, N, CAP, TMA, PRECISION, BLOCK_N,
+        )  # fmt: skip
+    for step in tl.range(0, n_partial):
+        column = (tl.load(tiles + n_kv - 1 - step // SUBTILES).to(tl.int32) * SUBTILES + step % SUBTILES) * BLOCK_N
+        acc, top, total = _attend(
+            acc, top, total, queries, k, v, indices, row, column, lengths, factors,
+            True, CAUSAL, N, CAP, TMA, PRECISION, BLOCK_N,
+        )  # fmt: skip
+
+    any_seen = total != 0  # NaN stays NaN
+    acc = acc / tl.where(any_seen, total, 1.0)[:, None]
+    store_tile(HeadRows(out, out_strides, batch, head, q_len, v_dim), acc, row)
+    rows = row + tl.arange(0, BLOCK_M)
+    row_lse = tl.where(any_seen, (top + tl.math.log2(tl.where(any_seen, total, 1.0))) * LN_2, float("-inf"))
+    tl.store(lse + (batch.to(tl.int64) * heads[0] + head) * q_len + rows, row_lse, mask=rows < q_len)
+
+
+def prepare_forward(problem: Problem, config: Config | None = None) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Prepare the forward for tensors of the problem's layouts.
+
+    Args:
+        problem: the layouts and settings.
+        config: tile sizes; None takes the measured ones.
+
+    Returns:
+        (q, k, v, sinks, indices, plan) -> (out [B, Hq, Sq, Dv] like q, stored as [B, Sq, Hq, Dv]; lse [B, Hq, Sq]
+        float32).
+    """
+    q, k, v = problem.q, problem.k, problem.v
+    batch, heads, q_len, dim = q.shape
+    kv_heads, kv_len, v_dim = k.shape[1], k.shape[2], v.shape[3]
+    mask_batch, mask_heads, n_q, n_kv = problem.plan_shape
+    config = config or forward_config(problem)
+    block_d, block_v = block_of(dim), block_of(v_dim)
+    n_rows = -(-q_len // config.rows)
+    width = plan_columns(kv_len)
+
+    out_layout = packed_layout(batch, heads, q_len, v_dim, dtype=q.dtype, device=q.device, order=(0, 2, 1, 3))
+    new_out = out_layout.allocator()
+    new_lse = packed_layout(batch, heads, q_len, dtype=torch.float32, device=q.device).allocator()
+    pad = prepare_padding(problem.mask_shape, q.device, width)
+    tma = loads_by_descriptor(q, k, v)
+    tiles = (q, config.rows, block_d), (k, config.columns, block_d), (v, config.columns, block_v)
+    attend = Launch(
+        _forward,
+        n_rows * heads * batch,
+        q.strides, k.strides, v.strides, out_layout.strides,
+        (heads, kv_heads, mask_batch, mask_heads), q_len, kv_len, n_q, n_kv, n_rows, (dim, v_dim), problem.factors,
+        descriptors=tile_templates(*tiles) if tma else (),
+        **problem.constants, SINKS=problem.sinks, TMA=tma, PRECISION=dot_precision(q),
+        BLOCK_M=config.rows, BLOCK_N=config.columns, BLOCK_D=block_d, BLOCK_V=block_v,
+        SUBROWS=ROWS // config.rows, SUBTILES=width // config.columns,
+        num_warps=config.warps, num_stages=config.stages,
+    )  # fmt: skip
+
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, indices: Tensor, plan: Plan
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = new_out(), new_lse()
+        sinks = None if sinks is None else sinks.contiguous()
+        attend(q, k, v, sinks, pad(indices), plan.tiles, plan.counts, out, lse)
+        return out, lse
+
+    return run

@@ -1,0 +1,191 @@
+"""Tile sizes of the portable kernels, from measured tables: nothing is tuned at a user's first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+
+from flashmask_hf.kernels.launch.problem import Problem
+from flashmask_hf.kernels.shared.device import block_of
+
+__all__ = [
+    "Config",
+    "decode_config",
+    "decode_splits",
+    "forward_config",
+    "keys_config",
+    "multiprocessors",
+    "queries_config",
+    "usable_shared_memory",
+]
+
+
+class Config(NamedTuple):
+    """A tile of query rows and key columns (powers of two that divide the plan's), warps and pipeline stages."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+
+
+# By the widest head_dim tile, best first as measured on an H200 (bfloat16, 8K rows). The first one whose operands fit
+# the shared memory is taken.
+_FORWARD = {
+    64: (Config(128, 64, 4, 3), Config(64, 64, 4, 3), Config(64, 32, 4, 2)),
+    128: (
+        Config(128, 128, 8, 3),
+        Config(128, 128, 8, 2),
+        Config(128, 64, 8, 2),
+        Config(64, 64, 4, 2),
+        Config(64, 32, 4, 2),
+    ),
+    256: (Config(128, 64, 8, 2), Config(64, 64, 4, 2), Config(64, 32, 4, 2), Config(32, 32, 4, 1)),
+}
+# For causal masks whose intervals end, as those of blocks and of global windows, with few queries: many short lists.
+_FORWARD_SHORT_LISTS = {**_FORWARD, 128: (Config(64, 128, 4, 3), *_FORWARD[128])}
+_FEW_QUERIES = 16384  # the wide tile is 7% slower with 8K queries and 2% faster with 32K, as measured likewise
+_KEYS = {
+    64: (Config(128, 64, 4, 2), Config(64, 64, 4, 2), Config(32, 64, 4, 2)),
+    128: (Config(64, 64, 4, 2), Config(32, 64, 4, 2), Config(32, 64, 4, 1)),
+    256: (Config(64, 64, 8, 2), Config(64, 64, 8, 1), Config(32, 64, 8, 1), Config(32, 32, 4, 1)),
+}
+_QUERIES = {
+    64: (Config(128, 64, 4, 3), Config(64, 64, 4, 2), Config(64, 32, 4, 2)),
+    128: (Config(128, 64, 8, 3), Config(128, 64, 8, 2), Config(64, 64, 4, 2), Config(64, 32, 4, 1)),
+    256: (Config(64, 32, 4, 1), Config(32, 32, 4, 1)),
+}
+# Decoding streams keys and values past few rows, so it is bound by the bytes in flight on a multiprocessor that holds
+# two programs. An H200 then reads long caches at 0.95 of the rate of SDPA without a mask (benchmarks/decode.py).
+_DECODE = {
+    64: (Config(64, 64, 4, 4), Config(64, 64, 4, 3), Config(64, 64, 4, 2)),
+    128: (Config(32, 64, 4, 3), Config(32, 64, 4, 2), Config(32, 32, 4, 2)),
+    256: (Config(32, 32, 4, 3), Config(32, 32, 4, 2), Config(16, 32, 4, 1)),
+}
+# float32 is for exactness, not for speed: three products for one and wide accumulators leave room for small tiles only.
+_FLOAT32 = {64: Config(64, 32, 4, 1), 128: Config(32, 32, 4, 1), 256: Config(16, 16, 4, 1)}
+_INTERPRETED = Config(64, 64, 1, 1)
+
+
+def forward_config(problem: Problem) -> Config:
+    """Return the tiles of the forward: q stays, stages of k and v stream, the mask's bounds one stage behind them.
+
+    Few queries take fewer rows.
+    """
+    block_d, block_v = _blocks(problem)
+    q_len, n = problem.q.shape[2], problem.mask_shape[-1]
+    config = _pick(
+        _FORWARD_SHORT_LISTS if problem.causal and n == 2 and q_len <= _FEW_QUERIES else _FORWARD,
+        problem,
+        lambda c: c.rows * block_d + (c.stages - 1) * c.columns * 2 * n,
+        lambda c: c.columns * (block_d + block_v),
+    )
+    return config._replace(rows=min(config.rows, max(16, triton.next_power_of_2(q_len))))
+
+
+def keys_config(problem: Problem) -> Config:
+    """Return the tiles of the dK and dV kernel: k and v stay, stages of q, dout and row statistics stream."""
+    both = sum(_blocks(problem))
+    config = _pick(_KEYS, problem, lambda c: c.columns * both, lambda c: c.rows * (both + 4))
+    if problem.q.dtype == torch.float32:
+        return config._replace(rows=config.columns, columns=config.rows)
+    return config
+
+
+def queries_config(problem: Problem) -> Config:
+    """Return the tiles of the dQ kernel: q and dout stay, stages of k, v and the mask's bounds stream."""
+    both, n = sum(_blocks(problem)), problem.mask_shape[-1]
+    return _pick(_QUERIES, problem, lambda c: c.rows * both, lambda c: c.columns * (both + 2 * n))
+
+
+def decode_config(problem: Problem) -> Config:
+    """Return the tiles of decoding: the rows stay, all but one stage of k and v stream, each with the mask's bounds.
+
+    A tile holds rows of all heads that share a key-value head. If these heads have masks of their own, every row has
+    its own bounds, which take registers: tiles have 16 rows then.
+    """
+    block_d, block_v = _blocks(problem)
+    heads, q_len = problem.q.shape[1:3]
+    kv_heads = problem.k.shape[1]
+    _, mask_heads, _, n = problem.mask_shape
+    bounds = n if mask_heads > kv_heads else 0
+    packed = heads // kv_heads * q_len
+    rows = min(16 if bounds else 64, max(16, triton.next_power_of_2(packed)))
+
+    def resident(c: Config) -> int:
+        taken = min(rows, c.rows)
+        return 2 * (taken * block_d + (c.stages - 1) * c.columns * (block_d + block_v + 2 * taken * bounds))
+
+    config = _pick(_DECODE, problem, resident, lambda c: 0)
+    return config._replace(rows=min(config.rows, rows))
+
+
+def decode_splits(device: torch.device, programs: int, blocks: int) -> int:
+    """Return the number of parts to split the keys into, so that `programs` times as many programs fill the GPU.
+
+    Args:
+        device: where the kernel runs.
+        programs: number of programs without splitting.
+        blocks: blocks of keys; a part has at least two.
+    """
+    slots = 8 if _on_cpu(device) else 2 * multiprocessors(device)
+    return max(1, min(slots // programs, (blocks + 1) // 2))
+
+
+def _blocks(problem: Problem) -> tuple[int, int]:
+    """Return the tile widths that hold D and Dv."""
+    return block_of(problem.q.shape[3]), block_of(problem.v.shape[3])
+
+
+def _pick(
+    table: dict[int, tuple[Config, ...]],
+    problem: Problem,
+    resident: Callable[[Config], int],
+    streamed: Callable[[Config], int],
+) -> Config:
+    """Return the first configuration whose resident and streamed elements, of two bytes each, fit the shared memory."""
+    device = problem.q.device
+    width = min(256, max(64, *_blocks(problem)))
+    if _on_cpu(device):
+        return _INTERPRETED
+    if problem.q.dtype == torch.float32:
+        return _FLOAT32[width]
+    limit = _shared_memory(device)
+    for config in table[width]:
+        if 2 * (resident(config) + config.stages * streamed(config)) <= limit:
+            return config
+    return table[width][-1]
+
+
+def _on_cpu(device: torch.device) -> bool:
+    return device.type == "cpu"
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """Return the number of multiprocessors of a GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def _shared_memory(device: torch.device) -> int:
+    """Return the bytes of shared memory that a configuration may fill."""
+    properties = torch.cuda.get_device_properties(device)
+    total = getattr(properties, "shared_memory_per_block_optin", 64 * 1024)
+    return usable_shared_memory(total, 0 if torch.version.hip else properties.major)
+
+
+def usable_shared_memory(total: int, major: int) -> int:
+    """Return how much of `total` bytes of shared memory the compiler leaves: it takes some for barriers and reductions.
+
+    On Blackwell (compute capability 10 and up) accumulators, too, pass through it, from and to tensor memory.
+
+    Args:
+        total: bytes of shared memory that a program may use.
+        major: compute capability; 0 on AMD GPUs.
+    """
+    return total - 256 - (64 * 1024 if major >= 10 else 0)

@@ -1,0 +1,346 @@
+"""Triton kernels that build a plan: the tensors of `flashmask_hf.plan.build_plan`, in two launches and O(S) reads.
+
+    _column_plan: a program per key tile    bounds of its columns -> their extremes; segments of row tiles
+    _row_plan:    a program per row tile    extremes of all key tiles -> list of key tiles, and its lengths
+
+A third kernel, `_join_rows`, joins lists of a plan for a forward whose row tiles are taller than the plan's.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flashmask_hf.kernels.shared.intervals import end_column, other_end_column, other_start_column
+from flashmask_hf.plan import COLUMNS, PARTIAL_SEGMENTS, ROWS, VISIBLE_SEGMENTS, Plan, plan_columns, plan_shapes
+
+__all__ = ["JOINED_ROWS", "build_plan", "join_rows"]
+
+JOINED_ROWS = 192
+"""Query rows of a tile of `join_rows`: one and a half of the plan's."""
+
+_HIGHEST = tl.constexpr(2147483647)
+_LOWEST = tl.constexpr(-2147483647)
+_LANES = 256  # tiles that a program classifies at a time
+_SAMPLE = 128  # lists that `_join_rows` samples
+
+
+class _Extremes(NamedTuple):
+    """The lowest and highest bounds of a tile's columns, for both hidden row intervals [start, end)."""
+
+    start_min: Any
+    start_max: Any
+    end_min: Any
+    end_max: Any
+    other_start_min: Any
+    other_start_max: Any
+    other_end_min: Any
+    other_end_max: Any
+
+
+@triton.jit
+def _classify(
+    row_tile, column, width, extremes, q_len, kv_len,
+    ROWS: tl.constexpr, CAUSAL: tl.constexpr, N: tl.constexpr, SKIP: tl.constexpr,
+):  # fmt: skip
+    """Classify row tiles against key tiles (paper, equation 4); the arguments broadcast.
+
+    Operands:
+        row_tile: indices of the row tiles.
+        column: first columns of the key tiles.
+        width: columns of a key tile.
+        extremes: `_Extremes` of the key tiles.
+
+    Returns:
+        (visible, partial), whether tiles are; hidden tiles are partial unless SKIP.
+    """
+    first = row_tile * ROWS
+    last = tl.minimum(first + ROWS, q_len)
+    hidden = (first >= extremes.start_max) & (last <= extremes.end_min)
+    touched = (first < extremes.end_max) & (last > extremes.start_min)
+    if other_end_column(N, CAUSAL) is not None:
+        hidden = hidden | ((first >= extremes.other_start_max) & (last <= extremes.other_end_min))
+        touched = touched | ((first < extremes.other_end_max) & (last > extremes.other_start_min))
+    if CAUSAL:
+        hidden = hidden | (last - 1 + kv_len - q_len < column)
+        touched = touched | (first + kv_len - q_len < tl.minimum(column + width, kv_len) - 1)
+    touched = touched | (column + width > kv_len)
+    real = (first < q_len) & (column < kv_len)
+    visible = real & (hidden == 0) & (touched == 0)
+    partial = real & (hidden == 0) & touched
+    if not SKIP:
+        partial = real & (visible == 0)
+    return visible, partial
+
+
+@triton.jit
+def _widen(low, high, values):
+    """Return the extremes of `values` and of the numbers whose extremes are `low` and `high`."""
+    return tl.minimum(low, tl.min(values, 0)), tl.maximum(high, tl.max(values, 0))
+
+
+@triton.jit(do_not_specialize=["q_len", "kv_len", "n_q", "n_kv"])
+def _column_plan(
+    indices, extremes, segments, q_len, kv_len, n_q, n_kv,
+    SUBTILES: tl.constexpr, CAUSAL: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    VISIBLE: tl.constexpr, PARTIAL: tl.constexpr, LANES: tl.constexpr, SKIP: tl.constexpr,
+):  # fmt: skip
+    """Plan one key tile of SUBTILES * COLUMNS columns: the extremes of its bounds, and its segments of row tiles.
+
+    Tensors:
+        indices: of the mask, [masks, kv_len, N].
+        extremes: written, int32 [masks, 8, n_kv].
+        segments: written, [masks, n_kv, VISIBLE + PARTIAL, 2].
+    """
+    END: tl.constexpr = end_column(N, CAUSAL)
+    OTHER_START: tl.constexpr = other_start_column(N, CAUSAL)
+    OTHER_END: tl.constexpr = other_end_column(N, CAUSAL)
+    tile = tl.program_id(0) % n_kv
+    mask = (tl.program_id(0) // n_kv).to(tl.int64)
+    indices += mask * kv_len * N
+    extremes += mask * n_kv * 8
+    segments += (mask * n_kv + tile) * (VISIBLE + PARTIAL) * 2
+    first_column = tile * SUBTILES * COLUMNS
+
+    start_min, start_max, end_min, end_max = _HIGHEST, _LOWEST, _HIGHEST, _LOWEST
+    other_start_min, other_start_max, other_end_min, other_end_max = _HIGHEST, _LOWEST, _HIGHEST, _LOWEST
+    for part in range(SUBTILES):
+        columns = first_column + part * COLUMNS + tl.arange(0, COLUMNS)
+        columns = tl.minimum(columns, kv_len - 1).to(tl.int64)
+        start_min, start_max = _widen(start_min, start_max, tl.load(indices + columns * N))
+        if END is not None:
+            end_min, end_max = _widen(end_min, end_max, tl.load(indices + columns * N + END))
+        if OTHER_START is not None:
+            other_start = tl.load(indices + columns * N + OTHER_START)
+            other_start_min, other_start_max = _widen(other_start_min, other_start_max, other_start)
+        if OTHER_END is not None:
+            other_end = tl.load(indices + columns * N + OTHER_END)
+            other_end_min, other_end_max = _widen(other_end_min, other_end_max, other_end)
+    if END is None:
+        end_min, end_max = q_len, q_len
+    if OTHER_END is not None and OTHER_START is None:
+        other_start_min, other_start_max = 0, 0
+
+    inside = (start_min >= 0) & (start_max <= q_len) & (end_min >= 0) & (end_max <= q_len)
+    if OTHER_END is not None:
+        inside = inside & (other_start_min >= 0) & (other_start_max <= q_len)
+        inside = inside & (other_end_min >= 0) & (other_end_max <= q_len)
+    tl.device_assert(inside, "the mask's indices must lie in 0..q_len; FlashMask.validate(q_len) names the columns")
+    tl.store(extremes + tile, start_min)
+    tl.store(extremes + n_kv + tile, start_max)
+    tl.store(extremes + 2 * n_kv + tile, end_min)
+    tl.store(extremes + 3 * n_kv + tile, end_max)
+    if OTHER_END is not None:
+        tl.store(extremes + 4 * n_kv + tile, other_start_min)
+        tl.store(extremes + 5 * n_kv + tile, other_start_max)
+        tl.store(extremes + 6 * n_kv + tile, other_end_min)
+        tl.store(extremes + 7 * n_kv + tile, other_end_max)
+
+    own_extremes = _Extremes(
+        start_min, start_max, end_min, end_max, other_start_min, other_start_max, other_end_min, other_end_max
+    )
+    width = SUBTILES * COLUMNS
+    visible_opened, visible_closed, partial_opened, partial_closed = 0, 0, 0, 0
+    for first in range(0, n_q + 1, LANES):
+        rows = first + tl.arange(0, LANES)
+        visible, partial = _classify(rows, first_column, width, own_extremes, q_len, kv_len, ROWS, CAUSAL, N, SKIP)
+        visible_before, partial_before = _classify(
+            rows - 1, first_column, width, own_extremes, q_len, kv_len, ROWS, CAUSAL, N, SKIP
+        )
+        visible_before = visible_before & (rows > 0)
+        partial_before = partial_before & (rows > 0)
+        visible_opened = _append_edges(segments, rows, visible & (visible_before == 0), visible_opened)
+        visible_closed = _append_edges(segments + 1, rows, visible_before & (visible == 0), visible_closed)
+        partial_opened = _append_edges(segments + 2 * VISIBLE, rows, partial & (partial_before == 0), partial_opened)
+        partial_closed = _append_edges(
+            segments + 2 * VISIBLE + 1, rows, partial_before & (partial == 0), partial_closed
+        )
+    _clear_unused(segments, visible_opened, VISIBLE)
+    _clear_unused(segments + 2 * VISIBLE, partial_opened, PARTIAL)
+
+
+@triton.jit
+def _append_edges(edges, rows, flags, count):
+    """Store the flagged rows behind the `count` edges stored before, two slots apart; return the new count."""
+    flags = flags.to(tl.int32)
+    slots = count + tl.cumsum(flags, 0) - 1
+    tl.store(edges + 2 * slots, rows, mask=flags != 0)
+    return count + tl.sum(flags, 0)
+
+
+@triton.jit
+def _clear_unused(ranges, count, SLOTS: tl.constexpr):
+    """Store empty ranges behind the first `count` of SLOTS (up to 4)."""
+    slots = tl.arange(0, 4)
+    unused = (slots >= count) & (slots < SLOTS)
+    tl.store(ranges + 2 * slots, 0, mask=unused)
+    tl.store(ranges + 2 * slots + 1, 0, mask=unused)
+
+
+@triton.jit(do_not_specialize=["q_len", "kv_len", "n_q", "n_kv"])
+def _row_plan(
+    extremes, tiles, counts, q_len, kv_len, n_q, n_kv,
+    WIDTH: tl.constexpr, CAUSAL: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
+    SKIP: tl.constexpr,
+):  # fmt: skip
+    """Plan one row tile: its list of key tiles, visible ones from the front and partial ones from the back.
+
+    Tensors:
+        extremes: of `_column_plan`, [masks, 8, n_kv].
+        tiles: written, [masks, n_q, n_kv].
+        counts: written, [masks, n_q, 2].
+    """
+    row = tl.program_id(0) % n_q
+    mask = (tl.program_id(0) // n_q).to(tl.int64)
+    extremes += mask * n_kv * 8
+    tiles += (mask * n_q + row) * n_kv
+    counts += (mask * n_q + row) * 2
+    n_visible, n_partial = 0, 0
+    for first in range(0, n_kv, LANES):
+        lane = first + tl.arange(0, LANES)
+        inside = lane < n_kv
+        start_min = tl.load(extremes + lane, mask=inside, other=0)
+        start_max = tl.load(extremes + n_kv + lane, mask=inside, other=0)
+        end_min = tl.load(extremes + 2 * n_kv + lane, mask=inside, other=0)
+        end_max = tl.load(extremes + 3 * n_kv + lane, mask=inside, other=0)
+        other_start_min, other_start_max, other_end_min, other_end_max = start_min, start_max, end_min, end_max
+        if other_end_column(N, CAUSAL) is not None:
+            other_start_min = tl.load(extremes + 4 * n_kv + lane, mask=inside, other=0)
+            other_start_max = tl.load(extremes + 5 * n_kv + lane, mask=inside, other=0)
+            other_end_min = tl.load(extremes + 6 * n_kv + lane, mask=inside, other=0)
+            other_end_max = tl.load(extremes + 7 * n_kv + lane, mask=inside, other=0)
+        lane_extremes = _Extremes(
+            start_min, start_max, end_min, end_max, other_start_min, other_start_max, other_end_min, other_end_max
+        )
+        visible, partial = _classify(row, lane * WIDTH, WIDTH, lane_extremes, q_len, kv_len, ROWS, CAUSAL, N, SKIP)
+        visible = (visible & inside).to(tl.int32)
+        partial = (partial & inside).to(tl.int32)
+        value = lane.to(tl.int16)
+        tl.store(tiles + n_visible + tl.cumsum(visible, 0) - 1, value, mask=visible != 0)
+        tl.store(tiles + n_kv - n_partial - tl.cumsum(partial, 0), value, mask=partial != 0)
+        n_visible += tl.sum(visible, 0)
+        n_partial += tl.sum(partial, 0)
+    tl.store(counts, n_visible)
+    tl.store(counts + 1, n_partial)
+
+
+def build_plan(indices: Tensor, causal: bool, q_len: int, *, skip: bool = True) -> Plan:
+    """Build a plan on the GPU; arguments and result as in `flashmask_hf.plan.build_plan`.
+
+    An index out of range is an assertion of the device.
+    """
+    indices = indices.contiguous()
+    batch, heads, kv_len, n = indices.shape
+    tile_shape, count_shape, segment_shape = plan_shapes(indices.shape, q_len)
+    n_q, n_kv = tile_shape[2:]
+    width = plan_columns(kv_len)
+    tiles = indices.new_empty(tile_shape, dtype=torch.int16)
+    counts = indices.new_empty(count_shape, dtype=torch.int32)
+    segments = indices.new_empty(segment_shape, dtype=torch.int32)
+    extremes = indices.new_empty(batch * heads, 8, n_kv, dtype=torch.int32)
+    with torch.cuda.device_of(indices):
+        _column_plan[(n_kv * batch * heads,)](
+            indices, extremes, segments, q_len, kv_len, n_q, n_kv,
+            SUBTILES=width // COLUMNS, CAUSAL=causal, N=n, ROWS=ROWS, COLUMNS=COLUMNS, VISIBLE=VISIBLE_SEGMENTS,
+            PARTIAL=PARTIAL_SEGMENTS, LANES=_LANES, SKIP=skip, num_warps=4, debug=True, sanitize_overflow=False,
+        )  # fmt: skip
+        _row_plan[(n_q * batch * heads,)](
+            extremes, tiles, counts, q_len, kv_len, n_q, n_kv,
+            WIDTH=width, CAUSAL=causal, N=n, ROWS=ROWS, LANES=_LANES, SKIP=skip, num_warps=4,
+        )  # fmt: skip
+    return Plan(tiles, counts, segments)
+
+
+@triton.jit(do_not_specialize=["q_len", "n_q", "n_kv", "n_rows", "n_masks", "least"])
+def _join_rows(
+    tiles, counts, flags, joined, joined_counts, rows, q_len, n_q, n_kv, n_rows, n_masks, least,
+    ROWS: tl.constexpr, JOINED_ROWS: tl.constexpr, SAMPLE: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Join the two lists that one tile of JOINED_ROWS rows meets, if the plan's lists are long on average.
+
+    Tensors:
+        tiles: of the plan, [masks, n_q, n_kv].
+        counts: of the plan, [masks, n_q, 2].
+        flags: int8 zeros [masks, n_rows, 2, n_kv], scratch memory.
+        joined: written, [masks, n_rows, n_kv].
+        joined_counts: written, [masks, n_rows, 2].
+        rows: one number, written: JOINED_ROWS if the lists of a sample have `least` tiles on average, else ROWS, and
+            then nothing is joined.
+    Sizes:
+        n_rows: row tiles of JOINED_ROWS.
+        n_masks: batch entries times heads of the mask.
+    """
+    tile = tl.program_id(0).to(tl.int64)
+    # One list of each of SAMPLE equal parts, now early and now late in it: masks and documents may be as regular.
+    nth = tl.arange(0, SAMPLE).to(tl.int64)
+    lists = (nth * SAMPLE + nth * 79 % SAMPLE) * (n_masks * n_q) // (SAMPLE * SAMPLE) * 2
+    long = tl.sum(tl.load(counts + lists) + tl.load(counts + lists + 1), 0) >= least * SAMPLE
+    if tile == 0:
+        tl.store(rows, tl.where(long, JOINED_ROWS, ROWS))
+    if long:
+        _join_lists(tile, tiles, counts, flags, joined, joined_counts, q_len, n_q, n_kv, n_rows, LANES)
+
+
+@triton.jit
+def _join_lists(tile, tiles, counts, flags, joined, joined_counts, q_len, n_q, n_kv, n_rows, LANES: tl.constexpr):
+    """Join the lists of row tile `tile`, counted over all masks; arguments as in `_join_rows`."""
+    row = tile % n_rows * 3 // 2
+    plan_row = tile // n_rows * n_q + row
+    flags += tile * 2 * n_kv
+    joined += tile * n_kv
+    for half in tl.static_range(2):
+        # The last rows may have no second list.
+        at = plan_row + (half if (row + 1) * 128 < q_len else 0)
+        visible = tl.load(counts + at * 2)
+        partial = tl.load(counts + at * 2 + 1)
+        for first in range(0, n_kv, LANES):
+            lane = first + tl.arange(0, LANES)
+            listed = (lane < visible) | ((lane >= n_kv - partial) & (lane < n_kv))
+            column = tl.load(tiles + at * n_kv + lane, mask=listed, other=0).to(tl.int32)
+            tl.store(flags + half * n_kv + column, tl.where(lane < visible, 2, 1).to(tl.int8), mask=listed)
+    tl.debug_barrier()
+    n_visible, n_partial = 0, 0
+    for first in range(0, n_kv, LANES):
+        lane = first + tl.arange(0, LANES)
+        upper = tl.load(flags + lane, mask=lane < n_kv, other=0)
+        lower = tl.load(flags + n_kv + lane, mask=lane < n_kv, other=0)
+        in_both = ((upper == 2) & (lower == 2)).to(tl.int32)
+        in_part = ((upper > 0) | (lower > 0)).to(tl.int32) - in_both
+        value = lane.to(tl.int16)
+        tl.store(joined + n_visible + tl.cumsum(in_both, 0) - 1, value, mask=in_both != 0)
+        tl.store(joined + n_kv - n_partial - tl.cumsum(in_part, 0), value, mask=in_part != 0)
+        n_visible += tl.sum(in_both, 0)
+        n_partial += tl.sum(in_part, 0)
+    tl.store(joined_counts + tile * 2, n_visible)
+    tl.store(joined_counts + tile * 2 + 1, n_partial)
+
+
+def join_rows(plan: Plan, q_len: int, least: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Join the lists of a plan for tiles of `JOINED_ROWS` query rows, each of which meets two of the plan's.
+
+    The lists are made for one call and not kept; they take 4 * Tk / 192 bytes a query row.
+
+    Args:
+        plan: the plan, on the GPU.
+        q_len: number of query rows.
+        least: mean number of key tiles in a sample of the plan's lists from which on they are joined.
+
+    Returns:
+        tiles int16 [B, Hm, ceil(q_len / 192), Tk] and counts int32 [B, Hm, ceil(q_len / 192), 2], as in a plan. A key
+        tile is visible if it is in both of the plan's lists, else partial if it is visible or partial in either. And
+        int32 [1], the rows of the tiles to take: 192, or 128 for the lists of the plan, in which case none are joined.
+    """
+    batch, heads, n_q, n_kv = plan.tiles.shape
+    n_rows = -(-q_len // JOINED_ROWS)
+    flags = torch.zeros(batch, heads, n_rows, 2, n_kv, dtype=torch.int8, device=plan.tiles.device)
+    tiles, counts = plan.tiles.new_empty(batch, heads, n_rows, n_kv), plan.counts.new_empty(batch, heads, n_rows, 2)
+    rows = plan.counts.new_empty(1)
+    _join_rows[(batch * heads * n_rows,)](
+        plan.tiles, plan.counts, flags, tiles, counts, rows, q_len, n_q, n_kv, n_rows, batch * heads, least,
+        ROWS=ROWS, JOINED_ROWS=JOINED_ROWS, SAMPLE=_SAMPLE, LANES=_LANES, num_warps=4,
+    )  # fmt: skip
+    return tiles, counts, rows

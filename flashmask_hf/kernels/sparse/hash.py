@@ -1,0 +1,156 @@
+"""Locality-sensitive hashing: the bucket of a vector is the nearest of some random directions and their opposites.
+
+    _nearest:          a program per block of rows of a head; rows stay, directions stream through matrix products
+    _draw_directions:  a program per block of directions of a head; random numbers are hashes of their indices
+
+There is no state: equal keys draw equal directions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+__all__ = ["fill_directions", "nearest"]
+
+_ROWS = 64  # rows of a program that finds the nearest directions
+_DIMS = 64  # dimensions of a product
+_DIRECTIONS = 64  # directions that are compared at a time
+_FEW = 16  # directions whose products leave registers for twice the rows
+_DRAWN = 512  # numbers that a program draws
+_TURN = tl.constexpr(2 * math.pi)
+
+
+@triton.jit(do_not_specialize=["heads", "group", "rows", "n_blocks"])
+def _nearest(
+    x, directions, bucket, x_strides, heads, group, rows, n_blocks, dims, count,
+    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Find the nearest direction of each vector in a block of rows of a head.
+
+    Neighbouring programs take the heads of the same rows, which lie side by side where tokens are outermost in memory.
+
+    Tensors:
+        x: [B, heads, rows, dims], dense in the last axis.
+        directions: [heads / group, dims, count].
+        bucket: written, [B, heads, rows], in 0..2 * count - 1.
+    """
+    head = tl.program_id(0) % heads
+    block = tl.program_id(0) // heads % n_blocks
+    batch = (tl.program_id(0) // heads // n_blocks).to(tl.int64)
+    row = (block * BLOCK_S + tl.arange(0, BLOCK_S)).to(tl.int64)  # [BS]
+    x_b, x_h, x_s = x_strides
+    x += batch * x_b + head.to(tl.int64) * x_h
+    directions += (head // group).to(tl.int64) * dims * count
+
+    best = tl.zeros([BLOCK_S], tl.int32)
+    best_length = tl.full([BLOCK_S], -1.0, tl.float32)
+    for first in range(0, count, BLOCK_N):
+        n = first + tl.arange(0, BLOCK_N)
+        along = tl.zeros([BLOCK_S, BLOCK_N], tl.float32)
+        for start in range(0, dims, BLOCK_D):
+            d = (start + tl.arange(0, BLOCK_D)).to(tl.int64)
+            vector = tl.load(
+                x + row[:, None] * x_s + d[None, :], mask=(row < rows)[:, None] & (d < dims)[None, :], other=0.0
+            )  # [BS, BD]
+            direction = tl.load(
+                directions + d[:, None] * count + n[None, :],
+                mask=(d < dims)[:, None] & (n < count)[None, :],
+                other=0.0,
+            )  # [BD, BN]
+            along = tl.dot(vector, direction.to(vector.dtype), along, input_precision="ieee")
+        # A direction counts if its product is >= 0, else its opposite. NaN and directions past the end never count.
+        number = tl.where(along >= 0, n[None, :], count + n[None, :])
+        length = tl.where((n < count)[None, :] & (along == along), tl.abs(along), -1.0)
+        longest = tl.max(length, 1)
+        lowest = tl.min(tl.where(length == longest[:, None], number, 2 * count), 1)
+        better = (longest > best_length) | ((longest == best_length) & (lowest < best))
+        best = tl.where(better, lowest, best)
+        best_length = tl.maximum(longest, best_length)
+    tl.store(bucket + (batch * heads + head) * rows + row, best, mask=row < rows)
+
+
+def nearest(x: Tensor, directions: Tensor, dtype: torch.dtype) -> Tensor:
+    """Find the nearest direction of each vector, as the operator `flashmask_hf::nearest`.
+
+    Args:
+        x: bfloat16, float16 or float32 [B, H, S, D], of any strides.
+        directions: [Hd, D, n]; head h has directions[h // (H // Hd)].
+        dtype: of the result.
+
+    Returns:
+        [B, H, S] in 0..2 * n - 1, of which the upper n are opposites.
+    """
+    batch, heads, rows, dims = x.shape
+    count = directions.shape[2]
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    bucket = torch.empty(batch, heads, rows, dtype=dtype, device=x.device)
+    block_s, block_d, block_n = (
+        max(16, min(most, triton.next_power_of_2(n)))
+        for n, most in ((rows, _ROWS if count > _FEW else 2 * _ROWS), (dims, _DIMS), (count, _DIRECTIONS))
+    )
+    n_blocks = triton.cdiv(rows, block_s)
+    with torch.cuda.device_of(x):
+        _nearest[(batch * heads * n_blocks,)](
+            x, directions.contiguous(), bucket, x.stride()[:3], heads, heads // len(directions), rows, n_blocks,
+            dims, count, BLOCK_S=block_s, BLOCK_D=block_d, BLOCK_N=block_n, num_warps=4, num_stages=1,
+        )  # fmt: skip
+    return bucket
+
+
+@triton.jit
+def _uniform(index, key_0, key_1, key_2):
+    """Return a float64 strictly between 0 and 1 for each uint32, by a hash of it and of three keys."""
+    x = index + key_0.to(tl.uint32, bitcast=True)
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x += key_1.to(tl.uint32, bitcast=True)
+    x = (x ^ (x >> 16)) * 0x2C1B3C6D
+    x += key_2.to(tl.uint32, bitcast=True)
+    x = (x ^ (x >> 16)) * 0x297A2D39
+    return ((x ^ (x >> 15)).to(tl.float64) + 0.5) / 4294967296.0
+
+
+@triton.jit(do_not_specialize=["dims", "count", "total", "key_0", "key_1", "key_2"])
+def _draw_directions(
+    y, dims, count, total, key_0, key_1, key_2, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """Draw some directions [BLOCK_D, BLOCK_N] of a head into y [heads, dims, count].
+
+    Each number is standard normal by the Box-Muller transform of two uniform ones, whose indices are `total` apart.
+    """
+    n_blocks = tl.cdiv(count, BLOCK_N)
+    head = tl.program_id(0) // n_blocks
+    n = tl.program_id(0) % n_blocks * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    d = tl.arange(0, BLOCK_D)[:, None]
+    index = (head * dims + d) * count + n  # [BD, BN]
+    inside = (d < dims) & (n < count)
+    angle = _uniform(index.to(tl.uint32), key_0, key_1, key_2)
+    radius = _uniform((index + total).to(tl.uint32), key_0, key_1, key_2)
+    normal = tl.sqrt(-2.0 * tl.log(radius)) * tl.cos(angle * _TURN)
+    unit = normal / tl.sqrt(tl.sum(tl.where(d < dims, normal * normal, 0.0), 0))[None, :]
+    if y.dtype.element_ty != tl.float64:
+        unit = unit.to(tl.float32)  # as torch converts to a narrower dtype
+    tl.store(y + index, unit, mask=inside)
+
+
+def fill_directions(y: Tensor, keys: Sequence[int]) -> Tensor:
+    """Fill y [H, D, n], contiguous, with the directions of the operator `flashmask_hf::lsh_directions`; return y.
+
+    Args:
+        y: the tensor to fill.
+        keys: three uint32 keys of the hash that draws them.
+    """
+    heads, dims, count = y.shape
+    signed = [key - 2**32 if key >= 2**31 else key for key in keys]  # or Triton would take some of them for int64
+    block_d = triton.next_power_of_2(dims)
+    block_n = min(triton.next_power_of_2(count), max(1, _DRAWN // block_d))
+    with torch.cuda.device_of(y):
+        _draw_directions[(heads * triton.cdiv(count, block_n),)](
+            y, dims, count, y.numel(), *signed, BLOCK_D=block_d, BLOCK_N=block_n, num_warps=4, sanitize_overflow=False
+        )
+    return y

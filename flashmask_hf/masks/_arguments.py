@@ -1,0 +1,102 @@
+"""Checks of the arguments that constructors of the gallery share."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+Device: TypeAlias = torch.device | str | None
+"""Device to build a mask on; None leaves the choice to the constructor."""
+
+INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+"""Dtypes of integer tensors that arguments may have."""
+
+
+def target_device(device: Device, given: Any) -> Device:
+    """Return `device`, or that of `given` if it is a tensor and no device was asked for."""
+    return given.device if device is None and isinstance(given, Tensor) else device
+
+
+def as_integer(name: str, value: Any, low: int, high: int | None = None, why: str = "") -> int:
+    """Return `value` as an int in low..high.
+
+    Args:
+        name: the argument, for errors.
+        value: anything that `operator.index` takes, but no bool.
+        low: least value allowed.
+        high: largest value allowed; None is no limit.
+        why: reason for the limits, added to the error.
+    """
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an int, got {value!r} ({type(value).__name__})") from None
+    if number < low or (high is not None and number > high):
+        allowed = f"at least {low}" if high is None else f"in {low}..{high}"
+        raise ValueError(f"{name} must be {allowed}, got {number}" + (f"; {why}" if why else ""))
+    return number
+
+
+def check_integer_tensor(name: str, value: Any) -> None:
+    """Raise unless `value` is a tensor of integers."""
+    if not isinstance(value, Tensor) or value.dtype not in INTEGERS:
+        got = value.dtype if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(f"{name} must be a tensor of integers, got {got}")
+
+
+def query_count(q_len: int | None, kv_len: int, may_exceed: bool = False) -> int:
+    """Return the number of queries: `q_len`, or as many as keys if it is None."""
+    if q_len is None:
+        return kv_len
+    why = f"the queries are the last q_len of kv_len = {kv_len} positions; only full() and causal() take more"
+    return as_integer("q_len", q_len, 1, None if may_exceed else kv_len, why="" if may_exceed else why)
+
+
+def batch_rows(name: str, value: Any, row_type: type | tuple[type, ...]) -> list[tuple[str, Sequence[Any]]]:
+    """Split an argument into (name for errors, row) pairs, one per batch row; a bare row is a batch of one."""
+    if not isinstance(value, (list, tuple)):
+        raise TypeError(f"{name} must be a list, or a list of lists for a batch, got {type(value).__name__}")
+    if not value:
+        raise ValueError(f"{name} is empty; give at least one entry")
+    if not isinstance(value[0], row_type):
+        return [(name, value)]
+    for b, row in enumerate(value):
+        if not isinstance(row, row_type):
+            raise TypeError(f"{name}[0] is a row of a batch, so {name}[{b}] must be one too, got {row!r}")
+        if not row:
+            raise ValueError(f"{name}[{b}] is empty; every row of a batch needs at least one entry")
+    return [(f"{name}[{b}]", row) for b, row in enumerate(value)]
+
+
+def batch_integers(name: str, value: Any, high: int | None) -> list[int]:
+    """Return one number in 0..high per batch entry, from a list or an int tensor [B]."""
+    if isinstance(value, Tensor):
+        check_integer_tensor(name, value)
+        if value.dim() != 1:
+            raise ValueError(f"{name} must have shape [B], got {list(value.shape)}")
+        value = value.tolist()
+    if not isinstance(value, (list, tuple)):
+        raise TypeError(f"{name} must be a list or an int tensor [B], got {type(value).__name__}")
+    if not value:
+        raise ValueError(f"{name} is empty; give one number per batch entry")
+    why = "" if high is None else f"kv_len is {high}"
+    return [as_integer(f"{name}[{b}]", number, 0, high, why=why) for b, number in enumerate(value)]
+
+
+def key_count(name: str, lengths: list[list[int]], kv_len: int | None) -> int:
+    """Return the number of keys: `kv_len`, into which every row must fit, or the longest row if it is None."""
+    totals = [sum(row) for row in lengths]
+    if kv_len is None:
+        return max(totals)
+    kv_len = as_integer("kv_len", kv_len, 1)
+    for b, total in enumerate(totals):
+        if total > kv_len:
+            row = name if len(totals) == 1 else f"{name}[{b}]"
+            raise ValueError(f"{row} holds {total} tokens, more than kv_len = {kv_len}; raise kv_len or move documents")
+    return kv_len

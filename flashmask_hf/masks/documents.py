@@ -1,0 +1,245 @@
+"""Masks of documents in a packed row, of in-context examples, and of padded rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from flashmask_hf.mask import FlashMask
+from flashmask_hf.masks._arguments import (
+    Device,
+    as_integer,
+    batch_integers,
+    batch_rows,
+    check_integer_tensor,
+    key_count,
+    query_count,
+    target_device,
+)
+from flashmask_hf.masks._columns import document_spans, key_positions, make_mask, per_row, per_token
+
+Lengths: TypeAlias = Sequence[int] | Sequence[Sequence[int]] | Tensor
+"""Lengths in tokens: of one row, of each row of a batch, or an int tensor [documents] or [B, documents]."""
+
+
+def causal_document(
+    documents: Lengths, *, kv_len: int | None = None, q_len: int | None = None, device: Device = None
+) -> FlashMask:
+    """Packed documents, each causal within itself (section 2.1).
+
+    `causal_document([3, 2, 1])`:
+
+        1 . . . . .
+        1 1 . . . .
+        1 1 1 . . .
+        . . . 1 . .
+        . . . 1 1 .
+        . . . . . 1
+
+    Args:
+        documents: lengths in tokens; a list for one row, a list of lists for a batch, or an int tensor: [documents], or
+            [B, documents], whose rows may end in zeros for no document.
+        kv_len: number of keys; None means the longest row.
+        q_len: number of queries; None means kv_len, less means the last q_len positions.
+        device: where the mask lives; None is the device of `documents`, or the CPU.
+
+    Returns:
+        FlashMask: indices [B, 1, kv_len, 1], causal.
+
+    Raises:
+        TypeError: a length is not an int.
+        ValueError: a document of less than one token, a row longer than `kv_len`, or `q_len` not in 1..kv_len.
+
+    Example:
+        >>> from flashmask_hf import masks
+        >>> masks.causal_document([[3, 2, 1], [2, 2]]).indices[..., 0]
+        tensor([[[3, 3, 3, 5, 5, 6]],
+        <BLANKLINE>
+                [[2, 2, 4, 4, 0, 0]]], dtype=torch.int32)
+    """
+    lengths = _batch_lengths("documents", documents)
+    kv_len = key_count("documents", lengths, kv_len)
+    _, end = document_spans(lengths, kv_len)
+    return make_mask(end, causal=True, q_len=query_count(q_len, kv_len), device=target_device(device, documents))
+
+
+def document(
+    documents: Lengths, *, kv_len: int | None = None, q_len: int | None = None, device: Device = None
+) -> FlashMask:
+    """Packed documents, each bidirectional within itself (section 2.1).
+
+    `document([3, 2, 1])`:
+
+        1 1 1 . . .
+        1 1 1 . . .
+        1 1 1 . . .
+        . . . 1 1 .
+        . . . 1 1 .
+        . . . . . 1
+
+    Args:
+        documents: lengths in tokens; a list for one row, a list of lists for a batch, or an int tensor: [documents], or
+            [B, documents], whose rows may end in zeros for no document.
+        kv_len: number of keys; None means the longest row.
+        q_len: number of queries; None means kv_len, less means the last q_len positions.
+        device: where the mask lives; None is the device of `documents`, or the CPU.
+
+    Returns:
+        FlashMask: indices [B, 1, kv_len, 2], not causal.
+
+    Raises:
+        TypeError: a length is not an int.
+        ValueError: a document of less than one token, a row longer than `kv_len`, or `q_len` not in 1..kv_len.
+
+    Example:
+        >>> from flashmask_hf import masks
+        >>> masks.document([3, 2, 1]).indices[0, 0].T
+        tensor([[3, 3, 3, 5, 5, 6],
+                [0, 0, 0, 3, 3, 5]], dtype=torch.int32)
+    """
+    lengths = _batch_lengths("documents", documents)
+    kv_len = key_count("documents", lengths, kv_len)
+    start, end = document_spans(lengths, kv_len)
+    return make_mask(
+        end, start, causal=False, q_len=query_count(q_len, kv_len), device=target_device(device, documents)
+    )
+
+
+def causal_blockwise(
+    block_lengths: Lengths, *, kv_len: int | None = None, q_len: int | None = None, device: Device = None
+) -> FlashMask:
+    """In-context learning: each block sees itself, the last block sees all of them, causally (section 2.1).
+
+    `causal_blockwise([2, 2, 2])`:
+
+        1 . . . . .
+        1 1 . . . .
+        . . 1 . . .
+        . . 1 1 . .
+        1 1 1 1 1 .
+        1 1 1 1 1 1
+
+    Filler at the end of a row is seen by nothing, but its queries see what the last block sees: hiding those rows too
+    would take a second interval. Leave them out of the loss, as ever.
+
+    Args:
+        block_lengths: lengths in tokens, the last one being the test example; a list for one row, a list of lists for a
+            batch, or an int tensor: [blocks], or [B, blocks], whose rows may end in zeros for no block.
+        kv_len: number of keys; None means the longest row.
+        q_len: number of queries; None means kv_len, less means the last q_len positions.
+        device: where the mask lives; None is the device of `block_lengths`, or the CPU.
+
+    Returns:
+        FlashMask: indices [B, 1, kv_len, 2], causal.
+
+    Raises:
+        TypeError: a length is not an int.
+        ValueError: a block of less than one token, a row longer than `kv_len`, or `q_len` not in 1..kv_len.
+
+    Example:
+        >>> from flashmask_hf import masks
+        >>> masks.causal_blockwise([2, 2, 2]).indices[0, 0].T
+        tensor([[2, 2, 4, 4, 4, 4],
+                [4, 4, 4, 4, 4, 4]], dtype=torch.int32)
+    """
+    lengths = _batch_lengths("block_lengths", block_lengths)
+    kv_len = key_count("block_lengths", lengths, kv_len)
+    _, end = document_spans(lengths, kv_len)
+    last = [[sum(row[:-1])] * len(row) for row in lengths]
+    test_start = per_token(last, lengths, kv_len, filler=kv_len)
+    return make_mask(
+        torch.minimum(end, test_start),
+        test_start,
+        causal=True,
+        q_len=query_count(q_len, kv_len),
+        device=target_device(device, block_lengths),
+    )
+
+
+def padding(
+    lengths: Sequence[int] | Tensor,
+    *,
+    kv_len: int | None = None,
+    side: Literal["right", "left"] = "right",
+    causal: bool = True,
+    q_len: int | None = None,
+    device: Device = None,
+) -> FlashMask:
+    """A padded batch: padding keys are hidden, and padding queries see nothing, on either side.
+
+    `padding([3], kv_len=5)`:
+
+        1 . . . .
+        1 1 . . .
+        1 1 1 . .
+        . . . . .
+        . . . . .
+
+    `padding([3], kv_len=5, side="left")`:
+
+        . . . . .
+        . . . . .
+        . . 1 . .
+        . . 1 1 .
+        . . 1 1 1
+
+    Args:
+        lengths: number of real tokens of each row, 0..kv_len; a list or an int tensor [B].
+        kv_len: number of keys; None means the longest row.
+        side: where the padding is.
+        causal: whether real tokens see one another causally, or all.
+        q_len: number of queries; None means kv_len, less means the last q_len positions.
+        device: where the mask lives; None is the device of `lengths`, or the CPU.
+
+    Returns:
+        FlashMask: indices [B, 1, kv_len, 1], causal; or [B, 1, kv_len, 2], not causal.
+
+    Raises:
+        TypeError: a length is not an int.
+        ValueError: a length does not lie in 0..kv_len, `side` is neither "right" nor "left", or `q_len` does not lie in
+            1..kv_len.
+
+    Example:
+        >>> from flashmask_hf import masks
+        >>> masks.padding([5, 3]).indices[:, 0, :, 0]
+        tensor([[5, 5, 5, 5, 5],
+                [3, 3, 3, 0, 0]], dtype=torch.int32)
+    """
+    if side not in ("right", "left"):
+        raise ValueError(f'side must be "right" or "left", got {side!r}')
+    if kv_len is not None:
+        kv_len = as_integer("kv_len", kv_len, 1)
+    real = batch_integers("lengths", lengths, kv_len)
+    kv_len = max(real) if kv_len is None else kv_len
+    if kv_len == 0:
+        raise ValueError("lengths are all 0; give kv_len to build a batch of nothing but padding")
+    q_len = query_count(q_len, kv_len)
+    device = target_device(device, lengths)
+    key, count = key_positions(kv_len), per_row(real)
+    first = torch.zeros_like(count) if side == "right" else kv_len - count
+    is_padding = (key < first) | (key >= first + count)
+    end = (first + count).expand_as(is_padding).masked_fill(is_padding, 0)
+    if causal:
+        return make_mask(end, causal=True, q_len=q_len, device=device)
+    return make_mask(end, first.expand_as(end), causal=False, q_len=q_len, device=device)
+
+
+def _batch_lengths(name: str, value: Any) -> list[list[int]]:
+    """Return the lengths of each batch row from a list, a list of lists or an int tensor of one or two axes."""
+    if isinstance(value, Tensor):
+        check_integer_tensor(name, value)
+        if value.dim() not in (1, 2):
+            raise ValueError(f"{name} must have shape [documents] or [B, documents], got {list(value.shape)}")
+        ragged = value.dim() == 2
+        value = value.tolist()
+        for row in value if ragged else []:
+            while row and row[-1] == 0:
+                row.pop()
+    why = "leave out what has no token"
+    return [
+        [as_integer(f"{path}[{k}]", length, 1, why=why) for k, length in enumerate(row)]
+        for path, row in batch_rows(name, value, (list, tuple))
+    ]

@@ -1,0 +1,85 @@
+"""Masks of evicted keys: a key-value cache that drops keys."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flashmask_hf.mask import FlashMask
+from flashmask_hf.masks._arguments import Device, as_integer, check_integer_tensor, query_count
+from flashmask_hf.masks._columns import key_positions, make_mask
+
+
+def random_eviction(
+    kv_len: int,
+    *,
+    evict_from: Tensor | None = None,
+    generator: torch.Generator | None = None,
+    batch: int = 1,
+    heads: int = 1,
+    q_len: int | None = None,
+    device: Device = None,
+) -> FlashMask:
+    """Causal, with each key dropped from some later row on, as a key-value cache evicts (section 2.1).
+
+    Evicted from the rows 4, 2, 5, 4 and 5, of 5 keys:
+
+        1 . . . .
+        1 1 . . .
+        1 . 1 . .
+        1 . 1 1 .
+        . . 1 . 1
+
+    Args:
+        kv_len: number of keys.
+        evict_from: int tensor [B, Hm, kv_len], Hm being 1 or the heads: the position from which on key j is hidden, in
+            j+1..kv_len, kv_len meaning never. Its values are checked, which waits for its device. None draws them.
+        generator: draws each position uniformly from j+1..kv_len, on its own device; None is torch's CPU default.
+        batch: batch entries to draw for.
+        heads: mask heads to draw for.
+        q_len: number of queries; None means kv_len, less means the last q_len positions.
+        device: where the mask lives; None is the device of `evict_from` or `generator`, or the CPU.
+
+    Returns:
+        FlashMask: indices [B, Hm, kv_len, 1], causal.
+
+    Raises:
+        TypeError: `evict_from` is not an integer tensor, or a length is not an int.
+        ValueError: `evict_from` has another shape or a value outside j+1..kv_len, or comes with a generator, batch or
+            heads; `q_len` does not lie in 1..kv_len.
+
+    Example:
+        >>> import torch
+        >>> from flashmask_hf import masks
+        >>> evict_from = torch.tensor([[[4, 2, 5, 4, 5]]])
+        >>> masks.random_eviction(5, evict_from=evict_from).to_dense().int()[0, 0]
+        tensor([[1, 0, 0, 0, 0],
+                [1, 1, 0, 0, 0],
+                [1, 0, 1, 0, 0],
+                [1, 0, 1, 1, 0],
+                [0, 0, 1, 0, 1]], dtype=torch.int32)
+        >>> masks.random_eviction(5, generator=torch.Generator().manual_seed(0), heads=2)
+        FlashMask(batch=1, heads=2, q_len=5, kv_len=5, n=1, causal=True, device='cpu')
+    """
+    kv_len = as_integer("kv_len", kv_len, 1)
+    q_len = query_count(q_len, kv_len)
+    if evict_from is None:
+        shape = (as_integer("batch", batch, 1), as_integer("heads", heads, 1), kv_len)
+        place = torch.device("cpu") if generator is None else generator.device
+        share = torch.rand(shape, generator=generator, device=place, dtype=torch.float64)
+        key = key_positions(kv_len, place)
+        evict_from = key + 1 + (share * (kv_len - key)).long()
+        return make_mask(evict_from, causal=True, q_len=q_len, device=device)
+    if generator is not None or (batch, heads) != (1, 1):
+        raise ValueError("evict_from says it all: give either evict_from, or generator, batch and heads")
+    check_integer_tensor("evict_from", evict_from)
+    if evict_from.dim() != 3 or evict_from.shape[-1] != kv_len or not evict_from.numel():
+        raise ValueError(f"evict_from must have shape [B, Hm, kv_len = {kv_len}], got {list(evict_from.shape)}")
+    bad = (evict_from <= key_positions(kv_len, evict_from.device)) | (evict_from > kv_len)
+    if bool(bad.any()):
+        where = bad.nonzero()[0].tolist()
+        raise ValueError(
+            f"evict_from{where} is {int(evict_from[tuple(where)])}, but key {where[2]} can be evicted from a position "
+            f"in {where[2] + 1}..{kv_len} only ({kv_len} = never)"
+        )
+    return make_mask(evict_from.long(), causal=True, q_len=q_len, device=device)

@@ -1,0 +1,129 @@
+"""Prefix language models: a prefix seen in both directions and a causal rest, alone or in packed documents."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from flashmask_hf.mask import FlashMask
+from flashmask_hf.masks._arguments import (
+    Device,
+    as_integer,
+    batch_integers,
+    batch_rows,
+    key_count,
+    query_count,
+    target_device,
+)
+from flashmask_hf.masks._columns import document_spans, key_positions, make_mask, per_row, per_token
+
+
+def prefix_lm_causal(
+    kv_len: int, prefix: int | Sequence[int] | Tensor, *, q_len: int | None = None, device: Device = None
+) -> FlashMask:
+    """The prefix sees itself in both directions, the rest is causal (section 2.1).
+
+    `prefix_lm_causal(5, 3)`:
+
+        1 1 1 . .
+        1 1 1 . .
+        1 1 1 . .
+        1 1 1 1 .
+        1 1 1 1 1
+
+    Args:
+        kv_len: number of keys.
+        prefix: length of the prefix in tokens, 0..kv_len; a list or an int tensor [B] for a batch.
+        q_len: number of queries; None means kv_len, less means the last q_len positions.
+        device: where the mask lives; None is the device of `prefix`, or the CPU.
+
+    Returns:
+        FlashMask: indices [B, 1, kv_len, 2], not causal.
+
+    Raises:
+        TypeError: a length is not an int.
+        ValueError: a prefix does not lie in 0..kv_len, or `q_len` not in 1..kv_len.
+
+    Example:
+        >>> from flashmask_hf import masks
+        >>> masks.prefix_lm_causal(5, 3).indices[0, 0].T
+        tensor([[5, 5, 5, 5, 5],
+                [0, 0, 0, 3, 4]], dtype=torch.int32)
+    """
+    kv_len = as_integer("kv_len", kv_len, 1)
+    if isinstance(prefix, (Tensor, list, tuple)):
+        prefixes = batch_integers("prefix", prefix, kv_len)
+    else:
+        prefixes = [as_integer("prefix", prefix, 0, kv_len)]
+    key = key_positions(kv_len)
+    first = torch.where(key < per_row(prefixes), 0, key)
+    return make_mask(
+        torch.full_like(first, kv_len),
+        first,
+        causal=False,
+        q_len=query_count(q_len, kv_len),
+        device=target_device(device, prefix),
+    )
+
+
+def prefix_lm_document(
+    documents: Sequence[tuple[int, int]] | Sequence[Sequence[tuple[int, int]]],
+    *,
+    kv_len: int | None = None,
+    q_len: int | None = None,
+    device: Device = None,
+) -> FlashMask:
+    """Packed documents, each a prefix seen in both directions and a causal rest (section 2.1).
+
+    `prefix_lm_document([(2, 4), (1, 2)])`:
+
+        1 1 . . . .
+        1 1 . . . .
+        1 1 1 . . .
+        1 1 1 1 . .
+        . . . . 1 .
+        . . . . 1 1
+
+    Args:
+        documents: (prefix length, total length) in tokens, the prefix 0..total; a list of tuples for one row, a list of
+            such lists for a batch.
+        kv_len: number of keys; None means the longest row.
+        q_len: number of queries; None means kv_len, less means the last q_len positions.
+        device: where the mask lives; None is the CPU.
+
+    Returns:
+        FlashMask: indices [B, 1, kv_len, 2], not causal.
+
+    Raises:
+        TypeError: a document is not such a tuple.
+        ValueError: a document of less than one token, a prefix longer than its document, a row longer than `kv_len`, or
+            `q_len` not in 1..kv_len.
+
+    Example:
+        >>> from flashmask_hf import masks
+        >>> masks.prefix_lm_document([(2, 4), (1, 2)]).indices[0, 0].T
+        tensor([[4, 4, 4, 4, 6, 6],
+                [0, 0, 2, 3, 4, 5]], dtype=torch.int32)
+    """
+    lengths: list[list[int]] = []
+    prefix_ends: list[list[int]] = []
+    for path, row in batch_rows("documents", documents, list):
+        lengths.append([])
+        prefix_ends.append([])
+        begin = 0
+        for k, entry in enumerate(row):
+            if not isinstance(entry, tuple) or len(entry) != 2:
+                raise TypeError(f"{path}[{k}] must be a tuple (prefix length, total length), got {entry!r}")
+            total = as_integer(f"{path}[{k}][1]", entry[1], 1, why="a document has at least one token")
+            prefix = as_integer(f"{path}[{k}][0]", entry[0], 0, total, why="the prefix is part of the total length")
+            lengths[-1].append(total)
+            prefix_ends[-1].append(begin + prefix)
+            begin += total
+    kv_len = key_count("documents", lengths, kv_len)
+    start, end = document_spans(lengths, kv_len)
+    prefix_end = per_token(prefix_ends, lengths, kv_len, filler=kv_len)
+    key = key_positions(kv_len)
+    first = torch.where(key < prefix_end, start, key)
+    return make_mask(end, first, causal=False, q_len=query_count(q_len, kv_len), device=device)

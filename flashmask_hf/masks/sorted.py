@@ -1,0 +1,228 @@
+"""Masks of rows and columns sorted per head: kept queries and keys first, or tokens by hash bucket.
+
+`flashmask_hf.sparse` attends under these masks; its operators share the functions below the two constructors.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flashmask_hf.mask import FlashMask, is_one_of
+from flashmask_hf.masks._arguments import INTEGERS, Device
+
+
+def qk_sparse(q_keep: Tensor, k_keep: Tensor, *, mask: FlashMask | None = None, device: Device = None) -> FlashMask:
+    """Causal attention between the queries and keys that each head keeps (section 2.1; Pagliardini et al. 2023, 3.1).
+
+    The mask is for rows and columns sorted stably, kept ones first: `(~q_keep).byte().argsort(dim=-1, stable=True)`,
+    and likewise for keys and values. In that order the rows that a kept key hides are two intervals: the kept queries
+    that stood before it, and all the dropped ones. Dropped queries see nothing, dropped keys are seen by nothing.
+
+    Original order, query 1 and key 2 dropped, and what `qk_sparse` returns for it:
+
+        1 . . .        1 . . .
+        . . . .        1 1 . .
+        1 1 . .        1 1 1 .
+        1 1 . 1        . . . .
+
+    Args:
+        q_keep: bool [B, H, Sq], True where the head keeps the query.
+        k_keep: bool [B, Hkv, Skv], H a multiple of Hkv: query head h reads key head h * Hkv // H. Query row i stands at
+            position i + Skv - Sq.
+        mask: what else hides, in the original order: causal with n = 1 column, of batch 1 or B and heads 1, Hkv or H,
+            as packed documents, trees, padding and windows have it. None is nothing.
+        device: where the mask lives; None is the device of `q_keep`.
+
+    Returns:
+        FlashMask: indices [B, H, Skv, 2], not causal, q_len = Sq.
+
+    Raises:
+        TypeError: an argument is not a bool tensor, or `mask` no FlashMask.
+        ValueError: the shapes or devices do not fit each other, or `mask` is of another form.
+
+    Example:
+        >>> import torch
+        >>> from flashmask_hf import masks
+        >>> q_keep = torch.tensor([[[True, False, True, True]]])
+        >>> k_keep = torch.tensor([[[True, True, False, True]]])
+        >>> masks.qk_sparse(q_keep, k_keep).to_dense().int()[0, 0]
+        tensor([[1, 0, 0, 0],
+                [1, 1, 0, 0],
+                [1, 1, 1, 0],
+                [0, 0, 0, 0]], dtype=torch.int32)
+    """
+    check_keep(q_keep, k_keep)
+    hidden_from = None if mask is None else first_hidden_rows(mask, q_keep, k_keep)
+    if mask is not None:
+        mask.validate(q_keep.shape[-1])
+    # Kept rows are bucket 0, dropped ones bucket 1, which sees nothing.
+    columns, _, _ = sorted_columns((~q_keep).byte(), (~k_keep).byte(), hidden_from, dropped=1)
+    return FlashMask(columns.to(device or q_keep.device), causal=False, q_len=q_keep.shape[-1])
+
+
+def hash_sparse(
+    q_bucket: Tensor,
+    k_bucket: Tensor,
+    *,
+    exclude_self: bool = False,
+    mask: FlashMask | None = None,
+    device: Device = None,
+) -> FlashMask:
+    """Causal attention between queries and keys of the same bucket (section 2.1; Pagliardini et al. 2023, 3.2).
+
+    The mask is for rows and columns sorted stably by bucket: `q_bucket.argsort(dim=-1, stable=True)`, and likewise for
+    keys and values. In that order a bucket is a block of rows [s, e), and a key hides the rows outside it and, inside,
+    those that stood before the key: [0, r) and [e, Sq).
+
+    Original order for the buckets 1 0 1 0 of queries and keys, and what `hash_sparse` returns for it:
+
+        1 . . .        1 . . .
+        . 1 . .        1 1 . .
+        1 . 1 .        . . 1 .
+        . 1 . 1        . . 1 1
+
+    Args:
+        q_bucket: int [B, H, Sq], any integers.
+        k_bucket: int [B, Hkv, Skv], H a multiple of Hkv: query head h reads key head h * Hkv // H. Query row i stands
+            at position i + Skv - Sq. A key whose bucket holds no query is seen by nothing.
+        exclude_self: whether a key is hidden from the query at its own position too, as in Reformer.
+        mask: what else hides, in the original order: causal with n = 1 column, of batch 1 or B and heads 1, Hkv or H,
+            as packed documents, trees, padding and windows have it. None is nothing.
+        device: where the mask lives; None is the device of `q_bucket`.
+
+    Returns:
+        FlashMask: indices [B, H, Skv, 2], not causal, q_len = Sq.
+
+    Raises:
+        TypeError: an argument is not an integer tensor, or `mask` no FlashMask.
+        ValueError: the shapes or devices do not fit each other, or `mask` is of another form.
+
+    Example:
+        >>> import torch
+        >>> from flashmask_hf import masks
+        >>> bucket = torch.tensor([[[1, 0, 1, 0]]])
+        >>> masks.hash_sparse(bucket, bucket).to_dense().int()[0, 0]
+        tensor([[1, 0, 0, 0],
+                [1, 1, 0, 0],
+                [0, 0, 1, 0],
+                [0, 0, 1, 1]], dtype=torch.int32)
+    """
+    check_buckets(q_bucket, k_bucket)
+    hidden_from = None if mask is None else first_hidden_rows(mask, q_bucket, k_bucket)
+    if mask is not None:
+        mask.validate(q_bucket.shape[-1])
+    columns, _, _ = sorted_columns(q_bucket, k_bucket, hidden_from, exclude_self=exclude_self)
+    return FlashMask(columns.to(device or q_bucket.device), causal=False, q_len=q_bucket.shape[-1])
+
+
+def check_keep(q_keep: Tensor, k_keep: Tensor) -> None:
+    """Raise unless the arguments of `qk_sparse` are bool [B, H, Sq] and [B, Hkv, Skv] that fit each other."""
+    _check_paired("q_keep", q_keep, "k_keep", k_keep, {torch.bool})
+
+
+def check_buckets(q_bucket: Tensor, k_bucket: Tensor) -> None:
+    """Raise unless the arguments of `hash_sparse` are int [B, H, Sq] and [B, Hkv, Skv] that fit each other."""
+    _check_paired("q_bucket", q_bucket, "k_bucket", k_bucket, INTEGERS)
+
+
+def _check_paired(q_name: str, q: Tensor, k_name: str, k: Tensor, dtypes: set[torch.dtype]) -> None:
+    wanted = "bool" if torch.bool in dtypes else "integer"
+    for name, value in ((q_name, q), (k_name, k)):
+        if not isinstance(value, Tensor) or value.dtype not in dtypes:
+            got = value.dtype if isinstance(value, Tensor) else type(value).__name__
+            raise TypeError(f"{name} must be a tensor of {wanted} values, got {got}")
+        if value.dim() != 3 or not value.numel():
+            raise ValueError(f"{name} must have shape [B, H, S], no axis empty, got {list(value.shape)}")
+    if q.device != k.device:
+        raise ValueError(f"{k_name} is on {k.device}, {q_name} on {q.device}; move it with {k_name}.to('{q.device}')")
+    if q.shape[0] != k.shape[0]:
+        raise ValueError(f"{k_name} has batch size {k.shape[0]}, {q_name} has {q.shape[0]}; they must be equal")
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(
+            f"{q_name} has {q.shape[1]} heads, no multiple of the {k.shape[1]} of {k_name}; each key head serves a "
+            "group of query heads"
+        )
+
+
+def first_hidden_rows(mask: FlashMask, q: Tensor, k: Tensor) -> Tensor:
+    """Return the first query row from which on `mask` hides each key, int32 [B or 1, Hm, Skv].
+
+    Args:
+        mask: causal with n = 1 column.
+        q: [B, Hq, Sq]; only its shape and device are read, which the mask must fit.
+        k: [B, Hkv, Skv]; only its shape is read.
+
+    Raises:
+        TypeError: `mask` is not a FlashMask.
+        ValueError: `mask` is of another form or does not fit.
+    """
+    if not isinstance(mask, FlashMask):
+        raise TypeError(f"mask must be a FlashMask or None, got {type(mask).__name__}")
+    batch, heads, q_len = q.shape
+    kv_heads, kv_len = k.shape[1:]
+    if not mask.causal or mask.indices.shape[-1] != 1:
+        raise ValueError(
+            f"mask must be causal with n = 1 column, got causal={mask.causal}, n = {mask.indices.shape[-1]}: sorting "
+            "the rows breaks other intervals apart; packed documents, trees, padding and causal windows of "
+            "flashmask_hf.masks have that form"
+        )
+    if mask.device != q.device:
+        raise ValueError(f"mask is on {mask.device}, not on {q.device}; move it with mask.to('{q.device}')")
+    if mask.kv_len != kv_len:
+        raise ValueError(f"mask has {mask.kv_len} key columns, but there are {kv_len} keys")
+    mask.rows(q_len)
+    mask_batch, mask_heads = mask.indices.shape[:2]
+    if not is_one_of(mask_batch, 1, batch) or not is_one_of(mask_heads, 1, kv_heads, heads):
+        raise ValueError(
+            f"mask must have batch 1 or {batch} and heads 1, Hkv = {kv_heads} or Hq = {heads}, got "
+            f"{list(mask.indices.shape[:2])}"
+        )
+    return mask.indices[..., 0]
+
+
+def sorted_columns(
+    q_bucket: Tensor,
+    k_bucket: Tensor,
+    hidden_from: Tensor | None,
+    *,
+    exclude_self: bool = False,
+    dropped: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sort queries and keys stably by bucket, and return the mask columns of `hash_sparse` for that order.
+
+    Args:
+        q_bucket: int [B, Hq, Sq].
+        k_bucket: int [B, Hkv, Skv].
+        hidden_from: int32 [B or 1, Hm, Skv] from `first_hidden_rows`; None hides nothing else.
+        exclude_self: as in `hash_sparse`.
+        dropped: bucket that sees nothing; None drops none.
+
+    Returns:
+        columns int32 [B, Hq, Skv, 2]; the orders of queries and keys, int64 [B, Hq, Sq] and [B, Hkv, Skv].
+    """
+    batch, heads, q_len = q_bucket.shape
+    kv_heads, kv_len = k_bucket.shape[1:]
+    common = torch.promote_types(q_bucket.dtype, k_bucket.dtype)
+    q_sorted, q_order = q_bucket.to(common).contiguous().sort(dim=-1, stable=True)
+    k_sorted, k_order = k_bucket.to(common).contiguous().sort(dim=-1, stable=True)
+    bucket, key = (x.repeat_interleave(heads // kv_heads, 1) for x in (k_sorted, k_order))
+    start = torch.searchsorted(q_sorted, bucket)
+    end = torch.searchsorted(q_sorted, bucket, right=True)
+    # One ascending number per sorted query: where its bucket starts (the bucket's own number might overflow), then the
+    # query's original row.
+    ascending = torch.searchsorted(q_sorted, q_sorted) * (q_len + 1) + q_order
+
+    def sorted_row(row: Tensor) -> Tensor:
+        """Return the first sorted row of the key's bucket whose original row is `row` or later, or the bucket's end."""
+        return torch.minimum(torch.searchsorted(ascending, start * (q_len + 1) + row), end)
+
+    first = sorted_row((key - (kv_len - q_len) + int(exclude_self)).clamp(min=0))
+    if hidden_from is not None:
+        by_head = hidden_from.repeat_interleave(heads // hidden_from.shape[1], 1).expand(batch, heads, kv_len)
+        end = sorted_row(by_head.gather(-1, key).clamp(0, q_len))
+    if dropped is not None:
+        end = torch.where(bucket == dropped, start, end)
+        first = first.masked_fill(bucket == dropped, q_len)
+    # A key that no row sees has first >= end, which hides all rows.
+    return torch.stack([end, first], -1).to(torch.int32), q_order, k_order

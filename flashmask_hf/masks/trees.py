@@ -1,0 +1,145 @@
+"""Masks of token trees in depth-first order: shared questions and forests of any depth."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, TypeAlias
+
+from flashmask_hf.mask import FlashMask
+from flashmask_hf.masks._arguments import Device, as_integer, batch_rows, key_count, query_count
+from flashmask_hf.masks._columns import make_mask, per_token
+
+Node: TypeAlias = "int | tuple[int, Sequence[Node]]"
+"""A node of `tree`: its own length in tokens, or (length, [children])."""
+
+
+def share_question(
+    documents: Sequence[tuple[int, Sequence[int]]] | Sequence[Sequence[tuple[int, Sequence[int]]]],
+    *,
+    kv_len: int | None = None,
+    q_len: int | None = None,
+    device: Device = None,
+) -> FlashMask:
+    """Answers share their question: each sees the question and itself causally, no other answer (section 2.1).
+
+    The mask of packed DPO and reward rows: `tree` with one level of children.
+
+    `share_question([(2, [2, 1]), (1, [1])])`:
+
+        1 . . . . . .
+        1 1 . . . . .
+        1 1 1 . . . .
+        1 1 1 1 . . .
+        1 1 . . 1 . .
+        . . . . . 1 .
+        . . . . . 1 1
+
+    Args:
+        documents: (question length, [answer lengths]) in tokens, in the order of the row; a list of tuples for one row,
+            a list of such lists for a batch.
+        kv_len: number of keys; None means the longest row.
+        q_len: number of queries; None means kv_len, less means the last q_len positions.
+        device: where the mask lives; None is the CPU.
+
+    Returns:
+        FlashMask: indices [B, 1, kv_len, 1], causal.
+
+    Raises:
+        TypeError: a document is not such a tuple.
+        ValueError: a document without answers, a question or an answer of less than one token, a row longer than
+            `kv_len`, or `q_len` not in 1..kv_len.
+
+    Example:
+        >>> from flashmask_hf import masks
+        >>> masks.share_question([(2, [2, 1]), (1, [1])]).indices.flatten()  # where each node's subtree ends
+        tensor([5, 5, 4, 4, 5, 7, 7], dtype=torch.int32)
+    """
+    for path, row in batch_rows("documents", documents, list):
+        for k, entry in enumerate(row):
+            if not isinstance(entry, tuple) or len(entry) != 2 or not isinstance(entry[1], (list, tuple)):
+                raise TypeError(f"{path}[{k}] must be a tuple (question length, [answer lengths]), got {entry!r}")
+            if not entry[1]:
+                raise ValueError(f"{path}[{k}] has no answer; give at least one, or use tree() for a lone document")
+            for a, answer in enumerate(entry[1]):
+                if isinstance(answer, tuple):
+                    raise TypeError(f"{path}[{k}][1][{a}] has children; a deeper tree is built by tree()")
+    return tree(documents, kv_len=kv_len, q_len=q_len, device=device)
+
+
+def tree(
+    documents: Sequence[Node] | Sequence[Sequence[Node]],
+    *,
+    kv_len: int | None = None,
+    q_len: int | None = None,
+    device: Device = None,
+) -> FlashMask:
+    """A forest in depth-first order: each token sees its own node and its ancestors, causally.
+
+    The general form of `causal_document` (no children) and `share_question` (one level), for rollouts and dialogues.
+    One integer per key says it all: the row where its node's subtree ends.
+
+    `tree([(1, [(1, [1, 1]), 1]), 1])`, a root with two children of which the first has two, then a lone token:
+
+        1 . . . . .
+        1 1 . . . .
+        1 1 1 . . .
+        1 1 . 1 . .
+        1 . . . 1 .
+        . . . . . 1
+
+    Args:
+        documents: the roots of one row, a list of nodes; or a list of such lists for a batch. A node is its length in
+            tokens, or a tuple (length, [children]). Tokens of a node come before those of its children.
+        kv_len: number of keys; None means the longest row.
+        q_len: number of queries; None means kv_len, less means the last q_len positions.
+        device: where the mask lives; None is the CPU.
+
+    Returns:
+        FlashMask: indices [B, 1, kv_len, 1], causal.
+
+    Raises:
+        TypeError: a node is neither an int nor such a tuple.
+        ValueError: a node of less than one token, a row longer than `kv_len`, or `q_len` not in 1..kv_len.
+
+    Example:
+        >>> from flashmask_hf import masks
+        >>> masks.tree([(1, [(1, [1, 1]), 1]), 1]).indices.flatten()
+        tensor([5, 4, 3, 4, 5, 6], dtype=torch.int32)
+    """
+    lengths, ends = [], []
+    for path, row in batch_rows("documents", documents, list):
+        nodes, node_ends = _subtree_ends(path, row)
+        lengths.append(nodes)
+        ends.append(node_ends)
+    kv_len = key_count("documents", lengths, kv_len)
+    end = per_token(ends, lengths, kv_len, filler=0)
+    return make_mask(end, causal=True, q_len=query_count(q_len, kv_len), device=device)
+
+
+def _subtree_ends(path: str, roots: Sequence[Any]) -> tuple[list[int], list[int]]:
+    """Return the length of each node and the position where its subtree ends, in depth-first order.
+
+    Args:
+        path: name of the row, for errors.
+        roots: the nodes without a parent, as in `tree`.
+    """
+    lengths: list[int] = []
+    parents: list[int] = []
+    pending = [(f"{path}[{k}]", node, -1) for k, node in enumerate(roots)][::-1]
+    while pending:
+        where, node, parent = pending.pop()
+        children = []
+        if isinstance(node, (tuple, list)):
+            if isinstance(node, list) or len(node) != 2 or not isinstance(node[1], (list, tuple)):
+                raise TypeError(f"{where} must be a length or a tuple (length, [children]), got {node!r}")
+            node, children = node
+        lengths.append(as_integer(where, node, 1, why="every question, answer or document has at least one token"))
+        parents.append(parent)
+        own = len(lengths) - 1
+        pending.extend([(f"{where}[1][{k}]", child, own) for k, child in enumerate(children)][::-1])
+    ends = list(accumulate(lengths))
+    for node in range(len(ends) - 1, -1, -1):
+        if parents[node] >= 0:
+            ends[parents[node]] = max(ends[parents[node]], ends[node])
+    return lengths, ends

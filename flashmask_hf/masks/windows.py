@@ -1,0 +1,191 @@
+"""Masks by position alone: full, causal, sliding windows and global tokens."""
+
+from __future__ import annotations
+
+import torch
+
+from flashmask_hf.mask import FlashMask
+from flashmask_hf.masks._arguments import Device, as_integer, query_count
+from flashmask_hf.masks._columns import key_positions, make_mask
+
+
+def full(kv_len: int, *, q_len: int | None = None, device: Device = None) -> FlashMask:
+    """Every query sees every key (section 2.1).
+
+    `full(4)`:
+
+        1 1 1 1
+        1 1 1 1
+        1 1 1 1
+        1 1 1 1
+
+    Args:
+        kv_len: number of keys.
+        q_len: number of queries, any; None means kv_len.
+        device: where the mask lives; None is the CPU.
+
+    Returns:
+        FlashMask: indices [1, 1, kv_len, 2], not causal.
+
+    Raises:
+        TypeError: `kv_len` or `q_len` is not an int.
+        ValueError: `kv_len` or `q_len` is less than 1.
+
+    Example:
+        >>> from flashmask_hf import masks
+        >>> bool(masks.full(4, q_len=6).to_dense().all())
+        True
+    """
+    kv_len = as_integer("kv_len", kv_len, 1)
+    q_len = query_count(q_len, kv_len, may_exceed=True)
+    none = torch.zeros(1, 1, kv_len, dtype=torch.int64, device="cpu")
+    return make_mask(none + kv_len, none + (kv_len - q_len), causal=False, q_len=q_len, device=device)
+
+
+def causal(kv_len: int, *, q_len: int | None = None, device: Device = None) -> FlashMask:
+    """Every query sees the keys up to its own position (section 2.1).
+
+    `causal(4)`:
+
+        1 . . .
+        1 1 . .
+        1 1 1 .
+        1 1 1 1
+
+    Args:
+        kv_len: number of keys.
+        q_len: number of queries; None means kv_len. With more queries than keys the first q_len - kv_len see nothing.
+        device: where the mask lives; None is the CPU.
+
+    Returns:
+        FlashMask: indices [1, 1, kv_len, 1], causal.
+
+    Raises:
+        TypeError: `kv_len` or `q_len` is not an int.
+        ValueError: `kv_len` or `q_len` is less than 1.
+
+    Example:
+        >>> from flashmask_hf import masks
+        >>> masks.causal(4, q_len=2).to_dense().int()[0, 0]
+        tensor([[1, 1, 1, 0],
+                [1, 1, 1, 1]], dtype=torch.int32)
+    """
+    kv_len = as_integer("kv_len", kv_len, 1)
+    q_len = query_count(q_len, kv_len, may_exceed=True)
+    never = torch.full((1, 1, kv_len), kv_len, dtype=torch.int64, device="cpu")
+    return make_mask(never, causal=True, q_len=q_len, device=device)
+
+
+def sliding_window(
+    kv_len: int, window: int, *, causal: bool = True, q_len: int | None = None, device: Device = None
+) -> FlashMask:
+    """Every query sees the `window` nearest keys up to its own position (section 2.1).
+
+    `sliding_window(5, 2)`:
+
+        1 . . . .
+        1 1 . . .
+        . 1 1 . .
+        . . 1 1 .
+        . . . 1 1
+
+    `sliding_window(5, 2, causal=False)`:
+
+        1 1 . . .
+        1 1 1 . .
+        . 1 1 1 .
+        . . 1 1 1
+        . . . 1 1
+
+    Args:
+        kv_len: number of keys.
+        window: in tokens, the own position counted. Query i sees the keys i - window + 1 to i, as with
+            `sliding_window` in transformers; with causal=False those with |i - j| < window.
+        causal: whether later keys are hidden.
+        q_len: number of queries; None means kv_len, less means the last q_len positions.
+        device: where the mask lives; None is the CPU.
+
+    Returns:
+        FlashMask: indices [1, 1, kv_len, 1], causal; or [1, 1, kv_len, 2], not causal.
+
+    Raises:
+        TypeError: a length is not an int.
+        ValueError: `window` is less than 1, or `q_len` does not lie in 1..kv_len.
+
+    Example:
+        >>> from flashmask_hf import masks
+        >>> masks.sliding_window(5, 2).indices.flatten()
+        tensor([2, 3, 4, 5, 5], dtype=torch.int32)
+    """
+    kv_len = as_integer("kv_len", kv_len, 1)
+    window = as_integer("window", window, 1, why="a query sees at least its own position")
+    q_len = query_count(q_len, kv_len)
+    key = key_positions(kv_len)
+    if causal:
+        return make_mask(key + window, causal=True, q_len=q_len, device=device)
+    return make_mask(key + window, key - window + 1, causal=False, q_len=q_len, device=device)
+
+
+def global_sliding_window(
+    kv_len: int,
+    n_global: int,
+    window: int,
+    *,
+    causal: bool = False,
+    q_len: int | None = None,
+    device: Device = None,
+) -> FlashMask:
+    """The first tokens see and are seen by all, the others keep to a window (section 2.1 and figure 1(b)(6)).
+
+    `global_sliding_window(6, 1, 2)`:
+
+        1 1 1 1 1 1
+        1 1 1 . . .
+        1 1 1 1 . .
+        1 . 1 1 1 .
+        1 . . 1 1 1
+        1 . . . 1 1
+
+    `global_sliding_window(6, 1, 2, causal=True)`, the "attention sink" of streaming decoders:
+
+        1 . . . . .
+        1 1 . . . .
+        1 1 1 . . .
+        1 . 1 1 . .
+        1 . . 1 1 .
+        1 . . . 1 1
+
+    Args:
+        kv_len: number of keys.
+        n_global: number of global tokens, 0..kv_len, at the start.
+        window: in tokens, the own position counted, as in `sliding_window`: the others see |i - j| < window.
+        causal: whether later keys are hidden, from global tokens too.
+        q_len: number of queries; None means kv_len, less means the last q_len positions.
+        device: where the mask lives; None is the CPU.
+
+    Returns:
+        FlashMask: indices [1, 1, kv_len, 4], not causal ([1, 1, kv_len, 2] if no query is global); or
+        [1, 1, kv_len, 1], causal.
+
+    Raises:
+        TypeError: a length is not an int.
+        ValueError: `n_global` does not lie in 0..kv_len, `window` is less than 1, or `q_len` not in 1..kv_len.
+
+    Example:
+        >>> from flashmask_hf import masks
+        >>> masks.global_sliding_window(6, 1, 2, causal=True).indices.flatten()
+        tensor([6, 3, 4, 5, 6, 6], dtype=torch.int32)
+    """
+    kv_len = as_integer("kv_len", kv_len, 1)
+    n_global = as_integer("n_global", n_global, 0, kv_len)
+    window = as_integer("window", window, 1, why="a query sees at least its own position")
+    q_len = query_count(q_len, kv_len)
+    key = key_positions(kv_len)
+    lower = torch.where(key < n_global, kv_len, key + window)
+    if causal:
+        return make_mask(lower, causal=True, q_len=q_len, device=device)
+    upper = (key - window + 1).clamp(min=n_global)  # the rows n_global..upper lie too far above the key
+    if n_global <= kv_len - q_len:
+        return make_mask(lower, upper, causal=False, q_len=q_len, device=device)
+    end, start = torch.full_like(key, kv_len), torch.full_like(key, n_global)
+    return make_mask(lower, end, start, upper, causal=False, q_len=q_len, device=device)

@@ -1,0 +1,29 @@
+"""Names that transformers, the collators and the backend agree on: attention implementations and batch keys."""
+
+from __future__ import annotations
+
+__all__ = ["FLASHMASK", "HASH", "NAMES", "PACKED_IDS", "PACKED_INDEX", "PACKED_POSITIONS", "QK", "VECTORS"]
+
+FLASHMASK = "flashmask"
+"""The `attn_implementation` of exact attention under a FlashMask."""
+
+HASH = "flashmask_hash"
+"""The `attn_implementation` of hash-sparse attention, and the config attribute that holds its options."""
+
+QK = "flashmask_qk"
+"""The `attn_implementation` of attention with dropped queries and keys, and the config attribute with its options."""
+
+NAMES = (FLASHMASK, HASH, QK)
+"""Every `attn_implementation` of this package."""
+
+VECTORS = "startend_row_indices"
+"""The keyword of a model call, and the batch key, of the caller's mask vectors, int32 [B, 1, S, n]."""
+
+PACKED_IDS = "packed_input_ids"
+"""The batch key of packed rows beside a batch of one sequence per answer (`collators.forest.packed_inputs`)."""
+
+PACKED_POSITIONS = "packed_position_ids"
+"""The batch key of the packed rows' positions."""
+
+PACKED_INDEX = "packed_index"
+"""The batch key of each token's place in the packed rows, by which hidden states return to the usual batch."""

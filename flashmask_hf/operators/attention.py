@@ -1,0 +1,157 @@
+"""The operators `flashmask_hf::flash_attn_forward` and `flashmask_hf::flash_attn_backward`, and how a call is run.
+
+Their names hold `flash_attn`, which selective activation checkpointing in training libraries looks for. Compilers,
+dispatch modes and profilers see the operators; where nothing intercepts calls, `attend` goes past the dispatcher, which
+takes longer than a launch, and records the same derivative.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashmask_hf import torch_state
+from flashmask_hf.call import Call, Settings, resolve_operator
+from flashmask_hf.mask import FlashMask
+from flashmask_hf.operators.decoding import decode, results_like
+from flashmask_hf.operators.library import Derivative, as_operator, no_second_derivatives, record, register_autograd
+from flashmask_hf.operators.plan import plan_of
+from flashmask_hf.plan import Plan
+
+__all__ = ["attend", "flash_attn_backward", "flash_attn_forward"]
+
+
+def attend(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: FlashMask) -> tuple[Tensor, Tensor]:
+    """Run a resolved call of `flashmask_attention`; return out and lse."""
+    q, k, v = call.cast(q, k, v)
+    if call.decodes:
+        return decode(call, q, k, v, sinks, mask._indices)
+    plan = plan_of(mask, q.shape[2])
+    if call.dispatched:
+        return flash_attn_forward(q, k, v, sinks, mask._indices, *plan, *call.settings)
+    if not call.differentiated:
+        return call.forward(q, k, v, sinks, mask._indices, plan)
+    return record(_derivative, _run, q, k, v, sinks, mask._indices, *plan, call)
+
+
+def _run(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, indices: Tensor, *plan_and_call: Any
+) -> tuple[Tensor, Tensor]:
+    *plan, call = plan_and_call
+    return call.forward(q, k, v, sinks, indices, Plan(*plan))
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    indices: Tensor,
+    tiles: Tensor,
+    counts: Tensor,
+    segments: Tensor,
+    causal: bool,
+    scale: float,
+    softcap: float,
+    impl: str,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor]:
+    """Masked attention; differentiable in q, k, v and sinks, through both results.
+
+    Args:
+        q: [B, Hq, Sq, D].
+        k: [B, Hkv, Skv, D].
+        v: [B, Hkv, Skv, Dv].
+        sinks: [Hq] or None.
+        indices: int32 [B or 1, Hm, Skv, n].
+        tiles: of the plan.
+        counts: of the plan.
+        segments: of the plan.
+        causal: as in `FlashMask`.
+        scale: factor on the scores.
+        softcap: 0 is none.
+        impl: "hopper", "triton" or "torch", or "best": "hopper", and "triton" from the first time on that it fails.
+        deterministic: of the backward, whether repeated runs agree to the bit; without it that of "hopper" may not.
+
+    Returns:
+        out [B, Hq, Sq, Dv] in q's dtype, stored as [B, Sq, Hq, Dv]; lse [B, Hq, Sq] float32 (float64 for float64 q).
+    """
+    settings = Settings(causal, scale, softcap, impl, deterministic)
+    with torch_state.no_autocast(q.device):
+        call = resolve_operator(q, k, v, indices, sinks, settings)
+        return call.forward(q, k, v, sinks, indices, Plan(tiles, counts, segments))
+
+
+flash_attn_forward = as_operator("flash_attn_forward", _forward)
+
+
+@torch.library.register_fake("flashmask_hf::flash_attn_forward")
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return results_like(q, v)
+
+
+def _backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    indices: Tensor,
+    tiles: Tensor,
+    counts: Tensor,
+    segments: Tensor,
+    causal: bool,
+    scale: float,
+    softcap: float,
+    impl: str,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v and sinks (empty without sinks), given those of both results, `dout` and `dlse` or None."""
+    settings = Settings(causal, scale, softcap, impl, deterministic)
+    with torch_state.no_autocast(q.device):
+        call = resolve_operator(q, k, v, indices, sinks, settings)
+        return call.backward(dout, q, k, v, sinks, lse, (out, dlse), indices, Plan(tiles, counts, segments))
+
+
+flash_attn_backward = as_operator("flash_attn_backward", _backward)
+register_autograd(flash_attn_backward, no_second_derivatives)
+
+
+@torch.library.register_fake("flashmask_hf::flash_attn_backward")
+def _(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _, _, q, k, v, sinks, _, lse, *_ = inputs
+    dsinks = lse.new_empty(0) if sinks is None else torch.empty_like(sinks)
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), dsinks
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, sinks, indices, tiles, counts, segments, *settings = inputs
+    ctx.call = settings[0] if len(settings) == 1 else None  # in the place of the operator's settings
+    ctx.settings = ctx.call.settings if ctx.call else settings
+    ctx.set_materialize_grads(False)  # the gradient of lse is seldom there
+    ctx.save_for_backward(q, k, v, sinks, *output, indices, tiles, counts, segments)
+
+
+def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    not_differentiable = [None] * (5 if ctx.call else 9)
+    if dout is None and dlse is None:
+        return None, None, None, None, *not_differentiable
+    saved = ctx.saved_tensors  # read once: checkpointing unpacks a saved tensor only once
+    q, k, v, sinks, out, lse, indices, *plan = saved
+    dout = torch.zeros_like(out) if dout is None else dout
+    # With create_graph=True the operator tells that there are no second derivatives.
+    if ctx.call is None or torch.is_grad_enabled() or torch_state.is_intercepted(dout, dlse):
+        dq, dk, dv, dsinks = flash_attn_backward(dout, dlse, *saved, *ctx.settings)
+    else:
+        dq, dk, dv, dsinks = ctx.call.backward(dout, q, k, v, sinks, lse, (out, dlse), indices, Plan(*plan))
+    return dq, dk, dv, None if sinks is None else dsinks, *not_differentiable
+
+
+_derivative = Derivative(_setup_context, _differentiate)
+"""Of the operator, and of a call that goes past the dispatcher, which stands in the place of the settings then."""
+register_autograd(flash_attn_forward, _derivative)

@@ -1,0 +1,94 @@
+"""The operator `flashmask_hf::plan`, and the plan that a mask keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from flashmask_hf import plan as plan_in_torch
+from flashmask_hf import torch_state
+from flashmask_hf.checks import check_range
+from flashmask_hf.mask import FlashMask
+from flashmask_hf.operators.library import as_operator
+from flashmask_hf.plan import Plan, plan_shapes
+
+__all__ = ["make_plan", "plan_of"]
+
+
+def _make_plan(indices: Tensor, causal: bool, q_len: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Classify the tiles of a mask (see `flashmask_hf.plan`).
+
+    Args:
+        indices: int32 [B, Hm, Skv, n].
+        causal: as in `FlashMask`.
+        q_len: number of query rows.
+
+    Returns:
+        The tensors of a `Plan`.
+
+    Raises:
+        ValueError: a value lies outside 0..q_len. On a GPU it is an assertion of the device, which stops the program.
+    """
+    tiles, counts, segments = _builder(indices)(indices, causal, q_len)
+    return tiles, counts, segments
+
+
+def _builder(indices: Tensor) -> Callable[[Tensor, bool, int], Plan]:
+    """Return what builds and checks a plan: Triton kernels on a GPU with Triton, torch operations elsewhere."""
+    if indices.device.type == "cuda" and torch_state.HAS_TRITON:
+        from flashmask_hf.kernels.shared.plan import build_plan
+
+        return build_plan
+    return _build_in_torch
+
+
+def _build_in_torch(indices: Tensor, causal: bool, q_len: int) -> Plan:
+    check_range(indices, q_len)
+    return plan_in_torch.build_plan(indices, causal, q_len)
+
+
+make_plan = as_operator("plan", _make_plan)
+
+
+@torch.library.register_fake("flashmask_hf::plan")
+def _(indices: Tensor, causal: bool, q_len: int) -> tuple[Tensor, Tensor, Tensor]:
+    tiles, counts, segments = plan_shapes(indices.shape, q_len)
+    return (
+        indices.new_empty(tiles, dtype=torch.int16),
+        indices.new_empty(counts, dtype=torch.int32),
+        indices.new_empty(segments, dtype=torch.int32),
+    )
+
+
+def plan_of(mask: FlashMask, q_len: int) -> Plan:
+    """Return the mask's plan for `q_len` query rows, which is made at the first call and kept with the mask.
+
+    A change of `mask.indices` in place makes a new plan, unless torch does not count it (see there): a collective, a
+    replayed CUDA graph, a NumPy view, a raw pointer. A call on another CUDA stream makes a plan of its own, which it
+    may read and free without waiting, and that one is kept. Nothing is kept for a tensor made in inference mode, which
+    does not count changes; while a CUDA graph is captured, so that a replay reads the vectors anew; and while
+    compiling, where the compiler merges equal calls.
+    """
+    if torch.compiler.is_compiling() or torch_state.is_capturing(mask._indices):
+        return _plan(mask, q_len)
+    kept = mask._plan
+    if kept is not None:
+        rows, version, stream, inferred, plan = kept
+        if (
+            rows == q_len
+            and version == mask._indices._version
+            and (stream is None or stream[1] == torch_state.current_stream(stream[0]))
+            and not (inferred and torch.is_grad_enabled())  # autograd cannot save what was made in inference mode
+        ):
+            return plan
+    version = None if mask._indices.is_inference() else mask._indices._version  # another thread may write meanwhile
+    plan = _plan(mask, q_len)
+    if version is not None and torch_state.is_plain(plan.tiles):  # a plan of a mode or transform is for inside of it
+        mask._plan = (q_len, version, torch_state.stream_of(mask._indices), plan.tiles.is_inference(), plan)
+    return plan
+
+
+def _plan(mask: FlashMask, q_len: int) -> Plan:
+    return Plan(*make_plan(mask.indices, mask.causal, q_len))

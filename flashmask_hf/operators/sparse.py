@@ -1,0 +1,290 @@
+"""The operators of sparse attention: hash buckets, the sort, attention to sorted rows and its backward.
+
+They are `flashmask_hf::nearest`, `flashmask_hf::sort_sparse`, `flashmask_hf::flash_attn_sparse_forward`,
+`flashmask_hf::flash_attn_sparse_backward` and `flashmask_hf::flash_attn_sparse_decode`. The last three gather the rows
+of q, k, v and of the output's gradient in sorted order, attend to them, and put the rows of the output and of the
+gradients back. In between q, k, v and lse stay sorted.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashmask_hf import torch_state
+from flashmask_hf.call import Settings, resolve_operator
+from flashmask_hf.checks import check_between, check_range
+from flashmask_hf.masks.sorted import sorted_columns
+from flashmask_hf.operators.decoding import results_like
+from flashmask_hf.operators.library import (
+    Derivative,
+    as_operator,
+    no_derivatives,
+    no_second_derivatives,
+    register_autograd,
+)
+from flashmask_hf.plan import Plan
+from flashmask_hf.rows import gather_rows, gather_upstream, put_rows_back, with_sequence_outermost
+
+__all__ = [
+    "flash_attn_sparse_backward",
+    "flash_attn_sparse_decode",
+    "flash_attn_sparse_forward",
+    "nearest",
+    "sort_sparse",
+]
+
+_COUNTED = 256
+"""Buckets up to which counting sorts faster than comparing."""
+
+
+def _nearest(x: Tensor, directions: Tensor) -> Tensor:
+    """Find which of the directions and their opposites is nearest to each vector, by products that add up in float32.
+
+    Args:
+        x: floating point [B, H, S, D], of any strides. Products of float64 add up in float64.
+        directions: [Hd, D, n], rounded to x's dtype; head h has directions[h // (H // Hd)].
+
+    Returns:
+        [B, H, S] in 0..2 * n - 1, of which the upper n are opposites; the lowest of equally near ones, and any for a
+        vector with NaN. uint8 where that suffices, or int32.
+    """
+    dtype = _bucket_dtype(directions)
+    if torch_state.runs_kernels(x.device) and x.dtype in (torch.bfloat16, torch.float16, torch.float32):
+        from flashmask_hf.kernels.sparse import hash as hashing
+
+        return hashing.nearest(x, directions, dtype)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    with torch_state.no_autocast(x.device):
+        grouped = x.to(wide).unflatten(1, (len(directions), -1))
+        along = (grouped @ directions.to(x.dtype).to(wide)[:, None]).flatten(1, 2)
+    return torch.cat([along, -along], -1).argmax(-1).to(dtype)
+
+
+def _bucket_dtype(directions: Tensor) -> torch.dtype:
+    return torch.uint8 if 2 * directions.shape[-1] <= 256 else torch.int32
+
+
+nearest = as_operator("nearest", _nearest)
+
+
+@torch.library.register_fake("flashmask_hf::nearest")
+def _(x: Tensor, directions: Tensor) -> Tensor:
+    return x.new_empty(x.shape[:3], dtype=_bucket_dtype(directions))
+
+
+def _sort_sparse(
+    q_bucket: Tensor, k_bucket: Tensor, hidden_from: Tensor | None, n_buckets: int, exclude_self: bool, dropped: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sort rows by bucket: the mask's columns for sorted rows and keys, and the orders, in int32.
+
+    Args:
+        q_bucket: int [B, Hq, Sq].
+        k_bucket: int [B, Hkv, Skv].
+        hidden_from: int32 [B or 1, Hm, Skv], from `first_hidden_rows`, or None.
+        n_buckets: all buckets lie in 0..n_buckets - 1; 0 says nothing of them.
+        exclude_self: as in `hash_sparse_attention`.
+        dropped: a bucket that sees nothing, or -1.
+
+    Returns:
+        columns int32 [B, Hq, Skv, 2], q_order int32 [B, Hq, Sq], k_order int32 [B, Hkv, Skv].
+
+    Raises:
+        ValueError: a bucket lies outside 0..n_buckets - 1, or `hidden_from` outside 0..Sq. A GPU asserts that itself.
+    """
+    without = None if dropped < 0 else dropped
+    counted = 0 < n_buckets <= _COUNTED and torch_state.runs_kernels(q_bucket.device)
+    asserted = counted and q_bucket.is_cuda  # by the kernels themselves
+    if hidden_from is not None and not asserted:
+        check_range(hidden_from, q_bucket.shape[2])
+    if n_buckets and not asserted:
+        message = f"the buckets must lie in 0..n_buckets - 1 = 0..{n_buckets - 1}; leave n_buckets out if they do not"
+        for bucket in (q_bucket, k_bucket):
+            check_between(bucket, n_buckets - 1, message)
+    if counted:
+        from flashmask_hf.kernels.sparse import sort
+
+        return sort.sorted_columns(
+            q_bucket, k_bucket, hidden_from, n_buckets, exclude_self=exclude_self, dropped=without
+        )
+    columns, q_order, k_order = sorted_columns(
+        q_bucket, k_bucket, hidden_from, exclude_self=exclude_self, dropped=without
+    )
+    return columns, q_order.int(), k_order.int()
+
+
+sort_sparse = as_operator("sort_sparse", _sort_sparse)
+
+
+@torch.library.register_fake("flashmask_hf::sort_sparse")
+def _(
+    q_bucket: Tensor, k_bucket: Tensor, hidden_from: Tensor | None, n_buckets: int, exclude_self: bool, dropped: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    batch, heads, q_len = q_bucket.shape
+    kv_heads, kv_len = k_bucket.shape[1:]
+    return (
+        q_bucket.new_empty(batch, heads, kv_len, 2, dtype=torch.int32),
+        q_bucket.new_empty(batch, heads, q_len, dtype=torch.int32),
+        q_bucket.new_empty(batch, kv_heads, kv_len, dtype=torch.int32),
+    )
+
+
+def _flash_attn_sparse_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    indices: Tensor,
+    tiles: Tensor,
+    counts: Tensor,
+    segments: Tensor,
+    q_order: Tensor,
+    q_kept: Tensor | None,
+    k_order: Tensor,
+    k_kept: Tensor | None,
+    scale: float,
+    softcap: float,
+    impl: str,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Masked attention to sorted rows; differentiable in q, k, v and sinks, through `out`.
+
+    Args:
+        q: [B, Hq, Sq, D].
+        k: [B, Hkv, Skv, D].
+        v: [B, Hkv, Skv, Dv].
+        sinks: [Hq] or None.
+        indices: int32 [B, Hq, Skv, 2] of a mask that is not causal, for sorted rows and keys.
+        tiles: of its plan.
+        counts: of its plan.
+        segments: of its plan.
+        q_order: int32 [B, Hq, Sq], a permutation of every head's rows: sorted row i is row q_order[i].
+        q_kept: int32 [B, Hq], how many sorted rows are read, of which the mask hides the others; None is all.
+        k_order: int32 [B, Hkv, Skv], likewise.
+        k_kept: int32 [B, Hkv], likewise.
+        scale: factor on the scores.
+        softcap: 0 is none.
+        impl: as in `flash_attn_forward`.
+        deterministic: as in `flash_attn_forward`.
+
+    Returns:
+        out [B, Hq, Sq, Dv] in q's dtype, stored as [B, Sq, Hq, Dv]; and sorted, for the backward: lse [B, Hq, Sq]
+        float32 (float64 for float64 q), q, k and v.
+    """
+    q = gather_rows(q, q_order, q_kept)
+    k, v = (gather_rows(x, k_order, k_kept) for x in (k, v))
+    settings = Settings(False, scale, softcap, impl, deterministic)
+    with torch_state.no_autocast(q.device):
+        call = resolve_operator(q, k, v, indices, sinks, settings)
+        out, lse = call.forward(q, k, v, sinks, indices, Plan(tiles, counts, segments), q_order)
+    return out, lse, q, k, v
+
+
+flash_attn_sparse_forward = as_operator("flash_attn_sparse_forward", _flash_attn_sparse_forward)
+
+
+@torch.library.register_fake("flashmask_hf::flash_attn_sparse_forward")
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    out, lse = results_like(q, v)
+    return out, lse, q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _flash_attn_sparse_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    indices: Tensor,
+    tiles: Tensor,
+    counts: Tensor,
+    segments: Tensor,
+    q_order: Tensor,
+    q_kept: Tensor | None,
+    k_order: Tensor,
+    scale: float,
+    softcap: float,
+    impl: str,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, each stored as [B, S, H, D], and sinks (empty without sinks), given that of `out`, `dout`.
+
+    Here q, k, v and lse are sorted, `out` and `dout` are not, nor are the gradients. A dropped row's is 0.
+    """
+    settings = Settings(False, scale, softcap, impl, deterministic)
+    with torch_state.no_autocast(q.device):
+        dout, delta = gather_upstream(dout, out, q_order, q_kept, lse.dtype)
+        call = resolve_operator(q, k, v, indices, sinks, settings)
+        plan = Plan(tiles, counts, segments)
+        return call.backward(dout, q, k, v, sinks, lse, delta, indices, plan, (q_order, k_order))
+
+
+flash_attn_sparse_backward = as_operator("flash_attn_sparse_backward", _flash_attn_sparse_backward)
+
+
+@torch.library.register_fake("flashmask_hf::flash_attn_sparse_backward")
+def _(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor, *_: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dsinks = lse.new_empty(0) if sinks is None else torch.empty_like(sinks)
+    return with_sequence_outermost(q), with_sequence_outermost(k), with_sequence_outermost(v), dsinks
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, _, _, sinks, *mask, q_order, q_kept, k_order, _, scale, softcap, impl, deterministic = inputs
+    out, lse, q, k, v = output
+    ctx.mark_non_differentiable(lse, q, k, v)
+    ctx.set_materialize_grads(False)  # or theirs would be made, of zeros
+    ctx.save_for_backward(q, k, v, sinks, out, lse, *mask, q_order, q_kept, k_order)
+    ctx.settings = (scale, softcap, impl, deterministic)
+
+
+def _backward(ctx: Any, dout: Tensor | None, *unused: None) -> tuple[Tensor | None, ...]:
+    if dout is None:
+        return (None,) * 16
+    saved = ctx.saved_tensors  # read once: checkpointing unpacks a saved tensor only once
+    dq, dk, dv, dsinks = flash_attn_sparse_backward(dout, *saved, *ctx.settings)
+    return dq, dk, dv, None if saved[3] is None else dsinks, *[None] * 12
+
+
+register_autograd(flash_attn_sparse_forward, Derivative(_setup_context, _backward))
+register_autograd(flash_attn_sparse_backward, no_second_derivatives)
+
+
+def _flash_attn_sparse_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    indices: Tensor,
+    q_order: Tensor,
+    q_kept: Tensor | None,
+    k_order: Tensor,
+    k_kept: Tensor | None,
+    scale: float,
+    softcap: float,
+    impl: str,
+) -> Tensor:
+    """Attention of few sorted rows, without a plan and without gradients.
+
+    Arguments and result as in `flash_attn_sparse_forward`, its `out` alone; `impl` as in `flash_attn_decode`.
+    """
+    q = gather_rows(q, q_order, q_kept)
+    k, v = (gather_rows(x, k_order, k_kept) for x in (k, v))
+    settings = Settings(False, scale, softcap, impl, False)
+    with torch_state.no_autocast(q.device):
+        out, _ = resolve_operator(q, k, v, indices, sinks, settings).decode(q, k, v, sinks, indices)
+    return put_rows_back(out, q_order)
+
+
+flash_attn_sparse_decode = as_operator("flash_attn_sparse_decode", _flash_attn_sparse_decode)
+register_autograd(flash_attn_sparse_decode, no_derivatives)
+
+
+@torch.library.register_fake("flashmask_hf::flash_attn_sparse_decode")
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
+    return results_like(q, v)[0]

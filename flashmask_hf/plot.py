@@ -1,0 +1,133 @@
+"""Pictures of masks, drawn with matplotlib (an optional extra)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor
+
+from flashmask_hf.tiles import HIDDEN, PARTIAL, VISIBLE
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["plot_tiles"]
+
+_COLORS = {VISIBLE: "#3f6b8f", PARTIAL: "#a9c3d6", HIDDEN: "#f1efea"}
+_NAMES = {VISIBLE: "visible", PARTIAL: "partial", HIDDEN: "hidden"}
+_EDGE_COLOR, _INK = "#c0603d", "#4a4a4a"
+_GRID_TILES = 64
+"""Tiles per side up to which thin gaps set them apart."""
+
+
+def plot_tiles(
+    tiles: Tensor,
+    block: tuple[int, int],
+    lower: Tensor,
+    rows: int,
+    *,
+    path: str | None = None,
+    title: str | None = None,
+    ax: Axes | None = None,
+) -> Axes:
+    """Draw the tiles of one mask head, with the edges of documents marked; `FlashMask.plot` describes the picture.
+
+    Args:
+        tiles: int8 [Tq, Tk] of HIDDEN, PARTIAL, VISIBLE.
+        block: tile size (query rows, key columns).
+        lower: int32 [Skv, 1 or 2], bounds of the lower interval of each key column.
+        rows: number of query rows Sq.
+        path: where to save the picture; None saves nothing.
+        title: text above the picture.
+        ax: axes to draw on; None makes a figure, with a legend.
+
+    Returns:
+        the axes drawn on.
+
+    Raises:
+        ImportError: matplotlib is missing.
+    """
+    try:
+        from matplotlib.collections import LineCollection
+        from matplotlib.colors import ListedColormap
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
+    except ImportError as error:
+        raise ImportError("plotting a mask needs matplotlib: pip install flashmask-hf[plot]") from error
+
+    kv_len = lower.shape[0]
+    columns, bounds = _document_edges(lower, rows)
+    top, left = _tile_edges(rows, block[0]), _tile_edges(kv_len, block[1])
+
+    own_figure = ax is None
+    if ax is None:
+        ax = Figure(figsize=(4.6, 5.0), dpi=150, layout="constrained").add_subplot()
+    gaps = {"edgecolors": "white", "linewidth": 0.4} if max(tiles.shape) <= _GRID_TILES else {}
+    ax.pcolormesh(
+        left,
+        top,
+        tiles.numpy(),
+        cmap=ListedColormap([_COLORS[kind] for kind in (HIDDEN, PARTIAL, VISIBLE)]),
+        vmin=HIDDEN,
+        vmax=VISIBLE,
+        rasterized=not gaps,
+        **gaps,
+    )
+    segments = [[(column, 0), (column, rows)] for column in columns]
+    segments += [[(0, row), (kv_len, row)] for row in bounds]
+    ax.add_collection(LineCollection(segments, colors=_EDGE_COLOR, linewidths=0.5, gid="edges"), autolim=False)
+
+    for kind in (VISIBLE, PARTIAL, HIDDEN):
+        share = float((tiles == kind).double().mean())
+        if kind != PARTIAL or block != (1, 1):
+            style = {"marker": "s", "s": 60, "color": _COLORS[kind], "edgecolors": "#cfccc4", "linewidths": 0.6}
+            ax.scatter([], [], label=f"{_NAMES[kind]} {share:.0%}", **style)
+    figure = cast("Figure", ax.get_figure(root=True))
+    if own_figure:
+        handles, labels = ax.get_legend_handles_labels()
+        figure.legend(
+            handles,
+            labels,
+            loc="outside lower center",
+            ncols=3,
+            frameon=False,
+            fontsize=9,
+            labelcolor=_INK,
+            handletextpad=0.2,
+        )
+
+    ax.set_xlim(0, kv_len)
+    ax.set_ylim(rows, 0)
+    if 0.25 <= rows / kv_len <= 4:
+        ax.set_aspect("equal")
+    ax.set_xlabel("key column", color=_INK, fontsize=9)
+    ax.set_ylabel("query row", color=_INK, fontsize=9)
+    ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    ax.yaxis.set_major_locator(MaxNLocator(6, integer=True))
+    ax.tick_params(colors=_INK, labelsize=8, length=2.5, width=0.6)
+    for side in ax.spines.values():
+        side.set(color="#b9b5ac", linewidth=0.6)
+    if title is not None:
+        ax.set_title(title, color=_INK, fontsize=11, pad=8)
+    if path is not None:
+        figure.savefig(path)
+    return ax
+
+
+def _tile_edges(length: int, size: int) -> list[int]:
+    """Return the first positions of tiles of `size`, and the end of the last one, which is cut to `length`."""
+    return [*range(0, length, size), length]
+
+
+def _document_edges(lower: Tensor, rows: int) -> tuple[list[int], list[int]]:
+    """Return the edges of documents: where `lower` jumps between bounds that hold for two columns or more each.
+
+    Returns:
+        the key columns of the jumps, and the query rows that are bounds on either side of one.
+    """
+    change = lower[1:] != lower[:-1]  # row c lies between the columns c and c + 1
+    constant = torch.nn.functional.pad(~change, (0, 0, 1, 1), value=False)
+    jump = change & constant[:-2] & constant[2:]
+    bounds = torch.cat([lower[:-1][jump], lower[1:][jump]]).unique()
+    return (jump.any(1).nonzero().flatten() + 1).tolist(), bounds[(bounds > 0) & (bounds < rows)].tolist()

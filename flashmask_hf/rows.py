@@ -1,0 +1,71 @@
+"""Rows of attention's tensors in another order, as sparse attention sorts them: gathered, and put back."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flashmask_hf import torch_state
+
+__all__ = ["gather_rows", "gather_upstream", "put_rows_back", "with_sequence_outermost"]
+
+
+def gather_rows(x: Tensor, order: Tensor, kept: Tensor | None) -> Tensor:
+    """Return the rows of x in another order.
+
+    Args:
+        x: [B, H, S, D], of any strides.
+        order: int32 [B, H, S], a permutation of every head's rows.
+        kept: int32 [B, H], how many rows of the order count; the others become 0, whatever they hold. None is all.
+
+    Returns:
+        y [B, H, S, D] with y[b, h, i] = x[b, h, order[b, h, i]], contiguous, the layout that the kernels load fastest.
+    """
+    if torch_state.runs_kernels(x.device):
+        from flashmask_hf.kernels.sparse import gather
+
+        return gather.gather_rows(x, order, kept)
+    y = x.take_along_dim(order.long().unsqueeze(-1), 2)
+    if kept is None:
+        return y
+    return y.masked_fill_((torch.arange(x.shape[2], device=x.device) >= kept.unsqueeze(-1)).unsqueeze(-1), 0.0)
+
+
+def put_rows_back(x: Tensor, order: Tensor) -> Tensor:
+    """Undo `gather_rows`: return y with y[b, h, order[b, h, i]] = x[b, h, i], [B, H, S, D] stored as [B, S, H, D]."""
+    if torch_state.runs_kernels(x.device):
+        from flashmask_hf.kernels.sparse import gather
+
+        return gather.put_rows_back(x, order)
+    return with_sequence_outermost(x).scatter_(2, order.long().unsqueeze(-1).expand(x.shape), x)
+
+
+def gather_upstream(
+    dout: Tensor, out: Tensor, order: Tensor, kept: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return the rows of the output's gradient in another order, and the row sums that the backward subtracts.
+
+    Args:
+        dout: [B, H, S, D], of any strides.
+        out: [B, H, S, D], in the order of dout.
+        order: as in `gather_rows`.
+        kept: as in `gather_rows`; neither dout nor out is read in rows that do not count, and their sums are 0.
+        dtype: of the sums, wide.
+
+    Returns:
+        dout's rows as `gather_rows` returns them; the sums of their products with the rows of out, `dtype` [B, H, S].
+    """
+    if torch_state.runs_kernels(dout.device):
+        from flashmask_hf.kernels.sparse import gather
+
+        return gather.gather_upstream(dout, out, order, kept, dtype)
+    from flashmask_hf.kernels.eager import tiled
+
+    delta = tiled.row_delta(dout, out, None).to(dtype).unsqueeze(-1)
+    return gather_rows(dout, order, kept), gather_rows(delta, order, kept).squeeze(-1)
+
+
+def with_sequence_outermost(x: Tensor) -> Tensor:
+    """Return an uninitialised tensor of the shape of x [B, H, S, D], stored as [B, S, H, D]."""
+    batch, heads, rows, dims = x.shape
+    return x.new_empty(batch, rows, heads, dims).transpose(1, 2)

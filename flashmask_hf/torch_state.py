@@ -1,0 +1,120 @@
+"""Questions about the state of torch and Triton: what runs here, and who wants to see a call."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
+from torch.autograd import forward_ad
+
+__all__ = [
+    "HAS_TRITON",
+    "current_stream",
+    "device_guard",
+    "has_tangents",
+    "is_capturing",
+    "is_intercepted",
+    "is_plain",
+    "no_autocast",
+    "runs_kernels",
+    "stream_of",
+    "wants_gradients",
+]
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton, too, reads it when kernels are defined
+
+
+def runs_kernels(device: torch.device) -> bool:
+    """Return whether Triton kernels run on a device: a GPU, or any device in Triton's interpreter."""
+    return HAS_TRITON and (device.type == "cuda" or _INTERPRETED)
+
+
+def is_intercepted(*tensors: Tensor | None) -> bool:
+    """Return whether the dispatcher has more to do with a call of these tensors than to run it.
+
+    Compilers, dispatch modes, function modes, `torch.func` transforms, tracing, profilers and forward-mode automatic
+    differentiation see calls there, and so do tensor subclasses, lazy negations, batched and meta tensors.
+    """
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._is_torch_function_mode_enabled()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._get_tracing_state() is not None
+        or torch.autograd.profiler._is_profiler_enabled
+        or forward_ad._current_level >= 0
+        or not all(x is None or is_plain(x) for x in tensors)
+    )
+
+
+def is_plain(x: Tensor) -> bool:
+    """Return whether the memory of a tensor holds its values and no subclass or batching rule has a say."""
+    return (
+        (type(x) is Tensor or type(x) is torch.nn.Parameter)
+        and not x.is_meta
+        and not x.is_neg()
+        and not x._is_zerotensor()
+        and not is_legacy_batchedtensor(x)
+        and not is_functorch_wrapped_tensor(x)
+    )
+
+
+def wants_gradients(*tensors: Tensor | None) -> bool:
+    """Return whether a result of these tensors may be asked for gradients.
+
+    Inside a `torch.func` transform a batched tensor does not tell whether the tensor that it holds requires a gradient.
+    """
+    return torch.is_grad_enabled() and (
+        torch._C._are_functorch_transforms_active() or any(x is not None and x.requires_grad for x in tensors)
+    )
+
+
+def has_tangents(*tensors: Tensor | None) -> bool:
+    """Return whether a forward-mode derivative is asked for."""
+    if forward_ad._current_level < 0:
+        return False
+    try:
+        return any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
+    except RuntimeError:  # tensors of `torch.vmap` cannot be asked
+        return True
+
+
+def is_capturing(x: Tensor) -> bool:
+    """Return whether a CUDA graph is being captured on the current stream of the tensor's device."""
+    if not x.is_cuda:
+        return False
+    with device_guard(x):
+        return torch.cuda.is_current_stream_capturing()
+
+
+current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda gpu: 0)
+"""Return the handle of the current stream of a GPU, given its index; torch without CUDA has no such function."""
+
+
+def stream_of(x: Tensor) -> tuple[int, int] | None:
+    """Return the index of the tensor's GPU and the handle of its current stream, or None on other devices."""
+    if not x.is_cuda:
+        return None
+    gpu = x.get_device()
+    return gpu, current_stream(gpu)
+
+
+def device_guard(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which the tensor's GPU is the current device, as launches need it."""
+    if x.is_cuda and x.get_device() != torch.cuda.current_device():
+        return torch.cuda.device(x.device)
+    return contextlib.nullcontext()
+
+
+def no_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Return a context without autocast, for the inside of operators: the caller has cast their inputs."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return contextlib.nullcontext()

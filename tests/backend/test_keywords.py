@@ -1,0 +1,54 @@
+"""Keywords of attention: used, harmless, refused or, if unknown, ignored with one warning."""
+
+import pytest
+import torch
+from tools.model_pairs import attend, model_pair, tokens
+from transformers import AutoModelForCausalLM, GPT2Config
+
+from flashmask_hf.backend import keywords
+
+
+def test_dropout_in_training_is_refused():
+    with pytest.raises(ValueError, match=r"dropout=0.1 .*set attention_dropout=0"):
+        attend(dropout=0.1)
+    attend(torch.nn.Module().eval(), dropout=0.1)
+    model, _ = model_pair("llama", attention_dropout=0.1)
+    model(tokens(1, 5))
+    with pytest.raises(ValueError, match="attention_dropout=0"):
+        model.train()(tokens(1, 5))
+
+
+@pytest.mark.parametrize("name", sorted(keywords._REFUSED))
+def test_keyword_that_changes_the_result_is_refused(name):
+    with pytest.raises(NotImplementedError, match=rf"^{name} changes the result of attention .*; (pass|use) "):
+        attend(**{name: torch.zeros(1)})
+    attend(**{name: None})
+
+
+def test_unknown_keyword_warns_once():
+    plain, _ = attend()
+    with pytest.warns(UserWarning, match="ignores the attention keyword 'temperature'.*use 'eager'"):
+        warned, _ = attend(temperature=2.0)
+    attend(temperature=2.0)  # a second warning would be an error
+    assert torch.equal(plain, warned)
+    attend(temperature=None, num_items_in_batch=3, shift_labels=torch.zeros(2, 6), output_attentions=False)
+
+
+def test_no_attention_weights():
+    assert attend()[1] is None
+    with pytest.raises(NotImplementedError, match=r"output_attentions=True: .*use attn_implementation='eager'"):
+        attend(output_attentions=True)
+
+
+def test_no_attention_weights_of_a_model_that_collects_them():
+    """GPT-2 does not hand output_attentions to its layers: hooks keep what they return."""
+    config = GPT2Config(vocab_size=48, n_embd=32, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=2)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="flashmask").eval()
+    with pytest.raises(NotImplementedError, match=r"output_attentions=True: .*use attn_implementation='eager'"):
+        model(tokens(1, 6), output_attentions=True)
+    assert len(model(tokens(1, 6), output_hidden_states=True).hidden_states) == 3
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        assert len(compiled(tokens(1, 6), output_hidden_states=True).hidden_states) == 3
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="output_attentions=True"):
+            compiled(tokens(1, 6), output_attentions=True)

@@ -1,0 +1,214 @@
+"""The mask of one layer: what it is made of, and vectors, masks and layers that do not fit."""
+
+import types
+
+import pytest
+import torch
+from peft import PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from tools.model_pairs import (
+    NoSynchronization,
+    assert_near,
+    attend,
+    chunked_pair,
+    layer_inputs,
+    model_pair,
+    positions,
+    tokens,
+)
+
+from flashmask_hf import FlashMask, flashmask_attention, masks
+from flashmask_hf.backend import layer_mask
+from flashmask_hf.backend.mask_hook import mask_hook
+
+
+@pytest.mark.parametrize(
+    ("attention_mask", "got"),
+    [
+        (torch.ones(2, 1, 6, 6, dtype=torch.bool), "torch.bool"),
+        (torch.zeros(2, 1, 6, 6), "torch.float32"),
+        (torch.ones(2, 6, dtype=torch.int64), "torch.int64"),
+        (torch.ones(2, 1, 6, 6, dtype=torch.int32), r"\[2, 1, 6, 6\]"),
+        ("causal", "str"),
+    ],
+    ids=["bool", "float", "2D", "int32", "object"],
+)
+@pytest.mark.parametrize("with_vectors", [False, True])
+def test_unknown_attention_mask_is_refused(attention_mask, got, with_vectors):
+    vectors = dict(startend_row_indices=masks.causal_document([6]).indices) if with_vectors else {}
+    way_out = r"FlashMask.from_dense\(mask\).indices and pass it as startend_row_indices"
+    with pytest.raises(ValueError, match=rf"^attention_mask must be .*{got}.*{way_out}"):
+        attend(attention_mask=attention_mask, **vectors)
+
+
+def test_dense_attention_mask_of_a_model_is_refused():
+    model, _ = model_pair("llama")
+    with pytest.raises(ValueError, match=r"attention_mask.*FlashMask.from_dense"):
+        model(tokens(1, 6), attention_mask=torch.ones(1, 1, 6, 6, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 1, 7), (3, 1, 1, 6)], ids=["columns", "batch"])
+def test_hook_result_of_another_shape_is_refused(shape):
+    with pytest.raises(ValueError, match=r"attention_mask has batch .*pass a 2D attention_mask"):
+        attend(attention_mask=torch.zeros(shape, dtype=torch.int32))
+
+
+VECTORS = masks.causal_document([2, 4]).indices
+"""Vectors that fit `layer_inputs`."""
+
+
+@pytest.mark.parametrize(
+    ("vectors", "error", "message"),
+    [
+        (VECTORS.tolist(), TypeError, r"int32 tensor \[B, 1, S, n\], got list; pass mask.indices"),
+        (VECTORS.long(), TypeError, r"got torch.int64; pass mask.indices"),
+        (VECTORS[0], ValueError, r"shape \[B, 1, S, n\] with n = 1, 2 or 4, got \[1, 6, 1\]"),
+        (VECTORS.expand(1, 1, 6, 3), ValueError, r"n = 1, 2 or 4, got \[1, 1, 6, 3\]"),
+        (
+            VECTORS[:, :, :5],
+            ValueError,
+            r"5 tokens, but this layer has 6 queries and 6 keys; pass one column per token",
+        ),
+        (VECTORS.expand(3, 1, 6, 1), ValueError, r"has batch 3; it must be 1 or the batch 2"),
+        (VECTORS.expand(2, 3, 6, 1), ValueError, r"has 3 heads; it must have 1, Hkv = 2 or Hq = 4"),
+        (VECTORS.to("meta"), ValueError, r"is on meta, but the layer runs on cpu; move it"),
+    ],
+    ids=["list", "dtype", "rank", "n", "columns", "batch", "heads", "device"],
+)
+def test_bad_vectors_are_refused(vectors, error, message):
+    with pytest.raises(error, match=rf"^startend_row_indices .*{message}"):
+        attend(startend_row_indices=vectors)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_vectors_per_head_and_batch(batch, heads):
+    want, _ = attend(startend_row_indices=VECTORS)
+    got, _ = attend(startend_row_indices=VECTORS.expand(batch, heads, 6, 1).contiguous())
+    assert_near(got, want)
+
+
+def test_causal_vectors_on_a_noncausal_layer_are_refused():
+    module = torch.nn.Module()
+    module.is_causal = False
+    for given in (dict(module=module), dict(is_causal=False)):
+        with pytest.raises(ValueError, match=r"startend_row_indices with n = 1 .*is_causal=False.*pass n = 2 or 4"):
+            attend(startend_row_indices=VECTORS, **given)
+    attend(module, startend_row_indices=VECTORS, is_causal=True)  # the keyword wins over the layer
+
+
+def test_two_columns_have_the_causality_of_the_layer():
+    indices = torch.tensor([[2, 4]] * 6, dtype=torch.int32).view(1, 1, 6, 2)
+    for causal in (True, False):
+        got, _ = attend(startend_row_indices=indices, is_causal=causal)
+        four = FlashMask(indices, causal=causal).bidirectional().indices
+        assert_near(got, attend(startend_row_indices=four, is_causal=not causal)[0])
+
+
+@pytest.mark.parametrize("mask", [masks.prefix_lm_causal(6, 3), masks.document([2, 4]), masks.full(6)], ids=repr)
+def test_two_columns_of_a_noncausal_mask_on_a_causal_layer_are_refused(mask):
+    assert mask.indices.shape[-1] == 2
+    with pytest.raises(RuntimeError, match=r"n = 2 on a causal layer are LTS, LTE.*mask.bidirectional\(\).indices"):
+        attend(startend_row_indices=mask.indices, is_causal=True)
+
+
+def test_vectors_out_of_range_are_refused():
+    with pytest.raises(ValueError, match=r"indices must lie in 0..q_len = 0..6"):
+        attend(startend_row_indices=VECTORS + 100)
+
+
+def test_vectors_beside_a_cache_are_refused():
+    model, _ = model_pair("llama")
+    cache = model(tokens(1, 4)).past_key_values
+    with pytest.raises(ValueError, match=r"startend_row_indices describe a whole row .*use_cache=False.*generate"):
+        model(tokens(1, 6), past_key_values=cache, startend_row_indices=VECTORS)
+
+
+@pytest.mark.filterwarnings("ignore:Position ids are not supported:UserWarning")  # PEFT drops them
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT reads it
+@pytest.mark.parametrize("kind", [PromptTuningConfig, PrefixTuningConfig], ids=["prompt", "prefix"])
+def test_prompt_learning_with_packed_rows_is_refused(kind):
+    """Virtual tokens are not part of the row that the vectors describe."""
+    model = get_peft_model(model_pair("llama")[0], kind(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    inputs = dict(input_ids=tokens(1, 6), position_ids=positions([2, 4]), startend_row_indices=VECTORS, use_cache=False)
+    with pytest.raises(ValueError, match=r"startend_row_indices describe .*prompt learning \(virtual tokens\)"):
+        model(**inputs)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_attention_mask_beside_vectors_hides_padding(n, side):
+    model, eager = model_pair("llama")
+    mask = masks.causal_document([2, 4])
+    indices = mask.indices if n == 1 else torch.cat([mask.indices, torch.full_like(mask.indices, 6)], -1)  # LTS, LTE
+    indices = mask.bidirectional().indices if n == 4 else indices
+    padding = torch.tensor([[0, 1, 1, 1, 1, 1]] if side == "left" else [[1, 1, 1, 1, 1, 0]])
+    visible = mask.to_dense() & padding.bool()[:, None, None]
+    rows = padding[0].bool()
+    ids = tokens(1, 6)
+    got = model(ids, attention_mask=padding, startend_row_indices=indices, use_cache=False).logits
+    dense = torch.where(visible, 0.0, torch.finfo(torch.float32).min)
+    want = eager(ids, attention_mask=dense, use_cache=False).logits
+    assert_near(got[:, rows], want[:, rows])
+
+
+def test_vectors_of_an_encoder_decoder_are_refused():
+    module = torch.nn.Module()
+    module.config = types.SimpleNamespace(is_encoder_decoder=True)
+    with pytest.raises(NotImplementedError, match=r"startend_row_indices would reach the encoder, the decoder"):
+        attend(module, startend_row_indices=VECTORS)
+
+
+def test_vectors_that_reach_an_image_tower_are_refused():
+    """Vectors would fit a tower that has as many patches as the row has tokens."""
+    tower = torch.nn.Module()
+    tower.config, tower.is_causal = types.SimpleNamespace(), False
+    with pytest.raises(NotImplementedError, match=r"startend_row_indices .* image tower.*'vision_config': 'sdpa'"):
+        attend(tower, startend_row_indices=FlashMask(VECTORS, causal=True).bidirectional().indices)
+
+
+def test_a_chunked_layer_refuses_supplied_vectors():
+    ours, _ = chunked_pair()
+    with pytest.raises(NotImplementedError, match=r"chunked attention need position_ids .* not hand to its layers"):
+        ours(tokens(1, 9), startend_row_indices=masks.causal_document([4, 5]).indices, use_cache=False)
+
+
+def test_layer_without_a_hook():
+    """Encoders and standalone layers call with attention_mask=None."""
+    for causal, window, visible in (
+        (True, None, masks.causal(6, q_len=4)),
+        (True, 2, masks.sliding_window(6, 2, q_len=4)),
+        (False, None, masks.full(6, q_len=4)),
+    ):
+        given = dict(q_len=4, is_causal=causal, sliding_window=window)
+        query, key = layer_inputs(q_len=4)
+        want = flashmask_attention(query, key, key, visible)
+        assert torch.equal(attend(**given)[0], want.transpose(1, 2))
+
+
+def test_window_on_a_noncausal_layer_is_refused():
+    with pytest.raises(NotImplementedError, match=r"sliding_window=2 .*not causal.*use attn_implementation='sdpa'"):
+        attend(is_causal=False, sliding_window=2)
+
+
+def test_window_with_positions_of_several_axes_is_refused():
+    with pytest.raises(NotImplementedError, match=r"needs position_ids \[B, S\], got \[3, 1, 6\]; use"):
+        attend(sliding_window=2, startend_row_indices=VECTORS, position_ids=torch.zeros(3, 1, 6))
+
+
+def test_cu_seq_lens_that_cannot_be_honoured_are_refused():
+    edges = torch.tensor([0, 2, 6], dtype=torch.int32)
+    with pytest.raises(NotImplementedError, match=r"cu_seq_lens_q .*without a mask; use"):
+        attend(cu_seq_lens_q=edges)
+    with pytest.raises(NotImplementedError, match=r"cu_seq_lens_q .*one causal row.*flatten the batch"):
+        attend(cu_seq_lens_q=edges, attention_mask=mask_hook(batch_size=2, q_length=6, kv_length=6))
+
+
+def test_masks_of_layers_do_not_wait_for_the_device():
+    vectors, edges = masks.causal_document([3, 3]).indices, torch.tensor([0, 3, 6], dtype=torch.int32)
+    query = torch.randn(1, 2, 6, 8)
+    with NoSynchronization():
+        columns = mask_hook(batch_size=1, q_length=6, kv_length=6)
+        layer_mask._hook_mask(columns, query, query, edges, None)
+        layer_mask._supplied_mask(vectors, columns, True, None, None)
+        layer_mask._supplied_mask(vectors, columns, True, 2, None)
+        layer_mask._default_mask(query, query, True, dict(sliding_window=3))

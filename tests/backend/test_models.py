@@ -1,0 +1,82 @@
+"""Every model family has the outcomes in the table of docs/models.md."""
+
+import re
+from pathlib import Path
+
+import pytest
+import transformers
+from tools.model_zoo import INPUTS, Outcome, discover, examine
+from transformers import CONFIG_MAPPING
+
+PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+VERSION = PAGE.split("with transformers ")[1].split()[0]
+NOTES = dict(re.findall(r"^(\d+)[.] (.*)$", PAGE, re.MULTILINE))
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Initializing zero-element tensors is a no-op:UserWarning"),
+    # transformers 5.17
+    pytest.mark.filterwarnings("ignore:`torch.jit.script.*` is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`acoustic_tokenizer_chunk_size` is deprecated:FutureWarning"),
+    # Models hand all keywords of a call on to their layers.
+    pytest.mark.filterwarnings("ignore:attn_implementation='flashmask' ignores the attention keyword:UserWarning"),
+]
+
+OTHER_BEFORE = {
+    "cohere_compass_text",
+    "cosmos3_edge_text",
+    "dbrx",
+    "encoder-decoder",
+    "ministral3",
+    "mistral4",
+    "moshi",
+    "mra",
+    "paddleocr_vl_text",
+    "qwen4_exp",
+    "qwen4_exp_text",
+}
+"""Families whose code or config is another in earlier versions of transformers."""
+
+
+def section(title):
+    """Return the rows of a table as lists of cells, by their first cell."""
+    rows = re.findall(r"^\| (.*) \|$", PAGE[PAGE.index(f"\n| {title} |") :].split("\n\n")[0], re.MULTILINE)
+    return {cells[0]: cells[1:] for cells in (row.split(" | ") for row in rows[1:])}
+
+
+TABLE = section("family | kind")
+UNTESTED = section("family | reason")
+
+
+def expected(cell, modes):
+    """Return the outcome that a cell gives for each mode."""
+    found = re.findall(r"(?:(training|generate): )?([a-z][a-z/ ]*?)(?: \((\d+)\))?(?:, |$)", cell)
+    told = {mode or "eval": Outcome(word, NOTES[number] if number else "") for mode, word, number in found}
+    return dict.fromkeys(modes, told["eval"]) | told
+
+
+def test_no_family_is_wrong():
+    assert not [name for name, cells in TABLE.items() if any("wrong" in cell for cell in cells)]
+
+
+@pytest.mark.skipif(transformers.__version__ != VERSION, reason=f"the table is of transformers {VERSION}")
+def test_every_family_is_listed():
+    assert sorted(TABLE | UNTESTED) == discover()
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_family(name):
+    if name not in CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} does not have {name}")
+    if name in OTHER_BEFORE and transformers.__version__ != VERSION:
+        pytest.skip(
+            f"the table is of transformers {VERSION}, and {name} is another model in {transformers.__version__}"
+        )
+    kind, *cells = TABLE[name]
+    family = examine(name)
+    assert family.kind == kind
+    for name, cell in zip(INPUTS, cells, strict=True):
+        got = family.outcomes[name]
+        want = expected(cell, got)
+        if transformers.__version__ != VERSION:  # errors of transformers itself are worded in other ways
+            got, want = ({mode: outcome.word for mode, outcome in told.items()} for told in (got, want))
+        assert got == want, name

@@ -1,0 +1,276 @@
+"""The Hopper backward: what it compiles to, without a GPU, and its gradients on one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tools.support import FAMILIES, HEADS, INTERPRETED, KV_HEADS, assert_within_budget, poisoned, requires, row_orders
+
+if INTERPRETED:
+    pytest.skip("cpu lane: the interpreter does not run Gluon", allow_module_level=True)
+
+from tools.cubin import HOPPER, TRITON, Kernel, compile_only
+
+from flashmask_hf import FlashMask, flashmask_attention, masks, plan
+from flashmask_hf.kernels.eager import tiled
+from flashmask_hf.kernels.hopper import gluon
+from flashmask_hf.rows import put_rows_back
+
+if gluon.unavailable_reason() is not None:
+    pytest.skip(f"cpu lane: {gluon.unavailable_reason()}", allow_module_level=True)
+
+from tools import hopper_kernels
+
+from flashmask_hf.kernels.hopper import backward as hopper_backward
+from flashmask_hf.kernels.hopper import dq_order
+
+# of torch, in a process whose first product is the reference's
+pytestmark = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA context")
+
+MASKS = {
+    "causal_document": lambda: masks.causal_document([200, 312]),
+    "prefix_lm_document": lambda: masks.prefix_lm_document([(50, 200), (9, 312)]),
+}
+
+
+def _inputs(
+    batch: int, heads: int, kv_heads: int, q_len: int, kv_len: int, dim: int, dtype: torch.dtype, device: str
+) -> list[torch.Tensor]:
+    """q, k, v and the output's gradient, laid out [B, S, H, D] in memory."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((heads, q_len), (kv_heads, kv_len), (kv_heads, kv_len), (heads, q_len))
+    return [torch.randn(batch, n, h, dim, generator=generator).to(device, dtype).transpose(1, 2) for h, n in shapes]
+
+
+def _compile(
+    dim: int, mask: FlashMask, softcap: float = 0.0, deterministic: bool = False, placed: bool = False
+) -> dict[str, Kernel]:
+    q, k, v, dout = _inputs(1, 4, 2, 512, 512, dim, torch.bfloat16, "cpu")
+    lse = torch.empty(1, 4, 512)
+    tiles = plan.build_plan(mask.indices, mask.causal, 512)
+    orders = row_orders(q, k) if placed else None
+    with pytest.MonkeyPatch.context() as patch, compile_only(HOPPER) as kernels:
+        patch.setattr(hopper_backward, "multiprocessors", lambda device: 4)
+        delta = lse if placed else (dout, lse)
+        hopper_kernels.backward(dout, q, k, v, lse, delta, mask, tiles, 0.1, softcap, deterministic, orders=orders)
+    return {kernel.name: kernel for kernel in kernels}
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["unordered", "ordered"])
+@pytest.mark.parametrize("form", MASKS)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_compiles(dim: int, form: str, deterministic: bool) -> None:
+    kernels = _compile(dim, MASKS[form](), deterministic=deterministic)
+    assert kernels["_row_delta"].spills == kernels["scale_dq_kernel"].spills == 0
+    kernel = kernels["backward_kernel"]
+    for instruction in ("wgmma.mma_async", "setmaxnreg", "cp.reduce.async.bulk.tensor", "cp.async.bulk.tensor"):
+        assert instruction in kernel.assembly, instruction
+    assert kernel.shared <= 227 * 1024
+    assert kernel.spills is not None
+    assert kernel.spills <= 128  # most of the warp that loads, which has 32 registers; 88 with Triton 3.6
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["unordered", "ordered"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_compiles_what_puts_rows_back(dim: int, deterministic: bool) -> None:
+    kernel = _compile(dim, MASKS["prefix_lm_document"](), deterministic=deterministic, placed=True)["backward_kernel"]
+    assert kernel.shared <= 227 * 1024
+    assert kernel.spills is not None
+    assert kernel.spills <= (136 if TRITON >= (3, 9) else 128)  # likewise
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_softcap_compiles(dim: int) -> None:
+    kernel = _compile(dim, MASKS["causal_document"](), softcap=30.0)["backward_kernel"]
+    assert "wgmma.mma_async" in kernel.assembly
+    assert kernel.spills is not None
+    assert kernel.spills <= 256
+
+
+def _check(
+    inputs: list[torch.Tensor], mask: FlashMask, softcap: float = 0.0, deterministic: bool = False
+) -> tuple[torch.Tensor, ...]:
+    """The gradients, which are within the error budget and written whole."""
+    q, k, v, dout = inputs
+    scale = q.shape[-1] ** -0.5
+    out, lse = flashmask_attention(q, k, v, mask, softcap=softcap or None, impl="triton", return_lse=True)
+    tiles = plan.build_plan(mask.indices, mask.causal, q.shape[2])
+    with poisoned():
+        *actual, delta = hopper_kernels.backward(
+            dout, q, k, v, lse, (out, None), mask, tiles, scale, softcap, deterministic
+        )
+    torch.testing.assert_close(delta, tiled.row_delta(dout, out, None), rtol=1e-5, atol=1e-4)
+
+    def reference(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        wide_q, wide_k, wide_v = (x.to(dtype).requires_grad_() for x in (q, k, v))
+        out = flashmask_attention(wide_q, wide_k, wide_v, mask, softcap=softcap or None, impl="reference")
+        return torch.autograd.grad(out, (wide_q, wide_k, wide_v), dout.to(dtype))
+
+    eager, exact = reference(q.dtype), reference(torch.float64)
+    for index, name in enumerate(("dq", "dk", "dv")):
+        if exact[index].any():
+            assert_within_budget(actual[index], eager[index], exact[index], name)
+        else:  # the difference of two equal sums, added up in different orders
+            assert actual[index].abs().max() < 1e-5, name
+    return tuple(actual)
+
+
+INTERLEAVED = 3
+
+
+def _launched(mask: FlashMask, groups: int = 1) -> tuple[list[list[int]], int]:
+    """The order of key tiles and the heads that take turns, of 100 tiles of rows, for a mask of a square."""
+    tiles = plan.build_plan(mask.indices, mask.causal, mask.kv_len)
+    launch, turns = dq_order._order_key_tiles(tiles, mask.causal, groups, mask.kv_len // 128, INTERLEAVED, 100)
+    assert launch.dtype == turns.dtype == torch.int32
+    return launch.tolist(), int(turns)
+
+
+def test_launch_order_begins_at_the_end() -> None:
+    assert _launched(masks.causal_document([200, 312])) == ([[3, 2, 1, 0]], INTERLEAVED)
+    assert _launched(masks.sliding_window(1024, 200)) == ([[7, 6, 5, 4, 3, 2, 1, 0]], INTERLEAVED)
+    assert _launched(masks.full(1024)) == ([[7, 6, 5, 4, 3, 2, 1, 0]], INTERLEAVED)
+
+
+def test_launch_order_of_blocks_begins_with_few_rows() -> None:
+    """All see the last block: eight tiles of keys meet in its rows, and none walks more than four, or five.
+
+    As many heads take turns as walk half of the 100 tiles of rows.
+    """
+    mask, other = masks.causal_blockwise([256] * 4), masks.causal_blockwise([128, 384, 256, 256])
+    assert _launched(mask) == ([[7, 6, 5, 3, 1, 4, 2, 0]], 13)
+    per_head = FlashMask(torch.cat([x.indices for x in (mask, mask, other, other)], 1), True)
+    assert _launched(per_head, groups=2) == ([[7, 6, 5, 3, 1, 4, 2, 0], [7, 6, 5, 3, 0, 4, 2, 1]], 10)
+    most_see_most = masks.causal_blockwise([384, 256, 384])
+    assert _launched(most_see_most) == ([[7, 6, 5, 4, 3, 2, 1, 0]], INTERLEAVED)
+
+
+def test_launch_order_of_documents() -> None:
+    """As many heads by turns as their rows allow."""
+    backwards = [7, 6, 5, 4, 3, 2, 1, 0]
+    assert _launched(masks.document([640, 84, 300])) == ([backwards], 100 // 5)
+    mask = masks.document([512, 300, 212])
+    assert _launched(mask) == ([backwards], 100 // 4)
+    per_head = FlashMask(torch.cat([mask.indices, masks.full(1024).indices, mask.indices, mask.indices], 1), False)
+    # The first two heads' rows count together: 6 of 8 tiles of rows, on average.
+    assert _launched(per_head, groups=2) == ([backwards, backwards], INTERLEAVED)
+
+
+def test_launch_order_where_nothing_is_visible() -> None:
+    nothing = FlashMask(torch.tensor([0, 256]).repeat(256, 1)[None, None].int(), False)
+    assert _launched(nothing) == ([[1, 0]], 100)
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("lengths", [(1, 1), (63, 257), (113, 1023), (1023, 1023)], ids=str)
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_family(monkeypatch: pytest.MonkeyPatch, family: str, dim: int, lengths: tuple[int, int]) -> None:
+    """With programs that take several tiles of keys, if there are more than three."""
+    requires("hopper")
+    monkeypatch.setattr(hopper_backward, "multiprocessors", lambda device: 3)
+    q_len, kv_len = lengths
+    dtype = torch.float16 if kv_len == 257 else torch.bfloat16
+    mask = FAMILIES[family](kv_len, q_len).to("cuda")
+    _check(_inputs(2, HEADS, KV_HEADS, q_len, kv_len, dim, dtype, "cuda"), mask)
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("mask_heads", ["one", "kv", "q"])
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (3, 1)], ids=["MHA", "GQA", "MQA"])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("deterministic", [False, True], ids=["unordered", "ordered"])
+def test_heads(
+    monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int], mask_heads: str, dim: int, deterministic: bool
+) -> None:
+    requires("hopper")
+    monkeypatch.setattr(hopper_backward, "multiprocessors", lambda device: 3)
+    count = {"one": 1, "kv": heads[1], "q": heads[0]}[mask_heads]
+    generator = torch.Generator().manual_seed(0)
+    mask = masks.random_eviction(700, generator=generator, heads=count, batch=2, device="cuda")
+    _check(_inputs(2, *heads, 700, 700, dim, torch.bfloat16, "cuda"), mask, deterministic=deterministic)
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("dim", [64, 128])
+def test_softcap(dim: int) -> None:
+    requires("hopper")
+    mask = masks.causal_document([260, 140], device="cuda")
+    _check(_inputs(2, 4, 2, 400, 400, dim, torch.bfloat16, "cuda"), mask, softcap=3.0)
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize(
+    "family",
+    ["full", "causal", "share_question", "document", "prefix_lm_document", "hash_sparse", "global_sliding_window",
+     "causal_blockwise"],
+)  # fmt: skip
+@pytest.mark.parametrize("dim", [64, 128])
+def test_deterministic_runs_agree_to_the_bit(monkeypatch: pytest.MonkeyPatch, dim: int, family: str) -> None:
+    """With programs that take several tiles of keys."""
+    requires("hopper")
+    monkeypatch.setattr(hopper_backward, "multiprocessors", lambda device: 13)
+    inputs = _inputs(2, HEADS, KV_HEADS, 2100, 2100, dim, torch.bfloat16, "cuda")
+    mask = FAMILIES[family](2100, 2100).to("cuda")
+    first = _check(inputs, mask, deterministic=True)
+    for name, one, other in zip(("dq", "dk", "dv"), first, _check(inputs, mask, deterministic=True), strict=True):
+        assert torch.equal(one, other), name
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("deterministic", [False, True], ids=["unordered", "ordered"])
+def test_tiles_wider_than_the_kernel_s(monkeypatch: pytest.MonkeyPatch, deterministic: bool) -> None:
+    requires("hopper")
+    monkeypatch.setattr(plan, "MAX_COLUMN_TILES", 2)
+    mask = masks.causal_document([170, 230, 300], device="cuda")
+    _check(_inputs(1, 4, 2, 700, 700, 64, torch.bfloat16, "cuda"), mask, deterministic=deterministic)
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("deterministic", [False, True], ids=["unordered", "ordered"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_keys_that_no_row_sees(dim: int, deterministic: bool) -> None:
+    """Whole tiles of them, whatever they hold, have no gradient and disturb none, also one after the other."""
+    requires("hopper")
+    mask = masks.full(1300, q_len=900, device="cuda")
+    mask.indices[:, :, 128:640] = 0
+    mask.indices[:, :, 1024:] = 0
+    inputs = _inputs(40, 2, 2, 900, 1300, dim, torch.bfloat16, "cuda")
+    clean = _check(inputs, mask, deterministic=deterministic)
+    q, k, v, dout = (x.detach().clone() for x in inputs)
+    for x in (k, v):
+        x[:, :, 128:640] = float("inf")
+        x[:, :, 1024:] = float("nan")
+    scale = dim**-0.5
+    out, lse = flashmask_attention(q, k, v, mask, impl="hopper", return_lse=True)
+    tiles = plan.build_plan(mask.indices, mask.causal, 900)
+    with poisoned():
+        *got, _ = hopper_kernels.backward(dout, q, k, v, lse, (out, None), mask, tiles, scale, 0.0, deterministic)
+    for name, x, want in zip(("dq", "dk", "dv"), got, clean, strict=True):
+        torch.testing.assert_close(x, want, rtol=2e-2, atol=2e-2, msg=name)
+    assert not got[1][:, :, 128:640].any()
+    assert not got[2][:, :, 1024:].any()
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("lengths", [(130, 70), (777, 1111), (2100, 2100)], ids=str)
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2)], ids=["MHA", "GQA"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_rows_put_back(dim: int, heads: tuple[int, int], lengths: tuple[int, int]) -> None:
+    """The gradients of `put_rows_back`, to the bit."""
+    requires("hopper")
+    q, k, v, dout = _inputs(3, *heads, *lengths, dim, torch.bfloat16, "cuda")
+    indices = torch.randint(0, lengths[0] + 1, (1, 1, lengths[1], 2), generator=torch.Generator().manual_seed(0))
+    mask = FlashMask(indices.int().to("cuda"), causal=False, q_len=lengths[0])
+    tiles = plan.build_plan(mask.indices, mask.causal, lengths[0])
+    lse = torch.randn(3, heads[0], lengths[0], device="cuda")
+    delta = torch.randn_like(lse)
+    orders = row_orders(q, k)
+    with poisoned():
+        apart, together = (
+            hopper_kernels.backward(dout, q, k, v, lse, delta, mask, tiles, 0.1, 0.0, True, orders=given)[:3]
+            for given in (None, orders)
+        )
+    for name, x, order, y in zip(("dq", "dk", "dv"), apart, (*orders, orders[1]), together, strict=True):
+        assert torch.equal(put_rows_back(x, order), y), name
+        assert y.transpose(1, 2).is_contiguous(), name

@@ -1,0 +1,255 @@
+"""The Hopper kernels on a CPU: their results, and freedom from races and deadlocks (see `gluon_interpreter`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from tools.support import (
+    FAMILIES,
+    HEADS,
+    INTERPRETED,
+    KV_HEADS,
+    Lane,
+    assert_results,
+    attention_inputs,
+    check_low_scores,
+    check_lse_of_rows_that_see_nothing,
+    check_random_call,
+    offer_tall_tiles,
+    poisoned,
+    references,
+    row_orders,
+    run,
+)
+from torch._subclasses import FakeTensorMode
+
+if not INTERPRETED:
+    pytest.skip("interpreter lane: set TRITON_INTERPRET=1", allow_module_level=True)
+
+from flashmask_hf.kernels.hopper import gluon
+
+if gluon.import_failure is not None:
+    pytest.skip(f"interpreter lane: {gluon.import_failure}", allow_module_level=True)
+
+from test_call import KINDS, check_repeated
+from tools import hopper_kernels
+from tools.gluon_interpreter import interpreted
+
+from flashmask_hf import FlashMask, call, implementations, masks, plan
+from flashmask_hf.kernels.hopper import backward as hopper_backward
+from flashmask_hf.kernels.hopper import backward_kernel
+from flashmask_hf.kernels.hopper import forward as hopper_forward
+from flashmask_hf.kernels.launch import descriptors
+from flashmask_hf.kernels.launch.layout import layout_of
+from flashmask_hf.operators.attention import flash_attn_backward, flash_attn_forward
+from flashmask_hf.operators.plan import plan_of
+from flashmask_hf.rows import put_rows_back
+
+pytestmark = pytest.mark.interpreter
+
+DTYPES = {64: torch.bfloat16, 128: torch.float16}
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """impl="hopper" serves tensors on the CPU, with three programs at most. The forward leaves its counters 0."""
+    monkeypatch.setattr(implementations, "_why_not_hopper", lambda *given: None)
+    for module in (hopper_forward, hopper_backward):
+        monkeypatch.setattr(module, "multiprocessors", lambda device: 3)
+    counters: list[torch.Tensor] = []
+    make = hopper_forward._counter
+
+    def counter(q: torch.Tensor) -> torch.Tensor:
+        counters.append(make(q))
+        return counters[-1]
+
+    monkeypatch.setattr(hopper_forward, "_counter", counter)
+    with interpreted():
+        yield
+    assert not any(counters)
+
+
+def _inputs(dim: int, q_len: int, kv_len: int, batch: int = 2, heads: int = HEADS, kv_heads: int = KV_HEADS):
+    return attention_inputs(Lane("hopper", "cpu", DTYPES[dim]), batch, heads, kv_heads, q_len, kv_len, dim)
+
+
+def _check(inputs, mask: FlashMask, orders: tuple[bool, ...] = (False, True), given=None, **options) -> None:
+    """Output, LSE and gradients, with dQ in any order and in a fixed one; of `given`, which differs where none sees."""
+    expected = references(*inputs, mask, **options)
+    for ordered in orders:
+        with poisoned(), pytest.MonkeyPatch.context() as patch:  # which would ask for an order
+            patch.setattr(torch, "are_deterministic_algorithms_enabled", lambda ordered=ordered: ordered)
+            actual = run(*(given or inputs), mask, "hopper", **options)
+        assert_results(actual, *expected, inputs[0].dtype)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_repeated_calls(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    calls: dict[Any, call.Call] = {}
+    monkeypatch.setattr(call, "_calls", calls)
+    check_repeated(Lane("hopper", "cpu", torch.bfloat16), kind, calls)
+
+
+@pytest.mark.parametrize("lengths", [(1, 1), (200, 333)], ids=str)
+@pytest.mark.parametrize("dim", DTYPES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_family(family: str, dim: int, lengths: tuple[int, int]) -> None:
+    q_len, kv_len = lengths
+    ordered = bool(len(family) % 2)
+    _check(_inputs(dim, q_len, kv_len), FAMILIES[family](kv_len, q_len), (ordered,))
+
+
+@pytest.mark.parametrize("mask_heads", ["one", "kv", "q"])
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (3, 1)], ids=["MHA", "GQA", "MQA"])
+def test_heads(heads: tuple[int, int], mask_heads: str) -> None:
+    dim = 128 if (mask_heads == "kv") != (heads == (6, 2)) else 64
+    count = {"one": 1, "kv": heads[1], "q": heads[0]}[mask_heads]
+    mask = masks.random_eviction(230, generator=torch.Generator().manual_seed(0), heads=count)
+    _check(_inputs(dim, 230, 230, 1, *heads), mask)
+
+
+@pytest.mark.parametrize("dim", DTYPES)
+@pytest.mark.parametrize("form", [(True, 1), (True, 2), (False, 2), (False, 4)], ids=str)
+def test_softcap_and_sinks(form: tuple[bool, int], dim: int) -> None:
+    causal, n = form
+    indices = torch.randint(0, 201, (2, 1, 260, n), generator=torch.Generator().manual_seed(n), dtype=torch.int32)
+    sinks = torch.linspace(-1, 3, HEADS).requires_grad_()
+    _check(_inputs(dim, 200, 260), FlashMask(indices, causal, q_len=200), (n == 2,), softcap=3.0, sinks=sinks)
+
+
+@pytest.mark.parametrize("dim", DTYPES)
+def test_tiles_wider_than_the_kernel_s(monkeypatch: pytest.MonkeyPatch, dim: int) -> None:
+    monkeypatch.setattr(plan, "MAX_COLUMN_TILES", 2)
+    _check(_inputs(dim, 500, 500, 1), masks.causal_document([170, 130, 200]))
+
+
+@pytest.mark.parametrize("dim", DTYPES)
+def test_long_ranges_begin_in_different_places(monkeypatch: pytest.MonkeyPatch, dim: int) -> None:
+    monkeypatch.setattr(backward_kernel, "_SPREAD_ROWS", gluon.gl.constexpr(256))
+    _check(_inputs(dim, 700, 500, 1), masks.full(500, q_len=700), (False,))
+
+
+@pytest.mark.parametrize(("window", "warpgroups"), [(700, 3), (100, 2)])
+def test_the_mask_decides_on_tall_tiles(monkeypatch: pytest.MonkeyPatch, window: int, warpgroups: int) -> None:
+    """Of two launches one does nothing; the other's results are those of its configuration, to the bit."""
+    offer_tall_tiles(monkeypatch, 3)
+    inputs = _inputs(64, 700, 700, 1, 2, 1)
+    mask = masks.sliding_window(700, window)
+    _check(inputs, mask, (False,))
+    config = (hopper_forward._TALL if warpgroups == 3 else hopper_forward._FORWARD)[64]
+    tiles = plan.build_plan(mask.indices, mask.causal, 700)
+    with interpreted() as names, poisoned():
+        taken, alone = (
+            hopper_kernels.forward(*(x.detach() for x in inputs), mask, tiles, None, 0.1, 0.0, config=given)
+            for given in (None, config)
+        )
+    assert names == ["forward_kernel"] * 3
+    assert all(torch.equal(x, y) for x, y in zip(taken, alone, strict=True))
+
+
+@pytest.mark.parametrize("ordered", [False, True], ids=["unordered", "ordered"])
+@pytest.mark.parametrize("dim", DTYPES)
+def test_keys_that_no_row_sees(dim: int, ordered: bool) -> None:
+    """Whole tiles, whatever they hold, one after the other, at the beginning and the end of what a program does."""
+    mask = masks.full(900, q_len=200)
+    mask.indices[:, :, :256] = 0
+    mask.indices[:, :, 512:] = 0
+    inputs = _inputs(dim, 200, 900, 2, 2, 2)
+    given = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
+    for x in given[1:3]:
+        x.detach()[:, :, :256] = float("inf")
+        x.detach()[:, :, 512:] = float("nan")
+    _check(inputs, mask, (ordered,), given)
+
+
+def test_the_gradient_of_lse_where_rows_see_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)  # for gradients to the bit
+    check_lse_of_rows_that_see_nothing(Lane("hopper", "cpu", DTYPES[64]), _inputs(64, 200, 200, 1))
+
+
+@pytest.mark.parametrize("dim", DTYPES)
+def test_low_scores(dim: int) -> None:
+    check_low_scores(Lane("hopper", "cpu", DTYPES[dim]), masks.causal_document([40, 32, 128]), 200, dim)
+    check_low_scores(Lane("hopper", "cpu", DTYPES[dim]), masks.padding([130], kv_len=200), 200, dim)
+
+
+@pytest.mark.parametrize("dim", DTYPES)
+def test_rows_put_back(dim: int) -> None:
+    """Of the output and of all gradients, where the caller says, to the bit; in whatever order the roles run."""
+    q, k, v = (x.detach() for x in _inputs(dim, 200, 333))
+    dout = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).to(q.dtype).transpose(1, 2).contiguous()
+    dout = dout.transpose(1, 2)
+    mask = FAMILIES["document"](333, 200)
+    tiles = plan.build_plan(mask.indices, mask.causal, 200)
+    order, k_order = row_orders(q, k)
+    results = []
+    for seed, orders in enumerate((None, (order, k_order), (order, k_order))):
+        with interpreted(seed), poisoned():
+            out, lse = hopper_kernels.forward(q, k, v, mask, tiles, None, 0.1, 0.0, order=orders and orders[0])
+            delta = (out.float() * dout).sum(-1) if orders is None else results[0][-1]
+            gradients = hopper_kernels.backward(
+                dout, q, k, v, lse, delta, mask, tiles, 0.1, 0.0, deterministic=True, orders=orders
+            )
+        results.append((out, *gradients[:3], lse, delta))
+    for x, y, again, where in zip(*results, (order, order, k_order, k_order, None, None), strict=True):
+        assert torch.equal(y, again)
+        assert torch.equal(x if where is None else put_rows_back(x, where), y)
+
+
+def _misaligned(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty(x.numel() + 1, dtype=x.dtype)[1:].as_strided(x.shape, x.stride()).copy_(x)
+
+
+COPIED = {
+    "expanded over the batch": lambda x: x[:1].expand(x.shape),
+    "misaligned": _misaligned,
+    "odd strides": lambda x: torch.nn.functional.pad(x.transpose(1, 2), (1, 2))[..., 1:-2].transpose(1, 2),
+    "dims outside rows": lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
+}
+
+
+@pytest.mark.parametrize("layout", COPIED)
+def test_gradients_of_what_no_descriptor_fits(layout: str) -> None:
+    """They have the bits of those of compact inputs, in the layout that compilers are told."""
+    given = [COPIED[layout](x.detach()) for x in _inputs(64, 70, 70)]
+    assert not any(descriptors.fits_descriptor(layout_of(x)) for x in given)
+    mask = masks.causal_document([30, 40])
+    results = []
+    for q, k, v in (given, [x.contiguous() for x in given]):
+        settings = (mask.indices, *plan_of(mask, 70), True, 0.1, 0.0, "hopper", True)
+        out, lse = flash_attn_forward(q, k, v, None, *settings)
+        results.append((out, *flash_attn_backward(out, None, q, k, v, None, out, lse, *settings)))
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+    with FakeTensorMode() as mode:
+        out, q, k, v, lse = map(mode.from_tensor, (results[0][0], *given, lse))
+        settings = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in settings]
+        told = flash_attn_backward(out, None, q, k, v, None, out, lse, *settings)
+    assert [x.stride() for x in results[0][1:]] == [x.stride() for x in told]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_random_calls(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """The roles run in an order that the seed draws, too."""
+    offer_tall_tiles(monkeypatch, seed % 3)
+    with interpreted(seed):
+        check_random_call(seed, "cpu", ["hopper"], [torch.bfloat16, torch.float16], longest=300)
+
+
+@pytest.mark.parametrize("dim", DTYPES)
+def test_a_fixed_order(dim: int) -> None:
+    """Of the sums in dQ, whichever program comes first: five tiles of keys add to each row."""
+    q, k, v = (x.detach().half() for x in _inputs(dim, 70, 640, 1, 2, 2))
+    mask = masks.full(640, q_len=70)
+    tiles = plan.build_plan(mask.indices, mask.causal, 70)
+    lse, delta = torch.zeros(1, 2, 70), torch.zeros(1, 2, 70)
+    results = []
+    for seed in range(6):
+        with interpreted(seed):
+            results.append(
+                hopper_kernels.backward(q, q, k, v, lse, delta, mask, tiles, 0.1, 0.0, deterministic=True)[0]
+            )
+    assert all(torch.equal(results[0], other) for other in results[1:])

@@ -1,0 +1,260 @@
+"""Prepared launches and the descriptors that they pass: Triton is asked once, and launches bring their own tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from tools.support import INTERPRETED
+
+from flashmask_hf import torch_state
+
+if INTERPRETED:
+    pytest.skip("cpu lane: the interpreter compiles nothing", allow_module_level=True)
+if not torch_state.HAS_TRITON:
+    pytest.skip("cpu lane: Triton is not installed", allow_module_level=True)
+
+import triton
+import triton.language as tl
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from flashmask_hf.kernels.launch.descriptors import describable, fits_descriptor, template, tile_templates, with_memory
+from flashmask_hf.kernels.launch.launcher import Launch
+from flashmask_hf.kernels.launch.layout import layout_like, layout_of, packed_layout
+
+
+def describe(x: torch.Tensor, *block: int) -> Any:
+    """Return the descriptor of `x` for tiles of shape `block`, as launches make it."""
+    return with_memory(template(TensorDescriptor, layout_of(x), *block), x)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _kernel(x, y, rows, heads, scale, SIZE: tl.constexpr, FLAG: tl.constexpr):
+    pass
+
+
+class _Compiled:
+    """Stands in for what Triton returns of a launch: it notes how it is launched itself."""
+
+    def __init__(self, launches: list[Any]):
+        self.launches = launches
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *arguments, stream: self.launches.append((grid, arguments, stream))
+
+
+class _Driver:
+    stream = 7
+
+    def get_current_device(self) -> int:
+        return 2
+
+    def get_current_stream(self, device: int) -> int:
+        return self.stream + device
+
+    def is_active(self) -> bool:
+        return True
+
+
+class _Launches:
+    """Launches of `_kernel` on a device that is not there: `asked` of Triton, and of the compiled form."""
+
+    def __init__(self) -> None:
+        self.driver = _Driver()
+        self.asked: list[Any] = []
+        self.compiled: list[Any] = []
+        self.compiles = True
+        self.launch = Launch(_kernel, 3, 100, 8, 0.5, SIZE=64, FLAG=True, num_warps=4)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Launches]:
+    found = _Launches()
+
+    def instead(function: JITFunction, grid: Any) -> Any:
+        def run(*arguments: Any, **constants: Any) -> _Compiled | None:
+            found.asked.append((grid, arguments, constants))
+            return _Compiled(found.compiled) if found.compiles else None
+
+        return run
+
+    monkeypatch.setattr(JITFunction, "__getitem__", instead)
+    monkeypatch.setattr(driver, "_active", found.driver)
+    return found
+
+
+def _tensor(dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.zeros(256, dtype=dtype)
+
+
+def test_triton_is_asked_once(launches: _Launches) -> None:
+    """Later launches bring their tensors, the grid, the scalars and the constants, on the stream of the moment."""
+    x, y = _tensor(), _tensor()
+    launches.launch(x, None)
+    assert launches.asked == [((3,), (x, None, 100, 8, 0.5), {"SIZE": 64, "FLAG": True, "num_warps": 4})]
+    assert not launches.compiled
+    launches.driver.stream = 9
+    launches.launch(y, None)
+    assert len(launches.asked) == 1
+    ((grid, arguments, stream),) = launches.compiled
+    assert (grid, stream) == ((3, 1, 1), 9 + 2)
+    assert arguments[0] is y
+    assert arguments[1:] == (None, 100, 8, 0.5, 64, True)
+
+
+def test_triton_is_asked_again_where_it_did_not_compile(launches: _Launches) -> None:
+    """A hook of Triton's may keep it from compiling: nothing has been launched then."""
+    launches.compiles = False
+    for _ in range(2):
+        launches.launch(_tensor(), _tensor())
+    launches.compiles = True
+    for _ in range(2):
+        launches.launch(_tensor(), _tensor())
+    assert (len(launches.asked), len(launches.compiled)) == (3, 1)
+
+
+def test_triton_is_asked_every_time_for_amd_gpus(launches: _Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There it compiles for the sizes of tensors' storages, too, which layouts do not tell."""
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    launch = Launch(_kernel, 3, 100, 8, 0.5, SIZE=64, FLAG=True)
+    for _ in range(3):
+        launch(_tensor(), _tensor())
+    assert (len(launches.asked), len(launches.compiled)) == (3, 0)
+
+
+def test_descriptors_are_of_the_tensors_of_the_launch(launches: _Launches) -> None:
+    x, y = _rows(), _rows()
+    launch = Launch(
+        _kernel, 3, 100, 8, 0.5, descriptors=tile_templates((layout_of(x), 64, 64)), SIZE=64, FLAG=True, num_warps=4
+    )
+    launch(x, None)
+    launch(y, None)
+    ((_, (asked, *_), _),), ((_, (again, *rest), _),) = launches.asked, launches.compiled
+    assert asked.base is x
+    assert again.base is y
+    assert vars(asked) == vars(describe(x, 1, 1, 64, 64))
+    assert vars(again) == vars(describe(y, 1, 1, 64, 64))
+    assert rest == [None, 100, 8, 0.5, 64, True]
+
+
+def _rows(length: int = 128, dims: int = 64, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.zeros(2, length, 3, dims, dtype=dtype).transpose(1, 2)
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        _rows(),
+        _rows(1),  # the strides of an axis of length 1 may be anything
+        torch.zeros(64, dtype=torch.bfloat16).as_strided((1, 1, 1, 64), (3, 0, 5, 1)),
+        _rows()[:, :, 16:],
+        _rows()[..., :1],
+        torch.zeros(256, 32),
+    ],
+    ids=["usual", "one row", "odd strides", "part", "one column", "plane"],
+)
+def test_a_copied_descriptor_is_the_one_that_triton_makes(x: torch.Tensor) -> None:
+    block = [1, 1, 16, 64] if x.dim() == 4 else [128, 32]
+    step = 16 // x.element_size()
+    strides = [step if x.shape[i] == 1 else x.stride(i) for i in range(x.dim() - 1)] + [1]
+    expected = TensorDescriptor(x, list(x.shape), strides, block)
+    for _ in range(2):
+        found = describe(x, *block)
+        assert type(found) is TensorDescriptor
+        assert found.base is x
+        assert vars(found) == vars(expected)
+
+
+def test_descriptors_of_one_layout_have_their_own_tensors() -> None:
+    first, second = _rows(), _rows()
+    one, other = (describe(x, 1, 1, 64, 64) for x in (first, second))
+    assert one.base is first
+    assert other.base is second
+
+
+def test_what_no_descriptor_fits_is_copied() -> None:
+    whole = torch.arange(2 * 128 * 3 * 64 + 1.0).bfloat16()
+    for _ in range(2):
+        aligned, shifted = (whole[i:][: 2 * 128 * 3 * 64].view(2, 3, 128, 64) for i in (0, 1))
+        assert describable(aligned) is aligned
+        assert [fits_descriptor(layout_of(x)) for x in (aligned, shifted)] == [True, False]
+        copy = describable(shifted)
+        assert copy.data_ptr() % 16 == 0
+        assert torch.equal(copy, shifted)
+        odd = torch.zeros(1, 2, 8, 65)[..., :64]
+        assert describable(odd).stride() == (2 * 8 * 64, 8 * 64, 64, 1)
+        wide = aligned.expand(2, 3, 128, 64)[..., ::2]
+        assert describable(wide).is_contiguous()
+
+
+def test_a_descriptor_of_what_cannot_be_described_raises() -> None:
+    with pytest.raises(AssertionError):
+        describe(torch.zeros(1, 2, 8, 65, dtype=torch.bfloat16)[..., :64], 1, 1, 8, 64)
+
+
+def test_layouts_tell_alignment_apart() -> None:
+    memory = torch.zeros(65, dtype=torch.bfloat16)
+    assert layout_of(memory[:64]).aligned
+    assert not layout_of(memory[1:]).aligned
+    assert layout_of(memory[:64]) != layout_of(memory[1:])
+    assert layout_like(layout_of(memory[1:])) == layout_of(torch.empty_like(memory[1:]))
+
+
+def test_a_packed_layout_has_its_axes_in_the_given_order() -> None:
+    layout = packed_layout(2, 3, 5, 8, dtype=torch.float32, device=torch.device("cpu"), order=(0, 2, 1, 3))
+    assert layout == layout_of(torch.empty(2, 5, 3, 8).transpose(1, 2))
+    made = layout.allocator()()
+    assert layout_of(made) == layout
+    assert layout.allocator("meta")().is_meta
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _copy(x, y, rows, SIZE: tl.constexpr, TMA: tl.constexpr):
+    row = tl.program_id(0) * SIZE
+    if TMA:
+        tile = x.load([0, 0, row, 0]).reshape(SIZE, 64)
+    else:
+        tile = tl.load(x + (row + tl.arange(0, SIZE))[:, None] * 64 + tl.arange(0, 64)[None, :])
+    inside = (row + tl.arange(0, SIZE))[:, None] < rows
+    tl.store(y + (row + tl.arange(0, SIZE))[:, None] * 64 + tl.arange(0, 64)[None, :], tile, mask=inside)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tma", [False, pytest.param(True, marks=pytest.mark.hopper)])
+def test_launches_on_a_gpu(tma: bool) -> None:
+    """From two threads, in a graph, and at addresses that change; Triton is asked once."""
+    tensors = [torch.randn(1, 1, 128, 64, device="cuda") for _ in range(6)]
+    templates = tile_templates((layout_of(tensors[0]), 32, 64)) if tma else ()
+    launch = Launch(_copy, 4, 128, descriptors=templates, SIZE=32, TMA=tma, num_warps=4)
+
+    def check(x: torch.Tensor) -> None:
+        y = torch.full_like(x, float("nan"))
+        launch(x, y)
+        assert torch.equal(x, y)
+
+    for x in tensors:
+        check(x)
+    threads = [threading.Thread(target=lambda: [check(x) for x in tensors * 20]) for _ in range(2)]
+    failures: list[Any] = []
+    with contextlib.ExitStack() as stack:
+        hook, threading.excepthook = threading.excepthook, failures.append
+        stack.callback(setattr, threading, "excepthook", hook)
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not failures
+    x, y = torch.randn(1, 1, 128, 64, device="cuda"), torch.zeros(1, 1, 128, 64, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch(x, y)
+    x.copy_(tensors[0])
+    graph.replay()
+    assert torch.equal(x, y)
+    assert launch._compiled is not None

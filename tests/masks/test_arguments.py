@@ -1,0 +1,175 @@
+"""Wrong arguments of mask constructors: the error names the argument and the way out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flashmask_hf import masks
+
+KEEP, BUCKET = torch.ones(2, 4, 8, dtype=torch.bool), torch.zeros(2, 4, 8, dtype=torch.int64)
+LATE = torch.full((1, 2, 5), 5)
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "message"),
+    [
+        (lambda: masks.causal(0), ValueError, r"kv_len must be at least 1, got 0"),
+        (lambda: masks.causal(4.0), TypeError, r"kv_len must be an int, got 4\.0 \(float\)"),
+        (lambda: masks.causal(True), TypeError, r"kv_len must be an int, got True"),
+        (lambda: masks.full(4, q_len=0), ValueError, r"q_len must be at least 1, got 0"),
+        (lambda: masks.sliding_window(4, 0), ValueError, r"window must be at least 1, got 0"),
+        (lambda: masks.sliding_window(4, 2, q_len=5), ValueError, r"q_len must be in 1\.\.4, got 5; .* last q_len"),
+        (lambda: masks.causal_document([3], q_len=4), ValueError, r"q_len must be in 1\.\.3, got 4"),
+        (lambda: masks.causal_document([]), ValueError, r"documents is empty"),
+        (lambda: masks.causal_document([[3], []]), ValueError, r"documents\[1\] is empty"),
+        (lambda: masks.causal_document(5), TypeError, r"documents must be a list.* got int"),
+        (lambda: masks.causal_document([3, 0]), ValueError, r"documents\[1\] must be at least 1, got 0; leave out"),
+        (
+            lambda: masks.causal_document([[3], [2, -1]]),
+            ValueError,
+            r"documents\[1\]\[1\] must be at least 1, got -1",
+        ),
+        (lambda: masks.causal_document([3, [2]]), TypeError, r"documents\[1\] must be an int, got \[2\]"),
+        (lambda: masks.causal_document([[3], 2]), TypeError, r"documents\[1\] must be one too, got 2"),
+        (
+            lambda: masks.causal_document([3, 2], kv_len=4),
+            ValueError,
+            r"documents holds 5 tokens, more than kv_len = 4",
+        ),
+        (lambda: masks.document([[3], [3, 2]], kv_len=4), ValueError, r"documents\[1\] holds 5 tokens"),
+        (
+            lambda: masks.document(torch.tensor([3.0])),
+            TypeError,
+            r"documents must be a tensor of integers, got torch.float32",
+        ),
+        (
+            lambda: masks.document(torch.tensor([[[3]]])),
+            ValueError,
+            r"documents must have shape .* got \[1, 1, 1\]",
+        ),
+        (lambda: masks.document(torch.tensor([3, 0])), ValueError, r"documents\[1\] must be at least 1, got 0"),
+        (
+            lambda: masks.document(torch.tensor([[0, 3]])),
+            ValueError,
+            r"documents\[0\]\[0\] must be at least 1, got 0",
+        ),
+        (lambda: masks.document(torch.tensor([[3], [0]])), ValueError, r"documents\[1\] is empty"),
+        (lambda: masks.share_question([(3, [])]), ValueError, r"documents\[0\] has no answer; .* tree\(\)"),
+        (
+            lambda: masks.share_question([(3, [1, 0])]),
+            ValueError,
+            r"documents\[0\]\[1\]\[1\] must be at least 1, got 0",
+        ),
+        (lambda: masks.share_question([[(0, [1])]]), ValueError, r"documents\[0\]\[0\] must be at least 1, got 0"),
+        (lambda: masks.share_question([3]), TypeError, r"documents\[0\] must be a tuple .*, got 3"),
+        (lambda: masks.share_question([(3, 1)]), TypeError, r"documents\[0\] must be a tuple"),
+        (
+            lambda: masks.share_question([(3, [(1, [1])])]),
+            TypeError,
+            r"documents\[0\]\[1\]\[0\] has children; .* tree\(\)",
+        ),
+        (
+            lambda: masks.tree([(3, [1, (2, [0])])]),
+            ValueError,
+            r"documents\[0\]\[1\]\[1\]\[1\]\[0\] must be at least 1",
+        ),
+        (lambda: masks.tree([(3, [1], [2])]), TypeError, r"documents\[0\] must be a length or a tuple"),
+        (lambda: masks.tree([1, (3, 4)]), TypeError, r"documents\[1\] must be a length or a tuple"),
+        (lambda: masks.tree([(3, [[1, [2]]])]), TypeError, r"documents\[0\]\[1\]\[0\] must be a length or a tuple"),
+        (lambda: masks.tree([(3, ["1"])]), TypeError, r"documents\[0\]\[1\]\[0\] must be an int, got '1'"),
+        (lambda: masks.global_sliding_window(4, 5, 1), ValueError, r"n_global must be in 0\.\.4, got 5"),
+        (lambda: masks.global_sliding_window(4, -1, 1), ValueError, r"n_global must be in 0\.\.4, got -1"),
+        (lambda: masks.global_sliding_window(4, 1, 0), ValueError, r"window must be at least 1, got 0"),
+        (lambda: masks.causal_blockwise([2, 0]), ValueError, r"block_lengths\[1\] must be at least 1, got 0"),
+        (lambda: masks.prefix_lm_causal(4, 5), ValueError, r"prefix must be in 0\.\.4, got 5"),
+        (lambda: masks.prefix_lm_causal(4, [1, -1]), ValueError, r"prefix\[1\] must be in 0\.\.4, got -1"),
+        (lambda: masks.prefix_lm_causal(4, torch.ones(1)), TypeError, r"prefix must be a tensor of integers"),
+        (lambda: masks.prefix_lm_causal(4, []), ValueError, r"prefix is empty"),
+        (lambda: masks.prefix_lm_document([(4, 3)]), ValueError, r"documents\[0\]\[0\] must be in 0\.\.3, got 4"),
+        (
+            lambda: masks.prefix_lm_document([[(0, 1)], [(0, 0)]]),
+            ValueError,
+            r"documents\[1\]\[0\]\[1\] must be at least 1",
+        ),
+        (lambda: masks.prefix_lm_document([3]), TypeError, r"documents\[0\] must be a tuple .*, got 3"),
+        (
+            lambda: masks.padding([3, 5], kv_len=4),
+            ValueError,
+            r"lengths\[1\] must be in 0\.\.4, got 5; kv_len is 4",
+        ),
+        (lambda: masks.padding([3, -1]), ValueError, r"lengths\[1\] must be at least 0, got -1"),
+        (lambda: masks.padding([0, 0]), ValueError, r"lengths are all 0; give kv_len"),
+        (lambda: masks.padding(3), TypeError, r"lengths must be a list or an int tensor \[B\], got int"),
+        (
+            lambda: masks.padding(torch.ones(1, 2).long()),
+            ValueError,
+            r"lengths must have shape \[B\], got \[1, 2\]",
+        ),
+        (lambda: masks.padding([3], side="top"), ValueError, r'side must be "right" or "left", got \'top\''),
+        (
+            lambda: masks.random_eviction(5, evict_from=LATE.float()),
+            TypeError,
+            r"evict_from must be a tensor of integers",
+        ),
+        (
+            lambda: masks.random_eviction(5, evict_from=LATE[0]),
+            ValueError,
+            r"shape \[B, Hm, kv_len = 5\], got \[2, 5\]",
+        ),
+        (
+            lambda: masks.random_eviction(4, evict_from=LATE),
+            ValueError,
+            r"shape \[B, Hm, kv_len = 4\], got \[1, 2, 5\]",
+        ),
+        (
+            lambda: masks.random_eviction(5, evict_from=LATE + 1),
+            ValueError,
+            r"evict_from\[0, 0, 0\] is 6.* in 1\.\.5 only",
+        ),
+        (
+            lambda: masks.random_eviction(5, evict_from=LATE - 2),
+            ValueError,
+            r"evict_from\[0, 0, 3\] is 3.* in 4\.\.5 only",
+        ),
+        (
+            lambda: masks.random_eviction(5, evict_from=LATE, heads=2),
+            ValueError,
+            r"give either evict_from, or generator",
+        ),
+        (lambda: masks.random_eviction(5, heads=0), ValueError, r"heads must be at least 1, got 0"),
+        (
+            lambda: masks.qk_sparse(KEEP.int(), KEEP),
+            TypeError,
+            r"q_keep must be a tensor of bool values, got torch.int32",
+        ),
+        (lambda: masks.qk_sparse(KEEP, [True]), TypeError, r"k_keep must be a tensor of bool values, got list"),
+        (lambda: masks.qk_sparse(KEEP, KEEP[0]), ValueError, r"k_keep must have shape \[B, H, S\].* got \[4, 8\]"),
+        (lambda: masks.qk_sparse(KEEP, KEEP[:1]), ValueError, r"k_keep has batch size 1, q_keep has 2"),
+        (
+            lambda: masks.qk_sparse(KEEP, KEEP[:, :3]),
+            ValueError,
+            r"q_keep has 4 heads, no multiple of the 3 of k_keep",
+        ),
+        (lambda: masks.qk_sparse(KEEP, KEEP.to("meta")), ValueError, r"k_keep is on meta, q_keep on cpu"),
+        (
+            lambda: masks.hash_sparse(KEEP, BUCKET),
+            TypeError,
+            r"q_bucket must be a tensor of integer values, got torch.bool",
+        ),
+        (lambda: masks.hash_sparse(BUCKET, BUCKET[..., :0]), ValueError, r"k_bucket must have shape .* no axis empty"),
+        (
+            lambda: masks.hash_sparse(BUCKET, BUCKET, mask=masks.sliding_window(8, 2, causal=False)),
+            ValueError,
+            r"mask must be causal with n = 1 column, got causal=False, n = 2: .* windows of flashmask_hf.masks",
+        ),
+        (
+            lambda: masks.qk_sparse(KEEP, KEEP, mask=masks.causal_document([3, 4])),
+            ValueError,
+            r"mask has 7 key columns, but there are 8 keys",
+        ),
+    ],
+)
+def test_errors_name_the_argument_and_the_way_out(build, error, message):
+    with pytest.raises(error, match=message):
+        build()

@@ -1,0 +1,382 @@
+"""The operators behave as PyTorch operators: opcheck, one compiled graph, no recompilation when lengths change."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.testing
+from tools.support import HEADS, INTERPRETED, KV_HEADS, Lane, attention_inputs, lanes
+from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from flashmask_hf import FlashMask, flashmask_attention, masks
+from flashmask_hf.call import Call
+from flashmask_hf.operators import attention, plan
+from flashmask_hf.operators.attention import flash_attn_forward
+from flashmask_hf.operators.decoding import flash_attn_decode
+from flashmask_hf.operators.plan import make_plan, plan_of
+from flashmask_hf.torch_state import is_intercepted
+
+LANES = lanes((torch.float32,), (torch.float32,), (torch.bfloat16,))
+
+
+@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize("with_sinks", [False, True], ids=["plain", "sinks"])
+def test_opcheck(lane: Lane, with_sinks: bool) -> None:
+    mask = masks.share_question([(40, [20, 15]), (30, [10, 18])], device=lane.device)
+    q, k, v = attention_inputs(lane, 1, HEADS, KV_HEADS, 133, 133, 16)
+    sinks = torch.zeros(HEADS, device=lane.device, requires_grad=True) if with_sinks else None
+    torch.library.opcheck(make_plan, (mask.indices, True, 133), test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(
+        flash_attn_forward,
+        (q, k, v, sinks, mask.indices, *plan_of(mask, 133), True, 0.25, 0.0, lane.impl, False),
+    )
+
+
+def _loss(q, k, v, indices, weight, impl):
+    mask = FlashMask(indices, causal=True)
+    out = flashmask_attention(q * weight, k, v, mask, impl=impl)
+    return (out.float() ** 2).sum()
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_compiles_to_one_graph_without_recompiling(lane: Lane) -> None:
+    """fullgraph forward and backward, inductor on the GPU; later lengths cost no more graphs than the second."""
+    torch._dynamo.reset()
+    graphs = torch._dynamo.testing.CompileCounterWithBackend("inductor" if lane.device == "cuda" else "aot_eager")
+    compiled = torch.compile(_loss, fullgraph=True, backend=graphs)
+    frames = []
+    lengths = (30, 50, 64, 17) if INTERPRETED else (129, 190, 257, 64, 300, 301, 77, 512, 400, 230)
+    for length in lengths:
+        q, k, v = attention_inputs(lane, 1, HEADS, KV_HEADS, length, length, 32)
+        indices = masks.causal_document([length // 3, length - length // 3], device=lane.device).indices
+        weight = torch.full((1,), 0.5, device=lane.device, dtype=lane.dtype, requires_grad=True)
+        leaves = (q, k, v, weight)
+        actual = torch.autograd.grad(compiled(q, k, v, indices, weight, lane.impl), leaves)
+        expected = torch.autograd.grad(_loss(q, k, v, indices, weight, lane.impl), leaves)
+        for one, other in zip(actual, expected, strict=True):
+            scale = other.float().abs().max()
+            assert (one.float() - other.float()).abs().max() <= 4 * torch.finfo(lane.dtype).eps * scale
+        frames.append(graphs.frame_count)
+    assert frames[1:] == [frames[1]] * (len(frames) - 1), f"graphs compiled after each length: {frames}"
+    assert frames[-1] <= 2
+
+
+@pytest.mark.parametrize("mask_heads", [1, KV_HEADS, HEADS])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_symbolic_lengths_fit_a_mask_s_own(batch: int, mask_heads: int) -> None:
+    """All sizes of q are symbolic, those of the mask are numbers, or come from q."""
+    lane = Lane("torch", "cpu", torch.float32)
+    q, k, v = (x.detach() for x in attention_inputs(lane, batch, HEADS, KV_HEADS, 100, 100, 16))
+    vectors = masks.causal_document([[40, 60], [50, 50]][:batch]).indices.expand(-1, mask_heads, -1, -1).contiguous()
+    mask = FlashMask(vectors, causal=True, q_len=100)
+
+    def attend(q, k, v, made_inside):
+        return flashmask_attention(q, k, v, masks.causal(q.shape[2]) if made_inside else mask)
+
+    for made_inside in (False, True):
+        torch._dynamo.reset()
+        compiled = torch.compile(attend, fullgraph=True, backend="eager", dynamic=True)
+        torch.testing.assert_close(compiled(q, k, v, made_inside), attend(q, k, v, made_inside))
+
+
+@pytest.mark.parametrize("lane", lanes((torch.float32,), (), (torch.bfloat16,)))
+def test_compiled_layers_share_one_plan(lane: Lane, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While compiling nothing is cached; the compiler keeps one of the equal plan calls."""
+    torch._dynamo.reset()
+    made = []
+    builder = plan._builder(torch.empty(0, device=lane.device))
+    monkeypatch.setattr(plan, "_builder", lambda indices: lambda *args: made.append(1) or builder(*args))
+
+    def layers(q, k, v, indices):
+        for _ in range(3):
+            q = flashmask_attention(q, k, v, FlashMask(indices, causal=True), impl=lane.impl)
+        return q.float().sum()
+
+    q, k, v = attention_inputs(lane, 1, HEADS, HEADS, 133, 133, 16)
+    compiled = torch.compile(layers, fullgraph=True, backend="inductor" if lane.device == "cuda" else "aot_eager")
+    compiled(q, k, v, masks.causal(133, device=lane.device).indices).backward()
+    assert len(made) == 1
+
+
+@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize("with_sinks", [False, True], ids=["plain", "sinks"])
+def test_opcheck_of_decode(lane: Lane, with_sinks: bool) -> None:
+    mask = masks.sliding_window(133, 50, q_len=2, device=lane.device)
+    q, k, v = (x.detach() for x in attention_inputs(lane, 1, HEADS, KV_HEADS, 2, 133, 16))
+    sinks = torch.zeros(HEADS, device=lane.device) if with_sinks else None
+    torch.library.opcheck(flash_attn_decode, (q, k, v, sinks, mask.indices, mask.causal, 0.25, 0.0, lane.impl))
+
+
+@pytest.mark.parametrize("grad_mode", [False, True], ids=["no_grad", "nothing requires grad"])
+@pytest.mark.parametrize("lane", LANES)
+def test_compiled_decode_steps_are_one_graph_without_a_plan(
+    lane: Lane, grad_mode: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A static cache that fills up: one graph for every step."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(plan, "_builder", lambda indices: pytest.fail("a plan was made"))
+    length = 40 if INTERPRETED else 300
+    _, k, v = (x.detach() for x in attention_inputs(lane, 2, HEADS, KV_HEADS, 1, length, 32))
+    cache = [torch.zeros_like(k), torch.zeros_like(v)]
+
+    def step(q, k_new, v_new, position):
+        for whole, new in zip(cache, (k_new, v_new), strict=True):
+            whole.index_copy_(2, position, new)
+        hidden = torch.arange(length, device=q.device, dtype=torch.int32) > position
+        columns = [torch.ones_like(hidden), hidden]
+        mask = FlashMask(torch.stack(columns, -1).to(torch.int32)[None, None], causal=False)
+        return flashmask_attention(q * 1.0, *cache, mask, impl=lane.impl)
+
+    graphs = torch._dynamo.testing.CompileCounterWithBackend("inductor" if lane.device == "cuda" else "aot_eager")
+    compiled = torch.compile(step, fullgraph=True, backend=graphs)
+    with torch.set_grad_enabled(grad_mode):
+        for position in range(5):
+            q, _, _ = (x.detach() for x in attention_inputs(lane, 2, HEADS, KV_HEADS, 1, 1, 32, seed=position))
+            now = slice(position, position + 1)
+            actual = compiled(q, k[:, :, now], v[:, :, now], torch.tensor([position], device=lane.device))
+            seen = slice(0, position + 1)
+            full = masks.full(position + 1, q_len=1, device=lane.device)
+            expected = flashmask_attention(q, k[:, :, seen], v[:, :, seen], full, impl="reference")
+            torch.testing.assert_close(actual, expected, rtol=0, atol=8 * torch.finfo(lane.dtype).eps)
+    assert graphs.frame_count == 1
+
+
+def _small(grad: bool = True) -> tuple[torch.Tensor, ...]:
+    lane = Lane("torch", "cpu", torch.float32)
+    return tuple(x.detach().requires_grad_(grad) for x in attention_inputs(lane, 1, HEADS, KV_HEADS, 20, 20, 16))
+
+
+def test_there_are_no_second_derivatives() -> None:
+    q, k, v = _small()
+    out = flashmask_attention(q, k, v, masks.causal(20))
+    (gradient,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivatives"):
+        gradient.sum().backward()
+
+
+def test_only_what_asks_for_a_gradient_has_one() -> None:
+    q, k, v = _small(grad=False)
+    mask = masks.causal(20)
+    out, lse = flashmask_attention(q, k, v, mask, return_lse=True)
+    assert not out.requires_grad
+    assert not lse.requires_grad
+    sinks = torch.zeros(HEADS, requires_grad=True)
+    flashmask_attention(q, k, v, mask, sinks=sinks).sum().backward()
+    assert sinks.grad is not None
+    assert q.grad is None
+    q.requires_grad_()
+    with torch.no_grad():
+        assert not flashmask_attention(q, k, v, mask).requires_grad
+    with torch.inference_mode():
+        assert flashmask_attention(q, k, v, mask).is_inference()
+
+
+def test_transforms_of_functorch() -> None:
+    """Its gradients raise; a tensor that got out of them is one like others."""
+    q, k, v = _small(grad=False)
+    mask = masks.causal(20)
+    for transform in (torch.func.grad, torch.func.jacrev, torch.func.grad_and_value):
+        with pytest.raises(NotImplementedError, match=r"torch\.func's"):
+            transform(lambda x: flashmask_attention(x, k, v, mask).sum())(q)
+    weight = torch.func.grad(lambda w: w * flashmask_attention(q, k, v, mask).sum())(torch.ones(()))
+    assert torch.equal(weight, flashmask_attention(q, k, v, mask).sum())
+    eager = torch.func.grad(lambda x: flashmask_attention(x, k, v, mask, impl="reference").sum())(q)
+    assert eager.abs().max() > 0
+    kept: list[torch.Tensor] = []
+    torch.func.grad(lambda x: kept.append(x) or x.sum())(q)
+    assert not is_intercepted(q)
+    assert is_intercepted(kept[0])
+    for x in (q, kept[0]):
+        assert torch.equal(flashmask_attention(x, k, v, mask), flashmask_attention(q, k, v, mask))
+        out = flashmask_attention(x, k.requires_grad_(), v, mask)
+        assert torch.autograd.grad(out.sum(), k)[0].abs().max() > 0
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own use of it
+@pytest.mark.parametrize("again", [False, True], ids=["first", "repeated"])
+def test_forward_mode_raises(again: bool) -> None:
+    """It would be 0; eager code has it."""
+    q, k, v = _small(grad=False)
+    mask = masks.causal(20)
+    if again:
+        flashmask_attention(q, k, v, mask)
+    with pytest.raises(NotImplementedError, match="forward-mode"):
+        torch.func.jvp(lambda x: flashmask_attention(x, k, v, mask), (q,), (q,))
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(v, v)
+        with pytest.raises(NotImplementedError, match="impl='reference'"):
+            flashmask_attention(q, k, dual, mask)
+        assert not flashmask_attention(q, k, v, mask).requires_grad
+    _, tangent = torch.func.jvp(lambda x: flashmask_attention(q, k, x, mask, impl="reference"), (v,), (v,))
+    torch.testing.assert_close(tangent, flashmask_attention(q, k, v, mask))  # it is linear in the values
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # vmap calls once for each
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own use of it
+@pytest.mark.parametrize("rows", [3, 16, 40])
+@pytest.mark.parametrize("lane", LANES)
+def test_gradients_of_few_rows_under_vmap(lane: Lane, rows: int) -> None:
+    """There a tensor does not tell that what it holds has a gradient."""
+    leaves = [
+        torch.stack([x.detach(), x.detach() * 0.5]).requires_grad_()
+        for x in attention_inputs(lane, 1, HEADS, KV_HEADS, rows, rows, 16)
+    ]
+    mask = masks.causal_document([1, rows - 1], device=lane.device)
+
+    def attend(q, k, v):
+        return flashmask_attention(q, k, v, mask, impl=lane.impl)
+
+    def loss(out):  # with other terms of q, k and v, that their gradients are there in any case
+        return out.float().square().sum() + sum(x.float().sum() for x in leaves)
+
+    found = torch.autograd.grad(loss(torch.vmap(attend)(*leaves)), leaves)
+    one_by_one = torch.stack([attend(*(x[i] for x in leaves)) for i in range(2)])
+    for got, want in zip(found, torch.autograd.grad(loss(one_by_one), leaves), strict=True):
+        torch.testing.assert_close(got, want)
+    with pytest.raises(NotImplementedError, match=r"torch.func's \(grad"):
+        torch.func.grad(lambda q: torch.vmap(attend)(q, *leaves[1:]).sum())(leaves[0].detach())
+    with pytest.raises(NotImplementedError, match=r"torch.func.jvp"):
+        torch.func.jvp(lambda q: torch.vmap(attend)(q, *leaves[1:]), (leaves[0].detach(),), (leaves[0].detach(),))
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_decoding_that_was_traced_without_gradients_does_not_drop_them(lane: Lane) -> None:
+    q, k, v = (x.detach() for x in attention_inputs(lane, 1, HEADS, KV_HEADS, 4, 4, 16))
+    mask = masks.causal(4, device=lane.device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is deprecated
+        traced = torch.jit.trace(lambda *x: flashmask_attention(*x, mask, impl=lane.impl), (q, k, v), check_trace=False)
+    out = traced(q.requires_grad_(), k, v)
+    with pytest.raises(RuntimeError, match="traced or exported without gradients"):
+        out.float().sum().backward()
+
+
+class _DispatchMode(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class _FunctionMode(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class _Subclass(torch.Tensor):
+    pass
+
+
+def _step(wrap: Callable[[torch.Tensor], torch.Tensor] = lambda x: x) -> list[torch.Tensor]:
+    """The result and the gradients of one call, of equal tensors each time."""
+    q, k, v = (wrap(x) for x in _small())
+    out = flashmask_attention(q, k, v, masks.causal(20))
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), out.detach())]
+
+
+def _negated(x: torch.Tensor) -> torch.Tensor:
+    """Equal to x, with the opposite in memory."""
+    lazy = torch.complex(torch.zeros_like(x), -x.detach()).conj().imag
+    assert lazy.is_neg()
+    return lazy.requires_grad_()
+
+
+def _batched() -> list[torch.Tensor]:
+    q, k, v = _small()
+    out = flashmask_attention(q, k, v, masks.causal(20))
+    several = torch.stack([out.detach(), torch.zeros_like(out)])
+    gradients = torch.autograd.grad(out, (q, k, v), several, is_grads_batched=True)
+    return [out.detach(), *(x[0] for x in gradients)]
+
+
+def _mapped() -> list[torch.Tensor]:
+    q, k, v = (x.detach().expand(2, *x.shape) for x in _small())
+    return [torch.func.vmap(lambda *x: flashmask_attention(*x, masks.causal(20)))(q, k, v)[1]]
+
+
+def _traced() -> list[torch.Tensor]:
+    inputs = _small()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is deprecated
+        traced = torch.jit.trace(lambda *x: flashmask_attention(*x, masks.causal(20)), inputs, check_trace=False)
+        return [traced(*inputs)]
+
+
+def _profiled() -> list[torch.Tensor]:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        results = _step()
+    names = {event.key for event in profile.key_averages()}
+    assert {"flashmask_hf::flash_attn_forward", "flashmask_hf::flash_attn_backward"} <= names
+    return results
+
+
+def _under(mode: Any) -> list[torch.Tensor]:
+    with mode:
+        return _step()
+
+
+LISTENERS = {
+    "dispatch mode": lambda: _under(_DispatchMode()),
+    "function mode": lambda: _under(_FunctionMode()),
+    "tensor's class": lambda: _step(lambda x: x.as_subclass(_Subclass)),
+    "negated": lambda: _step(_negated),
+    "batched gradients": _batched,
+    "vmap": _mapped,
+    "profiler": _profiled,
+    "trace": _traced,
+}
+PASSED = {"plain": _step, "parameters": lambda: _step(torch.nn.Parameter)}
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["first", "repeated"])
+@pytest.mark.parametrize("listener", [*PASSED, *LISTENERS])
+def test_the_dispatcher_is_passed_where_nothing_listens(
+    listener: str, again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The results are the same to the bit."""
+    expected = _step()
+    if again:
+        (PASSED | LISTENERS)[listener]()
+    seen: list[str] = []
+
+    def note(name: str, operator: Any) -> Callable[..., Any]:
+        return lambda *x: seen.append(name) or operator(*x)
+
+    for name in ("forward", "backward"):
+        operator = getattr(attention, f"flash_attn_{name}")
+        monkeypatch.setattr(attention, f"flash_attn_{name}", note(name, operator))
+    actual = (PASSED | LISTENERS)[listener]()
+    # Gradients are batched in the backward only, and two listeners look at the forward alone.
+    part = {"batched gradients": ["backward"], "vmap": ["forward"], "trace": ["forward"]}
+    assert seen == ([] if listener in PASSED else part.get(listener, ["forward", "backward"]))
+    for one, other in zip(actual, expected, strict=False):
+        assert torch.equal(torch.Tensor(one), other)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_selective_checkpointing_sees_the_operator(kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A policy that saves its results keeps it from running again in the backward."""
+    q, k, v = _small()
+    mask = masks.causal(20)
+    expected = torch.autograd.grad(flashmask_attention(q * 2, k, v, mask).square().sum(), (q, k, v))
+    ran, forward = [], Call.forward
+    monkeypatch.setattr(Call, "forward", lambda *args: ran.append("forward") or forward(*args))
+
+    def policy(context, operator, *args, **kwargs):
+        return CheckpointPolicy.MUST_SAVE if kept and "flash_attn" in str(operator) else CheckpointPolicy.MUST_RECOMPUTE
+
+    out = checkpoint(
+        lambda q: flashmask_attention(q * 2, k, v, mask).square(),
+        q,
+        use_reentrant=False,
+        context_fn=lambda: create_selective_checkpoint_contexts(policy),
+    )
+    actual = torch.autograd.grad(out.sum(), (q, k, v))
+    assert ran.count("forward") == (1 if kept else 2)
+    for one, other in zip(actual, expected, strict=True):
+        assert torch.equal(one, other)

@@ -1,0 +1,166 @@
+"""The recipe for supervised fine-tuning, run as a user runs it for a few steps on the CPU."""
+
+import json
+import sys
+
+import pytest
+import torch
+from tools.recipes import QUICK, RECIPES, launch, logged
+from tools.tiny import TRAINER_WARNINGS
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from flashmask_hf.trainers import PackedSFTTrainer
+
+import data  # isort: skip
+import sft  # isort: skip
+
+pytestmark = [pytest.mark.slow, *TRAINER_WARNINGS]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    data.build_model(path)
+    return path
+
+
+def test_the_demo_learns_saves_reloads_and_resumes(tmp_path):
+    quick = ["--logging_steps", 2, "--disable_tqdm", True, "--use_cpu", "--save_steps", 8]
+    quick += ["--save_strategy", "steps", "--save_total_limit", 2]
+    printed = launch([sys.executable], tmp_path, "--max_steps", 16, *quick)
+    losses = logged(printed, "loss")
+    assert losses[-1] < losses[0] - 0.3
+    assert "rows of up to 1024 tokens; packing efficiency 99." in printed
+    assert all(value > 0 for value in logged(printed, "tokens_per_second"))
+    assert all(0 < value < 1 for value in logged(printed, "mask_sparsity"))
+    assert "attn_implementation='flashmask'" in printed
+    assert printed.partition("Answer: ")[2].strip()
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="flashmask")
+    assert reloaded.config._attn_implementation == "flashmask"
+    question = AutoTokenizer.from_pretrained(tmp_path)("What is a lambda?", return_tensors="pt")
+    assert torch.isfinite(reloaded(**question).logits).all()
+
+    (tmp_path / "checkpoint-16").rename(tmp_path / "finished")
+    resumed = launch([sys.executable], tmp_path, "--max_steps", 16, *quick, "--resume_from_checkpoint", "true")
+    assert logged(resumed, "loss") == pytest.approx(losses[4:], rel=1e-4)
+
+
+def test_two_processes_train_lora_like_one(tmp_path, model, capsys):
+    flags = ["--config", str(sft.DEMO_CONFIG), "--model_name_or_path", str(model), "--use_peft", "--lora_dropout", "0"]
+    flags += ["--lora_target_modules", "all-linear", "--max_steps", "4", *QUICK]
+    accelerate = [sys.executable, "-m", "accelerate.commands.launch"]
+    accelerate += ["--config_file", RECIPES / "configs" / "accelerate_ddp.yaml"]
+    two = launch(accelerate, tmp_path / "two", *flags, "--per_device_train_batch_size", 1)
+    assert (tmp_path / "two" / "adapter_model.safetensors").exists()
+    assert two.count("packing efficiency") == two.count("Answer: ") == 1
+
+    sft.main([*flags, "--output_dir", str(tmp_path / "one"), "--per_device_train_batch_size", "2"])
+    one = capsys.readouterr().out
+    assert logged(two, "loss") == pytest.approx(logged(one, "loss"), rel=1e-4)
+
+
+ROWS = {
+    "text": {"text": "A lambda expression makes an anonymous function."},
+    "prompt-completion": {"prompt": "What is a lambda? ", "completion": "An anonymous function."},
+    "conversational": {
+        "messages": [
+            {"role": "user", "content": "What is a lambda?"},
+            {"role": "assistant", "content": "An anonymous function."},
+        ]
+    },
+}
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_a_yaml_file_with_a_local_model_and_a_local_dataset(tmp_path, model, kind, capsys):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("\n".join([json.dumps(ROWS[kind])] * 30))
+    config = tmp_path / "config.yaml"
+    config.write_text(f"model_name_or_path: {model}\ndataset_name: {rows}\nmax_length: 64\nmax_steps: 2\n")
+    sft.main(["--config", str(config), "--output_dir", str(tmp_path / "out"), *QUICK])
+    printed = capsys.readouterr().out
+    assert len(logged(printed, "loss")) == 2
+    assert "Packed 30 train examples into" in printed
+    assert "Answer: " not in printed
+
+
+@pytest.mark.parametrize("strategy", ["bfd", "bfd_split"])
+def test_trl_packs_with_its_own_flags(tmp_path, model, strategy, capsys):
+    flags = ["--model_name_or_path", str(model), "--max_length", "256", "--max_steps", "2", "--packing"]
+    sft.main([*flags, "--packing_strategy", strategy, "--output_dir", str(tmp_path), *QUICK])
+    printed = capsys.readouterr().out
+    assert len(logged(printed, "loss")) == 2
+    assert "mask_sparsity" not in printed
+
+
+def test_evaluation_logs_the_mask_sparsity(tmp_path, model, capsys):
+    flags = ["--model_name_or_path", str(model), "--max_length", "1024", "--max_steps", "1", "--eval_strategy", "steps"]
+    sft.main([*flags, "--eval_steps", "1", "--output_dir", str(tmp_path), *QUICK])
+    printed = capsys.readouterr().out
+    assert "eval_loss" in printed
+    assert "eval_mask_sparsity" in printed
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--max_length", "256"], "more than max_length 256.*truncation_mode='keep_start'.*split=True"),
+        (["--max_length", "8192", "--model_name_or_path", "deep"], "model has 1024 positions"),
+        (["--max_length", "256", "--split", "--truncation_mode", "keep_start"], "exclude each other"),
+        (["--resume_from_checkpoint", "true"], "holds no checkpoint to resume from"),
+        (["--learning_speed", "1"], "--learning_speed"),
+        (["--dataset_name", "nowhere/at-all.jsonl"], "dataset_name: there is no file nowhere"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, list) else "",
+)
+def test_invalid_flags_raise_before_training(tmp_path, model, monkeypatch, flags, message):
+    monkeypatch.setattr(PackedSFTTrainer, "training_step", lambda *_: pytest.fail("a training step ran"))
+    if "deep" in flags:
+        rows = tmp_path / "rows.jsonl"
+        rows.write_text(json.dumps({"text": "lambda " * 2000}))
+        flags = [str(model) if flag == "deep" else flag for flag in flags] + ["--dataset_name", str(rows)]
+    with pytest.raises(Exception, match=message):
+        sft.main([*flags, "--output_dir", str(tmp_path), *QUICK])
+
+
+def test_packing_without_max_length_raises(tmp_path):
+    config = tmp_path / "config.yaml"
+    config.write_text("max_length: null\n")
+    with pytest.raises(ValueError, match="max_length is None, but packing needs it"):
+        sft.parse(["--config", str(config)])
+
+
+def test_a_streamed_dataset_trains(tmp_path, model, capsys):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("\n".join([json.dumps(ROWS["text"])] * 30))
+    flags = [
+        "--model_name_or_path",
+        str(model),
+        "--dataset_name",
+        str(rows),
+        "--dataset_streaming",
+        "--max_length",
+        "64",
+    ]
+    sft.main([*flags, "--max_steps", "2", "--output_dir", str(tmp_path / "out"), *QUICK])
+    assert len(logged(capsys.readouterr().out, "loss")) == 2
+
+
+def test_the_demo_data_is_deterministic(tmp_path):
+    first, second = data.question_answers(), data.question_answers()
+    assert first["train"][:] == second["train"][:]
+    assert len(first["test"]) > 0
+    for name in ("a", "b"):
+        data.build_model(tmp_path / name)
+    for file in ("model.safetensors", "tokenizer.json"):
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
+
+
+def test_the_demo_template_marks_the_answer():
+    tokenizer = data.build_tokenizer()
+    messages = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}]
+    encoded = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    answer = [token for token, wanted in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True) if wanted]
+    assert tokenizer.decode(answer) == "Because." + data.EOS
+    prompt = tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert encoded["input_ids"][: len(prompt)] == prompt

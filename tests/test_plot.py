@@ -1,0 +1,113 @@
+"""FlashMask.plot: the tiles, edges and legend that it draws."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection, QuadMesh
+from matplotlib.figure import Figure
+
+from flashmask_hf import FlashMask, masks
+from flashmask_hf.tiles import VISIBLE, classify_tiles
+
+
+def mask_of(*columns: list[int], causal: bool) -> FlashMask:
+    """Build a mask [1, 1, Skv, n] from its n vectors."""
+    return FlashMask(torch.tensor(columns, dtype=torch.int32).T[None, None].contiguous(), causal)
+
+
+def drawn_edges(ax: Axes) -> tuple[list[float], list[float]]:
+    """Return the columns and the rows at which edges are drawn."""
+    (lines,) = (x for x in ax.collections if isinstance(x, LineCollection) and x.get_gid() == "edges")
+    columns, rows = [], []
+    for (x0, y0), (x1, y1) in lines.get_segments():
+        assert (x0 == x1) != (y0 == y1)
+        (columns if x0 == x1 else rows).append(x0 if x0 == x1 else y0)
+    return columns, rows
+
+
+def drawn_tiles(ax: Axes) -> np.ndarray:
+    """Return the classes of the tiles that are drawn, [Tq, Tk]."""
+    (mesh,) = (x for x in ax.collections if isinstance(x, QuadMesh))
+    return np.asarray(mesh.get_array())
+
+
+@pytest.mark.parametrize("name", ["mask.png", "mask.svg"])
+def test_plot_writes_a_picture(tmp_path, name):
+    path = tmp_path / name
+    ax = masks.causal_document([5, 3, 8]).plot(str(path), title="three documents")
+    assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" if name.endswith("png") else b"<svg" in path.read_bytes()
+    assert (ax.get_xlabel(), ax.get_ylabel(), ax.get_title()) == ("key column", "query row", "three documents")
+    assert ax.get_ylim() == (16, 0), "query 0 is at the top"
+    (legend,) = ax.figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["visible 22%", "hidden 78%"]
+
+
+def test_plot_draws_elements_of_a_short_mask_and_tiles_of_a_long_one():
+    short = masks.padding([7, 5], q_len=6)
+    assert np.array_equal(drawn_tiles(short.plot(batch=1)) == VISIBLE, short.to_dense()[1, 0].numpy())
+    long = masks.random_eviction(300, generator=torch.Generator().manual_seed(0), heads=2)
+    assert np.array_equal(
+        drawn_tiles(long.plot(head=1)), classify_tiles(long.indices, True, 300, (128, 128))[0, 1].numpy()
+    )
+    for name, index in (("batch", 1), ("head", 2), ("head", -3)):
+        with pytest.raises(ValueError, match=f"{name} must be one of the mask's"):
+            long.plot(**{name: index})
+    ax = long.plot(head=1, block=(64, 32))
+    assert np.array_equal(drawn_tiles(ax), classify_tiles(long.indices, True, 300, (64, 32))[0, 1].numpy())
+    assert len(ax.figure.legends[0].get_texts()) == 3
+
+
+@pytest.mark.parametrize(
+    ("mask", "columns", "rows"),
+    [
+        (masks.causal_document([5, 3, 8]), [5, 8], [5, 8]),
+        (masks.document([5, 3, 8], q_len=10), [5, 8], [2]),
+        (masks.share_question([(4, [2, 3]), (2, [3, 2])]), [4, 6, 9, 11, 14], [6, 9, 14]),
+        (masks.prefix_lm_document([(2, 6), (3, 5)]), [6], [6]),
+        (masks.padding([6], kv_len=9), [6], [6]),
+        (masks.causal(9), [], []),
+        (masks.sliding_window(9, 3), [], []),
+        (masks.global_sliding_window(9, 2, 2), [], []),
+        (masks.full(1), [], []),
+        (mask_of([4] * 6, [5] * 3 + [6] * 3, causal=True), [3], [5]),
+        (mask_of([4] * 6, [5] * 3 + [6] * 3, [0] * 6, [0] * 6, causal=False), [3], [5]),
+        (mask_of([6] * 6, [0] * 3 + [2] * 3, causal=False), [], []),
+    ],
+    ids=[
+        "documents",
+        "documents, last queries",
+        "answers",
+        "prefixes",
+        "padding",
+        "causal",
+        "window",
+        "global window",
+        "one pair",
+        "LTE jumps, n = 2",
+        "LTE jumps, n = 4",
+        "UTE jumps",
+    ],
+)
+def test_plot_marks_the_edges_of_documents_only(mask, columns, rows):
+    assert drawn_edges(mask.plot()) == (columns, rows)
+
+
+def test_plot_draws_on_the_callers_axes_without_a_legend():
+    figure = Figure()
+    ax = figure.add_subplot()
+    assert masks.causal(200, q_len=200).plot(ax=ax, block=(50, 50)) is ax
+    assert figure.legends == []
+    assert ax.get_legend_handles_labels()[1] == ["visible 38%", "partial 25%", "hidden 38%"]
+
+
+def test_plot_without_matplotlib_names_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for name in [name for name in sys.modules if name.startswith("matplotlib.")]:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ImportError, match=r"pip install flashmask-hf\[plot\]"):
+        masks.causal(4).plot()

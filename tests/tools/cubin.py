@@ -1,0 +1,106 @@
+"""Compile kernels for a GPU that is not here instead of launching them, and read what the assembler made of them."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from flashmask_hf.kernels.portable import backward, forward
+
+HOPPER = GPUTarget("cuda", 90, 32)
+AMPERE = GPUTarget("cuda", 80, 32)
+BLACKWELL = GPUTarget("cuda", 100, 32)
+MI300 = GPUTarget("hip", "gfx942", 64)
+
+TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
+
+
+@dataclass
+class Kernel:
+    """A compiled kernel: its assembly, bytes of shared memory and, on NVIDIA, bytes of local memory (spills)."""
+
+    name: str
+    assembly: str
+    shared: int
+    spills: int | None
+
+
+class _Driver:
+    """A driver that knows enough for Triton to compile, and cannot launch."""
+
+    def __init__(self, target: GPUTarget):
+        self.target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def is_active(self) -> bool:
+        return True
+
+
+@contextlib.contextmanager
+def compile_only(target: GPUTarget = HOPPER, *, tma: bool | None = None) -> Iterator[list[Kernel]]:
+    """Compile kernels for `target` where code inside would launch them; the list fills with the compiled kernels.
+
+    Args:
+        target: the GPU.
+        tma: whether the portable kernels load through tensor descriptors; None is as the GPU has it.
+    """
+    compiled: list[Kernel] = []
+    modules = (forward, backward)
+    if tma is None:
+        tma = target.backend == "cuda" and target.arch >= 90
+    launch, active = JITFunction.__getitem__, driver._active
+    loads_by_descriptor = [module.loads_by_descriptor for module in modules]
+
+    def compile_instead(function: JITFunction, grid: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> None:
+            function.device_caches.clear()
+            kernel = function.run(*args, grid=grid, warmup=True, **kwargs)
+            compiled.append(_inspect(kernel, target))
+
+        return run
+
+    try:
+        JITFunction.__getitem__ = compile_instead  # type: ignore[method-assign]
+        driver.set_active(_Driver(target))  # type: ignore[arg-type]
+        for module in modules:
+            module.loads_by_descriptor = lambda *layouts: tma
+        yield compiled
+    finally:
+        JITFunction.__getitem__ = launch  # type: ignore[method-assign]
+        driver._active = active
+        for module, function in zip(modules, loads_by_descriptor, strict=True):
+            module.loads_by_descriptor = function
+
+
+def _inspect(kernel: Any, target: GPUTarget) -> Kernel:
+    name, shared = kernel.metadata.name, kernel.metadata.shared
+    if target.backend == "hip":
+        return Kernel(name, kernel.asm["amdgcn"], shared, None)
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    match = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", usage)
+    assert match, usage
+    _, stack, _, local = map(int, match.groups())
+    return Kernel(name, kernel.asm["ptx"], shared, stack + local)

@@ -1,0 +1,52 @@
+"""The Hopper kernels as plain functions: each prepares a kernel for the tensors it is given and runs it once."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from flashmask_hf import FlashMask
+from flashmask_hf.kernels.hopper.backward import prepare_backward
+from flashmask_hf.kernels.hopper.forward import Config, prepare_forward
+from flashmask_hf.kernels.launch.layout import layout_of
+from flashmask_hf.kernels.launch.problem import problem_of
+from flashmask_hf.kernels.shared.row_statistics import Delta, Gradients
+from flashmask_hf.plan import Plan
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: FlashMask,
+    plan: Plan,
+    sinks: Tensor | None,
+    scale: float,
+    softcap: float,
+    config: Config | None = None,
+    order: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return out, its rows put in `order` if there is one, and lse."""
+    problem = problem_of(q, k, v, mask.indices, sinks, mask.causal, scale, softcap)
+    run = prepare_forward(problem, order is not None, config)
+    return run(q, k, v, sinks, mask.indices, plan, order)
+
+
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Delta,
+    mask: FlashMask,
+    plan: Plan,
+    scale: float,
+    softcap: float,
+    deterministic: bool = False,
+    orders: tuple[Tensor, Tensor] | None = None,
+) -> Gradients:
+    """Return dq, dk and dv, their rows put in `orders` if there are some, and delta."""
+    problem = problem_of(q, k, v, mask.indices, None, mask.causal, scale, softcap)
+    output = (layout_of(delta[0]), delta[1] is not None) if isinstance(delta, tuple) else None
+    run = prepare_backward(problem, layout_of(dout), output, deterministic, orders is not None)
+    return run(dout, q, k, v, lse, delta, mask.indices, plan, orders)

@@ -1,0 +1,34 @@
+"""Helpers of recipe tests: run a recipe as a program, and read what its trainer logged."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+"""The folder of the recipes; importable as top-level modules once this module is imported, as when a recipe runs."""
+
+if str(RECIPES) not in sys.path:
+    sys.path.insert(0, str(RECIPES))
+
+QUICK = ["--logging_steps", "1", "--use_cpu", "--disable_tqdm", "True", "--save_strategy", "no"]
+"""Flags of a short run on the CPU that saves no checkpoint."""
+
+
+def launch(command: Sequence[object], output_dir: object, *flags: object, recipe: str = "sft") -> str:
+    """Run a recipe as a program, and return what it printed."""
+    program = [*command, RECIPES / f"{recipe}.py", "--output_dir", output_dir, *flags]
+    threads = {**os.environ, "OMP_NUM_THREADS": "1"}
+    result = subprocess.run([*map(str, program)], capture_output=True, text=True, timeout=300, env=threads)
+    assert result.returncode == 0, result.stderr[-4000:]
+    return result.stdout
+
+
+def logged(printed: str, name: str) -> list[float]:
+    """Return the values of a metric that the trainer printed in training."""
+    entries = [line for line in printed.splitlines() if line.startswith("{'loss'")]
+    return [float(json.loads(entry.replace("'", '"'))[name]) for entry in entries]

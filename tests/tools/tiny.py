@@ -1,0 +1,92 @@
+"""Helpers of training tests: a tiny Llama, a word-level tokenizer, preferences in its words, trainer arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, PreTrainedTokenizerFast, TrainingArguments
+
+VOCAB = 64
+
+# The name of the argument; transformers 5.21 renamed it, and warns of the old name.
+CHECKPOINTING = next(f for f in ("activation_checkpointing", "gradient_checkpointing") if hasattr(TrainingArguments, f))
+
+TRAINER_WARNINGS = [
+    # TRL and PEFT use the old name in transformers 5.23.
+    pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing(_enable|_disable)?` is deprecated:FutureWarning"),
+    # torch warns on a machine without a GPU.
+    pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning"),
+]
+"""Marks of tests that train: they ignore the warnings of TRL, PEFT and torch themselves."""
+
+
+def llama_config(**changes: Any) -> LlamaConfig:
+    """Return a Llama config of two layers, 64 token ids (0 is padding, 1 is end-of-sequence) and 64 positions."""
+    settings = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "bos_token_id": None,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+    }
+    return LlamaConfig(**(settings | changes))
+
+
+def word_tokenizer(*roles: str, chat_template: str | None = None) -> PreTrainedTokenizerFast:
+    """Return a tokenizer that splits at spaces.
+
+    It knows <pad>, <eos>, <unk>, the roles, and the words w3, w4 and so on, whose ids are their numbers.
+    """
+    names = ["<pad>", "<eos>", "<unk>", *roles]
+    vocab = {name: i for i, name in enumerate(names)} | {f"w{i}": i for i in range(len(names), VOCAB)}
+    words = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.add_special_tokens(names[:3])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", chat_template=chat_template
+    )
+
+
+def preference_rows(count: int = 8, seed: int = 0) -> list[dict[str, str]]:
+    """Draw preference rows in TRL's standard format, with questions and answers of one to eight words."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def words(count: int) -> str:
+        return " ".join(f"w{i}" for i in torch.randint(8, VOCAB, (count,), generator=generator).tolist())
+
+    lengths = torch.randint(1, 9, (count, 3), generator=generator).tolist()
+    return [{"prompt": words(q) + " ", "chosen": words(c), "rejected": words(r)} for q, c, r in lengths]
+
+
+def conversation(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a preference row in TRL's conversational format."""
+    return row | {
+        "prompt": [{"role": "user", "content": row["prompt"].strip()}],
+        "chosen": [{"role": "assistant", "content": row["chosen"]}],
+        "rejected": [{"role": "assistant", "content": row["rejected"]}],
+    }
+
+
+def trainer_settings(output_dir: Any) -> dict[str, Any]:
+    """Return the arguments of a short run on the CPU that saves and reports nothing."""
+    return {
+        "output_dir": str(output_dir),
+        "per_device_train_batch_size": 4,
+        "per_device_eval_batch_size": 4,
+        "learning_rate": 1e-3,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "bf16": False,
+        "use_cpu": True,
+        "disable_tqdm": True,
+        CHECKPOINTING: False,
+    }

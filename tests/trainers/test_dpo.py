@@ -1,0 +1,568 @@
+"""The DPO trainer computes each question once; losses, metrics and gradients equal stock TRL's."""
+
+import contextlib
+import logging
+import types
+
+import pytest
+import torch
+import transformers
+from datasets import Dataset, IterableDataset, load_from_disk
+from peft import LoraConfig, PrefixTuningConfig, get_peft_model
+from tools import model_zoo
+from tools.tiny import (
+    CHECKPOINTING,
+    TRAINER_WARNINGS,
+    VOCAB,
+    conversation,
+    llama_config,
+    preference_rows,
+    trainer_settings,
+    word_tokenizer,
+)
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from trl import DPOConfig, DPOTrainer
+from trl.trainer.dpo_trainer import DataCollatorForPreference
+
+from flashmask_hf.backend.packed_rows import run_packed
+from flashmask_hf.collators import DataCollatorForSharedQuestion
+from flashmask_hf.trainers import SharedQuestionDPOConfig, SharedQuestionDPOTrainer
+from flashmask_hf.trainers.common import prepare_arguments
+
+pytestmark = TRAINER_WARNINGS
+
+LOSSES = [
+    "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired",
+    "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm",
+]  # fmt: skip
+LOSS_BOUND = {"rtol": 2e-5, "atol": 2e-5}
+GRADIENT_BOUND = 2e-5
+"""Largest difference of the entries of a gradient, relative to its largest entry."""
+
+CHAT = "{% for m in messages %}{{ m['role'] + ' ' + m['content'] + ' ' }}{% if m['role'] == 'assistant' %}<eos> {% endif %}{% endfor %}{% if add_generation_prompt %}assistant {% endif %}"  # noqa: E501
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return word_tokenizer("user", "assistant", chat_template=CHAT)
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("model")
+    AutoModelForCausalLM.from_config(llama_config()).save_pretrained(path)
+    return str(path)
+
+
+def config(path, **options):
+    return DPOConfig(**(trainer_settings(path) | {"beta": 0.5} | options))
+
+
+def make(trainer_class, model_path, tokenizer, out, *, data=None, lora=False, ref=False, **options):
+    attention = "flashmask" if trainer_class is SharedQuestionDPOTrainer else "eager"
+
+    def load(path=model_path):
+        return AutoModelForCausalLM.from_pretrained(path, attn_implementation=attention)
+
+    keywords = {}
+    if ref:
+        keywords["ref_model"] = load()
+    if lora:
+        keywords["peft_config"] = LoraConfig(r=4, lora_dropout=0.0, target_modules=["q_proj", "v_proj", "up_proj"])
+    for name in ("data_collator", "eval_dataset"):
+        if name in options:
+            keywords[name] = options.pop(name)
+    torch.manual_seed(0)  # initializes the adapter; TRL 1.15 and later seed it themselves
+    trainer = trainer_class(
+        load(),
+        args=config(out, **options),
+        train_dataset=Dataset.from_list(preference_rows() if data is None else data),
+        processing_class=tokenizer,
+        **keywords,
+    )
+    torch.manual_seed(1)  # so that policy and reference differ
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            if parameter.requires_grad:
+                parameter += 0.1 * torch.randn(parameter.shape).to(parameter.device)
+    return trainer
+
+
+def one_step(trainer):
+    """Return loss, gradients and metrics of the trainer's first batch."""
+    trainer._metrics["train"].clear()
+    trainer._total_train_tokens = 0
+    trainer.model.train()
+    trainer.model.zero_grad()
+    torch.manual_seed(2)
+    inputs = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+    loss = trainer.compute_loss(trainer.model, inputs)
+    loss.backward()
+    gradients = {n: p.grad.clone() for n, p in trainer.model.named_parameters() if p.grad is not None}
+    return loss.detach(), gradients, {key: value[-1] for key, value in trainer._metrics["train"].items()}
+
+
+def assert_same(shared, stock):
+    loss, gradients, metrics = one_step(shared)
+    expected_loss, expected_gradients, expected_metrics = one_step(stock)
+    torch.testing.assert_close(loss, expected_loss, **LOSS_BOUND)
+    assert gradients.keys() == expected_gradients.keys()
+    for name, expected in expected_gradients.items():
+        scale = expected.abs().max().clamp(min=1e-3)
+        assert ((gradients[name] - expected).abs().max() / scale) < GRADIENT_BOUND, name
+    added = {"shared_tokens_saved", "mask_sparsity"}
+    assert metrics.keys() == expected_metrics.keys() | added
+    for name, value in expected_metrics.items():
+        assert metrics[name] == pytest.approx(value, rel=2e-5, abs=2e-5), name
+    assert 0 < metrics["shared_tokens_saved"] < 0.5
+    return loss
+
+
+MODES = {
+    "full": {},
+    "full, given reference": {"ref": True},
+    "full, precomputed": {"precompute_ref_log_probs": True},
+    "full, checkpointing": {CHECKPOINTING: True},
+    "lora": {"lora": True},
+    "lora, precomputed": {"lora": True, "precompute_ref_log_probs": True},
+    "lora, checkpointing": {"lora": True, CHECKPOINTING: True},
+}
+
+
+@pytest.fixture(scope="module", params=MODES, ids=str)
+def pair(request, model_path, tokenizer, tmp_path_factory):
+    out = tmp_path_factory.mktemp("out")
+    options = MODES[request.param]
+    return [make(c, model_path, tokenizer, out, **options) for c in (SharedQuestionDPOTrainer, DPOTrainer)]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_every_loss_equals_stock_trl(pair, loss):
+    for trainer in pair:
+        trainer.loss_types, trainer.loss_weights = [loss], [1.0]
+        trainer.label_smoothing = 0.1 if loss in ("robust", "exo_pair", "sigmoid") else 0.0
+    assert assert_same(*pair) != 0
+
+
+OPTIONS = {
+    "ld_alpha": {"ld_alpha": 0.5},
+    "ld_alpha, precomputed": {"ld_alpha": 0.5, "precompute_ref_log_probs": True},
+    "rpo": {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.7]},
+    "mpo": {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]},
+    "weighting": {"use_weighting": True},
+    "weighting, lora": {"use_weighting": True, "lora": True},
+    "forward_kl": {"f_divergence_type": "forward_kl"},
+    "js_divergence": {"f_divergence_type": "js_divergence"},
+    "alpha_divergence": {"f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": 0.5},
+    "max_length": {"max_length": 10},
+    "pad_to_multiple_of": {"pad_to_multiple_of": 16},
+    "reentrant checkpointing": {CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"use_reentrant": True}},
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_option_equals_stock_trl(option, model_path, tokenizer, tmp_path):
+    shared, stock = (
+        make(c, model_path, tokenizer, tmp_path, **OPTIONS[option]) for c in (SharedQuestionDPOTrainer, DPOTrainer)
+    )
+    assert_same(shared, stock)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("option", [{}, {"activation_offloading": True}, {CHECKPOINTING: True}], ids=str)
+def test_the_gpu_equals_the_cpu(option, model_path, tokenizer, tmp_path):
+    options = option | {"use_cpu": False}
+    on_gpu = make(SharedQuestionDPOTrainer, model_path, tokenizer, tmp_path, **options)
+    with on_gpu.maybe_activation_offload_context:
+        loss, gradients, _ = one_step(on_gpu)
+    expected, expected_gradients, _ = one_step(make(DPOTrainer, model_path, tokenizer, tmp_path))
+    torch.testing.assert_close(loss.cpu(), expected, rtol=1e-4, atol=1e-4)
+    for name, gradient in gradients.items():
+        scale = expected_gradients[name].abs().max().clamp(min=1e-3)
+        assert ((gradient.cpu() - expected_gradients[name]).abs().max() / scale) < 1e-3, name
+
+
+FORMS = {
+    "conversational prompt, texts": lambda row: row | {"prompt": conversation(row)["prompt"]},
+    "standard, implicit prompt": lambda row: {k: row["prompt"] + row[k] for k in ("chosen", "rejected")},
+    "conversational": conversation,
+    "conversational, implicit prompt": lambda row: {
+        k: conversation(row)["prompt"] + conversation(row)[k] for k in ("chosen", "rejected")
+    },
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_format_equals_stock_trl(form, model_path, tokenizer, tmp_path):
+    data = [FORMS[form](row) for row in preference_rows()]
+    shared = make(SharedQuestionDPOTrainer, model_path, tokenizer, tmp_path, data=data)
+    if form == "conversational prompt, texts":  # TRL does not read this format
+        data = [conversation(row) for row in preference_rows()]
+    assert_same(shared, make(DPOTrainer, model_path, tokenizer, tmp_path, data=data))
+
+
+def test_ultrafeedback_rows_equal_stock_trl(model_path, tokenizer, tmp_path):
+    """The prompt is a string, the conversations begin with it, and there are columns that no one reads."""
+    plain = [conversation(row) for row in preference_rows()]
+    data = [
+        {
+            "prompt": row["prompt"][0]["content"],
+            "prompt_id": str(index),
+            "chosen": row["prompt"] + row["chosen"],
+            "rejected": row["prompt"] + row["rejected"],
+            "messages": row["prompt"] + row["chosen"],
+            "score_chosen": 8.0,
+            "score_rejected": 3.5,
+        }
+        for index, row in enumerate(plain)
+    ]
+    shared = make(SharedQuestionDPOTrainer, model_path, tokenizer, tmp_path, data=data)
+    assert_same(shared, make(DPOTrainer, model_path, tokenizer, tmp_path, data=plain))
+
+
+@pytest.mark.parametrize("collator", [{}, {"row_length": 40}, {"row_length": 64, "pad_to_multiple_of": 32}], ids=str)
+def test_packing_several_questions_into_one_row_changes_nothing(collator, model_path, tokenizer, tmp_path):
+    packed = make(
+        SharedQuestionDPOTrainer, model_path, tokenizer, tmp_path,
+        data_collator=DataCollatorForSharedQuestion(**collator),
+    )  # fmt: skip
+    loss, gradients, _ = one_step(packed)
+    total, sums = 0.0, dict.fromkeys(gradients, 0.0)
+    torch.manual_seed(2)
+    batch = next(iter(packed.get_train_dataloader()))
+    count = len(batch["input_ids"]) // 2
+    for index in range(count):
+        example = packed.train_dataset.select_columns(["prompt_ids", "chosen_ids", "rejected_ids"])
+        chosen = batch["input_ids"][index][batch["attention_mask"][index].bool()].tolist()
+        alone = next(e for e in example if e["prompt_ids"] + e["chosen_ids"] == chosen)
+        packed.model.zero_grad()
+        one = packed.compute_loss(packed.model, DataCollatorForSharedQuestion()([alone]))
+        one.backward()
+        total += one.detach() / count
+        sums = {n: sums[n] + p.grad / count for n, p in packed.model.named_parameters()}
+    torch.testing.assert_close(loss, total, **LOSS_BOUND)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, sums[name], rtol=1e-4, atol=1e-5)
+
+
+def test_the_auxiliary_loss_of_a_mixture_of_experts_equals_stock_trl(tokenizer, tmp_path):
+    """Router logits, too, are gathered into one sequence per answer before the auxiliary loss."""
+    torch.manual_seed(0)
+    settings = Qwen3MoeConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, moe_intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, head_dim=8,
+        output_router_logits=True, router_aux_loss_coef=0.1, max_position_embeddings=64, bos_token_id=None,
+        eos_token_id=1, pad_token_id=0,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(settings).save_pretrained(tmp_path / "moe")
+    path = str(tmp_path / "moe")
+    shared, stock = (make(c, path, tokenizer, tmp_path) for c in (SharedQuestionDPOTrainer, DPOTrainer))
+    assert_same(shared, stock)
+    assert shared._metrics["train"]["aux_loss"][0] > 0
+
+
+def test_a_model_loaded_by_name_and_a_trained_adapter(model_path, tokenizer, tmp_path):
+    shared = SharedQuestionDPOTrainer(
+        model_path,
+        args=config(tmp_path),
+        train_dataset=Dataset.from_list(preference_rows()),
+        processing_class=tokenizer,
+    )
+    assert shared.model.config._attn_implementation == shared.ref_model.config._attn_implementation == "flashmask"
+
+    def adapted(attention):
+        torch.manual_seed(5)
+        base = AutoModelForCausalLM.from_pretrained(model_path, attn_implementation=attention)
+        lora = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+        return get_peft_model(base, lora)
+
+    trainers = [
+        c(
+            adapted(a),
+            args=config(tmp_path),
+            train_dataset=Dataset.from_list(preference_rows()),
+            processing_class=tokenizer,
+        )
+        for c, a in ((SharedQuestionDPOTrainer, "flashmask"), (DPOTrainer, "eager"))
+    ]
+    for trainer in trainers:
+        assert "ref" in trainer.model.peft_config  # TRL's copy of the adapter is the reference
+        with torch.no_grad():
+            for name, parameter in trainer.model.named_parameters():
+                if ".default." in name:
+                    parameter *= 1.5
+    assert_same(*trainers)
+
+
+def curve(trainer):
+    trainer.train()
+    keys = ("loss", "rewards/accuracies", "rewards/margins", "grad_norm")
+    return [{key: entry[key] for key in keys} for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"lora": True, "sync_ref_model": False}, {"sync_ref_model": True, "ref_model_sync_steps": 2}],
+    ids=str,
+)
+def test_training_follows_stock_trl(options, model_path, tokenizer, tmp_path):
+    options = {"max_steps": 8, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2} | options
+    evaluated = {"eval_dataset": Dataset.from_list(preference_rows(6, seed=3))}
+    shared, stock = (
+        make(c, model_path, tokenizer, tmp_path, **options, **evaluated) for c in (SharedQuestionDPOTrainer, DPOTrainer)
+    )
+    ours, theirs = curve(shared), curve(stock)
+    assert len(ours) == 8
+    for one, other in zip(ours, theirs, strict=True):
+        assert one == pytest.approx(other, rel=1e-3, abs=1e-4)
+    one, other = shared.evaluate(), stock.evaluate()
+    assert one["eval_mask_sparsity"] == 0  # short rows are one tile
+    assert 0 < one["eval_shared_tokens_saved"] < 1
+    for name, value in other.items():
+        if "runtime" not in name and "per_second" not in name:
+            assert one[name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
+    fresh = Dataset.from_list(preference_rows(3, seed=4))
+    assert shared.evaluate(fresh)["eval_loss"] == pytest.approx(stock.evaluate(fresh)["eval_loss"], rel=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:The `'keep_end'` truncation mode is deprecated:FutureWarning")
+@pytest.mark.parametrize("change", [{"max_length": 9}, {"truncation_mode": "keep_end"}, {"ld_alpha": 0.1}], ids=str)
+def test_precomputed_log_probabilities_depend_on_the_options(change, model_path, tokenizer, tmp_path):
+    """TRL names its cache file after the dataset, and a tokenized dataset does not depend on the options."""
+    words = torch.randint(8, 64, (4, 3, 7), generator=torch.Generator().manual_seed(0)).tolist()
+    names = ("prompt_ids", "chosen_ids", "rejected_ids")
+    Dataset.from_list([dict(zip(names, row, strict=True)) for row in words]).save_to_disk(tmp_path / "tokens")
+
+    def rewards(**options):
+        trainer = SharedQuestionDPOTrainer(
+            str(model_path),
+            args=config(tmp_path, max_steps=1, learning_rate=0.0, **options),
+            train_dataset=load_from_disk(tmp_path / "tokens"),
+            processing_class=tokenizer,
+        )
+        trainer.train()
+        return trainer.state.log_history[0]["rewards/chosen"]
+
+    assert rewards(max_length=11, precompute_ref_log_probs=True) == pytest.approx(0, abs=1e-4)
+    assert rewards(**({"max_length": 11} | change), precompute_ref_log_probs=True) == pytest.approx(0, abs=1e-4)
+
+
+def test_a_compiled_policy_that_mixes_documents_raises_when_it_precomputes_the_reference(tokenizer, tmp_path):
+    model = model_zoo.build("recurrent_gemma", "flashmask")
+    for layer in model.base_model.layers:
+        layer.compile(backend="eager")
+    with pytest.raises(ValueError, match="RecurrentGemmaModel gave the packed row's mask to 1 of its 2 layers"):
+        SharedQuestionDPOTrainer(
+            model,
+            args=config(tmp_path, precompute_ref_log_probs=True),
+            train_dataset=Dataset.from_list([{"prompt_ids": [8, 9], "chosen_ids": [8], "rejected_ids": [7]}]),
+            processing_class=tokenizer,
+        )
+
+
+def test_a_compiled_reference_that_mixes_documents_raises(model_path, tokenizer, tmp_path):
+    with pytest.raises(ValueError, match="RecurrentGemmaModel gave the packed row's mask to 1 of its 2 layers"):
+        SharedQuestionDPOTrainer(
+            str(model_path),
+            model_zoo.build("recurrent_gemma", "flashmask"),
+            args=config(tmp_path, max_steps=1, torch_compile=True, torch_compile_backend="eager"),
+            train_dataset=Dataset.from_list([{"prompt_ids": [8, 9], "chosen_ids": [8], "rejected_ids": [7]}]),
+            processing_class=tokenizer,
+        ).train()
+
+
+def test_a_streamed_dataset_trains(model_path, tokenizer, tmp_path):
+    def stream():
+        yield from preference_rows()
+
+    shared = SharedQuestionDPOTrainer(
+        model_path,
+        args=config(tmp_path, max_steps=2),
+        train_dataset=IterableDataset.from_generator(stream),
+        processing_class=tokenizer,
+    )
+    shared.train()
+    assert len([entry for entry in shared.state.log_history if "loss" in entry]) == 2
+
+
+def test_an_answer_never_affects_another(model_path):
+    """Changing the chosen answer leaves the hidden states of the rejected answer bit-identical, and vice versa."""
+    model = AutoModelForCausalLM.from_pretrained(model_path, attn_implementation="flashmask")
+    run_packed(model)
+    collator = DataCollatorForSharedQuestion()
+
+    def hidden(chosen, rejected):
+        batch = collator([{"prompt_ids": [5, 6, 7], "chosen_ids": chosen, "rejected_ids": rejected}])
+        batch.pop("completion_mask")
+        return model.model(**batch, use_cache=False).last_hidden_state
+
+    base = hidden([8, 9, 10], [11, 12, 13])
+    assert torch.equal(base[1], hidden([20, 21, 22], [11, 12, 13])[1])
+    assert torch.equal(base[0], hidden([8, 9, 10], [30, 31, 32])[0])
+    assert not torch.equal(base[0], hidden([8, 19, 10], [11, 12, 13])[0])
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_reference_model_that_fsdp2_would_leave_empty_raises(version, model_path, tokenizer, tmp_path, monkeypatch):
+    trainer = make(SharedQuestionDPOTrainer, model_path, tokenizer, tmp_path)
+    plugin = types.SimpleNamespace(fsdp_version=version, cpu_ram_efficient_loading=True)
+    monkeypatch.setattr(trainer.accelerator.state, "fsdp_plugin", plugin, raising=False)
+    trainer.is_fsdp_enabled, trainer._hooked = True, False
+    refused = pytest.raises(ValueError, match="fsdp_cpu_ram_efficient_loading leaves a reference model empty")
+    with refused if version == 2 else contextlib.nullcontext():
+        trainer._hook_models()
+
+
+def test_invalid_arguments_and_data_raise_before_the_first_step(model_path, tokenizer, tmp_path, caplog):
+    def trainer(data=None, model=model_path, stream=False, **options):
+        keywords = {k: options.pop(k) for k in ("peft_config", "data_collator") if k in options}
+        return SharedQuestionDPOTrainer(
+            model,
+            args=config(tmp_path, **options),
+            train_dataset=Dataset.from_list(preference_rows() if data is None else data),
+            processing_class=tokenizer,
+            **keywords,
+        )
+
+    eager = AutoModelForCausalLM.from_pretrained(model_path, attn_implementation="eager")
+    with pytest.raises(ValueError, match="need attn_implementation='flashmask', but the model has 'eager'"):
+        trainer(model=eager)
+    with pytest.raises(TypeError, match="data_collator must be a DataCollatorForSharedQuestion"):
+        trainer(data_collator=DataCollatorForPreference(0))
+    with pytest.raises(ValueError, match="PrefixTuningConfig adds virtual tokens"):
+        trainer(peft_config=PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    good = preference_rows(3)
+    with pytest.raises(ValueError, match="example 2 has no rejected"):
+        trainer([*good[:2], {"prompt": "w5", "chosen": "w6", "rejected": None}])
+    with pytest.raises(ValueError, match=r"example 0 has no chosen and no rejected.*It has: prompt, completion"):
+        trainer([{"prompt": "w5", "completion": "w6"}])
+    with pytest.raises(ValueError, match="example 1 has an empty answer, chosen"):
+        trainer([good[0], {"prompt": "w5", "chosen": "  ", "rejected": "w6"}])
+    with pytest.raises(ValueError, match="example 0 has the same conversation twice"):
+        trainer([{"chosen": "w5 w6", "rejected": "w5 w6"}])
+    long = {"prompt": "w5 " * 40, "chosen": "w6 " * 40, "rejected": "w7"}
+    with pytest.raises(ValueError, match="train example 3, as prepared, is deeper than the model's 64 positions"):
+        trainer([*good, long])
+    with pytest.raises(ValueError, match="train example 3, as prepared, has more than row_length=70 tokens"):
+        trainer([*good, long], data_collator=DataCollatorForSharedQuestion(row_length=70, max_position_embeddings=99))
+    with pytest.raises(ValueError, match="every question of the train dataset fills max_length 8"):
+        trainer([long, long], max_length=8)
+    with pytest.raises(ValueError, match="images cannot share a question"):
+        trainer([{**good[0], "images": None}])
+    with caplog.at_level(logging.WARNING, logger="flashmask_hf.trainers.dpo"):
+        trainer([*good, long], max_length=60)
+        trainer([*good, long], max_length=20)
+    assert "1 of 4 train examples have more than max_length=60 tokens" in caplog.text
+    assert "Dropped 1 of 4 train examples, whose question alone fills max_length=20" in caplog.text
+
+
+def other_models():
+    """Yield models whose answers would see each other or whose positions are not depths, with the error."""
+    common = {
+        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0,
+    }  # fmt: skip
+    attention = common | {"num_key_value_heads": 2, "max_position_embeddings": 64}
+    recurrent = {name: common[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers", "pad_token_id")}
+    yield "mamba", transformers.MambaConfig(**recurrent, state_size=4), "mask to 0 of its 2 layers"
+    hybrid = {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}
+    yield "lfm2", transformers.Lfm2Config(**attention, **hybrid), "mask to 1 of its 2 layers"
+    yield "roberta", transformers.RobertaConfig(**common, is_decoder=True), "counts positions from 1"
+    bert = transformers.BertConfig(**common)
+    yield "bert", bert, "not a causal decoder"
+
+
+@pytest.mark.parametrize(("name", "settings", "message"), list(other_models()), ids=lambda value: str(value)[:12])
+def test_models_that_cannot_take_packed_rows_raise(name, settings, message):
+    if name == "bert":
+        model = transformers.AutoModelForMaskedLM.from_config(settings, attn_implementation="flashmask")
+    else:
+        model = AutoModelForCausalLM.from_config(settings, attn_implementation="flashmask")
+    batch = DataCollatorForSharedQuestion()([{"prompt_ids": [5, 6, 7], "chosen_ids": [8, 9], "rejected_ids": [10]}])
+    batch.pop("completion_mask")
+
+    def forward():
+        run_packed(model)
+        model.base_model(**batch, use_cache=False)
+
+    with pytest.raises(ValueError, match=message):
+        forward()
+
+
+@pytest.mark.parametrize("window", [4, 20])
+def test_a_sliding_window_is_measured_by_position(window, tokenizer, tmp_path):
+    """The rejected answer is further from its question in the row than by position, which matters in a short window."""
+    torch.manual_seed(0)
+    settings = transformers.MistralConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, sliding_window=window, bos_token_id=None, eos_token_id=1,
+        pad_token_id=0,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(settings).save_pretrained(tmp_path / "mistral")
+    path = str(tmp_path / "mistral")
+    assert_same(*(make(c, path, tokenizer, tmp_path) for c in (SharedQuestionDPOTrainer, DPOTrainer)))
+
+
+def test_keep_end_cuts_questions_and_raises_for_answers_that_fill_max_length(model_path, tokenizer, tmp_path):
+    with pytest.warns(FutureWarning, match="keep_end"):
+        trainer = make(
+            SharedQuestionDPOTrainer, model_path, tokenizer, tmp_path, max_length=12, truncation_mode="keep_end"
+        )
+    assert one_step(trainer)[0] > 0
+    long = {"prompt": "w5 ", "chosen": "w6 " * 12, "rejected": "w7"}
+    with (
+        pytest.warns(FutureWarning, match="keep_end"),
+        pytest.raises(ValueError, match="train example 8, as prepared, has an answer that fills max_length=12"),
+    ):
+        make(
+            SharedQuestionDPOTrainer, model_path, tokenizer, tmp_path, data=[*preference_rows(), long], max_length=12,
+            truncation_mode="keep_end",
+        )  # fmt: skip
+
+
+def test_no_process_of_several_spreads_a_model_over_all_gpus(tmp_path, monkeypatch):
+    args = config(tmp_path)
+    monkeypatch.setattr(DPOConfig, "world_size", 2)
+    prepare_arguments("a model", args, None)
+    assert args.model_init_kwargs == {"attn_implementation": "flashmask", "device_map": None}
+
+
+def test_options_that_packed_rows_cannot_have_raise(model_path, tokenizer, tmp_path):
+    refused = {
+        "neftune_noise_alpha": {"neftune_noise_alpha": 5.0},
+        "dispatch_batches": {"accelerator_config": {"dispatch_batches": True}},
+    }
+    for name, options in refused.items():
+        with pytest.raises(ValueError, match=name):
+            make(SharedQuestionDPOTrainer, model_path, tokenizer, tmp_path, **options)
+    with pytest.raises(ValueError, match="alora_invocation_tokens"):
+        SharedQuestionDPOTrainer(
+            model_path,
+            args=config(tmp_path),
+            train_dataset=Dataset.from_list(preference_rows()),
+            processing_class=tokenizer,
+            peft_config=LoraConfig(task_type="CAUSAL_LM", alora_invocation_tokens=[5]),
+        )
+
+
+def test_tokenized_rows_with_row_length_and_with_an_unchanged_collator(model_path, tokenizer, tmp_path):
+    prepared = make(SharedQuestionDPOTrainer, model_path, tokenizer, tmp_path)
+    columns = ["prompt_ids", "chosen_ids", "rejected_ids"]
+    data = list(prepared.train_dataset.select_columns(columns))
+    collator = DataCollatorForSharedQuestion(row_length=40)
+    again = make(SharedQuestionDPOTrainer, model_path, tokenizer, tmp_path, data=data, data_collator=collator)
+    assert collator.max_position_embeddings is None
+    assert again.data_collator.max_position_embeddings == 64
+    loss = one_step(prepared)[0]
+    torch.testing.assert_close(one_step(again)[0], loss, **LOSS_BOUND)
+
+    args = SharedQuestionDPOConfig(str(tmp_path), row_length=48, use_cpu=True, bf16=False, report_to="none")
+    rowed = SharedQuestionDPOTrainer(
+        model_path, args=args, train_dataset=Dataset.from_list(data), processing_class=tokenizer
+    )
+    assert next(iter(rowed.get_train_dataloader()))["packed_input_ids"].shape[1] == 48
+    with pytest.raises(ValueError, match="train example 1, as prepared, lacks a column"):
+        make(SharedQuestionDPOTrainer, model_path, tokenizer, tmp_path, data=[data[0], data[1] | {"chosen_ids": None}])
+    with pytest.raises(ValueError, match="eval example 0, as prepared, is deeper than the model's 64 positions"):
+        prepared.evaluate(Dataset.from_list([data[0] | {"prompt_ids": [5] * 70}]))

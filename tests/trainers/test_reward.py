@@ -1,0 +1,371 @@
+"""The reward trainer computes each question once; with two answers, it equals stock TRL."""
+
+import copy
+import logging
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset, IterableDataset
+from peft import LoraConfig, PrefixTuningConfig, get_peft_model
+from tools.rewards import (
+    BOUND,
+    assert_same_gradients,
+    assert_same_step,
+    defined_pairwise,
+    gradients_of,
+    load,
+    losses_of,
+    make,
+    margin_rows,
+    one_step,
+    pairs_of,
+    reward_tokenizer,
+    save_reward_model,
+    scored,
+    separate_rewards,
+    settings,
+    without,
+)
+from tools.tiny import CHECKPOINTING, TRAINER_WARNINGS, conversation, preference_rows
+from transformers import HfArgumentParser
+from trl import RewardConfig, RewardTrainer
+from trl.trainer.reward_trainer import DataCollatorForPreference
+
+from flashmask_hf.collators import DataCollatorForMultiAnswerReward
+from flashmask_hf.trainers import MultiAnswerRewardConfig, MultiAnswerRewardTrainer
+
+pytestmark = TRAINER_WARNINGS
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return reward_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return save_reward_model(tmp_path_factory.mktemp("model"))
+
+
+def implicit(row):
+    """Put the prompt at the start of both answers."""
+    prompt = row.pop("prompt")
+    return row | {key: prompt + row[key] for key in ("chosen", "rejected")}
+
+
+FORMS = {
+    "standard": dict,
+    "standard, implicit": lambda row: implicit(dict(row)),
+    "conversational": conversation,
+    "conversational, implicit": lambda row: implicit(conversation(row)),
+}
+
+
+# --- two answers: stock TRL
+
+OPTIONS = {"none": {}, "margin": {}, "centering": {"center_rewards_coefficient": 0.3}}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_two_answers_equal_stock_trl(lora, option, form, model_path, tokenizer, tmp_path):
+    data = [FORMS[form](row) for row in margin_rows()]
+    if option != "margin":
+        data = [without(row, "margin") for row in data]
+    ours, stock = (
+        make(c, model_path, tokenizer, tmp_path, data, lora=lora, **OPTIONS[option])
+        for c in (MultiAnswerRewardTrainer, RewardTrainer)
+    )
+    assert_same_step(ours, stock)
+    for row, expected in zip(ours.train_dataset, stock.train_dataset, strict=True):
+        whole = [row["prompt_ids"] + answer for answer in row["answers_ids"]]
+        assert whole == [expected["chosen_ids"], expected["rejected_ids"]]
+
+
+OTHER_OPTIONS = {
+    "listwise": {"loss_type": "listwise"},
+    "checkpointing": {CHECKPOINTING: True},
+    "reentrant checkpointing": {CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"use_reentrant": True}},
+    "checkpointing, lora": {CHECKPOINTING: True, "lora": True},
+    "max_length": {"max_length": 12},
+    "row_length": {"row_length": 48, "pad_to_multiple_of": 16},
+    "unused columns kept": {"remove_unused_columns": False},
+}
+
+
+@pytest.mark.parametrize("option", OTHER_OPTIONS)
+def test_options_keep_two_answers_equal_to_stock_trl(option, model_path, tokenizer, tmp_path):
+    ours = OTHER_OPTIONS[option]
+    stock = without(ours, "loss_type", "row_length", "pad_to_multiple_of")
+    assert_same_step(
+        make(MultiAnswerRewardTrainer, model_path, tokenizer, tmp_path, margin_rows(), **ours),
+        make(RewardTrainer, model_path, tokenizer, tmp_path, margin_rows(), **stock),
+    )
+
+
+def test_tokenized_columns_of_trl_are_used_unchanged(model_path, tokenizer, tmp_path):
+    stock = make(RewardTrainer, model_path, tokenizer, tmp_path, margin_rows())
+    tokenized = stock.train_dataset.select_columns(["chosen_ids", "rejected_ids", "margin"])
+    ours = make(MultiAnswerRewardTrainer, model_path, tokenizer, tmp_path, tokenized)
+    assert ours.train_dataset.column_names == tokenized.column_names
+    assert_same_step(ours, stock)
+
+
+def test_a_trained_adapter_equals_stock_trl(model_path, tokenizer, tmp_path):
+    def adapted(attention):
+        torch.manual_seed(5)
+        lora = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False, task_type="SEQ_CLS")
+        return get_peft_model(load(model_path, attention), lora)
+
+    assert_same_step(
+        make(MultiAnswerRewardTrainer, model_path, tokenizer, tmp_path, model=adapted("flashmask")),
+        make(RewardTrainer, model_path, tokenizer, tmp_path, model=adapted("eager")),
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("option", [{}, {"activation_offloading": True}, {CHECKPOINTING: True}], ids=str)
+def test_the_gpu_equals_the_cpu(option, model_path, tokenizer, tmp_path):
+    on_gpu = make(MultiAnswerRewardTrainer, model_path, tokenizer, tmp_path, margin_rows(), use_cpu=False, **option)
+    with on_gpu.maybe_activation_offload_context:
+        loss, gradients, _ = one_step(on_gpu)
+    expected, expected_gradients, _ = one_step(make(RewardTrainer, model_path, tokenizer, tmp_path, margin_rows()))
+    torch.testing.assert_close(loss.cpu(), expected, rtol=1e-4, atol=1e-4)
+    for name, gradient in gradients.items():
+        scale = expected_gradients[name].abs().max().clamp(min=1e-3)
+        assert ((gradient.cpu() - expected_gradients[name]).abs().max() / scale) < 1e-3, name
+
+
+# --- training and evaluation
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"pad_to_multiple_of": 32}, {"row_length": 64}, {"row_length": 96, "pad_to_multiple_of": 32}],
+    ids=str,
+)
+def test_packing_several_questions_equals_separate_batches(options, model_path, tokenizer, tmp_path):
+    data = scored()
+    trainer = make(MultiAnswerRewardTrainer, model_path, tokenizer, tmp_path, data)
+    collator = DataCollatorForMultiAnswerReward(**options)
+    batch = collator(data)
+    trainer.model.zero_grad()
+    loss = trainer.compute_loss(trainer.model, batch)
+    loss.backward()
+    gradients = gradients_of(trainer.model)
+    trainer.model.zero_grad()
+    total = 0.0
+    for example in data:
+        one = trainer.compute_loss(trainer.model, DataCollatorForMultiAnswerReward()([example])) / len(data)
+        one.backward()
+        total += one.detach()
+    torch.testing.assert_close(loss.detach(), total, **BOUND)
+    assert_same_gradients(gradients, gradients_of(trainer.model))
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_training_follows_stock_trl(lora, model_path, tokenizer, tmp_path):
+    held_out = preference_rows(6, seed=3)
+    options = {"max_steps": 8, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
+    ours, stock = (
+        make(
+            c, model_path, tokenizer, tmp_path, lora=lora, learning_rate=1e-2,
+            eval_dataset=Dataset.from_list(held_out), **options,
+        )
+        for c in (MultiAnswerRewardTrainer, RewardTrainer)
+    )  # fmt: skip
+    losses, expected = losses_of(ours), losses_of(stock)
+    assert len(losses) == 8
+    assert losses[-1]["loss"] < losses[0]["loss"] / 2
+    for one, other in zip(losses, expected, strict=True):
+        assert one.keys() == other.keys() | {"mask_sparsity", "shared_tokens_saved", "accuracy_of_2_answers"}
+        assert {key: one[key] for key in other} == pytest.approx(other, rel=1e-3, abs=1e-4)
+    fresh = Dataset.from_list(preference_rows(3, seed=4))
+    for dataset in (None, fresh):
+        one, other = ours.evaluate(dataset), stock.evaluate(dataset)
+        for name, value in other.items():
+            if "runtime" not in name and "per_second" not in name:
+                assert one[name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
+
+
+def test_the_last_step_of_an_epoch_logs_all_of_its_batches(model_path, tokenizer, tmp_path):
+    """13 rows make three batches of four and one of one. Trainer fetches all four before it computes the first."""
+    options = {"num_train_epochs": 2, "gradient_accumulation_steps": 4, "learning_rate": 1e-2}
+    ours, stock = (
+        make(c, model_path, tokenizer, tmp_path, preference_rows(13), **options)
+        for c in (MultiAnswerRewardTrainer, RewardTrainer)
+    )
+    for one, other in zip(losses_of(ours), losses_of(stock), strict=True):
+        assert {key: one[key] for key in other} == pytest.approx(other, rel=1e-3, abs=1e-4)
+
+
+def test_total_flos_are_those_of_the_packed_tokens(model_path, tokenizer, tmp_path):
+    data = scored((3, 2))
+    trainer = make(MultiAnswerRewardTrainer, model_path, tokenizer, tmp_path, data, num_train_epochs=3)
+    trainer.train()
+    computed = sum(len(e["prompt_ids"]) + sum(map(len, e["answers_ids"])) for e in data)
+    parameters = trainer.model.num_parameters(exclude_embeddings=True)
+    assert trainer.state.total_flos == 3 * 6 * computed * parameters
+
+
+def test_evaluation_is_exact_over_all_batches(model_path, tokenizer, tmp_path):
+    data = scored((2, 6, 3, 4, 5, 3, 3))
+    seen = {}
+
+    def compute_metrics(prediction):
+        seen["predictions"], seen["scores"] = prediction.predictions, prediction.label_ids
+        return {"best_first": 0.5}
+
+    trainer = make(
+        MultiAnswerRewardTrainer, model_path, tokenizer, tmp_path, eval_dataset=Dataset.from_list(data),
+        compute_metrics=compute_metrics,
+    )  # fmt: skip
+    metrics = trainer.evaluate()
+    model = load(model_path, "eager").eval()
+    with torch.no_grad():
+        rewards = [separate_rewards(model, example) for example in data]
+    right, losses = {}, []
+    for example, own in zip(data, rewards, strict=True):
+        share = np.mean([(own[i] > own[j]).item() for i, j in pairs_of(example["scores"])])
+        right.setdefault(len(own), []).append(share)
+        losses.append(defined_pairwise(own, example["scores"]).item())
+    for count, shares in right.items():
+        assert metrics[f"eval_accuracy_of_{count}_answers"] == pytest.approx(np.mean(shares))
+    computed = sum(len(e["prompt_ids"]) + sum(map(len, e["answers_ids"])) for e in data)
+    unshared = sum(len(e["prompt_ids"]) + len(answer) for e in data for answer in e["answers_ids"])
+    assert metrics["eval_shared_tokens_saved"] == pytest.approx(1 - computed / unshared)
+    assert metrics["eval_loss"] == pytest.approx(np.mean(losses), rel=1e-5)
+    assert metrics["eval_best_first"] == 0.5
+
+    assert seen["predictions"].shape == seen["scores"].shape == (7, 6)
+    predicted = trainer.predict(trainer.eval_dataset).predictions
+    np.testing.assert_array_equal(predicted, seen["predictions"])
+    for row, labels, own, example in zip(predicted, seen["scores"], rewards, data, strict=True):
+        np.testing.assert_allclose(row[: len(own)], own, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(labels[: len(own)], example["scores"])
+        assert (row[len(own) :] == -100).all()
+        assert (labels[len(own) :] == -100).all()
+    assert "eval_accuracy_of_3_answers" not in trainer.evaluate(Dataset.from_list(data[:2]))
+
+
+def test_training_learns_a_ranking_of_many_answers(model_path, tokenizer, tmp_path):
+    trainer = make(
+        MultiAnswerRewardTrainer, model_path, tokenizer, tmp_path, scored((2, 6, 3, 4)), loss_type="listwise",
+        max_steps=20, learning_rate=1e-2,
+    )  # fmt: skip
+    losses = losses_of(trainer)
+    assert losses[-1]["loss"] < losses[0]["loss"] / 4
+    assert losses[-1]["accuracy_of_6_answers"] == 1.0
+
+
+def test_a_streamed_dataset_trains_and_evaluates(model_path, tokenizer, tmp_path):
+    def stream():
+        yield from preference_rows()
+
+    def too_long():
+        yield {"prompt": "w8 " * 70, "chosen": "w9", "rejected": "w10"}
+        yield from stream()
+
+    streamed = make(
+        MultiAnswerRewardTrainer, model_path, tokenizer, tmp_path, IterableDataset.from_generator(too_long),
+        max_steps=4, per_device_train_batch_size=2, max_length=60,
+        eval_dataset={"held_out": IterableDataset.from_generator(stream)},
+    )  # fmt: skip
+    whole = make(
+        MultiAnswerRewardTrainer, model_path, tokenizer, tmp_path, max_steps=4, per_device_train_batch_size=2,
+        train_sampling_strategy="sequential",
+    )  # fmt: skip
+    assert not streamed.args.accelerator_config.dispatch_batches
+    assert [e["loss"] for e in losses_of(streamed)] == pytest.approx([e["loss"] for e in losses_of(whole)], rel=1e-5)
+    assert streamed.evaluate()["eval_accuracy_of_2_answers"] > 0
+
+
+# --- arguments
+
+
+@pytest.mark.parametrize("given", ["name", "name and options", "plain config", "collator"])
+def test_arguments_may_be_passed_in_several_ways(given, model_path, tokenizer, tmp_path):
+    dataset = Dataset.from_list(preference_rows())
+    args = settings(tmp_path)
+    keywords = {"train_dataset": dataset, "processing_class": tokenizer}
+    if given == "collator":
+        collator = DataCollatorForMultiAnswerReward(row_length=64, pad_token_id=5)
+        trainer = MultiAnswerRewardTrainer(load(model_path), args, collator, **keywords)
+        assert (trainer.data_collator.row_length, trainer.data_collator.pad_token_id) == (64, 5)
+        assert collator.max_position_embeddings is None
+    elif given == "plain config":
+        trainer = MultiAnswerRewardTrainer(load(model_path), settings(tmp_path, RewardConfig), **keywords)
+    else:
+        if given == "name and options":
+            args.model_init_kwargs = options = {"dtype": "float32"}
+        trainer = MultiAnswerRewardTrainer(model_path, args, **keywords)
+        assert trainer.model.config._attn_implementation == "flashmask"
+        if given == "name and options":
+            assert options == {"dtype": "float32"}
+    assert trainer.data_collator.max_position_embeddings == 64
+    assert_same_step(trainer, make(RewardTrainer, model_path, tokenizer, tmp_path))
+
+
+def test_the_command_line_sets_the_options():
+    parser = HfArgumentParser(MultiAnswerRewardConfig)
+    flags = ["--loss_type", "listwise", "--score_margin", "0.5", "--row_length", "4096", "--report_to", "none"]
+    (args,) = parser.parse_args_into_dataclasses([*flags, "--use_cpu", "--bf16", "false"])
+    assert (args.loss_type, args.score_margin, args.row_length) == ("listwise", 0.5, 4096)
+
+
+PAIR = {"prompt": "w8 ", "chosen": "w9", "rejected": "w10"}
+
+
+def test_invalid_arguments_raise(model_path, tokenizer, tmp_path):
+    def trainer(data=None, model=None, **options):
+        return make(MultiAnswerRewardTrainer, model_path, tokenizer, tmp_path, data, model=model, **options)
+
+    with pytest.raises(ValueError, match="need attn_implementation='flashmask', but the model has 'eager'"):
+        trainer(model=load(model_path, "eager"))
+    with pytest.raises(ValueError, match="but the model has 'sdpa'"):
+        trainer(model=model_path, model_init_kwargs={"attn_implementation": "sdpa"})
+    with pytest.raises(
+        TypeError, match="data_collator must be a DataCollatorForMultiAnswerReward, got DataCollatorFor"
+    ):
+        trainer(data_collator=DataCollatorForPreference(0))
+    with pytest.raises(ValueError, match=r"args.row_length is 64, but that of data_collator is None"):
+        trainer(data_collator=DataCollatorForMultiAnswerReward(), row_length=64)
+    prefix = PrefixTuningConfig(task_type="SEQ_CLS", num_virtual_tokens=4)
+    with pytest.raises(ValueError, match="PrefixTuningConfig adds virtual tokens"):
+        trainer(peft_config=prefix)
+    with pytest.raises(ValueError, match="PrefixTuningConfig adds virtual tokens"):
+        trainer(model=get_peft_model(load(model_path), prefix))
+    with pytest.raises(ValueError, match="loss_type must be one of pairwise, listwise, got 'pointwise'"):
+        trainer(loss_type="pointwise")
+    with pytest.raises(ValueError, match="every example of the train dataset has an answer that brings it over"):
+        trainer(max_length=1)
+    with pytest.raises(ValueError, match="the eval dataset is empty"):
+        trainer(eval_dataset=Dataset.from_list([]))
+    with pytest.raises(ValueError, match=r"example 0 .* has neither scores nor a margin, but score_margin is 0.5"):
+        trainer(score_margin=0.5)
+    with pytest.raises(ValueError, match="example 0 of the train dataset has a margin, and scores that score_margin"):
+        trainer([PAIR | {"margin": 1.0, "score_chosen": 2.0, "score_rejected": 1.0}], score_margin=0.5)
+    with pytest.raises(TypeError, match="score_rejected of example 0 of the train dataset must be a number, got None"):
+        trainer([PAIR | {"score_chosen": 2.0, "score_rejected": None}], score_margin=0.5)
+    with pytest.raises(
+        ValueError, match=r"example 0 of the train dataset, as prepared, has .* more than the 6 of a row"
+    ):
+        trainer(row_length=6)
+
+
+def test_options_that_read_input_ids_raise(model_path, tokenizer, tmp_path):
+    for option in ({"include_num_input_tokens_seen": "all"}, {"include_for_metrics": ["inputs"]}):
+        with pytest.raises(ValueError, match="include_num_input_tokens_seen and include_for_metrics"):
+            make(MultiAnswerRewardTrainer, model_path, tokenizer, tmp_path, margin_rows(), **option)
+
+
+@pytest.mark.filterwarnings("ignore:`pad_token` is deprecated:FutureWarning")
+def test_a_pad_token_that_is_the_eos_token_warns(model_path, tokenizer, tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, logger="flashmask_hf"):
+        make(MultiAnswerRewardTrainer, model_path, tokenizer, tmp_path, margin_rows(), pad_token="<pad>")
+        assert "pad_token is eos_token" not in caplog.text
+        other = copy.deepcopy(tokenizer)
+        make(MultiAnswerRewardTrainer, model_path, other, tmp_path, margin_rows(), pad_token="<eos>")
+    assert "pad_token is eos_token" in caplog.text

@@ -1,0 +1,119 @@
+"""Losses of reward models equal their definitions, with any number of answers and with ties."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from tools.rewards import (
+    BOUND,
+    DEFINITIONS,
+    assert_same_gradients,
+    defined_centering,
+    gradients_of,
+    load,
+    make,
+    one_step,
+    pairs_of,
+    reward_tokenizer,
+    save_reward_model,
+    scored,
+    separate_rewards,
+)
+from tools.tiny import TRAINER_WARNINGS
+
+from flashmask_hf.trainers.reward import MultiAnswerRewardTrainer, pairwise_loss, plackett_luce_loss
+
+pytestmark = TRAINER_WARNINGS
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return reward_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return save_reward_model(tmp_path_factory.mktemp("model"))
+
+
+def random_questions(count, seed, levels):
+    generator = torch.Generator().manual_seed(seed)
+    rewards = torch.randn(6, count, generator=generator)
+    scores = torch.randint(0, levels, (6, count), generator=generator).float()
+    scores[:, 0], scores[:, 1] = 0, levels  # never all equal
+    return rewards, scores, scores[:, :, None] > scores[:, None]
+
+
+def test_listwise_is_the_plackett_luce_model():
+    """Over all rankings of four answers the likelihoods sum to one, and each is the product of its choices."""
+    rewards = torch.randn(1, 4, generator=torch.Generator().manual_seed(0))
+    total = 0.0
+    for order in itertools.permutations(range(4)):
+        scores = torch.empty(1, 4)
+        scores[0, list(order)] = torch.tensor([3.0, 2.0, 1.0, 0.0])
+        likelihood = plackett_luce_loss(rewards, scores[:, :, None] > scores[:, None]).neg().exp()
+        chances = [
+            math.exp(rewards[0, order[k]]) / sum(math.exp(rewards[0, i]) for i in order[k:]) for k in range(len(order))
+        ]
+        assert likelihood.item() == pytest.approx(math.prod(chances), rel=1e-5)
+        total += likelihood.item()
+    assert total == pytest.approx(1.0, rel=1e-5)
+
+
+@pytest.mark.parametrize("count", [2, 3, 6])
+@pytest.mark.parametrize("loss_type", DEFINITIONS)
+def test_ties_do_not_count(loss_type, count):
+    rewards, scores, beats = random_questions(count, seed=count, levels=3)
+    loss = {"pairwise": pairwise_loss, "listwise": plackett_luce_loss}[loss_type]
+    expected = torch.stack([DEFINITIONS[loss_type](*pair) for pair in zip(rewards, scores.tolist(), strict=True)])
+    torch.testing.assert_close(loss(rewards, beats), expected, **BOUND)
+    if count == 2:
+        torch.testing.assert_close(plackett_luce_loss(rewards, beats), pairwise_loss(rewards, beats), **BOUND)
+
+
+@pytest.mark.parametrize("option", [{}, {"center_rewards_coefficient": 0.3}, {"score_margin": 0.4}], ids=str)
+@pytest.mark.parametrize("loss_type", DEFINITIONS)
+def test_different_numbers_of_answers_equal_separate_forwards(loss_type, option, model_path, tokenizer, tmp_path):
+    data = scored()
+    trainer = make(
+        MultiAnswerRewardTrainer, model_path, tokenizer, tmp_path, data, loss_type=loss_type,
+        per_device_train_batch_size=len(data), **option,
+    )  # fmt: skip
+    loss, gradients, metrics = one_step(trainer)
+
+    model = load(model_path, "eager").train()
+    rewards = [separate_rewards(model, example) for example in data]
+    expected = 0.0
+    for example, own in zip(data, rewards, strict=True):
+        expected += DEFINITIONS[loss_type](own, example["scores"], option.get("score_margin", 0.0)) / len(data)
+        center = option.get("center_rewards_coefficient", 0.0)
+        expected += center * defined_centering(own, example["scores"]) / len(data)
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach(), **BOUND)
+    assert_same_gradients(gradients, gradients_of(model))
+
+    every = torch.cat(rewards)
+    tokens = sum(len(e["prompt_ids"]) + len(a) for e in data for a in e["answers_ids"])
+    ahead = [
+        np.mean([(own[i] - own[j]).item() for i, j in pairs_of(example["scores"])])
+        for example, own in zip(data, rewards, strict=True)
+    ]
+    right = [
+        np.mean([own[i] > own[j] for i, j in pairs_of(example["scores"])])
+        for example, own in zip(data, rewards, strict=True)
+    ]
+    assert metrics == pytest.approx(
+        {
+            "num_tokens": tokens,
+            "min_reward": every.min().item(),
+            "mean_reward": every.mean().item(),
+            "max_reward": every.max().item(),
+            "accuracy": np.mean(right),
+            "margin": np.mean(ahead),
+            "mask_sparsity": 0.0,  # a short row is one tile
+        },
+        rel=1e-5,
+        abs=1e-5,
+    )

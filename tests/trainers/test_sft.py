@@ -1,0 +1,106 @@
+"""The SFT trainer packs its datasets, keeps packed ones, and trains only models whose layers isolate documents."""
+
+import pytest
+from datasets import Dataset
+from peft import LoraConfig
+from tools import model_zoo
+from tools.tiny import CHECKPOINTING, TRAINER_WARNINGS, llama_config, trainer_settings, word_tokenizer
+from transformers import AutoModelForCausalLM
+from trl import SFTConfig, SFTTrainer
+
+from flashmask_hf.collators import DataCollatorForPackedLanguageModeling, pack_dataset
+from flashmask_hf.trainers import PackedSFTTrainer
+
+pytestmark = TRAINER_WARNINGS
+
+TEXT = {"text": "w5 w6 w7 w8 w9 w10"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    AutoModelForCausalLM.from_config(llama_config(initializer_range=0.2)).save_pretrained(path)
+    word_tokenizer().save_pretrained(path)
+    return str(path)
+
+
+def arguments(out, attention="flashmask", **options):
+    return SFTConfig(**trainer_settings(out) | options, model_init_kwargs={"attn_implementation": attention})
+
+
+def test_training_packs_the_dataset_and_logs_throughput_and_sparsity(tmp_path, model, capsys):
+    trainer = PackedSFTTrainer(model, arguments(tmp_path, max_length=16), train_dataset=Dataset.from_list([TEXT] * 8))
+    trainer.train()
+    assert "Packed 8 train examples into 4 rows of up to 16 tokens; packing efficiency 87.5%" in capsys.readouterr().out
+    entry = next(entry for entry in trainer.state.log_history if "loss" in entry)
+    assert entry["tokens_per_second"] > 0
+    assert entry["mask_sparsity"] == 0  # a short row is one tile
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("family", ["jamba", "lfm2", "recurrent_gemma"])
+def test_layers_that_mix_documents_raise_in_the_first_step(tmp_path, family, compiled):
+    options = {"torch_compile": True, "torch_compile_backend": "eager"} if compiled else {}
+    trainer = PackedSFTTrainer(
+        model_zoo.build(family, "flashmask"),
+        SFTConfig(**trainer_settings(tmp_path), max_length=32, **options),
+        train_dataset=Dataset.from_dict({"input_ids": [[3, 4, 5], [6, 7]] * 4}),
+        processing_class=word_tokenizer(),
+    )
+    with pytest.raises(ValueError, match=r"gave the packed row's mask to 1 of its . layers.*use TRL's own trainer"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("attention", ["flashmask", "sdpa", "eager"])
+@pytest.mark.parametrize("adapter", [False, True], ids=["full", "lora"])
+def test_layers_that_get_the_mask_train(tmp_path, model, attention, adapter):
+    trainer = PackedSFTTrainer(
+        model,
+        arguments(tmp_path, attention, max_length=64, **{CHECKPOINTING: True}),
+        train_dataset=Dataset.from_list([TEXT] * 8),
+        peft_config=LoraConfig(task_type="CAUSAL_LM") if adapter else None,
+    )
+    trainer.train()
+    backbone = trainer.model.get_base_model().base_model if adapter else trainer.model.base_model
+    assert getattr(backbone, "_layers_checked", False) == (attention == "flashmask")
+
+
+def test_packed_rows_are_not_packed_again(tmp_path, model):
+    documents = {"input_ids": [[3, 4, 5], [6, 7]] * 4, "labels": [[3, 4, -100], [6, 7]] * 4}
+    rows = pack_dataset(Dataset.from_dict(documents), 8)
+    trainer = PackedSFTTrainer(model, arguments(tmp_path, max_length=8), train_dataset=rows, eval_dataset=rows)
+    assert trainer.train_dataset[:] == rows[:]
+    assert trainer.evaluate(trainer.eval_dataset)["eval_loss"] == trainer.evaluate()["eval_loss"]
+
+
+@pytest.mark.parametrize("option", [{}, {"completion_only_loss": True}, {"completion_only_loss": False}], ids=str)
+@pytest.mark.parametrize("column", ["assistant_masks", "completion_mask"])
+def test_labels_of_packed_rows_equal_stock_trl(tmp_path, column, option):
+    """Rows of another packer have masks but no labels, and may be longer than max_length."""
+    row = {"input_ids": [5, 6, 7, 8, 9, 10], column: [0, 0, 1, 1, 0, 1], "seq_lengths": [4, 2]}
+    labels = []
+    for kind, length in ((PackedSFTTrainer, 4), (SFTTrainer, None)):
+        trainer = kind(
+            model=AutoModelForCausalLM.from_config(llama_config(), attn_implementation="flashmask"),
+            args=SFTConfig(**trainer_settings(tmp_path), max_length=length, **option),
+            train_dataset=Dataset.from_list([row] * 4),
+            processing_class=word_tokenizer(),
+            **({} if kind is PackedSFTTrainer else {"data_collator": DataCollatorForPackedLanguageModeling()}),
+        )
+        labels.append(next(iter(trainer.get_train_dataloader()))["labels"][0, :6].tolist())
+    assert labels[0] == labels[1]
+    every_token = column == "completion_mask" and not option.get("completion_only_loss")
+    assert labels[0] == ([-100, 6, 7, 8, -100, 10] if every_token else [-100, -100, 7, 8, -100, 10])
+
+
+def test_evaluation_leaves_out_the_examples_that_stock_trl_leaves_out(tmp_path, model, capsys):
+    """The completion of the first example is cut away."""
+    long, short = {"prompt": "w8 w9 w10 " * 60, "completion": "w11 w12"}, {"prompt": "w8 w9 ", "completion": "w11 w12"}
+    dataset = Dataset.from_list([long, short, short, short])
+    losses = []
+    for kind, attention in ((PackedSFTTrainer, "flashmask"), (SFTTrainer, "eager")):
+        args = arguments(tmp_path, attention, max_length=32, truncation_mode="keep_start", per_device_eval_batch_size=1)
+        trainer = kind(model=model, args=args, train_dataset=dataset, eval_dataset=dataset)
+        losses.append(trainer.evaluate()["eval_loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert "Packed 4 eval examples into" in capsys.readouterr().out
