@@ -1,4 +1,4 @@
-"""What the recipes share: flags, model, data, training, and loading again what was saved."""
+"""Functions that the recipes share: flags, model, data, checkpoints, training, and loading of what was saved."""
 
 # pyright: reportPrivateImportUsage=false
 
@@ -36,13 +36,13 @@ CONFIGS = Path(__file__).parent / "configs"
 
 @dataclass
 class ComparisonArguments:
-    """What the recipes on compared answers add to TRL's flags."""
+    """Flags beyond TRL's of the recipes that compare answers."""
 
     show: int = field(
         default=0,
         metadata={
-            "help": "After training, load the saved model again and show what it makes of this many questions of the "
-            "test split. Needs an evaluation: --do_eval or --eval_strategy."
+            "help": "After training, load the saved model and print its judgement of the answers to this number of "
+            "questions of the test split. Needs an evaluation: --do_eval or --eval_strategy."
         },
     )
 
@@ -50,14 +50,20 @@ class ComparisonArguments:
 def parse(
     argv: Sequence[str], demo_config: Path, own: type, config: type, **defaults: Any
 ) -> tuple[Any, ScriptArguments, Any, ModelConfig, DatasetMixtureConfig]:
-    """Read the flags; the demo's configuration applies if they name neither a configuration file nor a model.
+    """Parse the flags; without a configuration file and a model, the demo's configuration applies.
 
     Args:
         argv: the flags.
-        demo_config: the demo's configuration file.
-        own: the dataclass of what the recipe adds to TRL's flags.
-        config: that of the trainer.
-        **defaults: defaults that differ from those of the dataclasses.
+        demo_config: path of the demo's configuration file.
+        own: dataclass of the recipe's flags beyond TRL's.
+        config: dataclass of the trainer's arguments.
+        **defaults: defaults that replace those of the dataclasses.
+
+    Returns:
+        Instances of `own`, `ScriptArguments`, `config`, `ModelConfig` and `DatasetMixtureConfig`.
+
+    Raises:
+        ValueError: `show` is set without an evaluation.
     """
     types: Any = (own, ScriptArguments, config, ModelConfig, DatasetMixtureConfig)
     parser = TrlParser(types)
@@ -77,13 +83,13 @@ def trainer_options(
     mixture_args: DatasetMixtureConfig,
     demo: Callable[[], DatasetDict],
 ) -> dict[str, Any]:
-    """What the flags mean for every trainer: model, arguments, datasets, quantization and adapter.
+    """Return the keyword arguments of a trainer: model, arguments, datasets, quantization and adapter.
 
-    Without a model or a dataset, one is made in `output_dir`; of `data`'s datasets, the one that `demo` returns.
+    Without a model, an untrained one is written to `output_dir`. Without a dataset, the one that `demo` returns is.
 
     Raises:
-        ValueError: a split is not there, or there is no checkpoint to resume from.
-        FileNotFoundError: there is no such dataset file.
+        ValueError: the dataset lacks a split, or there is no whole checkpoint to resume from.
+        FileNotFoundError: the dataset file does not exist.
     """
     training_args.resume_from_checkpoint = checkpoint_to_resume(training_args)
     output_dir = Path(training_args.output_dir)
@@ -117,7 +123,7 @@ def trainer_options(
 
 
 def make_demo_data(path: Path, demo: Callable[[], DatasetDict]) -> Any:
-    """Make a dataset on the disk, where processes find what one of them has computed from it."""
+    """Write a dataset to disk and load it, so that processes share what one of them computes from it."""
     if PartialState().is_main_process:
         demo().save_to_disk(path)
     PartialState().wait_for_everyone()
@@ -125,6 +131,7 @@ def make_demo_data(path: Path, demo: Callable[[], DatasetDict]) -> Any:
 
 
 def make_demo_model(path: Path) -> str:
+    """Write the demo's model and tokenizer to disk in one process, and return the path."""
     if PartialState().is_main_process:
         data.build_model(path)
     PartialState().wait_for_everyone()
@@ -132,10 +139,10 @@ def make_demo_model(path: Path) -> str:
 
 
 def checkpoint_to_resume(args: TrainingArguments) -> str | None:
-    """The checkpoint that `--resume_from_checkpoint` names: a path, or "true" for the last one in `output_dir`.
+    """Return the checkpoint that `--resume_from_checkpoint` names: a path, or "true" for the last in `output_dir`.
 
     Raises:
-        ValueError: there is none, or it is not whole.
+        ValueError: there is no checkpoint, or it is not whole.
     """
     wanted = args.resume_from_checkpoint
     if wanted is None:
@@ -145,19 +152,19 @@ def checkpoint_to_resume(args: TrainingArguments) -> str | None:
         wanted = get_last_checkpoint(output_dir) if output_dir.is_dir() else None
         if wanted is None:
             raise ValueError(f"resume_from_checkpoint: output_dir {output_dir} holds no checkpoint to resume from")
-    problem = what_is_missing(Path(wanted))
+    problem = checkpoint_problem(Path(wanted))
     if problem is None:
         return wanted
     others = sorted(output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*"), key=lambda path: int(path.name.split("-")[-1]))
-    whole = [path for path in others if what_is_missing(path) is None]
+    whole = [path for path in others if checkpoint_problem(path) is None]
     way_out = f"the last whole one is {whole[-1]}: name it instead" if whole else f"{output_dir} holds no whole one"
     raise ValueError(f"resume_from_checkpoint: {wanted} is no whole checkpoint, {problem}; {way_out}")
 
 
-def what_is_missing(checkpoint: Path) -> str | None:
-    """Why a checkpoint cannot be resumed from, as after a crash or on a full disk; None if nothing speaks against it.
+def checkpoint_problem(checkpoint: Path) -> str | None:
+    """Return why a checkpoint is incomplete, for example after a crash or on a full disk, or None if it is whole.
 
-    The trainer writes its state last, so that a checkpoint with it was written to the end.
+    The trainer writes its state last, so a checkpoint that has it was written to the end.
     """
     if not checkpoint.is_dir():
         return "there is no such folder"
@@ -181,9 +188,9 @@ def what_is_missing(checkpoint: Path) -> str | None:
 
 
 def train(trainer: Any, script_args: ScriptArguments) -> None:
-    """Train, from the checkpoint to resume if there is one; evaluate, if asked to; save, and push."""
+    """Train, from a checkpoint if there is one to resume; evaluate, save and push as the arguments say."""
     args = trainer.args
-    if script_args.ignore_bias_buffers:  # as `trl dpo`
+    if script_args.ignore_bias_buffers:  # as `trl dpo` does
         buffers = trainer.model.named_buffers()
         trainer.model._ddp_params_and_buffers_to_ignore = [name for name, held in buffers if held.dtype == torch.bool]
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
@@ -197,16 +204,16 @@ def train(trainer: Any, script_args: ScriptArguments) -> None:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
 
 
-def load_again(auto_class: Any, path: str, args: Any, **kwargs: Any) -> Any:
-    """Load a model (or adapter) for inference on this device, with the attention that it was trained with.
+def load_for_inference(auto_class: Any, path: str, args: Any, **kwargs: Any) -> Any:
+    """Load a model (or adapter) for inference on this process's device, with the attention of its training.
 
     Args:
-        auto_class: transformers' class for models of this kind.
-        path: what was saved, or what training began with.
+        auto_class: transformers' auto class of the model.
+        path: path or name of the model.
         args: the trainer's arguments.
-        **kwargs: more for `from_pretrained`.
+        **kwargs: further arguments of `from_pretrained`.
     """
-    unset_hf_deepspeed_config()  # or ZeRO-3 shards it over processes that do not load it
+    unset_hf_deepspeed_config()  # else ZeRO-3 shards the model over processes that do not load it
     attention = args.model_init_kwargs["attn_implementation"]
     model = auto_class.from_pretrained(
         path, attn_implementation=attention, trust_remote_code=args.trust_remote_code, **kwargs

@@ -1,8 +1,8 @@
-"""What a recipe runs on when it is given no model or no dataset: real text that every Python has, and a tiny Llama.
+"""Data and model of the demos: questions and answers from Python's documentation, and a tiny untrained Llama.
 
-The text is the standard library's documentation topics (`pydoc_data.topics`, what `help("lambda")` shows), as questions
-and answers, with other questions' answers to prefer them to. Nothing is downloaded, and the same Python always gives
-the same data, tokenizer and weights.
+The text is the standard library's documentation topics (`pydoc_data.topics`, which `help("lambda")` shows) as questions
+and answers. Answers to other questions serve as rejected and lower-scored answers. Nothing is downloaded. Data,
+tokenizer and weights are deterministic for a given version of Python.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 __all__ = ["build_model", "load", "preferences", "question_answers", "rankings"]
 
 ANSWER_CHARACTERS = (80, 1600)
-"""Answers end at the first paragraph that brings them over a length drawn from this range."""
+"""Range of the random length at which an answer of `question_answers` ends, after the paragraph that reaches it."""
 
 COMPARED_CHARACTERS = (80, 400)
-"""The same, where answers are compared."""
+"""The same range for answers of `preferences` and `rankings`."""
 
 MOST_ANSWERS = 6
-"""A ranking has two answers at least, and at most this many."""
+"""Maximum number of answers of a ranking; the minimum is two."""
 
 LIBRARY = ("bltin", "debugger", "formatstrings", "string-methods", "typesf", "typesm", "typess")
-"""How the names of topics on the standard library begin. The others are on the language."""
+"""Prefixes of the topics on the standard library. The other topics are on the language."""
 
 TEST_SHARE = 20
-"""Every 20th question goes to the test split."""
+"""Every question whose index is a multiple of this goes to the test split."""
 
 FILES = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
-"""How a single file is read, by its suffix."""
+"""Dataset builder of a single file, by its suffix."""
 
 PAD, EOS, USER, ASSISTANT = "<|pad|>", "<|eos|>", "<|user|>", "<|assistant|>"
 
@@ -59,18 +59,18 @@ class _Example(NamedTuple):
 
 
 def load(name: str, config: str | None = None, *, streaming: bool = False) -> Any:
-    """The dataset that `--dataset_name` means: of the Hub, a folder, or a single file.
+    """Load the dataset that `--dataset_name` names: from the Hub, a folder, or a single file.
 
     Args:
         name: name on the Hub, path of a folder, or path of a .json, .jsonl, .csv, .parquet or .txt file.
         config: configuration name.
-        streaming: read it as it is needed.
+        streaming: stream the examples instead of loading all of them.
 
     Returns:
-        A dataset dictionary, by split.
+        A dictionary of datasets by split.
 
     Raises:
-        FileNotFoundError: `name` is a file's, and there is none.
+        FileNotFoundError: `name` has the suffix of a file that does not exist.
     """
     if Path(name).suffix in FILES:
         if not Path(name).is_file():
@@ -80,7 +80,7 @@ def load(name: str, config: str | None = None, *, streaming: bool = False) -> An
 
 
 def question_answers() -> DatasetDict:
-    """Python's documentation topics as conversations, columns `prompt` and `completion`, splits `train` and `test`.
+    """Build conversations from the topics: columns `prompt` and `completion`, splits `train` and `test`.
 
     A topic is cut between paragraphs into answers of widely varying length, in order.
     """
@@ -93,10 +93,11 @@ def question_answers() -> DatasetDict:
 
 
 def preferences() -> DatasetDict:
-    """The true answer to a question and one to reject, columns `prompt`, `chosen` and `rejected`, split as above.
+    """Build preferences: columns `prompt`, `chosen` and `rejected`, splits `train` and `test`.
 
-    Questions are on the language. What is rejected is the true answer to a question on the standard library, the one
-    most similar in length: a difference that even a tiny, untrained model learns to tell in a few steps.
+    Questions are on the language, and the chosen answer is the true one. The rejected answer is the true answer to a
+    question on the standard library, the one closest in length. Even a tiny, untrained model learns this difference in
+    a few steps.
     """
 
     def rows(examples: Sequence[_Example]) -> Iterator[dict[str, Any]]:
@@ -113,23 +114,23 @@ def preferences() -> DatasetDict:
 
 
 def rankings() -> DatasetDict:
-    """Two to six answers to a question, shuffled, columns `prompt`, `answers` and `scores`, split as above.
+    """Build rankings of two to six shuffled answers: columns `prompt`, `answers`, `scores`, splits `train` and `test`.
 
-    The true answer has score 1; other answers on its topic have 0.5, and answers on the standard library, which no
-    question is about, have 0.
+    Questions are on the language. The true answer has score 1, other answers on its topic 0.5, and answers on the
+    standard library 0.
     """
-    drawn = random.Random(0)
+    generator = random.Random(0)
 
     def rows(examples: Sequence[_Example]) -> Iterator[dict[str, Any]]:
         language, library = _by_part(examples)
         for example in language:
             siblings = [other for other in language if other.topic == example.topic and other.answer != example.answer]
-            others = drawn.randint(1, MOST_ANSWERS - 1)
-            related = drawn.sample(siblings, min(len(siblings), drawn.randint(0, others // 2)))
+            others = generator.randint(1, MOST_ANSWERS - 1)
+            related = generator.sample(siblings, min(len(siblings), generator.randint(0, others // 2)))
             answers = [(example, 1.0)]
             answers += [(other, 0.5) for other in related]
-            answers += [(other, 0.0) for other in drawn.sample(library, others - len(related))]
-            drawn.shuffle(answers)
+            answers += [(other, 0.0) for other in generator.sample(library, others - len(related))]
+            generator.shuffle(answers)
             yield {
                 "prompt": [_user(example.question)],
                 "answers": [[_assistant(other.answer)] for other, _ in answers],
@@ -140,10 +141,10 @@ def rankings() -> DatasetDict:
 
 
 def build_model(path: str | Path, *, positions: int = 1024) -> None:
-    """Write a tiny, untrained Llama and its tokenizer to a folder that `from_pretrained` reads.
+    """Write a tiny, untrained Llama and its tokenizer to a folder, for `from_pretrained`.
 
     Args:
-        path: the folder.
+        path: path of the folder.
         positions: `max_position_embeddings` of the model.
     """
     tokenizer: Any = build_tokenizer()
@@ -163,13 +164,13 @@ def build_model(path: str | Path, *, positions: int = 1024) -> None:
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = LlamaForCausalLM(config)  # from_config would shard it under ZeRO-3, and one process builds it
+        model = LlamaForCausalLM(config)  # not from_config, which shards under ZeRO-3: one process builds it
     model.generation_config.repetition_penalty = 1.2  # small models repeat themselves
     model.save_pretrained(path)
 
 
 def build_tokenizer(vocab_size: int = 2048) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer trained on the documentation topics, with a chat template."""
+    """Train a byte-level BPE tokenizer with a chat template on the documentation topics."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -190,7 +191,12 @@ def build_tokenizer(vocab_size: int = 2048) -> PreTrainedTokenizerFast:
 
 
 def _splits(rows: Callable[[Sequence[_Example]], Iterator[dict[str, Any]]], characters: tuple[int, int]) -> DatasetDict:
-    """A dataset of each split; `rows` makes its rows of the split's examples."""
+    """Cut the topics into examples, and build the train and test split from their rows.
+
+    Args:
+        rows: function of the examples of a split that yields its rows.
+        characters: range of the random length of an answer.
+    """
     lengths = random.Random(0)
     examples = []
     for topic, text in sorted(topics.items()):
@@ -208,7 +214,7 @@ def _splits(rows: Callable[[Sequence[_Example]], Iterator[dict[str, Any]]], char
 
 
 def _by_part(examples: Sequence[_Example]) -> tuple[list[_Example], list[_Example]]:
-    """Examples on the language, and those on the standard library."""
+    """Return the examples on the language, and the examples on the standard library."""
     parts: tuple[list[_Example], list[_Example]] = ([], [])
     for example in examples:
         parts[example.topic.startswith(LIBRARY)].append(example)
@@ -224,6 +230,7 @@ def _assistant(content: str) -> dict[str, str]:
 
 
 def _answers(text: str, lengths: random.Random, characters: tuple[int, int]) -> list[str]:
+    """Cut a topic between paragraphs into answers of random length."""
     answers: list[str] = []
     paragraphs: list[str] = []
     wanted = lengths.randint(*characters)
@@ -236,7 +243,7 @@ def _answers(text: str, lengths: random.Random, characters: tuple[int, int]) -> 
 
 
 def _paragraphs(text: str) -> Iterator[str]:
-    """Prose with its line breaks undone, and code as it is; tables drawn in characters are left out."""
+    """Yield the paragraphs of a topic: prose without line breaks, and code unchanged. Drawn tables are skipped."""
     for paragraph in text.strip().split("\n\n"):
         lines = [line for line in paragraph.split("\n") if not set(line) <= set("*=-~^")]  # rules under headings
         if not any(line.lstrip().startswith(("|", "+-")) for line in lines):

@@ -1,4 +1,4 @@
-r"""Direct preference optimization that computes each question once for both answers, attn_implementation="flashmask".
+r"""Direct preference optimization with attn_implementation="flashmask", which computes each question once.
 
 Every flag of TRL's `DPOConfig`, `ModelConfig`, `ScriptArguments` and `DatasetMixtureConfig` works, and `--row_length`,
 on the command line and in a YAML file:
@@ -9,15 +9,14 @@ on the command line and in a YAML file:
         --dataset_name HuggingFaceH4/ultrafeedback_binarized \
         --dataset_train_split train_prefs --dataset_test_split test_prefs --output_dir Llama-3.2-1B-dpo
 
-Without a configuration file and a model, the demo's defaults apply, and every flag still overrides them. What differs
+Without a configuration file and a model, the recipe runs the demo; flags override the demo's configuration. Differences
 from `trl dpo`:
 
-- `attn_implementation` is "flashmask" unless given, and bf16 is on where the GPU has it.
-- An answer that brings its question over `max_length` is cut, as in TRL, and the log says how many examples are.
+- `attn_implementation` defaults to "flashmask", and bf16 is on if the GPU supports it.
+- An answer that exceeds `max_length` together with its question is cut, as in TRL; the log counts the cut examples.
 - The log adds `shared_tokens_saved` and `mask_sparsity`.
-- `--do_eval` evaluates at the end, and `--show` then shows what the saved model prefers.
-- Without `--model_name_or_path` a tiny Llama is made on the spot, without `--dataset_name` answers to compare, from
-  Python's own documentation.
+- `--do_eval` evaluates at the end, and `--show` then prints how much the saved model prefers the chosen answers.
+- The model defaults to a tiny untrained Llama, the dataset to preferences between answers about Python.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -57,10 +56,10 @@ def parse(
 
 
 def show(trainer: Any, model_args: ModelConfig, number: int) -> None:
-    """Print by how much the saved model prefers the chosen answers of a few questions, and the initial one did."""
+    """Print the log-ratio of chosen and rejected answer for a few questions, before and after training."""
     path, args = str(model_args.model_name_or_path), trainer.args
-    initial = common.load_again(AutoModelForCausalLM, path, args, revision=model_args.model_revision)
-    trained = common.load_again(AutoModelForCausalLM, args.output_dir, args)
+    initial = common.load_for_inference(AutoModelForCausalLM, path, args, revision=model_args.model_revision)
+    trained = common.load_for_inference(AutoModelForCausalLM, args.output_dir, args)
     for row in itertools.islice(trainer.eval_dataset, number):
         question, chosen, rejected = row["prompt_ids"], row["chosen_ids"], row["rejected_ids"]
         before, after = (
@@ -73,7 +72,7 @@ def show(trainer: Any, model_args: ModelConfig, number: int) -> None:
 
 @torch.no_grad()
 def log_probability(model: Any, question: list[int], answer: list[int]) -> float:
-    """Of an answer to a question, in nats."""
+    """Return the log-probability of an answer to a question, in nats."""
     input_ids = torch.tensor([question + answer], device=model.device)
     logits = model(input_ids=input_ids).logits[0, len(question) - 1 : -1].float()
     return -torch.nn.functional.cross_entropy(logits, input_ids[0, len(question) :], reduction="sum").item()
@@ -81,4 +80,4 @@ def log_probability(model: Any, question: list[int], answer: list[int]) -> float
 
 if __name__ == "__main__":
     main(sys.argv[1:])
-    PartialState().destroy_process_group()  # after main has let go of the model, which still refers to the group
+    PartialState().destroy_process_group()  # after main has freed the model, which refers to the group

@@ -1,4 +1,4 @@
-r"""Reward models from two or more answers a question, which is computed once, with attn_implementation="flashmask".
+r"""Reward models of two or more answers per question with attn_implementation="flashmask", which computes it once.
 
 Every flag of `MultiAnswerRewardConfig` (TRL's `RewardConfig` and three more) and TRL's `ModelConfig`, `ScriptArguments`
 and `DatasetMixtureConfig` works, on the command line and in a YAML file:
@@ -10,16 +10,15 @@ and `DatasetMixtureConfig` works, on the command line and in a YAML file:
         --dataset_train_split train_prefs --dataset_test_split test_prefs \
         --pad_token "<|finetune_right_pad_id|>" --output_dir Llama-3.2-1B-reward
 
-Without a configuration file and a model, the demo's defaults apply, and every flag still overrides them. What differs
+Without a configuration file and a model, the recipe runs the demo; flags override the demo's configuration. Differences
 from `trl reward`:
 
-- `attn_implementation` is "flashmask" unless given, and bf16 is on where the GPU has it.
-- A question may have two or more `answers`, with `scores` or in order; `--loss_type` pairwise or listwise.
-- `lora_task_type` is "SEQ_CLS" unless given, so that `--use_peft` trains and saves the new head too.
+- `attn_implementation` defaults to "flashmask", and bf16 is on if the GPU supports it.
+- A question may have two or more `answers`, with `scores` or ranked; `--loss_type` is pairwise or listwise.
+- `lora_task_type` defaults to "SEQ_CLS", so that `--use_peft` trains and saves the new head too.
 - The log adds `shared_tokens_saved` and `mask_sparsity`.
-- `--do_eval` evaluates at the end, and `--show` then shows the saved model's scores.
-- Without `--model_name_or_path` a tiny Llama is made on the spot, without `--dataset_name` answers to rank, from
-  Python's own documentation.
+- `--do_eval` evaluates at the end, and `--show` then prints the saved model's rewards.
+- The model defaults to a tiny untrained Llama, the dataset to rankings of answers about Python.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -62,9 +61,9 @@ def parse(
 
 
 def show(trainer: Any, number: int) -> None:
-    """Print the saved model's scores of the answers to a few questions."""
+    """Print the saved model's rewards of the answers to a few questions."""
     args = trainer.args
-    model = common.load_again(AutoModelForSequenceClassification, args.output_dir, args, num_labels=1)
+    model = common.load_for_inference(AutoModelForSequenceClassification, args.output_dir, args, num_labels=1)
     for row in itertools.islice(trainer.eval_dataset, number):
         question, answers, scores, _ = trainer.data_collator.read(row, "the row")
         print(f"Prompt: {trainer.processing_class.decode(question, skip_special_tokens=True)}")
@@ -78,4 +77,4 @@ def show(trainer: Any, number: int) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1:])
-    PartialState().destroy_process_group()  # after main has let go of the model, which still refers to the group
+    PartialState().destroy_process_group()  # after main has freed the model, which refers to the group

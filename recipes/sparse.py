@@ -1,24 +1,30 @@
-"""A language model with full, hash-sparse and QK-sparse attention: loss against steps and time, seconds per iteration.
+"""Train a language model with full, hash-sparse and QK-sparse attention, and compare loss and seconds per step.
 
-What Pagliardini et al. 2023 show in their figures 6 and 8, on bytes of source code that every machine with this package
-has (Python's standard library, torch and transformers):
+Reproduces figures 6 and 8 of Pagliardini et al. (2023) on bytes of source code that is installed with this package
+(Python's standard library, torch and transformers):
 
     python recipes/sparse.py --length 8192 --batch 4 --steps 1000 --out sparse
     accelerate launch recipes/sparse.py --length 16384 --batch 2 --steps 1000 --out sparse
     python recipes/sparse.py --length 16384 --batch 2 --steps 30 --time-only --compile
     python recipes/sparse.py --smoke
 
-The variants are the same Llama from the same weights, on the same rows in the same order. They train in turns, a few
-steps each, so that what changes on the machine meanwhile falls on all alike; within a turn nothing waits for the
-device, as in any training. Rows are whole, their text is contiguous, and attention is causal without documents. `sdpa`
-is full attention by FlashAttention-2, `flashmask` the same by this package's kernels, `hash_16` has 16 buckets, and
-`qk_30` and `qk_50` drop that percentage of the queries and of the keys of every head in training, and none in
-evaluation. As in the paper (section 4.1), keys are normalised queries, of one projection, for all variants;
-`--separate-keys` gives them their own.
+All variants are the same Llama with the same initial weights, trained on the same rows in the same order. They take
+turns of a few steps each, so that drift of the machine affects all alike. Within a turn nothing waits for the device,
+as in any training. A row is contiguous text without padding, under causal attention without documents. Variants:
 
-In `--out` come `sparse_LENGTH_steps.csv`, with the loss (nats per byte) and the seconds (a turn's mean) of every step,
-`sparse_LENGTH.csv`, with the median of the seconds, its ratio to SDPA's and the loss on held-out text, and
-`sparse_LENGTH.png`. The first steps, which compile kernels, do not count; in elapsed time they count as the median.
+- `sdpa`: full attention by FlashAttention-2.
+- `flashmask`: full attention by this package's kernels.
+- `hash_16`: hash-sparse attention with 16 buckets.
+- `qk_30`, `qk_50`: QK-sparse attention that drops 30% or 50% of the queries and of the keys of every head in training,
+  and none in evaluation.
+
+As in the paper (section 4.1), keys are normalized queries of the same projection in all variants; `--separate-keys`
+gives keys a projection of their own.
+
+The recipe writes to `--out`: `sparse_LENGTH_steps.csv`, with the loss (nats per byte) and the seconds (mean of a turn)
+of every step; `sparse_LENGTH.csv`, with the median seconds, their ratio to SDPA's and the loss on held-out text; and
+`sparse_LENGTH.png`. The seconds of the first steps, which compile kernels, are left out; elapsed time counts the median
+for them.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -45,7 +51,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb
 from transformers.utils.import_utils import is_torch_bf16_gpu_available
 
-import flashmask_hf  # noqa: F401  makes the names known
+import flashmask_hf  # noqa: F401  registers the attention implementations
 
 sys.path.insert(0, str(Path(__file__).parent / "benchmarks"))
 from harness import show, write_csv  # pyright: ignore[reportMissingImports]
@@ -66,27 +72,27 @@ SHAPES = {
 SMOKE = {"shape": "tiny", "length": 256, "batch": 2, "steps": 8, "held_out": 4}
 
 TURN = 5
-"""Steps of a turn."""
+"""Number of steps of a turn."""
 
 UNCOUNTED = TURN
-"""Steps at the start whose seconds do not count."""
+"""Number of first steps whose seconds are left out."""
 
 SMOOTHED = 20
-"""Steps that a point of the plotted curves, and the summary's last loss, are the mean of."""
+"""Number of steps averaged in a point of the plotted curves and in the loss of the summary."""
 
 
 class Step(NamedTuple):
-    """What one step of one variant gave."""
+    """Loss and seconds of one training step."""
 
     loss: float
     seconds: float
 
 
-class NormalisedQueries(LlamaAttention):
-    """Attention whose keys are its queries, with every head's vector normalised (paper, section 4.1).
+class NormalizedQueries(LlamaAttention):
+    """Attention whose keys are its queries with every head's vector normalized (paper, section 4.1).
 
     Args:
-        stock: the layer's attention, of as many key heads as query heads; gives its other weights.
+        stock: the attention to take the weights from; it has as many key heads as query heads.
     """
 
     def __init__(self, stock: LlamaAttention):
@@ -102,7 +108,7 @@ class NormalisedQueries(LlamaAttention):
         past_key_values: None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """The output [B, S, hidden] for hidden states [B, S, hidden], without a cache."""
+        """Return the output for hidden states [B, S, hidden], without a cache."""
         queries, values = (
             project(hidden_states).unflatten(-1, (-1, self.head_dim)) for project in (self.q_proj, self.v_proj)
         )
@@ -115,12 +121,12 @@ class NormalisedQueries(LlamaAttention):
 
 
 class Run:
-    """One variant in training.
+    """Model, optimizer and learning rate schedule of one variant.
 
     Args:
-        accelerator: prepares model, optimizer and schedule.
-        variant: one of `VARIANTS`.
-        arguments: of the command line.
+        accelerator: the accelerator of this process.
+        variant: a key of `VARIANTS`.
+        arguments: arguments of the command line.
     """
 
     def __init__(self, accelerator: Accelerator, variant: str, arguments: argparse.Namespace):
@@ -129,34 +135,34 @@ class Run:
         optimizer = torch.optim.AdamW(
             model.parameters(), lr=arguments.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=torch.cuda.is_available()
         )
-        # Accelerate advances a schedule by one step per process.
+        # Accelerate advances a schedule once per process in every step.
         total = arguments.steps * accelerator.num_processes
         schedule = get_cosine_schedule_with_warmup(optimizer, max(1, total // 50), total)
         self.model, self.optimizer, self.schedule = accelerator.prepare(model, optimizer, schedule)
 
     def turn(self, batches: Sequence[Tensor]) -> list[Step]:
-        """Steps on rows [B, S], one after the other; waits for the device before the first and after the last."""
+        """Train on each batch of rows [B, S]; wait for the device before the first and after the last."""
         self.model.train()
         losses = []
-        wait()
+        synchronize()
         start = time.perf_counter()
         for rows in batches:
             torch.compiler.cudagraph_mark_step_begin()
             loss = self.model(input_ids=rows, labels=rows, use_cache=False).loss
-            losses.append(loss.detach().clone())  # a CUDA graph's next replay writes to its place
+            losses.append(loss.detach().clone())  # the next replay of a CUDA graph overwrites it
             self.accelerator.backward(loss)
             self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
             self.optimizer.step()
             self.schedule.step()
             self.optimizer.zero_grad()
-        wait()
+        synchronize()
         seconds = (time.perf_counter() - start) / len(losses)
         means: Any = self.accelerator.reduce(torch.stack(losses), "mean")
         return [Step(mean, seconds) for mean in means.tolist()]
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Tensor]) -> float:
-        """Mean loss on held-out rows."""
+        """Return the mean loss on held-out rows."""
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False).eval()
         return statistics.mean(model(input_ids=rows, labels=rows, use_cache=False).loss.item() for rows in batches)
 
@@ -164,13 +170,13 @@ class Run:
 def causal_sdpa(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, scaling: float, **_: Any
 ) -> tuple[Tensor, None]:
-    """Causal SDPA without a mask, which a compiler would make transformers' "sdpa" build from the positions."""
+    """Run causal SDPA without a mask; when compiled, transformers' "sdpa" would build one from the positions."""
     out = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
     return out.transpose(1, 2), None
 
 
 def build_model(variant: str, arguments: argparse.Namespace) -> Any:
-    """The variant's model; all variants have the same weights."""
+    """Build the model of a variant; all variants have the same initial weights."""
     options = dict(VARIANTS[variant])
     if HASH in options and not arguments.separate_keys:
         options[HASH] = {**options[HASH], "shared_qk": True}
@@ -187,21 +193,24 @@ def build_model(variant: str, arguments: argparse.Namespace) -> Any:
     model = AutoModelForCausalLM.from_config(config)
     if not arguments.separate_keys:
         for layer in model.model.layers:
-            layer.self_attn = NormalisedQueries(layer.self_attn)
-    if arguments.bf16:  # or autocast leaves all but the matrix products in float32
+            layer.self_attn = NormalizedQueries(layer.self_attn)
+    if arguments.bf16:  # else autocast leaves everything but the matrix products in float32
         model.model.embed_tokens.register_forward_hook(lambda module, args, out: out.to(torch.bfloat16))
     return model
 
 
 def read_text(size: int, held_out: int) -> tuple[Tensor, Tensor]:
-    """Source files in a fixed random order, each ended by a zero byte: uint8 [up to size] and [held_out].
+    """Read source files in a fixed random order, each followed by a zero byte.
 
     Args:
-        size: bytes to train on; fewer come if there are not as many.
-        held_out: bytes of other files.
+        size: number of bytes to train on, at most.
+        held_out: number of bytes to evaluate on, from other files.
+
+    Returns:
+        Bytes to train on, uint8 [up to size], and bytes to evaluate on, uint8 [held_out].
 
     Raises:
-        ValueError: there are not even `held_out` bytes.
+        ValueError: there are fewer than `held_out` bytes.
     """
     roots = [Path(sysconfig.get_path("stdlib")), Path(torch.__file__).parent, Path(transformers.__file__).parent]
     files = [(number, path.relative_to(root)) for number, root in enumerate(roots) for path in root.rglob("*.py")]
@@ -220,13 +229,13 @@ def read_text(size: int, held_out: int) -> tuple[Tensor, Tensor]:
 
 
 def train(runs: dict[str, Run], rows: Tensor, steps: int, accelerator: Accelerator) -> dict[str, list[Step]]:
-    """Every variant's steps.
+    """Train all variants in turns, and return the steps of each.
 
     Args:
-        runs: the variants.
-        rows: uint8 [N, B, S], the batches, which start again from the first when they are used up.
-        steps: of each variant.
-        accelerator: tells which batches are this process's.
+        runs: the variants by name.
+        rows: N batches of rows, uint8 [N, B, S]; repeated when used up.
+        steps: number of steps of each variant.
+        accelerator: the accelerator, which says which batches are this process's.
     """
     history: dict[str, list[Step]] = {name: [] for name in runs}
     for first in range(0, steps, TURN):
@@ -242,12 +251,12 @@ def train(runs: dict[str, Run], rows: Tensor, steps: int, accelerator: Accelerat
 
 
 def median_seconds(steps: Sequence[Step]) -> float:
-    """The median of the steps that count."""
+    """Return the median seconds of a step, without the first `UNCOUNTED` steps."""
     return statistics.median(step.seconds for step in steps[min(UNCOUNTED, len(steps) - 1) :])
 
 
 def curves(history: dict[str, list[Step]], length: int) -> list[dict[str, Any]]:
-    """A row for each step of each variant."""
+    """Return a row of figures for each step of each variant."""
     rows = []
     for name, steps in history.items():
         elapsed = 0.0
@@ -267,7 +276,7 @@ def curves(history: dict[str, list[Step]], length: int) -> list[dict[str, Any]]:
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Loss against steps and against time, and the median milliseconds per iteration, of rows of `curves`."""
+    """Plot loss against steps and against time, and median milliseconds per step, from the rows of `curves`."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -295,13 +304,14 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     plt.close(figure)
 
 
-def wait() -> None:
+def synchronize() -> None:
+    """Wait for the GPU, if there is one."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def _compiler(arguments: argparse.Namespace) -> TorchDynamoPlugin | None:
-    """Inductor and, on a GPU, CUDA graphs: a row's kernels are shorter than the calls that launch them."""
+    """Return Inductor, with CUDA graphs on a GPU, where launches take longer than the kernels of a row."""
     if not arguments.compile:
         return None
     graphs = torch.cuda.is_available() and not arguments.smoke
@@ -312,18 +322,18 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--shape", choices=SHAPES, default="paper")
-    parser.add_argument("--length", type=int, default=8192, help="bytes of a row")
-    parser.add_argument("--batch", type=int, default=4, help="rows of a step of one process")
-    parser.add_argument("--steps", type=int, default=1000, help=f"more than {TURN}, or their seconds hold compilation")
-    parser.add_argument("--lr", type=float, default=1e-3, help="the highest learning rate of the cosine schedule")
-    parser.add_argument("--held-out", type=int, default=32, help="rows to evaluate on, a multiple of the batch")
-    parser.add_argument("--separate-keys", action="store_true", help="project keys apart from queries")
-    parser.add_argument("--compile", action="store_true", help="torch.compile the models, with CUDA graphs on a GPU")
-    parser.add_argument("--time-only", action="store_true", help="no evaluation, and no curves")
+    parser.add_argument("--length", type=int, default=8192, help="number of bytes of a row")
+    parser.add_argument("--batch", type=int, default=4, help="number of rows of a step in one process")
+    parser.add_argument("--steps", type=int, default=1000, help=f"number of steps; more than {TURN} to time them")
+    parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate of the cosine schedule")
+    parser.add_argument("--held-out", type=int, default=32, help="number of rows to evaluate on, a multiple of --batch")
+    parser.add_argument("--separate-keys", action="store_true", help="give keys a projection of their own")
+    parser.add_argument("--compile", action="store_true", help="compile the models, with CUDA graphs on a GPU")
+    parser.add_argument("--time-only", action="store_true", help="skip evaluation and curves")
     parser.add_argument(
-        "--smoke", action="store_true", help="a tiny model for a few seconds on the CPU, in sizes of its own"
+        "--smoke", action="store_true", help="train a tiny model for a few seconds on the CPU, with fixed sizes"
     )
-    parser.add_argument("--out", type=Path, help="folder for the figures")
+    parser.add_argument("--out", type=Path, help="folder to write the figures to")
     arguments = parser.parse_args(argv)
     if arguments.smoke:
         vars(arguments).update(SMOKE)
@@ -336,7 +346,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str]) -> None:
     arguments = parse(argv)
     AttentionInterface.register("causal_sdpa", causal_sdpa)
-    torch.backends.cuda.enable_cudnn_sdp(False)  # FlashAttention-2 or an error
+    torch.backends.cuda.enable_cudnn_sdp(False)  # leaves FlashAttention-2, or an error
     torch.backends.cuda.enable_mem_efficient_sdp(False)
     torch.backends.cuda.enable_math_sdp(arguments.smoke or not torch.cuda.is_available())
     torch.set_float32_matmul_precision("high")
@@ -355,7 +365,7 @@ def main(argv: Sequence[str]) -> None:
     rows = trained[: len(trained) // size * size].view(shape)
     accelerator.print(f"{rows.numel()} bytes of text, of which a step takes {size * accelerator.num_processes}")
     runs = {name: Run(accelerator, name, arguments) for name in arguments.variants}
-    torch.manual_seed(accelerator.process_index)  # of what is dropped
+    torch.manual_seed(accelerator.process_index)  # each process drops other queries and keys
     history = train(runs, rows, arguments.steps, accelerator)
 
     batches = [rows.to(accelerator.device, torch.int64) for rows in held_out.view(shape)]

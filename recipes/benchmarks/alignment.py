@@ -1,17 +1,17 @@
-"""Tokens per second and peak memory of DPO and reward models: shared questions against stock TRL.
+"""Measure training of DPO and reward models with shared questions and with stock TRL: tokens per second and memory.
 
     python recipes/benchmarks/alignment.py --csv alignment.csv
 
-Rows as in FlashMask (ICLR 2025), appendix A.2.1: a row of 8K or 32K tokens holds 1 to 10 questions (1 to 4 for reward
-models at 8K), each with 2 answers (6 for reward models) of 10% to 20% of the question's length. A Llama-3.2-1B-shaped
-model with random weights, bfloat16, gradient checkpointing, AdamW; DPO with a reference model. A row is one optimizer
-step for everyone, and the tokens that count are those of the row: each question once.
+Rows follow FlashMask (ICLR 2025), appendix A.2.1: a row of 8K or 32K tokens holds 1 to 10 questions (1 to 4 for reward
+models at 8K), each with 2 answers (6 for reward models) of 10% to 20% of the question's length. The model has the shape
+of Llama-3.2-1B with random weights, in bfloat16, with gradient checkpointing and AdamW; DPO has a reference model. Each
+row is one optimizer step. Tokens per second count the tokens of the row, each question once.
 
-`flashmask` runs TRL's trainers from `flashmask_hf.trainers` on the packed row. Stock TRL repeats the question for each
-answer and pads; it is given each row as one padded batch, or one question at a time with accumulated gradients
-(`single`), with SDPA and with flex_attention. A reward model's six answers are three pairs for stock TRL: every answer
-once, which is the least that it can compute. Lengths are padded to a multiple of 1024 for flex_attention, which
-compiles for each; compilation is not in the times.
+`flashmask` runs the trainers of `flashmask_hf.trainers` on the packed row. Stock TRL repeats the question for each
+answer and pads. It gets each row as one padded batch, or one question at a time with gradient accumulation (`single`),
+with SDPA and with flex_attention. For stock TRL, the six answers of a reward model are three pairs, so that it computes
+every answer once, the least that it can. For flex_attention, lengths are padded to a multiple of 1024, because it
+compiles for each length. Times do not include compilation.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -45,14 +45,14 @@ from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer
 from flashmask_hf.trainers import MultiAnswerRewardConfig, MultiAnswerRewardTrainer, SharedQuestionDPOTrainer
 
 Document = tuple[list[int], list[list[int]]]
-"""Token ids of a question and of its answers."""
+"""Token ids of a question, and of each of its answers."""
 
 ANSWERS = {"dpo": 2, "reward": 6}
 STOCK = ("sdpa", "sdpa_single", "flex_attention", "flex_attention_single")
 
 
 def make_row(task: str, length: int, vocab: int, generator: torch.Generator) -> list[Document]:
-    """The questions and answers of one row of `length` tokens."""
+    """Draw the questions and answers of one row of `length` tokens."""
     answers = ANSWERS[task]
     most = 10 if task == "dpo" else 3 if length <= 4096 else 4 if length <= 8192 else 10
     count = int(torch.randint(1, most + 1, (1,), generator=generator))
@@ -62,23 +62,23 @@ def make_row(task: str, length: int, vocab: int, generator: torch.Generator) -> 
         sizes = torch.randint(low, high + 1, (answers,), generator=generator).tolist()
         tokens = torch.randint(3, vocab, (total,), generator=generator).tolist()
         question = total - sum(sizes)
-        at, made = question, []
+        start, made = question, []
         for size in sizes:
-            made.append(tokens[at : at + size])
-            at += size
+            made.append(tokens[start : start + size])
+            start += size
         row.append((tokens[:question], made))
     return row
 
 
 def shared_examples(task: str, row: list[Document]) -> list[dict[str, Any]]:
-    """What this package's collators take."""
+    """Return a row as examples of this package's collators."""
     if task == "reward":
         return [{"prompt_ids": question, "answers_ids": answers} for question, answers in row]
     return [{"prompt_ids": question, "chosen_ids": one, "rejected_ids": two} for question, (one, two) in row]
 
 
 def stock_examples(task: str, row: list[Document]) -> list[list[dict[str, Any]]]:
-    """What TRL's collators take, by question: for a reward model a pair of whole sequences for every two answers."""
+    """Return a row as examples of TRL's collators, by question; a reward model gets a pair for every two answers."""
     if task == "dpo":
         return [[example] for example in shared_examples(task, row)]
     return [
@@ -91,7 +91,7 @@ def stock_examples(task: str, row: list[Document]) -> list[list[dict[str, Any]]]
 
 
 class Bench:
-    """One model that all trainers of a task train in turns."""
+    """Model, optimizer and trainers of a task; all trainers train the same model in turns."""
 
     def __init__(self, task: str, shape: str):
         self.task = task
@@ -115,7 +115,7 @@ class Bench:
         words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, "why": 2, "so": 3, "no": 4}, unk_token="<pad>"))
         words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
-        # Trainers want a dataset; the batches are made here.
+        # The trainers need a dataset, but the batches are made here.
         dataset = Dataset.from_list([{"prompt": "why ", "chosen": "so ", "rejected": "no "}])
         options: dict[str, Any] = {"output_dir": tempfile.mkdtemp(), "report_to": "none", "bf16": False}
         options |= {"max_length": None, "disable_dropout": False}
@@ -132,13 +132,13 @@ class Bench:
         return made[0], made[1]
 
     def use(self, attention: str) -> None:
-        """Switch the attention of policy and reference."""
+        """Set the attention of policy and reference."""
         for model in (self.model, self.reference):
             if model is not None:
                 model.set_attn_implementation(attention)
 
     def losses(self, provider: str, row: list[Document], backward: bool = True) -> list[Tensor]:
-        """Forward, and backward, of a row: a loss for each batch that it takes."""
+        """Run forward, and backward, of a row; return the loss of each of its batches."""
         if provider == "flashmask":
             trainer, batches = self.shared, [shared_examples(self.task, row)]
         else:
@@ -157,15 +157,15 @@ class Bench:
         return made
 
     def step(self, provider: str, row: list[Document]) -> None:
-        """A training step on a row."""
+        """Run a training step on a row."""
         self.losses(provider, row)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
     def check(self, providers: list[str]) -> None:
-        """Two answers to each question: everyone's log-probabilities or rewards agree, or the benchmark stops here.
+        """Exit unless all providers have the same log-probabilities or rewards, on a row with two answers per question.
 
-        Those of questions one at a time are put together as TRL does for a batch.
+        The figures of questions one at a time are combined as TRL combines those of a batch.
         """
         generator = torch.Generator().manual_seed(7)
         row = [(question, answers[:2]) for question, answers in make_row(self.task, 2048, self.vocab, generator)]
@@ -187,7 +187,7 @@ class Bench:
 
 
 def attempt(function: Callable[[], None]) -> float | None:
-    """Seconds that a function takes, or None if the GPU's memory does not suffice."""
+    """Return the seconds that a function takes, or None if the GPU runs out of memory."""
     torch.cuda.synchronize()
     start = time.perf_counter()
     try:
@@ -201,13 +201,13 @@ def attempt(function: Callable[[], None]) -> float | None:
 
 
 def measure(bench: Bench, length: int, count: int, providers: list[str]) -> list[dict[str, object]]:
-    """A row of figures per provider."""
+    """Return a row of figures per provider."""
     generator = torch.Generator().manual_seed(length)
     rows = [make_row(bench.task, length, bench.vocab, generator) for _ in range(count)]
     seconds: dict[str, list[float | None]] = {name: [] for name in providers}
     memory = dict.fromkeys(providers, 0)
     for row in rows:
-        for name in providers:  # compiles, and finds out who has the memory
+        for name in providers:  # warm up: compile, and find the providers that run out of memory
             if None not in seconds[name] and attempt(lambda name=name, row=row: bench.step(name, row)) is None:
                 bench.optimizer.zero_grad(set_to_none=True)
                 seconds[name].append(None)
@@ -238,14 +238,14 @@ def measure(bench: Bench, length: int, count: int, providers: list[str]) -> list
 
 
 def main() -> None:
-    """Command line."""
+    """Run the benchmark from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.2-1b")
     parser.add_argument("--tasks", nargs="+", default=["dpo", "reward"], choices=["dpo", "reward"])
     parser.add_argument("--lengths", nargs="+", type=int, default=[8192, 32768])
-    parser.add_argument("--rows", type=int, default=3, help="rows of each length, each seen once by everyone")
+    parser.add_argument("--rows", type=int, default=3, help="number of rows of each length")
     parser.add_argument("--providers", nargs="+", default=["flashmask", *STOCK], choices=["flashmask", *STOCK])
-    parser.add_argument("--csv", help="where to write the figures")
+    parser.add_argument("--csv", help="file to write the figures to")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("a GPU is needed")

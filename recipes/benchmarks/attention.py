@@ -1,20 +1,24 @@
-"""Forward and backward of the kernels against their peers on the twelve masks of the FlashMask paper.
+"""Time forward and backward of the kernels beside their peers on the twelve masks of the FlashMask paper.
 
     python recipes/benchmarks/attention.py --csv attention.csv   # 8K, 32K and 128K tokens, head_dim 64 and 128
     python recipes/benchmarks/attention.py --lengths 8192 --dims 128 --masks causal_document --repeats 3   # a minute
 
-The paper's masks and shapes (appendix A.5): 128K tokens in all, hidden size 4096, bfloat16, documents drawn as in
-A.5.2, once a length; medians of turns in which every provider runs once. FLOPs are counted twice: on the 128 x 128
-tiles that are not hidden, as in the paper (4 * B * H * S^2 * D * (1 - sparsity) forward, 2.5 times that backward), and
-on the pairs that are visible. Each provider's output and gradients are compared with float64 on a shorter row before
-anything is timed; a provider that is not installed is left out and named.
+Masks and shapes are the paper's (appendix A.5): 128K tokens in all, hidden size 4096, bfloat16. Documents are drawn
+once per length (A.5.2). Times are medians of turns in which every provider runs once. FLOPs are counted in two ways: on
+the 128 x 128 tiles that are not hidden, as in the paper (4 * B * H * S^2 * D * (1 - sparsity) forward, 2.5 times that
+backward), and on the visible pairs. Each provider's output and gradients are compared with float64 on a shorter row
+before anything is timed. A provider that is not installed is reported and left out. Providers:
 
-`flashmask` is what `flashmask_attention` takes by itself, `flashmask_deterministic` the same with an order for the
-gradient of q, `flashmask_triton` the portable kernels; `flex_attention` and `flex_flash` are FlexAttention with its
-Triton and its FlashAttention-4 backend (which needs flash-attn-4); `fa4`, `cudnn` and `sdpa` (FlashAttention-2) run
-where the mask is full or causal; `sdpa_dense` takes the dense mask while that fits.
-`mask_ms` and `mask_mib` are what a provider spends on a new mask of the batch, from the column vectors on, outside of
-the times of the attention.
+- `flashmask`: `flashmask_attention` with its default implementation.
+- `flashmask_deterministic`: the same with a deterministic order of the sums in the gradient of q.
+- `flashmask_triton`: the portable kernels.
+- `flex_attention`, `flex_flash`: FlexAttention with its Triton and with its FlashAttention-4 backend (needs
+  flash-attn-4).
+- `fa4`, `cudnn`, `sdpa` (FlashAttention-2): only for full and causal masks.
+- `sdpa_dense`: SDPA with the dense mask, for rows of up to 8K tokens.
+
+`mask_ms` and `mask_mib` are the time and memory that a provider needs to prepare a new mask from its column vectors.
+They are not part of the times of the attention.
 """
 
 from __future__ import annotations
@@ -36,32 +40,33 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from flashmask_hf import FlashMask, flashmask_attention, masks
-from flashmask_hf.attention import plan_of
+from flashmask_hf.operators.plan import plan_of
 
 HIDDEN = 4096
 TOKENS = 131072
-CHECKED = 4352  # length of the row on which every provider is compared with float64; all kernels take it
-DENSE_LIMIT = 8192  # longest row for which a dense mask is given to SDPA
+CHECKED = 4352  # length of the row on which every provider is compared with float64; every kernel supports it
+DENSE_LIMIT = 8192  # longest row that `sdpa_dense` runs
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
-torch._functorch.config.donated_buffer = False  # one compiled backward is timed many times
-torch._dynamo.config.recompile_limit = 256  # every form of a mask and every shape is a compilation of its own
+torch._functorch.config.donated_buffer = False  # to time one compiled backward many times
+torch._dynamo.config.recompile_limit = 256  # FlexAttention compiles for every kind of mask and every shape
 
 
 def documents(length: int, generator: torch.Generator) -> list[int]:
-    """Lengths of documents that fill a row; their number as in the paper's appendix A.5.2."""
+    """Draw the lengths of documents that fill a row; their number is as in the paper's appendix A.5.2."""
     low, high = (3, 7) if length <= 8192 else (10, 14) if length <= 32768 else (11, 15)
     count = int(torch.randint(low, high + 1, (1,), generator=generator))
     return random_lengths(length, count, generator)
 
 
 def _question(length: int, generator: torch.Generator) -> tuple[int, list[int]]:
-    """A document as a question and 2 to 6 answers."""
+    """Split a document at random into a question and 2 to 6 answers."""
     parts = random_lengths(length, 1 + int(torch.randint(2, 7, (1,), generator=generator)), generator, minimum=1)
     return parts[0], parts[1:]
 
 
 def _qk_sparse(length: int, generator: torch.Generator) -> FlashMask:
+    """Drop 2% of the queries and of the keys at random."""
     q_keep, k_keep = (torch.rand(1, 1, length, generator=generator) >= 0.02 for _ in range(2))
     return masks.qk_sparse(q_keep, k_keep)
 
@@ -80,16 +85,16 @@ FAMILIES: dict[str, Callable[[int, torch.Generator], FlashMask]] = {
     "qk_sparse": _qk_sparse,
     "random_eviction": lambda s, g: masks.random_eviction(s, generator=g),
 }
-"""The masks of the paper's tables 4 to 9, with about their sparsity."""
+"""Mask families of the paper's tables 4 to 9, with about the same sparsity."""
 
 
 def make_mask(family: str, length: int) -> FlashMask:
-    """One mask of a family, on the GPU."""
+    """Build one mask of a family, on the GPU."""
     return FAMILIES[family](length, torch.Generator().manual_seed(length)).to("cuda")
 
 
 def _visible(mask: FlashMask) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """FlexAttention's function for a mask, which reads the same vectors."""
+    """Return FlexAttention's mask function, which reads the same column vectors."""
     (start, end), *rest = mask.intervals()
     other_start, other_end = rest[0] if rest else (torch.zeros_like(start), torch.zeros_like(start))
     start, end, other_start, other_end = (x[0, 0].contiguous() for x in (start, end, other_start, other_end))
@@ -110,8 +115,9 @@ _compiled_flex = torch.compile(flex_attention, dynamic=False)
 
 
 def _flex(backend: str | None) -> Callable[[FlashMask], Attention]:
+    """Return the builder of FlexAttention with a backend, None for its default."""
     options: Any = None if backend is None else {"BACKEND": backend}
-    block = (256, 128) if backend == "FLASH" else 128  # FlashAttention-4 takes two tiles of queries at a time
+    block = (256, 128) if backend == "FLASH" else 128  # FlashAttention-4 processes two tiles of queries at a time
 
     def build(mask: FlashMask) -> Attention:
         blocks = create_block_mask(
@@ -123,8 +129,10 @@ def _flex(backend: str | None) -> Callable[[FlashMask], Attention]:
 
 
 def _flashmask(impl: str | None, deterministic: bool = False) -> Callable[[FlashMask], Attention]:
+    """Return the builder of `flashmask_attention` with an implementation, None for its default."""
+
     def build(mask: FlashMask) -> Attention:
-        fresh = FlashMask(mask.indices, mask.causal)  # which has no plan yet
+        fresh = FlashMask(mask.indices, mask.causal)  # without a cached plan
         plan_of(fresh, mask.rows())
         return lambda q, k, v: flashmask_attention(q, k, v, fresh, impl=impl, deterministic=deterministic)
 
@@ -132,6 +140,8 @@ def _flashmask(impl: str | None, deterministic: bool = False) -> Callable[[Flash
 
 
 def _sdpa(backend: SDPBackend) -> Callable[[FlashMask], Attention]:
+    """Return the builder of full or causal SDPA with a backend."""
+
     def build(mask: FlashMask) -> Attention:
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             with sdpa_kernel(backend):
@@ -143,11 +153,13 @@ def _sdpa(backend: SDPBackend) -> Callable[[FlashMask], Attention]:
 
 
 def _sdpa_dense(mask: FlashMask) -> Attention:
+    """Build SDPA with the dense mask."""
     visible = mask.to_dense()
     return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=True)
 
 
 def _fa4(mask: FlashMask) -> Attention:
+    """Build full or causal FlashAttention-4."""
     from flash_attn.cute import flash_attn_func  # pyright: ignore[reportMissingImports]
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -169,15 +181,15 @@ BUILDERS: dict[str, Callable[[FlashMask], Attention]] = {
 }
 
 
-def serves(name: str, family: str, length: int) -> bool:
-    """Whether a provider has this mask, or can hold it."""
+def supports(name: str, family: str, length: int) -> bool:
+    """Return whether a provider supports a mask of this family and length."""
     if name in ("fa4", "cudnn", "sdpa"):
         return family in ("full", "causal")
     return name != "sdpa_dense" or (length <= DENSE_LIMIT and family not in ("full", "causal"))
 
 
 def inputs(batch: int, heads: int, kv_heads: int, length: int, dim: int) -> list[Tensor]:
-    """q, k, v that require gradients, and the gradient of the output."""
+    """Draw q, k and v, which require gradients, and the gradient of the output."""
     q, k, v, dout = (
         torch.randn(batch, length, h, dim, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
         for h in (heads, kv_heads, kv_heads, heads)
@@ -186,7 +198,7 @@ def inputs(batch: int, heads: int, kv_heads: int, length: int, dim: int) -> list
 
 
 def _exact(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: FlashMask) -> list[Tensor]:
-    """Output and gradients in float64, one head of keys after the other, since the scores are held whole."""
+    """Compute output and gradients in float64, one key-value head at a time to save memory."""
     group = q.shape[1] // k.shape[1]
     heads = []
     for head in range(k.shape[1]):
@@ -199,12 +211,12 @@ def _exact(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: FlashMask) -> li
 
 
 def check(names: Sequence[str], family: str, dim: int, group: int) -> None:
-    """Every provider agrees with float64 on one row of all heads, or the benchmark stops here."""
+    """Exit unless every provider agrees with float64 on one row of all heads."""
     mask = make_mask(family, CHECKED)
     q, k, v, dout = inputs(1, HIDDEN // dim, HIDDEN // dim // group, CHECKED, dim)
     expected = _exact(q, k, v, dout, mask)
     for name in names:
-        if not serves(name, family, CHECKED):
+        if not supports(name, family, CHECKED):
             continue
         out = BUILDERS[name](mask)(q, k, v)
         for what, one, other in zip(
@@ -216,7 +228,7 @@ def check(names: Sequence[str], family: str, dim: int, group: int) -> None:
 
 
 def mask_cost(name: str, mask: FlashMask, repeats: int) -> tuple[float, float]:
-    """Median milliseconds and peak MiB of making what a provider needs from a mask's vectors."""
+    """Return the median milliseconds and peak MiB that a provider needs to prepare a mask from its column vectors."""
     if name in ("fa4", "cudnn", "sdpa"):
         return 0.0, 0.0
     before = torch.cuda.memory_allocated()
@@ -228,14 +240,14 @@ def mask_cost(name: str, mask: FlashMask, repeats: int) -> tuple[float, float]:
 def measure(
     names: Sequence[str], family: str, mask: FlashMask, dim: int, group: int, repeats: int, warmup: int
 ) -> list[dict[str, object]]:
-    """A row per provider: milliseconds and TFLOP/s, forward and backward."""
+    """Return a row per provider: milliseconds and TFLOP/s, forward and backward."""
     length = mask.kv_len
     batch, heads = max(1, TOKENS // length), HIDDEN // dim
     q, k, v, dout = inputs(batch, heads, heads // group, length, dim)
     pairs = sum(int((end - start).clamp(min=0).sum()) for start, end in mask.visible_intervals())
     sparsity, density = mask.sparsity(), pairs / length**2
     flops = 4 * batch * heads * length * length * dim
-    table = {name: BUILDERS[name](mask) for name in names if serves(name, family, length)}
+    table = {name: BUILDERS[name](mask) for name in names if supports(name, family, length)}
     with torch.no_grad():
         forward = interleaved_medians({n: lambda a=a: a(q, k, v) for n, a in table.items()}, repeats, warmup)
     outs = {n: a(q, k, v) for n, a in table.items()}
@@ -265,16 +277,16 @@ def measure(
 
 
 def sweep(length: int) -> list[FlashMask]:
-    """Causal document masks of 1 to 128 documents: every sparsity from that of a causal mask on."""
-    found = []
+    """Build causal document masks of 1 to 128 documents, from the sparsity of a causal mask upwards."""
+    swept = []
     for count in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128):
         generator = torch.Generator().manual_seed(count)
-        found.append(masks.causal_document(random_lengths(length, count, generator)).to("cuda"))
-    return found
+        swept.append(masks.causal_document(random_lengths(length, count, generator)).to("cuda"))
+    return swept
 
 
 def _compile(name: str, family: str, length: int, dim: int, group: int) -> None:
-    """Fill the caches on disk with what a provider compiles for a shape."""
+    """Run a provider once on a shape, to fill the compilation caches on disk."""
     batch = 1 if length == CHECKED else max(1, TOKENS // length)
     kv_heads = HIDDEN // dim // group
     q, k, v, dout = inputs(batch, kv_heads * group, kv_heads, length, dim)
@@ -285,11 +297,11 @@ def _compile(name: str, family: str, length: int, dim: int, group: int) -> None:
 
 
 def precompile(names: Sequence[str], shapes: list[tuple[str, int, int, int]], jobs: int) -> None:
-    """Compile FlexAttention for every form of a mask and every shape, half a minute each, in several processes."""
+    """Compile FlexAttention for every kind of mask and every shape in several processes; each takes half a minute."""
     work = {}
     for name in (name for name in names if name.startswith("flex")):
         for family, length, dim, group in [*shapes, *((f, CHECKED, d, g) for f, _, d, g in shapes)]:
-            if serves(name, family, length):
+            if supports(name, family, length):
                 mask = FAMILIES[family](1024, torch.Generator().manual_seed(0))
                 work.setdefault((name, mask.causal, mask.indices.shape[-1], length, dim, group), family)
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
@@ -302,19 +314,19 @@ def precompile(names: Sequence[str], shapes: list[tuple[str, int, int, int]], jo
 
 
 def main() -> None:
-    """Command line."""
+    """Run the benchmark from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--masks", nargs="+", default=list(FAMILIES), choices=FAMILIES)
     parser.add_argument("--providers", nargs="+", default=list(BUILDERS), choices=BUILDERS)
     parser.add_argument("--lengths", nargs="+", type=int, default=[8192, 32768, 131072])
     parser.add_argument("--dims", nargs="+", type=int, default=[64, 128])
-    parser.add_argument("--group", type=int, default=1, help="query heads to a key-value head; 4 is 32 to 8")
-    parser.add_argument("--sweep", action="store_true", help="causal documents of every sparsity instead of the masks")
+    parser.add_argument("--group", type=int, default=1, help="query heads per key-value head, 4 for 32/8")
+    parser.add_argument("--sweep", action="store_true", help="run causal documents of every sparsity, not --masks")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--jobs", type=int, default=1, help="processes that compile FlexAttention beforehand")
-    parser.add_argument("--compile-only", action="store_true", help="stop then; its caches on disk serve a later run")
-    parser.add_argument("--csv", help="where to write the rows")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that precompile FlexAttention")
+    parser.add_argument("--compile-only", action="store_true", help="stop after compiling, for a later run")
+    parser.add_argument("--csv", help="file to write the rows to")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("a GPU is needed")

@@ -1,10 +1,10 @@
-"""A run of DPO or of a reward model on the demo's data: this package's trainer and stock TRL, step by step.
+"""Train DPO or a reward model on the demo's data with this package's trainer and with stock TRL, and compare losses.
 
     python recipes/benchmarks/convergence.py --task dpo --steps 100 --csv convergence.csv
 
-Both start from the same tiny Llama and see the same examples in the same order; stock TRL repeats the question for each
-answer, pads, and runs SDPA. Exits with 1 if a loss of the two curves differs by more than `--bound`, or if accuracy
-does not rise. Runs on the GPU if there is one, else on the CPU, in float32 on both.
+Both start from the same tiny Llama and see the same examples in the same order. Stock TRL repeats the question for each
+answer, pads, and runs SDPA. The program exits with 1 if the losses of a step differ by more than `--bound`, or if
+accuracy does not rise. It runs in float32, on the GPU if there is one.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -37,11 +37,11 @@ ACCURACY = {"dpo": "rewards/accuracies", "reward": "accuracy"}
 
 
 def curve(task: str, provider: str, model_path: str, steps: int) -> list[dict[str, float]]:
-    """Loss and accuracy of each step."""
+    """Train with a provider, and return loss and accuracy of each step."""
     kind: Any = AutoModelForCausalLM if task == "dpo" else AutoModelForSequenceClassification
     labels = {} if task == "dpo" else {"num_labels": 1}
     attention = "flashmask" if provider == "flashmask" else "sdpa"
-    torch.manual_seed(0)  # for the reward model's new head
+    torch.manual_seed(0)  # initializes the reward model's head
     model = kind.from_pretrained(model_path, attn_implementation=attention, **labels)
     trainer, config = TRAINERS[task][provider]
     args = config(
@@ -73,7 +73,12 @@ def curve(task: str, provider: str, model_path: str, steps: int) -> list[dict[st
 
 
 def compare(task: str, steps: int) -> tuple[float, float, float, list[dict[str, object]]]:
-    """Largest difference of two losses of a step; accuracy over our run's first and last tenth; all figures."""
+    """Train with both providers.
+
+    Returns:
+        The largest difference of the losses of a step, this package's accuracy over the first and over the last tenth
+        of the steps, and a row of figures per step.
+    """
     with tempfile.TemporaryDirectory() as path:
         data.build_model(path)
         ours, theirs = (curve(task, provider, path, steps) for provider in ("flashmask", "trl"))
@@ -96,16 +101,16 @@ def compare(task: str, steps: int) -> tuple[float, float, float, list[dict[str, 
 
 
 def main() -> None:
-    """Command line."""
+    """Run the benchmark from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", choices=TRAINERS, default="dpo")
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--bound", type=float, default=5e-3, help="the largest difference of two losses that passes")
-    parser.add_argument("--csv", help="where to write the curves")
+    parser.add_argument("--bound", type=float, default=5e-3, help="largest difference of losses that passes")
+    parser.add_argument("--csv", help="file to write the curves to")
     arguments = parser.parse_args()
     largest, first, last, rows = compare(arguments.task, arguments.steps)
     write_csv(arguments.csv, rows)
-    print(f"largest difference of a loss {largest:.1e}; accuracy {first:.3f} at first, {last:.3f} at last")
+    print(f"largest difference of losses {largest:.1e}; accuracy {first:.3f} at first, {last:.3f} at last")
     if largest > arguments.bound or last <= first:
         raise SystemExit(1)
 

@@ -1,16 +1,22 @@
-"""One decode step of attention, a query row against a cache of keys, against SDPA and the kernel for many rows.
+"""Time one decode step of attention, a query row against a key-value cache, beside SDPA and the prefill kernel.
 
     python recipes/benchmarks/decode.py --csv decode.csv
 
-bfloat16, head_dim 128. `flashmask` is what `flashmask_attention` does without gradients, `flashmask_forward` the kernel
-for many rows under a plan that is there already, `sdpa_mask` what transformers 5.23 does under a boolean mask (the
-query heads of a key-value head are rows of one), `sdpa` what it does without one (nothing masked). Masks: `padding`
-hides a few keys on the left of each row of the batch but the first, `window` all but the last 1,024 keys.
+bfloat16, head_dim 128. Providers:
 
-Each call reads another cache, as a model's layers do, so that small ones do not stay in the GPU's L2 cache. Medians of
-one call: `eager_us` on the device, launches included; `host_us` for the host to issue it; `graph_us` in a CUDA graph of
-many calls. `gbytes_per_s` is of the visible keys and values over `graph_us`. Every provider's output is compared with a
-float64 oracle on a shorter cache before anything is timed.
+- `flashmask`: `flashmask_attention` without gradients.
+- `flashmask_forward`: the kernel for many query rows, under a cached plan.
+- `sdpa_mask`: SDPA as transformers 5.23 calls it under a boolean mask, with the query heads of a key-value head packed
+  into rows of one head.
+- `sdpa`: SDPA as transformers 5.23 calls it without a mask.
+
+The mask `padding` hides a few keys on the left of each batch row but the first; `window` hides all but the last 1,024
+keys.
+
+Each call reads another cache, as the layers of a model do, so that small caches do not stay in the GPU's L2 cache.
+Figures are medians of one call: `eager_us` on the device, launches included; `host_us` for the host to issue the call;
+`graph_us` in a CUDA graph of many calls. `gbytes_per_s` counts the visible keys and values over `graph_us`. Every
+provider's output is compared with float64 on a shorter cache before anything is timed.
 """
 
 from __future__ import annotations
@@ -18,38 +24,38 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from harness import graph_of, host_microseconds, interleaved_medians, write_csv
 from torch import Tensor
 
-from flashmask_hf import FlashMask, flashmask_attention, ops
-from flashmask_hf.attention import plan_of
+from flashmask_hf import FlashMask, flashmask_attention
+from flashmask_hf.call import Settings
+from flashmask_hf.operators.attention import flash_attn_forward
+from flashmask_hf.operators.plan import plan_of
 
 DIM = 128
 WINDOW = 1024
-CACHES = 2**28  # bytes of all caches that are read in turn, several times a GPU's L2
+CACHES = 2**28  # bytes of the caches read in turn, several times the L2 cache of a GPU
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def visible_keys(kind: str, batch: int, length: int) -> Tensor:
-    """Bool [B, Skv]."""
+    """Return which keys a mask shows to each batch row, bool [B, Skv]."""
     key = torch.arange(length, device="cuda")
     first = torch.arange(batch, device="cuda") * 16 if kind == "padding" else torch.tensor([max(0, length - WINDOW)])
     return (key >= first.to("cuda")[:, None]).expand(batch, -1)
 
 
 def providers(names: list[str], kind: str, visible: Tensor, groups: int) -> dict[str, Attention]:
-    """The attention functions among `names` that have this mask, for q [B, Hq, 1, D]."""
+    """Return the attention functions among `names` that support this mask, for q [B, Hq, 1, D]."""
     mask = FlashMask(visible.to(torch.int32)[:, None, :, None].contiguous(), causal=True, q_len=1)
     dense = visible[:, None, None].contiguous()
 
     def many_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        plan = plan_of(mask, 1)
-        settings: Any = {"sinks": None, "scale": DIM**-0.5, "softcap": None, "impl": "triton", "deterministic": False}
-        return ops.attention(q, k, v, mask, plan, **settings)[0]
+        settings = Settings(mask.causal, scale=DIM**-0.5, softcap=0.0, impl="triton", deterministic=False)
+        return flash_attn_forward(q, k, v, None, mask.indices, *plan_of(mask, 1), *settings)[0]
 
     def packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         rows = q.unflatten(1, (-1, groups)).squeeze(3)
@@ -67,7 +73,7 @@ def providers(names: list[str], kind: str, visible: Tensor, groups: int) -> dict
 
 
 def inputs(batch: int, heads: int, kv_heads: int, length: int, copies: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """q, k, v of `copies` layers."""
+    """Draw q, k and v of `copies` layers."""
     shapes = ((heads, 1), (kv_heads, length), (kv_heads, length))
     return [
         tuple(torch.randn(batch, h, s, DIM, device="cuda", dtype=torch.bfloat16) for h, s in shapes)  # type: ignore[misc]
@@ -76,7 +82,7 @@ def inputs(batch: int, heads: int, kv_heads: int, length: int, copies: int) -> l
 
 
 def check(names: list[str], kind: str, heads: int, kv_heads: int) -> None:
-    """Every provider agrees with float64 on a cache of 3,000 keys, or the benchmark stops here."""
+    """Exit unless every provider agrees with float64 on a cache of 3,000 keys."""
     visible = visible_keys(kind, 3, 3000)
     q, k, v = inputs(3, heads, kv_heads, 3000, 1)[0]
     wide = [x.double().repeat_interleave(heads // x.shape[1], 1) for x in (q, k, v)]
@@ -91,7 +97,7 @@ def check(names: list[str], kind: str, heads: int, kv_heads: int) -> None:
 def measure(
     names: list[str], kind: str, batch: int, heads: int, kv_heads: int, length: int, repeats: int
 ) -> list[dict[str, object]]:
-    """A row per provider."""
+    """Return a row of figures per provider."""
     visible = visible_keys(kind, batch, length)
     size = 2 * batch * kv_heads * length * DIM * 2
     layers = inputs(batch, heads, kv_heads, length, max(1, min(32, CACHES // size)))
@@ -121,7 +127,7 @@ def measure(
 
 
 def main() -> None:
-    """Command line."""
+    """Run the benchmark from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--masks", nargs="+", default=["padding", "window"], choices=["padding", "window"])
     names = ["flashmask", "flashmask_forward", "sdpa_mask", "sdpa"]
@@ -130,7 +136,7 @@ def main() -> None:
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--heads", nargs="+", default=["32/8", "32/32"], help="query heads / key-value heads")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--csv", help="where to write the rows")
+    parser.add_argument("--csv", help="file to write the rows to")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("a GPU is needed")

@@ -1,10 +1,10 @@
-"""The first call in a fresh process, compilation included: with an empty cache of kernels on disk, and with a full one.
+"""Time the first call in a fresh process, with an empty and with a full cache of compiled kernels on disk.
 
     python recipes/benchmarks/first_call.py --csv first_call.csv
 
-A forward and a backward of one row of 4,096 tokens, 16 heads, head_dim 128, bfloat16, under a causal mask of two
-documents. Each row of the result is a process of its own: `import_s` is the import of this package once torch and
-transformers are there and the GPU is awake, `first_s` the first forward and backward, `second_ms` the next.
+Runs forward and backward of one row of 4,096 tokens, 16 heads, head_dim 128, bfloat16, under a causal mask of two
+documents. Each row of the result is from a process of its own. `import_s` is the import of this package, after torch,
+transformers and CUDA are initialized; `first_s` the first forward and backward; `second_ms` the next.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import torch
 
 
 def child() -> None:
-    """What a process measures; one line of JSON."""
-    import transformers.modeling_utils  # noqa: F401  # the import of this package would count it
+    """Measure in a fresh process, and print the times as one line of JSON."""
+    import transformers.modeling_utils  # noqa: F401  # not part of the import that is timed
 
     q, k, v = (
         torch.randn(1, 4096, 16, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
@@ -44,17 +44,17 @@ def child() -> None:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the benchmark from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--warm", type=int, default=3, help="processes with a full cache")
-    parser.add_argument("--csv", help="where to write the rows")
+    parser.add_argument("--warm", type=int, default=3, help="number of processes with a full cache")
+    parser.add_argument("--csv", help="file to write the rows to")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("a GPU is needed")
     if arguments.child:
         return child()
-    from harness import write_csv  # which imports this package, and so not in the child
+    from harness import write_csv  # imports this package, which the child must not do before it is timed
 
     rows = []
     with tempfile.TemporaryDirectory() as cache:

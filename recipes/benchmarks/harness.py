@@ -1,4 +1,4 @@
-"""What the benchmarks share: interleaved medians, and rows that say what they were measured on."""
+"""Benchmark harness: interleaved medians, CUDA graphs, and CSV rows that name the hardware and versions."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ import triton
 import flashmask_hf
 
 Case = TypeVar("Case")
-_order = random.Random(0)
+_order = random.Random(0)  # of the providers in a turn
 
 
 def conditions() -> dict[str, str]:
-    """The GPU, the versions and the commit that a figure belongs to."""
+    """Return the GPU, the versions and the commit of a measurement."""
     here = Path(__file__).parent
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True
@@ -40,16 +40,16 @@ def conditions() -> dict[str, str]:
 def interleaved_medians(
     providers: Mapping[Case, Callable[[], object]], repeats: int, warmup: int = 2
 ) -> dict[Case, float]:
-    """Median milliseconds of each provider.
+    """Return the median milliseconds of each provider.
 
-    They run in turns so that drift falls on all alike, in another order each time: a GPU at its power limit is slower
-    behind one that drew more.
+    Providers run in turns, so that drift affects all alike. Each turn has a random order, because a GPU at its power
+    limit is slower after a provider that draws more power.
     """
     return _medians(providers, repeats, warmup, _milliseconds)
 
 
 def host_microseconds(providers: Mapping[Case, Callable[[], object]], repeats: int) -> dict[Case, float]:
-    """Median microseconds until a call of each provider returns, with the GPU idle at first. They run in turns."""
+    """Return the median host time of a call of each provider, in microseconds; each call starts on an idle GPU."""
 
     def issue(function: Callable[[], object]) -> float:
         torch.cuda.synchronize()
@@ -61,7 +61,7 @@ def host_microseconds(providers: Mapping[Case, Callable[[], object]], repeats: i
 
 
 def graph_of(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
-    """A CUDA graph of the calls, one after another; the first is made once before, to warm up."""
+    """Capture the calls in a CUDA graph, after running the first once to warm up."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -80,6 +80,7 @@ def _medians(
     warmup: int,
     measure: Callable[[Callable[[], object]], float],
 ) -> dict[Case, float]:
+    """Return the median of `measure` of each provider, over turns in random order."""
     for _ in range(warmup):
         for function in providers.values():
             function()
@@ -91,7 +92,7 @@ def _medians(
 
 
 def _milliseconds(function: Callable[[], object]) -> float:
-    """Of the GPU, or of the clock where there is none."""
+    """Return the milliseconds of a call: GPU time between events, or wall-clock time without a GPU."""
     if not torch.cuda.is_available():
         begin = time.perf_counter()
         function()
@@ -105,7 +106,7 @@ def _milliseconds(function: Callable[[], object]) -> float:
 
 
 def random_lengths(total: int, count: int, generator: torch.Generator, minimum: int = 128) -> list[int]:
-    """`count` document lengths of at least `minimum` tokens that sum to `total` (paper, appendix A.2.1)."""
+    """Draw `count` document lengths of at least `minimum` tokens that sum to `total` (paper, appendix A.2.1)."""
     count = max(1, min(count, total // minimum))
     free = total - count * minimum
     cuts = torch.randint(0, free + 1, (count - 1,), generator=generator).sort().values.tolist()
@@ -113,13 +114,13 @@ def random_lengths(total: int, count: int, generator: torch.Generator, minimum: 
 
 
 def show(rows: Sequence[Mapping[str, object]]) -> None:
-    """Print rows, one a line."""
+    """Print each row on a line."""
     for row in rows:
         print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
 
 
 def write_csv(path: str | Path | None, rows: Sequence[Mapping[str, object]], *, silent: bool = False) -> None:
-    """Print the rows unless `silent`, and write them with the conditions to `path` if there is one."""
+    """Print the rows, unless `silent`, and write them with the conditions to `path`, if there is one."""
     if not silent:
         show(rows)
     if path is not None:
@@ -132,7 +133,7 @@ def write_csv(path: str | Path | None, rows: Sequence[Mapping[str, object]], *, 
 
 
 def append_rows(path: str | Path | None, rows: list[dict[str, object]], found: Sequence[dict[str, object]]) -> None:
-    """Print what was found, add it to `rows` and write them all: a run that is cut short keeps what it has."""
+    """Print `found`, append it to `rows` and write all rows, so that an interrupted run keeps its results."""
     show(found)
     rows += found
     write_csv(path, rows, silent=True)

@@ -1,10 +1,11 @@
-"""What it costs to compile the mask functions of transformers into columns, once per forward and mask.
+"""Time the mask hook, which turns a mask function of transformers into column vectors once per forward and mask.
 
     python recipes/benchmarks/hook.py --length 32768 --csv hook.csv
 
-The rows hold 8 documents, or are causal, windowed, chunked, or have images that see themselves whole; `evaluated` is a
-function of the caller's own, which is evaluated on all pairs. Medians; peak memory above what was there before. Exits
-with 1 if the packed documents take more than `--bar` milliseconds.
+Masks are of 8 documents, causal, windowed, chunked, or with images that attend to themselves bidirectionally;
+`evaluated` is a mask function of the user's own, which the hook evaluates on all pairs. Figures are median milliseconds
+and the peak of newly allocated memory. The program exits with 1 if the packed documents take more than `--bar`
+milliseconds.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from harness import random_lengths, write_csv
 from torch import Tensor
 from transformers import masking_utils as hf_masks
 
-from flashmask_hf.mask_compiler import mask_hook
+from flashmask_hf.backend.mask_hook import mask_hook
 
 
 def functions(length: int) -> dict[str, Callable[..., Any]]:
-    """The mask functions by name."""
+    """Return the mask functions by name."""
     lengths = random_lengths(length, 8, torch.Generator().manual_seed(0))
     positions = torch.cat([torch.arange(n) for n in lengths])[None].cuda()
     documents = hf_masks.find_packed_sequence_indices(positions)
@@ -46,12 +47,12 @@ def functions(length: int) -> dict[str, Callable[..., Any]]:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the benchmark from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--length", type=int, default=32768)
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--bar", type=float, default=1.0, help="milliseconds for 8 documents")
-    parser.add_argument("--csv", help="where to write the figures")
+    parser.add_argument("--bar", type=float, default=1.0, help="most milliseconds for 8 documents that pass")
+    parser.add_argument("--csv", help="file to write the figures to")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("a GPU is needed")

@@ -1,10 +1,11 @@
-"""Tokens per second of packing on one core, from the Python lists that a dataset yields to the batch a model takes.
+"""Time packing on one core, from the Python lists of a dataset to the batch of a model, in tokens per second.
 
     python recipes/benchmarks/packing.py --csv packing.csv
 
 Every example has 1,000 tokens: a plain document; a shared question with two or six answers; a tree of three levels; and
-for the collator and `pack_dataset`, a document with labels. `pack_dataset` is timed with the making of its Dataset.
-Medians of several repeats after a warm-up. Exits with 1 if anything packs fewer tokens per second than `--bar`.
+for the collator and `pack_dataset`, a document with labels. The time of `pack_dataset` includes building its Dataset.
+Figures are medians of several repeats after a warm-up. The program exits with 1 if a packer is slower than `--bar`
+tokens per second.
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ from harness import write_csv
 from flashmask_hf.collators import DataCollatorForPackedLanguageModeling, Forest, pack_dataset, pack_forests
 
 TOKENS = 1000
-"""Of each example."""
+"""Number of tokens of each example."""
 
 ROW = 8192
-"""Tokens of a row."""
+"""Number of tokens of a row."""
 
 
 def random_examples(count: int, *lengths: int) -> list[list[list[int]]]:
-    """For each of `count` examples, a list of random token ids per length."""
+    """Draw `count` examples, each a list of random token ids per length."""
     generator = np.random.default_rng(0)
     return [[generator.integers(0, 128_256, length).tolist() for length in lengths] for _ in range(count)]
 
 
-def ways(count: int) -> dict[str, tuple[Callable[[Any], object], Any]]:
-    """What is measured, and the examples it is given."""
+def packers(count: int) -> dict[str, tuple[Callable[[Any], object], Any]]:
+    """Return the functions to time, each with its examples."""
     plain = [document for (document,) in random_examples(count, TOKENS)]
     labelled = [{"input_ids": document, "labels": document} for document in plain]
     collate = DataCollatorForPackedLanguageModeling(max_length=ROW)
@@ -61,23 +62,24 @@ def ways(count: int) -> dict[str, tuple[Callable[[Any], object], Any]]:
 
 
 def packed(examples: list[Any], forest: Callable[[Any], Forest]) -> object:
+    """Pack examples into the batch of a model; `forest` builds the tree of an example."""
     return pack_forests([forest(example) for example in examples], ROW).batch()
 
 
 def main() -> None:
-    """Command line."""
+    """Run the benchmark from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--examples", type=int, default=256, help="examples packed at once")
+    parser.add_argument("--examples", type=int, default=256, help="number of examples packed together")
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--bar", type=float, default=1e6, help="the fewest tokens per second that pass")
-    parser.add_argument("--csv", help="where to write the figures")
+    parser.add_argument("--bar", type=float, default=1e6, help="fewest tokens per second that pass")
+    parser.add_argument("--csv", help="file to write the figures to")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     pa.set_cpu_count(1)
     disable_progress_bar()
     rows: list[dict[str, object]] = []
     slow: list[str] = []
-    for name, (pack, examples) in ways(arguments.examples).items():
+    for name, (pack, examples) in packers(arguments.examples).items():
         seconds: list[float] = []
         for _ in range(arguments.repeats + 1):
             start = time.perf_counter()

@@ -1,13 +1,13 @@
-"""Draw what `attention.py` and `sparse_attention.py` measured, as the papers do.
+"""Draw the figures of the papers from the results of `attention.py` and `sparse_attention.py`.
 
     cd recipes/benchmarks
     python plots.py results/attention_h200.csv --sweep results/sweep_h200.csv --out results
     python plots.py --sparse results/sparse_attention_h200.csv --out results
 
-As the FlashMask paper it writes `attention_D_S.png`, TFLOP/s by mask and provider (figure 5); `sparsity.png`, latency
-against sparsity with the line through it and its R^2 (figure 4a); and `mask_memory.png`, bytes of the mask's own data
-against the row's length (figure 4b). Prints the R^2 of every provider. `sparse.png` is figures 3 and 7 of Pagliardini
-et al. (2023), the time of hash-sparse and of QK-sparse attention against the row's length.
+Figures of the FlashMask paper: `attention_D_S.png`, TFLOP/s by mask and provider (figure 5); `sparsity.png`, latency
+against sparsity with a linear fit and its R^2, which is also printed (figure 4a); and `mask_memory.png`, memory of the
+mask against the length of the row (figure 4b). Figures 3 and 7 of Pagliardini et al. (2023): `sparse.png`, time of
+hash-sparse and QK-sparse attention against the length of the row.
 """
 
 from __future__ import annotations
@@ -23,23 +23,25 @@ Rows = list[dict[str, str]]
 
 
 def read(path: str) -> Rows:
-    """The rows of a CSV."""
+    """Read the rows of a CSV file."""
     with open(path, newline="") as file:
         return list(csv.DictReader(file))
 
 
 def _unique(rows: Rows, name: str) -> list[str]:
+    """Return the distinct values of a column, in order."""
     return list(dict.fromkeys(row[name] for row in rows))
 
 
 def _conditions(rows: Rows) -> str:
+    """Return a line with the GPU, versions and commits that the rows were measured on."""
     row = rows[0]
     commits = " and ".join(_unique(rows, "commit"))
     return f"{row['gpu']}, bfloat16, torch {row['torch'].split('+')[0]}, Triton {row['triton']}, commit {commits}"
 
 
 def bars(rows: Rows, out: Path) -> None:
-    """A chart for each head_dim and length: TFLOP/s forward and backward together."""
+    """Draw a bar chart for each head_dim and length: TFLOP/s of forward and backward together."""
     for dim in _unique(rows, "head_dim"):
         for length in _unique(rows, "length"):
             shown = [row for row in rows if row["head_dim"] == dim and row["length"] == length]
@@ -63,16 +65,16 @@ def bars(rows: Rows, out: Path) -> None:
 
 
 def latency(rows: Rows, out: Path) -> None:
-    """Milliseconds against sparsity, and how straight the line is."""
+    """Plot milliseconds against sparsity with a linear fit, and print its R^2."""
     figure, axes = plt.subplots(figsize=(7, 4.5))
     for provider in _unique(rows, "provider"):
         shown = [row for row in rows if row["provider"] == provider]
         x = np.array([float(row["sparsity"]) for row in shown])
         y = np.array([float(row["forward_ms"]) + float(row["backward_ms"]) for row in shown])
         slope, offset = np.polyfit(x, y, 1)
-        explained = 1 - ((y - slope * x - offset) ** 2).sum() / ((y - y.mean()) ** 2).sum()
-        print(f"{provider}: R^2 = {explained:.4f}")
-        points = axes.plot(x, y, "o", label=f"{provider}, $R^2$ = {explained:.4f}")
+        r_squared = 1 - ((y - slope * x - offset) ** 2).sum() / ((y - y.mean()) ** 2).sum()
+        print(f"{provider}: R^2 = {r_squared:.4f}")
+        points = axes.plot(x, y, "o", label=f"{provider}, $R^2$ = {r_squared:.4f}")
         axes.plot(x, slope * x + offset, color=points[0].get_color(), linewidth=1)
     axes.set_xlabel("sparsity (hidden 128 x 128 tiles)")
     axes.set_ylabel("ms, forward + backward")
@@ -84,7 +86,7 @@ def latency(rows: Rows, out: Path) -> None:
 
 
 def memory(rows: Rows, out: Path) -> None:
-    """What a mask takes, by length, for each provider's most costly mask."""
+    """Plot the memory of each provider's largest mask against the length of the row."""
     figure, axes = plt.subplots(figsize=(7, 4.5))
     for provider in _unique(rows, "provider"):
         largest: dict[int, float] = {}
@@ -106,7 +108,7 @@ def memory(rows: Rows, out: Path) -> None:
 
 
 def runtimes(rows: Rows, out: Path) -> None:
-    """Milliseconds against the length: hash buckets on the left, dropped queries and keys on the right."""
+    """Plot milliseconds against the length of the row: hash-sparse attention left, QK-sparse attention right."""
     figure, panels = plt.subplots(1, 2, figsize=(11, 4.5), sharey=True)
     for axes, prefix, title in zip(panels, ("hash", "drop"), ("hash buckets", "percent dropped"), strict=True):
         for provider in _unique(rows, "provider"):
@@ -131,12 +133,12 @@ def runtimes(rows: Rows, out: Path) -> None:
 
 
 def main() -> None:
-    """Command line."""
+    """Draw the figures from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("csv", nargs="?", help="what attention.py wrote")
-    parser.add_argument("--sweep", help="what attention.py --sweep wrote")
-    parser.add_argument("--sparse", help="what sparse_attention.py wrote")
-    parser.add_argument("--out", default=".", help="folder for the pictures")
+    parser.add_argument("csv", nargs="?", help="results of attention.py")
+    parser.add_argument("--sweep", help="results of attention.py --sweep")
+    parser.add_argument("--sparse", help="results of sparse_attention.py")
+    parser.add_argument("--out", default=".", help="folder to write the figures to")
     arguments = parser.parse_args()
     if not (arguments.csv or arguments.sweep or arguments.sparse):
         parser.error("nothing to draw: give a csv, --sweep or --sparse")

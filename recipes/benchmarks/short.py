@@ -1,23 +1,26 @@
-"""Short rows, where a call costs more to issue than to run: what the host pays, and what is left in a CUDA graph.
+"""Time attention on short rows, whose launches cost more than their kernels, on the host and in a CUDA graph.
 
     python recipes/benchmarks/short.py --csv short.csv
 
-bfloat16, 32 heads, a causal mask of documents. `flashmask` is the best implementation for the GPU, `flashmask_triton`
-the portable one, `sdpa_mask` SDPA under the same mask as a dense tensor that is there already, `sdpa` SDPA without
-documents (`is_causal`), `flex_attention` FlexAttention, compiled, with its block mask there already.
+bfloat16, 32 heads, a causal mask of documents. Providers:
 
-Medians of one call, a forward of inputs that require gradients and a forward with its backward: `host_us` for the host
-to issue it, with the device idle at first, and `graph_us` in a CUDA graph of eight, which stand for the layers of a
-model. Our plan is made before the capture, as in a compiled model for every layer after the first. Lengths that are no
-multiple of 128 cost the portable kernels a padded copy of the mask's vectors. Every provider is compared with float64
-before anything is timed.
+- `flashmask`: the best implementation for the GPU.
+- `flashmask_triton`: the portable kernels.
+- `sdpa_mask`: SDPA under the same mask, as a dense tensor built beforehand.
+- `sdpa`: SDPA without documents (`is_causal`).
+- `flex_attention`: compiled FlexAttention, with a block mask built beforehand.
+
+Figures are medians of one call, for a forward of inputs that require gradients and for a forward with its backward:
+`host_us` for the host to issue the call on an idle device, and `graph_us` in a CUDA graph of eight calls, which stand
+for the layers of a model. The plan of `flashmask` is built before the capture, as in a compiled model for every layer
+after the first. The portable kernels need a padded copy of the mask's vectors for lengths that are not a multiple of
+128. Every provider is compared with float64 before anything is timed.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch._dynamo
@@ -26,25 +29,27 @@ from harness import append_rows, graph_of, host_microseconds, interleaved_median
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from flashmask_hf import FlashMask, flashmask_attention, masks, ops
-from flashmask_hf.attention import plan_of, prepare
+from flashmask_hf import FlashMask, flashmask_attention, masks
+from flashmask_hf.call import resolve
+from flashmask_hf.operators import attention as operators
+from flashmask_hf.operators.plan import plan_of
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 HEADS = 32
 CALLS = 8
 OURS = {"flashmask": None, "flashmask_triton": "triton"}
 PROVIDERS = (*OURS, "sdpa_mask", "sdpa", "flex_attention")
-torch._dynamo.config.recompile_limit = 256  # FlexAttention is compiled for each shape
+torch._dynamo.config.recompile_limit = 256  # FlexAttention compiles for each shape
 _compiled = torch.compile(flex_attention, dynamic=False)
 
 
 def documents(length: int) -> list[int]:
-    """Lengths of four documents that fill a row."""
+    """Draw the lengths of four documents that fill a row."""
     return random_lengths(length, 4, torch.Generator().manual_seed(length), minimum=length // 8)
 
 
 def provider(name: str, length: int, mask: FlashMask, visible: Tensor) -> Attention:
-    """The attention function of a provider; `visible` is the dense mask [1, 1, S, S]."""
+    """Return the attention function of a provider; `visible` is the dense mask [1, 1, S, S]."""
     if name in OURS:
         return lambda q, k, v: flashmask_attention(q, k, v, mask, impl=OURS[name])
     if name == "sdpa_mask":
@@ -62,19 +67,18 @@ def provider(name: str, length: int, mask: FlashMask, visible: Tensor) -> Attent
 
 
 def planned(name: str, mask: FlashMask, length: int) -> Attention:
-    """What one of ours does with a plan that is there: while a graph is captured, a public call makes its own."""
+    """Return one of our providers with a cached plan, since a public call within a graph capture builds its own."""
     plan = plan_of(mask, length)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v, impl, scale, ordered = prepare(q, k, v, mask, None, None, None, False, OURS[name])
-        settings: Any = {"sinks": None, "scale": scale, "softcap": None, "impl": impl, "deterministic": ordered}
-        return ops.attention(q, k, v, mask, plan, **settings)[0]
+        call = resolve(q, k, v, mask, None, None, None, False, OURS[name])
+        return operators.flash_attn_forward(q, k, v, None, mask.indices, *plan, *call.settings)[0]
 
     return attend
 
 
 def check(name: str, attention: Attention, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, visible: Tensor) -> None:
-    """The provider's result and gradients agree with float64, or the benchmark stops here."""
+    """Exit unless a provider's output and gradients agree with float64."""
     wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
     dense = torch.ones_like(visible).tril() if name == "sdpa" else visible
     expected = F.scaled_dot_product_attention(wide[0], wide[1], wide[2], attn_mask=dense)
@@ -87,7 +91,7 @@ def check(name: str, attention: Attention, q: Tensor, k: Tensor, v: Tensor, dout
 
 
 def measure(names: list[str], batch: int, length: int, dim: int, repeats: int) -> list[dict[str, object]]:
-    """Two rows per provider: a forward, and a forward with its backward."""
+    """Return two rows per provider: a forward, and a forward with its backward."""
     mask = masks.causal_document(documents(length)).to("cuda")
     visible = mask.to_dense()
     q, k, v, dout = (
@@ -121,14 +125,14 @@ def measure(names: list[str], batch: int, length: int, dim: int, repeats: int) -
 
 
 def main() -> None:
-    """Command line."""
+    """Run the benchmark from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--providers", nargs="+", default=list(PROVIDERS), choices=PROVIDERS)
     parser.add_argument("--lengths", nargs="+", type=int, default=[128, 200, 256, 512, 1000, 1024])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--dims", nargs="+", type=int, default=[64, 128])
     parser.add_argument("--repeats", type=int, default=31)
-    parser.add_argument("--csv", help="where to write the rows")
+    parser.add_argument("--csv", help="file to write the rows to")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("a GPU is needed")

@@ -1,20 +1,26 @@
-"""Dynamic sparse attention against causal attention, as figures 3 and 7 of Pagliardini et al. (2023).
+"""Time hash-sparse and QK-sparse attention beside causal attention, as in figures 3 and 7 of Pagliardini et al. (2023).
 
     python recipes/benchmarks/sparse_attention.py --csv sparse.csv   # 1K to 64K tokens, B=4, H=48, D=64, bfloat16
     python recipes/benchmarks/sparse_attention.py --lengths 16384 --providers sdpa hash_16 --repeats 3
     python recipes/benchmarks/plots.py --sparse sparse.csv --out results
 
-`hash_N` has N buckets, drawn at random for every query and key of every head, and `hash_sparse_attention` is told N;
-in `hash_16_any` it is not. `drop_P` drops P percent of the queries and of the keys of every head at random. What they
-do before and after attention is in the times; buckets and drops are given, as in the paper. `sdpa` is PyTorch's causal
-attention by FlashAttention-2, `cudnn` by cuDNN, `flashmask` ours under a causal mask whose plan is at hand.
+Providers:
 
-`forward_ms` is a call without gradients, `both_ms` a call and its gradients, `backward_ms` the difference, `faster` the
-time of `sdpa` for both over the provider's. The other columns take a step apart: `sort_ms` (orders and the mask's
-columns), `plan_ms`, `attend_ms` (the operator, which gathers rows and puts them back), of which `gather_ms` (q, k, v),
-and in the backward `attend_backward_ms`, of which `gather_backward_ms` (the output's gradient, with its row sums).
-Every provider's output and gradients are compared with float64 on a short row first. Exits with 1 if one of `BARS` is
-measured and missed.
+- `hash_N`: N buckets, drawn at random for every query and key of every head. `hash_sparse_attention` gets `n_buckets`,
+  except in `hash_16_any`.
+- `drop_P`: drops P percent of the queries and of the keys of every head at random.
+- `sdpa`, `cudnn`: PyTorch's causal attention by FlashAttention-2 and by cuDNN.
+- `flashmask`: this package's attention under a causal mask with a cached plan.
+
+Times of sparse attention include sorting and moving rows before and after attention, but not drawing buckets and drops,
+as in the paper. `forward_ms` is a call without gradients, `both_ms` a call with its gradients, `backward_ms` their
+difference, and `faster` the ratio of `both_ms` of `sdpa` to the provider's. The other columns are parts of a step:
+`sort_ms` (orders and the mask's columns), `plan_ms`, `attend_ms` (the operator, which gathers the rows and scatters the
+output), with `gather_ms` as its part (q, k, v); and in the backward `attend_backward_ms`, with `gather_backward_ms` as
+its part (gradient of the output, and its row sums).
+
+Every provider's output and gradients are compared with float64 on a short row before anything is timed. The program
+exits with 1 if a measured provider misses one of `BARS`.
 """
 
 from __future__ import annotations
@@ -29,8 +35,11 @@ from harness import append_rows, interleaved_medians
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flashmask_hf import FlashMask, flashmask_attention, masks, ops, sparse, sparse_ops
-from flashmask_hf.attention import plan_of, prepare
+from flashmask_hf import FlashMask, flashmask_attention, masks, sparse
+from flashmask_hf.call import resolve
+from flashmask_hf.operators import sparse as sparse_ops
+from flashmask_hf.operators.plan import make_plan, plan_of
+from flashmask_hf.rows import gather_rows, gather_upstream
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 Row = dict[str, object]
@@ -44,13 +53,13 @@ BARS = {
     ("drop_30", 16384): 1.6,
     ("drop_50", 16384): 2.5,
 }
-"""How many times faster than `sdpa`, forward and backward together."""
+"""Smallest speedup over `sdpa` that passes, forward and backward together, by provider and length."""
 PARTS = ("sort", "plan", "gather", "attend", "gather_backward", "attend_backward")
 CHECKED = 512  # length of the row on which every provider is compared with float64
 
 
 def draw(name: str, batch: int, heads: int, length: int, device: str) -> tuple[Tensor, Tensor] | None:
-    """The buckets of queries and keys, or which of them are kept; None for dense attention."""
+    """Draw the buckets of queries and keys, or which of them are kept; return None for dense attention."""
     generator = torch.Generator(device).manual_seed(length)
     shape = (batch, heads, length)
     if name in BUCKETS:
@@ -63,7 +72,7 @@ def draw(name: str, batch: int, heads: int, length: int, device: str) -> tuple[T
 
 
 def build(name: str, chosen: tuple[Tensor, Tensor] | None, length: int, device: str) -> Attention:
-    """A provider's function of q, k and v [B, H, S, D]."""
+    """Return a provider's attention function of q, k and v [B, H, S, D]."""
     if chosen is not None and name in DROPPED:
         return lambda q, k, v: sparse.qk_sparse_attention(q, k, v, *chosen)
     if chosen is not None:
@@ -82,7 +91,7 @@ def build(name: str, chosen: tuple[Tensor, Tensor] | None, length: int, device: 
 
 
 def inputs(batch: int, heads: int, length: int, dim: int, dtype: torch.dtype, device: str) -> list[Tensor]:
-    """q, k, v that require gradients, laid out as a model makes them, and the gradient of the output."""
+    """Draw q, k and v, which require gradients and are laid out as in a model, and the gradient of the output."""
     q, k, v, dout = (
         torch.randn(batch, length, heads, dim, device=device, dtype=dtype).transpose(1, 2) for _ in range(4)
     )
@@ -90,7 +99,7 @@ def inputs(batch: int, heads: int, length: int, dim: int, dtype: torch.dtype, de
 
 
 def check(name: str, dim: int, dtype: torch.dtype, device: str) -> None:
-    """The provider agrees with dense attention in float64, or the benchmark stops here."""
+    """Exit unless the provider agrees with dense attention in float64."""
     q, k, v, dout = inputs(2, 3, CHECKED, dim, dtype, device)
     chosen = draw(name, 2, 3, CHECKED, device)
     visible = torch.ones(CHECKED, CHECKED, dtype=torch.bool, device=device).tril()
@@ -115,7 +124,7 @@ def check(name: str, dim: int, dtype: torch.dtype, device: str) -> None:
 def parts(
     name: str, chosen: tuple[Tensor, Tensor], given: Sequence[Tensor], repeats: int, warmup: int
 ) -> dict[str, float]:
-    """Milliseconds of what a sparse provider does, one after the other."""
+    """Return the milliseconds of each part of a sparse provider's step."""
     q, k, v, dout = (x.detach() for x in given)
     kept: tuple[Tensor | None, Tensor | None] = (None, None)
 
@@ -129,7 +138,7 @@ def parts(
 
     def gather() -> list[Tensor]:
         orders = ((q, q_order, kept[0]), (k, k_order, kept[1]), (v, k_order, kept[1]))
-        return [sparse_ops.gather_rows(*what) for what in orders]
+        return [gather_rows(*what) for what in orders]
 
     def attend() -> tuple[Tensor, ...]:
         return sparse_ops.flash_attn_sparse_forward(
@@ -144,15 +153,14 @@ def parts(
     columns, q_order, k_order = sort()
     mask = FlashMask(columns, causal=False, q_len=q.shape[2])
     plan = plan_of(mask, q.shape[2])
-    *_, impl, scale, deterministic = prepare(q, k, v, mask, None, None, None, False)
-    settings = (scale, 0.0, impl, deterministic)
+    _, *settings = resolve(q, k, v, mask, None, None, None, False, None).settings
     out, lse, *ordered = attend()
     functions = {
         "sort": sort,
-        "plan": lambda: ops.make_plan(columns, False, q.shape[2]),
+        "plan": lambda: make_plan(columns, False, q.shape[2]),
         "gather": gather,
         "attend": attend,
-        "gather_backward": lambda: sparse_ops.gather_upstream(dout, out, q_order, kept[0], lse.dtype),
+        "gather_backward": lambda: gather_upstream(dout, out, q_order, kept[0], lse.dtype),
         "attend_backward": attend_backward,
     }
     return interleaved_medians(functions, repeats, warmup)
@@ -161,7 +169,7 @@ def parts(
 def measure(
     names: Sequence[str], shape: tuple[int, int, int, int], dtype: torch.dtype, device: str, repeats: int, warmup: int
 ) -> list[Row]:
-    """A row per provider for q, k and v of `shape` [B, H, S, D]."""
+    """Return a row per provider, for q, k and v of `shape` [B, H, S, D]."""
     batch, heads, length, dim = shape
     q, k, v, dout = inputs(batch, heads, length, dim, dtype, device)
     chosen = {name: draw(name, batch, heads, length, device) for name in names}
@@ -188,7 +196,7 @@ def measure(
 
 
 def break_even(lengths: Sequence[int], faster: Sequence[float]) -> str:
-    """The length from which on a provider is faster than `sdpa`, by a line through the logarithms around it."""
+    """Return the length from which a provider is faster than `sdpa`, interpolated on logarithmic axes."""
     slower = [i for i, ratio in enumerate(faster) if ratio < 1]
     if not slower:
         return f"{lengths[0]} or less"
@@ -200,8 +208,8 @@ def break_even(lengths: Sequence[int], faster: Sequence[float]) -> str:
     return str(round(lengths[last] * (lengths[last + 1] / lengths[last]) ** share))
 
 
-def summarise(rows: Sequence[Row]) -> bool:
-    """Print how many times faster than `sdpa`, from which length on, and the bars; returns whether all are met."""
+def summarize(rows: Sequence[Row]) -> bool:
+    """Print speedups over `sdpa`, break-even lengths and missed bars; return whether all bars are met."""
     met = True
     for name in dict.fromkeys(str(row["provider"]) for row in rows if row["provider"] != "sdpa"):
         found = {int(str(row["length"])): float(str(row["faster"])) for row in rows if row["provider"] == name}
@@ -217,7 +225,7 @@ def summarise(rows: Sequence[Row]) -> bool:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the benchmark from the command line."""
     everything = [*DENSE, *BUCKETS, *DROPPED]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--providers", nargs="+", default=everything, choices=everything)
@@ -227,8 +235,8 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--smoke", action="store_true", help="does it run? float32 on the CPU, in sizes of its own")
-    parser.add_argument("--csv", help="where to write the rows")
+    parser.add_argument("--smoke", action="store_true", help="test run in float32 on the CPU, with fixed sizes")
+    parser.add_argument("--csv", help="file to write the rows to")
     arguments = parser.parse_args()
     names, lengths = list(arguments.providers), list(arguments.lengths)
     batch, heads, dim, dtype, device = arguments.batch, arguments.heads, arguments.dim, torch.bfloat16, "cuda"
@@ -252,7 +260,7 @@ def main() -> None:
             0 if arguments.smoke else arguments.warmup,
         )
         append_rows(arguments.csv, rows, found)
-    if "sdpa" in names and not summarise(rows):
+    if "sdpa" in names and not summarize(rows):
         raise SystemExit(1)
 
 

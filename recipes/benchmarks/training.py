@@ -1,11 +1,12 @@
-"""Tokens per second and peak memory of fine-tuning on packed rows: flashmask, SDPA with its dense mask, flex_attention.
+"""Measure fine-tuning on packed rows with flashmask, SDPA and flex_attention: tokens per second and peak memory.
 
     python recipes/benchmarks/training.py --length 32768 --csv training.csv
 
-A Llama-3.2-1B-shaped model with random weights, bfloat16, gradient checkpointing, one row per step, AdamW. Rows are
-made of 1 to 10 documents as in the paper (appendix A.2.1). Every implementation is transformers' own path for packed
-rows: position_ids for SDPA and flex_attention, which build their masks from them at every step, and the collator's
-vectors for flashmask. They train one model in turns, so that they see the same rows; their first losses must agree.
+The model has the shape of Llama-3.2-1B with random weights, in bfloat16, with gradient checkpointing and AdamW. A step
+is one row of 1 to 10 documents, as in the paper (appendix A.2.1). SDPA and flex_attention take transformers' own path
+for packed rows, which builds a mask from position_ids in every step (a dense one for SDPA); flashmask takes the
+collator's vectors. The implementations train the same model on the same rows in turns. Their losses must agree before
+training.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ SHAPES = {
 
 
 def make_rows(length: int, count: int, vocab: int) -> list[dict[str, torch.Tensor]]:
-    """Packed rows of `length` tokens, on the GPU."""
+    """Draw packed rows of `length` tokens, on the GPU."""
     generator = torch.Generator().manual_seed(0)
     collate = DataCollatorForPackedLanguageModeling()
     rows = []
@@ -60,7 +61,7 @@ def make_rows(length: int, count: int, vocab: int) -> list[dict[str, torch.Tenso
 
 
 def step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, name: str, row: dict[str, torch.Tensor]) -> float:
-    """One training step; returns the loss."""
+    """Run one training step, and return the loss."""
     model.set_attn_implementation(name)
     batch = row if name == "flashmask" else {k: v for k, v in row.items() if k != "startend_row_indices"}
     loss = model(**batch, use_cache=False).loss
@@ -71,13 +72,13 @@ def step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, name: str, ro
 
 
 def main() -> None:
-    """Command line."""
+    """Run the benchmark from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.2-1b")
     parser.add_argument("--length", type=int, default=32768)
-    parser.add_argument("--rows", type=int, default=5, help="rows, each seen once by every implementation")
+    parser.add_argument("--rows", type=int, default=5, help="number of rows")
     parser.add_argument("--implementations", nargs="+", default=["flashmask", "sdpa", "flex_attention"])
-    parser.add_argument("--csv", help="where to write the figures")
+    parser.add_argument("--csv", help="file to write the figures to")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("a GPU is needed")
@@ -89,15 +90,15 @@ def main() -> None:
     getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     rows = make_rows(arguments.length, arguments.rows, model.config.vocab_size)
 
-    still = torch.optim.SGD(model.parameters(), lr=0.0)  # correctness and warm-up without moving the weights
+    frozen = torch.optim.SGD(model.parameters(), lr=0.0)  # checks losses and warms up with fixed weights
     for row in rows[:2]:
-        losses = {name: step(model, still, name, row) for name in arguments.implementations}
+        losses = {name: step(model, frozen, name, row) for name in arguments.implementations}
         print("losses before training:", {name: round(loss, 5) for name, loss in losses.items()})
         if max(losses.values()) - min(losses.values()) > 5e-3:
             raise SystemExit("the implementations disagree")
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
-    step(model, optimizer, arguments.implementations[0], rows[0])  # makes the optimizer's state
+    step(model, optimizer, arguments.implementations[0], rows[0])  # allocates the optimizer's state
     seconds: dict[str, list[float]] = {name: [] for name in arguments.implementations}
     memory = dict.fromkeys(arguments.implementations, 0)
     for row in rows:
