@@ -17,7 +17,7 @@ demo: $(VENV)/demo.stamp
 	$(TRAIN) $(BIN)/accelerate launch --config_file recipes/configs/accelerate_single.yaml recipes/sft.py
 
 # Two lanes: CPU and GPU (skipped, with the reason, where there is none), then the GPU kernels in Triton's interpreter, and
-# those for Hopper in tests/gluon_interpreter.py.
+# those for Hopper in tests/tools/gluon_interpreter.py.
 test: $(VENV)/dev.stamp
 	$(PYTEST) -m "not interpreter"
 	TRITON_INTERPRET=1 $(PYTEST) -m interpreter

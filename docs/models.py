@@ -1,7 +1,7 @@
-"""Write docs/models.md: what `attn_implementation="flashmask"` does in each model family of transformers.
+"""Write docs/models.md: the outcome of `attn_implementation="flashmask"` in each model family of transformers.
 
 python docs/models.py            # run every family and write the table
-python docs/models.py --check    # exit with 1 if docs/models.md does not say what they do
+python docs/models.py --check    # run every family and exit with 1 if docs/models.md is stale
 python docs/models.py llama t5   # print these families only
 """
 
@@ -19,23 +19,23 @@ import transformers
 PAGE = Path(__file__).with_name("models.md")
 sys.path.insert(0, str(PAGE.parents[1] / "tests"))
 
-from model_zoo import INPUTS, Family, Outcome, discover, examine, first_sentence  # noqa: E402  # pyright: ignore[reportMissingImports]
+from tools.model_zoo import INPUTS, Family, Outcome, discover, examine, first_sentence  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 INTRO = """\
 # Model families
 
-What `attn_implementation="flashmask"` does in each model family, with transformers {transformers} and torch {torch}.
-`python docs/models.py` writes this page and `tests/test_models.py` holds it.
+The outcome of `attn_implementation="flashmask"` in each model family, with transformers {transformers} and
+torch {torch}. `python docs/models.py` writes this page, and `tests/backend/test_models.py` checks every cell.
 
-Every family is built tiny, with random weights (`tests/model_zoo.py`), and run in float32 on the CPU with flashmask and
-with eager attention: each input below in eval mode, in training and in cached generation. Logits at real tokens (hidden
-states where a model has no head) and, in training, every parameter's gradient must agree within 1e-4 of the largest
-entry.
+Every family is built tiny, with random weights (`tests/tools/model_zoo.py`), and run in float32 on the CPU with
+flashmask and with eager attention: each input below in eval mode, in training and in cached generation. Logits at real
+tokens (hidden states where a model has no head) and, in training, every parameter's gradient must agree within 1e-4 of
+the largest entry.
 
 | input | what runs |
 |---|---|
 | no padding, right padding, left padding | two rows; with padding, a 2D `attention_mask` hides three tokens of one |
-| packed | two documents in one row, told apart by `position_ids` alone; compared with each run by itself |
+| packed | two documents in one row, separated by `position_ids` alone; compared with each document run by itself |
 | supplied | the same row with `startend_row_indices` of a causal document mask; compared in the same way |
 
 | mode | what runs |
@@ -45,21 +45,21 @@ entry.
 the row and then three given tokens, through the cache |
 
 The tokens that follow a packed or supplied row continue its last document: a 2D `attention_mask` hides the others from
-them, and they bring their `position_ids` but no vectors. `generate` cannot do that: given a packed prompt, the tokens
-it chooses see the whole prompt, and given vectors it must raise, because they describe the prompt and not the tokens
-that follow. Encoders get a document mask that is not causal. Encoders and image encoders do not generate: their cells
-tell of eval and training.
+them, and they have `position_ids` but no vectors. `generate` cannot do that: given a packed prompt, the tokens it
+chooses see the whole prompt, and given vectors it must raise, because they describe the prompt and not the tokens that
+follow. Encoders get a document mask that is not causal. Encoders and image encoders do not generate: their cells hold
+the outcomes of eval and training.
 
-A cell has one word for all modes, or that of eval first and then every mode where it is another.
+A cell is the outcome of all modes, or that of eval, followed by every mode with another outcome.
 
 | cell | meaning |
 |---|---|
 | yes | right, and at least one layer went through the attention interface |
 | raises | refused with the error of the note |
-| as eager | the same as with eager attention, which does not keep the packed documents apart in this family either |
+| as eager | equal to eager attention, which does not separate the packed documents in this family either |
 | joined | other layers (recurrent, convolutional) carry tokens from one document to the next |
 | wrong | differs without an error |
-| n/a | does not apply, or cannot be said, as the note says |
+| n/a | does not apply or cannot be tested, for the reason in the note |
 
 Text towers are the language models inside vision-language models; a tower that is itself a family in the table (as in
 LLaVA, whose tower may be any of them) has no row of its own.
@@ -69,7 +69,7 @@ LLaVA, whose tower may be any of them) has no row of its own.
 
 
 def cell(outcomes: dict[str, Outcome], notes: dict[str, int]) -> str:
-    """One cell: the outcome in eval mode, and those of the other modes where they are others."""
+    """Return one cell: the outcome in eval mode, and those of the other modes that differ from it."""
     texts: dict[str, str] = {}
     for mode, (word, reason) in outcomes.items():
         text = f"{word} ({notes.setdefault(reason, len(notes) + 1)})" if reason else word
@@ -79,7 +79,7 @@ def cell(outcomes: dict[str, Outcome], notes: dict[str, int]) -> str:
 
 
 def page(families: dict[str, Family], untested: dict[str, str]) -> str:
-    """The whole of docs/models.md."""
+    """Return the text of docs/models.md."""
     notes: dict[str, int] = {}
     rows = []
     for name, family in sorted(families.items()):
@@ -116,7 +116,9 @@ def page(families: dict[str, Family], untested: dict[str, str]) -> str:
 def main() -> None:
     """Run the families and write, check or print the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("families", nargs="*", help="model types to print; without them all, written to docs/models.md")
+    parser.add_argument(
+        "families", nargs="*", help="model types to print; by default all are run and docs/models.md written"
+    )
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if docs/models.md is stale")
     args = parser.parse_args()
     torch.set_num_threads(1)
