@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
-from torch.autograd import forward_ad
+from torch.autograd import forward_ad, profiler
 
 __all__ = [
     "HAS_TRITON",
@@ -42,16 +42,20 @@ def is_intercepted(*tensors: Tensor | None) -> bool:
     Compilers, dispatch modes, function modes, `torch.func` transforms, tracing, profilers and forward-mode automatic
     differentiation see calls there, and so do tensor subclasses, lazy negations, batched and meta tensors.
     """
-    return (
+    if (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._is_torch_function_mode_enabled()
         or torch._C._are_functorch_transforms_active()
         or torch._C._get_tracing_state() is not None
-        or torch.autograd.profiler._is_profiler_enabled
+        or profiler._is_profiler_enabled
         or forward_ad._current_level >= 0
-        or not all(x is None or is_plain(x) for x in tensors)
-    )
+    ):
+        return True
+    for x in tensors:  # noqa: SIM110  # a generator would take as long as the questions
+        if x is not None and not is_plain(x):
+            return True
+    return False
 
 
 def is_plain(x: Tensor) -> bool:
@@ -71,9 +75,14 @@ def wants_gradients(*tensors: Tensor | None) -> bool:
 
     Inside a `torch.func` transform a batched tensor does not tell whether the tensor that it holds requires a gradient.
     """
-    return torch.is_grad_enabled() and (
-        torch._C._are_functorch_transforms_active() or any(x is not None and x.requires_grad for x in tensors)
-    )
+    if not torch.is_grad_enabled():
+        return False
+    if torch._C._are_functorch_transforms_active():
+        return True
+    for x in tensors:  # noqa: SIM110  # a generator would take as long as the questions
+        if x is not None and x.requires_grad:
+            return True
+    return False
 
 
 def has_tangents(*tensors: Tensor | None) -> bool:
@@ -97,6 +106,11 @@ def is_capturing(x: Tensor) -> bool:
 current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda gpu: 0)
 """Return the handle of the current stream of a GPU, given its index; torch without CUDA has no such function."""
 
+_current_gpu: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: 0)
+"""Return the index of the current GPU, less the initialization of CUDA that `torch.cuda.current_device` asks for."""
+
+_UNGUARDED = contextlib.nullcontext()
+
 
 def stream_of(x: Tensor) -> tuple[int, int] | None:
     """Return the index of the tensor's GPU and the handle of its current stream, or None on other devices."""
@@ -108,9 +122,9 @@ def stream_of(x: Tensor) -> tuple[int, int] | None:
 
 def device_guard(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Return a context in which the tensor's GPU is the current device, as launches need it."""
-    if x.is_cuda and x.get_device() != torch.cuda.current_device():
+    if x.is_cuda and x.get_device() != _current_gpu():
         return torch.cuda.device(x.device)
-    return contextlib.nullcontext()
+    return _UNGUARDED
 
 
 def no_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:

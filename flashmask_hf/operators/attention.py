@@ -2,7 +2,7 @@
 
 Their names hold `flash_attn`, which selective activation checkpointing in training libraries looks for. Compilers,
 dispatch modes and profilers see the operators; where nothing intercepts calls, `attend` goes past the dispatcher, which
-takes longer than a launch, and records the same derivative.
+takes longer than a launch, and records a derivative of its own, which runs the same kernels.
 """
 
 from __future__ import annotations
@@ -33,14 +33,13 @@ def attend(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ma
         return flash_attn_forward(q, k, v, sinks, mask._indices, *plan, *call.settings)
     if not call.differentiated:
         return call.forward(q, k, v, sinks, mask._indices, plan)
-    return record(_derivative, _run, q, k, v, sinks, mask._indices, *plan, call)
+    return record(_call_derivative, _run, q, k, v, sinks, mask._indices, plan, call)
 
 
 def _run(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, indices: Tensor, *plan_and_call: Any
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, indices: Tensor, plan: Plan, call: Call
 ) -> tuple[Tensor, Tensor]:
-    *plan, call = plan_and_call
-    return call.forward(q, k, v, sinks, indices, Plan(*plan))
+    return call.forward(q, k, v, sinks, indices, plan)
 
 
 def _forward(
@@ -129,29 +128,45 @@ def _(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), dsinks
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, sinks, indices, tiles, counts, segments, *settings = inputs
-    ctx.call = settings[0] if len(settings) == 1 else None  # in the place of the operator's settings
-    ctx.settings = ctx.call.settings if ctx.call else settings
+def _save_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, sinks, indices, tiles, counts, segments, *ctx.settings = inputs
     ctx.set_materialize_grads(False)  # the gradient of lse is seldom there
     ctx.save_for_backward(q, k, v, sinks, *output, indices, tiles, counts, segments)
 
 
-def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    not_differentiable = [None] * (5 if ctx.call else 9)
+def _differentiate_operator(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     if dout is None and dlse is None:
-        return None, None, None, None, *not_differentiable
+        return (None,) * 13
     saved = ctx.saved_tensors  # read once: checkpointing unpacks a saved tensor only once
-    q, k, v, sinks, out, lse, indices, *plan = saved
+    _, _, _, sinks, out, *_ = saved
+    dout = torch.zeros_like(out) if dout is None else dout
+    dq, dk, dv, dsinks = flash_attn_backward(dout, dlse, *saved, *ctx.settings)
+    return dq, dk, dv, None if sinks is None else dsinks, *[None] * 9
+
+
+register_autograd(flash_attn_forward, Derivative(_save_operator, _differentiate_operator))
+
+
+def _save_call(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, sinks, indices, ctx.plan, ctx.call = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, sinks, *output, indices)
+
+
+def _differentiate_call(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    if dout is None and dlse is None:
+        return (None,) * 7
+    q, k, v, sinks, out, lse, indices = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout
     # With create_graph=True the operator tells that there are no second derivatives.
-    if ctx.call is None or torch.is_grad_enabled() or torch_state.is_intercepted(dout, dlse):
-        dq, dk, dv, dsinks = flash_attn_backward(dout, dlse, *saved, *ctx.settings)
+    if torch.is_grad_enabled() or torch_state.is_intercepted(dout, dlse):
+        dq, dk, dv, dsinks = flash_attn_backward(
+            dout, dlse, q, k, v, sinks, out, lse, indices, *ctx.plan, *ctx.call.settings
+        )
     else:
-        dq, dk, dv, dsinks = ctx.call.backward(dout, q, k, v, sinks, lse, (out, dlse), indices, Plan(*plan))
-    return dq, dk, dv, None if sinks is None else dsinks, *not_differentiable
+        dq, dk, dv, dsinks = ctx.call.backward(dout, q, k, v, sinks, lse, (out, dlse), indices, ctx.plan)
+    return dq, dk, dv, None if sinks is None else dsinks, None, None, None
 
 
-_derivative = Derivative(_setup_context, _differentiate)
-"""Of the operator, and of a call that goes past the dispatcher, which stands in the place of the settings then."""
-register_autograd(flash_attn_forward, _derivative)
+_call_derivative = Derivative(_save_call, _differentiate_call)
+"""Derivative of a call that goes past the dispatcher, with the plan and the call in the place of the settings."""

@@ -11,11 +11,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton import knobs
 from triton.runtime import JITFunction, driver
 
 from flashmask_hf.kernels.launch.descriptors import with_memory
 
 __all__ = ["Launch"]
+
+
+def _observed() -> bool:
+    """Return whether Triton's launch hooks, as profilers set them, want to know of launches."""
+    runtime = knobs.runtime
+    return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
 
 
 class Launch:
@@ -47,10 +54,14 @@ class Launch:
         """Launch on the current stream of the current device."""
         described: Any = map(with_memory, self.descriptors, tensors)  # pyright: ignore[reportArgumentType]
         arguments = (*described, *tensors[len(self.descriptors) :], *self.scalars)
-        if self._compiled is not None:
+        compiled = self._compiled
+        if compiled is not None and not _observed():
             active: Any = driver.active
             stream = active.get_current_stream(active.get_current_device())
-            self._compiled[(self.programs, 1, 1)](*arguments, *self._tail, stream=stream)
+            compiled.run(
+                self.programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None,
+                *arguments, *self._tail,
+            )  # fmt: skip
             return
         compiled = self.kernel[(self.programs,)](*arguments, **self.constants)
         if self._reusable and compiled is not None:  # a hook of Triton's may keep it from compiling

@@ -32,7 +32,8 @@ class Layout(NamedTuple):
 
 def layout_of(x: Tensor) -> Layout:
     """Read the layout of a tensor."""
-    return Layout(x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16 == 0)
+    # The generated constructor would take longer than all that it is given.
+    return tuple.__new__(Layout, (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16 == 0))
 
 
 def packed_layout(*shape: int, dtype: torch.dtype, device: torch.device, order: tuple[int, ...] = ()) -> Layout:

@@ -40,13 +40,16 @@ def _kernel(x, y, rows, heads, scale, SIZE: tl.constexpr, FLAG: tl.constexpr):
 
 
 class _Compiled:
-    """Stands in for what Triton returns of a launch: it notes how it is launched itself."""
+    """Stand-in for a compiled kernel: it records how it is launched."""
+
+    function, packed_metadata = "function", "metadata"
 
     def __init__(self, launches: list[Any]):
         self.launches = launches
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *arguments, stream: self.launches.append((grid, arguments, stream))
+    def run(self, x: int, y: int, z: int, stream: int, *rest: Any) -> None:
+        assert rest[:5] == (self.function, self.packed_metadata, None, None, None)
+        self.launches.append(((x, y, z), rest[5:], stream))
 
 
 class _Driver:
@@ -106,6 +109,20 @@ def test_triton_is_asked_once(launches: _Launches) -> None:
     assert (grid, stream) == ((3, 1, 1), 9 + 2)
     assert arguments[0] is y
     assert arguments[1:] == (None, 100, 8, 0.5, 64, True)
+
+
+@pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
+def test_hooks_of_profilers_see_launches(launches: _Launches, hook: str) -> None:
+    """Triton calls its hooks by itself; where there are none, a launch does not build their arguments."""
+    launches.launch(_tensor(), None)
+    hooks = getattr(triton.knobs.runtime, hook)
+    hooks.add(print)
+    try:
+        launches.launch(_tensor(), None)
+    finally:
+        hooks.remove(print)
+    launches.launch(_tensor(), None)
+    assert (len(launches.asked), len(launches.compiled)) == (2, 1)
 
 
 def test_triton_is_asked_again_where_it_did_not_compile(launches: _Launches) -> None:
