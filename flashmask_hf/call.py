@@ -45,7 +45,7 @@ _failed: set[str] = set()
 
 
 class Settings(NamedTuple):
-    """What a call asks for besides its tensors: the scalar arguments of the operators, in their order."""
+    """Settings of a call besides its tensors: the scalar arguments of the operators, in their order."""
 
     causal: bool
     """As in `FlashMask`."""

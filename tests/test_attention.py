@@ -286,7 +286,7 @@ def test_perturbing_one_document_changes_no_other(lane: Lane) -> None:
 
 @pytest.mark.parametrize("lane", lanes((torch.float32,), (torch.float32,), (torch.bfloat16,)))
 def test_packed_equals_separate(lane: Lane) -> None:
-    """But for rounding: what a document's first row is in its tile says in which order its sums are made."""
+    """Equal up to rounding: the place of a document's first row in its tile decides the order of its sums."""
     lengths = [37, 64, 1, 98]
     q, k, v = attention_inputs(lane, 1, HEADS, KV_HEADS, 200, 200, 32)
     packed = flashmask_attention(q, k, v, masks.causal_document(lengths, device=lane.device), impl=lane.impl)
@@ -335,7 +335,7 @@ def test_more_than_two_billion_elements(impl: str) -> None:
 
 
 def _whole_range(at, *bounds):
-    """What the dK kernel's `_trimmed_range` is where nothing is left out."""
+    """Stand-in for the dK kernel's `_trimmed_range` that leaves nothing out."""
     import triton.language as tl
 
     return tl.load(at) * bounds[-1], tl.load(at + 1) * bounds[-1]
@@ -510,7 +510,7 @@ def test_the_mask_keeps_its_plan_until_it_changes(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("told", [False, True], ids=["another mask", "told"])
 def test_what_is_written_past_the_version(told: bool) -> None:
-    """As collectives do, too. Another mask of the tensor has no plan, and an operator that changes nothing counts."""
+    """Collectives write so. Another mask of the same tensor has no plan, and a no-op in place counts as a change."""
     q, k, v = attention_inputs(Lane("torch", "cpu", torch.float32), 1, 2, 2, 100, 100, 8)
     mask = FlashMask(masks.causal_document([40, 60]).indices.clone(), causal=True, q_len=100)
     flashmask_attention(q, k, v, mask)
@@ -552,7 +552,7 @@ def test_the_stream_of_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.gpu
 def test_calls_on_two_streams_do_not_wait_for_each_other() -> None:
-    """Nor does the second one read the plan that the first one has yet to write; and so in a graph on a third one."""
+    """The second stream does not read the plan that the first has yet to write; nor does a graph on a third one."""
     lane = Lane("triton", "cuda", torch.bfloat16)
     q, k, v = (x.detach() for x in attention_inputs(lane, 1, HEADS, KV_HEADS, 1000, 1000, 64))
     indices = masks.causal_document([300, 700], device="cuda").indices
@@ -585,7 +585,7 @@ def test_calls_on_two_streams_do_not_wait_for_each_other() -> None:
 @pytest.mark.parametrize("impl", [None, "torch", "reference"])
 @pytest.mark.parametrize("rows", [10, 200])
 def test_tensors_without_memory(impl: str | None, rows: int) -> None:
-    """On the device meta: shapes and layouts alone, first and again, of few rows and many, and of gradients."""
+    """Results and gradients on the device meta have the shapes and layouts of real ones, in first and later calls."""
     real = attention_inputs(Lane("torch", "cpu", torch.bfloat16), 2, 4, 2, rows, rows, 16)
     q, k, v = (torch.empty_like(x, device="meta").requires_grad_() for x in real)
     expected = flashmask_attention(*real, masks.causal(rows), impl=impl, return_lse=True)
@@ -641,7 +641,7 @@ def test_the_cpu_is_no_slower_than_sdpa_with_the_dense_mask() -> None:
 
 
 def test_autocast_casts_as_sdpa_does() -> None:
-    """In dtype, value and gradients; what is float32 inside stays so, also in a backward inside autocast."""
+    """Dtype, values and gradients equal SDPA's; float32 intermediates stay float32, also in a backward under autocast."""
     q, k, v = attention_inputs(Lane("torch", "cpu", torch.float32), 1, HEADS, KV_HEADS, 200, 200, 32)
     with torch.no_grad():
         for x in (q, k):
@@ -704,7 +704,7 @@ COPIES: dict[str, Callable[[FlashMask], FlashMask]] = {
 
 
 class NamedMask(FlashMask):
-    """As a user may derive it."""
+    """A subclass, as a user may define it."""
 
     __slots__ = ("__dict__", "tag")
 

@@ -191,7 +191,7 @@ def test_joined_rows(
     ids=str,
 )
 def test_rows_to_join(device: str, count: int, q_len: int, document: int, mean: float) -> None:
-    """Those of the plan where its lists are short on average, however regular they are."""
+    """Lists are joined where they are long on average, however regular they are."""
     from flashmask_hf.kernels.shared.plan import join_rows
 
     ends = (torch.arange(q_len, dtype=torch.int32) // document + 1) * document

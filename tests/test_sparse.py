@@ -275,7 +275,7 @@ def test_hopper(dim: int, attend, lengths: tuple[int, int]) -> None:
 
 
 def operands(lane: Lane, kept: bool) -> tuple:
-    """What the operator of sparse attention takes, up to the mask's plan and the orders; half is dropped if `kept`."""
+    """Return arguments of the sparse operator, up to the plan and the orders; half of the rows are dropped if `kept`."""
     q, k, v = attention_inputs(lane, 2, HEADS, KV_HEADS, 20, 33, 16, 8)
     generator = torch.Generator().manual_seed(0)
     of_q, of_k = (torch.randint(0, 2, x.shape[:3], generator=generator).byte().to(lane.device) for x in (q, k))
@@ -311,7 +311,7 @@ def test_operators(lane: Lane, kept: bool) -> None:
 
 @pytest.mark.parametrize("lane", lanes((torch.float32,), (torch.float32,), (torch.float32,)))
 def test_few_rows_without_gradients_need_no_plan(monkeypatch: pytest.MonkeyPatch, lane: Lane) -> None:
-    """As in generation; what is dropped and what sees nothing is 0 all the same."""
+    """Generation has few rows; dropped rows and rows that see nothing are 0 there, too."""
     q, k, v = attention_inputs(lane, 2, HEADS, KV_HEADS, 3, 50, 16, 16)
     generator = torch.Generator().manual_seed(0)
     keeps = [torch.rand(x.shape[:3], generator=generator).to(lane.device) < 0.5 for x in (q, k)]
@@ -338,7 +338,7 @@ def test_there_are_no_second_derivatives() -> None:
 @pytest.mark.parametrize("works", [True, False], ids=["served", "replaced"])
 @pytest.mark.parametrize("lane", lanes((torch.float32,), (torch.float32,), (torch.float32,)))
 def test_kernels_that_put_rows_back_themselves(monkeypatch: pytest.MonkeyPatch, lane: Lane, works: bool) -> None:
-    """Those of Hopper, played by others here: what they return is not moved again, what replaces them is."""
+    """Stand-ins for the Hopper kernels: their rows are not moved again; those of the kernels that replace them are."""
     if not works and lane.impl == "torch":
         pytest.skip("cpu lane: the kernels of Triton replace them")
     asked = []
@@ -423,7 +423,7 @@ def test_dropped_rows_may_hold_anything(lane: Lane) -> None:
 
 @pytest.mark.parametrize("attend", [qk_sparse_attention, hash_sparse_attention])
 def test_gradients_against_finite_differences(attend) -> None:
-    """With softcap, sinks and a mask: they reach the attention, and stranded queries see the sink alone."""
+    """Softcap, sinks and the mask reach the attention; queries that see no key see the sink alone."""
     generator = torch.Generator().manual_seed(0)
     q, k, v, sinks = (
         torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)

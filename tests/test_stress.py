@@ -30,7 +30,7 @@ def test_interpreter(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", _seeds(20, pytest.mark.gpu))
 def test_gpu(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    """Of the portable kernels and, on a Hopper, its own, which are offered tall tiles for every mask."""
+    """Random calls of the portable kernels and, on a Hopper GPU, its own, which may take tall tiles for every mask."""
     impls = ["triton"]
     if choose(torch.device("cuda"), torch.bfloat16, 64, 64).impl == "hopper":
         impls.append("hopper")

@@ -105,7 +105,7 @@ CASES = [(name, "none") for name in ANY | WHOLE] + [(name, "static") for name in
 
 @pytest.mark.parametrize(("name", "cache"), CASES)
 def test_compiled(name: str, cache: str) -> None:
-    """There is one graph for all lengths, and the columns are those without a compiler."""
+    """Compile one graph for all lengths; the columns equal those without a compiler."""
     make, graphs = (ANY | WHOLE)[name], []
 
     def columns(t: dict[str, Tensor], queries: Tensor, padding: Tensor, offset: Any) -> Tensor:

@@ -326,7 +326,7 @@ def inputs_of(kind: str) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", ["no mask", "positions", "vectors", "tree", "left padding", "right padding"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_masks_are_those_of_flashmask(monkeypatch, name, kind, window):
-    """With all tokens in one bucket, or all kept, results are those of "flashmask"."""
+    """All tokens in one bucket, or all kept, give the results of "flashmask"."""
     monkeypatch.setattr(sparse_backend, "nearest", lambda x, _: torch.zeros(x.shape[:-1], dtype=torch.int64))
     model, full = model_with(name, window=window), model_with("flashmask", window=window)
     inputs = inputs_of(kind)

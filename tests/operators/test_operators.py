@@ -223,7 +223,7 @@ def test_forward_mode_raises(again: bool) -> None:
 @pytest.mark.parametrize("rows", [3, 16, 40])
 @pytest.mark.parametrize("lane", LANES)
 def test_gradients_of_few_rows_under_vmap(lane: Lane, rows: int) -> None:
-    """There a tensor does not tell that what it holds has a gradient."""
+    """Under vmap a batched tensor does not tell whether the tensor inside requires a gradient."""
     leaves = [
         torch.stack([x.detach(), x.detach() * 0.5]).requires_grad_()
         for x in attention_inputs(lane, 1, HEADS, KV_HEADS, rows, rows, 16)

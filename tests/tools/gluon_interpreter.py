@@ -1,21 +1,25 @@
-"""Run the kernels written in Gluon on a CPU, and prove that what they share is in order.
+"""Interpreter of the kernels written in Gluon, on a CPU, with a detector of data races and deadlocks.
 
-Triton's interpreter does not do Gluon. Here the functions of a kernel run as Python, over a language of tensors that
-has what our kernels use of Gluon. All programs of a launch are there at the same time, and each role of each is a
-thread. One thread runs at a time, and goes on to another, drawn by the seed, where it may have to wait.
+Triton's interpreter does not support Gluon. Here the functions of a kernel run as Python, over tensors that implement
+the part of Gluon that the kernels use. All programs of a launch exist at the same time, and each role of a program is a
+thread. One thread runs at a time. Wherever a thread may have to wait, another one, drawn from the seed, continues.
 
-What runs beside its thread on a GPU (copies to and from shared memory, products) is done at once. Whether it might have
-come too early, or too late, is told by clocks, not by luck: every thread and every such operation knows which others
-are over (a vector clock, handed on by barriers), and an access to a place in shared memory that is not known to come
-after the last one that conflicts with it raises `Race`. So does a copy or a product that reads what was stored without
-a fence and a barrier of the storing warps between, and the use of a product that is not waited for. A read may come too
-early or too late if nothing comes of it, for kernels do some things in vain: the error comes when something made of it
-goes to global memory or decides on the way. If no thread can go on, `Deadlock` says where each of them waits.
+Asynchronous operations (copies to and from shared memory, matrix products) are executed at once. Races are detected by
+vector clocks, not by chance: every thread and every operation knows which others happened before it, and barriers
+propagate this knowledge. `Race` is raised by
 
-What this does not see: other order between the warps of one role, for a role is one thread here; the fence that
-barriers need when they are made; parts of a place apart from each other; that a GPU rounds quotients of negative
-numbers towards zero; layouts, and what they cost; registers; whether a GPU's barriers are allotted; order in global
-memory, but for what comes out.
+- an access to shared memory that is not known to happen after the last conflicting access;
+- a copy or a product that reads what a thread stored, without a fence and a barrier of the storing warps in between;
+- the use of a product before waiting for it.
+
+Kernels may read a stale or unfinished value if they do not use it. So a doubtful read raises only when a value computed
+from it is written to global memory or decides a branch. `Deadlock` is raised if no thread can continue, and names the
+place where each one waits.
+
+Not detected: the order between the warps of one role, which is one thread here; the fence after the initialization of
+barriers; parts of a stage of shared memory, which is one place; the rounding of quotients of negative numbers, towards
+zero on a GPU; errors in layouts; register pressure; the allocation of hardware barriers; the order of accesses to
+global memory, except through the results.
 """
 
 from __future__ import annotations
@@ -55,15 +59,15 @@ _GLUON = {there: here for here, there in _TORCH.items()}
 
 
 class Race(AssertionError):
-    """Two accesses to the same place that nothing puts in order."""
+    """Two conflicting accesses to one place, neither of which is known to happen before the other."""
 
 
 class Deadlock(AssertionError):
-    """No thread can go on."""
+    """No thread can continue."""
 
 
 Clock = dict[int, int]
-"""For each thread or operation, up to which count of it all is over."""
+"""Vector clock: for each thread or operation, the number of its events that are known to have happened."""
 
 
 def _join(clock: Clock, other: Clock) -> None:
@@ -74,7 +78,7 @@ def _join(clock: Clock, other: Clock) -> None:
 
 @dataclass
 class Known:
-    """What is over, and of that what was stored before a fence."""
+    """Vector clocks of the events that happened, and of the stores that a fence made visible to asynchronous reads."""
 
     over: Clock = field(default_factory=dict)
     fenced: Clock = field(default_factory=dict)
@@ -92,9 +96,15 @@ class Known:
 
 @dataclass(eq=False)
 class Access:
-    """A read or write by thread or operation `who` at its `count`; `stored`: by a thread's own instructions.
+    """A read or write of shared memory.
 
-    A read may be in `doubt`, as long as nothing that is made of it is `used`; a write has been.
+    Attributes:
+        who: number of the thread or asynchronous operation.
+        count: time of the access in the clock of `who`.
+        where: line of the kernel.
+        stored: whether it is a store of a thread, and not an asynchronous copy.
+        used: whether a value computed from it had an effect; writes always have one.
+        doubt: the message to raise with once it is used; None for an access that is in order.
     """
 
     who: int
@@ -121,7 +131,7 @@ class Access:
 
 @dataclass
 class Place:
-    """What was done last in one place of shared memory: the write, the reads after it, and what it was made of."""
+    """One place of shared memory: its last write, the reads since then, and the reads that its value depends on."""
 
     name: str
     write: Access | None = None
@@ -129,7 +139,7 @@ class Place:
     made_of: frozenset[Access] = frozenset()
 
     def read(self, access: Access, known: Known, asynchronous: bool) -> frozenset[Access]:
-        """What it is made of, this read included."""
+        """Record a read; return the reads that the value depends on, this one included."""
         if self.write is None:
             access.fail(f"{self.name}: {access.where} reads what nobody wrote")
         elif not self.write.before(known.over):
@@ -151,7 +161,7 @@ class Place:
 
 
 class Operation:
-    """Number `count` of those of `who`, which are over in this order; it runs beside the thread that started it."""
+    """An asynchronous operation: number `count` of the sequence `who`, whose operations complete in order."""
 
     def __init__(self, who: int, count: int):
         role = _role()
@@ -162,13 +172,13 @@ class Operation:
         return Access(self.who, self.count, _where(), used=writes)
 
     def end(self) -> Known:
-        """What is over when this is."""
+        """Return what has happened once this operation is complete."""
         self.known.over[self.who] = self.count
         return self.known
 
 
 class Queue:
-    """Products or stores that a thread started, and that are over in the order of starting."""
+    """Asynchronous products or stores of one thread, which complete in the order in which they started."""
 
     def __init__(self, machine: Machine):
         self.number = machine.new_number()
@@ -186,20 +196,20 @@ class Queue:
 
 
 class Barrier:
-    """A barrier in shared memory. A phase is over when all have arrived and all expected bytes have come."""
+    """An mbarrier in shared memory: a phase completes when all have arrived and all expected bytes are there."""
 
     def __init__(self, name: str, number: int):
         self.name, self.number = name, number
         self.count = self.left = self.bytes = 0
         self.gathering = Known()
-        self.gathered = [Known()]  # by phases that are over
+        self.gathered = [Known()]  # by completed phases
 
     @property
     def phases(self) -> int:
         return len(self.gathered) - 1
 
     def check(self, known: Known) -> None:
-        """Only one who knows that the phase before is over may add to this one."""
+        """Raise unless the caller knows that the previous phase is complete; only then may it add to this one."""
         if not known.covers(self.gathered[-1]):
             raise Race(f"{self.name}: {_where()} arrives while the phase before may not be over")
 
@@ -223,14 +233,14 @@ class Barrier:
             self.left = self.count
 
     def passed(self, known: Known, phase: int) -> Known:
-        """What is over for one who waits for `phase`: of its parity, the first that it does not know to be over."""
+        """Return what is known after a wait for parity `phase`: up to the first such phase that is new to the caller."""
         over = known.over.get(self.number, 0)
         over += over & 1 == phase
         return Known(self.gathered[over].over | {self.number: over}, self.gathered[over].fenced)
 
 
 class HardwareBarrier:
-    """A numbered barrier: whole warps arrive, and those that wait go on when `threads` threads have."""
+    """A named (hardware) barrier: whole warps arrive; the waiting ones continue once `threads` threads are there."""
 
     def __init__(self, number: int):
         self.number = number
@@ -255,7 +265,7 @@ class HardwareBarrier:
         self.arrived += role.warps * 32
         assert self.arrived <= threads, f"{where}: more than {threads} threads"
         self.gathering.join(role.known)
-        self.gathering.fenced[role.number] = role.fence  # all of its warps are there
+        self.gathering.fenced[role.number] = role.fence  # all of its warps have arrived
         if self.arrived == threads:
             self.gathered, self.took_part = self.gathering, self.there
             self.generation += 1
@@ -263,7 +273,7 @@ class HardwareBarrier:
 
 
 class Role:
-    """A thread: one role of one program."""
+    """One role of one program, run by a thread."""
 
     def __init__(self, machine: Machine, program: Program, warps: int, known: Known, body: Callable[[], None]):
         self.machine, self.program, self.warps, self.known = machine, program, warps, known
@@ -292,7 +302,7 @@ class Role:
         self.machine.leave(self)
 
     def step(self) -> None:
-        """What comes now is not over when what was handed on so far is."""
+        """Advance the clock: later events are not covered by the knowledge that was passed on so far."""
         self.known.over[self.number] += 1
 
     def access(self, *, writes: bool) -> Access:
@@ -306,7 +316,7 @@ class Program:
 
 
 class Machine:
-    """All programs of one launch."""
+    """All programs of one launch, and the scheduler of their roles."""
 
     def __init__(self, programs: int, seed: int):
         self.draw = random.Random(seed)
@@ -319,7 +329,7 @@ class Machine:
         self.ended: Clock = {}
 
     def run(self, body: Callable[[], None]) -> None:
-        """Run `body` in every program, and the roles that it begins."""
+        """Run `body` in every program, and the roles that it starts."""
         for number in range(self.programs):
             self.add(Program(number), 4, Known(), body)
         self.current = self._choose()
@@ -355,7 +365,7 @@ class Machine:
         self.current.turn.release()
 
     def wait(self, may_go: Callable[[], bool] = lambda: True) -> None:
-        """Let others run, at least until `may_go`."""
+        """Let other threads run, at least until `may_go` returns True."""
         role = self.current
         role.may_go, role.waits_at = may_go, _where()
         self.current = self._choose()
@@ -376,7 +386,7 @@ def _role() -> Role:
 
 
 def _where() -> str:
-    """The line of the kernel that runs now, and the one that called its function."""
+    """Return the current line of the kernel, and the line that called its function."""
     frame = sys._getframe(1)
     lines = []
     while frame is not None and len(lines) < 2:
@@ -389,7 +399,7 @@ def _where() -> str:
 
 
 class Shared:
-    """A tensor in shared memory, or a view of one of its places, which have `size` elements."""
+    """A tensor in shared memory, or a view of one of its places of `size` elements each."""
 
     def __init__(self, data: Tensor, places: list[Place]):
         self.data, self.places = data, places
@@ -438,7 +448,7 @@ class Shared:
         self.data.copy_(tile.data)
 
     def read_by(self, operation: Operation) -> tuple[Tensor, frozenset[Access]]:
-        """(the data, what it is made of)."""
+        """Return (the data, the reads that it was computed from)."""
         return self.data, self._one().read(operation.access(writes=False), operation.known, True)
 
     def written_by(self, operation: Operation, tile: Tensor) -> None:
@@ -449,7 +459,7 @@ class Shared:
 
 
 class Barriers:
-    """Barriers in shared memory; used as one, it is its first."""
+    """An array of mbarriers in shared memory; where one barrier is expected, it stands for its first."""
 
     def __init__(self, name: str, count: int):
         self.all = [Barrier(f"{name} {i}", _role().machine.new_number()) for i in range(count)]
@@ -463,14 +473,17 @@ def _barrier(x: Barrier | Barriers) -> Barrier:
 
 
 def _plain(x: Any) -> Any:
-    """A tensor or a number."""
+    """Return the tensor of a tile, or the number itself."""
     return x.data if isinstance(x, Tile) else x
 
 
 class Tile:
-    """A tensor in registers; a scalar that is known at run time has no dimensions.
+    """A tensor in registers; scalars known at run time have no dimensions.
 
-    `reads` are those of shared memory that it was made of, and `product` is one in the making.
+    Attributes:
+        raw: the data.
+        reads: the reads of shared memory that it was computed from.
+        product: the unfinished product that it is the result of, or None.
     """
 
     def __init__(self, data: Tensor, reads: frozenset[Access] = frozenset(), product: Operation | None = None):
@@ -482,7 +495,7 @@ class Tile:
         return self.raw
 
     def used(self) -> Tensor:
-        """The data, for what is seen outside of the registers."""
+        """Return the data for an effect outside of the registers, which raises if it depends on a doubtful read."""
         for access in self.reads:
             access.use()
         return self.data
@@ -525,13 +538,15 @@ def _reads(*arguments: Any) -> frozenset[Access]:
 
 
 def _apply(function: Callable[..., Tensor], *arguments: Any) -> Tile:
-    """A function of tensors and numbers, of tiles and numbers."""
+    """Apply a function of tensors and numbers to tiles and numbers."""
     return Tile(function(*map(_plain, arguments)), _reads(*arguments))
 
 
 def _operator(name: str) -> Callable[[Tile, Any], Any]:
     def apply(self: Tile, other: Any) -> Any:
-        if name == "__and__":  # where one is False, what the other is makes no difference; least what was read last
+        if (
+            name == "__and__"
+        ):  # a False operand settles the result, whatever the other one is; take the one that was read first
             false = [x for x in (self, other) if isinstance(x, Tile) and x.shape == [] and not x.data]
             if false:
                 return min(false, key=lambda x: max((read.nth for read in x.reads), default=0))
@@ -548,7 +563,7 @@ for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
 
 
 class Pointer:
-    """Elements of a tensor in global memory; `reads` as of a tile."""
+    """Pointers to elements of a tensor in global memory; `reads` as in `Tile`."""
 
     def __init__(self, memory: Tensor, at: Any, reads: frozenset[Access] = frozenset()):
         self.memory, self.at, self.reads = memory, at, reads
@@ -561,7 +576,7 @@ class Pointer:
         return self + -offset
 
     def elements(self, mask: Any) -> tuple[Tensor, Tensor]:
-        """(indices, which of them are meant)."""
+        """Return (indices, which of them the mask selects)."""
         at = torch.as_tensor(self.at)
         meant = torch.as_tensor(_plain(mask)).expand(at.shape) if mask is not None else torch.ones_like(at).bool()
         outside = meant & ((at < 0) | (at >= len(self.memory)))
@@ -569,13 +584,13 @@ class Pointer:
         return torch.where(meant, at, 0), meant
 
     def changed(self, *more: Any) -> None:
-        """What is made of shared memory decides, with `more`, where global memory changes."""
+        """Mark the reads that this address and `more` depend on as used: they decide where global memory changes."""
         for access in _reads(self, *more):
             access.use()
 
 
 class Descriptor:
-    """Of tiles of a tensor in global memory."""
+    """A tensor descriptor: tiles of a tensor in global memory."""
 
     def __init__(self, described: Any):
         self.block_shape, self.layout = described.block_shape, described.layout
@@ -586,7 +601,7 @@ class Descriptor:
         self.tensor = torch.as_strided(base, described.shape, described.strides)
 
     def tile(self, coordinates: Sequence[Any]) -> tuple[Tensor, tuple[slice, ...]]:
-        """(what of a tile is inside of the tensor, its place in the tile)."""
+        """Return (the part of a tile that lies inside of the tensor, its slices in the tile)."""
         here, there = [], []
         for at, width, size in zip(coordinates, self.block_shape, self.tensor.shape, strict=True):
             first, last = max(int(at), 0), min(int(at) + width, size)
@@ -602,7 +617,7 @@ def _argument(x: Any) -> Any:
     return Descriptor(x) if hasattr(x, "block_shape") else x
 
 
-# The language, by the names of `gl`
+# The language, by its names in `gl`
 
 
 def _allocate_shared_memory(dtype: Any, shape: list[int], layout: Any) -> Shared | Barriers:
@@ -692,7 +707,7 @@ def _static_assert(condition: Any, message: str) -> None:
 
 
 class _Layouts:
-    """Layouts say how threads share a tensor, which makes no difference here."""
+    """Layouts say how threads share a tensor, and are ignored here."""
 
     def __init__(self, *_: Any):
         pass
@@ -741,7 +756,7 @@ _gl = SimpleNamespace(
 )
 
 
-# And by those of `flashmask_hf.kernels.hopper.gluon`
+# The functions of `flashmask_hf.kernels.hopper.gluon`
 
 
 def _init(barrier: Barrier | Barriers, count: int) -> None:
@@ -797,7 +812,7 @@ def _fence_async_shared() -> None:
 
 
 def _group_barrier() -> None:
-    """The fences of all of its warps are behind the role."""
+    """Barrier of all warps of the role: their fences have happened."""
     role = _role()
     role.known.fenced[role.number] = role.fence
 
@@ -863,7 +878,7 @@ def _keep_signed(x: Tile, flags: Tile, selector: Tile) -> Tile:
 
 
 def _keep_marked(x: Tile, words: Tile) -> Tile:
-    """Bit 2 * i + j of a lane's word is of column 8 * i + 2 * lane + j."""
+    """Bit 2 * i + j of a lane's word belongs to column 8 * i + 2 * lane + j."""
 
     def keep(x: Tensor, words: Tensor) -> Tensor:
         _, pieces, _, pairs = x.shape

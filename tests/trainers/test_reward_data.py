@@ -179,7 +179,7 @@ def test_scores_decide_and_ranked_answers_come_best_first(model_path, tokenizer,
 
 
 def test_score_margin_of_chosen_and_rejected(model_path, tokenizer, tmp_path):
-    """With equal scores the margin is 0, and the chosen answer is still preferred."""
+    """Equal scores give a margin of 0, and the chosen answer is still preferred."""
     data = [
         without(row, "margin") | {"score_chosen": 8.0, "score_rejected": score}
         for row, score in zip(margin_rows(4), (8.0, 6.5, 3.0, 1.0), strict=True)

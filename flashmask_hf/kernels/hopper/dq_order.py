@@ -28,7 +28,7 @@ _RESIDENT_ELEMENTS = 6 << 20
 
 
 class DqOrder(NamedTuple):
-    """What the kernel has to know of the order."""
+    """Tensors that tell the kernel the order."""
 
     ranks: Tensor
     """int16, shaped like the plan's tiles: how many of a row tile's key tiles come before each one."""

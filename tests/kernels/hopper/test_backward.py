@@ -118,47 +118,46 @@ def _check(
 INTERLEAVED = 3
 
 
-def _launched(mask: FlashMask, groups: int = 1) -> tuple[list[list[int]], int]:
-    """The order of key tiles and the heads that take turns, of 100 tiles of rows, for a mask of a square."""
+def _key_tile_order(mask: FlashMask, groups: int = 1) -> tuple[list[list[int]], int]:
+    """Return the order of key tiles and the number of interleaved heads, if the L2 cache holds 100 tiles of rows."""
     tiles = plan.build_plan(mask.indices, mask.causal, mask.kv_len)
-    launch, turns = dq_order._order_key_tiles(tiles, mask.causal, groups, mask.kv_len // 128, INTERLEAVED, 100)
-    assert launch.dtype == turns.dtype == torch.int32
-    return launch.tolist(), int(turns)
+    order, heads = dq_order._order_key_tiles(tiles, mask.causal, groups, mask.kv_len // 128, INTERLEAVED, 100)
+    assert order.dtype == heads.dtype == torch.int32
+    return order.tolist(), int(heads)
 
 
-def test_launch_order_begins_at_the_end() -> None:
-    assert _launched(masks.causal_document([200, 312])) == ([[3, 2, 1, 0]], INTERLEAVED)
-    assert _launched(masks.sliding_window(1024, 200)) == ([[7, 6, 5, 4, 3, 2, 1, 0]], INTERLEAVED)
-    assert _launched(masks.full(1024)) == ([[7, 6, 5, 4, 3, 2, 1, 0]], INTERLEAVED)
+def test_key_tiles_start_at_the_end() -> None:
+    assert _key_tile_order(masks.causal_document([200, 312])) == ([[3, 2, 1, 0]], INTERLEAVED)
+    assert _key_tile_order(masks.sliding_window(1024, 200)) == ([[7, 6, 5, 4, 3, 2, 1, 0]], INTERLEAVED)
+    assert _key_tile_order(masks.full(1024)) == ([[7, 6, 5, 4, 3, 2, 1, 0]], INTERLEAVED)
 
 
-def test_launch_order_of_blocks_begins_with_few_rows() -> None:
-    """All see the last block: eight tiles of keys meet in its rows, and none walks more than four, or five.
+def test_key_tiles_of_blocks_start_with_few_rows() -> None:
+    """The last block sees everything: eight key tiles add to its rows, and none walks more than four or five row tiles.
 
-    As many heads take turns as walk half of the 100 tiles of rows.
+    As many heads are interleaved as together walk half of the 100 tiles of rows.
     """
     mask, other = masks.causal_blockwise([256] * 4), masks.causal_blockwise([128, 384, 256, 256])
-    assert _launched(mask) == ([[7, 6, 5, 3, 1, 4, 2, 0]], 13)
+    assert _key_tile_order(mask) == ([[7, 6, 5, 3, 1, 4, 2, 0]], 13)
     per_head = FlashMask(torch.cat([x.indices for x in (mask, mask, other, other)], 1), True)
-    assert _launched(per_head, groups=2) == ([[7, 6, 5, 3, 1, 4, 2, 0], [7, 6, 5, 3, 0, 4, 2, 1]], 10)
+    assert _key_tile_order(per_head, groups=2) == ([[7, 6, 5, 3, 1, 4, 2, 0], [7, 6, 5, 3, 0, 4, 2, 1]], 10)
     most_see_most = masks.causal_blockwise([384, 256, 384])
-    assert _launched(most_see_most) == ([[7, 6, 5, 4, 3, 2, 1, 0]], INTERLEAVED)
+    assert _key_tile_order(most_see_most) == ([[7, 6, 5, 4, 3, 2, 1, 0]], INTERLEAVED)
 
 
-def test_launch_order_of_documents() -> None:
-    """As many heads by turns as their rows allow."""
+def test_key_tiles_of_documents_interleave_as_many_heads_as_the_cache_holds() -> None:
     backwards = [7, 6, 5, 4, 3, 2, 1, 0]
-    assert _launched(masks.document([640, 84, 300])) == ([backwards], 100 // 5)
+    assert _key_tile_order(masks.document([640, 84, 300])) == ([backwards], 100 // 5)
     mask = masks.document([512, 300, 212])
-    assert _launched(mask) == ([backwards], 100 // 4)
+    assert _key_tile_order(mask) == ([backwards], 100 // 4)
     per_head = FlashMask(torch.cat([mask.indices, masks.full(1024).indices, mask.indices, mask.indices], 1), False)
     # The first two heads' rows count together: 6 of 8 tiles of rows, on average.
-    assert _launched(per_head, groups=2) == ([backwards, backwards], INTERLEAVED)
+    assert _key_tile_order(per_head, groups=2) == ([backwards, backwards], INTERLEAVED)
 
 
-def test_launch_order_where_nothing_is_visible() -> None:
+def test_key_tile_order_where_nothing_is_visible() -> None:
     nothing = FlashMask(torch.tensor([0, 256]).repeat(256, 1)[None, None].int(), False)
-    assert _launched(nothing) == ([[1, 0]], 100)
+    assert _key_tile_order(nothing) == ([[1, 0]], 100)
 
 
 @pytest.mark.hopper
@@ -166,7 +165,7 @@ def test_launch_order_where_nothing_is_visible() -> None:
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_family(monkeypatch: pytest.MonkeyPatch, family: str, dim: int, lengths: tuple[int, int]) -> None:
-    """With programs that take several tiles of keys, if there are more than three."""
+    """Three programs take several tiles of keys each, where there are more than three."""
     requires("hopper")
     monkeypatch.setattr(hopper_backward, "multiprocessors", lambda device: 3)
     q_len, kv_len = lengths
@@ -207,7 +206,7 @@ def test_softcap(dim: int) -> None:
 )  # fmt: skip
 @pytest.mark.parametrize("dim", [64, 128])
 def test_deterministic_runs_agree_to_the_bit(monkeypatch: pytest.MonkeyPatch, dim: int, family: str) -> None:
-    """With programs that take several tiles of keys."""
+    """Thirteen programs take several tiles of keys each."""
     requires("hopper")
     monkeypatch.setattr(hopper_backward, "multiprocessors", lambda device: 13)
     inputs = _inputs(2, HEADS, KV_HEADS, 2100, 2100, dim, torch.bfloat16, "cuda")

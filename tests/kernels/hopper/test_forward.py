@@ -131,7 +131,7 @@ def test_forward_family(dim: int, config: hopper_forward.Config, family: str, le
 def test_forward_random_intervals(
     dim: int, config: hopper_forward.Config, lengths: tuple[int, int], n: tuple[bool, int]
 ) -> None:
-    """Of each query head its own, anywhere, overlapping, empty; more queries than keys, too."""
+    """Each query head has its own intervals: anywhere, overlapping or empty; also with more queries than keys."""
     q_len, kv_len = lengths
     causal, columns = n
     generator = torch.Generator().manual_seed(0)
@@ -376,7 +376,7 @@ def test_compiled_to_cuda_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.hopper
 def test_launches_side_by_side_count_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On two streams and in a graph on a third; a stream's counter is 0 again after each launch."""
+    """Two streams, and a graph on a third, have counters of their own, which are 0 again after each launch."""
     monkeypatch.setattr(hopper_forward, "_counters", {})
     q, k, v = _inputs(16, 1000, 1000, 64, torch.bfloat16, "cuda")
     mask = masks.causal_document([300, 700], device="cuda")

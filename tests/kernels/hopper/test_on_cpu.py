@@ -134,7 +134,7 @@ def test_long_ranges_begin_in_different_places(monkeypatch: pytest.MonkeyPatch, 
 
 @pytest.mark.parametrize(("window", "warpgroups"), [(700, 3), (100, 2)])
 def test_the_mask_decides_on_tall_tiles(monkeypatch: pytest.MonkeyPatch, window: int, warpgroups: int) -> None:
-    """Of two launches one does nothing; the other's results are those of its configuration, to the bit."""
+    """One of two launches does nothing; the results equal those of the other's configuration to the bit."""
     offer_tall_tiles(monkeypatch, 3)
     inputs = _inputs(64, 700, 700, 1, 2, 1)
     mask = masks.sliding_window(700, window)
@@ -178,7 +178,7 @@ def test_low_scores(dim: int) -> None:
 
 @pytest.mark.parametrize("dim", DTYPES)
 def test_rows_put_back(dim: int) -> None:
-    """Of the output and of all gradients, where the caller says, to the bit; in whatever order the roles run."""
+    """Rows of the output and of all gradients are put in the given order, to the bit, however the roles are scheduled."""
     q, k, v = (x.detach() for x in _inputs(dim, 200, 333))
     dout = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).to(q.dtype).transpose(1, 2).contiguous()
     dout = dout.transpose(1, 2)
@@ -241,7 +241,7 @@ def test_random_calls(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
 
 @pytest.mark.parametrize("dim", DTYPES)
 def test_a_fixed_order(dim: int) -> None:
-    """Of the sums in dQ, whichever program comes first: five tiles of keys add to each row."""
+    """Sums in dQ are the same to the bit, whichever program comes first: five tiles of keys add to each row."""
     q, k, v = (x.detach().half() for x in _inputs(dim, 70, 640, 1, 2, 2))
     mask = masks.full(640, q_len=70)
     tiles = plan.build_plan(mask.indices, mask.causal, 70)

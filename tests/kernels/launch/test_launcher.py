@@ -137,7 +137,7 @@ def test_triton_is_asked_again_where_it_did_not_compile(launches: _Launches) -> 
 
 
 def test_triton_is_asked_every_time_for_amd_gpus(launches: _Launches, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There it compiles for the sizes of tensors' storages, too, which layouts do not tell."""
+    """For AMD GPUs Triton also compiles for the sizes of storages, which layouts do not contain."""
     monkeypatch.setattr(torch.version, "hip", "6.4")
     launch = Launch(_kernel, 3, 100, 8, 0.5, SIZE=64, FLAG=True)
     for _ in range(3):
