@@ -641,7 +641,7 @@ def test_the_cpu_is_no_slower_than_sdpa_with_the_dense_mask() -> None:
 
 
 def test_autocast_casts_as_sdpa_does() -> None:
-    """Dtype, values and gradients equal SDPA's; float32 intermediates stay float32, also in a backward under autocast."""
+    """Dtype, values and gradients equal SDPA's; float32 intermediates stay so, also in a backward under autocast."""
     q, k, v = attention_inputs(Lane("torch", "cpu", torch.float32), 1, HEADS, KV_HEADS, 200, 200, 32)
     with torch.no_grad():
         for x in (q, k):

@@ -275,7 +275,7 @@ def test_hopper(dim: int, attend, lengths: tuple[int, int]) -> None:
 
 
 def operands(lane: Lane, kept: bool) -> tuple:
-    """Return arguments of the sparse operator, up to the plan and the orders; half of the rows are dropped if `kept`."""
+    """Return arguments of the sparse operator, up to the plan and the orders; `kept` drops half of the rows."""
     q, k, v = attention_inputs(lane, 2, HEADS, KV_HEADS, 20, 33, 16, 8)
     generator = torch.Generator().manual_seed(0)
     of_q, of_k = (torch.randint(0, 2, x.shape[:3], generator=generator).byte().to(lane.device) for x in (q, k))

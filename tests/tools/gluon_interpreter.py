@@ -233,14 +233,14 @@ class Barrier:
             self.left = self.count
 
     def passed(self, known: Known, phase: int) -> Known:
-        """Return what is known after a wait for parity `phase`: up to the first such phase that is new to the caller."""
+        """Return what is known after a wait for parity `phase`: up to the first such phase new to the caller."""
         over = known.over.get(self.number, 0)
         over += over & 1 == phase
         return Known(self.gathered[over].over | {self.number: over}, self.gathered[over].fenced)
 
 
 class HardwareBarrier:
-    """A named (hardware) barrier: whole warps arrive; the waiting ones continue once `threads` threads are there."""
+    """A named (hardware) barrier: whole warps arrive; waiting ones go on once `threads` are there."""
 
     def __init__(self, number: int):
         self.number = number
@@ -544,9 +544,7 @@ def _apply(function: Callable[..., Tensor], *arguments: Any) -> Tile:
 
 def _operator(name: str) -> Callable[[Tile, Any], Any]:
     def apply(self: Tile, other: Any) -> Any:
-        if (
-            name == "__and__"
-        ):  # a False operand settles the result, whatever the other one is; take the one that was read first
+        if name == "__and__":  # one False operand settles the result; of two, the one that was read first
             false = [x for x in (self, other) if isinstance(x, Tile) and x.shape == [] and not x.data]
             if false:
                 return min(false, key=lambda x: max((read.nth for read in x.reads), default=0))

@@ -178,7 +178,7 @@ def test_low_scores(dim: int) -> None:
 
 @pytest.mark.parametrize("dim", DTYPES)
 def test_rows_put_back(dim: int) -> None:
-    """Rows of the output and of all gradients are put in the given order, to the bit, however the roles are scheduled."""
+    """Rows of the output and all gradients are put in the given order, to the bit, however the roles are scheduled."""
     q, k, v = (x.detach() for x in _inputs(dim, 200, 333))
     dout = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).to(q.dtype).transpose(1, 2).contiguous()
     dout = dout.transpose(1, 2)
