@@ -72,8 +72,8 @@ def flashmask_attention(
         softcap: c > 0 caps the scaled scores: c * tanh(scores / c), as Gemma 2 does; None does not. It, scale and
             scale / c must fit float32.
         sinks: [Hq] logits of one extra key per head that holds no value, as GPT-OSS has; None has none.
-        deterministic: repeated runs give the same bits, also if `torch.use_deterministic_algorithms` is on. "triton",
-            "torch" and "reference" always do; the gradient of q of "hopper" costs more then.
+        deterministic: repeated runs give the same bits; `torch.use_deterministic_algorithms(True)` asks for it, too.
+            "triton", "torch" and "reference" always do; the gradient of q of "hopper" costs more then.
         return_lse: also return the log-sum-exp of every row.
         impl: None takes the best available; "hopper", "triton", "torch" or "reference" takes that one or raises.
 

@@ -54,7 +54,8 @@ class Settings(NamedTuple):
     softcap: float
     """c of c * tanh(scores / c); 0 is none."""
     impl: str
-    """"hopper", "triton", "torch" or "reference"; or "best": "hopper", and "triton" from the first failure on."""
+    """"hopper", "triton", "torch" or "reference". "best" is impl=None where the Hopper kernels serve: "hopper", and
+    "triton" once a pass of it has failed."""
     deterministic: bool
     """Whether repeated backwards must agree to the bit."""
 
@@ -67,8 +68,8 @@ class Call:
         cast_to: dtype to which autocast casts q, k and v, or None.
         decodes: whether the rows are few and attention goes without a plan.
         differentiated: whether results require gradients.
-        dispatched: whether the dispatcher has to see the call (`torch_state.is_intercepted`). The operators do then
-            what the methods here do otherwise, and such a call is not kept.
+        dispatched: whether something intercepts the call (`torch_state.is_intercepted`). It then runs through the
+            operators; this object is not kept and only carries the settings.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Call:
         self.differentiated = differentiated
         self.dispatched = dispatched
         self._prepared: dict[Hashable, Callable[..., Any]] = {}
+        """By pass, whether rows are put in an order, and, for backwards, the layouts of what was saved."""
 
     def cast(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k and v in autocast's dtype if it is enabled for them, as SDPA casts them."""
@@ -96,7 +98,7 @@ class Call:
         plan: Plan,
         order: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return out and lse, as `operators.attention.forward` documents them.
+        """Return out and lse, as `operators.attention._forward` documents them.
 
         `order`, int32 [B, Hq, Sq], a permutation of every head's rows, says where each row of the output is put; lse
         stays in the order of q.
@@ -133,10 +135,10 @@ class Call:
 
         Args:
             dout: gradient of the output, [B, Hq, Sq, Dv].
-            q: as in the forward, like all that is not named here.
-            k: the keys.
-            v: the values.
-            sinks: the sinks.
+            q: as in the forward.
+            k: as in the forward.
+            v: as in the forward.
+            sinks: as in the forward.
             lse: of the forward.
             delta: row sums of dout * out less the gradient of lse, [B, Hq, Sq]; or (out, gradient of lse or None).
             indices: of the mask.
@@ -168,7 +170,7 @@ class Call:
             return dq, dk, dv, sinks_gradient(sinks, lse, row_sums)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Return out and lse of few rows without a plan, as `operators.decoding.decode` documents them."""
+        """Return out and lse of few rows without a plan, as `operators.decoding._decode` documents them."""
         run = self._prepared.get("decode")
         if run is None:
             problem = self._problem(q, k, v, indices, sinks)
@@ -180,18 +182,18 @@ class Call:
         self, key: tuple[Any, ...], prepare: Callable[[str], Callable[..., Any]], tensors: tuple[Any, ...]
     ) -> Any:
         """Prepare a pass for an implementation, run it, and keep it under `key` once it has succeeded."""
-        impl, passes = self.settings.impl, key[0]
-        if impl == "best" and passes not in _failed:
+        impl, pass_name = self.settings.impl, key[0]
+        if impl == "best" and pass_name not in _failed:
             try:
                 run = prepare("hopper")
                 results = run(*tensors)
             except torch.OutOfMemoryError:  # the portable kernels would run out of memory, too
                 raise
             except Exception as error:  # Gluon, in which these kernels are written, is experimental
-                _failed.add(passes)
+                _failed.add(pass_name)
                 reason = str(error).strip().split("\n")[0]
                 logger.warning(
-                    f"the Hopper {passes} fails here and impl='triton' replaces it: {type(error).__name__}: {reason}"
+                    f"the Hopper {pass_name} fails here and impl='triton' replaces it: {type(error).__name__}: {reason}"
                 )
             else:
                 self._prepared[key] = run
@@ -330,6 +332,7 @@ def _make(
     check_arguments(q, k, v, mask, scale, softcap, sinks)
     dtypes = (q.dtype, k.dtype, v.dtype)
     cast_to = None
+    # Autocast knows no device "meta", and casts no float64, as in SDPA.
     if not q.is_meta and torch.is_autocast_enabled(q.device.type) and torch.float64 not in dtypes:
         narrow = torch.get_autocast_dtype(q.device.type)
         cast_to = None if dtypes == (narrow,) * 3 else narrow
@@ -351,8 +354,8 @@ def _make(
     )
     differentiated = torch_state.wants_gradients(q, k, v, sinks)
     # The kernel of decoding packs the rows of all heads that share keys into one tile and splits the keys. The forward
-    # pads each head's rows to 16 at least, so up to 16 rows it has no advantage. The length is asked last: a compiler
-    # would guard on the answer.
+    # pads each head's rows to 16 at least, so decoding is no slower up to 16 rows. A named "hopper" has no kernel for
+    # it. The length is asked last: a compiler would guard on the answer.
     decodes = (
         not differentiated
         and settings.impl not in ("hopper", "reference")
@@ -367,7 +370,7 @@ def sinks_gradient(sinks: Tensor | None, lse: Tensor, delta: Tensor) -> Tensor:
     Args:
         sinks: [Hq] or None.
         lse: [B, Hq, Sq], in any order of rows.
-        delta: of the backward, in the same order; rows may follow those of each head.
+        delta: of the backward, in the same order; each head's rows may be padded.
     """
     if sinks is None:
         return lse.new_empty(0)

@@ -33,7 +33,7 @@ _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Choice(NamedTuple):
-    """An implementation and the reason for it, or None and what a call raises with."""
+    """An implementation and the reason for it, or None and the message of the ValueError that a call raises."""
 
     impl: str | None
     reason: str
@@ -42,8 +42,8 @@ class Choice(NamedTuple):
 def choose(device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int, impl: str | None = None) -> Choice:
     """Choose the implementation that serves queries of `head_dim` and values of `v_head_dim`.
 
-    A named implementation that cannot serve is not replaced by another, and the kernels of a GPU are not replaced by an
-    implementation that is much slower there.
+    A named implementation that cannot serve is not replaced by another. Nor are the kernels of a GPU replaced by
+    "torch", which is much slower there, unless Triton is not installed.
 
     Args:
         device: device of the tensors.
@@ -75,6 +75,7 @@ def choose(device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: 
 
 
 def _why_not_hopper(device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str | None:
+    """Return what the Hopper kernels cannot serve, to follow "cannot serve", or None."""
     if not torch_state.HAS_TRITON:
         return "this process: Triton is not installed"
     from flashmask_hf.kernels.hopper import gluon
@@ -88,6 +89,7 @@ def _why_not_hopper(device: torch.device, dtype: torch.dtype, head_dim: int, v_h
 
 
 def _why_not_triton(device: torch.device, dtype: torch.dtype, largest: int) -> str | None:
+    """Return what the portable kernels cannot serve, to follow "cannot serve", or None."""
     if not torch_state.HAS_TRITON:
         return "this process: Triton is not installed"
     if not torch_state.runs_kernels(device):
@@ -143,7 +145,8 @@ def prepare_backward(
 
     Returns:
         (dout, q, k, v, lse, delta, indices, plan, orders) -> (dq, dk, dv, delta), without `orders` unless `ordered`.
-        `delta` is a tensor, or (out, gradient of lse or None) it follows from.
+        `delta`, the row sums of dout * out less the gradient of lse, is a tensor, or (out, gradient of lse or None)
+        that it is computed from.
     """
     if impl == "hopper":
         from flashmask_hf.kernels.hopper import backward

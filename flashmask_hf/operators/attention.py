@@ -72,7 +72,7 @@ def _forward(
         scale: factor on the scores.
         softcap: 0 is none.
         impl: "hopper", "triton" or "torch", or "best": "hopper", and "triton" from the first time on that it fails.
-        deterministic: of the backward, whether repeated runs agree to the bit; without it that of "hopper" may not.
+        deterministic: whether repeated backwards agree to the bit; if False, those of "hopper" may not.
 
     Returns:
         out [B, Hq, Sq, Dv] in q's dtype, stored as [B, Sq, Hq, Dv]; lse [B, Hq, Sq] float32 (float64 for float64 q).
@@ -136,7 +136,7 @@ def _save_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _differentiate_operator(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     if dout is None and dlse is None:
-        return (None,) * 13
+        return (None,) * 13  # for every input of `_forward`
     saved = ctx.saved_tensors  # read once: checkpointing unpacks a saved tensor only once
     _, _, _, sinks, out, *_ = saved
     dout = torch.zeros_like(out) if dout is None else dout
@@ -148,6 +148,7 @@ register_autograd(flash_attn_forward, Derivative(_save_operator, _differentiate_
 
 
 def _save_call(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    # Hooks on saved tensors, such as offloading, need not see the plan, which all layers share.
     q, k, v, sinks, indices, ctx.plan, ctx.call = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, sinks, *output, indices)
@@ -155,7 +156,7 @@ def _save_call(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor])
 
 def _differentiate_call(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     if dout is None and dlse is None:
-        return (None,) * 7
+        return (None,) * 7  # for every input of `_run`
     q, k, v, sinks, out, lse, indices = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout
     # With create_graph=True the operator tells that there are no second derivatives.
@@ -169,4 +170,4 @@ def _differentiate_call(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> t
 
 
 _call_derivative = Derivative(_save_call, _differentiate_call)
-"""Derivative of a call that goes past the dispatcher, with the plan and the call in the place of the settings."""
+"""Derivative of `_run`, a call that goes past the dispatcher."""

@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flashmask_hf.kernels.launch.layout import Layout, layout_of
 
-__all__ = ["describable", "fits_descriptor", "tile_templates", "with_memory"]
+__all__ = ["describable", "fits_descriptor", "loads_by_descriptor", "template", "tile_templates", "with_memory"]
 
 
 def fits_descriptor(x: Layout) -> bool:
@@ -44,7 +44,13 @@ def describable(x: Tensor) -> Tensor:
 
 
 def template(make: Callable[..., Any], layout: Layout, *block: int) -> Any:
-    """Return a descriptor `make(x, shape, strides, block)` without memory, for `with_memory`; the layout fits one."""
+    """Return a descriptor `make(x, shape, strides, block)` without memory, for `with_memory`.
+
+    Args:
+        make: constructor of the descriptor, called with a tensor on the device meta.
+        layout: of the tensors; it must pass `fits_descriptor`.
+        block: shape of a tile.
+    """
     return make(layout.allocator("meta")(), list(layout.shape), _strides(layout), list(block))
 
 

@@ -45,10 +45,11 @@ class Launch:
         self.scalars = scalars
         self.descriptors = descriptors
         self.constants = constants
-        # Triton's interpreter compiles nothing, and for AMD GPUs Triton also looks at the sizes of tensors' storages.
+        # Triton's interpreter compiles nothing. For AMD GPUs Triton also specializes for the sizes of storages, so that
+        # a compiled form may not fit other tensors of the same layout.
         self._reusable = isinstance(kernel, JITFunction) and not torch.version.hip
         self._compiled: Any = None
-        self._tail: tuple[Any, ...] = ()
+        self._tail: tuple[Any, ...] = ()  # the constants in the order of the parameters, which the compiled form takes
 
     def __call__(self, *tensors: Tensor | None) -> None:
         """Launch on the current stream of the current device."""
@@ -58,8 +59,9 @@ class Launch:
         if compiled is not None and not _observed():
             active: Any = driver.active
             stream = active.get_current_stream(active.get_current_device())
+            metadata_and_hooks = None, None, None
             compiled.run(
-                self.programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None,
+                self.programs, 1, 1, stream, compiled.function, compiled.packed_metadata, *metadata_and_hooks,
                 *arguments, *self._tail,
             )  # fmt: skip
             return

@@ -32,7 +32,7 @@ class Layout(NamedTuple):
 
 def layout_of(x: Tensor) -> Layout:
     """Read the layout of a tensor."""
-    # The generated constructor would take longer than all that it is given.
+    # The constructor of a NamedTuple would take longer than reading the fields.
     return tuple.__new__(Layout, (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16 == 0))
 
 
@@ -43,7 +43,7 @@ def packed_layout(*shape: int, dtype: torch.dtype, device: torch.device, order: 
         shape: of the tensor.
         dtype: of the tensor.
         device: of the tensor.
-        order: the axes from the outermost in memory to the innermost; empty is their own order.
+        order: the axes from the outermost in memory to the innermost; empty is the order of `shape`.
     """
     strides = torch.empty_permuted(shape, order or tuple(range(len(shape))), device="meta").stride()
     return Layout(torch.Size(shape), strides, dtype, device)

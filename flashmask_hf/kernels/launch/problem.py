@@ -43,14 +43,17 @@ class Problem(NamedTuple):
 
     @property
     def factors(self) -> tuple[float, float]:
-        """(factor, cap_factor): logits in units of log2 are factor * x, x being scores or tanh(scores * cap_factor)."""
+        """Factors (factor, cap_factor) from scores q @ k^T to logits in units of log2.
+
+        The logits are factor * scores or, with a softcap, factor * tanh(scores * cap_factor).
+        """
         if self.softcap:
             return self.softcap * _LOG2_E, self.scale / self.softcap
         return self.scale * _LOG2_E, 0.0
 
     @property
     def constants(self) -> dict[str, Any]:
-        """The compile-time constants that every attention kernel takes."""
+        """The compile-time constants of every attention kernel: CAUSAL, N (columns of the indices), CAP (softcap)."""
         return {"CAUSAL": self.causal, "N": self.mask_shape[-1], "CAP": self.softcap != 0}
 
 

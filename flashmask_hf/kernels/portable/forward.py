@@ -107,11 +107,12 @@ def _forward(
         sinks: [Hq] if SINKS.
         indices: of the mask, padded to tiles of the plan.
         tiles: the plan's lists, [mask batch, mask heads, n_q, n_kv].
-        counts: their lengths, [mask batch, mask heads, n_q, 2].
+        counts: their numbers of visible and of partial tiles, [mask batch, mask heads, n_q, 2].
         out: written, [B, Hq, Sq, Dv].
         lse: written, float32 [B, Hq, Sq].
     Sizes:
         heads: (Hq, Hkv, mask batch, mask heads).
+        n_q, n_kv: row tiles and key tiles of the plan.
         n_rows: row tiles of a head.
         dims: (D, Dv).
         SUBROWS, SUBTILES: row tiles in a row tile of the plan, and key tiles in a key tile of the plan.
