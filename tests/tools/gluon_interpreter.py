@@ -1,41 +1,31 @@
-"""Interpreter of the kernels written in Gluon, on a CPU, with a detector of data races and deadlocks.
+"""Interpreter of the kernels written in Gluon, on a CPU, which finds data races and deadlocks (see `race_detector`).
 
 Triton's interpreter does not support Gluon. Here the functions of a kernel run as Python, over tensors that implement
-the part of Gluon that the kernels use. All programs of a launch exist at the same time, and each role of a program is a
-thread. One thread runs at a time. Wherever a thread may have to wait, another one, drawn from the seed, continues.
-
-Asynchronous operations (copies to and from shared memory, matrix products) are executed at once. Races are detected by
-vector clocks, not by chance: every thread and every operation knows which others happened before it, and barriers
-propagate this knowledge. `Race` is raised by
-
-- an access to shared memory that is not known to happen after the last conflicting access;
-- a copy or a product that reads what a thread stored, without a fence and a barrier of the storing warps in between;
-- the use of a product before waiting for it.
-
-Kernels may read a stale or unfinished value if they do not use it. So a doubtful read raises only when a value computed
-from it is written to global memory or decides a branch. `Deadlock` is raised if no thread can continue, and names the
-place where each one waits.
-
-Not detected: the order between the warps of one role, which is one thread here; the fence after the initialization of
-barriers; parts of a stage of shared memory, which is one place; the rounding of quotients of negative numbers, towards
-zero on a GPU; errors in layouts; register pressure; the allocation of hardware barriers; the order of accesses to
-global memory, except through the results.
+the part of Gluon that the kernels use. Not reproduced: the rounding of quotients of negative numbers, towards zero on a
+GPU; layouts, and errors in them; register pressure.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import linecache
-import random
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
+from tools.race_detector import (
+    RUNTIME_FILES,
+    Access,
+    Barrier,
+    HardwareBarrier,
+    Machine,
+    Operation,
+    Place,
+    current_role,
+    where_in_kernel,
+)
 from torch import Tensor
 from triton.experimental.gluon import language as real
 from triton.experimental.gluon._runtime import GluonJITFunction
@@ -56,346 +46,7 @@ _TORCH = {
     real.int64: torch.int64,
 }
 _GLUON = {there: here for here, there in _TORCH.items()}
-
-
-class Race(AssertionError):
-    """Two conflicting accesses to one place, neither of which is known to happen before the other."""
-
-
-class Deadlock(AssertionError):
-    """No thread can continue."""
-
-
-Clock = dict[int, int]
-"""Vector clock: for each thread or operation, the number of its events that are known to have happened."""
-
-
-def _join(clock: Clock, other: Clock) -> None:
-    for who, count in other.items():
-        if clock.get(who, 0) < count:
-            clock[who] = count
-
-
-@dataclass
-class Known:
-    """Vector clocks of the events that happened, and of the stores that a fence made visible to asynchronous reads."""
-
-    over: Clock = field(default_factory=dict)
-    fenced: Clock = field(default_factory=dict)
-
-    def join(self, other: Known) -> None:
-        _join(self.over, other.over)
-        _join(self.fenced, other.fenced)
-
-    def copy(self) -> Known:
-        return Known(dict(self.over), dict(self.fenced))
-
-    def covers(self, other: Known) -> bool:
-        return all(self.over.get(who, 0) >= count for who, count in other.over.items())
-
-
-@dataclass(eq=False)
-class Access:
-    """A read or write of shared memory.
-
-    Attributes:
-        who: number of the thread or asynchronous operation.
-        count: time of the access in the clock of `who`.
-        where: line of the kernel.
-        stored: whether it is a store of a thread, and not an asynchronous copy.
-        used: whether a value computed from it had an effect; writes always have one.
-        doubt: the message to raise with once it is used; None for an access that is in order.
-    """
-
-    who: int
-    count: int
-    where: str
-    stored: bool = False
-    used: bool = False
-    doubt: str | None = None
-    nth: int = field(default_factory=itertools.count().__next__)
-
-    def fail(self, message: str) -> None:
-        if self.used:
-            raise Race(message)
-        self.doubt = message
-
-    def use(self) -> None:
-        if self.doubt is not None:
-            raise Race(f"{self.doubt}; what is made of it is used in {_where()}")
-        self.used = True
-
-    def before(self, clock: Clock) -> bool:
-        return clock.get(self.who, 0) >= self.count
-
-
-@dataclass
-class Place:
-    """One place of shared memory: its last write, the reads since then, and the reads that its value depends on."""
-
-    name: str
-    write: Access | None = None
-    reads: list[Access] = field(default_factory=list)
-    made_of: frozenset[Access] = frozenset()
-
-    def read(self, access: Access, known: Known, asynchronous: bool) -> frozenset[Access]:
-        """Record a read; return the reads that the value depends on, this one included."""
-        if self.write is None:
-            access.fail(f"{self.name}: {access.where} reads what nobody wrote")
-        elif not self.write.before(known.over):
-            access.fail(f"{self.name}: {access.where} reads what {self.write.where} may not have written yet")
-        elif asynchronous and self.write.stored and not self.write.before(known.fenced):
-            access.fail(f"{self.name}: {access.where} reads what {self.write.where} stored, without a fence between")
-        self.reads.append(access)
-        return self.made_of | {access}
-
-    def overwrite(self, access: Access, known: Known, made_of: frozenset[Access], whole: bool) -> None:
-        if not access.stored and self.write and self.write.stored and not self.write.before(known.fenced):
-            raise Race(f"{self.name}: {access.where} writes where {self.write.where} stored, without a fence between")
-        for other in (*self.reads, self.write):
-            if other and not other.before(known.over):
-                other.fail(f"{self.name}: {access.where} writes where {other.where} may not be done")
-        self.write = access
-        self.reads = []
-        self.made_of = made_of if whole else self.made_of | made_of
-
-
-class Operation:
-    """An asynchronous operation: number `count` of the sequence `who`, whose operations complete in order."""
-
-    def __init__(self, who: int, count: int):
-        role = _role()
-        self.who, self.count, self.known = who, count, role.known.copy()
-        role.step()
-
-    def access(self, *, writes: bool) -> Access:
-        return Access(self.who, self.count, _where(), used=writes)
-
-    def end(self) -> Known:
-        """Return what has happened once this operation is complete."""
-        self.known.over[self.who] = self.count
-        return self.known
-
-
-class Queue:
-    """Asynchronous products or stores of one thread, which complete in the order in which they started."""
-
-    def __init__(self, machine: Machine):
-        self.number = machine.new_number()
-        self.started = 0
-        self.running: list[Operation] = []
-
-    def start(self) -> Operation:
-        self.started += 1
-        self.running.append(Operation(self.number, self.started))
-        return self.running[-1]
-
-    def wait(self, left: int) -> None:
-        while len(self.running) > left:
-            _role().known.join(self.running.pop(0).end())
-
-
-class Barrier:
-    """An mbarrier in shared memory: a phase completes when all have arrived and all expected bytes are there."""
-
-    def __init__(self, name: str, number: int):
-        self.name, self.number = name, number
-        self.count = self.left = self.bytes = 0
-        self.gathering = Known()
-        self.gathered = [Known()]  # by completed phases
-
-    @property
-    def phases(self) -> int:
-        return len(self.gathered) - 1
-
-    def check(self, known: Known) -> None:
-        """Raise unless the caller knows that the previous phase is complete; only then may it add to this one."""
-        if not known.covers(self.gathered[-1]):
-            raise Race(f"{self.name}: {_where()} arrives while the phase before may not be over")
-
-    def arrive(self, known: Known, count: int, expected: int) -> None:
-        self.check(known)
-        assert self.left >= count, f"{self.name}: more arrive than the barrier counts ({_where()})"
-        self.gathering.join(known)
-        self.left -= count
-        self.bytes += expected
-        self._turn()
-
-    def receive(self, known: Known, count: int) -> None:
-        self.gathering.join(known)
-        self.bytes -= count
-        self._turn()
-
-    def _turn(self) -> None:
-        if self.left == 0 and self.bytes == 0:
-            self.gathered.append(self.gathering)
-            self.gathering = Known()
-            self.left = self.count
-
-    def passed(self, known: Known, phase: int) -> Known:
-        """Return what is known after a wait for parity `phase`: up to the first such phase new to the caller."""
-        over = known.over.get(self.number, 0)
-        over += over & 1 == phase
-        return Known(self.gathered[over].over | {self.number: over}, self.gathered[over].fenced)
-
-
-class HardwareBarrier:
-    """A named (hardware) barrier: whole warps arrive; waiting ones go on once `threads` are there."""
-
-    def __init__(self, number: int):
-        self.number = number
-        self.threads: int | None = None
-        self.generation = 0
-        self.gathered = Known()
-        self.took_part: set[int] = set()
-        self._begin()
-
-    def _begin(self) -> None:
-        self.there: set[int] = set()
-        self.arrived = 0
-        self.gathering = Known()
-
-    def arrive(self, role: Role, threads: int) -> None:
-        where = f"hardware barrier {self.number}, {_where()}"
-        assert self.threads in (None, threads), f"{where}: {threads} threads, elsewhere {self.threads}"
-        if role.number in self.there or (role.number in self.took_part and not role.known.covers(self.gathered)):
-            raise Race(f"{where}: the role is there again, and others may not be there yet")
-        self.threads = threads
-        self.there.add(role.number)
-        self.arrived += role.warps * 32
-        assert self.arrived <= threads, f"{where}: more than {threads} threads"
-        self.gathering.join(role.known)
-        self.gathering.fenced[role.number] = role.fence  # all of its warps have arrived
-        if self.arrived == threads:
-            self.gathered, self.took_part = self.gathering, self.there
-            self.generation += 1
-            self._begin()
-
-
-class Role:
-    """One role of one program, run by a thread."""
-
-    def __init__(self, machine: Machine, program: Program, warps: int, known: Known, body: Callable[[], None]):
-        self.machine, self.program, self.warps, self.known = machine, program, warps, known
-        self.number = machine.new_number()
-        self.known.over[self.number] = 1
-        self.fence = 0
-        self.products, self.stores = Queue(machine), Queue(machine)
-        self.may_go: Callable[[], bool] = lambda: True
-        self.waits_at = ""
-        self.turn = threading.Semaphore(0)
-        self.body = body
-        self.thread = threading.Thread(target=self._run, daemon=True)
-        self.thread.start()
-
-    def _run(self) -> None:
-        self.turn.acquire()
-        if not self.machine.failed:
-            try:
-                with torch.no_grad():
-                    self.body()
-                assert not self.products.running, "a role ends with products that it did not wait for"
-                assert not self.stores.running, "a role ends with stores that may still read its shared memory"
-                _join(self.machine.ended, self.known.over)
-            except BaseException as error:
-                self.machine.failed = self.machine.failed or error
-        self.machine.leave(self)
-
-    def step(self) -> None:
-        """Advance the clock: later events are not covered by the knowledge that was passed on so far."""
-        self.known.over[self.number] += 1
-
-    def access(self, *, writes: bool) -> Access:
-        return Access(self.number, self.known.over[self.number], _where(), stored=writes, used=writes)
-
-
-@dataclass
-class Program:
-    number: int
-    barriers: dict[int, HardwareBarrier] = field(default_factory=dict)
-
-
-class Machine:
-    """All programs of one launch, and the scheduler of their roles."""
-
-    def __init__(self, programs: int, seed: int):
-        self.draw = random.Random(seed)
-        self.numbers = 0
-        self.programs = programs
-        self.failed: BaseException | None = None
-        self.over = threading.Semaphore(0)
-        self.roles: list[Role] = []
-        self.places: list[Place] = []
-        self.ended: Clock = {}
-
-    def run(self, body: Callable[[], None]) -> None:
-        """Run `body` in every program, and the roles that it starts."""
-        for number in range(self.programs):
-            self.add(Program(number), 4, Known(), body)
-        self.current = self._choose()
-        self.current.turn.release()
-        self.over.acquire()
-        if self.failed:
-            raise self.failed
-        for place in self.places:
-            if place.write and not place.write.before(self.ended):
-                raise Race(f"{place.name}: nobody waits for what {place.write.where} writes")
-
-    def new_number(self) -> int:
-        self.numbers += 1
-        return self.numbers
-
-    def add(self, program: Program, warps: int, known: Known, body: Callable[[], None]) -> None:
-        self.roles.append(Role(self, program, warps, known, body))
-
-    def _choose(self) -> Role:
-        ready = self.roles if self.failed else [role for role in self.roles if role.may_go()]
-        if not ready:
-            waits = "\n".join(f"program {role.program.number}: {role.waits_at}" for role in self.roles)
-            self.failed = Deadlock(f"nobody can go on:\n{waits}")
-            ready = self.roles
-        return self.draw.choice(ready)
-
-    def leave(self, role: Role) -> None:
-        self.roles.remove(role)
-        if not self.roles:
-            self.over.release()
-            return
-        self.current = self._choose()
-        self.current.turn.release()
-
-    def wait(self, may_go: Callable[[], bool] = lambda: True) -> None:
-        """Let other threads run, at least until `may_go` returns True."""
-        role = self.current
-        role.may_go, role.waits_at = may_go, _where()
-        self.current = self._choose()
-        if self.current is not role:
-            self.current.turn.release()
-            role.turn.acquire()
-        if self.failed:
-            raise SystemExit
-        role.may_go = lambda: True
-
-
-_machine: Machine | None = None
-
-
-def _role() -> Role:
-    assert _machine is not None
-    return _machine.current
-
-
-def _where() -> str:
-    """Return the current line of the kernel, and the line that called its function."""
-    frame = sys._getframe(1)
-    lines = []
-    while frame is not None and len(lines) < 2:
-        if frame.f_code.co_filename != __file__:
-            lines.append(f"{frame.f_code.co_name} (line {frame.f_lineno})")
-        elif lines:
-            break
-        frame = frame.f_back
-    return " of ".join(lines)
+RUNTIME_FILES.add(__file__)
 
 
 class Shared:
@@ -437,14 +88,14 @@ class Shared:
         return self.place
 
     def load(self, layout: Any) -> Tile:
-        made_of = self._one().read(_role().access(writes=False), _role().known, False)
+        made_of = self._one().read(current_role().access(writes=False), current_role().known, False)
         return Tile(self.data.clone(), made_of)
 
     def store(self, tile: Tile) -> None:
         assert tile.data.dtype == self.data.dtype
         assert tile.data.shape == self.data.shape
         whole = self.data.numel() == self.size
-        self._one().overwrite(_role().access(writes=True), _role().known, tile.reads, whole)
+        self._one().overwrite(current_role().access(writes=True), current_role().known, tile.reads, whole)
         self.data.copy_(tile.data)
 
     def read_by(self, operation: Operation) -> tuple[Tensor, frozenset[Access]]:
@@ -462,7 +113,7 @@ class Barriers:
     """An array of mbarriers in shared memory; where one barrier is expected, it stands for its first."""
 
     def __init__(self, name: str, count: int):
-        self.all = [Barrier(f"{name} {i}", _role().machine.new_number()) for i in range(count)]
+        self.all = [Barrier(f"{name} {i}", current_role().machine.new_number()) for i in range(count)]
 
     def index(self, i: Any) -> Barrier:
         return self.all[int(i)]
@@ -491,7 +142,7 @@ class Tile:
 
     @property
     def data(self) -> Tensor:
-        assert self.product is None, f"{_where()} uses a product that it did not wait for"
+        assert self.product is None, f"{where_in_kernel()} uses a product that it did not wait for"
         return self.raw
 
     def used(self) -> Tensor:
@@ -578,7 +229,7 @@ class Pointer:
         at = torch.as_tensor(self.at)
         meant = torch.as_tensor(_plain(mask)).expand(at.shape) if mask is not None else torch.ones_like(at).bool()
         outside = meant & ((at < 0) | (at >= len(self.memory)))
-        assert not outside.any(), f"{_where()} leaves the tensor, of {len(self.memory)} elements"
+        assert not outside.any(), f"{where_in_kernel()} leaves the tensor, of {len(self.memory)} elements"
         return torch.where(meant, at, 0), meant
 
     def changed(self, *more: Any) -> None:
@@ -625,13 +276,13 @@ def _allocate_shared_memory(dtype: Any, shape: list[int], layout: Any) -> Shared
         return Barriers(name, shape[0])
     data = torch.full(shape, float("nan") if dtype.is_floating() else -(2**31), dtype=_TORCH[dtype])
     places = [Place(f"{name} {i}") for i in range(shape[0])]
-    _role().machine.places += places
+    current_role().machine.places += places
     return Shared(data, places)
 
 
 def _warp_specialize(roles: list[tuple[Callable, tuple]], warps: list[int], registers: list[int]) -> None:
     assert len(roles) == len(warps) + 1 == len(registers) + 1
-    role = _role()
+    role = current_role()
     for (function, arguments), count in zip(roles[1:], warps, strict=True):
         known = role.known.copy()
         role.machine.add(role.program, count, known, lambda f=function, args=arguments: f(*args))
@@ -656,7 +307,7 @@ def _store(pointer: Pointer, value: Any, mask: Any = None) -> None:
 
 def _atomic_add(pointer: Pointer, value: int, sem: str = "acq_rel") -> Tile:
     pointer.changed()
-    _role().machine.wait()
+    current_role().machine.wait()
     (at, _), old = pointer.elements(None), _load(pointer)
     pointer.memory[at] += value
     return Tile(old.data.clone())
@@ -740,9 +391,9 @@ _gl = SimpleNamespace(
     maximum=_either("maximum"),
     min=_reduce("amin"),
     minimum=_either("minimum"),
-    num_programs=lambda axis: Tile(torch.tensor(_role().machine.programs, dtype=torch.int32)),
-    num_warps=lambda: _role().warps,
-    program_id=lambda axis: Tile(torch.tensor(_role().program.number, dtype=torch.int32)),
+    num_programs=lambda axis: Tile(torch.tensor(current_role().machine.programs, dtype=torch.int32)),
+    num_warps=lambda: current_role().warps,
+    program_id=lambda axis: Tile(torch.tensor(current_role().program.number, dtype=torch.int32)),
     reshape=lambda x, shape: x.reshape(shape),
     static_assert=_static_assert,
     static_range=range,
@@ -763,18 +414,18 @@ def _init(barrier: Barrier | Barriers, count: int) -> None:
 
 
 def _arrive(barrier: Barrier | Barriers, count: int = 1) -> None:
-    _barrier(barrier).arrive(_role().known, count, 0)
-    _role().step()
-    _role().machine.wait()
+    _barrier(barrier).arrive(current_role().known, count, 0)
+    current_role().step()
+    current_role().machine.wait()
 
 
 def _expect(barrier: Barrier | Barriers, count: int) -> None:
-    _barrier(barrier).arrive(_role().known, 1, count)
-    _role().step()
+    _barrier(barrier).arrive(current_role().known, 1, count)
+    current_role().step()
 
 
 def _wait(barrier: Barrier | Barriers, phase: Any, pred: Any = True) -> None:
-    barrier, phase, role = _barrier(barrier), int(phase), _role()
+    barrier, phase, role = _barrier(barrier), int(phase), current_role()
     assert phase in (0, 1)
     if pred:
         role.machine.wait(lambda: barrier.phases & 1 != phase)
@@ -782,27 +433,27 @@ def _wait(barrier: Barrier | Barriers, phase: Any, pred: Any = True) -> None:
 
 
 def _hardware(number: Any) -> HardwareBarrier:
-    return _role().program.barriers.setdefault(int(number), HardwareBarrier(int(number)))
+    return current_role().program.barriers.setdefault(int(number), HardwareBarrier(int(number)))
 
 
 def _named_barrier_arrive(number: Any, threads: int) -> None:
-    _hardware(number).arrive(_role(), threads)
-    _role().step()
-    _role().machine.wait()
+    _hardware(number).arrive(current_role(), threads)
+    current_role().step()
+    current_role().machine.wait()
 
 
 def _named_barrier_sync(number: Any, threads: int) -> None:
-    role, barrier = _role(), _hardware(number)
+    role, barrier = current_role(), _hardware(number)
     generation = barrier.generation
     barrier.arrive(role, threads)
     role.step()
     role.machine.wait(lambda: barrier.generation > generation)
-    assert barrier.generation == generation + 1, f"{_where()}: others went on without this role"
+    assert barrier.generation == generation + 1, f"{where_in_kernel()}: others went on without this role"
     role.known.join(barrier.gathered)
 
 
 def _fence_async_shared() -> None:
-    role = _role()
+    role = current_role()
     role.fence = role.known.over[role.number]
     role.step()
     if role.warps == 1:
@@ -811,13 +462,13 @@ def _fence_async_shared() -> None:
 
 def _group_barrier() -> None:
     """Barrier of all warps of the role: their fences have happened."""
-    role = _role()
+    role = current_role()
     role.known.fenced[role.number] = role.fence
 
 
 def _tma_load(descriptor: Descriptor, coordinates: list[Any], barrier: Barrier | Barriers, to: Shared) -> None:
     barrier = _barrier(barrier)
-    barrier.check(_role().known)
+    barrier.check(current_role().known)
     operation = Operation(barrier.number, barrier.phases + 1)
     tile = torch.zeros(descriptor.block_shape, dtype=_TORCH[descriptor.dtype])
     inside, place = descriptor.tile(coordinates)
@@ -827,7 +478,7 @@ def _tma_load(descriptor: Descriptor, coordinates: list[Any], barrier: Barrier |
 
 
 def _tma_store(descriptor: Descriptor, coordinates: list[Any], source: Shared, add: bool = False) -> None:
-    operation = _role().stores.start()
+    operation = current_role().stores.start()
     inside, place = descriptor.tile(coordinates)
     data, made_of = source.read_by(operation)
     tile = Tile(data, made_of).used().reshape(descriptor.block_shape)[place]
@@ -835,12 +486,12 @@ def _tma_store(descriptor: Descriptor, coordinates: list[Any], source: Shared, a
 
 
 def _tma_store_wait(count: int) -> None:
-    _role().stores.wait(count)
+    current_role().stores.wait(count)
 
 
 def _warpgroup_mma(a: Any, b: Shared, acc: Tile, *, use_acc: Any = True, is_async: bool = False) -> Tile:
     assert is_async
-    role = _role()
+    role = current_role()
     assert acc.product is None or acc.product in role.products.running
     operation = role.products.start()
     left, made_of = a.read_by(operation) if isinstance(a, Shared) else (a.data, a.reads)
@@ -855,7 +506,7 @@ def _warpgroup_mma(a: Any, b: Shared, acc: Tile, *, use_acc: Any = True, is_asyn
 
 
 def _warpgroup_mma_wait(left: int, deps: Sequence[Tile]) -> Any:
-    products = _role().products
+    products = current_role().products
     products.wait(left)
     done = tuple(Tile(x.raw, x.reads, x.product if x.product in products.running else None) for x in deps)
     return done if len(done) > 1 else done[0]
@@ -888,7 +539,7 @@ def _keep_marked(x: Tile, words: Tile) -> Tile:
 
 def _wait_for_count(counter: Pointer, count: Any) -> None:
     counter.changed(count)
-    _role().machine.wait(lambda: bool(_load(counter).data >= int(count)))
+    current_role().machine.wait(lambda: bool(_load(counter).data >= int(count)))
 
 
 _SHIM = {
@@ -964,18 +615,13 @@ def interpreted(seed: int = 0) -> Iterator[list[str]]:
         if not isinstance(self.kernel, GluonJITFunction):
             launch(self, *tensors)
             return
-        global _machine
         constants = dict(self.constants)
         assert constants.pop("num_warps") == 4
         ran.append(self.kernel.fn.__name__)
         function = _as_python(self.kernel)
         described = map(with_memory, self.descriptors, tensors)
         arguments = (*described, *tensors[len(self.descriptors) :], *self.scalars)
-        _machine = Machine(self.programs, seed)
-        try:
-            _machine.run(lambda: function(*map(_argument, arguments), **constants))
-        finally:
-            _machine = None
+        Machine(self.programs, seed).run(lambda: function(*map(_argument, arguments), **constants))
 
     try:
         Launch.__call__ = run  # type: ignore[method-assign]

@@ -14,7 +14,8 @@ from flashmask_hf.kernels.hopper import gluon as language
 if language.import_failure is not None:
     pytest.skip(f"interpreter lane: {language.import_failure}", allow_module_level=True)
 
-from tools.gluon_interpreter import Deadlock, Race, interpreted
+from tools.gluon_interpreter import interpreted
+from tools.race_detector import Deadlock, Race
 
 from flashmask_hf.kernels.hopper.descriptors import row_template
 from flashmask_hf.kernels.hopper.gluon import (
