@@ -148,7 +148,8 @@ def _keep_documents_apart(model: Any, args: tuple[Any, ...], kwargs: dict[str, A
         return None
     numbers, real = found
     missing = model._missing_kernels
-    with_lengths = _KERNELS.get(model.config.model_type) is _DELTA_RULE
+    kernels = _KERNELS.get(model.config.model_type, ())
+    with_lengths = "flash-linear-attention" in kernels
     way_out = _WAY_OUT
     if missing is not None:
         if with_lengths and batch > 1:
@@ -156,7 +157,7 @@ def _keep_documents_apart(model: Any, args: tuple[Any, ...], kwargs: dict[str, A
         elif given.get("past_key_values") is not None:
             way_out = f"pass no past_key_values, or {_WAY_OUT}"
         elif missing:
-            way_out = f"run it on a GPU with {' and '.join(_KERNELS[model.config.model_type])} installed, or {_WAY_OUT}"
+            way_out = f"run it on a GPU with {' and '.join(kernels)} installed, or {_WAY_OUT}"
         else:
             boundaries = _boundaries(numbers.expand(batch, -1), with_lengths)
             if given.get(VECTORS) is not None:

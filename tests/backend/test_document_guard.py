@@ -169,6 +169,25 @@ def test_kernels_that_keep_documents_apart_get_the_boundaries(family, monkeypatc
             assert model_zoo._error(got, want[mode]) <= model_zoo.BOUND, (told, mode)
 
 
+@pytest.mark.usefixtures("no_compiled_code")
+@pytest.mark.parametrize(("family", "fullgraph"), [("lfm2", True), ("qwen3_5_text", False)])
+def test_boundaries_are_the_same_compiled(family, fullgraph, monkeypatch):
+    """The number of documents is a shape, at which a graph breaks; only the delta rule needs it."""
+    monkeypatch.setattr(document_guard, "_can_import", lambda _: True)
+    model = model_zoo.build(family, "flashmask").base_model
+
+    def keywords(call):
+        return document_guard._keep_documents_apart(model, (), call)[1]
+
+    compiled = torch.compile(keywords, backend="eager", fullgraph=fullgraph)
+    for lengths in ([3, 3], [2, 4, 1], [6, 2]):
+        call = dict(input_ids=tokens(1, sum(lengths)), position_ids=positions(lengths))
+        got, want = compiled(call), keywords(call)
+        assert got.keys() == want.keys() >= {"seq_idx", "startend_row_indices"}
+        assert all(torch.equal(torch.as_tensor(got[name]), torch.as_tensor(want[name])) for name in want)
+        assert ("cu_seq_lens_q" in got) == (family == "qwen3_5_text")
+
+
 def test_what_kernels_cannot_serve_raises(monkeypatch):
     monkeypatch.setattr(document_guard, "_can_import", lambda _: True)
     model = model_zoo.build("qwen3_5_text", "flashmask")
