@@ -13,6 +13,7 @@ from transformers import Aimv2TextConfig, Aimv2TextModel
 from flashmask_hf import masks
 from flashmask_hf.backend import document_guard
 from flashmask_hf.backend.document_guard import is_guarded
+from flashmask_hf.backend.packed_rows import check_layers
 from flashmask_hf.collators import DataCollatorForPackedLanguageModeling
 
 LENGTHS = [5, 1, 6]
@@ -103,6 +104,11 @@ def test_attention_that_is_set_later_is_guarded():
     assert not is_guarded(model_pair("llama")[0])
 
 
+@pytest.mark.parametrize(("family", "guarded"), [("nemo_speechlm", True), ("qwen3_5", True), ("qwen2_audio", False)])
+def test_the_text_model_counts_and_not_an_audio_encoder(family, guarded):
+    assert is_guarded(cached(family)) == guarded
+
+
 def test_the_first_forward_alone_waits_for_the_device(monkeypatch):
     """Under NoSynchronization a CPU stands for a GPU, where `_require` would assert on the device."""
     model = model_zoo.build("lfm2", "flashmask")
@@ -162,6 +168,7 @@ def test_kernels_that_keep_documents_apart_get_the_boundaries(family, monkeypatc
         if hasattr(code, name):
             monkeypatch.setattr(code, name, by_document(getattr(code, name).__wrapped__, split, keyword))
     monkeypatch.setattr(code, "mamba2_split_conv1d_scan_combined", fused, raising=False)
+    check_layers(model)  # does not count the layers that the guard looks after
     real = torch.arange(16)[None] < sum(LENGTHS)
     for told, call in {"vectors": row, "positions": {n: row[n] for n in ("input_ids", "position_ids")}}.items():
         for mode in modes:
