@@ -135,15 +135,14 @@ def _keep_documents_apart(model: Any, args: tuple[Any, ...], kwargs: dict[str, A
     """Hand the documents of a call to the model's kernels, or raise if there are several; a forward pre-hook."""
     if model.config._attn_implementation not in NAMES:
         return None
-    given = kwargs
-    if len(args) > 1:
-        given = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | kwargs
-    tokens = args[0] if args else given.get("input_ids")
-    tokens = given.get("inputs_embeds") if tokens is None else tokens
+    if args:
+        args, kwargs = (), dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | kwargs
+    tokens = kwargs.get("input_ids")
+    tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
     if tokens is None:
         return None
     batch, length = tokens.shape[:2]
-    found = _documents(model, given, length)
+    found = _documents(model, kwargs, length)
     if found is None:
         return None
     numbers, real = found
@@ -154,13 +153,13 @@ def _keep_documents_apart(model: Any, args: tuple[Any, ...], kwargs: dict[str, A
     if missing is not None:
         if with_lengths and batch > 1:
             way_out = f"pass one row a batch, or {_WAY_OUT}"
-        elif given.get("past_key_values") is not None:
+        elif kwargs.get("past_key_values") is not None:
             way_out = f"pass no past_key_values, or {_WAY_OUT}"
         elif missing:
             way_out = f"run it on a GPU with {' and '.join(kernels)} installed, or {_WAY_OUT}"
         else:
             boundaries = _boundaries(numbers.expand(batch, -1), with_lengths)
-            if given.get(VECTORS) is not None:
+            if kwargs.get(VECTORS) is not None:
                 del boundaries[VECTORS]
             return args, kwargs | boundaries
     last, first = numbers, numbers
