@@ -57,12 +57,17 @@ A cell is the outcome of all modes, or that of eval, followed by every mode with
 | yes | right, and at least one layer went through the attention interface |
 | raises | refused with the error of the note |
 | as eager | equal to eager attention, which does not separate the packed documents in this family either |
-| joined | other layers (recurrent, convolutional) carry tokens from one document to the next |
 | wrong | differs without an error |
 | n/a | does not apply or cannot be tested, for the reason in the note |
 
 Text towers are the language models inside vision-language models; a tower that is itself a family in the table (as in
 LLaVA, whose tower may be any of them) has no row of its own.
+
+Models with recurrent or convolutional layers raise here for a row of several documents, whatever trainer or code calls
+them. On a GPU these take one with transformers 5.23 and the packages of their kernels, which then get the documents'
+boundaries (tested with stand-ins for the kernels, which need a GPU): bamba, falcon_h1, granitemoehybrid, nemotron_h and
+zamba2 with causal-conv1d and mamba-ssm; olmo_hybrid, qwen3_5, qwen3_5_moe and qwen3_next with causal-conv1d and
+flash-linear-attention, one row a batch; lfm2 and lfm2_moe with causal-conv1d.
 
 {counts}
 """

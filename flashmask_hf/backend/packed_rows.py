@@ -17,6 +17,7 @@ from accelerate.utils import extract_model_from_parallel
 from torch import nn
 from torch._dynamo import OptimizedModule
 
+from flashmask_hf.backend.document_guard import is_guarded
 from flashmask_hf.backend.supplied_calls import SuppliedCalls
 from flashmask_hf.names import FLASHMASK, PACKED_IDS, PACKED_INDEX, PACKED_POSITIONS, VECTORS
 
@@ -34,7 +35,8 @@ def run_packed(model: Any) -> None:
     Raises:
         ValueError: the model's attention is not "flashmask", under which alone a packed row means what it says; or the
             model is not a decoder alone, or computes its positions itself. Models of which some layers do not receive
-            the mask, such as recurrent ones, raise in their first forward (`check_layers`).
+            the mask, and those with recurrent or convolutional ones, raise in their first forward (`check_layers`,
+            `document_guard`).
     """
     inner = _unwrap_peft(model)
     backbone = inner.base_model
@@ -49,15 +51,15 @@ def run_packed(model: Any) -> None:
             )
     check_layers(model)
     if _pack_inputs not in backbone._forward_pre_hooks.values():
-        backbone.register_forward_pre_hook(_pack_inputs, with_kwargs=True)
+        backbone.register_forward_pre_hook(_pack_inputs, with_kwargs=True, prepend=True)  # the guard sees packed rows
         backbone.register_forward_hook(_unpack_outputs, with_kwargs=True)
 
 
 def check_layers(model: Any) -> None:
     """Make a model raise in its first forward on packed rows if some of its layers do not receive their mask.
 
-    Layers that are not attention, recurrent and convolutional ones, carry tokens from one document to the next. A layer
-    that has both side by side is not detected. Repeating it is fine.
+    Such layers let tokens see other documents. Recurrent and convolutional ones are not counted where `document_guard`
+    keeps them from it. Repeating it is fine.
 
     Args:
         model: a transformers model with a head and attention "flashmask", or a PEFT model around one, not wrapped for
@@ -154,7 +156,7 @@ def _finish_count(backbone: Any, args: tuple[Any, ...], kwargs: dict[str, Any], 
 def _require_every_layer(backbone: Any, calls: int) -> None:
     """Raise unless every layer has called attention with the packed row's mask."""
     layers = backbone.config.get_text_config().num_hidden_layers
-    if calls < layers:
+    if calls < layers and not is_guarded(backbone):  # layers that are not attention get no mask
         raise ValueError(
             f"{type(backbone).__name__} gave the packed row's mask to {calls} of its {layers} layers; in the others "
             "documents or answers would see each other, so this model cannot take packed rows: use TRL's own trainer"

@@ -1,4 +1,4 @@
-"""Patches of transformers: four changes that its interfaces do not offer, one section each.
+"""Patches of transformers: five changes that its interfaces do not offer, one section each.
 
 All act for this package's attention implementations only; every other one gets what it got before. Each section says
 what is patched, why, and what is checked first, in transformers 5.17 to 5.23, with which the patches are tested. Code
@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 from transformers.utils import generic
 
+from flashmask_hf.backend.document_guard import guard_documents
 from flashmask_hf.backend.model_support import refuse_own_attention
 from flashmask_hf.backend.positions import document_starts
 from flashmask_hf.checks import device_assert
@@ -40,6 +41,7 @@ def apply() -> None:
     detect_documents_always(masking_utils)
     refuse_unsupported_models(PreTrainedModel)
     accept_sparse_options(PreTrainedConfig)
+    guard_models(PreTrainedModel)
 
 
 def _refuse_version(does: str, where: str) -> NoReturn:
@@ -253,6 +255,10 @@ def refuse_unsupported_models(model_class: Any) -> None:
                     refuse()  # the layers exist, and the model will not look in the dict again
             if not by_name and any(getattr(x, "__module__", "") == masking_utils.__name__ for x in members.values()):
                 refuse_own_attention(type(self), requested_attention)
+            if not is_init_check:
+                for part in self.modules():
+                    if isinstance(part, PreTrainedModel):
+                        guard_documents(part)
         return original(self, requested_attention, is_init_check)
 
     choose.refuses = True  # type: ignore[attr-defined]
@@ -287,3 +293,39 @@ def accept_sparse_options(config_class: type) -> None:
     for name in (HASH, QK):
         if not hasattr(config_class, name):
             setattr(config_class, name, None)
+
+
+# 5. Models that would mix the documents of packed rows are guarded.
+
+
+def guard_models(model_class: Any) -> None:
+    """Make models with one of this package's names call `guard_documents` once their layers exist.
+
+    Patched: `PreTrainedModel.post_init`, replaced by a wrapper. Every model calls it at the end of its `__init__`. The
+    wrapper of section 3 does the same when attention is set later.
+
+    Why: recurrent and convolutional layers mix the documents of a packed row without an error, and transformers gives
+    an attention implementation no place at which it sees the model and its call.
+
+    Checked (the same signature in 5.17 to 5.23): it is a plain function without further parameters.
+
+    Args:
+        model_class: `transformers.PreTrainedModel`.
+
+    Raises:
+        RuntimeError: the method is missing or not as expected.
+    """
+    original = getattr(model_class, "post_init", None)
+    if hasattr(original, "guards"):
+        return  # applied already
+    if not isinstance(original, types.FunctionType) or list(inspect.signature(original).parameters) != ["self"]:
+        _refuse_version("finishes models", f"post_init of {model_class.__name__}")
+
+    @functools.wraps(original)
+    def finish(self: Any) -> None:
+        original(self)
+        if self.config._attn_implementation in NAMES:
+            guard_documents(self)
+
+    finish.guards = True  # type: ignore[attr-defined]
+    model_class.post_init = finish

@@ -334,7 +334,7 @@ def build(family: str, attention: str) -> Any:
 
 
 class Outcome(NamedTuple):
-    """One of "yes", "raises", "as eager", "joined", "wrong" and "n/a", and the reason."""
+    """One of "yes", "raises", "as eager", "wrong" and "n/a", and the reason."""
 
     word: str
     reason: str = ""
@@ -355,7 +355,7 @@ def first_sentence(error: BaseException) -> str:
     text = " ".join(str(error).split())
     text = re.sub(r"(torch[.]Size)?[\[(]+\d+(, \d+)*[\])]+", "[...]", text)
     text = re.sub(r"\bsliding_window=\d+", "sliding_window", text)
-    text = re.sub(r"^[A-Z]\w+ has attention (code|classes)", r"the model has attention \1", text)
+    text = re.sub(r"^[A-Z]\w+ has (attention|recurrent)", r"the model has \1", text)
     return f"{type(error).__name__}: {re.split(r'; |[.] (?=[A-Z])', text)[0].rstrip('.')}"
 
 
@@ -494,8 +494,6 @@ def _outcome(ours: Any, eager: Any, pair: tuple[_Case, _Case], mode: str, given:
         return Outcome("wrong", f"the model does not hand the vectors on to {some}")
     if _error(got, want) <= BOUND:
         return _refuses_vectors(ours, pair[0]) if given == "supplied" and mode == "generate" else Outcome("yes")
-    if given in ("packed", "supplied") and _joins_elsewhere(ours, pair[0].calls[0]):
-        return Outcome("joined", "layers that are not attention carry tokens into the next document")
     if given == "packed" and _error(got, _result(eager, pair[0], mode)) <= BOUND:
         return Outcome("as eager", "eager attention does not keep the documents apart either")
     return Outcome("wrong", "differs from eager attention")
@@ -512,19 +510,6 @@ def _refuses_vectors(model: Any, case: _Case) -> Outcome:
         else:
             return Outcome("wrong", "generate takes vectors without an error")
     return Outcome("yes")
-
-
-def _joins_elsewhere(model: Any, call: dict[str, Any]) -> bool:
-    """Return whether a token changes the output at later ones although attention sees only itself."""
-    alone = call | {"startend_row_indices": masks.causal_document([1] * LENGTH).bidirectional().indices}
-    changed = call["input_ids"].clone()
-    changed[:, 0] += 1
-    try:
-        results = [_result(model, _Case([alone | {"input_ids": ids}]), "eval") for ids in (call["input_ids"], changed)]
-    except Exception:  # a model that takes no vectors does not tell
-        return False
-    got, want = ({"logits": x["logits"][:, 1:]} for x in results)
-    return _error(got, want) > BOUND
 
 
 class Family(NamedTuple):

@@ -352,7 +352,7 @@ def test_a_compiled_policy_that_mixes_documents_raises_when_it_precomputes_the_r
     model = model_zoo.build("recurrent_gemma", "flashmask")
     for layer in model.base_model.layers:
         layer.compile(backend="eager")
-    with pytest.raises(ValueError, match="RecurrentGemmaModel gave the packed row's mask to 1 of its 2 layers"):
+    with pytest.raises(ValueError, match="RecurrentGemmaModel has recurrent or convolutional layers"):
         SharedQuestionDPOTrainer(
             model,
             args=config(tmp_path, precompute_ref_log_probs=True),
@@ -362,7 +362,7 @@ def test_a_compiled_policy_that_mixes_documents_raises_when_it_precomputes_the_r
 
 
 def test_a_compiled_reference_that_mixes_documents_raises(model_path, tokenizer, tmp_path):
-    with pytest.raises(ValueError, match="RecurrentGemmaModel gave the packed row's mask to 1 of its 2 layers"):
+    with pytest.raises(ValueError, match="RecurrentGemmaModel has recurrent or convolutional layers"):
         SharedQuestionDPOTrainer(
             str(model_path),
             model_zoo.build("recurrent_gemma", "flashmask"),
@@ -464,10 +464,11 @@ def other_models():
         "num_attention_heads": 4, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0,
     }  # fmt: skip
     attention = common | {"num_key_value_heads": 2, "max_position_embeddings": 64}
+    mixing = "has recurrent or convolutional layers.*a row of its own"
     recurrent = {name: common[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers", "pad_token_id")}
-    yield "mamba", transformers.MambaConfig(**recurrent, state_size=4), "mask to 0 of its 2 layers"
+    yield "mamba", transformers.MambaConfig(**recurrent, state_size=4), mixing
     hybrid = {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}
-    yield "lfm2", transformers.Lfm2Config(**attention, **hybrid), "mask to 1 of its 2 layers"
+    yield "lfm2", transformers.Lfm2Config(**attention, **hybrid), mixing
     yield "roberta", transformers.RobertaConfig(**common, is_decoder=True), "counts positions from 1"
     bert = transformers.BertConfig(**common)
     yield "bert", bert, "not a causal decoder"

@@ -5,7 +5,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from tools import model_zoo
 from tools.tiny import CHECKPOINTING, TRAINER_WARNINGS, llama_config, trainer_settings, word_tokenizer
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 from flashmask_hf.collators import DataCollatorForPackedLanguageModeling, pack_dataset
@@ -47,8 +47,28 @@ def test_layers_that_mix_documents_raise_in_the_first_step(tmp_path, family, com
         train_dataset=Dataset.from_dict({"input_ids": [[3, 4, 5], [6, 7]] * 4}),
         processing_class=word_tokenizer(),
     )
-    with pytest.raises(ValueError, match=r"gave the packed row's mask to 1 of its . layers.*use TRL's own trainer"):
+    with pytest.raises(ValueError, match=r"has recurrent or convolutional layers.*pass one document a row"):
         trainer.train()
+
+
+@pytest.mark.parametrize("family", ["falcon_h1", "qwen3_5", "zaya"])
+@pytest.mark.parametrize("trainer", ["Trainer", "SFTTrainer", "SFTTrainer that packs"])
+def test_layers_that_mix_documents_raise_in_the_first_step_of_any_trainer(tmp_path, family, trainer):
+    """Falcon-H1 and Zaya have attention in every layer, beside a state space and behind convolutions."""
+    settings, collator = trainer_settings(tmp_path), DataCollatorForPackedLanguageModeling()
+    given = {
+        "model": model_zoo.build(family, "flashmask"),
+        "train_dataset": Dataset.from_dict({"input_ids": [[3, 4, 5], [6, 7]] * 4}),
+        "processing_class": word_tokenizer(),
+    }
+    if trainer == "Trainer":
+        made = Trainer(args=TrainingArguments(**settings), data_collator=collator, **given)
+    elif trainer == "SFTTrainer":
+        made = SFTTrainer(args=SFTConfig(**settings, max_length=None), data_collator=collator, **given)
+    else:
+        made = SFTTrainer(args=SFTConfig(**settings, max_length=16, packing=True), **given)
+    with pytest.raises(ValueError, match=r"has recurrent or convolutional layers.*pass one document a row"):
+        made.train()
 
 
 @pytest.mark.parametrize("attention", ["flashmask", "sdpa", "eager"])
