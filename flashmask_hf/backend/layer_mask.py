@@ -214,7 +214,7 @@ def _hook_mask(
             return cached_mask((attention_mask,), ("hook",), lambda: FlashMask(columns.contiguous(), causal))
 
         def separated_by_positions() -> FlashMask:
-            starts = document_starts(position_ids)[:, 1:] & (columns[:, 0, 1:, 0] > 0)  # padding has position 0, too
+            starts = document_starts(position_ids, columns[:, 0, :, 0] > 0)[:, 1:]
             ends = next_flagged(starts)[:, None, :, None].to(torch.int32)
             return FlashMask(torch.minimum(columns, ends), causal=True)
 

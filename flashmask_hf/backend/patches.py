@@ -156,7 +156,7 @@ def detect_documents_always(module: Any) -> None:
         if config._attn_implementation not in NAMES or position_ids is None:
             return found
         early_exit, mask, documents, q_length, *sizes = found
-        if early_exit or documents is not None or q_length == 1 or (mask is not None and mask.dim() != 2):
+        if early_exit or documents is not None or (mask is not None and mask.dim() != 2):
             return found
         documents = _document_numbers(config, mask, position_ids, inputs_embeds.shape[0], q_length, *sizes)
         return early_exit, mask, documents, q_length, *sizes
@@ -188,23 +188,29 @@ def _document_numbers(
 ) -> Tensor | None:
     """Return the number of each token's document, int32 [B, S], or None if the call does not hold whole rows.
 
-    A document starts where `document_starts` says, unless padding is there.
+    Documents start where `document_starts` says.
 
     Raises:
-        RuntimeError: a row of several documents where they cannot be separated (a device-side check): in a part of a
-            row, in a static cache, and with chunked attention.
+        RuntimeError: a document starts after another one where they cannot be separated (a device-side check): in a
+            part of a row, in a static cache, and with chunked attention. Or as in `document_starts`.
     """
     if position_ids.dim() != 2 or position_ids.shape[-1] != q_length:
         return None
-    starts = document_starts(position_ids).expand(batch_size, -1)
+    real = None
     if mask is not None:  # its columns are those of all keys, in a static cache also of keys that are not there yet
         column = torch.arange(q_length, device=mask.device) + q_offset
-        starts = starts & torch.nn.functional.pad(mask, (0, 1))[:, column.clamp(max=mask.shape[-1])]
+        real = torch.nn.functional.pad(mask, (0, 1))[:, column.clamp(max=mask.shape[-1])]
+    starts = document_starts(position_ids, real).expand(batch_size, -1)
     whole = not isinstance(q_offset, Tensor) and q_offset == kv_offset == 0 and q_length == kv_length
     if whole and getattr(config, "attention_chunk_size", None) is None:
         return starts.cumsum(-1).to(_OUR_DOCUMENTS)
+    starts = starts | ((position_ids == 0) if real is None else real & (position_ids == 0))  # a row of zeros, too
+    column = torch.arange(q_length, device=starts.device) + q_offset
+    follows = column > 0  # whether a token that is not hidden stands before
+    if mask is not None:
+        follows = torch.nn.functional.pad(mask.cumsum(-1), (1, 0))[:, column.clamp(max=mask.shape[-1])] > 0
     device_assert(
-        (starts.sum(-1) <= 1).all(),
+        ~(starts & follows).any(),
         "position_ids start again at 0 in one row, but packed documents are not kept apart in a static cache, in a "
         "part of a row, or, with chunked attention, beside any cache or 2D mask; pass whole rows and use_cache=False",
     )
