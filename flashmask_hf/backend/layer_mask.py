@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flashmask_hf.backend.branches import check_tree_positions
 from flashmask_hf.backend.keywords import check_keywords
 from flashmask_hf.backend.mask_cache import cached_mask
 from flashmask_hf.backend.positions import UNBOUNDED, document_starts, next_flagged
@@ -167,10 +168,11 @@ def _supplied_mask(
                 "is not causal as mask.bidirectional().indices (n = 4), and write an empty interval as start == end",
             )
         mask = FlashMask(vectors.detach() if hooked is None else _hide_padding(vectors, hooked, causal), causal)
+        check_tree_positions(mask, position_ids)
         return LayerMask(mask) if window is None else apply_window(mask, window, position_ids, two_sided=two_sided)
 
     sources = [vectors] if hooked is None else [vectors, hooked]
-    if window is not None and position_ids is not None:
+    if position_ids is not None:
         sources.append(position_ids)
     variant = ("supplied", causal, window, two_sided)
     return cached_mask(tuple(sources), variant, build, per_forward=hooked is not None)

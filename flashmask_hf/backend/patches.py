@@ -1,8 +1,9 @@
-"""Patches of transformers: four changes that its interfaces do not offer, one section each.
+"""Patches of transformers: five changes that its interfaces do not offer, one section each.
 
-All act for this package's attention implementations only; every other one gets what it got before. Each section says
-what is patched, why, and what is checked first, in transformers 5.17 to 5.23, with which the patches are tested. Code
-that is not as expected is refused, with an error that names these versions. Applying patches again changes nothing.
+All act for this package's attention implementations or batch keys only; everything else gets what it got before. Each
+section says what is patched, why, and what is checked first, in transformers 5.17 to 5.23, with which the patches are
+tested. Code that is not as expected is refused, with an error that names these versions. Applying patches again changes
+nothing.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
+from transformers.loss.loss_utils import LOSS_MAPPING
 from transformers.utils import generic
 
+from flashmask_hf.backend.branches import check_tree_loss
 from flashmask_hf.backend.model_support import refuse_own_attention
 from flashmask_hf.backend.positions import document_starts
 from flashmask_hf.checks import device_assert
-from flashmask_hf.names import HASH, NAMES, QK
+from flashmask_hf.names import HASH, NAMES, QK, VECTORS
 
 if TYPE_CHECKING:  # the function whose code `_is_flash_attention` replaces, and under whose name it runs
     from transformers.utils.generic import is_flash_attention_requested
@@ -40,6 +43,7 @@ def apply() -> None:
     detect_documents_always(masking_utils)
     refuse_unsupported_models(PreTrainedModel)
     accept_sparse_options(PreTrainedConfig)
+    check_losses_of_trees(PreTrainedModel)
 
 
 def _refuse_version(does: str, where: str) -> NoReturn:
@@ -293,3 +297,50 @@ def accept_sparse_options(config_class: type) -> None:
     for name in (HASH, QK):
         if not hasattr(config_class, name):
             setattr(config_class, name, None)
+
+
+# 5. A model's own loss over trees raises where it would be wrong.
+
+
+def check_losses_of_trees(model_class: Any) -> None:
+    """Make a model's causal loss check the `startend_row_indices` of its call (`branches.check_tree_loss`).
+
+    Patched: the property `PreTrainedModel.loss_function`, whose function gets the keywords of a model's call. Without
+    the vectors among them it does what it did.
+
+    Why: the loss predicts each token from the one before it in the row, which for the first token of a branch is a
+    sibling's; and a model with another attention implementation ignores the vectors.
+
+    Checked (the same in 5.17 to 5.23): it is a property with a setter.
+
+    Args:
+        model_class: `transformers.PreTrainedModel`.
+
+    Raises:
+        RuntimeError: the property is missing or not as expected.
+    """
+    original = getattr(model_class, "loss_function", None)
+    get: Any = getattr(original, "fget", None)
+    if hasattr(get, "checks"):
+        return  # applied already
+    if not isinstance(original, property) or get is None or original.fset is None:
+        _refuse_version("computes losses", f"loss_function of {model_class.__name__}")
+
+    @functools.wraps(get)
+    def checked(self: Any) -> Any:
+        function = get(self)
+        if function is not LOSS_MAPPING["ForCausalLM"]:
+            return function
+
+        @functools.wraps(function)
+        def loss(logits: Any, labels: Any, *args: Any, **kwargs: Any) -> Any:
+            if kwargs.get(VECTORS) is not None:
+                shifted = kwargs.get("shift_labels") is not None
+                implementation = self.config.get_text_config()._attn_implementation
+                check_tree_loss(kwargs[VECTORS], None if shifted else labels, implementation)
+            return function(logits, labels, *args, **kwargs)
+
+        return loss
+
+    checked.checks = True  # type: ignore[attr-defined]
+    model_class.loss_function = property(checked, original.fset, original.fdel, original.__doc__)
