@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -50,6 +51,7 @@ def layer_mask(
         options: keywords that this implementation uses in addition to those of "flashmask".
     """
     check_keywords(module, dropout, kwargs, implementation, options)
+    _check_context_parallel(module, implementation)
     causal = kwargs.get("is_causal")
     causal = bool(getattr(module, "is_causal", True) if causal is None else causal)
     if attention_mask is not None:
@@ -66,6 +68,23 @@ def layer_mask(
             _hook_mask(attention_mask, query, key, kwargs.get("cu_seq_lens_q"), kwargs.get("position_ids"))
         )
     return LayerMask(_default_mask(query, key, causal, kwargs, implementation))
+
+
+def _check_context_parallel(module: nn.Module, implementation: str) -> None:
+    """Raise under torch's context parallelism, which exchanges the keys of `scaled_dot_product_attention` alone.
+
+    Every rank would attend within its part of the row. accelerate, whose `parallelism_config` uses it, also drops the
+    masks of layers, by hooks on them.
+    """
+    sdpa = nn.functional.scaled_dot_product_attention
+    replaced = isinstance(sdpa, FunctionType) and sdpa.__module__.startswith("torch.distributed.")
+    hooks = [getattr(hook, "__name__", "") for hook in module._forward_pre_hooks.values()]
+    if replaced or "_self_attn_pre_forward_hook" in hooks:
+        raise NotImplementedError(
+            f"context parallelism of torch and accelerate (cp_size > 1) is for 'sdpa' alone: with '{implementation}' "
+            "each rank would attend within its own part of the row; leave cp_size at 1, or use "
+            "attn_implementation='sdpa' on rows of one document"
+        )
 
 
 def _check_hook_result(attention_mask: Any) -> None:
@@ -240,7 +259,11 @@ def _hook_mask(
 def _default_mask(
     query: Tensor, key: Tensor, causal: bool, kwargs: dict[str, Any], implementation: str = FLASHMASK
 ) -> FlashMask:
-    """Return the mask of a layer for which no hook ran: causal (bottom-right aligned) or full."""
+    """Return the mask of a layer for which no hook ran: causal (bottom-right aligned) or full.
+
+    A causal one keeps documents apart where `position_ids` are those of all keys, [B or 1, Skv], which start again at 0
+    with each: engines of sequence parallelism gather them, but drop masks and do not know of the vectors.
+    """
     window = kwargs.get("sliding_window")
     if window is not None and not causal:
         raise NotImplementedError(
@@ -253,14 +276,22 @@ def _default_mask(
             "cu_seq_lens_q of several sequences is not implemented for a layer without a mask; use "
             "attn_implementation='sdpa' for this part of the model, for example {'vision_config': 'sdpa'}"
         )
-    q_len, kv_len = query.shape[2], key.shape[2]
+    batch, _, q_len, _ = query.shape
+    kv_len = key.shape[2]
     device = query.device
+    position_ids = kwargs.get("position_ids")
+    if not causal or (position_ids is not None and position_ids.shape not in ((1, kv_len), (batch, kv_len))):
+        position_ids = None
 
     def build() -> FlashMask:
         row = torch.arange(kv_len, device=device, dtype=torch.int32) + (q_len - kv_len)
         if causal:
             end = torch.full_like(row, q_len) if window is None else (row + min(window, UNBOUNDED)).clamp(0, q_len)
-            return FlashMask(end.view(1, 1, -1, 1), causal=True)
+            end = end[None]
+            if position_ids is not None:
+                document_end = next_flagged(document_starts(position_ids)[:, 1:]) + (q_len - kv_len)
+                end = torch.minimum(end, document_end.clamp(min=0).to(torch.int32))
+            return FlashMask(end[:, None, :, None], causal=True)
         return FlashMask(
             torch.stack([torch.full_like(row, q_len), torch.zeros_like(row)], -1)[None, None], causal=False
         )
@@ -268,4 +299,7 @@ def _default_mask(
     # The mask of a fake tensor is fake, and that of a CUDA graph lies in the graph's memory: neither may be cached.
     if type(query) is not Tensor or torch.compiler.is_compiling() or is_capturing(query):
         return build()
-    return cached_mask((), ("default", q_len, kv_len, causal, window, device, stream_of(query)), build)
+    variant = ("default", q_len, kv_len, causal, window, device, stream_of(query))
+    return cached_mask(
+        () if position_ids is None else (position_ids,), variant, build, per_forward=position_ids is None
+    )
