@@ -179,6 +179,13 @@ def _supplied_mask(
     causal = causal and vectors.shape[-1] < 4
 
     def build() -> LayerMask:
+        if window is not None:  # which would cut what is out of range off; other masks are checked with their plan
+            length = vectors.shape[2]
+            device_assert(
+                ((vectors >= 0) & (vectors <= length)).all(),
+                f"{VECTORS} must lie in 0..{length}, the row's length, as they do in a mask made for this row; "
+                f"FlashMask.validate(q_len={length}) names the columns",
+            )
         if causal and vectors.shape[-1] == 2:
             # Columns LTS, UTE of a mask that is not causal show rows [UTE, LTS), so they have LTS > UTE somewhere.
             device_assert(
