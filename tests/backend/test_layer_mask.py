@@ -123,7 +123,11 @@ def test_vectors_out_of_range_are_refused():
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_vectors_out_of_range_are_refused_in_a_window(n, bad):
     """The window would cut them off: every layer of some models has one."""
-    indices = {1: VECTORS, 2: torch.cat([VECTORS, VECTORS], -1), 4: FlashMask(VECTORS, causal=True).bidirectional().indices}
+    indices = {
+        1: VECTORS,
+        2: torch.cat([VECTORS, VECTORS], -1),
+        4: FlashMask(VECTORS, causal=True).bidirectional().indices,
+    }
     indices = indices[n].clone()
     indices[0, 0, 2, -1] = bad
     place = positions([6])
