@@ -508,6 +508,37 @@ def test_the_mask_keeps_its_plan_until_it_changes(monkeypatch: pytest.MonkeyPatc
         assert len(made) == count
 
 
+REPLACED: dict[str, Callable[[torch.Tensor, torch.Tensor], None]] = {
+    "data": lambda indices, other: setattr(indices, "data", other),
+    "swap": lambda indices, other: torch.utils.swap_tensors(indices, other),
+    "strides": lambda indices, other: setattr(indices, "data", indices.detach()[:, :, :1].expand(indices.shape)),
+}
+"""Ways to give a tensor other memory."""
+
+
+@pytest.mark.parametrize("way", REPLACED)
+def test_a_mask_whose_memory_is_replaced_makes_a_new_plan(way: str) -> None:
+    q, k, v = attention_inputs(Lane("torch", "cpu", torch.float32), 1, 2, 2, 100, 100, 8)
+    mask = FlashMask(masks.causal_document([40, 60]).indices.clone(), causal=True)
+    flashmask_attention(q, k, v, mask)
+    version = mask.indices._version
+    REPLACED[way](mask.indices, masks.causal(100).indices.clone())
+    assert mask.indices._version == version
+    fresh = FlashMask(mask.indices.clone(), causal=True)
+    assert not torch.equal(fresh.indices, masks.causal_document([40, 60]).indices)
+    assert torch.equal(flashmask_attention(q, k, v, mask), flashmask_attention(q, k, v, fresh))
+
+
+def test_memory_that_is_replaced_is_not_used_again() -> None:
+    """Else a tensor at the old address would find the old plan."""
+    mask = masks.causal_document([40, 60])
+    plan_of(mask, 100)
+    address = mask.indices.data_ptr()
+    mask.indices.data = torch.empty_like(mask.indices)
+    others = [torch.empty_like(mask.indices) for _ in range(100)]
+    assert address not in {x.data_ptr() for x in others}
+
+
 @pytest.mark.parametrize("told", [False, True], ids=["another mask", "told"])
 def test_what_is_written_past_the_version(told: bool) -> None:
     """As collectives do, too. Another mask of the tensor has no plan, and an operator that changes nothing counts."""
