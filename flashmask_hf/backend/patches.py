@@ -25,6 +25,7 @@ from flashmask_hf.backend.branches import check_tree_loss
 from flashmask_hf.backend.model_support import refuse_own_attention
 from flashmask_hf.backend.positions import document_starts
 from flashmask_hf.checks import device_assert
+from flashmask_hf.mask import FlashMask
 from flashmask_hf.names import HASH, NAMES, QK, VECTORS
 
 if TYPE_CHECKING:  # the function whose code `_is_flash_attention` replaces, and under whose name it runs
@@ -129,7 +130,8 @@ def detect_documents_always(module: Any) -> None:
     mask, because positions of padding mean nothing.
 
     Why: transformers looks for documents only if there is neither a cache nor a mask. A model's default is
-    `use_cache=True`, so a plain forward of a packed row would let documents see each other, without an error.
+    `use_cache=True`, so a plain forward of a packed row would let documents see each other, without an error. A
+    `FlashMask` as `attention_mask`, which transformers would ask for attributes of a tensor, raises with the way out.
 
     Checked (the same signature in 5.17 to 5.23): `_preprocess_mask_arguments` is a plain function with its seven
     parameters.
@@ -156,6 +158,11 @@ def detect_documents_always(module: Any) -> None:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
+        if isinstance(attention_mask, FlashMask):
+            raise TypeError(
+                f"attention_mask is a FlashMask, which transformers does not take; pass {VECTORS}=mask.indices if the "
+                f"model and the mask are causal, else {VECTORS}=mask.bidirectional().indices, and no attention_mask"
+            )
         found = original(config, inputs_embeds, attention_mask, past_key_values, position_ids, *args, **kwargs)
         if config._attn_implementation not in NAMES or position_ids is None:
             return found
