@@ -82,6 +82,25 @@ def test_bad_vectors_are_refused(vectors, error, message):
         attend(startend_row_indices=vectors)
 
 
+@pytest.mark.parametrize("q_len", [1, 4])
+def test_vectors_of_fewer_queries_than_keys_are_refused(q_len):
+    with pytest.raises(ValueError, match=rf"6 tokens, but this layer has {q_len} queries and 6 keys"):
+        attend(q_len=q_len, startend_row_indices=VECTORS)
+
+
+def test_a_prefix_seen_both_ways_in_the_window_of_a_causal_layer():
+    """The window of a causal layer has one side: it does not hide the prefix from rows before it."""
+    prefix, query_key = masks.prefix_lm_causal(6, 4), layer_inputs()
+    row = torch.arange(6)
+    visible = prefix.to_dense() & (row[:, None] - row < 2)
+    assert visible[0, 0, 0, 3]
+    query, key = query_key
+    want = flashmask_attention(query, key, key, FlashMask.from_dense(visible))
+    vectors = prefix.bidirectional().indices
+    got, _ = attend(startend_row_indices=vectors, sliding_window=2, position_ids=positions([6]))
+    assert_near(got, want.transpose(1, 2))
+
+
 @pytest.mark.parametrize("heads", [1, 2, 4])
 @pytest.mark.parametrize("batch", [1, 2])
 def test_vectors_per_head_and_batch(batch, heads):
