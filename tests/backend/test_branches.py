@@ -37,9 +37,11 @@ def test_shared_question_without_positions_is_refused(model_name, compiled, no_c
 
 def test_a_layer_without_positions_is_refused():
     given = dict(startend_row_indices=masks.share_question([(2, [2, 2])]).indices)
+    attend(**given, position_ids=torch.tensor([[0, 1, 2, 3, 2, 3]]))
+    with pytest.raises(RuntimeError, match=r"but position_ids do not branch"):  # though the vectors are the same
+        attend(**given, position_ids=torch.arange(6)[None])
     with pytest.raises(RuntimeError, match=r"but this layer gets no position_ids"):
         attend(**given)
-    attend(**given, position_ids=torch.tensor([[0, 1, 2, 3, 2, 3]]))
 
 
 @pytest.mark.parametrize(

@@ -249,6 +249,15 @@ def test_layer_without_a_hook_keeps_documents_apart(window, q_len):
         assert torch.equal(attend(q_len=q_len, position_ids=places, sliding_window=window)[0], plain)
 
 
+def test_layer_without_a_hook_reads_positions_anew_in_inference_mode():
+    """Tensors made there do not tell that they were changed."""
+    with torch.inference_mode():
+        places = positions([2, 4])
+        attend(position_ids=places)
+        places.copy_(positions([5, 1]))
+        assert torch.equal(attend(position_ids=places)[0], attend(position_ids=positions([5, 1]))[0])
+
+
 @pytest.fixture
 def one_rank():
     store = torch.distributed.HashStore()
