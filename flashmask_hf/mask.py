@@ -112,8 +112,10 @@ class FlashMask:
         """The intervals, int32 [B, Hm, Skv, n]; read-only, because the mask caches the plan of its tensor.
 
         PyTorch's operators may change the tensor in place: they raise its version counter, and attention builds a new
-        plan. Collectives (`torch.distributed.broadcast`, `recv`), replayed CUDA graphs, NumPy views and kernels that
-        get the pointer bypass the counter: such a write goes unnoticed, and attention uses the old plan. After one,
+        plan. It does so, too, if the tensor gets other memory (`indices.data = x`, `torch.utils.swap_tensors`). Writes
+        through `indices.data` (`indices.data.fill_(0)`), `indices.untyped_storage()`, DLPack and NumPy views,
+        collectives (`torch.distributed.broadcast`, `recv`), replayed CUDA graphs and kernels that get the pointer
+        bypass the counter: such a write goes unnoticed, and attention uses the old plan. After one,
         build another mask from the same tensor, `FlashMask(mask.indices, mask.causal, q_len=mask.q_len)`, or raise the
         counter with `mask.indices.add_(0)`. A model that gets the tensor as `startend_row_indices` reads it in each
         forward.

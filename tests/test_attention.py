@@ -508,20 +508,51 @@ def test_the_mask_keeps_its_plan_until_it_changes(monkeypatch: pytest.MonkeyPatc
         assert len(made) == count
 
 
+REPLACED: dict[str, Callable[[torch.Tensor, torch.Tensor], None]] = {
+    "data": lambda indices, other: setattr(indices, "data", other),
+    "swap": lambda indices, other: torch.utils.swap_tensors(indices, other),
+    "strides": lambda indices, other: setattr(indices, "data", indices.detach()[:, :, :1].expand(indices.shape)),
+}
+"""Ways to give a tensor other memory."""
+
+
+@pytest.mark.parametrize("way", REPLACED)
+def test_a_mask_whose_memory_is_replaced_makes_a_new_plan(way: str) -> None:
+    q, k, v = attention_inputs(Lane("torch", "cpu", torch.float32), 1, 2, 2, 400, 400, 8)
+    mask = FlashMask(masks.causal_document([150, 250]).indices.clone(), causal=True)
+    flashmask_attention(q, k, v, mask)
+    version = mask.indices._version
+    REPLACED[way](mask.indices, masks.causal(400).indices.clone())
+    assert mask.indices._version == version
+    fresh = FlashMask(mask.indices.clone(), causal=True)
+    assert not torch.equal(fresh.indices, masks.causal_document([150, 250]).indices)
+    assert torch.equal(flashmask_attention(q, k, v, mask), flashmask_attention(q, k, v, fresh))
+
+
+def test_memory_that_is_replaced_is_not_used_again() -> None:
+    """Else a tensor at the old address would find the old plan."""
+    mask = masks.causal_document([150, 250])
+    plan_of(mask, 400)
+    address = mask.indices.data_ptr()
+    mask.indices.data = torch.empty_like(mask.indices)
+    others = [torch.empty_like(mask.indices) for _ in range(100)]
+    assert address not in {x.data_ptr() for x in others}
+
+
 @pytest.mark.parametrize("told", [False, True], ids=["another mask", "told"])
 def test_what_is_written_past_the_version(told: bool) -> None:
     """Collectives write so. Another mask of the same tensor has no plan, and a no-op in place counts as a change."""
-    q, k, v = attention_inputs(Lane("torch", "cpu", torch.float32), 1, 2, 2, 100, 100, 8)
-    mask = FlashMask(masks.causal_document([40, 60]).indices.clone(), causal=True, q_len=100)
+    q, k, v = attention_inputs(Lane("torch", "cpu", torch.float32), 1, 2, 2, 300, 300, 8)
+    mask = FlashMask(masks.causal_document([150, 150]).indices.clone(), causal=True, q_len=300)
     flashmask_attention(q, k, v, mask)
     version = mask.indices._version
-    mask.indices.numpy()[:] = 100
+    mask.indices.numpy()[:] = 300
     assert mask.indices._version == version
     if told:
         mask.indices.add_(0)
     else:
         mask = FlashMask(mask.indices, mask.causal, q_len=mask.q_len)
-    assert torch.equal(flashmask_attention(q, k, v, mask), flashmask_attention(q, k, v, masks.causal(100)))
+    assert torch.equal(flashmask_attention(q, k, v, mask), flashmask_attention(q, k, v, masks.causal(300)))
 
 
 def test_a_call_on_another_stream_makes_its_own_plan(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -601,10 +632,10 @@ def test_tensors_without_memory(impl: str | None, rows: int) -> None:
 
 
 def test_a_mask_keeps_no_plan_of_a_mode_or_transform() -> None:
-    q, k, v = (x.detach() for x in attention_inputs(Lane("torch", "cpu", torch.float32), 1, 2, 2, 40, 40, 8))
-    expected = flashmask_attention(q, k, v, masks.causal(40))
+    q, k, v = (x.detach() for x in attention_inputs(Lane("torch", "cpu", torch.float32), 1, 2, 2, 140, 140, 8))
+    expected = flashmask_attention(q, k, v, masks.causal(140))
     for again in range(2):
-        mask = masks.causal(40)
+        mask = masks.causal(140)
         if again:
             flashmask_attention(q, k, v, mask)
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:

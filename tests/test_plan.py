@@ -8,6 +8,7 @@ import pytest
 import torch
 from tools.support import FAMILIES, interpret_assertions, poisoned
 
+import flashmask_hf.plan
 from flashmask_hf import FlashMask, masks
 from flashmask_hf.plan import MAX_COLUMN_TILES, ROWS, VISIBLE_SEGMENTS, Plan, build_plan, plan_columns
 from flashmask_hf.tiles import HIDDEN, PARTIAL, VISIBLE, classify_tiles
@@ -96,8 +97,31 @@ def test_families(builder: str, device: str, family: str) -> None:
     assert torch.equal(_tiles_by_columns(plan), tiles)
 
 
+@pytest.mark.parametrize(("builder", "device"), [p for p in _builders() if p.id != "torch"])
+def test_segments_that_end_with_the_rows(builder: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their closing edges lie one past the last row tile, in a round of lanes of its own."""
+    from flashmask_hf.kernels.shared import plan as kernels
+
+    monkeypatch.setattr(kernels, "_LANES", 4)
+    mask = masks.causal(512)
+    plan = _build(builder, device, mask, 512)
+    assert torch.equal(_tiles_by_columns(plan), classify_tiles(mask.indices, True, 512, (ROWS, 128)))
+
+
+@pytest.mark.parametrize(("builder", "device"), _builders())
+def test_wide_tiles(builder: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bound that makes tiles wide is patched, so that short rows have them."""
+    monkeypatch.setattr(flashmask_hf.plan, "MAX_COLUMN_TILES", 4)
+    for mask in (masks.sliding_window(1025, 300), masks.causal_document([400, 625]), masks.document([1000, 25])):
+        assert plan_columns(1025) == 384
+        tiles = classify_tiles(mask.indices, mask.causal, 1025, (ROWS, 384))
+        plan = _build(builder, device, mask, 1025)
+        assert torch.equal(_tiles_by_rows(plan), tiles)
+        assert torch.equal(_tiles_by_columns(plan), tiles)
+
+
 @pytest.mark.parametrize(("builder", "device"), [p for p in _builders() if p.id != "interpreter"])
-def test_wide_tiles_of_very_long_rows(builder: str, device: str) -> None:
+def test_wide_tiles_of_of_very_long_rows(builder: str, device: str) -> None:
     """Past MAX_COLUMN_TILES tiles a row's tiles get wider, and the lists still say what the mask says."""
     kv_len = 128 * MAX_COLUMN_TILES * 2 + 77
     mask = masks.sliding_window(kv_len, 4000, q_len=130)

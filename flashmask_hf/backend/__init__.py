@@ -10,6 +10,7 @@ A forward passes through the modules in this order:
                     `hash_directions` the random directions of its hash
       layer_mask      the layer's mask, from the caller's vectors, the hook's columns or the layer's default
         keywords        uses, ignores or refuses the layer's keywords
+        branches        raises for trees whose positions are not depths
         windows         sliding windows measured by position
         mask_cache      shares one mask, and its plan, between layers and recomputations
         supplied_calls  counts the layers that receive the caller's vectors

@@ -79,6 +79,7 @@ def check_keywords(
         options: keywords that this implementation uses in addition to those of "flashmask".
 
     Raises:
+        TypeError: a keyword that looks like `startend_row_indices` and is not.
         ValueError: dropout in training.
         NotImplementedError: a keyword that is not implemented, or attention weights are asked for.
     """
@@ -105,6 +106,8 @@ def check_keywords(
                     else f"pass {name}=None, or use attn_implementation='eager' for this model"
                 )
             )
+        if "startend" in name or "row_indices" in name:
+            raise TypeError(f"attention got a keyword '{name}', which it does not know; do you mean {VECTORS}?")
         if not torch.compiler.is_compiling() and name not in _warned:
             _warned.add(name)
             warnings.warn(

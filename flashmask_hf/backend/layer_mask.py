@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from flashmask_hf.backend.branches import check_tree_positions
 from flashmask_hf.backend.keywords import check_keywords
 from flashmask_hf.backend.mask_cache import cached_mask
 from flashmask_hf.backend.positions import UNBOUNDED, document_starts, next_flagged
@@ -49,6 +51,7 @@ def layer_mask(
         options: keywords that this implementation uses in addition to those of "flashmask".
     """
     check_keywords(module, dropout, kwargs, implementation, options)
+    _check_context_parallel(module, implementation)
     causal = kwargs.get("is_causal")
     causal = bool(getattr(module, "is_causal", True) if causal is None else causal)
     if attention_mask is not None:
@@ -65,6 +68,23 @@ def layer_mask(
             _hook_mask(attention_mask, query, key, kwargs.get("cu_seq_lens_q"), kwargs.get("position_ids"))
         )
     return LayerMask(_default_mask(query, key, causal, kwargs, implementation))
+
+
+def _check_context_parallel(module: nn.Module, implementation: str) -> None:
+    """Raise under torch's context parallelism, which exchanges the keys of `scaled_dot_product_attention` alone.
+
+    Every rank would attend within its part of the row. accelerate, whose `parallelism_config` uses it, also drops the
+    masks of layers, by hooks on them.
+    """
+    sdpa = nn.functional.scaled_dot_product_attention
+    replaced = isinstance(sdpa, FunctionType) and sdpa.__module__.startswith("torch.distributed.")
+    hooks = [getattr(hook, "__name__", "") for hook in module._forward_pre_hooks.values()]
+    if replaced or "_self_attn_pre_forward_hook" in hooks:
+        raise NotImplementedError(
+            f"context parallelism of torch and accelerate (cp_size > 1) is for 'sdpa' alone: with '{implementation}' "
+            "each rank would attend within its own part of the row; leave cp_size at 1, or use "
+            "attn_implementation='sdpa' on rows of one document"
+        )
 
 
 def _check_hook_result(attention_mask: Any) -> None:
@@ -159,6 +179,13 @@ def _supplied_mask(
     causal = causal and vectors.shape[-1] < 4
 
     def build() -> LayerMask:
+        if window is not None:  # which would cut what is out of range off; other masks are checked with their plan
+            length = vectors.shape[2]
+            device_assert(
+                ((vectors >= 0) & (vectors <= length)).all(),
+                f"{VECTORS} must lie in 0..{length}, the row's length, as they do in a mask made for this row; "
+                f"FlashMask.validate(q_len={length}) names the columns",
+            )
         if causal and vectors.shape[-1] == 2:
             # Columns LTS, UTE of a mask that is not causal show rows [UTE, LTS), so they have LTS > UTE somewhere.
             device_assert(
@@ -167,10 +194,11 @@ def _supplied_mask(
                 "is not causal as mask.bidirectional().indices (n = 4), and write an empty interval as start == end",
             )
         mask = FlashMask(vectors.detach() if hooked is None else _hide_padding(vectors, hooked, causal), causal)
+        check_tree_positions(mask, position_ids)
         return LayerMask(mask) if window is None else apply_window(mask, window, position_ids, two_sided=two_sided)
 
     sources = [vectors] if hooked is None else [vectors, hooked]
-    if window is not None and position_ids is not None:
+    if position_ids is not None:
         sources.append(position_ids)
     variant = ("supplied", causal, window, two_sided)
     return cached_mask(tuple(sources), variant, build, per_forward=hooked is not None)
@@ -214,7 +242,7 @@ def _hook_mask(
             return cached_mask((attention_mask,), ("hook",), lambda: FlashMask(columns.contiguous(), causal))
 
         def separated_by_positions() -> FlashMask:
-            starts = document_starts(position_ids)[:, 1:] & (columns[:, 0, 1:, 0] > 0)  # padding has position 0, too
+            starts = document_starts(position_ids, columns[:, 0, :, 0] > 0)[:, 1:]
             ends = next_flagged(starts)[:, None, :, None].to(torch.int32)
             return FlashMask(torch.minimum(columns, ends), causal=True)
 
@@ -238,7 +266,11 @@ def _hook_mask(
 def _default_mask(
     query: Tensor, key: Tensor, causal: bool, kwargs: dict[str, Any], implementation: str = FLASHMASK
 ) -> FlashMask:
-    """Return the mask of a layer for which no hook ran: causal (bottom-right aligned) or full."""
+    """Return the mask of a layer for which no hook ran: causal (bottom-right aligned) or full.
+
+    A causal one keeps documents apart where `position_ids` are those of all keys, [B or 1, Skv], which start again at 0
+    with each: engines of sequence parallelism gather them, but drop masks and do not know of the vectors.
+    """
     window = kwargs.get("sliding_window")
     if window is not None and not causal:
         raise NotImplementedError(
@@ -251,14 +283,22 @@ def _default_mask(
             "cu_seq_lens_q of several sequences is not implemented for a layer without a mask; use "
             "attn_implementation='sdpa' for this part of the model, for example {'vision_config': 'sdpa'}"
         )
-    q_len, kv_len = query.shape[2], key.shape[2]
+    batch, _, q_len, _ = query.shape
+    kv_len = key.shape[2]
     device = query.device
+    position_ids = kwargs.get("position_ids")
+    if not causal or (position_ids is not None and position_ids.shape not in ((1, kv_len), (batch, kv_len))):
+        position_ids = None
 
     def build() -> FlashMask:
         row = torch.arange(kv_len, device=device, dtype=torch.int32) + (q_len - kv_len)
         if causal:
             end = torch.full_like(row, q_len) if window is None else (row + min(window, UNBOUNDED)).clamp(0, q_len)
-            return FlashMask(end.view(1, 1, -1, 1), causal=True)
+            end = end[None]
+            if position_ids is not None:
+                document_end = next_flagged(document_starts(position_ids)[:, 1:]) + (q_len - kv_len)
+                end = torch.minimum(end, document_end.clamp(min=0).to(torch.int32))
+            return FlashMask(end[:, None, :, None], causal=True)
         return FlashMask(
             torch.stack([torch.full_like(row, q_len), torch.zeros_like(row)], -1)[None, None], causal=False
         )
@@ -266,4 +306,7 @@ def _default_mask(
     # The mask of a fake tensor is fake, and that of a CUDA graph lies in the graph's memory: neither may be cached.
     if type(query) is not Tensor or torch.compiler.is_compiling() or is_capturing(query):
         return build()
-    return cached_mask((), ("default", q_len, kv_len, causal, window, device, stream_of(query)), build)
+    variant = ("default", q_len, kv_len, causal, window, device, stream_of(query))
+    return cached_mask(
+        () if position_ids is None else (position_ids,), variant, build, per_forward=position_ids is None
+    )

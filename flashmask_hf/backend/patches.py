@@ -1,8 +1,9 @@
-"""Patches of transformers: five changes that its interfaces do not offer, one section each.
+"""Patches of transformers: six changes that its interfaces do not offer, one section each.
 
-All act for this package's attention implementations only; every other one gets what it got before. Each section says
-what is patched, why, and what is checked first, in transformers 5.17 to 5.23, with which the patches are tested. Code
-that is not as expected is refused, with an error that names these versions. Applying patches again changes nothing.
+All act for this package's attention implementations or batch keys only; everything else gets what it got before. Each
+section says what is patched, why, and what is checked first, in transformers 5.17 to 5.23, with which the patches are
+tested. Code that is not as expected is refused, with an error that names these versions. Applying patches again changes
+nothing.
 """
 
 from __future__ import annotations
@@ -17,13 +18,16 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
+from transformers.loss.loss_utils import LOSS_MAPPING
 from transformers.utils import generic
 
+from flashmask_hf.backend.branches import check_tree_loss
 from flashmask_hf.backend.document_guard import guard_documents
 from flashmask_hf.backend.model_support import refuse_own_attention
 from flashmask_hf.backend.positions import document_starts
 from flashmask_hf.checks import device_assert
-from flashmask_hf.names import HASH, NAMES, QK
+from flashmask_hf.mask import FlashMask
+from flashmask_hf.names import HASH, NAMES, QK, VECTORS
 
 if TYPE_CHECKING:  # the function whose code `_is_flash_attention` replaces, and under whose name it runs
     from transformers.utils.generic import is_flash_attention_requested
@@ -42,6 +46,7 @@ def apply() -> None:
     refuse_unsupported_models(PreTrainedModel)
     accept_sparse_options(PreTrainedConfig)
     guard_models(PreTrainedModel)
+    check_losses_of_trees(PreTrainedModel)
 
 
 def _refuse_version(does: str, where: str) -> NoReturn:
@@ -127,7 +132,8 @@ def detect_documents_always(module: Any) -> None:
     mask, because positions of padding mean nothing.
 
     Why: transformers looks for documents only if there is neither a cache nor a mask. A model's default is
-    `use_cache=True`, so a plain forward of a packed row would let documents see each other, without an error.
+    `use_cache=True`, so a plain forward of a packed row would let documents see each other, without an error. A
+    `FlashMask` as `attention_mask`, which transformers would ask for attributes of a tensor, raises with the way out.
 
     Checked (the same signature in 5.17 to 5.23): `_preprocess_mask_arguments` is a plain function with its seven
     parameters.
@@ -154,11 +160,16 @@ def detect_documents_always(module: Any) -> None:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
+        if isinstance(attention_mask, FlashMask):
+            raise TypeError(
+                f"attention_mask is a FlashMask, which transformers does not take; pass {VECTORS}=mask.indices if the "
+                f"model and the mask are causal, else {VECTORS}=mask.bidirectional().indices, and no attention_mask"
+            )
         found = original(config, inputs_embeds, attention_mask, past_key_values, position_ids, *args, **kwargs)
         if config._attn_implementation not in NAMES or position_ids is None:
             return found
         early_exit, mask, documents, q_length, *sizes = found
-        if early_exit or documents is not None or q_length == 1 or (mask is not None and mask.dim() != 2):
+        if early_exit or documents is not None or (mask is not None and mask.dim() != 2):
             return found
         documents = _document_numbers(config, mask, position_ids, inputs_embeds.shape[0], q_length, *sizes)
         return early_exit, mask, documents, q_length, *sizes
@@ -190,23 +201,29 @@ def _document_numbers(
 ) -> Tensor | None:
     """Return the number of each token's document, int32 [B, S], or None if the call does not hold whole rows.
 
-    A document starts where `document_starts` says, unless padding is there.
+    Documents start where `document_starts` says.
 
     Raises:
-        RuntimeError: a row of several documents where they cannot be separated (a device-side check): in a part of a
-            row, in a static cache, and with chunked attention.
+        RuntimeError: a document starts after another one where they cannot be separated (a device-side check): in a
+            part of a row, in a static cache, and with chunked attention. Or as in `document_starts`.
     """
     if position_ids.dim() != 2 or position_ids.shape[-1] != q_length:
         return None
-    starts = document_starts(position_ids).expand(batch_size, -1)
+    real = None
     if mask is not None:  # its columns are those of all keys, in a static cache also of keys that are not there yet
         column = torch.arange(q_length, device=mask.device) + q_offset
-        starts = starts & torch.nn.functional.pad(mask, (0, 1))[:, column.clamp(max=mask.shape[-1])]
+        real = torch.nn.functional.pad(mask, (0, 1))[:, column.clamp(max=mask.shape[-1])]
+    starts = document_starts(position_ids, real).expand(batch_size, -1)
     whole = not isinstance(q_offset, Tensor) and q_offset == kv_offset == 0 and q_length == kv_length
     if whole and getattr(config, "attention_chunk_size", None) is None:
         return starts.cumsum(-1).to(_OUR_DOCUMENTS)
+    starts = starts | ((position_ids == 0) if real is None else real & (position_ids == 0))  # a row of zeros, too
+    column = torch.arange(q_length, device=starts.device) + q_offset
+    follows = column > 0  # whether a token that is not hidden stands before
+    if mask is not None:
+        follows = torch.nn.functional.pad(mask.cumsum(-1), (1, 0))[:, column.clamp(max=mask.shape[-1])] > 0
     device_assert(
-        (starts.sum(-1) <= 1).all(),
+        ~(starts & follows).any(),
         "position_ids start again at 0 in one row, but packed documents are not kept apart in a static cache, in a "
         "part of a row, or, with chunked attention, beside any cache or 2D mask; pass whole rows and use_cache=False",
     )
@@ -329,3 +346,50 @@ def guard_models(model_class: Any) -> None:
 
     finish.guards = True  # type: ignore[attr-defined]
     model_class.post_init = finish
+
+
+# 6. A model's own loss over trees raises where it would be wrong.
+
+
+def check_losses_of_trees(model_class: Any) -> None:
+    """Make a model's causal loss check the `startend_row_indices` of its call (`branches.check_tree_loss`).
+
+    Patched: the property `PreTrainedModel.loss_function`, whose function gets the keywords of a model's call. Without
+    the vectors among them it does what it did.
+
+    Why: the loss predicts each token from the one before it in the row, which for the first token of a branch is a
+    sibling's; and a model with another attention implementation ignores the vectors.
+
+    Checked (the same in 5.17 to 5.23): it is a property with a setter.
+
+    Args:
+        model_class: `transformers.PreTrainedModel`.
+
+    Raises:
+        RuntimeError: the property is missing or not as expected.
+    """
+    original = getattr(model_class, "loss_function", None)
+    get: Any = getattr(original, "fget", None)
+    if hasattr(get, "checks"):
+        return  # applied already
+    if not isinstance(original, property) or get is None or original.fset is None:
+        _refuse_version("computes losses", f"loss_function of {model_class.__name__}")
+
+    @functools.wraps(get)
+    def checked(self: Any) -> Any:
+        function = get(self)
+        if function is not LOSS_MAPPING["ForCausalLM"]:
+            return function
+
+        @functools.wraps(function)
+        def loss(logits: Any, labels: Any, *args: Any, **kwargs: Any) -> Any:
+            if kwargs.get(VECTORS) is not None:
+                shifted = kwargs.get("shift_labels") is not None
+                implementation = self.config.get_text_config()._attn_implementation
+                check_tree_loss(kwargs[VECTORS], None if shifted else labels, implementation)
+            return function(logits, labels, *args, **kwargs)
+
+        return loss
+
+    checked.checks = True  # type: ignore[attr-defined]
+    model_class.loss_function = property(checked, original.fset, original.fdel, original.__doc__)

@@ -5,19 +5,50 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from flashmask_hf.checks import device_assert
+
 __all__ = ["UNBOUNDED", "document_starts", "next_flagged", "run_bounds"]
 
 UNBOUNDED = 2**30
 """A position after every token's. The sum of two fits int32."""
 
 
-def document_starts(position_ids: Tensor) -> Tensor:
-    """Return where positions start again at 0: bool of the shape of `position_ids`, [B, S].
+def document_starts(position_ids: Tensor, real: Tensor | None = None) -> Tensor:
+    """Return where documents start: bool of the shape of `position_ids`, [B, S].
 
-    A row of nothing but zeros has no start: models that embed positions in another way pass such rows.
+    A document starts where positions start again at 0. Next to hidden tokens they may start again unseen, so the first
+    token after a run of hidden ones also starts a document if its position is not higher than that of the last token
+    before the run, or if positions count on to it from a hidden 0. A row of nothing but zeros has no start: models that
+    embed positions in another way pass such rows.
+
+    Args:
+        position_ids: int [B, S].
+        real: bool [B, S], False where a 2D mask hides the token; None hides none. Only real tokens are starts.
+
+    Raises:
+        RuntimeError: positions 0, 0, 1 of which the middle one is hidden (a device-side check): either the second
+            document's first token is hidden, or a gap in one document is filled with 0.
     """
-    first = position_ids == 0
-    return first & ~first.all(-1, keepdim=True)
+    meaningful = ~(position_ids == 0).all(-1, keepdim=True)
+    if real is None:
+        return (position_ids == 0) & meaningful
+    position, shown = torch.broadcast_tensors(position_ids, real & meaningful)
+    column = torch.arange(position.shape[-1], device=position.device)
+    last_real = torch.where(shown, column, -1).cummax(-1).values
+    before = nn.functional.pad(last_real[:, :-1], (1, 0), value=-1)  # the last real token before each
+    before_position = torch.where(before < 0, -1, position.gather(-1, before.clamp(min=0)))
+    restarts = position == 0
+    last_restart = torch.where(restarts, column, -1).cummax(-1).values
+    after_gap = shown & (before < column - 1)
+    counts_on = (last_restart > before) & (position == column - last_restart)
+    zeros = nn.functional.pad(restarts.cumsum(-1), (1, 0))
+    filled = zeros.gather(-1, column.expand_as(before)) - zeros.gather(-1, before + 1) == column - before - 1
+    device_assert(
+        ~(after_gap & counts_on & filled & (before_position == 0) & (position == 1)).any(),
+        "position_ids are 0, 0, 1 around a token that the 2D mask hides: one document with a gap, or two; let them "
+        "count through hidden tokens, or pass startend_row_indices",
+    )
+    return shown & (restarts | (after_gap & (counts_on | (position <= before_position))))
 
 
 def next_flagged(flags: Tensor) -> Tensor:

@@ -65,8 +65,9 @@ def _(indices: Tensor, causal: bool, q_len: int) -> tuple[Tensor, Tensor, Tensor
 def plan_of(mask: FlashMask, q_len: int) -> Plan:
     """Return the mask's plan for `q_len` query rows, which is made at the first call and kept with the mask.
 
-    A change of `mask.indices` in place makes a new plan, unless torch does not count it (see there): a collective, a
-    replayed CUDA graph, a NumPy view, a raw pointer. A call on another CUDA stream makes a plan of its own, which it
+    A change of `mask.indices` makes a new plan: one in place, which torch counts, and one of the memory that the tensor
+    views (`indices.data = x`, `torch.utils.swap_tensors`). What writes to that memory and is not counted goes unnoticed
+    (`FlashMask.indices` lists it). A call on another CUDA stream makes a plan of its own, which it
     may read and free without waiting, and that one is kept. Nothing is kept for a tensor made in inference mode, which
     does not count changes; while a CUDA graph is captured, so that a replay reads the vectors anew; and while
     compiling, where the compiler merges equal calls.
@@ -75,10 +76,11 @@ def plan_of(mask: FlashMask, q_len: int) -> Plan:
         return _plan(mask, q_len)
     kept = mask._plan
     if kept is not None:
-        rows, version, stream, inferred, plan = kept
+        rows, version, memory, stream, inferred, plan, _ = kept
         if (
             rows == q_len
             and version == mask._indices._version
+            and memory == _memory_of(mask._indices)
             and (stream is None or stream[1] == torch_state.current_stream(stream[0]))
             and not (inferred and torch.is_grad_enabled())  # autograd cannot save what was made in inference mode
         ):
@@ -86,8 +88,15 @@ def plan_of(mask: FlashMask, q_len: int) -> Plan:
     version = None if mask._indices.is_inference() else mask._indices._version  # another thread may write meanwhile
     plan = _plan(mask, q_len)
     if version is not None and torch_state.is_plain(plan.tiles):  # a plan of a mode or transform is for inside of it
-        mask._plan = (q_len, version, torch_state.stream_of(mask._indices), plan.tiles.is_inference(), plan)
+        indices = mask._indices.detach()  # as long as it is kept, no other tensor can have its memory
+        stream = torch_state.stream_of(indices)
+        mask._plan = (q_len, version, _memory_of(indices), stream, plan.tiles.is_inference(), plan, indices)
     return plan
+
+
+def _memory_of(x: Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
+    """Return what tells which memory a tensor views."""
+    return x.data_ptr(), x.shape, x.stride()
 
 
 def _plan(mask: FlashMask, q_len: int) -> Plan:

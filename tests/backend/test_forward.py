@@ -13,7 +13,7 @@ from tools.model_pairs import (
     positions,
     tokens,
 )
-from transformers import DecisionTransformerConfig, DecisionTransformerModel, StaticCache
+from transformers import DecisionTransformerConfig, DecisionTransformerModel, DynamicCache, StaticCache
 
 from flashmask_hf import FlashMask, masks
 
@@ -54,6 +54,55 @@ def test_packed_by_positions_equals_documents_alone(model_name, given):
     packed = ours(ids, **inputs).logits[:, :20]
     alone = torch.cat([eager(document, use_cache=False).logits for document in ids[:, :20].split(lengths, 1)], 1)
     assert_near(packed, alone)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "hidden"),
+    [([6, 8], [6]), ([6, 8], [6, 7, 8]), ([2, 12], [2, 3])],
+    ids=["first token", "first three", "2"],
+)
+@pytest.mark.parametrize("use_cache", [False, True])
+@pytest.mark.parametrize("model_name", ["llama", "mistral", "gpt_oss"])
+def test_hidden_start_of_a_document_keeps_it_apart(model_name, use_cache, lengths, hidden):
+    """Padding on the left of a document, inside a row whose positions count through it."""
+    ours, eager = model_pair(model_name)
+    ids, real = tokens(1, 14), torch.ones(1, 14, dtype=torch.int64)
+    real[:, hidden] = 0
+    got = ours(ids, attention_mask=real, position_ids=positions(lengths), use_cache=use_cache).logits
+    alone = [
+        eager(document, attention_mask=mask, use_cache=False).logits
+        for document, mask in zip(ids.split(lengths, 1), real.split(lengths, 1), strict=True)
+    ]
+    shown = real[0].bool()
+    assert_near(got[:, shown], torch.cat(alone, 1)[:, shown])
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [([0, 1, 2, 3], {}), ([0, 1, 2], {})],
+        [([0, 1, 2, 3], {}), ([4, 0, 1], {})],
+        [([0, 1, 2, 3], {}), ([0], {})],
+        [([0, 1, 2, 3], {}), ([0, 0], {})],
+        [([0, 1], {}), ([0, 1], dict(attention_mask=torch.tensor([[1, 1, 0, 1]])))],
+        [([2, 3, 0, 1], {})],
+    ],
+    ids=["two parts", "inside a part", "one token", "zeros", "hidden", "one part"],
+)
+def test_document_after_another_in_a_cache_is_refused(parts, static):
+    ours, _ = model_pair("llama")
+    cache = StaticCache(config=ours.config, max_cache_len=8) if static else DynamicCache(config=ours.config)
+
+    def run():
+        for place, given in parts:
+            ours(tokens(1, len(place)), position_ids=torch.tensor([place]), past_key_values=cache, **given)
+
+    if len(parts) == 1 and not static:
+        run()  # a whole row
+        return
+    with pytest.raises(RuntimeError, match=r"position_ids start again at 0 in one row.*pass whole rows and use_cache"):
+        run()
 
 
 @pytest.mark.parametrize("model_name", MODELS)

@@ -5,6 +5,7 @@ import torch
 from tools.model_pairs import attend, model_pair, tokens
 from transformers import AutoModelForCausalLM, GPT2Config
 
+from flashmask_hf import masks
 from flashmask_hf.backend import keywords
 
 
@@ -32,6 +33,24 @@ def test_unknown_keyword_warns_once():
     attend(temperature=2.0)  # a second warning would be an error
     assert torch.equal(plain, warned)
     attend(temperature=None, num_items_in_batch=3, shift_labels=torch.zeros(2, 6), output_attentions=False)
+
+
+@pytest.mark.parametrize(
+    "name", ["startend_row_indicies", "start_end_row_indices", "startend_rows", "attn_mask_startend_row_indices"]
+)
+def test_misspelt_vectors_are_refused(name):
+    model, _ = model_pair("llama", num_hidden_layers=1)
+    given = {name: masks.causal_document([2, 4]).indices}
+    with pytest.raises(TypeError, match=rf"keyword '{name}'.*do you mean startend_row_indices\?"):
+        model(tokens(1, 6), **given)
+    attend(**{name: None})
+
+
+def test_misspelt_vectors_are_refused_while_compiling(no_compiled_code):
+    model, _ = model_pair("llama", num_hidden_layers=1)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="do you mean startend_row_indices"):
+        compiled(tokens(1, 6), startend_rows=masks.causal_document([2, 4]).indices)
 
 
 def test_no_attention_weights():

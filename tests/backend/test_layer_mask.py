@@ -4,6 +4,7 @@ import types
 
 import pytest
 import torch
+from accelerate.big_modeling import _attach_context_parallel_hooks
 from peft import PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from tools.model_pairs import (
     NoSynchronization,
@@ -15,6 +16,8 @@ from tools.model_pairs import (
     positions,
     tokens,
 )
+from torch._dynamo.exc import Unsupported
+from torch.distributed.tensor.experimental import context_parallel
 
 from flashmask_hf import FlashMask, flashmask_attention, masks
 from flashmask_hf.backend import layer_mask
@@ -79,6 +82,25 @@ def test_bad_vectors_are_refused(vectors, error, message):
         attend(startend_row_indices=vectors)
 
 
+@pytest.mark.parametrize("q_len", [1, 4])
+def test_vectors_of_fewer_queries_than_keys_are_refused(q_len):
+    with pytest.raises(ValueError, match=rf"6 tokens, but this layer has {q_len} queries and 6 keys"):
+        attend(q_len=q_len, startend_row_indices=VECTORS)
+
+
+def test_a_prefix_seen_both_ways_in_the_window_of_a_causal_layer():
+    """The window of a causal layer has one side: it does not hide the prefix from rows before it."""
+    prefix, query_key = masks.prefix_lm_causal(6, 4), layer_inputs()
+    row = torch.arange(6)
+    visible = prefix.to_dense() & (row[:, None] - row < 2)
+    assert visible[0, 0, 0, 3]
+    query, key = query_key
+    want = flashmask_attention(query, key, key, FlashMask.from_dense(visible))
+    vectors = prefix.bidirectional().indices
+    got, _ = attend(startend_row_indices=vectors, sliding_window=2, position_ids=positions([6]))
+    assert_near(got, want.transpose(1, 2))
+
+
 @pytest.mark.parametrize("heads", [1, 2, 4])
 @pytest.mark.parametrize("batch", [1, 2])
 def test_vectors_per_head_and_batch(batch, heads):
@@ -114,6 +136,30 @@ def test_two_columns_of_a_noncausal_mask_on_a_causal_layer_are_refused(mask):
 def test_vectors_out_of_range_are_refused():
     with pytest.raises(ValueError, match=r"indices must lie in 0..q_len = 0..6"):
         attend(startend_row_indices=VECTORS + 100)
+
+
+@pytest.mark.parametrize("bad", [-1, 7, 100])
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_vectors_out_of_range_are_refused_in_a_window(n, bad):
+    """The window would cut them off: every layer of some models has one."""
+    indices = {
+        1: VECTORS,
+        2: torch.cat([VECTORS, VECTORS], -1),
+        4: FlashMask(VECTORS, causal=True).bidirectional().indices,
+    }
+    indices = indices[n].clone()
+    indices[0, 0, 2, -1] = bad
+    place = positions([6])
+    for padding in (None, mask_hook(batch_size=2, q_length=6, kv_length=6)):
+        with pytest.raises(RuntimeError, match=r"startend_row_indices must lie in 0..6, the row's length.*validate"):
+            attend(startend_row_indices=indices, sliding_window=2, position_ids=place, attention_mask=padding)
+
+
+def test_vectors_of_a_longer_row_are_refused():
+    model, _ = model_pair("mistral")
+    vectors = masks.causal_document([2, 8]).indices[:, :, :6]
+    with pytest.raises(RuntimeError, match=r"startend_row_indices must lie in 0..6, the row's length"):
+        model(tokens(1, 6), position_ids=positions([2, 4]), startend_row_indices=vectors, use_cache=False)
 
 
 def test_vectors_beside_a_cache_are_refused():
@@ -183,6 +229,68 @@ def test_layer_without_a_hook():
         query, key = layer_inputs(q_len=4)
         want = flashmask_attention(query, key, key, visible)
         assert torch.equal(attend(**given)[0], want.transpose(1, 2))
+
+
+@pytest.mark.parametrize("q_len", [6, 4, 1])
+@pytest.mark.parametrize("window", [None, 2])
+def test_layer_without_a_hook_keeps_documents_apart(window, q_len):
+    """Engines of sequence parallelism gather position_ids, but drop masks and do not know of the vectors."""
+    for places in (positions([2, 4]), torch.cat([positions([2, 4]), positions([5, 1])])):
+        mask = masks.causal_document([[2, 4]] if len(places) == 1 else [[2, 4], [5, 1]]).to_dense()
+        if window is not None:
+            mask = mask & masks.sliding_window(6, window).to_dense()
+        query, key = layer_inputs(q_len=q_len)
+        want = flashmask_attention(query, key, key, FlashMask.from_dense(mask[:, :, 6 - q_len :], causal=True))
+        got, _ = attend(q_len=q_len, position_ids=places, sliding_window=window)
+        assert_near(got, want.transpose(1, 2))
+    plain, _ = attend(q_len=q_len, sliding_window=window)
+    other = (positions([6]), torch.zeros(1, 6, dtype=torch.int64), positions([2, 3]), torch.zeros(3, 1, 6))
+    for places in other:  # one document, no meaning, not those of the keys, of several axes
+        assert torch.equal(attend(q_len=q_len, position_ids=places, sliding_window=window)[0], plain)
+
+
+def test_layer_without_a_hook_reads_positions_anew_in_inference_mode():
+    """Tensors made there do not tell that they were changed."""
+    with torch.inference_mode():
+        places = positions([2, 4])
+        attend(position_ids=places)
+        places.copy_(positions([5, 1]))
+        assert torch.equal(attend(position_ids=places)[0], attend(position_ids=positions([5, 1]))[0])
+
+
+@pytest.fixture
+def one_rank():
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("given", [{}, dict(startend_row_indices=VECTORS)], ids=["plain", "vectors"])
+def test_context_parallelism_of_torch_is_refused(one_rank, given, compiled, no_compiled_code):
+    """It exchanges the keys of scaled_dot_product_attention, and would leave each rank within its part of the row."""
+    model, _ = model_pair("llama", num_hidden_layers=1)
+    run = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
+    ids = tokens(1, 6)
+    want = run(ids, **given).logits
+    message = r"context parallelism .*leave cp_size at 1"
+    with (
+        context_parallel(one_rank, buffers=[ids.clone()], buffer_seq_dims=[1]),
+        pytest.raises((NotImplementedError, Unsupported), match=message),
+    ):
+        run(ids, **given)
+    assert torch.equal(run(ids, **given).logits, want)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_layers_whose_masks_accelerate_drops_are_refused(compiled, no_compiled_code):
+    model, _ = model_pair("llama", num_hidden_layers=1)
+    _attach_context_parallel_hooks(model)
+    if compiled:
+        model = torch.compile(model, backend="eager", fullgraph=True)
+    with pytest.raises((NotImplementedError, Unsupported), match="context parallelism of torch and accelerate"):
+        model(tokens(1, 6))
 
 
 def test_window_on_a_noncausal_layer_is_refused():

@@ -231,6 +231,20 @@ def test_evaluation_in_inference_mode_then_training():
         assert torch.equal(before, after)
 
 
+@pytest.mark.parametrize("given", ["vectors in a window", "no hook"])
+def test_a_layer_in_inference_mode_then_training(given):
+    """A mask made in inference mode cannot be saved for a backward either."""
+    query, module = torch.randn(1, 2, 80, 8), torch.nn.Module()
+    window = dict(startend_row_indices=masks.causal_document([30, 50]).indices, sliding_window=3)
+    options = window if given == "vectors in a window" else {}
+    with torch.inference_mode():
+        before, _ = attention_forward(module, query, query, query, None, **options)
+    leaf = query.clone().requires_grad_()
+    after, _ = attention_forward(module, leaf, leaf, leaf, None, **options)
+    after.sum().backward()
+    assert torch.equal(before, after)
+
+
 def test_a_frozen_model_inside_a_transform():
     model, eager = model_pair("llama")
     ids = tokens(2, 9)

@@ -84,6 +84,16 @@ def test_hook_equals_dense_mask_of_packed_documents(lengths, window):
         assert torch.equal(dense_of(results[0], 12).expand_as(results[1]), results[1] == 0)
 
 
+@pytest.mark.parametrize("kv_offset", [0, 2])
+def test_a_mask_longer_than_the_keys_is_read_from_the_front(kv_offset):
+    """As wide as a static cache, say, whose last keys a layer does not have."""
+    padding = torch.tensor([[0, 1, 1, 0, 1, 1, 1, 0, 1, 1], [1, 1, 1, 1, 0, 1, 1, 1, 1, 0]]).bool()
+    given = dict(batch_size=2, q_length=6, kv_length=6, q_offset=kv_offset, kv_offset=kv_offset)
+    columns = mask_hook(**given, attention_mask=padding)
+    expected = hf_masks.sdpa_mask(**given, attention_mask=padding[:, : 6 + kv_offset], allow_is_causal_skip=False)
+    assert torch.equal(dense_of(columns, 6).expand_as(expected), expected)
+
+
 def test_hook_compiled_with_a_tensor_offset():
     compiled = torch.compile(mask_hook, fullgraph=True, backend="eager")
     for past in (2, 5):

@@ -1,10 +1,11 @@
 """The check that every layer receives the packed rows' mask; the trainers' tests run models on packed rows."""
 
 import pytest
+import torch
 from tools.model_pairs import model_pair, positions, tokens
 
 from flashmask_hf import masks
-from flashmask_hf.backend.packed_rows import check_layers
+from flashmask_hf.backend.packed_rows import check_layers, run_packed
 from flashmask_hf.backend.supplied_calls import SuppliedCalls, _active
 
 ROW = dict(position_ids=positions([2, 4]), startend_row_indices=masks.causal_document([2, 4]).indices, use_cache=False)
@@ -19,6 +20,19 @@ def test_every_counter_counts_the_layers_that_receive_the_vectors():
         model(tokens(1, 6))
     model(tokens(1, 6), **ROW)
     assert (outer.count, inner.count) == (4, 2)
+
+
+def test_attention_that_is_changed_after_run_packed_is_refused():
+    model, _ = model_pair("llama")
+    run_packed(model)
+    rows = masks.share_question([(2, [2, 2])])
+    place = torch.tensor([[0, 1, 2, 3, 2, 3]])
+    packed = dict(packed_input_ids=tokens(1, 6), packed_position_ids=place, startend_row_indices=rows.indices)
+    batch = dict(input_ids=tokens(2, 4), packed_index=torch.tensor([[0, 1, 2, 3], [0, 1, 4, 5]]), use_cache=False)
+    assert model(**batch, **packed).logits.shape[:2] == (2, 4)
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match=r"packed rows need attn_implementation='flashmask', but the model has 'sdpa'"):
+        model(**batch, **packed)
 
 
 @pytest.mark.parametrize("where", ["a layer", "a hook before", "a hook after"])

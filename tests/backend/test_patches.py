@@ -21,7 +21,7 @@ from transformers import (
 from transformers import masking_utils as hf_masks
 from transformers.utils import generic
 
-import flashmask_hf  # noqa: F401  # applies the patches
+import flashmask_hf  # applies the patches
 from flashmask_hf.backend import patches
 
 # 1. The names are not FlashAttention's.
@@ -98,6 +98,13 @@ def model_with(attention, **changes):
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3) if parameter.dim() > 1 else None
     return model
+
+
+@pytest.mark.parametrize("attention", ["flashmask", "eager", "sdpa"])
+def test_a_flashmask_as_attention_mask_is_refused(attention):
+    message = r"attention_mask is a FlashMask.*pass startend_row_indices=mask.indices"
+    with pytest.raises(TypeError, match=message):
+        model_with(attention)(ROW, attention_mask=flashmask_hf.masks.causal(9))
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])

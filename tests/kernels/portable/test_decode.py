@@ -265,6 +265,36 @@ def test_any_number_of_splits(lane: Lane) -> None:
         assert_within_budget(out, whole, exact, f"{n_splits} splits")
 
 
+@pytest.mark.parametrize("lane", lanes((), (torch.float32,), (torch.bfloat16, torch.float32)))
+def test_more_splits_than_are_combined_at_a_time(lane: Lane) -> None:
+    """With values of 128 dimensions 32 parts are loaded at a time. Scores rise, so that each group changes the top."""
+    from tools.portable_kernels import decode
+
+    from flashmask_hf.kernels.shared.configs import Config
+
+    config = Config(rows=16, columns=16, warps=4, stages=1)
+    q, k, v = inputs(lane, 1, 2, 2, 1, 16 * 70, 128)
+    q = torch.ones_like(q)
+    k = k + torch.linspace(0, 1, 16 * 70, device=k.device)[:, None].to(k.dtype)
+    mask = masks.causal(16 * 70, q_len=1, device=lane.device)
+    exact = flashmask_attention(*(x.double() for x in (q, k, v)), mask, scale=0.05, impl="reference")
+    whole, whole_lse = decode(q, k, v, mask, None, 0.05, 0.0, config, n_splits=1)
+    with poisoned():
+        out, lse = decode(q, k, v, mask, None, 0.05, 0.0, config, n_splits=70)
+    torch.testing.assert_close(lse, whole_lse, rtol=0, atol=1e-4)
+    assert_within_budget(out, whole, exact, "70 splits")
+
+
+@pytest.mark.parametrize("lane", lanes((), (torch.float32,), (torch.bfloat16, torch.float32)))
+def test_a_block_that_only_a_later_head_sees(lane: Lane) -> None:
+    """A tile of 16 rows holds one head, and its blocks are those of that head's own mask."""
+    q, k, v = inputs(lane, 1, HEADS, KV_HEADS, 16, 256, 16)
+    indices = torch.full((1, HEADS, 256, 1), 16, dtype=torch.int32)
+    indices[:, ::2, 64:192] = 0
+    mask = FlashMask(indices.to(lane.device), causal=True, q_len=16)
+    check(lane, q, k, v, mask)
+
+
 @pytest.mark.parametrize("lane", ONE)
 def test_layouts(lane: Lane) -> None:
     """Views of a static cache, head-major and expanded inputs give the same bits as compact ones."""

@@ -1,0 +1,115 @@
+"""Trees in a caller's vectors: set-ups that do not fit their branches, found without reading a value back.
+
+A row of a shared question or a tree is in depth-first order, and a branch's first token stands at the depth after its
+parent's, not after its sibling's last token. Without `position_ids` a model numbers the row from end to end, and
+attention is that of other positions. A model's own loss predicts the first token from the sibling's last one. With
+another attention implementation the branches see each other. None of these is an error to transformers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flashmask_hf.checks import device_assert
+from flashmask_hf.mask import FlashMask
+from flashmask_hf.names import NAMES, VECTORS
+
+__all__ = ["check_tree_loss", "check_tree_positions"]
+
+
+def check_tree_positions(mask: FlashMask, position_ids: Tensor | None) -> None:
+    """Raise if a mask is that of trees and positions count on from one branch to the next; nothing is read back.
+
+    A mask is that of trees if any two keys are seen by rows of which those of the later key are among those of the
+    earlier one, or that have none in common. Windows and evicted keys overlap in other ways, and documents have no
+    branches: the positions of either may count on through the row.
+
+    Args:
+        mask: mask of a whole row, Sq = Skv = S. Other forms than the causal one with n = 1 are not looked at.
+        position_ids: int [B or 1, S], or [axes, B or 1, S], of which the first axis counts; None if the layer does not
+            get them.
+
+    Raises:
+        RuntimeError: the first position of a branch is not higher than its parent's, or is higher than that of the
+            token before it in the row; or there are branches and no positions (a device-side check).
+    """
+    if not mask.causal or mask.indices.shape[-1] != 1:
+        return
+    branch, parent = _branches(mask.indices[..., 0])
+    wrong, got = branch, "this layer gets no position_ids"
+    if position_ids is not None:
+        position = position_ids.reshape(-1, *position_ids.shape[-2:])[0, :, None]
+        shape = torch.broadcast_shapes(position.shape, branch.shape)
+        position, parent = position.expand(shape), parent.expand(shape)
+        follows = (position.gather(-1, parent) < position) & (position <= position.roll(1, -1))
+        wrong, got = branch & ~follows, "position_ids do not branch"
+    device_assert(
+        ~wrong.any(),
+        f"{VECTORS} are of a tree or a shared question, but {got}; pass depths as the collators do, or, if the mask "
+        "only drops keys, mask.bidirectional().indices",
+    )
+
+
+def check_tree_loss(vectors: Any, labels: Any, implementation: str) -> None:
+    """Raise if a model's loss over rows that hold trees is not that of the trees.
+
+    Args:
+        vectors: the call's `startend_row_indices`; forms other than int32 [B, 1, S, 1] are not looked at.
+        labels: int64 [B, S] that the loss shifts by one, -100 where there is nothing to learn; anything else is not
+            looked at.
+        implementation: the model's `attn_implementation`.
+
+    Raises:
+        RuntimeError: there are branches, and the implementation ignores the vectors, or the first token of a branch has
+            a label (a device-side check).
+    """
+    if not isinstance(vectors, Tensor) or vectors.dim() != 4 or vectors.shape[1] != 1 or vectors.shape[3] != 1:
+        return
+    branch = _branches(vectors[..., 0])[0][:, 0]
+    if implementation not in NAMES:
+        device_assert(
+            ~branch.any(),
+            f"{VECTORS} are of a tree or a shared question, but attn_implementation={implementation!r} ignores them; "
+            "load the model with attn_implementation='flashmask'",
+        )
+    if isinstance(labels, Tensor) and labels.dim() == 2 and labels.shape[1] == branch.shape[1]:
+        device_assert(
+            ~(branch.to(labels.device) & (labels != -100)).any(),
+            "labels name the first token of a branch, which the model's loss predicts from the last one of its "
+            "sibling; set it to -100 there, or take a trainer of flashmask_hf",
+        )
+
+
+def _branches(ends: Tensor) -> tuple[Tensor, Tensor]:
+    """Find the branches of a causal mask: the tokens that see earlier ones, but not the one before them.
+
+    A token after one that is hidden from all does not count: what is hidden may be its parent.
+
+    Args:
+        ends: int [B, H, S], LTS.
+
+    Returns:
+        branch: bool [B, H, S], whether a branch starts; False throughout where the mask is not that of trees.
+        parent: int64 [B, H, S], the last key that a token sees besides itself, where the mask is that of trees.
+    """
+    length = ends.shape[-1]
+    token = torch.arange(length, device=ends.device).expand(ends.shape)
+    ends = ends.to(torch.int64)
+    real = ends > token
+    ended = torch.zeros_like(ends[..., :1]).expand(*ends.shape[:-1], length + 1)
+    ended = ended.scatter_add(-1, torch.where(real, ends.clamp(max=length), length), real.to(torch.int64))
+    depth = real.cumsum(-1) - ended[..., :length].cumsum(-1)  # the number of keys that a token sees
+    # In a tree, the parent is the last earlier token whose depth is less by one.
+    code = torch.where(real, depth, length + 1) * length + token
+    ordered = code.sort(-1).values
+    place = torch.searchsorted(ordered, code - length) - 1
+    found = ordered.gather(-1, place.clamp(min=0))
+    parent = found % length
+    has_parent = real & (depth > 1)
+    nested = (found // length == depth - 1) & (ends.gather(-1, parent) >= ends)
+    is_tree = (nested | ~has_parent).all(-1, keepdim=True)
+    after_real = nn.functional.pad(real[..., :-1], (1, 0))
+    return has_parent & is_tree & after_real & (parent < token - 1), parent
