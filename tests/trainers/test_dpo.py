@@ -27,7 +27,7 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference
 from flashmask_hf.backend.packed_rows import run_packed
 from flashmask_hf.collators import DataCollatorForSharedQuestion
 from flashmask_hf.trainers import SharedQuestionDPOConfig, SharedQuestionDPOTrainer
-from flashmask_hf.trainers.common import prepare_arguments
+from flashmask_hf.trainers.common import flashmask_policy
 
 pytestmark = TRAINER_WARNINGS
 
@@ -524,8 +524,35 @@ def test_keep_end_cuts_questions_and_raises_for_answers_that_fill_max_length(mod
 def test_no_process_of_several_spreads_a_model_over_all_gpus(tmp_path, monkeypatch):
     args = config(tmp_path)
     monkeypatch.setattr(DPOConfig, "world_size", 2)
-    prepare_arguments("a model", args, None)
-    assert args.model_init_kwargs == {"attn_implementation": "flashmask", "device_map": None}
+    with flashmask_policy("a model", args):
+        assert args.model_init_kwargs == {"attn_implementation": "flashmask", "device_map": None}
+    assert args.model_init_kwargs is None
+
+
+def test_the_caller_keeps_its_options_of_loading_models(model_path, tokenizer, tmp_path):
+    """Other models may be loaded with the same arguments; only the trainer's own get the attention."""
+    given = {"dtype": "float32"}
+    args = config(tmp_path, model_init_kwargs=given)
+    trainer = SharedQuestionDPOTrainer(
+        model_path,
+        args=args,
+        train_dataset=Dataset.from_list(preference_rows()),
+        processing_class=tokenizer,
+    )
+    assert trainer.args is args
+    assert args.model_init_kwargs is given == {"dtype": "float32"}
+    for model in (trainer.model, trainer.ref_model):
+        assert model.config._attn_implementation == "flashmask"
+
+
+def test_identical_answers_have_identical_log_probabilities(model_path, tokenizer, tmp_path):
+    """Stock TRL counts them as not preferred; rounding must not decide."""
+    rows = [row | {"rejected": row["chosen"]} if index % 4 else row for index, row in enumerate(preference_rows(32, 5))]
+    shared, stock = (
+        make(c, model_path, tokenizer, tmp_path, data=rows, per_device_train_batch_size=32)
+        for c in (SharedQuestionDPOTrainer, DPOTrainer)
+    )
+    assert_same(shared, stock)
 
 
 def test_options_that_packed_rows_cannot_have_raise(model_path, tokenizer, tmp_path):
