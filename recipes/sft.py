@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 import common
 import data
 from accelerate import PartialState
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig
 
 from flashmask_hf.trainers import PackedSFTTrainer
@@ -56,14 +56,7 @@ class RecipeArguments:
 def main(argv: Sequence[str]) -> None:
     recipe_args, script_args, training_args, model_args, mixture_args = parse(argv)
     options = common.trainer_options(script_args, training_args, model_args, mixture_args, data.question_answers)
-    config = AutoConfig.from_pretrained(
-        options["model"], revision=model_args.model_revision, trust_remote_code=training_args.trust_remote_code
-    )
-    trainer = PackedSFTTrainer(
-        **options,
-        max_position_embeddings=getattr(config.get_text_config(), "max_position_embeddings", None),
-        split=recipe_args.split,
-    )
+    trainer = PackedSFTTrainer(**options, split=recipe_args.split)
     common.train(trainer, script_args)
     if recipe_args.generate is not None and trainer.accelerator.is_main_process:
         answer = generate(training_args, recipe_args.generate)

@@ -49,7 +49,7 @@ def check_config(args: Any, config: type, ours: str) -> None:
 
 
 @contextlib.contextmanager
-def flashmask_policy(model: Any, args: Any) -> Iterator[None]:
+def flashmask_policy(model: Any, args: Any, *, reference: bool = False) -> Iterator[None]:
     """Make the attention "flashmask" the default of models that TRL loads by name within the context.
 
     Afterwards `args.model_init_kwargs` is what it was, for whatever else is loaded with the same arguments.
@@ -57,11 +57,13 @@ def flashmask_policy(model: Any, args: Any) -> Iterator[None]:
     Args:
         model: the model, or the name that the trainer loads it by.
         args: the trainer's arguments.
+        reference: whether TRL may load a reference model by the name of a model that is given as such.
     """
     given = args.model_init_kwargs
     if isinstance(model, str):
         args.model_init_kwargs = {"attn_implementation": FLASHMASK, **(given or {})}
-    if args.world_size > 1:  # else TRL 1.16 spreads a reference model over all GPUs before FSDP shards it, and fails
+    if args.world_size > 1 and (isinstance(model, str) or reference):
+        # else TRL 1.16 spreads the model over all GPUs before FSDP shards it, and fails
         args.model_init_kwargs = {"device_map": None, **(args.model_init_kwargs or {})}
     try:
         yield
@@ -140,7 +142,7 @@ def map_style_datasets(trainer: Any) -> Iterator[tuple[str, Dataset]]:
             yield name, dataset
 
 
-def log_sparsity(trainer: Any, mode: str, indices: Tensor) -> None:
+def log_sparsity(trainer: Any, mode: str, indices: Tensor, *, skipped: bool = True) -> None:
     """Add `mask_sparsity` to a TRL trainer's metrics.
 
     To compute it, the host waits for the device. So it is only done at logging steps and in evaluation.
@@ -149,6 +151,8 @@ def log_sparsity(trainer: Any, mode: str, indices: Tensor) -> None:
         trainer: the trainer.
         mode: "train" or "eval".
         indices: mask vectors of the batch, int32 [R, 1, S, 1].
+        skipped: whether the model's attention skips hidden tiles; if not, the metric is 0.
     """
     if mode == "eval" or trainer.state.global_step % max(1, int(trainer.state.logging_steps)) == 0:
-        trainer._metrics[mode]["mask_sparsity"].append(FlashMask(indices, causal=True).sparsity())
+        sparsity = FlashMask(indices, causal=True).sparsity() if skipped else 0.0
+        trainer._metrics[mode]["mask_sparsity"].append(sparsity)

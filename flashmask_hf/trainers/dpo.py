@@ -145,7 +145,7 @@ class SharedQuestionDPOTrainer(DPOTrainer):
             raise ValueError("rows with images cannot share a question yet; use trl.DPOTrainer, or remove the column")
         self._hooked = False
         self._creates_reference = ref_model is None
-        with flashmask_policy(model, args):
+        with flashmask_policy(model, args, reference=True):
             super().__init__(
                 model=model,
                 ref_model=ref_model,
