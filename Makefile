@@ -14,7 +14,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist workste
 
 # Fine-tune a tiny Llama on the GPU if there is one, else on THREADS cores; then load what was saved and generate.
 demo: $(VENV)/demo.stamp
-	$(TRAIN) $(BIN)/accelerate launch --config_file recipes/configs/accelerate_single.yaml recipes/sft.py
+	$(TRAIN) $(BIN)/accelerate launch --quiet --config_file recipes/configs/accelerate_single.yaml recipes/sft.py
 
 # Two lanes: CPU and GPU (skipped, with the reason, where there is none), then the GPU kernels in Triton's interpreter, and
 # those for Hopper in tests/tools/gluon_interpreter.py.

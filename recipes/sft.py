@@ -3,11 +3,11 @@ r"""Supervised fine-tuning on packed rows, with attn_implementation="flashmask".
 Every flag of TRL's `SFTConfig`, `ModelConfig`, `ScriptArguments` and `DatasetMixtureConfig` works, on the command line
 and in a YAML file:
 
-    accelerate launch recipes/sft.py                                     # the demo: configs/sft_demo.yaml
-    accelerate launch recipes/sft.py --config recipes/configs/sft.yaml
-    accelerate launch recipes/sft.py --model_name_or_path meta-llama/Llama-3.2-1B --dataset_name trl-lib/Capybara \
-        --chat_template_path meta-llama/Llama-3.2-1B-Instruct --max_length 8192 --truncation_mode keep_start \
-        --use_peft --output_dir Llama-3.2-1B-Capybara
+    accelerate launch --quiet recipes/sft.py                                     # the demo: configs/sft_demo.yaml
+    accelerate launch --quiet recipes/sft.py --config recipes/configs/sft.yaml
+    accelerate launch --quiet recipes/sft.py --model_name_or_path meta-llama/Llama-3.2-1B --use_peft \
+        --dataset_name trl-lib/Capybara --chat_template_path meta-llama/Llama-3.2-1B-Instruct --max_length 8192 \
+        --truncation_mode keep_start --output_dir Llama-3.2-1B-Capybara
 
 Without a configuration file and a model, the recipe runs the demo; flags override the demo's configuration. TRL
 tokenizes the dataset and applies chat templates, then `flashmask_hf.collators.pack_dataset` packs it into rows of
@@ -24,13 +24,11 @@ tokenizes the dataset and applies chat templates, then `flashmask_hf.collators.p
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import common
 import data
-from accelerate import PartialState
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig
 
@@ -74,7 +72,9 @@ def parse(argv: Sequence[str]) -> tuple[RecipeArguments, ScriptArguments, SFTCon
     training_args: SFTConfig = parsed[2]
     trl_packs = training_args.packing or training_args.padding_free
     if training_args.max_length is None and not trl_packs:
-        raise ValueError("max_length is None, but packing needs it: the number of tokens of a row (--max_length 8192)")
+        raise common.FlagError(
+            "max_length is None, but packing needs it: the number of tokens of a row (--max_length 8192)"
+        )
     return parsed
 
 
@@ -96,5 +96,4 @@ def generate(args: SFTConfig, prompt: str, max_new_tokens: int = 64) -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
-    PartialState().destroy_process_group()  # after main has freed the model, which refers to the group
+    common.run(main)

@@ -1,6 +1,8 @@
 """The recipe for supervised fine-tuning, run as a user runs it for a few steps on the CPU."""
 
 import json
+import os
+import subprocess
 import sys
 
 import pytest
@@ -121,6 +123,31 @@ def test_invalid_flags_raise_before_training(tmp_path, model, monkeypatch, flags
         flags = [str(model) if flag == "deep" else flag for flag in flags] + ["--dataset_name", str(rows)]
     with pytest.raises(Exception, match=message):
         sft.main([*flags, "--output_dir", str(tmp_path), *QUICK])
+
+
+def test_help_tells_what_real_runs_do(capsys):
+    """The demo has a learning rate of 5e-3; a run with a model has TRL's."""
+    with pytest.raises(SystemExit) as stopped:
+        sft.main(["--help"])
+    assert stopped.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "(default: 2e-05)" in text
+    assert "0.005" not in text
+    assert "sft-demo" not in text
+
+
+@pytest.mark.parametrize(
+    "launcher", [[], ["-m", "accelerate.commands.launch", "--quiet"]], ids=["python", "accelerate"]
+)
+def test_the_error_of_a_wrong_flag_is_the_last_line(launcher):
+    command = [sys.executable, *launcher, str(RECIPES / "sft.py"), "--learning_speed", "1"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode != 0
+    assert done.stderr.splitlines()[-1].startswith("sft.py: error: ")
+    assert "--learning_speed" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
 
 
 def test_packing_without_max_length_raises(tmp_path):
