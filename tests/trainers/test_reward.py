@@ -118,6 +118,14 @@ def test_identical_answers_have_identical_rewards(model_path, tokenizer, tmp_pat
     assert one_step(many)[2]["accuracy"] == 0
 
 
+def test_ties_count_as_not_preferred(model_path, tokenizer, tmp_path):
+    """A score head of zeros gives every answer the same reward."""
+    ours, stock = (make(c, model_path, tokenizer, tmp_path) for c in (MultiAnswerRewardTrainer, RewardTrainer))
+    for trainer in (ours, stock):
+        torch.nn.init.zeros_(trainer.model.score.weight)
+        assert one_step(trainer)[2]["accuracy"] == 0
+
+
 def test_predict_prepares_raw_rows(model_path, tokenizer, tmp_path):
     raw = Dataset.from_list(preference_rows(3, 1))
     trainer = make(MultiAnswerRewardTrainer, model_path, tokenizer, tmp_path, eval_dataset=raw)
