@@ -17,6 +17,7 @@ tokenizes the dataset and applies chat templates, then `flashmask_hf.collators.p
 - `attn_implementation` defaults to "flashmask", and bf16 is on if the GPU supports it.
 - An example longer than `max_length` raises, unless `--truncation_mode keep_start` or `--split` is given.
 - The log adds `tokens_per_second` (of all processes, without padding) and `mask_sparsity`.
+- `--generate` prints the answers to a prompt before and after training, `--picture` draws the loss and a row's mask.
 - The model defaults to a tiny untrained Llama, the dataset to questions and answers about Python.
 """
 
@@ -26,9 +27,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import common
 import data
+import picture
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig
 
@@ -47,7 +51,16 @@ class RecipeArguments:
     )
     generate: str | None = field(
         default=None,
-        metadata={"help": "After training, load the saved model again and print its answer to this prompt."},
+        metadata={
+            "help": "After training, print two answers to this prompt: that of the model before, and of the saved one."
+        },
+    )
+    picture: bool = field(
+        default=False,
+        metadata={
+            "help": "After training, draw the loss curve and the mask of one row to picture.png in `output_dir`. Needs "
+            "matplotlib, and rows that TRL does not pack."
+        },
     )
 
 
@@ -56,9 +69,21 @@ def main(argv: Sequence[str]) -> None:
     options = common.trainer_options(script_args, training_args, model_args, mixture_args, data.question_answers)
     trainer = PackedSFTTrainer(**options, split=recipe_args.split)
     common.train(trainer, script_args)
-    if recipe_args.generate is not None and trainer.accelerator.is_main_process:
-        answer = generate(training_args, recipe_args.generate)
-        print(f"Prompt: {recipe_args.generate}\nAnswer: {answer}")
+    if not trainer.accelerator.is_main_process:
+        return
+    if recipe_args.generate is not None:
+        untrained, revision = str(options["model"]), model_args.model_revision
+        print(f"Prompt: {recipe_args.generate}")
+        before = generate(training_args, recipe_args.generate, untrained, revision=revision)
+        print(f"Answer before training: {before}")
+        print(f"Answer: {generate(training_args, recipe_args.generate, str(training_args.output_dir))}")
+    if recipe_args.picture:
+        path = Path(str(training_args.output_dir), "picture.png")
+        try:
+            picture.draw(trainer, path)
+            print(f"Picture of the loss and of the mask of one row: {path}")
+        except ImportError:
+            print("No picture: matplotlib is missing, an optional extra; pip install 'flashmask-hf[plot]'")
 
 
 def parse(argv: Sequence[str]) -> tuple[RecipeArguments, ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig]:
@@ -71,6 +96,8 @@ def parse(argv: Sequence[str]) -> tuple[RecipeArguments, ScriptArguments, SFTCon
     )
     training_args: SFTConfig = parsed[2]
     trl_packs = training_args.packing or training_args.padding_free
+    if parsed[0].picture and trl_packs:
+        raise common.FlagError("picture shows a row that this package packs; leave it out, or packing and padding_free")
     if training_args.max_length is None and not trl_packs:
         raise common.FlagError(
             "max_length is None, but packing needs it: the number of tokens of a row (--max_length 8192)"
@@ -78,11 +105,18 @@ def parse(argv: Sequence[str]) -> tuple[RecipeArguments, ScriptArguments, SFTCon
     return parsed
 
 
-def generate(args: SFTConfig, prompt: str, max_new_tokens: int = 64) -> str:
-    """Load the saved model (or adapter) and generate its answer to a prompt, chat-templated if there is a template."""
-    path = str(args.output_dir)
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    model = common.load_for_inference(AutoModelForCausalLM, path, args)
+def generate(args: SFTConfig, prompt: str, path: str, *, max_new_tokens: int = 64, **kwargs: Any) -> str:
+    """Load a model (or adapter) and generate its answer to a prompt, chat-templated if there is a template.
+
+    Args:
+        args: the trainer's arguments.
+        prompt: the prompt.
+        path: path or name of the model and its tokenizer.
+        max_new_tokens: number of tokens at which the answer is cut.
+        **kwargs: further arguments of both `from_pretrained`.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=args.trust_remote_code, **kwargs)
+    model = common.load_for_inference(AutoModelForCausalLM, path, args, **kwargs)
     if tokenizer.chat_template:
         messages = [{"role": "user", "content": prompt}]
         inputs = tokenizer.apply_chat_template(
