@@ -414,7 +414,8 @@ class FlashMask:
 
         rows = self.rows(q_len)
         if block is None:
-            block = (readable_tile(max(rows, self.kv_len)),) * 2
+            size = readable_tile(max(rows, self.kv_len))
+            block = (size, size)
         for name, index, size in (("batch", batch, self.indices.shape[0]), ("head", head, self.indices.shape[1])):
             if not -size <= index < size:
                 raise ValueError(f"{name} must be one of the mask's {size}, got {index}")
