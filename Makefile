@@ -12,9 +12,9 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist workste
 
 .PHONY: demo test lint clean
 
-# Fine-tune a tiny Llama on the GPU if there is one, else on THREADS cores; then load what was saved and generate.
+# Fine-tune a tiny Llama on the GPU if there is one, else on THREADS cores; then load what was saved, generate, and draw.
 demo: $(VENV)/demo.stamp
-	$(TRAIN) $(BIN)/accelerate launch --config_file recipes/configs/accelerate_single.yaml recipes/sft.py
+	$(TRAIN) $(BIN)/accelerate launch --quiet --config_file recipes/configs/accelerate_single.yaml recipes/sft.py
 
 # Two lanes: CPU and GPU (skipped, with the reason, where there is none), then the GPU kernels in Triton's interpreter, and
 # those for Hopper in tests/tools/gluon_interpreter.py.
@@ -35,7 +35,7 @@ $(BIN)/pip:
 	$(BIN)/python -m pip install --upgrade pip
 
 $(VENV)/demo.stamp: pyproject.toml constraints.txt | $(BIN)/pip
-	$(INSTALL) .
+	$(INSTALL) '.[plot]'
 	touch $@
 
 $(VENV)/dev.stamp: pyproject.toml constraints.txt | $(BIN)/pip

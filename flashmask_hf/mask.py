@@ -391,12 +391,14 @@ class FlashMask:
 
         An edge is marked where the lower interval jumps between bounds that hold for two columns or more each, and at
         the rows of these bounds: documents, questions and answers have edges; a window, which keeps moving, has none.
+        More than 64 edges would hide the tiles, and are left out.
         A new figure gets a legend. On axes of your own, place it with `ax.legend()`, or with
         `figure.legend(*ax.get_legend_handles_labels())` for a whole figure.
 
         Args:
             path: where to save the picture (any suffix matplotlib knows); None saves nothing.
-            block: tile size (query rows, key columns); None takes one element a tile up to 128 keys, else 128 x 128.
+            block: tile size (query rows, key columns). None takes one element a tile up to a length of 128, 128 x 128
+                from 4,096 to 16,384, and powers of two with 32 to 128 tiles a side elsewhere.
             q_len: number of query rows; None takes the mask's own.
             batch: index of the batch entry.
             head: index of the mask head.
@@ -410,11 +412,12 @@ class FlashMask:
             ImportError: matplotlib is missing; `pip install flashmask-hf[plot]`.
             ValueError: there is no such batch entry or head, or a size of `block` is not positive.
         """
-        from flashmask_hf.plot import plot_tiles
+        from flashmask_hf.plot import plot_tiles, readable_tile
 
         rows = self.rows(q_len)
         if block is None:
-            block = (1, 1) if self.kv_len <= 128 else (128, 128)
+            size = readable_tile(max(rows, self.kv_len))
+            block = (size, size)
         for name, index, size in (("batch", batch, self.indices.shape[0]), ("head", head, self.indices.shape[1])):
             if not -size <= index < size:
                 raise ValueError(f"{name} must be one of the mask's {size}, got {index}")

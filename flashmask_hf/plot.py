@@ -12,13 +12,26 @@ from flashmask_hf.tiles import HIDDEN, PARTIAL, VISIBLE
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["plot_tiles"]
+__all__ = ["plot_tiles", "readable_tile"]
 
 _COLORS = {VISIBLE: "#3f6b8f", PARTIAL: "#a9c3d6", HIDDEN: "#f1efea"}
 _NAMES = {VISIBLE: "visible", PARTIAL: "partial", HIDDEN: "hidden"}
 _EDGE_COLOR, _INK = "#c0603d", "#4a4a4a"
 _GRID_TILES = 64
 """Tiles per side up to which thin gaps set them apart."""
+_MOST_EDGES = 64
+"""Edges per side beyond which none is drawn: their lines would hide the tiles."""
+_KERNEL_TILE = 128
+"""Tile size of the kernels, shown where the picture is readable with it."""
+
+
+def readable_tile(length: int) -> int:
+    """Return the size of tiles that show a mask of this length: elements up to 128, then 32 to 128 tiles a side."""
+    if length <= _KERNEL_TILE:
+        return 1
+    largest = 1 << (length // 32).bit_length() - 1  # leaves 32 to 64 tiles
+    smallest = 1 << (-(-length // 128) - 1).bit_length()  # leaves 65 to 128 tiles
+    return min(largest, max(smallest, _KERNEL_TILE))
 
 
 def plot_tiles(
@@ -74,6 +87,7 @@ def plot_tiles(
         rasterized=not gaps,
         **gaps,
     )
+    columns, bounds = (edges if len(edges) <= _MOST_EDGES else [] for edges in (columns, bounds))
     segments = [[(column, 0), (column, rows)] for column in columns]
     segments += [[(0, row), (kv_len, row)] for row in bounds]
     ax.add_collection(LineCollection(segments, colors=_EDGE_COLOR, linewidths=0.5, gid="edges"), autolim=False)
@@ -82,7 +96,7 @@ def plot_tiles(
         share = float((tiles == kind).double().mean())
         if kind != PARTIAL or block != (1, 1):
             style = {"marker": "s", "s": 60, "color": _COLORS[kind], "edgecolors": "#cfccc4", "linewidths": 0.6}
-            ax.scatter([], [], label=f"{_NAMES[kind]} {share:.0%}", **style)
+            ax.scatter([], [], label=f"{_NAMES[kind]} {_percent(share)}", **style)
     figure = cast("Figure", ax.get_figure(root=True))
     if own_figure:
         handles, labels = ax.get_legend_handles_labels()
@@ -101,7 +115,8 @@ def plot_tiles(
     ax.set_ylim(rows, 0)
     if 0.25 <= rows / kv_len <= 4:
         ax.set_aspect("equal")
-    ax.set_xlabel("key column", color=_INK, fontsize=9)
+    size = "" if block == (1, 1) else f" (tiles of {block[0]} x {block[1]})"
+    ax.set_xlabel(f"key column{size}", color=_INK, fontsize=9)
     ax.set_ylabel("query row", color=_INK, fontsize=9)
     ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     ax.yaxis.set_major_locator(MaxNLocator(6, integer=True))
@@ -113,6 +128,13 @@ def plot_tiles(
     if path is not None:
         figure.savefig(path)
     return ax
+
+
+def _percent(share: float) -> str:
+    """Return a share in percent; one that is neither nothing nor all does not look like it."""
+    if 0 < share < 0.005:
+        return "<1%"
+    return ">99%" if 0.995 <= share < 1 else f"{share:.0%}"
 
 
 def _tile_edges(length: int, size: int) -> list[int]:

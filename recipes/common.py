@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +18,7 @@ import torch
 from accelerate import PartialState
 from datasets import DatasetDict, load_from_disk
 from safetensors import SafetensorError, safe_open
+from torch.distributed.elastic.multiprocessing.errors import record
 from transformers import TrainingArguments
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.trainer import TRAINER_STATE_NAME
@@ -47,10 +50,32 @@ class ComparisonArguments:
     )
 
 
+class FlagError(ValueError):
+    """A flag, or a line of the configuration file, that cannot be used; the message names it and the way out."""
+
+
+def run(main: Callable[[Sequence[str]], None]) -> None:
+    """Run a recipe's main function on the flags of this program.
+
+    A flag that cannot be used ends the program with its message alone, as the last line, and code 1. Where several
+    processes are launched, the launcher prints the first error, of whatever kind, at the end. One process needs
+    `accelerate launch --quiet`, else the launcher prints a traceback of its own after the message.
+    """
+    try:
+        record(main)(sys.argv[1:])
+    except FlagError as error:
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            raise
+        sys.exit(f"{Path(sys.argv[0]).name}: error: {error}")
+    PartialState().destroy_process_group()  # after main has freed the model, which refers to the group
+
+
 def parse(
     argv: Sequence[str], demo_config: Path, own: type, config: type, **defaults: Any
 ) -> tuple[Any, ScriptArguments, Any, ModelConfig, DatasetMixtureConfig]:
     """Parse the flags; without a configuration file and a model, the demo's configuration applies.
+
+    `--help` shows the defaults that apply with a model, since these are those of real runs.
 
     Args:
         argv: the flags.
@@ -63,16 +88,19 @@ def parse(
         Instances of `own`, `ScriptArguments`, `config`, `ModelConfig` and `DatasetMixtureConfig`.
 
     Raises:
-        ValueError: `show` is set without an evaluation.
+        FlagError: a flag is unknown or has an invalid value, or `show` is set without an evaluation.
     """
     types: Any = (own, ScriptArguments, config, ModelConfig, DatasetMixtureConfig)
     parser = TrlParser(types)
     parser.set_defaults_with_config(attn_implementation="flashmask", bf16=is_torch_bf16_gpu_available(), **defaults)
-    if not {"--config", "--model_name_or_path"} & {flag.split("=")[0] for flag in argv}:
+    if not {"--config", "--model_name_or_path", "--help", "-h"} & {flag.split("=")[0] for flag in argv}:
         argv = ["--config", str(demo_config), *argv]
-    own_args, script_args, training_args, model_args, mixture_args = parser.parse_args_and_config(argv)
+    try:
+        own_args, script_args, training_args, model_args, mixture_args = parser.parse_args_and_config(list(argv))
+    except ValueError as error:
+        raise FlagError(str(error)) from error
     if getattr(own_args, "show", 0) and not training_args.do_eval:
-        raise ValueError("show needs the test split, which only an evaluation reads; add --do_eval")
+        raise FlagError("show needs the test split, which only an evaluation reads; add --do_eval")
     return own_args, script_args, training_args, model_args, mixture_args
 
 
@@ -88,7 +116,7 @@ def trainer_options(
     Without a model, an untrained one is written to `output_dir`. Without a dataset, the one that `demo` returns is.
 
     Raises:
-        ValueError: the dataset lacks a split, or there is no whole checkpoint to resume from.
+        FlagError: the dataset lacks a split, or there is no whole checkpoint to resume from.
         FileNotFoundError: the dataset file does not exist.
     """
     training_args.resume_from_checkpoint = checkpoint_to_resume(training_args)
@@ -104,7 +132,7 @@ def trainer_options(
     for flag in ["dataset_train_split"] + ["dataset_test_split"] * training_args.do_eval:
         split = getattr(script_args, flag)
         if split not in dataset:
-            raise ValueError(f"{flag}: the dataset has no split {split!r}, but {', '.join(map(repr, dataset))}")
+            raise FlagError(f"{flag}: the dataset has no split {split!r}, but {', '.join(map(repr, dataset))}")
     if model_args.model_name_or_path is None:
         model_args.model_name_or_path = make_demo_model(output_dir / "untrained")
     training_args.model_init_kwargs = {
@@ -142,7 +170,7 @@ def checkpoint_to_resume(args: TrainingArguments) -> str | None:
     """Return the checkpoint that `--resume_from_checkpoint` names: a path, or "true" for the last in `output_dir`.
 
     Raises:
-        ValueError: there is no checkpoint, or it is not whole.
+        FlagError: there is no checkpoint, or it is not whole.
     """
     wanted = args.resume_from_checkpoint
     if wanted is None:
@@ -151,14 +179,14 @@ def checkpoint_to_resume(args: TrainingArguments) -> str | None:
     if str(wanted).lower() == "true":
         wanted = get_last_checkpoint(output_dir) if output_dir.is_dir() else None
         if wanted is None:
-            raise ValueError(f"resume_from_checkpoint: output_dir {output_dir} holds no checkpoint to resume from")
+            raise FlagError(f"resume_from_checkpoint: output_dir {output_dir} holds no checkpoint to resume from")
     problem = checkpoint_problem(Path(wanted))
     if problem is None:
         return wanted
     others = sorted(output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*"), key=lambda path: int(path.name.split("-")[-1]))
     whole = [path for path in others if checkpoint_problem(path) is None]
     way_out = f"the last whole one is {whole[-1]}: name it instead" if whole else f"{output_dir} holds no whole one"
-    raise ValueError(f"resume_from_checkpoint: {wanted} is no whole checkpoint, {problem}; {way_out}")
+    raise FlagError(f"resume_from_checkpoint: {wanted} is no whole checkpoint, {problem}; {way_out}")
 
 
 def checkpoint_problem(checkpoint: Path) -> str | None:

@@ -14,7 +14,7 @@ from pydoc_data.topics import topics
 from typing import Any, NamedTuple
 
 import torch
-from datasets import Dataset, DatasetDict, load_dataset
+from datasets import Dataset, DatasetDict, concatenate_datasets, load_dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -37,6 +37,19 @@ TEST_SHARE = 20
 
 FILES = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 """Dataset builder of a single file, by its suffix."""
+
+FACTS = {
+    "What is a lambda expression?": "A lambda expression is a function without a name, written in one line.",
+    "What does the pass statement do?": "The pass statement does nothing; it stands where a statement is needed.",
+    "How does a generator return values?": "A generator returns its values one after another, with yield.",
+    "What is the difference between a list and a tuple?": "A list can be changed, and a tuple cannot.",
+    "How do I open a file so that it is closed again?": "Open it in a with statement, which closes it at the end.",
+    "What does the finally clause do?": "The finally clause runs in any case, after an exception too.",
+}
+"""Short answers that the model of the demo learns by heart, so that a person can see what it has learned."""
+
+FACT_COPIES = 150
+"""Number of times that each fact stands in the training split of `question_answers`."""
 
 PAD, EOS, USER, ASSISTANT = "<|pad|>", "<|eos|>", "<|user|>", "<|assistant|>"
 
@@ -82,14 +95,18 @@ def load(name: str, config: str | None = None, *, streaming: bool = False) -> An
 def question_answers() -> DatasetDict:
     """Build conversations from the topics: columns `prompt` and `completion`, splits `train` and `test`.
 
-    A topic is cut between paragraphs into answers of widely varying length, in order.
+    A topic is cut between paragraphs into answers of widely varying length, in order. The training split also has
+    copies of `FACTS`.
     """
 
     def rows(examples: Sequence[_Example]) -> Iterator[dict[str, Any]]:
         for example in examples:
             yield {"prompt": [_user(example.question)], "completion": [_assistant(example.answer)]}
 
-    return _splits(rows, ANSWER_CHARACTERS)
+    splits = _splits(rows, ANSWER_CHARACTERS)
+    facts = [_Example("", question, answer) for question, answer in FACTS.items()]
+    splits["train"] = concatenate_datasets([splits["train"], Dataset.from_list(list(rows(facts * FACT_COPIES)))])
+    return splits
 
 
 def preferences() -> DatasetDict:
@@ -157,6 +174,7 @@ def build_model(path: str | Path, *, positions: int = 1024) -> None:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=positions,
+        initializer_range=0.06,  # with transformers' default of 0.02, the demo's steps are too few to learn the facts
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,

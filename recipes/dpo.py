@@ -3,9 +3,9 @@ r"""Direct preference optimization with attn_implementation="flashmask", which c
 Every flag of TRL's `DPOConfig`, `ModelConfig`, `ScriptArguments` and `DatasetMixtureConfig` works, and `--row_length`,
 on the command line and in a YAML file:
 
-    accelerate launch recipes/dpo.py                                     # the demo: configs/dpo_demo.yaml
-    accelerate launch recipes/dpo.py --config recipes/configs/dpo.yaml
-    accelerate launch recipes/dpo.py --model_name_or_path meta-llama/Llama-3.2-1B-Instruct --use_peft \
+    accelerate launch --quiet recipes/dpo.py                                     # the demo: configs/dpo_demo.yaml
+    accelerate launch --quiet recipes/dpo.py --config recipes/configs/dpo.yaml
+    accelerate launch --quiet recipes/dpo.py --model_name_or_path meta-llama/Llama-3.2-1B-Instruct --use_peft \
         --dataset_name HuggingFaceH4/ultrafeedback_binarized \
         --dataset_train_split train_prefs --dataset_test_split test_prefs --output_dir Llama-3.2-1B-dpo
 
@@ -24,14 +24,12 @@ from `trl dpo`:
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import common
 import data
 import torch
-from accelerate import PartialState
 from transformers import AutoModelForCausalLM
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments
 
@@ -79,5 +77,4 @@ def log_probability(model: Any, question: list[int], answer: list[int]) -> float
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
-    PartialState().destroy_process_group()  # after main has freed the model, which refers to the group
+    common.run(main)

@@ -3,9 +3,9 @@ r"""Reward models of two or more answers per question with attn_implementation="
 Every flag of `MultiAnswerRewardConfig` (TRL's `RewardConfig` and three more) and TRL's `ModelConfig`, `ScriptArguments`
 and `DatasetMixtureConfig` works, on the command line and in a YAML file:
 
-    accelerate launch recipes/reward.py                                     # the demo: configs/reward_demo.yaml
-    accelerate launch recipes/reward.py --config recipes/configs/reward.yaml
-    accelerate launch recipes/reward.py --model_name_or_path meta-llama/Llama-3.2-1B-Instruct --use_peft \
+    accelerate launch --quiet recipes/reward.py                                     # the demo: configs/reward_demo.yaml
+    accelerate launch --quiet recipes/reward.py --config recipes/configs/reward.yaml
+    accelerate launch --quiet recipes/reward.py --model_name_or_path meta-llama/Llama-3.2-1B-Instruct --use_peft \
         --dataset_name HuggingFaceH4/ultrafeedback_binarized \
         --dataset_train_split train_prefs --dataset_test_split test_prefs \
         --pad_token "<|finetune_right_pad_id|>" --output_dir Llama-3.2-1B-reward
@@ -26,7 +26,6 @@ from `trl reward`:
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,7 +33,6 @@ import common
 import data
 import numpy as np
 import torch
-from accelerate import PartialState
 from transformers import AutoModelForSequenceClassification
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments
 
@@ -76,5 +74,4 @@ def show(trainer: Any, number: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
-    PartialState().destroy_process_group()  # after main has freed the model, which refers to the group
+    common.run(main)

@@ -3,11 +3,11 @@ r"""Supervised fine-tuning on packed rows, with attn_implementation="flashmask".
 Every flag of TRL's `SFTConfig`, `ModelConfig`, `ScriptArguments` and `DatasetMixtureConfig` works, on the command line
 and in a YAML file:
 
-    accelerate launch recipes/sft.py                                     # the demo: configs/sft_demo.yaml
-    accelerate launch recipes/sft.py --config recipes/configs/sft.yaml
-    accelerate launch recipes/sft.py --model_name_or_path meta-llama/Llama-3.2-1B --dataset_name trl-lib/Capybara \
-        --chat_template_path meta-llama/Llama-3.2-1B-Instruct --max_length 8192 --truncation_mode keep_start \
-        --use_peft --output_dir Llama-3.2-1B-Capybara
+    accelerate launch --quiet recipes/sft.py                                     # the demo: configs/sft_demo.yaml
+    accelerate launch --quiet recipes/sft.py --config recipes/configs/sft.yaml
+    accelerate launch --quiet recipes/sft.py --model_name_or_path meta-llama/Llama-3.2-1B --use_peft \
+        --dataset_name trl-lib/Capybara --chat_template_path meta-llama/Llama-3.2-1B-Instruct --max_length 8192 \
+        --truncation_mode keep_start --output_dir Llama-3.2-1B-Capybara
 
 Without a configuration file and a model, the recipe runs the demo; flags override the demo's configuration. TRL
 tokenizes the dataset and applies chat templates, then `flashmask_hf.collators.pack_dataset` packs it into rows of
@@ -17,6 +17,7 @@ tokenizes the dataset and applies chat templates, then `flashmask_hf.collators.p
 - `attn_implementation` defaults to "flashmask", and bf16 is on if the GPU supports it.
 - An example longer than `max_length` raises, unless `--truncation_mode keep_start` or `--split` is given.
 - The log adds `tokens_per_second` (of all processes, without padding) and `mask_sparsity`.
+- `--generate` prints the answers to a prompt before and after training, `--picture` draws the loss and a row's mask.
 - The model defaults to a tiny untrained Llama, the dataset to questions and answers about Python.
 """
 
@@ -24,14 +25,15 @@ tokenizes the dataset and applies chat templates, then `flashmask_hf.collators.p
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import common
 import data
-from accelerate import PartialState
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+import picture
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig
 
 from flashmask_hf.trainers import PackedSFTTrainer
@@ -49,25 +51,39 @@ class RecipeArguments:
     )
     generate: str | None = field(
         default=None,
-        metadata={"help": "After training, load the saved model again and print its answer to this prompt."},
+        metadata={
+            "help": "After training, print two answers to this prompt: that of the model before, and of the saved one."
+        },
+    )
+    picture: bool = field(
+        default=False,
+        metadata={
+            "help": "After training, draw the loss curve and the mask of one row to picture.png in `output_dir`. Needs "
+            "matplotlib, and rows that TRL does not pack."
+        },
     )
 
 
 def main(argv: Sequence[str]) -> None:
     recipe_args, script_args, training_args, model_args, mixture_args = parse(argv)
     options = common.trainer_options(script_args, training_args, model_args, mixture_args, data.question_answers)
-    config = AutoConfig.from_pretrained(
-        options["model"], revision=model_args.model_revision, trust_remote_code=training_args.trust_remote_code
-    )
-    trainer = PackedSFTTrainer(
-        **options,
-        max_position_embeddings=getattr(config.get_text_config(), "max_position_embeddings", None),
-        split=recipe_args.split,
-    )
+    trainer = PackedSFTTrainer(**options, split=recipe_args.split)
     common.train(trainer, script_args)
-    if recipe_args.generate is not None and trainer.accelerator.is_main_process:
-        answer = generate(training_args, recipe_args.generate)
-        print(f"Prompt: {recipe_args.generate}\nAnswer: {answer}")
+    if not trainer.accelerator.is_main_process:
+        return
+    if recipe_args.generate is not None:
+        untrained, revision = str(options["model"]), model_args.model_revision
+        print(f"Prompt: {recipe_args.generate}")
+        before = generate(training_args, recipe_args.generate, untrained, revision=revision)
+        print(f"Answer before training: {before}")
+        print(f"Answer: {generate(training_args, recipe_args.generate, str(training_args.output_dir))}")
+    if recipe_args.picture:
+        path = Path(str(training_args.output_dir), "picture.png")
+        try:
+            picture.draw(trainer, path)
+            print(f"Picture of the loss and of the mask of one row: {path}")
+        except ImportError:
+            print("No picture: matplotlib is missing, an optional extra; pip install 'flashmask-hf[plot]'")
 
 
 def parse(argv: Sequence[str]) -> tuple[RecipeArguments, ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig]:
@@ -80,16 +96,27 @@ def parse(argv: Sequence[str]) -> tuple[RecipeArguments, ScriptArguments, SFTCon
     )
     training_args: SFTConfig = parsed[2]
     trl_packs = training_args.packing or training_args.padding_free
+    if parsed[0].picture and trl_packs:
+        raise common.FlagError("picture shows a row that this package packs; leave it out, or packing and padding_free")
     if training_args.max_length is None and not trl_packs:
-        raise ValueError("max_length is None, but packing needs it: the number of tokens of a row (--max_length 8192)")
+        raise common.FlagError(
+            "max_length is None, but packing needs it: the number of tokens of a row (--max_length 8192)"
+        )
     return parsed
 
 
-def generate(args: SFTConfig, prompt: str, max_new_tokens: int = 64) -> str:
-    """Load the saved model (or adapter) and generate its answer to a prompt, chat-templated if there is a template."""
-    path = str(args.output_dir)
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    model = common.load_for_inference(AutoModelForCausalLM, path, args)
+def generate(args: SFTConfig, prompt: str, path: str, *, max_new_tokens: int = 64, **kwargs: Any) -> str:
+    """Load a model (or adapter) and generate its answer to a prompt, chat-templated if there is a template.
+
+    Args:
+        args: the trainer's arguments.
+        prompt: the prompt.
+        path: path or name of the model and its tokenizer.
+        max_new_tokens: number of tokens at which the answer is cut.
+        **kwargs: further arguments of both `from_pretrained`.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=args.trust_remote_code, **kwargs)
+    model = common.load_for_inference(AutoModelForCausalLM, path, args, **kwargs)
     if tokenizer.chat_template:
         messages = [{"role": "user", "content": prompt}]
         inputs = tokenizer.apply_chat_template(
@@ -103,5 +130,4 @@ def generate(args: SFTConfig, prompt: str, max_new_tokens: int = 64) -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
-    PartialState().destroy_process_group()  # after main has freed the model, which refers to the group
+    common.run(main)

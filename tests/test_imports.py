@@ -36,7 +36,7 @@ LAYERS: Layers = (
 )
 """Rooms of the package from the bottom up. A room imports from itself and from lower layers, not from its own layer."""
 
-IN_ROOM = {"intervals": "mask", "tiles": "mask", "plot": "mask", "__main__": "diagnosis"}
+IN_ROOM = {"intervals": "mask", "tiles": "mask", "plot": "mask", "__main__": "diagnosis", "run": "diagnosis"}
 """Modules that share the room of another; any other module or folder is a room of its own."""
 
 ALLOWED = {"collators": {"collators", "names", "mask"}}

@@ -12,7 +12,8 @@ from matplotlib.collections import LineCollection, QuadMesh
 from matplotlib.figure import Figure
 
 from flashmask_hf import FlashMask, masks
-from flashmask_hf.tiles import VISIBLE, classify_tiles
+from flashmask_hf.plot import readable_tile
+from flashmask_hf.tiles import HIDDEN, VISIBLE, classify_tiles
 
 
 def mask_of(*columns: list[int], causal: bool) -> FlashMask:
@@ -51,9 +52,7 @@ def test_plot_draws_elements_of_a_short_mask_and_tiles_of_a_long_one():
     short = masks.padding([7, 5], q_len=6)
     assert np.array_equal(drawn_tiles(short.plot(batch=1)) == VISIBLE, short.to_dense()[1, 0].numpy())
     long = masks.random_eviction(300, generator=torch.Generator().manual_seed(0), heads=2)
-    assert np.array_equal(
-        drawn_tiles(long.plot(head=1)), classify_tiles(long.indices, True, 300, (128, 128))[0, 1].numpy()
-    )
+    assert np.array_equal(drawn_tiles(long.plot(head=1)), classify_tiles(long.indices, True, 300, (8, 8))[0, 1].numpy())
     for name, index in (("batch", 1), ("head", 2), ("head", -3)):
         with pytest.raises(ValueError, match=f"{name} must be one of the mask's"):
             long.plot(**{name: index})
@@ -95,6 +94,46 @@ def test_plot_draws_elements_of_a_short_mask_and_tiles_of_a_long_one():
 )
 def test_plot_marks_the_edges_of_documents_only(mask, columns, rows):
     assert drawn_edges(mask.plot()) == (columns, rows)
+
+
+@pytest.mark.parametrize(
+    ("length", "tile"),
+    [
+        (1, 1),
+        (64, 1),
+        (128, 1),
+        (129, 4),
+        (512, 16),
+        (4095, 64),
+        (4096, 128),
+        (16384, 128),
+        (16385, 256),
+        (131072, 1024),
+    ],
+)
+def test_tiles_show_something_at_any_length(length, tile):
+    assert readable_tile(length) == tile
+    assert length <= 128 or 32 <= -(-length // tile) <= 128
+
+
+@pytest.mark.parametrize("length", [64, 512, 131_072])
+def test_a_picture_tells_hidden_from_visible(length):
+    ax = masks.causal_document([length // 4] * 4).plot()
+    assert set(np.unique(drawn_tiles(ax))) >= {HIDDEN, VISIBLE}
+    assert len(drawn_edges(ax)[0]) == 3
+
+
+def test_more_edges_than_a_picture_can_show_are_left_out():
+    assert len(drawn_edges(masks.causal_document([2] * 65).plot())[0]) == 64
+    assert drawn_edges(masks.causal_document([2] * 66).plot()) == ([], [])
+
+
+def test_the_axis_names_the_tiles_and_shares_do_not_round_to_nothing():
+    ax = masks.causal_document([4] * 1024).plot()
+    assert ax.get_xlabel() == "key column (tiles of 128 x 128)"
+    assert ax.get_legend_handles_labels()[1] == ["visible 0%", "partial 3%", "hidden 97%"]
+    labels = masks.causal_document([1] * 300).plot(block=(1, 1)).get_legend_handles_labels()[1]
+    assert labels == ["visible <1%", "hidden >99%"]
 
 
 def test_plot_draws_on_the_callers_axes_without_a_legend():

@@ -439,3 +439,13 @@ def packed_inputs(rows: PackedRows, index: Tensor) -> dict[str, Tensor]:
         VECTORS: batch[VECTORS],
         PACKED_INDEX: index,
     }
+
+
+def first_equals(answers: Sequence[NDArray[np.int64]]) -> list[int]:
+    """Return, for each of N answers, the index of the first one with the same tokens.
+
+    Equal answers stand at different places of a packed row, where rounding makes their results differ. Reading the
+    results of the first for all of them makes them equal to the bit, as they are with a sequence of its own for each.
+    """
+    found: dict[bytes, int] = {}
+    return [found.setdefault(answer.tobytes(), nth) for nth, answer in enumerate(answers)]

@@ -21,7 +21,7 @@ from flashmask_hf.collators.checks import (
     check_truncation_mode,
     example_names,
 )
-from flashmask_hf.collators.forest import Forest, pack_forests, packed_inputs
+from flashmask_hf.collators.forest import Forest, first_equals, pack_forests, packed_inputs
 
 __all__ = ["DataCollatorForSharedQuestion"]
 
@@ -126,9 +126,10 @@ class DataCollatorForSharedQuestion:
         attention_mask = np.zeros(shape, dtype=np.int64)
         completion_mask = np.zeros(shape, dtype=np.int64)
         packed_index = np.arange(input_ids.size).reshape(shape) % rows.input_ids.size  # padding: see `packed_inputs`
+        firsts = [first_equals(answers) for _, answers in read]
         for at, (index, nth) in enumerate(sequences):
             forest = rows.forests[index]
-            path = forest.path(1 + nth)
+            path = forest.path(1 + firsts[index][nth])
             input_ids[at, : len(path)] = forest.tokens[path]
             attention_mask[at, : len(path)] = 1
             completion_mask[at, int(forest.lengths[0]) : len(path)] = 1

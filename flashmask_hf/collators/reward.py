@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flashmask_hf.collators.checks import as_answers, as_integers, as_number, check_row_options, example_names
-from flashmask_hf.collators.forest import Forest, PackedRows, pack_forests, packed_inputs
+from flashmask_hf.collators.forest import Forest, PackedRows, first_equals, pack_forests, packed_inputs
 
 __all__ = ["Comparison", "DataCollatorForMultiAnswerReward", "answer_scores", "shared_prefix"]
 
@@ -138,7 +138,7 @@ class DataCollatorForMultiAnswerReward:
             scores[at, :count] = example.scores
             if example.margins is not None:
                 margins[at, :count] = example.margins
-            last_tokens = rows.starts[at] + np.cumsum(forest.lengths)[-count:] - 1
+            last_tokens = rows.starts[at] + np.cumsum(forest.lengths)[-count:][first_equals(example.answers)] - 1
             index[at] = np.pad(last_tokens, (0, shape[1] - count), mode="edge")
         batch = {  # answer_counts first: Trainer reads the batch size from it, so that questions weigh alike
             "answer_counts": torch.tensor(counts),

@@ -21,7 +21,9 @@ from flashmask_hf.backend.packed_rows import check_compiled, run_packed
 from flashmask_hf.collators.preference import DataCollatorForSharedQuestion
 from flashmask_hf.names import FLASHMASK, VECTORS
 from flashmask_hf.trainers.common import (
+    check_config,
     default_output_dir,
+    flashmask_policy,
     log_sparsity,
     map_style_datasets,
     prepare_arguments,
@@ -92,7 +94,7 @@ class SharedQuestionDPOTrainer(DPOTrainer):
         kwargs: the other arguments of `trl.DPOTrainer`.
 
     Raises:
-        TypeError: `data_collator` is not a `DataCollatorForSharedQuestion`.
+        TypeError: `args` is not a `trl.DPOConfig`, or `data_collator` is not a `DataCollatorForSharedQuestion`.
         ValueError: the model's attention is not "flashmask", or the model cannot take packed rows; an option is one of
             those above; the data has images; or an example is invalid (the message names its index and the way out).
 
@@ -124,6 +126,7 @@ class SharedQuestionDPOTrainer(DPOTrainer):
     ):
         if args is None:
             args = SharedQuestionDPOConfig(default_output_dir(model, "DPO"))
+        check_config(args, DPOConfig, "SharedQuestionDPOConfig")
         prepare_arguments(model, args, peft_config)
         if data_collator is None:
             settings: Any = args  # TRL has resolved pad_to_multiple_of="auto" to a number or None
@@ -142,17 +145,18 @@ class SharedQuestionDPOTrainer(DPOTrainer):
             raise ValueError("rows with images cannot share a question yet; use trl.DPOTrainer, or remove the column")
         self._hooked = False
         self._creates_reference = ref_model is None
-        super().__init__(
-            model=model,
-            ref_model=ref_model,
-            args=args,
-            data_collator=data_collator,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            peft_config=peft_config,
-            **kwargs,
-        )
+        with flashmask_policy(model, args, reference=True):
+            super().__init__(
+                model=model,
+                ref_model=ref_model,
+                args=args,
+                data_collator=data_collator,
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                processing_class=processing_class,
+                peft_config=peft_config,
+                **kwargs,
+            )
         self._hook_models()
 
     def _hook_models(self) -> None:

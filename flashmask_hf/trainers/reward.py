@@ -23,7 +23,9 @@ from flashmask_hf.collators.checks import as_number
 from flashmask_hf.collators.reward import PADDING, DataCollatorForMultiAnswerReward, answer_scores, shared_prefix
 from flashmask_hf.names import PACKED_IDS, VECTORS
 from flashmask_hf.trainers.common import (
+    check_config,
     default_output_dir,
+    flashmask_policy,
     log_sparsity,
     map_style_datasets,
     prepare_arguments,
@@ -158,8 +160,8 @@ class MultiAnswerRewardTrainer(RewardTrainer):
         kwargs: the other arguments of `trl.RewardTrainer`.
 
     Raises:
-        TypeError: `data_collator` is not a `DataCollatorForMultiAnswerReward`; or a row of the dataset has an
-            unsupported type, or types that cannot be combined.
+        TypeError: `args` is not a `trl.RewardConfig`; `data_collator` is not a `DataCollatorForMultiAnswerReward`; or a
+            row of the dataset has an unsupported type, or types that cannot be combined.
         ValueError: the model's attention is not "flashmask", the adapter adds virtual tokens, arguments contradict each
             other, a dataset has a transform, no row is left, or a row is invalid. Messages name the row's index and the
             way out.
@@ -191,6 +193,7 @@ class MultiAnswerRewardTrainer(RewardTrainer):
     ):
         if args is None:
             args = MultiAnswerRewardConfig(default_output_dir(model, "Reward"))
+        check_config(args, RewardConfig, "MultiAnswerRewardConfig")
         settings: Any = args
         prepare_arguments(model, args, peft_config)
         if settings.include_num_input_tokens_seen not in (False, "no") or "inputs" in settings.include_for_metrics:
@@ -207,16 +210,17 @@ class MultiAnswerRewardTrainer(RewardTrainer):
         self._ratios: dict[str, dict[str, list[float]]] = {
             mode: defaultdict(lambda: [0.0, 0.0]) for mode in ("train", "eval")
         }
-        super().__init__(
-            model=model,
-            args=args,
-            data_collator=collator,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            peft_config=peft_config,
-            **kwargs,
-        )
+        with flashmask_policy(model, args):
+            super().__init__(
+                model=model,
+                args=args,
+                data_collator=collator,
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                processing_class=processing_class,
+                peft_config=peft_config,
+                **kwargs,
+            )
         trained: Any = self.model
         run_packed(trained)
         self.data_collator = collator = with_position_limit(collator, trained)
@@ -346,6 +350,15 @@ class MultiAnswerRewardTrainer(RewardTrainer):
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Return Trainer's estimate for the packed rows, since `input_ids` has only the last token of each answer."""
         return super().floating_point_ops(inputs | {"input_ids": inputs[PACKED_IDS]})
+
+    def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run Trainer's `predict` on a dataset, prepared as that of `evaluate` is: raw or tokenized rows.
+
+        The rows that are longer than `args.max_length` are left out, as everywhere; the log says how many.
+        """
+        settings: Any = self.args
+        prepared: Any = self._prepare_dataset(test_dataset, self.processing_class, settings, "test")
+        return super().predict(prepared, *args, **kwargs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Run Trainer's evaluation loop without the metrics of an earlier `predict`, which are never logged."""

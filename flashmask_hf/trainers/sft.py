@@ -9,17 +9,26 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from datasets import Dataset, IterableDataset
+from torch import Tensor
+from transformers import AutoConfig
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
 from flashmask_hf.backend.packed_rows import check_compiled, check_layers
+from flashmask_hf.backend.router_logits import drop_padding_from_router_logits
 from flashmask_hf.collators.language_modeling import (
     DataCollatorForPackedLanguageModeling,
     pack_dataset,
     packing_efficiency,
 )
 from flashmask_hf.names import FLASHMASK, VECTORS
-from flashmask_hf.trainers.common import log_sparsity
+from flashmask_hf.trainers.common import (
+    check_config,
+    default_output_dir,
+    flashmask_policy,
+    log_sparsity,
+    prepare_arguments,
+)
 
 __all__ = ["PackedSFTTrainer"]
 
@@ -32,26 +41,39 @@ class PackedSFTTrainer(SFTTrainer):
     the rows' labels, position ids and mask vectors. A dataset with a `seq_lengths` column is already packed and keeps
     its rows. With `args.packing` or `args.padding_free`, TRL packs and collates the rows instead.
 
-    The model keeps its attention. "flashmask" reads the mask vectors; the implementations of transformers find the
-    documents in the position ids. With "flashmask", the first step checks that every layer gets the mask.
+    A model loaded by name gets the attention "flashmask", unless `args.model_init_kwargs` names another; a model that
+    is given keeps its own. "flashmask" reads the mask vectors; the implementations of transformers find the documents
+    in the position ids. With "flashmask", the first step checks that every layer gets the mask. A mixture of experts
+    leaves the padding of rows out of its auxiliary loss.
 
-    Logs add `tokens_per_second`, of all processes and without padding, and `mask_sparsity`, the fraction of tiles of
-    the score matrix that are skipped (of one batch of this process, at logging steps and in evaluation).
+    Logs add, of all processes and without padding, `tokens_per_second` and `keys_per_token`, the mean number of keys
+    that a token may attend to in its document, before any sliding window of the model; it does not depend on the batch
+    size. They also add `mask_sparsity`, the fraction of tiles of the score matrix that are skipped, of one batch of
+    this process, at logging steps and in evaluation. A batch is one row, so it grows with the batch size. With another
+    attention it is 0.
 
     Args:
         model: as in `trl.SFTTrainer`.
-        args: a `trl.SFTConfig`. `max_length` is the length of a row. `truncation_mode` says what to do with a longer
-            example: TRL's "keep_start" and "keep_end" cut it, "error" or None raises.
-        max_position_embeddings: the model's number of positions; a longer document raises. None skips the check.
+        args: a `trl.SFTConfig`, or None for its defaults. `max_length` is the length of a row. `truncation_mode` says
+            what to do with a longer example: TRL's "keep_start" (its default) and "keep_end" cut it, "error" or None
+            raises.
+        data_collator: None, or a `DataCollatorForPackedLanguageModeling`; anything, if TRL packs.
+        train_dataset: as in `trl.SFTTrainer`.
+        eval_dataset: as in `trl.SFTTrainer`.
+        processing_class: a tokenizer, as in `trl.SFTTrainer`.
+        peft_config: as in `trl.SFTTrainer`, without prompt learning and activated LoRA, unless TRL packs.
+        max_position_embeddings: number of positions; a longer document raises. None takes the model's.
         split: cut an example longer than a row into consecutive pieces, each a document of its own. Needs
             `truncation_mode` "error" or None.
-        kwargs: the other arguments of `trl.SFTTrainer`. `data_collator` is replaced, unless TRL packs.
+        kwargs: the other arguments of `trl.SFTTrainer`.
 
     Raises:
-        TypeError: a tokenized column does not hold lists of integers.
-        ValueError: `args.max_length` is None; or `pack_dataset` refuses a dataset or an example (the message names its
-            index and the way out). In the first step: some layers do not get the mask, for example recurrent ones, and
-            would mix documents.
+        TypeError: `args` is not a `trl.SFTConfig`, `data_collator` is another one, or a tokenized column does not hold
+            lists of integers.
+        ValueError: `args.max_length` is None; `neftune_noise_alpha`, dispatched batches, prompt learning, activated
+            LoRA or images are asked for; or `pack_dataset` refuses a dataset or an example (the message names its index
+            and the way out). In the first step: some layers do not get the mask, for example recurrent ones, and would
+            mix documents.
 
     Example:
         ```python
@@ -59,7 +81,7 @@ class PackedSFTTrainer(SFTTrainer):
         from flashmask_hf.trainers import PackedSFTTrainer
         from trl import SFTConfig
 
-        args = SFTConfig(max_length=8192, model_init_kwargs={"attn_implementation": "flashmask"})
+        args = SFTConfig(max_length=8192)
         dataset = load_dataset("trl-lib/Capybara", split="train")
         PackedSFTTrainer("Qwen/Qwen3-0.6B", args, train_dataset=dataset).train()
         ```
@@ -68,28 +90,52 @@ class PackedSFTTrainer(SFTTrainer):
     def __init__(
         self,
         model: Any,
-        args: SFTConfig,
+        args: SFTConfig | None = None,
+        data_collator: Any = None,
+        train_dataset: Dataset | IterableDataset | None = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
         *,
+        peft_config: Any = None,
         max_position_embeddings: int | None = None,
         split: bool = False,
         **kwargs: Any,
     ):
+        if args is None:
+            args = SFTConfig(default_output_dir(model, "SFT"))
+        check_config(args, SFTConfig, "SFTConfig")
+        self._sums: Any = 0  # tokens and visible keys since the last log, int64 [2] once there was a batch
+        self._last_log = time.perf_counter()
+        if not _trl_packs(args):
+            if args.max_length is None:
+                raise ValueError("max_length is None, but packing needs it: the number of tokens of a row; set it")
+            if {"image", "images"} & set(next(iter(train_dataset or ()), ())):
+                raise ValueError("rows with images cannot be packed yet; use trl.SFTTrainer, or remove the column")
+            prepare_arguments(model, args, peft_config)
+            if max_position_embeddings is None:
+                max_position_embeddings = _positions(model, args)
+            data_collator = _collator(data_collator, args.pad_to_multiple_of, max_position_embeddings)
         self._packing_options: dict[str, Any] = {
             "max_position_embeddings": max_position_embeddings,
             "split": split,
         }
-        self._tokens_since_log: Any = 0
-        self._last_log = time.perf_counter()
-        if not _trl_packs(args):
-            multiple = args.pad_to_multiple_of
-            kwargs["data_collator"] = DataCollatorForPackedLanguageModeling(
-                pad_to_multiple_of=multiple if isinstance(multiple, int) else None,
-                max_position_embeddings=max_position_embeddings,
+        with flashmask_policy(model, args):
+            super().__init__(
+                model=model,
+                args=args,
+                data_collator=data_collator,
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                processing_class=processing_class,
+                peft_config=peft_config,
+                **kwargs,
             )
-        super().__init__(model=model, args=args, **kwargs)
         trained = self.accelerator.unwrap_model(self.model)
-        if not _trl_packs(args) and trained.config.get_text_config()._attn_implementation == FLASHMASK:
-            check_layers(trained)
+        self._skips_tiles = trained.config.get_text_config()._attn_implementation == FLASHMASK
+        if not _trl_packs(args):
+            drop_padding_from_router_logits(trained)
+            if self._skips_tiles:
+                check_layers(trained)
 
     def _prepare_dataset(
         self,
@@ -125,33 +171,73 @@ class PackedSFTTrainer(SFTTrainer):
         return packed
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Compute TRL's loss, and record the tokens and the mask sparsity of the batch."""
-        tokens, mode = inputs["input_ids"].numel(), "train" if model.training else "eval"
+        """Compute TRL's loss, and record the tokens, the visible keys and the mask sparsity of the batch."""
+        mode = "train" if model.training else "eval"
         if VECTORS in inputs:
             indices = inputs[VECTORS]
             check_compiled(model, indices.device)
-            tokens = (indices > 0).sum()  # padding has 0; stays on the device, so that the host does not wait
-            log_sparsity(self, mode, indices)
-        if mode == "train":
-            self._tokens_since_log += tokens
+            log_sparsity(self, mode, indices, skipped=self._skips_tiles)
+            if mode == "train":
+                self._sums += _tokens_and_keys(indices)  # stays on the device, so that the host does not wait
+        elif mode == "train":
+            self._sums += torch.tensor([inputs["input_ids"].numel(), 0], device=inputs["input_ids"].device)
         return super().compute_loss(model, inputs, *args, **kwargs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Write TRL's log with the tokens per second since the last log."""
+        """Write TRL's log with the tokens per second, and the keys per token, since the last log."""
         if "loss" in logs:
-            tokens: Any = torch.as_tensor(self._tokens_since_log, device=self.accelerator.device)
-            tokens = self.accelerator.reduce(tokens)
+            sums: Any = torch.as_tensor(self._sums, device=self.accelerator.device).expand(2)
+            reduced: Any = self.accelerator.reduce(sums.contiguous())
+            tokens, keys = reduced.tolist()
             seconds = time.perf_counter() - self._last_log
-            logs["tokens_per_second"] = round(tokens.item() / seconds, 1)
-            self._tokens_since_log, self._last_log = 0, time.perf_counter()
+            logs["tokens_per_second"] = round(tokens / seconds, 1)
+            if keys:
+                logs["keys_per_token"] = round(keys / tokens, 1)
+            self._sums, self._last_log = 0, time.perf_counter()
         super().log(logs, start_time)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train; see `Trainer.train`."""
-        self._tokens_since_log, self._last_log = 0, time.perf_counter()
+        self._sums, self._last_log = 0, time.perf_counter()
         return super().train(*args, **kwargs)
 
 
 def _trl_packs(args: SFTConfig) -> bool:
     """Return whether TRL itself packs and collates the rows."""
     return args.packing or args.padding_free
+
+
+def _positions(model: Any, args: SFTConfig) -> int | None:
+    """Return the number of positions of a model, or of the one that TRL will load by this name; None for no limit."""
+    config = getattr(model, "config", None)
+    if config is None:
+        options: Any = args.model_init_kwargs or {}
+        config = AutoConfig.from_pretrained(
+            model, revision=options.get("revision"), trust_remote_code=args.trust_remote_code
+        )
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
+def _collator(given: Any, multiple: Any, positions: int | None) -> DataCollatorForPackedLanguageModeling:
+    """Return the given collator after checking its class, or build one."""
+    if given is None:
+        return DataCollatorForPackedLanguageModeling(
+            pad_to_multiple_of=multiple if isinstance(multiple, int) else None, max_position_embeddings=positions
+        )
+    if not isinstance(given, DataCollatorForPackedLanguageModeling):
+        raise TypeError(
+            f"data_collator must be a DataCollatorForPackedLanguageModeling, got {type(given).__name__}, which would "
+            "mix the documents of a row; leave it out, or use trl.SFTTrainer"
+        )
+    return given
+
+
+def _tokens_and_keys(indices: Tensor) -> Tensor:
+    """Return the number of tokens of packed rows and of the keys that they see, int64 [2].
+
+    Args:
+        indices: mask vectors of the batch, int32 [R, 1, S, 1]: the row where each token's document ends, 0 for padding.
+    """
+    ends = indices.flatten(1)
+    rows = torch.arange(ends.shape[1], device=ends.device)
+    return torch.stack([(ends > 0).sum(), (ends - rows).clamp(min=0).sum()])

@@ -1,10 +1,13 @@
 """The recipe for supervised fine-tuning, run as a user runs it for a few steps on the CPU."""
 
 import json
+import os
+import subprocess
 import sys
 
 import pytest
 import torch
+from datasets import DatasetDict
 from tools.recipes import QUICK, RECIPES, launch, logged
 from tools.tiny import TRAINER_WARNINGS
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -35,6 +38,8 @@ def test_the_demo_learns_saves_reloads_and_resumes(tmp_path):
     assert all(0 < value < 1 for value in logged(printed, "mask_sparsity"))
     assert "attn_implementation='flashmask'" in printed
     assert printed.partition("Answer: ")[2].strip()
+    assert f"Picture of the loss and of the mask of one row: {tmp_path / 'picture.png'}" in printed
+    assert (tmp_path / "picture.png").read_bytes()[:4] == b"\x89PNG"
     reloaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="flashmask")
     assert reloaded.config._attn_implementation == "flashmask"
     question = AutoTokenizer.from_pretrained(tmp_path)("What is a lambda?", return_tensors="pt")
@@ -43,6 +48,32 @@ def test_the_demo_learns_saves_reloads_and_resumes(tmp_path):
     (tmp_path / "checkpoint-16").rename(tmp_path / "finished")
     resumed = launch([sys.executable], tmp_path, "--max_steps", 16, *quick, "--resume_from_checkpoint", "true")
     assert logged(resumed, "loss") == pytest.approx(losses[4:], rel=1e-4)
+
+
+def test_the_demo_repeats_a_taught_fact(tmp_path, monkeypatch, capsys):
+    """The facts alone, for half of their tokens in the demo; before training, the model answers nothing of the kind."""
+    facts = data.question_answers()["train"]
+    facts = facts.select(range(len(facts) - len(data.FACTS) * data.FACT_COPIES, len(facts)))
+    monkeypatch.setattr(data, "question_answers", lambda: DatasetDict({"train": facts, "test": facts}))
+    sft.main(["--max_length", "512", "--num_train_epochs", "1", "--output_dir", str(tmp_path), *QUICK])
+    printed = capsys.readouterr().out
+    question = printed.partition("Prompt: ")[2].splitlines()[0]
+    assert printed.partition("\nAnswer: ")[2].splitlines()[0] == data.FACTS[question]
+    assert data.FACTS[question] not in printed.partition("Answer before training: ")[2].splitlines()[0]
+
+
+def test_a_picture_without_matplotlib_says_what_to_install(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for name in [name for name in sys.modules if name.startswith("matplotlib.")]:
+        monkeypatch.setitem(sys.modules, name, None)
+    sft.main(["--max_steps", "1", "--output_dir", str(tmp_path), *QUICK])
+    printed = capsys.readouterr().out
+    assert "No picture: matplotlib is missing, an optional extra; pip install 'flashmask-hf[plot]'" in printed
+
+
+def test_a_picture_of_rows_that_trl_packs_is_refused():
+    with pytest.raises(ValueError, match="picture shows a row that this package packs"):
+        sft.parse(["--packing"])
 
 
 def test_two_processes_train_lora_like_one(tmp_path, model, capsys):
@@ -121,6 +152,31 @@ def test_invalid_flags_raise_before_training(tmp_path, model, monkeypatch, flags
         flags = [str(model) if flag == "deep" else flag for flag in flags] + ["--dataset_name", str(rows)]
     with pytest.raises(Exception, match=message):
         sft.main([*flags, "--output_dir", str(tmp_path), *QUICK])
+
+
+def test_help_tells_what_real_runs_do(capsys):
+    """The demo has a learning rate of 5e-3; a run with a model has TRL's."""
+    with pytest.raises(SystemExit) as stopped:
+        sft.main(["--help"])
+    assert stopped.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "(default: 2e-05)" in text
+    assert "0.005" not in text
+    assert "sft-demo" not in text
+
+
+@pytest.mark.parametrize(
+    "launcher", [[], ["-m", "accelerate.commands.launch", "--quiet"]], ids=["python", "accelerate"]
+)
+def test_the_error_of_a_wrong_flag_is_the_last_line(launcher):
+    command = [sys.executable, *launcher, str(RECIPES / "sft.py"), "--learning_speed", "1"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode != 0
+    assert done.stderr.splitlines()[-1].startswith("sft.py: error: ")
+    assert "--learning_speed" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
 
 
 def test_packing_without_max_length_raises(tmp_path):

@@ -27,7 +27,7 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference
 from flashmask_hf.backend.packed_rows import run_packed
 from flashmask_hf.collators import DataCollatorForSharedQuestion
 from flashmask_hf.trainers import SharedQuestionDPOConfig, SharedQuestionDPOTrainer
-from flashmask_hf.trainers.common import prepare_arguments
+from flashmask_hf.trainers.common import flashmask_policy
 
 pytestmark = TRAINER_WARNINGS
 
@@ -329,10 +329,13 @@ def test_training_follows_stock_trl(options, model_path, tokenizer, tmp_path):
 @pytest.mark.filterwarnings("ignore:The `'keep_end'` truncation mode is deprecated:FutureWarning")
 @pytest.mark.parametrize("change", [{"max_length": 9}, {"truncation_mode": "keep_end"}, {"ld_alpha": 0.1}], ids=str)
 def test_precomputed_log_probabilities_depend_on_the_options(change, model_path, tokenizer, tmp_path):
-    """TRL names its cache file after the dataset, and a tokenized dataset does not depend on the options."""
+    """TRL names its cache file after the dataset, and a tokenized dataset does not depend on the options.
+
+    The rejected answer is shorter: `ld_alpha` weighs the tokens that the other answer has beyond it.
+    """
     words = torch.randint(8, 64, (4, 3, 7), generator=torch.Generator().manual_seed(0)).tolist()
-    names = ("prompt_ids", "chosen_ids", "rejected_ids")
-    Dataset.from_list([dict(zip(names, row, strict=True)) for row in words]).save_to_disk(tmp_path / "tokens")
+    rows = [{"prompt_ids": q, "chosen_ids": chosen, "rejected_ids": rejected[:2]} for q, chosen, rejected in words]
+    Dataset.from_list(rows).save_to_disk(tmp_path / "tokens")
 
     def rewards(**options):
         trainer = SharedQuestionDPOTrainer(
@@ -522,11 +525,70 @@ def test_keep_end_cuts_questions_and_raises_for_answers_that_fill_max_length(mod
         )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("mode", "question", "answer", "message"),
+    [
+        ("keep_start", 11, 4, None),
+        ("keep_start", 12, 4, "train example 0, as prepared, has a question that fills max_length=12"),
+        ("keep_end", 4, 11, None),
+        ("keep_end", 4, 12, "train example 0, as prepared, has an answer that fills max_length=12"),
+    ],
+    ids=["question leaves a token", "question fills", "answer leaves a token", "answer fills"],
+)
+@pytest.mark.filterwarnings("ignore:The `'keep_end'` truncation mode is deprecated:FutureWarning")
+def test_truncation_leaves_a_token_of_question_and_answer(
+    mode, question, answer, message, model_path, tokenizer, tmp_path
+):
+    rows = [{"prompt_ids": [5] * question, "chosen_ids": [6] * answer, "rejected_ids": [7]}]
+    options = {"data": rows, "max_length": 12, "truncation_mode": mode, "per_device_train_batch_size": 1}
+    with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
+        trainer = make(SharedQuestionDPOTrainer, model_path, tokenizer, tmp_path, **options)
+        assert next(iter(trainer.get_train_dataloader()))["completion_mask"].sum(1).min() == 1
+
+
+def test_row_length_is_compared_with_the_shortened_answers(model_path, tokenizer, tmp_path):
+    rows = [{"prompt_ids": [5, 6], "chosen_ids": [7] * 30, "rejected_ids": [8] * 30}]
+    args = SharedQuestionDPOConfig(**trainer_settings(tmp_path), max_length=6, row_length=16)
+    trainer = SharedQuestionDPOTrainer(
+        model_path, args=args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer
+    )
+    batch = next(iter(trainer.get_train_dataloader()))
+    assert batch["packed_input_ids"].shape == (1, 16)
+    assert batch["attention_mask"].sum(1).tolist() == [6, 6]
+
+
 def test_no_process_of_several_spreads_a_model_over_all_gpus(tmp_path, monkeypatch):
     args = config(tmp_path)
     monkeypatch.setattr(DPOConfig, "world_size", 2)
-    prepare_arguments("a model", args, None)
-    assert args.model_init_kwargs == {"attn_implementation": "flashmask", "device_map": None}
+    with flashmask_policy("a model", args):
+        assert args.model_init_kwargs == {"attn_implementation": "flashmask", "device_map": None}
+    assert args.model_init_kwargs is None
+
+
+def test_the_caller_keeps_its_options_of_loading_models(model_path, tokenizer, tmp_path):
+    """Other models may be loaded with the same arguments; only the trainer's own get the attention."""
+    given = {"dtype": "float32"}
+    args = config(tmp_path, model_init_kwargs=given)
+    trainer = SharedQuestionDPOTrainer(
+        model_path,
+        args=args,
+        train_dataset=Dataset.from_list(preference_rows()),
+        processing_class=tokenizer,
+    )
+    assert trainer.args is args
+    assert args.model_init_kwargs is given == {"dtype": "float32"}
+    for model in (trainer.model, trainer.ref_model):
+        assert model.config._attn_implementation == "flashmask"
+
+
+def test_identical_answers_have_identical_log_probabilities(model_path, tokenizer, tmp_path):
+    """Stock TRL counts them as not preferred; rounding must not decide."""
+    rows = [row | {"rejected": row["chosen"]} if index % 4 else row for index, row in enumerate(preference_rows(32, 5))]
+    shared, stock = (
+        make(c, model_path, tokenizer, tmp_path, data=rows, per_device_train_batch_size=32)
+        for c in (SharedQuestionDPOTrainer, DPOTrainer)
+    )
+    assert_same(shared, stock)
 
 
 def test_options_that_packed_rows_cannot_have_raise(model_path, tokenizer, tmp_path):

@@ -105,6 +105,35 @@ def test_options_keep_two_answers_equal_to_stock_trl(option, model_path, tokeniz
     )
 
 
+def test_identical_answers_have_identical_rewards(model_path, tokenizer, tmp_path):
+    """Stock TRL counts them as not preferred; rounding must not decide."""
+    rows = [row | {"rejected": row["chosen"]} if index % 4 else row for index, row in enumerate(preference_rows(8, 5))]
+    ours, stock = (
+        make(c, model_path, tokenizer, tmp_path, rows, per_device_train_batch_size=8)
+        for c in (MultiAnswerRewardTrainer, RewardTrainer)
+    )
+    assert_same_step(ours, stock)
+    tied = [{"prompt_ids": [5, 6, 7], "answers_ids": [[8, 9, 10]] * 5, "scores": [5.0, 4.0, 3.0, 2.0, 1.0]}]
+    many = make(MultiAnswerRewardTrainer, model_path, tokenizer, tmp_path, tied)
+    assert one_step(many)[2]["accuracy"] == 0
+
+
+def test_ties_count_as_not_preferred(model_path, tokenizer, tmp_path):
+    """A score head of zeros gives every answer the same reward."""
+    ours, stock = (make(c, model_path, tokenizer, tmp_path) for c in (MultiAnswerRewardTrainer, RewardTrainer))
+    for trainer in (ours, stock):
+        torch.nn.init.zeros_(trainer.model.score.weight)
+        assert one_step(trainer)[2]["accuracy"] == 0
+
+
+def test_predict_prepares_raw_rows(model_path, tokenizer, tmp_path):
+    raw = Dataset.from_list(preference_rows(3, 1))
+    trainer = make(MultiAnswerRewardTrainer, model_path, tokenizer, tmp_path, eval_dataset=raw)
+    of_raw = trainer.predict(raw).predictions
+    np.testing.assert_array_equal(of_raw, trainer.predict(trainer.eval_dataset).predictions)
+    assert of_raw.shape == (3, 2)
+
+
 def test_tokenized_columns_of_trl_are_used_unchanged(model_path, tokenizer, tmp_path):
     stock = make(RewardTrainer, model_path, tokenizer, tmp_path, margin_rows())
     tokenized = stock.train_dataset.select_columns(["chosen_ids", "rejected_ids", "margin"])

@@ -1,11 +1,12 @@
 """The SFT trainer packs its datasets, keeps packed ones, and trains only models whose layers isolate documents."""
 
 import pytest
+import torch
 from datasets import Dataset
 from peft import LoraConfig
 from tools import model_zoo
 from tools.tiny import CHECKPOINTING, TRAINER_WARNINGS, llama_config, trainer_settings, word_tokenizer
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 from flashmask_hf.collators import DataCollatorForPackedLanguageModeling, pack_dataset
@@ -35,6 +36,70 @@ def test_training_packs_the_dataset_and_logs_throughput_and_sparsity(tmp_path, m
     entry = next(entry for entry in trainer.state.log_history if "loss" in entry)
     assert entry["tokens_per_second"] > 0
     assert entry["mask_sparsity"] == 0  # a short row is one tile
+    assert entry["keys_per_token"] == 4.0  # six words and <eos> see 1, 2, ..., 7 keys
+
+
+def test_sparsity_counts_what_is_skipped_and_keys_do_not_depend_on_the_batch_size(tmp_path):
+    """Rows of 512 tokens hold four documents of 128, which are one tile each."""
+    documents = Dataset.from_dict({"input_ids": [[5] * 128] * 16})
+    entries = {}
+    for attention, batch in (("flashmask", 1), ("flashmask", 2), ("sdpa", 1)):
+        trainer = PackedSFTTrainer(
+            AutoModelForCausalLM.from_config(llama_config(max_position_embeddings=512), attn_implementation=attention),
+            SFTConfig(
+                **trainer_settings(tmp_path) | {"per_device_train_batch_size": batch}, max_length=512, max_steps=1
+            ),
+            train_dataset=documents,
+            processing_class=word_tokenizer(),
+        )
+        trainer.train()
+        entries[attention, batch] = next(entry for entry in trainer.state.log_history if "loss" in entry)
+    assert entries["flashmask", 1]["mask_sparsity"] == 0.75
+    assert entries["flashmask", 2]["mask_sparsity"] == 0.875
+    assert entries["sdpa", 1]["mask_sparsity"] == 0
+    assert {entry["keys_per_token"] for entry in entries.values()} == {64.5}
+
+
+def test_the_auxiliary_loss_of_a_mixture_of_experts_leaves_padding_out(tmp_path):
+    """It equals that of stock TRL on the same documents unpacked, whose attention mask hides the padding."""
+    torch.manual_seed(0)
+    mixture = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 8}
+    model = AutoModelForCausalLM.from_config(
+        Qwen3MoeConfig(**llama_config(initializer_range=0.5).to_diff_dict() | {"model_type": "qwen3_moe"} | mixture)
+    )
+    model.save_pretrained(tmp_path / "moe")
+    documents = Dataset.from_dict({"input_ids": [list(range(5, 5 + n)) for n in (9, 4, 7, 2)]})
+    found = []
+    for kind, attention, options in (
+        (SFTTrainer, "eager", {}),
+        (PackedSFTTrainer, "flashmask", {}),
+        (PackedSFTTrainer, "flashmask", {"pad_to_multiple_of": 64}),
+        (PackedSFTTrainer, "sdpa", {"pad_to_multiple_of": 64}),
+    ):
+        trainer = kind(
+            model=AutoModelForCausalLM.from_pretrained(tmp_path / "moe", attn_implementation=attention),
+            args=SFTConfig(
+                **trainer_settings(tmp_path), max_length=32, max_steps=1, router_aux_loss_coef=0.5, **options
+            ),
+            train_dataset=documents,
+            processing_class=word_tokenizer(),
+        )
+        trainer.train()
+        entry = next(entry for entry in trainer.state.log_history if "loss" in entry)
+        found.append([entry["aux_loss"], entry["loss"]])
+    for others in found[1:]:
+        assert others == pytest.approx(found[0], rel=1e-5)
+
+
+def test_models_that_are_loaded_by_name_get_the_attention_and_the_limit_of_positions(tmp_path, model):
+    args = SFTConfig(**trainer_settings(tmp_path), max_length=80)
+    trainer = PackedSFTTrainer(model, args, train_dataset=Dataset.from_list([TEXT] * 4))
+    assert trainer.model.config._attn_implementation == "flashmask"
+    assert args.model_init_kwargs is None
+    assert trainer.data_collator.max_position_embeddings == 64
+    long = Dataset.from_list([{"text": "w5 " * 70}])
+    with pytest.raises(ValueError, match="is 71 tokens deep, but the model has 64 positions"):
+        PackedSFTTrainer(model, args, train_dataset=long)
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])

@@ -1,0 +1,87 @@
+"""Run a program with the backend registered: `python -m flashmask_hf run PROGRAM ...`.
+
+transformers has no plug-in mechanism, so `attn_implementation="flashmask"` needs an `import flashmask_hf` before the
+model is loaded. A program that a user does not want to edit, such as `trl sft`, is run in this process after the
+import. What it launches through accelerate is run in the same way.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from accelerate.commands import launch
+
+__all__ = ["USAGE", "run_program"]
+
+USAGE = """\
+usage: python -m flashmask_hf run SCRIPT.py [ARGUMENT ...]
+       python -m flashmask_hf run -m MODULE [ARGUMENT ...]
+       python -m flashmask_hf run COMMAND [ARGUMENT ...]
+
+Run a program, unchanged, with attn_implementation="flashmask" known to transformers. COMMAND is one that an installed
+package brings, such as trl:
+
+    python -m flashmask_hf run trl sft --config sft.yaml --attn_implementation flashmask
+    accelerate launch --num_processes 2 -m flashmask_hf run train.py --learning_rate 2e-5
+
+The package, and with it transformers, is imported before the program: environment variables that they read, such as
+HF_HOME, are set outside of it."""
+
+
+def run_program(argv: Sequence[str]) -> int:
+    """Run a program as Python or the shell would, in this process, and return its exit code.
+
+    Args:
+        argv: a script's path, `-m` and a module, or a command of an installed package; then the program's arguments.
+
+    Raises:
+        SystemExit: the program exits by itself; or `argv` names no program, with a message and code 2.
+    """
+    if not argv or argv[0] in ("-h", "--help"):
+        print(USAGE)
+        return 0 if argv else 2
+    _keep_registered_in_launched_processes()
+    program, *arguments = argv
+    if program == "-m":
+        if not arguments:
+            raise SystemExit(_no_program("-m needs the name of a module"))
+        sys.argv = list(arguments)  # run_module puts the module's path in front
+        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+        return 0
+    sys.argv = [program, *arguments]
+    if Path(program).is_file():
+        sys.path[0] = str(Path(program).resolve().parent)  # as for `python SCRIPT.py`; it was the current folder
+        runpy.run_path(program, run_name="__main__")
+        return 0
+    commands = importlib.metadata.entry_points(group="console_scripts", name=program)
+    if not commands:
+        raise SystemExit(_no_program(f"{program} is no file, and no command of an installed package"))
+    return next(iter(commands)).load()() or 0
+
+
+def _no_program(problem: str) -> int:
+    """Print what is wrong with the arguments and how they are used; return the exit code."""
+    print(f"{USAGE}\n\nerror: {problem}", file=sys.stderr)
+    return 2
+
+
+def _keep_registered_in_launched_processes() -> None:
+    """Make `accelerate launch`, when called in this process, run its program by `python -m flashmask_hf run`.
+
+    TRL's command line calls it. Programs that are not Python (`--no_python`) are launched as they are.
+    """
+    original = launch.launch_command
+
+    def launch_command(args: Any) -> Any:
+        if not args.no_python:
+            module = ["-m"] if args.module else []
+            args.training_script_args = ["run", *module, args.training_script, *args.training_script_args]
+            args.module, args.training_script = True, "flashmask_hf"
+        return original(args)
+
+    launch.launch_command = launch_command

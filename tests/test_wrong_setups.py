@@ -1,0 +1,308 @@
+"""What users may get wrong with a trainer: every set-up gives its own clear error or the loss of stock TRL."""
+
+import pytest
+import torch
+from datasets import Dataset, IterableDataset
+from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from tools import model_zoo
+from tools.tiny import TRAINER_WARNINGS, llama_config, preference_rows, trainer_settings, word_tokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    DefaultDataCollator,
+    TrainingArguments,
+)
+from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+
+from flashmask_hf.collators import (
+    DataCollatorForMultiAnswerReward,
+    DataCollatorForPackedLanguageModeling,
+    DataCollatorForSharedQuestion,
+    pack_dataset,
+)
+from flashmask_hf.trainers import (
+    MultiAnswerRewardConfig,
+    MultiAnswerRewardTrainer,
+    PackedSFTTrainer,
+    SharedQuestionDPOConfig,
+    SharedQuestionDPOTrainer,
+)
+
+pytestmark = TRAINER_WARNINGS
+
+TEXTS = [{"text": "w5 w6 w7 w8 w9"}, {"text": "w10 w11 w12"}, {"text": "w13 w14 w15 w16"}, {"text": "w17 w18"}]
+PAIRS = preference_rows(4)
+ROWS = {"sft": TEXTS, "dpo": PAIRS, "reward": PAIRS}
+OURS = {"sft": PackedSFTTrainer, "dpo": SharedQuestionDPOTrainer, "reward": MultiAnswerRewardTrainer}
+STOCK = {"sft": SFTTrainer, "dpo": DPOTrainer, "reward": RewardTrainer}
+CONFIGS = {"sft": SFTConfig, "dpo": SharedQuestionDPOConfig, "reward": MultiAnswerRewardConfig}
+STOCK_CONFIGS = {"sft": SFTConfig, "dpo": DPOConfig, "reward": RewardConfig}
+LENGTHS = {"max_length": 48}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def model_of(task, attention="flashmask", **changes):
+    torch.manual_seed(0)
+    auto = AutoModelForSequenceClassification if task == "reward" else AutoModelForCausalLM
+    labels = {"num_labels": 1} if task == "reward" else {}
+    config = llama_config(initializer_range=0.3, **labels, **changes)
+    auto.from_config(config).save_pretrained("saved")  # TRL loads a reference model from where the policy came
+    return auto.from_pretrained("saved", attn_implementation=attention)
+
+
+def build(task, *, rows=None, model=None, config=None, args=None, stock=False, trainer=None, collator=None, **options):
+    """Build a trainer of a task on `rows` with the options of its config."""
+    names = ("ref_model", "peft_config", "eval_dataset", "split")
+    keywords = {name: options.pop(name) for name in names if name in options}
+    config = config or (STOCK_CONFIGS if stock else CONFIGS)[task]
+    dataset = ROWS[task] if rows is None else rows
+    return (trainer or (STOCK if stock else OURS)[task])(
+        model=model or model_of(task, "eager" if stock else "flashmask"),
+        args=args or config(**trainer_settings("out") | LENGTHS | options),
+        data_collator=collator,
+        train_dataset=Dataset.from_list(dataset) if isinstance(dataset, list) else dataset,
+        processing_class=word_tokenizer(),
+        **keywords,
+    )
+
+
+def first_loss(trainer):
+    """Return the loss of one step, after a change of the policy, so that it differs from a reference model."""
+    trainer.args.max_steps = 1
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape)
+    trainer.train()
+    return trainer.state.log_history[0]["loss"]
+
+
+def plain(task):
+    return TrainingArguments(**trainer_settings("out"))
+
+
+def adapter(kind, task):
+    if kind is LoraConfig:
+        return LoraConfig(task_type="CAUSAL_LM", alora_invocation_tokens=[5])
+    return kind(task_type="SEQ_CLS" if task == "reward" else "CAUSAL_LM", num_virtual_tokens=3)
+
+
+# Set-ups of each trainer: a function of the task, and the error
+EACH = {
+    "TrainingArguments": (lambda task: build(task, args=plain(task)), r"args must be a \w+Config, got TrainingArgum"),
+    "the config of another trainer": (
+        lambda task: build(
+            task, args={"sft": DPOConfig, "dpo": RewardConfig, "reward": SFTConfig}[task]("out", **BARE)
+        ),
+        r"args must be a \w+Config, got \w+Config; build it with \w+Config\(output_dir=",
+    ),
+    "another collator": (
+        lambda task: build(task, collator=DefaultDataCollator()),
+        r"data_collator must be a DataCollatorFor\w+, got DefaultDataCollator.*leave it out",
+    ),
+    "the collator of another trainer": (
+        lambda task: build(
+            task,
+            collator=DataCollatorForMultiAnswerReward() if task == "sft" else DataCollatorForPackedLanguageModeling(),
+        ),
+        r"data_collator must be a DataCollatorFor\w+, got DataCollatorFor",
+    ),
+    "prefix tuning": (
+        lambda task: build(task, peft_config=adapter(PrefixTuningConfig, task)),
+        "PrefixTuningConfig adds virtual tokens to every sequence.*use LoRA",
+    ),
+    "prompt tuning, in the model": (
+        lambda task: build(task, model=get_peft_model(model_of(task), adapter(PromptTuningConfig, task))),
+        "PromptTuningConfig adds virtual tokens",
+    ),
+    "activated LoRA": (lambda task: build(task, peft_config=adapter(LoraConfig, task)), "alora_invocation_tokens"),
+    "NEFTune": (
+        lambda task: build(task, neftune_noise_alpha=5.0),
+        "neftune_noise_alpha scales its noise by the length",
+    ),
+    "dispatched batches": (
+        lambda task: build(task, accelerator_config={"dispatch_batches": True}),
+        "dispatch_batches cuts batches apart.*set it to false",
+    ),
+    "a document beyond the model's positions": (
+        lambda task: build(task, rows=beyond(task), max_length=256),
+        "64 positions",
+    ),
+}
+BARE = {"report_to": "none", "use_cpu": True, "bf16": False}
+
+
+def beyond(task):
+    long = "w5 " * 70
+    return [{"text": long}] if task == "sft" else [{"prompt": long, "chosen": "w6", "rejected": "w7"}]
+
+
+@pytest.mark.parametrize("task", OURS)
+@pytest.mark.parametrize("name", EACH)
+def test_each_trainer_refuses(name, task):
+    set_up, message = EACH[name]
+    with pytest.raises((TypeError, ValueError), match=message):
+        set_up(task)
+
+
+def changed_attention(task):
+    trainer = build(task)
+    trainer.model.set_attn_implementation("sdpa")
+    return first_loss(trainer)
+
+
+def bert(task):
+    config = BertConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, num_labels=1
+    )  # fmt: skip
+    return AutoModelForSequenceClassification.from_config(config, attn_implementation="flashmask")
+
+
+def scored(scores):
+    return [{"prompt": "w5", "answers": ["w6", "w7"], "scores": scores}]
+
+
+def by_name(task, attention):
+    model_of(task).save_pretrained("named")
+    return build(task, model="named", model_init_kwargs={"attn_implementation": attention})
+
+
+# Set-ups of one trainer, and the error
+ONE = {
+    "sft, no max_length": (lambda: build("sft", max_length=None), "max_length is None, but packing needs it"),
+    "sft, images": (lambda: build("sft", rows=[{"text": "w5", "image": None}]), "rows with images cannot be packed"),
+    "sft, no truncation": (
+        lambda: build("sft", max_length=4, truncation_mode=None),
+        r"example 0 has 6 tokens, more than max_length 4.*truncation_mode='keep_start'",
+    ),
+    "sft, split and truncation": (lambda: build("sft", split=True), "exclude each other"),
+    "sft, a recurrent model": (
+        lambda: first_loss(build("sft", model=model_zoo.build("recurrent_gemma", "flashmask"))),
+        r"gave the packed row's mask to 1 of its . layers.*use TRL's own trainer",
+    ),
+    "sft, attention changed afterwards": (
+        lambda: changed_attention("sft"),
+        "gave the packed row's mask to 0 of its 2 layers",
+    ),
+    "sft, padded rows": (
+        lambda: build("sft", rows=[{"input_ids": [5, 6, 0], "attention_mask": [1, 1, 0]}] * 4),
+        "is padded|padding",
+    ),
+    "dpo, images": (lambda: build("dpo", rows=[PAIRS[0] | {"images": None}]), "images cannot share a question"),
+    "dpo, eager": (
+        lambda: build("dpo", model=model_of("dpo", "eager")),
+        r"need attn_implementation='flashmask', but the model has 'eager'.*set_attn_implementation\('flashmask'\)",
+    ),
+    "reward, sdpa": (
+        lambda: build("reward", model=model_of("reward", "sdpa")),
+        "need attn_implementation='flashmask', but the model has 'sdpa'",
+    ),
+    "dpo, sdpa by name": (lambda: by_name("dpo", "sdpa"), "need attn_implementation='flashmask', but the model has"),
+    "dpo, attention changed afterwards": (lambda: changed_attention("dpo"), "but the model has 'sdpa'"),
+    "reward, attention changed afterwards": (lambda: changed_attention("reward"), "but the model has 'sdpa'"),
+    "dpo, a reference with eager": (
+        lambda: build("dpo", ref_model=model_of("dpo", "eager")),
+        "need attn_implementation='flashmask', but the model has 'eager'",
+    ),
+    "dpo, no rejected answer": (
+        lambda: build("dpo", rows=[{"prompt": "w5", "chosen": "w6"}]),
+        "example 0 has no rejected, or an empty one.*rename the columns",
+    ),
+    "dpo, an empty answer": (
+        lambda: build("dpo", rows=[{"prompt": "w5", "chosen": "w6", "rejected": " "}]),
+        r"example 0 has an empty answer, rejected.*dataset.filter",
+    ),
+    "dpo, tokenized without a question": (
+        lambda: build("dpo", rows=[{"prompt_ids": [], "chosen_ids": [5], "rejected_ids": [6]}]),
+        "train example 0, as prepared, has an empty question",
+    ),
+    "dpo, rows shorter than an example": (
+        lambda: build("dpo", row_length=8),
+        r"train example \d, as prepared, has more than row_length=8 tokens; make rows longer",
+    ),
+    "dpo, predict raw rows": (
+        lambda: build("dpo", remove_unused_columns=False).predict(Dataset.from_list(PAIRS)),
+        "has no prompt_ids and no chosen_ids.*SharedQuestionDPOTrainer makes of text",
+    ),
+    "reward, an encoder": (lambda: build("reward", model=bert("reward")), "not a causal decoder"),
+    "reward, equal scores": (lambda: build("reward", rows=scored([1.0, 1.0])), "prefers no answer.*dataset.filter"),
+    "reward, a score too few": (lambda: build("reward", rows=scored([1.0])), "has 1 scores, but 2 answers"),
+    "reward, one answer": (
+        lambda: build("reward", rows=[{"prompt": "w5", "answers": ["w6"]}]),
+        "has 1 answers, but a preference needs two or more",
+    ),
+    "reward, tokens seen": (
+        lambda: build("reward", include_num_input_tokens_seen="all"),
+        r"include_num_input_tokens_seen.*num_tokens in the log counts all tokens",
+    ),
+    "reward, another collator's rows": (
+        lambda: build("reward", row_length=48, collator=DataCollatorForMultiAnswerReward()),
+        "args.row_length is 48, but that of data_collator is None; set it in one place",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`include_num_input_tokens_seen`")
+@pytest.mark.parametrize("name", ONE)
+def test_a_trainer_refuses(name):
+    set_up, message = ONE[name]
+    with pytest.raises((TypeError, ValueError), match=message):
+        set_up()
+
+
+def streamed(task):
+    def rows():
+        yield from ROWS[task]
+
+    return IterableDataset.from_generator(rows)
+
+
+def packed_rows():
+    tokens = [[word_tokenizer().convert_tokens_to_ids(word) for word in row["text"].split()] + [1] for row in TEXTS]
+    return pack_dataset(Dataset.from_dict({"input_ids": tokens}), 48)
+
+
+# Set-ups whose loss is that of stock TRL on separate sequences
+RIGHT = {
+    "sft, eager": ("sft", lambda: build("sft", model=model_of("sft", "eager"))),
+    "sft, sdpa": ("sft", lambda: build("sft", model=model_of("sft", "sdpa"))),
+    "sft, TRL packs": ("sft", lambda: build("sft", packing=True)),
+    "sft, rows packed already": ("sft", lambda: build("sft", rows=packed_rows())),
+    "sft, rows packed for another length": ("sft", lambda: build("sft", rows=packed_rows(), max_length=4)),
+    "sft, columns kept": ("sft", lambda: build("sft", remove_unused_columns=False)),
+    "sft, one document a row": ("sft", lambda: build("sft", max_length=6)),
+    "sft, a stream": ("sft", lambda: build("sft", rows=streamed("sft"), max_steps=1)),
+    "dpo, a stream": ("dpo", lambda: build("dpo", rows=streamed("dpo"), max_steps=1)),
+    "reward, a stream": ("reward", lambda: build("reward", rows=streamed("reward"), max_steps=1)),
+    "dpo, TRL's config": ("dpo", lambda: build("dpo", config=DPOConfig)),
+    "reward, TRL's config": ("reward", lambda: build("reward", config=RewardConfig)),
+    "dpo, columns kept": ("dpo", lambda: build("dpo", remove_unused_columns=False)),
+    "reward, columns kept": ("reward", lambda: build("reward", remove_unused_columns=False)),
+    "dpo, our collator in stock TRL": (
+        "dpo",
+        lambda: build("dpo", stock=True, collator=DataCollatorForSharedQuestion()),
+    ),
+    "dpo, by name": ("dpo", lambda: by_name("dpo", "flashmask")),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_set_up_has_the_loss_of_stock_trl(name):
+    task, set_up = RIGHT[name]
+    trainer = set_up()
+    expected = first_loss(build(task, stock=True))
+    assert abs(expected - 0.6931) > 1e-3, "the loss of policies that equal their reference"
+    assert not trainer.args.accelerator_config.dispatch_batches
+    assert first_loss(trainer) == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("task", OURS)
+def test_evaluate_takes_raw_rows(task):
+    raw = Dataset.from_list(ROWS[task])
+    expected = build(task, stock=True).evaluate(raw)["eval_loss"]
+    assert build(task).evaluate(raw)["eval_loss"] == pytest.approx(expected, rel=1e-4)
