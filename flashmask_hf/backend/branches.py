@@ -96,12 +96,11 @@ def _branches(ends: Tensor) -> tuple[Tensor, Tensor]:
         parent: int64 [B, H, S], the last key that a token sees besides itself, where the mask is that of trees.
     """
     length = ends.shape[-1]
-    token = torch.arange(length, device=ends.device).expand(ends.shape)
+    token = torch.arange(length, device=ends.device).expand(ends.shape).contiguous()
     ends = ends.to(torch.int64)
     real = ends > token
-    ended = torch.zeros_like(ends[..., :1]).expand(*ends.shape[:-1], length + 1)
-    ended = ended.scatter_add(-1, torch.where(real, ends.clamp(max=length), length), real.to(torch.int64))
-    depth = real.cumsum(-1) - ended[..., :length].cumsum(-1)  # the number of keys that a token sees
+    ended = torch.searchsorted(torch.where(real, ends, length).sort(-1).values, token, right=True)
+    depth = real.cumsum(-1) - ended  # the number of keys that a token sees
     # In a tree, the parent is the last earlier token whose depth is less by one.
     code = torch.where(real, depth, length + 1) * length + token
     ordered = code.sort(-1).values

@@ -360,7 +360,7 @@ def check_losses_of_trees(model_class: Any) -> None:
     Why: the loss predicts each token from the one before it in the row, which for the first token of a branch is a
     sibling's; and a model with another attention implementation ignores the vectors.
 
-    Checked (the same in 5.17 to 5.23): it is a property with a setter.
+    Checked (seen in 5.23): it is a property with a setter.
 
     Args:
         model_class: `transformers.PreTrainedModel`.

@@ -50,6 +50,9 @@ def test_a_layer_without_positions_is_refused():
     ids=["end to end", "each answer from 0", "beside the question's end"],
 )
 def test_positions_that_are_no_depths(positions):
+    batch = SHARED.indices.expand(2, 2, 9, 1)
+    assert refuses(FlashMask(batch, causal=True), positions[None])
+    assert not refuses(FlashMask(batch, causal=True), DEPTHS)
     assert refuses(SHARED, positions[None])
     assert refuses(SHARED, torch.stack([DEPTHS[0], positions]))
     assert refuses(SHARED, torch.stack([positions] * 3)[:, None])
