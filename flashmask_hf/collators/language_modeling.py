@@ -16,9 +16,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flashmask_hf.collators.checks import (
+    as_count,
     as_integers,
+    as_row_options,
     check_depth,
-    check_row_options,
+    check_lengths,
     check_truncation_mode,
     example_names,
 )
@@ -117,7 +119,9 @@ class DataCollatorForPackedLanguageModeling:
         check_truncation_mode(self.truncation_mode)
         if self.max_length is None and self.truncation_mode != "error":
             raise ValueError(f"truncation_mode='{self.truncation_mode}' needs max_length, the length to truncate to")
-        check_row_options(self.pad_token_id, self.max_length, self.pad_to_multiple_of, self.max_position_embeddings)
+        self.pad_token_id, self.max_length, self.pad_to_multiple_of, self.max_position_embeddings = as_row_options(
+            self.pad_token_id, self.max_length, self.pad_to_multiple_of, self.max_position_embeddings
+        )
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """Collate one batch; see the class."""
@@ -256,9 +260,10 @@ def pack_dataset(
             "a DatasetDict by itself"
         )
     check_truncation_mode(truncation_mode)
-    for name, value in (("max_length", max_length), ("batch_size", batch_size)):
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} must be an int, at least 1, got {value!r}")
+    max_length = _required("max_length", max_length)
+    batch_size = _required("batch_size", batch_size)
+    num_proc = as_count("num_proc", num_proc, "a number of processes, at least 1, or None")
+    max_position_embeddings = as_count("max_position_embeddings", max_position_embeddings)
     if split and truncation_mode != "error":
         raise ValueError(f"split=True and truncation_mode='{truncation_mode}' exclude each other: choose one")
     first = next(iter(dataset), None)
@@ -294,6 +299,14 @@ def pack_dataset(
             "choose another truncation_mode, or look at its labels and masks"
         )
     return packed
+
+
+def _required(name: str, value: Any) -> int:
+    """Return an option of `pack_dataset` as an int of at least 1; raise a ValueError if it is something else."""
+    count = as_count(name, value, "an int, at least 1")
+    if count is None:
+        raise ValueError(f"{name} must be an int, at least 1, got None")
+    return count
 
 
 def packing_efficiency(dataset: Dataset, max_length: int) -> float:
@@ -373,10 +386,13 @@ def _pack_table(
 def _list_column(table: pa.Table, name: str, indices: Sequence[int]) -> pa.Array:
     """Return a column after checking that it holds lists of integers without missing values."""
     column = table.column(name).combine_chunks()
+    if pa.types.is_fixed_size_list(column.type) and not column.null_count:
+        column = column.cast(pa.list_(column.type.value_type))
     if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)) or not (
         pa.types.is_integer(column.type.value_type) or pa.types.is_boolean(column.type.value_type)
     ):
-        raise TypeError(f"column {name} must hold lists of integers, got {column.type}; tokenize the dataset first")
+        way = "; tokenize the dataset first" if name == "input_ids" else ""
+        raise TypeError(f"column {name} must hold lists of integers, got {column.type}{way}")
     if column.null_count or column.flatten().null_count:
         at = next(at for at, values in enumerate(column.to_pylist()) if values is None or None in values)
         raise ValueError(f"{name} of example {indices[at]} is missing or has missing values; remove the example")
@@ -463,11 +479,12 @@ def _document_lengths(example: Mapping[str, Any], input_ids: NDArray[np.int64], 
     length = len(input_ids)
     if "seq_lengths" in example:
         lengths = as_integers(example["seq_lengths"], f"seq_lengths of {name}")
-        if int(lengths.sum()) != length or (lengths < 1).any():
+        try:
+            check_lengths(f"seq_lengths of {name}", lengths, length)
+        except ValueError as error:
             raise ValueError(
-                f"seq_lengths of {name} must be positive and sum to its {length} tokens, got {lengths.tolist()}; a "
-                "packed example must not be truncated later (set max_length=None in the trainer)"
-            )
+                f"{error}; a packed example must not be truncated later (set max_length=None in the trainer)"
+            ) from None
         if "position_ids" in example:
             positions = _token_column(example, "position_ids", length, name)
             if (positions != np.arange(length) - np.repeat(np.cumsum(lengths) - lengths, lengths)).any():

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset, concatenate_datasets
+from datasets import Dataset, Features, List, Value, concatenate_datasets
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tools.tiny import CHECKPOINTING, VOCAB, llama_config, trainer_settings, word_tokenizer
@@ -175,11 +175,17 @@ def test_truncation_is_the_users_choice(mode, kept):
         ({"max_length": 0}, "max_length must be a number of tokens, at least 1, or None, got 0"),
         ({"pad_to_multiple_of": 0}, "pad_to_multiple_of must be a number of tokens, at least 1"),
         ({"max_length": 10, "pad_to_multiple_of": 4}, "must be a multiple of pad_to_multiple_of 4"),
+        ({"max_length": True}, "max_length must be a number of tokens, at least 1, or None, got True"),
+        ({"pad_to_multiple_of": np.bool_(True)}, "pad_to_multiple_of must be a number of tokens"),
+        ({"max_position_embeddings": 8.0}, "max_position_embeddings must be a number of tokens.*got 8.0"),
     ],
 )
 def test_invalid_options_raise(options, message):
     with pytest.raises(ValueError, match=message):
         DataCollatorForPackedLanguageModeling(**options)
+
+
+WRAPPING = [2**63 - 1, 2**63 - 1, 7]  # the sum wraps around to 5 in int64
 
 
 @pytest.mark.parametrize(
@@ -195,6 +201,8 @@ def test_invalid_options_raise(options, message):
         ({}, {"input_ids": [1, 2], "attention_mask": [1, 0]}, ValueError, "example 1 holds padding"),
         ({}, {"input_ids": [1, 2], "seq_lengths": [1]}, ValueError, "seq_lengths of example 1 must be positive"),
         ({}, {"input_ids": [1, 2], "seq_lengths": [2, 0]}, ValueError, "seq_lengths of example 1 must be positive"),
+        ({}, {"input_ids": [1] * 5, "seq_lengths": WRAPPING}, ValueError, "seq_lengths of example 1 must be positive"),
+        ({}, {"input_ids": [2**63] * 2}, ValueError, "input_ids of example 1 must fit into int64, got 9223372036854"),
         ({}, {"input_ids": [1, 2, 3], "position_ids": [0, 2, 3]}, ValueError, "position_ids of example 1 must count"),
         ({}, {"input_ids": [1, 2], "position_ids": [1, 2]}, ValueError, "position_ids of example 1 must count"),
         ({"completion_only_loss": True}, {"input_ids": [1]}, ValueError, "example 1 has no completion_mask"),
@@ -315,6 +323,14 @@ def test_a_label_of_a_first_token_does_not_count(caplog):
     assert "left out 1 of 2" in caplog.text
 
 
+def test_truncation_that_leaves_the_label_of_the_first_token_alone_raises():
+    collator = DataCollatorForPackedLanguageModeling(max_length=3, truncation_mode="keep_end")
+    with pytest.raises(ValueError, match="example 0 teaches nothing once cut to max_length 3"):
+        collator([{"input_ids": [3, 4, 5, 6, 7], "labels": [-100, 4, 5, -100, -100]}])
+    source = Dataset.from_dict({"input_ids": [[3, 4, 5, 6], [7, 8]], "labels": [[-100, 4, -100, -100], [7, 8]]})
+    assert unpack(pack_dataset(source, 3, truncation_mode="keep_end")) == [[7, 8]]
+
+
 def test_prompts_with_a_loss_are_kept():
     source = Dataset.from_dict({"input_ids": [list(range(3, 15))], "completion_mask": [LONG_PROMPT]})
     assert len(unpack(pack_dataset(source, 4, split=True, completion_only_loss=False))) == 3
@@ -349,7 +365,7 @@ def test_seq_lengths_that_contradict_position_ids_raise():
         DataCollatorForPackedLanguageModeling()([example])
 
 
-@pytest.mark.parametrize("pad_token_id", [None, -100, "0"])
+@pytest.mark.parametrize("pad_token_id", [None, -100, "0", True, 2**63])
 def test_pad_token_id_must_be_a_token(pad_token_id):
     with pytest.raises(ValueError, match="pad_token_id must be a token id, got"):
         DataCollatorForPackedLanguageModeling(pad_token_id=pad_token_id)
@@ -438,11 +454,33 @@ def test_pack_dataset_takes_any_view_of_a_dataset(view):
         ({"input_ids": [[1]]}, {"truncation_mode": "middle"}, ValueError, "truncation_mode must be one of"),
         ({"input_ids": [[1]]}, {"truncation_mode": "keep_end", "split": True}, ValueError, "exclude each other"),
         ({"input_ids": [[1]]}, {"batch_size": 0}, ValueError, "at least 1"),
+        ({"input_ids": [[1]]}, {"batch_size": True}, ValueError, "batch_size must be an int, at least 1, got True"),
+        ({"input_ids": [[1]]}, {"num_proc": 0}, ValueError, "num_proc must be a number of processes, at least 1"),
+        ({"input_ids": [[1]]}, {"max_position_embeddings": 0}, ValueError, "max_position_embeddings must be a number"),
+        ({"input_ids": [[1]], "labels": [1]}, {}, TypeError, "labels must hold lists of integers, got int64$"),
     ],
 )
 def test_pack_dataset_raises_for_invalid_datasets_and_options(columns, options, error, message):
     with pytest.raises(error, match=message):
         pack_dataset(Dataset.from_dict(columns), 8, **options)
+
+
+def test_options_may_be_integers_of_any_type():
+    collator = DataCollatorForPackedLanguageModeling(pad_token_id=np.int32(9), max_length=np.int64(4))
+    assert (collator.pad_token_id, collator.max_length) == (9, 4)
+    assert collator(examples([3]))["input_ids"][0, -1] == 9
+    source = dataset([3, 2, 4])
+    sizes = {"batch_size": np.int32(3), "max_position_embeddings": np.int64(4)}
+    assert pack_dataset(source, np.int64(4), **sizes)[:] == pack_dataset(source, 4)[:]  # pyright: ignore
+    with pytest.raises(ValueError, match="max_length must be an int, at least 1, got True"):
+        pack_dataset(source, True)
+
+
+@pytest.mark.parametrize("view", [slice(None), slice(1, None)], ids=["whole", "sliced"])
+def test_pack_dataset_takes_lists_of_fixed_size(view):
+    tokens = [[1, 2], [3, 4], [5, 6]]
+    source = Dataset.from_dict({"input_ids": tokens}, features=Features({"input_ids": List(Value("int32"), length=2)}))
+    assert unpack(pack_dataset(source.select(range(3)[view]), 4)) == tokens[view]
 
 
 def test_pack_dataset_names_an_example_of_a_later_batch():
