@@ -17,13 +17,12 @@ from torch import Tensor
 
 from flashmask_hf.collators.checks import (
     as_count,
-    as_integers,
     as_row_options,
     check_depth,
-    check_lengths,
     check_truncation_mode,
     example_names,
 )
+from flashmask_hf.collators.documents import empty, is_packed, not_one_to_one, padded, read_documents
 from flashmask_hf.collators.forest import Forest, PackedRows, best_fit_decreasing, pack_forests
 
 __all__ = ["DataCollatorForPackedLanguageModeling", "pack_dataset", "packing_efficiency"]
@@ -177,35 +176,17 @@ class DataCollatorForPackedLanguageModeling:
 
     def _read(self, example: Mapping[str, Any], name: str) -> tuple[Forest, NDArray[np.int64]]:
         """Read an example: return its documents, each a tree of one segment, and their labels, int64 [n]."""
-        given = {column: value for column, value in example.items() if value is not None}
-        if "input_ids" not in given:
-            raise ValueError(
-                f"{name} has no input_ids; tokenize the dataset first. It has: {', '.join(map(str, given))}"
-            )
-        packed = _is_packed(given["input_ids"])
+        packed = is_packed(example.get("input_ids"))
         if not packed and example.get("labels", ...) is None:  # perhaps a trainer removed the masks that say which
             raise ValueError(
                 f"{name} has no labels, but a labels column, as after joining datasets; give all of them labels before"
             )
-        input_ids, lengths = _token_ids(given["input_ids"], f"input_ids of {name}")
-        if not input_ids.size:
-            raise ValueError(_empty(name))
-        if packed:
-            if not lengths.all():
-                raise ValueError(f"document {int(lengths.argmin())} of {name}, a packed row, is empty; remove it")
-            for column in _TOKEN_COLUMNS:
-                if column in given and _is_packed(given[column]):
-                    given[column] = _flat_column(given[column], lengths, column, name)
-            if self.completion_only_loss is False and "labels" in given:
-                raise ValueError(
-                    f"completion_only_loss=False comes too late for {name}, a row of pack_dataset that has its labels; "
-                    "pass it to pack_dataset, and leave it None here"
-                )
-        elif "seq_lengths" in given or "position_ids" in given:
-            lengths = _document_lengths(given, len(input_ids), name)
-        _check_structure(given, lengths, name)
-        if "attention_mask" in given and not _token_column(given, "attention_mask", len(input_ids), name).all():
-            raise ValueError(_padded(name))
+        given, input_ids, lengths = read_documents(example, _SELECTIONS, name)
+        if packed and self.completion_only_loss is False and "labels" in given:
+            raise ValueError(
+                f"completion_only_loss=False comes too late for {name}, a row of pack_dataset that has its labels; "
+                "pass it to pack_dataset, and leave it None here"
+            )
         labels = self._labels(given, input_ids, name)
         if self.max_length is not None and len(input_ids) > self.max_length:
             kept = self._kept(len(input_ids), len(lengths), self.max_length, name)
@@ -219,14 +200,10 @@ class DataCollatorForPackedLanguageModeling:
         return Forest(input_ids, lengths, np.full(len(lengths), -1)), labels
 
     def _labels(self, example: Mapping[str, Any], input_ids: NDArray[np.int64], name: str) -> NDArray[np.int64]:
-        """Return the labels of an example, int64 [n]."""
+        """Return the labels of an example as `read_documents` returns it, int64 [n]."""
         if "labels" in example:
-            return _token_column(example, "labels", len(input_ids), name)
-        masks = {
-            column: _token_column(example, column, len(input_ids), name)
-            for column in _MASK_COLUMNS
-            if column in example
-        }
+            return example["labels"]
+        masks = {column: example[column] for column in _MASK_COLUMNS if column in example}
         _drop_unused_masks(masks, self.completion_only_loss, name)
         if "completion_mask" in masks and not masks["completion_mask"].any():
             raise ValueError(_no_completion(name))
@@ -404,7 +381,7 @@ def _pack_table(
     if "attention_mask" in table.column_names:
         for index, mask in zip(indices, _documents(table, "attention_mask", indices), strict=True):
             if not mask.all():
-                raise ValueError(_padded(f"example {index}"))
+                raise ValueError(padded(f"example {index}"))
     longest = int(lengths.argmax())
     owners, starts = np.arange(len(lengths)), np.zeros_like(lengths)  # of each piece: its document, and where it starts
     if lengths[longest] > max_length:
@@ -479,9 +456,9 @@ def _check_columns(columns: dict[str, list[NDArray[Any]]], lengths: NDArray[np.i
         entries = _lengths(column)
         if (entries != lengths).any():
             at = int((entries != lengths).argmax())
-            raise ValueError(_not_one_to_one(name, f"example {indices[at]}", int(entries[at]), int(lengths[at])))
+            raise ValueError(not_one_to_one(name, f"example {indices[at]}", int(entries[at]), int(lengths[at])))
     if not lengths.all():
-        raise ValueError(_empty(f"example {indices[int(lengths.argmin())]}"))
+        raise ValueError(empty(f"example {indices[int(lengths.argmin())]}"))
 
 
 def _pieces(
@@ -542,92 +519,10 @@ def _masked_labels(input_ids: NDArray[Any], masks: Iterable[NDArray[Any]]) -> ND
 
 def _says_what_to_learn(example: Mapping[str, Any]) -> bool:
     """Return whether an example has labels or a mask, or is a row of `pack_dataset`, which learns what it should."""
-    return any(example.get(name) is not None for name in _SELECTIONS) or _is_packed(example["input_ids"])
-
-
-def _is_packed(values: Any) -> bool:
-    """Return whether a column of an example is that of a row of `pack_dataset`: documents, and an empty list."""
-    try:
-        return len(values) > 0 and np.ndim(values[-1]) == 1 and len(values[-1]) == 0
-    except (TypeError, ValueError):  # a number, or a ragged list
-        return False
-
-
-def _token_ids(values: Any, name: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the token ids of an example or a packed row, int64 [n], and the lengths of its documents."""
-    if not _is_packed(values):
-        try:
-            flat = as_integers(values, name)
-        except TypeError as error:
-            raise TypeError(
-                f"{error}; a row of pack_dataset is a list of documents that ends with an empty list, unless a trainer "
-                "has cut it: set max_length=None there"
-            ) from None
-        return flat, np.array([len(flat)])
-    documents = [as_integers(document, name) for document in values]
-    return np.concatenate(documents), _lengths(documents[:-1])
-
-
-def _flat_column(values: Any, lengths: NDArray[np.int64], column: str, name: str) -> NDArray[np.int64]:
-    """Return a column of a packed row as int64 [n], after checking that it has the documents of the row."""
-    flat, own = _token_ids(values, f"{column} of {name}")
-    if own.tolist() != lengths.tolist():
-        raise ValueError(
-            f"{column} of {name} has documents of {own.tolist()} entries, but its input_ids of {lengths.tolist()}; "
-            "they must be one to one"
-        )
-    return flat
-
-
-def _document_lengths(example: Mapping[str, Any], length: int, name: str) -> NDArray[np.int64]:
-    """Return the lengths of the documents of a flat row from its `seq_lengths` or `position_ids`, int64 [documents]."""
-    if "seq_lengths" in example:
-        lengths = as_integers(example["seq_lengths"], f"seq_lengths of {name}")
-        try:
-            check_lengths(f"seq_lengths of {name}", lengths, length)
-        except ValueError as error:
-            raise ValueError(
-                f"{error}; a packed example must not be truncated later (set max_length=None in the trainer)"
-            ) from None
-        return lengths
-    positions = _token_column(example, "position_ids", length, name)
-    starts = np.flatnonzero(positions == 0)
-    lengths = np.diff(starts, append=length)
-    if not starts.size or starts[0] or (positions != np.arange(length) - np.repeat(starts, lengths)).any():
-        raise ValueError(f"position_ids of {name} must count 0, 1, 2, ... and start again at 0 with each document")
-    return lengths
-
-
-def _check_structure(example: Mapping[str, Any], lengths: NDArray[np.int64], name: str) -> None:
-    """Raise a ValueError if a column of an example describes other documents than those of `lengths`."""
-    length = int(lengths.sum())
-    differs = "input_ids" if "seq_lengths" not in example else "seq_lengths"
-    if "seq_lengths" in example:
-        own = as_integers(example["seq_lengths"], f"seq_lengths of {name}")
-        if own.tolist() != lengths.tolist():
-            raise ValueError(
-                f"seq_lengths of {name} are {own.tolist()}, but its input_ids hold documents of {lengths.tolist()} "
-                "tokens; a packed row must not be truncated later (set max_length=None in the trainer)"
-            )
-    if "position_ids" in example:
-        positions = _token_column(example, "position_ids", length, name)
-        if (positions != np.arange(length) - np.repeat(np.cumsum(lengths) - lengths, lengths)).any():
-            raise ValueError(f"{differs} and position_ids of {name} describe different documents; keep one of them")
-
-
-def _token_column(example: Mapping[str, Any], column: str, length: int, name: str) -> NDArray[np.int64]:
-    """Return a column with one integer per token, int64 [length]."""
-    values = as_integers(example[column], f"{column} of {name}")
-    if len(values) != length:
-        raise ValueError(_not_one_to_one(column, name, len(values), length))
-    return values
+    return any(example.get(name) is not None for name in _SELECTIONS) or is_packed(example["input_ids"])
 
 
 # Error messages that the collator and `pack_dataset` share.
-
-
-def _empty(name: str) -> str:
-    return f"{name} is empty; remove it: dataset.filter(lambda example: len(example['input_ids']) > 0)"
 
 
 def _no_completion(name: str) -> str:
@@ -635,14 +530,6 @@ def _no_completion(name: str) -> str:
         f"{name} has an empty completion (completion_mask is 0 everywhere), so it teaches nothing; remove it: "
         "dataset.filter(lambda example: any(example['completion_mask']))"
     )
-
-
-def _padded(name: str) -> str:
-    return f"{name} holds padding (zeros in attention_mask); tokenize with padding=False"
-
-
-def _not_one_to_one(column: str, name: str, entries: int, tokens: int) -> str:
-    return f"{column} of {name} has {entries} entries, but its input_ids have {tokens}; they must be one to one"
 
 
 def _too_long(name: str, length: int, max_length: int, can_split: bool = False) -> str:
