@@ -147,9 +147,11 @@ def as_answers(values: Sequence[Any], name: str) -> list[NDArray[np.int64]]:
         name: the example's name in error messages.
 
     Raises:
-        TypeError: an answer does not hold integers.
+        TypeError: `values` is no sequence, or an answer does not hold integers.
         ValueError: there are fewer than two answers, or one is empty.
     """
+    if not hasattr(values, "__iter__"):
+        raise TypeError(f"answers_ids of {name} must be a list of answers, got {values!r}")
     answers = [as_integers(answer, f"answer {nth} of {name}") for nth, answer in enumerate(values)]
     if len(answers) < 2:
         raise ValueError(f"{name} has {len(answers)} answers, but a preference needs two or more; remove it")

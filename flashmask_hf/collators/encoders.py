@@ -31,7 +31,7 @@ class DataCollatorForPackedEncoders:
     (-100 is no label). `token_type_ids` are kept. Other keys are ignored. A column that is None counts as absent.
 
     The model must count positions from 0, as BERT and ModernBERT do, and RoBERTa does not. The embedding of a document
-    is read at its first token, where `position_ids` are 0 and the first of `startend_row_indices` is not (0 is padding).
+    is read at its first token, where `position_ids` are 0 and `startend_row_indices` are not both 0 (padding).
     BERT's `pooler_output` is that of a row's first document.
 
     Args:
