@@ -9,12 +9,14 @@ from flashmask_hf.collators.language_modeling import (
 )
 from flashmask_hf.collators.preference import DataCollatorForSharedQuestion
 from flashmask_hf.collators.reward import DataCollatorForMultiAnswerReward
+from flashmask_hf.collators.trees import DataCollatorForTrees
 
 __all__ = [
     "DataCollatorForMultiAnswerReward",
     "DataCollatorForPackedEncoders",
     "DataCollatorForPackedLanguageModeling",
     "DataCollatorForSharedQuestion",
+    "DataCollatorForTrees",
     "Forest",
     "PackedRows",
     "pack_dataset",

@@ -17,6 +17,7 @@ from flashmask_hf.collators import (
     DataCollatorForPackedEncoders,
     DataCollatorForPackedLanguageModeling,
     DataCollatorForSharedQuestion,
+    DataCollatorForTrees,
     Forest,
     pack_forests,
 )
@@ -159,7 +160,7 @@ def test_options():
     draw = random.Random(1)
     kinds = [DataCollatorForPackedLanguageModeling, DataCollatorForSharedQuestion, DataCollatorForMultiAnswerReward]
     for _ in range(INPUTS):
-        kind = draw.choice([*kinds, DataCollatorForPackedEncoders])
+        kind = draw.choice([*kinds, DataCollatorForPackedEncoders, DataCollatorForTrees])
         fields = [name for name in kind.__dataclass_fields__ if not name.startswith("_")]
         value = draw.choice([*EXTREMES, np.int64(8), np.uint8(3), np.float32(2), np.True_, torch.tensor(4), b"x"])
         name = draw.choice(fields)
