@@ -1,5 +1,6 @@
 """Data collators that pack documents, shared questions and trees into rows, with the mask vectors of each row."""
 
+from flashmask_hf.collators.encoders import DataCollatorForPackedEncoders
 from flashmask_hf.collators.forest import Forest, PackedRows, pack_forests
 from flashmask_hf.collators.language_modeling import (
     DataCollatorForPackedLanguageModeling,
@@ -8,11 +9,14 @@ from flashmask_hf.collators.language_modeling import (
 )
 from flashmask_hf.collators.preference import DataCollatorForSharedQuestion
 from flashmask_hf.collators.reward import DataCollatorForMultiAnswerReward
+from flashmask_hf.collators.trees import DataCollatorForTrees
 
 __all__ = [
     "DataCollatorForMultiAnswerReward",
+    "DataCollatorForPackedEncoders",
     "DataCollatorForPackedLanguageModeling",
     "DataCollatorForSharedQuestion",
+    "DataCollatorForTrees",
     "Forest",
     "PackedRows",
     "pack_dataset",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from numbers import Real
 from typing import Any
@@ -12,6 +13,9 @@ from torch import Tensor
 
 TRUNCATION_MODES = ("error", "keep_start", "keep_end")
 
+LARGEST = np.iinfo(np.int64).max
+"""Largest token id, and the largest number in any other column of integers."""
+
 
 def check_truncation_mode(mode: str) -> None:
     """Raise a ValueError unless `mode` is one of `TRUNCATION_MODES`."""
@@ -19,33 +23,55 @@ def check_truncation_mode(mode: str) -> None:
         raise ValueError(f"truncation_mode must be one of {', '.join(TRUNCATION_MODES)}, got {mode!r}")
 
 
-def check_token_count(name: str, value: int | None) -> None:
-    """Raise a ValueError unless the option `name` is a number of tokens, at least 1, or None."""
-    if value is not None and (not isinstance(value, int) or value < 1):
-        raise ValueError(f"{name} must be a number of tokens, at least 1, or None, got {value!r}")
+def as_count(name: str, value: Any, what: str = "a number of tokens, at least 1, or None") -> int | None:
+    """Return an option as an int of at least 1, or None.
+
+    Args:
+        name: the option, for the error.
+        value: None, or anything that `operator.index` takes, but no bool.
+        what: what the option must be, for the error.
+
+    Raises:
+        ValueError: `value` is something else, or less than 1.
+    """
+    count = None if value is None else _index(value)
+    if value is not None and (count is None or count < 1):
+        raise ValueError(f"{name} must be {what}, got {value!r}")
+    return count
 
 
-def check_row_options(
-    pad_token_id: int,
-    row_length: int | None,
-    pad_to_multiple_of: int | None,
-    max_position_embeddings: int | None,
+def as_row_options(
+    pad_token_id: Any,
+    row_length: Any,
+    pad_to_multiple_of: Any,
+    max_position_embeddings: Any,
     row_option: str = "max_length",
-) -> None:
-    """Raise a ValueError that names the first of these options of `pack_forests` that is out of range.
+) -> tuple[int, int | None, int | None, int | None]:
+    """Return these options of `pack_forests` as ints, or raise a ValueError that names the first one out of range.
 
     `row_option` is the caller's name for `row_length`.
     """
-    if not isinstance(pad_token_id, int) or pad_token_id < 0:
+    pad = _index(pad_token_id)
+    if pad is None or not 0 <= pad <= LARGEST:
         raise ValueError(f"pad_token_id must be a token id, got {pad_token_id!r}; any one serves, for example 0")
-    check_token_count(row_option, row_length)
-    check_token_count("pad_to_multiple_of", pad_to_multiple_of)
-    check_token_count("max_position_embeddings", max_position_embeddings)
-    if row_length is not None and pad_to_multiple_of and row_length % pad_to_multiple_of:
+    row = as_count(row_option, row_length)
+    multiple = as_count("pad_to_multiple_of", pad_to_multiple_of)
+    if row is not None and multiple and row % multiple:
         raise ValueError(
-            f"{row_option} {row_length} must be a multiple of pad_to_multiple_of {pad_to_multiple_of}: rows have "
-            f"exactly {row_option} tokens"
+            f"{row_option} {row} must be a multiple of pad_to_multiple_of {multiple}: rows have exactly {row_option} "
+            "tokens"
         )
+    return pad, row, multiple, as_count("max_position_embeddings", max_position_embeddings)
+
+
+def _index(value: Any) -> int | None:
+    """Return an integer of any type as an int, or None for a bool and for everything else."""
+    if isinstance(value, (bool, np.bool_)):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
 
 
 def check_depth(name: str, depth: int, positions: int) -> None:
@@ -73,16 +99,31 @@ def as_integers(values: Any, name: str) -> NDArray[np.int64]:
 
     Raises:
         TypeError: `values` is something else; the message calls it `name`.
+        ValueError: an integer does not fit into int64.
     """
     try:
         array = np.asarray(values)
     except ValueError:
         raise TypeError(f"{name} must be a flat sequence of integers, got nested ones of different lengths") from None
+    except (TypeError, RuntimeError) as error:  # of tensors that NumPy cannot hold
+        raise TypeError(f"{name} must be a flat sequence of integers: {error}") from None
     if array.ndim != 1:
         raise TypeError(f"{name} must be a flat sequence of integers, got {array.ndim} axes")
     if array.size and array.dtype.kind not in "iub":
         raise TypeError(f"{name} must be integers, got {array.dtype}")
+    if array.size and array.dtype == np.uint64 and array.max() > LARGEST:
+        raise ValueError(f"{name} must fit into int64, got {array.max()}")
     return array.astype(np.int64, copy=False)
+
+
+def check_lengths(name: str, lengths: NDArray[np.int64], tokens: int) -> None:
+    """Raise a ValueError unless the lengths of the parts of `tokens` tokens are positive and sum to their number.
+
+    Each length is compared with `tokens` too, because a sum of large ones wraps around to any number.
+    """
+    if not ((lengths >= 1) & (lengths <= tokens)).all() or lengths.sum() != tokens:
+        shown = ", ".join(map(str, lengths[:16].tolist())) + ", ..." * (len(lengths) > 16)
+        raise ValueError(f"{name} must be positive and sum to its {tokens} tokens, got [{shown}]")
 
 
 def as_number(value: Any, name: str) -> float:
@@ -106,9 +147,11 @@ def as_answers(values: Sequence[Any], name: str) -> list[NDArray[np.int64]]:
         name: the example's name in error messages.
 
     Raises:
-        TypeError: an answer does not hold integers.
+        TypeError: `values` is no sequence, or an answer does not hold integers.
         ValueError: there are fewer than two answers, or one is empty.
     """
+    if not hasattr(values, "__iter__"):
+        raise TypeError(f"answers_ids of {name} must be a list of answers, got {values!r}")
     answers = [as_integers(answer, f"answer {nth} of {name}") for nth, answer in enumerate(values)]
     if len(answers) < 2:
         raise ValueError(f"{name} has {len(answers)} answers, but a preference needs two or more; remove it")

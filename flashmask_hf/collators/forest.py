@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flashmask_hf.collators.checks import as_integers, check_depth, check_row_options
+from flashmask_hf.collators.checks import as_integers, as_row_options, check_depth
 from flashmask_hf.names import PACKED_IDS, PACKED_INDEX, PACKED_POSITIONS, VECTORS
 
 __all__ = [
@@ -76,6 +76,12 @@ class Forest:
         if (self.lengths < 1).any():
             empty = int((self.lengths < 1).argmax())
             raise ValueError(f"segment {empty} is empty; leave it out, or give it at least one token")
+        over = self.lengths > len(self.tokens)  # also because a sum of such lengths may wrap around
+        if over.any():
+            segment = int(over.argmax())
+            raise ValueError(
+                f"lengths[{segment}] is {self.lengths[segment]}, but there are {len(self.tokens)} tokens in all"
+            )
         if self.lengths.sum() != len(self.tokens):
             raise ValueError(f"lengths sum to {self.lengths.sum()}, but there are {len(self.tokens)} tokens")
         branch: list[int] = []  # the path from a root to the previous segment
@@ -273,7 +279,9 @@ def pack_forests(
         >>> [path.tolist() for path in rows.paths(0)]
         [[0, 1, 2, 3, 4], [0, 1, 2, 5]]
     """
-    check_row_options(pad_token_id, max_length, pad_to_multiple_of, max_position_embeddings)
+    pad_token_id, max_length, pad_to_multiple_of, max_position_embeddings = as_row_options(
+        pad_token_id, max_length, pad_to_multiple_of, max_position_embeddings
+    )
     if not forests:
         raise ValueError("forests is empty: there is nothing to pack")
     sizes = [len(forest.tokens) for forest in forests]
@@ -382,7 +390,7 @@ def lay_out(
         hides it from every row. Padding attends to nothing either, since every tree ends before it.
 
     Raises:
-        ValueError: the segments do not fit into the row.
+        ValueError: a segment is empty, or the segments do not fit into the row.
 
     Example:
         >>> position_ids, subtree_ends = lay_out([3, 2], row_length=6)
@@ -393,6 +401,8 @@ def lay_out(
         ([0, 1, 2, 2, 3], [5, 5, 3, 5, 5])
     """
     sizes = np.asarray(lengths, dtype=np.int64)
+    if ((sizes < 1) | (sizes > row_length)).any():
+        raise ValueError(f"lengths must lie in 1..row_length = 1..{row_length}, got {sizes.tolist()}")
     ends = np.cumsum(sizes)
     real = int(ends[-1]) if sizes.size else 0
     if real > row_length:

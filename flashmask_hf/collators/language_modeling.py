@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, pairwise
 from typing import Any, TypeVar
 
 import numpy as np
@@ -16,13 +16,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flashmask_hf.collators.checks import (
-    as_integers,
+    as_count,
+    as_row_options,
     check_depth,
-    check_row_options,
     check_truncation_mode,
     example_names,
 )
-from flashmask_hf.collators.forest import Forest, best_fit_decreasing, pack_forests
+from flashmask_hf.collators.documents import empty, is_packed, not_one_to_one, padded, read_documents
+from flashmask_hf.collators.forest import Forest, PackedRows, best_fit_decreasing, pack_forests
 
 __all__ = ["DataCollatorForPackedLanguageModeling", "pack_dataset", "packing_efficiency"]
 
@@ -31,8 +32,12 @@ logger = logging.getLogger(__name__)
 IGNORED = -100
 """Label of a token without a loss."""
 
+_VERSION = 1
+"""Version of the packed rows, part of their cache's fingerprint: raise it when `pack_dataset` makes other rows."""
+
 _MASK_COLUMNS = ("completion_mask", "assistant_masks")
-_TOKEN_COLUMNS = ("input_ids", "labels", *_MASK_COLUMNS)
+_SELECTIONS = ("labels", *_MASK_COLUMNS)
+_TOKEN_COLUMNS = ("input_ids", *_SELECTIONS)
 
 SomeDataset = TypeVar("SomeDataset", bound=Dataset | IterableDataset)
 
@@ -45,9 +50,13 @@ class DataCollatorForPackedLanguageModeling:
     Otherwise its labels are the `input_ids` of the tokens that `assistant_masks` and `completion_mask` select (0 or 1
     per token; without a mask, all tokens).
 
-    An example may be a packed row. It then has `seq_lengths` (the lengths of its documents, as `pack_dataset` and TRL
-    write them) or `position_ids` (which start again at 0 with each document). A packed row that has lost both, because
-    a trainer removed the columns, cannot be told from a single document.
+    An example may be a packed row of `pack_dataset`, whose `input_ids` say which documents they hold. A row that
+    something else packed, with flat `input_ids`, needs `seq_lengths` (the lengths of its documents, as TRL writes them)
+    or `position_ids` (which start again at 0 with each document). If a trainer removed these columns, such a row cannot
+    be told from a single document.
+
+    Examples with neither labels nor masks learn every token; a warning says so once, because a trainer may have removed
+    the masks. Another one says once how many examples of a batch have no label to learn.
 
     Other keys are ignored. A column that is None counts as absent, except for `labels`, which raises.
 
@@ -61,10 +70,9 @@ class DataCollatorForPackedLanguageModeling:
         pad_to_multiple_of: pad the single row to a multiple of this. `max_length` must already be a multiple of it.
         truncation_mode: what to do with an example longer than `max_length`: "error" raises, "keep_start" and
             "keep_end" cut it. They raise if no label would be left.
-        completion_only_loss: None uses `completion_mask` where there is one, False ignores it, True requires it (or
-            `labels`), as in TRL. With False, labels that `pack_dataset` made from masks are made anew without the
-            completion mask, as long as the row still has the masks. Trainers remove them, so pass the choice to
-            `pack_dataset` there.
+        completion_only_loss: how to make labels from masks, for examples without labels: None uses `completion_mask`
+            where there is one, False ignores it, True requires it (or `labels`), as in TRL. For rows of `pack_dataset`
+            the choice is made there: False raises if they have labels.
         max_position_embeddings: the model's number of positions; a longer document raises. None skips the check.
 
     Returns:
@@ -112,12 +120,15 @@ class DataCollatorForPackedLanguageModeling:
     truncation_mode: str = "error"
     completion_only_loss: bool | None = None
     max_position_embeddings: int | None = None
+    _warned: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
 
     def __post_init__(self):
         check_truncation_mode(self.truncation_mode)
         if self.max_length is None and self.truncation_mode != "error":
             raise ValueError(f"truncation_mode='{self.truncation_mode}' needs max_length, the length to truncate to")
-        check_row_options(self.pad_token_id, self.max_length, self.pad_to_multiple_of, self.max_position_embeddings)
+        self.pad_token_id, self.max_length, self.pad_to_multiple_of, self.max_position_embeddings = as_row_options(
+            self.pad_token_id, self.max_length, self.pad_to_multiple_of, self.max_position_embeddings
+        )
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """Collate one batch; see the class."""
@@ -133,27 +144,50 @@ class DataCollatorForPackedLanguageModeling:
         )
         labels = rows.spread([labels for _, labels in read], filler=IGNORED)
         labels[rows.position_ids == 0] = IGNORED
+        self._warn_of_idle(rows, labels, names)
+        if self.completion_only_loss is None and not any(map(_says_what_to_learn, examples)):
+            self._warn_once(
+                "The examples of a batch have neither labels nor masks, so every token is learned. If the dataset has "
+                "completion_mask or assistant_masks, the trainer has removed them: set remove_unused_columns=False, or "
+                "use pack_dataset, whose rows keep their labels. If every token is to be learned, say so with "
+                "completion_only_loss=False."
+            )
         batch = rows.batch()  # input_ids first: accelerate takes the batch size from it
         return {"input_ids": batch.pop("input_ids"), "labels": torch.from_numpy(labels), **batch}
 
+    def _warn_of_idle(self, rows: PackedRows, labels: NDArray[np.int64], names: Sequence[str]) -> None:
+        """Warn of examples without a label, which make no loss."""
+        starts = rows.starts.tolist()
+        spans = [labels.reshape(-1)[at : at + len(own.tokens)] for at, own in zip(starts, rows.forests, strict=True)]
+        idle = [name for name, own in zip(names, spans, strict=True) if (own == IGNORED).all()]
+        if idle:
+            self._warn_once(
+                "%d of the %d examples of a batch have no label to learn, the first is %s (the first token of a "
+                "document never has a label). They add nothing to the loss, and a batch of such is a step of loss 0. "
+                "Leave them out of the dataset, as pack_dataset does. Later batches are not counted.",
+                len(idle), len(names), idle[0],
+            )  # fmt: skip
+
+    def _warn_once(self, message: str, *values: object) -> None:
+        """Log a warning, unless this collator has logged it before."""
+        if message not in self._warned:
+            self._warned.add(message)
+            logger.warning(message, *values)
+
     def _read(self, example: Mapping[str, Any], name: str) -> tuple[Forest, NDArray[np.int64]]:
         """Read an example: return its documents, each a tree of one segment, and their labels, int64 [n]."""
-        if example.get("labels", ...) is None:  # a trainer may have removed the masks that say which labels it had
+        packed = is_packed(example.get("input_ids"))
+        if not packed and example.get("labels", ...) is None:  # perhaps a trainer removed the masks that say which
             raise ValueError(
                 f"{name} has no labels, but a labels column, as after joining datasets; give all of them labels before"
             )
-        example = {column: value for column, value in example.items() if value is not None}
-        if "input_ids" not in example:
+        given, input_ids, lengths = read_documents(example, _SELECTIONS, name)
+        if packed and self.completion_only_loss is False and "labels" in given:
             raise ValueError(
-                f"{name} has no input_ids; tokenize the dataset first. It has: {', '.join(map(str, example))}"
+                f"completion_only_loss=False comes too late for {name}, a row of pack_dataset that has its labels; "
+                "pass it to pack_dataset, and leave it None here"
             )
-        input_ids = as_integers(example["input_ids"], f"input_ids of {name}")
-        if not input_ids.size:
-            raise ValueError(_empty(name))
-        if "attention_mask" in example and not _token_column(example, "attention_mask", len(input_ids), name).all():
-            raise ValueError(_padded(name))
-        labels = self._labels(example, input_ids, name)
-        lengths = _document_lengths(example, input_ids, name)
+        labels = self._labels(given, input_ids, name)
         if self.max_length is not None and len(input_ids) > self.max_length:
             kept = self._kept(len(input_ids), len(lengths), self.max_length, name)
             if _has_labels(labels) and not _has_labels(labels[kept]):
@@ -166,21 +200,14 @@ class DataCollatorForPackedLanguageModeling:
         return Forest(input_ids, lengths, np.full(len(lengths), -1)), labels
 
     def _labels(self, example: Mapping[str, Any], input_ids: NDArray[np.int64], name: str) -> NDArray[np.int64]:
-        """Return the labels of an example, int64 [n]."""
-        labels = _token_column(example, "labels", len(input_ids), name) if "labels" in example else None
-        if labels is not None and not (self.completion_only_loss is False and "seq_lengths" in example):
-            return labels
-        masks = {
-            column: _token_column(example, column, len(input_ids), name)
-            for column in _MASK_COLUMNS
-            if column in example
-        }
-        if labels is not None and (labels != _masked_labels(input_ids, masks)).any():
-            return labels  # the user's own, not those that pack_dataset makes from the masks
+        """Return the labels of an example as `read_documents` returns it, int64 [n]."""
+        if "labels" in example:
+            return example["labels"]
+        masks = {column: example[column] for column in _MASK_COLUMNS if column in example}
         _drop_unused_masks(masks, self.completion_only_loss, name)
         if "completion_mask" in masks and not masks["completion_mask"].any():
             raise ValueError(_no_completion(name))
-        return _masked_labels(input_ids, masks)
+        return _masked_labels(input_ids, masks.values())
 
     def _kept(self, tokens: int, documents: int, max_length: int, name: str) -> slice:
         """Return the tokens to keep of an example that is longer than a row."""
@@ -202,7 +229,7 @@ def pack_dataset(
     truncation_mode: str = "error",
     completion_only_loss: bool | None = None,
     max_position_embeddings: int | None = None,
-    batch_size: int = 10_000,
+    batch_size: int | None = None,
     num_proc: int | None = None,
 ) -> SomeDataset:
     """Pack a tokenized dataset best-fit-decreasing into rows of at most `max_length` tokens.
@@ -213,9 +240,10 @@ def pack_dataset(
     documents keep their order within a row. `Dataset.map` does the work: results are deterministic and cached on disk,
     and memory is bounded.
 
-    A row describes its documents by two columns, because a trainer removes the columns that it does not know before the
-    collator sees them. Transformers' Trainer keeps `position_ids`, TRL's SFTTrainer keeps `seq_lengths`. Both keep
-    `labels` and remove the masks.
+    Rows are for `DataCollatorForPackedLanguageModeling`. `input_ids` and `labels` of a row are lists of documents, and
+    the last one is empty. So no trainer can remove what tells the documents apart, and any other collator or packer
+    raises, where flat rows would let documents see each other: "expected sequence of length ... (got 0)" of PyTorch, or
+    "excessive nesting" of transformers.
 
     Args:
         dataset: tokenized examples with `input_ids`, and any of `labels`, `completion_mask` and `assistant_masks`, all
@@ -226,13 +254,14 @@ def pack_dataset(
         completion_only_loss: how to make labels from masks, for examples without labels: None uses `completion_mask`
             where there is one, False ignores it, True requires it (or `labels`).
         max_position_embeddings: the model's number of positions; a longer document raises. None skips the check.
-        batch_size: number of examples packed together. A larger batch packs a little tighter.
+        batch_size: number of examples packed together. A larger batch packs a little tighter, takes more memory, and
+            lets a stream wait longer for its first row. None is 4,000 for a Dataset and 1,000 for an IterableDataset.
         num_proc: number of processes, for a `Dataset`.
 
     Returns:
-        Dataset or IterableDataset: one example per row, with the token columns; `labels`, always, so that rows of
-        different datasets can be concatenated; `position_ids`, which start again at 0 with each document; and
-        `seq_lengths`, the lengths of its documents.
+        Dataset or IterableDataset: one example per row, in int32, with `input_ids`, a list of documents, the last one
+        empty; `labels`, likewise, unless the examples have neither labels nor masks; and `seq_lengths`, the lengths of
+        the documents. Rows with and without labels may be concatenated: without, every token is learned.
 
     Raises:
         TypeError: `dataset` is neither a Dataset nor an IterableDataset; a column does not hold lists of integers.
@@ -245,8 +274,7 @@ def pack_dataset(
         >>> from flashmask_hf.collators import pack_dataset
         >>> dataset = Dataset.from_dict({"input_ids": [[1, 2, 3], [4, 5], [6], [7, 8]]})
         >>> pack_dataset(dataset, max_length=4)[:]  # doctest: +NORMALIZE_WHITESPACE
-        {'input_ids': [[1, 2, 3, 6], [4, 5, 7, 8]], 'labels': [[1, 2, 3, 6], [4, 5, 7, 8]],
-         'position_ids': [[0, 1, 2, 0], [0, 1, 0, 1]], 'seq_lengths': [[3, 1], [2, 2]]}
+        {'input_ids': [[[1, 2, 3], [6], []], [[4, 5], [7, 8], []]], 'seq_lengths': [[3, 1], [2, 2]]}
         >>> pack_dataset(dataset, max_length=2, split=True)["seq_lengths"][:]
         [[2], [1, 1], [2], [2]]
     """
@@ -256,9 +284,12 @@ def pack_dataset(
             "a DatasetDict by itself"
         )
     check_truncation_mode(truncation_mode)
-    for name, value in (("max_length", max_length), ("batch_size", batch_size)):
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} must be an int, at least 1, got {value!r}")
+    max_length = _required("max_length", max_length)
+    if batch_size is None:
+        batch_size = 4_000 if isinstance(dataset, Dataset) else 1_000
+    batch_size = _required("batch_size", batch_size)
+    num_proc = as_count("num_proc", num_proc, "a number of processes, at least 1, or None")
+    max_position_embeddings = as_count("max_position_embeddings", max_position_embeddings)
     if split and truncation_mode != "error":
         raise ValueError(f"split=True and truncation_mode='{truncation_mode}' exclude each other: choose one")
     first = next(iter(dataset), None)
@@ -283,6 +314,7 @@ def pack_dataset(
             "truncation_mode": truncation_mode,
             "completion_only_loss": completion_only_loss,
             "max_position_embeddings": max_position_embeddings,
+            "version": _VERSION,
         },
     }
     if isinstance(dataset, Dataset):
@@ -294,6 +326,14 @@ def pack_dataset(
             "choose another truncation_mode, or look at its labels and masks"
         )
     return packed
+
+
+def _required(name: str, value: Any) -> int:
+    """Return an option of `pack_dataset` as an int of at least 1; raise a ValueError if it is something else."""
+    count = as_count(name, value, "an int, at least 1")
+    if count is None:
+        raise ValueError(f"{name} must be an int, at least 1, got None")
+    return count
 
 
 def packing_efficiency(dataset: Dataset, max_length: int) -> float:
@@ -320,121 +360,140 @@ def _pack_table(
     truncation_mode: str,
     completion_only_loss: bool | None,
     max_position_embeddings: int | None,
+    version: int,
 ) -> pa.Table:
-    """Pack the examples of an Arrow table; `indices` are their indices in the dataset, for error messages."""
-    selective = any(name in table.column_names for name in ("labels", *_MASK_COLUMNS))
-    lists = {name: _list_column(table, name, indices) for name in _TOKEN_COLUMNS if name in table.column_names}
-    lengths = _lengths(lists["input_ids"])
-    _check_columns(lists, lengths, indices)
-    columns = {name: _values(column) for name, column in lists.items()}
+    """Pack the examples of an Arrow table; `indices` are their indices in the dataset, for error messages.
+
+    `version` is read by nothing but the cache of `Dataset.map`.
+    """
+    columns = {name: _documents(table, name, indices) for name in _TOKEN_COLUMNS if name in table.column_names}
+    lengths = _lengths(columns["input_ids"])
+    _check_columns(columns, lengths, indices)
+    masks = {name: columns.pop(name) for name in _MASK_COLUMNS if name in columns}
     if "labels" not in columns:
-        masks = {name: columns[name] for name in _MASK_COLUMNS if name in columns}
         _drop_unused_masks(masks, completion_only_loss, f"example {indices[0]}")
-        if "completion_mask" in masks:
-            _check_completions(masks["completion_mask"], lengths, indices)
-        columns["labels"] = _masked_labels(columns["input_ids"].astype(np.int64), masks)
+        for index, mask in zip(indices, masks.get("completion_mask", ()), strict=False):
+            if not mask.any():
+                raise ValueError(_no_completion(f"example {index}"))
+        if masks:
+            each = zip(columns["input_ids"], *masks.values(), strict=True)
+            columns["labels"] = [_masked_labels(document, own) for document, *own in each]
     if "attention_mask" in table.column_names:
-        _check_unpadded(_list_column(table, "attention_mask", indices), indices)
+        for index, mask in zip(indices, _documents(table, "attention_mask", indices), strict=True):
+            if not mask.all():
+                raise ValueError(padded(f"example {index}"))
     longest = int(lengths.argmax())
-    starts = np.cumsum(lengths) - lengths
+    owners, starts = np.arange(len(lengths)), np.zeros_like(lengths)  # of each piece: its document, and where it starts
     if lengths[longest] > max_length:
         if split:
-            starts, lengths = _pieces(starts, lengths, max_length)
+            owners, starts, lengths = _pieces(lengths, max_length)
         elif truncation_mode == "error":
             raise ValueError(_too_long(f"example {indices[longest]}", lengths[longest], max_length, can_split=True))
         else:
             if truncation_mode == "keep_end":
-                starts = starts + np.maximum(lengths - max_length, 0)
+                starts = np.maximum(lengths - max_length, 0)
             lengths = np.minimum(lengths, max_length)
     if max_position_embeddings is not None:
         check_depth(f"example {indices[longest]}", int(lengths.max()), max_position_embeddings)
 
-    if selective:
-        labels_before = np.cumsum(np.append(0, columns["labels"] != IGNORED))  # of each token
-        learnable = labels_before[starts + lengths] > labels_before[starts + 1]  # the first token is never a label
+    pieces = list(zip(owners.tolist(), starts.tolist(), (starts + lengths).tolist(), strict=True))
+    if "labels" in columns:
+        labels = columns["labels"]
+        learnable = np.array([_has_labels(labels[owner][start:stop]) for owner, start, stop in pieces])
         if not learnable.all():
-            logger.warning(f"left out {(~learnable).sum()} of {len(lengths)} documents, which have nothing to learn")
-            starts, lengths = starts[learnable], lengths[learnable]
+            logger.warning(f"left out {(~learnable).sum()} of {len(pieces)} documents, which have nothing to learn")
+            lengths = lengths[learnable]
+            pieces = [piece for piece, kept in zip(pieces, learnable, strict=True) if kept]
 
     rows = best_fit_decreasing(lengths, max_length)
-    order = np.fromiter(chain.from_iterable(rows), dtype=np.int64)
-    starts, lengths = starts[order], lengths[order]
-    ends = np.cumsum(lengths)
-    tokens = np.arange(lengths.sum())
-    source = tokens + np.repeat(starts - (ends - lengths), lengths)  # index in the table of each packed token
-    documents = np.cumsum([0] + [len(row) for row in rows])
-    edges = np.concatenate([[0], ends])[documents]  # of the rows, in tokens
-    packed = {name: _list_array(edges, values[source]) for name, values in columns.items()}
-    packed["position_ids"] = _list_array(edges, tokens - np.repeat(ends - lengths, lengths))
-    packed["seq_lengths"] = _list_array(documents, lengths)
+    packed: dict[str, pa.Array] = {}
+    for name, documents in columns.items():
+        chosen = [documents[owner][start:stop] for owner, start, stop in map(pieces.__getitem__, chain(*rows))]
+        packed[name] = _row_array([lengths[row] for row in rows], chosen)
+    packed["seq_lengths"] = pa.array([lengths[row] for row in rows], type=pa.list_(pa.int32()))
     return pa.table(packed)
 
 
-def _list_column(table: pa.Table, name: str, indices: Sequence[int]) -> pa.Array:
-    """Return a column after checking that it holds lists of integers without missing values."""
-    column = table.column(name).combine_chunks()
-    if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)) or not (
-        pa.types.is_integer(column.type.value_type) or pa.types.is_boolean(column.type.value_type)
-    ):
-        raise TypeError(f"column {name} must hold lists of integers, got {column.type}; tokenize the dataset first")
-    if column.null_count or column.flatten().null_count:
-        at = next(at for at, values in enumerate(column.to_pylist()) if values is None or None in values)
-        raise ValueError(f"{name} of example {indices[at]} is missing or has missing values; remove the example")
-    return column
+def _documents(table: pa.Table, name: str, indices: Sequence[int]) -> list[NDArray[Any]]:
+    """Return the lists of a column as views of its values, without copying int32.
+
+    Raises:
+        TypeError: the column does not hold lists of integers.
+        ValueError: a list is missing or has missing values, or a token id or a label does not fit into int32.
+    """
+    documents: list[NDArray[Any]] = []
+    for chunk in table.column(name).chunks:
+        if pa.types.is_fixed_size_list(chunk.type) and not chunk.null_count:
+            chunk = chunk.cast(pa.list_(chunk.type.value_type))
+        if not (pa.types.is_list(chunk.type) or pa.types.is_large_list(chunk.type)) or not (
+            pa.types.is_integer(chunk.type.value_type) or pa.types.is_boolean(chunk.type.value_type)
+        ):
+            way = "; tokenize the dataset first" if name == "input_ids" else ""
+            raise TypeError(f"column {name} must hold lists of integers, got {chunk.type}{way}")
+        values = chunk.flatten()
+        if chunk.null_count or values.null_count:
+            at = next(at for at, list_ in enumerate(chunk.to_pylist()) if list_ is None or None in list_)
+            index = indices[len(documents) + at]
+            raise ValueError(f"{name} of example {index} is missing or has missing values; remove the example")
+        values = values.to_numpy(zero_copy_only=False)
+        if name in ("input_ids", "labels"):
+            if values.size and (values.min() < -(2**31) or values.max() >= 2**31):
+                raise ValueError(f"{name} must fit into int32, got {values.min()}..{values.max()}")
+            values = values.astype(np.int32, copy=False)
+        edges = chunk.offsets.to_numpy()
+        documents += [values[start:stop] for start, stop in pairwise((edges - edges[0]).tolist())]
+    return documents
 
 
-def _lengths(column: pa.Array) -> NDArray[np.int64]:
-    """Return the length of each list of a column, int64 [examples]."""
-    return column.value_lengths().to_numpy().astype(np.int64)
+def _lengths(documents: Sequence[NDArray[Any]]) -> NDArray[np.int64]:
+    """Return the number of entries of each document, int64 [documents]."""
+    return np.fromiter(map(len, documents), dtype=np.int64, count=len(documents))
 
 
-def _values(column: pa.Array) -> NDArray[Any]:
-    """Return the concatenated lists of a column, [tokens]."""
-    return column.flatten().to_numpy(zero_copy_only=False)
-
-
-def _check_columns(columns: dict[str, pa.Array], lengths: NDArray[np.int64], indices: Sequence[int]) -> None:
+def _check_columns(columns: dict[str, list[NDArray[Any]]], lengths: NDArray[np.int64], indices: Sequence[int]) -> None:
     """Raise a ValueError if an example is empty, or has a column of another length than its `input_ids`."""
     for name, column in columns.items():
         entries = _lengths(column)
         if (entries != lengths).any():
             at = int((entries != lengths).argmax())
-            raise ValueError(_not_one_to_one(name, f"example {indices[at]}", int(entries[at]), int(lengths[at])))
+            raise ValueError(not_one_to_one(name, f"example {indices[at]}", int(entries[at]), int(lengths[at])))
     if not lengths.all():
-        raise ValueError(_empty(f"example {indices[int(lengths.argmin())]}"))
-
-
-def _check_completions(completion_mask: NDArray[Any], lengths: NDArray[np.int64], indices: Sequence[int]) -> None:
-    """Raise a ValueError if the completion mask of an example is 0 everywhere."""
-    has_completion = np.logical_or.reduceat(completion_mask != 0, np.cumsum(lengths) - lengths)
-    if not has_completion.all():
-        raise ValueError(_no_completion(f"example {indices[int(has_completion.argmin())]}"))
-
-
-def _check_unpadded(attention_mask: pa.Array, indices: Sequence[int]) -> None:
-    """Raise a ValueError if the attention mask of an example has zeros."""
-    hidden = np.flatnonzero(_values(attention_mask) == 0)
-    if hidden.size:
-        at = int(np.searchsorted(np.cumsum(_lengths(attention_mask)), hidden[0], side="right"))
-        raise ValueError(_padded(f"example {indices[at]}"))
+        raise ValueError(empty(f"example {indices[int(lengths.argmin())]}"))
 
 
 def _pieces(
-    starts: NDArray[np.int64], lengths: NDArray[np.int64], max_length: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Cut documents into pieces of at most `max_length` tokens; return the starts and lengths of the pieces."""
+    lengths: NDArray[np.int64], max_length: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Cut documents into pieces of at most `max_length` tokens.
+
+    Returns:
+        The index of each piece's document, where in the document the piece starts, and its length, int64 [pieces] each.
+    """
     pieces = -(-lengths // max_length)  # of each document
-    number = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)  # of a piece in its document
-    offset = number * max_length
-    return np.repeat(starts, pieces) + offset, np.minimum(np.repeat(lengths, pieces) - offset, max_length)
+    owners = np.repeat(np.arange(len(lengths)), pieces)
+    starts = max_length * (np.arange(len(owners)) - (np.cumsum(pieces) - pieces)[owners])
+    return owners, starts, np.minimum(lengths[owners] - starts, max_length)
 
 
-def _list_array(edges: NDArray[np.int64], values: NDArray[Any]) -> pa.ListArray:
-    """Build an Arrow column of lists: list i holds `values[edges[i]:edges[i + 1]]`."""
-    return pa.ListArray.from_arrays(pa.array(edges, type=pa.int32()), pa.array(values))
+def _row_array(rows: Sequence[NDArray[np.int64]], documents: Sequence[NDArray[np.int32]]) -> pa.Array:
+    """Build the Arrow column of packed rows: a list of documents each, which ends with an empty one.
+
+    Args:
+        rows: the lengths of each row's documents.
+        documents: the documents of all rows, int32 [n] each.
+    """
+    row_edges = np.cumsum([0] + [len(row) + 1 for row in rows])
+    lengths = [np.append(row, 0) for row in rows]
+    edges = np.cumsum(np.concatenate([[0], *lengths]).astype(np.int64))
+    if edges[-1] >= 2**31:
+        raise ValueError(f"batch_size packs {edges[-1]} tokens together, more than 2**31 - 1; make it smaller")
+    values = pa.array(np.concatenate([np.empty(0, dtype=np.int32), *documents]))
+    return pa.ListArray.from_arrays(
+        pa.array(row_edges, type=pa.int32()), pa.ListArray.from_arrays(pa.array(edges, type=pa.int32()), values)
+    )
 
 
-def _drop_unused_masks(masks: dict[str, NDArray[Any]], completion_only_loss: bool | None, name: str) -> None:
+def _drop_unused_masks(masks: dict[str, Any], completion_only_loss: bool | None, name: str) -> None:
     """Remove the completion mask if it is to be ignored; raise a ValueError if it is required and absent."""
     if completion_only_loss is False:
         masks.pop("completion_mask", None)
@@ -445,59 +504,25 @@ def _drop_unused_masks(masks: dict[str, NDArray[Any]], completion_only_loss: boo
         )
 
 
-def _has_labels(labels: NDArray[np.int64]) -> bool:
+def _has_labels(labels: NDArray[Any]) -> bool:
     """Return whether a document has a label after its first token, which nothing predicts."""
     return bool((labels[1:] != IGNORED).any())
 
 
-def _masked_labels(input_ids: NDArray[np.int64], masks: Mapping[str, NDArray[Any]]) -> NDArray[np.int64]:
-    """Return the token ids that every mask selects, and `IGNORED` elsewhere, int64 [n]."""
+def _masked_labels(input_ids: NDArray[Any], masks: Iterable[NDArray[Any]]) -> NDArray[Any]:
+    """Return the token ids that every mask selects, and `IGNORED` elsewhere, [n] of the type of `input_ids`."""
     selected = np.ones(len(input_ids), dtype=bool)
-    for mask in masks.values():
+    for mask in masks:
         selected &= mask != 0
     return np.where(selected, input_ids, IGNORED)
 
 
-def _document_lengths(example: Mapping[str, Any], input_ids: NDArray[np.int64], name: str) -> NDArray[np.int64]:
-    """Return the lengths of the documents of an example from its `seq_lengths` or `position_ids`, int64 [documents]."""
-    length = len(input_ids)
-    if "seq_lengths" in example:
-        lengths = as_integers(example["seq_lengths"], f"seq_lengths of {name}")
-        if int(lengths.sum()) != length or (lengths < 1).any():
-            raise ValueError(
-                f"seq_lengths of {name} must be positive and sum to its {length} tokens, got {lengths.tolist()}; a "
-                "packed example must not be truncated later (set max_length=None in the trainer)"
-            )
-        if "position_ids" in example:
-            positions = _token_column(example, "position_ids", length, name)
-            if (positions != np.arange(length) - np.repeat(np.cumsum(lengths) - lengths, lengths)).any():
-                raise ValueError(
-                    f"seq_lengths and position_ids of {name} describe different documents; keep one of them"
-                )
-        return lengths
-    if "position_ids" not in example:
-        return np.array([length])
-    positions = _token_column(example, "position_ids", length, name)
-    starts = np.flatnonzero(positions == 0)
-    lengths = np.diff(starts, append=length)
-    if not starts.size or starts[0] or (positions != np.arange(length) - np.repeat(starts, lengths)).any():
-        raise ValueError(f"position_ids of {name} must count 0, 1, 2, ... and start again at 0 with each document")
-    return lengths
-
-
-def _token_column(example: Mapping[str, Any], column: str, length: int, name: str) -> NDArray[np.int64]:
-    """Return a column with one integer per token, int64 [length]."""
-    values = as_integers(example[column], f"{column} of {name}")
-    if len(values) != length:
-        raise ValueError(_not_one_to_one(column, name, len(values), length))
-    return values
+def _says_what_to_learn(example: Mapping[str, Any]) -> bool:
+    """Return whether an example has labels or a mask, or is a row of `pack_dataset`, which learns what it should."""
+    return any(example.get(name) is not None for name in _SELECTIONS) or is_packed(example["input_ids"])
 
 
 # Error messages that the collator and `pack_dataset` share.
-
-
-def _empty(name: str) -> str:
-    return f"{name} is empty; remove it: dataset.filter(lambda example: len(example['input_ids']) > 0)"
 
 
 def _no_completion(name: str) -> str:
@@ -505,14 +530,6 @@ def _no_completion(name: str) -> str:
         f"{name} has an empty completion (completion_mask is 0 everywhere), so it teaches nothing; remove it: "
         "dataset.filter(lambda example: any(example['completion_mask']))"
     )
-
-
-def _padded(name: str) -> str:
-    return f"{name} holds padding (zeros in attention_mask); tokenize with padding=False"
-
-
-def _not_one_to_one(column: str, name: str, entries: int, tokens: int) -> str:
-    return f"{column} of {name} has {entries} entries, but its input_ids have {tokens}; they must be one to one"
 
 
 def _too_long(name: str, length: int, max_length: int, can_split: bool = False) -> str:

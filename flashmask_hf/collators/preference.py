@@ -14,10 +14,10 @@ from torch import Tensor
 
 from flashmask_hf.collators.checks import (
     as_answers,
+    as_count,
     as_integers,
     as_number,
-    check_row_options,
-    check_token_count,
+    as_row_options,
     check_truncation_mode,
     example_names,
 )
@@ -99,8 +99,8 @@ class DataCollatorForSharedQuestion:
 
     def __post_init__(self):
         check_truncation_mode(self.truncation_mode)
-        check_token_count("max_length", self.max_length)
-        check_row_options(
+        self.max_length = as_count("max_length", self.max_length)
+        self.pad_token_id, self.row_length, self.pad_to_multiple_of, self.max_position_embeddings = as_row_options(
             self.pad_token_id, self.row_length, self.pad_to_multiple_of, self.max_position_embeddings, "row_length"
         )
 

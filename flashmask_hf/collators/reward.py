@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flashmask_hf.collators.checks import as_answers, as_integers, as_number, check_row_options, example_names
+from flashmask_hf.collators.checks import as_answers, as_integers, as_number, as_row_options, example_names
 from flashmask_hf.collators.forest import Forest, PackedRows, first_equals, pack_forests, packed_inputs
 
 __all__ = ["Comparison", "DataCollatorForMultiAnswerReward", "answer_scores", "shared_prefix"]
@@ -115,10 +115,14 @@ class DataCollatorForMultiAnswerReward:
     score_margin: float = 0.0
 
     def __post_init__(self):
-        check_row_options(
+        self.pad_token_id, self.row_length, self.pad_to_multiple_of, self.max_position_embeddings = as_row_options(
             self.pad_token_id, self.row_length, self.pad_to_multiple_of, self.max_position_embeddings, "row_length"
         )
-        if not isinstance(self.score_margin, Real) or not 0 <= self.score_margin < math.inf:
+        if (
+            isinstance(self.score_margin, bool)
+            or not isinstance(self.score_margin, Real)
+            or not 0 <= self.score_margin < math.inf
+        ):
             raise ValueError(f"score_margin must be a number, at least 0 (no margins), got {self.score_margin!r}")
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""The gallery: one constructor per mask family (FlashMask, ICLR 2025, section 2.1).
+"""The gallery: one constructor per mask family (FlashMask, ICLR 2025, section 2.1), and two that read other layouts.
 
 Every function returns a `FlashMask` with `q_len` set. What holds for all of them:
 
@@ -20,6 +20,7 @@ from flashmask_hf.masks.documents import (
     padding,
 )
 from flashmask_hf.masks.eviction import random_eviction
+from flashmask_hf.masks.packed import from_cu_seqlens, from_position_ids
 from flashmask_hf.masks.prefixes import prefix_lm_causal, prefix_lm_document
 from flashmask_hf.masks.sorted import hash_sparse, qk_sparse
 from flashmask_hf.masks.trees import Node, share_question, tree
@@ -36,6 +37,8 @@ __all__ = [
     "causal_blockwise",
     "causal_document",
     "document",
+    "from_cu_seqlens",
+    "from_position_ids",
     "full",
     "global_sliding_window",
     "hash_sparse",

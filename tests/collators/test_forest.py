@@ -124,6 +124,9 @@ def test_all_integer_types_become_int64():
     assert (forest.tokens.dtype, forest.lengths.dtype, forest.parents.dtype) == (np.int64,) * 3
 
 
+WRAPPING = [2**63 - 1, 2**63 - 1, 7]  # the sum wraps around to 5 in int64
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
@@ -132,6 +135,7 @@ def test_all_integer_types_become_int64():
         (([1, 2], [2, 0], [-1, 0]), ValueError, "segment 1 is empty; leave it out, or give it at least one token"),
         (([1, 2], [3, -1], [-1, 0]), ValueError, "segment 1 is empty"),
         (([1, 2], [2, 1], [-1, 0]), ValueError, "lengths sum to 3, but there are 2 tokens"),
+        (([1] * 5, WRAPPING, [-1] * 3), ValueError, r"lengths\[0\] is 9223372036854775807, but there are 5 tokens"),
         (([1, 2], [1, 1], [0, -1]), ValueError, r"parents\[0\] is 0, but segments must come in depth-first order"),
         (([1, 2], [1, 1], [-1, 1]), ValueError, r"parents\[1\] is 1, but"),
         (([1, 2], [1, 1], [-1, -2]), ValueError, r"parents\[1\] is -2, but"),
@@ -213,6 +217,23 @@ def test_best_fit_decreasing_uses_no_more_bins_than_first_fit(seed):
 def test_best_fit_decreasing_refuses_what_fits_nowhere(lengths):
     with pytest.raises(ValueError, match=r"lengths\[1\]"):
         best_fit_decreasing(lengths, 8)
+
+
+def test_lay_out_refuses_lengths_whose_sum_wraps_around():
+    with pytest.raises(ValueError, match=r"lengths must lie in 1..row_length = 1..5"):
+        lay_out(WRAPPING, 5)
+    with pytest.raises(ValueError, match=r"lengths must lie in 1..row_length = 1..5"):
+        lay_out([3, -1, 3], 5)
+
+
+def test_bins_of_equal_room_are_filled_oldest_first():
+    assert best_fit_decreasing([8, 8, 8, 2], 10) == [[0, 3], [1], [2]]
+
+
+def test_items_of_equal_length_are_packed_in_order():
+    pairs = [[2 * pair, 2 * pair + 2] for pair in range(0, 500, 2)]
+    alone = [[item] for item in range(1, 1000, 2)]
+    assert best_fit_decreasing([1, 2] * 500, 2) == sorted(pairs + alone)
 
 
 def test_lay_out_refuses_more_tokens_than_the_row_has():

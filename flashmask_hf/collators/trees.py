@@ -1,0 +1,139 @@
+"""Data collator that packs trees of token segments with labels, so that a causal model trains on them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flashmask_hf.collators.checks import as_integers, as_row_options, example_names
+from flashmask_hf.collators.forest import Forest, pack_forests
+
+__all__ = ["DataCollatorForTrees"]
+
+_IGNORED = -100
+
+
+@dataclass
+class DataCollatorForTrees:
+    """Data collator that packs trees of token segments, in which every token is computed and learned once.
+
+    An example is a dictionary with `input_ids`, a list of segments in depth-first order, each a list of token ids; and
+    `parents`, the index of each segment's parent, -1 for a root. `labels`, if any, has the layout of `input_ids`;
+    without, all tokens are learned but a root's first. Other keys are ignored. A trainer removes `parents` before the
+    collator sees them, which raises: set `remove_unused_columns=False`.
+
+    A causal model predicts a token from the one before it in the row, which at a branch would be a sibling's last. So a
+    segment gives its last token to each of its children, which then predicts their first tokens; the row grows by one
+    token for each child but the first. Loss and gradients are those of the separate paths from the roots to the leaves,
+    in which a token that several paths share has its label in the first of them alone. To leave shared tokens out, as
+    for prompts, label them -100.
+
+    Args:
+        pad_token_id: token id of the padding. Nothing attends to padding, so any id of the vocabulary works.
+        max_length: None packs the whole batch into one row, without padding. A number makes rows of exactly that many
+            tokens, filled best-fit-decreasing and padded at the end. A tree stays in one row.
+        pad_to_multiple_of: pad the single row to a multiple of this. `max_length` must already be a multiple of it.
+        max_position_embeddings: the model's number of positions; a deeper tree raises. None skips the check.
+
+    Returns:
+        dict[str, Tensor]: `input_ids`, `labels` and `position_ids`, int64 [rows, S]; and `startend_row_indices`, int32
+        [rows, 1, S, 1].
+
+    Raises:
+        ValueError: an argument is out of range; or an example lacks a column, is longer than a row, has an empty
+            segment, segments that are not in depth-first order, or labels of another layout.
+        TypeError: a column does not hold integers.
+
+    Example:
+        >>> from flashmask_hf.collators import DataCollatorForTrees
+        >>> batch = DataCollatorForTrees()([{"input_ids": [[1, 2, 3], [4, 5], [6]], "parents": [-1, 0, 0]}])
+        >>> batch["input_ids"]
+        tensor([[1, 2, 3, 4, 5, 3, 6]])
+        >>> batch["labels"]
+        tensor([[-100,    2,    3,    4,    5, -100,    6]])
+        >>> batch["position_ids"]
+        tensor([[0, 1, 2, 3, 4, 2, 3]])
+        >>> batch["startend_row_indices"].flatten()
+        tensor([7, 7, 5, 5, 5, 7, 7], dtype=torch.int32)
+    """
+
+    pad_token_id: int = 0
+    max_length: int | None = None
+    pad_to_multiple_of: int | None = None
+    max_position_embeddings: int | None = None
+
+    def __post_init__(self):
+        self.pad_token_id, self.max_length, self.pad_to_multiple_of, self.max_position_embeddings = as_row_options(
+            self.pad_token_id, self.max_length, self.pad_to_multiple_of, self.max_position_embeddings
+        )
+
+    def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        """Collate one batch; see the class."""
+        names = example_names(examples)
+        read = [_read(example, name) for example, name in zip(examples, names, strict=True)]
+        rows = pack_forests(
+            [forest for forest, _ in read],
+            self.max_length,
+            pad_token_id=self.pad_token_id,
+            pad_to_multiple_of=self.pad_to_multiple_of,
+            max_position_embeddings=self.max_position_embeddings,
+            names=names,
+        )
+        labels = rows.spread([labels for _, labels in read], filler=_IGNORED)
+        labels[rows.position_ids == 0] = _IGNORED
+        batch = rows.batch()  # input_ids first: accelerate takes the batch size from it
+        return {"input_ids": batch.pop("input_ids"), "labels": torch.from_numpy(labels), **batch}
+
+
+def _read(example: Mapping[str, Any], name: str) -> tuple[Forest, NDArray[np.int64]]:
+    """Return the forest of an example whose segments give their last token to their children, and its labels."""
+    for column in ("input_ids", "parents"):
+        if example.get(column) is None:
+            raise ValueError(
+                f"{name} has no {column}; a tree needs input_ids, a list of segments, and parents, which a trainer "
+                "removes unless remove_unused_columns=False"
+            )
+    tokens = _segments(example["input_ids"], "input_ids", name)
+    labels = tokens if example.get("labels") is None else _segments(example["labels"], "labels", name)
+    if [len(own) for own in labels] != [len(own) for own in tokens]:
+        raise ValueError(f"labels of {name} must have the layout of its input_ids, one for each token of each segment")
+    parents = as_integers(example["parents"], f"parents of {name}")
+    try:
+        Forest(np.concatenate([np.empty(0, np.int64), *tokens]), np.array([len(own) for own in tokens]), parents)
+    except ValueError as error:
+        raise ValueError(f"input_ids and parents of {name} are no forest: {error}") from None
+    inner = set(parents.tolist())
+    visited: set[int] = set()  # parents whose first child has been reached
+    places = {-1: -1}  # the new index of each segment that keeps a token
+    new_tokens: list[NDArray[np.int64]] = []
+    new_labels: list[NDArray[np.int64]] = []
+    new_parents: list[int] = []
+    for segment, parent in enumerate(parents.tolist()):
+        own, learned = tokens[segment], labels[segment]
+        if segment in inner:
+            own, learned = own[:-1], learned[:-1]
+        if parent != -1:
+            label = labels[parent][-1:] if parent not in visited else np.array([_IGNORED])
+            visited.add(parent)
+            own, learned = np.append(tokens[parent][-1:], own), np.append(label, learned)
+        places[segment] = -1  # a root of one token gives it away, and its children are roots
+        if own.size:
+            places[segment] = len(new_tokens)
+            new_tokens.append(own)
+            new_labels.append(learned)
+            new_parents.append(places[parent])
+    lengths = np.array([len(own) for own in new_tokens])
+    return Forest(np.concatenate(new_tokens), lengths, np.array(new_parents)), np.concatenate(new_labels)
+
+
+def _segments(values: Any, column: str, name: str) -> list[NDArray[np.int64]]:
+    """Return the segments of a column, int64 [n] each."""
+    if not hasattr(values, "__iter__"):
+        raise TypeError(f"{column} of {name} must be a list of segments, got {values!r}")
+    return [as_integers(segment, f"segment {index} of {column} of {name}") for index, segment in enumerate(values)]

@@ -1,0 +1,138 @@
+"""Other ways to write `causal_document` and `document`: from what packed rows carry elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from flashmask_hf.mask import FlashMask
+from flashmask_hf.masks._arguments import Device, as_integer, check_integer_tensor, query_count, target_device
+from flashmask_hf.masks._columns import key_positions, make_mask
+from flashmask_hf.masks.documents import causal_document, document
+
+
+def from_cu_seqlens(
+    cu_seqlens: Sequence[int] | Tensor,
+    *,
+    causal: bool = True,
+    kv_len: int | None = None,
+    q_len: int | None = None,
+    device: Device = None,
+) -> FlashMask:
+    """Packed documents of one row, from the cumulative lengths that FlashAttention's varlen functions take.
+
+    `from_cu_seqlens([0, 3, 5, 6])`, which is `causal_document([3, 2, 1])`:
+
+        1 . . . . .
+        1 1 . . . .
+        1 1 1 . . .
+        . . . 1 . .
+        . . . 1 1 .
+        . . . . . 1
+
+    Args:
+        cu_seqlens: the first position of each document and the end of the last one, a list or an int tensor
+            [documents + 1]: 0 first, and none less than the one before. Equal ones are a document without tokens, which
+            is left out. A tensor's values are read, so that the host waits for its device.
+        causal: whether tokens see their document causally (`causal_document`), or all of it (`document`).
+        kv_len: number of keys; None means the last entry. Keys behind that are filler, which nothing sees.
+        q_len: number of queries; None means kv_len, less means the last q_len positions.
+        device: where the mask lives; None is the device of `cu_seqlens`, or the CPU.
+
+    Returns:
+        FlashMask: indices [1, 1, kv_len, 1], causal; or [1, 1, kv_len, 2], not causal.
+
+    Raises:
+        TypeError: an entry is not an int.
+        ValueError: `cu_seqlens` does not start at 0, decreases, holds no token or more than `kv_len`; or `q_len` does
+            not lie in 1..kv_len.
+
+    Example:
+        >>> from flashmask_hf import masks
+        >>> masks.from_cu_seqlens([0, 3, 5, 6]).indices.flatten()
+        tensor([3, 3, 3, 5, 5, 6], dtype=torch.int32)
+    """
+    if isinstance(cu_seqlens, Tensor):
+        check_integer_tensor("cu_seqlens", cu_seqlens)
+        if cu_seqlens.dim() != 1:
+            raise ValueError(f"cu_seqlens must have shape [documents + 1], got {list(cu_seqlens.shape)}")
+        edges = cu_seqlens.tolist()
+    elif isinstance(cu_seqlens, (list, tuple)):
+        edges = [as_integer(f"cu_seqlens[{at}]", edge, 0) for at, edge in enumerate(cu_seqlens)]
+    else:
+        raise TypeError(f"cu_seqlens must be a list or an int tensor, got {type(cu_seqlens).__name__}")
+    if len(edges) < 2 or edges[0] != 0 or edges[-1] == 0:
+        raise ValueError(f"cu_seqlens must start at 0 and end at the number of tokens, at least 1, got {edges}")
+    for at, (start, end) in enumerate(pairwise(edges)):
+        if end < start:
+            raise ValueError(
+                f"cu_seqlens[{at + 1}] is {end}, less than the entry before, {start}; give cumulative lengths, or pass "
+                "lengths to causal_document or document"
+            )
+    if kv_len is not None and edges[-1] > as_integer("kv_len", kv_len, 1):
+        raise ValueError(f"cu_seqlens ends at {edges[-1]}, more than kv_len = {kv_len}; raise kv_len")
+    lengths = [end - start for start, end in pairwise(edges) if end > start]
+    family = causal_document if causal else document
+    return family(lengths, kv_len=kv_len, q_len=q_len, device=target_device(device, cu_seqlens))
+
+
+def from_position_ids(
+    position_ids: Tensor, *, causal: bool = True, q_len: int | None = None, device: Device = None
+) -> FlashMask:
+    """Packed documents, from position ids that start again at 0 with each document.
+
+    `from_position_ids(torch.tensor([0, 1, 2, 0, 1, 0]))`, which is `causal_document([3, 2, 1])`:
+
+        1 . . . . .
+        1 1 . . . .
+        1 1 1 . . .
+        . . . 1 . .
+        . . . 1 1 .
+        . . . . . 1
+
+    Padding with position 0 at each token is a document of one token each, which sees itself and nothing else.
+
+    Args:
+        position_ids: an int tensor [S], or [B, S] for a batch: each row counts 0, 1, 2, ... and starts again at 0 with
+            each document. Its values are read, so that the host waits for its device.
+        causal: whether tokens see their document causally (`causal_document`), or all of it (`document`).
+        q_len: number of queries; None means S, less means the last q_len positions.
+        device: where the mask lives; None is the device of `position_ids`.
+
+    Returns:
+        FlashMask: indices [B, 1, S, 1], causal; or [B, 1, S, 2], not causal. B is 1 for [S].
+
+    Raises:
+        TypeError: `position_ids` is not a tensor of integers.
+        ValueError: `position_ids` has another shape or no token, or restarts at another number than 0, as depths in
+            trees and shared questions do; or `q_len` does not lie in 1..S.
+
+    Example:
+        >>> import torch
+        >>> from flashmask_hf import masks
+        >>> masks.from_position_ids(torch.tensor([0, 1, 2, 0, 1, 0])).indices.flatten()
+        tensor([3, 3, 3, 5, 5, 6], dtype=torch.int32)
+    """
+    check_integer_tensor("position_ids", position_ids)
+    if position_ids.dim() not in (1, 2) or not position_ids.numel():
+        raise ValueError(f"position_ids must have shape [S] or [B, S], got {list(position_ids.shape)}")
+    positions = position_ids.to(torch.int64)[None] if position_ids.dim() == 1 else position_ids.to(torch.int64)
+    kv_len = positions.shape[-1]
+    q_len = query_count(q_len, kv_len)
+    expected = torch.nn.functional.pad(positions[:, :-1] + 1, (1, 0))
+    wrong = (positions != 0) & (positions != expected)
+    if wrong.any():
+        row, token = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"position_ids[{row}, {token}] is {int(positions[row, token])}, but must be 0, where a document starts, or "
+            f"{int(expected[row, token])}, which continues it; share_question and tree write rows of depths"
+        )
+    key = key_positions(kv_len, positions.device)[:, 0]
+    starts = key - positions
+    later = torch.where(positions == 0, key, kv_len)[:, 1:]  # the first position of a later document
+    ends = torch.nn.functional.pad(later, (0, 1), value=kv_len).flip(-1).cummin(-1).values.flip(-1)
+    columns = (ends[:, None],) if causal else (ends[:, None], starts[:, None])
+    return make_mask(*columns, causal=causal, q_len=q_len, device=device)

@@ -1,0 +1,43 @@
+"""Helpers of packing tests: documents of random tokens, datasets of them, and the documents of packed rows."""
+
+from itertools import chain
+
+import numpy as np
+from datasets import Dataset
+from tools.tiny import VOCAB
+
+
+def documents(lengths, seed=0):
+    """Draw a list of random tokens per length."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(3, VOCAB, length).tolist() for length in lengths]
+
+
+def examples(lengths, seed=0):
+    return [{"input_ids": tokens} for tokens in documents(lengths, seed)]
+
+
+def flat(lists):
+    return list(chain.from_iterable(lists))
+
+
+def dataset(lengths, **columns):
+    return Dataset.from_dict({"input_ids": documents(lengths), **columns})
+
+
+def unpack(packed, column="input_ids"):
+    """Return the documents of a packed dataset."""
+    found = []
+    for row in packed:
+        *own, end = row[column]
+        assert end == []
+        assert list(map(len, own)) == row["seq_lengths"]
+        found += own
+    return found
+
+
+MASKED = {
+    "input_ids": [[5, 6, 7, 8], [9, 10], [11, 12, 13]],
+    "completion_mask": [[0, 0, 1, 1], [0, 1], [0, 1, 1]],
+    "assistant_masks": [[1, 1, 1, 0], [1, 1], [1, 1, 1]],
+}
