@@ -1,5 +1,8 @@
 """What users may get wrong with a trainer: every set-up gives its own clear error or the loss of stock TRL."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
@@ -306,3 +309,12 @@ def test_evaluate_takes_raw_rows(task):
     raw = Dataset.from_list(ROWS[task])
     expected = build(task, stock=True).evaluate(raw)["eval_loss"]
     assert build(task).evaluate(raw)["eval_loss"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_the_documented_tests_exist():
+    """docs/wrong_setups.md names a test for every set-up."""
+    root = Path(__file__).parent
+    rows = re.findall(r"^\|.*`([\w/]+\.py)::(\w+)` \|$", (root.parent / "docs" / "wrong_setups.md").read_text(), re.M)
+    assert len(rows) >= 40
+    for file, name in rows:
+        assert f"\ndef {name}(" in (root / file).read_text(), f"{file}::{name}"
