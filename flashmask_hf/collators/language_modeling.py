@@ -241,9 +241,9 @@ def pack_dataset(
     and memory is bounded.
 
     Rows are for `DataCollatorForPackedLanguageModeling`. `input_ids` and `labels` of a row are lists of documents, and
-    the last one is empty. So no trainer can remove what tells the documents apart, and any other collator or packer
-    raises, where flat rows would let documents see each other: "expected sequence of length ... (got 0)" of PyTorch, or
-    "excessive nesting" of transformers.
+    the last one is empty. So no trainer can remove what tells the documents apart. Where flat rows would let documents
+    see each other, the collators of transformers and TRL raise, also after TRL's packing: "expected sequence of length
+    ..." (of PyTorch), or "excessive nesting".
 
     Args:
         dataset: tokenized examples with `input_ids`, and any of `labels`, `completion_mask` and `assistant_masks`, all
