@@ -46,10 +46,11 @@ def descriptions(row):
     yield "positions", dict(input_ids=ids, position_ids=row["position_ids"])
 
 
+@pytest.mark.parametrize("lengths", [LENGTHS, [5, 7]], ids=str)
 @pytest.mark.parametrize("family", JOINED)
-def test_a_row_of_several_documents_raises(family):
+def test_a_row_of_several_documents_raises(family, lengths):
     model = cached(family)
-    _, row = packed()
+    _, row = packed(lengths)
     for told, call in descriptions(row):
         if told == "positions" and "position_ids" not in model_zoo._parameters(model):
             continue
