@@ -157,12 +157,14 @@ def rankings() -> DatasetDict:
     return _splits(rows, COMPARED_CHARACTERS)
 
 
-def build_model(path: str | Path, *, positions: int = 1024) -> None:
+def build_model(path: str | Path, *, positions: int = 1024, initializer_range: float = 0.06) -> None:
     """Write a tiny, untrained Llama and its tokenizer to a folder, for `from_pretrained`.
 
     Args:
         path: path of the folder.
         positions: `max_position_embeddings` of the model.
+        initializer_range: standard deviation of the weights. With 0.02, transformers' default, the steps of the demo of
+            `sft.py` are too few to learn the facts.
     """
     tokenizer: Any = build_tokenizer()
     tokenizer.save_pretrained(path)
@@ -174,7 +176,7 @@ def build_model(path: str | Path, *, positions: int = 1024) -> None:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=positions,
-        initializer_range=0.06,  # with transformers' default of 0.02, the demo's steps are too few to learn the facts
+        initializer_range=initializer_range,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,

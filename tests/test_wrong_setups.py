@@ -186,7 +186,7 @@ ONE = {
     "sft, split and truncation": (lambda: build("sft", split=True), "exclude each other"),
     "sft, a recurrent model": (
         lambda: first_loss(build("sft", model=model_zoo.build("recurrent_gemma", "flashmask"))),
-        r"gave the packed row's mask to 1 of its . layers.*use TRL's own trainer",
+        "has recurrent or convolutional layers.*pass one document a row",
     ),
     "sft, attention changed afterwards": (
         lambda: changed_attention("sft"),
