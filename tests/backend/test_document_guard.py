@@ -194,6 +194,7 @@ def test_boundaries_are_the_same_compiled(family, fullgraph, monkeypatch):
         assert got.keys() == want.keys() >= {"seq_idx", "startend_row_indices"}
         assert all(torch.equal(torch.as_tensor(got[name]), torch.as_tensor(want[name])) for name in want)
         assert ("cu_seq_lens_q" in got) == (family == "qwen3_5_text")
+        assert got.get("use_cache") is (False if family == "qwen3_5_text" else None)
         place = (call["input_ids"], None, call["position_ids"])  # by position in the signature
         assert document_guard._keep_documents_apart(model, place, {})[1].keys() == {*want, "attention_mask"}
 

@@ -11,6 +11,7 @@ from trl import SFTConfig, SFTTrainer
 
 from flashmask_hf.collators import DataCollatorForPackedLanguageModeling, pack_dataset
 from flashmask_hf.trainers import PackedSFTTrainer
+from flashmask_hf.trainers import sft as sft_trainer
 
 pytestmark = TRAINER_WARNINGS
 
@@ -189,3 +190,9 @@ def test_evaluation_leaves_out_the_examples_that_stock_trl_leaves_out(tmp_path, 
         losses.append(trainer.evaluate()["eval_loss"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert "Packed 4 eval examples into" in capsys.readouterr().out
+
+
+def test_padding_counts_neither_as_tokens_nor_as_keys():
+    """Two documents of three and two tokens see 3 + 2 + 1 and 2 + 1 keys."""
+    indices = torch.tensor([3, 3, 3, 5, 5, 0, 0, 0], dtype=torch.int32)[None, None, :, None]
+    assert sft_trainer._tokens_and_keys(indices).tolist() == [5, 9]
