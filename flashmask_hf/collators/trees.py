@@ -13,10 +13,9 @@ from torch import Tensor
 
 from flashmask_hf.collators.checks import as_integers, as_row_options, example_names
 from flashmask_hf.collators.forest import Forest, pack_forests
+from flashmask_hf.collators.language_modeling import IGNORED
 
 __all__ = ["DataCollatorForTrees"]
-
-_IGNORED = -100
 
 
 @dataclass
@@ -85,8 +84,8 @@ class DataCollatorForTrees:
             max_position_embeddings=self.max_position_embeddings,
             names=names,
         )
-        labels = rows.spread([labels for _, labels in read], filler=_IGNORED)
-        labels[rows.position_ids == 0] = _IGNORED
+        labels = rows.spread([labels for _, labels in read], filler=IGNORED)
+        labels[rows.position_ids == 0] = IGNORED
         batch = rows.batch()  # input_ids first: accelerate takes the batch size from it
         return {"input_ids": batch.pop("input_ids"), "labels": torch.from_numpy(labels), **batch}
 
@@ -119,7 +118,7 @@ def _read(example: Mapping[str, Any], name: str) -> tuple[Forest, NDArray[np.int
         if segment in inner:
             own, learned = own[:-1], learned[:-1]
         if parent != -1:
-            label = labels[parent][-1:] if parent not in visited else np.array([_IGNORED])
+            label = labels[parent][-1:] if parent not in visited else np.array([IGNORED])
             visited.add(parent)
             own, learned = np.append(tokens[parent][-1:], own), np.append(label, learned)
         places[segment] = -1  # a root of one token gives it away, and its children are roots
