@@ -17,5 +17,6 @@ A forward passes through the modules in this order:
 
 `positions` holds operations on position_ids that several of them use. `patches` adapts transformers where its
 interfaces do not suffice, `register` makes the implementations known to it, and `packed_rows` runs a model's backbone
-on packed rows for the trainers. `shared_prefill` makes `generate` compute repeated prompts once, with any attention.
+on packed rows for the trainers. `tree_packing` reads the packed tries of TRL's AsyncGRPO, and `shared_prefill` makes
+`generate` compute repeated prompts once, with any attention.
 """

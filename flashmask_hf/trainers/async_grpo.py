@@ -1,0 +1,95 @@
+"""TRL's experimental AsyncGRPO on "flashmask" instead of FlashAttention-3 with gathered keys.
+
+Import it from here: `flashmask_hf.trainers` does not, because TRL's module is experimental and slow to import.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from trl.experimental.async_grpo import async_grpo_trainer
+
+from flashmask_hf.backend.packed_rows import check_compiled
+from flashmask_hf.backend.tree_packing import run_tree_packing
+from flashmask_hf.names import FLASHMASK
+
+__all__ = ["SharedPromptAsyncGRPOTrainer"]
+
+if not hasattr(async_grpo_trainer, "TREE_ATTENTION"):
+    raise ImportError(
+        "SharedPromptAsyncGRPOTrainer needs the tree packing of AsyncGRPO, which this version of TRL does not have; "
+        "install trl>=1.16"
+    )
+
+
+class SharedPromptAsyncGRPOTrainer(async_grpo_trainer.AsyncGRPOTrainer):
+    """TRL's `AsyncGRPOTrainer`, whose packed tries run under "flashmask": on any GPU, and for models with sinks.
+
+    TRL computes each token that rollouts share once, but gathers its keys once per rollout that sees it, and needs
+    FlashAttention-3. Here keys stay where they are. Arguments, batches, loss and metrics are TRL's.
+
+    The first step raises ValueError if some layers of the model do not receive the mask, and RuntimeError if the batch
+    is not a trie as TRL 1.16 packs it.
+    """
+
+    def __init__(self, model: str, *args: Any, **kwargs: Any) -> None:
+        with _load_with_flashmask():
+            super().__init__(model, *args, **kwargs)
+        run_tree_packing(self.accelerator.unwrap_model(self.model))
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return TRL's loss. In a compiled model, check in the first step that every layer receives the mask."""
+        check_compiled(model, inputs["input_ids"].device)
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def _log_step_metrics(self) -> None:
+        """Log TRL's metrics of a step, which read two numbers that the config of gpt-oss does not have."""
+        model: Any = self.model
+        config = model.config.get_text_config()
+        fixed = {"moe_intermediate_size": getattr(config, "intermediate_size", None), "decoder_sparse_step": 1}
+        added = {name: value for name, value in fixed.items() if not hasattr(config, name)}
+        for name, value in added.items():
+            setattr(config, name, value)
+        try:
+            super()._log_step_metrics()
+        finally:
+            for name in added:
+                delattr(config, name)
+
+
+@contextlib.contextmanager
+def _load_with_flashmask() -> Iterator[None]:
+    """Make TRL's trainer load its model with the attention "flashmask", and accept one with sinks.
+
+    The name of TRL's own attention, and the refusal of parameters named "*.sinks", which FlashAttention-3 does not
+    take, are written out in `AsyncGRPOTrainer.__init__`.
+    """
+    module: Any = async_grpo_trainer
+    create = module.create_model_from_path
+
+    def create_with_flashmask(*args: Any, **kwargs: Any) -> Any:
+        model = create(*args, **kwargs | {"attn_implementation": FLASHMASK})
+        named_parameters = model.named_parameters
+        models.append(model)
+        model.named_parameters = lambda *args, **kwargs: (
+            (_Name(name), parameter) for name, parameter in named_parameters(*args, **kwargs)
+        )
+        return model
+
+    models: list[Any] = []
+    module.create_model_from_path = create_with_flashmask
+    try:
+        yield
+    finally:
+        module.create_model_from_path = create
+        for model in models:
+            del model.named_parameters
+
+
+class _Name(str):
+    """A parameter's name that does not say that it is one of sinks, and is equal to that name in all else."""
+
+    def endswith(self, suffix: Any, *bounds: Any) -> bool:
+        return suffix != ".sinks" and super().endswith(suffix, *bounds)
