@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ PROMPTS = ["w5 w6 w7 w8 w9", "w9 w8", "w20 w21 w22"]
 GENERATIONS = 4
 
 
-def train(trainer_class: type, path: Any, shared: bool, **options: Any) -> tuple[list[Any], list[int], Any]:
+def train(trainer_class: type, path: Any, shared: str, **options: Any) -> tuple[list[Any], list[int], Any]:
     """Return the completions and the numbers of prefilled tokens of a run of two steps, and the trained weights."""
     completions: list[Any] = []
     prefilled: list[int] = []
@@ -31,10 +32,7 @@ def train(trainer_class: type, path: Any, shared: bool, **options: Any) -> tuple
             hook = self.model.get_input_embeddings().register_forward_hook(
                 lambda _, inputs, __: tokens.append(inputs[0].numel())
             )
-            if shared:
-                with shared_prefill(self.model):
-                    output = super()._generate_single_turn(*args, **kwargs)
-            else:
+            with shared_prefill(self.model) if shared == "rollout" else contextlib.nullcontext():
                 output = super()._generate_single_turn(*args, **kwargs)
             hook.remove()
             completions.extend(output[0] if isinstance(output, tuple) else output)  # RLOO returns completions alone
@@ -53,7 +51,8 @@ def train(trainer_class: type, path: Any, shared: bool, **options: Any) -> tuple
         processing_class=word_tokenizer(),
         **options,
     )
-    trainer.train()
+    with shared_prefill(trainer.model) if shared == "run" else contextlib.nullcontext():
+        trainer.train()
     return completions, prefilled, [p.detach().clone() for p in trainer.model.parameters()]
 
 
@@ -61,9 +60,10 @@ def train(trainer_class: type, path: Any, shared: bool, **options: Any) -> tuple
 @pytest.mark.parametrize("trainer_class", [GRPOTrainer, RLOOTrainer])
 def test_rollouts(trainer_class: type, adapter: bool, tmp_path: Any) -> None:
     options = {"peft_config": LoraConfig(target_modules="all-linear")} if adapter else {}
-    want, plain, weights = train(trainer_class, tmp_path, shared=False, **options)
-    got, prefilled, other = train(trainer_class, tmp_path, shared=True, **options)
-    assert got == want
-    assert len(got) == 2 * len(PROMPTS) * GENERATIONS
-    assert all(torch.equal(p, q) for p, q in zip(weights, other, strict=True))
-    assert [GENERATIONS * tokens for tokens in prefilled] == plain
+    want, plain, weights = train(trainer_class, tmp_path, shared="nowhere", **options)
+    for shared in ("rollout", "run"):
+        got, prefilled, other = train(trainer_class, tmp_path, shared=shared, **options)
+        assert got == want
+        assert len(got) == 2 * len(PROMPTS) * GENERATIONS
+        assert all(torch.equal(p, q) for p, q in zip(weights, other, strict=True))
+        assert [GENERATIONS * tokens for tokens in prefilled] == plain
