@@ -17,7 +17,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from tools.tiny import TRAINER_WARNINGS, VOCAB, llama_config, trainer_settings, word_tokenizer
+from tools.tiny import CHECKPOINTING, TRAINER_WARNINGS, VOCAB, llama_config, trainer_settings, word_tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig, MistralConfig, Qwen3MoeConfig
 
@@ -184,13 +184,33 @@ def test_log_probabilities_loss_and_gradients(family: str, tmp_path: Any) -> Non
         torch.testing.assert_close(ours.grad / scale, theirs.grad / scale, msg=name, **BOUND)
 
 
+@pytest.mark.parametrize(("family", "compiled"), [("mistral", False), ("llama", True)], ids=["eager", "compiled"])
+def test_rows_of_two_processes(family: str, compiled: bool, tmp_path: Any) -> None:
+    """TRL pads the rows of all processes to the longest; each process drops the padding of its own."""
+    path = save(family, tmp_path)
+    samples = [rollouts(0), rollouts(1, vocabulary=5)]
+    trainer = make(path, tmp_path)
+    trainer.current_gradient_accumulation_steps = 1
+    eager = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", dtype=torch.float32)
+    batch = DataCollatorForRollout(pad_token_id=0, num_processes=2).torch_call([[packed(x) for x in samples]])
+    assert not batch["attention_mask"].all()
+    if compiled:
+        torch.compiler.reset()
+        trainer.model.model.compile(backend="eager", dynamic=True)  # dynamo warns of TRL's head
+    shares = [{name: x[nth : nth + 1] for name, x in batch.items()} for nth in range(2)]
+    losses = [trainer.compute_loss(trainer.model, share) for share in shares]
+    torch.testing.assert_close(losses[0] + losses[1], separate_loss(eager, samples[0] + samples[1])[0], **BOUND)
+    torch.compiler.reset()
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])
 @pytest.mark.parametrize("adapter", [False, True], ids=["full", "lora"])
-def test_training(family: str, adapter: bool, tmp_path: Any) -> None:
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointing"])
+def test_training(family: str, adapter: bool, checkpointing: bool, tmp_path: Any) -> None:
     """Two steps from rollouts that are there already, which is all that AsyncGRPO needs a server for."""
     path, samples = save(family, tmp_path), rollouts() * 3
     options = {"peft_config": LoraConfig(target_modules=["q_proj", "v_proj"])} if adapter else {}
-    trainer = make(path, tmp_path, samples=samples, **options)
+    trainer = make(path, tmp_path, samples=samples, arguments={CHECKPOINTING: checkpointing}, **options)
     before = [p.detach().clone() for p in trainer.model.parameters() if p.requires_grad]
     trainer.train()
     assert trainer.state.global_step == 2
