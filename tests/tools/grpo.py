@@ -207,7 +207,7 @@ def run(
 
 
 def main() -> None:
-    """Run TRL's trainer and this package's with the options in the first argument; write their logs to a file, the second."""
+    """Run TRL's trainer and this package's with the options in argv[1], as JSON; write their logs to argv[2]."""
     tokenizer = word_tokenizer("user", "assistant")
     found = {}
     with tempfile.TemporaryDirectory() as folder:
