@@ -18,6 +18,7 @@ import transformers
 from peft import LoraConfig, PrefixTuningConfig
 from tools.grpo import CLASSES, STEPS, VLLM, WEIGHT_BOUND, prompts, reward, run, save_models
 from tools.recipes import FSDP_ON_CPU, RECIPES
+from tools.support import requires
 from tools.tiny import CHECKPOINTING, TRAINER_WARNINGS, VOCAB, trainer_settings, word_tokenizer
 from transformers import AutoModelForCausalLM
 from trl import GRPOConfig
@@ -121,6 +122,24 @@ def test_ten_steps(name, checkpoints, tokenizer, tmp_path, monkeypatch):
         torch.testing.assert_close(weights[key], expected, rtol=0, atol=WEIGHT_BOUND, msg=lambda m, k=key: f"{k}: {m}")
     assert all(0 <= entry["shared_tokens_saved"] < 1 for entry in ours[:STEPS])
     assert sum(entry["shared_tokens_saved"] for entry in ours[:STEPS]) > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "options", [{"beta": 0.1}, {"share": "tokens", "model": "gemma2"}, {"algorithm": "rloo"}], ids=str
+)
+def test_the_gpu_equals_stock_trl_on_the_cpu(options, checkpoints, tokenizer, tmp_path):
+    """The kernels in float32, whose matrix products may round to TensorFloat32 inputs elsewhere in the model."""
+    requires("gpu")
+    options = {"max_steps": 4} | options
+    ours, weights, trainer = run(True, checkpoints, tokenizer, tmp_path, options | {"use_cpu": False})
+    assert trainer.accelerator.device.type == "cuda"
+    stock, expected, _ = run(False, checkpoints, tokenizer, tmp_path, options)
+    for one, two in zip(ours, stock, strict=True):
+        assert one["loss"] == pytest.approx(two["loss"], rel=1e-3, abs=1e-4)
+        assert one["grad_norm"] == pytest.approx(two["grad_norm"], rel=1e-3, abs=1e-4)
+    for name, x in expected.items():
+        torch.testing.assert_close(weights[name].cpu(), x, rtol=0, atol=1e-3)
 
 
 def test_a_run_that_resumes(checkpoints, tokenizer, tmp_path):
