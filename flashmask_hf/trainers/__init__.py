@@ -1,6 +1,12 @@
-"""TRL's trainers on packed rows: several documents in a row, and questions that are computed once for all answers."""
+"""TRL's trainers on packed rows: several documents in a row, and questions and prompts that are computed once."""
 
 from flashmask_hf.trainers.dpo import SharedQuestionDPOConfig, SharedQuestionDPOTrainer
+from flashmask_hf.trainers.grpo import (
+    SharedPromptGRPOConfig,
+    SharedPromptGRPOTrainer,
+    SharedPromptRLOOConfig,
+    SharedPromptRLOOTrainer,
+)
 from flashmask_hf.trainers.reward import MultiAnswerRewardConfig, MultiAnswerRewardTrainer
 from flashmask_hf.trainers.sft import PackedSFTTrainer
 
@@ -8,6 +14,10 @@ __all__ = [
     "MultiAnswerRewardConfig",
     "MultiAnswerRewardTrainer",
     "PackedSFTTrainer",
+    "SharedPromptGRPOConfig",
+    "SharedPromptGRPOTrainer",
+    "SharedPromptRLOOConfig",
+    "SharedPromptRLOOTrainer",
     "SharedQuestionDPOConfig",
     "SharedQuestionDPOTrainer",
 ]

@@ -19,10 +19,13 @@ __all__ = [
     "check_config",
     "default_output_dir",
     "flashmask_policy",
+    "load_with",
     "log_sparsity",
     "map_style_datasets",
     "prepare_arguments",
+    "refuse_empty_reference",
     "turn_off_dispatching",
+    "whole_in_each_process",
     "with_position_limit",
 ]
 
@@ -49,26 +52,53 @@ def check_config(args: Any, config: type, ours: str) -> None:
 
 
 @contextlib.contextmanager
-def flashmask_policy(model: Any, args: Any, *, reference: bool = False) -> Iterator[None]:
-    """Make the attention "flashmask" the default of models that TRL loads by name within the context.
+def load_with(args: Any, **options: Any) -> Iterator[None]:
+    """Make options the default of whatever TRL loads by name within the context.
 
     Afterwards `args.model_init_kwargs` is what it was, for whatever else is loaded with the same arguments.
+    """
+    given = args.model_init_kwargs
+    if options:
+        args.model_init_kwargs = {**options, **(given or {})}
+    try:
+        yield
+    finally:
+        args.model_init_kwargs = given
+
+
+def flashmask_policy(model: Any, args: Any, *, reference: bool = False) -> contextlib.AbstractContextManager[None]:
+    """Make the attention "flashmask" the default of models that TRL loads by name within the context.
 
     Args:
         model: the model, or the name that the trainer loads it by.
         args: the trainer's arguments.
         reference: whether TRL may load a reference model by the name of a model that is given as such.
     """
-    given = args.model_init_kwargs
-    if isinstance(model, str):
-        args.model_init_kwargs = {"attn_implementation": FLASHMASK, **(given or {})}
-    if args.world_size > 1 and (isinstance(model, str) or reference):
-        # else TRL 1.16 spreads the model over all GPUs before FSDP shards it, and fails
-        args.model_init_kwargs = {"device_map": None, **(args.model_init_kwargs or {})}
-    try:
-        yield
-    finally:
-        args.model_init_kwargs = given
+    by_name = isinstance(model, str)
+    options = {"attn_implementation": FLASHMASK} if by_name else {}
+    return load_with(args, **options, **(whole_in_each_process(args) if by_name or reference else {}))
+
+
+def whole_in_each_process(args: Any) -> dict[str, Any]:
+    """Return the options with which TRL 1.16 loads a model whole in each of several processes.
+
+    It would spread the model over all GPUs before FSDP shards it, and fail.
+    """
+    return {"device_map": None} if args.world_size > 1 else {}
+
+
+def refuse_empty_reference(plugin: Any) -> None:
+    """Raise a ValueError if TRL 1.16 would leave the reference model empty on every process but the first.
+
+    Args:
+        plugin: accelerate's FSDP plugin.
+    """
+    if plugin.fsdp_version == 2 and plugin.cpu_ram_efficient_loading:
+        raise ValueError(
+            "fsdp_cpu_ram_efficient_loading leaves a reference model empty on all processes but the first: TRL shards "
+            "it with FSDP2 without sending the weights; set it to false in accelerate's configuration, or train an "
+            "adapter, which needs no reference model"
+        )
 
 
 def check_adapters(model: Any, peft_config: Any) -> None:

@@ -27,6 +27,7 @@ from flashmask_hf.trainers.common import (
     log_sparsity,
     map_style_datasets,
     prepare_arguments,
+    refuse_empty_reference,
     with_position_limit,
 )
 from flashmask_hf.trainers.formats import preference_columns
@@ -168,7 +169,7 @@ class SharedQuestionDPOTrainer(DPOTrainer):
             return
         self._hooked = True
         if self.ref_model is not None and self.is_fsdp_enabled:
-            _refuse_empty_reference(self.accelerator.state.fsdp_plugin)
+            refuse_empty_reference(self.accelerator.state.fsdp_plugin)
         run_packed(self.accelerator.unwrap_model(self.model))
         if self.ref_model is not None:
             reference: Any = self.accelerator.unwrap_model(self.ref_model)
@@ -279,16 +280,6 @@ class SharedQuestionDPOTrainer(DPOTrainer):
         packed_tokens, sequence_tokens = sums.tolist()
         self._metrics[mode]["shared_tokens_saved"].append(1 - packed_tokens / sequence_tokens)
         log_sparsity(self, mode, indices)
-
-
-def _refuse_empty_reference(plugin: Any) -> None:
-    """Raise a ValueError if TRL 1.16 would leave the reference model empty on every process but the first."""
-    if plugin.fsdp_version == 2 and plugin.cpu_ram_efficient_loading:
-        raise ValueError(
-            "fsdp_cpu_ram_efficient_loading leaves a reference model empty on all processes but the first: TRL shards "
-            "it with FSDP2 without sending the weights; set it to false in accelerate's configuration, or train an "
-            "adapter, which needs no reference model"
-        )
 
 
 def _column_lengths(dataset: Dataset, columns: tuple[str, ...]) -> list[NDArray[np.int64]]:

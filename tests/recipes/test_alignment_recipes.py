@@ -16,7 +16,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 from datasets import Dataset
 from safetensors.torch import load_file, save_file
-from tools.recipes import QUICK, RECIPES, launch, logged
+from tools.recipes import FSDP_ON_CPU, QUICK, RECIPES, launch, logged
 from tools.tiny import TRAINER_WARNINGS
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaModel, TrainingArguments
 
@@ -124,21 +124,6 @@ def test_ignore_bias_buffers_ignores_bool_buffers(tmp_path, model, files, monkey
     flags = ["--model_name_or_path", model, "--dataset_name", files[recipe], "--ignore_bias_buffers", ignored]
     run(recipe, capsys, tmp_path, *flags, *QUICK)
     assert seen == [["model.bias"] if ignored else None]
-
-
-# accelerate shards only over accelerators. This program makes it shard over processes on the CPU.
-FSDP_ON_CPU = """
-import runpy, sys
-import torch
-from accelerate.state import AcceleratorState, DistributedType, PartialState
-
-PartialState._prepare_backend = lambda *args: ("gloo", DistributedType.MULTI_GPU)
-PartialState.set_device = lambda self: setattr(self, "device", torch.device("cpu"))
-sys.argv = sys.argv[1:]
-sys.path.insert(0, sys.argv[0].rpartition("/")[0])
-runpy.run_path(sys.argv[0], run_name="__main__")
-print(f"FSDP2: {AcceleratorState().is_fsdp2}")
-"""
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,20 @@ if str(RECIPES) not in sys.path:
 QUICK = ["--logging_steps", "1", "--use_cpu", "--disable_tqdm", "True", "--save_strategy", "no"]
 """Flags of a short run on the CPU that saves no checkpoint."""
 
+FSDP_ON_CPU = """
+import runpy, sys
+import torch
+from accelerate.state import AcceleratorState, DistributedType, PartialState
+
+PartialState._prepare_backend = lambda *args: ("gloo", DistributedType.MULTI_GPU)
+PartialState.set_device = lambda self: setattr(self, "device", torch.device("cpu"))
+sys.argv = sys.argv[1:]
+sys.path.insert(0, sys.argv[0].rpartition("/")[0])
+runpy.run_path(sys.argv[0], run_name="__main__")
+print(f"FSDP2: {AcceleratorState().is_fsdp2}")
+"""
+"""A program that runs another one. accelerate shards only over accelerators; this makes it shard over CPU processes."""
+
 
 def launch(command: Sequence[object], output_dir: object, *flags: object, recipe: str = "sft") -> str:
     """Run a recipe as a program, and return what it printed."""

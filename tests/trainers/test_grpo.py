@@ -1,0 +1,424 @@
+"""Trainers that compute each prompt once: losses, metrics and weights equal stock TRL's, over whole runs."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, PrefixTuningConfig
+from tools.grpo import CLASSES, STEPS, VLLM, WEIGHT_BOUND, prompts, reward, run, save_models
+from tools.recipes import FSDP_ON_CPU, RECIPES
+from tools.support import requires
+from tools.tiny import CHECKPOINTING, TRAINER_WARNINGS, VOCAB, trainer_settings, word_tokenizer
+from transformers import AutoModelForCausalLM
+from trl import GRPOConfig
+
+from flashmask_hf.trainers import (
+    SharedPromptGRPOConfig,
+    SharedPromptGRPOTrainer,
+)
+from flashmask_hf.trainers.shared_prompts import group_prompts, pack_sequences
+
+pytestmark = [
+    *TRAINER_WARNINGS,
+    pytest.mark.filterwarnings("ignore:.*trl.experimental:UserWarning"),
+    pytest.mark.filterwarnings("ignore:You are using 'rollout_func':UserWarning"),
+]
+
+LOSS_BOUND = {"rel": 1e-4, "abs": 2e-6}
+"""Bound of losses and metrics. Sums of float32 in another order; a run of ten steps adds up what differs."""
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return word_tokenizer("user", "assistant")
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    return save_models(tmp_path_factory.mktemp("models"))
+
+
+RUNS: dict[str, dict[str, Any]] = {
+    **{
+        f"{loss}, beta={beta}": {"loss_type": loss, "beta": beta}
+        for loss in ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo", "luspo")
+        for beta in (0.0, 0.1)
+    },
+    "old policy": {"steps_per_generation": 4},
+    "old policy, bnpo": {"steps_per_generation": 4, "loss_type": "bnpo"},
+    "two iterations": {"num_iterations": 2},
+    "accumulated over generations": {"gradient_accumulation_steps": 4},
+    "steps without a common divisor": {"steps_per_generation": 3, "generation_batch_size": None},
+    "sequence level": {"importance_sampling_level": "sequence", "num_iterations": 2, "loss_type": "grpo"},
+    "luspo, sequence level": {"importance_sampling_level": "sequence", "loss_type": "luspo", "steps_per_generation": 4},
+    "two-sided clipping": {"delta": 1.5, "num_iterations": 2},
+    "off-policy mask": {"off_policy_mask_threshold": 0.01, "steps_per_generation": 4},
+    "high entropy": {"top_entropy_quantile": 0.2},  # where no tie, as of first tokens of a group, meets the quantile
+    "entropy bonus": {"entropy_coef": 0.1},
+    "adaptive entropy": {"use_adaptive_entropy": True, "entropy_target": 3.0},
+    "batch scale": {"scale_rewards": "batch"},
+    "no scale": {"scale_rewards": "none"},
+    "truncated completions": {"mask_truncated_completions": True},
+    "temperature": {"temperature": 0.7},
+    "bias correction": {"use_bias_correction_kl": True, "beta": 0.1, "steps_per_generation": 4},
+    "synced reference": {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 3},
+    "adapter": {"lora": True, "beta": 0.1},
+    "given adapter": {"adapter": True, "beta": 0.1},
+    "float32 head": {"cast_lm_head_to_fp32": True, "bf16": False},
+    "padded": {"pad_to_multiple_of": 8},
+    "checkpointing": {CHECKPOINTING: True},
+    "part of a group": {"per_device_train_batch_size": 2, "steps_per_generation": 4, "gradient_accumulation_steps": 4},
+    "two groups": {"per_device_train_batch_size": 8},
+    "environment": {"rollout": True},
+    "vllm, truncated tokens": {"use_vllm": True, "vllm_importance_sampling_mode": "token_truncate"},
+    "vllm, masked sequences": {"use_vllm": True, "vllm_importance_sampling_mode": "sequence_mask", "loss_type": "grpo"},
+    "windows and softcaps": {"model": "gemma2"},
+    "experts": {"model": "qwen3_moe"},
+    "experts without their loss": {"model": "qwen3_moe", "router_aux_loss_coef": 0.0},
+    "tokens": {"share": "tokens"},
+    "tokens, old policy": {"share": "tokens", "steps_per_generation": 4, "beta": 0.1},
+    "tokens, experts": {"share": "tokens", "model": "qwen3_moe"},
+    "rloo": {"algorithm": "rloo", "beta": 0.0},
+    "rloo, beta": {"algorithm": "rloo", "beta": 0.1},
+    "rloo, two iterations": {"algorithm": "rloo", "num_iterations": 2, "beta": 0.1},
+    "rloo, normalized": {"algorithm": "rloo", "normalize_advantages": True, "steps_per_generation": 4},
+    "rloo, adapter": {"algorithm": "rloo", "lora": True},
+    "gmpo": {"algorithm": "gmpo"},
+    "gmpo, beta": {"algorithm": "gmpo", "beta": 0.1, "steps_per_generation": 4},
+}
+MOVED = ("entropy", "clip_ratio", "cispo_clip_ratio", "kl", "vespo")
+"""Metrics that TRL averages over micro-batches, so that putting rows together may move them."""
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_ten_steps(name, checkpoints, tokenizer, tmp_path, monkeypatch):
+    """Every loss and option of TRL's gives the same losses, gradients' norms, metrics and weights."""
+    options = {key: value for key, value in RUNS[name].items() if value is not None}
+    if options.get("use_vllm"):
+        monkeypatch.setattr("trl.trainer.grpo_trainer.VLLMGeneration", VLLM)
+        options["vllm_mode"] = "colocate"
+    ours, weights, trainer = run(True, checkpoints, tokenizer, tmp_path, options, evaluate=True)
+    stock, expected_weights, _ = run(False, checkpoints, tokenizer, tmp_path, options, evaluate=True)
+    grouped = trainer._rows_per_group > 1
+    for one, two in zip(ours, stock, strict=True):
+        assert one.keys() - {"shared_tokens_saved", "mask_sparsity", "eval_shared_tokens_saved", "eval_mask_sparsity"} \
+            == two.keys()  # fmt: skip
+        for key, value in two.items():
+            if "time" in key or "runtime" in key or "per_second" in key or (grouped and key.startswith(MOVED)):
+                continue
+            assert one[key] == pytest.approx(value, **LOSS_BOUND, nan_ok=True), key
+    for key, expected in expected_weights.items():
+        torch.testing.assert_close(weights[key], expected, rtol=0, atol=WEIGHT_BOUND, msg=lambda m, k=key: f"{k}: {m}")
+    assert all(0 <= entry["shared_tokens_saved"] < 1 for entry in ours[:STEPS])
+    assert sum(entry["shared_tokens_saved"] for entry in ours[:STEPS]) > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "options", [{"beta": 0.1}, {"share": "tokens", "model": "gemma2"}, {"algorithm": "rloo"}], ids=str
+)
+def test_the_gpu_equals_stock_trl(options, checkpoints, tokenizer, tmp_path):
+    """In float32. TRL's head rounds its inputs to TensorFloat32, which enlarges what differs."""
+    requires("gpu")
+    options = {"max_steps": 4, "use_cpu": False} | options
+    ours, weights, trainer = run(True, checkpoints, tokenizer, tmp_path, options)
+    assert trainer.accelerator.device.type == "cuda"
+    stock, expected, _ = run(False, checkpoints, tokenizer, tmp_path, options)
+    for one, two in zip(ours, stock, strict=True):
+        assert one["loss"] == pytest.approx(two["loss"], rel=5e-3, abs=5e-4)
+        assert one["grad_norm"] == pytest.approx(two["grad_norm"], rel=5e-3, abs=5e-4)
+    for name, x in expected.items():
+        torch.testing.assert_close(weights[name], x, rtol=0, atol=2e-3)
+
+
+def test_a_run_that_resumes(checkpoints, tokenizer, tmp_path):
+    """From a checkpoint in the middle, training goes on as stock TRL's does."""
+    found = []
+    for ours in (True, False):
+        out = tmp_path / str(ours)
+        options = {"save_strategy": "steps", "save_steps": 5, "steps_per_generation": 4, "beta": 0.1}
+        _, _, trainer = run(ours, checkpoints, tokenizer, out, options)
+        trainer.train(resume_from_checkpoint=str(out / "checkpoint-5"))
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        assert len(losses) == STEPS
+        found.append(losses)
+    assert found[0] == pytest.approx(found[1], **LOSS_BOUND)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by the compiler, in TRL's head
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_a_compiled_policy(checkpoints, tokenizer, tmp_path):
+    compiled, weights, _ = run(
+        True,
+        checkpoints,
+        tokenizer,
+        tmp_path,
+        {"max_steps": 2, "torch_compile": True, "torch_compile_backend": "eager"},
+    )
+    plain, expected, _ = run(False, checkpoints, tokenizer, tmp_path, {"max_steps": 2})
+    for one, two in zip(compiled, plain, strict=True):
+        assert one["loss"] == pytest.approx(two["loss"], **LOSS_BOUND)
+    for name, x in expected.items():
+        torch.testing.assert_close(weights[name.removeprefix("_orig_mod.")], x, rtol=0, atol=WEIGHT_BOUND)
+
+
+@pytest.mark.parametrize("window", [1, 2, 4])
+def test_the_shuffle_is_undone_within_each_window(window):
+    """Every row stays in its window, with all that belongs to it."""
+    places = torch.randperm(16, generator=torch.Generator().manual_seed(0))
+    whole = {
+        "places_before_the_shuffle": places, "prompt_ids": places[:, None] * 10, "names": places.tolist(),
+        "num_items_in_batch": torch.tensor(9), "old_per_token_logps": None,
+    }  # fmt: skip
+    batches = [
+        {
+            name: x if x is None or (isinstance(x, torch.Tensor) and not x.ndim) else x[start : start + 4]
+            for name, x in whole.items()
+        }
+        for start in range(0, 16, 4)
+    ]
+    grouped = group_prompts(batches, window)
+    for start in range(0, 4, window):
+        before = [name for batch in batches[start : start + window] for name in batch["names"]]
+        part = grouped[start : start + window]
+        assert [len(batch["names"]) for batch in part] == [4] * window
+        names = [name for batch in part for name in batch["names"]]
+        assert names == sorted(before)
+        assert torch.cat([batch["prompt_ids"] for batch in part]).flatten().tolist() == [10 * name for name in names]
+        assert all(batch["num_items_in_batch"] == 9 and batch["old_per_token_logps"] is None for batch in part)
+
+
+FIRST_RATIOS = {
+    "whole groups": ({"num_iterations": 2, "per_device_train_batch_size": 8}, True),
+    "scattered": ({"steps_per_generation": 4, "gradient_accumulation_steps": 1}, False),
+    "scattered, exact": ({"steps_per_generation": 4, "gradient_accumulation_steps": 1, "exact_ratios": True}, True),
+    "rloo, exact": ({"algorithm": "rloo", "gradient_accumulation_steps": 1, "exact_ratios": True}, True),
+}
+
+
+@pytest.mark.parametrize("name", FIRST_RATIOS)
+def test_the_first_ratio_is_exactly_one(name, checkpoints, tokenizer, tmp_path, monkeypatch):
+    """Policy and policy before the update agree to the bit in the first micro-batch, where rows are the same."""
+    options, exact = FIRST_RATIOS[name]
+    *_, trainer = run(True, checkpoints, tokenizer, tmp_path, options | {"max_steps": 1, "learning_rate": 0.0})
+    inputs = trainer._buffered_inputs
+    assert len(inputs) == trainer.args.steps_per_generation
+    equal = []
+    for batch in inputs:
+        ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
+        mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
+        got, *_ = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, batch["completion_ids"].shape[1])
+        real = batch["completion_mask"].bool()
+        if "old_logps" in batch:
+            equal.append(torch.equal((got * real).sum(1), batch["old_logps"]))
+        else:
+            equal.append(torch.equal(got[real], batch["old_per_token_logps"][real]))
+    assert all(equal) == exact
+
+
+GROUPED = {
+    "grpo": ({"loss_type": "grpo"}, 2),
+    "part of the micro-batches": ({"steps_per_generation": 4}, 2),
+    "no common divisor": ({"steps_per_generation": 3}, 1),
+    "bnpo": ({"loss_type": "bnpo"}, 1),
+    "high entropy": ({"top_entropy_quantile": 0.5}, 1),
+    "entropy bonus": ({"entropy_coef": 0.1}, 1),
+    "experts": ({"model": "qwen3_moe"}, 1),
+    "rloo": ({"algorithm": "rloo"}, 2),
+    "gmpo": ({"algorithm": "gmpo"}, 2),
+}
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_rows_are_put_together_only_where_that_is_exact(name, checkpoints, tokenizer, tmp_path, caplog, monkeypatch):
+    """Other set-ups leave the rows of TRL's micro-batches where they are, and say why prompts are scattered."""
+    options, window = GROUPED[name]
+    calls = []
+    module = "flashmask_hf.trainers.shared_prompts"
+    monkeypatch.setattr(f"{module}.group_prompts", lambda batches, n: calls.append(n) or group_prompts(batches, n))
+    with caplog.at_level(logging.WARNING, module):
+        _, _, trainer = run(True, checkpoints, tokenizer, tmp_path, options)
+    assert set(calls) == {window}
+    scattered = [record.getMessage() for record in caplog.records if "TRL scatters" in record.getMessage()]
+    assert bool(scattered) == (window < trainer.args.steps_per_generation)
+
+
+def test_a_micro_batch_with_a_part_of_a_group_warns(checkpoints, tokenizer, tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, "flashmask_hf.trainers.shared_prompts"):
+        run(True, checkpoints, tokenizer, tmp_path, {"per_device_train_batch_size": 6})
+    assert "per_device_train_batch_size=6 rows, which is no multiple of num_generations=4" in caplog.text
+
+
+def test_learned_positions_count_from_the_first_token(tokenizer, tmp_path):
+    """With prompts padded on the left stock TRL begins at the padding; a packed row equals each sequence alone."""
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=VOCAB, n_positions=32, n_embd=32, n_layer=2, n_head=4, bos_token_id=None, eos_token_id=1
+    )
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="flashmask")
+    torch.nn.init.normal_(model.transformer.wpe.weight, std=0.5)
+    alone = copy.deepcopy(model)
+    args = SharedPromptGRPOConfig(**trainer_settings(tmp_path), num_generations=4)
+    trainer = SharedPromptGRPOTrainer(model.eval(), reward, args, prompts(), processing_class=tokenizer)
+    ids = torch.randint(3, VOCAB, (4, 9))
+    mask = torch.ones(4, 9, dtype=torch.int64)
+    mask[:2, :3] = mask[2:, :1] = 0
+    ids[1, 3:5], ids[3, 1:5] = ids[0, 3:5], ids[2, 1:5]
+    with torch.no_grad():
+        got, *_ = trainer._get_per_token_logps_and_entropies(model, ids, mask, 4)
+        for row in range(4):
+            real = ids[row, mask[row].bool()][None]
+            want = alone.eval()(real).logits.log_softmax(-1)[0, :-1].gather(1, real[0, 1:, None])[-4:, 0]
+            torch.testing.assert_close(got[row], want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("share", ["prompts", "tokens"])
+def test_a_completion_never_affects_another(share, checkpoints, tokenizer, tmp_path):
+    """Another last token of one completion leaves the log-probabilities of all others as they are."""
+    args = SharedPromptGRPOConfig(**trainer_settings(tmp_path), num_generations=4, share=share)
+    model = AutoModelForCausalLM.from_pretrained(checkpoints["llama"], attn_implementation="flashmask")
+    trainer = SharedPromptGRPOTrainer(model.eval(), reward, args, prompts(), processing_class=tokenizer)
+    ids = torch.cat(
+        [torch.tensor([[0, 5, 6, 7]]).repeat(4, 1), torch.tensor([[8, 9, 10], [8, 9, 11], [8, 12, 13], [8, 9, 10]])], 1
+    )
+    mask = (ids != 0).long()
+    other = ids.clone()
+    other[1, -1] = 20
+    with torch.no_grad():
+        one, two = (trainer._get_per_token_logps_and_entropies(model, x, mask, 3)[0] for x in (ids, other))
+    rows = [0, 2, 3]
+    torch.testing.assert_close(one[rows], two[rows], rtol=0, atol=1e-6)
+    torch.testing.assert_close(one[1, :2], two[1, :2], rtol=0, atol=1e-6)
+    assert (one[1, 2] - two[1, 2]).abs() > 1e-4
+
+
+def test_models_loaded_by_name(checkpoints, tokenizer, tmp_path):
+    """Policy and reference get the attention "flashmask"; a reward model and the caller's options keep their own."""
+    reward_path = str(tmp_path / "reward")
+    bert = transformers.BertConfig(
+        vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, num_labels=1
+    )
+    transformers.BertForSequenceClassification(bert).save_pretrained(reward_path)
+    tokenizer.save_pretrained(reward_path)
+    args = SharedPromptGRPOConfig(
+        **trainer_settings(tmp_path), num_generations=4, beta=0.1, model_init_kwargs={"dtype": "float32"}
+    )
+    trainer = SharedPromptGRPOTrainer(
+        checkpoints["llama"], reward_path, args, train_dataset=prompts(), processing_class=tokenizer
+    )
+    assert trainer.model.config._attn_implementation == "flashmask"
+    assert trainer.ref_model.config._attn_implementation == "flashmask"
+    assert trainer.reward_funcs[0].config._attn_implementation in ("sdpa", "eager")
+    assert "attn_implementation" not in args.model_init_kwargs
+
+
+REFUSED = {
+    "attention of the model": ({"attention": "eager"}, "attn_implementation='flashmask'"),
+    "attention by name": ({"by_name": True, "model_init_kwargs": {"attn_implementation": "sdpa"}}, "leave it out"),
+    "share": ({"share": "prompt"}, "share must be one of 'prompts', 'tokens'"),
+    "virtual tokens": ({"peft_config": PrefixTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")}, "virtual"),
+    "activated adapter": (
+        {"peft_config": LoraConfig(alora_invocation_tokens=[5], task_type="CAUSAL_LM")}, "alora_invocation_tokens"
+    ),
+    "noisy embeddings": ({"neftune_noise_alpha": 1.0}, "neftune_noise_alpha"),
+    "dispatched batches": ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches"),
+    "paged generation": ({"use_transformers_continuous_batching": True}, "use_transformers_continuous_batching"),
+    "images": ({"processor": True}, "images cannot share a prompt"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("algorithm", ["grpo", "rloo"])
+def test_set_ups_that_raise_at_construction(name, algorithm, checkpoints, tokenizer, tmp_path):
+    options, message = dict(REFUSED[name][0]), REFUSED[name][1]
+    _, _, config, trainer = CLASSES[algorithm]()
+    model: Any = checkpoints["llama"]
+    attention = options.pop("attention", "flashmask")
+    if not options.pop("by_name", False):
+        model = AutoModelForCausalLM.from_pretrained(model, attn_implementation=attention)
+    peft_config = options.pop("peft_config", None)
+    processor = (
+        transformers.ProcessorMixin.__new__(transformers.ProcessorMixin) if options.pop("processor", 0) else None
+    )
+    with pytest.raises(ValueError, match=message):
+        trainer(
+            model, reward, config(**trainer_settings(tmp_path), num_generations=4, **options), prompts(),
+            processing_class=processor or tokenizer, peft_config=peft_config,
+        )  # fmt: skip
+
+
+def test_other_wrong_set_ups_raise(checkpoints, tokenizer, tmp_path, monkeypatch):
+    def make(args, **options):
+        model = AutoModelForCausalLM.from_pretrained(checkpoints["llama"], attn_implementation="flashmask")
+        return SharedPromptGRPOTrainer(model, reward, args, prompts(), processing_class=tokenizer, **options)
+
+    settings = trainer_settings(tmp_path) | {"num_generations": 4}
+    with pytest.raises(TypeError, match="SharedPromptGRPOConfig"):
+        make(transformers.TrainingArguments(**trainer_settings(tmp_path)))
+    with monkeypatch.context() as patched:
+        patched.setattr("flashmask_hf.trainers.shared_prompts.compare_versions", lambda *_: True)
+        with pytest.raises(ValueError, match="install trl"):
+            make(GRPOConfig(**settings, use_liger_kernel=True))
+    trainer = make(GRPOConfig(**settings))
+    ids, mask = torch.full((2, 5), 7), torch.tensor([[1] * 5, [0, 0, 1, 1, 1]])
+    with pytest.raises(ValueError, match="prompt 1 of the micro-batch has no tokens"):
+        trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, 3)
+    with pytest.raises(ValueError, match="pixel_values"):
+        trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, 3, pixel_values=torch.ones(1))
+
+
+def test_the_packed_row_of_a_micro_batch():
+    """A prompt of two completions, one of which is empty, and a sequence alone."""
+    ids = torch.tensor([[0, 5, 6, 8, 9], [4, 5, 6, 8, 0], [0, 5, 6, 0, 0]])
+    mask = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 0], [0, 1, 1, 0, 0]])
+    packed = pack_sequences(ids, mask, keep=2, width=3, pad_to_multiple_of=12)
+    assert packed["packed_input_ids"].tolist() == [[4, 5, 6, 8, 5, 6, 8, 9, 0, 0, 0, 0]]
+    assert packed["packed_position_ids"].tolist() == [[0, 1, 2, 3, 0, 1, 2, 3, 0, 0, 0, 0]]
+    assert packed["startend_row_indices"].flatten().tolist() == [4] * 4 + [8] * 4 + [0] * 4
+    assert packed["packed_index"][0].tolist() == [5, 6, 7]
+    assert packed["packed_index"][1, :2].tolist() == [2, 3]
+    assert packed["packed_index"][2, 0].tolist() == 5
+    trie = pack_sequences(ids, mask, keep=2, width=5, share="tokens")
+    assert trie["packed_input_ids"].tolist() == [[4, 5, 6, 8, 5, 6, 8, 9]]
+
+
+@pytest.mark.parametrize(
+    ("config", "options"),
+    [
+        ("ddp", {"beta": 0.1}),
+        ("ddp", {"steps_per_generation": 1, "gradient_accumulation_steps": 1, "share": "tokens"}),
+        ("fsdp2", {"beta": 0.1, "loss_type": "grpo"}),
+        ("fsdp2", {"algorithm": "rloo", "lora": True, "beta": 0.1}),
+    ],
+    ids=["ddp", "ddp, groups over both", "fsdp2", "fsdp2, rloo, adapter"],
+)
+def test_two_processes(config, options, tmp_path):
+    """In each of two processes both trainers have the same completions, and log the same."""
+    options = {"per_device_train_batch_size": 2, "max_steps": 4} | options
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
+    command.append(RECIPES / "configs" / f"accelerate_{config}.yaml")
+    if config == "fsdp2":
+        (tmp_path / "fsdp.py").write_text(FSDP_ON_CPU)
+        command.append(tmp_path / "fsdp.py")
+        options["use_cpu"] = False
+    tests = Path(__file__).parents[1]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{tests}:{tests.parent}"}
+    command += [tests / "tools" / "grpo.py", json.dumps(options), tmp_path / "runs.json"]
+    result = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=300, env=environment)
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert result.stdout.count("FSDP2: True") == (2 if config == "fsdp2" else 0)
+    runs = json.loads((tmp_path / "runs.json").read_text())
+    for one, two in zip(runs["ours"], runs["stock"], strict=True):
+        for key in ("loss", "grad_norm", "reward"):
+            assert one[key] == pytest.approx(two[key], rel=2e-4, abs=5e-6), key
+        assert 0 <= one["shared_tokens_saved"] < 1
