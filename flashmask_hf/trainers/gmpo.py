@@ -23,6 +23,7 @@ class SharedPromptGMPOConfig(SharedPromptsOptions, GMPOConfig):
 
     Args:
         share: as in `SharedPromptGRPOConfig`.
+        exact_ratios: as in `SharedPromptGRPOConfig`.
     """
 
 

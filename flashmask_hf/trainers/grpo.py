@@ -23,6 +23,10 @@ class SharedPromptGRPOConfig(SharedPromptsOptions, GRPOConfig):
     Args:
         share: "prompts" computes each distinct prompt of a micro-batch once. "tokens" computes every common beginning
             once, inside completions as well: of rollouts that branch, or that repeat the turns of a conversation.
+        exact_ratios: compute the log-probabilities before the update once more, from the packed rows of the update, so
+            that the first ratio of the two is exactly 1, which costs a forward without gradients. Without it the ratio
+            is exactly 1 only where the completions of a prompt are put together again over the whole generation batch.
+            Elsewhere sums are rounded in another order, and in bfloat16 ratios may be off by a percent or more.
     """
 
 
@@ -89,6 +93,7 @@ class SharedPromptRLOOConfig(SharedPromptsOptions, RLOOConfig):
 
     Args:
         share: as in `SharedPromptGRPOConfig`.
+        exact_ratios: as in `SharedPromptGRPOConfig`.
     """
 
 

@@ -37,6 +37,9 @@ logger = logging.getLogger(__name__)
 
 _SHARES = ("prompts", "tokens")
 
+_PLACES = "places_before_the_shuffle"
+"""Key of a generation batch: the places of its rows, int64 [N] on the CPU."""
+
 _IMAGES = (
     "pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles",
     "image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids",
@@ -51,6 +54,10 @@ class SharedPromptsOptions:
     Args:
         share: "prompts" computes each distinct prompt of a micro-batch once. "tokens" computes every common beginning
             once, inside completions as well: of rollouts that branch, or that repeat the turns of a conversation.
+        exact_ratios: compute the log-probabilities before the update once more, from the packed rows of the update, so
+            that the first ratio of the two is exactly 1, which costs a forward without gradients. Without it the ratio
+            is exactly 1 only where the completions of a prompt are put together again over the whole generation batch.
+            Elsewhere sums are rounded in another order, and in bfloat16 ratios may be off by a percent or more.
     """
 
     share: str = field(
@@ -59,6 +66,13 @@ class SharedPromptsOptions:
             "help": "What a micro-batch computes once: 'prompts' each distinct prompt, 'tokens' every common beginning "
             "of its sequences, inside completions as well.",
             "choices": list(_SHARES),
+        },
+    )
+    exact_ratios: bool = field(
+        default=False,
+        metadata={
+            "help": "Compute the log-probabilities before the update once more, from the packed rows of the update, so "
+            "that the first importance ratio is exactly 1 in bfloat16, too. It costs a forward without gradients."
         },
     )
 
@@ -72,6 +86,7 @@ class SharedPrompts:
             raise ValueError(f"share must be one of {', '.join(map(repr, _SHARES))}, got {share!r}")
         _check_options(model, args, kwargs)
         self._share = share
+        self._exact_ratios = getattr(args, "exact_ratios", False)
         # The reward models that TRL loads by name get the same options as the policy, so these do not name the
         # policy's attention, which is set afterwards.
         loads = isinstance(model, str) or args.beta != 0.0  # the policy, or a reference model
@@ -125,15 +140,40 @@ class SharedPrompts:
         trainer._metrics[mode]["shared_tokens_saved"].append(1 - packed / sequences)
         log_sparsity(trainer, mode, indices)
 
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        parent: Any = super()
+        batch = parent._generate_and_score_completions(inputs)
+        batch[_PLACES] = torch.arange(len(batch["prompt_ids"]))
+        return batch
+
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         trainer: Any = self
         before = trainer._buffered_inputs
         parent: Any = super()
         inputs = parent._prepare_inputs(generation_batch)
-        if trainer._buffered_inputs is before or self._rows_per_group == 1:
+        if trainer._buffered_inputs is before:
             return inputs
-        trainer._buffered_inputs = group_prompts(trainer._buffered_inputs, self._rows_per_group)
-        return trainer._buffered_inputs[trainer._step % trainer.args.steps_per_generation]
+        batches = group_prompts(trainer._buffered_inputs, self._rows_per_group)
+        if self._exact_ratios:
+            for batch in batches:
+                self._update_old_log_probabilities(batch)
+        trainer._buffered_inputs = batches
+        return batches[trainer._step % trainer.args.steps_per_generation]
+
+    def _update_old_log_probabilities(self, batch: dict[str, Any]) -> None:
+        """Compute a micro-batch's log-probabilities before the update as the update will, from the same packed row."""
+        if batch.get("old_per_token_logps") is None and batch.get("old_logps") is None:
+            return  # TRL takes those of the update
+        trainer: Any = self
+        ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
+        mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
+        keep = batch["completion_ids"].shape[1]
+        with torch.no_grad():
+            log_probabilities, *_ = self._get_per_token_logps_and_entropies(trainer.model, ids, mask, keep)
+        if "old_logps" in batch:  # RLOO's are of whole completions
+            batch["old_logps"] = (log_probabilities * batch["completion_mask"]).sum(1)
+        else:
+            batch["old_per_token_logps"] = log_probabilities
 
 
 class _PackingModel:
@@ -212,26 +252,26 @@ def pack_sequences(
 
 
 def group_prompts(batches: list[dict[str, Any]], window: int) -> list[dict[str, Any]]:
-    """Put rows of one prompt side by side within every `window` micro-batches, which one optimizer step sums.
+    """Undo TRL's shuffle within every `window` micro-batches, which one optimizer step sums.
+
+    Before the shuffle, the completions of a prompt follow one another. If the window is the whole generation batch,
+    micro-batches then hold the rows for which TRL computed the log-probabilities before the update in one forward: the
+    update's forward packs the same row, so the first ratio of the two is exactly 1.
 
     Args:
-        batches: micro-batches of TRL's, with `prompt_ids` [N, P] and `prompt_mask` [N, P], of one padded shape.
+        batches: micro-batches of TRL's, with the places of their rows before the shuffle.
         window: number of micro-batches, which divides that of `batches`.
 
     Returns:
-        The same rows in micro-batches of the same size, prompts in the order in which they first appear.
+        The same rows, without their places, in micro-batches of the same size.
     """
     grouped: list[dict[str, Any]] = []
     for start in range(0, len(batches), window):
         part = batches[start : start + window]
-        ids = torch.cat([batch["prompt_ids"] for batch in part]).cpu().numpy()
-        real = torch.cat([batch["prompt_mask"] for batch in part]).cpu().numpy().astype(bool)
-        seen: dict[bytes, int] = {}
-        prompts = [seen.setdefault(row[here].tobytes(), len(seen)) for row, here in zip(ids, real, strict=True)]
-        order = torch.from_numpy(np.argsort(prompts, kind="stable"))
-        rows = len(part[0]["prompt_ids"])
-        for chosen in order.split(rows):
-            grouped.append({name: _select([batch[name] for batch in part], chosen) for name in part[0]})
+        order = torch.cat([batch[_PLACES] for batch in part]).argsort()
+        names = [name for name in part[0] if name != _PLACES]
+        for rows in order.split(len(part[0][_PLACES])):
+            grouped.append({name: _select([batch[name] for batch in part], rows) for name in names})
     return grouped
 
 

@@ -150,13 +150,14 @@ def run(
         tokenizer: of `tiny.word_tokenizer`.
         out: output folder.
         options: of the trainer's configuration; and "algorithm", a key of `CLASSES`, "model", a key of `MODELS`,
-            "share", "lora" and "adapter" (a new and a given adapter), and "rollout" (by a `rollout_func`).
+            "share" and "exact_ratios", "lora" and "adapter" (a new and a given one), and "rollout" (a `rollout_func`).
         evaluate: whether an evaluation's metrics follow those of the steps.
     """
     options = dict(options)
     stock_config, stock, our_config, shared = CLASSES[options.pop("algorithm", "grpo")]()
     path = checkpoints[options.pop("model", "llama")]
-    share, lora, pretrained = options.pop("share", "prompts"), options.pop("lora", False), options.pop("adapter", False)
+    sharing = {name: options.pop(name) for name in ("share", "exact_ratios") if name in options}
+    lora, pretrained = options.pop("lora", False), options.pop("adapter", False)
     completions = Completions()
     keywords: dict[str, Any] = {"rollout_func": completions.rollout} if options.pop("rollout", False) else {}
     settings = trainer_settings(out) | {
@@ -178,7 +179,7 @@ def run(
     torch.manual_seed(3)
     if adapter and pretrained:
         model = get_peft_model(model, adapter)
-    args = our_config(**settings, share=share) if ours else stock_config(**settings)
+    args = our_config(**settings, **sharing) if ours else stock_config(**settings)
     trainer = (shared if ours else stock)(
         model,
         reward,
@@ -197,7 +198,7 @@ def run(
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
     trainer.train()
     after = {name: p.detach() for name, p in trainer.model.named_parameters() if p.requires_grad}
-    if trainer.accelerator.num_processes == 1:  # else they may be sharded
+    if trainer.accelerator.num_processes == 1 and settings["learning_rate"]:  # else they may be sharded
         assert max((after[name] - p).abs().max() for name, p in before.items()) > 100 * WEIGHT_BOUND
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert len(logs) == settings["max_steps"]

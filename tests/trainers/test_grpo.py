@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import json
 import logging
 import os
@@ -128,18 +127,18 @@ def test_ten_steps(name, checkpoints, tokenizer, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "options", [{"beta": 0.1}, {"share": "tokens", "model": "gemma2"}, {"algorithm": "rloo"}], ids=str
 )
-def test_the_gpu_equals_stock_trl_on_the_cpu(options, checkpoints, tokenizer, tmp_path):
-    """The kernels in float32, whose matrix products may round to TensorFloat32 inputs elsewhere in the model."""
+def test_the_gpu_equals_stock_trl(options, checkpoints, tokenizer, tmp_path):
+    """In float32. TRL's head rounds its inputs to TensorFloat32, which enlarges what differs."""
     requires("gpu")
-    options = {"max_steps": 4} | options
-    ours, weights, trainer = run(True, checkpoints, tokenizer, tmp_path, options | {"use_cpu": False})
+    options = {"max_steps": 4, "use_cpu": False} | options
+    ours, weights, trainer = run(True, checkpoints, tokenizer, tmp_path, options)
     assert trainer.accelerator.device.type == "cuda"
     stock, expected, _ = run(False, checkpoints, tokenizer, tmp_path, options)
     for one, two in zip(ours, stock, strict=True):
-        assert one["loss"] == pytest.approx(two["loss"], rel=1e-3, abs=1e-4)
-        assert one["grad_norm"] == pytest.approx(two["grad_norm"], rel=1e-3, abs=1e-4)
+        assert one["loss"] == pytest.approx(two["loss"], rel=5e-3, abs=5e-4)
+        assert one["grad_norm"] == pytest.approx(two["grad_norm"], rel=5e-3, abs=5e-4)
     for name, x in expected.items():
-        torch.testing.assert_close(weights[name].cpu(), x, rtol=0, atol=1e-3)
+        torch.testing.assert_close(weights[name], x, rtol=0, atol=2e-3)
 
 
 def test_a_run_that_resumes(checkpoints, tokenizer, tmp_path):
@@ -173,45 +172,58 @@ def test_a_compiled_policy(checkpoints, tokenizer, tmp_path):
         torch.testing.assert_close(weights[name.removeprefix("_orig_mod.")], x, rtol=0, atol=WEIGHT_BOUND)
 
 
-def micro_batches(generator, steps=4, rows=4):
-    """Micro-batches of rows of three prompts, two of which differ in their padding alone."""
-    ids = torch.tensor([[0, 5, 6], [0, 5, 6], [7, 5, 6]])
-    masks = torch.tensor([[0, 1, 1], [1, 1, 1], [1, 1, 1]])
-    chosen = torch.randint(3, (steps * rows,), generator=generator)
-    values = torch.arange(steps * rows)
+@pytest.mark.parametrize("window", [1, 2, 4])
+def test_the_shuffle_is_undone_within_each_window(window):
+    """Every row stays in its window, with all that belongs to it."""
+    places = torch.randperm(16, generator=torch.Generator().manual_seed(0))
     whole = {
-        "prompt_ids": ids[chosen], "prompt_mask": masks[chosen], "advantages": values * 1.0,
-        "num_items_in_batch": torch.tensor(9), "names": values.tolist(), "old_per_token_logps": None,
+        "places_before_the_shuffle": places, "prompt_ids": places[:, None] * 10, "names": places.tolist(),
+        "num_items_in_batch": torch.tensor(9), "old_per_token_logps": None,
     }  # fmt: skip
-    return [
+    batches = [
         {
-            name: x if x is None or (isinstance(x, torch.Tensor) and not x.ndim) else x[start : start + rows]
+            name: x if x is None or (isinstance(x, torch.Tensor) and not x.ndim) else x[start : start + 4]
             for name, x in whole.items()
         }
-        for start in range(0, steps * rows, rows)
+        for start in range(0, 16, 4)
     ]
-
-
-@pytest.mark.parametrize("window", [1, 2, 4])
-def test_rows_of_a_prompt_are_put_side_by_side(window):
-    """Within each window every row is still there once, and the rows of a prompt follow one another."""
-    batches = micro_batches(torch.Generator().manual_seed(0))
     grouped = group_prompts(batches, window)
-    assert [len(batch["prompt_ids"]) for batch in grouped] == [4] * 4
     for start in range(0, 4, window):
         before = [name for batch in batches[start : start + window] for name in batch["names"]]
         part = grouped[start : start + window]
+        assert [len(batch["names"]) for batch in part] == [4] * window
         names = [name for batch in part for name in batch["names"]]
-        assert sorted(names) == sorted(before)
-        assert torch.cat([batch["advantages"] for batch in part]).tolist() == names
-        rows = [
-            tuple(ids[mask.bool()].tolist())
-            for batch in part
-            for ids, mask in zip(batch["prompt_ids"], batch["prompt_mask"], strict=True)
-        ]
-        changes = sum(one != two for one, two in itertools.pairwise(rows))
-        assert changes == len(set(rows)) - 1
+        assert names == sorted(before)
+        assert torch.cat([batch["prompt_ids"] for batch in part]).flatten().tolist() == [10 * name for name in names]
         assert all(batch["num_items_in_batch"] == 9 and batch["old_per_token_logps"] is None for batch in part)
+
+
+FIRST_RATIOS = {
+    "whole groups": ({"num_iterations": 2, "per_device_train_batch_size": 8}, True),
+    "scattered": ({"steps_per_generation": 4, "gradient_accumulation_steps": 1}, False),
+    "scattered, exact": ({"steps_per_generation": 4, "gradient_accumulation_steps": 1, "exact_ratios": True}, True),
+    "rloo, exact": ({"algorithm": "rloo", "gradient_accumulation_steps": 1, "exact_ratios": True}, True),
+}
+
+
+@pytest.mark.parametrize("name", FIRST_RATIOS)
+def test_the_first_ratio_is_exactly_one(name, checkpoints, tokenizer, tmp_path, monkeypatch):
+    """Policy and policy before the update agree to the bit in the first micro-batch, where rows are the same."""
+    options, exact = FIRST_RATIOS[name]
+    *_, trainer = run(True, checkpoints, tokenizer, tmp_path, options | {"max_steps": 1, "learning_rate": 0.0})
+    inputs = trainer._buffered_inputs
+    assert len(inputs) == trainer.args.steps_per_generation
+    equal = []
+    for batch in inputs:
+        ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
+        mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
+        got, *_ = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, batch["completion_ids"].shape[1])
+        real = batch["completion_mask"].bool()
+        if "old_logps" in batch:
+            equal.append(torch.equal((got * real).sum(1), batch["old_logps"]))
+        else:
+            equal.append(torch.equal(got[real], batch["old_per_token_logps"][real]))
+    assert all(equal) == exact
 
 
 GROUPED = {
@@ -236,7 +248,7 @@ def test_rows_are_put_together_only_where_that_is_exact(name, checkpoints, token
     monkeypatch.setattr(f"{module}.group_prompts", lambda batches, n: calls.append(n) or group_prompts(batches, n))
     with caplog.at_level(logging.WARNING, module):
         _, _, trainer = run(True, checkpoints, tokenizer, tmp_path, options)
-    assert set(calls) == ({window} if window > 1 else set())
+    assert set(calls) == {window}
     scattered = [record.getMessage() for record in caplog.records if "TRL scatters" in record.getMessage()]
     assert bool(scattered) == (window < trainer.args.steps_per_generation)
 
