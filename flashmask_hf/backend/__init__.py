@@ -17,5 +17,5 @@ A forward passes through the modules in this order:
 
 `positions` holds operations on position_ids that several of them use. `patches` adapts transformers where its
 interfaces do not suffice, `register` makes the implementations known to it, and `packed_rows` runs a model's backbone
-on packed rows for the trainers.
+on packed rows for the trainers. `shared_prefill` makes `generate` compute repeated prompts once, with any attention.
 """

@@ -1,0 +1,69 @@
+"""TRL's rollouts under `shared_prefill`: a training run has the same completions, and prompts are computed once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from tools.tiny import TRAINER_WARNINGS, llama_config, trainer_settings, word_tokenizer
+from transformers import AutoModelForCausalLM
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+
+from flashmask_hf.backend.shared_prefill import shared_prefill
+
+pytestmark = TRAINER_WARNINGS
+
+PROMPTS = ["w5 w6 w7 w8 w9", "w9 w8", "w20 w21 w22"]
+GENERATIONS = 4
+
+
+def train(trainer_class: type, path: Any, shared: bool, **options: Any) -> tuple[list[Any], list[int], Any]:
+    """Return the completions and the numbers of prefilled tokens of a run of two steps, and the trained weights."""
+    completions: list[Any] = []
+    prefilled: list[int] = []
+
+    class Recorded(trainer_class):
+        def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+            tokens: list[int] = []
+            hook = self.model.get_input_embeddings().register_forward_hook(
+                lambda _, inputs, __: tokens.append(inputs[0].numel())
+            )
+            if shared:
+                with shared_prefill(self.model):
+                    output = super()._generate_single_turn(*args, **kwargs)
+            else:
+                output = super()._generate_single_turn(*args, **kwargs)
+            hook.remove()
+            completions.extend(output[0] if isinstance(output, tuple) else output)  # RLOO returns completions alone
+            prefilled.append(tokens[0])
+            return output
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(llama_config(), attn_implementation="flashmask")
+    settings = trainer_settings(path) | {"per_device_train_batch_size": 12, "max_steps": 2, "beta": 0.0}
+    config = {GRPOTrainer: GRPOConfig, RLOOTrainer: RLOOConfig}[trainer_class]
+    trainer = Recorded(
+        model=model,
+        args=config(**settings, num_generations=GENERATIONS, max_completion_length=6),
+        reward_funcs=lambda completions, **_: [float(len(set(c.split()))) for c in completions],
+        train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in PROMPTS]),
+        processing_class=word_tokenizer(),
+        **options,
+    )
+    trainer.train()
+    return completions, prefilled, [p.detach().clone() for p in trainer.model.parameters()]
+
+
+@pytest.mark.parametrize("adapter", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("trainer_class", [GRPOTrainer, RLOOTrainer])
+def test_rollouts(trainer_class: type, adapter: bool, tmp_path: Any) -> None:
+    options = {"peft_config": LoraConfig(target_modules="all-linear")} if adapter else {}
+    want, plain, weights = train(trainer_class, tmp_path, shared=False, **options)
+    got, prefilled, other = train(trainer_class, tmp_path, shared=True, **options)
+    assert got == want
+    assert len(got) == 2 * len(PROMPTS) * GENERATIONS
+    assert all(torch.equal(p, q) for p, q in zip(weights, other, strict=True))
+    assert [GENERATIONS * tokens for tokens in prefilled] == plain
