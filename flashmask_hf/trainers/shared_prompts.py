@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import ProcessorMixin
 
 from flashmask_hf.backend.packed_rows import check_compiled, run_packed
+from flashmask_hf.backend.shared_prefill import shared_prefill
 from flashmask_hf.collators.forest import pack_forests, packed_inputs
 from flashmask_hf.collators.prefixes import share_prefixes, share_prompts
 from flashmask_hf.names import FLASHMASK, VECTORS
@@ -139,6 +140,12 @@ class SharedPrompts:
         packed, sequences = trainer.accelerator.reduce(counts).tolist()
         trainer._metrics[mode]["shared_tokens_saved"].append(1 - packed / sequences)
         log_sparsity(trainer, mode, indices)
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        trainer: Any = self
+        parent: Any = super()
+        with shared_prefill(trainer.model):  # where transformers generates, and not vLLM
+            return parent._generate_single_turn(*args, **kwargs)
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         parent: Any = super()

@@ -419,6 +419,6 @@ def test_two_processes(config, options, tmp_path):
     assert result.stdout.count("FSDP2: True") == (2 if config == "fsdp2" else 0)
     runs = json.loads((tmp_path / "runs.json").read_text())
     for one, two in zip(runs["ours"], runs["stock"], strict=True):
-        for key in ("loss", "grad_norm", "reward", *(["kl"] if "kl" in two else [])):
+        for key in ("loss", "grad_norm", "reward"):
             assert one[key] == pytest.approx(two[key], rel=2e-4, abs=5e-6), key
         assert 0 <= one["shared_tokens_saved"] < 1

@@ -13,15 +13,17 @@ from transformers import AutoModelForCausalLM
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from flashmask_hf.backend.shared_prefill import shared_prefill
+from flashmask_hf.trainers import SharedPromptGRPOTrainer, SharedPromptRLOOTrainer
 
 pytestmark = TRAINER_WARNINGS
 
 PROMPTS = ["w5 w6 w7 w8 w9", "w9 w8", "w20 w21 w22"]
 GENERATIONS = 4
+STEPS = 2
 
 
 def train(trainer_class: type, path: Any, shared: bool, **options: Any) -> tuple[list[Any], list[int], Any]:
-    """Return the completions and the numbers of prefilled tokens of a run of two steps, and the trained weights."""
+    """Return the completions and the numbers of prefilled tokens of a run, and the trained weights."""
     completions: list[Any] = []
     prefilled: list[int] = []
 
@@ -43,8 +45,8 @@ def train(trainer_class: type, path: Any, shared: bool, **options: Any) -> tuple
 
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(llama_config(), attn_implementation="flashmask")
-    settings = trainer_settings(path) | {"per_device_train_batch_size": 12, "max_steps": 2, "beta": 0.0}
-    config = {GRPOTrainer: GRPOConfig, RLOOTrainer: RLOOConfig}[trainer_class]
+    settings = trainer_settings(path) | {"per_device_train_batch_size": 12, "max_steps": STEPS, "beta": 0.0}
+    config = RLOOConfig if issubclass(trainer_class, RLOOTrainer) else GRPOConfig
     trainer = Recorded(
         model=model,
         args=config(**settings, num_generations=GENERATIONS, max_completion_length=6),
@@ -64,6 +66,18 @@ def test_rollouts(trainer_class: type, adapter: bool, tmp_path: Any) -> None:
     want, plain, weights = train(trainer_class, tmp_path, shared=False, **options)
     got, prefilled, other = train(trainer_class, tmp_path, shared=True, **options)
     assert got == want
-    assert len(got) == 2 * len(PROMPTS) * GENERATIONS
+    assert len(got) == STEPS * len(PROMPTS) * GENERATIONS
     assert all(torch.equal(p, q) for p, q in zip(weights, other, strict=True))
+    assert [GENERATIONS * tokens for tokens in prefilled] == plain
+
+
+@pytest.mark.parametrize(
+    ("stock", "ours"), [(GRPOTrainer, SharedPromptGRPOTrainer), (RLOOTrainer, SharedPromptRLOOTrainer)]
+)
+def test_trainers_of_shared_prompts_prefill_each_prompt_once(stock: type, ours: type, tmp_path: Any) -> None:
+    """Their first rollout is that of TRL's trainer; later ones come from weights that are rounded differently."""
+    want, plain, _ = train(stock, tmp_path, shared=False)
+    got, prefilled, _ = train(ours, tmp_path, shared=False)
+    first = len(PROMPTS) * GENERATIONS
+    assert got[:first] == want[:first]
     assert [GENERATIONS * tokens for tokens in prefilled] == plain
