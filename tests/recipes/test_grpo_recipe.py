@@ -69,6 +69,15 @@ def test_rloo_trains_an_adapter(tmp_path, model, capsys, share):
     assert any(weight.any() for name, weight in adapter.items() if "lora_B" in name)  # zero before training
 
 
+def test_a_resumed_run_draws_the_same_completions(tmp_path, model, capsys):
+    flags = ["--model_name_or_path", model, "--reward_funcs", "copied_words_reward", "--max_steps", 4, *SHORT]
+    flags += ["--save_strategy", "steps", "--save_steps", 2, "--learning_rate", 1e-3]
+    whole = logged(run(capsys, tmp_path, *flags), "loss")
+    (tmp_path / "checkpoint-4").rename(tmp_path / "finished")
+    resumed = logged(run(capsys, tmp_path, *flags, "--resume_from_checkpoint", "true"), "loss")
+    assert resumed == pytest.approx(whole[2:], rel=1e-3)
+
+
 REWARDS = """
 def length(completions, **kwargs):
     return [float(len(completion[0]["content"])) for completion in completions]
