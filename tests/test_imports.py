@@ -27,7 +27,7 @@ LAYERS: Layers = (
     ("implementations", "rows"),
     ("call",),
     ("operators",),
-    ("attention", "sparse"),
+    ("attention", "checkpointing", "sparse"),
     ("collators", "backend"),
     ("trainers",),
     ("__init__",),

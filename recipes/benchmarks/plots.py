@@ -1,13 +1,15 @@
-"""Draw the figures of the papers from the results of `attention.py` and `sparse_attention.py`.
+"""Draw the figures of the papers from the results of `attention.py` and `sparse_attention.py`, and that of `grpo.py`.
 
     cd recipes/benchmarks
     python plots.py results/attention_h200.csv --sweep results/sweep_h200.csv --out results
     python plots.py --sparse results/sparse_attention_h200.csv --out results
+    python plots.py --grpo results/grpo_h100.csv --out results
 
 Figures of the FlashMask paper: `attention_D_S.png`, TFLOP/s by mask and provider (figure 5); `sparsity.png`, latency
 against sparsity with a linear fit and its R^2, which is also printed (figure 4a); and `mask_memory.png`, memory of the
 mask against the length of the row (figure 4b). Figures 3 and 7 of Pagliardini et al. (2023): `sparse.png`, time of
-hash-sparse and QK-sparse attention against the length of the row.
+hash-sparse and QK-sparse attention against the length of the row. And `grpo_MODEL.png`, tokens per second of an update
+of GRPO relative to padded SDPA, and its peak memory.
 """
 
 from __future__ import annotations
@@ -132,16 +134,55 @@ def runtimes(rows: Rows, out: Path) -> None:
     plt.close(figure)
 
 
+def rollouts(rows: Rows, out: Path) -> None:
+    """Draw two bar charts for each model: tokens per second of an update relative to SDPA, and its peak memory.
+
+    A provider that ran out of memory has no bar, and without SDPA there is nothing to relate to.
+    """
+    for model in _unique(rows, "model"):
+        ours = [row for row in rows if row["model"] == model]
+        for checkpointing in _unique(ours, "checkpointing"):
+            shown = [row for row in ours if row["checkpointing"] == checkpointing]
+            cases = list(dict.fromkeys((row["prompt"], row["completion"]) for row in shown))
+            providers = _unique(shown, "provider")
+            figure, panels = plt.subplots(1, 2, figsize=(14, 4.5))
+            width = 0.8 / len(providers)
+            labels = ("tokens/s of an update, relative to padded SDPA", "peak GiB of an update")
+            for axes, name, label in zip(panels, ("update_against_sdpa", "update_peak_gib"), labels, strict=True):
+                for i, provider in enumerate(providers):
+                    figures = {
+                        (row["prompt"], row["completion"]): float(row[name])
+                        for row in shown
+                        if row["provider"] == provider and row[name]
+                    }
+                    places = [cases.index(case) + (i - (len(providers) - 1) / 2) * width for case in figures]
+                    drawn = axes.bar(places, list(figures.values()), width, label=provider)
+                    axes.bar_label(drawn, fmt="%.3g", fontsize=7)
+                axes.set_xticks(range(len(cases)), [":".join(case) for case in cases])
+                axes.set_xlabel("tokens of the prompt : longest completion")
+                axes.set_ylabel(label)
+            panels[0].axhline(1, color="black", linewidth=0.8)
+            panels[0].legend(fontsize=8)
+            trained = f"LoRA of rank {shown[0]['lora']}" if shown[0]["lora"] != "0" else "all weights"
+            setting = f"{model}, {trained}, G = {shown[0]['generations']}, gradient checkpointing {checkpointing}"
+            figure.suptitle(f"{setting}: {_conditions(shown)}", fontsize=10)
+            figure.tight_layout()
+            suffix = "" if checkpointing == "on" else "_no_checkpointing"
+            figure.savefig(out / f"grpo_{model}{suffix}.png", dpi=100)
+            plt.close(figure)
+
+
 def main() -> None:
     """Draw the figures from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("csv", nargs="?", help="results of attention.py")
     parser.add_argument("--sweep", help="results of attention.py --sweep")
     parser.add_argument("--sparse", help="results of sparse_attention.py")
+    parser.add_argument("--grpo", help="results of grpo.py")
     parser.add_argument("--out", default=".", help="folder to write the figures to")
     arguments = parser.parse_args()
-    if not (arguments.csv or arguments.sweep or arguments.sparse):
-        parser.error("nothing to draw: give a csv, --sweep or --sparse")
+    if not (arguments.csv or arguments.sweep or arguments.sparse or arguments.grpo):
+        parser.error("nothing to draw: give a csv, --sweep, --sparse or --grpo")
     out = Path(arguments.out)
     out.mkdir(parents=True, exist_ok=True)
     if arguments.csv:
@@ -151,6 +192,8 @@ def main() -> None:
         latency(read(arguments.sweep), out)
     if arguments.sparse:
         runtimes(read(arguments.sparse), out)
+    if arguments.grpo:
+        rollouts(read(arguments.grpo), out)
 
 
 if __name__ == "__main__":

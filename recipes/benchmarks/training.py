@@ -1,12 +1,15 @@
 """Measure fine-tuning on packed rows with flashmask, SDPA and flex_attention: tokens per second and peak memory.
 
     python recipes/benchmarks/training.py --length 32768 --csv training.csv
+    python recipes/benchmarks/training.py --length 131072 --lora --implementations flashmask flashmask_kept
 
 The model has the shape of Llama-3.2-1B with random weights, in bfloat16, with gradient checkpointing and AdamW. A step
 is one row of 1 to 10 documents, as in the paper (appendix A.2.1). SDPA and flex_attention take transformers' own path
 for packed rows, which builds a mask from position_ids in every step (a dense one for SDPA); flashmask takes the
-collator's vectors. The implementations train the same model on the same rows in turns. Their losses must agree before
-training.
+collator's vectors, and `flashmask_kept` also keeps attention's results instead of recomputing them (`keep_attention`).
+With `--lora`, adapters of all linear layers are trained, and TRL's head computes the loss without logits of the whole
+row, as in its trainers. The implementations train the same model on the same rows in turns. Their losses must agree
+before training.
 """
 
 from __future__ import annotations
@@ -14,11 +17,13 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from typing import Any
 
 import torch
 from harness import random_lengths, write_csv
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
+from flashmask_hf import keep_attention
 from flashmask_hf.collators import DataCollatorForPackedLanguageModeling
 
 SHAPES = {
@@ -60,11 +65,21 @@ def make_rows(length: int, count: int, vocab: int) -> list[dict[str, torch.Tenso
     return rows
 
 
-def step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, name: str, row: dict[str, torch.Tensor]) -> float:
-    """Run one training step, and return the loss."""
-    model.set_attn_implementation(name)
-    batch = row if name == "flashmask" else {k: v for k, v in row.items() if k != "startend_row_indices"}
-    loss = model(**batch, use_cache=False).loss
+def step(
+    model: PreTrainedModel,
+    optimizer: torch.optim.Optimizer,
+    name: str,
+    row: dict[str, torch.Tensor],
+    fused: bool = False,
+) -> float:
+    """Run one training step, and return the loss, which TRL's head computes if `fused`."""
+    model.set_attn_implementation(name.removesuffix("_kept"))
+    options: dict[str, Any] = {"use_reentrant": False}
+    if name.endswith("_kept"):
+        options["context_fn"] = keep_attention
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)(options)
+    batch = row if name.startswith("flashmask") else {k: v for k, v in row.items() if k != "startend_row_indices"}
+    loss = model(**batch, **({"fused_lm_head": True} if fused else {"use_cache": False})).loss
     loss.backward()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
@@ -78,6 +93,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=32768)
     parser.add_argument("--rows", type=int, default=5, help="number of rows")
     parser.add_argument("--implementations", nargs="+", default=["flashmask", "sdpa", "flex_attention"])
+    parser.add_argument("--lora", action="store_true", help="train adapters, with TRL's head; needs peft and trl")
     parser.add_argument("--csv", help="file to write the figures to")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
@@ -86,19 +102,25 @@ def main() -> None:
     with torch.device("cuda"):
         config = LlamaConfig(**SHAPES[arguments.shape])
         model = AutoModelForCausalLM.from_config(config, attn_implementation="flashmask", dtype=torch.bfloat16)
+    if arguments.lora:
+        from peft import LoraConfig
+        from trl.trainer.utils import add_fused_lm_head
+
+        add_fused_lm_head(model)
+        model.add_adapter(LoraConfig(r=16, target_modules="all-linear"))
     model.train()
-    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     rows = make_rows(arguments.length, arguments.rows, model.config.vocab_size)
 
-    frozen = torch.optim.SGD(model.parameters(), lr=0.0)  # checks losses and warms up with fixed weights
+    trained = [x for x in model.parameters() if x.requires_grad]
+    frozen = torch.optim.SGD(trained, lr=0.0)  # checks losses and warms up with fixed weights
     for row in rows[:2]:
-        losses = {name: step(model, frozen, name, row) for name in arguments.implementations}
+        losses = {name: step(model, frozen, name, row, arguments.lora) for name in arguments.implementations}
         print("losses before training:", {name: round(loss, 5) for name, loss in losses.items()})
         if max(losses.values()) - min(losses.values()) > 5e-3:
             raise SystemExit("the implementations disagree")
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
-    step(model, optimizer, arguments.implementations[0], rows[0])  # allocates the optimizer's state
+    optimizer = torch.optim.AdamW(trained, lr=1e-6, fused=True)
+    step(model, optimizer, arguments.implementations[0], rows[0], arguments.lora)  # allocates the optimizer's state
     seconds: dict[str, list[float]] = {name: [] for name in arguments.implementations}
     memory = dict.fromkeys(arguments.implementations, 0)
     for row in rows:
@@ -107,7 +129,7 @@ def main() -> None:
             torch.cuda.reset_peak_memory_stats()
             torch.cuda.synchronize()
             start = time.perf_counter()
-            step(model, optimizer, name, row)
+            step(model, optimizer, name, row, arguments.lora)
             torch.cuda.synchronize()
             seconds[name].append(time.perf_counter() - start)
             memory[name] = max(memory[name], torch.cuda.max_memory_allocated())
@@ -119,6 +141,7 @@ def main() -> None:
                 "implementation": name,
                 "shape": arguments.shape,
                 "length": arguments.length,
+                "trained": "adapters" if arguments.lora else "all",
                 "seconds_per_step": round(statistics.median(values), 4),
                 "tokens_per_second": round(arguments.length / statistics.median(values)),
                 "peak_gib": round(memory[name] / 2**30, 2),
