@@ -8,6 +8,7 @@ tokenizer and weights are deterministic for a given version of Python.
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -18,13 +19,27 @@ from datasets import Dataset, DatasetDict, concatenate_datasets, load_dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-__all__ = ["build_model", "load", "preferences", "question_answers", "rankings"]
+__all__ = [
+    "build_model",
+    "copied_words_reward",
+    "load",
+    "passages",
+    "preferences",
+    "question_answers",
+    "rankings",
+]
 
 ANSWER_CHARACTERS = (80, 1600)
 """Range of the random length at which an answer of `question_answers` ends, after the paragraph that reaches it."""
 
 COMPARED_CHARACTERS = (80, 400)
 """The same range for answers of `preferences` and `rankings`."""
+
+PASSAGE_CHARACTERS = (200, 600)
+"""The same range for passages of `passages`."""
+
+COPIED_WORDS = 10
+"""Number of words that the prompts of `passages` ask for."""
 
 MOST_ANSWERS = 6
 """Maximum number of answers of a ranking; the minimum is two."""
@@ -157,6 +172,38 @@ def rankings() -> DatasetDict:
     return _splits(rows, COMPARED_CHARACTERS)
 
 
+def passages() -> DatasetDict:
+    """Build prompts without answers: columns `prompt` and `passage`, splits `train` and `test`.
+
+    A prompt shows a passage and asks for some of its words, which `copied_words_reward` counts.
+    """
+
+    def rows(examples: Sequence[_Example]) -> Iterator[dict[str, Any]]:
+        for example in examples:
+            task = f"Repeat {COPIED_WORDS} words of this text, each once:\n\n{example.answer}"
+            yield {"prompt": [_user(task)], "passage": example.answer}
+
+    return _splits(rows, PASSAGE_CHARACTERS)
+
+
+def copied_words_reward(
+    completions: Sequence[list[dict[str, str]]], passage: Sequence[str], **kwargs: Any
+) -> list[float]:
+    """Return the share of `COPIED_WORDS` different words of its passage that each completion has, at most 1.
+
+    A reward function for TRL's trainers, which pass the columns of `passages` by name.
+
+    Args:
+        completions: a conversation of one message per completion.
+        passage: the passage of each completion's prompt.
+        **kwargs: the other columns, which are not read.
+    """
+    copied = [
+        _words(completion[0]["content"]) & _words(text) for completion, text in zip(completions, passage, strict=True)
+    ]
+    return [min(1.0, len(words) / COPIED_WORDS) for words in copied]
+
+
 def build_model(path: str | Path, *, positions: int = 1024, initializer_range: float = 0.06) -> None:
     """Write a tiny, untrained Llama and its tokenizer to a folder, for `from_pretrained`.
 
@@ -239,6 +286,10 @@ def _by_part(examples: Sequence[_Example]) -> tuple[list[_Example], list[_Exampl
     for example in examples:
         parts[example.topic.startswith(LIBRARY)].append(example)
     return parts
+
+
+def _words(text: str) -> set[str]:
+    return set(re.findall(r"\w+", text.lower()))
 
 
 def _user(content: str) -> dict[str, str]:

@@ -1,17 +1,20 @@
-"""A picture of a run of supervised fine-tuning: its loss curve, and the mask of one packed row."""
+"""Pictures of runs: the curve of the loss or the reward, and the mask of one packed row."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from flashmask_hf import FlashMask
+from torch import Tensor
 
-__all__ = ["draw"]
+from flashmask_hf import FlashMask
+from flashmask_hf.names import VECTORS
+
+__all__ = ["draw", "draw_group", "latest_row"]
 
 
 def draw(trainer: Any, path: Path) -> None:
-    """Write the picture of a trainer that has trained on packed rows.
+    """Write the picture of a trainer that has trained on packed rows: its loss, and the mask of a row.
 
     Args:
         trainer: a `PackedSFTTrainer` that packs its rows itself.
@@ -20,15 +23,48 @@ def draw(trainer: Any, path: Path) -> None:
     Raises:
         ImportError: matplotlib is missing.
     """
+    row = trainer.data_collator([next(iter(trainer.train_dataset))])
+    documents = int((row["position_ids"] == 0).sum())
+    _draw(trainer, "loss", "Training loss", row[VECTORS], f"Mask of a row of {documents} documents", path)
+
+
+def draw_group(trainer: Any, vectors: Tensor, path: Path) -> None:
+    """Write the picture of a trainer that has trained on shared prompts: its reward, and the mask of one group.
+
+    Args:
+        trainer: a `SharedPromptGRPOTrainer` or `SharedPromptRLOOTrainer`.
+        vectors: mask vectors of packed rows, int32 [R, 1, S, 1]. The first group of the first row is drawn.
+        path: file to write, of any suffix that matplotlib knows.
+
+    Raises:
+        ImportError: matplotlib is missing.
+    """
+    end = int(vectors[0, 0, 0, 0])  # of the first tree, which is a prompt and its completions
+    group = vectors[:1, :, :end].cpu()
+    _draw(trainer, "reward", "Mean reward", group, "Mask of a prompt and its completions", path)
+
+
+def latest_row(model: Any) -> list[Tensor]:
+    """Return a list that holds, after each forward of a model on packed rows, the mask vectors of these rows alone."""
+    latest: list[Tensor] = []
+
+    def keep(_: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        if kwargs.get(VECTORS) is not None:
+            latest[:] = [kwargs[VECTORS]]
+
+    model.register_forward_pre_hook(keep, with_kwargs=True)
+    return latest
+
+
+def _draw(trainer: Any, metric: str, title: str, vectors: Tensor, mask_title: str, path: Path) -> None:
+    """Draw the curve of a logged metric beside a mask."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9.6, 4.6), dpi=150, layout="constrained")
     curve, mask = figure.subplots(1, 2)
-    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
-    curve.plot([entry["step"] for entry in logged], [entry["loss"] for entry in logged], color="#3f6b8f")
-    curve.set(xlabel="step", ylabel="loss", title="Training loss")
-    row = trainer.data_collator([next(iter(trainer.train_dataset))])
-    documents = int((row["position_ids"] == 0).sum())
-    FlashMask(row["startend_row_indices"], causal=True).plot(ax=mask, title=f"Mask of a row of {documents} documents")
+    logged = [entry for entry in trainer.state.log_history if metric in entry]
+    curve.plot([entry["step"] for entry in logged], [entry[metric] for entry in logged], color="#3f6b8f")
+    curve.set(xlabel="step", ylabel=metric, title=title)
+    FlashMask(vectors, causal=True).plot(ax=mask, title=mask_title)
     mask.legend(loc="upper right", fontsize=8)
     figure.savefig(path)

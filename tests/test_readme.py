@@ -1,7 +1,8 @@
-"""The Python snippets of README.md run as pasted, on a tiny model and small datasets.
+"""The Python snippets of README.md and docs/reinforcement.md run as pasted, on a tiny model and small datasets.
 
-Two things are replaced. Names on the Hub become paths of local folders, since tests have no internet. Without a GPU,
-`max_length=` of a config becomes `use_cpu=True, max_length=`: TRL's configs ask for bfloat16 on a GPU by default.
+Three things are replaced. Names on the Hub become paths of local folders, since tests have no internet. Without a GPU,
+a config's first argument gets `use_cpu=True` before it: TRL's configs ask for bfloat16 on a GPU by default. Completions
+have 8 tokens.
 """
 
 import json
@@ -15,8 +16,9 @@ from transformers import AutoModelForCausalLM
 
 pytestmark = TRAINER_WARNINGS
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
-SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+ROOT = Path(__file__).parents[1]
+PAGES = {name: (ROOT / name).read_text() for name in ("README.md", "docs/reinforcement.md")}
+SNIPPETS = [(name, code) for name in PAGES for code in re.findall(r"```python\n(.*?)```", PAGES[name], re.DOTALL)]
 
 MODEL = "Qwen/Qwen3-0.6B"
 DATASETS = {
@@ -26,6 +28,7 @@ DATASETS = {
     ),
     "roneneldan/TinyStories": ("train", [{"text": "w5 w6 w7 w8 w9"}] * 8),
     "HuggingFaceH4/ultrafeedback_binarized": ("train_prefs", preference_rows()),
+    "trl-lib/DeepMath-103K": ("train", [{"prompt": [{"role": "user", "content": "w5 w6"}], "solution": "w7"}] * 2),
 }
 TEMPLATE = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"
 
@@ -46,24 +49,31 @@ def folders(tmp_path_factory):
 
 
 def test_the_first_snippet_is_the_trainer():
-    assert "PackedSFTTrainer(" in SNIPPETS[0]
-    assert "trainer.train()" in SNIPPETS[0]
+    assert "PackedSFTTrainer(" in SNIPPETS[0][1]
+    assert "trainer.train()" in SNIPPETS[0][1]
 
 
 @pytest.mark.parametrize("number", range(len(SNIPPETS)))
 def test_a_snippet_runs_as_pasted(number, folders, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
-    code = SNIPPETS[number]
+    page, code = SNIPPETS[number]
+    text = code.replace("max_completion_length=1024", "max_completion_length=8")
     if not torch.cuda.is_available():
-        code = code.replace("Config(max_length=", "Config(use_cpu=True, max_length=")
+        text = text.replace("Config(max_", "Config(use_cpu=True, max_")
     for name, folder in folders.items():
-        code = code.replace(json.dumps(name), repr(folder))
+        text = text.replace(json.dumps(name), repr(folder))
     held = {"__name__": "__main__"}
-    exec(compile(code, f"README.md, snippet {number}", "exec"), held)
+    exec(compile(text, f"{page}, snippet {number}", "exec"), held)
     trainer = held.get("trainer")
     if trainer is not None:
         assert trainer.state.global_step == trainer.state.max_steps > 0
     if "print(" in code:  # what it prints stands in the block after it
-        _, shown, _ = README.partition(code)[2].removeprefix("```").split("```", 2)
+        _, shown, _ = PAGES[page].partition(code)[2].removeprefix("```").split("```", 2)
         assert capsys.readouterr().out.strip() == shown.strip()
+
+
+def test_the_pictures_of_a_page_are_there():
+    for name, page in PAGES.items():
+        for path in re.findall(r"!\[[^]]*\]\(([^)]+)\)", page):
+            assert ((ROOT / name).parent / path).is_file(), path

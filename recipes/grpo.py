@@ -1,0 +1,189 @@
+r"""Reinforcement learning by GRPO or RLOO with attn_implementation="flashmask", which computes each prompt once.
+
+Every flag of `SharedPromptGRPOConfig` or `SharedPromptRLOOConfig` (TRL's configs and `--share`, among others), the
+reward flags of `trl grpo`, and TRL's `ModelConfig`, `ScriptArguments` and `DatasetMixtureConfig` work, on the command
+line and in a YAML file:
+
+    accelerate launch --quiet recipes/grpo.py                                     # the demo: configs/grpo_demo.yaml
+    accelerate launch --quiet recipes/grpo.py --config recipes/configs/grpo.yaml
+    accelerate launch --quiet recipes/grpo.py --model_name_or_path Qwen/Qwen3-0.6B --use_peft \
+        --dataset_name trl-lib/DeepMath-103K --reward_funcs reasoning_accuracy_reward my_rewards.short \
+        --per_device_train_batch_size 8 --num_generations 8 --output_dir Qwen3-0.6B-grpo
+
+Without a configuration file and a model, the recipe runs the demo; flags override the demo's configuration. Differences
+from `trl grpo` and `trl rloo`:
+
+- `attn_implementation` defaults to "flashmask", and bf16 is on if the GPU supports it.
+- `--algorithm` is grpo or rloo.
+- The log adds `shared_tokens_saved` and `mask_sparsity`; at the end, the first and last mean rewards are printed.
+- A reward model is loaded with its own attention and revision, not with those of the trained model.
+- `--do_eval` evaluates at the end, `--picture` draws the reward and the mask of a group of completions.
+- The model defaults to a tiny untrained Llama, the dataset to passages about Python.
+"""
+
+# pyright: reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+import os
+import pkgutil
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import common
+import data
+import picture
+from transformers import AutoModelForSequenceClassification
+from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
+from trl.import_utils import is_math_verify_available
+from trl.rewards import (
+    accuracy_reward,
+    get_soft_overlong_punishment,
+    reasoning_accuracy_reward,
+    think_format_reward,
+)
+
+from flashmask_hf.trainers import (
+    SharedPromptGRPOConfig,
+    SharedPromptGRPOTrainer,
+    SharedPromptRLOOConfig,
+    SharedPromptRLOOTrainer,
+)
+
+DEMO_CONFIG = common.CONFIGS / "grpo_demo.yaml"
+
+ALGORITHMS = {
+    "grpo": (SharedPromptGRPOConfig, SharedPromptGRPOTrainer),
+    "rloo": (SharedPromptRLOOConfig, SharedPromptRLOOTrainer),
+}
+
+REWARDS: dict[str, Callable[..., Any]] = {
+    "accuracy_reward": accuracy_reward,
+    "reasoning_accuracy_reward": reasoning_accuracy_reward,
+    "think_format_reward": think_format_reward,
+    "get_soft_overlong_punishment": get_soft_overlong_punishment(max_completion_len=1280, soft_punish_cache=256),
+    "copied_words_reward": data.copied_words_reward,
+}
+"""Reward functions that have a name: those of `trl grpo`, and the demo's."""
+
+PARSE_MATH = ("accuracy_reward", "reasoning_accuracy_reward")
+"""Reward functions that need the package math-verify."""
+
+
+@dataclass
+class RecipeArguments:
+    """Flags of this recipe beyond TRL's trainer configs."""
+
+    algorithm: str = field(
+        default="grpo",
+        metadata={"help": "The trainer, and the config whose flags apply.", "choices": list(ALGORITHMS)},
+    )
+    reward_funcs: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": f"Reward functions, added up: {', '.join(REWARDS)}, or dotted paths of functions of your own, such "
+            "as `my_lib.rewards.short`, from the working directory on."
+        },
+    )
+    reward_model_name_or_path: str | None = field(
+        default=None, metadata={"help": "Name or path of a reward model, a reward before those of `reward_funcs`."}
+    )
+    picture: bool = field(
+        default=False,
+        metadata={
+            "help": "After training, draw the reward and the mask of one group of completions to picture.png in "
+            "`output_dir`. Needs matplotlib."
+        },
+    )
+
+
+def main(argv: Sequence[str]) -> None:
+    recipe_args, script_args, training_args, model_args, mixture_args = parse(argv)
+    rewards = reward_functions(recipe_args, training_args, model_args)
+    options = common.trainer_options(script_args, training_args, model_args, mixture_args, data.passages)
+    _, trainer_class = ALGORITHMS[recipe_args.algorithm]
+    trainer = trainer_class(**options, reward_funcs=rewards)
+    row = picture.latest_row(trainer.model) if recipe_args.picture else []
+    common.train(trainer, script_args)
+    if not trainer.accelerator.is_main_process:
+        return
+    report(trainer)
+    if recipe_args.picture:
+        path = Path(training_args.output_dir, "picture.png")
+        try:
+            picture.draw_group(trainer, row[0], path)
+            print(f"Picture of the reward and of the mask of one group: {path}")
+        except ImportError:
+            print("No picture: matplotlib is missing, an optional extra; pip install 'flashmask-hf[plot]'")
+
+
+def parse(argv: Sequence[str]) -> tuple[RecipeArguments, ScriptArguments, Any, ModelConfig, DatasetMixtureConfig]:
+    own: Any = [RecipeArguments]
+    try:  # which flags there are follows from one of them
+        chosen: Any = TrlParser(own, add_help=False).parse_args_and_config(argv, return_remaining_strings=True)[0]
+    except ValueError as error:
+        raise common.FlagError(str(error)) from error
+    config_class, _ = ALGORITHMS[chosen.algorithm]
+    parsed = common.parse(argv, DEMO_CONFIG, RecipeArguments, config_class)
+    if not parsed[0].reward_funcs and parsed[0].reward_model_name_or_path is None:
+        raise common.FlagError(
+            f"reward_funcs is empty: name at least one of {', '.join(REWARDS)}, the dotted path of a function of your "
+            "own, or a reward model (--reward_model_name_or_path)"
+        )
+    return parsed
+
+
+def reward_functions(
+    recipe_args: RecipeArguments, training_args: Any, model_args: ModelConfig
+) -> list[Callable[..., Any]]:
+    """Load the reward functions and the reward model that the flags name.
+
+    Raises:
+        FlagError: a function cannot be loaded, or needs a package that is missing.
+    """
+    rewards: list[Any] = []
+    if recipe_args.reward_model_name_or_path is not None:
+        rewards.append(
+            AutoModelForSequenceClassification.from_pretrained(
+                recipe_args.reward_model_name_or_path,
+                num_labels=1,
+                dtype=model_args.dtype,
+                trust_remote_code=training_args.trust_remote_code,
+            )
+        )
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    for name in recipe_args.reward_funcs or []:
+        if name in PARSE_MATH and not is_math_verify_available():
+            raise common.FlagError(f"reward_funcs: {name} needs a package that is missing; pip install math-verify")
+        if name in REWARDS:
+            rewards.append(REWARDS[name])
+            continue
+        module, _, function = name.rpartition(".")
+        if not module:
+            raise common.FlagError(
+                f"reward_funcs: {name} is none of {', '.join(REWARDS)}, and no dotted path such as my_lib.rewards.short"
+            )
+        try:
+            rewards.append(pkgutil.resolve_name(f"{module}:{function}"))
+        except (ModuleNotFoundError, AttributeError) as error:
+            raise common.FlagError(f"reward_funcs: {name} cannot be loaded: {error}") from error
+    return rewards
+
+
+def report(trainer: Any) -> None:
+    """Print the mean reward of the first and the last logged steps, and the last metrics of sharing."""
+    logged = [entry for entry in trainer.state.log_history if "reward" in entry]
+    if not logged:
+        return
+    first, last = logged[0], logged[-1]
+    print(f"Mean reward: {first['reward']:.3f} at step {first['step']}, {last['reward']:.3f} at step {last['step']}")
+    shown = [f"{name} {last[name]:.3f}" for name in ("shared_tokens_saved", "mask_sparsity") if name in last]
+    print(f"At step {last['step']}: {', '.join(shown)}")
+
+
+if __name__ == "__main__":
+    common.run(main)
