@@ -96,19 +96,23 @@ class SharedPrompts:
             parent.__init__(model, reward_funcs, args, *others, **kwargs)
         trainer: Any = self
         _refuse_images(trainer.processing_class)  # of a model with images, TRL loads a processor
-        self._hook(trainer.accelerator.unwrap_model(trainer.model), isinstance(model, str))
-        if trainer.ref_model is not None:
-            if trainer.is_fsdp_enabled:
-                refuse_empty_reference(trainer.accelerator.state.fsdp_plugin)
-            self._hook(trainer.accelerator.unwrap_model(trainer.ref_model), True)
+        self._hook_models(loaded_by_name=isinstance(model, str))
         self._rows_per_group = _rows_per_group(trainer)
         self._packed: tuple[Tensor, int, int] | None = None
 
-    def _hook(self, model: Any, loaded_by_name: bool) -> None:
-        """Make a model take packed rows; one that TRL has loaded gets the attention "flashmask" first."""
+    def _hook_models(self, loaded_by_name: bool) -> None:
+        """Make policy and reference take packed rows; those that TRL has loaded get the attention "flashmask" first."""
+        trainer: Any = self
+        policy = trainer.accelerator.unwrap_model(trainer.model)
         if loaded_by_name:
-            model.set_attn_implementation(FLASHMASK)
-        run_packed(model)
+            policy.set_attn_implementation(FLASHMASK)
+        run_packed(policy)
+        if trainer.ref_model is not None:
+            if trainer.is_fsdp_enabled:
+                refuse_empty_reference(trainer.accelerator.state.fsdp_plugin)
+            reference = trainer.accelerator.unwrap_model(trainer.ref_model)
+            reference.set_attn_implementation(FLASHMASK)
+            run_packed(reference)
 
     def _get_per_token_logps_and_entropies(
         self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *args: Any, **kwargs: Any

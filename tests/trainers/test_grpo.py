@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import logging
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -422,3 +424,49 @@ def test_two_processes(config, options, tmp_path):
         for key in ("loss", "grad_norm", "reward"):
             assert one[key] == pytest.approx(two[key], rel=2e-4, abs=5e-6), key
         assert 0 <= one["shared_tokens_saved"] < 1
+
+
+def trainer_of(checkpoints, tokenizer, out, **options):
+    args = SharedPromptGRPOConfig(**trainer_settings(out), num_generations=4, **options)
+    model = AutoModelForCausalLM.from_pretrained(checkpoints["llama"], attn_implementation="flashmask")
+    return SharedPromptGRPOTrainer(model, reward, args, prompts(), processing_class=tokenizer)
+
+
+def test_what_sharing_saves_is_logged(checkpoints, tokenizer, tmp_path):
+    """Four completions of two tokens to a prompt of three: 11 tokens instead of 20, in a row of 16."""
+    trainer = trainer_of(checkpoints, tokenizer, tmp_path, pad_to_multiple_of=16)
+    lengths = []
+    trainer.model.get_input_embeddings().register_forward_hook(lambda _, ids, __: lengths.append(ids[0].shape))
+    completions = torch.tensor([[5, 6], [7, 8], [9, 10], [11, 12]])
+    batch = {
+        "prompt_ids": torch.tensor([[20, 21, 22]]).repeat(4, 1), "prompt_mask": torch.ones(4, 3, dtype=torch.int64),
+        "completion_ids": completions, "completion_mask": torch.ones_like(completions), "advantages": torch.ones(4),
+        "num_items_in_batch": torch.tensor(8),
+    }  # fmt: skip
+    trainer.current_gradient_accumulation_steps = 1
+    trainer.compute_loss(trainer.model.train(), batch)
+    assert lengths == [(1, 16)]
+    assert trainer._metrics["train"]["shared_tokens_saved"] == [pytest.approx(1 - 11 / 20)]
+    assert len(trainer._metrics["train"]["mask_sparsity"]) == 1
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_reference_model_that_fsdp2_would_leave_empty_raises(version, checkpoints, tokenizer, tmp_path, monkeypatch):
+    trainer = trainer_of(checkpoints, tokenizer, tmp_path, beta=0.1)
+    plugin = types.SimpleNamespace(fsdp_version=version, cpu_ram_efficient_loading=True)
+    monkeypatch.setattr(trainer.accelerator.state, "fsdp_plugin", plugin, raising=False)
+    trainer.is_fsdp_enabled = True
+    refused = pytest.raises(ValueError, match="fsdp_cpu_ram_efficient_loading leaves a reference model empty")
+    with refused if version == 2 else contextlib.nullcontext():
+        trainer._hook_models(loaded_by_name=False)
+
+
+def test_compiled_layers_are_checked(checkpoints, tokenizer, tmp_path):
+    """Whether each layer receives the mask cannot be counted in compiled layers, so it is tried before the forward."""
+    trainer = trainer_of(checkpoints, tokenizer, tmp_path)
+    for layer in trainer.model.base_model.layers:
+        layer.compile(backend="eager")
+    ids = torch.full((4, 5), 7)
+    with torch.no_grad():
+        trainer._get_per_token_logps_and_entropies(trainer.model, ids, torch.ones_like(ids), 2)
+    assert trainer.model.base_model._layers_checked
