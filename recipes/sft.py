@@ -17,6 +17,7 @@ tokenizes the dataset and applies chat templates, then `flashmask_hf.collators.p
 - `attn_implementation` defaults to "flashmask", and bf16 is on if the GPU supports it.
 - An example longer than `max_length` raises, unless `--truncation_mode keep_start` or `--split` is given.
 - The log adds `tokens_per_second` (of all processes, without padding) and `mask_sparsity`.
+- `--keep_attention` keeps attention's results in checkpointed layers, so that attention is computed once.
 - `--generate` prints the answers to a prompt before and after training, `--picture` draws the loss and a row's mask.
 - The model defaults to a tiny untrained Llama, the dataset to questions and answers about Python.
 """
@@ -36,6 +37,7 @@ import picture
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig
 
+import flashmask_hf
 from flashmask_hf.trainers import PackedSFTTrainer
 
 DEMO_CONFIG = common.CONFIGS / "sft_demo.yaml"
@@ -48,6 +50,13 @@ class RecipeArguments:
     split: bool = field(
         default=False,
         metadata={"help": "Cut examples longer than `max_length` into consecutive pieces, each a document of its own."},
+    )
+    keep_attention: bool = field(
+        default=False,
+        metadata={
+            "help": "With gradient checkpointing, keep attention's results instead of computing attention twice: the "
+            "same losses, a shorter step for long rows, and about as much memory again as the checkpoints."
+        },
     )
     generate: str | None = field(
         default=None,
@@ -102,7 +111,24 @@ def parse(argv: Sequence[str]) -> tuple[RecipeArguments, ScriptArguments, SFTCon
         raise common.FlagError(
             "max_length is None, but packing needs it: the number of tokens of a row (--max_length 8192)"
         )
+    if parsed[0].keep_attention:
+        keep_attention(training_args)
     return parsed
+
+
+def keep_attention(args: SFTConfig) -> None:
+    """Make the trainer's checkpointed layers keep attention's results, in place.
+
+    Raises:
+        FlagError: the arguments have no checkpointing, or another kind, or TensorBoard, which cannot write a function.
+    """
+    name = next(name for name in ("activation_checkpointing", "gradient_checkpointing") if hasattr(args, name))
+    options = getattr(args, f"{name}_kwargs") or {}
+    if not getattr(args, name) or options.get("use_reentrant"):
+        raise common.FlagError(f"keep_attention needs {name} without reentrance; turn that on, or leave it out")
+    if "tensorboard" in args.report_to:
+        raise common.FlagError("keep_attention is a function, which TensorBoard cannot write; report_to another place")
+    setattr(args, f"{name}_kwargs", {**options, "use_reentrant": False, "context_fn": flashmask_hf.keep_attention})
 
 
 def generate(args: SFTConfig, prompt: str, path: str, *, max_new_tokens: int = 64, **kwargs: Any) -> str:

@@ -9,9 +9,10 @@ import pytest
 import torch
 from datasets import DatasetDict
 from tools.recipes import QUICK, RECIPES, launch, logged
-from tools.tiny import TRAINER_WARNINGS
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tools.tiny import CHECKPOINTING, TRAINER_WARNINGS
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from flashmask_hf.call import Call
 from flashmask_hf.trainers import PackedSFTTrainer
 
 import data  # isort: skip
@@ -74,6 +75,23 @@ def test_a_picture_without_matplotlib_says_what_to_install(tmp_path, monkeypatch
 def test_a_picture_of_rows_that_trl_packs_is_refused():
     with pytest.raises(ValueError, match="picture shows a row that this package packs"):
         sft.parse(["--packing"])
+
+
+def test_attention_is_kept_in_checkpointed_layers(tmp_path, model, monkeypatch, capsys):
+    """With an adapter: the losses of a run that computes attention twice, and half of its forwards."""
+    flags = ["--model_name_or_path", str(model), "--use_peft", "--lora_dropout", "0"]
+    flags += ["--max_length", "1024", "--max_steps", "2", *QUICK, f"--{CHECKPOINTING}", "True"]
+    calls, forward = [], Call.forward
+    monkeypatch.setattr(Call, "forward", lambda *args: calls.append(1) or forward(*args))
+    runs = []
+    for more in ([], ["--keep_attention"]):
+        calls.clear()
+        sft.main([*flags, "--output_dir", str(tmp_path / str(len(more))), *more])
+        runs.append((logged(capsys.readouterr().out, "loss"), len(calls)))
+    assert runs[0][0] == runs[1][0]
+    assert len(runs[0][0]) == 2
+    layers = AutoConfig.from_pretrained(model).num_hidden_layers
+    assert runs[0][1] - runs[1][1] == 2 * layers
 
 
 def test_two_processes_train_lora_like_one(tmp_path, model, capsys):
@@ -141,6 +159,8 @@ def test_evaluation_logs_the_mask_sparsity(tmp_path, model, capsys):
         (["--resume_from_checkpoint", "true"], "holds no checkpoint to resume from"),
         (["--learning_speed", "1"], "--learning_speed"),
         (["--dataset_name", "nowhere/at-all.jsonl"], "dataset_name: there is no file nowhere"),
+        (["--keep_attention"], "keep_attention needs .*_checkpointing"),
+        (["--keep_attention", f"--{CHECKPOINTING}", "True", "--report_to", "tensorboard"], "TensorBoard cannot write"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else "",
 )
