@@ -3,6 +3,7 @@
 A forward passes through the modules in this order:
 
     document_guard  keeps the documents of packed rows apart in layers that are not attention, or raises
+    position_numbers  counts packed rows from the first position of models such as RoBERTa
     mask_hook       transformers asks once per mask type: int32 columns from a `mask_function` and a 2D attention_mask
       mask_reader     reads the function as intervals, by symbolic tracing
       model_support   raises for models that the backend cannot follow

@@ -24,6 +24,7 @@ from transformers.utils import generic
 from flashmask_hf.backend.branches import check_tree_loss
 from flashmask_hf.backend.document_guard import guard_documents
 from flashmask_hf.backend.model_support import refuse_own_attention
+from flashmask_hf.backend.position_numbers import renumber_positions
 from flashmask_hf.backend.positions import document_starts
 from flashmask_hf.checks import device_assert
 from flashmask_hf.mask import FlashMask
@@ -276,6 +277,7 @@ def refuse_unsupported_models(model_class: Any) -> None:
                 for part in self.modules():
                     if isinstance(part, PreTrainedModel):
                         guard_documents(part)
+                        renumber_positions(part)
         return original(self, requested_attention, is_init_check)
 
     choose.refuses = True  # type: ignore[attr-defined]
@@ -312,17 +314,18 @@ def accept_sparse_options(config_class: type) -> None:
             setattr(config_class, name, None)
 
 
-# 5. Models that would mix the documents of packed rows are guarded.
+# 5. Models that would mix the documents of packed rows, or number them in another way, get hooks.
 
 
 def guard_models(model_class: Any) -> None:
-    """Make models with one of this package's names call `guard_documents` once their layers exist.
+    """Make models with one of this package's names call `guard_documents` and `renumber_positions` once layers exist.
 
     Patched: `PreTrainedModel.post_init`, replaced by a wrapper. Every model calls it at the end of its `__init__`. The
     wrapper of section 3 does the same when attention is set later.
 
-    Why: recurrent and convolutional layers mix the documents of a packed row without an error, and transformers gives
-    an attention implementation no place at which it sees the model and its call.
+    Why: recurrent and convolutional layers mix the documents of a packed row without an error, models such as RoBERTa
+    count positions from another number than packed rows, and transformers gives an attention implementation no place
+    at which it sees the model and its call.
 
     Checked (the same signature in 5.17 to 5.23): it is a plain function without further parameters.
 
@@ -343,6 +346,7 @@ def guard_models(model_class: Any) -> None:
         original(self)
         if self.config._attn_implementation in NAMES:
             guard_documents(self)
+            renumber_positions(self)
 
     finish.guards = True  # type: ignore[attr-defined]
     model_class.post_init = finish
