@@ -2,6 +2,7 @@
 
 A forward passes through the modules in this order:
 
+    ignored_vectors  raises if the model's attention is another one, which would ignore the caller's vectors
     document_guard  keeps the documents of packed rows apart in layers that are not attention, or raises
     position_numbers  counts packed rows from the first position of models such as RoBERTa
     mask_hook       transformers asks once per mask type: int32 columns from a `mask_function` and a 2D attention_mask

@@ -21,7 +21,7 @@ from flashmask_hf.backend.document_guard import is_guarded
 from flashmask_hf.backend.supplied_calls import SuppliedCalls
 from flashmask_hf.names import FLASHMASK, PACKED_IDS, PACKED_INDEX, PACKED_POSITIONS, VECTORS
 
-__all__ = ["check_compiled", "check_layers", "run_packed"]
+__all__ = ["check_compiled", "check_layers", "run_packed", "runs_packed"]
 
 
 def run_packed(model: Any) -> None:
@@ -49,6 +49,14 @@ def run_packed(model: Any) -> None:
     if _pack_inputs not in backbone._forward_pre_hooks.values():
         backbone.register_forward_pre_hook(_pack_inputs, with_kwargs=True, prepend=True)  # the guard sees packed rows
         backbone.register_forward_hook(_unpack_outputs, with_kwargs=True)
+
+
+def runs_packed(model: Any) -> bool:
+    """Return whether `run_packed` made a transformers model, or the one that has it as its backbone, take packed rows.
+
+    The backbone's hook raises if its attention is another one by now.
+    """
+    return _pack_inputs in model.base_model._forward_pre_hooks.values()
 
 
 def check_layers(model: Any) -> None:

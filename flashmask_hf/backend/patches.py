@@ -1,4 +1,4 @@
-"""Patches of transformers: six changes that its interfaces do not offer, one section each.
+"""Patches of transformers: seven changes that its interfaces do not offer, one section each.
 
 All act for this package's attention implementations or batch keys only; everything else gets what it got before. Each
 section says what is patched, why, and what is checked first, in transformers 5.17 to 5.23, with which the patches are
@@ -23,6 +23,7 @@ from transformers.utils import generic
 
 from flashmask_hf.backend.branches import check_tree_loss
 from flashmask_hf.backend.document_guard import guard_documents
+from flashmask_hf.backend.ignored_vectors import check_call
 from flashmask_hf.backend.model_support import refuse_own_attention
 from flashmask_hf.backend.position_numbers import renumber_positions
 from flashmask_hf.backend.positions import document_starts
@@ -48,6 +49,7 @@ def apply() -> None:
     accept_sparse_options(PreTrainedConfig)
     guard_models(PreTrainedModel)
     check_losses_of_trees(PreTrainedModel)
+    check_calls(PreTrainedModel)
 
 
 def _refuse_version(does: str, where: str) -> NoReturn:
@@ -362,7 +364,7 @@ def check_losses_of_trees(model_class: Any) -> None:
     the vectors among them it does what it did.
 
     Why: the loss predicts each token from the one before it in the row, which for the first token of a branch is a
-    sibling's; and a model with another attention implementation ignores the vectors.
+    sibling's.
 
     Checked (seen in 5.23): it is a property with a setter.
 
@@ -389,11 +391,47 @@ def check_losses_of_trees(model_class: Any) -> None:
         def loss(logits: Any, labels: Any, *args: Any, **kwargs: Any) -> Any:
             if kwargs.get(VECTORS) is not None:
                 shifted = kwargs.get("shift_labels") is not None
-                implementation = self.config.get_text_config()._attn_implementation
-                check_tree_loss(kwargs[VECTORS], None if shifted else labels, implementation)
+                check_tree_loss(kwargs[VECTORS], None if shifted else labels)
             return function(logits, labels, *args, **kwargs)
 
         return loss
 
     checked.checks = True  # type: ignore[attr-defined]
     model_class.loss_function = property(checked, original.fset, original.fdel, original.__doc__)
+
+
+# 7. Models that would ignore mask vectors raise.
+
+
+def check_calls(model_class: Any) -> None:
+    """Make each call of a model with `startend_row_indices` run `ignored_vectors.check_call` first.
+
+    Patched: `PreTrainedModel.__call__`, which is that of `torch.nn.Module`, replaced by a wrapper. Without the vectors
+    among its keywords a call does what it did.
+
+    Why: attention implementations of transformers ignore keywords that they do not know, so a batch of this package's
+    collators runs on them under another mask. Trainers that compute their own loss, and evaluation, run no other code
+    of this package.
+
+    Checked (the same in 5.17 to 5.23): the class has no `__call__` of its own.
+
+    Args:
+        model_class: `transformers.PreTrainedModel`.
+
+    Raises:
+        RuntimeError: the class has one.
+    """
+    original = model_class.__call__
+    if hasattr(original, "checks"):
+        return  # applied already
+    if original is not torch.nn.Module.__call__:
+        _refuse_version("calls models", f"__call__ of {model_class.__name__}")
+
+    @functools.wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get(VECTORS) is not None:
+            check_call(self, args, kwargs)
+        return original(self, *args, **kwargs)
+
+    call.checks = True  # type: ignore[attr-defined]
+    model_class.__call__ = call
