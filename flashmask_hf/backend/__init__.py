@@ -3,6 +3,7 @@
 A forward passes through the modules in this order:
 
     ignored_vectors  raises if the model's attention is another one, which would ignore the caller's vectors
+    position_axes   adds the row that separates documents to positions of several axes
     document_guard  keeps the documents of packed rows apart in layers that are not attention, or raises
     position_numbers  counts packed rows from the first position of models such as RoBERTa
     mask_hook       transformers asks once per mask type: int32 columns from a `mask_function` and a 2D attention_mask
@@ -17,7 +18,8 @@ A forward passes through the modules in this order:
         mask_cache      shares one mask, and its plan, between layers and recomputations
         supplied_calls  counts the layers that receive the caller's vectors
 
-`positions` holds operations on position_ids that several of them use. `patches` adapts transformers where its
+`model_hooks` holds what the hooks of `position_axes`, `document_guard` and `position_numbers` share, and `positions`
+operations on position_ids that several of them use. `patches` adapts transformers where its
 interfaces do not suffice, `register` makes the implementations known to it, and `packed_rows` runs a model's backbone
 on packed rows for the trainers.
 """

@@ -25,6 +25,7 @@ from flashmask_hf.backend.branches import check_tree_loss
 from flashmask_hf.backend.document_guard import guard_documents
 from flashmask_hf.backend.ignored_vectors import check_call
 from flashmask_hf.backend.model_support import refuse_own_attention
+from flashmask_hf.backend.position_axes import add_text_positions
 from flashmask_hf.backend.position_numbers import renumber_positions
 from flashmask_hf.backend.positions import document_starts
 from flashmask_hf.checks import device_assert
@@ -278,8 +279,7 @@ def refuse_unsupported_models(model_class: Any) -> None:
             if not is_init_check:
                 for part in self.modules():
                     if isinstance(part, PreTrainedModel):
-                        guard_documents(part)
-                        renumber_positions(part)
+                        add_hooks(part)
         return original(self, requested_attention, is_init_check)
 
     choose.refuses = True  # type: ignore[attr-defined]
@@ -316,18 +316,26 @@ def accept_sparse_options(config_class: type) -> None:
             setattr(config_class, name, None)
 
 
-# 5. Models that would mix the documents of packed rows, or number them in another way, get hooks.
+# 5. Models in which a mask alone does not keep packed rows right get hooks.
+
+
+def add_hooks(model: Any) -> None:
+    """Add every hook that a model needs with one of this package's names; repeating it is fine."""
+    add_text_positions(model)  # first, because the others read the row that it adds
+    guard_documents(model)
+    renumber_positions(model)
+    model._has_packing_hooks = True
 
 
 def guard_models(model_class: Any) -> None:
-    """Make models with one of this package's names call `guard_documents` and `renumber_positions` once layers exist.
+    """Make models with one of this package's names call `add_hooks` once their layers exist.
 
     Patched: `PreTrainedModel.post_init`, replaced by a wrapper. Every model calls it at the end of its `__init__`. The
     wrapper of section 3 does the same when attention is set later.
 
     Why: recurrent and convolutional layers mix the documents of a packed row without an error, models such as RoBERTa
-    count positions from another number than packed rows, and transformers gives an attention implementation no place
-    at which it sees the model and its call.
+    and Qwen2-VL read positions in another way than packed rows have them, and transformers gives an attention
+    implementation no place at which it sees the model and its call.
 
     Checked (the same signature in 5.17 to 5.23): it is a plain function without further parameters.
 
@@ -347,8 +355,7 @@ def guard_models(model_class: Any) -> None:
     def finish(self: Any) -> None:
         original(self)
         if self.config._attn_implementation in NAMES:
-            guard_documents(self)
-            renumber_positions(self)
+            add_hooks(self)
 
     finish.guards = True  # type: ignore[attr-defined]
     model_class.post_init = finish
@@ -400,14 +407,17 @@ def check_losses_of_trees(model_class: Any) -> None:
     model_class.loss_function = property(checked, original.fset, original.fdel, original.__doc__)
 
 
-# 7. Models that would ignore mask vectors raise.
+# 7. Models that would ignore mask vectors raise, and those whose attention is set by hand get their hooks.
 
 
 def check_calls(model_class: Any) -> None:
     """Make each call of a model with `startend_row_indices` run `ignored_vectors.check_call` first.
 
-    Patched: `PreTrainedModel.__call__`, which is that of `torch.nn.Module`, replaced by a wrapper. Without the vectors
-    among its keywords a call does what it did.
+    A model that has one of this package's names and was not seen by sections 3 and 5, because
+    `config._attn_implementation` was set by hand, gets its hooks in its first call that is not compiled.
+
+    Patched: `PreTrainedModel.__call__`, which is that of `torch.nn.Module`, replaced by a wrapper. Other calls do what
+    they did.
 
     Why: attention implementations of transformers ignore keywords that they do not know, so a batch of this package's
     collators runs on them under another mask. Trainers that compute their own loss, and evaluation, run no other code
@@ -431,6 +441,9 @@ def check_calls(model_class: Any) -> None:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get(VECTORS) is not None:
             check_call(self, args, kwargs)
+        missed = self.config._attn_implementation in NAMES and not getattr(self, "_has_packing_hooks", False)
+        if missed and not torch.compiler.is_compiling():
+            add_hooks(self)
         return original(self, *args, **kwargs)
 
     call.checks = True  # type: ignore[attr-defined]

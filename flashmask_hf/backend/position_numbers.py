@@ -7,14 +7,12 @@ Collators count the tokens of a document from 0. These models embed a position b
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
+from flashmask_hf.backend.model_hooks import named_arguments, own_modules
 from flashmask_hf.checks import device_assert
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.names import NAMES, VECTORS
@@ -36,7 +34,7 @@ def renumber_positions(model: Any) -> None:
     """
     paddings = [
         part.padding_idx
-        for name, part in _own_modules(model)
+        for name, part in own_modules(model)
         if isinstance(part, nn.Embedding) and "position" in name and part.padding_idx is not None
     ]
     if paddings and _renumber not in model._forward_pre_hooks.values():
@@ -44,21 +42,12 @@ def renumber_positions(model: Any) -> None:
         model.register_forward_pre_hook(_renumber, with_kwargs=True)
 
 
-def _own_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules of a model and their names, except those of models within it, which have hooks of their own."""
-    for name, child in module.named_children():
-        if not isinstance(child, PreTrainedModel):
-            yield name, child
-            yield from _own_modules(child)
-
-
 def _renumber(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Count the positions of a packed row from the model's first one; a forward pre-hook."""
     if model.config._attn_implementation not in NAMES:
         return None
-    if args:
-        args, kwargs = (), dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | kwargs
-    positions, vectors = kwargs.get("position_ids"), kwargs.get(VECTORS)
+    named = named_arguments(model, args, kwargs)
+    positions, vectors = named.get("position_ids"), named.get(VECTORS)
     if not isinstance(positions, Tensor) or positions.dim() != 2:
         return None
     first = model._first_position
@@ -81,4 +70,4 @@ def _renumber(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         ~(seen & (positions < first)).any(),
         f"position_ids of {name} must count from {first} in every document, as the lower ones are padding's, or from 0",
     )
-    return args, kwargs | {"position_ids": positions}
+    return (), named | {"position_ids": positions}
