@@ -371,7 +371,7 @@ def check_losses_of_trees(model_class: Any) -> None:
     the vectors among them it does what it did.
 
     Why: the loss predicts each token from the one before it in the row, which for the first token of a branch is a
-    sibling's.
+    sibling's. Labels of every path of a tree, which it cannot take, raise with the way out.
 
     Checked (seen in 5.23): it is a property with a setter.
 
@@ -398,6 +398,11 @@ def check_losses_of_trees(model_class: Any) -> None:
         def loss(logits: Any, labels: Any, *args: Any, **kwargs: Any) -> Any:
             if kwargs.get(VECTORS) is not None:
                 shifted = kwargs.get("shift_labels") is not None
+                if shifted and kwargs["shift_labels"].dim() == 3:
+                    raise ValueError(
+                        "shift_labels are those of every path of a tree, which the model's own loss does not take; set "
+                        "model.loss_function = flashmask_hf.collators.tree_loss"
+                    )
                 check_tree_loss(kwargs[VECTORS], None if shifted else labels)
             return function(logits, labels, *args, **kwargs)
 
