@@ -2,8 +2,8 @@
 
 A row of a shared question or a tree is in depth-first order, and a branch's first token stands at the depth after its
 parent's, not after its sibling's last token. Without `position_ids` a model numbers the row from end to end, and
-attention is that of other positions. A model's own loss predicts the first token from the sibling's last one. Neither
-is an error to transformers.
+attention is that of other positions. A model's own loss predicts the first token from the sibling's last one, and that
+of a packed document from the last one of the document before. None of these is an error to transformers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from flashmask_hf.checks import device_assert
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.names import VECTORS
 
-__all__ = ["check_tree_loss", "check_tree_positions"]
+__all__ = ["check_labels", "check_tree_positions"]
 
 
 def check_tree_positions(mask: FlashMask, position_ids: Tensor | None) -> None:
@@ -52,8 +52,8 @@ def check_tree_positions(mask: FlashMask, position_ids: Tensor | None) -> None:
     )
 
 
-def check_tree_loss(vectors: Any, labels: Any) -> None:
-    """Raise if a model's loss over rows that hold trees is not that of the trees.
+def check_labels(vectors: Any, labels: Any) -> None:
+    """Raise if a model's loss over packed rows predicts a token from one that the token does not see.
 
     Args:
         vectors: the call's `startend_row_indices`, read as in `check_tree_positions`; anything but int32 [B, 1, S, n]
@@ -62,18 +62,35 @@ def check_tree_loss(vectors: Any, labels: Any) -> None:
             looked at.
 
     Raises:
-        RuntimeError: the first token of a branch has a label (a device-side check).
+        RuntimeError: the first token of a branch, or of a document after another, has a label (a device-side check).
     """
     if not isinstance(vectors, Tensor) or vectors.dtype != torch.int32 or vectors.shape[1:2] != (1,):
         return
     if isinstance(labels, Tensor) and labels.dim() == 2 and labels.shape[1] == vectors.shape[2]:
-        mask = FlashMask(vectors.detach(), causal=vectors.shape[3] < 4)
-        branch = _branches(_subtree_ends(mask))[0][:, 0]
+        ends = _subtree_ends(FlashMask(vectors.detach(), causal=vectors.shape[3] < 4))
+        learned = (labels != -100).to(ends.device)
         device_assert(
-            ~(branch.to(labels.device) & (labels != -100)).any(),
+            ~(_branches(ends)[0][:, 0] & learned).any(),
             "labels name the first token of a branch, which the model's loss predicts from the last one of its "
             "sibling; set it to -100 there, or take a trainer of flashmask_hf",
         )
+        device_assert(
+            ~(_follows_document(ends[:, 0]) & learned).any(),
+            "labels name the first token of a packed document, which the model's loss predicts from the last one of "
+            "the document before; set it to -100 there, as the collators of flashmask_hf do",
+        )
+
+
+def _follows_document(ends: Tensor) -> Tensor:
+    """Return which tokens start a document right after another's last token; bool [B, S].
+
+    Args:
+        ends: int [B, S], one past the last row that sees each key.
+    """
+    token = torch.arange(ends.shape[1], device=ends.device)
+    real = ends > token
+    closed = nn.functional.pad(torch.where(real, ends, 0).cummax(-1).values[:, :-1], (1, 0)) <= token
+    return real & nn.functional.pad(real[:, :-1], (1, 0)) & closed
 
 
 def _subtree_ends(mask: FlashMask) -> Tensor:

@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 from transformers.loss.loss_utils import LOSS_MAPPING
 from transformers.utils import generic
 
-from flashmask_hf.backend.branches import check_tree_loss
+from flashmask_hf.backend.branches import check_labels
 from flashmask_hf.backend.document_guard import guard_documents
 from flashmask_hf.backend.ignored_vectors import check_call
 from flashmask_hf.backend.model_support import refuse_own_attention
@@ -49,7 +49,7 @@ def apply() -> None:
     refuse_unsupported_models(PreTrainedModel)
     accept_sparse_options(PreTrainedConfig)
     guard_models(PreTrainedModel)
-    check_losses_of_trees(PreTrainedModel)
+    check_losses(PreTrainedModel)
     check_calls(PreTrainedModel)
 
 
@@ -361,17 +361,18 @@ def guard_models(model_class: Any) -> None:
     model_class.post_init = finish
 
 
-# 6. A model's own loss over trees raises where it would be wrong.
+# 6. A model's own loss over packed rows raises where it would be wrong.
 
 
-def check_losses_of_trees(model_class: Any) -> None:
-    """Make a model's causal loss check the `startend_row_indices` of its call (`branches.check_tree_loss`).
+def check_losses(model_class: Any) -> None:
+    """Make a model's causal loss check the `startend_row_indices` of its call (`branches.check_labels`).
 
     Patched: the property `PreTrainedModel.loss_function`, whose function gets the keywords of a model's call. Without
     the vectors among them it does what it did.
 
     Why: the loss predicts each token from the one before it in the row, which for the first token of a branch is a
-    sibling's. Labels of every path of a tree, which it cannot take, raise with the way out.
+    sibling's, and for that of a document another document's. Labels of every path of a tree, which it cannot take,
+    raise with the way out.
 
     Checked (seen in 5.23): it is a property with a setter.
 
@@ -403,7 +404,7 @@ def check_losses_of_trees(model_class: Any) -> None:
                         "shift_labels are those of every path of a tree, which the model's own loss does not take; set "
                         "model.loss_function = flashmask_hf.collators.tree_loss"
                     )
-                check_tree_loss(kwargs[VECTORS], None if shifted else labels)
+                check_labels(kwargs[VECTORS], None if shifted else labels)
             return function(logits, labels, *args, **kwargs)
 
         return loss

@@ -161,9 +161,27 @@ def test_labels_of_a_branch_are_refused():
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     shifted = torch.nn.functional.pad(IDS[:, 1:], (0, 1), value=-100)  # labels that are where they are predicted
     model(**CALL, labels=IDS, shift_labels=shifted)
-    documents = masks.causal_document([4, 5]).indices
-    places = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
-    model(IDS, position_ids=places, startend_row_indices=documents, labels=IDS, use_cache=False)
+
+
+@pytest.mark.parametrize("attention", ["flashmask", "sdpa"])
+def test_labels_of_a_document_after_another_are_refused(attention):
+    model, _ = model_pair("llama")
+    model.set_attn_implementation(attention)
+    places = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 0]])
+    mask = masks.causal_document([4, 3], kv_len=9)
+    columns = [mask.indices, torch.cat([mask.indices, torch.full_like(mask.indices, 9)], -1)]
+    for vectors in columns[: 2 if attention == "flashmask" else 1]:
+        call = dict(input_ids=IDS, position_ids=places, startend_row_indices=vectors, use_cache=False)
+        with pytest.raises(RuntimeError, match=r"first token of a packed document.*set it to -100 there"):
+            model(**call, labels=IDS)
+        model(**call, labels=IDS.masked_fill(torch.arange(9) == 4, -100))  # those of padding are not looked at
+        model(**call, labels=IDS, shift_labels=IDS)
+
+
+def test_labels_of_other_masks_are_not_looked_at():
+    model, _ = model_pair("llama")
+    for mask in (masks.sliding_window(9, 2), masks.padding([7], kv_len=9), masks.global_sliding_window(9, 2, 3)):
+        model(IDS, startend_row_indices=mask.bidirectional().indices, labels=IDS, use_cache=False)
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
@@ -187,7 +205,7 @@ def test_loss_of_a_compiled_model(no_compiled_code):
 def test_loss_patch_refuses_unknown_code(member):
     model_class = type("Model", (), {} if member is None else {"loss_function": member})
     with pytest.raises(RuntimeError, match=r"loss_function of Model.*install a version it was tested"):
-        patches.check_losses_of_trees(model_class)
+        patches.check_losses(model_class)
 
 
 def test_overlapping_keys_are_no_tree():
