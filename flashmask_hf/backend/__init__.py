@@ -3,9 +3,10 @@
 A forward passes through the modules in this order:
 
     ignored_vectors  raises if the model's attention is another one, which would ignore the caller's vectors
+    unread_positions  raises if nothing below reads the documents that `position_ids` tell
     position_axes   adds the row that separates documents to positions of several axes
     document_guard  keeps the documents of packed rows apart in layers that are not attention, or raises
-    position_numbers  counts packed rows from the first position of models such as RoBERTa
+    position_numbers  counts packed rows from the first position of models that embed positions
     mask_hook       transformers asks once per mask type: int32 columns from a `mask_function` and a 2D attention_mask
       mask_reader     reads the function as intervals, by symbolic tracing
       model_support   raises for models that the backend cannot follow

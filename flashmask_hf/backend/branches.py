@@ -17,7 +17,7 @@ from flashmask_hf.checks import device_assert
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.names import VECTORS
 
-__all__ = ["check_labels", "check_tree_positions"]
+__all__ = ["check_labels", "check_tree_positions", "follows_document", "subtree_ends"]
 
 
 def check_tree_positions(mask: FlashMask, position_ids: Tensor | None) -> None:
@@ -37,7 +37,7 @@ def check_tree_positions(mask: FlashMask, position_ids: Tensor | None) -> None:
         RuntimeError: the first position of a branch is not higher than its parent's, or is higher than that of the
             token before it in the row; or there are branches and no positions (a device-side check).
     """
-    branch, parent = _branches(_subtree_ends(mask))
+    branch, parent = _branches(subtree_ends(mask))
     wrong, got = branch, "this layer gets no position_ids"
     if position_ids is not None:
         position = position_ids.reshape(-1, *position_ids.shape[-2:])[0, :, None]
@@ -67,7 +67,7 @@ def check_labels(vectors: Any, labels: Any) -> None:
     if not isinstance(vectors, Tensor) or vectors.dtype != torch.int32 or vectors.shape[1:2] != (1,):
         return
     if isinstance(labels, Tensor) and labels.dim() == 2 and labels.shape[1] == vectors.shape[2]:
-        ends = _subtree_ends(FlashMask(vectors.detach(), causal=vectors.shape[3] < 4))
+        ends = subtree_ends(FlashMask(vectors.detach(), causal=vectors.shape[3] < 4))
         learned = (labels != -100).to(ends.device)
         device_assert(
             ~(_branches(ends)[0][:, 0] & learned).any(),
@@ -75,25 +75,26 @@ def check_labels(vectors: Any, labels: Any) -> None:
             "sibling; set it to -100 there, or take a trainer of flashmask_hf",
         )
         device_assert(
-            ~(_follows_document(ends[:, 0]) & learned).any(),
+            ~(follows_document(ends[:, 0]) & learned).any(),
             "labels name the first token of a packed document, which the model's loss predicts from the last one of "
             "the document before; set it to -100 there, as the collators of flashmask_hf do",
         )
 
 
-def _follows_document(ends: Tensor) -> Tensor:
-    """Return which tokens start a document right after another's last token; bool [B, S].
+def follows_document(ends: Tensor) -> Tensor:
+    """Return which tokens start a document right after another's last token; bool of the shape of `ends`, [..., S].
 
     Args:
-        ends: int [B, S], one past the last row that sees each key.
+        ends: int [..., S], one past the last row that sees each key, as `subtree_ends` returns it.
     """
-    token = torch.arange(ends.shape[1], device=ends.device)
+    token = torch.arange(ends.shape[-1], device=ends.device)
     real = ends > token
-    closed = nn.functional.pad(torch.where(real, ends, 0).cummax(-1).values[:, :-1], (1, 0)) <= token
-    return real & nn.functional.pad(real[:, :-1], (1, 0)) & closed
+    last = torch.where(real, ends, 0).cummax(-1).values  # of all keys up to each
+    after_real, closed = (nn.functional.pad(x[..., :-1], (1, 0)) for x in (real, last))
+    return real & after_real & (closed <= token)
 
 
-def _subtree_ends(mask: FlashMask) -> Tensor:
+def subtree_ends(mask: FlashMask) -> Tensor:
     """Return one past the last row that sees each key, int [B, H, S]; S throughout a row of keys that is no tree.
 
     In a tree the rows that see a key are next to each other, from its own on, or, where a question sees itself whole,

@@ -28,6 +28,7 @@ from flashmask_hf.backend.model_support import refuse_own_attention
 from flashmask_hf.backend.position_axes import add_text_positions
 from flashmask_hf.backend.position_numbers import renumber_positions
 from flashmask_hf.backend.positions import document_starts
+from flashmask_hf.backend.unread_positions import call_model, record_positions
 from flashmask_hf.checks import device_assert
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.names import HASH, NAMES, QK, VECTORS
@@ -172,6 +173,7 @@ def detect_documents_always(module: Any) -> None:
         found = original(config, inputs_embeds, attention_mask, past_key_values, position_ids, *args, **kwargs)
         if config._attn_implementation not in NAMES or position_ids is None:
             return found
+        record_positions()
         early_exit, mask, documents, q_length, *sizes = found
         if early_exit or documents is not None or (mask is not None and mask.dim() != 2):
             return found
@@ -419,8 +421,9 @@ def check_losses(model_class: Any) -> None:
 def check_calls(model_class: Any) -> None:
     """Make each call of a model with `startend_row_indices` run `ignored_vectors.check_call` first.
 
-    A model that has one of this package's names and was not seen by sections 3 and 5, because
-    `config._attn_implementation` was set by hand, gets its hooks in its first call that is not compiled.
+    A model that has one of this package's names is called by `unread_positions.call_model`. If sections 3 and 5 did not
+    see it, because `config._attn_implementation` was set by hand, it gets its hooks in its first call that is not
+    compiled.
 
     Patched: `PreTrainedModel.__call__`, which is that of `torch.nn.Module`, replaced by a wrapper. Other calls do what
     they did.
@@ -447,10 +450,11 @@ def check_calls(model_class: Any) -> None:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get(VECTORS) is not None:
             check_call(self, args, kwargs)
-        missed = self.config._attn_implementation in NAMES and not getattr(self, "_has_packing_hooks", False)
-        if missed and not torch.compiler.is_compiling():
+        if self.config._attn_implementation not in NAMES:
+            return original(self, *args, **kwargs)
+        if not getattr(self, "_has_packing_hooks", False) and not torch.compiler.is_compiling():
             add_hooks(self)
-        return original(self, *args, **kwargs)
+        return call_model(self, original, args, kwargs)
 
     call.checks = True  # type: ignore[attr-defined]
     model_class.__call__ = call

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tools import model_zoo
 from tools.model_pairs import BOUND, NoSynchronization, assert_near, positions
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -103,3 +104,15 @@ def test_the_hook_does_not_wait_for_the_device():
     with NoSynchronization():
         _, changed = hook(model, (), call)
     assert changed["position_ids"].tolist() == [[2, 3, 4, 2, 3, 4]]
+
+
+@pytest.mark.parametrize("family", ["bert", "bert-generation", "gpt2", "opt", "roberta"])
+def test_documents_without_positions_are_refused(family):
+    model = build("roberta", "flashmask") if family == "roberta" else model_zoo.build(family, "flashmask")
+    mask = masks.document([3, 3]) if family in ("bert", "roberta") else masks.causal_document([3, 3])
+    call = dict(input_ids=torch.arange(6, 12)[None], startend_row_indices=mask.indices)
+    with pytest.raises(RuntimeError, match="embeds positions, and would number several documents of startend_row"):
+        model(**call)
+    model(**call, position_ids=positions([3, 3]))
+    model(input_ids=call["input_ids"], startend_row_indices=masks.padding([4], kv_len=6).indices if mask.causal else
+          masks.document([4], kv_len=6).indices)  # fmt: skip
