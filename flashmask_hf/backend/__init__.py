@@ -2,7 +2,11 @@
 
 A forward passes through the modules in this order:
 
+    ignored_vectors  raises if the model's attention is another one, which would ignore the caller's vectors
+    unread_positions  raises if nothing below reads the documents that `position_ids` tell
+    position_axes   adds the row that separates documents to positions of several axes
     document_guard  keeps the documents of packed rows apart in layers that are not attention, or raises
+    position_numbers  counts packed rows from the first position of models that embed positions
     mask_hook       transformers asks once per mask type: int32 columns from a `mask_function` and a 2D attention_mask
       mask_reader     reads the function as intervals, by symbolic tracing
       model_support   raises for models that the backend cannot follow
@@ -15,7 +19,8 @@ A forward passes through the modules in this order:
         mask_cache      shares one mask, and its plan, between layers and recomputations
         supplied_calls  counts the layers that receive the caller's vectors
 
-`positions` holds operations on position_ids that several of them use. `patches` adapts transformers where its
+`model_hooks` holds what the hooks of `position_axes`, `document_guard` and `position_numbers` share, and `positions`
+operations on position_ids that several of them use. `patches` adapts transformers where its
 interfaces do not suffice, `register` makes the implementations known to it, and `packed_rows` runs a model's backbone
 on packed rows for the trainers. `tree_packing` reads the packed tries of TRL's AsyncGRPO, and `shared_prefill` makes
 `generate` compute repeated prompts once, with any attention.

@@ -2,8 +2,8 @@
 
 A row of a shared question or a tree is in depth-first order, and a branch's first token stands at the depth after its
 parent's, not after its sibling's last token. Without `position_ids` a model numbers the row from end to end, and
-attention is that of other positions. A model's own loss predicts the first token from the sibling's last one. With
-another attention implementation the branches see each other. None of these is an error to transformers.
+attention is that of other positions. A model's own loss predicts the first token from the sibling's last one, and that
+of a packed document from the last one of the document before. None of these is an error to transformers.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from flashmask_hf.checks import device_assert
 from flashmask_hf.mask import FlashMask
-from flashmask_hf.names import NAMES, VECTORS
+from flashmask_hf.names import VECTORS
 
-__all__ = ["check_tree_loss", "check_tree_positions"]
+__all__ = ["check_labels", "check_tree_positions", "follows_document", "subtree_ends"]
 
 
 def check_tree_positions(mask: FlashMask, position_ids: Tensor | None) -> None:
@@ -28,7 +28,8 @@ def check_tree_positions(mask: FlashMask, position_ids: Tensor | None) -> None:
     branches: the positions of either may count on through the row.
 
     Args:
-        mask: mask of a whole row, Sq = Skv = S. Other forms than the causal one with n = 1 are not looked at.
+        mask: mask of a whole row, Sq = Skv = S. A mask of the form that is not causal is not looked at if all it shows
+            is causal: that is how masks are passed that drop keys and look like trees.
         position_ids: int [B or 1, S], or [axes, B or 1, S], of which the first axis counts; None if the layer does not
             get them.
 
@@ -36,9 +37,7 @@ def check_tree_positions(mask: FlashMask, position_ids: Tensor | None) -> None:
         RuntimeError: the first position of a branch is not higher than its parent's, or is higher than that of the
             token before it in the row; or there are branches and no positions (a device-side check).
     """
-    if not mask.causal or mask.indices.shape[-1] != 1:
-        return
-    branch, parent = _branches(mask.indices[..., 0])
+    branch, parent = _branches(subtree_ends(mask))
     wrong, got = branch, "this layer gets no position_ids"
     if position_ids is not None:
         position = position_ids.reshape(-1, *position_ids.shape[-2:])[0, :, None]
@@ -53,34 +52,68 @@ def check_tree_positions(mask: FlashMask, position_ids: Tensor | None) -> None:
     )
 
 
-def check_tree_loss(vectors: Any, labels: Any, implementation: str) -> None:
-    """Raise if a model's loss over rows that hold trees is not that of the trees.
+def check_labels(vectors: Any, labels: Any) -> None:
+    """Raise if a model's loss over packed rows predicts a token from one that the token does not see.
 
     Args:
-        vectors: the call's `startend_row_indices`; forms other than int32 [B, 1, S, 1] are not looked at.
+        vectors: the call's `startend_row_indices`, read as in `check_tree_positions`; anything but int32 [B, 1, S, n]
+            is not looked at.
         labels: int64 [B, S] that the loss shifts by one, -100 where there is nothing to learn; anything else is not
             looked at.
-        implementation: the model's `attn_implementation`.
 
     Raises:
-        RuntimeError: there are branches, and the implementation ignores the vectors, or the first token of a branch has
-            a label (a device-side check).
+        RuntimeError: the first token of a branch, or of a document after another, has a label (a device-side check).
     """
-    if not isinstance(vectors, Tensor) or vectors.dim() != 4 or vectors.shape[1] != 1 or vectors.shape[3] != 1:
+    if not isinstance(vectors, Tensor) or vectors.dtype != torch.int32 or vectors.shape[1:2] != (1,):
         return
-    branch = _branches(vectors[..., 0])[0][:, 0]
-    if implementation not in NAMES:
+    if isinstance(labels, Tensor) and labels.dim() == 2 and labels.shape[1] == vectors.shape[2]:
+        ends = subtree_ends(FlashMask(vectors.detach(), causal=vectors.shape[3] < 4))
+        learned = (labels != -100).to(ends.device)
         device_assert(
-            ~branch.any(),
-            f"{VECTORS} are of a tree or a shared question, but attn_implementation={implementation!r} ignores them; "
-            "load the model with attn_implementation='flashmask'",
-        )
-    if isinstance(labels, Tensor) and labels.dim() == 2 and labels.shape[1] == branch.shape[1]:
-        device_assert(
-            ~(branch.to(labels.device) & (labels != -100)).any(),
+            ~(_branches(ends)[0][:, 0] & learned).any(),
             "labels name the first token of a branch, which the model's loss predicts from the last one of its "
             "sibling; set it to -100 there, or take a trainer of flashmask_hf",
         )
+        device_assert(
+            ~(follows_document(ends[:, 0]) & learned).any(),
+            "labels name the first token of a packed document, which the model's loss predicts from the last one of "
+            "the document before; set it to -100 there, as the collators of flashmask_hf do",
+        )
+
+
+def follows_document(ends: Tensor) -> Tensor:
+    """Return which tokens start a document right after another's last token; bool of the shape of `ends`, [..., S].
+
+    Args:
+        ends: int [..., S], one past the last row that sees each key, as `subtree_ends` returns it.
+    """
+    token = torch.arange(ends.shape[-1], device=ends.device)
+    real = ends > token
+    last = torch.where(real, ends, 0).cummax(-1).values  # of all keys up to each
+    after_real, closed = (nn.functional.pad(x[..., :-1], (1, 0)) for x in (real, last))
+    return real & after_real & (closed <= token)
+
+
+def subtree_ends(mask: FlashMask) -> Tensor:
+    """Return one past the last row that sees each key, int [B, H, S]; S throughout a row of keys that is no tree.
+
+    In a tree the rows that see a key are next to each other, from its own on, or, where a question sees itself whole,
+    from an earlier one on.
+    """
+    length = mask.kv_len
+    if mask.causal and mask.indices.shape[-1] == 1:
+        return mask.indices[..., 0]
+    pieces = mask.visible_intervals(length)
+    seen = [start < end for start, end in pieces]
+    first = torch.stack([torch.where(s, start, length) for s, (start, _) in zip(seen, pieces, strict=True)]).amin(0)
+    last = torch.stack([torch.where(s, end, 0) for s, (_, end) in zip(seen, pieces, strict=True)]).amax(0)
+    count = torch.stack([(end - start).clamp(min=0) for start, end in pieces]).sum(0)
+    key = torch.arange(length, device=mask.device)
+    together = (last == 0) | ((count == last - first) & (first <= key) & (key < last))
+    nested = together.all(-1, keepdim=True)
+    if not mask.causal:
+        nested = nested & (first < key).any(-1, keepdim=True)
+    return torch.where(nested, last, length)
 
 
 def _branches(ends: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,14 +10,13 @@ raises.
 from __future__ import annotations
 
 import importlib
-import inspect
 from typing import Any
 
 import torch
 from accelerate.utils import compare_versions
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
+from flashmask_hf.backend.model_hooks import named_arguments, own_modules
 from flashmask_hf.backend.positions import document_starts, run_bounds
 from flashmask_hf.checks import device_assert
 from flashmask_hf.names import NAMES, VECTORS
@@ -75,7 +74,7 @@ def guard_documents(model: Any) -> None:
     hook: Any = None
     if model.config.model_type in _WITHOUT_VECTORS:
         hook = _refuse_vectors
-    elif model.config.model_type in _JOINING_TYPES or any(_is_convolution(part) for part in _own_modules(model)):
+    elif model.config.model_type in _JOINING_TYPES or any(_is_convolution(part) for _, part in own_modules(model)):
         hook = _keep_documents_apart
     if hook is not None and hook not in model._forward_pre_hooks.values():
         model._missing_kernels = _missing_kernels(model.config.model_type)
@@ -88,14 +87,6 @@ def is_guarded(model: Any) -> bool:
     text = model.config.get_text_config()
     guarded = (part for part in model.modules() if _keep_documents_apart in part._forward_pre_hooks.values())
     return any(part.config is text for part in guarded)
-
-
-def _own_modules(module: nn.Module) -> Any:
-    """Yield the modules of a model, except those of models within it, which are guarded by themselves."""
-    for child in module.children():
-        if not isinstance(child, PreTrainedModel):
-            yield child
-            yield from _own_modules(child)
 
 
 def _is_convolution(module: nn.Module) -> bool:
@@ -135,8 +126,7 @@ def _keep_documents_apart(model: Any, args: tuple[Any, ...], kwargs: dict[str, A
     """Hand the documents of a call to the model's kernels, or raise if there are several; a forward pre-hook."""
     if model.config._attn_implementation not in NAMES:
         return None
-    if args:
-        args, kwargs = (), dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | kwargs
+    args, kwargs = (), named_arguments(model, args, kwargs)
     tokens = kwargs.get("input_ids")
     tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
     if tokens is None:

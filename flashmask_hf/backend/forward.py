@@ -48,8 +48,8 @@ def attention_forward(
         TypeError: `startend_row_indices` is not an int32 tensor.
         ValueError: dropout in training, or a mask whose shape, device or form does not fit.
         NotImplementedError: a keyword or a combination that would change the result and is not implemented.
-        RuntimeError: n = 2 columns of a mask that is not causal reach a causal layer; n = 1 columns are those of trees
-            or shared questions, and `position_ids` are not depths; columns are out of range in a window; or, in a
+        RuntimeError: n = 2 columns of a mask that is not causal reach a causal layer; columns are those of trees or
+            shared questions, and `position_ids` are not depths; columns are out of range in a window; or, in a
             compiled model with windows, `position_ids` do not count on where a window matters (device-side checks).
     """
     columns = layer_mask(module, query, key, attention_mask, dropout, kwargs)

@@ -51,6 +51,7 @@ _HARMLESS = {
     "output_hidden_states",
     "output_router_logits",
     PACKED_INDEX,
+    "path_weights",
     "past_key_values",
     "position_embeddings",
     "return_dict",

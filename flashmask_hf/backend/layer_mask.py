@@ -13,6 +13,7 @@ from flashmask_hf.backend.keywords import check_keywords
 from flashmask_hf.backend.mask_cache import cached_mask
 from flashmask_hf.backend.positions import UNBOUNDED, document_starts, next_flagged
 from flashmask_hf.backend.supplied_calls import record_supplied_call
+from flashmask_hf.backend.unread_positions import record_positions
 from flashmask_hf.backend.windows import LayerMask, apply_window
 from flashmask_hf.checks import device_assert
 from flashmask_hf.mask import FlashMask, is_one_of
@@ -57,6 +58,8 @@ def layer_mask(
     if attention_mask is not None:
         _check_hook_result(attention_mask)
     vectors = kwargs.get(VECTORS)
+    if not causal or any(kwargs.get(name) is not None for name in (VECTORS, "position_ids", "cu_seq_lens_q")):
+        record_positions()
     if vectors is not None:
         record_supplied_call()
         _check_receiver(module, attention_mask, causal)

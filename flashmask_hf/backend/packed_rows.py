@@ -21,7 +21,7 @@ from flashmask_hf.backend.document_guard import is_guarded
 from flashmask_hf.backend.supplied_calls import SuppliedCalls
 from flashmask_hf.names import FLASHMASK, PACKED_IDS, PACKED_INDEX, PACKED_POSITIONS, VECTORS
 
-__all__ = ["check_compiled", "check_layers", "run_packed"]
+__all__ = ["check_compiled", "check_layers", "run_packed", "runs_packed"]
 
 
 def run_packed(model: Any) -> None:
@@ -34,25 +34,29 @@ def run_packed(model: Any) -> None:
 
     Raises:
         ValueError: the model's attention is not "flashmask", under which alone a packed row means what it says; or the
-            model is not a decoder alone, or computes its positions itself. Models of which some layers do not receive
+            model is not a decoder alone. Models of which some layers do not receive
             the mask, and those with recurrent or convolutional ones, raise in their first forward (`check_layers`,
             `document_guard`).
     """
     inner = _unwrap_peft(model)
     backbone = inner.base_model
     _check_attention(backbone)
-    name = type(inner).__name__
     if inner.config.is_encoder_decoder or any(getattr(part, "is_causal", None) is False for part in backbone.modules()):
-        raise ValueError(f"{name} is not a causal decoder, and packed rows are causal; use TRL's own trainer for it")
-    for path, part in backbone.named_modules():
-        if isinstance(part, nn.Embedding) and "position" in path and part.padding_idx is not None:
-            raise ValueError(
-                f"{name} counts positions from {part.padding_idx + 1}, and packed rows from 0; use TRL's own trainer"
-            )
+        raise ValueError(
+            f"{type(inner).__name__} is not a causal decoder, and packed rows are causal; use TRL's own trainer for it"
+        )
     check_layers(model)
     if _pack_inputs not in backbone._forward_pre_hooks.values():
         backbone.register_forward_pre_hook(_pack_inputs, with_kwargs=True, prepend=True)  # the guard sees packed rows
         backbone.register_forward_hook(_unpack_outputs, with_kwargs=True)
+
+
+def runs_packed(model: Any) -> bool:
+    """Return whether `run_packed` made a transformers model, or the one that has it as its backbone, take packed rows.
+
+    The backbone's hook raises if its attention is another one by now.
+    """
+    return _pack_inputs in model.base_model._forward_pre_hooks.values()
 
 
 def check_layers(model: Any) -> None:

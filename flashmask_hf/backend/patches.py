@@ -1,4 +1,4 @@
-"""Patches of transformers: six changes that its interfaces do not offer, one section each.
+"""Patches of transformers: seven changes that its interfaces do not offer, one section each.
 
 All act for this package's attention implementations or batch keys only; everything else gets what it got before. Each
 section says what is patched, why, and what is checked first, in transformers 5.17 to 5.23, with which the patches are
@@ -21,10 +21,14 @@ from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 from transformers.loss.loss_utils import LOSS_MAPPING
 from transformers.utils import generic
 
-from flashmask_hf.backend.branches import check_tree_loss
+from flashmask_hf.backend.branches import check_labels
 from flashmask_hf.backend.document_guard import guard_documents
+from flashmask_hf.backend.ignored_vectors import check_call
 from flashmask_hf.backend.model_support import refuse_own_attention
+from flashmask_hf.backend.position_axes import add_text_positions
+from flashmask_hf.backend.position_numbers import renumber_positions
 from flashmask_hf.backend.positions import document_starts
+from flashmask_hf.backend.unread_positions import call_model, record_positions
 from flashmask_hf.checks import device_assert
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.names import HASH, NAMES, QK, VECTORS
@@ -46,7 +50,8 @@ def apply() -> None:
     refuse_unsupported_models(PreTrainedModel)
     accept_sparse_options(PreTrainedConfig)
     guard_models(PreTrainedModel)
-    check_losses_of_trees(PreTrainedModel)
+    check_losses(PreTrainedModel)
+    check_calls(PreTrainedModel)
 
 
 def _refuse_version(does: str, where: str) -> NoReturn:
@@ -168,6 +173,7 @@ def detect_documents_always(module: Any) -> None:
         found = original(config, inputs_embeds, attention_mask, past_key_values, position_ids, *args, **kwargs)
         if config._attn_implementation not in NAMES or position_ids is None:
             return found
+        record_positions()
         early_exit, mask, documents, q_length, *sizes = found
         if early_exit or documents is not None or (mask is not None and mask.dim() != 2):
             return found
@@ -275,7 +281,7 @@ def refuse_unsupported_models(model_class: Any) -> None:
             if not is_init_check:
                 for part in self.modules():
                     if isinstance(part, PreTrainedModel):
-                        guard_documents(part)
+                        add_hooks(part)
         return original(self, requested_attention, is_init_check)
 
     choose.refuses = True  # type: ignore[attr-defined]
@@ -312,17 +318,26 @@ def accept_sparse_options(config_class: type) -> None:
             setattr(config_class, name, None)
 
 
-# 5. Models that would mix the documents of packed rows are guarded.
+# 5. Models in which a mask alone does not keep packed rows right get hooks.
+
+
+def add_hooks(model: Any) -> None:
+    """Add every hook that a model needs with one of this package's names; repeating it is fine."""
+    add_text_positions(model)  # first, because the others read the row that it adds
+    guard_documents(model)
+    renumber_positions(model)
+    model._has_packing_hooks = True
 
 
 def guard_models(model_class: Any) -> None:
-    """Make models with one of this package's names call `guard_documents` once their layers exist.
+    """Make models with one of this package's names call `add_hooks` once their layers exist.
 
     Patched: `PreTrainedModel.post_init`, replaced by a wrapper. Every model calls it at the end of its `__init__`. The
     wrapper of section 3 does the same when attention is set later.
 
-    Why: recurrent and convolutional layers mix the documents of a packed row without an error, and transformers gives
-    an attention implementation no place at which it sees the model and its call.
+    Why: recurrent and convolutional layers mix the documents of a packed row without an error, models such as RoBERTa
+    and Qwen2-VL read positions in another way than packed rows have them, and transformers gives an attention
+    implementation no place at which it sees the model and its call.
 
     Checked (the same signature in 5.17 to 5.23): it is a plain function without further parameters.
 
@@ -342,23 +357,24 @@ def guard_models(model_class: Any) -> None:
     def finish(self: Any) -> None:
         original(self)
         if self.config._attn_implementation in NAMES:
-            guard_documents(self)
+            add_hooks(self)
 
     finish.guards = True  # type: ignore[attr-defined]
     model_class.post_init = finish
 
 
-# 6. A model's own loss over trees raises where it would be wrong.
+# 6. A model's own loss over packed rows raises where it would be wrong.
 
 
-def check_losses_of_trees(model_class: Any) -> None:
-    """Make a model's causal loss check the `startend_row_indices` of its call (`branches.check_tree_loss`).
+def check_losses(model_class: Any) -> None:
+    """Make a model's causal loss check the `startend_row_indices` of its call (`branches.check_labels`).
 
     Patched: the property `PreTrainedModel.loss_function`, whose function gets the keywords of a model's call. Without
     the vectors among them it does what it did.
 
     Why: the loss predicts each token from the one before it in the row, which for the first token of a branch is a
-    sibling's; and a model with another attention implementation ignores the vectors.
+    sibling's, and for that of a document another document's. Labels of every path of a tree, which it cannot take,
+    raise with the way out.
 
     Checked (seen in 5.23): it is a property with a setter.
 
@@ -385,11 +401,60 @@ def check_losses_of_trees(model_class: Any) -> None:
         def loss(logits: Any, labels: Any, *args: Any, **kwargs: Any) -> Any:
             if kwargs.get(VECTORS) is not None:
                 shifted = kwargs.get("shift_labels") is not None
-                implementation = self.config.get_text_config()._attn_implementation
-                check_tree_loss(kwargs[VECTORS], None if shifted else labels, implementation)
+                if shifted and kwargs["shift_labels"].dim() == 3:
+                    raise ValueError(
+                        "shift_labels are those of every path of a tree, which the model's own loss does not take; set "
+                        "model.loss_function = flashmask_hf.collators.tree_loss"
+                    )
+                check_labels(kwargs[VECTORS], None if shifted else labels)
             return function(logits, labels, *args, **kwargs)
 
         return loss
 
     checked.checks = True  # type: ignore[attr-defined]
     model_class.loss_function = property(checked, original.fset, original.fdel, original.__doc__)
+
+
+# 7. Models that would ignore mask vectors raise, and those whose attention is set by hand get their hooks.
+
+
+def check_calls(model_class: Any) -> None:
+    """Make each call of a model with `startend_row_indices` run `ignored_vectors.check_call` first.
+
+    A model that has one of this package's names is called by `unread_positions.call_model`. If sections 3 and 5 did not
+    see it, because `config._attn_implementation` was set by hand, it gets its hooks in its first call that is not
+    compiled.
+
+    Patched: `PreTrainedModel.__call__`, which is that of `torch.nn.Module`, replaced by a wrapper. Other calls do what
+    they did.
+
+    Why: attention implementations of transformers ignore keywords that they do not know, so a batch of this package's
+    collators runs on them under another mask. Trainers that compute their own loss, and evaluation, run no other code
+    of this package.
+
+    Checked (the same in 5.17 to 5.23): the class has no `__call__` of its own.
+
+    Args:
+        model_class: `transformers.PreTrainedModel`.
+
+    Raises:
+        RuntimeError: the class has one.
+    """
+    original = model_class.__call__
+    if hasattr(original, "checks"):
+        return  # applied already
+    if original is not torch.nn.Module.__call__:
+        _refuse_version("calls models", f"__call__ of {model_class.__name__}")
+
+    @functools.wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get(VECTORS) is not None:
+            check_call(self, args, kwargs)
+        if self.config._attn_implementation not in NAMES:
+            return original(self, *args, **kwargs)
+        if not getattr(self, "_has_packing_hooks", False) and not torch.compiler.is_compiling():
+            add_hooks(self)
+        return call_model(self, original, args, kwargs)
+
+    call.checks = True  # type: ignore[attr-defined]
+    model_class.__call__ = call

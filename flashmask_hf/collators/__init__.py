@@ -7,6 +7,7 @@ from flashmask_hf.collators.language_modeling import (
     pack_dataset,
     packing_efficiency,
 )
+from flashmask_hf.collators.loss import tree_loss
 from flashmask_hf.collators.preference import DataCollatorForSharedQuestion
 from flashmask_hf.collators.reward import DataCollatorForMultiAnswerReward
 from flashmask_hf.collators.trees import DataCollatorForTrees
@@ -22,4 +23,5 @@ __all__ = [
     "pack_dataset",
     "pack_forests",
     "packing_efficiency",
+    "tree_loss",
 ]

@@ -30,8 +30,9 @@ class DataCollatorForPackedEncoders:
     used unchanged: the label of a token is its own, also of a document's first one, as in masked language modeling
     (-100 is no label). `token_type_ids` are kept. Other keys are ignored. A column that is None counts as absent.
 
-    The model must count positions from 0, as BERT and ModernBERT do, and RoBERTa does not. The embedding of a document
-    is read at its first token, where `position_ids` are 0 and `startend_row_indices` are not both 0 (padding).
+    Positions count from 0. In models that count them from another number, as RoBERTa does, the attention "flashmask"
+    adds it. The embedding of a document is read at its first token, where `position_ids` are 0 and
+    `startend_row_indices` are not both 0 (padding).
     BERT's `pooler_output` is that of a row's first document.
 
     Args:

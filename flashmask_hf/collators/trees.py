@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flashmask_hf.collators.checks import as_integers, as_row_options, example_names
-from flashmask_hf.collators.forest import Forest, pack_forests
+from flashmask_hf.collators.checks import as_integers, as_number, as_row_options, example_names
+from flashmask_hf.collators.forest import Forest, PackedRows, pack_forests
 from flashmask_hf.collators.language_modeling import IGNORED
 
 __all__ = ["DataCollatorForTrees"]
@@ -33,21 +33,31 @@ class DataCollatorForTrees:
     in which a token that several paths share has its label in the first of them alone. To leave shared tokens out, as
     for prompts, label them -100.
 
+    With `per_path`, every path is learned: a shared token counts once for each leaf below it, and loss and gradients
+    are those of all paths as rows of their own. Set `model.loss_function = flashmask_hf.collators.tree_loss` for these
+    batches; without it they raise. An example may then have `weights`, one number for each leaf in the order of the
+    segments, which multiply the losses of the leaf's path. The sum is divided by the number of labels.
+
     Args:
         pad_token_id: token id of the padding. Nothing attends to padding, so any id of the vocabulary works.
         max_length: None packs the whole batch into one row, without padding. A number makes rows of exactly that many
             tokens, filled best-fit-decreasing and padded at the end. A tree stays in one row.
         pad_to_multiple_of: pad the single row to a multiple of this. `max_length` must already be a multiple of it.
         max_position_embeddings: the model's number of positions; a deeper tree raises. None skips the check.
+        per_path: whether a token is learned once for each path that it is on, and not once in all.
 
     Returns:
         dict[str, Tensor]: `input_ids`, `labels` and `position_ids`, int64 [rows, S]; and `startend_row_indices`, int32
-        [rows, 1, S, 1].
+        [rows, 1, S, 1]. With `per_path`, `labels` are -100, and `shift_labels`, int64 [rows, W, S], have at
+        [r, w, s] the label that token s of row r predicts on path w through it, or -100, where W is the largest
+        number of leaves of an example; and `path_weights`, float32 [rows, W, S], are the weights of these paths, if
+        an example has them.
 
     Raises:
         ValueError: an argument is out of range; or an example lacks a column, is longer than a row, has an empty
-            segment, segments that are not in depth-first order, or labels of another layout.
-        TypeError: a column does not hold integers.
+            segment, segments that are not in depth-first order, labels of another layout, or weights that are not
+            finite, not one for each leaf, or not learned per path.
+        TypeError: a column does not hold numbers.
 
     Example:
         >>> from flashmask_hf.collators import DataCollatorForTrees
@@ -60,12 +70,22 @@ class DataCollatorForTrees:
         tensor([[0, 1, 2, 3, 4, 2, 3]])
         >>> batch["startend_row_indices"].flatten()
         tensor([7, 7, 5, 5, 5, 7, 7], dtype=torch.int32)
+
+        >>> # Each path by itself
+        >>> collator = DataCollatorForTrees(per_path=True)
+        >>> batch = collator([{"input_ids": [[1, 2, 3], [4, 5], [6]], "parents": [-1, 0, 0]}])
+        >>> batch["input_ids"]
+        tensor([[1, 2, 3, 4, 5, 6]])
+        >>> batch["shift_labels"]
+        tensor([[[   2,    3,    4,    5, -100, -100],
+                 [   2,    3,    6, -100, -100, -100]]])
     """
 
     pad_token_id: int = 0
     max_length: int | None = None
     pad_to_multiple_of: int | None = None
     max_position_embeddings: int | None = None
+    per_path: bool = False
 
     def __post_init__(self):
         self.pad_token_id, self.max_length, self.pad_to_multiple_of, self.max_position_embeddings = as_row_options(
@@ -76,8 +96,14 @@ class DataCollatorForTrees:
         """Collate one batch; see the class."""
         names = example_names(examples)
         read = [_read(example, name) for example, name in zip(examples, names, strict=True)]
+        weights = [_weights(one, tree, name) for one, (tree, _), name in zip(examples, read, names, strict=True)]
+        given = [name for name, own in zip(names, weights, strict=True) if own is not None]
+        if given and not self.per_path:
+            raise ValueError(f"{given[0]} has weights, which are for paths: set per_path=True, or remove the column")
+        if not self.per_path:
+            read = [_learn_once(tree, labels) for tree, labels in read]
         rows = pack_forests(
-            [forest for forest, _ in read],
+            [tree for tree, _ in read],
             self.max_length,
             pad_token_id=self.pad_token_id,
             pad_to_multiple_of=self.pad_to_multiple_of,
@@ -85,13 +111,18 @@ class DataCollatorForTrees:
             names=names,
         )
         labels = rows.spread([labels for _, labels in read], filler=IGNORED)
-        labels[rows.position_ids == 0] = IGNORED
         batch = rows.batch()  # input_ids first: accelerate takes the batch size from it
-        return {"input_ids": batch.pop("input_ids"), "labels": torch.from_numpy(labels), **batch}
+        batch = {"input_ids": batch.pop("input_ids"), "labels": torch.from_numpy(labels), **batch}
+        if self.per_path:
+            found, factors = _paths(rows, labels, weights)
+            batch |= {"labels": torch.full_like(batch["labels"], IGNORED), "shift_labels": found}
+            return batch | ({"path_weights": factors} if given else {})
+        labels[rows.position_ids == 0] = IGNORED
+        return batch
 
 
 def _read(example: Mapping[str, Any], name: str) -> tuple[Forest, NDArray[np.int64]]:
-    """Return the forest of an example whose segments give their last token to their children, and its labels."""
+    """Return the forest of an example, and the label of each of its tokens, int64 [n]."""
     for column in ("input_ids", "parents"):
         if example.get(column) is None:
             raise ValueError(
@@ -103,10 +134,33 @@ def _read(example: Mapping[str, Any], name: str) -> tuple[Forest, NDArray[np.int
     if [len(own) for own in labels] != [len(own) for own in tokens]:
         raise ValueError(f"labels of {name} must have the layout of its input_ids, one for each token of each segment")
     parents = as_integers(example["parents"], f"parents of {name}")
+    flat = np.concatenate([np.empty(0, np.int64), *tokens])
     try:
-        Forest(np.concatenate([np.empty(0, np.int64), *tokens]), np.array([len(own) for own in tokens]), parents)
+        tree = Forest(flat, np.array([len(own) for own in tokens]), parents)
     except ValueError as error:
         raise ValueError(f"input_ids and parents of {name} are no forest: {error}") from None
+    return tree, np.concatenate(labels)
+
+
+def _weights(example: Mapping[str, Any], tree: Forest, name: str) -> list[float] | None:
+    """Return the weight of each leaf of an example, or None if it has none."""
+    weights = example.get("weights")
+    if weights is None:
+        return None
+    leaves = len(tree.leaves())
+    if not hasattr(weights, "__len__") or len(weights) != leaves:
+        raise ValueError(f"weights of {name} must be one number for each of its {leaves} leaves, got {weights!r}")
+    numbers = [as_number(weight, f"a weight of {name}") for weight in weights]
+    if not np.isfinite(numbers).all():
+        raise ValueError(f"weights of {name} are {numbers}, not all finite; remove such paths, or give them weight 0")
+    return numbers
+
+
+def _learn_once(tree: Forest, labels: NDArray[np.int64]) -> tuple[Forest, NDArray[np.int64]]:
+    """Return the forest whose segments give their last token to their children, and its labels."""
+    edges = np.cumsum(tree.lengths)[:-1]
+    tokens, learnable = np.split(tree.tokens, edges), np.split(labels, edges)
+    parents = tree.parents
     inner = set(parents.tolist())
     visited: set[int] = set()  # parents whose first child has been reached
     places = {-1: -1}  # the new index of each segment that keeps a token
@@ -114,11 +168,11 @@ def _read(example: Mapping[str, Any], name: str) -> tuple[Forest, NDArray[np.int
     new_labels: list[NDArray[np.int64]] = []
     new_parents: list[int] = []
     for segment, parent in enumerate(parents.tolist()):
-        own, learned = tokens[segment], labels[segment]
+        own, learned = tokens[segment], learnable[segment]
         if segment in inner:
             own, learned = own[:-1], learned[:-1]
         if parent != -1:
-            label = labels[parent][-1:] if parent not in visited else np.array([IGNORED])
+            label = learnable[parent][-1:] if parent not in visited else np.array([IGNORED])
             visited.add(parent)
             own, learned = np.append(tokens[parent][-1:], own), np.append(label, learned)
         places[segment] = -1  # a root of one token gives it away, and its children are roots
@@ -129,6 +183,28 @@ def _read(example: Mapping[str, Any], name: str) -> tuple[Forest, NDArray[np.int
             new_parents.append(places[parent])
     lengths = np.array([len(own) for own in new_tokens])
     return Forest(np.concatenate(new_tokens), lengths, np.array(new_parents)), np.concatenate(new_labels)
+
+
+def _paths(rows: PackedRows, labels: NDArray[np.int64], weights: Sequence[list[float] | None]) -> tuple[Tensor, Tensor]:
+    """Return the labels that tokens predict on each path, int64 [R, W, S], and the paths' weights, float32 [R, W, S].
+
+    Args:
+        rows: the packed rows.
+        labels: the label of each token, int64 [R, S].
+        weights: the weights of the leaves of each forest, None for 1.
+    """
+    paths = [rows.paths(index) for index in range(len(rows.forests))]
+    shape = (len(labels), max(map(len, paths)), labels.shape[1])
+    found = torch.full(shape, IGNORED)
+    factors = torch.ones(shape)
+    flat = torch.from_numpy(labels).flatten()
+    for own, given in zip(paths, weights, strict=True):
+        for nth, path in enumerate(own):
+            row, place = path[:-1] // shape[2], path[:-1] % shape[2]
+            found[row, nth, place] = flat[path[1:]]
+            if given is not None:
+                factors[row, nth, place] = given[nth]
+    return found, factors
 
 
 def _segments(values: Any, column: str, name: str) -> list[NDArray[np.int64]]:

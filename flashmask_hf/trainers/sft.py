@@ -119,6 +119,7 @@ class PackedSFTTrainer(SFTTrainer):
             "max_position_embeddings": max_position_embeddings,
             "split": split,
         }
+        self._formatting = kwargs.get("formatting_func")
         with flashmask_policy(model, args):
             super().__init__(
                 model=model,
@@ -147,6 +148,8 @@ class PackedSFTTrainer(SFTTrainer):
         dataset_name: str,
     ) -> Dataset | IterableDataset:
         if _trl_packs(args):
+            if "seq_lengths" in next(iter(dataset), {}):
+                return dataset  # packed already, as trainer.eval_dataset is; TRL would join the documents of its rows
             return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
         untruncated = copy.copy(args)
         untruncated.max_length = None  # pack_dataset decides what happens to long examples
@@ -169,6 +172,19 @@ class PackedSFTTrainer(SFTTrainer):
                 f"tokens; packing efficiency {packing_efficiency(packed, args.max_length):.1%}"
             )
         return packed
+
+    def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run Trainer's `predict` on a dataset, prepared as that of `evaluate` is: raw or tokenized rows.
+
+        Predictions and labels are those of the packed rows.
+        """
+        settings: Any = self.args
+        if not (settings.dataset_kwargs or {}).get("skip_prepare_dataset"):
+            packing = settings.packing if settings.eval_packing is None else settings.eval_packing
+            test_dataset = self._prepare_dataset(
+                test_dataset, self.processing_class, settings, packing, self._formatting, "test"
+            )
+        return super().predict(test_dataset, *args, **kwargs)
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Compute TRL's loss, and record the tokens, the visible keys and the mask sparsity of the batch."""

@@ -98,12 +98,49 @@ def test_random_trees():
         ends = torch.tensor([0 if h else e for e, h in zip(ends, hidden, strict=True)])
         mask = FlashMask(ends.int().view(1, 1, -1, 1), causal=True)
         assert not refuses(mask, torch.tensor(depths)[None])
-        visible = mask.to_dense()[0, 0]
-        branches = any(
-            not (hidden[i] or hidden[i - 1]) and visible[i, :i].any() and not visible[i, i - 1]
-            for i in range(1, length)
-        )
-        assert refuses(mask, torch.arange(length)[None]) == branches
+        closed = torch.cat([mask.indices, torch.full_like(mask.indices, length)], -1)  # LTS, LTE
+        for indices in (mask.indices, closed):
+            assert not refuses(FlashMask(indices, causal=True), torch.tensor(depths)[None])
+            assert refuses(FlashMask(indices, causal=True), torch.arange(length)[None]) == branches(mask, hidden)
+        assert not refuses(mask.bidirectional(), torch.arange(length)[None])
+
+
+def branches(mask, hidden):
+    """Return whether a token sees an earlier one, but not the one before it."""
+    visible = mask.to_dense()[0, 0]
+    return any(
+        not (hidden[i] or hidden[i - 1]) and visible[i, :i].any() and not visible[i, i - 1]
+        for i in range(1, len(hidden))
+    )
+
+
+def test_questions_that_see_themselves_whole():
+    """The question of a prefix language model has its two answers in columns that are not causal."""
+    visible = SHARED.to_dense()
+    visible[..., :3, :3] = True
+    mask = FlashMask.from_dense(visible)
+    assert not mask.causal
+    assert refuses(mask, torch.arange(9)[None])
+    assert not refuses(mask, DEPTHS)
+    model, _ = model_pair("llama", num_hidden_layers=1)
+    given = dict(input_ids=IDS, startend_row_indices=mask.bidirectional().indices, use_cache=False)
+    assert given["startend_row_indices"].shape[-1] == 4
+    model(**given, position_ids=DEPTHS, labels=LABELS)
+    with pytest.raises(RuntimeError, match="position_ids do not branch"):
+        model(**given)
+    with pytest.raises(RuntimeError, match="labels name the first token of a branch"):
+        model(**given, position_ids=DEPTHS, labels=IDS)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [masks.document([5, 7]), masks.prefix_lm_document([(2, 5), (3, 7)]), masks.prefix_lm_causal(12, 4), masks.full(12),
+     masks.causal_blockwise([4, 4, 4]), masks.sliding_window(12, 3).bidirectional()],
+    ids=repr,
+)  # fmt: skip
+def test_masks_of_more_columns_that_are_no_trees(mask):
+    assert not refuses(mask, torch.arange(12)[None])
+    assert not refuses(mask.bidirectional(), None)
 
 
 # The model's own loss
@@ -124,9 +161,27 @@ def test_labels_of_a_branch_are_refused():
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     shifted = torch.nn.functional.pad(IDS[:, 1:], (0, 1), value=-100)  # labels that are where they are predicted
     model(**CALL, labels=IDS, shift_labels=shifted)
-    documents = masks.causal_document([4, 5]).indices
-    places = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
-    model(IDS, position_ids=places, startend_row_indices=documents, labels=IDS, use_cache=False)
+
+
+@pytest.mark.parametrize("attention", ["flashmask", "sdpa"])
+def test_labels_of_a_document_after_another_are_refused(attention):
+    model, _ = model_pair("llama")
+    model.set_attn_implementation(attention)
+    places = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 0]])
+    mask = masks.causal_document([4, 3], kv_len=9)
+    columns = [mask.indices, torch.cat([mask.indices, torch.full_like(mask.indices, 9)], -1)]
+    for vectors in columns[: 2 if attention == "flashmask" else 1]:
+        call = dict(input_ids=IDS, position_ids=places, startend_row_indices=vectors, use_cache=False)
+        with pytest.raises(RuntimeError, match=r"first token of a packed document.*set it to -100 there"):
+            model(**call, labels=IDS)
+        model(**call, labels=IDS.masked_fill(torch.arange(9) == 4, -100))  # those of padding are not looked at
+        model(**call, labels=IDS, shift_labels=IDS)
+
+
+def test_labels_of_other_masks_are_not_looked_at():
+    model, _ = model_pair("llama")
+    for mask in (masks.sliding_window(9, 2), masks.padding([7], kv_len=9), masks.global_sliding_window(9, 2, 3)):
+        model(IDS, startend_row_indices=mask.bidirectional().indices, labels=IDS, use_cache=False)
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
@@ -150,7 +205,7 @@ def test_loss_of_a_compiled_model(no_compiled_code):
 def test_loss_patch_refuses_unknown_code(member):
     model_class = type("Model", (), {} if member is None else {"loss_function": member})
     with pytest.raises(RuntimeError, match=r"loss_function of Model.*install a version it was tested"):
-        patches.check_losses_of_trees(model_class)
+        patches.check_losses(model_class)
 
 
 def test_overlapping_keys_are_no_tree():

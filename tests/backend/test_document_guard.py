@@ -105,6 +105,15 @@ def test_attention_that_is_set_later_is_guarded():
     assert not is_guarded(model_pair("llama")[0])
 
 
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_5_text"])
+def test_attention_that_is_set_by_hand_is_guarded(family):
+    model = model_zoo.build(family, "sdpa")
+    model.config._attn_implementation = "flashmask"
+    with pytest.raises(ValueError, match="one document a row"):
+        model(input_ids=tokens(1, 6), position_ids=positions([3, 3]))
+    model(input_ids=tokens(1, 6))
+
+
 @pytest.mark.parametrize(("family", "guarded"), [("nemo_speechlm", True), ("qwen3_5", True), ("qwen2_audio", False)])
 def test_the_text_model_counts_and_not_an_audio_encoder(family, guarded):
     assert is_guarded(cached(family)) == guarded

@@ -7,11 +7,12 @@ import torch
 from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tools.tiny import TRAINER_WARNINGS, VOCAB, llama_config, trainer_settings
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from tools.tiny import TRAINER_WARNINGS, VOCAB, llama_config, trainer_settings, word_tokenizer
+from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, Trainer, TrainingArguments
 
+import flashmask_hf.collators.loss as loss_module
 import flashmask_hf.collators.trees as trees
-from flashmask_hf.collators import DataCollatorForTrees
+from flashmask_hf.collators import DataCollatorForTrees, tree_loss
 
 pytestmark = TRAINER_WARNINGS
 
@@ -56,9 +57,10 @@ def model(attention):
 
 
 def test_docstring_examples_run():
-    result = doctest.testmod(trees)
-    assert result.attempted > 0
-    assert result.failed == 0
+    for module in (trees, loss_module):
+        result = doctest.testmod(module)
+        assert result.attempted > 0
+        assert result.failed == 0
 
 
 def separate_loss(given_):
@@ -129,3 +131,111 @@ def test_an_invalid_tree_raises(change, error, message):
         DataCollatorForTrees()([{**TREE, **change}])
     with pytest.raises(ValueError, match="max_length must be a number of tokens"):
         DataCollatorForTrees(max_length=True)
+
+
+# Every path by itself
+
+
+def leaf_paths(example):
+    """Return tokens, labels and weight of each path from a root to a leaf."""
+    leaves = [s for s in range(len(example["parents"])) if s not in example["parents"]]
+    found = []
+    for nth, leaf in enumerate(leaves):
+        lineage = [leaf]
+        while example["parents"][lineage[0]] != -1:
+            lineage.insert(0, example["parents"][lineage[0]])
+        tokens, labels = ([x for s in lineage for x in example[column][s]] for column in ("input_ids", "labels"))
+        found.append((tokens, labels, example["weights"][nth] if "weights" in example else 1.0))
+    return found
+
+
+@settings(max_examples=25, deadline=None)
+@given(examples(), st.sampled_from([{}, {"pad_to_multiple_of": 8}, {"max_length": 48}]), st.data())
+def test_loss_and_gradients_are_those_of_every_path(given_, options, data):
+    for example in given_[: data.draw(st.integers(0, len(given_)))]:
+        leaves = len(example["parents"]) - len(set(example["parents"]) - {-1})
+        example["weights"] = data.draw(st.lists(st.sampled_from([-1.0, 0.5, 2.0]), min_size=leaves, max_size=leaves))
+    alone, total, count = model("eager"), torch.zeros(()), 0
+    for tokens, labels, weight in (path for example in given_ for path in leaf_paths(example)):
+        own = sum(label != -100 for label in labels[1:])
+        if own:
+            loss = alone(input_ids=torch.tensor([tokens]), labels=torch.tensor([labels])).loss
+            total, count = total + weight * own * loss, count + own
+    batch = DataCollatorForTrees(**options, per_path=True)(given_)
+    assert batch["shift_labels"].ne(-100).sum() == count
+    assert ("path_weights" in batch) == any("weights" in example for example in given_)
+    packed = model("flashmask")
+    packed.loss_function = tree_loss
+    for items in (None, 7, torch.tensor(7)):
+        packed.zero_grad()
+        loss = packed(**batch, use_cache=False, num_items_in_batch=items).loss
+        if not count:
+            assert loss == 0
+            continue
+        loss.backward()
+        alone.zero_grad()
+        expected = total / (7 if items is not None else count)
+        expected.backward(retain_graph=True)
+        torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+        for one, other in zip(packed.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_the_trainer_accumulates_all_paths(tmp_path):
+    """One step over two batches of trees is that over all of their paths, each a row of its own."""
+    chain = {"input_ids": [[5, 6, 7]], "parents": [-1], "labels": [[5, 6, 7]]}
+    given_ = [TREE, TREE | {"input_ids": [[12], [13, 14], [15], [16, 17], [18]]}, chain, chain]
+    rows = [{"input_ids": t, "labels": labels} for one in given_ for t, labels, _ in leaf_paths(one)]
+    logs = []
+    for dataset, collator, attention, size in (
+        (given_, DataCollatorForTrees(per_path=True), "flashmask", 2),
+        (rows, DataCollatorForSeq2Seq(word_tokenizer(), label_pad_token_id=-100), "eager", 4),
+    ):
+        options = trainer_settings(tmp_path) | {
+            "max_steps": 1, "per_device_train_batch_size": size, "gradient_accumulation_steps": 2, "max_grad_norm": 1e9,
+        }  # fmt: skip
+        trained = model(attention)
+        if attention == "flashmask":
+            trained.loss_function = tree_loss
+        data = Dataset.from_list(dataset)
+        args = TrainingArguments(**options, remove_unused_columns=False)
+        trainer = Trainer(trained, args, train_dataset=data, eval_dataset=data, data_collator=collator)
+        evaluated = trainer.evaluate()["eval_loss"] if attention == "flashmask" else None
+        trainer.train()
+        logs.append((trainer.state.log_history[-2], evaluated))
+    (trees_, evaluated), (paths_, _) = logs
+    assert trees_["loss"] == pytest.approx(paths_["loss"], rel=1e-5)
+    assert trees_["grad_norm"] == pytest.approx(paths_["grad_norm"], rel=1e-4)
+    assert evaluated is not None
+
+
+def test_paths_need_their_loss():
+    batch = DataCollatorForTrees(per_path=True)([TREE])
+    with pytest.raises(ValueError, match=r"model.loss_function = flashmask_hf.collators.tree_loss"):
+        model("flashmask")(**batch, use_cache=False)
+    trained = model("flashmask")
+    trained.loss_function = tree_loss
+    with pytest.raises(ValueError, match=r"shift_labels must be \[R, W, S\].*per_path=True"):
+        trained(**batch | {"shift_labels": batch["shift_labels"][:, 0]}, use_cache=False)
+    with pytest.raises(TypeError, match="shift_labels"):
+        trained(**DataCollatorForTrees()([TREE]), use_cache=False)
+    other = model("sdpa")
+    other.loss_function = tree_loss
+    with pytest.raises(RuntimeError, match="attn_implementation='sdpa' ignores them"):
+        other(**batch, use_cache=False)
+
+
+@pytest.mark.parametrize(
+    ("weights", "error", "message"),
+    [
+        ([1.0, 2.0], ValueError, "weights of example 0 must be one number for each of its 3 leaves"),
+        (2.0, ValueError, "weights of example 0 must be one number for each of its 3 leaves, got 2.0"),
+        ([1.0, 2.0, "3"], TypeError, "a weight of example 0 must be a number"),
+        ([1.0, 2.0, float("nan")], ValueError, "weights of example 0 are .*not all finite"),
+    ],
+)
+def test_invalid_weights_raise(weights, error, message):
+    with pytest.raises(error, match=message):
+        DataCollatorForTrees(per_path=True)([{**TREE, "weights": weights}])
+    with pytest.raises(ValueError, match="example 0 has weights, which are for paths: set per_path=True"):
+        DataCollatorForTrees()([{**TREE, "weights": [1.0, 2.0, 3.0]}])

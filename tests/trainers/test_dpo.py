@@ -472,7 +472,6 @@ def other_models():
     yield "mamba", transformers.MambaConfig(**recurrent, state_size=4), mixing
     hybrid = {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}
     yield "lfm2", transformers.Lfm2Config(**attention, **hybrid), mixing
-    yield "roberta", transformers.RobertaConfig(**common, is_decoder=True), "counts positions from 1"
     bert = transformers.BertConfig(**common)
     yield "bert", bert, "not a causal decoder"
 

@@ -196,3 +196,14 @@ def test_padding_counts_neither_as_tokens_nor_as_keys():
     """Two documents of three and two tokens see 3 + 2 + 1 and 2 + 1 keys."""
     indices = torch.tensor([3, 3, 3, 5, 5, 0, 0, 0], dtype=torch.int32)[None, None, :, None]
     assert sft_trainer._tokens_and_keys(indices).tolist() == [5, 9]
+
+
+@pytest.mark.filterwarnings("ignore:`return_outputs=True`, and the logits:FutureWarning")  # TRL's, of its own call
+@pytest.mark.parametrize("packing", [False, True])
+def test_predict_prepares_raw_rows(packing, tmp_path, model):
+    raw = Dataset.from_list([{"text": "w5 w6 w7"}, {"text": "w8 w9"}, {"text": "w10 w11 w12 w13"}])
+    trainer = PackedSFTTrainer(model, arguments(tmp_path, max_length=16, packing=packing), train_dataset=raw)
+    expected = PackedSFTTrainer(model, arguments(tmp_path, "eager", max_length=5), train_dataset=raw).evaluate(raw)
+    for rows in (raw, trainer.train_dataset):
+        assert trainer.predict(rows).metrics["test_loss"] == pytest.approx(expected["eval_loss"], rel=1e-5)
+        assert trainer.evaluate(rows)["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-5)

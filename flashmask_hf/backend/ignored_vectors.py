@@ -1,0 +1,114 @@
+"""Calls of models that would ignore the mask vectors or the packed rows of a batch.
+
+Every keyword of a call reaches the layers, and attention implementations of transformers ignore those that they do not
+know. So a batch of this package's collators runs in any model, under another mask than its own. `check_call` runs
+before each forward of a transformers model (`patches.py`), whoever computes the loss.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flashmask_hf.backend.packed_rows import runs_packed
+from flashmask_hf.backend.positions import next_flagged
+from flashmask_hf.checks import device_assert
+from flashmask_hf.mask import FlashMask
+from flashmask_hf.names import NAMES, PACKED_IDS, VECTORS
+
+__all__ = ["check_call"]
+
+
+def check_call(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise if a model would ignore vectors that hide something from its tokens, or packed rows without a fallback.
+
+    Nothing is read back from the device.
+
+    Args:
+        model: a transformers model.
+        args: positional arguments of its call.
+        kwargs: keywords of its call; without `startend_row_indices`, nothing is looked at.
+
+    Raises:
+        ValueError: the batch is that of packed rows, and no `run_packed` made the model take them. On models with
+            another attention, batches whose `input_ids` are whole sequences run as such.
+        RuntimeError: the model's attention is another one, and a token would see one that the vectors hide from it, or
+            the other way round (a device-side check). Implementations of transformers find packed documents in
+            `position_ids` that start again at 0, if there is neither a cache nor a mask.
+    """
+    vectors = kwargs.get(VECTORS)
+    if not isinstance(vectors, Tensor):
+        return
+    implementation = model.config.get_text_config()._attn_implementation
+    tokens = kwargs.get("input_ids", args[0] if args else None)
+    tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
+    if not isinstance(tokens, Tensor) or tokens.dim() < 2:
+        return
+    length = tokens.shape[1]
+    if kwargs.get(PACKED_IDS) is not None:
+        if not runs_packed(model) and (length == 1 or implementation in NAMES):
+            raise ValueError(
+                f"{PACKED_IDS} are packed rows, which this {type(model).__name__} would not run: take the trainer of "
+                "the collator, SharedQuestionDPOTrainer or MultiAnswerRewardTrainer, or the collator of your trainer"
+            )
+        return
+    if implementation in NAMES or vectors.dtype != torch.int32 or vectors.dim() != 4 or vectors.shape[2] != length:
+        return
+    ends = None
+    if vectors.shape[3] == 1:
+        ends = _ends_of_documents(model, kwargs, implementation, tokens)
+    device_assert(
+        ~_differs(vectors.detach(), ends, kwargs.get("attention_mask")).any(),
+        f"{VECTORS} hide tokens, but attn_implementation='{implementation}' ignores them; load the model with "
+        "attn_implementation='flashmask', or, for packed documents, pass position_ids, use_cache=False and no mask",
+    )
+
+
+def _ends_of_documents(model: Any, kwargs: dict[str, Any], implementation: str, tokens: Tensor) -> Tensor:
+    """Return where the document of each token ends for an attention of transformers, int64 [B or 1, S]."""
+    batch, length = tokens.shape[:2]
+    positions = kwargs.get("position_ids")
+    use_cache = kwargs.get("use_cache")
+    if use_cache is None:
+        use_cache = getattr(model.config.get_text_config(), "use_cache", False)
+    alone = kwargs.get("past_key_values") is None and kwargs.get("attention_mask") is None and not use_cache
+    if "flash" in implementation and batch > 1:  # FlashAttention finds them in a single row
+        alone = False
+    if alone and isinstance(positions, Tensor) and positions.dim() == 2 and positions.shape[1] == length:
+        return next_flagged(positions[:, 1:] == 0)
+    return torch.full((1, length), length, device=tokens.device)
+
+
+def _differs(vectors: Tensor, ends: Tensor | None, attention_mask: Any) -> Tensor:
+    """Return for which keys vectors show other rows of tokens than an attention that ignores them; bool [B, H, S].
+
+    Args:
+        vectors: int32 [B, H, S, n].
+        ends: int64 [B or 1, S], one past the last row that the other attention shows each key, from the key's row on;
+            None if it shows every key to all rows.
+        attention_mask: a 2D mask [B, S], which hides keys in both; anything else is not looked at.
+    """
+    length = vectors.shape[2]
+    mask = FlashMask(vectors, causal=ends is not None)
+    pieces = [(start.long(), end.long()) for start, end in mask.visible_intervals(length)]
+    real = torch.stack([start < end for start, end in pieces]).any(0)  # a key that none sees is padding
+    counts = nn.functional.pad(real.cumsum(-1), (1, 0))
+
+    def real_rows(start: Tensor, end: Tensor) -> Tensor:
+        return counts.gather(-1, torch.maximum(start, end)) - counts.gather(-1, start)
+
+    first = torch.zeros_like(pieces[0][0])
+    last = first + length
+    if ends is not None:
+        first, last = first + torch.arange(length, device=vectors.device), first + ends[:, None]
+    other = real_rows(first, last)
+    shown, both = torch.zeros_like(other), torch.zeros_like(other)
+    for start, end in pieces:
+        shown += real_rows(start, end)
+        both += real_rows(torch.maximum(start, first), torch.minimum(end, last))
+    wrong = (shown != other) | (both != other)
+    if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2 and attention_mask.shape[-1] == length:
+        wrong = wrong & attention_mask[:, None].to(torch.bool)
+    return wrong

@@ -1,0 +1,27 @@
+"""What forward pre-hooks on models share: the modules of a model without those within it, and its arguments by name."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+__all__ = ["named_arguments", "own_modules"]
+
+
+def own_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the names and modules within a model, except those of models within it, which have hooks of their own."""
+    for name, child in module.named_children():
+        if not isinstance(child, PreTrainedModel):
+            yield name, child
+            yield from own_modules(child)
+
+
+def named_arguments(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return all arguments of a call of a model by name."""
+    if not args:
+        return kwargs
+    return dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | kwargs

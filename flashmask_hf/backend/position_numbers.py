@@ -1,0 +1,85 @@
+"""Position numbers of packed rows in models that embed positions, such as GPT-2, BERT and RoBERTa.
+
+Without `position_ids` these models number a row from end to end, so a packed document would have other embeddings than
+alone, without an error. Some, such as RoBERTa, count from `padding_idx + 1`, and give the numbers up to `padding_idx`
+to padding, while collators count the tokens of a document from 0. `renumber_positions` puts a forward pre-hook on such
+a model when it is made or its attention is set (`patches.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flashmask_hf.backend.branches import follows_document, subtree_ends
+from flashmask_hf.backend.model_hooks import named_arguments, own_modules
+from flashmask_hf.checks import device_assert
+from flashmask_hf.mask import FlashMask
+from flashmask_hf.names import NAMES, VECTORS
+
+__all__ = ["renumber_positions"]
+
+
+def renumber_positions(model: Any) -> None:
+    """Make a model that embeds positions raise for packed rows without them, and count them from its first number.
+
+    Other models are left as they are. Repeating it is fine. The hook acts while the model's attention is one of this
+    package's.
+
+    Args:
+        model: a transformers model, or a model within one, with its layers made. In calls with
+            `startend_row_indices` of a model that counts from `padding_idx + 1`, that number is added to
+            `position_ids` if a token that is seen has position 0, which no token of these models has. RuntimeError
+            (device-side checks): a seen token has a position of padding all the same; documents count from 0 in a call
+            without vectors; or vectors are those of several documents, and there are no `position_ids`.
+    """
+    firsts = [
+        0 if part.padding_idx is None else part.padding_idx + 1
+        for name, part in own_modules(model)
+        if isinstance(part, nn.Embedding) and ("position" in name or name == "wpe") and "relative" not in name
+    ]
+    if firsts and _renumber not in model._forward_pre_hooks.values():
+        model._first_position = max(firsts)
+        model._sees_both_ways = any(getattr(part, "is_causal", None) is False for _, part in own_modules(model))
+        model.register_forward_pre_hook(_renumber, with_kwargs=True)
+
+
+def _renumber(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Count the positions of a packed row from the model's first one; a forward pre-hook."""
+    if model.config._attn_implementation not in NAMES:
+        return None
+    named = named_arguments(model, args, kwargs)
+    positions, vectors = named.get("position_ids"), named.get(VECTORS)
+    first = model._first_position
+    name = type(model).__name__
+    mask = None
+    if isinstance(vectors, Tensor) and vectors.dtype == torch.int32 and vectors.shape[3:] in ((1,), (2,), (4,)):
+        causal = not model._sees_both_ways and vectors.shape[3] < 4
+        mask = FlashMask(vectors.detach(), causal) if causal or vectors.shape[3] > 1 else None
+    if positions is None and mask is not None and not model.config.is_encoder_decoder:  # whose layers refuse vectors
+        device_assert(
+            ~follows_document(subtree_ends(mask)).any(),
+            f"{name} embeds positions, and would number several documents of {VECTORS} from end to end without "
+            "position_ids; pass positions that start again with each document",
+        )
+    if not isinstance(positions, Tensor) or positions.dim() != 2 or first == 0:
+        return None
+    if vectors is None:
+        before, start, after = positions[:, :-2], positions[:, 1:-1], positions[:, 2:]
+        device_assert(
+            ~((before > 0) & (start == 0) & (after == 1)).any(),
+            f"position_ids start again at 0, but {name} counts positions from {first}, and 0 is padding; pass "
+            f"{VECTORS} with them, as the collators do",
+        )
+        return None
+    if mask is None or mask.kv_len != positions.shape[1]:
+        return None  # the first layer says what is wrong
+    seen = torch.stack([start < end for start, end in mask.visible_intervals(mask.kv_len)]).any(0).any(1)
+    positions = positions + torch.where((seen & (positions == 0)).any(), first, 0)
+    device_assert(
+        ~(seen & (positions < first)).any(),
+        f"position_ids of {name} must count from {first} in every document, as the lower ones are padding's, or from 0",
+    )
+    return (), named | {"position_ids": positions}

@@ -1,0 +1,65 @@
+"""The loss of token trees in which every path from a root to a leaf is learned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["tree_loss"]
+
+
+def tree_loss(
+    logits: Tensor,
+    labels: Any = None,
+    vocab_size: int | None = None,
+    *,
+    shift_labels: Tensor,
+    path_weights: Tensor | None = None,
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int = -100,
+    **_: Any,
+) -> Tensor:
+    """Return the cross entropy of all paths of packed trees, as if each path were a row of its own.
+
+    A token that several paths share counts once for each of them. It is the loss of a model on the batches of
+    `DataCollatorForTrees(per_path=True)`: set `model.loss_function = tree_loss`, which any trainer then uses.
+
+    Args:
+        logits: [R, S, V].
+        labels: not used; a model hands them to its loss.
+        vocab_size: not used; a model hands it to its loss.
+        shift_labels: int64 [R, W, S]. Entry [r, w, s] is the token after token s on path w through it.
+        path_weights: float32 [R, W, S], factors of the losses; None is 1.
+        num_items_in_batch: what the sum of the losses is divided by; None is the number of labels of this batch.
+        ignore_index: the entry where there is nothing to learn.
+
+    Returns:
+        Tensor: float32 []; 0 without a label.
+
+    Raises:
+        ValueError: `shift_labels` are not those of paths.
+
+    Example:
+        >>> import torch
+        >>> from flashmask_hf.collators import tree_loss
+        >>> shift_labels = torch.tensor([[[1, -100, -100], [2, -100, -100]]])  # token 0 is followed by 1 and by 2
+        >>> tree_loss(torch.zeros(1, 3, 4), shift_labels=shift_labels).exp()
+        tensor(4.)
+    """
+    if shift_labels.dim() != 3 or shift_labels.shape[::2] != logits.shape[:2]:
+        raise ValueError(
+            f"shift_labels must be [R, W, S] for logits [R, S, V] = {list(logits.shape)}, got "
+            f"{list(shift_labels.shape)}; tree_loss is for the batches of DataCollatorForTrees(per_path=True)"
+        )
+    targets = shift_labels.to(logits.device).transpose(1, 2)  # [R, S, W]
+    learned = targets != ignore_index
+    scores = logits.float()
+    losses = scores.logsumexp(-1, keepdim=True) - scores.gather(-1, targets.where(learned, 0))
+    if path_weights is not None:
+        losses = losses * path_weights.to(logits.device).transpose(1, 2)
+    count: Any = learned.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+    if isinstance(count, Tensor):
+        count = count.to(logits.device)
+    return torch.where(learned, losses, 0.0).sum() / count

@@ -1,0 +1,118 @@
+"""Models that count positions from `padding_idx + 1` give packed documents what each has alone."""
+
+import pytest
+import torch
+from tools import model_zoo
+from tools.model_pairs import BOUND, NoSynchronization, assert_near, positions
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from flashmask_hf import masks
+from flashmask_hf.backend.packed_rows import run_packed
+from flashmask_hf.collators import (
+    DataCollatorForPackedEncoders,
+    DataCollatorForPackedLanguageModeling,
+    DataCollatorForSharedQuestion,
+)
+
+FAMILIES = {
+    "camembert": {},
+    "data2vec-text": {},
+    "esm": {"position_embedding_type": "absolute", "mask_token_id": 32},
+    "roberta": {},
+    "roberta-prelayernorm": {},
+    "xlm-roberta": {},
+    "xlm-roberta-xl": {},
+    "xmod": {"default_language": "en_XX"},
+}
+
+
+def build(family, attention, padding=1, **changes):
+    config = CONFIG_MAPPING[family](
+        vocab_size=48, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=64, pad_token_id=padding, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        **FAMILIES[family], **changes,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    auto = AutoModelForCausalLM if changes.get("is_decoder") else AutoModelForMaskedLM
+    model = auto.from_config(config, attn_implementation=attention).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3) if parameter.dim() > 1 else None
+    return model
+
+
+def documents():
+    return [torch.randint(6, 48, (n,)) for n in (5, 1, 6)]
+
+
+@pytest.mark.parametrize("padding", [0, 1, 5])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_documents_equal_each_alone(family, padding):
+    model, apart = build(family, "flashmask", padding), documents()
+    batch = DataCollatorForPackedEncoders(pad_to_multiple_of=16)([{"input_ids": x.tolist()} for x in apart])
+    want = torch.cat([model(input_ids=x[None]).logits for x in apart], 1)
+    assert_near(model(**batch).logits[:, :12], want)
+    numbered = batch | {"position_ids": batch["position_ids"] + padding + 1}
+    assert_near(model(**numbered).logits[:, :12], want)
+    padded = batch | {"position_ids": numbered["position_ids"].masked_fill(torch.arange(16) >= 12, 0)}
+    assert_near(model(**padded).logits[:, :12], want)
+
+
+def test_a_decoder_learns_what_each_document_alone_teaches():
+    model, apart = build("roberta", "flashmask", is_decoder=True), documents()
+    batch = DataCollatorForPackedLanguageModeling()([{"input_ids": x.tolist(), "labels": x.tolist()} for x in apart])
+    parts = [model(input_ids=x[None], labels=x[None]).loss * (len(x) - 1) for x in apart if len(x) > 1]
+    torch.testing.assert_close(model(**batch).loss, sum(parts) / 9, rtol=BOUND, atol=BOUND)
+
+
+def test_answers_equal_each_with_a_question_of_its_own():
+    model = build("roberta", "flashmask", is_decoder=True)
+    want, answers = build("roberta", "eager", is_decoder=True), ([8, 9], [10])
+    run_packed(model)
+    batch = DataCollatorForSharedQuestion()([{"prompt_ids": [5, 6, 7], "chosen_ids": [8, 9], "rejected_ids": [10]}])
+    del batch["completion_mask"]
+    got = model.base_model(**batch, use_cache=False).last_hidden_state
+    for row, answer in zip(got, answers, strict=True):
+        alone = want.base_model(torch.tensor([[5, 6, 7, *answer]]), use_cache=False).last_hidden_state[0]
+        assert_near(row[: 3 + len(answer)], alone)
+
+
+def test_attention_that_is_set_later_renumbers():
+    model, apart = build("roberta", "sdpa"), documents()
+    model.set_attn_implementation("flashmask")
+    batch = DataCollatorForPackedEncoders()([{"input_ids": x.tolist()} for x in apart])
+    assert_near(model(**batch).logits, torch.cat([model(input_ids=x[None]).logits for x in apart], 1))
+
+
+def test_positions_of_padding_are_refused():
+    model, ids = build("roberta", "flashmask"), torch.arange(6, 12)[None]
+    vectors = masks.document([3, 3]).indices
+    with pytest.raises(RuntimeError, match="position_ids of RobertaModel must count from 2 in every document"):
+        model(input_ids=ids, position_ids=positions([3, 3]) + 1, startend_row_indices=vectors)
+    with pytest.raises(RuntimeError, match=r"start again at 0, but RobertaModel counts positions from 2.*with them"):
+        model(input_ids=ids, position_ids=positions([3, 3]))
+    for legal in ([2, 3, 4, 5, 6, 7], [0, 0, 2, 3, 4, 5], [2, 3, 4, 1, 1, 1], [2, 3, 4, 0, 0, 0]):
+        model(input_ids=ids, position_ids=torch.tensor([legal]))
+    with pytest.raises(TypeError, match="startend_row_indices must be an int32 tensor"):
+        model(input_ids=ids, position_ids=positions([3, 3]), startend_row_indices=vectors.long())
+
+
+def test_the_hook_does_not_wait_for_the_device():
+    model = build("roberta", "flashmask").base_model
+    hook = next(iter(model._forward_pre_hooks.values()))
+    call = dict(position_ids=positions([3, 3]), startend_row_indices=masks.document([3, 3]).indices)
+    with NoSynchronization():
+        _, changed = hook(model, (), call)
+    assert changed["position_ids"].tolist() == [[2, 3, 4, 2, 3, 4]]
+
+
+@pytest.mark.parametrize("family", ["bert", "bert-generation", "gpt2", "opt", "roberta"])
+def test_documents_without_positions_are_refused(family):
+    model = build("roberta", "flashmask") if family == "roberta" else model_zoo.build(family, "flashmask")
+    mask = masks.document([3, 3]) if family in ("bert", "roberta") else masks.causal_document([3, 3])
+    call = dict(input_ids=torch.arange(6, 12)[None], startend_row_indices=mask.indices)
+    with pytest.raises(RuntimeError, match="embeds positions, and would number several documents of startend_row"):
+        model(**call)
+    model(**call, position_ids=positions([3, 3]))
+    model(input_ids=call["input_ids"], startend_row_indices=masks.padding([4], kv_len=6).indices if mask.causal else
+          masks.document([4], kv_len=6).indices)  # fmt: skip
