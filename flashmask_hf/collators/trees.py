@@ -91,6 +91,9 @@ class DataCollatorForTrees:
         self.pad_token_id, self.max_length, self.pad_to_multiple_of, self.max_position_embeddings = as_row_options(
             self.pad_token_id, self.max_length, self.pad_to_multiple_of, self.max_position_embeddings
         )
+        if not isinstance(self.per_path, (bool, np.bool_)):
+            raise ValueError(f"per_path must be True or False, got {self.per_path!r}")
+        self.per_path = bool(self.per_path)
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """Collate one batch; see the class."""

@@ -131,6 +131,8 @@ def test_an_invalid_tree_raises(change, error, message):
         DataCollatorForTrees()([{**TREE, **change}])
     with pytest.raises(ValueError, match="max_length must be a number of tokens"):
         DataCollatorForTrees(max_length=True)
+    with pytest.raises(ValueError, match="per_path must be True or False, got 1"):
+        DataCollatorForTrees(per_path=1)  # type: ignore[arg-type]
 
 
 # Every path by itself
