@@ -126,7 +126,7 @@ def keep_attention(args: SFTConfig) -> None:
     options = getattr(args, f"{name}_kwargs") or {}
     if not getattr(args, name) or options.get("use_reentrant"):
         raise common.FlagError(f"keep_attention needs {name} without reentrance; turn that on, or leave it out")
-    if "tensorboard" in args.report_to:
+    if "tensorboard" in (args.report_to or []):
         raise common.FlagError("keep_attention is a function, which TensorBoard cannot write; report_to another place")
     setattr(args, f"{name}_kwargs", {**options, "use_reentrant": False, "context_fn": flashmask_hf.keep_attention})
 
