@@ -1,4 +1,4 @@
-"""What forward pre-hooks on models share: the modules of a model without those within it, and its arguments by name."""
+"""What hooks on models share: the modules of a model without those within it, its arguments by name, compilation."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
+from torch._dynamo import OptimizedModule
 from transformers import PreTrainedModel
 
-__all__ = ["named_arguments", "own_modules"]
+__all__ = ["is_compiled", "named_arguments", "own_modules"]
 
 
 def own_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -25,3 +26,8 @@ def named_arguments(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if not args:
         return kwargs
     return dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | kwargs
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Return whether a model or a part of it is compiled, by `torch.compile` or its method `compile`."""
+    return any(isinstance(x, OptimizedModule) or x._compiled_call_impl is not None for x in model.modules())

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from accelerate.utils import extract_model_from_parallel
 from torch import nn
-from torch._dynamo import OptimizedModule
 
 from flashmask_hf.backend.document_guard import is_guarded
+from flashmask_hf.backend.model_hooks import is_compiled
 from flashmask_hf.backend.supplied_calls import SuppliedCalls
 from flashmask_hf.names import FLASHMASK, PACKED_IDS, PACKED_INDEX, PACKED_POSITIONS, VECTORS
 
@@ -94,7 +94,7 @@ def check_compiled(model: Any, device: torch.device) -> None:
     backbone = _unwrap_peft(extract_model_from_parallel(model, keep_torch_compile=False)).base_model
     if not getattr(backbone, "_layers_checked", False):
         asked = _start_count in backbone._forward_pre_hooks.values()
-        if not asked or not _is_compiled(model):
+        if not asked or not is_compiled(model):
             return
         ids = torch.zeros(1, 2, dtype=torch.int64, device=device)
         ends = torch.tensor([[[[1], [2]]]], dtype=torch.int32, device=device)
@@ -107,11 +107,6 @@ def check_compiled(model: Any, device: torch.device) -> None:
 def _unwrap_peft(model: Any) -> Any:
     """Return the transformers model inside a PEFT model, or the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def _is_compiled(model: nn.Module) -> bool:
-    """Return whether a model or a part of it is compiled, by `torch.compile` or its method `compile`."""
-    return any(isinstance(x, OptimizedModule) or x._compiled_call_impl is not None for x in model.modules())
 
 
 def _pack_inputs(backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -141,7 +136,7 @@ def _start_count(backbone: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     """Count the layers that receive the mask in this forward, unless the backbone is checked or compiled."""
     if kwargs.get(VECTORS) is None or torch.compiler.is_compiling():  # a compiler would guard on what follows
         return
-    if not getattr(backbone, "_layers_checked", False) and not _is_compiled(backbone):
+    if not getattr(backbone, "_layers_checked", False) and not is_compiled(backbone):
         backbone._supplied_calls = SuppliedCalls().start()
 
 

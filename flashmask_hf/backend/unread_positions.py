@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashmask_hf.backend.model_hooks import is_compiled
 from flashmask_hf.backend.positions import document_starts
 from flashmask_hf.checks import device_assert
 from flashmask_hf.names import VECTORS
@@ -33,7 +34,8 @@ def record_positions() -> None:
 def call_model(model: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a model that has one of this package's names, and raise if it mixed the documents of `position_ids`.
 
-    Once positions were read in a call of the model, its calls are not looked at. Calls of compiled models never are.
+    Once positions were read in a call of the model, its calls are not looked at. Calls of compiled models never are,
+    for compiled code cannot record it.
 
     Args:
         model: a transformers model.
@@ -57,7 +59,7 @@ def call_model(model: Any, call: Callable[..., Any], args: tuple[Any, ...], kwar
         output = call(model, *args, **kwargs)
     finally:
         _active.reset(token)
-    if reads:
+    if reads or is_compiled(model):
         model._reads_positions = True
         return output
     starts = document_starts(positions)

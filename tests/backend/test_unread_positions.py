@@ -4,6 +4,7 @@ import pytest
 import torch
 from tools import model_zoo
 from tools.model_pairs import assert_near, model_pair, positions, tokens
+from tools.tiny import llama_config
 from transformers import AutoModelForCausalLM, GraniteMoeHybridConfig
 
 from flashmask_hf import masks
@@ -49,3 +50,17 @@ def test_models_that_read_positions_are_looked_at_once():
     assert model._reads_positions
     assert model.base_model._reads_positions
     assert _active.get() == ()
+
+
+@pytest.mark.parametrize("part", [lambda model: model, lambda model: model.base_model], ids=["whole", "backbone"])
+def test_documents_in_a_model_that_is_compiled_in_place(part):
+    """Compiled code does not record that positions were read; it reads them all the same."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(llama_config(), attn_implementation="flashmask")
+    ids = torch.randint(3, 48, (1, 12))
+    packed = positions([7, 5])
+    want = model(input_ids=ids, position_ids=packed, use_cache=False).logits
+    del model._reads_positions, model.base_model._reads_positions
+    part(model).compile(backend="eager")
+    got = model(input_ids=ids, position_ids=packed, use_cache=False).logits
+    torch.testing.assert_close(got, want)
