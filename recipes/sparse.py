@@ -4,7 +4,7 @@ Reproduces figures 6 and 8 of Pagliardini et al. (2023) on bytes of source code 
 (Python's standard library, torch and transformers):
 
     python recipes/sparse.py --length 8192 --batch 4 --steps 1000 --out sparse
-    accelerate launch recipes/sparse.py --length 16384 --batch 2 --steps 1000 --out sparse
+    accelerate launch --quiet recipes/sparse.py --length 16384 --batch 2 --steps 1000 --out sparse
     python recipes/sparse.py --length 16384 --batch 2 --steps 30 --time-only --compile
     python recipes/sparse.py --smoke
 
