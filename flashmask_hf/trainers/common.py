@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import torch
 from datasets import Dataset
 from torch import Tensor
 from trl.trainer.utils import get_config_model_id
@@ -20,6 +21,7 @@ __all__ = [
     "default_output_dir",
     "flashmask_policy",
     "load_with",
+    "log_sharing",
     "log_sparsity",
     "map_style_datasets",
     "prepare_arguments",
@@ -170,6 +172,21 @@ def map_style_datasets(trainer: Any) -> Iterator[tuple[str, Dataset]]:
     for name, dataset in [("train", trainer.train_dataset), *evaluated.items()]:
         if isinstance(dataset, Dataset):
             yield name, dataset
+
+
+def log_sharing(trainer: Any, mode: str, indices: Tensor, sequences: Tensor) -> None:
+    """Add `shared_tokens_saved`, over all processes, and `mask_sparsity` to a TRL trainer's metrics.
+
+    Args:
+        trainer: the trainer.
+        mode: "train" or "eval".
+        indices: mask vectors of the packed rows, int32 [R, 1, S, 1], 0 for padding.
+        sequences: mask [N, L] of the sequences that the rows stand for, 0 for padding.
+    """
+    counts: Any = torch.stack([(indices > 0).sum(), sequences.sum()])
+    packed_tokens, sequence_tokens = trainer.accelerator.reduce(counts).tolist()
+    trainer._metrics[mode]["shared_tokens_saved"].append(1 - packed_tokens / sequence_tokens)
+    log_sparsity(trainer, mode, indices)
 
 
 def log_sparsity(trainer: Any, mode: str, indices: Tensor, *, skipped: bool = True) -> None:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 from datasets import Dataset, IterableDataset
 from datasets.fingerprint import Hasher
 from numpy.typing import NDArray
@@ -24,7 +23,7 @@ from flashmask_hf.trainers.common import (
     check_config,
     default_output_dir,
     flashmask_policy,
-    log_sparsity,
+    log_sharing,
     map_style_datasets,
     prepare_arguments,
     refuse_empty_reference,
@@ -269,17 +268,8 @@ class SharedQuestionDPOTrainer(DPOTrainer):
         for part in (model, self.ref_model):
             if part is not None:
                 check_compiled(part, inputs[VECTORS].device)
-        self._log_sharing(inputs, "train" if model.training else "eval")
+        log_sharing(self, "train" if model.training else "eval", inputs[VECTORS], inputs["attention_mask"])
         return super()._compute_loss(model, inputs, return_outputs)
-
-    def _log_sharing(self, inputs: dict[str, Any], mode: str) -> None:
-        """Add `shared_tokens_saved`, over all processes, and `mask_sparsity` to the metrics."""
-        indices = inputs[VECTORS]
-        counts: Any = torch.stack([(indices > 0).sum(), inputs["attention_mask"].sum()])  # padding has 0 in both
-        sums: Any = self.accelerator.reduce(counts)
-        packed_tokens, sequence_tokens = sums.tolist()
-        self._metrics[mode]["shared_tokens_saved"].append(1 - packed_tokens / sequence_tokens)
-        log_sparsity(self, mode, indices)
 
 
 def _column_lengths(dataset: Dataset, columns: tuple[str, ...]) -> list[NDArray[np.int64]]:

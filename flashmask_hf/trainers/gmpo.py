@@ -6,12 +6,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from trl.experimental.gmpo.gmpo_config import GMPOConfig
 from trl.experimental.gmpo.gmpo_trainer import GMPOTrainer
 
-from flashmask_hf.trainers.common import check_config, default_output_dir
 from flashmask_hf.trainers.shared_prompts import SharedPrompts, SharedPromptsOptions
 
 __all__ = ["SharedPromptGMPOConfig", "SharedPromptGMPOTrainer"]
@@ -42,8 +40,5 @@ class SharedPromptGMPOTrainer(SharedPrompts, GMPOTrainer):
     """
 
     _name = "Shared-prompt GMPO"
-
-    def __init__(self, model: Any, reward_funcs: Any = None, args: GMPOConfig | None = None, **kwargs: Any):
-        args = args or SharedPromptGMPOConfig(default_output_dir(model, "GMPO"))
-        check_config(args, GMPOConfig, "SharedPromptGMPOConfig")
-        super().__init__(model, reward_funcs, args, **kwargs)
+    _task = "GMPO"
+    _configs = (GMPOConfig, SharedPromptGMPOConfig)

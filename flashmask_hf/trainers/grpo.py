@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.rloo_config import RLOOConfig
 from trl.trainer.rloo_trainer import RLOOTrainer
 
-from flashmask_hf.trainers.common import check_config, default_output_dir
 from flashmask_hf.trainers.shared_prompts import SharedPrompts, SharedPromptsOptions
 
 __all__ = ["SharedPromptGRPOConfig", "SharedPromptGRPOTrainer", "SharedPromptRLOOConfig", "SharedPromptRLOOTrainer"]
@@ -78,13 +76,8 @@ class SharedPromptGRPOTrainer(SharedPrompts, GRPOTrainer):
     """
 
     _name = "Shared-prompt GRPO"
-
-    def __init__(
-        self, model: Any, reward_funcs: Any = None, args: GRPOConfig | None = None, *others: Any, **kwargs: Any
-    ):
-        args = args or SharedPromptGRPOConfig(default_output_dir(model, "GRPO"))
-        check_config(args, GRPOConfig, "SharedPromptGRPOConfig")
-        super().__init__(model, reward_funcs, args, *others, **kwargs)
+    _task = "GRPO"
+    _configs = (GRPOConfig, SharedPromptGRPOConfig)
 
 
 @dataclass
@@ -113,10 +106,5 @@ class SharedPromptRLOOTrainer(SharedPrompts, RLOOTrainer):
     """
 
     _name = "Shared-prompt RLOO"
-
-    def __init__(
-        self, model: Any, reward_funcs: Any = None, args: RLOOConfig | None = None, *others: Any, **kwargs: Any
-    ):
-        args = args or SharedPromptRLOOConfig(default_output_dir(model, "RLOO"))
-        check_config(args, RLOOConfig, "SharedPromptRLOOConfig")
-        super().__init__(model, reward_funcs, args, *others, **kwargs)
+    _task = "RLOO"
+    _configs = (RLOOConfig, SharedPromptRLOOConfig)

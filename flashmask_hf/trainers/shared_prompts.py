@@ -25,8 +25,10 @@ from flashmask_hf.collators.forest import pack_forests, packed_inputs
 from flashmask_hf.collators.prefixes import share_prefixes, share_prompts
 from flashmask_hf.names import FLASHMASK, VECTORS
 from flashmask_hf.trainers.common import (
+    check_config,
+    default_output_dir,
     load_with,
-    log_sparsity,
+    log_sharing,
     prepare_arguments,
     refuse_empty_reference,
     whole_in_each_process,
@@ -81,7 +83,15 @@ class SharedPromptsOptions:
 class SharedPrompts:
     """What the trainers add to TRL's: comes before `GRPOTrainer`, or a class with its methods, among the bases."""
 
+    _task: str
+    """Names the output folder of a trainer without arguments."""
+    _configs: tuple[type, type]
+    """The configuration of TRL's trainer, and the one with `SharedPromptsOptions`."""
+
     def __init__(self, model: Any, reward_funcs: Any = None, args: Any = None, *others: Any, **kwargs: Any):
+        stock, ours = self._configs
+        args = args or ours(default_output_dir(model, self._task))
+        check_config(args, stock, ours.__name__)
         share = getattr(args, "share", "prompts")
         if share not in _SHARES:
             raise ValueError(f"share must be one of {', '.join(map(repr, _SHARES))}, got {share!r}")
@@ -98,7 +108,6 @@ class SharedPrompts:
         _refuse_images(trainer.processing_class)  # of a model with images, TRL loads a processor
         self._hook_models(loaded_by_name=isinstance(model, str))
         self._rows_per_group = _rows_per_group(trainer)
-        self._packed: tuple[Tensor, int, int] | None = None
 
     def _hook_models(self, loaded_by_name: bool) -> None:
         """Make policy and reference take packed rows; those that TRL has loaded get the attention "flashmask" first."""
@@ -132,18 +141,8 @@ class SharedPrompts:
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         parent: Any = super()
         loss = parent._compute_loss(model, inputs)
-        self._log_sharing("train" if model.training else "eval")
+        log_sharing(self, "train" if model.training else "eval", *self._packed)
         return loss
-
-    def _log_sharing(self, mode: str) -> None:
-        """Add `shared_tokens_saved`, over all processes, and `mask_sparsity` of the last forward to the metrics."""
-        assert self._packed is not None  # TRL's loss has called the model
-        indices, packed_tokens, sequence_tokens = self._packed
-        trainer: Any = self
-        counts = torch.tensor([packed_tokens, sequence_tokens], device=indices.device)
-        packed, sequences = trainer.accelerator.reduce(counts).tolist()
-        trainer._metrics[mode]["shared_tokens_saved"].append(1 - packed / sequences)
-        log_sparsity(trainer, mode, indices)
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         trainer: Any = self
@@ -202,17 +201,16 @@ class _PackingModel:
         self.keep = keep
         self.share = share
         self.pad_to_multiple_of = pad_to_multiple_of
-        self.packed: tuple[Tensor, int, int] | None = None
-        """Of the last call: mask vectors, tokens of the packed row, and tokens of its sequences."""
+        self.packed: tuple[Tensor, Tensor]
+        """Of the last call: mask vectors of the packed row, and the mask of its sequences."""
 
     def __call__(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None, **kwargs: Any) -> Any:
         # The loss reads the completions, which begin at the hidden state before them. The auxiliary loss of a mixture
         # of experts counts all tokens.
         width = input_ids.shape[1] if kwargs.get("output_router_logits") else self.keep + 1
         packed = pack_sequences(input_ids, attention_mask, self.keep, width, self.share, self.pad_to_multiple_of)
-        real = packed[VECTORS] > 0  # padding has 0
-        self.packed = (packed[VECTORS], int(real.sum()), int(attention_mask.sum()))
         packed = {name: x.to(input_ids.device) for name, x in packed.items()}
+        self.packed = packed[VECTORS], attention_mask
         check_compiled(self.model, input_ids.device)
         if labels is not None:
             kwargs["labels"] = labels[:, -width:]
