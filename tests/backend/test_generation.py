@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tools.model_pairs import GENERATING
 from transformers import (
     AutoModelForCausalLM,
     CompileConfig,
@@ -30,31 +31,18 @@ pytestmark = pytest.mark.usefixtures("no_compiled_code")
 WINDOW = 6
 PROMPT = 9
 NEW = 10
-SIZES: dict[str, Any] = dict(
-    vocab_size=48,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    max_position_embeddings=64,
-    pad_token_id=0,
-    eos_token_id=2,
-    tie_word_embeddings=False,  # with tied ones the likeliest token is often the one before
-)
-LATENT: dict[str, Any] = SIZES | dict(
+LATENT: dict[str, Any] = GENERATING | dict(
     num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8
 )
 FAMILIES = {
-    "llama": lambda: LlamaConfig(**SIZES),
-    "mistral": lambda: MistralConfig(**SIZES, sliding_window=WINDOW),
-    "gemma2": lambda: Gemma2Config(**SIZES, sliding_window=WINDOW, attn_logit_softcapping=2.0),
+    "llama": lambda: LlamaConfig(**GENERATING),
+    "mistral": lambda: MistralConfig(**GENERATING, sliding_window=WINDOW),
+    "gemma2": lambda: Gemma2Config(**GENERATING, sliding_window=WINDOW, attn_logit_softcapping=2.0),
     "gemma3_text": lambda: Gemma3TextConfig(
-        **SIZES, sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"]
+        **GENERATING, sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"]
     ),
-    "gpt_oss": lambda: GptOssConfig(**SIZES, sliding_window=WINDOW, num_local_experts=2, num_experts_per_tok=1),
-    "qwen3_moe": lambda: Qwen3MoeConfig(**SIZES, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=16),
+    "gpt_oss": lambda: GptOssConfig(**GENERATING, sliding_window=WINDOW, num_local_experts=2, num_experts_per_tok=1),
+    "qwen3_moe": lambda: Qwen3MoeConfig(**GENERATING, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=16),
     "deepseek_v3": lambda: DeepseekV3Config(
         **LATENT,
         n_routed_experts=4,
@@ -65,7 +53,7 @@ FAMILIES = {
         first_k_dense_replace=1,
     ),
     "llama4_text": lambda: Llama4TextConfig(
-        **SIZES,
+        **GENERATING,
         intermediate_size_mlp=32,
         num_local_experts=2,
         attention_chunk_size=WINDOW,
@@ -93,7 +81,7 @@ def pair(family: str) -> list[Any]:
 
 def prompts(padding: str, batch: int = 3) -> dict[str, torch.Tensor]:
     """Return prompts of one length, or of different lengths with padding before them."""
-    ids = torch.randint(3, SIZES["vocab_size"], (batch, PROMPT))
+    ids = torch.randint(3, GENERATING["vocab_size"], (batch, PROMPT))
     real = torch.arange(PROMPT) >= torch.tensor([[4], [2], [0]])[:batch]
     if padding == "none":
         real = torch.ones_like(real)
@@ -148,7 +136,7 @@ def test_greedy_compiled_with_its_mask(family: str) -> None:
             seen = mask[:, :last] if first == 0 else mask
             given = dict(attention_mask=seen, position_ids=positions[:, first:last], past_key_values=cache)
             logits = call(tokens[:, first:last], **given).logits[:, -1].clone()
-            logits[:, SIZES["eos_token_id"]] = float("-inf")
+            logits[:, GENERATING["eos_token_id"]] = float("-inf")
             tokens = torch.cat([tokens, logits.argmax(-1, keepdim=True)], 1)
     assert torch.equal(tokens, generate(eager, inputs))
     assert len(graphs) in (1, 2)
@@ -220,7 +208,7 @@ def test_a_second_answer_from_the_cache(family: str, kind: str) -> None:
     """It equals the answer to the whole conversation with an empty cache."""
     if family == "llama4_text" and kind == "static" and NO_STATIC_CHUNKS:
         pytest.skip("cpu lane: this transformers cannot do it with any attention")
-    inputs, question = prompts("left", batch=2), torch.randint(3, SIZES["vocab_size"], (2, 5))
+    inputs, question = prompts("left", batch=2), torch.randint(3, GENERATING["vocab_size"], (2, 5))
     answers = []
     for model in pair(family):
         cache = DynamicCache(config=model.config) if kind == "dynamic" else StaticCache(model.config, max_cache_len=40)
@@ -289,7 +277,7 @@ def assert_near_best(model: Any, tokens: torch.Tensor, mask: torch.Tensor) -> No
     positions = (seen.cumsum(-1) - 1).clamp(min=0)
     with torch.no_grad():
         logits = model(tokens, attention_mask=seen, position_ids=positions).logits[:, PROMPT - 1 : -1]
-    logits[..., SIZES["eos_token_id"]] = float("-inf")
+    logits[..., GENERATING["eos_token_id"]] = float("-inf")
     chosen = logits.gather(-1, tokens[:, PROMPT:, None])[..., 0]
     spread = logits.masked_fill(logits.isinf(), 0.0).abs().amax()
     assert (logits.amax(-1) - chosen <= 0.05 * spread).all()

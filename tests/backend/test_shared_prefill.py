@@ -10,6 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from tools import model_zoo
+from tools.model_pairs import GENERATING
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -29,25 +30,12 @@ NEW = 8
 ROWS = [0, 1, 0, 2, 1, 0, 2, 2]
 """The prompt of each row of the batch: groups are not contiguous."""
 
-SIZES: dict[str, Any] = dict(
-    vocab_size=48,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    max_position_embeddings=64,
-    pad_token_id=0,
-    eos_token_id=2,
-    tie_word_embeddings=False,
-)
 FAMILIES = {
-    "llama": lambda: LlamaConfig(**SIZES),
-    "mistral": lambda: MistralConfig(**SIZES, sliding_window=5),
-    "gemma2": lambda: Gemma2Config(**SIZES, sliding_window=5, attn_logit_softcapping=2.0),
-    "qwen3_moe": lambda: Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
-    "gpt_oss": lambda: GptOssConfig(**SIZES, sliding_window=5, num_local_experts=4, num_experts_per_tok=2),
+    "llama": lambda: LlamaConfig(**GENERATING),
+    "mistral": lambda: MistralConfig(**GENERATING, sliding_window=5),
+    "gemma2": lambda: Gemma2Config(**GENERATING, sliding_window=5, attn_logit_softcapping=2.0),
+    "qwen3_moe": lambda: Qwen3MoeConfig(**GENERATING, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
+    "gpt_oss": lambda: GptOssConfig(**GENERATING, sliding_window=5, num_local_experts=4, num_experts_per_tok=2),
 }
 
 
@@ -65,7 +53,7 @@ def build(family: str = "llama", attention: str = "flashmask", **changes: Any) -
 
 def batch(padding: str = "left", rows: list[int] = ROWS) -> dict[str, Tensor]:
     """Return a batch that repeats three prompts, of different lengths with padding before them or of the same."""
-    ids = torch.randint(3, SIZES["vocab_size"], (3, LENGTH))
+    ids = torch.randint(3, GENERATING["vocab_size"], (3, LENGTH))
     real = torch.arange(LENGTH) >= torch.tensor([[4], [2], [0]])
     if padding == "none":
         real = torch.ones_like(real)

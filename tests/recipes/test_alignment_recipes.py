@@ -16,7 +16,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 from datasets import Dataset
 from safetensors.torch import load_file, save_file
-from tools.recipes import FSDP_ON_CPU, QUICK, RECIPES, launch, logged
+from tools.recipes import FSDP_ON_CPU, QUICK, RECIPES, launch, logged, run
 from tools.tiny import TRAINER_WARNINGS
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaModel, TrainingArguments
 
@@ -35,19 +35,6 @@ ACCURACY = {"dpo": "rewards/accuracies", "reward": "accuracy"}
 DIGITS = 1e-3
 """Relative difference of printed metrics, which have four digits."""
 LORA = ["--use_peft", "--lora_target_modules", "all-linear", "--lora_dropout", "0"]
-
-
-def run(recipe, capsys, output_dir, *flags):
-    """Run a recipe in this process, and return what it printed."""
-    importlib.import_module(recipe).main([*map(str, flags), "--output_dir", str(output_dir)])
-    return capsys.readouterr().out
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    data.build_model(path)
-    return path
 
 
 @pytest.fixture(scope="module")

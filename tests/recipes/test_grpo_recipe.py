@@ -7,7 +7,7 @@ import pytest
 import torch
 from datasets import Dataset
 from safetensors.torch import load_file
-from tools.recipes import QUICK, RECIPES, launch, logged
+from tools.recipes import QUICK, RECIPES, launch, logged, run
 from tools.tiny import TRAINER_WARNINGS
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
 
@@ -20,19 +20,6 @@ pytestmark = [pytest.mark.slow, *TRAINER_WARNINGS]
 SHORT = ["--max_completion_length", 8, "--per_device_train_batch_size", 8, "--num_generations", 4, *QUICK]
 
 
-def run(capsys, output_dir, *flags):
-    """Run the recipe in this process, and return what it printed."""
-    grpo.main([*map(str, flags), "--output_dir", str(output_dir)])
-    return capsys.readouterr().out
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    data.build_model(path)
-    return path
-
-
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
     """Write a dataset in the format of trl-lib/DeepMath-103K."""
@@ -43,7 +30,7 @@ def rows(tmp_path_factory):
 
 
 def test_the_demo_learns_saves_and_draws(tmp_path, capsys):
-    printed = run(capsys, tmp_path, *QUICK, "--max_steps", 20, "--per_device_train_batch_size", 16)
+    printed = run("grpo", capsys, tmp_path, *QUICK, "--max_steps", 20, "--per_device_train_batch_size", 16)
     rewards = logged(printed, "reward")
     assert len(rewards) == 20
     assert sum(rewards[-4:]) > 2 * sum(rewards[:4])
@@ -63,7 +50,7 @@ def test_the_demo_learns_saves_and_draws(tmp_path, capsys):
 def test_rloo_trains_an_adapter(tmp_path, model, capsys, share):
     flags = ["--algorithm", "rloo", "--share", share, "--model_name_or_path", model, "--use_peft"]
     flags += ["--reward_funcs", "copied_words_reward", "--lora_target_modules", "all-linear", "--max_steps", 2]
-    printed = run(capsys, tmp_path, *flags, *SHORT)
+    printed = run("grpo", capsys, tmp_path, *flags, *SHORT)
     assert len(logged(printed, "kl")) == 2  # beta is 0.05 in RLOO
     adapter = load_file(tmp_path / "adapter_model.safetensors")
     assert any(weight.any() for name, weight in adapter.items() if "lora_B" in name)  # zero before training
@@ -72,9 +59,9 @@ def test_rloo_trains_an_adapter(tmp_path, model, capsys, share):
 def test_a_resumed_run_draws_the_same_completions(tmp_path, model, capsys):
     flags = ["--model_name_or_path", model, "--reward_funcs", "copied_words_reward", "--max_steps", 4, *SHORT]
     flags += ["--save_strategy", "steps", "--save_steps", 2, "--learning_rate", 1e-3]
-    whole = logged(run(capsys, tmp_path, *flags), "loss")
+    whole = logged(run("grpo", capsys, tmp_path, *flags), "loss")
     (tmp_path / "checkpoint-4").rename(tmp_path / "finished")
-    resumed = logged(run(capsys, tmp_path, *flags, "--resume_from_checkpoint", "true"), "loss")
+    resumed = logged(run("grpo", capsys, tmp_path, *flags, "--resume_from_checkpoint", "true"), "loss")
     assert resumed == pytest.approx(whole[2:], rel=1e-3)
 
 
@@ -104,7 +91,7 @@ def test_rewards_of_ones_own_and_a_reward_model(tmp_path, model, rows, monkeypat
         train(trainer, script_args)
 
     monkeypatch.setattr(common, "train", look_and_train)
-    printed = run(capsys, tmp_path / "out", "--config", config, *SHORT)
+    printed = run("grpo", capsys, tmp_path / "out", "--config", config, *SHORT)
     assert logged(printed, "rewards/length/mean")[0] > 0
     assert logged(printed, "rewards/think_format_reward/mean") == [0]
     assert logged(printed, "rewards/judge/mean")[0] != 0
@@ -118,7 +105,7 @@ def test_deepmath_trains_unchanged(tmp_path, model, rows, capsys, config):
     flags = ["--config", RECIPES / "configs" / config, "--model_name_or_path", model]
     flags += ["--dataset_name", tmp_path / "DeepMath-103K", "--reward_funcs", "think_format_reward"]
     flags += ["--max_steps", 1, "--max_completion_length", 8, "--dtype", "float32", "--gradient_accumulation_steps", 2]
-    printed = run(capsys, tmp_path / "out", *flags, *QUICK)
+    printed = run("grpo", capsys, tmp_path / "out", *flags, *QUICK)
     assert len(logged(printed, "shared_tokens_saved")) == 1
     saved = "adapter_model" if "lora" in config else "model"
     assert (tmp_path / "out" / f"{saved}.safetensors").exists()
@@ -138,7 +125,7 @@ def test_a_picture_without_matplotlib_says_what_to_install(tmp_path, model, monk
     for name in [name for name in sys.modules if name.startswith("matplotlib.")]:
         monkeypatch.setitem(sys.modules, name, None)
     flags = ["--model_name_or_path", model, "--reward_funcs", "copied_words_reward", "--max_steps", 1, "--picture"]
-    printed = run(capsys, tmp_path, *flags, *SHORT)
+    printed = run("grpo", capsys, tmp_path, *flags, *SHORT)
     assert "No picture: matplotlib is missing, an optional extra; pip install 'flashmask-hf[plot]'" in printed
 
 
@@ -162,7 +149,7 @@ BAD_FLAGS = [
 def test_invalid_flags_raise_before_training(tmp_path, monkeypatch, capsys, flags, message):
     monkeypatch.setattr("transformers.Trainer.train", lambda *_, **__: pytest.fail("training began"))
     with pytest.raises((ValueError, SystemExit)) as raised:
-        run(capsys, tmp_path, *QUICK, *flags)
+        run("grpo", capsys, tmp_path, *QUICK, *flags)
     assert raised.match(message) if not raised.errisinstance(SystemExit) else message in capsys.readouterr().err
 
 

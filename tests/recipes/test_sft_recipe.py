@@ -21,13 +21,6 @@ import sft  # isort: skip
 pytestmark = [pytest.mark.slow, *TRAINER_WARNINGS]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    data.build_model(path)
-    return path
-
-
 def test_the_demo_learns_saves_reloads_and_resumes(tmp_path):
     quick = ["--logging_steps", 2, "--disable_tqdm", True, "--use_cpu", "--save_steps", 8]
     quick += ["--save_strategy", "steps", "--save_total_limit", 2]

@@ -35,6 +35,9 @@ SIZES: dict[str, Any] = dict(
     pad_token_id=0,
     eos_token_id=None,
 )
+GENERATING = SIZES | dict(max_position_embeddings=64, eos_token_id=2, tie_word_embeddings=False)
+"""For generation: with tied embeddings the likeliest token is often the one before."""
+
 MODELS = {
     "llama": lambda: LlamaConfig(**SIZES),
     "mistral": lambda: MistralConfig(**SIZES, sliding_window=WINDOW),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 """The folder of the recipes; importable as top-level modules once this module is imported, as when a recipe runs."""
@@ -31,6 +33,12 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 print(f"FSDP2: {AcceleratorState().is_fsdp2}")
 """
 """A program that runs another one. accelerate shards only over accelerators; this makes it shard over CPU processes."""
+
+
+def run(recipe: str, capsys: Any, output_dir: object, *flags: object) -> str:
+    """Run a recipe in this process, and return what it printed."""
+    importlib.import_module(recipe).main([*map(str, flags), "--output_dir", str(output_dir)])
+    return capsys.readouterr().out
 
 
 def launch(command: Sequence[object], output_dir: object, *flags: object, recipe: str = "sft") -> str:
