@@ -1,4 +1,4 @@
-"""Draw the figures of the papers from the results of `attention.py` and `sparse_attention.py`, and that of `grpo.py`.
+"""Draw the figures of the papers from the results of the benchmarks `attention`, `sparse_attention` and `reinforcement`.
 
     cd recipes/benchmarks
     python plots.py results/attention_h200.csv --sweep results/sweep_h200.csv --out results

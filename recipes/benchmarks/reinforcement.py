@@ -1,7 +1,7 @@
 """Measure GRPO with shared prompts and with stock TRL: tokens per second, peak memory, and the first importance ratio.
 
-    python recipes/benchmarks/grpo.py --csv grpo.csv
-    python recipes/benchmarks/grpo.py --models tiny --device cpu
+    python recipes/benchmarks/reinforcement.py --csv grpo.csv
+    python recipes/benchmarks/reinforcement.py --models tiny --device cpu
 
 A micro-batch is one group: a prompt of the stated length, and G completions whose lengths are drawn uniformly between
 half of the stated length and all of it, padded to all of it, as TRL pads to the longest of a generation batch. The

@@ -1,7 +1,7 @@
 """The benchmark of GRPO runs on a CPU: every provider agrees, writes its figures, and the chart is drawn."""
 
 import csv
-import importlib.util
+import importlib
 import runpy
 import sys
 from types import SimpleNamespace
@@ -44,7 +44,7 @@ def test_providers_agree_and_the_chart_is_drawn(monkeypatch, tmp_path, capsys):
 
     monkeypatch.setattr(packing, "_flash_attn", lambda: SimpleNamespace(flash_attn_varlen_func=varlen_attention))
     file = tmp_path / "grpo.csv"
-    run(monkeypatch, "grpo.py", "--models", "tiny", "--device", "cpu", "--turns", 1, "--csv", file)
+    run(monkeypatch, "reinforcement.py", "--models", "tiny", "--device", "cpu", "--turns", 1, "--csv", file)
     with open(file, newline="") as opened:
         rows = list(csv.DictReader(opened))
     providers = ["flashmask", "flashmask_unshared", "sdpa", "tree_fa3"]
@@ -63,40 +63,35 @@ def test_providers_agree_and_the_chart_is_drawn(monkeypatch, tmp_path, capsys):
 
 
 @pytest.fixture
-def grpo(monkeypatch):
-    """Load the benchmark under a name of its own, because `grpo` is the recipe."""
+def reinforcement(monkeypatch):
     monkeypatch.syspath_prepend(BENCHMARKS)
-    spec = importlib.util.spec_from_file_location("grpo_benchmark", BENCHMARKS / "grpo.py")
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module("reinforcement")
 
 
-def test_a_wrong_provider_ends_the_run(grpo, monkeypatch):
-    correct = grpo.call_unshared
+def test_a_wrong_provider_ends_the_run(reinforcement, monkeypatch):
+    correct = reinforcement.call_unshared
 
     def without_prompts(model, keep, input_ids, attention_mask, labels, **kwargs):
         attention_mask = attention_mask.clone()
         attention_mask[:, : -keep - 1] = 0
         return correct(model, keep, input_ids, attention_mask, labels, **kwargs)
 
-    monkeypatch.setattr(grpo.UnsharedTrainer, "call", staticmethod(without_prompts))
+    monkeypatch.setattr(reinforcement.UnsharedTrainer, "call", staticmethod(without_prompts))
     chosen = ("--providers", "sdpa", "flashmask_unshared", "--cases", "16:8")
-    monkeypatch.setattr(sys, "argv", ["grpo.py", "--models", "tiny", "--device", "cpu", *chosen])
+    monkeypatch.setattr(sys, "argv", ["reinforcement.py", "--models", "tiny", "--device", "cpu", *chosen])
     with pytest.raises(SystemExit, match="flashmask_unshared and sdpa disagree"):
-        grpo.main()
+        reinforcement.main()
 
 
-def test_a_provider_out_of_memory_is_recorded_and_the_others_go_on(grpo, monkeypatch, tmp_path):
+def test_a_provider_out_of_memory_is_recorded_and_the_others_go_on(reinforcement, monkeypatch, tmp_path):
     def fail(*_, **__):
         raise torch.OutOfMemoryError("out")
 
-    monkeypatch.setattr(grpo.UnsharedTrainer, "call", staticmethod(fail))
+    monkeypatch.setattr(reinforcement.UnsharedTrainer, "call", staticmethod(fail))
     file = tmp_path / "grpo.csv"
     chosen = ("--providers", "flashmask", "flashmask_unshared", "--cases", "16:8", "--turns", "1", "--csv", str(file))
-    monkeypatch.setattr(sys, "argv", ["grpo.py", "--models", "tiny", "--device", "cpu", *chosen])
-    grpo.main()
+    monkeypatch.setattr(sys, "argv", ["reinforcement.py", "--models", "tiny", "--device", "cpu", *chosen])
+    reinforcement.main()
     with open(file, newline="") as opened:
         ours, other = csv.DictReader(opened)
     assert int(ours["update_tokens_per_second"]) > 0
