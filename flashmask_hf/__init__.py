@@ -9,7 +9,7 @@ import warnings as _warnings
 from flashmask_hf import masks
 from flashmask_hf.attention import flashmask_attention
 from flashmask_hf.backend.register import register
-from flashmask_hf.checkpointing import keep_attention
+from flashmask_hf.long_rows import keep_attention
 from flashmask_hf.mask import FlashMask, MaskNotRepresentable
 
 __version__ = "0.1.0"

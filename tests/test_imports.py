@@ -27,7 +27,7 @@ LAYERS: Layers = (
     ("implementations", "rows"),
     ("call",),
     ("operators",),
-    ("attention", "checkpointing", "sparse"),
+    ("attention", "long_rows", "sparse"),
     ("collators", "backend"),
     ("trainers",),
     ("__init__",),
