@@ -1,4 +1,4 @@
-"""Draw the figures of the papers from the results of the benchmarks `attention`, `sparse_attention` and `reinforcement`.
+"""Draw the figures of the papers from the results of `attention.py`, `sparse_attention.py` and `reinforcement.py`.
 
     cd recipes/benchmarks
     python plots.py results/attention_h200.csv --sweep results/sweep_h200.csv --out results
