@@ -44,8 +44,8 @@ def tile_tokens(model: nn.Module, tokens: int = 8192) -> list[str]:
 
     Names of parameters stay, so that the model is saved as before. Adapters may be added or merged before or after.
     Patches that replace the forward of an MLP or a norm, such as Liger's, must come first, since one that comes later
-    takes the tiles away. `torch.compile` breaks its graph at each tiled module and compiles the tiles themselves.
-    A second call changes the size of the tiles.
+    takes the tiles away. `torch.compile` breaks its graph at a call in tiles, which runs as without it, and raises with
+    `fullgraph=True`. A second call of this function changes the size of the tiles.
 
     Args:
         model: a model, plain or with adapters of PEFT; also a part of one, such as a layer.
@@ -136,25 +136,31 @@ class _Call(NamedTuple):
     tokens: int
 
 
-@functools.partial(torch.compiler.disable, recursive=False)  # a compiler must not trace the autograd functions below
 def _forward(module: nn.Module, patch: Callable[..., Any] | None, tokens: int, *args: Any, **kwargs: Any) -> Any:
     """Run a module's forward, in tiles if it gets one tensor of more than `tokens` tokens."""
     forward = patch or functools.partial(type(module).forward, module)
     if len(args) != 1 or kwargs or not _is_long(args[0], tokens):
         return forward(*args, **kwargs)
-    x, call = args[0], _Call(module, forward, tokens)
-    weights = list(_slots_of(module)) if torch.is_grad_enabled() else []
+    return _forward_in_tiles(_Call(module, forward, tokens), args[0])
+
+
+def _is_long(x: Any, tokens: int) -> bool:
+    if not isinstance(x, Tensor) or x.dim() < 2:
+        return False
+    return (x.shape[0] if x.dim() == 2 else x.shape[0] * x.shape[1]) > tokens
+
+
+# Compiled tiles could draw other dropout than their backwards, which run in autograd's thread, where nothing compiles.
+@torch.compiler.disable(reason="tile_tokens runs tiles uncompiled: leave fullgraph at False")
+def _forward_in_tiles(call: _Call, x: Tensor) -> Tensor:
+    if not is_plain(x):  # tiles of a DTensor would be sent between devices
+        return call.forward(x)
+    weights = list(_slots_of(call.module)) if torch.is_grad_enabled() else []
     if not weights and not (torch.is_grad_enabled() and x.requires_grad):
         with torch.no_grad():
             return _run_tiles(call, x)
     held = _SaveInput.apply(x, None if x.requires_grad else x.new_empty(0, requires_grad=True))
     return _RunTiles.apply(held, held.grad_fn, x.requires_grad, call, *weights)
-
-
-def _is_long(x: Any, tokens: int) -> bool:
-    if not isinstance(x, Tensor) or not is_plain(x) or x.dim() < 2:
-        return False
-    return (x.shape[0] if x.dim() == 2 else x.shape[0] * x.shape[1]) > tokens
 
 
 def _split(x: Tensor, tokens: int) -> Sequence[Tensor]:
