@@ -121,6 +121,7 @@ def inputs(*shape, requires_grad=True, **options):
 # Results
 
 
+NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
 LAYER = ["input_layernorm", "post_attention_layernorm"]
 
 
@@ -134,11 +135,11 @@ LAYER = ["input_layernorm", "post_attention_layernorm"]
         ("gemma2", {}, [*LAYER, "mlp", "pre_feedforward_layernorm", "post_feedforward_layernorm"]),
         ("qwen3", {}, [*LAYER, "mlp", "self_attn.q_norm", "self_attn.k_norm"]),
         ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2}, LAYER),
-        ("gpt2", {"n_embd": 16, "n_layer": LAYERS, "n_head": 2}, ["ln_1", "ln_2"]),
+        ("gpt2", {"n_embd": 16, "n_layer": LAYERS, "n_head": 2, **NO_DROPOUT}, ["ln_1", "ln_2"]),
     ],
 )
 def test_results_equal_those_of_the_plain_model(family, changes, parts):
-    plain = model_of(family, "eager" if family == "gpt_oss" else "sdpa", **changes)
+    plain = model_of(family, "eager" if family in ("gemma2", "gpt_oss") else "sdpa", **changes)
     model = copy.deepcopy(plain)
     names = tile_tokens(model, TOKENS)
     root, final = ("transformer.h", "transformer.ln_f") if family == "gpt2" else ("model.layers", "model.norm")
@@ -176,7 +177,7 @@ def test_input_gradients_are_equal_to_the_bit(norm, shape):
     torch.manual_seed(0)
     plain = norm(16).double()
     model = tiled(plain, 3)
-    for layout in (lambda x: x, lambda x: x.transpose(0, 1)):
+    for layout in (lambda x: x, lambda x: x.transpose(0, 1).contiguous().transpose(0, 1)):
         results = []
         for module in (plain, model):
             x = inputs(*shape, dtype=torch.double)
@@ -223,9 +224,7 @@ def test_dropout_under_checkpointing(options):
             checkpointed(model, kept)
         torch.manual_seed(5)
         results.append(gradients(model))
-    assert torch.equal(results[0][0], results[1][0])
-    for name, grad in results[0][1].items():
-        assert torch.equal(results[1][1][name], grad)
+    assert_same(*results)
 
 
 def test_gradients_of_weights_are_summed_in_float32():
@@ -354,7 +353,7 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("family", ["llama", "phi3"])
 def test_no_result_of_a_whole_row_is_held(family):
     """But inputs, outputs and their gradients: not the MLP's inner results, not a norm's float32 copy."""
-    row, tokens, width, inner = 300, 10, 16, 100
+    row, tokens, width, inner = 1000, 10, 16, 100
     model = model_of(family, hidden_size=width, intermediate_size=inner, vocab_size=16).bfloat16()
     layer = model.model.layers[0]
     plain = Largest()
@@ -675,22 +674,27 @@ def test_adapters_are_merged():
 @pytest.mark.parametrize("options", [None, ONCE], ids=["plain", "once"])
 def test_a_compiled_model(options):
     torch.compiler.reset()
-    plain = model_of()
+    plain = model_of(num_hidden_layers=1)
     model = tiled(plain)
     if options:
         checkpointed(model, options)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, backend=counter)
     frames = []
-    for length in (11, 12, 16, 23):
+    for length in (11, 12, 16):
         ids = tokens_of((2, length))
         assert_same(gradients(model, compiled, ids), gradients(plain, ids=ids))
         frames.append(counter.frame_count)
-    assert frames[1] == frames[-1]  # no recompilation once lengths are known to differ
-    with pytest.raises(Unsupported, match="tile_tokens runs tiles uncompiled: leave fullgraph at False"):
-        torch.compile(model, backend="eager", fullgraph=True)(tokens_of())
-    torch.compile(tiled(plain, 100), backend="eager", fullgraph=True)(tokens_of())  # short rows
+    assert frames[1] == frames[2]  # no recompilation once lengths are known to differ
+
+
+def test_a_whole_graph():
+    """There is one for short rows; long ones say why there is none."""
     torch.compiler.reset()
+    mlp = Inner()
+    torch.compile(tiled(mlp, 10), backend="eager", fullgraph=True)(inputs(1, 10, 16))
+    with pytest.raises(Unsupported, match="tile_tokens runs tiles uncompiled: leave fullgraph at False"):
+        torch.compile(tiled(mlp, 3), backend="eager", fullgraph=True)(inputs(1, 10, 16))
 
 
 def test_data_parallel_training(tmp_path):
