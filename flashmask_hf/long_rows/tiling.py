@@ -63,28 +63,24 @@ def tile_tokens(model: nn.Module, tokens: int = 8192) -> list[str]:
 
     Example:
         ```python
+        from flashmask_hf.long_rows import tile_tokens
+
         model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="flashmask")
-        flashmask_hf.tile_tokens(model)  # then any trainer
+        tile_tokens(model)  # then any trainer
         ```
     """
     if not isinstance(tokens, int) or isinstance(tokens, bool):
         raise TypeError(f"tokens must be an int, got {type(tokens).__name__}")
     if tokens < 1:
         raise ValueError(f"tokens must be at least 1, got {tokens}")
-    mlps = {name: module for name, module in model.named_modules() if _is_gated_mlp(module)}
-    inner = {child for mlp in mlps.values() for child in mlp.modules() if child is not mlp}
-    found = {
-        name: module
-        for name, module in model.named_modules()
-        if name in mlps or (_is_norm(module) and module not in inner)
-    }
+    found = {name: module for name, module in model.named_modules() if _is_gated_mlp(module) or _is_norm(module)}
     missing = (
         f"{type(model).__name__} has no gated MLP: no module with the linear children gate_proj, up_proj and down_proj "
         "(or gate_up_proj and down_proj) and no other weights"
     )
     if not found:
         raise ValueError(f"nothing to tile: {missing}; and it has no RMSNorm or LayerNorm over the last dimension")
-    if not mlps:
+    if not any(_is_gated_mlp(module) for module in found.values()):
         warnings.warn(f"only norms are tiled: {missing}. Its MLPs hold results of whole rows.", stacklevel=2)
     for module in found.values():
         forward = module.__dict__.get("forward")  # a patch of this instance, or tiles of an earlier call

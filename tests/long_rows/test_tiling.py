@@ -88,7 +88,7 @@ def assert_same(got, want):
     assert got[1].keys() == want[1].keys()
     assert want[1]
     for name, grad in want[1].items():
-        torch.testing.assert_close(got[1][name], grad, rtol=1e-5, atol=2e-6, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(got[1][name], grad, rtol=1e-5, atol=2e-6, msg=lambda text, at=name: f"{at}: {text}")
 
 
 def count_calls(model):
@@ -187,7 +187,9 @@ def test_input_gradients_are_equal_to_the_bit(norm, shape):
         for got, want in zip(results[1], results[0], strict=True):
             assert got.shape == want.shape
             # A linear layer may choose another kernel for fewer rows.
-            torch.testing.assert_close(got, want, rtol=1e-12 if norm is Inner else 0, atol=1e-14 if norm is Inner else 0)
+            torch.testing.assert_close(
+                got, want, rtol=1e-12 if norm is Inner else 0, atol=1e-14 if norm is Inner else 0
+            )
 
 
 def test_dropout_is_the_same_in_the_backward():
@@ -284,7 +286,14 @@ class Kept:
 @pytest.mark.parametrize("hooks", [False, True], ids=["", "hooks"])
 @pytest.mark.parametrize(
     ("options", "adapter", "backward"),
-    [(None, False, 1), (ONCE, False, 1), (ONCE, True, 1), (KEEPING, False, 1), (KEEPING, True, 1), (REENTRANT, True, 2)],
+    [
+        (None, False, 1),
+        (ONCE, False, 1),
+        (ONCE, True, 1),
+        (KEEPING, False, 1),
+        (KEEPING, True, 1),
+        (REENTRANT, True, 2),
+    ],
     ids=["plain", "once", "once-adapter", "keeping", "keeping-adapter", "reentrant-adapter"],
 )
 def test_a_tile_runs_once_in_the_forward_and_once_in_the_backward(options, adapter, backward, hooks):
@@ -376,7 +385,7 @@ def test_no_result_of_a_whole_row_is_held(family):
 
 @pytest.mark.gpu
 def test_peak_memory_on_a_gpu():
-    """An MLP of 14 times the hidden size: the plain one holds several rows of it, the tiled one a few of the hidden size."""
+    """A plain MLP of 14 times the hidden size holds several rows of its width; a tiled one, rows of the hidden size."""
     requires("gpu")
     row, width, inner = 32768, 512, 7168
     model = model_of(hidden_size=width, intermediate_size=inner, num_hidden_layers=1).bfloat16().cuda()
@@ -449,8 +458,10 @@ def test_hooks_see_a_call_once():
         module.register_full_backward_hook(lambda *args, log=log: log.update([f"backward {tuple(args[2][0].shape)}"]))
         module(inputs(1, 10, 16)).sum().backward()
         seen.append((log, [p.grad for p in module.parameters()]))
-    assert seen[0][0] == seen[1][0] == Counter(
-        {"weight": 6, "accumulated": 6, "forward (1, 10, 16)": 1, "backward (1, 10, 16)": 1}
+    assert (
+        seen[0][0]
+        == seen[1][0]
+        == Counter({"weight": 6, "accumulated": 6, "forward (1, 10, 16)": 1, "backward (1, 10, 16)": 1})
     )
     for got, want in zip(seen[1][1], seen[0][1], strict=True):
         torch.testing.assert_close(got, want)
@@ -527,6 +538,26 @@ def test_weights_without_a_part_in_the_result_get_no_gradient():
     assert all(p.grad is None for p in mlp.parameters())
 
 
+def test_weights_that_share_a_gradient():
+    """Autograd hands the same tensor to the two terms of a sum."""
+
+    class Changed(nn.Linear):
+        def __init__(self, *sizes):
+            super().__init__(*sizes)
+            self.change = nn.Parameter(torch.randn_like(self.weight))
+
+        def forward(self, x):
+            return nn.functional.linear(x, self.weight + self.change)
+
+    torch.manual_seed(0)
+    plain = Inner(up_proj=Changed(16, 24))
+    model = tiled(plain, 3)
+    for module in (plain, model):
+        module(inputs(1, 10, 16)).sum().backward()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
 def test_plain_tensors_that_require_gradients_count_as_weights():
     """FSDP1 puts views of its flat parameter in the places of parameters."""
     torch.manual_seed(0)
@@ -596,6 +627,15 @@ def test_a_module_that_is_no_function_of_tokens_raises(out):
         model(inputs(1, 10, 16))
 
 
+class HeadsRMSNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 16))
+
+    def forward(self, x):
+        return x * self.weight
+
+
 @pytest.mark.parametrize(
     "module",
     [
@@ -604,10 +644,10 @@ def test_a_module_that_is_no_function_of_tokens_raises(out):
         Inner(down_proj=nn.Conv1d(24, 16, 3)),
         nn.LayerNorm((4, 16)),
         type("ChannelLayerNorm", (nn.LayerNorm,), {"forward": lambda self, x: x})(16),
-        type("HeadRMSNorm", (nn.Module,), {"forward": lambda self, x: x})().register_parameter("w", None)
-        or nn.Linear(2, 2),
+        HeadsRMSNorm(),
+        nn.Linear(2, 2),
     ],
-    ids=["router", "own weights", "convolution", "two dimensions", "channels", "linear"],
+    ids=["router", "own weights", "convolution", "two dimensions", "channels", "heads", "linear"],
 )
 def test_other_modules_are_left_alone(module):
     with pytest.raises(ValueError, match=r"nothing to tile: \w+ has no gated MLP: .*gate_proj, up_proj and down_proj"):

@@ -34,7 +34,9 @@ def check(name: str, model: nn.Module, want: dict[str, torch.Tensor]) -> None:
         grad = parameter.grad
         assert grad is not None, f"{name}: {key} has no gradient"
         grad = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
-        torch.testing.assert_close(grad, want[key], rtol=1e-4, atol=1e-6, msg=lambda text, key=key: f"{name} {key} {text}")
+        torch.testing.assert_close(
+            grad, want[key], rtol=1e-4, atol=1e-6, msg=lambda text, at=key: f"{name} {at} {text}"
+        )
     print(name, "ok")
 
 
