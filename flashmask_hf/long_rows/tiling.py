@@ -25,6 +25,7 @@ _LAYER_NORMS = ("CohereLayerNorm", "Cohere2LayerNorm", "NemotronLayerNorm1P", "O
 """Layer norms of decoders with a forward of their own. Others of such a name may normalise channels of images."""
 
 Slots = list[tuple[dict[str, Any], str]]
+"""Places that hold a tensor: attributes of modules, each as a dictionary and a key."""
 
 
 def tile_tokens(model: nn.Module, tokens: int = 8192) -> list[str]:
@@ -92,7 +93,7 @@ def tile_tokens(model: nn.Module, tokens: int = 8192) -> list[str]:
 
 
 def _is_gated_mlp(module: nn.Module) -> bool:
-    children = dict(module.named_children())
+    children = {name: child for name, child in module._modules.items() if child is not None}
     projections = next((names for names in _PROJECTIONS if names <= children.keys()), None)
     return (
         projections is not None
@@ -291,10 +292,14 @@ class _RunTiles(torch.autograd.Function):
 def _check_weights(ctx: Any, weights: list[Tensor]) -> None:
     """Raise if a module's tensors are others than in its forward, or were changed in place since."""
     name = type(ctx.call.module).__name__
-    if len(weights) != len(ctx.weights):
+    same = len(weights) == len(ctx.weights) and all(
+        weight is before or not isinstance(weight, nn.Parameter)  # FSDP1 makes new views for the backward
+        for weight, before in zip(weights, ctx.weights, strict=True)
+    )
+    if not same:
         raise RuntimeError(
-            f"tile_tokens: {name} had {len(ctx.weights)} tensors that require gradients in its forward and has "
-            f"{len(weights)} in its backward; change adapters and requires_grad between steps"
+            f"tile_tokens: {name} has other parameters that require gradients in its backward than in its forward; "
+            "change adapters and requires_grad between steps"
         )
     for weight, before, version in zip(weights, ctx.weights, ctx.versions, strict=True):
         if weight is before and weight._version != version:

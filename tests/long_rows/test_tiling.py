@@ -578,10 +578,23 @@ def test_a_weight_that_changes_before_the_backward_raises():
         model.up_proj.weight.mul_(2)
     with pytest.raises(RuntimeError, match=r"a weight of Inner was changed in place"):
         out.sum().backward()
-    out = model(inputs(1, 10, 16))
-    model.up_proj.requires_grad_(False)
-    with pytest.raises(RuntimeError, match=r"Inner had 6 tensors that require gradients .* has 4 in its backward"):
-        out.sum().backward()
+
+
+def test_other_weights_in_the_backward_raise():
+    """As after a change of the active adapter."""
+
+    def freeze(model):
+        model.up_proj.requires_grad_(False)
+
+    def exchange(model):
+        model.up_proj.weight = nn.Parameter(torch.zeros(24, 16))
+
+    for change in (freeze, exchange):
+        model = tiled(Inner(), 3)
+        out = model(inputs(1, 10, 16))
+        change(model)
+        with pytest.raises(RuntimeError, match=r"Inner has other parameters that require gradients in its backward"):
+            out.sum().backward()
 
 
 def test_calls_with_more_than_one_tensor_and_keywords_run_as_before():
