@@ -724,14 +724,14 @@ def test_adapters_are_merged():
     assert calls["calls"] == LAYERS * TILES
 
 
-@pytest.mark.parametrize("options", [None, ONCE], ids=["plain", "once"])
-def test_a_compiled_model(options):
+@pytest.mark.parametrize(("options", "backend"), [(None, "eager"), (ONCE, "aot_eager")], ids=["plain", "once"])
+def test_a_compiled_model(options, backend):
     torch.compiler.reset()
     plain = model_of(num_hidden_layers=1)
     model = tiled(plain)
     if options:
         checkpointed(model, options)
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(model, backend=counter)
     frames = []
     for length in (11, 12, 16):
