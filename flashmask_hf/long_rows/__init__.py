@@ -1,5 +1,6 @@
 """Training on rows of hundreds of thousands of tokens on one GPU: what a checkpointed layer keeps, and where."""
 
 from flashmask_hf.long_rows.checkpointing import keep_attention
+from flashmask_hf.long_rows.offload import Offload, offload_checkpoints
 
-__all__ = ["keep_attention"]
+__all__ = ["Offload", "keep_attention", "offload_checkpoints"]
