@@ -75,19 +75,19 @@ class Offload:
         self._modules = modules
 
         # A closure, not a method: a copy of the model shares the store, where a method would be copied with it.
-        @torch.compiler.disable
         def before_forward(module: nn.Module, _: Any) -> None:
             if not module.training or not torch.is_grad_enabled():
                 return
             if not any(m.gradient_checkpointing for m in modules):
                 raise RuntimeError(
-                    "offload_checkpoints needs gradient checkpointing, which is off: call "
-                    "model.gradient_checkpointing_enable() or set gradient_checkpointing=True in the trainer's arguments"
+                    "offload_checkpoints needs gradient checkpointing, which is off: call model."
+                    "gradient_checkpointing_enable() or set gradient_checkpointing=True in the trainer's arguments"
                 )
             _wrap_checkpoint_functions(modules, store)
             store.begin_forward(itertools.chain(module.parameters(), module.buffers()))
 
-        self._hook = _common_module(model, list(named)).register_forward_pre_hook(before_forward)
+        hook: Any = torch.compiler.disable(before_forward)
+        self._hook = _common_module(model, list(named)).register_forward_pre_hook(hook)
         _offloaded.update(modules)
 
     @property
@@ -97,7 +97,7 @@ class Offload:
 
     @host_bytes.setter
     def host_bytes(self, value: int | None) -> None:
-        self._store.pool.host_bytes = value
+        self._store.set_budget(value)
 
     @property
     def seen_bytes(self) -> int:
@@ -126,15 +126,18 @@ class Offload:
         """
         self._hook.remove()
         for module in self._modules:
-            function = module.__dict__.get("_gradient_checkpointing_func")
+            function: Any = getattr(module, _FUNCTION, None)
             if getattr(function, "store", None) is self._store:
-                module._gradient_checkpointing_func = function.inner  # type: ignore[union-attr]
+                setattr(module, _FUNCTION, function.inner)
         _offloaded.difference_update(self._modules)
         self._store.close()
 
 
 _offloaded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Modules whose checkpoints are offloaded."""
+
+_FUNCTION = "_gradient_checkpointing_func"
+"""Attribute in which a module of transformers has the function that checkpoints its layers, or itself."""
 
 
 def _common_module(model: nn.Module, names: list[str]) -> nn.Module:
@@ -149,13 +152,12 @@ def _common_module(model: nn.Module, names: list[str]) -> nn.Module:
 def _wrap_checkpoint_functions(modules: list[nn.Module], store: Store) -> None:
     """Send what the modules' checkpoints save to the store; enabling checkpointing has set functions without one."""
     for module in modules:
-        function = module.__dict__.get("_gradient_checkpointing_func")
+        function = getattr(module, _FUNCTION, None)
         if function is not None and getattr(function, "store", None) is not store:
-            module._gradient_checkpointing_func = _with_store(function, store)
+            setattr(module, _FUNCTION, _with_store(function, store))
 
 
 def _with_store(checkpoint: Callable[..., Any], store: Store) -> Callable[..., Any]:
-    @torch.compiler.disable(recursive=False, reason=_COMPILED)
     def checkpoint_in_store(*args: Any, **kwargs: Any) -> Any:
         # Eager code that compiled code calls: torch's checkpoint would run the layer without the compiler, in silence.
         # Within compiled code, on the other hand, the backward would load the checkpoints of all layers at once.
@@ -164,14 +166,14 @@ def _with_store(checkpoint: Callable[..., Any], store: Store) -> Callable[..., A
         with store.layer() as layer, torch.autograd.graph.saved_tensors_hooks(layer.save, _load):
             return checkpoint(*args, **kwargs)
 
-    checkpoint_in_store.store = store
-    checkpoint_in_store.inner = checkpoint
-    return checkpoint_in_store
+    wrapper: Any = torch.compiler.disable(checkpoint_in_store, recursive=False, reason=_COMPILED)
+    wrapper.store, wrapper.inner = store, checkpoint
+    return wrapper
 
 
 _COMPILED = (
-    "offload_checkpoints does not work with torch.compile around checkpointed layers. Compile modules inside of them, such "
-    "as `for layer in model.model.layers: layer.mlp.compile()`, or close() the offload"
+    "offload_checkpoints does not work with torch.compile around checkpointed layers. Compile modules inside of them, "
+    "such as `for layer in model.model.layers: layer.mlp.compile()`, or close() the offload"
 )
 
 

@@ -1,8 +1,8 @@
 """Store of tensors between forward and backward: on the host within a budget, else on their device.
 
 Tensors are copied into blocks of pinned host memory of one size, which a pool keeps from step to step. PyTorch's
-allocator of pinned memory rounds up to a power of two, so one block a tensor would take up to twice its size. All copies
-of a GPU run in order on one stream of their own. On a CPU the same code copies within ordinary memory, at once.
+allocator of pinned memory rounds up to a power of two, so one block a tensor would take up to twice its size. All
+copies of a GPU run in order on one stream of their own. On a CPU the same code copies within ordinary memory, at once.
 """
 
 from __future__ import annotations
@@ -13,10 +13,14 @@ import math
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+
+if TYPE_CHECKING:
+    Event = torch.cuda.Event | torch.Event
 
 __all__ = ["Layer", "Saved", "Store", "current_layer"]
 
@@ -33,7 +37,7 @@ class Store:
     """
 
     def __init__(self, host_bytes: int | None, min_bytes: int) -> None:
-        self._pool = Pool(host_bytes)
+        self.pool = Pool(host_bytes)
         self._min_bytes = min_bytes
         self.seen_bytes = 0
         self._excluded: set[int] = set()
@@ -42,16 +46,11 @@ class Store:
         self._last_layer: weakref.ref[Layer] | None = None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    @property
-    def pool(self) -> Pool:
-        """Return the pool of host memory."""
-        return self._pool
-
     def begin_forward(self, excluded: Iterable[Tensor]) -> None:
         """Start the count of a forward. Tensors that share the memory of `excluded` will not be moved."""
         self.seen_bytes = 0
         self._excluded = {_address(x) for x in excluded if type(x) in (Tensor, nn.Parameter)}
-        self._pool.trim()
+        self.pool.trim()
 
     @contextlib.contextmanager
     def layer(self) -> Iterator[Layer]:
@@ -70,8 +69,10 @@ class Store:
         still saved are not saved again.
         """
         tensors = tuple(x.detach() for x in tensors)
+        if not all(self._is_movable(x) for x in tensors):
+            return Saved(tensors)
         size = sum(x.nbytes for x in tensors)
-        if size < self._min_bytes or not all(self._is_movable(x) for x in tensors):
+        if size < self._min_bytes:
             return Saved(tensors)
         key = tuple((_address(x), x.storage_offset(), x.shape, x.stride(), x.dtype, x._version) for x in tensors)
         saved = self._known.get(key)
@@ -79,9 +80,9 @@ class Store:
             self.seen_bytes += size
             saved = self._known[key] = Saved(tensors)
             self._chain(saved, layer)
-            blocks = self._pool.take(math.ceil(size / BLOCK_BYTES))
+            self._finish_copy()
+            blocks = self.pool.take(math.ceil(size / BLOCK_BYTES))
             if blocks is not None:
-                self._finish_copy()
                 saved.move(blocks, self)
                 self._copying = weakref.ref(saved)
         return saved
@@ -104,10 +105,11 @@ class Store:
         layer.saved.append(weakref.ref(saved))
 
     def _finish_copy(self) -> None:
-        """Let go of the tensors whose copy to the host was started last, so that one copy at a time holds GPU memory."""
+        """Let go of the tensors whose copy to the host was started last: one copy at a time holds GPU memory."""
         saved = None if self._copying is None else self._copying()
         if saved is not None:
             saved.release()
+        self._copying = None
 
     def stream(self, device: torch.device) -> torch.cuda.Stream:
         """Return the stream of a GPU's copies."""
@@ -115,11 +117,20 @@ class Store:
             self._streams[device] = torch.cuda.Stream(device)
         return self._streams[device]
 
+    def set_budget(self, host_bytes: int | None) -> None:
+        """Set the budget, and free what is over it."""
+        self._finish_all()
+        self.pool.host_bytes = host_bytes
+
     def close(self) -> None:
         """Free the host memory, but for that of tensors still saved, which goes with them."""
+        self._finish_all()
+        self.pool.close()
+
+    def _finish_all(self) -> None:
+        """Wait for all copies: PyTorch gives no memory back to the system that they may use."""
         for stream in self._streams.values():
             stream.synchronize()
-        self._pool.close()
 
 
 class Layer:
@@ -140,14 +151,13 @@ current_layer: contextvars.ContextVar[Layer | None] = contextvars.ContextVar("cu
 
 
 class Saved:
-    """Tensors in a store. Their host memory goes back to the pool with this object, that is, with the autograd graph."""
+    """Tensors in a store. Their host memory goes back to the pool when this object dies with the autograd graph."""
 
     def __init__(self, tensors: tuple[Tensor, ...]) -> None:
         self.layer: Layer | None = None
         self.index = 0
         self._tensors: tuple[Tensor, ...] | None = tensors  # on the device; None if on the host only
         self._versions = [x._version for x in tensors]
-        self._storages = [StorageWeakRef(x.untyped_storage()) for x in tensors]  # no other gets their address meanwhile
         self._blocks: list[Block] = []
 
     def move(self, blocks: list[Block], store: Store) -> None:
@@ -155,8 +165,10 @@ class Saved:
         assert self._tensors is not None
         device = self._tensors[0].device
         self._blocks, self._pool, self._device = blocks, store.pool, device
+        # While they are referred to, no other storage gets their addresses, by which the store knows tensors.
+        self._storages = [StorageWeakRef(x.untyped_storage()) for x in self._tensors]
         self._layouts = [(x.shape, x.stride(), x.dtype) for x in self._tensors]
-        self._done: torch.cuda.Event | None = None
+        self._done: Event | None = None
         self._copies = self._compute = None
         if device.type == "cuda":
             # Autograd runs the backward of a layer on this stream, too.
@@ -224,7 +236,7 @@ class Saved:
             return
         assert self._compute is not None
         self._copies.wait_stream(self._compute)  # it writes what is to be copied, or reads what was where the copy goes
-        for event in {block.done for block in self._blocks} - {None}:
+        for event in {block.done for block in self._blocks if block.done is not None}:
             self._copies.wait_event(event)
         with torch.cuda.stream(self._copies):
             for there, here in _pair_up(self._tensors, self._blocks):
@@ -252,7 +264,7 @@ class Block:
 
     def __init__(self) -> None:
         self.memory = torch.empty(BLOCK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=torch.cuda.is_available())
-        self.done: torch.cuda.Event | None = None
+        self.done: Event | None = None
 
 
 class Pool:
