@@ -126,7 +126,7 @@ class Offload:
         """
         self._hook.remove()
         for module in self._modules:
-            function: Any = getattr(module, _FUNCTION, None)
+            function: Any = vars(module).get(_FUNCTION)
             if getattr(function, "store", None) is self._store:
                 setattr(module, _FUNCTION, function.inner)
         _offloaded.difference_update(self._modules)
@@ -152,7 +152,7 @@ def _common_module(model: nn.Module, names: list[str]) -> nn.Module:
 def _wrap_checkpoint_functions(modules: list[nn.Module], store: Store) -> None:
     """Send what the modules' checkpoints save to the store; enabling checkpointing has set functions without one."""
     for module in modules:
-        function = getattr(module, _FUNCTION, None)
+        function = vars(module).get(_FUNCTION)  # a wrapper of PEFT would give its inner module's
         if function is not None and getattr(function, "store", None) is not store:
             setattr(module, _FUNCTION, _with_store(function, store))
 

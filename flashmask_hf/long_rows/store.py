@@ -236,6 +236,7 @@ class Saved:
             return
         assert self._compute is not None
         self._copies.wait_stream(self._compute)  # it writes what is to be copied, or reads what was where the copy goes
+        # Blocks may come from another GPU, whose stream of copies is not ordered with this one.
         for event in {block.done for block in self._blocks if block.done is not None}:
             self._copies.wait_event(event)
         with torch.cuda.stream(self._copies):
@@ -356,7 +357,7 @@ class Pool:
 def _empty_host_cache() -> None:
     """Make PyTorch give the pinned memory that it keeps for later back to the system."""
     if torch.cuda.is_available():
-        empty = getattr(torch.accelerator, "empty_host_cache", None) or torch._C._host_emptyCache  # before torch 2.12
+        empty = getattr(torch.accelerator, "empty_host_cache", None) or torch._C._host_emptyCache  # torch 2.11
         empty()
 
 

@@ -616,7 +616,7 @@ def test_copies_overlap_with_computation(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(10))
 def test_copies_that_come_late_race_with_nothing(seed, monkeypatch):
-    """Layers of random sizes, a stream that is held up at random, and freed memory that is overwritten at once."""
+    """Layers of random sizes on all GPUs in turn, streams held up at random, and freed memory overwritten at once."""
     monkeypatch.setattr(store, "BLOCK_BYTES", 2**14)
     generator = torch.Generator().manual_seed(seed)
 
@@ -625,7 +625,8 @@ def test_copies_that_come_late_race_with_nothing(seed, monkeypatch):
 
     sizes = [draw(100_000) for _ in range(60)]
     place = store.Store(sum(sizes) * 4 // [1, 2, 4][seed % 3], 1)
-    scales = [torch.full((1,), 1 + 1 / n, device="cuda", requires_grad=True) for n in range(1, 61)]
+    gpus = torch.cuda.device_count()
+    scales = [torch.full((1,), 1 + 1 / (n + 1), device=f"cuda:{n % gpus}", requires_grad=True) for n in range(60)]
 
     def delay(stream):
         if draw(4) == 1:
@@ -639,19 +640,20 @@ def test_copies_that_come_late_race_with_nothing(seed, monkeypatch):
         x = torch.linspace(-1, 1, sizes[0], device="cuda").requires_grad_()
         start = x
         for scale, size in zip(scales, sizes, strict=True):
+            x = x.to(scale.device)
             if offloaded:
                 delay(place.stream(x.device))
-                delay(torch.cuda.current_stream())
+                delay(torch.cuda.current_stream(x.device))
                 with (
                     place.layer() as layer,
                     torch.autograd.graph.saved_tensors_hooks(layer.save, lambda y: y.load()[0]),
                 ):
                     x = checkpoint(layer_of(scale, size), x, use_reentrant=False)
-                x.register_hook(lambda _: delay(place.stream(start.device)))
+                x.register_hook(lambda _, device=x.device: delay(place.stream(device)))
             else:
                 x = checkpoint(layer_of(scale, size), x, use_reentrant=False)
             for n in (size, sizes[0], len(x)):
-                torch.full((n,), float("nan"), device="cuda")  # takes memory that is free, and frees it
+                torch.full((n,), float("nan"), device=x.device)  # takes memory that is free, and frees it
         x.sum().backward()
         results = [x.detach(), start.grad, *(scale.grad for scale in scales)]
         for scale in scales:
