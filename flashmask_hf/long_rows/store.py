@@ -181,12 +181,15 @@ class Saved:
         following = self._following()
         if following is not None:
             following.fetch()
-        assert self._tensors is not None
         tensors = self._tensors
+        assert tensors is not None
+        if self._are_changed():
+            raise RuntimeError(
+                "the input of a checkpointed layer, or attention's result in it, was modified by an inplace operation "
+                "after it was saved; use an operation that makes a new tensor"
+            )
         if self._blocks:
             self.release()
-        else:
-            self._check_versions()
         return tuple(x.detach() for x in tensors)
 
     def fetch(self) -> None:
@@ -201,13 +204,12 @@ class Saved:
             self._versions = [x._version for x in self._tensors]
 
     def release(self) -> None:
-        """Let go of the tensors on the device, once their copy from or to the host is done.
+        """Let go of the tensors on the device, once their copy from or to the host is done, unless they were changed.
 
         The host runs ahead of the GPU, so the stream of computation waits, not the host: the memory is then free in the
         order of that stream, however far ahead the host is.
         """
-        if self._tensors is not None:
-            self._check_versions()
+        if self._tensors is not None and not self._are_changed():
             self._wait()
             self._tensors = None
 
@@ -220,13 +222,8 @@ class Saved:
         before = None if layer.before is None else layer.before()
         return None if before is None else before.saved[0]()
 
-    def _check_versions(self) -> None:
-        assert self._tensors is not None
-        if [x._version for x in self._tensors] != self._versions:
-            raise RuntimeError(
-                "the input of a checkpointed layer, or attention's result in it, was modified by an inplace operation "
-                "after it was saved; use an operation that makes a new tensor"
-            )
+    def _are_changed(self) -> bool:
+        return self._tensors is not None and [x._version for x in self._tensors] != self._versions
 
     def _copy(self, to_host: bool) -> None:
         assert self._tensors is not None
