@@ -343,6 +343,16 @@ def test_a_change_in_place_is_an_error(kept, host_bytes):
             model(x).sum().backward()
 
 
+def test_a_change_during_a_copy_is_an_error():
+    layer = store.Layer(store.Store(None, 1))
+    x = torch.randn(256)
+    saved = layer.save(x)
+    x.add_(1)
+    layer.save(torch.randn(256))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        saved.load()
+
+
 class TwoTowers(nn.Module):
     def __init__(self):
         super().__init__()
