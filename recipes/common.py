@@ -240,6 +240,9 @@ def compile_layers(model: nn.Module, **options: Any) -> None:
         model: a transformers model, or a PEFT model around one, wrapped for distributed training or not.
         **options: arguments of `torch.compile`.
     """
+    torch._dynamo.config.specialize_float = (
+        True  # with dynamic=True, the layer's factors would be traced as inputs first
+    )
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
             module.compile(dynamic=True, **options)
