@@ -18,7 +18,6 @@ import torch
 from accelerate import PartialState
 from datasets import DatasetDict, load_from_disk
 from safetensors import SafetensorError, safe_open
-from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from transformers import TrainingArguments
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
@@ -230,22 +229,22 @@ def take_compiler(args: TrainingArguments) -> dict[str, Any] | None:
     return options
 
 
-def compile_layers(model: nn.Module, **options: Any) -> None:
+def compile_layers(model: Any, **options: Any) -> None:
     """Compile each layer of a model in place, so that one compilation serves all equal layers and rows of any length.
 
     Layers are those that transformers checkpoints; checkpointing is compiled with them. Embeddings, the head and the
-    loss run as before. The model keeps its class, its hooks and the names of its weights.
+    loss run as before, and so does `generate`. The model keeps its class, its hooks and the names of its weights.
 
     Args:
-        model: a transformers model, or a PEFT model around one, wrapped for distributed training or not.
+        model: a transformers model, or a PEFT model around one, not wrapped for distributed training.
         **options: arguments of `torch.compile`.
     """
-    torch._dynamo.config.specialize_float = (
-        True  # with dynamic=True, the layer's factors would be traced as inputs first
-    )
+    torch._dynamo.config.specialize_float = True  # else dynamic=True traces each layer twice, for its float factors
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
             module.compile(dynamic=True, **options)
+    # Steps with a cache are other graphs in every layer, which would use up torch's limit of compilations.
+    model.generate = torch.compiler.set_stance("force_eager")(model.generate)
 
 
 def train(trainer: Any, script_args: ScriptArguments) -> None:
@@ -254,7 +253,7 @@ def train(trainer: Any, script_args: ScriptArguments) -> None:
     if args.layer_compiler is not None:
         for model in (trainer.model, getattr(trainer, "ref_model", None)):
             if model is not None:
-                compile_layers(model, **args.layer_compiler)
+                compile_layers(trainer.accelerator.unwrap_model(model), **args.layer_compiler)
     if script_args.ignore_bias_buffers:  # as `trl dpo` does
         buffers = trainer.model.named_buffers()
         trainer.model._ddp_params_and_buffers_to_ignore = [name for name, held in buffers if held.dtype == torch.bool]
