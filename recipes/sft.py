@@ -15,6 +15,7 @@ tokenizes the dataset and applies chat templates, then `flashmask_hf.collators.p
 `trl sft`:
 
 - `attn_implementation` defaults to "flashmask", and bf16 is on if the GPU supports it.
+- `--torch_compile` compiles each layer, once for all layers and rows of any length: the fast setting of long runs.
 - An example longer than `max_length` raises, unless `--truncation_mode keep_start` or `--split` is given.
 - The log adds `tokens_per_second` (of all processes, without padding) and `mask_sparsity`.
 - `--keep_attention` keeps attention's results in checkpointed layers, so that attention is computed once.
