@@ -21,47 +21,24 @@ from typing import Any
 
 import torch
 from harness import random_lengths, write_csv
+from shapes import SHAPES
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from flashmask_hf import keep_attention
 from flashmask_hf.collators import DataCollatorForPackedLanguageModeling
 
-SHAPES = {
-    "llama-3.2-1b": {
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "vocab_size": 128256,
-        "max_position_embeddings": 131072,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
-        "tie_word_embeddings": True,
-    },
-    "tiny": {
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 1024,
-        "max_position_embeddings": 131072,
-    },
-}
 
-
-def make_rows(length: int, count: int, vocab: int) -> list[dict[str, torch.Tensor]]:
-    """Draw packed rows of `length` tokens, on the GPU."""
+def make_rows(length: int, count: int, vocab: int, device: str = "cuda") -> list[dict[str, torch.Tensor]]:
+    """Draw packed rows of `length` tokens, on `device`."""
     generator = torch.Generator().manual_seed(0)
-    collate = DataCollatorForPackedLanguageModeling()
+    collate = DataCollatorForPackedLanguageModeling(completion_only_loss=False)
     rows = []
     for _ in range(count):
         documents = int(torch.randint(1, 11, (1,), generator=generator))
         lengths = random_lengths(length, documents, generator)
         tokens = [torch.randint(0, vocab, (n,), generator=generator).tolist() for n in lengths]
         batch = collate([{"input_ids": ids} for ids in tokens])
-        rows.append({key: value.cuda() for key, value in batch.items()})
+        rows.append({key: value.to(device) for key, value in batch.items()})
     return rows
 
 
