@@ -34,7 +34,6 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.utils.deterministic
@@ -99,12 +98,15 @@ def dataset_of(task: str) -> Any:
 def deterministic() -> Iterator[None]:
     """Run PyTorch's deterministic algorithms within the context; flashmask's backward is deterministic then, too."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    settings: Any = torch.utils.deterministic
+    filled = settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
+    settings.fill_uninitialized_memory = False  # filling takes a third of a step
     try:
-        with mock.patch.object(torch.utils.deterministic, "fill_uninitialized_memory", False):  # a third of a step
-            yield
+        yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        settings.fill_uninitialized_memory = filled
 
 
 def curve(task: str, name: str, seed: int, model_path: str, steps: int) -> list[float]:
@@ -216,8 +218,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
     rows: list[dict[str, object]] = []
     faults: list[str] = []
-    for task in arguments.tasks:
-        for seed in arguments.seeds:
+    for seed in arguments.seeds:
+        for task in arguments.tasks:
             start = time.perf_counter()
             found, wrong = compare(task, seed, arguments.steps, again=seed == arguments.seeds[0])
             append_rows(arguments.csv, rows, found, silent=True)
