@@ -167,7 +167,8 @@ def write_csv(path: str | Path | None, rows: Sequence[Mapping[str, object]], *, 
     if not silent:
         show(rows)
     if path is not None:
-        everything = [{**row, **conditions()} for row in rows]
+        found = conditions()
+        everything = [{**row, **found} for row in rows]
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         with open(path, "w", newline="") as file:
             writer = csv.DictWriter(file, fieldnames=list(everything[0]))
