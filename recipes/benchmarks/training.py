@@ -72,7 +72,7 @@ def build_model(
 def make_rows(length: int, count: int, vocab: int, device: str = "cuda") -> list[dict[str, torch.Tensor]]:
     """Draw packed rows of `length` tokens."""
     generator = torch.Generator().manual_seed(0)
-    collate = DataCollatorForPackedLanguageModeling()
+    collate = DataCollatorForPackedLanguageModeling(completion_only_loss=False)
     rows = []
     for _ in range(count):
         documents = int(torch.randint(1, 11, (1,), generator=generator))
