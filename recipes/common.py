@@ -9,7 +9,7 @@ import os
 import sys
 import zipfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +93,10 @@ def parse(
     """
     types: Any = (own, ScriptArguments, config, ModelConfig, DatasetMixtureConfig)
     parser = TrlParser(types)
+    optional = {x.name for x in fields(own) if x.type == (bool | None)}
+    for action in parser._actions:
+        if action.dest in optional:
+            action.nargs, action.const = "?", True  # else `--flag` without a value is an error, unlike for bool
     parser.set_defaults_with_config(attn_implementation="flashmask", bf16=is_torch_bf16_gpu_available(), **defaults)
     if not {"--config", "--model_name_or_path", "--help", "-h"} & {flag.split("=")[0] for flag in argv}:
         argv = ["--config", str(demo_config), *argv]
