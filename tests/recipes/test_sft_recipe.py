@@ -71,7 +71,7 @@ def test_a_picture_of_rows_that_trl_packs_is_refused():
 
 
 def test_attention_is_kept_in_checkpointed_layers(tmp_path, model, monkeypatch, capsys):
-    """With an adapter: the losses of a run that computes attention twice, and half of its forwards; also on the host."""
+    """With an adapter: the losses of a run that computes attention twice, and half of its forwards; on the host too."""
     flags = ["--model_name_or_path", str(model), "--use_peft", "--lora_dropout", "0"]
     flags += ["--max_length", "1024", "--max_steps", "2", *QUICK, f"--{CHECKPOINTING}", "True"]
     calls, forward = [], Call.forward
@@ -156,10 +156,8 @@ def test_evaluation_logs_the_mask_sparsity(tmp_path, model, capsys):
         (["--learning_speed", "1"], "--learning_speed"),
         (["--dataset_name", "nowhere/at-all.jsonl"], "dataset_name: there is no file nowhere"),
         (["--keep_attention"], f"keep_attention, tile_tokens and host_gib need {CHECKPOINTING}=True"),
-        (
-            ["--long_context", f"--{CHECKPOINTING}", "True"],
-            "measured on a GPU.*set keep_attention and host_gib by hand",
-        ),
+        (["--long_context", f"--{CHECKPOINTING}", "True"], "measured on a GPU.*set keep_attention and host_gib"),
+        (["--torch_compile", "--host_gib", "1", f"--{CHECKPOINTING}", "True"], "torch_compile compiles whole layers"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else "",
 )
