@@ -602,11 +602,11 @@ def test_calls_with_more_than_one_tensor_and_keywords_run_as_before():
         def forward(self, x):
             return super().forward(x)
 
-    class Gated(nn.RMSNorm):
+    class GatedRMSNorm(nn.RMSNorm):
         def forward(self, x, gate=None):
             return super().forward(x) * gate
 
-    model = nn.ModuleList([Wide(), Gated(16)])
+    model = nn.ModuleList([Wide(), GatedRMSNorm(16)])
     assert tile_tokens(model, 3) == ["0"]
     calls = Counter()
     model[0].up_proj.register_forward_hook(lambda *args: calls.update(["calls"]))
@@ -655,7 +655,7 @@ class HeadsRMSNorm(nn.Module):
         Inner(router=nn.Linear(16, 4)),
         Inner(scale=nn.Parameter(torch.ones(16))),
         Inner(down_proj=nn.Conv1d(24, 16, 3)),
-        nn.LayerNorm((4, 16)),
+        nn.LayerNorm((4, 16), elementwise_affine=False),
         type("ChannelLayerNorm", (nn.LayerNorm,), {"forward": lambda self, x: x})(16),
         HeadsRMSNorm(),
         nn.Linear(2, 2),
@@ -683,11 +683,12 @@ def test_a_model_without_gated_mlps_is_told():
 def test_a_patch_of_the_forward_is_what_tiles_run():
     model = Inner()
     forward = model.forward
-    model.forward = lambda x: 2 * forward(x)
+    model.forward = lambda x, scale=2: scale * forward(x)
     want = model(inputs(1, 10, 16))
     tile_tokens(model, 3)
     tile_tokens(model, 4)
     torch.testing.assert_close(model(inputs(1, 10, 16)), want)
+    torch.testing.assert_close(model(inputs(1, 10, 16), scale=4), 2 * want)
 
 
 # Life of a model
