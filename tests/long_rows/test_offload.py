@@ -353,6 +353,26 @@ def test_a_change_during_a_copy_is_an_error():
         saved.load()
 
 
+class Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Changed(kept=True) for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            layer.attend = torch.cos
+            x = layer(x)
+        return x
+
+
+def test_layers_in_a_list():
+    """The list is no module that runs."""
+    model = Stack().train()
+    offload = offload_checkpoints(model, min_bytes=1)
+    model(torch.randn(1, 2, 64, 16, requires_grad=True)).sum().backward()
+    assert offload.seen_bytes == 2 * 2 * 64 * 16 * 4
+
+
 class TwoTowers(nn.Module):
     def __init__(self):
         super().__init__()
@@ -527,6 +547,7 @@ def test_two_processes(tmp_path):
 def test_a_closed_offload_still_serves_an_earlier_forward():
     model = model_of("kept")
     want = gradients(model)
+    functions = [vars(layer)["_gradient_checkpointing_func"] for layer in model.model.layers]
     offload = offload_checkpoints(model, min_bytes=1)
 
     def losses():
@@ -537,7 +558,10 @@ def test_a_closed_offload_still_serves_an_earlier_forward():
 
     assert_same(gradients(model, losses), want)
     assert offload.pool_bytes == 0
-    offload_checkpoints(model).close()
+    assert [vars(layer)["_gradient_checkpointing_func"] for layer in model.model.layers] == functions
+    again = offload_checkpoints(model, min_bytes=1)
+    assert_same(gradients(model), want)
+    assert again.seen_bytes == LAYERS * (INPUT + KEPT)
 
 
 def long_model(layers, hidden, intermediate):
