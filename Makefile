@@ -28,6 +28,7 @@ lint: $(VENV)/dev.stamp
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python
 
 # Check the spelling of the pages and build them into site/. A broken link or a name that the API lacks fails.
+# Needs Python >= 3.11.
 docs: $(VENV)/docs.stamp
 	$(BIN)/codespell README.md CHANGELOG.md docs
 	$(BIN)/zensical build --clean --strict
