@@ -27,7 +27,7 @@ from results import ROOT, number, read
 from values import CASE, SHORTER, change, deterministic, first_call, gain_of, linear, speed, update_times
 
 ASSETS = ROOT / "docs" / "assets"
-MARK = re.compile(r"(<!-- figure ([\w-]+) -->)(.*?)(<!-- end -->)", re.DOTALL)
+MARK = re.compile(r"(<!-- figure ([a-z0-9-]+) -->)(.*?)(<!-- end -->)", re.DOTALL)
 
 TEXTS: dict[str, Callable[[], str]] = {
     "training": tables.training,
