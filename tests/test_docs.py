@@ -73,6 +73,12 @@ def test_a_page_of_a_task_opens_with_its_mask_and_has_a_snippet_and_a_chart(name
 
 
 @pytest.mark.parametrize("name", PAGES)
+def test_no_line_of_text_starts_with_a_comment(name):
+    """Markdown takes such a line for HTML, and ends the paragraph before it."""
+    assert re.findall(r"^ *<!-- figure [\w-]+ -->(?!<!-- end -->$).+$", PAGES[name], re.MULTILINE) == []
+
+
+@pytest.mark.parametrize("name", PAGES)
 def test_prose_names_no_commits(name):
     hashes = re.findall(r"\b(?=[a-f]*\d)(?=\d*[a-f])[0-9a-f]{7,40}\b", without_code(PAGES[name]))
     assert hashes == []

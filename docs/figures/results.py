@@ -65,10 +65,11 @@ def ratios(rows: Iterable[Row], column: str, ours: str, peer: str, by: Key) -> l
     return [case[ours] / case[peer] for case in figures.values() if ours in case and peer in case]
 
 
-def spread(values: Sequence[float], middle: str = "geometric mean") -> str:
-    """Return the range of the values and their mean, as text."""
-    mean = statistics.median(values) if middle == "median" else statistics.geometric_mean(values)
-    return f"{min(values):.2f} to {max(values):.2f} times ({middle} {mean:.2f})"
+def spread(values: Sequence[float]) -> str:
+    """Return the range of ratios of speed and their mean, as text."""
+    return (
+        f"{min(values):.2f} to {max(values):.2f} times as fast (geometric mean {statistics.geometric_mean(values):.2f})"
+    )
 
 
 def share(values: Sequence[float]) -> str:
