@@ -72,10 +72,10 @@ def bar_chart(
     figure = Figure(figsize=(6, inches * count + (1.0 if len(providers) > 1 else 0.6)), layout="constrained")
     axes = figure.add_subplot()
     bars(axes, groups, form)
-    axes.set_title(title, fontsize=12, loc="left", pad=8)
-    axes.margins(x=0.1)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=12)
+    axes.margins(x=0.12, y=0.02)
     if len(providers) > 1:
-        figure.legend(loc="outside lower center", ncols=min(len(providers), 3), frameon=False, fontsize=10)
+        figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=10)
     save(figure, path)
 
 
@@ -161,7 +161,7 @@ def line_chart(path: Path, series: dict[str, dict[int, float]], title: str, form
     axes.xaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.yaxis.set_minor_locator(NullLocator())
-    axes.set_title(title, fontsize=12, loc="left", pad=8)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=12)
     save(figure, path)
 
 
@@ -175,7 +175,7 @@ def sparsity_chart(path: Path) -> None:
     axes.annotate(f"R² = {linear()}", (x[1], y[1]), (14, 4), textcoords="offset points", fontsize=11)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}"))
     axes.set_ylim(0)
-    axes.set_title("ms, forward and backward, by the hidden share of the tiles", fontsize=12, loc="left", pad=8)
+    figure.suptitle("ms, forward and backward, by the hidden share of the tiles", x=0.01, ha="left", fontsize=12)
     save(figure, path)
 
 
