@@ -152,7 +152,7 @@ def add_long_rows(trainer: PackedSFTTrainer, flags: RecipeArguments) -> None:
         measured = long and checkpointed and obstacle_to_measuring(trainer) is None
     by_hand = {"tile_tokens": flags.tile_tokens, "keep_attention": flags.keep_attention, "host_gib": flags.host_gib}
     if measured:
-        options = {name: value for name, value in by_hand.items() if value is not None}
+        options: dict[str, Any] = {name: value for name, value in by_hand.items() if value is not None}
     elif any(by_hand.values()):
         options = {name: value or 0 for name, value in by_hand.items()}
     else:

@@ -11,6 +11,8 @@ weights in float32; both under autocast. A step is one row of random tokens in `
 measurement before it says to fit.
 """
 
+# pyright: reportPrivateImportUsage=false
+
 from __future__ import annotations
 
 import argparse
@@ -101,7 +103,8 @@ def lengths_of(tokens: int, documents: int, generator: torch.Generator | None) -
 def longest_row(arguments: argparse.Namespace) -> int:
     """Return the tokens of the longest row that fits, down to a multiple of 1,024."""
     trainer = make_trainer(2**16, arguments)
-    trainer.args.max_length = 2**40  # fits nowhere, so that attention's results are not kept
+    settings: Any = trainer.args
+    settings.max_length = 2**40  # fits nowhere, so that attention's results are not kept
     rows = LongRows(trainer)
     trainer.add_callback(rows)
     try:
@@ -132,7 +135,7 @@ def train(tokens: int, arguments: argparse.Namespace) -> dict[str, object]:
         "seconds_per_step": round(seconds, 3),
         "tokens_per_second": round(tokens / seconds),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1) if arguments.device == "cuda" else "",
-        "host_gib": round(rows.host_bytes / 2**30, 1),
+        "host_gib": round((rows.host_bytes or 0) / 2**30, 1),
         "attention": "kept" if rows.kept else "computed again",
         "longest": rows.longest or "",
     }
