@@ -32,6 +32,9 @@ MARK = re.compile(r"(<!-- figure ([a-z0-9-]+) -->)(.*?)(<!-- end -->)", re.DOTAL
 TEXTS: dict[str, Callable[[], str]] = {
     "training": tables.training,
     "kept": tables.kept,
+    "long-rows": tables.long_rows,
+    "compiled": tables.compiled,
+    "convergence": tables.convergence,
     "packing": tables.packing,
     "alignment": tables.alignment,
     "grpo": tables.grpo,
@@ -49,8 +52,7 @@ TEXTS: dict[str, Callable[[], str]] = {
     "dpo-gain": gain_of("DPO"),
     "reward-gain": gain_of("reward model"),
     "grpo-gain": gain_of("GRPO"),
-    "long-length": lambda: f"{int(read('keep_attention_h100')[0]['length']):,}",
-    "long-peak": lambda: f"{number(read('keep_attention_h100'), 'peak_gib', implementation='flashmask'):.0f} GiB",
+    "long-length": lambda: f"{max(int(row['tokens']) for row in read('long_rows_h200') if '8b' in row['shape']):,}",
     "flex": partial(speed, "attention_h200", "both_tflops", "flashmask", "flex_attention", CASE, SHORTER),
     "flex-portable": partial(
         speed, "attention_h200", "both_tflops", "flashmask_triton", "flex_attention", CASE, SHORTER

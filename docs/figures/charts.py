@@ -179,6 +179,26 @@ def sparsity_chart(path: Path) -> None:
     save(figure, path)
 
 
+def convergence_chart(path: Path) -> None:
+    """Draw loss curves: a panel per task, a line per seed and curve, means over ten steps."""
+    rows = read("convergence_cpu")
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    styles = {"sdpa": (PEERS["sdpa"], "-", 4.0), "trl": (PEERS["cudnn"], "--", 2.0), "flashmask": (OURS, "-", 1.0)}
+    figure = Figure(figsize=(6, 4.4), layout="constrained")
+    panels = figure.subplots(2, 2, squeeze=False).flatten()
+    for axes, task in zip(panels, tasks, strict=True):
+        for name, (color, line, width) in styles.items():
+            for seed in dict.fromkeys(row["seed"] for row in rows):
+                losses = [float(row[name]) for row in select(rows, task=task, seed=seed) if row[name]]
+                means = [sum(losses[i : i + 10]) / 10 for i in range(len(losses) - 9)]
+                label = name if (task, seed) == (tasks[-1], rows[0]["seed"]) else None
+                axes.plot(range(10, 10 + len(means)), means, line, color=color, linewidth=width, label=label)
+        axes.set_title(task, fontsize=11)
+    figure.suptitle("Loss by step, means over ten steps", x=0.01, ha="left", fontsize=12)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=10)
+    save(figure, path)
+
+
 CHARTS: dict[str, Callable[[Path], None]] = {
     "tasks": tasks_chart,
     "training": training_chart,
@@ -188,6 +208,7 @@ CHARTS: dict[str, Callable[[Path], None]] = {
     "mask_memory": long_chart,
     "sparse": sparse_chart,
     "sparsity": sparsity_chart,
+    "convergence": convergence_chart,
 }
 """Function of each chart in docs/assets, by its name without the suffix."""
 

@@ -47,16 +47,81 @@ def training() -> str:
     )
 
 
+def _row_of(row: Row) -> tuple[str, ...]:
+    """Return the columns that tables of long rows share: speed, and memory of the GPU and of the host."""
+    host = f"{float(row['host_gib']):.0f} GiB" if float(row["host_gib"]) else "-"
+    return f"{int(row['tokens_per_second']):,}", f"{float(row['peak_gib']):.0f} GiB", host
+
+
+LONG = "adapters of rank 16 on all linear layers without dropout, or all weights in float32, random weights"
+HALF_HOST = "half of a host with 256 GiB"
+
+
 def kept() -> str:
-    """Return the table of one long row with and without attention's results kept."""
-    rows = read("keep_attention_h100")
+    """Return the table of one long document with and without attention's results kept."""
+    rows = select(read("long_rows_h200"), tokens="131072")
+    lines = [(f"attention {row['attention']}", *_row_of(row)[:2]) for row in rows]
+    shape = "Llama-3.2-1B's shape, LoRA, one document of 131,072 tokens a row"
+    command = "benchmarks/long_rows.py --shape llama-3.2-1b --tokens 131072 --documents 1 --keep_attention KEPT"
+    return table(("", "tokens/s", "peak memory"), lines, measured(rows, command, shape))
+
+
+def long_rows() -> str:
+    """Return the table of what fits: model, what is trained, tokens of a row, speed and memory."""
+    rows = [row for row in read("long_rows_h200") if row["tokens"] != "131072"]
     lines = [
-        (name_of(row["implementation"]), f"{int(row['tokens_per_second']):,}", f"{float(row['peak_gib']):.1f} GiB")
+        (
+            f"{row['shape'].rpartition('-')[2].upper()}, {'LoRA' if row['trained'] == 'adapters' else 'all weights'}",
+            f"{int(row['tokens']):,}",
+            row["documents"],
+            *_row_of(row),
+            row["attention"],
+        )
         for row in rows
     ]
-    shape = f"Llama-3.2-1B's shape, LoRA, a row of {int(rows[0]['length']):,} tokens, gradient checkpointing"
-    command = "benchmarks/training.py --length 131072 --lora --implementations flashmask flashmask_kept"
-    return table(("", "tokens/s", "peak memory"), lines, measured(rows, command, shape))
+    return table(
+        ("shape of Llama", "tokens a row", "documents", "tokens/s", "peak of the GPU", "on the host", "attention"),
+        lines,
+        measured(rows, "benchmarks/long_rows.py --shape SHAPE --tokens TOKENS", HALF_HOST, LONG),
+    )
+
+
+def compiled() -> str:
+    """Return the table of full fine-tuning with compiled layers."""
+    rows = read("training_compiled_h200")
+    lines = [
+        (
+            name_of(row["implementation"]),
+            f"{int(row['tokens_per_second']):,}",
+            f"{float(row['first_step_seconds']):.0f} s" if row["compilations"] != "0" else "compiled above",
+        )
+        for row in rows
+    ]
+    shape = f"Llama-3.2-1B's shape, all weights, rows of {int(rows[0]['length']):,} tokens of 1 to 10 documents"
+    command = "benchmarks/training.py --compile --rows 3 --implementations flashmask flashmask_kept flex_attention"
+    return table(("layers compiled", "tokens/s", "first step"), lines, measured(rows, command, shape))
+
+
+CURVES = {"flashmask_again": "again", "flashmask_unskipped": "no tile skipped", "sdpa": "SDPA, dense", "trl": "TRL"}
+
+
+def convergence() -> str:
+    """Return for each task the largest difference of a loss from flashmask's, over all seeds and steps, by curve."""
+    rows = read("convergence_cpu")
+    lines = []
+    for task in dict.fromkeys(row["task"] for row in rows):
+        ours = select(rows, task=task)
+        count = max(int(row["step"]) for row in ours)
+        first = statistics.mean(float(row["flashmask"]) for row in ours if int(row["step"]) <= count // 10)
+        last = statistics.mean(float(row["flashmask"]) for row in ours if int(row["step"]) > count - count // 10)
+        cells = []
+        for name in CURVES:
+            off = [abs(float(row[name]) - float(row["flashmask"])) for row in ours if row[name]]
+            cells.append("" if not off else f"{max(off):.1e}" if max(off) else "equal to the bit")
+        lines.append((task, f"{first:.2f} to {last:.2f}", *cells))
+    seeds = len({row["seed"] for row in rows})
+    shape = f"a tiny Llama in float32, {count} steps, {seeds} seed{'s' * (seeds > 1)}; the largest difference of a step's loss"
+    return table(("task", "loss", *CURVES.values()), lines, measured(rows, "benchmarks/convergence.py", shape))
 
 
 def packing() -> str:

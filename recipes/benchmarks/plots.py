@@ -1,21 +1,19 @@
-"""Draw the figures of the papers from the results of the benchmarks, and print tables of the studies.
+"""Draw the figures of the papers from the results of the benchmarks, and print the table of one.
 
     cd recipes/benchmarks
     python plots.py results/attention_h200.csv --sweep results/sweep_h200.csv --out results
     python plots.py --sparse results/sparse_attention_h200.csv --out results
     python plots.py --grpo results/grpo_h100.csv --out results
     python plots.py --row-lengths results/row_lengths_h200.csv --out results
-    python plots.py --convergence results/convergence_cpu.csv --out results
 
-The last two also print their figures as tables in Markdown, those of docs/studies.md.
+The last one also prints its figures as a table in Markdown.
 
 Figures of the FlashMask paper: `attention_D_S.png`, TFLOP/s by mask and provider (figure 5); `sparsity.png`, latency
 against sparsity with a linear fit and its R^2, which is also printed (figure 4a); and `mask_memory.png`, memory of the
 mask against the length of the row (figure 4b). Figures 3 and 7 of Pagliardini et al. (2023): `sparse.png`, time of
 hash-sparse and QK-sparse attention against the length of the row. `grpo_MODEL.png`: tokens per second of an update of
 GRPO relative to padded SDPA, and its peak memory. `row_lengths_SHAPE.png`: tokens per second and peak memory of
-training against the length of the row (figures 2 and 7 of the FlashMask paper). `convergence.png`: loss curves (its
-figure 3).
+training against the length of the row (figures 2 and 7 of the FlashMask paper).
 """
 
 from __future__ import annotations
@@ -244,55 +242,6 @@ def row_lengths_table(rows: Rows) -> str:
     return _markdown(lines)
 
 
-def convergence(rows: Rows, out: Path) -> None:
-    """Draw the loss curves: a panel per task, a line per seed and curve, means over ten steps."""
-    tasks, seeds = _unique(rows, "task"), _unique(rows, "seed")
-    styles = {"sdpa": "-", "trl": "--", "flashmask": ":"}  # flashmask last, dotted, so that what it covers shows
-    figure, panels = plt.subplots(1, len(tasks), figsize=(3.8 * len(tasks), 3.8), squeeze=False)
-    for axes, task in zip(panels[0], tasks, strict=True):
-        for name, style in styles.items():
-            for seed in seeds:
-                losses = [float(row[name]) for row in rows if (row["task"], row["seed"]) == (task, seed) and row[name]]
-                width = min(10, len(losses))
-                if losses:
-                    smooth = np.convolve(losses, np.ones(width) / width, "valid")
-                    steps = np.arange(width, len(losses) + 1)
-                    label = f"{name}, seed {seed}" if task == tasks[-1] else None
-                    color = {"sdpa": "0.75", "trl": "0.45"}.get(name, f"C{seeds.index(seed)}")
-                    axes.plot(steps, smooth, style, color=color, linewidth=2.5 if name == "sdpa" else 1.3, label=label)
-        axes.set_title(task, fontsize=10)
-        axes.set_xlabel("step")
-    panels[0, 0].set_ylabel("loss, mean over 10 steps")
-    panels[0, -1].legend(fontsize=6)
-    figure.suptitle(f"float32, {_conditions(rows).replace(' bfloat16,', '')}", fontsize=9)
-    figure.tight_layout()
-    figure.savefig(out / "convergence.png", dpi=100)
-    plt.close(figure)
-
-
-def convergence_table(rows: Rows) -> str:
-    """Return for each task the largest difference of a loss from `flashmask`, over all seeds and steps, by curve."""
-    names = [name for name in rows[0] if name.startswith("flashmask_") and name != "flashmask_hf"] + ["sdpa", "trl"]
-    names = [name for name in names if any(row[name] for row in rows)]
-    lines = [["task", "seeds", "steps", "loss at first", "at last", *names]]
-    for task in _unique(rows, "task"):
-        ours = [row for row in rows if row["task"] == task]
-        count = max(int(row["step"]) for row in ours)
-        tenth = max(1, count // 10)
-        first = np.mean([float(row["flashmask"]) for row in ours if int(row["step"]) <= tenth])
-        last = np.mean([float(row["flashmask"]) for row in ours if int(row["step"]) > count - tenth])
-        cells = []
-        for name in names:
-            base = (
-                "flashmask_portable" if name == "flashmask_unskipped" and ours[0]["flashmask_portable"] else "flashmask"
-            )
-            off = [abs(float(row[name]) - float(row[base])) for row in ours if row[name]]
-            cells.append("" if not off else "equal to the bit" if max(off) == 0 else f"{max(off):.1e}")
-        seeds = str(len(_unique(ours, "seed")))
-        lines.append([task, seeds, str(count), f"{first:.3f}", f"{last:.3f}", *cells])
-    return _markdown(lines)
-
-
 def _markdown(lines: list[list[str]]) -> str:
     """Return a table in Markdown, whose first line is the head."""
     head, *body = (f"| {' | '.join(cells)} |" for cells in lines)
@@ -307,12 +256,11 @@ def main() -> None:
     parser.add_argument("--sparse", help="results of sparse_attention.py")
     parser.add_argument("--grpo", help="results of reinforcement.py")
     parser.add_argument("--row-lengths", help="results of row_lengths.py")
-    parser.add_argument("--convergence", help="results of convergence.py")
     parser.add_argument("--out", default=".", help="folder to write the figures to")
     arguments = parser.parse_args()
     given = vars(arguments)
     if not any(given[name] for name in given if name != "out"):
-        parser.error("nothing to draw: give a csv, --sweep, --sparse, --grpo, --row-lengths or --convergence")
+        parser.error("nothing to draw: give a csv, --sweep, --sparse, --grpo or --row-lengths")
     out = Path(arguments.out)
     out.mkdir(parents=True, exist_ok=True)
     if arguments.csv:
@@ -328,10 +276,6 @@ def main() -> None:
         rows = read(arguments.row_lengths)
         row_lengths(rows, out)
         print(row_lengths_table(rows))
-    if arguments.convergence:
-        rows = read(arguments.convergence)
-        convergence(rows, out)
-        print(convergence_table(rows))
 
 
 if __name__ == "__main__":
