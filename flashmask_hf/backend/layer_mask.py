@@ -85,8 +85,8 @@ def _check_context_parallel(module: nn.Module, implementation: str) -> None:
     if replaced or "_self_attn_pre_forward_hook" in hooks:
         raise NotImplementedError(
             f"context parallelism of torch and accelerate (cp_size > 1) is for 'sdpa' alone: with '{implementation}' "
-            "each rank would attend within its own part of the row; leave cp_size at 1, or use "
-            "attn_implementation='sdpa' on rows of one document"
+            "each rank would attend within its own part of the row; take flashmask_hf.trainers.PackedSFTTrainer, which "
+            "exchanges keys by itself, leave cp_size at 1, or use attn_implementation='sdpa' on rows of one document"
         )
 
 

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from flashmask_hf.names import VECTORS
 from flashmask_hf.parallel.collectives import Group, group_of
 
-__all__ = ["EXCHANGES", "RowSplit", "active_split", "sequence_parallel"]
+__all__ = ["EXCHANGES", "RowSplit", "active_split", "make_split", "run_split", "sequence_parallel"]
 
 EXCHANGES = ("heads", "keys")
 """Names of the exchanges around attention (`flashmask_hf.parallel.exchange`)."""
@@ -136,11 +136,18 @@ def sequence_parallel(
             loss.backward()  # then sum the gradients over the group
         ```
     """
+    split = make_split(group, rows, position_ids, exchange)
+    with run_split(split):
+        yield split
+
+
+@contextlib.contextmanager
+def run_split(split: RowSplit) -> Iterator[None]:
+    """Run models on the parts of a split, as `sequence_parallel` does."""
     global _active
-    split = _make_split(group_of(group), rows, position_ids, exchange)
     before, _active = _active, split
     try:
-        yield split
+        yield
     finally:
         _active = before
 
@@ -169,8 +176,9 @@ def active_split(length: int, vectors: Any) -> RowSplit | None:
     return split
 
 
-def _make_split(group: Group, rows: Tensor, position_ids: Tensor, exchange: Any) -> RowSplit:
-    """Check the arguments of `sequence_parallel` and return the split."""
+def make_split(process_group: ProcessGroup, rows: Tensor, position_ids: Tensor, exchange: Any = None) -> RowSplit:
+    """Return the split that `sequence_parallel` runs, with its arguments and errors."""
+    group = group_of(process_group)
     for name, value in (("rows", rows), ("position_ids", position_ids)):
         if not isinstance(value, Tensor) or value.is_floating_point() or value.dtype == torch.bool:
             got = value.dtype if isinstance(value, Tensor) else type(value).__name__

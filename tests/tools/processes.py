@@ -49,6 +49,9 @@ def _run_process(cases: dict[str, Any], rank: int, size: int, folder: str) -> No
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    if size > 1:  # accelerate reads these
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
     store = f"file://{folder}/store-{size}"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
     results: dict[str, Any] = {}
