@@ -22,7 +22,7 @@ EXCHANGES = ("heads", "keys")
 _IGNORED = -100
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RowSplit:
     """The query rows of every process of a group; `sequence_parallel` makes it."""
 

@@ -229,6 +229,22 @@ def compiled(group: Any) -> dict[str, float]:
     return {**worst, "graphs": len(graphs)}
 
 
+def two_layouts(group: Any) -> dict[str, float]:
+    """Return how far the loss of one batch is off in two layouts, one after the other, on the same mask vectors."""
+    model, batch = model_of("llama", 8, 4), documents()
+    count = learned(batch)
+    with torch.no_grad():
+        want = loss_of(model, whole_rows(batch), count)
+        off = []
+        for layout in ("dealt", "contiguous", "reversed"):
+            rows = rows_of(batch, group.size(), layout)
+            with sequence_parallel(group, rows, batch["position_ids"], exchange="keys") as split:
+                loss = loss_of(model, split.shard(batch), count)
+            dist.all_reduce(loss)
+            off.append((loss - want).abs().item())
+    return {"loss": max(off), "gradients": 0.0}
+
+
 def whole_row_calls(group: Any) -> dict[str, Any]:
     """Return whether calls with whole rows, and generation, give the same to the bit in the context as without."""
     model = model_of("llama", 8, 4).eval()
@@ -350,6 +366,7 @@ CASES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "checkpointing that keeps attention": compare(
         exchange="keys", prepare=checkpointed({"use_reentrant": False, "context_fn": flashmask_hf.keep_attention})
     ),
+    "two layouts": two_layouts,
     "compiled": compiled,
     "whole rows": whole_row_calls,
     "refusals": refusals,
