@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig, Mistr
 import flashmask_hf
 from flashmask_hf import FlashMask, masks
 from flashmask_hf.collators import DataCollatorForPackedLanguageModeling, DataCollatorForTrees, tree_loss
-from flashmask_hf.parallel import contiguous_rows, deal_rows, sequence_parallel, split_rows
+from flashmask_hf.parallel import contiguous_rows, sequence_parallel, split_rows
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -146,8 +146,10 @@ def rows_of(
     mask = FlashMask(vectors, causal=vectors.shape[-1] < 4)
     if layout is None:
         return split_rows(mask, size, heads, kv_heads)
-    if layout == "dealt":
-        return deal_rows(mask, size)
+    if layout == "interleaved":  # blocks of 4 rows in turns, those of every other turn backwards
+        turns = torch.arange(vectors.shape[2]).view(-1, size, 4)
+        turns[1::2] = turns[1::2].flip(1)
+        return turns.transpose(0, 1).flatten(1)
     rows = contiguous_rows(vectors.shape[2], size)
     return rows.flip(0) if layout == "reversed" else rows
 
@@ -215,7 +217,7 @@ def compiled(group: Any) -> dict[str, float]:
         loss.backward()
         want = results(model, loss)
         model.zero_grad()
-        rows = rows_of(whole, group.size(), "dealt")
+        rows = rows_of(whole, group.size(), "interleaved")
         with sequence_parallel(group, rows, whole["position_ids"], exchange="keys") as split:
             model.model.forward = fast
             loss = loss_of(model, split.shard(whole), learned(whole))
@@ -236,7 +238,7 @@ def two_layouts(group: Any) -> dict[str, float]:
     with torch.no_grad():
         want = loss_of(model, whole_rows(batch), count)
         off = []
-        for layout in ("dealt", "contiguous", "reversed"):
+        for layout in ("interleaved", "contiguous", "reversed"):
             rows = rows_of(batch, group.size(), layout)
             with sequence_parallel(group, rows, batch["position_ids"], exchange="keys") as split:
                 loss = loss_of(model, split.shard(batch), count)
@@ -337,8 +339,9 @@ CASES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "documents": compare(),
     "documents, exchange of heads": compare(exchange="heads"),
     "documents, exchange of keys": compare(exchange="keys"),
-    "heads, dealt rows": compare(exchange="heads", layout="dealt"),
+    "heads, interleaved rows": compare(exchange="heads", layout="interleaved"),
     "heads, parts in another order": compare(exchange="heads", layout="reversed"),
+    "keys, interleaved rows": compare(exchange="keys", layout="interleaved"),
     "keys, contiguous rows": compare(exchange="keys", layout="contiguous"),
     "keys, parts in another order": compare(exchange="keys", layout="reversed"),
     "one key-value head": compare(kv_heads=1, exchange="heads"),
@@ -346,14 +349,14 @@ CASES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "6 heads": compare(heads=6, kv_heads=2),
     "6 heads without groups": compare(heads=6, kv_heads=6),
     "trees, heads": compare(batch=trees, exchange="heads"),
-    "trees, keys": compare(batch=trees, exchange="keys"),
+    "trees, keys": compare(batch=trees, exchange="keys", layout="interleaved"),
     "every path of trees": compare(batch=lambda: trees(per_path=True)),
     "prefixes, heads": compare(batch=prefix_documents, exchange="heads"),
-    "prefixes, keys": compare(batch=prefix_documents, exchange="keys"),
+    "prefixes, keys": compare(batch=prefix_documents, exchange="keys", layout="interleaved"),
     "window, heads": compare("mistral", exchange="heads"),
     "window, keys": compare("mistral", exchange="keys"),
     "trees in a window, heads": compare("mistral", batch=trees, exchange="heads"),
-    "trees in a window, keys": compare("mistral", batch=trees, exchange="keys", layout="dealt"),
+    "trees in a window, keys": compare("mistral", batch=trees, exchange="keys", layout="interleaved"),
     "window and softcap, heads": compare("gemma2", exchange="heads"),
     "window and softcap, keys": compare("gemma2", exchange="keys"),
     "window and sinks, heads": compare("gpt_oss", exchange="heads"),
@@ -362,7 +365,9 @@ CASES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "vectors per head, keys": compare(batch=lambda: vectors_per_head(8), exchange="keys"),
     "vectors per key-value head": compare(kv_heads=2, batch=lambda: vectors_per_head(2), exchange="heads"),
     "checkpointing": compare(exchange="heads", prepare=checkpointed({"use_reentrant": False})),
-    "checkpointing, keys": compare(exchange="keys", prepare=checkpointed({"use_reentrant": False})),
+    "checkpointing, keys": compare(
+        exchange="keys", layout="interleaved", prepare=checkpointed({"use_reentrant": False})
+    ),
     "checkpointing that keeps attention": compare(
         exchange="keys", prepare=checkpointed({"use_reentrant": False, "context_fn": flashmask_hf.keep_attention})
     ),
