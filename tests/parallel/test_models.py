@@ -12,7 +12,11 @@ from tools.processes import run_cases
 pytestmark = pytest.mark.slow
 
 SIZES = (2, 4)
-COMPARED = sorted(set(parallel_cases.CASES) - {"whole rows", "refusals"})
+COMPARED = [
+    (size, name)
+    for name in sorted(set(parallel_cases.CASES) - {"whole rows", "refusals"})
+    for size in parallel_cases.GROUPS.get(name, SIZES)
+]
 
 
 @pytest.fixture(scope="module")
@@ -26,8 +30,7 @@ def result(found: dict[int, dict[str, Any]], size: int, name: str) -> Any:
     return outcome
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", COMPARED)
+@pytest.mark.parametrize(("size", "name"), COMPARED)
 def test_loss_and_gradients_are_those_of_one_process(found, size, name):
     got = result(found, size, name)
     assert got["loss"] < 2e-6  # of a loss of 4

@@ -136,4 +136,15 @@ def resumed(group: Any) -> dict[str, Any]:
     return found
 
 
-CASES = {"full": full, "adapter": adapter, "resumed": resumed}
+def compiled(group: Any) -> dict[str, Any]:
+    """Checkpointed layers in a compiled model."""
+    options = {CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"use_reentrant": False}, "max_steps": 2}
+    options |= {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    trainer = trainer_of(group, "compiled", model_of("llama", 8, 4, layers=1), **options)
+    trainer.train()
+    return outcome(trainer, group, "compiled")
+
+
+CASES = {"full": full, "adapter": adapter, "resumed": resumed, "compiled": compiled}
+
+GROUPS = {"adapter": (1, 2), "resumed": (1, 2), "compiled": (1, 2)}

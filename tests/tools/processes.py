@@ -2,6 +2,7 @@
 
 A module of cases has a dict `CASES` of functions of a process group, by name. Each returns numbers, which are the same
 in every process, or raises. `run_cases` returns what process 0 got, or the error of the first process that raised.
+A dict `GROUPS` has the sizes of the groups that a case runs in, if these are not all.
 """
 
 from __future__ import annotations
@@ -68,8 +69,9 @@ def _run_process(cases: dict[str, Any], rank: int, size: int, folder: str) -> No
 
 def main(module: str, folder: str, *sizes: str) -> None:
     """Fork the processes of one group after the other."""
-    cases = importlib.import_module(module).CASES
+    imported = importlib.import_module(module)
     for size in map(int, sizes):
+        cases = {name: case for name, case in imported.CASES.items() if size in imported.GROUPS.get(name, (size,))}
         children = []
         for rank in range(size):
             child = os.fork()
