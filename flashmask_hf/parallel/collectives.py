@@ -7,11 +7,13 @@ before they return. They call the operators that compilers know; names and signa
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
+
+if TYPE_CHECKING:  # builds of torch without it have no processes to exchange with
+    from torch.distributed import ProcessGroup
 
 __all__ = ["Group", "all_gather", "all_to_all", "group_of"]
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from flashmask_hf.names import VECTORS
 from flashmask_hf.parallel.collectives import Group, group_of
+
+if TYPE_CHECKING:  # builds of torch without it have no processes to exchange with
+    from torch.distributed import ProcessGroup
 
 __all__ = ["EXCHANGES", "RowSplit", "active_split", "make_split", "run_split", "sequence_parallel"]
 

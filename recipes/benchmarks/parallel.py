@@ -83,7 +83,7 @@ def exchange_name(provider: str) -> Any:
     return provider.partition("_")[0]
 
 
-def provides(name: str, config: LlamaConfig, size: int) -> bool:
+def provides(name: str, config: Any, size: int) -> bool:
     """Return whether the model's heads divide among the processes, for exchange of heads."""
     if name != "heads":
         return True
@@ -95,7 +95,7 @@ def provides(name: str, config: LlamaConfig, size: int) -> bool:
     return True
 
 
-def check_attention(group: Any, config: LlamaConfig, device: torch.device, tokens: int) -> list[dict[str, object]]:
+def check_attention(group: Any, config: Any, device: torch.device, tokens: int) -> list[dict[str, object]]:
     """Compare split attention with that of the whole row, forward and gradients, and return how far it is off.
 
     Raises:
@@ -115,7 +115,10 @@ def check_attention(group: Any, config: LlamaConfig, device: torch.device, token
 
     def attend(rows: Tensor | None) -> list[Tensor]:
         inputs = [(x if rows is None else x[:, :, rows]).clone().requires_grad_() for x in (q, k, v)]
-        out, _ = attention_forward(module, *inputs, None, startend_row_indices=vectors, position_ids=positions)
+        query, key, value = inputs
+        out, _ = attention_forward(
+            module, query, key, value, None, startend_row_indices=vectors, position_ids=positions
+        )
         out.backward((weight if rows is None else weight[:, :, rows]).transpose(1, 2))
         return [out.detach().transpose(1, 2), *(x.grad for x in inputs if x.grad is not None)]
 
@@ -152,7 +155,7 @@ def check_attention(group: Any, config: LlamaConfig, device: torch.device, token
     return found
 
 
-def build_model(config: LlamaConfig, device: torch.device) -> Any:
+def build_model(config: Any, device: torch.device) -> Any:
     """Return a model that is sharded over all processes."""
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -208,7 +211,7 @@ def run_step(provider: str, model: Any, row: dict[str, Tensor], group: Any) -> f
     return float(total)
 
 
-def exchange_seconds(provider: str, config: LlamaConfig, row: dict[str, Tensor], group: Any) -> float:
+def exchange_seconds(provider: str, config: Any, row: dict[str, Tensor], group: Any) -> float:
     """Return the seconds that the exchanges of all layers take in a step: two forwards, of which one is recomputed."""
     size = group.size()
     vectors = row["startend_row_indices"]
@@ -277,7 +280,7 @@ def balance(provider: str, row: dict[str, Tensor], size: int) -> float:
 
 
 def measure(
-    provider: str, model: Any, config: LlamaConfig, row: dict[str, Tensor], group: Any, arguments: argparse.Namespace
+    provider: str, model: Any, config: Any, row: dict[str, Tensor], group: Any, arguments: argparse.Namespace
 ) -> dict[str, object]:
     """Time the steps of a provider."""
     device, tokens, size = row["input_ids"].device, row["input_ids"].shape[1], group.size()
@@ -341,12 +344,12 @@ def main() -> None:
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo", **({"device_id": device} if device.type == "cuda" else {})
-    )
-    group = dist.group.WORLD
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
+    group: Any = dist.group.WORLD
     settings = SHAPES[arguments.shape]
-    config = LlamaConfig(**settings | {"max_position_embeddings": max(arguments.tokens), "use_cache": False})
+    config: Any = LlamaConfig(**settings | {"max_position_embeddings": max(arguments.tokens), "use_cache": False})
     if group.rank():  # one process prints and writes
         arguments.csv = None
     silent = open(os.devnull, "w") if group.rank() else None  # noqa: SIM115
