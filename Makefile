@@ -10,7 +10,7 @@ INSTALL := $(BIN)/python -m pip install --constraint constraints.txt --editable
 TRAIN := OMP_NUM_THREADS=$(THREADS) OMP_WAIT_POLICY=passive
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint docs clean
 
 # Fine-tune a tiny Llama on the GPU if there is one, else on THREADS cores; then load what was saved, generate, and draw.
 demo: $(VENV)/demo.stamp
@@ -27,8 +27,14 @@ lint: $(VENV)/dev.stamp
 	$(BIN)/ruff format --check
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python
 
+# Check the spelling of the pages and build them into site/. A broken link or a name that the API lacks fails.
+# Needs Python >= 3.11.
+docs: $(VENV)/docs.stamp
+	$(BIN)/codespell README.md CHANGELOG.md docs
+	$(BIN)/zensical build --clean --strict
+
 clean:
-	rm -rf $(VENV) build dist outputs .hypothesis .pytest_cache .ruff_cache
+	rm -rf $(VENV) site build dist outputs .hypothesis .pytest_cache .ruff_cache
 
 $(BIN)/pip:
 	$(PYTHON) -m venv $(VENV)
@@ -40,4 +46,8 @@ $(VENV)/demo.stamp: pyproject.toml constraints.txt | $(BIN)/pip
 
 $(VENV)/dev.stamp: pyproject.toml constraints.txt | $(BIN)/pip
 	$(INSTALL) '.[dev]'
+	touch $@ $(VENV)/demo.stamp
+
+$(VENV)/docs.stamp: pyproject.toml constraints.txt | $(BIN)/pip
+	$(INSTALL) '.[docs]'
 	touch $@ $(VENV)/demo.stamp

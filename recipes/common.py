@@ -9,7 +9,7 @@ import os
 import sys
 import zipfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch.distributed.elastic.multiprocessing.errors import record
 from transformers import TrainingArguments
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 from transformers.utils.import_utils import is_torch_bf16_gpu_available
@@ -92,6 +93,10 @@ def parse(
     """
     types: Any = (own, ScriptArguments, config, ModelConfig, DatasetMixtureConfig)
     parser = TrlParser(types)
+    optional = {x.name for x in fields(own) if x.type == (bool | None)}
+    for action in parser._actions:
+        if action.dest in optional:
+            action.nargs, action.const = "?", True  # else `--flag` without a value is an error, unlike for bool
     parser.set_defaults_with_config(attn_implementation="flashmask", bf16=is_torch_bf16_gpu_available(), **defaults)
     if not {"--config", "--model_name_or_path", "--help", "-h"} & {flag.split("=")[0] for flag in argv}:
         argv = ["--config", str(demo_config), *argv]
@@ -120,6 +125,7 @@ def trainer_options(
         FileNotFoundError: the dataset file does not exist.
     """
     training_args.resume_from_checkpoint = checkpoint_to_resume(training_args)
+    training_args.layer_compiler = take_compiler(training_args)
     output_dir = Path(training_args.output_dir)
     if mixture_args.datasets:
         dataset: Any = get_dataset(mixture_args)
@@ -215,9 +221,43 @@ def checkpoint_problem(checkpoint: Path) -> str | None:
     return None
 
 
+def take_compiler(args: TrainingArguments) -> dict[str, Any] | None:
+    """Return what `--torch_compile` asks for, as arguments of `torch.compile`, and keep the trainer from doing it.
+
+    The trainer would compile the whole model, in time linear in its layers, and anew for the second length of a row.
+    """
+    if not args.torch_compile:
+        return None
+    options = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
+    args.torch_compile, args.torch_compile_backend = False, None
+    return options
+
+
+def compile_layers(model: Any, **options: Any) -> None:
+    """Compile each layer of a model in place, so that one compilation serves all equal layers and rows of any length.
+
+    Layers are those that transformers checkpoints; checkpointing is compiled with them. Embeddings, the head and the
+    loss run as before, and so does `generate`. The model keeps its class, its hooks and the names of its weights.
+
+    Args:
+        model: a transformers model, or a PEFT model around one, not wrapped for distributed training.
+        **options: arguments of `torch.compile`.
+    """
+    torch._dynamo.config.specialize_float = True  # else dynamic=True traces each layer twice, for its float factors
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.compile(dynamic=True, **options)
+    # Steps with a cache are other graphs in every layer, which would use up torch's limit of compilations.
+    model.generate = torch.compiler.set_stance("force_eager")(model.generate)
+
+
 def train(trainer: Any, script_args: ScriptArguments) -> None:
-    """Train, from a checkpoint if there is one to resume; evaluate, save and push as the arguments say."""
+    """Train, from a checkpoint if there is one to resume; compile, evaluate, save and push as the arguments say."""
     args = trainer.args
+    if args.layer_compiler is not None:
+        for model in (trainer.model, getattr(trainer, "ref_model", None)):
+            if model is not None:
+                compile_layers(trainer.accelerator.unwrap_model(model), **args.layer_compiler)
     if script_args.ignore_bias_buffers:  # as `trl dpo` does
         buffers = trainer.model.named_buffers()
         trainer.model._ddp_params_and_buffers_to_ignore = [name for name, held in buffers if held.dtype == torch.bool]

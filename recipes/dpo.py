@@ -13,6 +13,7 @@ Without a configuration file and a model, the recipe runs the demo; flags overri
 from `trl dpo`:
 
 - `attn_implementation` defaults to "flashmask", and bf16 is on if the GPU supports it.
+- `--torch_compile` compiles each layer, once for all layers and rows of any length: the fast setting of long runs.
 - An answer that exceeds `max_length` together with its question is cut, as in TRL; the log counts the cut examples.
 - The log adds `shared_tokens_saved` and `mask_sparsity`.
 - `--do_eval` evaluates at the end, and `--show` then prints how much the saved model prefers the chosen answers.

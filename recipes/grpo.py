@@ -14,6 +14,7 @@ Without a configuration file and a model, the recipe runs the demo; flags overri
 from `trl grpo` and `trl rloo`:
 
 - `attn_implementation` defaults to "flashmask", and bf16 is on if the GPU supports it.
+- `--torch_compile` compiles each layer, once for all layers and rows of any length: the fast setting of long runs.
 - `--algorithm` is grpo or rloo.
 - The log adds `shared_tokens_saved` and `mask_sparsity`; at the end, the first and last mean rewards are printed.
 - A reward model is loaded with its own attention and revision, not with those of the trained model.

@@ -14,6 +14,7 @@ Without a configuration file and a model, the recipe runs the demo; flags overri
 from `trl reward`:
 
 - `attn_implementation` defaults to "flashmask", and bf16 is on if the GPU supports it.
+- `--torch_compile` compiles each layer, once for all layers and rows of any length: the fast setting of long runs.
 - A question may have two or more `answers`, with `scores` or ranked; `--loss_type` is pairwise or listwise.
 - `lora_task_type` defaults to "SEQ_CLS", so that `--use_peft` trains and saves the new head too.
 - The log adds `shared_tokens_saved` and `mask_sparsity`.

@@ -15,9 +15,11 @@ tokenizes the dataset and applies chat templates, then `flashmask_hf.collators.p
 `trl sft`:
 
 - `attn_implementation` defaults to "flashmask", and bf16 is on if the GPU supports it.
+- `--torch_compile` compiles each layer, once for all layers and rows of any length: the fast setting of long runs.
 - An example longer than `max_length` raises, unless `--truncation_mode keep_start` or `--split` is given.
 - The log adds `tokens_per_second` (of all processes, without padding) and `mask_sparsity`.
-- `--keep_attention` keeps attention's results in checkpointed layers, so that attention is computed once.
+- Rows of 32,768 tokens or more on a GPU are made to fit (`--long_context`): MLPs and norms run in tiles, attention's
+  results are kept, and checkpoints go to the host as far as needed. The program prints what it chose, and why.
 - `--generate` prints the answers to a prompt before and after training, `--picture` draws the loss and a row's mask.
 - The model defaults to a tiny untrained Llama, the dataset to questions and answers about Python.
 """
@@ -37,10 +39,11 @@ import picture
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig
 
-import flashmask_hf
-from flashmask_hf.trainers import PackedSFTTrainer
+from flashmask_hf.trainers import LongRows, PackedSFTTrainer
+from flashmask_hf.trainers.long_rows import checkpointing_of, obstacle_to_measuring
 
 DEMO_CONFIG = common.CONFIGS / "sft_demo.yaml"
+LONG_ROW = 32_768  # tokens from which rows are measured before the first step
 
 
 @dataclass
@@ -51,11 +54,30 @@ class RecipeArguments:
         default=False,
         metadata={"help": "Cut examples longer than `max_length` into consecutive pieces, each a document of its own."},
     )
-    keep_attention: bool = field(
-        default=False,
+    long_context: bool | None = field(
+        default=None,
         metadata={
-            "help": "With gradient checkpointing, keep attention's results instead of computing attention twice: the "
-            "same losses, a shorter step for long rows, and about as much memory again as the checkpoints."
+            "help": "Measure two short rows before the first step, and choose from them what the flags below leave "
+            "open, so that rows fit. Default: for rows of at least 32,768 tokens on a GPU, with checkpointing."
+        },
+    )
+    tile_tokens: int | None = field(
+        default=None,
+        metadata={"help": "Tokens of the tiles in which MLPs and norms run, 0 for none. `long_context` takes 8192."},
+    )
+    keep_attention: bool | None = field(
+        default=None,
+        metadata={
+            "help": "With checkpointing, keep attention's results instead of computing attention twice: the same "
+            "losses, a shorter step for long rows, and about as much memory again as the checkpoints. "
+            "`long_context` keeps them if they fit."
+        },
+    )
+    host_gib: float | None = field(
+        default=None,
+        metadata={
+            "help": "GiB of pinned host memory, in each process, for checkpoints; the rest stays on the GPU. "
+            "`long_context` takes what does not fit on the GPU."
         },
     )
     generate: str | None = field(
@@ -77,6 +99,7 @@ def main(argv: Sequence[str]) -> None:
     recipe_args, script_args, training_args, model_args, mixture_args = parse(argv)
     options = common.trainer_options(script_args, training_args, model_args, mixture_args, data.question_answers)
     trainer = PackedSFTTrainer(**options, split=recipe_args.split)
+    add_long_rows(trainer, recipe_args)
     common.train(trainer, script_args)
     if not trainer.accelerator.is_main_process:
         return
@@ -111,24 +134,37 @@ def parse(argv: Sequence[str]) -> tuple[RecipeArguments, ScriptArguments, SFTCon
         raise common.FlagError(
             "max_length is None, but packing needs it: the number of tokens of a row (--max_length 8192)"
         )
-    if parsed[0].keep_attention:
-        keep_attention(training_args)
     return parsed
 
 
-def keep_attention(args: SFTConfig) -> None:
-    """Make the trainer's checkpointed layers keep attention's results, in place.
+def add_long_rows(trainer: PackedSFTTrainer, flags: RecipeArguments) -> None:
+    """Make the rows fit into memory as the flags say; see `LongRows`.
 
     Raises:
-        FlagError: the arguments have no checkpointing, or another kind, or TensorBoard, which cannot write a function.
+        FlagError: checkpointing is off, layers are compiled, or `long_context` is asked for where nothing can be
+            measured.
     """
-    name = next(name for name in ("activation_checkpointing", "gradient_checkpointing") if hasattr(args, name))
-    options = getattr(args, f"{name}_kwargs") or {}
-    if not getattr(args, name) or options.get("use_reentrant"):
-        raise common.FlagError(f"keep_attention needs {name} without reentrance; turn that on, or leave it out")
-    if "tensorboard" in (args.report_to or []):
-        raise common.FlagError("keep_attention is a function, which TensorBoard cannot write; report_to another place")
-    setattr(args, f"{name}_kwargs", {**options, "use_reentrant": False, "context_fn": flashmask_hf.keep_attention})
+    args: Any = trainer.args
+    measured = flags.long_context
+    if measured is None:
+        long = args.max_length is not None and args.max_length * args.per_device_train_batch_size >= LONG_ROW
+        checkpointed = checkpointing_of(args)[1] is not None and args.layer_compiler is None
+        measured = long and checkpointed and obstacle_to_measuring(trainer) is None
+    by_hand = {"tile_tokens": flags.tile_tokens, "keep_attention": flags.keep_attention, "host_gib": flags.host_gib}
+    if measured:
+        options: dict[str, Any] = {name: value for name, value in by_hand.items() if value is not None}
+    elif any(by_hand.values()):
+        options = {name: value or 0 for name, value in by_hand.items()}
+    else:
+        return
+    if args.layer_compiler is not None and (measured or flags.tile_tokens or flags.host_gib):
+        raise common.FlagError(
+            "torch_compile compiles whole layers, which long_context, tile_tokens and host_gib would cut; leave one out"
+        )
+    try:
+        trainer.add_callback(LongRows(trainer, **options))
+    except ValueError as error:
+        raise common.FlagError(str(error)) from None
 
 
 def generate(args: SFTConfig, prompt: str, path: str, *, max_new_tokens: int = 64, **kwargs: Any) -> str:

@@ -1,8 +1,8 @@
-"""The Python snippets of README.md and docs/reinforcement.md run as pasted, on a tiny model and small datasets.
+"""The Python snippets of README.md and of every page of docs/ run as pasted, on a tiny model and small datasets.
 
-Three things are replaced. Names on the Hub become paths of local folders, since tests have no internet. Without a GPU,
+Four things are replaced. Names on the Hub become paths of local folders, since tests have no internet. Without a GPU,
 a config's first argument gets `use_cpu=True` before it: TRL's configs ask for bfloat16 on a GPU by default. Completions
-have 8 tokens.
+have 8 tokens. `LongRows`, which measures the memory of a GPU, is told what to keep where there is none.
 """
 
 import json
@@ -17,7 +17,9 @@ from transformers import AutoModelForCausalLM
 pytestmark = TRAINER_WARNINGS
 
 ROOT = Path(__file__).parents[1]
-PAGES = {name: (ROOT / name).read_text() for name in ("README.md", "docs/reinforcement.md")}
+PAGES = {
+    str(path.relative_to(ROOT)): path.read_text() for path in [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+}
 SNIPPETS = [(name, code) for name in PAGES for code in re.findall(r"```python\n(.*?)```", PAGES[name], re.DOTALL)]
 
 MODEL = "Qwen/Qwen3-0.6B"
@@ -48,12 +50,20 @@ def folders(tmp_path_factory):
     return {name: str(path) for name, path in found.items()}
 
 
-def test_the_first_snippet_is_the_trainer():
+def test_the_readme_is_short():
+    readme = re.sub(r"<!--.*?-->", "", PAGES["README.md"])
+    prose = re.sub(r"```.*?```|`[^`]*`|\]\([^)]*\)", "", readme, flags=re.DOTALL)
+    assert len(PAGES["README.md"].splitlines()) <= 130
+    assert len(readme.split()) <= 900
+    assert len(re.findall(r"(?<![\w.])\d[\d,.]*", prose)) <= 12
+    lines = [len(re.findall(r"^.+$", code, re.MULTILINE)) for name, code in SNIPPETS if name == "README.md"]
+    assert all(count <= most for count, most in zip(lines, (12, 6, 4), strict=True))
     assert "PackedSFTTrainer(" in SNIPPETS[0][1]
-    assert "trainer.train()" in SNIPPETS[0][1]
 
 
-@pytest.mark.parametrize("number", range(len(SNIPPETS)))
+@pytest.mark.parametrize(
+    "number", range(len(SNIPPETS)), ids=[f"{name}-{number}" for number, (name, _) in enumerate(SNIPPETS)]
+)
 def test_a_snippet_runs_as_pasted(number, folders, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
@@ -61,6 +71,7 @@ def test_a_snippet_runs_as_pasted(number, folders, tmp_path, monkeypatch, capsys
     text = code.replace("max_completion_length=1024", "max_completion_length=8")
     if not torch.cuda.is_available():
         text = text.replace("Config(max_", "Config(use_cpu=True, max_")
+        text = text.replace("LongRows(trainer)", "LongRows(trainer, keep_attention=True, host_gib=0)")
     for name, folder in folders.items():
         text = text.replace(json.dumps(name), repr(folder))
     held = {"__name__": "__main__"}
@@ -71,9 +82,3 @@ def test_a_snippet_runs_as_pasted(number, folders, tmp_path, monkeypatch, capsys
     if "print(" in code:  # what it prints stands in the block after it
         _, shown, _ = PAGES[page].partition(code)[2].removeprefix("```").split("```", 2)
         assert capsys.readouterr().out.strip() == shown.strip()
-
-
-def test_the_pictures_of_a_page_are_there():
-    for name, page in PAGES.items():
-        for path in re.findall(r"!\[[^]]*\]\(([^)]+)\)", page):
-            assert ((ROOT / name).parent / path).is_file(), path

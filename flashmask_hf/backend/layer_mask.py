@@ -153,15 +153,19 @@ def _check_vectors(vectors: Any, query: Tensor, key: Tensor, causal: bool) -> No
 def _window_of(module: nn.Module, kwargs: dict[str, Any]) -> int | None:
     """Return the layer's sliding window: its keyword, or the config's for models that leave it to the mask."""
     config: Any = getattr(module, "config", None)
-    layer = getattr(module, "layer_idx", None)
-    types = getattr(config, "layer_types", None)
-    layer_type = types[layer] if types and layer is not None else None
+    types = getattr(config, "layer_types", None) or ()
+    reads_window = "sliding_window" not in kwargs and getattr(config, "model_type", None) in _WINDOW_FROM_CONFIG
+    layer_type = None
+    if reads_window or "chunked_attention" in types:
+        # Other models leave the layer's index unread: a compiler would guard on it, and compile every layer anew.
+        layer = getattr(module, "layer_idx", None)
+        layer_type = types[layer] if types and layer is not None else None
     if layer_type == "chunked_attention":
         raise NotImplementedError(
             f"{VECTORS} on a layer of chunked attention need position_ids to tell its chunks, which this model does "
             "not hand to its layers; use attention_mask, or position_ids that start again with each document"
         )
-    if "sliding_window" in kwargs or getattr(config, "model_type", None) not in _WINDOW_FROM_CONFIG:
+    if not reads_window:
         return kwargs.get("sliding_window")
     return config.sliding_window if layer_type in (None, "sliding_attention") else None
 
@@ -184,11 +188,11 @@ def _supplied_mask(
 
     def build() -> LayerMask:
         if window is not None:  # which would cut what is out of range off; other masks are checked with their plan
-            length = vectors.shape[2]
+            # The message does not name the length: a compiler would specialize on the number and compile each length.
             device_assert(
-                ((vectors >= 0) & (vectors <= length)).all(),
-                f"{VECTORS} must lie in 0..{length}, the row's length, as they do in a mask made for this row; "
-                f"FlashMask.validate(q_len={length}) names the columns",
+                ((vectors >= 0) & (vectors <= vectors.shape[2])).all(),
+                f"{VECTORS} must lie in 0..S, the row's length, as they do in a mask made for this row; "
+                "FlashMask.validate(q_len=S) names the columns",
             )
         if causal and vectors.shape[-1] == 2:
             # Columns LTS, UTE of a mask that is not causal show rows [UTE, LTS), so they have LTS > UTE somewhere.

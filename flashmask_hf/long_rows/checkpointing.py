@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
+from flashmask_hf.long_rows.store import Layer, Saved, current_layer
 from flashmask_hf.operators.attention import flash_attn_forward
 from flashmask_hf.operators.sparse import flash_attn_sparse_forward
 
@@ -23,6 +26,8 @@ def keep_attention() -> tuple[Any, Any]:
     The callback of TensorBoard writes the trainer's arguments as JSON, which has no functions, and raises; report
     elsewhere.
 
+    In a model under `offload_checkpoints` what is kept goes to its store, on the host as far as the budget goes.
+
     Returns:
         The contexts of a layer's forward and of its recomputation.
 
@@ -38,4 +43,56 @@ def keep_attention() -> tuple[Any, Any]:
         )
         ```
     """
-    return create_selective_checkpoint_contexts([flash_attn_forward, flash_attn_sparse_forward])
+    layer = current_layer.get()
+    if layer is None:
+        return create_selective_checkpoint_contexts(_KEPT)
+    saved: list[Saved] = []
+    return _Saving(layer, saved), _Loading(saved)
+
+
+_KEPT = [flash_attn_forward, flash_attn_sparse_forward]
+"""Operators whose results are kept."""
+
+
+class _Saving(TorchDispatchMode):
+    """Mode of a layer's forward that saves attention's results in a store."""
+
+    def __init__(self, layer: Layer, saved: list[Saved]) -> None:
+        super().__init__()
+        self._layer = layer
+        self._saved = saved
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled modules of a layer run compiled."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in _KEPT:
+            # Below autograd a view has a version of its own unless this key is let in, and changes go unnoticed.
+            with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+                self._saved.append(self._layer.save(*out))
+        return out
+
+
+class _Loading(TorchDispatchMode):
+    """Mode of a layer's recomputation that returns the saved results of attention instead of computing them."""
+
+    def __init__(self, saved: list[Saved]) -> None:
+        super().__init__()
+        self._saved = saved
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled modules of a layer run compiled."""
+        return True
+
+    def __enter__(self) -> Any:
+        self._next = iter(self._saved)  # a graph that is kept runs backward again
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _KEPT:
+            return next(self._next).load()
+        return func(*args, **(kwargs or {}))

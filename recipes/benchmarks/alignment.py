@@ -7,11 +7,12 @@ models at 8K), each with 2 answers (6 for reward models) of 10% to 20% of the qu
 of Llama-3.2-1B with random weights, in bfloat16, with gradient checkpointing and AdamW; DPO has a reference model. Each
 row is one optimizer step. Tokens per second count the tokens of the row, each question once.
 
-`flashmask` runs the trainers of `flashmask_hf.trainers` on the packed row. Stock TRL repeats the question for each
-answer and pads. It gets each row as one padded batch, or one question at a time with gradient accumulation (`single`),
-with SDPA and with flex_attention. For stock TRL, the six answers of a reward model are three pairs, so that it computes
-every answer once, the least that it can. For flex_attention, lengths are padded to a multiple of 1024, because it
-compiles for each length. Times do not include compilation.
+`flashmask` runs the trainers of `flashmask_hf.trainers` on the packed row; `sdpa_packed` and `flex_attention_packed`
+run the same trainers on the same row, with SDPA and a dense mask, and with FlexAttention (`packed_attention.py`).
+Stock TRL repeats the question for each answer and pads. It gets each row as one padded batch, or one question at a time
+with gradient accumulation (`single`), with SDPA and with flex_attention. For stock TRL, the six answers of a reward
+model are three pairs, so that it computes every answer once, the least that it can. For its flex_attention, lengths are
+padded to a multiple of 1024, because it compiles for each length. Times do not include compilation.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -19,27 +20,23 @@ compiles for each length. Times do not include compilation.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import logging
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch._dynamo.config
 from datasets import Dataset
-from harness import random_lengths, write_csv
+from harness import attempt, random_lengths, write_csv
+from packed_attention import attention
+from shapes import SHAPES, build_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from training import SHAPES
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    LlamaConfig,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer
 
 from flashmask_hf.trainers import MultiAnswerRewardConfig, MultiAnswerRewardTrainer, SharedQuestionDPOTrainer
@@ -48,6 +45,8 @@ Document = tuple[list[int], list[list[int]]]
 """Token ids of a question, and of each of its answers."""
 
 ANSWERS = {"dpo": 2, "reward": 6}
+PACKED = {"flashmask": "flashmask", "sdpa_packed": "sdpa", "flex_attention_packed": "flex_attention"}
+"""Attention of each provider on packed rows."""
 STOCK = ("sdpa", "sdpa_single", "flex_attention", "flex_attention_single")
 
 
@@ -91,25 +90,28 @@ def stock_examples(task: str, row: list[Document]) -> list[list[dict[str, Any]]]
 
 
 class Bench:
-    """Model, optimizer and trainers of a task; all trainers train the same model in turns."""
+    """Model, optimizer and trainers of a task; all trainers train the same model in turns.
 
-    def __init__(self, task: str, shape: str):
-        self.task = task
-        settings: dict[str, Any] = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None, "num_labels": 1}
-        config = LlamaConfig(**SHAPES[shape], **settings)
-        self.vocab = config.vocab_size
-        self.model = self._load(config, seed=0)
-        self.reference = self._load(config, seed=1) if task == "dpo" else None
-        getattr(self.model, "activation_checkpointing_enable", self.model.gradient_checkpointing_enable)()
+    Args:
+        task: "dpo" or "reward".
+        shape: one of `SHAPES`.
+        device: "cuda" or "cpu".
+        adapters: train LoRA adapters; the reference of DPO is then the same model with TRL's copy of them.
+        **options: further options of the model's configuration.
+    """
+
+    def __init__(self, task: str, shape: str, device: str = "cuda", adapters: bool = False, **options: Any):
+        self.task, self.device = task, device
+        self.vocab: int = SHAPES[shape]["vocab_size"]
+        options |= {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None, "num_labels": 1}
+        options["kind"] = AutoModelForCausalLM if task == "dpo" else AutoModelForSequenceClassification
+        self.model: Any = build_model(shape, device, adapters=adapters, **options)
+        self.reference = build_model(shape, device, seed=1, **options) if task == "dpo" and not adapters else None
         self.shared, self.stock = self._trainers()
+        self.shared.state.global_step = 1  # not a logging step, in which the sparsity of the mask is computed
         self.model.train()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6, fused=True)
-
-    def _load(self, config: LlamaConfig, seed: int) -> Any:
-        torch.manual_seed(seed)
-        kind: Any = AutoModelForCausalLM if self.task == "dpo" else AutoModelForSequenceClassification
-        with torch.device("cuda"):
-            return kind.from_config(config, attn_implementation="flashmask", dtype=torch.bfloat16)
+        trained = [x for x in self.model.parameters() if x.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=1e-6, fused=True)
 
     def _trainers(self) -> tuple[Any, Any]:
         words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, "why": 2, "so": 3, "no": 4}, unk_token="<pad>"))
@@ -118,17 +120,20 @@ class Bench:
         # The trainers need a dataset, but the batches are made here.
         dataset = Dataset.from_list([{"prompt": "why ", "chosen": "so ", "rejected": "no "}])
         options: dict[str, Any] = {"output_dir": tempfile.mkdtemp(), "report_to": "none", "bf16": False}
-        options |= {"max_length": None, "disable_dropout": False}
+        options |= {"max_length": None, "disable_dropout": False, "use_cpu": self.device == "cpu"}
         if self.task == "dpo":
             classes: Any = ((SharedQuestionDPOTrainer, DPOConfig), (DPOTrainer, DPOConfig))
             extra = {"ref_model": self.reference}
         else:
             classes = ((MultiAnswerRewardTrainer, MultiAnswerRewardConfig), (RewardTrainer, RewardConfig))
             extra = {}
-        made = [
-            trainer(self.model, args=config(**options), train_dataset=dataset, processing_class=tokenizer, **extra)
-            for trainer, config in classes
-        ]
+        made = []
+        for trainer, config in classes:
+            if "ref" in getattr(self.model, "peft_config", {}):  # TRL's copy of the adapter, which each trainer makes
+                self.model.delete_adapter("ref")
+            made.append(
+                trainer(self.model, args=config(**options), train_dataset=dataset, processing_class=tokenizer, **extra)
+            )
         return made[0], made[1]
 
     def use(self, attention: str) -> None:
@@ -139,21 +144,22 @@ class Bench:
 
     def losses(self, provider: str, row: list[Document], backward: bool = True) -> list[Tensor]:
         """Run forward, and backward, of a row; return the loss of each of its batches."""
-        if provider == "flashmask":
+        if provider in PACKED:
             trainer, batches = self.shared, [shared_examples(self.task, row)]
         else:
             trainer, batches = self.stock, stock_examples(self.task, row)
             if not provider.endswith("_single"):
                 batches = [[example for batch in batches for example in batch]]
-        self.use(provider.removesuffix("_single"))
+        self.use("flashmask" if provider in PACKED else provider.removesuffix("_single"))
         trainer.data_collator.pad_to_multiple_of = 1024 if provider.startswith("flex") else None
         made = []
-        for batch in batches:
-            inputs = trainer._prepare_inputs(trainer.data_collator(batch))
-            loss = trainer.compute_loss(self.model, inputs)
-            if backward:
-                (loss / len(batches)).backward()
-            made.append(loss.detach())
+        with attention(PACKED[provider]) if provider in PACKED else contextlib.nullcontext():
+            for batch in batches:
+                inputs = trainer._prepare_inputs(trainer.data_collator(batch))
+                loss = trainer.compute_loss(self.model, inputs)
+                if backward:
+                    (loss / len(batches)).backward()
+                made.append(loss.detach())
         return made
 
     def step(self, provider: str, row: list[Document]) -> None:
@@ -174,7 +180,7 @@ class Bench:
             keys = {"logps/chosen": statistics.fmean, "logps/rejected": statistics.fmean}
         figures: dict[str, list[float]] = {}
         for provider in providers:
-            trainer = self.shared if provider == "flashmask" else self.stock
+            trainer = self.shared if provider in PACKED else self.stock
             trainer._metrics["train"].clear()
             with torch.no_grad():
                 self.losses(provider, row, backward=False)
@@ -186,42 +192,29 @@ class Bench:
                 raise SystemExit(f"{provider} disagrees: {figures}")
 
 
-def attempt(function: Callable[[], None]) -> float | None:
-    """Return the seconds that a function takes, or None if the GPU runs out of memory."""
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    try:
-        function()
-    except torch.OutOfMemoryError:
-        gc.collect()
-        torch.cuda.empty_cache()
-        return None
-    torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
 def measure(bench: Bench, length: int, count: int, providers: list[str]) -> list[dict[str, object]]:
     """Return a row of figures per provider."""
     generator = torch.Generator().manual_seed(length)
     rows = [make_row(bench.task, length, bench.vocab, generator) for _ in range(count)]
-    seconds: dict[str, list[float | None]] = {name: [] for name in providers}
-    memory = dict.fromkeys(providers, 0)
+    seconds: dict[str, list[float]] = {name: [] for name in providers}
+    memory = dict.fromkeys(providers, 0.0)
+    ended: dict[str, str] = {}
     for row in rows:
-        for name in providers:  # warm up: compile, and find the providers that run out of memory
-            if None not in seconds[name] and attempt(lambda name=name, row=row: bench.step(name, row)) is None:
-                bench.optimizer.zero_grad(set_to_none=True)
-                seconds[name].append(None)
-        for name in providers:
-            if None not in seconds[name]:
+        for warmup in (True, False):  # the first step of a row compiles, and finds what runs out of memory
+            for name in [name for name in providers if name not in ended]:
                 torch.cuda.empty_cache()
-                torch.cuda.reset_peak_memory_stats()
-                seconds[name].append(attempt(lambda name=name, row=row: bench.step(name, row)))
-                memory[name] = max(memory[name], torch.cuda.max_memory_allocated())
+                made = attempt(lambda name=name, row=row: bench.step(name, row))
+                if isinstance(made, str):
+                    bench.optimizer.zero_grad(set_to_none=True)
+                    ended[name] = made
+                elif not warmup:
+                    seconds[name].append(made[1])
+                    memory[name] = max(memory[name], made[2])
     rates = {
-        name: None if None in values else statistics.median(length / value for value in values if value)
+        name: None if name in ended else statistics.median(length / value for value in values)
         for name, values in seconds.items()
     }
-    fastest = max((rate for name, rate in rates.items() if rate and name != "flashmask"), default=None)
+    fastest = max((rate for name, rate in rates.items() if rate and name not in PACKED), default=None)
     return [
         {
             "task": bench.task,
@@ -229,8 +222,8 @@ def measure(bench: Bench, length: int, count: int, providers: list[str]) -> list
             "answers": ANSWERS[bench.task],
             "rows": count,
             "provider": name,
-            "tokens_per_second": "out of memory" if rate is None else round(rate),
-            "peak_gib": "" if rate is None else round(memory[name] / 2**30, 2),
+            "tokens_per_second": ended[name] if rate is None else round(rate),
+            "peak_gib": "" if rate is None else round(memory[name], 2),
             "against_fastest_stock": "" if rate is None or fastest is None else round(rate / fastest, 3),
         }
         for name, rate in rates.items()
@@ -244,7 +237,7 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", default=["dpo", "reward"], choices=["dpo", "reward"])
     parser.add_argument("--lengths", nargs="+", type=int, default=[8192, 32768])
     parser.add_argument("--rows", type=int, default=3, help="number of rows of each length")
-    parser.add_argument("--providers", nargs="+", default=["flashmask", *STOCK], choices=["flashmask", *STOCK])
+    parser.add_argument("--providers", nargs="+", default=["flashmask", *STOCK], choices=[*PACKED, *STOCK])
     parser.add_argument("--csv", help="file to write the figures to")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():

@@ -35,6 +35,7 @@ import torch._dynamo.config
 import torch._functorch.config
 import torch.nn.functional as F
 from harness import append_rows, interleaved_medians, random_lengths
+from packed_attention import visible_pairs
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -93,24 +94,6 @@ def make_mask(family: str, length: int) -> FlashMask:
     return FAMILIES[family](length, torch.Generator().manual_seed(length)).to("cuda")
 
 
-def _visible(mask: FlashMask) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Return FlexAttention's mask function, which reads the same column vectors."""
-    (start, end), *rest = mask.intervals()
-    other_start, other_end = rest[0] if rest else (torch.zeros_like(start), torch.zeros_like(start))
-    start, end, other_start, other_end = (x[0, 0].contiguous() for x in (start, end, other_start, other_end))
-    causal, two = mask.causal, bool(rest)
-
-    def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        hidden = (i >= start[j]) & (i < end[j])
-        if two:
-            hidden = hidden | ((i >= other_start[j]) & (i < other_end[j]))
-        if causal:
-            hidden = hidden | (i < j)
-        return ~hidden
-
-    return visible
-
-
 _compiled_flex = torch.compile(flex_attention, dynamic=False)
 
 
@@ -121,7 +104,14 @@ def _flex(backend: str | None) -> Callable[[FlashMask], Attention]:
 
     def build(mask: FlashMask) -> Attention:
         blocks = create_block_mask(
-            _visible(mask), None, None, mask.row_count(), mask.kv_len, device="cuda", BLOCK_SIZE=block, _compile=True
+            visible_pairs(mask),
+            None,
+            None,
+            mask.row_count(),
+            mask.kv_len,
+            device="cuda",
+            BLOCK_SIZE=block,
+            _compile=True,
         )
         return lambda q, k, v: _compiled_flex(q, k, v, block_mask=blocks, enable_gqa=True, kernel_options=options)
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import csv
+import gc
 import random
 import statistics
 import subprocess
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import transformers
 import triton
+from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 import flashmask_hf
 
@@ -105,6 +108,46 @@ def _milliseconds(function: Callable[[], object]) -> float:
     return start.elapsed_time(end)
 
 
+def synchronize() -> None:
+    """Wait for the GPU, if there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def attempt(function: Callable[[], Any]) -> tuple[Any, float, float] | str:
+    """Return the result, the seconds and the peak GiB of a call, or "out of memory" or "failed"."""
+    synchronize()
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    start = time.perf_counter()
+    try:
+        result = function()
+        synchronize()
+        seconds = time.perf_counter() - start
+        peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
+        return result, seconds, peak
+    except torch.OutOfMemoryError:
+        reason = "out of memory"
+    except RuntimeError:  # also those of compilers
+        traceback.print_exc()
+        reason = "failed"
+    gc.collect()  # after the exception, whose frames hold tensors
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return reason
+
+
+def missing(implementation: str, device: str) -> str:
+    """Return why an attention implementation of transformers cannot run here, or ""."""
+    if implementation == "flex_attention" and device == "cpu":
+        return "it has no backward on a CPU"
+    if implementation == "flash_attention_2" and not is_flash_attn_2_available():
+        return "the package flash-attn is not installed, or there is no GPU"
+    if implementation == "flash_attention_3" and not is_flash_attn_3_available():
+        return "the package flash-attn-3 is not installed, or there is no GPU"
+    return ""
+
+
 def random_lengths(total: int, count: int, generator: torch.Generator, minimum: int = 128) -> list[int]:
     """Draw `count` document lengths of at least `minimum` tokens that sum to `total` (paper, appendix A.2.1)."""
     count = max(1, min(count, total // minimum))
@@ -124,7 +167,8 @@ def write_csv(path: str | Path | None, rows: Sequence[Mapping[str, object]], *, 
     if not silent:
         show(rows)
     if path is not None:
-        everything = [{**row, **conditions()} for row in rows]
+        found = conditions()
+        everything = [{**row, **found} for row in rows]
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         with open(path, "w", newline="") as file:
             writer = csv.DictWriter(file, fieldnames=list(everything[0]))
@@ -132,8 +176,15 @@ def write_csv(path: str | Path | None, rows: Sequence[Mapping[str, object]], *, 
             writer.writerows(everything)
 
 
-def append_rows(path: str | Path | None, rows: list[dict[str, object]], found: Sequence[dict[str, object]]) -> None:
-    """Print `found`, append it to `rows` and write all rows, so that an interrupted run keeps its results."""
-    show(found)
+def append_rows(
+    path: str | Path | None,
+    rows: list[dict[str, object]],
+    found: Sequence[dict[str, object]],
+    *,
+    silent: bool = False,
+) -> None:
+    """Print `found`, unless `silent`, append it to `rows` and write all rows, so that an interrupted run keeps them."""
+    if not silent:
+        show(found)
     rows += found
     write_csv(path, rows, silent=True)

@@ -33,10 +33,10 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 import torch
 import torch.distributed as dist
 from harness import append_rows, random_lengths, show
+from shapes import SHAPES
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from training import SHAPES as TRAINING_SHAPES
 from transformers import AutoModelForCausalLM, LlamaConfig
 from trl.trainer.utils import add_fused_lm_head
 
@@ -46,21 +46,6 @@ from flashmask_hf.collators import DataCollatorForPackedLanguageModeling
 from flashmask_hf.parallel import contiguous_rows, deal_rows, sequence_parallel
 from flashmask_hf.parallel.exchange import exchange_of, gather_keys, heads_to_rows, rows_to_heads, spread_kv_heads
 from flashmask_hf.plan import ROWS, build_plan
-
-SHAPES: dict[str, dict[str, Any]] = {
-    **TRAINING_SHAPES,
-    "llama-3.1-8b": {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 128256,
-        "max_position_embeddings": 131072,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
-    },
-}
 
 PROVIDERS = ("heads", "keys", "keys_contiguous", "whole", "sdpa_cp")
 

@@ -1,15 +1,21 @@
-"""Draw the figures of the papers from the results of `attention.py`, `sparse_attention.py` and `reinforcement.py`.
+"""Draw the figures of the papers from the results of the benchmarks, and print tables of the studies.
 
     cd recipes/benchmarks
     python plots.py results/attention_h200.csv --sweep results/sweep_h200.csv --out results
     python plots.py --sparse results/sparse_attention_h200.csv --out results
     python plots.py --grpo results/grpo_h100.csv --out results
+    python plots.py --row-lengths results/row_lengths_h200.csv --out results
+    python plots.py --convergence results/convergence_cpu.csv --out results
+
+The last two also print their figures as tables in Markdown, those of docs/studies.md.
 
 Figures of the FlashMask paper: `attention_D_S.png`, TFLOP/s by mask and provider (figure 5); `sparsity.png`, latency
 against sparsity with a linear fit and its R^2, which is also printed (figure 4a); and `mask_memory.png`, memory of the
 mask against the length of the row (figure 4b). Figures 3 and 7 of Pagliardini et al. (2023): `sparse.png`, time of
-hash-sparse and QK-sparse attention against the length of the row. And `grpo_MODEL.png`, tokens per second of an update
-of GRPO relative to padded SDPA, and its peak memory.
+hash-sparse and QK-sparse attention against the length of the row. `grpo_MODEL.png`: tokens per second of an update of
+GRPO relative to padded SDPA, and its peak memory. `row_lengths_SHAPE.png`: tokens per second and peak memory of
+training against the length of the row (figures 2 and 7 of the FlashMask paper). `convergence.png`: loss curves (its
+figure 3).
 """
 
 from __future__ import annotations
@@ -172,17 +178,141 @@ def rollouts(rows: Rows, out: Path) -> None:
             plt.close(figure)
 
 
+def _number(text: str) -> float | None:
+    """Return a figure, or None for a cell that says why there is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _trained(rows: Rows, task: str) -> str:
+    """Return what a task of `row_lengths.py` trained."""
+    (trained,) = {row["trained"] for row in rows if row["task"] == task}
+    return {"all": "all weights"}.get(trained, trained)
+
+
+def row_lengths(rows: Rows, out: Path) -> None:
+    """Draw a chart for each shape: a column per task, tokens per second above and peak memory below.
+
+    A cross at the longest length that ran says that the next one was out of memory.
+    """
+    for shape in _unique(rows, "shape"):
+        ours = [row for row in rows if row["shape"] == shape]
+        tasks, names = _unique(ours, "task"), _unique(rows, "implementation")
+        figure, panels = plt.subplots(2, len(tasks), figsize=(3.6 * len(tasks) + 0.6, 6.5), sharex=True, squeeze=False)
+        for column, task in enumerate(tasks):
+            for name in names:
+                shown = [row for row in ours if row["task"] == task and row["implementation"] == name]
+                ran = [row for row in shown if _number(row["tokens_per_second"])]
+                color = f"C{names.index(name)}"
+                for axes, key in zip(panels[:, column], ("tokens_per_second", "peak_gib"), strict=True):
+                    points = [(int(row["length"]), _number(row[key])) for row in ran if _number(row[key])]
+                    axes.plot(*zip(*points, strict=True) if points else ([], []), ".-", color=color, label=name)
+                    if points and shown[-1]["tokens_per_second"] == "out of memory":
+                        axes.plot(*points[-1], "x", color=color, markersize=10, markeredgewidth=2)
+            panels[0, column].set_title(f"{task}, {_trained(ours, task)}", fontsize=10)
+            panels[1, column].set_xlabel("tokens in a row")
+            for axes in panels[:, column]:
+                axes.set_xscale("log", base=2)
+                if any(len(line.get_xdata()) for line in axes.lines):  # there is no peak memory of a CPU
+                    axes.set_yscale("log")
+        panels[0, 0].set_ylabel("tokens/s")
+        panels[1, 0].set_ylabel("peak GiB")
+        panels[0, 0].legend(fontsize=8)
+        figure.suptitle(f"{shape}; a cross: out of memory at the next length. {_conditions(ours)}", fontsize=9)
+        figure.tight_layout()
+        figure.savefig(out / f"row_lengths_{shape}.png", dpi=100)
+        plt.close(figure)
+
+
+def row_lengths_table(rows: Rows) -> str:
+    """Return the figures of `row_lengths.py` as a table: tokens per second and peak GiB by length."""
+    lengths = sorted({int(row["length"]) for row in rows})
+    lines = [
+        ["shape", "task", "attention", *[f"{length // 1024}K" if length >= 1024 else f"{length}" for length in lengths]]
+    ]
+    found = {(row["shape"], row["task"], row["implementation"], int(row["length"])): row for row in rows}
+    for shape, task, name in dict.fromkeys(key[:3] for key in found):
+        cells = []
+        for length in lengths:
+            row = found.get((shape, task, name, length))
+            rate = row and _number(row["tokens_per_second"])
+            memory = f" / {float(row['peak_gib']):.1f}" if row and row["peak_gib"] else ""
+            cells.append(f"{rate:,.0f}{memory}" if rate else row["tokens_per_second"] if row else "")
+        lines.append([shape, task, name, *cells])
+    return _markdown(lines)
+
+
+def convergence(rows: Rows, out: Path) -> None:
+    """Draw the loss curves: a panel per task, a line per seed and curve, means over ten steps."""
+    tasks, seeds = _unique(rows, "task"), _unique(rows, "seed")
+    styles = {"sdpa": "-", "trl": "--", "flashmask": ":"}  # flashmask last, dotted, so that what it covers shows
+    figure, panels = plt.subplots(1, len(tasks), figsize=(3.8 * len(tasks), 3.8), squeeze=False)
+    for axes, task in zip(panels[0], tasks, strict=True):
+        for name, style in styles.items():
+            for seed in seeds:
+                losses = [float(row[name]) for row in rows if (row["task"], row["seed"]) == (task, seed) and row[name]]
+                width = min(10, len(losses))
+                if losses:
+                    smooth = np.convolve(losses, np.ones(width) / width, "valid")
+                    steps = np.arange(width, len(losses) + 1)
+                    label = f"{name}, seed {seed}" if task == tasks[-1] else None
+                    color = {"sdpa": "0.75", "trl": "0.45"}.get(name, f"C{seeds.index(seed)}")
+                    axes.plot(steps, smooth, style, color=color, linewidth=2.5 if name == "sdpa" else 1.3, label=label)
+        axes.set_title(task, fontsize=10)
+        axes.set_xlabel("step")
+    panels[0, 0].set_ylabel("loss, mean over 10 steps")
+    panels[0, -1].legend(fontsize=6)
+    figure.suptitle(f"float32, {_conditions(rows).replace(' bfloat16,', '')}", fontsize=9)
+    figure.tight_layout()
+    figure.savefig(out / "convergence.png", dpi=100)
+    plt.close(figure)
+
+
+def convergence_table(rows: Rows) -> str:
+    """Return for each task the largest difference of a loss from `flashmask`, over all seeds and steps, by curve."""
+    names = [name for name in rows[0] if name.startswith("flashmask_") and name != "flashmask_hf"] + ["sdpa", "trl"]
+    names = [name for name in names if any(row[name] for row in rows)]
+    lines = [["task", "seeds", "steps", "loss at first", "at last", *names]]
+    for task in _unique(rows, "task"):
+        ours = [row for row in rows if row["task"] == task]
+        count = max(int(row["step"]) for row in ours)
+        tenth = max(1, count // 10)
+        first = np.mean([float(row["flashmask"]) for row in ours if int(row["step"]) <= tenth])
+        last = np.mean([float(row["flashmask"]) for row in ours if int(row["step"]) > count - tenth])
+        cells = []
+        for name in names:
+            base = (
+                "flashmask_portable" if name == "flashmask_unskipped" and ours[0]["flashmask_portable"] else "flashmask"
+            )
+            off = [abs(float(row[name]) - float(row[base])) for row in ours if row[name]]
+            cells.append("" if not off else "equal to the bit" if max(off) == 0 else f"{max(off):.1e}")
+        seeds = str(len(_unique(ours, "seed")))
+        lines.append([task, seeds, str(count), f"{first:.3f}", f"{last:.3f}", *cells])
+    return _markdown(lines)
+
+
+def _markdown(lines: list[list[str]]) -> str:
+    """Return a table in Markdown, whose first line is the head."""
+    head, *body = (f"| {' | '.join(cells)} |" for cells in lines)
+    return "\n".join([head, "|" + "---|" * len(lines[0]), *body])
+
+
 def main() -> None:
     """Draw the figures from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("csv", nargs="?", help="results of attention.py")
     parser.add_argument("--sweep", help="results of attention.py --sweep")
     parser.add_argument("--sparse", help="results of sparse_attention.py")
-    parser.add_argument("--grpo", help="results of grpo.py")
+    parser.add_argument("--grpo", help="results of reinforcement.py")
+    parser.add_argument("--row-lengths", help="results of row_lengths.py")
+    parser.add_argument("--convergence", help="results of convergence.py")
     parser.add_argument("--out", default=".", help="folder to write the figures to")
     arguments = parser.parse_args()
-    if not (arguments.csv or arguments.sweep or arguments.sparse or arguments.grpo):
-        parser.error("nothing to draw: give a csv, --sweep, --sparse or --grpo")
+    given = vars(arguments)
+    if not any(given[name] for name in given if name != "out"):
+        parser.error("nothing to draw: give a csv, --sweep, --sparse, --grpo, --row-lengths or --convergence")
     out = Path(arguments.out)
     out.mkdir(parents=True, exist_ok=True)
     if arguments.csv:
@@ -194,6 +324,14 @@ def main() -> None:
         runtimes(read(arguments.sparse), out)
     if arguments.grpo:
         rollouts(read(arguments.grpo), out)
+    if arguments.row_lengths:
+        rows = read(arguments.row_lengths)
+        row_lengths(rows, out)
+        print(row_lengths_table(rows))
+    if arguments.convergence:
+        rows = read(arguments.convergence)
+        convergence(rows, out)
+        print(convergence_table(rows))
 
 
 if __name__ == "__main__":

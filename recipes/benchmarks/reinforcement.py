@@ -36,7 +36,6 @@ import random
 import statistics
 import tempfile
 import time
-import traceback
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -45,13 +44,12 @@ import numpy as np
 import torch
 import torch._dynamo.config
 from datasets import Dataset
-from harness import append_rows
+from harness import append_rows, attempt, missing
 from peft import LoraConfig, get_peft_model
+from shapes import SHAPES
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from training import SHAPES
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen3Config
-from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 from trl import GRPOConfig, GRPOTrainer
 from trl.experimental.async_grpo import packing as tree_packing
 from trl.models.utils import disable_gradient_checkpointing
@@ -86,18 +84,12 @@ MODELS: dict[str, tuple[Any, int, list[str]]] = {
 
 def unavailable(provider: str, device: str) -> str:
     """Return why a provider cannot run here, or ""."""
-    if provider == "flex_attention" and device == "cpu":
-        return "it has no backward on a CPU"
-    if provider == "flash_attention_2" and not is_flash_attn_2_available():
-        return "the package flash-attn is not installed"
-    if provider == "flash_attention_3" and not is_flash_attn_3_available():
-        return "the package flash-attn-3 is not installed"
     if provider == "tree_fa3":
         try:
             tree_packing._flash_attn()
         except Exception as error:  # of the network, the package `kernels` or its trust in the publisher
             return f"its kernel cannot be loaded: {error}"
-    return ""
+    return missing(provider, device)
 
 
 class StockTrainer(GRPOTrainer):
@@ -299,35 +291,6 @@ class Bench:
             differences.append((ratios - 1).abs())
         off = torch.cat(differences)
         return float(off.max()), float(off.mean())
-
-
-def synchronize() -> None:
-    """Wait for the GPU, if there is one."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def attempt(function: Callable[[], Any]) -> tuple[Any, float, float] | str:
-    """Return the result, the seconds and the peak GiB of a call, or "out of memory" or "failed"."""
-    synchronize()
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-    start = time.perf_counter()
-    try:
-        result = function()
-        synchronize()
-        seconds = time.perf_counter() - start
-        peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
-        return result, seconds, peak
-    except torch.OutOfMemoryError:
-        reason = "out of memory"
-    except RuntimeError:  # also those of compilers
-        traceback.print_exc()
-        reason = "failed"
-    gc.collect()  # after the exception, whose frames hold tensors
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    return reason
 
 
 def compare(bench: Bench, batch: dict[str, Tensor], providers: list[str], found: dict[str, dict[str, Any]]) -> None:

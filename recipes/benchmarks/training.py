@@ -1,15 +1,18 @@
 """Measure fine-tuning on packed rows with flashmask, SDPA and flex_attention: tokens per second and peak memory.
 
     python recipes/benchmarks/training.py --length 32768 --csv training.csv
+    python recipes/benchmarks/training.py --length 32768 --compile --implementations flashmask flex_attention
     python recipes/benchmarks/training.py --length 131072 --lora --implementations flashmask flashmask_kept
 
-The model has the shape of Llama-3.2-1B with random weights, in bfloat16, with gradient checkpointing and AdamW. A step
+The model has the shape of a Llama with random weights, in bfloat16, with gradient checkpointing and AdamW. A step
 is one row of 1 to 10 documents, as in the paper (appendix A.2.1). SDPA and flex_attention take transformers' own path
 for packed rows, which builds a mask from position_ids in every step (a dense one for SDPA); flashmask takes the
 collator's vectors, and `flashmask_kept` also keeps attention's results instead of recomputing them (`keep_attention`).
 With `--lora`, adapters of all linear layers are trained, and TRL's head computes the loss without logits of the whole
-row, as in its trainers. The implementations train the same model on the same rows in turns. Their losses must agree
-before training.
+row, as in its trainers. With `--compile`, each layer is compiled, as the recipes do with `--torch_compile`, for every
+implementation in the same way, and the head is TRL's, too. The implementations train the same model on the same rows in
+turns. Their losses must agree before training. The columns `first_step_seconds` and `compilations` are those of each
+implementation; the first one's first step also loads the kernels that all share.
 """
 
 from __future__ import annotations
@@ -21,47 +24,62 @@ from typing import Any
 
 import torch
 from harness import random_lengths, write_csv
+from shapes import SHAPES
+from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from flashmask_hf import keep_attention
 from flashmask_hf.collators import DataCollatorForPackedLanguageModeling
 
-SHAPES = {
-    "llama-3.2-1b": {
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "vocab_size": 128256,
-        "max_position_embeddings": 131072,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
-        "tie_word_embeddings": True,
-    },
-    "tiny": {
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 1024,
-        "max_position_embeddings": 131072,
-    },
-}
+
+def build_model(
+    shape: str, device: str = "cuda", *, lora: bool = False, fused: bool = False, compiled: bool = False
+) -> PreTrainedModel:
+    """Build a model with random weights, to be trained.
+
+    Args:
+        shape: one of `SHAPES`.
+        device: "cuda", or "cpu", on which it is in float32.
+        lora: whether only adapters of all linear layers are trained.
+        fused: whether the model has TRL's head.
+        compiled: whether each layer is compiled, for rows of any length.
+    """
+    torch.manual_seed(0)
+    with torch.device(device):
+        dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        config = LlamaConfig(**SHAPES[shape])
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="flashmask", dtype=dtype)
+    if fused:
+        from trl.trainer.utils import add_fused_lm_head
+
+        add_fused_lm_head(model)
+    if lora:
+        from peft import LoraConfig
+
+        model.add_adapter(LoraConfig(r=16, target_modules="all-linear"))
+    if compiled:
+        # A layer is compiled once for each implementation, and once more where only adapters are trained: the first
+        # layer's input then needs no gradient. Above the limit it would run uncompiled, with a warning.
+        torch._dynamo.config.recompile_limit = 64
+        torch._dynamo.config.specialize_float = True  # as the recipes' `compile_layers` does
+        for module in model.modules():
+            if isinstance(module, GradientCheckpointingLayer):
+                module.compile(dynamic=True)
+    return model.train()
 
 
-def make_rows(length: int, count: int, vocab: int) -> list[dict[str, torch.Tensor]]:
-    """Draw packed rows of `length` tokens, on the GPU."""
+def make_rows(length: int, count: int, vocab: int, device: str = "cuda") -> list[dict[str, torch.Tensor]]:
+    """Draw packed rows of `length` tokens."""
     generator = torch.Generator().manual_seed(0)
-    collate = DataCollatorForPackedLanguageModeling()
+    collate = DataCollatorForPackedLanguageModeling(completion_only_loss=False)
     rows = []
     for _ in range(count):
         documents = int(torch.randint(1, 11, (1,), generator=generator))
         lengths = random_lengths(length, documents, generator)
         tokens = [torch.randint(0, vocab, (n,), generator=generator).tolist() for n in lengths]
         batch = collate([{"input_ids": ids} for ids in tokens])
-        rows.append({key: value.cuda() for key, value in batch.items()})
+        rows.append({key: value.to(device) for key, value in batch.items()})
     return rows
 
 
@@ -94,44 +112,47 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=5, help="number of rows")
     parser.add_argument("--implementations", nargs="+", default=["flashmask", "sdpa", "flex_attention"])
     parser.add_argument("--lora", action="store_true", help="train adapters, with TRL's head; needs peft and trl")
+    parser.add_argument("--compile", action="store_true", help="compile each layer, and use TRL's head; needs trl")
     parser.add_argument("--csv", help="file to write the figures to")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("a GPU is needed")
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        config = LlamaConfig(**SHAPES[arguments.shape])
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="flashmask", dtype=torch.bfloat16)
-    if arguments.lora:
-        from peft import LoraConfig
-        from trl.trainer.utils import add_fused_lm_head
-
-        add_fused_lm_head(model)
-        model.add_adapter(LoraConfig(r=16, target_modules="all-linear"))
-    model.train()
+    fused = arguments.lora or arguments.compile
+    model = build_model(arguments.shape, lora=arguments.lora, fused=fused, compiled=arguments.compile)
     rows = make_rows(arguments.length, arguments.rows, model.config.vocab_size)
 
     trained = [x for x in model.parameters() if x.requires_grad]
     frozen = torch.optim.SGD(trained, lr=0.0)  # checks losses and warms up with fixed weights
+    first: dict[str, float] = {}
+    compilations = dict.fromkeys(arguments.implementations, 0)
+
+    def run(name: str, optimizer: torch.optim.Optimizer, row: dict[str, torch.Tensor]) -> tuple[float, float]:
+        """Run a step; return its loss and seconds, and count compilations."""
+        before = counters["stats"]["unique_graphs"]
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        loss = step(model, optimizer, name, row, fused)
+        torch.cuda.synchronize()
+        passed = time.perf_counter() - start
+        compilations[name] += counters["stats"]["unique_graphs"] - before
+        first.setdefault(name, passed)
+        return loss, passed
+
     for row in rows[:2]:
-        losses = {name: step(model, frozen, name, row, arguments.lora) for name in arguments.implementations}
+        losses = {name: run(name, frozen, row)[0] for name in arguments.implementations}
         print("losses before training:", {name: round(loss, 5) for name, loss in losses.items()})
         if max(losses.values()) - min(losses.values()) > 5e-3:
             raise SystemExit("the implementations disagree")
 
     optimizer = torch.optim.AdamW(trained, lr=1e-6, fused=True)
-    step(model, optimizer, arguments.implementations[0], rows[0], arguments.lora)  # allocates the optimizer's state
+    run(arguments.implementations[0], optimizer, rows[0])  # allocates the optimizer's state
     seconds: dict[str, list[float]] = {name: [] for name in arguments.implementations}
     memory = dict.fromkeys(arguments.implementations, 0)
     for row in rows:
         for name in arguments.implementations:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            step(model, optimizer, name, row, arguments.lora)
-            torch.cuda.synchronize()
-            seconds[name].append(time.perf_counter() - start)
+            seconds[name].append(run(name, optimizer, row)[1])
             memory[name] = max(memory[name], torch.cuda.max_memory_allocated())
     base = statistics.median(seconds["sdpa"]) if "sdpa" in seconds else None
     write_csv(
@@ -142,6 +163,9 @@ def main() -> None:
                 "shape": arguments.shape,
                 "length": arguments.length,
                 "trained": "adapters" if arguments.lora else "all",
+                "compiled": arguments.compile,
+                "first_step_seconds": round(first[name], 2),
+                "compilations": compilations[name],
                 "seconds_per_step": round(statistics.median(values), 4),
                 "tokens_per_second": round(arguments.length / statistics.median(values)),
                 "peak_gib": round(memory[name] / 2**30, 2),

@@ -151,14 +151,14 @@ def test_vectors_out_of_range_are_refused_in_a_window(n, bad):
     indices[0, 0, 2, -1] = bad
     place = positions([6])
     for padding in (None, mask_hook(batch_size=2, q_length=6, kv_length=6)):
-        with pytest.raises(RuntimeError, match=r"startend_row_indices must lie in 0..6, the row's length.*validate"):
+        with pytest.raises(RuntimeError, match=r"startend_row_indices must lie in 0..S, the row's length.*validate"):
             attend(startend_row_indices=indices, sliding_window=2, position_ids=place, attention_mask=padding)
 
 
 def test_vectors_of_a_longer_row_are_refused():
     model, _ = model_pair("mistral")
     vectors = masks.causal_document([2, 8]).indices[:, :, :6]
-    with pytest.raises(RuntimeError, match=r"startend_row_indices must lie in 0..6, the row's length"):
+    with pytest.raises(RuntimeError, match=r"startend_row_indices must lie in 0..S, the row's length"):
         model(tokens(1, 6), position_ids=positions([2, 4]), startend_row_indices=vectors, use_cache=False)
 
 

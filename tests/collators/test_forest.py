@@ -493,12 +493,12 @@ def test_changing_a_branch_leaves_all_others_bit_identical(segment):
     assert (before[~rest] != after[~rest]).any(-1).all()
 
 
-def test_the_example_of_trees_in_the_readme(capsys):
-    """The example runs unchanged and prints the output in the README, in which packed and separate paths agree."""
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
+def test_the_example_of_trees_in_the_docs(capsys):
+    """The example runs unchanged and prints the output in docs/trees.md, in which packed and separate paths agree."""
+    page = (Path(__file__).parents[2] / "docs" / "trees.md").read_text()
     pattern = r"```python\n((?:(?!```).)*Forest\.from_trees(?:(?!```).)*)```\n\n```\n(.*?)```"
-    code, shown = re.search(pattern, readme, re.DOTALL).groups()
-    exec(compile(code, "README.md", "exec"), {})
+    code, shown = re.search(pattern, page, re.DOTALL).groups()
+    exec(compile(code, "docs/trees.md", "exec"), {})
     printed = capsys.readouterr().out
     assert [line.split(":")[0] for line in printed.splitlines()] == [line.split(":")[0] for line in shown.splitlines()]
     for line in printed.splitlines():

@@ -73,20 +73,23 @@ def test_a_picture_of_rows_that_trl_packs_is_refused():
 
 
 def test_attention_is_kept_in_checkpointed_layers(tmp_path, model, monkeypatch, capsys):
-    """With an adapter: the losses of a run that computes attention twice, and half of its forwards."""
+    """With an adapter: the losses of a run that computes attention twice, and half of its forwards; on the host too."""
     flags = ["--model_name_or_path", str(model), "--use_peft", "--lora_dropout", "0"]
     flags += ["--max_length", "1024", "--max_steps", "2", *QUICK, f"--{CHECKPOINTING}", "True"]
     calls, forward = [], Call.forward
     monkeypatch.setattr(Call, "forward", lambda *args: calls.append(1) or forward(*args))
     runs = []
-    for more in ([], ["--keep_attention"]):
+    for more in ([], ["--keep_attention"], ["--keep_attention", "--host_gib", "1", "--tile_tokens", "300"]):
         calls.clear()
         sft.main([*flags, "--output_dir", str(tmp_path / str(len(more))), *more])
-        runs.append((logged(capsys.readouterr().out, "loss"), len(calls)))
-    assert runs[0][0] == runs[1][0]
+        printed = capsys.readouterr().out
+        assert ("attention's results are kept" in printed) == bool(more)
+        runs.append((logged(printed, "loss"), len(calls)))
+    assert "in tiles of 300 tokens, attention's results are kept, up to 1.0 GiB of checkpoints on the host" in printed
+    assert runs[1][0] == runs[0][0] == pytest.approx(runs[2][0], rel=1e-4)
     assert len(runs[0][0]) == 2
     layers = AutoConfig.from_pretrained(model).num_hidden_layers
-    assert runs[0][1] - runs[1][1] == 2 * layers
+    assert runs[0][1] - runs[1][1] == runs[0][1] - runs[2][1] == 2 * layers
 
 
 def test_two_processes_train_lora_like_one(tmp_path, model, capsys):
@@ -187,8 +190,9 @@ def test_evaluation_logs_the_mask_sparsity(tmp_path, model, capsys):
         (["--resume_from_checkpoint", "true"], "holds no checkpoint to resume from"),
         (["--learning_speed", "1"], "--learning_speed"),
         (["--dataset_name", "nowhere/at-all.jsonl"], "dataset_name: there is no file nowhere"),
-        (["--keep_attention"], "keep_attention needs .*_checkpointing"),
-        (["--keep_attention", f"--{CHECKPOINTING}", "True", "--report_to", "tensorboard"], "TensorBoard cannot write"),
+        (["--keep_attention"], f"keep_attention, tile_tokens and host_gib need {CHECKPOINTING}=True"),
+        (["--long_context", f"--{CHECKPOINTING}", "True"], "measured on a GPU.*set keep_attention and host_gib"),
+        (["--torch_compile", "--host_gib", "1", f"--{CHECKPOINTING}", "True"], "torch_compile compiles whole layers"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else "",
 )

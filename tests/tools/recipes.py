@@ -14,8 +14,12 @@ from typing import Any
 RECIPES = Path(__file__).parents[2] / "recipes"
 """The folder of the recipes; importable as top-level modules once this module is imported, as when a recipe runs."""
 
-if str(RECIPES) not in sys.path:
-    sys.path.insert(0, str(RECIPES))
+BENCHMARKS = RECIPES / "benchmarks"
+"""The folder of the benchmarks, importable likewise."""
+
+for folder in (RECIPES, BENCHMARKS):
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
 
 QUICK = ["--logging_steps", "1", "--use_cpu", "--disable_tqdm", "True", "--save_strategy", "no"]
 """Flags of a short run on the CPU that saves no checkpoint."""

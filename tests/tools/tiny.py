@@ -15,8 +15,10 @@ VOCAB = 64
 CHECKPOINTING = next(f for f in ("activation_checkpointing", "gradient_checkpointing") if hasattr(TrainingArguments, f))
 
 TRAINER_WARNINGS = [
-    # TRL and PEFT use the old name in transformers 5.23.
-    pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing(_enable|_disable)?` is deprecated:FutureWarning"),
+    # TRL, PEFT and programs for transformers 5.17 use the old name in transformers 5.23.
+    pytest.mark.filterwarnings(
+        "ignore:`(is_)?gradient_checkpointing(_enable|_disable|_kwargs)?` is deprecated:FutureWarning"
+    ),
     # torch warns on a machine without a GPU.
     pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning"),
 ]

@@ -1,0 +1,300 @@
+"""Tables of the pages, each with its line of conditions."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+
+from results import Row, mask_of, maybe, name_of, number, ratios, read, select
+from values import best_stock
+
+CPU = "Two cores"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], conditions: str) -> str:
+    """Return a table in Markdown, with its line of conditions below."""
+    lines = [head, ["---"] + ["---:"] * (len(head) - 1), *rows]
+    return "\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines) + f"\n\n{conditions}\n\n"
+
+
+def measured(rows: Sequence[Row], command: str, *more: str) -> str:
+    """Return one line of conditions: hardware, versions, what else holds, and the command that measures it."""
+    first = rows[0]
+    machine = CPU if first["gpu"] == "cpu" else f"One {first['gpu'].replace(' HBM3', '')}, bfloat16"
+    versions = f"torch {first['torch'].split('+')[0]}, Triton {first['triton']}"
+    text = [machine, *more, versions, f"transformers {first['transformers']}"]
+    return f"*{', '.join(text)}:* `python recipes/{command}`"
+
+
+def training() -> str:
+    """Return the table of supervised fine-tuning on packed rows."""
+    rows = read("training_h200")
+    lines = [
+        (
+            name_of(row["implementation"]) + (", dense mask" if row["implementation"] == "sdpa" else ""),
+            f"{int(row['tokens_per_second']):,}",
+            f"{float(row['against_sdpa']):.2f}x",
+            f"{float(row['peak_gib']):.1f} GiB",
+        )
+        for row in sorted(rows, key=lambda row: -int(row["tokens_per_second"]))
+    ]
+    shape = f"rows of {int(rows[0]['length']):,} tokens of 1 to 10 documents, gradient checkpointing, AdamW"
+    return table(
+        ("attention", "tokens/s", "against SDPA", "peak memory"),
+        lines,
+        measured(rows, "benchmarks/training.py --rows 4", "Llama-3.2-1B's shape", shape),
+    )
+
+
+def kept() -> str:
+    """Return the table of one long row with and without attention's results kept."""
+    rows = read("keep_attention_h100")
+    lines = [
+        (name_of(row["implementation"]), f"{int(row['tokens_per_second']):,}", f"{float(row['peak_gib']):.1f} GiB")
+        for row in rows
+    ]
+    shape = f"Llama-3.2-1B's shape, LoRA, a row of {int(rows[0]['length']):,} tokens, gradient checkpointing"
+    command = "benchmarks/training.py --length 131072 --lora --implementations flashmask flashmask_kept"
+    return table(("", "tokens/s", "peak memory"), lines, measured(rows, command, shape))
+
+
+def packing() -> str:
+    """Return the table of packers."""
+    rows = [row for row in read("packing_cpu") if row["efficiency"]]
+    lines = [
+        (
+            f"`{row['packer']}`" if row["packer"] == "pack_dataset" else row["packer"].replace("TRL bfd", 'TRL, "bfd"'),
+            f"{float(row['seconds']):.2f} s",
+            f"{int(row['peak_mib'])} MiB",
+            f"{float(row['efficiency']):.2%}",
+        )
+        for row in rows
+        if "batch_size" not in row["packer"]
+    ]
+    size = int(rows[0]["examples"]) * int(rows[0]["tokens_per_example"])
+    shape = f"{size / 1e6:.0f} million tokens in {int(rows[0]['examples']):,} documents, "
+    shape += f"rows of {int(rows[0]['row_length']):,}"
+    return table(("", "time", "peak memory", "full"), lines, measured(rows, "benchmarks/packing.py", shape))
+
+
+def alignment() -> str:
+    """Return the table of DPO and reward models."""
+    lines = []
+    for task in ("dpo", "reward"):
+        rows = read(f"alignment_{task}_h200")
+        for length in dict.fromkeys(row["length"] for row in rows):
+            ours, best = best_stock(task, length)
+            lines.append(
+                (
+                    {"dpo": "DPO", "reward": "reward model"}[task],
+                    f"{int(length):,}",
+                    f"{int(ours['tokens_per_second']):,}",
+                    f"{int(best['tokens_per_second']):,} ({name_of(best['provider']).split(',')[0]})",
+                    f"{float(ours['against_fastest_stock']):.2f}x",
+                    f"{float(ours['peak_gib']):.1f} / {float(best['peak_gib']):.1f}",
+                )
+            )
+    providers = "flashmask sdpa sdpa_single flex_attention_single"
+    return table(
+        ("task", "tokens a row", "shared, tokens/s", "stock TRL, tokens/s", "gain", "peak GiB, shared / stock"),
+        lines,
+        measured(
+            read("alignment_dpo_h200"),
+            f"benchmarks/alignment.py --task TASK --length LENGTH --providers {providers}",
+            "Llama-3.2-1B's shape, 2 answers and a reference model (DPO), 6 answers (reward), answers of 10% to 20% of "
+            "their question, tokens counted once a row",
+        ),
+    )
+
+
+MODELS = {"llama-3.2-1b": "1B", "qwen3-4b": "4B, LoRA"}
+
+
+def grpo() -> str:
+    """Return the table of updates of GRPO."""
+    rows = read("grpo_h100")
+    lines = []
+    for model, prompt, completion in dict.fromkeys((row["model"], row["prompt"], row["completion"]) for row in rows):
+        case = {"model": model, "prompt": prompt, "completion": completion}
+        speeds = [
+            maybe(rows, "update_against_sdpa", "{:.2f}", provider=provider, **case) or "-"
+            for provider in ("flashmask", "flashmask_unshared", "sdpa", "flex_attention")
+        ]
+        speeds[2] = f"1 ({maybe(rows, 'update_tokens_per_second', '{:,.0f}', provider='sdpa', **case)} tokens/s)"
+        peaks = [maybe(rows, "update_peak_gib", "{:.1f}", provider=name, **case) for name in ("flashmask", "sdpa")]
+        lines.append((MODELS[model], f"{int(prompt):,} : {int(completion):,}", *speeds, " / ".join(peaks)))
+    head = ("model", "P : C", "shared prompt", "packed, not shared", "SDPA, padded", "FlexAttention, padded")
+    return table(
+        (*head, "peak GiB, shared / SDPA"),
+        lines,
+        measured(
+            rows,
+            "benchmarks/reinforcement.py",
+            "an update relative to TRL's trainer with padded SDPA, one group of 8 a micro-batch, completions of half "
+            "to all of C tokens, checkpointing, random weights",
+        ),
+    )
+
+
+def sharing() -> str:
+    """Return the table of the tokens that sharing a prompt saves, which follows from lengths alone."""
+    group, scattered = 8, 8  # completions of a prompt, and micro-batches over which shuffling spreads eight prompts
+    seen = scattered * (1 - math.comb(group * scattered - group, group) / math.comb(group * scattered, group))
+    lines = []
+    for prompt, completion in ((1, 8), (1, 1), (4, 1), (16, 1)):
+        saved = [size * (prompt + completion) / (prompt + size * completion) for size in (8, 16)]
+        saved.append(group * (prompt + completion) / (seen * prompt + group * completion))
+        lines.append((f"{prompt} : {completion}", *(f"{value:.2f}" for value in saved)))
+    head = ("P : C", "G = 8", "G = 16", "G = 8, scattered over 8 micro-batches of 8, on average")
+    return table(head, lines, "*Tokens of TRL over tokens here, padding apart.*")
+
+
+def attention() -> str:
+    """Return the table of attention alone by mask."""
+    rows = select(read("attention_h200"), length="32768", head_dim="128")
+    providers = ("flashmask", "flashmask_triton", "flex_attention", "cudnn")
+    lines = [
+        (mask_of(mask), *(maybe(rows, "both_tflops", "{:.0f}", mask=mask, provider=name) for name in providers))
+        for mask in dict.fromkeys(row["mask"] for row in rows)
+    ]
+    names = " ".join(providers)
+    return table(
+        ("mask", *map(name_of, providers)),
+        lines,
+        measured(
+            rows,
+            f"benchmarks/attention.py --lengths 8192 32768 --dims 128 64 --repeats 7 --providers {names}",
+            "TFLOP/s of forward and backward, counted on tiles that are not hidden, 4 rows of 32,768 tokens, 32 heads "
+            "of 128",
+        ),
+    )
+
+
+def peers() -> str:
+    """Return the table of attention alone beside FlashAttention-4 and FlexAttention's backend of that name."""
+    rows = read("attention_fa4_h200")
+    providers = ("flashmask", "fa4", "flex_flash", "cudnn")
+    lines = []
+    for dim in ("128", "64"):
+        for mask in ("full", "causal", "causal_document", "share_question", "random_eviction"):
+            cells = []
+            for provider in providers:
+                case = {"mask": mask, "head_dim": dim, "provider": provider}
+                both = [maybe(rows, f"{way}_tflops", "{:.0f}", **case) for way in ("forward", "backward")]
+                cells.append(" / ".join(both) if all(both) else "")
+            lines.append((mask_of(mask), dim, *cells))
+    return table(
+        ("mask", "head_dim", *map(name_of, providers)),
+        lines,
+        measured(
+            rows,
+            "benchmarks/attention.py --lengths 32768 --dims 128 64 --providers flashmask flex_flash fa4 cudnn",
+            "TFLOP/s of forward / backward, 4 rows of 32,768 tokens, flash-attn-4 4.0.0b36",
+        ),
+    )
+
+
+def sparse() -> str:
+    """Return the table of dynamic sparse attention against causal FlashAttention-2."""
+    rows = read("sparse_attention_h200")
+    lengths = ("2048", "8192", "16384", "32768")
+    lines = [
+        (
+            "causal flashmask" if provider == "flashmask" else name_of(provider),
+            *(maybe(rows, "faster", "{:.1f}x", provider=provider, length=length) for length in lengths),
+        )
+        for provider in ("hash_16", "drop_30", "drop_50", "flashmask")
+    ]
+    command = "benchmarks/sparse_attention.py --lengths 1024 2048 4096 8192 16384 32768 --repeats 5"
+    shape = (
+        "against causal SDPA (FlashAttention-2), forward and backward with all sorting and moving of rows, 4 rows, 48 "
+    )
+    shape += "heads of 64, random buckets and drops"
+    return table(("", *(f"{int(length):,} tokens" for length in lengths)), lines, measured(rows, command, shape))
+
+
+def sparse_training() -> str:
+    """Return the table of training with hash-sparse attention."""
+    lines = []
+    for length in ("8192", "16384"):
+        rows = read(f"sparse_training_{length}_hash_h200")
+        (full,), (ours,) = select(rows, variant="sdpa"), select(rows, variant="hash_16")
+        lines.append(
+            (
+                f"{int(length):,} bytes",
+                f"{float(full['ms_per_step']):.1f} ms",
+                f"{float(ours['ms_per_step']):.1f} ms",
+                f"{float(ours['against_sdpa']):.2f}x",
+                f"{float(full['held_out_loss']):.2f} / {float(ours['held_out_loss']):.2f}",
+            )
+        )
+    steps = read("sparse_training_8192_hash_h200")[0]["steps"]
+    return table(
+        ("rows of", "SDPA, a step", "16 hash buckets", "gain", f"held-out loss after {steps} steps, SDPA / hash"),
+        lines,
+        measured(
+            read("sparse_training_8192_hash_h200"),
+            f"sparse.py --variants sdpa hash_16 --length 8192 --batch 4 --steps {steps} --held-out 8 --compile",
+            "a Llama of 12 layers, 768 wide, 12 heads of 64, on bytes of source code, 32,768 a step, CUDA graphs",
+        ),
+    )
+
+
+def decoding() -> str:
+    """Return the table of one decoding step."""
+    rows = select(read("decode_h200"), batch="8", keys="65536", mask="padding")
+    lines = [
+        (
+            heads,
+            *(
+                f"{number(rows, 'graph_us', provider=provider, heads=heads) / 1000:.2f} ms"
+                for provider in ("flashmask", "sdpa_mask", "sdpa")
+            ),
+        )
+        for heads in ("32/8", "32/32")
+    ]
+    return table(
+        ("heads of queries / keys", "flashmask, with the mask", "SDPA, with the mask", "SDPA, without a mask"),
+        lines,
+        measured(rows, "benchmarks/decode.py", "8 left-padded sequences of 65,536 keys, heads of 128, in a CUDA graph"),
+    )
+
+
+def short() -> str:
+    """Return the table of short rows beside SDPA with a dense mask."""
+    rows = read("short_h100")
+    lines = []
+    for provider in ("flashmask", "flashmask_triton"):
+        cells = []
+        for column in ("host_us", "graph_us"):
+            for passes in ("forward", "both"):
+                shown = select(rows, passes=passes)
+                values = ratios(shown, column, provider, "sdpa_mask", ("batch", "rows", "head_dim"))
+                cells.append(f"{min(values):.2f} to {max(values):.2f} ({statistics.median(values):.2f})")
+        lines.append((name_of(provider), *cells))
+    head = ("", "host, forward", "host, both", "CUDA graph, forward", "CUDA graph, both")
+    shape = (
+        "time relative to SDPA with a dense mask (median), 1 or 8 rows of 128 to 1,024 tokens, 32 heads of 64 and 128"
+    )
+    command = "benchmarks/short.py --repeats 41 --providers flashmask flashmask_triton sdpa_mask"
+    return table(head, lines, measured(rows, command, shape))
+
+
+def masks_made() -> str:
+    """Return the table of what a mask costs before the first tile: its plan, beside FlexAttention's block mask."""
+    plans, rows = read("plan_h200"), select(read("attention_h200"), head_dim="128")
+    lines = []
+    for length in ("8192", "32768", "131072"):
+        graph = [float(row["graph_us"]) for row in select(plans, length=length)]
+        cells = []
+        for provider in ("flashmask", "flex_attention"):
+            own = [row for row in select(rows, length=length, provider=provider) if float(row["mask_mib"])]
+            times = [float(row["mask_ms"]) for row in own]
+            cells.append(f"{min(times):.1f} to {max(times):.1f} ms")
+            cells.append(f"{max(float(row['mask_mib']) for row in own):.2f} MiB")
+        lines.append((f"{int(length):,}", f"{min(graph):.0f} to {max(graph):.0f} us", *cells))
+    head = ("tokens", "plan, on the GPU", "plan, with the host", "memory", "FlexAttention's mask", "memory")
+    return table(
+        head, lines, measured(plans, "benchmarks/plan.py", "12 masks, once a batch, for all layers and passes")
+    )

@@ -1,0 +1,181 @@
+"""Offloading of activation checkpoints: what checkpointed layers keep lies in host memory from forward to backward."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+
+from flashmask_hf.long_rows.store import Saved, Store
+
+__all__ = ["Offload", "offload_checkpoints"]
+
+
+def offload_checkpoints(model: nn.Module, host_bytes: int | None = None, *, min_bytes: int = 2**20) -> Offload:
+    """Keep the checkpoints of a model's layers in pinned host memory between forward and backward, in place.
+
+    Checkpoints are the inputs of checkpointed layers, and the results of attention that `keep_attention` keeps. In 16
+    bits a layer's input takes 2 * hidden_size bytes a token, and attention's results about as much again. Those of the
+    first layers go to the host, for they are read last, and those beyond the budget stay on the GPU. Copies overlap
+    with computation: in the forward a copy has until the next checkpoint, and in the backward what is read next is on
+    its way, so one checkpoint more than is in use lies on the GPU. Loss and gradients are the same to the bit.
+
+    Call it once; the trainer or PEFT may wrap the model before or after, and enable gradient checkpointing after. Host
+    memory is taken as the first step needs it, which makes that step slower, and is used again by later steps.
+    `torch.compile` around checkpointed layers is refused; modules inside of layers may be compiled.
+
+    Args:
+        model: a transformers model on a CUDA or ROCm GPU, or a module that holds one. Evaluation does not change.
+        host_bytes: the most bytes of host memory to take, at least 0; None for no limit. The system may end a process
+            that takes more than there is.
+        min_bytes: checkpoints of fewer bytes stay on the GPU; at least 0. Host memory is taken in blocks of 16 MiB.
+
+    Returns:
+        An object with counters, the budget, and `close()`, which undoes the change.
+
+    Raises:
+        ValueError: if a number is negative, if the model has no layers that can be checkpointed, or if it is offloaded
+            already.
+        RuntimeError: in the forward of a training step, if gradient checkpointing is off or layers are compiled.
+
+    Example:
+        ```python
+        from flashmask_hf.long_rows import offload_checkpoints
+
+        model.gradient_checkpointing_enable()
+        offload = offload_checkpoints(model, host_bytes=64 * 2**30)
+        ...  # train
+        offload.close()
+        ```
+    """
+    return Offload(model, host_bytes, min_bytes)
+
+
+class Offload:
+    """Offloading of a model's checkpoints, made by `offload_checkpoints`: counters, the budget, and the way back."""
+
+    def __init__(self, model: nn.Module, host_bytes: int | None, min_bytes: int) -> None:
+        if min_bytes < 0:
+            raise ValueError(f"min_bytes must be at least 0, got {min_bytes}")
+        named = {name: m for name, m in model.named_modules() if hasattr(m, "gradient_checkpointing")}
+        if not named:
+            raise ValueError(
+                "model has no layers that can be checkpointed: none has the attribute gradient_checkpointing. Pass a "
+                "transformers model that supports gradient checkpointing"
+            )
+        modules = list(named.values())
+        if any(m in _offloaded for m in modules):
+            raise ValueError("model is offloaded already: set host_bytes of its Offload, or call its close() first")
+        self._store = store = Store(host_bytes, min_bytes)
+        self._modules = modules
+
+        # A closure, not a method: a copy of the model shares the store, where a method would be copied with it.
+        def before_forward(module: nn.Module, _: Any) -> None:
+            if not module.training or not torch.is_grad_enabled():
+                return
+            if not any(m.gradient_checkpointing for m in modules):
+                raise RuntimeError(
+                    "offload_checkpoints needs gradient checkpointing, which is off: call model."
+                    "gradient_checkpointing_enable() or set gradient_checkpointing=True in the trainer's arguments"
+                )
+            _wrap_checkpoint_functions(modules, store)
+            store.begin_forward(itertools.chain(module.parameters(), module.buffers()))
+
+        hook: Any = torch.compiler.disable(before_forward)
+        self._hook = _common_module(model, list(named)).register_forward_pre_hook(hook)
+        _offloaded.update(modules)
+
+    @property
+    def host_bytes(self) -> int | None:
+        """The most bytes of host memory to take, or None for no limit; may be set between steps."""
+        return self._store.pool.host_bytes
+
+    @host_bytes.setter
+    def host_bytes(self, value: int | None) -> None:
+        self._store.set_budget(value)
+
+    @property
+    def seen_bytes(self) -> int:
+        """Bytes of the checkpoints of the last forward, on the host or on the GPU, without those below `min_bytes`."""
+        return self._store.seen_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of host memory that hold checkpoints now, in whole blocks."""
+        return self._store.pool.held_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that `held_bytes` has been."""
+        return self._store.pool.peak_bytes
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of host memory taken, in use or kept for the next step."""
+        return self._store.pool.size_bytes
+
+    def close(self) -> None:
+        """Undo the change of the model and free the host memory.
+
+        The backward of an earlier forward works all the same; the memory that it needs is freed with its graph.
+        """
+        self._hook.remove()
+        for module in self._modules:
+            function: Any = vars(module).get(_FUNCTION)
+            if getattr(function, "store", None) is self._store:
+                setattr(module, _FUNCTION, function.inner)
+        _offloaded.difference_update(self._modules)
+        self._store.close()
+
+
+_offloaded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Modules whose checkpoints are offloaded."""
+
+_FUNCTION = "_gradient_checkpointing_func"
+"""Attribute in which a module of transformers has the function that checkpoints its layers, or itself."""
+
+
+def _common_module(model: nn.Module, names: list[str]) -> nn.Module:
+    """Return the innermost module with a forward that is or holds all the named ones."""
+    paths = [name.split(".") for name in names]
+    shared = [x[0] for x in itertools.takewhile(lambda x: len(set(x)) == 1, zip(*paths, strict=False))]
+    while isinstance(model.get_submodule(".".join(shared)), (nn.ModuleList, nn.ModuleDict)):
+        shared.pop()
+    return model.get_submodule(".".join(shared))
+
+
+def _wrap_checkpoint_functions(modules: list[nn.Module], store: Store) -> None:
+    """Send what the modules' checkpoints save to the store; enabling checkpointing has set functions without one."""
+    for module in modules:
+        function = vars(module).get(_FUNCTION)  # a wrapper of PEFT would give its inner module's
+        if function is not None and getattr(function, "store", None) is not store:
+            setattr(module, _FUNCTION, _with_store(function, store))
+
+
+def _with_store(checkpoint: Callable[..., Any], store: Store) -> Callable[..., Any]:
+    def checkpoint_in_store(*args: Any, **kwargs: Any) -> Any:
+        # Eager code that compiled code calls: torch's checkpoint would run the layer without the compiler, in silence.
+        # Within compiled code, on the other hand, the backward would load the checkpoints of all layers at once.
+        if get_eval_frame_callback() not in (None, False):
+            raise RuntimeError(_COMPILED)
+        with store.layer() as layer, torch.autograd.graph.saved_tensors_hooks(layer.save, _load):
+            return checkpoint(*args, **kwargs)
+
+    wrapper: Any = torch.compiler.disable(checkpoint_in_store, recursive=False, reason=_COMPILED)
+    wrapper.store, wrapper.inner = store, checkpoint
+    return wrapper
+
+
+_COMPILED = (
+    "offload_checkpoints does not work with torch.compile around checkpointed layers. Compile modules inside of them, "
+    "such as `for layer in model.model.layers: layer.mlp.compile()`, or close() the offload"
+)
+
+
+def _load(saved: Saved) -> Tensor:
+    return saved.load()[0]

@@ -1,0 +1,386 @@
+"""Store of tensors between forward and backward: on the host within a budget, else on their device.
+
+Tensors are copied into blocks of pinned host memory of one size, which a pool keeps from step to step. PyTorch's
+allocator of pinned memory rounds up to a power of two, so one block a tensor would take up to twice its size. All
+copies of a GPU run in order on one stream of their own. On a CPU the same code copies within ordinary memory, at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import math
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+if TYPE_CHECKING:
+    Event = torch.cuda.Event | torch.Event
+
+__all__ = ["Layer", "Saved", "Store", "current_layer"]
+
+BLOCK_BYTES = 16 * 2**20
+"""Size of a block, a power of two: most of the last block of a small tensor is waste, and a copy is a call a block."""
+
+
+class Store:
+    """Store of tensors between forward and backward: on the host within a budget, else on their device.
+
+    Args:
+        host_bytes: the budget, which counts whole blocks; None for no limit.
+        min_bytes: tensors that take fewer bytes together stay on their device.
+    """
+
+    def __init__(self, host_bytes: int | None, min_bytes: int) -> None:
+        self.pool = Pool(host_bytes)
+        self._min_bytes = min_bytes
+        self.seen_bytes = 0
+        self._excluded: set[int] = set()
+        self._known: weakref.WeakValueDictionary[tuple, Saved] = weakref.WeakValueDictionary()
+        self._copying: weakref.ref[Saved] | None = None
+        self._last_layer: weakref.ref[Layer] | None = None
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def begin_forward(self, excluded: Iterable[Tensor]) -> None:
+        """Start the count of a forward. Tensors that share the memory of `excluded` will not be moved."""
+        self.seen_bytes = 0
+        self._excluded = {_address(x) for x in excluded if type(x) in (Tensor, nn.Parameter)}
+        self.pool.trim()
+
+    @contextlib.contextmanager
+    def layer(self) -> Iterator[Layer]:
+        """Open a layer, which is `current_layer` inside."""
+        layer = Layer(self)
+        token = current_layer.set(layer)
+        try:
+            yield layer
+        finally:
+            current_layer.reset(token)
+
+    def save(self, tensors: tuple[Tensor, ...], layer: Layer) -> Saved:
+        """Take over tensors of one device, and start their copy to the host if the budget has room.
+
+        Only dense tensors of floating point are moved. Tensors of the same memory, layout and version as some that are
+        still saved are not saved again.
+        """
+        tensors = tuple(x.detach() for x in tensors)
+        if not all(self._is_movable(x) for x in tensors):
+            return Saved(tensors)
+        size = sum(x.nbytes for x in tensors)
+        if size < self._min_bytes:
+            return Saved(tensors)
+        key = tuple((_address(x), x.storage_offset(), x.shape, x.stride(), x.dtype, x._version) for x in tensors)
+        saved = self._known.get(key)
+        if saved is None:
+            self.seen_bytes += size
+            saved = self._known[key] = Saved(tensors)
+            self._chain(saved, layer)
+            self._finish_copy()
+            blocks = self.pool.take(math.ceil(size / BLOCK_BYTES))
+            if blocks is not None:
+                saved.move(blocks, self)
+                self._copying = weakref.ref(saved)
+        return saved
+
+    def _is_movable(self, x: Tensor) -> bool:
+        return (
+            type(x) is Tensor
+            and x.device.type in ("cuda", "cpu")
+            and x.is_floating_point()
+            and x.numel() > 0
+            and _is_dense(x)
+            and _address(x) not in self._excluded
+        )
+
+    def _chain(self, saved: Saved, layer: Layer) -> None:
+        """Enter what was saved into the order of the backward: layers from the last on, each from its first tensors."""
+        if not layer.saved:
+            layer.before, self._last_layer = self._last_layer, weakref.ref(layer)
+        saved.layer, saved.index = layer, len(layer.saved)
+        layer.saved.append(weakref.ref(saved))
+
+    def _finish_copy(self) -> None:
+        """Let go of the tensors whose copy to the host was started last: one copy at a time holds GPU memory."""
+        saved = None if self._copying is None else self._copying()
+        if saved is not None:
+            saved.release()
+        self._copying = None
+
+    def stream(self, device: torch.device) -> torch.cuda.Stream:
+        """Return the stream of a GPU's copies."""
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        return self._streams[device]
+
+    def set_budget(self, host_bytes: int | None) -> None:
+        """Set the budget, and free what is over it."""
+        self._finish_all()
+        self.pool.host_bytes = host_bytes
+
+    def close(self) -> None:
+        """Free the host memory, but for that of tensors still saved, which goes with them."""
+        self._finish_all()
+        self.pool.close()
+
+    def _finish_all(self) -> None:
+        """Wait for all copies: PyTorch gives no memory back to the system that they may use."""
+        for stream in self._streams.values():
+            stream.synchronize()
+
+
+class Layer:
+    """A checkpointed layer's saved tensors, in the order in which the layer's backward reads them."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.before: weakref.ref[Layer] | None = None
+        self.saved: list[weakref.ref[Saved]] = []
+
+    def save(self, *tensors: Tensor) -> Saved:
+        """Save tensors of one device together; their `load` returns them."""
+        return self._store.save(tensors, self)
+
+
+current_layer: contextvars.ContextVar[Layer | None] = contextvars.ContextVar("current_layer", default=None)
+"""The layer whose checkpoint is being made, if it goes to a store."""
+
+
+class Saved:
+    """Tensors in a store. Their host memory goes back to the pool when this object dies with the autograd graph."""
+
+    def __init__(self, tensors: tuple[Tensor, ...]) -> None:
+        self.layer: Layer | None = None
+        self.index = 0
+        self._tensors: tuple[Tensor, ...] | None = tensors  # on the device; None if on the host only
+        self._versions = [x._version for x in tensors]
+        self._blocks: list[Block] = []
+
+    def move(self, blocks: list[Block], store: Store) -> None:
+        """Start the copy into blocks of host memory; `release` then frees the tensors on the device."""
+        assert self._tensors is not None
+        device = self._tensors[0].device
+        self._blocks, self._pool, self._device = blocks, store.pool, device
+        # While they are referred to, no other storage gets their addresses, by which the store knows tensors.
+        self._storages = [StorageWeakRef(x.untyped_storage()) for x in self._tensors]
+        self._layouts = [(x.shape, x.stride(), x.dtype) for x in self._tensors]
+        self._done: Event | None = None
+        self._copies = self._compute = None
+        if device.type == "cuda":
+            # Autograd runs the backward of a layer on this stream, too.
+            self._copies, self._compute = store.stream(device), torch.cuda.current_stream(device)
+        self._copy(to_host=True)
+
+    def load(self) -> tuple[Tensor, ...]:
+        """Return the tensors on their device, and start the copy of those that the backward reads next."""
+        self.fetch()
+        following = self._following()
+        if following is not None:
+            following.fetch()
+        tensors = self._tensors
+        assert tensors is not None
+        if self._are_changed():
+            raise RuntimeError(
+                "the input of a checkpointed layer, or attention's result in it, was modified by an inplace operation "
+                "after it was saved; use an operation that makes a new tensor"
+            )
+        if self._blocks:
+            self.release()
+        return tuple(x.detach() for x in tensors)
+
+    def fetch(self) -> None:
+        """Start the copy back to the device, if the tensors are only on the host."""
+        if self._tensors is None:
+            with torch.cuda.stream(self._compute):  # whose order then says when the memory is free
+                self._tensors = tuple(
+                    torch.empty_strided(shape, stride, dtype=dtype, device=self._device)
+                    for shape, stride, dtype in self._layouts
+                )
+            self._copy(to_host=False)
+            self._versions = [x._version for x in self._tensors]
+
+    def release(self) -> None:
+        """Let go of the tensors on the device, once their copy from or to the host is done, unless they were changed.
+
+        The host runs ahead of the GPU, so the stream of computation waits, not the host: the memory is then free in the
+        order of that stream, however far ahead the host is.
+        """
+        if self._tensors is not None and not self._are_changed():
+            self._wait()
+            self._tensors = None
+
+    def _following(self) -> Saved | None:
+        layer = self.layer
+        if layer is None:
+            return None
+        if self.index + 1 < len(layer.saved):
+            return layer.saved[self.index + 1]()
+        before = None if layer.before is None else layer.before()
+        return None if before is None else before.saved[0]()
+
+    def _are_changed(self) -> bool:
+        return self._tensors is not None and [x._version for x in self._tensors] != self._versions
+
+    def _copy(self, to_host: bool) -> None:
+        assert self._tensors is not None
+        if self._copies is None:
+            for there, here in _pair_up(self._tensors, self._blocks):
+                here.copy_(there) if to_host else there.copy_(here)
+            return
+        assert self._compute is not None
+        self._copies.wait_stream(self._compute)  # it writes what is to be copied, or reads what was where the copy goes
+        # Blocks may come from another GPU, whose stream of copies is not ordered with this one.
+        for event in {block.done for block in self._blocks if block.done is not None}:
+            self._copies.wait_event(event)
+        with torch.cuda.stream(self._copies):
+            for there, here in _pair_up(self._tensors, self._blocks):
+                if to_host:
+                    here.copy_(there, non_blocking=True)
+                else:
+                    there.copy_(here, non_blocking=True)
+            self._done = self._copies.record_event()
+        for block in self._blocks:
+            block.done = self._done
+
+    def _wait(self) -> None:
+        if self._compute is not None and self._done is not None:
+            self._compute.wait_event(self._done)
+
+    def __del__(self) -> None:
+        if self._blocks:
+            if self._tensors is not None:
+                self._wait()
+            self._pool.give(self._blocks)
+
+
+class Block:
+    """A piece of host memory, and the event after which it may be written again."""
+
+    def __init__(self) -> None:
+        self.memory = torch.empty(BLOCK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=torch.cuda.is_available())
+        self.done: Event | None = None
+
+
+class Pool:
+    """Blocks of host memory, which grow up to a budget. No method but `give` may run in a finalizer."""
+
+    def __init__(self, host_bytes: int | None) -> None:
+        self.peak_bytes = 0
+        self._free: list[Block] = []
+        self._count = 0  # of blocks in use or free
+        self._open = True
+        self.host_bytes = host_bytes
+
+    @property
+    def host_bytes(self) -> int | None:
+        """The most bytes to take; None for no limit."""
+        return self._host_bytes
+
+    @host_bytes.setter
+    def host_bytes(self, value: int | None) -> None:
+        if value is not None and value < 0:
+            raise ValueError(f"host_bytes must be at least 0, or None for no limit, got {value}")
+        self._host_bytes = value
+        self._refused = False
+        self.trim()
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes taken from the system."""
+        return self._count * BLOCK_BYTES
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of blocks in use."""
+        return (self._count - len(self._free)) * BLOCK_BYTES
+
+    def take(self, count: int) -> list[Block] | None:
+        """Return blocks, or None if the budget or the system does not give so many."""
+        missing = count - len(self._free)
+        if not self._open or (missing > 0 and not self._grow(missing)):
+            return None
+        blocks = [self._free.pop() for _ in range(count)]
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+        return blocks
+
+    def _grow(self, count: int) -> bool:
+        over = self._host_bytes is not None and self.size_bytes + count * BLOCK_BYTES > self._host_bytes
+        if over or self._refused:
+            return False
+        for _ in range(count):
+            try:
+                block = Block()
+            except RuntimeError as error:
+                self._refused = True  # to ask again takes long, and fails
+                warnings.warn(
+                    f"the system gives no more than {self.size_bytes / 2**30:.2f} GiB of pinned host memory ({error}); "
+                    "further checkpoints stay on the GPU. Set a smaller host_bytes",
+                    stacklevel=2,
+                )
+                return False
+            self._count += 1
+            self._free.append(block)
+        return True
+
+    def give(self, blocks: list[Block]) -> None:
+        """Put blocks back, which may still be read or written up to their event."""
+        if self._open:
+            self._free.extend(blocks)
+        else:
+            self._count -= len(blocks)
+
+    def trim(self) -> None:
+        """Free blocks that are not in use until the budget holds."""
+        if self._host_bytes is not None:
+            self._drop(self._count - self._host_bytes // BLOCK_BYTES)
+
+    def _drop(self, count: int) -> None:
+        count = min(count, len(self._free))
+        if count > 0:
+            del self._free[-count:]
+            self._count -= count
+            _empty_host_cache()
+
+    def close(self) -> None:
+        """Free all blocks that are not in use; give none any more."""
+        self._open = False
+        self._drop(len(self._free))
+
+
+def _empty_host_cache() -> None:
+    """Make PyTorch give the pinned memory that it keeps for later back to the system."""
+    if torch.cuda.is_available():
+        empty = getattr(torch.accelerator, "empty_host_cache", None) or torch._C._host_emptyCache  # torch 2.11
+        empty()
+
+
+def _is_dense(x: Tensor) -> bool:
+    """Return whether the elements of a tensor fill a piece of memory, in any order of dimensions."""
+    filled = 1
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1:
+            if stride != filled:
+                return False
+            filled *= size
+    return True
+
+
+def _address(x: Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
+def _pair_up(tensors: Iterable[Tensor], blocks: list[Block]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the bytes of dense tensors, one after the other, piece by piece, each with its place in the blocks."""
+    position = 0
+    for x in tensors:
+        rest = x.as_strided((x.numel(),), (1,)).view(torch.uint8)
+        while len(rest):
+            number, start = divmod(position, BLOCK_BYTES)
+            size = min(len(rest), BLOCK_BYTES - start)
+            yield rest[:size], blocks[number].memory[start : start + size]
+            rest = rest[size:]
+            position += size

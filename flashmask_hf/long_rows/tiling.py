@@ -1,0 +1,333 @@
+"""MLPs and norms run in tiles of tokens, so that no intermediate result of a whole row is ever held."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import get_device_states, set_device_states
+
+from flashmask_hf.torch_state import is_plain
+
+__all__ = ["tile_tokens"]
+
+_PROJECTIONS = ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"})
+"""Children of a gated MLP: three projections, or two where gate and up are one, as in Phi-3."""
+
+_LAYER_NORMS = ("CohereLayerNorm", "Cohere2LayerNorm", "NemotronLayerNorm1P", "OlmoLayerNorm")
+"""Layer norms of decoders with a forward of their own. Others of such a name may normalise channels of images."""
+
+Slots = list[tuple[dict[str, Any], str]]
+"""Places that hold a tensor: attributes of modules, each as a dictionary and a key."""
+
+
+def tile_tokens(model: nn.Module, tokens: int = 8192) -> list[str]:
+    """Make a model's gated MLPs and norms run in tiles of tokens, in place, to save memory on long rows.
+
+    Each token's output of such a module depends on that token alone. A tiled module computes a tile at a time and keeps
+    its input only; its backward computes each tile again, with the same dropout and autocast. So an MLP holds
+    results of `tokens` tokens instead of a row's, and a norm no float32 copy of a row. Gradients of parameters are
+    summed over tiles in float32 at least, and reach DDP, FSDP2 and hooks once for each call, as those of a plain module
+    do. Where a layer is checkpointed without reentrance, its recomputation stops before an MLP that comes last.
+
+    Tiled are modules with the linear children gate_proj, up_proj and down_proj, or gate_up_proj and down_proj, and
+    norms over the last dimension (RMSNorm, LayerNorm) that take one tensor, wherever they are in the model, also those
+    of queries and keys. A mixture of experts is left alone, but for its shared expert. Calls with at most `tokens`
+    tokens, or with more arguments than one tensor, run as before. With dropout, each tile draws its own numbers:
+    results are as random as before, but differ from those of the plain module with the same seed.
+
+    Names of parameters stay, so that the model is saved as before. Adapters may be added or merged before or after.
+    Patches that replace the forward of an MLP or a norm, such as Liger's, must come first, since one that comes later
+    takes the tiles away. `torch.compile` breaks its graph at a call in tiles, which runs as without it, and raises with
+    `fullgraph=True`. A second call of this function changes the size of the tiles.
+
+    Args:
+        model: a model, plain or with adapters of PEFT; also a part of one, such as a layer.
+        tokens: tokens in a tile, the entries of a call's first two dimensions (of the first alone for matrices).
+
+    Returns:
+        The names of the tiled modules in `model.named_modules()`.
+
+    Raises:
+        TypeError: `tokens` is not an int.
+        ValueError: `tokens` is not positive, or the model has nothing to tile.
+
+    Warns:
+        UserWarning: only norms are tiled, since the model has no gated MLP.
+
+    Example:
+        ```python
+        from flashmask_hf.long_rows import tile_tokens
+
+        model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="flashmask")
+        tile_tokens(model)  # then any trainer
+        ```
+    """
+    if not isinstance(tokens, int) or isinstance(tokens, bool):
+        raise TypeError(f"tokens must be an int, got {type(tokens).__name__}")
+    if tokens < 1:
+        raise ValueError(f"tokens must be at least 1, got {tokens}")
+    found = {name: module for name, module in model.named_modules() if _is_gated_mlp(module) or _is_norm(module)}
+    missing = (
+        f"{type(model).__name__} has no gated MLP: no module with the linear children gate_proj, up_proj and down_proj "
+        "(or gate_up_proj and down_proj) and no other weights"
+    )
+    if not found:
+        raise ValueError(f"nothing to tile: {missing}; and it has no RMSNorm or LayerNorm over the last dimension")
+    if not any(_is_gated_mlp(module) for module in found.values()):
+        warnings.warn(f"only norms are tiled: {missing}. Its MLPs hold results of whole rows.", stacklevel=2)
+    for module in found.values():
+        forward = module.__dict__.get("forward")  # a patch of this instance, or tiles of an earlier call
+        if isinstance(forward, functools.partial) and forward.func is _forward:
+            forward = forward.args[1]
+        # A partial of a function at the top level: it can be pickled, and a deep copy of the module holds its copy.
+        module.forward = functools.partial(_forward, module, forward, tokens)
+    return list(found)
+
+
+def _is_gated_mlp(module: nn.Module) -> bool:
+    children = {name: child for name, child in module._modules.items() if child is not None}
+    projections = next((names for names in _PROJECTIONS if names <= children.keys()), None)
+    return (
+        projections is not None
+        and all(hasattr(children[name], "in_features") for name in projections)  # linear, also quantized or adapted
+        and not module._parameters
+        and all(
+            _is_norm(child) or not _has_weights(child) for name, child in children.items() if name not in projections
+        )
+        and _takes_one_tensor(module)
+    )
+
+
+def _is_norm(module: nn.Module) -> bool:
+    name, forward = type(module).__name__, type(module).forward
+    return (
+        ("rmsnorm" in name.lower() or name in _LAYER_NORMS or forward in (nn.LayerNorm.forward, nn.RMSNorm.forward))
+        and all(weight.dim() <= 1 for weight in module._parameters.values() if weight is not None)
+        and len(getattr(module, "normalized_shape", "1")) == 1
+        and not any(module.children())
+        and _takes_one_tensor(module)
+    )
+
+
+def _has_weights(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _takes_one_tensor(module: nn.Module) -> bool:
+    return len(inspect.signature(type(module).forward).parameters) == 2  # self and the tensor
+
+
+class _Call(NamedTuple):
+    """What a tiled call runs: a module, its forward without tiles, and the number of tokens in a tile."""
+
+    module: nn.Module
+    forward: Callable[..., Any]
+    tokens: int
+
+
+def _forward(module: nn.Module, patch: Callable[..., Any] | None, tokens: int, *args: Any, **kwargs: Any) -> Any:
+    """Run a module's forward, in tiles if it gets one tensor of more than `tokens` tokens."""
+    forward = patch or functools.partial(type(module).forward, module)
+    if len(args) != 1 or kwargs or not _is_long(args[0], tokens):
+        return forward(*args, **kwargs)
+    return _forward_in_tiles(_Call(module, forward, tokens), args[0])
+
+
+def _is_long(x: Any, tokens: int) -> bool:
+    if not isinstance(x, Tensor) or x.dim() < 2:
+        return False
+    return (x.shape[0] if x.dim() == 2 else x.shape[0] * x.shape[1]) > tokens
+
+
+# Compiled tiles could draw other dropout than their backwards, which run in autograd's thread, where nothing compiles.
+@torch.compiler.disable(reason="tile_tokens runs tiles uncompiled: leave fullgraph at False")
+def _forward_in_tiles(call: _Call, x: Tensor) -> Tensor:
+    if not is_plain(x):  # tiles of a DTensor would be sent between devices
+        return call.forward(x)
+    weights = list(_slots_of(call.module)) if torch.is_grad_enabled() else []
+    if not weights and not (torch.is_grad_enabled() and x.requires_grad):
+        with torch.no_grad():
+            return _run_tiles(call, x)
+    held = _SaveInput.apply(x, None if x.requires_grad else x.new_empty(0, requires_grad=True))
+    return _RunTiles.apply(held, held.grad_fn, x.requires_grad, call, *weights)
+
+
+def _split(x: Tensor, tokens: int) -> Sequence[Tensor]:
+    """Return the tiles [1, tokens, ...] of x [B, S, ...], or [tokens, D] of a matrix; views if x is contiguous."""
+    return x.split(tokens) if x.dim() == 2 else x.flatten(0, 1)[None].split(tokens, dim=1)
+
+
+def _run_tiles(call: _Call, x: Tensor) -> Tensor:
+    """Return the output of a whole call, computed a tile at a time."""
+    out, parts = None, iter(())
+    for tile in _split(x, call.tokens):
+        y = call.forward(tile)
+        if not isinstance(y, Tensor) or y.shape[:-1] != tile.shape[:-1]:
+            raise TypeError(
+                f"tile_tokens: {type(call.module).__name__} must return one tensor with a row for each token, "
+                f"got {f'shape {tuple(y.shape)}' if isinstance(y, Tensor) else type(y).__name__} "
+                f"for an input of shape {tuple(tile.shape)}"
+            )
+        if out is None:
+            out = y.new_empty(*x.shape[:-1], y.shape[-1])
+            parts = iter(_split(out, call.tokens))
+        next(parts).copy_(y)
+    assert out is not None
+    return out
+
+
+def _slots_of(module: nn.Module) -> dict[Tensor, Slots]:
+    """Return the tensors of a module that require gradients, each with the places that hold it.
+
+    FSDP1 holds views of its flat parameter as plain attributes.
+    """
+    found: dict[Tensor, Slots] = {}
+    for child in module.modules():
+        for holder in (child._parameters, child.__dict__):
+            for name, value in holder.items():
+                if isinstance(value, Tensor) and value.requires_grad:
+                    found.setdefault(value, []).append((holder, name))
+    return found
+
+
+@contextlib.contextmanager
+def _replace(slots: Sequence[Slots], values: Sequence[Tensor]) -> Iterator[None]:
+    """Put the values in the places of a module's tensors for a while."""
+    kept = [(holder, name, holder[name]) for places in slots for holder, name in places]
+    try:
+        for places, value in zip(slots, values, strict=True):
+            for holder, name in places:
+                holder[name] = value
+        yield
+    finally:
+        for holder, name, value in kept:
+            holder[name] = value
+
+
+class _SaveInput(torch.autograd.Function):
+    """Identity that saves its input, for the node after it to read.
+
+    It saves before the tiles run. Had their own node saved the input, it would have done so after its forward, and
+    checkpointing, which recomputes a layer up to the last saved tensor, would run all tiles a second time for nothing.
+    `anchor` is None or any tensor that requires a gradient, so that there is a node also where x requires none.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, anchor: Tensor | None) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], None
+
+
+class _RunTiles(torch.autograd.Function):
+    """A module's call in tiles, each of which is computed again in the backward.
+
+    `saved` is the node of `_SaveInput`. Weights are inputs so that autograd hands on their gradients itself.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, saved: Any, wants_x: bool, call: _Call, *weights: Tensor) -> Tensor:
+        ctx.saved, ctx.wants_x, ctx.call = saved, wants_x, call
+        ctx.weights, ctx.versions = weights, [weight._version for weight in weights]
+        ctx.random = (torch.get_rng_state(), *get_device_states(x))
+        ctx.autocast = [
+            torch.autocast(
+                kind,
+                enabled=torch.is_autocast_enabled(kind),
+                dtype=torch.get_autocast_dtype(kind),
+                cache_enabled=torch.is_autocast_cache_enabled(),
+            )
+            for kind in {"cpu", x.device.type}
+            if torch.amp.is_autocast_available(kind)
+        ]
+        return _run_tiles(call, x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        call, (x,) = ctx.call, ctx.saved.saved_tensors
+        slots = _slots_of(call.module)
+        _check_weights(ctx, list(slots))
+        # Copies without history: a hook on a weight sees the gradient of the call, and none of a tile.
+        weights = [_leaf(weight) for weight in slots]
+        x_grad = torch.empty_like(x, memory_format=torch.contiguous_format) if ctx.wants_x else None
+        x_parts = iter(_split(x_grad, call.tokens) if x_grad is not None else ())
+        sums: list[Tensor | None] = [None] * len(weights)
+        with _replace(list(slots.values()), weights), _random_state(x.device.type, *ctx.random):
+            for tile, grad in zip(_split(x, call.tokens), _split(grads[0], call.tokens), strict=True):
+                tile = tile.detach().requires_grad_(ctx.wants_x)
+                with torch.enable_grad(), contextlib.ExitStack() as stack:
+                    for autocast in ctx.autocast:
+                        stack.enter_context(autocast)
+                    y = call.forward(tile)
+                inputs = [tile, *weights] if ctx.wants_x else weights
+                # No gradient at all: adapters that are merged take no part.
+                parts = list(torch.autograd.grad(y, inputs, grad, allow_unused=True)) if y.requires_grad else []
+                del y
+                if ctx.wants_x:
+                    part = parts.pop(0)
+                    next(x_parts).zero_() if part is None else next(x_parts).copy_(part)
+                _add(sums, parts)
+        return (
+            x_grad,
+            None,
+            None,
+            None,
+            *(None if total is None else total.to(weight.dtype) for total, weight in zip(sums, weights, strict=True)),
+        )
+
+
+def _check_weights(ctx: Any, weights: list[Tensor]) -> None:
+    """Raise if a module's tensors are others than in its forward, or were changed in place since."""
+    name = type(ctx.call.module).__name__
+    same = len(weights) == len(ctx.weights) and all(
+        weight is before or not isinstance(weight, nn.Parameter)  # FSDP1 makes new views for the backward
+        for weight, before in zip(weights, ctx.weights, strict=True)
+    )
+    if not same:
+        raise RuntimeError(
+            f"tile_tokens: {name} has other parameters that require gradients in its backward than in its forward; "
+            "change adapters and requires_grad between steps"
+        )
+    for weight, before, version in zip(weights, ctx.weights, ctx.versions, strict=True):
+        if weight is before and weight._version != version:
+            raise RuntimeError(
+                f"tile_tokens: a weight of {name} was changed in place between its forward and its backward; "
+                "step the optimizer after the backward"
+            )
+
+
+def _leaf(weight: Tensor) -> Tensor:
+    return nn.Parameter(weight.detach()) if isinstance(weight, nn.Parameter) else weight.detach().requires_grad_()
+
+
+def _add(sums: list[Tensor | None], parts: Sequence[Tensor | None]) -> None:
+    """Add gradients of a tile to the sums, which have float32 or more: the bits that bfloat16 would lose add up."""
+    for i, part in enumerate(parts):
+        if part is not None:
+            total = sums[i]
+            if total is None:
+                sums[i] = part.to(torch.promote_types(part.dtype, torch.float32), copy=True)
+            else:
+                total.add_(part)
+
+
+@contextlib.contextmanager
+def _random_state(kind: str, state: Tensor, devices: list[int], states: list[Tensor]) -> Iterator[None]:
+    """Draw the random numbers that were drawn after a state, and go on with the present ones afterwards."""
+    with torch.random.fork_rng(devices, device_type=kind if devices else "cuda"):
+        torch.set_rng_state(state)
+        set_device_states(devices, states, device_type=kind if devices else None)
+        yield

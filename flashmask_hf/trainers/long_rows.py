@@ -1,0 +1,254 @@
+"""Callback that makes the rows of a trainer fit into memory, by measuring short ones before the first step."""
+
+from __future__ import annotations
+
+import copy
+import time
+from typing import Any
+
+import torch
+from accelerate.utils import DistributedType
+from transformers import TrainerCallback
+
+from flashmask_hf.long_rows import keep_attention, offload_checkpoints, tile_tokens
+from flashmask_hf.long_rows.budget import StepMemory, available_gpu_bytes, available_host_bytes, gib
+
+__all__ = ["LongRows"]
+
+MEASURED_TOKENS = (16_384, 32_768)
+"""Tokens of the two rows that are measured: several tiles, so that what tiles save is measured too."""
+
+DOCUMENT = 2048
+"""Tokens of each document of a measured row. A step's memory does not depend on where documents end."""
+
+INVENTED_IDS = 32  # different token ids of a measured row; every vocabulary has as many
+
+OWN_COUNTS = ("_metrics", "_total_train_tokens", "_sums")
+"""Attributes in which `PackedSFTTrainer` and TRL count what they trained on; a measured step restores them."""
+
+
+class LongRows(TrainerCallback):
+    """Makes long rows fit into memory, for `PackedSFTTrainer` with activation checkpointing.
+
+    MLPs and norms run in tiles of tokens (`tile_tokens`), checkpointed layers keep attention's results
+    (`keep_attention`), and checkpoints that do not fit on the GPU go to pinned host memory (`offload_checkpoints`).
+    What is not set by hand follows from two measured steps on invented rows of 16,384 and 32,768 tokens, which leave
+    no trace in gradients, random numbers or metrics: a step's memory is linear in its tokens. Attention's results are
+    kept if they fit on the GPU and the host together. What was chosen is printed. Losses and gradients stay the same,
+    but for the rounding of sums over tiles.
+
+    The inputs of adapters stay in 16 bits under autocast, which would cast a copy in float32 back to the same values.
+
+    Args:
+        trainer: a `PackedSFTTrainer` that packs its rows itself.
+        tile_tokens: tokens of a tile, 0 for no tiles.
+        keep_attention: whether attention's results are kept; None measures.
+        host_gib: GiB of pinned host memory a process for checkpoints, 0 for none; None measures.
+
+    Attributes:
+        kept: whether attention's results are kept; None before training.
+        host_bytes: bytes of host memory for checkpoints; None before training.
+        longest: tokens of the longest batch that fits; None unless measured.
+
+    Raises:
+        ValueError: activation checkpointing is off or reentrant; something is to be measured without a GPU, under
+            DeepSpeed, in a compiled model, or where TRL packs; the model has nothing to tile. Before the first step:
+            the rows do not fit, with the longest that would.
+
+    Example:
+        ```python
+        from datasets import load_dataset
+        from flashmask_hf.trainers import LongRows, PackedSFTTrainer
+        from peft import LoraConfig
+        from trl import SFTConfig
+
+        trainer = PackedSFTTrainer(
+            "meta-llama/Llama-3.1-8B",
+            SFTConfig(max_length=262_144, per_device_train_batch_size=1),
+            train_dataset=load_dataset("emozilla/pg19", split="train"),
+            peft_config=LoraConfig(target_modules="all-linear"),
+        )
+        trainer.add_callback(LongRows(trainer))
+        trainer.train()
+        ```
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        *,
+        tile_tokens: int = 8192,
+        keep_attention: bool | None = None,
+        host_gib: float | None = None,
+    ):
+        self._trainer = trainer
+        self._tile_tokens = tile_tokens
+        self._given = keep_attention, None if host_gib is None else int(host_gib * 2**30)
+        self._offload: Any = None
+        self.kept: bool | None = None
+        self.host_bytes: int | None = None
+        self.longest: int | None = None
+        obstacle = obstacle_to_measuring(trainer) if None in self._given else None
+        if obstacle is not None:
+            raise ValueError(f"{obstacle}; set keep_attention and host_gib by hand")
+        name, options = checkpointing_of(trainer.args)
+        if options is None or options.get("use_reentrant"):
+            raise ValueError(f"keep_attention, tile_tokens and host_gib need {name}=True, without use_reentrant")
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Change the model in place, and measure what is not set by hand."""
+        model = self._model
+        if args.bf16 or args.fp16:
+            _leave_inputs_of_adapters(model)
+        tiled = tile_tokens(model, self._tile_tokens) if self._tile_tokens else []
+        self.kept, self.host_bytes = self._given
+        if self.host_bytes != 0:
+            self._offload = offload_checkpoints(model)
+        reason = self._choose() if None in self._given else ""
+        self._checkpoint(bool(self.kept))
+        if self._offload is not None:
+            self._offload.host_bytes = self.host_bytes
+        if not self.host_bytes:
+            self.on_train_end(args, state, control)
+        said = [
+            f"{len(tiled)} MLPs and norms run in tiles of {self._tile_tokens:,} tokens" if tiled else "no tiles",
+            "attention's results are kept" if self.kept else "attention is computed again in the backward pass",
+            f"up to {gib(self.host_bytes)} of checkpoints on the host" if self.host_bytes else "checkpoints on the GPU",
+        ]
+        self._trainer._last_log = time.perf_counter()  # tokens per second are those of training
+        self._trainer.accelerator.print(f"Rows of {self._tokens:,} tokens: {', '.join(said)}{reason}.")
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Free the pinned host memory."""
+        if self._offload is not None:
+            self._offload.close()
+            self._offload = None
+
+    @property
+    def _model(self) -> Any:
+        return self._trainer.accelerator.unwrap_model(self._trainer.model)
+
+    @property
+    def _tokens(self) -> int:
+        args = self._trainer.args
+        return args.max_length * args.per_device_train_batch_size
+
+    def _checkpoint(self, kept: bool) -> None:
+        """Turn on checkpointing with or without attention's results."""
+        _, options = checkpointing_of(self._trainer.args)
+        options = {**(options or {}), "use_reentrant": False}
+        if kept:
+            options["context_fn"] = keep_attention
+        # transformers 5.21 renamed the method
+        enable = (
+            getattr(self._model, "activation_checkpointing_enable", None) or self._model.gradient_checkpointing_enable
+        )
+        enable(options)
+
+    def _choose(self) -> str:
+        """Measure steps, set what is not set by hand, and return the reason.
+
+        Raises:
+            ValueError: the rows do not fit, with attention's results kept or not.
+        """
+        keep_attention, host_bytes = self._given
+        for kept in (True, False) if keep_attention is None else (keep_attention,):
+            self._checkpoint(kept)
+            memory = self._memory_of_a_step()
+            gpu, host = available_gpu_bytes(), available_host_bytes() if host_bytes is None else host_bytes
+            self.kept, self.longest = kept, memory.longest(gpu, host)
+            needed = memory.fixed + self._tokens * (memory.working + memory.stored)
+            if self._tokens <= self.longest:
+                if host_bytes is None:
+                    self.host_bytes = int(max(0, needed - gpu))
+                return f"; a step needs about {gib(needed)}, the GPU has {gib(gpu)}, the host {gib(host)}"
+        raise ValueError(
+            f"max_length: a step of {self._tokens:,} tokens needs about {gib(needed)}, of which up to "
+            f"{gib(self._tokens * memory.stored)} may lie on the host, but the GPU has {gib(gpu)} and the host "
+            f"{gib(host)}; the longest row that fits has {self.longest:,} tokens, and adapters without dropout or on "
+            "fewer modules need less"
+        )
+
+    def _memory_of_a_step(self) -> StepMemory:
+        """Measure the memory of a step, with all checkpoints on the host."""
+        offload = self._offload
+        if offload is not None:
+            offload.host_bytes = None
+        longer = min(MEASURED_TOKENS[1], self._tokens)
+        tokens = (longer // 2, longer)
+        try:
+            self._run(tokens[0])  # compiles kernels, and leaves gradients, as steps of an accumulated batch do
+            peaks = (self._peak_of(tokens[0]), self._peak_of(tokens[1]))
+        except torch.OutOfMemoryError as error:
+            raise ValueError(
+                f"max_length: already a row of {longer:,} tokens runs out of the GPU's memory; quantize the model, "
+                "train an adapter, or shard it over several GPUs"
+            ) from error
+        finally:
+            self._trainer.model_wrapped.zero_grad(set_to_none=True)
+            torch.cuda.empty_cache()  # the blocks of short rows would lie between those of long ones
+        stored = 0 if offload is None else offload.seen_bytes
+        memory = StepMemory.from_two_steps(tokens, peaks, stored)
+        states = 0 if self._trainer.optimizer.state else 2 * _bytes_of_trained(self._trainer.model_wrapped)
+        return StepMemory(memory.fixed + states, memory.working, memory.stored)
+
+    def _peak_of(self, tokens: int) -> float:
+        torch.cuda.reset_peak_memory_stats()
+        self._run(tokens)
+        return float(torch.cuda.max_memory_allocated())
+
+    def _run(self, tokens: int) -> None:
+        """Run forward and backward on an invented row, and leave no trace but gradients."""
+        trainer = self._trainer
+        document = min(DOCUMENT, trainer.data_collator.max_position_embeddings or DOCUMENT)
+        lengths = [min(document, tokens - start) for start in range(0, tokens, document)]
+        inputs = trainer.data_collator([{"input_ids": [i % INVENTED_IDS for i in range(n)]} for n in lengths])
+        counts = {name: copy.deepcopy(getattr(trainer, name)) for name in OWN_COUNTS}
+        with torch.random.fork_rng():
+            trainer.model_wrapped.train()
+            inputs = trainer._prepare_inputs(inputs)
+            parts, inputs = trainer._prepare_context_parallel_inputs(trainer.model_wrapped, inputs)
+            with parts():
+                with trainer.compute_loss_context_manager():
+                    loss = trainer.compute_loss(trainer.model_wrapped, inputs)
+                trainer.accelerator.backward(loss)
+        for name, count in counts.items():
+            setattr(trainer, name, count)
+
+
+def checkpointing_of(args: Any) -> tuple[str, dict[str, Any] | None]:
+    """Return the name of the argument for activation checkpointing, and its options, or None if it is off."""
+    # transformers 5.21 renamed the argument
+    name = next(name for name in ("activation_checkpointing", "gradient_checkpointing") if hasattr(args, name))
+    return name, (getattr(args, f"{name}_kwargs") or {}) if getattr(args, name) else None
+
+
+def obstacle_to_measuring(trainer: Any) -> str | None:
+    """Return why a trainer's steps cannot be measured before training, or None."""
+    args = trainer.args
+    if not torch.cuda.is_available() or args.use_cpu:
+        return "memory is measured on a GPU, and this trains on none"
+    if args.packing or args.padding_free:
+        return "rows that this package packs are measured, not those of packing and padding_free"
+    if trainer.accelerator.distributed_type == DistributedType.DEEPSPEED:
+        return "DeepSpeed runs no step before training"
+    if args.torch_compile:
+        return "a compiled model would be compiled again for the rows that are measured"
+    return None
+
+
+def _leave_inputs_of_adapters(model: Any) -> None:
+    """Make PEFT hand an adapter its input as it is: autocast would cast the copy in float32 back to the same values."""
+    for module in model.modules():
+        if hasattr(module, "cast_input_dtype_enabled"):
+            module.cast_input_dtype_enabled = False
+
+
+def _bytes_of_trained(model: Any) -> int:
+    """Return the bytes of a model's trained parameters in this process."""
+    return sum(x.numel() * x.element_size() for x in map(_local, model.parameters()) if x.requires_grad)
+
+
+def _local(parameter: Any) -> Any:
+    """Return this process's shard of a parameter."""
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter

@@ -1,0 +1,165 @@
+"""Attention functions that take flashmask's place on the same packed rows, so that one trainer runs all of them.
+
+`attention(name)` puts one of `NAMES` behind `attn_implementation="flashmask"`. Rows, positions, trainer, loss and
+optimizer stay as they are, and so do the mask vectors, from which each function makes the mask that it needs:
+
+- `flashmask`: the package's own function.
+- `sdpa`: SDPA with a dense mask, bool [B, 1, S, S], made once per row and shared by all layers.
+- `flex_attention`: FlexAttention with a `BlockMask`, made once per row and shared by all layers.
+- `flashmask_portable`: `flashmask` with kernels whose sums do not depend on which tiles a list holds: "triton" on a
+  GPU, and "torch" with one tile at a time elsewhere.
+- `flashmask_unskipped`: the same with a plan that lists hidden tiles as partial ones, so that none is skipped. The
+  paper says that this changes no bit (section 4.4).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from transformers import AttentionInterface
+from transformers.integrations.flex_attention import flex_attention_forward
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from flashmask_hf import FlashMask, flashmask_attention
+from flashmask_hf import plan as plan_in_torch
+from flashmask_hf.backend.forward import attention_forward
+from flashmask_hf.backend.layer_mask import layer_mask
+from flashmask_hf.kernels.eager import tiled
+from flashmask_hf.names import FLASHMASK
+from flashmask_hf.operators import plan as plan_operator
+
+ROWS = 1024  # query rows of a dense mask that are made at a time
+
+_converted_masks: weakref.WeakKeyDictionary[FlashMask, dict[Any, Any]] = weakref.WeakKeyDictionary()
+"""What each function made of a mask, by the function; a mask lives as long as its row."""
+
+
+def visible_pairs(mask: FlashMask) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """Return FlexAttention's mask function of a mask with one batch entry and one head."""
+    (start, end), *rest = mask.intervals()
+    other_start, other_end = rest[0] if rest else (torch.zeros_like(start), torch.zeros_like(start))
+    start, end, other_start, other_end = (x[0, 0].contiguous() for x in (start, end, other_start, other_end))
+    causal, two = mask.causal, bool(rest)
+
+    def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        hidden = (i >= start[j]) & (i < end[j])
+        if two:
+            hidden = hidden | ((i >= other_start[j]) & (i < other_end[j]))
+        if causal:
+            hidden = hidden | (i < j)
+        return ~hidden
+
+    return visible
+
+
+def dense_mask(mask: FlashMask) -> Tensor:
+    """Return a mask as bool [B, H, S, S], True where visible, with no other memory of the square of the length."""
+    length = mask.kv_len
+    visible = mask.indices.new_empty(*mask.indices.shape[:2], length, length, dtype=torch.bool)
+    column = torch.arange(length, device=visible.device)
+    for first in range(0, length, ROWS):
+        row = column[first : first + ROWS, None]
+        seen = row >= column if mask.causal else torch.ones_like(row >= column)
+        for start, end in mask.intervals(length):
+            seen = seen & ((row < start.unsqueeze(-2)) | (row >= end.unsqueeze(-2)))
+        visible[:, :, first : first + ROWS] = seen
+    return visible
+
+
+def block_mask(mask: FlashMask) -> BlockMask:
+    """Return FlexAttention's form of a mask with one batch entry and one head."""
+    if mask.indices.shape[:2] != (1, 1):
+        raise ValueError(f"flex_attention takes one row at a time here, got a mask of shape {list(mask.indices.shape)}")
+    length, device = mask.kv_len, mask.device
+    return create_block_mask(
+        visible_pairs(mask), None, None, length, length, device=str(device), _compile=device.type == "cuda"
+    )
+
+
+def _converted(
+    convert: Callable[[FlashMask], Any],
+    attend: Callable[..., tuple[Tensor, Any]],
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Run an attention function of transformers with the mask that the layer's vectors convert to."""
+    columns = layer_mask(module, query, key, attention_mask, dropout, kwargs)
+    made = _converted_masks.setdefault(columns.mask, {})
+    if convert not in made:
+        made[convert] = convert(columns.mask)
+    out, _ = attend(module, query, columns.gather(key), columns.gather(value), made[convert], scaling=scaling)
+    return out, None
+
+
+def _portable(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Run the package's attention with its portable kernels."""
+    columns = layer_mask(module, query, key, attention_mask, dropout, kwargs)
+    impl = "triton" if query.is_cuda else "torch"
+    out = flashmask_attention(query, columns.gather(key), columns.gather(value), columns.mask, scale=scaling, impl=impl)
+    return out.transpose(1, 2), None
+
+
+def _unskipped_builder(indices: Tensor) -> Callable[..., Any]:
+    """Return what builds a plan that lists every tile, in place of `operators.plan._builder`."""
+    if indices.is_cuda:
+        from flashmask_hf.kernels.shared.plan import build_plan
+
+        return functools.partial(build_plan, skip=False)
+    return functools.partial(plan_in_torch.build_plan, skip=False)
+
+
+_FUNCTIONS: dict[str, Callable[..., tuple[Tensor, None]]] = {
+    "flashmask": attention_forward,
+    "sdpa": functools.partial(_converted, dense_mask, sdpa_attention_forward),
+    "flex_attention": functools.partial(_converted, block_mask, flex_attention_forward),
+    "flashmask_portable": _portable,
+    "flashmask_unskipped": _portable,
+}
+
+NAMES = tuple(_FUNCTIONS)
+"""What `attention` takes."""
+
+
+@contextlib.contextmanager
+def attention(name: str) -> Iterator[None]:
+    """Put an attention function behind `attn_implementation="flashmask"` within the context.
+
+    Forward and backward must both be in it, since checkpointed layers run again in the backward. A batch that was used
+    in another context keeps its plan, so `flashmask_unskipped` needs one of its own. Layers with softcap or sinks are
+    for `flashmask` alone.
+
+    Args:
+        name: one of `NAMES`.
+    """
+    with contextlib.ExitStack() as stack:
+        if _FUNCTIONS[name] is _portable:
+            # The steps of "torch" join several tiles of a list, so sums would depend on what the list holds.
+            stack.enter_context(mock.patch.object(tiled, "_KEYS_PER_STEP", plan_in_torch.COLUMNS))
+        if name == "flashmask_unskipped":
+            stack.enter_context(mock.patch.object(plan_operator, "_builder", _unskipped_builder))
+        AttentionInterface.register(FLASHMASK, _FUNCTIONS[name])
+        stack.callback(AttentionInterface.register, FLASHMASK, attention_forward)
+        yield

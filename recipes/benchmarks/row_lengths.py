@@ -1,0 +1,281 @@
+"""Measure training against the length of the packed row: tokens per second and peak memory, up to what fits.
+
+    python recipes/benchmarks/row_lengths.py --csv results/row_lengths_h200.csv --seconds 1500
+    python recipes/benchmarks/row_lengths.py --shapes tiny --device cpu --first 512 --last 1024
+
+It is figures 2 and 7 of the FlashMask paper on one GPU: supervised fine-tuning of all weights (`sft`) and of adapters
+(`lora`), DPO and a reward model, on synthetic rows of the paper's appendix A.2.1. Lengths double from `--first` on. The
+rows and steps are those of `training.py` and `alignment.py`: random weights in bfloat16 (float32 on a CPU), gradient
+checkpointing, AdamW, one row per step. Fine-tuning uses TRL's head, which makes no logits of the whole row. The shape
+of 8B trains adapters in all tasks: in full, its weights, gradients and AdamW's state alone are 60 GiB.
+
+- `flashmask`: this package.
+- `sdpa` and `flex_attention`: the same model, trainer and packed row, with SDPA and a dense mask, or FlexAttention and
+  a block mask; every step makes the mask once (`packed_attention.py`).
+- `flash_attention_2` and `flash_attention_3`: FlashAttention's varlen path of transformers, where its package is
+  installed. Such rows cannot share a question, so DPO and the reward model run as in stock TRL, which repeats the
+  question for each answer, one question at a time.
+
+The implementations of a task train one model on the same rows in turns, after their losses have agreed. One that runs
+out of memory gets a row that says so, and no longer length. The program ends within about `--seconds`, in equal parts
+for each shape and task. At each length, every implementation takes one step to warm up and compile, then up to
+`--steps` measured ones, of which those after the second only within a tenth of that part. What would not fit into the
+time is not run, and a row says so. `steps` counts the measured steps; 0 means that the time was up, and that the
+figures are those of the first step, with what was compiled in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import itertools
+import logging
+import random
+import statistics
+import time
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch._dynamo.config
+import training
+from alignment import Bench, make_row
+from harness import append_rows, attempt, missing
+from packed_attention import attention
+from shapes import SHAPES, build_model
+from trl.trainer.utils import add_fused_lm_head
+
+from flashmask_hf.names import VECTORS
+
+IMPLEMENTATIONS = ("flashmask", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3")
+TASKS = ("sft", "lora", "dpo", "reward")
+ADAPTERS_ONLY = ("llama-3.1-8b",)
+POSITIONS = 2**22
+"""`max_position_embeddings` of the models, so that rows of any length are taken; rotary embeddings have no table."""
+TOLERANCE = {"cuda": 5e-3, "cpu": 1e-5}
+"""Largest difference of two losses of fine-tuning, in bfloat16 (as in `training.py`) and in float32."""
+
+
+class FineTuning:
+    """Supervised fine-tuning of all weights or of adapters, with the rows and the step of `training.py`."""
+
+    def __init__(self, shape: str, device: str, adapters: bool):
+        self.device = device
+        self.model = build_model(shape, device, adapters=adapters, max_position_embeddings=POSITIONS)
+        add_fused_lm_head(self.model.get_base_model() if adapters else self.model)
+        self.model.train()
+        trained = [x for x in self.model.parameters() if x.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=1e-6, fused=True)
+        self.frozen = torch.optim.SGD(trained, lr=0.0)
+
+    def draw(self, length: int, count: int) -> Sequence[Any]:
+        """Draw rows of `length` tokens."""
+        return training.make_rows(length, count, self.model.config.vocab_size, self.device)
+
+    def check(self, implementations: list[str], length: int) -> None:
+        """Exit unless the implementations have the same loss on a row of `length` tokens."""
+        (row,) = self.draw(length, 1)
+        losses = {name: self._step(name, row, self.frozen) for name in implementations}
+        print("losses before training:", losses, flush=True)
+        if not max(losses.values()) - min(losses.values()) <= TOLERANCE[self.device]:
+            raise SystemExit(f"the implementations disagree: {losses}")
+
+    def step(self, implementation: str, row: Any) -> None:
+        """Run one training step."""
+        self._step(implementation, row, self.optimizer)
+
+    def _step(self, implementation: str, row: Any, optimizer: torch.optim.Optimizer) -> float:
+        varlen = implementation.startswith("flash_attention")
+        row = row | {VECTORS: row[VECTORS].clone()}  # so that each step makes its mask anew, and frees it
+        with contextlib.nullcontext() if varlen else attention(implementation):
+            return training.step(self.model, optimizer, implementation if varlen else "flashmask", row, fused=True)
+
+
+class Alignment:
+    """DPO or a reward model, with the rows and trainers of `alignment.py`."""
+
+    def __init__(self, task: str, shape: str, device: str, adapters: bool):
+        self.bench = Bench(task, shape, device, adapters, max_position_embeddings=POSITIONS)
+        self.optimizer = self.bench.optimizer
+
+    def draw(self, length: int, count: int) -> Sequence[Any]:
+        """Draw rows of `length` tokens."""
+        generator = torch.Generator().manual_seed(length)
+        return [make_row(self.bench.task, length, self.bench.vocab, generator) for _ in range(count)]
+
+    def check(self, implementations: list[str], length: int) -> None:
+        """Exit unless the implementations have the same log-probabilities or rewards on a row of 2,048 tokens."""
+        self.bench.check([self._provider(name) for name in implementations])
+
+    def step(self, implementation: str, row: Any) -> None:
+        """Run one training step."""
+        self.bench.step(self._provider(implementation), row)
+
+    @staticmethod
+    def _provider(implementation: str) -> str:
+        """Return the name that `alignment.py` knows an implementation by."""
+        if implementation == "flashmask":
+            return implementation
+        return f"{implementation}_{'single' if implementation.startswith('flash_attention') else 'packed'}"
+
+
+Study = FineTuning | Alignment
+
+
+def build(task: str, shape: str, device: str, adapters: bool) -> Study:
+    """Build the model in training of a task."""
+    if task in ("sft", "lora"):
+        return FineTuning(shape, device, adapters)
+    return Alignment(task, shape, device, adapters)
+
+
+class Series:
+    """The figures of one implementation over the lengths, until it ends."""
+
+    def __init__(self, name: str):
+        self.name = name
+        self.ended = ""
+        self.longest_step = 0.0
+        """Seconds of the step at the length before; at twice the length, attention takes up to four times as long."""
+        self.first: tuple[float, float] = (0.0, 0.0)
+        """Seconds and peak GiB of the first step at this length."""
+        self.steps: list[tuple[float, float]] = []
+        """Those of the measured steps."""
+
+    def run(self, study: Study, row: Any, *, warmup: bool = False) -> None:
+        """Run a step and keep its figures, or why there are none."""
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        made = attempt(lambda: study.step(self.name, row))
+        if isinstance(made, str):
+            self.ended = made
+            study.optimizer.zero_grad(set_to_none=True)
+        elif warmup:
+            self.first, self.steps = made[1:], []
+        else:
+            self.steps.append(made[1:])
+
+    def figures(self, length: int) -> dict[str, object]:
+        """Return the columns of a length."""
+        if self.ended:
+            return {"tokens_per_second": self.ended, "seconds_per_step": "", "peak_gib": "", "steps": len(self.steps)}
+        measured = self.steps or [self.first]
+        seconds = self.longest_step = statistics.median(seconds for seconds, _ in measured)
+        peak = max(peak for _, peak in measured)
+        return {
+            "tokens_per_second": round(length / seconds),
+            "seconds_per_step": round(seconds, 4),
+            "peak_gib": round(peak, 2) if peak else "",
+            "steps": len(self.steps),
+        }
+
+
+def measure(
+    study: Study, length: int, series: Sequence[Series], steps: int, seconds: float, until: float
+) -> list[dict[str, object]]:
+    """Run the implementations at one length.
+
+    Args:
+        study: the model in training.
+        length: tokens of a row.
+        series: implementations that have not ended; those that end at this length say so afterwards.
+        steps: most measured steps of each.
+        seconds: time after which no third or later step starts.
+        until: `time.monotonic()` after which no step starts, and by which a first one must be expected to end.
+
+    Returns:
+        A row of figures for each implementation.
+    """
+    rows = study.draw(length, steps)
+    start = time.monotonic()
+    for one in series:
+        one.steps = []
+        if time.monotonic() + 4 * one.longest_step > until:
+            one.ended = "out of time"
+        else:
+            one.run(study, rows[0], warmup=True)
+    order = random.Random(length)
+    for number, row in enumerate(rows):
+        running = [one for one in series if not one.ended]
+        for one in order.sample(running, len(running)):
+            now = time.monotonic()
+            if now + one.first[0] <= until and (number < 2 or now - start <= seconds):
+                one.run(study, row)
+    figures = [{"length": length, "implementation": one.name, **one.figures(length)} for one in series]
+    base = next((one for one in series if one.name == "sdpa" and not one.ended), None)
+    for one, found in zip(series, figures, strict=True):
+        ratio = base.longest_step / one.longest_step if base and not one.ended else None
+        found["against_sdpa"] = round(ratio, 3) if ratio else ""
+    return figures
+
+
+def available(names: Sequence[str], device: str) -> list[str]:
+    """Return the implementations that can run here, and print why the others cannot."""
+    running = []
+    for name in names:
+        reason = missing(name, device)
+        if reason:
+            print(f"{name} is left out: {reason}", flush=True)
+        else:
+            running.append(name)
+    return running
+
+
+def studies(shapes: Sequence[str], tasks: Sequence[str]) -> list[tuple[str, str, bool]]:
+    """Return shape, task and whether adapters are trained, and print what is left out."""
+    found = []
+    for shape, task in itertools.product(shapes, tasks):
+        if task == "sft" and shape in ADAPTERS_ONLY:
+            print(f"sft of {shape} is left out: it trains adapters here (lora)", flush=True)
+        else:
+            found.append((shape, task, task == "lora" or shape in ADAPTERS_ONLY))
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the benchmark from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["llama-3.2-1b", "llama-3.1-8b"])
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
+    parser.add_argument("--implementations", nargs="+", choices=IMPLEMENTATIONS, default=IMPLEMENTATIONS)
+    parser.add_argument("--first", type=int, default=4096, help="tokens of the shortest row")
+    parser.add_argument("--last", type=int, default=POSITIONS, help="tokens up to which lengths double")
+    parser.add_argument("--steps", type=int, default=5, help="most measured steps of an implementation and length")
+    parser.add_argument("--seconds", type=float, default=1500, help="time of the whole run")
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument(
+        "--csv", help="file to write the figures to, with those of each length as soon as they are there"
+    )
+    arguments = parser.parse_args(argv)
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error("a GPU is needed; --shapes tiny --device cpu tries the program without one")
+    end = time.monotonic() + arguments.seconds
+    torch._dynamo.config.recompile_limit = 256  # flex_attention is compiled for every shape
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", message=".*gradient_checkpointing.* is deprecated", category=FutureWarning)
+    names = available(arguments.implementations, arguments.device)
+    rows: list[dict[str, object]] = []
+    todo = studies(arguments.shapes, arguments.tasks)
+    for number, (shape, task, adapters) in enumerate(todo):
+        share = (end - time.monotonic()) / (len(todo) - number)
+        until = time.monotonic() + share
+        study = build(task, shape, arguments.device, adapters)
+        study.check(names, arguments.first)
+        series = [Series(name) for name in names]
+        length = arguments.first
+        while length <= arguments.last and series:
+            found = measure(study, length, series, arguments.steps, share / 10, until)
+            setting = {"shape": shape, "task": task, "trained": "adapters" if adapters else "all"}
+            append_rows(arguments.csv, rows, [setting | figures for figures in found])
+            series = [one for one in series if not one.ended]
+            length *= 2
+        del study
+        gc.collect()
+        if arguments.device == "cuda":
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,252 @@
+"""Measure where the GPU time of a training step goes, by kind of work.
+
+    python recipes/benchmarks/step_profile.py --lengths 8192 32768 131072 --csv results/step_profile_1b.csv
+    python recipes/benchmarks/step_profile.py --shape llama-3.1-8b --lora --settings plain kept --csv 8b.csv
+
+A step is one row of 1 to 10 documents on a model with random weights, as in `training.py`, with gradient
+checkpointing, TRL's head and AdamW. Settings: "plain" computes attention twice, "kept" keeps its results
+(`keep_attention`), "compiled" compiles each layer, and "compiled_kept" does both.
+
+A kernel's kind follows from its name where that tells (attention, matrix products, copies, compiled regions), else from
+the module that ran it or whose backward it belongs to. A row of the CSV holds a kind's milliseconds in one step, its
+share of the step and its launches. Shares are of the step without the profiler, which slows the host, so that those of
+all kinds and of "idle" (no kernel runs) sum to 1. What has no kind is "unclassified", and its longest kernels are
+printed. A setting that does not fit in memory has one row, "out of memory".
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+import re
+import statistics
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from harness import append_rows
+from shapes import SHAPES
+from torch import nn
+from torch.profiler import ProfilerActivity, profile, record_function
+from training import build_model, make_rows, step
+
+SETTINGS = {"plain": "flashmask", "kept": "flashmask_kept", "compiled": "flashmask", "compiled_kept": "flashmask_kept"}
+"""Names of the settings, and of the implementation in `training.step`."""
+
+SCOPE = "kind: "
+"""Start of the names of profiler annotations, before the kind."""
+
+UNCLASSIFIED = "unclassified"
+
+NAMED_KINDS = [
+    ("attention forward", r"(forward_kernel|_forward)"),
+    ("attention backward", r"(backward_kernel|scale_dq_kernel|_backward_(keys|queries|lse)|_row_(delta|statistics))"),
+    ("plan and mask", r"(_(column|row)_plan|_join_(rows|lists)|_pad_indices|_rank_key_tiles)"),
+    ("loss", r"(_(forward|backward)_kernel|.*(nll_loss|log_?softmax|SoftMax|cross_entropy).*)"),
+    ("optimizer", r".*(multi_tensor_apply|[aA]dam|Optimizer).*"),
+    (
+        "matrix products",
+        r".*(gemm|nvjet|cutlass|cublas|xmma|splitK|gemv|triton_tem_.*mm).*|aten::(add|b|bad)?(d?bmm|mm)",
+    ),
+    ("plan and mask", r".*([sS]ort|searchsorted|_assert_async|bitwise).*"),
+    ("norms", r"triton_.*rsqrt.*"),
+    ("activation", r"triton_.*(silu|sigmoid).*"),
+    ("rotary", r"triton_.*(neg|cat|slice_backward).*"),
+    ("copies and casts", r"triton_(poi|per)_fused_+(to_copy|clone|view|transpose|t|expand|_)+\d+|Mem(cpy|set).*"),
+    ("copies and casts", r".*(copy_kernel|CatArray|FillFunctor).*|aten::(copy_|fill_|cat)"),
+]
+"""Kinds of kernels whose name tells it, as patterns of the whole name, of which the first that fits counts. A name of
+TorchInductor, such as `triton_poi_fused_add_silu_3`, holds the operations of the kernel."""
+
+MODULE_KINDS = [
+    ("norms", r".*Norm"),
+    ("rotary", r".*RotaryEmbedding|.*Attention"),
+    ("activation", r".*MLP"),
+    ("adapters", r"Linear"),
+    ("embedding", r"Embedding"),
+    ("residual", r".*DecoderLayer"),
+]
+"""Kinds of what modules run beside the named kernels, as patterns of their class's name. The innermost one counts."""
+
+CALL_KINDS = [("optimizer", r"Optimizer\.step.*"), ("loss", r"ChunkedLogProbFunction.*")]
+"""Kinds of what else runs within a call, as patterns of its name in the profile: torch's optimizers and TRL's head."""
+
+
+class Usage(NamedTuple):
+    """Time of one kind of work.
+
+    Attributes:
+        milliseconds: sum of the durations.
+        launches: number of kernels.
+    """
+
+    milliseconds: float
+    launches: int
+
+
+def kind_of(kernel: str, scope: str | None = None) -> str:
+    """Return the kind of a kernel, by its name, else by the scope in which it was launched."""
+    for kind, pattern in NAMED_KINDS:
+        if re.fullmatch(pattern, kernel, re.DOTALL):
+            return kind
+    return scope or UNCLASSIFIED
+
+
+def annotate(model: nn.Module) -> None:
+    """Make the modules that `MODULE_KINDS` names run in a profiler annotation, in place. For models not compiled."""
+
+    def run(scope: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with record_function(scope):
+            return forward(*args, **kwargs)
+
+    for module in model.modules():
+        for kind, pattern in MODULE_KINDS:
+            if re.fullmatch(pattern, type(module).__name__):
+                module.forward = functools.partial(run, SCOPE + kind, module.forward)
+                break
+
+
+def usage_by_kind(events: Iterable[Any]) -> tuple[dict[str, Usage], dict[str, float]]:
+    """Sum the events of a profile by kind.
+
+    Args:
+        events: `torch.profiler.profile.events()`: kernels of a GPU or, if there are none, operations of a CPU, which
+            count without those that they call.
+
+    Returns:
+        The usage of each kind, and the microseconds of the unclassified kernels by name.
+    """
+    events = list(events)
+    on_cpu = [event for event in events if _runs_on_cpu(event)]
+    kernels = [event for event in events if not _runs_on_cpu(event) and not event.is_user_annotation]
+    forward_scopes: dict[tuple[int, int], str] = {}  # of the operation that each node of the backward belongs to
+    for event in on_cpu:
+        scope = _scope(event, {})
+        if scope is not None and event.sequence_nr >= 0:
+            forward_scopes[event.thread, event.sequence_nr] = scope
+    found: list[tuple[str, float, str | None]] = []  # name, microseconds and scope
+    for event in on_cpu:
+        launched = [(kernel.name, kernel.duration) for kernel in event.kernels]
+        if not kernels and not event.is_user_annotation and not event.name.startswith("autograd::"):
+            launched = [(event.name, event.self_cpu_time_total)]
+        if launched:
+            scope = _scope(event, forward_scopes)
+            found += [(name, duration, scope) for name, duration in launched]
+    # Kernels that no operation launched, such as those that go past the dispatcher, have their name alone.
+    linked = Counter(name for name, _, _ in found)
+    for kernel in kernels:
+        if linked[kernel.name] > 0:
+            linked[kernel.name] -= 1
+        else:
+            found.append((kernel.name, kernel.time_range.elapsed_us(), None))
+    spent: dict[str, list[float]] = defaultdict(list)
+    unclassified: dict[str, float] = defaultdict(float)
+    for name, duration, scope in found:
+        kind = kind_of(name, scope)
+        spent[kind].append(duration)
+        if kind == UNCLASSIFIED:
+            unclassified[name] += duration
+    return {kind: Usage(sum(x) / 1000, len(x)) for kind, x in spent.items()}, unclassified
+
+
+def _runs_on_cpu(event: Any) -> bool:
+    """Return whether an event of a profile is one of the host."""
+    return event.device_type.name == "CPU"
+
+
+def _scope(event: Any, forward_scopes: dict[tuple[int, int], str]) -> str | None:
+    """Return the kind of the innermost annotation around an event, or around the forward of its backward."""
+    while event is not None:
+        if event.name.startswith(SCOPE):
+            return event.name.removeprefix(SCOPE)
+        for kind, pattern in CALL_KINDS:
+            if re.fullmatch(pattern, event.name):
+                return kind
+        if event.name.startswith("autograd::engine::evaluate_function"):
+            return forward_scopes.get((event.fwd_thread, event.sequence_nr))
+        event = event.cpu_parent
+    return None
+
+
+def measure(shape: str, length: int, setting: str, lora: bool) -> tuple[float, dict[str, Usage], dict[str, float]]:
+    """Return the milliseconds of a step without the profiler, and what `usage_by_kind` finds in one."""
+    compiled = setting.startswith("compiled")
+    model = build_model(shape, lora=lora, fused=True, compiled=compiled)
+    if not compiled:
+        annotate(model)
+    rows = make_rows(length, 3, model.config.vocab_size)
+    optimizer = torch.optim.AdamW([x for x in model.parameters() if x.requires_grad], lr=1e-6, fused=True)
+
+    def run(row: dict[str, torch.Tensor]) -> float:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        step(model, optimizer, SETTINGS[setting], row, fused=True)
+        torch.cuda.synchronize()
+        return 1000 * (time.perf_counter() - start)
+
+    for row in rows[:2]:  # warms up
+        run(row)
+    unprofiled = statistics.median(run(rows[2]) for _ in range(3))
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        run(rows[2])
+    return unprofiled, *usage_by_kind(profiler.events() or [])
+
+
+def rows_of(usage: dict[str, Usage], step_milliseconds: float) -> list[dict[str, object]]:
+    """Return the rows of a step: one for each kind, the longest first, then what the GPU was idle."""
+    busy = sum(used.milliseconds for used in usage.values())
+    idle = Usage(max(0.0, step_milliseconds - busy), 0)
+    ordered = sorted(usage.items(), key=lambda item: -item[1].milliseconds)
+    return [
+        {
+            "kind": kind,
+            "milliseconds": round(used.milliseconds, 3),
+            "share": round(used.milliseconds / max(busy, step_milliseconds), 4),
+            "launches": used.launches,
+        }
+        for kind, used in [*ordered, ("idle", idle)]
+    ]
+
+
+def main() -> None:
+    """Run the benchmark from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="llama-3.2-1b")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32768, 131072])
+    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    parser.add_argument("--lora", action="store_true", help="train adapters of all linear layers")
+    parser.add_argument("--csv", help="file to write the figures to")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("a GPU is needed")
+    rows: list[dict[str, object]] = []
+    for setting in arguments.settings:
+        for length in arguments.lengths:
+            case = {
+                "shape": arguments.shape,
+                "trained": "adapters" if arguments.lora else "all",
+                "length": length,
+                "setting": setting,
+            }
+            unclassified: dict[str, float] = {}
+            try:
+                milliseconds, usage, unclassified = measure(arguments.shape, length, setting, arguments.lora)
+                found = [
+                    {**case, "step_milliseconds": round(milliseconds, 2), **row} for row in rows_of(usage, milliseconds)
+                ]
+            except torch.OutOfMemoryError:
+                nothing = {"milliseconds": "", "share": "", "launches": ""}
+                found = [{**case, "step_milliseconds": "", "kind": "out of memory", **nothing}]
+            append_rows(arguments.csv, rows, found)
+            for name, microseconds in sorted(unclassified.items(), key=lambda item: -item[1])[:8]:
+                print(f"  unclassified: {microseconds / 1000:.3f} ms {name[:150]}")
+            gc.collect()
+            torch.cuda.empty_cache()
+            torch.compiler.reset()
+
+
+if __name__ == "__main__":
+    main()

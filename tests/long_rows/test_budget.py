@@ -1,0 +1,51 @@
+"""What a row takes follows from two measured steps, and what does not fit on the GPU goes to the host."""
+
+import os
+
+import psutil
+import pytest
+
+from flashmask_hf.long_rows import budget
+from flashmask_hf.long_rows.budget import StepMemory, available_host_bytes, gib
+
+
+def test_two_steps_give_the_line():
+    memory = StepMemory.from_two_steps((100, 300), (1200.0, 1600.0), stored=1500.0)
+    assert memory == StepMemory(fixed=1000.0, working=2.0, stored=5.0)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "host", "longest"),
+    [
+        (1700, 0, 100),
+        (1500, 200, 100),
+        (1200, 10**9, 100),  # the host takes any checkpoint, but the working memory must fit on the GPU
+        (999, 10**9, 0),
+    ],
+)
+def test_the_longest_row(gpu, host, longest):
+    memory = StepMemory(fixed=1000.0, working=2.0, stored=5.0)
+    assert memory.longest(gpu, host) == longest
+
+
+def test_a_step_whose_memory_does_not_grow():
+    memory = StepMemory.from_two_steps((100, 200), (1000.0, 1000.0), stored=400.0)
+    assert memory.longest(1000, 200) == 100
+
+
+def test_a_container_and_other_processes_bound_the_host(tmp_path, monkeypatch):
+    free = psutil.virtual_memory().available
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(budget, "CGROUP_LIMIT", limit)
+    assert available_host_bytes() == pytest.approx(0.85 * free, rel=0.05)
+    limit.write_text("max\n")
+    assert available_host_bytes() == pytest.approx(0.85 * free, rel=0.05)
+    used = psutil.Process().memory_info().rss
+    limit.write_text(f"{used + 2**28}\n")
+    assert available_host_bytes() == pytest.approx(0.85 * 2**28, rel=0.1)
+    monkeypatch.setitem(os.environ, "LOCAL_WORLD_SIZE", "4")
+    assert available_host_bytes() == pytest.approx(0.85 * 2**28 / 4, rel=0.1)
+
+
+def test_sizes_are_written_in_gib():
+    assert gib(3 * 2**29) == "1.5 GiB"

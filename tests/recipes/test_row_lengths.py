@@ -1,0 +1,143 @@
+"""The study of row lengths runs on a CPU; what runs out of memory or time is recorded, and the others go on."""
+
+import csv
+import functools
+import sys
+
+import pytest
+import torch
+from tools.recipes import BENCHMARKS  # noqa: F401  # makes the benchmarks importable
+from tools.tiny import TRAINER_WARNINGS
+from torch.nn.attention.flex_attention import create_mask
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from flashmask_hf import masks
+
+import packed_attention  # isort: skip
+import plots  # isort: skip
+import row_lengths  # isort: skip
+
+pytestmark = TRAINER_WARNINGS
+
+TINY = ("--shapes", "tiny", "--device", "cpu")
+GIVEN = {
+    "documents": masks.causal_document([5, 1, 9]),
+    "shared questions": masks.share_question([(4, [3, 2]), (2, [3, 1])]),
+    "window": masks.sliding_window(15, 4),
+    "not causal": masks.document([5, 1, 9]),
+    "two intervals": masks.prefix_lm_document([(2, 5), (3, 10)]),
+}
+
+
+def read(path):
+    with open(path, newline="") as opened:
+        return list(csv.DictReader(opened))
+
+
+@pytest.mark.parametrize("mask", GIVEN.values(), ids=GIVEN)
+def test_dense_and_block_masks_show_what_the_vectors_show(mask, monkeypatch):
+    monkeypatch.setattr(packed_attention, "ROWS", 4)
+    assert torch.equal(packed_attention.dense_mask(mask), mask.to_dense())
+    drawn = create_mask(packed_attention.visible_pairs(mask), 1, 1, 15, 15, device="cpu")
+    assert torch.equal(drawn, mask.to_dense())
+
+
+@pytest.mark.slow
+def test_every_task_runs_and_the_chart_is_drawn(tmp_path, monkeypatch, capsys):
+    file = tmp_path / "row_lengths.csv"
+    row_lengths.main([*TINY, "--first", "512", "--last", "512", "--steps", "1", "--csv", str(file)])
+    rows = read(file)
+    assert [(row["task"], row["implementation"]) for row in rows] == [
+        (task, name) for task in row_lengths.TASKS for name in ("flashmask", "sdpa")
+    ]
+    assert all(int(row["tokens_per_second"]) > 0 and row["steps"] == "1" and row["gpu"] == "cpu" for row in rows)
+    assert [row["trained"] for row in rows[::2]] == ["all", "adapters", "all", "all"]
+    printed = capsys.readouterr().out
+    for name in ("flex_attention", "flash_attention_2", "flash_attention_3"):
+        assert f"{name} is left out: " in printed
+    monkeypatch.setattr(sys, "argv", ["plots.py", "--row-lengths", str(file), "--out", str(tmp_path)])
+    plots.main()
+    assert (tmp_path / "row_lengths_tiny.png").stat().st_size > 10_000
+    table = capsys.readouterr().out.splitlines()
+    assert len(table) == 2 + len(rows)
+    assert table[2] == f"| tiny | sft | flashmask | {int(rows[0]['tokens_per_second']):,} |"
+
+
+@pytest.mark.parametrize("task", ["dpo", "reward"])
+def test_adapters_are_trained_where_all_weights_do_not_fit(task):
+    study = row_lengths.Alignment(task, "tiny", "cpu", adapters=True)
+    trained = [name for name, x in study.bench.model.named_parameters() if x.requires_grad]
+    assert all("lora_" in name or "score" in name for name in trained)
+    study.check(["flashmask", "sdpa"], 512)
+    assert row_lengths.studies(["llama-3.1-8b"], row_lengths.TASKS) == [
+        ("llama-3.1-8b", name, True) for name in ("lora", "dpo", "reward")
+    ]
+
+
+def test_implementations_that_disagree_are_not_timed(monkeypatch):
+    wrong = functools.partial(
+        packed_attention._converted,
+        lambda mask: torch.ones(mask.kv_len, mask.kv_len, dtype=torch.bool).tril()[None, None],
+        sdpa_attention_forward,
+    )
+    monkeypatch.setitem(packed_attention._FUNCTIONS, "sdpa", wrong)
+    study = row_lengths.FineTuning("tiny", "cpu", adapters=False)
+    with pytest.raises(SystemExit, match="the implementations disagree"):
+        study.check(["flashmask", "sdpa"], 512)
+
+
+class Fake:
+    """A study whose steps take no time, and in which SDPA's memory ends at 1,024 tokens."""
+
+    def __init__(self):
+        self.optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+        self.taken = []
+
+    def draw(self, length, count):
+        return [length] * count
+
+    def check(self, implementations, length):
+        pass
+
+    def step(self, implementation, row):
+        self.taken.append((implementation, row))
+        if implementation == "sdpa" and row > 1024:
+            raise torch.OutOfMemoryError("out")
+
+
+def run(monkeypatch, tmp_path, *flags):
+    fake, file = Fake(), tmp_path / "fake.csv"
+    monkeypatch.setattr(row_lengths, "build", lambda *_: fake)
+    row_lengths.main([*TINY, "--tasks", "sft", "--first", "512", "--last", "4096", "--csv", str(file), *flags])
+    return fake, {(row["implementation"], row["length"]): row for row in read(file)}
+
+
+def test_out_of_memory_ends_the_series_of_one_implementation(monkeypatch, tmp_path):
+    fake, rows = run(monkeypatch, tmp_path, "--steps", "3")
+    assert [key for key in rows if key[0] == "sdpa"] == [("sdpa", "512"), ("sdpa", "1024"), ("sdpa", "2048")]
+    assert rows["sdpa", "2048"]["tokens_per_second"] == "out of memory"
+    assert rows["sdpa", "1024"]["against_sdpa"] == "1.0"
+    assert rows["flashmask", "2048"]["against_sdpa"] == ""
+    assert rows["flashmask", "4096"]["steps"] == "3"
+    assert fake.taken.count(("sdpa", 2048)) == 1
+    assert fake.taken.count(("flashmask", 4096)) == 1 + 3
+
+
+def test_repeats_are_skipped_and_series_end_when_the_time_is_up(monkeypatch, tmp_path):
+    clock = [0.0]
+    step = Fake.step
+
+    def slow(self, implementation, row):
+        clock[0] += row / 512  # 8 s of 4,096 tokens
+        step(self, implementation, row)
+
+    monkeypatch.setattr(Fake, "step", slow)
+    monkeypatch.setattr(row_lengths.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr("harness.time.perf_counter", lambda: clock[0])
+    flags = ("--implementations", "flashmask", "--steps", "5")
+    _, rows = run(monkeypatch, tmp_path, *flags, "--seconds", "35")
+    figures = {length: (row["tokens_per_second"], row["steps"]) for (_, length), row in rows.items()}
+    # A tenth of the time allows a third step of 1 s. After 22 of 35 s, a step that may take four times 4 s is too long.
+    assert figures == {"512": ("512", "3"), "1024": ("512", "2"), "2048": ("512", "2"), "4096": ("out of time", "0")}
+    _, rows = run(monkeypatch, tmp_path, *flags, "--seconds", "23")
+    assert rows["flashmask", "2048"]["steps"] == "2"

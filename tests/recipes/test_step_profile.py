@@ -1,0 +1,120 @@
+"""The profile of a training step: kinds of kernels by name and by module, and shares of a step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tools.recipes import RECIPES
+from torch.profiler import ProfilerActivity, profile
+
+from flashmask_hf.kernels.hopper import backward_kernel as hopper_backward
+from flashmask_hf.kernels.hopper import dq_order
+from flashmask_hf.kernels.hopper import forward_kernel as hopper_forward
+from flashmask_hf.kernels.portable import backward as portable_backward
+from flashmask_hf.kernels.portable import forward as portable_forward
+from flashmask_hf.kernels.shared import padding, plan, row_statistics
+
+pytestmark = [
+    # of TRL's head, which has no fused kernel on a CPU, and of torch's profiler
+    pytest.mark.filterwarnings("ignore:.*deprecated.*:FutureWarning"),
+]
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    """The benchmark and the one whose steps it profiles; both import their neighbors by name."""
+    monkeypatch.syspath_prepend(str(RECIPES / "benchmarks"))
+    import step_profile
+    import training
+
+    return step_profile, training
+
+
+OWN_KERNELS = {
+    "attention forward": [hopper_forward.forward_kernel, portable_forward._forward],
+    "attention backward": [
+        hopper_backward.backward_kernel,
+        hopper_backward.scale_dq_kernel,
+        portable_backward._backward_keys,
+        portable_backward._backward_queries,
+        row_statistics._row_delta,
+        row_statistics._row_statistics,
+        row_statistics._backward_lse,
+    ],
+    "plan and mask": [
+        plan._column_plan,
+        plan._row_plan,
+        plan._join_rows,
+        plan._join_lists,
+        padding._pad_indices,
+        dq_order._rank_key_tiles,
+    ],
+}
+
+NAMES = {
+    "matrix products": [
+        "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNN",
+        "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1_execute_segment_k_off_kernel",
+        "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_128x64_64x3_tn_align8>",
+        "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16>",
+    ],
+    "loss": ["_forward_kernel", "_backward_kernel", "void at::native::(anonymous namespace)::nll_loss_forward_reduce"],
+    "optimizer": ["void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor<float, 4>>"],
+    "copies and casts": [
+        "Memcpy DtoD (Device -> Device)",
+        "void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda(at::TensorIteratorBase&)>",
+        "triton_poi_fused__to_copy_3",
+        "triton_poi_fused_clone_transpose_view_12",
+    ],
+    "norms": ["triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_3"],
+    "activation": ["triton_poi_fused_mul_silu_silu_backward_7"],
+    "rotary": ["triton_poi_fused_add_cat_mul_neg_slice_unsqueeze_2"],
+    "unclassified": ["triton_poi_fused_add_1", "void at::native::vectorized_elementwise_kernel<4, MulFunctor<float>>"],
+}
+
+
+def test_names_of_kernels_tell_their_kind(benchmark):
+    kind_of = benchmark[0].kind_of
+    for kind, kernels in OWN_KERNELS.items():
+        for kernel in kernels:
+            assert kind_of(kernel.__name__) == kind, kernel.__name__
+    for kind, names in NAMES.items():
+        for name in names:
+            assert kind_of(name) == kind, name
+    generic = NAMES["unclassified"][1]
+    assert kind_of(generic, "norms") == "norms"
+    assert kind_of(NAMES["loss"][0], "norms") == "loss"
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "adapters"])
+def test_modules_tell_the_kind_of_the_other_kernels(benchmark, lora):
+    """On the operations of a CPU, of a step with gradient checkpointing: forward, recomputation and backward."""
+    step_profile, training = benchmark
+    model = training.build_model("tiny", "cpu", lora=lora, fused=True)
+    step_profile.annotate(model)
+    row = training.make_rows(256, 1, 1024, "cpu")[0]
+    optimizer = torch.optim.AdamW([x for x in model.parameters() if x.requires_grad], lr=1e-3)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        training.step(model, optimizer, "flashmask", row, True)
+    events = list(profiler.events() or ())
+    usage, unclassified = step_profile.usage_by_kind(events)
+    expected = {"norms", "rotary", "activation", "matrix products", "loss", "optimizer", "copies and casts", "residual"}
+    assert expected | ({"adapters"} if lora else set()) <= set(usage)
+    norms = 2 * model.config.num_hidden_layers  # each runs once in the forward and once in the recomputation
+    calls = [event for event in events if event.name in ("aten::rsqrt", "aten::silu", "aten::silu_backward")]
+    kinds = {(event.name, step_profile._scope(event, {})) for event in calls if event.name != "aten::silu_backward"}
+    assert kinds == {("aten::rsqrt", "norms"), ("aten::silu", "activation")}
+    assert sum(event.name == "aten::rsqrt" for event in calls) == 2 * norms + 1  # and the last one of the model
+    assert "aten::silu_backward" not in unclassified  # by the scope of its forward
+    total = sum(used.milliseconds for used in usage.values())
+    assert usage.get("unclassified", step_profile.Usage(0.0, 0)).milliseconds < 0.25 * total
+
+
+def test_shares_of_a_step_sum_to_one_with_what_it_idles(benchmark):
+    step_profile, _ = benchmark
+    usage = {"norms": step_profile.Usage(1.0, 10), "matrix products": step_profile.Usage(5.0, 2)}
+    rows = step_profile.rows_of(usage, 8.0)
+    assert [row["kind"] for row in rows] == ["matrix products", "norms", "idle"]
+    assert [row["share"] for row in rows] == [0.625, 0.125, 0.25]
+    assert [row["launches"] for row in rows] == [2, 10, 0]
+    assert step_profile.rows_of(usage, 5.0)[-1]["share"] == 0  # the profiler's step was longer

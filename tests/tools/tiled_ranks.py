@@ -1,0 +1,84 @@
+"""One of two processes that train a tiled Llama under DDP and FSDP2, and compare gradients with a plain model's.
+
+The arguments are the rank and the path of a file through which the processes find each other.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from flashmask_hf.long_rows import tile_tokens
+
+WORLD = 2
+STEPS = 2  # micro-batches of gradient accumulation
+
+
+def accumulate(model: nn.Module, rank: int) -> None:
+    for step in range(STEPS):
+        ids = torch.randint(3, 48, (1, 20), generator=torch.Generator().manual_seed(10 * rank + step))
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+
+
+def check(name: str, model: nn.Module, want: dict[str, torch.Tensor]) -> None:
+    for key, parameter in model.named_parameters():
+        grad = parameter.grad
+        assert grad is not None, f"{name}: {key} has no gradient"
+        grad = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+        torch.testing.assert_close(
+            grad, want[key], rtol=1e-4, atol=1e-6, msg=lambda text, at=key: f"{name} {at} {text}"
+        )
+    print(name, "ok")
+
+
+def main() -> None:
+    rank, path = int(sys.argv[1]), sys.argv[2]
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(path, WORLD), rank=rank, world_size=WORLD)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=48,
+        hidden_size=16,
+        intermediate_size=40,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=32,
+    )
+    plain = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
+    tiled = copy.deepcopy(plain)
+    tile_tokens(tiled, 6)
+    for other in range(WORLD):
+        accumulate(plain, other)
+    want = {name: parameter.grad / WORLD for name, parameter in plain.named_parameters()}
+    for checkpointed in (False, True):
+        model = copy.deepcopy(tiled)
+        if checkpointed:
+            # transformers 5.23 renamed the method
+            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+            enable({"use_reentrant": False})
+        ddp = copy.deepcopy(model)
+        accumulate(DistributedDataParallel(ddp), rank)
+        check("DDP", ddp, want)
+        mesh = init_device_mesh("cpu", (WORLD,))
+        for layer in model.model.layers:
+            # A group of the norm alone: its weight is gathered for the call of the tiled module itself.
+            fully_shard(layer.input_layernorm, mesh=mesh)
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        accumulate(model, rank)
+        check("FSDP2", model, want)
+    dist.destroy_process_group()
+
+
+main()

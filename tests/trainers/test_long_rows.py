@@ -1,0 +1,210 @@
+"""Rows are measured before the first step, made to fit, or refused; training is as without it."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from tools.support import requires
+from tools.tiny import CHECKPOINTING, TRAINER_WARNINGS, llama_config, trainer_settings, word_tokenizer
+from transformers import AutoModelForCausalLM
+from trl import SFTConfig
+
+from flashmask_hf.call import Call
+from flashmask_hf.trainers import LongRows, PackedSFTTrainer, long_rows
+
+pytestmark = [
+    *TRAINER_WARNINGS,
+    # torch and transformers, of the old names of transformers 5.23
+    pytest.mark.filterwarnings("ignore:`gradient_checkpointing(_kwargs)?` is deprecated:FutureWarning"),
+]
+
+LAYERS, HIDDEN, LENGTH = 2, 32, 48
+BY_HAND = {"tile_tokens": 16, "keep_attention": True, "host_gib": 1.0}
+FIXED, WORKING = 10_000.0, 100.0  # of the pretended GPU: bytes, and bytes a token
+CHECKPOINTS = LAYERS * HIDDEN * 4  # bytes a token
+KEPT = CHECKPOINTS + LAYERS * 4 * 4  # attention's output is as wide, and a log-sum-exp for each of four heads
+
+
+def make_trainer(path, *, dropout=0.0, adapter=False, config=None, documents=60, **changes):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config or llama_config(), attn_implementation="flashmask")
+    settings = trainer_settings(path) | {CHECKPOINTING: True, "max_steps": 3, "max_length": LENGTH}
+    settings |= {"per_device_train_batch_size": 1, **changes}
+    rows = Dataset.from_dict({"text": [" ".join(f"w{3 + (i * j) % 60}" for j in range(9)) for i in range(documents)]})
+    lora = LoraConfig(r=4, target_modules="all-linear", lora_dropout=dropout, init_lora_weights=False)
+    return PackedSFTTrainer(
+        model,
+        SFTConfig(**settings),
+        train_dataset=rows,
+        processing_class=word_tokenizer(),
+        peft_config=lora if adapter else None,
+    )
+
+
+def log_of(trainer):
+    """Train, and return the logs without times."""
+    trainer.train()
+    timed = ("tokens_per_second", "runtime", "samples_per_second", "steps_per_second")
+    return [{k: v for k, v in entry.items() if not k.endswith(timed)} for entry in trainer.state.log_history]
+
+
+@pytest.fixture
+def pretend_gpu(monkeypatch):
+    """Pretend a GPU on which a step takes FIXED bytes and WORKING a token; call it with the sizes of GPU and host."""
+    lasts = []
+    run = LongRows._run
+    monkeypatch.setattr(LongRows, "_run", lambda self, tokens: lasts.append(tokens) or run(self, tokens))
+    monkeypatch.setattr(LongRows, "_peak_of", lambda self, tokens: self._run(tokens) or FIXED + WORKING * tokens)
+    monkeypatch.setattr(long_rows, "obstacle_to_measuring", lambda trainer: None)
+    monkeypatch.setattr(long_rows, "_bytes_of_trained", lambda model: 0)
+    monkeypatch.setattr(long_rows, "offload_checkpoints", partial(long_rows.offload_checkpoints, min_bytes=1))
+
+    def size(gpu, host):
+        monkeypatch.setattr(long_rows, "available_gpu_bytes", lambda: gpu)
+        monkeypatch.setattr(long_rows, "available_host_bytes", lambda: host)
+        return lasts
+
+    return size
+
+
+@pytest.mark.parametrize("settings", [{"adapter": False}, {"adapter": True}, {"adapter": True, "dropout": 0.2}])
+def test_training_is_the_same(tmp_path, settings, pretend_gpu):
+    """Measured, and by hand: the same losses, metrics, counts and random numbers."""
+    pretend_gpu(gpu=FIXED + WORKING * LENGTH, host=1e9)
+    plain = log_of(make_trainer(tmp_path, **settings))
+    logs = []
+    for options in ({"tile_tokens": 0}, {"tile_tokens": 0, "keep_attention": True, "host_gib": 1}):
+        trainer = make_trainer(tmp_path, **settings)
+        trainer.add_callback(LongRows(trainer, **options))
+        logs.append(log_of(trainer))
+    assert logs == [plain, plain]
+
+
+def test_tiles_change_the_rounding_only(tmp_path):
+    plain = log_of(make_trainer(tmp_path, adapter=True))
+    trainer = make_trainer(tmp_path, adapter=True)
+    trainer.add_callback(LongRows(trainer, **BY_HAND))
+    tiled = log_of(trainer)
+    assert len(tiled) == len(plain) == 4
+    for entry, want in zip(tiled, plain, strict=True):
+        assert entry == pytest.approx(want, rel=1e-4)
+
+
+NEEDED = FIXED + WORKING * LENGTH
+
+
+@pytest.mark.parametrize(
+    ("gpu", "host", "kept", "host_bytes"),
+    [
+        (NEEDED + KEPT * LENGTH + CHECKPOINTS * LENGTH, 0, True, 0),
+        (NEEDED, 1e9, True, (KEPT + CHECKPOINTS) * LENGTH),
+        (NEEDED, (KEPT + CHECKPOINTS) * LENGTH, True, (KEPT + CHECKPOINTS) * LENGTH),
+        (NEEDED, (KEPT + CHECKPOINTS) * LENGTH - 1, False, CHECKPOINTS * LENGTH),
+        (NEEDED + 500, CHECKPOINTS * LENGTH, False, CHECKPOINTS * LENGTH - 500),
+    ],
+)
+def test_what_fits_is_chosen(tmp_path, gpu, host, kept, host_bytes, pretend_gpu, capsys):
+    lengths = pretend_gpu(gpu, host)
+    trainer = make_trainer(tmp_path)
+    rows = LongRows(trainer)
+    trainer.add_callback(rows)
+    trainer.train()
+    assert (rows.kept, rows.host_bytes) == (kept, pytest.approx(host_bytes, abs=1))
+    assert lengths == [LENGTH // 2, LENGTH // 2, LENGTH] * (1 if kept else 2)
+    said = capsys.readouterr().out
+    assert f"Rows of {LENGTH} tokens" in said
+    assert ("attention's results are kept" if kept else "attention is computed again") in said
+
+
+@pytest.mark.parametrize(
+    ("gpu", "host", "longest"),
+    [(FIXED - 1, 1e9, 0), (FIXED + WORKING * 40, 1e9, 40), (NEEDED, CHECKPOINTS * 40, 42)],
+)
+def test_rows_that_do_not_fit_are_refused_before_the_first_step(tmp_path, gpu, host, longest, pretend_gpu):
+    pretend_gpu(gpu, host)
+    trainer = make_trainer(tmp_path)
+    before = {name: x.clone() for name, x in trainer.model.state_dict().items()}
+    rows = LongRows(trainer)
+    trainer.add_callback(rows)
+    with pytest.raises(ValueError, match=f"max_length: a step of {LENGTH} tokens .* fits has {longest} tokens"):
+        trainer.train()
+    assert rows.longest == longest
+    assert trainer.state.global_step == 0
+    assert all(x.grad is None for x in trainer.model.parameters())
+    for name, x in trainer.model.state_dict().items():
+        assert torch.equal(x, before[name])
+
+
+def test_what_is_set_by_hand_is_not_measured(tmp_path, pretend_gpu):
+    lengths = pretend_gpu(NEEDED, 1e9)
+    trainer = make_trainer(tmp_path)
+    rows = LongRows(trainer, keep_attention=False)
+    trainer.add_callback(rows)
+    trainer.train()
+    assert (rows.kept, rows.host_bytes) == (False, CHECKPOINTS * LENGTH)
+    assert len(lengths) == 3
+
+
+def test_attention_runs_once_a_layer(tmp_path, monkeypatch):
+    calls, forward = [], Call.forward
+    monkeypatch.setattr(Call, "forward", lambda *args: calls.append(1) or forward(*args))
+    counts = []
+    for kept in (False, True):
+        trainer = make_trainer(tmp_path, max_steps=1)
+        trainer.add_callback(LongRows(trainer, **BY_HAND | {"keep_attention": kept}))
+        calls.clear()
+        trainer.train()
+        counts.append(len(calls))
+    assert counts == [2 * LAYERS, LAYERS]
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "message"),
+    [
+        ({}, {}, "memory is measured on a GPU, and this trains on none; set keep_attention and host_gib by hand"),
+        ({CHECKPOINTING: False}, BY_HAND, f"host_gib need {CHECKPOINTING}=True"),
+        ({f"{CHECKPOINTING}_kwargs": {"use_reentrant": True}}, BY_HAND, "without use_reentrant"),
+    ],
+)
+def test_wrong_arguments(tmp_path, settings, options, message):
+    trainer = make_trainer(tmp_path, **settings)
+    with pytest.raises(ValueError, match=message):
+        LongRows(trainer, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings(
+    "ignore:Attempting to run cuBLAS, but there was no current CUDA context:UserWarning"
+)  # torch
+@pytest.mark.parametrize("adapter", [False, True])
+def test_a_measured_budget_holds(tmp_path, adapter, monkeypatch):
+    """On a GPU that is pretended to have room for half of the checkpoints, half goes to the host, and the rest fits."""
+    requires("gpu")
+    length = 65_536
+    wide = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "max_position_embeddings": length}
+    trainer = make_trainer(
+        tmp_path,
+        adapter=adapter,
+        config=llama_config(**wide),
+        documents=15_000,
+        max_length=length,
+        max_steps=2,
+        use_cpu=False,
+        bf16=True,
+    )
+    rows, seen = LongRows(trainer, keep_attention=True), []
+    measure = rows._memory_of_a_step
+    monkeypatch.setattr(rows, "_memory_of_a_step", lambda: seen.append(measure()) or seen[0])
+
+    def size():
+        return seen[0].fixed + length * (seen[0].working + seen[0].stored / 2)
+
+    monkeypatch.setattr(long_rows, "available_gpu_bytes", size)
+    trainer.add_callback(rows)
+    trainer.train()
+    assert rows.host_bytes == pytest.approx(length * seen[0].stored / 2, rel=0.01)
+    assert 0.5 * size() < torch.cuda.max_memory_allocated() < size()
