@@ -10,7 +10,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Runs", "causal_starts", "find_hidden_runs", "hidden_intervals", "pack_runs", "unite_intervals"]
+__all__ = [
+    "Runs",
+    "causal_starts",
+    "count_rows_before",
+    "find_hidden_runs",
+    "hidden_intervals",
+    "pack_runs",
+    "unite_intervals",
+    "without_causal_flag",
+]
 
 
 class Runs(NamedTuple):
@@ -48,6 +57,32 @@ def causal_starts(q_len: int, kv_len: int, device: torch.device) -> Tensor:
     """Return the first row that sees each key under bottom-right aligned causal masking, int32 [Skv] in 0..q_len."""
     column = torch.arange(kv_len, device=device, dtype=torch.int32)
     return (column - (kv_len - q_len)).clamp(0, q_len)
+
+
+def without_causal_flag(indices: Tensor, causal: bool, q_len: int) -> Tensor:
+    """Return columns that mean the same without the causal flag, int32 [B, Hm, Skv, n].
+
+    What the flag hides becomes the interval [0, UTE), so that n = 1 becomes 2 and n = 2 becomes 4.
+
+    Args:
+        indices: int32 [B, Hm, Skv, n].
+        causal: as in `FlashMask`; if False, `indices` are returned as they are.
+        q_len: number of query rows.
+    """
+    if not causal:
+        return indices
+    diagonal = causal_starts(q_len, indices.shape[2], indices.device)[:, None].expand(*indices.shape[:3], 1)
+    if indices.shape[-1] == 1:
+        return torch.cat([indices, diagonal], -1)
+    return torch.cat([indices, torch.zeros_like(diagonal), diagonal], -1)
+
+
+def count_rows_before(indices: Tensor, rows: Tensor) -> Tensor:
+    """Return how many of the ascending `rows` [R] come before each bound, int32 of the shape of `indices`.
+
+    A bound among all rows becomes the one among the rows that are kept.
+    """
+    return torch.searchsorted(rows.to(indices.device, torch.int32), indices.contiguous(), out_int32=True)
 
 
 def find_hidden_runs(visible: Tensor, first: int, kv_len: int, causal: bool) -> tuple[Runs, Tensor]:

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 import torch
 from torch import Tensor
 
-from flashmask_hf.intervals import Runs, causal_starts, find_hidden_runs, hidden_intervals, pack_runs, unite_intervals
+from flashmask_hf.intervals import (
+    Runs,
+    causal_starts,
+    count_rows_before,
+    find_hidden_runs,
+    hidden_intervals,
+    pack_runs,
+    unite_intervals,
+    without_causal_flag,
+)
 from flashmask_hf.tiles import HIDDEN, classify_tiles
 
 if TYPE_CHECKING:
@@ -155,7 +164,7 @@ class FlashMask:
         indices = self.indices.to(device, non_blocking=non_blocking)
         return self if indices is self.indices else FlashMask(indices, self.causal, q_len=self.q_len)
 
-    def rows(self, q_len: int | None = None) -> int:
+    def row_count(self, q_len: int | None = None) -> int:
         """Return the number of query rows: `q_len` if given, else the mask's own, else as many as keys.
 
         Raises:
@@ -173,14 +182,14 @@ class FlashMask:
 
         The part that `causal` hides is not among them.
         """
-        return hidden_intervals(self.indices, self.causal, self.rows(q_len))
+        return hidden_intervals(self.indices, self.causal, self.row_count(q_len))
 
     def visible_intervals(self, q_len: int | None = None) -> list[tuple[Tensor, Tensor]]:
         """Return the rows that see each key as three (start, end) pairs of int32 tensors [B, Hm, Skv], in row order.
 
         A pair with start >= end is empty. Rows that `causal` hides are left out.
         """
-        rows = self.rows(q_len)
+        rows = self.row_count(q_len)
         (start, end), (other_start, other_end) = (
             (torch.where(start < end, start, rows), torch.where(start < end, end, rows))
             for start, end in self.bidirectional(rows).intervals(rows)
@@ -200,13 +209,66 @@ class FlashMask:
         Model inputs use it for masks that are not causal: `startend_row_indices` with n = 4 means the same to every
         layer. It always fits: `causal` hides one interval per key, and a causal mask has at most one other.
         """
-        rows = self.rows(q_len)
+        rows = self.row_count(q_len)
         pairs = self.intervals(rows)
         if self.causal:
             diagonal = causal_starts(rows, self.kv_len, self.device).expand_as(pairs[0][0])
             pairs = [*pairs, (torch.zeros_like(diagonal), diagonal)]
         (lts, lte), (uts, ute) = pairs
         return FlashMask(torch.stack([lts, lte, uts, ute], -1), causal=False, q_len=rows)
+
+    def rows(self, rows: slice | Tensor | Sequence[int], q_len: int | None = None) -> FlashMask:
+        """Return the mask of some of the query rows against all keys.
+
+        It is exact: an interval of all rows is an interval of the rows that are kept. What `causal` hides becomes an
+        interval, too (n = 1 becomes n = 2, and n = 2 becomes n = 4), and the result is not causal, except for a slice
+        that ends at the last row. Attention of `q[:, :, rows]` under it is `out[:, :, rows]` of the whole attention.
+
+        Args:
+            rows: a slice, or the numbers of the rows in strictly ascending order, as integers or as an integer tensor
+                [R]. The host reads the numbers.
+            q_len: number of query rows Sq of this mask; None takes the mask's own.
+
+        Returns:
+            FlashMask: of R query rows and the same keys.
+
+        Raises:
+            TypeError: `rows` is something else, or holds no integers.
+            ValueError: `rows` selects nothing, is not ascending, or lies outside of 0..Sq - 1.
+
+        Example:
+            >>> from flashmask_hf import masks
+            >>> masks.causal_document([2, 1]).rows([0, 2]).to_dense().int()[0, 0]
+            tensor([[1, 0, 0],
+                    [0, 0, 1]], dtype=torch.int32)
+        """
+        total = self.row_count(q_len)
+        causal = self.causal
+        if isinstance(rows, slice):
+            first, stop, step = rows.indices(total)
+            if step > 1:
+                return self.rows(range(first, stop, step), total)
+            if step < 0 or stop <= first:
+                raise ValueError(f"rows must select some of the {total} rows in ascending order, got {rows}")
+            causal = causal and stop == total
+            kept = stop - first
+            indices = self.indices if causal else without_causal_flag(self.indices, self.causal, total)
+            return FlashMask((indices - first).clamp(0, kept), causal, q_len=kept)
+        numbers = rows if isinstance(rows, Tensor) else torch.as_tensor(rows)
+        if numbers.numel() == 0:
+            raise ValueError("rows must select at least one row, got none")
+        if numbers.dim() != 1 or numbers.dtype == torch.bool or numbers.is_floating_point() or numbers.is_complex():
+            raise TypeError(
+                f"rows must be a slice or the numbers of rows [R], got {list(numbers.shape)} of {numbers.dtype}; write "
+                "a bool tensor as its nonzero()[:, 0]"
+            )
+        if int(numbers[0]) < 0 or int(numbers[-1]) >= total or not bool((numbers.diff() > 0).all()):
+            raise ValueError(
+                f"rows must be strictly ascending numbers in 0..{total - 1}, got {numbers[:8].tolist()}"
+                f"{'...' if len(numbers) > 8 else ''}; sort them, and the queries with them"
+            )
+        indices = without_causal_flag(self.indices, self.causal, total)
+        return FlashMask(count_rows_before(indices, numbers), causal=False, q_len=len(numbers))
 
     def validate(self, q_len: int | None = None) -> FlashMask:
         """Check every value and return the mask.
@@ -220,7 +282,7 @@ class FlashMask:
             ValueError: a value lies outside 0..Sq, or an interval's start is greater than its end (kernels read that as
                 empty; it is nearly always two columns swapped, and an empty interval is better written start == end).
         """
-        rows = self.rows(q_len)
+        rows = self.row_count(q_len)
         bad = (self.indices < 0) | (self.indices > rows)
         if bool(bad.any()):
             where = _first_columns(bad.any(-1))
@@ -239,7 +301,7 @@ class FlashMask:
 
     def to_dense(self, q_len: int | None = None) -> Tensor:
         """Return the mask as bool [B, Hm, Sq, Skv], True where visible. Quadratic memory: for tests and plots."""
-        rows = self.rows(q_len)
+        rows = self.row_count(q_len)
         row = torch.arange(rows, device=self.device).view(rows, 1)
         hidden = torch.zeros(*self.indices.shape[:2], rows, self.kv_len, dtype=torch.bool, device=self.device)
         for start, end in self.intervals(rows):
@@ -347,8 +409,8 @@ class FlashMask:
             raise ValueError(
                 f"other is on {other.device}, this mask on {self.device}; move it with other.to('{self.device}')"
             )
-        own = self.rows() if other.q_len is None or self.q_len is not None else other.q_len
-        rows = other.rows(own) if other.q_len is not None else own
+        own = self.row_count() if other.q_len is None or self.q_len is not None else other.q_len
+        rows = other.row_count(own) if other.q_len is not None else own
         pairs = self.intervals(rows) + other.intervals(rows)
         try:
             shape = torch.broadcast_shapes(self.indices.shape[:3], other.indices.shape[:3])
@@ -373,7 +435,7 @@ class FlashMask:
 
         It is the paper's rho (section 4.3): the share of the work that a kernel with such tiles skips.
         """
-        tiles = classify_tiles(self.indices, self.causal, self.rows(q_len), block)
+        tiles = classify_tiles(self.indices, self.causal, self.row_count(q_len), block)
         return float((tiles == HIDDEN).double().mean())
 
     def plot(
@@ -414,7 +476,7 @@ class FlashMask:
         """
         from flashmask_hf.plot import plot_tiles, readable_tile
 
-        rows = self.rows(q_len)
+        rows = self.row_count(q_len)
         if block is None:
             size = readable_tile(max(rows, self.kv_len))
             block = (size, size)

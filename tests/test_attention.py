@@ -74,7 +74,7 @@ def random_masks(draw: st.DrawFn) -> tuple[FlashMask, int]:
 
 def _check_random(lane: Lane, case: tuple[FlashMask, int]) -> None:
     mask, kv_len = case
-    q, k, v = attention_inputs(lane, 1, HEADS, KV_HEADS, mask.rows(), kv_len, 16)
+    q, k, v = attention_inputs(lane, 1, HEADS, KV_HEADS, mask.row_count(), kv_len, 16)
     check(lane, q, k, v, mask.to(lane.device))
 
 

@@ -27,7 +27,7 @@ LAYERS: Layers = (
     ("implementations", "rows"),
     ("call",),
     ("operators",),
-    ("attention", "long_rows", "sparse"),
+    ("attention", "long_rows", "parallel", "sparse"),
     ("collators", "backend"),
     ("trainers",),
     ("__init__",),

@@ -10,9 +10,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tools.support import FAMILIES
 
 import flashmask_hf.mask
-from flashmask_hf import FlashMask, MaskNotRepresentable, masks
+from flashmask_hf import FlashMask, MaskNotRepresentable, flashmask_attention, masks
 from flashmask_hf.tiles import HIDDEN, PARTIAL, VISIBLE, classify_tiles
 
 FORMS = [(True, 1), (True, 2), (False, 2), (False, 4)]
@@ -133,7 +134,7 @@ def mask_of(*columns: list[int], causal: bool, q_len: int | None = None) -> Flas
 @given(data=st.data())
 def test_to_dense_follows_the_table(form, data):
     mask = data.draw(flash_masks(form))
-    assert torch.equal(mask.to_dense(), dense_by_pairs(mask, mask.rows()))
+    assert torch.equal(mask.to_dense(), dense_by_pairs(mask, mask.row_count()))
 
 
 @thorough
@@ -152,7 +153,7 @@ def test_from_dense_inverts_to_dense(form, data):
     again = FlashMask.from_dense(mask.to_dense())
     assert torch.equal(again.to_dense(), mask.to_dense())
     assert again.indices.shape[-1] <= mask.indices.shape[-1]
-    assert again.rows() == mask.rows()
+    assert again.row_count() == mask.row_count()
     again.validate()
     same_form = FlashMask.from_dense(mask.to_dense(), causal=mask.causal)
     assert same_form.causal == mask.causal
@@ -237,7 +238,7 @@ def test_bidirectional_is_the_same_mask_without_the_causal_flag(mask):
 @thorough
 @given(mask=flash_masks())
 def test_visible_intervals_cover_the_dense_mask_in_row_order(mask):
-    row = torch.arange(mask.rows())[:, None]
+    row = torch.arange(mask.row_count())[:, None]
     pieces = mask.visible_intervals()
     seen = [(row >= start[..., None, :]) & (row < end[..., None, :]) for start, end in pieces]
     assert torch.equal(torch.stack(seen).sum(0), mask.to_dense().long())
@@ -251,6 +252,64 @@ def test_bidirectional_keeps_the_given_q_len(mask):
     again = FlashMask(mask.indices, mask.causal).bidirectional(3)
     assert again.q_len == 3
     assert torch.equal(again.to_dense(), mask.to_dense())
+
+
+@thorough
+@given(mask=flash_masks(), data=st.data())
+def test_rows_are_those_of_the_dense_mask(mask, data):
+    total = mask.row_count()
+    kept = data.draw(st.lists(st.integers(0, total - 1), min_size=1, unique=True).map(sorted))
+    start = data.draw(st.integers(0, total - 1))
+    stop = data.draw(st.integers(start + 1, total))
+    for rows in (kept, torch.tensor(kept), slice(start, stop), slice(None, None, 2), slice(start - total, None)):
+        part = mask.rows(rows)
+        assert torch.equal(part.to_dense(), mask.to_dense()[:, :, rows])
+        ends_last = isinstance(rows, slice) and rows.step is None and rows.stop in (None, total)
+        assert part.causal == (mask.causal and ends_last)
+
+
+@pytest.mark.parametrize("shape", [(96, 96), (96, 40)], ids=["square", "fewer rows"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_of_every_family(family, shape):
+    mask = FAMILIES[family](*shape)
+    total = mask.row_count()
+    dealt = torch.arange(total).view(-1, 8)[[0, 1, 4]].flatten()
+    for rows in (slice(None), slice(5, 29), slice(total - 9, total), dealt, dealt.tolist(), range(3, total, 7)):
+        assert torch.equal(mask.rows(rows).validate().to_dense(), mask.to_dense()[:, :, rows])
+
+
+def test_attention_of_some_rows_is_theirs_in_the_whole():
+    mask = FAMILIES["share_question"](96, 96)
+    q, k, v = (torch.randn(1, 2, 96, 16, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    weight = torch.randn(1, 2, 96, 16, dtype=torch.float64)
+    out = flashmask_attention(q, k, v, mask, impl="torch")
+    for rows in (torch.arange(96).view(12, 8)[1::2].flatten(), slice(30, 61)):
+        part = flashmask_attention(q[:, :, rows], k, v, mask.rows(rows), impl="torch")
+        torch.testing.assert_close(part, out[:, :, rows], rtol=1e-12, atol=1e-12)
+        got = torch.autograd.grad(part, (q, k, v), weight[:, :, rows])
+        want = torch.autograd.grad(out[:, :, rows], (q, k, v), weight[:, :, rows], retain_graph=True)
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("rows", "error", "message"),
+    [
+        (slice(3, 3), ValueError, r"some of the 5 rows in ascending order, got slice\(3, 3"),
+        (slice(4, 0, -1), ValueError, "in ascending order, got slice"),
+        ([], ValueError, "at least one row"),
+        (torch.zeros(0, dtype=torch.int64), ValueError, "at least one row"),
+        ([1, 1], ValueError, r"strictly ascending numbers in 0\.\.4, got \[1, 1\]; sort them"),
+        ([2, 1], ValueError, "strictly ascending"),
+        ([-1, 1], ValueError, r"in 0\.\.4"),
+        ([1, 5], ValueError, r"in 0\.\.4"),
+        (torch.tensor([True, False]), TypeError, r"\[2\] of torch.bool; .*nonzero"),
+        ([0.5, 1.0], TypeError, "torch.float32"),
+        (torch.zeros(1, 2, dtype=torch.int64), TypeError, r"\[1, 2\] of torch.int64"),
+    ],
+)
+def test_rows_rejects_what_selects_no_rows(rows, error, message):
+    with pytest.raises(error, match=message):
+        masks.causal(5).rows(rows)
 
 
 @pytest.mark.parametrize("two_form", FORMS, ids=form_ids)
@@ -340,7 +399,7 @@ def test_and_rejects_masks_that_do_not_fit_each_other():
 
 
 def tiles_of(mask: FlashMask, block: tuple[int, int]) -> torch.Tensor:
-    return classify_tiles(mask.indices, mask.causal, mask.rows(), block)
+    return classify_tiles(mask.indices, mask.causal, mask.row_count(), block)
 
 
 def tile_views(visible: torch.Tensor, block: tuple[int, int]) -> list[list[torch.Tensor]]:
@@ -435,9 +494,9 @@ def test_validate_accepts_ordered_intervals_in_range(form, data):
     assert mask.validate() is mask
     indices = mask.indices.clone()
     b, h, j = (data.draw(st.integers(0, size - 1)) for size in indices.shape[:3])
-    indices[b, h, j, data.draw(st.integers(0, form[1] - 1))] = data.draw(st.sampled_from([-1, mask.rows() + 1]))
-    with pytest.raises(ValueError, match=rf"0\.\.{mask.rows()}.*\({b}, {h}, {j}\)"):
-        FlashMask(indices, mask.causal, q_len=mask.rows()).validate()
+    indices[b, h, j, data.draw(st.integers(0, form[1] - 1))] = data.draw(st.sampled_from([-1, mask.row_count() + 1]))
+    with pytest.raises(ValueError, match=rf"0\.\.{mask.row_count()}.*\({b}, {h}, {j}\)"):
+        FlashMask(indices, mask.causal, q_len=mask.row_count()).validate()
 
 
 @pytest.mark.parametrize(
@@ -455,8 +514,8 @@ def test_validate_names_intervals_that_run_backwards(mask, message):
 
 def test_a_mask_rejects_another_q_len_than_its_own():
     mask = masks.causal(5, q_len=3)
-    assert mask.rows() == mask.rows(3) == 3
-    for use in (mask.rows, mask.to_dense, mask.bidirectional, mask.validate, mask.intervals):
+    assert mask.row_count() == mask.row_count(3) == 3
+    for use in (mask.row_count, mask.to_dense, mask.bidirectional, mask.validate, mask.intervals):
         with pytest.raises(ValueError, match="q_len=4, but this mask was built for q_len=3; build it with q_len=4"):
             use(4)
 

@@ -10,7 +10,8 @@ A forward passes through the modules in this order:
     mask_hook       transformers asks once per mask type: int32 columns from a `mask_function` and a 2D attention_mask
       mask_reader     reads the function as intervals, by symbolic tracing
       model_support   raises for models that the backend cannot follow
-    forward         the attention function, called by every layer; `sparse` holds the two of dynamic sparse attention,
+    forward         the attention function, called by every layer; `parts` runs it on rows that are split over
+                    processes, `sparse` holds the two functions of dynamic sparse attention,
                     `hash_directions` the random directions of its hash
       layer_mask      the layer's mask, from the caller's vectors, the hook's columns or the layer's default
         keywords        uses, ignores or refuses the layer's keywords

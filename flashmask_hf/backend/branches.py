@@ -62,10 +62,16 @@ def check_labels(vectors: Any, labels: Any) -> None:
             looked at.
 
     Raises:
+        ValueError: the labels are those of a part of the vectors' row.
         RuntimeError: the first token of a branch, or of a document after another, has a label (a device-side check).
     """
     if not isinstance(vectors, Tensor) or vectors.dtype != torch.int32 or vectors.shape[1:2] != (1,):
         return
+    if isinstance(labels, Tensor) and labels.dim() == 2 and labels.shape[1] < vectors.shape[2]:
+        raise ValueError(
+            f"labels are those of a part of a row, [B, {labels.shape[1]}], at whose edge the model's loss would lose "
+            "one; shift them before the row is split and pass shift_labels (flashmask_hf.parallel.RowSplit.shard)"
+        )
     if isinstance(labels, Tensor) and labels.dim() == 2 and labels.shape[1] == vectors.shape[2]:
         ends = subtree_ends(FlashMask(vectors.detach(), causal=vectors.shape[3] < 4))
         learned = (labels != -100).to(ends.device)

@@ -8,6 +8,9 @@ from torch import Tensor, nn
 
 from flashmask_hf.attention import flashmask_attention
 from flashmask_hf.backend.layer_mask import layer_mask
+from flashmask_hf.backend.parts import attend_in_parts
+from flashmask_hf.names import VECTORS
+from flashmask_hf.parallel.split import active_split
 
 __all__ = ["attention_forward"]
 
@@ -26,6 +29,9 @@ def attention_forward(
 
     The mask is the first of these that exists: the caller's `startend_row_indices`, in the layer's `sliding_window`,
     which is measured by position; what `mask_hook` returned; causal or full by `is_causal`, if no hook ran.
+
+    In the context of `flashmask_hf.parallel.sequence_parallel`, a layer with a part of the vectors' row gets the rest
+    from other processes (`parts.py`).
 
     Args:
         module: the attention layer; `is_causal` (True if missing) and `training` are read.
@@ -52,6 +58,9 @@ def attention_forward(
             shared questions, and `position_ids` are not depths; columns are out of range in a window; or, in a
             compiled model with windows, `position_ids` do not count on where a window matters (device-side checks).
     """
+    split = active_split(query.shape[2], kwargs.get(VECTORS))
+    if split is not None:
+        return attend_in_parts(split, module, query, key, value, attention_mask, scaling, dropout, kwargs), None
     columns = layer_mask(module, query, key, attention_mask, dropout, kwargs)
     out = flashmask_attention(
         query,

@@ -33,7 +33,8 @@ def check_call(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Non
 
     Raises:
         ValueError: the batch is that of packed rows, and no `run_packed` made the model take them. On models with
-            another attention, batches whose `input_ids` are whole sequences run as such.
+            another attention, batches whose `input_ids` are whole sequences run as such. Or the model's attention is
+            another one, and the call has a part of the vectors' row.
         RuntimeError: the model's attention is another one, and a token would see one that the vectors hide from it, or
             the other way round (a device-side check). Implementations of transformers find packed documents in
             `position_ids` that start again at 0, if there is neither a cache nor a mask.
@@ -54,7 +55,15 @@ def check_call(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Non
                 "the collator, SharedQuestionDPOTrainer or MultiAnswerRewardTrainer, or the collator of your trainer"
             )
         return
-    if implementation in NAMES or vectors.dtype != torch.int32 or vectors.dim() != 4 or vectors.shape[2] != length:
+    if implementation in NAMES or vectors.dtype != torch.int32 or vectors.dim() != 4:
+        return
+    if vectors.shape[2] > length > 1:
+        raise ValueError(
+            f"{VECTORS} are those of a row of {vectors.shape[2]} tokens, of which the call has {length}, as under "
+            f"context parallelism of torch and accelerate, and attn_implementation='{implementation}' ignores them, so "
+            "that documents would mix; take flashmask_hf.trainers.PackedSFTTrainer with attention 'flashmask'"
+        )
+    if vectors.shape[2] != length:
         return
     ends = None
     if vectors.shape[3] == 1:

@@ -20,7 +20,7 @@ from flashmask_hf.mask import FlashMask, is_one_of
 from flashmask_hf.names import FLASHMASK, VECTORS
 from flashmask_hf.torch_state import is_capturing, stream_of
 
-__all__ = ["layer_mask"]
+__all__ = ["check_hook_result", "layer_mask"]
 
 _TEXT_ONLY = "attn_implementation={'text_config': 'flashmask', 'vision_config': 'sdpa'}"
 """The way out, in messages, where one part of a model does not take the backend."""
@@ -56,7 +56,7 @@ def layer_mask(
     causal = kwargs.get("is_causal")
     causal = bool(getattr(module, "is_causal", True) if causal is None else causal)
     if attention_mask is not None:
-        _check_hook_result(attention_mask)
+        check_hook_result(attention_mask)
     vectors = kwargs.get(VECTORS)
     if not causal or any(kwargs.get(name) is not None for name in (VECTORS, "position_ids", "cu_seq_lens_q")):
         record_positions()
@@ -85,12 +85,12 @@ def _check_context_parallel(module: nn.Module, implementation: str) -> None:
     if replaced or "_self_attn_pre_forward_hook" in hooks:
         raise NotImplementedError(
             f"context parallelism of torch and accelerate (cp_size > 1) is for 'sdpa' alone: with '{implementation}' "
-            "each rank would attend within its own part of the row; leave cp_size at 1, or use "
-            "attn_implementation='sdpa' on rows of one document"
+            "each rank would attend within its own part of the row; take flashmask_hf.trainers.PackedSFTTrainer, which "
+            "exchanges keys by itself, leave cp_size at 1, or use attn_implementation='sdpa' on rows of one document"
         )
 
 
-def _check_hook_result(attention_mask: Any) -> None:
+def check_hook_result(attention_mask: Any) -> None:
     """Raise unless the layer's attention_mask has the form of the hook's columns."""
     if isinstance(attention_mask, Tensor):
         if attention_mask.dtype == torch.int32 and attention_mask.dim() == 4 and attention_mask.shape[2] in (1, 4):
@@ -140,8 +140,9 @@ def _check_vectors(vectors: Any, query: Tensor, key: Tensor, causal: bool) -> No
     if shape[2] != kv_len or q_len != kv_len:
         raise ValueError(
             f"{VECTORS} describe a whole row of {shape[2]} tokens, but this layer has {q_len} queries and {kv_len} "
-            "keys; pass one column per token of input_ids and use_cache=False, leave them out of generate, and use no "
-            "prompt learning (virtual tokens) with packed rows"
+            "keys; pass one column per token of input_ids and use_cache=False, leave them out of generate, use no "
+            "prompt learning (virtual tokens) with packed rows, and run parts of rows, forward and backward, in the "
+            "context of flashmask_hf.parallel.sequence_parallel"
         )
     if not is_one_of(shape[0], 1, batch):
         raise ValueError(f"{VECTORS} has batch {shape[0]}; it must be 1 or the batch {batch} of the model's input")

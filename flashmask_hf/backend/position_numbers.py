@@ -74,6 +74,11 @@ def _renumber(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             f"{VECTORS} with them, as the collators do",
         )
         return None
+    if mask is not None and mask.kv_len > positions.shape[1]:
+        raise NotImplementedError(
+            f"{name} counts positions from {first}, which is not implemented for rows that are split over processes; "
+            "use a model whose positions start at 0"
+        )
     if mask is None or mask.kv_len != positions.shape[1]:
         return None  # the first layer says what is wrong
     seen = torch.stack([start < end for start, end in mask.visible_intervals(mask.kv_len)]).any(0).any(1)

@@ -171,7 +171,7 @@ def first_hidden_rows(mask: FlashMask, q: Tensor, k: Tensor) -> Tensor:
         raise ValueError(f"mask is on {mask.device}, not on {q.device}; move it with mask.to('{q.device}')")
     if mask.kv_len != kv_len:
         raise ValueError(f"mask has {mask.kv_len} key columns, but there are {kv_len} keys")
-    mask.rows(q_len)
+    mask.row_count(q_len)
     mask_batch, mask_heads = mask.indices.shape[:2]
     if not is_one_of(mask_batch, 1, batch) or not is_one_of(mask_heads, 1, kv_heads, heads):
         raise ValueError(

@@ -14,6 +14,7 @@ from trl.experimental.async_grpo import async_grpo_trainer
 from flashmask_hf.backend.packed_rows import check_compiled
 from flashmask_hf.backend.tree_packing import run_tree_packing
 from flashmask_hf.names import FLASHMASK
+from flashmask_hf.trainers.context_parallel import refuse_parts
 
 __all__ = ["SharedPromptAsyncGRPOTrainer"]
 
@@ -31,12 +32,14 @@ class SharedPromptAsyncGRPOTrainer(async_grpo_trainer.AsyncGRPOTrainer):
     FlashAttention-3. Here keys stay where they are. Arguments, batches, loss and metrics are TRL's.
 
     The first step raises ValueError if some layers of the model do not receive the mask, and RuntimeError if the batch
-    is not a trie as TRL 1.16 packs it.
+    is not a trie as TRL 1.16 packs it. Context parallelism raises ValueError, as in the other trainers but
+    `PackedSFTTrainer`.
     """
 
     def __init__(self, model: str, *args: Any, **kwargs: Any) -> None:
         with _load_with_flashmask():
             super().__init__(model, *args, **kwargs)
+        refuse_parts(self.args)
         run_tree_packing(self.accelerator.unwrap_model(self.model))
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:

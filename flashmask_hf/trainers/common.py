@@ -14,6 +14,7 @@ from trl.trainer.utils import get_config_model_id
 
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.names import FLASHMASK
+from flashmask_hf.trainers.context_parallel import refuse_parts
 
 __all__ = [
     "check_adapters",
@@ -134,18 +135,21 @@ def turn_off_dispatching(args: Any) -> None:
     args.accelerator_config.dispatch_batches = False
 
 
-def prepare_arguments(model: Any, args: Any, peft_config: Any) -> None:
-    """Check a trainer's arguments for packed rows of shared questions, and turn dispatched batches off, in place.
+def prepare_arguments(model: Any, args: Any, peft_config: Any, *, splits_rows: bool = False) -> None:
+    """Check a trainer's arguments for packed rows, and turn dispatched batches off, in place.
 
     Args:
         model: the model, or the name that the trainer loads it by.
         args: the trainer's arguments.
         peft_config: configuration of the adapter to add, or None.
+        splits_rows: whether the trainer can split rows over processes.
 
     Raises:
         ValueError: an adapter adds virtual tokens or looks for tokens in a sequence, `neftune_noise_alpha` is set, or
-            batches are dispatched. Packed rows cannot have these.
+            batches are dispatched. Packed rows cannot have these. Or rows are to be split, and the trainer cannot.
     """
+    if not splits_rows:
+        refuse_parts(args)
     check_adapters(model, peft_config)
     if args.neftune_noise_alpha is not None:
         raise ValueError(

@@ -207,9 +207,11 @@ class LongRows(TrainerCallback):
         with torch.random.fork_rng():
             trainer.model_wrapped.train()
             inputs = trainer._prepare_inputs(inputs)
-            with trainer.compute_loss_context_manager():
-                loss = trainer.compute_loss(trainer.model_wrapped, inputs)
-            trainer.accelerator.backward(loss)
+            parts, inputs = trainer._prepare_context_parallel_inputs(trainer.model_wrapped, inputs)
+            with parts():
+                with trainer.compute_loss_context_manager():
+                    loss = trainer.compute_loss(trainer.model_wrapped, inputs)
+                trainer.accelerator.backward(loss)
         for name, count in counts.items():
             setattr(trainer, name, count)
 

@@ -29,11 +29,20 @@ from flashmask_hf.trainers.common import (
     log_sparsity,
     prepare_arguments,
 )
+from flashmask_hf.trainers.context_parallel import (
+    ContextParallelMixin,
+    check_context_parallel,
+    context_parallel_size,
+    pad_for_parts,
+)
 
 __all__ = ["PackedSFTTrainer"]
 
+_COMPUTES = ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics")
+"""Arguments of the trainer that get logits or losses."""
 
-class PackedSFTTrainer(SFTTrainer):
+
+class PackedSFTTrainer(ContextParallelMixin, SFTTrainer):
     """`trl.SFTTrainer` on packed rows: a row holds several documents, and each attends only to itself.
 
     TRL tokenizes the datasets, applies chat templates and builds labels, but truncates nothing. `pack_dataset` then
@@ -51,6 +60,10 @@ class PackedSFTTrainer(SFTTrainer):
     size. They also add `mask_sparsity`, the fraction of tiles of the score matrix that are skipped, of one batch of
     this process, at logging steps and in evaluation. A batch is one row, so it grows with the batch size. With another
     attention it is 0.
+
+    With accelerate's context parallelism (`cp_size`, which needs FSDP2), a row is split over processes, for rows
+    longer than one GPU takes; attention is still that of the whole row (`flashmask_hf.parallel`). Rows are padded to a
+    multiple of 128 * cp_size unless the collator says otherwise.
 
     Args:
         model: as in `trl.SFTTrainer`.
@@ -72,8 +85,9 @@ class PackedSFTTrainer(SFTTrainer):
             lists of integers.
         ValueError: `args.max_length` is None; `neftune_noise_alpha`, dispatched batches, prompt learning, activated
             LoRA or images are asked for; or `pack_dataset` refuses a dataset or an example (the message names its index
-            and the way out). In the first step: some layers do not get the mask, for example recurrent ones, and would
-            mix documents.
+            and the way out); or, with context parallelism, TRL packs, the attention is another one, layers are
+            recurrent, or labels are smoothed. In the first step: some layers do not get the mask, for example recurrent
+            ones, and would mix documents.
 
     Example:
         ```python
@@ -106,15 +120,21 @@ class PackedSFTTrainer(SFTTrainer):
         check_config(args, SFTConfig, "SFTConfig")
         self._sums: Any = 0  # tokens and visible keys since the last log, int64 [2] once there was a batch
         self._last_log = time.perf_counter()
+        parts = context_parallel_size(args)
+        if parts > 1:
+            computes = {name: kwargs.get(name) for name in _COMPUTES}
+            check_context_parallel(args, trl_packs=_trl_packs(args), computes=computes)
         if not _trl_packs(args):
             if args.max_length is None:
                 raise ValueError("max_length is None, but packing needs it: the number of tokens of a row; set it")
             if {"image", "images"} & set(next(iter(train_dataset or ()), ())):
                 raise ValueError("rows with images cannot be packed yet; use trl.SFTTrainer, or remove the column")
-            prepare_arguments(model, args, peft_config)
+            prepare_arguments(model, args, peft_config, splits_rows=True)
             if max_position_embeddings is None:
                 max_position_embeddings = _positions(model, args)
             data_collator = _collator(data_collator, args.pad_to_multiple_of, max_position_embeddings)
+            if parts > 1:
+                data_collator = pad_for_parts(data_collator, parts)
         self._packing_options: dict[str, Any] = {
             "max_position_embeddings": max_position_embeddings,
             "split": split,
@@ -137,6 +157,7 @@ class PackedSFTTrainer(SFTTrainer):
             drop_padding_from_router_logits(trained)
             if self._skips_tiles:
                 check_layers(trained)
+        self._start_context_parallel(parts)
 
     def _prepare_dataset(
         self,
@@ -193,7 +214,7 @@ class PackedSFTTrainer(SFTTrainer):
             indices = inputs[VECTORS]
             check_compiled(model, indices.device)
             log_sparsity(self, mode, indices, skipped=self._skips_tiles)
-            if mode == "train":
+            if mode == "train" and self._counts_rows:
                 self._sums += _tokens_and_keys(indices)  # stays on the device, so that the host does not wait
         elif mode == "train":
             self._sums += torch.tensor([inputs["input_ids"].numel(), 0], device=inputs["input_ids"].device)

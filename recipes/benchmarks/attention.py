@@ -104,7 +104,14 @@ def _flex(backend: str | None) -> Callable[[FlashMask], Attention]:
 
     def build(mask: FlashMask) -> Attention:
         blocks = create_block_mask(
-            visible_pairs(mask), None, None, mask.rows(), mask.kv_len, device="cuda", BLOCK_SIZE=block, _compile=True
+            visible_pairs(mask),
+            None,
+            None,
+            mask.row_count(),
+            mask.kv_len,
+            device="cuda",
+            BLOCK_SIZE=block,
+            _compile=True,
         )
         return lambda q, k, v: _compiled_flex(q, k, v, block_mask=blocks, enable_gqa=True, kernel_options=options)
 
@@ -116,7 +123,7 @@ def _flashmask(impl: str | None, deterministic: bool = False) -> Callable[[Flash
 
     def build(mask: FlashMask) -> Attention:
         fresh = FlashMask(mask.indices, mask.causal)  # without a cached plan
-        plan_of(fresh, mask.rows())
+        plan_of(fresh, mask.row_count())
         return lambda q, k, v: flashmask_attention(q, k, v, fresh, impl=impl, deterministic=deterministic)
 
     return build

@@ -50,6 +50,17 @@ def test_vectors_are_refused_where_they_are_ignored(attention):
     model(tokens(2, 9), startend_row_indices=masks.padding([9, 4]).indices)
 
 
+def test_a_part_of_a_row_is_refused_where_vectors_are_ignored():
+    """As under accelerate's context parallelism, which splits the tokens and leaves the vectors."""
+    batch = DataCollatorForPackedLanguageModeling(pad_to_multiple_of=16)(EXAMPLES)
+    part = {name: batch[name][:, :8] for name in ("input_ids", "position_ids")}
+    vectors = batch["startend_row_indices"]
+    with pytest.raises(ValueError, match=r"row of 16 tokens, of which the call has 8, .*PackedSFTTrainer"):
+        llama("sdpa")(**part, startend_row_indices=vectors, use_cache=False)
+    with pytest.raises(ValueError, match=r"whole row of 16 tokens, .*sequence_parallel"):
+        llama("flashmask")(**part, startend_row_indices=vectors, use_cache=False)
+
+
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_documents_need_positions_and_no_cache(attention):
     model, apart = llama(attention), [torch.tensor([one["input_ids"]]) for one in EXAMPLES]

@@ -116,3 +116,12 @@ def test_documents_without_positions_are_refused(family):
     model(**call, position_ids=positions([3, 3]))
     model(input_ids=call["input_ids"], startend_row_indices=masks.padding([4], kv_len=6).indices if mask.causal else
           masks.document([4], kv_len=6).indices)  # fmt: skip
+
+
+def test_parts_of_rows_are_refused_where_positions_would_not_be_counted_on():
+    """A process with a part of a row does not see which tokens of it are padding."""
+    model = build("roberta", "flashmask", is_decoder=True)
+    batch = DataCollatorForPackedLanguageModeling(pad_to_multiple_of=16)([{"input_ids": [7, 8, 9]}])
+    part = {key: batch[key][:, :8] for key in ("input_ids", "position_ids")}
+    with pytest.raises(NotImplementedError, match=r"counts positions from 2, .*rows that are split over processes"):
+        model(**part, startend_row_indices=batch["startend_row_indices"])

@@ -2,13 +2,15 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 import torch
 from datasets import DatasetDict
-from tools.recipes import QUICK, RECIPES, launch, logged
+from safetensors.torch import load_file
+from tools.recipes import FSDP_ON_CPU, QUICK, RECIPES, launch, logged
 from tools.tiny import CHECKPOINTING, TRAINER_WARNINGS
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -102,6 +104,39 @@ def test_two_processes_train_lora_like_one(tmp_path, model, capsys):
     sft.main([*flags, "--output_dir", str(tmp_path / "one"), "--per_device_train_batch_size", "2"])
     one = capsys.readouterr().out
     assert logged(two, "loss") == pytest.approx(logged(one, "loss"), rel=1e-4)
+
+
+def test_two_processes_that_split_rows_train_like_one(tmp_path, model, capsys):
+    """Context parallelism with the configuration of several GPUs: printed losses, evaluation and saved weights."""
+    flags = ["--config", str(sft.DEMO_CONFIG), "--model_name_or_path", str(model), "--max_steps", "3", *QUICK]
+    flags += ["--eval_strategy", "steps", "--eval_steps", "3", "--max_length", "1024", "--picture", "False"]
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("\n".join(json.dumps({"text": f"lambda {'yield ' * n}"}) for n in (300, 700, 40, 150) * 6))
+    flags += ["--dataset_name", str(rows), "--dataset_test_split", "train", "--learning_rate", "0.001"]
+    (tmp_path / "fsdp.py").write_text(FSDP_ON_CPU)
+    accelerate = [sys.executable, "-m", "accelerate.commands.launch"]
+    accelerate += ["--config_file", RECIPES / "configs" / "accelerate_fsdp2_cp.yaml", tmp_path / "fsdp.py"]
+    without_cpu = [flag for flag in flags if flag != "--use_cpu"]
+    two = launch(accelerate, tmp_path / "two", *without_cpu, f"--{CHECKPOINTING}", "True")
+    assert two.count("FSDP2: True") == 2
+    sft.main([*flags, "--output_dir", str(tmp_path / "one")])
+    one = capsys.readouterr().out
+    losses = logged(one, "loss")
+    assert losses[-1] < losses[0]
+    assert logged(two, "loss") == pytest.approx(losses, rel=1e-3)
+    assert logged(two, "keys_per_token") == pytest.approx(logged(one, "keys_per_token"), rel=1e-3)
+    assert evaluated(two) == pytest.approx(evaluated(one), rel=1e-3)
+    weights, others = (
+        load_file(tmp_path / "one" / "model.safetensors"),
+        load_file(tmp_path / "two" / "model.safetensors"),
+    )
+    assert others.keys() - weights.keys() <= {"lm_head.weight"}  # FSDP2 saves tied weights twice
+    for name, weight in weights.items():
+        torch.testing.assert_close(others[name], weight, rtol=0, atol=2e-4)
+
+
+def evaluated(printed):
+    return [float(value) for value in re.findall(r"'eval_loss': '?([0-9.]+)", printed)]
 
 
 ROWS = {

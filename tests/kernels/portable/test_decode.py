@@ -90,7 +90,7 @@ def random_masks(draw: st.DrawFn) -> tuple[FlashMask, int]:
 
 def check_random(lane: Lane, case: tuple[FlashMask, int]) -> None:
     mask, kv_len = case
-    check(lane, *inputs(lane, 2, HEADS, KV_HEADS, mask.rows(), kv_len, 16), mask.to(lane.device))
+    check(lane, *inputs(lane, 2, HEADS, KV_HEADS, mask.row_count(), kv_len, 16), mask.to(lane.device))
 
 
 @given(random_masks())

@@ -1,0 +1,71 @@
+"""Differentiable collectives of equal parts, whose results are plain tensors.
+
+The collectives of `torch.distributed._functional_collectives` return `AsyncCollectiveTensor`s, which wait when an
+operator of torch reads them. Kernels that are launched with a pointer would not wait. These wait on the current stream
+before they return. They call the operators that compilers know; names and signatures are those of torch 2.11 to 2.13.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:  # builds of torch without it have no processes to exchange with
+    from torch.distributed import ProcessGroup
+
+__all__ = ["Group", "all_gather", "all_to_all", "group_of"]
+
+_operators = torch.ops._c10d_functional
+
+
+class Group(NamedTuple):
+    """A process group, as operators name it."""
+
+    name: str
+    size: int
+    rank: int
+    """Of this process in the group."""
+
+
+def group_of(group: ProcessGroup) -> Group:
+    """Return the name, the size and the rank of a process group."""
+    return Group(group.group_name, group.size(), group.rank())
+
+
+def all_to_all(x: Tensor, group: Group) -> Tensor:
+    """Send part i of x [N, ...] to process i, and return the parts that came, [N, ...] in the order of processes."""
+    return _AllToAll.apply(x, group.name, group.size)  # pyright: ignore[reportReturnType]
+
+
+def all_gather(x: Tensor, group: Group) -> Tensor:
+    """Return the x [...] of every process, [N, ...]. The gradient of each is summed over the processes."""
+    return _AllGather.apply(x, group.name, group.size)  # pyright: ignore[reportReturnType]
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, name: str, size: int) -> Tensor:
+        ctx.group = name, size
+        parts = [1] * size
+        return _operators.wait_tensor(_operators.all_to_all_single(x.contiguous(), parts, parts, name))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        name, size = ctx.group
+        parts = [1] * size
+        return _operators.wait_tensor(_operators.all_to_all_single(grad.contiguous(), parts, parts, name)), None, None
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, name: str, size: int) -> Tensor:
+        ctx.group = name, size
+        return _operators.wait_tensor(_operators.all_gather_into_tensor(x.contiguous()[None], size, name))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        name, size = ctx.group
+        summed = _operators.reduce_scatter_tensor(grad.contiguous(), "sum", size, name)
+        return _operators.wait_tensor(summed)[0], None, None

@@ -1,0 +1,88 @@
+"""The exchange around one attention call: heads for rows (Ulysses), or everyone's keys.
+
+* "heads" (DeepSpeed Ulysses, arXiv:2309.14509): an all-to-all gives every process all rows of some heads, attention
+  runs as in one process, and another all-to-all gives the rows back.
+* "keys": every process gathers the keys and values of all rows, and computes its own rows.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+
+from flashmask_hf.parallel.collectives import all_gather, all_to_all
+from flashmask_hf.parallel.split import EXCHANGES, RowSplit
+
+__all__ = ["exchange_of", "gather_keys", "heads_to_rows", "own_heads", "rows_to_heads", "spread_kv_heads"]
+
+
+def exchange_of(
+    heads: int, kv_heads: int, size: int, wanted: Literal["heads", "keys"] | None = None
+) -> Literal["heads", "keys"]:
+    """Return which exchange attention takes: that which sends less, of those that the numbers of heads allow.
+
+    In elements a token and process, times (size - 1) / size, the exchange of heads sends queries and results of Hq
+    heads and keys and values of Hkv, or of `size` where there are fewer; that of keys sends keys and values of Hkv
+    heads to everyone. So keys win for size < 1 + Hq / Hkv.
+
+    Args:
+        heads: number of query heads, Hq.
+        kv_heads: number of key-value heads, Hkv.
+        size: number of processes.
+        wanted: an exchange to take in any case; None leaves the choice.
+
+    Raises:
+        ValueError: `wanted` is another name, or "heads" that do not divide among the processes.
+    """
+    divides = heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
+    if wanted is not None and wanted not in EXCHANGES:
+        raise ValueError(f"exchange must be one of {EXCHANGES} or None, got {wanted!r}")
+    if wanted == "heads" and not divides:
+        raise ValueError(
+            f"exchange='heads' needs {size} processes to divide the {heads} query heads, and to divide or be divided "
+            f"by the {kv_heads} key-value heads; use exchange='keys'"
+        )
+    if wanted is not None:
+        return wanted
+    return "heads" if divides and heads + max(kv_heads, size) <= size * kv_heads else "keys"
+
+
+def spread_kv_heads(x: Tensor, split: RowSplit) -> Tensor:
+    """Repeat key-value heads [B, Hkv, S, D] so that each process gets one, where there are fewer than processes."""
+    repeats = split.group.size // x.shape[1]
+    return x.repeat_interleave(repeats, 1) if repeats > 1 else x
+
+
+def rows_to_heads(x: Tensor, split: RowSplit) -> Tensor:
+    """Return all rows of this process's heads, [B, H / N, S, D], given its rows of all heads, [B, H, S / N, D]."""
+    parts = x.transpose(1, 2).unflatten(2, (split.group.size, -1)).movedim(2, 0)  # [N, B, S / N, H / N, D]
+    rows = all_to_all(parts, split.group).movedim(0, 1).flatten(1, 2)  # [B, S, H / N, D]
+    if split.places is not None:
+        rows = rows.index_select(1, split.places)
+    return rows.transpose(1, 2)
+
+
+def heads_to_rows(x: Tensor, split: RowSplit) -> Tensor:
+    """Return this process's rows of all heads, [B, H, S / N, D], given all rows of its heads, [B, H / N, S, D]."""
+    rows = x.transpose(1, 2)
+    if split.order is not None:
+        rows = rows.index_select(1, split.order)
+    parts = rows.unflatten(1, (split.group.size, -1)).movedim(1, 0)  # [N, B, S / N, H / N, D]
+    return all_to_all(parts, split.group).movedim(0, 2).flatten(2, 3).transpose(1, 2)
+
+
+def own_heads(x: Tensor, split: RowSplit, dim: int) -> Tensor:
+    """Return the entries of this process's heads of a tensor that has one per head along `dim`.
+
+    Of fewer key-value heads than processes, that is the one that `spread_kv_heads` gives this process.
+    """
+    count, size = x.shape[dim], split.group.size
+    width = max(1, count // size)
+    return x.narrow(dim, split.group.rank * count // size, width)
+
+
+def gather_keys(x: Tensor, split: RowSplit) -> Tensor:
+    """Return the keys or values of all rows, [B, H, S, D] in the order of `split.rows`, given [B, H, S / N, D]."""
+    parts = all_gather(x.transpose(1, 2), split.group)  # [N, B, S / N, H, D]
+    return parts.movedim(0, 1).flatten(1, 2).transpose(1, 2)

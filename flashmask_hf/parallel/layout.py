@@ -1,0 +1,97 @@
+"""Which query rows of a packed row each process holds."""
+
+from __future__ import annotations
+
+import heapq
+import math
+
+import torch
+from torch import Tensor
+
+from flashmask_hf.mask import FlashMask
+from flashmask_hf.parallel.exchange import exchange_of
+from flashmask_hf.plan import ROWS, plan_columns
+from flashmask_hf.tiles import HIDDEN, classify_tiles
+
+__all__ = ["contiguous_rows", "deal_rows", "split_rows"]
+
+_BLOCKS = 1024
+"""About how many blocks of rows are dealt out: enough to be even, and few enough for the host to deal in a
+millisecond."""
+
+
+def contiguous_rows(length: int, size: int, device: torch.device | str = "cpu") -> Tensor:
+    """Return the rows 0..length - 1 in `size` equal parts, one after another, int64 [size, length / size].
+
+    Raises:
+        ValueError: `length` is not a multiple of `size`.
+    """
+    _check_length(length, size)
+    return torch.arange(length, device=device).view(size, -1)
+
+
+def deal_rows(mask: FlashMask, size: int) -> Tensor:
+    """Deal the rows of a mask out so that all parts have as many, and about the same number of tiles to compute.
+
+    Blocks of rows go to the part with the least work so far, those with most tiles first. Blocks are of 128 rows, or
+    of a multiple in rows of more than 131,072 tokens; if 128 does not divide a part's length, of the largest power of
+    two that does. The host reads the work of the blocks.
+
+    Args:
+        mask: mask of a whole row, Sq = Skv = S. Batch entries and heads share the layout.
+        size: number of parts.
+
+    Returns:
+        Tensor: int64 [size, S / size], ascending in each part, on the device of the mask.
+
+    Raises:
+        ValueError: S is not a multiple of `size`.
+    """
+    length = mask.kv_len
+    _check_length(length, size)
+    wanted = ROWS
+    while wanted * _BLOCKS < length:
+        wanted *= 2
+    block = math.gcd(length // size, wanted)
+    tiles = classify_tiles(mask.indices, mask.causal, length, (block, plan_columns(length)))
+    work = (tiles != HIDDEN).sum((0, 1, 3)).tolist()
+    room = len(work) // size
+    parts: list[list[int]] = [[] for _ in range(size)]
+    least = [(0, part) for part in range(size)]
+    for number in sorted(range(len(work)), key=lambda x: -work[x]):
+        load, part = heapq.heappop(least)
+        parts[part].append(number)
+        if len(parts[part]) < room:
+            heapq.heappush(least, (load + work[number], part))
+    blocks = torch.tensor([sorted(part) for part in parts], device=mask.device)
+    return (blocks[..., None] * block + torch.arange(block, device=mask.device)).flatten(1)
+
+
+def split_rows(mask: FlashMask, size: int, heads: int, kv_heads: int) -> Tensor:
+    """Return the rows of every process for the exchange that attention of so many heads takes by itself.
+
+    Exchange of heads gives every process all rows of its heads, so any layout is even, and contiguous rows need no
+    reordering. Exchange of keys leaves a process its own rows, so they are dealt out.
+
+    Args:
+        mask: mask of a whole row, Sq = Skv = S.
+        size: number of processes.
+        heads: number of query heads.
+        kv_heads: number of key-value heads.
+
+    Returns:
+        Tensor: int64 [size, S / size], on the device of the mask.
+
+    Raises:
+        ValueError: S is not a multiple of `size`.
+    """
+    if exchange_of(heads, kv_heads, size) == "heads":
+        return contiguous_rows(mask.kv_len, size, mask.device)
+    return deal_rows(mask, size)
+
+
+def _check_length(length: int, size: int) -> None:
+    if length % size:
+        raise ValueError(
+            f"a row of {length} tokens does not split into {size} equal parts; pad it: pad_to_multiple_of={ROWS * size}"
+        )

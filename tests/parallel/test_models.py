@@ -1,0 +1,77 @@
+"""Rows split over 2 and 4 processes: losses, gradients and refusals, in one launch of `tools.parallel_cases`."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from tools import parallel_cases
+from tools.processes import run_cases
+
+pytestmark = pytest.mark.slow
+
+SIZES = (2, 4)
+COMPARED = [
+    (size, name)
+    for name in sorted(set(parallel_cases.CASES) - {"whole rows", "refusals"})
+    for size in parallel_cases.GROUPS.get(name, SIZES)
+]
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[int, dict[str, Any]]:
+    return run_cases("tools.parallel_cases", SIZES)
+
+
+def result(found: dict[int, dict[str, Any]], size: int, name: str) -> Any:
+    outcome = found[size][name]
+    assert "error" not in outcome, outcome["error"]
+    return outcome
+
+
+@pytest.mark.parametrize(("size", "name"), COMPARED)
+def test_loss_and_gradients_are_those_of_one_process(found, size, name):
+    got = result(found, size, name)
+    assert got["loss"] < 2e-6  # of a loss of 4
+    assert got["gradients"] < 1e-6
+    assert got.get("largest", 1.0) > 0.1
+    assert got.get("graphs", 1) == 1
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_whole_rows_and_generation_run_in_the_context_as_without(found, size):
+    assert result(found, size, "whole rows")["equal"]
+
+
+REFUSED = {
+    "no context": "ValueError: .*whole row of 128 tokens, but this layer has .*context of .*sequence_parallel",
+    "no vectors": "ValueError: a layer has .*as many as a part of a row.*no startend_row_indices",
+    "vectors of another row": r"ValueError: .*whole row of 128 tokens, .*got \[2, 1, 120, 1\]",
+    "vectors out of range": r"RuntimeError: startend_row_indices must lie in 0\.\.128",
+    "heads of vectors": "ValueError: startend_row_indices has 3 heads; it must have 1, Hkv = 4 or Hq = 8",
+    "no int32": "TypeError: startend_row_indices must be an int32 tensor",
+    "2D mask": "RuntimeError: a 2D attention_mask hides tokens of a row that is split",
+    "dense mask": "ValueError: attention_mask must be None or .*got torch.bool",
+    "labels without a shift": "ValueError: labels are those of a part of a row.*pass shift_labels",
+    "key": "ValueError: the batch has 'attention_mask', which cannot be split",
+    "length": r"ValueError: input_ids must have shape \[B, 128\].*got \[2, 127\]",
+    "no vectors in the batch": "ValueError: startend_row_indices is missing",
+    "exchange": r"ValueError: exchange must be one of \('heads', 'keys'\) or None, got 'rows'",
+    "parts": r"ValueError: rows must have shape \[\d, S / \d\], got \[1, ",
+    "rows twice": r"ValueError: rows must hold each of 0\.\.127 once",
+    "descending": r"ValueError: rows must hold each of 0\.\.127 once, ascending",
+    "float rows": "TypeError: rows must be an integer tensor, got torch.float32",
+    "positions": r"ValueError: position_ids must be those of the whole row, \[B, 128\], got \[2, 127\]",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("size", SIZES)
+def test_wrong_calls_are_refused(found, size, name):
+    assert re.match(REFUSED[name], result(found, size, "refusals")[name])
+
+
+def test_heads_that_do_not_divide_are_refused_if_asked_for(found):
+    message = result(found, 4, "refusals")["6 heads"]
+    assert message.startswith("ValueError: exchange='heads' needs 4 processes to divide the 6 query heads")

@@ -1,0 +1,150 @@
+"""Cases of `tests/trainers/test_context_parallel.py`: PackedSFTTrainer on accelerate's cp mesh with FSDP2.
+
+In a group of 1 they are the reference; groups of 2 split rows in two, groups of 4 in two for two shares of the data.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import ParallelismConfig
+from accelerate.state import DistributedType, PartialState
+from datasets import Dataset
+from peft import LoraConfig
+from tools.parallel_cases import model_of
+from tools.tiny import CHECKPOINTING, VOCAB, trainer_settings, word_tokenizer
+from trl import SFTConfig
+
+from flashmask_hf.trainers import PackedSFTTrainer
+from flashmask_hf.trainers import sft as sft_module
+
+FOLDER = Path(os.environ.get("CASES_FOLDER", "."))
+
+
+def use_fsdp_on_cpu() -> None:
+    """Make accelerate shard over processes without accelerators."""
+    PartialState._prepare_backend = lambda *args: ("gloo", DistributedType.MULTI_GPU)  # type: ignore[method-assign]
+    PartialState.set_device = lambda self: setattr(self, "device", torch.device("cpu"))  # type: ignore[method-assign]
+    os.environ.update(
+        ACCELERATE_USE_FSDP="true",
+        FSDP_VERSION="2",
+        FSDP_AUTO_WRAP_POLICY="TRANSFORMER_BASED_WRAP",
+        FSDP_RESHARD_AFTER_FORWARD="true",
+        FSDP_STATE_DICT_TYPE="FULL_STATE_DICT",
+        FSDP_CPU_RAM_EFFICIENT_LOADING="false",
+    )
+
+
+def examples() -> Dataset:
+    """Return tokenized examples of which prompts of uneven lengths are not learned."""
+    generator = torch.Generator().manual_seed(3)
+    rows = []
+    for length in (33, 50, 11, 30, 20, 40, 60, 8, 90, 5) * 6:
+        prompt = int(torch.randint(0, length - 1, (), generator=generator))
+        ids = torch.randint(2, VOCAB, (length,), generator=generator).tolist()
+        rows.append({"input_ids": ids, "completion_mask": [0] * prompt + [1] * (length - prompt)})
+    return Dataset.from_list(rows)
+
+
+def trainer_of(group: Any, name: str, model: Any, peft_config: Any = None, **changes: Any) -> PackedSFTTrainer:
+    size = group.size()
+    settings = trainer_settings(FOLDER / f"{name}-{size}") | {
+        "max_steps": 4,
+        "per_device_train_batch_size": 1 if size == 4 else 2,
+        "per_device_eval_batch_size": 1,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 0.5,
+        "lr_scheduler_type": "constant",
+        "optim": "sgd",
+        "max_grad_norm": 0.3,
+        "max_length": 128,
+        "pad_to_multiple_of": 128,
+        "dataloader_pin_memory": False,
+        "use_cpu": size == 1,
+    }
+    if size > 1:
+        use_fsdp_on_cpu()
+        settings["parallelism_config"] = ParallelismConfig(cp_size=2, dp_shard_size=size // 2)
+    data = examples()
+    return PackedSFTTrainer(
+        model,
+        SFTConfig(**settings | changes),
+        train_dataset=data,
+        eval_dataset=data.select(range(14)),
+        processing_class=word_tokenizer(),
+        peft_config=peft_config,
+    )
+
+
+def outcome(trainer: PackedSFTTrainer, group: Any, name: str) -> dict[str, Any]:
+    """Return what the trainer logged, after writing its weights."""
+    logs = trainer.state.log_history
+    state = trainer.accelerator.get_state_dict(trainer.model_wrapped if group.size() > 1 else trainer.model)
+    if group.rank() == 0:
+        torch.save(state, FOLDER / f"{name}-{group.size()}.pt")
+    found = {
+        key: [entry[key] for entry in logs if key in entry]
+        for key in ("loss", "grad_norm", "eval_loss", "tokens_per_second", "keys_per_token", "mean_token_accuracy")
+    }
+    found["sharded"] = type(next(iter(trainer.model_wrapped.parameters()))).__name__
+    return found
+
+
+def full(group: Any) -> dict[str, Any]:
+    """Full fine-tuning with accumulation, clipping, checkpointing and evaluation; time goes on by 1 s at each look."""
+    ticks = itertools.count()
+    clock, sft_module.time.perf_counter = sft_module.time.perf_counter, lambda: float(next(ticks))
+    try:
+        options = {CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"use_reentrant": False}}
+        trainer = trainer_of(group, "full", model_of("llama", 8, 4), eval_strategy="steps", eval_steps=2, **options)
+        trainer.train()
+    finally:
+        sft_module.time.perf_counter = clock
+    return outcome(trainer, group, "full")
+
+
+def adapter(group: Any) -> dict[str, Any]:
+    """An adapter of a model with windows, which accelerate's own context parallelism refuses."""
+    config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    torch.manual_seed(0)
+    trainer = trainer_of(group, "adapter", model_of("mistral", 8, 1), config, max_steps=2)
+    trainer.train()
+    return outcome(trainer, group, "adapter")
+
+
+def resumed(group: Any) -> dict[str, Any]:
+    """Four steps, of which the last two from a checkpoint."""
+    options = {
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "learning_rate": 0.05,
+        "optim": "adamw_torch",
+        "adam_epsilon": 1e-3,
+    }
+    trainer = trainer_of(group, "resumed", model_of("llama", 6, 2), **options | {"max_steps": 2})
+    trainer.train()
+    trainer = trainer_of(group, "resumed", model_of("llama", 6, 2), **options)
+    trainer.train(resume_from_checkpoint=True)
+    found = outcome(trainer, group, "resumed")
+    if group.rank() == 0:
+        shutil.rmtree(FOLDER / f"resumed-{group.size()}")
+    return found
+
+
+def compiled(group: Any) -> dict[str, Any]:
+    """Checkpointed layers in a compiled model."""
+    options = {CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"use_reentrant": False}, "max_steps": 2}
+    options |= {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    trainer = trainer_of(group, "compiled", model_of("llama", 8, 4, layers=1), **options)
+    trainer.train()
+    return outcome(trainer, group, "compiled")
+
+
+CASES = {"full": full, "adapter": adapter, "resumed": resumed, "compiled": compiled}
+
+GROUPS = {"adapter": (1, 2), "resumed": (1, 2), "compiled": (1, 2)}

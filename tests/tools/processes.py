@@ -1,0 +1,92 @@
+"""Runs cases in groups of processes (gloo, on the CPU): all of them in one launch, which imports once and then forks.
+
+A module of cases has a dict `CASES` of functions of a process group, by name. Each returns numbers, which are the same
+in every process, or raises. `run_cases` returns what process 0 got, or the error of the first process that raised.
+A dict `GROUPS` has the sizes of the groups that a case runs in, if these are not all.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).parents[1]
+
+
+def run_cases(module: str, sizes: tuple[int, ...]) -> dict[int, dict[str, Any]]:
+    """Run every case of a module in groups of each size, in a program of its own.
+
+    Returns:
+        for each size and name, what the case returned, or {"error": traceback}.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        settings = {**os.environ, "OMP_NUM_THREADS": "1"}
+        settings["PYTHONPATH"] = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
+        command = [sys.executable, "-W", "ignore", "-m", "tools.processes", module, folder, *map(str, sizes)]
+        done = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=600)
+        found = {}
+        for size in sizes:
+            results = [Path(folder, f"{size}-{rank}.json") for rank in range(size)]
+            assert all(path.exists() for path in results), done.stderr[-6000:]
+            ranks = [json.loads(path.read_text()) for path in results]
+            found[size] = {
+                name: next((rank[name] for rank in ranks if "error" in rank[name]), ranks[0][name]) for name in ranks[0]
+            }
+        return found
+
+
+def _run_process(cases: dict[str, Any], rank: int, size: int, folder: str) -> None:
+    """Run the cases in one process of a group, and write what they returned."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    if size > 1:  # accelerate reads these
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+    store = f"file://{folder}/store-{size}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    results: dict[str, Any] = {}
+    for name, case in cases.items():
+        start = time.process_time()
+        try:
+            results[name] = case(dist.group.WORLD)
+            results[name]["seconds"] = time.process_time() - start
+        except Exception:
+            results[name] = {"error": traceback.format_exc()}
+    Path(folder, f"{size}-{rank}.json").write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+def main(module: str, folder: str, *sizes: str) -> None:
+    """Fork the processes of one group after the other."""
+    imported = importlib.import_module(module)
+    for size in map(int, sizes):
+        cases = {name: case for name, case in imported.CASES.items() if size in imported.GROUPS.get(name, (size,))}
+        children = []
+        for rank in range(size):
+            child = os.fork()
+            if child == 0:
+                try:
+                    _run_process(cases, rank, size, folder)
+                except BaseException:
+                    traceback.print_exc()
+                finally:
+                    sys.stderr.flush()
+                    os._exit(0)
+            children.append(child)
+        for child in children:
+            os.waitpid(child, 0)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,216 @@
+"""PackedSFTTrainer on rows split over processes: like one process; what does not fit split rows is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from accelerate import ParallelismConfig
+from datasets import Dataset
+from tools.processes import run_cases
+from tools.tiny import TRAINER_WARNINGS, llama_config, trainer_settings, word_tokenizer
+from transformers import AutoModelForCausalLM, Lfm2Config, MixtralConfig
+from trl import SFTConfig
+
+from flashmask_hf.collators import DataCollatorForPackedLanguageModeling
+from flashmask_hf.trainers import (
+    MultiAnswerRewardConfig,
+    MultiAnswerRewardTrainer,
+    PackedSFTTrainer,
+    SharedPromptRLOOConfig,
+    SharedPromptRLOOTrainer,
+    SharedQuestionDPOConfig,
+    SharedQuestionDPOTrainer,
+)
+from flashmask_hf.trainers.context_parallel import ContextParallelMixin, pad_for_parts
+
+pytestmark = [pytest.mark.slow, *TRAINER_WARNINGS]
+
+SIZES = (1, 2, 4)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("cases")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CASES_FOLDER", str(folder))
+        return {"folder": folder, **run_cases("tools.context_parallel_cases", SIZES)}
+
+
+def result(found: dict[str, Any], size: int, name: str) -> Any:
+    outcome = found[size][name]
+    assert "error" not in outcome, outcome["error"]
+    return outcome
+
+
+@pytest.mark.parametrize(("size", "name"), [(2, "full"), (4, "full"), (2, "adapter"), (2, "resumed"), (2, "compiled")])
+def test_training_is_that_of_one_process(found, size, name):
+    want, got = result(found, 1, name), result(found, size, name)
+    assert (want["sharded"], got["sharded"]) == ("Parameter", "DTensor")
+    for key in ("loss", "grad_norm", "eval_loss", "keys_per_token"):
+        assert got[key] == pytest.approx(want[key], abs=3e-6)
+    assert len(got["loss"]) == (4 if name in ("full", "resumed") else 2)
+    assert len(got["eval_loss"]) == (2 if name == "full" else 0)
+    assert max(want["grad_norm"]) > 1.0  # clipped at 0.3
+    one, several = (torch.load(found["folder"] / f"{name}-{x}.pt") for x in (1, size))
+    assert one.keys() == several.keys()
+    for key, weight in one.items():
+        torch.testing.assert_close(several[key], weight, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_tokens_are_counted_once(found, size):
+    """The clock goes on by one second a log, so tokens per second are tokens."""
+    assert result(found, size, "full")["tokens_per_second"] == result(found, 1, "full")["tokens_per_second"]
+
+
+SPLIT = ParallelismConfig(cp_size=2)
+
+
+class SplitTrainer(PackedSFTTrainer):
+    """A trainer of which everything but the launch is as with two processes."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        args: Any = self.args
+        config, args.parallelism_config = args.parallelism_config, None
+        try:
+            super().create_accelerator_and_postprocess()
+        finally:
+            args.parallelism_config = config
+
+
+def trainer_of(tmp_path: Any, model: Any = None, args: dict[str, Any] | None = None, **options: Any) -> SplitTrainer:
+    if model is None:
+        model = AutoModelForCausalLM.from_config(llama_config(), attn_implementation="flashmask")
+    settings = {"max_length": 64, "parallelism_config": SPLIT, **(args or {})}
+    return SplitTrainer(
+        model,
+        SFTConfig(**trainer_settings(tmp_path) | settings),
+        train_dataset=Dataset.from_dict({"text": ["w9 w10 w11 w12 w13"] * 8}),
+        processing_class=word_tokenizer(),
+        **options,
+    )
+
+
+def moe() -> Any:
+    config = MixtralConfig(
+        **{key: value for key, value in llama_config().to_dict().items() if key in _SHARED}, num_local_experts=2
+    )
+    config.output_router_logits = True
+    return AutoModelForCausalLM.from_config(config, attn_implementation="flashmask")
+
+
+_SHARED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+    "pad_token_id",
+)
+
+
+def recurrent() -> Any:
+    config = Lfm2Config(
+        **{key: value for key, value in llama_config().to_dict().items() if key in _SHARED},
+        layer_types=["conv", "full_attention"],
+    )
+    return AutoModelForCausalLM.from_config(config, attn_implementation="flashmask")
+
+
+def with_attention(name: str) -> Any:
+    return AutoModelForCausalLM.from_config(llama_config(), attn_implementation=name)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"args": {"packing": True}}, "rows that TRL packs have no mask vectors"),
+        ({"args": {"padding_free": True}}, "rows that TRL packs have no mask vectors"),
+        ({"args": {"average_tokens_across_devices": False}}, "average_tokens_across_devices=False"),
+        ({"args": {"label_smoothing_factor": 0.1}}, "label_smoothing_factor is not implemented"),
+        ({"args": {"pad_to_multiple_of": 7}}, "pad_to_multiple_of=7 must be a multiple of cp_size=2, best of 256"),
+        ({"compute_metrics": len}, "compute_metrics would get a part of a row"),
+        ({"compute_loss_func": len}, "compute_loss_func would get a part of a row"),
+        ({"model": lambda: with_attention("sdpa")}, "the model's attention is 'sdpa'"),
+        ({"model": lambda: with_attention("flashmask_hash")}, "the model's attention is 'flashmask_hash'"),
+        ({"model": recurrent}, "Lfm2ForCausalLM has recurrent or convolutional layers"),
+        ({"model": moe}, "the auxiliary loss of a mixture of experts"),
+        (
+            {"args": {"parallelism_config": ParallelismConfig(sp_size=2)}},
+            "sp_size > 1: DeepSpeed's .* set sp_size to 1",
+        ),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else str(value)[:40],
+)
+def test_what_does_not_fit_split_rows_is_refused(tmp_path, options, message):
+    options = {key: value() if key == "model" else value for key, value in options.items()}
+    with pytest.raises(ValueError, match=message):
+        trainer_of(tmp_path, **options)
+
+
+def test_rows_are_padded_to_whole_tiles_of_each_part(tmp_path):
+    assert trainer_of(tmp_path).data_collator.pad_to_multiple_of == 256
+    assert trainer_of(tmp_path, args={"pad_to_multiple_of": 64}).data_collator.pad_to_multiple_of == 64
+    rows = DataCollatorForPackedLanguageModeling(max_length=64)
+    assert pad_for_parts(rows, 2) is rows
+    with pytest.raises(ValueError, match="max_length=63 must be a multiple of cp_size=2"):
+        pad_for_parts(DataCollatorForPackedLanguageModeling(max_length=63), 2)
+
+
+def test_the_hooks_of_accelerate_are_left_out(tmp_path):
+    accelerator: Any = trainer_of(tmp_path).accelerator
+    model = with_attention("flashmask")
+    assert accelerator._prepare_cp(model) == (model,)
+    assert not any(part._forward_pre_hooks for part in model.modules() if "Attention" in type(part).__name__)
+
+
+def test_predictions_of_parts_are_refused(tmp_path):
+    trainer = trainer_of(tmp_path)
+    with pytest.raises(ValueError, match="predictions would be those of parts of rows"):
+        trainer.prediction_step(trainer.model, {}, prediction_loss_only=False)
+
+
+def test_batches_without_vectors_are_refused(tmp_path):
+    trainer = trainer_of(tmp_path)
+    with pytest.raises(ValueError, match="the batch has no startend_row_indices"):
+        trainer._prepare_context_parallel_inputs(trainer.model, {"input_ids": torch.ones(1, 4, dtype=torch.int64)})
+
+
+def test_the_launcher_configures_it_as_well(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "2")
+    with pytest.raises(ValueError, match="rows that TRL packs have no mask vectors"):
+        trainer_of(tmp_path, args={"parallelism_config": None, "packing": True})
+
+
+@pytest.mark.parametrize(
+    ("trainer", "config"),
+    [
+        (SharedQuestionDPOTrainer, SharedQuestionDPOConfig),
+        (MultiAnswerRewardTrainer, MultiAnswerRewardConfig),
+        (SharedPromptRLOOTrainer, SharedPromptRLOOConfig),
+    ],
+)
+def test_trainers_that_compare_answers_refuse_it(tmp_path, monkeypatch, trainer, config):
+    settings = {key: value for key, value in trainer_settings(tmp_path).items() if "batch_size" not in key}
+    args = config(**settings)
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "2")
+    more = {"reward_funcs": len} if "RLOO" in trainer.__name__ else {}
+    with pytest.raises(ValueError, match="this trainer's loss compares answers"):
+        trainer(with_attention("flashmask"), args=args, train_dataset=Dataset.from_dict({"prompt": ["w5"]}), **more)
+
+
+def test_without_context_parallelism_nothing_changes(tmp_path):
+    trainer = trainer_of(tmp_path, args={"parallelism_config": None})
+    assert trainer._cp_size == 1
+    assert trainer._counts_rows
+    assert trainer.data_collator.pad_to_multiple_of is None
+    assert "_prepare_cp" not in vars(trainer.accelerator)
+    inputs = {"input_ids": torch.ones(1, 4, dtype=torch.int64)}
+    assert trainer._prepare_context_parallel_inputs(trainer.model, inputs)[1] is inputs
+    assert ContextParallelMixin in type(trainer).__mro__
