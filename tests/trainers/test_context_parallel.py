@@ -144,7 +144,7 @@ def with_attention(name: str) -> Any:
             "sp_size > 1: DeepSpeed's .* set sp_size to 1",
         ),
     ],
-    ids=lambda value: "" if isinstance(value, str) else str(value)[:40],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_does_not_fit_split_rows_is_refused(tmp_path, options, message):
     options = {key: value() if key == "model" else value for key, value in options.items()}
