@@ -41,7 +41,7 @@ $(BIN)/pip:
 	$(BIN)/python -m pip install --upgrade pip
 
 $(VENV)/demo.stamp: pyproject.toml constraints.txt | $(BIN)/pip
-	$(INSTALL) '.[plot]'
+	$(INSTALL) '.[long,plot]'
 	touch $@
 
 $(VENV)/dev.stamp: pyproject.toml constraints.txt | $(BIN)/pip
