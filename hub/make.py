@@ -4,6 +4,8 @@ FOLDER gets what kernel-builder reads (`build.toml`, `torch-ext/`, `CARD.md`) an
 compiled code: `build/torch-BACKEND/`, from which `kernels` and transformers load. Try it without an upload:
 
     LOCAL_KERNELS=ORG/flashmask=FOLDER python train.py  # with attn_implementation="ORG/flashmask"
+
+Needs Python 3.11 or later.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import re
 import shutil
 from pathlib import Path
 
-from kernels._rust import Build
+import tomllib
 
 HUB = Path(__file__).parent
 PACKAGE = HUB.parent / "flashmask_hf"
@@ -29,7 +31,7 @@ def make_kernel(repository: str, folder: Path) -> None:
 
     Raises:
         FileExistsError: `folder` exists.
-        ValueError: `repository` is not of the form "ORG/NAME", or kernels does not accept `build.toml`.
+        ValueError: `repository` is not of the form "ORG/NAME".
     """
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
         raise ValueError(f"repository must be ORG/NAME, got {repository!r}")
@@ -37,20 +39,18 @@ def make_kernel(repository: str, folder: Path) -> None:
     for name in ("build.toml", "CARD.md"):
         text = (HUB / name).read_text(encoding="utf-8").replace("ORG/flashmask", repository)
         (folder / name).write_text(text, encoding="utf-8")
-    backends = [str(backend).lower() for backend in Build.open(folder).general.backends]
+    general = tomllib.loads((folder / "build.toml").read_text(encoding="utf-8"))["general"]
     sources = folder / "torch-ext" / "flashmask"
     shutil.copytree(HUB / "torch-ext" / "flashmask", sources, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(PACKAGE, sources / "flashmask_hf", ignore=shutil.ignore_patterns("__pycache__"))
-    settings = (folder / "build.toml").read_text(encoding="utf-8")
-    (version,) = re.findall(r"^version = (\d+)$", settings, re.MULTILINE)
-    for backend in backends:
+    for backend in general["backends"]:
         variant = folder / "build" / f"torch-{backend}"
         shutil.copytree(sources, variant)
         metadata = {
-            "id": f"_flashmask_{backend}_{version}",
-            "name": "flashmask",
-            "version": int(version),
-            "license": "Apache-2.0",
+            "id": f"_{general['name']}_{backend}_{general['version']}",
+            "name": general["name"],
+            "version": general["version"],
+            "license": general["license"],
             "python-depends": [],
             "backend": {"type": backend},
         }

@@ -163,7 +163,7 @@ def test_distributions_hold_the_package_and_nothing_else(checkout: Path) -> None
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
         assert not any(member.issym() for member in archive.getmembers())
-    extra = {"CHANGELOG.md", "LICENSE", "PKG-INFO", "README.md", "pyproject.toml", ".gitignore"}
+    extra = {"CHANGELOG.md", "CITATION.cff", "LICENSE", "PKG-INFO", "README.md", "pyproject.toml", ".gitignore"}
     assert names == package | extra
 
 

@@ -269,7 +269,6 @@ def refuse_unsupported_models(model_class: Any) -> None:
 
     @functools.wraps(original)
     def choose(self: Any, requested_attention: str | None, is_init_check: bool = False) -> str:
-        requested_attention = _own_name(requested_attention)
         if requested_attention in NAMES:
             members = vars(sys.modules[type(self).__module__])
             by_name = [x for name, x in members.items() if name.endswith("_ATTENTION_CLASSES") and isinstance(x, dict)]

@@ -1,4 +1,4 @@
-"""FlashMask attention as a kernel of the Hub: makes the `flashmask_hf` beside this file the process's one, and registers.
+"""FlashMask attention as a kernel of the Hub: imports the `flashmask_hf` beside this file, and registers it.
 
 transformers calls what has the names of FlashAttention's kernels: it takes `flash_attn_forward` for the attention
 because `supports_flash_attn` is there.
