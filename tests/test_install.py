@@ -7,6 +7,7 @@ not see this one's flashmask_hf: a plain path in a .pth file does not run the .p
 import importlib.metadata
 import json
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -165,6 +166,19 @@ def test_distributions_hold_the_package_and_nothing_else(checkout: Path) -> None
         assert not any(member.issym() for member in archive.getmembers())
     extra = {"CHANGELOG.md", "CITATION.cff", "LICENSE", "PKG-INFO", "README.md", "pyproject.toml", ".gitignore"}
     assert names == package | extra
+
+
+def test_builds_of_one_commit_are_equal_to_the_byte(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
+    first = [path.read_bytes() for path in build(checkout)]
+    shutil.rmtree(checkout / "dist")
+    for path in (checkout / "flashmask_hf").rglob("*"):  # as another clone has it
+        os.utime(path, (1.6e9, 1.6e9))
+    assert [path.read_bytes() for path in build(checkout)] == first
+
+
+def test_the_citation_names_this_version() -> None:
+    assert f"\nversion: {flashmask_hf.__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
 
 
 ATTENTION = """
