@@ -5,12 +5,13 @@ WORKERS ?= 2
 THREADS ?= 2
 
 BIN := $(VENV)/bin
-INSTALL := $(BIN)/python -m pip install --constraint constraints.txt --editable
+CONSTRAINTS ?= constraints.txt
+INSTALL := $(BIN)/python -m pip install --constraint $(CONSTRAINTS) --editable
 # Threads that spin while they wait are 30 times slower as soon as anything else runs on their cores.
 TRAIN := OMP_NUM_THREADS=$(THREADS) OMP_WAIT_POLICY=passive
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test lint docs clean
+.PHONY: demo test test-newest lint docs dist clean
 
 # Fine-tune a tiny Llama on the GPU if there is one, else on THREADS cores; then load what was saved, generate, and draw.
 demo: $(VENV)/demo.stamp
@@ -21,6 +22,10 @@ demo: $(VENV)/demo.stamp
 test: $(VENV)/dev.stamp
 	$(PYTEST) -m "not interpreter"
 	TRITON_INTERPRET=1 $(PYTEST) -m interpreter
+
+# The tests with the newest of every dependency that pip finds, in an environment of its own.
+test-newest:
+	$(MAKE) test VENV=$(VENV)-newest CONSTRAINTS=/dev/null
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check
@@ -33,15 +38,22 @@ docs: $(VENV)/docs.stamp
 	$(BIN)/codespell README.md CHANGELOG.md docs
 	$(BIN)/zensical build --clean --strict
 
+# Build sdist and wheel into dist/, the same to the byte for one commit, and check what an index shows of them.
+dist: $(VENV)/dev.stamp
+	rm -rf dist
+	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(BIN)/python -m build --no-isolation
+	$(BIN)/python -m pip install --quiet twine
+	$(BIN)/python -m twine check --strict dist/*
+
 clean:
-	rm -rf $(VENV) site build dist outputs .hypothesis .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-newest site build dist outputs .hypothesis .pytest_cache .ruff_cache
 
 $(BIN)/pip:
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --upgrade pip
 
 $(VENV)/demo.stamp: pyproject.toml constraints.txt | $(BIN)/pip
-	$(INSTALL) '.[plot]'
+	$(INSTALL) '.[long,plot]'
 	touch $@
 
 $(VENV)/dev.stamp: pyproject.toml constraints.txt | $(BIN)/pip

@@ -1,14 +1,13 @@
 """Exact attention under rich masks, at linear mask memory, for Hugging Face models.
 
 Importing the package registers `attn_implementation="flashmask"` with transformers, and "flashmask_hash" and
-"flashmask_qk" for dynamic sparse attention.
+"flashmask_qk" for dynamic sparse attention. Without transformers, the attention works on its own.
 """
 
 import warnings as _warnings
 
 from flashmask_hf import masks
 from flashmask_hf.attention import flashmask_attention
-from flashmask_hf.backend.register import register
 from flashmask_hf.long_rows import keep_attention
 from flashmask_hf.mask import FlashMask, MaskNotRepresentable
 
@@ -16,7 +15,29 @@ __version__ = "0.1.0"
 
 __all__ = ["FlashMask", "MaskNotRepresentable", "flashmask_attention", "keep_attention", "masks", "register"]
 
+
+def register() -> None:
+    """Make `attn_implementation="flashmask"`, "flashmask_hash" and "flashmask_qk" known to transformers.
+
+    Importing `flashmask_hf` does it where transformers is installed; repeating it is fine. Registers the attention
+    functions of `backend/forward.py` and `backend/sparse.py` and, for all of them, the mask hook. Adapts transformers
+    to them (`backend/patches.py`).
+
+    Raises:
+        ImportError: transformers is not installed, or is older than what the package needs.
+        RuntimeError: this version of transformers is not one that the package knows how to adapt.
+    """
+    from flashmask_hf.backend.register import register as register_backend
+
+    register_backend()
+
+
 try:
     register()
-except RuntimeError as _error:  # an unknown transformers: the attention itself still works
-    _warnings.warn(f"attn_implementation='flashmask' is not available: {_error}", stacklevel=2)
+except (ImportError, RuntimeError) as _error:  # an unknown transformers, or none: the attention itself still works
+    if not (isinstance(_error, ModuleNotFoundError) and _error.name == "transformers"):
+        _warnings.warn(
+            f"attn_implementation='flashmask' is not available: {_error}; pip install 'flashmask-hf[train]' installs "
+            "versions that work",
+            stacklevel=2,
+        )

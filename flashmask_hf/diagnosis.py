@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import platform
 import textwrap
 import time
@@ -11,13 +12,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 from torch.utils import collect_env
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.utils import generic
 
 import flashmask_hf
-from flashmask_hf import masks, torch_state
+from flashmask_hf import masks, register, torch_state
 from flashmask_hf.attention import flashmask_attention
-from flashmask_hf.backend.register import register
 from flashmask_hf.implementations import choose
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.names import FLASHMASK, NAMES
@@ -41,7 +39,7 @@ def diagnose(self_test: bool = True) -> bool:
         self_test: also compare attention and its gradients with the float64 reference.
 
     Returns:
-        True if transformers knows the backend and the self-test, if asked for, passed.
+        True if transformers, where it is installed, knows the backend and the self-test, if asked for, passed.
     """
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     for line in (*_versions(), *_gpu(device)):
@@ -100,11 +98,17 @@ def _gpu(device: torch.device) -> list[str]:
 
 
 def _registration() -> tuple[list[str], bool]:
-    """Register with transformers; return lines about it, and True if every name is known."""
+    """Register with transformers; return lines about it, and False if it is there and does not know every name."""
+    if importlib.util.find_spec("transformers") is None:
+        text = "transformers is not installed: attention alone; pip install 'flashmask-hf[train]' brings it"
+        return _entry("backend", text), True
     try:
         register()
-    except RuntimeError as error:
+    except (ImportError, RuntimeError) as error:
         return _entry("backend", f'transformers does not know "{FLASHMASK}": {error}'), False
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.utils import generic
+
     for name in NAMES:
         known = name in AttentionInterface() and name in AttentionMaskInterface()
         apart = not generic.is_flash_attention_requested(requested_attention_implementation=name)

@@ -8,13 +8,12 @@ import. What it launches through accelerate is run in the same way.
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-from accelerate.commands import launch
 
 __all__ = ["USAGE", "run_program"]
 
@@ -75,6 +74,10 @@ def _keep_registered_in_launched_processes() -> None:
 
     TRL's command line calls it. Programs that are not Python (`--no_python`) are launched as they are.
     """
+    if importlib.util.find_spec("accelerate") is None:  # nothing can be launched through it
+        return
+    from accelerate.commands import launch
+
     original = launch.launch_command
 
     def launch_command(args: Any) -> Any:

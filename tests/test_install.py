@@ -4,18 +4,24 @@ A new environment sees the packages of this one, so that nothing is downloaded a
 not see this one's flashmask_hf: a plain path in a .pth file does not run the .pth files found there.
 """
 
+import importlib.metadata
 import json
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
 import tarfile
 import venv
 import zipfile
+from collections.abc import Sequence
 from email.parser import Parser
+from importlib.metadata import Distribution
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import flashmask_hf
 
@@ -153,10 +159,102 @@ def test_distributions_hold_the_package_and_nothing_else(checkout: Path) -> None
     assert names == package
     assert fields["Version"] == flashmask_hf.__version__
     assert fields["Requires-Python"] == ">=3.10"
-    assert set(fields.get_all("Provides-Extra", [])) == {"dev", "plot"}
+    assert set(fields.get_all("Provides-Extra", [])) == {"dev", "docs", "long", "plot", "train"}
 
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
         assert not any(member.issym() for member in archive.getmembers())
-    extra = {"CHANGELOG.md", "LICENSE", "PKG-INFO", "README.md", "pyproject.toml", ".gitignore"}
+    extra = {"CHANGELOG.md", "CITATION.cff", "LICENSE", "PKG-INFO", "README.md", "pyproject.toml", ".gitignore"}
     assert names == package | extra
+
+
+def test_builds_of_one_commit_are_equal_to_the_byte(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
+    first = [path.read_bytes() for path in build(checkout)]
+    shutil.rmtree(checkout / "dist")
+    for path in (checkout / "flashmask_hf").rglob("*"):  # as another clone has it
+        os.utime(path, (1.6e9, 1.6e9))
+    assert [path.read_bytes() for path in build(checkout)] == first
+
+
+def test_the_citation_names_this_version() -> None:
+    assert f"\nversion: {flashmask_hf.__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+
+
+ATTENTION = """
+import warnings
+import torch
+warnings.simplefilter("error")
+import flashmask_hf.kernels.eager.tiled, flashmask_hf.long_rows, flashmask_hf.parallel, flashmask_hf.sparse
+from flashmask_hf.__main__ import main
+q = torch.randn(1, 2, 40, 16, requires_grad=True)
+flashmask_hf.flashmask_attention(q, q, q, flashmask_hf.masks.causal_document([[8, 32]])).sum().backward()
+assert q.grad.isfinite().all()
+assert main(["--no-self-test"]) == 0
+"""
+
+PROMISES = {
+    "": ATTENTION + "\ntry:\n    flashmask_hf.register()\nexcept ModuleNotFoundError as error:\n    print(error.name)",
+    "transformers": "import flashmask_hf\nfrom transformers import AttentionInterface\n"
+    "import flashmask_hf.backend.shared_prefill\nprint('flashmask' in AttentionInterface())",
+    "train": "import flashmask_hf, flashmask_hf.collators, flashmask_hf.trainers\nprint(dir(flashmask_hf.trainers))",
+    "long": "from flashmask_hf.long_rows.budget import available_host_bytes\nprint(available_host_bytes() > 0)",
+    "plot": "from flashmask_hf import masks\nprint(masks.causal(64).plot())",
+}
+"""For each extra, code that needs what it brings, and prints; "transformers" is that package beside the attention."""
+
+PRINTED = {"": "transformers", "transformers": "True", "long": "True"}
+
+
+def needed(requirements: Sequence[str], extra: str, found: dict[str, Distribution]) -> None:
+    """Add to `found` the installed distributions that `requirements` ask for with `extra`, and what they ask for."""
+    for requirement in map(Requirement, requirements):
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": extra}):
+            continue
+        name = canonicalize_name(requirement.name)
+        for part in ("", *requirement.extras):
+            if name == "flashmask-hf":  # an extra that holds another one
+                needed(requirements, part, found)
+            elif f"{name}[{part}]" not in found:
+                found[f"{name}[{part}]"] = distribution = importlib.metadata.distribution(name)
+                needed(distribution.requires or [], part, found)
+
+
+@pytest.fixture(scope="module")
+def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build a wheel of this checkout and unpack it."""
+    folder = tmp_path_factory.mktemp("wheel")
+    run(sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", folder, ROOT, cwd=folder)
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder / "unpacked")
+    return folder / "unpacked"
+
+
+@pytest.mark.parametrize("extra", PROMISES)
+def test_an_extra_alone_brings_what_it_promises(extra: str, unpacked: Path, tmp_path: Path) -> None:
+    """Run with nothing on the path but the wheel and the distributions that its metadata ask for, as links."""
+    (metadata,) = unpacked.glob("*.dist-info/METADATA")
+    requirements = Parser().parsestr(metadata.read_text(encoding="utf-8")).get_all("Requires-Dist", [])
+    found: dict[str, Distribution] = {}
+    needed([*requirements, *([extra] if extra == "transformers" else [])], extra, found)
+    for distribution in found.values():
+        for name in {path.parts[0] for path in distribution.files or []} - {"..", "__pycache__"}:
+            link = tmp_path / name
+            if not link.exists():
+                link.symlink_to(Path(str(distribution.locate_file(name))))
+    code = f"import sys\nsys.path[:0] = {[str(unpacked), str(tmp_path)]}\n{PROMISES[extra]}"
+    printed = run(sys.executable, "-I", "-S", "-c", code, cwd=tmp_path)
+    assert printed.splitlines()[-1] == PRINTED.get(extra, printed.splitlines()[-1])
+    brought = {"torch", "numpy", "transformers", "trl", "psutil", "matplotlib"} & {x.partition("[")[0] for x in found}
+    training = {"torch", "numpy", "transformers", "trl", "psutil"}
+    assert (
+        brought
+        == {
+            "": {"torch"},
+            "transformers": {"torch", "numpy", "transformers"},
+            "train": training,
+            "long": training,
+            "plot": {"torch", "numpy", "matplotlib"},
+        }[extra]
+    )

@@ -13,7 +13,8 @@ import importlib
 from typing import Any
 
 import torch
-from accelerate.utils import compare_versions
+import transformers
+from packaging.version import Version
 from torch import Tensor, nn
 
 from flashmask_hf.backend.model_hooks import named_arguments, own_modules
@@ -99,7 +100,7 @@ def _missing_kernels(model_type: str) -> tuple[str, ...] | None:
 
     transformers hands the boundaries on since 5.23, and imports these modules in the same way.
     """
-    if model_type not in _KERNELS or compare_versions("transformers", "<", "5.23"):
+    if model_type not in _KERNELS or Version(transformers.__version__) < Version("5.23"):
         return None
     return tuple(name for name in _KERNELS[model_type] if not _can_import(_MODULES[name]))
 

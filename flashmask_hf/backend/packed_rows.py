@@ -13,7 +13,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from accelerate.utils import extract_model_from_parallel
 from torch import nn
 
 from flashmask_hf.backend.document_guard import is_guarded
@@ -91,6 +90,8 @@ def check_compiled(model: Any, device: torch.device) -> None:
     """
     if getattr(model, "_layers_checked", False):  # to find the backbone takes milliseconds
         return
+    from accelerate.utils import extract_model_from_parallel  # wrapped models are trained, which accelerate does
+
     backbone = _unwrap_peft(extract_model_from_parallel(model, keep_torch_compile=False)).base_model
     if not getattr(backbone, "_layers_checked", False):
         asked = _start_count in backbone._forward_pre_hooks.values()

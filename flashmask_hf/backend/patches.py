@@ -1,4 +1,4 @@
-"""Patches of transformers: seven changes that its interfaces do not offer, one section each.
+"""Patches of transformers: eight changes that its interfaces do not offer, one section each.
 
 All act for this package's attention implementations or batch keys only; everything else gets what it got before. Each
 section says what is patched, why, and what is checked first, in transformers 5.17 to 5.23, with which the patches are
@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import transformers
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel, masking_utils
 from transformers.loss.loss_utils import LOSS_MAPPING
 from transformers.utils import generic
 
 from flashmask_hf.backend.branches import check_labels
 from flashmask_hf.backend.document_guard import guard_documents
+from flashmask_hf.backend.forward import attention_forward
 from flashmask_hf.backend.ignored_vectors import check_call
 from flashmask_hf.backend.model_support import refuse_own_attention
 from flashmask_hf.backend.position_axes import add_text_positions
@@ -31,7 +32,7 @@ from flashmask_hf.backend.positions import document_starts
 from flashmask_hf.backend.unread_positions import call_model, record_positions
 from flashmask_hf.checks import device_assert
 from flashmask_hf.mask import FlashMask
-from flashmask_hf.names import HASH, NAMES, QK, VECTORS
+from flashmask_hf.names import FLASHMASK, HASH, NAMES, QK, VECTORS
 
 if TYPE_CHECKING:  # the function whose code `_is_flash_attention` replaces, and under whose name it runs
     from transformers.utils.generic import is_flash_attention_requested
@@ -52,6 +53,7 @@ def apply() -> None:
     guard_models(PreTrainedModel)
     check_losses(PreTrainedModel)
     check_calls(PreTrainedModel)
+    read_kernel_names(PreTrainedConfig)
 
 
 def _refuse_version(does: str, where: str) -> NoReturn:
@@ -458,3 +460,46 @@ def check_calls(model_class: Any) -> None:
 
     call.checks = True  # type: ignore[attr-defined]
     model_class.__call__ = call
+
+
+# 8. A kernel of the Hub that holds this package is "flashmask".
+
+
+def read_kernel_names(config_class: Any) -> None:
+    """Make a config with the name of a Hub kernel that holds this package say that its attention is "flashmask".
+
+    Patched: the getter of `PreTrainedConfig._attn_implementation`.
+
+    Why: transformers registers a kernel "ORG/NAME" under that name, with the dense mask of "sdpa", after the kernel was
+    imported. Everything here and in trainers that asks a config for "flashmask" would not find it, and "flash" in
+    "ORG/NAME" would be taken for FlashAttention. The getter returns "flashmask" for a name whose attention is that of
+    this package; models then get its mask and its checks.
+
+    Checked (the same in 5.17 to 5.23): it is a property with a setter.
+
+    Args:
+        config_class: `transformers.PreTrainedConfig`.
+
+    Raises:
+        RuntimeError: the property is missing or not as expected.
+    """
+    original = vars(config_class).get("_attn_implementation")
+    get = getattr(original, "fget", None)
+    if hasattr(get, "reads_kernel_names"):
+        return  # applied already
+    if not isinstance(original, property) or get is None or original.fset is None:
+        _refuse_version("keeps the name of an attention", f"_attn_implementation of {config_class.__name__}")
+
+    @functools.wraps(get)
+    def own_name(self: Any) -> Any:
+        return _own_name(get(self))
+
+    own_name.reads_kernel_names = True  # type: ignore[attr-defined]
+    config_class._attn_implementation = property(own_name, original.fset, original.fdel, original.__doc__)
+
+
+def _own_name(name: Any) -> Any:
+    """Return "flashmask" for the name of a Hub kernel whose attention is this package's, any other name as it is."""
+    if isinstance(name, str) and "/" in name and AttentionInterface._global_mapping.get(name) is attention_forward:
+        return FLASHMASK
+    return name

@@ -19,10 +19,7 @@ __all__ = ["register"]
 
 
 def register() -> None:
-    """Make `attn_implementation="flashmask"`, "flashmask_hash" and "flashmask_qk" known to transformers.
-
-    Importing `flashmask_hf` does it; repeating it is fine. Registers the attention functions of `backend/forward.py`
-    and `backend/sparse.py` and, for all of them, the mask hook. Adapts transformers to them (`backend/patches.py`).
+    """Register every attention implementation of the package; the body of `flashmask_hf.register`.
 
     Raises:
         RuntimeError: this version of transformers is not one that the package knows how to adapt.

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from transformers import DynamicCache
@@ -49,6 +48,8 @@ def shared_prefill(model: Any) -> Iterator[None]:
         model: a transformers model with `generate`, or a PEFT model around one, which may be wrapped for distributed
             training.
     """
+    from accelerate.utils import extract_model_from_parallel  # wrapped models are trained, which accelerate does
+
     model = extract_model_from_parallel(model, keep_torch_compile=False)
     adapters = getattr(model, "peft_config", {}).values()
     model = model.get_base_model() if hasattr(model, "get_base_model") else model

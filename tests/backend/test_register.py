@@ -33,9 +33,10 @@ def test_register_twice_changes_nothing():
     assert generic.is_flash_attention_requested.__code__ is code
 
 
-def test_import_survives_an_unknown_transformers(monkeypatch):
+@pytest.mark.parametrize("error", [RuntimeError, ImportError])
+def test_import_survives_an_unknown_transformers(error, monkeypatch):
     def refuse():
-        raise RuntimeError("transformers 99 is unknown; install another")
+        raise error("transformers 99 is unknown")
 
     with monkeypatch.context() as patch:
         patch.setattr(register_module, "register", refuse)
