@@ -56,7 +56,9 @@ def test_what_differs_is_a_fault():
     (fault,) = convergence.faults_of(portable | {"flashmask_unskipped": falling}, 3)
     assert fault == "flashmask_unskipped differs from flashmask_portable from step 3 on"
     (fault,) = convergence.faults_of(good | {"sdpa": [3.0, 2.0, 1.02]}, 3)
-    assert fault == "sdpa differs from flashmask by up to 2.0e-02, more than 0.01"
+    assert fault == "sdpa differs from flashmask by up to 2.0e-02 in 50 steps, more than 0.001"
+    long = {name: [3.0, *[1.0] * 60] for name in good}
+    assert not list(convergence.faults_of(long | {"sdpa": [*long["sdpa"][:50], *[1.1] * 11]}, 61))
     (fault,) = convergence.faults_of(good | {"sdpa": [3.0, float("nan"), 1.0]}, 3)
     assert "sdpa differs from flashmask by up to nan" in fault
     (fault,) = convergence.faults_of(good | {"trl": [3.0]}, 3)
