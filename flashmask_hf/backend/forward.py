@@ -30,8 +30,9 @@ def attention_forward(
     The mask is the first of these that exists: the caller's `startend_row_indices`, in the layer's `sliding_window`,
     which is measured by position; what `mask_hook` returned; causal or full by `is_causal`, if no hook ran.
 
-    In the context of `flashmask_hf.parallel.sequence_parallel`, a layer with a part of the vectors' row gets the rest
-    from other processes (`parts.py`).
+    Under tensor parallelism a layer has some of the heads, and vectors per head are those of the whole model, of which
+    it takes its own. In the context of `flashmask_hf.parallel.sequence_parallel`, a layer with a part of the vectors'
+    row gets the rest from other processes (`parts.py`).
 
     Args:
         module: the attention layer; `is_causal` (True if missing) and `training` are read.

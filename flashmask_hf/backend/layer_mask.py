@@ -13,6 +13,7 @@ from flashmask_hf.backend.keywords import check_keywords
 from flashmask_hf.backend.mask_cache import cached_mask
 from flashmask_hf.backend.positions import UNBOUNDED, document_starts, next_flagged
 from flashmask_hf.backend.supplied_calls import record_supplied_call
+from flashmask_hf.backend.tensor_parallel import vectors_of_local_heads
 from flashmask_hf.backend.unread_positions import record_positions
 from flashmask_hf.backend.windows import LayerMask, apply_window
 from flashmask_hf.checks import device_assert
@@ -63,7 +64,9 @@ def layer_mask(
     if vectors is not None:
         record_supplied_call()
         _check_receiver(module, attention_mask, causal)
-        _check_vectors(vectors, query, key, causal)
+        _check_form(vectors, causal)
+        vectors = vectors_of_local_heads(module, vectors, query.shape[1], key.shape[1])
+        _check_fit(vectors, query, key)
         window = _window_of(module, kwargs)
         return _supplied_mask(vectors, attention_mask, causal, window, kwargs.get("position_ids"))
     if attention_mask is not None:
@@ -120,8 +123,8 @@ def _check_receiver(module: nn.Module, attention_mask: Tensor | None, causal: bo
         )
 
 
-def _check_vectors(vectors: Any, query: Tensor, key: Tensor, causal: bool) -> None:
-    """Check shape, dtype and device of the supplied vectors. Their values are not read."""
+def _check_form(vectors: Any, causal: bool) -> None:
+    """Check dtype and number of columns of the supplied vectors."""
     if not isinstance(vectors, Tensor) or vectors.dtype != torch.int32:
         got = vectors.dtype if isinstance(vectors, Tensor) else type(vectors).__name__
         raise TypeError(f"{VECTORS} must be an int32 tensor [B, 1, S, n], got {got}; pass mask.indices of a FlashMask")
@@ -133,6 +136,11 @@ def _check_vectors(vectors: Any, query: Tensor, key: Tensor, causal: bool) -> No
             f"{VECTORS} with n = 1 describe a causal mask, but this layer is not causal (is_causal=False); pass n = 2 "
             "or 4 columns, for example FlashMask.bidirectional().indices (and none to a model with encoder and decoder)"
         )
+
+
+def _check_fit(vectors: Tensor, query: Tensor, key: Tensor) -> None:
+    """Check that device and shape of the supplied vectors are those of a layer's call. Their values are not read."""
+    shape = list(vectors.shape)
     if vectors.device != query.device:
         raise ValueError(f"{VECTORS} is on {vectors.device}, but the layer runs on {query.device}; move it there")
     batch, heads, q_len, _ = query.shape

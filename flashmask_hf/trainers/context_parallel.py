@@ -143,7 +143,10 @@ class ContextParallelMixin:
 
     @property
     def _counts_rows(self) -> bool:
-        """Whether this process is the first of those that have the same rows."""
+        """Whether this process is the first of those that have the same rows, by context or tensor parallelism."""
+        trainer: Any = self
+        if trainer.get_tp_size() > 1 and self.accelerator.torch_device_mesh.get_local_rank("tp"):
+            return False
         return self._cp_size == 1 or self._cp_group.rank() == 0
 
     @property

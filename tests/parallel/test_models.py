@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 SIZES = (2, 4)
 COMPARED = [
     (size, name)
-    for name in sorted(set(parallel_cases.CASES) - {"whole rows", "refusals"})
+    for name in sorted(set(parallel_cases.CASES) - {"whole rows", "refusals", "tensor parallel refusals"})
     for size in parallel_cases.GROUPS.get(name, SIZES)
 ]
 
@@ -75,3 +75,25 @@ def test_wrong_calls_are_refused(found, size, name):
 def test_heads_that_do_not_divide_are_refused_if_asked_for(found):
     message = result(found, 4, "refusals")["6 heads"]
     assert message.startswith("ValueError: exchange='heads' needs 4 processes to divide the 6 query heads")
+
+
+@pytest.mark.parametrize(
+    ("size", "name", "message"),
+    [
+        (2, "local vectors", "ValueError: .* has 2 heads; under tensor parallelism .* 1, Hkv = 4 or Hq = 8, of which"),
+        (
+            2,
+            "split rows",
+            "NotImplementedError: .* of 8 query heads .*, this process computes 2, .* or the split of rows",
+        ),
+        (2, "unknown heads", "NotImplementedError: .* of 8 query heads .*, this process computes 3, .* pass vectors"),
+        (4, "two dimensions", "NotImplementedError: .* sharded over 2 dimensions of a mesh"),
+    ],
+)
+def test_vectors_per_head_that_do_not_fit_tensor_parallelism_are_refused(found, size, name, message):
+    assert re.match(message, result(found, size, "tensor parallel refusals")[name])
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_layers_that_gather_their_heads_take_all_vectors(found, size):
+    assert result(found, size, "tensor parallel refusals")["gathered"] is True

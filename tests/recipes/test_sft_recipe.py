@@ -107,7 +107,10 @@ def test_two_processes_train_lora_like_one(tmp_path, model, capsys):
 
 
 def test_two_processes_that_split_rows_train_like_one(tmp_path, model, capsys):
-    """Context parallelism with the configuration of several GPUs: printed losses, evaluation and saved weights."""
+    """Context parallelism with the configuration of several GPUs: printed losses, evaluation and saved weights.
+
+    The processes that split rows also run in tiles, keep attention's results and offload checkpoints.
+    """
     flags = ["--config", str(sft.DEMO_CONFIG), "--model_name_or_path", str(model), "--max_steps", "3", *QUICK]
     flags += ["--eval_strategy", "steps", "--eval_steps", "3", "--max_length", "1024", "--picture", "False"]
     rows = tmp_path / "rows.jsonl"
@@ -117,8 +120,10 @@ def test_two_processes_that_split_rows_train_like_one(tmp_path, model, capsys):
     accelerate = [sys.executable, "-m", "accelerate.commands.launch"]
     accelerate += ["--config_file", RECIPES / "configs" / "accelerate_fsdp2_cp.yaml", tmp_path / "fsdp.py"]
     without_cpu = [flag for flag in flags if flag != "--use_cpu"]
-    two = launch(accelerate, tmp_path / "two", *without_cpu, f"--{CHECKPOINTING}", "True")
+    long_rows = ["--tile_tokens", 200, "--keep_attention", "True", "--host_gib", 1]
+    two = launch(accelerate, tmp_path / "two", *without_cpu, f"--{CHECKPOINTING}", "True", *long_rows)
     assert two.count("FSDP2: True") == 2
+    assert two.count("MLPs and norms run in tiles of 200 tokens, attention's results are kept, up to 1.0 GiB") == 1
     sft.main([*flags, "--output_dir", str(tmp_path / "one")])
     one = capsys.readouterr().out
     losses = logged(one, "loss")

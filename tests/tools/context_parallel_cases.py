@@ -1,27 +1,36 @@
-"""Cases of `tests/trainers/test_context_parallel.py`: PackedSFTTrainer on accelerate's cp mesh with FSDP2.
+"""Cases of `tests/trainers/test_context_parallel.py`: PackedSFTTrainer on accelerate's cp mesh with FSDP2, and its tp.
 
 In a group of 1 they are the reference; groups of 2 split rows in two, groups of 4 in two for two shares of the data.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import shutil
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import tools.recipes  # noqa: F401  makes the modules of the recipes importable
 import torch
+import torch.distributed as dist
 from accelerate import ParallelismConfig
 from accelerate.state import DistributedType, PartialState
 from datasets import Dataset
 from peft import LoraConfig
-from tools.parallel_cases import model_of
+from tools.parallel_cases import model_of, tensor_parallel_model
 from tools.tiny import CHECKPOINTING, VOCAB, trainer_settings, word_tokenizer
+from transformers import TrainerCallback
 from trl import SFTConfig
 
-from flashmask_hf.trainers import PackedSFTTrainer
+from flashmask_hf.trainers import LongRows, PackedSFTTrainer
+from flashmask_hf.trainers import long_rows as long_rows_module
 from flashmask_hf.trainers import sft as sft_module
+
+import common  # isort: skip
 
 FOLDER = Path(os.environ.get("CASES_FOLDER", "."))
 
@@ -67,7 +76,7 @@ def trainer_of(group: Any, name: str, model: Any, peft_config: Any = None, **cha
         "dataloader_pin_memory": False,
         "use_cpu": size == 1,
     }
-    if size > 1:
+    if size > 1 and "parallelism_config" not in changes:
         use_fsdp_on_cpu()
         settings["parallelism_config"] = ParallelismConfig(cp_size=2, dp_shard_size=size // 2)
     data = examples()
@@ -85,6 +94,7 @@ def outcome(trainer: PackedSFTTrainer, group: Any, name: str) -> dict[str, Any]:
     """Return what the trainer logged, after writing its weights."""
     logs = trainer.state.log_history
     state = trainer.accelerator.get_state_dict(trainer.model_wrapped if group.size() > 1 else trainer.model)
+    state = {key: x.full_tensor() if hasattr(x, "full_tensor") else x for key, x in state.items()}
     if group.rank() == 0:
         torch.save(state, FOLDER / f"{name}-{group.size()}.pt")
     found = {
@@ -95,17 +105,37 @@ def outcome(trainer: PackedSFTTrainer, group: Any, name: str) -> dict[str, Any]:
     return found
 
 
-def full(group: Any) -> dict[str, Any]:
-    """Full fine-tuning with accumulation, clipping, checkpointing and evaluation; time goes on by 1 s at each look."""
+@contextlib.contextmanager
+def counted_time() -> Iterator[None]:
+    """Let the clock go on by 1 s at each look. The first trainer of a process looks more often than the next ones."""
     ticks = itertools.count()
     clock, sft_module.time.perf_counter = sft_module.time.perf_counter, lambda: float(next(ticks))
     try:
+        yield
+    finally:
+        sft_module.time.perf_counter = clock
+
+
+def full(group: Any) -> dict[str, Any]:
+    """Full fine-tuning with accumulation, clipping, checkpointing and evaluation."""
+    with counted_time():
         options = {CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"use_reentrant": False}}
         trainer = trainer_of(group, "full", model_of("llama", 8, 4), eval_strategy="steps", eval_steps=2, **options)
         trainer.train()
-    finally:
-        sft_module.time.perf_counter = clock
     return outcome(trainer, group, "full")
+
+
+def tensor_parallel(group: Any) -> dict[str, Any]:
+    """Full fine-tuning of whole rows with the heads of a model split over processes."""
+    with counted_time():
+        model, options = model_of("llama", 8, 4), {"max_steps": 2}
+        if group.size() > 1:
+            use_fsdp_on_cpu()
+            os.environ["ACCELERATE_USE_FSDP"] = "false"
+            model, options = tensor_parallel_model(group, model), options | {"parallelism_config": None}
+        trainer = trainer_of(group, "tensor parallel", model, **options)
+        trainer.train()
+    return outcome(trainer, group, "tensor parallel")
 
 
 def adapter(group: Any) -> dict[str, Any]:
@@ -117,23 +147,74 @@ def adapter(group: Any) -> dict[str, Any]:
     return outcome(trainer, group, "adapter")
 
 
-def resumed(group: Any) -> dict[str, Any]:
-    """Four steps, of which the last two from a checkpoint."""
-    options = {
-        "save_strategy": "steps",
-        "save_steps": 2,
-        "learning_rate": 0.05,
-        "optim": "adamw_torch",
-        "adam_epsilon": 1e-3,
-    }
-    trainer = trainer_of(group, "resumed", model_of("llama", 6, 2), **options | {"max_steps": 2})
+SAVED = {
+    "save_strategy": "steps",
+    "save_steps": 2,
+    "learning_rate": 0.05,
+    "optim": "adamw_torch",
+    "adam_epsilon": 1e-3,
+}
+
+
+class Kill(TrainerCallback):
+    """Ends every process by SIGKILL in the third step, when the checkpoint of the second is written."""
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 2:
+            dist.barrier()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed(group: Any) -> dict[str, Any]:
+    """A run that is killed in its third step of four."""
+    trainer = trainer_of(group, "resumed", model_of("llama", 6, 2), **SAVED)
+    trainer.add_callback(Kill())
     trainer.train()
-    trainer = trainer_of(group, "resumed", model_of("llama", 6, 2), **options)
-    trainer.train(resume_from_checkpoint=True)
+    return {}
+
+
+def resumed(group: Any) -> dict[str, Any]:
+    """Four steps: in one process without a break, in several from the checkpoint of the run that was killed."""
+    trainer = trainer_of(group, "resumed", model_of("llama", 6, 2), **SAVED)
+    checkpoint = None
+    if group.size() > 1:
+        args: Any = trainer.args
+        args.resume_from_checkpoint = "true"
+        checkpoint = common.checkpoint_to_resume(args)
+        assert Path(str(checkpoint)).name == "checkpoint-2"
+    trainer.train(resume_from_checkpoint=checkpoint)
     found = outcome(trainer, group, "resumed")
+    dist.barrier()
     if group.rank() == 0:
         shutil.rmtree(FOLDER / f"resumed-{group.size()}")
     return found
+
+
+def long_rows(group: Any) -> dict[str, Any]:
+    """Tiles, attention's results kept, and checkpoints on the host; one process trains without these settings."""
+    options = {CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"use_reentrant": False}, "max_steps": 2}
+    trainer = trainer_of(group, "long_rows", model_of("llama", 8, 4), **options)
+    if group.size() == 1:
+        trainer.train()
+        return outcome(trainer, group, "long_rows")
+    made = []
+
+    def offload_checkpoints(model: Any) -> Any:
+        made.append(offload_all_checkpoints(model, min_bytes=1))
+        return made[-1]
+
+    offload_all_checkpoints, long_rows_module.offload_checkpoints = (
+        long_rows_module.offload_checkpoints,
+        offload_checkpoints,
+    )
+    tiles = LongRows(trainer, tile_tokens=24, keep_attention=True, host_gib=1)
+    trainer.add_callback(tiles)
+    trainer.train()
+    long_rows_module.offload_checkpoints = offload_all_checkpoints
+    rows, layers, hidden, heads = 2 * 64, 2, 48, 8
+    # a layer's input, attention's output, which is wider, and its log-sum-exps, in float32
+    assert made[0].seen_bytes == rows * layers * (hidden + heads * 8 + heads) * 4, made[0].seen_bytes
+    return outcome(trainer, group, "long_rows")
 
 
 def compiled(group: Any) -> dict[str, Any]:
@@ -145,6 +226,15 @@ def compiled(group: Any) -> dict[str, Any]:
     return outcome(trainer, group, "compiled")
 
 
-CASES = {"full": full, "adapter": adapter, "resumed": resumed, "compiled": compiled}
+CASES = {
+    "full": full,
+    "tensor parallel": tensor_parallel,
+    "adapter": adapter,
+    "resumed": resumed,
+    "long_rows": long_rows,
+    "compiled": compiled,
+}
 
-GROUPS = {"adapter": (1, 2), "resumed": (1, 2), "compiled": (1, 2)}
+GROUPS = {name: (1, 2) for name in CASES if name != "full"}
+
+KILLED = {"resumed": killed}

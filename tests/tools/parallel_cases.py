@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from tools.tiny import VOCAB, llama_config
+from torch import nn
 from torch._dynamo.backends.debugging import aot_eager
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig, MistralConfig
+from transformers.distributed import DistributedConfig
 
 import flashmask_hf
 from flashmask_hf import FlashMask, masks
+from flashmask_hf.backend.tensor_parallel import vectors_of_local_heads
 from flashmask_hf.collators import DataCollatorForPackedLanguageModeling, DataCollatorForTrees, tree_loss
 from flashmask_hf.parallel import contiguous_rows, sequence_parallel, split_rows
 
@@ -262,6 +268,86 @@ def whole_row_calls(group: Any) -> dict[str, Any]:
     return {"equal": all(map(torch.equal, got, want))}
 
 
+def tensor_parallel_model(group: Any, model: Any) -> Any:
+    """Return a copy of a model that is loaded with transformers' plan of tensor parallelism."""
+    with tempfile.TemporaryDirectory() as folder:
+        folders = [folder]
+        dist.broadcast_object_list(folders, 0)
+        model.save_pretrained(folders[0])  # writes in process 0 alone
+        dist.barrier()
+        config = DistributedConfig(tp_size=group.size())
+        loaded = AutoModelForCausalLM.from_pretrained(
+            folders[0], attn_implementation="flashmask", dtype=torch.float32, distributed_config=config
+        )
+        dist.barrier()
+    return loaded.train()
+
+
+def tensor_parallel(
+    kind: str = "llama", batch: Callable[[], dict[str, torch.Tensor]] = documents
+) -> Callable[[Any], dict[str, float]]:
+    """Return a case: loss and gradients under tensor parallelism against those of one process."""
+
+    def case(group: Any) -> dict[str, float]:
+        whole = batch()
+        model = model_of(kind, 8, 4)
+        loss = loss_of(model, whole_rows(whole), learned(whole))
+        loss.backward()
+        want = results(model, loss)
+        model = tensor_parallel_model(group, model)
+        assert model.model.layers[0].self_attn.q_proj.weight.to_local().shape[0] == 64 // group.size()
+        loss = loss_of(model, whole_rows(whole), learned(whole))
+        loss.backward()
+        got = [x.full_tensor() if hasattr(x, "full_tensor") else x for x in results(model, loss)]
+        return {
+            "loss": (got[0] - want[0]).abs().item(),
+            "gradients": max((x - y).abs().max().item() for x, y in zip(got[1:], want[1:], strict=True)),
+            "largest": max(y.abs().max().item() for y in want[1:]),
+        }
+
+    return case
+
+
+def refused_vectors_per_head(group: Any) -> dict[str, Any]:
+    """Return the messages of vectors per head that do not fit tensor parallelism, and whether whole heads keep them."""
+    size = group.size()
+    model = tensor_parallel_model(group, model_of("llama", 8, 4))
+    layer, vectors = model.model.layers[0].self_attn, vectors_per_head(8)["startend_row_indices"]
+    twice = nn.Linear(8, 8, bias=False)
+    if size == 4:
+        mesh = init_device_mesh("cpu", (2, 2))
+        twice.weight = nn.Parameter(distribute_tensor(twice.weight.detach(), mesh, [Shard(0), Shard(0)]))
+    batch = vectors_per_head(4 // size)  # those of one process's key-value heads, were they taken as such
+    whole = vectors_per_head(4)  # as many as query heads of one process
+    rows = rows_of(whole, size, "contiguous")
+
+    def in_parts() -> None:
+        with sequence_parallel(group, rows, whole["position_ids"], exchange="heads") as split:
+            loss_of(model, split.shard(whole), 1)
+
+    wrong: dict[str, Callable[[], Any]] = {
+        "local vectors": lambda: model(**batch, use_cache=False),
+        "split rows": in_parts,
+        "unknown heads": lambda: vectors_of_local_heads(layer, vectors, 3, 3),
+        "two dimensions": lambda: vectors_of_local_heads(twice, vectors, 8 // size, 4 // size),
+    }
+    return messages_of({name: run for name, run in wrong.items() if size == (4 if name == "two dimensions" else 2)}) | {
+        "gathered": vectors_of_local_heads(layer, vectors, 8, 4) is vectors
+    }
+
+
+def messages_of(wrong: dict[str, Callable[[], Any]]) -> dict[str, Any]:
+    """Return type and message of the error of each call."""
+    found: dict[str, Any] = {}
+    for name, run in wrong.items():
+        try:
+            run()
+            found[name] = "nothing raised"
+        except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
 def refusals(group: Any) -> dict[str, Any]:
     """Return the messages of the errors of wrong calls."""
     model = model_of("llama", 8, 4)
@@ -323,14 +409,7 @@ def refusals(group: Any) -> dict[str, Any]:
             lambda split: six(**{k: v for k, v in split.shard(batch).items() if k != "shift_labels"}, use_cache=False),
             exchange="heads",
         )
-    found: dict[str, Any] = {}
-    for name, run in wrong.items():
-        try:
-            run()
-            found[name] = "nothing raised"
-        except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
-            found[name] = f"{type(error).__name__}: {error}"
-    return found
+    return messages_of(wrong)
 
 
 CASES: dict[str, Callable[[Any], dict[str, Any]]] = {
@@ -369,6 +448,11 @@ CASES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "checkpointing that keeps attention": compare(
         exchange="keys", prepare=checkpointed({"use_reentrant": False, "context_fn": flashmask_hf.keep_attention})
     ),
+    "tensor parallel": tensor_parallel(),
+    "tensor parallel, trees in a window": tensor_parallel("mistral", trees),
+    "tensor parallel, vectors per head": tensor_parallel(batch=lambda: vectors_per_head(8)),
+    "tensor parallel, vectors per key-value head": tensor_parallel(batch=lambda: vectors_per_head(4)),
+    "tensor parallel refusals": refused_vectors_per_head,
     "two layouts": two_layouts,
     "compiled": compiled,
     "whole rows": whole_row_calls,
@@ -376,4 +460,5 @@ CASES: dict[str, Callable[[Any], dict[str, Any]]] = {
 }
 
 GROUPS = {name: (4,) for name in CASES if ", " in name} | {"compiled": (2,)}
+GROUPS |= {name: (2,) for name in CASES if name.startswith("tensor parallel,")}
 """Groups of 4 run everything but what takes long, groups of 2 a case of each kind."""

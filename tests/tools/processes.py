@@ -2,7 +2,8 @@
 
 A module of cases has a dict `CASES` of functions of a process group, by name. Each returns numbers, which are the same
 in every process, or raises. `run_cases` returns what process 0 got, or the error of the first process that raised.
-A dict `GROUPS` has the sizes of the groups that a case runs in, if these are not all.
+A dict `GROUPS` has the sizes of the groups that a case runs in, if these are not all. A dict `KILLED` has, by the name
+of a case, functions whose processes end by SIGKILL; they run before the cases, in groups of their own of 2 or more.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -29,7 +31,7 @@ def run_cases(module: str, sizes: tuple[int, ...]) -> dict[int, dict[str, Any]]:
         for each size and name, what the case returned, or {"error": traceback}.
     """
     with tempfile.TemporaryDirectory() as folder:
-        settings = {**os.environ, "OMP_NUM_THREADS": "1"}
+        settings = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # meshes would be of its GPUs
         settings["PYTHONPATH"] = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
         command = [sys.executable, "-W", "ignore", "-m", "tools.processes", module, folder, *map(str, sizes)]
         done = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=600)
@@ -44,8 +46,8 @@ def run_cases(module: str, sizes: tuple[int, ...]) -> dict[int, dict[str, Any]]:
         return found
 
 
-def _run_process(cases: dict[str, Any], rank: int, size: int, folder: str) -> None:
-    """Run the cases in one process of a group, and write what they returned."""
+def _run_process(cases: dict[str, Any], rank: int, size: int, folder: str, store: str) -> None:
+    """Run the cases in one process of a group, which meets in the folder `store`, and write what they returned."""
     import torch
     import torch.distributed as dist
 
@@ -53,8 +55,9 @@ def _run_process(cases: dict[str, Any], rank: int, size: int, folder: str) -> No
     if size > 1:  # accelerate reads these
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
-    store = f"file://{folder}/store-{size}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}/store", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+    )
     results: dict[str, Any] = {}
     for name, case in cases.items():
         start = time.process_time()
@@ -68,24 +71,33 @@ def _run_process(cases: dict[str, Any], rank: int, size: int, folder: str) -> No
 
 
 def main(module: str, folder: str, *sizes: str) -> None:
-    """Fork the processes of one group after the other."""
+    """Run the groups one after the other."""
     imported = importlib.import_module(module)
     for size in map(int, sizes):
         cases = {name: case for name, case in imported.CASES.items() if size in imported.GROUPS.get(name, (size,))}
+        for name, case in getattr(imported, "KILLED", {}).items():
+            if name in cases and size > 1:
+                ends = _run_group({name: case}, size, folder)
+                assert ends == [-signal.SIGKILL] * size, f"{name}: the processes of a group of {size} end with {ends}"
+        _run_group(cases, size, folder)
+
+
+def _run_group(cases: dict[str, Any], size: int, folder: str) -> list[int]:
+    """Fork the processes of a group, and return their exit codes, -n after signal n."""
+    with tempfile.TemporaryDirectory() as store:
         children = []
         for rank in range(size):
             child = os.fork()
             if child == 0:
                 try:
-                    _run_process(cases, rank, size, folder)
+                    _run_process(cases, rank, size, folder, store)
                 except BaseException:
                     traceback.print_exc()
                 finally:
                     sys.stderr.flush()
                     os._exit(0)
             children.append(child)
-        for child in children:
-            os.waitpid(child, 0)
+        return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
 
 
 if __name__ == "__main__":

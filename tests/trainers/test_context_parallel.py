@@ -8,6 +8,7 @@ import pytest
 import torch
 from accelerate import ParallelismConfig
 from datasets import Dataset
+from tools.context_parallel_cases import CASES
 from tools.processes import run_cases
 from tools.tiny import TRAINER_WARNINGS, llama_config, trainer_settings, word_tokenizer
 from transformers import AutoModelForCausalLM, Lfm2Config, MixtralConfig
@@ -44,7 +45,7 @@ def result(found: dict[str, Any], size: int, name: str) -> Any:
     return outcome
 
 
-@pytest.mark.parametrize(("size", "name"), [(2, "full"), (4, "full"), (2, "adapter"), (2, "resumed"), (2, "compiled")])
+@pytest.mark.parametrize(("size", "name"), [(4, "full")] + [(2, name) for name in CASES])
 def test_training_is_that_of_one_process(found, size, name):
     want, got = result(found, 1, name), result(found, size, name)
     assert (want["sharded"], got["sharded"]) == ("Parameter", "DTensor")
@@ -59,10 +60,10 @@ def test_training_is_that_of_one_process(found, size, name):
         torch.testing.assert_close(several[key], weight, rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_tokens_are_counted_once(found, size):
+@pytest.mark.parametrize(("size", "name"), [(2, "full"), (4, "full"), (2, "tensor parallel")])
+def test_tokens_are_counted_once(found, size, name):
     """The clock goes on by one second a log, so tokens per second are tokens."""
-    assert result(found, size, "full")["tokens_per_second"] == result(found, 1, "full")["tokens_per_second"]
+    assert result(found, size, name)["tokens_per_second"] == result(found, 1, name)["tokens_per_second"]
 
 
 SPLIT = ParallelismConfig(cp_size=2)
