@@ -168,8 +168,8 @@ class LongRows(TrainerCallback):
         raise ValueError(
             f"max_length: a step of {self._tokens:,} tokens needs about {gib(needed)}, of which up to "
             f"{gib(self._tokens * memory.stored)} may lie on the host, but the GPU has {gib(gpu)} and the host "
-            f"{gib(host)}; the longest row that fits has {self.longest:,} tokens, and adapters without dropout or on "
-            "fewer modules need less"
+            f"{gib(host)}; the longest row that fits has {self.longest:,} tokens. Adapters without dropout or on fewer "
+            "modules need less; keep_attention=False and host_gib by hand train without this estimate"
         )
 
     def _agree(self, memory: StepMemory, gpu: float, host: float) -> tuple[StepMemory, float, float]:

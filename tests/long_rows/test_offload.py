@@ -475,7 +475,7 @@ def test_trainers(trainer_of, way, tmp_path):
 
 
 SHARDED = """
-import os, sys
+import gc, sys
 import torch
 import torch.distributed as dist
 from tools.tiny import llama_config
@@ -489,36 +489,43 @@ store.BLOCK_BYTES = 1024
 rank = int(sys.argv[1])
 torch.set_num_threads(1)
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
-mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
-config = llama_config(num_hidden_layers=4)
-ids = torch.randint(3, 48, (1, 40), generator=torch.Generator().manual_seed(rank))
-for way in ({}, {"context_fn": keep_attention}):
-    for kind in ("ddp", "fsdp"):
-        results = []
-        for offloaded in (False, True):
-            torch.manual_seed(0)
-            inner = AutoModelForCausalLM.from_config(config, attn_implementation="flashmask").train()
-            enable = getattr(inner, "activation_checkpointing_enable", None) or inner.gradient_checkpointing_enable
-            enable({"use_reentrant": False} | way)
-            model = inner
-            if offloaded:
-                offload = offload_checkpoints(inner, 15 * 1024, min_bytes=1)
-            if kind == "ddp":
-                model = DistributedDataParallel(inner)
-            else:
-                for layer in inner.model.layers:
-                    fully_shard(layer, mesh=mesh)
-                fully_shard(inner, mesh=mesh)
-            for _ in range(2):
-                model.zero_grad()
-                loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-                loss.backward()
-            grads = [p.grad.full_tensor() if kind == "fsdp" else p.grad for p in inner.parameters()]
-            results.append([loss.detach(), *grads])
-        assert all(torch.equal(x, y) for x, y in zip(*results, strict=True)), (way, kind)
-        assert offload.seen_bytes > offload.peak_bytes > 10 * 1024
-        assert offload.held_bytes == 0
-        print(way, kind, "equal", flush=True)
+
+
+def compare():
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+    config = llama_config(num_hidden_layers=4)
+    ids = torch.randint(3, 48, (1, 40), generator=torch.Generator().manual_seed(rank))
+    for way in ({}, {"context_fn": keep_attention}):
+        for kind in ("ddp", "fsdp"):
+            results = []
+            for offloaded in (False, True):
+                torch.manual_seed(0)
+                inner = AutoModelForCausalLM.from_config(config, attn_implementation="flashmask").train()
+                enable = getattr(inner, "activation_checkpointing_enable", None) or inner.gradient_checkpointing_enable
+                enable({"use_reentrant": False} | way)
+                model = inner
+                if offloaded:
+                    offload = offload_checkpoints(inner, 15 * 1024, min_bytes=1)
+                if kind == "ddp":
+                    model = DistributedDataParallel(inner)
+                else:
+                    for layer in inner.model.layers:
+                        fully_shard(layer, mesh=mesh)
+                    fully_shard(inner, mesh=mesh)
+                for _ in range(2):
+                    model.zero_grad()
+                    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+                    loss.backward()
+                grads = [p.grad.full_tensor() if kind == "fsdp" else p.grad for p in inner.parameters()]
+                results.append([loss.detach(), *grads])
+            assert all(torch.equal(x, y) for x, y in zip(*results, strict=True)), (way, kind)
+            assert offload.seen_bytes > offload.peak_bytes > 10 * 1024
+            assert offload.held_bytes == 0
+            print(way, kind, "equal", flush=True)
+
+
+compare()
+gc.collect()  # models that are wrapped refer to the group, whose threads must end before the process does
 dist.destroy_process_group()
 """
 
