@@ -12,6 +12,7 @@ import functools
 import inspect
 import sys
 import types
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -62,6 +63,27 @@ def _refuse_version(does: str, where: str) -> NoReturn:
         f"transformers {transformers.__version__} {does} in a way that flashmask_hf does not know ({where}); install a "
         "version it was tested with, pip install 'transformers>=5.17,<5.24', or a newer flashmask-hf"
     )
+
+
+def _change_property(owner: Any, name: str, change: Callable[[Any], Any], does: str) -> None:
+    """Make a property of a class return what `change` makes of its value. A second call does nothing.
+
+    Raises:
+        RuntimeError: it is no property with a setter; the message says that this version `does` something otherwise.
+    """
+    original = getattr(owner, name, None)
+    get: Any = getattr(original, "fget", None)
+    if hasattr(get, "changed"):
+        return
+    if not isinstance(original, property) or get is None or original.fset is None:
+        _refuse_version(does, f"{name} of {owner.__name__}")
+
+    @functools.wraps(get)
+    def changed(self: Any) -> Any:
+        return change(get(self))
+
+    changed.changed = True  # type: ignore[attr-defined]
+    setattr(owner, name, property(changed, original.fset, original.fdel, original.__doc__))
 
 
 # 1. The names are not FlashAttention's.
@@ -386,16 +408,8 @@ def check_losses(model_class: Any) -> None:
     Raises:
         RuntimeError: the property is missing or not as expected.
     """
-    original = getattr(model_class, "loss_function", None)
-    get: Any = getattr(original, "fget", None)
-    if hasattr(get, "checks"):
-        return  # applied already
-    if not isinstance(original, property) or get is None or original.fset is None:
-        _refuse_version("computes losses", f"loss_function of {model_class.__name__}")
 
-    @functools.wraps(get)
-    def checked(self: Any) -> Any:
-        function = get(self)
+    def checked(function: Any) -> Any:
         if function is not LOSS_MAPPING["ForCausalLM"]:
             return function
 
@@ -413,8 +427,7 @@ def check_losses(model_class: Any) -> None:
 
         return loss
 
-    checked.checks = True  # type: ignore[attr-defined]
-    model_class.loss_function = property(checked, original.fset, original.fdel, original.__doc__)
+    _change_property(model_class, "loss_function", checked, "computes losses")
 
 
 # 7. Models that would ignore mask vectors raise, and those whose attention is set by hand get their hooks.
@@ -483,19 +496,7 @@ def read_kernel_names(config_class: Any) -> None:
     Raises:
         RuntimeError: the property is missing or not as expected.
     """
-    original = vars(config_class).get("_attn_implementation")
-    get = getattr(original, "fget", None)
-    if hasattr(get, "reads_kernel_names"):
-        return  # applied already
-    if not isinstance(original, property) or get is None or original.fset is None:
-        _refuse_version("keeps the name of an attention", f"_attn_implementation of {config_class.__name__}")
-
-    @functools.wraps(get)
-    def own_name(self: Any) -> Any:
-        return _own_name(get(self))
-
-    own_name.reads_kernel_names = True  # type: ignore[attr-defined]
-    config_class._attn_implementation = property(own_name, original.fset, original.fdel, original.__doc__)
+    _change_property(config_class, "_attn_implementation", _own_name, "keeps the name of an attention")
 
 
 def _own_name(name: Any) -> Any:

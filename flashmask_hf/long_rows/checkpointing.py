@@ -12,7 +12,7 @@ from flashmask_hf.long_rows.store import Layer, Saved, current_layer
 from flashmask_hf.operators.attention import flash_attn_forward
 from flashmask_hf.operators.sparse import flash_attn_sparse_forward
 
-__all__ = ["keep_attention"]
+__all__ = ["enable_checkpointing", "keep_attention"]
 
 
 def keep_attention() -> tuple[Any, Any]:
@@ -48,6 +48,19 @@ def keep_attention() -> tuple[Any, Any]:
         return create_selective_checkpoint_contexts(_KEPT)
     saved: list[Saved] = []
     return _Saving(layer, saved), _Loading(saved)
+
+
+def enable_checkpointing(model: Any, options: dict[str, Any]) -> Any:
+    """Turn activation checkpointing on in a transformers model, or a PEFT model around one, and return it.
+
+    Args:
+        model: the model, which changes in place.
+        options: arguments of `torch.utils.checkpoint.checkpoint`.
+    """
+    # transformers 5.21 renamed the method
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable(options)
+    return model
 
 
 _KEPT = [flash_attn_forward, flash_attn_sparse_forward]

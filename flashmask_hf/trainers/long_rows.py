@@ -12,6 +12,7 @@ from transformers import TrainerCallback
 
 from flashmask_hf.long_rows import keep_attention, offload_checkpoints, tile_tokens
 from flashmask_hf.long_rows.budget import StepMemory, available_gpu_bytes, available_host_bytes, gib
+from flashmask_hf.long_rows.checkpointing import enable_checkpointing
 
 __all__ = ["LongRows"]
 
@@ -139,11 +140,7 @@ class LongRows(TrainerCallback):
         options = {**(options or {}), "use_reentrant": False}
         if kept:
             options["context_fn"] = keep_attention
-        # transformers 5.21 renamed the method
-        enable = (
-            getattr(self._model, "activation_checkpointing_enable", None) or self._model.gradient_checkpointing_enable
-        )
-        enable(options)
+        enable_checkpointing(self._model, options)
 
     def _choose(self) -> str:
         """Measure steps, set what is not set by hand, and return the reason.

@@ -84,9 +84,8 @@ def block_mask(mask: FlashMask) -> BlockMask:
     )
 
 
-def _converted(
-    convert: Callable[[FlashMask], Any],
-    attend: Callable[..., tuple[Tensor, Any]],
+def _with_mask(
+    attend: Callable[..., Tensor],
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -96,30 +95,34 @@ def _converted(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Run an attention function of transformers with the mask that the layer's vectors convert to."""
+    """Run `attend(module, query, key, value, mask, scaling)` with the layer's mask, as transformers calls a layer."""
     columns = layer_mask(module, query, key, attention_mask, dropout, kwargs)
-    made = _converted_masks.setdefault(columns.mask, {})
+    return attend(module, query, columns.gather(key), columns.gather(value), columns.mask, scaling), None
+
+
+def _converted(
+    convert: Callable[[FlashMask], Any],
+    function: Callable[..., tuple[Tensor, Any]],
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: FlashMask,
+    scaling: float | None,
+) -> Tensor:
+    """Return the output of an attention function of transformers, for which the mask is converted once."""
+    made = _converted_masks.setdefault(mask, {})
     if convert not in made:
-        made[convert] = convert(columns.mask)
-    out, _ = attend(module, query, columns.gather(key), columns.gather(value), made[convert], scaling=scaling)
-    return out, None
+        made[convert] = convert(mask)
+    return function(module, query, key, value, made[convert], scaling=scaling)[0]
 
 
 def _portable(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Run the package's attention with its portable kernels."""
-    columns = layer_mask(module, query, key, attention_mask, dropout, kwargs)
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: FlashMask, scaling: float | None
+) -> Tensor:
+    """Return the output of the package's portable kernels."""
     impl = "triton" if query.is_cuda else "torch"
-    out = flashmask_attention(query, columns.gather(key), columns.gather(value), columns.mask, scale=scaling, impl=impl)
-    return out.transpose(1, 2), None
+    return flashmask_attention(query, key, value, mask, scale=scaling, impl=impl).transpose(1, 2)
 
 
 def _unskipped_builder(indices: Tensor) -> Callable[..., Any]:
@@ -133,10 +136,10 @@ def _unskipped_builder(indices: Tensor) -> Callable[..., Any]:
 
 _FUNCTIONS: dict[str, Callable[..., tuple[Tensor, None]]] = {
     "flashmask": attention_forward,
-    "sdpa": functools.partial(_converted, dense_mask, sdpa_attention_forward),
-    "flex_attention": functools.partial(_converted, block_mask, flex_attention_forward),
-    "flashmask_portable": _portable,
-    "flashmask_unskipped": _portable,
+    "sdpa": functools.partial(_with_mask, functools.partial(_converted, dense_mask, sdpa_attention_forward)),
+    "flex_attention": functools.partial(_with_mask, functools.partial(_converted, block_mask, flex_attention_forward)),
+    "flashmask_portable": functools.partial(_with_mask, _portable),
+    "flashmask_unskipped": functools.partial(_with_mask, _portable),
 }
 
 NAMES = tuple(_FUNCTIONS)
@@ -155,7 +158,7 @@ def attention(name: str) -> Iterator[None]:
         name: one of `NAMES`.
     """
     with contextlib.ExitStack() as stack:
-        if _FUNCTIONS[name] is _portable:
+        if name in ("flashmask_portable", "flashmask_unskipped"):
             # The steps of "torch" join several tiles of a list, so sums would depend on what the list holds.
             stack.enter_context(mock.patch.object(tiled, "_KEYS_PER_STEP", plan_in_torch.COLUMNS))
         if name == "flashmask_unskipped":

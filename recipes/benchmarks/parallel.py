@@ -43,6 +43,7 @@ from trl.trainer.utils import add_fused_lm_head
 from flashmask_hf import FlashMask
 from flashmask_hf.backend.forward import attention_forward
 from flashmask_hf.collators import DataCollatorForPackedLanguageModeling
+from flashmask_hf.long_rows.checkpointing import enable_checkpointing
 from flashmask_hf.parallel import contiguous_rows, deal_rows, sequence_parallel
 from flashmask_hf.parallel.exchange import exchange_of, gather_keys, heads_to_rows, rows_to_heads, spread_kv_heads
 from flashmask_hf.plan import ROWS, build_plan
@@ -147,8 +148,7 @@ def build_model(config: Any, device: torch.device) -> Any:
     with device:
         model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="flashmask", dtype=dtype)
     add_fused_lm_head(model)
-    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-    enable({"use_reentrant": False})
+    enable_checkpointing(model, {"use_reentrant": False})
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)

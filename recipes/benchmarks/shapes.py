@@ -8,6 +8,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from flashmask_hf.long_rows.checkpointing import enable_checkpointing
+
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.2-1b": {
         "hidden_size": 2048,
@@ -69,6 +71,4 @@ def build_model(
         task = "CAUSAL_LM" if kind is AutoModelForCausalLM else "SEQ_CLS"
         lora = LoraConfig(r=16, target_modules="all-linear", task_type=task, init_lora_weights=False)
         model = get_peft_model(model, lora, autocast_adapter_dtype=False)
-    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-    enable({"use_reentrant": False})
-    return model
+    return enable_checkpointing(model, {"use_reentrant": False})

@@ -19,18 +19,21 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
+import shapes
 import torch
 from harness import random_lengths, write_csv
 from shapes import SHAPES
 from torch._dynamo.utils import counters
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers import PreTrainedModel
 
 from flashmask_hf import keep_attention
 from flashmask_hf.collators import DataCollatorForPackedLanguageModeling
+from flashmask_hf.long_rows.checkpointing import enable_checkpointing
 
 
 def build_model(
@@ -45,11 +48,7 @@ def build_model(
         fused: whether the model has TRL's head.
         compiled: whether each layer is compiled, for rows of any length.
     """
-    torch.manual_seed(0)
-    with torch.device(device):
-        dtype = torch.bfloat16 if device == "cuda" else torch.float32
-        config = LlamaConfig(**SHAPES[shape])
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="flashmask", dtype=dtype)
+    model = shapes.build_model(shape, device)
     if fused:
         from trl.trainer.utils import add_fused_lm_head
 
@@ -62,10 +61,10 @@ def build_model(
         # A layer is compiled once for each implementation, and once more where only adapters are trained: the first
         # layer's input then needs no gradient. Above the limit it would run uncompiled, with a warning.
         torch._dynamo.config.recompile_limit = 64
-        torch._dynamo.config.specialize_float = True  # as the recipes' `compile_layers` does
-        for module in model.modules():
-            if isinstance(module, GradientCheckpointingLayer):
-                module.compile(dynamic=True)
+        sys.path.insert(0, str(Path(__file__).parents[1]))
+        from common import compile_layers  # imports TRL, which the other settings do without
+
+        compile_layers(model)
     return model.train()
 
 
@@ -95,7 +94,7 @@ def step(
     options: dict[str, Any] = {"use_reentrant": False}
     if name.endswith("_kept"):
         options["context_fn"] = keep_attention
-    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)(options)
+    enable_checkpointing(model, options)
     batch = row if name.startswith("flashmask") else {k: v for k, v in row.items() if k != "startend_row_indices"}
     loss = model(**batch, **({"fused_lm_head": True} if fused else {"use_cache": False})).loss
     loss.backward()

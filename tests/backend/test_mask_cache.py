@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from flashmask_hf import masks
 from flashmask_hf.backend import layer_mask, mask_cache
 from flashmask_hf.backend.forward import attention_forward
+from flashmask_hf.long_rows.checkpointing import enable_checkpointing
 from flashmask_hf.operators import plan as plan_operator
 
 
@@ -60,9 +61,7 @@ def test_one_plan_per_mask_and_step(plans, model_name, per_step, checkpointing, 
         deep.layer_types = deep.layer_types[:2] * 2
     model = AutoModelForCausalLM.from_config(deep, attn_implementation="flashmask").train()
     if checkpointing != "none":
-        # transformers 5.23 renamed the method
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": checkpointing == "reentrant"})
+        enable_checkpointing(model, {"use_reentrant": checkpointing == "reentrant"})
     for step in range(1, 4):
         extra = {
             "vectors": lambda: dict(startend_row_indices=masks.causal_document([5, 7]).indices),

@@ -21,6 +21,7 @@ from flashmask_hf.backend import sparse as sparse_backend
 from flashmask_hf.backend.hash_directions import lsh_directions
 from flashmask_hf.backend.mask_hook import mask_hook
 from flashmask_hf.backend.sparse import hash_attention_forward, qk_attention_forward
+from flashmask_hf.long_rows.checkpointing import enable_checkpointing
 
 pytestmark = pytest.mark.usefixtures("no_compiled_code")
 
@@ -425,8 +426,7 @@ def gradients(model: Any, run: Any = None) -> tuple[Tensor, dict[str, Tensor]]:
 def test_gradient_checkpointing_repeats_the_pattern(name, reentrant):
     model = model_with(name).train()
     loss, want = gradients(model)
-    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-    enable({"use_reentrant": reentrant})
+    enable_checkpointing(model, {"use_reentrant": reentrant})
     again, got = gradients(model)
     assert torch.equal(again, loss)
     for parameter, gradient in want.items():

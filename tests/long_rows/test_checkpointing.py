@@ -16,6 +16,7 @@ from trl import SFTConfig
 
 import flashmask_hf
 from flashmask_hf.call import Call
+from flashmask_hf.long_rows.checkpointing import enable_checkpointing
 from flashmask_hf.trainers import PackedSFTTrainer
 
 pytestmark = [
@@ -40,13 +41,6 @@ def model_of(attention="flashmask", device="cpu", **changes):
     torch.manual_seed(0)
     config = llama_config(num_hidden_layers=LAYERS, **changes)
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention).train().to(device)
-
-
-def checkpointed(model, options):
-    # transformers 5.23 renamed the method
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable(options)
-    return model
 
 
 def gradients(model, call=None, device="cpu"):
@@ -80,7 +74,7 @@ def test_attention_runs_once_and_gradients_are_the_same(device, attention, adapt
     results, counts = [], []
     for options in (None, {"use_reentrant": False}, KEEPING):
         if options:
-            checkpointed(model, options)
+            enable_checkpointing(model, options)
         forwards.clear()
         results.append(gradients(model, device=device))
         counts.append(len(forwards))
@@ -95,7 +89,7 @@ def test_attention_runs_once_and_gradients_are_the_same(device, attention, adapt
 def test_a_compiled_model(forwards):
     model = model_of()
     want = gradients(model)
-    compiled = torch.compile(checkpointed(model, KEEPING), backend="aot_eager")
+    compiled = torch.compile(enable_checkpointing(model, KEEPING), backend="aot_eager")
     gradients(model, compiled)
     forwards.clear()
     got = gradients(model, compiled)

@@ -21,6 +21,7 @@ from trl import SFTConfig
 
 from flashmask_hf import flashmask_attention, masks
 from flashmask_hf.long_rows import keep_attention, offload_checkpoints, store
+from flashmask_hf.long_rows.checkpointing import enable_checkpointing
 from flashmask_hf.trainers import PackedSFTTrainer
 
 pytestmark = [
@@ -53,14 +54,7 @@ def model_of(way="plain", device="cpu", adapter=False):
     model = AutoModelForCausalLM.from_config(config, attn_implementation="flashmask").train().to(device)
     if adapter:
         model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)).to(device)
-    return model if way is None else checkpointed(model, WAYS[way])
-
-
-def checkpointed(model, options):
-    # transformers 5.23 renamed the method
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable(options)
-    return model
+    return model if way is None else enable_checkpointing(model, WAYS[way])
 
 
 def loss_of(model, seed=0):
@@ -410,7 +404,7 @@ def test_wrong_arguments():
         offload.host_bytes = -1
     with pytest.raises(RuntimeError, match=r"gradient_checkpointing_enable\(\) or set gradient_checkpointing=True"):
         loss_of(model)
-    loss_of(checkpointed(model, WAYS["plain"])).backward()  # enabled later
+    loss_of(enable_checkpointing(model, WAYS["plain"])).backward()  # enabled later
     assert offload.seen_bytes == LAYERS * INPUT
 
 
@@ -484,6 +478,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM
 
 from flashmask_hf.long_rows import keep_attention, offload_checkpoints, store
+from flashmask_hf.long_rows.checkpointing import enable_checkpointing
 
 store.BLOCK_BYTES = 1024
 rank = int(sys.argv[1])
@@ -501,8 +496,7 @@ def compare():
             for offloaded in (False, True):
                 torch.manual_seed(0)
                 inner = AutoModelForCausalLM.from_config(config, attn_implementation="flashmask").train()
-                enable = getattr(inner, "activation_checkpointing_enable", None) or inner.gradient_checkpointing_enable
-                enable({"use_reentrant": False} | way)
+                enable_checkpointing(inner, {"use_reentrant": False} | way)
                 model = inner
                 if offloaded:
                     offload = offload_checkpoints(inner, 15 * 1024, min_bytes=1)
@@ -583,7 +577,7 @@ def long_model(layers, hidden, intermediate):
         max_position_embeddings=2**15,
     )
     model = AutoModelForCausalLM.from_config(config, attn_implementation="flashmask", dtype=torch.bfloat16)
-    return checkpointed(model.train().to("cuda"), WAYS["plain"])
+    return enable_checkpointing(model.train().to("cuda"), WAYS["plain"])
 
 
 def long_step(model, tokens):

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from flashmask_hf.long_rows import keep_attention, tile_tokens
+from flashmask_hf.long_rows.checkpointing import enable_checkpointing
 
 pytestmark = [
     *TRAINER_WARNINGS,
@@ -55,13 +56,6 @@ def model_of(family="llama", attention="sdpa", **changes):
 def tiled(model, tokens=TOKENS):
     model = copy.deepcopy(model)
     tile_tokens(model, tokens)
-    return model
-
-
-def checkpointed(model, options):
-    # transformers 5.23 renamed the method
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable(options)
     return model
 
 
@@ -146,7 +140,7 @@ def test_results_equal_those_of_the_plain_model(family, changes, parts):
     assert sorted(names) == sorted([final, *(f"{root}.{i}.{part}" for i in range(LAYERS) for part in parts)])
     want = gradients(plain)
     assert_same(gradients(model), want)
-    assert_same(gradients(checkpointed(model, ONCE)), want)
+    assert_same(gradients(enable_checkpointing(model, ONCE)), want)
     assert model.state_dict().keys() == plain.state_dict().keys()
 
 
@@ -166,7 +160,7 @@ def test_checkpointing_and_adapters(options, adapter):
     if adapter != "after":
         tile_tokens(model, TOKENS)
     if options:
-        checkpointed(model, options)
+        enable_checkpointing(model, options)
     assert_same(gradients(model), gradients(plain))
 
 
@@ -223,7 +217,7 @@ def test_dropout_under_checkpointing(options):
     results = []
     for kept in (None, options):
         if kept:
-            checkpointed(model, kept)
+            enable_checkpointing(model, kept)
         torch.manual_seed(5)
         results.append(gradients(model))
     assert_same(*results)
@@ -305,7 +299,7 @@ def test_a_tile_runs_once_in_the_forward_and_once_in_the_backward(options, adapt
     tile_tokens(model, TOKENS)
     want = gradients(model)
     if options:
-        checkpointed(model, options)
+        enable_checkpointing(model, options)
     calls, kept = count_calls(model), Kept()
     ids = tokens_of()
     model.zero_grad()
@@ -422,7 +416,7 @@ def test_dropout_on_a_gpu():
     results = []
     for options in (None, ONCE):
         if options:
-            checkpointed(model, options)
+            enable_checkpointing(model, options)
         torch.manual_seed(5)
         results.append(gradients(model, ids=tokens_of().cuda()))
     for name, grad in results[0][1].items():
@@ -474,7 +468,7 @@ def test_shared_modules_and_shared_weights():
     model = tiled(plain)
     want = gradients(plain)
     assert_same(gradients(model), want)
-    assert_same(gradients(checkpointed(model, ONCE)), want)
+    assert_same(gradients(enable_checkpointing(model, ONCE)), want)
 
 
 def test_a_second_call_changes_the_size_of_the_tiles():
@@ -731,7 +725,7 @@ def test_a_compiled_model(options, backend):
     plain = model_of(num_hidden_layers=1)
     model = tiled(plain)
     if options:
-        checkpointed(model, options)
+        enable_checkpointing(model, options)
     counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(model, backend=counter)
     frames = []

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 import flashmask_hf
 from flashmask_hf.call import Call
 from flashmask_hf.collators import DataCollatorForPackedLanguageModeling
+from flashmask_hf.long_rows.checkpointing import enable_checkpointing
 
 import common  # isort: skip
 import data  # isort: skip
@@ -81,7 +82,7 @@ def test_one_compilation_serves_all_equal_layers_and_rows(monkeypatch, family, k
         model.enable_input_require_grads()  # as TRL does with an adapter
         model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
         options = {"use_reentrant": False, "context_fn": flashmask_hf.keep_attention}
-        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)(options)
+        enable_checkpointing(model, options)
     want = [gradients(model, lengths) for lengths in ROWS]
     names = list(model.state_dict())
     counters.clear()

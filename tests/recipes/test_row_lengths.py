@@ -75,11 +75,12 @@ def test_adapters_are_trained_where_all_weights_do_not_fit(task):
 
 
 def test_implementations_that_disagree_are_not_timed(monkeypatch):
-    wrong = functools.partial(
+    causal = functools.partial(
         packed_attention._converted,
         lambda mask: torch.ones(mask.kv_len, mask.kv_len, dtype=torch.bool).tril()[None, None],
         sdpa_attention_forward,
     )
+    wrong = functools.partial(packed_attention._with_mask, causal)
     monkeypatch.setitem(packed_attention._FUNCTIONS, "sdpa", wrong)
     study = row_lengths.FineTuning("tiny", "cpu", adapters=False)
     with pytest.raises(SystemExit, match="the implementations disagree"):

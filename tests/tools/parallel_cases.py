@@ -20,6 +20,7 @@ import flashmask_hf
 from flashmask_hf import FlashMask, masks
 from flashmask_hf.backend.tensor_parallel import vectors_of_local_heads
 from flashmask_hf.collators import DataCollatorForPackedLanguageModeling, DataCollatorForTrees, tree_loss
+from flashmask_hf.long_rows.checkpointing import enable_checkpointing
 from flashmask_hf.parallel import contiguous_rows, sequence_parallel, split_rows
 
 SIZES: dict[str, Any] = {
@@ -196,8 +197,7 @@ def compare(
 
 def checkpointed(options: dict[str, Any]) -> Callable[[Any], Any]:
     def prepare(model: Any) -> Any:
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable(options)
+        enable_checkpointing(model, options)
         return model
 
     return prepare

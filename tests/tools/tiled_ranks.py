@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from flashmask_hf.long_rows import tile_tokens
+from flashmask_hf.long_rows.checkpointing import enable_checkpointing
 
 WORLD = 2
 STEPS = 2  # micro-batches of gradient accumulation
@@ -64,9 +65,7 @@ def main() -> None:
     for checkpointed in (False, True):
         model = copy.deepcopy(tiled)
         if checkpointed:
-            # transformers 5.23 renamed the method
-            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-            enable({"use_reentrant": False})
+            enable_checkpointing(model, {"use_reentrant": False})
         ddp = copy.deepcopy(model)
         accumulate(DistributedDataParallel(ddp), rank)
         check("DDP", ddp, want)

@@ -9,6 +9,7 @@ from tools.tiny import TRAINER_WARNINGS
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from flashmask_hf import masks
+from flashmask_hf.long_rows.checkpointing import enable_checkpointing
 
 STEPS = 50
 LENGTHS = [[70, 33, 25], [9, 119], [40, 40, 40, 8], [128]]
@@ -66,9 +67,7 @@ def train(attention, method, checkpointing):
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     assert model.config._attn_implementation == attention
     if checkpointing != "none":
-        # transformers 5.23 renamed the method
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": checkpointing == "reentrant"})
+        enable_checkpointing(model, {"use_reentrant": checkpointing == "reentrant"})
     if method == "lora":
         if checkpointing == "reentrant":
             model.enable_input_require_grads()
