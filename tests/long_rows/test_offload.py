@@ -607,10 +607,11 @@ def test_memory_of_the_gpu_and_of_the_host(monkeypatch):
     before = host()
     offload = offload_checkpoints(model)
     offloaded = [peak(), peak()]
-    assert offload.pool_bytes == host() - before == layers * size
+    assert offload.pool_bytes == layers * size
+    assert 0 <= host() - before - offload.pool_bytes < 1024  # torch pins a few bytes of its own
     assert plain - max(offloaded) >= (layers - 3) * size
     offload.host_bytes = 0
-    assert host() == before
+    assert 0 <= host() - before < 1024
     offload.close()
 
 
