@@ -33,6 +33,7 @@ TEXTS: dict[str, Callable[[], str]] = {
     "training": tables.training,
     "kept": tables.kept,
     "long-rows": tables.long_rows,
+    "parallel": tables.parallel,
     "compiled": tables.compiled,
     "convergence": tables.convergence,
     "packing": tables.packing,

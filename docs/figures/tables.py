@@ -21,10 +21,14 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], conditions: str) -
 def measured(rows: Sequence[Row], command: str, *more: str) -> str:
     """Return one line of conditions: hardware, versions, what else holds, and the command that measures it."""
     first = rows[0]
+    gpus, launch = int(first.get("gpus", 1)), "python"
     machine = CPU if first["gpu"] == "cpu" else f"One {first['gpu'].replace(' HBM3', '')}, bfloat16"
+    if gpus > 1:
+        machine = f"{machine.replace('One', str(gpus))}, NCCL on one host"
+        launch = f"torchrun --nproc-per-node {gpus}"
     versions = f"torch {first['torch'].split('+')[0]}, Triton {first['triton']}"
     text = [machine, *more, versions, f"transformers {first['transformers']}"]
-    return f"*{', '.join(text)}:* `python recipes/{command}`"
+    return f"*{', '.join(text)}:* `{launch} recipes/{command}`"
 
 
 def training() -> str:
@@ -83,6 +87,46 @@ def long_rows() -> str:
         ("shape of Llama", "tokens a row", "documents", "tokens/s", "peak of the GPU", "on the host", "attention"),
         lines,
         measured(rows, "benchmarks/long_rows.py --shape SHAPE --tokens TOKENS", HALF_HOST, LONG),
+    )
+
+
+def parallel() -> str:
+    """Return the table of rows split over two GPUs: tokens per second by exchange, its share of a step, and memory."""
+    rows = read("parallel_h200")
+    cases = dict.fromkeys((row["shape"], row["tokens"], row["documents"]) for row in rows)
+    lines = []
+    for shape, tokens, documents in cases:
+        case = select(rows, shape=shape, tokens=tokens, documents=documents)
+        shares = [maybe(case, "exchange_share", "{:.1%}", provider=name) for name in ("heads", "keys")]
+        lines.append(
+            (
+                shape.rpartition("-")[2].upper(),
+                f"{int(tokens):,}",
+                documents,
+                *(maybe(case, "tokens_per_second", "{:,.0f}", provider=name) for name in ("heads", "keys")),
+                *(maybe(case, "tokens_per_second", "{:,.0f}", provider=name) for name in ("whole", "sdpa_cp")),
+                " and ".join(share for share in shares if share),
+                maybe(case, "peak_gib", "{:.0f} GiB", provider="heads"),
+            )
+        )
+    return table(
+        (
+            "shape of Llama",
+            "tokens a row",
+            "documents",
+            "heads, tokens/s",
+            "keys, tokens/s",
+            "a row on each GPU, tokens/s",
+            "torch's context parallelism with SDPA, tokens/s",
+            "share of the exchange in a step, heads and keys",
+            "peak of a GPU",
+        ),
+        lines,
+        measured(
+            rows,
+            "benchmarks/parallel.py --shape SHAPE --tokens TOKENS --documents DOCUMENTS",
+            "forward and backward of all weights, FSDP2, gradient checkpointing",
+        ),
     )
 
 
