@@ -149,7 +149,7 @@ def test_a_visit_that_compiles_for_long_goes_on_at_the_next(monkeypatch, tmp_pat
     clock[0] = 0
     run(monkeypatch, tmp_path, *flags, "--last", "2048", "--seconds", "148")
     rows = read(tmp_path / "fake.csv")
-    # A visit of 74 s has 5 s left after 1,024 tokens, too few for steps of up to 8 s, but the other task's need no more.
+    # A visit of 74 s has 5 s left after 1,024 tokens, too few for steps of up to 8 s; the other task compiles less.
     assert [(row["task"], row["length"], row["steps"]) for row in rows[::2]] == [
         *(("sft", length, "1") for length in ("512", "1024")),
         *(("dpo", length, "1") for length in ("512", "1024", "2048")),
