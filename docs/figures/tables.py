@@ -55,7 +55,6 @@ def _row_of(row: Row) -> tuple[str, ...]:
 
 
 LONG = "adapters of rank 16 on all linear layers without dropout, or all weights in float32, random weights"
-HALF_HOST = "half of a host with 256 GiB"
 
 
 def shape_of(row: Row) -> str:
@@ -138,9 +137,14 @@ def kept() -> str:
     return table(("", "tokens/s", "peak memory"), lines, measured(rows, command, shape))
 
 
-def long_rows() -> str:
-    """Return the table of what fits: model, what is trained, tokens of a row, speed and memory."""
-    rows = [row for row in read("long_rows_h200") if row["tokens"] != "131072"]
+def long_rows(name: str, host: str) -> str:
+    """Return the table of what fits by a file of results; nothing if there is none.
+
+    It has the model, what is trained, tokens of a row, speed and memory.
+    """
+    rows = [row for row in read_all(name) if row["tokens"] != "131072" and row["peak_gib"]]
+    if not rows:
+        return ""
     lines = [
         (
             shape_of(row),
@@ -154,7 +158,7 @@ def long_rows() -> str:
     return table(
         ("shape of Llama", "tokens a row", "documents", "tokens/s", "peak of the GPU", "on the host", "attention"),
         lines,
-        measured(rows, "benchmarks/long_rows.py --shape SHAPE --tokens TOKENS", HALF_HOST, LONG),
+        measured(rows, "benchmarks/long_rows.py --shape SHAPE --tokens TOKENS", host, LONG),
     )
 
 
