@@ -202,7 +202,8 @@ def described(tokens: int, arguments: argparse.Namespace) -> dict[str, object]:
         "trained": "all" if arguments.full else "adapters",
         "tokens": tokens,
         "documents": f"{arguments.documents} {'equal' if arguments.equal else 'random'}",
-    } | dict.fromkeys(columns, "")
+        **dict.fromkeys(columns, ""),
+    }
 
 
 def main() -> None:
