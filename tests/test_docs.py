@@ -1,5 +1,6 @@
 """The documentation: links lead somewhere, the navigation has every page, and figures are those of the benchmarks."""
 
+import csv
 import os
 import re
 import subprocess
@@ -101,3 +102,83 @@ def test_figures_are_those_of_the_benchmarks():
     command = [sys.executable, str(DOCS / "figures"), "--check"]
     ran = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert ran.returncode == 0, ran.stderr
+
+
+CONDITIONS = {"gpu": "NVIDIA H100", "torch": "2.11.0", "triton": "3.6.0", "transformers": "5.17.0"}
+SHAPE = {"shape": "llama-3.2-1b", "trained": "all"}
+
+
+@pytest.fixture
+def figures(tmp_path, monkeypatch):
+    """The module of tables, with results in an empty folder, and a function that writes results there."""
+    monkeypatch.syspath_prepend(str(DOCS / "figures"))
+    import results
+    import tables
+
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    results.read.cache_clear()
+
+    def write(name, rows):
+        with open(tmp_path / f"{name}.csv", "w", newline="") as file:
+            writer = csv.DictWriter(file, [*SHAPE, *rows[0], *CONDITIONS])
+            writer.writeheader()
+            writer.writerows([{**SHAPE, **row, **CONDITIONS} for row in rows])
+
+    yield tables, write
+    results.read.cache_clear()
+
+
+def body(table):
+    """Return the cells of a table in Markdown, without the lines of its head."""
+    lines = [line for line in table.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines][2:]
+
+
+def test_a_study_appears_once_it_is_measured(figures, tmp_path):
+    tables, write = figures
+    assert (tables.row_lengths(), tables.profile("kept")) == ("", "")
+    run = {"task": "sft", "tokens_per_second": "2000", "peak_gib": "5", "steps": "2"}
+    full = {**run, "tokens_per_second": "out of memory", "peak_gib": "", "steps": "0"}
+    write(
+        "row_lengths_1b_h100",
+        [
+            {**run, "length": "4096", "implementation": "flashmask"},
+            {**run, "length": "4096", "implementation": "sdpa", "tokens_per_second": "1000"},
+            {**run, "length": "8192", "implementation": "flashmask", "tokens_per_second": "1800", "peak_gib": "6"},
+            {**full, "length": "8192", "implementation": "sdpa"},
+        ],
+    )
+    text = tables.row_lengths()
+    assert body(text) == [
+        ["1B sft", "flashmask", "4,096", "2,000", "5.0 GiB", "8,192", "1,800", "6.0 GiB", ""],
+        ["1B sft", "SDPA", "4,096", "1,000", "5.0 GiB", "4,096", "1,000", "5.0 GiB", "out of memory"],
+    ]
+    drawn = re.findall(r"!\[[^]]+\]\(assets/(\w+)\.svg\)", text)
+    assert drawn == ["row_speed_1b", "row_memory_1b"]
+    from charts import ROW_LENGTHS
+
+    for name, chart in ROW_LENGTHS.items():
+        chart(tmp_path / f"{name}.svg")
+        assert (tmp_path / f"{name}.svg").exists() == (name in drawn)
+
+
+def test_the_profile_of_a_step_has_a_column_for_each_length(figures):
+    tables, write = figures
+    step = {"setting": "kept", "launches": "1"}
+    rows = [
+        {**step, "length": "8192", "kind": kind, "milliseconds": "1", "share": share, "step_milliseconds": "200"}
+        for kind, share in (("norms", "0.25"), ("idle", "0.75"))
+    ]
+    rows += [
+        {**step, "length": "32768", "kind": kind, "milliseconds": "1", "share": share, "step_milliseconds": "1000"}
+        for kind, share in (("loss", "0.4"), ("norms", "0.5"), ("idle", "0.1"))
+    ]
+    nothing = {"milliseconds": "", "share": "", "step_milliseconds": ""}
+    write("step_profile_1b_h100", [*rows, {**step, **nothing, "length": "131072", "kind": "out of memory"}])
+    assert body(tables.profile("kept")) == [
+        ["a step", "200 ms", "1,000 ms"],
+        ["norms", "25.0%", "50.0%"],
+        ["loss", "0.0%", "40.0%"],
+        ["idle", "75.0%", "10.0%"],
+    ]
+    assert tables.profile("plain") == ""

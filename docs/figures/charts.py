@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullLocator
-from results import mask_of, name_of, read, select
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+from results import mask_of, name_of, read, read_all, select
 from values import gains, linear, sweep_line
 
 OURS, ALSO_OURS, INK = "#3f6b8f", "#a9c3d6", "#4a4a4a"
@@ -199,6 +200,64 @@ def convergence_chart(path: Path) -> None:
     save(figure, path)
 
 
+LINES = {
+    "flashmask": (OURS, "-"),
+    "sdpa": ("#8f8b83", "-"),
+    "flex_attention": (OTHER_PEER, "-"),
+    "flash_attention_2": ("#8f8b83", "--"),
+    "flash_attention_3": (OTHER_PEER, "--"),
+}
+
+
+def row_lengths_chart(path: Path, shape: str, column: str, title: str) -> None:
+    """Draw tokens per second or peak memory against the length of the row: a panel per task, a line per attention.
+
+    Nothing is drawn of a shape that was not measured.
+    """
+    rows = select(read_all("row_lengths_*"), shape=shape)
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    if not tasks:
+        return
+    figure = Figure(figsize=(6, 2.4 * ((len(tasks) + 1) // 2) + 0.6), layout="constrained")
+    panels = figure.subplots((len(tasks) + 1) // 2, 2, squeeze=False).flatten()
+    labelled = set()
+    for axes, task in zip(panels, tasks, strict=False):
+        for name in dict.fromkeys(row["implementation"] for row in rows):
+            shown = select(rows, task=task, implementation=name)
+            points = [(int(row["length"]), float(row[column])) for row in shown if row["peak_gib"]]
+            if not points:
+                continue
+            (color, line), label = LINES[name], name_of(name) if name not in labelled else None
+            labelled.add(name)
+            axes.plot(*zip(*points, strict=True), line, marker="o", color=color, markersize=3, label=label)
+            if shown[-1]["tokens_per_second"] == "out of memory":
+                axes.plot(*points[-1], "x", color=color, markersize=9, markeredgewidth=2)
+        axes.set_title({"sft": "SFT", "lora": "LoRA", "dpo": "DPO", "reward": "reward model"}[task], fontsize=11)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        ticks = sorted({int(row["length"]) for row in rows})
+        axes.set_xticks(ticks[::2], [f"{length // 1024}K" for length in ticks[::2]], fontsize=9)
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.tick_params(axis="y", labelsize=9)
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+        axes.yaxis.set_minor_locator(NullLocator())
+    for axes in panels[len(tasks) :]:
+        axes.set_visible(False)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=12)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=10)
+    save(figure, path)
+
+
+ROW_LENGTHS = {
+    f"{kind}_{size}": partial(row_lengths_chart, shape=shape, column=column, title=f"{title}, {shape}'s shape")
+    for size, shape in (("1b", "llama-3.2-1b"), ("8b", "llama-3.1-8b"))
+    for kind, column, title in (
+        ("row_speed", "tokens_per_second", "Tokens per second by tokens in the row"),
+        ("row_memory", "peak_gib", "Peak GiB by tokens in the row"),
+    )
+}
+
 CHARTS: dict[str, Callable[[Path], None]] = {
     "tasks": tasks_chart,
     "training": training_chart,
@@ -209,6 +268,7 @@ CHARTS: dict[str, Callable[[Path], None]] = {
     "sparse": sparse_chart,
     "sparsity": sparsity_chart,
     "convergence": convergence_chart,
+    **ROW_LENGTHS,
 }
 """Function of each chart in docs/assets, by its name without the suffix."""
 

@@ -25,6 +25,8 @@ NAMES = {
     "fa4": "FlashAttention-4",
     "cudnn": "cuDNN (SDPA)",
     "sdpa": "SDPA",
+    "flash_attention_2": "FlashAttention-2, varlen",
+    "flash_attention_3": "FlashAttention-3, varlen",
     "sdpa_single": "SDPA, one by one",
     "hash_16": "16 hash buckets",
     "drop_30": "30% of queries and keys dropped",
@@ -38,6 +40,11 @@ def read(name: str) -> tuple[Row, ...]:
     """Return the rows of a file in recipes/benchmarks/results, named without its suffix."""
     with open(RESULTS / f"{name}.csv", newline="") as file:
         return tuple(csv.DictReader(file))
+
+
+def read_all(pattern: str) -> tuple[Row, ...]:
+    """Return the rows of all files whose names without the suffix match a pattern, which may be none."""
+    return tuple(row for path in sorted(RESULTS.glob(f"{pattern}.csv")) for row in read(path.stem))
 
 
 def select(rows: Iterable[Row], **values: str) -> list[Row]:

@@ -6,7 +6,8 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 
-from results import Row, mask_of, maybe, name_of, number, ratios, read, select
+from charts import ROW_LENGTHS
+from results import Row, mask_of, maybe, name_of, number, ratios, read, read_all, select
 from values import best_stock
 
 CPU = "Two cores"
@@ -58,7 +59,77 @@ def _row_of(row: Row) -> tuple[str, ...]:
 
 
 LONG = "adapters of rank 16 on all linear layers without dropout, or all weights in float32, random weights"
-HALF_HOST = "half of a host with 256 GiB"
+
+
+def shape_of(row: Row) -> str:
+    """Return a shape's size and what is trained."""
+    return f"{row['shape'].rpartition('-')[2].upper()}, {'LoRA' if row['trained'] == 'adapters' else 'all weights'}"
+
+
+def profile(setting: str) -> str:
+    """Return the table of a step's time by kind of work, by shape and length; nothing if none was measured."""
+    rows = [row for row in read_all("step_profile_*") if row["setting"] == setting and row["share"]]
+    if not rows:
+        return ""
+    columns = sorted({(shape_of(row), int(row["length"])) for row in rows})
+    cells = {(shape_of(row), int(row["length"]), row["kind"]): row for row in rows}
+    totals = {column: float(cells[(*column, "idle")]["step_milliseconds"]) for column in columns}
+    kinds = list(dict.fromkeys(row["kind"] for row in rows if row["kind"] != "idle"))
+
+    def share(kind: str, column: tuple[str, int]) -> float:
+        row = cells.get((*column, kind))
+        return float(row["share"]) if row else 0.0
+
+    kinds.sort(key=lambda kind: -sum(share(kind, column) for column in columns))
+    lines = [
+        ("a step", *(f"{totals[column]:,.0f} ms" for column in columns)),
+        *((kind, *(f"{share(kind, column):.1%}" for column in columns)) for kind in [*kinds, "idle"]),
+    ]
+    head = ("", *(f"{shape}, {length:,}" for shape, length in columns))
+    work = "kernels, copies and fills of the GPU, which is idle for the rest, rows of 1 to 10 documents, random weights"
+    command = f"benchmarks/step_profile.py --shape SHAPE --settings {setting}"
+    return table(head, lines, measured(rows, command, work))
+
+
+def row_lengths() -> str:
+    """Return charts and table of training against the length of the row, of the shapes that were measured."""
+    rows = read_all("row_lengths_*")
+    if not rows:
+        return ""
+    pictures = [
+        f"![{chart.keywords['title']}: SFT, LoRA, DPO, reward model](assets/{name}.svg)"
+        for name, chart in ROW_LENGTHS.items()
+        if select(rows, shape=chart.keywords["shape"])
+    ]
+    lines = []
+    for shape, task in dict.fromkeys((row["shape"], row["task"]) for row in rows):
+        ours = [row for row in rows if (row["shape"], row["task"]) == (shape, task)]
+        ran = [row for row in ours if row["peak_gib"]]
+        names = {row["implementation"] for row in ran}
+        lengths = {int(row["length"]) for row in ran}
+        every = [x for x in lengths if len(select(ran, length=str(x))) == len(names)]
+        for name in dict.fromkeys(row["implementation"] for row in ran):
+            own = select(ran, implementation=name)
+            at = select(own, length=str(max(every, default=0)))
+            end = [row for row in select(ours, implementation=name) if not row["peak_gib"]]
+            lines.append(
+                (
+                    f"{shape.rpartition('-')[2].upper()} {task}",
+                    name_of(name),
+                    *(_speed_and_memory(at[0]) if at else ("", "", "")),
+                    *_speed_and_memory(own[-1]),
+                    end[0]["tokens_per_second"] if end else "",
+                )
+            )
+    head = ("task", "attention", "tokens a row", "tokens/s", "peak", "longest row", "tokens/s", "peak", "then")
+    shape = "the longest row that all ran, and the longest of each, lengths double from 4,096, random weights"
+    text = table(head, lines, measured(rows, "benchmarks/row_lengths.py --shapes SHAPE", shape))
+    return "\n\n" + "\n\n".join(pictures) + text
+
+
+def _speed_and_memory(row: Row) -> tuple[str, str, str]:
+    """Return length, speed and peak memory of a row of `row_lengths.py`."""
+    return f"{int(row['length']):,}", f"{int(row['tokens_per_second']):,}", f"{float(row['peak_gib']):.1f} GiB"
 
 
 def kept() -> str:
@@ -70,12 +141,17 @@ def kept() -> str:
     return table(("", "tokens/s", "peak memory"), lines, measured(rows, command, shape))
 
 
-def long_rows() -> str:
-    """Return the table of what fits: model, what is trained, tokens of a row, speed and memory."""
-    rows = [row for row in read("long_rows_h200") if row["tokens"] != "131072"]
+def long_rows(name: str, host: str) -> str:
+    """Return the table of what fits by a file of results; nothing if there is none.
+
+    It has the model, what is trained, tokens of a row, speed and memory.
+    """
+    rows = [row for row in read_all(name) if row["tokens"] != "131072" and row["peak_gib"]]
+    if not rows:
+        return ""
     lines = [
         (
-            f"{row['shape'].rpartition('-')[2].upper()}, {'LoRA' if row['trained'] == 'adapters' else 'all weights'}",
+            shape_of(row),
             f"{int(row['tokens']):,}",
             row["documents"],
             *_row_of(row),
@@ -86,7 +162,7 @@ def long_rows() -> str:
     return table(
         ("shape of Llama", "tokens a row", "documents", "tokens/s", "peak of the GPU", "on the host", "attention"),
         lines,
-        measured(rows, "benchmarks/long_rows.py --shape SHAPE --tokens TOKENS", HALF_HOST, LONG),
+        measured(rows, "benchmarks/long_rows.py --shape SHAPE --tokens TOKENS", host, LONG),
     )
 
 

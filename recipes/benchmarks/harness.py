@@ -170,10 +170,12 @@ def write_csv(path: str | Path | None, rows: Sequence[Mapping[str, object]], *, 
         found = conditions()
         everything = [{**row, **found} for row in rows]
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "w", newline="") as file:
+        unfinished = Path(f"{path}.part")  # so that a run killed while it writes keeps the rows before
+        with open(unfinished, "w", newline="") as file:
             writer = csv.DictWriter(file, fieldnames=list(everything[0]))
             writer.writeheader()
             writer.writerows(everything)
+        unfinished.replace(path)
 
 
 def append_rows(

@@ -1,14 +1,18 @@
 """Train on rows of hundreds of thousands of tokens on one GPU: speed, memory, and the longest row that fits.
 
     python recipes/benchmarks/long_rows.py --shape llama-3.1-8b --tokens 262144 544768 --csv long_rows.csv
-    python recipes/benchmarks/long_rows.py --shape llama-3.2-1b --tokens longest
+    python recipes/benchmarks/long_rows.py --shape llama-3.2-1b --tokens longest --documents 100 --seconds 300
     python recipes/benchmarks/long_rows.py --shape llama-3.2-1b --tokens 262144 --full
 
 Each run is `PackedSFTTrainer` with `LongRows`, as `recipes/sft.py --long_context` makes it, on a model of random
 weights: adapters of rank 16 on all linear layers without dropout, over weights in bfloat16; or, with `--full`, all
 weights in float32; both under autocast. A step is one row of random tokens in `--documents` documents of random lengths
-(paper, appendix A.2.1), or of equal ones with `--equal`. "longest" trains one step of the longest row that the
-measurement before it says to fit.
+(paper, appendix A.2.1), or of equal ones with `--equal`.
+
+"longest" measures what a short row needs, trains one step of the longest row that fits by that, and, where it does not
+after all, of one that is a twentieth shorter, three times at most. Its tokens per second are those of a first step, in
+which the host's memory is pinned. With `--seconds`, no step starts that would probably end later; more documents make
+it shorter. Each row of the CSV is there as soon as it is measured, and one that did not fit says "out of memory".
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -16,7 +20,9 @@ measurement before it says to fit.
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
+import math
 import statistics
 import tempfile
 import time
@@ -24,7 +30,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from harness import append_rows, random_lengths
+from harness import append_rows, attempt, random_lengths
 from peft import LoraConfig
 from shapes import SHAPES
 from tokenizers import Tokenizer, models
@@ -32,6 +38,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 from trl import SFTConfig
 
 from flashmask_hf.trainers import LongRows, PackedSFTTrainer
+
+TRIALS = 3
+OPERATIONS_A_SECOND = 4e14
+"""What the rows of docs/long_rows.md do at least, by the count of `seconds_of_step`."""
 
 
 class Steps(TrainerCallback):
@@ -101,19 +111,63 @@ def lengths_of(tokens: int, documents: int, generator: torch.Generator | None) -
 
 
 def longest_row(arguments: argparse.Namespace) -> int:
-    """Return the tokens of the longest row that fits, down to a multiple of 1,024."""
+    """Return the tokens of the longest row that fits by measuring short ones, down to a multiple of 1,024."""
     trainer = make_trainer(2**16, arguments)
     settings: Any = trainer.args
-    settings.max_length = 2**40  # fits nowhere, so that attention's results are not kept
-    rows = LongRows(trainer)
+    settings.max_length = 2**40  # fits nowhere, so that no step follows
+    kept = arguments.keep_attention if arguments.host_gib is None else None  # something is left to measure
+    rows = LongRows(trainer, keep_attention=kept, host_gib=arguments.host_gib)
     trainer.add_callback(rows)
     try:
         trainer.train()
     except ValueError:
         if rows.longest is None:
             raise
+    finally:
+        rows.on_train_end(trainer.args, trainer.state, trainer.control)  # frees the host's memory
     assert rows.longest is not None
     return rows.longest // 1024 * 1024
+
+
+def train_longest(arguments: argparse.Namespace, results: list[dict[str, object]], end: float) -> None:
+    """Train a step of the longest row that fits, and append a row of figures for each trial."""
+    arguments = argparse.Namespace(**{**vars(arguments), "steps": 1})
+    arguments.keep_attention = arguments.keep_attention or 0  # a longer row fits without
+    tokens = longest_row(arguments)
+    for _ in range(TRIALS):
+        free_memory()
+        expected = seconds_of_step(tokens, arguments)
+        if time.monotonic() + expected > end:
+            print(f"A step of {tokens:,} tokens would take about {expected:.0f} s: raise --seconds or --documents")
+            return
+        made = attempt(functools.partial(train_if_it_fits, tokens, arguments))
+        found = described(tokens, arguments) | ({"tokens_per_second": made} if isinstance(made, str) else made[0])
+        append_rows(arguments.csv, results, [found])
+        if not isinstance(made, str):
+            return
+        tokens = tokens * 19 // 20 // 1024 * 1024
+
+
+def train_if_it_fits(tokens: int, arguments: argparse.Namespace) -> dict[str, object]:
+    """Train, and return a row of figures; what `LongRows` refuses is out of memory, too, as the host's can be now."""
+    try:
+        return train(tokens, arguments)
+    except ValueError as error:
+        raise torch.OutOfMemoryError(str(error)) from error
+
+
+def seconds_of_step(tokens: int, arguments: argparse.Namespace) -> float:
+    """Return about the seconds of a step on an H100 or H200, from the operations of weights and attention."""
+    shape = SHAPES[arguments.shape]
+    wide = shape["hidden_size"]
+    layer = wide * (2.5 * wide + 3 * shape["intermediate_size"])  # of grouped queries
+    weights = shape["num_hidden_layers"] * layer + wide * shape["vocab_size"]
+    generator = None if arguments.equal else torch.Generator().manual_seed(0)
+    pairs = sum(n * n / 2 for n in lengths_of(tokens, arguments.documents, generator))
+    # Two operations for each weight and token, and four for each pair, head and dimension; four times, for forward,
+    # recomputation and backward.
+    operations = 4 * (2 * weights * tokens + 4 * shape["num_hidden_layers"] * wide * pairs)
+    return operations / OPERATIONS_A_SECOND
 
 
 def train(tokens: int, arguments: argparse.Namespace) -> dict[str, object]:
@@ -123,14 +177,13 @@ def train(tokens: int, arguments: argparse.Namespace) -> dict[str, object]:
     steps = Steps()
     trainer.add_callback(rows)
     trainer.add_callback(steps)
-    trainer.train()
+    try:
+        trainer.train()
+    finally:
+        rows.on_train_end(trainer.args, trainer.state, trainer.control)  # frees the host's memory after an error, too
     measured = steps.seconds[1:] or steps.seconds
     seconds = statistics.median(measured)
-    return {
-        "shape": arguments.shape,
-        "trained": "all" if arguments.full else "adapters",
-        "tokens": tokens,
-        "documents": f"{arguments.documents} {'equal' if arguments.equal else 'random'}",
+    return described(tokens, arguments) | {
         "steps": len(measured),
         "seconds_per_step": round(seconds, 3),
         "tokens_per_second": round(tokens / seconds),
@@ -138,6 +191,18 @@ def train(tokens: int, arguments: argparse.Namespace) -> dict[str, object]:
         "host_gib": round((rows.host_bytes or 0) / 2**30, 1),
         "attention": "kept" if rows.kept else "computed again",
         "longest": rows.longest or "",
+    }
+
+
+def described(tokens: int, arguments: argparse.Namespace) -> dict[str, object]:
+    """Return all columns of a row of figures, empty but for those that say what was run."""
+    columns = ("steps", "seconds_per_step", "tokens_per_second", "peak_gib", "host_gib", "attention", "longest")
+    return {
+        "shape": arguments.shape,
+        "trained": "all" if arguments.full else "adapters",
+        "tokens": tokens,
+        "documents": f"{arguments.documents} {'equal' if arguments.equal else 'random'}",
+        **dict.fromkeys(columns, ""),
     }
 
 
@@ -154,7 +219,9 @@ def main() -> None:
     parser.add_argument("--full", action="store_true", help="train all weights, not adapters")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--csv", help="file to write the figures to")
+    parser.add_argument("--seconds", type=float, default=math.inf, help='time by which "longest" ends')
     arguments = parser.parse_args()
+    start = time.monotonic()
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("a GPU is needed; --device cpu --shape tiny only shows that the program runs")
     if arguments.device == "cpu":  # on which nothing is measured
@@ -162,11 +229,9 @@ def main() -> None:
     results: list[dict[str, object]] = []
     for wanted in arguments.tokens:
         if wanted == "longest":
-            tokens = longest_row(arguments)
-            free_memory()
+            train_longest(arguments, results, start + arguments.seconds)
         else:
-            tokens = int(wanted)
-        append_rows(arguments.csv, results, [train(tokens, arguments)])
+            append_rows(arguments.csv, results, [train(int(wanted), arguments)])
         free_memory()
 
 

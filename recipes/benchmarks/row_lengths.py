@@ -17,17 +17,22 @@ of 8B trains adapters in all tasks: in full, its weights, gradients and AdamW's 
   question for each answer, one question at a time.
 
 The implementations of a task train one model on the same rows in turns, after their losses have agreed. One that runs
-out of memory gets a row that says so, and no longer length. The program ends within about `--seconds`, in equal parts
-for each shape and task. At each length, every implementation takes one step to warm up and compile, then up to
-`--steps` measured ones, of which those after the second only within a tenth of that part. What would not fit into the
-time is not run, and a row says so. `steps` counts the measured steps; 0 means that the time was up, and that the
-figures are those of the first step, with what was compiled in it.
+out of memory gets a row that says so, and no longer length.
+
+The program ends within about `--seconds`. It visits the shapes and tasks in turns, three lengths at a time, the short
+ones first, so that a run of any time has points of all of them. A visit has an equal part of the time that is left.
+When it is over early, as where much is compiled, the next visit goes on with the same length. At each length, every
+implementation takes one step to warm up and compile, then up to `--steps` measured ones, of which those after the
+second only within a tenth of that part. An implementation whose step may take more than half of it ends, with a row
+that says so; at twice the length, a step takes up to four times as long. `steps` counts the measured steps; 0 means
+that the time was up, and that the figures are those of the first step, with what was compiled in it.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import gc
 import itertools
 import logging
@@ -49,9 +54,11 @@ from trl.trainer.utils import add_fused_lm_head
 
 from flashmask_hf.names import VECTORS
 
-IMPLEMENTATIONS = ("flashmask", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3")
+# The one that compiles longest is last: at each length, it takes no time of the others' first steps.
+IMPLEMENTATIONS = ("flashmask", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 TASKS = ("sft", "lora", "dpo", "reward")
 ADAPTERS_ONLY = ("llama-3.1-8b",)
+LENGTHS_A_VISIT = 3
 POSITIONS = 2**22
 """`max_position_embeddings` of the models, so that rows of any length are taken; rotary embeddings have no table."""
 TOLERANCE = {"cuda": 5e-3, "cpu": 1e-5}
@@ -137,12 +144,17 @@ class Series:
     def __init__(self, name: str):
         self.name = name
         self.ended = ""
-        self.longest_step = 0.0
-        """Seconds of the step at the length before; at twice the length, attention takes up to four times as long."""
+        self.last_step = 0.0
+        """Seconds of the step at the length before."""
         self.first: tuple[float, float] = (0.0, 0.0)
         """Seconds and peak GiB of the first step at this length."""
         self.steps: list[tuple[float, float]] = []
         """Those of the measured steps."""
+
+    @property
+    def expected(self) -> float:
+        """Most seconds of a step at twice the length: attention takes up to four times as long."""
+        return 4 * self.last_step
 
     def run(self, study: Study, row: Any, *, warmup: bool = False) -> None:
         """Run a step and keep its figures, or why there are none."""
@@ -162,7 +174,7 @@ class Series:
         if self.ended:
             return {"tokens_per_second": self.ended, "seconds_per_step": "", "peak_gib": "", "steps": len(self.steps)}
         measured = self.steps or [self.first]
-        seconds = self.longest_step = statistics.median(seconds for seconds, _ in measured)
+        seconds = self.last_step = statistics.median(seconds for seconds, _ in measured)
         peak = max(peak for _, peak in measured)
         return {
             "tokens_per_second": round(length / seconds),
@@ -172,8 +184,49 @@ class Series:
         }
 
 
+@dataclasses.dataclass
+class Curves:
+    """What a task of a shape has still to run: implementations that have not ended, and their next length."""
+
+    shape: str
+    task: str
+    adapters: bool
+    series: list[Series]
+    length: int
+    checked: bool = False
+
+    def visit(self, arguments: argparse.Namespace, rows: list[dict[str, object]], share: float, end: float) -> None:
+        """Run the next lengths within about `share` seconds, and append the figures of each to `rows` and the file."""
+        if share <= 0:  # no model is built for rows that say so
+            for one in self.series:
+                one.ended = "out of time"
+            self._append(arguments, rows, figures_of(self.series, self.length))
+            return
+        until = time.monotonic() + share
+        study = build(self.task, self.shape, arguments.device, self.adapters)
+        if not self.checked:
+            study.check([one.name for one in self.series], arguments.first)
+            self.checked = True
+        for number in range(LENGTHS_A_VISIT):
+            longest = max((x.expected for x in self.series if x.expected <= share / 2), default=0.0)
+            over = number > 0 and until < time.monotonic() + longest < end
+            if not self.series or self.length > arguments.last or over:
+                return
+            found = measure(study, self.length, self.series, arguments.steps, share, until, end)
+            self._append(arguments, rows, found)
+
+    def _append(
+        self, arguments: argparse.Namespace, rows: list[dict[str, object]], found: list[dict[str, object]]
+    ) -> None:
+        """Append the figures of a length, and go on to the next."""
+        setting = {"shape": self.shape, "task": self.task, "trained": "adapters" if self.adapters else "all"}
+        append_rows(arguments.csv, rows, [setting | figures for figures in found])
+        self.series = [one for one in self.series if not one.ended]
+        self.length *= 2
+
+
 def measure(
-    study: Study, length: int, series: Sequence[Series], steps: int, seconds: float, until: float
+    study: Study, length: int, series: Sequence[Series], steps: int, share: float, until: float, end: float
 ) -> list[dict[str, object]]:
     """Run the implementations at one length.
 
@@ -182,8 +235,9 @@ def measure(
         length: tokens of a row.
         series: implementations that have not ended; those that end at this length say so afterwards.
         steps: most measured steps of each.
-        seconds: time after which no third or later step starts.
-        until: `time.monotonic()` after which no step starts, and by which a first one must be expected to end.
+        share: seconds of the visit; no third or later step starts after a tenth, none that may take half of it.
+        until: `time.monotonic()` at the end of the visit, by which a second or later step must end.
+        end: the same of the run, by which every step must end.
 
     Returns:
         A row of figures for each implementation.
@@ -192,7 +246,7 @@ def measure(
     start = time.monotonic()
     for one in series:
         one.steps = []
-        if time.monotonic() + 4 * one.longest_step > until:
+        if one.expected > min(share / 2, end - time.monotonic()):
             one.ended = "out of time"
         else:
             one.run(study, rows[0], warmup=True)
@@ -201,12 +255,17 @@ def measure(
         running = [one for one in series if not one.ended]
         for one in order.sample(running, len(running)):
             now = time.monotonic()
-            if now + one.first[0] <= until and (number < 2 or now - start <= seconds):
+            if now + one.first[0] <= (until if number else end) and (number < 2 or now - start <= share / 10):
                 one.run(study, row)
+    return figures_of(series, length)
+
+
+def figures_of(series: Sequence[Series], length: int) -> list[dict[str, object]]:
+    """Return a row of figures for each implementation at a length."""
     figures = [{"length": length, "implementation": one.name, **one.figures(length)} for one in series]
     base = next((one for one in series if one.name == "sdpa" and not one.ended), None)
     for one, found in zip(series, figures, strict=True):
-        ratio = base.longest_step / one.longest_step if base and not one.ended else None
+        ratio = base.last_step / one.last_step if base and not one.ended else None
         found["against_sdpa"] = round(ratio, 3) if ratio else ""
     return figures
 
@@ -257,24 +316,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     warnings.filterwarnings("ignore", message=".*gradient_checkpointing.* is deprecated", category=FutureWarning)
     names = available(arguments.implementations, arguments.device)
     rows: list[dict[str, object]] = []
-    todo = studies(arguments.shapes, arguments.tasks)
-    for number, (shape, task, adapters) in enumerate(todo):
-        share = (end - time.monotonic()) / (len(todo) - number)
-        until = time.monotonic() + share
-        study = build(task, shape, arguments.device, adapters)
-        study.check(names, arguments.first)
-        series = [Series(name) for name in names]
-        length = arguments.first
-        while length <= arguments.last and series:
-            found = measure(study, length, series, arguments.steps, share / 10, until)
-            setting = {"shape": shape, "task": task, "trained": "adapters" if adapters else "all"}
-            append_rows(arguments.csv, rows, [setting | figures for figures in found])
-            series = [one for one in series if not one.ended]
-            length *= 2
-        del study
-        gc.collect()
-        if arguments.device == "cuda":
-            torch.cuda.empty_cache()
+    todo = [
+        Curves(*study, [Series(name) for name in names], arguments.first)
+        for study in studies(arguments.shapes, arguments.tasks)
+    ]
+    while todo:
+        for number, curves in enumerate(todo):
+            curves.visit(arguments, rows, (end - time.monotonic()) / (len(todo) - number), end)
+            gc.collect()  # the model
+            if arguments.device == "cuda":
+                torch.cuda.empty_cache()
+        todo = [curves for curves in todo if curves.series and curves.length <= arguments.last]
 
 
 if __name__ == "__main__":

@@ -7,11 +7,13 @@ A step is one row of 1 to 10 documents on a model with random weights, as in `tr
 checkpointing, TRL's head and AdamW. Settings: "plain" computes attention twice, "kept" keeps its results
 (`keep_attention`), "compiled" compiles each layer, and "compiled_kept" does both.
 
-A kernel's kind follows from its name where that tells (attention, matrix products, copies, compiled regions), else from
-the module that ran it or whose backward it belongs to. A row of the CSV holds a kind's milliseconds in one step, its
-share of the step and its launches. Shares are of the step without the profiler, which slows the host, so that those of
-all kinds and of "idle" (no kernel runs) sum to 1. What has no kind is "unclassified", and its longest kernels are
-printed. A setting that does not fit in memory has one row, "out of memory".
+Counted is what the GPU runs: kernels, copies and fills, each once. Where several streams run at the same time, each
+gets an equal part of it, so that the kinds sum to the time in which the GPU is busy. A kernel's kind follows from its
+name where that tells (attention, matrix products, copies, compiled regions), else from the module that ran it or whose
+backward it belongs to. A row of the CSV holds a kind's milliseconds in one step, its share of the step and its
+launches. Shares are of the step without the profiler, which slows the host, so that those of all kinds and of "idle"
+(nothing runs) sum to 1. The longest kernels of each kind are printed; what has no kind is "unclassified". A setting
+that does not fit in memory has one row, "out of memory".
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ import gc
 import re
 import statistics
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -79,8 +81,8 @@ class Usage(NamedTuple):
     """Time of one kind of work.
 
     Attributes:
-        milliseconds: sum of the durations.
-        launches: number of kernels.
+        milliseconds: sum of the durations, or of parts of them where several run at a time.
+        launches: number of kernels, copies and fills.
     """
 
     milliseconds: float
@@ -109,15 +111,18 @@ def annotate(model: nn.Module) -> None:
                 break
 
 
-def usage_by_kind(events: Iterable[Any]) -> tuple[dict[str, Usage], dict[str, float]]:
+def usage_by_kind(events: Iterable[Any]) -> tuple[dict[str, Usage], dict[str, dict[str, float]]]:
     """Sum the events of a profile by kind.
+
+    The GPU's events are counted, and operations of the host only tell their kinds: an operation's `kernels` also hold
+    annotations, which last as long as all kernels within (`Optimizer.step#AdamW.step`), and can hold those of another.
 
     Args:
         events: `torch.profiler.profile.events()`: kernels of a GPU or, if there are none, operations of a CPU, which
             count without those that they call.
 
     Returns:
-        The usage of each kind, and the microseconds of the unclassified kernels by name.
+        The usage of each kind, and its microseconds by the name of the kernel.
     """
     events = list(events)
     on_cpu = [event for event in events if _runs_on_cpu(event)]
@@ -128,28 +133,41 @@ def usage_by_kind(events: Iterable[Any]) -> tuple[dict[str, Usage], dict[str, fl
         if scope is not None and event.sequence_nr >= 0:
             forward_scopes[event.thread, event.sequence_nr] = scope
     found: list[tuple[str, float, str | None]] = []  # name, microseconds and scope
-    for event in on_cpu:
-        launched = [(kernel.name, kernel.duration) for kernel in event.kernels]
-        if not kernels and not event.is_user_annotation and not event.name.startswith("autograd::"):
-            launched = [(event.name, event.self_cpu_time_total)]
-        if launched:
-            scope = _scope(event, forward_scopes)
-            found += [(name, duration, scope) for name, duration in launched]
-    # Kernels that no operation launched, such as those that go past the dispatcher, have their name alone.
-    linked = Counter(name for name, _, _ in found)
-    for kernel in kernels:
-        if linked[kernel.name] > 0:
-            linked[kernel.name] -= 1
-        else:
-            found.append((kernel.name, kernel.time_range.elapsed_us(), None))
+    if kernels:
+        scopes: dict[tuple[str, float], list[str | None]] = defaultdict(list)
+        for event in on_cpu:
+            # A call of CUDA has a number of its own, which can be that of an operation, whose kernels it then shows.
+            for kernel in [] if re.match(r"cu(da)?[A-Z]|hip[A-Z]", event.name) else event.kernels:
+                scopes[kernel.name, kernel.duration].append(_scope(event, forward_scopes))
+        for event, microseconds in zip(kernels, _parts(kernels), strict=True):
+            # Kernels that no operation launched, such as those that go past the dispatcher, have their name alone.
+            launched = scopes[event.name, event.time_range.elapsed_us()]
+            found.append((event.name, microseconds, launched.pop(0) if launched else None))
+    else:
+        for event in on_cpu:
+            if not event.is_user_annotation and not event.name.startswith("autograd::"):
+                found.append((event.name, event.self_cpu_time_total, _scope(event, forward_scopes)))
     spent: dict[str, list[float]] = defaultdict(list)
-    unclassified: dict[str, float] = defaultdict(float)
+    names: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for name, duration, scope in found:
         kind = kind_of(name, scope)
         spent[kind].append(duration)
-        if kind == UNCLASSIFIED:
-            unclassified[name] += duration
-    return {kind: Usage(sum(x) / 1000, len(x)) for kind, x in spent.items()}, unclassified
+        names[kind][name] += duration
+    return {kind: Usage(sum(x) / 1000, len(x)) for kind, x in spent.items()}, names
+
+
+def _parts(kernels: Sequence[Any]) -> list[float]:
+    """Return the microseconds of each kernel, of which those that run at the same time get an equal part."""
+    ranges = [(i, kernel.time_range) for i, kernel in enumerate(kernels) if kernel.time_range.elapsed_us() > 0]
+    # At the same moment, what ends comes before what starts.
+    moments = [(x.end, False, i) for i, x in ranges] + [(x.start, True, i) for i, x in ranges]
+    parts, running, before = [0.0] * len(kernels), set[int](), 0.0
+    for moment, starts, number in sorted(moments):
+        for i in running:
+            parts[i] += (moment - before) / len(running)
+        before = moment
+        running.add(number) if starts else running.discard(number)
+    return parts
 
 
 def _runs_on_cpu(event: Any) -> bool:
@@ -171,7 +189,9 @@ def _scope(event: Any, forward_scopes: dict[tuple[int, int], str]) -> str | None
     return None
 
 
-def measure(shape: str, length: int, setting: str, lora: bool) -> tuple[float, dict[str, Usage], dict[str, float]]:
+def measure(
+    shape: str, length: int, setting: str, lora: bool
+) -> tuple[float, dict[str, Usage], dict[str, dict[str, float]]]:
     """Return the milliseconds of a step without the profiler, and what `usage_by_kind` finds in one."""
     compiled = setting.startswith("compiled")
     model = build_model(shape, lora=lora, fused=True, compiled=compiled)
@@ -231,9 +251,9 @@ def main() -> None:
                 "length": length,
                 "setting": setting,
             }
-            unclassified: dict[str, float] = {}
+            names: dict[str, dict[str, float]] = {}
             try:
-                milliseconds, usage, unclassified = measure(arguments.shape, length, setting, arguments.lora)
+                milliseconds, usage, names = measure(arguments.shape, length, setting, arguments.lora)
                 found = [
                     {**case, "step_milliseconds": round(milliseconds, 2), **row} for row in rows_of(usage, milliseconds)
                 ]
@@ -241,8 +261,10 @@ def main() -> None:
                 nothing = {"milliseconds": "", "share": "", "launches": ""}
                 found = [{**case, "step_milliseconds": "", "kind": "out of memory", **nothing}]
             append_rows(arguments.csv, rows, found)
-            for name, microseconds in sorted(unclassified.items(), key=lambda item: -item[1])[:8]:
-                print(f"  unclassified: {microseconds / 1000:.3f} ms {name[:150]}")
+            for kind, spent in names.items():
+                longest = sorted(spent.items(), key=lambda item: -item[1])
+                for name, microseconds in longest[: 8 if kind == UNCLASSIFIED else 3]:
+                    print(f"  {kind}: {microseconds / 1000:.3f} ms {name[:150]}", flush=True)
             gc.collect()
             torch.cuda.empty_cache()
             torch.compiler.reset()

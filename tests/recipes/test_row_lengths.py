@@ -113,6 +113,50 @@ def run(monkeypatch, tmp_path, *flags):
     return fake, {(row["implementation"], row["length"]): row for row in read(file)}
 
 
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that the steps of `Fake` move by a second for each 512 tokens, and the first of FlexAttention by 30."""
+    now, step = [0.0], Fake.step
+
+    def slow(self, implementation, row):
+        compiles = implementation == "flex_attention" and ("flex_attention", row) not in self.taken
+        now[0] += 30 if compiles else row / 512
+        step(self, implementation, row)
+
+    monkeypatch.setattr(Fake, "step", slow)
+    monkeypatch.setattr(row_lengths.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr("harness.time.perf_counter", lambda: now[0])
+    return now
+
+
+def test_short_rows_of_all_tasks_come_first(monkeypatch, tmp_path):
+    run(monkeypatch, tmp_path, "--tasks", "sft", "dpo", "--steps", "1", "--implementations", "flashmask")
+    order = [(row["task"], row["length"]) for row in read(tmp_path / "fake.csv")]
+    short = ["512", "1024", "2048"]
+    assert order == [(task, length) for task in ("sft", "dpo") for length in short] + [("sft", "4096"), ("dpo", "4096")]
+
+
+def test_a_visit_that_compiles_for_long_goes_on_at_the_next(monkeypatch, tmp_path, clock):
+    monkeypatch.setattr(row_lengths, "missing", lambda *_: "")
+    flags = ("--implementations", "flashmask", "flex_attention", "--tasks", "sft", "dpo", "--steps", "1")
+    run(monkeypatch, tmp_path, *flags, "--seconds", "400")
+    rows = read(tmp_path / "fake.csv")
+    assert [(row["task"], row["length"]) for row in rows[::2]] == [
+        *(("sft", length) for length in ("512", "1024", "2048")),
+        *(("dpo", length) for length in ("512", "1024", "2048")),
+        *((task, "4096") for task in ("sft", "dpo")),
+    ]
+    clock[0] = 0
+    run(monkeypatch, tmp_path, *flags, "--last", "2048", "--seconds", "148")
+    rows = read(tmp_path / "fake.csv")
+    # A visit of 74 s has 5 s left after 1,024 tokens, too few for steps of up to 8 s; the other task compiles less.
+    assert [(row["task"], row["length"], row["steps"]) for row in rows[::2]] == [
+        *(("sft", length, "1") for length in ("512", "1024")),
+        *(("dpo", length, "1") for length in ("512", "1024", "2048")),
+        ("sft", "2048", "1"),
+    ]
+
+
 def test_out_of_memory_ends_the_series_of_one_implementation(monkeypatch, tmp_path):
     fake, rows = run(monkeypatch, tmp_path, "--steps", "3")
     assert [key for key in rows if key[0] == "sdpa"] == [("sdpa", "512"), ("sdpa", "1024"), ("sdpa", "2048")]
@@ -124,17 +168,7 @@ def test_out_of_memory_ends_the_series_of_one_implementation(monkeypatch, tmp_pa
     assert fake.taken.count(("flashmask", 4096)) == 1 + 3
 
 
-def test_repeats_are_skipped_and_series_end_when_the_time_is_up(monkeypatch, tmp_path):
-    clock = [0.0]
-    step = Fake.step
-
-    def slow(self, implementation, row):
-        clock[0] += row / 512  # 8 s of 4,096 tokens
-        step(self, implementation, row)
-
-    monkeypatch.setattr(Fake, "step", slow)
-    monkeypatch.setattr(row_lengths.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr("harness.time.perf_counter", lambda: clock[0])
+def test_repeats_are_skipped_and_series_end_when_the_time_is_up(monkeypatch, tmp_path, clock):
     flags = ("--implementations", "flashmask", "--steps", "5")
     _, rows = run(monkeypatch, tmp_path, *flags, "--seconds", "35")
     figures = {length: (row["tokens_per_second"], row["steps"]) for (_, length), row in rows.items()}

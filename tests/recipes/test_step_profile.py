@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from tools.recipes import RECIPES
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
 from flashmask_hf.kernels.hopper import backward_kernel as hopper_backward
@@ -97,7 +99,7 @@ def test_modules_tell_the_kind_of_the_other_kernels(benchmark, lora):
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         training.step(model, optimizer, "flashmask", row, True)
     events = list(profiler.events() or ())
-    usage, unclassified = step_profile.usage_by_kind(events)
+    usage, names = step_profile.usage_by_kind(events)
     expected = {"norms", "rotary", "activation", "matrix products", "loss", "optimizer", "copies and casts", "residual"}
     assert expected | ({"adapters"} if lora else set()) <= set(usage)
     norms = 2 * model.config.num_hidden_layers  # each runs once in the forward and once in the recomputation
@@ -105,9 +107,73 @@ def test_modules_tell_the_kind_of_the_other_kernels(benchmark, lora):
     kinds = {(event.name, step_profile._scope(event, {})) for event in calls if event.name != "aten::silu_backward"}
     assert kinds == {("aten::rsqrt", "norms"), ("aten::silu", "activation")}
     assert sum(event.name == "aten::rsqrt" for event in calls) == 2 * norms + 1  # and the last one of the model
-    assert "aten::silu_backward" not in unclassified  # by the scope of its forward
+    assert "aten::silu_backward" in names["activation"]  # by the scope of its forward
     total = sum(used.milliseconds for used in usage.values())
     assert usage.get("unclassified", step_profile.Usage(0.0, 0)).milliseconds < 0.25 * total
+
+
+def event(name, start, end, *, gpu=False, number=0, kernels=(), parent=None, annotation=False, sequence=-1):
+    """An event of a profile as torch 2.11 makes them: on the host, or what the GPU ran."""
+    made = FunctionEvent(
+        id=number,
+        name=name,
+        thread=1,
+        fwd_thread=1,
+        start_us=start,
+        end_us=end,
+        device_type=DeviceType.CUDA if gpu else DeviceType.CPU,
+        is_user_annotation=annotation,
+        sequence_nr=sequence,
+    )
+    for kernel in kernels:
+        made.append_kernel(kernel.name, 0, kernel.time_range.elapsed_us())
+    if parent is not None:
+        made.set_cpu_parent(parent)
+    return made
+
+
+def test_only_what_the_gpu_runs_counts_and_once(benchmark):
+    """Annotations show on the GPU, too, from their first kernel to their last, and as `kernels` of the host's."""
+    generic, adam = "vectorized_elementwise_kernel<MulFunctor>", NAMES["optimizer"][0]
+    ran = [
+        event(generic, 0, 10, gpu=True),
+        event(adam, 20, 30, gpu=True),
+        event(generic, 40, 47, gpu=True),
+        event("Memcpy HtoD (Pageable -> Device)", 50, 51, gpu=True),
+        event("nvjet_tst_128x256", 60, 80, gpu=True),
+    ]
+    shown = event("Optimizer.step#AdamW.step", 20, 51, gpu=True, annotation=True)
+    norms = event("kind: norms", 0, 5, annotation=True)
+    update = event("Optimizer.step#AdamW.step", 20, 29, annotation=True, kernels=[shown])
+    host = [
+        norms,
+        event("aten::mul", 1, 2, kernels=ran[:1], parent=norms),
+        update,
+        # A call of CUDA whose number is by chance that of the multiplication above, and which comes before its own.
+        event("cudaStreamIsCapturing", 21, 22, kernels=ran[:1], parent=update),
+        event("aten::_fused_adamw_", 22, 23, kernels=ran[1:2], parent=update),
+        event("aten::mul", 24, 25, kernels=ran[2:3], parent=update),
+        event("aten::copy_", 26, 27, kernels=ran[3:4], parent=update),
+        event("aten::mm", 30, 31, kernels=ran[4:]),
+    ]
+    usage, names = benchmark[0].usage_by_kind([host[3], *host, shown, *ran])  # the call comes first
+    assert {kind: (round(1000 * used.milliseconds, 9), used.launches) for kind, used in usage.items()} == {
+        "norms": (10, 1),
+        "optimizer": (17, 2),
+        "copies and casts": (1, 1),
+        "matrix products": (20, 1),
+    }
+    assert names["optimizer"] == {adam: 10, generic: 7}
+
+
+def test_streams_that_overlap_share_the_time(benchmark):
+    spans = [(0, 10), (4, 6), (5, 12), (12, 13), (5, 5)]  # two, then three at a time; one of no length
+    kernels = [event("nvjet", *span, gpu=True) for span in spans]
+    parts = benchmark[0]._parts(kernels)
+    assert parts == pytest.approx([4 + 1 / 2 + 1 / 3 + 4 / 2, 1 / 2 + 1 / 3, 1 / 3 + 4 / 2 + 2, 1, 0])
+    assert sum(parts) == pytest.approx(13)  # the time in which any runs
+    usage, _ = benchmark[0].usage_by_kind(kernels)
+    assert usage == {"matrix products": benchmark[0].Usage(pytest.approx(0.013), 5)}
 
 
 def test_shares_of_a_step_sum_to_one_with_what_it_idles(benchmark):
