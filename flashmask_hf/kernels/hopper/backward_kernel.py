@@ -195,7 +195,11 @@ class Form(NamedTuple):
     BLOCK_M: int
     """Query rows of a tile."""
     BLOCK_D: int
-    """head_dim"""
+    """Columns of a tile, which are 0 past the head's."""
+    HEAD_DIM: int
+    """Columns of queries and keys."""
+    V_HEAD_DIM: int
+    """Columns of values."""
     SUBTILES: int
     """Tiles of keys in one of the plan."""
     VALUE_STAGES: int
@@ -608,19 +612,21 @@ def _epilogue(
         target = gl.load(order + rows, mask=rows < scalars.kv_len, other=0)
         batch = (kv_plane // scalars.kv_heads).to(gl.int64)
         at = gl.expand_dims(batch * scalars.kv_len + target, 1) * scalars.kv_heads + kv_plane % scalars.kv_heads
-        at = at * BLOCK_D + gl.expand_dims(gl.arange(0, BLOCK_D, gl.SliceLayout(0, ROWS)), 0)
+        dims = gl.expand_dims(gl.arange(0, BLOCK_D, gl.SliceLayout(0, ROWS)), 0)
         inside = gl.expand_dims(rows < scalars.kv_len, 1)
     tile = v_tile.reshape([64, BLOCK_D])
     tile.store(_downcast(dv, DTYPE))
     if FORM.SCATTER:
         group_barrier()
-        gl.store(tensors.dv_rows + at, tile.load(ROWS), mask=inside)
+        at_values = tensors.dv_rows + (at * FORM.V_HEAD_DIM + dims)
+        gl.store(at_values, tile.load(ROWS), mask=inside & (dims < FORM.V_HEAD_DIM))
     mbarrier.wait(barriers.ds_free.index(step & 1), (step // 2) & 1)  # the last dQ has read the keys
     tile = k_tile.reshape([64, BLOCK_D])
     tile.store(_downcast(dk * scalars.scale, DTYPE))
     if FORM.SCATTER:
         group_barrier()
-        gl.store(tensors.dk_rows + at, tile.load(ROWS), mask=inside)
+        at_keys = tensors.dk_rows + (at * FORM.HEAD_DIM + dims)
+        gl.store(at_keys, tile.load(ROWS), mask=inside & (dims < FORM.HEAD_DIM))
     fence_async_shared()
     group_barrier()
     mbarrier.arrive(full, count=1)
@@ -831,7 +837,7 @@ def backward_kernel(
 @triton.jit(do_not_specialize=["heads", "q_len", "n_row_tiles"])
 def scale_dq_kernel(
     dq_accum, dq, order, dq_b, dq_h, dq_s, heads, q_len, n_row_tiles, scale,
-    SCATTER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    SCATTER: tl.constexpr, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
     """Scale the sums, in the order of `_stage_dq`, and store them to dq [B, Hq, Sq, D]: half a tile of rows a program.
 
@@ -849,4 +855,4 @@ def scale_dq_kernel(
     if SCATTER:
         rows = tl.load(order + plane * q_len + rows, mask=inside, other=0)
     at = plane // heads * dq_b + plane % heads * dq_h + rows.to(tl.int64)[:, None] * dq_s + dims[None, :]
-    tl.store(dq + at, tile.to(dq.dtype.element_ty), mask=inside[:, None] & (dims < BLOCK_D)[None, :])
+    tl.store(dq + at, tile.to(dq.dtype.element_ty), mask=inside[:, None] & (dims < HEAD_DIM)[None, :])

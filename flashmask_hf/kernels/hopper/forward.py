@@ -12,6 +12,7 @@ from triton.runtime import driver
 
 from flashmask_hf.kernels.hopper.descriptors import describable_layout, row_template
 from flashmask_hf.kernels.hopper.forward_kernel import Form, forward_kernel
+from flashmask_hf.kernels.hopper.head_dims import tile_width, unsupported_head_dims
 from flashmask_hf.kernels.launch.descriptors import describable
 from flashmask_hf.kernels.launch.launcher import Launch
 from flashmask_hf.kernels.launch.layout import packed_layout
@@ -45,13 +46,13 @@ class Config(NamedTuple):
 
 
 _FORWARD = {64: Config(2, 128, 2, 216, 72), 128: Config(2, 128, 2, 232, 40)}
-"""Configurations by head_dim."""
+"""Configurations by width of the tiles."""
 
 # With head_dim 64 there are registers for a third consumer, and more consumers hide the exponentials better. Where rows
 # see many tiles of keys, tall tiles are up to 25% faster, as measured on an H200 (bfloat16). Where rows see few, as in
 # short documents or a narrow window, they are up to 70% slower: a tall tile has more tiles of keys at its edges.
 _TALL = {64: Config(3, 128, 2, 160, 32)}
-"""Configurations with tall tiles, by head_dim, for calls whose mask decides (`_configs`)."""
+"""Configurations with tall tiles, by width, for calls whose mask decides (`_configs`)."""
 _TALL_QUERIES = 4096
 """Fewest queries of a head for which tall tiles are offered."""
 _TALL_ROWS = 1 << 18
@@ -66,9 +67,7 @@ def unsupported_reason(device: torch.device, dtype: torch.dtype, head_dim: int, 
         return f"tensors on {device} (it needs a Hopper GPU, compute capability 9.0)"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"dtype {dtype} (it takes bfloat16 and float16)"
-    if head_dim != v_head_dim or head_dim not in _FORWARD:
-        return f"head_dim {head_dim} with values of {v_head_dim} (it takes {' and '.join(map(str, _FORWARD))}, alike)"
-    return None
+    return unsupported_head_dims(head_dim, v_head_dim)
 
 
 def prepare_forward(
@@ -89,13 +88,15 @@ def prepare_forward(
     given = problem.q, problem.k, problem.v
     q, k, v = map(describable_layout, given)
     copies = (q, k, v) != given
-    batch, heads, q_len, _ = q.shape
+    batch, heads, q_len, head_dim = q.shape
+    v_head_dim = v.shape[3]
+    width = tile_width(head_dim, v_head_dim)
     kv_heads, kv_len = k.shape[1:3]
     mask_batch, mask_heads, n_q, n_kv = problem.plan_shape
-    configs = _configs(q.shape, problem.softcap != 0, ordered) if config is None else [config]
+    configs = _configs(q.shape, width, problem.softcap != 0, ordered) if config is None else [config]
     joins = any(config.rows == JOINED_ROWS for config in configs)
     least_tiles = -(-_TALL_TILES * COLUMNS // plan_columns(kv_len)) if len(configs) > 1 else 0
-    out_layout = packed_layout(*q.shape, dtype=q.dtype, device=q.device, order=(0, 2, 1, 3))
+    out_layout = packed_layout(*q.shape[:3], v_head_dim, dtype=q.dtype, device=q.device, order=(0, 2, 1, 3))
     new_out = out_layout.allocator()
     new_lse = packed_layout(batch, heads, q_len, dtype=torch.float32, device=q.device).allocator()
     programs = multiprocessors(q.device)
@@ -111,12 +112,13 @@ def prepare_forward(
             n_tiles, n_rows, heads, kv_heads, mask_batch, mask_heads, q_len, kv_len,
             n_rows if joined else n_q, n_kv, *problem.factors,
             descriptors=(
-                row_template(q, 64), row_template(k, config.columns), row_template(v, config.columns),
-                row_template(out_layout, 64),
+                row_template(q, 64, width), row_template(k, config.columns, width),
+                row_template(v, config.columns, width), row_template(out_layout, 64, width),
             ),
             FORM=Form(
                 **problem.constants, SCATTER=ordered, SINKS=problem.sinks, WARPGROUPS=config.warpgroups,
                 SUBTILES=plan_columns(kv_len) // config.columns, STAGES=config.stages, PERSISTENT=persistent,
+                V_HEAD_DIM=v_head_dim,
             ),
             CONSUMER_REGISTERS=config.consumer_registers, HELPER_REGISTERS=config.helper_registers, num_warps=4,
         )  # fmt: skip
@@ -150,8 +152,10 @@ def prepare_forward(
     return run
 
 
-def _configs(shape: torch.Size, capped: bool, ordered: bool) -> list[Config]:
-    """Return the configurations for queries of a shape: the usual one and, if the mask is to decide, one of tall tiles.
+def _configs(shape: torch.Size, width: int, capped: bool, ordered: bool) -> list[Config]:
+    """Return the configurations for queries of a shape in tiles of a width.
+
+    They are the usual one and, if the mask is to decide, one of tall tiles.
 
     Every configuration is launched, and the mask, which only the device knows, decides on the device which launch does
     the work. It decides for the whole call, and the two sum a row in different orders, so the masks of other rows of
@@ -160,10 +164,10 @@ def _configs(shape: torch.Size, capped: bool, ordered: bool) -> list[Config]:
     The tanh of a softcap takes registers that three consumers lack. `ordered` rows are those of sparse attention, where
     each head has its own lists, and short ones in hash buckets.
     """
-    batch, heads, q_len, dim = shape
+    batch, heads, q_len, _ = shape
     many = q_len >= _TALL_QUERIES and batch * heads * q_len >= _TALL_ROWS
-    tall = [_TALL[dim]] if dim in _TALL and many and not capped and not ordered else []
-    return [_FORWARD[dim], *tall]
+    tall = [_TALL[width]] if width in _TALL and many and not capped and not ordered else []
+    return [_FORWARD[width], *tall]
 
 
 _counters: dict[tuple[int, int], Tensor] = {}

@@ -183,6 +183,8 @@ class Form(NamedTuple):
     SUBTILES: Any
     STAGES: Any
     PERSISTENT: Any
+    V_HEAD_DIM: Any
+    """Columns of the values, which a tile may exceed: the others are 0."""
 
 
 @gluon.constexpr_function
@@ -541,10 +543,10 @@ def _consume(WARPGROUP: gl.constexpr, args, FORM: gl.constexpr):
         fence_async_shared()
         group_barrier()
         if FORM.SCATTER:
-            at = ((batch.to(gl.int64) * scalars.q_len + target) * scalars.heads + head) * D
+            at = ((batch.to(gl.int64) * scalars.q_len + target) * scalars.heads + head) * FORM.V_HEAD_DIM
             dims = gl.arange(0, D, gl.SliceLayout(0, ROWS))
             at = tensors.out_rows + gl.expand_dims(at, 1) + gl.expand_dims(dims, 0)
-            gl.store(at, staged.load(ROWS), mask=gl.expand_dims(inside, 1))
+            gl.store(at, staged.load(ROWS), mask=gl.expand_dims(inside, 1) & gl.expand_dims(dims < FORM.V_HEAD_DIM, 0))
         else:
             tma_store(tensors.out, [batch, head, row, 0], shared.q.index(q_index))
         item += 1
