@@ -11,7 +11,7 @@ from torch import Tensor
 from flashmask_hf.kernels.hopper.backward_kernel import BLOCK_N, Form, backward_kernel, scale_dq_kernel
 from flashmask_hf.kernels.hopper.descriptors import describable_layout, row_template, tile_template
 from flashmask_hf.kernels.hopper.dq_order import prepare_dq_order
-from flashmask_hf.kernels.hopper.head_dims import tile_width
+from flashmask_hf.kernels.hopper.head_dims import contracted, tile_width
 from flashmask_hf.kernels.launch.descriptors import describable
 from flashmask_hf.kernels.launch.launcher import Launch
 from flashmask_hf.kernels.launch.layout import Layout, layout_like, packed_layout
@@ -92,8 +92,9 @@ def prepare_backward(
         ),
         FORM=Form(
             **problem.constants, SCATTER=ordered, DQ_ORDER=deterministic, PERSISTENT=persistent, BLOCK_M=block_m,
-            BLOCK_D=width, HEAD_DIM=head_dim, V_HEAD_DIM=v.shape[3], SUBTILES=subtiles, VALUE_STAGES=value_stages,
-            STORE_WARPS=store_warps, SCORES_AHEAD=width == 64 and not problem.softcap,
+            BLOCK_D=width, HEAD_DIM=head_dim, V_HEAD_DIM=v.shape[3], DEPTH=contracted(head_dim),
+            V_DEPTH=contracted(v.shape[3]), SUBTILES=subtiles, VALUE_STAGES=value_stages, STORE_WARPS=store_warps,
+            SCORES_AHEAD=width == 64 and not problem.softcap,
         ),
         num_warps=4,
     )  # fmt: skip

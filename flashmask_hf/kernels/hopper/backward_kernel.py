@@ -65,7 +65,7 @@ from flashmask_hf.kernels.hopper.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from flashmask_hf.kernels.hopper.pipeline import NEVER, read_slot, write_slot
+from flashmask_hf.kernels.hopper.pipeline import NEVER, issue_dots, piece_count, read_slot, write_slot
 from flashmask_hf.kernels.shared.device import LOG2_E
 from flashmask_hf.kernels.shared.intervals import end_column, other_end_column, other_start_column
 from flashmask_hf.plan import PARTIAL_SEGMENTS, ROWS, VISIBLE_SEGMENTS
@@ -200,6 +200,10 @@ class Form(NamedTuple):
     """Columns of queries and keys."""
     V_HEAD_DIM: int
     """Columns of values."""
+    DEPTH: int
+    """Columns of queries and keys that scores are summed over; the others are 0."""
+    V_DEPTH: int
+    """Columns of values that gradients of weights are summed over."""
     SUBTILES: int
     """Tiles of keys in one of the plan."""
     VALUE_STAGES: int
@@ -659,7 +663,7 @@ def _accumulate_dkv(WARPGROUP: gl.constexpr, args, FORM: gl.constexpr):
     if SCORES_AHEAD:
         keys = shared.k.index(WARPGROUP).reshape([64, BLOCK_D])
         queries = shared.q.index(0).reshape([BLOCK_M, BLOCK_D])
-        scores = warpgroup_mma(keys, queries.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        scores = issue_dots(keys, queries, no_scores, FORM.DEPTH)
         weights, slopes = _softmax_weights(scores, 0, args, WARPGROUP, FORM, S, DTYPE)
     while row_tiles >= 0:
         k_index = (item & 1) * 2 + WARPGROUP
@@ -677,13 +681,13 @@ def _accumulate_dkv(WARPGROUP: gl.constexpr, args, FORM: gl.constexpr):
             if not SCORES_AHEAD:
                 keys = shared.k.index(k_index + zero).reshape([64, BLOCK_D])
                 mbarrier.wait(barriers.q_full.index(stage), (step // 2) & 1)
-                scores = warpgroup_mma(keys, queries.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+                scores = issue_dots(keys, queries, no_scores, FORM.DEPTH)
                 weights, slopes = _softmax_weights(scores, stage, args, WARPGROUP, FORM, S, DTYPE)
             mbarrier.wait(barriers.do_full.index(stage), (step // 2) & 1)
             if CAP:  # there are no registers for both products
                 dv = warpgroup_mma(gl.convert_layout(weights, OPERAND), dout, dv, is_async=True)
                 dv = warpgroup_mma_wait(0, deps=[dv])
-            dweights = warpgroup_mma(values, dout.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+            dweights = issue_dots(values, dout, no_scores, FORM.V_DEPTH)
             if not CAP:
                 dv = warpgroup_mma(gl.convert_layout(weights, OPERAND), dout, dv, is_async=True)
             delta = gl.expand_dims(shared.delta.index(stage).load(gl.SliceLayout(0, S)), 0)
@@ -703,8 +707,8 @@ def _accumulate_dkv(WARPGROUP: gl.constexpr, args, FORM: gl.constexpr):
                 keys = shared.k.index(next_index + zero).reshape([64, BLOCK_D])
                 queries = shared.q.index(stage ^ 1).reshape([BLOCK_M, BLOCK_D])
                 mbarrier.wait(barriers.q_full.index(stage ^ 1), (step // 2) & 1)
-                scores = warpgroup_mma(keys, queries.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-            dk, dv = warpgroup_mma_wait(1 if SCORES_AHEAD else 0, deps=[dk, dv])
+                scores = issue_dots(keys, queries, no_scores, FORM.DEPTH)
+            dk, dv = warpgroup_mma_wait(piece_count(FORM.DEPTH) if SCORES_AHEAD else 0, deps=[dk, dv])
             _release_rows(stage, FORM)
             if SCORES_AHEAD:
                 weights, slopes = _softmax_weights(scores, stage ^ 1, args, WARPGROUP, FORM, S, DTYPE)

@@ -12,7 +12,7 @@ from triton.runtime import driver
 
 from flashmask_hf.kernels.hopper.descriptors import describable_layout, row_template
 from flashmask_hf.kernels.hopper.forward_kernel import Form, forward_kernel
-from flashmask_hf.kernels.hopper.head_dims import tile_width, unsupported_head_dims
+from flashmask_hf.kernels.hopper.head_dims import contracted, tile_width, unsupported_head_dims
 from flashmask_hf.kernels.launch.descriptors import describable
 from flashmask_hf.kernels.launch.launcher import Launch
 from flashmask_hf.kernels.launch.layout import packed_layout
@@ -118,7 +118,7 @@ def prepare_forward(
             FORM=Form(
                 **problem.constants, SCATTER=ordered, SINKS=problem.sinks, WARPGROUPS=config.warpgroups,
                 SUBTILES=plan_columns(kv_len) // config.columns, STAGES=config.stages, PERSISTENT=persistent,
-                V_HEAD_DIM=v_head_dim,
+                DEPTH=contracted(head_dim), V_HEAD_DIM=v_head_dim,
             ),
             CONSUMER_REGISTERS=config.consumer_registers, HELPER_REGISTERS=config.helper_registers, num_warps=4,
         )  # fmt: skip

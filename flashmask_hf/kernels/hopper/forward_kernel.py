@@ -57,7 +57,7 @@ from flashmask_hf.kernels.hopper.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from flashmask_hf.kernels.hopper.pipeline import NEVER, read_slot, write_slot
+from flashmask_hf.kernels.hopper.pipeline import NEVER, issue_dots, read_slot, write_slot
 from flashmask_hf.kernels.shared.device import LN_2, LOG2_E, LOWEST, softcap_tanh
 from flashmask_hf.kernels.shared.intervals import end_column, other_end_column, other_start_column
 
@@ -183,6 +183,8 @@ class Form(NamedTuple):
     SUBTILES: Any
     STAGES: Any
     PERSISTENT: Any
+    DEPTH: Any
+    """Columns of queries and keys that scores are summed over; the others are 0."""
     V_HEAD_DIM: Any
     """Columns of the values, which a tile may exceed: the others are 0."""
 
@@ -412,7 +414,7 @@ def _online_softmax(scores, row_max, row_sum, factor):
 
 
 @gluon.jit
-def _issue_scores(shared, q_index, stage, layout: gl.constexpr):
+def _issue_scores(shared, q_index, stage, layout: gl.constexpr, FORM: gl.constexpr):
     """Start the scores [64, BLOCK_N] of queries number `q_index` and the keys of `stage`."""
     M: gl.constexpr = shared.q.shape[3]
     D: gl.constexpr = shared.q.shape[4]
@@ -420,7 +422,7 @@ def _issue_scores(shared, q_index, stage, layout: gl.constexpr):
     queries = shared.q.index(q_index + opaque_zero()).reshape([M, D])
     keys = shared.kv.index(stage).reshape([BLOCK_N, D])
     zero = gl.zeros([M, BLOCK_N], gl.float32, layout)
-    return warpgroup_mma(queries, keys.permute((1, 0)), zero, use_acc=False, is_async=True)
+    return issue_dots(queries, keys, zero, FORM.DEPTH)
 
 
 @gluon.jit
@@ -450,7 +452,7 @@ def _step(
     stage = step % STAGES
     previous = gl.where(step > begin, step - 1, begin)
     v_stage = previous % STAGES
-    scores = _issue_scores(shared, q_index, stage, SCORES)  # [64, BLOCK_N]
+    scores = _issue_scores(shared, q_index, stage, SCORES, FORM)  # [64, BLOCK_N]
     mbarrier.wait(barriers.v_full.index(v_stage), (previous // STAGES) & 1)
     acc = _issue_output(weights, acc, shared, STAGES + v_stage)  # [64, D]
     scores = warpgroup_mma_wait(1, deps=[scores])

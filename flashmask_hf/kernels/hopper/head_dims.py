@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["SMALLEST", "tile_width", "unsupported_head_dims"]
+__all__ = ["SMALLEST", "contracted", "tile_width", "unsupported_head_dims"]
 
 _WIDTHS = (64, 128)
 """Widths of the kernels' tiles."""
@@ -15,6 +15,11 @@ SMALLEST = 32
 def tile_width(head_dim: int, v_head_dim: int) -> int:
     """Return the width of the tiles that hold queries, keys and values of sizes that are served."""
     return next(width for width in _WIDTHS if max(head_dim, v_head_dim) <= width)
+
+
+def contracted(head_dim: int) -> int:
+    """Return how many columns products sum over: those of a head, in steps of 16."""
+    return -(-head_dim // 16) * 16
 
 
 def unsupported_head_dims(head_dim: int, v_head_dim: int) -> str | None:
