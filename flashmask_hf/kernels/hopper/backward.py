@@ -11,7 +11,7 @@ from torch import Tensor
 from flashmask_hf.kernels.hopper.backward_kernel import BLOCK_N, Form, backward_kernel, scale_dq_kernel
 from flashmask_hf.kernels.hopper.descriptors import describable_layout, row_template, tile_template
 from flashmask_hf.kernels.hopper.dq_order import prepare_dq_order
-from flashmask_hf.kernels.hopper.head_dims import contracted, tile_width
+from flashmask_hf.kernels.hopper.head_dims import Widths, contracted, widths_of
 from flashmask_hf.kernels.launch.descriptors import describable
 from flashmask_hf.kernels.launch.launcher import Launch
 from flashmask_hf.kernels.launch.layout import Layout, layout_like, packed_layout
@@ -22,8 +22,8 @@ from flashmask_hf.plan import ROWS, Plan, plan_columns
 
 __all__ = ["prepare_backward"]
 
-_TILES = {64: (128, 2, 1), 128: (64, 1, 2)}
-"""By width of the tiles: query rows of a tile, stages of values, and store warps."""
+_TILES = {Widths(64): (128, 2, 1), Widths(128): (64, 1, 2)}
+"""By widths of the tiles: query rows of a tile, stages of values, and store warps."""
 _RESIDENT_BYTES = 8 << 20
 """Bytes of query rows, of heads whose tiles of keys alternate, that the L2 cache should hold."""
 
@@ -51,10 +51,11 @@ def prepare_backward(
     q, k, v, dout = map(describable_layout, (*given, dout))
     copies = (q, k, v, dout) != (*given, dout_given)
     batch, heads, q_len, head_dim = q.shape
-    width = tile_width(head_dim, v.shape[3])
+    widths = widths_of(head_dim, v.shape[3])
+    width = widths.values
     kv_heads, kv_len = k.shape[1:3]
     device = q.device
-    block_m, value_stages, store_warps = _TILES[width]
+    block_m, value_stages, store_warps = _TILES[widths]
     padded_len = -(-q_len // ROWS) * ROWS
     n_row_tiles = padded_len // block_m
     subtiles = plan_columns(kv_len) // BLOCK_N.value

@@ -122,6 +122,30 @@ def test_padded_tiles(dims: tuple[int, int], options: dict[str, float]) -> None:
     _check((q, k, v), mask, (dims[0] == 40,), **options)
 
 
+WIDE = [(256, 256), (192, 128), (160, 144), (144, 64), (72, 136)]
+"""Sizes (head_dim, v_head_dim) of which only the forward is a Hopper kernel."""
+
+
+@pytest.mark.parametrize("lengths", [(1, 1), (200, 333)], ids=str)
+@pytest.mark.parametrize("family", ["causal_document", "prefix_lm_document", "hash_sparse"])
+@pytest.mark.parametrize("dims", WIDE, ids=str)
+def test_wide(dims: tuple[int, int], family: str, lengths: tuple[int, int]) -> None:
+    """One stage of queries, tiles of 64 keys or tails of queries and keys; the portable backward reads the LSE."""
+    q_len, kv_len = lengths
+    inputs = attention_inputs(Lane("hopper", "cpu", torch.float16), 2, HEADS, KV_HEADS, q_len, kv_len, *dims)
+    _check(inputs, FAMILIES[family](kv_len, q_len), (False,))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("dims", WIDE[:3], ids=str)
+def test_wide_softcap_and_sinks(dims: tuple[int, int], seed: int) -> None:
+    """More work items than programs, in any order of the roles."""
+    sinks = torch.linspace(-1, 3, HEADS).requires_grad_()
+    inputs = attention_inputs(Lane("hopper", "cpu", torch.float16), 1, HEADS, KV_HEADS, 400, 400, *dims)
+    with interpreted(seed):
+        _check(inputs, masks.sliding_window(400, 150), (False,), softcap=3.0, sinks=sinks)
+
+
 @pytest.mark.parametrize("mask_heads", ["one", "kv", "q"])
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (3, 1)], ids=["MHA", "GQA", "MQA"])
 def test_heads(heads: tuple[int, int], mask_heads: str) -> None:
@@ -194,6 +218,20 @@ def test_the_gradient_of_lse_where_rows_see_nothing(monkeypatch: pytest.MonkeyPa
 def test_low_scores(dim: int) -> None:
     check_low_scores(Lane("hopper", "cpu", DTYPES[dim]), masks.causal_document([40, 32, 128]), 200, dim)
     check_low_scores(Lane("hopper", "cpu", DTYPES[dim]), masks.padding([130], kv_len=200), 200, dim)
+
+
+@pytest.mark.parametrize("dims", WIDE, ids=str)
+def test_wide_rows_put_back(dims: tuple[int, int]) -> None:
+    q, k, v = (x.detach() for x in _inputs(dims[0], 200, 333, v_dim=dims[1]))
+    mask = FAMILIES["document"](333, 200)
+    tiles = plan.build_plan(mask.indices, mask.causal, 200)
+    order, _ = row_orders(q, k)
+    with poisoned():
+        (apart, lse), (together, same) = (
+            hopper_kernels.forward(q, k, v, mask, tiles, None, 0.1, 0.0, order=given) for given in (None, order)
+        )
+    assert torch.equal(put_rows_back(apart, order), together)
+    assert torch.equal(lse, same)
 
 
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), *PADDED[1:3]], ids=str)
