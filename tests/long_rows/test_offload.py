@@ -582,7 +582,7 @@ def long_model(layers, hidden, intermediate):
 
 def long_step(model, tokens):
     ids = torch.randint(3, 48, (1, tokens), generator=torch.Generator().manual_seed(0)).cuda()
-    model.zero_grad()
+    model.zero_grad(set_to_none=False)  # from the second step on, gradients are there from its beginning
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
 
 
