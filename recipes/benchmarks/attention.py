@@ -44,6 +44,7 @@ from flashmask_hf import FlashMask, flashmask_attention, masks
 HIDDEN = 4096
 TOKENS = 65536
 CHECKED = 4352  # length of the row on which flashmask is compared with float64; every kernel supports it
+CHECKED_HEADS = 4  # key-value heads of that row
 BLOCK = 128  # rows whose error is looked at together
 DEFAULT = ("flashmask", "flashmask_triton", "flex_attention", "flex_flash", "fa4", "cudnn_flex", "cudnn")
 BASES = ("flashmask", "flashmask_triton")  # the first that agrees with float64 is what others are compared with
@@ -133,6 +134,13 @@ FAMILIES: dict[str, Callable[[int, torch.Generator], FlashMask]] = {
 """Mask families of the paper's tables 4 to 9, with about the same sparsity."""
 
 
+def checked(shape: Shape) -> Shape:
+    """Return the shape on which flashmask is compared with float64: one row, of a few heads."""
+    kv_heads = min(shape.kv_heads, CHECKED_HEADS)
+    heads = shape.heads // shape.kv_heads * kv_heads
+    return shape._replace(batch=1, heads=heads, kv_heads=kv_heads, length=min(CHECKED, shape.length))
+
+
 def make_mask(family: str, length: int) -> FlashMask:
     """Build one mask of a family, on the GPU if there is one."""
     return FAMILIES[family](length, torch.Generator().manual_seed(length)).to(DEVICE)
@@ -159,8 +167,9 @@ def results_of(attend: Attention, tensors: Sequence[Tensor]) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
 
 
-def exact(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: FlashMask) -> list[Tensor]:
+def exact(tensors: Sequence[Tensor], mask: FlashMask) -> list[Tensor]:
     """Compute output and gradients in float64, one key-value head at a time to save memory."""
+    q, k, v, dout = tensors
     group = q.shape[1] // k.shape[1]
     heads = []
     for head in range(k.shape[1]):
@@ -201,9 +210,9 @@ def own_faults(names: Sequence[str], family: str, shape: Shape, tolerance: float
 
     The second of `BASES` is looked at only if it is among the names, or needed because the first is wrong.
     """
-    one = shape._replace(batch=1, length=min(CHECKED, shape.length))
+    one = checked(shape)
     mask, tensors = make_mask(family, one.length), inputs(one)
-    expected = exact(*tensors, mask)
+    expected = exact(tensors, mask)
     faults: dict[str, str] = {}
     for name in dict.fromkeys([*(name for name in names if name.startswith("flashmask")), *BASES]):
         if name in names or all(base in faults for base in BASES[: BASES.index(name)]):
@@ -266,6 +275,7 @@ def measure(
         tolerance: largest error of a provider that is timed.
         faults: what `own_faults` found.
     """
+    log(label(family, shape))
     *qkv, dout = tensors = inputs(shape)
     case = Case(family, mask, *qkv)
     base = next((name for name in BASES if name not in faults), None)
@@ -280,7 +290,8 @@ def measure(
                     states[name] = admitted
                 else:
                     states[name], table[name] = "timed", admitted
-            log(f"{family} {shape.length} {shape.dim}/{shape.v_dim} {name}: {states[name]}")
+            if states[name] != "timed":
+                log(f"{label(family, shape)} {name}: {states[name]}")
         del expected
     forward = interleaved_medians({n: lambda a=a: a(*qkv) for n, (_, a) in table.items()}, repeats, warmup)
     outs = {n: a(*qkv) for n, (_, a) in table.items()}
@@ -365,8 +376,7 @@ def precompile(names: Sequence[str], cases: Sequence[tuple[str, Shape]], jobs: i
             if kernels is not None and PROVIDERS[name].installed():
                 work.setdefault((name, shape.dim, shape.v_dim, *kernels), (name, family, shape))
                 if name.startswith("flashmask"):
-                    checked = shape._replace(batch=1, length=min(CHECKED, shape.length))
-                    work.setdefault((name, shape.dim, shape.v_dim, *kernels, "checked"), (name, family, checked))
+                    work.setdefault((name, shape.dim, shape.v_dim, *kernels, "checked"), (name, family, checked(shape)))
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else each process starts one more for every core
     tasks = sorted(work.values(), key=lambda task: not task[0].startswith("flex"))  # the slowest first
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
@@ -375,7 +385,12 @@ def precompile(names: Sequence[str], cases: Sequence[tuple[str, Shape]], jobs: i
             name, family, shape = futures[future]
             error = future.exception()
             state = "compiled" if error is None else f"failed: {type(error).__name__}"
-            log(f"{number} of {len(futures)}: {name} {family} {shape.length} {shape.dim}/{shape.v_dim}: {state}")
+            log(f"{number} of {len(futures)}: {name} {label(family, shape)}: {state}")
+
+
+def label(family: str, shape: Shape) -> str:
+    """Return the name of a case in lines of progress."""
+    return f"{family} {shape.length} {shape.dim}/{shape.v_dim}"
 
 
 def log(text: str) -> None:
