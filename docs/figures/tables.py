@@ -295,6 +295,16 @@ def sharing() -> str:
     return table(head, lines, "*Tokens of TRL over tokens here, padding apart.*")
 
 
+def first_step() -> str:
+    """Return the table of a new user's way to the first training step."""
+    rows = read("first_step_cpu")
+    lines = [(row["stage"], f"{float(row['seconds']):.0f} s") for row in rows]
+    first = rows[0]
+    cpu = f"{first['cores']} cores ({first['processor']}), Python {first['python']}, packages from a mirror nearby"
+    conditions = measured(rows, "benchmarks/first_step.py").replace(CPU, cpu, 1)
+    return table(("`git clone`, `make demo`, then", "after"), lines, conditions)
+
+
 def attention() -> str:
     """Return the table of attention alone by mask."""
     rows = select(read("attention_h200"), length="32768", head_dim="128")

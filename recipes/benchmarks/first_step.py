@@ -21,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 STAGES = {
-    "environment": rb"\nSuccessfully installed ",
+    "environment installed": rb"\nSuccessfully installed [^\n]*flashmask-hf",
     "first training step": rb"[\r\n] *\d+%\|[^|\r\n]*\| *[1-9]\d*/\d+ \[",  # the only bar without a name
     "trained and answered": rb"\nPicture of the loss ",
 }
