@@ -471,7 +471,7 @@ class FlashMask:
             matplotlib.axes.Axes: the axes drawn on.
 
         Raises:
-            ImportError: matplotlib is missing; `pip install flashmask-hf[plot]`.
+            ImportError: matplotlib is missing; `pip install matplotlib`.
             ValueError: there is no such batch entry or head, or a size of `block` is not positive.
         """
         from flashmask_hf.plot import plot_tiles, readable_tile

@@ -67,7 +67,7 @@ def plot_tiles(
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator
     except ImportError as error:
-        raise ImportError("plotting a mask needs matplotlib: pip install flashmask-hf[plot]") from error
+        raise ImportError("plotting a mask needs matplotlib: pip install matplotlib") from error
 
     kv_len = lower.shape[0]
     columns, bounds = _document_edges(lower, rows)

@@ -97,7 +97,11 @@ def parse(
     for action in parser._actions:
         if action.dest in optional:
             action.nargs, action.const = "?", True  # else `--flag` without a value is an error, unlike for bool
-    parser.set_defaults_with_config(attn_implementation="flashmask", bf16=is_torch_bf16_gpu_available(), **defaults)
+    defaults = {
+        "bf16": is_torch_bf16_gpu_available(),
+        "dataloader_pin_memory": torch.accelerator.is_available(),
+    } | defaults
+    parser.set_defaults_with_config(attn_implementation="flashmask", **defaults)
     if not {"--config", "--model_name_or_path", "--help", "-h"} & {flag.split("=")[0] for flag in argv}:
         argv = ["--config", str(demo_config), *argv]
     try:

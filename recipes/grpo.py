@@ -118,7 +118,7 @@ def main(argv: Sequence[str]) -> None:
             picture.draw_group(trainer, row[0], path)
             print(f"Picture of the reward and of the mask of one group: {path}")
         except ImportError:
-            print("No picture: matplotlib is missing, an optional extra; pip install 'flashmask-hf[plot]'")
+            print("No picture: matplotlib is missing: pip install matplotlib")
 
 
 def parse(argv: Sequence[str]) -> tuple[RecipeArguments, ScriptArguments, Any, ModelConfig, DatasetMixtureConfig]:

@@ -115,7 +115,7 @@ def main(argv: Sequence[str]) -> None:
             picture.draw(trainer, path)
             print(f"Picture of the loss and of the mask of one row: {path}")
         except ImportError:
-            print("No picture: matplotlib is missing, an optional extra; pip install 'flashmask-hf[plot]'")
+            print("No picture: matplotlib is missing: pip install matplotlib")
 
 
 def parse(argv: Sequence[str]) -> tuple[RecipeArguments, ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig]:

@@ -148,5 +148,5 @@ def test_plot_without_matplotlib_names_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     for name in [name for name in sys.modules if name.startswith("matplotlib.")]:
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ImportError, match=r"pip install flashmask-hf\[plot\]"):
+    with pytest.raises(ImportError, match=r"pip install matplotlib"):
         masks.causal(4).plot()

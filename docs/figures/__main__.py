@@ -41,6 +41,7 @@ TEXTS: dict[str, Callable[[], str]] = {
     "row-lengths": tables.row_lengths,
     "convergence": tables.convergence,
     "packing": tables.packing,
+    "first-step": tables.first_step,
     "alignment": tables.alignment,
     "grpo": tables.grpo,
     "sharing": tables.sharing,

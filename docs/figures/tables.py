@@ -374,6 +374,16 @@ def _tokens(rows: Sequence[Row]) -> int:
     return int(rows[0]["batch"]) * int(rows[0]["length"])
 
 
+def first_step() -> str:
+    """Return the table of a new user's way to the first training step."""
+    rows = read("first_step_cpu")
+    lines = [(row["stage"], f"{float(row['seconds']):.0f} s") for row in rows]
+    first = rows[0]
+    cpu = f"{first['cores']} cores ({first['processor']}), Python {first['python']}, packages from a mirror nearby"
+    conditions = measured(rows, "benchmarks/first_step.py").replace(CPU, cpu, 1)
+    return table(("`git clone`, `make demo`, then", "after"), lines, conditions)
+
+
 def attention() -> str:
     """Return the table of attention alone by mask, of heads of 128 in rows of 32,768 tokens."""
     rows = select(read("attention_h200"), length="32768", head_dim="128")

@@ -126,7 +126,7 @@ def test_a_picture_without_matplotlib_says_what_to_install(tmp_path, model, monk
         monkeypatch.setitem(sys.modules, name, None)
     flags = ["--model_name_or_path", model, "--reward_funcs", "copied_words_reward", "--max_steps", 1, "--picture"]
     printed = run("grpo", capsys, tmp_path, *flags, *SHORT)
-    assert "No picture: matplotlib is missing, an optional extra; pip install 'flashmask-hf[plot]'" in printed
+    assert "No picture: matplotlib is missing: pip install matplotlib" in printed
 
 
 BAD_FLAGS = [

@@ -64,7 +64,7 @@ def test_a_picture_without_matplotlib_says_what_to_install(tmp_path, monkeypatch
         monkeypatch.setitem(sys.modules, name, None)
     sft.main(["--max_steps", "1", "--output_dir", str(tmp_path), *QUICK])
     printed = capsys.readouterr().out
-    assert "No picture: matplotlib is missing, an optional extra; pip install 'flashmask-hf[plot]'" in printed
+    assert "No picture: matplotlib is missing: pip install matplotlib" in printed
 
 
 def test_a_picture_of_rows_that_trl_packs_is_refused():
