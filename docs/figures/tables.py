@@ -404,7 +404,7 @@ def peers() -> str:
 
     Heads of 64 and 128 have all masks that were measured, others a few.
     """
-    rows = select(read("attention_peers_h200"), length="32768")
+    rows = select(read("attention_peers_h200"), length="8192")
     providers = _providers(rows, ("flashmask", "fa4", "cudnn_flex", "flex_flash", "flex_attention", "cudnn"))
     few = ("full", "causal", "sliding_window", "causal_document", "share_question", "random_eviction")
     lines = []
@@ -419,7 +419,7 @@ def peers() -> str:
     command = ATTENTION.format(dims=dims, tokens=_tokens(rows), more="", names=" ".join(providers))
     packages = dict.fromkeys(row.get("version", "") for row in rows if row["provider"] in providers)
     versions = ", ".join(package for package in packages if package) or "flash-attn-4 4.0.0b36"
-    count = f"TFLOP/s of forward / backward, {rows[0]['batch']} rows of 32,768 tokens, {versions}"
+    count = f"TFLOP/s of forward / backward, {rows[0]['batch']} rows of 8,192 tokens, {versions}"
     return table(("mask", "head_dim", *map(name_of, providers)), lines, measured(rows, command, count))
 
 
