@@ -67,7 +67,7 @@ def test_two_gpus_train_like_one(tmp_path, model, files, monkeypatch, recipe, co
     weights, others = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
     assert others.keys() - weights.keys() <= {"lm_head.weight"}  # FSDP2 saves tied weights twice
     for name, weight in weights.items():
-        torch.testing.assert_close(others[name], weight, rtol=0, atol=2e-4)
+        assert (others[name].float() - weight).norm() <= 2e-3 * weight.norm(), name
 
 
 @pytest.mark.parametrize("options", [{"beta": 0.1}, {"algorithm": "rloo", "lora": True}], ids=["grpo", "rloo, adapter"])
