@@ -32,8 +32,9 @@ MARK = re.compile(r"(<!-- figure ([a-z0-9-]+) -->)(.*?)(<!-- end -->)", re.DOTAL
 TEXTS: dict[str, Callable[[], str]] = {
     "training": tables.training,
     "kept": tables.kept,
+    "parallel": tables.parallel,
     "long-rows": partial(tables.long_rows, "long_rows_h200", "half of a host with 256 GiB"),
-    "long-rows-h100": partial(tables.long_rows, "long_rows_h100", "a host with 128 GiB"),
+    "long-rows-h100": partial(tables.long_rows, "long_rows_h100", "half of a host with 256 GiB"),
     "compiled": tables.compiled,
     "profile": partial(tables.profile, "kept"),
     "profile-compiled": partial(tables.profile, "compiled_kept"),

@@ -10,11 +10,12 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
-from results import mask_of, name_of, read, read_all, select
+from results import mask_of, name_of, read, read_all, select, timed
 from values import gains, linear, sweep_line
 
 OURS, ALSO_OURS, INK = "#3f6b8f", "#a9c3d6", "#4a4a4a"
 PEERS = {"sdpa": "#dcd9d2", "sdpa_single": "#8f8b83", "cudnn": "#8f8b83"}
+CHARTED = ("flashmask", "flashmask_triton", "flex_attention", "cudnn")  # providers in the chart of masks
 OTHER_PEER = "#b9b5ac"
 STYLE = {
     "font.size": 12,
@@ -114,14 +115,16 @@ def grpo_chart(path: Path) -> None:
 def attention_chart(path: Path) -> None:
     """Draw TFLOP/s of attention alone by mask."""
     groups: dict[str, dict[str, float]] = {}
-    for row in select(read("attention_h200"), length="32768", head_dim="128"):
+    for row in timed(select(read("attention_h200"), length="32768", head_dim="128")):
+        if row["provider"] not in CHARTED:
+            continue
         groups.setdefault(mask_of(row["mask"]), {})[row["provider"]] = float(row["both_tflops"])
     bar_chart(path, groups, "TFLOP/s, forward and backward, 32,768 tokens, head_dim 128", inches=0.22)
 
 
 def long_chart(path: Path) -> None:
     """Draw the memory of a mask against the length of the row."""
-    rows = [row for row in select(read("attention_h200"), head_dim="128") if float(row["mask_mib"])]
+    rows = [row for row in timed(select(read("attention_h200"), head_dim="128")) if float(row["mask_mib"])]
     series: dict[str, dict[int, float]] = {}
     for row in rows:
         if row["provider"] in ("flashmask", "flex_attention"):

@@ -24,6 +24,7 @@ NAMES = {
     "flex_flash": "FlexAttention (FLASH)",
     "fa4": "FlashAttention-4",
     "cudnn": "cuDNN (SDPA)",
+    "cudnn_flex": "cuDNN flex_attention",
     "sdpa": "SDPA",
     "flash_attention_2": "FlashAttention-2, varlen",
     "flash_attention_3": "FlashAttention-3, varlen",
@@ -64,10 +65,29 @@ def maybe(rows: Iterable[Row], column: str, form: str, **values: str) -> str:
     return form.format(float(found[0])) if found else ""
 
 
+def timed(rows: Iterable[Row]) -> list[Row]:
+    """Return the rows that have figures; results without the column `status` have them in every row."""
+    return [row for row in rows if row.get("status", "timed") == "timed"]
+
+
+def cell(rows: Iterable[Row], columns: Sequence[str], **values: str) -> str:
+    """Return the rounded numbers in some columns of the row that has these values, or the word for why there are none.
+
+    The words are those that the column `status` begins with ("cannot", "failed", "differs", "not installed"), and "not
+    run" where there is no row.
+    """
+    found = select(rows, **values)
+    if not found:
+        return "not run"
+    if not timed(found):
+        return found[0]["status"].partition(":")[0]
+    return " / ".join(f"{float(found[0][column]):.0f}" for column in columns)
+
+
 def ratios(rows: Iterable[Row], column: str, ours: str, peer: str, by: Key) -> list[float]:
     """Return a provider's figures over a peer's, one for each case that both have measured."""
     figures: dict[Key, dict[str, float]] = {}
-    for row in rows:
+    for row in timed(rows):
         figures.setdefault(tuple(row[name] for name in by), {})[row["provider"]] = float(row[column])
     return [case[ours] / case[peer] for case in figures.values() if ours in case and peer in case]
 

@@ -7,10 +7,25 @@ import statistics
 from collections.abc import Iterable, Sequence
 
 from charts import ROW_LENGTHS
-from results import Row, mask_of, maybe, name_of, number, ratios, read, read_all, select
-from values import best_stock
+from results import Row, cell, mask_of, maybe, name_of, number, ratios, read, read_all, select, timed
+from values import WIDTHS, best_stock
 
 CPU = "Two cores"
+ORDER = (
+    "full",
+    "causal",
+    "sliding_window",
+    "causal_document",
+    "document",
+    "share_question",
+    "global_sliding_window",
+    "causal_blockwise",
+    "prefix_lm_document",
+    "prefix_lm_causal",
+    "qk_sparse",
+    "random_eviction",
+)
+"""Mask families in the order of the tables of attention."""
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], conditions: str) -> str:
@@ -22,10 +37,14 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], conditions: str) -
 def measured(rows: Sequence[Row], command: str, *more: str) -> str:
     """Return one line of conditions: hardware, versions, what else holds, and the command that measures it."""
     first = rows[0]
+    gpus, launch = int(first.get("gpus", 1)), "python"
     machine = CPU if first["gpu"] == "cpu" else f"One {first['gpu'].replace(' HBM3', '')}, bfloat16"
+    if gpus > 1:
+        machine = f"{machine.replace('One', str(gpus))}, NCCL on one host"
+        launch = f"torchrun --nproc-per-node {gpus}"
     versions = f"torch {first['torch'].split('+')[0]}, Triton {first['triton']}"
     text = [machine, *more, versions, f"transformers {first['transformers']}"]
-    return f"*{', '.join(text)}:* `python recipes/{command}`"
+    return f"*{', '.join(text)}:* `{launch} recipes/{command}`"
 
 
 def training() -> str:
@@ -162,6 +181,46 @@ def long_rows(name: str, host: str) -> str:
     )
 
 
+def parallel() -> str:
+    """Return the table of rows split over two GPUs: tokens per second by exchange, its share of a step, and memory."""
+    rows = read("parallel_h200")
+    cases = dict.fromkeys((row["shape"], row["tokens"], row["documents"]) for row in rows)
+    lines = []
+    for shape, tokens, documents in cases:
+        case = select(rows, shape=shape, tokens=tokens, documents=documents)
+        shares = [maybe(case, "exchange_share", "{:.1%}", provider=name) for name in ("heads", "keys")]
+        lines.append(
+            (
+                shape.rpartition("-")[2].upper(),
+                f"{int(tokens):,}",
+                documents,
+                *(maybe(case, "tokens_per_second", "{:,.0f}", provider=name) for name in ("heads", "keys")),
+                *(maybe(case, "tokens_per_second", "{:,.0f}", provider=name) for name in ("whole", "sdpa_cp")),
+                " and ".join(share for share in shares if share),
+                maybe(case, "peak_gib", "{:.0f} GiB", provider="heads"),
+            )
+        )
+    return table(
+        (
+            "shape of Llama",
+            "tokens a row",
+            "documents",
+            "heads, tokens/s",
+            "keys, tokens/s",
+            "a row on each GPU, tokens/s",
+            "torch's context parallelism with SDPA, tokens/s",
+            "share of the exchange in a step, heads and keys",
+            "peak of a GPU",
+        ),
+        lines,
+        measured(
+            rows,
+            "benchmarks/parallel.py --shape SHAPE --tokens TOKENS --documents DOCUMENTS",
+            "forward and backward of all weights, FSDP2, gradient checkpointing",
+        ),
+    )
+
+
 def compiled() -> str:
     """Return the table of full fine-tuning with compiled layers."""
     rows = read("training_compiled_h200")
@@ -295,6 +354,26 @@ def sharing() -> str:
     return table(head, lines, "*Tokens of TRL over tokens here, padding apart.*")
 
 
+ATTENTION = "benchmarks/attention.py --dims {dims} --tokens {tokens}{more} --providers {names}"
+
+
+def _providers(rows: Sequence[Row], order: Sequence[str]) -> list[str]:
+    """Return the providers of an order that have rows."""
+    there = {row["provider"] for row in rows}
+    return [provider for provider in order if provider in there]
+
+
+def _width(row: Row) -> str:
+    """Return the head_dim of a row, with that of its values if they have another."""
+    dim, v_dim = row["head_dim"], row.get("v_head_dim", row["head_dim"])
+    return dim if dim == v_dim else f"{dim}/{v_dim}"
+
+
+def _tokens(rows: Sequence[Row]) -> int:
+    """Return the number of tokens of a case."""
+    return int(rows[0]["batch"]) * int(rows[0]["length"])
+
+
 def first_step() -> str:
     """Return the table of a new user's way to the first training step."""
     rows = read("first_step_cpu")
@@ -306,48 +385,42 @@ def first_step() -> str:
 
 
 def attention() -> str:
-    """Return the table of attention alone by mask."""
+    """Return the table of attention alone by mask, of heads of 128 in rows of 32,768 tokens."""
     rows = select(read("attention_h200"), length="32768", head_dim="128")
-    providers = ("flashmask", "flashmask_triton", "flex_attention", "cudnn")
+    peers = ("fa4", "cudnn_flex", "flex_flash", "flex_attention", "cudnn")
+    providers = _providers(rows, ("flashmask", "flashmask_triton", *peers))
     lines = [
-        (mask_of(mask), *(maybe(rows, "both_tflops", "{:.0f}", mask=mask, provider=name) for name in providers))
+        (mask_of(mask), *(cell(rows, ["both_tflops"], mask=mask, provider=name) for name in providers))
         for mask in dict.fromkeys(row["mask"] for row in rows)
     ]
-    names = " ".join(providers)
-    return table(
-        ("mask", *map(name_of, providers)),
-        lines,
-        measured(
-            rows,
-            f"benchmarks/attention.py --lengths 8192 32768 --dims 128 64 --repeats 7 --providers {names}",
-            "TFLOP/s of forward and backward, counted on tiles that are not hidden, 4 rows of 32,768 tokens, 32 heads "
-            "of 128",
-        ),
-    )
+    command = ATTENTION.format(dims="64 128", tokens=_tokens(rows), more=" --repeats 7", names=" ".join(providers))
+    shape = f"{rows[0]['batch']} rows of 32,768 tokens, {rows[0]['heads']} heads of 128"
+    count = f"TFLOP/s of forward and backward, counted on tiles that are not hidden, {shape}"
+    return table(("mask", *map(name_of, providers)), lines, measured(rows, command, count))
 
 
 def peers() -> str:
-    """Return the table of attention alone beside FlashAttention-4 and FlexAttention's backend of that name."""
-    rows = read("attention_fa4_h200")
-    providers = ("flashmask", "fa4", "flex_flash", "cudnn")
+    """Return the table of attention alone by mask and size of heads beside the fastest peers, forward and backward.
+
+    Heads of 64 and 128 have all masks that were measured, others a few.
+    """
+    rows = select(read("attention_peers_h200"), length="8192")
+    providers = _providers(rows, ("flashmask", "fa4", "cudnn_flex", "flex_flash", "flex_attention", "cudnn"))
+    few = ("full", "causal", "sliding_window", "causal_document", "share_question", "random_eviction")
     lines = []
-    for dim in ("128", "64"):
-        for mask in ("full", "causal", "causal_document", "share_question", "random_eviction"):
-            cells = []
-            for provider in providers:
-                case = {"mask": mask, "head_dim": dim, "provider": provider}
-                both = [maybe(rows, f"{way}_tflops", "{:.0f}", **case) for way in ("forward", "backward")]
-                cells.append(" / ".join(both) if all(both) else "")
-            lines.append((mask_of(mask), dim, *cells))
-    return table(
-        ("mask", "head_dim", *map(name_of, providers)),
-        lines,
-        measured(
-            rows,
-            "benchmarks/attention.py --lengths 32768 --dims 128 64 --providers flashmask flex_flash fa4 cudnn",
-            "TFLOP/s of forward / backward, 4 rows of 32,768 tokens, flash-attn-4 4.0.0b36",
-        ),
-    )
+    for dim in sorted({row["head_dim"] for row in rows}, key=lambda dim: (dim not in WIDTHS, -int(dim))):
+        shown = select(rows, head_dim=dim)
+        for mask in sorted({row["mask"] for row in shown}, key=ORDER.index):
+            if dim in WIDTHS or mask in few:
+                columns = ["forward_tflops", "backward_tflops"]
+                cells = [cell(shown, columns, mask=mask, provider=provider) for provider in providers]
+                lines.append((mask_of(mask), _width(shown[0]), *cells))
+    dims = " ".join(dict.fromkeys(map(_width, rows)))
+    command = ATTENTION.format(dims=dims, tokens=_tokens(rows), more="", names=" ".join(providers))
+    packages = dict.fromkeys(row.get("version", "") for row in rows if row["provider"] in providers)
+    versions = ", ".join(package for package in packages if package) or "flash-attn-4 4.0.0b36"
+    count = f"TFLOP/s of forward / backward, {rows[0]['batch']} rows of 8,192 tokens, {versions}"
+    return table(("mask", "head_dim", *map(name_of, providers)), lines, measured(rows, command, count))
 
 
 def sparse() -> str:
@@ -438,18 +511,20 @@ def short() -> str:
 
 def masks_made() -> str:
     """Return the table of what a mask costs before the first tile: its plan, beside FlexAttention's block mask."""
-    plans, rows = read("plan_h200"), select(read("attention_h200"), head_dim="128")
+    plans, rows = read("plan_h200"), timed(select(read("attention_h200"), head_dim="128"))
+    providers = _providers(rows, ("flashmask", "flex_attention", "cudnn_flex"))
     lines = []
     for length in ("8192", "32768", "131072"):
         graph = [float(row["graph_us"]) for row in select(plans, length=length)]
         cells = []
-        for provider in ("flashmask", "flex_attention"):
+        for provider in providers:
             own = [row for row in select(rows, length=length, provider=provider) if float(row["mask_mib"])]
             times = [float(row["mask_ms"]) for row in own]
             cells.append(f"{min(times):.1f} to {max(times):.1f} ms")
             cells.append(f"{max(float(row['mask_mib']) for row in own):.2f} MiB")
         lines.append((f"{int(length):,}", f"{min(graph):.0f} to {max(graph):.0f} us", *cells))
-    head = ("tokens", "plan, on the GPU", "plan, with the host", "memory", "FlexAttention's mask", "memory")
+    made = {"flashmask": "plan, with the host", "flex_attention": "FlexAttention's mask", "cudnn_flex": "cuDNN's plan"}
+    head = ("tokens", "plan, on the GPU", *(part for name in providers for part in (made[name], "memory")))
     return table(
         head, lines, measured(plans, "benchmarks/plan.py", "12 masks, once a batch, for all layers and passes")
     )

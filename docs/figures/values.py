@@ -5,29 +5,34 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 
-from results import Key, Row, number, ratios, read, select, share, spread
+from results import Key, Row, number, ratios, read, select, share, spread, timed
+
+CASE = ("mask", "length", "head_dim")
+SHORTER = ("8192", "32768")
+WIDTHS = ("64", "128")  # the sizes of heads that sentences speak of
+
+
+def common(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows of the sizes of heads that sentences speak of."""
+    return [row for row in rows if row["head_dim"] in WIDTHS]
 
 
 def speed(name: str, column: str, provider: str, peer: str, by: Key, lengths: Sequence[str], **values: str) -> str:
     """Return the range and the mean of ratios of speed, as text."""
-    rows = [row for row in select(read(name), **values) if row["length"] in lengths]
+    rows = [row for row in common(select(read(name), **values)) if row["length"] in lengths]
     return spread(ratios(rows, column, provider, peer, by))
-
-
-CASE = ("mask", "length", "head_dim")
-SHORTER = ("8192", "32768")
 
 
 def change(name: str, column: str, provider: str, peer: str, **values: str) -> str:
     """Return how much more or less time a provider takes than a peer, as text."""
-    return share(ratios(select(read(name), **values), column, provider, peer, CASE))
+    return share(ratios(common(select(read(name), **values)), column, provider, peer, CASE))
 
 
 def deterministic(dim: str) -> str:
     """Return how much more time deterministic kernels take, forward and backward together."""
     rows = [
         {**row, "both_ms": str(float(row["forward_ms"]) + float(row["backward_ms"]))}
-        for row in select(read("deterministic_h200"), head_dim=dim)
+        for row in timed(select(read("deterministic_h200"), head_dim=dim))
     ]
     return share(ratios(rows, "both_ms", "flashmask_deterministic", "flashmask", CASE))
 

@@ -1,56 +1,101 @@
 """Time forward and backward of the kernels beside their peers on the twelve masks of the FlashMask paper.
 
-    python recipes/benchmarks/attention.py --csv attention.csv   # 8K, 32K and 128K tokens, head_dim 64 and 128
+    python recipes/benchmarks/attention.py --csv attention.csv   # 8K and 32K tokens, head_dim 64 and 128
     python recipes/benchmarks/attention.py --lengths 8192 --dims 128 --masks causal_document --repeats 3   # a minute
+    python recipes/benchmarks/attention.py --dims 192/128 --jobs 8   # queries and keys of 192, values of 128
 
-Masks and shapes are the paper's (appendix A.5): 128K tokens in all, hidden size 4096, bfloat16. Documents are drawn
-once per length (A.5.2). Times are medians of turns in which every provider runs once. FLOPs are counted in two ways: on
-the 128 x 128 tiles that are not hidden, as in the paper (4 * B * H * S^2 * D * (1 - sparsity) forward, 2.5 times that
-backward), and on the visible pairs. Each provider's output and gradients are compared with float64 on a shorter row
-before anything is timed. A provider that is not installed is reported and left out. Providers:
+Masks and shapes are the paper's (appendix A.5) at half of its tokens: 64K in all, hidden size 4096 or the nearest that
+the heads divide, bfloat16. Documents are drawn once per length (A.5.2). Times are medians of turns in which every
+provider runs once. FLOPs are counted in two ways: on the 128 x 128 tiles that are not hidden, as in the paper
+(4 * B * H * S^2 * D * (1 - sparsity) forward, 2.5 times that backward; values of another width count with theirs), and
+on the visible pairs. `peers.py` names the providers.
 
-- `flashmask`: `flashmask_attention` with its default implementation.
-- `flashmask_deterministic`: the same with a deterministic order of the sums in the gradient of q.
-- `flashmask_triton`: the portable kernels.
-- `flex_attention`, `flex_flash`: FlexAttention with its Triton and with its FlashAttention-4 backend (needs
-  flash-attn-4).
-- `fa4`, `cudnn`, `sdpa` (FlashAttention-2): only for full and causal masks.
-- `sdpa_dense`: SDPA with the dense mask, for rows of up to 8K tokens.
+Nothing is timed before it is checked. The output and the gradients of flashmask are compared with float64 on a shorter
+row, and those of every other provider with flashmask's on the very tensors that are timed. `status` is "timed", or the
+reason for a row without figures: "cannot: ..." where the provider has no form for the mask, "failed: ..." with its
+error, "differs: ..." where it is wrong, "not installed". The forward is timed as in training, with what the backward
+needs. Rows are written case by case, so a run that is stopped keeps its figures.
 
-`mask_ms` and `mask_mib` are the time and memory that a provider needs to prepare a new mask from its column vectors.
-They are not part of the times of the attention.
+`mask_ms` and `mask_mib` are the time and memory that a provider needs to prepare a new mask from its column vectors
+(`cudnn_flex`: the plan from row intervals that are there already). They are not part of the times of the attention.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import multiprocessing
+import os
+import sys
+import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from typing import Any
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from typing import NamedTuple
 
 import torch
 import torch._dynamo.config
 import torch._functorch.config
 import torch.nn.functional as F
-from harness import append_rows, interleaved_medians, random_lengths
-from packed_attention import visible_pairs
+from harness import append_rows, interleaved_medians, random_lengths, synchronize
+from peers import PROVIDERS, Attention, CannotExpress, Case
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from flashmask_hf import FlashMask, flashmask_attention, masks
-from flashmask_hf.operators.plan import plan_of
 
 HIDDEN = 4096
-TOKENS = 131072
-CHECKED = 4352  # length of the row on which every provider is compared with float64; every kernel supports it
-DENSE_LIMIT = 8192  # longest row that `sdpa_dense` runs
-Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+TOKENS = 65536
+CHECKED = 4352  # length of the row on which flashmask is compared with float64; every kernel supports it
+CHECKED_HEADS = 4  # key-value heads of that row
+BLOCK = 128  # rows whose error is looked at together
+DEFAULT = ("flashmask", "flashmask_triton", "flex_attention", "flex_flash", "fa4", "cudnn_flex", "cudnn")
+BASES = ("flashmask", "flashmask_triton")  # the first that agrees with float64 is what others are compared with
+FIGURES = (
+    "forward_ms",
+    "backward_ms",
+    "forward_tflops",
+    "backward_tflops",
+    "both_tflops",
+    "both_tflops_of_pairs",
+    "mask_ms",
+    "mask_mib",
+)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+START = time.perf_counter()
 
 torch._functorch.config.donated_buffer = False  # to time one compiled backward many times
 torch._dynamo.config.recompile_limit = 256  # FlexAttention compiles for every kind of mask and every shape
+
+
+class Shape(NamedTuple):
+    """Sizes of the tensors of a case."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    length: int
+    dim: int
+    v_dim: int
+
+    def flops(self, visible: float) -> tuple[float, float]:
+        """Return the FLOPs forward and backward if a share of the pairs is visible.
+
+        Forward: queries with keys and probabilities with values. Backward: scores again, the gradients of queries and
+        keys (D each), and those of values and probabilities (Dv each). With Dv = D they are 4 and 10 * B * H * S^2 * D.
+        """
+        pairs = 2 * self.batch * self.heads * self.length**2 * visible
+        return pairs * (self.dim + self.v_dim), pairs * (3 * self.dim + 2 * self.v_dim)
+
+
+def widths(text: str) -> tuple[int, int]:
+    """Return the head_dim of queries and keys and that of values from "128" or "192/128"."""
+    dim, _, v_dim = text.partition("/")
+    return int(dim), int(v_dim or dim)
+
+
+def shape_of(length: int, dims: tuple[int, int], group: int, hidden: int, tokens: int) -> Shape:
+    """Return the shape with `tokens` tokens, or one row, and with heads that come nearest to the hidden size."""
+    kv_heads = max(1, round(hidden / dims[0] / group))
+    return Shape(max(1, tokens // length), kv_heads * group, kv_heads, length, *dims)
 
 
 def documents(length: int, generator: torch.Generator) -> list[int]:
@@ -89,106 +134,42 @@ FAMILIES: dict[str, Callable[[int, torch.Generator], FlashMask]] = {
 """Mask families of the paper's tables 4 to 9, with about the same sparsity."""
 
 
+def checked(shape: Shape) -> Shape:
+    """Return the shape on which flashmask is compared with float64: one row, of a few heads."""
+    kv_heads = min(shape.kv_heads, CHECKED_HEADS)
+    heads = shape.heads // shape.kv_heads * kv_heads
+    return shape._replace(batch=1, heads=heads, kv_heads=kv_heads, length=min(CHECKED, shape.length))
+
+
 def make_mask(family: str, length: int) -> FlashMask:
-    """Build one mask of a family, on the GPU."""
-    return FAMILIES[family](length, torch.Generator().manual_seed(length)).to("cuda")
+    """Build one mask of a family, on the GPU if there is one."""
+    return FAMILIES[family](length, torch.Generator().manual_seed(length)).to(DEVICE)
 
 
-_compiled_flex = torch.compile(flex_attention, dynamic=False)
-
-
-def _flex(backend: str | None) -> Callable[[FlashMask], Attention]:
-    """Return the builder of FlexAttention with a backend, None for its default."""
-    options: Any = None if backend is None else {"BACKEND": backend}
-    block = (256, 128) if backend == "FLASH" else 128  # FlashAttention-4 processes two tiles of queries at a time
-
-    def build(mask: FlashMask) -> Attention:
-        blocks = create_block_mask(
-            visible_pairs(mask),
-            None,
-            None,
-            mask.row_count(),
-            mask.kv_len,
-            device="cuda",
-            BLOCK_SIZE=block,
-            _compile=True,
-        )
-        return lambda q, k, v: _compiled_flex(q, k, v, block_mask=blocks, enable_gqa=True, kernel_options=options)
-
-    return build
-
-
-def _flashmask(impl: str | None, deterministic: bool = False) -> Callable[[FlashMask], Attention]:
-    """Return the builder of `flashmask_attention` with an implementation, None for its default."""
-
-    def build(mask: FlashMask) -> Attention:
-        fresh = FlashMask(mask.indices, mask.causal)  # without a cached plan
-        plan_of(fresh, mask.row_count())
-        return lambda q, k, v: flashmask_attention(q, k, v, fresh, impl=impl, deterministic=deterministic)
-
-    return build
-
-
-def _sdpa(backend: SDPBackend) -> Callable[[FlashMask], Attention]:
-    """Return the builder of full or causal SDPA with a backend."""
-
-    def build(mask: FlashMask) -> Attention:
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            with sdpa_kernel(backend):
-                return F.scaled_dot_product_attention(q, k, v, is_causal=mask.causal, enable_gqa=True)
-
-        return attend
-
-    return build
-
-
-def _sdpa_dense(mask: FlashMask) -> Attention:
-    """Build SDPA with the dense mask."""
-    visible = mask.to_dense()
-    return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=True)
-
-
-def _fa4(mask: FlashMask) -> Attention:
-    """Build full or causal FlashAttention-4."""
-    from flash_attn.cute import flash_attn_func  # pyright: ignore[reportMissingImports]
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=mask.causal)[0].transpose(1, 2)
-
-    return attend
-
-
-BUILDERS: dict[str, Callable[[FlashMask], Attention]] = {
-    "flashmask": _flashmask(None),
-    "flashmask_deterministic": _flashmask(None, deterministic=True),
-    "flashmask_triton": _flashmask("triton"),
-    "flex_attention": _flex(None),
-    "flex_flash": _flex("FLASH"),
-    "fa4": _fa4,
-    "cudnn": _sdpa(SDPBackend.CUDNN_ATTENTION),
-    "sdpa": _sdpa(SDPBackend.FLASH_ATTENTION),
-    "sdpa_dense": _sdpa_dense,
-}
-
-
-def supports(name: str, family: str, length: int) -> bool:
-    """Return whether a provider supports a mask of this family and length."""
-    if name in ("fa4", "cudnn", "sdpa"):
-        return family in ("full", "causal")
-    return name != "sdpa_dense" or (length <= DENSE_LIMIT and family not in ("full", "causal"))
-
-
-def inputs(batch: int, heads: int, kv_heads: int, length: int, dim: int) -> list[Tensor]:
+def inputs(shape: Shape) -> list[Tensor]:
     """Draw q, k and v, which require gradients, and the gradient of the output."""
     q, k, v, dout = (
-        torch.randn(batch, length, h, dim, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
-        for h in (heads, kv_heads, kv_heads, heads)
+        torch.randn(shape.batch, shape.length, heads, dim, device=DEVICE, dtype=torch.bfloat16).transpose(1, 2)
+        for heads, dim in (
+            (shape.heads, shape.dim),
+            (shape.kv_heads, shape.dim),
+            (shape.kv_heads, shape.v_dim),
+            (shape.heads, shape.v_dim),
+        )
     )
     return [*(x.requires_grad_() for x in (q, k, v)), dout]
 
 
-def _exact(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: FlashMask) -> list[Tensor]:
+def results_of(attend: Attention, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return output and gradients."""
+    q, k, v, dout = tensors
+    out = attend(q, k, v)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
+
+
+def exact(tensors: Sequence[Tensor], mask: FlashMask) -> list[Tensor]:
     """Compute output and gradients in float64, one key-value head at a time to save memory."""
+    q, k, v, dout = tensors
     group = q.shape[1] // k.shape[1]
     heads = []
     for head in range(k.shape[1]):
@@ -200,70 +181,161 @@ def _exact(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: FlashMask) -> li
     return [torch.cat(x, 1) for x in zip(*heads, strict=True)]
 
 
-def check(names: Sequence[str], family: str, dim: int, group: int) -> None:
-    """Exit unless every provider agrees with float64 on one row of all heads."""
-    mask = make_mask(family, CHECKED)
-    q, k, v, dout = inputs(1, HIDDEN // dim, HIDDEN // dim // group, CHECKED, dim)
-    expected = _exact(q, k, v, dout, mask)
-    for name in names:
-        if not supports(name, family, CHECKED):
-            continue
-        out = BUILDERS[name](mask)(q, k, v)
-        for what, one, other in zip(
-            ("out", "dq", "dk", "dv"), [out, *torch.autograd.grad(out, (q, k, v), dout)], expected, strict=True
-        ):
-            error = float((one.double() - other).detach().norm() / other.norm())
-            if not error < 1e-2:
-                raise SystemExit(f"{name} is wrong under {family}, head_dim {dim}: {what} is off by {error:.1e}")
+def block_norms(x: Tensor) -> Tensor:
+    """Return the norms of `BLOCK` rows of a head each: float [B, H, blocks] of [B, H, S, D]."""
+    squares = torch.stack([entry.float().square().sum(-1) for entry in x])  # one batch entry at a time in float32
+    return F.pad(squares, (0, -x.shape[2] % BLOCK)).unflatten(-1, (-1, BLOCK)).sum(-1).sqrt()
 
 
-def mask_cost(name: str, mask: FlashMask, repeats: int) -> tuple[float, float]:
-    """Return the median milliseconds and peak MiB that a provider needs to prepare a mask from its column vectors."""
-    if name in ("fa4", "cudnn", "sdpa"):
+def error_of(one: Tensor, other: Tensor) -> float:
+    """Return the largest error of `BLOCK` rows of a head, relative to their norm and at least to the average norm.
+
+    It shows a tile that was masked wrongly, which the norm of the whole tensor would hide.
+    """
+    sizes = block_norms(other)
+    return float((block_norms(one - other) / torch.maximum(sizes, sizes.mean())).max())
+
+
+def difference(found: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float) -> str:
+    """Return which of output and gradients differ by more than the tolerance, as text, or ""."""
+    errors = {
+        what: error_of(one, other) for what, one, other in zip(("out", "dq", "dk", "dv"), found, expected, strict=True)
+    }
+    wrong = [f"{what} by {error:.1e}" for what, error in errors.items() if not error <= tolerance]
+    return f"differs: {', '.join(wrong)}" if wrong else ""
+
+
+def own_faults(names: Sequence[str], family: str, shape: Shape, tolerance: float) -> dict[str, str]:
+    """Return what is wrong with providers of this package, beside float64 on one row; nothing for those in order.
+
+    The second of `BASES` is looked at only if it is among the names, or needed because the first is wrong.
+    """
+    one = checked(shape)
+    mask, tensors = make_mask(family, one.length), inputs(one)
+    expected = exact(tensors, mask)
+    faults: dict[str, str] = {}
+    for name in dict.fromkeys([*(name for name in names if name.startswith("flashmask")), *BASES]):
+        if name in names or all(base in faults for base in BASES[: BASES.index(name)]):
+            found = admit(name, Case(family, mask, *tensors[:3]), tensors, expected, tolerance)
+            if isinstance(found, str):
+                faults[name] = found
+    return faults
+
+
+def admit(
+    name: str, case: Case, tensors: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float
+) -> tuple[Callable[[], Attention], Attention] | str:
+    """Return what makes a provider's mask, and its attention under it, or why it is not timed."""
+    provider = PROVIDERS[name]
+    if not provider.installed():
+        return "not installed"
+    try:
+        make = provider.prepare(case)
+        attend = make()
+        found = results_of(attend, tensors)
+        synchronize()
+    except CannotExpress as reason:
+        return f"cannot: {reason}"
+    except Exception as error:  # a peer's error must not end the run of the others
+        return f"failed: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return difference(found, expected, tolerance) or (make, attend)
+
+
+def mask_cost(name: str, make: Callable[[], Attention]) -> tuple[float, float]:
+    """Return the median milliseconds and peak MiB that a provider needs to prepare a mask."""
+    if not PROVIDERS[name].makes_mask:
         return 0.0, 0.0
+    if DEVICE == "cpu":
+        return interleaved_medians({name: make}, 3, 1)[name], 0.0
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    milliseconds = interleaved_medians({name: lambda: BUILDERS[name](mask)}, repeats)[name]
+    milliseconds = interleaved_medians({name: make}, 3, 1)[name]
     return milliseconds, (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
 def measure(
-    names: Sequence[str], family: str, mask: FlashMask, dim: int, group: int, repeats: int, warmup: int
+    names: Sequence[str],
+    family: str,
+    mask: FlashMask,
+    shape: Shape,
+    repeats: int,
+    warmup: int,
+    tolerance: float,
+    faults: dict[str, str],
 ) -> list[dict[str, object]]:
-    """Return a row per provider: milliseconds and TFLOP/s, forward and backward."""
-    length = mask.kv_len
-    batch, heads = max(1, TOKENS // length), HIDDEN // dim
-    q, k, v, dout = inputs(batch, heads, heads // group, length, dim)
-    pairs = sum(int((end - start).clamp(min=0).sum()) for start, end in mask.visible_intervals())
-    sparsity, density = mask.sparsity(), pairs / length**2
-    flops = 4 * batch * heads * length * length * dim
-    table = {name: BUILDERS[name](mask) for name in names if supports(name, family, length)}
-    with torch.no_grad():
-        forward = interleaved_medians({n: lambda a=a: a(q, k, v) for n, a in table.items()}, repeats, warmup)
-    outs = {n: a(q, k, v) for n, a in table.items()}
+    """Return a row per provider: milliseconds and TFLOP/s, forward and backward, or why there are none.
+
+    Args:
+        names: the providers.
+        family: the mask's family.
+        mask: the mask.
+        shape: sizes of the tensors.
+        repeats: turns of which the median is taken.
+        warmup: turns before them, beside the one that is checked.
+        tolerance: largest error of a provider that is timed.
+        faults: what `own_faults` found.
+    """
+    log(label(family, shape))
+    *qkv, dout = tensors = inputs(shape)
+    case = Case(family, mask, *qkv)
+    base = next((name for name in BASES if name not in faults), None)
+    states = dict.fromkeys(names, "failed: no kernel of flashmask agrees with float64") | faults
+    table: dict[str, tuple[Callable[[], Attention], Attention]] = {}
+    if base is not None:
+        expected = results_of(PROVIDERS[base].prepare(case)(), tensors)
+        for name in names:
+            if name not in faults:
+                admitted = admit(name, case, tensors, expected, tolerance)
+                if isinstance(admitted, str):
+                    states[name] = admitted
+                else:
+                    states[name], table[name] = "timed", admitted
+            if states[name] != "timed":
+                log(f"{label(family, shape)} {name}: {states[name]}")
+        del expected
+    forward = interleaved_medians({n: lambda a=a: a(*qkv) for n, (_, a) in table.items()}, repeats, warmup)
+    outs = {n: a(*qkv) for n, (_, a) in table.items()}
     backward = interleaved_medians(
-        {n: lambda o=o: torch.autograd.grad(o, (q, k, v), dout, retain_graph=True) for n, o in outs.items()},
-        repeats,
-        warmup,
+        {n: lambda o=o: torch.autograd.grad(o, qkv, dout, retain_graph=True) for n, o in outs.items()}, repeats, warmup
     )
     del outs
+    sparsity = mask.sparsity()
+    density = sum(int((end - start).clamp(min=0).sum()) for start, end in mask.visible_intervals()) / shape.length**2
+    of_tiles, of_pairs = shape.flops(1 - sparsity), shape.flops(density)
     rows: list[dict[str, object]] = []
-    for name in table:
-        mask_ms, mask_mib = mask_cost(name, mask, repeats)
-        both = forward[name] + backward[name]
-        rows.append(
-            {
-                "mask": family, "length": length, "head_dim": dim, "heads": heads, "kv_heads": heads // group,
-                "batch": batch, "sparsity": round(sparsity, 4), "visible_pairs": round(density, 4), "provider": name,
-                "forward_ms": round(forward[name], 3), "backward_ms": round(backward[name], 3),
-                "forward_tflops": round((1 - sparsity) * flops / forward[name] / 1e9, 1),
-                "backward_tflops": round(2.5 * (1 - sparsity) * flops / backward[name] / 1e9, 1),
-                "both_tflops": round(3.5 * (1 - sparsity) * flops / both / 1e9, 1),
-                "both_tflops_of_pairs": round(3.5 * density * flops / both / 1e9, 1),
+    for name in names:
+        row: dict[str, object] = {
+            "mask": family, "length": shape.length, "head_dim": shape.dim, "v_head_dim": shape.v_dim,
+            "heads": shape.heads, "kv_heads": shape.kv_heads, "batch": shape.batch, "sparsity": round(sparsity, 4),
+            "visible_pairs": round(density, 4), "provider": name, "version": "", "status": states[name],
+            **dict.fromkeys(FIGURES, ""),
+        }  # fmt: skip
+        if name in table:
+            times = forward[name], backward[name]
+            mask_ms, mask_mib = mask_cost(name, table[name][0])
+            row |= {
+                "version": PROVIDERS[name].version(),
+                "forward_ms": round(times[0], 3), "backward_ms": round(times[1], 3),
+                "forward_tflops": round(of_tiles[0] / times[0] / 1e9, 1),
+                "backward_tflops": round(of_tiles[1] / times[1] / 1e9, 1),
+                "both_tflops": round(sum(of_tiles) / sum(times) / 1e9, 1),
+                "both_tflops_of_pairs": round(sum(of_pairs) / sum(times) / 1e9, 1),
                 "mask_ms": round(mask_ms, 3), "mask_mib": round(mask_mib, 2),
-            }
-        )  # fmt: skip
+            }  # fmt: skip
+        rows.append(row)
     return rows
+
+
+def summary(rows: Sequence[dict[str, object]]) -> str:
+    """Return a case in one line: TFLOP/s of both passes (forward / backward) by provider, or why there are none."""
+    first = rows[0]
+    cells = [
+        f"{row['provider']} {row['both_tflops']} ({row['forward_tflops']} / {row['backward_tflops']})"
+        if row["status"] == "timed"
+        else f"{row['provider']} {str(row['status']).partition(':')[0]}"
+        for row in rows
+    ]
+    return f"{first['mask']} {first['length']} {first['head_dim']}/{first['v_head_dim']}: {', '.join(cells)}"
 
 
 def sweep(length: int) -> list[FlashMask]:
@@ -271,75 +343,117 @@ def sweep(length: int) -> list[FlashMask]:
     swept = []
     for count in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128):
         generator = torch.Generator().manual_seed(count)
-        swept.append(masks.causal_document(random_lengths(length, count, generator)).to("cuda"))
+        swept.append(masks.causal_document(random_lengths(length, count, generator)).to(DEVICE))
     return swept
 
 
-def _compile(name: str, family: str, length: int, dim: int, group: int) -> None:
+def run_once(name: str, family: str, shape: Shape) -> None:
     """Run a provider once on a shape, to fill the compilation caches on disk."""
-    batch = 1 if length == CHECKED else max(1, TOKENS // length)
-    kv_heads = HIDDEN // dim // group
-    q, k, v, dout = inputs(batch, kv_heads * group, kv_heads, length, dim)
-    attend = BUILDERS[name](make_mask(family, length))
-    with torch.no_grad():
-        attend(q, k, v)
-    torch.autograd.grad(attend(q, k, v), (q, k, v), dout)
+    tensors = inputs(shape)
+    results_of(PROVIDERS[name].prepare(Case(family, make_mask(family, shape.length), *tensors[:3]))(), tensors)
+    torch.cuda.empty_cache()
 
 
-def precompile(names: Sequence[str], shapes: list[tuple[str, int, int, int]], jobs: int) -> None:
-    """Compile FlexAttention for every kind of mask and every shape in several processes; each takes half a minute."""
+def kernels_of(name: str, family: str, length: int) -> tuple[object, ...] | None:
+    """Return what a provider's kernels depend on beside the width of the heads, or None if it compiles none."""
+    mask = FAMILIES[family](1024, torch.Generator().manual_seed(0))
+    if name.startswith("flex"):
+        return mask.causal, length
+    if name.startswith("flashmask"):
+        return mask.causal, mask.indices.shape[-1]
+    return {"fa4": (family,), "cudnn_flex": ()}.get(name)
+
+
+def precompile(names: Sequence[str], cases: Sequence[tuple[str, Shape]], jobs: int) -> None:
+    """Compile kernels for every case in several processes, which takes minutes one after another.
+
+    A provider that fails here fails again in its turn, where its row says so.
+    """
     work = {}
-    for name in (name for name in names if name.startswith("flex")):
-        for family, length, dim, group in [*shapes, *((f, CHECKED, d, g) for f, _, d, g in shapes)]:
-            if supports(name, family, length):
-                mask = FAMILIES[family](1024, torch.Generator().manual_seed(0))
-                work.setdefault((name, mask.causal, mask.indices.shape[-1], length, dim, group), family)
+    for name in names:
+        for family, shape in cases:
+            kernels = kernels_of(name, family, shape.length)
+            if kernels is not None and PROVIDERS[name].installed():
+                work.setdefault((name, shape.dim, shape.v_dim, *kernels), (name, family, shape))
+                if name.startswith("flashmask"):
+                    work.setdefault((name, shape.dim, shape.v_dim, *kernels, "checked"), (name, family, checked(shape)))
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else each process starts one more for every core
+    tasks = sorted(work.values(), key=lambda task: not task[0].startswith("flex"))  # the slowest first
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        tasks = [
-            pool.submit(_compile, name, family, length, dim, group)
-            for (name, _, _, length, dim, group), family in work.items()
-        ]
-        for task in tasks:
-            task.result()
+        futures = {pool.submit(run_once, *task): task for task in tasks}
+        for number, future in enumerate(as_completed(futures), 1):
+            name, family, shape = futures[future]
+            error = future.exception()
+            state = "compiled" if error is None else f"failed: {type(error).__name__}"
+            log(f"{number} of {len(futures)}: {name} {label(family, shape)}: {state}")
 
 
-def main() -> None:
-    """Run the benchmark from the command line."""
+def label(family: str, shape: Shape) -> str:
+    """Return the name of a case in lines of progress."""
+    return f"{family} {shape.length} {shape.dim}/{shape.v_dim}"
+
+
+def log(text: str) -> None:
+    """Print a line of progress, with the seconds since the start, to stderr."""
+    print(f"[{time.perf_counter() - START:.0f} s] {text}", file=sys.stderr, flush=True)
+
+
+def parse(flags: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the arguments of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--masks", nargs="+", default=list(FAMILIES), choices=FAMILIES)
-    parser.add_argument("--providers", nargs="+", default=list(BUILDERS), choices=BUILDERS)
-    parser.add_argument("--lengths", nargs="+", type=int, default=[8192, 32768, 131072])
-    parser.add_argument("--dims", nargs="+", type=int, default=[64, 128])
+    parser.add_argument("--providers", nargs="+", default=list(DEFAULT), choices=PROVIDERS)
+    parser.add_argument("--lengths", nargs="+", type=int, default=[8192, 32768])
+    parser.add_argument("--dims", nargs="+", type=widths, default=[(64, 64), (128, 128)], help="such as 128 or 192/128")
     parser.add_argument("--group", type=int, default=1, help="query heads per key-value head, 4 for 32/8")
+    parser.add_argument("--hidden", type=int, default=HIDDEN, help="query heads times head_dim, or near it")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="tokens of all rows of a case; at least one row")
     parser.add_argument("--sweep", action="store_true", help="run causal documents of every sparsity, not --masks")
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--jobs", type=int, default=1, help="processes that precompile FlexAttention")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--warmup", type=int, default=1, help="turns before them, beside the one that is checked")
+    parser.add_argument("--tolerance", type=float, default=2e-2, help="largest error of 128 rows, relative")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that compile kernels beforehand")
     parser.add_argument("--compile-only", action="store_true", help="stop after compiling, for a later run")
     parser.add_argument("--csv", help="file to write the rows to")
-    arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("a GPU is needed")
-    names = list(arguments.providers)
-    if importlib.util.find_spec("flash_attn") is None or importlib.util.find_spec("flash_attn.cute") is None:
-        print("flash-attn-4 is not installed: no fa4 and no flex_flash")
-        names = [name for name in names if name not in ("fa4", "flex_flash")]
+    return parser.parse_args(flags)
+
+
+def main(flags: Sequence[str] | None = None) -> None:
+    """Run the benchmark from the command line."""
+    arguments = parse(flags)
     torch.manual_seed(0)
     families = ["causal_document"] if arguments.sweep else arguments.masks
-    shapes = [(f, s, d, arguments.group) for d in arguments.dims for s in arguments.lengths for f in families]
+    shapes = [
+        shape_of(length, dims, arguments.group, arguments.hidden, arguments.tokens)
+        for dims in arguments.dims
+        for length in arguments.lengths
+    ]
     if arguments.jobs > 1 or arguments.compile_only:
-        precompile(names, shapes, arguments.jobs)
+        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+        os.environ.setdefault("FLEX_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # of cudnn.flex_attention
+        precompile(arguments.providers, [(family, shape) for shape in shapes for family in families], arguments.jobs)
     if arguments.compile_only:
         return
-    for dim in arguments.dims:
+    rows: list[dict[str, object]] = []
+    faults: dict[tuple[str, int, int], dict[str, str]] = {}
+    for shape in shapes:
         for family in families:
-            check(names, family, dim, arguments.group)
-    print("every provider agrees with float64", flush=True)
-    rows = []
-    for family, length, dim, group in shapes:
-        for mask in sweep(length) if arguments.sweep else [make_mask(family, length)]:
-            found = measure(names, family, mask, dim, group, arguments.repeats, arguments.warmup)
-            append_rows(arguments.csv, rows, found)
+            key = family, shape.dim, shape.v_dim
+            if key not in faults:
+                faults[key] = own_faults(arguments.providers, family, shape, arguments.tolerance)
+            for mask in sweep(shape.length) if arguments.sweep else [make_mask(family, shape.length)]:
+                found = measure(
+                    arguments.providers,
+                    family,
+                    mask,
+                    shape,
+                    arguments.repeats,
+                    arguments.warmup,
+                    arguments.tolerance,
+                    faults[key],
+                )
+                append_rows(arguments.csv, rows, found, silent=True)
+                print(summary(found), flush=True)
 
 
 if __name__ == "__main__":

@@ -274,8 +274,8 @@ def measure(
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     with peer_hooks(model) if provider == "sdpa_cp" else contextlib.nullcontext():
-        loss = run_step(provider, model, row, group)
-        seconds = seconds_of(lambda: run_step(provider, model, row, group), device, arguments.repeats)
+        losses: list[float] = []
+        seconds = seconds_of(lambda: losses.append(run_step(provider, model, row, group)), device, arguments.repeats)
     peak = torch.tensor(torch.cuda.max_memory_allocated() if device.type == "cuda" else 0.0, device=device)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     ours = provider not in ("whole", "sdpa_cp")
@@ -286,7 +286,7 @@ def measure(
         "gpus": size,
         "tokens": tokens,
         "documents": arguments.documents,
-        "loss": round(loss, 5),
+        "loss": round(losses[0], 5),
         "seconds_per_step": round(seconds, 4),
         "tokens_per_second": round(tokens * (size if provider == "whole" else 1) / seconds),
         "peak_gib": round(float(peak) / 2**30, 2),

@@ -264,8 +264,9 @@ def main() -> None:
     out = Path(arguments.out)
     out.mkdir(parents=True, exist_ok=True)
     if arguments.csv:
-        bars(read(arguments.csv), out)
-        memory(read(arguments.csv), out)
+        rows = [row for row in read(arguments.csv) if row.get("status", "timed") == "timed"]
+        bars(rows, out)
+        memory(rows, out)
     if arguments.sweep:
         latency(read(arguments.sweep), out)
     if arguments.sparse:

@@ -67,7 +67,7 @@ MODULE_KINDS = [
     ("norms", r".*Norm"),
     ("rotary", r".*RotaryEmbedding|.*Attention"),
     ("activation", r".*MLP"),
-    ("adapters", r"Linear"),
+    ("rest of linear layers", r"Linear"),
     ("embedding", r"Embedding"),
     ("residual", r".*DecoderLayer"),
 ]

@@ -101,7 +101,7 @@ def test_modules_tell_the_kind_of_the_other_kernels(benchmark, lora):
     events = list(profiler.events() or ())
     usage, names = step_profile.usage_by_kind(events)
     expected = {"norms", "rotary", "activation", "matrix products", "loss", "optimizer", "copies and casts", "residual"}
-    assert expected | ({"adapters"} if lora else set()) <= set(usage)
+    assert expected | ({"rest of linear layers"} if lora else set()) <= set(usage)
     norms = 2 * model.config.num_hidden_layers  # each runs once in the forward and once in the recomputation
     calls = [event for event in events if event.name in ("aten::rsqrt", "aten::silu", "aten::silu_backward")]
     kinds = {(event.name, step_profile._scope(event, {})) for event in calls if event.name != "aten::silu_backward"}

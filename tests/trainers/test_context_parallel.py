@@ -50,7 +50,7 @@ def test_training_is_that_of_one_process(found, size, name):
     want, got = result(found, 1, name), result(found, size, name)
     assert (want["sharded"], got["sharded"]) == ("Parameter", "DTensor")
     for key in ("loss", "grad_norm", "eval_loss", "keys_per_token"):
-        assert got[key] == pytest.approx(want[key], abs=3e-6)
+        assert got[key] == pytest.approx(want[key], abs=1e-6)
     assert len(got["loss"]) == (4 if name in ("full", "resumed") else 2)
     assert len(got["eval_loss"]) == (2 if name == "full" else 0)
     assert max(want["grad_norm"]) > 1.0  # clipped at 0.3
@@ -58,6 +58,7 @@ def test_training_is_that_of_one_process(found, size, name):
     assert one.keys() == several.keys()
     for key, weight in one.items():
         torch.testing.assert_close(several[key], weight, rtol=0, atol=2e-6)
+        assert (several[key] - weight).norm() <= 1e-6 * weight.norm()
 
 
 @pytest.mark.parametrize(("size", "name"), [(2, "full"), (4, "full"), (2, "tensor parallel")])

@@ -11,6 +11,7 @@ from torch import Tensor
 from flashmask_hf.kernels.hopper.backward_kernel import BLOCK_N, Form, backward_kernel, scale_dq_kernel
 from flashmask_hf.kernels.hopper.descriptors import describable_layout, row_template, tile_template
 from flashmask_hf.kernels.hopper.dq_order import prepare_dq_order
+from flashmask_hf.kernels.hopper.head_dims import Widths, contracted, widths_of
 from flashmask_hf.kernels.launch.descriptors import describable
 from flashmask_hf.kernels.launch.launcher import Launch
 from flashmask_hf.kernels.launch.layout import Layout, layout_like, packed_layout
@@ -21,8 +22,8 @@ from flashmask_hf.plan import ROWS, Plan, plan_columns
 
 __all__ = ["prepare_backward"]
 
-_TILES = {64: (128, 2, 1), 128: (64, 1, 2)}
-"""By head_dim: query rows of a tile, stages of values, and store warps."""
+_TILES = {Widths(64): (128, 2, 1), Widths(128): (64, 1, 2)}
+"""By widths of the tiles: query rows of a tile, stages of values, and store warps."""
 _RESIDENT_BYTES = 8 << 20
 """Bytes of query rows, of heads whose tiles of keys alternate, that the L2 cache should hold."""
 
@@ -34,7 +35,7 @@ def prepare_backward(
 
     Args:
         problem: layouts and settings of the call.
-        dout: layout of the output's gradient, [B, Hq, Sq, D].
+        dout: layout of the output's gradient, [B, Hq, Sq, Dv].
         output: layout of the output and whether lse has a gradient, or None if `delta` is a tensor.
         deterministic: whether to add to dQ in a fixed order, so that repeated runs agree to the bit.
         ordered: whether rows of the gradients are put in orders.
@@ -49,10 +50,12 @@ def prepare_backward(
     dout_given = dout
     q, k, v, dout = map(describable_layout, (*given, dout))
     copies = (q, k, v, dout) != (*given, dout_given)
-    batch, heads, q_len, dim = q.shape
+    batch, heads, q_len, head_dim = q.shape
+    widths = widths_of(head_dim, v.shape[3])
+    width = widths.values
     kv_heads, kv_len = k.shape[1:3]
     device = q.device
-    block_m, value_stages, store_warps = _TILES[dim]
+    block_m, value_stages, store_warps = _TILES[widths]
     padded_len = -(-q_len // ROWS) * ROWS
     n_row_tiles = padded_len // block_m
     subtiles = plan_columns(kv_len) // BLOCK_N.value
@@ -61,9 +64,9 @@ def prepare_backward(
     programs = multiprocessors(device)
     persistent = n_columns * kv_planes > programs
     # Interleaved heads put equal work side by side.
-    interleaved = max(1, _RESIDENT_BYTES // (q_len * dim * (heads // kv_heads) * 4))
+    interleaved = max(1, _RESIDENT_BYTES // (q_len * head_dim * (heads // kv_heads) * 4))
 
-    accum = packed_layout(batch * heads * padded_len * dim // 32, 32, dtype=torch.float32, device=device)
+    accum = packed_layout(batch * heads * padded_len * width // 32, 32, dtype=torch.float32, device=device)
     new_accum = accum.allocator()
     new_counter = packed_layout(1, dtype=torch.int32, device=device).allocator()
     new_delta = packed_layout(batch, heads, q_len, dtype=torch.float32, device=device).allocator()
@@ -77,20 +80,22 @@ def prepare_backward(
     laid_out = told == gradients
 
     make_dq_order = prepare_dq_order(problem, block_m, interleaved) if deterministic else None
-    make_delta: Any = None if output is None else prepare_delta(dout, output[0], q_len, sums=dim)
+    make_delta: Any = None if output is None else prepare_delta(dout, output[0], q_len, sums=width)
     add = Launch(
         backward_kernel,
         min(n_columns * kv_planes, programs),
         heads, kv_heads, kv_planes, interleaved, *problem.plan_shape[:2], q_len, kv_len, *problem.plan_shape[2:],
         n_columns, padded_len, problem.scale, *problem.factors,
         descriptors=(
-            row_template(q, block_m), row_template(k, 64), row_template(v, 64), row_template(dout, block_m),
-            tile_template(accum, 128, 32), row_template(gradients[1], 64), row_template(gradients[2], 64),
+            row_template(q, block_m, width), row_template(k, 64, width), row_template(v, 64, width),
+            row_template(dout, block_m, width), tile_template(accum, 128, 32),
+            row_template(gradients[1], 64, width), row_template(gradients[2], 64, width),
         ),
         FORM=Form(
             **problem.constants, SCATTER=ordered, DQ_ORDER=deterministic, PERSISTENT=persistent, BLOCK_M=block_m,
-            BLOCK_D=dim, SUBTILES=subtiles, VALUE_STAGES=value_stages, STORE_WARPS=store_warps,
-            SCORES_AHEAD=dim == 64 and not problem.softcap,
+            BLOCK_D=width, HEAD_DIM=head_dim, V_HEAD_DIM=v.shape[3], DEPTH=contracted(head_dim),
+            V_DEPTH=contracted(v.shape[3]), SUBTILES=subtiles, VALUE_STAGES=value_stages, STORE_WARPS=store_warps,
+            SCORES_AHEAD=width == 64 and not problem.softcap,
         ),
         num_warps=4,
     )  # fmt: skip
@@ -98,7 +103,7 @@ def prepare_backward(
         scale_dq_kernel,
         2 * n_row_tiles * heads * batch,
         *gradients[0].strides[:3], heads, q_len, n_row_tiles, problem.scale,
-        SCATTER=ordered, BLOCK_M=block_m, BLOCK_D=dim, num_warps=4,
+        SCATTER=ordered, BLOCK_M=block_m, HEAD_DIM=head_dim, num_warps=4,
     )  # fmt: skip
 
     def run(

@@ -65,7 +65,7 @@ from flashmask_hf.kernels.hopper.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from flashmask_hf.kernels.hopper.pipeline import NEVER, read_slot, write_slot
+from flashmask_hf.kernels.hopper.pipeline import NEVER, issue_dots, piece_count, read_slot, write_slot
 from flashmask_hf.kernels.shared.device import LOG2_E
 from flashmask_hf.kernels.shared.intervals import end_column, other_end_column, other_start_column
 from flashmask_hf.plan import PARTIAL_SEGMENTS, ROWS, VISIBLE_SEGMENTS
@@ -195,7 +195,15 @@ class Form(NamedTuple):
     BLOCK_M: int
     """Query rows of a tile."""
     BLOCK_D: int
-    """head_dim"""
+    """Columns of a tile, which are 0 past the head's."""
+    HEAD_DIM: int
+    """Columns of queries and keys."""
+    V_HEAD_DIM: int
+    """Columns of values."""
+    DEPTH: int
+    """Columns of queries and keys that scores are summed over; the others are 0."""
+    V_DEPTH: int
+    """Columns of values that gradients of weights are summed over."""
     SUBTILES: int
     """Tiles of keys in one of the plan."""
     VALUE_STAGES: int
@@ -608,19 +616,21 @@ def _epilogue(
         target = gl.load(order + rows, mask=rows < scalars.kv_len, other=0)
         batch = (kv_plane // scalars.kv_heads).to(gl.int64)
         at = gl.expand_dims(batch * scalars.kv_len + target, 1) * scalars.kv_heads + kv_plane % scalars.kv_heads
-        at = at * BLOCK_D + gl.expand_dims(gl.arange(0, BLOCK_D, gl.SliceLayout(0, ROWS)), 0)
+        dims = gl.expand_dims(gl.arange(0, BLOCK_D, gl.SliceLayout(0, ROWS)), 0)
         inside = gl.expand_dims(rows < scalars.kv_len, 1)
     tile = v_tile.reshape([64, BLOCK_D])
     tile.store(_downcast(dv, DTYPE))
     if FORM.SCATTER:
         group_barrier()
-        gl.store(tensors.dv_rows + at, tile.load(ROWS), mask=inside)
+        at_values = tensors.dv_rows + (at * FORM.V_HEAD_DIM + dims)
+        gl.store(at_values, tile.load(ROWS), mask=inside & (dims < FORM.V_HEAD_DIM))
     mbarrier.wait(barriers.ds_free.index(step & 1), (step // 2) & 1)  # the last dQ has read the keys
     tile = k_tile.reshape([64, BLOCK_D])
     tile.store(_downcast(dk * scalars.scale, DTYPE))
     if FORM.SCATTER:
         group_barrier()
-        gl.store(tensors.dk_rows + at, tile.load(ROWS), mask=inside)
+        at_keys = tensors.dk_rows + (at * FORM.HEAD_DIM + dims)
+        gl.store(at_keys, tile.load(ROWS), mask=inside & (dims < FORM.HEAD_DIM))
     fence_async_shared()
     group_barrier()
     mbarrier.arrive(full, count=1)
@@ -653,7 +663,7 @@ def _accumulate_dkv(WARPGROUP: gl.constexpr, args, FORM: gl.constexpr):
     if SCORES_AHEAD:
         keys = shared.k.index(WARPGROUP).reshape([64, BLOCK_D])
         queries = shared.q.index(0).reshape([BLOCK_M, BLOCK_D])
-        scores = warpgroup_mma(keys, queries.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        scores = issue_dots(keys, queries, no_scores, FORM.DEPTH)
         weights, slopes = _softmax_weights(scores, 0, args, WARPGROUP, FORM, S, DTYPE)
     while row_tiles >= 0:
         k_index = (item & 1) * 2 + WARPGROUP
@@ -671,13 +681,13 @@ def _accumulate_dkv(WARPGROUP: gl.constexpr, args, FORM: gl.constexpr):
             if not SCORES_AHEAD:
                 keys = shared.k.index(k_index + zero).reshape([64, BLOCK_D])
                 mbarrier.wait(barriers.q_full.index(stage), (step // 2) & 1)
-                scores = warpgroup_mma(keys, queries.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+                scores = issue_dots(keys, queries, no_scores, FORM.DEPTH)
                 weights, slopes = _softmax_weights(scores, stage, args, WARPGROUP, FORM, S, DTYPE)
             mbarrier.wait(barriers.do_full.index(stage), (step // 2) & 1)
             if CAP:  # there are no registers for both products
                 dv = warpgroup_mma(gl.convert_layout(weights, OPERAND), dout, dv, is_async=True)
                 dv = warpgroup_mma_wait(0, deps=[dv])
-            dweights = warpgroup_mma(values, dout.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+            dweights = issue_dots(values, dout, no_scores, FORM.V_DEPTH)
             if not CAP:
                 dv = warpgroup_mma(gl.convert_layout(weights, OPERAND), dout, dv, is_async=True)
             delta = gl.expand_dims(shared.delta.index(stage).load(gl.SliceLayout(0, S)), 0)
@@ -697,8 +707,8 @@ def _accumulate_dkv(WARPGROUP: gl.constexpr, args, FORM: gl.constexpr):
                 keys = shared.k.index(next_index + zero).reshape([64, BLOCK_D])
                 queries = shared.q.index(stage ^ 1).reshape([BLOCK_M, BLOCK_D])
                 mbarrier.wait(barriers.q_full.index(stage ^ 1), (step // 2) & 1)
-                scores = warpgroup_mma(keys, queries.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-            dk, dv = warpgroup_mma_wait(1 if SCORES_AHEAD else 0, deps=[dk, dv])
+                scores = issue_dots(keys, queries, no_scores, FORM.DEPTH)
+            dk, dv = warpgroup_mma_wait(piece_count(FORM.DEPTH) if SCORES_AHEAD else 0, deps=[dk, dv])
             _release_rows(stage, FORM)
             if SCORES_AHEAD:
                 weights, slopes = _softmax_weights(scores, stage ^ 1, args, WARPGROUP, FORM, S, DTYPE)
@@ -831,7 +841,7 @@ def backward_kernel(
 @triton.jit(do_not_specialize=["heads", "q_len", "n_row_tiles"])
 def scale_dq_kernel(
     dq_accum, dq, order, dq_b, dq_h, dq_s, heads, q_len, n_row_tiles, scale,
-    SCATTER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    SCATTER: tl.constexpr, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
     """Scale the sums, in the order of `_stage_dq`, and store them to dq [B, Hq, Sq, D]: half a tile of rows a program.
 
@@ -849,4 +859,4 @@ def scale_dq_kernel(
     if SCATTER:
         rows = tl.load(order + plane * q_len + rows, mask=inside, other=0)
     at = plane // heads * dq_b + plane % heads * dq_h + rows.to(tl.int64)[:, None] * dq_s + dims[None, :]
-    tl.store(dq + at, tile.to(dq.dtype.element_ty), mask=inside[:, None] & (dims < BLOCK_D)[None, :])
+    tl.store(dq + at, tile.to(dq.dtype.element_ty), mask=inside[:, None] & (dims < HEAD_DIM)[None, :])

@@ -29,12 +29,13 @@ def tile_template(layout: Layout, *block: int) -> Any:
     return template(_descriptor, layout, *block)
 
 
-def row_template(layout: Layout, rows: int) -> Any:
-    """Return a template for tiles [rows, D] of tensors [B, H, S, D].
+def row_template(layout: Layout, rows: int, width: int | None = None) -> Any:
+    """Return a template for tiles [rows, width] of tensors [B, H, S, D]; None is a width of D.
 
-    Rows past the end of a head are loaded as 0 and not stored.
+    Rows past the end of a head, and columns past D, are loaded as 0 and not stored. Loads count the bytes of the whole
+    tile at their mbarrier.
     """
-    return tile_template(layout, 1, 1, rows, layout.shape[3])
+    return tile_template(layout, 1, 1, rows, width or layout.shape[3])
 
 
 def _descriptor(x: Tensor, shape: list[int], strides: list[int], block: list[int]) -> Any:

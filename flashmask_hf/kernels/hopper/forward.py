@@ -12,6 +12,7 @@ from triton.runtime import driver
 
 from flashmask_hf.kernels.hopper.descriptors import describable_layout, row_template
 from flashmask_hf.kernels.hopper.forward_kernel import Form, forward_kernel
+from flashmask_hf.kernels.hopper.head_dims import Widths, contracted, unsupported_head_dims, widths_of
 from flashmask_hf.kernels.launch.descriptors import describable
 from flashmask_hf.kernels.launch.launcher import Launch
 from flashmask_hf.kernels.launch.layout import packed_layout
@@ -37,6 +38,8 @@ class Config(NamedTuple):
     """Registers of a thread of the consumers."""
     helper_registers: int
     """Registers of a thread of the other roles."""
+    q_stages: int = 2
+    """Tiles of queries in flight: with two, a tile is loaded before the one before it is done."""
 
     @property
     def rows(self) -> int:
@@ -44,14 +47,19 @@ class Config(NamedTuple):
         return 64 * self.warpgroups
 
 
-_FORWARD = {64: Config(2, 128, 2, 216, 72), 128: Config(2, 128, 2, 232, 40)}
-"""Configurations by head_dim."""
+_FORWARD = {
+    Widths(64): Config(2, 128, 2, 216, 72),
+    Widths(128): Config(2, 128, 2, 232, 40),
+    Widths(128, 64): Config(2, 128, 2, 232, 40, q_stages=1),
+    Widths(256): Config(2, 64, 2, 232, 40, q_stages=1),
+}
+"""Configurations by widths of the tiles."""
 
 # With head_dim 64 there are registers for a third consumer, and more consumers hide the exponentials better. Where rows
 # see many tiles of keys, tall tiles are up to 25% faster, as measured on an H200 (bfloat16). Where rows see few, as in
 # short documents or a narrow window, they are up to 70% slower: a tall tile has more tiles of keys at its edges.
-_TALL = {64: Config(3, 128, 2, 160, 32)}
-"""Configurations with tall tiles, by head_dim, for calls whose mask decides (`_configs`)."""
+_TALL = {Widths(64): Config(3, 128, 2, 160, 32)}
+"""Configurations with tall tiles, by widths, for calls whose mask decides (`_configs`)."""
 _TALL_QUERIES = 4096
 """Fewest queries of a head for which tall tiles are offered."""
 _TALL_ROWS = 1 << 18
@@ -66,9 +74,7 @@ def unsupported_reason(device: torch.device, dtype: torch.dtype, head_dim: int, 
         return f"tensors on {device} (it needs a Hopper GPU, compute capability 9.0)"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"dtype {dtype} (it takes bfloat16 and float16)"
-    if head_dim != v_head_dim or head_dim not in _FORWARD:
-        return f"head_dim {head_dim} with values of {v_head_dim} (it takes {' and '.join(map(str, _FORWARD))}, alike)"
-    return None
+    return unsupported_head_dims(head_dim, v_head_dim)
 
 
 def prepare_forward(
@@ -89,13 +95,16 @@ def prepare_forward(
     given = problem.q, problem.k, problem.v
     q, k, v = map(describable_layout, given)
     copies = (q, k, v) != given
-    batch, heads, q_len, _ = q.shape
+    batch, heads, q_len, head_dim = q.shape
+    v_head_dim = v.shape[3]
+    widths = widths_of(head_dim, v_head_dim)
+    width, tail = widths
     kv_heads, kv_len = k.shape[1:3]
     mask_batch, mask_heads, n_q, n_kv = problem.plan_shape
-    configs = _configs(q.shape, problem.softcap != 0, ordered) if config is None else [config]
+    configs = _configs(q.shape, widths, problem.softcap != 0, ordered) if config is None else [config]
     joins = any(config.rows == JOINED_ROWS for config in configs)
     least_tiles = -(-_TALL_TILES * COLUMNS // plan_columns(kv_len)) if len(configs) > 1 else 0
-    out_layout = packed_layout(*q.shape, dtype=q.dtype, device=q.device, order=(0, 2, 1, 3))
+    out_layout = packed_layout(*q.shape[:3], v_head_dim, dtype=q.dtype, device=q.device, order=(0, 2, 1, 3))
     new_out = out_layout.allocator()
     new_lse = packed_layout(batch, heads, q_len, dtype=torch.float32, device=q.device).allocator()
     programs = multiprocessors(q.device)
@@ -111,12 +120,15 @@ def prepare_forward(
             n_tiles, n_rows, heads, kv_heads, mask_batch, mask_heads, q_len, kv_len,
             n_rows if joined else n_q, n_kv, *problem.factors,
             descriptors=(
-                row_template(q, 64), row_template(k, config.columns), row_template(v, config.columns),
-                row_template(out_layout, 64),
+                row_template(q, 64, width), row_template(k, config.columns, width),
+                row_template(v, config.columns, width), row_template(out_layout, 64, width),
+                *([row_template(q, 64, tail), row_template(k, config.columns, tail)] if tail else []),
             ),
             FORM=Form(
                 **problem.constants, SCATTER=ordered, SINKS=problem.sinks, WARPGROUPS=config.warpgroups,
-                SUBTILES=plan_columns(kv_len) // config.columns, STAGES=config.stages, PERSISTENT=persistent,
+                SUBTILES=plan_columns(kv_len) // config.columns, Q_STAGES=config.q_stages, STAGES=config.stages,
+                PERSISTENT=persistent, DEPTH=min(contracted(head_dim), width),
+                TAIL_DEPTH=max(contracted(head_dim) - width, 0), V_HEAD_DIM=v_head_dim,
             ),
             CONSUMER_REGISTERS=config.consumer_registers, HELPER_REGISTERS=config.helper_registers, num_warps=4,
         )  # fmt: skip
@@ -137,6 +149,7 @@ def prepare_forward(
         indices = indices.contiguous()
         sinks = None if sinks is None else sinks.contiguous()
         lists = joined_lists = plan.tiles, plan.counts
+        tails = (q, k) if tail else (None, None)
         chosen_rows = None
         if joins:
             *joined_lists, chosen_rows = join_rows(plan, q_len, least_tiles)
@@ -144,14 +157,16 @@ def prepare_forward(
             tiles, counts = joined_lists if joined else lists
             counter = _counter(q) if persistent else None
             out_rows = out if ordered else None
-            launch(q, k, v, out, out_rows, order, lse, sinks, indices, tiles, counts, counter, chosen_rows)
+            launch(q, k, v, out, *tails, out_rows, order, lse, sinks, indices, tiles, counts, counter, chosen_rows)
         return out, lse
 
     return run
 
 
-def _configs(shape: torch.Size, capped: bool, ordered: bool) -> list[Config]:
-    """Return the configurations for queries of a shape: the usual one and, if the mask is to decide, one of tall tiles.
+def _configs(shape: torch.Size, widths: Widths, capped: bool, ordered: bool) -> list[Config]:
+    """Return the configurations for queries of a shape in tiles of some widths.
+
+    They are the usual one and, if the mask is to decide, one of tall tiles.
 
     Every configuration is launched, and the mask, which only the device knows, decides on the device which launch does
     the work. It decides for the whole call, and the two sum a row in different orders, so the masks of other rows of
@@ -160,10 +175,10 @@ def _configs(shape: torch.Size, capped: bool, ordered: bool) -> list[Config]:
     The tanh of a softcap takes registers that three consumers lack. `ordered` rows are those of sparse attention, where
     each head has its own lists, and short ones in hash buckets.
     """
-    batch, heads, q_len, dim = shape
+    batch, heads, q_len, _ = shape
     many = q_len >= _TALL_QUERIES and batch * heads * q_len >= _TALL_ROWS
-    tall = [_TALL[dim]] if dim in _TALL and many and not capped and not ordered else []
-    return [_FORWARD[dim], *tall]
+    tall = [_TALL[widths]] if widths in _TALL and many and not capped and not ordered else []
+    return [_FORWARD[widths], *tall]
 
 
 _counters: dict[tuple[int, int], Tensor] = {}

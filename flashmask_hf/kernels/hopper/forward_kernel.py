@@ -24,7 +24,8 @@ A work item is a tile of query rows of one head. Every warp has one role, and th
                  <------- q_free ---------------------------------- TMA store of O has read it
 
     x_full and x_free are mbarriers; KEYS_READ, VALUES_READ and MASK_READ are named barriers. Slots, Q and mask bits
-    have two stages, keys and values STAGES.
+    have two stages, keys and values STAGES. Q has one where shared memory is short, and is then loaded behind
+    the first keys.
 
 A consumer issues the scores of the next tile of keys before it waits for the products of this one, so that its softmax
 runs beside the tensor cores. One loop serves all tiles of keys, the first one and partial ones included: short code
@@ -57,7 +58,7 @@ from flashmask_hf.kernels.hopper.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from flashmask_hf.kernels.hopper.pipeline import NEVER, read_slot, write_slot
+from flashmask_hf.kernels.hopper.pipeline import NEVER, issue_dots, read_slot, write_slot
 from flashmask_hf.kernels.shared.device import LN_2, LOG2_E, LOWEST, softcap_tanh
 from flashmask_hf.kernels.shared.intervals import end_column, other_end_column, other_start_column
 
@@ -126,6 +127,8 @@ class Tensors(NamedTuple):
     k: Any  # descriptor, tiles [BLOCK_N, D]
     v: Any  # descriptor, tiles [BLOCK_N, D]
     out: Any  # descriptor, tiles [64, D]
+    q_tail: Any  # descriptor of q, tiles [64, TAIL] of the columns from D on; None if there are no more than D
+    k_tail: Any  # descriptor of k, tiles [BLOCK_N, TAIL] of the columns from D on, or None
     out_rows: Any  # `out` as a pointer if SCATTER
     order: Any  # int32 [B, Hq, Sq] if SCATTER: where each row of the output is put
     lse: Any  # float32 [B, Hq, Sq]
@@ -156,8 +159,10 @@ class Scalars(NamedTuple):
 class Shared(NamedTuple):
     """Shared memory. WARPGROUPS tiles of queries make a stage."""
 
-    q: Any  # [2 * WARPGROUPS, 1, 1, 64, D]
+    q: Any  # [Q_STAGES * WARPGROUPS, 1, 1, 64, D]
     kv: Any  # [2 * STAGES, 1, 1, BLOCK_N, D]: keys by stage, then values by stage
+    q_tail: Any  # [Q_STAGES * WARPGROUPS, 1, 1, 64, TAIL] or None
+    k_tail: Any  # [STAGES, 1, 1, BLOCK_N, TAIL] or None
     mask_bits: Any  # int32 [2 * WARPGROUPS, 2, BLOCK_N]: bit i of word w is row 32 * w + i, set where a pair is visible
     slots: Any  # int32 [2 * Slot.COUNT, 1]
 
@@ -181,8 +186,15 @@ class Form(NamedTuple):
     CAP: Any
     WARPGROUPS: Any
     SUBTILES: Any
+    Q_STAGES: Any
     STAGES: Any
     PERSISTENT: Any
+    DEPTH: Any
+    """Columns of tiles of queries and keys that scores are summed over; the others are 0."""
+    TAIL_DEPTH: Any
+    """The same of their tails; 0 without."""
+    V_HEAD_DIM: Any
+    """Columns of the values, which a tile may exceed: the others are 0."""
 
 
 @gluon.constexpr_function
@@ -206,6 +218,25 @@ def _release_work(barriers, item):
 
 
 @gluon.jit
+def _load_queries(batch, head, row, item, args, FORM: gl.constexpr):
+    """Load the queries of work item number `item` of the program, once those before have left their place."""
+    tensors, _scalars, shared, barriers = args
+    WARPGROUPS: gl.constexpr = FORM.WARPGROUPS
+    M: gl.constexpr = tensors.q.block_shape[2]
+    D: gl.constexpr = tensors.q.block_shape[3]
+    stage = item % FORM.Q_STAGES
+    full = barriers.full.index(Full.Q + stage)
+    mbarrier.wait(barriers.free.index(Free.Q + stage), ((item // FORM.Q_STAGES) & 1) ^ 1)
+    TAIL: gl.constexpr = tensors.q_tail.block_shape[3] if FORM.TAIL_DEPTH else 0
+    mbarrier.expect(full, WARPGROUPS * M * (D + TAIL) * 2)
+    for group in gl.static_range(WARPGROUPS):
+        place = WARPGROUPS * stage + group
+        tma_load(tensors.q, [batch, head, row + group * M, 0], full, shared.q.index(place))
+        if FORM.TAIL_DEPTH:
+            tma_load(tensors.q_tail, [batch, head, row + group * M, D], full, shared.q_tail.index(place))
+
+
+@gluon.jit
 def _produce(args, FORM: gl.constexpr):
     """Producer: schedule work items, and load their queries, keys and values in the order of the plan's lists.
 
@@ -217,6 +248,7 @@ def _produce(args, FORM: gl.constexpr):
     STAGES: gl.constexpr = FORM.STAGES
     M: gl.constexpr = tensors.q.block_shape[2]
     D: gl.constexpr = tensors.q.block_shape[3]
+    TAIL: gl.constexpr = tensors.k_tail.block_shape[3] if FORM.TAIL_DEPTH else 0
     BLOCK_N: gl.constexpr = tensors.k.block_shape[2]
     tile = gl.program_id(0)
     item = 0
@@ -249,13 +281,8 @@ def _produce(args, FORM: gl.constexpr):
         mbarrier.arrive(barriers.full.index(Full.WORK + item % 2))
         following = scalars.n_tiles
 
-        q_stage = item % 2
-        q_full = barriers.full.index(Full.Q + q_stage)
-        mbarrier.wait(barriers.free.index(Free.Q + q_stage), ((item // 2) & 1) ^ 1)
-        mbarrier.expect(q_full, WARPGROUPS * M * D * 2)
-        for group in gl.static_range(WARPGROUPS):
-            at = [batch, head, row + group * M, 0]
-            tma_load(tensors.q, at, q_full, shared.q.index(WARPGROUPS * q_stage + group))
+        if FORM.Q_STAGES == 2:
+            _load_queries(batch, head, row, item, args, FORM)
         for i in range(n):
             nth = i // SUBTILES  # visible tiles are listed from the front, partial ones from the back
             nth = gl.where(nth < visible, nth, scalars.n_kv - 1 - (nth - visible))
@@ -264,8 +291,13 @@ def _produce(args, FORM: gl.constexpr):
             stage = step % STAGES
             if step >= STAGES:
                 named_barrier_sync(NamedBarrier.KEYS_READ + stage, _threads(WARPGROUPS, 1))
-            mbarrier.expect(barriers.k_full.index(stage), BLOCK_N * D * 2)
-            tma_load(tensors.k, [batch, kv_head, column, 0], barriers.k_full.index(stage), shared.kv.index(stage))
+            k_full = barriers.k_full.index(stage)
+            mbarrier.expect(k_full, BLOCK_N * (D + TAIL) * 2)
+            tma_load(tensors.k, [batch, kv_head, column, 0], k_full, shared.kv.index(stage))
+            if FORM.TAIL_DEPTH:
+                tma_load(tensors.k_tail, [batch, kv_head, column, D], k_full, shared.k_tail.index(stage))
+            if FORM.Q_STAGES == 1 and i == 0:
+                _load_queries(batch, head, row, item, args, FORM)
             if step >= STAGES:
                 named_barrier_sync(NamedBarrier.VALUES_READ + stage, _threads(WARPGROUPS, 1))
             mbarrier.expect(barriers.v_full.index(stage), BLOCK_N * D * 2)
@@ -410,7 +442,7 @@ def _online_softmax(scores, row_max, row_sum, factor):
 
 
 @gluon.jit
-def _issue_scores(shared, q_index, stage, layout: gl.constexpr):
+def _issue_scores(shared, q_index, stage, layout: gl.constexpr, FORM: gl.constexpr):
     """Start the scores [64, BLOCK_N] of queries number `q_index` and the keys of `stage`."""
     M: gl.constexpr = shared.q.shape[3]
     D: gl.constexpr = shared.q.shape[4]
@@ -418,7 +450,13 @@ def _issue_scores(shared, q_index, stage, layout: gl.constexpr):
     queries = shared.q.index(q_index + opaque_zero()).reshape([M, D])
     keys = shared.kv.index(stage).reshape([BLOCK_N, D])
     zero = gl.zeros([M, BLOCK_N], gl.float32, layout)
-    return warpgroup_mma(queries, keys.permute((1, 0)), zero, use_acc=False, is_async=True)
+    scores = issue_dots(queries, keys, zero, FORM.DEPTH)
+    if FORM.TAIL_DEPTH:
+        TAIL: gl.constexpr = shared.q_tail.shape[4]
+        queries = shared.q_tail.index(q_index + opaque_zero()).reshape([M, TAIL])
+        keys = shared.k_tail.index(stage).reshape([BLOCK_N, TAIL])
+        scores = issue_dots(queries, keys, scores, FORM.TAIL_DEPTH, True)
+    return scores
 
 
 @gluon.jit
@@ -448,7 +486,7 @@ def _step(
     stage = step % STAGES
     previous = gl.where(step > begin, step - 1, begin)
     v_stage = previous % STAGES
-    scores = _issue_scores(shared, q_index, stage, SCORES)  # [64, BLOCK_N]
+    scores = _issue_scores(shared, q_index, stage, SCORES, FORM)  # [64, BLOCK_N]
     mbarrier.wait(barriers.v_full.index(v_stage), (previous // STAGES) & 1)
     acc = _issue_output(weights, acc, shared, STAGES + v_stage)  # [64, D]
     scores = warpgroup_mma_wait(1, deps=[scores])
@@ -494,11 +532,11 @@ def _consume(WARPGROUP: gl.constexpr, args, FORM: gl.constexpr):
             sink = gl.load(tensors.sinks + read_slot(shared.slots, slot + Slot.HEAD)).to(gl.float32) * LOG2_E
             row_max = gl.maximum(row_max, sink)
 
-        q_stage = item % 2
+        q_stage = item % FORM.Q_STAGES
         q_index = q_stage * WARPGROUPS + WARPGROUP
         begin = step
         stage = step % STAGES
-        mbarrier.wait(barriers.full.index(Full.Q + q_stage), (item // 2) & 1)
+        mbarrier.wait(barriers.full.index(Full.Q + q_stage), (item // FORM.Q_STAGES) & 1)
         mbarrier.wait(barriers.k_full.index(stage), (step // STAGES) & 1)
         weights = gl.zeros([M, BLOCK_N], gl.float32, SCORES)
         weights = gl.convert_layout(weights.to(shared.q.dtype), gl.DotOperandLayout(0, OUT, 2))
@@ -541,10 +579,10 @@ def _consume(WARPGROUP: gl.constexpr, args, FORM: gl.constexpr):
         fence_async_shared()
         group_barrier()
         if FORM.SCATTER:
-            at = ((batch.to(gl.int64) * scalars.q_len + target) * scalars.heads + head) * D
+            at = ((batch.to(gl.int64) * scalars.q_len + target) * scalars.heads + head) * FORM.V_HEAD_DIM
             dims = gl.arange(0, D, gl.SliceLayout(0, ROWS))
             at = tensors.out_rows + gl.expand_dims(at, 1) + gl.expand_dims(dims, 0)
-            gl.store(at, staged.load(ROWS), mask=gl.expand_dims(inside, 1))
+            gl.store(at, staged.load(ROWS), mask=gl.expand_dims(inside, 1) & gl.expand_dims(dims < FORM.V_HEAD_DIM, 0))
         else:
             tma_store(tensors.out, [batch, head, row, 0], shared.q.index(q_index))
         item += 1
@@ -560,7 +598,7 @@ _SIZES = ["n_tiles", "n_rows", "heads", "kv_heads", "mask_batch", "mask_heads", 
 
 @gluon.jit(do_not_specialize=_SIZES)
 def forward_kernel(
-    q, k, v, out, out_rows, order, lse, sinks, indices, tiles, counts, counter, chosen_rows,
+    q, k, v, out, q_tail, k_tail, out_rows, order, lse, sinks, indices, tiles, counts, counter, chosen_rows,
     n_tiles, n_rows, heads, kv_heads, mask_batch, mask_heads, q_len, kv_len, n_q, n_kv, factor, cap_factor,
     FORM: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, HELPER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -569,6 +607,7 @@ def forward_kernel(
     `chosen_rows`, int32 [1] or None: of two launches, that with tiles of so many rows does the work.
     """
     WARPGROUPS: gl.constexpr = FORM.WARPGROUPS
+    Q_STAGES: gl.constexpr = FORM.Q_STAGES
     STAGES: gl.constexpr = FORM.STAGES
     gl.static_assert(STAGES == 2, "named barriers are numbered for two stages")
     M: gl.constexpr = q.block_shape[2]
@@ -576,9 +615,17 @@ def forward_kernel(
     BLOCK_N: gl.constexpr = k.block_shape[2]
     if chosen_rows is not None:
         n_tiles = gl.where(gl.load(chosen_rows) == WARPGROUPS * M, n_tiles, 0)
+    q_tails = None
+    k_tails = None
+    if q_tail is not None:
+        TAIL: gl.constexpr = q_tail.block_shape[3]
+        q_tails = gl.allocate_shared_memory(q.dtype, [Q_STAGES * WARPGROUPS, 1, 1, M, TAIL], q_tail.layout)
+        k_tails = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, BLOCK_N, TAIL], k_tail.layout)
     shared = Shared(
-        q=gl.allocate_shared_memory(q.dtype, [2 * WARPGROUPS, 1, 1, M, D], q.layout),
+        q=gl.allocate_shared_memory(q.dtype, [Q_STAGES * WARPGROUPS, 1, 1, M, D], q.layout),
         kv=gl.allocate_shared_memory(q.dtype, [2 * STAGES, 1, 1, BLOCK_N, D], k.layout),
+        q_tail=q_tails,
+        k_tail=k_tails,
         mask_bits=gl.allocate_shared_memory(
             gl.int32, [2 * WARPGROUPS, 2, BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
         ),
@@ -600,7 +647,7 @@ def forward_kernel(
         mbarrier.init(barriers.v_full.index(i), count=1)
     fence_async_shared()
 
-    tensors = Tensors(q, k, v, out, out_rows, order, lse, sinks, indices, tiles, counts, counter)
+    tensors = Tensors(q, k, v, out, q_tail, k_tail, out_rows, order, lse, sinks, indices, tiles, counts, counter)
     scalars = Scalars(
         n_tiles, n_rows, heads, kv_heads, mask_batch, mask_heads, q_len, kv_len, n_q, n_kv, factor, cap_factor
     )

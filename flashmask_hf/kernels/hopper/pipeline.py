@@ -1,10 +1,10 @@
-"""Device code that the Hopper forward and backward share: scalars that one role of a program hands to the others."""
+"""Device code that the Hopper forward and backward share: scalars handed between roles, and products over head_dim."""
 
 from __future__ import annotations
 
-from flashmask_hf.kernels.hopper.gluon import gl, gluon
+from flashmask_hf.kernels.hopper.gluon import gl, gluon, warpgroup_mma
 
-__all__ = ["NEVER", "read_slot", "write_slot"]
+__all__ = ["NEVER", "issue_dots", "piece_count", "read_slot", "write_slot"]
 
 NEVER = gl.constexpr(2147483647)
 """End of an interval without an end: the largest int32."""
@@ -22,3 +22,40 @@ def write_slot(slots, index, value):
     """Set number `index` of int32 `slots` [n, 1] in shared memory. The caller is a single warp."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     slots.index(index).store(gl.full([1], value, gl.int32, layout))
+
+
+@gluon.constexpr_function
+def piece_count(depth):
+    """Return the number of products that `issue_dots` starts: one for each power of two in `depth`."""
+    return bin(depth).count("1")
+
+
+@gluon.constexpr_function
+def _first_column(depth, nth):
+    """Return the first column of piece number `nth`: pieces get smaller."""
+    start = 0
+    for _ in range(nth):
+        start += _columns(depth, start)
+    return start
+
+
+@gluon.constexpr_function
+def _columns(depth, start):
+    """Return the number of columns of the piece that begins at column `start`."""
+    return 1 << ((depth - start).bit_length() - 1)
+
+
+@gluon.jit
+def issue_dots(a, b, acc, DEPTH: gl.constexpr, ADD: gl.constexpr = False):
+    """Start acc [M, N] = a b', or acc += a b' if ADD, over the first DEPTH columns of a [M, K] and b [N, K].
+
+    The columns that pad a tile are 0 and cost time. DEPTH is a multiple of 16, the depth of a product's instruction.
+    """
+    if a.shape[1] == DEPTH:
+        acc = warpgroup_mma(a, b.permute((1, 0)), acc, use_acc=ADD, is_async=True)
+    else:
+        for nth in gl.static_range(piece_count(DEPTH)):
+            left = a.slice(_first_column(DEPTH, nth), _columns(DEPTH, _first_column(DEPTH, nth)), dim=1)
+            right = b.slice(_first_column(DEPTH, nth), _columns(DEPTH, _first_column(DEPTH, nth)), dim=1)
+            acc = warpgroup_mma(left, right.permute((1, 0)), acc, use_acc=ADD or nth > 0, is_async=True)
+    return acc

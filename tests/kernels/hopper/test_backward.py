@@ -27,6 +27,8 @@ from flashmask_hf.kernels.hopper import dq_order
 # of torch, in a process whose first product is the reference's
 pytestmark = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA context")
 
+HEAD_DIMS = [(32, 32), (40, 40), (48, 64), (64, 24), (72, 72), (80, 80), (96, 96), (112, 128), (120, 8)]
+
 MASKS = {
     "causal_document": lambda: masks.causal_document([200, 312]),
     "prefix_lm_document": lambda: masks.prefix_lm_document([(50, 200), (9, 312)]),
@@ -34,18 +36,32 @@ MASKS = {
 
 
 def _inputs(
-    batch: int, heads: int, kv_heads: int, q_len: int, kv_len: int, dim: int, dtype: torch.dtype, device: str
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    q_len: int,
+    kv_len: int,
+    dim: int,
+    dtype: torch.dtype,
+    device: str,
+    v_dim: int | None = None,
 ) -> list[torch.Tensor]:
     """q, k, v and the output's gradient, laid out [B, S, H, D] in memory."""
     generator = torch.Generator().manual_seed(0)
-    shapes = ((heads, q_len), (kv_heads, kv_len), (kv_heads, kv_len), (heads, q_len))
-    return [torch.randn(batch, n, h, dim, generator=generator).to(device, dtype).transpose(1, 2) for h, n in shapes]
+    v_dim = v_dim or dim
+    shapes = ((heads, q_len, dim), (kv_heads, kv_len, dim), (kv_heads, kv_len, v_dim), (heads, q_len, v_dim))
+    return [torch.randn(batch, n, h, d, generator=generator).to(device, dtype).transpose(1, 2) for h, n, d in shapes]
 
 
 def _compile(
-    dim: int, mask: FlashMask, softcap: float = 0.0, deterministic: bool = False, placed: bool = False
+    dim: int,
+    mask: FlashMask,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    placed: bool = False,
+    v_dim: int | None = None,
 ) -> dict[str, Kernel]:
-    q, k, v, dout = _inputs(1, 4, 2, 512, 512, dim, torch.bfloat16, "cpu")
+    q, k, v, dout = _inputs(1, 4, 2, 512, 512, dim, torch.bfloat16, "cpu", v_dim)
     lse = torch.empty(1, 4, 512)
     tiles = plan.build_plan(mask.indices, mask.causal, 512)
     orders = row_orders(q, k) if placed else None
@@ -71,9 +87,10 @@ def test_compiles(dim: int, form: str, deterministic: bool) -> None:
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["unordered", "ordered"])
-@pytest.mark.parametrize("dim", [64, 128])
-def test_compiles_what_puts_rows_back(dim: int, deterministic: bool) -> None:
-    kernel = _compile(dim, MASKS["prefix_lm_document"](), deterministic=deterministic, placed=True)["backward_kernel"]
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (72, 96)], ids=str)
+def test_compiles_what_puts_rows_back(dims: tuple[int, int], deterministic: bool) -> None:
+    form = MASKS["prefix_lm_document"]()
+    kernel = _compile(dims[0], form, deterministic=deterministic, placed=True, v_dim=dims[1])["backward_kernel"]
     assert kernel.shared <= 227 * 1024
     assert kernel.spills is not None
     assert kernel.spills <= (136 if TRITON >= (3, 9) else 128)  # likewise
@@ -175,6 +192,18 @@ def test_family(monkeypatch: pytest.MonkeyPatch, family: str, dim: int, lengths:
 
 
 @pytest.mark.hopper
+@pytest.mark.parametrize("lengths", [(1, 77), (333, 200), (1023, 1023)], ids=str)
+@pytest.mark.parametrize("family", ["full", "causal_document", "prefix_lm_document", "random_eviction"])
+@pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
+def test_head_dims(dims: tuple[int, int], family: str, lengths: tuple[int, int]) -> None:
+    """Sizes of queries and values that do not fill the tiles."""
+    dtype = torch.bfloat16 if lengths[1] % 2 else torch.float16
+    mask = FAMILIES[family](*lengths[::-1]).to("cuda")
+    inputs = _inputs(2, HEADS, KV_HEADS, *lengths, dims[0], dtype, "cuda", dims[1])
+    _check(inputs, mask, softcap=5.0 if family == "full" else 0.0, deterministic=lengths[0] == 333)
+
+
+@pytest.mark.hopper
 @pytest.mark.parametrize("mask_heads", ["one", "kv", "q"])
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (3, 1)], ids=["MHA", "GQA", "MQA"])
 @pytest.mark.parametrize("dim", [64, 128])
@@ -254,11 +283,11 @@ def test_keys_that_no_row_sees(dim: int, deterministic: bool) -> None:
 @pytest.mark.hopper
 @pytest.mark.parametrize("lengths", [(130, 70), (777, 1111), (2100, 2100)], ids=str)
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2)], ids=["MHA", "GQA"])
-@pytest.mark.parametrize("dim", [64, 128])
-def test_rows_put_back(dim: int, heads: tuple[int, int], lengths: tuple[int, int]) -> None:
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (40, 48), (96, 72)], ids=str)
+def test_rows_put_back(dims: tuple[int, int], heads: tuple[int, int], lengths: tuple[int, int]) -> None:
     """The gradients of `put_rows_back`, to the bit."""
     requires("hopper")
-    q, k, v, dout = _inputs(3, *heads, *lengths, dim, torch.bfloat16, "cuda")
+    q, k, v, dout = _inputs(3, *heads, *lengths, dims[0], torch.bfloat16, "cuda", dims[1])
     indices = torch.randint(0, lengths[0] + 1, (1, 1, lengths[1], 2), generator=torch.Generator().manual_seed(0))
     mask = FlashMask(indices.int().to("cuda"), causal=False, q_len=lengths[0])
     tiles = plan.build_plan(mask.indices, mask.causal, lengths[0])

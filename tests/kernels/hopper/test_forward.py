@@ -42,11 +42,11 @@ FORMS = {
 }
 
 
-def _inputs(batch: int, q_len: int, kv_len: int, dim: int, dtype: torch.dtype, device: str, seed: int = 0):
-    generator = torch.Generator().manual_seed(seed)
+def _inputs(batch: int, q_len: int, kv_len: int, dim: int, dtype: torch.dtype, device: str, v_dim: int | None = None):
+    generator = torch.Generator().manual_seed(0)
     return tuple(
-        torch.randn(batch, length, heads, dim, generator=generator).to(device, dtype).transpose(1, 2)
-        for heads, length in ((HEADS, q_len), (KV_HEADS, kv_len), (KV_HEADS, kv_len))
+        torch.randn(batch, length, heads, width, generator=generator).to(device, dtype).transpose(1, 2)
+        for heads, length, width in ((HEADS, q_len, dim), (KV_HEADS, kv_len, dim), (KV_HEADS, kv_len, v_dim or dim))
     )
 
 
@@ -124,6 +124,21 @@ def test_forward_family(dim: int, config: hopper_forward.Config, family: str, le
     _check(*_inputs(2, q_len, kv_len, dim, dtype, "cuda"), FAMILIES[family](kv_len, q_len), config=config)
 
 
+HEAD_DIMS = [(32, 32), (40, 40), (48, 64), (64, 24), (72, 72), (80, 80), (96, 96), (112, 128), (120, 8)]
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("lengths", [(1, 77), (333, 200), (1023, 1023)], ids=str)
+@pytest.mark.parametrize("family", ["full", "causal_document", "prefix_lm_document", "random_eviction"])
+@pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
+def test_forward_head_dims(dims: tuple[int, int], family: str, lengths: tuple[int, int]) -> None:
+    """Sizes of queries and values that do not fill the tiles."""
+    q_len, kv_len = lengths
+    dtype = torch.bfloat16 if kv_len % 2 else torch.float16
+    inputs = _inputs(2, q_len, kv_len, dims[0], dtype, "cuda", dims[1])
+    _check(*inputs, FAMILIES[family](kv_len, q_len), softcap=5.0 if family == "full" else None)
+
+
 @pytest.mark.hopper
 @pytest.mark.parametrize("n", [(True, 1), (True, 2), (False, 2), (False, 4)], ids=str)
 @pytest.mark.parametrize("lengths", [(333, 200), (130, 700)], ids=str)
@@ -174,8 +189,8 @@ def test_forward_tiles_wider_than_the_kernel_s(
 def test_configs(
     batch: int, heads: int, q_len: int, dim: int, softcap: float, ordered: bool, warpgroups: list[int]
 ) -> None:
-    q = torch.empty(batch, heads, q_len, dim, device="meta")
-    assert [config.warpgroups for config in hopper_forward._configs(q.shape, softcap != 0, ordered)] == warpgroups
+    shape = torch.Size((batch, heads, q_len, dim))
+    assert [config.warpgroups for config in hopper_forward._configs(shape, dim, softcap != 0, ordered)] == warpgroups
 
 
 @pytest.mark.hopper
@@ -208,10 +223,11 @@ def test_forward_more_tiles_than_multiprocessors(dim: int, config: hopper_forwar
 
 @pytest.mark.hopper
 @pytest.mark.parametrize("q_len", [70, 1111, 9000])
+@pytest.mark.parametrize("v_dim", [None, 56])
 @pytest.mark.parametrize(("dim", "config"), CONFIGS)
-def test_forward_rows_put_back(dim: int, config: hopper_forward.Config, q_len: int) -> None:
+def test_forward_rows_put_back(dim: int, config: hopper_forward.Config, v_dim: int | None, q_len: int) -> None:
     """The output of `put_rows_back`, to the bit."""
-    q, k, v = _inputs(3, q_len, 300, dim, torch.bfloat16, "cuda")
+    q, k, v = _inputs(3, q_len, 300, dim, torch.bfloat16, "cuda", v_dim)
     mask = masks.full(300, q_len=q_len, device="cuda")
     tiles = build_plan(mask.indices, mask.causal, q_len)
     order = torch.rand(q.shape[:3], generator=torch.Generator().manual_seed(1)).argsort(-1).to("cuda", torch.int32)
@@ -240,10 +256,13 @@ CUDA = torch.device("cuda", 0)
     [
         ((torch.device("cpu"), torch.bfloat16, 64, 64), "tensors on cpu .*Hopper GPU"),
         ((CUDA, torch.float32, 64, 64), "dtype torch.float32"),
-        ((CUDA, torch.bfloat16, 96, 96), "head_dim 96"),
-        ((CUDA, torch.bfloat16, 128, 64), "head_dim 128 with values of 64"),
-        ((CUDA, torch.bfloat16, 256, 256), "head_dim 256 .*it takes 64 and 128"),
+        ((CUDA, torch.bfloat16, 90, 96), "head_dim 90 with values of 96 .*multiples of 8"),
+        ((CUDA, torch.bfloat16, 96, 90), "head_dim 96 with values of 90 .*multiples of 8"),
+        ((CUDA, torch.bfloat16, 24, 24), "head_dim 24 .*the larger one at least 32"),
+        ((CUDA, torch.bfloat16, 256, 256), "head_dim 256 .*up to 128"),
         ((CUDA, torch.float16, 128, 128), None),
+        ((CUDA, torch.bfloat16, 32, 8), None),
+        ((CUDA, torch.bfloat16, 72, 128), None),
     ],
 )
 def test_unsupported_tensors_are_named(monkeypatch: pytest.MonkeyPatch, given: tuple, message: str | None) -> None:

@@ -51,6 +51,8 @@ from flashmask_hf.rows import put_rows_back
 pytestmark = pytest.mark.interpreter
 
 DTYPES = {64: torch.bfloat16, 128: torch.float16}
+PADDED = [(40, 40), (32, 56), (72, 128), (96, 96)]
+"""Sizes (head_dim, v_head_dim) of which tiles have columns that are filled with zeros."""
 
 
 @pytest.fixture(autouse=True)
@@ -72,8 +74,17 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert not any(counters)
 
 
-def _inputs(dim: int, q_len: int, kv_len: int, batch: int = 2, heads: int = HEADS, kv_heads: int = KV_HEADS):
-    return attention_inputs(Lane("hopper", "cpu", DTYPES[dim]), batch, heads, kv_heads, q_len, kv_len, dim)
+def _inputs(
+    dim: int,
+    q_len: int,
+    kv_len: int,
+    batch: int = 2,
+    heads: int = HEADS,
+    kv_heads: int = KV_HEADS,
+    v_dim: int | None = None,
+):
+    lane = Lane("hopper", "cpu", DTYPES.get(dim, torch.bfloat16))
+    return attention_inputs(lane, batch, heads, kv_heads, q_len, kv_len, dim, v_dim)
 
 
 def _check(inputs, mask: FlashMask, orders: tuple[bool, ...] = (False, True), given=None, **options) -> None:
@@ -100,6 +111,39 @@ def test_family(family: str, dim: int, lengths: tuple[int, int]) -> None:
     q_len, kv_len = lengths
     ordered = bool(len(family) % 2)
     _check(_inputs(dim, q_len, kv_len), FAMILIES[family](kv_len, q_len), (ordered,))
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 3.0}], ids=["plain", "softcap"])
+@pytest.mark.parametrize("dims", PADDED, ids=str)
+def test_padded_tiles(dims: tuple[int, int], options: dict[str, float]) -> None:
+    """What lies beside a row in memory reaches no result, and results stay in their rows."""
+    q, k, v = _inputs(dims[0], 130, 200, v_dim=dims[1])
+    mask = FAMILIES["prefix_lm_document" if options else "causal_document"](200, 130)
+    _check((q, k, v), mask, (dims[0] == 40,), **options)
+
+
+WIDE = [(256, 256), (192, 128), (160, 144), (144, 64), (72, 136)]
+"""Sizes (head_dim, v_head_dim) of which only the forward is a Hopper kernel."""
+
+
+@pytest.mark.parametrize("lengths", [(1, 1), (200, 333)], ids=str)
+@pytest.mark.parametrize("family", ["causal_document", "prefix_lm_document", "hash_sparse"])
+@pytest.mark.parametrize("dims", WIDE, ids=str)
+def test_wide(dims: tuple[int, int], family: str, lengths: tuple[int, int]) -> None:
+    """One stage of queries, tiles of 64 keys or tails of queries and keys; the portable backward reads the LSE."""
+    q_len, kv_len = lengths
+    inputs = attention_inputs(Lane("hopper", "cpu", torch.float16), 2, HEADS, KV_HEADS, q_len, kv_len, *dims)
+    _check(inputs, FAMILIES[family](kv_len, q_len), (False,))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("dims", WIDE[:3], ids=str)
+def test_wide_softcap_and_sinks(dims: tuple[int, int], seed: int) -> None:
+    """More work items than programs, in any order of the roles."""
+    sinks = torch.linspace(-1, 3, HEADS).requires_grad_()
+    inputs = attention_inputs(Lane("hopper", "cpu", torch.float16), 1, HEADS, KV_HEADS, 400, 400, *dims)
+    with interpreted(seed):
+        _check(inputs, masks.sliding_window(400, 150), (False,), softcap=3.0, sinks=sinks)
 
 
 @pytest.mark.parametrize("mask_heads", ["one", "kv", "q"])
@@ -176,12 +220,26 @@ def test_low_scores(dim: int) -> None:
     check_low_scores(Lane("hopper", "cpu", DTYPES[dim]), masks.padding([130], kv_len=200), 200, dim)
 
 
-@pytest.mark.parametrize("dim", DTYPES)
-def test_rows_put_back(dim: int) -> None:
+@pytest.mark.parametrize("dims", WIDE, ids=str)
+def test_wide_rows_put_back(dims: tuple[int, int]) -> None:
+    q, k, v = (x.detach() for x in _inputs(dims[0], 200, 333, v_dim=dims[1]))
+    mask = FAMILIES["document"](333, 200)
+    tiles = plan.build_plan(mask.indices, mask.causal, 200)
+    order, _ = row_orders(q, k)
+    with poisoned():
+        (apart, lse), (together, same) = (
+            hopper_kernels.forward(q, k, v, mask, tiles, None, 0.1, 0.0, order=given) for given in (None, order)
+        )
+    assert torch.equal(put_rows_back(apart, order), together)
+    assert torch.equal(lse, same)
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), *PADDED[1:3]], ids=str)
+def test_rows_put_back(dims: tuple[int, int]) -> None:
     """Rows of the output and all gradients are put in the given order, to the bit, however the roles are scheduled."""
-    q, k, v = (x.detach() for x in _inputs(dim, 200, 333))
-    dout = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).to(q.dtype).transpose(1, 2).contiguous()
-    dout = dout.transpose(1, 2)
+    q, k, v = (x.detach() for x in _inputs(dims[0], 200, 333, v_dim=dims[1]))
+    dout = torch.randn(*q.shape[:3], dims[1], generator=torch.Generator().manual_seed(1)).to(q.dtype)
+    dout = dout.transpose(1, 2).contiguous().transpose(1, 2)
     mask = FAMILIES["document"](333, 200)
     tiles = plan.build_plan(mask.indices, mask.causal, 200)
     order, k_order = row_orders(q, k)

@@ -1,0 +1,280 @@
+"""Attention functions that `attention.py` times, each behind one interface, and the forms of a mask that they need.
+
+`PROVIDERS` names them:
+
+- `flashmask`: `flashmask_attention` with its default implementation.
+- `flashmask_deterministic`: the same with a deterministic order of the sums in the gradient of q.
+- `flashmask_triton`: the portable kernels.
+- `flex_attention`, `flex_flash`: FlexAttention with its Triton and with its FlashAttention-4 backend.
+- `fa4`: FlashAttention-4: dense for full, causal and sliding-window masks, varlen for documents.
+- `cudnn_flex`: NVIDIA's `cudnn.flex_attention`, whose mask is a list of intervals of keys for each query row.
+- `cudnn`, `sdpa` (FlashAttention-2): PyTorch's SDPA, for full and causal masks.
+- `sdpa_dense`: SDPA with the dense mask, for rows of up to 8K tokens.
+
+`fa4` and `flex_flash` need flash-attn-4, and `cudnn_flex` needs nvidia-cudnn-frontend 1.32 or later.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from packed_attention import visible_pairs
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from flashmask_hf import FlashMask, flashmask_attention
+from flashmask_hf.operators.plan import plan_of
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+ROWS = 1024  # query rows that are dense at a time when a mask is converted
+DENSE_LIMIT = 8192  # longest row that `sdpa_dense` runs
+BOUNDS_LIMIT = 2**31  # numbers in a table of row bounds; kernels index it with 32 bits
+
+
+class CannotExpress(Exception):
+    """Error of a provider that has no form for a mask."""
+
+
+class Case(NamedTuple):
+    """A mask and the tensors of a measurement."""
+
+    family: str
+    mask: FlashMask
+    q: Tensor
+    """[B, H, S, D]; k [B, Hkv, S, D] and v [B, Hkv, S, Dv] likewise; laid out as [B, S, H, D] in memory."""
+    k: Tensor
+    v: Tensor
+
+
+@dataclass(frozen=True)
+class Provider:
+    """An attention function.
+
+    Attributes:
+        prepare: function of a case that returns a function without arguments, which makes the provider's own form of
+            the mask and returns the attention under it. It raises `CannotExpress` if the mask has no such form.
+        module: the module that must be installed, or "".
+        package: the distribution whose version a row of results names, "cudnn" for that of PyTorch, or "".
+        makes_mask: whether a new mask costs the provider time.
+    """
+
+    prepare: Callable[[Case], Callable[[], Attention]]
+    module: str = ""
+    package: str = ""
+    makes_mask: bool = True
+
+    def installed(self) -> bool:
+        """Return whether the provider's module is there."""
+        names = self.module.split(".") if self.module else []
+        return all(importlib.util.find_spec(".".join(names[: i + 1])) is not None for i in range(len(names)))
+
+    def version(self) -> str:
+        """Return the name and the version of the provider's package, or ""."""
+        if self.package == "cudnn":
+            return f"cuDNN {torch.backends.cudnn.version()}"
+        return f"{self.package} {importlib.metadata.version(self.package)}" if self.package else ""
+
+
+def row_bounds(mask: FlashMask, copies: int = 1) -> Tensor:
+    """Return the keys that each query row sees as bounds of intervals, the mask of `cudnn.flex_attention`.
+
+    Row i sees the keys [0, F[0, i]), [F[1, i], F[2, i]), [F[3, i], F[4, i]) and so on. Bounds ascend, and the last one
+    is repeated in rows that have fewer intervals than others.
+
+    Args:
+        mask: of one batch entry and one head.
+        copies: how many batch entries the mask is for.
+
+    Returns:
+        F, int32 [2k + 1, copies * Sq], on the mask's device, with the smallest k that holds every row.
+
+    Raises:
+        CannotExpress: there are more than 2**31 bounds.
+    """
+    rows, keys = mask.row_count(), mask.kv_len
+    slices = [slice(first, min(first + ROWS, rows)) for first in range(0, rows, ROWS)]
+
+    def changes(place: slice) -> tuple[Tensor, Tensor]:
+        """Return which keys of some rows end an interval or come before one that starts, and which rows hide key 0."""
+        visible = mask.rows(place).to_dense()[0, 0]
+        return torch.cat([visible[:, 1:] != visible[:, :-1], visible[:, -1:]], 1), ~visible[:, 0]
+
+    count = 0
+    for place in slices:
+        changed, late = changes(place)
+        count = max(count, int((changed.sum(1) + late).max()))
+    if count * rows * copies >= BOUNDS_LIMIT:
+        raise CannotExpress(f"{count} bounds for each of {rows * copies} rows are more than 2^31 numbers")
+    bounds = torch.zeros(count, rows, dtype=torch.int32, device=mask.device)
+    for place in slices:
+        changed, late = changes(place)
+        row, key = changed.nonzero(as_tuple=True)
+        number = changed.sum(1)
+        rank = torch.arange(len(row), device=row.device) - (number.cumsum(0) - number)[row] + late[row]
+        part = bounds[:, place]
+        part += (keys - changed.flip(1).int().argmax(1)) * (number > 0)  # the last bound, everywhere
+        part[0] *= ~late
+        part[rank, row] = (key + 1).int()
+    return bounds.repeat(1, copies)
+
+
+def document_bounds(mask: FlashMask, copies: int = 1) -> Tensor:
+    """Return the bounds of the documents of a document mask, one after another over all copies: int32 [documents + 1].
+
+    Args:
+        mask: a mask of `masks.document` or `masks.causal_document` of one batch entry.
+        copies: how many batch entries the mask is for.
+    """
+    bounds = row_bounds(mask)
+    rows = bounds.shape[1]
+    start = torch.where(bounds[0] > 0, 0, bounds[1]) if len(bounds) > 1 else torch.zeros_like(bounds[0])
+    first = (start.diff(prepend=start.new_tensor([-1])) != 0).nonzero()[:, 0]
+    starts = (first + rows * torch.arange(copies, device=first.device)[:, None]).flatten()
+    return torch.cat([starts, starts.new_tensor([rows * copies])]).int()
+
+
+def _flashmask(impl: str | None, deterministic: bool = False) -> Callable[[Case], Callable[[], Attention]]:
+    """Return the preparation of `flashmask_attention` with an implementation, None for its default."""
+
+    def prepare(case: Case) -> Callable[[], Attention]:
+        def make() -> Attention:
+            fresh = FlashMask(case.mask.indices, case.mask.causal)  # without a cached plan
+            plan_of(fresh, case.mask.row_count())
+            return lambda q, k, v: flashmask_attention(q, k, v, fresh, impl=impl, deterministic=deterministic)
+
+        return make
+
+    return prepare
+
+
+_compiled_flex = torch.compile(flex_attention, dynamic=False)
+
+
+def _flex(backend: str | None) -> Callable[[Case], Callable[[], Attention]]:
+    """Return the preparation of FlexAttention with a backend, None for its default."""
+    options: Any = None if backend is None else {"BACKEND": backend}
+    block = (256, 128) if backend == "FLASH" else 128  # FlashAttention-4 processes two tiles of queries at a time
+
+    def prepare(case: Case) -> Callable[[], Attention]:
+        visible = visible_pairs(case.mask)
+        rows, keys, device = case.mask.row_count(), case.mask.kv_len, str(case.mask.device)
+
+        def make() -> Attention:
+            blocks = create_block_mask(
+                visible, None, None, rows, keys, device=device, BLOCK_SIZE=block, _compile=device != "cpu"
+            )
+            return lambda q, k, v: _compiled_flex(q, k, v, block_mask=blocks, enable_gqa=True, kernel_options=options)
+
+        return make
+
+    return prepare
+
+
+def _swapped(attend: Callable[..., Any], **options: Any) -> Attention:
+    """Return an attention on [B, H, S, D] from one on [B, S, H, D], which may return a tuple with the output first."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = attend(*(x.transpose(1, 2) for x in (q, k, v)), **options)
+        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+
+    return run
+
+
+def _fa4(case: Case) -> Callable[[], Attention]:
+    """Prepare FlashAttention-4: dense, with a window, or varlen."""
+    family, mask, copies = case.family, case.mask, case.q.shape[0]
+    if family not in ("full", "causal", "sliding_window", "document", "causal_document"):
+        raise CannotExpress("FlashAttention-4 alone has no form for it (FlexAttention with FLASH is its way)")
+    from flash_attn.cute import (  # pyright: ignore[reportMissingImports]
+        flash_attn_func,
+        flash_attn_varlen_func,
+    )
+
+    if family in ("full", "causal"):
+        return lambda: _swapped(flash_attn_func, causal=mask.causal)
+    if family == "sliding_window":
+        window = int((mask.rows(slice(mask.row_count() - 1, None)).to_dense()).sum())
+        return lambda: _swapped(flash_attn_func, causal=True, window_size=(window - 1, 0))
+    bounds = document_bounds(mask, copies)
+    longest = int(bounds.diff().max())
+
+    def varlen(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = flash_attn_varlen_func(
+            *(x.flatten(0, 1) for x in (q, k, v)),
+            cu_seqlens_q=bounds,
+            cu_seqlens_k=bounds,
+            max_seqlen_q=longest,
+            max_seqlen_k=longest,
+            causal=mask.causal,
+        )
+        return (out[0] if isinstance(out, tuple) else out).unflatten(0, (copies, -1))
+
+    return lambda: _swapped(varlen)
+
+
+def _cudnn_flex(case: Case) -> Callable[[], Attention]:
+    """Prepare NVIDIA's `cudnn.flex_attention`; the row intervals are there before its plan is made and timed."""
+    bounds = row_bounds(case.mask, case.q.shape[0])[None].contiguous()
+    from cudnn.flex_attention import (  # pyright: ignore[reportMissingImports]
+        create_mask_plan,
+        flex_attn_func,
+    )
+
+    def make() -> Attention:
+        with torch.enable_grad():  # a plan made without gradients has no backward
+            plan = create_mask_plan(bounds, *(x.transpose(1, 2) for x in case[2:]))
+        return _swapped(flex_attn_func, mask_plan=plan)
+
+    return make
+
+
+def _sdpa(backend: SDPBackend) -> Callable[[Case], Callable[[], Attention]]:
+    """Return the preparation of full or causal SDPA with a backend."""
+
+    def prepare(case: Case) -> Callable[[], Attention]:
+        if case.family not in ("full", "causal"):
+            raise CannotExpress("SDPA without a dense mask is full or causal")
+        causal = case.mask.causal
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            with sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+
+        return lambda: attend
+
+    return prepare
+
+
+def _sdpa_dense(case: Case) -> Callable[[], Attention]:
+    """Prepare SDPA with the dense mask."""
+    if case.mask.kv_len > DENSE_LIMIT:
+        raise CannotExpress(f"a dense mask of more than {DENSE_LIMIT} rows is too large")
+
+    def make() -> Attention:
+        visible = case.mask.to_dense()
+        return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=True)
+
+    return make
+
+
+PROVIDERS: dict[str, Provider] = {
+    "flashmask": Provider(_flashmask(None)),
+    "flashmask_deterministic": Provider(_flashmask(None, deterministic=True)),
+    "flashmask_triton": Provider(_flashmask("triton")),
+    "flex_attention": Provider(_flex(None)),
+    "flex_flash": Provider(_flex("FLASH"), "flash_attn.cute", "flash-attn-4"),
+    "fa4": Provider(_fa4, "flash_attn.cute", "flash-attn-4", makes_mask=False),
+    "cudnn_flex": Provider(_cudnn_flex, "cudnn", "nvidia-cudnn-frontend"),
+    "cudnn": Provider(_sdpa(SDPBackend.CUDNN_ATTENTION), package="cudnn", makes_mask=False),
+    "sdpa": Provider(_sdpa(SDPBackend.FLASH_ATTENTION), makes_mask=False),
+    "sdpa_dense": Provider(_sdpa_dense),
+}
+"""The providers by name."""
