@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import triton
 from tools.support import INTERPRETED
 
 if INTERPRETED:
@@ -96,8 +97,13 @@ def test_other_architectures_build(monkeypatch: pytest.MonkeyPatch, target, dims
 @pytest.mark.parametrize("mask_heads", [1, 8], ids=["one mask", "a mask per head"])
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
 @pytest.mark.parametrize("target", [AMPERE, HOPPER, BLACKWELL, MI300], ids=["ampere", "hopper", "blackwell", "mi300"])
-def test_decode(monkeypatch: pytest.MonkeyPatch, target, dims: tuple[int, int], mask_heads: int) -> None:
+def test_decode(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, target, dims: tuple[int, int], mask_heads: int
+) -> None:
     """Decoding has matrix units, keys loaded ahead of their use, two programs to a multiprocessor and few spills."""
+    if target == MI300 and mask_heads > 1 and max(dims) <= 128 and triton.__version__.startswith("3.9."):
+        reason = "the compiler of Triton 3.9 fails, as docs/limits.md says"
+        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
     _pretend(monkeypatch, target)
     dim, v_dim = dims
     q, k, v = (

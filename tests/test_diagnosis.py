@@ -124,7 +124,7 @@ def test_the_table_of_a_gpu_gives_the_reason_for_each_choice(
         elif head_dim == 512:
             assert found == "raises"
             assert reason == "impl='triton' cannot serve head_dim 512 (its limit is 256); impl='torch' can, more slowly"
-        elif hopper and dtype != "float32" and head_dim <= 128:
+        elif hopper and dtype != "float32":
             assert (found, reason) == ("hopper", None)
         else:
             assert found == "triton"

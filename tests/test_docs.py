@@ -150,8 +150,8 @@ def test_a_study_appears_once_it_is_measured(figures, tmp_path):
     )
     text = tables.row_lengths()
     assert body(text) == [
-        ["1B sft", "flashmask", "4,096", "2,000", "5.0 GiB", "8,192", "1,800", "6.0 GiB", ""],
-        ["1B sft", "SDPA", "4,096", "1,000", "5.0 GiB", "4,096", "1,000", "5.0 GiB", "out of memory"],
+        ["1B sft", "flashmask", "4,096", "2,000 / 5.0", "8,192 or more", "1,800 / 6.0"],
+        ["1B sft", "SDPA", "4,096", "1,000 / 5.0", "4,096", "1,000 / 5.0"],
     ]
     drawn = re.findall(r"!\[[^]]+\]\(assets/(\w+)\.svg\)", text)
     assert drawn == ["row_speed_1b", "row_memory_1b"]

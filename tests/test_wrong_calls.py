@@ -224,7 +224,11 @@ WRONG = {
     "head_mask": (lambda: llama()(IDS, head_mask=torch.ones(2, 4)), NotImplementedError, "pass head_mask=None"),
     "alibi": (lambda: llama()(IDS, alibi=torch.zeros(1)), NotImplementedError, "pass alibi=None"),
     "block table": (lambda: llama()(IDS, block_table=torch.zeros(1)), NotImplementedError, "pass block_table=None"),
-    "paged cache": (lambda: llama()(IDS, cache=object()), NotImplementedError, "use attn_implementation='sdpa'"),
+    "paged cache": (
+        lambda: llama()(IDS, read_index=[torch.zeros(1)]),
+        NotImplementedError,
+        "use attn_implementation='sdpa'",
+    ),
     "several documents in cu_seq_lens of a batch": (
         lambda: llama()(IDS, cu_seq_lens_q=torch.tensor([0, 3, 8], dtype=torch.int32)),
         NotImplementedError,

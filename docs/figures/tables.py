@@ -126,25 +126,25 @@ def row_lengths() -> str:
         for name in dict.fromkeys(row["implementation"] for row in ran):
             own = select(ran, implementation=name)
             at = select(own, length=str(max(every, default=0)))
-            end = [row for row in select(ours, implementation=name) if not row["peak_gib"]]
+            ended = [row["tokens_per_second"] for row in select(ours, implementation=name) if not row["peak_gib"]]
             lines.append(
                 (
                     f"{shape.rpartition('-')[2].upper()} {task}",
                     name_of(name),
-                    *(_speed_and_memory(at[0]) if at else ("", "", "")),
-                    *_speed_and_memory(own[-1]),
-                    end[0]["tokens_per_second"] if end else "",
+                    *(_speed_and_memory(at[0]) if at else ("", "")),
+                    f"{int(own[-1]['length']):,}" + ("" if ended == ["out of memory"] else " or more"),
+                    _speed_and_memory(own[-1])[1],
                 )
             )
-    head = ("task", "attention", "tokens a row", "tokens/s", "peak", "longest row", "tokens/s", "peak", "then")
-    shape = "the longest row that all ran, and the longest of each, lengths double from 4,096, random weights"
+    head = ("task", "attention", "tokens a row", "tokens/s / GiB", "longest row", "tokens/s / GiB")
+    shape = "the longest row that all ran, and the longest that fits, lengths double from 4,096, random weights"
     text = table(head, lines, measured(rows, "benchmarks/row_lengths.py --shapes SHAPE", shape))
     return "\n\n" + "\n\n".join(pictures) + text
 
 
-def _speed_and_memory(row: Row) -> tuple[str, str, str]:
-    """Return length, speed and peak memory of a row of `row_lengths.py`."""
-    return f"{int(row['length']):,}", f"{int(row['tokens_per_second']):,}", f"{float(row['peak_gib']):.1f} GiB"
+def _speed_and_memory(row: Row) -> tuple[str, str]:
+    """Return the length of a row of `row_lengths.py`, and its speed and peak memory."""
+    return f"{int(row['length']):,}", f"{int(row['tokens_per_second']):,} / {float(row['peak_gib']):.1f}"
 
 
 def kept() -> str:

@@ -17,6 +17,7 @@ import transformers
 from packaging.version import Version
 from torch import Tensor, nn
 
+from flashmask_hf.backend.keywords import cache_of
 from flashmask_hf.backend.model_hooks import named_arguments, own_modules
 from flashmask_hf.backend.positions import document_starts, run_bounds
 from flashmask_hf.checks import device_assert
@@ -144,8 +145,8 @@ def _keep_documents_apart(model: Any, args: tuple[Any, ...], kwargs: dict[str, A
     if missing is not None:
         if with_lengths and batch > 1:
             way_out = f"pass one row a batch, or {_WAY_OUT}"
-        elif kwargs.get("past_key_values") is not None:
-            way_out = f"pass no past_key_values, or {_WAY_OUT}"
+        elif cache_of(kwargs) is not None:
+            way_out = f"pass no cache, or {_WAY_OUT}"
         elif missing:
             way_out = f"run it on a GPU with {' and '.join(kernels)} installed, or {_WAY_OUT}"
         else:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flashmask_hf.backend.keywords import cache_of
 from flashmask_hf.backend.packed_rows import runs_packed
 from flashmask_hf.backend.positions import next_flagged
 from flashmask_hf.checks import device_assert
@@ -82,7 +83,7 @@ def _ends_of_documents(model: Any, kwargs: dict[str, Any], implementation: str, 
     use_cache = kwargs.get("use_cache")
     if use_cache is None:
         use_cache = getattr(model.config.get_text_config(), "use_cache", False)
-    alone = kwargs.get("past_key_values") is None and kwargs.get("attention_mask") is None and not use_cache
+    alone = cache_of(kwargs) is None and kwargs.get("attention_mask") is None and not use_cache
     if "flash" in implementation and batch > 1:  # FlashAttention finds them in a single row
         alone = False
     if alone and isinstance(positions, Tensor) and positions.dim() == 2 and positions.shape[1] == length:

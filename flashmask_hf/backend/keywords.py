@@ -11,7 +11,7 @@ from transformers.utils.output_capturing import _active_collector
 
 from flashmask_hf.names import PACKED_INDEX, VECTORS
 
-__all__ = ["check_keywords"]
+__all__ = ["cache_of", "check_keywords"]
 
 _USED = {"cu_seq_lens_q", "is_causal", "position_ids", "s_aux", "sliding_window", "softcap", VECTORS}
 """Keywords that change the result and are implemented."""
@@ -29,6 +29,7 @@ _REFUSED = {
     "indices",
     "mask_mod",
     "position_bias",
+    "read_index",
     "score_mod",
     "sinks",
     "window_size",
@@ -67,6 +68,12 @@ _warned: set[str] = set()
 """Unknown keywords that this process has warned of."""
 
 
+def cache_of(kwargs: dict[str, Any]) -> Any:
+    """Return the key-value cache among a model's keywords, or None; transformers 5.24 renamed it to `cache`."""
+    cache = kwargs.get("cache")
+    return kwargs.get("past_key_values") if cache is None else cache
+
+
 def check_keywords(
     module: nn.Module, dropout: float, kwargs: dict[str, Any], implementation: str, options: frozenset[str]
 ) -> None:
@@ -103,7 +110,7 @@ def check_keywords(
                 f"{name} changes the result of attention and is not implemented by {asked}; "
                 + (
                     "use attn_implementation='sdpa' for continuous batching"
-                    if name == "cache"
+                    if name in ("cache", "read_index")
                     else f"pass {name}=None, or use attn_implementation='eager' for this model"
                 )
             )

@@ -16,7 +16,9 @@ from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from transformers.masking_utils import (
     _non_vmap_expansion_sdpa,
     _vmap_expansion_sdpa,
+    and_masks,
     causal_mask_function,
+    packed_sequence_mask_function,
 )
 
 from flashmask_hf.backend.mask_reader import TraceContext, trace
@@ -24,7 +26,10 @@ from flashmask_hf.backend.model_support import refuse_unsupported
 from flashmask_hf.mask import FlashMask, MaskNotRepresentable
 from flashmask_hf.names import FLASHMASK, VECTORS
 
-__all__ = ["mask_hook"]
+__all__ = ["DOCUMENTS", "mask_hook"]
+
+DOCUMENTS = torch.int32
+"""The dtype of a 2D mask that holds the number of each token's document, from 1 on, negative for padding."""
 
 
 def mask_hook(
@@ -54,7 +59,8 @@ def mask_hook(
         q_offset: position of the first query; a tensor with a static cache.
         kv_offset: position of the first key.
         mask_function: which query may see which key, from `transformers/masking_utils.py` or of the caller's own.
-        attention_mask: bool [B, up to kv_offset + Skv], False where a key is padding.
+        attention_mask: bool [B, up to kv_offset + Skv], False where a key is padding; or numbers of documents that do
+            not see each other (`DOCUMENTS`), which section 2 of `patches.py` finds.
         device: where the result lives.
         kwargs: `config` and `use_vmap` are read; the others do not matter here.
 
@@ -78,6 +84,9 @@ def mask_hook(
     same_tokens = q_length == kv_length and not isinstance(q_offset, Tensor) and q_offset == kv_offset == 0
     key_positions = torch.arange(kv_length, device=device) + kv_offset
     context = TraceContext(batch_size, key_positions, same_tokens, is_custom=bool(kwargs.get("use_vmap")))
+    if attention_mask is not None and attention_mask.dtype == DOCUMENTS:
+        mask_function = and_masks(mask_function, packed_sequence_mask_function(attention_mask.abs()))
+        attention_mask = attention_mask > 0
     visible = trace(mask_function, context)
     if visible is None:
         if torch.compiler.is_compiling():

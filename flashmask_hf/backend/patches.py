@@ -1,7 +1,7 @@
 """Patches of transformers: eight changes that its interfaces do not offer, one section each.
 
 All act for this package's attention implementations or batch keys only; everything else gets what it got before. Each
-section says what is patched, why, and what is checked first, in transformers 5.17 to 5.23, with which the patches are
+section says what is patched, why, and what is checked first, in transformers 5.17 to 5.24, with which the patches are
 tested. Code that is not as expected is refused, with an error that names these versions. Applying patches again changes
 nothing.
 """
@@ -26,6 +26,7 @@ from flashmask_hf.backend.branches import check_labels
 from flashmask_hf.backend.document_guard import guard_documents
 from flashmask_hf.backend.forward import attention_forward
 from flashmask_hf.backend.ignored_vectors import check_call
+from flashmask_hf.backend.mask_hook import DOCUMENTS
 from flashmask_hf.backend.model_support import refuse_own_attention
 from flashmask_hf.backend.position_axes import add_text_positions
 from flashmask_hf.backend.position_numbers import renumber_positions
@@ -61,7 +62,7 @@ def _refuse_version(does: str, where: str) -> NoReturn:
     """Raise because code to be patched is missing, or is not as in the versions that the patches are tested with."""
     raise RuntimeError(
         f"transformers {transformers.__version__} {does} in a way that flashmask_hf does not know ({where}); install a "
-        "version it was tested with, pip install 'transformers>=5.17,<5.24', or a newer flashmask-hf"
+        "version it was tested with, pip install 'transformers>=5.17,<5.25', or a newer flashmask-hf"
     )
 
 
@@ -99,7 +100,7 @@ def exclude_from_flash_attention(module: Any) -> None:
     `from_pretrained` then tries to load and cannot; models would pack padding away, choose their FlashAttention classes
     or replace the name with their own kernel's.
 
-    Checked (the same code in 5.17 to 5.23): it is a plain function with its three parameters and no closure, and takes
+    Checked (the same code in 5.17 to 5.24): it is a plain function with its three parameters and no closure, and takes
     "flash_attention_2" and this package's names for FlashAttention, but not "sdpa".
 
     Args:
@@ -143,29 +144,24 @@ def _is_flash_attention(config=None, requested_attention_implementation=None, ve
 
 # 2. Packed documents are found beside a cache or a 2D mask, too.
 
-_OUR_DOCUMENTS = torch.int32
-"""The dtype of document numbers that this patch finds; those of transformers are int64."""
-
-_MASK_ARGUMENTS = [
-    "config", "inputs_embeds", "attention_mask", "past_key_values", "position_ids", "layer_idx",
-    "encoder_hidden_states",
-]  # fmt: skip
+_MASK_ARGUMENTS = ["config", "inputs_embeds", "attention_mask", "position_ids", "layer_idx", "encoder_hidden_states"]
+_CACHES = ("past_key_values", "cache")  # the name of the fourth argument until 5.23, and since
 
 
 def detect_documents_always(module: Any) -> None:
     """Make `_preprocess_mask_arguments` find packed documents in `position_ids` beside a cache or a 2D mask, too.
 
-    Patched: `transformers.masking_utils._preprocess_mask_arguments`, replaced by a wrapper. Since 5.23 also
-    `packed_sequence_compatibility_function`, which measures windows of packed documents by position. For documents that
-    this patch found, the wrapper measures them in rows, as every version does for one document beside a cache or a 2D
-    mask, because positions of padding mean nothing.
+    Patched: `transformers.masking_utils._preprocess_mask_arguments`, replaced by a wrapper. Where transformers itself
+    found no documents, the wrapper returns their numbers in place of the 2D mask, which the mask hook reads
+    (`mask_hook.DOCUMENTS`). It measures windows there in rows, as every version does for one document beside a cache or
+    a 2D mask, because positions of padding mean nothing.
 
     Why: transformers looks for documents only if there is neither a cache nor a mask. A model's default is
     `use_cache=True`, so a plain forward of a packed row would let documents see each other, without an error. A
     `FlashMask` as `attention_mask`, which transformers would ask for attributes of a tensor, raises with the way out.
 
-    Checked (the same signature in 5.17 to 5.23): `_preprocess_mask_arguments` is a plain function with its seven
-    parameters.
+    Checked (the same signature in 5.17 to 5.24, but for the name of the cache): `_preprocess_mask_arguments` is a plain
+    function with its seven parameters.
 
     Args:
         module: `transformers.masking_utils`.
@@ -176,47 +172,30 @@ def detect_documents_always(module: Any) -> None:
     original = getattr(module, "_preprocess_mask_arguments", None)
     if hasattr(original, "finds_documents"):
         return  # applied already
-    if not isinstance(original, types.FunctionType) or list(inspect.signature(original).parameters) != _MASK_ARGUMENTS:
+    expected = [[*_MASK_ARGUMENTS[:3], cache, *_MASK_ARGUMENTS[3:]] for cache in _CACHES]
+    if not isinstance(original, types.FunctionType) or list(inspect.signature(original).parameters) not in expected:
         _refuse_version("prepares masks", f"_preprocess_mask_arguments in {module.__name__}")
 
     @functools.wraps(original)
-    def preprocess(
-        config: Any,
-        inputs_embeds: Tensor,
-        attention_mask: Any,
-        past_key_values: Any,
-        position_ids: Any,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+    def preprocess(config: Any, inputs_embeds: Tensor, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(attention_mask, FlashMask):
             raise TypeError(
                 f"attention_mask is a FlashMask, which transformers does not take; pass {VECTORS}=mask.indices if the "
                 f"model and the mask are causal, else {VECTORS}=mask.bidirectional().indices, and no attention_mask"
             )
-        found = original(config, inputs_embeds, attention_mask, past_key_values, position_ids, *args, **kwargs)
+        found = original(config, inputs_embeds, attention_mask, *args, **kwargs)
+        position_ids = args[1] if len(args) > 1 else kwargs.get("position_ids")  # after the cache
         if config._attn_implementation not in NAMES or position_ids is None:
             return found
         record_positions()
         early_exit, mask, documents, q_length, *sizes = found
         if early_exit or documents is not None or (mask is not None and mask.dim() != 2):
             return found
-        documents = _document_numbers(config, mask, position_ids, inputs_embeds.shape[0], q_length, *sizes)
-        return early_exit, mask, documents, q_length, *sizes
+        numbers = _document_numbers(config, mask, position_ids, inputs_embeds.shape[0], q_length, *sizes)
+        return early_exit, mask if numbers is None else numbers, None, q_length, *sizes
 
     preprocess.finds_documents = True  # type: ignore[attr-defined]
     module._preprocess_mask_arguments = preprocess
-    combine = getattr(module, "packed_sequence_compatibility_function", None)
-    if combine is None:  # before transformers 5.23
-        return
-
-    @functools.wraps(combine)
-    def combine_by_row(mask_function: Any, position_ids: Tensor, packed_sequence_mask: Tensor) -> Any:
-        if packed_sequence_mask.dtype != _OUR_DOCUMENTS:
-            return combine(mask_function, position_ids, packed_sequence_mask)
-        return module.and_masks(mask_function, module.packed_sequence_mask_function(packed_sequence_mask))
-
-    module.packed_sequence_compatibility_function = combine_by_row
 
 
 def _document_numbers(
@@ -229,9 +208,9 @@ def _document_numbers(
     q_offset: int | Tensor,
     kv_offset: int,
 ) -> Tensor | None:
-    """Return the number of each token's document, int32 [B, S], or None if the call does not hold whole rows.
+    """Return the number of each token's document, or None if the call does not hold whole rows.
 
-    Documents start where `document_starts` says.
+    Documents start where `document_starts` says. The numbers are those of `mask_hook.DOCUMENTS`, int32 [B, S].
 
     Raises:
         RuntimeError: a document starts after another one where they cannot be separated (a device-side check): in a
@@ -246,7 +225,8 @@ def _document_numbers(
     starts = document_starts(position_ids, real).expand(batch_size, -1)
     whole = not isinstance(q_offset, Tensor) and q_offset == kv_offset == 0 and q_length == kv_length
     if whole and getattr(config, "attention_chunk_size", None) is None:
-        return starts.cumsum(-1).to(_OUR_DOCUMENTS)
+        numbers = starts.cumsum(-1) + 1
+        return (numbers if real is None else torch.where(real, numbers, -numbers)).to(DOCUMENTS)
     starts = starts | ((position_ids == 0) if real is None else real & (position_ids == 0))  # a row of zeros, too
     column = torch.arange(q_length, device=starts.device) + q_offset
     follows = column > 0  # whether a token that is not hidden stands before
@@ -274,7 +254,7 @@ def refuse_unsupported_models(model_class: Any) -> None:
     columns to its scores, without an error. A tower with attention of its own that asks for no mask of transformers (of
     timm, say) goes on as it is.
 
-    Checked (the same signature in 5.17 to 5.23): it is a plain function with its three parameters.
+    Checked (the same signature in 5.17 to 5.24): it is a plain function with its three parameters.
 
     Args:
         model_class: `transformers.PreTrainedModel`.
@@ -332,7 +312,7 @@ def accept_sparse_options(config_class: type) -> None:
     Why: `PreTrainedConfig.from_dict` takes a keyword for the config's only if the config has that attribute, and leaves
     every other one to the model's class, which refuses it.
 
-    Checked: nothing, since no code of transformers is changed; a test saves and loads the options (5.17 to 5.23).
+    Checked: nothing, since no code of transformers is changed; a test saves and loads the options (5.17 to 5.24).
 
     Args:
         config_class: `transformers.PreTrainedConfig`.
@@ -363,7 +343,7 @@ def guard_models(model_class: Any) -> None:
     and Qwen2-VL read positions in another way than packed rows have them, and transformers gives an attention
     implementation no place at which it sees the model and its call.
 
-    Checked (the same signature in 5.17 to 5.23): it is a plain function without further parameters.
+    Checked (the same signature in 5.17 to 5.24): it is a plain function without further parameters.
 
     Args:
         model_class: `transformers.PreTrainedModel`.
@@ -447,7 +427,7 @@ def check_calls(model_class: Any) -> None:
     collators runs on them under another mask. Trainers that compute their own loss, and evaluation, run no other code
     of this package.
 
-    Checked (the same in 5.17 to 5.23): the class has no `__call__` of its own.
+    Checked (the same in 5.17 to 5.24): the class has no `__call__` of its own.
 
     Args:
         model_class: `transformers.PreTrainedModel`.
@@ -488,7 +468,7 @@ def read_kernel_names(config_class: Any) -> None:
     "ORG/NAME" would be taken for FlashAttention. The getter returns "flashmask" for a name whose attention is that of
     this package; models then get its mask and its checks.
 
-    Checked (the same in 5.17 to 5.23): it is a property with a setter.
+    Checked (the same in 5.17 to 5.24): it is a property with a setter.
 
     Args:
         config_class: `transformers.PreTrainedConfig`.

@@ -20,6 +20,8 @@ from torch.nn.modules.dropout import _DropoutNd
 from transformers import DynamicCache
 from transformers.cache_utils import CacheLayerMixin
 
+from flashmask_hf.backend.keywords import cache_of
+
 __all__ = ["shared_prefill"]
 
 _PER_ROW = ("input_ids", "attention_mask", "position_ids")
@@ -54,7 +56,8 @@ def shared_prefill(model: Any) -> Iterator[None]:
     adapters = getattr(model, "peft_config", {}).values()
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
     activated = any(getattr(adapter, "alora_invocation_tokens", None) for adapter in adapters)  # it looks into each row
-    cached = "past_key_values" in inspect.signature(model.forward).parameters  # some models ignore the cache they get
+    parameters = inspect.signature(model.forward).parameters
+    cached = "past_key_values" in parameters or "cache" in parameters  # some models ignore the cache they get
     elsewhere = model.config.is_encoder_decoder or model.config.model_type == "recurrent_gemma"  # states in its modules
     if activated or not cached or elsewhere:
         yield
@@ -77,7 +80,7 @@ def shared_prefill(model: Any) -> Iterator[None]:
         if not copies:
             return None
         row_of = copies.pop()
-        kwargs["past_key_values"].reorder_cache(row_of)  # filled in place; not every output names it
+        cache_of(kwargs).reorder_cache(row_of)  # filled in place; not every output names it
         output.logits = output.logits[row_of.to(output.logits.device)]
         for name in ("hidden_states", "attentions"):  # all else that `generate` may read
             if output.get(name) is not None:
@@ -97,7 +100,7 @@ def shared_prefill(model: Any) -> Iterator[None]:
 
 def _is_prefill(kwargs: dict[str, Any]) -> bool:
     """Return whether the keywords of a forward are those with which `generate` fills an empty cache, and no others."""
-    cache = kwargs.get("past_key_values")
+    cache = cache_of(kwargs)
     if type(cache) is not DynamicCache or cache.offloading or kwargs.get("return_dict") is not True:
         return False
     if cache.layers and not any(isinstance(layer, CacheLayerMixin) for layer in cache.layers):

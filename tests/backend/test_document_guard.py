@@ -216,7 +216,7 @@ def test_what_kernels_cannot_serve_raises(monkeypatch):
         model(**call)
     model = model_zoo.build("lfm2", "flashmask")
     cache = transformers.DynamicCache(config=model.config)
-    with pytest.raises(ValueError, match="pass no past_key_values, or"):
+    with pytest.raises(ValueError, match="pass no cache, or"):
         model(**call, past_key_values=cache)
 
 

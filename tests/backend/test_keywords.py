@@ -26,6 +26,21 @@ def test_keyword_that_changes_the_result_is_refused(name):
     attend(**{name: None})
 
 
+@pytest.mark.parametrize("name", ["cache", "read_index"])
+def test_paged_caches_name_the_way_out(name):
+    """Layers get the cache itself before transformers 5.24, and its indices since."""
+    with pytest.raises(NotImplementedError, match="use attn_implementation='sdpa' for continuous batching"):
+        attend(**{name: [torch.zeros(1)]})
+
+
+def test_the_cache_is_found_by_either_name():
+    cache = object()
+    assert keywords.cache_of({"cache": cache}) is cache
+    assert keywords.cache_of({"past_key_values": cache}) is cache
+    assert keywords.cache_of({"past_key_values": cache, "cache": None}) is cache
+    assert keywords.cache_of({"use_cache": True}) is None
+
+
 def test_unknown_keyword_warns_once():
     plain, _ = attend()
     with pytest.warns(UserWarning, match="ignores the attention keyword 'temperature'.*use 'eager'"):

@@ -53,10 +53,11 @@ WHOLE: dict[str, Make] = {
     ),
     "documents seen both ways": lambda t: hf.packed_sequence_mask_function(t["documents"]),
 }
-if hasattr(hf, "packed_sequence_compatibility_function"):  # since transformers 5.23
+if hasattr(hf, "remap_positions_for_packed_sequence"):  # since transformers 5.23
 
     def remapped(function: Callable[..., Any], t: dict[str, Tensor]) -> Callable[..., Any]:
-        return hf.packed_sequence_compatibility_function(function, t["positions"], t["documents"])
+        by_position = hf.remap_positions_for_packed_sequence(function, t["positions"])
+        return hf.and_masks(hf.packed_sequence_mask_function(t["documents"]), by_position)
 
     WHOLE |= {
         "positions": lambda t: remapped(hf.causal_mask_function, t),
@@ -281,9 +282,7 @@ needs_remapping = pytest.mark.skipif(
 @needs_remapping
 def test_positions_that_jump_within_a_document_are_refused() -> None:
     documents, positions = torch.tensor([[0, 0, 0, 1, 1, 1]]), torch.tensor([[0, 2, 3, 0, 1, 2]])
-    function = hf.packed_sequence_compatibility_function(
-        hf.sliding_window_causal_mask_function(2), positions, documents
-    )
+    function = remapped(hf.sliding_window_causal_mask_function(2), {"positions": positions, "documents": documents})
     with pytest.raises(RuntimeError, match="positions do not count on within a document"):
         mask_hook(batch_size=1, q_length=6, kv_length=6, mask_function=function)
 

@@ -1,9 +1,11 @@
 """Patches of transformers: they act for this backend only, and only where the code is as expected."""
 
 import copy
+import re
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,10 +21,11 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers import masking_utils as hf_masks
+from transformers.models.gptj import modeling_gptj
 from transformers.utils import generic
 
 import flashmask_hf  # applies the patches
-from flashmask_hf.backend import patches
+from flashmask_hf.backend import mask_hook, patches
 
 # 1. The names are not FlashAttention's.
 
@@ -135,15 +138,18 @@ def config():
 def test_documents_beside_a_mask(config):
     padding = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1, 0, 0]])
     positions = torch.tensor([[0, 0, 0, 1, 2, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5, 6, 0, 0]])
-    *_, documents, _, _, _, _ = preprocess(config, positions=positions, padding=padding)
-    assert documents.tolist() == [[0, 0, 1, 1, 1, 2, 2, 2, 2], [1] * 9]
+    _, mask, documents, *_ = preprocess(config, positions=positions, padding=padding)
+    assert documents is None  # what transformers finds
+    assert mask.dtype == mask_hook.DOCUMENTS
+    assert mask.tolist() == [[-1, -1, 2, 2, 2, 3, 3, 3, 3], [2] * 7 + [-2] * 2]
 
 
 def test_several_documents_beside_a_mask_of_another_length_are_refused(config):
     short = torch.ones(1, 8, dtype=torch.int64)
-    *_, documents, _, kv_length, _, _ = preprocess(config, positions=torch.arange(9)[None], padding=short)
+    _, mask, documents, _, kv_length, _, _ = preprocess(config, positions=torch.arange(9)[None], padding=short)
     assert kv_length == 8
     assert documents is None
+    assert mask.dtype == torch.bool
     with pytest.raises(RuntimeError, match=r"position_ids start again at 0 .*pass whole rows"):
         preprocess(config, positions=PACKED, padding=short)
 
@@ -185,7 +191,13 @@ def test_document_patch_refuses_unknown_code(source):
     "config",
     [
         FalconConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4),
-        GPTJConfig(vocab_size=64, n_embd=32, n_layer=1, n_head=4, rotary_dim=4),
+        pytest.param(
+            GPTJConfig(vocab_size=64, n_embd=32, n_layer=1, n_head=4, rotary_dim=4),
+            marks=pytest.mark.skipif(
+                not hasattr(modeling_gptj, "GPTJ_ATTENTION_CLASSES"),
+                reason="cpu lane: GPT-J looks attention up by name since transformers 5.24",
+            ),
+        ),
         GPTNeoConfig(vocab_size=64, hidden_size=32, num_layers=1, attention_types=[[["global"], 1]], num_heads=4),
     ],
     ids=lambda config: config.model_type,
@@ -300,6 +312,15 @@ def test_model_patch_refuses_unknown_code(method):
         RuntimeError, match=r"get_correct_attn_implementation of Model.*install a version it was tested"
     ):
         patches.refuse_unsupported_models(model_class)
+
+
+def test_the_versions_of_the_message_are_those_that_pip_installs():
+    """The message of a transformers that the patches do not know, and the extra that it names."""
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    with pytest.raises(RuntimeError) as refused:
+        patches._refuse_version("", "")
+    (versions,) = re.findall(r"'(transformers>=[\d.]+,<[\d.]+)'", str(refused.value))
+    assert f'"{versions}"' in text
 
 
 def test_applying_twice_changes_nothing():

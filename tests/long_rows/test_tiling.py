@@ -277,6 +277,9 @@ class Kept:
         return self.tensors[place]
 
 
+@pytest.mark.filterwarnings(
+    "ignore:A saved_tensors_hooks context:FutureWarning"
+)  # torch 2.15: they do not see attention
 @pytest.mark.parametrize("hooks", [False, True], ids=["", "hooks"])
 @pytest.mark.parametrize(
     ("options", "adapter", "backward"),

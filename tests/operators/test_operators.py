@@ -26,6 +26,7 @@ from flashmask_hf.torch_state import is_intercepted
 LANES = lanes((torch.float32,), (torch.float32,), (torch.bfloat16,))
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch 2.15's own
 @pytest.mark.parametrize("lane", LANES)
 @pytest.mark.parametrize("with_sinks", [False, True], ids=["plain", "sinks"])
 def test_opcheck(lane: Lane, with_sinks: bool) -> None:
@@ -333,6 +334,9 @@ LISTENERS = {
 PASSED = {"plain": _step, "parameters": lambda: _step(torch.nn.Parameter)}
 
 
+@pytest.mark.filterwarnings(
+    "ignore:There is a performance drop:UserWarning"
+)  # vmap, since torch 2.15 also for one call
 @pytest.mark.parametrize("again", [False, True], ids=["first", "repeated"])
 @pytest.mark.parametrize("listener", [*PASSED, *LISTENERS])
 def test_the_dispatcher_is_passed_where_nothing_listens(

@@ -42,6 +42,7 @@ from flashmask_hf import FlashMask, call, implementations, masks, plan
 from flashmask_hf.kernels.hopper import backward as hopper_backward
 from flashmask_hf.kernels.hopper import backward_kernel
 from flashmask_hf.kernels.hopper import forward as hopper_forward
+from flashmask_hf.kernels.hopper.head_dims import widths_of
 from flashmask_hf.kernels.launch import descriptors
 from flashmask_hf.kernels.launch.layout import layout_of
 from flashmask_hf.operators.attention import flash_attn_backward, flash_attn_forward
@@ -183,7 +184,7 @@ def test_the_mask_decides_on_tall_tiles(monkeypatch: pytest.MonkeyPatch, window:
     inputs = _inputs(64, 700, 700, 1, 2, 1)
     mask = masks.sliding_window(700, window)
     _check(inputs, mask, (False,))
-    config = (hopper_forward._TALL if warpgroups == 3 else hopper_forward._FORWARD)[64]
+    config = (hopper_forward._TALL if warpgroups == 3 else hopper_forward._FORWARD)[widths_of(64, 64)]
     tiles = plan.build_plan(mask.indices, mask.causal, 700)
     with interpreted() as names, poisoned():
         taken, alone = (
