@@ -40,7 +40,7 @@ from tools.gluon_interpreter import interpreted
 
 from flashmask_hf import FlashMask, call, implementations, masks, plan
 from flashmask_hf.kernels.hopper import backward as hopper_backward
-from flashmask_hf.kernels.hopper import backward_kernel
+from flashmask_hf.kernels.hopper import backward_roles
 from flashmask_hf.kernels.hopper import forward as hopper_forward
 from flashmask_hf.kernels.launch import descriptors
 from flashmask_hf.kernels.launch.layout import layout_of
@@ -172,7 +172,7 @@ def test_tiles_wider_than_the_kernel_s(monkeypatch: pytest.MonkeyPatch, dim: int
 
 @pytest.mark.parametrize("dim", DTYPES)
 def test_long_ranges_begin_in_different_places(monkeypatch: pytest.MonkeyPatch, dim: int) -> None:
-    monkeypatch.setattr(backward_kernel, "_SPREAD_ROWS", gluon.gl.constexpr(256))
+    monkeypatch.setattr(backward_roles, "_SPREAD_ROWS", gluon.gl.constexpr(256))
     _check(_inputs(dim, 700, 500, 1), masks.full(500, q_len=700), (False,))
 
 
