@@ -34,6 +34,27 @@ class Kernel:
     assembly: str
     shared: int
     spills: int | None
+    cubin: bytes = b""
+
+    def instructions(self) -> list[str]:
+        """Return the machine instructions of a kernel for NVIDIA."""
+        return re.findall(r"/\*[0-9a-f]{4,}\*/\s+(.*?) *;", _cuobjdump("-sass", self.cubin))
+
+    def spilling_roles(self) -> set[int]:
+        """Return the registers that the roles of a warp-specialized kernel have whose registers spill."""
+        roles, registers = set(), 0
+        for instruction in self.instructions():
+            if "USETMAXREG" in instruction:
+                registers = int(instruction.split()[-1], 16)
+            elif re.search(r"\b(LDL|STL)\b", instruction):
+                roles.add(registers)
+        return roles
+
+    def serializes_products(self) -> bool:
+        """Return whether the assembler made every product of warpgroups wait for the one before."""
+        instructions = self.instructions()
+        waits, products = (sum(name in x for x in instructions) for name in ("WARPGROUP.DEPBAR", "HGMMA"))
+        return waits >= products
 
 
 class _Driver:
@@ -95,12 +116,17 @@ def _inspect(kernel: Any, target: GPUTarget) -> Kernel:
     name, shared = kernel.metadata.name, kernel.metadata.shared
     if target.backend == "hip":
         return Kernel(name, kernel.asm["amdgcn"], shared, None)
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    cubin = kernel.asm["cubin"]
+    usage = _cuobjdump("-res-usage", cubin)
     match = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", usage)
     assert match, usage
     _, stack, _, local = map(int, match.groups())
-    return Kernel(name, kernel.asm["ptx"], shared, stack + local)
+    return Kernel(name, kernel.asm["ptx"], shared, stack + local, cubin)
+
+
+def _cuobjdump(option: str, cubin: bytes) -> str:
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
