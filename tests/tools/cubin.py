@@ -36,24 +36,26 @@ class Kernel:
     spills: int | None
     cubin: bytes = b""
 
-    def instructions(self) -> list[str]:
-        """Return the machine instructions of a kernel for NVIDIA."""
-        return re.findall(r"/\*[0-9a-f]{4,}\*/\s+(.*?) *;", _cuobjdump("-sass", self.cubin))
+    def instructions(self) -> list[tuple[int, str]]:
+        """Return the machine instructions of a kernel for NVIDIA, with their addresses."""
+        found = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?) *;", _cuobjdump("-sass", self.cubin))
+        return [(int(address, 16), instruction) for address, instruction in found]
 
-    def spilling_roles(self) -> set[int]:
-        """Return the registers that the roles of a warp-specialized kernel have whose registers spill."""
-        roles, registers = set(), 0
-        for instruction in self.instructions():
-            if "USETMAXREG" in instruction:
-                registers = int(instruction.split()[-1], 16)
-            elif re.search(r"\b(LDL|STL)\b", instruction):
-                roles.add(registers)
-        return roles
+    def spills_beside_products(self) -> int:
+        """Return how many instructions spill registers, or load them again, in the innermost loops with products."""
+        instructions = self.instructions()
+        branches = [(at, re.search(r"\bBRA\b.* 0x([0-9a-f]+)", x)) for at, x in instructions]
+        loops = [(int(match[1], 16), at) for at, match in branches if match and int(match[1], 16) < at]
+        products = [at for at, x in instructions if "HGMMA" in x]
+        loops = [(a, b) for a, b in loops if any(a <= at <= b for at in products)]
+        innermost = [(a, b) for a, b in loops if not any(a <= c and d <= b and (a, b) != (c, d) for c, d in loops)]
+        spills = [at for at, x in instructions if re.search(r"\b(LDL|STL)\b", x)]
+        return sum(any(a <= at <= b for a, b in innermost) for at in spills)
 
     def serializes_products(self) -> bool:
         """Return whether the assembler made every product of warpgroups wait for the one before."""
         instructions = self.instructions()
-        waits, products = (sum(name in x for x in instructions) for name in ("WARPGROUP.DEPBAR", "HGMMA"))
+        waits, products = (sum(name in x for _, x in instructions) for name in ("WARPGROUP.DEPBAR", "HGMMA"))
         return waits >= products
 
 

@@ -352,7 +352,7 @@ def backward_kernel(
                 (store_gradients, (0, args, FORM)),
             ],
             [4, 4, 1, 1],
-            [200, 72, 32, 32],  # 208 are left; with fewer for dV, the assembler would make products wait for each other
+            [192, 64, 32, 32],  # 224 are left for dV, whose products the assembler would serialize with fewer
         )
 
 

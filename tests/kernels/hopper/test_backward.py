@@ -85,7 +85,8 @@ def test_compiles(dims: tuple[int, int], form: str, deterministic: bool) -> None
     assert kernel.shared <= 227 * 1024
     assert kernel.spills is not None
     assert kernel.spills <= 128  # most of the warp that loads, which has 32 registers; 88 with Triton 3.6
-    assert dims not in WIDE or kernel.spilling_roles() <= {32}  # of those two, beside their loops
+    # A load of what stays the same. Later versions lay the roles out as parts of one loop.
+    assert dims not in WIDE or TRITON >= (3, 9) or kernel.spills_beside_products() <= 1
     assert not kernel.serializes_products()
 
 
