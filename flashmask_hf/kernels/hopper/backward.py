@@ -41,6 +41,7 @@ _TILES = {
     Widths(128, 64): Tiles(64, 1, 1, 1, 2, 4, 1),
     Widths(256): Tiles(64, 1, 1, 1, 1, 3, 1),
 }
+"""Tiles by the columns of queries, keys and values."""
 _RESIDENT_BYTES = 8 << 20
 """Bytes of query rows, of heads whose tiles of keys alternate, that the L2 cache should hold."""
 

@@ -1,9 +1,11 @@
 """Device code of the Hopper backward: one persistent, warp-specialized kernel over key tiles (FlashMask, algorithm 2).
 
-A program stays on a multiprocessor and takes one tile of 128 keys of one key-value head after the other from a counter
+A program stays on a multiprocessor and takes one tile of keys of one key-value head after the other from a counter
 (persistent tile scheduler). It keeps the keys and values in shared memory and walks the tiles of query rows that see
 them, of all query heads that share the head. Scores are made transposed, [keys, rows], so that softmax weights and
-their gradients stay in registers as operands for dV and dK. Every warp has one role, and the roles meet at barriers:
+their gradients stay in registers as operands for dV and dK. Every warp has one role, and the roles meet at barriers.
+Tiles have 128 keys, and the roles are these, where heads have up to 128 columns; `backward_wide` has those of wider
+ones, which take 64 keys:
 
     producer               dK, dV (2 warpgroups,            dQ (1 warpgroup)         store (1 or 2 warps)
     (1 warp)               64 keys each)
@@ -28,8 +30,8 @@ their gradients stay in registers as operands for dV and dK. Every warp has one 
     <--- keys_free -------------------------------------------------------------------------- (TMA has read them)
 
     ROWS_FREE is a named barrier, the others are mbarriers. Tiles of rows with their log-sum-exp, delta and slots, dS
-    and keys have two stages. Values have VALUE_STAGES: two with head_dim 64. With head_dim 128 there is room for one,
-    and the store warps load the values, once the gradients before have left their place.
+    and keys have two stages. Values have VALUE_STAGES: two with 64 columns. With 128 columns there is room for one, and
+    the store warps load the values, once the gradients before have left their place.
 
 A kernel of its own, `scale_dq_kernel`, turns the float32 sums `dq_accum` into dQ.
 """

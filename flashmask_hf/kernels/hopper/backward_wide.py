@@ -1,7 +1,7 @@
-"""The roles of the Hopper backward that accumulate gradients where they are wide: 64 keys at a time, up to 256 columns.
+"""Device code of the Hopper backward for heads of more than 128 columns: the roles that accumulate gradients.
 
-dK and dV of 64 keys take 256 registers of every thread of a warpgroup. So each has a warpgroup of its own, and softmax
-weights pass from one to the other:
+With 256 columns, dK and dV of 64 keys take 256 registers of every thread of a warpgroup. So each has a warpgroup of its
+own, for tiles of 64 keys, and softmax weights pass from one to the other:
 
     dV (1 warpgroup)             dK (1 warpgroup)              dQ (1 warpgroup)
     S' = K Q'                    dP' = V dO'
@@ -17,8 +17,8 @@ weights pass from one to the other:
                                  <---------------- ds_free --- (K is read)
     dV in the place of V         dK in the place of K
 
-The other roles and barriers are those of `backward_kernel`. The gradients of the output may have one stage, DO_FREE
-then says that both warpgroups have read them.
+The other roles and barriers are those of `backward_kernel`; keys and values have one stage, which the producer loads.
+The gradients of the output may have one stage, too: DO_FREE then says that both warpgroups have read them.
 """
 
 # Device code: a tile or a constexpr reads as an int or a function there.
