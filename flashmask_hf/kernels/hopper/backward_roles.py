@@ -62,6 +62,10 @@ _SPREAD_ROWS = gl.constexpr(4096)
 """Rows of a segment from which programs begin it in different places, so that neighbours do not meet in dQ."""
 
 
+_DO_THREADS = gl.constexpr(2 * 128 + 32)
+"""Threads at DO_FREE: two warpgroups, and the producer, which waits for them."""
+
+
 @device_enum
 class Slot:
     """Numbers that describe a tile of rows and the tile of keys that it is walked for."""
@@ -193,7 +197,7 @@ def release_rows(stage, FORM: gl.constexpr):
 def release_dout(FORM: gl.constexpr):
     """Arrive at DO_FREE for one of the two warpgroups that read the gradients of the output, if they have one stage."""
     if FORM.DO_STAGES == 1:
-        named_barrier_arrive(NamedBarrier.DO_FREE, 2 * 128 + 32)
+        named_barrier_arrive(NamedBarrier.DO_FREE, _DO_THREADS)
 
 
 @gluon.jit
@@ -329,7 +333,7 @@ def _load_rows(
     _expect_rows(barriers.q_full.index(stage), first, FORM.BLOCK_D, FORM)
     if FORM.DO_STAGES == 1:
         if step >= 1:
-            named_barrier_sync(NamedBarrier.DO_FREE, 2 * 128 + 32)
+            named_barrier_sync(NamedBarrier.DO_FREE, _DO_THREADS)
         _load_dout(batch, head, row, step, first, args, FORM)
 
 
