@@ -258,7 +258,7 @@ def test_buckets_are_directions() -> None:
 @pytest.mark.hopper
 @pytest.mark.parametrize("lengths", [(700, 700), (130, 900)], ids=str)
 @pytest.mark.parametrize("attend", [qk_sparse_attention, hash_sparse_attention])
-@pytest.mark.parametrize("dim", [64, 96, 128])
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
 def test_hopper(dim: int, attend, lengths: tuple[int, int]) -> None:
     q_len, kv_len = lengths
     generator = torch.Generator().manual_seed(0)

@@ -296,7 +296,7 @@ def check_random_call(seed: int, device: str, impls: list[str], dtypes: list[tor
     batch, kv_heads, group = draw.randint(1, 3), draw.choice([1, 2]), draw.choice([1, 2, 4])
     q_len = draw.randint(1, longest)
     kv_len = q_len if draw.random() < 0.5 else draw.randint(1, longest)
-    dim, dtype = draw.choice([64, 96, 128]), draw.choice(dtypes)
+    dim, dtype = draw.choice([64, 96, 128, 256]), draw.choice(dtypes)
     mask_heads = draw.choice([1, kv_heads, kv_heads * group])
     mask = _random_mask(draw, draw.choice([1, batch]), mask_heads, q_len, kv_len).to(device)
     shape = (batch, kv_heads * group, kv_heads, q_len, kv_len, dim)
