@@ -192,7 +192,7 @@ def test_family(monkeypatch: pytest.MonkeyPatch, family: str, dim: int, lengths:
 
 
 @pytest.mark.hopper
-@pytest.mark.parametrize("lengths", [(1, 77), (333, 200), (1023, 1023)], ids=str)
+@pytest.mark.parametrize("lengths", [(1, 77), (200, 333), (1023, 1023)], ids=str)
 @pytest.mark.parametrize("family", ["full", "causal_document", "prefix_lm_document", "random_eviction"])
 @pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
 def test_head_dims(dims: tuple[int, int], family: str, lengths: tuple[int, int]) -> None:
@@ -200,7 +200,7 @@ def test_head_dims(dims: tuple[int, int], family: str, lengths: tuple[int, int])
     dtype = torch.bfloat16 if lengths[1] % 2 else torch.float16
     mask = FAMILIES[family](*lengths[::-1]).to("cuda")
     inputs = _inputs(2, HEADS, KV_HEADS, *lengths, dims[0], dtype, "cuda", dims[1])
-    _check(inputs, mask, softcap=5.0 if family == "full" else 0.0, deterministic=lengths[0] == 333)
+    _check(inputs, mask, softcap=5.0 if family == "full" else 0.0, deterministic=lengths[0] == 200)
 
 
 @pytest.mark.hopper

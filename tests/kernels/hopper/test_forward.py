@@ -140,7 +140,7 @@ HEAD_DIMS = [
 
 
 @pytest.mark.hopper
-@pytest.mark.parametrize("lengths", [(1, 77), (333, 200), (1023, 1023)], ids=str)
+@pytest.mark.parametrize("lengths", [(1, 77), (200, 333), (1023, 1023)], ids=str)
 @pytest.mark.parametrize("family", ["full", "causal_document", "prefix_lm_document", "random_eviction"])
 @pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
 def test_forward_head_dims(dims: tuple[int, int], family: str, lengths: tuple[int, int]) -> None:
@@ -214,7 +214,7 @@ def test_the_mask_decides_on_tall_tiles(monkeypatch: pytest.MonkeyPatch, window:
     q, k, v = _inputs(2, 4200, 4200, 64, torch.bfloat16, "cuda")
     mask = masks.sliding_window(4200, window, device="cuda")
     tiles = build_plan(mask.indices, mask.causal, 4200)
-    configs = [None, hopper_forward._TALL[64], hopper_forward._FORWARD[64]]
+    configs = [None, hopper_forward._TALL[Widths(64)], hopper_forward._FORWARD[Widths(64)]]
     with poisoned():
         taken, tall, usual = (
             hopper_kernels.forward(q, k, v, mask, tiles, None, 0.1, 0.0, config=config) for config in configs
