@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -68,7 +69,8 @@ def run(main: Callable[[Sequence[str]], None]) -> None:
         if "TORCHELASTIC_RUN_ID" in os.environ:
             raise
         sys.exit(f"{Path(sys.argv[0]).name}: error: {error}")
-    PartialState().destroy_process_group()  # after main has freed the model, which refers to the group
+    gc.collect()  # a wrapped model is part of cycles; freed after its group, it may abort the process
+    PartialState().destroy_process_group()
 
 
 def parse(

@@ -14,7 +14,7 @@ from results import mask_of, name_of, read, read_all, select, timed
 from values import gains, linear, sweep_line
 
 OURS, ALSO_OURS, INK = "#3f6b8f", "#a9c3d6", "#4a4a4a"
-PEERS = {"sdpa": "#dcd9d2", "sdpa_single": "#8f8b83", "cudnn": "#8f8b83"}
+PEERS = {"sdpa": "#dcd9d2", "sdpa_single": "#8f8b83", "cudnn": "#8f8b83", "whole": "#dedad3"}
 CHARTED = ("flashmask", "flashmask_triton", "flex_attention", "cudnn")  # providers in the chart of masks
 OTHER_PEER = "#b9b5ac"
 STYLE = {
@@ -110,6 +110,18 @@ def grpo_chart(path: Path) -> None:
         case = groups.setdefault(f"{int(row['prompt']):,} : {int(row['completion']):,}", {})
         case[row["provider"]] = float(row["update_against_sdpa"])
     bar_chart(path, groups, "Speed of an update by prompt : completion tokens, padded SDPA = 1", "{:.1f}x", inches=0.24)
+
+
+def parallel_chart(path: Path) -> None:
+    """Draw tokens per second of rows of 131,072 tokens over two GPUs."""
+    groups: dict[str, dict[str, float]] = {}
+    names = {"keys": "flashmask", "heads": "flashmask_heads", "whole": "whole", "sdpa_cp": "sdpa_cp"}
+    for row in select(read("parallel_h200"), tokens="131072"):
+        if row["provider"] in names:
+            documents = "1 document" if row["documents"] == "1" else f"{row['documents']} documents"
+            group = groups.setdefault(f"{row['shape'].rpartition('-')[2].upper()},\n{documents}", {})
+            group[names[row["provider"]]] = float(row["tokens_per_second"])
+    bar_chart(path, groups, "Tokens per second of two GPUs, rows of 131,072")
 
 
 def attention_chart(path: Path) -> None:
@@ -266,6 +278,7 @@ CHARTS: dict[str, Callable[[Path], None]] = {
     "training": training_chart,
     "alignment": alignment_chart,
     "grpo": grpo_chart,
+    "parallel": parallel_chart,
     "attention": attention_chart,
     "mask_memory": long_chart,
     "sparse": sparse_chart,

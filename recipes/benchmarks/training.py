@@ -54,9 +54,9 @@ def build_model(
 
         add_fused_lm_head(model)
     if lora:
-        from peft import LoraConfig
+        from peft import LoraConfig, inject_adapter_in_model
 
-        model.add_adapter(LoraConfig(r=16, target_modules="all-linear"))
+        inject_adapter_in_model(LoraConfig(r=16, target_modules="all-linear"), model)
     if compiled:
         # A layer is compiled once for each implementation, and once more where only adapters are trained: the first
         # layer's input then needs no gradient. Above the limit it would run uncompiled, with a warning.

@@ -61,7 +61,6 @@ def test_two_gpus_train_like_one(tmp_path, model, files, monkeypatch, recipe, co
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     one = launch([sys.executable], tmp_path / "one", *flags, "--per_device_train_batch_size", 4, recipe=recipe)
     losses = logged(one, "loss")
-    print(recipe, config, losses, logged(two, "loss"))
     assert losses[-1] < losses[0]
     assert logged(two, "loss") == pytest.approx(losses, rel=1e-3)
     weights, others = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
@@ -81,7 +80,6 @@ def test_shared_prompts_on_two_gpus(tmp_path, config, options):
     result = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=300, env=environment)
     assert result.returncode == 0, result.stderr[-4000:]
     runs = json.loads((tmp_path / "runs.json").read_text())
-    print(config, runs["ours"])
     for one, two in zip(runs["ours"], runs["stock"], strict=True):
         for key in ("loss", "grad_norm", "reward"):
             assert one[key] == pytest.approx(two[key], rel=1e-3, abs=5e-6), key

@@ -12,8 +12,10 @@ import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import tools.recipes  # noqa: F401  makes the modules of the recipes importable
 import torch
 import torch.distributed as dist
@@ -107,13 +109,12 @@ def outcome(trainer: PackedSFTTrainer, group: Any, name: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def counted_time() -> Iterator[None]:
-    """Let the clock go on by 1 s at each look. The first trainer of a process looks more often than the next ones."""
+    """Let the clock of `PackedSFTTrainer` go on by 1 s at each look, and that of others, torch's too, as ever."""
     ticks = itertools.count()
-    clock, sft_module.time.perf_counter = sft_module.time.perf_counter, lambda: float(next(ticks))
-    try:
+    clock: Any = SimpleNamespace(perf_counter=lambda: float(next(ticks)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sft_module, "time", clock)
         yield
-    finally:
-        sft_module.time.perf_counter = clock
 
 
 def full(group: Any) -> dict[str, Any]:
