@@ -19,7 +19,6 @@ __all__ = [
     "IMPLEMENTATIONS",
     "MAX_HEAD_DIM",
     "Choice",
-    "best_backward",
     "choose",
     "prepare_backward",
     "prepare_decode",
@@ -129,15 +128,6 @@ def prepare_forward(impl: str, problem: Problem, ordered: bool) -> Callable[...,
             return tiled.forward(q, k, v, mask, plan, sinks, problem.scale, problem.softcap)
 
     return run
-
-
-_WIDEST_TIMED = 128
-"""Largest head_dim or v_head_dim whose Hopper backward was timed on a GPU beside the portable one."""
-
-
-def best_backward(problem: Problem) -> str:
-    """Return the implementation of the backward that impl=None takes where the Hopper kernels serve."""
-    return "hopper" if max(problem.q.shape[3], problem.v.shape[3]) <= _WIDEST_TIMED else "triton"
 
 
 def prepare_backward(

@@ -173,31 +173,6 @@ def test_tiles_wider_than_the_kernel_s(monkeypatch: pytest.MonkeyPatch, dim: int
     _check(_inputs(dim, 500, 500, 1), masks.causal_document([170, 130, 200]))
 
 
-TAKEN = [((64, 64), None, "hopper"), ((72, 136), None, "triton"), ((160, 64), None, "triton")]
-TAKEN += [((160, 64), "hopper", "hopper")]
-
-
-@pytest.mark.parametrize(("dims", "impl", "taken"), TAKEN, ids=str)
-def test_the_backward_that_is_taken(
-    monkeypatch: pytest.MonkeyPatch, dims: tuple[int, int], impl: str | None, taken: str
-) -> None:
-    """Over 128 columns, the Hopper backward runs where the implementation is named; the portable one reads its LSE."""
-    inputs = attention_inputs(Lane("hopper", "cpu", torch.float16), 1, HEADS, KV_HEADS, 77, 200, *dims)
-    mask = FAMILIES["causal_document"](200, 77)
-    expected = references(*inputs, mask)
-    prepare, prepared = implementations.prepare_backward, []
-
-    def prepare_backward(name: str, *rest: Any) -> Any:
-        prepared.append(name)
-        return prepare(name, *rest)
-
-    monkeypatch.setattr(implementations, "choose", lambda *given: implementations.Choice("hopper", ""))
-    monkeypatch.setattr(implementations, "prepare_backward", prepare_backward)
-    monkeypatch.setattr(call, "_calls", {})
-    assert_results(run(*inputs, mask, impl), *expected, torch.float16)
-    assert prepared == [taken]
-
-
 @pytest.mark.parametrize("dim", DTYPES)
 def test_long_ranges_begin_in_different_places(monkeypatch: pytest.MonkeyPatch, dim: int) -> None:
     monkeypatch.setattr(backward_roles, "_SPREAD_ROWS", gluon.gl.constexpr(256))
@@ -264,7 +239,6 @@ def test_wide_rows_put_back(dims: tuple[int, int]) -> None:
 
 
 def test_wide_sparse_attention() -> None:
-    """The gradients of the portable backward are put in the order of the rows, too."""
     buckets = torch.randint(0, 3, (1, HEADS, 150), generator=torch.Generator().manual_seed(0))
     lane = Lane("hopper", "cpu", torch.float16)
     check_sparse(hash_sparse_attention, buckets, buckets[:, :KV_HEADS], lane, dim=192, v_dim=128, n_buckets=3)
