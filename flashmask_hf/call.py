@@ -158,7 +158,6 @@ class Call:
 
                 def prepare(impl: str) -> Callable[..., Any]:
                     problem = self._problem(q, k, v, indices, sinks)
-                    impl = implementations.backward_of(impl, problem)
                     output = None if out is None else (layout_of(out), dlse is not None)
                     run = implementations.prepare_backward(
                         impl, problem, layout_of(dout), output, self.settings.deterministic, orders is not None

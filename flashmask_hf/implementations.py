@@ -19,7 +19,6 @@ __all__ = [
     "IMPLEMENTATIONS",
     "MAX_HEAD_DIM",
     "Choice",
-    "backward_of",
     "choose",
     "prepare_backward",
     "prepare_decode",
@@ -129,18 +128,6 @@ def prepare_forward(impl: str, problem: Problem, ordered: bool) -> Callable[...,
             return tiled.forward(q, k, v, mask, plan, sinks, problem.scale, problem.softcap)
 
     return run
-
-
-def backward_of(impl: str, problem: Problem) -> str:
-    """Return the implementation of the backward for calls whose forward is that of `impl`.
-
-    It is `impl`, or "triton" for "hopper" where there is no Hopper backward for the head sizes.
-    """
-    if impl == "hopper":
-        from flashmask_hf.kernels.hopper.head_dims import has_backward
-
-        return "hopper" if has_backward(problem.q.shape[3], problem.v.shape[3]) else "triton"
-    return impl
 
 
 def prepare_backward(

@@ -34,6 +34,29 @@ class Kernel:
     assembly: str
     shared: int
     spills: int | None
+    cubin: bytes = b""
+
+    def instructions(self) -> list[tuple[int, str]]:
+        """Return the machine instructions of a kernel for NVIDIA, with their addresses."""
+        found = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?) *;", _cuobjdump("-sass", self.cubin))
+        return [(int(address, 16), instruction) for address, instruction in found]
+
+    def spills_beside_products(self) -> int:
+        """Return how many instructions spill registers, or load them again, in the innermost loops with products."""
+        instructions = self.instructions()
+        branches = [(at, re.search(r"\bBRA\b.* 0x([0-9a-f]+)", x)) for at, x in instructions]
+        loops = [(int(match[1], 16), at) for at, match in branches if match and int(match[1], 16) < at]
+        products = [at for at, x in instructions if "HGMMA" in x]
+        loops = [(a, b) for a, b in loops if any(a <= at <= b for at in products)]
+        innermost = [(a, b) for a, b in loops if not any(a <= c and d <= b and (a, b) != (c, d) for c, d in loops)]
+        spills = [at for at, x in instructions if re.search(r"\b(LDL|STL)\b", x)]
+        return sum(any(a <= at <= b for a, b in innermost) for at in spills)
+
+    def serializes_products(self) -> bool:
+        """Return whether the assembler made every product of warpgroups wait for the one before."""
+        instructions = self.instructions()
+        waits, products = (sum(name in x for _, x in instructions) for name in ("WARPGROUP.DEPBAR", "HGMMA"))
+        return waits >= products
 
 
 class _Driver:
@@ -95,12 +118,17 @@ def _inspect(kernel: Any, target: GPUTarget) -> Kernel:
     name, shared = kernel.metadata.name, kernel.metadata.shared
     if target.backend == "hip":
         return Kernel(name, kernel.asm["amdgcn"], shared, None)
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    cubin = kernel.asm["cubin"]
+    usage = _cuobjdump("-res-usage", cubin)
     match = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", usage)
     assert match, usage
     _, stack, _, local = map(int, match.groups())
-    return Kernel(name, kernel.asm["ptx"], shared, stack + local)
+    return Kernel(name, kernel.asm["ptx"], shared, stack + local, cubin)
+
+
+def _cuobjdump(option: str, cubin: bytes) -> str:
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout

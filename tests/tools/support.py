@@ -115,7 +115,7 @@ def run(
     k: Tensor,
     v: Tensor,
     mask: FlashMask,
-    impl: str,
+    impl: str | None,
     *,
     sinks: Tensor | None = None,
     softcap: float | None = None,

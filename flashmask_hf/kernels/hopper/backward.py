@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flashmask_hf.kernels.hopper.backward_kernel import BLOCK_N, Form, backward_kernel, scale_dq_kernel
+from flashmask_hf.kernels.hopper.backward_kernel import Form, backward_kernel, scale_dq_kernel
 from flashmask_hf.kernels.hopper.descriptors import describable_layout, row_template, tile_template
 from flashmask_hf.kernels.hopper.dq_order import prepare_dq_order
 from flashmask_hf.kernels.hopper.head_dims import Widths, contracted, widths_of
@@ -22,8 +22,26 @@ from flashmask_hf.plan import ROWS, Plan, plan_columns
 
 __all__ = ["prepare_backward"]
 
-_TILES = {Widths(64): (128, 2, 1), Widths(128): (64, 1, 2)}
-"""By widths of the tiles: query rows of a tile, stages of values, and store warps."""
+
+class Tiles(NamedTuple):
+    """Sizes of tiles and their stages in shared memory, constants of `Form`."""
+
+    BLOCK_M: int
+    KEY_PARTS: int
+    KEY_STAGES: int
+    VALUE_STAGES: int
+    DO_STAGES: int
+    DQ_STAGES: int
+    STORE_WARPS: int
+
+
+_TILES = {
+    Widths(64): Tiles(128, 2, 2, 2, 2, 2, 1),
+    Widths(128): Tiles(64, 2, 2, 1, 2, 2, 2),
+    Widths(128, 64): Tiles(64, 1, 1, 1, 2, 4, 1),
+    Widths(256): Tiles(64, 1, 1, 1, 1, 3, 1),
+}
+"""Tiles by the columns of queries, keys and values."""
 _RESIDENT_BYTES = 8 << 20
 """Bytes of query rows, of heads whose tiles of keys alternate, that the L2 cache should hold."""
 
@@ -51,14 +69,18 @@ def prepare_backward(
     q, k, v, dout = map(describable_layout, (*given, dout))
     copies = (q, k, v, dout) != (*given, dout_given)
     batch, heads, q_len, head_dim = q.shape
-    widths = widths_of(head_dim, v.shape[3])
-    width = widths.values
+    v_head_dim = v.shape[3]
+    widths = widths_of(head_dim, v_head_dim)
+    v_width = widths.values
+    width = 256 if widths.tail else v_width  # a power of 2
     kv_heads, kv_len = k.shape[1:3]
     device = q.device
-    block_m, value_stages, store_warps = _TILES[widths]
+    tiles = _TILES[widths]
+    block_m = tiles.BLOCK_M
+    pieces = 2 if tiles.KEY_PARTS == 2 else -(-head_dim // 64)  # [64, 64] of a tile of dQ
     padded_len = -(-q_len // ROWS) * ROWS
     n_row_tiles = padded_len // block_m
-    subtiles = plan_columns(kv_len) // BLOCK_N.value
+    subtiles = plan_columns(kv_len) // (64 * tiles.KEY_PARTS)
     n_columns = -(-kv_len // plan_columns(kv_len)) * subtiles
     kv_planes = batch * kv_heads
     programs = multiprocessors(device)
@@ -66,7 +88,7 @@ def prepare_backward(
     # Interleaved heads put equal work side by side.
     interleaved = max(1, _RESIDENT_BYTES // (q_len * head_dim * (heads // kv_heads) * 4))
 
-    accum = packed_layout(batch * heads * padded_len * width // 32, 32, dtype=torch.float32, device=device)
+    accum = packed_layout(batch * heads * n_row_tiles * pieces * 128, 32, dtype=torch.float32, device=device)
     new_accum = accum.allocator()
     new_counter = packed_layout(1, dtype=torch.int32, device=device).allocator()
     new_delta = packed_layout(batch, heads, q_len, dtype=torch.float32, device=device).allocator()
@@ -80,30 +102,30 @@ def prepare_backward(
     laid_out = told == gradients
 
     make_dq_order = prepare_dq_order(problem, block_m, interleaved) if deterministic else None
-    make_delta: Any = None if output is None else prepare_delta(dout, output[0], q_len, sums=width)
+    make_delta: Any = None if output is None else prepare_delta(dout, output[0], q_len, sums=pieces * 4096 // block_m)
     add = Launch(
         backward_kernel,
         min(n_columns * kv_planes, programs),
         heads, kv_heads, kv_planes, interleaved, *problem.plan_shape[:2], q_len, kv_len, *problem.plan_shape[2:],
         n_columns, padded_len, problem.scale, *problem.factors,
         descriptors=(
-            row_template(q, block_m, width), row_template(k, 64, width), row_template(v, 64, width),
-            row_template(dout, block_m, width), tile_template(accum, 128, 32),
-            row_template(gradients[1], 64, width), row_template(gradients[2], 64, width),
+            row_template(q, block_m, width), row_template(k, 64, width), row_template(v, 64, v_width),
+            row_template(dout, block_m, v_width), tile_template(accum, 128, 32),
+            row_template(gradients[1], 64, width), row_template(gradients[2], 64, v_width),
         ),
         FORM=Form(
-            **problem.constants, SCATTER=ordered, DQ_ORDER=deterministic, PERSISTENT=persistent, BLOCK_M=block_m,
-            BLOCK_D=width, HEAD_DIM=head_dim, V_HEAD_DIM=v.shape[3], DEPTH=contracted(head_dim),
-            V_DEPTH=contracted(v.shape[3]), SUBTILES=subtiles, VALUE_STAGES=value_stages, STORE_WARPS=store_warps,
+            **problem.constants, SCATTER=ordered, DQ_ORDER=deterministic, PERSISTENT=persistent,
+            **tiles._asdict(), BLOCK_D=width, BLOCK_V=v_width, DQ_PIECES=pieces, HEAD_DIM=head_dim,
+            V_HEAD_DIM=v_head_dim, DEPTH=contracted(head_dim), V_DEPTH=contracted(v_head_dim), SUBTILES=subtiles,
             SCORES_AHEAD=width == 64 and not problem.softcap,
         ),
         num_warps=4,
     )  # fmt: skip
     scale_dq = Launch(
         scale_dq_kernel,
-        2 * n_row_tiles * heads * batch,
+        pieces * n_row_tiles * heads * batch,
         *gradients[0].strides[:3], heads, q_len, n_row_tiles, problem.scale,
-        SCATTER=ordered, BLOCK_M=block_m, HEAD_DIM=head_dim, num_warps=4,
+        SCATTER=ordered, BLOCK_M=block_m, PIECES=pieces, HEAD_DIM=head_dim, num_warps=4,
     )  # fmt: skip
 
     def run(

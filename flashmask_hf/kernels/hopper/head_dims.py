@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["SMALLEST", "Widths", "contracted", "has_backward", "unsupported_head_dims", "widths_of"]
+__all__ = ["SMALLEST", "Widths", "contracted", "unsupported_head_dims", "widths_of"]
 
 _STEP = 8
 """Elements of 16 bits in 16 bytes, of which strides of a tensor descriptor are multiples."""
@@ -27,11 +27,6 @@ _WIDTHS = (Widths(64), Widths(128), Widths(128, 64), Widths(256))
 def widths_of(head_dim: int, v_head_dim: int) -> Widths:
     """Return the narrowest tiles that hold queries, keys and values of sizes that are served."""
     return next(x for x in _WIDTHS if head_dim <= x.values + x.tail and v_head_dim <= x.values)
-
-
-def has_backward(head_dim: int, v_head_dim: int) -> bool:
-    """Return whether there is a Hopper backward for sizes that the forward serves; else the portable one follows it."""
-    return widths_of(head_dim, v_head_dim) in _WIDTHS[:2]
 
 
 def contracted(head_dim: int) -> int:

@@ -38,7 +38,7 @@ def _row_delta(
         delta: written, [B * Hq, padded_len], 0 in rows past the end.
         lse: [B, Hq, Sq]; may be None if dlse and padded_lse are.
         padded_lse: written as in `_row_statistics`, or None.
-        sums: set to 0, SUMS numbers for each of the n_tiles * BLOCK_M rows of every head; or None.
+        sums: set to 0, SUMS numbers, a multiple of 64, for each of the n_tiles * BLOCK_M rows of every head; or None.
         counter: one number, set to 0; or None.
     """
     tile = tl.program_id(0) % n_tiles
@@ -61,8 +61,9 @@ def _row_delta(
         row_lse = tl.load(lse + at, mask=rows < q_len, other=float("-inf"))
         tl.store(padded_lse + padded_at, _backward_lse(row_lse), mask=rows < padded_len)
     if sums is not None:
-        numbers = tl.program_id(0).to(tl.int64) * (BLOCK_M * SUMS) + tl.arange(0, BLOCK_M * SUMS)
-        tl.store(sums + numbers, tl.zeros([BLOCK_M * SUMS], tl.float32))
+        numbers = tl.program_id(0).to(tl.int64) * (BLOCK_M * SUMS) + tl.arange(0, BLOCK_M * 64)
+        for part in tl.static_range(SUMS // 64):
+            tl.store(sums + numbers + part * (BLOCK_M * 64), tl.zeros([BLOCK_M * 64], tl.float32))
     if counter is not None:
         tl.store(counter, 0, mask=tl.program_id(0) == 0)
 
@@ -106,7 +107,7 @@ def prepare_delta(dout: Layout, out: Layout, padded_len: int, sums: int = 0) -> 
         dout: layout of the output's gradient, [B, Hq, Sq, Dv].
         out: layout of the output.
         padded_len: rows of each head in delta and padded_lse.
-        sums: numbers of `sums` for each row of every head, whose rows are rounded up to tiles of a plan.
+        sums: numbers of `sums` for each row of every head, a multiple of 64. Rows are rounded up to tiles of a plan.
     """
     batch, heads, q_len, v_dim = out.shape
     block_m = 64

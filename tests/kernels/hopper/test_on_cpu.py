@@ -41,7 +41,7 @@ from tools.gluon_interpreter import interpreted
 
 from flashmask_hf import FlashMask, call, implementations, masks, plan
 from flashmask_hf.kernels.hopper import backward as hopper_backward
-from flashmask_hf.kernels.hopper import backward_kernel
+from flashmask_hf.kernels.hopper import backward_roles
 from flashmask_hf.kernels.hopper import forward as hopper_forward
 from flashmask_hf.kernels.hopper.head_dims import widths_of
 from flashmask_hf.kernels.launch import descriptors
@@ -126,14 +126,14 @@ def test_padded_tiles(dims: tuple[int, int], options: dict[str, float]) -> None:
 
 
 WIDE = [(256, 256), (192, 128), (160, 144), (136, 64)]
-"""Sizes (head_dim, v_head_dim) of which only the forward is a Hopper kernel."""
+"""Sizes (head_dim, v_head_dim) of which one is over 128."""
 
 
 @pytest.mark.parametrize("lengths", [(1, 1), (200, 333)], ids=str)
 @pytest.mark.parametrize("family", ["prefix_lm_document", "hash_sparse"])
 @pytest.mark.parametrize("dims", WIDE, ids=str)
 def test_wide(dims: tuple[int, int], family: str, lengths: tuple[int, int]) -> None:
-    """One stage of queries, tiles of 64 keys or tails of queries and keys; the portable backward reads the LSE."""
+    """One stage of queries, tiles of 64 keys or tails of queries and keys."""
     q_len, kv_len = lengths
     inputs = attention_inputs(Lane("hopper", "cpu", torch.float16), 2, HEADS, KV_HEADS, q_len, kv_len, *dims)
     _check(inputs, FAMILIES[family](kv_len, q_len), (False,))
@@ -175,7 +175,7 @@ def test_tiles_wider_than_the_kernel_s(monkeypatch: pytest.MonkeyPatch, dim: int
 
 @pytest.mark.parametrize("dim", DTYPES)
 def test_long_ranges_begin_in_different_places(monkeypatch: pytest.MonkeyPatch, dim: int) -> None:
-    monkeypatch.setattr(backward_kernel, "_SPREAD_ROWS", gluon.gl.constexpr(256))
+    monkeypatch.setattr(backward_roles, "_SPREAD_ROWS", gluon.gl.constexpr(256))
     _check(_inputs(dim, 700, 500, 1), masks.full(500, q_len=700), (False,))
 
 
@@ -239,7 +239,6 @@ def test_wide_rows_put_back(dims: tuple[int, int]) -> None:
 
 
 def test_wide_sparse_attention() -> None:
-    """The gradients of the portable backward are put in the order of the rows, too."""
     buckets = torch.randint(0, 3, (1, HEADS, 150), generator=torch.Generator().manual_seed(0))
     lane = Lane("hopper", "cpu", torch.float16)
     check_sparse(hash_sparse_attention, buckets, buckets[:, :KV_HEADS], lane, dim=192, v_dim=128, n_buckets=3)

@@ -1,0 +1,236 @@
+"""Device code of the Hopper backward for heads of more than 128 columns: the roles that accumulate gradients.
+
+With 256 columns, dK and dV of 64 keys take 256 registers of every thread of a warpgroup. So each has a warpgroup of its
+own, for tiles of 64 keys, and softmax weights pass from one to the other:
+
+    dV (1 warpgroup)             dK (1 warpgroup)              dQ (1 warpgroup)
+    S' = K Q'                    dP' = V dO'
+    P' = exp2(S' - lse)
+    P' in shared memory ---------> weights_full
+                                 dS' = P' (dP' - delta), in the place of P'
+    dV += P' dO                  dK += dS' Q
+                                 ds_full --------------------> dQ = dS K, in pieces of 64 columns
+    next S' beside dV                                          pieces in shared memory, as in `backward_kernel`
+    <--------------------------------------------- ds_free --- (all pieces are complete)
+    after the last tile of rows, the epilogue:
+    <--------------------------- ds_full (V is read)
+                                 <---------------- ds_free --- (K is read)
+    dV in the place of V         dK in the place of K
+
+The other roles and barriers are those of `backward_kernel`; keys and values have one stage, which the producer loads.
+The gradients of the output may have one stage, too: DO_FREE then says that both warpgroups have read them.
+"""
+
+# Device code: a tile or a constexpr reads as an int or a function there.
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+from flashmask_hf.kernels.hopper.backward_roles import (
+    Slot,
+    downcast,
+    release_dout,
+    release_rows,
+    scatter_rows,
+    softmax_weights,
+    stage_dq,
+    upcast,
+)
+from flashmask_hf.kernels.hopper.gluon import (
+    fence_async_shared,
+    gl,
+    gluon,
+    group_barrier,
+    mbarrier,
+    opaque_zero,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from flashmask_hf.kernels.hopper.pipeline import issue_dots, piece_count, read_slot
+
+__all__ = ["accumulate_dk", "accumulate_dq", "accumulate_dv"]
+
+
+@gluon.constexpr_function
+def _low(pieces):
+    """Return the largest power of 2 in 64 * pieces: tensors are as wide as one, and a second one has the rest."""
+    return 64 << (pieces.bit_length() - 1)
+
+
+@gluon.jit
+def _start_scores(no_scores, stage, args, FORM: gl.constexpr):
+    """Start to make the scores [64, BLOCK_M] of a tile of rows."""
+    _tensors, _scalars, shared, _barriers = args
+    keys = shared.k.index(opaque_zero()).reshape([64, FORM.BLOCK_D])
+    queries = shared.q.index(stage).reshape([FORM.BLOCK_M, FORM.BLOCK_D])
+    return issue_dots(keys, queries, no_scores, FORM.DEPTH)
+
+
+@gluon.jit
+def _start_dv(dv, weights, slopes, step, args, FORM: gl.constexpr):
+    """Hand the factors of the scores' gradients over, and start to add a tile of rows to dV."""
+    _tensors, _scalars, shared, barriers = args
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, dv.type.layout, 2)
+    stage = step & 1
+    mbarrier.wait(barriers.ds_free.index(stage), ((step // 2) & 1) ^ 1)
+    shared.ds.index(stage).store(slopes)
+    group_barrier()
+    mbarrier.arrive(barriers.weights_full.index(stage), count=1)
+    do_stage = step % FORM.DO_STAGES
+    dout = shared.do.index(do_stage).reshape([FORM.BLOCK_M, FORM.BLOCK_V])
+    mbarrier.wait(barriers.do_full.index(do_stage), (step // FORM.DO_STAGES) & 1)
+    return warpgroup_mma(gl.convert_layout(weights, OPERAND), dout, dv, is_async=True)
+
+
+@gluon.jit
+def accumulate_dv(args, FORM: gl.constexpr):
+    """First warpgroup: softmax weights and dV. The scores of the next tile of rows are made beside dV."""
+    tensors, _scalars, shared, barriers = args
+    BLOCK_M: gl.constexpr = FORM.BLOCK_M
+    BLOCK_V: gl.constexpr = FORM.BLOCK_V
+    DTYPE: gl.constexpr = shared.q.dtype
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
+    no_scores = gl.zeros([64, BLOCK_M], gl.float32, S)
+    step = 0
+    mbarrier.wait(barriers.q_full.index(0), 0)
+    row_tiles = read_slot(shared.slots, Slot.ROW_TILES)
+    while row_tiles >= 0:
+        column = read_slot(shared.slots, (step & 1) * Slot.COUNT + Slot.KEY_TILE) * 64
+        kv_plane = read_slot(shared.slots, (step & 1) * Slot.COUNT + Slot.KV_PLANE)
+        dv = gl.zeros([64, BLOCK_V], gl.float32, VALUES)
+        scores = _start_scores(no_scores, step & 1, args, FORM)
+        weights, slopes = softmax_weights(scores, step & 1, args, 0, FORM, S, DTYPE)
+        for _ in range(row_tiles - 1):
+            dv = _start_dv(dv, weights, slopes, step, args, FORM)
+            step += 1
+            stage = step & 1
+            mbarrier.wait(barriers.q_full.index(stage), (step // 2) & 1)
+            scores = _start_scores(no_scores, stage, args, FORM)
+            dv = warpgroup_mma_wait(piece_count(FORM.DEPTH), deps=[dv])
+            release_dout(FORM)
+            release_rows(stage ^ 1, FORM)
+            weights, slopes = softmax_weights(scores, stage, args, 0, FORM, S, DTYPE)
+        dv = _start_dv(dv, weights, slopes, step, args, FORM)
+        dv = warpgroup_mma_wait(0, deps=[dv])
+        release_dout(FORM)
+        release_rows(step & 1, FORM)
+        if row_tiles == 0:  # products with keys and values, which may be infinite
+            dv = gl.zeros([64, BLOCK_V], gl.float32, VALUES)
+        mbarrier.wait(barriers.ds_full.index(step & 1), (step // 2) & 1)  # the values have been read
+        tile = shared.v.index(0).reshape([64, BLOCK_V])
+        tile.store(downcast(dv, DTYPE))
+        if FORM.SCATTER:
+            scatter_rows(tile, tensors.dv_rows, FORM.V_HEAD_DIM, kv_plane, column, args, BLOCK_V)
+        fence_async_shared()
+        group_barrier()
+        mbarrier.arrive(barriers.dkv_full.index(0), count=1)
+        step += 1
+        mbarrier.wait(barriers.q_full.index(step & 1), (step // 2) & 1)
+        row_tiles = read_slot(shared.slots, (step & 1) * Slot.COUNT + Slot.ROW_TILES)
+
+
+@gluon.jit
+def accumulate_dk(args, FORM: gl.constexpr):
+    """Second warpgroup: the scores' gradients and dK."""
+    tensors, scalars, shared, barriers = args
+    BLOCK_M: gl.constexpr = FORM.BLOCK_M
+    BLOCK_D: gl.constexpr = FORM.BLOCK_D
+    DTYPE: gl.constexpr = shared.q.dtype
+    LOW: gl.constexpr = _low(FORM.DQ_PIECES)
+    HIGH: gl.constexpr = FORM.DQ_PIECES * 64 - LOW
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    KEYS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, min(LOW, 128), 16])
+    HIGH_KEYS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HIGH, 16])
+    no_dweights = gl.zeros([64, BLOCK_M], gl.float32, S)
+    step = 0
+    mbarrier.wait(barriers.q_full.index(0), 0)
+    row_tiles = read_slot(shared.slots, Slot.ROW_TILES)
+    while row_tiles >= 0:
+        column = read_slot(shared.slots, (step & 1) * Slot.COUNT + Slot.KEY_TILE) * 64
+        kv_plane = read_slot(shared.slots, (step & 1) * Slot.COUNT + Slot.KV_PLANE)
+        dk = gl.zeros([64, LOW], gl.float32, KEYS)
+        if HIGH > 0:
+            high_dk = gl.zeros([64, HIGH], gl.float32, HIGH_KEYS)
+        for _ in range(gl.maximum(row_tiles, 1)):
+            stage = step & 1
+            do_stage = step % FORM.DO_STAGES
+            values = shared.v.index(opaque_zero()).reshape([64, FORM.BLOCK_V])
+            dout = shared.do.index(do_stage).reshape([BLOCK_M, FORM.BLOCK_V])
+            queries = shared.q.index(stage).reshape([BLOCK_M, BLOCK_D])
+            mbarrier.wait(barriers.do_full.index(do_stage), (step // FORM.DO_STAGES) & 1)
+            dweights = issue_dots(values, dout, no_dweights, FORM.V_DEPTH)
+            mbarrier.wait(barriers.q_full.index(stage), (step // 2) & 1)
+            delta = gl.expand_dims(shared.delta.index(stage).load(gl.SliceLayout(0, S)), 0)
+            dweights = warpgroup_mma_wait(0, deps=[dweights])
+            release_dout(FORM)
+            mbarrier.wait(barriers.weights_full.index(stage), (step // 2) & 1)
+            slopes = shared.ds.index(stage).load(S)
+            dscores = downcast(upcast(slopes, DTYPE) * (dweights - delta), DTYPE)  # [64, BLOCK_M]
+            low_queries = queries.slice(0, LOW, dim=1)
+            operand = gl.convert_layout(dscores, gl.DotOperandLayout(0, KEYS, 2))
+            dk = warpgroup_mma(operand, low_queries, dk, is_async=True)
+            if HIGH > 0:
+                high_queries = queries.slice(LOW, HIGH, dim=1)
+                operand = gl.convert_layout(dscores, gl.DotOperandLayout(0, HIGH_KEYS, 2))
+                high_dk = warpgroup_mma(operand, high_queries, high_dk, is_async=True)
+            shared.ds.index(stage).store(dscores)
+            fence_async_shared()
+            group_barrier()
+            mbarrier.arrive(barriers.ds_full.index(stage), count=1)
+            if HIGH > 0:
+                dk, high_dk = warpgroup_mma_wait(0, deps=[dk, high_dk])
+            else:
+                dk = warpgroup_mma_wait(0, deps=[dk])
+            release_rows(stage, FORM)
+            step += 1
+        if row_tiles == 0:  # as for dV
+            dk = gl.zeros([64, LOW], gl.float32, KEYS)
+            if HIGH > 0:
+                high_dk = gl.zeros([64, HIGH], gl.float32, HIGH_KEYS)
+        mbarrier.wait(barriers.ds_free.index((step - 1) & 1), ((step - 1) // 2) & 1)  # the last dQ has read the keys
+        tile = shared.k.index(0).reshape([64, BLOCK_D])
+        tile.slice(0, LOW, dim=1).store(downcast(dk * scalars.scale, DTYPE))
+        if HIGH > 0:
+            tile.slice(LOW, HIGH, dim=1).store(downcast(high_dk * scalars.scale, DTYPE))
+        if FORM.SCATTER:
+            scatter_rows(tile, tensors.dk_rows, FORM.HEAD_DIM, kv_plane, column, args, BLOCK_D)
+        fence_async_shared()
+        group_barrier()
+        mbarrier.arrive(barriers.dkv_full.index(0), count=1)
+        mbarrier.wait(barriers.q_full.index(step & 1), (step // 2) & 1)
+        row_tiles = read_slot(shared.slots, (step & 1) * Slot.COUNT + Slot.ROW_TILES)
+
+
+@gluon.jit
+def accumulate_dq(args, FORM: gl.constexpr):
+    """Third warpgroup: the share of dQ of every tile of rows, in pieces [64, 64]."""
+    _tensors, _scalars, shared, barriers = args
+    PIECES: gl.constexpr = FORM.DQ_PIECES
+    DQ_STAGES: gl.constexpr = FORM.DQ_STAGES
+    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    no_dq = gl.zeros([64, 64], gl.float32, DQ)
+    step = 0
+    mbarrier.wait(barriers.q_full.index(0), 0)
+    row_tiles = read_slot(shared.slots, Slot.ROW_TILES)
+    while row_tiles >= 0:
+        for _ in range(gl.maximum(row_tiles, 1)):
+            stage = step & 1
+            mbarrier.wait(barriers.ds_full.index(stage), (step // 2) & 1)
+            # Earlier, the warpgroup might arrive twice before the producer has passed the barrier once.
+            release_rows(stage, FORM)
+            zero = opaque_zero()
+            dscores = shared.ds.index(stage + zero).permute((1, 0))  # [rows, keys]
+            keys = shared.k.index(zero).reshape([64, FORM.BLOCK_D])
+            for piece in gl.static_range(PIECES):
+                number = step * PIECES + piece
+                columns = keys.slice(piece * 64, 64, dim=1)
+                dq = warpgroup_mma(dscores, columns, no_dq, use_acc=False, is_async=True)
+                dq = warpgroup_mma_wait(0, deps=[dq])
+                mbarrier.wait(barriers.dq_free.index(number % DQ_STAGES), ((number // DQ_STAGES) & 1) ^ 1)
+                stage_dq(dq, shared.dq.index(number % DQ_STAGES))
+                mbarrier.arrive(barriers.dq_full.index(number % (2 * DQ_STAGES)), count=1)
+            mbarrier.arrive(barriers.ds_free.index(stage), count=1)
+            step += 1
+        mbarrier.wait(barriers.q_full.index(step & 1), (step // 2) & 1)
+        row_tiles = read_slot(shared.slots, (step & 1) * Slot.COUNT + Slot.ROW_TILES)
