@@ -171,7 +171,9 @@ class Bench:
     def check(self, providers: list[str]) -> None:
         """Exit unless all providers have the same log-probabilities or rewards, on a row with two answers per question.
 
-        The figures of questions one at a time are combined as TRL combines those of a batch.
+        The figures of questions one at a time are combined as TRL combines those of a batch. Log-probabilities, sums
+        over an answer, may differ by 1%. A random head's rewards are about 1, and bfloat16 alone moves them by 0.05
+        between SDPA and FlexAttention, so 0.25 is allowed.
         """
         generator = torch.Generator().manual_seed(7)
         row = [(question, answers[:2]) for question, answers in make_row(self.task, 2048, self.vocab, generator)]
@@ -187,8 +189,9 @@ class Bench:
             figures[provider] = [over(trainer._metrics["train"][key]) for key, over in keys.items()]
         print(f"{self.task}, before training:", figures)
         first = next(iter(figures.values()))
+        relative, absolute = (0.01, 0.05) if self.task == "dpo" else (0.0, 0.25)
         for provider, values in figures.items():
-            if any(abs(a - b) > 0.01 * max(5.0, abs(b)) for a, b in zip(values, first, strict=True)):
+            if any(abs(a - b) > max(absolute, relative * abs(b)) for a, b in zip(values, first, strict=True)):
                 raise SystemExit(f"{provider} disagrees: {figures}")
 
 
