@@ -377,7 +377,6 @@ def produce(args, FORM: gl.constexpr):
     BLOCK_M: gl.constexpr = FORM.BLOCK_M
     group = scalars.heads // scalars.kv_heads
     mask_per_member = scalars.mask_heads > scalars.kv_heads
-    band = scalars.padded_len // BLOCK_M
     if FORM.DQ_ORDER:
         band = gl.load(tensors.schedule + 1) // BLOCK_M
     n_work = scalars.kv_planes * scalars.n_columns
@@ -410,20 +409,29 @@ def produce(args, FORM: gl.constexpr):
             step += 1
         begin = step
         end = step + row_tiles
-        low = 0
-        while step < end:
-            high = (low // band + 1) * band
-            next_low = NEVER
+        if FORM.DQ_ORDER:
+            low = 0
+            while step < end:
+                high = (low // band + 1) * band
+                next_low = NEVER
+                for member in range(group):
+                    if mask_per_member:
+                        mask_plane, starts, ends = _load_segments(segments, batch, first_head + member, args, FORM)
+                    step, following = _load_row_tiles(
+                        gl.maximum(starts, low), gl.minimum(ends, high), batch, first_head + member, mask_plane,
+                        kv_plane, tile, row_tiles, item, step, begin, following, args, FORM,
+                    )  # fmt: skip
+                    later = gl.maximum(starts, high)
+                    next_low = gl.minimum(next_low, gl.min(gl.where(ends > later, later, NEVER), 0))
+                low = next_low
+        else:
             for member in range(group):
-                if mask_per_member:
+                if member > 0:
                     mask_plane, starts, ends = _load_segments(segments, batch, first_head + member, args, FORM)
                 step, following = _load_row_tiles(
-                    gl.maximum(starts, low), gl.minimum(ends, high), batch, first_head + member, mask_plane, kv_plane,
-                    tile, row_tiles, item, step, begin, following, args, FORM,
+                    starts, ends, batch, first_head + member, mask_plane, kv_plane, tile, row_tiles, item, step, begin,
+                    following, args, FORM,
                 )  # fmt: skip
-                later = gl.maximum(starts, high)
-                next_low = gl.minimum(next_low, gl.min(gl.where(ends > later, later, NEVER), 0))
-            low = next_low
         work = following
         item += 1
     stage = step & 1

@@ -32,9 +32,9 @@ __all__ = ["DqOrder", "prepare_dq_order"]
 _GAP = 2
 """Row tiles of the plan that key tiles of one head begin apart, on average.
 
-Half of it will do under a causal mask where key tiles skip no rows between those that they see, since the next one then
-has further to go. A greater gap takes more heads at a time, and the L2 cache should hold the rows between two key tiles:
-for a gap of one row tile these are 17 MB of q, dq and the gradient of the output, with 132 programs and head_dim 128.
+Half of it will do under a causal mask where key tiles skip no rows between those that they see: there each also begins
+a row tile above the one before. A greater gap takes more heads at a time, and the L2 cache should hold the rows between
+two key tiles: 17 MB of q, dq and the output's gradient for each row tile, with 132 programs and head_dim 128.
 """
 _BAND_ROWS = 512
 """Rows that all query heads of a key-value head walk before the next ones.

@@ -107,7 +107,7 @@ def test_heads_that_alternate(device: str) -> None:
     walked = 16 + 3 + 14 * 4 - 1  # the global keys, those beside them, and all others but the last, which lack a row
     assert heads(window, 256, 256) == 2 * 132 * 16 // walked
     assert heads(window, 256, 128) == 2 * 132 * 16 // (walked * 2)
-    assert heads(window, 64, 8) == 8
+    assert heads(window, 16, 8) == 8
     assert heads(masks.full(2048), 64, 16) == 2 * 132 // (16 * 4)
     per_head = FlashMask(masks.full(2048).indices.repeat(1, 64, 1, 1), False)
     assert heads(per_head, 64, 16) == 2 * 132 // (16 * 4)
