@@ -34,7 +34,9 @@ _GAP = 2
 
 Half of it will do under a causal mask where key tiles skip no rows between those that they see: there each also begins
 a row tile above the one before. A greater gap takes more heads at a time, and the L2 cache should hold the rows between
-two key tiles: 17 MB of q, dq and the output's gradient for each row tile, with 132 programs and head_dim 128.
+two key tiles: 17 MB of q, dq and the output's gradient for each row tile, with 132 programs and head_dim 128. Where key
+tiles are 5 row tiles apart, in causal rows of 128K tokens, the backward took 14% more time on an H200 than without an
+order.
 """
 _BAND_ROWS = 512
 """Rows that all query heads of a key-value head walk before the next ones.
@@ -56,7 +58,7 @@ class DqOrder(NamedTuple):
     """int32 [groups of the batch, key tiles of the plan]: the key tiles of a group of masks, in starting order."""
     schedule: Tensor
     """int32 [2]: key-value heads whose key tiles alternate, and rows of a band, which all query heads of a key-value
-    head walk before the next one."""
+    head walk before the next ones."""
 
 
 def prepare_dq_order(problem: Problem, block_m: int, programs: int) -> Callable[[Plan], DqOrder]:
