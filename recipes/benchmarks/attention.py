@@ -3,6 +3,7 @@
     python recipes/benchmarks/attention.py --csv attention.csv   # 8K and 32K tokens, head_dim 64 and 128
     python recipes/benchmarks/attention.py --lengths 8192 --dims 128 --masks causal_document --repeats 3   # a minute
     python recipes/benchmarks/attention.py --dims 192/128 --jobs 8   # queries and keys of 192, values of 128
+    python recipes/benchmarks/attention.py --providers flashmask flashmask_deterministic --masks intervals_per_head
 
 Masks and shapes are the paper's (appendix A.5) at half of its tokens: 64K in all, hidden size 4096 or the nearest that
 the heads divide, bfloat16. Documents are drawn once per length (A.5.2). Times are medians of turns in which every
@@ -134,6 +135,32 @@ FAMILIES: dict[str, Callable[[int, torch.Generator], FlashMask]] = {
 """Mask families of the paper's tables 4 to 9, with about the same sparsity."""
 
 
+def _intervals(length: int, generator: torch.Generator, n: int) -> FlashMask:
+    """Draw intervals of rows for each 128 keys: one that sees them if n is 2, two that do not if n is 4."""
+    bounds = torch.randint(0, length + 1, (1, 1, -(-length // 128), n), generator=generator).sort(-1).values
+    if n == 2:
+        bounds = bounds.flip(-1)  # hidden from the end on, and before the start
+    return FlashMask(bounds.repeat_interleave(128, 2)[:, :, :length].int(), False)
+
+
+def _windows(length: int, generator: torch.Generator) -> FlashMask:
+    """Draw a sliding window of 1/64 of the row up to all of it."""
+    share = 2 ** int(torch.randint(0, 7, (1,), generator=generator))
+    return masks.sliding_window(length, -(-length // share))
+
+
+OTHERS: dict[str, Callable[[int, torch.Generator], FlashMask]] = {
+    "global_sliding_window_both_ways": lambda s, g: masks.global_sliding_window(s, s // 16, s // 16, causal=False),
+    "random_intervals": lambda s, g: _intervals(s, g, 2),
+    "hidden_intervals": lambda s, g: _intervals(s, g, 4),
+    "window_per_head": _windows,
+    "intervals_per_head": lambda s, g: _intervals(s, g, 2),
+}
+"""Families in which key tiles meet often in the gradient of q; `--masks` names them, and those of `PER_HEAD`."""
+PER_HEAD = ("window_per_head", "intervals_per_head")
+"""Families that draw a mask for each query head."""
+
+
 def checked(shape: Shape) -> Shape:
     """Return the shape on which flashmask is compared with float64: one row, of a few heads."""
     kv_heads = min(shape.kv_heads, CHECKED_HEADS)
@@ -141,9 +168,12 @@ def checked(shape: Shape) -> Shape:
     return shape._replace(batch=1, heads=heads, kv_heads=kv_heads, length=min(CHECKED, shape.length))
 
 
-def make_mask(family: str, length: int) -> FlashMask:
-    """Build one mask of a family, on the GPU if there is one."""
-    return FAMILIES[family](length, torch.Generator().manual_seed(length)).to(DEVICE)
+def make_mask(family: str, length: int, heads: int = 1) -> FlashMask:
+    """Build one mask of a family, on the GPU if there is one; one for each of the query heads if it is per head."""
+    generator = torch.Generator().manual_seed(length)
+    make = (FAMILIES | OTHERS)[family]
+    drawn = [make(length, generator) for _ in range(heads if family in PER_HEAD else 1)]
+    return FlashMask(torch.cat([mask.indices for mask in drawn], 1), drawn[0].causal).to(DEVICE)
 
 
 def inputs(shape: Shape) -> list[Tensor]:
@@ -176,7 +206,8 @@ def exact(tensors: Sequence[Tensor], mask: FlashMask) -> list[Tensor]:
         queries = slice(head * group, (head + 1) * group)
         places = ((q, queries), (k, slice(head, head + 1)), (v, slice(head, head + 1)))
         one = [x.detach()[:, place].double().requires_grad_() for x, place in places]
-        out = flashmask_attention(one[0], one[1], one[2], mask, impl="reference")
+        part = mask if mask.indices.shape[1] == 1 else FlashMask(mask.indices[:, queries], mask.causal)
+        out = flashmask_attention(one[0], one[1], one[2], part, impl="reference")
         heads.append([out.detach(), *torch.autograd.grad(out, one, dout[:, queries].double())])
     return [torch.cat(x, 1) for x in zip(*heads, strict=True)]
 
@@ -211,7 +242,7 @@ def own_faults(names: Sequence[str], family: str, shape: Shape, tolerance: float
     The second of `BASES` is looked at only if it is among the names, or needed because the first is wrong.
     """
     one = checked(shape)
-    mask, tensors = make_mask(family, one.length), inputs(one)
+    mask, tensors = make_mask(family, one.length, one.heads), inputs(one)
     expected = exact(tensors, mask)
     faults: dict[str, str] = {}
     for name in dict.fromkeys([*(name for name in names if name.startswith("flashmask")), *BASES]):
@@ -300,7 +331,8 @@ def measure(
     )
     del outs
     sparsity = mask.sparsity()
-    density = sum(int((end - start).clamp(min=0).sum()) for start, end in mask.visible_intervals()) / shape.length**2
+    pairs = sum(int((end - start).clamp(min=0).sum()) for start, end in mask.visible_intervals())
+    density = pairs / shape.length**2 / mask.indices.shape[1]
     of_tiles, of_pairs = shape.flops(1 - sparsity), shape.flops(density)
     rows: list[dict[str, object]] = []
     for name in names:
@@ -350,13 +382,15 @@ def sweep(length: int) -> list[FlashMask]:
 def run_once(name: str, family: str, shape: Shape) -> None:
     """Run a provider once on a shape, to fill the compilation caches on disk."""
     tensors = inputs(shape)
-    results_of(PROVIDERS[name].prepare(Case(family, make_mask(family, shape.length), *tensors[:3]))(), tensors)
+    results_of(
+        PROVIDERS[name].prepare(Case(family, make_mask(family, shape.length, shape.heads), *tensors[:3]))(), tensors
+    )
     torch.cuda.empty_cache()
 
 
 def kernels_of(name: str, family: str, length: int) -> tuple[object, ...] | None:
     """Return what a provider's kernels depend on beside the width of the heads, or None if it compiles none."""
-    mask = FAMILIES[family](1024, torch.Generator().manual_seed(0))
+    mask = (FAMILIES | OTHERS)[family](1024, torch.Generator().manual_seed(0))
     if name.startswith("flex"):
         return mask.causal, length
     if name.startswith("flashmask"):
@@ -401,7 +435,7 @@ def log(text: str) -> None:
 def parse(flags: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the arguments of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--masks", nargs="+", default=list(FAMILIES), choices=FAMILIES)
+    parser.add_argument("--masks", nargs="+", default=list(FAMILIES), choices=[*FAMILIES, *OTHERS])
     parser.add_argument("--providers", nargs="+", default=list(DEFAULT), choices=PROVIDERS)
     parser.add_argument("--lengths", nargs="+", type=int, default=[8192, 32768])
     parser.add_argument("--dims", nargs="+", type=widths, default=[(64, 64), (128, 128)], help="such as 128 or 192/128")
@@ -441,7 +475,7 @@ def main(flags: Sequence[str] | None = None) -> None:
             key = family, shape.dim, shape.v_dim
             if key not in faults:
                 faults[key] = own_faults(arguments.providers, family, shape, arguments.tolerance)
-            for mask in sweep(shape.length) if arguments.sweep else [make_mask(family, shape.length)]:
+            for mask in sweep(shape.length) if arguments.sweep else [make_mask(family, shape.length, shape.heads)]:
                 found = measure(
                     arguments.providers,
                     family,

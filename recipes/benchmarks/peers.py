@@ -155,6 +155,13 @@ def _flashmask(impl: str | None, deterministic: bool = False) -> Callable[[Case]
     return prepare
 
 
+def _one_mask(case: Case) -> FlashMask:
+    """Return the mask; raise `CannotExpress` if heads have masks of their own."""
+    if case.mask.indices.shape[1] > 1:
+        raise CannotExpress("this form of the mask is the same for all heads")
+    return case.mask
+
+
 _compiled_flex = torch.compile(flex_attention, dynamic=False)
 
 
@@ -164,7 +171,7 @@ def _flex(backend: str | None) -> Callable[[Case], Callable[[], Attention]]:
     block = (256, 128) if backend == "FLASH" else 128  # FlashAttention-4 processes two tiles of queries at a time
 
     def prepare(case: Case) -> Callable[[], Attention]:
-        visible = visible_pairs(case.mask)
+        visible = visible_pairs(_one_mask(case))
         rows, keys, device = case.mask.row_count(), case.mask.kv_len, str(case.mask.device)
 
         def make() -> Attention:
@@ -222,7 +229,7 @@ def _fa4(case: Case) -> Callable[[], Attention]:
 
 def _cudnn_flex(case: Case) -> Callable[[], Attention]:
     """Prepare NVIDIA's `cudnn.flex_attention`; the row intervals are there before its plan is made and timed."""
-    bounds = row_bounds(case.mask, case.q.shape[0])[None].contiguous()
+    bounds = row_bounds(_one_mask(case), case.q.shape[0])[None].contiguous()
     from cudnn.flex_attention import (  # pyright: ignore[reportMissingImports]
         create_mask_plan,
         flex_attn_func,

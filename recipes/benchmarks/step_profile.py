@@ -46,7 +46,7 @@ UNCLASSIFIED = "unclassified"
 NAMED_KINDS = [
     ("attention forward", r"(forward_kernel|_forward)"),
     ("attention backward", r"(backward_kernel|scale_dq_kernel|_backward_(keys|queries|lse)|_row_(delta|statistics))"),
-    ("plan and mask", r"(_(column|row)_plan|_join_(rows|lists)|_pad_indices|_rank_key_tiles)"),
+    ("plan and mask", r"(_(column|row)_plan|_join_(rows|lists)|_pad_indices|_(order|rank)_key_tiles)"),
     ("loss", r"(_(forward|backward)_kernel|.*(nll_loss|log_?softmax|SoftMax|cross_entropy).*)"),
     ("optimizer", r".*(multi_tensor_apply|[aA]dam|Optimizer).*"),
     (

@@ -203,6 +203,25 @@ def run(tmp_path, *flags):
         return list(csv.DictReader(opened))
 
 
+@pytest.mark.usefixtures("packages")
+def test_families_that_are_not_of_the_paper(tmp_path):
+    """Masks of query heads differ, and peers whose masks are the same for all heads leave them out."""
+    names = ["flashmask", "flashmask_deterministic", "cudnn_flex"]
+    flags = ["--lengths", "384", "--tokens", "768", "--dims", "16", "--group", "2", "--providers", *names]
+    rows = run(tmp_path, *flags, "--masks", *attention.OTHERS)
+    assert len(rows) == len(attention.OTHERS) * len(names)
+    for row in rows:
+        alone = row["mask"] in attention.PER_HEAD and not row["provider"].startswith("flashmask")
+        assert row["status"].startswith("cannot: " if alone else "timed"), (row["mask"], row["provider"], row["status"])
+        assert 0 < float(row["visible_pairs"]) < 1
+    for family in attention.PER_HEAD:
+        mask = attention.make_mask(family, 1300, 4).to("cpu")
+        assert mask.indices.shape[1] == 4
+        assert not torch.equal(mask.indices[:, :1], mask.indices[:, 1:2])
+        with pytest.raises(peers.CannotExpress, match="same for all heads"):
+            peers.PROVIDERS["flex_attention"].prepare(peers.Case(family, mask, *[torch.empty(0)] * 3))
+
+
 @pytest.mark.parametrize("dims", ["16", "32/16"])
 @pytest.mark.usefixtures("packages")
 def test_peers_get_the_masks_that_they_can_express(dims, tmp_path):

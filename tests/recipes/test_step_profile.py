@@ -49,6 +49,7 @@ OWN_KERNELS = {
         plan._join_rows,
         plan._join_lists,
         padding._pad_indices,
+        dq_order._order_key_tiles,
         dq_order._rank_key_tiles,
     ],
 }

@@ -273,6 +273,13 @@ def row_orders(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     return queries, keys
 
 
+def separate_rows(length: int, heads: int) -> FlashMask:
+    """Show each head's keys rows of its own: the first head all keys the first rows, and so on."""
+    ends = torch.arange(1, heads + 1) * length // heads
+    bounds = torch.stack([ends, ends - length // heads], -1).int()  # hidden from the end of the rows on and before
+    return FlashMask(bounds[None, :, None].repeat(1, 1, length, 1), False)
+
+
 def _random_mask(draw: random.Random, batch: int, heads: int, q_len: int, kv_len: int) -> FlashMask:
     """Draw a mask of columns in runs of random width; an interval may be empty, or end before it starts."""
     causal, n = draw.choice([(True, 1), (True, 2), (False, 2), (False, 4)])

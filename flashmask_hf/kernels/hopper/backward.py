@@ -101,7 +101,7 @@ def prepare_backward(
     new_told = [x.allocator() for x in told]
     laid_out = told == gradients
 
-    make_dq_order = prepare_dq_order(problem, block_m, interleaved) if deterministic else None
+    make_dq_order = prepare_dq_order(problem, block_m, programs) if deterministic else None
     make_delta: Any = None if output is None else prepare_delta(dout, output[0], q_len, sums=pieces * 4096 // block_m)
     add = Launch(
         backward_kernel,

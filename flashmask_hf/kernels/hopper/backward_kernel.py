@@ -266,7 +266,7 @@ _SIZES = ["heads", "kv_heads", "kv_planes", "interleaved", "mask_batch", "mask_h
 @gluon.jit(do_not_specialize=_SIZES)
 def backward_kernel(
     q, k, v, dout, dq_accum, dk, dv, dk_rows, dv_rows, k_order, lse, delta, indices, segments, dq_ranks, dq_semaphores,
-    key_tile_order, interleaved_heads, counter,
+    key_tile_order, schedule, counter,
     heads, kv_heads, kv_planes, interleaved, mask_batch, mask_heads, q_len, kv_len, n_q, n_kv, n_columns, padded_len,
     scale, factor, cap_factor, FORM: gl.constexpr,
 ):  # fmt: skip
@@ -324,7 +324,7 @@ def backward_kernel(
 
     tensors = Tensors(
         q, k, v, dout, dq_accum, dk, dv, dk_rows, dv_rows, k_order, lse, delta, indices, segments, dq_ranks,
-        dq_semaphores, key_tile_order, interleaved_heads, counter,
+        dq_semaphores, key_tile_order, schedule, counter,
     )  # fmt: skip
     scalars = Scalars(
         heads, kv_heads, kv_planes, interleaved, mask_batch, mask_heads, q_len, kv_len, n_q, n_kv, n_columns,

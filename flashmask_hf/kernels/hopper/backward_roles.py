@@ -114,7 +114,7 @@ class Tensors(NamedTuple):
     dq_ranks: Any  # these four only if DQ_ORDER, see `dq_order.DqOrder`
     dq_semaphores: Any
     key_tile_order: Any
-    interleaved_heads: Any
+    schedule: Any
     counter: Any  # int32 [1] if PERSISTENT: tiles of keys taken
 
 
@@ -206,7 +206,7 @@ def _locate_key_tile(work, args, FORM: gl.constexpr):
     tensors, scalars, _shared, _barriers = args
     interleaved = scalars.interleaved
     if FORM.DQ_ORDER:
-        interleaved = gl.load(tensors.interleaved_heads)
+        interleaved = gl.load(tensors.schedule)
     begin = work // (interleaved * scalars.n_columns) * interleaved
     nth = work - begin * scalars.n_columns
     width = gl.minimum(interleaved, scalars.kv_planes - begin)
@@ -338,11 +338,47 @@ def _load_rows(
 
 
 @gluon.jit
+def _load_row_tiles(
+    starts, ends, batch, head, mask_plane, kv_plane, tile, row_tiles, item, step, begin, following, args,
+    FORM: gl.constexpr,
+):  # fmt: skip
+    """Load the row tiles of a query head's segments, and draw the next work item before the last one of this item.
+
+    `begin` is the step of the work item's first row tile. Returns the next (step, following).
+    """
+    tensors, scalars, _shared, _barriers = args
+    BLOCK_M: gl.constexpr = FORM.BLOCK_M
+    end = step + gl.sum(gl.maximum(ends - starts, 0), 0)
+    done = 0
+    while step < end:
+        first, last, partial = _next_segment(starts, ends, done)
+        done = last
+        skip = 0
+        if not FORM.DQ_ORDER:
+            skip = gl.where(last - first < _SPREAD_ROWS // BLOCK_M, 0, tile % (last - first))
+        for count in range(last - first):
+            row_tile = first + count + skip
+            row_tile = gl.where(row_tile < last, row_tile, row_tile - (last - first))
+            if FORM.PERSISTENT and step + 1 == begin + row_tiles:
+                following = _draw_work(tensors.counter, FORM)
+            dq_tile = (batch * scalars.heads + head) * (scalars.padded_len // BLOCK_M) + row_tile
+            _load_rows(
+                batch, head, row_tile * BLOCK_M, mask_plane * 2 + partial, dq_tile, kv_plane, tile, row_tiles, item,
+                step, step == begin, args, FORM,
+            )  # fmt: skip
+            step += 1
+    return step, following
+
+
+@gluon.jit
 def produce(args, FORM: gl.constexpr):
     """Producer: schedule tiles of keys, and load them and the rows that see them."""
     tensors, scalars, shared, barriers = args
     BLOCK_M: gl.constexpr = FORM.BLOCK_M
     group = scalars.heads // scalars.kv_heads
+    mask_per_member = scalars.mask_heads > scalars.kv_heads
+    if FORM.DQ_ORDER:
+        band = gl.load(tensors.schedule + 1) // BLOCK_M
     n_work = scalars.kv_planes * scalars.n_columns
     work = gl.program_id(0)
     if FORM.PERSISTENT and FORM.DQ_ORDER:
@@ -356,7 +392,7 @@ def produce(args, FORM: gl.constexpr):
         segments = tensors.segments + tile // FORM.SUBTILES * (_SEGMENTS * 2)
         mask_plane, starts, ends = _load_segments(segments, batch, first_head, args, FORM)
         row_tiles = gl.sum(ends - starts, 0)
-        if scalars.mask_heads == scalars.heads:
+        if mask_per_member:
             for member in range(1, group):
                 _, other_starts, other_ends = _load_segments(segments, batch, first_head + member, args, FORM)
                 row_tiles += gl.sum(other_ends - other_starts, 0)
@@ -373,28 +409,29 @@ def produce(args, FORM: gl.constexpr):
             step += 1
         begin = step
         end = step + row_tiles
-        for member in range(group):
-            head = first_head + member
-            if member > 0:
-                mask_plane, starts, ends = _load_segments(segments, batch, head, args, FORM)
-            done = 0
-            for _ in range(_SEGMENTS):
-                first, last, partial = _next_segment(starts, ends, done)
-                done = gl.maximum(done, last)
-                skip = 0
-                if not FORM.DQ_ORDER:
-                    skip = gl.where(last - first < _SPREAD_ROWS // BLOCK_M, 0, tile % gl.maximum(last - first, 1))
-                for count in range(last - first):
-                    row_tile = first + count + skip
-                    row_tile = gl.where(row_tile < last, row_tile, row_tile - (last - first))
-                    if FORM.PERSISTENT and step + 1 == end:
-                        following = _draw_work(tensors.counter, FORM)
-                    dq_tile = (batch * scalars.heads + head) * (scalars.padded_len // BLOCK_M) + row_tile
-                    _load_rows(
-                        batch, head, row_tile * BLOCK_M, mask_plane * 2 + partial, dq_tile, kv_plane, tile, row_tiles,
-                        item, step, step == begin, args, FORM,
+        if FORM.DQ_ORDER:
+            low = 0
+            while step < end:
+                high = (low // band + 1) * band
+                next_low = NEVER
+                for member in range(group):
+                    if mask_per_member:
+                        mask_plane, starts, ends = _load_segments(segments, batch, first_head + member, args, FORM)
+                    step, following = _load_row_tiles(
+                        gl.maximum(starts, low), gl.minimum(ends, high), batch, first_head + member, mask_plane,
+                        kv_plane, tile, row_tiles, item, step, begin, following, args, FORM,
                     )  # fmt: skip
-                    step += 1
+                    later = gl.maximum(starts, high)
+                    next_low = gl.minimum(next_low, gl.min(gl.where(ends > later, later, NEVER), 0))
+                low = next_low
+        else:
+            for member in range(group):
+                if member > 0:
+                    mask_plane, starts, ends = _load_segments(segments, batch, first_head + member, args, FORM)
+                step, following = _load_row_tiles(
+                    starts, ends, batch, first_head + member, mask_plane, kv_plane, tile, row_tiles, item, step, begin,
+                    following, args, FORM,
+                )  # fmt: skip
         work = following
         item += 1
     stage = step & 1

@@ -22,7 +22,6 @@ if gluon.unavailable_reason() is not None:
 from tools import hopper_kernels
 
 from flashmask_hf.kernels.hopper import backward as hopper_backward
-from flashmask_hf.kernels.hopper import dq_order
 
 # of torch, in a process whose first product is the reference's
 pytestmark = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA context")
@@ -136,51 +135,6 @@ def _check(
         else:  # the difference of two equal sums, added up in different orders
             assert actual[index].abs().max() < 1e-5, name
     return tuple(actual)
-
-
-INTERLEAVED = 3
-
-
-def _key_tile_order(mask: FlashMask, groups: int = 1) -> tuple[list[list[int]], int]:
-    """Return the order of key tiles and the number of interleaved heads, if the L2 cache holds 100 tiles of rows."""
-    tiles = plan.build_plan(mask.indices, mask.causal, mask.kv_len)
-    order, heads = dq_order._order_key_tiles(tiles, mask.causal, groups, mask.kv_len // 128, INTERLEAVED, 100)
-    assert order.dtype == heads.dtype == torch.int32
-    return order.tolist(), int(heads)
-
-
-def test_key_tiles_start_at_the_end() -> None:
-    assert _key_tile_order(masks.causal_document([200, 312])) == ([[3, 2, 1, 0]], INTERLEAVED)
-    assert _key_tile_order(masks.sliding_window(1024, 200)) == ([[7, 6, 5, 4, 3, 2, 1, 0]], INTERLEAVED)
-    assert _key_tile_order(masks.full(1024)) == ([[7, 6, 5, 4, 3, 2, 1, 0]], INTERLEAVED)
-
-
-def test_key_tiles_of_blocks_start_with_few_rows() -> None:
-    """The last block sees everything: eight key tiles add to its rows, and none walks more than four or five row tiles.
-
-    As many heads are interleaved as together walk half of the 100 tiles of rows.
-    """
-    mask, other = masks.causal_blockwise([256] * 4), masks.causal_blockwise([128, 384, 256, 256])
-    assert _key_tile_order(mask) == ([[7, 6, 5, 3, 1, 4, 2, 0]], 13)
-    per_head = FlashMask(torch.cat([x.indices for x in (mask, mask, other, other)], 1), True)
-    assert _key_tile_order(per_head, groups=2) == ([[7, 6, 5, 3, 1, 4, 2, 0], [7, 6, 5, 3, 0, 4, 2, 1]], 10)
-    most_see_most = masks.causal_blockwise([384, 256, 384])
-    assert _key_tile_order(most_see_most) == ([[7, 6, 5, 4, 3, 2, 1, 0]], INTERLEAVED)
-
-
-def test_key_tiles_of_documents_interleave_as_many_heads_as_the_cache_holds() -> None:
-    backwards = [7, 6, 5, 4, 3, 2, 1, 0]
-    assert _key_tile_order(masks.document([640, 84, 300])) == ([backwards], 100 // 5)
-    mask = masks.document([512, 300, 212])
-    assert _key_tile_order(mask) == ([backwards], 100 // 4)
-    per_head = FlashMask(torch.cat([mask.indices, masks.full(1024).indices, mask.indices, mask.indices], 1), False)
-    # The first two heads' rows count together: 6 of 8 tiles of rows, on average.
-    assert _key_tile_order(per_head, groups=2) == ([backwards, backwards], INTERLEAVED)
-
-
-def test_key_tile_order_where_nothing_is_visible() -> None:
-    nothing = FlashMask(torch.tensor([0, 256]).repeat(256, 1)[None, None].int(), False)
-    assert _key_tile_order(nothing) == ([[1, 0]], 100)
 
 
 @pytest.mark.hopper

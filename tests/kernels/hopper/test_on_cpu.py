@@ -23,6 +23,7 @@ from tools.support import (
     references,
     row_orders,
     run,
+    separate_rows,
 )
 from torch._subclasses import FakeTensorMode
 
@@ -41,7 +42,7 @@ from tools.gluon_interpreter import interpreted
 
 from flashmask_hf import FlashMask, call, implementations, masks, plan
 from flashmask_hf.kernels.hopper import backward as hopper_backward
-from flashmask_hf.kernels.hopper import backward_roles
+from flashmask_hf.kernels.hopper import backward_roles, dq_order
 from flashmask_hf.kernels.hopper import forward as hopper_forward
 from flashmask_hf.kernels.hopper.head_dims import widths_of
 from flashmask_hf.kernels.launch import descriptors
@@ -177,6 +178,15 @@ def test_tiles_wider_than_the_kernel_s(monkeypatch: pytest.MonkeyPatch, dim: int
 def test_long_ranges_begin_in_different_places(monkeypatch: pytest.MonkeyPatch, dim: int) -> None:
     monkeypatch.setattr(backward_roles, "_SPREAD_ROWS", gluon.gl.constexpr(256))
     _check(_inputs(dim, 700, 500, 1), masks.full(500, q_len=700), (False,))
+
+
+@pytest.mark.parametrize("mask_heads", ["one", "q"])
+@pytest.mark.parametrize("dim", DTYPES)
+def test_query_heads_walk_bands_of_rows(monkeypatch: pytest.MonkeyPatch, dim: int, mask_heads: str) -> None:
+    """Three query heads of a key-value head walk each 256 rows before the next, past rows that none of them sees."""
+    monkeypatch.setattr(dq_order, "_BAND_ROWS", 256)
+    mask = masks.sliding_window(700, 150) if mask_heads == "one" else separate_rows(700, 6)
+    _check(_inputs(dim, 700, 700, 1, 6, 2), mask, (True,))
 
 
 @pytest.mark.parametrize(("window", "warpgroups"), [(700, 3), (100, 2)])

@@ -16,6 +16,7 @@ from tools.support import (
     attention_inputs,
     poisoned,
     row_orders,
+    separate_rows,
 )
 from torch import Tensor
 
@@ -32,6 +33,7 @@ from tools.gluon_interpreter import interpreted
 
 from flashmask_hf import FlashMask, flashmask_attention, masks, plan
 from flashmask_hf.kernels.hopper import backward as hopper_backward
+from flashmask_hf.kernels.hopper import dq_order
 from flashmask_hf.rows import put_rows_back
 
 pytestmark = pytest.mark.interpreter
@@ -126,6 +128,14 @@ def test_random_intervals(dims: tuple[int, int], lengths: tuple[int, int], seeds
         mask = FlashMask(indices[:, : 4 if n > 1 else 2], causal, q_len=q_len)
         dtype = torch.bfloat16 if n == 2 else torch.float16
         _check(_inputs(dims, q_len, kv_len, 1, 4, 2, dtype), mask, deterministic=causal == (seeds == 0))
+
+
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_query_heads_walk_bands_of_rows(monkeypatch: pytest.MonkeyPatch, dims: tuple[int, int], seeds: int) -> None:
+    """Three query heads of a key-value head walk each 256 rows before the next, past rows that none of them sees."""
+    monkeypatch.setattr(dq_order, "_BAND_ROWS", 256)
+    mask = masks.sliding_window(700, 150) if seeds else separate_rows(700, 6)
+    _check(_inputs(dims, 700, 700, 1, 6, 2), mask, True)
 
 
 @pytest.mark.parametrize("dims", DIMS, ids=str)

@@ -1,0 +1,177 @@
+"""The order of the sums of dQ: what it is, and how long tiles of keys wait for each other in it, in a simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from tools.ordered_sums import segments_of, span, walk, work_items
+from tools.support import poisoned
+
+pytest.importorskip("triton")
+
+from flashmask_hf import FlashMask, masks, plan
+from flashmask_hf.kernels.hopper.dq_order import DqOrder, prepare_dq_order
+from flashmask_hf.kernels.launch.problem import problem_of
+
+DEVICES = pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=pytest.mark.interpreter), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+PROGRAMS = 132
+
+
+def _order(
+    mask: FlashMask, q_len: int, device: str, batch: int = 1, heads: int = 4, kv_heads: int = 4
+) -> tuple[DqOrder, plan.Plan]:
+    """Return the order and the plan of a call with tiles of 64 rows, on the CPU."""
+    mask = mask.to(device)
+    q = torch.empty(batch, heads, q_len, 64, dtype=torch.bfloat16, device=device)
+    k = torch.empty(batch, kv_heads, mask.kv_len, 64, dtype=torch.bfloat16, device=device)
+    problem = problem_of(q, k, k, mask.indices, None, mask.causal, 1.0, 0.0)
+    tiles = plan.build_plan(mask.indices, mask.causal, q_len)
+    with poisoned():
+        made = prepare_dq_order(problem, 64, PROGRAMS)(tiles)
+    return DqOrder(*(x.cpu() for x in made)), plan.Plan(*(x.cpu() for x in tiles))
+
+
+def _random_intervals(length: int, n: int, heads: int = 1, causal: bool = False) -> FlashMask:
+    """Hide n / 2 random intervals of rows from each 128 keys; with n = 2 and no causal mask, show one instead."""
+    generator = torch.Generator().manual_seed(length)
+    bounds = torch.randint(0, length + 1, (1, heads, length // 128, n), generator=generator).sort(-1).values
+    if n == 2 and not causal:
+        bounds = bounds.flip(-1)
+    return FlashMask(bounds.repeat_interleave(128, 2).int(), causal)
+
+
+@DEVICES
+@pytest.mark.parametrize("mask_heads", [1, 2, 6])
+@pytest.mark.parametrize("lengths", [(1, 1), (700, 700), (150, 38500)], ids=str)
+def test_the_order_is_one(lengths: tuple[int, int], mask_heads: int, device: str) -> None:
+    """Every key tile (301 at most) comes once, ranks count the listed tiles before it, and semaphores are 0."""
+    q_len, kv_len = lengths
+    mask = masks.random_eviction(kv_len, q_len=q_len, heads=mask_heads, generator=torch.Generator().manual_seed(0))
+    made, tiles = _order(mask, q_len, device, 3, 6, 2)
+    n_columns = -(-kv_len // 128)
+    group = max(1, mask_heads // 2)
+    assert made.key_tile_order.shape == (mask_heads // group, n_columns)
+    assert torch.equal(
+        made.key_tile_order.sort(-1).values, torch.arange(n_columns).expand(mask_heads // group, -1).int()
+    )
+    assert not made.semaphores.any()
+    assert len(made.semaphores) == 3 * 6 * 2 * -(-q_len // 128)
+    assert 1 <= int(made.schedule[0]) <= 6
+    for head in range(mask_heads):
+        order = made.key_tile_order[head // group].tolist()
+        for row, (visible, partial) in enumerate(tiles.counts[0, head].tolist()):
+            line = tiles.tiles[0, head, row].tolist()
+            listed = {*line[:visible], *line[len(line) - partial :]}
+            ranked = [tile for tile in order if tile in listed]
+            assert made.ranks[0, head, row, ranked].tolist() == list(range(len(ranked)))
+
+
+@DEVICES
+def test_what_comes_first(device: str) -> None:
+    """The last keys, under most masks; in blocks, tiles of few rows, for all of them see the last block."""
+    backwards = [7, 6, 5, 4, 3, 2, 1, 0]
+
+    def order(mask: FlashMask, heads: int = 4, kv_heads: int = 4) -> list[list[int]]:
+        return _order(mask, mask.row_count(), device, 1, heads, kv_heads)[0].key_tile_order.tolist()
+
+    for mask in (
+        masks.full(1024), masks.causal_document([300, 724]), masks.document([640, 84, 300]),
+        masks.sliding_window(1024, 200), masks.global_sliding_window(1024, 128, 128, causal=False),
+    ):  # fmt: skip
+        assert order(mask) == [backwards]
+    mask, other = masks.causal_blockwise([256] * 4), masks.causal_blockwise([128, 384, 256, 256])
+    blocks = [[7, 6, 5, 3, 1, 4, 2, 0], [7, 6, 5, 3, 0, 4, 2, 1]]
+    assert order(mask) == blocks[:1]
+    per_head = FlashMask(torch.cat([x.indices for x in (mask, mask, other, other)], 1), True)
+    assert order(per_head, 4, 2) == blocks
+    late = FlashMask(torch.tensor([0, 384]).repeat(384, 1)[None, None].int(), False)
+    late.indices[:, :, 128:256] = torch.tensor([384, 200])  # keys that only the last rows see come before unseen ones
+    assert order(late)[0][0] == 1
+
+
+@DEVICES
+def test_heads_that_alternate(device: str) -> None:
+    """As many as put a head's key tiles two row tiles apart, or one where each walks a row less than the next."""
+
+    def heads(mask: FlashMask, heads: int = 64, kv_heads: int = 64) -> int:
+        return int(_order(mask, mask.row_count(), device, 1, heads, kv_heads)[0].schedule[0])
+
+    assert heads(masks.causal(2048)) == 132 * 16 // 136
+    assert heads(masks.causal_blockwise([1024, 512, 512])) == 2 * 132 * 16 // (8 * 4 + 36 + 4 * 4 + 10 + 10)
+    assert heads(masks.full(2048)) == 2 * 132 // 16
+    window = masks.global_sliding_window(2048, 128, 128, causal=False)
+    walked = 16 + 3 + 14 * 4 - 1  # the global keys, those beside them, and all others but the last, which lack a row
+    assert heads(window, 256, 256) == 2 * 132 * 16 // walked
+    assert heads(window, 256, 128) == 2 * 132 * 16 // (walked * 2)
+    assert heads(window, 16, 8) == 8
+    assert heads(masks.full(2048), 64, 16) == 2 * 132 // (16 * 4)
+    per_head = FlashMask(masks.full(2048).indices.repeat(1, 64, 1, 1), False)
+    assert heads(per_head, 64, 16) == 2 * 132 // (16 * 4)
+    per_head.indices[:, ::2, :, 0] = 1024  # of four query heads, two see half of the rows
+    assert heads(per_head, 64, 16) == 2 * 132 * 4 // (16 * 3) // 4
+    nothing = FlashMask(torch.tensor([0, 256]).repeat(256, 1)[None, None].int(), False)
+    assert heads(nothing) == 64
+
+
+@DEVICES
+def test_bands(device: str) -> None:
+    """All rows, unless several query heads share a key-value head and key tiles skip few rows."""
+
+    def rows(mask: FlashMask, kv_heads: int) -> int:
+        return int(_order(mask, mask.row_count(), device, 1, 4, kv_heads)[0].schedule[1])
+
+    documents = masks.document([1000, 1048])
+    assert rows(documents, 2) == 512
+    assert rows(documents, 4) == 2048
+    assert rows(masks.causal_blockwise([1000, 524, 524]), 2) == 2048
+    heads = [[1024, 2048], [0, 1024], [1024, 2048], [0, 1024]]  # each sees one half: they skip no rows
+    per_head = FlashMask(torch.tensor(heads)[None, :, None].repeat(1, 1, 2048, 1).int(), False)
+    assert rows(per_head, 2) == 512
+
+
+WAITS: dict[str, tuple[Callable[[], FlashMask], float]] = {
+    "global window": (lambda: masks.global_sliding_window(8192, 512, 512, causal=False), 1.15),
+    "small global window": (lambda: masks.global_sliding_window(8192, 128, 512, causal=False), 1.15),
+    "causal global window": (lambda: masks.global_sliding_window(8192, 512, 512, causal=True), 1.15),
+    "random intervals": (lambda: _random_intervals(8192, 2), 1.15),
+    "hidden intervals, causal": (lambda: _random_intervals(8192, 2, causal=True), 1.15),
+    "documents": (lambda: masks.document([2300, 900, 3100, 1892]), 1.15),
+    "causal documents": (lambda: masks.causal_document([2300, 900, 3100, 1892]), 1.15),
+    "blocks": (lambda: masks.causal_blockwise([2300, 900, 3100, 1892]), 1.15),
+    "causal": (lambda: masks.causal(8192), 1.15),
+    "full": (lambda: masks.full(8192), 1.15),
+    # Key tiles overtake each other whatever the order.
+    "two hidden intervals": (lambda: _random_intervals(8192, 4), 1.3),
+    "intervals per query head": (lambda: _random_intervals(8192, 2, heads=16), 1.4),
+}
+"""Masks, and what the waits may make of the time."""
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize(("kv_heads", "subtiles"), [(16, 1), (4, 1), (4, 2)], ids=["MHA", "GQA", "wide GQA"])
+@pytest.mark.parametrize("case", WAITS)
+def test_waits_are_short(case: str, kv_heads: int, subtiles: int) -> None:
+    """Beside the same programs without waits, which take the key tiles in ascending order."""
+    make, most = WAITS[case]
+    mask = make()
+    heads = 16
+    batch = 2 * heads // kv_heads // subtiles  # as much work
+    made, tiles = _order(mask, mask.kv_len, "cpu", batch, heads, kv_heads)
+    interleaved, band = made.schedule.tolist()
+    group = max(1, mask.indices.shape[1] // kv_heads)
+    lines = segments_of(tiles.segments, group)
+    walks = [
+        [walk([x[tile] for x in line] * (heads // kv_heads // group), band // plan.ROWS)
+         for tile in range(mask.kv_len // 128)]
+        for line in lines
+    ]  # fmt: skip
+    planes = [plane % kv_heads % len(lines) for plane in range(batch * kv_heads)]
+    taken = work_items(made.key_tile_order.tolist(), planes, interleaved, subtiles)
+    ascending = [list(range(mask.kv_len // 128))] * len(lines)
+    default = span(work_items(ascending, planes, 2, subtiles), walks, PROGRAMS, ordered=False)
+    found = span(taken, walks, PROGRAMS, ordered=True)
+    assert found <= most * default
