@@ -520,9 +520,9 @@ def ragged() -> str:
         own = select(rows, case=case)
         heads, kv_heads, dim = (own[0][column] for column in ("heads", "kv_heads", "head_dim"))
         flex = select(own, provider="flex_attention")
-        times = cell(own, (), provider="flex_attention")
-        if timed(flex):
-            times = " / ".join(f"{float(flex[0][column]):.3f}" for column in ("forward_ms", "backward_ms"))
+        columns = ("forward_ms", "backward_ms") if timed(flex) else ()
+        times = " / ".join(f"{float(flex[0][column]):.3f}" for column in columns)
+        times = times or cell(own, (), provider="flex_attention")
         cells = []
         for name in providers:
             speed = maybe(own, "speed_of_flex", "{:.2f}", provider=name)

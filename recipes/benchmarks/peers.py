@@ -244,9 +244,7 @@ def _sdpa(backend: SDPBackend) -> Callable[[Case], Callable[[], Attention]]:
             raise CannotExpress("SDPA without a dense mask is full or causal")
         causal = case.mask.causal
         if causal and case.mask.row_count() != case.mask.kv_len:
-            raise CannotExpress(
-                "SDPA's is_causal aligns the first query with the first key, not the last with the last"
-            )
+            raise CannotExpress("SDPA's is_causal aligns the first query with the first key, not the last ones")
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             with sdpa_kernel(backend):
