@@ -89,3 +89,30 @@ def test_ratios_leave_out_what_was_not_timed(figures, monkeypatch):
     monkeypatch.setattr(values, "read", lambda name: rows)
     found = values.speed("x", "both_tflops", "flashmask", "flex_attention", values.CASE, values.SHORTER)
     assert found == "2.00 to 2.00 times as fast (geometric mean 2.00)"
+
+
+def test_the_table_of_ragged_work_compares_with_flex_attention(figures, monkeypatch):
+    sizes = {"heads": "32", "kv_heads": "4", "head_dim": "128", **VERSIONS}
+
+    def work(case, provider, speed="", status="timed"):
+        """Return a row as ragged.py writes it."""
+        times = {"forward_ms": "0.25", "backward_ms": "0.75"} if status == "timed" else {}
+        return {"case": case, "provider": provider, "status": status, "speed_of_flex": speed, **times, **sizes}
+
+    rows = [
+        work("short", "flashmask", "1.504"),
+        work("short", "fa4", status="cannot: no form"),
+        work("short", "flex_attention", "1.0"),
+        work("few", "flashmask"),
+        work("few", "fa4", "0.9"),
+        work("few", "flex_attention", status="failed: x"),
+    ]
+    monkeypatch.setattr(figures, "read_all", lambda pattern: rows)
+    head, _, *lines = lines_of(figures.ragged())
+    assert head == ["case", "heads", "FlexAttention (Triton), ms", "flashmask", "FlashAttention-4"]
+    assert lines == [
+        ["short", "32/4 of 128", "0.250 / 0.750", "1.50", "cannot"],
+        ["few", "32/4 of 128", "failed", "", "0.90"],
+    ]
+    monkeypatch.setattr(figures, "read_all", lambda pattern: ())
+    assert figures.ragged() == ""  # not published before it is measured

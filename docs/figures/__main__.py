@@ -51,6 +51,7 @@ TEXTS: dict[str, Callable[[], str]] = {
     "sparse-training": tables.sparse_training,
     "decoding": tables.decoding,
     "short": tables.short,
+    "ragged": tables.ragged,
     "masks-made": tables.masks_made,
     "gallery": gallery,
     "sft-gain": lambda: f"{number(read('training_h200'), 'against_sdpa', implementation='flashmask'):.1f}x",

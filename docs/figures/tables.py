@@ -509,6 +509,30 @@ def short() -> str:
     return table(head, lines, measured(rows, command, shape))
 
 
+def ragged() -> str:
+    """Return the table of little and uneven work, speed relative to FlexAttention; nothing if none was measured."""
+    rows = read_all("ragged_*")
+    if not rows:
+        return ""
+    providers = [name for name in dict.fromkeys(row["provider"] for row in timed(rows)) if name != "flex_attention"]
+    lines = []
+    for case in dict.fromkeys(row["case"] for row in rows):
+        own = select(rows, case=case)
+        heads, kv_heads, dim = (own[0][column] for column in ("heads", "kv_heads", "head_dim"))
+        flex = select(own, provider="flex_attention")
+        columns = ("forward_ms", "backward_ms") if timed(flex) else ()
+        times = " / ".join(f"{float(flex[0][column]):.3f}" for column in columns)
+        times = times or cell(own, (), provider="flex_attention")
+        cells = []
+        for name in providers:
+            speed = maybe(own, "speed_of_flex", "{:.2f}", provider=name)
+            cells.append(speed or cell(own, (), provider=name))
+        lines.append((case, f"{heads}/{kv_heads} of {dim}", times, *cells))
+    head = ("case", "heads", "FlexAttention (Triton), ms", *map(name_of, providers))
+    shape = "FlexAttention's forward / backward, and the speed of others relative to both passes of it"
+    return table(head, lines, measured(rows, "benchmarks/ragged.py", shape))
+
+
 def masks_made() -> str:
     """Return the table of what a mask costs before the first tile: its plan, beside FlexAttention's block mask."""
     plans, rows = read("plan_h200"), timed(select(read("attention_h200"), head_dim="128"))

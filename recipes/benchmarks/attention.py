@@ -176,15 +176,16 @@ def make_mask(family: str, length: int, heads: int = 1) -> FlashMask:
     return FlashMask(torch.cat([mask.indices for mask in drawn], 1), drawn[0].causal).to(DEVICE)
 
 
-def inputs(shape: Shape) -> list[Tensor]:
-    """Draw q, k and v, which require gradients, and the gradient of the output."""
+def inputs(shape: Shape, q_len: int | None = None) -> list[Tensor]:
+    """Draw q, k and v, which require gradients, and the gradient of the output; `q_len` None is the keys' length."""
+    queries = shape.length if q_len is None else q_len
     q, k, v, dout = (
-        torch.randn(shape.batch, shape.length, heads, dim, device=DEVICE, dtype=torch.bfloat16).transpose(1, 2)
-        for heads, dim in (
-            (shape.heads, shape.dim),
-            (shape.kv_heads, shape.dim),
-            (shape.kv_heads, shape.v_dim),
-            (shape.heads, shape.v_dim),
+        torch.randn(shape.batch, length, heads, dim, device=DEVICE, dtype=torch.bfloat16).transpose(1, 2)
+        for length, heads, dim in (
+            (queries, shape.heads, shape.dim),
+            (shape.length, shape.kv_heads, shape.dim),
+            (shape.length, shape.kv_heads, shape.v_dim),
+            (queries, shape.heads, shape.v_dim),
         )
     )
     return [*(x.requires_grad_() for x in (q, k, v)), dout]
@@ -254,9 +255,17 @@ def own_faults(names: Sequence[str], family: str, shape: Shape, tolerance: float
 
 
 def admit(
-    name: str, case: Case, tensors: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float
+    name: str,
+    case: Case,
+    tensors: Sequence[Tensor],
+    expected: Sequence[Tensor],
+    tolerance: float,
+    select: Callable[[Sequence[Tensor]], Sequence[Tensor]] = list,
 ) -> tuple[Callable[[], Attention], Attention] | str:
-    """Return what makes a provider's mask, and its attention under it, or why it is not timed."""
+    """Return what makes a provider's mask, and its attention under it, or why it is not timed.
+
+    `select` returns the part of output and gradients that is compared with `expected`.
+    """
     provider = PROVIDERS[name]
     if not provider.installed():
         return "not installed"
@@ -269,7 +278,7 @@ def admit(
         return f"cannot: {reason}"
     except Exception as error:  # a peer's error must not end the run of the others
         return f"failed: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
-    return difference(found, expected, tolerance) or (make, attend)
+    return difference(select(found), expected, tolerance) or (make, attend)
 
 
 def mask_cost(name: str, make: Callable[[], Attention]) -> tuple[float, float]:

@@ -21,6 +21,7 @@ from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_
 import flashmask_hf
 
 Case = TypeVar("Case")
+WAIT = 4_000_000  # cycles of a GPU, 2 ms or more: longer than the host takes to issue a forward or a backward
 _order = random.Random(0)  # of the providers in a turn
 
 
@@ -49,6 +50,20 @@ def interleaved_medians(
     limit is slower after a provider that draws more power.
     """
     return _medians(providers, repeats, warmup, _milliseconds)
+
+
+def gpu_medians(providers: Mapping[Case, Callable[[], object]], repeats: int, warmup: int = 2) -> dict[Case, float]:
+    """Return the median milliseconds of each provider as `interleaved_medians`, without those of the host.
+
+    The GPU waits before each call until the host has issued it, which a short call may take longer for than to run.
+    """
+
+    def measure(function: Callable[[], object]) -> float:
+        if torch.cuda.is_available():
+            torch.cuda._sleep(WAIT)
+        return _milliseconds(function)
+
+    return _medians(providers, repeats, warmup, measure)
 
 
 def host_microseconds(providers: Mapping[Case, Callable[[], object]], repeats: int) -> dict[Case, float]:

@@ -47,14 +47,14 @@ def visible_pairs(mask: FlashMask) -> Callable[[Tensor, Tensor, Tensor, Tensor],
     (start, end), *rest = mask.intervals()
     other_start, other_end = rest[0] if rest else (torch.zeros_like(start), torch.zeros_like(start))
     start, end, other_start, other_end = (x[0, 0].contiguous() for x in (start, end, other_start, other_end))
-    causal, two = mask.causal, bool(rest)
+    causal, two, offset = mask.causal, bool(rest), mask.kv_len - mask.row_count()
 
     def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         hidden = (i >= start[j]) & (i < end[j])
         if two:
             hidden = hidden | ((i >= other_start[j]) & (i < other_end[j]))
         if causal:
-            hidden = hidden | (i < j)
+            hidden = hidden | (i + offset < j)
         return ~hidden
 
     return visible

@@ -250,6 +250,8 @@ def _sdpa(backend: SDPBackend) -> Callable[[Case], Callable[[], Attention]]:
         if case.family not in ("full", "causal"):
             raise CannotExpress("SDPA without a dense mask is full or causal")
         causal = case.mask.causal
+        if causal and case.mask.row_count() != case.mask.kv_len:
+            raise CannotExpress("SDPA's is_causal aligns the first query with the first key, not the last ones")
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             with sdpa_kernel(backend):
