@@ -95,13 +95,13 @@ def test_what_comes_first(device: str) -> None:
 
 @DEVICES
 def test_heads_that_alternate(device: str) -> None:
-    """As many as put a head's key tiles two row tiles apart, or one where each walks a row less than the next."""
+    """As many as put a head's key tiles two row tiles apart, or half of one under a causal mask."""
 
     def heads(mask: FlashMask, heads: int = 64, kv_heads: int = 64) -> int:
         return int(_order(mask, mask.row_count(), device, 1, heads, kv_heads)[0].schedule[0])
 
-    assert heads(masks.causal(2048)) == 132 * 16 // 136
-    assert heads(masks.causal_blockwise([1024, 512, 512])) == 2 * 132 * 16 // (8 * 4 + 36 + 4 * 4 + 10 + 10)
+    assert heads(masks.causal(2048)) == 66 * 16 // 136
+    assert heads(masks.causal_blockwise([1024, 512, 512])) == 66 * 16 // (8 * 4 + 36 + 4 * 4 + 10 + 10)
     assert heads(masks.full(2048)) == 2 * 132 // 16
     window = masks.global_sliding_window(2048, 128, 128, causal=False)
     walked = 16 + 3 + 14 * 4 - 1  # the global keys, those beside them, and all others but the last, which lack a row
@@ -119,7 +119,7 @@ def test_heads_that_alternate(device: str) -> None:
 
 @DEVICES
 def test_bands(device: str) -> None:
-    """All rows, unless several query heads share a key-value head and key tiles skip few rows."""
+    """All rows, unless several query heads share a key-value head, and key tiles skip few rows and are not causal."""
 
     def rows(mask: FlashMask, kv_heads: int) -> int:
         return int(_order(mask, mask.row_count(), device, 1, 4, kv_heads)[0].schedule[1])
@@ -127,7 +127,8 @@ def test_bands(device: str) -> None:
     documents = masks.document([1000, 1048])
     assert rows(documents, 2) == 512
     assert rows(documents, 4) == 2048
-    assert rows(masks.causal_blockwise([1000, 524, 524]), 2) == 2048
+    assert rows(masks.causal_document([1000, 1048]), 2) == 2048
+    assert rows(masks.global_sliding_window(2048, 512, 128, causal=False), 2) == 2048
     heads = [[1024, 2048], [0, 1024], [1024, 2048], [0, 1024]]  # each sees one half: they skip no rows
     per_head = FlashMask(torch.tensor(heads)[None, :, None].repeat(1, 1, 2048, 1).int(), False)
     assert rows(per_head, 2) == 512
@@ -138,12 +139,14 @@ WAITS: dict[str, tuple[Callable[[], FlashMask], float]] = {
     "small global window": (lambda: masks.global_sliding_window(8192, 128, 512, causal=False), 1.15),
     "causal global window": (lambda: masks.global_sliding_window(8192, 512, 512, causal=True), 1.15),
     "random intervals": (lambda: _random_intervals(8192, 2), 1.15),
-    "hidden intervals, causal": (lambda: _random_intervals(8192, 2, causal=True), 1.15),
     "documents": (lambda: masks.document([2300, 900, 3100, 1892]), 1.15),
-    "causal documents": (lambda: masks.causal_document([2300, 900, 3100, 1892]), 1.15),
     "blocks": (lambda: masks.causal_blockwise([2300, 900, 3100, 1892]), 1.15),
     "causal": (lambda: masks.causal(8192), 1.15),
     "full": (lambda: masks.full(8192), 1.15),
+    # Causal masks wait longer than they could, because the L2 cache, which is not simulated, gains by small gaps and by
+    # rows that are walked head after head.
+    "hidden intervals, causal": (lambda: _random_intervals(8192, 2, causal=True), 1.4),
+    "causal documents": (lambda: masks.causal_document([2300, 900, 3100, 1892]), 1.4),
     # Key tiles overtake each other whatever the order.
     "two hidden intervals": (lambda: _random_intervals(8192, 4), 1.3),
     "intervals per query head": (lambda: _random_intervals(8192, 2, heads=16), 1.4),
