@@ -250,7 +250,7 @@ def row_lengths_chart(path: Path, shape: str, column: str, title: str) -> None:
         axes.set_title({"sft": "SFT", "lora": "LoRA", "dpo": "DPO", "reward": "reward model"}[task], fontsize=11)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
-        ticks = sorted({int(row["length"]) for row in rows})
+        ticks = sorted({int(row["length"]) for row in rows if row["peak_gib"]})
         axes.set_xticks(ticks[::2], [f"{length // 1024}K" for length in ticks[::2]], fontsize=9)
         axes.xaxis.set_minor_locator(NullLocator())
         axes.tick_params(axis="y", labelsize=9)

@@ -28,11 +28,17 @@ def change(name: str, column: str, provider: str, peer: str, **values: str) -> s
     return share(ratios(common(select(read(name), **values)), column, provider, peer, CASE))
 
 
-def deterministic(dim: str) -> str:
-    """Return how much more time deterministic kernels take, forward and backward together."""
+def deterministic(dim: str, *, scattered: bool) -> str:
+    """Return how much more time deterministic kernels take, forward and backward together.
+
+    Args:
+        dim: head size.
+        scattered: under the mask that hides two random intervals of rows from each 128 keys, or under all others.
+    """
     rows = [
         {**row, "both_ms": str(float(row["forward_ms"]) + float(row["backward_ms"]))}
         for row in timed(select(read("deterministic_h200"), head_dim=dim))
+        if (row["mask"] == "hidden_intervals") == scattered
     ]
     return share(ratios(rows, "both_ms", "flashmask_deterministic", "flashmask", CASE))
 
