@@ -7,18 +7,19 @@ from test_docs import DOCS
 
 VERSIONS = {"gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0", "transformers": "5.17.0"}
 NUMBERS = ("forward_ms", "backward_ms", "forward_tflops", "backward_tflops", "both_tflops", "mask_ms", "mask_mib")
+MODULES = ("results", "values", "tables", "attention_tables")
 
 
 @pytest.fixture
 def figures(monkeypatch):
     """Import the modules of docs/figures, whose names are theirs alone only while this test runs."""
     monkeypatch.syspath_prepend(DOCS / "figures")
-    for name in ("results", "values", "tables", "charts"):
+    for name in MODULES:
         monkeypatch.delitem(sys.modules, name, raising=False)
-    import tables
+    import attention_tables
 
-    yield tables
-    for name in ("results", "values", "tables"):
+    yield attention_tables
+    for name in MODULES:
         sys.modules.pop(name, None)
 
 
