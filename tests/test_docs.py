@@ -31,10 +31,10 @@ def anchors(page):
 
 
 def broken_links(name, page):
-    """Return the links and pictures of a page that lead to no file, to no heading, or out of the site."""
+    """Return the links and pictures of a page that lead to no file, to no heading, or out of the site but by https."""
     found = []
     for target in re.findall(r"\]\(([^)\s]+)\)", without_code(page)):
-        if target.startswith("https://"):
+        if re.fullmatch(r"https://(?:[\w-]+\.)+[a-z]{2,}(?:/[\w./#?=&%~+-]*)?", target):
             continue
         path, _, anchor = target.partition("#")
         file = (ROOT / name).parent / path if path else ROOT / name
@@ -58,6 +58,8 @@ def test_links_lead_somewhere(name):
 def test_broken_links_are_found():
     page = "[a](gone.md) [b](index.md#gone) ![c](assets/gone.png) [d](../README.md) [e](index.md#install)"
     assert broken_links("docs/index.md", page) == ["gone.md", "index.md#gone", "assets/gone.png", "../README.md"]
+    page = "[a](https://arxiv.org/abs/1) [b](http://arxiv.org) [c](https://arxiv) [d](https://arxiv.org/abs/1,)"
+    assert broken_links("docs/index.md", page) == ["http://arxiv.org", "https://arxiv", "https://arxiv.org/abs/1,"]
 
 
 def test_the_navigation_has_every_page_once():
