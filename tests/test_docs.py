@@ -31,10 +31,10 @@ def anchors(page):
 
 
 def broken_links(name, page):
-    """Return the links and pictures of a page that lead to no file, to no heading, or out of the site."""
+    """Return the links and pictures of a page that lead to no file, to no heading, or out of the site but by https."""
     found = []
     for target in re.findall(r"\]\(([^)\s]+)\)", without_code(page)):
-        if target.startswith("https://"):
+        if re.fullmatch(r"https://(?:[\w-]+\.)+[a-z]{2,}(?:/[\w./#?=&%~+-]*)?", target):
             continue
         path, _, anchor = target.partition("#")
         file = (ROOT / name).parent / path if path else ROOT / name
@@ -58,6 +58,8 @@ def test_links_lead_somewhere(name):
 def test_broken_links_are_found():
     page = "[a](gone.md) [b](index.md#gone) ![c](assets/gone.png) [d](../README.md) [e](index.md#install)"
     assert broken_links("docs/index.md", page) == ["gone.md", "index.md#gone", "assets/gone.png", "../README.md"]
+    page = "[a](https://arxiv.org/abs/1) [b](http://arxiv.org) [c](https://arxiv) [d](https://arxiv.org/abs/1,)"
+    assert broken_links("docs/index.md", page) == ["http://arxiv.org", "https://arxiv", "https://arxiv.org/abs/1,"]
 
 
 def test_the_navigation_has_every_page_once():
@@ -110,10 +112,10 @@ SHAPE = {"shape": "llama-3.2-1b", "trained": "all"}
 
 @pytest.fixture
 def figures(tmp_path, monkeypatch):
-    """The module of tables, with results in an empty folder, and a function that writes results there."""
+    """The module of tables of long rows, with results in an empty folder, and a function that writes results there."""
     monkeypatch.syspath_prepend(str(DOCS / "figures"))
+    import long_tables
     import results
-    import tables
 
     monkeypatch.setattr(results, "RESULTS", tmp_path)
     results.read.cache_clear()
@@ -124,7 +126,7 @@ def figures(tmp_path, monkeypatch):
             writer.writeheader()
             writer.writerows([{**SHAPE, **row, **CONDITIONS} for row in rows])
 
-    yield tables, write
+    yield long_tables, write
     results.read.cache_clear()
 
 
@@ -135,8 +137,8 @@ def body(table):
 
 
 def test_a_study_appears_once_it_is_measured(figures, tmp_path):
-    tables, write = figures
-    assert (tables.row_lengths(), tables.profile("kept")) == ("", "")
+    long_tables, write = figures
+    assert (long_tables.row_lengths(), long_tables.profile("kept")) == ("", "")
     run = {"task": "sft", "tokens_per_second": "2000", "peak_gib": "5", "steps": "2"}
     full = {**run, "tokens_per_second": "out of memory", "peak_gib": "", "steps": "0"}
     write(
@@ -148,7 +150,7 @@ def test_a_study_appears_once_it_is_measured(figures, tmp_path):
             {**full, "length": "8192", "implementation": "sdpa"},
         ],
     )
-    text = tables.row_lengths()
+    text = long_tables.row_lengths()
     assert body(text) == [
         ["1B sft", "flashmask", "4,096", "2,000 / 5.0", "8,192 or more", "1,800 / 6.0"],
         ["1B sft", "SDPA", "4,096", "1,000 / 5.0", "4,096", "1,000 / 5.0"],
@@ -163,7 +165,7 @@ def test_a_study_appears_once_it_is_measured(figures, tmp_path):
 
 
 def test_the_profile_of_a_step_has_a_column_for_each_length(figures):
-    tables, write = figures
+    long_tables, write = figures
     step = {"setting": "kept", "launches": "1"}
     rows = [
         {**step, "length": "8192", "kind": kind, "milliseconds": "1", "share": share, "step_milliseconds": "200"}
@@ -175,10 +177,10 @@ def test_the_profile_of_a_step_has_a_column_for_each_length(figures):
     ]
     nothing = {"milliseconds": "", "share": "", "step_milliseconds": ""}
     write("step_profile_1b_h100", [*rows, {**step, **nothing, "length": "131072", "kind": "out of memory"}])
-    assert body(tables.profile("kept")) == [
+    assert body(long_tables.profile("kept")) == [
         ["a step", "200 ms", "1,000 ms"],
         ["norms", "25.0%", "50.0%"],
         ["loss", "0.0%", "40.0%"],
         ["idle", "75.0%", "10.0%"],
     ]
-    assert tables.profile("plain") == ""
+    assert long_tables.profile("plain") == ""

@@ -1,7 +1,5 @@
 """The tables of attention, from results in which some providers have no figures."""
 
-import sys
-
 import pytest
 from test_docs import DOCS
 
@@ -11,15 +9,11 @@ NUMBERS = ("forward_ms", "backward_ms", "forward_tflops", "backward_tflops", "bo
 
 @pytest.fixture
 def figures(monkeypatch):
-    """Import the modules of docs/figures, whose names are theirs alone only while this test runs."""
+    """The module of tables of attention."""
     monkeypatch.syspath_prepend(DOCS / "figures")
-    for name in ("results", "values", "tables", "charts"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    import tables
+    import attention_tables
 
-    yield tables
-    for name in ("results", "values", "tables"):
-        sys.modules.pop(name, None)
+    return attention_tables
 
 
 def row(mask, provider, dim="128", *, status="timed", length="32768", v_dim=None, **numbers):

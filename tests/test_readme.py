@@ -1,8 +1,8 @@
 """The Python snippets of README.md and of every page of docs/ run as pasted, on a tiny model and small datasets.
 
 Four things are replaced. Names on the Hub become paths of local folders, since tests have no internet. Without a GPU,
-a config's first argument gets `use_cpu=True` before it: TRL's configs ask for bfloat16 on a GPU by default. Completions
-have 8 tokens. `LongRows`, which measures the memory of a GPU, is told what to keep where there is none.
+a trainer's config gets `use_cpu=True` as its first argument: TRL's configs ask for bfloat16 on a GPU by default.
+Completions have 8 tokens. `LongRows`, which measures the memory of a GPU, is told what to keep where there is none.
 """
 
 import json
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tools.tiny import TRAINER_WARNINGS, llama_config, preference_rows, word_tokenizer
+from tools.tiny import TRAINER_WARNINGS, conversation, llama_config, preference_rows, word_tokenizer
 from transformers import AutoModelForCausalLM
 
 pytestmark = TRAINER_WARNINGS
@@ -30,6 +30,13 @@ DATASETS = {
     ),
     "roneneldan/TinyStories": ("train", [{"text": "w5 w6 w7 w8 w9"}] * 8),
     "HuggingFaceH4/ultrafeedback_binarized": ("train_prefs", preference_rows()),
+    "trl-lib/ultrafeedback_binarized": (
+        "train",
+        [
+            {key: row["prompt"] + row[key] for key in ("chosen", "rejected")}
+            for row in map(conversation, preference_rows())
+        ],
+    ),
     "trl-lib/DeepMath-103K": ("train", [{"prompt": [{"role": "user", "content": "w5 w6"}], "solution": "w7"}] * 2),
 }
 TEMPLATE = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"
@@ -50,12 +57,22 @@ def folders(tmp_path_factory):
     return {name: str(path) for name, path in found.items()}
 
 
+def numbers(text):
+    """Return every number of a text, whether it stands in prose, code, a name or a link: Qwen3-0.6B has two."""
+    return re.findall(r"\d+(?:[.,]\d+)*", text)
+
+
+def test_every_number_counts():
+    assert numbers("3.8x, 544,768 on an H200. `f(8, 0.5)` [a](b/2410.01359)") == [
+        "3.8", "544,768", "200", "8", "0.5", "2410.01359",
+    ]  # fmt: skip
+
+
 def test_the_readme_is_short():
     readme = re.sub(r"<!--.*?-->", "", PAGES["README.md"])
-    prose = re.sub(r"```.*?```|`[^`]*`|\]\([^)]*\)", "", readme, flags=re.DOTALL)
     assert len(PAGES["README.md"].splitlines()) <= 130
     assert len(readme.split()) <= 900
-    assert len(re.findall(r"(?<![\w.])\d[\d,.]*", prose)) <= 12
+    assert len(numbers(readme)) <= 12
     lines = [len(re.findall(r"^.+$", code, re.MULTILINE)) for name, code in SNIPPETS if name == "README.md"]
     assert all(count <= most for count, most in zip(lines, (12, 6, 4), strict=True))
     assert "PackedSFTTrainer(" in SNIPPETS[0][1]
@@ -70,7 +87,7 @@ def test_a_snippet_runs_as_pasted(number, folders, tmp_path, monkeypatch, capsys
     page, code = SNIPPETS[number]
     text = code.replace("max_completion_length=1024", "max_completion_length=8")
     if not torch.cuda.is_available():
-        text = text.replace("Config(max_", "Config(use_cpu=True, max_")
+        text = re.sub(r"Config\((?=max_|output_dir)", "Config(use_cpu=True, ", text)
         text = text.replace("LongRows(trainer)", "LongRows(trainer, keep_attention=True, host_gib=0)")
     for name, folder in folders.items():
         text = text.replace(json.dumps(name), repr(folder))
@@ -82,3 +99,14 @@ def test_a_snippet_runs_as_pasted(number, folders, tmp_path, monkeypatch, capsys
     if "print(" in code:  # what it prints stands in the block after it
         _, shown, _ = PAGES[page].partition(code)[2].removeprefix("```").split("```", 2)
         assert capsys.readouterr().out.strip() == shown.strip()
+
+
+def test_the_attention_of_the_readme_keeps_documents_apart():
+    held = {}
+    exec(next(code for name, code in SNIPPETS if name == "README.md" and "def attend" in code), held)
+    q, k, v = torch.randn(3, 1, 2, 11, 16).unbind()
+    out = held["attend"](q, k, v, [[4, 7]])
+    for document in (slice(0, 4), slice(4, 11)):
+        alone = (x[:, :, document] for x in (q, k, v))
+        expected = torch.nn.functional.scaled_dot_product_attention(*alone, is_causal=True)
+        torch.testing.assert_close(out[:, :, document], expected)

@@ -17,8 +17,10 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import attention_tables
+import long_tables
 import numpy as np
-import tables
+import training_tables
 from charts import CHARTS, STYLE, words
 from matplotlib import rc_context
 from pictures import PICTURES, gallery
@@ -30,29 +32,29 @@ ASSETS = ROOT / "docs" / "assets"
 MARK = re.compile(r"(<!-- figure ([a-z0-9-]+) -->)(.*?)(<!-- end -->)", re.DOTALL)
 
 TEXTS: dict[str, Callable[[], str]] = {
-    "training": tables.training,
-    "kept": tables.kept,
-    "parallel": tables.parallel,
-    "long-rows": partial(tables.long_rows, "long_rows_h200", "half of a host with 256 GiB"),
-    "long-rows-h100": partial(tables.long_rows, "long_rows_h100", "half of a host with 256 GiB"),
-    "compiled": tables.compiled,
-    "profile": partial(tables.profile, "kept"),
-    "profile-compiled": partial(tables.profile, "compiled_kept"),
-    "row-lengths": tables.row_lengths,
-    "convergence": tables.convergence,
-    "packing": tables.packing,
-    "first-step": tables.first_step,
-    "alignment": tables.alignment,
-    "grpo": tables.grpo,
-    "sharing": tables.sharing,
-    "attention": tables.attention,
-    "peers": tables.peers,
-    "sparse": tables.sparse,
-    "sparse-training": tables.sparse_training,
-    "decoding": tables.decoding,
-    "short": tables.short,
-    "ragged": tables.ragged,
-    "masks-made": tables.masks_made,
+    "training": training_tables.training,
+    "kept": long_tables.kept,
+    "parallel": long_tables.parallel,
+    "long-rows": partial(long_tables.long_rows, "long_rows_h200", "half of a host with 256 GiB"),
+    "long-rows-h100": partial(long_tables.long_rows, "long_rows_h100", "half of a host with 256 GiB"),
+    "compiled": training_tables.compiled,
+    "profile": partial(long_tables.profile, "kept"),
+    "profile-compiled": partial(long_tables.profile, "compiled_kept"),
+    "row-lengths": long_tables.row_lengths,
+    "convergence": training_tables.convergence,
+    "packing": training_tables.packing,
+    "first-step": training_tables.first_step,
+    "alignment": training_tables.alignment,
+    "grpo": training_tables.grpo,
+    "sharing": training_tables.sharing,
+    "attention": attention_tables.attention,
+    "peers": attention_tables.peers,
+    "sparse": attention_tables.sparse,
+    "sparse-training": training_tables.sparse_training,
+    "decoding": attention_tables.decoding,
+    "short": attention_tables.short,
+    "ragged": attention_tables.ragged,
+    "masks-made": attention_tables.masks_made,
     "gallery": gallery,
     "sft-gain": lambda: f"{number(read('training_h200'), 'against_sdpa', implementation='flashmask'):.1f}x",
     "sft-gain-flex": gain_of("SFT"),

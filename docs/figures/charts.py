@@ -14,7 +14,7 @@ from results import mask_of, name_of, read, read_all, select, timed
 from values import gains, linear, sweep_line
 
 OURS, ALSO_OURS, INK = "#3f6b8f", "#a9c3d6", "#4a4a4a"
-PEERS = {"sdpa": "#dcd9d2", "sdpa_single": "#8f8b83", "cudnn": "#8f8b83", "whole": "#dedad3"}
+PEERS = {"sdpa": "#dcd9d2", "sdpa_single": "#8f8b83", "cudnn": "#8f8b83", "whole": "#6f6b64"}
 CHARTED = ("flashmask", "flashmask_triton", "flex_attention", "cudnn")  # providers in the chart of masks
 OTHER_PEER = "#b9b5ac"
 STYLE = {

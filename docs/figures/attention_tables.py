@@ -1,0 +1,189 @@
+"""Tables of attention alone: by mask, size of heads and length, when decoding, and what its masks cost."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from results import Row, cell, mask_of, maybe, name_of, number, ratios, read, read_all, select, timed
+from tables import measured, table
+from values import WIDTHS
+
+ORDER = (
+    "full",
+    "causal",
+    "sliding_window",
+    "causal_document",
+    "document",
+    "share_question",
+    "global_sliding_window",
+    "causal_blockwise",
+    "prefix_lm_document",
+    "prefix_lm_causal",
+    "qk_sparse",
+    "random_eviction",
+)
+"""Mask families in the order of the tables of attention."""
+
+
+ATTENTION = "benchmarks/attention.py --dims {dims} --tokens {tokens}{more} --providers {names}"
+
+
+def _providers(rows: Sequence[Row], order: Sequence[str]) -> list[str]:
+    """Return the providers of an order that have rows."""
+    there = {row["provider"] for row in rows}
+    return [provider for provider in order if provider in there]
+
+
+def _width(row: Row) -> str:
+    """Return the head_dim of a row, with that of its values if they have another."""
+    dim, v_dim = row["head_dim"], row.get("v_head_dim", row["head_dim"])
+    return dim if dim == v_dim else f"{dim}/{v_dim}"
+
+
+def _tokens(rows: Sequence[Row]) -> int:
+    """Return the number of tokens of a case."""
+    return int(rows[0]["batch"]) * int(rows[0]["length"])
+
+
+def attention() -> str:
+    """Return the table of attention alone by mask, of heads of 128 in rows of 32,768 tokens."""
+    rows = select(read("attention_h200"), length="32768", head_dim="128")
+    peers = ("fa4", "cudnn_flex", "flex_flash", "flex_attention", "cudnn")
+    providers = _providers(rows, ("flashmask", "flashmask_triton", *peers))
+    lines = [
+        (mask_of(mask), *(cell(rows, ["both_tflops"], mask=mask, provider=name) for name in providers))
+        for mask in dict.fromkeys(row["mask"] for row in rows)
+    ]
+    command = ATTENTION.format(dims="64 128", tokens=_tokens(rows), more=" --repeats 7", names=" ".join(providers))
+    shape = f"{rows[0]['batch']} rows of 32,768 tokens, {rows[0]['heads']} heads of 128"
+    count = f"TFLOP/s of forward and backward, counted on tiles that are not hidden, {shape}"
+    return table(("mask", *map(name_of, providers)), lines, measured(rows, command, count))
+
+
+def peers() -> str:
+    """Return the table of attention alone by mask and size of heads beside the fastest peers, forward and backward.
+
+    Heads of 64 and 128 have all masks that were measured, others a few.
+    """
+    rows = select(read("attention_peers_h200"), length="8192")
+    providers = _providers(rows, ("flashmask", "fa4", "cudnn_flex", "flex_flash", "flex_attention", "cudnn"))
+    few = ("full", "causal", "sliding_window", "causal_document", "share_question", "random_eviction")
+    lines = []
+    for dim in sorted({row["head_dim"] for row in rows}, key=lambda dim: (dim not in WIDTHS, -int(dim))):
+        shown = select(rows, head_dim=dim)
+        for mask in sorted({row["mask"] for row in shown}, key=ORDER.index):
+            if dim in WIDTHS or mask in few:
+                columns = ["forward_tflops", "backward_tflops"]
+                cells = [cell(shown, columns, mask=mask, provider=provider) for provider in providers]
+                lines.append((mask_of(mask), _width(shown[0]), *cells))
+    dims = " ".join(dict.fromkeys(map(_width, rows)))
+    command = ATTENTION.format(dims=dims, tokens=_tokens(rows), more="", names=" ".join(providers))
+    packages = dict.fromkeys(row.get("version", "") for row in rows if row["provider"] in providers)
+    versions = ", ".join(package for package in packages if package) or "flash-attn-4 4.0.0b36"
+    count = f"TFLOP/s of forward / backward, {rows[0]['batch']} rows of 8,192 tokens, {versions}"
+    return table(("mask", "head_dim", *map(name_of, providers)), lines, measured(rows, command, count))
+
+
+def sparse() -> str:
+    """Return the table of dynamic sparse attention against causal FlashAttention-2."""
+    rows = read("sparse_attention_h200")
+    lengths = ("2048", "8192", "16384", "32768")
+    lines = [
+        (
+            "causal flashmask" if provider == "flashmask" else name_of(provider),
+            *(maybe(rows, "faster", "{:.1f}x", provider=provider, length=length) for length in lengths),
+        )
+        for provider in ("hash_16", "drop_30", "drop_50", "flashmask")
+    ]
+    command = "benchmarks/sparse_attention.py --lengths 1024 2048 4096 8192 16384 32768 --repeats 5"
+    shape = (
+        "against causal SDPA (FlashAttention-2), forward and backward with all sorting and moving of rows, 4 rows, 48 "
+    )
+    shape += "heads of 64, random buckets and drops"
+    return table(("", *(f"{int(length):,} tokens" for length in lengths)), lines, measured(rows, command, shape))
+
+
+def decoding() -> str:
+    """Return the table of one decoding step."""
+    rows = select(read("decode_h200"), batch="8", keys="65536", mask="padding")
+    lines = [
+        (
+            heads,
+            *(
+                f"{number(rows, 'graph_us', provider=provider, heads=heads) / 1000:.2f} ms"
+                for provider in ("flashmask", "sdpa_mask", "sdpa")
+            ),
+        )
+        for heads in ("32/8", "32/32")
+    ]
+    return table(
+        ("heads of queries / keys", "flashmask, with the mask", "SDPA, with the mask", "SDPA, without a mask"),
+        lines,
+        measured(rows, "benchmarks/decode.py", "8 left-padded sequences of 65,536 keys, heads of 128, in a CUDA graph"),
+    )
+
+
+def short() -> str:
+    """Return the table of short rows beside SDPA with a dense mask."""
+    rows = read("short_h100")
+    lines = []
+    for provider in ("flashmask", "flashmask_triton"):
+        cells = []
+        for column in ("host_us", "graph_us"):
+            for passes in ("forward", "both"):
+                shown = select(rows, passes=passes)
+                values = ratios(shown, column, provider, "sdpa_mask", ("batch", "rows", "head_dim"))
+                cells.append(f"{min(values):.2f} to {max(values):.2f} ({statistics.median(values):.2f})")
+        lines.append((name_of(provider), *cells))
+    head = ("", "host, forward", "host, both", "CUDA graph, forward", "CUDA graph, both")
+    shape = (
+        "time relative to SDPA with a dense mask (median), 1 or 8 rows of 128 to 1,024 tokens, 32 heads of 64 and 128"
+    )
+    command = "benchmarks/short.py --repeats 41 --providers flashmask flashmask_triton sdpa_mask"
+    return table(head, lines, measured(rows, command, shape))
+
+
+def ragged() -> str:
+    """Return the table of little and uneven work, speed relative to FlexAttention; nothing if none was measured."""
+    rows = read_all("ragged_*")
+    if not rows:
+        return ""
+    providers = [name for name in dict.fromkeys(row["provider"] for row in timed(rows)) if name != "flex_attention"]
+    lines = []
+    for case in dict.fromkeys(row["case"] for row in rows):
+        own = select(rows, case=case)
+        heads, kv_heads, dim = (own[0][column] for column in ("heads", "kv_heads", "head_dim"))
+        flex = select(own, provider="flex_attention")
+        columns = ("forward_ms", "backward_ms") if timed(flex) else ()
+        times = " / ".join(f"{float(flex[0][column]):.3f}" for column in columns)
+        times = times or cell(own, (), provider="flex_attention")
+        cells = []
+        for name in providers:
+            speed = maybe(own, "speed_of_flex", "{:.2f}", provider=name)
+            cells.append(speed or cell(own, (), provider=name))
+        lines.append((case, f"{heads}/{kv_heads} of {dim}", times, *cells))
+    head = ("case", "heads", "FlexAttention (Triton), ms", *map(name_of, providers))
+    shape = "FlexAttention's forward / backward, and the speed of others relative to both passes of it"
+    return table(head, lines, measured(rows, "benchmarks/ragged.py", shape))
+
+
+def masks_made() -> str:
+    """Return the table of what a mask costs before the first tile: its plan, beside FlexAttention's block mask."""
+    plans, rows = read("plan_h200"), timed(select(read("attention_h200"), head_dim="128"))
+    providers = _providers(rows, ("flashmask", "flex_attention", "cudnn_flex"))
+    lines = []
+    for length in ("8192", "32768", "131072"):
+        graph = [float(row["graph_us"]) for row in select(plans, length=length)]
+        cells = []
+        for provider in providers:
+            own = [row for row in select(rows, length=length, provider=provider) if float(row["mask_mib"])]
+            times = [float(row["mask_ms"]) for row in own]
+            cells.append(f"{min(times):.1f} to {max(times):.1f} ms")
+            cells.append(f"{max(float(row['mask_mib']) for row in own):.2f} MiB")
+        lines.append((f"{int(length):,}", f"{min(graph):.0f} to {max(graph):.0f} us", *cells))
+    made = {"flashmask": "plan, with the host", "flex_attention": "FlexAttention's mask", "cudnn_flex": "cuDNN's plan"}
+    head = ("tokens", "plan, on the GPU", *(part for name in providers for part in (made[name], "memory")))
+    return table(
+        head, lines, measured(plans, "benchmarks/plan.py", "12 masks, once a batch, for all layers and passes")
+    )
