@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from flashmask_hf import FlashMask
@@ -11,6 +12,27 @@ from flashmask_hf.kernels.launch.layout import layout_of
 from flashmask_hf.kernels.launch.problem import problem_of
 from flashmask_hf.kernels.shared.row_statistics import Delta, Gradients
 from flashmask_hf.plan import Plan
+
+
+def inputs(
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    q_len: int,
+    kv_len: int,
+    dims: tuple[int, int],
+    dtype: torch.dtype,
+    device: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Draw q, k, v and the output's gradient, laid out [B, S, H, D] in memory; `dims` are (head_dim, v_head_dim)."""
+    generator = torch.Generator().manual_seed(0)
+    dim, v_dim = dims
+    shapes = ((heads, q_len, dim), (kv_heads, kv_len, dim), (kv_heads, kv_len, v_dim), (heads, q_len, v_dim))
+    q, k, v, dout = (
+        torch.randn(batch, length, h, d, generator=generator).to(device, dtype).transpose(1, 2)
+        for h, length, d in shapes
+    )
+    return q, k, v, dout
 
 
 def forward(

@@ -41,27 +41,10 @@ MASKS = {
 }
 
 
-def _inputs(
-    batch: int,
-    heads: int,
-    kv_heads: int,
-    q_len: int,
-    kv_len: int,
-    dims: tuple[int, int],
-    dtype: torch.dtype,
-    device: str,
-) -> list[torch.Tensor]:
-    """q, k, v and the output's gradient, laid out [B, S, H, D] in memory."""
-    generator = torch.Generator().manual_seed(0)
-    dim, v_dim = dims
-    shapes = ((heads, q_len, dim), (kv_heads, kv_len, dim), (kv_heads, kv_len, v_dim), (heads, q_len, v_dim))
-    return [torch.randn(batch, n, h, d, generator=generator).to(device, dtype).transpose(1, 2) for h, n, d in shapes]
-
-
 def _compile(
     dims: tuple[int, int], mask: FlashMask, softcap: float = 0.0, deterministic: bool = False, placed: bool = False
 ) -> dict[str, Kernel]:
-    q, k, v, dout = _inputs(1, 4, 2, 512, 512, dims, torch.bfloat16, "cpu")
+    q, k, v, dout = hopper_kernels.inputs(1, 4, 2, 512, 512, dims, torch.bfloat16, "cpu")
     lse = torch.empty(1, 4, 512)
     tiles = plan.build_plan(mask.indices, mask.causal, 512)
     orders = row_orders(q, k) if placed else None
@@ -148,7 +131,7 @@ def test_family(monkeypatch: pytest.MonkeyPatch, family: str, dims: tuple[int, i
     q_len, kv_len = lengths
     dtype = torch.float16 if kv_len == 257 else torch.bfloat16
     mask = FAMILIES[family](kv_len, q_len).to("cuda")
-    _check(_inputs(2, HEADS, KV_HEADS, q_len, kv_len, dims, dtype, "cuda"), mask)
+    _check(hopper_kernels.inputs(2, HEADS, KV_HEADS, q_len, kv_len, dims, dtype, "cuda"), mask)
 
 
 @pytest.mark.hopper
@@ -159,7 +142,7 @@ def test_head_dims(dims: tuple[int, int], family: str, lengths: tuple[int, int])
     """Sizes of queries and values that do not fill the tiles."""
     dtype = torch.bfloat16 if lengths[1] % 2 else torch.float16
     mask = FAMILIES[family](*lengths[::-1]).to("cuda")
-    inputs = _inputs(2, HEADS, KV_HEADS, *lengths, dims, dtype, "cuda")
+    inputs = hopper_kernels.inputs(2, HEADS, KV_HEADS, *lengths, dims, dtype, "cuda")
     _check(inputs, mask, softcap=5.0 if family == "full" else 0.0, deterministic=lengths[0] == 200)
 
 
@@ -176,7 +159,7 @@ def test_heads(
     count = {"one": 1, "kv": heads[1], "q": heads[0]}[mask_heads]
     generator = torch.Generator().manual_seed(0)
     mask = masks.random_eviction(700, generator=generator, heads=count, batch=2, device="cuda")
-    _check(_inputs(2, *heads, 700, 700, dims, torch.bfloat16, "cuda"), mask, deterministic=deterministic)
+    _check(hopper_kernels.inputs(2, *heads, 700, 700, dims, torch.bfloat16, "cuda"), mask, deterministic=deterministic)
 
 
 @pytest.mark.hopper
@@ -184,7 +167,7 @@ def test_heads(
 def test_softcap(dims: tuple[int, int]) -> None:
     requires("hopper")
     mask = masks.causal_document([260, 140], device="cuda")
-    _check(_inputs(2, 4, 2, 400, 400, dims, torch.bfloat16, "cuda"), mask, softcap=3.0)
+    _check(hopper_kernels.inputs(2, 4, 2, 400, 400, dims, torch.bfloat16, "cuda"), mask, softcap=3.0)
 
 
 @pytest.mark.hopper
@@ -200,7 +183,7 @@ def test_deterministic_runs_agree_to_the_bit(
     """Thirteen programs take several tiles of keys each."""
     requires("hopper")
     monkeypatch.setattr(hopper_backward, "multiprocessors", lambda device: 13)
-    inputs = _inputs(2, HEADS, KV_HEADS, 2100, 2100, dims, torch.bfloat16, "cuda")
+    inputs = hopper_kernels.inputs(2, HEADS, KV_HEADS, 2100, 2100, dims, torch.bfloat16, "cuda")
     mask = FAMILIES[family](2100, 2100).to("cuda")
     first = _check(inputs, mask, deterministic=True)
     for name, one, other in zip(("dq", "dk", "dv"), first, _check(inputs, mask, deterministic=True), strict=True):
@@ -216,7 +199,7 @@ def test_tiles_wider_than_the_kernel_s(
     requires("hopper")
     monkeypatch.setattr(plan, "MAX_COLUMN_TILES", 2)
     mask = masks.causal_document([170, 230, 300], device="cuda")
-    _check(_inputs(1, 4, 2, 700, 700, dims, torch.bfloat16, "cuda"), mask, deterministic=deterministic)
+    _check(hopper_kernels.inputs(1, 4, 2, 700, 700, dims, torch.bfloat16, "cuda"), mask, deterministic=deterministic)
 
 
 @pytest.mark.hopper
@@ -228,7 +211,7 @@ def test_keys_that_no_row_sees(dims: tuple[int, int], deterministic: bool) -> No
     mask = masks.full(1300, q_len=900, device="cuda")
     mask.indices[:, :, 128:640] = 0
     mask.indices[:, :, 1024:] = 0
-    inputs = _inputs(40, 2, 2, 900, 1300, dims, torch.bfloat16, "cuda")
+    inputs = hopper_kernels.inputs(40, 2, 2, 900, 1300, dims, torch.bfloat16, "cuda")
     clean = _check(inputs, mask, deterministic=deterministic)
     q, k, v, dout = (x.detach().clone() for x in inputs)
     for x in (k, v):
@@ -252,7 +235,7 @@ def test_keys_that_no_row_sees(dims: tuple[int, int], deterministic: bool) -> No
 def test_rows_put_back(dims: tuple[int, int], heads: tuple[int, int], lengths: tuple[int, int]) -> None:
     """The gradients of `put_rows_back`, to the bit."""
     requires("hopper")
-    q, k, v, dout = _inputs(3, *heads, *lengths, dims, torch.bfloat16, "cuda")
+    q, k, v, dout = hopper_kernels.inputs(3, *heads, *lengths, dims, torch.bfloat16, "cuda")
     indices = torch.randint(0, lengths[0] + 1, (1, 1, lengths[1], 2), generator=torch.Generator().manual_seed(0))
     mask = FlashMask(indices.int().to("cuda"), causal=False, q_len=lengths[0])
     tiles = plan.build_plan(mask.indices, mask.causal, lengths[0])

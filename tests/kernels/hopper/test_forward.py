@@ -48,12 +48,8 @@ Dims: TypeAlias = "int | tuple[int, int]"
 
 
 def _inputs(batch: int, q_len: int, kv_len: int, dims: Dims, dtype: torch.dtype, device: str):
-    dim, v_dim = (dims, dims) if isinstance(dims, int) else dims
-    generator = torch.Generator().manual_seed(0)
-    return tuple(
-        torch.randn(batch, length, heads, width, generator=generator).to(device, dtype).transpose(1, 2)
-        for heads, length, width in ((HEADS, q_len, dim), (KV_HEADS, kv_len, dim), (KV_HEADS, kv_len, v_dim))
-    )
+    both = (dims, dims) if isinstance(dims, int) else dims
+    return hopper_kernels.inputs(batch, HEADS, KV_HEADS, q_len, kv_len, both, dtype, device)[:3]
 
 
 CONFIGS = [
