@@ -244,7 +244,9 @@ def row_lengths_chart(path: Path, shape: str, column: str, title: str) -> None:
                 continue
             (color, line), label = LINES[name], name_of(name) if name not in labelled else None
             labelled.add(name)
-            axes.plot(*zip(*points, strict=True), line, marker="o", color=color, markersize=3, label=label)
+            above = 3 if name == "flashmask" else 2  # peers may have equal figures
+            drawn = axes.plot(*zip(*points, strict=True), line, marker="o", markersize=3, color=color, label=label)
+            drawn[0].set_zorder(above)
             if shown[-1]["tokens_per_second"] == "out of memory":
                 axes.plot(*points[-1], "x", color=color, markersize=9, markeredgewidth=2)
         axes.set_title({"sft": "SFT", "lora": "LoRA", "dpo": "DPO", "reward": "reward model"}[task], fontsize=11)
