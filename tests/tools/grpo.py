@@ -6,6 +6,7 @@ it runs both trainers in several processes and writes their logs.
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import tempfile
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from tools.tiny import VOCAB, llama_config, trainer_settings, word_tokenizer
@@ -222,3 +224,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    gc.collect()  # models that are wrapped refer to the group, whose threads must end before the process does
+    PartialState().destroy_process_group()
