@@ -86,7 +86,7 @@ def prepare_backward(
     programs = multiprocessors(device)
     persistent = n_columns * kv_planes > programs
     # Interleaved heads put equal work side by side.
-    interleaved = max(1, _RESIDENT_BYTES // (q_len * head_dim * (heads // kv_heads) * 4))
+    interleaved = min(kv_planes, max(1, _RESIDENT_BYTES // (q_len * head_dim * (heads // kv_heads) * 4)))
 
     accum = packed_layout(batch * heads * n_row_tiles * pieces * 128, 32, dtype=torch.float32, device=device)
     new_accum = accum.allocator()

@@ -86,10 +86,10 @@ class Slot:
 
 @device_enum
 class NamedBarrier:
-    """Hardware barriers, by stage. An arrival at an mbarrier first costs a warpgroup a barrier of its own warps."""
+    """Ids of hardware barriers. An arrival at an mbarrier would first cost a warpgroup a barrier of its own warps."""
 
     ROWS_FREE = 8
-    """Nobody needs a tile of rows and its slots any more."""
+    """First of two, one for each stage: nobody needs a tile of rows and its slots any more."""
     DO_FREE = 10
     """Nobody needs the gradients of the output any more, if they have one stage."""
 
@@ -171,14 +171,17 @@ class Form(NamedTuple):
     SUBTILES: int
     """Tiles of keys in one of the plan."""
     KEY_STAGES: int
+    """Stages of keys."""
     VALUE_STAGES: int
+    """Stages of values, as many as of keys or one."""
     DO_STAGES: int
     """Stages of the output's gradients."""
     DQ_STAGES: int
     """Pieces of dQ in shared memory."""
     STORE_WARPS: int
+    """Warps that store gradients."""
     SCORES_AHEAD: bool
-    """Whether the scores of the next tile of rows are made beside dK, see `_accumulate_dkv`."""
+    """Whether `backward_kernel` makes the scores of the next tile of rows beside dK; `backward_wide` does not ask."""
 
 
 @gluon.constexpr_function
@@ -448,7 +451,8 @@ def store_gradients(WARP: gl.constexpr, args, FORM: gl.constexpr):
     """Store warp: add dQ to `dq_accum`, tile by tile of rows, and store dK and dV unless SCATTER.
 
     Two store warps alternate between tiles of rows, and each stores the gradients of one part of the keys. With one,
-    the second warp is idle. Values of fewer stages than the keys are loaded here, once the gradients before are gone.
+    a second warp that was started is idle. Values of fewer stages than the keys are loaded here, once the gradients
+    before are gone.
     """
     STORE_WARPS: gl.constexpr = FORM.STORE_WARPS
     VALUE_STAGES: gl.constexpr = FORM.VALUE_STAGES

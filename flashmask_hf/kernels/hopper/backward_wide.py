@@ -53,7 +53,7 @@ __all__ = ["accumulate_dk", "accumulate_dq", "accumulate_dv"]
 
 @gluon.constexpr_function
 def _low(pieces):
-    """Return the largest power of 2 in 64 * pieces: tensors are as wide as one, and a second one has the rest."""
+    """Return the largest power of 2 up to 64 * pieces. dK is a tensor of that width and one of the rest."""
     return 64 << (pieces.bit_length() - 1)
 
 
@@ -68,7 +68,7 @@ def _start_scores(no_scores, stage, args, FORM: gl.constexpr):
 
 @gluon.jit
 def _start_dv(dv, weights, slopes, step, args, FORM: gl.constexpr):
-    """Hand the factors of the scores' gradients over, and start to add a tile of rows to dV."""
+    """Hand `slopes` to the second warpgroup through shared memory, and start to add a tile of rows to dV."""
     _tensors, _scalars, shared, barriers = args
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, dv.type.layout, 2)
     stage = step & 1
@@ -184,7 +184,7 @@ def accumulate_dk(args, FORM: gl.constexpr):
                 dk = warpgroup_mma_wait(0, deps=[dk])
             release_rows(stage, FORM)
             step += 1
-        if row_tiles == 0:  # as for dV
+        if row_tiles == 0:  # products with queries and gradients that may be infinite
             dk = gl.zeros([64, LOW], gl.float32, KEYS)
             if HIGH > 0:
                 high_dk = gl.zeros([64, HIGH], gl.float32, HIGH_KEYS)

@@ -7,9 +7,9 @@ tiles that have begun, the first of the unfinished ones never waits, and there i
 A good order makes the waits short. Every tile of keys walks its rows downwards, and takes the same time for each. Let
 the *lead* of a tile be its last row less the number of its rows: of two tiles that begin together and see one last row,
 that with the greater lead comes to it first. Hence the tiles begin in the order of their leads, the greatest first,
-which is the last keys first under most masks. Tiles that come to a row at the same time add one after the other, which
-takes as long as a tile of rows. So tiles of several heads alternate: each head's then begin far enough apart.
-`tests/tools/ordered_sums.py` simulates the waits.
+which is the last keys first under most masks. Tiles that come to a row at the same time add one after the other, and
+each addition takes about as long as a tile of rows. So tiles of several heads alternate: each head's then begin far
+enough apart. `tests/tools/ordered_sums.py` simulates the waits.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ Head after head instead, a key tile would come to the second head only after all
 one behind it would wait: documents with 8 query heads took 1.66 times the unordered time on an H200, with bands 1.1.
 Causal rows took 1.53 with bands and 1.24 without. Where key tiles skip rows, they overtake each other in bands.
 """
+_SKIPPED_SHARE = 8
+"""Key tiles walk bands if they skip at most 1 / _SKIPPED_SHARE of the row tiles that they walk; it is not tuned."""
 _LANES = 128
 
 
@@ -97,7 +99,7 @@ def prepare_dq_order(problem: Problem, block_m: int, programs: int) -> Callable[
         _GAP * programs * mask_batch * groups * n_columns // (4 if problem.causal else 1),
         heads // kv_heads // masks_of_group,
         _BAND_ROWS if heads > kv_heads and not problem.causal else n_q * ROWS,
-        PLAN_ROWS=ROWS, LANES=2 * _LANES, num_warps=4,
+        PLAN_ROWS=ROWS, SKIPPED_SHARE=_SKIPPED_SHARE, LANES=2 * _LANES, num_warps=4,
     )  # fmt: skip
 
     def make(plan: Plan) -> DqOrder:
@@ -178,7 +180,7 @@ def _order_key_tiles(
 def _rank_key_tiles(
     tiles, counts, key_tile_order, sums, ranks, semaphores, schedule,
     n_q, n_kv, n_columns, group, n_semaphores, n_sums, kv_planes, spread, repeats, band_rows,
-    PLAN_ROWS: tl.constexpr, LANES: tl.constexpr,
+    PLAN_ROWS: tl.constexpr, SKIPPED_SHARE: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Rank the key tiles of one row tile of a plan, clear a share of the semaphores, and choose the schedule.
 
@@ -236,7 +238,7 @@ def _rank_key_tiles(
             walked += tl.load(sums + lane * 2, mask=lane < n_sums, other=0)
             skipped += tl.load(sums + lane * 2 + 1, mask=lane < n_sums, other=0)
         all_walked = tl.sum(walked, 0)
-        skip = tl.sum(skipped, 0) * 8 > all_walked
+        skip = tl.sum(skipped, 0) * SKIPPED_SHARE > all_walked
         heads = tl.full([], spread, tl.int64) // tl.maximum(all_walked * repeats, 1)
         tl.store(schedule, tl.minimum(tl.maximum(heads, 1), kv_planes).to(tl.int32))
         tl.store(schedule + 1, tl.where(skip, n_q * PLAN_ROWS, band_rows))

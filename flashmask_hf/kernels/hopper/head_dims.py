@@ -18,7 +18,7 @@ class Widths(NamedTuple):
     values: int
     """Columns of values and outputs, and the first columns of queries and keys."""
     tail: int = 0
-    """Further columns of queries and keys, which have tiles of their own."""
+    """Further columns of queries and keys. The forward has tiles of their own for them; the backward pads to 256."""
 
 
 _WIDTHS = (Widths(64), Widths(128), Widths(128, 64), Widths(256))

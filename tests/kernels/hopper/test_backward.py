@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from tools.support import FAMILIES, HEADS, INTERPRETED, KV_HEADS, assert_within_budget, poisoned, requires, row_orders
@@ -30,9 +32,9 @@ HEAD_DIMS = [
     *((32, 32), (40, 40), (48, 64), (64, 24), (72, 72), (80, 80), (96, 96), (112, 128), (120, 8)),
     *((64, 256), (136, 40), (160, 160), (192, 192), (200, 72), (256, 128)),
 ]
-"""Sizes (head_dim, v_head_dim) that do not fill their tiles."""
+"""Sizes (head_dim, v_head_dim) of which columns of the tiles are filled with zeros."""
 DIMS = [(64, 64), (128, 128), (192, 128), (256, 256)]
-"""Sizes that fill them."""
+"""Largest sizes of each of the kernel's tiles."""
 WIDE = DIMS[2:]
 
 MASKS = {
@@ -67,9 +69,11 @@ def test_compiles(dims: tuple[int, int], form: str, deterministic: bool) -> None
     assert kernel.shared <= 227 * 1024
     assert kernel.spills is not None
     assert kernel.spills <= 128  # most of the warp that loads, which has 32 registers; 88 with Triton 3.6
-    # A load of what stays the same. Later versions lay the roles out as parts of one loop.
+    # One reload of a value that stays the same. Later versions lay the roles out as parts of one loop.
     assert dims not in WIDE or TRITON >= (3, 9) or kernel.spills_beside_products() <= 1
     assert not kernel.serializes_products()
+    # Sums are in global memory before the next tile of keys may add its own.
+    assert bool(re.search(r"cp\.async\.bulk\.wait_group\s+0", kernel.assembly)) == deterministic
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["unordered", "ordered"])

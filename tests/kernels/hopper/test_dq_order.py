@@ -47,7 +47,7 @@ def _random_intervals(length: int, n: int, heads: int = 1, causal: bool = False)
 @DEVICES
 @pytest.mark.parametrize("mask_heads", [1, 2, 6])
 @pytest.mark.parametrize("lengths", [(1, 1), (700, 700), (150, 38500)], ids=str)
-def test_the_order_is_one(lengths: tuple[int, int], mask_heads: int, device: str) -> None:
+def test_each_key_tile_is_ranked_once(lengths: tuple[int, int], mask_heads: int, device: str) -> None:
     """Every key tile (301 at most) comes once, ranks count the listed tiles before it, and semaphores are 0."""
     q_len, kv_len = lengths
     mask = masks.random_eviction(kv_len, q_len=q_len, heads=mask_heads, generator=torch.Generator().manual_seed(0))
@@ -113,6 +113,8 @@ def test_heads_that_alternate(device: str) -> None:
     assert heads(per_head, 64, 16) == 2 * 132 // (16 * 4)
     per_head.indices[:, ::2, :, 0] = 1024  # of four query heads, two see half of the rows
     assert heads(per_head, 64, 16) == 2 * 132 * 4 // (16 * 3) // 4
+    two = FlashMask(window.indices.repeat(2, 1, 1, 1), False)
+    assert int(_order(two, 2048, device, 2, 128, 128)[0].schedule[0]) == heads(window, 128, 128)
     nothing = FlashMask(torch.tensor([0, 256]).repeat(256, 1)[None, None].int(), False)
     assert heads(nothing) == 64
 
@@ -128,7 +130,10 @@ def test_bands(device: str) -> None:
     assert rows(documents, 2) == 512
     assert rows(documents, 4) == 2048
     assert rows(masks.causal_document([1000, 1048]), 2) == 2048
-    assert rows(masks.global_sliding_window(2048, 512, 128, causal=False), 2) == 2048
+    some = FlashMask(torch.tensor([512, 768, 0, 0]).repeat(2048, 1)[None, None].int(), False)
+    for seeing, most in ((1, 2048), (2, 512)):  # of 16 key tiles, 15 and 14 skip 2 of 16 row tiles: more than 1/8, less
+        some.indices[:, :, : 128 * seeing, :2] = 0
+        assert rows(FlashMask(some.indices, False), 2) == most
     heads = [[1024, 2048], [0, 1024], [1024, 2048], [0, 1024]]  # each sees one half: they skip no rows
     per_head = FlashMask(torch.tensor(heads)[None, :, None].repeat(1, 1, 2048, 1).int(), False)
     assert rows(per_head, 2) == 512

@@ -134,7 +134,7 @@ WIDE = [(256, 256), (192, 128), (160, 144), (136, 64)]
 @pytest.mark.parametrize("family", ["prefix_lm_document", "hash_sparse"])
 @pytest.mark.parametrize("dims", WIDE, ids=str)
 def test_wide(dims: tuple[int, int], family: str, lengths: tuple[int, int]) -> None:
-    """One stage of queries, tiles of 64 keys or tails of queries and keys."""
+    """The forward with one stage of queries, tiles of 64 keys or tails of queries and keys; the wide backward."""
     q_len, kv_len = lengths
     inputs = attention_inputs(Lane("hopper", "cpu", torch.float16), 2, HEADS, KV_HEADS, q_len, kv_len, *dims)
     _check(inputs, FAMILIES[family](kv_len, q_len), (False,))
@@ -187,6 +187,21 @@ def test_query_heads_walk_bands_of_rows(monkeypatch: pytest.MonkeyPatch, dim: in
     monkeypatch.setattr(dq_order, "_BAND_ROWS", 256)
     mask = masks.sliding_window(700, 150, causal=False) if mask_heads == "one" else separate_rows(700, 6)
     _check(_inputs(dim, 700, 700, 1, 6, 2), mask, (True,))
+
+
+@pytest.mark.parametrize("mask_heads", [1, 2])
+@pytest.mark.parametrize("dims", [(64, 64), (256, 256)], ids=str)
+def test_each_mask_has_its_own_order(monkeypatch: pytest.MonkeyPatch, dims: tuple[int, int], mask_heads: int) -> None:
+    """One program would wait forever for itself in the order of another batch entry or another head."""
+    monkeypatch.setattr(hopper_backward, "multiprocessors", lambda device: 1)
+    blocks = [[256] * 4, [128, 384, 256, 256]]
+    indices = [
+        torch.cat([masks.causal_blockwise(blocks[(entry + head) % 2]).indices for head in range(mask_heads)], 1)
+        for entry in range(2)
+    ]
+    mask = FlashMask(torch.cat(indices), True)
+    inputs = attention_inputs(Lane("hopper", "cpu", torch.float16), 2, 2, 2, 1024, 1024, *dims)
+    _check(inputs, mask, (True,))
 
 
 @pytest.mark.parametrize(("window", "warpgroups"), [(700, 3), (100, 2)])

@@ -39,9 +39,9 @@ from flashmask_hf.rows import put_rows_back
 pytestmark = pytest.mark.interpreter
 
 DIMS = [(256, 256), (192, 128)]
-"""Sizes (head_dim, v_head_dim) that fill their tiles."""
+"""Largest sizes (head_dim, v_head_dim) of each of the wide tiles."""
 PADDED = [(64, 256), (136, 40), (160, 160), (200, 72)]
-"""Sizes of which tiles have columns that are filled with zeros."""
+"""Smaller sizes, for which columns of the tiles are filled with zeros."""
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
