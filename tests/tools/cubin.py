@@ -42,13 +42,17 @@ class Kernel:
         return [(int(address, 16), instruction) for address, instruction in found]
 
     def spills_beside_products(self) -> int:
-        """Return how many instructions spill registers, or load them again, in the innermost loops with products."""
+        """Return how many instructions spill registers, or load them again, in the innermost loops with products.
+
+        Loops end with a branch under a predicate. Others lead back from blocks in which warps wait, out of their line.
+        """
         instructions = self.instructions()
-        branches = [(at, re.search(r"\bBRA\b.* 0x([0-9a-f]+)", x)) for at, x in instructions]
+        branches = [(at, re.match(r"@!?U?P\d+ BRA\b.* 0x([0-9a-f]+)", x)) for at, x in instructions]
         loops = [(int(match[1], 16), at) for at, match in branches if match and int(match[1], 16) < at]
         products = [at for at, x in instructions if "HGMMA" in x]
         loops = [(a, b) for a, b in loops if any(a <= at <= b for at in products)]
         innermost = [(a, b) for a, b in loops if not any(a <= c and d <= b and (a, b) != (c, d) for c, d in loops)]
+        assert innermost, f"no loop with products was found in {self.name}"
         spills = [at for at, x in instructions if re.search(r"\b(LDL|STL)\b", x)]
         return sum(any(a <= at <= b for a, b in innermost) for at in spills)
 

@@ -69,8 +69,7 @@ def test_compiles(dims: tuple[int, int], form: str, deterministic: bool) -> None
     assert kernel.shared <= 227 * 1024
     assert kernel.spills is not None
     assert kernel.spills <= 128  # most of the warp that loads, which has 32 registers; 88 with Triton 3.6
-    # One reload of a value that stays the same. Later versions lay the roles out as parts of one loop.
-    assert dims not in WIDE or TRITON >= (3, 9) or kernel.spills_beside_products() <= 1
+    assert kernel.spills_beside_products() <= (1 if dims in WIDE else 4)  # reloads of values that stay the same
     assert not kernel.serializes_products()
     # Sums are in global memory before the next tile of keys may add its own.
     assert bool(re.search(r"cp\.async\.bulk\.wait_group\s+0", kernel.assembly)) == deterministic
