@@ -45,6 +45,7 @@ from flashmask_hf import FlashMask, flashmask_attention, masks
 HIDDEN = 4096
 TOKENS = 65536
 CHECKED = 4352  # length of the row on which flashmask is compared with float64; every kernel supports it
+EXACT_ROWS = 1024  # query rows that float64 takes at a time
 CHECKED_HEADS = 4  # key-value heads of that row
 BLOCK = 128  # rows whose error is looked at together
 DEFAULT = ("flashmask", "flashmask_triton", "flex_attention", "flex_flash", "fa4", "cudnn_flex", "cudnn")
@@ -76,6 +77,9 @@ class Shape(NamedTuple):
     length: int
     dim: int
     v_dim: int
+
+    def __str__(self) -> str:
+        return f"{self.length} {self.dim}/{self.v_dim}"
 
     def flops(self, visible: float) -> tuple[float, float]:
         """Return the FLOPs forward and backward if a share of the pairs is visible.
@@ -199,18 +203,24 @@ def results_of(attend: Attention, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def exact(tensors: Sequence[Tensor], mask: FlashMask) -> list[Tensor]:
-    """Compute output and gradients in float64, one key-value head at a time to save memory."""
-    q, k, v, dout = tensors
+    """Compute output and gradients in float64, some rows of one key-value head at a time to save memory."""
+    q, k, v, dout = (x.detach() for x in tensors)
     group = q.shape[1] // k.shape[1]
-    heads = []
-    for head in range(k.shape[1]):
-        queries = slice(head * group, (head + 1) * group)
-        places = ((q, queries), (k, slice(head, head + 1)), (v, slice(head, head + 1)))
-        one = [x.detach()[:, place].double().requires_grad_() for x, place in places]
-        part = mask if mask.indices.shape[1] == 1 else FlashMask(mask.indices[:, queries], mask.causal)
-        out = flashmask_attention(one[0], one[1], one[2], part, impl="reference")
-        heads.append([out.detach(), *torch.autograd.grad(out, one, dout[:, queries].double())])
-    return [torch.cat(x, 1) for x in zip(*heads, strict=True)]
+    out, dq, dk, dv = (torch.zeros_like(x, dtype=torch.float64) for x in (dout, q, k, v))
+    for first in range(0, q.shape[2], EXACT_ROWS):
+        rows = slice(first, min(first + EXACT_ROWS, q.shape[2]))
+        some = mask.rows(rows)
+        for head in range(k.shape[1]):
+            here, queries = slice(head, head + 1), slice(head * group, (head + 1) * group)
+            part = some if mask.indices.shape[1] == 1 else FlashMask(some.indices[:, queries], some.causal)
+            one, two, three = (x.double().requires_grad_() for x in (q[:, queries, rows], k[:, here], v[:, here]))
+            found = flashmask_attention(one, two, three, part, impl="reference")
+            out[:, queries, rows] = found.detach()
+            gradients = torch.autograd.grad(found, (one, two, three), dout[:, queries, rows].double())
+            dq[:, queries, rows] = gradients[0]
+            dk[:, here] += gradients[1]
+            dv[:, here] += gradients[2]
+    return [out, dq, dk, dv]
 
 
 def block_norms(x: Tensor) -> Tensor:
@@ -315,7 +325,7 @@ def measure(
         tolerance: largest error of a provider that is timed.
         faults: what `own_faults` found.
     """
-    log(label(family, shape))
+    log(f"{family} {shape}")
     *qkv, dout = tensors = inputs(shape)
     case = Case(family, mask, *qkv)
     base = next((name for name in BASES if name not in faults), None)
@@ -331,7 +341,7 @@ def measure(
                 else:
                     states[name], table[name] = "timed", admitted
             if states[name] != "timed":
-                log(f"{label(family, shape)} {name}: {states[name]}")
+                log(f"{family} {shape} {name}: {states[name]}")
         del expected
     forward = interleaved_medians({n: lambda a=a: a(*qkv) for n, (_, a) in table.items()}, repeats, warmup)
     outs = {n: a(*qkv) for n, (_, a) in table.items()}
@@ -420,20 +430,21 @@ def precompile(names: Sequence[str], cases: Sequence[tuple[str, Shape]], jobs: i
                 work.setdefault((name, shape.dim, shape.v_dim, *kernels), (name, family, shape))
                 if name.startswith("flashmask"):
                     work.setdefault((name, shape.dim, shape.v_dim, *kernels, "checked"), (name, family, checked(shape)))
+    run_in_processes(run_once, list(work.values()), jobs)
+
+
+def run_in_processes(run: Callable[..., None], tasks: Sequence[tuple[object, ...]], jobs: int) -> None:
+    """Run a function for each task, whose first entry names a provider, so that its kernels are cached on disk."""
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else each process starts one more for every core
-    tasks = sorted(work.values(), key=lambda task: not task[0].startswith("flex"))  # the slowest first
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    os.environ.setdefault("FLEX_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # of cudnn.flex_attention
+    ordered = sorted(tasks, key=lambda task: not str(task[0]).startswith("flex"))  # the slowest first
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        futures = {pool.submit(run_once, *task): task for task in tasks}
+        futures = {pool.submit(run, *task): task for task in ordered}
         for number, future in enumerate(as_completed(futures), 1):
-            name, family, shape = futures[future]
             error = future.exception()
             state = "compiled" if error is None else f"failed: {type(error).__name__}"
-            log(f"{number} of {len(futures)}: {name} {label(family, shape)}: {state}")
-
-
-def label(family: str, shape: Shape) -> str:
-    """Return the name of a case in lines of progress."""
-    return f"{family} {shape.length} {shape.dim}/{shape.v_dim}"
+            log(f"{number} of {len(futures)}: {' '.join(map(str, futures[future]))}: {state}")
 
 
 def log(text: str) -> None:
@@ -472,8 +483,6 @@ def main(flags: Sequence[str] | None = None) -> None:
         for length in arguments.lengths
     ]
     if arguments.jobs > 1 or arguments.compile_only:
-        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-        os.environ.setdefault("FLEX_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # of cudnn.flex_attention
         precompile(arguments.providers, [(family, shape) for shape in shapes for family in families], arguments.jobs)
     if arguments.compile_only:
         return

@@ -20,25 +20,21 @@ below 1, the provider is slower.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import NamedTuple
 
 import attention
 import torch
-from attention import admit, inputs, log, results_of
+from attention import admit, exact, inputs, log, results_of, run_in_processes
 from harness import append_rows, gpu_medians, random_lengths
 from peers import PROVIDERS, Attention, Case
 from torch import Tensor
 
-from flashmask_hf import FlashMask, flashmask_attention, masks
+from flashmask_hf import FlashMask, masks
 
 DEFAULT = ("flashmask", "flashmask_triton", "flex_attention", "fa4", "cudnn_flex", "cudnn")
 FLEX = "flex_attention"
 FIGURES = ("forward_ms", "backward_ms", "both_ms", "speed_of_flex")
-ROWS = 1024  # query rows that float64 takes at a time
 
 
 class Work(NamedTuple):
@@ -111,26 +107,6 @@ def checked_heads(found: Sequence[Tensor], kv_heads: int) -> list[Tensor]:
         group = x.shape[1] // kv_heads
         several.append(x if kv_heads <= 2 else torch.cat([x[:, :group], x[:, -group:]], 1))
     return several
-
-
-def exact(tensors: Sequence[Tensor], mask: FlashMask) -> list[Tensor]:
-    """Compute output and gradients in float64, one key-value head and `ROWS` query rows at a time to save memory."""
-    q, k, v, dout = (x.detach() for x in tensors)
-    group = q.shape[1] // k.shape[1]
-    out, dq, dk, dv = (torch.zeros_like(x, dtype=torch.float64) for x in (dout, q, k, v))
-    for head in range(k.shape[1]):
-        here, queries = slice(head, head + 1), slice(head * group, (head + 1) * group)
-        keys, values = (x[:, here].double().requires_grad_() for x in (k, v))
-        for first in range(0, q.shape[2], ROWS):
-            rows = slice(first, min(first + ROWS, q.shape[2]))
-            part = q[:, queries, rows].double().requires_grad_()
-            found = flashmask_attention(part, keys, values, mask.rows(rows), impl="reference")
-            out[:, queries, rows] = found.detach()
-            one, two, three = torch.autograd.grad(found, (part, keys, values), dout[:, queries, rows].double())
-            dq[:, queries, rows] = one
-            dk[:, here] += two
-            dv[:, here] += three
-    return [out, dq, dk, dv]
 
 
 def measure(
@@ -206,19 +182,6 @@ def run_once(name: str, title: str) -> None:
     torch.cuda.empty_cache()
 
 
-def precompile(names: Sequence[str], titles: Sequence[str], jobs: int) -> None:
-    """Compile the kernels of every case in several processes; what fails here fails again in its turn."""
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else each process starts one more for every core
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-    os.environ.setdefault("FLEX_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # of cudnn.flex_attention
-    tasks = [(name, title) for name in names for title in titles if PROVIDERS[name].installed()]
-    tasks.sort(key=lambda task: not task[0].startswith("flex"))  # the slowest first
-    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        futures = [pool.submit(run_once, *task) for task in tasks]
-        failed = sum(future.exception() is not None for future in as_completed(futures))
-    log(f"compiled: {len(tasks) - failed} of {len(tasks)} ran, the others cannot express their mask or fail")
-
-
 def main(flags: Sequence[str] | None = None) -> None:
     """Run the benchmark from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -234,7 +197,8 @@ def main(flags: Sequence[str] | None = None) -> None:
     torch.manual_seed(0)
     titles = [title for title in CASES if title.split()[0] in arguments.cases]
     if arguments.jobs > 1:
-        precompile(arguments.providers, titles, arguments.jobs)
+        tasks = [(name, title) for name in arguments.providers for title in titles if PROVIDERS[name].installed()]
+        run_in_processes(run_once, tasks, arguments.jobs)
     rows: list[dict[str, object]] = []
     for title in titles:
         found = measure(

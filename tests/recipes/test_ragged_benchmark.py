@@ -9,7 +9,7 @@ import tools.recipes  # noqa: F401  # makes the benchmarks importable
 import torch
 from tools.support import FAMILIES
 
-from flashmask_hf import masks
+from flashmask_hf import flashmask_attention, masks
 
 import attention  # isort: skip
 import packed_attention  # isort: skip
@@ -74,12 +74,14 @@ def test_masks_for_flex_attention_mean_what_the_mask_means(family, q_len):
 @pytest.mark.parametrize(("length", "q_len"), [(50, 50), (50, 23), (23, 50)])
 @pytest.mark.parametrize("family", ["causal", "full"])
 def test_exact_results_are_those_of_attention_in_one_part(family, length, q_len, monkeypatch):
-    monkeypatch.setattr(ragged, "ROWS", 16)  # several parts, the last one shorter
+    monkeypatch.setattr(attention, "EXACT_ROWS", 16)  # several parts, the last one shorter
     mask = getattr(masks, family)(length, q_len=q_len)
     tensors = drawn(4, 2, length, q_len)
     assert [x.shape[2] for x in tensors] == [q_len, length, length, q_len]
-    expected = attention.exact(tensors, mask)
-    for one, other in zip(ragged.exact(tensors, mask), expected, strict=True):
+    q, k, v = (x.detach().double().requires_grad_() for x in tensors[:3])
+    out = flashmask_attention(q, k, v, mask, impl="reference")
+    expected = [out.detach(), *torch.autograd.grad(out, (q, k, v), tensors[3].double())]
+    for one, other in zip(attention.exact(tensors, mask), expected, strict=True):
         assert one.dtype == torch.float64
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
