@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
 from torch.autograd import forward_ad, profiler
 
 __all__ = [
     "HAS_TRITON",
+    "current_gpu",
     "current_stream",
     "device_guard",
     "has_tangents",
@@ -60,14 +60,12 @@ def is_intercepted(*tensors: Tensor | None) -> bool:
 
 def is_plain(x: Tensor) -> bool:
     """Return whether the memory of a tensor holds its values and no subclass or batching rule has a say."""
-    return (
-        (type(x) is Tensor or type(x) is torch.nn.Parameter)
-        and not x.is_meta
-        and not x.is_neg()
-        and not x._is_zerotensor()
-        and not is_legacy_batchedtensor(x)
-        and not is_functorch_wrapped_tensor(x)
-    )
+    if not (type(x) is Tensor or type(x) is torch.nn.Parameter) or x.is_neg():
+        return False
+    try:
+        return x.data_ptr() != 0  # meta tensors, and zeros that autograd has not written, are at 0
+    except RuntimeError:  # batched tensors and those of `torch.func` have no memory
+        return False
 
 
 def wants_gradients(*tensors: Tensor | None) -> bool:
@@ -106,7 +104,7 @@ def is_capturing(x: Tensor) -> bool:
 current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda gpu: 0)
 """Return the handle of the current stream of a GPU, given its index; torch without CUDA has no such function."""
 
-_current_gpu: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: 0)
+current_gpu: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: 0)
 """Return the index of the current GPU, less the initialization of CUDA that `torch.cuda.current_device` asks for."""
 
 _UNGUARDED = contextlib.nullcontext()
@@ -122,7 +120,7 @@ def stream_of(x: Tensor) -> tuple[int, int] | None:
 
 def device_guard(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Return a context in which the tensor's GPU is the current device, as launches need it."""
-    if x.is_cuda and x.get_device() != _current_gpu():
+    if x.is_cuda and x.get_device() != current_gpu():
         return torch.cuda.device(x.device)
     return _UNGUARDED
 

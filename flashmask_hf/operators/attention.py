@@ -7,6 +7,7 @@ takes longer than a launch, and records a derivative of its own, which runs the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from flashmask_hf import torch_state
 from flashmask_hf.call import Call, Settings, resolve_operator
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.operators.decoding import decode, results_like
-from flashmask_hf.operators.library import Derivative, as_operator, no_second_derivatives, record, register_autograd
+from flashmask_hf.operators.library import Derivative, as_operator, no_second_derivatives, register_autograd
 from flashmask_hf.operators.plan import plan_of
 from flashmask_hf.plan import Plan
 
@@ -33,13 +34,7 @@ def attend(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ma
         return flash_attn_forward(q, k, v, sinks, mask._indices, *plan, *call.settings)
     if not call.differentiated:
         return call.forward(q, k, v, sinks, mask._indices, plan)
-    return record(_call_derivative, _run, q, k, v, sinks, mask._indices, plan, call)
-
-
-def _run(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, indices: Tensor, plan: Plan, call: Call
-) -> tuple[Tensor, Tensor]:
-    return call.forward(q, k, v, sinks, indices, plan)
+    return _record(call, q, k, v, sinks, mask._indices, plan)
 
 
 def _forward(
@@ -147,27 +142,44 @@ def _differentiate_operator(ctx: Any, dout: Tensor | None, dlse: Tensor | None) 
 register_autograd(flash_attn_forward, Derivative(_save_operator, _differentiate_operator))
 
 
-def _save_call(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    # Hooks on saved tensors, such as offloading, need not see the plan, which all layers share.
-    q, k, v, sinks, indices, ctx.plan, ctx.call = inputs
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, sinks, *output, indices)
+class _Attention(torch.autograd.Function):
+    """A call that goes past the dispatcher.
+
+    Hooks on saved tensors, such as offloading, need not see the plan, which all layers share.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        call: Call,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        indices: Tensor,
+        plan: Plan,
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = call.forward(q, k, v, sinks, indices, plan)
+        ctx.call, ctx.plan = call, plan
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, sinks, out, lse, indices)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dout is None and dlse is None:
+            return (None,) * 7  # for every input of the forward
+        q, k, v, sinks, out, lse, indices = ctx.saved_tensors
+        dout = torch.zeros_like(out) if dout is None else dout
+        # With create_graph=True the operator tells that there are no second derivatives.
+        if torch.is_grad_enabled() or torch_state.is_intercepted(dout, dlse):
+            dq, dk, dv, dsinks = flash_attn_backward(
+                dout, dlse, q, k, v, sinks, out, lse, indices, *ctx.plan, *ctx.call.settings
+            )
+        else:
+            dq, dk, dv, dsinks = ctx.call.backward(dout, q, k, v, sinks, lse, (out, dlse), indices, ctx.plan)
+        return None, dq, dk, dv, None if sinks is None else dsinks, None, None
 
 
-def _differentiate_call(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    if dout is None and dlse is None:
-        return (None,) * 7  # for every input of `_run`
-    q, k, v, sinks, out, lse, indices = ctx.saved_tensors
-    dout = torch.zeros_like(out) if dout is None else dout
-    # With create_graph=True the operator tells that there are no second derivatives.
-    if torch.is_grad_enabled() or torch_state.is_intercepted(dout, dlse):
-        dq, dk, dv, dsinks = flash_attn_backward(
-            dout, dlse, q, k, v, sinks, out, lse, indices, *ctx.plan, *ctx.call.settings
-        )
-    else:
-        dq, dk, dv, dsinks = ctx.call.backward(dout, q, k, v, sinks, lse, (out, dlse), indices, ctx.plan)
-    return dq, dk, dv, None if sinks is None else dsinks, None, None, None
-
-
-_call_derivative = Derivative(_save_call, _differentiate_call)
-"""Derivative of `_run`, a call that goes past the dispatcher."""
+_record: Callable[..., tuple[Tensor, Tensor]] = super(torch.autograd.Function, _Attention).apply  # pyright: ignore[reportAttributeAccessIssue]
+"""`_Attention.apply` less its questions about `torch.func`: `resolve` has asked whether a transform is active."""

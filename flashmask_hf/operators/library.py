@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Derivative", "as_operator", "no_derivatives", "no_second_derivatives", "record", "register_autograd"]
+__all__ = ["Derivative", "as_operator", "no_derivatives", "no_second_derivatives", "register_autograd"]
 
 
 def as_operator(name: str, function: Callable[..., Any]) -> Any:
@@ -43,13 +43,6 @@ class _Node(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         return None, None, *ctx.derivative.backward(ctx, *gradients)
-
-
-record: Callable[..., Any] = super(torch.autograd.Function, _Node).apply  # pyright: ignore[reportAttributeAccessIssue]
-"""(derivative, run, *inputs) -> run(*inputs), recorded for autograd.
-
-It is `_Node.apply` less its questions about `torch.func`: callers have asked whether a transform is active.
-"""
 
 
 def register_autograd(operator: Any, derivative: Derivative) -> None:

@@ -21,7 +21,7 @@ from flashmask_hf.operators import attention, plan
 from flashmask_hf.operators.attention import flash_attn_forward
 from flashmask_hf.operators.decoding import flash_attn_decode
 from flashmask_hf.operators.plan import make_plan, plan_of
-from flashmask_hf.torch_state import is_intercepted
+from flashmask_hf.torch_state import is_intercepted, is_plain
 
 LANES = lanes((torch.float32,), (torch.float32,), (torch.bfloat16,))
 
@@ -177,6 +177,20 @@ def test_only_what_asks_for_a_gradient_has_one() -> None:
         assert not flashmask_attention(q, k, v, mask).requires_grad
     with torch.inference_mode():
         assert flashmask_attention(q, k, v, mask).is_inference()
+
+
+def test_tensors_whose_memory_does_not_hold_their_values_are_not_plain() -> None:
+    batched: list[torch.Tensor] = []
+    torch.func.vmap(lambda x: batched.append(x) or x)(torch.ones(3))
+    leaf = torch.ones(2, requires_grad=True)
+    leaf.register_hook(lambda x: batched.append(x))
+    torch.autograd.grad(leaf * 2, leaf, torch.eye(2), is_grads_batched=True)
+    assert len(batched) == 2
+    x = torch.ones(2, dtype=torch.complex64).conj().imag
+    assert x.is_neg()
+    others = [x, torch._efficientzerotensor(2), torch.ones(2, device="meta"), *batched]
+    assert not any(map(is_plain, others))
+    assert all(map(is_plain, (torch.ones(2), torch.nn.Parameter(torch.ones(2)))))
 
 
 def test_transforms_of_functorch() -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from triton.runtime import driver
 
 from flashmask_hf.kernels.hopper.descriptors import describable_layout, row_template
 from flashmask_hf.kernels.hopper.forward_kernel import Form, forward_kernel
@@ -20,7 +19,7 @@ from flashmask_hf.kernels.launch.problem import Problem
 from flashmask_hf.kernels.shared.configs import multiprocessors
 from flashmask_hf.kernels.shared.plan import JOINED_ROWS, join_rows
 from flashmask_hf.plan import COLUMNS, Plan, plan_columns
-from flashmask_hf.torch_state import is_capturing
+from flashmask_hf.torch_state import current_stream, is_capturing
 
 __all__ = ["Config", "prepare_forward", "unsupported_reason"]
 
@@ -192,14 +191,12 @@ def _counter(q: Tensor) -> Tensor:
     """
     if not q.is_cuda or is_capturing(q):
         return torch.zeros(1, dtype=torch.int32, device=q.device)
-    device = q.get_device()
-    active: Any = driver.active
-    stream = device, active.get_current_stream(device)
+    stream = q.get_device(), current_stream(q.get_device())
     found = _counters.get(stream)
     if found is None:
         # Allocations of this thread may go to a pool whose memory is wanted back, as when a graph is warmed up.
         with ThreadPoolExecutor(1) as thread:
-            found = _counters[stream] = thread.submit(_zero, torch.cuda.current_stream(device)).result()
+            found = _counters[stream] = thread.submit(_zero, torch.cuda.current_stream(q.device)).result()
     return found
 
 

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from triton import knobs
-from triton.runtime import JITFunction, driver
+from triton.runtime import JITFunction
 
+from flashmask_hf import torch_state
 from flashmask_hf.kernels.launch.descriptors import with_memory
 
 __all__ = ["Launch"]
@@ -57,8 +58,7 @@ class Launch:
         arguments = (*described, *tensors[len(self.descriptors) :], *self.scalars)
         compiled = self._compiled
         if compiled is not None and not _observed():
-            active: Any = driver.active
-            stream = active.get_current_stream(active.get_current_device())
+            stream = torch_state.current_stream(torch_state.current_gpu())
             metadata_and_hooks = None, None, None
             compiled.run(
                 self.programs, 1, 1, stream, compiled.function, compiled.packed_metadata, *metadata_and_hooks,

@@ -364,9 +364,8 @@ def test_launches_of_a_stream_share_a_counter(monkeypatch: pytest.MonkeyPatch) -
         return torch.full((1,), stream)
 
     state = {"stream": 7, "capturing": False}
-    active = SimpleNamespace(get_current_stream=lambda device: state["stream"])
     monkeypatch.setattr(hopper_forward, "_counters", {})
-    monkeypatch.setattr(hopper_forward, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(hopper_forward, "current_stream", lambda gpu: state["stream"])
     monkeypatch.setattr(hopper_forward, "_zero", zero)
     monkeypatch.setattr(hopper_forward, "is_capturing", lambda x: state["capturing"])
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: state["stream"])

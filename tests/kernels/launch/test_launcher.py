@@ -20,7 +20,6 @@ if not torch_state.HAS_TRITON:
 
 import triton
 import triton.language as tl
-from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -52,24 +51,12 @@ class _Compiled:
         self.launches.append(((x, y, z), rest[5:], stream))
 
 
-class _Driver:
-    stream = 7
-
-    def get_current_device(self) -> int:
-        return 2
-
-    def get_current_stream(self, device: int) -> int:
-        return self.stream + device
-
-    def is_active(self) -> bool:
-        return True
-
-
 class _Launches:
     """Launches of `_kernel` on a device that is not there: `asked` of Triton, and of the compiled form."""
 
     def __init__(self) -> None:
-        self.driver = _Driver()
+        self.stream = 7
+        """Of GPU 0; that of GPU n is n more."""
         self.asked: list[Any] = []
         self.compiled: list[Any] = []
         self.compiles = True
@@ -88,7 +75,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Launches]:
         return run
 
     monkeypatch.setattr(JITFunction, "__getitem__", instead)
-    monkeypatch.setattr(driver, "_active", found.driver)
+    monkeypatch.setattr(torch_state, "current_gpu", lambda: 2)
+    monkeypatch.setattr(torch_state, "current_stream", lambda gpu: found.stream + gpu)
     return found
 
 
@@ -102,7 +90,7 @@ def test_triton_is_asked_once(launches: _Launches) -> None:
     launches.launch(x, None)
     assert launches.asked == [((3,), (x, None, 100, 8, 0.5), {"SIZE": 64, "FLAG": True, "num_warps": 4})]
     assert not launches.compiled
-    launches.driver.stream = 9
+    launches.stream = 9
     launches.launch(y, None)
     assert len(launches.asked) == 1
     ((grid, arguments, stream),) = launches.compiled
