@@ -8,6 +8,7 @@ GPU; layouts, and errors in them; register pressure.
 from __future__ import annotations
 
 import contextlib
+import copy
 import linecache
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +34,6 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import ConstexprFunction, JITFunction
 
 from flashmask_hf.kernels.hopper import gluon
-from flashmask_hf.kernels.launch.descriptors import with_memory
 from flashmask_hf.kernels.launch.launcher import Launch
 
 _TORCH = {
@@ -619,7 +619,9 @@ def interpreted(seed: int = 0) -> Iterator[list[str]]:
         assert constants.pop("num_warps") == 4
         ran.append(self.kernel.fn.__name__)
         function = _as_python(self.kernel)
-        described = map(with_memory, self.descriptors, tensors)
+        described = [copy.copy(descriptor) for descriptor in self.descriptors]
+        for descriptor, x in zip(described, tensors, strict=False):
+            descriptor.base = x
         arguments = (*described, *tensors[len(self.descriptors) :], *self.scalars)
         Machine(self.programs, seed).run(lambda: function(*map(_argument, arguments), **constants))
 

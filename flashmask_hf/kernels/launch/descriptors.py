@@ -1,7 +1,7 @@
 """Tensor descriptors, through which Hopper and later GPUs load and store tiles (the tensor memory accelerator, TMA).
 
 A descriptor's constructor checks everything it is given, which takes as long as a launch. So one descriptor of each
-layout is made and checked when a launch is prepared, and launches copy it with other memory.
+layout is made and checked when a launch is prepared, and launches set its memory, `base`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flashmask_hf.kernels.launch.layout import Layout, layout_of
 
-__all__ = ["describable", "fits_descriptor", "loads_by_descriptor", "template", "tile_templates", "with_memory"]
+__all__ = ["describable", "fits_descriptor", "loads_by_descriptor", "template", "tile_templates"]
 
 
 def fits_descriptor(x: Layout) -> bool:
@@ -44,7 +44,7 @@ def describable(x: Tensor) -> Tensor:
 
 
 def template(make: Callable[..., Any], layout: Layout, *block: int) -> Any:
-    """Return a descriptor `make(x, shape, strides, block)` without memory, for `with_memory`.
+    """Return a descriptor `make(x, shape, strides, block)` whose `base`, a tensor, is on the device meta.
 
     Args:
         make: constructor of the descriptor, called with a tensor on the device meta.
@@ -60,13 +60,6 @@ def tile_templates(*tiles: tuple[Layout, int, int]) -> tuple[Any, ...]:
         template(TensorDescriptor, layout, *[1] * (len(layout.shape) - 2), height, width)
         for layout, height, width in tiles
     )
-
-
-def with_memory(template: Any, x: Tensor) -> Any:
-    """Return the descriptor of `x`, a tensor of the template's layout."""
-    descriptor = object.__new__(type(template))
-    descriptor.__dict__ = {**template.__dict__, "base": x}
-    return descriptor
 
 
 def _strides(x: Layout) -> list[int]:

@@ -6,6 +6,7 @@ of the same layouts always take the same form, so a `Launch` asks Triton once an
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,6 @@ from triton import knobs
 from triton.runtime import JITFunction
 
 from flashmask_hf import torch_state
-from flashmask_hf.kernels.launch.descriptors import with_memory
 
 __all__ = ["Launch"]
 
@@ -36,7 +36,8 @@ class Launch:
         kernel: a function under `triton.jit` or `gluon.jit`.
         programs: size of the grid, which has one axis.
         scalars: the arguments behind the tensors.
-        descriptors: templates (`descriptors.template`) for the first tensors, which the kernel takes as descriptors.
+        descriptors: of `descriptors.template`, which no other launch has, for the first tensors, which the kernel takes
+            as descriptors.
         constants: compile-time constants and Triton's options, such as `num_warps`.
     """
 
@@ -44,28 +45,41 @@ class Launch:
         self.kernel = kernel
         self.programs = programs
         self.scalars = scalars
-        self.descriptors = descriptors
+        self.descriptors = tuple(descriptors)
         self.constants = constants
         # Triton's interpreter compiles nothing. For AMD GPUs Triton also specializes for the sizes of storages, so that
         # a compiled form may not fit other tensors of the same layout.
         self._reusable = isinstance(kernel, JITFunction) and not torch.version.hip
+        self._lock = threading.Lock()  # threads may launch at once, and descriptors hold one launch's memory
         self._compiled: Any = None
-        self._tail: tuple[Any, ...] = ()  # the constants in the order of the parameters, which the compiled form takes
+        self._head: tuple[Any, ...] = ()  # what the compiled form takes between the stream and the tensors
+        self._tail: tuple[Any, ...] = ()  # and behind the tensors: scalars, and constants in their order
 
     def __call__(self, *tensors: Tensor | None) -> None:
         """Launch on the current stream of the current device."""
-        described: Any = map(with_memory, self.descriptors, tensors)  # pyright: ignore[reportArgumentType]
-        arguments = (*described, *tensors[len(self.descriptors) :], *self.scalars)
+        descriptors = self.descriptors
+        if not descriptors:
+            self._launch(tensors)
+            return
+        with self._lock:
+            for descriptor, x in zip(descriptors, tensors, strict=False):
+                descriptor.base = x
+            try:
+                self._launch((*descriptors, *tensors[len(descriptors) :]))
+            finally:
+                for descriptor in descriptors:
+                    descriptor.base = None  # else the memory would stay alive until the next launch
+
+    def _launch(self, arguments: tuple[Any, ...]) -> None:
         compiled = self._compiled
         if compiled is not None and not _observed():
             stream = torch_state.current_stream(torch_state.current_gpu())
-            metadata_and_hooks = None, None, None
-            compiled.run(
-                self.programs, 1, 1, stream, compiled.function, compiled.packed_metadata, *metadata_and_hooks,
-                *arguments, *self._tail,
-            )  # fmt: skip
+            compiled.run(self.programs, 1, 1, stream, *self._head, *arguments, *self._tail)
             return
-        compiled = self.kernel[(self.programs,)](*arguments, **self.constants)
+        compiled = self.kernel[(self.programs,)](*arguments, *self.scalars, **self.constants)
         if self._reusable and compiled is not None:  # a hook of Triton's may keep it from compiling
-            self._tail = tuple(self.constants[name] for name in self.kernel.arg_names[len(arguments) :])
+            metadata_and_hooks = None, None, None
+            self._head = compiled.function, compiled.packed_metadata, *metadata_and_hooks
+            names = self.kernel.arg_names[len(arguments) + len(self.scalars) :]
+            self._tail = *self.scalars, *(self.constants[name] for name in names)
             self._compiled = compiled

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -23,14 +24,16 @@ import triton.language as tl
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from flashmask_hf.kernels.launch.descriptors import describable, fits_descriptor, template, tile_templates, with_memory
+from flashmask_hf.kernels.launch.descriptors import describable, fits_descriptor, template, tile_templates
 from flashmask_hf.kernels.launch.launcher import Launch
 from flashmask_hf.kernels.launch.layout import layout_like, layout_of, packed_layout
 
 
 def describe(x: torch.Tensor, *block: int) -> Any:
     """Return the descriptor of `x` for tiles of shape `block`, as launches make it."""
-    return with_memory(template(TensorDescriptor, layout_of(x), *block), x)
+    descriptor = template(TensorDescriptor, layout_of(x), *block)
+    descriptor.base = x
+    return descriptor
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -43,12 +46,13 @@ class _Compiled:
 
     function, packed_metadata = "function", "metadata"
 
-    def __init__(self, launches: list[Any]):
+    def __init__(self, launches: _Launches):
         self.launches = launches
 
     def run(self, x: int, y: int, z: int, stream: int, *rest: Any) -> None:
         assert rest[:5] == (self.function, self.packed_metadata, None, None, None)
-        self.launches.append(((x, y, z), rest[5:], stream))
+        self.launches.on_launch(*rest[5:])
+        self.launches.compiled.append(((x, y, z), rest[5:], stream))
 
 
 class _Launches:
@@ -60,6 +64,7 @@ class _Launches:
         self.asked: list[Any] = []
         self.compiled: list[Any] = []
         self.compiles = True
+        self.on_launch: Callable[..., None] = lambda *arguments: None
         self.launch = Launch(_kernel, 3, 100, 8, 0.5, SIZE=64, FLAG=True, num_warps=4)
 
 
@@ -69,8 +74,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Launches]:
 
     def instead(function: JITFunction, grid: Any) -> Any:
         def run(*arguments: Any, **constants: Any) -> _Compiled | None:
+            found.on_launch(*arguments)
             found.asked.append((grid, arguments, constants))
-            return _Compiled(found.compiled) if found.compiles else None
+            return _Compiled(found) if found.compiles else None
 
         return run
 
@@ -133,19 +139,64 @@ def test_triton_is_asked_every_time_for_amd_gpus(launches: _Launches, monkeypatc
     assert (len(launches.asked), len(launches.compiled)) == (3, 0)
 
 
+def _described_launch() -> Launch:
+    descriptors = tile_templates((layout_of(_rows()), 64, 64))
+    return Launch(_kernel, 3, 100, 8, 0.5, descriptors=descriptors, SIZE=64, FLAG=True, num_warps=4)
+
+
 def test_descriptors_are_of_the_tensors_of_the_launch(launches: _Launches) -> None:
-    x, y = _rows(), _rows()
-    launch = Launch(
-        _kernel, 3, 100, 8, 0.5, descriptors=tile_templates((layout_of(x), 64, 64)), SIZE=64, FLAG=True, num_warps=4
-    )
-    launch(x, None)
-    launch(y, None)
-    ((_, (asked, *_), _),), ((_, (again, *rest), _),) = launches.asked, launches.compiled
-    assert asked.base is x
-    assert again.base is y
-    assert vars(asked) == vars(describe(x, 1, 1, 64, 64))
-    assert vars(again) == vars(describe(y, 1, 1, 64, 64))
-    assert rest == [None, 100, 8, 0.5, 64, True]
+    """While they are launched; then the memory is let go."""
+    launch = _described_launch()
+    seen: list[Any] = []
+    launches.on_launch = lambda *arguments: seen.append((vars(arguments[0]).copy(), arguments[1:]))
+    for x, found in ((_rows(), launches.asked), (_rows(), launches.compiled)):
+        launch(x, None)
+        described, rest = seen.pop()
+        assert len(found) == 1
+        assert described.pop("base") is x
+        assert described == {k: v for k, v in vars(describe(x, 1, 1, 64, 64)).items() if k != "base"}
+        assert rest[:4] == (None, 100, 8, 0.5)
+        assert launch.descriptors[0].base is None
+
+
+def test_a_launch_that_fails_lets_its_memory_go(launches: _Launches) -> None:
+    launch = _described_launch()
+
+    def fail(*arguments: Any) -> None:
+        raise RuntimeError("no")
+
+    launches.on_launch = fail
+    with pytest.raises(RuntimeError, match="no"):
+        launch(_rows(), None)
+    assert launch.descriptors[0].base is None
+    launches.on_launch = lambda *arguments: None
+    launch(_rows(), None)
+
+
+def test_threads_launch_with_their_own_memory(launches: _Launches) -> None:
+    launch = _described_launch()
+    launch(_rows(), None)
+    wrong: list[Any] = []
+
+    def check(descriptor: Any, y: torch.Tensor, *_: Any) -> None:
+        time.sleep(1e-4)  # the other thread's turn
+        if descriptor.base is not y:
+            wrong.append(descriptor.base)
+
+    launches.on_launch = check
+
+    def work() -> None:
+        for _ in range(20):
+            x = _rows()
+            launch(x, x)
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(launches.compiled) == 40
+    assert not wrong
 
 
 def _rows(length: int = 128, dims: int = 64, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -174,13 +225,6 @@ def test_a_copied_descriptor_is_the_one_that_triton_makes(x: torch.Tensor) -> No
         assert type(found) is TensorDescriptor
         assert found.base is x
         assert vars(found) == vars(expected)
-
-
-def test_descriptors_of_one_layout_have_their_own_tensors() -> None:
-    first, second = _rows(), _rows()
-    one, other = (describe(x, 1, 1, 64, 64) for x in (first, second))
-    assert one.base is first
-    assert other.base is second
 
 
 def test_what_no_descriptor_fits_is_copied() -> None:
