@@ -263,13 +263,13 @@ def _small(name: str, value: int) -> int:
     return size if name.endswith("token_id") else min(value, size)
 
 
-def config_of(family: str) -> Any:
-    """Return a tiny config of a model type."""
+def config_of(family: str, **changes: Any) -> Any:
+    """Return a tiny config of a model type, with the fields in `changes`."""
     config_class = CONFIG_MAPPING[family]
     fields = shrunk(config_class().to_dict())
     for name in ("model_type", "layer_type_validation"):
         fields.pop(name, None)
-    for name, value in _FAMILIES.get(family, {}).items():
+    for name, value in (_FAMILIES.get(family, {}) | changes).items():
         if isinstance(value, dict) and isinstance(fields.get(name), dict):
             fields[name] = {**fields[name], **value}
         else:
@@ -296,10 +296,16 @@ def _own_class(config_class: type) -> Any:
     raise ValueError(f"no text model of {config_class.__name__} in {module.__name__}")
 
 
-def build(family: str, attention: str) -> Any:
-    """Return a tiny model with random weights, large enough that attention is far from uniform."""
+def build(family: str, attention: str, **changes: Any) -> Any:
+    """Return a tiny model with random weights, large enough that attention is far from uniform.
+
+    Args:
+        family: the model type.
+        attention: its `attn_implementation`.
+        changes: fields of its config that are not to be those of `config_of`.
+    """
     torch.manual_seed(0)
-    config = config_of(family)
+    config = config_of(family, **changes)
     if kind(family) == "text tower" and type(config) not in MODEL_MAPPING:
         make = _own_class(type(config))._from_config
     else:
@@ -431,7 +437,7 @@ def _result(model: Any, case: _Case, mode: str) -> dict[str, Tensor]:
     result = {"logits": out.detach()}
     if mode == "training":
         model.zero_grad()
-        weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(2))
+        weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(out.device)
         (out * weight).sum().backward()
         result |= {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     return result
