@@ -125,10 +125,10 @@ MODELS = {"llama-3.2-1b": "1B", "qwen3-4b": "4B, LoRA"}
 
 
 def grpo() -> str:
-    """Return the table of updates of GRPO, without compilation."""
-    rows = select(read("grpo_h100"), compiled="off")
+    """Return the table of updates of GRPO."""
+    rows = read("grpo_h100")
     lines = []
-    columns = ("model", "prompt", "completion", "groups", "generations")
+    columns = ("model", "prompt", "completion", "groups", "generations", "compiled")
     for values in dict.fromkeys(tuple(row[column] for column in columns) for row in rows):
         case = dict(zip(columns, values, strict=True))
         speeds = [
@@ -139,7 +139,7 @@ def grpo() -> str:
             speeds[2] = f"1 ({maybe(rows, 'update_tokens_per_second', '{:,.0f}', provider='sdpa', **case)} tokens/s)"
         peaks = [maybe(rows, "update_peak_gib", "{:.1f}", provider=name, **case) for name in ("flashmask", "sdpa")]
         shape = f"{int(case['prompt']):,} : {int(case['completion']):,}"
-        micro_batch = f"{case['groups']} x {case['generations']}"
+        micro_batch = f"{case['groups']} x {case['generations']}{', compiled' if case['compiled'] == 'on' else ''}"
         lines.append((MODELS[case["model"]], shape, micro_batch, *speeds, " / ".join(peaks)))
     names = ("shared prompt", "packed, not shared", "SDPA, padded", "FlexAttention, padded")
     return table(
@@ -147,7 +147,7 @@ def grpo() -> str:
         lines,
         measured(
             rows,
-            "benchmarks/reinforcement.py",
+            "benchmarks/reinforcement.py --groups GROUPS --generations G",
             "an update relative to TRL's trainer with padded SDPA, micro-batches of groups x completions of a group, "
             "completions of half to all of C tokens, checkpointing, random weights",
         ),

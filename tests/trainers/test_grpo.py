@@ -83,7 +83,12 @@ RUNS: dict[str, dict[str, Any]] = {
     "two groups": {"per_device_train_batch_size": 8},
     "environment": {"rollout": True},
     "vllm, truncated tokens": {"use_vllm": True, "vllm_importance_sampling_mode": "token_truncate"},
-    "vllm, masked sequences": {"use_vllm": True, "vllm_importance_sampling_mode": "sequence_mask", "loss_type": "grpo"},
+    "vllm, masked sequences": {
+        "use_vllm": True,
+        "vllm_mode": "server",
+        "vllm_importance_sampling_mode": "sequence_mask",
+        "loss_type": "grpo",
+    },
     "windows and softcaps": {"model": "gemma2"},
     "experts": {"model": "qwen3_moe"},
     "experts without their loss": {"model": "qwen3_moe", "router_aux_loss_coef": 0.0},
@@ -108,7 +113,7 @@ def test_ten_steps(name, checkpoints, tokenizer, tmp_path, monkeypatch):
     options = {key: value for key, value in RUNS[name].items() if value is not None}
     if options.get("use_vllm"):
         monkeypatch.setattr("trl.trainer.grpo_trainer.VLLMGeneration", VLLM)
-        options["vllm_mode"] = "colocate"
+        options.setdefault("vllm_mode", "colocate")
     ours, weights, trainer = run(True, checkpoints, tokenizer, tmp_path, options, evaluate=True)
     stock, expected_weights, _ = run(False, checkpoints, tokenizer, tmp_path, options, evaluate=True)
     grouped = trainer._rows_per_group > 1
