@@ -184,3 +184,28 @@ def test_the_profile_of_a_step_has_a_column_for_each_length(figures):
         ["idle", "75.0%", "10.0%"],
     ]
     assert long_tables.profile("plain") == ""
+
+
+def test_updates_of_grpo_have_a_row_for_each_micro_batch(figures):
+    _, write = figures
+    import training_tables
+
+    case = {"model": "llama-3.2-1b", "prompt": "1024", "completion": "256", "generations": "8", "compiled": "off"}
+
+    def rows(groups, ours, stock, **more):
+        figures = {"update_tokens_per_second": "9000", "update_peak_gib": "4", "update_against_sdpa": ours}
+        none = {"update_tokens_per_second": "out of memory", "update_peak_gib": "", "update_against_sdpa": ""}
+        theirs = {**figures, "update_peak_gib": "8", "update_against_sdpa": stock} if stock else none
+        here = {**case, "groups": groups, **more}
+        return [{**here, "provider": "flashmask", **figures}, {**here, "provider": "sdpa", **theirs}]
+
+    write(
+        "grpo_h100",
+        [*rows("1", "1.5", "1.0"), *rows("1", "2", "1.0", compiled="on"), *rows("4", "2.5", "1.0"), *rows("9", "", "")],
+    )
+    assert body(training_tables.grpo()) == [
+        ["1B", "1,024 : 256", "1 x 8", "1.50", "-", "1 (9,000 tokens/s)", "-", "4.0 / 8.0"],
+        ["1B", "1,024 : 256", "1 x 8, compiled", "2.00", "-", "1 (9,000 tokens/s)", "-", "4.0 / 8.0"],
+        ["1B", "1,024 : 256", "4 x 8", "2.50", "-", "1 (9,000 tokens/s)", "-", "4.0 / 8.0"],
+        ["1B", "1,024 : 256", "9 x 8", "-", "-", "-", "-", "4.0 /"],
+    ]

@@ -104,11 +104,13 @@ def alignment_chart(path: Path) -> None:
 
 
 def grpo_chart(path: Path) -> None:
-    """Draw the speed of updates of GRPO relative to padded SDPA."""
+    """Draw the speed of updates of GRPO relative to padded SDPA, in micro-batches of one group and of several."""
     groups: dict[str, dict[str, float]] = {}
-    for row in select(read("grpo_h100"), model="llama-3.2-1b"):
-        case = groups.setdefault(f"{int(row['prompt']):,} : {int(row['completion']):,}", {})
-        case[row["provider"]] = float(row["update_against_sdpa"])
+    for row in select(read("grpo_h100"), model="llama-3.2-1b", generations="8", compiled="off"):
+        shape = f"{int(row['prompt']):,} : {int(row['completion']):,}"
+        case = groups.setdefault(shape if row["groups"] == "1" else f"{shape}\n{row['groups']} groups", {})
+        if row["update_against_sdpa"]:
+            case[row["provider"]] = float(row["update_against_sdpa"])
     bar_chart(path, groups, "Speed of an update by prompt : completion tokens, padded SDPA = 1", "{:.1f}x", inches=0.24)
 
 

@@ -128,24 +128,28 @@ def grpo() -> str:
     """Return the table of updates of GRPO."""
     rows = read("grpo_h100")
     lines = []
-    for model, prompt, completion in dict.fromkeys((row["model"], row["prompt"], row["completion"]) for row in rows):
-        case = {"model": model, "prompt": prompt, "completion": completion}
+    columns = ("model", "prompt", "completion", "groups", "generations", "compiled")
+    for values in dict.fromkeys(tuple(row[column] for column in columns) for row in rows):
+        case = dict(zip(columns, values, strict=True))
         speeds = [
             maybe(rows, "update_against_sdpa", "{:.2f}", provider=provider, **case) or "-"
             for provider in ("flashmask", "flashmask_unshared", "sdpa", "flex_attention")
         ]
-        speeds[2] = f"1 ({maybe(rows, 'update_tokens_per_second', '{:,.0f}', provider='sdpa', **case)} tokens/s)"
+        if speeds[2] != "-":
+            speeds[2] = f"1 ({maybe(rows, 'update_tokens_per_second', '{:,.0f}', provider='sdpa', **case)} tokens/s)"
         peaks = [maybe(rows, "update_peak_gib", "{:.1f}", provider=name, **case) for name in ("flashmask", "sdpa")]
-        lines.append((MODELS[model], f"{int(prompt):,} : {int(completion):,}", *speeds, " / ".join(peaks)))
-    head = ("model", "P : C", "shared prompt", "packed, not shared", "SDPA, padded", "FlexAttention, padded")
+        shape = f"{int(case['prompt']):,} : {int(case['completion']):,}"
+        micro_batch = f"{case['groups']} x {case['generations']}{', compiled' if case['compiled'] == 'on' else ''}"
+        lines.append((MODELS[case["model"]], shape, micro_batch, *speeds, " / ".join(peaks)))
+    names = ("shared prompt", "packed, not shared", "SDPA, padded", "FlexAttention, padded")
     return table(
-        (*head, "peak GiB, shared / SDPA"),
+        ("model", "P : C", "micro-batch", *names, "peak GiB, shared / SDPA"),
         lines,
         measured(
             rows,
-            "benchmarks/reinforcement.py",
-            "an update relative to TRL's trainer with padded SDPA, one group of 8 a micro-batch, completions of half "
-            "to all of C tokens, checkpointing, random weights",
+            "benchmarks/reinforcement.py --groups GROUPS --generations G",
+            "an update relative to TRL's trainer with padded SDPA, micro-batches of groups x completions of a group, "
+            "completions of half to all of C tokens, checkpointing, random weights",
         ),
     )
 

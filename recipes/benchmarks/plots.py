@@ -143,11 +143,13 @@ def rollouts(rows: Rows, out: Path) -> None:
 
     A provider that ran out of memory has no bar, and without SDPA there is nothing to relate to.
     """
+    case_columns = ("groups", "generations", "prompt", "completion")
     for model in _unique(rows, "model"):
         ours = [row for row in rows if row["model"] == model]
-        for checkpointing in _unique(ours, "checkpointing"):
-            shown = [row for row in ours if row["checkpointing"] == checkpointing]
-            cases = list(dict.fromkeys((row["prompt"], row["completion"]) for row in shown))
+        settings = dict.fromkeys((row["checkpointing"], row["compiled"]) for row in ours)
+        for checkpointing, compiled in settings:
+            shown = [row for row in ours if (row["checkpointing"], row["compiled"]) == (checkpointing, compiled)]
+            cases = list(dict.fromkeys(tuple(row[name] for name in case_columns) for row in shown))
             providers = _unique(shown, "provider")
             figure, panels = plt.subplots(1, 2, figsize=(14, 4.5))
             width = 0.8 / len(providers)
@@ -155,23 +157,24 @@ def rollouts(rows: Rows, out: Path) -> None:
             for axes, name, label in zip(panels, ("update_against_sdpa", "update_peak_gib"), labels, strict=True):
                 for i, provider in enumerate(providers):
                     figures = {
-                        (row["prompt"], row["completion"]): float(row[name])
+                        tuple(row[column] for column in case_columns): float(row[name])
                         for row in shown
                         if row["provider"] == provider and row[name]
                     }
                     places = [cases.index(case) + (i - (len(providers) - 1) / 2) * width for case in figures]
                     drawn = axes.bar(places, list(figures.values()), width, label=provider)
                     axes.bar_label(drawn, fmt="%.3g", fontsize=7)
-                axes.set_xticks(range(len(cases)), [":".join(case) for case in cases])
-                axes.set_xlabel("tokens of the prompt : longest completion")
+                axes.set_xticks(range(len(cases)), ["{2}:{3}\n{0} x {1}".format(*case) for case in cases])
+                axes.set_xlabel("tokens of the prompt : longest completion; groups x completions of a micro-batch")
                 axes.set_ylabel(label)
             panels[0].axhline(1, color="black", linewidth=0.8)
             panels[0].legend(fontsize=8)
             trained = f"LoRA of rank {shown[0]['lora']}" if shown[0]["lora"] != "0" else "all weights"
-            setting = f"{model}, {trained}, G = {shown[0]['generations']}, gradient checkpointing {checkpointing}"
+            setting = f"{model}, {trained}, gradient checkpointing {checkpointing}, compilation {compiled}"
             figure.suptitle(f"{setting}: {_conditions(shown)}", fontsize=10)
             figure.tight_layout()
             suffix = "" if checkpointing == "on" else "_no_checkpointing"
+            suffix += "_compiled" if compiled == "on" else ""
             figure.savefig(out / f"grpo_{model}{suffix}.png", dpi=100)
             plt.close(figure)
 

@@ -1,12 +1,15 @@
 """Measure GRPO with shared prompts and with stock TRL: tokens per second, peak memory, and the first importance ratio.
 
     python recipes/benchmarks/reinforcement.py --csv grpo.csv
+    python recipes/benchmarks/reinforcement.py --models llama-3.2-1b --cases 512:512 1024:256 --groups 2 4
     python recipes/benchmarks/reinforcement.py --models tiny --device cpu
 
-A micro-batch is one group: a prompt of the stated length, and G completions whose lengths are drawn uniformly between
-half of the stated length and all of it, padded to all of it, as TRL pads to the longest of a generation batch. The
-models have random weights, in bfloat16 (float32 on a CPU). All weights of llama-3.2-1b are trained, and a LoRA adapter
-of rank 16 on every linear layer of qwen3-4b, with gradient checkpointing unless it is turned off.
+A micro-batch is one group or several (`--groups`): each has a prompt of the stated length, and G completions whose
+lengths are drawn uniformly between half of the stated length and all of it, padded to all of it, as TRL pads to the
+longest of a generation batch. Every provider runs the micro-batch in one forward, as TRL does. The models have random
+weights, in bfloat16 (float32 on a CPU). All weights of llama-3.2-1b are trained, and a LoRA adapter of rank 16 on every
+linear layer of qwen3-4b, with gradient checkpointing unless it is turned off. With `--compile` each layer is compiled,
+as the recipes do with `--torch_compile`, for every provider alike.
 
 `update` is forward and backward of the trainer's loss, without generation and without an optimizer; `forward` is the
 pass without gradients that computes the log-probabilities before an update. Tokens per second count the tokens of all
@@ -22,7 +25,8 @@ packages or kernels are not there are left out.
 Before the times, log-probabilities of all providers must agree: they may differ by at most a tenth of what another
 prompt of the same length changes (root mean square, the columns `difference` and `other_prompt`), and the norms of the
 gradients by 10%. `first_ratio_max` and `first_ratio_mean` are of |ratio - 1| between the log-probabilities before the
-update, computed for a generation batch of several groups, and those of the update's first forward, after TRL's shuffle.
+update, computed for a generation batch of several micro-batches, and those of the update's first forward, after TRL's
+shuffle.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -34,10 +38,12 @@ import gc
 import logging
 import random
 import statistics
+import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -181,7 +187,8 @@ class Bench:
     """A model and the trainers that run it in turns."""
 
     def __init__(self, model: str, rank: int, arguments: Any):
-        self.device, self.generations, self.groups = arguments.device, arguments.generations, arguments.groups
+        self.device, self.generations = arguments.device, arguments.generations
+        self.micro_batches = arguments.micro_batches
         config = MODELS[model][0]
         self.vocab = config.vocab_size
         torch.manual_seed(0)
@@ -211,7 +218,7 @@ class Bench:
             max_steps=1,
             per_device_train_batch_size=self.generations,
             num_generations=self.generations,
-            gradient_accumulation_steps=self.groups,
+            gradient_accumulation_steps=self.micro_batches,
         )
         dataset = Dataset.from_list([{"prompt": "why"}])  # the batches are made here
 
@@ -219,7 +226,7 @@ class Bench:
             return [0.0] * len(completions)
 
         made = trainer(self.model, reward, args, dataset, processing_class=tokenizer)
-        made.current_gradient_accumulation_steps = self.groups
+        made.current_gradient_accumulation_steps = self.micro_batches
         return made
 
     def use(self, provider: str) -> Any:
@@ -248,21 +255,27 @@ class Bench:
         }
         return {name: x.to(self.device) for name, x in batch.items()}
 
-    def log_probabilities(self, provider: str, batch: dict[str, Tensor]) -> Tensor:
-        """Return the log-probability of each token of the completions, 0 for padding."""
+    def log_probabilities(self, provider: str, batch: dict[str, Tensor], rows: int | None = None) -> Tensor:
+        """Return the log-probability of each token of the completions, 0 for padding.
+
+        Args:
+            provider: one of `PROVIDERS`.
+            batch: of `draw`.
+            rows: number of rows of one forward; None runs all in one.
+        """
         trainer = self.use(provider)
         ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
         mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
         keep = batch["completion_ids"].shape[1]
         values, *_ = trainer._get_per_token_logps_and_entropies(
-            self.model, ids, mask, keep, batch_size=self.generations, compute_entropy=torch.is_grad_enabled()
+            self.model, ids, mask, keep, batch_size=rows, compute_entropy=torch.is_grad_enabled()
         )
         return values * batch["completion_mask"]
 
-    def forward(self, provider: str, batch: dict[str, Tensor]) -> Tensor:
+    def forward(self, provider: str, batch: dict[str, Tensor], rows: int | None = None) -> Tensor:
         """Compute log-probabilities without gradients, as TRL does before an update."""
         with torch.no_grad(), disable_gradient_checkpointing(self.model):
-            return self.log_probabilities(provider, batch)
+            return self.log_probabilities(provider, batch, rows)
 
     def update(self, provider: str, batch: dict[str, Tensor]) -> None:
         """Run forward and backward of the loss."""
@@ -275,15 +288,15 @@ class Bench:
         self.model.zero_grad(set_to_none=True)
         return norm
 
-    def first_ratio(self, provider: str, prompt: int, completion: int) -> tuple[float, float]:
+    def first_ratio(self, provider: str, prompt: int, completion: int, groups: int) -> tuple[float, float]:
         """Return the largest and the mean |ratio - 1| over the tokens of a generation batch, on its way through TRL."""
-        batch = self.draw(prompt, completion, self.groups)
-        batch["old_per_token_logps"] = self.forward(provider, batch)
+        batch = self.draw(prompt, completion, groups * self.micro_batches)
+        batch["old_per_token_logps"] = self.forward(provider, batch, groups * self.generations)
         trainer = self.use(provider)
         trainer._buffered_inputs = None
         torch.manual_seed(0)  # of the shuffle
         differences = []
-        for step in range(self.groups):
+        for step in range(self.micro_batches):
             trainer._step = step
             part = trainer._prepare_inputs(batch)
             new = self.log_probabilities(provider, part).detach()
@@ -325,10 +338,12 @@ def compare(bench: Bench, batch: dict[str, Tensor], providers: list[str], found:
         raise SystemExit(f"norms of gradients disagree: {norms}")
 
 
-def measure(bench: Bench, prompt: int, completion: int, providers: list[str], arguments: Any) -> list[dict[str, Any]]:
-    """Return a row of figures per provider."""
+def measure(
+    bench: Bench, prompt: int, completion: int, groups: int, providers: list[str], arguments: Any
+) -> list[dict[str, Any]]:
+    """Return a row of figures per provider, of micro-batches of some groups."""
     found: dict[str, dict[str, Any]] = {name: {} for name in providers}
-    batch = bench.draw(prompt, completion, 1)
+    batch = bench.draw(prompt, completion, groups)
     compare(bench, batch, providers, found)
     tokens = int(batch["prompt_mask"].sum() + batch["completion_mask"].sum())
     order = random.Random(0)
@@ -358,15 +373,18 @@ def measure(bench: Bench, prompt: int, completion: int, providers: list[str], ar
                 f"{kind}_turns": len(seconds[name]),
             }
     for name in [name for name in ("flashmask", "sdpa") if name in providers]:
-        made = attempt(lambda name=name: bench.first_ratio(name, prompt, completion))
+        made = attempt(lambda name=name: bench.first_ratio(name, prompt, completion, groups))
         if not isinstance(made, str):
             largest, mean = made[0]
             found[name] |= {"first_ratio_max": f"{largest:.3g}", "first_ratio_mean": f"{mean:.3g}"}
     names = ("tokens_per_second", "peak_gib", "against_sdpa", "turns")
     kinds = [f"{kind}_{name}" for kind in ("update", "forward") for name in names]
     columns = [*kinds, "difference", "other_prompt", "first_ratio_max", "first_ratio_mean"]
-    shape = {"generations": bench.generations, "prompt": prompt, "completion": completion, "tokens": tokens}
-    return [{**shape, "provider": name, **{x: found[name].get(x, "") for x in columns}} for name in providers]
+    shape = {"generations": bench.generations, "groups": groups, "prompt": prompt, "completion": completion}
+    return [
+        {**shape, "tokens": tokens, "provider": name, **{x: found[name].get(x, "") for x in columns}}
+        for name in providers
+    ]
 
 
 def main() -> None:
@@ -375,8 +393,12 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["llama-3.2-1b", "qwen3-4b"], choices=MODELS)
     parser.add_argument("--cases", nargs="+", help="PROMPT:COMPLETION, in tokens; default: those of each model")
     parser.add_argument("--generations", type=int, default=8, help="completions of a prompt, G")
-    parser.add_argument("--groups", type=int, default=2, help="prompts of a generation batch, for the first ratio")
+    parser.add_argument("--groups", type=int, nargs="+", default=[1], help="prompts of a micro-batch")
+    parser.add_argument(
+        "--micro-batches", type=int, default=2, help="micro-batches of a generation batch, for the first ratio"
+    )
     parser.add_argument("--checkpointing", nargs="+", default=["on"], choices=["on", "off"])
+    parser.add_argument("--compile", action="store_true", help="compile each layer")
     parser.add_argument("--lora", type=int, help="rank of the adapter, 0 for none; default: that of each model")
     parser.add_argument("--providers", nargs="+", default=list(PROVIDERS), choices=PROVIDERS)
     parser.add_argument("--turns", type=int, default=5, help="measurements of each provider")
@@ -397,21 +419,29 @@ def main() -> None:
         else:
             providers.append(name)
     rows: list[dict[str, object]] = []
+    compiled = "on" if arguments.compile else "off"
     for model in arguments.models:
         rank = MODELS[model][1] if arguments.lora is None else arguments.lora
         torch._dynamo.reset()  # else head_dim counts as a size that varies
         bench = Bench(model, rank, arguments)
+        if arguments.compile:
+            sys.path.insert(0, str(Path(__file__).parents[1]))
+            from common import compile_layers
+
+            compile_layers(bench.model)
         for checkpointing in arguments.checkpointing:
             switch = f"gradient_checkpointing_{'enable' if checkpointing == 'on' else 'disable'}"
             getattr(bench.model, switch)()
             for case in arguments.cases or MODELS[model][2]:
                 prompt, completion = map(int, case.split(":"))
-                start = time.perf_counter()
-                found = measure(bench, prompt, completion, providers, arguments)
-                setting = {"model": model, "lora": rank, "checkpointing": checkpointing}
-                append_rows(arguments.csv, rows, [{**setting, **row} for row in found])
-                print(f"{model} {case}: {time.perf_counter() - start:.0f} s", flush=True)
-                _TREES.clear()
+                for groups in arguments.groups:
+                    start = time.perf_counter()
+                    found = measure(bench, prompt, completion, groups, providers, arguments)
+                    setting = {"model": model, "lora": rank, "checkpointing": checkpointing, "compiled": compiled}
+                    append_rows(arguments.csv, rows, [{**setting, **row} for row in found])
+                    seconds = time.perf_counter() - start
+                    print(f"{model} {case}, {groups} x {arguments.generations}: {seconds:.0f} s", flush=True)
+                    _TREES.clear()
         del bench
         gc.collect()
         torch.cuda.empty_cache()

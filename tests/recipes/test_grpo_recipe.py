@@ -46,6 +46,20 @@ def test_the_demo_learns_saves_and_draws(tmp_path, capsys):
     assert torch.isfinite(reloaded(input_ids=torch.arange(1, 9)[None]).logits).all()
 
 
+@pytest.mark.gpu
+def test_the_demo_on_a_gpu(tmp_path):
+    """In bfloat16, the recipe's default there."""
+    flags = ["--logging_steps", 1, "--disable_tqdm", True, "--save_strategy", "no", "--max_steps", 4]
+    printed = launch([sys.executable], tmp_path, *flags, recipe="grpo")
+    rewards = logged(printed, "reward")
+    assert len(rewards) == 4
+    assert all(0 <= value <= 1 for value in rewards)
+    assert all(value > 0 for value in logged(printed, "grad_norm"))
+    assert all(0.5 < value < 1 for value in logged(printed, "shared_tokens_saved"))
+    weights = load_file(tmp_path / "model.safetensors")
+    assert all(torch.isfinite(weight).all() for weight in weights.values())
+
+
 @pytest.mark.parametrize("share", ["prompts", "tokens"])
 def test_rloo_trains_an_adapter(tmp_path, model, capsys, share):
     flags = ["--algorithm", "rloo", "--share", share, "--model_name_or_path", model, "--use_peft"]

@@ -44,13 +44,18 @@ def test_providers_agree_and_the_chart_is_drawn(monkeypatch, tmp_path, capsys):
 
     monkeypatch.setattr(packing, "_flash_attn", lambda: SimpleNamespace(flash_attn_varlen_func=varlen_attention))
     file = tmp_path / "grpo.csv"
-    run(monkeypatch, "reinforcement.py", "--models", "tiny", "--device", "cpu", "--turns", 1, "--csv", file)
+    flags = ("--models", "tiny", "--device", "cpu", "--turns", 1, "--generations", 4, "--groups", 1, 2)
+    run(monkeypatch, "reinforcement.py", *flags, "--csv", file)
     with open(file, newline="") as opened:
         rows = list(csv.DictReader(opened))
     providers = ["flashmask", "flashmask_unshared", "sdpa", "tree_fa3"]
-    cases = (("64", "16"), ("16", "32"))
-    assert [(r["prompt"], r["completion"], r["provider"]) for r in rows] == [(*c, p) for c in cases for p in providers]
+    cases = [(*case, groups) for case in (("64", "16"), ("16", "32")) for groups in ("1", "2")]
+    found = [(row["prompt"], row["completion"], row["groups"], row["provider"]) for row in rows]
+    assert found == [(*case, name) for case in cases for name in providers]
     for row in rows:
+        least = int(row["groups"]) * 4 * (int(row["prompt"]) + int(row["completion"]) // 2)
+        assert least <= int(row["tokens"]) <= int(row["groups"]) * 4 * (int(row["prompt"]) + int(row["completion"]))
+        assert (row["generations"], row["compiled"]) == ("4", "off")
         assert int(row["update_tokens_per_second"]) > 0
         assert int(row["forward_tokens_per_second"]) > 0
         assert float(row["difference"]) < 1e-5 < 0.1 < float(row["other_prompt"])
@@ -66,6 +71,49 @@ def test_providers_agree_and_the_chart_is_drawn(monkeypatch, tmp_path, capsys):
 def reinforcement(monkeypatch):
     monkeypatch.syspath_prepend(BENCHMARKS)
     return importlib.import_module("reinforcement")
+
+
+def test_every_provider_runs_a_micro_batch_in_one_forward(reinforcement):
+    """As TRL does: padded with a row for each completion, or packed with each prompt of the micro-batch once."""
+    bench = reinforcement.Bench("tiny", 0, SimpleNamespace(device="cpu", generations=3, micro_batches=2))
+    shapes = []
+    bench.model.model.layers[0].register_forward_pre_hook(lambda _, args: shapes.append(tuple(args[0].shape[:2])))
+    batch = bench.draw(16, 8, 2)
+    completions = int(batch["completion_mask"].sum())
+    for name, shape in (("sdpa", (6, 24)), ("flashmask", (1, 2 * 16 + completions))):
+        bench.update(name, batch)
+        assert shapes == [shape]
+        shapes.clear()
+    bench.first_ratio("sdpa", 16, 8, 2)
+    assert shapes == [(6, 24)] * 4  # two micro-batches before the update, and in it
+    shapes.clear()
+    bench.first_ratio("flashmask", 16, 8, 2)
+    assert len(shapes) == 4
+    assert shapes[:2] == shapes[2:]
+    assert sum(length for _, length in shapes[:2]) == 4 * 16 + int(bench.draw(16, 8, 4)["completion_mask"].sum())
+
+
+def test_compiled_layers_give_the_same(reinforcement, monkeypatch, tmp_path):
+    """Each layer is compiled for all providers, which must agree as they do without."""
+    compile_module = torch.nn.Module.compile
+    compiled = []
+
+    def compile_eagerly(module, *args, **kwargs):
+        compiled.append(type(module).__name__)
+        compile_module(module, *args, **kwargs | {"backend": "eager"})
+
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_eagerly)
+    file = tmp_path / "grpo.csv"
+    flags = ("--compile", "--providers", "flashmask", "sdpa", "--cases", "16:8", "--turns", "1", "--csv", str(file))
+    monkeypatch.setattr(sys, "argv", ["reinforcement.py", "--models", "tiny", "--device", "cpu", *flags])
+    torch.compiler.reset()
+    reinforcement.main()
+    torch.compiler.reset()
+    assert compiled == ["LlamaDecoderLayer"] * 2
+    with open(file, newline="") as opened:
+        rows = list(csv.DictReader(opened))
+    assert [(row["provider"], row["compiled"]) for row in rows] == [("flashmask", "on"), ("sdpa", "on")]
+    assert all(float(row["difference"]) < 1e-5 for row in rows)
 
 
 def test_a_wrong_provider_ends_the_run(reinforcement, monkeypatch):

@@ -6,6 +6,7 @@ it runs both trainers in several processes and writes their logs.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import sys
@@ -21,6 +22,7 @@ from peft import LoraConfig, get_peft_model
 from tools.tiny import VOCAB, llama_config, trainer_settings, word_tokenizer
 from transformers import AutoModelForCausalLM, Gemma2Config, Qwen3MoeConfig
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from trl.generation.vllm_generation import VLLMGeneration
 
 from flashmask_hf.trainers import (
     SharedPromptGRPOConfig,
@@ -126,19 +128,50 @@ class Completions:
         }
 
 
-class VLLM:
-    """Stands for TRL's client of vLLM, whose log-probabilities differ from the model's."""
+class VLLM(VLLMGeneration):
+    """TRL's generation by vLLM, without vLLM: the server or the engine draws `Completions`.
 
-    def __init__(self, **_):
-        self.completions = Completions()
+    Their log-probabilities differ from the model's. In the mode "server", TRL's code asks for each prompt once.
+    """
+
+    def _init_vllm(self):
+        self.vllm_client = VLLMServer()
 
     def sync_weights(self):
-        pass
+        assert dict(self._iter_named_params()).keys() >= {"model.norm.weight"}
 
     def generate(self, prompts, images, num_generations, profiler):
+        if self.mode == "server":
+            return super().generate(prompts, images, num_generations, profiler)
+        output = self.vllm_client.generate(prompts, 1)
+        return output["prompt_ids"], output["completion_ids"], output["logprobs"], None
+
+
+class VLLMServer:
+    """Stands for TRL's client of a server of vLLM."""
+
+    def __init__(self):
+        self.completions = Completions()
+
+    def get_server_info(self):
+        return {"model_config": {"logprobs_mode": "processed_logprobs"}}
+
+    def generate(self, prompts, n, **_):
         self.completions.calls += 1
-        drawn = [self.completions.draw(prompt, row) for row, prompt in enumerate(prompts)]
-        return None, drawn, [[[-4.0 - place / 10] for place in range(len(tokens))] for tokens in drawn], None
+        repeated = [prompt for prompt in prompts for _ in range(n)]
+        drawn = [self.completions.draw(prompt, row) for row, prompt in enumerate(repeated)]
+        logprobs = [[[-4.0 - place / 10] for place in range(len(tokens))] for tokens in drawn]
+        return {"prompt_ids": prompts, "completion_ids": drawn, "logprobs": logprobs}
+
+
+def whole(model: Any) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which the parameters of a model that ZeRO-3 loaded in shards are whole."""
+    parameters = list(model.parameters())
+    if not hasattr(parameters[0], "ds_id"):
+        return contextlib.nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters(parameters, modifier_rank=0)
 
 
 def run(
@@ -177,11 +210,11 @@ def run(
     adapter = LoraConfig(r=4, lora_dropout=0.0, init_lora_weights=False, target_modules=["q_proj", "v_proj"])
     if lora:
         keywords["peft_config"] = adapter
+    args = our_config(**settings, **sharing) if ours else stock_config(**settings)  # before the model, for ZeRO-3
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="flashmask" if ours else "eager")
     torch.manual_seed(3)
     if adapter and pretrained:
         model = get_peft_model(model, adapter)
-    args = our_config(**settings, **sharing) if ours else stock_config(**settings)
     trainer = (shared if ours else stock)(
         model,
         reward,
@@ -194,9 +227,9 @@ def run(
     trainer.accelerator.unwrap_model(trainer.model).generate = completions.generate
     if trainer.ref_model is not None:  # else policy and reference are equal in the first step
         torch.manual_seed(4)
-        with torch.no_grad():
+        with torch.no_grad(), whole(trainer.model):
             for parameter in trainer.model.parameters():
-                parameter += 0.05 * torch.randn_like(parameter)
+                parameter += 0.05 * torch.randn(parameter.shape).to(parameter)
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
     trainer.train()
     after = {name: p.detach() for name, p in trainer.model.named_parameters() if p.requires_grad}

@@ -17,6 +17,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
+from tools.support import assert_within_budget
 from tools.tiny import CHECKPOINTING, TRAINER_WARNINGS, VOCAB, llama_config, trainer_settings, word_tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig, MistralConfig, Qwen3MoeConfig
@@ -47,15 +48,15 @@ CONFIGS = {
 BOUND = {"rtol": 2e-5, "atol": 2e-5}
 
 
-def rollouts(seed: int = 0, vocabulary: int = VOCAB) -> list[dict[str, Any]]:
+def rollouts(seed: int = 0, vocabulary: int = VOCAB, scale: int = 1) -> list[dict[str, Any]]:
     """Draw rollouts of two prompts, with forks inside completions, equal completions and one of another root.
 
-    A smaller vocabulary makes them share more.
+    A smaller vocabulary makes them share more; segments are `scale` times as long.
     """
     draw = np.random.default_rng(seed)
 
     def words(low: int, high: int) -> list[int]:
-        return draw.integers(2, vocabulary, draw.integers(low, high)).tolist()
+        return draw.integers(2, vocabulary, scale * draw.integers(low, high)).tolist()
 
     samples = []
     for group in range(2):
@@ -125,10 +126,12 @@ NO_TRANSFER = types.SimpleNamespace(
 )
 
 
-def save(family: str, path: Any) -> str:
+def save(family: str, path: Any, dtype: torch.dtype = torch.float32, **changes: Any) -> str:
     """Save a random model, large enough in its weights that attention is far from uniform."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIGS[family]())
+    config = CONFIGS[family]()
+    config.update(changes)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1 or "sinks" in name:
             torch.nn.init.normal_(parameter, std=0.2)
@@ -154,12 +157,13 @@ def separate_loss(model: Any, samples: list[dict[str, Any]], auxiliary: Any = 0.
     """Return the loss of AsyncGRPO from each rollout alone, as its definition says, and their log-probabilities."""
     terms, logps = [], []
     for sample in samples:
-        ids = torch.tensor(sample["input_ids"])[None]
-        logp = model(input_ids=ids, use_cache=False).logits[0, :-1].log_softmax(-1)
+        ids = torch.tensor(sample["input_ids"], device=model.device)[None]
+        logp = model(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
         logp = logp.gather(-1, ids[0, 1:, None])[:, 0]
-        trained = torch.tensor(sample["completion_mask"])[1:].bool()
+        trained = torch.tensor(sample["completion_mask"], device=model.device)[1:].bool()
         logps.append(logp[trained])
-        ratio = (logps[-1] - torch.tensor(sample["old_log_probs"], dtype=torch.float32)[1:][trained]).exp()
+        old = torch.tensor(sample["old_log_probs"], dtype=torch.float32, device=model.device)[1:][trained]
+        ratio = (logps[-1] - old).exp()
         clipped = ratio.clamp(1 - 0.2, 1 + 0.2)
         terms.append(-torch.min(ratio * sample["advantage"], clipped * sample["advantage"]))
     return torch.cat(terms).mean() + auxiliary, logps
@@ -182,6 +186,40 @@ def test_log_probabilities_loss_and_gradients(family: str, tmp_path: Any) -> Non
     for (name, ours), (_, theirs) in zip(trainer.model.named_parameters(), eager.named_parameters(), strict=True):
         scale = max(float(theirs.grad.abs().max()), 1e-3)
         torch.testing.assert_close(ours.grad / scale, theirs.grad / scale, msg=name, **BOUND)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_bfloat16_on_a_gpu(family: str, tmp_path: Any) -> None:
+    """Errors against float32 are at most twice those of eager attention in bfloat16; on a Hopper its kernels run."""
+    check_bfloat16(family, "cuda", tmp_path)
+
+
+def check_bfloat16(family: str, device: str, folder: Any) -> None:
+    changes = {"head_dim": 64, "max_position_embeddings": 1024}
+    changes |= {"sliding_window": 40} if family == "mistral" else {}
+    path, samples = save(family, folder, torch.bfloat16, **changes), rollouts(scale=16)
+    trainer = make(path, folder, arguments={"use_cpu": device == "cpu", "dtype": "bfloat16"})
+    trainer.current_gradient_accumulation_steps = 1
+    heads: list[Tensor] = []
+    trainer.model.register_forward_hook(lambda _, __, output: heads.append(output.log_probs))
+    batch = {name: x.to(device) for name, x in collate(samples).items()}
+    loss = trainer.compute_loss(trainer.model, batch)
+    found = [(heads[0].flatten()[batch["token_index"][0]].float(), trainer.model)]
+    for dtype in (torch.bfloat16, torch.float32):
+        model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", dtype=dtype).to(device)
+        want, logps = separate_loss(model, samples)
+        found.append((torch.cat(logps), model))
+    torch.testing.assert_close(loss, want, rtol=0.02, atol=0.01)
+    ours, eager, exact = (logps for logps, _ in found)
+    assert exact.std() > 1
+    assert_within_budget(ours, eager, exact, "log-probabilities", torch.bfloat16)
+    weights = torch.randn(len(ours), generator=torch.Generator().manual_seed(0)).to(device)
+    for logps, _ in found:  # the loss has steps, where a ratio is clipped
+        (logps * weights).sum().backward()
+    for (name, mine), (_, theirs), (_, best) in zip(*(model.named_parameters() for _, model in found), strict=True):
+        error, allowed = ((x.grad.float() - best.grad).norm() for x in (mine, theirs))
+        assert error <= 2 * allowed + 2**-8 * best.grad.norm(), name
 
 
 @pytest.mark.parametrize(("family", "compiled"), [("mistral", False), ("llama", True)], ids=["eager", "compiled"])

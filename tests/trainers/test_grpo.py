@@ -20,7 +20,7 @@ from peft import LoraConfig, PrefixTuningConfig
 from tools.grpo import CLASSES, STEPS, VLLM, WEIGHT_BOUND, prompts, reward, run, save_models
 from tools.recipes import FSDP_ON_CPU, RECIPES
 from tools.support import requires
-from tools.tiny import CHECKPOINTING, TRAINER_WARNINGS, VOCAB, trainer_settings, word_tokenizer
+from tools.tiny import CHECKPOINTING, TRAINER_WARNINGS, VOCAB, llama_config, trainer_settings, word_tokenizer
 from transformers import AutoModelForCausalLM
 from trl import GRPOConfig
 
@@ -83,7 +83,12 @@ RUNS: dict[str, dict[str, Any]] = {
     "two groups": {"per_device_train_batch_size": 8},
     "environment": {"rollout": True},
     "vllm, truncated tokens": {"use_vllm": True, "vllm_importance_sampling_mode": "token_truncate"},
-    "vllm, masked sequences": {"use_vllm": True, "vllm_importance_sampling_mode": "sequence_mask", "loss_type": "grpo"},
+    "vllm, masked sequences": {
+        "use_vllm": True,
+        "vllm_mode": "server",
+        "vllm_importance_sampling_mode": "sequence_mask",
+        "loss_type": "grpo",
+    },
     "windows and softcaps": {"model": "gemma2"},
     "experts": {"model": "qwen3_moe"},
     "experts without their loss": {"model": "qwen3_moe", "router_aux_loss_coef": 0.0},
@@ -108,7 +113,7 @@ def test_ten_steps(name, checkpoints, tokenizer, tmp_path, monkeypatch):
     options = {key: value for key, value in RUNS[name].items() if value is not None}
     if options.get("use_vllm"):
         monkeypatch.setattr("trl.trainer.grpo_trainer.VLLMGeneration", VLLM)
-        options["vllm_mode"] = "colocate"
+        options.setdefault("vllm_mode", "colocate")
     ours, weights, trainer = run(True, checkpoints, tokenizer, tmp_path, options, evaluate=True)
     stock, expected_weights, _ = run(False, checkpoints, tokenizer, tmp_path, options, evaluate=True)
     grouped = trainer._rows_per_group > 1
@@ -141,6 +146,37 @@ def test_the_gpu_equals_stock_trl(options, checkpoints, tokenizer, tmp_path):
         assert one["grad_norm"] == pytest.approx(two["grad_norm"], rel=5e-3, abs=5e-4)
     for name, x in expected.items():
         torch.testing.assert_close(weights[name], x, rtol=0, atol=2e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("share", ["prompts", "tokens"])
+def test_a_step_in_bfloat16_on_a_gpu(share, tokenizer, tmp_path):
+    """Weights after a step are as near to those of float32 as stock TRL's; on a Hopper its kernels run."""
+    check_bfloat16(share, "cuda", tokenizer, tmp_path)
+
+
+def check_bfloat16(share, device, tokenizer, folder):
+    torch.manual_seed(0)
+    config = llama_config(head_dim=64, max_position_embeddings=512)
+    model = AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:  # so that attention is far from uniform
+            torch.nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(folder / "llama")
+    common = {"use_cpu": device == "cpu", "max_steps": 1, "per_device_train_batch_size": 8, "beta": 0.1}
+    steps = []
+    for ours, options in ((True, {"bf16": True, "share": share}), (False, {"bf16": True}), (False, {})):
+        log, weights, trainer = run(ours, {"llama": str(folder / "llama")}, tokenizer, folder, common | options)
+        assert trainer.accelerator.device.type == device
+        steps.append((log[0], torch.cat([x.flatten() for x in weights.values()])))
+    (log, after), (stock_log, stock), (exact_log, exact) = steps
+    assert log["shared_tokens_saved"] > 0.1
+    assert log["reward"] == stock_log["reward"] == exact_log["reward"]
+    for name in ("loss", "kl", "entropy", "grad_norm"):
+        assert log[name] == pytest.approx(exact_log[name], rel=0.05), name
+    error, allowed = (after - exact).norm(), (stock - exact).norm()
+    assert 0 < allowed < 0.01  # the step is 0.1: the learning rate times a gradient whose norm is clipped to 1
+    assert error <= 2 * allowed
 
 
 def test_a_run_that_resumes(checkpoints, tokenizer, tmp_path):

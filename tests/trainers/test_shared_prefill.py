@@ -23,7 +23,9 @@ GENERATIONS = 4
 STEPS = 2
 
 
-def train(trainer_class: type, path: Any, shared: str = "nowhere", **options: Any) -> tuple[list[Any], list[int], Any]:
+def train(
+    trainer_class: type, path: Any, shared: str = "nowhere", use_cpu: bool = True, **options: Any
+) -> tuple[list[Any], list[int], Any]:
     """Return the completions and the numbers of prefilled tokens of a run, and the trained weights."""
     completions: list[Any] = []
     prefilled: list[int] = []
@@ -44,6 +46,7 @@ def train(trainer_class: type, path: Any, shared: str = "nowhere", **options: An
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(llama_config(), attn_implementation="flashmask")
     settings = trainer_settings(path) | {"per_device_train_batch_size": 12, "max_steps": STEPS, "beta": 0.0}
+    settings["use_cpu"] = use_cpu
     config = RLOOConfig if issubclass(trainer_class, RLOOTrainer) else GRPOConfig
     trainer = Recorded(
         model=model,
@@ -78,6 +81,17 @@ def test_trainers_of_shared_prompts_prefill_each_prompt_once(stock: type, ours: 
     """Their first rollout is that of TRL's trainer; later ones come from weights that are rounded differently."""
     want, plain, _ = train(stock, tmp_path)
     got, prefilled, _ = train(ours, tmp_path)
+    first = len(PROMPTS) * GENERATIONS
+    assert got[:first] == want[:first]
+    assert [GENERATIONS * tokens for tokens in prefilled] == plain
+
+
+@pytest.mark.gpu
+def test_the_first_rollout_on_a_gpu(tmp_path: Any) -> None:
+    """In float32. Later rollouts come from weights that are summed in another order in each run."""
+    want, plain, _ = train(GRPOTrainer, tmp_path, use_cpu=False)
+    got, prefilled, weights = train(GRPOTrainer, tmp_path, "rollout", use_cpu=False)
+    assert {weight.device.type for weight in weights} == {"cuda"}
     first = len(PROMPTS) * GENERATIONS
     assert got[:first] == want[:first]
     assert [GENERATIONS * tokens for tokens in prefilled] == plain
