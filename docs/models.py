@@ -70,9 +70,10 @@ LLaVA, whose tower may be any of them) has no row of its own.
 
 Models with recurrent or convolutional layers raise here for a row of several documents, whatever trainer or code calls
 them. On a GPU these take one with transformers 5.23 and the packages of their kernels, which then get the documents'
-boundaries (tested with stand-ins for the kernels, which need a GPU): bamba, falcon_h1, granitemoehybrid, nemotron_h and
-zamba2 with causal-conv1d and mamba-ssm; olmo_hybrid, qwen3_5, qwen3_5_moe and qwen3_next with causal-conv1d and
-flash-linear-attention, one row a batch; lfm2 and lfm2_moe with causal-conv1d.
+boundaries: bamba, falcon_h1, granitemoehybrid, nemotron_h and zamba2 with causal-conv1d and mamba-ssm; olmo_hybrid,
+qwen3_5, qwen3_5_moe and qwen3_next with causal-conv1d and flash-linear-attention, one row a batch; lfm2 and lfm2_moe
+with causal-conv1d. `tests/backend/test_hybrid_kernels.py` compares packed rows with each document alone on a GPU. On
+H100 and H200, training with flash-linear-attention 0.6 needs Triton 3.7.1, or TileLang.
 
 {counts}
 """
