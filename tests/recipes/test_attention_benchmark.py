@@ -294,3 +294,15 @@ def test_kernels_of_this_package_that_are_wrong_are_named(tmp_path, monkeypatch)
         peer = run(tmp_path, *flags, *names)[-1]
         assert peer["status"] == "failed: no kernel of flashmask agrees with float64"
         assert not peer["forward_ms"]
+
+
+def test_what_is_compiled_beforehand(monkeypatch):
+    """Each kernel once, at the shape that is timed and that of the check, and nothing that may stand still."""
+    tasks = []
+    monkeypatch.setattr(attention, "run_in_processes", lambda run, work, jobs: tasks.extend(work))
+    shape = attention.shape_of(8192, (64, 64), 1, 4096, 65536)
+    cases = [(family, shape) for family in ("causal", "causal_document", "full")]
+    attention.precompile(["flashmask", "flashmask_deterministic"], cases, 2)
+    assert [(name, family, x.length == 8192) for name, family, x in tasks] == [
+        ("flashmask", family, timed) for family in ("causal", "full") for timed in (True, False)
+    ]
