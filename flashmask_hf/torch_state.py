@@ -63,7 +63,8 @@ def is_plain(x: Tensor) -> bool:
     if not (type(x) is Tensor or type(x) is torch.nn.Parameter) or x.is_neg():
         return False
     try:
-        return x.data_ptr() != 0  # meta tensors, and zeros that autograd has not written, are at 0
+        # Meta tensors, freed ones, and zeros that autograd has not written begin at address 0.
+        return x.data_ptr() != x.storage_offset() * x.itemsize
     except RuntimeError:  # batched tensors and those of `torch.func` have no memory
         return False
 

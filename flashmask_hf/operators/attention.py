@@ -143,7 +143,7 @@ register_autograd(flash_attn_forward, Derivative(_save_operator, _differentiate_
 
 
 class _Attention(torch.autograd.Function):
-    """A call that goes past the dispatcher.
+    """The autograd function of attention that bypasses the dispatcher.
 
     Hooks on saved tensors, such as offloading, need not see the plan, which all layers share.
     """
@@ -182,4 +182,4 @@ class _Attention(torch.autograd.Function):
 
 
 _record: Callable[..., tuple[Tensor, Tensor]] = super(torch.autograd.Function, _Attention).apply  # pyright: ignore[reportAttributeAccessIssue]
-"""`_Attention.apply` less its questions about `torch.func`: `resolve` has asked whether a transform is active."""
+"""`_Attention.apply` without its checks for `torch.func`: `resolve` has asked whether a transform is active."""

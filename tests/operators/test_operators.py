@@ -179,6 +179,25 @@ def test_only_what_asks_for_a_gradient_has_one() -> None:
         assert flashmask_attention(q, k, v, mask).is_inference()
 
 
+def test_a_gradient_of_lse_that_is_not_there_is_not_made_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Zeros in its place would be read by another form of the kernels."""
+    deltas: list[object] = []
+    backward = Call.backward
+
+    def spy(call: Call, *args: object) -> object:
+        deltas.append(args[6])
+        return backward(call, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Call, "backward", spy)
+    q, k, v = _small(grad=True)
+    out, lse = flashmask_attention(q, k, v, masks.causal(20), return_lse=True)
+    out.sum().backward(retain_graph=True)
+    lse.sum().backward()
+    (_, missing), (_, given) = deltas  # type: ignore[misc]
+    assert missing is None
+    assert given is not None
+
+
 def test_tensors_whose_memory_does_not_hold_their_values_are_not_plain() -> None:
     batched: list[torch.Tensor] = []
     torch.func.vmap(lambda x: batched.append(x) or x)(torch.ones(3))
@@ -188,9 +207,11 @@ def test_tensors_whose_memory_does_not_hold_their_values_are_not_plain() -> None
     assert len(batched) == 2
     x = torch.ones(2, dtype=torch.complex64).conj().imag
     assert x.is_neg()
-    others = [x, torch._efficientzerotensor(2), torch.ones(2, device="meta"), *batched]
+    wholes = [torch._efficientzerotensor((2, 8)), torch.ones(2, 8, device="meta"), torch.ones(2, 8)]
+    others = [x, *batched, *wholes, *(whole[1:] for whole in wholes)]
+    wholes[2].untyped_storage().resize_(0)
     assert not any(map(is_plain, others))
-    assert all(map(is_plain, (torch.ones(2), torch.nn.Parameter(torch.ones(2)))))
+    assert all(map(is_plain, (torch.ones(2), torch.ones(2, 8)[1:], torch.nn.Parameter(torch.ones(2)))))
 
 
 def test_transforms_of_functorch() -> None:

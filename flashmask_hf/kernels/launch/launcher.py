@@ -6,6 +6,7 @@ of the same layouts always take the same form, so a `Launch` asks Triton once an
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -36,8 +37,8 @@ class Launch:
         kernel: a function under `triton.jit` or `gluon.jit`.
         programs: size of the grid, which has one axis.
         scalars: the arguments behind the tensors.
-        descriptors: of `descriptors.template`, which no other launch has, for the first tensors, which the kernel takes
-            as descriptors.
+        descriptors: templates made by `descriptors.template`, one for each of the first tensors. A launch sets their
+            `base`, so no two launches may share one.
         constants: compile-time constants and Triton's options, such as `num_warps`.
     """
 
@@ -50,7 +51,7 @@ class Launch:
         # Triton's interpreter compiles nothing. For AMD GPUs Triton also specializes for the sizes of storages, so that
         # a compiled form may not fit other tensors of the same layout.
         self._reusable = isinstance(kernel, JITFunction) and not torch.version.hip
-        self._lock = threading.Lock()  # threads may launch at once, and descriptors hold one launch's memory
+        self._free = threading.Lock()  # whether the descriptors may take this launch's memory
         self._compiled: Any = None
         self._head: tuple[Any, ...] = ()  # what the compiled form takes between the stream and the tensors
         self._tail: tuple[Any, ...] = ()  # and behind the tensors: scalars, and constants in their order
@@ -61,14 +62,18 @@ class Launch:
         if not descriptors:
             self._launch(tensors)
             return
-        with self._lock:
+        free = self._free.acquire(blocking=False)
+        if not free:  # another thread launches, or a launch hook or signal handler within this launch
+            descriptors = tuple(map(copy.copy, descriptors))
+        try:
             for descriptor, x in zip(descriptors, tensors, strict=False):
                 descriptor.base = x
-            try:
-                self._launch((*descriptors, *tensors[len(descriptors) :]))
-            finally:
+            self._launch((*descriptors, *tensors[len(descriptors) :]))
+        finally:
+            if free:
                 for descriptor in descriptors:
                     descriptor.base = None  # else the memory would stay alive until the next launch
+                self._free.release()
 
     def _launch(self, arguments: tuple[Any, ...]) -> None:
         compiled = self._compiled

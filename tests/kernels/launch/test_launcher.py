@@ -199,6 +199,23 @@ def test_threads_launch_with_their_own_memory(launches: _Launches) -> None:
     assert not wrong
 
 
+def test_a_launch_within_a_launch_has_its_own_memory(launches: _Launches) -> None:
+    """As of a launch hook or a signal handler: it does not wait for the outer one, whose memory stays."""
+    launch = _described_launch()
+    outer, inner = _rows(), _rows()
+    seen: list[Any] = []
+
+    def nest(descriptor: Any, y: torch.Tensor, *_: Any) -> None:
+        if y is outer:
+            launch(inner, inner)
+        seen.append(descriptor.base is y)
+
+    launches.on_launch = nest
+    launch(outer, outer)
+    assert seen == [True, True]
+    assert launch.descriptors[0].base is None
+
+
 def _rows(length: int = 128, dims: int = 64, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.zeros(2, length, 3, dims, dtype=dtype).transpose(1, 2)
 
