@@ -147,9 +147,9 @@ def grpo() -> str:
         lines,
         measured(
             rows,
-            "benchmarks/reinforcement.py --groups GROUPS --generations G",
+            "benchmarks/reinforcement.py --models MODEL --cases P:C --groups GROUPS --generations G",
             "an update relative to TRL's trainer with padded SDPA, micro-batches of groups x completions of a group, "
-            "completions of half to all of C tokens, checkpointing, random weights",
+            "completions of half to all of C tokens, checkpointing, random weights, - where not run or out of memory",
         ),
     )
 

@@ -420,13 +420,10 @@ def kernels_of(name: str, family: str, length: int) -> tuple[object, ...] | None
 def precompile(names: Sequence[str], cases: Sequence[tuple[str, Shape]], jobs: int) -> None:
     """Compile kernels for every case in several processes, which takes minutes one after another.
 
-    A provider that fails here fails again in its turn, where its row says so. `flashmask_deterministic` is left out:
-    its backward may stand still where processes take turns on one GPU.
+    A provider that fails here fails again in its turn, where its row says so.
     """
     work = {}
     for name in names:
-        if name == "flashmask_deterministic":
-            continue
         for family, shape in cases:
             kernels = kernels_of(name, family, shape.length)
             if kernels is not None and PROVIDERS[name].installed():
@@ -437,10 +434,14 @@ def precompile(names: Sequence[str], cases: Sequence[tuple[str, Shape]], jobs: i
 
 
 def run_in_processes(run: Callable[..., None], tasks: Sequence[tuple[object, ...]], jobs: int) -> None:
-    """Run a function for each task, whose first entry names a provider, so that its kernels are cached on disk."""
+    """Run a function for each task, whose first entry names a provider, so that its kernels are cached on disk.
+
+    `flashmask_deterministic` is left out: its backward may hang where processes take turns on one GPU.
+    """
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else each process starts one more for every core
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     os.environ.setdefault("FLEX_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # of cudnn.flex_attention
+    tasks = [task for task in tasks if task[0] != "flashmask_deterministic"]
     ordered = sorted(tasks, key=lambda task: not str(task[0]).startswith("flex"))  # the slowest first
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         futures = {pool.submit(run, *task): task for task in ordered}

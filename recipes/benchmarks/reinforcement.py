@@ -260,7 +260,7 @@ class Bench:
 
         Args:
             provider: one of `PROVIDERS`.
-            batch: of `draw`.
+            batch: a generation batch, made by `draw`.
             rows: number of rows of one forward; None runs all in one.
         """
         trainer = self.use(provider)
@@ -341,7 +341,7 @@ def compare(bench: Bench, batch: dict[str, Tensor], providers: list[str], found:
 def measure(
     bench: Bench, prompt: int, completion: int, groups: int, providers: list[str], arguments: Any
 ) -> list[dict[str, Any]]:
-    """Return a row of figures per provider, of micro-batches of some groups."""
+    """Return a row of figures per provider, for micro-batches of `groups` prompts."""
     found: dict[str, dict[str, Any]] = {name: {} for name in providers}
     batch = bench.draw(prompt, completion, groups)
     compare(bench, batch, providers, found)

@@ -30,8 +30,8 @@ ROWS = [[5, 1, 67, 3, 130, 9], [41, 2, 64, 16, 33]]
 longer than one."""
 
 LEAST = {"olmo_hybrid": 2}
-"""Tokens that a document has at least: there causal-conv1d 1.7 refuses the gradients of a row of one token, which are
-laid out with a stride of 1."""
+"""Fewest tokens of a document, packed or alone: there causal-conv1d 1.7 refuses the gradients of a row of one token,
+which are laid out with a stride of 1."""
 
 ROW_LENGTH = 224
 

@@ -10,8 +10,6 @@ from flashmask_hf import flashmask_attention, masks
 
 LENGTH, BATCH, HEADS = 4352, 15, 64
 
-LOST = pytest.mark.xfail(reason="a program drops a tile of keys that it has drawn, and others wait for it for ever")
-
 
 def repeat(device, impl, deterministic, seconds, length=LENGTH, batch=BATCH, heads=HEADS):
     """Run forward and backward again and again, and raise where the gradients differ from those of the first run."""
@@ -35,13 +33,13 @@ def repeat(device, impl, deterministic, seconds, length=LENGTH, batch=BATCH, hea
                 assert (one - other).abs().max() <= 0.05 * other.abs().max()
 
 
-def run_processes(count, patience, *arguments):
-    """Run `repeat` in several processes, and return their exit codes, None for those that stand still."""
+def run_processes(count, timeout, *arguments):
+    """Run `repeat` in several processes, and return their exit codes, None for those that hang."""
     context = multiprocessing.get_context("spawn")
     processes = [context.Process(target=repeat, args=arguments) for _ in range(count)]
     for process in processes:
         process.start()
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + timeout
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))
     codes = [process.exitcode for process in processes]
@@ -58,7 +56,10 @@ def test_processes_are_watched():
 
 @pytest.mark.hopper
 @pytest.mark.slow
-@pytest.mark.parametrize("deterministic", [pytest.param(True, marks=LOST), False])
+@pytest.mark.parametrize("deterministic", [True, False])
 def test_processes_take_turns(deterministic):
-    """Each of them finishes, and gets the same gradients in each run."""
-    assert run_processes(6, 90, "cuda", "hopper", deterministic, 20) == [0] * 6
+    """Each process finishes; its gradients are those of its first run, to the bit or to 5% of the largest."""
+    codes = run_processes(6, 90, "cuda", "hopper", deterministic, 20)
+    if deterministic and None in codes and set(codes) <= {None, 0}:
+        pytest.xfail("a program loses a work item that it has claimed, and others wait for it for ever")
+    assert codes == [0] * 6
