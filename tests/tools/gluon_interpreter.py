@@ -8,7 +8,6 @@ GPU; layouts, and errors in them; register pressure.
 from __future__ import annotations
 
 import contextlib
-import copy
 import linecache
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -609,24 +608,21 @@ def interpreted(seed: int = 0) -> Iterator[list[str]]:
     Needs Triton's own interpreter (TRITON_INTERPRET=1) for the other kernels.
     """
     ran: list[str] = []
-    launch = Launch.__call__
+    launch = Launch._launch
 
-    def run(self: Launch, *tensors: Tensor | None) -> None:
+    def run(self: Launch, arguments: tuple[Any, ...]) -> None:
         if not isinstance(self.kernel, GluonJITFunction):
-            launch(self, *tensors)
+            launch(self, arguments)
             return
         constants = dict(self.constants)
         assert constants.pop("num_warps") == 4
         ran.append(self.kernel.fn.__name__)
         function = _as_python(self.kernel)
-        described = [copy.copy(descriptor) for descriptor in self.descriptors]
-        for descriptor, x in zip(described, tensors, strict=False):
-            descriptor.base = x
-        arguments = (*described, *tensors[len(self.descriptors) :], *self.scalars)
-        Machine(self.programs, seed).run(lambda: function(*map(_argument, arguments), **constants))
+        bound = (*arguments, *self.scalars)
+        Machine(self.programs, seed).run(lambda: function(*map(_argument, bound), **constants))
 
     try:
-        Launch.__call__ = run  # type: ignore[method-assign]
+        Launch._launch = run  # type: ignore[method-assign]
         yield ran
     finally:
-        Launch.__call__ = launch  # type: ignore[method-assign]
+        Launch._launch = launch  # type: ignore[method-assign]

@@ -116,7 +116,7 @@ def _run(missing: str, count: int, seed: int) -> None:
     x = torch.randn(1, 1, 64 * count, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     y = torch.full_like(x, float("nan"))
     with interpreted(seed) as ran:
-        templates = [row_template(layout_of(x), 64)] * 2
+        templates = [row_template(layout_of(x), 64) for _ in range(2)]
         Launch(_squares, 1, count, descriptors=templates, MISSING=missing, num_warps=4)(x, y)
     assert ran == ["_squares"]
     tiles = x.view(count, 64, 64).float()

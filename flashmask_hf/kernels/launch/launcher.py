@@ -47,6 +47,7 @@ class Launch:
         self.programs = programs
         self.scalars = scalars
         self.descriptors = tuple(descriptors)
+        assert len(set(map(id, descriptors))) == len(descriptors), "each tensor needs a descriptor of its own"
         self.constants = constants
         # Triton's interpreter compiles nothing. For AMD GPUs Triton also specializes for the sizes of storages, so that
         # a compiled form may not fit other tensors of the same layout.
@@ -76,6 +77,7 @@ class Launch:
                 self._free.release()
 
     def _launch(self, arguments: tuple[Any, ...]) -> None:
+        """Launch with tensors, the first of them as descriptors if the kernel takes them so."""
         compiled = self._compiled
         if compiled is not None and not _observed():
             stream = torch_state.current_stream(torch_state.current_gpu())

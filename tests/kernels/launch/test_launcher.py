@@ -149,14 +149,23 @@ def test_descriptors_are_of_the_tensors_of_the_launch(launches: _Launches) -> No
     launch = _described_launch()
     seen: list[Any] = []
     launches.on_launch = lambda *arguments: seen.append((vars(arguments[0]).copy(), arguments[1:]))
-    for x, found in ((_rows(), launches.asked), (_rows(), launches.compiled)):
+    settings = None, 100, 8, 0.5
+    for found, behind in ((launches.asked, settings), (launches.compiled, (*settings, 64, True))):
+        x = _rows()
         launch(x, None)
         described, rest = seen.pop()
         assert len(found) == 1
-        assert described.pop("base") is x
-        assert described == {k: v for k, v in vars(describe(x, 1, 1, 64, 64)).items() if k != "base"}
-        assert rest[:4] == (None, 100, 8, 0.5)
+        assert described["base"] is x
+        assert described == vars(describe(x, 1, 1, 64, 64))
+        assert rest == behind
         assert launch.descriptors[0].base is None
+
+
+def test_a_descriptor_of_two_tensors_is_refused() -> None:
+    """It would have the memory of the second in both places."""
+    (descriptor,) = tile_templates((layout_of(_rows()), 64, 64))
+    with pytest.raises(AssertionError, match="a descriptor of its own"):
+        Launch(_kernel, 3, descriptors=(descriptor, descriptor), SIZE=64, FLAG=True)
 
 
 def test_a_launch_that_fails_lets_its_memory_go(launches: _Launches) -> None:
@@ -232,7 +241,7 @@ def _rows(length: int = 128, dims: int = 64, dtype: torch.dtype = torch.bfloat16
     ],
     ids=["usual", "one row", "odd strides", "part", "one column", "plane"],
 )
-def test_a_copied_descriptor_is_the_one_that_triton_makes(x: torch.Tensor) -> None:
+def test_a_prepared_descriptor_is_the_one_that_triton_makes(x: torch.Tensor) -> None:
     block = [1, 1, 16, 64] if x.dim() == 4 else [128, 32]
     step = 16 // x.element_size()
     strides = [step if x.shape[i] == 1 else x.stride(i) for i in range(x.dim() - 1)] + [1]
