@@ -71,10 +71,7 @@ def gains() -> dict[str, float]:
     """Return each task's speed over the fastest other attention or trainer that was measured, on long rows."""
     sft = read("training_h200")
     fastest = max(float(row["tokens_per_second"]) for row in sft if row["implementation"] != "flashmask")
-    group = select(
-        read("grpo_h100"), model="llama-3.2-1b", prompt="4096", completion="256", groups="1", generations="8",
-        compiled="off",
-    )  # fmt: skip
+    group = select(_groups_of_8(), prompt="4096", completion="256")
     speeds = {row["provider"]: float(row["update_tokens_per_second"]) for row in group}
     stock = max(speed for provider, speed in speeds.items() if not provider.startswith("flashmask"))
     return {
@@ -85,10 +82,14 @@ def gains() -> dict[str, float]:
     }
 
 
+def _groups_of_8() -> list[Row]:
+    """Return the rows of updates of 1B with one group of 8 completions a micro-batch, not compiled."""
+    return select(read("grpo_h100"), model="llama-3.2-1b", groups="1", generations="8", compiled="off")
+
+
 def update_times() -> str:
     """Return the milliseconds of an update of GRPO in the three shapes with the fewest tokens to compute."""
-    one = {"groups": "1", "generations": "8", "compiled": "off"}
-    rows = select(read("grpo_h100"), model="llama-3.2-1b", provider="flashmask", **one)[:3]
+    rows = select(_groups_of_8(), provider="flashmask")[:3]
     times = [1000 * int(row["tokens"]) / float(row["update_tokens_per_second"]) for row in rows]
     return f"{min(times):.0f} to {max(times):.0f} ms"
 

@@ -150,14 +150,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        call: Call,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        indices: Tensor,
-        plan: Plan,
+        ctx: Any, call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, indices: Tensor, plan: Plan
     ) -> tuple[Tensor, Tensor]:
         out, lse = call.forward(q, k, v, sinks, indices, plan)
         ctx.call, ctx.plan = call, plan

@@ -63,6 +63,9 @@ from trl.models.utils import disable_gradient_checkpointing
 from flashmask_hf.collators.forest import Forest, pack_forests, packed_inputs
 from flashmask_hf.trainers import SharedPromptGRPOConfig, SharedPromptGRPOTrainer
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from common import compile_layers
+
 PADDED = ("sdpa", "flex_attention", "flash_attention_2", "flash_attention_3")
 PROVIDERS = ("flashmask", "flashmask_unshared", *PADDED, "tree_fa3")
 
@@ -425,9 +428,6 @@ def main() -> None:
         torch._dynamo.reset()  # else head_dim counts as a size that varies
         bench = Bench(model, rank, arguments)
         if arguments.compile:
-            sys.path.insert(0, str(Path(__file__).parents[1]))
-            from common import compile_layers
-
             compile_layers(bench.model)
         for checkpointing in arguments.checkpointing:
             switch = f"gradient_checkpointing_{'enable' if checkpointing == 'on' else 'disable'}"
