@@ -434,14 +434,10 @@ def precompile(names: Sequence[str], cases: Sequence[tuple[str, Shape]], jobs: i
 
 
 def run_in_processes(run: Callable[..., None], tasks: Sequence[tuple[object, ...]], jobs: int) -> None:
-    """Run a function for each task, whose first entry names a provider, so that its kernels are cached on disk.
-
-    `flashmask_deterministic` is left out: its backward may hang where processes take turns on one GPU.
-    """
+    """Run a function for each task, whose first entry names a provider, so that its kernels are cached on disk."""
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else each process starts one more for every core
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     os.environ.setdefault("FLEX_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # of cudnn.flex_attention
-    tasks = [task for task in tasks if task[0] != "flashmask_deterministic"]
     ordered = sorted(tasks, key=lambda task: not str(task[0]).startswith("flex"))  # the slowest first
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         futures = {pool.submit(run, *task): task for task in ordered}

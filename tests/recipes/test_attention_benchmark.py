@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
@@ -307,16 +306,3 @@ def test_what_is_compiled_beforehand(monkeypatch):
     assert [(name, family, x.length == 8192) for name, family, x in tasks] == [
         ("flashmask", family, timed) for family in ("causal", "full") for timed in (True, False)
     ]
-
-
-def test_calls_that_may_hang_are_not_compiled_beside_others(monkeypatch, capsys):
-    class Pool(ThreadPoolExecutor):
-        def __init__(self, jobs, mp_context):
-            super().__init__(jobs)
-
-    monkeypatch.setattr(attention, "ProcessPoolExecutor", Pool)
-    ran = []
-    tasks = [("flashmask", 1), ("flashmask_deterministic", 2), ("flex_attention", 3)]
-    attention.run_in_processes(lambda *task: ran.append(task), tasks, 1)
-    assert ran == [("flex_attention", 3), ("flashmask", 1)]
-    assert "2 of 2" in capsys.readouterr().err

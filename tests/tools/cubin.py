@@ -62,6 +62,19 @@ class Kernel:
         waits, products = (sum(name in x for _, x in instructions) for name in ("WARPGROUP.DEPBAR", "HGMMA"))
         return waits >= products
 
+    def reused_barriers(self) -> list[int]:
+        """Return where in shared memory an mbarrier is made, and other data stored or loaded at a constant address.
+
+        That is undefined without `mbarrier.inval` (PTX ISA, mbarrier.inval), which Triton leaves out.
+        """
+        sums = {x: int(y) for x, y in re.findall(r"add\.s32 \s*(%r\d+), %r\d+, (\d+);", self.assembly)}
+        made = [sums.get(x) for x in re.findall(r"mbarrier\.init\.\S+ \[(%r\d+)\]", self.assembly)]
+        assert made, f"no barriers were found in {self.name}"
+        sums["global_smem"] = 0
+        access = r"\b(?:ld|st)\.shared\.\S+\s[^;\[]*\[ ?(global_smem|%r\d+) ?(?:\+ ?(\d+))? ?\]"
+        data = {sums[x] + int(y or 0) for x, y in re.findall(access, self.assembly) if x in sums}
+        return sorted(at for at in made if at is not None and any(at <= x < at + 8 for x in data))
+
 
 class _Driver:
     """A driver that knows enough for Triton to compile, and cannot launch."""

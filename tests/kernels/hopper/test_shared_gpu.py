@@ -58,8 +58,8 @@ def test_processes_are_watched():
 @pytest.mark.slow
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_processes_take_turns(deterministic):
-    """Each process finishes; its gradients are those of its first run, to the bit or to 5% of the largest."""
-    codes = run_processes(6, 90, "cuda", "hopper", deterministic, 20)
-    if deterministic and None in codes and set(codes) <= {None, 0}:
-        pytest.xfail("a program loses a work item that it has claimed, and others wait for it for ever")
-    assert codes == [0] * 6
+    """Each process finishes; its gradients are those of its first run, to the bit or to 5% of the largest.
+
+    Deterministic calls hung while Triton put the number of the next work item where the kernel had made an mbarrier.
+    """
+    assert run_processes(6, 90, "cuda", "hopper", deterministic, 20) == [0] * 6
