@@ -28,11 +28,18 @@ KILOBYTES = {HOPPER: 227, BLACKWELL: 227, AMPERE: 163, MI300: 64}
 
 
 def _compile(
-    monkeypatch, target, dim: int, v_dim: int, mask, dtype=torch.bfloat16, softcap: float = 0.0
+    monkeypatch,
+    target,
+    dim: int,
+    v_dim: int,
+    mask,
+    dtype=torch.bfloat16,
+    softcap: float = 0.0,
+    multiprocessors: int = 1,
 ) -> dict[str, Kernel]:
     q, k, v = (torch.empty(1, 512, h, d, dtype=dtype).transpose(1, 2) for h, d in ((4, dim), (2, dim), (2, v_dim)))
     plan = torch_plan(mask.indices, mask.causal, 512)
-    _pretend(monkeypatch, target)
+    _pretend(monkeypatch, target, multiprocessors)
     with compile_only(target) as kernels:
         out, lse = forward(q, k, v, mask, plan, None, 0.1, softcap)
         backward(out, q, k, v, lse, (out, lse), mask, plan, 0.1, softcap)
@@ -41,12 +48,12 @@ def _compile(
     return {kernel.name: kernel for kernel in kernels}
 
 
-def _pretend(monkeypatch, target) -> None:
-    """Choose tiles as on a GPU of the target's kind."""
+def _pretend(monkeypatch, target, multiprocessors: int = 132) -> None:
+    """Choose tiles as on a GPU of the target's kind with a number of multiprocessors."""
     major = target.arch // 10 if target.backend == "cuda" else 0
     usable = configs.usable_shared_memory(KILOBYTES[target] * 1024, major)
     monkeypatch.setattr(configs, "_shared_memory", lambda device: usable)
-    monkeypatch.setattr(configs, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(configs, "multiprocessors", lambda device: multiprocessors)
     monkeypatch.setattr(configs, "_on_cpu", lambda device: False)
 
 
@@ -57,10 +64,11 @@ FORMS = {
 }
 
 
+@pytest.mark.parametrize("multiprocessors", [1, 132], ids=["many rows", "few rows"])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dim", [64, 128])
-def test_hopper(monkeypatch: pytest.MonkeyPatch, dim: int, form: str) -> None:
-    kernels = _compile(monkeypatch, HOPPER, dim, dim, FORMS[form])
+def test_hopper(monkeypatch: pytest.MonkeyPatch, dim: int, form: str, multiprocessors: int) -> None:
+    kernels = _compile(monkeypatch, HOPPER, dim, dim, FORMS[form], multiprocessors=multiprocessors)
     assert len(kernels) == 7
     for name in ("_forward", "_backward_keys", "_backward_queries"):
         assert "wgmma.mma_async" in kernels[name].assembly, name
@@ -73,7 +81,7 @@ def test_hopper(monkeypatch: pytest.MonkeyPatch, dim: int, form: str) -> None:
 
 
 def test_short_blocks_take_fewer_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    _pretend(monkeypatch, HOPPER)
+    _pretend(monkeypatch, HOPPER, 4)  # each of which has work
 
     def rows(n: int, causal: bool, q_len: int) -> int:
         x = packed_layout(1, 4, q_len, 128, dtype=torch.bfloat16, device=torch.device("cpu"))
@@ -83,6 +91,23 @@ def test_short_blocks_take_fewer_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows(n=2, causal=True, q_len=512) == 64
     assert rows(n=1, causal=True, q_len=512) == rows(n=2, causal=False, q_len=512) == 128
     assert rows(n=2, causal=True, q_len=32768) == 128
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_few_rows_are_spread_over_more_multiprocessors(monkeypatch: pytest.MonkeyPatch, dim: int) -> None:
+    _pretend(monkeypatch, HOPPER)
+
+    def tiles(heads: int, q_len: int) -> list[configs.Config]:
+        x = packed_layout(1, heads, q_len, dim, dtype=torch.bfloat16, device=torch.device("cpu"))
+        problem = Problem(x, x, x, torch.Size((1, 1, q_len, 1)), True, scale=1.0, softcap=0.0, sinks=False)
+        return [configs.forward_config(problem), configs.queries_config(problem)]
+
+    few, many = tiles(1, 8192), tiles(2, 8192)  # 64 and 128 tiles of 128 rows
+    assert [config.rows for config in few] == [64, 64]
+    assert [config.rows for config in many] == [128, 128]
+    assert [config.columns for config in few] == [config.columns for config in many]  # the same order of sums
+    assert tiles(1, 66 * 128) == few
+    assert tiles(1, 67 * 128) == many
 
 
 @pytest.mark.parametrize("dims", [(40, 40), (128, 128), (192, 128), (256, 256)], ids=str)

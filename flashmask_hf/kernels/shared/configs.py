@@ -59,6 +59,16 @@ _QUERIES = {
     128: (Config(128, 64, 8, 3), Config(128, 64, 8, 2), Config(64, 64, 4, 2), Config(64, 32, 4, 1)),
     256: (Config(64, 32, 4, 1), Config(32, 32, 4, 1)),
 }
+# Where tiles of 128 rows leave half of the multiprocessors idle, tiles of 64 rows occupy twice as many. They walk the
+# same tiles of columns, so a row's sums stay the same.
+_FORWARD_FEW_ROWS = {
+    64: (Config(64, 64, 4, 3),),
+    128: (Config(64, 128, 4, 3),),
+}
+_QUERIES_FEW_ROWS = {
+    64: (Config(64, 64, 4, 3),),
+    128: (Config(64, 64, 4, 3),),
+}
 # Decoding streams keys and values past few rows, so it is bound by the bytes in flight on a multiprocessor that holds
 # two programs. An H200 then reads long caches at 0.95 of the rate of SDPA without a mask (benchmarks/decode.py).
 _DECODE = {
@@ -78,8 +88,9 @@ def forward_config(problem: Problem) -> Config:
     """
     block_d, block_v = _blocks(problem)
     q_len, n = problem.q.shape[2], problem.mask_shape[-1]
+    usual = _FORWARD_SHORT_LISTS if problem.causal and n == 2 and q_len <= _FEW_QUERIES else _FORWARD
     config = _pick(
-        _FORWARD_SHORT_LISTS if problem.causal and n == 2 and q_len <= _FEW_QUERIES else _FORWARD,
+        _with_few_rows(_FORWARD_FEW_ROWS, usual, problem),
         problem,
         lambda c: c.rows * block_d + (c.stages - 1) * c.columns * 2 * n,
         lambda c: c.columns * (block_d + block_v),
@@ -99,7 +110,8 @@ def keys_config(problem: Problem) -> Config:
 def queries_config(problem: Problem) -> Config:
     """Return the tiles of the dQ kernel: q and dout stay, stages of k, v and the mask's bounds stream."""
     both, n = sum(_blocks(problem)), problem.mask_shape[-1]
-    return _pick(_QUERIES, problem, lambda c: c.rows * both, lambda c: c.columns * (both + 2 * n))
+    table = _with_few_rows(_QUERIES_FEW_ROWS, _QUERIES, problem)
+    return _pick(table, problem, lambda c: c.rows * both, lambda c: c.columns * (both + 2 * n))
 
 
 def decode_config(problem: Problem) -> Config:
@@ -134,6 +146,17 @@ def decode_splits(device: torch.device, programs: int, blocks: int) -> int:
     """
     slots = 8 if _on_cpu(device) else 2 * multiprocessors(device)
     return max(1, min(slots // programs, (blocks + 1) // 2))
+
+
+def _with_few_rows(
+    few: dict[int, tuple[Config, ...]], usual: dict[int, tuple[Config, ...]], problem: Problem
+) -> dict[int, tuple[Config, ...]]:
+    """Return the table with the configurations of few rows first, if tiles of 128 rows fill half of the GPU or less."""
+    batch, heads, q_len, _ = problem.q.shape
+    device = problem.q.device
+    if _on_cpu(device) or 2 * batch * heads * -(-q_len // 128) > multiprocessors(device):
+        return usual
+    return {width: (*few.get(width, ()), *configs) for width, configs in usual.items()}
 
 
 def _blocks(problem: Problem) -> tuple[int, int]:
