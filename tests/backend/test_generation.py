@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from tools.model_pairs import GENERATING
 from transformers import (
     AutoModelForCausalLM,
@@ -64,6 +66,8 @@ FAMILIES = {
 
 # In versions without this argument generate cannot make the masks of chunks beside a static cache.
 NO_STATIC_CHUNKS = "block_sequence_ids" not in inspect.signature(create_chunked_causal_mask).parameters
+# Before, layers were fetched into memory that may still be read, and tokens were wrong at times with any attention.
+WAITS_FOR_READERS = Version(transformers.__version__) >= Version("5.20")
 
 
 def pair(family: str) -> list[Any]:
@@ -250,8 +254,8 @@ def test_greedy_on_the_gpu(family: str) -> None:
     for cache in ("dynamic", "static", "offloaded", "offloaded_static"):
         if family == "llama4_text" and "static" in cache and NO_STATIC_CHUNKS:
             continue
-        if family == "mistral" and "offloaded" in cache:
-            continue  # transformers offloads only layers without a window, and there is none
+        if "offloaded" in cache and (family == "mistral" or not WAITS_FOR_READERS):
+            continue  # transformers offloads only layers without a window, and mistral has none
         assert torch.equal(generate(ours, inputs, cache_implementation=cache), want), cache
 
 
