@@ -126,7 +126,7 @@ def decoding() -> str:
 
 def short() -> str:
     """Return the table of short rows beside SDPA with a dense mask."""
-    rows = read("short_h100")
+    rows = read("short_h200")
     lines = []
     for provider in ("flashmask", "flashmask_triton"):
         cells = []
