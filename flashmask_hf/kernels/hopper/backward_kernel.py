@@ -319,7 +319,7 @@ def backward_kernel(
         mbarrier.init(barriers.q_full.index(i), count=1)
         mbarrier.init(barriers.ds_full.index(i), count=KEY_PARTS)
         mbarrier.init(barriers.ds_free.index(i), count=1)
-        if KEY_PARTS == 1:  # Triton uses the memory of what nobody waits for again, which is undefined for an mbarrier
+        if KEY_PARTS == 1:  # Triton gives the memory of an unused mbarrier to other data, which is undefined
             mbarrier.init(barriers.weights_full.index(i), count=1)
     fence_async_shared()
 
