@@ -1,4 +1,4 @@
-"""Calls of models that would ignore the mask vectors or the packed rows of a batch.
+"""Calls of models that would ignore the mask vectors, the packed rows or the numbers of documents of a batch.
 
 Every keyword of a call reaches the layers, and attention implementations of transformers ignore those that they do not
 know. So a batch of this package's collators runs in any model, under another mask than its own. `check_call` runs
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flashmask_hf.backend.document_guard import is_guarded
 from flashmask_hf.backend.keywords import cache_of
 from flashmask_hf.backend.packed_rows import runs_packed
 from flashmask_hf.backend.positions import next_flagged
@@ -19,7 +20,7 @@ from flashmask_hf.checks import device_assert
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.names import NAMES, PACKED_IDS, VECTORS
 
-__all__ = ["check_call"]
+__all__ = ["check_call", "check_document_numbers"]
 
 
 def check_call(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -73,6 +74,28 @@ def check_call(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Non
         ~_differs(vectors.detach(), ends, kwargs.get("attention_mask")).any(),
         f"{VECTORS} hide tokens, but attn_implementation='{implementation}' ignores them; load the model with "
         "attn_implementation='flashmask', or, for packed documents, pass position_ids, use_cache=False and no mask",
+    )
+
+
+def check_document_numbers(model: Any, kwargs: dict[str, Any]) -> None:
+    """Raise if nothing but `seq_idx` tells the documents of a row, which only recurrent layers read.
+
+    Args:
+        model: a transformers model whose attention is one of this package's.
+        kwargs: keywords of its call.
+
+    Raises:
+        RuntimeError: `seq_idx` [B, S] numbers several documents in a row (a device-side check).
+    """
+    numbers = kwargs.get("seq_idx")
+    told = any(kwargs.get(name) is not None for name in (VECTORS, "position_ids", "cu_seq_lens_q"))
+    if not isinstance(numbers, Tensor) or told or is_guarded(model):
+        return
+    device_assert(
+        (numbers == numbers[:, :1]).all(),
+        f"seq_idx numbers several documents of a row, but the attention of {type(model).__name__} does not read it, so "
+        "they would see each other; pass position_ids that start again with each, too, as "
+        "DataCollatorWithFlattening(return_position_ids=True) does",
     )
 
 

@@ -25,7 +25,7 @@ from transformers.utils import generic
 from flashmask_hf.backend.branches import check_labels
 from flashmask_hf.backend.document_guard import guard_documents
 from flashmask_hf.backend.forward import attention_forward
-from flashmask_hf.backend.ignored_vectors import check_call
+from flashmask_hf.backend.ignored_vectors import check_call, check_document_numbers
 from flashmask_hf.backend.mask_hook import DOCUMENTS
 from flashmask_hf.backend.model_support import refuse_own_attention
 from flashmask_hf.backend.position_axes import add_text_positions
@@ -416,9 +416,9 @@ def check_losses(model_class: Any) -> None:
 def check_calls(model_class: Any) -> None:
     """Make each call of a model with `startend_row_indices` run `ignored_vectors.check_call` first.
 
-    A model that has one of this package's names is called by `unread_positions.call_model`. If sections 3 and 5 did not
-    see it, because `config._attn_implementation` was set by hand, it gets its hooks in its first call that is not
-    compiled.
+    A model that has one of this package's names runs `ignored_vectors.check_document_numbers`, too, and is called by
+    `unread_positions.call_model`. If sections 3 and 5 did not see it, because `config._attn_implementation` was set by
+    hand, it gets its hooks in its first call that is not compiled.
 
     Patched: `PreTrainedModel.__call__`, which is that of `torch.nn.Module`, replaced by a wrapper. Other calls do what
     they did.
@@ -449,6 +449,7 @@ def check_calls(model_class: Any) -> None:
             return original(self, *args, **kwargs)
         if not getattr(self, "_has_packing_hooks", False) and not torch.compiler.is_compiling():
             add_hooks(self)
+        check_document_numbers(self, kwargs)
         return call_model(self, original, args, kwargs)
 
     call.checks = True  # type: ignore[attr-defined]

@@ -32,8 +32,9 @@ def renumber_positions(model: Any) -> None:
         model: a transformers model, or a model within one, with its layers made. In calls with
             `startend_row_indices` of a model that counts from `padding_idx + 1`, that number is added to
             `position_ids` if a token that is seen has position 0, which no token of these models has. RuntimeError
-            (device-side checks): a seen token has a position of padding all the same; documents count from 0 in a call
-            without vectors; or vectors are those of several documents, and there are no `position_ids`.
+            (device-side checks): a seen token has a position of padding all the same; in a call without vectors,
+            documents count from 0, or a row has several; or vectors are those of several documents, and there are no
+            `position_ids`.
     """
     firsts = [
         0 if part.padding_idx is None else part.padding_idx + 1
@@ -73,6 +74,16 @@ def _renumber(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             f"position_ids start again at 0, but {name} counts positions from {first}, and 0 is padding; pass "
             f"{VECTORS} with them, as the collators do",
         )
+        if named.get("cu_seq_lens_q") is None:
+            starts = (positions[:, :-1] > first) & (positions[:, 1:] == first)
+            shown = named.get("attention_mask")
+            if isinstance(shown, Tensor) and shown.shape == positions.shape:
+                starts = starts & shown[:, 1:].to(torch.bool)
+            device_assert(
+                ~starts.any(),
+                f"position_ids start again at {first} in one row, but {name} does not hand them to its masks, so its "
+                f"documents would see each other; pass {VECTORS} with them, as the collators do",
+            )
         return None
     if mask is not None and mask.kv_len > positions.shape[1]:
         raise NotImplementedError(

@@ -61,6 +61,24 @@ def test_a_part_of_a_row_is_refused_where_vectors_are_ignored():
         llama("flashmask")(**part, startend_row_indices=vectors, use_cache=False)
 
 
+def test_documents_that_seq_idx_alone_tells_are_refused():
+    """As of transformers' `DataCollatorWithFlattening(return_position_ids=False, return_seq_idx=True)`."""
+    model, ids, numbers = llama("flashmask"), tokens(1, 6), torch.tensor([[0, 0, 0, 1, 1, 1]], dtype=torch.int32)
+    message = r"seq_idx numbers several documents of a row, but the attention of LlamaForCausalLM .*pass position_ids"
+    for compiled in (model, torch.compile(model, backend="eager", fullgraph=True)):
+        with pytest.raises(RuntimeError, match=message):
+            compiled(ids, seq_idx=numbers)
+    apart = torch.cat([model(part).logits for part in ids.split(3, 1)], 1)
+    edges = torch.tensor([0, 3, 6], dtype=torch.int32)
+    vectors = masks.causal_document([3, 3]).indices
+    for told in ({"position_ids": positions([3, 3])}, {"cu_seq_lens_q": edges}, {"startend_row_indices": vectors}):
+        torch.testing.assert_close(model(ids, seq_idx=numbers, **told).logits, apart, rtol=1e-4, atol=1e-4)
+    one = model(ids, seq_idx=torch.ones_like(numbers)).logits
+    torch.testing.assert_close(one, model(ids).logits, rtol=0, atol=0)
+    model.set_attn_implementation("sdpa")
+    model(ids, seq_idx=numbers)
+
+
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_documents_need_positions_and_no_cache(attention):
     model, apart = llama(attention), [torch.tensor([one["input_ids"]]) for one in EXAMPLES]

@@ -97,6 +97,23 @@ def test_positions_of_padding_are_refused():
         model(input_ids=ids, position_ids=positions([3, 3]), startend_row_indices=vectors.long())
 
 
+@pytest.mark.parametrize("is_decoder", [False, True])
+def test_documents_that_positions_alone_tell_are_refused(is_decoder):
+    """RoBERTa does not hand `position_ids` to its masks, nor to its attention."""
+    model, ids, numbers = build("roberta", "flashmask", is_decoder=is_decoder), torch.arange(6, 12), positions([3, 3])
+    call = dict(input_ids=ids[None], position_ids=numbers + 2)
+    with pytest.raises(RuntimeError, match=r"start again at 2 in one row, but RobertaModel .*pass startend_row"):
+        model(**call)
+    with pytest.raises(RuntimeError, match="start again at 2"):
+        model(**call, attention_mask=torch.ones(1, 6))
+    model(**call, attention_mask=torch.tensor([[1, 1, 1, 0, 1, 1]]))  # of padding, a position means nothing
+    model(input_ids=ids[None], position_ids=torch.tensor([[2, 2, 2, 3, 4, 5]]), attention_mask=ids[None] > 7)
+    if is_decoder:
+        edges = torch.tensor([0, 3, 6], dtype=torch.int32)
+        got = model(**call, cu_seq_lens_q=edges).logits
+        assert_near(got, torch.cat([model(input_ids=x[None]).logits for x in ids.split(3)], 1))
+
+
 def test_the_hook_does_not_wait_for_the_device():
     model = build("roberta", "flashmask").base_model
     hook = next(iter(model._forward_pre_hooks.values()))
