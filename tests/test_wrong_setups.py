@@ -183,6 +183,10 @@ ONE = {
         lambda: build("sft", max_length=4, truncation_mode=None),
         r"example 0 has 6 tokens, more than max_length 4.*truncation_mode='keep_start'",
     ),
+    "sft, TRL joins documents": (
+        lambda: build("sft", packing=True, packing_strategy="wrapped"),
+        "packing_strategy='wrapped' keeps no record of where documents begin.*choose 'bfd'",
+    ),
     "sft, split and truncation": (lambda: build("sft", split=True), "exclude each other"),
     "sft, a recurrent model": (
         lambda: first_loss(build("sft", model=model_zoo.build("recurrent_gemma", "flashmask"))),
@@ -211,6 +215,18 @@ ONE = {
     "dpo, a reference with eager": (
         lambda: build("dpo", ref_model=model_of("dpo", "eager")),
         "need attn_implementation='flashmask', but the model has 'eager'",
+    ),
+    "dpo, a reference by name": (
+        lambda: build("dpo", ref_model="saved"),
+        "ref_model must be a model, got the name 'saved'; leave it out",
+    ),
+    "dpo, sampling by length": (
+        lambda: build("dpo", train_sampling_strategy="group_by_length"),
+        "train_sampling_strategy='group_by_length' needs the column 'length', which the train dataset.*leave it out",
+    ),
+    "reward, sampling by length": (
+        lambda: build("reward", train_sampling_strategy="batch_rebalance"),
+        "train_sampling_strategy='batch_rebalance' needs the column 'length', which the train dataset.*leave it out",
     ),
     "dpo, no rejected answer": (
         lambda: build("dpo", rows=[{"prompt": "w5", "chosen": "w6"}]),
@@ -278,6 +294,7 @@ RIGHT = {
     "sft, rows packed already": ("sft", lambda: build("sft", rows=packed_rows())),
     "sft, rows packed for another length": ("sft", lambda: build("sft", rows=packed_rows(), max_length=4)),
     "sft, columns kept": ("sft", lambda: build("sft", remove_unused_columns=False)),
+    "sft, sampling by length": ("sft", lambda: build("sft", train_sampling_strategy="group_by_length")),
     "sft, one document a row": ("sft", lambda: build("sft", max_length=6)),
     "sft, a stream": ("sft", lambda: build("sft", rows=streamed("sft"), max_steps=1)),
     "dpo, a stream": ("dpo", lambda: build("dpo", rows=streamed("dpo"), max_steps=1)),

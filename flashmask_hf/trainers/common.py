@@ -27,6 +27,7 @@ __all__ = [
     "map_style_datasets",
     "prepare_arguments",
     "refuse_empty_reference",
+    "refuse_sampling_by_length",
     "turn_off_dispatching",
     "whole_in_each_process",
     "with_position_limit",
@@ -176,6 +177,19 @@ def map_style_datasets(trainer: Any) -> Iterator[tuple[str, Dataset]]:
     for name, dataset in [("train", trainer.train_dataset), *evaluated.items()]:
         if isinstance(dataset, Dataset):
             yield name, dataset
+
+
+def refuse_sampling_by_length(trainer: Any) -> None:
+    """Raise a ValueError if transformers would look in vain for the lengths of a trainer's examples."""
+    strategy, column = trainer.args.train_sampling_strategy, trainer.args.length_column_name
+    if strategy not in ("group_by_length", "batch_rebalance"):
+        return
+    for name, dataset in map_style_datasets(trainer):
+        if column not in dataset.column_names:
+            raise ValueError(
+                f"train_sampling_strategy={strategy!r} needs the column {column!r}, which the {name} dataset, as "
+                "prepared, lacks; leave it out: rows are packed, so that no padding depends on which examples share one"
+            )
 
 
 def log_sharing(trainer: Any, mode: str, indices: Tensor, sequences: Tensor) -> None:

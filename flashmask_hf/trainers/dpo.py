@@ -27,6 +27,7 @@ from flashmask_hf.trainers.common import (
     map_style_datasets,
     prepare_arguments,
     refuse_empty_reference,
+    refuse_sampling_by_length,
     with_position_limit,
 )
 from flashmask_hf.trainers.formats import preference_columns
@@ -94,7 +95,8 @@ class SharedQuestionDPOTrainer(DPOTrainer):
         kwargs: the other arguments of `trl.DPOTrainer`.
 
     Raises:
-        TypeError: `args` is not a `trl.DPOConfig`, or `data_collator` is not a `DataCollatorForSharedQuestion`.
+        TypeError: `args` is not a `trl.DPOConfig`, `ref_model` is a name, or `data_collator` is not a
+            `DataCollatorForSharedQuestion`.
         ValueError: the model's attention is not "flashmask", or the model cannot take packed rows; an option is one of
             those above; the data has images; or an example is invalid (the message names its index and the way out).
 
@@ -127,6 +129,11 @@ class SharedQuestionDPOTrainer(DPOTrainer):
         if args is None:
             args = SharedQuestionDPOConfig(default_output_dir(model, "DPO"))
         check_config(args, DPOConfig, "SharedQuestionDPOConfig")
+        if isinstance(ref_model, str):
+            raise TypeError(
+                f"ref_model must be a model, got the name {ref_model!r}; leave it out if it is that of the model, or "
+                "load it with attn_implementation='flashmask'"
+            )
         prepare_arguments(model, args, peft_config)
         if data_collator is None:
             settings: Any = args  # TRL has resolved pad_to_multiple_of="auto" to a number or None
@@ -157,6 +164,7 @@ class SharedQuestionDPOTrainer(DPOTrainer):
                 peft_config=peft_config,
                 **kwargs,
             )
+        refuse_sampling_by_length(self)
         self._hook_models()
 
     def _hook_models(self) -> None:

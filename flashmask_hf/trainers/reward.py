@@ -29,6 +29,7 @@ from flashmask_hf.trainers.common import (
     log_sparsity,
     map_style_datasets,
     prepare_arguments,
+    refuse_sampling_by_length,
     with_position_limit,
 )
 from flashmask_hf.trainers.formats import answer_sequences
@@ -223,6 +224,7 @@ class MultiAnswerRewardTrainer(RewardTrainer):
             )
         trained: Any = self.model
         run_packed(trained)
+        refuse_sampling_by_length(self)
         self.data_collator = collator = with_position_limit(collator, trained)
         self.label_names = ["scores"]
         text_config, tokenizer = trained.config.get_text_config(), self.processing_class

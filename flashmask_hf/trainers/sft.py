@@ -83,11 +83,11 @@ class PackedSFTTrainer(ContextParallelMixin, SFTTrainer):
     Raises:
         TypeError: `args` is not a `trl.SFTConfig`, `data_collator` is another one, or a tokenized column does not hold
             lists of integers.
-        ValueError: `args.max_length` is None; `neftune_noise_alpha`, dispatched batches, prompt learning, activated
-            LoRA or images are asked for; or `pack_dataset` refuses a dataset or an example (the message names its index
-            and the way out); or, with context parallelism, TRL packs, the attention is another one, layers are
-            recurrent, or labels are smoothed. In the first step: some layers do not get the mask, for example recurrent
-            ones, and would mix documents.
+        ValueError: `args.max_length` is None; TRL is to pack by its strategy "wrapped"; `neftune_noise_alpha`,
+            dispatched batches, prompt learning, activated LoRA or images are asked for; or `pack_dataset` refuses a
+            dataset or an example (the message names its index and the way out); or, with context parallelism, TRL
+            packs, the attention is another one, layers are recurrent, or labels are smoothed. In the first step: some
+            layers do not get the mask, for example recurrent ones, and would mix documents.
 
     Example:
         ```python
@@ -124,6 +124,11 @@ class PackedSFTTrainer(ContextParallelMixin, SFTTrainer):
         if parts > 1:
             computes = {name: kwargs.get(name) for name in _COMPUTES}
             check_context_parallel(args, trl_packs=_trl_packs(args), computes=computes)
+        if args.packing and args.packing_strategy == "wrapped":
+            raise ValueError(
+                "packing_strategy='wrapped' keeps no record of where documents begin, so that those of a row would see "
+                "each other; leave packing out, choose 'bfd' or 'bfd_split', or use trl.SFTTrainer if that is wanted"
+            )
         if not _trl_packs(args):
             if args.max_length is None:
                 raise ValueError("max_length is None, but packing needs it: the number of tokens of a row; set it")
