@@ -66,7 +66,7 @@ FAMILIES = {
 
 # In versions without this argument generate cannot make the masks of chunks beside a static cache.
 NO_STATIC_CHUNKS = "block_sequence_ids" not in inspect.signature(create_chunked_causal_mask).parameters
-# Before, layers were fetched into memory that may still be read, and tokens were wrong at times with any attention.
+# Before, offloaded caches fetch layers into memory that may still be read: tokens are wrong at times, as with "eager".
 WAITS_FOR_READERS = Version(transformers.__version__) >= Version("5.20")
 
 

@@ -63,17 +63,19 @@ class Kernel:
         return waits >= products
 
     def reused_barriers(self) -> list[int]:
-        """Return where in shared memory an mbarrier is made, and other data stored or loaded at a constant address.
+        """Return the addresses in shared memory at which an mbarrier is made and other data is stored or loaded, too.
 
-        That is undefined without `mbarrier.inval` (PTX ISA, mbarrier.inval), which Triton leaves out.
+        That is undefined without `mbarrier.inval` (PTX ISA, mbarrier.inval), which Triton leaves out. Only addresses
+        that are constant offsets are found; where a tensor lies, its addresses depend on the thread.
         """
         sums = {x: int(y) for x, y in re.findall(r"add\.s32 \s*(%r\d+), %r\d+, (\d+);", self.assembly)}
-        made = [sums.get(x) for x in re.findall(r"mbarrier\.init\.\S+ \[(%r\d+)\]", self.assembly)]
+        made = [sums.get(x, -1) for x in re.findall(r"mbarrier\.init\.\S+ \[(%r\d+)\]", self.assembly)]
         assert made, f"no barriers were found in {self.name}"
+        assert min(made) >= 0, f"the address of a barrier was not found in {self.name}"
         sums["global_smem"] = 0
         access = r"\b(?:ld|st)\.shared\.\S+\s[^;\[]*\[ ?(global_smem|%r\d+) ?(?:\+ ?(\d+))? ?\]"
         data = {sums[x] + int(y or 0) for x, y in re.findall(access, self.assembly) if x in sums}
-        return sorted(at for at in made if at is not None and any(at <= x < at + 8 for x in data))
+        return sorted(at for at in made if any(at <= x < at + 8 for x in data))
 
 
 class _Driver:

@@ -319,7 +319,7 @@ def backward_kernel(
         mbarrier.init(barriers.q_full.index(i), count=1)
         mbarrier.init(barriers.ds_full.index(i), count=KEY_PARTS)
         mbarrier.init(barriers.ds_free.index(i), count=1)
-        if KEY_PARTS == 1:  # Triton gives the memory of an unused mbarrier to other data, which is undefined
+        if KEY_PARTS == 1:  # Triton reuses the memory of a barrier that nobody waits for, which PTX leaves undefined
             mbarrier.init(barriers.weights_full.index(i), count=1)
     fence_async_shared()
 

@@ -32,12 +32,12 @@ __all__ = ["DqOrder", "prepare_dq_order"]
 _GAP = 2
 """Row tiles of the plan that key tiles of one head begin apart, on average, unless the mask is causal.
 
-Under a causal mask a quarter of it will do, since each key tile also begins above the one before, and at least half of
-it where key tiles skip rows. Greater gaps take more heads at a time, and the L2 cache should hold the rows between two
-key tiles: 17 MB of q, dq and the output's gradient for each row tile, with 132 programs and head_dim 128. On an H200
-with 8K tokens, the backward of causal documents took 3% longer with a gap of 1 than of 1/2, that of causal blocks,
-which skip rows, 20% longer with 2 than with 1, and that of documents 6% longer with 1 than with 2. With 32K tokens and
-a gap of 1/2, causal blocks took 1.57 times the unordered time.
+Under a causal mask the gap is a quarter of that, since each key tile also begins above the one before, or half, rounded
+up to a whole head, where key tiles skip rows. Greater gaps take more heads at a time, and the L2 cache should hold the
+rows between two key tiles: 17 MB of q, dq and the output's gradient for each row tile, with 132 programs and head_dim
+128. On an H200 with 8K tokens, the backward of causal documents took 3% longer with a gap of 1 than of 1/2, that of
+causal blocks, which skip rows, 20% longer with 2 than with 1, and that of documents 6% longer with 1 than with 2. With
+32K tokens and a gap of 1/2, causal blocks took 1.57 times the unordered time.
 """
 _BAND_ROWS = 512
 """Rows that all query heads of a key-value head walk before the next ones, unless the mask is causal or skips rows.
