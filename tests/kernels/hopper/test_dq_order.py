@@ -95,7 +95,7 @@ def test_what_comes_first(device: str) -> None:
 
 @DEVICES
 def test_heads_that_alternate(device: str) -> None:
-    """As many as put a head's key tiles two row tiles apart, or half of one if causal, or one if causal and skipping."""
+    """As many as put a head's key tiles two row tiles apart; if causal, half of one, or one where they skip rows."""
 
     def heads(mask: FlashMask, heads: int = 64, kv_heads: int = 64) -> int:
         return int(_order(mask, mask.row_count(), device, 1, heads, kv_heads)[0].schedule[0])
