@@ -36,7 +36,8 @@ def check_call(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Non
     Raises:
         ValueError: the batch is that of packed rows, and no `run_packed` made the model take them. On models with
             another attention, batches whose `input_ids` are whole sequences run as such. Or the model's attention is
-            another one, and the call has a part of the vectors' row.
+            another one, and the call has a part of the vectors' row. Or the model is a replica of
+            `torch.nn.DataParallel`, with which Trainer scales the loss of a packed row wrongly.
         RuntimeError: the model's attention is another one, and a token would see one that the vectors hide from it, or
             the other way round (a device-side check). Implementations of transformers find packed documents in
             `position_ids` that start again at 0, if there is neither a cache nor a mask.
@@ -44,6 +45,12 @@ def check_call(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Non
     vectors = kwargs.get(VECTORS)
     if not isinstance(vectors, Tensor):
         return
+    if getattr(model, "_is_replica", False):
+        raise ValueError(
+            "torch.nn.DataParallel, which Trainer takes where one process sees several GPUs, splits a batch by rows; "
+            "one packed row runs on one GPU, and Trainer would multiply its loss by the number of all; start a process "
+            "for each GPU with accelerate launch or torchrun, or let this one see a single GPU (CUDA_VISIBLE_DEVICES=0)"
+        )
     implementation = model.config.get_text_config()._attn_implementation
     tokens = kwargs.get("input_ids", args[0] if args else None)
     tokens = kwargs.get("inputs_embeds") if tokens is None else tokens

@@ -61,6 +61,17 @@ def test_a_part_of_a_row_is_refused_where_vectors_are_ignored():
         llama("flashmask")(**part, startend_row_indices=vectors, use_cache=False)
 
 
+@pytest.mark.parametrize("attention", ["flashmask", "sdpa"])
+def test_replicas_of_data_parallel_are_refused(attention):
+    """Trainer divides by the labels of all GPUs, and multiplies by their number, of which one has the packed row."""
+    model = llama(attention)
+    batch = DataCollatorForPackedLanguageModeling()(EXAMPLES)
+    replica = model._replicate_for_data_parallel()  # as torch.nn.DataParallel makes one for each GPU
+    with pytest.raises(ValueError, match=r"DataParallel.* splits a batch by rows;.*accelerate launch"):
+        replica(**batch, use_cache=False)
+    model(**batch, use_cache=False)
+
+
 def test_documents_that_seq_idx_alone_tells_are_refused():
     """As of transformers' `DataCollatorWithFlattening(return_position_ids=False, return_seq_idx=True)`."""
     model, ids, numbers = llama("flashmask"), tokens(1, 6), torch.tensor([[0, 0, 0, 1, 1, 1]], dtype=torch.int32)
