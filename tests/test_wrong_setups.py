@@ -183,6 +183,14 @@ ONE = {
         lambda: build("sft", max_length=4, truncation_mode=None),
         r"example 0 has 6 tokens, more than max_length 4.*truncation_mode='keep_start'",
     ),
+    "sft, TRL packs for prompt tuning": (
+        lambda: build("sft", packing=True, peft_config=adapter(PromptTuningConfig, "sft")),
+        "PromptTuningConfig adds virtual tokens",
+    ),
+    "sft, NEFTune on rows of TRL": (
+        lambda: build("sft", padding_free=True, max_length=None, neftune_noise_alpha=5.0),
+        "neftune_noise_alpha scales its noise by the length",
+    ),
     "sft, TRL joins documents": (
         lambda: build("sft", packing=True, packing_strategy="wrapped"),
         "packing_strategy='wrapped' keeps no record of where documents begin.*choose 'bfd'",

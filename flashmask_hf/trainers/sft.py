@@ -74,7 +74,7 @@ class PackedSFTTrainer(ContextParallelMixin, SFTTrainer):
         train_dataset: as in `trl.SFTTrainer`.
         eval_dataset: as in `trl.SFTTrainer`.
         processing_class: a tokenizer, as in `trl.SFTTrainer`.
-        peft_config: as in `trl.SFTTrainer`, without prompt learning and activated LoRA, unless TRL packs.
+        peft_config: as in `trl.SFTTrainer`, without prompt learning and activated LoRA.
         max_position_embeddings: number of positions; a longer document raises. None takes the model's.
         split: cut an example longer than a row into consecutive pieces, each a document of its own. Needs
             `truncation_mode` "error" or None.
@@ -129,12 +129,12 @@ class PackedSFTTrainer(ContextParallelMixin, SFTTrainer):
                 "packing_strategy='wrapped' keeps no record of where documents begin, so that those of a row would see "
                 "each other; leave packing out, choose 'bfd' or 'bfd_split', or use trl.SFTTrainer if that is wanted"
             )
+        prepare_arguments(model, args, peft_config, splits_rows=True)
         if not _trl_packs(args):
             if args.max_length is None:
                 raise ValueError("max_length is None, but packing needs it: the number of tokens of a row; set it")
             if {"image", "images"} & set(next(iter(train_dataset or ()), ())):
                 raise ValueError("rows with images cannot be packed yet; use trl.SFTTrainer, or remove the column")
-            prepare_arguments(model, args, peft_config, splits_rows=True)
             if max_position_embeddings is None:
                 max_position_embeddings = _positions(model, args)
             data_collator = _collator(data_collator, args.pad_to_multiple_of, max_position_embeddings)
