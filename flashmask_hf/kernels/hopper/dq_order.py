@@ -32,12 +32,12 @@ __all__ = ["DqOrder", "prepare_dq_order"]
 _GAP = 2
 """Row tiles of the plan that key tiles of one head begin apart, on average, unless the mask is causal.
 
-Under a causal mask the gap is a quarter of that, since each key tile also begins above the one before, or half, rounded
-up to a whole head, where key tiles skip rows. Greater gaps take more heads at a time, and the L2 cache should hold the
-rows between two key tiles: 17 MB of q, dq and the output's gradient for each row tile, with 132 programs and head_dim
-128. On an H200 with 8K tokens, the backward of causal documents took 3% longer with a gap of 1 than of 1/2, that of
-causal blocks, which skip rows, 20% longer with 2 than with 1, and that of documents 6% longer with 1 than with 2. With
-32K tokens and a gap of 1/2, causal blocks took 1.57 times the unordered time.
+Under a causal mask a quarter of it will do, since each key tile also begins above the one before. Greater gaps take
+more heads at a time, and the L2 cache should hold the rows between two key tiles: 17 MB of q, dq and the output's
+gradient for each row tile, with 132 programs and head_dim 128. On an H200 with 8K tokens, the backward of causal
+documents took 3% longer with a gap of 1 than of 1/2, that of causal blocks 20% longer with 2 than with 1, and that of
+documents 6% longer with 1 than with 2. Where causal key tiles skip rows, a quarter is too little for long rows: causal
+blocks of 32K tokens take 1.57 times the unordered time.
 """
 _BAND_ROWS = 512
 """Rows that all query heads of a key-value head walk before the next ones, unless the mask is causal or skips rows.
@@ -47,7 +47,7 @@ one behind it would wait: documents with 8 query heads took 1.66 times the unord
 Causal rows took 1.53 with bands and 1.24 without. Where key tiles skip rows, they overtake each other in bands.
 """
 _SKIPPED_SHARE = 8
-"""Key tiles skip rows if they skip more than 1 / _SKIPPED_SHARE of the row tiles that they walk; it is not tuned."""
+"""Key tiles walk bands if they skip at most 1 / _SKIPPED_SHARE of the row tiles that they walk; it is not tuned."""
 _LANES = 128
 
 
@@ -97,10 +97,10 @@ def prepare_dq_order(problem: Problem, block_m: int, programs: int) -> Callable[
         _rank_key_tiles,
         mask_batch * mask_heads * n_q,
         n_q, n_kv, n_columns, masks_of_group, n_dq_tiles, mask_batch * groups * n_blocks, batch * kv_heads,
-        _GAP * programs * mask_batch * groups * n_columns,
+        _GAP * programs * mask_batch * groups * n_columns // (4 if problem.causal else 1),
         heads // kv_heads // masks_of_group,
         _BAND_ROWS if heads > kv_heads and not problem.causal else n_q * ROWS,
-        CAUSAL=problem.causal, PLAN_ROWS=ROWS, SKIPPED_SHARE=_SKIPPED_SHARE, LANES=2 * _LANES, num_warps=4,
+        PLAN_ROWS=ROWS, SKIPPED_SHARE=_SKIPPED_SHARE, LANES=2 * _LANES, num_warps=4,
     )  # fmt: skip
 
     def make(plan: Plan) -> DqOrder:
@@ -181,7 +181,7 @@ def _order_key_tiles(
 def _rank_key_tiles(
     tiles, counts, key_tile_order, sums, ranks, semaphores, schedule,
     n_q, n_kv, n_columns, group, n_semaphores, n_sums, kv_planes, spread, repeats, band_rows,
-    CAUSAL: tl.constexpr, PLAN_ROWS: tl.constexpr, SKIPPED_SHARE: tl.constexpr, LANES: tl.constexpr,
+    PLAN_ROWS: tl.constexpr, SKIPPED_SHARE: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Rank the key tiles of one row tile of a plan, clear a share of the semaphores, and choose the schedule.
 
@@ -195,7 +195,7 @@ def _rank_key_tiles(
         group: masks that share a line of `key_tile_order`.
         n_sums: pairs of sums.
         kv_planes: key-value heads of the batch.
-        spread: `_GAP`, times programs, times key tiles in `sums`.
+        spread: row tiles that key tiles should begin apart, times programs, times key tiles in `sums`.
         repeats: query heads that walk the rows of each mask.
         band_rows: rows of a band unless key tiles skip rows.
     """
@@ -240,11 +240,6 @@ def _rank_key_tiles(
             skipped += tl.load(sums + lane * 2 + 1, mask=lane < n_sums, other=0)
         all_walked = tl.sum(walked, 0)
         skip = tl.sum(skipped, 0) * SKIPPED_SHARE > all_walked
-        apart = tl.full([], spread, tl.int64)
-        walked_by_heads = tl.maximum(all_walked * repeats, 1)
-        if CAUSAL:
-            heads = tl.where(skip, tl.cdiv(apart, walked_by_heads * 2), apart // (walked_by_heads * 4))
-        else:
-            heads = apart // walked_by_heads
+        heads = tl.full([], spread, tl.int64) // tl.maximum(all_walked * repeats, 1)
         tl.store(schedule, tl.minimum(tl.maximum(heads, 1), kv_planes).to(tl.int32))
         tl.store(schedule + 1, tl.where(skip, n_q * PLAN_ROWS, band_rows))

@@ -95,13 +95,13 @@ def test_what_comes_first(device: str) -> None:
 
 @DEVICES
 def test_heads_that_alternate(device: str) -> None:
-    """As many as put a head's key tiles two row tiles apart; if causal, half of one, or one where they skip rows."""
+    """As many as put a head's key tiles two row tiles apart, or half of one under a causal mask."""
 
     def heads(mask: FlashMask, heads: int = 64, kv_heads: int = 64) -> int:
         return int(_order(mask, mask.row_count(), device, 1, heads, kv_heads)[0].schedule[0])
 
     assert heads(masks.causal(2048)) == 66 * 16 // 136
-    assert heads(masks.causal_blockwise([1024, 512, 512])) == -(-132 * 16 // (8 * 4 + 36 + 4 * 4 + 10 + 10))
+    assert heads(masks.causal_blockwise([1024, 512, 512])) == 66 * 16 // (8 * 4 + 36 + 4 * 4 + 10 + 10)
     assert heads(masks.full(2048)) == 2 * 132 // 16
     window = masks.global_sliding_window(2048, 128, 128, causal=False)
     walked = 16 + 3 + 14 * 4 - 1  # the global keys, those beside them, and all others but the last, which lack a row
@@ -146,7 +146,6 @@ WAITS: dict[str, tuple[Callable[[], FlashMask], float]] = {
     "random intervals": (lambda: _random_intervals(8192, 2), 1.15),
     "documents": (lambda: masks.document([2300, 900, 3100, 1892]), 1.15),
     "blocks": (lambda: masks.causal_blockwise([2300, 900, 3100, 1892]), 1.15),
-    "longer blocks": (lambda: masks.causal_blockwise([5000, 3200, 6100, 2084]), 1.15),
     "causal": (lambda: masks.causal(8192), 1.15),
     "full": (lambda: masks.full(8192), 1.15),
     # Causal masks wait longer than they could, because the L2 cache, which is not simulated, gains by small gaps and by
