@@ -48,7 +48,7 @@ def _compile(
     return {kernel.name: kernel for kernel in kernels}
 
 
-def _pretend(monkeypatch, target, multiprocessors: int = 132) -> None:
+def _pretend(monkeypatch, target, multiprocessors: int) -> None:
     """Choose tiles as on a GPU of the target's kind with a number of multiprocessors."""
     major = target.arch // 10 if target.backend == "cuda" else 0
     usable = configs.usable_shared_memory(KILOBYTES[target] * 1024, major)
@@ -95,7 +95,7 @@ def test_short_blocks_take_fewer_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_few_rows_are_spread_over_more_multiprocessors(monkeypatch: pytest.MonkeyPatch, dim: int) -> None:
-    _pretend(monkeypatch, HOPPER)
+    _pretend(monkeypatch, HOPPER, 132)
 
     def tiles(heads: int, q_len: int) -> list[configs.Config]:
         x = packed_layout(1, heads, q_len, dim, dtype=torch.bfloat16, device=torch.device("cpu"))
@@ -110,11 +110,18 @@ def test_few_rows_are_spread_over_more_multiprocessors(monkeypatch: pytest.Monke
     assert tiles(1, 67 * 128) == many
 
 
-@pytest.mark.parametrize("dims", [(40, 40), (128, 128), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize(
+    ("dims", "multiprocessors"),
+    [*(((d, v), 1) for d, v in ((40, 40), (128, 128), (192, 128), (256, 256))), ((40, 40), 132), ((128, 128), 132)],
+    ids=str,
+)
 @pytest.mark.parametrize("target", [AMPERE, BLACKWELL, MI300], ids=["ampere", "blackwell", "mi300"])
-def test_other_architectures_build(monkeypatch: pytest.MonkeyPatch, target, dims: tuple[int, int]) -> None:
+def test_other_architectures_build(
+    monkeypatch: pytest.MonkeyPatch, target, dims: tuple[int, int], multiprocessors: int
+) -> None:
+    """With many rows for one multiprocessor, and few for 132."""
     mask = FORMS["causal_blockwise" if dims[0] == 128 else "causal_document"]
-    kernels = _compile(monkeypatch, target, *dims, mask, torch.float16, softcap=30.0)
+    kernels = _compile(monkeypatch, target, *dims, mask, torch.float16, 30.0, multiprocessors)
     for name, kernel in kernels.items():
         assert kernel.shared <= KILOBYTES[target] * 1024, name
 
@@ -129,7 +136,7 @@ def test_decode(
     if target == MI300 and mask_heads > 1 and max(dims) <= 128 and triton.__version__.startswith("3.9."):
         reason = "the compiler of Triton 3.9 fails, as docs/limits.md says"
         request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
-    _pretend(monkeypatch, target)
+    _pretend(monkeypatch, target, 132)
     dim, v_dim = dims
     q, k, v = (
         torch.empty(1, h, s, d, dtype=torch.bfloat16) for h, s, d in ((8, 3, dim), (2, 4096, dim), (2, 4096, v_dim))
