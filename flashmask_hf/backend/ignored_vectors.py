@@ -95,8 +95,9 @@ def check_document_numbers(model: Any, kwargs: dict[str, Any]) -> None:
         RuntimeError: `seq_idx` [B, S] numbers several documents in a row (a device-side check).
     """
     numbers = kwargs.get("seq_idx")
-    told = any(kwargs.get(name) is not None for name in (VECTORS, "position_ids", "cu_seq_lens_q"))
-    if not isinstance(numbers, Tensor) or told or is_guarded(model):
+    if not isinstance(numbers, Tensor) or is_guarded(model):
+        return
+    if any(kwargs.get(name) is not None for name in (VECTORS, "position_ids", "cu_seq_lens_q")):
         return
     device_assert(
         (numbers == numbers[:, :1]).all(),
