@@ -17,15 +17,18 @@ AHEAD = 2
 EPILOGUE = 1.0
 
 
-def walk(segments: Sequence[Tensor], band: int) -> list[tuple[int, int]]:
+def walk(segments: Sequence[Tensor], first_band: int, band: int) -> list[tuple[int, int]]:
     """Return (query head, row tile) of a key tile's rows, which each head's segments [n, 2] list, band after band.
 
     Args:
         segments: of the query heads that share a key-value head.
-        band: row tiles that all of the heads walk before the next ones.
+        first_band: the first band that all of the heads walk before the next one ends at a multiple of these row tiles.
+        band: the same of the later bands.
     """
     places = [(head, row) for head, x in enumerate(segments) for start, end in x.tolist() for row in range(start, end)]
-    return sorted(places, key=lambda place: (place[1] // band, place))
+    low = min((row for _, row in places), default=0)
+    high = (low // first_band + 1) * first_band
+    return sorted(places, key=lambda place: (-1 if place[1] < high else place[1] // band, place))
 
 
 def span(

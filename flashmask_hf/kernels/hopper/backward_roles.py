@@ -251,6 +251,13 @@ def _load_segments(segments, batch, head, args, FORM: gl.constexpr):
 
 
 @gluon.jit
+def _first_row_tile(starts, ends, low):
+    """Return the first row tile of all segments from tile `low` on, or NEVER."""
+    starts = gl.maximum(starts, low)
+    return gl.min(gl.where(ends > starts, starts, NEVER), 0)
+
+
+@gluon.jit
 def _next_segment(starts, ends, done):
     """Return (first, last, partial) of the segment [first, last) that follows the first `done` row tiles."""
     lanes = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
@@ -380,8 +387,6 @@ def produce(args, FORM: gl.constexpr):
     BLOCK_M: gl.constexpr = FORM.BLOCK_M
     group = scalars.heads // scalars.kv_heads
     mask_per_member = scalars.mask_heads > scalars.kv_heads
-    if FORM.DQ_ORDER:
-        band = gl.load(tensors.schedule + 1) // BLOCK_M
     n_work = scalars.kv_planes * scalars.n_columns
     work = gl.program_id(0)
     if FORM.PERSISTENT and FORM.DQ_ORDER:
@@ -395,10 +400,12 @@ def produce(args, FORM: gl.constexpr):
         segments = tensors.segments + tile // FORM.SUBTILES * (_SEGMENTS * 2)
         mask_plane, starts, ends = _load_segments(segments, batch, first_head, args, FORM)
         row_tiles = gl.sum(ends - starts, 0)
+        low = _first_row_tile(starts, ends, 0)
         if mask_per_member:
             for member in range(1, group):
                 _, other_starts, other_ends = _load_segments(segments, batch, first_head + member, args, FORM)
                 row_tiles += gl.sum(other_ends - other_starts, 0)
+                low = gl.minimum(low, _first_row_tile(other_starts, other_ends, 0))
         else:
             row_tiles *= group
         following = n_work
@@ -413,7 +420,7 @@ def produce(args, FORM: gl.constexpr):
         begin = step
         end = step + row_tiles
         if FORM.DQ_ORDER:
-            low = 0
+            band = gl.load(tensors.schedule + 1) // BLOCK_M
             while step < end:
                 high = (low // band + 1) * band
                 next_low = NEVER
@@ -424,9 +431,9 @@ def produce(args, FORM: gl.constexpr):
                         gl.maximum(starts, low), gl.minimum(ends, high), batch, first_head + member, mask_plane,
                         kv_plane, tile, row_tiles, item, step, begin, following, args, FORM,
                     )  # fmt: skip
-                    later = gl.maximum(starts, high)
-                    next_low = gl.minimum(next_low, gl.min(gl.where(ends > later, later, NEVER), 0))
+                    next_low = gl.minimum(next_low, _first_row_tile(starts, ends, high))
                 low = next_low
+                band = gl.load(tensors.schedule + 2) // BLOCK_M
         else:
             for member in range(group):
                 if member > 0:

@@ -9,7 +9,19 @@ the *lead* of a tile be its last row less the number of its rows: of two tiles t
 that with the greater lead comes to it first. Hence the tiles begin in the order of their leads, the greatest first,
 which is the last keys first under most masks. Tiles that come to a row at the same time add one after the other, and
 each addition takes about as long as a tile of rows. So tiles of several heads alternate: each head's then begin far
-enough apart. `tests/tools/ordered_sums.py` simulates the waits.
+enough apart. Tiles are *level* if their leads are equal, as those of a document are. Level ones should begin two row
+tiles apart, but half of one does where no two tiles are level, as under a causal mask, since each then begins at
+another row. More heads than needed cost time, too: the L2 cache should hold the rows between two key tiles, 17 MB of q,
+dq and the output's gradient for each row tile of head_dim 128.
+
+Where query heads share a key-value head, a tile walks the rows of all of them, and would come to the second head only
+after all rows of the first, so that every shorter one behind it would wait. So all heads walk the rows that tiles of
+other lengths see as well before they go on: bands of 512 rows, or, where few tiles are level, the first row tile alone,
+which is where a document meets the one before.
+
+On an H200, with n heads instead of those chosen, backwards of head_dim 128 and 8K tokens took (beside unordered ones):
+documents 1.04 with 13 (chosen), 1.15 with 6; random intervals of visible rows 1.08 with 6 (7 are chosen), 1.18 with 13;
+causal blocks 1.13 with 8, 1.15 with 12 (chosen), 1.29 with 16. `tests/tools/ordered_sums.py` simulates the waits.
 """
 
 from __future__ import annotations
@@ -29,25 +41,13 @@ from flashmask_hf.plan import PARTIAL_SEGMENTS, ROWS, VISIBLE_SEGMENTS, Plan, pl
 
 __all__ = ["DqOrder", "prepare_dq_order"]
 
-_GAP = 2
-"""Row tiles of the plan that key tiles of one head begin apart, on average, unless the mask is causal.
-
-Under a causal mask a quarter of it will do, since each key tile also begins above the one before. Greater gaps take
-more heads at a time, and the L2 cache should hold the rows between two key tiles: 17 MB of q, dq and the output's
-gradient for each row tile, with 132 programs and head_dim 128. On an H200 with 8K tokens, the backward of causal
-documents took 3% longer with a gap of 1 than of 1/2, that of causal blocks 20% longer with 2 than with 1, and that of
-documents 6% longer with 1 than with 2. Where causal key tiles skip rows, a quarter is too little for long rows: causal
-blocks of 32K tokens take 1.57 times the unordered time.
-"""
 _BAND_ROWS = 512
-"""Rows that all query heads of a key-value head walk before the next ones, unless the mask is causal or skips rows.
+"""Rows that all query heads of a key-value head walk before the next ones, where many key tiles are level.
 
-Head after head instead, a key tile would come to the second head only after all rows of the first, and every shorter
-one behind it would wait: documents with 8 query heads took 1.66 times the unordered time on an H200, with bands 1.1.
-Causal rows took 1.53 with bands and 1.24 without. Where key tiles skip rows, they overtake each other in bands.
+Documents with 8 query heads took 1.66 times the unordered time on an H200 without bands, and 1.1 with them.
 """
 _SKIPPED_SHARE = 8
-"""Key tiles walk bands if they skip at most 1 / _SKIPPED_SHARE of the row tiles that they walk; it is not tuned."""
+"""Key tiles skip rows if they skip more than 1 / _SKIPPED_SHARE of the row tiles that they walk; it is not tuned."""
 _LANES = 128
 
 
@@ -61,8 +61,9 @@ class DqOrder(NamedTuple):
     key_tile_order: Tensor
     """int32 [groups of the batch, key tiles of the plan]: the key tiles of a group of masks, in starting order."""
     schedule: Tensor
-    """int32 [2]: key-value heads whose key tiles alternate, and rows of a band, which all query heads of a key-value
-    head walk before the next ones."""
+    """int32 [3]: key-value heads whose key tiles alternate, and rows of bands, of the first that a key tile walks and
+    of the later ones. Bands end at multiples of their rows; all query heads of a key-value head walk one before the
+    next."""
 
 
 def prepare_dq_order(problem: Problem, block_m: int, programs: int) -> Callable[[Plan], DqOrder]:
@@ -85,8 +86,8 @@ def prepare_dq_order(problem: Problem, block_m: int, programs: int) -> Callable[
     new_ranks = packed_layout(*problem.plan_shape, dtype=torch.int16, device=device).allocator()
     new_semaphores = packed_layout(n_dq_tiles, dtype=torch.int32, device=device).allocator()
     new_order = packed_layout(mask_batch * groups, n_columns, dtype=torch.int32, device=device).allocator()
-    new_sums = packed_layout(mask_batch * groups * n_blocks, 2, dtype=torch.int32, device=device).allocator()
-    new_schedule = packed_layout(2, dtype=torch.int32, device=device).allocator()
+    new_sums = packed_layout(mask_batch * groups * n_blocks, 4, dtype=torch.int32, device=device).allocator()
+    new_schedule = packed_layout(3, dtype=torch.int32, device=device).allocator()
     order = Launch(
         _order_key_tiles,
         mask_batch * groups * n_blocks,
@@ -97,10 +98,9 @@ def prepare_dq_order(problem: Problem, block_m: int, programs: int) -> Callable[
         _rank_key_tiles,
         mask_batch * mask_heads * n_q,
         n_q, n_kv, n_columns, masks_of_group, n_dq_tiles, mask_batch * groups * n_blocks, batch * kv_heads,
-        _GAP * programs * mask_batch * groups * n_columns // (4 if problem.causal else 1),
-        heads // kv_heads // masks_of_group,
-        _BAND_ROWS if heads > kv_heads and not problem.causal else n_q * ROWS,
-        PLAN_ROWS=ROWS, SKIPPED_SHARE=_SKIPPED_SHARE, LANES=2 * _LANES, num_warps=4,
+        programs, heads // kv_heads // masks_of_group,
+        GROUPED=heads > kv_heads, CAUSAL=problem.causal, ONE_MASK=masks_of_group == 1,
+        PLAN_ROWS=ROWS, BAND_ROWS=_BAND_ROWS, SKIPPED_SHARE=_SKIPPED_SHARE, LANES=2 * _LANES, num_warps=4,
     )  # fmt: skip
 
     def make(plan: Plan) -> DqOrder:
@@ -154,38 +154,43 @@ def _order_key_tiles(
     Tensors:
         segments: of the plan, [groups of the batch, members, n_kv, SEGMENTS, 2].
         key_tile_order: written, [groups of the batch, n_columns].
-        sums: written, [groups of the batch, n_blocks, 2]: row tiles that these key tiles walk, and those they skip.
+        sums: written, [groups of the batch, n_blocks, 4]: row tiles that these key tiles walk, those they skip, the
+            number of these key tiles that see rows, and of those among them whose lead is that of one before.
     """
     line = (tl.program_id(0) // n_blocks).to(tl.int64)
     tiles = tl.program_id(0) % n_blocks * LANES + tl.arange(0, LANES)
     segments += line * members * n_kv * SEGMENTS * 2
     leads, walked, skipped = _read_walks(segments, tiles, n_kv, n_columns, members, SEGMENTS)
-    tl.store(sums + tl.program_id(0) * 2, tl.sum(walked, 0))
-    tl.store(sums + tl.program_id(0) * 2 + 1, tl.sum(skipped, 0))
     places = tl.zeros_like(tiles)
+    level = tl.zeros_like(tiles)
     for first in range(0, n_columns, LANES):
         others = first + tl.arange(0, LANES)
-        their_leads, _, _ = _read_walks(segments, others, n_kv, n_columns, members, SEGMENTS)
+        their_leads, they_walk, _ = _read_walks(segments, others, n_kv, n_columns, members, SEGMENTS)
         later_keys = (their_leads[None, :] == leads[:, None]) & (others[None, :] > tiles[:, None])
         before = ((their_leads[None, :] > leads[:, None]) | later_keys) & (others < n_columns)[None, :]
         places += tl.sum(before.to(tl.int32), 1)
+        level = tl.maximum(level, tl.max((later_keys & (they_walk > 0)[None, :]).to(tl.int32), 1))
+    see = (walked > 0).to(tl.int32)
+    sums += tl.program_id(0) * 4
+    tl.store(sums, tl.sum(walked, 0))
+    tl.store(sums + 1, tl.sum(skipped, 0))
+    tl.store(sums + 2, tl.sum(see, 0))
+    tl.store(sums + 3, tl.sum(see * level, 0))
     tl.store(key_tile_order + line * n_columns + places, tiles, mask=tiles < n_columns)
 
 
 @triton.jit(
     do_not_specialize=[
-        "n_q", "n_kv", "n_columns", "group", "n_semaphores", "n_sums", "kv_planes", "spread", "repeats",
-        "band_rows",
+        "n_q", "n_kv", "n_columns", "group", "n_semaphores", "n_sums", "kv_planes", "programs", "repeats",
     ]
 )  # fmt: skip
 def _rank_key_tiles(
     tiles, counts, key_tile_order, sums, ranks, semaphores, schedule,
-    n_q, n_kv, n_columns, group, n_semaphores, n_sums, kv_planes, spread, repeats, band_rows,
-    PLAN_ROWS: tl.constexpr, SKIPPED_SHARE: tl.constexpr, LANES: tl.constexpr,
+    n_q, n_kv, n_columns, group, n_semaphores, n_sums, kv_planes, programs, repeats,
+    GROUPED: tl.constexpr, CAUSAL: tl.constexpr, ONE_MASK: tl.constexpr, PLAN_ROWS: tl.constexpr,
+    BAND_ROWS: tl.constexpr, SKIPPED_SHARE: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Rank the key tiles of one row tile of a plan, clear a share of the semaphores, and choose the schedule.
-
-    With h heads interleaved, key tiles of a head begin apart by h / programs of their mean number of row tiles.
 
     Tensors:
         tiles, counts: of the plan.
@@ -193,11 +198,11 @@ def _rank_key_tiles(
         ranks, semaphores, schedule: written, see `DqOrder`.
     Sizes:
         group: masks that share a line of `key_tile_order`.
-        n_sums: pairs of sums.
+        n_sums: quadruples of sums.
         kv_planes: key-value heads of the batch.
-        spread: row tiles that key tiles should begin apart, times programs, times key tiles in `sums`.
+        programs: most that run at a time.
         repeats: query heads that walk the rows of each mask.
-        band_rows: rows of a band unless key tiles skip rows.
+        GROUPED: whether several query heads share a key-value head.
     """
     row = tl.program_id(0).to(tl.int64)
     tiles += row * n_kv
@@ -232,14 +237,51 @@ def _rank_key_tiles(
         tl.store(semaphores + lane, 0, mask=lane < end)
 
     if tl.program_id(0) == 0:
-        walked = tl.zeros([LANES], tl.int64)
-        skipped = tl.zeros([LANES], tl.int64)
-        for first in range(0, n_sums, LANES):
-            lane = first + tl.arange(0, LANES)
-            walked += tl.load(sums + lane * 2, mask=lane < n_sums, other=0)
-            skipped += tl.load(sums + lane * 2 + 1, mask=lane < n_sums, other=0)
-        all_walked = tl.sum(walked, 0)
-        skip = tl.sum(skipped, 0) * SKIPPED_SHARE > all_walked
-        heads = tl.full([], spread, tl.int64) // tl.maximum(all_walked * repeats, 1)
-        tl.store(schedule, tl.minimum(tl.maximum(heads, 1), kv_planes).to(tl.int32))
-        tl.store(schedule + 1, tl.where(skip, n_q * PLAN_ROWS, band_rows))
+        _choose_schedule(
+            sums, schedule, n_sums, kv_planes, programs, repeats, n_q * PLAN_ROWS,
+            GROUPED, CAUSAL, ONE_MASK, PLAN_ROWS, BAND_ROWS, SKIPPED_SHARE, LANES,
+        )  # fmt: skip
+
+
+@triton.jit
+def _choose_schedule(
+    sums, schedule, n_sums, kv_planes, programs, repeats, all_rows,
+    GROUPED: tl.constexpr, CAUSAL: tl.constexpr, ONE_MASK: tl.constexpr, PLAN_ROWS: tl.constexpr,
+    BAND_ROWS: tl.constexpr, SKIPPED_SHARE: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Choose the schedule from the sums over all key tiles.
+
+    With n heads that alternate, key tiles of a head begin apart by n / programs of their mean number of row tiles.
+    All tiles count as level if their leads do not tell where they meet: those that skip rows meet before their last
+    row, and several masks have leads of their own. Causal tiles of other keys seldom meet all the same. Tiles that skip
+    rows walk no bands, in which they would overtake each other.
+    """
+    walked = tl.zeros([LANES], tl.int64)
+    skipped = tl.zeros([LANES], tl.int64)
+    seeing = tl.zeros([LANES], tl.int64)
+    level = tl.zeros([LANES], tl.int64)
+    for first in range(0, n_sums, LANES):
+        lane = first + tl.arange(0, LANES)
+        inside = lane < n_sums
+        walked += tl.load(sums + lane * 4, mask=inside, other=0)
+        skipped += tl.load(sums + lane * 4 + 1, mask=inside, other=0)
+        seeing += tl.load(sums + lane * 4 + 2, mask=inside, other=0)
+        level += tl.load(sums + lane * 4 + 3, mask=inside, other=0)
+    row_tiles = tl.sum(walked, 0)
+    key_tiles = tl.sum(seeing, 0)
+    level_tiles = tl.sum(level, 0)
+    skip = tl.sum(skipped, 0) * SKIPPED_SHARE > row_tiles
+    if not CAUSAL:
+        level_tiles = tl.where(skip | (not ONE_MASK), key_tiles, level_tiles)
+    few_level = level_tiles * 4 <= key_tiles
+    # Half a row tile apart, and three halves more if all are level.
+    heads = (key_tiles + 3 * level_tiles) * programs // tl.maximum(2 * row_tiles * repeats, 1)
+    turns = tl.cdiv(kv_planes, tl.maximum(heads, 1))
+    tl.store(schedule, tl.cdiv(kv_planes, turns).to(tl.int32))  # as many in the last turn: few heads wait for longer
+    first_band = all_rows
+    band = all_rows
+    if GROUPED:
+        first_band = tl.where(skip, all_rows, tl.where(few_level, PLAN_ROWS, BAND_ROWS))
+        band = tl.where(skip | few_level, all_rows, BAND_ROWS)
+    tl.store(schedule + 1, first_band)
+    tl.store(schedule + 2, band)

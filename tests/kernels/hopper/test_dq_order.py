@@ -95,48 +95,77 @@ def test_what_comes_first(device: str) -> None:
 
 @DEVICES
 def test_heads_that_alternate(device: str) -> None:
-    """As many as put a head's key tiles two row tiles apart, or half of one under a causal mask."""
+    """As many as put a head's key tiles two row tiles apart if all are level, and half of one if none are."""
 
-    def heads(mask: FlashMask, heads: int = 64, kv_heads: int = 64) -> int:
-        return int(_order(mask, mask.row_count(), device, 1, heads, kv_heads)[0].schedule[0])
+    def heads(mask: FlashMask, heads: int = 1000, kv_heads: int = 1000, batch: int = 1) -> int:
+        return int(_order(mask, mask.row_count(), device, batch, heads, kv_heads)[0].schedule[0])
 
-    assert heads(masks.causal(2048)) == 66 * 16 // 136
-    assert heads(masks.causal_blockwise([1024, 512, 512])) == 66 * 16 // (8 * 4 + 36 + 4 * 4 + 10 + 10)
-    assert heads(masks.full(2048)) == 2 * 132 // 16
+    def evened(wanted: float, kv_heads: int = 1000) -> int:
+        return -(-kv_heads // -(-kv_heads // int(wanted)))
+
+    assert heads(masks.causal(2048)) == evened(0.5 * PROGRAMS / 8.5)
+    assert heads(masks.full(2048)) == evened((0.5 + 1.5 * 15 / 16) * PROGRAMS / 16)  # all are level with the first
+    assert heads(masks.document([1024, 1024])) == evened((0.5 + 1.5 * 14 / 16) * PROGRAMS / 8)
+    blocks = masks.causal_blockwise([1024, 512, 512])
+    assert heads(blocks) == evened((0.5 + 1.5 * 4 / 16) * PROGRAMS * 16 / (8 * 4 + 36 + 4 * 4 + 10 + 10))
     window = masks.global_sliding_window(2048, 128, 128, causal=False)
-    walked = 16 + 3 + 14 * 4 - 1  # the global keys, those beside them, and all others but the last, which lack a row
-    assert heads(window, 256, 256) == 2 * 132 * 16 // walked
-    assert heads(window, 256, 128) == 2 * 132 * 16 // (walked * 2)
+    walked = (16 + 3 + 14 * 4 - 1) / 16  # the global keys, those beside them, and all others but the last
+    assert heads(window) == evened(2 * PROGRAMS / walked)  # they skip rows, so all count as level
+    assert heads(window, 256, 128) == evened(2 * PROGRAMS / (walked * 2), 128)
     assert heads(window, 16, 8) == 8
-    assert heads(masks.full(2048), 64, 16) == 2 * 132 // (16 * 4)
-    per_head = FlashMask(masks.full(2048).indices.repeat(1, 64, 1, 1), False)
-    assert heads(per_head, 64, 16) == 2 * 132 // (16 * 4)
-    per_head.indices[:, ::2, :, 0] = 1024  # of four query heads, two see half of the rows
-    assert heads(per_head, 64, 16) == 2 * 132 * 4 // (16 * 3) // 4
     two = FlashMask(window.indices.repeat(2, 1, 1, 1), False)
-    assert int(_order(two, 2048, device, 2, 128, 128)[0].schedule[0]) == heads(window, 128, 128)
+    assert heads(two, 128, 128, batch=2) == heads(window, 256, 256)
+    assert heads(masks.full(2048), 32, 16) == 6  # of 7: 7, 7 and 2 would leave two heads by themselves
+    unseen = masks.full(2048)
+    unseen.indices[:, :, 1024:] = 0  # keys that no row sees are not counted
+    assert heads(unseen) == evened((0.5 + 1.5 * 7 / 8) * PROGRAMS / 16)
     nothing = FlashMask(torch.tensor([0, 256]).repeat(256, 1)[None, None].int(), False)
-    assert heads(nothing) == 64
+    assert heads(nothing, 4, 4) == 1
+
+
+@DEVICES
+def test_heads_that_alternate_with_masks_of_their_own(device: str) -> None:
+    """As under a mask whose key tiles are all level, or, if causal, as their sums say."""
+
+    def heads(mask: FlashMask) -> int:
+        return int(_order(mask, mask.row_count(), device, 1, 128, 64)[0].schedule[0])
+
+    rows = torch.tensor([[2048, 0], [1024, 0]]).repeat(64, 1)  # of two query heads, one sees half of the rows
+    per_head = FlashMask(rows[None, :, None].repeat(1, 1, 2048, 1).int(), False)
+    assert heads(per_head) == -(-64 // -(-64 // (2 * PROGRAMS // (16 + 8))))
+    causal = FlashMask(masks.causal(2048).indices.repeat(1, 128, 1, 1), True)
+    assert heads(causal) == int(0.5 * PROGRAMS / (2 * 8.5))
 
 
 @DEVICES
 def test_bands(device: str) -> None:
-    """All rows, unless several query heads share a key-value head, and key tiles skip few rows and are not causal."""
+    """The first row tile, then all rows, if few key tiles are level, else 512 rows; all if they skip rows, or are of
+    one query head each."""
 
-    def rows(mask: FlashMask, kv_heads: int) -> int:
-        return int(_order(mask, mask.row_count(), device, 1, 4, kv_heads)[0].schedule[1])
+    def bands(mask: FlashMask, kv_heads: int = 2) -> list[int]:
+        return _order(mask, mask.row_count(), device, 1, 4, kv_heads)[0].schedule[1:].tolist()
 
     documents = masks.document([1000, 1048])
-    assert rows(documents, 2) == 512
-    assert rows(documents, 4) == 2048
-    assert rows(masks.causal_document([1000, 1048]), 2) == 2048
+    assert bands(documents) == [512, 512]
+    assert bands(documents, 4) == [2048, 2048]
+    assert bands(masks.causal_document([1000, 1048])) == [128, 2048]
+    assert bands(masks.causal_document([1000, 1048]), 4) == [2048, 2048]
+    below = torch.stack([torch.full([2048], 2048), torch.arange(2048)], -1)[None, None].int()
+    assert bands(FlashMask(below, False)) == [128, 2048]  # it is causal, though it does not say so
+    below[:, :, 512:1024] = below[:, :, 512:513]
+    assert bands(FlashMask(below, False)) == [128, 2048]  # 3 of 16 are level, or 4 with the next change
+    below[:, :, 1024:1408] = below[:, :, 1024:1025]
+    assert bands(FlashMask(below, False)) == [512, 512]
+    assert bands(masks.causal_blockwise([1024, 512, 512])) == [2048, 2048]
     some = FlashMask(torch.tensor([512, 768, 0, 0]).repeat(2048, 1)[None, None].int(), False)
     for seeing, most in ((1, 2048), (2, 512)):  # of 16 key tiles, 15 and 14 skip 2 of 16 row tiles: more than 1/8, less
         some.indices[:, :, : 128 * seeing, :2] = 0
-        assert rows(FlashMask(some.indices, False), 2) == most
-    heads = [[1024, 2048], [0, 1024], [1024, 2048], [0, 1024]]  # each sees one half: they skip no rows
+        assert bands(FlashMask(some.indices, False)) == [most, most]
+    heads = [[2048, 1024], [1024, 0], [2048, 1024], [1024, 0]]  # each sees one half: they skip no rows
     per_head = FlashMask(torch.tensor(heads)[None, :, None].repeat(1, 1, 2048, 1).int(), False)
-    assert rows(per_head, 2) == 512
+    assert bands(per_head) == [512, 512]
+    causal = FlashMask(masks.causal(2048).indices.repeat(1, 4, 1, 1), True)
+    assert bands(causal) == [128, 2048]
 
 
 WAITS: dict[str, tuple[Callable[[], FlashMask], float]] = {
@@ -148,10 +177,9 @@ WAITS: dict[str, tuple[Callable[[], FlashMask], float]] = {
     "blocks": (lambda: masks.causal_blockwise([2300, 900, 3100, 1892]), 1.15),
     "causal": (lambda: masks.causal(8192), 1.15),
     "full": (lambda: masks.full(8192), 1.15),
-    # Causal masks wait longer than they could, because the L2 cache, which is not simulated, gains by small gaps and by
-    # rows that are walked head after head.
-    "hidden intervals, causal": (lambda: _random_intervals(8192, 2, causal=True), 1.4),
-    "causal documents": (lambda: masks.causal_document([2300, 900, 3100, 1892]), 1.4),
+    "causal documents": (lambda: masks.causal_document([2300, 900, 3100, 1892]), 1.15),
+    "share question": (lambda: masks.share_question([(600, [500, 700]), (900, [1100, 300]), (1000, [3092])]), 1.15),
+    "hidden intervals, causal": (lambda: _random_intervals(8192, 2, causal=True), 1.3),
     # Key tiles overtake each other whatever the order.
     "two hidden intervals": (lambda: _random_intervals(8192, 4), 1.3),
     "intervals per query head": (lambda: _random_intervals(8192, 2, heads=16), 1.4),
@@ -169,11 +197,11 @@ def test_waits_are_short(case: str, kv_heads: int, subtiles: int) -> None:
     heads = 16
     batch = 2 * heads // kv_heads // subtiles  # as much work
     made, tiles = _order(mask, mask.kv_len, "cpu", batch, heads, kv_heads)
-    interleaved, band = made.schedule.tolist()
+    interleaved, *bands = (x if i == 0 else x // plan.ROWS for i, x in enumerate(made.schedule.tolist()))
     group = max(1, mask.indices.shape[1] // kv_heads)
     lines = segments_of(tiles.segments, group)
     walks = [
-        [walk([x[tile] for x in line] * (heads // kv_heads // group), band // plan.ROWS)
+        [walk([x[tile] for x in line] * (heads // kv_heads // group), *bands)
          for tile in range(mask.kv_len // 128)]
         for line in lines
     ]  # fmt: skip
