@@ -49,6 +49,7 @@ TEXTS: dict[str, Callable[[], str]] = {
     "sharing": training_tables.sharing,
     "attention": attention_tables.attention,
     "peers": attention_tables.peers,
+    "peers-long": attention_tables.peers_of_long_rows,
     "sparse": attention_tables.sparse,
     "sparse-training": training_tables.sparse_training,
     "decoding": attention_tables.decoding,

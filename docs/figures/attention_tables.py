@@ -25,6 +25,8 @@ ORDER = (
 )
 """Mask families in the order of the tables of attention."""
 
+LONG_ROWS = ("32768", "131072")
+"""Lengths of the table of long rows beside the fastest peers."""
 
 ATTENTION = "benchmarks/attention.py --dims {dims} --tokens {tokens}{more} --providers {names}"
 
@@ -83,6 +85,28 @@ def peers() -> str:
     versions = ", ".join(package for package in packages if package) or "flash-attn-4 4.0.0b36"
     count = f"TFLOP/s of forward / backward, {rows[0]['batch']} rows of 8,192 tokens, {versions}"
     return table(("mask", "head_dim", *map(name_of, providers)), lines, measured(rows, command, count))
+
+
+def peers_of_long_rows() -> str:
+    """Return the table of attention alone beside the best peer by mask, length and size of heads, both passes."""
+    rows = [row for row in read("attention_peers_h200") if row["length"] in LONG_ROWS]
+    columns = [(length, dim) for dim in ("128", "64") for length in LONG_ROWS]
+    lines = []
+    for mask in ORDER:
+        cells = []
+        for length, dim in columns:
+            case = timed(select(rows, mask=mask, length=length, head_dim=dim))
+            speed = {row["provider"]: float(row["both_tflops"]) for row in case}
+            own = speed.pop("flashmask")
+            best = max(speed, key=speed.__getitem__, default="")
+            beside = f" ({own / speed[best]:.2f} of {name_of(best)})" if best else " (no peer runs)"
+            cells.append(f"{own:.0f}{beside}")
+        lines.append((mask_of(mask), *cells))
+    names = " ".join(_providers(rows, ("flashmask", "fa4", "cudnn_flex", "cudnn")))
+    command = ATTENTION.format(dims="64 128", tokens=65536, more=f" --lengths {' '.join(LONG_ROWS)}", names=names)
+    count = "TFLOP/s of forward and backward, 65,536 tokens in all, or one row, medians of 5 turns, or 3 with 131,072"
+    head = ("mask", *(f"{int(length):,} tokens, head_dim {dim}" for length, dim in columns))
+    return table(head, lines, measured(rows, command, count))
 
 
 def sparse() -> str:

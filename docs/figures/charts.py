@@ -10,7 +10,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
-from results import mask_of, name_of, read, read_all, select, timed
+from results import mask_of, name_of, read, read_all, select, timed, trained
 from values import gains, linear, sweep_line
 
 OURS, ALSO_OURS, INK = "#3f6b8f", "#a9c3d6", "#4a4a4a"
@@ -241,7 +241,7 @@ def row_lengths_chart(path: Path, shape: str, column: str, title: str) -> None:
     for axes, task in zip(panels, tasks, strict=False):
         for name in dict.fromkeys(row["implementation"] for row in rows):
             shown = select(rows, task=task, implementation=name)
-            points = [(int(row["length"]), float(row[column])) for row in shown if row["peak_gib"]]
+            points = [(int(row["length"]), float(row[column])) for row in trained(shown)]
             if not points:
                 continue
             (color, line), label = LINES[name], name_of(name) if name not in labelled else None
@@ -254,7 +254,7 @@ def row_lengths_chart(path: Path, shape: str, column: str, title: str) -> None:
         axes.set_title({"sft": "SFT", "lora": "LoRA", "dpo": "DPO", "reward": "reward model"}[task], fontsize=11)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
-        ticks = sorted({int(row["length"]) for row in rows if row["peak_gib"]})
+        ticks = sorted({int(row["length"]) for row in trained(rows)})
         axes.set_xticks(ticks[::2], [f"{length // 1024}K" for length in ticks[::2]], fontsize=9)
         axes.xaxis.set_minor_locator(NullLocator())
         axes.tick_params(axis="y", labelsize=9)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from charts import ROW_LENGTHS
-from results import Row, maybe, name_of, read, read_all, select
+from results import Row, maybe, name_of, read, read_all, select, trained
 from tables import measured, table
 
 
@@ -59,7 +59,7 @@ def row_lengths() -> str:
     lines = []
     for shape, task in dict.fromkeys((row["shape"], row["task"]) for row in rows):
         ours = [row for row in rows if (row["shape"], row["task"]) == (shape, task)]
-        ran = [row for row in ours if row["peak_gib"]]
+        ran = trained(ours)
         names = {row["implementation"] for row in ran}
         lengths = {int(row["length"]) for row in ran}
         every = [x for x in lengths if len(select(ran, length=str(x))) == len(names)]

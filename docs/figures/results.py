@@ -73,6 +73,11 @@ def timed(rows: Iterable[Row]) -> list[Row]:
     return [row for row in rows if row.get("status", "timed") == "timed"]
 
 
+def trained(rows: Iterable[Row]) -> list[Row]:
+    """Return the rows of `row_lengths.py` with a measured step; the figures of others are of a first step, or none."""
+    return [row for row in rows if row["steps"] not in ("", "0")]
+
+
 def cell(rows: Iterable[Row], columns: Sequence[str], **values: str) -> str:
     """Return the rounded numbers in some columns of the row that has these values, or the word for why there are none.
 
