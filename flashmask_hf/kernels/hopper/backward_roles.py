@@ -252,7 +252,7 @@ def _load_segments(segments, batch, head, args, FORM: gl.constexpr):
 
 @gluon.jit
 def _first_row_tile(starts, ends, low):
-    """Return the first row tile of all segments from tile `low` on, or NEVER."""
+    """Return the first row tile at or after `low` that is in any of the segments, or NEVER."""
     starts = gl.maximum(starts, low)
     return gl.min(gl.where(ends > starts, starts, NEVER), 0)
 
@@ -420,6 +420,7 @@ def produce(args, FORM: gl.constexpr):
         begin = step
         end = step + row_tiles
         if FORM.DQ_ORDER:
+            # All query heads walk the row tiles [low, high) before the next band, which begins where one sees rows.
             band = gl.load(tensors.schedule + 1) // BLOCK_M
             while step < end:
                 high = (low // band + 1) * band

@@ -5,23 +5,26 @@ numbers: a tile waits at the row tile's semaphore until all that come before it 
 tiles that have begun, the first of the unfinished ones never waits, and there is no deadlock, whatever the order.
 
 A good order makes the waits short. Every tile of keys walks its rows downwards, and takes the same time for each. Let
-the *lead* of a tile be its last row less the number of its rows: of two tiles that begin together and see one last row,
-that with the greater lead comes to it first. Hence the tiles begin in the order of their leads, the greatest first,
-which is the last keys first under most masks. Tiles that come to a row at the same time add one after the other, and
-each addition takes about as long as a tile of rows. So tiles of several heads alternate: each head's then begin far
-enough apart. Tiles are *level* if their leads are equal, as those of a document are. Level ones should begin two row
-tiles apart, but half of one does where no two tiles are level, as under a causal mask, since each then begins at
-another row. More heads than needed cost time, too: the L2 cache should hold the rows between two key tiles, 17 MB of q,
-dq and the output's gradient for each row tile of head_dim 128.
+the *lead* of a tile be its last row less the number of its rows, which is its first row if it skips none: of two tiles
+that begin together and end at the same row, the one with the greater lead comes to that row first. Hence the tiles
+begin in the order of their leads, the greatest first, which is the last keys first under most masks.
 
-Where query heads share a key-value head, a tile walks the rows of all of them, and would come to the second head only
-after all rows of the first, so that every shorter one behind it would wait. So all heads walk the rows that tiles of
-other lengths see as well before they go on: bands of 512 rows, or, where few tiles are level, the first row tile alone,
-which is where a document meets the one before.
+Tiles that come to a row at the same time add one after the other, and each addition takes about as long as the work on
+a tile of rows. So the tiles of several key-value heads alternate, and those of one head begin far enough apart. Tiles
+are *level* if their leads are equal, as those of a document are. If all are level, they should begin two row tiles
+apart. If no two are, as under a causal mask, half a row tile is enough, since each begins at another row. More heads
+than needed cost time, too: the L2 cache should hold the rows between two key tiles of a head. For each row tile between
+them, the 132 programs of an H200 use 17 MB of q, dq and the output's gradient (head_dim 128).
 
-On an H200, with n heads instead of those chosen, backwards of head_dim 128 and 8K tokens took (beside unordered ones):
-documents 1.04 with 13 (chosen), 1.15 with 6; random intervals of visible rows 1.08 with 6 (7 are chosen), 1.18 with 13;
-causal blocks 1.13 with 8, 1.15 with 12 (chosen), 1.29 with 16. `tests/tools/ordered_sums.py` simulates the waits.
+Where query heads share a key-value head, a tile walks the rows of all of them. Head after head, it would come to the
+second head only after all rows of the first, and every shorter tile behind it would wait. So all heads walk one band of
+rows before any walks the next. A band has 512 rows. If few tiles are level, only the first row tile is such a band,
+and the other rows are one: at the border of two documents, tiles of the one before see that row tile, too. If tiles
+skip rows, all rows are one band, since tiles would overtake each other in narrower ones.
+
+On an H200, the backward of 8 rows of 8K tokens with 32 heads of 128 took, beside the unordered one: documents 1.05 with
+the 12 heads that are chosen and 1.15 with 6; random intervals of visible rows 1.08 with the 7 chosen and 1.17 with 12;
+causal blocks 1.14 with the 11 chosen, 1.25 with 2 and 1.29 with 16. `tests/tools/ordered_sums.py` simulates the waits.
 """
 
 from __future__ import annotations
@@ -44,10 +47,13 @@ __all__ = ["DqOrder", "prepare_dq_order"]
 _BAND_ROWS = 512
 """Rows that all query heads of a key-value head walk before the next ones, where many key tiles are level.
 
-Documents with 8 query heads took 1.66 times the unordered time on an H200 without bands, and 1.1 with them.
+Documents with 8 query heads per key-value head took 1.66 times the unordered time on an H200 without bands, and 1.1
+with them.
 """
 _SKIPPED_SHARE = 8
-"""Key tiles skip rows if they skip more than 1 / _SKIPPED_SHARE of the row tiles that they walk; it is not tuned."""
+"""Key tiles count as skipping rows if all together skip more than 1 / _SKIPPED_SHARE of the row tiles that they walk.
+
+It is not tuned."""
 _LANES = 128
 
 
@@ -61,9 +67,8 @@ class DqOrder(NamedTuple):
     key_tile_order: Tensor
     """int32 [groups of the batch, key tiles of the plan]: the key tiles of a group of masks, in starting order."""
     schedule: Tensor
-    """int32 [3]: key-value heads whose key tiles alternate, and rows of bands, of the first that a key tile walks and
-    of the later ones. Bands end at multiples of their rows; all query heads of a key-value head walk one before the
-    next."""
+    """int32 [3]: key-value heads of the batch whose key tiles alternate; rows of the first band that a key tile walks;
+    rows of the later bands. Bands end at multiples of their rows."""
 
 
 def prepare_dq_order(problem: Problem, block_m: int, programs: int) -> Callable[[Plan], DqOrder]:
@@ -155,7 +160,7 @@ def _order_key_tiles(
         segments: of the plan, [groups of the batch, members, n_kv, SEGMENTS, 2].
         key_tile_order: written, [groups of the batch, n_columns].
         sums: written, [groups of the batch, n_blocks, 4]: row tiles that these key tiles walk, those they skip, the
-            number of these key tiles that see rows, and of those among them whose lead is that of one before.
+            number of these key tiles that see rows, and how many of those have the lead of an earlier one.
     """
     line = (tl.program_id(0) // n_blocks).to(tl.int64)
     tiles = tl.program_id(0) % n_blocks * LANES + tl.arange(0, LANES)
@@ -253,8 +258,7 @@ def _choose_schedule(
 
     With n heads that alternate, key tiles of a head begin apart by n / programs of their mean number of row tiles.
     All tiles count as level if their leads do not tell where they meet: those that skip rows meet before their last
-    row, and several masks have leads of their own. Causal tiles of other keys seldom meet all the same. Tiles that skip
-    rows walk no bands, in which they would overtake each other.
+    row, and several masks have leads of their own. Causal masks are excepted, whose tiles seldom meet there.
     """
     walked = tl.zeros([LANES], tl.int64)
     skipped = tl.zeros([LANES], tl.int64)
@@ -277,7 +281,7 @@ def _choose_schedule(
     # Half a row tile apart, and three halves more if all are level.
     heads = (key_tiles + 3 * level_tiles) * programs // tl.maximum(2 * row_tiles * repeats, 1)
     turns = tl.cdiv(kv_planes, tl.maximum(heads, 1))
-    tl.store(schedule, tl.cdiv(kv_planes, turns).to(tl.int32))  # as many in the last turn: few heads wait for longer
+    tl.store(schedule, tl.cdiv(kv_planes, turns).to(tl.int32))  # a last turn of few heads would wait for longer
     first_band = all_rows
     band = all_rows
     if GROUPED:

@@ -116,9 +116,15 @@ def test_heads_that_alternate(device: str) -> None:
     two = FlashMask(window.indices.repeat(2, 1, 1, 1), False)
     assert heads(two, 128, 128, batch=2) == heads(window, 256, 256)
     assert heads(masks.full(2048), 32, 16) == 6  # of 7: 7, 7 and 2 would leave two heads by themselves
-    unseen = masks.full(2048)
-    unseen.indices[:, :, 1024:] = 0  # keys that no row sees are not counted
-    assert heads(unseen) == evened((0.5 + 1.5 * 7 / 8) * PROGRAMS / 16)
+    for keys in (slice(1024), slice(1024, None)):
+        unseen = masks.full(2048)
+        unseen.indices[:, :, keys] = 0  # keys that no row sees are not counted
+        assert heads(unseen) == evened((0.5 + 1.5 * 7 / 8) * PROGRAMS / 16)
+    many = FlashMask(masks.full(256).indices.repeat(1, 257, 1, 1), False)  # more sums than are added at a time
+    assert heads(many, 257, 257) == evened((0.5 + 1.5 / 2) * PROGRAMS / 2, 257)
+    rows = torch.tensor([[128, 0], [256, 128]]).repeat_interleave(128 * 128, 0)[None, None].int()
+    two_blocks = FlashMask(rows, False, q_len=256)  # key tiles are level only with those of their own 128
+    assert heads(two_blocks) == evened((0.5 + 1.5 * 254 / 256) * PROGRAMS)
     nothing = FlashMask(torch.tensor([0, 256]).repeat(256, 1)[None, None].int(), False)
     assert heads(nothing, 4, 4) == 1
 
@@ -128,13 +134,13 @@ def test_heads_that_alternate_with_masks_of_their_own(device: str) -> None:
     """As under a mask whose key tiles are all level, or, if causal, as their sums say."""
 
     def heads(mask: FlashMask) -> int:
-        return int(_order(mask, mask.row_count(), device, 1, 128, 64)[0].schedule[0])
+        return int(_order(mask, mask.row_count(), device, 1, 24, 12)[0].schedule[0])
 
-    rows = torch.tensor([[2048, 0], [1024, 0]]).repeat(64, 1)  # of two query heads, one sees half of the rows
-    per_head = FlashMask(rows[None, :, None].repeat(1, 1, 2048, 1).int(), False)
-    assert heads(per_head) == -(-64 // -(-64 // (2 * PROGRAMS // (16 + 8))))
-    causal = FlashMask(masks.causal(2048).indices.repeat(1, 128, 1, 1), True)
-    assert heads(causal) == int(0.5 * PROGRAMS / (2 * 8.5))
+    rows = torch.tensor([[4096, 0], [2048, 0]]).repeat(12, 1)  # of two query heads, one sees half of the rows
+    per_head = FlashMask(rows[None, :, None].repeat(1, 1, 256, 1).int(), False, q_len=4096)
+    assert heads(per_head) == -(-12 // -(-12 // (2 * PROGRAMS // (32 + 16))))
+    causal = FlashMask(masks.causal(4096).indices.repeat(1, 24, 1, 1), True)
+    assert heads(causal) == int(0.5 * PROGRAMS / (2 * 16.5))
 
 
 @DEVICES
@@ -153,7 +159,8 @@ def test_bands(device: str) -> None:
     below = torch.stack([torch.full([2048], 2048), torch.arange(2048)], -1)[None, None].int()
     assert bands(FlashMask(below, False)) == [128, 2048]  # it is causal, though it does not say so
     below[:, :, 512:1024] = below[:, :, 512:513]
-    assert bands(FlashMask(below, False)) == [128, 2048]  # 3 of 16 are level, or 4 with the next change
+    below[:, :, 1024:1280] = below[:, :, 1024:1025]
+    assert bands(FlashMask(below, False)) == [128, 2048]  # 4 of 16 key tiles are level
     below[:, :, 1024:1408] = below[:, :, 1024:1025]
     assert bands(FlashMask(below, False)) == [512, 512]
     assert bands(masks.causal_blockwise([1024, 512, 512])) == [2048, 2048]

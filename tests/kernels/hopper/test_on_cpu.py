@@ -37,7 +37,7 @@ if gluon.import_failure is not None:
 
 from test_call import KINDS, check_repeated
 from test_sparse import check as check_sparse
-from tools import hopper_kernels
+from tools import gluon_interpreter, hopper_kernels, ordered_sums
 from tools.gluon_interpreter import interpreted
 
 from flashmask_hf import FlashMask, call, implementations, masks, plan
@@ -47,6 +47,7 @@ from flashmask_hf.kernels.hopper import forward as hopper_forward
 from flashmask_hf.kernels.hopper.head_dims import widths_of
 from flashmask_hf.kernels.launch import descriptors
 from flashmask_hf.kernels.launch.layout import layout_of
+from flashmask_hf.kernels.launch.problem import problem_of
 from flashmask_hf.operators.attention import flash_attn_backward, flash_attn_forward
 from flashmask_hf.operators.plan import plan_of
 from flashmask_hf.rows import put_rows_back
@@ -180,13 +181,52 @@ def test_long_ranges_begin_in_different_places(monkeypatch: pytest.MonkeyPatch, 
     _check(_inputs(dim, 700, 500, 1), masks.full(500, q_len=700), (False,))
 
 
-@pytest.mark.parametrize("mask_heads", ["one", "q"])
+@pytest.mark.parametrize("mask_heads", ["one", "q", "q, last rows first"])
 @pytest.mark.parametrize("dim", DTYPES)
 def test_query_heads_walk_bands_of_rows(monkeypatch: pytest.MonkeyPatch, dim: int, mask_heads: str) -> None:
     """Three query heads of a key-value head walk each 256 rows before the next, past rows that none of them sees."""
     monkeypatch.setattr(dq_order, "_BAND_ROWS", 256)
     mask = masks.sliding_window(700, 150, causal=False) if mask_heads == "one" else separate_rows(700, 6)
+    if mask_heads == "q, last rows first":
+        mask = FlashMask(mask.indices.flip(1), False)
     _check(_inputs(dim, 700, 700, 1, 6, 2), mask, (True,))
+
+
+@pytest.mark.parametrize("mask_heads", [1, 6])
+@pytest.mark.parametrize("family", ["causal_document", "document"])
+def test_the_simulated_walk_is_the_kernel_s(monkeypatch: pytest.MonkeyPatch, family: str, mask_heads: int) -> None:
+    """One program loads (query head, row tile) in the order of `tools.ordered_sums`, with bands of either kind."""
+    monkeypatch.setattr(dq_order, "_BAND_ROWS", 256)
+    monkeypatch.setattr(hopper_backward, "multiprocessors", lambda device: 1)
+    makers = {"causal_document": masks.causal_document, "document": masks.document}
+    given = [makers[family](lengths) for lengths in ([400, 368], [468, 300], [100, 668])]
+    mask = FlashMask(torch.cat([given[head % 3].indices for head in range(mask_heads)], 1), given[0].causal)
+    q, k, v, dout = hopper_kernels.inputs(1, 6, 2, 768, 768, (64, 64), torch.float16, "cpu")
+    tiles = plan.build_plan(mask.indices, mask.causal, 768)
+    problem = problem_of(q, k, v, mask.indices, None, mask.causal, 0.1, 0.0)
+    made = dq_order.prepare_dq_order(problem, 128, 1)(tiles)
+    loaded: list[tuple[int, int]] = []
+    tile_of = gluon_interpreter.Descriptor.tile
+
+    def spy(self, coordinates):
+        if self.tensor.data_ptr() == q.data_ptr():
+            place = int(coordinates[1]), int(coordinates[2]) // plan.ROWS
+            loaded.extend([place] if loaded[-1:] != [place] else [])
+        return tile_of(self, coordinates)
+
+    monkeypatch.setattr(gluon_interpreter.Descriptor, "tile", spy)
+    lse, delta = torch.zeros(1, 6, 768), torch.zeros(1, 6, 768)
+    hopper_kernels.backward(dout, q, k, v, lse, delta, mask, tiles, 0.1, 0.0, deterministic=True)
+    interleaved, *bands = made.schedule.tolist()
+    lines = ordered_sums.segments_of(tiles.segments, max(1, mask_heads // 2))
+    items = ordered_sums.work_items(made.key_tile_order.tolist(), [0, len(lines) - 1], interleaved)
+    expected: list[tuple[int, int]] = []
+    for plane, line, tile in items:
+        segments = [x[tile] for x in lines[line]] * (3 if mask_heads == 1 else 1)
+        for head, row in ordered_sums.walk(segments, *(x // plan.ROWS for x in bands)):
+            if expected[-1:] != [(plane * 3 + head, row)]:
+                expected.append((plane * 3 + head, row))
+    assert loaded == expected
 
 
 @pytest.mark.parametrize("mask_heads", [1, 2])
