@@ -110,3 +110,14 @@ def test_the_table_of_ragged_work_compares_with_flex_attention(figures, monkeypa
     ]
     monkeypatch.setattr(figures, "read_all", lambda pattern: ())
     assert figures.ragged() == ""  # not published before it is measured
+
+
+def test_only_measured_steps_are_drawn(monkeypatch):
+    """Figures of a first step, which compiles, are not, nor those of a length at which a later step ran out."""
+    monkeypatch.syspath_prepend(DOCS / "figures")
+    from results import trained
+
+    measured, first, ended, never = (
+        {"peak_gib": peak, "steps": steps} for peak, steps in (("9.8", "2"), ("9.8", "0"), ("", "1"), ("", "0"))
+    )
+    assert trained([measured, first, ended, never]) == [measured]

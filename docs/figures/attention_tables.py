@@ -37,6 +37,12 @@ def _providers(rows: Sequence[Row], order: Sequence[str]) -> list[str]:
     return [provider for provider in order if provider in there]
 
 
+def _versions(rows: Sequence[Row], providers: Sequence[str]) -> str:
+    """Return the packages of providers, with their versions."""
+    found = dict.fromkeys(row.get("version", "") for row in rows if row["provider"] in providers)
+    return ", ".join(version for version in found if version)
+
+
 def _width(row: Row) -> str:
     """Return the head_dim of a row, with that of its values if they have another."""
     dim, v_dim = row["head_dim"], row.get("v_head_dim", row["head_dim"])
@@ -81,9 +87,7 @@ def peers() -> str:
                 lines.append((mask_of(mask), _width(shown[0]), *cells))
     dims = " ".join(dict.fromkeys(map(_width, rows)))
     command = ATTENTION.format(dims=dims, tokens=_tokens(rows), more="", names=" ".join(providers))
-    packages = dict.fromkeys(row.get("version", "") for row in rows if row["provider"] in providers)
-    versions = ", ".join(package for package in packages if package) or "flash-attn-4 4.0.0b36"
-    count = f"TFLOP/s of forward / backward, {rows[0]['batch']} rows of 8,192 tokens, {versions}"
+    count = f"TFLOP/s of forward / backward, {rows[0]['batch']} rows of 8,192 tokens, {_versions(rows, providers)}"
     return table(("mask", "head_dim", *map(name_of, providers)), lines, measured(rows, command, count))
 
 
@@ -102,9 +106,11 @@ def peers_of_long_rows() -> str:
             beside = f" ({own / speed[best]:.2f} of {name_of(best)})" if best else " (no peer runs)"
             cells.append(f"{own:.0f}{beside}")
         lines.append((mask_of(mask), *cells))
-    names = " ".join(_providers(rows, ("flashmask", "fa4", "cudnn_flex", "cudnn")))
-    command = ATTENTION.format(dims="64 128", tokens=65536, more=f" --lengths {' '.join(LONG_ROWS)}", names=names)
+    providers = _providers(rows, ("flashmask", "fa4", "cudnn_flex", "cudnn"))
+    more = f" --lengths {' '.join(LONG_ROWS)}"
+    command = ATTENTION.format(dims="64 128", tokens=65536, more=more, names=" ".join(providers))
     count = "TFLOP/s of forward and backward, 65,536 tokens in all, or one row, medians of 5 turns, or 3 with 131,072"
+    count = f"{count}, {_versions(rows, providers)}"
     head = ("mask", *(f"{int(length):,} tokens, head_dim {dim}" for length, dim in columns))
     return table(head, lines, measured(rows, command, count))
 

@@ -74,8 +74,8 @@ def timed(rows: Iterable[Row]) -> list[Row]:
 
 
 def trained(rows: Iterable[Row]) -> list[Row]:
-    """Return the rows of `row_lengths.py` with a measured step; the figures of others are of a first step, or none."""
-    return [row for row in rows if row["steps"] not in ("", "0")]
+    """Return the rows of `row_lengths.py` with figures of measured steps; others have those of a first step or none."""
+    return [row for row in rows if row["peak_gib"] and row["steps"] != "0"]
 
 
 def cell(rows: Iterable[Row], columns: Sequence[str], **values: str) -> str:
