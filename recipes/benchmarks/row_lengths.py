@@ -1,10 +1,10 @@
 """Measure training against the length of the packed row: tokens per second and peak memory, up to what fits.
 
     python recipes/benchmarks/row_lengths.py --csv results/row_lengths_h200.csv --seconds 1500
-    python recipes/benchmarks/row_lengths.py --shapes tiny --device cpu --first 512 --last 1024
+    python recipes/benchmarks/row_lengths.py --shapes tiny --device cpu --lengths 512 1024
 
 It is figures 2 and 7 of the FlashMask paper on one GPU: supervised fine-tuning of all weights (`sft`) and of adapters
-(`lora`), DPO and a reward model, on synthetic rows of the paper's appendix A.2.1. Lengths double from `--first` on. The
+(`lora`), DPO and a reward model, on synthetic rows of the paper's appendix A.2.1. The
 rows and steps are those of `training.py` and `alignment.py`: random weights in bfloat16 (float32 on a CPU), gradient
 checkpointing, AdamW, one row per step. Fine-tuning uses TRL's head, which makes no logits of the whole row. The shape
 of 8B trains adapters in all tasks: in full, its weights, gradients and AdamW's state alone are 60 GiB.
@@ -21,11 +21,12 @@ out of memory gets a row that says so, and no longer length.
 
 The program ends within about `--seconds`. It visits the shapes and tasks in turns, three lengths at a time, the short
 ones first, so that a run of any time has points of all of them. A visit has an equal part of the time that is left.
-When it is over early, as where much is compiled, the next visit goes on with the same length. At each length, every
-implementation takes one step to warm up and compile, then up to `--steps` measured ones, of which those after the
-second only within a tenth of that part. An implementation whose step may take more than half of it ends, with a row
-that says so; at twice the length, a step takes up to four times as long. `steps` counts the measured steps; 0 means
-that the time was up, and that the figures are those of the first step, with what was compiled in it.
+When it is over early, as where much is compiled, the next visit goes on with the same length. Every implementation
+takes one step to warm up, at its first length, and FlexAttention, which is compiled for every length, at all of them.
+Then come up to `--steps` measured steps, of which those after the second only within a tenth of that part. An
+implementation whose step may take more than half of it ends, with a row that says so; at twice the length, a step takes
+up to four times as long. `steps` counts the measured steps; 0 means that the time was up, and that the figures are
+those of the step that warms up, with what was compiled in it.
 """
 
 from __future__ import annotations
@@ -56,10 +57,13 @@ from flashmask_hf.names import VECTORS
 
 # The one that compiles longest is last: at each length, it takes no time of the others' first steps.
 IMPLEMENTATIONS = ("flashmask", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
+COMPILED = ("flex_attention",)
+"""Implementations that compile for each length."""
 TASKS = ("sft", "lora", "dpo", "reward")
 ADAPTERS_ONLY = ("llama-3.1-8b",)
 LENGTHS_A_VISIT = 3
-POSITIONS = 2**22
+LENGTHS = [2**power for power in range(12, 23)]
+POSITIONS = LENGTHS[-1]
 """`max_position_embeddings` of the models, so that rows of any length are taken; rotary embeddings have no table."""
 TOLERANCE = {"cuda": 5e-3, "cpu": 1e-5}
 """Largest difference of two losses of fine-tuning, in bfloat16 (as in `training.py`) and in float32."""
@@ -144,17 +148,23 @@ class Series:
     def __init__(self, name: str):
         self.name = name
         self.ended = ""
+        self.length = 0
+        """The last length that it ran."""
         self.last_step = 0.0
-        """Seconds of the step at the length before."""
-        self.first: tuple[float, float] = (0.0, 0.0)
-        """Seconds and peak GiB of the first step at this length."""
+        """Seconds of a step at that length."""
+        self.first: tuple[float, float] | None = None
+        """Seconds and peak GiB of the step that warmed up for the present length."""
         self.steps: list[tuple[float, float]] = []
         """Those of the measured steps."""
 
     @property
-    def expected(self) -> float:
-        """Most seconds of a step at twice the length: attention takes up to four times as long."""
-        return 4 * self.last_step
+    def warms_up(self) -> bool:
+        """Whether it takes a step that is not measured at its next length."""
+        return not self.length or self.name in COMPILED
+
+    def expected(self, length: int) -> float:
+        """Return the most seconds of a step at a longer length: attention's grow with its square."""
+        return self.last_step * (length / self.length) ** 2 if self.length else 0.0
 
     def run(self, study: Study, row: Any, *, warmup: bool = False) -> None:
         """Run a step and keep its figures, or why there are none."""
@@ -165,15 +175,18 @@ class Series:
             self.ended = made
             study.optimizer.zero_grad(set_to_none=True)
         elif warmup:
-            self.first, self.steps = made[1:], []
+            self.first = made[1:]
         else:
             self.steps.append(made[1:])
 
     def figures(self, length: int) -> dict[str, object]:
         """Return the columns of a length."""
+        measured = self.steps or ([self.first] if self.first else [])
+        if not self.ended and not measured:
+            self.ended = "out of time"
         if self.ended:
             return {"tokens_per_second": self.ended, "seconds_per_step": "", "peak_gib": "", "steps": len(self.steps)}
-        measured = self.steps or [self.first]
+        self.length = length
         seconds = self.last_step = statistics.median(seconds for seconds, _ in measured)
         peak = max(peak for _, peak in measured)
         return {
@@ -192,7 +205,7 @@ class Curves:
     task: str
     adapters: bool
     series: list[Series]
-    length: int
+    lengths: Sequence[int]
     checked: bool = False
 
     def visit(self, arguments: argparse.Namespace, rows: list[dict[str, object]], share: float, end: float) -> None:
@@ -200,19 +213,21 @@ class Curves:
         if share <= 0:  # no model is built for rows that say so
             for one in self.series:
                 one.ended = "out of time"
-            self._append(arguments, rows, figures_of(self.series, self.length))
+            self._append(arguments, rows, figures_of(self.series, self.lengths[0]))
             return
         until = time.monotonic() + share
         study = build(self.task, self.shape, arguments.device, self.adapters)
         if not self.checked:
-            study.check([one.name for one in self.series], arguments.first)
+            study.check([one.name for one in self.series], self.lengths[0])
             self.checked = True
         for number in range(LENGTHS_A_VISIT):
-            longest = max((x.expected for x in self.series if x.expected <= share / 2), default=0.0)
-            over = number > 0 and until < time.monotonic() + longest < end
-            if not self.series or self.length > arguments.last or over:
+            if not self.series or not self.lengths:
                 return
-            found = measure(study, self.length, self.series, arguments.steps, share, until, end)
+            expected = [one.expected(self.lengths[0]) for one in self.series]
+            longest = max((x for x in expected if x <= share / 2), default=0.0)
+            if number > 0 and until < time.monotonic() + longest < end:
+                return
+            found = measure(study, self.lengths[0], self.series, arguments.steps, share, until, end)
             self._append(arguments, rows, found)
 
     def _append(
@@ -222,7 +237,7 @@ class Curves:
         setting = {"shape": self.shape, "task": self.task, "trained": "adapters" if self.adapters else "all"}
         append_rows(arguments.csv, rows, [setting | figures for figures in found])
         self.series = [one for one in self.series if not one.ended]
-        self.length *= 2
+        self.lengths = self.lengths[1:]
 
 
 def measure(
@@ -245,17 +260,18 @@ def measure(
     rows = study.draw(length, steps)
     start = time.monotonic()
     for one in series:
-        one.steps = []
-        if one.expected > min(share / 2, end - time.monotonic()):
+        one.first, one.steps = None, []
+        if one.expected(length) > min(share / 2, end - time.monotonic()):
             one.ended = "out of time"
-        else:
+        elif one.warms_up:
             one.run(study, rows[0], warmup=True)
     order = random.Random(length)
     for number, row in enumerate(rows):
         running = [one for one in series if not one.ended]
         for one in order.sample(running, len(running)):
             now = time.monotonic()
-            if now + one.first[0] <= (until if number else end) and (number < 2 or now - start <= share / 10):
+            seconds = one.first[0] if one.first else one.expected(length)
+            if now + seconds <= (until if number else end) and (number < 2 or now - start <= share / 10):
                 one.run(study, row)
     return figures_of(series, length)
 
@@ -299,8 +315,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["llama-3.2-1b", "llama-3.1-8b"])
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
     parser.add_argument("--implementations", nargs="+", choices=IMPLEMENTATIONS, default=IMPLEMENTATIONS)
-    parser.add_argument("--first", type=int, default=4096, help="tokens of the shortest row")
-    parser.add_argument("--last", type=int, default=POSITIONS, help="tokens up to which lengths double")
+    parser.add_argument(
+        "--lengths", nargs="+", type=int, default=LENGTHS, help="tokens of the rows, the shortest first"
+    )
     parser.add_argument("--steps", type=int, default=5, help="most measured steps of an implementation and length")
     parser.add_argument("--seconds", type=float, default=1500, help="time of the whole run")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
@@ -317,7 +334,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     names = available(arguments.implementations, arguments.device)
     rows: list[dict[str, object]] = []
     todo = [
-        Curves(*study, [Series(name) for name in names], arguments.first)
+        Curves(*study, [Series(name) for name in names], sorted(arguments.lengths))
         for study in studies(arguments.shapes, arguments.tasks)
     ]
     while todo:
@@ -326,7 +343,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             gc.collect()  # the model
             if arguments.device == "cuda":
                 torch.cuda.empty_cache()
-        todo = [curves for curves in todo if curves.series and curves.length <= arguments.last]
+        todo = [curves for curves in todo if curves.series and curves.lengths]
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def test_dense_and_block_masks_show_what_the_vectors_show(mask, monkeypatch):
 @pytest.mark.slow
 def test_every_task_runs_and_the_chart_is_drawn(tmp_path, monkeypatch, capsys):
     file = tmp_path / "row_lengths.csv"
-    row_lengths.main([*TINY, "--first", "512", "--last", "512", "--steps", "1", "--csv", str(file)])
+    row_lengths.main([*TINY, "--lengths", "512", "--steps", "1", "--csv", str(file)])
     rows = read(file)
     assert [(row["task"], row["implementation"]) for row in rows] == [
         (task, name) for task in row_lengths.TASKS for name in ("flashmask", "sdpa")
@@ -109,7 +109,8 @@ class Fake:
 def run(monkeypatch, tmp_path, *flags):
     fake, file = Fake(), tmp_path / "fake.csv"
     monkeypatch.setattr(row_lengths, "build", lambda *_: fake)
-    row_lengths.main([*TINY, "--tasks", "sft", "--first", "512", "--last", "4096", "--csv", str(file), *flags])
+    lengths = ("--lengths", "512", "1024", "2048", "4096")
+    row_lengths.main([*TINY, "--tasks", "sft", *lengths, "--csv", str(file), *flags])
     return fake, {(row["implementation"], row["length"]): row for row in read(file)}
 
 
@@ -147,7 +148,7 @@ def test_a_visit_that_compiles_for_long_goes_on_at_the_next(monkeypatch, tmp_pat
         *((task, "4096") for task in ("sft", "dpo")),
     ]
     clock[0] = 0
-    run(monkeypatch, tmp_path, *flags, "--last", "2048", "--seconds", "148")
+    run(monkeypatch, tmp_path, *flags, "--lengths", "512", "1024", "2048", "--seconds", "148")
     rows = read(tmp_path / "fake.csv")
     # A visit of 74 s has 5 s left after 1,024 tokens, too few for steps of up to 8 s; the other task compiles less.
     assert [(row["task"], row["length"], row["steps"]) for row in rows[::2]] == [
@@ -165,7 +166,18 @@ def test_out_of_memory_ends_the_series_of_one_implementation(monkeypatch, tmp_pa
     assert rows["flashmask", "2048"]["against_sdpa"] == ""
     assert rows["flashmask", "4096"]["steps"] == "3"
     assert fake.taken.count(("sdpa", 2048)) == 1
-    assert fake.taken.count(("flashmask", 4096)) == 1 + 3
+    assert fake.taken.count(("flashmask", 512)) == 1 + 3
+    assert fake.taken.count(("flashmask", 4096)) == 3
+
+
+def test_only_what_compiles_for_a_length_warms_up_again(monkeypatch, tmp_path, clock):
+    monkeypatch.setattr(row_lengths, "missing", lambda *_: "")
+    flags = ("--implementations", "flashmask", "flex_attention", "--steps", "1")
+    fake, rows = run(monkeypatch, tmp_path, *flags)
+    for length in (1024, 2048, 4096):
+        assert fake.taken.count(("flashmask", length)) == 1
+        assert fake.taken.count(("flex_attention", length)) == 2
+    assert {(row["tokens_per_second"], row["steps"]) for row in rows.values()} == {("512", "1")}
 
 
 def test_repeats_are_skipped_and_series_end_when_the_time_is_up(monkeypatch, tmp_path, clock):
