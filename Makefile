@@ -9,7 +9,9 @@ CONSTRAINTS ?= constraints.txt
 INSTALL := $(BIN)/python -m pip install --constraint $(CONSTRAINTS) --editable
 # Threads that spin while they wait are 30 times slower as soon as anything else runs on their cores.
 TRAIN := OMP_NUM_THREADS=$(THREADS) OMP_WAIT_POLICY=passive
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+# A test that waits for ever, as kernels can that wait for each other, fails with its traceback.
+LIMIT := -o faulthandler_timeout=1200 -o faulthandler_exit_on_timeout=true
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(LIMIT)
 
 .PHONY: demo test test-newest lint docs dist clean
 
