@@ -26,7 +26,8 @@ takes one step to warm up, at its first length, and FlexAttention, which is comp
 Then come up to `--steps` measured steps, of which those after the second only within a tenth of that part. An
 implementation whose step may take more than half of it ends, with a row that says so; at twice the length, a step takes
 up to four times as long. `steps` counts the measured steps; 0 means that the time was up, and that the figures are
-those of the step that warms up, with what was compiled in it.
+those of the step that warms up, with what was compiled in it. A run that is interrupted or terminated first writes the
+figures that it has.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ import gc
 import itertools
 import logging
 import random
+import signal
 import statistics
 import time
 import warnings
@@ -227,8 +229,13 @@ class Curves:
             longest = max((x for x in expected if x <= share / 2), default=0.0)
             if number > 0 and until < time.monotonic() + longest < end:
                 return
-            found = measure(study, self.lengths[0], self.series, arguments.steps, share, until, end)
-            self._append(arguments, rows, found)
+            length = self.lengths[0]
+            try:
+                measure(study, length, self.series, arguments.steps, share, until, end)
+            except KeyboardInterrupt:
+                self._append(arguments, rows, figures_of(self.series, length))
+                raise
+            self._append(arguments, rows, figures_of(self.series, length))
 
     def _append(
         self, arguments: argparse.Namespace, rows: list[dict[str, object]], found: list[dict[str, object]]
@@ -242,7 +249,7 @@ class Curves:
 
 def measure(
     study: Study, length: int, series: Sequence[Series], steps: int, share: float, until: float, end: float
-) -> list[dict[str, object]]:
+) -> None:
     """Run the implementations at one length.
 
     Args:
@@ -253,14 +260,12 @@ def measure(
         share: seconds of the visit; no third or later step starts after a tenth, none that may take half of it.
         until: `time.monotonic()` at the end of the visit, by which a second or later step must end.
         end: the same of the run, by which every step must end.
-
-    Returns:
-        A row of figures for each implementation.
     """
+    for one in series:
+        one.first, one.steps = None, []
     rows = study.draw(length, steps)
     start = time.monotonic()
     for one in series:
-        one.first, one.steps = None, []
         if one.expected(length) > min(share / 2, end - time.monotonic()):
             one.ended = "out of time"
         elif one.warms_up:
@@ -273,7 +278,6 @@ def measure(
             seconds = one.first[0] if one.first else one.expected(length)
             if now + seconds <= (until if number else end) and (number < 2 or now - start <= share / 10):
                 one.run(study, row)
-    return figures_of(series, length)
 
 
 def figures_of(series: Sequence[Series], length: int) -> list[dict[str, object]]:
@@ -327,6 +331,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("a GPU is needed; --shapes tiny --device cpu tries the program without one")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     end = time.monotonic() + arguments.seconds
     torch._dynamo.config.recompile_limit = 256  # flex_attention is compiled for every shape
     logging.getLogger("transformers").setLevel(logging.ERROR)

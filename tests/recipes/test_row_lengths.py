@@ -2,6 +2,7 @@
 
 import csv
 import functools
+import signal
 import sys
 
 import pytest
@@ -85,6 +86,14 @@ def test_implementations_that_disagree_are_not_timed(monkeypatch):
     study = row_lengths.FineTuning("tiny", "cpu", adapters=False)
     with pytest.raises(SystemExit, match="the implementations disagree"):
         study.check(["flashmask", "sdpa"], 512)
+
+
+@pytest.fixture(autouse=True)
+def handler():
+    """The study changes what a process does when it is terminated."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
 
 
 class Fake:
@@ -188,3 +197,23 @@ def test_repeats_are_skipped_and_series_end_when_the_time_is_up(monkeypatch, tmp
     assert figures == {"512": ("512", "3"), "1024": ("512", "2"), "2048": ("512", "2"), "4096": ("out of time", "0")}
     _, rows = run(monkeypatch, tmp_path, *flags, "--seconds", "23")
     assert rows["flashmask", "2048"]["steps"] == "2"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_keeps_its_figures(monkeypatch, tmp_path, number):
+    step = Fake.step
+
+    def interrupted(self, implementation, row):
+        if (implementation, row) == ("sdpa", 1024):  # after flashmask
+            signal.raise_signal(number)
+        step(self, implementation, row)
+
+    monkeypatch.setattr(Fake, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(monkeypatch, tmp_path, "--steps", "1")
+    figures = {
+        (x["implementation"], x["length"]): (x["steps"], x["tokens_per_second"]) for x in read(tmp_path / "fake.csv")
+    }
+    assert list(figures) == [(name, length) for length in ("512", "1024") for name in ("flashmask", "sdpa")]
+    assert figures["flashmask", "1024"][0] == "1"
+    assert figures["sdpa", "1024"] == ("0", "out of time")
