@@ -4,10 +4,10 @@
     python recipes/benchmarks/row_lengths.py --shapes tiny --device cpu --lengths 512 1024
 
 It is figures 2 and 7 of the FlashMask paper on one GPU: supervised fine-tuning of all weights (`sft`) and of adapters
-(`lora`), DPO and a reward model, on synthetic rows of the paper's appendix A.2.1. The
-rows and steps are those of `training.py` and `alignment.py`: random weights in bfloat16 (float32 on a CPU), gradient
-checkpointing, AdamW, one row per step. Fine-tuning uses TRL's head, which makes no logits of the whole row. The shape
-of 8B trains adapters in all tasks: in full, its weights, gradients and AdamW's state alone are 60 GiB.
+(`lora`), DPO and a reward model, on synthetic rows of the paper's appendix A.2.1. The rows and steps are those of
+`training.py` and `alignment.py`: random weights in bfloat16 (float32 on a CPU), gradient checkpointing, AdamW, one row
+per step. Fine-tuning uses TRL's head, which makes no logits of the whole row. The shape of 8B trains adapters in all
+tasks: in full, its weights, gradients and AdamW's state alone are 60 GiB.
 
 - `flashmask`: this package.
 - `sdpa` and `flex_attention`: the same model, trainer and packed row, with SDPA and a dense mask, or FlexAttention and
