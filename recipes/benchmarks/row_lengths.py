@@ -201,7 +201,7 @@ class Series:
 
 @dataclasses.dataclass
 class Curves:
-    """What a task of a shape has still to run: implementations that have not ended, and their next length."""
+    """What a task of a shape has still to run: implementations that have not ended, and their next lengths."""
 
     shape: str
     task: str
@@ -212,10 +212,8 @@ class Curves:
 
     def visit(self, arguments: argparse.Namespace, rows: list[dict[str, object]], share: float, end: float) -> None:
         """Run the next lengths within about `share` seconds, and append the figures of each to `rows` and the file."""
-        if share <= 0:  # no model is built for rows that say so
-            for one in self.series:
-                one.ended = "out of time"
-            self._append(arguments, rows, figures_of(self.series, self.lengths[0]))
+        if share <= 0:  # no model is built for rows that say "out of time"
+            self._append(arguments, rows)
             return
         until = time.monotonic() + share
         study = build(self.task, self.shape, arguments.device, self.adapters)
@@ -225,26 +223,27 @@ class Curves:
         for number in range(LENGTHS_A_VISIT):
             if not self.series or not self.lengths:
                 return
-            expected = [one.expected(self.lengths[0]) for one in self.series]
+            length = self.lengths[0]
+            expected = [one.expected(length) for one in self.series]
             longest = max((x for x in expected if x <= share / 2), default=0.0)
             if number > 0 and until < time.monotonic() + longest < end:
                 return
-            length = self.lengths[0]
             try:
                 measure(study, length, self.series, arguments.steps, share, until, end)
             except KeyboardInterrupt:
-                self._append(arguments, rows, figures_of(self.series, length))
+                self._append(arguments, rows)
                 raise
-            self._append(arguments, rows, figures_of(self.series, length))
+            self._append(arguments, rows)
 
-    def _append(
-        self, arguments: argparse.Namespace, rows: list[dict[str, object]], found: list[dict[str, object]]
-    ) -> None:
+    def _append(self, arguments: argparse.Namespace, rows: list[dict[str, object]]) -> None:
         """Append the figures of a length, and go on to the next."""
         setting = {"shape": self.shape, "task": self.task, "trained": "adapters" if self.adapters else "all"}
+        found = figures_of(self.series, self.lengths[0])
         append_rows(arguments.csv, rows, [setting | figures for figures in found])
         self.series = [one for one in self.series if not one.ended]
         self.lengths = self.lengths[1:]
+        for one in self.series:
+            one.first, one.steps = None, []
 
 
 def measure(
@@ -261,8 +260,6 @@ def measure(
         until: `time.monotonic()` at the end of the visit, by which a second or later step must end.
         end: the same of the run, by which every step must end.
     """
-    for one in series:
-        one.first, one.steps = None, []
     rows = study.draw(length, steps)
     start = time.monotonic()
     for one in series:
