@@ -164,7 +164,12 @@ def missing(implementation: str, device: str) -> str:
 
 
 def random_lengths(total: int, count: int, generator: torch.Generator, minimum: int = 128) -> list[int]:
-    """Draw `count` document lengths of at least `minimum` tokens that sum to `total` (paper, appendix A.2.1)."""
+    """Draw `count` document lengths of at least `minimum` tokens that sum to `total` (paper, appendix A.2.1).
+
+    Fewer are drawn if `count` do not fit. A row shorter than `minimum` raises ValueError.
+    """
+    if total < minimum:
+        raise ValueError(f"a row of {total} tokens is too short: its documents have at least {minimum}")
     count = max(1, min(count, total // minimum))
     free = total - count * minimum
     cuts = torch.randint(0, free + 1, (count - 1,), generator=generator).sort().values.tolist()

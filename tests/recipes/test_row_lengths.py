@@ -217,3 +217,8 @@ def test_an_interrupted_run_keeps_its_figures(monkeypatch, tmp_path, number):
     assert list(figures) == [(name, length) for length in ("512", "1024") for name in ("flashmask", "sdpa")]
     assert figures["flashmask", "1024"][0] == "1"
     assert figures["sdpa", "1024"] == ("0", "out of time")
+
+
+def test_a_row_too_short_for_a_document_is_named():
+    with pytest.raises(ValueError, match="a row of 100 tokens is too short: its documents have at least 128"):
+        row_lengths.main([*TINY, "--tasks", "sft", "--lengths", "100"])
