@@ -92,8 +92,8 @@ def build_plan(indices: Tensor, causal: bool, q_len: int, *, skip: bool = True) 
         causal: as in `FlashMask`.
         q_len: number of query rows.
         skip: False lists hidden tiles as partial ones, so that all are walked. The paper claims that this changes no
-            bit (section 4.4), which holds where the kernels' tiles do not depend on the lists. The portable dK kernel
-            skips by itself what it finds hidden in a partial tile.
+            bit (section 4.4), which holds where the kernels' tiles do not depend on the lists. Kernels of the backward
+            skip by themselves what they find hidden at the ends of a range of partial tiles.
 
     Returns:
         Plan: on the device of `indices`.

@@ -65,24 +65,20 @@ def span(
     return longest
 
 
-def work_items(
-    order: Sequence[Sequence[int]], lines: Sequence[int], interleaved: int, subtiles: int = 1
-) -> list[tuple[int, int, int]]:
+def work_items(order: Sequence[Sequence[int]], lines: Sequence[int], interleaved: int) -> list[tuple[int, int, int]]:
     """Return (plane, line, key tile) in the order in which programs take them: `interleaved` planes alternate.
 
     Args:
         order: by line, key tiles in starting order.
         lines: by plane, its line of `order`.
         interleaved: planes whose key tiles alternate.
-        subtiles: programs that take a key tile, each a part of its keys.
     """
     planes = range(len(lines))
     groups = [planes[first : first + interleaved] for first in range(0, len(lines), interleaved)]
-    count = len(order[0]) * subtiles
-    return [(x, lines[x], order[lines[x]][n // subtiles]) for group in groups for n in range(count) for x in group]
+    return [(x, lines[x], order[lines[x]][n]) for group in groups for n in range(len(order[0])) for x in group]
 
 
-def segments_of(plan_segments: Tensor, group: int) -> list[list[Tensor]]:
-    """Return, by line of an order and member of its group of masks, the segments [key tiles, n, 2] of a plan."""
-    per_mask = plan_segments.flatten(0, 1)
+def segments_of(segments: Tensor, group: int) -> list[list[Tensor]]:
+    """Return, by line of an order and member of its group of masks, the segments [key tiles, n, 2] of an order."""
+    per_mask = segments.flatten(0, 1)
     return [list(torch.unbind(x)) for x in per_mask.unflatten(0, (-1, group))]

@@ -18,7 +18,7 @@ from flashmask_hf.kernels.launch.layout import Layout, layout_like, packed_layou
 from flashmask_hf.kernels.launch.problem import Problem
 from flashmask_hf.kernels.shared.configs import multiprocessors
 from flashmask_hf.kernels.shared.row_statistics import Delta, Gradients, OutputLayout, prepare_delta
-from flashmask_hf.plan import ROWS, Plan, plan_columns
+from flashmask_hf.plan import COLUMNS, ROWS, Plan, plan_columns
 
 __all__ = ["prepare_backward"]
 
@@ -76,12 +76,17 @@ def prepare_backward(
     kv_heads, kv_len = k.shape[1:3]
     device = q.device
     tiles = _TILES[widths]
-    block_m = tiles.BLOCK_M
+    block_m, block_n = tiles.BLOCK_M, tiles.KEY_PARTS * 64
     pieces = 2 if tiles.KEY_PARTS == 2 else -(-head_dim // 64)  # [64, 64] of a tile of dQ
     padded_len = -(-q_len // ROWS) * ROWS
     n_row_tiles = padded_len // block_m
-    subtiles = plan_columns(kv_len) // (64 * tiles.KEY_PARTS)
-    n_columns = -(-kv_len // plan_columns(kv_len)) * subtiles
+    plan_width = plan_columns(kv_len)
+    n_columns = -(-kv_len // plan_width) * (plan_width // block_n)
+    if deterministic:  # the order has segments of its own, which are finer than the plan's
+        segment_rows, subtiles = block_m, plan_width // COLUMNS
+        n_kv = n_columns // subtiles
+    else:
+        segment_rows, subtiles, n_kv = ROWS, plan_width // block_n, problem.plan_shape[3]
     kv_planes = batch * kv_heads
     programs = multiprocessors(device)
     persistent = n_columns * kv_planes > programs
@@ -101,13 +106,13 @@ def prepare_backward(
     new_told = [x.allocator() for x in told]
     laid_out = told == gradients
 
-    make_dq_order = prepare_dq_order(problem, block_m, programs) if deterministic else None
+    make_dq_order = prepare_dq_order(problem, block_m, block_n, programs) if deterministic else None
     make_delta: Any = None if output is None else prepare_delta(dout, output[0], q_len, sums=pieces * 4096 // block_m)
     add = Launch(
         backward_kernel,
         min(n_columns * kv_planes, programs),
-        heads, kv_heads, kv_planes, interleaved, *problem.plan_shape[:2], q_len, kv_len, *problem.plan_shape[2:],
-        n_columns, padded_len, problem.scale, *problem.factors,
+        heads, kv_heads, kv_planes, interleaved, *problem.mask_shape[:2], q_len, kv_len, n_kv, n_columns, padded_len,
+        problem.scale, *problem.factors,
         descriptors=(
             row_template(q, block_m, width), row_template(k, 64, width), row_template(v, 64, v_width),
             row_template(dout, block_m, v_width), tile_template(accum, 128, 32),
@@ -116,8 +121,8 @@ def prepare_backward(
         FORM=Form(
             **problem.constants, SCATTER=ordered, DQ_ORDER=deterministic, PERSISTENT=persistent,
             **tiles._asdict(), BLOCK_D=width, BLOCK_V=v_width, DQ_PIECES=pieces, HEAD_DIM=head_dim,
-            V_HEAD_DIM=v_head_dim, DEPTH=contracted(head_dim), V_DEPTH=contracted(v_head_dim), SUBTILES=subtiles,
-            SCORES_AHEAD=width == 64 and not problem.softcap,
+            V_HEAD_DIM=v_head_dim, DEPTH=contracted(head_dim), V_DEPTH=contracted(v_head_dim),
+            SEGMENT_ROWS=segment_rows, SUBTILES=subtiles, SCORES_AHEAD=width == 64 and not problem.softcap,
         ),
         num_warps=4,
     )  # fmt: skip
@@ -153,11 +158,12 @@ def prepare_backward(
             accum.zero_()
             if counter is not None:
                 counter.zero_()
-        dq_order = (plan.segments,) * 4 if make_dq_order is None else make_dq_order(plan)  # not read
+        indices = indices.contiguous()
+        # Without an order, the tensors behind the segments are not read.
+        segments_and_order = (plan.segments,) * 5 if make_dq_order is None else make_dq_order(indices)
         scattered = (dk, dv) if ordered else (None, None)
         add(
-            q, k, v, dout, accum, dk, dv, *scattered, k_order, lse, delta, indices.contiguous(), plan.segments,
-            *dq_order, counter,
+            q, k, v, dout, accum, dk, dv, *scattered, k_order, lse, delta, indices, *segments_and_order, counter,
         )  # fmt: skip
         scale_dq(accum, dq, q_order)
         if not laid_out:

@@ -259,7 +259,7 @@ def _accumulate_dq(args, FORM: gl.constexpr):
         row_tiles = read_slot(shared.slots, (step & 1) * Slot.COUNT + Slot.ROW_TILES)
 
 
-_SIZES = ["heads", "kv_heads", "kv_planes", "interleaved", "mask_batch", "mask_heads", "q_len", "kv_len", "n_q", "n_kv",
+_SIZES = ["heads", "kv_heads", "kv_planes", "interleaved", "mask_batch", "mask_heads", "q_len", "kv_len", "n_kv",
           "n_columns", "padded_len"]  # fmt: skip
 
 
@@ -267,7 +267,7 @@ _SIZES = ["heads", "kv_heads", "kv_planes", "interleaved", "mask_batch", "mask_h
 def backward_kernel(
     q, k, v, dout, dq_accum, dk, dv, dk_rows, dv_rows, k_order, lse, delta, indices, segments, dq_ranks, dq_semaphores,
     key_tile_order, schedule, counter,
-    heads, kv_heads, kv_planes, interleaved, mask_batch, mask_heads, q_len, kv_len, n_q, n_kv, n_columns, padded_len,
+    heads, kv_heads, kv_planes, interleaved, mask_batch, mask_heads, q_len, kv_len, n_kv, n_columns, padded_len,
     scale, factor, cap_factor, FORM: gl.constexpr,
 ):  # fmt: skip
     """Set up shared memory and start the roles. The classes above document the arguments."""
@@ -328,7 +328,7 @@ def backward_kernel(
         dq_semaphores, key_tile_order, schedule, counter,
     )  # fmt: skip
     scalars = Scalars(
-        heads, kv_heads, kv_planes, interleaved, mask_batch, mask_heads, q_len, kv_len, n_q, n_kv, n_columns,
+        heads, kv_heads, kv_planes, interleaved, mask_batch, mask_heads, q_len, kv_len, n_kv, n_columns,
         padded_len, scale, factor, cap_factor,
     )  # fmt: skip
     args = (tensors, scalars, shared, barriers)

@@ -35,7 +35,7 @@ from flashmask_hf.kernels.hopper.gluon import (
 from flashmask_hf.kernels.hopper.pipeline import NEVER, read_slot, write_slot
 from flashmask_hf.kernels.shared.device import LOG2_E
 from flashmask_hf.kernels.shared.intervals import end_column, other_end_column, other_start_column
-from flashmask_hf.plan import PARTIAL_SEGMENTS, ROWS, VISIBLE_SEGMENTS
+from flashmask_hf.plan import PARTIAL_SEGMENTS, VISIBLE_SEGMENTS
 
 __all__ = [
     "Form",
@@ -54,7 +54,6 @@ __all__ = [
     "upcast",
 ]
 
-_PLAN_ROWS = gl.constexpr(ROWS)
 _VISIBLE_SEGMENTS = gl.constexpr(VISIBLE_SEGMENTS)
 _SEGMENTS = gl.constexpr(VISIBLE_SEGMENTS + PARTIAL_SEGMENTS)
 
@@ -110,7 +109,7 @@ class Tensors(NamedTuple):
     lse: Any  # float32 [B, Hq, Sq]
     delta: Any  # float32 [B, Hq, Sq]
     indices: Any  # int32 [mask batch, mask heads, Skv, N]
-    segments: Any  # int32 [mask batch, mask heads, n_kv, segments, 2], of the plan
+    segments: Any  # int32 [mask batch, mask heads, n_kv, segments, 2], of the plan or, if DQ_ORDER, of `DqOrder`
     dq_ranks: Any  # these four only if DQ_ORDER, see `dq_order.DqOrder`
     dq_semaphores: Any
     key_tile_order: Any
@@ -129,8 +128,7 @@ class Scalars(NamedTuple):
     mask_heads: Any
     q_len: Any
     kv_len: Any
-    n_q: Any
-    n_kv: Any
+    n_kv: Any  # tiles of keys of a head in `segments`
     n_columns: Any  # tiles of keys of a head
     padded_len: Any  # rows of a head in `dq_accum`
     scale: Any
@@ -168,8 +166,10 @@ class Form(NamedTuple):
     """Columns of values that gradients of weights are summed over."""
     KEY_PARTS: int
     """Tiles of 64 keys that a program takes together."""
+    SEGMENT_ROWS: int
+    """Query rows of a tile in `segments`."""
     SUBTILES: int
-    """Tiles of keys in one of the plan."""
+    """Tiles of keys in one of `segments`."""
     KEY_STAGES: int
     """Stages of keys."""
     VALUE_STAGES: int
@@ -219,8 +219,8 @@ def _locate_key_tile(work, args, FORM: gl.constexpr):
         groups = gl.where(scalars.mask_heads == 1, 1, scalars.kv_heads)
         line = (plane // scalars.kv_heads % scalars.mask_batch) * groups + plane % scalars.kv_heads % groups
         line = line * (scalars.n_columns // FORM.SUBTILES)
-        tile_of_plan = gl.load(tensors.key_tile_order + line + tile // FORM.SUBTILES).to(gl.int32)
-        tile = tile_of_plan * FORM.SUBTILES + tile % FORM.SUBTILES
+        ordered = gl.load(tensors.key_tile_order + line + tile // FORM.SUBTILES).to(gl.int32)
+        tile = ordered * FORM.SUBTILES + tile % FORM.SUBTILES
     return tile, plane
 
 
@@ -236,17 +236,62 @@ def _draw_work(counter, FORM: gl.constexpr):
 
 
 @gluon.jit
-def _load_segments(segments, batch, head, args, FORM: gl.constexpr):
+def _without_gap(starts, ends, first, last):
+    """Return segments [starts, ends) without those of the row tiles [first, last) that are at their ends."""
+    starts = gl.where(starts >= first, gl.maximum(starts, last), starts)
+    ends = gl.where(ends <= last, gl.minimum(ends, first), ends)
+    return starts, gl.maximum(starts, ends)
+
+
+@gluon.jit
+def _trim_segments(starts, ends, mask_plane, tile, args, FORM: gl.constexpr):
+    """Return segments of row tiles without those at their ends that see no key of the tile `tile`.
+
+    They are the plan's, whose tiles may have more rows and more keys.
+    """
+    tensors, scalars, _shared, _barriers = args
+    CAUSAL: gl.constexpr = FORM.CAUSAL
+    N: gl.constexpr = FORM.N
+    BLOCK_M: gl.constexpr = FORM.BLOCK_M
+    BLOCK_N: gl.constexpr = FORM.KEY_PARTS * 64
+    END: gl.constexpr = end_column(N, CAUSAL)
+    OTHER_START: gl.constexpr = other_start_column(N, CAUSAL)
+    OTHER_END: gl.constexpr = other_end_column(N, CAUSAL)
+    keys = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.BlockedLayout([BLOCK_N // 32], [32], [1], [0]))
+    keys = gl.minimum(keys, scalars.kv_len - 1)
+    at = tensors.indices + (mask_plane.to(gl.int64) * scalars.kv_len + keys) * N
+    start = gl.max(gl.load(at), 0)
+    end = NEVER
+    if END is not None:
+        end = gl.min(gl.load(at + END), 0) // BLOCK_M
+    starts, ends = _without_gap(starts, ends, (start + BLOCK_M - 1) // BLOCK_M, end)
+    if OTHER_END is not None:
+        other_start = 0
+        if OTHER_START is not None:
+            other_start = (gl.max(gl.load(at + OTHER_START), 0) + BLOCK_M - 1) // BLOCK_M
+        other_end = gl.min(gl.load(at + OTHER_END), 0) // BLOCK_M
+        starts, ends = _without_gap(starts, ends, other_start, other_end)
+    if CAUSAL:
+        above = gl.maximum(tile * BLOCK_N - (scalars.kv_len - scalars.q_len), 0) // BLOCK_M
+        starts, ends = _without_gap(starts, ends, 0, above)
+    return starts, ends
+
+
+@gluon.jit
+def _load_segments(batch, head, tile, args, FORM: gl.constexpr):
     """Return (mask plane, starts, ends): where a query head's mask is, and a segment of row tiles to walk per lane.
 
-    `segments` points at those of the tile of keys under the first mask.
+    `tile` is the tile of keys.
     """
-    _tensors, scalars, _shared, _barriers = args
+    tensors, scalars, _shared, _barriers = args
     lanes = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
     mask_plane = (batch % scalars.mask_batch) * scalars.mask_heads + head // (scalars.heads // scalars.mask_heads)
-    at = segments + mask_plane.to(gl.int64) * scalars.n_kv * _SEGMENTS * 2 + lanes * 2
-    starts = gl.load(at, mask=lanes < _SEGMENTS, other=0) * (_PLAN_ROWS // FORM.BLOCK_M)
-    ends = gl.load(at + 1, mask=lanes < _SEGMENTS, other=0) * (_PLAN_ROWS // FORM.BLOCK_M)
+    at = tensors.segments + (mask_plane.to(gl.int64) * scalars.n_kv + tile // FORM.SUBTILES) * (_SEGMENTS * 2)
+    at += lanes * 2
+    starts = gl.load(at, mask=lanes < _SEGMENTS, other=0) * (FORM.SEGMENT_ROWS // FORM.BLOCK_M)
+    ends = gl.load(at + 1, mask=lanes < _SEGMENTS, other=0) * (FORM.SEGMENT_ROWS // FORM.BLOCK_M)
+    if FORM.BLOCK_M < FORM.SEGMENT_ROWS:
+        starts, ends = _trim_segments(starts, ends, mask_plane, tile, args, FORM)
     return mask_plane, starts, ends
 
 
@@ -397,13 +442,12 @@ def produce(args, FORM: gl.constexpr):
         tile, kv_plane = _locate_key_tile(work, args, FORM)
         batch = kv_plane // scalars.kv_heads
         first_head = kv_plane % scalars.kv_heads * group
-        segments = tensors.segments + tile // FORM.SUBTILES * (_SEGMENTS * 2)
-        mask_plane, starts, ends = _load_segments(segments, batch, first_head, args, FORM)
+        mask_plane, starts, ends = _load_segments(batch, first_head, tile, args, FORM)
         row_tiles = gl.sum(ends - starts, 0)
         low = _first_row_tile(starts, ends, 0)
         if mask_per_member:
             for member in range(1, group):
-                _, other_starts, other_ends = _load_segments(segments, batch, first_head + member, args, FORM)
+                _, other_starts, other_ends = _load_segments(batch, first_head + member, tile, args, FORM)
                 row_tiles += gl.sum(other_ends - other_starts, 0)
                 low = gl.minimum(low, _first_row_tile(other_starts, other_ends, 0))
         else:
@@ -427,7 +471,7 @@ def produce(args, FORM: gl.constexpr):
                 next_low = NEVER
                 for member in range(group):
                     if mask_per_member:
-                        mask_plane, starts, ends = _load_segments(segments, batch, first_head + member, args, FORM)
+                        mask_plane, starts, ends = _load_segments(batch, first_head + member, tile, args, FORM)
                     step, following = _load_row_tiles(
                         gl.maximum(starts, low), gl.minimum(ends, high), batch, first_head + member, mask_plane,
                         kv_plane, tile, row_tiles, item, step, begin, following, args, FORM,
@@ -438,7 +482,7 @@ def produce(args, FORM: gl.constexpr):
         else:
             for member in range(group):
                 if member > 0:
-                    mask_plane, starts, ends = _load_segments(segments, batch, first_head + member, args, FORM)
+                    mask_plane, starts, ends = _load_segments(batch, first_head + member, tile, args, FORM)
                 step, following = _load_row_tiles(
                     starts, ends, batch, first_head + member, mask_plane, kv_plane, tile, row_tiles, item, step, begin,
                     following, args, FORM,
@@ -496,7 +540,7 @@ def store_gradients(WARP: gl.constexpr, args, FORM: gl.constexpr):
                 semaphore = tensors.dq_semaphores + dq_tile
                 rank = 0
                 if FORM.DQ_ORDER:
-                    row_tile = (mask // 2).to(gl.int64) * scalars.n_q + row // _PLAN_ROWS
+                    row_tile = (mask // 2).to(gl.int64) * (scalars.padded_len // FORM.BLOCK_M) + row // FORM.BLOCK_M
                     at = tensors.dq_ranks + row_tile * scalars.n_kv + tile // FORM.SUBTILES
                     rank = gl.load(at, mask=row_tiles > 0, other=0).to(gl.int32)
                     rank = rank * FORM.SUBTILES + tile % FORM.SUBTILES

@@ -11,15 +11,15 @@ begin in the order of their leads, the greatest first, which is the last keys fi
 
 Tiles that come to a row at the same time add one after the other, and each addition takes about as long as the work on
 a tile of rows. So the tiles of several key-value heads alternate, and those of one head begin far enough apart. Tiles
-are *level* if their leads are equal, as those of a document are. If all are level, they should begin two row tiles
-apart. If no two are, as under a causal mask, half a row tile is enough, since each begins at another row. More heads
-than needed cost time, too: the L2 cache should hold the rows between two key tiles of a head. For each row tile between
+are *level* if their leads are equal, as those of a document are. If all are level, they should begin 256 rows
+apart. If no two are, as under a causal mask, 64 rows are enough, since each begins at another row. More heads than
+needed cost time, too: the L2 cache should hold the rows between two key tiles of a head. For every 128 rows between
 them, the 132 programs of an H200 use 17 MB of q, dq and the output's gradient (head_dim 128).
 
 Where query heads share a key-value head, a tile walks the rows of all of them. Head after head, it would come to the
 second head only after all rows of the first, and every shorter tile behind it would wait. So all heads walk one band of
-rows before any walks the next. A band has 512 rows. If few tiles are level, only the first row tile is such a band,
-and the other rows are one: at the border of two documents, tiles of the one before see that row tile, too. If tiles
+rows before any walks the next. A band has 512 rows. If few tiles are level, only the first 128 rows are such a band,
+and the other rows are one: at the border of two documents, tiles of the one before see rows of it, too. If tiles
 skip rows, all rows are one band, since tiles would overtake each other in narrower ones.
 
 On an H200, the backward of 8 rows of 8K tokens with 32 heads of 128 took, beside the unordered one: documents 1.05 with
@@ -40,7 +40,8 @@ from torch import Tensor
 from flashmask_hf.kernels.launch.launcher import Launch
 from flashmask_hf.kernels.launch.layout import packed_layout
 from flashmask_hf.kernels.launch.problem import Problem
-from flashmask_hf.plan import PARTIAL_SEGMENTS, ROWS, VISIBLE_SEGMENTS, Plan, plan_columns
+from flashmask_hf.kernels.shared.plan import prepare_segments
+from flashmask_hf.plan import COLUMNS, PARTIAL_SEGMENTS, ROWS, VISIBLE_SEGMENTS, plan_columns
 
 __all__ = ["DqOrder", "prepare_dq_order"]
 
@@ -50,45 +51,58 @@ _BAND_ROWS = 512
 Documents with 8 query heads per key-value head took 1.66 times the unordered time on an H200 without bands, and 1.1
 with them.
 """
+_FIRST_BAND_ROWS = 128
+"""Rows of the only band where few key tiles are level."""
 _SKIPPED_SHARE = 8
 """Key tiles count as skipping rows if all together skip more than 1 / _SKIPPED_SHARE of the row tiles that they walk.
 
 It is not tuned."""
+_SEGMENTS = VISIBLE_SEGMENTS + PARTIAL_SEGMENTS
 _LANES = 128
 
 
 class DqOrder(NamedTuple):
-    """Tensors that tell the kernel the order."""
+    """Tensors that tell the kernel the order of its tiles of keys, or of some side by side in very long rows."""
 
+    segments: Tensor
+    """int32 [mask batch, mask heads, key tiles, segments, 2]: the row tiles that each key tile walks, as in a plan."""
     ranks: Tensor
-    """int16, shaped like the plan's tiles: how many of a row tile's key tiles come before each one."""
+    """int16 [mask batch, mask heads, row tiles, key tiles]: how many of those that walk a row tile come before each."""
     semaphores: Tensor
     """int32 zeros, one for each tile of rows of dQ: how many key tiles have added to it."""
     key_tile_order: Tensor
-    """int32 [groups of the batch, key tiles of the plan]: the key tiles of a group of masks, in starting order."""
+    """int32 [groups of the batch, key tiles]: the key tiles of a group of masks, in starting order."""
     schedule: Tensor
     """int32 [3]: key-value heads of the batch whose key tiles alternate; rows of the first band that a key tile walks;
     rows of the later bands. Bands end at multiples of their rows."""
 
 
-def prepare_dq_order(problem: Problem, block_m: int, programs: int) -> Callable[[Plan], DqOrder]:
-    """Prepare the order for calls of one problem: two launches, which take about as long as the plan's.
+def prepare_dq_order(problem: Problem, block_m: int, block_n: int, programs: int) -> Callable[[Tensor], DqOrder]:
+    """Prepare the order for calls of one problem: three launches.
 
     Args:
         problem: layouts and settings of the calls.
         block_m: query rows of the kernel's tiles.
+        block_n: keys of its tiles.
         programs: most programs of the kernel that run at a time.
+
+    Returns:
+        indices -> order, for contiguous indices of the mask.
     """
     batch, heads, q_len, _ = problem.q.shape
     kv_heads, kv_len = problem.k.shape[1:3]
     device = problem.q.device
-    mask_batch, mask_heads, n_q, n_kv = problem.plan_shape
+    mask_batch, mask_heads = problem.mask_shape[:2]
     groups = min(mask_heads, kv_heads)
     masks_of_group = mask_heads // groups
-    n_columns = -(-kv_len // plan_columns(kv_len))
+    subtiles = plan_columns(kv_len) // COLUMNS
+    # As many key tiles as the kernel counts, whose number is a multiple of those of the plan.
+    n_columns = -(-kv_len // plan_columns(kv_len)) * (COLUMNS // block_n)
+    n_rows = -(-q_len // ROWS) * (ROWS // block_m)
     n_blocks = -(-n_columns // _LANES)
-    n_dq_tiles = batch * heads * (-(-q_len // ROWS) * ROWS // block_m)
-    new_ranks = packed_layout(*problem.plan_shape, dtype=torch.int16, device=device).allocator()
+    n_dq_tiles = batch * heads * n_rows
+    make_segments = prepare_segments(problem, block_m, block_n, subtiles)
+    new_ranks = packed_layout(mask_batch, mask_heads, n_rows, n_columns, dtype=torch.int16, device=device).allocator()
     new_semaphores = packed_layout(n_dq_tiles, dtype=torch.int32, device=device).allocator()
     new_order = packed_layout(mask_batch * groups, n_columns, dtype=torch.int32, device=device).allocator()
     new_sums = packed_layout(mask_batch * groups * n_blocks, 4, dtype=torch.int32, device=device).allocator()
@@ -96,34 +110,35 @@ def prepare_dq_order(problem: Problem, block_m: int, programs: int) -> Callable[
     order = Launch(
         _order_key_tiles,
         mask_batch * groups * n_blocks,
-        n_kv, n_columns, n_blocks, masks_of_group,
-        SEGMENTS=VISIBLE_SEGMENTS + PARTIAL_SEGMENTS, LANES=_LANES, num_warps=4,
+        n_columns, n_blocks, masks_of_group,
+        SEGMENTS=_SEGMENTS, LANES=_LANES, num_warps=4,
     )  # fmt: skip
     rank = Launch(
         _rank_key_tiles,
-        mask_batch * mask_heads * n_q,
-        n_q, n_kv, n_columns, masks_of_group, n_dq_tiles, mask_batch * groups * n_blocks, batch * kv_heads,
+        mask_batch * mask_heads * n_rows,
+        n_rows, n_columns, masks_of_group, n_dq_tiles, mask_batch * groups * n_blocks, batch * kv_heads,
         programs, heads // kv_heads // masks_of_group,
-        GROUPED=heads > kv_heads, CAUSAL=problem.causal, ONE_MASK=masks_of_group == 1,
-        PLAN_ROWS=ROWS, BAND_ROWS=_BAND_ROWS, SKIPPED_SHARE=_SKIPPED_SHARE, LANES=2 * _LANES, num_warps=4,
+        GROUPED=heads > kv_heads, CAUSAL=problem.causal, ONE_MASK=masks_of_group == 1, BLOCK_M=block_m,
+        FIRST_BAND_ROWS=_FIRST_BAND_ROWS, BAND_ROWS=_BAND_ROWS, SKIPPED_SHARE=_SKIPPED_SHARE, SEGMENTS=_SEGMENTS,
+        LANES=_LANES, num_warps=4,
     )  # fmt: skip
 
-    def make(plan: Plan) -> DqOrder:
-        made = DqOrder(new_ranks(), new_semaphores(), new_order(), new_schedule())
+    def make(indices: Tensor) -> DqOrder:
+        made = DqOrder(make_segments(indices), new_ranks(), new_semaphores(), new_order(), new_schedule())
         sums = new_sums()
-        order(plan.segments, made.key_tile_order, sums)
-        rank(plan.tiles, plan.counts, made.key_tile_order, sums, *made[:2], made.schedule)
+        order(made.segments, made.key_tile_order, sums)
+        rank(made.segments, made.key_tile_order, sums, made.ranks, made.semaphores, made.schedule)
         return made
 
     return make
 
 
 @triton.jit
-def _read_walks(segments, tiles, n_kv, n_columns, members, SEGMENTS: tl.constexpr):
+def _read_walks(segments, tiles, n_columns, members, SEGMENTS: tl.constexpr):
     """Read how key tiles walk the rows of all masks of a group.
 
     Operands:
-        segments: of the first mask's plan, [n_kv, SEGMENTS, 2]; the others' follow.
+        segments: of the first mask, [n_columns, SEGMENTS, 2]; the others' follow.
         tiles: indices of key tiles.
 
     Returns:
@@ -134,7 +149,7 @@ def _read_walks(segments, tiles, n_kv, n_columns, members, SEGMENTS: tl.constexp
     walked = tl.zeros_like(tiles)
     skipped = tl.zeros_like(tiles)
     for member in range(members):
-        at = segments + (member * n_kv + tiles.to(tl.int64)) * (SEGMENTS * 2)
+        at = segments + (member * n_columns + tiles.to(tl.int64)) * (SEGMENTS * 2)
         first = tl.full(tiles.shape, 2147483647, tl.int32)
         last = tl.zeros_like(tiles)
         seen = tl.zeros_like(tiles)
@@ -150,27 +165,27 @@ def _read_walks(segments, tiles, n_kv, n_columns, members, SEGMENTS: tl.constexp
     return leads, walked, skipped
 
 
-@triton.jit(do_not_specialize=["n_kv", "n_columns", "n_blocks", "members"])
+@triton.jit(do_not_specialize=["n_columns", "n_blocks", "members"])
 def _order_key_tiles(
-    segments, key_tile_order, sums, n_kv, n_columns, n_blocks, members, SEGMENTS: tl.constexpr, LANES: tl.constexpr
+    segments, key_tile_order, sums, n_columns, n_blocks, members, SEGMENTS: tl.constexpr, LANES: tl.constexpr
 ):
     """Place LANES key tiles of a group of masks in its order, behind all of greater leads; equal ones: last keys first.
 
     Tensors:
-        segments: of the plan, [groups of the batch, members, n_kv, SEGMENTS, 2].
+        segments: of `DqOrder`, [groups of the batch, members, n_columns, SEGMENTS, 2].
         key_tile_order: written, [groups of the batch, n_columns].
         sums: written, [groups of the batch, n_blocks, 4]: row tiles that these key tiles walk, those they skip, the
             number of these key tiles that see rows, and how many of those have the lead of an earlier one.
     """
     line = (tl.program_id(0) // n_blocks).to(tl.int64)
     tiles = tl.program_id(0) % n_blocks * LANES + tl.arange(0, LANES)
-    segments += line * members * n_kv * SEGMENTS * 2
-    leads, walked, skipped = _read_walks(segments, tiles, n_kv, n_columns, members, SEGMENTS)
+    segments += line * members * n_columns * SEGMENTS * 2
+    leads, walked, skipped = _read_walks(segments, tiles, n_columns, members, SEGMENTS)
     places = tl.zeros_like(tiles)
     level = tl.zeros_like(tiles)
     for first in range(0, n_columns, LANES):
         others = first + tl.arange(0, LANES)
-        their_leads, they_walk, _ = _read_walks(segments, others, n_kv, n_columns, members, SEGMENTS)
+        their_leads, they_walk, _ = _read_walks(segments, others, n_columns, members, SEGMENTS)
         later_keys = (their_leads[None, :] == leads[:, None]) & (others[None, :] > tiles[:, None])
         before = ((their_leads[None, :] > leads[:, None]) | later_keys) & (others < n_columns)[None, :]
         places += tl.sum(before.to(tl.int32), 1)
@@ -186,19 +201,20 @@ def _order_key_tiles(
 
 @triton.jit(
     do_not_specialize=[
-        "n_q", "n_kv", "n_columns", "group", "n_semaphores", "n_sums", "kv_planes", "programs", "repeats",
+        "n_rows", "n_columns", "group", "n_semaphores", "n_sums", "kv_planes", "programs", "repeats",
     ]
 )  # fmt: skip
 def _rank_key_tiles(
-    tiles, counts, key_tile_order, sums, ranks, semaphores, schedule,
-    n_q, n_kv, n_columns, group, n_semaphores, n_sums, kv_planes, programs, repeats,
-    GROUPED: tl.constexpr, CAUSAL: tl.constexpr, ONE_MASK: tl.constexpr, PLAN_ROWS: tl.constexpr,
-    BAND_ROWS: tl.constexpr, SKIPPED_SHARE: tl.constexpr, LANES: tl.constexpr,
+    segments, key_tile_order, sums, ranks, semaphores, schedule,
+    n_rows, n_columns, group, n_semaphores, n_sums, kv_planes, programs, repeats,
+    GROUPED: tl.constexpr, CAUSAL: tl.constexpr, ONE_MASK: tl.constexpr, BLOCK_M: tl.constexpr,
+    FIRST_BAND_ROWS: tl.constexpr, BAND_ROWS: tl.constexpr, SKIPPED_SHARE: tl.constexpr, SEGMENTS: tl.constexpr,
+    LANES: tl.constexpr,
 ):  # fmt: skip
-    """Rank the key tiles of one row tile of a plan, clear a share of the semaphores, and choose the schedule.
+    """Rank the key tiles that walk one row tile, clear a share of the semaphores, and choose the schedule.
 
     Tensors:
-        tiles, counts: of the plan.
+        segments: of `DqOrder`, [masks, n_columns, SEGMENTS, 2].
         key_tile_order, sums: of `_order_key_tiles`.
         ranks, semaphores, schedule: written, see `DqOrder`.
     Sizes:
@@ -209,30 +225,24 @@ def _rank_key_tiles(
         repeats: query heads that walk the rows of each mask.
         GROUPED: whether several query heads share a key-value head.
     """
-    row = tl.program_id(0).to(tl.int64)
-    tiles += row * n_kv
-    ranks += row * n_kv
-    key_tile_order += row // n_q // group * n_columns
-    for first in range(0, n_kv, LANES):
-        lane = first + tl.arange(0, LANES)
-        tl.store(ranks + lane, 0, mask=lane < n_kv)
-    tl.debug_barrier()
-    visible = tl.load(counts + row * 2)
-    partial = tl.load(counts + row * 2 + 1)
-    for first in range(0, n_kv, LANES):
-        lane = first + tl.arange(0, LANES)
-        listed = (lane < visible) | ((lane >= n_kv - partial) & (lane < n_kv))
-        tile = tl.load(tiles + lane, mask=listed, other=0).to(tl.int32)
-        tl.store(ranks + tile, 1, mask=listed)
-    tl.debug_barrier()
+    row = tl.program_id(0) % n_rows
+    mask = (tl.program_id(0) // n_rows).to(tl.int64)
+    segments += mask * n_columns * SEGMENTS * 2
+    ranks += (mask * n_rows + row) * n_columns
+    key_tile_order += mask // group * n_columns
     before = 0
     for first in range(0, n_columns, LANES):
         lane = first + tl.arange(0, LANES)
-        tile = tl.load(key_tile_order + lane, mask=lane < n_columns, other=0)
-        listed = tl.load(ranks + tile, mask=lane < n_columns, other=0).to(tl.int32)
-        tl.debug_barrier()
-        tl.store(ranks + tile, before + tl.cumsum(listed, 0) - listed, mask=lane < n_columns)
-        before += tl.sum(listed, 0)
+        inside = lane < n_columns
+        tile = tl.load(key_tile_order + lane, mask=inside, other=0)
+        walks = tl.zeros([LANES], tl.int32)
+        for segment in tl.static_range(SEGMENTS):
+            at = segments + (tile.to(tl.int64) * SEGMENTS + segment) * 2
+            start = tl.load(at, mask=inside, other=0)
+            end = tl.load(at + 1, mask=inside, other=0)
+            walks = tl.where((row >= start) & (row < end), 1, walks)
+        tl.store(ranks + tile, before + tl.cumsum(walks, 0) - walks, mask=inside)
+        before += tl.sum(walks, 0)
 
     own = tl.cdiv(n_semaphores, tl.num_programs(0))
     begin = tl.program_id(0) * own
@@ -243,16 +253,16 @@ def _rank_key_tiles(
 
     if tl.program_id(0) == 0:
         _choose_schedule(
-            sums, schedule, n_sums, kv_planes, programs, repeats, n_q * PLAN_ROWS,
-            GROUPED, CAUSAL, ONE_MASK, PLAN_ROWS, BAND_ROWS, SKIPPED_SHARE, LANES,
+            sums, schedule, n_sums, kv_planes, programs, repeats, n_rows,
+            GROUPED, CAUSAL, ONE_MASK, BLOCK_M, FIRST_BAND_ROWS, BAND_ROWS, SKIPPED_SHARE, LANES,
         )  # fmt: skip
 
 
 @triton.jit
 def _choose_schedule(
-    sums, schedule, n_sums, kv_planes, programs, repeats, all_rows,
-    GROUPED: tl.constexpr, CAUSAL: tl.constexpr, ONE_MASK: tl.constexpr, PLAN_ROWS: tl.constexpr,
-    BAND_ROWS: tl.constexpr, SKIPPED_SHARE: tl.constexpr, LANES: tl.constexpr,
+    sums, schedule, n_sums, kv_planes, programs, repeats, n_rows,
+    GROUPED: tl.constexpr, CAUSAL: tl.constexpr, ONE_MASK: tl.constexpr, BLOCK_M: tl.constexpr,
+    FIRST_BAND_ROWS: tl.constexpr, BAND_ROWS: tl.constexpr, SKIPPED_SHARE: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Choose the schedule from the sums over all key tiles.
 
@@ -278,14 +288,15 @@ def _choose_schedule(
     if not CAUSAL:
         level_tiles = tl.where(skip | (not ONE_MASK), key_tiles, level_tiles)
     few_level = level_tiles * 4 <= key_tiles
-    # Half a row tile apart, and three halves more if all are level.
-    heads = (key_tiles + 3 * level_tiles) * programs // tl.maximum(2 * row_tiles * repeats, 1)
+    # 64 rows apart, and 192 more if all are level.
+    heads = (key_tiles + 3 * level_tiles) * programs * 64 // tl.maximum(row_tiles * BLOCK_M * repeats, 1)
     turns = tl.cdiv(kv_planes, tl.maximum(heads, 1))
     tl.store(schedule, tl.cdiv(kv_planes, turns).to(tl.int32))  # a last turn of few heads would wait for longer
+    all_rows = n_rows * BLOCK_M
     first_band = all_rows
     band = all_rows
     if GROUPED:
-        first_band = tl.where(skip, all_rows, tl.where(few_level, PLAN_ROWS, BAND_ROWS))
+        first_band = tl.where(skip, all_rows, tl.where(few_level, FIRST_BAND_ROWS, BAND_ROWS))
         band = tl.where(skip | few_level, all_rows, BAND_ROWS)
     tl.store(schedule + 1, first_band)
     tl.store(schedule + 2, band)

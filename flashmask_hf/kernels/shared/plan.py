@@ -3,11 +3,13 @@
     _column_plan: a program per key tile    bounds of its columns -> their extremes; segments of row tiles
     _row_plan:    a program per row tile    extremes of all key tiles -> list of key tiles, and its lengths
 
-A third kernel, `_join_rows`, joins lists of a plan for a forward whose row tiles are taller than the plan's.
+`_column_plan` also makes segments for a kernel with smaller tiles than the plan's. A third kernel, `_join_rows`, joins
+lists of a plan for a forward whose row tiles are taller.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -15,10 +17,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flashmask_hf.kernels.launch.launcher import Launch
+from flashmask_hf.kernels.launch.layout import packed_layout
+from flashmask_hf.kernels.launch.problem import Problem
 from flashmask_hf.kernels.shared.intervals import end_column, other_end_column, other_start_column
 from flashmask_hf.plan import COLUMNS, PARTIAL_SEGMENTS, ROWS, VISIBLE_SEGMENTS, Plan, plan_columns, plan_shapes
 
-__all__ = ["JOINED_ROWS", "build_plan", "join_rows"]
+__all__ = ["JOINED_ROWS", "build_plan", "join_rows", "prepare_segments"]
 
 JOINED_ROWS = 192
 """Query rows of a tile of `join_rows`: one and a half of the plan's."""
@@ -253,6 +258,43 @@ def build_plan(indices: Tensor, causal: bool, q_len: int, *, skip: bool = True) 
             WIDTH=width, CAUSAL=causal, N=n, ROWS=ROWS, LANES=_LANES, SKIP=skip, num_warps=4,
         )  # fmt: skip
     return Plan(tiles, counts, segments)
+
+
+def prepare_segments(problem: Problem, rows: int, columns: int, parts: int = 1) -> Callable[[Tensor], Tensor]:
+    """Prepare to make a plan's `segments` with tiles of other sizes.
+
+    Args:
+        problem: layouts and settings of the calls.
+        rows: query rows of a tile.
+        columns: a power of two.
+        parts: a tile has `parts * columns` key columns.
+
+    Returns:
+        indices -> segments, int32 [mask batch, mask heads, tiles of keys, VISIBLE_SEGMENTS + PARTIAL_SEGMENTS, 2], for
+        contiguous indices whose plan has been built. The tiles of keys fill up those of the plan.
+    """
+    batch, heads, kv_len, n = problem.mask_shape
+    q_len, device = problem.q.shape[2], problem.q.device
+    width = plan_columns(kv_len)
+    n_q, n_kv = -(-q_len // rows), -(-kv_len // width) * (width // (parts * columns))
+    segments = packed_layout(
+        batch, heads, n_kv, VISIBLE_SEGMENTS + PARTIAL_SEGMENTS, 2, dtype=torch.int32, device=device
+    ).allocator()
+    extremes = packed_layout(batch * heads, 8, n_kv, dtype=torch.int32, device=device).allocator()
+    launch = Launch(
+        _column_plan,
+        n_kv * batch * heads,
+        q_len, kv_len, n_q, n_kv,
+        SUBTILES=parts, CAUSAL=problem.causal, N=n, ROWS=rows, COLUMNS=columns, VISIBLE=VISIBLE_SEGMENTS,
+        PARTIAL=PARTIAL_SEGMENTS, LANES=_LANES, SKIP=True, num_warps=4,
+    )  # fmt: skip
+
+    def make(indices: Tensor) -> Tensor:
+        made = segments()
+        launch(indices, extremes(), made)
+        return made
+
+    return make
 
 
 @triton.jit(do_not_specialize=["q_len", "n_q", "n_kv", "n_rows", "n_masks", "least"])

@@ -11,9 +11,10 @@ from tools.support import poisoned
 
 pytest.importorskip("triton")
 
-from flashmask_hf import FlashMask, masks, plan
+from flashmask_hf import FlashMask, masks
 from flashmask_hf.kernels.hopper.dq_order import DqOrder, prepare_dq_order
 from flashmask_hf.kernels.launch.problem import problem_of
+from flashmask_hf.tiles import HIDDEN, classify_tiles
 
 DEVICES = pytest.mark.parametrize(
     "device", [pytest.param("cpu", marks=pytest.mark.interpreter), pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -22,17 +23,22 @@ PROGRAMS = 132
 
 
 def _order(
-    mask: FlashMask, q_len: int, device: str, batch: int = 1, heads: int = 4, kv_heads: int = 4
-) -> tuple[DqOrder, plan.Plan]:
-    """Return the order and the plan of a call with tiles of 64 rows, on the CPU."""
+    mask: FlashMask,
+    q_len: int,
+    device: str,
+    batch: int = 1,
+    heads: int = 4,
+    kv_heads: int = 4,
+    tile: tuple[int, int] = (128, 128),
+) -> DqOrder:
+    """Return the order of a call with tiles of `tile` rows and keys, on the CPU."""
     mask = mask.to(device)
     q = torch.empty(batch, heads, q_len, 64, dtype=torch.bfloat16, device=device)
     k = torch.empty(batch, kv_heads, mask.kv_len, 64, dtype=torch.bfloat16, device=device)
     problem = problem_of(q, k, k, mask.indices, None, mask.causal, 1.0, 0.0)
-    tiles = plan.build_plan(mask.indices, mask.causal, q_len)
     with poisoned():
-        made = prepare_dq_order(problem, 64, PROGRAMS)(tiles)
-    return DqOrder(*(x.cpu() for x in made)), plan.Plan(*(x.cpu() for x in tiles))
+        made = prepare_dq_order(problem, *tile, PROGRAMS)(mask.indices)
+    return DqOrder(*(x.cpu() for x in made))
 
 
 def _random_intervals(length: int, n: int, heads: int = 1, causal: bool = False) -> FlashMask:
@@ -45,28 +51,31 @@ def _random_intervals(length: int, n: int, heads: int = 1, causal: bool = False)
 
 
 @DEVICES
+@pytest.mark.parametrize("tile", [(128, 128), (64, 128), (64, 64)], ids=str)
 @pytest.mark.parametrize("mask_heads", [1, 2, 6])
 @pytest.mark.parametrize("lengths", [(1, 1), (700, 700), (150, 38500)], ids=str)
-def test_each_key_tile_is_ranked_once(lengths: tuple[int, int], mask_heads: int, device: str) -> None:
-    """Every key tile (301 at most) comes once, ranks count the listed tiles before it, and semaphores are 0."""
+def test_each_key_tile_is_ranked_once(
+    lengths: tuple[int, int], mask_heads: int, tile: tuple[int, int], device: str
+) -> None:
+    """Every key tile (602 at most) comes once, ranks count those before it that see rows, and semaphores are 0."""
     q_len, kv_len = lengths
+    rows, columns = tile
     mask = masks.random_eviction(kv_len, q_len=q_len, heads=mask_heads, generator=torch.Generator().manual_seed(0))
-    made, tiles = _order(mask, q_len, device, 3, 6, 2)
-    n_columns = -(-kv_len // 128)
+    made = _order(mask, q_len, device, 3, 6, 2, tile)
+    n_columns = -(-kv_len // 128) * (128 // columns)
     group = max(1, mask_heads // 2)
     assert made.key_tile_order.shape == (mask_heads // group, n_columns)
     assert torch.equal(
         made.key_tile_order.sort(-1).values, torch.arange(n_columns).expand(mask_heads // group, -1).int()
     )
     assert not made.semaphores.any()
-    assert len(made.semaphores) == 3 * 6 * 2 * -(-q_len // 128)
+    assert len(made.semaphores) == 3 * 6 * -(-q_len // 128) * (128 // rows)
     assert 1 <= int(made.schedule[0]) <= 6
+    classes = classify_tiles(mask.indices, mask.causal, q_len, tile)
     for head in range(mask_heads):
         order = made.key_tile_order[head // group].tolist()
-        for row, (visible, partial) in enumerate(tiles.counts[0, head].tolist()):
-            line = tiles.tiles[0, head, row].tolist()
-            listed = {*line[:visible], *line[len(line) - partial :]}
-            ranked = [tile for tile in order if tile in listed]
+        for row, line in enumerate(classes[0, head].tolist()):
+            ranked = [column for column in order if column < len(line) and line[column] != HIDDEN]
             assert made.ranks[0, head, row, ranked].tolist() == list(range(len(ranked)))
 
 
@@ -76,7 +85,7 @@ def test_what_comes_first(device: str) -> None:
     backwards = [7, 6, 5, 4, 3, 2, 1, 0]
 
     def order(mask: FlashMask, heads: int = 4, kv_heads: int = 4) -> list[list[int]]:
-        return _order(mask, mask.row_count(), device, 1, heads, kv_heads)[0].key_tile_order.tolist()
+        return _order(mask, mask.row_count(), device, 1, heads, kv_heads).key_tile_order.tolist()
 
     for mask in (
         masks.full(1024), masks.causal_document([300, 724]), masks.document([640, 84, 300]),
@@ -98,7 +107,7 @@ def test_heads_that_alternate(device: str) -> None:
     """As many as put a head's key tiles two row tiles apart if all are level, and half of one if none are."""
 
     def heads(mask: FlashMask, heads: int = 1000, kv_heads: int = 1000, batch: int = 1) -> int:
-        return int(_order(mask, mask.row_count(), device, batch, heads, kv_heads)[0].schedule[0])
+        return int(_order(mask, mask.row_count(), device, batch, heads, kv_heads).schedule[0])
 
     def evened(wanted: float, kv_heads: int = 1000) -> int:
         return -(-kv_heads // -(-kv_heads // int(wanted)))
@@ -134,7 +143,7 @@ def test_heads_that_alternate_with_masks_of_their_own(device: str) -> None:
     """As under a mask whose key tiles are all level, or, if causal, as their sums say."""
 
     def heads(mask: FlashMask) -> int:
-        return int(_order(mask, mask.row_count(), device, 1, 24, 12)[0].schedule[0])
+        return int(_order(mask, mask.row_count(), device, 1, 24, 12).schedule[0])
 
     rows = torch.tensor([[4096, 0], [2048, 0]]).repeat(12, 1)  # of two query heads, one sees half of the rows
     per_head = FlashMask(rows[None, :, None].repeat(1, 1, 256, 1).int(), False, q_len=4096)
@@ -149,7 +158,7 @@ def test_bands(device: str) -> None:
     one query head each."""
 
     def bands(mask: FlashMask, kv_heads: int = 2) -> list[int]:
-        return _order(mask, mask.row_count(), device, 1, 4, kv_heads)[0].schedule[1:].tolist()
+        return _order(mask, mask.row_count(), device, 1, 4, kv_heads).schedule[1:].tolist()
 
     documents = masks.document([1000, 1048])
     assert bands(documents) == [512, 512]
@@ -195,26 +204,31 @@ WAITS: dict[str, tuple[Callable[[], FlashMask], float]] = {
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize(("kv_heads", "subtiles"), [(16, 1), (4, 1), (4, 2)], ids=["MHA", "GQA", "wide GQA"])
+@pytest.mark.parametrize(
+    ("kv_heads", "tile"),
+    [(16, (128, 128)), (4, (128, 128)), (4, (64, 64))],
+    ids=["MHA", "GQA", "wide GQA"],
+)
 @pytest.mark.parametrize("case", WAITS)
-def test_waits_are_short(case: str, kv_heads: int, subtiles: int) -> None:
+def test_waits_are_short(case: str, kv_heads: int, tile: tuple[int, int]) -> None:
     """Beside the same programs without waits, which take the key tiles in ascending order."""
     make, most = WAITS[case]
     mask = make()
     heads = 16
-    batch = 2 * heads // kv_heads // subtiles  # as much work
-    made, tiles = _order(mask, mask.kv_len, "cpu", batch, heads, kv_heads)
+    rows, columns = tile
+    batch = 2 * heads // kv_heads * columns // 128  # as many key tiles
+    made = _order(mask, mask.kv_len, "cpu", batch, heads, kv_heads, tile)
     interleaved, *bands = made.schedule.tolist()
     group = max(1, mask.indices.shape[1] // kv_heads)
-    lines = segments_of(tiles.segments, group)
+    lines = segments_of(made.segments, group)
     walks = [
-        [walk([x[tile] for x in line] * (heads // kv_heads // group), *(rows // plan.ROWS for rows in bands))
-         for tile in range(mask.kv_len // 128)]
+        [walk([x[tile] for x in line] * (heads // kv_heads // group), *(band // rows for band in bands))
+         for tile in range(mask.kv_len // columns)]
         for line in lines
     ]  # fmt: skip
     planes = [plane % kv_heads % len(lines) for plane in range(batch * kv_heads)]
-    taken = work_items(made.key_tile_order.tolist(), planes, interleaved, subtiles)
-    ascending = [list(range(mask.kv_len // 128))] * len(lines)
-    default = span(work_items(ascending, planes, 2, subtiles), walks, PROGRAMS, ordered=False)
+    taken = work_items(made.key_tile_order.tolist(), planes, interleaved)
+    ascending = [list(range(mask.kv_len // columns))] * len(lines)
+    default = span(work_items(ascending, planes, 2), walks, PROGRAMS, ordered=False)
     found = span(taken, walks, PROGRAMS, ordered=True)
     assert found <= most * default

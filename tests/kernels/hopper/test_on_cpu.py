@@ -52,6 +52,7 @@ from flashmask_hf.operators.attention import flash_attn_backward, flash_attn_for
 from flashmask_hf.operators.plan import plan_of
 from flashmask_hf.rows import put_rows_back
 from flashmask_hf.sparse import hash_sparse_attention
+from flashmask_hf.tiles import HIDDEN, classify_tiles
 
 pytestmark = pytest.mark.interpreter
 
@@ -204,7 +205,7 @@ def test_the_simulated_walk_is_the_kernel_s(monkeypatch: pytest.MonkeyPatch, fam
     q, k, v, dout = hopper_kernels.inputs(1, 6, 2, 768, 768, (64, 64), torch.float16, "cpu")
     tiles = plan.build_plan(mask.indices, mask.causal, 768)
     problem = problem_of(q, k, v, mask.indices, None, mask.causal, 0.1, 0.0)
-    made = dq_order.prepare_dq_order(problem, 128, 1)(tiles)
+    made = dq_order.prepare_dq_order(problem, 128, 128, 1)(mask.indices)
     loaded: list[tuple[int, int]] = []
     tile_of = gluon_interpreter.Descriptor.tile
 
@@ -218,7 +219,7 @@ def test_the_simulated_walk_is_the_kernel_s(monkeypatch: pytest.MonkeyPatch, fam
     lse, delta = torch.zeros(1, 6, 768), torch.zeros(1, 6, 768)
     hopper_kernels.backward(dout, q, k, v, lse, delta, mask, tiles, 0.1, 0.0, deterministic=True)
     interleaved, *bands = made.schedule.tolist()
-    lines = ordered_sums.segments_of(tiles.segments, max(1, mask_heads // 2))
+    lines = ordered_sums.segments_of(made.segments, max(1, mask_heads // 2))
     items = ordered_sums.work_items(made.key_tile_order.tolist(), [0, len(lines) - 1], interleaved)
     expected: list[tuple[int, int]] = []
     for plane, line, tile in items:
@@ -386,3 +387,41 @@ def test_a_fixed_order(dim: int) -> None:
                 hopper_kernels.backward(q, q, k, v, lse, delta, mask, tiles, 0.1, 0.0, deterministic=True)[0]
             )
     assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+WALKED = {
+    "causal documents": lambda: masks.causal_document([100, 268, 400]),
+    "shared questions": lambda: masks.share_question([(100, [70, 130]), (90, [150, 228])]),
+    "window": lambda: masks.sliding_window(768, 100, causal=False),
+    "global window": lambda: masks.global_sliding_window(768, 70, 60, causal=False),
+}
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["unordered", "ordered"])
+@pytest.mark.parametrize("dims", [(128, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("mask", WALKED)
+def test_hidden_tiles_are_not_walked(
+    monkeypatch: pytest.MonkeyPatch, mask: str, dims: tuple[int, int], deterministic: bool
+) -> None:
+    """The kernel loads its tiles of rows, which are smaller than the plan's, for keys that they see.
+
+    Without an order it walks what is hidden in the middle of a range, as under a global window.
+    """
+    given = WALKED[mask]()
+    q, k, v, dout = hopper_kernels.inputs(1, 1, 1, 768, 768, dims, torch.float16, "cpu")
+    loaded = 0
+    tile_of = gluon_interpreter.Descriptor.tile
+
+    def spy(self, coordinates):
+        nonlocal loaded
+        loaded += self.tensor.data_ptr() == q.data_ptr()
+        return tile_of(self, coordinates)
+
+    monkeypatch.setattr(gluon_interpreter.Descriptor, "tile", spy)
+    tiles = plan.build_plan(given.indices, given.causal, 768)
+    lse, delta = torch.zeros(1, 1, 768), torch.zeros(1, 1, 768)
+    hopper_kernels.backward(dout, q, k, v, lse, delta, given, tiles, 0.1, 0.0, deterministic)
+    block_n = 128 if dims == (128, 128) else 64
+    seen = int((classify_tiles(given.indices, given.causal, 768, (64, block_n)) != HIDDEN).sum())
+    in_the_middle = 3 if mask == "global window" and not deterministic else 0
+    assert seen <= loaded <= seen + in_the_middle
