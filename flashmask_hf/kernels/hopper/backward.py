@@ -76,6 +76,8 @@ def prepare_backward(
     kv_heads, kv_len = k.shape[1:3]
     device = q.device
     tiles = _TILES[widths]
+    if deterministic and tiles.KEY_PARTS == 1:  # one warp adds while the other waits until its sums are in memory
+        tiles = tiles._replace(STORE_WARPS=2)
     block_m, block_n = tiles.BLOCK_M, tiles.KEY_PARTS * 64
     pieces = 2 if tiles.KEY_PARTS == 2 else -(-head_dim // 64)  # [64, 64] of a tile of dQ
     padded_len = -(-q_len // ROWS) * ROWS

@@ -281,7 +281,7 @@ def backward_kernel(
     VALUE_STAGES: gl.constexpr = FORM.VALUE_STAGES
     DO_STAGES: gl.constexpr = FORM.DO_STAGES
     DQ_STAGES: gl.constexpr = FORM.DQ_STAGES
-    STORE_WARPS: gl.constexpr = FORM.STORE_WARPS
+    GRADIENT_WARPS: gl.constexpr = min(FORM.STORE_WARPS, KEY_PARTS)
     SCORES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_M], q.dtype)
     shared = Shared(
         q=gl.allocate_shared_memory(q.dtype, [2, 1, 1, BLOCK_M, BLOCK_D], q.layout),
@@ -296,7 +296,7 @@ def backward_kernel(
     )
     barriers = Barriers(
         keys_free=gl.allocate_shared_memory(gl.int64, [KEY_STAGES, 1], BARRIER),
-        dkv_full=gl.allocate_shared_memory(gl.int64, [VALUE_STAGES * STORE_WARPS, 1], BARRIER),
+        dkv_full=gl.allocate_shared_memory(gl.int64, [VALUE_STAGES * GRADIENT_WARPS, 1], BARRIER),
         q_full=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
         do_full=gl.allocate_shared_memory(gl.int64, [DO_STAGES, 1], BARRIER),
         ds_full=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
@@ -306,9 +306,9 @@ def backward_kernel(
         weights_full=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
     )
     for i in gl.static_range(KEY_STAGES):
-        mbarrier.init(barriers.keys_free.index(i), count=STORE_WARPS)
-    for i in gl.static_range(VALUE_STAGES * STORE_WARPS):
-        mbarrier.init(barriers.dkv_full.index(i), count=2 // STORE_WARPS)
+        mbarrier.init(barriers.keys_free.index(i), count=GRADIENT_WARPS)
+    for i in gl.static_range(VALUE_STAGES * GRADIENT_WARPS):
+        mbarrier.init(barriers.dkv_full.index(i), count=2 // GRADIENT_WARPS)
     for i in gl.static_range(DO_STAGES):
         mbarrier.init(barriers.do_full.index(i), count=1)
     for i in gl.static_range(2 * DQ_STAGES):
@@ -353,9 +353,10 @@ def backward_kernel(
                 (accumulate_dq, (args, FORM)),
                 (produce, (args, FORM)),
                 (store_gradients, (0, args, FORM)),
+                (store_gradients, (1, args, FORM)),
             ],
-            [4, 4, 1, 1],
-            [192, 64, 32, 32],  # 224 are left for dV, whose products the assembler would serialize with fewer
+            [4, 4, 1, 1, 1],
+            [192, 64, 32, 32, 32],  # 224 are left for dV, whose products the assembler would serialize with fewer
         )
 
 

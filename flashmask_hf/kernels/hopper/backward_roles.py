@@ -502,9 +502,9 @@ def produce(args, FORM: gl.constexpr):
 def store_gradients(WARP: gl.constexpr, args, FORM: gl.constexpr):
     """Store warp: add dQ to `dq_accum`, tile by tile of rows, and store dK and dV unless SCATTER.
 
-    Two store warps alternate between tiles of rows, and each stores the gradients of one part of the keys. With one,
-    a second warp that was started is idle. Values of fewer stages than the keys are loaded here, once the gradients
-    before are gone.
+    Two store warps alternate between tiles of rows. If there are two parts of the keys, too, each stores the gradients
+    of one, else the first warp does. With one store warp, a second one that was started is idle. Values of fewer stages
+    than the keys are loaded here, once the gradients before are gone.
     """
     STORE_WARPS: gl.constexpr = FORM.STORE_WARPS
     VALUE_STAGES: gl.constexpr = FORM.VALUE_STAGES
@@ -566,14 +566,16 @@ def store_gradients(WARP: gl.constexpr, args, FORM: gl.constexpr):
             step += 1
             # The next tile of rows, whose slots say what there is to do.
             mbarrier.wait(barriers.q_full.index(step & 1), (step // 2) & 1, pred=step < end)
-        mbarrier.wait(barriers.dkv_full.index(v_stage * STORE_WARPS + WARP), (item // VALUE_STAGES) & 1)
-        if not FORM.SCATTER:
-            for part in gl.static_range(WARP, KEY_PARTS, STORE_WARPS):
-                at = [kv_plane // scalars.kv_heads, kv_plane % scalars.kv_heads, (tile * KEY_PARTS + part) * 64, 0]
-                tma_store(tensors.dk, at, shared.k.index(item % FORM.KEY_STAGES * KEY_PARTS + part))
-                tma_store(tensors.dv, at, shared.v.index(v_stage * KEY_PARTS + part))
-            tma_store_wait(0)
-        mbarrier.arrive(barriers.keys_free.index(item % FORM.KEY_STAGES), count=1)
+        if WARP < KEY_PARTS:
+            full = barriers.dkv_full.index(v_stage * min(STORE_WARPS, KEY_PARTS) + WARP)
+            mbarrier.wait(full, (item // VALUE_STAGES) & 1)
+            if not FORM.SCATTER:
+                for part in gl.static_range(WARP, KEY_PARTS, STORE_WARPS):
+                    at = [kv_plane // scalars.kv_heads, kv_plane % scalars.kv_heads, (tile * KEY_PARTS + part) * 64, 0]
+                    tma_store(tensors.dk, at, shared.k.index(item % FORM.KEY_STAGES * KEY_PARTS + part))
+                    tma_store(tensors.dv, at, shared.v.index(v_stage * KEY_PARTS + part))
+                tma_store_wait(0)
+            mbarrier.arrive(barriers.keys_free.index(item % FORM.KEY_STAGES), count=1)
         item += 1
         mbarrier.wait(barriers.q_full.index(step & 1), (step // 2) & 1)
         row_tiles = read_slot(shared.slots, (step & 1) * Slot.COUNT + Slot.ROW_TILES)

@@ -11,10 +11,11 @@ begin in the order of their leads, the greatest first, which is the last keys fi
 
 Tiles that come to a row at the same time add one after the other, and each addition takes about as long as the work on
 a tile of rows. So the tiles of several key-value heads alternate, and those of one head begin far enough apart. Tiles
-are *level* if their leads are equal, as those of a document are. If all are level, they should begin 256 rows
-apart. If no two are, as under a causal mask, 64 rows are enough, since each begins at another row. More heads than
-needed cost time, too: the L2 cache should hold the rows between two key tiles of a head. For every 128 rows between
-them, the 132 programs of an H200 use 17 MB of q, dq and the output's gradient (head_dim 128).
+are *level* if their leads are equal, as those of a document are. If all are level, they should begin twice as many rows
+apart as they have keys: 256 rows, or 128 with tiles of 64 keys. If no two are, as under a causal mask, a quarter is
+enough, since each begins at another row. More heads than needed cost time, too: the L2 cache should hold the rows
+between two key tiles of a head. For every 128 rows between them, the 132 programs of an H200 use 17 MB of q, dq and the
+output's gradient (head_dim 128).
 
 Where query heads share a key-value head, a tile walks the rows of all of them. Head after head, it would come to the
 second head only after all rows of the first, and every shorter tile behind it would wait. So all heads walk one band of
@@ -24,7 +25,9 @@ skip rows, all rows are one band, since tiles would overtake each other in narro
 
 On an H200, the backward of 8 rows of 8K tokens with 32 heads of 128 took, beside the unordered one: documents 1.05 with
 the 12 heads that are chosen and 1.15 with 6; random intervals of visible rows 1.08 with the 7 chosen and 1.17 with 12;
-causal blocks 1.14 with the 11 chosen, 1.25 with 2 and 1.29 with 16. `tests/tools/ordered_sums.py` simulates the waits.
+causal blocks 1.14 with the 11 chosen, 1.25 with 2 and 1.29 with 16. With 21 heads of 192 and values of 128, causal
+blocks took 1.20 at the distances that are chosen, 1.72 at twice and 1.39 at half of them.
+`tests/tools/ordered_sums.py` simulates the waits.
 """
 
 from __future__ import annotations
@@ -117,7 +120,7 @@ def prepare_dq_order(problem: Problem, block_m: int, block_n: int, programs: int
         _rank_key_tiles,
         mask_batch * mask_heads * n_rows,
         n_rows, n_columns, masks_of_group, n_dq_tiles, mask_batch * groups * n_blocks, batch * kv_heads,
-        programs, heads // kv_heads // masks_of_group,
+        programs, heads // kv_heads // masks_of_group, block_n // 2,
         GROUPED=heads > kv_heads, CAUSAL=problem.causal, ONE_MASK=masks_of_group == 1, BLOCK_M=block_m,
         FIRST_BAND_ROWS=_FIRST_BAND_ROWS, BAND_ROWS=_BAND_ROWS, SKIPPED_SHARE=_SKIPPED_SHARE, SEGMENTS=_SEGMENTS,
         LANES=_LANES, num_warps=4,
@@ -201,12 +204,12 @@ def _order_key_tiles(
 
 @triton.jit(
     do_not_specialize=[
-        "n_rows", "n_columns", "group", "n_semaphores", "n_sums", "kv_planes", "programs", "repeats",
+        "n_rows", "n_columns", "group", "n_semaphores", "n_sums", "kv_planes", "programs", "repeats", "apart",
     ]
 )  # fmt: skip
 def _rank_key_tiles(
     segments, key_tile_order, sums, ranks, semaphores, schedule,
-    n_rows, n_columns, group, n_semaphores, n_sums, kv_planes, programs, repeats,
+    n_rows, n_columns, group, n_semaphores, n_sums, kv_planes, programs, repeats, apart,
     GROUPED: tl.constexpr, CAUSAL: tl.constexpr, ONE_MASK: tl.constexpr, BLOCK_M: tl.constexpr,
     FIRST_BAND_ROWS: tl.constexpr, BAND_ROWS: tl.constexpr, SKIPPED_SHARE: tl.constexpr, SEGMENTS: tl.constexpr,
     LANES: tl.constexpr,
@@ -223,6 +226,7 @@ def _rank_key_tiles(
         kv_planes: key-value heads of the batch.
         programs: most that run at a time.
         repeats: query heads that walk the rows of each mask.
+        apart: rows by which key tiles of a head begin apart if none are level.
         GROUPED: whether several query heads share a key-value head.
     """
     row = tl.program_id(0) % n_rows
@@ -253,14 +257,14 @@ def _rank_key_tiles(
 
     if tl.program_id(0) == 0:
         _choose_schedule(
-            sums, schedule, n_sums, kv_planes, programs, repeats, n_rows,
+            sums, schedule, n_sums, kv_planes, programs, repeats, apart, n_rows,
             GROUPED, CAUSAL, ONE_MASK, BLOCK_M, FIRST_BAND_ROWS, BAND_ROWS, SKIPPED_SHARE, LANES,
         )  # fmt: skip
 
 
 @triton.jit
 def _choose_schedule(
-    sums, schedule, n_sums, kv_planes, programs, repeats, n_rows,
+    sums, schedule, n_sums, kv_planes, programs, repeats, apart, n_rows,
     GROUPED: tl.constexpr, CAUSAL: tl.constexpr, ONE_MASK: tl.constexpr, BLOCK_M: tl.constexpr,
     FIRST_BAND_ROWS: tl.constexpr, BAND_ROWS: tl.constexpr, SKIPPED_SHARE: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
@@ -288,8 +292,8 @@ def _choose_schedule(
     if not CAUSAL:
         level_tiles = tl.where(skip | (not ONE_MASK), key_tiles, level_tiles)
     few_level = level_tiles * 4 <= key_tiles
-    # 64 rows apart, and 192 more if all are level.
-    heads = (key_tiles + 3 * level_tiles) * programs * 64 // tl.maximum(row_tiles * BLOCK_M * repeats, 1)
+    # `apart` rows, and four times as many if all are level.
+    heads = (key_tiles + 3 * level_tiles) * programs * apart // tl.maximum(row_tiles * BLOCK_M * repeats, 1)
     turns = tl.cdiv(kv_planes, tl.maximum(heads, 1))
     tl.store(schedule, tl.cdiv(kv_planes, turns).to(tl.int32))  # a last turn of few heads would wait for longer
     all_rows = n_rows * BLOCK_M

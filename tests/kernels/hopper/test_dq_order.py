@@ -198,7 +198,7 @@ WAITS: dict[str, tuple[Callable[[], FlashMask], float]] = {
     # Key tiles overtake each other whatever the order.
     "hidden intervals, causal": (lambda: _random_intervals(8192, 2, causal=True), 1.3),
     "two hidden intervals": (lambda: _random_intervals(8192, 4), 1.3),
-    "intervals per query head": (lambda: _random_intervals(8192, 2, heads=16), 1.4),
+    "intervals per query head": (lambda: _random_intervals(8192, 2, heads=16), 1.45),
 }
 """Masks, and what the waits may make of the time."""
 
