@@ -67,6 +67,7 @@ LENGTHS_A_VISIT = 3
 LENGTHS = [2**power for power in range(12, 23)]
 POSITIONS = LENGTHS[-1]
 """`max_position_embeddings` of the models, so that rows of any length are taken; rotary embeddings have no table."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 TOLERANCE = {"cuda": 5e-3, "cpu": 1e-5}
 """Largest difference of two losses of fine-tuning, in bfloat16 (as in `training.py`) and in float32."""
 
@@ -310,6 +311,13 @@ def studies(shapes: Sequence[str], tasks: Sequence[str]) -> list[tuple[str, str,
     return found
 
 
+def interrupt(number: int, frame: object) -> None:
+    """Handle a signal that ends the run. `timeout` sends two, of which the second must not end the writing."""
+    for other in SIGNALS:
+        signal.signal(other, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the benchmark from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -328,7 +336,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("a GPU is needed; --shapes tiny --device cpu tries the program without one")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in SIGNALS:
+        signal.signal(number, interrupt)
     end = time.monotonic() + arguments.seconds
     torch._dynamo.config.recompile_limit = 256  # flex_attention is compiled for every shape
     logging.getLogger("transformers").setLevel(logging.ERROR)

@@ -89,11 +89,12 @@ def test_implementations_that_disagree_are_not_timed(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def handler():
-    """The study changes what a process does when it is terminated."""
-    before = signal.getsignal(signal.SIGTERM)
+def handlers():
+    """The study changes what a process does when it is interrupted or terminated."""
+    before = {number: signal.getsignal(number) for number in row_lengths.SIGNALS}
     yield
-    signal.signal(signal.SIGTERM, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 class Fake:
@@ -208,7 +209,15 @@ def test_an_interrupted_run_keeps_its_figures(monkeypatch, tmp_path, number):
             signal.raise_signal(number)
         step(self, implementation, row)
 
+    figures_of = row_lengths.figures_of
+
+    def interrupted_again(series, length):
+        if length == 1024:
+            signal.raise_signal(number)
+        return figures_of(series, length)
+
     monkeypatch.setattr(Fake, "step", interrupted)
+    monkeypatch.setattr(row_lengths, "figures_of", interrupted_again)
     with pytest.raises(KeyboardInterrupt):
         run(monkeypatch, tmp_path, "--steps", "1")
     figures = {
