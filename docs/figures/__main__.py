@@ -26,7 +26,7 @@ from matplotlib import rc_context
 from pictures import PICTURES, gallery
 from PIL import Image
 from results import ROOT, number, read
-from values import CASE, SHORTER, change, deterministic, first_call, gain_of, linear, speed, update_times
+from values import CASE, SHORTER, change, first_call, gain_of, linear, speed, update_times
 
 ASSETS = ROOT / "docs" / "assets"
 MARK = re.compile(r"(<!-- figure ([a-z0-9-]+) -->)(.*?)(<!-- end -->)", re.DOTALL)
@@ -71,10 +71,7 @@ TEXTS: dict[str, Callable[[], str]] = {
     "flex-grouped": partial(speed, "attention_gqa_h200", "both_tflops", "flashmask", "flex_attention", CASE, SHORTER),
     "cudnn-forward": partial(change, "attention_h200", "forward_ms", "flashmask", "cudnn"),
     "cudnn-backward": partial(change, "attention_h200", "backward_ms", "flashmask", "cudnn"),
-    "deterministic-128": partial(deterministic, "128", scattered=False),
-    "deterministic-64": partial(deterministic, "64", scattered=False),
-    "deterministic-128-scattered": partial(deterministic, "128", scattered=True),
-    "deterministic-64-scattered": partial(deterministic, "64", scattered=True),
+    "deterministic": attention_tables.deterministic,
     "linear": linear,
     "update-times": update_times,
     "first-call": partial(first_call, "empty"),

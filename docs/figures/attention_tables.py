@@ -174,6 +174,32 @@ def short() -> str:
     return table(head, lines, measured(rows, command, shape))
 
 
+def deterministic() -> str:
+    """Return the table of sums in a fixed order in the gradient of q, relative to sums in any order."""
+    rows = [
+        {**row, "both_ms": str(float(row["forward_ms"]) + float(row["backward_ms"]))}
+        for row in timed(read("deterministic_h200"))
+    ]
+    lines = []
+    for width, length in dict.fromkeys((_width(row), row["length"]) for row in rows):
+        cells = [width, f"{int(length):,}"]
+        for hidden in (False, True):
+            shown = [
+                row
+                for row in rows
+                if (_width(row), row["length"], row["mask"] == "hidden_intervals") == (width, length, hidden)
+            ]
+            for column in ("backward_ms", "both_ms"):
+                values = ratios(shown, column, "flashmask_deterministic", "flashmask", ("mask",))
+                span = f"{min(values):.2f} to {max(values):.2f} (" if len(values) > 1 else ""
+                cells.append(f"{span}{statistics.median(values):.2f}{')' if span else ''}")
+        lines.append(cells)
+    head = ("head size", "tokens a row", "backward", "both passes", "two intervals: backward", "two intervals: both")
+    shape = f"time relative to sums in any order (median of the masks), {_tokens(rows):,} tokens"
+    command = "benchmarks/attention.py --providers flashmask flashmask_deterministic --dims DIMS --masks MASKS"
+    return table(head, lines, measured(rows, command, shape))
+
+
 def ragged() -> str:
     """Return the table of little and uneven work, speed relative to FlexAttention; nothing if none was measured."""
     rows = read_all("ragged_*")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 
-from results import Key, Row, number, ratios, read, select, share, spread, timed
+from results import Key, Row, number, ratios, read, select, share, spread
 
 CASE = ("mask", "length", "head_dim")
 SHORTER = ("8192", "32768")
@@ -26,21 +26,6 @@ def speed(name: str, column: str, provider: str, peer: str, by: Key, lengths: Se
 def change(name: str, column: str, provider: str, peer: str, **values: str) -> str:
     """Return how much more or less time a provider takes than a peer, as text."""
     return share(ratios(common(select(read(name), **values)), column, provider, peer, CASE))
-
-
-def deterministic(dim: str, *, scattered: bool) -> str:
-    """Return how much more time deterministic kernels take, forward and backward together.
-
-    Args:
-        dim: head size.
-        scattered: under the mask that hides two random intervals of rows from each 128 keys, or under all others.
-    """
-    rows = [
-        {**row, "both_ms": str(float(row["forward_ms"]) + float(row["backward_ms"]))}
-        for row in timed(select(read("deterministic_h200"), head_dim=dim))
-        if (row["mask"] == "hidden_intervals") == scattered
-    ]
-    return share(ratios(rows, "both_ms", "flashmask_deterministic", "flashmask", CASE))
 
 
 def linear() -> str:
