@@ -223,6 +223,7 @@ LINES = {
     "flex_attention": (OTHER_PEER, "-"),
     "flash_attention_2": ("#8f8b83", "--"),
     "flash_attention_3": (OTHER_PEER, "--"),
+    "flash_attention_4": (OTHER_PEER, ":"),
 }
 
 

@@ -31,6 +31,7 @@ NAMES = {
     "sdpa": "SDPA",
     "flash_attention_2": "FlashAttention-2, varlen",
     "flash_attention_3": "FlashAttention-3, varlen",
+    "flash_attention_4": "FlashAttention-4, varlen",
     "sdpa_single": "SDPA, one by one",
     "hash_16": "16 hash buckets",
     "drop_30": "30% of queries and keys dropped",

@@ -16,7 +16,11 @@ from typing import Any, TypeVar
 import torch
 import transformers
 import triton
-from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_attn_3_available
+from transformers.utils.import_utils import (
+    is_flash_attn_2_available,
+    is_flash_attn_3_available,
+    is_flash_attn_4_available,
+)
 
 import flashmask_hf
 
@@ -160,6 +164,8 @@ def missing(implementation: str, device: str) -> str:
         return "the package flash-attn is not installed, or there is no GPU"
     if implementation == "flash_attention_3" and not is_flash_attn_3_available():
         return "the package flash-attn-3 is not installed, or there is no GPU"
+    if implementation == "flash_attention_4" and not is_flash_attn_4_available():
+        return "the package flash-attn-4 is not installed, or there is no GPU"
     return ""
 
 

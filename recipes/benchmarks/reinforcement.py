@@ -66,7 +66,7 @@ from flashmask_hf.trainers import SharedPromptGRPOConfig, SharedPromptGRPOTraine
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from common import compile_layers
 
-PADDED = ("sdpa", "flex_attention", "flash_attention_2", "flash_attention_3")
+PADDED = ("sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 PROVIDERS = ("flashmask", "flashmask_unshared", *PADDED, "tree_fa3")
 
 IDS: dict[str, Any] = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}

@@ -12,7 +12,7 @@ tasks: in full, its weights, gradients and AdamW's state alone are 60 GiB.
 - `flashmask`: this package.
 - `sdpa` and `flex_attention`: the same model, trainer and packed row, with SDPA and a dense mask, or FlexAttention and
   a block mask; every step makes the mask once (`packed_attention.py`).
-- `flash_attention_2` and `flash_attention_3`: FlashAttention's varlen path of transformers, where its package is
+- `flash_attention_2`, `_3` and `_4`: FlashAttention's varlen path of transformers, where its package is
   installed. Such rows cannot share a question, so DPO and the reward model run as in stock TRL, which repeats the
   question for each answer, one question at a time.
 
@@ -58,7 +58,8 @@ from trl.trainer.utils import add_fused_lm_head
 from flashmask_hf.names import VECTORS
 
 # The one that compiles longest is last: at each length, it takes no time of the others' first steps.
-IMPLEMENTATIONS = ("flashmask", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
+VARLEN = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
+IMPLEMENTATIONS = ("flashmask", "sdpa", *VARLEN, "flex_attention")
 COMPILED = ("flex_attention",)
 """Implementations that compile for each length."""
 TASKS = ("sft", "lora", "dpo", "reward")
@@ -101,7 +102,7 @@ class FineTuning:
         self._step(implementation, row, self.optimizer)
 
     def _step(self, implementation: str, row: Any, optimizer: torch.optim.Optimizer) -> float:
-        varlen = implementation.startswith("flash_attention")
+        varlen = implementation in VARLEN
         row = row | {VECTORS: row[VECTORS].clone()}  # so that each step makes its mask anew, and frees it
         with contextlib.nullcontext() if varlen else attention(implementation):
             return training.step(self.model, optimizer, implementation if varlen else "flashmask", row, fused=True)
@@ -132,7 +133,7 @@ class Alignment:
         """Return the name that `alignment.py` knows an implementation by."""
         if implementation == "flashmask":
             return implementation
-        return f"{implementation}_{'single' if implementation.startswith('flash_attention') else 'packed'}"
+        return f"{implementation}_{'single' if implementation in VARLEN else 'packed'}"
 
 
 Study = FineTuning | Alignment
