@@ -118,7 +118,9 @@ def test_ignore_bias_buffers_ignores_bool_buffers(tmp_path, model, files, monkey
     [("dpo", "ddp", LORA), ("reward", "ddp", []), ("dpo", "fsdp2", []), ("reward", "fsdp2", LORA)],
 )
 def test_two_processes_train_like_one(tmp_path, model, files, capsys, recipe, config, flags):
-    flags = ["--model_name_or_path", model, "--dataset_name", files[recipe], "--max_steps", 4, *flags]
+    rows = tmp_path / "rows.jsonl"  # of one step, so that losses compare
+    rows.write_text("".join(files[recipe].read_text().splitlines(keepends=True)[:4]))
+    flags = ["--model_name_or_path", model, "--dataset_name", rows, "--max_steps", 4, *flags]
     flags += ["--learning_rate", 1e-3, "--logging_steps", 1, "--disable_tqdm", True, "--save_strategy", "no"]
     accelerate = [sys.executable, "-m", "accelerate.commands.launch"]
     accelerate += ["--config_file", RECIPES / "configs" / f"accelerate_{config}.yaml"]

@@ -51,7 +51,7 @@ def test_the_demo_repeats_a_taught_fact(tmp_path, monkeypatch, capsys):
     facts = data.question_answers()["train"]
     facts = facts.select(range(len(facts) - len(data.FACTS) * data.FACT_COPIES, len(facts)))
     monkeypatch.setattr(data, "question_answers", lambda: DatasetDict({"train": facts, "test": facts}))
-    sft.main(["--max_length", "512", "--num_train_epochs", "1", "--output_dir", str(tmp_path), *QUICK])
+    sft.main(["--max_length", "512", "--num_train_epochs", "2", "--output_dir", str(tmp_path), *QUICK])
     printed = capsys.readouterr().out
     question = printed.partition("Prompt: ")[2].splitlines()[0]
     assert printed.partition("\nAnswer: ")[2].splitlines()[0] == data.FACTS[question]
