@@ -54,6 +54,12 @@ def _tokens(rows: Sequence[Row]) -> int:
     return int(rows[0]["batch"]) * int(rows[0]["length"])
 
 
+def _range(values: Sequence[float]) -> str:
+    """Return the range of ratios and their median, or the ratio if there is only one."""
+    middle = f"{statistics.median(values):.2f}"
+    return middle if len(values) == 1 else f"{min(values):.2f} to {max(values):.2f} ({middle})"
+
+
 def attention() -> str:
     """Return the table of attention alone by mask, of heads of 128 in rows of 32,768 tokens."""
     rows = select(read("attention_h200"), length="32768", head_dim="128")
@@ -164,7 +170,7 @@ def short() -> str:
             for passes in ("forward", "both"):
                 shown = select(rows, passes=passes)
                 values = ratios(shown, column, provider, "sdpa_mask", ("batch", "rows", "head_dim"))
-                cells.append(f"{min(values):.2f} to {max(values):.2f} ({statistics.median(values):.2f})")
+                cells.append(_range(values))
         lines.append((name_of(provider), *cells))
     head = ("", "host, forward", "host, both", "CUDA graph, forward", "CUDA graph, both")
     shape = (
@@ -191,8 +197,7 @@ def deterministic() -> str:
             ]
             for column in ("backward_ms", "both_ms"):
                 values = ratios(shown, column, "flashmask_deterministic", "flashmask", ("mask",))
-                span = f"{min(values):.2f} to {max(values):.2f} (" if len(values) > 1 else ""
-                cells.append(f"{span}{statistics.median(values):.2f}{')' if span else ''}")
+                cells.append(_range(values))
         lines.append(cells)
     head = ("head size", "tokens a row", "backward", "both passes", "two intervals: backward", "two intervals: both")
     shape = f"time relative to sums in any order (median of the masks), {_tokens(rows):,} tokens"

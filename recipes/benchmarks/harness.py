@@ -160,12 +160,15 @@ def missing(implementation: str, device: str) -> str:
     """Return why an attention implementation of transformers cannot run here, or ""."""
     if implementation == "flex_attention" and device == "cpu":
         return "it has no backward on a CPU"
-    if implementation == "flash_attention_2" and not is_flash_attn_2_available():
-        return "the package flash-attn is not installed, or there is no GPU"
-    if implementation == "flash_attention_3" and not is_flash_attn_3_available():
-        return "the package flash-attn-3 is not installed, or there is no GPU"
-    if implementation == "flash_attention_4" and not is_flash_attn_4_available():
-        return "the package flash-attn-4 is not installed, or there is no GPU"
+    packages = {
+        "flash_attention_2": ("flash-attn", is_flash_attn_2_available),
+        "flash_attention_3": ("flash-attn-3", is_flash_attn_3_available),
+        "flash_attention_4": ("flash-attn-4", is_flash_attn_4_available),
+    }
+    if implementation in packages:
+        package, available = packages[implementation]
+        if not available():
+            return f"the package {package} is not installed, or there is no GPU"
     return ""
 
 

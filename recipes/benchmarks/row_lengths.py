@@ -57,8 +57,8 @@ from trl.trainer.utils import add_fused_lm_head
 
 from flashmask_hf.names import VECTORS
 
-# The one that compiles longest is last: at each length, it takes no time of the others' first steps.
 VARLEN = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
+# The one that compiles longest is last: at each length, it takes no time of the others' first steps.
 IMPLEMENTATIONS = ("flashmask", "sdpa", *VARLEN, "flex_attention")
 COMPILED = ("flex_attention",)
 """Implementations that compile for each length."""

@@ -70,7 +70,8 @@ def test_compiles(dims: tuple[int, int], form: str, deterministic: bool) -> None
     assert kernel.spills is not None
     assert kernel.spills <= 128  # most of the warp that loads, which has 32 registers
     # Reloads of values that stay the same. Triton 3.9 spills more in the narrow kernel, up to 34 instructions.
-    assert kernel.spills_beside_products() <= (2 if dims in WIDE else 34 if TRITON >= (3, 9) else 4)
+    wide, narrow = 1 if (3, 7) <= TRITON < (3, 9) else 2, 34 if TRITON >= (3, 9) else 4
+    assert kernel.spills_beside_products() <= (wide if dims in WIDE else narrow)
     assert not kernel.serializes_products()
     assert not kernel.reused_barriers()
     # Sums are in global memory before the next tile of keys may add its own.
@@ -84,7 +85,7 @@ def test_compiles_what_puts_rows_back(dims: tuple[int, int], deterministic: bool
     kernel = _compile(dims, form, deterministic=deterministic, placed=True)["backward_kernel"]
     assert kernel.shared <= 227 * 1024
     assert kernel.spills is not None
-    assert kernel.spills <= (160 if TRITON >= (3, 9) else 144)  # likewise
+    assert kernel.spills <= (160 if TRITON >= (3, 9) else 144 if TRITON >= (3, 8) else 128)  # likewise
     assert not kernel.serializes_products()
 
 
