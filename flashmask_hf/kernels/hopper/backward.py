@@ -17,6 +17,7 @@ from flashmask_hf.kernels.launch.launcher import Launch
 from flashmask_hf.kernels.launch.layout import Layout, layout_like, packed_layout
 from flashmask_hf.kernels.launch.problem import Problem
 from flashmask_hf.kernels.shared.configs import multiprocessors
+from flashmask_hf.kernels.shared.plan import count_key_tiles
 from flashmask_hf.kernels.shared.row_statistics import Delta, Gradients, OutputLayout, prepare_delta
 from flashmask_hf.plan import COLUMNS, ROWS, Plan, plan_columns
 
@@ -38,7 +39,7 @@ class Tiles(NamedTuple):
 _TILES = {
     Widths(64): Tiles(128, 2, 2, 2, 2, 2, 1),
     Widths(128): Tiles(64, 2, 2, 1, 2, 2, 2),
-    Widths(128, 64): Tiles(64, 1, 1, 1, 2, 4, 1),
+    Widths(128, 64): Tiles(32, 2, 1, 1, 2, 4, 2),
     Widths(256): Tiles(64, 1, 1, 1, 1, 3, 1),
 }
 """Tiles by the columns of queries, keys and values."""
@@ -79,23 +80,24 @@ def prepare_backward(
     if deterministic and tiles.KEY_PARTS == 1:  # one warp adds while the other waits until its sums are in memory
         tiles = tiles._replace(STORE_WARPS=2)
     block_m, block_n = tiles.BLOCK_M, tiles.KEY_PARTS * 64
-    pieces = 2 if tiles.KEY_PARTS == 2 else -(-head_dim // 64)  # [64, 64] of a tile of dQ
+    dq_columns = -(-head_dim // 64) * 64
+    dq_rows = min(64, block_m)  # of a piece of dQ, which has 64 columns
+    pieces = dq_columns // 64 * (block_m // dq_rows)
     padded_len = -(-q_len // ROWS) * ROWS
     n_row_tiles = padded_len // block_m
-    plan_width = plan_columns(kv_len)
-    n_columns = -(-kv_len // plan_width) * (plan_width // block_n)
+    n_columns = count_key_tiles(kv_len, block_n)
     if deterministic:  # the order has segments of its own, which are finer than the plan's
-        segment_rows, subtiles = block_m, plan_width // COLUMNS
+        segment_rows, subtiles = block_m, plan_columns(kv_len) // COLUMNS
         n_kv = n_columns // subtiles
     else:
-        segment_rows, subtiles, n_kv = ROWS, plan_width // block_n, problem.plan_shape[3]
+        segment_rows, subtiles, n_kv = ROWS, plan_columns(kv_len) // block_n, problem.plan_shape[3]
     kv_planes = batch * kv_heads
     programs = multiprocessors(device)
     persistent = n_columns * kv_planes > programs
     # Interleaved heads put equal work side by side.
     interleaved = min(kv_planes, max(1, _RESIDENT_BYTES // (q_len * head_dim * (heads // kv_heads) * 4)))
 
-    accum = packed_layout(batch * heads * n_row_tiles * pieces * 128, 32, dtype=torch.float32, device=device)
+    accum = packed_layout(batch * heads * padded_len * dq_columns // 32, 32, dtype=torch.float32, device=device)
     new_accum = accum.allocator()
     new_counter = packed_layout(1, dtype=torch.int32, device=device).allocator()
     new_delta = packed_layout(batch, heads, q_len, dtype=torch.float32, device=device).allocator()
@@ -109,7 +111,7 @@ def prepare_backward(
     laid_out = told == gradients
 
     make_dq_order = prepare_dq_order(problem, block_m, block_n, programs) if deterministic else None
-    make_delta: Any = None if output is None else prepare_delta(dout, output[0], q_len, sums=pieces * 4096 // block_m)
+    make_delta: Any = None if output is None else prepare_delta(dout, output[0], q_len, sums=dq_columns)
     add = Launch(
         backward_kernel,
         min(n_columns * kv_planes, programs),
@@ -117,13 +119,13 @@ def prepare_backward(
         problem.scale, *problem.factors,
         descriptors=(
             row_template(q, block_m, width), row_template(k, 64, width), row_template(v, 64, v_width),
-            row_template(dout, block_m, v_width), tile_template(accum, 128, 32),
+            row_template(dout, block_m, v_width), tile_template(accum, 2 * dq_rows, 32),
             row_template(gradients[1], 64, width), row_template(gradients[2], 64, v_width),
         ),
         FORM=Form(
             **problem.constants, SCATTER=ordered, DQ_ORDER=deterministic, PERSISTENT=persistent,
-            **tiles._asdict(), BLOCK_D=width, BLOCK_V=v_width, DQ_PIECES=pieces, HEAD_DIM=head_dim,
-            V_HEAD_DIM=v_head_dim, DEPTH=contracted(head_dim), V_DEPTH=contracted(v_head_dim),
+            **tiles._asdict(), BLOCK_D=width, BLOCK_V=v_width, TAIL=widths.tail, DQ_PIECES=pieces, DQ_ROWS=dq_rows,
+            HEAD_DIM=head_dim, V_HEAD_DIM=v_head_dim, DEPTH=contracted(head_dim), V_DEPTH=contracted(v_head_dim),
             SEGMENT_ROWS=segment_rows, SUBTILES=subtiles, SCORES_AHEAD=width == 64 and not problem.softcap,
         ),
         num_warps=4,
@@ -132,7 +134,7 @@ def prepare_backward(
         scale_dq_kernel,
         pieces * n_row_tiles * heads * batch,
         *gradients[0].strides[:3], heads, q_len, n_row_tiles, problem.scale,
-        SCATTER=ordered, BLOCK_M=block_m, PIECES=pieces, HEAD_DIM=head_dim, num_warps=4,
+        SCATTER=ordered, BLOCK_M=block_m, PIECES=pieces, ROWS=dq_rows, HEAD_DIM=head_dim, num_warps=4,
     )  # fmt: skip
 
     def run(

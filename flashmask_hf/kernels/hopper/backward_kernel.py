@@ -4,8 +4,8 @@ A program stays on a multiprocessor and takes one tile of keys of one key-value 
 (persistent tile scheduler). It keeps the keys and values in shared memory and walks the tiles of query rows that see
 them, of all query heads that share the head. Scores are made transposed, [keys, rows], so that softmax weights and
 their gradients stay in registers as operands for dV and dK. Every warp has one role, and the roles meet at barriers.
-Tiles have 128 keys, and the roles are these, where heads have up to 128 columns; `backward_wide` has those of wider
-ones, which take 64 keys:
+Tiles have 128 keys, and the roles are these, where heads have up to 128 columns, or keys 192 and values 128;
+`backward_wide` has those of wider ones, which take 64 keys:
 
     producer               dK, dV (2 warpgroups,            dQ (1 warpgroup)         store (1 or 2 warps)
     (1 warp)               64 keys each)
@@ -20,8 +20,8 @@ ones, which take 64 keys:
                                       dV += P' dO
                                       dS' = P' (dP' - delta)
                                       dK += dS' Q
-                           dS' in shared memory -- ds_full -> dQ = dS K, in two halves
-                                     <---------- ds_free -- (both halves are complete)
+                           dS' in shared memory -- ds_full -> dQ = dS K, in pieces
+                                     <---------- ds_free -- (all pieces are complete)
                                                             dQ in shared memory --- dq_full -> TMA add to dq_accum
                                                                       <------------ dq_free -- (TMA has read it)
     <--- ROWS_FREE ------------------ (dK, dV complete) -- (dS is there) ---------- (slots are read)
@@ -29,9 +29,13 @@ ones, which take 64 keys:
                            dK, dV in the shared memory of K, V -------------------- dkv_full -> TMA store dK, dV
     <--- keys_free -------------------------------------------------------------------------- (TMA has read them)
 
-    ROWS_FREE is a named barrier, the others are mbarriers. Tiles of rows with their log-sum-exp, delta and slots, dS
-    and keys have two stages. Values have VALUE_STAGES: two with 64 columns. With 128 columns there is room for one, and
+    ROWS_FREE is a named barrier, the others are mbarriers. Tiles of rows with their log-sum-exp, delta and slots, and
+    dS have two stages, keys and values KEY_STAGES and VALUE_STAGES. If there is room for two of keys and one of values,
     the store warps load the values, once the gradients before have left their place.
+
+Each tile of keys adds its share of dQ to global memory, which bounds the kernel if there are many columns and few keys.
+So keys of 192 columns have tiles of 128 keys, too, and there are registers for 32 rows only. A product has at least 64
+rows; dQ of 32 is made transposed.
 
 A kernel of its own, `scale_dq_kernel`, turns the float32 sums `dq_accum` into dQ.
 """
@@ -107,7 +111,8 @@ class Barriers(NamedTuple):
 
 @gluon.jit
 def _epilogue(
-    dk, dv, k_tile, v_tile, full, step, row_tiles, kv_plane, column, args, FORM: gl.constexpr, DTYPE: gl.constexpr
+    dk, dk_tail, dv, k_tile, v_tile, full, step, row_tiles, kv_plane, column, args, FORM: gl.constexpr,
+    DTYPE: gl.constexpr,
 ):  # fmt: skip
     """Put dK and dV of a warpgroup's 64 keys where the keys and the values were, and tell the store warp.
 
@@ -115,17 +120,24 @@ def _epilogue(
     """
     tensors, scalars, _shared, barriers = args
     BLOCK_D: gl.constexpr = FORM.BLOCK_D
+    BLOCK_V: gl.constexpr = FORM.BLOCK_V
+    TAIL: gl.constexpr = FORM.TAIL
     KV: gl.constexpr = dk.type.layout
+    KEYS_TAIL: gl.constexpr = dk_tail.type.layout
     if row_tiles == 0:  # products with keys and values, which may be infinite
-        dk = gl.zeros([64, BLOCK_D], gl.float32, KV)
-        dv = gl.zeros([64, BLOCK_D], gl.float32, KV)
-    tile = v_tile.reshape([64, BLOCK_D])
+        dk = gl.zeros([64, BLOCK_V], gl.float32, KV)
+        dv = gl.zeros([64, BLOCK_V], gl.float32, KV)
+        if TAIL > 0:
+            dk_tail = gl.zeros([64, TAIL], gl.float32, KEYS_TAIL)
+    tile = v_tile.reshape([64, BLOCK_V])
     tile.store(downcast(dv, DTYPE))
     if FORM.SCATTER:
-        scatter_rows(tile, tensors.dv_rows, FORM.V_HEAD_DIM, kv_plane, column, args, BLOCK_D)
+        scatter_rows(tile, tensors.dv_rows, FORM.V_HEAD_DIM, kv_plane, column, args, BLOCK_V)
     mbarrier.wait(barriers.ds_free.index(step & 1), (step // 2) & 1)  # the last dQ has read the keys
     tile = k_tile.reshape([64, BLOCK_D])
-    tile.store(downcast(dk * scalars.scale, DTYPE))
+    tile.slice(0, BLOCK_V, dim=1).store(downcast(dk * scalars.scale, DTYPE))
+    if TAIL > 0:
+        tile.slice(BLOCK_V, TAIL, dim=1).store(downcast(dk_tail * scalars.scale, DTYPE))
     if FORM.SCATTER:
         scatter_rows(tile, tensors.dk_rows, FORM.HEAD_DIM, kv_plane, column, args, BLOCK_D)
     fence_async_shared()
@@ -150,8 +162,12 @@ def _accumulate_dkv(WARPGROUP: gl.constexpr, args, FORM: gl.constexpr):
     BLOCK_D: gl.constexpr = FORM.BLOCK_D
     DTYPE: gl.constexpr = shared.q.dtype
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    KV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    BLOCK_V: gl.constexpr = FORM.BLOCK_V
+    TAIL: gl.constexpr = FORM.TAIL
+    KV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_V, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, KV, 2)
+    KEYS_TAIL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, max(TAIL, 8), 16])
+    TAIL_OPERAND: gl.constexpr = gl.DotOperandLayout(0, KEYS_TAIL, 2)
     no_scores = gl.zeros([64, BLOCK_M], gl.float32, S)
     step = 0
     item = 0
@@ -163,18 +179,21 @@ def _accumulate_dkv(WARPGROUP: gl.constexpr, args, FORM: gl.constexpr):
         scores = issue_dots(keys, queries, no_scores, FORM.DEPTH)
         weights, slopes = softmax_weights(scores, 0, args, WARPGROUP, FORM, S, DTYPE)
     while row_tiles >= 0:
-        k_index = (item & 1) * 2 + WARPGROUP
+        k_index = item % FORM.KEY_STAGES * 2 + WARPGROUP
         v_stage = item % VALUE_STAGES
         column = read_slot(shared.slots, (step & 1) * Slot.COUNT + Slot.KEY_TILE) * 128 + WARPGROUP * 64
         kv_plane = read_slot(shared.slots, (step & 1) * Slot.COUNT + Slot.KV_PLANE)
-        dk = gl.zeros([64, BLOCK_D], gl.float32, KV)
-        dv = gl.zeros([64, BLOCK_D], gl.float32, KV)
+        dk = gl.zeros([64, BLOCK_V], gl.float32, KV)
+        dv = gl.zeros([64, BLOCK_V], gl.float32, KV)
+        dk_tail = dk  # not used without a tail
+        if TAIL > 0:
+            dk_tail = gl.zeros([64, TAIL], gl.float32, KEYS_TAIL)
         for i in range(gl.maximum(row_tiles, 1)):
             zero = opaque_zero()
             stage = step & 1
-            values = shared.v.index(v_stage * 2 + WARPGROUP + zero).reshape([64, BLOCK_D])
+            values = shared.v.index(v_stage * 2 + WARPGROUP + zero).reshape([64, BLOCK_V])
             queries = shared.q.index(stage).reshape([BLOCK_M, BLOCK_D])
-            dout = shared.do.index(stage).reshape([BLOCK_M, BLOCK_D])
+            dout = shared.do.index(stage).reshape([BLOCK_M, BLOCK_V])
             if not SCORES_AHEAD:
                 keys = shared.k.index(k_index + zero).reshape([64, BLOCK_D])
                 mbarrier.wait(barriers.q_full.index(stage), (step // 2) & 1)
@@ -191,7 +210,11 @@ def _accumulate_dkv(WARPGROUP: gl.constexpr, args, FORM: gl.constexpr):
             dweights = warpgroup_mma_wait(0 if CAP else 1, deps=[dweights])
             dscores = downcast(upcast(slopes, DTYPE) * (dweights - delta), DTYPE)  # [64, BLOCK_M]
             if not SCORES_AHEAD:
-                dk = warpgroup_mma(gl.convert_layout(dscores, OPERAND), queries, dk, is_async=True)
+                columns = queries.slice(0, BLOCK_V, dim=1)
+                dk = warpgroup_mma(gl.convert_layout(dscores, OPERAND), columns, dk, is_async=True)
+                if TAIL > 0:
+                    columns = queries.slice(BLOCK_V, TAIL, dim=1)
+                    dk_tail = warpgroup_mma(gl.convert_layout(dscores, TAIL_OPERAND), columns, dk_tail, is_async=True)
             mbarrier.wait(barriers.ds_free.index(stage), ((step // 2) & 1) ^ 1)
             shared.ds.index(stage * 2 + WARPGROUP).store(dscores)
             fence_async_shared()
@@ -205,12 +228,15 @@ def _accumulate_dkv(WARPGROUP: gl.constexpr, args, FORM: gl.constexpr):
                 queries = shared.q.index(stage ^ 1).reshape([BLOCK_M, BLOCK_D])
                 mbarrier.wait(barriers.q_full.index(stage ^ 1), (step // 2) & 1)
                 scores = issue_dots(keys, queries, no_scores, FORM.DEPTH)
-            dk, dv = warpgroup_mma_wait(piece_count(FORM.DEPTH) if SCORES_AHEAD else 0, deps=[dk, dv])
+            if TAIL > 0:
+                dk, dk_tail, dv = warpgroup_mma_wait(0, deps=[dk, dk_tail, dv])
+            else:
+                dk, dv = warpgroup_mma_wait(piece_count(FORM.DEPTH) if SCORES_AHEAD else 0, deps=[dk, dv])
             release_rows(stage, FORM)
             if SCORES_AHEAD:
                 weights, slopes = softmax_weights(scores, stage ^ 1, args, WARPGROUP, FORM, S, DTYPE)
         _epilogue(
-            dk, dv, shared.k.index(k_index), shared.v.index(v_stage * 2 + WARPGROUP),
+            dk, dk_tail, dv, shared.k.index(k_index), shared.v.index(v_stage * 2 + WARPGROUP),
             barriers.dkv_full.index(v_stage * STORE_WARPS + WARPGROUP % STORE_WARPS), step - 1, row_tiles, kv_plane,
             column, args, FORM, DTYPE,
         )  # fmt: skip
@@ -222,11 +248,14 @@ def _accumulate_dkv(WARPGROUP: gl.constexpr, args, FORM: gl.constexpr):
 
 @gluon.jit
 def _accumulate_dq(args, FORM: gl.constexpr):
-    """Third warpgroup: the share of dQ of every tile of rows, in halves [64, 64] of its rows or of its columns."""
+    """Third warpgroup: the share of dQ of every tile of rows, in pieces of its rows or of its columns."""
     _tensors, _scalars, shared, barriers = args
     BLOCK_D: gl.constexpr = FORM.BLOCK_D
-    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    no_dq = gl.zeros([64, 64], gl.float32, DQ)
+    PIECES: gl.constexpr = FORM.DQ_PIECES
+    DQ_STAGES: gl.constexpr = FORM.DQ_STAGES
+    DQ_ROWS: gl.constexpr = FORM.DQ_ROWS
+    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_ROWS, 16])
+    no_dq = gl.zeros([64, DQ_ROWS], gl.float32, DQ)
     step = 0
     item = 0
     mbarrier.wait(barriers.q_full.index(0), 0)
@@ -238,20 +267,24 @@ def _accumulate_dq(args, FORM: gl.constexpr):
             # Earlier, the warpgroup might arrive twice before the producer has passed the barrier once.
             release_rows(stage, FORM)
             zero = opaque_zero()
-            for half in gl.static_range(2):
+            for piece in gl.static_range(PIECES):
+                number = step * PIECES + piece
                 dq = no_dq
                 for group in gl.static_range(2):
                     dscores = shared.ds.index(stage * 2 + group + zero)
-                    keys = shared.k.index((item & 1) * 2 + group + zero).reshape([64, BLOCK_D])
+                    keys = shared.k.index(item % FORM.KEY_STAGES * 2 + group + zero).reshape([64, BLOCK_D])
                     if BLOCK_D == 64:
-                        dscores = dscores.slice(half * 64, 64, dim=1)
+                        dscores = dscores.slice(piece * 64, 64, dim=1)
                     else:
-                        keys = keys.slice(half * 64, 64, dim=1)
-                    dq = warpgroup_mma(dscores.permute((1, 0)), keys, dq, use_acc=group > 0, is_async=True)
+                        keys = keys.slice(piece * 64, 64, dim=1)
+                    if DQ_ROWS == 32:  # a product has at least 64 rows, so these are its columns
+                        dq = warpgroup_mma(keys.permute((1, 0)), dscores, dq, use_acc=group > 0, is_async=True)
+                    else:
+                        dq = warpgroup_mma(dscores.permute((1, 0)), keys, dq, use_acc=group > 0, is_async=True)
                 dq = warpgroup_mma_wait(0, deps=[dq])
-                mbarrier.wait(barriers.dq_free.index(half), (step & 1) ^ 1)
-                stage_dq(dq, shared.dq.index(half))
-                mbarrier.arrive(barriers.dq_full.index(stage * 2 + half), count=1)
+                mbarrier.wait(barriers.dq_free.index(number % DQ_STAGES), ((number // DQ_STAGES) & 1) ^ 1)
+                stage_dq(dq, shared.dq.index(number % DQ_STAGES))
+                mbarrier.arrive(barriers.dq_full.index(number % (2 * DQ_STAGES)), count=1)
             mbarrier.arrive(barriers.ds_free.index(stage), count=1)
             step += 1
         item += 1
@@ -289,7 +322,7 @@ def backward_kernel(
         k=gl.allocate_shared_memory(q.dtype, [KEY_STAGES * KEY_PARTS, 1, 1, 64, BLOCK_D], k.layout),
         v=gl.allocate_shared_memory(q.dtype, [VALUE_STAGES * KEY_PARTS, 1, 1, 64, BLOCK_V], v.layout),
         ds=gl.allocate_shared_memory(q.dtype, [2 * KEY_PARTS, 64, BLOCK_M], SCORES),
-        dq=gl.allocate_shared_memory(gl.float32, [DQ_STAGES, 128, 32], dq_accum.layout),
+        dq=gl.allocate_shared_memory(gl.float32, [DQ_STAGES, 2 * FORM.DQ_ROWS, 32], dq_accum.layout),
         lse=gl.allocate_shared_memory(gl.float32, [2, BLOCK_M], PLAIN),
         delta=gl.allocate_shared_memory(gl.float32, [2, BLOCK_M], PLAIN),
         slots=gl.allocate_shared_memory(gl.int32, [2 * Slot.COUNT, 1], PLAIN),
@@ -333,6 +366,8 @@ def backward_kernel(
     )  # fmt: skip
     args = (tensors, scalars, shared, barriers)
     if KEY_PARTS == 2:
+        # Of 512 for four warpgroups, the last of which is the single warps: as many as the second has are left.
+        REGISTERS: gl.constexpr = [216, 48, 32, 32, 32] if BLOCK_D > 128 else [208, 64, 32, 32, 32]
         gl.warp_specialize(
             [
                 (_accumulate_dkv, (0, args, FORM)),
@@ -343,7 +378,7 @@ def backward_kernel(
                 (store_gradients, (1, args, FORM)),
             ],
             [4, 4, 1, 1, 1],
-            [208, 64, 32, 32, 32],  # of 512 for four warpgroups, the last of which is the single warps: 208 are left
+            REGISTERS,
         )
     else:
         gl.warp_specialize(
@@ -363,20 +398,22 @@ def backward_kernel(
 @triton.jit(do_not_specialize=["heads", "q_len", "n_row_tiles"])
 def scale_dq_kernel(
     dq_accum, dq, order, dq_b, dq_h, dq_s, heads, q_len, n_row_tiles, scale,
-    SCATTER: tl.constexpr, BLOCK_M: tl.constexpr, PIECES: tl.constexpr, HEAD_DIM: tl.constexpr,
+    SCATTER: tl.constexpr, BLOCK_M: tl.constexpr, PIECES: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Scale the sums, in the order of `stage_dq`, and store them to dq [B, Hq, Sq, D]: a piece [64, 64] a program.
+    """Scale the sums, in the order of `stage_dq`, and store them to dq [B, Hq, Sq, D]: a piece of ROWS rows a program.
 
     A tile of rows has PIECES of them. SCATTER puts each row where `order`, int32 [B, Hq, Sq], says.
     """
     piece = tl.program_id(0) % PIECES
     row_tile = tl.program_id(0) // PIECES % n_row_tiles
     plane = (tl.program_id(0) // PIECES // n_row_tiles).to(tl.int64)
-    sums = (tl.program_id(0).to(tl.int64) * 128 + tl.arange(0, 128))[:, None] * 32 + tl.arange(0, 32)[None, :]
-    tile = tl.reshape(tl.load(dq_accum + sums), [8, 4, 4, 2, 4, 2, 2])
-    tile = tl.reshape(tl.permute(tile, [1, 5, 2, 3, 0, 4, 6]), [64, 64]) * scale
-    rows = row_tile * BLOCK_M + (piece * 64 if BLOCK_M == 128 else 0) + tl.arange(0, 64)
-    dims = (piece * 64 if BLOCK_M == 64 else 0) + tl.arange(0, 64)
+    sums = dq_accum + tl.program_id(0).to(tl.int64) * (64 * ROWS)
+    tile = tl.reshape(tl.load(sums + tl.arange(0, 64 * ROWS)), [ROWS // 8, 4, 4, 2, 4, 2, 2])
+    tile = tl.reshape(tl.permute(tile, [1, 5, 2, 3, 0, 4, 6]), [64, ROWS]) * scale
+    if ROWS == 32:
+        tile = tl.trans(tile)
+    rows = row_tile * BLOCK_M + (piece * 64 if BLOCK_M == 128 else 0) + tl.arange(0, ROWS)
+    dims = (piece * 64 if BLOCK_M <= 64 else 0) + tl.arange(0, 64)
     inside = rows < q_len
     if SCATTER:
         rows = tl.load(order + plane * q_len + rows, mask=inside, other=0)

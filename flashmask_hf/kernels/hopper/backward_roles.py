@@ -100,7 +100,7 @@ class Tensors(NamedTuple):
     k: Any  # descriptor, tiles [64, BLOCK_D]
     v: Any  # descriptor, tiles [64, BLOCK_V]
     dout: Any  # descriptor, tiles [BLOCK_M, BLOCK_V]
-    dq_accum: Any  # descriptor of float32 sums, tiles [128, 32] in the order of `stage_dq`
+    dq_accum: Any  # descriptor of float32 sums, tiles [2 * DQ_ROWS, 32] in the order of `stage_dq`
     dk: Any  # descriptor, tiles [64, BLOCK_D]
     dv: Any  # descriptor, tiles [64, BLOCK_V]
     dk_rows: Any  # `dk` as a pointer if SCATTER
@@ -154,8 +154,12 @@ class Form(NamedTuple):
     """Columns of a tile of queries or keys, of which those past HEAD_DIM are 0."""
     BLOCK_V: int
     """Columns of a tile of values, of which those past V_HEAD_DIM are 0."""
+    TAIL: int
+    """Columns of queries and keys past the first BLOCK_V that may not be 0, if a tile of them is wider."""
     DQ_PIECES: int
-    """Pieces [64, 64] of a tile of dQ."""
+    """Pieces of 64 columns of a tile of dQ."""
+    DQ_ROWS: int
+    """Query rows of a piece: 64, or 32 if a tile has no more. Then the piece is made transposed, [64, 32]."""
     HEAD_DIM: int
     """Columns of queries and keys."""
     V_HEAD_DIM: int
@@ -197,10 +201,9 @@ def release_rows(stage, FORM: gl.constexpr):
 
 
 @gluon.jit
-def release_dout(FORM: gl.constexpr):
-    """Arrive at DO_FREE for one of the two warpgroups that read the gradients of the output, if they have one stage."""
-    if FORM.DO_STAGES == 1:
-        named_barrier_arrive(NamedBarrier.DO_FREE, _DO_THREADS)
+def release_dout():
+    """Arrive at DO_FREE for one of the two warpgroups that read the only stage of the output's gradients."""
+    named_barrier_arrive(NamedBarrier.DO_FREE, _DO_THREADS)
 
 
 @gluon.jit
@@ -551,7 +554,7 @@ def store_gradients(WARP: gl.constexpr, args, FORM: gl.constexpr):
                     if row_tiles > 0:
                         if FORM.DQ_ORDER and piece == 0:
                             wait_for_count(semaphore, rank)
-                        first = (dq_tile * PIECES + piece) * 128
+                        first = (dq_tile * PIECES + piece) * (2 * FORM.DQ_ROWS)
                         tma_reduce_add(tensors.dq_accum, [first, 0], shared.dq.index(number % DQ_STAGES))
                     tma_store_wait(BEHIND)
                     if piece >= BEHIND:
@@ -691,9 +694,9 @@ def softmax_weights(
 
 @gluon.jit
 def stage_dq(dq, dq_piece):
-    """Put a piece of dQ [64, 64] in shared memory, a thread's four neighbours together: no bank conflicts."""
-    pieces = dq.reshape([4, 2, 4, 2, 8, 4, 2]).permute([4, 0, 2, 3, 5, 1, 6]).reshape([128, 32])
-    dq_piece.store(pieces)
+    """Put a piece of dQ, a product [64, N], in shared memory, a thread's four neighbours together: no conflicts."""
+    N: gl.constexpr = dq.shape[1]
+    dq_piece.store(dq.reshape([4, 2, 4, 2, N // 8, 4, 2]).permute([4, 0, 2, 3, 5, 1, 6]).reshape([2 * N, 32]))
     fence_async_shared()
     group_barrier()
 

@@ -1,4 +1,4 @@
-"""Device code of the Hopper backward for heads of more than 128 columns: the roles that accumulate gradients.
+"""Device code of the Hopper backward for heads of up to 256 columns: the roles that accumulate gradients.
 
 With 256 columns, dK and dV of 64 keys take 256 registers of every thread of a warpgroup. So each has a warpgroup of its
 own, for tiles of 64 keys, and softmax weights pass from one to the other:
@@ -17,8 +17,8 @@ own, for tiles of 64 keys, and softmax weights pass from one to the other:
                                  <---------------- ds_free --- (K is read)
     dV in the place of V         dK in the place of K
 
-The other roles and barriers are those of `backward_kernel`; keys and values have one stage, which the producer loads.
-The gradients of the output may have one stage, too: DO_FREE then says that both warpgroups have read them.
+The other roles and barriers are those of `backward_kernel`. Keys, values and the gradients of the output have one
+stage, which the producer loads; DO_FREE says that both warpgroups have read the gradients of the output.
 """
 
 # Device code: a tile or a constexpr reads as an int or a function there.
@@ -76,9 +76,8 @@ def _start_dv(dv, weights, slopes, step, args, FORM: gl.constexpr):
     shared.ds.index(stage).store(slopes)
     group_barrier()
     mbarrier.arrive(barriers.weights_full.index(stage), count=1)
-    do_stage = step % FORM.DO_STAGES
-    dout = shared.do.index(do_stage).reshape([FORM.BLOCK_M, FORM.BLOCK_V])
-    mbarrier.wait(barriers.do_full.index(do_stage), (step // FORM.DO_STAGES) & 1)
+    dout = shared.do.index(0).reshape([FORM.BLOCK_M, FORM.BLOCK_V])
+    mbarrier.wait(barriers.do_full.index(0), step & 1)
     return warpgroup_mma(gl.convert_layout(weights, OPERAND), dout, dv, is_async=True)
 
 
@@ -108,12 +107,12 @@ def accumulate_dv(args, FORM: gl.constexpr):
             mbarrier.wait(barriers.q_full.index(stage), (step // 2) & 1)
             scores = _start_scores(no_scores, stage, args, FORM)
             dv = warpgroup_mma_wait(piece_count(FORM.DEPTH), deps=[dv])
-            release_dout(FORM)
+            release_dout()
             release_rows(stage ^ 1, FORM)
             weights, slopes = softmax_weights(scores, stage, args, 0, FORM, S, DTYPE)
         dv = _start_dv(dv, weights, slopes, step, args, FORM)
         dv = warpgroup_mma_wait(0, deps=[dv])
-        release_dout(FORM)
+        release_dout()
         release_rows(step & 1, FORM)
         if row_tiles == 0:  # products with keys and values, which may be infinite
             dv = gl.zeros([64, BLOCK_V], gl.float32, VALUES)
@@ -154,16 +153,15 @@ def accumulate_dk(args, FORM: gl.constexpr):
             high_dk = gl.zeros([64, HIGH], gl.float32, HIGH_KEYS)
         for _ in range(gl.maximum(row_tiles, 1)):
             stage = step & 1
-            do_stage = step % FORM.DO_STAGES
             values = shared.v.index(opaque_zero()).reshape([64, FORM.BLOCK_V])
-            dout = shared.do.index(do_stage).reshape([BLOCK_M, FORM.BLOCK_V])
+            dout = shared.do.index(0).reshape([BLOCK_M, FORM.BLOCK_V])
             queries = shared.q.index(stage).reshape([BLOCK_M, BLOCK_D])
-            mbarrier.wait(barriers.do_full.index(do_stage), (step // FORM.DO_STAGES) & 1)
+            mbarrier.wait(barriers.do_full.index(0), step & 1)
             dweights = issue_dots(values, dout, no_dweights, FORM.V_DEPTH)
             mbarrier.wait(barriers.q_full.index(stage), (step // 2) & 1)
             delta = gl.expand_dims(shared.delta.index(stage).load(gl.SliceLayout(0, S)), 0)
             dweights = warpgroup_mma_wait(0, deps=[dweights])
-            release_dout(FORM)
+            release_dout()
             mbarrier.wait(barriers.weights_full.index(stage), (step // 2) & 1)
             slopes = shared.ds.index(stage).load(S)
             dscores = downcast(upcast(slopes, DTYPE) * (dweights - delta), DTYPE)  # [64, BLOCK_M]

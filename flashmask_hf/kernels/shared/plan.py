@@ -23,7 +23,7 @@ from flashmask_hf.kernels.launch.problem import Problem
 from flashmask_hf.kernels.shared.intervals import end_column, other_end_column, other_start_column
 from flashmask_hf.plan import COLUMNS, PARTIAL_SEGMENTS, ROWS, VISIBLE_SEGMENTS, Plan, plan_columns, plan_shapes
 
-__all__ = ["JOINED_ROWS", "build_plan", "join_rows", "prepare_segments"]
+__all__ = ["JOINED_ROWS", "build_plan", "count_key_tiles", "join_rows", "prepare_segments"]
 
 JOINED_ROWS = 192
 """Query rows of a tile of `join_rows`: one and a half of the plan's."""
@@ -260,6 +260,12 @@ def build_plan(indices: Tensor, causal: bool, q_len: int, *, skip: bool = True) 
     return Plan(tiles, counts, segments)
 
 
+def count_key_tiles(kv_len: int, columns: int) -> int:
+    """Return how many tiles of `columns` keys, a divisor of the plan's, fill up the plan's tiles."""
+    width = plan_columns(kv_len)
+    return -(-kv_len // width) * (width // columns)
+
+
 def prepare_segments(problem: Problem, rows: int, columns: int, parts: int = 1) -> Callable[[Tensor], Tensor]:
     """Prepare to make a plan's `segments` with tiles of other sizes.
 
@@ -271,12 +277,11 @@ def prepare_segments(problem: Problem, rows: int, columns: int, parts: int = 1) 
 
     Returns:
         indices -> segments, int32 [mask batch, mask heads, tiles of keys, VISIBLE_SEGMENTS + PARTIAL_SEGMENTS, 2], for
-        contiguous indices whose plan has been built. The tiles of keys fill up those of the plan.
+        contiguous indices whose plan has been built. There are `count_key_tiles(kv_len, parts * columns)` key tiles.
     """
     batch, heads, kv_len, n = problem.mask_shape
     q_len, device = problem.q.shape[2], problem.q.device
-    width = plan_columns(kv_len)
-    n_q, n_kv = -(-q_len // rows), -(-kv_len // width) * (width // (parts * columns))
+    n_q, n_kv = -(-q_len // rows), count_key_tiles(kv_len, parts * columns)
     segments = packed_layout(
         batch, heads, n_kv, VISIBLE_SEGMENTS + PARTIAL_SEGMENTS, 2, dtype=torch.int32, device=device
     ).allocator()

