@@ -73,6 +73,17 @@ TOLERANCE = {"cuda": 5e-3, "cpu": 1e-5}
 """Largest difference of two losses of fine-tuning, in bfloat16 (as in `training.py`) and in float32."""
 
 
+def varlen_arguments(position_ids: torch.Tensor) -> dict[str, Any]:
+    """Return the documents of a row [1, S] as transformers' FlashAttention takes them.
+
+    Without them it finds them in every layer, and gives the longest length as a tensor, which FlashAttention-4 rejects.
+    """
+    starts = (position_ids.flatten() == 0).nonzero().flatten().tolist()
+    bounds = torch.tensor([*starts, position_ids.numel()], dtype=torch.int32, device=position_ids.device)
+    longest = int(bounds.diff().max())
+    return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
+
+
 class FineTuning:
     """Supervised fine-tuning of all weights or of adapters, with the rows and the step of `training.py`."""
 
@@ -104,6 +115,8 @@ class FineTuning:
     def _step(self, implementation: str, row: Any, optimizer: torch.optim.Optimizer) -> float:
         varlen = implementation in VARLEN
         row = row | {VECTORS: row[VECTORS].clone()}  # so that each step makes its mask anew, and frees it
+        if varlen:
+            row = row | varlen_arguments(row["position_ids"])
         with contextlib.nullcontext() if varlen else attention(implementation):
             return training.step(self.model, optimizer, implementation if varlen else "flashmask", row, fused=True)
 

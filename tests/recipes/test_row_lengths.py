@@ -231,3 +231,11 @@ def test_an_interrupted_run_keeps_its_figures(monkeypatch, tmp_path, number):
 def test_a_row_too_short_for_a_document_is_named():
     with pytest.raises(ValueError, match="a row of 100 tokens is too short: its documents have at least 128"):
         row_lengths.main([*TINY, "--tasks", "sft", "--lengths", "100"])
+
+
+def test_documents_are_told_to_flash_attention():
+    told = row_lengths.varlen_arguments(torch.tensor([[0, 1, 2, 0, 0, 1, 2, 3]]))
+    assert told["cu_seq_lens_q"].tolist() == told["cu_seq_lens_k"].tolist() == [0, 3, 4, 8]
+    assert told["cu_seq_lens_q"].dtype == torch.int32
+    assert told["max_length_q"] == told["max_length_k"] == 4
+    assert isinstance(told["max_length_k"], int)  # FlashAttention-4 takes no tensor
