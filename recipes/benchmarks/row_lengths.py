@@ -53,6 +53,7 @@ from alignment import Bench, make_row
 from harness import append_rows, attempt, missing
 from packed_attention import attention
 from shapes import SHAPES, build_model
+from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
 from trl.trainer.utils import add_fused_lm_head
 
 from flashmask_hf.names import VECTORS
@@ -78,9 +79,8 @@ def varlen_arguments(position_ids: torch.Tensor) -> dict[str, Any]:
 
     Without them it finds them in every layer, and gives the longest length as a tensor, which FlashAttention-4 rejects.
     """
-    starts = (position_ids.flatten() == 0).nonzero().flatten().tolist()
-    bounds = torch.tensor([*starts, position_ids.numel()], dtype=torch.int32, device=position_ids.device)
-    longest = int(bounds.diff().max())
+    (bounds, _), (longest, _) = prepare_fa_kwargs_from_position_ids(position_ids)
+    longest = int(longest)
     return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
 
 
