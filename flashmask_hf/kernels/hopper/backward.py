@@ -77,7 +77,7 @@ def prepare_backward(
     kv_heads, kv_len = k.shape[1:3]
     device = q.device
     tiles = _TILES[widths]
-    if deterministic and tiles.KEY_PARTS == 1:  # one warp adds while the other waits until its sums are in memory
+    if deterministic:  # one warp adds while the other waits until its sums are in memory
         tiles = tiles._replace(STORE_WARPS=2)
     block_m, block_n = tiles.BLOCK_M, tiles.KEY_PARTS * 64
     dq_columns = -(-head_dim // 64) * 64

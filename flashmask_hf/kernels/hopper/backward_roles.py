@@ -502,12 +502,24 @@ def produce(args, FORM: gl.constexpr):
 
 
 @gluon.jit
+def _count_key_tile(dq_tile, row_tiles, args):
+    """Count the key tile at the semaphore of a tile of dQ, once what it added there is in memory."""
+    if row_tiles > 0:
+        wait_for_writes()
+        group_barrier()
+        gl.atomic_add(args[0].dq_semaphores + dq_tile, 1, sem="release")
+
+
+@gluon.jit
 def store_gradients(WARP: gl.constexpr, args, FORM: gl.constexpr):
     """Store warp: add dQ to `dq_accum`, tile by tile of rows, and store dK and dV unless SCATTER.
 
     Two store warps alternate between tiles of rows. If there are two parts of the keys, too, each stores the gradients
     of one, else the first warp does. With one store warp, a second one that was started is idle. Values of fewer stages
     than the keys are loaded here, once the gradients before are gone.
+
+    With DQ_ORDER, a warp waits until its sums are in memory before it counts the key tile. It does so in the turn of the
+    other warp, when both have read the slots of that turn: the rows after them are loaded meanwhile.
     """
     STORE_WARPS: gl.constexpr = FORM.STORE_WARPS
     VALUE_STAGES: gl.constexpr = FORM.VALUE_STAGES
@@ -531,7 +543,9 @@ def store_gradients(WARP: gl.constexpr, args, FORM: gl.constexpr):
             _load_keys(
                 tensors.v, shared.v, do_full, kv_plane, scalars.kv_heads, tile, v_stage, KEY_PARTS, WARP, STORE_WARPS
             )  # fmt: skip
+        begin = step
         end = step + gl.maximum(row_tiles, 1)
+        added = 0  # the last tile of dQ to which this warp has added
         while step < end:
             stage = step & 1
             dq_tile = read_slot(shared.slots, stage * Slot.COUNT + Slot.DQ_TILE)
@@ -562,13 +576,16 @@ def store_gradients(WARP: gl.constexpr, args, FORM: gl.constexpr):
                 if BEHIND > 0:
                     tma_store_wait(0)
                     mbarrier.arrive(barriers.dq_free.index((step * PIECES + PIECES - 1) % DQ_STAGES), count=1)
-                if FORM.DQ_ORDER and row_tiles > 0:
-                    wait_for_writes()
-                    group_barrier()
-                    gl.atomic_add(semaphore, 1, sem="release")
+                added = dq_tile
+            elif FORM.DQ_ORDER:
+                if step > begin:
+                    _count_key_tile(added, row_tiles, args)
             step += 1
             # The next tile of rows, whose slots say what there is to do.
             mbarrier.wait(barriers.q_full.index(step & 1), (step // 2) & 1, pred=step < end)
+        if FORM.DQ_ORDER:
+            if (step - 1) % STORE_WARPS == WARP:
+                _count_key_tile(added, row_tiles, args)
         if WARP < KEY_PARTS:
             full = barriers.dkv_full.index(v_stage * min(STORE_WARPS, KEY_PARTS) + WARP)
             mbarrier.wait(full, (item // VALUE_STAGES) & 1)
