@@ -19,9 +19,10 @@ output's gradient (head_dim 128).
 
 Where query heads share a key-value head, a tile walks the rows of all of them. Head after head, it would come to the
 second head only after all rows of the first, and every shorter tile behind it would wait. So all heads walk one band of
-rows before any walks the next. A band has 512 rows. If few tiles are level, only the first 128 rows are such a band,
-and the other rows are one: at the border of two documents, tiles of the one before see rows of it, too. If tiles
-skip rows, all rows are one band, since tiles would overtake each other in narrower ones.
+rows before any walks the next. A band has 512 rows. If few tiles have leads that are near each other, which differ by
+less than their keys, only the first 128 rows are such a band, and the other rows are one: at the border of two
+documents, tiles of the one before see rows of it, too. If tiles skip rows, all rows are one band, since tiles would
+overtake each other in narrower ones.
 
 On an H200, the backward of 8 rows of 8K tokens with 32 heads of 128 took, beside the unordered one: documents 1.05 with
 the 12 heads that are chosen and 1.15 with 6; random intervals of visible rows 1.08 with the 7 chosen and 1.17 with 12;
@@ -49,19 +50,21 @@ from flashmask_hf.plan import COLUMNS, PARTIAL_SEGMENTS, ROWS, VISIBLE_SEGMENTS,
 __all__ = ["DqOrder", "prepare_dq_order"]
 
 _BAND_ROWS = 512
-"""Rows that all query heads of a key-value head walk before the next ones, where many key tiles are level.
+"""Rows that all query heads of a key-value head walk before the next ones, where many key tiles have near leads.
 
 Documents with 8 query heads per key-value head took 1.66 times the unordered time on an H200 without bands, and 1.1
 with them.
 """
 _FIRST_BAND_ROWS = 128
-"""Rows of the only band where few key tiles are level."""
+"""Rows of the only band where few key tiles have near leads."""
 _SKIPPED_SHARE = 8
 """Key tiles count as skipping rows if all together skip more than 1 / _SKIPPED_SHARE of the row tiles that they walk.
 
 It is not tuned."""
 _SEGMENTS = VISIBLE_SEGMENTS + PARTIAL_SEGMENTS
 _LANES = 128
+_SUMS = 5
+"""Sums of each LANES key tiles, see `_order_key_tiles`."""
 
 
 class DqOrder(NamedTuple):
@@ -107,13 +110,13 @@ def prepare_dq_order(problem: Problem, block_m: int, block_n: int, programs: int
     new_ranks = packed_layout(mask_batch, mask_heads, n_rows, n_columns, dtype=torch.int16, device=device).allocator()
     new_semaphores = packed_layout(n_dq_tiles, dtype=torch.int32, device=device).allocator()
     new_order = packed_layout(mask_batch * groups, n_columns, dtype=torch.int32, device=device).allocator()
-    new_sums = packed_layout(mask_batch * groups * n_blocks, 4, dtype=torch.int32, device=device).allocator()
+    new_sums = packed_layout(mask_batch * groups * n_blocks, _SUMS, dtype=torch.int32, device=device).allocator()
     new_schedule = packed_layout(3, dtype=torch.int32, device=device).allocator()
     order = Launch(
         _order_key_tiles,
         mask_batch * groups * n_blocks,
         n_columns, n_blocks, masks_of_group,
-        SEGMENTS=_SEGMENTS, LANES=_LANES, num_warps=4,
+        NEAR=block_n // block_m, SEGMENTS=_SEGMENTS, LANES=_LANES, SUMS=_SUMS, num_warps=4,
     )  # fmt: skip
     rank = Launch(
         _rank_key_tiles,
@@ -122,7 +125,7 @@ def prepare_dq_order(problem: Problem, block_m: int, block_n: int, programs: int
         programs, heads // kv_heads // masks_of_group, block_n // 2,
         GROUPED=heads > kv_heads, CAUSAL=problem.causal, ONE_MASK=masks_of_group == 1, BLOCK_M=block_m,
         FIRST_BAND_ROWS=_FIRST_BAND_ROWS, BAND_ROWS=_BAND_ROWS, SKIPPED_SHARE=_SKIPPED_SHARE, SEGMENTS=_SEGMENTS,
-        LANES=_LANES, num_warps=4,
+        LANES=_LANES, SUMS=_SUMS, num_warps=4,
     )  # fmt: skip
 
     def make(indices: Tensor) -> DqOrder:
@@ -169,15 +172,17 @@ def _read_walks(segments, tiles, n_columns, members, SEGMENTS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["n_columns", "n_blocks", "members"])
 def _order_key_tiles(
-    segments, key_tile_order, sums, n_columns, n_blocks, members, SEGMENTS: tl.constexpr, LANES: tl.constexpr
-):
+    segments, key_tile_order, sums, n_columns, n_blocks, members,
+    NEAR: tl.constexpr, SEGMENTS: tl.constexpr, LANES: tl.constexpr, SUMS: tl.constexpr,
+):  # fmt: skip
     """Place LANES key tiles of a group of masks in its order, behind all of greater leads; equal ones: last keys first.
 
     Tensors:
         segments: of `DqOrder`, [groups of the batch, members, n_columns, SEGMENTS, 2].
         key_tile_order: written, [groups of the batch, n_columns].
-        sums: written, [groups of the batch, n_blocks, 4]: row tiles that these key tiles walk, those they skip, the
-            number of these key tiles that see rows, and how many of those have the lead of an earlier one.
+        sums: written, [groups of the batch, n_blocks, SUMS]: row tiles that these key tiles walk, those they skip, the
+            number of these key tiles that see rows, how many of those have the lead of one of later keys, and how many
+            have a lead in the same NEAR row tiles, as many as a key tile has keys.
     """
     line = (tl.program_id(0) // n_blocks).to(tl.int64)
     tiles = tl.program_id(0) % n_blocks * LANES + tl.arange(0, LANES)
@@ -185,19 +190,25 @@ def _order_key_tiles(
     leads, walked, skipped = _read_walks(segments, tiles, n_columns, members, SEGMENTS)
     places = tl.zeros_like(tiles)
     level = tl.zeros_like(tiles)
+    near = tl.zeros_like(tiles)
     for first in range(0, n_columns, LANES):
         others = first + tl.arange(0, LANES)
         their_leads, they_walk, _ = _read_walks(segments, others, n_columns, members, SEGMENTS)
-        later_keys = (their_leads[None, :] == leads[:, None]) & (others[None, :] > tiles[:, None])
-        before = ((their_leads[None, :] > leads[:, None]) | later_keys) & (others < n_columns)[None, :]
+        later_keys = others[None, :] > tiles[:, None]
+        equal = later_keys & (their_leads[None, :] == leads[:, None])
+        before = ((their_leads[None, :] > leads[:, None]) | equal) & (others < n_columns)[None, :]
         places += tl.sum(before.to(tl.int32), 1)
-        level = tl.maximum(level, tl.max((later_keys & (they_walk > 0)[None, :]).to(tl.int32), 1))
+        later_keys &= (they_walk > 0)[None, :]
+        close = later_keys & ((their_leads // NEAR)[None, :] == (leads // NEAR)[:, None])
+        level = tl.maximum(level, tl.max((equal & later_keys).to(tl.int32), 1))
+        near = tl.maximum(near, tl.max(close.to(tl.int32), 1))
     see = (walked > 0).to(tl.int32)
-    sums += tl.program_id(0) * 4
+    sums += tl.program_id(0) * SUMS
     tl.store(sums, tl.sum(walked, 0))
     tl.store(sums + 1, tl.sum(skipped, 0))
     tl.store(sums + 2, tl.sum(see, 0))
     tl.store(sums + 3, tl.sum(see * level, 0))
+    tl.store(sums + 4, tl.sum(see * near, 0))
     tl.store(key_tile_order + line * n_columns + places, tiles, mask=tiles < n_columns)
 
 
@@ -211,7 +222,7 @@ def _rank_key_tiles(
     n_rows, n_columns, group, n_semaphores, n_sums, kv_planes, programs, repeats, apart,
     GROUPED: tl.constexpr, CAUSAL: tl.constexpr, ONE_MASK: tl.constexpr, BLOCK_M: tl.constexpr,
     FIRST_BAND_ROWS: tl.constexpr, BAND_ROWS: tl.constexpr, SKIPPED_SHARE: tl.constexpr, SEGMENTS: tl.constexpr,
-    LANES: tl.constexpr,
+    LANES: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     """Rank the key tiles that walk one row tile, clear a share of the semaphores, and choose the schedule.
 
@@ -221,7 +232,7 @@ def _rank_key_tiles(
         ranks, semaphores, schedule: written, see `DqOrder`.
     Sizes:
         group: masks that share a line of `key_tile_order`.
-        n_sums: quadruples of sums.
+        n_sums: lines of sums.
         kv_planes: key-value heads of the batch.
         programs: most that run at a time.
         repeats: query heads that walk the rows of each mask.
@@ -257,7 +268,7 @@ def _rank_key_tiles(
     if tl.program_id(0) == 0:
         _choose_schedule(
             sums, schedule, n_sums, kv_planes, programs, repeats, apart, n_rows,
-            GROUPED, CAUSAL, ONE_MASK, BLOCK_M, FIRST_BAND_ROWS, BAND_ROWS, SKIPPED_SHARE, LANES,
+            GROUPED, CAUSAL, ONE_MASK, BLOCK_M, FIRST_BAND_ROWS, BAND_ROWS, SKIPPED_SHARE, LANES, SUMS,
         )  # fmt: skip
 
 
@@ -266,6 +277,7 @@ def _choose_schedule(
     sums, schedule, n_sums, kv_planes, programs, repeats, apart, n_rows,
     GROUPED: tl.constexpr, CAUSAL: tl.constexpr, ONE_MASK: tl.constexpr, BLOCK_M: tl.constexpr,
     FIRST_BAND_ROWS: tl.constexpr, BAND_ROWS: tl.constexpr, SKIPPED_SHARE: tl.constexpr, LANES: tl.constexpr,
+    SUMS: tl.constexpr,
 ):  # fmt: skip
     """Choose the schedule from the sums over all key tiles.
 
@@ -277,20 +289,24 @@ def _choose_schedule(
     skipped = tl.zeros([LANES], tl.int64)
     seeing = tl.zeros([LANES], tl.int64)
     level = tl.zeros([LANES], tl.int64)
+    near = tl.zeros([LANES], tl.int64)
     for first in range(0, n_sums, LANES):
         lane = first + tl.arange(0, LANES)
         inside = lane < n_sums
-        walked += tl.load(sums + lane * 4, mask=inside, other=0)
-        skipped += tl.load(sums + lane * 4 + 1, mask=inside, other=0)
-        seeing += tl.load(sums + lane * 4 + 2, mask=inside, other=0)
-        level += tl.load(sums + lane * 4 + 3, mask=inside, other=0)
+        walked += tl.load(sums + lane * SUMS, mask=inside, other=0)
+        skipped += tl.load(sums + lane * SUMS + 1, mask=inside, other=0)
+        seeing += tl.load(sums + lane * SUMS + 2, mask=inside, other=0)
+        level += tl.load(sums + lane * SUMS + 3, mask=inside, other=0)
+        near += tl.load(sums + lane * SUMS + 4, mask=inside, other=0)
     row_tiles = tl.sum(walked, 0)
     key_tiles = tl.sum(seeing, 0)
     level_tiles = tl.sum(level, 0)
+    near_tiles = tl.sum(near, 0)
     skip = tl.sum(skipped, 0) * SKIPPED_SHARE > row_tiles
     if not CAUSAL:
         level_tiles = tl.where(skip | (not ONE_MASK), key_tiles, level_tiles)
-    few_level = level_tiles * 4 <= key_tiles
+        near_tiles = tl.where(skip | (not ONE_MASK), key_tiles, near_tiles)
+    few_near = near_tiles * 4 <= key_tiles
     # `apart` rows, and four times as many if all are level.
     heads = (key_tiles + 3 * level_tiles) * programs * apart // tl.maximum(row_tiles * BLOCK_M * repeats, 1)
     turns = tl.cdiv(kv_planes, tl.maximum(heads, 1))
@@ -299,7 +315,7 @@ def _choose_schedule(
     first_band = all_rows
     band = all_rows
     if GROUPED:
-        first_band = tl.where(skip, all_rows, tl.where(few_level, FIRST_BAND_ROWS, BAND_ROWS))
-        band = tl.where(skip | few_level, all_rows, BAND_ROWS)
+        first_band = tl.where(skip, all_rows, tl.where(few_near, FIRST_BAND_ROWS, BAND_ROWS))
+        band = tl.where(skip | few_near, all_rows, BAND_ROWS)
     tl.store(schedule + 1, first_band)
     tl.store(schedule + 2, band)

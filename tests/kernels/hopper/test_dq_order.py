@@ -201,7 +201,7 @@ WAITS: dict[str, tuple[Callable[[], FlashMask], float]] = {
     "intervals per query head": (lambda: _random_intervals(8192, 2, heads=16), 1.4),
 }
 """Masks, and what the waits may make of the time."""
-LONGER_WAITS = {(64, 64): {"intervals per query head": 1.45}, (32, 128): {"random intervals": 2.0}}
+LONGER_WAITS = {(64, 64): {"intervals per query head": 1.45}}
 """What they may make of it with tiles of other sizes than 128, where that is more."""
 
 
