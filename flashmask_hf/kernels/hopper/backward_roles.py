@@ -518,8 +518,8 @@ def store_gradients(WARP: gl.constexpr, args, FORM: gl.constexpr):
     of one, else the first warp does. With one store warp, a second one that was started is idle. Values of fewer stages
     than the keys are loaded here, once the gradients before are gone.
 
-    With DQ_ORDER, a warp waits until its sums are in memory before it counts the key tile. It does so in the turn of the
-    other warp, when both have read the slots of that turn: the rows after them are loaded meanwhile.
+    With DQ_ORDER, a warp waits until its sums are in memory before it counts the key tile. It does so in the turn of
+    the other warp, when both have read the slots of that turn: the rows after them are loaded meanwhile.
     """
     STORE_WARPS: gl.constexpr = FORM.STORE_WARPS
     VALUE_STAGES: gl.constexpr = FORM.VALUE_STAGES
@@ -577,15 +577,13 @@ def store_gradients(WARP: gl.constexpr, args, FORM: gl.constexpr):
                     tma_store_wait(0)
                     mbarrier.arrive(barriers.dq_free.index((step * PIECES + PIECES - 1) % DQ_STAGES), count=1)
                 added = dq_tile
-            elif FORM.DQ_ORDER:
-                if step > begin:
-                    _count_key_tile(added, row_tiles, args)
+            elif FORM.DQ_ORDER and step > begin:
+                _count_key_tile(added, row_tiles, args)
             step += 1
             # The next tile of rows, whose slots say what there is to do.
             mbarrier.wait(barriers.q_full.index(step & 1), (step // 2) & 1, pred=step < end)
-        if FORM.DQ_ORDER:
-            if (step - 1) % STORE_WARPS == WARP:
-                _count_key_tile(added, row_tiles, args)
+        if FORM.DQ_ORDER and (step - 1) % STORE_WARPS == WARP:
+            _count_key_tile(added, row_tiles, args)
         if WARP < KEY_PARTS:
             full = barriers.dkv_full.index(v_stage * min(STORE_WARPS, KEY_PARTS) + WARP)
             mbarrier.wait(full, (item // VALUE_STAGES) & 1)
