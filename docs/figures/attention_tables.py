@@ -187,21 +187,27 @@ def deterministic() -> str:
         for row in timed(read("deterministic_h200"))
     ]
     lines = []
-    for width, length in dict.fromkeys((_width(row), row["length"]) for row in rows):
-        cells = [width, f"{int(length):,}"]
+    cases = [(_width(row), row["length"], int(row["heads"]) // int(row["kv_heads"])) for row in rows]
+    for case in dict.fromkeys(cases):
+        width, length, group = case
+        cells = [width, f"{int(length):,}", str(group)]
         for hidden in (False, True):
             shown = [
                 row
-                for row in rows
-                if (_width(row), row["length"], row["mask"] == "hidden_intervals") == (width, length, hidden)
+                for one, row in zip(cases, rows, strict=True)
+                if one == case and (row["mask"] == "hidden_intervals") == hidden
             ]
             for column in ("backward_ms", "both_ms"):
                 values = ratios(shown, column, "flashmask_deterministic", "flashmask", ("mask",))
                 cells.append(_range(values))
         lines.append(cells)
-    head = ("head size", "tokens a row", "backward", "both passes", "two intervals: backward", "two intervals: both")
+    head = (
+        "head size", "tokens a row", "query heads a key head", "backward", "both passes", "two intervals: backward",
+        "two intervals: both",
+    )  # fmt: skip
     shape = f"time relative to sums in any order (median of the masks), {_tokens(rows):,} tokens"
-    command = "benchmarks/attention.py --providers flashmask flashmask_deterministic --dims DIMS --masks MASKS"
+    flags = "--dims DIMS --group GROUP --masks MASKS"
+    command = f"benchmarks/attention.py --providers flashmask flashmask_deterministic {flags}"
     return table(head, lines, measured(rows, command, shape))
 
 

@@ -24,10 +24,11 @@ less than their keys, only the first 128 rows are such a band, and the other row
 documents, tiles of the one before see rows of it, too. If tiles skip rows, all rows are one band, since tiles would
 overtake each other in narrower ones.
 
-On an H200, the backward of 8 rows of 8K tokens with 32 heads of 128 took, beside the unordered one: documents 1.05 with
-the 12 heads that are chosen and 1.15 with 6; random intervals of visible rows 1.08 with the 7 chosen and 1.17 with 12;
-causal blocks 1.14 with the 11 chosen, 1.25 with 2 and 1.29 with 16. With 21 heads of 192 and values of 128, causal
-blocks took 1.15 at the distances that are chosen, 1.31 at twice and 1.14 at half of them.
+On an H200, the backward of 8 rows of 8K tokens with 32 heads of 128 took, beside the unordered one: random intervals of
+visible rows 1.06 with the 6 heads that are chosen, 1.02 with 2 and 1.18 with 12; causal blocks 1.12 with the 10 chosen,
+1.26 with 2 and 1.31 with 16; windows that are global both ways 1.06 with the 16 chosen and 1.41 with 2. With 16 heads
+of 256, full attention took 1.08 with the 2 chosen and 1.47 with 4. With 8 key-value heads for 32 of 128, random
+intervals took 1.10 with bands of 512 rows, and 1.98 when all rows were one.
 `tests/tools/ordered_sums.py` simulates the waits.
 """
 
