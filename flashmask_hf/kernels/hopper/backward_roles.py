@@ -145,7 +145,7 @@ class Form(NamedTuple):
     SCATTER: bool
     """Whether rows of dK and dV are put where `k_order` says."""
     DQ_ORDER: bool
-    """Whether tiles of keys add to dQ in a fixed order."""
+    """Whether tiles of keys add to dQ in a fixed order, which takes two store warps."""
     PERSISTENT: bool
     """Whether there are more tiles of keys than programs."""
     BLOCK_M: int
@@ -502,12 +502,12 @@ def produce(args, FORM: gl.constexpr):
 
 
 @gluon.jit
-def _count_key_tile(dq_tile, row_tiles, args):
+def _count_key_tile(semaphore, row_tiles):
     """Count the key tile at the semaphore of a tile of dQ, once what it added there is in memory."""
     if row_tiles > 0:
         wait_for_writes()
         group_barrier()
-        gl.atomic_add(args[0].dq_semaphores + dq_tile, 1, sem="release")
+        gl.atomic_add(semaphore, 1, sem="release")
 
 
 @gluon.jit
@@ -554,8 +554,6 @@ def store_gradients(WARP: gl.constexpr, args, FORM: gl.constexpr):
             group_barrier()
             release_rows(stage, FORM)
             if step % STORE_WARPS == WARP:
-                semaphore = tensors.dq_semaphores + dq_tile
-                rank = 0
                 if FORM.DQ_ORDER:
                     row_tile = (mask // 2).to(gl.int64) * (scalars.padded_len // FORM.BLOCK_M) + row // FORM.BLOCK_M
                     at = tensors.dq_ranks + row_tile * scalars.n_kv + tile // FORM.SUBTILES
@@ -567,7 +565,7 @@ def store_gradients(WARP: gl.constexpr, args, FORM: gl.constexpr):
                     mbarrier.wait(full, (number // (2 * DQ_STAGES)) & 1)
                     if row_tiles > 0:
                         if FORM.DQ_ORDER and piece == 0:
-                            wait_for_count(semaphore, rank)
+                            wait_for_count(tensors.dq_semaphores + dq_tile, rank)
                         first = (dq_tile * PIECES + piece) * (2 * FORM.DQ_ROWS)
                         tma_reduce_add(tensors.dq_accum, [first, 0], shared.dq.index(number % DQ_STAGES))
                     tma_store_wait(BEHIND)
@@ -578,12 +576,12 @@ def store_gradients(WARP: gl.constexpr, args, FORM: gl.constexpr):
                     mbarrier.arrive(barriers.dq_free.index((step * PIECES + PIECES - 1) % DQ_STAGES), count=1)
                 added = dq_tile
             elif FORM.DQ_ORDER and step > begin:
-                _count_key_tile(added, row_tiles, args)
+                _count_key_tile(tensors.dq_semaphores + added, row_tiles)
             step += 1
             # The next tile of rows, whose slots say what there is to do.
             mbarrier.wait(barriers.q_full.index(step & 1), (step // 2) & 1, pred=step < end)
         if FORM.DQ_ORDER and (step - 1) % STORE_WARPS == WARP:
-            _count_key_tile(added, row_tiles, args)
+            _count_key_tile(tensors.dq_semaphores + added, row_tiles)
         if WARP < KEY_PARTS:
             full = barriers.dkv_full.index(v_stage * min(STORE_WARPS, KEY_PARTS) + WARP)
             mbarrier.wait(full, (item // VALUE_STAGES) & 1)
