@@ -112,7 +112,7 @@ def peers_of_long_rows() -> str:
             beside = f" ({own / speed[best]:.2f} of {name_of(best)})" if best else " (no peer runs)"
             cells.append(f"{own:.0f}{beside}")
         lines.append((mask_of(mask), *cells))
-    providers = _providers(rows, ("flashmask", "fa4", "cudnn_flex", "cudnn"))
+    providers = _providers(rows, ("flashmask", "fa4", "cudnn_flex", "flex_flash", "cudnn"))
     more = f" --lengths {' '.join(LONG_ROWS)}"
     command = ATTENTION.format(dims="64 128", tokens=65536, more=more, names=" ".join(providers))
     count = "TFLOP/s of forward and backward, 65,536 tokens in all, or one row, medians of 5 turns, or 3 with 131,072"
