@@ -304,6 +304,7 @@ def _key(
         scale,
         type(softcap),
         softcap,
+        type(deterministic),
         deterministic,
         impl,
     )
@@ -329,7 +330,7 @@ def _make(
     dispatched: bool,
 ) -> Call:
     """Check the arguments of a call and settle what they leave open."""
-    check_arguments(q, k, v, mask, scale, softcap, sinks)
+    check_arguments(q, k, v, mask, scale, softcap, sinks, deterministic)
     dtypes = (q.dtype, k.dtype, v.dtype)
     cast_to = None
     # Autocast knows no device "meta", and casts no float64, as in SDPA.

@@ -17,7 +17,14 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def check_arguments(
-    q: Tensor, k: Tensor, v: Tensor, mask: FlashMask, scale: float | None, softcap: float | None, sinks: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: FlashMask,
+    scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    deterministic: bool,
 ) -> None:
     """Check the arguments of `flashmask_attention` against each other; values of tensors are not read.
 
@@ -59,6 +66,8 @@ def check_arguments(
         raise ValueError(f"mask has batch {mask_batch}; it must be 1 or q's batch {batch}")
     if not is_one_of(mask_heads, 1, kv_heads, heads):
         raise ValueError(f"mask has {mask_heads} heads; it must have 1, Hkv = {kv_heads} or Hq = {heads}")
+    if not isinstance(deterministic, bool):
+        raise TypeError(f"deterministic must be True or False, got {deterministic!r}")
     for name, value, none in (("scale", scale, "D ** -0.5"), ("softcap", softcap, "no cap")):
         if value is None:
             continue

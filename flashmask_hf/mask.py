@@ -64,7 +64,7 @@ class FlashMask:
             leaves it to the attention, and methods that are not told take as many as keys.
 
     Raises:
-        TypeError: `indices` is not a tensor, or not int32; `causal` is not a bool.
+        TypeError: `indices` is not a tensor, or not int32; `causal` is not a bool; `q_len` is not an integer.
         ValueError: the rank or the last axis does not fit the table, an axis is empty, or `q_len` is less than 1.
 
     Example:
@@ -90,7 +90,7 @@ class FlashMask:
             raise ValueError(f"indices must have shape [B, Hm, Skv, n], got {list(indices.shape)}")
         if 0 in indices.shape:
             raise ValueError(f"indices must have no empty axis, got {list(indices.shape)}")
-        if q_len is not None and not isinstance(q_len, (int, torch.SymInt)):
+        if isinstance(q_len, bool) or (q_len is not None and not isinstance(q_len, (int, torch.SymInt))):
             raise TypeError(f"q_len must be an integer or None, got {q_len!r}")
         if q_len is not None and q_len < 1:
             raise ValueError(f"q_len must be at least 1, got {q_len}")

@@ -418,6 +418,7 @@ BAD_CALLS = {
     "softcap is far from scale": ({"softcap": 1e-20, "scale": 1e20}, ValueError, "softcap=1e-20 is too far from scale"),
     "softcap is far above scale": ({"softcap": 1e30, "scale": 1e-9}, ValueError, r"softcap=1e\+30 is too far from"),
     "softcap is a flag": ({"softcap": True}, TypeError, "softcap must be a number, or None"),
+    "deterministic is text": ({"deterministic": "no"}, TypeError, "deterministic must be True or False, got 'no'"),
     "indices out of range": ({"mask": FlashMask(masks.causal(8).indices + 1, True)}, ValueError, "0..q_len = 0..8"),
     "sinks of another shape": ({"sinks": torch.zeros(2)}, ValueError, r"sinks must have shape \[Hq\] = \[4\]"),
     "sinks are integers": (

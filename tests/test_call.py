@@ -100,6 +100,7 @@ WRONG: dict[str, tuple[Callable[..., Any] | dict[str, Any], type[Exception], str
     "device of q": (lambda q, k, v, m: (q.to("meta"), k, v, m), ValueError, "k is on cpu, but q is on meta"),
     "scale": ({"scale": True}, TypeError, "scale must be a number"),
     "softcap": ({"softcap": True}, TypeError, "softcap must be a number"),
+    "deterministic": ({"deterministic": 1}, TypeError, "deterministic must be True or False, got 1"),
     "sinks": ({"sinks": [1.0]}, TypeError, "sinks must be"),
     "impl": ({"impl": ["torch"]}, ValueError, "impl must be None or one of"),
 }

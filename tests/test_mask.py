@@ -478,6 +478,7 @@ def test_sparsity_is_the_fraction_of_hidden_tiles():
         (torch.zeros(1, 1, 0, 2).int(), False, None, ValueError, r"no empty axis, got \[1, 1, 0, 2\]"),
         (torch.zeros(1, 1, 3, 2).int(), False, 0, ValueError, "q_len must be at least 1, got 0"),
         (torch.zeros(1, 1, 3, 2).int(), False, "4", TypeError, "q_len must be an integer or None, got '4'"),
+        (torch.zeros(1, 1, 3, 2).int(), False, True, TypeError, "q_len must be an integer or None, got True"),
         (torch.zeros(1, 1, 3, 2).int(), False, 4.0, TypeError, r"q_len must be an integer or None, got 4\.0"),
     ],
 )
