@@ -88,6 +88,7 @@ def flashmask_attention(
             argument and the way out.
         NotImplementedError: a derivative of torch.func's is asked for (jvp, grad, vjp, jacrev), which only `reference`
             has.
+        RuntimeError: the backward is asked for a second derivative, which only `reference` has.
     """
     call = resolve(q, k, v, mask, sinks, scale, softcap, deterministic, impl)
     if call.settings.impl == "reference":

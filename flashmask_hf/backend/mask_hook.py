@@ -160,10 +160,7 @@ def _evaluate(
             "use attn_implementation='sdpa' for this model",
             error.columns,
         ) from None
-    columns = mask.bidirectional().indices[:, 0]
-    if columns.shape[-1] == 2:  # LTS, UTE
-        return _four_columns(columns[..., 0], columns[..., 1], q_length)
-    return columns.transpose(1, 2)
+    return mask.bidirectional().indices[:, 0].transpose(1, 2)
 
 
 def _full_name(function: Callable[..., Any]) -> str:

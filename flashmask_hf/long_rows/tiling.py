@@ -126,7 +126,7 @@ def _takes_one_tensor(module: nn.Module) -> bool:
 
 
 class _Call(NamedTuple):
-    """What a tiled call runs: a module, its forward without tiles, and the number of tokens in a tile."""
+    """Arguments of a tiled call: a module, its forward without tiles, and the number of tokens in a tile."""
 
     module: nn.Module
     forward: Callable[..., Any]

@@ -22,7 +22,7 @@ def as_operator(name: str, function: Callable[..., Any]) -> Any:
 
 
 class Derivative(NamedTuple):
-    """How autograd differentiates an operator: what it saves of a call, and the backward."""
+    """Derivative of an operator: what it saves of a call, and the backward."""
 
     setup_context: Callable[[Any, tuple[Any, ...], Any], None]
     """(ctx, inputs, output), as in `torch.autograd.Function`."""

@@ -1,4 +1,4 @@
-"""Which query rows of a packed row each process holds."""
+"""Layouts of a packed row over processes: which query rows each one holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rows each process of a group holds, and the context in which models run on them."""
+"""Split of rows over the processes of a group, and the context in which models run on their parts."""
 
 from __future__ import annotations
 

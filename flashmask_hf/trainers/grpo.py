@@ -67,11 +67,11 @@ class SharedPromptGRPOTrainer(SharedPrompts, GRPOTrainer):
         ```python
         from datasets import load_dataset
         from flashmask_hf.trainers import SharedPromptGRPOConfig, SharedPromptGRPOTrainer
-        from trl.rewards import accuracy_reward
+        from trl.rewards import think_format_reward
 
         args = SharedPromptGRPOConfig(per_device_train_batch_size=8, num_generations=8, bf16=True)
         dataset = load_dataset("trl-lib/DeepMath-103K", split="train")
-        SharedPromptGRPOTrainer("Qwen/Qwen3-0.6B", accuracy_reward, args, dataset).train()
+        SharedPromptGRPOTrainer("Qwen/Qwen3-0.6B", think_format_reward, args, dataset).train()
         ```
     """
 

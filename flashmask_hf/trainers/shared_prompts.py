@@ -81,7 +81,7 @@ class SharedPromptsOptions:
 
 
 class SharedPrompts:
-    """What the trainers add to TRL's: comes before `GRPOTrainer`, or a class with its methods, among the bases."""
+    """Mixin that computes each prompt once: a base before `trl.GRPOTrainer`, or a class with its methods."""
 
     _task: str
     """Names the output folder of a trainer without arguments."""
