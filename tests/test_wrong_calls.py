@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from peft import PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from tools.tiny import llama_config
 from transformers import (
     AutoModelForCausalLM,
@@ -16,6 +16,8 @@ from transformers import (
     EncoderDecoderConfig,
     EncoderDecoderModel,
     FalconConfig,
+    GPT2Config,
+    Llama4TextConfig,
     MistralConfig,
     T5Config,
 )
@@ -101,6 +103,23 @@ def in_training(**changes):
 def with_virtual_tokens(kind):
     model = get_peft_model(llama(), kind(task_type="CAUSAL_LM", num_virtual_tokens=3))
     return model(ROW, position_ids=POSITIONS, startend_row_indices=VECTORS, use_cache=False)
+
+
+def with_activated_lora(**given):
+    config = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invocation_tokens=[9, 7])
+    return get_peft_model(llama(), config)(ROW, use_cache=False, **given)
+
+
+def gpt2(**given):
+    config = GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=4, n_positions=16, attn_pdrop=0)
+    return model_of(config)(ROW, use_cache=False, **given)
+
+
+def llama4(**changes):
+    sizes = llama_config().to_dict()
+    fields = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    sizes = {k: sizes[k] for k in fields} | dict(num_hidden_layers=4, num_local_experts=2, head_dim=8)
+    return model_of(Llama4TextConfig(**sizes, intermediate_size_mlp=32, pad_token_id=0, **changes))
 
 
 def encoder_decoder(**given):
@@ -197,6 +216,49 @@ WRONG = {
         lambda: with_virtual_tokens(PrefixTuningConfig),
         ValueError,
         r"prompt learning \(virtual tokens\)",
+    ),
+    "with activated LoRA": (
+        lambda: with_activated_lora(position_ids=POSITIONS, startend_row_indices=VECTORS),
+        RuntimeError,
+        "alora_invocation_tokens once in a row.*batches of whole sequences",
+    ),
+    "with activated LoRA, without positions": (
+        lambda: with_activated_lora(startend_row_indices=VECTORS),
+        RuntimeError,
+        "alora_invocation_tokens once in a row",
+    ),
+    "labels of every path in a model that does not compute the loss": (
+        lambda: llama().train()(
+            ROW, position_ids=POSITIONS, startend_row_indices=VECTORS, shift_labels=ROW[None], use_cache=False
+        ),
+        ValueError,
+        "no labels, as under label_smoothing_factor.*DataCollatorForTrees without per_path",
+    ),
+    # documents that nothing reads
+    "positions of documents with activated LoRA": (
+        lambda: with_activated_lora(position_ids=POSITIONS),
+        RuntimeError,
+        "alora_invocation_tokens once in a row",
+    ),
+    "cu_seq_lens with activated LoRA": (
+        lambda: with_activated_lora(cu_seq_lens_q=torch.tensor([0, 3, 8], dtype=torch.int32)),
+        RuntimeError,
+        "alora_invocation_tokens once in a row",
+    ),
+    "2D mask that numbers documents": (
+        lambda: llama()(IDS, attention_mask=torch.tensor([[1, 1, 1, 2, 2, 2, 2, 0], [1] * 8])),
+        RuntimeError,
+        "attention_mask .* numbers documents.*position_ids that start again at 0",
+    ),
+    "cu_seq_lens without positions where they are embedded": (
+        lambda: gpt2(cu_seq_lens_q=torch.tensor([0, 3, 8], dtype=torch.int32)),
+        RuntimeError,
+        "number the documents of cu_seq_lens_q from end to end without position_ids",
+    ),
+    "documents of Llama 4 in a row of floor_scale tokens": (
+        lambda: llama4(floor_scale=LENGTH)(ROW, position_ids=POSITIONS, use_cache=False),
+        RuntimeError,
+        "scales queries by their place in the row.*under floor_scale tokens",
     ),
     "for an encoder and a decoder": (
         lambda: encoder_decoder(decoder_startend_row_indices=FOUR),
@@ -310,10 +372,32 @@ def test_unusual_call_is_as_eager(name, model):
     assert got.isfinite().all()
 
 
+RUNS = {
+    "activated LoRA on whole sequences": lambda: with_activated_lora(position_ids=torch.arange(LENGTH)[None]),
+    "activated LoRA without positions": with_activated_lora,
+    "cu_seq_lens of one document": lambda: gpt2(cu_seq_lens_q=torch.tensor([0, 8, 8], dtype=torch.int32)),
+    "documents of Llama 4 in a shorter row": lambda: llama4()(ROW, position_ids=POSITIONS, use_cache=False),
+    "a document of Llama 4 in a long row": lambda: llama4(floor_scale=LENGTH)(ROW, use_cache=False),
+    "labels of every path in evaluation": lambda: llama()(
+        ROW, position_ids=POSITIONS, startend_row_indices=VECTORS, shift_labels=ROW[None], use_cache=False
+    ),
+}
+"""Calls that are right, beside those of `WRONG`."""
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT reads it
+@pytest.mark.parametrize("name", RUNS)
+def test_right_call_runs(name):
+    assert RUNS[name]().logits.isfinite().all()
+
+
 ISOLATED = {
     "positions": dict(position_ids=POSITIONS),
     "positions and a cache": dict(position_ids=POSITIONS, use_cache=True),
     "positions and a mask of ones": dict(position_ids=POSITIONS, attention_mask=torch.ones(1, 8, dtype=torch.int64)),
+    "positions and a mask that numbers documents": dict(
+        position_ids=POSITIONS, attention_mask=torch.tensor([[1] * 3 + [2] * 5])
+    ),
     "cu_seq_lens": dict(position_ids=POSITIONS, cu_seq_lens_q=torch.tensor([0, 3, 8], dtype=torch.int32)),
     "vectors": dict(position_ids=POSITIONS, startend_row_indices=VECTORS, use_cache=False),
     "vectors and a mask of ones": dict(

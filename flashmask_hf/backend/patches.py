@@ -25,7 +25,13 @@ from transformers.utils import generic
 from flashmask_hf.backend.branches import check_labels
 from flashmask_hf.backend.document_guard import guard_documents
 from flashmask_hf.backend.forward import attention_forward
-from flashmask_hf.backend.ignored_vectors import check_call, check_document_numbers
+from flashmask_hf.backend.ignored_vectors import (
+    check_adapters,
+    check_call,
+    check_document_numbers,
+    check_numbered_mask,
+    check_scales,
+)
 from flashmask_hf.backend.mask_hook import DOCUMENTS
 from flashmask_hf.backend.model_support import refuse_own_attention
 from flashmask_hf.backend.position_axes import add_text_positions
@@ -158,7 +164,8 @@ def detect_documents_always(module: Any) -> None:
 
     Why: transformers looks for documents only if there is neither a cache nor a mask. A model's default is
     `use_cache=True`, so a plain forward of a packed row would let documents see each other, without an error. A
-    `FlashMask` as `attention_mask`, which transformers would ask for attributes of a tensor, raises with the way out.
+    `FlashMask` as `attention_mask`, which transformers would ask for attributes of a tensor, raises with the way out,
+    and so do a mask that numbers documents and documents in a long row of Llama 4 (`ignored_vectors`).
 
     Checked (the same signature in 5.17 to 5.24, but for the name of the cache): `_preprocess_mask_arguments` is a plain
     function with its seven parameters.
@@ -185,10 +192,13 @@ def detect_documents_always(module: Any) -> None:
             )
         found = original(config, inputs_embeds, attention_mask, *args, **kwargs)
         position_ids = args[1] if len(args) > 1 else kwargs.get("position_ids")  # after the cache
+        if config._attn_implementation in NAMES:
+            check_numbered_mask(attention_mask, position_ids)
         if config._attn_implementation not in NAMES or position_ids is None:
             return found
         record_positions()
         early_exit, mask, documents, q_length, *sizes = found
+        check_scales(config, position_ids, attention_mask)
         if early_exit or documents is not None or (mask is not None and mask.dim() != 2):
             return found
         numbers = _document_numbers(config, mask, position_ids, inputs_embeds.shape[0], q_length, *sizes)
@@ -400,7 +410,8 @@ def check_losses(model_class: Any) -> None:
                 if shifted and kwargs["shift_labels"].dim() == 3:
                     raise ValueError(
                         "shift_labels are those of every path of a tree, which the model's own loss does not take; set "
-                        "model.loss_function = flashmask_hf.collators.tree_loss"
+                        "model.loss_function = flashmask_hf.collators.tree_loss (of model.get_base_model(), if PEFT "
+                        "wraps the model)"
                     )
                 check_labels(kwargs[VECTORS], None if shifted else labels)
             return function(logits, labels, *args, **kwargs)
@@ -416,9 +427,9 @@ def check_losses(model_class: Any) -> None:
 def check_calls(model_class: Any) -> None:
     """Make each call of a model with `startend_row_indices` run `ignored_vectors.check_call` first.
 
-    A model that has one of this package's names runs `ignored_vectors.check_document_numbers`, too, and is called by
-    `unread_positions.call_model`. If sections 3 and 5 did not see it, because `config._attn_implementation` was set by
-    hand, it gets its hooks in its first call that is not compiled.
+    A model that has one of this package's names runs `check_document_numbers` and `check_adapters` of the same module,
+    too, and is called by `unread_positions.call_model`. If sections 3 and 5 did not see it, because
+    `config._attn_implementation` was set by hand, it gets its hooks in its first call that is not compiled.
 
     Patched: `PreTrainedModel.__call__`, which is that of `torch.nn.Module`, replaced by a wrapper. Other calls do what
     they did.
@@ -450,6 +461,7 @@ def check_calls(model_class: Any) -> None:
         if not getattr(self, "_has_packing_hooks", False) and not torch.compiler.is_compiling():
             add_hooks(self)
         check_document_numbers(self, kwargs)
+        check_adapters(self, kwargs)
         return call_model(self, original, args, kwargs)
 
     call.checks = True  # type: ignore[attr-defined]

@@ -33,8 +33,8 @@ def renumber_positions(model: Any) -> None:
             `startend_row_indices` of a model that counts from `padding_idx + 1`, that number is added to
             `position_ids` if a token that is seen has position 0, which no token of these models has. RuntimeError
             (device-side checks): a seen token has a position of padding all the same; in a call without vectors,
-            documents count from 0, or a row has several; or vectors are those of several documents, and there are no
-            `position_ids`.
+            documents count from 0, or a row has several; or vectors or `cu_seq_lens_q` are those of several documents,
+            and there are no `position_ids`.
     """
     firsts = [
         0 if part.padding_idx is None else part.padding_idx + 1
@@ -65,6 +65,13 @@ def _renumber(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             f"{name} embeds positions, and would number several documents of {VECTORS} from end to end without "
             "position_ids; pass positions that start again with each document",
         )
+    lengths = named.get("cu_seq_lens_q")
+    if positions is None and vectors is None and isinstance(lengths, Tensor):
+        device_assert(
+            (lengths.diff() > 0).sum() <= 1,
+            f"{name} embeds positions, and would number the documents of cu_seq_lens_q from end to end without "
+            "position_ids; pass positions that start again with each document",
+        )
     if not isinstance(positions, Tensor) or positions.dim() != 2 or first == 0:
         return None
     if vectors is None:
@@ -74,7 +81,7 @@ def _renumber(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             f"position_ids start again at 0, but {name} counts positions from {first}, and 0 is padding; pass "
             f"{VECTORS} with them, as the collators do",
         )
-        if named.get("cu_seq_lens_q") is None:
+        if lengths is None:
             starts = (positions[:, :-1] > first) & (positions[:, 1:] == first)
             shown = named.get("attention_mask")
             if isinstance(shown, Tensor) and shown.shape == positions.shape:

@@ -137,7 +137,7 @@ class PackedSFTTrainer(ContextParallelMixin, SFTTrainer):
                 raise ValueError("rows with images cannot be packed yet; use trl.SFTTrainer, or remove the column")
             if max_position_embeddings is None:
                 max_position_embeddings = _positions(model, args)
-            data_collator = _collator(data_collator, args.pad_to_multiple_of, max_position_embeddings)
+            data_collator = _collator(data_collator, args, max_position_embeddings)
             if parts > 1:
                 data_collator = pad_for_parts(data_collator, parts)
         self._packing_options: dict[str, Any] = {
@@ -260,11 +260,18 @@ def _positions(model: Any, args: SFTConfig) -> int | None:
     return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
-def _collator(given: Any, multiple: Any, positions: int | None) -> DataCollatorForPackedLanguageModeling:
-    """Return the given collator after checking its class, or build one."""
+def _collator(given: Any, args: Any, positions: int | None) -> DataCollatorForPackedLanguageModeling:
+    """Return the given collator after checking its class, or build one.
+
+    Where the trainer prepares the dataset, its rows have labels; else the collator makes them.
+    """
     if given is None:
+        multiple = args.pad_to_multiple_of
+        skipped = (args.dataset_kwargs or {}).get("skip_prepare_dataset")
         return DataCollatorForPackedLanguageModeling(
-            pad_to_multiple_of=multiple if isinstance(multiple, int) else None, max_position_embeddings=positions
+            pad_to_multiple_of=multiple if isinstance(multiple, int) else None,
+            max_position_embeddings=positions,
+            completion_only_loss=args.completion_only_loss if skipped else None,
         )
     if not isinstance(given, DataCollatorForPackedLanguageModeling):
         raise TypeError(

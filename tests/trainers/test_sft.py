@@ -179,6 +179,18 @@ def test_labels_of_packed_rows_equal_stock_trl(tmp_path, column, option):
     assert labels[0] == ([-100, 6, 7, 8, -100, 10] if every_token else [-100, -100, 7, 8, -100, 10])
 
 
+@pytest.mark.parametrize("completion_only", [None, True, False])
+def test_rows_that_are_not_prepared_learn_what_the_option_says(tmp_path, model, completion_only):
+    row = {"input_ids": [5, 6, 7, 8], "completion_mask": [0, 0, 1, 1]}
+    args = arguments(
+        tmp_path, completion_only_loss=completion_only, remove_unused_columns=False,
+        dataset_kwargs={"skip_prepare_dataset": True},
+    )  # fmt: skip
+    trainer = PackedSFTTrainer(model, args, train_dataset=Dataset.from_list([row] * 2))
+    labels = next(iter(trainer.get_train_dataloader()))["labels"][0, :4].tolist()
+    assert labels == ([-100, 6, 7, 8] if completion_only is False else [-100, -100, 7, 8])
+
+
 def test_evaluation_leaves_out_the_examples_that_stock_trl_leaves_out(tmp_path, model, capsys):
     """The completion of the first example is cut away."""
     long, short = {"prompt": "w8 w9 w10 " * 60, "completion": "w11 w12"}, {"prompt": "w8 w9 ", "completion": "w11 w12"}
