@@ -3,6 +3,7 @@
 A forward passes through the modules in this order:
 
     ignored_vectors  raises if the model's attention is another one, which would ignore the caller's vectors
+    mixed_documents  raises for documents that nothing reads, or that a part beside the attention would mix
     unread_positions  raises if nothing below reads the documents that `position_ids` tell
     position_axes   adds the row that separates documents to positions of several axes
     document_guard  keeps the documents of packed rows apart in layers that are not attention, or raises

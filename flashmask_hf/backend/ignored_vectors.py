@@ -1,4 +1,4 @@
-"""Calls of models that would ignore the mask vectors, the packed rows or the documents of a batch.
+"""Calls of models that would ignore the mask vectors or the packed rows of a batch.
 
 Every keyword of a call reaches the layers, and attention implementations of transformers ignore those that they do not
 know. So a batch of this package's collators runs in any model, under another mask than its own. `check_call` runs
@@ -12,15 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flashmask_hf.backend.document_guard import is_guarded
 from flashmask_hf.backend.keywords import cache_of
 from flashmask_hf.backend.packed_rows import runs_packed
-from flashmask_hf.backend.positions import document_starts, next_flagged
+from flashmask_hf.backend.positions import next_flagged
 from flashmask_hf.checks import device_assert
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.names import NAMES, PACKED_IDS, VECTORS
 
-__all__ = ["check_adapters", "check_call", "check_document_numbers", "check_numbered_mask", "check_scales"]
+__all__ = ["check_call"]
 
 
 def check_call(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -92,113 +91,6 @@ def check_call(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Non
         f"{VECTORS} hide tokens, but attn_implementation='{implementation}' ignores them; load the model with "
         "attn_implementation='flashmask', or, for packed documents, pass position_ids, use_cache=False and no mask",
     )
-
-
-def check_document_numbers(model: Any, kwargs: dict[str, Any]) -> None:
-    """Raise if nothing but `seq_idx` tells the documents of a row, which only recurrent layers read.
-
-    Args:
-        model: a transformers model whose attention is one of this package's.
-        kwargs: keywords of its call.
-
-    Raises:
-        RuntimeError: `seq_idx` [B, S] numbers several documents in a row (a device-side check).
-    """
-    numbers = kwargs.get("seq_idx")
-    if not isinstance(numbers, Tensor) or is_guarded(model):
-        return
-    if any(kwargs.get(name) is not None for name in (VECTORS, "position_ids", "cu_seq_lens_q")):
-        return
-    device_assert(
-        (numbers == numbers[:, :1]).all(),
-        f"seq_idx numbers several documents of a row, but the attention of {type(model).__name__} does not read it, so "
-        "they would see each other; pass position_ids that start again with each, too, as "
-        "DataCollatorWithFlattening(return_position_ids=True) does",
-    )
-
-
-def check_adapters(model: Any, kwargs: dict[str, Any]) -> None:
-    """Raise for packed rows in a model with activated LoRA, which looks for its invocation once in a row.
-
-    Args:
-        model: a transformers model whose attention is one of this package's, into which PEFT may have put adapters.
-        kwargs: keywords of its call.
-
-    Raises:
-        RuntimeError: `startend_row_indices`, `cu_seq_lens_q` or `position_ids` tell several documents of a row (a
-            device-side check).
-    """
-    adapters = getattr(model, "peft_config", {})
-    if not any(getattr(config, "alora_invocation_tokens", None) for config in adapters.values()):
-        return
-    vectors, bounds, positions = (kwargs.get(name) for name in (VECTORS, "cu_seq_lens_q", "position_ids"))
-    if isinstance(positions, Tensor) and positions.dim() == 2:
-        alone = _has_one_document(positions, kwargs.get("attention_mask"))
-    elif isinstance(bounds, Tensor):
-        alone = (bounds.diff() > 0).sum() <= 1
-    elif isinstance(vectors, Tensor):
-        alone = (vectors >= vectors.shape[2]).all()  # no key is hidden from later rows
-    else:
-        return
-    device_assert(
-        alone,
-        "PEFT looks for alora_invocation_tokens once in a row, so that of several packed documents only one would have "
-        "the adapter; use LoRA without them, or batches of whole sequences",
-    )
-
-
-def check_numbered_mask(attention_mask: Any, position_ids: Any) -> None:
-    """Raise for a 2D mask that numbers documents which nothing else tells; transformers reads each number as 1.
-
-    Args:
-        attention_mask: of a model's call; integers [B, S] are looked at.
-        position_ids: of the call, or None.
-
-    Raises:
-        RuntimeError: the number changes between two tokens, and no position of 0 follows (a device-side check).
-    """
-    if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2 or attention_mask.dtype == torch.bool:
-        return
-    before, after = attention_mask[:, :-1], attention_mask[:, 1:]
-    mixed = (before > 0) & (after > 0) & (before != after)
-    if isinstance(position_ids, Tensor) and position_ids.shape[-1] == attention_mask.shape[1]:
-        mixed = mixed & (position_ids[..., 1:] != 0)
-    device_assert(
-        ~mixed.any(),
-        "attention_mask [B, S] numbers documents, which transformers reads as ones, so that they would see each other; "
-        "pass position_ids that start again at 0 with each document, and a mask of ones and zeros, or none",
-    )
-
-
-def check_scales(config: Any, position_ids: Tensor, attention_mask: Any) -> None:
-    """Raise for several documents in a long row of Llama 4, which scales its queries by their place in the row.
-
-    The scale of a query is 1 up to `floor_scale` tokens (transformers, `Llama4TextAttention`).
-
-    Args:
-        config: configuration of a model that makes its mask.
-        position_ids: [B, S] of its call.
-        attention_mask: of its call.
-
-    Raises:
-        RuntimeError: `position_ids` tell several documents in a row of more tokens (a device-side check).
-    """
-    floor = getattr(config, "floor_scale", None) if getattr(config, "attn_temperature_tuning", False) else None
-    if floor is None or position_ids.dim() != 2 or position_ids.shape[1] < floor:
-        return
-    device_assert(
-        _has_one_document(position_ids, attention_mask),
-        "Llama 4 scales queries by their place in the row from floor_scale tokens on, so that documents of a longer "
-        "row would depend on those before them; keep rows of several documents under floor_scale tokens",
-    )
-
-
-def _has_one_document(position_ids: Tensor, attention_mask: Any) -> Tensor:
-    """Return whether positions [B, S] start at most once in each row, hidden tokens apart; bool []."""
-    starts = document_starts(position_ids)
-    if isinstance(attention_mask, Tensor) and attention_mask.shape == starts.shape:
-        starts = starts & attention_mask.to(torch.bool)
-    return (starts.sum(-1) <= 1).all()
 
 
 def _ends_of_documents(model: Any, kwargs: dict[str, Any], implementation: str, tokens: Tensor) -> Tensor:

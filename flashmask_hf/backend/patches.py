@@ -25,14 +25,14 @@ from transformers.utils import generic
 from flashmask_hf.backend.branches import check_labels
 from flashmask_hf.backend.document_guard import guard_documents
 from flashmask_hf.backend.forward import attention_forward
-from flashmask_hf.backend.ignored_vectors import (
+from flashmask_hf.backend.ignored_vectors import check_call
+from flashmask_hf.backend.mask_hook import DOCUMENTS
+from flashmask_hf.backend.mixed_documents import (
     check_adapters,
-    check_call,
     check_document_numbers,
     check_numbered_mask,
     check_scales,
 )
-from flashmask_hf.backend.mask_hook import DOCUMENTS
 from flashmask_hf.backend.model_support import refuse_own_attention
 from flashmask_hf.backend.position_axes import add_text_positions
 from flashmask_hf.backend.position_numbers import renumber_positions
@@ -165,7 +165,7 @@ def detect_documents_always(module: Any) -> None:
     Why: transformers looks for documents only if there is neither a cache nor a mask. A model's default is
     `use_cache=True`, so a plain forward of a packed row would let documents see each other, without an error. A
     `FlashMask` as `attention_mask`, which transformers would ask for attributes of a tensor, raises with the way out,
-    and so do a mask that numbers documents and documents in a long row of Llama 4 (`ignored_vectors`).
+    and so do a mask that numbers documents and documents in a long row of Llama 4 (`mixed_documents`).
 
     Checked (the same signature in 5.17 to 5.24, but for the name of the cache): `_preprocess_mask_arguments` is a plain
     function with its seven parameters.
@@ -192,9 +192,10 @@ def detect_documents_always(module: Any) -> None:
             )
         found = original(config, inputs_embeds, attention_mask, *args, **kwargs)
         position_ids = args[1] if len(args) > 1 else kwargs.get("position_ids")  # after the cache
-        if config._attn_implementation in NAMES:
-            check_numbered_mask(attention_mask, position_ids)
-        if config._attn_implementation not in NAMES or position_ids is None:
+        if config._attn_implementation not in NAMES:
+            return found
+        check_numbered_mask(attention_mask, position_ids)
+        if position_ids is None:
             return found
         record_positions()
         early_exit, mask, documents, q_length, *sizes = found
@@ -427,8 +428,8 @@ def check_losses(model_class: Any) -> None:
 def check_calls(model_class: Any) -> None:
     """Make each call of a model with `startend_row_indices` run `ignored_vectors.check_call` first.
 
-    A model that has one of this package's names runs `check_document_numbers` and `check_adapters` of the same module,
-    too, and is called by `unread_positions.call_model`. If sections 3 and 5 did not see it, because
+    A model that has one of this package's names runs `check_document_numbers` and `check_adapters` of
+    `mixed_documents`, too, and is called by `unread_positions.call_model`. If sections 3 and 5 did not see it, because
     `config._attn_implementation` was set by hand, it gets its hooks in its first call that is not compiled.
 
     Patched: `PreTrainedModel.__call__`, which is that of `torch.nn.Module`, replaced by a wrapper. Other calls do what

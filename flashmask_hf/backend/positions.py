@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from flashmask_hf.checks import device_assert
 
-__all__ = ["UNBOUNDED", "document_starts", "next_flagged", "run_bounds"]
+__all__ = ["UNBOUNDED", "document_starts", "has_one_document", "next_flagged", "run_bounds"]
 
 UNBOUNDED = 2**30
 """A position after every token's. The sum of two fits int32."""
@@ -49,6 +51,20 @@ def document_starts(position_ids: Tensor, real: Tensor | None = None) -> Tensor:
         "count through hidden tokens, or pass startend_row_indices",
     )
     return shown & (restarts | (after_gap & (counts_on | (position <= before_position))))
+
+
+def has_one_document(position_ids: Tensor, attention_mask: Any) -> Tensor:
+    """Return whether at most one document starts in each row, tokens that a 2D mask hides apart; bool [].
+
+    Args:
+        position_ids: int [B, S].
+        attention_mask: [B, S], or longer with a cache, whose last S columns are the row's; anything else hides nothing.
+    """
+    length = position_ids.shape[1]
+    starts = document_starts(position_ids)
+    if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2 and attention_mask.shape[1] >= length:
+        starts = starts & attention_mask[:, -length:].to(torch.bool)
+    return (starts.sum(-1) <= 1).all()
 
 
 def next_flagged(flags: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flashmask_hf.backend.model_hooks import is_compiled
-from flashmask_hf.backend.positions import document_starts
+from flashmask_hf.backend.positions import has_one_document
 from flashmask_hf.checks import device_assert
 from flashmask_hf.names import VECTORS
 
@@ -62,11 +62,8 @@ def call_model(model: Any, call: Callable[..., Any], args: tuple[Any, ...], kwar
     if reads or is_compiled(model):
         model._reads_positions = True
         return output
-    starts = document_starts(positions)
-    if mask is not None and mask.shape[1] >= positions.shape[1]:
-        starts = starts & mask[:, -positions.shape[1] :].to(torch.bool)
     device_assert(
-        (starts.sum(-1) <= 1).all(),
+        has_one_document(positions, mask),
         f"{type(model).__name__} hands position_ids neither to its masks nor to its attention, so that documents of a "
         f"row would see each other; pass {VECTORS} with them, as the collators do",
     )

@@ -205,7 +205,7 @@ class PackedSFTTrainer(ContextParallelMixin, SFTTrainer):
         Predictions and labels are those of the packed rows.
         """
         settings: Any = self.args
-        if not (settings.dataset_kwargs or {}).get("skip_prepare_dataset"):
+        if _prepares_rows(settings):
             packing = settings.packing if settings.eval_packing is None else settings.eval_packing
             test_dataset = self._prepare_dataset(
                 test_dataset, self.processing_class, settings, packing, self._formatting, "test"
@@ -249,6 +249,11 @@ def _trl_packs(args: SFTConfig) -> bool:
     return args.packing or args.padding_free
 
 
+def _prepares_rows(args: Any) -> bool:
+    """Return whether the trainer tokenizes and packs the rows of a dataset, as it does unless it is told not to."""
+    return not (args.dataset_kwargs or {}).get("skip_prepare_dataset")
+
+
 def _positions(model: Any, args: SFTConfig) -> int | None:
     """Return the number of positions of a model, or of the one that TRL will load by this name; None for no limit."""
     config = getattr(model, "config", None)
@@ -267,11 +272,10 @@ def _collator(given: Any, args: Any, positions: int | None) -> DataCollatorForPa
     """
     if given is None:
         multiple = args.pad_to_multiple_of
-        skipped = (args.dataset_kwargs or {}).get("skip_prepare_dataset")
         return DataCollatorForPackedLanguageModeling(
             pad_to_multiple_of=multiple if isinstance(multiple, int) else None,
             max_position_embeddings=positions,
-            completion_only_loss=args.completion_only_loss if skipped else None,
+            completion_only_loss=None if _prepares_rows(args) else args.completion_only_loss,
         )
     if not isinstance(given, DataCollatorForPackedLanguageModeling):
         raise TypeError(

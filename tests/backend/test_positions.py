@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flashmask_hf.backend.positions import document_starts
+from flashmask_hf.backend.positions import document_starts, has_one_document
 
 
 def starts(positions, hidden=()):
@@ -44,3 +44,17 @@ def test_one_row_of_positions_serves_every_padding():
     real = torch.tensor([[1, 1, 1, 0, 1], [1, 1, 1, 1, 1]]).bool()
     got = document_starts(torch.tensor([[0, 1, 2, 0, 1]]), real)
     assert got.int().tolist() == [[1, 0, 0, 0, 1], [1, 0, 0, 1, 0]]
+
+
+@pytest.mark.parametrize(
+    ("mask", "expected"),
+    [
+        (None, False),
+        ([[1, 1, 1, 1, 1]], False),
+        ([[0, 0, 1, 1, 1]], True),
+        ([[1, 1, 0, 0, 1, 1, 1]], True),  # of two tokens in a cache, too
+    ],
+)
+def test_hidden_tokens_start_no_document(mask, expected):
+    positions = torch.tensor([[0, 0, 0, 1, 2]])
+    assert bool(has_one_document(positions, None if mask is None else torch.tensor(mask))) is expected
