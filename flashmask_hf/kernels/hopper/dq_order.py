@@ -11,11 +11,11 @@ begin in the order of their leads, the greatest first, which is the last keys fi
 
 Tiles that come to a row at the same time add one after the other, and each addition takes about as long as the work on
 a tile of rows. So the tiles of several key-value heads alternate, and those of one head begin far enough apart. Tiles
-are *level* if their leads are equal, as those of a document are. If all are level, they should begin twice as many rows
-apart as they have keys: 256 rows, or 128 with tiles of 64 keys. If no two are, as under a causal mask, a quarter is
-enough, since each begins at another row. More heads than needed cost time, too: the L2 cache should hold the rows
-between two key tiles of a head. For every 128 rows between them, the 132 programs of an H200 use 17 MB of q, dq and the
-output's gradient (head_dim 128).
+are *level* if their leads are equal, as those of a document are; two tiles of 64 keys are not, since masks often treat
+128 keys alike. If all are level, they should begin twice as many rows apart as they have keys: 256 rows, or 128 with
+tiles of 64 keys. If none are, as under a causal mask, a quarter is enough, since each begins at another row. More
+heads than needed cost time, too: the L2 cache should hold the rows between two key tiles of a head. For every 128 rows
+between them, the 132 programs of an H200 use 17 MB of q, dq and the output's gradient (head_dim 128).
 
 Where query heads share a key-value head, a tile walks the rows of all of them. Head after head, it would come to the
 second head only after all rows of the first, and every shorter tile behind it would wait. So all heads walk one band of
@@ -117,7 +117,7 @@ def prepare_dq_order(problem: Problem, block_m: int, block_n: int, programs: int
         _order_key_tiles,
         mask_batch * groups * n_blocks,
         n_columns, n_blocks, masks_of_group,
-        NEAR=block_n // block_m, SEGMENTS=_SEGMENTS, LANES=_LANES, SUMS=_SUMS, num_warps=4,
+        LEVEL=COLUMNS // block_n, NEAR=block_n // block_m, SEGMENTS=_SEGMENTS, LANES=_LANES, SUMS=_SUMS, num_warps=4,
     )  # fmt: skip
     rank = Launch(
         _rank_key_tiles,
@@ -174,7 +174,7 @@ def _read_walks(segments, tiles, n_columns, members, SEGMENTS: tl.constexpr):
 @triton.jit(do_not_specialize=["n_columns", "n_blocks", "members"])
 def _order_key_tiles(
     segments, key_tile_order, sums, n_columns, n_blocks, members,
-    NEAR: tl.constexpr, SEGMENTS: tl.constexpr, LANES: tl.constexpr, SUMS: tl.constexpr,
+    LEVEL: tl.constexpr, NEAR: tl.constexpr, SEGMENTS: tl.constexpr, LANES: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     """Place LANES key tiles of a group of masks in its order, behind all of greater leads; equal ones: last keys first.
 
@@ -182,15 +182,15 @@ def _order_key_tiles(
         segments: of `DqOrder`, [groups of the batch, members, n_columns, SEGMENTS, 2].
         key_tile_order: written, [groups of the batch, n_columns].
         sums: written, [groups of the batch, n_blocks, SUMS]: row tiles that these key tiles walk, those they skip, the
-            number of these key tiles that see rows, how many of those have the lead of one of later keys, and how many
-            have a lead in the same NEAR row tiles, as many as a key tile has keys.
+            number of these key tiles that see rows, how many of those have the lead of LEVEL others of later keys, and
+            how many have a lead in the same NEAR row tiles, as many as a key tile has keys, as another of later keys.
     """
     line = (tl.program_id(0) // n_blocks).to(tl.int64)
     tiles = tl.program_id(0) % n_blocks * LANES + tl.arange(0, LANES)
     segments += line * members * n_columns * SEGMENTS * 2
     leads, walked, skipped = _read_walks(segments, tiles, n_columns, members, SEGMENTS)
     places = tl.zeros_like(tiles)
-    level = tl.zeros_like(tiles)
+    equals = tl.zeros_like(tiles)
     near = tl.zeros_like(tiles)
     for first in range(0, n_columns, LANES):
         others = first + tl.arange(0, LANES)
@@ -201,14 +201,14 @@ def _order_key_tiles(
         places += tl.sum(before.to(tl.int32), 1)
         later_keys &= (they_walk > 0)[None, :]
         close = later_keys & ((their_leads // NEAR)[None, :] == (leads // NEAR)[:, None])
-        level = tl.maximum(level, tl.max((equal & later_keys).to(tl.int32), 1))
+        equals += tl.sum((equal & later_keys).to(tl.int32), 1)
         near = tl.maximum(near, tl.max(close.to(tl.int32), 1))
     see = (walked > 0).to(tl.int32)
     sums += tl.program_id(0) * SUMS
     tl.store(sums, tl.sum(walked, 0))
     tl.store(sums + 1, tl.sum(skipped, 0))
     tl.store(sums + 2, tl.sum(see, 0))
-    tl.store(sums + 3, tl.sum(see * level, 0))
+    tl.store(sums + 3, tl.sum(see * (equals >= LEVEL).to(tl.int32), 0))
     tl.store(sums + 4, tl.sum(see * near, 0))
     tl.store(key_tile_order + line * n_columns + places, tiles, mask=tiles < n_columns)
 

@@ -134,6 +134,11 @@ def test_heads_that_alternate(device: str) -> None:
     rows = torch.tensor([[128, 0], [256, 128]]).repeat_interleave(128 * 128, 0)[None, None].int()
     two_blocks = FlashMask(rows, False, q_len=256)  # key tiles are level only with those of their own 128
     assert heads(two_blocks) == evened((0.5 + 1.5 * 254 / 256) * PROGRAMS)
+    for keys, level in ((128, 0), (256, 0.5)):  # tiles of 64 keys; those from the second last on are not level
+        below = torch.stack([torch.full([2048], 2048), torch.arange(2048) // keys * keys], -1)[None, None].int()
+        walked = (2048 + keys) / 2 / 64
+        made = _order(FlashMask(below, False), 2048, device, 1, 1000, 1000, (64, 64))
+        assert int(made.schedule[0]) == evened((0.5 + 1.5 * level) * PROGRAMS / walked)
     nothing = FlashMask(torch.tensor([0, 256]).repeat(256, 1)[None, None].int(), False)
     assert heads(nothing, 4, 4) == 1
 
