@@ -69,7 +69,7 @@ def attention() -> str:
         (mask_of(mask), *(cell(rows, ["both_tflops"], mask=mask, provider=name) for name in providers))
         for mask in dict.fromkeys(row["mask"] for row in rows)
     ]
-    command = ATTENTION.format(dims="64 128", tokens=_tokens(rows), more=" --repeats 7", names=" ".join(providers))
+    command = ATTENTION.format(dims="64 128", tokens=_tokens(rows), more="", names=" ".join(providers))
     shape = f"{rows[0]['batch']} rows of 32,768 tokens, {rows[0]['heads']} heads of 128"
     count = f"TFLOP/s of forward and backward, counted on tiles that are not hidden, {shape}"
     return table(("mask", *map(name_of, providers)), lines, measured(rows, command, count))

@@ -27,8 +27,9 @@ overtake each other in narrower ones.
 On an H200, the backward of 8 rows of 8K tokens with 32 heads of 128 took, beside the unordered one: random intervals of
 visible rows 1.06 with the 6 heads that are chosen, 1.02 with 2 and 1.18 with 12; causal blocks 1.12 with the 10 chosen,
 1.26 with 2 and 1.31 with 16; windows that are global both ways 1.06 with the 16 chosen and 1.41 with 2. With 16 heads
-of 256, full attention took 1.08 with the 2 chosen and 1.47 with 4. With 8 key-value heads for 32 of 128, random
-intervals took 1.10 with bands of 512 rows, and 1.98 when all but the first 128 rows were one.
+of 256, full attention took 1.08 with the 2 chosen and 1.47 with 4, random intervals 1.12 with the 3 chosen and 1.27
+with the 5 that level pairs would get. With 8 key-value heads for 32 of 128, random intervals took 1.10 with bands of
+512 rows, and 1.98 when all but the first 128 rows were one.
 `tests/tools/ordered_sums.py` simulates the waits.
 """
 
