@@ -48,7 +48,7 @@ zamba), delta attention (kimi_linear), convolutions in plain torch (lfm3, recurr
 _MODULES = {"causal-conv1d": "causal_conv1d", "mamba-ssm": "mamba_ssm", "flash-linear-attention": "fla"}
 """The module that each distribution installs."""
 
-_JOINING_TYPES = {"falcon_mamba", "mamba", "mamba2", "minimax", "mobilebert", "rwkv", "xlstm"}
+_JOINING_TYPES = {"deepseek_v4", "falcon_mamba", "mamba", "mamba2", "minimax", "mobilebert", "rwkv", "xlstm"}
 """Model types that mix tokens without an `nn.Conv1d`, or whose model with a head keeps keywords from its backbone."""
 
 _WITHOUT_VECTORS = {"aimv2_text_model"}
@@ -64,7 +64,7 @@ def guard_documents(model: Any) -> None:
     """Make a model raise in a forward that would mix the documents of a packed row, or keep them apart.
 
     Models of attention alone are left as they are. Repeating it is fine. The guard acts while the model's attention is
-    one of this package's.
+    one of this package's, and in calls with mask vectors under any.
 
     Args:
         model: a transformers model, or a model within one, with its layers made. Its forward on a row of several
@@ -126,7 +126,7 @@ def _refuse_vectors(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 def _keep_documents_apart(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Hand the documents of a call to the model's kernels, or raise if there are several; a forward pre-hook."""
-    if model.config._attn_implementation not in NAMES:
+    if model.config._attn_implementation not in NAMES and kwargs.get(VECTORS) is None:
         return None
     args, kwargs = (), named_arguments(model, args, kwargs)
     tokens = kwargs.get("input_ids")

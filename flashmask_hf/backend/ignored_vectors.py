@@ -19,7 +19,7 @@ from flashmask_hf.checks import device_assert
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.names import NAMES, PACKED_IDS, VECTORS
 
-__all__ = ["check_call"]
+__all__ = ["check_call", "hides_more"]
 
 
 def check_call(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -106,6 +106,15 @@ def _ends_of_documents(model: Any, kwargs: dict[str, Any], implementation: str, 
     if alone and isinstance(positions, Tensor) and positions.dim() == 2 and positions.shape[1] == length:
         return next_flagged(positions[:, 1:] == 0)
     return torch.full((1, length), length, device=tokens.device)
+
+
+def hides_more(vectors: Tensor, attention_mask: Any) -> Tensor:
+    """Return which keys of causal vectors [B, H, S, 1] hide rows that they show in a single document; bool [B, H, S].
+
+    Keys that a 2D mask [B, S] hides are left out.
+    """
+    length = vectors.shape[2]
+    return _differs(vectors.detach(), torch.full((1, length), length, device=vectors.device), attention_mask)
 
 
 def _differs(vectors: Tensor, ends: Tensor | None, attention_mask: Any) -> Tensor:

@@ -14,7 +14,7 @@ from flashmask_hf.backend.mask_cache import cached_mask
 from flashmask_hf.backend.positions import UNBOUNDED, document_starts, next_flagged
 from flashmask_hf.backend.supplied_calls import record_supplied_call
 from flashmask_hf.backend.tensor_parallel import vectors_of_local_heads
-from flashmask_hf.backend.unread_positions import record_positions
+from flashmask_hf.backend.unread_positions import record_documents
 from flashmask_hf.backend.windows import LayerMask, apply_window
 from flashmask_hf.checks import device_assert
 from flashmask_hf.mask import FlashMask, is_one_of
@@ -60,7 +60,7 @@ def layer_mask(
         check_hook_result(attention_mask)
     vectors = kwargs.get(VECTORS)
     if not causal or any(kwargs.get(name) is not None for name in (VECTORS, "position_ids", "cu_seq_lens_q")):
-        record_positions()
+        record_documents()
     if vectors is not None:
         record_supplied_call()
         _check_receiver(module, attention_mask, causal)

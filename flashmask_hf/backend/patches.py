@@ -37,7 +37,7 @@ from flashmask_hf.backend.model_support import refuse_own_attention
 from flashmask_hf.backend.position_axes import add_text_positions
 from flashmask_hf.backend.position_numbers import renumber_positions
 from flashmask_hf.backend.positions import document_starts
-from flashmask_hf.backend.unread_positions import call_model, record_positions
+from flashmask_hf.backend.unread_positions import call_model, record_documents
 from flashmask_hf.checks import device_assert
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.names import FLASHMASK, HASH, NAMES, QK, VECTORS
@@ -193,11 +193,13 @@ def detect_documents_always(module: Any) -> None:
         found = original(config, inputs_embeds, attention_mask, *args, **kwargs)
         position_ids = args[1] if len(args) > 1 else kwargs.get("position_ids")  # after the cache
         if config._attn_implementation not in NAMES:
+            if found[2] is not None:  # the numbers of the documents
+                record_documents()
             return found
         check_numbered_mask(attention_mask, position_ids)
         if position_ids is None:
             return found
-        record_positions()
+        record_documents()
         early_exit, mask, documents, q_length, *sizes = found
         check_scales(config, position_ids, attention_mask)
         if early_exit or documents is not None or (mask is not None and mask.dim() != 2):
@@ -429,8 +431,9 @@ def check_calls(model_class: Any) -> None:
     """Make each call of a model with `startend_row_indices` run `ignored_vectors.check_call` first.
 
     A model that has one of this package's names runs `check_document_numbers` and `check_adapters` of
-    `mixed_documents`, too, and is called by `unread_positions.call_model`. If sections 3 and 5 did not see it, because
-    `config._attn_implementation` was set by hand, it gets its hooks in its first call that is not compiled.
+    `mixed_documents`, too. If sections 3 and 5 did not see it, because `config._attn_implementation` was set by hand,
+    it gets its hooks in its first call that is not compiled. With another attention and vectors, it gets the guard of
+    its recurrent layers. All are called by `unread_positions.call_model`.
 
     Patched: `PreTrainedModel.__call__`, which is that of `torch.nn.Module`, replaced by a wrapper. Other calls do what
     they did.
@@ -457,12 +460,14 @@ def check_calls(model_class: Any) -> None:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get(VECTORS) is not None:
             check_call(self, args, kwargs)
-        if self.config._attn_implementation not in NAMES:
-            return original(self, *args, **kwargs)
-        if not getattr(self, "_has_packing_hooks", False) and not torch.compiler.is_compiling():
-            add_hooks(self)
-        check_document_numbers(self, kwargs)
-        check_adapters(self, kwargs)
+        if self.config._attn_implementation in NAMES:
+            if not getattr(self, "_has_packing_hooks", False) and not torch.compiler.is_compiling():
+                add_hooks(self)
+            check_document_numbers(self, kwargs)
+            check_adapters(self, kwargs)
+        elif kwargs.get(VECTORS) is not None and not hasattr(self, "_is_guarded") and not torch.compiler.is_compiling():
+            guard_documents(self)
+            self._is_guarded = True
         return call_model(self, original, args, kwargs)
 
     call.checks = True  # type: ignore[attr-defined]

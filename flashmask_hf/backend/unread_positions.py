@@ -1,7 +1,9 @@
-"""Packed rows that only `position_ids` tell, in causal models that hand positions neither to masks nor to attention.
+"""Packed rows in models that do not read what tells their documents, and let them see each other without an error.
 
-Such models (Granite 4 without Mamba layers, the text model of HunYuan-VL) take `position_ids` for their embeddings, or
-not at all, and let the documents of a row see each other, without an error.
+With attention of this package, some models take `position_ids` for their embeddings alone or not at all (Granite 4
+without Mamba layers, the text model of HunYuan-VL), and some never call the attention, so that they ignore mask vectors
+(CPM-Ant). With another attention, documents are kept apart only by masks that a model makes from `position_ids`; many
+make theirs without them (gpt-oss, OPT, Falcon, the text model of Qwen2.5-VL).
 """
 
 from __future__ import annotations
@@ -13,18 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashmask_hf.backend.ignored_vectors import hides_more
 from flashmask_hf.backend.model_hooks import is_compiled
 from flashmask_hf.backend.positions import has_one_document
 from flashmask_hf.checks import device_assert
-from flashmask_hf.names import VECTORS
+from flashmask_hf.names import FLASHMASK, NAMES, PACKED_IDS, VECTORS
 
-__all__ = ["call_model", "record_positions"]
+__all__ = ["call_model", "record_documents"]
 
-_active: ContextVar[tuple[list[bool], ...]] = ContextVar("flashmask_read_positions", default=())
+_active: ContextVar[tuple[list[bool], ...]] = ContextVar("flashmask_read_documents", default=())
 """A list for each model call under way, which is not empty once something has read what tells documents."""
 
 
-def record_positions() -> None:
+def record_documents() -> None:
     """Record that a mask or an attention layer knows of documents, or has no need to."""
     if not torch.compiler.is_compiling():  # a context variable would break the graph
         for reads in _active.get():
@@ -32,26 +35,30 @@ def record_positions() -> None:
 
 
 def call_model(model: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a model that has one of this package's names, and raise if it mixed the documents of `position_ids`.
+    """Call a model, and raise if it mixed the documents of `position_ids` or of mask vectors.
 
-    Once positions were read in a call of the model, its calls are not looked at. Calls of compiled models never are,
-    for compiled code cannot record it.
+    Once they were read in a call of the model, its calls of the same kind are not looked at. Calls of compiled models
+    never are, for compiled code cannot record it.
 
     Args:
         model: a transformers model.
         call: its unbound `__call__`.
         args: positional arguments of the call.
-        kwargs: keywords of the call.
+        kwargs: keywords of the call. Without `startend_row_indices` [B, 1, S, 1], a model with another attention than
+            this package's is not looked at.
 
     Raises:
-        RuntimeError: `position_ids` [B, S] start again at 0 within a row, there are no `startend_row_indices`, and
-            neither masks nor causal layers got them (a device-side check).
+        RuntimeError: one of the following (a device-side check). There are no `startend_row_indices`, `position_ids`
+            [B, S] start again at 0 within a row, and neither masks nor causal layers got them. The vectors tell several
+            documents, and no layer got them. The same, and with another attention than this package's the model did
+            not find these documents in `position_ids`, which FlashAttention of transformers is trusted to do.
     """
-    positions = None if kwargs.get(VECTORS) is not None else kwargs.get("position_ids")
-    known = torch.compiler.is_compiling() or getattr(model, "_reads_positions", False)
-    mask = kwargs.get("attention_mask")
-    flat = mask is None or (isinstance(mask, Tensor) and mask.dim() == 2)  # masks of a static cache are made before
-    if known or not flat or not isinstance(positions, Tensor) or positions.dim() != 2:
+    vectors = kwargs.get(VECTORS)
+    config = model.config if vectors is None else model.config.get_text_config()
+    implementation = config._attn_implementation
+    kind = implementation, vectors is None
+    known = torch.compiler.is_compiling() or kind in getattr(model, "_documents_read", ())
+    if known or not _tells_documents(args, kwargs, implementation):
         return call(model, *args, **kwargs)
     reads: list[bool] = []
     token = _active.set((*_active.get(), reads))
@@ -60,11 +67,36 @@ def call_model(model: Any, call: Callable[..., Any], args: tuple[Any, ...], kwar
     finally:
         _active.reset(token)
     if reads or is_compiled(model):
-        model._reads_positions = True
+        model._documents_read = {kind, *getattr(model, "_documents_read", ())}
         return output
-    device_assert(
-        has_one_document(positions, mask),
-        f"{type(model).__name__} hands position_ids neither to its masks nor to its attention, so that documents of a "
-        f"row would see each other; pass {VECTORS} with them, as the collators do",
-    )
+    mask, name = kwargs.get("attention_mask"), type(model).__name__
+    if vectors is None:
+        alone = has_one_document(kwargs["position_ids"], mask)
+        message = (
+            f"{name} hands position_ids neither to its masks nor to its attention, so that documents of a row would "
+            f"see each other; pass {VECTORS} with them, as the collators do"
+        )
+    else:
+        alone = ~hides_more(vectors, mask).any()
+        message = (
+            f"{name} never calls its attention by name, so that it ignores {VECTORS}; pass one document a row"
+            if implementation in NAMES
+            else f"{name} makes its masks without position_ids, so that documents of a row see each other with "
+            f"attn_implementation='{implementation}'; load it with attn_implementation='flashmask'"
+        )
+    device_assert(alone, message)
     return output
+
+
+def _tells_documents(args: tuple[Any, ...], kwargs: dict[str, Any], implementation: str) -> bool:
+    """Return whether a call has vectors or positions of whole rows, which an attention has to read."""
+    vectors = kwargs.get(VECTORS)
+    if vectors is None:
+        positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
+        flat = mask is None or (isinstance(mask, Tensor) and mask.dim() == 2)  # masks of a static cache are made before
+        return implementation in NAMES and flat and isinstance(positions, Tensor) and positions.dim() == 2
+    if kwargs.get(PACKED_IDS) is not None or "flash" in implementation.replace(FLASHMASK, ""):
+        return False
+    tokens = kwargs.get("input_ids", args[0] if args else None)
+    tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
+    return isinstance(tokens, Tensor) and isinstance(vectors, Tensor) and vectors.shape[2:] == (tokens.shape[1], 1)

@@ -42,13 +42,61 @@ def test_vectors_keep_these_documents_apart():
     assert_near(model(input_ids=IDS, **row).logits, want)
 
 
+PACKED_ROW = dict(
+    input_ids=IDS, position_ids=PACKED, startend_row_indices=masks.causal_document([4, 5]).indices, use_cache=False
+)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "opt", "falcon", "qwen2_5_vl_text", "bloom"])
+def test_documents_are_refused_where_another_attention_does_not_find_them(family):
+    model = model_zoo.build(family, "eager")
+    message = r"makes its masks without position_ids, .*'eager'; load it with .*'flashmask'"
+    with pytest.raises(RuntimeError, match=message):
+        model(**PACKED_ROW)
+    one = PACKED_ROW | {"position_ids": positions([9]), "startend_row_indices": masks.causal(9).indices}
+    torch.testing.assert_close(model(**one)[0], model(IDS, use_cache=False)[0])
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "lfm2", "mamba2", "deepseek_v4"])
+def test_recurrent_layers_are_guarded_under_another_attention(family):
+    model = model_zoo.build(family, "eager")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="carry tokens from one document into the next"):
+            model(**PACKED_ROW)
+    model(IDS, position_ids=PACKED, use_cache=False)  # not a batch of this package
+
+
+def test_documents_are_looked_for_anew_after_a_change_of_attention():
+    model = model_zoo.build("gpt_oss", "flashmask")
+    want = torch.cat([model(input_ids=part)[0] for part in IDS.split([4, 5], 1)], 1)
+    assert_near(model(**PACKED_ROW)[0], want)
+    model.set_attn_implementation("eager")
+    with pytest.raises(RuntimeError, match="makes its masks without position_ids"):
+        model(**PACKED_ROW)
+    llama, _ = model_pair("llama")
+    for attention in ("sdpa", "eager"):
+        llama.set_attn_implementation(attention)
+        for _ in range(2):
+            llama(**PACKED_ROW)
+        assert (attention, False) in llama._documents_read
+
+
+@pytest.mark.parametrize("family", ["cpmant", "xlnet"])
+def test_vectors_are_refused_where_no_layer_calls_the_attention(family):
+    model = model_zoo.build(family, "flashmask")
+    row = {name: PACKED_ROW[name] for name in ("input_ids", "startend_row_indices")}
+    with pytest.raises(RuntimeError, match=r"never calls its attention by name, so that it ignores startend_row"):
+        model(**row)
+    model(**row | {"startend_row_indices": masks.causal(9).indices})
+
+
 def test_models_that_read_positions_are_looked_at_once():
     model, _ = model_pair("llama")
     model(IDS)
-    assert not hasattr(model, "_reads_positions")
+    assert not hasattr(model, "_documents_read")
     model(IDS, position_ids=PACKED)
-    assert model._reads_positions
-    assert model.base_model._reads_positions
+    assert model._documents_read
+    assert model.base_model._documents_read
     assert _active.get() == ()
 
 
@@ -60,7 +108,7 @@ def test_documents_in_a_model_that_is_compiled_in_place(part):
     ids = torch.randint(3, 48, (1, 12))
     packed = positions([7, 5])
     want = model(input_ids=ids, position_ids=packed, use_cache=False).logits
-    del model._reads_positions, model.base_model._reads_positions
+    del model._documents_read, model.base_model._documents_read
     part(model).compile(backend="eager")
     got = model(input_ids=ids, position_ids=packed, use_cache=False).logits
     torch.testing.assert_close(got, want)
