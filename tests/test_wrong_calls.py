@@ -375,6 +375,10 @@ def test_unusual_call_is_as_eager(name, model):
 RUNS = {
     "activated LoRA on whole sequences": lambda: with_activated_lora(position_ids=torch.arange(LENGTH)[None]),
     "activated LoRA without positions": with_activated_lora,
+    "activated LoRA on one document and padding": lambda: with_activated_lora(
+        position_ids=torch.tensor([[0, 1, 2, 3, 4, 0, 0, 0]]),
+        startend_row_indices=masks.padding([5], kv_len=LENGTH).indices,
+    ),
     "cu_seq_lens of one document": lambda: gpt2(cu_seq_lens_q=torch.tensor([0, 8, 8], dtype=torch.int32)),
     "documents of Llama 4 in a shorter row": lambda: llama4()(ROW, position_ids=POSITIONS, use_cache=False),
     "a document of Llama 4 in a long row": lambda: llama4(floor_scale=LENGTH)(ROW, use_cache=False),

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flashmask_hf.backend.document_guard import is_guarded
+from flashmask_hf.backend.ignored_vectors import hides_more
 from flashmask_hf.backend.positions import has_one_document
 from flashmask_hf.checks import device_assert
 from flashmask_hf.names import VECTORS
@@ -58,12 +59,12 @@ def check_adapters(model: Any, kwargs: dict[str, Any]) -> None:
     if not any(getattr(config, "alora_invocation_tokens", None) for config in adapters.values()):
         return
     vectors, bounds, positions = (kwargs.get(name) for name in (VECTORS, "cu_seq_lens_q", "position_ids"))
-    if isinstance(positions, Tensor) and positions.dim() == 2:
+    if isinstance(vectors, Tensor) and vectors.shape[-1] == 1:  # which tell padding from documents of one token
+        alone = ~hides_more(vectors, None).any()
+    elif isinstance(positions, Tensor) and positions.dim() == 2:
         alone = has_one_document(positions, kwargs.get("attention_mask"))
     elif isinstance(bounds, Tensor):
         alone = (bounds.diff() > 0).sum() <= 1
-    elif isinstance(vectors, Tensor):
-        alone = (vectors >= vectors.shape[2]).all()  # no key is hidden from later rows
     else:
         return
     device_assert(

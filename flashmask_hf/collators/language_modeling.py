@@ -32,12 +32,12 @@ logger = logging.getLogger(__name__)
 IGNORED = -100
 """Label of a token without a loss."""
 
-_VERSION = 1
+_VERSION = 2
 """Version of the packed rows, part of their cache's fingerprint: raise it when `pack_dataset` makes other rows."""
 
 _MASK_COLUMNS = ("completion_mask", "assistant_masks")
 _SELECTIONS = ("labels", *_MASK_COLUMNS)
-_TOKEN_COLUMNS = ("input_ids", *_SELECTIONS)
+_TOKEN_COLUMNS = ("input_ids", *_SELECTIONS, "token_type_ids")
 
 SomeDataset = TypeVar("SomeDataset", bound=Dataset | IterableDataset)
 
@@ -246,8 +246,8 @@ def pack_dataset(
     ..." (of PyTorch), or "excessive nesting".
 
     Args:
-        dataset: tokenized examples with `input_ids`, and any of `labels`, `completion_mask` and `assistant_masks`, all
-            lists of integers. Other columns are dropped.
+        dataset: tokenized examples with `input_ids`, and any of `labels`, `completion_mask`, `assistant_masks` and
+            `token_type_ids`, all lists of integers. Other columns are dropped.
         max_length: maximum number of tokens of a row.
         split: cut a longer document into consecutive pieces, each a document of its own with positions from 0.
         truncation_mode: what to do with a longer document otherwise: "error", "keep_start" or "keep_end".
@@ -260,8 +260,9 @@ def pack_dataset(
 
     Returns:
         Dataset or IterableDataset: one example per row, in int32, with `input_ids`, a list of documents, the last one
-        empty; `labels`, likewise, unless the examples have neither labels nor masks; and `seq_lengths`, the lengths of
-        the documents. Rows with and without labels may be concatenated: without, every token is learned.
+        empty; `labels`, likewise, unless the examples have neither labels nor masks; `token_type_ids`, likewise, if the
+        examples have them; and `seq_lengths`, the lengths of the documents. Rows with and without labels may be
+        concatenated: without, every token is learned.
 
     Raises:
         TypeError: `dataset` is neither a Dataset nor an IterableDataset; a column does not hold lists of integers.

@@ -52,8 +52,9 @@ class PackedSFTTrainer(ContextParallelMixin, SFTTrainer):
 
     A model loaded by name gets the attention "flashmask", unless `args.model_init_kwargs` names another; a model that
     is given keeps its own. "flashmask" reads the mask vectors; the implementations of transformers find the documents
-    in the position ids. With "flashmask", the first step checks that every layer gets the mask. A mixture of experts
-    leaves the padding of rows out of its auxiliary loss.
+    in the position ids, and models that do not hand these to them raise in the first step. With "flashmask", the first
+    step checks that every layer gets the mask. A mixture of experts leaves the padding of rows out of its auxiliary
+    loss.
 
     Logs add, of all processes and without padding, `tokens_per_second` and `keys_per_token`, the mean number of keys
     that a token may attend to in its document, before any sliding window of the model; it does not depend on the batch
@@ -177,6 +178,8 @@ class PackedSFTTrainer(ContextParallelMixin, SFTTrainer):
             if "seq_lengths" in next(iter(dataset), {}):
                 return dataset  # packed already, as trainer.eval_dataset is; TRL would join the documents of its rows
             return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
+        if args.completion_only_loss and not args.assistant_only_loss and formatting_func is None:
+            _check_completions(next(iter(dataset), {}), dataset_name)
         untruncated = copy.copy(args)
         untruncated.max_length = None  # pack_dataset decides what happens to long examples
         tokenized = super()._prepare_dataset(
@@ -198,6 +201,12 @@ class PackedSFTTrainer(ContextParallelMixin, SFTTrainer):
                 f"tokens; packing efficiency {packing_efficiency(packed, args.max_length):.1%}"
             )
         return packed
+
+    def _set_signature_columns_if_needed(self) -> None:
+        super()._set_signature_columns_if_needed()
+        if not _trl_packs(self.args):  # what the collator reads of rows that something else packed
+            read: Any = self._signature_columns
+            read += [name for name in ("position_ids", "completion_mask", "assistant_masks") if name not in read]
 
     def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
         """Run Trainer's `predict` on a dataset, prepared as that of `evaluate` is: raw or tokenized rows.
@@ -221,7 +230,7 @@ class PackedSFTTrainer(ContextParallelMixin, SFTTrainer):
             log_sparsity(self, mode, indices, skipped=self._skips_tiles)
             if mode == "train" and self._counts_rows:
                 self._sums += _tokens_and_keys(indices)  # stays on the device, so that the host does not wait
-        elif mode == "train":
+        elif mode == "train" and self._counts_rows:
             self._sums += torch.tensor([inputs["input_ids"].numel(), 0], device=inputs["input_ids"].device)
         return super().compute_loss(model, inputs, *args, **kwargs)
 
@@ -254,14 +263,24 @@ def _prepares_rows(args: Any) -> bool:
     return not (args.dataset_kwargs or {}).get("skip_prepare_dataset")
 
 
+def _check_completions(example: dict[str, Any], dataset_name: str) -> None:
+    """Raise if nothing in an example tells its completion, of which alone the loss should be."""
+    telling = ("completion", "completion_mask", "assistant_masks", "labels")
+    if example and not any(name in example for name in telling):
+        raise ValueError(
+            f"completion_only_loss=True, but the {dataset_name} rows have none of the columns {', '.join(telling)}, so "
+            "that every token would be learned; give prompt and completion, set assistant_only_loss=True for "
+            "conversations, or leave completion_only_loss out"
+        )
+
+
 def _positions(model: Any, args: SFTConfig) -> int | None:
     """Return the number of positions of a model, or of the one that TRL will load by this name; None for no limit."""
     config = getattr(model, "config", None)
     if config is None:
         options: Any = args.model_init_kwargs or {}
-        config = AutoConfig.from_pretrained(
-            model, revision=options.get("revision"), trust_remote_code=args.trust_remote_code
-        )
+        trusted = options.get("trust_remote_code", args.trust_remote_code)  # as TRL will load the model
+        config = AutoConfig.from_pretrained(model, revision=options.get("revision"), trust_remote_code=trusted)
     return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 

@@ -5,6 +5,7 @@ import doctest
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
 from tools.documents import dataset, documents
@@ -91,6 +92,14 @@ def test_rows_of_pack_dataset_keep_their_documents():
     rows = pack_dataset(dataset([3, 2, 4]), 5).to_list()
     batch = DataCollatorForPackedEncoders()(rows)
     assert batch["startend_row_indices"][0, 0, :, 1].tolist() == [0, 0, 0, 3, 3, 5, 5, 5, 5]
+
+
+def test_rows_of_pack_dataset_keep_the_segments_of_pairs():
+    pairs = {"input_ids": [[5, 6, 7], [8, 9]], "token_type_ids": [[0, 0, 1], [0, 1]]}
+    (row,) = pack_dataset(Dataset.from_dict(pairs), 8)
+    assert DataCollatorForPackedEncoders()([row])["token_type_ids"].tolist() == [[0, 0, 1, 0, 1]]
+    (cut,) = pack_dataset(Dataset.from_dict(pairs), 2, truncation_mode="keep_end").select([0])
+    assert cut["token_type_ids"][0] == [0, 1]
 
 
 def test_columns_of_a_part_of_the_batch_raise():

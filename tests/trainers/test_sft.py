@@ -191,6 +191,41 @@ def test_rows_that_are_not_prepared_learn_what_the_option_says(tmp_path, model, 
     assert labels == ([-100, 6, 7, 8] if completion_only is False else [-100, -100, 7, 8])
 
 
+def test_rows_of_another_packer_keep_their_documents(tmp_path, model):
+    """`position_ids` tell them, a column that TRL's trainer would remove."""
+    row = {"input_ids": [5, 6, 7, 8, 9], "labels": [-100, 6, 7, -100, 9], "position_ids": [0, 1, 2, 0, 1]}
+    args = arguments(tmp_path, dataset_kwargs={"skip_prepare_dataset": True})
+    trainer = PackedSFTTrainer(model, args, train_dataset=Dataset.from_list([row] * 2))
+    batch = next(iter(trainer.get_train_dataloader()))
+    assert batch["startend_row_indices"].flatten().tolist()[:5] == [3, 3, 3, 5, 5]
+
+
+@pytest.mark.parametrize("columns", [{"text": "w5 w6"}, {"input_ids": [5, 6, 7]}], ids=["text", "input_ids"])
+def test_completions_that_nothing_tells_are_refused(tmp_path, model, columns):
+    args = arguments(tmp_path, completion_only_loss=True)
+    with pytest.raises(ValueError, match=r"completion_only_loss=True, but the train rows .*prompt and completion"):
+        PackedSFTTrainer(model, args, train_dataset=Dataset.from_list([columns] * 2))
+    labelled = Dataset.from_list([{"input_ids": [5, 6, 7], "completion_mask": [0, 0, 1]}] * 2)
+    with pytest.raises(ValueError, match="but the eval rows"):
+        PackedSFTTrainer(model, args, train_dataset=labelled, eval_dataset=Dataset.from_list([columns] * 2))
+
+
+def test_code_of_a_model_is_trusted_by_either_option(tmp_path, model, monkeypatch):
+    seen = []
+    load = sft_trainer.AutoConfig.from_pretrained
+
+    def watched(*args, **kwargs):
+        seen.append(kwargs["trust_remote_code"])
+        return load(*args, **kwargs)
+
+    monkeypatch.setattr(sft_trainer.AutoConfig, "from_pretrained", watched)
+    for option, init, expected in ((False, {"trust_remote_code": True}, True), (True, {}, True), (False, {}, False)):
+        args = SFTConfig(**trainer_settings(tmp_path), trust_remote_code=option, model_init_kwargs=init)
+        seen.clear()
+        sft_trainer._positions(model, args)
+        assert seen == [expected]
+
+
 def test_evaluation_leaves_out_the_examples_that_stock_trl_leaves_out(tmp_path, model, capsys):
     """The completion of the first example is cut away."""
     long, short = {"prompt": "w8 w9 w10 " * 60, "completion": "w11 w12"}, {"prompt": "w8 w9 ", "completion": "w11 w12"}
