@@ -15,8 +15,8 @@ def preference_columns(example: Mapping[str, Any], index: int) -> dict[str, Any]
 
     TRL's formats are standard (strings) and conversational (lists of messages). In each, the prompt is a column, or the
     common prefix of both answers (https://huggingface.co/docs/trl/dataset_formats#preference). Mixed rows, as in
-    `HuggingFaceH4/ultrafeedback_binarized`, have a string as prompt and conversations as answers, with or without the
-    prompt as their first turn.
+    `HuggingFaceH4/ultrafeedback_binarized`, have a string as prompt and conversations as answers. Conversations may
+    repeat the prompt as their first turns, which counts once.
 
     Args:
         example: the row.
@@ -45,6 +45,7 @@ def preference_columns(example: Mapping[str, Any], index: int) -> dict[str, Any]
             [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
             for answer in (chosen, rejected)
         )
+        chosen, rejected = _without(prompt, [chosen, rejected])
     if prompt is None:
         if chosen == rejected:
             raise ValueError(f"example {index} has the same conversation twice, chosen and rejected; remove it")
@@ -98,9 +99,15 @@ def answer_sequences(example: Mapping[str, Any], eos_token: str | None, name: st
             raise ValueError(f"{name} is text, which the tokenizer's eos_token ends, but it has none; give it one")
         return [(prompt or "") + answer.removesuffix(eos_token) + eos_token for answer in answers]
     if prompt is None or isinstance(prompt, list):
-        return [[*(prompt or []), *answer] for answer in answers]
+        return [[*(prompt or []), *answer] for answer in _without(prompt or [], answers)]
     turns = _first_turns(prompt, answers, name)
     return [[*(turns or []), *answer] for answer in answers]
+
+
+def _without(prompt: list[dict[str, Any]], answers: Sequence[Any]) -> list[Any]:
+    """Return conversations without the turns of the prompt, if all of them repeat it at their beginning."""
+    repeated = all(answer[: len(prompt)] == prompt and len(answer) > len(prompt) for answer in answers)
+    return [answer[len(prompt) :] if repeated else answer for answer in answers]
 
 
 def _first_turns(prompt: str, answers: Sequence[Any], name: str) -> list[dict[str, Any]] | None:

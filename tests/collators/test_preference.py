@@ -213,3 +213,11 @@ def test_preference_columns_of_a_string_prompt_and_conversations_without_it():
     answers = {name: [{"role": "assistant", "content": name}] for name in ("chosen", "rejected")}
     columns = preference_columns({"prompt": "Why?", **answers}, 0)
     assert columns == {"prompt": [{"role": "user", "content": "Why?"}], **answers}
+
+
+def test_preference_columns_of_messages_that_the_answers_repeat():
+    user, answers = {"role": "user", "content": "Why?"}, {n: {"role": "assistant", "content": n} for n in ("a", "b")}
+    whole = {"prompt": [user], "chosen": [user, answers["a"]], "rejected": [user, answers["b"]]}
+    assert preference_columns(whole, 0) == {"prompt": [user], "chosen": [answers["a"]], "rejected": [answers["b"]]}
+    one = {"prompt": [user], "chosen": [user, answers["a"]], "rejected": [answers["b"]]}
+    assert preference_columns(one, 0) == one

@@ -43,6 +43,7 @@ FORMATS = {
     "whole strings": ({"answers": ["w8 w9 ", "w8 w10 "]}, ["w8 w9 <eos>", "w8 w10 <eos>"]),
     "messages": ({"prompt": [USER], "answers": [[BEST], [WORST]]}, CHATTED),
     "messages and strings": ({"prompt": [USER], "answers": ["w9", "w10"]}, CHATTED),
+    "messages that the answers repeat": ({"prompt": [USER], "answers": [[USER, BEST], [USER, WORST]]}, CHATTED),
     "whole conversations": ({"answers": [[USER, BEST], [USER, WORST]]}, CHATTED),
     "ultrafeedback_binarized": (
         {
