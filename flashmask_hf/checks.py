@@ -7,9 +7,9 @@ import math
 import torch
 from torch import Tensor
 
-from flashmask_hf.mask import FlashMask, is_one_of
+from flashmask_hf.mask import FlashMask
 
-__all__ = ["check_arguments", "check_between", "check_range", "device_assert"]
+__all__ = ["check_arguments", "check_between", "check_range", "device_assert", "is_one_of"]
 
 _LEAST, _MOST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max * math.log(2) / 2
 """Bounds of a factor that kernels hold in float32, as it is and doubled in units of log2."""
@@ -93,6 +93,14 @@ def check_arguments(
             raise ValueError(f"sinks must have shape [Hq] = [{heads}], got {list(sinks.shape)}")
         if sinks.device != q.device:
             raise ValueError(f"sinks is on {sinks.device}, but q is on {q.device}; move it with sinks.to('{q.device}')")
+
+
+def is_one_of(size: int, *sizes: int) -> bool:
+    """Return whether `size` equals one of `sizes`.
+
+    `size in sizes` is False under TorchDynamo where a number equals a symbolic one.
+    """
+    return any(size == other for other in sizes)
 
 
 def device_assert(condition: Tensor, message: str) -> None:

@@ -23,7 +23,7 @@ from flashmask_hf.tiles import HIDDEN, classify_tiles
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["FlashMask", "MaskNotRepresentable", "is_one_of"]
+__all__ = ["FlashMask", "MaskNotRepresentable"]
 
 _COLUMNS_PER_PASS = 1024
 """Dense columns that `FlashMask.from_columns` reads at a time, so that its memory stays linear in the rows."""
@@ -487,14 +487,6 @@ class FlashMask:
         tiles = classify_tiles(indices[None, None], self.causal, rows, block)[0, 0]
         lower = indices[:, : 2 if self.causal or indices.shape[-1] == 4 else 1]
         return plot_tiles(tiles, block, lower, rows, path=path, title=title, ax=ax)
-
-
-def is_one_of(size: int, *sizes: int) -> bool:
-    """Return whether `size` equals one of `sizes`.
-
-    `size in sizes` is False under TorchDynamo where a number equals a symbolic one.
-    """
-    return any(size == other for other in sizes)
 
 
 def _first_columns(flags: Tensor, limit: int = 16) -> list[tuple[int, int, int]]:

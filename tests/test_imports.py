@@ -18,9 +18,10 @@ Imports = dict[str, set[str]]
 
 LAYERS: Layers = (
     ("names", "mask"),
+    ("checks",),
     ("masks",),
     ("plan",),
-    ("torch_state", "checks"),
+    ("torch_state",),
     ("kernels.launch",),
     ("kernels.shared",),
     ("kernels.eager", "kernels.portable", "kernels.hopper", "kernels.sparse"),

@@ -16,8 +16,8 @@ from flashmask_hf.backend.supplied_calls import record_supplied_call
 from flashmask_hf.backend.tensor_parallel import vectors_of_local_heads
 from flashmask_hf.backend.unread_positions import record_documents
 from flashmask_hf.backend.windows import LayerMask, apply_window
-from flashmask_hf.checks import device_assert
-from flashmask_hf.mask import FlashMask, is_one_of
+from flashmask_hf.checks import device_assert, is_one_of
+from flashmask_hf.mask import FlashMask
 from flashmask_hf.names import FLASHMASK, VECTORS
 from flashmask_hf.torch_state import is_capturing, stream_of
 

@@ -1,4 +1,4 @@
-"""Helpers of hooks on models: the modules of a model without those within it, its arguments by name, compilation."""
+"""Helpers of hooks on models: unwrapping PEFT, the modules of a model alone, its arguments by name, compilation."""
 
 from __future__ import annotations
 

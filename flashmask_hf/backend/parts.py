@@ -14,9 +14,9 @@ from flashmask_hf.attention import flashmask_attention
 from flashmask_hf.backend.layer_mask import check_hook_result, layer_mask
 from flashmask_hf.backend.mask_cache import cached_mask
 from flashmask_hf.backend.windows import LayerMask
-from flashmask_hf.checks import device_assert
+from flashmask_hf.checks import device_assert, is_one_of
 from flashmask_hf.intervals import count_rows_before, without_causal_flag
-from flashmask_hf.mask import FlashMask, is_one_of
+from flashmask_hf.mask import FlashMask
 from flashmask_hf.names import VECTORS
 from flashmask_hf.parallel.exchange import (
     exchange_of,

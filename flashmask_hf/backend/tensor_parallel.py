@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from flashmask_hf.backend.mask_cache import cached_mask
-from flashmask_hf.mask import is_one_of
+from flashmask_hf.checks import is_one_of
 from flashmask_hf.names import VECTORS
 
 __all__ = ["vectors_of_local_heads"]

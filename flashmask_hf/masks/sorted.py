@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashmask_hf.mask import FlashMask, is_one_of
+from flashmask_hf.checks import is_one_of
+from flashmask_hf.mask import FlashMask
 from flashmask_hf.masks._arguments import INTEGERS, Device
 
 

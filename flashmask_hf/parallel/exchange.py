@@ -12,7 +12,7 @@ from typing import Literal
 from torch import Tensor
 
 from flashmask_hf.parallel.collectives import all_gather, all_to_all
-from flashmask_hf.parallel.split import EXCHANGES, RowSplit
+from flashmask_hf.parallel.split import RowSplit
 
 __all__ = ["exchange_of", "gather_keys", "heads_to_rows", "own_heads", "rows_to_heads", "spread_kv_heads"]
 
@@ -33,11 +33,9 @@ def exchange_of(
         wanted: an exchange to take in any case; None leaves the choice.
 
     Raises:
-        ValueError: `wanted` is another name, or "heads" that do not divide among the processes.
+        ValueError: `wanted` is "heads", and these do not divide among the processes.
     """
     divides = heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
-    if wanted is not None and wanted not in EXCHANGES:
-        raise ValueError(f"exchange must be one of {EXCHANGES} or None, got {wanted!r}")
     if wanted == "heads" and not divides:
         raise ValueError(
             f"exchange='heads' needs {size} processes to divide the {heads} query heads, and to divide or be divided "
