@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flashmask_hf.mask import FlashMask
 
-__all__ = ["check_arguments", "check_between", "check_range", "device_assert", "is_one_of"]
+__all__ = ["check_arguments", "check_between", "check_bool", "check_range", "device_assert", "is_one_of"]
 
 _LEAST, _MOST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max * math.log(2) / 2
 """Bounds of a factor that kernels hold in float32, as it is and doubled in units of log2."""
@@ -66,8 +66,7 @@ def check_arguments(
         raise ValueError(f"mask has batch {mask_batch}; it must be 1 or q's batch {batch}")
     if not is_one_of(mask_heads, 1, kv_heads, heads):
         raise ValueError(f"mask has {mask_heads} heads; it must have 1, Hkv = {kv_heads} or Hq = {heads}")
-    if not isinstance(deterministic, bool):
-        raise TypeError(f"deterministic must be True or False, got {deterministic!r}")
+    check_bool("deterministic", deterministic)
     for name, value, none in (("scale", scale, "D ** -0.5"), ("softcap", softcap, "no cap")):
         if value is None:
             continue
@@ -93,6 +92,12 @@ def check_arguments(
             raise ValueError(f"sinks must have shape [Hq] = [{heads}], got {list(sinks.shape)}")
         if sinks.device != q.device:
             raise ValueError(f"sinks is on {sinks.device}, but q is on {q.device}; move it with sinks.to('{q.device}')")
+
+
+def check_bool(name: str, value: object) -> None:
+    """Raise TypeError unless the argument `name` is True or False: text such as "False" would count as true."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
 def is_one_of(size: int, *sizes: int) -> bool:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flashmask_hf.call import resolve
+from flashmask_hf.checks import check_bool
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.masks.sorted import check_buckets, check_keep, first_hidden_rows
 from flashmask_hf.operators.plan import plan_of
@@ -135,8 +136,7 @@ def hash_sparse_attention(
         raise TypeError(f"n_buckets must be an int or None, got {type(n_buckets).__name__}")
     if n_buckets is not None and not 1 <= n_buckets < 2**31:
         raise ValueError(f"n_buckets must lie in 1..2**31 - 1, or be None if it is not known, got {n_buckets}")
-    if not isinstance(exclude_self, bool):
-        raise TypeError(f"exclude_self must be a bool, got {type(exclude_self).__name__}")
+    check_bool("exclude_self", exclude_self)
     hidden_from = None if mask is None else first_hidden_rows(mask, q_bucket, k_bucket)
     columns, q_order, k_order = sort_sparse(q_bucket, k_bucket, hidden_from, n_buckets or 0, exclude_self, -1)
     return _attend(q, k, v, columns, (q_order, None), (k_order, None), scale, softcap, sinks, deterministic)

@@ -586,7 +586,7 @@ def masked(mask) -> None:
         (lambda: hash_sparse_attention(X, X, X, -LONG, LONG, n_buckets=2), ValueError, "leave n_buckets out"),
         (lambda: hash_sparse_attention(X, X, X, LONG, LONG, n_buckets=0), ValueError, "n_buckets must lie in 1"),
         (lambda: hash_sparse_attention(X, X, X, LONG, LONG, n_buckets=2**70), ValueError, "n_buckets must lie in 1"),
-        (lambda: hash_sparse_attention(X, X, X, LONG, LONG, exclude_self=1), TypeError, "exclude_self must be a bool"),
+        (lambda: hash_sparse_attention(X, X, X, LONG, LONG, exclude_self=1), TypeError, "exclude_self must be True"),
         (lambda: masked(FlashMask(torch.full((1, 1, 6, 1), 7).int(), True)), ValueError, "must lie in 0..q_len = 0..6"),
         (lambda: masked(FlashMask(torch.full((1, 1, 6, 1), -1).int(), True)), ValueError, "must lie in 0..q_len"),
         (lambda: hash_sparse_attention(X, X, X, LONG, LONG, n_buckets=2.0), TypeError, "n_buckets must be an int"),

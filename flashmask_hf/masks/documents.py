@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from flashmask_hf.checks import check_bool
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.masks._arguments import (
     Device,
@@ -198,7 +199,7 @@ def padding(
         FlashMask: indices [B, 1, kv_len, 1], causal; or [B, 1, kv_len, 2], not causal.
 
     Raises:
-        TypeError: a length is not an int.
+        TypeError: a length is not an int, or `causal` is not a bool.
         ValueError: a length does not lie in 0..kv_len, `side` is neither "right" nor "left", or `q_len` does not lie in
             1..kv_len.
 
@@ -210,6 +211,7 @@ def padding(
     """
     if side not in ("right", "left"):
         raise ValueError(f'side must be "right" or "left", got {side!r}')
+    check_bool("causal", causal)
     if kv_len is not None:
         kv_len = as_integer("kv_len", kv_len, 1)
     real = batch_integers("lengths", lengths, kv_len)

@@ -8,6 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from flashmask_hf.checks import check_bool
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.masks._arguments import Device, as_integer, check_integer_tensor, query_count, target_device
 from flashmask_hf.masks._columns import key_positions, make_mask
@@ -46,7 +47,7 @@ def from_cu_seqlens(
         FlashMask: indices [1, 1, kv_len, 1], causal; or [1, 1, kv_len, 2], not causal.
 
     Raises:
-        TypeError: an entry is not an int.
+        TypeError: an entry is not an int, or `causal` is not a bool.
         ValueError: `cu_seqlens` does not start at 0, decreases, holds no token or more than `kv_len`; or `q_len` does
             not lie in 1..kv_len.
 
@@ -55,6 +56,7 @@ def from_cu_seqlens(
         >>> masks.from_cu_seqlens([0, 3, 5, 6]).indices.flatten()
         tensor([3, 3, 3, 5, 5, 6], dtype=torch.int32)
     """
+    check_bool("causal", causal)
     if isinstance(cu_seqlens, Tensor):
         check_integer_tensor("cu_seqlens", cu_seqlens)
         if cu_seqlens.dim() != 1:
@@ -106,7 +108,7 @@ def from_position_ids(
         FlashMask: indices [B, 1, S, 1], causal; or [B, 1, S, 2], not causal. B is 1 for [S].
 
     Raises:
-        TypeError: `position_ids` is not a tensor of integers.
+        TypeError: `position_ids` is not a tensor of integers, or `causal` is not a bool.
         ValueError: `position_ids` has another shape or no token, or restarts at another number than 0, as depths in
             trees and shared questions do; or `q_len` does not lie in 1..S.
 

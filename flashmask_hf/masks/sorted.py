@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashmask_hf.checks import is_one_of
+from flashmask_hf.checks import check_bool, is_one_of
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.masks._arguments import INTEGERS, Device
 
@@ -96,7 +96,7 @@ def hash_sparse(
         FlashMask: indices [B, H, Skv, 2], not causal, q_len = Sq.
 
     Raises:
-        TypeError: an argument is not an integer tensor, or `mask` no FlashMask.
+        TypeError: buckets are not an integer tensor, `exclude_self` is not a bool, or `mask` no FlashMask.
         ValueError: the shapes or devices do not fit each other, or `mask` is of another form.
 
     Example:
@@ -110,6 +110,7 @@ def hash_sparse(
                 [0, 0, 1, 1]], dtype=torch.int32)
     """
     check_buckets(q_bucket, k_bucket)
+    check_bool("exclude_self", exclude_self)
     hidden_from = None if mask is None else first_hidden_rows(mask, q_bucket, k_bucket)
     if mask is not None:
         mask.validate(q_bucket.shape[-1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashmask_hf.checks import check_bool
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.masks._arguments import Device, as_integer, query_count
 from flashmask_hf.masks._columns import key_positions, make_mask
@@ -109,7 +110,7 @@ def sliding_window(
         FlashMask: indices [1, 1, kv_len, 1], causal; or [1, 1, kv_len, 2], not causal.
 
     Raises:
-        TypeError: a length is not an int.
+        TypeError: a length is not an int, or `causal` is not a bool.
         ValueError: `window` is less than 1, or `q_len` does not lie in 1..kv_len.
 
     Example:
@@ -119,6 +120,7 @@ def sliding_window(
     """
     kv_len = as_integer("kv_len", kv_len, 1)
     window = as_integer("window", window, 1, why="a query sees at least its own position")
+    check_bool("causal", causal)
     q_len = query_count(q_len, kv_len)
     key = key_positions(kv_len)
     if causal:
@@ -168,7 +170,7 @@ def global_sliding_window(
         [1, 1, kv_len, 1], causal.
 
     Raises:
-        TypeError: a length is not an int.
+        TypeError: a length is not an int, or `causal` is not a bool.
         ValueError: `n_global` does not lie in 0..kv_len, `window` is less than 1, or `q_len` not in 1..kv_len.
 
     Example:
@@ -179,6 +181,7 @@ def global_sliding_window(
     kv_len = as_integer("kv_len", kv_len, 1)
     n_global = as_integer("n_global", n_global, 0, kv_len)
     window = as_integer("window", window, 1, why="a query sees at least its own position")
+    check_bool("causal", causal)
     q_len = query_count(q_len, kv_len)
     key = key_positions(kv_len)
     lower = torch.where(key < n_global, kv_len, key + window)

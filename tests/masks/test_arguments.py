@@ -81,6 +81,10 @@ LATE = torch.full((1, 2, 5), 5)
         (lambda: masks.global_sliding_window(4, 5, 1), ValueError, r"n_global must be in 0\.\.4, got 5"),
         (lambda: masks.global_sliding_window(4, -1, 1), ValueError, r"n_global must be in 0\.\.4, got -1"),
         (lambda: masks.global_sliding_window(4, 1, 0), ValueError, r"window must be at least 1, got 0"),
+        (lambda: masks.sliding_window(5, 2, causal="False"), TypeError, r"causal must be True or False, got 'False'"),
+        (lambda: masks.sliding_window(5, 2, causal=None), TypeError, r"causal must be True or False, got None"),
+        (lambda: masks.global_sliding_window(5, 1, 2, causal=1), TypeError, r"causal must be True or False, got 1"),
+        (lambda: masks.padding([3], causal="False"), TypeError, r"causal must be True or False, got 'False'"),
         (lambda: masks.causal_blockwise([2, 0]), ValueError, r"block_lengths\[1\] must be at least 1, got 0"),
         (lambda: masks.prefix_lm_causal(4, 5), ValueError, r"prefix must be in 0\.\.4, got 5"),
         (lambda: masks.prefix_lm_causal(4, [1, -1]), ValueError, r"prefix\[1\] must be in 0\.\.4, got -1"),
@@ -156,6 +160,16 @@ LATE = torch.full((1, 2, 5), 5)
             lambda: masks.hash_sparse(KEEP, BUCKET),
             TypeError,
             r"q_bucket must be a tensor of integer values, got torch.bool",
+        ),
+        (
+            lambda: masks.hash_sparse(BUCKET, BUCKET, exclude_self="False"),
+            TypeError,
+            r"exclude_self must be True or False, got 'False'",
+        ),
+        (
+            lambda: masks.hash_sparse(BUCKET, BUCKET, exclude_self=3),
+            TypeError,
+            r"exclude_self must be True or False, got 3",
         ),
         (lambda: masks.hash_sparse(BUCKET, BUCKET[..., :0]), ValueError, r"k_bucket must have shape .* no axis empty"),
         (
