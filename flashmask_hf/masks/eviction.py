@@ -44,7 +44,7 @@ def random_eviction(
         FlashMask: indices [B, Hm, kv_len, 1], causal.
 
     Raises:
-        TypeError: `evict_from` is not an integer tensor, or a length is not an int.
+        TypeError: `evict_from` is not an integer tensor, `generator` not a torch.Generator, or a length not an int.
         ValueError: `evict_from` has another shape or a value outside j+1..kv_len, or comes with a generator, batch or
             heads; `q_len` does not lie in 1..kv_len.
 
@@ -63,6 +63,8 @@ def random_eviction(
     """
     kv_len = as_integer("kv_len", kv_len, 1)
     q_len = query_count(q_len, kv_len)
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(f"generator must be a torch.Generator or None, got {type(generator).__name__}")
     if evict_from is None:
         shape = (as_integer("batch", batch, 1), as_integer("heads", heads, 1), kv_len)
         place = torch.device("cpu") if generator is None else generator.device

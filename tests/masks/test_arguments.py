@@ -141,6 +141,11 @@ LATE = torch.full((1, 2, 5), 5)
             ValueError,
             r"give either evict_from, or generator",
         ),
+        (
+            lambda: masks.random_eviction(5, generator=5),
+            TypeError,
+            r"generator must be a torch.Generator or None, got int",
+        ),
         (lambda: masks.random_eviction(5, heads=0), ValueError, r"heads must be at least 1, got 0"),
         (
             lambda: masks.qk_sparse(KEEP.int(), KEEP),
