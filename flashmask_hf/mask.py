@@ -254,7 +254,10 @@ class FlashMask:
             kept = stop - first
             indices = self.indices if causal else without_causal_flag(self.indices, self.causal, total)
             return FlashMask((indices - first).clamp(0, kept), causal, q_len=kept)
-        numbers = rows if isinstance(rows, Tensor) else torch.as_tensor(rows)
+        try:
+            numbers = torch.as_tensor(rows)
+        except (TypeError, ValueError, RuntimeError):
+            raise TypeError(f"rows must be a slice or the numbers of rows [R], got {type(rows).__name__}") from None
         if numbers.numel() == 0:
             raise ValueError("rows must select at least one row, got none")
         if numbers.dim() != 1 or numbers.dtype == torch.bool or numbers.is_floating_point() or numbers.is_complex():

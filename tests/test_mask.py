@@ -305,6 +305,9 @@ def test_attention_of_some_rows_is_theirs_in_the_whole():
         (torch.tensor([True, False]), TypeError, r"\[2\] of torch.bool; .*nonzero"),
         ([0.5, 1.0], TypeError, "torch.float32"),
         (torch.zeros(1, 2, dtype=torch.int64), TypeError, r"\[1, 2\] of torch.int64"),
+        (None, TypeError, "rows must be a slice or the numbers of rows .* got NoneType"),
+        (object(), TypeError, "rows must be a slice or the numbers of rows .* got object"),
+        ([[0], [1, 2]], TypeError, "rows must be a slice or the numbers of rows .* got list"),
     ],
 )
 def test_rows_rejects_what_selects_no_rows(rows, error, message):
