@@ -365,24 +365,25 @@ class FlashMask:
 
         Raises:
             TypeError: `visible` returns something other than bool tensors.
-            ValueError: a returned tensor has another shape, or `kv_len` is less than 1.
+            ValueError: a returned tensor has another shape or an empty axis, or `kv_len` is less than 1.
             MaskNotRepresentable: as in `from_dense`.
         """
         if kv_len < 1:
             raise ValueError(f"kv_len must be at least 1, got {kv_len}")
-        q_len, runs, leaks = 0, [], []
+        shape: list[int] = []
+        runs, leaks = [], []
         for first in range(0, kv_len, _COLUMNS_PER_PASS):
             last = min(first + _COLUMNS_PER_PASS, kv_len)
             part = visible(first, last)
             if not isinstance(part, Tensor) or part.dtype != torch.bool:
                 kind = part.dtype if isinstance(part, Tensor) else type(part).__name__
                 raise TypeError(f"visible must return a bool tensor, got {kind}; compare, or convert it with .bool()")
-            if part.dim() != 4 or part.shape[3] != last - first or part.shape[2] != (q_len or part.shape[2]):
+            shape = shape or list(part.shape[:3])
+            if part.dim() != 4 or part.shape[3] != last - first or list(part.shape[:3]) != shape or 0 in shape:
                 raise ValueError(
-                    f"visible must return [B, H, Sq, {last - first}] for columns {first} to {last}, of the same Sq "
-                    f"each time, got {list(part.shape)}"
+                    f"visible must return [B, H, Sq, {last - first}] for columns {first} to {last}, of the same B, H "
+                    f"and Sq each time, none of them 0, got {list(part.shape)}"
                 )
-            q_len = part.shape[2]
             part_runs, part_leaks = find_hidden_runs(part, first, kv_len, causal)
             runs.append(part_runs)
             leaks.append(part_leaks)
@@ -392,7 +393,7 @@ class FlashMask:
                 f"visible shows a pair above the bottom-right diagonal, so it is not causal; columns {columns[:4]}",
                 columns,
             )
-        return _from_runs(Runs(*(torch.cat(tensors, 2) for tensors in zip(*runs, strict=True))), causal, q_len)
+        return _from_runs(Runs(*(torch.cat(tensors, 2) for tensors in zip(*runs, strict=True))), causal, shape[2])
 
     def __and__(self, other: FlashMask) -> FlashMask:
         """Return the mask that shows a pair if both masks do: the union of the intervals that they hide.

@@ -555,10 +555,12 @@ def test_the_examples_in_docstrings_run():
             r"\[B, H, Sq, 4\] for columns 0 to 4.*\[4",
         ),
         (lambda a, b: torch.ones(1, 1, 4, 4, dtype=torch.bool), 3, ValueError, r"\[B, H, Sq, 3\] for columns 0 to 3"),
-        (lambda a, b: torch.ones(1, 1, 4 + a, b - a, dtype=torch.bool), 9999, ValueError, "of the same Sq each time"),
+        (lambda a, b: torch.ones(1, 1, 4 + a, b - a, dtype=torch.bool), 9999, ValueError, "of the same B, H and Sq"),
+        (lambda a, b: torch.ones(1 + a, 1, 4, b - a, dtype=torch.bool), 9999, ValueError, "of the same B, H and Sq"),
+        (lambda a, b: torch.ones(1, 1, 0, b - a, dtype=torch.bool), 4, ValueError, r"none of them 0, got \[1, 1, 0"),
         (lambda a, b: torch.ones(1, 1, 4, b - a, dtype=torch.bool), 0, ValueError, "kv_len must be at least 1, got 0"),
     ],
-    ids=["integers", "no tensor", "rank", "width", "q_len changes", "no columns"],
+    ids=["integers", "no tensor", "rank", "width", "q_len changes", "batch changes", "no rows", "no columns"],
 )
 def test_from_columns_rejects_what_is_no_mask(visible, kv_len, error, message):
     with pytest.raises(error, match=message):
