@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import time
 from typing import Any
 
@@ -52,9 +53,10 @@ class LongRows(TrainerCallback):
         longest: tokens of the longest batch that fits; None unless measured.
 
     Raises:
-        ValueError: activation checkpointing is off or reentrant; something is to be measured without a GPU, under
-            DeepSpeed, in a compiled model, or where TRL packs; the model has nothing to tile. Before the first step:
-            the rows do not fit, with the longest that would.
+        TypeError: `tile_tokens` is not an int, or `host_gib` no number.
+        ValueError: `tile_tokens` or `host_gib` is negative or not finite; activation checkpointing is off or reentrant;
+            something is to be measured without a GPU, under DeepSpeed, in a compiled model, or where TRL packs; the
+            model has nothing to tile. Before the first step: the rows do not fit, with the longest that would.
 
     Example:
         ```python
@@ -82,6 +84,14 @@ class LongRows(TrainerCallback):
         keep_attention: bool | None = None,
         host_gib: float | None = None,
     ):
+        if not isinstance(tile_tokens, int) or isinstance(tile_tokens, bool):
+            raise TypeError(f"tile_tokens must be an int, got {tile_tokens!r}")
+        if tile_tokens < 0:
+            raise ValueError(f"tile_tokens must be at least 1, or 0 for no tiles, got {tile_tokens}")
+        if host_gib is not None and (not isinstance(host_gib, (int, float)) or isinstance(host_gib, bool)):
+            raise TypeError(f"host_gib must be a number, or None to measure, got {host_gib!r}")
+        if host_gib is not None and not 0 <= host_gib < math.inf:
+            raise ValueError(f"host_gib must be finite and at least 0, or None to measure, got {host_gib}")
         self._trainer = trainer
         self._tile_tokens = tile_tokens
         self._given = keep_attention, None if host_gib is None else int(host_gib * 2**30)

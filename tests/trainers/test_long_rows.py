@@ -189,10 +189,27 @@ def test_attention_runs_once_a_layer(tmp_path, monkeypatch):
         ({f"{CHECKPOINTING}_kwargs": {"use_reentrant": True}}, BY_HAND, "without use_reentrant"),
     ],
 )
-def test_wrong_arguments(tmp_path, settings, options, message):
+def test_wrong_settings(tmp_path, settings, options, message):
     trainer = make_trainer(tmp_path, **settings)
     with pytest.raises(ValueError, match=message):
         LongRows(trainer, **options)
+
+
+@pytest.mark.parametrize(
+    ("option", "error", "message"),
+    [
+        ({"tile_tokens": -5}, ValueError, "tile_tokens must be at least 1, or 0 for no tiles, got -5"),
+        ({"tile_tokens": 8192.0}, TypeError, r"tile_tokens must be an int, got 8192\.0"),
+        ({"tile_tokens": True}, TypeError, "tile_tokens must be an int, got True"),
+        ({"host_gib": -1}, ValueError, "host_gib must be finite and at least 0, or None to measure, got -1"),
+        ({"host_gib": float("inf")}, ValueError, "host_gib must be finite .* got inf"),
+        ({"host_gib": "3"}, TypeError, "host_gib must be a number, or None to measure, got '3'"),
+        ({"host_gib": True}, TypeError, "host_gib must be a number, or None to measure, got True"),
+    ],
+)
+def test_wrong_options(tmp_path, option, error, message):
+    with pytest.raises(error, match=message):
+        LongRows(make_trainer(tmp_path), **BY_HAND | option)
 
 
 @pytest.mark.gpu
