@@ -1,8 +1,8 @@
-"""Names that transformers, the collators and the backend agree on: attention implementations and batch keys."""
+"""Names that transformers, collators and backend agree on: attention implementations, batch keys, and a label."""
 
 from __future__ import annotations
 
-__all__ = ["FLASHMASK", "HASH", "NAMES", "PACKED_IDS", "PACKED_INDEX", "PACKED_POSITIONS", "QK", "VECTORS"]
+__all__ = ["FLASHMASK", "HASH", "IGNORED", "NAMES", "PACKED_IDS", "PACKED_INDEX", "PACKED_POSITIONS", "QK", "VECTORS"]
 
 FLASHMASK = "flashmask"
 """The `attn_implementation` of exact attention under a FlashMask."""
@@ -27,3 +27,6 @@ PACKED_POSITIONS = "packed_position_ids"
 
 PACKED_INDEX = "packed_index"
 """The batch key of each token's place in the packed rows, by which hidden states return to the usual batch."""
+
+IGNORED = -100
+"""The label of a token without a loss."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from flashmask_hf.checks import device_assert
 from flashmask_hf.mask import FlashMask
-from flashmask_hf.names import VECTORS
+from flashmask_hf.names import IGNORED, VECTORS
 
 __all__ = ["check_labels", "check_tree_positions", "follows_document", "subtree_ends"]
 
@@ -74,7 +74,7 @@ def check_labels(vectors: Any, labels: Any) -> None:
         )
     if isinstance(labels, Tensor) and labels.dim() == 2 and labels.shape[1] == vectors.shape[2]:
         ends = subtree_ends(FlashMask(vectors.detach(), causal=vectors.shape[3] < 4))
-        learned = (labels != -100).to(ends.device)
+        learned = (labels != IGNORED).to(ends.device)
         device_assert(
             ~(_branches(ends)[0][:, 0] & learned).any(),
             "labels name the first token of a branch, which the model's loss predicts from the last one of its "

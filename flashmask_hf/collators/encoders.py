@@ -13,11 +13,11 @@ from torch import Tensor
 from flashmask_hf.collators.checks import as_row_options, example_names
 from flashmask_hf.collators.documents import read_documents
 from flashmask_hf.collators.forest import Forest, pack_forests
-from flashmask_hf.names import VECTORS
+from flashmask_hf.names import IGNORED, VECTORS
 
 __all__ = ["DataCollatorForPackedEncoders"]
 
-_FILLERS = {"labels": -100, "token_type_ids": 0}
+_FILLERS = {"labels": IGNORED, "token_type_ids": 0}
 
 
 @dataclass

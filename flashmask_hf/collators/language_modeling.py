@@ -24,13 +24,11 @@ from flashmask_hf.collators.checks import (
 )
 from flashmask_hf.collators.documents import empty, is_packed, not_one_to_one, padded, read_documents
 from flashmask_hf.collators.forest import Forest, PackedRows, best_fit_decreasing, pack_forests
+from flashmask_hf.names import IGNORED
 
 __all__ = ["DataCollatorForPackedLanguageModeling", "pack_dataset", "packing_efficiency"]
 
 logger = logging.getLogger(__name__)
-
-IGNORED = -100
-"""Label of a token without a loss."""
 
 _VERSION = 2
 """Version of the packed rows, part of their cache's fingerprint: raise it when `pack_dataset` makes other rows."""

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashmask_hf.names import IGNORED
+
 __all__ = ["tree_loss"]
 
 
@@ -18,7 +20,7 @@ def tree_loss(
     shift_labels: Tensor,
     path_weights: Tensor | None = None,
     num_items_in_batch: Tensor | int | None = None,
-    ignore_index: int = -100,
+    ignore_index: int = IGNORED,
     **_: Any,
 ) -> Tensor:
     """Return the cross entropy of all paths of packed trees, as if each path were a row of its own.

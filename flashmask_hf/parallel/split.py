@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from flashmask_hf.names import VECTORS
+from flashmask_hf.names import IGNORED, VECTORS
 from flashmask_hf.parallel.collectives import Group, group_of
 
 if TYPE_CHECKING:  # builds of torch without it have no processes to exchange with
@@ -20,8 +20,6 @@ __all__ = ["EXCHANGES", "RowSplit", "active_split", "make_split", "run_split", "
 
 EXCHANGES = ("heads", "keys")
 """Names of the exchanges around attention (`flashmask_hf.parallel.exchange`)."""
-
-_IGNORED = -100
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +83,7 @@ class RowSplit:
                 got = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
                 raise ValueError(f"{key} must have shape [B, {self.length}], as the split row has, got {got}")
             if key == "labels":
-                key, value = "shift_labels", nn.functional.pad(value[:, 1:], (0, 1), value=_IGNORED)
+                key, value = "shift_labels", nn.functional.pad(value[:, 1:], (0, 1), value=IGNORED)
             part[key] = value.index_select(-1, self.own_rows.to(value.device))
         return part
 

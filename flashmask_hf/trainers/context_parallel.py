@@ -17,7 +17,7 @@ from accelerate import ParallelismConfig
 
 from flashmask_hf.backend.document_guard import is_guarded
 from flashmask_hf.mask import FlashMask
-from flashmask_hf.names import FLASHMASK, VECTORS
+from flashmask_hf.names import FLASHMASK, IGNORED, VECTORS
 from flashmask_hf.parallel.layout import split_rows
 from flashmask_hf.parallel.split import make_split, run_split
 from flashmask_hf.plan import ROWS
@@ -181,7 +181,7 @@ class ContextParallelMixin:
             )
         trainer: Any = self
         context, part = self._prepare_context_parallel_inputs(model, inputs)
-        count = part["shift_labels"].ne(-100).sum()
+        count = part["shift_labels"].ne(IGNORED).sum()
         dist.all_reduce(count, group=self._cp_group)
         # The loss is multiplied by the number of processes, because their gradients are averaged in training.
         processes = self.accelerator.num_processes // trainer.get_tp_size()
