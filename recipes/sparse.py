@@ -54,7 +54,7 @@ from transformers.utils.import_utils import is_torch_bf16_gpu_available
 import flashmask_hf  # noqa: F401  registers the attention implementations
 
 sys.path.insert(0, str(Path(__file__).parent / "benchmarks"))
-from harness import show, write_csv  # pyright: ignore[reportMissingImports]
+from harness import show, synchronize, write_csv  # pyright: ignore[reportMissingImports]
 
 BASE = "sdpa"
 HASH = "flashmask_hash"
@@ -302,12 +302,6 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     figure.tight_layout()
     figure.savefig(path, dpi=100)
     plt.close(figure)
-
-
-def synchronize() -> None:
-    """Wait for the GPU, if there is one."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def _compiler(arguments: argparse.Namespace) -> TorchDynamoPlugin | None:

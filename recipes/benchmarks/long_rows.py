@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from harness import append_rows, attempt, random_lengths
+from harness import append_rows, attempt, random_lengths, synchronize
 from peft import LoraConfig
 from shapes import SHAPES
 from tokenizers import Tokenizer, models
@@ -59,12 +59,6 @@ class Steps(TrainerCallback):
         """Stop the clock."""
         synchronize()
         self.seconds.append(time.perf_counter() - self._start)
-
-
-def synchronize() -> None:
-    """Wait for the GPU, if there is one."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def make_trainer(tokens: int, arguments: argparse.Namespace) -> PackedSFTTrainer:
