@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 import transformers
 import triton
+from torch import Tensor
 from transformers.utils.import_utils import (
     is_flash_attn_2_available,
     is_flash_attn_3_available,
@@ -154,6 +155,21 @@ def attempt(function: Callable[[], Any]) -> tuple[Any, float, float] | str:
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     return reason
+
+
+def check_against_float64(case: str, found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    """Exit unless what a provider computed agrees with float64.
+
+    Args:
+        case: the provider, and what it was given, for the message.
+        found: out, or out, dq, dk and dv.
+        expected: the same in float64.
+    """
+    names = ("out", "dq", "dk", "dv")[: len(found)]
+    for name, one, other in zip(names, found, expected, strict=True):
+        error = float((one.detach().double() - other.detach()).norm() / other.detach().norm())
+        if not error < 1e-2:
+            raise SystemExit(f"{case} is wrong: {name} is off by {error:.1e}")
 
 
 def missing(implementation: str, device: str) -> str:
