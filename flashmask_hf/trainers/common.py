@@ -21,6 +21,7 @@ __all__ = [
     "check_config",
     "default_output_dir",
     "flashmask_policy",
+    "has_images",
     "load_with",
     "log_sharing",
     "log_sparsity",
@@ -123,6 +124,11 @@ def check_adapters(model: Any, peft_config: Any) -> None:
                 "peft_config: alora_invocation_tokens are looked for in every sequence, which a packed row is not; use "
                 "LoRA without them"
             )
+
+
+def has_images(dataset: Any) -> bool:
+    """Return whether the first example of a dataset has images; an empty dataset, or None, has none."""
+    return not {"image", "images"}.isdisjoint(next(iter(dataset or ()), ()))
 
 
 def turn_off_dispatching(args: Any) -> None:

@@ -23,6 +23,7 @@ from flashmask_hf.trainers.common import (
     check_config,
     default_output_dir,
     flashmask_policy,
+    has_images,
     log_sharing,
     map_style_datasets,
     prepare_arguments,
@@ -148,7 +149,7 @@ class SharedQuestionDPOTrainer(DPOTrainer):
                 f"data_collator must be a DataCollatorForSharedQuestion, got {type(data_collator).__name__}; leave it "
                 "out, or use trl.DPOTrainer"
             )
-        if {"image", "images"} & set(next(iter(train_dataset or ()), ())):
+        if has_images(train_dataset):
             raise ValueError("rows with images cannot share a question yet; use trl.DPOTrainer, or remove the column")
         self._hooked = False
         self._creates_reference = ref_model is None

@@ -26,6 +26,7 @@ from flashmask_hf.trainers.common import (
     check_config,
     default_output_dir,
     flashmask_policy,
+    has_images,
     log_sparsity,
     prepare_arguments,
 )
@@ -134,7 +135,7 @@ class PackedSFTTrainer(ContextParallelMixin, SFTTrainer):
         if not _trl_packs(args):
             if args.max_length is None:
                 raise ValueError("max_length is None, but packing needs it: the number of tokens of a row; set it")
-            if {"image", "images"} & set(next(iter(train_dataset or ()), ())):
+            if has_images(train_dataset):
                 raise ValueError("rows with images cannot be packed yet; use trl.SFTTrainer, or remove the column")
             if max_position_embeddings is None:
                 max_position_embeddings = _positions(model, args)
