@@ -60,7 +60,7 @@ def cached_mask(
     """
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return build()  # a compiler merges the equal plans of its layers itself, and a transform's tensors are its own
-    if any(type(x) is not Tensor or x.is_meta for x in sources):
+    if any(type(x) is not Tensor for x in sources):
         return build()
     if not per_forward and (is_capturing(sources[0]) or any(x.is_inference() for x in sources)):
         return build()
