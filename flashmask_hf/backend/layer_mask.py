@@ -279,9 +279,7 @@ def _hook_mask(
     return cached_mask((attention_mask, cu_seq_lens), ("cu_seq_lens",), separated_by_cu_seq_lens)
 
 
-def _default_mask(
-    query: Tensor, key: Tensor, causal: bool, kwargs: dict[str, Any], implementation: str = FLASHMASK
-) -> FlashMask:
+def _default_mask(query: Tensor, key: Tensor, causal: bool, kwargs: dict[str, Any], implementation: str) -> FlashMask:
     """Return the mask of a layer for which no hook ran: causal (bottom-right aligned) or full.
 
     A causal one keeps documents apart where `position_ids` are those of all keys, [B or 1, Skv], which start again at 0

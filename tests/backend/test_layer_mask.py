@@ -319,4 +319,4 @@ def test_masks_of_layers_do_not_wait_for_the_device():
         layer_mask._hook_mask(columns, query, query, edges, None)
         layer_mask._supplied_mask(vectors, columns, True, None, None)
         layer_mask._supplied_mask(vectors, columns, True, 2, None)
-        layer_mask._default_mask(query, query, True, dict(sliding_window=3))
+        layer_mask._default_mask(query, query, True, dict(sliding_window=3), "flashmask")
