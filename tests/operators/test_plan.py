@@ -237,6 +237,23 @@ def test_a_copy_of_a_derived_mask_keeps_what_that_added(way: str) -> None:
     assert (type(copied), copied.tag, copied.name, copied.causal) == (NamedMask, "tag", "name", True)
 
 
+class MaskWithState(FlashMask):
+    """A subclass whose pickled state is no tuple."""
+
+    def __getstate__(self) -> list[Any]:
+        return [self.indices, self.causal]
+
+    def __setstate__(self, state: list[Any]) -> None:
+        self.__init__(*state)
+
+
+@pytest.mark.parametrize("way", COPIES)
+def test_a_copy_of_a_derived_mask_has_the_state_that_it_defines(way: str) -> None:
+    copied = COPIES[way](MaskWithState(masks.causal(10).indices, causal=True))
+    assert (type(copied), copied.causal, copied._plan) == (MaskWithState, True, None)
+    assert torch.equal(copied.indices, masks.causal(10).indices)
+
+
 @pytest.mark.parametrize("way", COPIES)
 def test_a_copy_of_a_mask_makes_its_own_plan(way: str) -> None:
     """Its indices count changes in place anew: they may come to as many as those of the original had."""
