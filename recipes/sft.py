@@ -17,7 +17,7 @@ tokenizes the dataset and applies chat templates, then `flashmask_hf.collators.p
 - `attn_implementation` defaults to "flashmask", and bf16 is on if the GPU supports it.
 - `--torch_compile` compiles each layer, once for all layers and rows of any length: the fast setting of long runs.
 - An example longer than `max_length` raises, unless `--truncation_mode keep_start` or `--split` is given.
-- The log adds `tokens_per_second` (of all processes, without padding) and `mask_sparsity`.
+- The log adds `tokens_per_second` and `keys_per_token` (of all processes, without padding) and `mask_sparsity`.
 - Rows of 32,768 tokens or more on a GPU are made to fit (`--long_context`): MLPs and norms run in tiles, attention's
   results are kept, and checkpoints go to the host as far as needed. The program prints what it chose, and why.
 - `--generate` prints the answers to a prompt before and after training, `--picture` draws the loss and a row's mask.

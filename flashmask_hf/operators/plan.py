@@ -68,7 +68,7 @@ class _KeptPlan(NamedTuple):
 
     q_len: int
     version: int
-    """Of the mask's indices."""
+    """Version counter of the mask's indices."""
     memory: tuple[int, torch.Size, tuple[int, ...]]
     """Memory that the indices view (`_memory_of`)."""
     stream: tuple[int, int] | None

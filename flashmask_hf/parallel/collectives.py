@@ -26,7 +26,7 @@ class Group(NamedTuple):
     name: str
     size: int
     rank: int
-    """Of this process in the group."""
+    """Rank of this process in the group."""
 
 
 def group_of(group: ProcessGroup) -> Group:

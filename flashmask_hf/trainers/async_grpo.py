@@ -31,9 +31,15 @@ class SharedPromptAsyncGRPOTrainer(async_grpo_trainer.AsyncGRPOTrainer):
     TRL computes each token that rollouts share once, but gathers its keys once per rollout that sees it, and needs
     FlashAttention-3. Here keys stay where they are. Arguments, batches, loss and metrics are TRL's.
 
-    The first step raises ValueError if some layers of the model do not receive the mask, and RuntimeError if the batch
-    is not a trie as TRL 1.16 packs it. Context parallelism raises ValueError, as in the other trainers but
-    `PackedSFTTrainer`.
+    Args:
+        model: the name or the folder of the model, as in TRL's `AsyncGRPOTrainer`.
+        args: the other positional arguments of TRL's `AsyncGRPOTrainer`.
+        kwargs: the other arguments of TRL's `AsyncGRPOTrainer`.
+
+    Raises:
+        ValueError: rows are to be split over processes (context parallelism). In the first step: some layers of the
+            model do not receive the mask.
+        RuntimeError: in the first step, the batch is not a trie as TRL 1.16 packs it.
     """
 
     def __init__(self, model: str, *args: Any, **kwargs: Any) -> None:

@@ -32,6 +32,7 @@ class SharedPromptGMPOTrainer(SharedPrompts, GMPOTrainer):
         model: as in TRL's `GMPOTrainer`.
         reward_funcs: as in TRL's `GMPOTrainer`.
         args: a `SharedPromptGMPOConfig`, or TRL's `GMPOConfig`, which shares prompts.
+        others: the other positional arguments of TRL's `GMPOTrainer`.
         kwargs: the other arguments of TRL's `GMPOTrainer`.
 
     Raises:

@@ -202,7 +202,7 @@ class _PackingModel:
         self.share = share
         self.pad_to_multiple_of = pad_to_multiple_of
         self.packed: tuple[Tensor, Tensor]
-        """Of the last call: mask vectors of the packed row, and the mask of its sequences."""
+        """Mask vectors of the last call's packed row, and the mask of its sequences."""
 
     def __call__(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None, **kwargs: Any) -> Any:
         # The loss reads the completions, which begin at the hidden state before them. The auxiliary loss of a mixture

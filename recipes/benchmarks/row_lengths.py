@@ -172,7 +172,7 @@ class Series:
         self.first: tuple[float, float] | None = None
         """Seconds and peak GiB of the step that warmed up for the present length."""
         self.steps: list[tuple[float, float]] = []
-        """Those of the measured steps."""
+        """Seconds and peak GiB of each measured step."""
 
     @property
     def warms_up(self) -> bool:
