@@ -205,7 +205,8 @@ class PackedSFTTrainer(ContextParallelMixin, SFTTrainer):
 
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()
-        if not _trl_packs(self.args):  # what the collator reads of rows that something else packed
+        args: Any = self.args
+        if not _trl_packs(args):  # what the collator reads of rows that something else packed
             read: Any = self._signature_columns
             read += [name for name in ("position_ids", "completion_mask", "assistant_masks") if name not in read]
 
