@@ -10,7 +10,12 @@ from torch import nn
 from torch._dynamo import OptimizedModule
 from transformers import PreTrainedModel
 
-__all__ = ["is_compiled", "named_arguments", "own_modules"]
+__all__ = ["is_compiled", "named_arguments", "own_modules", "unwrap_peft"]
+
+
+def unwrap_peft(model: Any) -> Any:
+    """Return the transformers model inside a PEFT model, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def own_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

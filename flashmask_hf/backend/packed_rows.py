@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from flashmask_hf.backend.document_guard import is_guarded
-from flashmask_hf.backend.model_hooks import is_compiled
+from flashmask_hf.backend.model_hooks import is_compiled, unwrap_peft
 from flashmask_hf.backend.supplied_calls import SuppliedCalls
 from flashmask_hf.names import FLASHMASK, PACKED_IDS, PACKED_INDEX, PACKED_POSITIONS, VECTORS
 
@@ -37,7 +37,7 @@ def run_packed(model: Any) -> None:
             the mask, and those with recurrent or convolutional ones, raise in their first forward (`check_layers`,
             `document_guard`).
     """
-    inner = _unwrap_peft(model)
+    inner = unwrap_peft(model)
     backbone = inner.base_model
     _check_attention(backbone)
     if inner.config.is_encoder_decoder or any(getattr(part, "is_causal", None) is False for part in backbone.modules()):
@@ -69,7 +69,7 @@ def check_layers(model: Any) -> None:
             distributed training. Its first forward with `startend_row_indices` raises ValueError; where the model is
             compiled in whole or in part, `check_compiled` does.
     """
-    backbone = _unwrap_peft(model).base_model
+    backbone = unwrap_peft(model).base_model
     if _start_count not in backbone._forward_pre_hooks.values():
         backbone.register_forward_pre_hook(_start_count, with_kwargs=True)
         backbone.register_forward_hook(_finish_count, with_kwargs=True, always_call=True)
@@ -92,7 +92,7 @@ def check_compiled(model: Any, device: torch.device) -> None:
         return
     from accelerate.utils import extract_model_from_parallel  # wrapped models are trained, which accelerate does
 
-    backbone = _unwrap_peft(extract_model_from_parallel(model, keep_torch_compile=False)).base_model
+    backbone = unwrap_peft(extract_model_from_parallel(model, keep_torch_compile=False)).base_model
     if not getattr(backbone, "_layers_checked", False):
         asked = _start_count in backbone._forward_pre_hooks.values()
         if not asked or not is_compiled(model):
@@ -103,11 +103,6 @@ def check_compiled(model: Any, device: torch.device) -> None:
             model(input_ids=ids, position_ids=ids, startend_row_indices=ends, use_cache=False)
         _require_every_layer(backbone, calls.count)
     model._layers_checked = True
-
-
-def _unwrap_peft(model: Any) -> Any:
-    """Return the transformers model inside a PEFT model, or the model itself."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _pack_inputs(backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

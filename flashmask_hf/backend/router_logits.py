@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from flashmask_hf.backend.model_hooks import unwrap_peft
 from flashmask_hf.names import PACKED_INDEX, VECTORS
 
 __all__ = ["drop_padding_from_router_logits"]
@@ -24,7 +25,7 @@ def drop_padding_from_router_logits(model: Any) -> None:
     Args:
         model: a transformers model with a head, or a PEFT model around one, not wrapped for distributed training.
     """
-    backbone = (model.get_base_model() if hasattr(model, "get_base_model") else model).base_model
+    backbone = unwrap_peft(model).base_model
     if _drop_padding not in backbone._forward_hooks.values():
         backbone.register_forward_hook(_drop_padding, with_kwargs=True)
 

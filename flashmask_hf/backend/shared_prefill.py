@@ -21,6 +21,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import CacheLayerMixin
 
 from flashmask_hf.backend.keywords import cache_of
+from flashmask_hf.backend.model_hooks import unwrap_peft
 
 __all__ = ["shared_prefill"]
 
@@ -54,7 +55,7 @@ def shared_prefill(model: Any) -> Iterator[None]:
 
     model = extract_model_from_parallel(model, keep_torch_compile=False)
     adapters = getattr(model, "peft_config", {}).values()
-    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    model = unwrap_peft(model)
     activated = any(getattr(adapter, "alora_invocation_tokens", None) for adapter in adapters)  # it looks into each row
     parameters = inspect.signature(model.forward).parameters
     cached = "past_key_values" in parameters or "cache" in parameters  # some models ignore the cache they get

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashmask_hf.backend.model_hooks import unwrap_peft
 from flashmask_hf.backend.packed_rows import check_layers
 from flashmask_hf.checks import device_assert
 from flashmask_hf.names import FLASHMASK, VECTORS
@@ -35,7 +36,7 @@ def run_tree_packing(model: Any) -> None:
             1.16, and if some of its layers do not receive the mask; and as `tree_vectors` does.
     """
     check_layers(model)
-    backbone = (model.get_base_model() if hasattr(model, "get_base_model") else model).base_model
+    backbone = unwrap_peft(model).base_model
     if _read_layout not in backbone._forward_pre_hooks.values():
         backbone.register_forward_pre_hook(_read_layout, with_kwargs=True, prepend=True)  # others see the vectors
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from accelerate import ParallelismConfig
 
 from flashmask_hf.backend.document_guard import is_guarded
+from flashmask_hf.backend.model_hooks import unwrap_peft
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.names import FLASHMASK, IGNORED, VECTORS
 from flashmask_hf.parallel.layout import split_rows
@@ -122,7 +123,7 @@ class ContextParallelMixin:
         if size == 1:
             return
         model = self.accelerator.unwrap_model(self.model)
-        inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+        inner = unwrap_peft(model)
         name = inner.config.get_text_config()._attn_implementation
         if name != FLASHMASK:
             raise ValueError(
