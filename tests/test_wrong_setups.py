@@ -236,6 +236,18 @@ ONE = {
         lambda: build("reward", train_sampling_strategy="batch_rebalance"),
         "train_sampling_strategy='batch_rebalance' needs the column 'length', which the train dataset.*leave it out",
     ),
+    "dpo, label smoothing that its loss ignores": (
+        lambda: build("dpo", label_smoothing=0.1, loss_type=["sigmoid", "ipo"]),
+        r"label_smoothing=0.1 changes nothing with loss_type=\['sigmoid', 'ipo'\]; leave it at 0, or .* robust",
+    ),
+    "dpo, label smoothing of tokens": (
+        lambda: build("dpo", label_smoothing_factor=0.1),
+        "label_smoothing_factor=0.1 changes nothing here.*leave it at 0",
+    ),
+    "reward, label smoothing of tokens": (
+        lambda: build("reward", label_smoothing_factor=0.1),
+        "label_smoothing_factor=0.1 changes nothing here.*leave it at 0",
+    ),
     "dpo, no rejected answer": (
         lambda: build("dpo", rows=[{"prompt": "w5", "chosen": "w6"}]),
         "example 0 has no rejected, or an empty one.*rename the columns",
@@ -280,6 +292,12 @@ def test_a_trainer_refuses(name):
     set_up, message = ONE[name]
     with pytest.raises((TypeError, ValueError), match=message):
         set_up()
+
+
+@pytest.mark.parametrize("loss", ["robust", "exo_pair", "aot", "aot_unpaired"])
+def test_label_smoothing_changes_the_losses_that_take_it(loss):
+    losses = [first_loss(build("dpo", loss_type=["sigmoid", loss], label_smoothing=x)) for x in (0.1, 0.3)]
+    assert abs(losses[0] - losses[1]) > 1e-3
 
 
 def streamed(task):

@@ -14,7 +14,7 @@ from trl.experimental.async_grpo import async_grpo_trainer
 from flashmask_hf.backend.packed_rows import check_compiled
 from flashmask_hf.backend.tree_packing import run_tree_packing
 from flashmask_hf.names import FLASHMASK
-from flashmask_hf.trainers.context_parallel import refuse_parts
+from flashmask_hf.trainers.common import refuse_options
 
 __all__ = ["SharedPromptAsyncGRPOTrainer"]
 
@@ -37,15 +37,15 @@ class SharedPromptAsyncGRPOTrainer(async_grpo_trainer.AsyncGRPOTrainer):
         kwargs: the other arguments of TRL's `AsyncGRPOTrainer`.
 
     Raises:
-        ValueError: rows are to be split over processes (context parallelism). In the first step: some layers of the
-            model do not receive the mask.
+        ValueError: NEFTune, `label_smoothing_factor`, or rows that are to be split over processes (context
+            parallelism). In the first step: some layers of the model do not receive the mask.
         RuntimeError: in the first step, the batch is not a trie as TRL 1.16 packs it.
     """
 
     def __init__(self, model: str, *args: Any, **kwargs: Any) -> None:
         with _load_with_flashmask():
             super().__init__(model, *args, **kwargs)
-        refuse_parts(self.args)
+        refuse_options(self.args)
         run_tree_packing(self.accelerator.unwrap_model(self.model))
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:

@@ -28,6 +28,7 @@ __all__ = [
     "map_style_datasets",
     "prepare_arguments",
     "refuse_empty_reference",
+    "refuse_options",
     "refuse_sampling_by_length",
     "turn_off_dispatching",
     "whole_in_each_process",
@@ -142,27 +143,44 @@ def turn_off_dispatching(args: Any) -> None:
     args.accelerator_config.dispatch_batches = False
 
 
-def prepare_arguments(model: Any, args: Any, peft_config: Any, *, splits_rows: bool = False) -> None:
+def refuse_options(args: Any, *, learns_labels: bool = False) -> None:
+    """Raise a ValueError for options that packed rows cannot have, or that the trainer's loss would ignore.
+
+    Args:
+        args: the trainer's arguments.
+        learns_labels: whether the loss is that of each token's label, so that rows can be split over processes, and
+            labels smoothed.
+    """
+    if not learns_labels:
+        refuse_parts(args)
+        if args.label_smoothing_factor:
+            raise ValueError(
+                f"label_smoothing_factor={args.label_smoothing_factor} changes nothing here: only the loss of labels "
+                "reads it, which this trainer does not compute; leave it at 0"
+            )
+    if args.neftune_noise_alpha is not None:
+        raise ValueError(
+            "neftune_noise_alpha scales its noise by the length of a sequence, and that of a packed row is another; "
+            "leave it out"
+        )
+
+
+def prepare_arguments(model: Any, args: Any, peft_config: Any, *, learns_labels: bool = False) -> None:
     """Check a trainer's arguments for packed rows, and turn dispatched batches off, in place.
 
     Args:
         model: the model, or the name that the trainer loads it by.
         args: the trainer's arguments.
         peft_config: configuration of the adapter to add, or None.
-        splits_rows: whether the trainer can split rows over processes.
+        learns_labels: as in `refuse_options`.
 
     Raises:
         ValueError: an adapter adds virtual tokens or looks for tokens in a sequence, `neftune_noise_alpha` is set, or
-            batches are dispatched. Packed rows cannot have these. Or rows are to be split, and the trainer cannot.
+            batches are dispatched. Packed rows cannot have these. Or rows are to be split or labels to be smoothed, and
+            the trainer cannot.
     """
-    if not splits_rows:
-        refuse_parts(args)
+    refuse_options(args, learns_labels=learns_labels)
     check_adapters(model, peft_config)
-    if args.neftune_noise_alpha is not None:
-        raise ValueError(
-            "neftune_noise_alpha scales its noise by the length of a sequence, and that of a packed row is another; "
-            "leave it out"
-        )
     turn_off_dispatching(args)
 
 

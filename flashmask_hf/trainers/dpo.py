@@ -37,6 +37,9 @@ __all__ = ["SharedQuestionDPOConfig", "SharedQuestionDPOTrainer"]
 
 logger = logging.getLogger(__name__)
 
+_SMOOTHED_LOSSES = ("robust", "exo_pair", "aot", "aot_unpaired")
+"""Those of TRL 1.16's loss types that read `label_smoothing`."""
+
 
 @dataclass
 class SharedQuestionDPOConfig(DPOConfig):
@@ -81,8 +84,8 @@ class SharedQuestionDPOTrainer(DPOTrainer):
     - `truncation_mode="keep_end"` cuts a question by the same amount for both answers; "error" raises for an example
       that is too long. The log says how many examples are cut.
     - `pad_to_multiple_of` applies to the packed row.
-    - NEFTune, dispatched batches, prompt learning, activated LoRA, and FSDP2's RAM-efficient loading of a reference
-      model raise.
+    - `label_smoothing` with losses that do not read it raises. So do `label_smoothing_factor`, NEFTune, dispatched
+      batches, prompt learning, activated LoRA, and FSDP2's RAM-efficient loading of a reference model.
 
     Args:
         model: as in `trl.DPOTrainer`.
@@ -136,6 +139,11 @@ class SharedQuestionDPOTrainer(DPOTrainer):
                 "load it with attn_implementation='flashmask'"
             )
         prepare_arguments(model, args, peft_config)
+        if args.label_smoothing and not set(args.loss_type) & set(_SMOOTHED_LOSSES):
+            raise ValueError(
+                f"label_smoothing={args.label_smoothing} changes nothing with loss_type={args.loss_type}; leave it at "
+                f"0, or choose a loss_type that reads it: {', '.join(_SMOOTHED_LOSSES)}"
+            )
         if data_collator is None:
             settings: Any = args  # TRL has resolved pad_to_multiple_of="auto" to a number or None
             data_collator = DataCollatorForSharedQuestion(

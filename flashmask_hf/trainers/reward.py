@@ -163,10 +163,11 @@ class MultiAnswerRewardTrainer(RewardTrainer):
     Raises:
         TypeError: `args` is not a `trl.RewardConfig`; `data_collator` is not a `DataCollatorForMultiAnswerReward`; or a
             row of the dataset has an unsupported type, or types that cannot be combined.
-        ValueError: the model's attention is not "flashmask"; `neftune_noise_alpha`, dispatched batches, prompt
-            learning, activated LoRA, context parallelism, sampling by lengths that the examples lack, or counts of
-            `input_ids` (`include_num_input_tokens_seen`) are asked for; arguments contradict each other, a dataset has
-            a transform, no row is left, or a row is invalid. Messages name the row's index and the way out.
+        ValueError: the model's attention is not "flashmask"; `neftune_noise_alpha`, `label_smoothing_factor`,
+            dispatched batches, prompt learning, activated LoRA, context parallelism, sampling by lengths that the
+            examples lack, or counts of `input_ids` (`include_num_input_tokens_seen`) are asked for; arguments
+            contradict each other, a dataset has a transform, no row is left, or a row is invalid. Messages name the
+            row's index and the way out.
 
     Example:
         ```python

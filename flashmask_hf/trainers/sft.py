@@ -131,7 +131,7 @@ class PackedSFTTrainer(ContextParallelMixin, SFTTrainer):
                 "packing_strategy='wrapped' keeps no record of where documents begin, so that those of a row would see "
                 "each other; leave packing out, choose 'bfd' or 'bfd_split', or use trl.SFTTrainer if that is wanted"
             )
-        prepare_arguments(model, args, peft_config, splits_rows=True)
+        prepare_arguments(model, args, peft_config, learns_labels=True)
         if not _trl_packs(args):
             if args.max_length is None:
                 raise ValueError("max_length is None, but packing needs it: the number of tokens of a row; set it")

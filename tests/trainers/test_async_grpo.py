@@ -351,6 +351,12 @@ def test_layouts_that_do_not_fit(changes: dict[str, Any], error: type[Exception]
         prepared()(**call)
 
 
+@pytest.mark.parametrize("option", ["neftune_noise_alpha", "label_smoothing_factor"])
+def test_options_that_are_refused(tmp_path: Path, option: str) -> None:
+    with pytest.raises(ValueError, match=f"{option}.*; leave it"):
+        make(save("llama", tmp_path), tmp_path, arguments={option: 0.5})
+
+
 def test_another_attention() -> None:
     with pytest.raises(ValueError, match="attn_implementation='flashmask'"):
         prepared("eager")(**parts())

@@ -369,6 +369,7 @@ REFUSED = {
         {"peft_config": LoraConfig(alora_invocation_tokens=[5], task_type="CAUSAL_LM")}, "alora_invocation_tokens"
     ),
     "noisy embeddings": ({"neftune_noise_alpha": 1.0}, "neftune_noise_alpha"),
+    "label smoothing": ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1 changes nothing here"),
     "dispatched batches": ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches"),
     "paged generation": ({"use_transformers_continuous_batching": True}, "use_transformers_continuous_batching"),
     "images": ({"processor": True}, "images cannot share a prompt"),
