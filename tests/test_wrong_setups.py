@@ -244,6 +244,10 @@ ONE = {
         lambda: build("dpo", label_smoothing_factor=0.1),
         "label_smoothing_factor=0.1 changes nothing here.*leave it at 0",
     ),
+    "reward, an adapter without its task": (
+        lambda: build("reward", peft_config=LoraConfig(target_modules=["q_proj"])),
+        r"leaves the head 'score', .* untrained.*task_type='SEQ_CLS', or modules_to_save=\['score'\]",
+    ),
     "reward, label smoothing of tokens": (
         lambda: build("reward", label_smoothing_factor=0.1),
         "label_smoothing_factor=0.1 changes nothing here.*leave it at 0",
@@ -298,6 +302,17 @@ def test_a_trainer_refuses(name):
 def test_label_smoothing_changes_the_losses_that_take_it(loss):
     losses = [first_loss(build("dpo", loss_type=["sigmoid", loss], label_smoothing=x)) for x in (0.1, 0.3)]
     assert abs(losses[0] - losses[1]) > 1e-3
+
+
+@pytest.mark.parametrize("options", [{"task_type": "SEQ_CLS"}, {"modules_to_save": ["score"]}], ids=str)
+def test_an_adapter_trains_the_head_of_a_reward_model(options):
+    trainer = build("reward", peft_config=LoraConfig(target_modules=["q_proj"], **options))
+    assert any("score" in name and x.requires_grad for name, x in trainer.model.named_parameters())
+
+
+def test_a_reward_model_with_a_frozen_adapter_is_evaluated():
+    adapted = get_peft_model(model_of("reward"), LoraConfig(target_modules=["q_proj"])).requires_grad_(False)
+    assert build("reward", model=adapted, eval_dataset=Dataset.from_list(PAIRS)).evaluate()["eval_loss"] > 0
 
 
 def streamed(task):

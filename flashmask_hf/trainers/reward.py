@@ -18,6 +18,7 @@ from trl.trainer.reward_config import RewardConfig
 from trl.trainer.reward_trainer import RewardTrainer
 from trl.trainer.utils import global_then_local_main_first
 
+from flashmask_hf.backend.model_hooks import unwrap_peft
 from flashmask_hf.backend.packed_rows import check_compiled, run_packed
 from flashmask_hf.collators.checks import as_number
 from flashmask_hf.collators.reward import PADDING, DataCollatorForMultiAnswerReward, answer_scores, shared_prefix
@@ -164,10 +165,10 @@ class MultiAnswerRewardTrainer(RewardTrainer):
         TypeError: `args` is not a `trl.RewardConfig`; `data_collator` is not a `DataCollatorForMultiAnswerReward`; or a
             row of the dataset has an unsupported type, or types that cannot be combined.
         ValueError: the model's attention is not "flashmask"; `neftune_noise_alpha`, `label_smoothing_factor`,
-            dispatched batches, prompt learning, activated LoRA, context parallelism, sampling by lengths that the
-            examples lack, or counts of `input_ids` (`include_num_input_tokens_seen`) are asked for; arguments
-            contradict each other, a dataset has a transform, no row is left, or a row is invalid. Messages name the
-            row's index and the way out.
+            dispatched batches, prompt learning, activated LoRA, adapters that leave the head untrained, context
+            parallelism, sampling by lengths that the examples lack, or counts of `input_ids`
+            (`include_num_input_tokens_seen`) are asked for; arguments contradict each other, a dataset has a transform,
+            no row is left, or a row is invalid. Messages name the row's index and the way out.
 
     Example:
         ```python
@@ -225,6 +226,7 @@ class MultiAnswerRewardTrainer(RewardTrainer):
                 **kwargs,
             )
         trained: Any = self.model
+        _refuse_untrained_head(trained)
         run_packed(trained)
         refuse_sampling_by_length(self)
         self.data_collator = collator = with_position_limit(collator, trained)
@@ -378,6 +380,22 @@ class MultiAnswerRewardTrainer(RewardTrainer):
             self._metrics[mode][name] = [numerator / denominator]
         self._ratios[mode].clear()
         super().log(logs, start_time)
+
+
+def _refuse_untrained_head(model: Any) -> None:
+    """Raise a ValueError if the adapters of a PEFT model train its backbone, and nothing of the head above it."""
+    inner = unwrap_peft(model)
+    if inner is model:
+        return
+    backbone = {id(parameter) for parameter in inner.base_model.parameters()}
+    head = [(name, parameter) for name, parameter in inner.named_parameters() if id(parameter) not in backbone]
+    learns = any(parameter.requires_grad for parameter in inner.parameters())
+    if learns and head and not any(parameter.requires_grad for _, parameter in head):
+        name = head[0][0].split(".")[0]
+        raise ValueError(
+            f"peft_config: the adapter leaves the head {name!r}, which makes the rewards, untrained, and does not save "
+            f"it; set task_type='SEQ_CLS', or modules_to_save=[{name!r}]"
+        )
 
 
 def _accumulate(ratio: list[float], numerator: float, denominator: float) -> None:
