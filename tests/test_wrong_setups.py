@@ -31,6 +31,7 @@ from flashmask_hf.trainers import (
     SharedQuestionDPOConfig,
     SharedQuestionDPOTrainer,
 )
+from flashmask_hf.trainers.formats import answer_sequences, preference_columns
 
 pytestmark = TRAINER_WARNINGS
 
@@ -313,6 +314,45 @@ def test_an_adapter_trains_the_head_of_a_reward_model(options):
 def test_a_reward_model_with_a_frozen_adapter_is_evaluated():
     adapted = get_peft_model(model_of("reward"), LoraConfig(target_modules=["q_proj"])).requires_grad_(False)
     assert build("reward", model=adapted, eval_dataset=Dataset.from_list(PAIRS)).evaluate()["eval_loss"] > 0
+
+
+@pytest.mark.parametrize("task", ["dpo", "reward"])
+@pytest.mark.parametrize("column", ["question", "instruction", "query", "input"])
+def test_a_prompt_under_another_name_is_refused(task, column):
+    rows = [{column if key == "prompt" else key: value for key, value in row.items()} for row in PAIRS]
+    message = f"example 0.* has no prompt, and a column '{column}'.*; rename it to prompt, or remove it"
+    with pytest.raises(ValueError, match=message):
+        build(task, rows=rows)
+
+
+@pytest.mark.parametrize(
+    "others",
+    [{"prompt": "w5 ", "question": "w9"}, {"question": "w5 "}, {"input": "", "query": None}],
+    ids=["beside a prompt", "within the answers", "empty"],
+)
+def test_a_question_that_is_not_needed_is_not_read(others):
+    row = {"prompt": None, "chosen": "w5 w6", "rejected": "w5 w7"}
+    assert preference_columns({**row, **others}, 0) == preference_columns(row | {"prompt": others.get("prompt")}, 0)
+    turns = {key: [{"role": "user", "content": "w5 "}, {"role": "assistant", "content": key}] for key in list(row)[1:]}
+    if "prompt" not in others:
+        assert preference_columns({**turns, **others}, 0) == preference_columns(turns, 0)
+        assert answer_sequences({**turns, **others}, None, "a row") == list(turns.values())
+
+
+@pytest.mark.parametrize("values", [[1.0, 9.0], [2, 1], [False, True]], ids=str)
+@pytest.mark.parametrize("column", ["score", "ratings", "ranks"])
+def test_scores_under_another_name_are_refused(column, values):
+    message = f"example 0 .* has no scores, and a column '{column}'.*; rename it to scores, or remove it"
+    with pytest.raises(ValueError, match=message):
+        build("reward", rows=[{"prompt": "w5 ", "answers": ["w6", "w7"], column: values}])
+
+
+def test_other_columns_beside_answers_are_not_read():
+    row = {"prompt": "w5 ", "answers": ["w6", "w7"]}
+    others = {"ids": [1, 2, 3], "authors": ["a", "b"], "lengths": [3, 4]}
+    ranked = build("reward", rows=[row | {key: others[key] for key in ("ids", "authors")}])
+    assert "scores" not in ranked.train_dataset.column_names
+    assert build("reward", rows=[row | others | {"scores": [1.0, 2.0]}]).train_dataset[0]["scores"] == [1.0, 2.0]
 
 
 def streamed(task):

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 from trl.data_utils import extract_prompt
 
 __all__ = ["answer_sequences", "preference_columns"]
+
+_OTHER_NAMES = ("question", "instruction", "query", "input")
+"""Names that datasets give the column of a prompt, and that nothing reads."""
 
 
 def preference_columns(example: Mapping[str, Any], index: int) -> dict[str, Any]:
@@ -26,8 +30,8 @@ def preference_columns(example: Mapping[str, Any], index: int) -> dict[str, Any]
         `prompt`, `chosen` and `rejected`, all strings or all lists of messages.
 
     Raises:
-        ValueError: a column is missing, an answer is empty, or one answer is a string and the other a conversation; the
-            message names the example's index.
+        ValueError: a column is missing or has another name, an answer is empty, or one answer is a string and the other
+            a conversation; the message names the example's index.
     """
     missing = [column for column in ("chosen", "rejected") if not example.get(column)]
     if missing:
@@ -36,6 +40,7 @@ def preference_columns(example: Mapping[str, Any], index: int) -> dict[str, Any]
             f"prompt, chosen and rejected. It has: {', '.join(map(str, example))}"
         )
     prompt, chosen, rejected = example.get("prompt"), example["chosen"], example["rejected"]
+    _refuse_unread_prompt(example, (chosen, rejected), f"example {index}")
     if not isinstance(prompt, list) and isinstance(chosen, str) != isinstance(rejected, str):
         raise ValueError(f"example {index} has one answer of text and one of messages; make them the same kind")
     if isinstance(prompt, str) and not isinstance(chosen, str):
@@ -70,7 +75,7 @@ def answer_sequences(example: Mapping[str, Any], eos_token: str | None, name: st
 
     Raises:
         TypeError: answers or prompt have an unsupported type, or types that cannot be combined.
-        ValueError: a column is missing, an answer is empty, or there are fewer than two answers.
+        ValueError: a column is missing or has another name, an answer is empty, or there are fewer than two answers.
     """
     if example.get("answers") is not None:
         answers = example["answers"]
@@ -89,6 +94,8 @@ def answer_sequences(example: Mapping[str, Any], eos_token: str | None, name: st
         raise TypeError(f"prompt of {name} must be a string or a list of messages, got {prompt!r:.200}")
     if len(answers) < 2:
         raise ValueError(f"{name} has {len(answers)} answers, but a preference needs two or more; remove it")
+    _refuse_unread_prompt(example, answers, name)
+    _refuse_unread_scores(example, name)
     for nth, answer in enumerate(answers):
         if _empty(answer, eos_token or ""):
             raise ValueError(f"answer {nth} of {name} is empty; remove the answer, or the example: dataset.filter(...)")
@@ -108,6 +115,33 @@ def _without(prompt: list[dict[str, Any]], answers: Sequence[Any]) -> list[Any]:
     """Return conversations without the turns of the prompt, if all of them repeat it at their beginning."""
     repeated = all(answer[: len(prompt)] == prompt and len(answer) > len(prompt) for answer in answers)
     return [answer[len(prompt) :] if repeated else answer for answer in answers]
+
+
+def _refuse_unread_prompt(example: Mapping[str, Any], answers: Sequence[Any], name: str) -> None:
+    """Raise a ValueError if a row without `prompt` has it in a column of another name, and not in its answers."""
+    if example.get("prompt") is not None:
+        return
+    for column in _OTHER_NAMES:
+        text = example.get(column)
+        if text and not all(_begins_with(answer, text) for answer in answers):
+            raise ValueError(
+                f"{name} has no prompt, and a column {column!r}, which is not read, so that answers would be learned "
+                "without it; rename it to prompt, or remove it"
+            )
+
+
+def _refuse_unread_scores(example: Mapping[str, Any], name: str) -> None:
+    """Raise a ValueError if a row of `answers` without `scores` has a number for each of them in another column."""
+    if example.get("answers") is None or "scores" in example:
+        return
+    for column, values in example.items():
+        if not isinstance(values, list) or len(values) != len(example["answers"]):
+            continue
+        if all(isinstance(value, Real) for value in values):
+            raise ValueError(
+                f"{name} has no scores, and a column {column!r} with a number for each answer, which is not read, so "
+                "that answers would be ranked by their order; rename it to scores, or remove it"
+            )
 
 
 def _first_turns(prompt: str, answers: Sequence[Any], name: str) -> list[dict[str, Any]] | None:
@@ -131,7 +165,14 @@ def _empty(answer: Any, eos_token: str) -> bool:
     return not (answer.removesuffix(eos_token).strip() if isinstance(answer, str) else answer)
 
 
-def _opens_with(conversation: list[dict[str, Any]], prompt: str) -> bool:
+def _begins_with(answer: Any, prompt: Any) -> bool:
+    """Return whether an answer, a string or a conversation, holds the prompt as its beginning."""
+    if isinstance(answer, str):
+        return isinstance(prompt, str) and answer.startswith(prompt)
+    return _opens_with(answer, prompt)
+
+
+def _opens_with(conversation: list[dict[str, Any]], prompt: Any) -> bool:
     """Return whether the first turn of a conversation, after a system turn, is the user's prompt."""
     opening = next((message for message in conversation if message.get("role") != "system"), {})
     return opening.get("role") == "user" and opening.get("content") == prompt
