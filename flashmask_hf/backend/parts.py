@@ -26,7 +26,7 @@ from flashmask_hf.parallel.exchange import (
     rows_to_heads,
     spread_kv_heads,
 )
-from flashmask_hf.parallel.split import RowSplit
+from flashmask_hf.parallel.split import RowSplit, refuse_rope_by_length
 
 __all__ = ["attend_in_parts"]
 
@@ -45,7 +45,8 @@ def attend_in_parts(
     """Return the attention of this process's rows, [B, S / N, Hq, Dv]; the arguments are those of `attention_forward`.
 
     Raises:
-        ValueError: as in `attention_forward`, or keys are of other rows than queries, as with a cache.
+        ValueError: as in `attention_forward`; keys are of other rows than queries, as with a cache; or the model's
+            rotary positions depend on the longest one.
         RuntimeError: a 2D attention_mask hides tokens (a device-side check).
     """
     if key.shape[2] != query.shape[2]:
@@ -55,6 +56,7 @@ def attend_in_parts(
         )
     if attention_mask is not None:
         _refuse_padding(attention_mask)
+    refuse_rope_by_length(getattr(module, "config", None))
     kwargs = kwargs | {"position_ids": split.position_ids}
     heads, kv_heads = query.shape[1], key.shape[1]
     exchange = exchange_of(heads, kv_heads, split.group.size, split.exchange)

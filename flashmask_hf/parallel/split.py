@@ -16,7 +16,15 @@ from flashmask_hf.parallel.collectives import Group, group_of
 if TYPE_CHECKING:  # builds of torch without it have no processes to exchange with
     from torch.distributed import ProcessGroup
 
-__all__ = ["EXCHANGES", "RowSplit", "active_split", "make_split", "run_split", "sequence_parallel"]
+__all__ = [
+    "EXCHANGES",
+    "RowSplit",
+    "active_split",
+    "make_split",
+    "refuse_rope_by_length",
+    "run_split",
+    "sequence_parallel",
+]
 
 EXCHANGES = ("heads", "keys")
 """Names of the exchanges around attention (`flashmask_hf.parallel.exchange`)."""
@@ -122,7 +130,8 @@ def sequence_parallel(
         TypeError: `rows` or `position_ids` is no integer tensor.
         ValueError: `rows` has not one part per process, or its parts are not ascending or do not hold each row once;
             `position_ids` is not [B, S]; or `exchange` is another name. In a layer: "heads" are asked for and do not
-            divide, or mask vectors are missing or of another length.
+            divide, mask vectors are missing or of another length, or the model's rotary positions depend on the
+            longest one (`rope_type` "longrope" or "dynamic").
 
     Example:
         ```python
@@ -174,6 +183,25 @@ def active_split(length: int, vectors: Any) -> RowSplit | None:
             f"context of sequence_parallel, got {list(vectors.shape)}"
         )
     return split
+
+
+def refuse_rope_by_length(config: Any) -> None:
+    """Raise a ValueError for rotary positions whose frequencies depend on the longest position of a call.
+
+    transformers reads it from the positions of a part, so that processes would turn their tokens by other frequencies.
+
+    Args:
+        config: a text model's config, whose `rope_parameters` may be those of each type of layer; None passes.
+    """
+    parameters = getattr(config, "rope_parameters", None) or {}
+    for kind in (parameters, *(value for value in parameters.values() if isinstance(value, dict))):
+        rope_type = kind.get("rope_type") or ""
+        if "dynamic" in rope_type or rope_type == "longrope":
+            raise ValueError(
+                f"rope_type={rope_type!r} chooses the frequencies of rotary positions by the longest position of a "
+                "call, which differs between the parts of a row that is split over processes; leave each row in one "
+                "process (cp_size at 1), or take a model with another rope_type"
+            )
 
 
 def make_split(process_group: ProcessGroup, rows: Tensor, position_ids: Tensor, exchange: Any = None) -> RowSplit:

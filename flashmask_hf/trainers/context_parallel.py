@@ -20,7 +20,7 @@ from flashmask_hf.backend.model_hooks import unwrap_peft
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.names import FLASHMASK, IGNORED, VECTORS
 from flashmask_hf.parallel.layout import split_rows
-from flashmask_hf.parallel.split import make_split, run_split
+from flashmask_hf.parallel.split import make_split, refuse_rope_by_length, run_split
 from flashmask_hf.plan import ROWS
 
 __all__ = ["ContextParallelMixin", "check_context_parallel", "context_parallel_size", "pad_for_parts", "refuse_parts"]
@@ -116,8 +116,8 @@ class ContextParallelMixin:
         """Split rows into `size` parts from here on.
 
         Raises:
-            ValueError: the model's attention is not "flashmask", it has recurrent or convolutional layers, or it
-                learns an auxiliary loss.
+            ValueError: the model's attention is not "flashmask", it has recurrent or convolutional layers, its rotary
+                positions depend on the longest one, or it learns an auxiliary loss.
         """
         self._cp_size = size
         if size == 1:
@@ -135,6 +135,7 @@ class ContextParallelMixin:
                 f"{_SETTING}: {type(inner).__name__} has recurrent or convolutional layers, which would start anew in "
                 "each part of a row; leave cp_size at 1, or take a model of attention alone"
             )
+        refuse_rope_by_length(inner.config.get_text_config())
         if getattr(self, "aux_loss_enabled", False):
             raise ValueError(
                 f"{_SETTING}: the auxiliary loss of a mixture of experts would be that of each part by itself; set "

@@ -46,6 +46,7 @@ def test_whole_rows_and_generation_run_in_the_context_as_without(found, size):
 
 REFUSED = {
     "no context": "ValueError: .*whole row of 128 tokens, but this layer has .*context of .*sequence_parallel",
+    "rotary positions": "ValueError: rope_type='dynamic' chooses the frequencies .*leave each row in one process",
     "no vectors": "ValueError: a layer has .*as many as a part of a row.*no startend_row_indices",
     "vectors of another row": r"ValueError: .*whole row of 128 tokens, .*got \[2, 1, 120, 1\]",
     "vectors out of range": r"RuntimeError: startend_row_indices must lie in 0\.\.128",

@@ -375,7 +375,12 @@ def refusals(group: Any) -> dict[str, Any]:
     late[:, -1] = 0
     with sequence_parallel(group, rows, positions) as split:
         shard = split.shard(batch)
+    turned = model_of("llama", 8, 4)
+    turned.config.rope_parameters["rope_type"] = "dynamic"
     wrong: dict[str, Callable[[], Any]] = {
+        "rotary positions": in_context(
+            lambda split: turned(**{k: v for k, v in split.shard(batch).items() if k != "shift_labels"})
+        ),
         "no context": lambda: model(**{k: v for k, v in shard.items() if k != "shift_labels"}, use_cache=False),
         "no vectors": in_context(lambda split: call(split)),
         "vectors of another row": in_context(lambda split: call(split, startend_row_indices=vectors[:, :, : 128 - 8])),

@@ -127,6 +127,16 @@ def with_attention(name: str) -> Any:
     return AutoModelForCausalLM.from_config(llama_config(), attn_implementation=name)
 
 
+LONGROPE = {"rope_type": "longrope"}
+
+
+def with_rope(parameters: dict[str, Any]) -> Any:
+    """Return a model whose config says that its rotary positions are others; it is not run."""
+    model = with_attention("flashmask")
+    model.config.rope_parameters = parameters
+    return model
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -140,6 +150,12 @@ def with_attention(name: str) -> Any:
         ({"model": lambda: with_attention("sdpa")}, "the model's attention is 'sdpa'"),
         ({"model": lambda: with_attention("flashmask_hash")}, "the model's attention is 'flashmask_hash'"),
         ({"model": recurrent}, "Lfm2ForCausalLM has recurrent or convolutional layers"),
+        ({"model": lambda: with_rope(LONGROPE)}, "rope_type='longrope' chooses .*cp_size at 1"),
+        ({"model": lambda: with_rope({"rope_type": "dynamic"})}, "rope_type='dynamic' chooses"),
+        (
+            {"model": lambda: with_rope({"sliding_attention": {"rope_type": "default"}, "full_attention": LONGROPE})},
+            "rope_type='longrope' chooses",
+        ),
         ({"model": moe}, "the auxiliary loss of a mixture of experts"),
         (
             {"args": {"parallelism_config": ParallelismConfig(sp_size=2)}},
