@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from flashmask_hf.names import IGNORED, VECTORS
@@ -30,11 +32,16 @@ EXCHANGES = ("heads", "keys")
 """Names of the exchanges around attention (`flashmask_hf.parallel.exchange`)."""
 
 
+_compared: set[str] = set()
+"""Names of the groups whose processes had the same batch when they first split one."""
+
+
 @dataclass(frozen=True, eq=False)
 class RowSplit:
     """The query rows of every process of a group; `sequence_parallel` makes it."""
 
     group: Group
+    process_group: ProcessGroup
     rows: Tensor
     """int64 [N, S / N], the rows of each process, ascending."""
     position_ids: Tensor
@@ -61,20 +68,21 @@ class RowSplit:
 
         Labels are shifted first, so that none is lost at the edge of a part, and are called `shift_labels`. A loss
         from them is a sum over this process's tokens; divide it by the number of labels of all processes, and sum the
-        gradients. The mask vectors stay whole.
+        gradients. The mask vectors stay whole. A group's first call compares the batches of its processes.
 
         Args:
             batch: as the collators of packed rows make it: `input_ids`, `position_ids`, `startend_row_indices`, and
                 `labels` [B, S], which the loss is to shift, or `shift_labels` (and `path_weights`) [B, S] or [B, W, S].
 
         Raises:
-            ValueError: the mask vectors are missing, or a key is there of which it is not known how it is split; or
-                a tensor's length is another.
+            ValueError: the mask vectors are missing, or a key is there of which it is not known how it is split; a
+                tensor's length is another; or, in a group's first call, its processes have different batches.
         """
         if batch.get(VECTORS) is None:
             raise ValueError(
                 f"{VECTORS} is missing, which says what the parts of a row may see; use a packing collator"
             )
+        self._compare_batches(batch)
         part: dict[str, Any] = {}
         for key, value in batch.items():
             if key == VECTORS:
@@ -94,6 +102,25 @@ class RowSplit:
                 key, value = "shift_labels", nn.functional.pad(value[:, 1:], (0, 1), value=IGNORED)
             part[key] = value.index_select(-1, self.own_rows.to(value.device))
         return part
+
+    def _compare_batches(self, batch: Mapping[str, Any]) -> None:
+        """Raise a ValueError in every process if tokens or mask vectors differ, until they have once been the same.
+
+        Later batches are not compared, because the host would wait for the device in every step.
+        """
+        if self.group.name in _compared:
+            return
+        given = [batch.get(name) for name in (VECTORS, "input_ids")]
+        own = [zlib.crc32(x.cpu().numpy().tobytes()) for x in given if isinstance(x, Tensor)]
+        every: list[Any] = [None] * self.group.size
+        dist.all_gather_object(every, own, group=self.process_group)
+        if any(one != own for one in every):
+            raise ValueError(
+                "the processes of the group have different batches, but each computes a part of the same rows; give "
+                "all of them the same, without a DistributedSampler or accelerator.prepare(dataloader) over these "
+                "processes, which deal batches out"
+            )
+        _compared.add(self.group.name)
 
 
 _active: RowSplit | None = None
@@ -117,7 +144,7 @@ def sequence_parallel(
     every process must make the same calls. Calls with whole rows, as in evaluation and generation, run as without it.
 
     Args:
-        group: the processes that share the rows, each of which has the same batch.
+        group: the processes that share the rows, each of which has the same batch (the first `shard` checks it).
         rows: int64 [N, S / N], the same in every process: which rows each one holds, ascending (`split_rows`).
         position_ids: int [B or 1, S], of the whole rows; sliding windows and trees are measured by them.
         exchange: "heads" or "keys" to take that one; None takes that which sends less
@@ -225,5 +252,5 @@ def make_split(process_group: ProcessGroup, rows: Tensor, position_ids: Tensor, 
     if not torch.equal(order[places], natural) or not bool((rows.diff() > 0).all()):
         raise ValueError(f"rows must hold each of 0..{rows.numel() - 1} once, ascending in each process's part")
     if torch.equal(order, natural):
-        return RowSplit(group, rows, position_ids, exchange, None, None)
-    return RowSplit(group, rows, position_ids, exchange, order, places)
+        return RowSplit(group, process_group, rows, position_ids, exchange, None, None)
+    return RowSplit(group, process_group, rows, position_ids, exchange, order, places)

@@ -14,7 +14,9 @@ pytestmark = pytest.mark.slow
 SIZES = (2, 4)
 COMPARED = [
     (size, name)
-    for name in sorted(set(parallel_cases.CASES) - {"whole rows", "refusals", "tensor parallel refusals"})
+    for name in sorted(
+        set(parallel_cases.CASES) - {"whole rows", "refusals", "other batches", "tensor parallel refusals"}
+    )
     for size in parallel_cases.GROUPS.get(name, SIZES)
 ]
 
@@ -71,6 +73,16 @@ REFUSED = {
 @pytest.mark.parametrize("size", SIZES)
 def test_wrong_calls_are_refused(found, size, name):
     assert re.match(REFUSED[name], result(found, size, "refusals")[name])
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_processes_with_different_batches_are_refused(found, size):
+    outcome = result(found, size, "other batches")
+    for name in ("tokens", "vectors"):
+        messages = outcome[name]
+        assert len(messages) == size
+        assert all(x.startswith("ValueError: the processes of the group have different batches") for x in messages)
+    assert outcome["comparisons"] == 1
 
 
 def test_heads_that_do_not_divide_are_refused_if_asked_for(found):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -417,6 +418,31 @@ def refusals(group: Any) -> dict[str, Any]:
     return messages_of(wrong)
 
 
+def other_batches(group: Any) -> dict[str, Any]:
+    """Return the messages of all processes of a new group for batches that differ, and how often they are compared."""
+    batch, own = documents(), dist.new_group(list(range(group.size())))
+    ids, vectors = batch["input_ids"], batch["startend_row_indices"]
+    last = group.rank() == group.size() - 1
+    changed = {"tokens": {"input_ids": ids.flip(1)}, "vectors": {"startend_row_indices": vectors.flip(0)}}
+
+    def shard(batch: dict[str, torch.Tensor]) -> None:
+        rows = contiguous_rows(ids.shape[1], group.size())
+        with sequence_parallel(own, rows, batch["position_ids"]) as split:
+            split.shard(batch)
+
+    found: dict[str, Any] = {}
+    with mock.patch.object(dist, "all_gather_object", wraps=dist.all_gather_object) as gather:
+        for name, change in changed.items():
+            messages = messages_of({name: lambda change=change: shard({**batch, **(change if last else {})})})
+            found[name] = [""] * group.size()
+            dist.all_gather_object(found[name], messages[name])
+        before = gather.call_count
+        for _ in range(3):
+            shard(batch)
+        found["comparisons"] = gather.call_count - before
+    return found
+
+
 CASES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "documents": compare(),
     "exchange of heads": compare(exchange="heads"),
@@ -462,6 +488,7 @@ CASES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "compiled": compiled,
     "whole rows": whole_row_calls,
     "refusals": refusals,
+    "other batches": other_batches,
 }
 
 GROUPS = {name: (4,) for name in CASES if ", " in name} | {"compiled": (2,)}
