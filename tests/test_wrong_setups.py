@@ -311,6 +311,12 @@ def test_an_adapter_trains_the_head_of_a_reward_model(options):
     assert any("score" in name and x.requires_grad for name, x in trainer.model.named_parameters())
 
 
+def test_a_head_that_is_frozen_without_an_adapter_stays_so():
+    model = model_of("reward")
+    model.score.requires_grad_(False)
+    assert not build("reward", model=model).model.score.weight.requires_grad
+
+
 def test_a_reward_model_with_a_frozen_adapter_is_evaluated():
     adapted = get_peft_model(model_of("reward"), LoraConfig(target_modules=["q_proj"])).requires_grad_(False)
     assert build("reward", model=adapted, eval_dataset=Dataset.from_list(PAIRS)).evaluate()["eval_loss"] > 0

@@ -390,7 +390,7 @@ def _refuse_untrained_head(model: Any) -> None:
     backbone = {id(parameter) for parameter in inner.base_model.parameters()}
     head = [(name, parameter) for name, parameter in inner.named_parameters() if id(parameter) not in backbone]
     learns = any(parameter.requires_grad for parameter in inner.parameters())
-    if learns and head and not any(parameter.requires_grad for _, parameter in head):
+    if learns and not any(parameter.requires_grad for _, parameter in head):
         name = head[0][0].split(".")[0]
         raise ValueError(
             f"peft_config: the adapter leaves the head {name!r}, which makes the rewards, untrained, and does not save "
