@@ -4,7 +4,7 @@ A forward passes through the modules in this order:
 
     ignored_vectors  raises if the model's attention is another one, which would ignore the caller's vectors
     mixed_documents  raises for documents that nothing reads, or that a part beside the attention would mix
-    unread_positions  raises if nothing below reads the documents that `position_ids` tell
+    unread_documents  raises if the model reads nowhere what tells the documents of a row
     position_axes   adds the row that separates documents to positions of several axes
     document_guard  keeps the documents of packed rows apart in layers that are not attention, or raises
     position_numbers  counts packed rows from the first position of models that embed positions
@@ -22,7 +22,7 @@ A forward passes through the modules in this order:
         mask_cache      shares one mask, and its plan, between layers and recomputations
         supplied_calls  counts the layers that receive the caller's vectors
 
-`model_hooks` holds what `position_axes`, `document_guard`, `position_numbers`, `unread_positions` and `packed_rows`
+`model_hooks` holds what `position_axes`, `document_guard`, `position_numbers`, `unread_documents` and `packed_rows`
 share, and `positions` operations on position_ids that several modules use. `patches` adapts transformers where its
 interfaces do not suffice, `register` makes the implementations known to it, and `packed_rows` runs a model's backbone
 on packed rows for the trainers. `router_logits` leaves padding out of the auxiliary loss of a mixture of experts,

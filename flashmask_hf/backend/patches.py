@@ -37,7 +37,7 @@ from flashmask_hf.backend.model_support import refuse_own_attention
 from flashmask_hf.backend.position_axes import add_text_positions
 from flashmask_hf.backend.position_numbers import renumber_positions
 from flashmask_hf.backend.positions import document_starts
-from flashmask_hf.backend.unread_positions import call_model, record_documents
+from flashmask_hf.backend.unread_documents import call_model, record_documents
 from flashmask_hf.checks import device_assert
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.names import FLASHMASK, HASH, NAMES, QK, VECTORS
@@ -433,7 +433,7 @@ def check_calls(model_class: Any) -> None:
     A model that has one of this package's names runs `check_document_numbers` and `check_adapters` of
     `mixed_documents`, too. If sections 3 and 5 did not see it, because `config._attn_implementation` was set by hand,
     it gets its hooks in its first call that is not compiled. With another attention and vectors, it gets the guard of
-    its recurrent layers. All are called by `unread_positions.call_model`.
+    its recurrent layers. All are called by `unread_documents.call_model`.
 
     Patched: `PreTrainedModel.__call__`, which is that of `torch.nn.Module`, replaced by a wrapper. Other calls do what
     they did.

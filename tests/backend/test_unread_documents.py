@@ -8,7 +8,7 @@ from tools.tiny import llama_config
 from transformers import AutoModelForCausalLM, GraniteMoeHybridConfig
 
 from flashmask_hf import masks
-from flashmask_hf.backend.unread_positions import _active
+from flashmask_hf.backend.unread_documents import _active
 
 PACKED = positions([4, 5])
 IDS = tokens(1, 9).clamp(max=35)

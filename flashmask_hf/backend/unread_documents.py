@@ -19,7 +19,7 @@ from flashmask_hf.backend.ignored_vectors import hides_more
 from flashmask_hf.backend.model_hooks import is_compiled
 from flashmask_hf.backend.positions import has_one_document
 from flashmask_hf.checks import device_assert
-from flashmask_hf.names import FLASHMASK, NAMES, PACKED_IDS, VECTORS
+from flashmask_hf.names import NAMES, PACKED_IDS, VECTORS
 
 __all__ = ["call_model", "record_documents"]
 
@@ -95,7 +95,7 @@ def _tells_documents(args: tuple[Any, ...], kwargs: dict[str, Any], implementati
         positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
         flat = mask is None or (isinstance(mask, Tensor) and mask.dim() == 2)  # masks of a static cache are made before
         return implementation in NAMES and flat and isinstance(positions, Tensor) and positions.dim() == 2
-    if kwargs.get(PACKED_IDS) is not None or "flash" in implementation.replace(FLASHMASK, ""):
+    if kwargs.get(PACKED_IDS) is not None or ("flash" in implementation and implementation not in NAMES):
         return False
     tokens = kwargs.get("input_ids", args[0] if args else None)
     tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
