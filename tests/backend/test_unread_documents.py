@@ -66,6 +66,21 @@ def test_recurrent_layers_are_guarded_under_another_attention(family):
     model(IDS, position_ids=PACKED, use_cache=False)  # not a batch of this package
 
 
+@pytest.mark.parametrize("family", [x for x in model_zoo.discover() if model_zoo.kind(x) in ("decoder", "text tower")])
+def test_no_family_mixes_documents_under_another_attention(family):
+    """A family that does not run as its own examples tell, or raises for the row, mixes nothing."""
+    try:
+        model = model_zoo.build(family, "eager")
+        want = torch.cat([model(input_ids=part, use_cache=False)[0] for part in IDS.split([4, 5], 1)], 1)
+    except Exception as error:
+        pytest.skip(f"{family} does not run alone: {model_zoo.first_sentence(error)}")
+    try:
+        got = model(**PACKED_ROW)[0]
+    except (NotImplementedError, RuntimeError, TypeError, ValueError):
+        return
+    assert_near(got, want)
+
+
 def test_documents_are_looked_for_anew_after_a_change_of_attention():
     model = model_zoo.build("gpt_oss", "flashmask")
     want = torch.cat([model(input_ids=part)[0] for part in IDS.split([4, 5], 1)], 1)
