@@ -252,6 +252,16 @@ def test_padding_counts_neither_as_tokens_nor_as_keys():
     assert sft_trainer._tokens_and_keys(indices).tolist() == [5, 9]
 
 
+@pytest.mark.parametrize("packing", [False, True])
+def test_one_process_of_a_tensor_parallel_group_counts_its_tokens(packing, tmp_path, model, monkeypatch):
+    """The others have the same rows."""
+    monkeypatch.setattr(PackedSFTTrainer, "_counts_rows", False)
+    rows = Dataset.from_list([TEXT] * 4)
+    trainer = PackedSFTTrainer(model, arguments(tmp_path, max_length=16, packing=packing), train_dataset=rows)
+    trainer.train()
+    assert next(entry for entry in trainer.state.log_history if "loss" in entry)["tokens_per_second"] == 0
+
+
 @pytest.mark.filterwarnings("ignore:`return_outputs=True`, and the logits:FutureWarning")  # TRL's, of its own call
 @pytest.mark.parametrize("packing", [False, True])
 def test_predict_prepares_raw_rows(packing, tmp_path, model):
