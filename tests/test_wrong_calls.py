@@ -379,6 +379,12 @@ RUNS = {
         position_ids=torch.tensor([[0, 1, 2, 3, 4, 0, 0, 0]]),
         startend_row_indices=masks.padding([5], kv_len=LENGTH).indices,
     ),
+    "activated LoRA on one document and padding, without positions": lambda: with_activated_lora(
+        startend_row_indices=masks.padding([5], kv_len=LENGTH).indices
+    ),
+    "activated LoRA on one document in a window": lambda: with_activated_lora(
+        position_ids=torch.arange(LENGTH)[None], startend_row_indices=masks.sliding_window(LENGTH, 3).indices
+    ),
     "cu_seq_lens of one document": lambda: gpt2(cu_seq_lens_q=torch.tensor([0, 8, 8], dtype=torch.int32)),
     "documents of Llama 4 in a shorter row": lambda: llama4()(ROW, position_ids=POSITIONS, use_cache=False),
     "a document of Llama 4 in a long row": lambda: llama4(floor_scale=LENGTH)(ROW, use_cache=False),

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flashmask_hf.backend.keywords import cache_of
+from flashmask_hf.backend.keywords import cache_of, tokens_of
 from flashmask_hf.backend.packed_rows import runs_packed
 from flashmask_hf.backend.positions import next_flagged
 from flashmask_hf.checks import device_assert
@@ -61,8 +61,7 @@ def check_call(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Non
             "or DataCollatorForTrees without per_path"
         )
     implementation = model.config.get_text_config()._attn_implementation
-    tokens = kwargs.get("input_ids", args[0] if args else None)
-    tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
+    tokens = tokens_of(args, kwargs)
     if not isinstance(tokens, Tensor) or tokens.dim() < 2:
         return
     length = tokens.shape[1]
@@ -109,12 +108,15 @@ def _ends_of_documents(model: Any, kwargs: dict[str, Any], implementation: str, 
 
 
 def hides_more(vectors: Tensor, attention_mask: Any) -> Tensor:
-    """Return which keys of causal vectors [B, H, S, 1] hide rows that they show in a single document; bool [B, H, S].
+    """Return for which keys vectors hide rows that see them in a row of one document; bool [B, H, S].
 
-    Keys that a 2D mask [B, S] hides are left out.
+    Args:
+        vectors: int32 [B, H, S, n], causal for n = 1.
+        attention_mask: a 2D mask [B, S], which hides keys anyway; anything else is not looked at.
     """
     length = vectors.shape[2]
-    return _differs(vectors.detach(), torch.full((1, length), length, device=vectors.device), attention_mask)
+    ends = torch.full((1, length), length, device=vectors.device) if vectors.shape[3] == 1 else None
+    return _differs(vectors.detach(), ends, attention_mask)
 
 
 def _differs(vectors: Tensor, ends: Tensor | None, attention_mask: Any) -> Tensor:

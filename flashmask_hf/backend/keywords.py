@@ -11,7 +11,7 @@ from transformers.utils.output_capturing import _active_collector
 
 from flashmask_hf.names import PACKED_INDEX, VECTORS
 
-__all__ = ["cache_of", "check_keywords"]
+__all__ = ["cache_of", "check_keywords", "tokens_of"]
 
 _USED = {"cu_seq_lens_q", "is_causal", "position_ids", "s_aux", "sliding_window", "softcap", VECTORS}
 """Keywords that change the result and are implemented."""
@@ -66,6 +66,12 @@ _HARMLESS = {
 
 _warned: set[str] = set()
 """Unknown keywords that this process has warned of."""
+
+
+def tokens_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the `input_ids` of a model's call, the first argument, or else its `inputs_embeds`; None for neither."""
+    tokens = kwargs.get("input_ids", args[0] if args else None)
+    return kwargs.get("inputs_embeds") if tokens is None else tokens
 
 
 def cache_of(kwargs: dict[str, Any]) -> Any:

@@ -59,12 +59,15 @@ def check_adapters(model: Any, kwargs: dict[str, Any]) -> None:
     if not any(getattr(config, "alora_invocation_tokens", None) for config in adapters.values()):
         return
     vectors, bounds, positions = (kwargs.get(name) for name in (VECTORS, "cu_seq_lens_q", "position_ids"))
-    if isinstance(vectors, Tensor) and vectors.shape[-1] == 1:  # which tell padding from documents of one token
-        alone = ~hides_more(vectors, None).any()
-    elif isinstance(positions, Tensor) and positions.dim() == 2:
-        alone = has_one_document(positions, kwargs.get("attention_mask"))
+    if isinstance(positions, Tensor) and positions.dim() == 2:
+        mask = kwargs.get("attention_mask")
+        if mask is None and isinstance(vectors, Tensor):  # 0 hides a key from all, as padding, whose positions are 0
+            mask = (vectors[:, 0] > 0).any(-1)
+        alone = has_one_document(positions, mask)
     elif isinstance(bounds, Tensor):
         alone = (bounds.diff() > 0).sum() <= 1
+    elif isinstance(vectors, Tensor):
+        alone = ~hides_more(vectors, None).any()
     else:
         return
     device_assert(
