@@ -17,7 +17,7 @@ import transformers
 from packaging.version import Version
 from torch import Tensor, nn
 
-from flashmask_hf.backend.keywords import cache_of
+from flashmask_hf.backend.keywords import cache_of, tokens_of
 from flashmask_hf.backend.model_hooks import named_arguments, own_modules
 from flashmask_hf.backend.positions import document_starts, run_bounds
 from flashmask_hf.checks import device_assert
@@ -129,8 +129,7 @@ def _keep_documents_apart(model: Any, args: tuple[Any, ...], kwargs: dict[str, A
     if model.config._attn_implementation not in NAMES and kwargs.get(VECTORS) is None:
         return None
     args, kwargs = (), named_arguments(model, args, kwargs)
-    tokens = kwargs.get("input_ids")
-    tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
+    tokens = tokens_of(args, kwargs)
     if tokens is None:
         return None
     batch, length = tokens.shape[:2]

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import transformers
 from torch import Tensor
+from torch.compiler import is_compiling
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel, masking_utils
 from transformers.loss.loss_utils import LOSS_MAPPING
 from transformers.utils import generic
@@ -461,13 +462,13 @@ def check_calls(model_class: Any) -> None:
         if kwargs.get(VECTORS) is not None:
             check_call(self, args, kwargs)
         if self.config._attn_implementation in NAMES:
-            if not getattr(self, "_has_packing_hooks", False) and not torch.compiler.is_compiling():
+            if not getattr(self, "_has_packing_hooks", False) and not is_compiling():
                 add_hooks(self)
             check_document_numbers(self, kwargs)
             check_adapters(self, kwargs)
-        elif kwargs.get(VECTORS) is not None and not hasattr(self, "_is_guarded") and not torch.compiler.is_compiling():
+        elif kwargs.get(VECTORS) is not None and not (hasattr(self, "_has_document_guard") or is_compiling()):
             guard_documents(self)
-            self._is_guarded = True
+            self._has_document_guard = True
         return call_model(self, original, args, kwargs)
 
     call.checks = True  # type: ignore[attr-defined]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from flashmask_hf.backend.ignored_vectors import hides_more
+from flashmask_hf.backend.keywords import tokens_of
 from flashmask_hf.backend.model_hooks import is_compiled
 from flashmask_hf.backend.positions import has_one_document
 from flashmask_hf.checks import device_assert
@@ -44,14 +45,14 @@ def call_model(model: Any, call: Callable[..., Any], args: tuple[Any, ...], kwar
         model: a transformers model.
         call: its unbound `__call__`.
         args: positional arguments of the call.
-        kwargs: keywords of the call. Without `startend_row_indices` [B, 1, S, 1], a model with another attention than
-            this package's is not looked at.
+        kwargs: keywords of the call. With another attention than this package's, it is looked at only if they have
+            `startend_row_indices` [B, H, S, 1].
 
     Raises:
         RuntimeError: one of the following (a device-side check). There are no `startend_row_indices`, `position_ids`
-            [B, S] start again at 0 within a row, and neither masks nor causal layers got them. The vectors tell several
-            documents, and no layer got them. The same, and with another attention than this package's the model did
-            not find these documents in `position_ids`, which FlashAttention of transformers is trusted to do.
+            [B, S] start again at 0 within a row, and neither masks nor causal layers got them. The vectors hide
+            something, and no layer got them. With another attention, the vectors tell several documents, which the
+            model did not find in `position_ids`; FlashAttention of transformers is trusted to do so.
     """
     vectors = kwargs.get(VECTORS)
     config = model.config if vectors is None else model.config.get_text_config()
@@ -97,6 +98,8 @@ def _tells_documents(args: tuple[Any, ...], kwargs: dict[str, Any], implementati
         return implementation in NAMES and flat and isinstance(positions, Tensor) and positions.dim() == 2
     if kwargs.get(PACKED_IDS) is not None or ("flash" in implementation and implementation not in NAMES):
         return False
-    tokens = kwargs.get("input_ids", args[0] if args else None)
-    tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
-    return isinstance(tokens, Tensor) and isinstance(vectors, Tensor) and vectors.shape[2:] == (tokens.shape[1], 1)
+    tokens = tokens_of(args, kwargs)
+    if not isinstance(tokens, Tensor) or not isinstance(vectors, Tensor) or vectors.dim() != 4:
+        return False
+    told = implementation in NAMES or vectors.shape[3] == 1  # `ignored_vectors` refuses others where they hide anything
+    return told and vectors.shape[2] == tokens.shape[1]

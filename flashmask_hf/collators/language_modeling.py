@@ -33,8 +33,10 @@ logger = logging.getLogger(__name__)
 _VERSION = 2
 """Version of the packed rows, part of their cache's fingerprint: raise it when `pack_dataset` makes other rows."""
 
-_MASK_COLUMNS = ("completion_mask", "assistant_masks")
-_SELECTIONS = ("labels", *_MASK_COLUMNS)
+MASK_COLUMNS = ("completion_mask", "assistant_masks")
+"""Columns that select the tokens to learn, where there are no `labels`."""
+
+_SELECTIONS = ("labels", *MASK_COLUMNS)
 _TOKEN_COLUMNS = ("input_ids", *_SELECTIONS, "token_type_ids")
 
 SomeDataset = TypeVar("SomeDataset", bound=Dataset | IterableDataset)
@@ -201,7 +203,7 @@ class DataCollatorForPackedLanguageModeling:
         """Return the labels of an example as `read_documents` returns it, int64 [n]."""
         if "labels" in example:
             return example["labels"]
-        masks = {column: example[column] for column in _MASK_COLUMNS if column in example}
+        masks = {column: example[column] for column in MASK_COLUMNS if column in example}
         _drop_unused_masks(masks, self.completion_only_loss, name)
         if "completion_mask" in masks and not masks["completion_mask"].any():
             raise ValueError(_no_completion(name))
@@ -368,7 +370,7 @@ def _pack_table(
     columns = {name: _documents(table, name, indices) for name in _TOKEN_COLUMNS if name in table.column_names}
     lengths = _lengths(columns["input_ids"])
     _check_columns(columns, lengths, indices)
-    masks = {name: columns.pop(name) for name in _MASK_COLUMNS if name in columns}
+    masks = {name: columns.pop(name) for name in MASK_COLUMNS if name in columns}
     if "labels" not in columns:
         _drop_unused_masks(masks, completion_only_loss, f"example {indices[0]}")
         for index, mask in zip(indices, masks.get("completion_mask", ()), strict=False):

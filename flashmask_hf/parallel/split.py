@@ -31,7 +31,6 @@ __all__ = [
 EXCHANGES = ("heads", "keys")
 """Names of the exchanges around attention (`flashmask_hf.parallel.exchange`)."""
 
-
 _compared: set[str] = set()
 """Names of the groups whose processes had the same batch when they first split one."""
 

@@ -17,6 +17,7 @@ from trl.trainer.sft_trainer import SFTTrainer
 from flashmask_hf.backend.packed_rows import check_compiled, check_layers
 from flashmask_hf.backend.router_logits import drop_padding_from_router_logits
 from flashmask_hf.collators.language_modeling import (
+    MASK_COLUMNS,
     DataCollatorForPackedLanguageModeling,
     pack_dataset,
     packing_efficiency,
@@ -208,7 +209,7 @@ class PackedSFTTrainer(ContextParallelMixin, SFTTrainer):
         args: Any = self.args
         if not _trl_packs(args):  # what the collator reads of rows that something else packed
             read: Any = self._signature_columns
-            read += [name for name in ("position_ids", "completion_mask", "assistant_masks") if name not in read]
+            read += [name for name in ("position_ids", *MASK_COLUMNS) if name not in read]
 
     def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
         """Run Trainer's `predict` on a dataset, prepared as that of `evaluate` is: raw or tokenized rows.
@@ -267,7 +268,7 @@ def _prepares_rows(args: Any) -> bool:
 
 def _check_completions(example: dict[str, Any], dataset_name: str) -> None:
     """Raise if nothing in an example tells its completion, of which alone the loss should be."""
-    telling = ("completion", "completion_mask", "assistant_masks", "labels")
+    telling = ("completion", "labels", *MASK_COLUMNS)
     if example and not any(name in example for name in telling):
         raise ValueError(
             f"completion_only_loss=True, but the {dataset_name} rows have none of the columns {', '.join(telling)}, so "

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, GraniteMoeHybridConfig
 
 from flashmask_hf import masks
 from flashmask_hf.backend.unread_documents import _active
+from flashmask_hf.collators import DataCollatorForPackedEncoders
 
 PACKED = positions([4, 5])
 IDS = tokens(1, 9).clamp(max=35)
@@ -68,7 +69,7 @@ def test_recurrent_layers_are_guarded_under_another_attention(family):
 
 @pytest.mark.parametrize("family", [x for x in model_zoo.discover() if model_zoo.kind(x) in ("decoder", "text tower")])
 def test_no_family_mixes_documents_under_another_attention(family):
-    """A family that does not run as its own examples tell, or raises for the row, mixes nothing."""
+    """Packed documents raise, or give what each gives alone. Families whose tiny model does not run are skipped."""
     try:
         model = model_zoo.build(family, "eager")
         want = torch.cat([model(input_ids=part, use_cache=False)[0] for part in IDS.split([4, 5], 1)], 1)
@@ -103,6 +104,14 @@ def test_vectors_are_refused_where_no_layer_calls_the_attention(family):
     with pytest.raises(RuntimeError, match=r"never calls its attention by name, so that it ignores startend_row"):
         model(**row)
     model(**row | {"startend_row_indices": masks.causal(9).indices})
+
+
+def test_vectors_of_an_encoder_that_does_not_call_the_attention_are_refused():
+    model = model_zoo.build("xlm", "flashmask")
+    collator = DataCollatorForPackedEncoders()
+    with pytest.raises(RuntimeError, match=r"never calls its attention by name, so that it ignores startend_row"):
+        model(**collator([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}]))
+    model(**collator([{"input_ids": [5, 6, 7]}]))
 
 
 def test_models_that_read_positions_are_looked_at_once():
