@@ -32,15 +32,15 @@ def run_packed(model: Any) -> None:
         model: a transformers model with a head, or a PEFT model around one, not wrapped for distributed training.
 
     Raises:
-        ValueError: the model's attention is not "flashmask", under which alone a packed row means what it says; or the
-            model is not a decoder alone. Models of which some layers do not receive
-            the mask, and those with recurrent or convolutional ones, raise in their first forward (`check_layers`,
-            `document_guard`).
+        ValueError: the model's attention is not "flashmask", under which alone a packed row means what it says; or its
+            language model is not a causal decoder. Models of which some layers do not receive the mask, and those with
+            recurrent or convolutional ones, raise in their first forward (`check_layers`, `document_guard`).
     """
     inner = unwrap_peft(model)
     backbone = inner.base_model
     _check_attention(backbone)
-    if inner.config.is_encoder_decoder or any(getattr(part, "is_causal", None) is False for part in backbone.modules()):
+    decoder = backbone.get_decoder()  # without the image encoder of a vision-language model, which sees both ways
+    if inner.config.is_encoder_decoder or any(getattr(part, "is_causal", None) is False for part in decoder.modules()):
         raise ValueError(
             f"{type(inner).__name__} is not a causal decoder, and packed rows are causal; use TRL's own trainer for it"
         )

@@ -20,7 +20,7 @@ from accelerate import PartialState
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from tools.tiny import VOCAB, llama_config, trainer_settings, word_tokenizer
-from transformers import AutoModelForCausalLM, Gemma2Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3Config, Qwen3MoeConfig
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 
@@ -59,6 +59,18 @@ MODELS = {
             "num_key_value_heads", "max_position_embeddings", "eos_token_id", "pad_token_id",
         )},
         head_dim=8, sliding_window=6, attn_logit_softcapping=2.0, final_logit_softcapping=5.0,
+    ),
+    "gemma3": Gemma3Config(
+        text_config=dict(
+            vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=8, max_position_embeddings=64, sliding_window=6,
+            layer_types=["sliding_attention", "full_attention"], eos_token_id=1, pad_token_id=0,
+        ),
+        vision_config=dict(
+            hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=8,
+            patch_size=4,
+        ),
+        mm_tokens_per_image=4, image_token_index=5, boi_token_index=6, eoi_token_index=7, eos_token_id=1,
     ),
     "qwen3_moe": Qwen3MoeConfig(
         vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,

@@ -90,6 +90,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "loss_type": "grpo",
     },
     "windows and softcaps": {"model": "gemma2"},
+    "text alone in a model of text and images": {"model": "gemma3"},
     "experts": {"model": "qwen3_moe"},
     "experts without their loss": {"model": "qwen3_moe", "router_aux_loss_coef": 0.0},
     "tokens": {"share": "tokens"},
