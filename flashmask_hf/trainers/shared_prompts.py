@@ -43,12 +43,6 @@ _SHARES = ("prompts", "tokens")
 _PLACES = "places_before_the_shuffle"
 """Key of a generation batch: the places of its rows, int64 [N] on the CPU."""
 
-_IMAGES = (
-    "pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles",
-    "image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids",
-)  # fmt: skip
-"""Arguments of `_get_per_token_logps_and_entropies` that come with images."""
-
 
 @dataclass
 class SharedPromptsOptions:
@@ -126,9 +120,6 @@ class SharedPrompts:
     def _get_per_token_logps_and_entropies(
         self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *args: Any, **kwargs: Any
     ) -> Any:
-        given = [name for name in _IMAGES if kwargs.get(name) is not None]
-        if given:
-            raise ValueError(f"sequences with {given[0]} cannot share a prompt yet; use TRL's own trainer for images")
         trainer: Any = self
         packing = _PackingModel(model, logits_to_keep, self._share, trainer.args.pad_to_multiple_of)
         parent: Any = super()
@@ -151,6 +142,8 @@ class SharedPrompts:
             return parent._generate_single_turn(*args, **kwargs)
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        if any(example.get("images") or example.get("image") is not None for example in inputs):
+            raise ValueError("prompts with images cannot be shared yet; use TRL's trainer, or remove the column")
         parent: Any = super()
         batch = parent._generate_and_score_completions(inputs)
         batch[_PLACES] = torch.arange(len(batch["prompt_ids"]))

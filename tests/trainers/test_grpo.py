@@ -413,8 +413,10 @@ def test_other_wrong_set_ups_raise(checkpoints, tokenizer, tmp_path, monkeypatch
     ids, mask = torch.full((2, 5), 7), torch.tensor([[1] * 5, [0, 0, 1, 1, 1]])
     with pytest.raises(ValueError, match="prompt 1 of the micro-batch has no tokens"):
         trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, 3)
-    with pytest.raises(ValueError, match="pixel_values"):
-        trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, 3, pixel_values=torch.ones(1))
+    pictures = [[{"type": "image"}]] * len(trainer.train_dataset)
+    trainer.train_dataset = trainer.train_dataset.add_column("images", pictures)
+    with pytest.raises(ValueError, match=r"prompts with images cannot be shared yet; .* remove the column"):
+        trainer.train()
 
 
 def test_the_packed_row_of_a_micro_batch():
