@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flashmask_hf.collators.checks import as_integers, as_number, as_row_options, example_names
 from flashmask_hf.collators.forest import Forest, PackedRows, pack_forests
+from flashmask_hf.collators.language_modeling import MASK_COLUMNS
 from flashmask_hf.names import IGNORED
 
 __all__ = ["DataCollatorForTrees"]
@@ -55,8 +56,9 @@ class DataCollatorForTrees:
 
     Raises:
         ValueError: an argument is out of range; or an example lacks a column, is longer than a row, has an empty
-            segment, segments that are not in depth-first order, labels of another layout, or weights that are not
-            finite, not one for each leaf, or not learned per path.
+            segment, segments that are not in depth-first order, labels of another layout, `completion_mask` or
+            `assistant_masks` in place of labels, or weights that are not finite, not one for each leaf, or not learned
+            per path.
         TypeError: a column does not hold numbers.
 
     Example:
@@ -133,7 +135,14 @@ def _read(example: Mapping[str, Any], name: str) -> tuple[Forest, NDArray[np.int
                 "removes unless remove_unused_columns=False"
             )
     tokens = _segments(example["input_ids"], "input_ids", name)
-    labels = tokens if example.get("labels") is None else _segments(example["labels"], "labels", name)
+    labels = tokens
+    if example.get("labels") is not None:
+        labels = _segments(example["labels"], "labels", name)
+    elif masks := [column for column in MASK_COLUMNS if example.get(column) is not None]:
+        raise ValueError(
+            f"{name} has {masks[0]} and no labels, so that all tokens would be learned; give labels in the layout of "
+            "input_ids, -100 where nothing is to be learned"
+        )
     if [len(own) for own in labels] != [len(own) for own in tokens]:
         raise ValueError(f"labels of {name} must have the layout of its input_ids, one for each token of each segment")
     parents = as_integers(example["parents"], f"parents of {name}")

@@ -124,6 +124,7 @@ def test_trees_train_in_the_plain_trainer(tmp_path):
         ({"parents": [-1, 0, 1, 1]}, ValueError, "input_ids and parents of example 0 are no forest: parents has 4"),
         ({"parents": [-1, 0, 3, 1, 0]}, ValueError, "are no forest: .* depth-first order"),
         ({"labels": [[5], [6], [8], [9, 10], [11]]}, ValueError, "labels of example 0 must have the layout"),
+        ({"labels": None, "completion_mask": [[0], [1], [1], [1], [1]]}, ValueError, "completion_mask and no labels"),
     ],
 )  # fmt: skip
 def test_an_invalid_tree_raises(change, error, message):
