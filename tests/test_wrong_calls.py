@@ -232,7 +232,7 @@ WRONG = {
             ROW, position_ids=POSITIONS, startend_row_indices=VECTORS, shift_labels=ROW[None], use_cache=False
         ),
         ValueError,
-        "no labels, as under label_smoothing_factor.*DataCollatorForTrees without per_path",
+        "the trainer computes its own, as under label_smoothing_factor.*DataCollatorForTrees without per_path",
     ),
     # documents that nothing reads
     "positions of documents with activated LoRA": (

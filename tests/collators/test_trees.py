@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tools.tiny import TRAINER_WARNINGS, VOCAB, llama_config, trainer_settings, word_tokenizer
 from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, Trainer, TrainingArguments
+from trl import SFTConfig, SFTTrainer
 
 import flashmask_hf.collators.loss as loss_module
 import flashmask_hf.collators.trees as trees
@@ -226,6 +227,18 @@ def test_paths_need_their_loss():
     other.loss_function = tree_loss
     with pytest.raises(RuntimeError, match="attn_implementation='sdpa' ignores them"):
         other(**batch, use_cache=False)
+
+
+def test_paths_in_a_trainer_of_trl_raise(tmp_path):
+    """It computes the loss by a head of its own."""
+    trained = model("flashmask")
+    trained.loss_function = tree_loss
+    args = SFTConfig(**trainer_settings(tmp_path), remove_unused_columns=False)
+    collator = DataCollatorForTrees(per_path=True)
+    data = Dataset.from_list([TREE] * 4)
+    trainer = SFTTrainer(trained, args, collator, train_dataset=data, processing_class=word_tokenizer())
+    with pytest.raises(ValueError, match=r"the trainer computes its own, .* in TRL's trainers; use the plain Trainer"):
+        trainer.train()
 
 
 @pytest.mark.parametrize(
