@@ -14,7 +14,7 @@ from trl.experimental.async_grpo import async_grpo_trainer
 from flashmask_hf.backend.packed_rows import check_compiled
 from flashmask_hf.backend.tree_packing import run_tree_packing
 from flashmask_hf.names import FLASHMASK
-from flashmask_hf.trainers.common import refuse_options
+from flashmask_hf.trainers.common import check_adapters, refuse_options
 
 __all__ = ["SharedPromptAsyncGRPOTrainer"]
 
@@ -33,20 +33,27 @@ class SharedPromptAsyncGRPOTrainer(async_grpo_trainer.AsyncGRPOTrainer):
 
     Args:
         model: the name or the folder of the model, as in TRL's `AsyncGRPOTrainer`.
-        args: the other positional arguments of TRL's `AsyncGRPOTrainer`.
+        reward_funcs: as in TRL's `AsyncGRPOTrainer`.
+        args: as in TRL's `AsyncGRPOTrainer`.
+        others: the other positional arguments of TRL's `AsyncGRPOTrainer`.
         kwargs: the other arguments of TRL's `AsyncGRPOTrainer`.
 
     Raises:
-        ValueError: NEFTune, `label_smoothing_factor`, or rows that are to be split over processes (context
-            parallelism). In the first step: some layers of the model do not receive the mask.
+        ValueError: NEFTune, `label_smoothing_factor`, prompt learning, activated LoRA, `attn_implementation` in
+            `model_init_kwargs`, or rows that are to be split over processes (context parallelism). In the first step:
+            some layers of the model do not receive the mask.
         RuntimeError: in the first step, the batch is not a trie as TRL 1.16 packs it.
     """
 
-    def __init__(self, model: str, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, model: str, reward_funcs: Any = None, args: Any = None, *others: Any, **kwargs: Any) -> None:
+        if args is not None and "attn_implementation" in (args.model_init_kwargs or {}):
+            raise ValueError("model_init_kwargs has attn_implementation, which is 'flashmask' here; leave it out")
         with _load_with_flashmask():
-            super().__init__(model, *args, **kwargs)
+            super().__init__(model, reward_funcs, args, *others, **kwargs)
         refuse_options(self.args)
-        run_tree_packing(self.accelerator.unwrap_model(self.model))
+        policy = self.accelerator.unwrap_model(self.model)
+        check_adapters(policy, None)
+        run_tree_packing(policy)
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Return TRL's loss. In a compiled model, check in the first step that every layer receives the mask."""

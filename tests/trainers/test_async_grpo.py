@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig
+from peft import LoraConfig, PromptTuningConfig
 from tools.support import assert_within_budget
 from tools.tiny import CHECKPOINTING, TRAINER_WARNINGS, VOCAB, llama_config, trainer_settings, word_tokenizer
 from torch import Tensor
@@ -351,10 +351,30 @@ def test_layouts_that_do_not_fit(changes: dict[str, Any], error: type[Exception]
         prepared()(**call)
 
 
-@pytest.mark.parametrize("option", ["neftune_noise_alpha", "label_smoothing_factor"])
-def test_options_that_are_refused(tmp_path: Path, option: str) -> None:
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("neftune_noise_alpha", 0.5),
+        ("label_smoothing_factor", 0.5),
+        ("model_init_kwargs", {"attn_implementation": "flashmask"}),
+    ],
+)
+def test_options_that_are_refused(tmp_path: Path, option: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"{option}.*; leave it"):
-        make(save("llama", tmp_path), tmp_path, arguments={option: 0.5})
+        make(save("llama", tmp_path), tmp_path, arguments={option: value})
+
+
+@pytest.mark.parametrize(
+    ("adapter", "message"),
+    [
+        (PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"), "peft_config: PromptTuningConfig adds"),
+        (LoraConfig(alora_invocation_tokens=[5], task_type="CAUSAL_LM"), "peft_config: alora_invocation_tokens"),
+    ],
+    ids=["virtual tokens", "activated adapter"],
+)
+def test_adapters_that_are_refused(tmp_path: Path, adapter: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(save("llama", tmp_path), tmp_path, peft_config=adapter)
 
 
 def test_another_attention() -> None:
