@@ -61,11 +61,13 @@ def check_config(args: Any, config: type, ours: str) -> None:
 def load_with(args: Any, **options: Any) -> Iterator[None]:
     """Make options the default of whatever TRL loads by name within the context.
 
-    Afterwards `args.model_init_kwargs` is what it was, for whatever else is loaded with the same arguments.
+    An option that is given as None, as TRL's scripts give `attn_implementation`, gets its default, too. Afterwards
+    `args.model_init_kwargs` is what it was, for whatever else is loaded with the same arguments.
     """
     given = args.model_init_kwargs
     if options:
-        args.model_init_kwargs = {**options, **(given or {})}
+        chosen = given or {}
+        args.model_init_kwargs = chosen | {name: x for name, x in options.items() if chosen.get(name) is None}
     try:
         yield
     finally:

@@ -290,8 +290,8 @@ def _select(parts: list[Any], rows: Tensor) -> Any:
 def _check_options(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
     """Raise a ValueError for options that packed rows cannot have, and turn dispatched batches off, in place."""
     prepare_arguments(model, args, kwargs.get("peft_config"))
-    given = (args.model_init_kwargs or {}).get("attn_implementation", FLASHMASK)
-    if isinstance(model, str) and given != FLASHMASK:
+    given = (args.model_init_kwargs or {}).get("attn_implementation")
+    if isinstance(model, str) and given not in (None, FLASHMASK):
         raise ValueError(
             f"model_init_kwargs asks for attn_implementation={given!r}, but shared prompts need 'flashmask'; leave it "
             "out"

@@ -566,7 +566,7 @@ def test_no_process_of_several_spreads_a_model_over_all_gpus(tmp_path, monkeypat
 
 def test_the_caller_keeps_its_options_of_loading_models(model_path, tokenizer, tmp_path):
     """Other models may be loaded with the same arguments; only the trainer's own get the attention."""
-    given = {"dtype": "float32"}
+    given = {"dtype": "float32", "attn_implementation": None}
     args = config(tmp_path, model_init_kwargs=given)
     trainer = SharedQuestionDPOTrainer(
         model_path,
@@ -575,7 +575,7 @@ def test_the_caller_keeps_its_options_of_loading_models(model_path, tokenizer, t
         processing_class=tokenizer,
     )
     assert trainer.args is args
-    assert args.model_init_kwargs is given == {"dtype": "float32"}
+    assert args.model_init_kwargs is given == {"dtype": "float32", "attn_implementation": None}
     for model in (trainer.model, trainer.ref_model):
         assert model.config._attn_implementation == "flashmask"
 

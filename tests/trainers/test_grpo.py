@@ -349,16 +349,16 @@ def test_models_loaded_by_name(checkpoints, tokenizer, tmp_path):
     )
     transformers.BertForSequenceClassification(bert).save_pretrained(reward_path)
     tokenizer.save_pretrained(reward_path)
-    args = SharedPromptGRPOConfig(
-        **trainer_settings(tmp_path), num_generations=4, beta=0.1, model_init_kwargs={"dtype": "float32"}
-    )
+    given = {"dtype": "float32", "attn_implementation": None}
+    args = SharedPromptGRPOConfig(**trainer_settings(tmp_path), num_generations=4, beta=0.1, model_init_kwargs=given)
     trainer = SharedPromptGRPOTrainer(
         checkpoints["llama"], reward_path, args, train_dataset=prompts(), processing_class=tokenizer
     )
     assert trainer.model.config._attn_implementation == "flashmask"
     assert trainer.ref_model.config._attn_implementation == "flashmask"
     assert trainer.reward_funcs[0].config._attn_implementation in ("sdpa", "eager")
-    assert "attn_implementation" not in args.model_init_kwargs
+    assert args.model_init_kwargs is given
+    assert given["attn_implementation"] is None
 
 
 REFUSED = {
