@@ -220,7 +220,8 @@ def _locate_key_tile(work, args, FORM: gl.constexpr):
     plane = begin + nth % width
     if FORM.DQ_ORDER:
         groups = gl.where(scalars.mask_heads == 1, 1, scalars.kv_heads)
-        line = (plane // scalars.kv_heads % scalars.mask_batch) * groups + plane % scalars.kv_heads % groups
+        line = gl.load(tensors.schedule + 3) * scalars.mask_batch + plane // scalars.kv_heads % scalars.mask_batch
+        line = line * groups + plane % scalars.kv_heads % groups
         line = line * (scalars.n_columns // FORM.SUBTILES)
         ordered = gl.load(tensors.key_tile_order + line + tile // FORM.SUBTILES).to(gl.int32)
         tile = ordered * FORM.SUBTILES + tile % FORM.SUBTILES
@@ -281,10 +282,10 @@ def _trim_segments(starts, ends, mask_plane, tile, args, FORM: gl.constexpr):
 
 
 @gluon.jit
-def _load_segments(batch, head, tile, args, FORM: gl.constexpr):
+def _load_segments(batch, head, tile, upward, args, FORM: gl.constexpr):
     """Return (mask plane, starts, ends): where a query head's mask is, and a segment of row tiles to walk per lane.
 
-    `tile` is the tile of keys.
+    `tile` is the tile of keys. If `upward`, row tiles are numbered from the last one.
     """
     tensors, scalars, _shared, _barriers = args
     lanes = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
@@ -295,6 +296,9 @@ def _load_segments(batch, head, tile, args, FORM: gl.constexpr):
     ends = gl.load(at + 1, mask=lanes < _SEGMENTS, other=0) * (FORM.SEGMENT_ROWS // FORM.BLOCK_M)
     if FORM.BLOCK_M < FORM.SEGMENT_ROWS:
         starts, ends = _trim_segments(starts, ends, mask_plane, tile, args, FORM)
+    if FORM.DQ_ORDER:
+        row_tiles = scalars.padded_len // FORM.BLOCK_M
+        starts, ends = gl.where(upward, row_tiles - ends, starts), gl.where(upward, row_tiles - starts, ends)
     return mask_plane, starts, ends
 
 
@@ -397,15 +401,17 @@ def _load_rows(
 
 @gluon.jit
 def _load_row_tiles(
-    starts, ends, batch, head, mask_plane, kv_plane, tile, row_tiles, item, step, begin, following, args,
+    starts, ends, upward, batch, head, mask_plane, kv_plane, tile, row_tiles, item, step, begin, following, args,
     FORM: gl.constexpr,
 ):  # fmt: skip
     """Load the row tiles of a query head's segments, and draw the next work item before the last one of this item.
 
-    `begin` is the step of the work item's first row tile. Returns the next (step, following).
+    `begin` is the step of the work item's first row tile, and `upward` as in `_load_segments`. Returns the next (step,
+    following).
     """
     tensors, scalars, _shared, _barriers = args
     BLOCK_M: gl.constexpr = FORM.BLOCK_M
+    all_row_tiles = scalars.padded_len // BLOCK_M
     end = step + gl.sum(gl.maximum(ends - starts, 0), 0)
     done = 0
     while step < end:
@@ -417,9 +423,11 @@ def _load_row_tiles(
         for count in range(last - first):
             row_tile = first + count + skip
             row_tile = gl.where(row_tile < last, row_tile, row_tile - (last - first))
+            if FORM.DQ_ORDER:
+                row_tile = gl.where(upward, all_row_tiles - 1 - row_tile, row_tile)
             if FORM.PERSISTENT and step + 1 == begin + row_tiles:
                 following = _draw_work(tensors.counter, FORM)
-            dq_tile = (batch * scalars.heads + head) * (scalars.padded_len // BLOCK_M) + row_tile
+            dq_tile = (batch * scalars.heads + head) * all_row_tiles + row_tile
             _load_rows(
                 batch, head, row_tile * BLOCK_M, mask_plane * 2 + partial, dq_tile, kv_plane, tile, row_tiles, item,
                 step, step == begin, args, FORM,
@@ -439,18 +447,21 @@ def produce(args, FORM: gl.constexpr):
     work = gl.program_id(0)
     if FORM.PERSISTENT and FORM.DQ_ORDER:
         work = _draw_work(tensors.counter, FORM)
+    upward = False
+    if FORM.DQ_ORDER:
+        upward = gl.load(tensors.schedule + 3) != 0
     item = 0
     step = 0
     while work < n_work:
         tile, kv_plane = _locate_key_tile(work, args, FORM)
         batch = kv_plane // scalars.kv_heads
         first_head = kv_plane % scalars.kv_heads * group
-        mask_plane, starts, ends = _load_segments(batch, first_head, tile, args, FORM)
+        mask_plane, starts, ends = _load_segments(batch, first_head, tile, upward, args, FORM)
         row_tiles = gl.sum(ends - starts, 0)
         low = _first_row_tile(starts, ends, 0)
         if mask_per_member:
             for member in range(1, group):
-                _, other_starts, other_ends = _load_segments(batch, first_head + member, tile, args, FORM)
+                _, other_starts, other_ends = _load_segments(batch, first_head + member, tile, upward, args, FORM)
                 row_tiles += gl.sum(other_ends - other_starts, 0)
                 low = gl.minimum(low, _first_row_tile(other_starts, other_ends, 0))
         else:
@@ -474,10 +485,10 @@ def produce(args, FORM: gl.constexpr):
                 next_low = NEVER
                 for member in range(group):
                     if mask_per_member:
-                        mask_plane, starts, ends = _load_segments(batch, first_head + member, tile, args, FORM)
+                        mask_plane, starts, ends = _load_segments(batch, first_head + member, tile, upward, args, FORM)
                     step, following = _load_row_tiles(
-                        gl.maximum(starts, low), gl.minimum(ends, high), batch, first_head + member, mask_plane,
-                        kv_plane, tile, row_tiles, item, step, begin, following, args, FORM,
+                        gl.maximum(starts, low), gl.minimum(ends, high), upward, batch, first_head + member,
+                        mask_plane, kv_plane, tile, row_tiles, item, step, begin, following, args, FORM,
                     )  # fmt: skip
                     next_low = gl.minimum(next_low, _first_row_tile(starts, ends, high))
                 low = next_low
@@ -485,10 +496,10 @@ def produce(args, FORM: gl.constexpr):
         else:
             for member in range(group):
                 if member > 0:
-                    mask_plane, starts, ends = _load_segments(batch, first_head + member, tile, args, FORM)
+                    mask_plane, starts, ends = _load_segments(batch, first_head + member, tile, upward, args, FORM)
                 step, following = _load_row_tiles(
-                    starts, ends, batch, first_head + member, mask_plane, kv_plane, tile, row_tiles, item, step, begin,
-                    following, args, FORM,
+                    starts, ends, upward, batch, first_head + member, mask_plane, kv_plane, tile, row_tiles, item, step,
+                    begin, following, args, FORM,
                 )  # fmt: skip
         work = following
         item += 1

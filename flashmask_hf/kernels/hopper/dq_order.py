@@ -66,7 +66,7 @@ It is not tuned."""
 _SEGMENTS = VISIBLE_SEGMENTS + PARTIAL_SEGMENTS
 _LANES = 128
 _SUMS = 5
-"""Sums of each LANES key tiles, see `_order_key_tiles`."""
+"""Sums of each LANES key tiles in each direction, see `_order_key_tiles`."""
 
 
 class DqOrder(NamedTuple):
@@ -79,10 +79,12 @@ class DqOrder(NamedTuple):
     semaphores: Tensor
     """int32 zeros, one for each tile of rows of dQ: how many key tiles have added to it."""
     key_tile_order: Tensor
-    """int32 [groups of the batch, key tiles]: the key tiles of a group of masks, in starting order."""
+    """int32 [directions, groups of the batch, key tiles]: the key tiles of a group of masks in starting order, if they
+    walk their rows downwards and, where query heads share a key-value head, upwards."""
     schedule: Tensor
-    """int32 [3]: key-value heads of the batch whose key tiles alternate; rows of the first band that a key tile walks;
-    rows of the later bands. Bands end at multiples of their rows."""
+    """int32 [4]: key-value heads of the batch whose key tiles alternate; rows of the first band that a key tile walks;
+    rows of the later bands; 1 if it walks upwards, else 0. Bands end at multiples of their rows, counted in the
+    direction of the walk from the first row tile."""
 
 
 def prepare_dq_order(problem: Problem, block_m: int, block_n: int, programs: int) -> Callable[[Tensor], DqOrder]:
@@ -107,25 +109,29 @@ def prepare_dq_order(problem: Problem, block_m: int, block_n: int, programs: int
     n_columns = count_key_tiles(kv_len, block_n * subtiles)
     n_rows = -(-q_len // ROWS) * (ROWS // block_m)
     n_blocks = -(-n_columns // _LANES)
+    n_lines = mask_batch * groups
+    grouped = heads > kv_heads
+    directions = 2 if grouped else 1
     n_dq_tiles = batch * heads * n_rows
     make_segments = prepare_segments(problem, block_m, block_n, subtiles)
     new_ranks = packed_layout(mask_batch, mask_heads, n_rows, n_columns, dtype=torch.int16, device=device).allocator()
     new_semaphores = packed_layout(n_dq_tiles, dtype=torch.int32, device=device).allocator()
-    new_order = packed_layout(mask_batch * groups, n_columns, dtype=torch.int32, device=device).allocator()
-    new_sums = packed_layout(mask_batch * groups * n_blocks, _SUMS, dtype=torch.int32, device=device).allocator()
-    new_schedule = packed_layout(3, dtype=torch.int32, device=device).allocator()
+    new_order = packed_layout(directions, n_lines, n_columns, dtype=torch.int32, device=device).allocator()
+    new_sums = packed_layout(directions, n_lines * n_blocks, _SUMS, dtype=torch.int32, device=device).allocator()
+    new_schedule = packed_layout(4, dtype=torch.int32, device=device).allocator()
     order = Launch(
         _order_key_tiles,
-        mask_batch * groups * n_blocks,
-        n_columns, n_blocks, masks_of_group,
-        LEVEL=COLUMNS // block_n, NEAR=block_n // block_m, SEGMENTS=_SEGMENTS, LANES=_LANES, SUMS=_SUMS, num_warps=4,
+        n_lines * n_blocks,
+        n_rows, n_columns, n_blocks, n_lines, masks_of_group,
+        DIRECTIONS=directions, LEVEL=COLUMNS // block_n, NEAR=block_n // block_m, SEGMENTS=_SEGMENTS, LANES=_LANES,
+        SUMS=_SUMS, num_warps=4,
     )  # fmt: skip
     rank = Launch(
         _rank_key_tiles,
         mask_batch * mask_heads * n_rows,
-        n_rows, n_columns, masks_of_group, n_dq_tiles, mask_batch * groups * n_blocks, batch * kv_heads,
+        n_rows, n_columns, n_lines, masks_of_group, n_dq_tiles, n_lines * n_blocks, batch * kv_heads,
         programs, heads // kv_heads // masks_of_group, block_n // 2,
-        GROUPED=heads > kv_heads, CAUSAL=problem.causal, ONE_MASK=masks_of_group == 1, BLOCK_M=block_m,
+        GROUPED=grouped, CAUSAL=problem.causal, ONE_MASK=masks_of_group == 1, BLOCK_M=block_m,
         FIRST_BAND_ROWS=_FIRST_BAND_ROWS, BAND_ROWS=_BAND_ROWS, SKIPPED_SHARE=_SKIPPED_SHARE, SEGMENTS=_SEGMENTS,
         LANES=_LANES, SUMS=_SUMS, num_warps=4,
     )  # fmt: skip
@@ -141,12 +147,16 @@ def prepare_dq_order(problem: Problem, block_m: int, block_n: int, programs: int
 
 
 @triton.jit
-def _read_walks(segments, tiles, n_columns, members, SEGMENTS: tl.constexpr):
-    """Read how key tiles walk the rows of all masks of a group.
+def _read_walks(
+    segments, tiles, n_rows, n_columns, members,
+    UPWARD: tl.constexpr, SEGMENTS: tl.constexpr,
+):  # fmt: skip
+    """Read how key tiles walk the rows of all masks of a group, downwards or UPWARD.
 
     Operands:
         segments: of the first mask, [n_columns, SEGMENTS, 2]; the others' follow.
         tiles: indices of key tiles.
+        n_rows: row tiles of a head.
 
     Returns:
         sums over the masks, 0 for tiles from `n_columns` on: (leads, row tiles walked, row tiles skipped between them).
@@ -166,86 +176,100 @@ def _read_walks(segments, tiles, n_columns, members, SEGMENTS: tl.constexpr):
             first = tl.where(end > start, tl.minimum(first, start), first)
             last = tl.where(end > start, tl.maximum(last, end), last)
             seen += end - start
-        leads += last - seen
+        leads += tl.where(seen > 0, n_rows - first, 0) - seen if UPWARD else last - seen
         walked += seen
         skipped += tl.where(seen > 0, last - first - seen, 0)
     return leads, walked, skipped
 
 
-@triton.jit(do_not_specialize=["n_columns", "n_blocks", "members"])
+@triton.jit(do_not_specialize=["n_rows", "n_columns", "n_blocks", "n_lines", "members"])
 def _order_key_tiles(
-    segments, key_tile_order, sums, n_columns, n_blocks, members,
-    LEVEL: tl.constexpr, NEAR: tl.constexpr, SEGMENTS: tl.constexpr, LANES: tl.constexpr, SUMS: tl.constexpr,
+    segments, key_tile_order, sums, n_rows, n_columns, n_blocks, n_lines, members,
+    DIRECTIONS: tl.constexpr, LEVEL: tl.constexpr, NEAR: tl.constexpr, SEGMENTS: tl.constexpr, LANES: tl.constexpr,
+    SUMS: tl.constexpr,
 ):  # fmt: skip
     """Place LANES key tiles of a group of masks in its order, behind all of greater leads; equal ones: last keys first.
 
+    It does so for each of DIRECTIONS: downwards, upwards.
+
     Tensors:
         segments: of `DqOrder`, [groups of the batch, members, n_columns, SEGMENTS, 2].
-        key_tile_order: written, [groups of the batch, n_columns].
-        sums: written, [groups of the batch, n_blocks, SUMS]: row tiles that these key tiles walk, those they skip, the
-            number of these key tiles that see rows, how many of those have the lead of LEVEL others of later keys, and
-            how many have a lead in the same NEAR row tiles, as many as a key tile has keys, as another of later keys.
+        key_tile_order: written, [DIRECTIONS, groups of the batch, n_columns].
+        sums: written, [DIRECTIONS, groups of the batch, n_blocks, SUMS]: row tiles that these key tiles walk, those
+            they skip, the number of these key tiles that see rows, how many of those have the lead of LEVEL others of
+            later keys, and how many have a lead in the same NEAR row tiles, as many as a key tile has keys, as another
+            of later keys.
     """
     line = (tl.program_id(0) // n_blocks).to(tl.int64)
     tiles = tl.program_id(0) % n_blocks * LANES + tl.arange(0, LANES)
     segments += line * members * n_columns * SEGMENTS * 2
-    leads, walked, skipped = _read_walks(segments, tiles, n_columns, members, SEGMENTS)
-    places = tl.zeros_like(tiles)
-    equals = tl.zeros_like(tiles)
-    near = tl.zeros_like(tiles)
-    for first in range(0, n_columns, LANES):
-        others = first + tl.arange(0, LANES)
-        their_leads, they_walk, _ = _read_walks(segments, others, n_columns, members, SEGMENTS)
-        later_keys = others[None, :] > tiles[:, None]
-        equal = later_keys & (their_leads[None, :] == leads[:, None])
-        before = ((their_leads[None, :] > leads[:, None]) | equal) & (others < n_columns)[None, :]
-        places += tl.sum(before.to(tl.int32), 1)
-        later_keys &= (they_walk > 0)[None, :]
-        close = later_keys & ((their_leads // NEAR)[None, :] == (leads // NEAR)[:, None])
-        equals += tl.sum((equal & later_keys).to(tl.int32), 1)
-        near = tl.maximum(near, tl.max(close.to(tl.int32), 1))
-    see = (walked > 0).to(tl.int32)
-    sums += tl.program_id(0) * SUMS
-    tl.store(sums, tl.sum(walked, 0))
-    tl.store(sums + 1, tl.sum(skipped, 0))
-    tl.store(sums + 2, tl.sum(see, 0))
-    tl.store(sums + 3, tl.sum(see * (equals >= LEVEL).to(tl.int32), 0))
-    tl.store(sums + 4, tl.sum(see * near, 0))
-    tl.store(key_tile_order + line * n_columns + places, tiles, mask=tiles < n_columns)
+    for upward in tl.static_range(DIRECTIONS):
+        leads, walked, skipped = _read_walks(segments, tiles, n_rows, n_columns, members, upward, SEGMENTS)
+        places = tl.zeros_like(tiles)
+        equals = tl.zeros_like(tiles)
+        near = tl.zeros_like(tiles)
+        for first in range(0, n_columns, LANES):
+            others = first + tl.arange(0, LANES)
+            their_leads, they_walk, _ = _read_walks(segments, others, n_rows, n_columns, members, upward, SEGMENTS)
+            later_keys = others[None, :] > tiles[:, None]
+            equal = later_keys & (their_leads[None, :] == leads[:, None])
+            before = ((their_leads[None, :] > leads[:, None]) | equal) & (others < n_columns)[None, :]
+            places += tl.sum(before.to(tl.int32), 1)
+            later_keys &= (they_walk > 0)[None, :]
+            close = later_keys & ((their_leads // NEAR)[None, :] == (leads // NEAR)[:, None])
+            equals += tl.sum((equal & later_keys).to(tl.int32), 1)
+            near = tl.maximum(near, tl.max(close.to(tl.int32), 1))
+        see = (walked > 0).to(tl.int32)
+        to = sums + (upward * n_lines * n_blocks + tl.program_id(0)) * SUMS
+        tl.store(to, tl.sum(walked, 0))
+        tl.store(to + 1, tl.sum(skipped, 0))
+        tl.store(to + 2, tl.sum(see, 0))
+        tl.store(to + 3, tl.sum(see * (equals >= LEVEL).to(tl.int32), 0))
+        tl.store(to + 4, tl.sum(see * near, 0))
+        ordered = key_tile_order + (upward * n_lines + line) * n_columns
+        tl.store(ordered + places, tiles, mask=tiles < n_columns)
 
 
 @triton.jit(
     do_not_specialize=[
-        "n_rows", "n_columns", "group", "n_semaphores", "n_sums", "kv_planes", "programs", "repeats", "apart",
+        "n_rows", "n_columns", "n_lines", "group", "n_semaphores", "n_sums", "kv_planes", "programs", "repeats",
+        "apart",
     ]
 )  # fmt: skip
 def _rank_key_tiles(
     segments, key_tile_order, sums, ranks, semaphores, schedule,
-    n_rows, n_columns, group, n_semaphores, n_sums, kv_planes, programs, repeats, apart,
+    n_rows, n_columns, n_lines, group, n_semaphores, n_sums, kv_planes, programs, repeats, apart,
     GROUPED: tl.constexpr, CAUSAL: tl.constexpr, ONE_MASK: tl.constexpr, BLOCK_M: tl.constexpr,
     FIRST_BAND_ROWS: tl.constexpr, BAND_ROWS: tl.constexpr, SKIPPED_SHARE: tl.constexpr, SEGMENTS: tl.constexpr,
     LANES: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Rank the key tiles that walk one row tile, clear a share of the semaphores, and choose the schedule.
+    """Choose the schedule, rank the key tiles that walk one row tile, and clear a share of the semaphores.
+
+    Every program chooses the schedule, which is cheaper than another launch.
 
     Tensors:
         segments: of `DqOrder`, [masks, n_columns, SEGMENTS, 2].
         key_tile_order, sums: of `_order_key_tiles`.
         ranks, semaphores, schedule: written, see `DqOrder`.
     Sizes:
-        group: masks that share a line of `key_tile_order`.
-        n_sums: lines of sums.
+        n_lines: lines of `key_tile_order` in a direction.
+        group: masks that share a line.
+        n_sums: lines of sums in a direction.
         kv_planes: key-value heads of the batch.
         programs: most that run at a time.
         repeats: query heads that walk the rows of each mask.
         apart: rows by which key tiles of a head begin apart if none are level.
         GROUPED: whether several query heads share a key-value head.
     """
+    upward = _choose_schedule(
+        sums, schedule, n_sums, kv_planes, programs, repeats, apart, n_rows,
+        GROUPED, CAUSAL, ONE_MASK, BLOCK_M, FIRST_BAND_ROWS, BAND_ROWS, SKIPPED_SHARE, LANES, SUMS,
+    )  # fmt: skip
     row = tl.program_id(0) % n_rows
     mask = (tl.program_id(0) // n_rows).to(tl.int64)
     segments += mask * n_columns * SEGMENTS * 2
     ranks += (mask * n_rows + row) * n_columns
-    key_tile_order += mask // group * n_columns
+    key_tile_order += (upward * n_lines + mask // group) * n_columns
     before = 0
     for first in range(0, n_columns, LANES):
         lane = first + tl.arange(0, LANES)
@@ -267,25 +291,19 @@ def _rank_key_tiles(
         lane = first + tl.arange(0, LANES)
         tl.store(semaphores + lane, 0, mask=lane < end)
 
-    if tl.program_id(0) == 0:
-        _choose_schedule(
-            sums, schedule, n_sums, kv_planes, programs, repeats, apart, n_rows,
-            GROUPED, CAUSAL, ONE_MASK, BLOCK_M, FIRST_BAND_ROWS, BAND_ROWS, SKIPPED_SHARE, LANES, SUMS,
-        )  # fmt: skip
-
 
 @triton.jit
-def _choose_schedule(
-    sums, schedule, n_sums, kv_planes, programs, repeats, apart, n_rows,
-    GROUPED: tl.constexpr, CAUSAL: tl.constexpr, ONE_MASK: tl.constexpr, BLOCK_M: tl.constexpr,
-    FIRST_BAND_ROWS: tl.constexpr, BAND_ROWS: tl.constexpr, SKIPPED_SHARE: tl.constexpr, LANES: tl.constexpr,
-    SUMS: tl.constexpr,
+def _add_sums(
+    sums, n_sums,
+    CAUSAL: tl.constexpr, ONE_MASK: tl.constexpr, SKIPPED_SHARE: tl.constexpr, LANES: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Choose the schedule from the sums over all key tiles.
+    """Add the sums of all key tiles in a direction.
 
-    With n heads that alternate, key tiles of a head begin apart by n / programs of their mean number of row tiles.
     All tiles count as level if their leads do not tell where they meet: those that skip rows meet before their last
     row, and several masks have leads of their own. Causal masks are excepted, whose tiles seldom meet there.
+
+    Returns:
+        row tiles walked, whether many are skipped, key tiles that see rows, level ones, and those with near leads.
     """
     walked = tl.zeros([LANES], tl.int64)
     skipped = tl.zeros([LANES], tl.int64)
@@ -308,16 +326,45 @@ def _choose_schedule(
     if not CAUSAL:
         level_tiles = tl.where(skip | (not ONE_MASK), key_tiles, level_tiles)
         near_tiles = tl.where(skip | (not ONE_MASK), key_tiles, near_tiles)
-    few_near = near_tiles * 4 <= key_tiles
-    # `apart` rows, and four times as many if all are level.
-    heads = (key_tiles + 3 * level_tiles) * programs * apart // tl.maximum(row_tiles * BLOCK_M * repeats, 1)
-    turns = tl.cdiv(kv_planes, tl.maximum(heads, 1))
-    tl.store(schedule, tl.cdiv(kv_planes, turns).to(tl.int32))  # a last turn of few heads would wait for longer
+    return row_tiles, skip, key_tiles, level_tiles, near_tiles
+
+
+@triton.jit
+def _choose_schedule(
+    sums, schedule, n_sums, kv_planes, programs, repeats, apart, n_rows,
+    GROUPED: tl.constexpr, CAUSAL: tl.constexpr, ONE_MASK: tl.constexpr, BLOCK_M: tl.constexpr,
+    FIRST_BAND_ROWS: tl.constexpr, BAND_ROWS: tl.constexpr, SKIPPED_SHARE: tl.constexpr, LANES: tl.constexpr,
+    SUMS: tl.constexpr,
+):  # fmt: skip
+    """Choose the schedule, which the first program stores, and return 1 if the walk is upwards, else 0.
+
+    With n heads that alternate, key tiles of a head begin apart by n / programs of their mean number of row tiles.
+    """
+    row_tiles, skip, key_tiles, level, near = _add_sums(
+        sums, n_sums, CAUSAL, ONE_MASK, SKIPPED_SHARE, LANES, SUMS
+    )  # fmt: skip
+    upward = 0
     all_rows = n_rows * BLOCK_M
     first_band = all_rows
     band = all_rows
     if GROUPED:
+        _, _, _, upward_level, upward_near = _add_sums(
+            sums + n_sums * SUMS, n_sums, CAUSAL, ONE_MASK, SKIPPED_SHARE, LANES, SUMS
+        )  # fmt: skip
+        up = upward_near * 4 > key_tiles
+        level = tl.where(up, upward_level, level)
+        few_near = (near * 4 <= key_tiles) & (not up)
+        if CAUSAL:
+            skip &= not up
         first_band = tl.where(skip, all_rows, tl.where(few_near, FIRST_BAND_ROWS, BAND_ROWS))
         band = tl.where(skip | few_near, all_rows, BAND_ROWS)
-    tl.store(schedule + 1, first_band)
-    tl.store(schedule + 2, band)
+        upward = up.to(tl.int32)
+    # `apart` rows, and four times as many if all are level.
+    heads = (key_tiles + 3 * level) * programs * apart // tl.maximum(row_tiles * BLOCK_M * repeats, 1)
+    turns = tl.cdiv(kv_planes, tl.maximum(heads, 1))
+    if tl.program_id(0) == 0:
+        tl.store(schedule, tl.cdiv(kv_planes, turns).to(tl.int32))  # a last turn of few heads would wait for longer
+        tl.store(schedule + 1, first_band)
+        tl.store(schedule + 2, band)
+        tl.store(schedule + 3, upward)
+    return upward
