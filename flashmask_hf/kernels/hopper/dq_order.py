@@ -59,6 +59,8 @@ with them.
 """
 _FIRST_BAND_ROWS = 128
 """Rows of the only band where few key tiles have near leads."""
+_UPWARD_GROUP = 4
+"""Fewest query heads per key-value head with which rows may be walked upwards."""
 _SKIPPED_SHARE = 8
 """Key tiles count as skipping rows if all together skip more than 1 / _SKIPPED_SHARE of the row tiles that they walk.
 
@@ -110,8 +112,7 @@ def prepare_dq_order(problem: Problem, block_m: int, block_n: int, programs: int
     n_rows = -(-q_len // ROWS) * (ROWS // block_m)
     n_blocks = -(-n_columns // _LANES)
     n_lines = mask_batch * groups
-    grouped = heads > kv_heads
-    directions = 2 if grouped else 1
+    directions = 2 if heads >= _UPWARD_GROUP * kv_heads else 1
     n_dq_tiles = batch * heads * n_rows
     make_segments = prepare_segments(problem, block_m, block_n, subtiles)
     new_ranks = packed_layout(mask_batch, mask_heads, n_rows, n_columns, dtype=torch.int16, device=device).allocator()
@@ -121,19 +122,19 @@ def prepare_dq_order(problem: Problem, block_m: int, block_n: int, programs: int
     new_schedule = packed_layout(4, dtype=torch.int32, device=device).allocator()
     order = Launch(
         _order_key_tiles,
-        n_lines * n_blocks,
+        directions * n_lines * n_blocks,
         n_rows, n_columns, n_blocks, n_lines, masks_of_group,
-        DIRECTIONS=directions, LEVEL=COLUMNS // block_n, NEAR=block_n // block_m, SEGMENTS=_SEGMENTS, LANES=_LANES,
-        SUMS=_SUMS, num_warps=4,
+        BAND=_BAND_ROWS // block_m, LEVEL=COLUMNS // block_n, NEAR=block_n // block_m, SEGMENTS=_SEGMENTS,
+        LANES=_LANES, SUMS=_SUMS, num_warps=4,
     )  # fmt: skip
     rank = Launch(
         _rank_key_tiles,
         mask_batch * mask_heads * n_rows,
         n_rows, n_columns, n_lines, masks_of_group, n_dq_tiles, n_lines * n_blocks, batch * kv_heads,
         programs, heads // kv_heads // masks_of_group, block_n // 2,
-        GROUPED=grouped, CAUSAL=problem.causal, ONE_MASK=masks_of_group == 1, BLOCK_M=block_m,
-        FIRST_BAND_ROWS=_FIRST_BAND_ROWS, BAND_ROWS=_BAND_ROWS, SKIPPED_SHARE=_SKIPPED_SHARE, SEGMENTS=_SEGMENTS,
-        LANES=_LANES, SUMS=_SUMS, num_warps=4,
+        GROUPED=heads > kv_heads, UPWARD=directions == 2, CAUSAL=problem.causal, ONE_MASK=masks_of_group == 1,
+        BLOCK_M=block_m, FIRST_BAND_ROWS=_FIRST_BAND_ROWS, BAND_ROWS=_BAND_ROWS, SKIPPED_SHARE=_SKIPPED_SHARE,
+        SEGMENTS=_SEGMENTS, LANES=_LANES, SUMS=_SUMS, num_warps=4,
     )  # fmt: skip
 
     def make(indices: Tensor) -> DqOrder:
@@ -147,11 +148,8 @@ def prepare_dq_order(problem: Problem, block_m: int, block_n: int, programs: int
 
 
 @triton.jit
-def _read_walks(
-    segments, tiles, n_rows, n_columns, members,
-    UPWARD: tl.constexpr, SEGMENTS: tl.constexpr,
-):  # fmt: skip
-    """Read how key tiles walk the rows of all masks of a group, downwards or UPWARD.
+def _read_walks(segments, tiles, n_rows, n_columns, members, upward, SEGMENTS: tl.constexpr):
+    """Read how key tiles walk the rows of all masks of a group, downwards or `upward`.
 
     Operands:
         segments: of the first mask, [n_columns, SEGMENTS, 2]; the others' follow.
@@ -176,7 +174,7 @@ def _read_walks(
             first = tl.where(end > start, tl.minimum(first, start), first)
             last = tl.where(end > start, tl.maximum(last, end), last)
             seen += end - start
-        leads += tl.where(seen > 0, n_rows - first, 0) - seen if UPWARD else last - seen
+        leads += tl.where(upward, tl.where(seen > 0, n_rows - first, 0), last) - seen
         walked += seen
         skipped += tl.where(seen > 0, last - first - seen, 0)
     return leads, walked, skipped
@@ -185,49 +183,50 @@ def _read_walks(
 @triton.jit(do_not_specialize=["n_rows", "n_columns", "n_blocks", "n_lines", "members"])
 def _order_key_tiles(
     segments, key_tile_order, sums, n_rows, n_columns, n_blocks, n_lines, members,
-    DIRECTIONS: tl.constexpr, LEVEL: tl.constexpr, NEAR: tl.constexpr, SEGMENTS: tl.constexpr, LANES: tl.constexpr,
+    BAND: tl.constexpr, LEVEL: tl.constexpr, NEAR: tl.constexpr, SEGMENTS: tl.constexpr, LANES: tl.constexpr,
     SUMS: tl.constexpr,
 ):  # fmt: skip
     """Place LANES key tiles of a group of masks in its order, behind all of greater leads; equal ones: last keys first.
 
-    It does so for each of DIRECTIONS: downwards, upwards.
+    Upwards, leads in the same BAND of row tiles are as good as equal.
 
     Tensors:
         segments: of `DqOrder`, [groups of the batch, members, n_columns, SEGMENTS, 2].
-        key_tile_order: written, [DIRECTIONS, groups of the batch, n_columns].
-        sums: written, [DIRECTIONS, groups of the batch, n_blocks, SUMS]: row tiles that these key tiles walk, those
+        key_tile_order: written, [directions, groups of the batch, n_columns].
+        sums: written, [directions, groups of the batch, n_blocks, SUMS]: row tiles that these key tiles walk, those
             they skip, the number of these key tiles that see rows, how many of those have the lead of LEVEL others of
             later keys, and how many have a lead in the same NEAR row tiles, as many as a key tile has keys, as another
             of later keys.
     """
     line = (tl.program_id(0) // n_blocks).to(tl.int64)
+    upward = line >= n_lines
     tiles = tl.program_id(0) % n_blocks * LANES + tl.arange(0, LANES)
-    segments += line * members * n_columns * SEGMENTS * 2
-    for upward in tl.static_range(DIRECTIONS):
-        leads, walked, skipped = _read_walks(segments, tiles, n_rows, n_columns, members, upward, SEGMENTS)
-        places = tl.zeros_like(tiles)
-        equals = tl.zeros_like(tiles)
-        near = tl.zeros_like(tiles)
-        for first in range(0, n_columns, LANES):
-            others = first + tl.arange(0, LANES)
-            their_leads, they_walk, _ = _read_walks(segments, others, n_rows, n_columns, members, upward, SEGMENTS)
-            later_keys = others[None, :] > tiles[:, None]
-            equal = later_keys & (their_leads[None, :] == leads[:, None])
-            before = ((their_leads[None, :] > leads[:, None]) | equal) & (others < n_columns)[None, :]
-            places += tl.sum(before.to(tl.int32), 1)
-            later_keys &= (they_walk > 0)[None, :]
-            close = later_keys & ((their_leads // NEAR)[None, :] == (leads // NEAR)[:, None])
-            equals += tl.sum((equal & later_keys).to(tl.int32), 1)
-            near = tl.maximum(near, tl.max(close.to(tl.int32), 1))
-        see = (walked > 0).to(tl.int32)
-        to = sums + (upward * n_lines * n_blocks + tl.program_id(0)) * SUMS
-        tl.store(to, tl.sum(walked, 0))
-        tl.store(to + 1, tl.sum(skipped, 0))
-        tl.store(to + 2, tl.sum(see, 0))
-        tl.store(to + 3, tl.sum(see * (equals >= LEVEL).to(tl.int32), 0))
-        tl.store(to + 4, tl.sum(see * near, 0))
-        ordered = key_tile_order + (upward * n_lines + line) * n_columns
-        tl.store(ordered + places, tiles, mask=tiles < n_columns)
+    segments += line % n_lines * members * n_columns * SEGMENTS * 2
+    leads, walked, skipped = _read_walks(segments, tiles, n_rows, n_columns, members, upward, SEGMENTS)
+    places = tl.zeros_like(tiles)
+    equals = tl.zeros_like(tiles)
+    near = tl.zeros_like(tiles)
+    width = tl.where(upward, BAND, 1)
+    for first in range(0, n_columns, LANES):
+        others = first + tl.arange(0, LANES)
+        their_leads, they_walk, _ = _read_walks(segments, others, n_rows, n_columns, members, upward, SEGMENTS)
+        later_keys = others[None, :] > tiles[:, None]
+        ahead = (their_leads // width)[None, :] - (leads // width)[:, None]
+        before = ((ahead > 0) | ((ahead == 0) & later_keys)) & (others < n_columns)[None, :]
+        places += tl.sum(before.to(tl.int32), 1)
+        later_keys &= (they_walk > 0)[None, :]
+        equal = later_keys & (their_leads[None, :] == leads[:, None])
+        close = later_keys & ((their_leads // NEAR)[None, :] == (leads // NEAR)[:, None])
+        equals += tl.sum(equal.to(tl.int32), 1)
+        near = tl.maximum(near, tl.max(close.to(tl.int32), 1))
+    see = (walked > 0).to(tl.int32)
+    sums += tl.program_id(0) * SUMS
+    tl.store(sums, tl.sum(walked, 0))
+    tl.store(sums + 1, tl.sum(skipped, 0))
+    tl.store(sums + 2, tl.sum(see, 0))
+    tl.store(sums + 3, tl.sum(see * (equals >= LEVEL).to(tl.int32), 0))
+    tl.store(sums + 4, tl.sum(see * near, 0))
+    tl.store(key_tile_order + line * n_columns + places, tiles, mask=tiles < n_columns)
 
 
 @triton.jit(
@@ -239,7 +238,7 @@ def _order_key_tiles(
 def _rank_key_tiles(
     segments, key_tile_order, sums, ranks, semaphores, schedule,
     n_rows, n_columns, n_lines, group, n_semaphores, n_sums, kv_planes, programs, repeats, apart,
-    GROUPED: tl.constexpr, CAUSAL: tl.constexpr, ONE_MASK: tl.constexpr, BLOCK_M: tl.constexpr,
+    GROUPED: tl.constexpr, UPWARD: tl.constexpr, CAUSAL: tl.constexpr, ONE_MASK: tl.constexpr, BLOCK_M: tl.constexpr,
     FIRST_BAND_ROWS: tl.constexpr, BAND_ROWS: tl.constexpr, SKIPPED_SHARE: tl.constexpr, SEGMENTS: tl.constexpr,
     LANES: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
@@ -263,7 +262,7 @@ def _rank_key_tiles(
     """
     upward = _choose_schedule(
         sums, schedule, n_sums, kv_planes, programs, repeats, apart, n_rows,
-        GROUPED, CAUSAL, ONE_MASK, BLOCK_M, FIRST_BAND_ROWS, BAND_ROWS, SKIPPED_SHARE, LANES, SUMS,
+        GROUPED, UPWARD, CAUSAL, ONE_MASK, BLOCK_M, FIRST_BAND_ROWS, BAND_ROWS, SKIPPED_SHARE, LANES, SUMS,
     )  # fmt: skip
     row = tl.program_id(0) % n_rows
     mask = (tl.program_id(0) // n_rows).to(tl.int64)
@@ -332,7 +331,7 @@ def _add_sums(
 @triton.jit
 def _choose_schedule(
     sums, schedule, n_sums, kv_planes, programs, repeats, apart, n_rows,
-    GROUPED: tl.constexpr, CAUSAL: tl.constexpr, ONE_MASK: tl.constexpr, BLOCK_M: tl.constexpr,
+    GROUPED: tl.constexpr, UPWARD: tl.constexpr, CAUSAL: tl.constexpr, ONE_MASK: tl.constexpr, BLOCK_M: tl.constexpr,
     FIRST_BAND_ROWS: tl.constexpr, BAND_ROWS: tl.constexpr, SKIPPED_SHARE: tl.constexpr, LANES: tl.constexpr,
     SUMS: tl.constexpr,
 ):  # fmt: skip
@@ -343,22 +342,26 @@ def _choose_schedule(
     row_tiles, skip, key_tiles, level, near = _add_sums(
         sums, n_sums, CAUSAL, ONE_MASK, SKIPPED_SHARE, LANES, SUMS
     )  # fmt: skip
-    upward = 0
-    all_rows = n_rows * BLOCK_M
-    first_band = all_rows
-    band = all_rows
-    if GROUPED:
+    up = False
+    if UPWARD:
         _, _, _, upward_level, upward_near = _add_sums(
             sums + n_sums * SUMS, n_sums, CAUSAL, ONE_MASK, SKIPPED_SHARE, LANES, SUMS
         )  # fmt: skip
         up = upward_near * 4 > key_tiles
-        level = tl.where(up, upward_level, level)
-        few_near = (near * 4 <= key_tiles) & (not up)
         if CAUSAL:
             skip &= not up
+        else:
+            up &= not skip
+        level = tl.where(up, upward_level, level)
+        near = tl.where(up, upward_near, near)
+    all_rows = n_rows * BLOCK_M
+    first_band = all_rows
+    band = all_rows
+    if GROUPED:
+        few_near = near * 4 <= key_tiles
         first_band = tl.where(skip, all_rows, tl.where(few_near, FIRST_BAND_ROWS, BAND_ROWS))
         band = tl.where(skip | few_near, all_rows, BAND_ROWS)
-        upward = up.to(tl.int32)
+    upward = tl.where(up, 1, 0)
     # `apart` rows, and four times as many if all are level.
     heads = (key_tiles + 3 * level) * programs * apart // tl.maximum(row_tiles * BLOCK_M * repeats, 1)
     turns = tl.cdiv(kv_planes, tl.maximum(heads, 1))
