@@ -17,14 +17,18 @@ AHEAD = 2
 EPILOGUE = 1.0
 
 
-def walk(segments: Sequence[Tensor], first_band: int, band: int) -> list[tuple[int, int]]:
+def walk(segments: Sequence[Tensor], first_band: int, band: int, upward: int, row_tiles: int) -> list[tuple[int, int]]:
     """Return (query head, row tile) of a key tile's rows, which each head's segments [n, 2] list, band after band.
 
     Args:
         segments: of the query heads that share a key-value head.
         first_band: the first band that all of the heads walk before the next one ends at a multiple of these row tiles.
         band: the same of the later bands.
+        upward: 1 to walk from the last row tile to the first; rows and bands are numbered in the direction of the walk.
+        row_tiles: of all rows.
     """
+    if upward:
+        segments = [row_tiles - x.flip(-1) for x in segments]
     places = [(head, row) for head, x in enumerate(segments) for start, end in x.tolist() for row in range(start, end)]
     low = min((row for _, row in places), default=0)
     high = (low // first_band + 1) * first_band

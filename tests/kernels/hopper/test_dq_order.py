@@ -52,7 +52,7 @@ def _random_intervals(length: int, n: int, heads: int = 1, causal: bool = False)
 
 @DEVICES
 @pytest.mark.parametrize("tile", [(128, 128), (64, 128), (32, 128), (64, 64)], ids=str)
-@pytest.mark.parametrize("mask_heads", [1, 2, 6])
+@pytest.mark.parametrize("mask_heads", [1, 2, 8])
 @pytest.mark.parametrize("lengths", [(1, 1), (700, 700), (150, 38500)], ids=str)
 def test_each_key_tile_is_ranked_once(
     lengths: tuple[int, int], mask_heads: int, tile: tuple[int, int], device: str
@@ -61,19 +61,19 @@ def test_each_key_tile_is_ranked_once(
     q_len, kv_len = lengths
     rows, columns = tile
     mask = masks.random_eviction(kv_len, q_len=q_len, heads=mask_heads, generator=torch.Generator().manual_seed(0))
-    made = _order(mask, q_len, device, 3, 6, 2, tile)
+    made = _order(mask, q_len, device, 3, 8, 2, tile)
     n_columns = -(-kv_len // 128) * (128 // columns)
     group = max(1, mask_heads // 2)
-    assert made.key_tile_order.shape == (mask_heads // group, n_columns)
-    assert torch.equal(
-        made.key_tile_order.sort(-1).values, torch.arange(n_columns).expand(mask_heads // group, -1).int()
-    )
+    assert made.key_tile_order.shape == (2, mask_heads // group, n_columns)
+    tiles = torch.arange(n_columns, dtype=torch.int32)
+    assert torch.equal(made.key_tile_order.sort(-1).values, tiles.expand_as(made.key_tile_order))
     assert not made.semaphores.any()
-    assert len(made.semaphores) == 3 * 6 * -(-q_len // 128) * (128 // rows)
+    assert len(made.semaphores) == 3 * 8 * -(-q_len // 128) * (128 // rows)
     assert 1 <= int(made.schedule[0]) <= 6
+    orders = made.key_tile_order[made.schedule[3]]
     classes = classify_tiles(mask.indices, mask.causal, q_len, tile)
     for head in range(mask_heads):
-        order = made.key_tile_order[head // group].tolist()
+        order = orders[head // group].tolist()
         for row, line in enumerate(classes[0, head].tolist()):
             ranked = [column for column in order if column < len(line) and line[column] != HIDDEN]
             assert made.ranks[0, head, row, ranked].tolist() == list(range(len(ranked)))
@@ -85,7 +85,7 @@ def test_what_comes_first(device: str) -> None:
     backwards = [7, 6, 5, 4, 3, 2, 1, 0]
 
     def order(mask: FlashMask, heads: int = 4, kv_heads: int = 4) -> list[list[int]]:
-        return _order(mask, mask.row_count(), device, 1, heads, kv_heads).key_tile_order.tolist()
+        return _order(mask, mask.row_count(), device, 1, heads, kv_heads).key_tile_order[0].tolist()
 
     for mask in (
         masks.full(1024), masks.causal_document([300, 724]), masks.document([640, 84, 300]),
@@ -163,7 +163,7 @@ def test_bands(device: str) -> None:
     one query head each."""
 
     def bands(mask: FlashMask, kv_heads: int = 2) -> list[int]:
-        return _order(mask, mask.row_count(), device, 1, 4, kv_heads).schedule[1:].tolist()
+        return _order(mask, mask.row_count(), device, 1, 4, kv_heads).schedule[1:3].tolist()
 
     documents = masks.document([1000, 1048])
     assert bands(documents) == [512, 512]
@@ -187,6 +187,37 @@ def test_bands(device: str) -> None:
     assert bands(per_head) == [512, 512]
     causal = FlashMask(masks.causal(2048).indices.repeat(1, 4, 1, 1), True)
     assert bands(causal) == [128, 2048]
+
+
+@DEVICES
+def test_rows_are_walked_upwards(device: str) -> None:
+    """Where at least 4 query heads share a key-value head, and more than a quarter of the key tiles end near others."""
+
+    def upward(mask: FlashMask, heads: int = 4) -> tuple[int, list[int]]:
+        made = _order(mask, mask.row_count(), device, 2, heads, 1)
+        assert len(made.key_tile_order) == (2 if heads >= 4 else 1)
+        return int(made.schedule[3]), made.schedule[1:3].tolist()
+
+    for mask in (
+        masks.causal(2048), masks.causal_document([1000, 1048]), masks.causal_blockwise([1024, 512, 512]),
+        masks.random_eviction(2048, generator=torch.Generator().manual_seed(0)), masks.document([1000, 1048]),
+    ):  # fmt: skip
+        assert upward(mask) == (1, [512, 512])
+        assert upward(mask, 3)[0] == 0
+    assert upward(masks.sliding_window(2048, 256)) == (0, [128, 2048])
+    window = masks.global_sliding_window(2048, 128, 128, causal=False)
+    assert upward(window) == (0, [2048, 2048])  # key tiles skip rows, and overtake each other in either direction
+    above = torch.stack([torch.arange(2048) + 1, torch.zeros(2048)], -1)[None, None].int()
+    assert upward(FlashMask(above, False)) == (0, [512, 512])  # key tiles begin at one row and end at others
+
+
+@DEVICES
+def test_what_comes_first_upwards(device: str) -> None:
+    """Those that begin last; of those that begin in the same 512 rows the last keys."""
+    ends = torch.tensor([1024, 1000, 600, 512, 300, 1024, 1024, 1024]).repeat_interleave(128)
+    mask = FlashMask(torch.stack([ends, torch.zeros(1024)], -1)[None, None].int(), False)
+    made = _order(mask, 1024, device, 1, 4, 1)
+    assert made.key_tile_order[1, 0].tolist() == [4, 3, 7, 6, 5, 2, 1, 0]
 
 
 WAITS: dict[str, tuple[Callable[[], FlashMask], float]] = {
@@ -226,16 +257,17 @@ def test_waits_are_short(case: str, kv_heads: int, tile: tuple[int, int]) -> Non
     most = LONGER_WAITS.get(tile, {}).get(case, most)
     batch = 2 * heads // kv_heads * columns // 128  # as many key tiles
     made = _order(mask, mask.kv_len, "cpu", batch, heads, kv_heads, tile)
-    interleaved, *bands = made.schedule.tolist()
+    interleaved, *bands, upward = made.schedule.tolist()
+    row_tiles = made.ranks.shape[2]
     group = max(1, mask.indices.shape[1] // kv_heads)
     lines = segments_of(made.segments, group)
     walks = [
-        [walk([x[tile] for x in line] * (heads // kv_heads // group), *(band // rows for band in bands))
+        [walk([x[tile] for x in line] * (heads // kv_heads // group), *(x // rows for x in bands), upward, row_tiles)
          for tile in range(mask.kv_len // columns)]
         for line in lines
     ]  # fmt: skip
     planes = [plane % kv_heads % len(lines) for plane in range(batch * kv_heads)]
-    taken = work_items(made.key_tile_order.tolist(), planes, interleaved)
+    taken = work_items(made.key_tile_order[upward].tolist(), planes, interleaved)
     ascending = [list(range(mask.kv_len // columns))] * len(lines)
     default = span(work_items(ascending, planes, 2), walks, PROGRAMS, ordered=False)
     found = span(taken, walks, PROGRAMS, ordered=True)
