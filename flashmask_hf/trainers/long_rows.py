@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -108,9 +109,10 @@ class LongRows(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Change the model in place, and measure what is not set by hand."""
+        self._close()  # an earlier run may have ended in an error
         model = self._model
         if args.bf16 or args.fp16:
-            _leave_inputs_of_adapters(model)
+            _leave_inputs_of_adapters(model, self._trainer.accelerator.device.type)
         tiled = tile_tokens(model, self._tile_tokens) if self._tile_tokens else []
         self.kept, self.host_bytes = self._given
         if self.host_bytes != 0:
@@ -120,7 +122,7 @@ class LongRows(TrainerCallback):
         if self._offload is not None:
             self._offload.host_bytes = self.host_bytes
         if not self.host_bytes:
-            self.on_train_end(args, state, control)
+            self._close()
         said = [
             f"{len(tiled)} MLPs and norms run in tiles of {self._tile_tokens:,} tokens" if tiled else "no tiles",
             "attention's results are kept" if self.kept else "attention is computed again in the backward pass",
@@ -131,6 +133,10 @@ class LongRows(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Free the pinned host memory."""
+        self._close()
+
+    def _close(self) -> None:
+        """Undo the offloading, if there is one."""
         if self._offload is not None:
             self._offload.close()
             self._offload = None
@@ -255,11 +261,25 @@ def obstacle_to_measuring(trainer: Any) -> str | None:
     return None
 
 
-def _leave_inputs_of_adapters(model: Any) -> None:
-    """Make PEFT hand an adapter its input as it is: autocast would cast the copy in float32 back to the same values."""
+def _leave_inputs_of_adapters(model: Any, device_type: str) -> None:
+    """Make PEFT hand an adapter its input as it is under autocast, which casts a copy back to the same values."""
     for module in model.modules():
         if hasattr(module, "cast_input_dtype_enabled"):
-            module.cast_input_dtype_enabled = False
+            module.cast_input_dtype_enabled = _OutsideAutocast(device_type)
+
+
+@dataclass(frozen=True)
+class _OutsideAutocast:
+    """True where autocast is off, such as in `generate`, when it is read: PEFT asks before each cast.
+
+    Attributes:
+        device_type: type of the device whose autocast counts.
+    """
+
+    device_type: str
+
+    def __bool__(self) -> bool:
+        return not torch.is_autocast_enabled(self.device_type)
 
 
 def _bytes_of_trained(model: Any) -> int:

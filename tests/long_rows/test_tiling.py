@@ -613,6 +613,29 @@ def test_calls_with_more_than_one_tensor_and_keywords_run_as_before():
         model[0](inputs(1, 10, 16), inputs(1, 10, 16))
 
 
+@pytest.mark.parametrize("options", [None, ONCE], ids=["plain", "checkpointed"])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_activated_lora_runs_as_before(rows, options):
+    """PEFT gives each adapted layer the number of activated tokens of every row, which says nothing of a tile."""
+    config = LoraConfig(
+        r=2, target_modules="all-linear", init_lora_weights=False, alora_invocation_tokens=[5, 7], task_type="CAUSAL_LM"
+    )
+    model = get_peft_model(model_of(), config)
+    if options is not None:
+        enable_checkpointing(model, options)
+    ids = tokens_of((rows, 11)).clamp(min=8)
+    ids[:, 6:8] = torch.tensor([5, 7])
+    assert_same(gradients(tiled(model), ids=ids), gradients(model, ids=ids))
+
+
+def test_adapters_of_each_row_run_as_before():
+    model = with_adapter(model_of()).eval()
+    ids, names = tokens_of(), ["default", "__base__"]
+    with torch.no_grad():
+        got, want = (m(input_ids=ids, adapter_names=names).logits for m in (tiled(model), model))
+    torch.testing.assert_close(got, want)
+
+
 def test_subclasses_of_tensors_run_as_before():
     """Tiles of a DTensor would be sent between devices."""
 

@@ -10,7 +10,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from tools.support import requires
 from tools.tiny import CHECKPOINTING, TRAINER_WARNINGS, llama_config, trainer_settings, word_tokenizer
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import SFTConfig
 
 from flashmask_hf.call import Call
@@ -29,9 +29,9 @@ CHECKPOINTS = LAYERS * HIDDEN * 4  # bytes a token
 KEPT = CHECKPOINTS + LAYERS * 4 * 4  # attention's output is as wide, and a log-sum-exp for each of four heads
 
 
-def make_trainer(path, *, dropout=0.0, adapter=False, config=None, documents=60, **changes):
+def make_trainer(path, *, dropout=0.0, adapter=False, config=None, documents=60, dtype=torch.float32, **changes):
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config or llama_config(), attn_implementation="flashmask")
+    model = AutoModelForCausalLM.from_config(config or llama_config(), attn_implementation="flashmask", dtype=dtype)
     settings = trainer_settings(path) | {CHECKPOINTING: True, "max_steps": 3, "max_length": LENGTH}
     settings |= {"per_device_train_batch_size": 1, **changes}
     rows = Dataset.from_dict({"text": [" ".join(f"w{3 + (i * j) % 60}" for j in range(9)) for i in range(documents)]})
@@ -179,6 +179,41 @@ def test_attention_runs_once_a_layer(tmp_path, monkeypatch):
         trainer.train()
         counts.append(len(calls))
     assert counts == [2 * LAYERS, LAYERS]
+
+
+class Interrupt(TrainerCallback):
+    """Raises once, after the first step."""
+
+    raised = False
+
+    def on_step_end(self, *args, **kwargs):
+        if not self.raised:
+            self.raised = True
+            raise KeyboardInterrupt
+
+
+def test_a_run_that_was_interrupted_starts_again(tmp_path):
+    trainer = make_trainer(tmp_path)
+    trainer.add_callback(LongRows(trainer, **BY_HAND))
+    trainer.add_callback(Interrupt())
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    trainer.train()
+    assert trainer.state.global_step == 3
+
+
+def test_adapters_in_float32_on_a_model_in_16_bits_run_outside_autocast(tmp_path):
+    """`generate` runs without the trainer's autocast, as in an evaluation or after the training."""
+    trainer = make_trainer(tmp_path, adapter=True, dtype=torch.bfloat16, bf16=True)
+    trainer.add_callback(LongRows(trainer, **BY_HAND))
+    trainer.train()
+    model = trainer.model.get_base_model()
+    ids = torch.tensor([[3, 4, 5]])
+    assert model.generate(ids, max_new_tokens=2, min_new_tokens=2).shape == (1, 5)
+    adapted = next(module for module in model.modules() if hasattr(module, "cast_input_dtype_enabled"))
+    x = torch.ones(2, adapted.in_features, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert adapted._cast_input_dtype(x, torch.float32) is x
 
 
 @pytest.mark.parametrize(
