@@ -229,6 +229,10 @@ ONE = {
         lambda: build("dpo", ref_model="saved"),
         "ref_model must be a model, got the name 'saved'; leave it out",
     ),
+    "sft, sampling by length": (  # transformers would take the number of documents for the length of a row
+        lambda: build("sft", train_sampling_strategy="group_by_length"),
+        "train_sampling_strategy='group_by_length' needs the column 'length', which the train dataset.*leave it out",
+    ),
     "dpo, sampling by length": (
         lambda: build("dpo", train_sampling_strategy="group_by_length"),
         "train_sampling_strategy='group_by_length' needs the column 'length', which the train dataset.*leave it out",
@@ -381,7 +385,6 @@ RIGHT = {
     "sft, rows packed already": ("sft", lambda: build("sft", rows=packed_rows())),
     "sft, rows packed for another length": ("sft", lambda: build("sft", rows=packed_rows(), max_length=4)),
     "sft, columns kept": ("sft", lambda: build("sft", remove_unused_columns=False)),
-    "sft, sampling by length": ("sft", lambda: build("sft", train_sampling_strategy="group_by_length")),
     "sft, one document a row": ("sft", lambda: build("sft", max_length=6)),
     "sft, a stream": ("sft", lambda: build("sft", rows=streamed("sft"), max_steps=1)),
     "dpo, a stream": ("dpo", lambda: build("dpo", rows=streamed("dpo"), max_steps=1)),

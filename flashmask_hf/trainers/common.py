@@ -206,7 +206,7 @@ def map_style_datasets(trainer: Any) -> Iterator[tuple[str, Dataset]]:
 
 
 def refuse_sampling_by_length(trainer: Any) -> None:
-    """Raise a ValueError if transformers would look in vain for the lengths of a trainer's examples."""
+    """Raise a ValueError if transformers would not find the lengths of a trainer's examples, or mistake them."""
     strategy, column = trainer.args.train_sampling_strategy, trainer.args.length_column_name
     if strategy not in ("group_by_length", "batch_rebalance"):
         return

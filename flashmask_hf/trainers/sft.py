@@ -30,6 +30,7 @@ from flashmask_hf.trainers.common import (
     has_images,
     log_sparsity,
     prepare_arguments,
+    refuse_sampling_by_length,
 )
 from flashmask_hf.trainers.context_parallel import (
     ContextParallelMixin,
@@ -87,10 +88,10 @@ class PackedSFTTrainer(ContextParallelMixin, SFTTrainer):
         TypeError: `args` is not a `trl.SFTConfig`, `data_collator` is another one, or a tokenized column does not hold
             lists of integers.
         ValueError: `args.max_length` is None; TRL is to pack by its strategy "wrapped"; `neftune_noise_alpha`,
-            dispatched batches, prompt learning, activated LoRA or images are asked for; or `pack_dataset` refuses a
-            dataset or an example (the message names its index and the way out); or, with context parallelism, TRL
-            packs, the attention is another one, layers are recurrent, or labels are smoothed. In the first step: some
-            layers do not get the mask, for example recurrent ones, and would mix documents.
+            dispatched batches, sampling by length, prompt learning, activated LoRA or images are asked for; or
+            `pack_dataset` refuses a dataset or an example (the message names its index and the way out); or, with
+            context parallelism, TRL packs, the attention is another one, layers are recurrent, or labels are smoothed.
+            In the first step: some layers do not get the mask, for example recurrent ones, and would mix documents.
 
     Example:
         ```python
@@ -162,6 +163,8 @@ class PackedSFTTrainer(ContextParallelMixin, SFTTrainer):
         trained = self.accelerator.unwrap_model(self.model)
         self._skips_tiles = trained.config.get_text_config()._attn_implementation == FLASHMASK
         if not _trl_packs(args):
+            if _prepares_rows(args):
+                refuse_sampling_by_length(self)
             drop_padding_from_router_logits(trained)
             if self._skips_tiles:
                 check_layers(trained)
