@@ -70,7 +70,10 @@ class Offload:
             )
         modules = list(named.values())
         if any(m in _offloaded for m in modules):
-            raise ValueError("model is offloaded already: set host_bytes of its Offload, or call its close() first")
+            raise ValueError(
+                "model is offloaded already: set host_bytes of its Offload, or call its close() first. After a run of "
+                "LongRows that ended in an error, call train() of the same trainer, or load the model again"
+            )
         self._store = store = Store(host_bytes, min_bytes)
         self._modules = modules
 

@@ -15,6 +15,7 @@ from transformers import TrainerCallback
 from flashmask_hf.long_rows import keep_attention, offload_checkpoints, tile_tokens
 from flashmask_hf.long_rows.budget import StepMemory, available_gpu_bytes, available_host_bytes, gib
 from flashmask_hf.long_rows.checkpointing import enable_checkpointing
+from flashmask_hf.trainers.sft import PackedSFTTrainer
 
 __all__ = ["LongRows"]
 
@@ -54,7 +55,7 @@ class LongRows(TrainerCallback):
         longest: tokens of the longest batch that fits; None unless measured.
 
     Raises:
-        TypeError: `tile_tokens` is not an int, or `host_gib` no number.
+        TypeError: `trainer` is another one, `tile_tokens` is not an int, or `host_gib` no number.
         ValueError: `tile_tokens` or `host_gib` is negative or not finite; activation checkpointing is off or reentrant;
             something is to be measured without a GPU, under DeepSpeed, in a compiled model, or where TRL packs; the
             model has nothing to tile. Before the first step: the rows do not fit, with the longest that would.
@@ -85,6 +86,12 @@ class LongRows(TrainerCallback):
         keep_attention: bool | None = None,
         host_gib: float | None = None,
     ):
+        if not isinstance(trainer, PackedSFTTrainer):
+            raise TypeError(
+                f"trainer must be a PackedSFTTrainer, got {type(trainer).__name__}; in any other call tile_tokens and "
+                "offload_checkpoints of flashmask_hf.long_rows on the model, and pass keep_attention as the context_fn "
+                "of activation checkpointing"
+            )
         if not isinstance(tile_tokens, int) or isinstance(tile_tokens, bool):
             raise TypeError(f"tile_tokens must be an int, got {tile_tokens!r}")
         if tile_tokens < 0:
@@ -93,7 +100,7 @@ class LongRows(TrainerCallback):
             raise TypeError(f"host_gib must be a number, or None to measure, got {host_gib!r}")
         if host_gib is not None and not 0 <= host_gib < math.inf:
             raise ValueError(f"host_gib must be finite and at least 0, or None to measure, got {host_gib}")
-        self._trainer = trainer
+        self._trainer: Any = trainer
         self._tile_tokens = tile_tokens
         self._given = keep_attention, None if host_gib is None else int(host_gib * 2**30)
         self._offload: Any = None
@@ -147,8 +154,8 @@ class LongRows(TrainerCallback):
 
     @property
     def _tokens(self) -> int:
-        args = self._trainer.args
-        return args.max_length * args.per_device_train_batch_size
+        trainer = self._trainer
+        return trainer.args.max_length * trainer._train_batch_size  # which auto_find_batch_size changes
 
     def _checkpoint(self, kept: bool) -> None:
         """Turn on checkpointing with or without attention's results."""

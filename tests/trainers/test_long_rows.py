@@ -10,7 +10,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from tools.support import requires
 from tools.tiny import CHECKPOINTING, TRAINER_WARNINGS, llama_config, trainer_settings, word_tokenizer
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from trl import SFTConfig
 
 from flashmask_hf.call import Call
@@ -184,22 +184,43 @@ def test_attention_runs_once_a_layer(tmp_path, monkeypatch):
 class Interrupt(TrainerCallback):
     """Raises once, after the first step."""
 
-    raised = False
+    def __init__(self, error):
+        self.errors = [error]
 
     def on_step_end(self, *args, **kwargs):
-        if not self.raised:
-            self.raised = True
-            raise KeyboardInterrupt
+        if self.errors:
+            raise self.errors.pop()
 
 
 def test_a_run_that_was_interrupted_starts_again(tmp_path):
     trainer = make_trainer(tmp_path)
     trainer.add_callback(LongRows(trainer, **BY_HAND))
-    trainer.add_callback(Interrupt())
+    trainer.add_callback(Interrupt(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
+    another = PackedSFTTrainer(
+        trainer.model, trainer.args, train_dataset=trainer.train_dataset, processing_class=trainer.processing_class
+    )
+    another.add_callback(LongRows(another, **BY_HAND))
+    with pytest.raises(ValueError, match=r"offloaded already.*train\(\) of the same trainer, or load the model again"):
+        another.train()
     trainer.train()
     assert trainer.state.global_step == 3
+
+
+def test_a_batch_size_that_is_found_counts(tmp_path, capsys):
+    trainer = make_trainer(tmp_path, auto_find_batch_size=True, per_device_train_batch_size=2)
+    trainer.add_callback(LongRows(trainer, **BY_HAND))
+    trainer.add_callback(Interrupt(torch.OutOfMemoryError("CUDA out of memory.")))
+    trainer.train()
+    said = capsys.readouterr().out
+    assert said.index(f"Rows of {2 * LENGTH} tokens") < said.index(f"Rows of {LENGTH} tokens")
+
+
+def test_another_trainer_is_refused(tmp_path):
+    trainer = Trainer(make_trainer(tmp_path).model, TrainingArguments(tmp_path, use_cpu=True))
+    with pytest.raises(TypeError, match="trainer must be a PackedSFTTrainer, got Trainer; in any other call tile_tok"):
+        LongRows(trainer, **BY_HAND)
 
 
 def test_adapters_in_float32_on_a_model_in_16_bits_run_outside_autocast(tmp_path):
