@@ -28,6 +28,9 @@ package brings, such as trl:
     python -m flashmask_hf run trl sft --config sft.yaml --attn_implementation flashmask
     accelerate launch --num_processes 2 -m flashmask_hf run train.py --learning_rate 2e-5
 
+What the program launches by accelerate's command is run in the same way. Processes that it starts otherwise, as
+torchrun does, do not know the backend: let torchrun start this command (torchrun -m flashmask_hf run train.py).
+
 The package, and with it transformers, is imported before the program: environment variables that they read, such as
 HF_HOME, are set outside of it."""
 
