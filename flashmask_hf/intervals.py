@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ __all__ = [
     "count_rows_before",
     "find_hidden_runs",
     "hidden_intervals",
+    "outer_rows",
     "pack_runs",
     "unite_intervals",
     "without_causal_flag",
@@ -51,6 +53,18 @@ def hidden_intervals(indices: Tensor, causal: bool, q_len: int) -> list[tuple[Te
     if causal:
         return [(columns[0], columns[1])]
     return [(columns[0], torch.full_like(columns[0], q_len)), (torch.zeros_like(columns[1]), columns[1])]
+
+
+def outer_rows(intervals: Sequence[tuple[Tensor, Tensor]], q_len: int) -> tuple[Tensor, Tensor]:
+    """Return the first row in any of a column's intervals, and one past the last; `q_len` and 0 if all are empty.
+
+    Args:
+        intervals: (start, end) pairs of equal shape, such as those of `FlashMask.visible_intervals`.
+        q_len: number of query rows.
+    """
+    first = torch.stack([torch.where(start < end, start, q_len) for start, end in intervals]).amin(0)
+    last = torch.stack([torch.where(start < end, end, 0) for start, end in intervals]).amax(0)
+    return first, last
 
 
 def causal_starts(q_len: int, kv_len: int, device: torch.device) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from flashmask_hf.checks import device_assert
+from flashmask_hf.intervals import outer_rows
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.names import IGNORED, VECTORS
 
@@ -110,9 +111,7 @@ def subtree_ends(mask: FlashMask) -> Tensor:
     if mask.causal and mask.indices.shape[-1] == 1:
         return mask.indices[..., 0]
     pieces = mask.visible_intervals(length)
-    seen = [start < end for start, end in pieces]
-    first = torch.stack([torch.where(s, start, length) for s, (start, _) in zip(seen, pieces, strict=True)]).amin(0)
-    last = torch.stack([torch.where(s, end, 0) for s, (_, end) in zip(seen, pieces, strict=True)]).amax(0)
+    first, last = outer_rows(pieces, length)
     count = torch.stack([(end - start).clamp(min=0) for start, end in pieces]).sum(0)
     key = torch.arange(length, device=mask.device)
     together = (last == 0) | ((count == last - first) & (first <= key) & (key < last))

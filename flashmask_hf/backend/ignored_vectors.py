@@ -16,6 +16,7 @@ from flashmask_hf.backend.keywords import cache_of, tokens_of
 from flashmask_hf.backend.packed_rows import runs_packed
 from flashmask_hf.backend.positions import next_flagged
 from flashmask_hf.checks import device_assert
+from flashmask_hf.intervals import outer_rows
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.names import NAMES, PACKED_IDS, VECTORS
 
@@ -132,7 +133,7 @@ def _differs(vectors: Tensor, ends: Tensor | None, attention_mask: Any) -> Tenso
     length = vectors.shape[2]
     mask = FlashMask(vectors, causal=ends is not None)
     pieces = [(start.long(), end.long()) for start, end in mask.visible_intervals(length)]
-    real = torch.stack([start < end for start, end in pieces]).any(0)  # a key that none sees is padding
+    real = outer_rows(pieces, length)[1] > 0  # a key that no row sees is padding
     counts = nn.functional.pad(real.cumsum(-1), (1, 0))
 
     def real_rows(start: Tensor, end: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from flashmask_hf.backend.branches import follows_document, subtree_ends
 from flashmask_hf.backend.model_hooks import named_arguments, own_modules
 from flashmask_hf.checks import device_assert
+from flashmask_hf.intervals import outer_rows
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.names import NAMES, VECTORS
 
@@ -53,45 +54,16 @@ def _renumber(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return None
     named = named_arguments(model, args, kwargs)
     positions, vectors = named.get("position_ids"), named.get(VECTORS)
+    mask = _mask_of(model, vectors)
+    if positions is None:
+        _require_one_document(model, named, mask)
     first = model._first_position
-    name = type(model).__name__
-    mask = None
-    if isinstance(vectors, Tensor) and vectors.dtype == torch.int32 and vectors.shape[3:] in ((1,), (2,), (4,)):
-        causal = not model._sees_both_ways and vectors.shape[3] < 4
-        mask = FlashMask(vectors.detach(), causal) if causal or vectors.shape[3] > 1 else None
-    if positions is None and mask is not None and not model.config.is_encoder_decoder:  # whose layers refuse vectors
-        device_assert(
-            ~follows_document(subtree_ends(mask)).any(),
-            f"{name} embeds positions, and would number several documents of {VECTORS} from end to end without "
-            "position_ids; pass positions that start again with each document",
-        )
-    lengths = named.get("cu_seq_lens_q")
-    if positions is None and vectors is None and isinstance(lengths, Tensor):
-        device_assert(
-            (lengths.diff() > 0).sum() <= 1,
-            f"{name} embeds positions, and would number the documents of cu_seq_lens_q from end to end without "
-            "position_ids; pass positions that start again with each document",
-        )
     if not isinstance(positions, Tensor) or positions.dim() != 2 or first == 0:
         return None
     if vectors is None:
-        before, start, after = positions[:, :-2], positions[:, 1:-1], positions[:, 2:]
-        device_assert(
-            ~((before > 0) & (start == 0) & (after == 1)).any(),
-            f"position_ids start again at 0, but {name} counts positions from {first}, and 0 is padding; pass "
-            f"{VECTORS} with them, as the collators do",
-        )
-        if lengths is None:
-            starts = (positions[:, :-1] > first) & (positions[:, 1:] == first)
-            shown = named.get("attention_mask")
-            if isinstance(shown, Tensor) and shown.shape == positions.shape:
-                starts = starts & shown[:, 1:].to(torch.bool)
-            device_assert(
-                ~starts.any(),
-                f"position_ids start again at {first} in one row, but {name} does not hand them to its masks, so its "
-                f"documents would see each other; pass {VECTORS} with them, as the collators do",
-            )
+        _require_plain_positions(model, positions, named)
         return None
+    name = type(model).__name__
     if mask is not None and mask.kv_len > positions.shape[1]:
         raise NotImplementedError(
             f"{name} counts positions from {first}, which is not implemented for rows that are split over processes; "
@@ -99,10 +71,58 @@ def _renumber(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         )
     if mask is None or mask.kv_len != positions.shape[1]:
         return None  # the first layer says what is wrong
-    seen = torch.stack([start < end for start, end in mask.visible_intervals(mask.kv_len)]).any(0).any(1)
+    _, last = outer_rows(mask.visible_intervals(mask.kv_len), mask.kv_len)
+    seen = (last > 0).any(1)
     positions = positions + torch.where((seen & (positions == 0)).any(), first, 0)
     device_assert(
         ~(seen & (positions < first)).any(),
         f"position_ids of {name} must count from {first} in every document, as the lower ones are padding's, or from 0",
     )
     return (), named | {"position_ids": positions}
+
+
+def _mask_of(model: Any, vectors: Any) -> FlashMask | None:
+    """Return the mask of vectors, or None if they are missing or have no form that the model's layers take."""
+    if not isinstance(vectors, Tensor) or vectors.dtype != torch.int32 or vectors.shape[3:] not in ((1,), (2,), (4,)):
+        return None
+    causal = not model._sees_both_ways and vectors.shape[3] < 4
+    return FlashMask(vectors.detach(), causal) if causal or vectors.shape[3] > 1 else None
+
+
+def _require_one_document(model: Any, named: dict[str, Any], mask: FlashMask | None) -> None:
+    """Assert that a call without `position_ids` has one document a row: the model numbers a row from end to end."""
+    name, lengths = type(model).__name__, named.get("cu_seq_lens_q")
+    if mask is not None and not model.config.is_encoder_decoder:  # whose layers refuse vectors
+        device_assert(
+            ~follows_document(subtree_ends(mask)).any(),
+            f"{name} embeds positions, and would number several documents of {VECTORS} from end to end without "
+            "position_ids; pass positions that start again with each document",
+        )
+    if named.get(VECTORS) is None and isinstance(lengths, Tensor):
+        device_assert(
+            (lengths.diff() > 0).sum() <= 1,
+            f"{name} embeds positions, and would number the documents of cu_seq_lens_q from end to end without "
+            "position_ids; pass positions that start again with each document",
+        )
+
+
+def _require_plain_positions(model: Any, positions: Tensor, named: dict[str, Any]) -> None:
+    """Assert that positions [B, S] without vectors count from the model's first one, and once in a row."""
+    name, first = type(model).__name__, model._first_position
+    before, start, after = positions[:, :-2], positions[:, 1:-1], positions[:, 2:]
+    device_assert(
+        ~((before > 0) & (start == 0) & (after == 1)).any(),
+        f"position_ids start again at 0, but {name} counts positions from {first}, and 0 is padding; pass "
+        f"{VECTORS} with them, as the collators do",
+    )
+    if named.get("cu_seq_lens_q") is not None:
+        return
+    starts = (positions[:, :-1] > first) & (positions[:, 1:] == first)
+    shown = named.get("attention_mask")
+    if isinstance(shown, Tensor) and shown.shape == positions.shape:
+        starts = starts & shown[:, 1:].to(torch.bool)
+    device_assert(
+        ~starts.any(),
+        f"position_ids start again at {first} in one row, but {name} does not hand them to its masks, so its "
+        f"documents would see each other; pass {VECTORS} with them, as the collators do",
+    )

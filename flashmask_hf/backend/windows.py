@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from flashmask_hf.backend.positions import UNBOUNDED, next_flagged
 from flashmask_hf.checks import device_assert
+from flashmask_hf.intervals import outer_rows
 from flashmask_hf.mask import FlashMask, MaskNotRepresentable
 from flashmask_hf.names import VECTORS
 from flashmask_hf.torch_state import is_capturing
@@ -109,15 +110,13 @@ def _rows_measure(mask: FlashMask, position_ids: Tensor, window: int, two_sided:
     """Return whether distances in rows equal those in positions, for each key and the rows that see it; bool []."""
     length = mask.kv_len
     row = torch.arange(length, device=mask.device)
-    pieces = mask.visible_intervals(length)
+    first, last = outer_rows(mask.visible_intervals(length), length)
     step = position_ids[:, 1:] - position_ids[:, :-1]
-    last = torch.stack([torch.where(start < end, end, 0) for start, end in pieces]).amax(0)
     fits = last <= next_flagged(step != 1)[:, None]
     if not two_sided:  # a window of one side does not hide positions that step back, for they come nearer
         fits = fits | ((last - row <= window) & (step <= 1).all())
     if mask.causal:
         return fits.all()
-    first = torch.stack([torch.where(start < end, start, length) for start, end in pieces]).amin(0)
     run_starts = nn.functional.pad(step != 1, (1, 0), value=True)
     return (fits & (first >= torch.where(run_starts, row, 0).cummax(-1).values[:, None])).all()
 
