@@ -12,7 +12,7 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -73,6 +73,30 @@ def _refuse_version(does: str, where: str) -> NoReturn:
     )
 
 
+def _wrap_function(
+    owner: Any, name: str, signatures: Sequence[Sequence[str]], wrapper: Callable[..., Any], does: str
+) -> None:
+    """Make a function of a module or class call `wrapper(original, *args, **kwargs)`. A second call does nothing.
+
+    Raises:
+        RuntimeError: it is no plain function whose parameters are one of `signatures`; the message says that this
+            version `does` something otherwise.
+    """
+    original = getattr(owner, name, None)
+    if hasattr(original, "patched"):
+        return
+    known = isinstance(original, types.FunctionType) and [*inspect.signature(original).parameters] in signatures
+    if original is None or not known:
+        _refuse_version(does, f"{name} of {owner.__name__}")
+
+    @functools.wraps(original)
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    patched.patched = True  # type: ignore[attr-defined]
+    setattr(owner, name, patched)
+
+
 def _change_property(owner: Any, name: str, change: Callable[[Any], Any], does: str) -> None:
     """Make a property of a class return what `change` makes of its value. A second call does nothing.
 
@@ -81,17 +105,17 @@ def _change_property(owner: Any, name: str, change: Callable[[Any], Any], does: 
     """
     original = getattr(owner, name, None)
     get: Any = getattr(original, "fget", None)
-    if hasattr(get, "changed"):
+    if hasattr(get, "patched"):
         return
     if not isinstance(original, property) or get is None or original.fset is None:
         _refuse_version(does, f"{name} of {owner.__name__}")
 
     @functools.wraps(get)
-    def changed(self: Any) -> Any:
+    def patched(self: Any) -> Any:
         return change(get(self))
 
-    changed.changed = True  # type: ignore[attr-defined]
-    setattr(owner, name, property(changed, original.fset, original.fdel, original.__doc__))
+    patched.patched = True  # type: ignore[attr-defined]
+    setattr(owner, name, property(patched, original.fset, original.fdel, original.__doc__))
 
 
 # 1. The names are not FlashAttention's.
@@ -177,39 +201,35 @@ def detect_documents_always(module: Any) -> None:
     Raises:
         RuntimeError: the function is missing or not as expected.
     """
-    original = getattr(module, "_preprocess_mask_arguments", None)
-    if hasattr(original, "finds_documents"):
-        return  # applied already
-    expected = [[*_MASK_ARGUMENTS[:3], cache, *_MASK_ARGUMENTS[3:]] for cache in _CACHES]
-    if not isinstance(original, types.FunctionType) or list(inspect.signature(original).parameters) not in expected:
-        _refuse_version("prepares masks", f"_preprocess_mask_arguments in {module.__name__}")
+    signatures = [[*_MASK_ARGUMENTS[:3], cache, *_MASK_ARGUMENTS[3:]] for cache in _CACHES]
+    _wrap_function(module, "_preprocess_mask_arguments", signatures, _preprocess, "prepares masks")
 
-    @functools.wraps(original)
-    def preprocess(config: Any, inputs_embeds: Tensor, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(attention_mask, FlashMask):
-            raise TypeError(
-                f"attention_mask is a FlashMask, which transformers does not take; pass {VECTORS}=mask.indices if the "
-                f"model and the mask are causal, else {VECTORS}=mask.bidirectional().indices, and no attention_mask"
-            )
-        found = original(config, inputs_embeds, attention_mask, *args, **kwargs)
-        position_ids = args[1] if len(args) > 1 else kwargs.get("position_ids")  # after the cache
-        if config._attn_implementation not in NAMES:
-            if found[2] is not None:  # the numbers of the documents
-                record_documents()
-            return found
-        check_numbered_mask(attention_mask, position_ids)
-        if position_ids is None:
-            return found
-        record_documents()
-        early_exit, mask, documents, q_length, *sizes = found
-        check_scales(config, position_ids, attention_mask)
-        if early_exit or documents is not None or (mask is not None and mask.dim() != 2):
-            return found
-        numbers = _document_numbers(config, mask, position_ids, inputs_embeds.shape[0], q_length, *sizes)
-        return early_exit, mask if numbers is None else numbers, None, q_length, *sizes
 
-    preprocess.finds_documents = True  # type: ignore[attr-defined]
-    module._preprocess_mask_arguments = preprocess
+def _preprocess(
+    original: Any, config: Any, inputs_embeds: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Body of the patched function, with the arguments of the original."""
+    if isinstance(attention_mask, FlashMask):
+        raise TypeError(
+            f"attention_mask is a FlashMask, which transformers does not take; pass {VECTORS}=mask.indices if the "
+            f"model and the mask are causal, else {VECTORS}=mask.bidirectional().indices, and no attention_mask"
+        )
+    found = original(config, inputs_embeds, attention_mask, *args, **kwargs)
+    position_ids = args[1] if len(args) > 1 else kwargs.get("position_ids")  # after the cache
+    early_exit, mask, documents, q_length, *sizes = found
+    if config._attn_implementation not in NAMES:
+        if documents is not None:
+            record_documents()
+        return found
+    check_numbered_mask(attention_mask, position_ids)
+    if position_ids is None:
+        return found
+    record_documents()
+    check_scales(config, position_ids, attention_mask)
+    if early_exit or documents is not None or (mask is not None and mask.dim() != 2):
+        return found
+    numbers = _document_numbers(config, mask, position_ids, inputs_embeds.shape[0], q_length, *sizes)
+    return early_exit, mask if numbers is None else numbers, None, q_length, *sizes
 
 
 def _document_numbers(
@@ -276,34 +296,28 @@ def refuse_unsupported_models(model_class: Any) -> None:
     Raises:
         RuntimeError: the method is missing or not as expected.
     """
-    original = getattr(model_class, "get_correct_attn_implementation", None)
-    if hasattr(original, "refuses"):
-        return  # applied already
-    expected = ["self", "requested_attention", "is_init_check"]
-    if not isinstance(original, types.FunctionType) or list(inspect.signature(original).parameters) != expected:
-        _refuse_version("chooses attention", f"get_correct_attn_implementation of {model_class.__name__}")
+    signature = ["self", "requested_attention", "is_init_check"]
+    _wrap_function(model_class, "get_correct_attn_implementation", [signature], _choose_attention, "chooses attention")
 
-    @functools.wraps(original)
-    def choose(self: Any, requested_attention: str | None, is_init_check: bool = False) -> str:
-        if requested_attention in NAMES:
-            members = vars(sys.modules[type(self).__module__])
-            by_name = [x for name, x in members.items() if name.endswith("_ATTENTION_CLASSES") and isinstance(x, dict)]
-            for classes in by_name:
-                refuse = functools.partial(_refuse_attention_class, type(self).__name__, requested_attention)
-                classes.setdefault(requested_attention, refuse)  # raises when the model makes its layers
-                made = tuple(x for x in classes.values() if isinstance(x, type))
-                if not is_init_check and any(isinstance(x, made) for x in self.modules()):
-                    refuse()  # the layers exist, and the model will not look in the dict again
-            if not by_name and any(getattr(x, "__module__", "") == masking_utils.__name__ for x in members.values()):
-                refuse_own_attention(type(self), requested_attention)
-            if not is_init_check:
-                for part in self.modules():
-                    if isinstance(part, PreTrainedModel):
-                        add_hooks(part)
-        return original(self, requested_attention, is_init_check)
 
-    choose.refuses = True  # type: ignore[attr-defined]
-    model_class.get_correct_attn_implementation = choose
+def _choose_attention(original: Any, model: Any, requested_attention: str | None, is_init_check: bool = False) -> str:
+    """Body of the patched method."""
+    if requested_attention in NAMES:
+        members = vars(sys.modules[type(model).__module__])
+        by_name = [x for name, x in members.items() if name.endswith("_ATTENTION_CLASSES") and isinstance(x, dict)]
+        for classes in by_name:
+            refuse = functools.partial(_refuse_attention_class, type(model).__name__, requested_attention)
+            classes.setdefault(requested_attention, refuse)  # raises when the model makes its layers
+            made = tuple(x for x in classes.values() if isinstance(x, type))
+            if not is_init_check and any(isinstance(x, made) for x in model.modules()):
+                refuse()  # the layers exist, and the model will not look in the dict again
+        if not by_name and any(getattr(x, "__module__", "") == masking_utils.__name__ for x in members.values()):
+            refuse_own_attention(type(model), requested_attention)
+        if not is_init_check:
+            for part in model.modules():
+                if isinstance(part, PreTrainedModel):
+                    add_hooks(part)
+    return original(model, requested_attention, is_init_check)
 
 
 def _refuse_attention_class(model: str, implementation: str, *_: Any, **__: Any) -> NoReturn:
@@ -365,20 +379,14 @@ def guard_models(model_class: Any) -> None:
     Raises:
         RuntimeError: the method is missing or not as expected.
     """
-    original = getattr(model_class, "post_init", None)
-    if hasattr(original, "guards"):
-        return  # applied already
-    if not isinstance(original, types.FunctionType) or list(inspect.signature(original).parameters) != ["self"]:
-        _refuse_version("finishes models", f"post_init of {model_class.__name__}")
+    _wrap_function(model_class, "post_init", [["self"]], _finish, "finishes models")
 
-    @functools.wraps(original)
-    def finish(self: Any) -> None:
-        original(self)
-        if self.config._attn_implementation in NAMES:
-            add_hooks(self)
 
-    finish.guards = True  # type: ignore[attr-defined]
-    model_class.post_init = finish
+def _finish(original: Any, model: Any) -> None:
+    """Body of the patched method."""
+    original(model)
+    if model.config._attn_implementation in NAMES:
+        add_hooks(model)
 
 
 # 6. A model's own loss over packed rows raises where it would be wrong.
@@ -429,50 +437,44 @@ def check_losses(model_class: Any) -> None:
 
 
 def check_calls(model_class: Any) -> None:
-    """Make each call of a model with `startend_row_indices` run `ignored_vectors.check_call` first.
+    """Make each call of a model check that it keeps the documents of its rows apart.
 
-    A model that has one of this package's names runs `check_document_numbers` and `check_adapters` of
-    `mixed_documents`, too. If sections 3 and 5 did not see it, because `config._attn_implementation` was set by hand,
-    it gets its hooks in its first call that is not compiled. With another attention and vectors, it gets the guard of
-    its recurrent layers. All are called by `unread_documents.call_model`.
+    A call with `startend_row_indices` runs `ignored_vectors.check_call`. A model that has one of this package's names
+    runs `check_document_numbers` and `check_adapters` of `mixed_documents`. If sections 3 and 5 did not see it, because
+    `config._attn_implementation` was set by hand, it gets its hooks in its first call that is not compiled. With
+    another attention and vectors, it gets the guard of its recurrent layers. Then `unread_documents.call_model` makes
+    the call.
 
-    Patched: `PreTrainedModel.__call__`, which is that of `torch.nn.Module`, replaced by a wrapper. Other calls do what
-    they did.
+    Patched: `PreTrainedModel.__call__`, which is that of `torch.nn.Module`, replaced by a wrapper.
 
     Why: attention implementations of transformers ignore keywords that they do not know, so a batch of this package's
     collators runs on them under another mask. Trainers that compute their own loss, and evaluation, run no other code
     of this package.
 
-    Checked (the same in 5.17 to 5.24): the class has no `__call__` of its own.
+    Checked (the same in 5.17 to 5.24): it is a plain function that takes any arguments.
 
     Args:
         model_class: `transformers.PreTrainedModel`.
 
     Raises:
-        RuntimeError: the class has one.
+        RuntimeError: the method is not as expected.
     """
-    original = model_class.__call__
-    if hasattr(original, "checks"):
-        return  # applied already
-    if original is not torch.nn.Module.__call__:
-        _refuse_version("calls models", f"__call__ of {model_class.__name__}")
+    _wrap_function(model_class, "__call__", [["self", "args", "kwargs"]], _call, "calls models")
 
-    @functools.wraps(original)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get(VECTORS) is not None:
-            check_call(self, args, kwargs)
-        if self.config._attn_implementation in NAMES:
-            if not getattr(self, "_has_packing_hooks", False) and not is_compiling():
-                add_hooks(self)
-            check_document_numbers(self, kwargs)
-            check_adapters(self, kwargs)
-        elif kwargs.get(VECTORS) is not None and not (hasattr(self, "_has_document_guard") or is_compiling()):
-            guard_documents(self)
-            self._has_document_guard = True
-        return call_model(self, original, args, kwargs)
 
-    call.checks = True  # type: ignore[attr-defined]
-    model_class.__call__ = call
+def _call(original: Any, model: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Body of the patched method."""
+    if kwargs.get(VECTORS) is not None:
+        check_call(model, args, kwargs)
+    if model.config._attn_implementation in NAMES:
+        if not getattr(model, "_has_packing_hooks", False) and not is_compiling():
+            add_hooks(model)
+        check_document_numbers(model, kwargs)
+        check_adapters(model, kwargs)
+    elif kwargs.get(VECTORS) is not None and not (hasattr(model, "_has_document_guard") or is_compiling()):
+        guard_documents(model)
+        model._has_document_guard = True
+    return call_model(model, original, args, kwargs)
 
 
 # 8. A kernel of the Hub that holds this package is "flashmask".
