@@ -124,12 +124,14 @@ def _(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _save_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Save what the backward reads of a call of the forward."""
     q, k, v, sinks, indices, tiles, counts, segments, *ctx.settings = inputs
     ctx.set_materialize_grads(False)  # the gradient of lse is seldom there
     ctx.save_for_backward(q, k, v, sinks, *output, indices, tiles, counts, segments)
 
 
 def _differentiate_operator(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Return the gradients of the forward's inputs, given those of its results."""
     if dout is None and dlse is None:
         return (None,) * 13  # for every input of `_forward`
     saved = ctx.saved_tensors  # read once: checkpointing unpacks a saved tensor only once

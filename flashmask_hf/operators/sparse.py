@@ -234,7 +234,8 @@ def _(
     return with_sequence_outermost(q), with_sequence_outermost(k), with_sequence_outermost(v), dsinks
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _save_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """Save what the backward reads of a call of the forward."""
     _, _, _, sinks, *mask, q_order, q_kept, k_order, _, scale, softcap, impl, deterministic = inputs
     out, lse, q, k, v = output
     ctx.mark_non_differentiable(lse, q, k, v)
@@ -243,15 +244,16 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.settings = (scale, softcap, impl, deterministic)
 
 
-def _backward(ctx: Any, dout: Tensor | None, *unused: None) -> tuple[Tensor | None, ...]:
+def _differentiate_operator(ctx: Any, dout: Tensor | None, *unused: None) -> tuple[Tensor | None, ...]:
+    """Return the gradients of the forward's inputs, given that of `out`."""
     if dout is None:
-        return (None,) * 16
+        return (None,) * 16  # for every input of the forward
     saved = ctx.saved_tensors  # read once: checkpointing unpacks a saved tensor only once
     dq, dk, dv, dsinks = flash_attn_sparse_backward(dout, *saved, *ctx.settings)
     return dq, dk, dv, None if saved[3] is None else dsinks, *[None] * 12
 
 
-register_autograd(flash_attn_sparse_forward, Derivative(_setup_context, _backward))
+register_autograd(flash_attn_sparse_forward, Derivative(_save_operator, _differentiate_operator))
 register_autograd(flash_attn_sparse_backward, no_second_derivatives)
 
 
