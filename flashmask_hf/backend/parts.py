@@ -59,24 +59,28 @@ def attend_in_parts(
     refuse_rope_by_length(getattr(module, "config", None))
     kwargs = kwargs | {"position_ids": split.position_ids}
     heads, kv_heads = query.shape[1], key.shape[1]
-    exchange = exchange_of(heads, kv_heads, split.group.size, split.exchange)
-    options = {"scale": scaling, "softcap": kwargs.get("softcap")}
     sinks = kwargs.get("s_aux")
-    if exchange == "heads":
+    by_heads = exchange_of(heads, kv_heads, split.group.size, split.exchange) == "heads"
+    if by_heads:
         key, value = spread_kv_heads(key, split), spread_kv_heads(value, split)
         query, key, value = (rows_to_heads(x, split) for x in (query, key, value))
         kwargs[VECTORS] = _vectors_of_heads(kwargs[VECTORS], heads, kv_heads, split)
         columns = layer_mask(module, query, key, None, dropout, kwargs)
         sinks = None if sinks is None else own_heads(sinks, split, 0)
-        out = flashmask_attention(
-            query, columns.gather(key), columns.gather(value), columns.mask, sinks=sinks, **options
-        )
-        return heads_to_rows(out, split).transpose(1, 2)
-    key, value = gather_keys(key, split), gather_keys(value, split)
-    whole_query = query[:, :, :1].expand(-1, -1, split.length, -1)  # of the shape that the mask of the whole row fits
-    columns = _own_rows(layer_mask(module, whole_query, key, None, dropout, kwargs), split)
-    out = flashmask_attention(query, columns.gather(key), columns.gather(value), columns.mask, sinks=sinks, **options)
-    return out.transpose(1, 2)
+    else:
+        key, value = gather_keys(key, split), gather_keys(value, split)
+        whole_query = query[:, :, :1].expand(-1, -1, split.length, -1)  # only its shape is read, that of all rows
+        columns = _own_rows(layer_mask(module, whole_query, key, None, dropout, kwargs), split)
+    out = flashmask_attention(
+        query,
+        columns.gather(key),
+        columns.gather(value),
+        columns.mask,
+        scale=scaling,
+        softcap=kwargs.get("softcap"),
+        sinks=sinks,
+    )
+    return (heads_to_rows(out, split) if by_heads else out).transpose(1, 2)
 
 
 def _refuse_padding(attention_mask: Any) -> None:
