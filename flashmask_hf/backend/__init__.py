@@ -20,12 +20,11 @@ A forward passes through the modules in this order:
         windows         sliding windows measured by position
         tensor_parallel  takes the vectors of the heads that this process computes
         mask_cache      shares one mask, and its plan, between layers and recomputations
-        supplied_calls  counts the layers that receive the caller's vectors
+        forward_records  counts the layers that receive the caller's vectors, and whether anything reads documents
 
-`model_hooks` holds what `position_axes`, `document_guard`, `position_numbers`, `unread_documents` and `packed_rows`
-share, and `positions` operations on position_ids that several modules use. `patches` adapts transformers where its
-interfaces do not suffice, `register` makes the implementations known to it, and `packed_rows` runs a model's backbone
-on packed rows for the trainers. `router_logits` leaves padding out of the auxiliary loss of a mixture of experts,
-`tree_packing` reads the packed tries of TRL's AsyncGRPO, and `shared_prefill` makes `generate` compute repeated prompts
-once, with any attention.
+`model_hooks` holds what hooks on models and checks of their calls share, and `positions` operations on position_ids
+that several modules use. `patches` adapts transformers where its interfaces do not suffice, `register` makes the
+implementations known to it, and `packed_rows` runs a model's backbone on packed rows for the trainers. `router_logits`
+leaves padding out of the auxiliary loss of a mixture of experts, `tree_packing` reads the packed tries of TRL's
+AsyncGRPO, and `shared_prefill` makes `generate` compute repeated prompts once, with any attention.
 """

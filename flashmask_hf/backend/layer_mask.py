@@ -9,12 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from flashmask_hf.backend.branches import check_tree_positions
+from flashmask_hf.backend.forward_records import record_documents, record_supplied_call
 from flashmask_hf.backend.keywords import check_keywords
 from flashmask_hf.backend.mask_cache import cached_mask
 from flashmask_hf.backend.positions import UNBOUNDED, document_starts, next_flagged
-from flashmask_hf.backend.supplied_calls import record_supplied_call
 from flashmask_hf.backend.tensor_parallel import vectors_of_local_heads
-from flashmask_hf.backend.unread_documents import record_documents
 from flashmask_hf.backend.windows import LayerMask, apply_window
 from flashmask_hf.checks import device_assert, is_one_of
 from flashmask_hf.mask import FlashMask

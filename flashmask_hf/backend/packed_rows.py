@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from flashmask_hf.backend.document_guard import is_guarded
+from flashmask_hf.backend.forward_records import ForwardRecord
 from flashmask_hf.backend.model_hooks import is_compiled, unwrap_peft
-from flashmask_hf.backend.supplied_calls import SuppliedCalls
 from flashmask_hf.names import FLASHMASK, PACKED_IDS, PACKED_INDEX, PACKED_POSITIONS, VECTORS
 
 __all__ = ["check_compiled", "check_layers", "run_packed", "runs_packed"]
@@ -32,9 +32,9 @@ def run_packed(model: Any) -> None:
         model: a transformers model with a head, or a PEFT model around one, not wrapped for distributed training.
 
     Raises:
-        ValueError: the model's attention is not "flashmask", under which alone a packed row means what it says; or its
-            language model is not a causal decoder. Models of which some layers do not receive the mask, and those with
-            recurrent or convolutional ones, raise in their first forward (`check_layers`, `document_guard`).
+        ValueError: the model's attention is not "flashmask", the only one that keeps the answers of packed rows apart;
+            or its language model is not a causal decoder. Models of which some layers do not receive the mask, and
+            those with recurrent or convolutional ones, raise in their first forward (`check_layers`, `document_guard`).
     """
     inner = unwrap_peft(model)
     backbone = inner.base_model
@@ -99,9 +99,9 @@ def check_compiled(model: Any, device: torch.device) -> None:
             return
         ids = torch.zeros(1, 2, dtype=torch.int64, device=device)
         ends = torch.tensor([[[[1], [2]]]], dtype=torch.int32, device=device)
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"), SuppliedCalls() as calls:
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"), ForwardRecord() as record:
             model(input_ids=ids, position_ids=ids, startend_row_indices=ends, use_cache=False)
-        _require_every_layer(backbone, calls.count)
+        _require_every_layer(backbone, record.supplied_calls)
     model._layers_checked = True
 
 
@@ -133,19 +133,19 @@ def _start_count(backbone: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if kwargs.get(VECTORS) is None or torch.compiler.is_compiling():  # a compiler would guard on what follows
         return
     if not getattr(backbone, "_layers_checked", False) and not is_compiled(backbone):
-        backbone._supplied_calls = SuppliedCalls().start()
+        backbone._forward_record = ForwardRecord().start()
 
 
 def _finish_count(backbone: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     """End the count of this forward and check it, unless the forward raised and has no output."""
     if torch.compiler.is_compiling():
         return
-    calls = vars(backbone).pop("_supplied_calls", None)
-    if calls is None:
+    record = vars(backbone).pop("_forward_record", None)
+    if record is None:
         return
-    calls.stop()
+    record.stop()
     if output is not None:
-        _require_every_layer(backbone, calls.count)
+        _require_every_layer(backbone, record.supplied_calls)
 
 
 def _require_every_layer(backbone: Any, calls: int) -> None:

@@ -26,6 +26,7 @@ from transformers.utils import generic
 from flashmask_hf.backend.branches import check_labels
 from flashmask_hf.backend.document_guard import guard_documents
 from flashmask_hf.backend.forward import attention_forward
+from flashmask_hf.backend.forward_records import record_documents
 from flashmask_hf.backend.ignored_vectors import check_call
 from flashmask_hf.backend.mask_hook import DOCUMENTS
 from flashmask_hf.backend.mixed_documents import (
@@ -38,7 +39,7 @@ from flashmask_hf.backend.model_support import refuse_own_attention
 from flashmask_hf.backend.position_axes import add_text_positions
 from flashmask_hf.backend.position_numbers import renumber_positions
 from flashmask_hf.backend.positions import document_starts
-from flashmask_hf.backend.unread_documents import call_model, record_documents
+from flashmask_hf.backend.unread_documents import call_model
 from flashmask_hf.checks import device_assert
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.names import FLASHMASK, HASH, NAMES, QK, VECTORS

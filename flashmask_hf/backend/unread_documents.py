@@ -9,12 +9,12 @@ make theirs without them (gpt-oss, OPT, Falcon, the text model of Qwen2.5-VL).
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from flashmask_hf.backend.forward_records import ForwardRecord
 from flashmask_hf.backend.ignored_vectors import hides_more
 from flashmask_hf.backend.keywords import tokens_of
 from flashmask_hf.backend.model_hooks import is_compiled
@@ -22,17 +22,7 @@ from flashmask_hf.backend.positions import has_one_document
 from flashmask_hf.checks import device_assert
 from flashmask_hf.names import NAMES, PACKED_IDS, VECTORS
 
-__all__ = ["call_model", "record_documents"]
-
-_active: ContextVar[tuple[list[bool], ...]] = ContextVar("flashmask_read_documents", default=())
-"""A list for each model call under way, which is not empty once something has read what tells documents."""
-
-
-def record_documents() -> None:
-    """Record that a mask or an attention layer knows of documents, or has no need to."""
-    if not torch.compiler.is_compiling():  # a context variable would break the graph
-        for reads in _active.get():
-            reads.append(True)
+__all__ = ["call_model"]
 
 
 def call_model(model: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -61,13 +51,9 @@ def call_model(model: Any, call: Callable[..., Any], args: tuple[Any, ...], kwar
     known = torch.compiler.is_compiling() or kind in getattr(model, "_documents_read", ())
     if known or not _tells_documents(args, kwargs, implementation):
         return call(model, *args, **kwargs)
-    reads: list[bool] = []
-    token = _active.set((*_active.get(), reads))
-    try:
+    with ForwardRecord() as record:
         output = call(model, *args, **kwargs)
-    finally:
-        _active.reset(token)
-    if reads or is_compiled(model):
+    if record.knows_documents or is_compiled(model):
         model._documents_read = {kind, *getattr(model, "_documents_read", ())}
         return output
     mask, name = kwargs.get("attention_mask"), type(model).__name__

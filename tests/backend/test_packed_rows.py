@@ -5,21 +5,21 @@ import torch
 from tools.model_pairs import model_pair, positions, tokens
 
 from flashmask_hf import masks
+from flashmask_hf.backend.forward_records import ForwardRecord, _active
 from flashmask_hf.backend.packed_rows import check_layers, run_packed
-from flashmask_hf.backend.supplied_calls import SuppliedCalls, _active
 
 ROW = dict(position_ids=positions([2, 4]), startend_row_indices=masks.causal_document([2, 4]).indices, use_cache=False)
 
 
-def test_every_counter_counts_the_layers_that_receive_the_vectors():
+def test_every_record_counts_the_layers_that_receive_the_vectors():
     model, _ = model_pair("llama")
-    with SuppliedCalls() as outer:
+    with ForwardRecord() as outer:
         model(tokens(1, 6), **ROW)
-        with SuppliedCalls() as inner:
+        with ForwardRecord() as inner:
             model(tokens(1, 6), **ROW)
         model(tokens(1, 6))
     model(tokens(1, 6), **ROW)
-    assert (outer.count, inner.count) == (4, 2)
+    assert (outer.supplied_calls, inner.supplied_calls) == (4, 2)
 
 
 def test_attention_that_is_changed_after_run_packed_is_refused():
@@ -36,7 +36,7 @@ def test_attention_that_is_changed_after_run_packed_is_refused():
 
 
 @pytest.mark.parametrize("where", ["a layer", "a hook before", "a hook after"])
-def test_a_forward_that_raises_leaves_no_counter(where):
+def test_a_forward_that_raises_leaves_no_record(where):
     model, _ = model_pair("llama")
     backbone = model.base_model
 
@@ -53,7 +53,7 @@ def test_a_forward_that_raises_leaves_no_counter(where):
     with pytest.raises(RuntimeError, match="interrupted"):
         model(tokens(1, 6), **ROW)
     assert _active.get() == ()
-    assert not hasattr(backbone, "_supplied_calls")
+    assert not hasattr(backbone, "_forward_record")
     handle.remove()
     model(tokens(1, 6), **ROW)
     assert backbone._layers_checked

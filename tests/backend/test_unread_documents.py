@@ -8,7 +8,7 @@ from tools.tiny import llama_config
 from transformers import AutoModelForCausalLM, GraniteMoeHybridConfig
 
 from flashmask_hf import masks
-from flashmask_hf.backend.unread_documents import _active
+from flashmask_hf.backend.forward_records import _active
 from flashmask_hf.collators import DataCollatorForPackedEncoders
 
 PACKED = positions([4, 5])

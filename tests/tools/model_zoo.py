@@ -25,7 +25,7 @@ from transformers.models.auto import modeling_auto
 
 from flashmask_hf import masks
 from flashmask_hf.backend import forward
-from flashmask_hf.backend.supplied_calls import SuppliedCalls
+from flashmask_hf.backend.forward_records import ForwardRecord
 
 BOUND = 1e-4
 """Largest error in float32, relative to the largest entry of what eager attention gives."""
@@ -477,14 +477,14 @@ def _outcome(ours: Any, eager: Any, pair: tuple[_Case, _Case], mode: str, given:
         return Outcome("n/a", f"eager attention raises {first_sentence(error)}")
     before = calls[0]
     try:
-        with SuppliedCalls() as supplied:
+        with ForwardRecord() as record:
             got = _result(ours, pair[0], mode)
     except Exception as error:
         return Outcome("raises", first_sentence(error))
     if calls[0] == before:
         return Outcome("n/a", "no layer calls the attention interface")
-    if given == "supplied" and mode != "generate" and calls[0] - before != supplied.count:
-        some = "some layers" if supplied.count else "its layers"
+    if given == "supplied" and mode != "generate" and calls[0] - before != record.supplied_calls:
+        some = "some layers" if record.supplied_calls else "its layers"
         return Outcome("wrong", f"the model does not hand the vectors on to {some}")
     if _error(got, want) <= BOUND:
         return _refuses_vectors(ours, pair[0]) if given == "supplied" and mode == "generate" else Outcome("yes")
