@@ -17,8 +17,7 @@ import transformers
 from packaging.version import Version
 from torch import Tensor, nn
 
-from flashmask_hf.backend.keywords import cache_of, tokens_of
-from flashmask_hf.backend.model_hooks import named_arguments, own_modules
+from flashmask_hf.backend.model_hooks import cache_of, named_arguments, own_modules, tokens_of
 from flashmask_hf.backend.positions import document_starts, run_bounds
 from flashmask_hf.checks import device_assert
 from flashmask_hf.names import NAMES, VECTORS

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flashmask_hf.backend.keywords import cache_of, tokens_of
+from flashmask_hf.backend.model_hooks import cache_of, tokens_of
 from flashmask_hf.backend.packed_rows import runs_packed
 from flashmask_hf.backend.positions import next_flagged
 from flashmask_hf.checks import device_assert

@@ -11,7 +11,7 @@ from transformers.utils.output_capturing import _active_collector
 
 from flashmask_hf.names import PACKED_INDEX, VECTORS
 
-__all__ = ["cache_of", "check_keywords", "tokens_of"]
+__all__ = ["check_keywords"]
 
 _USED = {"cu_seq_lens_q", "is_causal", "position_ids", "s_aux", "sliding_window", "softcap", VECTORS}
 """Keywords that change the result and are implemented."""
@@ -66,18 +66,6 @@ _HARMLESS = {
 
 _warned: set[str] = set()
 """Unknown keywords that this process has warned of."""
-
-
-def tokens_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the `input_ids` of a model's call, the first argument, or else its `inputs_embeds`; None for neither."""
-    tokens = kwargs.get("input_ids", args[0] if args else None)
-    return kwargs.get("inputs_embeds") if tokens is None else tokens
-
-
-def cache_of(kwargs: dict[str, Any]) -> Any:
-    """Return the key-value cache among a model's keywords, or None; transformers 5.24 renamed it to `cache`."""
-    cache = kwargs.get("cache")
-    return kwargs.get("past_key_values") if cache is None else cache
 
 
 def check_keywords(

@@ -1,4 +1,4 @@
-"""Helpers of hooks on models: unwrapping PEFT, the modules of a model alone, its arguments by name, compilation."""
+"""Helpers of hooks on models: unwrapping PEFT, a model's own modules, the arguments of its calls, compilation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 from torch._dynamo import OptimizedModule
 from transformers import PreTrainedModel
 
-__all__ = ["is_compiled", "named_arguments", "own_modules", "unwrap_peft"]
+__all__ = ["cache_of", "is_compiled", "named_arguments", "own_modules", "tokens_of", "unwrap_peft"]
 
 
 def unwrap_peft(model: Any) -> Any:
@@ -31,6 +31,18 @@ def named_arguments(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if not args:
         return kwargs
     return dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | kwargs
+
+
+def tokens_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the `input_ids` of a model's call, the first argument, or else its `inputs_embeds`; None for neither."""
+    tokens = kwargs.get("input_ids", args[0] if args else None)
+    return kwargs.get("inputs_embeds") if tokens is None else tokens
+
+
+def cache_of(kwargs: dict[str, Any]) -> Any:
+    """Return the key-value cache among a model's keywords, or None; transformers 5.24 renamed it to `cache`."""
+    cache = kwargs.get("cache")
+    return kwargs.get("past_key_values") if cache is None else cache
 
 
 def is_compiled(model: nn.Module) -> bool:

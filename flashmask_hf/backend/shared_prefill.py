@@ -20,8 +20,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from transformers import DynamicCache
 from transformers.cache_utils import CacheLayerMixin
 
-from flashmask_hf.backend.keywords import cache_of
-from flashmask_hf.backend.model_hooks import unwrap_peft
+from flashmask_hf.backend.model_hooks import cache_of, unwrap_peft
 
 __all__ = ["shared_prefill"]
 

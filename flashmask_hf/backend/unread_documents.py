@@ -16,8 +16,7 @@ from torch import Tensor
 
 from flashmask_hf.backend.forward_records import ForwardRecord
 from flashmask_hf.backend.ignored_vectors import hides_more
-from flashmask_hf.backend.keywords import tokens_of
-from flashmask_hf.backend.model_hooks import is_compiled
+from flashmask_hf.backend.model_hooks import is_compiled, tokens_of
 from flashmask_hf.backend.positions import has_one_document
 from flashmask_hf.checks import device_assert
 from flashmask_hf.names import NAMES, PACKED_IDS, VECTORS

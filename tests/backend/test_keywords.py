@@ -33,14 +33,6 @@ def test_paged_caches_name_the_way_out(name):
         attend(**{name: [torch.zeros(1)]})
 
 
-def test_the_cache_is_found_by_either_name():
-    cache = object()
-    assert keywords.cache_of({"cache": cache}) is cache
-    assert keywords.cache_of({"past_key_values": cache}) is cache
-    assert keywords.cache_of({"past_key_values": cache, "cache": None}) is cache
-    assert keywords.cache_of({"use_cache": True}) is None
-
-
 def test_unknown_keyword_warns_once():
     plain, _ = attend()
     with pytest.warns(UserWarning, match="ignores the attention keyword 'temperature'.*use 'eager'"):
