@@ -9,7 +9,15 @@ from torch import Tensor
 
 from flashmask_hf.mask import FlashMask
 
-__all__ = ["check_arguments", "check_between", "check_bool", "check_range", "device_assert", "is_one_of"]
+__all__ = [
+    "check_arguments",
+    "check_between",
+    "check_bool",
+    "check_range",
+    "check_tensors",
+    "device_assert",
+    "is_one_of",
+]
 
 _LEAST, _MOST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max * math.log(2) / 2
 """Bounds of a factor that kernels hold in float32, as it is and doubled in units of log2."""
@@ -32,13 +40,7 @@ def check_arguments(
         TypeError: an argument has the wrong type or dtype.
         ValueError: shapes, devices or values do not fit.
     """
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a tensor [B, H, S, D], got {type(x).__name__}")
-        if x.dtype not in _DTYPES:
-            raise TypeError(f"{name} must be a floating-point tensor of 16, 32 or 64 bits, got {x.dtype}; cast it")
-        if x.dim() != 4 or 0 in x.shape:
-            raise ValueError(f"{name} must have shape [B, H, S, D] with no empty axis, got {list(x.shape)}")
+    check_tensors(q, k, v)
     if not isinstance(mask, FlashMask):
         raise TypeError(
             f"mask must be a FlashMask, got {type(mask).__name__}; build one with flashmask_hf.masks, or from a "
@@ -92,6 +94,22 @@ def check_arguments(
             raise ValueError(f"sinks must have shape [Hq] = [{heads}], got {list(sinks.shape)}")
         if sinks.device != q.device:
             raise ValueError(f"sinks is on {sinks.device}, but q is on {q.device}; move it with sinks.to('{q.device}')")
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Check type, dtype and rank of q, k and v, each by itself.
+
+    Raises:
+        TypeError: one is not a floating-point tensor of 16, 32 or 64 bits.
+        ValueError: one has another number of axes than 4, or an empty one.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor [B, H, S, D], got {type(x).__name__}")
+        if x.dtype not in _DTYPES:
+            raise TypeError(f"{name} must be a floating-point tensor of 16, 32 or 64 bits, got {x.dtype}; cast it")
+        if x.dim() != 4 or 0 in x.shape:
+            raise ValueError(f"{name} must have shape [B, H, S, D] with no empty axis, got {list(x.shape)}")
 
 
 def check_bool(name: str, value: object) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flashmask_hf.call import resolve
-from flashmask_hf.checks import check_bool
+from flashmask_hf.checks import check_bool, check_tensors
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.masks.sorted import check_buckets, check_keep, first_hidden_rows
 from flashmask_hf.operators.plan import plan_of
@@ -179,11 +179,8 @@ def lsh_buckets(x: Tensor, n_buckets: int, *, generator: torch.Generator | None 
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, q_name: str, of_q: Tensor, k_name: str, of_k: Tensor) -> None:
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a tensor [B, H, S, D], got {type(x).__name__}")
-        if x.dim() != 4 or 0 in x.shape:
-            raise ValueError(f"{name} must have shape [B, H, S, D] with no empty axis, got {list(x.shape)}")
+    """Check q, k and v, and that what is chosen of q and of k has a value for each of their rows."""
+    check_tensors(q, k, v)
     for tensor_name, x, name, choice in (("q", q, q_name, of_q), ("k", k, k_name, of_k), ("k", k, "v", v[..., 0])):
         if isinstance(choice, Tensor) and (choice.shape != x.shape[:-1] or choice.device != x.device):
             raise ValueError(
@@ -204,7 +201,21 @@ def _attend(
     sinks: Tensor | None,
     deterministic: bool,
 ) -> Tensor:
-    """Attention under columns for sorted rows and keys; their places are an order and how many of it are kept."""
+    """Return attention to rows and keys that are sorted.
+
+    Args:
+        q: [B, Hq, Sq, D], not sorted yet, nor are the results.
+        k: [B, Hkv, Skv, D], likewise.
+        v: [B, Hkv, Skv, Dv], likewise.
+        columns: int32 [B, Hq, Skv, 2], of a mask that is not causal, for the sorted rows and keys.
+        q_place: order of the rows, int32 [B, Hq, Sq], and how many of it each head keeps, int32 [B, Hq] or None for
+            all.
+        k_place: the same of the keys.
+        scale: as in `flashmask_attention`.
+        softcap: as in `flashmask_attention`.
+        sinks: as in `flashmask_attention`.
+        deterministic: as in `flashmask_attention`.
+    """
     mask = FlashMask(columns, causal=False, q_len=q.shape[2])
     call = resolve(q, k, v, mask, sinks, scale, softcap, deterministic, None)
     q, k, v = call.cast(q, k, v)
