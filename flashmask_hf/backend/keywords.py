@@ -100,13 +100,11 @@ def check_keywords(
         if name in _USED or name in _HARMLESS or name in options or value is None:
             continue
         if name in _REFUSED:
+            way_out = f"pass {name}=None, or use attn_implementation='eager' for this model"
+            if name in ("cache", "read_index"):
+                way_out = "use attn_implementation='sdpa' for continuous batching"
             raise NotImplementedError(
-                f"{name} changes the result of attention and is not implemented by {asked}; "
-                + (
-                    "use attn_implementation='sdpa' for continuous batching"
-                    if name in ("cache", "read_index")
-                    else f"pass {name}=None, or use attn_implementation='eager' for this model"
-                )
+                f"{name} changes the result of attention and is not implemented by {asked}; {way_out}"
             )
         if "startend" in name or "row_indices" in name:
             raise TypeError(f"attention got a keyword '{name}', which it does not know; do you mean {VECTORS}?")

@@ -179,8 +179,7 @@ class _Position(_Symbol):
         if isinstance(other, _BatchValue) and self.origin is None:
             return _Position(self.context, self.of_query, self.table, self.shift, other.table)
         if isinstance(other, _Position):
-            self.require_counterpart(other)
-            return _Distance(self, self.of_query, self.shift - other.shift)
+            return self.distance_to(other)
         return _Position(self.context, self.of_query, self.table, self.shift - _integer(other), self.origin)
 
     def __floordiv__(self, size: Any) -> _Chunk:
@@ -189,28 +188,29 @@ class _Position(_Symbol):
         return _Chunk(self, size)
 
     def __le__(self, other: Any) -> Any:
-        self.require_counterpart(other)
-        return self - other <= 0
+        return self.distance_to(other) <= 0
 
     def __lt__(self, other: Any) -> Any:
-        self.require_counterpart(other)
-        return self - other < 0
+        return self.distance_to(other) < 0
 
     def __gt__(self, other: Any) -> Any:
-        self.require_counterpart(other)
-        return self - other > 0
+        return self.distance_to(other) > 0
 
     def __ge__(self, other: Any) -> Any:
         if isinstance(other, int) and other == 0 and self.is_unshifted():
             return _AllPairs(self.context) if self.table is None else _NotNegative(self.context, self.table)
-        self.require_counterpart(other)
-        return self - other >= 0
+        return self.distance_to(other) >= 0
 
     def __eq__(self, other: Any) -> Any:
         self.require_counterpart(other)
         if self.table is None or not self.is_unshifted() or not other.is_unshifted():
             raise _Untraceable
         return _SameValue(self.context, self.table)
+
+    def distance_to(self, other: Any) -> _Distance:
+        """Return the positions less those of the counterpart."""
+        self.require_counterpart(other)
+        return _Distance(self, self.of_query, self.shift - other.shift)
 
     def require_counterpart(self, other: Any) -> None:
         """Raise unless one is of queries, the other of keys, and both count from the same point."""
