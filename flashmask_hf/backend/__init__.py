@@ -3,8 +3,8 @@
 A forward passes through the modules in this order:
 
     ignored_vectors  raises if the model's attention is another one, which would ignore the caller's vectors
-    mixed_documents  raises for documents that nothing reads, or that a part beside the attention would mix
     unread_documents  raises if the model reads nowhere what tells the documents of a row
+    mixed_documents  raises for documents that a part of the model beside the attention would mix
     position_axes   adds the row that separates documents to positions of several axes
     document_guard  keeps the documents of packed rows apart in layers that are not attention, or raises
     position_numbers  counts packed rows from the first position of models that embed positions

@@ -1,47 +1,21 @@
-"""Calls whose documents a model would mix: nothing reads what tells them, or a part beside the attention does not.
+"""Documents of a row in models of which a part beside the attention takes the row for one document.
 
-The mask keeps apart the documents that it knows of. Some calls tell documents by what transformers does not read, and
-some models take a row for one document outside of their attention. None of these is an error to transformers. Nothing
-is read back from the device.
+The mask keeps documents apart in the attention alone. PEFT's activated LoRA and the scales of Llama 4 look at the whole
+row, without an error. Nothing is read back from the device.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from flashmask_hf.backend.document_guard import is_guarded
 from flashmask_hf.backend.ignored_vectors import hides_more
 from flashmask_hf.backend.positions import has_one_document
 from flashmask_hf.checks import device_assert
 from flashmask_hf.names import VECTORS
 
-__all__ = ["check_adapters", "check_document_numbers", "check_numbered_mask", "check_scales"]
-
-
-def check_document_numbers(model: Any, kwargs: dict[str, Any]) -> None:
-    """Raise if nothing but `seq_idx` tells the documents of a row, which only recurrent layers read.
-
-    Args:
-        model: a transformers model whose attention is one of this package's.
-        kwargs: keywords of its call.
-
-    Raises:
-        RuntimeError: `seq_idx` [B, S] numbers several documents in a row (a device-side check).
-    """
-    numbers = kwargs.get("seq_idx")
-    if not isinstance(numbers, Tensor) or is_guarded(model):
-        return
-    if any(kwargs.get(name) is not None for name in (VECTORS, "position_ids", "cu_seq_lens_q")):
-        return
-    device_assert(
-        (numbers == numbers[:, :1]).all(),
-        f"seq_idx numbers several documents of a row, but the attention of {type(model).__name__} does not read it, so "
-        "they would see each other; pass position_ids that start again with each, too, as "
-        "DataCollatorWithFlattening(return_position_ids=True) does",
-    )
+__all__ = ["check_adapters", "check_scales"]
 
 
 def check_adapters(model: Any, kwargs: dict[str, Any]) -> None:
@@ -74,29 +48,6 @@ def check_adapters(model: Any, kwargs: dict[str, Any]) -> None:
         alone,
         "PEFT looks for alora_invocation_tokens once in a row, so that of several packed documents only one would have "
         "the adapter; use LoRA without them, or batches of whole sequences",
-    )
-
-
-def check_numbered_mask(attention_mask: Any, position_ids: Any) -> None:
-    """Raise for a 2D mask that numbers documents which nothing else tells; transformers reads each number as 1.
-
-    Args:
-        attention_mask: of a model's call; integers [B, S] are looked at.
-        position_ids: of the call, or None.
-
-    Raises:
-        RuntimeError: the number changes between two tokens, and no position of 0 follows (a device-side check).
-    """
-    if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2 or attention_mask.dtype == torch.bool:
-        return
-    before, after = attention_mask[:, :-1], attention_mask[:, 1:]
-    mixed = (before > 0) & (after > 0) & (before != after)
-    if isinstance(position_ids, Tensor) and position_ids.shape[-1] == attention_mask.shape[1]:
-        mixed = mixed & (position_ids[..., 1:] != 0)
-    device_assert(
-        ~mixed.any(),
-        "attention_mask [B, S] numbers documents, which transformers reads as ones, so that they would see each other; "
-        "pass position_ids that start again at 0 with each document, and a mask of ones and zeros, or none",
     )
 
 

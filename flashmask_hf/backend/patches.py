@@ -29,17 +29,12 @@ from flashmask_hf.backend.forward import attention_forward
 from flashmask_hf.backend.forward_records import record_documents
 from flashmask_hf.backend.ignored_vectors import check_call
 from flashmask_hf.backend.mask_hook import DOCUMENTS
-from flashmask_hf.backend.mixed_documents import (
-    check_adapters,
-    check_document_numbers,
-    check_numbered_mask,
-    check_scales,
-)
+from flashmask_hf.backend.mixed_documents import check_adapters, check_scales
 from flashmask_hf.backend.model_support import refuse_own_attention
 from flashmask_hf.backend.position_axes import add_text_positions
 from flashmask_hf.backend.position_numbers import renumber_positions
 from flashmask_hf.backend.positions import document_starts
-from flashmask_hf.backend.unread_documents import call_model
+from flashmask_hf.backend.unread_documents import call_model, check_document_numbers, check_numbered_mask
 from flashmask_hf.checks import device_assert
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.names import FLASHMASK, HASH, NAMES, QK, VECTORS
@@ -191,7 +186,8 @@ def detect_documents_always(module: Any) -> None:
     Why: transformers looks for documents only if there is neither a cache nor a mask. A model's default is
     `use_cache=True`, so a plain forward of a packed row would let documents see each other, without an error. A
     `FlashMask` as `attention_mask`, which transformers would ask for attributes of a tensor, raises with the way out,
-    and so do a mask that numbers documents and documents in a long row of Llama 4 (`mixed_documents`).
+    and so do a mask that numbers documents (`unread_documents`) and documents in a long row of Llama 4
+    (`mixed_documents`).
 
     Checked (the same signature in 5.17 to 5.24, but for the name of the cache): `_preprocess_mask_arguments` is a plain
     function with its seven parameters.
@@ -441,10 +437,10 @@ def check_calls(model_class: Any) -> None:
     """Make each call of a model check that it keeps the documents of its rows apart.
 
     A call with `startend_row_indices` runs `ignored_vectors.check_call`. A model that has one of this package's names
-    runs `check_document_numbers` and `check_adapters` of `mixed_documents`. If sections 3 and 5 did not see it, because
-    `config._attn_implementation` was set by hand, it gets its hooks in its first call that is not compiled. With
-    another attention and vectors, it gets the guard of its recurrent layers. Then `unread_documents.call_model` makes
-    the call.
+    runs `unread_documents.check_document_numbers` and `mixed_documents.check_adapters`. If sections 3 and 5 did not see
+    it, because `config._attn_implementation` was set by hand, it gets its hooks in its first call that is not compiled.
+    With another attention and vectors, it gets the guard of its recurrent layers. Then `unread_documents.call_model`
+    makes the call.
 
     Patched: `PreTrainedModel.__call__`, which is that of `torch.nn.Module`, replaced by a wrapper.
 

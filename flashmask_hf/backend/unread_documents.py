@@ -4,6 +4,9 @@ With attention of this package, some models take `position_ids` for their embedd
 without Mamba layers, the text model of HunYuan-VL), and some never call the attention, so that they ignore mask vectors
 (CPM-Ant). With another attention, documents are kept apart only by masks that a model makes from `position_ids`; many
 make theirs without them (gpt-oss, OPT, Falcon, the text model of Qwen2.5-VL).
+
+Some calls tell documents by `seq_idx` alone, which only recurrent layers read, or by numbers in a 2D mask, which
+transformers reads as ones.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashmask_hf.backend.document_guard import is_guarded
 from flashmask_hf.backend.forward_records import ForwardRecord
 from flashmask_hf.backend.ignored_vectors import hides_more
 from flashmask_hf.backend.model_hooks import is_compiled, tokens_of
@@ -21,7 +25,7 @@ from flashmask_hf.backend.positions import has_one_document
 from flashmask_hf.checks import device_assert
 from flashmask_hf.names import NAMES, PACKED_IDS, VECTORS
 
-__all__ = ["call_model"]
+__all__ = ["call_model", "check_document_numbers", "check_numbered_mask"]
 
 
 def call_model(model: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -88,3 +92,49 @@ def _tells_documents(args: tuple[Any, ...], kwargs: dict[str, Any], implementati
         return False
     told = implementation in NAMES or vectors.shape[3] == 1  # `ignored_vectors` refuses others where they hide anything
     return told and vectors.shape[2] == tokens.shape[1]
+
+
+def check_document_numbers(model: Any, kwargs: dict[str, Any]) -> None:
+    """Raise if nothing but `seq_idx` tells the documents of a row, which only recurrent layers read.
+
+    Args:
+        model: a transformers model whose attention is one of this package's.
+        kwargs: keywords of its call.
+
+    Raises:
+        RuntimeError: `seq_idx` [B, S] numbers several documents in a row (a device-side check).
+    """
+    numbers = kwargs.get("seq_idx")
+    if not isinstance(numbers, Tensor) or is_guarded(model):
+        return
+    if any(kwargs.get(name) is not None for name in (VECTORS, "position_ids", "cu_seq_lens_q")):
+        return
+    device_assert(
+        (numbers == numbers[:, :1]).all(),
+        f"seq_idx numbers several documents of a row, but the attention of {type(model).__name__} does not read it, so "
+        "they would see each other; pass position_ids that start again with each, too, as "
+        "DataCollatorWithFlattening(return_position_ids=True) does",
+    )
+
+
+def check_numbered_mask(attention_mask: Any, position_ids: Any) -> None:
+    """Raise for a 2D mask that numbers documents which nothing else tells; transformers reads each number as 1.
+
+    Args:
+        attention_mask: of a model's call; integers [B, S] are looked at.
+        position_ids: of the call, or None.
+
+    Raises:
+        RuntimeError: the number changes between two tokens, and no position of 0 follows (a device-side check).
+    """
+    if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2 or attention_mask.dtype == torch.bool:
+        return
+    before, after = attention_mask[:, :-1], attention_mask[:, 1:]
+    mixed = (before > 0) & (after > 0) & (before != after)
+    if isinstance(position_ids, Tensor) and position_ids.shape[-1] == attention_mask.shape[1]:
+        mixed = mixed & (position_ids[..., 1:] != 0)
+    device_assert(
+        ~mixed.any(),
+        "attention_mask [B, S] numbers documents, which transformers reads as ones, so that they would see each other; "
+        "pass position_ids that start again at 0 with each document, and a mask of ones and zeros, or none",
+    )
