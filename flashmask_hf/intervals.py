@@ -17,6 +17,7 @@ __all__ = [
     "count_rows_before",
     "find_hidden_runs",
     "hidden_intervals",
+    "hide_keys",
     "outer_rows",
     "pack_runs",
     "unite_intervals",
@@ -65,6 +66,19 @@ def outer_rows(intervals: Sequence[tuple[Tensor, Tensor]], q_len: int) -> tuple[
     first = torch.stack([torch.where(start < end, start, q_len) for start, end in intervals]).amin(0)
     last = torch.stack([torch.where(start < end, end, 0) for start, end in intervals]).amax(0)
     return first, last
+
+
+def hide_keys(columns: Sequence[Tensor], keys: Tensor, causal: bool, q_len: int) -> list[Tensor]:
+    """Return a mask's columns with some keys hidden from all rows.
+
+    Args:
+        columns: the n columns of `indices`, int32 [..., Skv] each.
+        keys: bool, broadcastable with the columns, True for a key to hide.
+        causal: as in `FlashMask`; tells the two layouts with n = 2 apart.
+        q_len: number of query rows.
+    """
+    bounds = {1: [0], 2: [0, q_len] if causal else [0, 0], 4: [0, q_len, 0, 0]}[len(columns)]
+    return [torch.where(keys, bound, column) for column, bound in zip(columns, bounds, strict=True)]
 
 
 def causal_starts(q_len: int, kv_len: int, device: torch.device) -> Tensor:

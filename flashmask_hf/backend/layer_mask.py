@@ -16,11 +16,12 @@ from flashmask_hf.backend.positions import UNBOUNDED, document_starts, next_flag
 from flashmask_hf.backend.tensor_parallel import vectors_of_local_heads
 from flashmask_hf.backend.windows import LayerMask, apply_window
 from flashmask_hf.checks import device_assert, is_one_of
+from flashmask_hf.intervals import hide_keys
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.names import FLASHMASK, VECTORS
 from flashmask_hf.torch_state import is_capturing, stream_of
 
-__all__ = ["check_hook_result", "layer_mask"]
+__all__ = ["check_hook_result", "hidden_keys", "layer_mask"]
 
 _TEXT_ONLY = "attn_implementation={'text_config': 'flashmask', 'vision_config': 'sdpa'}"
 """The way out, in messages, where one part of a model does not take the backend."""
@@ -105,6 +106,12 @@ def check_hook_result(attention_mask: Any) -> None:
         f"attention layer; write a dense mask as FlashMask.from_dense(mask).indices and pass it as {VECTORS}, or, if "
         f"the model made it for an image tower, keep that from this backend: {_TEXT_ONLY}"
     )
+
+
+def hidden_keys(hooked: Tensor, q_len: int) -> Tensor:
+    """Return which keys the hook's columns [B, 1, n, Skv] hide from all rows, as they do padding; bool [B, 1, Skv]."""
+    hidden = hooked[:, :, 0] == 0
+    return hidden if hooked.shape[2] == 1 else hidden & (hooked[:, :, 1] >= q_len)
 
 
 def _check_receiver(module: nn.Module, attention_mask: Tensor | None, causal: bool) -> None:
@@ -222,17 +229,7 @@ def _supplied_mask(
 def _hide_padding(vectors: Tensor, hooked: Tensor, causal: bool) -> Tensor:
     """Return the vectors with every key hidden from all rows that the hook's columns hide from all rows."""
     length = vectors.shape[2]
-    padding = hooked[:, :, 0] == 0
-    if hooked.shape[2] == 4:
-        padding = padding & (hooked[:, :, 1] >= length)
-    columns = vectors.unbind(-1)
-    if len(columns) == 1:
-        hidden = [0]
-    elif len(columns) == 2:
-        hidden = [0, length] if causal else [0, 0]
-    else:
-        hidden = [0, length, 0, 0]
-    return torch.stack([column.masked_fill(padding, bound) for column, bound in zip(columns, hidden, strict=True)], -1)
+    return torch.stack(hide_keys(vectors.unbind(-1), hidden_keys(hooked, length), causal, length), -1)
 
 
 def _hook_mask(
@@ -252,30 +249,39 @@ def _hook_mask(
         )
     causal = attention_mask.shape[2] == 1
     columns = attention_mask.detach().transpose(2, 3)
-    if cu_seq_lens is None or cu_seq_lens.shape[0] <= 2:
-        if not causal or position_ids is None or position_ids.shape not in ((1, kv_len), (batch, kv_len)):
-            return cached_mask((attention_mask,), ("hook",), lambda: FlashMask(columns.contiguous(), causal))
+    if cu_seq_lens is not None and cu_seq_lens.shape[0] > 2:
+        if batch != 1 or q_len != kv_len or not causal:
+            raise NotImplementedError(
+                f"cu_seq_lens_q of several documents is implemented for one causal row without a cache, got batch "
+                f"{batch}, {q_len} queries and {kv_len} keys; flatten the batch into one row, or pass {VECTORS}"
+            )
 
-        def separated_by_positions() -> FlashMask:
-            starts = document_starts(position_ids, columns[:, 0, :, 0] > 0)[:, 1:]
-            ends = next_flagged(starts)[:, None, :, None].to(torch.int32)
-            return FlashMask(torch.minimum(columns, ends), causal=True)
+        def separated_by_cu_seq_lens() -> FlashMask:
+            column = torch.arange(kv_len, device=query.device, dtype=torch.int32)
+            edges = cu_seq_lens.to(torch.int32)
+            after = torch.searchsorted(edges, column, right=True)
+            end = torch.where(after < len(edges), edges[after.clamp(max=len(edges) - 1)], kv_len)
+            return FlashMask(torch.minimum(columns, end.view(1, 1, -1, 1)), causal=True)
 
-        return cached_mask((attention_mask, position_ids), ("positions",), separated_by_positions)
-    if batch != 1 or q_len != kv_len or not causal:
-        raise NotImplementedError(
-            f"cu_seq_lens_q of several documents is implemented for one causal row without a cache, got batch {batch}, "
-            f"{q_len} queries and {kv_len} keys; flatten the batch into one row, or pass {VECTORS}"
-        )
+        return cached_mask((attention_mask, cu_seq_lens), ("cu_seq_lens",), separated_by_cu_seq_lens)
+    positions = _positions_of_keys(position_ids, key) if causal else None
+    if positions is None:
+        return cached_mask((attention_mask,), ("hook",), lambda: FlashMask(columns.contiguous(), causal))
 
-    def separated_by_cu_seq_lens() -> FlashMask:
-        column = torch.arange(kv_len, device=query.device, dtype=torch.int32)
-        edges = cu_seq_lens.to(torch.int32)
-        after = torch.searchsorted(edges, column, right=True)
-        end = torch.where(after < len(edges), edges[after.clamp(max=len(edges) - 1)], kv_len)
-        return FlashMask(torch.minimum(columns, end.view(1, 1, -1, 1)), causal=True)
+    def separated_by_positions() -> FlashMask:
+        starts = document_starts(positions, columns[:, 0, :, 0] > 0)[:, 1:]
+        ends = next_flagged(starts)[:, None, :, None].to(torch.int32)
+        return FlashMask(torch.minimum(columns, ends), causal=True)
 
-    return cached_mask((attention_mask, cu_seq_lens), ("cu_seq_lens",), separated_by_cu_seq_lens)
+    return cached_mask((attention_mask, positions), ("positions",), separated_by_positions)
+
+
+def _positions_of_keys(position_ids: Tensor | None, key: Tensor) -> Tensor | None:
+    """Return `position_ids` if they are those of all keys, [B or 1, Skv], else None."""
+    batch, _, kv_len, _ = key.shape
+    if position_ids is None or position_ids.shape not in ((1, kv_len), (batch, kv_len)):
+        return None
+    return position_ids
 
 
 def _default_mask(query: Tensor, key: Tensor, causal: bool, kwargs: dict[str, Any], implementation: str) -> FlashMask:
@@ -296,20 +302,16 @@ def _default_mask(query: Tensor, key: Tensor, causal: bool, kwargs: dict[str, An
             "cu_seq_lens_q of several sequences is not implemented for a layer without a mask; use "
             "attn_implementation='sdpa' for this part of the model, for example {'vision_config': 'sdpa'}"
         )
-    batch, _, q_len, _ = query.shape
-    kv_len = key.shape[2]
-    device = query.device
-    position_ids = kwargs.get("position_ids")
-    if not causal or (position_ids is not None and position_ids.shape not in ((1, kv_len), (batch, kv_len))):
-        position_ids = None
+    q_len, kv_len, device = query.shape[2], key.shape[2], query.device
+    positions = _positions_of_keys(kwargs.get("position_ids"), key) if causal else None
 
     def build() -> FlashMask:
         row = torch.arange(kv_len, device=device, dtype=torch.int32) + (q_len - kv_len)
         if causal:
             end = torch.full_like(row, q_len) if window is None else (row + min(window, UNBOUNDED)).clamp(0, q_len)
             end = end[None]
-            if position_ids is not None:
-                document_end = next_flagged(document_starts(position_ids)[:, 1:]) + (q_len - kv_len)
+            if positions is not None:
+                document_end = next_flagged(document_starts(positions)[:, 1:]) + (q_len - kv_len)
                 end = torch.minimum(end, document_end.clamp(min=0).to(torch.int32))
             return FlashMask(end[:, None, :, None], causal=True)
         return FlashMask(
@@ -320,6 +322,4 @@ def _default_mask(query: Tensor, key: Tensor, causal: bool, kwargs: dict[str, An
     if type(query) is not Tensor or torch.compiler.is_compiling() or is_capturing(query):
         return build()
     variant = ("default", q_len, kv_len, causal, window, device, stream_of(query))
-    return cached_mask(
-        () if position_ids is None else (position_ids,), variant, build, per_forward=position_ids is None
-    )
+    return cached_mask(() if positions is None else (positions,), variant, build, per_forward=positions is None)

@@ -23,6 +23,7 @@ from transformers.masking_utils import (
 
 from flashmask_hf.backend.mask_reader import TraceContext, trace
 from flashmask_hf.backend.model_support import refuse_unsupported
+from flashmask_hf.intervals import hide_keys
 from flashmask_hf.mask import FlashMask, MaskNotRepresentable
 from flashmask_hf.names import FLASHMASK, VECTORS
 
@@ -127,9 +128,7 @@ def _hide_padding(columns: Tensor, attention_mask: Tensor, q_length: int, kv_off
     if attention_mask.shape[-1] < seen:
         attention_mask = nn.functional.pad(attention_mask, (0, seen - attention_mask.shape[-1]))
     padding = ~attention_mask[:, kv_offset:seen].to(torch.bool)
-    hidden = [0] if columns.shape[1] == 1 else [0, q_length, 0, 0]
-    bounds = zip(columns.unbind(1), hidden, strict=True)
-    return torch.stack([torch.where(padding, bound, column) for column, bound in bounds], 1)
+    return torch.stack(hide_keys(columns.unbind(1), padding, columns.shape[1] == 1, q_length), 1)
 
 
 def _evaluate(

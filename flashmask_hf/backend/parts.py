@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from flashmask_hf.attention import flashmask_attention
-from flashmask_hf.backend.layer_mask import check_hook_result, layer_mask
+from flashmask_hf.backend.layer_mask import check_hook_result, hidden_keys, layer_mask
 from flashmask_hf.backend.mask_cache import cached_mask
 from flashmask_hf.backend.windows import LayerMask
 from flashmask_hf.checks import device_assert, is_one_of
@@ -88,16 +88,13 @@ def _refuse_padding(attention_mask: Any) -> None:
     check_hook_result(attention_mask)
 
     def check() -> None:
-        hidden = attention_mask[:, :, 0] == 0
-        if attention_mask.shape[2] == 4:
-            hidden = hidden & (attention_mask[:, :, 1] >= attention_mask.shape[3])
         device_assert(
-            ~hidden.any(),
+            ~hidden_keys(attention_mask, attention_mask.shape[3]).any(),
             f"a 2D attention_mask hides tokens of a row that is split over processes; leave it out, {VECTORS} tell "
             "what is padding",
         )
 
-    cached_mask((attention_mask,), ("padding",), check)
+    cached_mask((attention_mask,), ("padding",), check)  # once a forward, not in every layer
 
 
 def _vectors_of_heads(vectors: Tensor, heads: int, kv_heads: int, split: RowSplit) -> Tensor:
