@@ -100,9 +100,6 @@ class _Symbol:
     def to(self, *_: Any, **__: Any) -> Any:
         return self
 
-    def __and__(self, other: Any) -> Any:
-        return self.intervals() & other
-
     def __or__(self, other: Any) -> Any:
         return self.intervals() | other
 

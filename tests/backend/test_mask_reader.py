@@ -52,6 +52,9 @@ WHOLE: dict[str, Make] = {
         hf.sliding_window_causal_mask_function(WINDOW), hf.packed_sequence_mask_function(t["documents"])
     ),
     "documents seen both ways": lambda t: hf.packed_sequence_mask_function(t["documents"]),
+    "documents and a window": lambda t: hf.or_masks(
+        hf.packed_sequence_mask_function(t["documents"]), hf.sliding_window_bidirectional_mask_function(WINDOW)
+    ),
 }
 if hasattr(hf, "remap_positions_for_packed_sequence"):  # since transformers 5.23
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -196,6 +197,26 @@ def test_a_gradient_of_lse_that_is_not_there_is_not_made_up(monkeypatch: pytest.
     (_, missing), (_, given) = deltas  # type: ignore[misc]
     assert missing is None
     assert given is not None
+
+
+class _NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> None:
+        return None
+
+
+@pytest.mark.parametrize("through", ["call", "operator"])
+def test_attention_whose_results_get_no_gradient_passes_none_on(through: str) -> None:
+    """As any operation of torch, so that an optimizer skips the parameters before it, which zeros would decay."""
+    q, k, v = _small(grad=True)
+    with torch.profiler.profile() if through == "operator" else contextlib.nullcontext():
+        out = flashmask_attention(q, k, v, masks.causal(20))
+    _NoGradient.apply(out).sum().backward()
+    assert (q.grad, k.grad, v.grad) == (None, None, None)
 
 
 def test_tensors_whose_memory_does_not_hold_their_values_are_not_plain() -> None:
