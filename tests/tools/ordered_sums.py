@@ -24,7 +24,7 @@ def walk(segments: Sequence[Tensor], first_band: int, band: int, upward: int, ro
         segments: of the query heads that share a key-value head.
         first_band: the first band that all of the heads walk before the next one ends at a multiple of these row tiles.
         band: the same of the later bands.
-        upward: 1 to walk from the last row tile to the first; rows and bands are numbered in the direction of the walk.
+        upward: 1 to walk from the last row tile to the first, from which bands are counted then.
         row_tiles: of all rows.
     """
     if upward:
@@ -32,7 +32,8 @@ def walk(segments: Sequence[Tensor], first_band: int, band: int, upward: int, ro
     places = [(head, row) for head, x in enumerate(segments) for start, end in x.tolist() for row in range(start, end)]
     low = min((row for _, row in places), default=0)
     high = (low // first_band + 1) * first_band
-    return sorted(places, key=lambda place: (-1 if place[1] < high else place[1] // band, place))
+    places.sort(key=lambda place: (-1 if place[1] < high else place[1] // band, place))
+    return [(head, row_tiles - 1 - row) for head, row in places] if upward else places
 
 
 def span(

@@ -157,7 +157,7 @@ def test_head_dims(dims: tuple[int, int], family: str, lengths: tuple[int, int])
 
 @pytest.mark.hopper
 @pytest.mark.parametrize("mask_heads", ["one", "kv", "q"])
-@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (3, 1)], ids=["MHA", "GQA", "MQA"])
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (4, 1), (16, 2)], ids=["MHA", "GQA", "MQA", "many to a head"])
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 @pytest.mark.parametrize("deterministic", [False, True], ids=["unordered", "ordered"])
 def test_heads(

@@ -153,7 +153,7 @@ def test_wide_softcap_and_sinks(dims: tuple[int, int], seed: int) -> None:
 
 
 @pytest.mark.parametrize("mask_heads", ["one", "kv", "q"])
-@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (3, 1)], ids=["MHA", "GQA", "MQA"])
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (4, 1)], ids=["MHA", "GQA", "MQA"])
 def test_heads(heads: tuple[int, int], mask_heads: str) -> None:
     dim = 128 if (mask_heads == "kv") != (heads == (6, 2)) else 64
     count = {"one": 1, "kv": heads[1], "q": heads[0]}[mask_heads]
@@ -193,16 +193,22 @@ def test_query_heads_walk_bands_of_rows(monkeypatch: pytest.MonkeyPatch, dim: in
     _check(_inputs(dim, 700, 700, 1, 6, 2), mask, (True,))
 
 
-@pytest.mark.parametrize("mask_heads", [1, 6])
+@pytest.mark.parametrize("group", [3, 4])
+@pytest.mark.parametrize("per_head", [False, True])
 @pytest.mark.parametrize("family", ["causal_document", "document"])
-def test_the_simulated_walk_is_the_kernel_s(monkeypatch: pytest.MonkeyPatch, family: str, mask_heads: int) -> None:
-    """One program loads (query head, row tile) in the order of `tools.ordered_sums`, with bands of either kind."""
+def test_the_simulated_walk_is_the_kernel_s(
+    monkeypatch: pytest.MonkeyPatch, family: str, per_head: bool, group: int
+) -> None:
+    """One program loads (query head, row tile) in the order of `tools.ordered_sums`, with bands of either kind, and
+    upwards if a key-value head has four query heads."""
+    heads = 2 * group
     monkeypatch.setattr(dq_order, "_BAND_ROWS", 256)
     monkeypatch.setattr(hopper_backward, "multiprocessors", lambda device: 1)
     makers = {"causal_document": masks.causal_document, "document": masks.document}
     given = [makers[family](lengths) for lengths in ([400, 368], [468, 300], [100, 668])]
-    mask = FlashMask(torch.cat([given[head % 3].indices for head in range(mask_heads)], 1), given[0].causal)
-    q, k, v, dout = hopper_kernels.inputs(1, 6, 2, 768, 768, (64, 64), torch.float16, "cpu")
+    indices = [given[head % 3].indices for head in range(heads if per_head else 1)]
+    mask = FlashMask(torch.cat(indices, 1), given[0].causal)
+    q, k, v, dout = hopper_kernels.inputs(1, heads, 2, 768, 768, (64, 64), torch.float16, "cpu")
     tiles = plan.build_plan(mask.indices, mask.causal, 768)
     problem = problem_of(q, k, v, mask.indices, None, mask.causal, 0.1, 0.0)
     made = dq_order.prepare_dq_order(problem, 128, 128, 1)(mask.indices)
@@ -216,17 +222,18 @@ def test_the_simulated_walk_is_the_kernel_s(monkeypatch: pytest.MonkeyPatch, fam
         return tile_of(self, coordinates)
 
     monkeypatch.setattr(gluon_interpreter.Descriptor, "tile", spy)
-    lse, delta = torch.zeros(1, 6, 768), torch.zeros(1, 6, 768)
+    lse, delta = torch.zeros(1, heads, 768), torch.zeros(1, heads, 768)
     hopper_kernels.backward(dout, q, k, v, lse, delta, mask, tiles, 0.1, 0.0, deterministic=True)
-    interleaved, *bands = made.schedule.tolist()
-    lines = ordered_sums.segments_of(made.segments, max(1, mask_heads // 2))
-    items = ordered_sums.work_items(made.key_tile_order.tolist(), [0, len(lines) - 1], interleaved)
+    interleaved, *bands, upward = made.schedule.tolist()
+    assert upward == (group == 4)
+    lines = ordered_sums.segments_of(made.segments, group if per_head else 1)
+    items = ordered_sums.work_items(made.key_tile_order[upward].tolist(), [0, len(lines) - 1], interleaved)
     expected: list[tuple[int, int]] = []
     for plane, line, tile in items:
-        segments = [x[tile] for x in lines[line]] * (3 if mask_heads == 1 else 1)
-        for head, row in ordered_sums.walk(segments, *(x // plan.ROWS for x in bands)):
-            if expected[-1:] != [(plane * 3 + head, row)]:
-                expected.append((plane * 3 + head, row))
+        segments = [x[tile] for x in lines[line]] * (1 if per_head else group)
+        for head, row in ordered_sums.walk(segments, *(x // plan.ROWS for x in bands), upward, 768 // plan.ROWS):
+            if expected[-1:] != [(plane * group + head, row)]:
+                expected.append((plane * group + head, row))
     assert loaded == expected
 
 
