@@ -102,10 +102,10 @@ def unavailable(provider: str, device: str) -> str:
 
 
 class StockTrainer(GRPOTrainer):
-    """TRL's trainer on completions that are given instead of generated."""
+    """TRL's trainer on completions that are given, as the only example, instead of generated."""
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
-        return dict(inputs)
+        return dict(inputs[0])
 
 
 class SharedTrainer(SharedPromptGRPOTrainer, StockTrainer):
@@ -301,7 +301,7 @@ class Bench:
         differences = []
         for step in range(self.micro_batches):
             trainer._step = step
-            part = trainer._prepare_inputs(batch)
+            part = trainer._prepare_inputs([batch])
             new = self.log_probabilities(provider, part).detach()
             ratios = (new - part["old_per_token_logps"])[part["completion_mask"] > 0].double().exp()
             differences.append((ratios - 1).abs())

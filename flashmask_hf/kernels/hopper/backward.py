@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flashmask_hf.kernels.hopper.backward_kernel import Form, backward_kernel, scale_dq_kernel
 from flashmask_hf.kernels.hopper.descriptors import describable_layout, row_template, tile_template
-from flashmask_hf.kernels.hopper.dq_order import prepare_dq_order
+from flashmask_hf.kernels.hopper.dq_order import may_walk_upwards, prepare_dq_order
 from flashmask_hf.kernels.hopper.head_dims import Widths, contracted, widths_of
 from flashmask_hf.kernels.launch.descriptors import describable
 from flashmask_hf.kernels.launch.launcher import Launch
@@ -123,7 +123,8 @@ def prepare_backward(
             row_template(gradients[1], 64, width), row_template(gradients[2], 64, v_width),
         ),
         FORM=Form(
-            **problem.constants, SCATTER=ordered, DQ_ORDER=deterministic, PERSISTENT=persistent,
+            **problem.constants, SCATTER=ordered, DQ_ORDER=deterministic,
+            UPWARD=deterministic and may_walk_upwards(heads, kv_heads), PERSISTENT=persistent,
             **tiles._asdict(), BLOCK_D=width, BLOCK_V=v_width, TAIL=widths.tail, DQ_PIECES=pieces, DQ_ROWS=dq_rows,
             HEAD_DIM=head_dim, V_HEAD_DIM=v_head_dim, DEPTH=contracted(head_dim), V_DEPTH=contracted(v_head_dim),
             SEGMENT_ROWS=segment_rows, SUBTILES=subtiles, SCORES_AHEAD=width == 64 and not problem.softcap,

@@ -146,6 +146,8 @@ class Form(NamedTuple):
     """Whether rows of dK and dV are put where `k_order` says."""
     DQ_ORDER: bool
     """Whether tiles of keys add to dQ in a fixed order, which takes two store warps."""
+    UPWARD: bool
+    """Whether the schedule of that order may be that tiles of keys walk their rows upwards."""
     PERSISTENT: bool
     """Whether there are more tiles of keys than programs."""
     BLOCK_M: int
@@ -220,7 +222,9 @@ def _locate_key_tile(work, args, FORM: gl.constexpr):
     plane = begin + nth % width
     if FORM.DQ_ORDER:
         groups = gl.where(scalars.mask_heads == 1, 1, scalars.kv_heads)
-        line = gl.load(tensors.schedule + 3) * scalars.mask_batch + plane // scalars.kv_heads % scalars.mask_batch
+        line = plane // scalars.kv_heads % scalars.mask_batch
+        if FORM.UPWARD:
+            line = gl.load(tensors.schedule + 3) * scalars.mask_batch + line
         line = line * groups + plane % scalars.kv_heads % groups
         line = line * (scalars.n_columns // FORM.SUBTILES)
         ordered = gl.load(tensors.key_tile_order + line + tile // FORM.SUBTILES).to(gl.int32)
@@ -296,7 +300,7 @@ def _load_segments(batch, head, tile, upward, args, FORM: gl.constexpr):
     ends = gl.load(at + 1, mask=lanes < _SEGMENTS, other=0) * (FORM.SEGMENT_ROWS // FORM.BLOCK_M)
     if FORM.BLOCK_M < FORM.SEGMENT_ROWS:
         starts, ends = _trim_segments(starts, ends, mask_plane, tile, args, FORM)
-    if FORM.DQ_ORDER:
+    if FORM.UPWARD:
         row_tiles = scalars.padded_len // FORM.BLOCK_M
         starts, ends = gl.where(upward, row_tiles - ends, starts), gl.where(upward, row_tiles - starts, ends)
     return mask_plane, starts, ends
@@ -423,7 +427,7 @@ def _load_row_tiles(
         for count in range(last - first):
             row_tile = first + count + skip
             row_tile = gl.where(row_tile < last, row_tile, row_tile - (last - first))
-            if FORM.DQ_ORDER:
+            if FORM.UPWARD:
                 row_tile = gl.where(upward, all_row_tiles - 1 - row_tile, row_tile)
             if FORM.PERSISTENT and step + 1 == begin + row_tiles:
                 following = _draw_work(tensors.counter, FORM)
@@ -448,7 +452,7 @@ def produce(args, FORM: gl.constexpr):
     if FORM.PERSISTENT and FORM.DQ_ORDER:
         work = _draw_work(tensors.counter, FORM)
     upward = False
-    if FORM.DQ_ORDER:
+    if FORM.UPWARD:
         upward = gl.load(tensors.schedule + 3) != 0
     item = 0
     step = 0

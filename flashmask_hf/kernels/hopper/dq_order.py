@@ -58,7 +58,7 @@ from flashmask_hf.kernels.launch.problem import Problem
 from flashmask_hf.kernels.shared.plan import count_key_tiles, prepare_segments
 from flashmask_hf.plan import COLUMNS, PARTIAL_SEGMENTS, ROWS, VISIBLE_SEGMENTS, plan_columns
 
-__all__ = ["DqOrder", "prepare_dq_order"]
+__all__ = ["DqOrder", "may_walk_upwards", "prepare_dq_order"]
 
 _BAND_ROWS = 512
 """Rows that all query heads of a key-value head walk before the next ones, where many key tiles have near leads.
@@ -98,6 +98,11 @@ class DqOrder(NamedTuple):
     direction of the walk from the first row tile."""
 
 
+def may_walk_upwards(heads: int, kv_heads: int) -> bool:
+    """Return whether enough query heads share a key-value head for orders in which rows are walked upwards."""
+    return heads >= _UPWARD_GROUP * kv_heads
+
+
 def prepare_dq_order(problem: Problem, block_m: int, block_n: int, programs: int) -> Callable[[Tensor], DqOrder]:
     """Prepare the order for calls of one problem: three launches.
 
@@ -121,7 +126,7 @@ def prepare_dq_order(problem: Problem, block_m: int, block_n: int, programs: int
     n_rows = -(-q_len // ROWS) * (ROWS // block_m)
     n_blocks = -(-n_columns // _LANES)
     n_lines = mask_batch * groups
-    directions = 2 if heads >= _UPWARD_GROUP * kv_heads else 1
+    directions = 2 if may_walk_upwards(heads, kv_heads) else 1
     n_dq_tiles = batch * heads * n_rows
     make_segments = prepare_segments(problem, block_m, block_n, subtiles)
     new_ranks = packed_layout(mask_batch, mask_heads, n_rows, n_columns, dtype=torch.int16, device=device).allocator()
