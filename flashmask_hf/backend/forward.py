@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from flashmask_hf.attention import flashmask_attention
 from flashmask_hf.backend.layer_mask import layer_mask
 from flashmask_hf.backend.parts import attend_in_parts
 from flashmask_hf.names import VECTORS
@@ -63,13 +62,5 @@ def attention_forward(
     if split is not None:
         return attend_in_parts(split, module, query, key, value, attention_mask, scaling, dropout, kwargs), None
     columns = layer_mask(module, query, key, attention_mask, dropout, kwargs)
-    out = flashmask_attention(
-        query,
-        columns.gather(key),
-        columns.gather(value),
-        columns.mask,
-        scale=scaling,
-        softcap=kwargs.get("softcap"),
-        sinks=kwargs.get("s_aux"),
-    )
+    out = columns.attend(query, key, value, scale=scaling, softcap=kwargs.get("softcap"), sinks=kwargs.get("s_aux"))
     return out.transpose(1, 2), None

@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from flashmask_hf.attention import flashmask_attention
 from flashmask_hf.backend.layer_mask import check_hook_result, hidden_keys, layer_mask
 from flashmask_hf.backend.mask_cache import cached_mask
 from flashmask_hf.backend.windows import LayerMask
@@ -71,15 +70,7 @@ def attend_in_parts(
         key, value = gather_keys(key, split), gather_keys(value, split)
         whole_query = query[:, :, :1].expand(-1, -1, split.length, -1)  # only its shape is read, that of all rows
         columns = _own_rows(layer_mask(module, whole_query, key, None, dropout, kwargs), split)
-    out = flashmask_attention(
-        query,
-        columns.gather(key),
-        columns.gather(value),
-        columns.mask,
-        scale=scaling,
-        softcap=kwargs.get("softcap"),
-        sinks=sinks,
-    )
+    out = columns.attend(query, key, value, scale=scaling, softcap=kwargs.get("softcap"), sinks=sinks)
     return (heads_to_rows(out, split) if by_heads else out).transpose(1, 2)
 
 

@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flashmask_hf.attention import flashmask_attention
 from flashmask_hf.backend.hash_directions import lsh_directions
 from flashmask_hf.backend.layer_mask import layer_mask
 from flashmask_hf.backend.windows import LayerMask
@@ -165,7 +164,7 @@ def qk_attention_forward(
     if q_keep is None or k_keep is None:
         drop = _drop_probability(module, kwargs)
         if drop == 0:
-            out = flashmask_attention(query, columns.gather(key), columns.gather(value), columns.mask, **settings)
+            out = columns.attend(query, key, value, **settings)
             return out.transpose(1, 2), None
         q_keep, k_keep = (torch.rand(x.shape[:3], device=x.device) >= drop for x in (query, key))
     out = qk_sparse_attention(query, key, value, q_keep, k_keep, mask=_sortable_mask(QK, columns), **settings)

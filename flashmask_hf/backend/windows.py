@@ -9,11 +9,12 @@ them, so attention is the same.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from flashmask_hf.attention import flashmask_attention
 from flashmask_hf.backend.positions import UNBOUNDED, next_flagged
 from flashmask_hf.checks import device_assert
 from flashmask_hf.intervals import outer_rows
@@ -40,6 +41,10 @@ class LayerMask(NamedTuple):
             return x
         batch = torch.arange(x.shape[0], device=x.device)[:, None]
         return x.transpose(1, 2)[batch, self.keys].transpose(1, 2)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        """Return attention [B, Hq, Sq, Dv] under the mask; `options` are those of `flashmask_attention`."""
+        return flashmask_attention(query, self.gather(key), self.gather(value), self.mask, **options)
 
 
 def apply_window(mask: FlashMask, window: int, position_ids: Tensor | None, *, two_sided: bool) -> LayerMask:

@@ -302,7 +302,7 @@ def test_keys_are_not_repeated_for_layers_without_a_window(monkeypatch):
         columns.append(key.shape[2])
         return flashmask_attention(query, key, *args, **kwargs)
 
-    monkeypatch.setattr("flashmask_hf.backend.forward.flashmask_attention", spy)
+    monkeypatch.setattr("flashmask_hf.backend.windows.flashmask_attention", spy)
     model = AutoModelForCausalLM.from_config(MODELS["gemma2"](), attn_implementation="flashmask")
     vectors = masks.share_question([(9, [8, 9])]).indices
     at = counts((0, 9), (9, 17), (9, 18))

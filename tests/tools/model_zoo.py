@@ -24,7 +24,7 @@ from transformers import (
 from transformers.models.auto import modeling_auto
 
 from flashmask_hf import masks
-from flashmask_hf.backend import forward
+from flashmask_hf.backend import windows
 from flashmask_hf.backend.forward_records import ForwardRecord
 
 BOUND = 1e-4
@@ -535,16 +535,16 @@ def examine(family: str) -> Family:
             actual, outcomes | dict.fromkeys(pairs, dict.fromkeys(modes, Outcome("raises", first_sentence(error))))
         )
     ours.load_state_dict(eager.state_dict())
-    calls, attend = [0], forward.flashmask_attention
+    calls, attend = [0], windows.flashmask_attention
 
     def counting(*args: Any, **kwargs: Any) -> Tensor:
         calls[0] += 1
         return attend(*args, **kwargs)
 
-    forward.flashmask_attention = counting
+    windows.flashmask_attention = counting
     try:
         for name, pair in pairs.items():
             outcomes[name] = {mode: _outcome(ours.eval(), eager.eval(), pair, mode, name, calls) for mode in modes}
     finally:
-        forward.flashmask_attention = attend
+        windows.flashmask_attention = attend
     return Family(actual, outcomes)
