@@ -81,8 +81,7 @@ def _wrap_function(
     original = getattr(owner, name, None)
     if hasattr(original, "patched"):
         return
-    known = isinstance(original, types.FunctionType) and [*inspect.signature(original).parameters] in signatures
-    if original is None or not known:
+    if not isinstance(original, types.FunctionType) or [*inspect.signature(original).parameters] not in signatures:
         _refuse_version(does, f"{name} of {owner.__name__}")
 
     @functools.wraps(original)
