@@ -136,6 +136,7 @@ class _Call(NamedTuple):
 def _forward(module: nn.Module, patch: Callable[..., Any] | None, tokens: int, *args: Any, **kwargs: Any) -> Any:
     """Run a module's forward, in tiles if it gets one tensor of more than `tokens` tokens."""
     forward = patch or functools.partial(type(module).forward, module)
+    # Activated LoRA tells its adapters by such keywords which tokens of the whole row are activated.
     parts_get_keywords = any(part._forward_pre_hooks_with_kwargs for part in module.children())
     if len(args) != 1 or kwargs or parts_get_keywords or not _is_long(args[0], tokens):
         return forward(*args, **kwargs)

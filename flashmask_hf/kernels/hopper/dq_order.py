@@ -38,7 +38,7 @@ visible rows 1.06 with the 6 heads that are chosen, 1.02 with 2 and 1.18 with 12
 of 256, full attention took 1.08 with the 2 chosen and 1.47 with 4, random intervals 1.12 with the 3 chosen and 1.27
 with the 5 that level pairs would get. With 8 key-value heads for 32 of 128, random intervals took 1.10 with bands of
 512 rows, and 1.98 when all but the first 128 rows were one. With 4 key-value heads for 16 of 256, causal attention
-took 1.09 upwards and 1.65 downwards.
+took 1.13 upwards and 1.72 downwards.
 `tests/tools/ordered_sums.py` simulates the waits.
 """
 
@@ -91,7 +91,7 @@ class DqOrder(NamedTuple):
     """int32 zeros, one for each tile of rows of dQ: how many key tiles have added to it."""
     key_tile_order: Tensor
     """int32 [directions, groups of the batch, key tiles]: the key tiles of a group of masks in starting order, if they
-    walk their rows downwards and, where query heads share a key-value head, upwards."""
+    walk their rows downwards and, if `may_walk_upwards`, upwards."""
     schedule: Tensor
     """int32 [4]: key-value heads of the batch whose key tiles alternate; rows of the first band that a key tile walks;
     rows of the later bands; 1 if it walks upwards, else 0. Bands end at multiples of their rows, counted in the
