@@ -19,6 +19,7 @@ from flashmask_hf.kernels.launch.problem import Problem
 from flashmask_hf.kernels.shared.configs import multiprocessors
 from flashmask_hf.kernels.shared.plan import count_key_tiles
 from flashmask_hf.kernels.shared.row_statistics import Delta, Gradients, OutputLayout, prepare_delta
+from flashmask_hf.kernels.shared.work_order import prepare_work_order
 from flashmask_hf.plan import COLUMNS, ROWS, Plan, plan_columns
 
 __all__ = ["prepare_backward"]
@@ -43,8 +44,6 @@ _TILES = {
     Widths(256): Tiles(64, 1, 1, 1, 1, 3, 1),
 }
 """Tiles by the columns of queries, keys and values."""
-_RESIDENT_BYTES = 8 << 20
-"""Bytes of query rows, of heads whose tiles of keys alternate, that the L2 cache should hold."""
 
 
 def prepare_backward(
@@ -94,8 +93,6 @@ def prepare_backward(
     kv_planes = batch * kv_heads
     programs = multiprocessors(device)
     persistent = n_columns * kv_planes > programs
-    # Interleaved heads put equal work side by side.
-    interleaved = min(kv_planes, max(1, _RESIDENT_BYTES // (q_len * head_dim * (heads // kv_heads) * 4)))
 
     accum = packed_layout(batch * heads * padded_len * dq_columns // 32, 32, dtype=torch.float32, device=device)
     new_accum = accum.allocator()
@@ -110,12 +107,15 @@ def prepare_backward(
     new_told = [x.allocator() for x in told]
     laid_out = told == gradients
 
+    unsorted, make_work_order = 0, None
+    if persistent and not deterministic:
+        unsorted, make_work_order = prepare_work_order(problem, n_columns, subtiles, programs)
     make_dq_order = prepare_dq_order(problem, block_m, block_n, programs) if deterministic else None
     make_delta: Any = None if output is None else prepare_delta(dout, output[0], q_len, sums=dq_columns)
     add = Launch(
         backward_kernel,
         min(n_columns * kv_planes, programs),
-        heads, kv_heads, kv_planes, interleaved, *problem.mask_shape[:2], q_len, kv_len, n_kv, n_columns, padded_len,
+        heads, kv_heads, kv_planes, unsorted, *problem.mask_shape[:2], q_len, kv_len, n_kv, n_columns, padded_len,
         problem.scale, *problem.factors,
         descriptors=(
             row_template(q, block_m, width), row_template(k, 64, width), row_template(v, 64, v_width),
@@ -166,9 +166,11 @@ def prepare_backward(
         indices = indices.contiguous()
         # Without an order, the tensors behind the segments are not read.
         segments_and_order = (plan.segments,) * 5 if make_dq_order is None else make_dq_order(indices)
+        work_order = None if make_work_order is None else make_work_order(plan.segments)
         scattered = (dk, dv) if ordered else (None, None)
         add(
-            q, k, v, dout, accum, dk, dv, *scattered, k_order, lse, delta, indices, *segments_and_order, counter,
+            q, k, v, dout, accum, dk, dv, *scattered, k_order, lse, delta, indices, *segments_and_order, work_order,
+            counter,
         )  # fmt: skip
         scale_dq(accum, dq, q_order)
         if not laid_out:

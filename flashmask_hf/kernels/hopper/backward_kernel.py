@@ -292,15 +292,15 @@ def _accumulate_dq(args, FORM: gl.constexpr):
         row_tiles = read_slot(shared.slots, (step & 1) * Slot.COUNT + Slot.ROW_TILES)
 
 
-_SIZES = ["heads", "kv_heads", "kv_planes", "interleaved", "mask_batch", "mask_heads", "q_len", "kv_len", "n_kv",
+_SIZES = ["heads", "kv_heads", "kv_planes", "unsorted", "mask_batch", "mask_heads", "q_len", "kv_len", "n_kv",
           "n_columns", "padded_len"]  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=_SIZES)
 def backward_kernel(
     q, k, v, dout, dq_accum, dk, dv, dk_rows, dv_rows, k_order, lse, delta, indices, segments, dq_ranks, dq_semaphores,
-    key_tile_order, schedule, counter,
-    heads, kv_heads, kv_planes, interleaved, mask_batch, mask_heads, q_len, kv_len, n_kv, n_columns, padded_len,
+    key_tile_order, schedule, work_order, counter,
+    heads, kv_heads, kv_planes, unsorted, mask_batch, mask_heads, q_len, kv_len, n_kv, n_columns, padded_len,
     scale, factor, cap_factor, FORM: gl.constexpr,
 ):  # fmt: skip
     """Set up shared memory and start the roles. The classes above document the arguments."""
@@ -358,10 +358,10 @@ def backward_kernel(
 
     tensors = Tensors(
         q, k, v, dout, dq_accum, dk, dv, dk_rows, dv_rows, k_order, lse, delta, indices, segments, dq_ranks,
-        dq_semaphores, key_tile_order, schedule, counter,
+        dq_semaphores, key_tile_order, schedule, work_order, counter,
     )  # fmt: skip
     scalars = Scalars(
-        heads, kv_heads, kv_planes, interleaved, mask_batch, mask_heads, q_len, kv_len, n_kv, n_columns,
+        heads, kv_heads, kv_planes, unsorted, mask_batch, mask_heads, q_len, kv_len, n_kv, n_columns,
         padded_len, scale, factor, cap_factor,
     )  # fmt: skip
     args = (tensors, scalars, shared, barriers)

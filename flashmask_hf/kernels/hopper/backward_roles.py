@@ -114,6 +114,7 @@ class Tensors(NamedTuple):
     dq_semaphores: Any
     key_tile_order: Any
     schedule: Any
+    work_order: Any  # int32 if PERSISTENT and not DQ_ORDER, see `shared.work_order`
     counter: Any  # int32 [1] if PERSISTENT: tiles of keys taken
 
 
@@ -123,7 +124,7 @@ class Scalars(NamedTuple):
     heads: Any
     kv_heads: Any
     kv_planes: Any  # batch * kv_heads
-    interleaved: Any  # key-value heads whose tiles of keys alternate, unless DQ_ORDER
+    unsorted: Any  # work items before those that `work_order` sorts
     mask_batch: Any
     mask_heads: Any
     q_len: Any
@@ -210,17 +211,15 @@ def release_dout():
 
 @gluon.jit
 def _locate_key_tile(work, args, FORM: gl.constexpr):
-    """Return (tile of keys, key-value plane) of work item `work`: heads alternate, so equal work is side by side."""
+    """Return (tile of keys, key-value plane) of work item `work`. With DQ_ORDER, heads alternate (see `dq_order`)."""
     tensors, scalars, _shared, _barriers = args
-    interleaved = scalars.interleaved
     if FORM.DQ_ORDER:
-        interleaved = gl.load(tensors.schedule)
-    begin = work // (interleaved * scalars.n_columns) * interleaved
-    nth = work - begin * scalars.n_columns
-    width = gl.minimum(interleaved, scalars.kv_planes - begin)
-    tile = nth // width
-    plane = begin + nth % width
-    if FORM.DQ_ORDER:
+        alternating = gl.load(tensors.schedule)
+        begin = work // (alternating * scalars.n_columns) * alternating
+        nth = work - begin * scalars.n_columns
+        width = gl.minimum(alternating, scalars.kv_planes - begin)
+        tile = nth // width
+        plane = begin + nth % width
         groups = gl.where(scalars.mask_heads == 1, 1, scalars.kv_heads)
         line = plane // scalars.kv_heads % scalars.mask_batch
         if FORM.UPWARD:
@@ -229,18 +228,34 @@ def _locate_key_tile(work, args, FORM: gl.constexpr):
         line = line * (scalars.n_columns // FORM.SUBTILES)
         ordered = gl.load(tensors.key_tile_order + line + tile // FORM.SUBTILES).to(gl.int32)
         tile = ordered * FORM.SUBTILES + tile % FORM.SUBTILES
+    else:
+        tile = work % scalars.n_columns
+        plane = work // scalars.n_columns
     return tile, plane
 
 
 @gluon.jit
-def _draw_work(counter, FORM: gl.constexpr):
-    """Return the number of the program's next work item.
+def _take_work(place, args, FORM: gl.constexpr):
+    """Return the work item that is taken at `place`: the number of the place, or what `work_order` has there."""
+    tensors, scalars, _shared, _barriers = args
+    item = place
+    if FORM.PERSISTENT and not FORM.DQ_ORDER:
+        is_sorted = (place >= scalars.unsorted) & (place < scalars.kv_planes * scalars.n_columns)
+        order = tensors.work_order + place - scalars.unsorted
+        item = gl.where(is_sorted, gl.load(order, mask=is_sorted, other=0), place)
+    return item
 
-    The first items are numbered like the programs, unless dQ has an order. Then a tile waits for those of lower
+
+@gluon.jit
+def _draw_work(args, FORM: gl.constexpr):
+    """Return the program's next work item.
+
+    The first places are those of the programs' numbers, unless dQ has an order. Then a tile waits for those of lower
     numbers, and drawing every number makes sure that these have begun.
     """
-    number = gl.atomic_add(counter, 1)
-    return number if FORM.DQ_ORDER else number + gl.num_programs(0)
+    tensors, _scalars, _shared, _barriers = args
+    place = gl.atomic_add(tensors.counter, 1)
+    return place if FORM.DQ_ORDER else _take_work(place + gl.num_programs(0), args, FORM)
 
 
 @gluon.jit
@@ -413,7 +428,7 @@ def _load_row_tiles(
     `begin` is the step of the work item's first row tile, and `upward` as in `_load_segments`. Returns the next (step,
     following).
     """
-    tensors, scalars, _shared, _barriers = args
+    _tensors, scalars, _shared, _barriers = args
     BLOCK_M: gl.constexpr = FORM.BLOCK_M
     all_row_tiles = scalars.padded_len // BLOCK_M
     end = step + gl.sum(gl.maximum(ends - starts, 0), 0)
@@ -430,7 +445,7 @@ def _load_row_tiles(
             if FORM.UPWARD:
                 row_tile = gl.where(upward, all_row_tiles - 1 - row_tile, row_tile)
             if FORM.PERSISTENT and step + 1 == begin + row_tiles:
-                following = _draw_work(tensors.counter, FORM)
+                following = _draw_work(args, FORM)
             dq_tile = (batch * scalars.heads + head) * all_row_tiles + row_tile
             _load_rows(
                 batch, head, row_tile * BLOCK_M, mask_plane * 2 + partial, dq_tile, kv_plane, tile, row_tiles, item,
@@ -448,9 +463,9 @@ def produce(args, FORM: gl.constexpr):
     group = scalars.heads // scalars.kv_heads
     mask_per_member = scalars.mask_heads > scalars.kv_heads
     n_work = scalars.kv_planes * scalars.n_columns
-    work = gl.program_id(0)
+    work = _take_work(gl.program_id(0), args, FORM)
     if FORM.PERSISTENT and FORM.DQ_ORDER:
-        work = _draw_work(tensors.counter, FORM)
+        work = _draw_work(args, FORM)
     upward = False
     if FORM.UPWARD:
         upward = gl.load(tensors.schedule + 3) != 0
@@ -473,7 +488,7 @@ def produce(args, FORM: gl.constexpr):
         following = n_work
         if row_tiles == 0:
             if FORM.PERSISTENT:
-                following = _draw_work(tensors.counter, FORM)
+                following = _draw_work(args, FORM)
             _load_rows(
                 batch, first_head, scalars.padded_len, mask_plane * 2, 0, kv_plane, tile, row_tiles, item, step, True,
                 args, FORM,

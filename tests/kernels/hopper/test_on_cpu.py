@@ -48,6 +48,7 @@ from flashmask_hf.kernels.hopper.head_dims import widths_of
 from flashmask_hf.kernels.launch import descriptors
 from flashmask_hf.kernels.launch.layout import layout_of
 from flashmask_hf.kernels.launch.problem import problem_of
+from flashmask_hf.kernels.shared import work_order
 from flashmask_hf.operators.attention import flash_attn_backward, flash_attn_forward
 from flashmask_hf.operators.plan import plan_of
 from flashmask_hf.rows import put_rows_back
@@ -63,7 +64,11 @@ PADDED = [(40, 40), (32, 56), (72, 128), (96, 96)]
 
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """impl="hopper" serves tensors on the CPU, with three programs at most. The forward leaves its counters 0."""
+    """impl="hopper" serves tensors on the CPU, with three programs at most, and sorts the work items of the last heads.
+
+    The forward leaves its counters 0.
+    """
+    monkeypatch.setattr(work_order, "_SORTED_ITEMS", 1)
     monkeypatch.setattr(implementations, "_why_not_hopper", lambda *given: None)
     for module in (hopper_forward, hopper_backward):
         monkeypatch.setattr(module, "multiprocessors", lambda device: 3)
