@@ -265,6 +265,7 @@ class FlashMask:
                 f"rows must be a slice or the numbers of rows [R], got {list(numbers.shape)} of {numbers.dtype}; write "
                 "a bool tensor as its nonzero()[:, 0]"
             )
+        numbers = numbers.to(torch.int64)  # differences of unsigned numbers would wrap around
         if int(numbers[0]) < 0 or int(numbers[-1]) >= total or not bool((numbers.diff() > 0).all()):
             raise ValueError(
                 f"rows must be strictly ascending numbers in 0..{total - 1}, got {numbers[:8].tolist()}"

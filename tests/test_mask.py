@@ -300,6 +300,7 @@ def test_attention_of_some_rows_is_theirs_in_the_whole():
         (torch.zeros(0, dtype=torch.int64), ValueError, "at least one row"),
         ([1, 1], ValueError, r"strictly ascending numbers in 0\.\.4, got \[1, 1\]; sort them"),
         ([2, 1], ValueError, "strictly ascending"),
+        (torch.tensor([2, 1], dtype=torch.uint8), ValueError, "strictly ascending"),
         ([-1, 1], ValueError, r"in 0\.\.4"),
         ([1, 5], ValueError, r"in 0\.\.4"),
         (torch.tensor([True, False]), TypeError, r"\[2\] of torch.bool; .*nonzero"),
