@@ -210,12 +210,8 @@ class FlashMask:
         layer. It always fits: `causal` hides one interval per key, and a causal mask has at most one other.
         """
         rows = self.row_count(q_len)
-        pairs = self.intervals(rows)
-        if self.causal:
-            diagonal = causal_starts(rows, self.kv_len, self.device).expand_as(pairs[0][0])
-            pairs = [*pairs, (torch.zeros_like(diagonal), diagonal)]
-        (lts, lte), (uts, ute) = pairs
-        return FlashMask(torch.stack([lts, lte, uts, ute], -1), causal=False, q_len=rows)
+        pairs = hidden_intervals(without_causal_flag(self.indices, self.causal, rows), False, rows)
+        return FlashMask(torch.stack([bound for pair in pairs for bound in pair], -1), causal=False, q_len=rows)
 
     def rows(self, rows: slice | Tensor | Sequence[int], q_len: int | None = None) -> FlashMask:
         """Return the mask of some of the query rows against all keys.
@@ -414,8 +410,7 @@ class FlashMask:
             raise ValueError(
                 f"other is on {other.device}, this mask on {self.device}; move it with other.to('{self.device}')"
             )
-        own = self.row_count() if other.q_len is None or self.q_len is not None else other.q_len
-        rows = other.row_count(own) if other.q_len is not None else own
+        rows = self.row_count(other.q_len)
         pairs = self.intervals(rows) + other.intervals(rows)
         try:
             shape = torch.broadcast_shapes(self.indices.shape[:3], other.indices.shape[:3])

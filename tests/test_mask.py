@@ -392,7 +392,7 @@ def test_and_rejects_masks_that_do_not_fit_each_other():
     mask = masks.causal(4)
     with pytest.raises(ValueError, match="other has 5 key columns, this mask has 4"):
         mask & masks.causal(5)
-    with pytest.raises(ValueError, match="q_len=4, but this mask was built for q_len=2"):
+    with pytest.raises(ValueError, match="q_len=2, but this mask was built for q_len=4"):
         mask & masks.causal(4, q_len=2)
     with pytest.raises(ValueError, match=r"batch and heads must match or be 1: \[2, 1\] against \[3, 1\]"):
         masks.padding([4, 3]) & masks.padding([4, 3, 2])
