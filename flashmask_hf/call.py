@@ -27,9 +27,8 @@ from flashmask_hf.kernels.launch.layout import layout_of
 from flashmask_hf.kernels.launch.problem import Problem, problem_of
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.plan import Plan
-from flashmask_hf.rows import put_rows_back
 
-__all__ = ["Call", "Settings", "resolve", "resolve_operator", "sinks_gradient"]
+__all__ = ["Call", "Settings", "resolve", "resolve_operator"]
 
 logger = logging.getLogger(__name__)
 
@@ -68,18 +67,18 @@ class Call:
         cast_to: dtype to which autocast casts q, k and v, or None.
         decodes: whether the rows are few and attention goes without a plan.
         differentiated: whether results require gradients.
-        dispatched: whether something intercepts the call (`torch_state.is_intercepted`). It then runs through the
+        intercepted: whether something intercepts the call (`torch_state.is_intercepted`). It then runs through the
             operators; this object is not kept and only carries the settings.
     """
 
     def __init__(
-        self, settings: Settings, cast_to: torch.dtype | None, decodes: bool, differentiated: bool, dispatched: bool
+        self, settings: Settings, cast_to: torch.dtype | None, decodes: bool, differentiated: bool, intercepted: bool
     ):
         self.settings = settings
         self.cast_to = cast_to
         self.decodes = decodes
         self.differentiated = differentiated
-        self.dispatched = dispatched
+        self.intercepted = intercepted
         self._prepared: dict[Hashable, Callable[..., Any]] = {}
         """By pass, whether rows are put in an order, and, for backwards, the layouts of what was saved."""
 
@@ -106,17 +105,12 @@ class Call:
         tensors: tuple[Any, ...] = (q, k, v, sinks, indices, plan)
         if order is not None:
             tensors = (*tensors, order)
-        key = ("forward", order is not None)
+
+        def prepare(impl: str) -> Callable[..., Any]:
+            return implementations.prepare_forward(impl, self._problem(q, k, v, indices, sinks), order is not None)
+
         with torch_state.device_guard(q):
-            run = self._prepared.get(key)
-            if run is not None:
-                return run(*tensors)
-
-            def prepare(impl: str) -> Callable[..., Any]:
-                run = implementations.prepare_forward(impl, self._problem(q, k, v, indices, sinks), order is not None)
-                return run if order is None or impl == "hopper" else _placing_rows(run)
-
-            return self._run_first(key, prepare, tensors)
+            return self._run(("forward", order is not None), prepare, tensors)
 
     def backward(
         self,
@@ -152,22 +146,17 @@ class Call:
         # Hooks on saved tensors, such as offloading, keep shapes and dtypes, and may change the rest of a layout.
         saved = (dout, q, k, v, lse, indices) if out is None else (dout, q, k, v, lse, indices, out)
         key = ("backward", orders is not None, dlse is None, *[(x.stride(), x.data_ptr() % 16) for x in saved])
+
+        def prepare(impl: str) -> Callable[..., Any]:
+            problem = self._problem(q, k, v, indices, sinks)
+            output = None if out is None else (layout_of(out), dlse is not None)
+            return implementations.prepare_backward(
+                impl, problem, layout_of(dout), output, self.settings.deterministic, orders is not None
+            )
+
         with torch_state.device_guard(q):
-            run = self._prepared.get(key)
-            if run is None:
-
-                def prepare(impl: str) -> Callable[..., Any]:
-                    problem = self._problem(q, k, v, indices, sinks)
-                    output = None if out is None else (layout_of(out), dlse is not None)
-                    run = implementations.prepare_backward(
-                        impl, problem, layout_of(dout), output, self.settings.deterministic, orders is not None
-                    )
-                    return run if orders is None or impl == "hopper" else _placing_gradients(run)
-
-                dq, dk, dv, row_sums = self._run_first(key, prepare, tensors)
-            else:
-                dq, dk, dv, row_sums = run(*tensors)
-            return dq, dk, dv, sinks_gradient(sinks, lse, row_sums)
+            dq, dk, dv, row_sums = self._run(key, prepare, tensors)
+            return dq, dk, dv, _sinks_gradient(sinks, lse, row_sums)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Return out and lse of few rows without a plan, as `operators.decoding._decode` documents them."""
@@ -178,10 +167,11 @@ class Call:
         with torch_state.device_guard(q):
             return run(q, k, v, sinks, indices)
 
-    def _run_first(
-        self, key: tuple[Any, ...], prepare: Callable[[str], Callable[..., Any]], tensors: tuple[Any, ...]
-    ) -> Any:
-        """Prepare a pass for an implementation, run it, and keep it under `key` once it has succeeded."""
+    def _run(self, key: tuple[Any, ...], prepare: Callable[[str], Callable[..., Any]], tensors: tuple[Any, ...]) -> Any:
+        """Run the pass that is prepared under `key`; prepare it first, if no earlier run of it has succeeded."""
+        run = self._prepared.get(key)
+        if run is not None:
+            return run(*tensors)
         impl, pass_name = self.settings.impl, key[0]
         if impl == "best" and pass_name not in _failed:
             try:
@@ -208,28 +198,6 @@ class Call:
         return problem_of(q, k, v, indices, sinks, causal, scale, softcap)
 
 
-def _placing_rows(run: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return a forward that puts each row of the output where its last argument, an order, says."""
-
-    def run_and_place(*tensors: Any) -> tuple[Tensor, Tensor]:
-        *inputs, order = tensors
-        out, lse = run(*inputs)
-        return put_rows_back(out, order), lse
-
-    return run_and_place
-
-
-def _placing_gradients(run: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
-    """Return a backward that puts each row of dq, and of dk and dv, where its last argument, two orders, says."""
-
-    def run_and_place(*tensors: Any) -> tuple[Tensor, ...]:
-        *inputs, (q_order, k_order) = tensors
-        dq, dk, dv, delta = run(*inputs)
-        return put_rows_back(dq, q_order), put_rows_back(dk, k_order), put_rows_back(dv, k_order), delta
-
-    return run_and_place
-
-
 def resolve(
     q: Tensor,
     k: Tensor,
@@ -243,17 +211,17 @@ def resolve(
 ) -> Call:
     """Return the call that serves the arguments of `flashmask_attention`, which documents them and what raises."""
     key = call = None
-    dispatched = True
+    intercepted = True
     try:
-        dispatched = torch_state.is_intercepted(q, k, v, mask._indices, sinks)
-        if not dispatched:
-            options = (mask._causal, mask._q_len, scale, softcap, deterministic, impl)
-            key = _key(q, k, v, mask._indices, sinks, *options)
+        intercepted = torch_state.is_intercepted(q, k, v, mask.indices, sinks)
+        if not intercepted:
+            options = (mask.causal, mask.q_len, scale, softcap, deterministic, impl)
+            key = _key(q, k, v, mask.indices, sinks, *options)
             call = _calls.get(key)
     except (AttributeError, TypeError):  # an argument of another type, of which the checks know more to say
         key = None
     if call is None:
-        call = _make(q, k, v, mask, sinks, scale, softcap, deterministic, impl, dispatched)
+        call = _make(q, k, v, mask, sinks, scale, softcap, deterministic, impl, intercepted)
         if key is not None:
             _keep(key, call)
     return call
@@ -269,7 +237,7 @@ def resolve_operator(
     call = _calls.get(key)
     if call is None:
         mask = FlashMask(indices, causal)
-        call = _make(q, k, v, mask, sinks, scale, softcap or None, deterministic, impl, dispatched=False)
+        call = _make(q, k, v, mask, sinks, scale, softcap or None, deterministic, impl, intercepted=False)
         _keep(key, call)
     return call
 
@@ -327,7 +295,7 @@ def _make(
     softcap: float | None,
     deterministic: bool,
     impl: str | None,
-    dispatched: bool,
+    intercepted: bool,
 ) -> Call:
     """Check the arguments of a call and settle what they leave open."""
     check_arguments(q, k, v, mask, scale, softcap, sinks, deterministic)
@@ -362,10 +330,10 @@ def _make(
         and settings.impl not in ("hopper", "reference")
         and q.shape[2] <= max(16, _FEW_ROWS * k.shape[1] // q.shape[1])
     )
-    return Call(settings, cast_to, decodes, differentiated, dispatched)
+    return Call(settings, cast_to, decodes, differentiated, intercepted)
 
 
-def sinks_gradient(sinks: Tensor | None, lse: Tensor, delta: Tensor) -> Tensor:
+def _sinks_gradient(sinks: Tensor | None, lse: Tensor, delta: Tensor) -> Tensor:
     """Return the gradient of the sinks [Hq], or an empty tensor without sinks.
 
     Args:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flashmask_hf import torch_state
 from flashmask_hf.mask import FlashMask
+from flashmask_hf.rows import put_rows_back
 
 if TYPE_CHECKING:  # Triton may be missing
     from flashmask_hf.kernels.launch.layout import Layout
@@ -107,10 +108,12 @@ def prepare_forward(impl: str, problem: Problem, ordered: bool) -> Callable[...,
     Args:
         impl: the implementation.
         problem: layouts and settings of the call.
-        ordered: whether output rows are put in an order; only "hopper" does that itself.
+        ordered: whether each row of the output is put where an order says. The kernel of "hopper" stores it there; the
+            others' output is copied.
 
     Returns:
-        (q, k, v, sinks, indices, plan, order) -> (out, lse), without `order` unless `ordered`.
+        (q, k, v, sinks, indices, plan, order) -> (out, lse), without `order` unless `ordered`. `order`, int32
+        [B, Hq, Sq], is a permutation of every head's rows.
     """
     if impl == "hopper":
         from flashmask_hf.kernels.hopper import forward
@@ -119,15 +122,23 @@ def prepare_forward(impl: str, problem: Problem, ordered: bool) -> Callable[...,
     if impl == "triton":
         from flashmask_hf.kernels.portable import forward
 
-        return forward.prepare_forward(problem)
-    from flashmask_hf.kernels.eager import tiled
+        run = forward.prepare_forward(problem)
+    else:
+        from flashmask_hf.kernels.eager import tiled
 
-    def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, indices: Tensor, plan: Any) -> Any:
-        with torch_state.no_autocast(q.device):
-            mask = FlashMask(indices, problem.causal)
-            return tiled.forward(q, k, v, mask, plan, sinks, problem.scale, problem.softcap)
+        def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, indices: Tensor, plan: Any) -> Any:
+            with torch_state.no_autocast(q.device):
+                mask = FlashMask(indices, problem.causal)
+                return tiled.forward(q, k, v, mask, plan, sinks, problem.scale, problem.softcap)
 
-    return run
+    if not ordered:
+        return run
+
+    def run_and_place(*inputs: Any) -> tuple[Tensor, Tensor]:
+        out, lse = run(*inputs[:-1])
+        return put_rows_back(out, inputs[-1]), lse
+
+    return run_and_place
 
 
 def prepare_backward(
@@ -141,10 +152,11 @@ def prepare_backward(
         dout: layout of the output's gradient.
         output: (layout of the output, whether lse has a gradient), or None if the row sums delta are there already.
         deterministic: whether repeated runs must agree to the bit; "triton" and "torch" always do.
-        ordered: whether rows of the gradients are put in orders; only "hopper" does that itself.
+        ordered: whether each row of the gradients is put where orders say, as in the forward.
 
     Returns:
         (dout, q, k, v, lse, delta, indices, plan, orders) -> (dq, dk, dv, delta), without `orders` unless `ordered`.
+        `orders` are where the rows of dq go, int32 [B, Hq, Sq], and those of dk and dv, int32 [B, Hkv, Skv].
         `delta`, the row sums of dout * out less the gradient of lse, is a tensor, or (out, gradient of lse or None)
         that it is computed from.
     """
@@ -155,17 +167,26 @@ def prepare_backward(
     if impl == "triton":
         from flashmask_hf.kernels.portable import backward
 
-        return backward.prepare_backward(problem, dout, output)
-    from flashmask_hf.kernels.eager import tiled
+        run = backward.prepare_backward(problem, dout, output)
+    else:
+        from flashmask_hf.kernels.eager import tiled
 
-    def run(
-        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Any, indices: Tensor, plan: Any
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        with torch_state.no_autocast(q.device):
-            mask = FlashMask(indices, problem.causal)
-            return tiled.backward(dout, q, k, v, lse, delta, mask, plan, problem.scale, problem.softcap)
+        def run(
+            dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Any, indices: Tensor, plan: Any
+        ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+            with torch_state.no_autocast(q.device):
+                mask = FlashMask(indices, problem.causal)
+                return tiled.backward(dout, q, k, v, lse, delta, mask, plan, problem.scale, problem.softcap)
 
-    return run
+    if not ordered:
+        return run
+
+    def run_and_place(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        dq, dk, dv, delta = run(*inputs[:-1])
+        q_order, k_order = inputs[-1]
+        return put_rows_back(dq, q_order), put_rows_back(dk, k_order), put_rows_back(dv, k_order), delta
+
+    return run_and_place
 
 
 def prepare_decode(impl: str, problem: Problem) -> Callable[..., tuple[Tensor, Tensor]]:

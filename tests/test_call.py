@@ -205,7 +205,7 @@ def test_a_call_is_checked_and_chosen_once(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_call_that_is_intercepted_is_not_kept(calls: dict[Any, Call]) -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]), torch.no_grad():
-        assert resolve(*_cpu(), _mask(50), None, None, None, False, None).dispatched
+        assert resolve(*_cpu(), _mask(50), None, None, None, False, None).intercepted
     assert not calls
 
 

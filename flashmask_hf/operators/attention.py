@@ -28,13 +28,13 @@ def attend(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ma
     """Run a resolved call of `flashmask_attention`; return out and lse."""
     q, k, v = call.cast(q, k, v)
     if call.decodes:
-        return decode(call, q, k, v, sinks, mask._indices)
+        return decode(call, q, k, v, sinks, mask.indices)
     plan = plan_of(mask, q.shape[2])
-    if call.dispatched:
-        return flash_attn_forward(q, k, v, sinks, mask._indices, *plan, *call.settings)
+    if call.intercepted:
+        return flash_attn_forward(q, k, v, sinks, mask.indices, *plan, *call.settings)
     if not call.differentiated:
-        return call.forward(q, k, v, sinks, mask._indices, plan)
-    return _record(call, q, k, v, sinks, mask._indices, plan)
+        return call.forward(q, k, v, sinks, mask.indices, plan)
+    return _record(call, q, k, v, sinks, mask.indices, plan)
 
 
 def _forward(

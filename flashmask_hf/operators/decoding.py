@@ -16,7 +16,7 @@ __all__ = ["decode", "flash_attn_decode", "results_like"]
 
 def decode(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, indices: Tensor) -> tuple[Tensor, Tensor]:
     """Run a resolved call of few rows; return out and lse."""
-    if call.dispatched:
+    if call.intercepted:
         return flash_attn_decode(q, k, v, sinks, indices, *call.settings[:-1])
     return call.decode(q, k, v, sinks, indices)
 
