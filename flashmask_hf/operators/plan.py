@@ -1,4 +1,4 @@
-"""The operator `flashmask_hf::plan`, and the plan that a mask keeps."""
+"""The operator `flashmask_hf::plan`, and the cache of a mask's plan."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def _(indices: Tensor, causal: bool, q_len: int) -> tuple[Tensor, Tensor, Tensor
     )
 
 
-class _KeptPlan(NamedTuple):
-    """The plan that a mask keeps, and what it was made from."""
+class _CachedPlan(NamedTuple):
+    """The plan that a mask caches, and what tells whether it is still valid."""
 
     q_len: int
     version: int
@@ -73,41 +73,42 @@ class _KeptPlan(NamedTuple):
     """Memory that the indices view (`_memory_of`)."""
     stream: tuple[int, int] | None
     """CUDA device and stream on which the plan may be read."""
-    inferred: bool
-    """Whether it was made in inference mode."""
+    is_inference: bool
+    """Whether the plan was made in inference mode: autograd cannot save its tensors."""
     plan: Plan
-    indices: Tensor
-    """Alias of the mask's indices: as long as it is kept, no other tensor can have their memory."""
+    alias: Tensor
+    """Alias of the mask's indices: as long as it exists, no other tensor can have their memory."""
 
 
 def plan_of(mask: FlashMask, q_len: int) -> Plan:
-    """Return the mask's plan for `q_len` query rows, which is made at the first call and kept with the mask.
+    """Return the mask's plan for `q_len` query rows, which is made at the first call and cached in the mask.
 
     A change of `mask.indices` makes a new plan: one in place, which torch counts, and one of the memory that the tensor
     views (`indices.data = x`, `torch.utils.swap_tensors`). What writes to that memory and is not counted goes unnoticed
     (`FlashMask.indices` lists it). A call on another CUDA stream makes a plan of its own, which it may read and free
-    without waiting, and keeps that one instead. Nothing is kept for a tensor made in inference mode, which does not
+    without waiting, and caches that one instead. Nothing is cached for a tensor made in inference mode, which does not
     count changes; while a CUDA graph is captured, so that a replay reads the vectors anew; and while compiling, where
     the compiler merges equal calls.
     """
-    if torch.compiler.is_compiling() or torch_state.is_capturing(mask._indices):
+    indices = mask.indices
+    if torch.compiler.is_compiling() or torch_state.is_capturing(indices):
         return _plan(mask, q_len)
-    kept = mask._plan
+    cached = mask._plan
     if (
-        kept is not None
-        and kept.q_len == q_len
-        and kept.version == mask._indices._version
-        and kept.memory == _memory_of(mask._indices)
-        and (kept.stream is None or kept.stream[1] == torch_state.current_stream(kept.stream[0]))
-        and not (kept.inferred and torch.is_grad_enabled())  # autograd cannot save what was made in inference mode
+        cached is not None
+        and cached.q_len == q_len
+        and cached.version == indices._version
+        and cached.memory == _memory_of(indices)
+        and (cached.stream is None or cached.stream[1] == torch_state.current_stream(cached.stream[0]))
+        and not (cached.is_inference and torch.is_grad_enabled())
     ):
-        return kept.plan
-    version = None if mask._indices.is_inference() else mask._indices._version  # another thread may write meanwhile
+        return cached.plan
+    version = None if indices.is_inference() else indices._version  # read first: another thread may write meanwhile
     plan = _plan(mask, q_len)
     if version is not None and torch_state.is_plain(plan.tiles):  # a plan of a mode or transform is for inside of it
-        indices = mask._indices.detach()
-        stream = torch_state.stream_of(indices)
-        mask._plan = _KeptPlan(q_len, version, _memory_of(indices), stream, plan.tiles.is_inference(), plan, indices)
+        alias = indices.detach()
+        stream = torch_state.stream_of(alias)
+        mask._plan = _CachedPlan(q_len, version, _memory_of(alias), stream, plan.tiles.is_inference(), plan, alias)
     return plan
 
 
