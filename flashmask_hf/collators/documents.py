@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from flashmask_hf.collators.checks import as_integers, check_lengths
 
-__all__ = ["empty", "is_packed", "not_one_to_one", "padded", "read_documents"]
+__all__ = ["empty_message", "is_packed", "padding_message", "read_documents", "too_long_message", "unequal_message"]
 
 
 def is_packed(values: Any) -> bool:
@@ -45,7 +45,7 @@ def read_documents(
         raise ValueError(f"{name} has no input_ids; tokenize the dataset first. It has: {', '.join(map(str, given))}")
     input_ids, lengths = _token_ids(given["input_ids"], f"input_ids of {name}")
     if not input_ids.size:
-        raise ValueError(empty(name))
+        raise ValueError(empty_message(name))
     packed = is_packed(given["input_ids"])
     if packed and not lengths.all():
         raise ValueError(f"document {int(lengths.argmin())} of {name}, a packed row, is empty; remove it")
@@ -53,7 +53,7 @@ def read_documents(
         lengths = _document_lengths(given, len(input_ids), name)
     _check_structure(given, lengths, name)
     if "attention_mask" in given and not _token_column(given, "attention_mask", len(input_ids), name).all():
-        raise ValueError(padded(name))
+        raise ValueError(padding_message(name))
     for column in columns:
         if column in given and packed and is_packed(given[column]):
             given[column] = _flat_column(given[column], lengths, column, name)
@@ -128,23 +128,31 @@ def _token_column(example: Mapping[str, Any], column: str, length: int, name: st
     """Return a column with one integer per token, int64 [length]."""
     values = as_integers(example[column], f"{column} of {name}")
     if len(values) != length:
-        raise ValueError(not_one_to_one(column, name, len(values), length))
+        raise ValueError(unequal_message(column, name, len(values), length))
     return values
 
 
-# Error messages that `pack_dataset` shares.
+# Error messages that the collator of documents and `pack_dataset` share.
 
 
-def empty(name: str) -> str:
+def empty_message(name: str) -> str:
     """Return the error message of an example without tokens."""
     return f"{name} is empty; remove it: dataset.filter(lambda example: len(example['input_ids']) > 0)"
 
 
-def padded(name: str) -> str:
+def padding_message(name: str) -> str:
     """Return the error message of an example with padding."""
     return f"{name} holds padding (zeros in attention_mask); tokenize with padding=False"
 
 
-def not_one_to_one(column: str, name: str, entries: int, tokens: int) -> str:
+def unequal_message(column: str, name: str, entries: int, tokens: int) -> str:
     """Return the error message of a column that is not as long as its `input_ids`."""
     return f"{column} of {name} has {entries} entries, but its input_ids have {tokens}; they must be one to one"
+
+
+def too_long_message(name: str, length: int, max_length: int, can_split: bool = False) -> str:
+    """Return the error message of an example that is longer than a row."""
+    ways = "raise max_length, or choose truncation_mode='keep_start' or 'keep_end'"
+    return (
+        f"{name} has {length} tokens, more than max_length {max_length}; {ways}{', or split=True' if can_split else ''}"
+    )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flashmask_hf.collators.checks import as_integers, as_number, as_row_options, example_names
 from flashmask_hf.collators.forest import Forest, PackedRows, pack_forests
-from flashmask_hf.collators.language_modeling import MASK_COLUMNS
+from flashmask_hf.collators.labels import MASK_COLUMNS
 from flashmask_hf.names import IGNORED
 
 __all__ = ["DataCollatorForTrees"]

@@ -16,12 +16,9 @@ from trl.trainer.sft_trainer import SFTTrainer
 
 from flashmask_hf.backend.packed_rows import check_compiled, check_layers
 from flashmask_hf.backend.router_logits import drop_padding_from_router_logits
-from flashmask_hf.collators.language_modeling import (
-    MASK_COLUMNS,
-    DataCollatorForPackedLanguageModeling,
-    pack_dataset,
-    packing_efficiency,
-)
+from flashmask_hf.collators.dataset import pack_dataset, packing_efficiency
+from flashmask_hf.collators.labels import MASK_COLUMNS
+from flashmask_hf.collators.language_modeling import DataCollatorForPackedLanguageModeling
 from flashmask_hf.names import FLASHMASK, VECTORS
 from flashmask_hf.trainers.common import (
     check_config,

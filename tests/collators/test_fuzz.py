@@ -21,7 +21,7 @@ from flashmask_hf.collators import (
     Forest,
     pack_forests,
 )
-from flashmask_hf.collators.language_modeling import _pack_table
+from flashmask_hf.collators.dataset import _pack_table
 
 pytestmark = pytest.mark.slow
 

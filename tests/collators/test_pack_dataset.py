@@ -1,5 +1,6 @@
 """Packing a dataset: rows lose nothing, learn what they should, and cannot be mistaken for flat ones."""
 
+import doctest
 import json
 from collections import Counter
 from hashlib import sha256
@@ -12,10 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tools.documents import MASKED, dataset, documents, examples, flat, unpack
 
-import flashmask_hf.collators.language_modeling as language_modeling
 from flashmask_hf.collators import DataCollatorForPackedLanguageModeling, pack_dataset, packing_efficiency
+from flashmask_hf.collators import dataset as packing
 
 FEATURES = Features({"input_ids": List(Value("int32"))})
+
+
+def test_docstring_examples_run():
+    result = doctest.testmod(packing)
+    assert result.attempted > 0
+    assert result.failed == 0
 
 
 @settings(max_examples=25, deadline=None)
@@ -247,7 +254,7 @@ def test_rows_are_made_anew_when_their_version_changes(tmp_path, monkeypatch):
     dataset([3, 2, 4]).save_to_disk(tmp_path)
     files = []
     for version in (1, 1, 2):
-        monkeypatch.setattr(language_modeling, "_VERSION", version)
+        monkeypatch.setattr(packing, "_VERSION", version)
         files.append(pack_dataset(load_from_disk(tmp_path), 4).cache_files[0]["filename"])  # pyright: ignore
     assert files[0] == files[1] != files[2]
 
@@ -257,7 +264,7 @@ def test_the_version_changes_with_the_rows():
     rows = pack_dataset(Dataset.from_dict(MASKED), 6, truncation_mode="keep_end")
     rows = rows.to_list() + pack_dataset(dataset([5, 9, 3, 2]), 4, split=True).to_list()
     digest = sha256(json.dumps(rows).encode()).hexdigest()
-    assert (language_modeling._VERSION, digest[:16]) == (2, "899215de01b270d1")
+    assert (packing._VERSION, digest[:16]) == (2, "899215de01b270d1")
 
 
 @pytest.mark.parametrize("kind", [np.int64, np.uint8, np.uint32])

@@ -1,0 +1,303 @@
+"""Packing of a tokenized dataset into rows, once, before training."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from itertools import chain, pairwise
+from typing import Any, TypeVar
+
+import numpy as np
+import pyarrow as pa
+from datasets import Dataset, IterableDataset
+from numpy.typing import NDArray
+
+from flashmask_hf.collators.checks import as_count, check_depth, check_truncation_mode
+from flashmask_hf.collators.documents import empty_message, padding_message, too_long_message, unequal_message
+from flashmask_hf.collators.forest import best_fit_decreasing
+from flashmask_hf.collators.labels import LABEL_COLUMNS, MASK_COLUMNS, drop_unused_masks, has_labels, masked_labels
+from flashmask_hf.names import IGNORED
+
+__all__ = ["pack_dataset", "packing_efficiency"]
+
+logger = logging.getLogger(__name__)
+
+_VERSION = 2
+"""Version of the packed rows, part of their cache's fingerprint: raise it when `pack_dataset` makes other rows."""
+
+_TOKEN_COLUMNS = ("input_ids", *LABEL_COLUMNS, "token_type_ids")
+
+SomeDataset = TypeVar("SomeDataset", bound=Dataset | IterableDataset)
+
+
+def pack_dataset(
+    dataset: SomeDataset,
+    max_length: int,
+    *,
+    split: bool = False,
+    truncation_mode: str = "error",
+    completion_only_loss: bool | None = None,
+    max_position_embeddings: int | None = None,
+    batch_size: int | None = None,
+    num_proc: int | None = None,
+) -> SomeDataset:
+    """Pack a tokenized dataset best-fit-decreasing into rows of at most `max_length` tokens.
+
+    Documents are split or truncated only if `split` or `truncation_mode` says so. Documents without labels are dropped,
+    such as the pieces of a long prompt: their labels or masks select no token after the first. A warning counts them
+    while packing runs, but not when the rows come from the cache. Rows are ordered by their first document, and
+    documents keep their order within a row. `Dataset.map` does the work: results are deterministic and cached on disk,
+    and memory is bounded.
+
+    Rows are for `DataCollatorForPackedLanguageModeling`. `input_ids` and `labels` of a row are lists of documents, and
+    the last one is empty. So no trainer can remove what tells the documents apart. Where flat rows would let documents
+    see each other, the collators of transformers and TRL raise, also after TRL's packing: "expected sequence of length
+    ..." (of PyTorch), or "excessive nesting".
+
+    Args:
+        dataset: tokenized examples with `input_ids`, and any of `labels`, `completion_mask`, `assistant_masks` and
+            `token_type_ids`, all lists of integers. Other columns are dropped.
+        max_length: maximum number of tokens of a row.
+        split: cut a longer document into consecutive pieces, each a document of its own with positions from 0.
+        truncation_mode: what to do with a longer document otherwise: "error", "keep_start" or "keep_end".
+        completion_only_loss: how to make labels from masks, for examples without labels: None uses `completion_mask`
+            where there is one, False ignores it, True requires it (or `labels`).
+        max_position_embeddings: the model's number of positions; a longer document raises. None skips the check.
+        batch_size: number of examples packed together. A larger batch packs a little tighter, takes more memory, and
+            lets a stream wait longer for its first row. None is 4,000 for a Dataset and 1,000 for an IterableDataset.
+        num_proc: number of processes, for a `Dataset`.
+
+    Returns:
+        Dataset or IterableDataset: one example per row, in int32, with `input_ids`, a list of documents, the last one
+        empty; `labels`, likewise, unless the examples have neither labels nor masks; `token_type_ids`, likewise, if the
+        examples have them; and `seq_lengths`, the lengths of the documents. Rows with and without labels may be
+        concatenated: without, every token is learned.
+
+    Raises:
+        TypeError: `dataset` is neither a Dataset nor an IterableDataset; a column does not hold lists of integers.
+        ValueError: an argument is out of range; the dataset is empty, already packed, or has no labels; or an example
+            is empty, too long or padded, has an empty completion, or columns of different lengths. The message names
+            the example's index and the way out.
+
+    Example:
+        >>> from datasets import Dataset
+        >>> from flashmask_hf.collators import pack_dataset
+        >>> dataset = Dataset.from_dict({"input_ids": [[1, 2, 3], [4, 5], [6], [7, 8]]})
+        >>> pack_dataset(dataset, max_length=4)[:]  # doctest: +NORMALIZE_WHITESPACE
+        {'input_ids': [[[1, 2, 3], [6], []], [[4, 5], [7, 8], []]], 'seq_lengths': [[3, 1], [2, 2]]}
+        >>> pack_dataset(dataset, max_length=2, split=True)["seq_lengths"][:]
+        [[2], [1, 1], [2], [2]]
+    """
+    if not isinstance(dataset, (Dataset, IterableDataset)):
+        raise TypeError(
+            f"dataset must be a datasets.Dataset or IterableDataset, got {type(dataset).__name__}; pack each split of "
+            "a DatasetDict by itself"
+        )
+    check_truncation_mode(truncation_mode)
+    max_length = _required("max_length", max_length)
+    if batch_size is None:
+        batch_size = 4_000 if isinstance(dataset, Dataset) else 1_000
+    batch_size = _required("batch_size", batch_size)
+    num_proc = as_count("num_proc", num_proc, "a number of processes, at least 1, or None")
+    max_position_embeddings = as_count("max_position_embeddings", max_position_embeddings)
+    if split and truncation_mode != "error":
+        raise ValueError(f"split=True and truncation_mode='{truncation_mode}' exclude each other: choose one")
+    first = next(iter(dataset), None)
+    if first is None:
+        raise ValueError("dataset is empty: there is nothing to pack")
+    columns = list(first)
+    if "input_ids" not in columns:
+        raise ValueError(f"dataset has no input_ids column; tokenize it first. Its columns: {', '.join(columns)}")
+    for column in ("seq_lengths", "position_ids", "startend_row_indices"):
+        if column in columns:
+            raise ValueError(
+                f"dataset has a {column} column, so it is packed already; pack the one it was made from, or remove the "
+                "column if every example is one document"
+            )
+    options: dict[str, Any] = {
+        "batched": True,
+        "with_indices": True,
+        "batch_size": batch_size,
+        "fn_kwargs": {
+            "max_length": max_length,
+            "split": split,
+            "truncation_mode": truncation_mode,
+            "completion_only_loss": completion_only_loss,
+            "max_position_embeddings": max_position_embeddings,
+            "version": _VERSION,
+        },
+    }
+    if isinstance(dataset, Dataset):
+        options |= {"num_proc": num_proc, "desc": f"Packing to {max_length} tokens"}
+    packed: Any = dataset.with_format("arrow").map(_pack_table, **options).with_format(None)
+    if isinstance(dataset, Dataset) and not len(packed):
+        raise ValueError(
+            f"dataset has nothing to learn: its labels are {IGNORED} everywhere, or were cut away; raise max_length, "
+            "choose another truncation_mode, or look at its labels and masks"
+        )
+    return packed
+
+
+def _required(name: str, value: Any) -> int:
+    """Return an option of `pack_dataset` as an int of at least 1; raise a ValueError if it is something else."""
+    count = as_count(name, value, "an int, at least 1")
+    if count is None:
+        raise ValueError(f"{name} must be an int, at least 1, got None")
+    return count
+
+
+def packing_efficiency(dataset: Dataset, max_length: int) -> float:
+    """Return the fraction of a packed dataset's row space that holds tokens.
+
+    Args:
+        dataset: packed rows with a `seq_lengths` column, as `pack_dataset` and TRL's packing write it.
+        max_length: number of tokens that a row can hold.
+
+    Example:
+        >>> from datasets import Dataset
+        >>> packing_efficiency(Dataset.from_dict({"seq_lengths": [[3, 1], [2]]}), max_length=4)
+        0.75
+    """
+    return sum(map(sum, dataset["seq_lengths"])) / (len(dataset) * max_length)
+
+
+def _pack_table(
+    table: pa.Table,
+    indices: Sequence[int],
+    *,
+    max_length: int,
+    split: bool,
+    truncation_mode: str,
+    completion_only_loss: bool | None,
+    max_position_embeddings: int | None,
+    version: int,
+) -> pa.Table:
+    """Pack the examples of an Arrow table; `indices` are their indices in the dataset, for error messages.
+
+    `version` is read by nothing but the cache of `Dataset.map`.
+    """
+    columns = {name: _documents(table, name, indices) for name in _TOKEN_COLUMNS if name in table.column_names}
+    lengths = _lengths(columns["input_ids"])
+    _check_columns(columns, lengths, indices)
+    masks = {name: columns.pop(name) for name in MASK_COLUMNS if name in columns}
+    if "labels" not in columns:
+        drop_unused_masks(masks, completion_only_loss, f"example {indices[0]}")
+        if masks:
+            columns["labels"] = [
+                masked_labels(document, dict(zip(masks, own, strict=True)), f"example {index}")
+                for index, document, *own in zip(indices, columns["input_ids"], *masks.values(), strict=True)
+            ]
+    if "attention_mask" in table.column_names:
+        for index, mask in zip(indices, _documents(table, "attention_mask", indices), strict=True):
+            if not mask.all():
+                raise ValueError(padding_message(f"example {index}"))
+    longest = int(lengths.argmax())
+    longest_name = f"example {indices[longest]}"
+    owners, starts = np.arange(len(lengths)), np.zeros_like(lengths)  # of each piece: its document, and where it starts
+    if lengths[longest] > max_length:
+        if split:
+            owners, starts, lengths = _pieces(lengths, max_length)
+        elif truncation_mode == "error":
+            raise ValueError(too_long_message(longest_name, lengths[longest], max_length, can_split=True))
+        else:
+            if truncation_mode == "keep_end":
+                starts = np.maximum(lengths - max_length, 0)
+            lengths = np.minimum(lengths, max_length)
+    if max_position_embeddings is not None:
+        check_depth(longest_name, int(lengths.max()), max_position_embeddings)
+
+    pieces = list(zip(owners.tolist(), starts.tolist(), (starts + lengths).tolist(), strict=True))
+    if "labels" in columns:
+        labels = columns["labels"]
+        learnable = np.array([has_labels(labels[owner][start:stop]) for owner, start, stop in pieces])
+        if not learnable.all():
+            logger.warning(f"left out {(~learnable).sum()} of {len(pieces)} documents, which have nothing to learn")
+            lengths = lengths[learnable]
+            pieces = [piece for piece, kept in zip(pieces, learnable, strict=True) if kept]
+
+    rows = best_fit_decreasing(lengths, max_length)
+    packed: dict[str, pa.Array] = {}
+    for name, documents in columns.items():
+        chosen = [documents[owner][start:stop] for owner, start, stop in map(pieces.__getitem__, chain(*rows))]
+        packed[name] = _row_array([lengths[row] for row in rows], chosen)
+    packed["seq_lengths"] = pa.array([lengths[row] for row in rows], type=pa.list_(pa.int32()))
+    return pa.table(packed)
+
+
+def _documents(table: pa.Table, name: str, indices: Sequence[int]) -> list[NDArray[Any]]:
+    """Return the lists of a column as views of its values, without copying int32.
+
+    Raises:
+        TypeError: the column does not hold lists of integers.
+        ValueError: a list is missing or has missing values, or a token id or a label does not fit into int32.
+    """
+    documents: list[NDArray[Any]] = []
+    for chunk in table.column(name).chunks:
+        if pa.types.is_fixed_size_list(chunk.type) and not chunk.null_count:
+            chunk = chunk.cast(pa.list_(chunk.type.value_type))
+        if not (pa.types.is_list(chunk.type) or pa.types.is_large_list(chunk.type)) or not (
+            pa.types.is_integer(chunk.type.value_type) or pa.types.is_boolean(chunk.type.value_type)
+        ):
+            way = "; tokenize the dataset first" if name == "input_ids" else ""
+            raise TypeError(f"column {name} must hold lists of integers, got {chunk.type}{way}")
+        values = chunk.flatten()
+        if chunk.null_count or values.null_count:
+            at = next(at for at, list_ in enumerate(chunk.to_pylist()) if list_ is None or None in list_)
+            index = indices[len(documents) + at]
+            raise ValueError(f"{name} of example {index} is missing or has missing values; remove the example")
+        values = values.to_numpy(zero_copy_only=False)
+        if name in ("input_ids", "labels"):
+            if values.size and (values.min() < -(2**31) or values.max() >= 2**31):
+                raise ValueError(f"{name} must fit into int32, got {values.min()}..{values.max()}")
+            values = values.astype(np.int32, copy=False)
+        edges = chunk.offsets.to_numpy()
+        documents += [values[start:stop] for start, stop in pairwise((edges - edges[0]).tolist())]
+    return documents
+
+
+def _lengths(documents: Sequence[NDArray[Any]]) -> NDArray[np.int64]:
+    """Return the number of entries of each document, int64 [documents]."""
+    return np.fromiter(map(len, documents), dtype=np.int64, count=len(documents))
+
+
+def _check_columns(columns: dict[str, list[NDArray[Any]]], lengths: NDArray[np.int64], indices: Sequence[int]) -> None:
+    """Raise a ValueError if an example is empty, or has a column of another length than its `input_ids`."""
+    for name, column in columns.items():
+        entries = _lengths(column)
+        if (entries != lengths).any():
+            at = int((entries != lengths).argmax())
+            raise ValueError(unequal_message(name, f"example {indices[at]}", int(entries[at]), int(lengths[at])))
+    if not lengths.all():
+        raise ValueError(empty_message(f"example {indices[int(lengths.argmin())]}"))
+
+
+def _pieces(
+    lengths: NDArray[np.int64], max_length: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Cut documents into pieces of at most `max_length` tokens.
+
+    Returns:
+        The index of each piece's document, where in the document the piece starts, and its length, int64 [pieces] each.
+    """
+    pieces = -(-lengths // max_length)  # of each document
+    owners = np.repeat(np.arange(len(lengths)), pieces)
+    starts = max_length * (np.arange(len(owners)) - (np.cumsum(pieces) - pieces)[owners])
+    return owners, starts, np.minimum(lengths[owners] - starts, max_length)
+
+
+def _row_array(rows: Sequence[NDArray[np.int64]], documents: Sequence[NDArray[np.int32]]) -> pa.Array:
+    """Build the Arrow column of packed rows: a list of documents each, which ends with an empty one.
+
+    Args:
+        rows: the lengths of each row's documents.
+        documents: the documents of all rows, int32 [n] each.
+    """
+    row_edges = np.cumsum([0] + [len(row) + 1 for row in rows])
+    lengths = [np.append(row, 0) for row in rows]
+    edges = np.cumsum(np.concatenate([[0], *lengths]).astype(np.int64))
+    if edges[-1] >= 2**31:
+        raise ValueError(f"batch_size packs {edges[-1]} tokens together, more than 2**31 - 1; make it smaller")
+    values = pa.array(np.concatenate([np.empty(0, dtype=np.int32), *documents]))
+    return pa.ListArray.from_arrays(
+        pa.array(row_edges, type=pa.int32()), pa.ListArray.from_arrays(pa.array(edges, type=pa.int32()), values)
+    )

@@ -1,0 +1,57 @@
+"""Labels of packed documents: the columns that select the tokens to learn, and the labels made from them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashmask_hf.names import IGNORED
+
+__all__ = ["LABEL_COLUMNS", "MASK_COLUMNS", "drop_unused_masks", "has_labels", "masked_labels"]
+
+MASK_COLUMNS = ("completion_mask", "assistant_masks")
+"""Columns that select the tokens to learn, where there are no `labels`."""
+
+LABEL_COLUMNS = ("labels", *MASK_COLUMNS)
+"""Columns that say which tokens to learn."""
+
+
+def drop_unused_masks(masks: dict[str, Any], completion_only_loss: bool | None, name: str) -> None:
+    """Remove the completion mask if it is to be ignored; raise a ValueError if it is required and absent."""
+    if completion_only_loss is False:
+        masks.pop("completion_mask", None)
+    elif completion_only_loss and "completion_mask" not in masks:
+        raise ValueError(
+            f"{name} has no completion_mask, which completion_only_loss=True needs; give it one (1 for the tokens "
+            "of the completion), or labels, or set completion_only_loss=None"
+        )
+
+
+def masked_labels(input_ids: NDArray[Any], masks: Mapping[str, NDArray[Any]], name: str) -> NDArray[Any]:
+    """Return the token ids that every mask selects, and `IGNORED` elsewhere, [n] of the type of `input_ids`.
+
+    Args:
+        input_ids: token ids of a document, [n].
+        masks: by column, 0 or 1 per token, [n] each; without a mask, all tokens are selected.
+        name: the example's name in error messages.
+
+    Raises:
+        ValueError: there is a completion mask, and it selects no token.
+    """
+    if "completion_mask" in masks and not masks["completion_mask"].any():
+        raise ValueError(
+            f"{name} has an empty completion (completion_mask is 0 everywhere), so it teaches nothing; remove it: "
+            "dataset.filter(lambda example: any(example['completion_mask']))"
+        )
+    selected = np.ones(len(input_ids), dtype=bool)
+    for mask in masks.values():
+        selected &= mask != 0
+    return np.where(selected, input_ids, IGNORED)
+
+
+def has_labels(labels: NDArray[Any]) -> bool:
+    """Return whether a document has a label after its first token, which nothing predicts."""
+    return bool((labels[1:] != IGNORED).any())
