@@ -123,7 +123,7 @@ def check_lengths(name: str, lengths: NDArray[np.int64], tokens: int) -> None:
     """
     if not ((lengths >= 1) & (lengths <= tokens)).all() or lengths.sum() != tokens:
         shown = ", ".join(map(str, lengths[:16].tolist())) + ", ..." * (len(lengths) > 16)
-        raise ValueError(f"{name} must be positive and sum to its {tokens} tokens, got [{shown}]")
+        raise ValueError(f"{name} must be positive and sum to the number of tokens, {tokens}, got [{shown}]")
 
 
 def as_number(value: Any, name: str) -> float:

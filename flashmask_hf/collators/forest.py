@@ -19,15 +19,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flashmask_hf.collators.checks import as_integers, as_row_options, check_depth
+from flashmask_hf.collators.checks import as_integers, as_row_options, check_depth, check_lengths
 from flashmask_hf.names import PACKED_IDS, PACKED_INDEX, PACKED_POSITIONS, VECTORS
 
 __all__ = [
     "Forest",
     "PackedRows",
     "best_fit_decreasing",
+    "first_equals",
     "lay_out",
     "pack_forests",
+    "packed_inputs",
 ]
 
 TokenIds: TypeAlias = Sequence[int] | NDArray[np.int64]
@@ -76,14 +78,7 @@ class Forest:
         if (self.lengths < 1).any():
             empty = int((self.lengths < 1).argmax())
             raise ValueError(f"segment {empty} is empty; leave it out, or give it at least one token")
-        over = self.lengths > len(self.tokens)  # also because a sum of such lengths may wrap around
-        if over.any():
-            segment = int(over.argmax())
-            raise ValueError(
-                f"lengths[{segment}] is {self.lengths[segment]}, but there are {len(self.tokens)} tokens in all"
-            )
-        if self.lengths.sum() != len(self.tokens):
-            raise ValueError(f"lengths sum to {self.lengths.sum()}, but there are {len(self.tokens)} tokens")
+        check_lengths("lengths", self.lengths, len(self.tokens))
         branch: list[int] = []  # the path from a root to the previous segment
         for segment, parent in enumerate(self.parents.tolist()):
             while branch and branch[-1] != parent:
