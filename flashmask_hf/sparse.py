@@ -70,7 +70,7 @@ def qk_sparse_attention(
     """
     _check(q, k, v, "q_keep", q_keep, "k_keep", k_keep)
     check_keep(q_keep, k_keep)
-    hidden_from = None if mask is None else first_hidden_rows(mask, q_keep, k_keep)
+    hidden_from = first_hidden_rows(mask, q_keep, k_keep)
     # Two buckets, of which the second, the dropped, sees nothing.
     columns, q_order, k_order = sort_sparse((~q_keep).byte(), (~k_keep).byte(), hidden_from, 2, False, 1)
     q_kept, k_kept = (keep.sum(-1, dtype=torch.int32) for keep in (q_keep, k_keep))
@@ -137,7 +137,7 @@ def hash_sparse_attention(
     if n_buckets is not None and not 1 <= n_buckets < 2**31:
         raise ValueError(f"n_buckets must lie in 1..2**31 - 1, or be None if it is not known, got {n_buckets}")
     check_bool("exclude_self", exclude_self)
-    hidden_from = None if mask is None else first_hidden_rows(mask, q_bucket, k_bucket)
+    hidden_from = first_hidden_rows(mask, q_bucket, k_bucket)
     columns, q_order, k_order = sort_sparse(q_bucket, k_bucket, hidden_from, n_buckets or 0, exclude_self, -1)
     return _attend(q, k, v, columns, (q_order, None), (k_order, None), scale, softcap, sinks, deterministic)
 

@@ -5,8 +5,8 @@ Every function returns a `FlashMask` with `q_len` set. What holds for all of the
 * Rows are queries, columns are keys. In the drawings `1` is visible, `.` hidden, the first line is query 0.
 * Lengths, windows and positions count tokens. A list of lengths is one row of tokens; a list of such lists is a batch.
   A mask of one row has B = 1 and serves every entry of a batch.
-* Batched rows of different length are filled up at the end, to the longest or to `kv_len`. Filler sees nothing and is
-  seen by nothing (`causal_blockwise` says what it can do instead).
+* Batched rows of different length are padded at the end, to the longest or to `kv_len`. Padding sees nothing and is
+  seen by nothing (in `causal_blockwise` its queries see keys).
 * With `q_len` < `kv_len` the queries are the last `q_len` positions, as with a key-value cache: query row i stands at
   position i + kv_len - q_len. The drawing loses its top rows, nothing else changes.
 * Masks given by Python numbers are built on the CPU and moved to `device` once; masks given by tensors live on the

@@ -35,9 +35,9 @@ def per_row(values: list[int]) -> Tensor:
     return torch.tensor(values, dtype=torch.int64, device="cpu").view(-1, 1, 1)
 
 
-def per_token(values: list[list[int]], lengths: list[list[int]], kv_len: int, filler: int) -> Tensor:
-    """Repeat each value over the tokens of its document: int64 [B, 1, kv_len], `filler` behind the last document."""
-    tokens = torch.full((len(lengths), 1, kv_len), filler, dtype=torch.int64, device="cpu")
+def per_token(values: list[list[int]], lengths: list[list[int]], kv_len: int, padding: int) -> Tensor:
+    """Repeat each value over the tokens of its document: int64 [B, 1, kv_len], `padding` behind the last document."""
+    tokens = torch.full((len(lengths), 1, kv_len), padding, dtype=torch.int64, device="cpu")
     for row, value, length in zip(tokens, values, lengths, strict=True):
         repeats = torch.tensor(length, dtype=torch.int64, device="cpu")
         row[0, : sum(length)] = torch.tensor(value, dtype=torch.int64, device="cpu").repeat_interleave(repeats)
@@ -47,8 +47,8 @@ def per_token(values: list[list[int]], lengths: list[list[int]], kv_len: int, fi
 def document_spans(lengths: list[list[int]], kv_len: int) -> tuple[Tensor, Tensor]:
     """Return start and end of each token's document, two tensors int64 [B, 1, kv_len].
 
-    Filler behind the last document has start kv_len and end 0, an interval that holds no row.
+    Padding behind the last document has start kv_len and end 0, an interval that holds no row.
     """
     ends = [list(accumulate(row)) for row in lengths]
     starts = [[0, *row[:-1]] for row in ends]
-    return per_token(starts, lengths, kv_len, filler=kv_len), per_token(ends, lengths, kv_len, filler=0)
+    return per_token(starts, lengths, kv_len, padding=kv_len), per_token(ends, lengths, kv_len, padding=0)

@@ -123,8 +123,8 @@ def causal_blockwise(
         1 1 1 1 1 .
         1 1 1 1 1 1
 
-    Filler at the end of a row is seen by nothing, but its queries see what the last block sees: hiding those rows too
-    would take a second interval. Leave them out of the loss, as ever.
+    Padding at the end of a row is seen by nothing, but its queries see what the last block sees: hiding those rows too
+    would take a second interval. Leave them out of the loss.
 
     Args:
         block_lengths: lengths in tokens, the last one being the test example; a list for one row, a list of lists for a
@@ -150,7 +150,7 @@ def causal_blockwise(
     kv_len = key_count("block_lengths", lengths, kv_len)
     _, end = document_spans(lengths, kv_len)
     last = [[sum(row[:-1])] * len(row) for row in lengths]
-    test_start = per_token(last, lengths, kv_len, filler=kv_len)
+    test_start = per_token(last, lengths, kv_len, padding=kv_len)
     return make_mask(
         torch.minimum(end, test_start),
         test_start,

@@ -1,4 +1,4 @@
-"""Other ways to write `causal_document` and `document`: from what packed rows carry elsewhere."""
+"""Masks of packed documents from the formats of other libraries: cumulative lengths, and position ids that restart."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def from_cu_seqlens(
             [documents + 1]: 0 first, and none less than the one before. Equal ones are a document without tokens, which
             is left out. A tensor's values are read, so that the host waits for its device.
         causal: whether tokens see their document causally (`causal_document`), or all of it (`document`).
-        kv_len: number of keys; None means the last entry. Keys behind that are filler, which nothing sees.
+        kv_len: number of keys; None means the last entry. Keys behind that are padding.
         q_len: number of queries; None means kv_len, less means the last q_len positions.
         device: where the mask lives; None is the device of `cu_seqlens`, or the CPU.
 

@@ -123,7 +123,7 @@ def prefix_lm_document(
             begin += total
     kv_len = key_count("documents", lengths, kv_len)
     start, end = document_spans(lengths, kv_len)
-    prefix_end = per_token(prefix_ends, lengths, kv_len, filler=kv_len)
+    prefix_end = per_token(prefix_ends, lengths, kv_len, padding=kv_len)
     key = key_positions(kv_len)
     first = torch.where(key < prefix_end, start, key)
     return make_mask(end, first, causal=False, q_len=query_count(q_len, kv_len), device=device)

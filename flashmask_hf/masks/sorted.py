@@ -54,7 +54,7 @@ def qk_sparse(q_keep: Tensor, k_keep: Tensor, *, mask: FlashMask | None = None, 
                 [0, 0, 0, 0]], dtype=torch.int32)
     """
     check_keep(q_keep, k_keep)
-    hidden_from = None if mask is None else first_hidden_rows(mask, q_keep, k_keep)
+    hidden_from = first_hidden_rows(mask, q_keep, k_keep)
     if mask is not None:
         mask.validate(q_keep.shape[-1])
     # Kept rows are bucket 0, dropped ones bucket 1, which sees nothing.
@@ -111,7 +111,7 @@ def hash_sparse(
     """
     check_buckets(q_bucket, k_bucket)
     check_bool("exclude_self", exclude_self)
-    hidden_from = None if mask is None else first_hidden_rows(mask, q_bucket, k_bucket)
+    hidden_from = first_hidden_rows(mask, q_bucket, k_bucket)
     if mask is not None:
         mask.validate(q_bucket.shape[-1])
     columns, _, _ = sorted_columns(q_bucket, k_bucket, hidden_from, exclude_self=exclude_self)
@@ -147,18 +147,20 @@ def _check_paired(q_name: str, q: Tensor, k_name: str, k: Tensor, dtypes: set[to
         )
 
 
-def first_hidden_rows(mask: FlashMask, q: Tensor, k: Tensor) -> Tensor:
-    """Return the first query row from which on `mask` hides each key, int32 [B or 1, Hm, Skv].
+def first_hidden_rows(mask: FlashMask | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """Return the first query row from which on `mask` hides each key, int32 [B or 1, Hm, Skv], or None for no mask.
 
     Args:
-        mask: causal with n = 1 column.
+        mask: causal with n = 1 column, or None.
         q: [B, Hq, Sq]; only its shape and device are read, which the mask must fit.
         k: [B, Hkv, Skv]; only its shape is read.
 
     Raises:
-        TypeError: `mask` is not a FlashMask.
+        TypeError: `mask` is neither a FlashMask nor None.
         ValueError: `mask` is of another form or does not fit.
     """
+    if mask is None:
+        return None
     if not isinstance(mask, FlashMask):
         raise TypeError(f"mask must be a FlashMask or None, got {type(mask).__name__}")
     batch, heads, q_len = q.shape

@@ -113,7 +113,7 @@ def tree(
         lengths.append(nodes)
         ends.append(node_ends)
     kv_len = key_count("documents", lengths, kv_len)
-    end = per_token(ends, lengths, kv_len, filler=0)
+    end = per_token(ends, lengths, kv_len, padding=0)
     return make_mask(end, causal=True, q_len=query_count(q_len, kv_len), device=device)
 
 
