@@ -60,7 +60,7 @@ class Settings(NamedTuple):
 
 
 class Call:
-    """Attention for tensors of one layout under masks of one form.
+    """A resolved call: attention for tensors of one layout under masks of one form, with its prepared launches.
 
     Attributes:
         settings: the scalar arguments of the operators.
@@ -297,7 +297,7 @@ def _make(
     impl: str | None,
     intercepted: bool,
 ) -> Call:
-    """Check the arguments of a call and settle what they leave open."""
+    """Check the arguments of a call; resolve its scale, its dtype under autocast, and its implementation."""
     check_arguments(q, k, v, mask, scale, softcap, sinks, deterministic)
     dtypes = (q.dtype, k.dtype, v.dtype)
     cast_to = None

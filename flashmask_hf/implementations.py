@@ -10,11 +10,13 @@ from torch import Tensor
 
 from flashmask_hf import torch_state
 from flashmask_hf.mask import FlashMask
+from flashmask_hf.plan import Plan
 from flashmask_hf.rows import put_rows_back
 
 if TYPE_CHECKING:  # Triton may be missing
     from flashmask_hf.kernels.launch.layout import Layout
     from flashmask_hf.kernels.launch.problem import Problem
+    from flashmask_hf.kernels.shared.row_statistics import Delta, OutputLayout
 
 __all__ = [
     "IMPLEMENTATIONS",
@@ -126,7 +128,9 @@ def prepare_forward(impl: str, problem: Problem, ordered: bool) -> Callable[...,
     else:
         from flashmask_hf.kernels.eager import tiled
 
-        def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, indices: Tensor, plan: Any) -> Any:
+        def run(
+            q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, indices: Tensor, plan: Plan
+        ) -> tuple[Tensor, Tensor]:
             with torch_state.no_autocast(q.device):
                 mask = FlashMask(indices, problem.causal)
                 return tiled.forward(q, k, v, mask, plan, sinks, problem.scale, problem.softcap)
@@ -142,7 +146,7 @@ def prepare_forward(impl: str, problem: Problem, ordered: bool) -> Callable[...,
 
 
 def prepare_backward(
-    impl: str, problem: Problem, dout: Layout, output: Any, deterministic: bool, ordered: bool
+    impl: str, problem: Problem, dout: Layout, output: OutputLayout | None, deterministic: bool, ordered: bool
 ) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]:
     """Prepare the backward of "hopper", "triton" or "torch".
 
@@ -150,7 +154,7 @@ def prepare_backward(
         impl: the implementation.
         problem: layouts and settings of the call.
         dout: layout of the output's gradient.
-        output: (layout of the output, whether lse has a gradient), or None if the row sums delta are there already.
+        output: (layout of the output, whether lse has a gradient), or None if calls bring the row sums delta.
         deterministic: whether repeated runs must agree to the bit; "triton" and "torch" always do.
         ordered: whether each row of the gradients is put where orders say, as in the forward.
 
@@ -172,7 +176,7 @@ def prepare_backward(
         from flashmask_hf.kernels.eager import tiled
 
         def run(
-            dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Any, indices: Tensor, plan: Any
+            dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Delta, indices: Tensor, plan: Plan
         ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             with torch_state.no_autocast(q.device):
                 mask = FlashMask(indices, problem.causal)

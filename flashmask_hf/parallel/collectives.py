@@ -44,18 +44,20 @@ def all_gather(x: Tensor, group: Group) -> Tensor:
     return _AllGather.apply(x, group.name, group.size)  # pyright: ignore[reportReturnType]
 
 
+def _swap_parts(x: Tensor, name: str, size: int) -> Tensor:
+    parts = [1] * size
+    return _operators.wait_tensor(_operators.all_to_all_single(x.contiguous(), parts, parts, name))
+
+
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, name: str, size: int) -> Tensor:
         ctx.group = name, size
-        parts = [1] * size
-        return _operators.wait_tensor(_operators.all_to_all_single(x.contiguous(), parts, parts, name))
+        return _swap_parts(x, name, size)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        name, size = ctx.group
-        parts = [1] * size
-        return _operators.wait_tensor(_operators.all_to_all_single(grad.contiguous(), parts, parts, name)), None, None
+        return _swap_parts(grad, *ctx.group), None, None
 
 
 class _AllGather(torch.autograd.Function):

@@ -20,7 +20,7 @@ __all__ = ["exchange_of", "gather_keys", "heads_to_rows", "own_heads", "rows_to_
 def exchange_of(
     heads: int, kv_heads: int, size: int, wanted: Literal["heads", "keys"] | None = None
 ) -> Literal["heads", "keys"]:
-    """Return which exchange attention takes: that which sends less, of those that the numbers of heads allow.
+    """Return the exchange that sends less, of those that the numbers of heads allow.
 
     In elements a token and process, times (size - 1) / size, the exchange of heads sends queries and results of Hq
     heads and keys and values of Hkv, or of `size` where there are fewer; that of keys sends keys and values of Hkv

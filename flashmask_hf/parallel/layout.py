@@ -68,7 +68,7 @@ def deal_rows(mask: FlashMask, size: int) -> Tensor:
 
 
 def split_rows(mask: FlashMask, size: int, heads: int, kv_heads: int) -> Tensor:
-    """Return the rows of every process for the exchange that attention of so many heads takes by itself.
+    """Return the rows of every process, laid out for the exchange that `exchange_of` chooses for these heads.
 
     Exchange of heads gives every process all rows of its heads, so any layout is even, and contiguous rows need no
     reordering. Exchange of keys leaves a process its own rows, so they are dealt out.

@@ -68,9 +68,10 @@ def forward(
             total = total * decay + weights.sum(-1, keepdim=True)
             acc = torch.baddbmm(acc * decay, weights, v[b, h_kv, columns].to(wide))
             top = new_top
-        seen = total != 0  # NaN stays NaN
-        out[b, h_q, rows] = _ungrouped(torch.where(seen, acc / torch.where(seen, total, 1.0), 0.0), h_q).to(q.dtype)
-        lse[b, h_q, rows] = _ungrouped(torch.where(seen, top + total.log(), float("-inf")), h_q).squeeze(-1)
+        any_seen = total != 0  # NaN stays NaN
+        row_out = torch.where(any_seen, acc / torch.where(any_seen, total, 1.0), 0.0)
+        out[b, h_q, rows] = _ungrouped(row_out, h_q).to(q.dtype)
+        lse[b, h_q, rows] = _ungrouped(torch.where(any_seen, top + total.log(), float("-inf")), h_q).squeeze(-1)
     return out, lse
 
 
@@ -110,12 +111,12 @@ def decode(
     total = weights.sum(-1, keepdim=True)
     if sink is not None:
         total = total + torch.exp(sink - top)
-    some = total != 0  # NaN stays NaN
+    any_seen = total != 0  # NaN stays NaN
     weights = weights.view(batch, kv_heads, -1, last - first)
     sums = [weights[..., p.start - first : p.stop - first] @ v[:, :, p].to(wide) for p in parts]
-    acc = torch.stack(sums).sum(0).view(*shape[:-1], -1) / torch.where(some, total, 1.0)
+    acc = torch.stack(sums).sum(0).view(*shape[:-1], -1) / torch.where(any_seen, total, 1.0)
     out.copy_(acc.view(out.shape))
-    return out, torch.where(some, top + total.log(), float("-inf")).view(batch, heads, q_len)
+    return out, torch.where(any_seen, top + total.log(), float("-inf")).view(batch, heads, q_len)
 
 
 def backward(
