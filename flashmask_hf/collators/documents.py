@@ -1,4 +1,4 @@
-"""Reading the documents of an example: one, or those of a packed row, whoever packed it."""
+"""Reader of the documents of an example: a single one, or those of a row of `pack_dataset` or of another packer."""
 
 from __future__ import annotations
 

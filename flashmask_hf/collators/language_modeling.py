@@ -125,7 +125,7 @@ class DataCollatorForPackedLanguageModeling:
         )
         labels = rows.spread([labels for _, labels in read], filler=IGNORED)
         labels[rows.position_ids == 0] = IGNORED
-        self._warn_of_idle(rows, labels, names)
+        self._warn_of_unlabeled(rows, labels, names)
         if self.completion_only_loss is None and not any(map(_says_what_to_learn, examples)):
             self._warn_once(
                 "The examples of a batch have neither labels nor masks, so every token is learned. If the dataset has "
@@ -136,17 +136,17 @@ class DataCollatorForPackedLanguageModeling:
         batch = rows.batch()  # input_ids first: accelerate takes the batch size from it
         return {"input_ids": batch.pop("input_ids"), "labels": torch.from_numpy(labels), **batch}
 
-    def _warn_of_idle(self, rows: PackedRows, labels: NDArray[np.int64], names: Sequence[str]) -> None:
+    def _warn_of_unlabeled(self, rows: PackedRows, labels: NDArray[np.int64], names: Sequence[str]) -> None:
         """Warn of examples without a label, which make no loss."""
         starts = rows.starts.tolist()
         spans = [labels.reshape(-1)[at : at + len(own.tokens)] for at, own in zip(starts, rows.forests, strict=True)]
-        idle = [name for name, own in zip(names, spans, strict=True) if (own == IGNORED).all()]
-        if idle:
+        unlabeled = [name for name, own in zip(names, spans, strict=True) if (own == IGNORED).all()]
+        if unlabeled:
             self._warn_once(
                 "%d of the %d examples of a batch have no label to learn, the first is %s (the first token of a "
                 "document never has a label). They add nothing to the loss, and a batch of such is a step of loss 0. "
                 "Leave them out of the dataset, as pack_dataset does. Later batches are not counted.",
-                len(idle), len(names), idle[0],
+                len(unlabeled), len(names), unlabeled[0],
             )  # fmt: skip
 
     def _warn_once(self, message: str, *values: object) -> None:
