@@ -69,5 +69,4 @@ def results_like(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return uninitialised `out` and `lse` for queries q and values v."""
     batch, heads, q_len, _ = q.shape
     out = q.new_empty(batch, q_len, heads, v.shape[-1]).transpose(1, 2)
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return out, q.new_empty(batch, heads, q_len, dtype=wide)
+    return out, q.new_empty(batch, heads, q_len, dtype=torch.promote_types(q.dtype, torch.float32))

@@ -41,7 +41,7 @@ def reference_attention(
     v = v.repeat_interleave(heads // v.shape[1], 1)
     visible = mask.to_dense(q.shape[2])
     visible = visible.repeat_interleave(heads // visible.shape[1], 1)
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    wide = torch.promote_types(q.dtype, torch.float32)
     scores = (q @ k.transpose(-1, -2)).to(wide) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)

@@ -47,7 +47,7 @@ def forward(
     Returns:
         out [B, Hq, Sq, Dv] in q's dtype, stored as [B, Sq, Hq, Dv]; lse [B, Hq, Sq] float32 (float64 for float64 q).
     """
-    wide = _wide(q.dtype)
+    wide = torch.promote_types(q.dtype, torch.float32)
     batch, heads, q_len, _ = q.shape
     out = q.new_empty(batch, q_len, heads, v.shape[-1]).transpose(1, 2)
     lse = q.new_empty(batch, heads, q_len, dtype=wide)
@@ -79,16 +79,11 @@ def decode(
     q: Tensor, k: Tensor, v: Tensor, mask: FlashMask, sinks: Tensor | None, scale: float, softcap: float
 ) -> tuple[Tensor, Tensor]:
     """Compute attention of few rows, all of their scores at once; arguments and results as in `forward`."""
-    wide = _wide(q.dtype)
+    wide = torch.promote_types(q.dtype, torch.float32)
     batch, heads, q_len, dim = q.shape
     kv_heads, kv_len = k.shape[1:3]
     out = q.new_empty(batch, q_len, heads, v.shape[-1]).transpose(1, 2)
-    row = torch.arange(q_len, device=q.device).unsqueeze(1)
-    hidden = torch.zeros((), dtype=torch.bool, device=q.device)
-    if mask.causal:
-        hidden = row + (kv_len - q_len) < torch.arange(kv_len, device=q.device)
-    for start, end in mask.intervals(q_len):
-        hidden = hidden | ((row >= start.unsqueeze(2)) & (row < end.unsqueeze(2)))
+    hidden = ~mask.to_dense(q_len)
     hidden = hidden.unflatten(1, (min(hidden.shape[1], kv_heads), -1))  # [B or 1, Hkv or 1, heads of a group or 1, ...]
     first, last = 0, kv_len
     if q.device.type == "cpu":  # reading which keys any row sees costs no wait here
@@ -149,7 +144,7 @@ def backward(
     Returns:
         dq, dk, dv like q, k, v; and delta.
     """
-    wide = _wide(q.dtype)
+    wide = torch.promote_types(q.dtype, torch.float32)
     if isinstance(delta, tuple):
         delta = row_delta(dout, *delta)
     dq = torch.empty_like(q)
@@ -178,14 +173,9 @@ def backward(
 
 def row_delta(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
     """Return delta, which the softmax takes off the scores' gradients: row sums of dout * out, less dlse if given."""
-    wide = _wide(out.dtype)
+    wide = torch.promote_types(out.dtype, torch.float32)
     sums = (dout.to(wide) * out.to(wide)).sum(-1)
     return sums if dlse is None else sums - dlse
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which sums are kept."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _grouped(x: Tensor, h_kv: slice) -> Tensor:
