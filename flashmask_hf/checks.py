@@ -155,7 +155,7 @@ def check_between(x: Tensor, highest: int, message: str) -> None:
     Raises:
         ValueError: one does not. On a GPU it is an assertion of the device, which stops the program.
     """
-    low, high = x.aminmax()
+    low, high = (bound.long() for bound in x.aminmax())  # `highest` may not fit the dtype of x
     if x.is_cuda:  # without waiting for the device
         device_assert((low >= 0) & (high <= highest), message)
     elif low < 0 or high > highest:

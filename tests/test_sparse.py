@@ -147,11 +147,13 @@ def test_hash_sparse(lane: Lane, buckets: int, lengths: tuple[int, int], exclude
     check(hash_sparse_attention, q_bucket, k_bucket, lane, exclude_self)
 
 
-@pytest.mark.parametrize("n_buckets", [150, 1000], ids=["counted", "compared"])
+@pytest.mark.parametrize(
+    ("n_buckets", "dtype"), [(150, torch.int16), (300, torch.uint8)], ids=["counted", "compared in a narrow dtype"]
+)
 @pytest.mark.parametrize("lane", LANES)
-def test_one_bucket_beside_many(lane: Lane, n_buckets: int) -> None:
+def test_one_bucket_beside_many(lane: Lane, n_buckets: int, dtype: torch.dtype) -> None:
     """A head with all rows in one bucket, one with each in its own, one with every query where no key is."""
-    bucket = torch.zeros(1, 4, 150, dtype=torch.int16)
+    bucket = torch.zeros(1, 4, 150, dtype=dtype)
     bucket[:, 1] = torch.arange(150)
     bucket[:, 2] = torch.arange(150).flip(0) // 7
     q_bucket = bucket.clone()
