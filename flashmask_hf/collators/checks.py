@@ -11,16 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-TRUNCATION_MODES = ("error", "keep_start", "keep_end")
-
-LARGEST = np.iinfo(np.int64).max
-"""Largest token id, and the largest number in any other column of integers."""
+_MAX_INT64 = np.iinfo(np.int64).max
 
 
 def check_truncation_mode(mode: str) -> None:
-    """Raise a ValueError unless `mode` is one of `TRUNCATION_MODES`."""
-    if mode not in TRUNCATION_MODES:
-        raise ValueError(f"truncation_mode must be one of {', '.join(TRUNCATION_MODES)}, got {mode!r}")
+    """Raise a ValueError unless `mode` is "error", "keep_start" or "keep_end"."""
+    if mode not in ("error", "keep_start", "keep_end"):
+        raise ValueError(f"truncation_mode must be one of error, keep_start, keep_end, got {mode!r}")
 
 
 def as_count(name: str, value: Any, what: str = "a number of tokens, at least 1, or None") -> int | None:
@@ -34,8 +31,10 @@ def as_count(name: str, value: Any, what: str = "a number of tokens, at least 1,
     Raises:
         ValueError: `value` is something else, or less than 1.
     """
-    count = None if value is None else _index(value)
-    if value is not None and (count is None or count < 1):
+    if value is None:
+        return None
+    count = _index(value)
+    if count is None or count < 1:
         raise ValueError(f"{name} must be {what}, got {value!r}")
     return count
 
@@ -52,7 +51,7 @@ def as_row_options(
     `row_option` is the caller's name for `row_length`.
     """
     pad = _index(pad_token_id)
-    if pad is None or not 0 <= pad <= LARGEST:
+    if pad is None or not 0 <= pad <= _MAX_INT64:
         raise ValueError(f"pad_token_id must be a token id, got {pad_token_id!r}; any one serves, for example 0")
     row = as_count(row_option, row_length)
     multiple = as_count("pad_to_multiple_of", pad_to_multiple_of)
@@ -111,7 +110,7 @@ def as_integers(values: Any, name: str) -> NDArray[np.int64]:
         raise TypeError(f"{name} must be a flat sequence of integers, got {array.ndim} axes")
     if array.size and array.dtype.kind not in "iub":
         raise TypeError(f"{name} must be integers, got {array.dtype}")
-    if array.size and array.dtype == np.uint64 and array.max() > LARGEST:
+    if array.size and array.dtype == np.uint64 and array.max() > _MAX_INT64:
         raise ValueError(f"{name} must fit into int64, got {array.max()}")
     return array.astype(np.int64, copy=False)
 
