@@ -32,8 +32,7 @@ class Layout(NamedTuple):
 
 def layout_of(x: Tensor) -> Layout:
     """Read the layout of a tensor."""
-    # The constructor of a NamedTuple would take longer than reading the fields.
-    return tuple.__new__(Layout, (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16 == 0))
+    return Layout(x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16 == 0)
 
 
 def packed_layout(*shape: int, dtype: torch.dtype, device: torch.device, order: tuple[int, ...] = ()) -> Layout:
