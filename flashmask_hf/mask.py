@@ -489,9 +489,9 @@ class FlashMask:
         return plot_tiles(tiles, block, lower, rows, path=path, title=title, ax=ax)
 
 
-def _first_columns(flags: Tensor, limit: int = 16) -> list[tuple[int, int, int]]:
-    """Return the first (batch, head, column) triples where a bool tensor [B, Hm, Skv] is set."""
-    return [tuple(index) for index in flags.nonzero()[:limit].tolist()]
+def _first_columns(flags: Tensor) -> list[tuple[int, int, int]]:
+    """Return the first 16 (batch, head, column) triples where a bool tensor [B, Hm, Skv] is set."""
+    return [tuple(index) for index in flags.nonzero()[:16].tolist()]
 
 
 def _from_runs(runs: Runs, causal: bool, q_len: int) -> FlashMask:

@@ -73,7 +73,7 @@ def random_eviction(
         evict_from = key + 1 + (share * (kv_len - key)).long()
         return make_mask(evict_from, causal=True, q_len=q_len, device=device)
     if generator is not None or (batch, heads) != (1, 1):
-        raise ValueError("evict_from says it all: give either evict_from, or generator, batch and heads")
+        raise ValueError("evict_from leaves nothing to draw; leave out generator, batch and heads, or evict_from")
     check_integer_tensor("evict_from", evict_from)
     if evict_from.dim() != 3 or evict_from.shape[-1] != kv_len or not evict_from.numel():
         raise ValueError(f"evict_from must have shape [B, Hm, kv_len = {kv_len}], got {list(evict_from.shape)}")

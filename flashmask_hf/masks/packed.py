@@ -130,7 +130,7 @@ def from_position_ids(
         row, token = wrong.nonzero()[0].tolist()
         raise ValueError(
             f"position_ids[{row}, {token}] is {int(positions[row, token])}, but must be 0, where a document starts, or "
-            f"{int(expected[row, token])}, which continues it; share_question and tree write rows of depths"
+            f"{int(expected[row, token])}, which continues it; depths in a tree need masks.tree or masks.share_question"
         )
     key = key_positions(kv_len, positions.device)[:, 0]
     starts = key - positions

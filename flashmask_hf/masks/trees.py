@@ -77,7 +77,7 @@ def tree(
     """A forest in depth-first order: each token sees its own node and its ancestors, causally.
 
     The general form of `causal_document` (no children) and `share_question` (one level), for rollouts and dialogues.
-    One integer per key says it all: the row where its node's subtree ends.
+    One integer per key is enough: the row where its node's subtree ends.
 
     `tree([(1, [(1, [1, 1]), 1]), 1])`, a root with two children of which the first has two, then a lone token:
 

@@ -139,7 +139,7 @@ LATE = torch.full((1, 2, 5), 5)
         (
             lambda: masks.random_eviction(5, evict_from=LATE, heads=2),
             ValueError,
-            r"give either evict_from, or generator",
+            r"evict_from leaves nothing to draw; leave out generator",
         ),
         (
             lambda: masks.random_eviction(5, generator=5),
