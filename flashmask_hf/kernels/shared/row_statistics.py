@@ -93,7 +93,7 @@ or None, to compute it from."""
 
 
 Gradients: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
-"""dq, dk, dv, and delta as float32 of B * Hq times as many rows as q has or more: zeros may follow a head's rows."""
+"""dq, dk and dv; and delta, float32 of B * Hq * padded_len numbers, padded_len >= Sq, which are 0 past Sq."""
 
 
 OutputLayout: TypeAlias = tuple[Layout, bool]
