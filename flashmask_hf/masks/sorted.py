@@ -129,6 +129,7 @@ def check_buckets(q_bucket: Tensor, k_bucket: Tensor) -> None:
 
 
 def _check_paired(q_name: str, q: Tensor, k_name: str, k: Tensor, dtypes: set[torch.dtype]) -> None:
+    """Raise unless q [B, H, Sq] and k [B, Hkv, Skv] have one of the dtypes, one device and batch, and H % Hkv == 0."""
     wanted = "bool" if torch.bool in dtypes else "integer"
     for name, value in ((q_name, q), (k_name, k)):
         if not isinstance(value, Tensor) or value.dtype not in dtypes:

@@ -105,7 +105,11 @@ def _backward(
     impl: str,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and sinks (empty without sinks), given those of both results, `dout` and `dlse` or None."""
+    """Compute the gradients of q, k, v and sinks (empty without sinks).
+
+    `dout` [B, Hq, Sq, Dv] and `dlse` [B, Hq, Sq], or None for zeros, are the gradients of the forward's results `out`
+    and `lse`. The other arguments are those of the forward.
+    """
     settings = Settings(causal, scale, softcap, impl, deterministic)
     with torch_state.no_autocast(q.device):
         call = resolve_operator(q, k, v, indices, sinks, settings)

@@ -211,9 +211,10 @@ def _flash_attn_sparse_backward(
     impl: str,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, each stored as [B, S, H, D], and sinks (empty without sinks), given that of `out`, `dout`.
+    """Compute the gradients of q, k, v, each stored as [B, S, H, D], and sinks (empty without sinks).
 
-    Here q, k, v and lse are sorted, `out` and `dout` are not, nor are the gradients. A dropped row's is 0.
+    `dout` [B, Hq, Sq, Dv] is the gradient of `out`. The other arguments are those and the results of the forward.
+    Of them q, k, v and lse are sorted; `out`, `dout` and the gradients are not. The gradient of a dropped row is 0.
     """
     settings = Settings(False, scale, softcap, impl, deterministic)
     with torch_state.no_autocast(q.device):

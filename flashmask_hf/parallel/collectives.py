@@ -45,6 +45,7 @@ def all_gather(x: Tensor, group: Group) -> Tensor:
 
 
 def _swap_parts(x: Tensor, name: str, size: int) -> Tensor:
+    """Send part i of x [N, ...] to process i of a group; its own inverse, and so its own backward."""
     parts = [1] * size
     return _operators.wait_tensor(_operators.all_to_all_single(x.contiguous(), parts, parts, name))
 

@@ -91,6 +91,7 @@ def split_rows(mask: FlashMask, size: int, heads: int, kv_heads: int) -> Tensor:
 
 
 def _check_length(length: int, size: int) -> None:
+    """Raise a ValueError unless a row splits into `size` equal parts."""
     if length % size:
         raise ValueError(
             f"a row of {length} tokens does not split into {size} equal parts; pad it: pad_to_multiple_of={ROWS * size}"

@@ -63,7 +63,7 @@ def tile_templates(*tiles: tuple[Layout, int, int]) -> tuple[Any, ...]:
 
 
 def _strides(x: Layout) -> list[int]:
-    """Strides for a descriptor: an axis of length 1 may have any stride, so it gets one that is allowed."""
+    """Return the strides for a descriptor; an axis of length 1 may have any stride, so it gets one that is allowed."""
     step = 16 // x.dtype.itemsize
     last = len(x.shape) - 1
     return [
