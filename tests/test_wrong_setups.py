@@ -7,6 +7,7 @@ import pytest
 import torch
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from safetensors.torch import load_file
 from tools import model_zoo
 from tools.tiny import TRAINER_WARNINGS, llama_config, preference_rows, trainer_settings, word_tokenizer
 from transformers import (
@@ -251,7 +252,11 @@ ONE = {
     ),
     "reward, an adapter without its task": (
         lambda: build("reward", peft_config=LoraConfig(target_modules=["q_proj"])),
-        r"leaves the head 'score', .* untrained.*task_type='SEQ_CLS', or modules_to_save=\['score'\]",
+        r"leaves the head 'score', .*does not save.*task_type='SEQ_CLS', or modules_to_save=\['score'\]",
+    ),
+    "reward, an adapter of all layers without its task": (
+        lambda: build("reward", peft_config=LoraConfig(target_modules="all-linear")),
+        r"only adapts the head 'score', .*does not save.*task_type='SEQ_CLS', or modules_to_save=\['score'\]",
     ),
     "reward, label smoothing of tokens": (
         lambda: build("reward", label_smoothing_factor=0.1),
@@ -310,9 +315,14 @@ def test_label_smoothing_changes_the_losses_that_take_it(loss):
 
 
 @pytest.mark.parametrize("options", [{"task_type": "SEQ_CLS"}, {"modules_to_save": ["score"]}], ids=str)
-def test_an_adapter_trains_the_head_of_a_reward_model(options):
-    trainer = build("reward", peft_config=LoraConfig(target_modules=["q_proj"], **options))
-    assert any("score" in name and x.requires_grad for name, x in trainer.model.named_parameters())
+@pytest.mark.parametrize("target", [["q_proj"], "all-linear"], ids=str)
+def test_an_adapter_trains_and_saves_the_head_of_a_reward_model(options, target, tmp_path):
+    trainer = build("reward", peft_config=LoraConfig(target_modules=target, **options))
+    head = trainer.model.get_base_model().score.modules_to_save.default.weight
+    assert head.requires_grad
+    trainer.save_model(str(tmp_path))
+    saved = load_file(tmp_path / "adapter_model.safetensors")
+    assert any(torch.equal(weights, head) for name, weights in saved.items() if name.endswith("score.weight"))
 
 
 def test_a_head_that_is_frozen_without_an_adapter_stays_so():

@@ -165,7 +165,7 @@ class MultiAnswerRewardTrainer(RewardTrainer):
         TypeError: `args` is not a `trl.RewardConfig`; `data_collator` is not a `DataCollatorForMultiAnswerReward`; or a
             row of the dataset has an unsupported type, or types that cannot be combined.
         ValueError: the model's attention is not "flashmask"; `neftune_noise_alpha`, `label_smoothing_factor`,
-            dispatched batches, prompt learning, activated LoRA, adapters that leave the head untrained, context
+            dispatched batches, prompt learning, activated LoRA, adapters that do not save the head, context
             parallelism, sampling by lengths that the examples lack, or counts of `input_ids`
             (`include_num_input_tokens_seen`) are asked for; arguments contradict each other, a dataset has a transform,
             no row is left, or a row is invalid. Messages name the row's index and the way out.
@@ -226,7 +226,7 @@ class MultiAnswerRewardTrainer(RewardTrainer):
                 **kwargs,
             )
         trained: Any = self.model
-        _refuse_untrained_head(trained)
+        _refuse_unsaved_head(trained)
         run_packed(trained)
         refuse_sampling_by_length(self)
         self.data_collator = collator = with_position_limit(collator, trained)
@@ -382,20 +382,30 @@ class MultiAnswerRewardTrainer(RewardTrainer):
         super().log(logs, start_time)
 
 
-def _refuse_untrained_head(model: Any) -> None:
-    """Raise a ValueError if the adapters of a PEFT model train its backbone, and nothing of the head above it."""
+def _refuse_unsaved_head(model: Any) -> None:
+    """Raise a ValueError if the adapters of a PEFT model learn, and the head above its backbone is not saved with them.
+
+    An adapter without its task leaves the head alone, or, where it adapts every linear layer, adapts the head too. The
+    head's own weights, random in a new reward model, are then in no file, and the next load draws others.
+    """
     inner = unwrap_peft(model)
-    if inner is model:
+    if inner is model or not any(parameter.requires_grad for parameter in inner.parameters()):
         return
+    from peft.tuners.tuners_utils import BaseTunerLayer  # there is an adapter, so peft is installed
+
     backbone = {id(parameter) for parameter in inner.base_model.parameters()}
     head = [(name, parameter) for name, parameter in inner.named_parameters() if id(parameter) not in backbone]
-    learns = any(parameter.requires_grad for parameter in inner.parameters())
-    if learns and not any(parameter.requires_grad for _, parameter in head):
-        name = head[0][0].split(".")[0]
-        raise ValueError(
-            f"peft_config: the adapter leaves the head {name!r}, which makes the rewards, untrained, and does not save "
-            f"it; set task_type='SEQ_CLS', or modules_to_save=[{name!r}]"
-        )
+    name = head[0][0].split(".")[0]
+    if not any(parameter.requires_grad for _, parameter in head):
+        how = "leaves"
+    elif isinstance(inner.get_submodule(name), BaseTunerLayer):
+        how = "only adapts"
+    else:
+        return
+    raise ValueError(
+        f"peft_config: the adapter {how} the head {name!r}, which makes the rewards, and does not save its weights, so "
+        f"that a loaded model has other ones; set task_type='SEQ_CLS', or modules_to_save=[{name!r}]"
+    )
 
 
 def _accumulate(ratio: list[float], numerator: float, denominator: float) -> None:
