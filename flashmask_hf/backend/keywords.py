@@ -64,6 +64,9 @@ _HARMLESS = {
 }
 """Keywords of models and trainers that reach attention on their way elsewhere and do not change its result."""
 
+_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+"""Names that configs of transformers give to the dropout of attention."""
+
 _warned: set[str] = set()
 """Unknown keywords that this process has warned of."""
 
@@ -87,9 +90,11 @@ def check_keywords(
     """
     asked = f"attn_implementation='{implementation}'"
     if dropout > 0 and module.training:
+        config = getattr(module, "config", None)
+        name = next((name for name in _DROPOUTS if getattr(config, name, 0)), _DROPOUTS[0])
         raise ValueError(
-            f"dropout={dropout} is not implemented by {asked}; set attention_dropout=0 in the model's config, or use "
-            "attn_implementation='sdpa'"
+            f"dropout={dropout} is not implemented by {asked}; set {name}=0 in the model's config (an argument of "
+            "from_pretrained, or in a trainer's model_init_kwargs), or use attn_implementation='sdpa'"
         )
     if kwargs.get("output_attentions") or _collects_weights():
         raise NotImplementedError(

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from tools.model_pairs import attend, model_pair, tokens
-from transformers import AutoModelForCausalLM, GPT2Config
+from transformers import AutoModel, AutoModelForCausalLM, BertConfig, GPT2Config
 
 from flashmask_hf import masks
 from flashmask_hf.backend import keywords
@@ -17,6 +17,22 @@ def test_dropout_in_training_is_refused():
     model(tokens(1, 5))
     with pytest.raises(ValueError, match="attention_dropout=0"):
         model.train()(tokens(1, 5))
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("attn_pdrop", GPT2Config(n_layer=1, n_head=2, n_embd=32)),
+        ("attention_probs_dropout_prob", BertConfig(num_hidden_layers=1, hidden_size=48)),
+    ],
+    ids=["gpt2", "bert"],
+)
+def test_dropout_is_called_by_its_name_in_the_config(name, config):
+    model = AutoModel.from_config(config, attn_implementation="flashmask").train()
+    with pytest.raises(ValueError, match=f"dropout=0.1 .*set {name}=0 in the model's config"):
+        model(tokens(1, 5))
+    setattr(config, name, 0.0)
+    AutoModel.from_config(config, attn_implementation="flashmask").train()(tokens(1, 5))
 
 
 @pytest.mark.parametrize("name", sorted(keywords._REFUSED))
