@@ -44,10 +44,10 @@ def pack_dataset(
     """Pack a tokenized dataset best-fit-decreasing into rows of at most `max_length` tokens.
 
     Documents are split or truncated only if `split` or `truncation_mode` says so. Documents without labels are dropped,
-    such as the pieces of a long prompt: their labels or masks select no token after the first. A warning counts them
-    while packing runs, but not when the rows come from the cache. Rows are ordered by their first document, and
-    documents keep their order within a row. `Dataset.map` does the work: results are deterministic and cached on disk,
-    and memory is bounded.
+    such as the pieces of a long prompt: their labels or masks select no token after the first. Warnings count these and
+    the truncated ones while packing runs, but not when the rows come from the cache. Rows are ordered by their first
+    document, and documents keep their order within a row. `Dataset.map` does the work: results are deterministic and
+    cached on disk, and memory is bounded.
 
     Rows are for `DataCollatorForPackedLanguageModeling`. `input_ids` and `labels` of a row are lists of documents, and
     the last one is empty. So no trainer can remove what tells the documents apart. Where flat rows would let documents
@@ -101,7 +101,10 @@ def pack_dataset(
     num_proc = as_count("num_proc", num_proc, "a number of processes, at least 1, or None")
     max_position_embeddings = as_count("max_position_embeddings", max_position_embeddings)
     if split and truncation_mode != "error":
-        raise ValueError(f"split=True and truncation_mode='{truncation_mode}' exclude each other: choose one")
+        raise ValueError(
+            f"split=True and truncation_mode='{truncation_mode}' exclude each other: set truncation_mode='error' "
+            "(SFTConfig has 'keep_start' unless told otherwise), or leave split out"
+        )
     first = next(iter(dataset), None)
     if first is None:
         raise ValueError("dataset is empty: there is nothing to pack")
@@ -200,6 +203,10 @@ def _pack_table(
         elif truncation_mode == "error":
             raise ValueError(too_long_message(longest_name, lengths[longest], max_length, can_split=True))
         else:
+            logger.warning(
+                f"cut {(lengths > max_length).sum()} of {len(lengths)} documents to max_length {max_length}, as "
+                f"truncation_mode='{truncation_mode}' says"
+            )
             if truncation_mode == "keep_end":
                 starts = np.maximum(lengths - max_length, 0)
             lengths = np.minimum(lengths, max_length)

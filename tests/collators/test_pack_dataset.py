@@ -50,10 +50,17 @@ def test_split_cuts_long_documents_into_consecutive_pieces(lengths):
 
 
 @pytest.mark.parametrize(("mode", "kept"), [("keep_start", slice(0, 4)), ("keep_end", slice(-4, None))])
-def test_pack_dataset_truncates_only_what_is_too_long(mode, kept):
+def test_pack_dataset_truncates_only_what_is_too_long(mode, kept, caplog):
     source = dataset([3, 9, 4, 1])
     packed = pack_dataset(source, 4, truncation_mode=mode)
     assert sorted(unpack(packed)) == sorted(tokens[kept] for tokens in source["input_ids"])
+    (record,) = caplog.records
+    assert record.message == f"cut 1 of 4 documents to max_length 4, as truncation_mode='{mode}' says"
+
+
+def test_documents_that_fit_are_not_counted_as_cut(caplog):
+    pack_dataset(dataset([3, 4, 1]), 4, truncation_mode="keep_start")
+    assert not caplog.records
 
 
 def test_an_empty_completion_raises():
@@ -88,7 +95,7 @@ def test_pieces_without_labels_are_left_out(column, options, kept, caplog):
     assert (batch["labels"] != -100).sum() == 3 * (len(kept) - 1) + 1
     pieces = 4 if "split" in options else 2
     missing = pieces - len(kept)
-    assert [r.message for r in caplog.records] == [
+    assert [r.message for r in caplog.records if not r.message.startswith("cut 1 of 2")] == [
         f"left out {missing} of {pieces} documents, which have nothing to learn"
     ] * bool(missing)
 
