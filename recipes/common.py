@@ -111,7 +111,7 @@ def parse(
     except ValueError as error:
         raise FlagError(str(error)) from None  # so that launchers of several processes print one traceback
     if getattr(own_args, "show", 0) and not training_args.do_eval:
-        raise FlagError("show needs the test split, which only an evaluation reads; add --do_eval")
+        raise FlagError("show needs the test split, which only an evaluation reads; add --do_eval, or --show 0")
     return own_args, script_args, training_args, model_args, mixture_args
 
 

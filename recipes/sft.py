@@ -129,7 +129,9 @@ def parse(argv: Sequence[str]) -> tuple[RecipeArguments, ScriptArguments, SFTCon
     training_args: SFTConfig = parsed[2]
     trl_packs = training_args.packing or training_args.padding_free
     if parsed[0].picture and trl_packs:
-        raise common.FlagError("picture shows a row that this package packs; leave it out, or packing and padding_free")
+        raise common.FlagError(
+            "picture shows a row that this package packs; add --picture false, or leave packing and padding_free out"
+        )
     if training_args.max_length is None and not trl_packs:
         raise common.FlagError(
             "max_length is None, but packing needs it: the number of tokens of a row (--max_length 8192)"

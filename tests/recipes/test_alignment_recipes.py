@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import common  # isort: skip
 import data  # isort: skip
+import dpo  # isort: skip
 
 pytestmark = [
     pytest.mark.slow,
@@ -206,7 +207,7 @@ def test_the_last_whole_checkpoint_is_resumed(tmp_path):
 BAD_FLAGS = [
     ("dpo", ["--resume_from_checkpoint", "true"], "holds no checkpoint to resume from"),
     ("dpo", ["--resume_from_checkpoint", "nowhere"], "nowhere is no whole checkpoint, there is no such folder"),
-    ("dpo", ["--show", "1"], "add --do_eval"),
+    ("dpo", ["--show", "1"], "add --do_eval, or --show 0"),
     ("dpo", ["--dataset_train_split", "train_prefs"], "dataset_train_split: the dataset has no split 'train_prefs'"),
     ("dpo", ["--do_eval", "--dataset_test_split", "dev"], "dataset_test_split: .* no split 'dev', but 'train', 'test'"),
     ("dpo", ["--attn_implementation", "sdpa"], "attn_implementation='flashmask'"),
@@ -219,6 +220,13 @@ BAD_FLAGS = [
     ("reward", ["--loss_type", "regression"], "loss_type"),
     ("reward", ["--learning_speed", "1"], "--learning_speed"),
 ]
+
+
+def test_the_demo_without_an_evaluation_names_a_flag_that_helps():
+    """The demo's configuration has `show`, which no flag of the command line can leave out."""
+    with pytest.raises(common.FlagError, match="or --show 0"):
+        dpo.parse(["--do_eval", "false"])
+    assert not dpo.parse(["--do_eval", "false", "--show", "0"])[0].show
 
 
 @pytest.mark.parametrize(

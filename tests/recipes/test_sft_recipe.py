@@ -68,8 +68,9 @@ def test_a_picture_without_matplotlib_says_what_to_install(tmp_path, monkeypatch
 
 
 def test_a_picture_of_rows_that_trl_packs_is_refused():
-    with pytest.raises(ValueError, match="picture shows a row that this package packs"):
+    with pytest.raises(ValueError, match="picture shows a row that this package packs; add --picture false"):
         sft.parse(["--packing"])
+    assert sft.parse(["--packing", "--picture", "false"])[2].packing
 
 
 def test_attention_is_kept_in_checkpointed_layers(tmp_path, model, monkeypatch, capsys):
