@@ -359,6 +359,34 @@ def test_a_question_that_is_not_needed_is_not_read(others):
         assert answer_sequences({**turns, **others}, None, "a row") == list(turns.values())
 
 
+SYSTEM = [{"role": "system", "content": "w8 w9"}]
+ASKED = [{"role": "user", "content": "w5"}]
+
+
+@pytest.mark.parametrize("task", ["dpo", "reward"])
+@pytest.mark.parametrize("column", ["system", "input"])
+@pytest.mark.parametrize("prompt", ["w5", ASKED], ids=["text", "messages"])
+def test_a_part_of_the_prompt_in_another_column_is_refused(task, column, prompt):
+    row = {"prompt": prompt, "chosen": "w6", "rejected": "w7", column: "w8 w9"}
+    with pytest.raises(ValueError, match=f"example 0.* has a column '{column}' beside its prompt, which is not read"):
+        build(task, rows=[row])
+
+
+@pytest.mark.parametrize("text", ["w8 w9", " w8 w9\n", "", None])
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "w8 w9 w5", "chosen": "w6", "rejected": "w7"},
+        {"prompt": SYSTEM + ASKED, "chosen": "w6", "rejected": "w7"},
+        {key: [*SYSTEM, *ASKED, {"role": "assistant", "content": key}] for key in ("chosen", "rejected")},
+    ],
+    ids=["text", "messages", "conversations"],
+)
+def test_a_system_prompt_that_the_prompt_holds_is_not_refused(row, text):
+    assert preference_columns({**row, "system": text}, 0) == preference_columns(row, 0)
+    assert answer_sequences({**row, "system": text}, "</s>", "a row") == answer_sequences(row, "</s>", "a row")
+
+
 @pytest.mark.parametrize("values", [[1.0, 9.0], [2, 1], [False, True]], ids=str)
 @pytest.mark.parametrize("column", ["score", "ratings", "ranks"])
 def test_scores_under_another_name_are_refused(column, values):

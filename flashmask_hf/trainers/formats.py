@@ -13,6 +13,9 @@ __all__ = ["answer_sequences", "preference_columns"]
 _OTHER_NAMES = ("question", "instruction", "query", "input")
 """Names that datasets give the column of a prompt, and that nothing reads."""
 
+_CONTEXTS = ("system", "input")
+"""Names of columns that hold a part of the prompt beside it, as in Intel/orca_dpo_pairs, and that nothing reads."""
+
 
 def preference_columns(example: Mapping[str, Any], index: int) -> dict[str, Any]:
     """Return the columns `prompt`, `chosen` and `rejected` of a row in any of TRL's preference formats, or mixed.
@@ -30,8 +33,8 @@ def preference_columns(example: Mapping[str, Any], index: int) -> dict[str, Any]
         `prompt`, `chosen` and `rejected`, all strings or all lists of messages.
 
     Raises:
-        ValueError: a column is missing or has another name, an answer is empty, or one answer is a string and the other
-            a conversation; the message names the example's index.
+        ValueError: a column is missing or has another name, a system prompt is in a column of its own, an answer is
+            empty, or one answer is a string and the other a conversation; the message names the example's index.
     """
     missing = [column for column in ("chosen", "rejected") if not example.get(column)]
     if missing:
@@ -41,6 +44,7 @@ def preference_columns(example: Mapping[str, Any], index: int) -> dict[str, Any]
         )
     prompt, chosen, rejected = example.get("prompt"), example["chosen"], example["rejected"]
     _refuse_unread_prompt(example, (chosen, rejected), f"example {index}")
+    _refuse_unread_context(example, (chosen, rejected), f"example {index}")
     if not isinstance(prompt, list) and isinstance(chosen, str) != isinstance(rejected, str):
         raise ValueError(f"example {index} has one answer of text and one of messages; make them the same kind")
     if isinstance(prompt, str) and not isinstance(chosen, str):
@@ -75,7 +79,8 @@ def answer_sequences(example: Mapping[str, Any], eos_token: str | None, name: st
 
     Raises:
         TypeError: answers or prompt have an unsupported type, or types that cannot be combined.
-        ValueError: a column is missing or has another name, an answer is empty, or there are fewer than two answers.
+        ValueError: a column is missing or has another name, a system prompt is in a column of its own, an answer is
+            empty, or there are fewer than two answers.
     """
     if example.get("answers") is not None:
         answers = example["answers"]
@@ -95,6 +100,7 @@ def answer_sequences(example: Mapping[str, Any], eos_token: str | None, name: st
     if len(answers) < 2:
         raise ValueError(f"{name} has {len(answers)} answers, but a preference needs two or more; remove it")
     _refuse_unread_prompt(example, answers, name)
+    _refuse_unread_context(example, answers, name)
     _refuse_unread_scores(example, name)
     for nth, answer in enumerate(answers):
         if _empty(answer, eos_token or ""):
@@ -130,6 +136,20 @@ def _refuse_unread_prompt(example: Mapping[str, Any], answers: Sequence[Any], na
             )
 
 
+def _refuse_unread_context(example: Mapping[str, Any], answers: Sequence[Any], name: str) -> None:
+    """Raise a ValueError if a row has a column of context for its prompt whose text is neither there nor in answers."""
+    for column in _CONTEXTS:
+        text = example.get(column)
+        if not isinstance(text, str) or not text.strip() or _holds(example.get("prompt"), text):
+            continue
+        if not all(_holds(answer, text) for answer in answers):
+            raise ValueError(
+                f"{name} has a column {column!r} beside its prompt, which is not read, so that answers would be "
+                "learned without it; put its text into the prompt (as a message, if that is a list of messages), or "
+                "remove the column"
+            )
+
+
 def _refuse_unread_scores(example: Mapping[str, Any], name: str) -> None:
     """Raise a ValueError if a row of `answers` without `scores` has a number for each of them in another column."""
     if example.get("answers") is None or "scores" in example:
@@ -142,6 +162,12 @@ def _refuse_unread_scores(example: Mapping[str, Any], name: str) -> None:
                 f"{name} has no scores, and a column {column!r} with a number for each answer, which is not read, so "
                 "that answers would be ranked by their order; rename it to scores, or remove it"
             )
+
+
+def _holds(part: Any, text: str) -> bool:
+    """Return whether a prompt or an answer, a string, a conversation or None, holds a text."""
+    texts = [part] if isinstance(part, str) else [message.get("content") for message in part or ()]
+    return any(text.strip() in str(held) for held in texts)
 
 
 def _first_turns(prompt: str, answers: Sequence[Any], name: str) -> list[dict[str, Any]] | None:
