@@ -29,6 +29,7 @@ from flashmask_hf.trainers.common import (
     default_output_dir,
     load_with,
     log_sharing,
+    map_style_datasets,
     prepare_arguments,
     refuse_empty_reference,
     whole_in_each_process,
@@ -100,6 +101,12 @@ class SharedPrompts:
             parent.__init__(model, reward_funcs, args, *others, **kwargs)
         trainer: Any = self
         _refuse_images(trainer.processing_class)  # of a model with images, TRL loads a processor
+        for name, dataset in map_style_datasets(trainer):
+            if "prompt" not in dataset.column_names:
+                raise ValueError(
+                    f"the {name} dataset has no column 'prompt'; rename the one that holds the prompts. It has: "
+                    f"{', '.join(dataset.column_names)}"
+                )
         self._hook_models(loaded_by_name=isinstance(model, str))
         self._rows_per_group = _rows_per_group(trainer)
 

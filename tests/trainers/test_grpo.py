@@ -419,6 +419,20 @@ def test_other_wrong_set_ups_raise(checkpoints, tokenizer, tmp_path, monkeypatch
         trainer.train()
 
 
+@pytest.mark.parametrize("split", ["train", "eval"])
+@pytest.mark.parametrize("algorithm", ["grpo", "rloo"])
+def test_prompts_in_a_column_of_another_name_raise_at_construction(split, algorithm, checkpoints, tokenizer, tmp_path):
+    """TRL ends in `KeyError: 'prompt'` in the first step."""
+    _, _, config, trainer = CLASSES[algorithm]()
+    datasets = {"train_dataset": prompts(), "eval_dataset": prompts()}
+    datasets[f"{split}_dataset"] = prompts().rename_column("prompt", "question")
+    with pytest.raises(ValueError, match=f"the {split} dataset has no column 'prompt'; rename .*It has: .*question"):
+        trainer(
+            checkpoints["llama"], reward, config(**trainer_settings(tmp_path), num_generations=4),
+            processing_class=tokenizer, **datasets,
+        )  # fmt: skip
+
+
 def test_the_packed_row_of_a_micro_batch():
     """A prompt of two completions, one of which is empty, and a sequence alone."""
     ids = torch.tensor([[0, 5, 6, 8, 9], [4, 5, 6, 8, 0], [0, 5, 6, 0, 0]])
