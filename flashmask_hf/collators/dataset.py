@@ -102,8 +102,8 @@ def pack_dataset(
     max_position_embeddings = as_count("max_position_embeddings", max_position_embeddings)
     if split and truncation_mode != "error":
         raise ValueError(
-            f"split=True and truncation_mode='{truncation_mode}' exclude each other: set truncation_mode='error' "
-            "(SFTConfig has 'keep_start' unless told otherwise), or leave split out"
+            f"split=True and truncation_mode='{truncation_mode}' exclude each other: leave one of them "
+            "out (SFTConfig has 'keep_start' unless it gets truncation_mode=None)"
         )
     first = next(iter(dataset), None)
     if first is None:
