@@ -1,7 +1,7 @@
 """Documents of a row in models of which a part beside the attention takes the row for one document.
 
-The mask keeps documents apart in the attention alone. PEFT's activated LoRA and the scales of Llama 4 look at the whole
-row, without an error. Nothing is read back from the device.
+The mask keeps documents apart in the attention alone. PEFT's activated LoRA, the scales of Llama 4 and heads that read
+one answer from a row look at the whole row, without an error. Nothing is read back from the device.
 """
 
 from __future__ import annotations
@@ -11,11 +11,15 @@ from typing import Any
 from torch import Tensor
 
 from flashmask_hf.backend.ignored_vectors import hides_more
+from flashmask_hf.backend.packed_rows import runs_packed
 from flashmask_hf.backend.positions import has_one_document
 from flashmask_hf.checks import device_assert
-from flashmask_hf.names import VECTORS
+from flashmask_hf.names import PACKED_IDS, VECTORS
 
-__all__ = ["check_adapters", "check_scales"]
+__all__ = ["check_adapters", "check_heads", "check_scales"]
+
+_HEADS_OF_ROWS = ("ForSequenceClassification", "ForQuestionAnswering")
+"""The `loss_type` of models whose head reads one class, reward or span from a row."""
 
 
 def check_adapters(model: Any, kwargs: dict[str, Any]) -> None:
@@ -32,23 +36,52 @@ def check_adapters(model: Any, kwargs: dict[str, Any]) -> None:
     adapters = getattr(model, "peft_config", {})
     if not any(getattr(config, "alora_invocation_tokens", None) for config in adapters.values()):
         return
-    vectors, bounds, positions = (kwargs.get(name) for name in (VECTORS, "cu_seq_lens_q", "position_ids"))
-    if isinstance(positions, Tensor) and positions.dim() == 2:
-        mask = kwargs.get("attention_mask")
-        if mask is None and isinstance(vectors, Tensor):  # 0 hides a key from all, as padding, whose positions are 0
-            mask = (vectors[:, 0] > 0).any(-1)
-        alone = has_one_document(positions, mask)
-    elif isinstance(bounds, Tensor):
+    vectors, bounds = kwargs.get(VECTORS), kwargs.get("cu_seq_lens_q")
+    alone = _positions_of_one_document(kwargs)
+    if alone is None and isinstance(bounds, Tensor):
         alone = (bounds.diff() > 0).sum() <= 1
-    elif isinstance(vectors, Tensor):
+    elif alone is None and isinstance(vectors, Tensor):
         alone = ~hides_more(vectors, None).any()
-    else:
+    if alone is not None:
+        device_assert(
+            alone,
+            "PEFT looks for alora_invocation_tokens once in a row, so that of several packed documents only one would "
+            "have the adapter; use LoRA without them, or batches of whole sequences",
+        )
+
+
+def check_heads(model: Any, kwargs: dict[str, Any]) -> None:
+    """Raise for packed rows in a model whose head reads one answer from a row, and not one from each document.
+
+    Models that `run_packed` prepared read one for each.
+
+    Args:
+        model: a transformers model.
+        kwargs: keywords of its call; without `position_ids` [B, S], nothing is looked at.
+
+    Raises:
+        RuntimeError: `position_ids` tell several documents of a row (a device-side check).
+    """
+    if getattr(model, "loss_type", None) not in _HEADS_OF_ROWS or kwargs.get(PACKED_IDS) is not None:
+        return
+    alone = _positions_of_one_document(kwargs)
+    if alone is None or runs_packed(model):
         return
     device_assert(
         alone,
-        "PEFT looks for alora_invocation_tokens once in a row, so that of several packed documents only one would have "
-        "the adapter; use LoRA without them, or batches of whole sequences",
+        f"{type(model).__name__} reads one class, reward or span from a row, not one from each packed document; pass "
+        "one document a row (DataCollatorWithPadding), or take MultiAnswerRewardTrainer for rewards",
     )
+
+
+def _positions_of_one_document(kwargs: dict[str, Any]) -> Tensor | None:
+    """Return whether a call's `position_ids` [B, S] tell at most one document a row, bool []; None without them."""
+    positions, mask, vectors = (kwargs.get(name) for name in ("position_ids", "attention_mask", VECTORS))
+    if not isinstance(positions, Tensor) or positions.dim() != 2:
+        return None
+    if mask is None and isinstance(vectors, Tensor) and vectors.dim() == 4:
+        mask = (vectors[:, 0] > 0).any(-1)  # 0 hides a key from all, as padding, whose positions are 0
+    return has_one_document(positions, mask)
 
 
 def check_scales(config: Any, position_ids: Tensor, attention_mask: Any) -> None:

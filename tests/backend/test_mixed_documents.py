@@ -1,0 +1,78 @@
+"""Packed rows raise in models of which a part beside the attention takes a row for one document."""
+
+import pytest
+import torch
+from tools.tiny import TRAINER_WARNINGS, llama_config
+from transformers import (
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    BertConfig,
+)
+
+from flashmask_hf import masks
+from flashmask_hf.collators import DataCollatorForPackedEncoders, DataCollatorForPackedLanguageModeling
+
+pytestmark = TRAINER_WARNINGS
+
+EXAMPLES = [{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}]
+LLAMA = llama_config(num_labels=1)
+BERT = BertConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4)
+
+
+def packed(collator, examples=EXAMPLES):
+    batch = collator(examples)
+    batch.pop("labels", None)
+    return batch
+
+
+def padded(side):
+    real = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
+    real = real.flip(1) if side == "left" else real
+    return {"input_ids": 5 + real, "attention_mask": real, "position_ids": (real.cumsum(-1) - 1).clamp(min=0)}
+
+
+@pytest.mark.parametrize("attention", ["flashmask", "sdpa"])
+@pytest.mark.parametrize(
+    "head", [AutoModelForSequenceClassification, AutoModelForQuestionAnswering], ids=["class", "span"]
+)
+def test_heads_that_read_one_answer_from_a_row_refuse_several_documents(head, attention):
+    """With labels of the documents, a head with one output would even train: they broadcast."""
+    model = head.from_config(LLAMA, attn_implementation=attention)
+    batch = packed(DataCollatorForPackedLanguageModeling(completion_only_loss=False))
+    message = (
+        r"LlamaFor\w+ reads one class, reward or span from a row.*DataCollatorWithPadding.*MultiAnswerRewardTrainer"
+    )
+    with pytest.raises(RuntimeError, match=message):
+        model(**batch, use_cache=False)
+    if attention == "flashmask":
+        with pytest.raises(RuntimeError, match=message):
+            model(batch["input_ids"], position_ids=batch["position_ids"])
+
+
+def test_encoders_with_such_a_head_refuse_several_documents():
+    model = AutoModelForSequenceClassification.from_config(BERT, attn_implementation="flashmask")
+    with pytest.raises(RuntimeError, match="BertForSequenceClassification reads one class"):
+        model(**packed(DataCollatorForPackedEncoders()))
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        padded("left"),
+        padded("right"),
+        packed(DataCollatorForPackedLanguageModeling(pad_to_multiple_of=8, completion_only_loss=False), EXAMPLES[:1]),
+        {"input_ids": torch.arange(5, 13)[None], "startend_row_indices": masks.sliding_window(8, 3).indices},
+    ],
+    ids=["left", "right", "one document in a padded row", "another mask"],
+)
+def test_rows_of_one_document_are_classified(batch):
+    model = AutoModelForSequenceClassification.from_config(LLAMA, attn_implementation="flashmask")
+    assert model(**batch).logits.shape == (len(batch["input_ids"]), 1)
+
+
+def test_heads_that_read_every_token_take_several_documents():
+    model = AutoModelForTokenClassification.from_config(LLAMA, attn_implementation="flashmask").eval()
+    batch = packed(DataCollatorForPackedLanguageModeling(completion_only_loss=False))
+    alone = [model(torch.tensor([example["input_ids"]])).logits[0] for example in EXAMPLES]
+    torch.testing.assert_close(model(**batch).logits[0], torch.cat(alone), rtol=1e-4, atol=1e-5)
