@@ -58,9 +58,9 @@ class PackedSFTTrainer(ContextParallelMixin, SFTTrainer):
 
     Logs add, of all processes and without padding, `tokens_per_second` and `keys_per_token`, the mean number of keys
     that a token may attend to in its document, before any sliding window of the model; it does not depend on the batch
-    size. They also add `mask_sparsity`, the fraction of tiles of the score matrix that are skipped, of one batch of
-    this process, at logging steps and in evaluation. A batch is one row, so it grows with the batch size. With another
-    attention it is 0.
+    size. `num_tokens` is without padding, too. They also add `mask_sparsity`, the fraction of tiles of the score matrix
+    that are skipped, of one batch of this process, at logging steps and in evaluation. A batch is one row, so it grows
+    with the batch size. With another attention it is 0.
 
     With accelerate's context parallelism (`cp_size`, which needs FSDP2), a row is split over processes, for rows
     longer than one GPU takes; attention is still that of the whole row (`flashmask_hf.parallel`). Rows are padded to a
@@ -121,6 +121,7 @@ class PackedSFTTrainer(ContextParallelMixin, SFTTrainer):
         check_config(args, SFTConfig, "SFTConfig")
         self._sums: Any = 0  # tokens and visible keys since the last log, int64 [2] once there was a batch
         self._last_log = time.perf_counter()
+        self._logged_tokens = 0
         parts = context_parallel_size(args)
         if parts > 1:
             computes = {name: kwargs.get(name) for name in _COMPUTES}
@@ -238,7 +239,7 @@ class PackedSFTTrainer(ContextParallelMixin, SFTTrainer):
         return super().compute_loss(model, inputs, *args, **kwargs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Write TRL's log with the tokens per second, and the keys per token, since the last log."""
+        """Write TRL's log with the tokens so far, and the tokens per second and keys per token since the last log."""
         if "loss" in logs:
             sums: Any = torch.as_tensor(self._sums, device=self.accelerator.device).expand(2)
             reduced: Any = self.accelerator.reduce(sums.contiguous())
@@ -247,12 +248,15 @@ class PackedSFTTrainer(ContextParallelMixin, SFTTrainer):
             logs["tokens_per_second"] = round(tokens / seconds, 1)
             if keys:
                 logs["keys_per_token"] = round(keys / tokens, 1)
+            self._logged_tokens += tokens
+            self._total_train_tokens = self._logged_tokens  # TRL counts padding, too, and one of several rows
+            self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
             self._sums, self._last_log = 0, time.perf_counter()
         super().log(logs, start_time)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train; see `Trainer.train`."""
-        self._sums, self._last_log = 0, time.perf_counter()
+        self._sums, self._last_log, self._logged_tokens = 0, time.perf_counter(), self._total_train_tokens
         return super().train(*args, **kwargs)
 
 

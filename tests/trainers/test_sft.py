@@ -252,6 +252,24 @@ def test_padding_counts_neither_as_tokens_nor_as_keys():
     assert sft_trainer._tokens_and_keys(indices).tolist() == [5, 9]
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"pad_to_multiple_of": 32}, {"collator": DataCollatorForPackedLanguageModeling(max_length=16)}],
+    ids=["padded", "several rows"],
+)
+def test_the_log_counts_each_token_once(options, tmp_path, model):
+    """As in TRL, of the runs of a trainer together."""
+    collator = options.pop("collator", None)
+    args = arguments(tmp_path, max_length=16, eval_strategy="steps", eval_steps=1, max_steps=1, **options)
+    rows = Dataset.from_list([TEXT] * 8)  # of seven tokens each
+    trainer = PackedSFTTrainer(model, args, collator, train_dataset=rows, eval_dataset=rows)
+    for run in (1, 2):
+        trainer.train()
+        entries = [entry for entry in trainer.state.log_history if "loss" in entry or "eval_loss" in entry]
+        counts = [entry.get("num_tokens", entry.get("eval_num_tokens")) for entry in entries]
+        assert counts == [run * 56, run * 56]
+
+
 @pytest.mark.parametrize("packing", [False, True])
 def test_one_process_of_a_tensor_parallel_group_counts_its_tokens(packing, tmp_path, model, monkeypatch):
     """The others have the same rows."""
