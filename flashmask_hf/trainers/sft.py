@@ -225,6 +225,12 @@ class PackedSFTTrainer(ContextParallelMixin, SFTTrainer):
             )
         return super().predict(test_dataset, *args, **kwargs)
 
+    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
+        # Trainer would take every pad token for padding, which may be the eos token at the end of a document.
+        if VECTORS in inputs:
+            inputs = inputs | {"attention_mask": inputs[VECTORS][:, 0, :, 0] > 0}
+        super()._track_num_input_tokens(inputs)
+
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Compute TRL's loss, and record the tokens, the visible keys and the mask sparsity of the batch."""
         mode = "train" if model.training else "eval"

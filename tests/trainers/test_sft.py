@@ -270,6 +270,18 @@ def test_the_log_counts_each_token_once(options, tmp_path, model):
         assert counts == [run * 56, run * 56]
 
 
+@pytest.mark.parametrize("pad", ["<pad>", "<eos>"])
+def test_input_tokens_seen_are_told_from_padding_by_the_row(pad, tmp_path, model):
+    tokenizer = word_tokenizer()
+    tokenizer.pad_token = pad
+    options = {"include_num_input_tokens_seen": "non_padding", "pad_to_multiple_of": 40, "max_steps": 1}
+    args = arguments(tmp_path, max_length=16, **options)
+    rows = Dataset.from_list([TEXT] * 8)  # of seven tokens each
+    trainer = PackedSFTTrainer(model, args, train_dataset=rows, processing_class=tokenizer)
+    trainer.train()
+    assert trainer.state.num_input_tokens_seen == 56
+
+
 @pytest.mark.parametrize("packing", [False, True])
 def test_one_process_of_a_tensor_parallel_group_counts_its_tokens(packing, tmp_path, model, monkeypatch):
     """The others have the same rows."""
