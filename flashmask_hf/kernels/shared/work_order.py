@@ -6,14 +6,15 @@ among the last ones keeps one program busy while the others have none left. This
 items each: in a batch of one row, and where many query heads share a head.
 
 Items are numbered head after head. Those of the last heads, about `_SORTED_ITEMS` for each program, are sorted by the
-number of bits of the number of tiles that they walk, the greatest first. They keep their order where it is equal, since
-items that run at the same time should share the rows of a head in the L2 cache. For the same reason, items are sorted
-of half as many heads as programs at most. The items before them keep their order.
+number of bits of the number of tiles that they walk, the greatest first. Where it is equal they keep their order, and
+the items before them do, too: items that run at the same time should share the rows of a head in the L2 cache, and
+sorted by the number of tiles itself, those of a head would run far apart. For the same reason, items of at most half as
+many heads as programs are sorted.
 
-On an H200, in the backward of one row of 8K tokens with 32 heads of 128, 8 of them key-value heads, this took 0.80
-times as long for causal documents and a shared question, 0.84 for a global window and 0.91 for causal attention. Sorted
-by the number of tiles itself, items took up to 1.4 times as long as unsorted, in 8 rows of 8K with 16 heads of 256, 2
-of them key-value heads.
+On an H200, the backward of one row of 8K tokens with 32 heads of 128, 8 of them key-value heads, took about
+0.8 times as long in this order for causal documents and a shared question, and 0.9 for causal attention. A sliding
+window took 1.07 times as long: its items are alike, and to sort them is one launch more. (`recipes/benchmarks/results/
+work_order_h200.csv`, which `attention.py --lengths 8192 --tokens 8192 --dims 128 --group 4` made before and after.)
 """
 
 from __future__ import annotations
