@@ -1,11 +1,11 @@
 """Device code of the Hopper backward: one persistent, warp-specialized kernel over key tiles (FlashMask, algorithm 2).
 
 A program stays on a multiprocessor and takes one tile of keys of one key-value head after the other from a counter
-(persistent tile scheduler). It keeps the keys and values in shared memory and walks the tiles of query rows that see
-them, of all query heads that share the head. Scores are made transposed, [keys, rows], so that softmax weights and
-their gradients stay in registers as operands for dV and dK. Every warp has one role, and the roles meet at barriers.
-Tiles have 128 keys, and the roles are these, where heads have up to 128 columns, or keys 192 and values 128;
-`backward_wide` has those of wider ones, which take 64 keys:
+(persistent tile scheduler), in the order of `shared.work_order` or `dq_order`. It keeps the keys and values in shared
+memory and walks the tiles of query rows that see them, of all query heads that share the head. Scores are made
+transposed, [keys, rows], so that softmax weights and their gradients stay in registers as operands for dV and dK. Every
+warp has one role, and the roles meet at barriers. Tiles have 128 keys, and the roles are these, where heads have up to
+128 columns, or keys 192 and values 128; `backward_wide` has those of wider ones, which take 64 keys:
 
     producer               dK, dV (2 warpgroups,            dQ (1 warpgroup)         store (1 or 2 warps)
     (1 warp)               64 keys each)
