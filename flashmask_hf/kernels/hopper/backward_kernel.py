@@ -1,7 +1,7 @@
 """Device code of the Hopper backward: one persistent, warp-specialized kernel over key tiles (FlashMask, algorithm 2).
 
 A program stays on a multiprocessor and takes one tile of keys of one key-value head after the other from a counter
-(persistent tile scheduler), in the order of `shared.work_order` or `dq_order`. It keeps the keys and values in shared
+(persistent tile scheduler), in the order of `work_order` or `dq_order`. It keeps the keys and values in shared
 memory and walks the tiles of query rows that see them, of all query heads that share the head. Scores are made
 transposed, [keys, rows], so that softmax weights and their gradients stay in registers as operands for dV and dK. Every
 warp has one role, and the roles meet at barriers. Tiles have 128 keys, and the roles are these, where heads have up to

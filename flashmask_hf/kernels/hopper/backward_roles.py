@@ -114,7 +114,7 @@ class Tensors(NamedTuple):
     dq_semaphores: Any
     key_tile_order: Any
     schedule: Any
-    work_order: Any  # int32 if PERSISTENT and not DQ_ORDER, see `shared.work_order`
+    work_order: Any  # int32 if PERSISTENT and not DQ_ORDER, see `work_order`
     counter: Any  # int32 [1] if PERSISTENT: tiles of keys taken
 
 

@@ -42,13 +42,12 @@ from tools.gluon_interpreter import interpreted
 
 from flashmask_hf import FlashMask, call, implementations, masks, plan
 from flashmask_hf.kernels.hopper import backward as hopper_backward
-from flashmask_hf.kernels.hopper import backward_roles, dq_order
+from flashmask_hf.kernels.hopper import backward_roles, dq_order, work_order
 from flashmask_hf.kernels.hopper import forward as hopper_forward
 from flashmask_hf.kernels.hopper.head_dims import widths_of
 from flashmask_hf.kernels.launch import descriptors
 from flashmask_hf.kernels.launch.layout import layout_of
 from flashmask_hf.kernels.launch.problem import problem_of
-from flashmask_hf.kernels.shared import work_order
 from flashmask_hf.operators.attention import flash_attn_backward, flash_attn_forward
 from flashmask_hf.operators.plan import plan_of
 from flashmask_hf.rows import put_rows_back
@@ -196,6 +195,34 @@ def test_query_heads_walk_bands_of_rows(monkeypatch: pytest.MonkeyPatch, dim: in
     if mask_heads == "q, last rows first":
         mask = FlashMask(mask.indices.flip(1), False)
     _check(_inputs(dim, 700, 700, 1, 6, 2), mask, (True,))
+
+
+@pytest.mark.parametrize("dim", [64, 256])
+def test_tiles_of_keys_are_taken_in_their_order(monkeypatch: pytest.MonkeyPatch, dim: int) -> None:
+    """One program loads those of the first head in ascending order, and of the last head those of most rows first."""
+    monkeypatch.setattr(hopper_backward, "multiprocessors", lambda device: 1)
+    mask = masks.causal_document([140, 628])
+    q, k, v, dout = hopper_kernels.inputs(1, 2, 2, 768, 768, (dim, dim), torch.float16, "cpu")
+    tiles = plan.build_plan(mask.indices, mask.causal, 768)
+    columns = 64 if dim == 256 else 128
+    loaded: list[tuple[int, int]] = []
+    tile_of = gluon_interpreter.Descriptor.tile
+
+    def spy(self, coordinates):
+        if self.tensor.data_ptr() == k.data_ptr():
+            place = int(coordinates[1]), int(coordinates[2]) // columns
+            loaded.extend([place] if loaded[-1:] != [place] else [])
+        return tile_of(self, coordinates)
+
+    monkeypatch.setattr(gluon_interpreter.Descriptor, "tile", spy)
+    lse, delta = torch.zeros(1, 2, 768), torch.zeros(1, 2, 768)
+    hopper_kernels.backward(dout, q, k, v, lse, delta, mask, tiles, 0.1, 0.0)
+    parts = 128 // columns  # of a tile of the plan, whose rows are counted
+    walked = [2, 5, 4, 3, 2, 1]
+    assert (tiles.segments[0, 0, :, :, 1] - tiles.segments[0, 0, :, :, 0]).sum(-1).tolist() == walked
+    ascending = list(range(6 * parts))
+    by_rows = sorted(ascending, key=lambda tile: -walked[tile // parts].bit_length())
+    assert loaded == [(0, tile) for tile in ascending] + [(1, tile) for tile in by_rows]
 
 
 @pytest.mark.parametrize("group", [3, 4])

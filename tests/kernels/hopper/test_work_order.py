@@ -7,9 +7,9 @@ import torch
 from tools.support import INTERPRETED
 
 from flashmask_hf import masks
+from flashmask_hf.kernels.hopper import work_order
+from flashmask_hf.kernels.hopper.work_order import prepare_work_order
 from flashmask_hf.kernels.launch.problem import problem_of
-from flashmask_hf.kernels.shared import work_order
-from flashmask_hf.kernels.shared.work_order import prepare_work_order
 from flashmask_hf.plan import build_plan
 
 if not INTERPRETED:
