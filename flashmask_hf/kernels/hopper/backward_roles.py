@@ -240,7 +240,7 @@ def _take_work(place, args, FORM: gl.constexpr):
     tensors, scalars, _shared, _barriers = args
     item = place
     if FORM.PERSISTENT and not FORM.DQ_ORDER:
-        is_sorted = (place >= scalars.unsorted) & (place < scalars.kv_planes * scalars.n_columns)
+        is_sorted = place >= scalars.unsorted
         order = tensors.work_order + place - scalars.unsorted
         item = gl.where(is_sorted, gl.load(order, mask=is_sorted, other=0), place)
     return item

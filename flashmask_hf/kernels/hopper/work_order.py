@@ -52,7 +52,8 @@ def prepare_work_order(
 
     Returns:
         (the number of items before those that are sorted, segments -> order), for `Plan.segments`. The order, int32
-        [sorted items], holds numbers of items.
+        [sorted items + programs], holds numbers of items, and behind them those of the places where each program finds
+        that none is left.
     """
     kv_heads = problem.k.shape[1]
     mask_batch, mask_heads, _, n_kv = problem.plan_shape
@@ -60,12 +61,13 @@ def prepare_work_order(
     sorted_planes = min(planes, -(-_SORTED_ITEMS * programs // tiles), -(-programs // 2))
     unsorted = (planes - sorted_planes) * tiles
     items = sorted_planes * tiles
-    new_order = packed_layout(items, dtype=torch.int32, device=problem.q.device).allocator()
+    places = items + programs
+    new_order = packed_layout(places, dtype=torch.int32, device=problem.q.device).allocator()
     launch = Launch(
         _sort_items,
-        _BITS,
-        unsorted, items, tiles, n_kv, subtiles, kv_heads, mask_batch, mask_heads,
-        SEGMENTS=VISIBLE_SEGMENTS + PARTIAL_SEGMENTS, LANES=max(512, triton.next_power_of_2(items)), num_warps=16,
+        _BITS + 1,
+        unsorted, items, places, tiles, n_kv, subtiles, kv_heads, mask_batch, mask_heads,
+        SEGMENTS=VISIBLE_SEGMENTS + PARTIAL_SEGMENTS, LANES=max(512, triton.next_power_of_2(places)), num_warps=16,
     )  # fmt: skip
 
     def make(segments: Tensor) -> Tensor:
@@ -77,20 +79,23 @@ def prepare_work_order(
 
 
 @triton.jit(
-    do_not_specialize=["unsorted", "items", "tiles", "n_kv", "subtiles", "kv_heads", "mask_batch", "mask_heads"]
+    do_not_specialize=["unsorted", "items", "places", "tiles", "n_kv", "subtiles", "kv_heads", "mask_batch", "mask_heads"]
 )
 def _sort_items(
-    segments, order, unsorted, items, tiles, n_kv, subtiles, kv_heads, mask_batch, mask_heads,
+    segments, order, unsorted, items, places, tiles, n_kv, subtiles, kv_heads, mask_batch, mask_heads,
     SEGMENTS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Place the work items of one number of bits behind those of more; the first program has the greatest number.
 
+    The last program has the numbers behind all items.
+
     Tensors:
         segments: of the plan, [mask_batch, mask_heads, n_kv, SEGMENTS, 2].
-        order: written, [items].
+        order: written, [places].
     Sizes:
         unsorted: items before those that are sorted.
-        items: items that are sorted, up to LANES.
+        items: items that are sorted.
+        places: of the order, up to LANES.
         tiles: items of a head.
         subtiles: items in a tile of the plan.
     """
@@ -106,10 +111,10 @@ def _sort_items(
         for segment in tl.static_range(SEGMENTS):
             start = tl.load(at + segment * 2, mask=inside, other=0)
             walked += tl.load(at + segment * 2 + 1, mask=inside, other=0) - start
-    last = tl.num_programs(0) - 1
+    own = tl.num_programs(0) - 2 - tl.program_id(0)
     exponent = (walked.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127  # below 0 for 0
-    bits = tl.minimum(tl.maximum(exponent + 1, 0), last)
-    own = last - tl.program_id(0)
-    before = tl.sum((inside & (bits > own)).to(tl.int32), 0)
-    chosen = (inside & (bits == own)).to(tl.int32)
+    bits = tl.minimum(tl.maximum(exponent + 1, 0), tl.num_programs(0) - 2)
+    bits = tl.where(inside, bits, -1)
+    before = tl.sum((bits > own).to(tl.int32), 0)
+    chosen = ((lanes < places) & (bits == own)).to(tl.int32)
     tl.store(order + before + tl.cumsum(chosen, 0) - 1, item, mask=chosen != 0)

@@ -70,8 +70,8 @@ def test_compiles(dims: tuple[int, int], form: str, deterministic: bool) -> None
     assert kernel.spills is not None
     assert kernel.spills <= (152 if dims == (192, 128) else 128)  # most of the warp that loads, which has 32 registers
     # Reloads of values that stay the same. Triton 3.9 spills more in the narrow kernel, up to 34 instructions.
-    narrow = 34 if TRITON >= (3, 9) else 4
-    assert kernel.spills_beside_products() <= (2 if dims == (256, 256) else narrow)
+    wide, narrow = 1 if (3, 7) <= TRITON < (3, 9) else 2, 34 if TRITON >= (3, 9) else 4
+    assert kernel.spills_beside_products() <= (wide if dims == (256, 256) else narrow)
     assert not kernel.serializes_products()
     assert not kernel.reused_barriers()
     # Sums are in global memory before the next tile of keys may add its own.
