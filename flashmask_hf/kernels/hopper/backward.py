@@ -12,7 +12,6 @@ from flashmask_hf.kernels.hopper.backward_kernel import Form, backward_kernel, s
 from flashmask_hf.kernels.hopper.descriptors import describable_layout, row_template, tile_template
 from flashmask_hf.kernels.hopper.dq_order import may_walk_upwards, prepare_dq_order
 from flashmask_hf.kernels.hopper.head_dims import Widths, contracted, widths_of
-from flashmask_hf.kernels.hopper.work_order import prepare_work_order
 from flashmask_hf.kernels.launch.descriptors import describable
 from flashmask_hf.kernels.launch.launcher import Launch
 from flashmask_hf.kernels.launch.layout import Layout, layout_like, packed_layout
@@ -20,6 +19,7 @@ from flashmask_hf.kernels.launch.problem import Problem
 from flashmask_hf.kernels.shared.configs import multiprocessors
 from flashmask_hf.kernels.shared.plan import count_key_tiles
 from flashmask_hf.kernels.shared.row_statistics import Delta, Gradients, OutputLayout, prepare_delta
+from flashmask_hf.kernels.shared.work_order import prepare_work_order
 from flashmask_hf.plan import COLUMNS, ROWS, Plan, plan_columns
 
 __all__ = ["prepare_backward"]

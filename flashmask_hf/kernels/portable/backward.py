@@ -3,7 +3,7 @@
 Each gradient has one order of summation, so repeated runs agree to the bit. Both kernels recompute the weights from q,
 k and the log-sum-exp, and read the row statistics that `shared.row_statistics` prepares (log-sum-exp and delta):
 
-    _backward_keys: a program per tile of keys of a key-value head
+    _backward_keys: a program per tile of keys of a key-value head, in the order of `shared.work_order`
         keys [BN, D], values [BN, DV], dk [BN, D], dv [BN, DV]          stay
         for each query head of the group:                               the mask's bounds of the keys [BN] are loaded
             for each row tile of the plan's segments, visible first:    q [BM, D], dout [BM, DV], statistics stream
@@ -31,7 +31,7 @@ from flashmask_hf.kernels.launch.descriptors import loads_by_descriptor, tile_te
 from flashmask_hf.kernels.launch.launcher import Launch
 from flashmask_hf.kernels.launch.layout import Layout, layout_like, packed_layout
 from flashmask_hf.kernels.launch.problem import Problem
-from flashmask_hf.kernels.shared.configs import Config, keys_config, queries_config
+from flashmask_hf.kernels.shared.configs import Config, keys_config, multiprocessors, queries_config
 from flashmask_hf.kernels.shared.device import (
     HeadRows,
     block_of,
@@ -52,6 +52,7 @@ from flashmask_hf.kernels.shared.row_statistics import (
     prepare_delta,
     prepare_statistics,
 )
+from flashmask_hf.kernels.shared.work_order import prepare_work_order
 from flashmask_hf.plan import PARTIAL_SEGMENTS, ROWS, VISIBLE_SEGMENTS, Plan, plan_columns
 
 __all__ = ["prepare_backward"]
@@ -200,11 +201,11 @@ def _trimmed_range(segment, low, gap_first, gap_last, SUBROWS: tl.constexpr):
     return first, tl.maximum(last, first)
 
 
-@triton.jit(do_not_specialize=["q_len", "padded_len", "kv_len", "n_kv", "n_columns"])
+@triton.jit(do_not_specialize=["unsorted", "q_len", "padded_len", "kv_len", "n_kv", "n_columns"])
 def _backward_keys(
-    q, k, v, dout, lse, delta, indices, segments, dk, dv,
+    q, k, v, dout, lse, delta, indices, segments, work_order, dk, dv,
     q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides,
-    heads, q_len, padded_len, kv_len, n_kv, n_columns, dims, scale, factors,
+    heads, unsorted, q_len, padded_len, kv_len, n_kv, n_columns, dims, scale, factors,
     CAUSAL: tl.constexpr, N: tl.constexpr, CAP: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     SUBROWS: tl.constexpr, SUBTILES: tl.constexpr, VISIBLE: tl.constexpr, PARTIAL: tl.constexpr,
@@ -217,6 +218,7 @@ def _backward_keys(
         lse, delta: [B * Hq, padded_len] as `shared.row_statistics` makes them.
         indices: of the mask, padded to tiles of the plan.
         segments: of the plan, [mask batch, mask heads, n_kv, VISIBLE + PARTIAL, 2].
+        work_order: key tiles that the programs from `unsorted` on take, or None: each takes that of its number.
         dk, dv: written, [B, Hkv, Skv, D] and [B, Hkv, Skv, Dv].
     Sizes:
         heads: (Hq, Hkv, mask batch, mask heads).
@@ -226,9 +228,13 @@ def _backward_keys(
     """
     n_heads, kv_heads, mask_batch, mask_heads = heads
     dim, v_dim = dims
-    tile = tl.program_id(0) % n_columns
-    batch = tl.program_id(0) // n_columns // kv_heads
-    kv_head = tl.program_id(0) // n_columns % kv_heads
+    item = tl.program_id(0)
+    if work_order is not None:
+        is_sorted = item >= unsorted
+        item = tl.where(is_sorted, tl.load(work_order + item - unsorted, mask=is_sorted, other=0), item)
+    tile = item % n_columns
+    batch = item // n_columns // kv_heads
+    kv_head = item // n_columns % kv_heads
     column = tile * BLOCK_N
     lengths = q_len, kv_len
     keys = load_tile(HeadRows(k, k_strides, batch, kv_head, kv_len, dim), column, BLOCK_N, BLOCK_D, TMA)  # [BN, D]
@@ -437,11 +443,15 @@ def prepare_backward(
             "num_stages": stages,
         }
 
+    items, programs = n_columns * kv_heads * batch, multiprocessors(q.device)
+    unsorted, make_work_order = 0, None
+    if items > programs:
+        unsorted, make_work_order = prepare_work_order(problem, n_columns, width // by_keys.columns, programs)
     backward_keys = Launch(
         _backward_keys,
-        n_columns * kv_heads * batch,
+        items,
         *input_strides, dk_layout.strides, dv_layout.strides,
-        group_sizes, q_len, padded_len, kv_len, n_kv, n_columns, (dim, v_dim), problem.scale, problem.factors,
+        group_sizes, unsorted, q_len, padded_len, kv_len, n_kv, n_columns, (dim, v_dim), problem.scale, problem.factors,
         VISIBLE=VISIBLE_SEGMENTS, PARTIAL=PARTIAL_SEGMENTS, **options(by_keys),
     )  # fmt: skip
     backward_queries = Launch(
@@ -465,7 +475,8 @@ def prepare_backward(
             compute_delta(dout, out, dlse, padded_delta, lse, padded_lse, None, None)
         else:
             pad_statistics(lse, delta.contiguous(), padded_lse, padded_delta)
-        backward_keys(q, k, v, dout, padded_lse, padded_delta, indices, plan.segments, dk, dv)
+        work_order = None if make_work_order is None else make_work_order(plan.segments)
+        backward_keys(q, k, v, dout, padded_lse, padded_delta, indices, plan.segments, work_order, dk, dv)
         backward_queries(q, k, v, dout, padded_lse, padded_delta, indices, plan.tiles, plan.counts, dq)
         return dq, dk, dv, padded_delta
 

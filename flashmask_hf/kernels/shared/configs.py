@@ -46,9 +46,6 @@ _FORWARD = {
     ),
     256: (Config(128, 64, 8, 2), Config(64, 64, 4, 2), Config(64, 32, 4, 2), Config(32, 32, 4, 1)),
 }
-# For causal masks whose intervals end, as those of blocks and of global windows, with few queries: many short lists.
-_FORWARD_SHORT_LISTS = {**_FORWARD, 128: (Config(64, 128, 4, 3), *_FORWARD[128])}
-_FEW_QUERIES = 16384  # the wide tile is 7% slower with 8K queries and 2% faster with 32K, as measured likewise
 _KEYS = {
     64: (Config(128, 64, 4, 2), Config(64, 64, 4, 2), Config(32, 64, 4, 2)),
     128: (Config(64, 64, 4, 2), Config(32, 64, 4, 2), Config(32, 64, 4, 1)),
@@ -88,9 +85,8 @@ def forward_config(problem: Problem) -> Config:
     """
     block_d, block_v = _blocks(problem)
     q_len, n = problem.q.shape[2], problem.mask_shape[-1]
-    usual = _FORWARD_SHORT_LISTS if problem.causal and n == 2 and q_len <= _FEW_QUERIES else _FORWARD
     config = _pick(
-        _with_few_rows(_FORWARD_FEW_ROWS, usual, problem),
+        _with_few_rows(_FORWARD_FEW_ROWS, _FORWARD, problem),
         problem,
         lambda c: c.rows * block_d + (c.stages - 1) * c.columns * 2 * n,
         lambda c: c.columns * (block_d + block_v),
@@ -144,8 +140,7 @@ def decode_splits(device: torch.device, programs: int, blocks: int) -> int:
         programs: number of programs without splitting.
         blocks: blocks of keys; a part has at least two.
     """
-    slots = 8 if _on_cpu(device) else 2 * multiprocessors(device)
-    return max(1, min(slots // programs, (blocks + 1) // 2))
+    return max(1, min(2 * multiprocessors(device) // programs, (blocks + 1) // 2))
 
 
 def _with_few_rows(
@@ -153,8 +148,7 @@ def _with_few_rows(
 ) -> dict[int, tuple[Config, ...]]:
     """Return the table with the configurations of few rows first, if tiles of 128 rows fill half of the GPU or less."""
     batch, heads, q_len, _ = problem.q.shape
-    device = problem.q.device
-    if _on_cpu(device) or 2 * batch * heads * -(-q_len // 128) > multiprocessors(device):
+    if 2 * batch * heads * -(-q_len // 128) > multiprocessors(problem.q.device):
         return usual
     return {width: (*few.get(width, ()), *configs) for width, configs in usual.items()}
 
@@ -190,7 +184,9 @@ def _on_cpu(device: torch.device) -> bool:
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """Return the number of multiprocessors of a GPU."""
+    """Return the number of multiprocessors of a GPU, and 4 of a CPU, where kernels are interpreted."""
+    if _on_cpu(device):
+        return 4
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 

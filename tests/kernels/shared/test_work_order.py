@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tools.support import INTERPRETED
+from tools.support import INTERPRETED, poisoned
 
 from flashmask_hf import masks
-from flashmask_hf.kernels.hopper import work_order
-from flashmask_hf.kernels.hopper.work_order import prepare_work_order
+from flashmask_hf.kernels.launch.layout import layout_of
 from flashmask_hf.kernels.launch.problem import problem_of
+from flashmask_hf.kernels.portable import backward as portable_backward
+from flashmask_hf.kernels.shared import work_order
+from flashmask_hf.kernels.shared.work_order import prepare_work_order
 from flashmask_hf.plan import build_plan
 
 if not INTERPRETED:
@@ -57,3 +59,19 @@ def test_few_heads_are_sorted() -> None:
     unsorted, make = prepare_work_order(problem, 4, 1, 3)
     assert unsorted == 7 * 4
     assert make(segments).tolist() == [28, 30, 32, 34, 31, 35, 29, 33, 36, 37, 38]
+
+
+def test_portable_backward_takes_items_of_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the second program on, all take the sixth tile of 64 keys: only it and the first are written."""
+    monkeypatch.setattr(portable_backward, "prepare_work_order", lambda *_: (1, lambda _: torch.full((9,), 5)))
+    x = torch.zeros(1, 1, 640, 64, dtype=torch.float16)
+    mask = masks.causal(640)
+    problem = problem_of(x, x, x, mask.indices, None, True, 1.0, 0.0)
+    plan = build_plan(mask.indices, True, 640)
+    backward = portable_backward.prepare_backward(problem, layout_of(x), None)
+    lse = torch.zeros(1, 1, 640)
+    with poisoned():
+        _, dk, dv, _ = backward(x, x, x, x, lse, lse, mask.indices, plan)
+    for gradient in (dk, dv):
+        written = gradient.isfinite().view(10, 64 * 64)
+        assert written.all(1).tolist() == written.any(1).tolist() == [tile in (0, 5) for tile in range(10)]

@@ -1,15 +1,15 @@
-"""The order in which persistent programs take tiles of keys: those that walk many tiles of rows first.
+"""The order in which programs of the backward take tiles of keys: those that walk many tiles of rows first.
 
 A work item is a tile of keys of a key-value head, for which a program walks the tiles of rows that the plan lists, of
-all query heads that share the head. A program takes its next item when it is through with the last one, so a long item
-among the last ones keeps one program busy while the others have none left. This costs most where programs have few
-items each: in a batch of one row, and where many query heads share a head.
+all query heads that share the head. A program takes its next item when it is through with the last one, or the next
+program starts then, so a long item among the last ones keeps one multiprocessor busy while the others have none left.
+This costs most where there are few items for each: in a batch of one row, and where many query heads share a head.
 
-Items are numbered head after head. Those of the last heads, about `_SORTED_ITEMS` for each program, are sorted by the
-number of bits of the number of tiles that they walk, the greatest first. Where it is equal they keep their order, and
-the items before them do, too: items that run at the same time should share the rows of a head in the L2 cache, and
-sorted by the number of tiles itself, those of a head would run far apart. For the same reason, items of at most half as
-many heads as programs are sorted.
+Items are numbered head after head. Those of the last heads, about `_SORTED_ITEMS` for each program that runs at a time,
+are sorted by the number of bits of the number of tiles that they walk, the greatest first. Where it is equal they keep
+their order, and the items before them do, too: items that run at the same time should share the rows of a head in the
+L2 cache, and sorted by the number of tiles itself, those of a head would run far apart. For the same reason, at most
+half as many heads as programs are sorted.
 
 On an H200, the backward of one row of 8K tokens with 32 heads of 128, 8 of them key-value heads, took about 0.8 times
 as long in this order for causal documents and a shared question, and 0.9 for causal attention. A sliding window took
@@ -48,7 +48,7 @@ def prepare_work_order(
         problem: layouts and settings of the calls.
         tiles: work items of a head.
         subtiles: work items in a key tile of the plan.
-        programs: programs that take work items.
+        programs: programs that run at a time.
 
     Returns:
         (the number of items before those that are sorted, segments -> order), for `Plan.segments`. The order, int32
@@ -79,7 +79,17 @@ def prepare_work_order(
 
 
 @triton.jit(
-    do_not_specialize=["unsorted", "items", "places", "tiles", "n_kv", "subtiles", "kv_heads", "mask_batch", "mask_heads"]
+    do_not_specialize=[
+        "unsorted",
+        "items",
+        "places",
+        "tiles",
+        "n_kv",
+        "subtiles",
+        "kv_heads",
+        "mask_batch",
+        "mask_heads",
+    ]
 )
 def _sort_items(
     segments, order, unsorted, items, places, tiles, n_kv, subtiles, kv_heads, mask_batch, mask_heads,
