@@ -90,10 +90,8 @@ class FlashMask:
             raise ValueError(f"indices must have shape [B, Hm, Skv, n], got {list(indices.shape)}")
         if 0 in indices.shape:
             raise ValueError(f"indices must have no empty axis, got {list(indices.shape)}")
-        if isinstance(q_len, bool) or (q_len is not None and not isinstance(q_len, (int, torch.SymInt))):
-            raise TypeError(f"q_len must be an integer or None, got {q_len!r}")
-        if q_len is not None and q_len < 1:
-            raise ValueError(f"q_len must be at least 1, got {q_len}")
+        if q_len is not None:
+            _check_q_len(q_len)
         allowed = (1, 2) if causal else (2, 4)
         if indices.shape[-1] not in allowed:
             raise ValueError(
@@ -168,11 +166,13 @@ class FlashMask:
         """Return the number of query rows: `q_len` if given, else the mask's own, else as many as keys.
 
         Raises:
-            ValueError: `q_len` contradicts the number of rows that the mask was written for.
+            TypeError: `q_len` is not an integer.
+            ValueError: `q_len` is less than 1, or contradicts the number of rows that the mask was written for.
         """
         own = self.q_len
         if q_len is None:
             return self.kv_len if own is None else own
+        _check_q_len(q_len)
         if own is not None and own != q_len:
             raise ValueError(f"q_len={q_len}, but this mask was built for q_len={own}; build it with q_len={q_len}")
         return q_len
@@ -283,13 +283,7 @@ class FlashMask:
                 empty; it is nearly always two columns swapped, and an empty interval is better written start == end).
         """
         rows = self.row_count(q_len)
-        bad = (self.indices < 0) | (self.indices > rows)
-        if bool(bad.any()):
-            where = _first_columns(bad.any(-1))
-            raise ValueError(
-                f"indices must lie in 0..q_len = 0..{rows}, but found {int(self.indices.min())}.."
-                f"{int(self.indices.max())}; first (batch, head, column) out of range: {where[:4]}"
-            )
+        self._check_range(rows)
         for name, (start, end) in zip(("[LTS, LTE)", "[UTS, UTE)"), self.intervals(rows), strict=False):
             if bool((start > end).any()):
                 where = _first_columns(start > end)
@@ -298,6 +292,16 @@ class FlashMask:
                     "write an empty interval with start == end, or swap the columns"
                 )
         return self
+
+    def _check_range(self, rows: int) -> None:
+        """Raise ValueError if a value lies outside 0..rows; waits for the device."""
+        bad = (self.indices < 0) | (self.indices > rows)
+        if bool(bad.any()):
+            where = _first_columns(bad.any(-1))
+            raise ValueError(
+                f"indices must lie in 0..q_len = 0..{rows}, but found {int(self.indices.min())}.."
+                f"{int(self.indices.max())}; first (batch, head, column) out of range: {where[:4]}"
+            )
 
     def to_dense(self, q_len: int | None = None) -> Tensor:
         """Return the mask as bool [B, Hm, Sq, Skv], True where visible. Quadratic memory: for tests and plots."""
@@ -399,7 +403,7 @@ class FlashMask:
 
         Raises:
             TypeError: `other` is not a FlashMask.
-            ValueError: batch, heads, lengths or device do not fit (1 broadcasts).
+            ValueError: batch, heads, lengths or device do not fit (1 broadcasts); or a value lies outside 0..Sq.
             MaskNotRepresentable: a column would need more intervals than fit.
         """
         if not isinstance(other, FlashMask):
@@ -411,6 +415,8 @@ class FlashMask:
                 f"other is on {other.device}, this mask on {self.device}; move it with other.to('{self.device}')"
             )
         rows = self.row_count(other.q_len)
+        self._check_range(rows)
+        other._check_range(rows)
         pairs = self.intervals(rows) + other.intervals(rows)
         try:
             shape = torch.broadcast_shapes(self.indices.shape[:3], other.indices.shape[:3])
@@ -419,8 +425,8 @@ class FlashMask:
                 f"batch and heads must match or be 1: {list(self.indices.shape[:2])} against "
                 f"{list(other.indices.shape[:2])}"
             ) from None
-        starts = torch.stack([start.expand(shape) for start, _ in pairs], -1).clamp(0, rows)
-        ends = torch.stack([end.expand(shape) for _, end in pairs], -1).clamp(0, rows)
+        starts = torch.stack([start.expand(shape) for start, _ in pairs], -1)
+        ends = torch.stack([end.expand(shape) for _, end in pairs], -1)
         if self.causal or other.causal:
             diagonal = causal_starts(rows, self.kv_len, self.device).unsqueeze(-1)
             runs = unite_intervals(torch.maximum(starts, diagonal), ends, rows)
@@ -487,6 +493,14 @@ class FlashMask:
         tiles = classify_tiles(indices[None, None], self.causal, rows, block)[0, 0]
         lower = indices[:, : 2 if self.causal or indices.shape[-1] == 4 else 1]
         return plot_tiles(tiles, block, lower, rows, path=path, title=title, ax=ax)
+
+
+def _check_q_len(q_len: Any) -> None:
+    """Raise unless a number of query rows is an integer of at least 1."""
+    if isinstance(q_len, bool) or not isinstance(q_len, (int, torch.SymInt)):
+        raise TypeError(f"q_len must be an integer or None, got {q_len!r}")
+    if q_len < 1:
+        raise ValueError(f"q_len must be at least 1, got {q_len}")
 
 
 def _first_columns(flags: Tensor) -> list[tuple[int, int, int]]:

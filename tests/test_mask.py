@@ -402,6 +402,14 @@ def test_and_rejects_masks_that_do_not_fit_each_other():
         mask & mask.to_dense()
 
 
+@pytest.mark.parametrize("value", [-1, 5])
+def test_and_rejects_values_out_of_range(value):
+    mask, wrong = masks.causal(4), mask_of([value, 4, 4, 4], causal=True)
+    for left, right in ((mask, wrong), (wrong, mask)):
+        with pytest.raises(ValueError, match=rf"0\.\.q_len = 0\.\.4, but found .*{value}.* \[\(0, 0, 0\)\]"):
+            left & right
+
+
 def tiles_of(mask: FlashMask, block: tuple[int, int]) -> torch.Tensor:
     return classify_tiles(mask.indices, mask.causal, mask.row_count(), block)
 
@@ -523,6 +531,17 @@ def test_a_mask_rejects_another_q_len_than_its_own():
     for use in (mask.row_count, mask.to_dense, mask.bidirectional, mask.validate, mask.intervals):
         with pytest.raises(ValueError, match="q_len=4, but this mask was built for q_len=3; build it with q_len=4"):
             use(4)
+
+
+@pytest.mark.parametrize(
+    ("q_len", "error", "message"),
+    [(0, ValueError, "at least 1, got 0"), (True, TypeError, "an integer or None"), (2.5, TypeError, "an integer")],
+)
+def test_a_mask_rejects_a_q_len_that_is_no_number_of_rows(q_len, error, message):
+    mask = mask_of([4, 4, 4, 4], causal=True)
+    for use in (mask.to_dense, mask.validate, lambda q_len: mask.sparsity(q_len=q_len)):
+        with pytest.raises(error, match=f"q_len must be {message}"):
+            use(q_len)
 
 
 def test_to_moves_the_mask_and_keeps_its_meaning():
