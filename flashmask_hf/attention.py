@@ -7,6 +7,7 @@ from typing import Literal, overload
 from torch import Tensor
 
 from flashmask_hf.call import resolve
+from flashmask_hf.checks import check_range
 from flashmask_hf.kernels.eager.reference import reference_attention
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.operators.attention import attend
@@ -92,6 +93,8 @@ def flashmask_attention(
     """
     call = resolve(q, k, v, mask, sinks, scale, softcap, deterministic, impl)
     if call.settings.impl == "reference":
+        if not call.intercepted:  # tensors of a transform or a mode may have no values to read
+            check_range(mask.indices, q.shape[2])
         results = reference_attention(
             *call.cast(q, k, v), mask, scale=call.settings.scale, softcap=softcap, sinks=sinks
         )
