@@ -22,7 +22,7 @@ def make_mask(*columns: Tensor, causal: bool, q_len: int, device: Device) -> Fla
     """
     shift = columns[0].shape[-1] - q_len
     indices = (torch.stack(columns, -1) - shift).clamp(0, q_len).to(torch.int32)
-    return FlashMask(indices if device is None else indices.to(device), causal, q_len=q_len)
+    return FlashMask(indices.to(device), causal, q_len=q_len)
 
 
 def key_positions(kv_len: int, device: Device = "cpu") -> Tensor:

@@ -121,7 +121,7 @@ def from_position_ids(
     check_integer_tensor("position_ids", position_ids)
     if position_ids.dim() not in (1, 2) or not position_ids.numel():
         raise ValueError(f"position_ids must have shape [S] or [B, S], got {list(position_ids.shape)}")
-    positions = position_ids.to(torch.int64)[None] if position_ids.dim() == 1 else position_ids.to(torch.int64)
+    positions = torch.atleast_2d(position_ids.to(torch.int64))
     kv_len = positions.shape[-1]
     q_len = query_count(q_len, kv_len)
     expected = torch.nn.functional.pad(positions[:, :-1] + 1, (1, 0))

@@ -17,7 +17,7 @@ LATE = torch.full((1, 2, 5), 5)
         (lambda: masks.causal(0), ValueError, r"kv_len must be at least 1, got 0"),
         (lambda: masks.causal(4.0), TypeError, r"kv_len must be an int, got 4\.0 \(float\)"),
         (lambda: masks.causal(True), TypeError, r"kv_len must be an int, got True"),
-        (lambda: masks.full(4, q_len=0), ValueError, r"q_len must be at least 1, got 0"),
+        (lambda: masks.full(4, q_len=0), ValueError, r"q_len must be at least 1, got 0$"),
         (lambda: masks.sliding_window(4, 0), ValueError, r"window must be at least 1, got 0"),
         (lambda: masks.sliding_window(4, 2, q_len=5), ValueError, r"q_len must be in 1\.\.4, got 5; .* last q_len"),
         (lambda: masks.causal_document([3], q_len=4), ValueError, r"q_len must be in 1\.\.3, got 4"),
@@ -102,8 +102,9 @@ LATE = torch.full((1, 2, 5), 5)
             ValueError,
             r"lengths\[1\] must be in 0\.\.4, got 5; kv_len is 4",
         ),
-        (lambda: masks.padding([3, -1]), ValueError, r"lengths\[1\] must be at least 0, got -1"),
+        (lambda: masks.padding([3, -1]), ValueError, r"lengths\[1\] must be at least 0, got -1$"),
         (lambda: masks.padding([0, 0]), ValueError, r"lengths are all 0; give kv_len"),
+        (lambda: masks.padding([3], kv_len=5.0), TypeError, r"kv_len must be an int, got 5\.0 \(float\)"),
         (lambda: masks.padding(3), TypeError, r"lengths must be a list or an int tensor \[B\], got int"),
         (
             lambda: masks.padding(torch.ones(1, 2).long()),
@@ -127,6 +128,11 @@ LATE = torch.full((1, 2, 5), 5)
             r"shape \[B, Hm, kv_len = 4\], got \[1, 2, 5\]",
         ),
         (
+            lambda: masks.random_eviction(5, evict_from=LATE[:0]),
+            ValueError,
+            r"shape \[B, Hm, kv_len = 5\], got \[0, 2, 5\]",
+        ),
+        (
             lambda: masks.random_eviction(5, evict_from=LATE + 1),
             ValueError,
             r"evict_from\[0, 0, 0\] is 6.* in 1\.\.5 only",
@@ -138,6 +144,11 @@ LATE = torch.full((1, 2, 5), 5)
         ),
         (
             lambda: masks.random_eviction(5, evict_from=LATE, heads=2),
+            ValueError,
+            r"evict_from leaves nothing to draw; leave out generator",
+        ),
+        (
+            lambda: masks.random_eviction(5, evict_from=LATE, generator=torch.Generator()),
             ValueError,
             r"evict_from leaves nothing to draw; leave out generator",
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from flashmask_hf import masks
@@ -32,8 +33,9 @@ def test_random_eviction_follows_its_generator():
     assert torch.equal(default, masks.random_eviction(50).indices)
 
 
-def test_random_eviction_takes_rows_per_head_and_keeps_the_last_queries():
-    mask = masks.random_eviction(7, evict_from=EVICTED.int(), q_len=3)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8], ids=str)  # 1 - 4 is no unsigned number
+def test_random_eviction_takes_rows_per_head_and_keeps_the_last_queries(dtype):
+    mask = masks.random_eviction(7, evict_from=EVICTED.to(dtype), q_len=3)
     expected = [
         [[[j <= i < EVICTED[b, h, j] for j in range(7)] for i in range(4, 7)] for h in range(2)] for b in range(2)
     ]

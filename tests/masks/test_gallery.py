@@ -409,6 +409,23 @@ def test_lengths_may_be_integer_tensors(dtype):
 @pytest.mark.parametrize(
     "build",
     [
+        masks.causal_document,
+        masks.document,
+        masks.causal_blockwise,
+        masks.padding,
+        masks.from_cu_seqlens,
+        lambda lengths: masks.prefix_lm_causal(5, lengths),
+    ],
+    ids=["causal_document", "document", "causal_blockwise", "padding", "from_cu_seqlens", "prefix_lm_causal"],
+)
+def test_masks_of_lengths_live_where_the_lengths_do(build, monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda lengths: [0, 3] if build is masks.from_cu_seqlens else [3])
+    assert build(torch.empty(1, dtype=torch.int64, device="meta")).device.type == "meta"
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
         masks.document,
         lambda lengths, **k: masks.prefix_lm_document([(length, length) for length in lengths], **k),
     ],

@@ -70,6 +70,7 @@ def test_masks_of_tensors_live_where_the_tensors_do():
     [
         (lambda: masks.from_cu_seqlens([3, 5]), ValueError, r"cu_seqlens must start at 0 .* got \[3, 5\]"),
         (lambda: masks.from_cu_seqlens([0]), ValueError, r"cu_seqlens must start at 0"),
+        (lambda: masks.from_cu_seqlens([]), ValueError, r"cu_seqlens must start at 0"),
         (lambda: masks.from_cu_seqlens([0, 0]), ValueError, r"end at the number of tokens, at least 1, got \[0, 0\]"),
         (lambda: masks.from_cu_seqlens([0, 5, 3]), ValueError, r"cu_seqlens\[2\] is 3, less than the entry before, 5"),
         (lambda: masks.from_cu_seqlens(torch.tensor([0, -1, 3])), ValueError, r"cu_seqlens\[1\] is -1, less"),
@@ -86,6 +87,7 @@ def test_masks_of_tensors_live_where_the_tensors_do():
         (lambda: masks.from_position_ids(torch.tensor([0, 1, 2, 1])), ValueError, r"\[0, 3\] is 1, .* tree"),
         (lambda: masks.from_position_ids(torch.tensor([1, 2])), ValueError, r"\[0, 0\] is 1, but must be 0"),
         (lambda: masks.from_position_ids(torch.tensor([[0, 1], [0, 2]])), ValueError, r"position_ids\[1, 1\] is 2, "),
+        (lambda: masks.from_position_ids(torch.arange(200).to(torch.int8)), ValueError, r"\[0, 128\] is -128, but"),
         (lambda: masks.from_position_ids(torch.tensor([0, 1]), causal=None), TypeError, r"causal must be True or"),
         (lambda: masks.from_position_ids(torch.tensor([0, 1]), q_len=3), ValueError, r"q_len must be in 1\.\.2"),
     ],
