@@ -593,6 +593,8 @@ def masked(mask) -> None:
         (lambda: masked(FlashMask(torch.full((1, 1, 6, 1), -1).int(), True)), ValueError, "must lie in 0..q_len"),
         (lambda: hash_sparse_attention(X, X, X, LONG, LONG, n_buckets=2.0), TypeError, "n_buckets must be an int"),
         (lambda: masked(masks.full(6)), ValueError, "mask must be causal with n = 1 column, got causal=False, n = 2"),
+        (lambda: masked(masks.causal_blockwise([3, 3])), ValueError, "must be causal with n = 1 .* n = 2"),
+        (lambda: masked(masks.random_eviction(6, heads=3)), ValueError, r"heads 1, Hkv = 2 or Hq = 2, got \[1, 3\]"),
         (lambda: masked(masks.causal(6).indices), TypeError, "mask must be a FlashMask or None, got Tensor"),
         (lambda: masked(masks.causal(7, q_len=6)), ValueError, "mask has 7 key columns, but there are 6 keys"),
         (lambda: masked(masks.causal(6, q_len=5)), ValueError, "q_len=6, but this mask was built for q_len=5"),

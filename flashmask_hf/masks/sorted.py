@@ -59,7 +59,7 @@ def qk_sparse(q_keep: Tensor, k_keep: Tensor, *, mask: FlashMask | None = None, 
         mask.validate(q_keep.shape[-1])
     # Kept rows are bucket 0, dropped ones bucket 1, which sees nothing.
     columns, _, _ = sorted_columns((~q_keep).byte(), (~k_keep).byte(), hidden_from, dropped=1)
-    return FlashMask(columns.to(device or q_keep.device), causal=False, q_len=q_keep.shape[-1])
+    return FlashMask(columns.to(device), causal=False, q_len=q_keep.shape[-1])
 
 
 def hash_sparse(
@@ -115,7 +115,7 @@ def hash_sparse(
     if mask is not None:
         mask.validate(q_bucket.shape[-1])
     columns, _, _ = sorted_columns(q_bucket, k_bucket, hidden_from, exclude_self=exclude_self)
-    return FlashMask(columns.to(device or q_bucket.device), causal=False, q_len=q_bucket.shape[-1])
+    return FlashMask(columns.to(device), causal=False, q_len=q_bucket.shape[-1])
 
 
 def check_keep(q_keep: Tensor, k_keep: Tensor) -> None:
@@ -199,7 +199,7 @@ def sorted_columns(
     Args:
         q_bucket: int [B, Hq, Sq].
         k_bucket: int [B, Hkv, Skv].
-        hidden_from: int32 [B or 1, Hm, Skv] from `first_hidden_rows`; None hides nothing else.
+        hidden_from: int32 [B or 1, Hm, Skv] in 0..Sq, from `first_hidden_rows`; None hides nothing else.
         exclude_self: as in `hash_sparse`.
         dropped: bucket that sees nothing; None drops none.
 
@@ -225,7 +225,7 @@ def sorted_columns(
     first = sorted_row((key - (kv_len - q_len) + int(exclude_self)).clamp(min=0))
     if hidden_from is not None:
         by_head = hidden_from.repeat_interleave(heads // hidden_from.shape[1], 1).expand(batch, heads, kv_len)
-        end = sorted_row(by_head.gather(-1, key).clamp(0, q_len))
+        end = sorted_row(by_head.gather(-1, key))
     if dropped is not None:
         end = torch.where(bucket == dropped, start, end)
         first = first.masked_fill(bucket == dropped, q_len)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flashmask_hf import masks
+from flashmask_hf import FlashMask, masks
 
 KEEP, BUCKET = torch.ones(2, 4, 8, dtype=torch.bool), torch.zeros(2, 4, 8, dtype=torch.int64)
 LATE = torch.full((1, 2, 5), 5)
+LONGER = FlashMask(torch.full((1, 1, 8, 1), 9, dtype=torch.int32), causal=True)
 
 
 @pytest.mark.parametrize(
@@ -63,6 +64,7 @@ LATE = torch.full((1, 2, 5), 5)
         ),
         (lambda: masks.share_question([[(0, [1])]]), ValueError, r"documents\[0\]\[0\] must be at least 1, got 0"),
         (lambda: masks.share_question([3]), TypeError, r"documents\[0\] must be a tuple .*, got 3"),
+        (lambda: masks.share_question([(3, [1], 2)]), TypeError, r"documents\[0\] must be a tuple"),
         (lambda: masks.share_question([(3, 1)]), TypeError, r"documents\[0\] must be a tuple"),
         (
             lambda: masks.share_question([(3, [(1, [1])])]),
@@ -97,6 +99,7 @@ LATE = torch.full((1, 2, 5), 5)
             r"documents\[1\]\[0\]\[1\] must be at least 1",
         ),
         (lambda: masks.prefix_lm_document([3]), TypeError, r"documents\[0\] must be a tuple .*, got 3"),
+        (lambda: masks.prefix_lm_document([(1, 2, 3)]), TypeError, r"documents\[0\] must be a tuple .* \(1, 2, 3\)"),
         (
             lambda: masks.padding([3, 5], kv_len=4),
             ValueError,
@@ -198,6 +201,8 @@ LATE = torch.full((1, 2, 5), 5)
             ValueError,
             r"mask has 7 key columns, but there are 8 keys",
         ),
+        (lambda: masks.qk_sparse(KEEP, KEEP, mask=LONGER), ValueError, r"must lie in 0\.\.q_len = 0\.\.8"),
+        (lambda: masks.hash_sparse(BUCKET, BUCKET, mask=LONGER), ValueError, r"must lie in 0\.\.q_len = 0\.\.8"),
     ],
 )
 def test_errors_name_the_argument_and_the_way_out(build, error, message):

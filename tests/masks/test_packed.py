@@ -84,6 +84,7 @@ def test_masks_of_tensors_live_where_the_tensors_do():
         (lambda: masks.from_position_ids([0, 1]), TypeError, r"position_ids must be a tensor of integers, got list"),
         (lambda: masks.from_position_ids(torch.zeros(2)), TypeError, r"got torch.float32"),
         (lambda: masks.from_position_ids(torch.zeros(0).int()), ValueError, r"position_ids must have shape .* \[0\]"),
+        (lambda: masks.from_position_ids(torch.zeros(3, 1, 2).int()), ValueError, r"must have shape .* \[3, 1, 2\]"),
         (lambda: masks.from_position_ids(torch.tensor([0, 1, 2, 1])), ValueError, r"\[0, 3\] is 1, .* tree"),
         (lambda: masks.from_position_ids(torch.tensor([1, 2])), ValueError, r"\[0, 0\] is 1, but must be 0"),
         (lambda: masks.from_position_ids(torch.tensor([[0, 1], [0, 2]])), ValueError, r"position_ids\[1, 1\] is 2, "),

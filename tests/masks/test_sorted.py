@@ -118,7 +118,19 @@ def test_sparse_families_follow_their_inputs_device():
         assert masks.hash_sparse(bucket, bucket).device.type == "cpu"
 
 
+def test_buckets_of_two_dtypes_are_the_same_numbers():
+    q_bucket, k_bucket = torch.tensor([[[200, 0, 200, 0]]]), torch.tensor([[[0, 200, 0, 200]]])
+    mask = masks.hash_sparse(q_bucket.to(torch.uint8), k_bucket.to(torch.int16))
+    assert torch.equal(mask.indices, masks.hash_sparse(q_bucket, k_bucket).indices)
+
+
 def test_dropped_keys_keep_the_tiles_above_their_neighbours_hidden():
     keep = torch.tensor([[[True] * 6 + [False] * 6]])
     tiles = classify_tiles(masks.qk_sparse(keep, keep).indices, False, 12, (4, 4))[0, 0]
     assert tiles.tolist() == [[PARTIAL, HIDDEN, HIDDEN], [PARTIAL, PARTIAL, HIDDEN], [HIDDEN] * 3]
+
+
+def test_dropped_keys_hide_the_tiles_of_the_last_kept_and_the_first_dropped_rows():
+    q_keep, k_keep = (torch.arange(12)[None, None] >= dropped for dropped in (6, 8))
+    tiles = classify_tiles(masks.qk_sparse(q_keep, k_keep).indices, False, 12, (4, 4))[0, 0]
+    assert (tiles[:, 1:] == HIDDEN).all()
