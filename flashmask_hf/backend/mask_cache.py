@@ -65,7 +65,7 @@ def cached_mask(
     if not per_forward and (is_capturing(sources[0]) or any(x.is_inference() for x in sources)):
         return build()
     inference = torch.is_inference_mode_enabled()  # autograd cannot save tensors made there
-    memory = tuple((x.data_ptr(), x.shape, x.stride(), x.dtype, x.device) for x in sources)
+    memory = tuple((x.data_ptr(), x.shape, x.stride(), x.dtype) for x in sources)
     key = (memory[:1], variant, stream_of(sources[0]) if sources else None, inference)
     state = (memory[1:], tuple(0 if x.is_inference() else x._version for x in sources))
     entry = _entries.get(key)

@@ -40,7 +40,7 @@ def _takes_text_positions(model_class: type) -> bool:
     """Return whether the forward of a class splits positions of four axes, for which there is no other sign."""
     try:
         source = inspect.getsource(model_class.forward)  # type: ignore[attr-defined]
-    except (AttributeError, OSError, TypeError):
+    except (OSError, TypeError):  # written in a notebook, or no Python function
         return False
     return "position_ids.shape[0] == 4" in source
 
@@ -58,7 +58,7 @@ def _add_text_positions(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     elif named.get(VECTORS) is not None:
         axes = torch.cat([positions[:1], positions])
     else:
-        axes = torch.cat([_counts(positions)[None].to(positions.dtype), positions])
+        axes = torch.cat([_counts(positions)[None], positions])
     return (), named | {"position_ids": axes}
 
 

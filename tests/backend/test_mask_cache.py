@@ -6,6 +6,7 @@ import gc
 import pytest
 import torch
 from tools.model_pairs import MODELS, model_pair, positions, tokens
+from torch._subclasses import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
 from flashmask_hf import masks
@@ -90,6 +91,35 @@ def test_the_number_of_masks_is_bounded(cache):
     for vectors in kept:
         attention_forward(torch.nn.Module(), query, query, query, None, startend_row_indices=vectors)
     assert len(cache) == mask_cache._CAPACITY
+
+
+def test_a_mask_that_is_built_again_is_the_newest(cache):
+    kept = [torch.zeros(1, dtype=torch.int32) for _ in range(mask_cache._CAPACITY + 1)]
+    for x in kept[:-1]:
+        mask_cache.cached_mask((x,), (), object)
+    kept[0].add_(1)
+    again = mask_cache.cached_mask((kept[0],), (), object)
+    mask_cache.cached_mask((kept[-1],), (), object)
+    assert mask_cache.cached_mask((kept[0],), (), object) is again
+
+
+def test_views_of_one_memory_that_differ_have_masks_of_their_own(cache):
+    memory = torch.zeros(8, dtype=torch.int32)
+    views = memory[:4], memory[::2], memory[:4].view(torch.float32)
+    assert len({mask_cache.cached_mask((x,), (), object) for x in views}) == 3
+
+
+def test_the_memory_of_freed_sources_is_not_used_again(cache):
+    first = torch.zeros(1)
+    found = [mask_cache.cached_mask((first, torch.zeros(1000)), (), object) for _ in range(5)]
+    assert len(set(found)) == 5
+
+
+def test_masks_of_fake_tensors_are_not_kept(cache):
+    with FakeTensorMode():
+        x = torch.zeros(1, dtype=torch.int32)
+        assert mask_cache.cached_mask((x,), (), lambda: 1) == 1
+    assert not cache
 
 
 def test_a_tensor_has_one_mask_per_variant(cache, plans):

@@ -6,7 +6,7 @@ from tools import model_zoo
 from tools.model_pairs import assert_near, positions, tokens
 
 from flashmask_hf import masks
-from flashmask_hf.backend.position_axes import _counts
+from flashmask_hf.backend.position_axes import _add_text_positions, _counts, _takes_text_positions
 
 PLACES = positions([4, 1, 6])
 FAMILIES = ["cosmos3_edge_text", "ernie4_5_vl_moe_text", "glm4v_text", "paddleocr_vl_text", "qwen2_5_vl_text"]
@@ -63,6 +63,20 @@ def test_counts_start_again_where_all_axes_are_zero():
     assert _counts(places).tolist() == [[0, 1, 2, 0, 1]]
     assert _counts(places[..., 1:3]).tolist() == [[1, 2]]
     assert _counts(torch.zeros(3, 1, 3).long()).tolist() == [[1, 2, 3]]
+
+
+def test_positions_stay_as_they_are_under_another_attention():
+    model = model_zoo.build("qwen2_vl_text", "sdpa")
+    assert _add_text_positions(model, (), {"position_ids": PLACES}) is None
+    model.set_attn_implementation("flashmask")
+    assert _add_text_positions(model, (), {"position_ids": PLACES})[1]["position_ids"].shape == (4, 1, 11)
+
+
+def test_a_forward_without_source_takes_no_text_positions():
+    made = {}
+    exec("def forward(self, position_ids): position_ids.shape[0] == 4", made)
+    for forward in (made["forward"], print):
+        assert not _takes_text_positions(type("Model", (), {"forward": forward}))
 
 
 @pytest.mark.parametrize("axes", [(), (3,), (4,)], ids=str)
