@@ -326,9 +326,7 @@ def _make(
     # pads each head's rows to 16 at least, so decoding is no slower up to 16 rows. A named "hopper" has no kernel for
     # it. The length is asked last: a compiler would guard on the answer.
     decodes = (
-        not differentiated
-        and settings.impl not in ("hopper", "reference")
-        and q.shape[2] <= max(16, _FEW_ROWS * k.shape[1] // q.shape[1])
+        not differentiated and settings.impl != "hopper" and q.shape[2] <= max(16, _FEW_ROWS * k.shape[1] // q.shape[1])
     )
     return Call(settings, cast_to, decodes, differentiated, intercepted)
 

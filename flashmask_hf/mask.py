@@ -219,6 +219,7 @@ class FlashMask:
         It is exact: an interval of all rows is an interval of the rows that are kept. What `causal` hides becomes an
         interval, too (n = 1 becomes n = 2, and n = 2 becomes n = 4), and the result is not causal, except for a slice
         that ends at the last row. Attention of `q[:, :, rows]` under it is `out[:, :, rows]` of the whole attention.
+        Values outside 0..Sq are cut off without an error; `validate` finds them.
 
         Args:
             rows: a slice, or the numbers of the rows in strictly ascending order, as integers or as an integer tensor

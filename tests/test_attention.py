@@ -389,6 +389,7 @@ BAD_CALLS = {
     "v has another length": ({"v": torch.randn(2, 2, 9, 4)}, ValueError, "v must have k's heads and length"),
     "heads do not divide": ({"q": torch.randn(2, 3, 8, 4)}, ValueError, "not a multiple of the 2 key-value heads"),
     "dtypes differ": ({"v": torch.randn(2, 2, 8, 4).half()}, TypeError, "one dtype"),
+    "mask is missing": ({"mask": None}, TypeError, "mask must be a FlashMask, got NoneType"),
     "mask is dense": ({"mask": torch.ones(8, 8, dtype=torch.bool)}, TypeError, "FlashMask.from_dense"),
     "mask has other columns": ({"mask": masks.causal(9)}, ValueError, "mask has 9 key columns, but k and v have 8"),
     "mask has other rows": ({"mask": masks.causal(8, q_len=3)}, ValueError, "built for q_len=3"),
@@ -532,6 +533,9 @@ def test_autocast_casts_as_sdpa_does() -> None:
         out = flashmask_attention(q, k, v, mask)
         upstream = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         actual = [out, *torch.autograd.grad(out.float().sum(), (q, k, v))]
+        wide = [x.detach().double() for x in (q, k, v)]
+        assert flashmask_attention(*wide, mask).dtype == torch.float64
+        assert torch.nn.functional.scaled_dot_product_attention(*wide, enable_gqa=True).dtype == torch.float64
     assert out.dtype == upstream.dtype == torch.bfloat16
     for one, other in zip(actual, expected, strict=True):
         assert torch.equal(one.bfloat16(), other)

@@ -110,7 +110,8 @@ WRONG: dict[str, tuple[Callable[..., Any] | dict[str, Any], type[Exception], str
 def test_wrong_calls_raise_after_right_ones(wrong: str) -> None:
     q, k, v = _cpu()
     mask = _mask(50)
-    for options in ({}, {"scale": 1.0}, {"scale": 1}, {"softcap": 1.0}, {"softcap": 1}, {"sinks": torch.zeros(HEADS)}):
+    one: list[dict[str, Any]] = [{name: x} for name in ("scale", "softcap") for x in (1.0, 1)]
+    for options in ({}, *one, {"deterministic": True}, {"sinks": torch.zeros(HEADS)}):
         flashmask_attention(q, k, v, mask, **options)
     change, error, message = WRONG[wrong]
     arguments, options = ((q, k, v, mask), change) if isinstance(change, dict) else (change(q, k, v, mask), {})
@@ -217,6 +218,14 @@ def test_rows_are_decoded_again(calls: dict[Any, Call]) -> None:
         expected = torch.nn.functional.scaled_dot_product_attention(q[:, :, :rows], k, v, enable_gqa=True)
         torch.testing.assert_close(out, expected)
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize(("heads", "most"), [(1, 64), (4, 16), (16, 16)])
+def test_the_most_rows_that_are_decoded(heads: int, most: int) -> None:
+    k = torch.randn(1, 1, 100, 8)
+    for rows in (most, most + 1):
+        q, mask = torch.randn(1, heads, rows, 8), masks.causal(100, q_len=rows)
+        assert resolve(q, k, k, mask, None, None, None, False, None).decodes is (rows == most)
 
 
 def test_calls_under_autocast(calls: dict[Any, Call]) -> None:

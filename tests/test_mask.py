@@ -298,6 +298,8 @@ def test_attention_of_some_rows_is_theirs_in_the_whole():
         (slice(4, 0, -1), ValueError, "in ascending order, got slice"),
         ([], ValueError, "at least one row"),
         (torch.zeros(0, dtype=torch.int64), ValueError, "at least one row"),
+        (slice(0, 5, -1), ValueError, "in ascending order"),
+        (torch.zeros(2, dtype=torch.complex64), TypeError, "torch.complex64"),
         ([1, 1], ValueError, r"strictly ascending numbers in 0\.\.4, got \[1, 1\]; sort them"),
         ([2, 1], ValueError, "strictly ascending"),
         (torch.tensor([2, 1], dtype=torch.uint8), ValueError, "strictly ascending"),
@@ -360,6 +362,9 @@ def test_and_names_the_columns_that_need_too_many_intervals():
     with pytest.raises(MaskNotRepresentable, match="Split the attention into two calls") as error:
         one & two
     assert error.value.columns == [(0, 0, 7)]
+    with pytest.raises(MaskNotRepresentable) as error:
+        FlashMask.from_dense((torch.arange(6)[:, None] % 2 == 1).expand(6, 20), causal=False)
+    assert error.value.columns == [(0, 0, column) for column in range(16)]
 
 
 @pytest.mark.parametrize(("batches", "heads"), [((1, 3), (2, 1)), ((3, 1), (1, 2)), ((3, 3), (2, 2))])

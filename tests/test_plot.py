@@ -51,6 +51,7 @@ def test_plot_writes_a_picture(tmp_path, name):
 def test_plot_draws_elements_of_a_short_mask_and_tiles_of_a_long_one():
     short = masks.padding([7, 5], q_len=6)
     assert np.array_equal(drawn_tiles(short.plot(batch=1)) == VISIBLE, short.to_dense()[1, 0].numpy())
+    assert np.array_equal(drawn_tiles(short.plot(batch=-1)), drawn_tiles(short.plot(batch=1)))
     long = masks.random_eviction(300, generator=torch.Generator().manual_seed(0), heads=2)
     assert np.array_equal(drawn_tiles(long.plot(head=1)), classify_tiles(long.indices, True, 300, (8, 8))[0, 1].numpy())
     for name, index in (("batch", 1), ("head", 2), ("head", -3)):

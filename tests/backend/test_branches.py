@@ -8,7 +8,7 @@ from tools.model_pairs import NoSynchronization, attend, model_pair, tokens
 
 from flashmask_hf import FlashMask, masks
 from flashmask_hf.backend import patches
-from flashmask_hf.backend.branches import check_tree_positions
+from flashmask_hf.backend.branches import check_labels, check_tree_positions
 
 SHARED = masks.share_question([(3, [2, 4])])
 DEPTHS = torch.tensor([[0, 1, 2, 3, 4, 3, 4, 5, 6]])
@@ -42,6 +42,11 @@ def test_a_layer_without_positions_is_refused():
         attend(**given, position_ids=torch.arange(6)[None])
     with pytest.raises(RuntimeError, match=r"but this layer gets no position_ids"):
         attend(**given)
+
+
+def test_of_several_axes_the_first_counts():
+    assert not refuses(SHARED, torch.stack([DEPTHS, torch.arange(9)[None]]))
+    assert refuses(SHARED, torch.stack([torch.arange(9)[None], DEPTHS]))
 
 
 @pytest.mark.parametrize(
@@ -176,6 +181,17 @@ def test_labels_of_a_document_after_another_are_refused(attention):
             model(**call, labels=IDS)
         model(**call, labels=IDS.masked_fill(torch.arange(9) == 4, -100))  # those of padding are not looked at
         model(**call, labels=IDS, shift_labels=IDS)
+
+
+@pytest.mark.parametrize(
+    "vectors",
+    [SHARED.indices.long(), SHARED.indices.expand(1, 2, 9, 1), SHARED.indices[0], SHARED.indices.flatten()],
+    ids=["int64", "heads", "three axes", "one axis"],
+)
+def test_labels_beside_vectors_of_another_form_are_not_looked_at(vectors):
+    with pytest.raises(RuntimeError, match="labels name the first token of a branch"):
+        check_labels(SHARED.indices, DEPTHS)
+    check_labels(vectors, DEPTHS)
 
 
 def test_labels_of_other_masks_are_not_looked_at():

@@ -61,6 +61,11 @@ def test_a_part_of_a_row_is_refused_where_vectors_are_ignored():
         llama("flashmask")(**part, startend_row_indices=vectors, use_cache=False)
 
 
+def test_a_token_after_those_of_the_vectors_is_not_looked_at():
+    """As when a caller leaves the vectors in the keywords of a decoding loop."""
+    llama("sdpa")(torch.tensor([[1]]), startend_row_indices=masks.causal_document([3, 3]).indices)
+
+
 @pytest.mark.parametrize("attention", ["flashmask", "sdpa"])
 def test_replicas_of_data_parallel_are_refused(attention):
     """Trainer divides by the labels of all GPUs, and multiplies by their number, of which one has the packed row."""

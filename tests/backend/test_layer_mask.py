@@ -18,6 +18,7 @@ from tools.model_pairs import (
 )
 from torch._dynamo.exc import Unsupported
 from torch.distributed.tensor.experimental import context_parallel
+from transformers.masking_utils import bidirectional_mask_function
 
 from flashmask_hf import FlashMask, flashmask_attention, masks
 from flashmask_hf.backend import layer_mask
@@ -197,9 +198,10 @@ def test_attention_mask_beside_vectors_hides_padding(n, side):
     assert_near(got[:, rows], want[:, rows])
 
 
-def test_vectors_of_an_encoder_decoder_are_refused():
+@pytest.mark.parametrize("part", ["is_encoder_decoder", "add_cross_attention"])
+def test_vectors_of_an_encoder_decoder_are_refused(part):
     module = torch.nn.Module()
-    module.config = types.SimpleNamespace(is_encoder_decoder=True)
+    module.config = types.SimpleNamespace(**{part: True})
     with pytest.raises(NotImplementedError, match=r"startend_row_indices would reach the encoder, the decoder"):
         attend(module, startend_row_indices=VECTORS)
 
@@ -309,6 +311,25 @@ def test_cu_seq_lens_that_cannot_be_honoured_are_refused():
         attend(cu_seq_lens_q=edges)
     with pytest.raises(NotImplementedError, match=r"cu_seq_lens_q .*one causal row.*flatten the batch"):
         attend(cu_seq_lens_q=edges, attention_mask=mask_hook(batch_size=2, q_length=6, kv_length=6))
+    for columns in (
+        mask_hook(batch_size=1, q_length=4, q_offset=2, kv_length=6),
+        mask_hook(batch_size=1, q_length=6, kv_length=6, mask_function=bidirectional_mask_function),
+    ):
+        q_len = 4 if columns.shape[2] == 1 else 6
+        with pytest.raises(NotImplementedError, match=r"cu_seq_lens_q .*one causal row.*flatten the batch"):
+            attend(cu_seq_lens_q=edges, attention_mask=columns, q_len=q_len, batch=1)
+
+
+def test_cu_seq_lens_are_documents():
+    query, edges = torch.randn(1, 2, 8, 8), torch.tensor([0, 3, 6], dtype=torch.int32)
+    columns = mask_hook(batch_size=1, q_length=8, kv_length=8)
+    mask = layer_mask._hook_mask(columns, query, query, edges, None)
+    assert torch.equal(mask.indices, masks.causal_document([3, 3, 2]).indices)
+
+
+def test_keys_that_later_rows_see_are_no_padding():
+    columns = torch.tensor([[0, 0], [4, 2], [0, 0], [0, 0]], dtype=torch.int32)[None, None]
+    assert layer_mask.hidden_keys(columns, 4).tolist() == [[[True, False]]]
 
 
 def test_masks_of_layers_do_not_wait_for_the_device():
