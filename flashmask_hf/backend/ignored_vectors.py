@@ -143,12 +143,8 @@ def _differs(vectors: Tensor, ends: Tensor | None, attention_mask: Any) -> Tenso
     last = first + length
     if ends is not None:
         first, last = first + torch.arange(length, device=vectors.device), first + ends[:, None]
-    other = real_rows(first, last)
-    shown, both = torch.zeros_like(other), torch.zeros_like(other)
-    for start, end in pieces:
-        shown += real_rows(start, end)
-        both += real_rows(torch.maximum(start, first), torch.minimum(end, last))
-    wrong = (shown != other) | (both != other)
+    # Of the two sets of rows one holds the other: both begin at the key's row, or the other attention shows all rows.
+    wrong = torch.stack([real_rows(start, end) for start, end in pieces]).sum(0) != real_rows(first, last)
     if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2 and attention_mask.shape[-1] == length:
         wrong = wrong & attention_mask[:, None].to(torch.bool)
     return wrong

@@ -12,7 +12,7 @@ from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer
 
 from flashmask_hf import FlashMask, masks
 from flashmask_hf.backend import patches
-from flashmask_hf.backend.ignored_vectors import _differs, check_call
+from flashmask_hf.backend.ignored_vectors import _differs, check_call, hides_more
 from flashmask_hf.backend.positions import next_flagged
 from flashmask_hf.collators import (
     DataCollatorForMultiAnswerReward,
@@ -59,6 +59,12 @@ def test_a_part_of_a_row_is_refused_where_vectors_are_ignored():
         llama("sdpa")(**part, startend_row_indices=vectors, use_cache=False)
     with pytest.raises(ValueError, match=r"whole row of 16 tokens, .*sequence_parallel"):
         llama("flashmask")(**part, startend_row_indices=vectors, use_cache=False)
+
+
+def test_a_mask_of_another_length_hides_nothing():
+    vectors = masks.causal_document([3, 3]).indices
+    assert hides_more(vectors, torch.zeros(1, 9)).tolist() == [[[True] * 3 + [False] * 3]]
+    assert not hides_more(vectors, torch.zeros(1, 6)).any()
 
 
 def test_a_token_after_those_of_the_vectors_is_not_looked_at():

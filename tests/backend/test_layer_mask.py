@@ -327,6 +327,13 @@ def test_cu_seq_lens_are_documents():
     assert torch.equal(mask.indices, masks.causal_document([3, 3, 2]).indices)
 
 
+def test_a_window_of_one_side_and_one_of_two_are_masks_of_their_own():
+    vectors = masks.full(6).bidirectional().indices
+    seen = [layer_mask._supplied_mask(vectors, None, causal, 2, None).mask.to_dense() for causal in (True, False)]
+    assert torch.equal(seen[1], masks.sliding_window(6, 2, causal=False).to_dense())
+    assert (seen[0] & ~seen[1]).any()
+
+
 def test_keys_that_later_rows_see_are_no_padding():
     columns = torch.tensor([[0, 0], [4, 2], [0, 0], [0, 0]], dtype=torch.int32)[None, None]
     assert layer_mask.hidden_keys(columns, 4).tolist() == [[[True, False]]]

@@ -5,13 +5,14 @@ import gc
 
 import pytest
 import torch
-from tools.model_pairs import MODELS, model_pair, positions, tokens
+from tools.model_pairs import MODELS, attend, model_pair, positions, tokens
 from torch._subclasses import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
 from flashmask_hf import masks
 from flashmask_hf.backend import layer_mask, mask_cache
 from flashmask_hf.backend.forward import attention_forward
+from flashmask_hf.backend.mask_hook import mask_hook
 from flashmask_hf.long_rows.checkpointing import enable_checkpointing
 from flashmask_hf.operators import plan as plan_operator
 
@@ -81,6 +82,17 @@ def test_masks_are_dropped_with_their_tensor(cache):
         model(tokens(1, 12), position_ids=positions([5, 7]), startend_row_indices=vectors, use_cache=False)
         assert len(cache) == 2
     del vectors
+    gc.collect()
+    assert not cache
+
+
+@pytest.mark.parametrize("name", ["startend_row_indices", "attention_mask"])
+def test_a_mask_does_not_keep_the_tensor_that_it_reads(cache, name):
+    hooked = mask_hook(batch_size=1, q_length=6, kv_length=6).clone()
+    given = {name: hooked if name == "attention_mask" else masks.causal_document([3, 3]).indices}
+    attend(**given)
+    assert len(cache) == 1
+    del hooked, given
     gc.collect()
     assert not cache
 

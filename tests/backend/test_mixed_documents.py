@@ -1,5 +1,7 @@
 """Packed rows raise in models of which a part beside the attention takes a row for one document."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from tools.tiny import TRAINER_WARNINGS, llama_config
@@ -11,6 +13,7 @@ from transformers import (
 )
 
 from flashmask_hf import masks
+from flashmask_hf.backend.mixed_documents import check_adapters, check_scales
 from flashmask_hf.collators import DataCollatorForPackedEncoders, DataCollatorForPackedLanguageModeling
 
 pytestmark = TRAINER_WARNINGS
@@ -76,3 +79,20 @@ def test_heads_that_read_every_token_take_several_documents():
     batch = packed(DataCollatorForPackedLanguageModeling(completion_only_loss=False))
     alone = [model(torch.tensor([example["input_ids"]])).logits[0] for example in EXAMPLES]
     torch.testing.assert_close(model(**batch).logits[0], torch.cat(alone), rtol=1e-4, atol=1e-5)
+
+
+def test_llama_4_scales_from_floor_scale_tokens_on():
+    config = SimpleNamespace(floor_scale=6, attn_temperature_tuning=True)
+    two = torch.tensor([[0, 1, 2, 0, 1, 2]])
+    check_scales(config, two[:, :5], None)
+    check_scales(config, two, torch.tensor([[1, 1, 1, 0, 1, 1]]))
+    check_scales(SimpleNamespace(floor_scale=6, attn_temperature_tuning=False), two, None)
+    with pytest.raises(RuntimeError, match="keep rows of several documents under floor_scale tokens"):
+        check_scales(config, two, None)
+
+
+def test_activated_lora_takes_bounds_of_one_document():
+    model = SimpleNamespace(peft_config={"default": SimpleNamespace(alora_invocation_tokens=[1])})
+    check_adapters(model, {"cu_seq_lens_q": torch.tensor([0, 6, 6])})
+    with pytest.raises(RuntimeError, match="PEFT looks for alora_invocation_tokens once in a row"):
+        check_adapters(model, {"cu_seq_lens_q": torch.tensor([0, 3, 6])})
