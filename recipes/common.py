@@ -16,6 +16,7 @@ from typing import Any
 
 import data
 import torch
+import yaml
 from accelerate import PartialState
 from datasets import DatasetDict, load_from_disk
 from safetensors import SafetensorError, safe_open
@@ -37,6 +38,16 @@ from trl import (
 )
 
 CONFIGS = Path(__file__).parent / "configs"
+
+SIZES = (
+    "max_length",
+    "per_device_train_batch_size",
+    "per_device_eval_batch_size",
+    "gradient_accumulation_steps",
+    "steps_per_generation",
+    "max_completion_length",
+)
+"""Flags that are numbers of at least 1, where the trainer's arguments have them."""
 
 
 @dataclass
@@ -91,7 +102,8 @@ def parse(
         Instances of `own`, `ScriptArguments`, `config`, `ModelConfig` and `DatasetMixtureConfig`.
 
     Raises:
-        FlagError: a flag is unknown or has an invalid value, or `show` is set without an evaluation.
+        FlagError: a flag is unknown or has an invalid value, the configuration file cannot be read, or `show` is set
+            without an evaluation.
     """
     types: Any = (own, ScriptArguments, config, ModelConfig, DatasetMixtureConfig)
     parser = TrlParser(types)
@@ -106,13 +118,32 @@ def parse(
     parser.set_defaults_with_config(attn_implementation="flashmask", **defaults)
     if not {"--config", "--model_name_or_path", "--help", "-h"} & {flag.split("=")[0] for flag in argv}:
         argv = ["--config", str(demo_config), *argv]
-    try:
-        own_args, script_args, training_args, model_args, mixture_args = parser.parse_args_and_config(list(argv))
-    except ValueError as error:
-        raise FlagError(str(error)) from None  # so that launchers of several processes print one traceback
+    own_args, script_args, training_args, model_args, mixture_args = read_flags(parser, argv)
+    for name in SIZES:
+        value = getattr(training_args, name, None)
+        if value is not None and value < 1:
+            raise FlagError(f"{name} must be at least 1, got {value}")
     if getattr(own_args, "show", 0) and not training_args.do_eval:
         raise FlagError("show needs the test split, which only an evaluation reads; add --do_eval, or --show 0")
     return own_args, script_args, training_args, model_args, mixture_args
+
+
+def read_flags(parser: TrlParser, argv: Sequence[str], **options: Any) -> tuple[Any, ...]:
+    """Return what a parser reads from flags and from the configuration file that they name.
+
+    Raises:
+        FlagError: the file cannot be read, or a value is invalid.
+    """
+    try:  # errors without their cause, so that launchers of several processes print one traceback
+        return parser.parse_args_and_config(list(argv), **options)
+    except (OSError, yaml.YAMLError) as error:
+        raise FlagError(f"config: {' '.join(str(error).split())}") from None
+    except IndexError:
+        raise FlagError("config: no file follows the flag") from None
+    except ZeroDivisionError:  # TRL's configs of GRPO and RLOO divide by it
+        raise FlagError("num_generations must be at least 1, got 0") from None
+    except ValueError as error:
+        raise FlagError(str(error)) from None
 
 
 def trainer_options(
@@ -127,24 +158,33 @@ def trainer_options(
     Without a model, an untrained one is written to `output_dir`. Without a dataset, the one that `demo` returns is.
 
     Raises:
-        FlagError: the dataset lacks a split, or there is no whole checkpoint to resume from.
-        FileNotFoundError: the dataset file does not exist.
+        FlagError: there is no such model or dataset, the dataset is empty or lacks a split, `output_dir` is a file, or
+            there is no whole checkpoint to resume from.
     """
+    if model_args.model_name_or_path is not None:
+        check_model_path("model_name_or_path", model_args.model_name_or_path)
     training_args.resume_from_checkpoint = checkpoint_to_resume(training_args)
     training_args.layer_compiler = take_compiler(training_args)
     output_dir = Path(training_args.output_dir)
+    if output_dir.exists() and not output_dir.is_dir():
+        raise FlagError(f"output_dir: {output_dir} is a file; name a folder")
     if mixture_args.datasets:
         dataset: Any = get_dataset(mixture_args)
     elif script_args.dataset_name is None:
         dataset = make_demo_data(output_dir / "data", demo)
     else:
-        dataset = data.load(
-            script_args.dataset_name, script_args.dataset_config, streaming=script_args.dataset_streaming
-        )
+        try:
+            dataset = data.load(
+                script_args.dataset_name, script_args.dataset_config, streaming=script_args.dataset_streaming
+            )
+        except (FileNotFoundError, ValueError) as error:
+            raise FlagError(f"dataset_name: {error}") from None
     for flag in ["dataset_train_split"] + ["dataset_test_split"] * training_args.do_eval:
         split = getattr(script_args, flag)
         if split not in dataset:
             raise FlagError(f"{flag}: the dataset has no split {split!r}, but {', '.join(map(repr, dataset))}")
+        if next(iter(dataset[split]), None) is None:
+            raise FlagError(f"{flag}: the split {split!r} of the dataset is empty")
     if model_args.model_name_or_path is None:
         model_args.model_name_or_path = make_demo_model(output_dir / "untrained")
     training_args.model_init_kwargs = {
@@ -160,6 +200,23 @@ def trainer_options(
         "quantization_config": get_quantization_config(model_args),
         "peft_config": get_peft_config(model_args),
     }
+
+
+def check_model_path(flag: str, name: str) -> None:
+    """Raise a FlagError if a model's name is a path that holds no model, or an adapter without its model.
+
+    Args:
+        flag: the flag that names the model.
+        name: name on the Hub, or path of a folder.
+    """
+    path = Path(name)
+    if (path.is_absolute() or name.startswith((".", "~"))) and not path.is_dir():
+        raise FlagError(f"{flag}: there is no folder {name}")
+    if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
+        raise FlagError(
+            f"{flag}: {name} holds an adapter without its model; merge the two (merge_and_unload of peft's "
+            "AutoPeftModelForCausalLM), save the result and the tokenizer to a folder, and name that"
+        )
 
 
 def make_demo_data(path: Path, demo: Callable[[], DatasetDict]) -> Any:

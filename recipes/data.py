@@ -98,11 +98,14 @@ def load(name: str, config: str | None = None, *, streaming: bool = False) -> An
         A dictionary of datasets by split.
 
     Raises:
-        FileNotFoundError: `name` has the suffix of a file that does not exist.
+        FileNotFoundError: there is no such file, folder or dataset.
+        ValueError: the file is empty.
     """
     if Path(name).suffix in FILES:
         if not Path(name).is_file():
-            raise FileNotFoundError(f"dataset_name: there is no file {name}")
+            raise FileNotFoundError(f"there is no file {name}")
+        if not Path(name).stat().st_size:
+            raise ValueError(f"the file {name} is empty")
         return load_dataset(FILES[Path(name).suffix], data_files=name, streaming=streaming)
     return load_dataset(name, name=config, streaming=streaming)
 

@@ -123,10 +123,8 @@ def main(argv: Sequence[str]) -> None:
 
 def parse(argv: Sequence[str]) -> tuple[RecipeArguments, ScriptArguments, Any, ModelConfig, DatasetMixtureConfig]:
     own: Any = [RecipeArguments]
-    try:  # which flags there are follows from one of them
-        chosen: Any = TrlParser(own, add_help=False).parse_args_and_config(argv, return_remaining_strings=True)[0]
-    except ValueError as error:
-        raise common.FlagError(str(error)) from error
+    # Which flags there are follows from one of them.
+    chosen: Any = common.read_flags(TrlParser(own, add_help=False), argv, return_remaining_strings=True)[0]
     config_class, _ = ALGORITHMS[chosen.algorithm]
     parsed = common.parse(argv, DEMO_CONFIG, RecipeArguments, config_class)
     if not parsed[0].reward_funcs and parsed[0].reward_model_name_or_path is None:
@@ -143,10 +141,11 @@ def reward_functions(
     """Load the reward functions and the reward model that the flags name.
 
     Raises:
-        FlagError: a function cannot be loaded, or needs a package that is missing.
+        FlagError: a function or the model cannot be loaded, or a function needs a package that is missing.
     """
     rewards: list[Any] = []
     if recipe_args.reward_model_name_or_path is not None:
+        common.check_model_path("reward_model_name_or_path", recipe_args.reward_model_name_or_path)
         rewards.append(
             AutoModelForSequenceClassification.from_pretrained(
                 recipe_args.reward_model_name_or_path,
@@ -172,6 +171,8 @@ def reward_functions(
             rewards.append(pkgutil.resolve_name(f"{module}:{function}"))
         except (ModuleNotFoundError, AttributeError) as error:
             raise common.FlagError(f"reward_funcs: {name} cannot be loaded: {error}") from error
+        if not callable(rewards[-1]):
+            raise common.FlagError(f"reward_funcs: {name} is no function, but a {type(rewards[-1]).__name__}")
     return rewards
 
 

@@ -215,6 +215,7 @@ BAD_FLAGS = [
     ("dpo", ["--max_length", "64", "--truncation_mode", "error"], "has more than max_length=64 tokens with an answer"),
     ("dpo", ["--row_length", "40"], "has more than row_length=40 tokens"),
     ("dpo", ["--dataset_name", "nowhere/at-all.jsonl"], "dataset_name: there is no file nowhere"),
+    ("dpo", ["--gradient_accumulation_steps", "0"], "gradient_accumulation_steps must be at least 1, got 0"),
     ("reward", ["--attn_implementation", "sdpa"], "attn_implementation='flashmask'"),
     ("reward", ["--max_length", "16"], "max_length 16"),
     ("reward", ["--loss_type", "regression"], "loss_type"),

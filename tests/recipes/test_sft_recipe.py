@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from flashmask_hf.call import Call
 from flashmask_hf.trainers import PackedSFTTrainer
 
+import common  # isort: skip
 import data  # isort: skip
 import sft  # isort: skip
 
@@ -196,6 +197,9 @@ def test_evaluation_logs_the_mask_sparsity(tmp_path, model, capsys):
         (["--resume_from_checkpoint", "true"], "holds no checkpoint to resume from"),
         (["--learning_speed", "1"], "--learning_speed"),
         (["--dataset_name", "nowhere/at-all.jsonl"], "dataset_name: there is no file nowhere"),
+        (["--model_name_or_path", "./nowhere"], "model_name_or_path: there is no folder ./nowhere"),
+        (["--config", "nowhere.yaml"], "config: .*No such file or directory: 'nowhere.yaml'"),
+        (["--max_length", "0"], "max_length must be at least 1, got 0"),
         (["--keep_attention"], f"keep_attention, tile_tokens and host_gib need {CHECKPOINTING}=True"),
         (["--long_context", f"--{CHECKPOINTING}", "True"], "measured on a GPU.*set keep_attention and host_gib"),
         (["--torch_compile", "--host_gib", "1", f"--{CHECKPOINTING}", "True"], "torch_compile compiles whole layers"),
@@ -210,6 +214,23 @@ def test_invalid_flags_raise_before_training(tmp_path, model, monkeypatch, flags
         flags = [str(model) if flag == "deep" else flag for flag in flags] + ["--dataset_name", str(rows)]
     with pytest.raises(Exception, match=message):
         sft.main([*flags, "--output_dir", str(tmp_path), *QUICK])
+
+
+def test_paths_of_another_kind_raise_before_training(tmp_path, model):
+    """An empty dataset file, a file as the output folder, an adapter without its model, a flag without its file."""
+    empty = tmp_path / "rows.jsonl"
+    empty.touch()
+    (tmp_path / "adapter_config.json").write_text("{}")
+    out = ["--output_dir", str(tmp_path / "out"), *QUICK]
+    for flags, message in [
+        (["--dataset_name", str(empty), *out], "dataset_name: the file .*rows.jsonl is empty"),
+        (["--output_dir", str(empty), *QUICK], "output_dir: .*rows.jsonl is a file; name a folder"),
+        (["--model_name_or_path", str(tmp_path), *out], "holds an adapter without its model; merge the two"),
+        ([*out, "--config"], "config: no file follows the flag"),
+    ]:
+        with pytest.raises(common.FlagError, match=message):
+            sft.main(flags)
+    assert not (tmp_path / "out").exists()
 
 
 def test_help_tells_what_real_runs_do(capsys):
