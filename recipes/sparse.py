@@ -332,6 +332,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if arguments.smoke:
         vars(arguments).update(SMOKE)
     arguments.bf16 = is_torch_bf16_gpu_available() and not arguments.smoke
+    for name in ("length", "batch", "steps", "held_out"):
+        if getattr(arguments, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(arguments, name)}")
+    if arguments.out is not None and arguments.out.exists() and not arguments.out.is_dir():
+        parser.error(f"--out {arguments.out} is a file; name a folder")
     if arguments.held_out % arguments.batch:
         parser.error(f"--held-out {arguments.held_out} is no multiple of --batch {arguments.batch}")
     return arguments
