@@ -181,6 +181,30 @@ def by_name(task, attention):
 ONE = {
     "sft, no max_length": (lambda: build("sft", max_length=None), "max_length is None, but packing needs it"),
     "sft, images": (lambda: build("sft", rows=[{"text": "w5", "image": None}]), "rows with images cannot be packed"),
+    "sft, no rows": (
+        lambda: build("sft", rows=Dataset.from_list(TEXTS).select([])),
+        "the train dataset is empty; give it at least one row",
+    ),
+    "sft, no rows to evaluate": (
+        lambda: build("sft", eval_dataset={"held_out": Dataset.from_list(TEXTS).select([])}),
+        "the held_out dataset is empty; give it at least one row",
+    ),
+    "sft, no rows to evaluate later": (
+        lambda: build("sft").evaluate(Dataset.from_list(TEXTS).select([])),
+        "the eval dataset is empty; give it at least one row",
+    ),
+    "sft, text in another column": (
+        lambda: build("sft", rows=[{"story": "w5 w6"}]),
+        "no text and no input_ids; rename a column, name that of the text in dataset_text_field.*It has: story",
+    ),
+    "sft, text in another column, that TRL packs": (
+        lambda: build("sft", rows=[{"story": "w5 w6"}], packing=True),
+        "the train dataset has no messages, no prompt with completion, no text",
+    ),
+    "sft, prompts without completions": (
+        lambda: build("sft", rows=[{"prompt": "w5 w6"}]),
+        "no prompt with completion.*It has: prompt",
+    ),
     "sft, no truncation": (
         lambda: build("sft", max_length=4, truncation_mode=None),
         r"example 0 has 6 tokens, more than max_length 4.*truncation_mode='keep_start'",
@@ -261,6 +285,14 @@ ONE = {
     "reward, label smoothing of tokens": (
         lambda: build("reward", label_smoothing_factor=0.1),
         "label_smoothing_factor=0.1 changes nothing here.*leave it at 0",
+    ),
+    "reward, an adapter of another task": (
+        lambda: build("reward", peft_config=LoraConfig(task_type="CAUSAL_LM")),
+        "task_type='CAUSAL_LM' is for models that generate; a reward model needs task_type='SEQ_CLS'",
+    ),
+    "dpo, no rows": (
+        lambda: build("dpo", rows=Dataset.from_list(PAIRS).select([])),
+        "the train dataset is empty; give it at least one row",
     ),
     "dpo, no rejected answer": (
         lambda: build("dpo", rows=[{"prompt": "w5", "chosen": "w6"}]),

@@ -27,6 +27,7 @@ __all__ = [
     "log_sparsity",
     "map_style_datasets",
     "prepare_arguments",
+    "refuse_empty",
     "refuse_empty_reference",
     "refuse_options",
     "refuse_sampling_by_length",
@@ -194,15 +195,22 @@ def with_position_limit(collator: Any, model: Any) -> Any:
     return replace(collator, max_position_embeddings=positions)
 
 
-def map_style_datasets(trainer: Any) -> Iterator[tuple[str, Dataset]]:
+def map_style_datasets(train_dataset: Any, eval_dataset: Any) -> Iterator[tuple[str, Dataset]]:
     """Yield the name and the dataset of each of a trainer's map-style datasets.
 
     Streamed datasets are left out: the collator checks their examples batch by batch.
     """
-    evaluated = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"eval": trainer.eval_dataset}
-    for name, dataset in [("train", trainer.train_dataset), *evaluated.items()]:
+    evaluated = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset}
+    for name, dataset in [("train", train_dataset), *evaluated.items()]:
         if isinstance(dataset, Dataset):
             yield name, dataset
+
+
+def refuse_empty(train_dataset: Any, eval_dataset: Any) -> None:
+    """Raise a ValueError for a dataset without rows, of which TRL would read the first."""
+    for name, dataset in map_style_datasets(train_dataset, eval_dataset):
+        if not len(dataset):
+            raise ValueError(f"the {name} dataset is empty; give it at least one row")
 
 
 def refuse_sampling_by_length(trainer: Any) -> None:
@@ -210,7 +218,7 @@ def refuse_sampling_by_length(trainer: Any) -> None:
     strategy, column = trainer.args.train_sampling_strategy, trainer.args.length_column_name
     if strategy not in ("group_by_length", "batch_rebalance"):
         return
-    for name, dataset in map_style_datasets(trainer):
+    for name, dataset in map_style_datasets(trainer.train_dataset, trainer.eval_dataset):
         if column not in dataset.column_names:
             raise ValueError(
                 f"train_sampling_strategy={strategy!r} needs the column {column!r}, which the {name} dataset, as "

@@ -27,6 +27,7 @@ from flashmask_hf.trainers.common import (
     log_sharing,
     map_style_datasets,
     prepare_arguments,
+    refuse_empty,
     refuse_empty_reference,
     refuse_sampling_by_length,
     with_position_limit,
@@ -102,7 +103,8 @@ class SharedQuestionDPOTrainer(DPOTrainer):
         TypeError: `args` is not a `trl.DPOConfig`, `ref_model` is a name, or `data_collator` is not a
             `DataCollatorForSharedQuestion`.
         ValueError: the model's attention is not "flashmask", or the model cannot take packed rows; an option is one of
-            those above; the data has images; or an example is invalid (the message names its index and the way out).
+            those above; a dataset is empty or has images; or an example is invalid (the message names its index and the
+            way out).
 
     Example:
         ```python
@@ -139,6 +141,7 @@ class SharedQuestionDPOTrainer(DPOTrainer):
                 "load it with attn_implementation='flashmask'"
             )
         prepare_arguments(model, args, peft_config)
+        refuse_empty(train_dataset, eval_dataset)
         if args.label_smoothing and not set(args.loss_type) & set(_SMOOTHED_LOSSES):
             raise ValueError(
                 f"label_smoothing={args.label_smoothing} changes nothing with loss_type={args.loss_type}; leave it at "
@@ -193,7 +196,7 @@ class SharedQuestionDPOTrainer(DPOTrainer):
                 reference.set_attn_implementation(FLASHMASK)
             run_packed(reference)
         self.data_collator = with_position_limit(self.data_collator, self.model)
-        for name, dataset in map_style_datasets(self):
+        for name, dataset in map_style_datasets(self.train_dataset, self.eval_dataset):
             self._check_lengths(dataset, name)
 
     def _check_lengths(self, dataset: Any, name: str) -> None:

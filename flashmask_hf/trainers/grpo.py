@@ -60,8 +60,8 @@ class SharedPromptGRPOTrainer(SharedPrompts, GRPOTrainer):
 
     Raises:
         TypeError: `args` is not a `trl.GRPOConfig`.
-        ValueError: the model's attention is not "flashmask", the model cannot take packed rows, a dataset has no column
-            `prompt`, or an option is one of those above.
+        ValueError: the model's attention is not "flashmask", the model cannot take packed rows, a dataset is empty or
+            has no column `prompt`, or an option is one of those above.
 
     Example:
         ```python

@@ -30,6 +30,7 @@ from flashmask_hf.trainers.common import (
     log_sparsity,
     map_style_datasets,
     prepare_arguments,
+    refuse_empty,
     refuse_sampling_by_length,
     with_position_limit,
 )
@@ -165,8 +166,8 @@ class MultiAnswerRewardTrainer(RewardTrainer):
         TypeError: `args` is not a `trl.RewardConfig`; `data_collator` is not a `DataCollatorForMultiAnswerReward`; or a
             row of the dataset has an unsupported type, or types that cannot be combined.
         ValueError: the model's attention is not "flashmask"; `neftune_noise_alpha`, `label_smoothing_factor`,
-            dispatched batches, prompt learning, activated LoRA, adapters that do not save the head, context
-            parallelism, sampling by lengths that the examples lack, or counts of `input_ids`
+            dispatched batches, prompt learning, activated LoRA, adapters of another task or that do not save the head,
+            context parallelism, sampling by lengths that the examples lack, or counts of `input_ids`
             (`include_num_input_tokens_seen`) are asked for; arguments contradict each other, a dataset has a transform,
             no row is left, or a row is invalid. Messages name the row's index and the way out.
 
@@ -200,6 +201,12 @@ class MultiAnswerRewardTrainer(RewardTrainer):
         check_config(args, RewardConfig, "MultiAnswerRewardConfig")
         settings: Any = args
         prepare_arguments(model, args, peft_config)
+        refuse_empty(train_dataset, eval_dataset)
+        if getattr(peft_config, "task_type", None) == "CAUSAL_LM":
+            raise ValueError(
+                "peft_config: task_type='CAUSAL_LM' is for models that generate; a reward model needs "
+                "task_type='SEQ_CLS', with which its head is trained and saved, too"
+            )
         if settings.include_num_input_tokens_seen not in (False, "no") or "inputs" in settings.include_for_metrics:
             raise ValueError(
                 "include_num_input_tokens_seen and include_for_metrics=['inputs'] read input_ids, which holds only the "
@@ -238,7 +245,7 @@ class MultiAnswerRewardTrainer(RewardTrainer):
                 "forward reads them at the last token that is not padding, one before. Give the tokenizer another "
                 "pad_token, so that both are the same."
             )
-        for name, dataset in map_style_datasets(self):
+        for name, dataset in map_style_datasets(self.train_dataset, self.eval_dataset):
             _check_margins(dataset, name)
             dataset.map(
                 _check_example,

@@ -27,6 +27,7 @@ from flashmask_hf.trainers.common import (
     has_images,
     log_sparsity,
     prepare_arguments,
+    refuse_empty,
     refuse_sampling_by_length,
 )
 from flashmask_hf.trainers.context_parallel import (
@@ -85,9 +86,10 @@ class PackedSFTTrainer(ContextParallelMixin, SFTTrainer):
         TypeError: `args` is not a `trl.SFTConfig`, `data_collator` is another one, or a tokenized column does not hold
             lists of integers.
         ValueError: `args.max_length` is None; TRL is to pack by its strategy "wrapped"; `neftune_noise_alpha`,
-            dispatched batches, sampling by length, prompt learning, activated LoRA or images are asked for; or
-            `pack_dataset` refuses a dataset or an example (the message names its index and the way out); or, with
-            context parallelism, TRL packs, the attention is another one, layers are recurrent, or labels are smoothed.
+            dispatched batches, sampling by length, prompt learning, activated LoRA or images are asked for; a dataset
+            is empty, or has no column that TRL tokenizes; `pack_dataset` refuses a dataset or an example (the message
+            names its index and the way out); or, with context parallelism, TRL packs, the attention is another one,
+            layers are recurrent, or labels are smoothed.
             In the first step: some layers do not get the mask, for example recurrent ones, and would mix documents.
 
     Example:
@@ -132,6 +134,7 @@ class PackedSFTTrainer(ContextParallelMixin, SFTTrainer):
                 "each other; leave packing out, choose 'bfd' or 'bfd_split', or use trl.SFTTrainer if that is wanted"
             )
         prepare_arguments(model, args, peft_config, learns_labels=True)
+        refuse_empty(train_dataset, eval_dataset)
         if not _trl_packs(args):
             if args.max_length is None:
                 raise ValueError("max_length is None, but packing needs it: the number of tokens of a row; set it")
@@ -177,12 +180,17 @@ class PackedSFTTrainer(ContextParallelMixin, SFTTrainer):
         formatting_func: Any,
         dataset_name: str,
     ) -> Dataset | IterableDataset:
+        first = next(iter(dataset), None)
+        if first is None:
+            raise ValueError(f"the {dataset_name} dataset is empty; give it at least one row")
+        if formatting_func is None:
+            _check_columns(first, args.dataset_text_field, dataset_name)
         if _trl_packs(args):
-            if "seq_lengths" in next(iter(dataset), {}):
+            if "seq_lengths" in first:
                 return dataset  # packed already, as trainer.eval_dataset is; TRL would join the documents of its rows
             return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
         if args.completion_only_loss and not args.assistant_only_loss and formatting_func is None:
-            _check_completions(next(iter(dataset), {}), dataset_name)
+            _check_completions(first, dataset_name)
         untruncated = copy.copy(args)
         untruncated.max_length = None  # pack_dataset decides what happens to long examples
         tokenized = super()._prepare_dataset(
@@ -276,10 +284,22 @@ def _prepares_rows(args: Any) -> bool:
     return not (args.dataset_kwargs or {}).get("skip_prepare_dataset")
 
 
+def _check_columns(example: dict[str, Any], text_field: str, dataset_name: str) -> None:
+    """Raise a ValueError if an example has none of the columns that TRL tokenizes, or that are tokenized already."""
+    if not {"input_ids", "messages", "conversations", text_field}.isdisjoint(example):
+        return
+    if not {"prompt", "completion"} <= set(example):
+        raise ValueError(
+            f"the {dataset_name} dataset has no messages, no prompt with completion, no {text_field} and no input_ids; "
+            "rename a column, name that of the text in dataset_text_field, or give a formatting_func. It has: "
+            f"{', '.join(example)}"
+        )
+
+
 def _check_completions(example: dict[str, Any], dataset_name: str) -> None:
     """Raise if nothing in an example tells its completion, of which alone the loss should be."""
     telling = ("completion", "labels", *MASK_COLUMNS)
-    if example and not any(name in example for name in telling):
+    if not any(name in example for name in telling):
         raise ValueError(
             f"completion_only_loss=True, but the {dataset_name} rows have none of the columns {', '.join(telling)}, so "
             "that every token would be learned; give prompt and completion, set assistant_only_loss=True for "

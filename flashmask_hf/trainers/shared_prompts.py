@@ -31,6 +31,7 @@ from flashmask_hf.trainers.common import (
     log_sharing,
     map_style_datasets,
     prepare_arguments,
+    refuse_empty,
     refuse_empty_reference,
     whole_in_each_process,
 )
@@ -101,7 +102,8 @@ class SharedPrompts:
             parent.__init__(model, reward_funcs, args, *others, **kwargs)
         trainer: Any = self
         _refuse_images(trainer.processing_class)  # of a model with images, TRL loads a processor
-        for name, dataset in map_style_datasets(trainer):
+        refuse_empty(trainer.train_dataset, trainer.eval_dataset)
+        for name, dataset in map_style_datasets(trainer.train_dataset, trainer.eval_dataset):
             if "prompt" not in dataset.column_names:
                 raise ValueError(
                     f"the {name} dataset has no column 'prompt'; rename the one that holds the prompts. It has: "
