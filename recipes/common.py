@@ -102,8 +102,8 @@ def parse(
         Instances of `own`, `ScriptArguments`, `config`, `ModelConfig` and `DatasetMixtureConfig`.
 
     Raises:
-        FlagError: a flag is unknown or has an invalid value, the configuration file cannot be read, or `show` is set
-            without an evaluation.
+        FlagError: a flag is unknown or has an invalid value, the configuration file cannot be read, `show` is set
+            without an evaluation, or several processes find no GPUs.
     """
     types: Any = (own, ScriptArguments, config, ModelConfig, DatasetMixtureConfig)
     parser = TrlParser(types)
@@ -119,6 +119,7 @@ def parse(
     if not {"--config", "--model_name_or_path", "--help", "-h"} & {flag.split("=")[0] for flag in argv}:
         argv = ["--config", str(demo_config), *argv]
     own_args, script_args, training_args, model_args, mixture_args = read_flags(parser, argv)
+    check_processes()
     for name in SIZES:
         value = getattr(training_args, name, None)
         if value is not None and value < 1:
@@ -144,6 +145,16 @@ def read_flags(parser: TrlParser, argv: Sequence[str], **options: Any) -> tuple[
         raise FlagError("num_generations must be at least 1, got 0") from None
     except ValueError as error:
         raise FlagError(str(error)) from None
+
+
+def check_processes() -> None:
+    """Raise a FlagError if each of several processes would train alone, and write to the same files.
+
+    Without GPUs, accelerate makes no group of processes that are launched for them.
+    """
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if launched > PartialState().num_processes:
+        raise FlagError(f"{launched} processes were launched for GPUs, and there is none; add --use_cpu, or launch one")
 
 
 def trainer_options(

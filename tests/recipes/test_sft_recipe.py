@@ -233,6 +233,14 @@ def test_paths_of_another_kind_raise_before_training(tmp_path, model):
     assert not (tmp_path / "out").exists()
 
 
+def test_processes_without_a_group_are_refused(monkeypatch):
+    """As with accelerate_ddp.yaml where there is no GPU: each would train alone and overwrite the others' files."""
+    common.check_processes()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(common.FlagError, match="2 processes were launched for GPUs, and there is none; add --use_cpu"):
+        common.check_processes()
+
+
 def test_help_tells_what_real_runs_do(capsys):
     """The demo has a learning rate of 5e-3; a run with a model has TRL's."""
     with pytest.raises(SystemExit) as stopped:
