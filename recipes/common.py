@@ -106,7 +106,11 @@ def parse(
             without an evaluation, or several processes find no GPUs.
     """
     types: Any = (own, ScriptArguments, config, ModelConfig, DatasetMixtureConfig)
-    parser = TrlParser(types)
+    parser = TrlParser(
+        types,
+        epilog="--config FILE reads flags from a YAML file, which those of the command line override. Without --config "
+        "and --model_name_or_path, the recipe runs its demo.",
+    )
     optional = {x.name for x in fields(own) if x.type == (bool | None)}
     for action in parser._actions:
         if action.dest in optional:

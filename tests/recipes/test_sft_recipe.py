@@ -248,6 +248,7 @@ def test_help_tells_what_real_runs_do(capsys):
     assert stopped.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "(default: 2e-05)" in text
+    assert "--config FILE reads flags from a YAML file" in text
     assert "0.005" not in text
     assert "sft-demo" not in text
 
