@@ -114,7 +114,7 @@ def alignment() -> str:
         lines,
         measured(
             read("alignment_dpo_h200"),
-            f"benchmarks/alignment.py --task TASK --length LENGTH --providers {providers}",
+            f"benchmarks/alignment.py --tasks TASK --lengths LENGTH --providers {providers}",
             "Llama-3.2-1B's shape, 2 answers and a reference model (DPO), 6 answers (reward), answers of 10% to 20% of "
             "their question, tokens counted once a row",
         ),
