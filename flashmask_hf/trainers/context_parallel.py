@@ -110,6 +110,7 @@ class ContextParallelMixin:
 
     accelerator: Any
     model: Any
+    gather_function: Any
     _cp_size = 1
 
     def _start_context_parallel(self, size: int) -> None:
@@ -120,6 +121,8 @@ class ContextParallelMixin:
                 positions depend on the longest one, or it learns an auxiliary loss.
         """
         self._cp_size = size
+        if self._copies > 1:
+            self._gather_all_copies()
         if size == 1:
             return
         model = self.accelerator.unwrap_model(self.model)
@@ -142,6 +145,33 @@ class ContextParallelMixin:
                 "router_aux_loss_coef=0 and output_router_logits=False in the model's config"
             )
         self.accelerator._prepare_cp = lambda *prepared: prepared  # its hooks drop masks, and refuse windows
+
+    @property
+    def _copies(self) -> int:
+        """Number of processes that have the same rows, by context and tensor parallelism."""
+        trainer: Any = self
+        return self._cp_size * trainer.get_tp_size()
+
+    def _gather_all_copies(self) -> None:
+        """Let accelerate keep what all processes have of a last, smaller batch.
+
+        It cuts what it gathers to the number of that batch's examples. Processes with the same rows would be cut away,
+        and with them their parts of a metric, or the weight of the batch in the loss of an evaluation.
+        """
+        state, gather, copies = self.accelerator.gradient_state, self.accelerator.gather_for_metrics, self._copies
+
+        def gather_for_metrics(input_data: Any, use_gather_object: bool = False) -> Any:
+            loader = state.active_dataloader
+            if loader is None or loader.remainder <= 0:
+                return gather(input_data, use_gather_object)
+            examples, loader.remainder = loader.remainder, loader.remainder * copies
+            try:
+                return gather(input_data, use_gather_object)
+            finally:
+                loader.remainder = examples
+
+        self.accelerator.gather_for_metrics = gather_for_metrics
+        self.gather_function = gather_for_metrics  # of evaluations and predictions
 
     @property
     def _counts_rows(self) -> bool:

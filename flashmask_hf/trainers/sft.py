@@ -237,7 +237,9 @@ class PackedSFTTrainer(ContextParallelMixin, SFTTrainer):
         # Trainer would take every pad token for padding, which may be the eos token at the end of a document.
         if VECTORS in inputs:
             inputs = inputs | {"attention_mask": inputs[VECTORS][:, 0, :, 0] > 0}
+        before = self.state.num_input_tokens_seen
         super()._track_num_input_tokens(inputs)
+        self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // self._copies
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Compute TRL's loss, and record the tokens, the visible keys and the mask sparsity of the batch."""
