@@ -481,6 +481,19 @@ def test_a_set_up_has_the_loss_of_stock_trl(name):
     assert first_loss(trainer) == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.parametrize("task", ["sft", "dpo"])
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_trained_head_is_gathered_for_the_fused_head(task, trained, monkeypatch):
+    """As FSDP2 would; `trainers/test_context_parallel.py` does it in processes."""
+    gathered = []
+    adapter_ = LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"] if trained else None)
+    trainer = build(task, peft_config=adapter_, max_steps=1, per_device_train_batch_size=2)
+    head = trainer.model.get_base_model().lm_head
+    monkeypatch.setattr(head, "unshard", lambda: gathered.append(1), raising=False)
+    trainer.train()
+    assert len(gathered) == (1 if trained else 0)
+
+
 @pytest.mark.parametrize("task", OURS)
 def test_evaluate_takes_raw_rows(task):
     raw = Dataset.from_list(ROWS[task])

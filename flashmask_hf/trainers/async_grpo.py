@@ -14,7 +14,7 @@ from trl.experimental.async_grpo import async_grpo_trainer
 from flashmask_hf.backend.packed_rows import check_compiled
 from flashmask_hf.backend.tree_packing import run_tree_packing
 from flashmask_hf.names import FLASHMASK
-from flashmask_hf.trainers.common import check_adapters, refuse_options
+from flashmask_hf.trainers.common import check_adapters, gather_trained_head, refuse_options
 
 __all__ = ["SharedPromptAsyncGRPOTrainer"]
 
@@ -53,6 +53,7 @@ class SharedPromptAsyncGRPOTrainer(async_grpo_trainer.AsyncGRPOTrainer):
         refuse_options(self.args)
         policy = self.accelerator.unwrap_model(self.model)
         check_adapters(policy, None)
+        gather_trained_head(policy)
         run_tree_packing(policy)
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:

@@ -12,6 +12,7 @@ from datasets import Dataset
 from torch import Tensor
 from trl.trainer.utils import get_config_model_id
 
+from flashmask_hf.backend.model_hooks import unwrap_peft
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.names import FLASHMASK
 from flashmask_hf.trainers.context_parallel import refuse_parts
@@ -21,6 +22,7 @@ __all__ = [
     "check_config",
     "default_output_dir",
     "flashmask_policy",
+    "gather_trained_head",
     "has_images",
     "load_with",
     "log_sharing",
@@ -108,6 +110,30 @@ def refuse_empty_reference(plugin: Any) -> None:
             "it with FSDP2 without sending the weights; set it to false in accelerate's configuration, or train an "
             "adapter, which needs no reference model"
         )
+
+
+def gather_trained_head(model: Any) -> None:
+    """Make FSDP2 gather a language model head whose weights TRL's fused head reads without calling it.
+
+    FSDP2 sums the gradients of what it gathered for a call. TRL gathers a shard by itself, and each process would learn
+    from its own tokens alone, where accelerate shards the head apart from the final norm, as it does that of an adapter
+    with `modules_to_save=["lm_head"]`.
+
+    Args:
+        model: a transformers model with a head, or a PEFT model around one, not wrapped for distributed training.
+    """
+    inner = unwrap_peft(model)
+    if _gather_head not in inner._forward_pre_hooks.values():
+        inner.register_forward_pre_hook(_gather_head, with_kwargs=True)
+
+
+def _gather_head(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Gather the head before a training step's call, if FSDP2 shards it."""
+    if not kwargs.get("fused_lm_head") or not torch.is_grad_enabled():
+        return
+    head = model.get_output_embeddings()
+    if hasattr(head, "unshard") and any(x.requires_grad for x in head.parameters()):
+        head.unshard()
 
 
 def check_adapters(model: Any, peft_config: Any) -> None:

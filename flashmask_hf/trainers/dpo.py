@@ -23,6 +23,7 @@ from flashmask_hf.trainers.common import (
     check_config,
     default_output_dir,
     flashmask_policy,
+    gather_trained_head,
     has_images,
     log_sharing,
     map_style_datasets,
@@ -189,7 +190,9 @@ class SharedQuestionDPOTrainer(DPOTrainer):
         self._hooked = True
         if self.ref_model is not None and self.is_fsdp_enabled:
             refuse_empty_reference(self.accelerator.state.fsdp_plugin)
-        run_packed(self.accelerator.unwrap_model(self.model))
+        policy = self.accelerator.unwrap_model(self.model)
+        run_packed(policy)
+        gather_trained_head(policy)
         if self.ref_model is not None:
             reference: Any = self.accelerator.unwrap_model(self.ref_model)
             if self._creates_reference:  # TRL before 1.15 loads it without the policy's attention

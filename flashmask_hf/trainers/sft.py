@@ -24,6 +24,7 @@ from flashmask_hf.trainers.common import (
     check_config,
     default_output_dir,
     flashmask_policy,
+    gather_trained_head,
     has_images,
     log_sparsity,
     prepare_arguments,
@@ -162,6 +163,7 @@ class PackedSFTTrainer(ContextParallelMixin, SFTTrainer):
                 **kwargs,
             )
         trained = self.accelerator.unwrap_model(self.model)
+        gather_trained_head(trained)
         self._skips_tiles = trained.config.get_text_config()._attn_implementation == FLASHMASK
         if not _trl_packs(args):
             if _prepares_rows(args):

@@ -27,6 +27,7 @@ from flashmask_hf.names import FLASHMASK, VECTORS
 from flashmask_hf.trainers.common import (
     check_config,
     default_output_dir,
+    gather_trained_head,
     load_with,
     log_sharing,
     map_style_datasets,
@@ -119,6 +120,7 @@ class SharedPrompts:
         if loaded_by_name:
             policy.set_attn_implementation(FLASHMASK)
         run_packed(policy)
+        gather_trained_head(policy)
         if trainer.ref_model is not None:
             if trainer.is_fsdp_enabled:
                 refuse_empty_reference(trainer.accelerator.state.fsdp_plugin)

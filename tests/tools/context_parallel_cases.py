@@ -143,8 +143,8 @@ def tensor_parallel(group: Any) -> dict[str, Any]:
 
 
 def adapter(group: Any) -> dict[str, Any]:
-    """An adapter of a model with windows, which accelerate's own context parallelism refuses."""
-    config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    """An adapter and the head of a model with windows, which accelerate's own context parallelism refuses."""
+    config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, modules_to_save=["lm_head"])
     torch.manual_seed(0)
     trainer = trainer_of(group, "adapter", model_of("mistral", 8, 1), config, max_steps=2)
     trainer.train()

@@ -180,6 +180,14 @@ def check_bfloat16(share, device, tokenizer, folder):
     assert error <= 2 * allowed
 
 
+def test_a_trained_head_is_gathered_for_the_fused_head(checkpoints, tokenizer, tmp_path, monkeypatch):
+    """As FSDP2 would, for forwards with gradients alone."""
+    gathered = []
+    monkeypatch.setattr(torch.nn.Linear, "unshard", lambda head: gathered.append(head), raising=False)
+    *_, trainer = run(True, checkpoints, tokenizer, tmp_path, {"max_steps": 1, "steps_per_generation": 4})
+    assert gathered == [trainer.model.lm_head] * 2
+
+
 def test_a_run_that_resumes(checkpoints, tokenizer, tmp_path):
     """From a checkpoint in the middle, training goes on as stock TRL's does."""
     found = []
