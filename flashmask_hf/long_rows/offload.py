@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 from flashmask_hf.long_rows.store import Saved, Store
+from flashmask_hf.masks._arguments import as_integer
 
 __all__ = ["Offload", "offload_checkpoints"]
 
@@ -39,6 +40,7 @@ def offload_checkpoints(model: nn.Module, host_bytes: int | None = None, *, min_
         An object with counters, the budget, and `close()`, which undoes the change.
 
     Raises:
+        TypeError: if a number is not an int.
         ValueError: if a number is negative, if the model has no layers that can be checkpointed, or if it is offloaded
             already.
         RuntimeError: in the forward of a training step, if gradient checkpointing is off or layers are compiled.
@@ -60,8 +62,7 @@ class Offload:
     """Offloading of a model's checkpoints, made by `offload_checkpoints`: counters, the budget, and the way back."""
 
     def __init__(self, model: nn.Module, host_bytes: int | None, min_bytes: int) -> None:
-        if min_bytes < 0:
-            raise ValueError(f"min_bytes must be at least 0, got {min_bytes}")
+        as_integer("min_bytes", min_bytes, 0)
         named = {name: m for name, m in model.named_modules() if hasattr(m, "gradient_checkpointing")}
         if not named:
             raise ValueError(

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from flashmask_hf.masks._arguments import as_integer
+
 if TYPE_CHECKING:
     Event = torch.cuda.Event | torch.Event
 
@@ -282,9 +284,7 @@ class Pool:
 
     @host_bytes.setter
     def host_bytes(self, value: int | None) -> None:
-        if value is not None and value < 0:
-            raise ValueError(f"host_bytes must be at least 0, or None for no limit, got {value}")
-        self._host_bytes = value
+        self._host_bytes = None if value is None else as_integer("host_bytes", value, 0, why="None is no limit")
         self._refused = False
         self.trim()
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import heapq
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flashmask_hf.mask import FlashMask
+from flashmask_hf.masks._arguments import as_integer
+from flashmask_hf.names import VECTORS
 from flashmask_hf.parallel.exchange import exchange_of
 from flashmask_hf.plan import ROWS, plan_columns
 from flashmask_hf.tiles import HIDDEN, classify_tiles
@@ -24,8 +27,10 @@ def contiguous_rows(length: int, size: int, device: torch.device | str = "cpu") 
     """Return the rows 0..length - 1 in `size` equal parts, one after another, int64 [size, length / size].
 
     Raises:
-        ValueError: `length` is not a multiple of `size`.
+        TypeError: a number is not an int.
+        ValueError: `size` is less than 1, `length` is negative, or not a multiple of `size`.
     """
+    as_integer("length", length, 0)
     _check_length(length, size)
     return torch.arange(length, device=device).view(size, -1)
 
@@ -45,8 +50,10 @@ def deal_rows(mask: FlashMask, size: int) -> Tensor:
         Tensor: int64 [size, S / size], ascending in each part, on the device of the mask.
 
     Raises:
-        ValueError: S is not a multiple of `size`.
+        TypeError: `mask` is not a FlashMask, or `size` not an int.
+        ValueError: `size` is less than 1, or S is not a multiple of it.
     """
+    _check_mask(mask)
     length = mask.kv_len
     _check_length(length, size)
     wanted = ROWS
@@ -83,15 +90,29 @@ def split_rows(mask: FlashMask, size: int, heads: int, kv_heads: int) -> Tensor:
         Tensor: int64 [size, S / size], on the device of the mask.
 
     Raises:
-        ValueError: S is not a multiple of `size`.
+        TypeError: `mask` is not a FlashMask, or a number not an int.
+        ValueError: a number is less than 1, or S is not a multiple of `size`.
     """
+    _check_mask(mask)
+    for name, count in (("size", size), ("heads", heads), ("kv_heads", kv_heads)):
+        as_integer(name, count, 1)
     if exchange_of(heads, kv_heads, size) == "heads":
         return contiguous_rows(mask.kv_len, size, mask.device)
     return deal_rows(mask, size)
 
 
+def _check_mask(mask: Any) -> None:
+    """Raise a TypeError unless `mask` is a FlashMask."""
+    if not isinstance(mask, FlashMask):
+        raise TypeError(
+            f"mask must be a FlashMask, got {type(mask).__name__}; make one of a batch's vectors: "
+            f"FlashMask(batch[{VECTORS!r}], causal=True)"
+        )
+
+
 def _check_length(length: int, size: int) -> None:
-    """Raise a ValueError unless a row splits into `size` equal parts."""
+    """Raise unless `size` is an int of at least 1 and a row splits into so many equal parts."""
+    as_integer("size", size, 1)
     if length % size:
         raise ValueError(
             f"a row of {length} tokens does not split into {size} equal parts; pad it: pad_to_multiple_of={ROWS * size}"

@@ -393,10 +393,14 @@ def test_a_model_in_a_model():
 
 def test_wrong_arguments():
     model = model_of(None)
-    with pytest.raises(ValueError, match=r"host_bytes must be at least 0, or None for no limit, got -1"):
+    with pytest.raises(ValueError, match="host_bytes must be at least 0, got -1; None is no limit"):
         offload_checkpoints(model, -1)
-    with pytest.raises(ValueError, match=r"min_bytes must be at least 0, got -1"):
+    with pytest.raises(ValueError, match="min_bytes must be at least 0, got -1"):
         offload_checkpoints(model, min_bytes=-1)
+    with pytest.raises(TypeError, match=r"host_bytes must be an int, got 64000000000\.0"):
+        offload_checkpoints(model, 64e9)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="min_bytes must be an int, got None"):
+        offload_checkpoints(model, min_bytes=None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no layers that can be checkpointed"):
         offload_checkpoints(nn.Linear(2, 2))
     offload = offload_checkpoints(model, min_bytes=1)

@@ -73,6 +73,28 @@ def test_odd_lengths_are_refused(split):
         split(masks.causal(101), 4)
 
 
+MASK = masks.causal(128)
+
+
+@pytest.mark.parametrize(
+    ("split", "error", "message"),
+    [
+        (lambda: split_rows(MASK, 0, 8, 4), ValueError, "size must be at least 1, got 0"),
+        (lambda: split_rows(MASK, 2.0, 8, 4), TypeError, r"size must be an int, got 2\.0"),
+        (lambda: split_rows(MASK, 2, 8, None), TypeError, "kv_heads must be an int, got None"),
+        (lambda: split_rows(MASK, 2, 0, 4), ValueError, "heads must be at least 1, got 0"),
+        (lambda: split_rows(MASK.indices, 2, 8, 4), TypeError, r"mask must be a FlashMask, got Tensor; .*FlashMask\("),
+        (lambda: deal_rows(MASK.indices, 2), TypeError, "mask must be a FlashMask, got Tensor"),
+        (lambda: deal_rows(MASK, -2), ValueError, "size must be at least 1, got -2"),
+        (lambda: contiguous_rows(128, 0), ValueError, "size must be at least 1, got 0"),
+        (lambda: contiguous_rows(-128, 2), ValueError, "length must be at least 0, got -128"),
+    ],
+)
+def test_wrong_arguments_are_named(split, error, message):
+    with pytest.raises(error, match=message):
+        split()
+
+
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "size", "exchange"),
     [
