@@ -12,9 +12,11 @@ import torch
 from accelerate.utils import DistributedType
 from transformers import TrainerCallback
 
+from flashmask_hf.checks import check_bool
 from flashmask_hf.long_rows import keep_attention, offload_checkpoints, tile_tokens
 from flashmask_hf.long_rows.budget import StepMemory, available_gpu_bytes, available_host_bytes, gib
 from flashmask_hf.long_rows.checkpointing import enable_checkpointing
+from flashmask_hf.names import NAMES
 from flashmask_hf.trainers.sft import PackedSFTTrainer
 
 __all__ = ["LongRows"]
@@ -46,7 +48,8 @@ class LongRows(TrainerCallback):
     Args:
         trainer: a `PackedSFTTrainer` that packs its rows itself.
         tile_tokens: tokens of a tile, 0 for no tiles.
-        keep_attention: whether attention's results are kept; None measures.
+        keep_attention: whether attention's results are kept, which are those of "flashmask" and the sparse attentions;
+            None measures.
         host_gib: GiB of pinned host memory a process for checkpoints, 0 for none; None measures.
 
     Attributes:
@@ -55,10 +58,12 @@ class LongRows(TrainerCallback):
         longest: tokens of the longest batch that fits; None unless measured.
 
     Raises:
-        TypeError: `trainer` is another one, `tile_tokens` is not an int, or `host_gib` no number.
+        TypeError: `trainer` is another one, `tile_tokens` is not an int, `keep_attention` no bool, or `host_gib` no
+            number.
         ValueError: `tile_tokens` or `host_gib` is negative or not finite; activation checkpointing is off or reentrant;
-            something is to be measured without a GPU, under DeepSpeed, in a compiled model, or where TRL packs; the
-            model has nothing to tile. Before the first step: the rows do not fit, with the longest that would.
+            results of another attention are to be kept; something is to be measured without a GPU, under DeepSpeed, in
+            a compiled model, or where TRL packs; the model has nothing to tile. Before the first step: the rows do not
+            fit, with the longest that would.
 
     Example:
         ```python
@@ -96,11 +101,21 @@ class LongRows(TrainerCallback):
             raise TypeError(f"tile_tokens must be an int, got {tile_tokens!r}")
         if tile_tokens < 0:
             raise ValueError(f"tile_tokens must be at least 1, or 0 for no tiles, got {tile_tokens}")
+        if keep_attention is not None:
+            check_bool("keep_attention", keep_attention)
         if host_gib is not None and (not isinstance(host_gib, (int, float)) or isinstance(host_gib, bool)):
             raise TypeError(f"host_gib must be a number, or None to measure, got {host_gib!r}")
         if host_gib is not None and not 0 <= host_gib < math.inf:
             raise ValueError(f"host_gib must be finite and at least 0, or None to measure, got {host_gib}")
         self._trainer: Any = trainer
+        attention = self._model.config.get_text_config()._attn_implementation
+        if attention not in NAMES:
+            if keep_attention:
+                raise ValueError(
+                    f"keep_attention keeps the results of 'flashmask', but the model's attention is {attention!r}; "
+                    "load it with attn_implementation='flashmask', or leave keep_attention out"
+                )
+            keep_attention = False
         self._tile_tokens = tile_tokens
         self._given = keep_attention, None if host_gib is None else int(host_gib * 2**30)
         self._offload: Any = None

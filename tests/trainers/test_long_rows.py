@@ -29,9 +29,19 @@ CHECKPOINTS = LAYERS * HIDDEN * 4  # bytes a token
 KEPT = CHECKPOINTS + LAYERS * 4 * 4  # attention's output is as wide, and a log-sum-exp for each of four heads
 
 
-def make_trainer(path, *, dropout=0.0, adapter=False, config=None, documents=60, dtype=torch.float32, **changes):
+def make_trainer(
+    path,
+    *,
+    dropout=0.0,
+    adapter=False,
+    config=None,
+    documents=60,
+    dtype=torch.float32,
+    attention="flashmask",
+    **changes,
+):
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config or llama_config(), attn_implementation="flashmask", dtype=dtype)
+    model = AutoModelForCausalLM.from_config(config or llama_config(), attn_implementation=attention, dtype=dtype)
     settings = trainer_settings(path) | {CHECKPOINTING: True, "max_steps": 3, "max_length": LENGTH}
     settings |= {"per_device_train_batch_size": 1, **changes}
     rows = Dataset.from_dict({"text": [" ".join(f"w{3 + (i * j) % 60}" for j in range(9)) for i in range(documents)]})
@@ -149,6 +159,16 @@ def test_what_is_set_by_hand_is_not_measured(tmp_path, pretend_gpu):
     assert len(lengths) == 3
 
 
+def test_results_of_another_attention_are_not_kept(tmp_path, pretend_gpu, capsys):
+    pretend_gpu(NEEDED, 1e9)
+    trainer = make_trainer(tmp_path, attention="eager", max_steps=1)
+    rows = LongRows(trainer)
+    trainer.add_callback(rows)
+    trainer.train()
+    assert (rows.kept, rows.host_bytes) == (False, CHECKPOINTS * LENGTH)
+    assert "attention is computed again" in capsys.readouterr().out
+
+
 def test_processes_agree_on_the_worst_figures(tmp_path, pretend_gpu, monkeypatch):
     """Two processes, of which the other one has a smaller GPU, a smaller host and needs more memory."""
     pretend_gpu(gpu=NEEDED + KEPT * LENGTH + CHECKPOINTS * LENGTH, host=1e9)
@@ -243,6 +263,7 @@ def test_adapters_in_float32_on_a_model_in_16_bits_run_outside_autocast(tmp_path
         ({}, {}, "memory is measured on a GPU, and this trains on none; set keep_attention and host_gib by hand"),
         ({CHECKPOINTING: False}, BY_HAND, f"host_gib need {CHECKPOINTING}=True"),
         ({f"{CHECKPOINTING}_kwargs": {"use_reentrant": True}}, BY_HAND, "without use_reentrant"),
+        ({"attention": "sdpa"}, BY_HAND, "keep_attention keeps the results of 'flashmask', .* attention is 'sdpa'"),
     ],
 )
 def test_wrong_settings(tmp_path, settings, options, message):
@@ -261,6 +282,7 @@ def test_wrong_settings(tmp_path, settings, options, message):
         ({"host_gib": float("inf")}, ValueError, "host_gib must be finite .* got inf"),
         ({"host_gib": "3"}, TypeError, "host_gib must be a number, or None to measure, got '3'"),
         ({"host_gib": True}, TypeError, "host_gib must be a number, or None to measure, got True"),
+        ({"keep_attention": "no"}, TypeError, "keep_attention must be True or False, got 'no'"),
     ],
 )
 def test_wrong_options(tmp_path, option, error, message):
