@@ -53,14 +53,19 @@ def check_call(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Non
             "for each GPU with accelerate launch or torchrun, or let this one see a single GPU (CUDA_VISIBLE_DEVICES=0)"
         )
     shifted = kwargs.get("shift_labels")
-    own_loss = kwargs.get("labels") is None or kwargs.get("fused_lm_head")  # not that of the model, but the trainer's
+    own_loss = (  # not that of the model, but the trainer's, or that of a fused head of TRL or Liger
+        kwargs.get("labels") is None
+        or kwargs.get("fused_lm_head")
+        or getattr(model.forward, "__module__", "").startswith("liger_kernel.")
+    )
     unread = isinstance(shifted, Tensor) and shifted.dim() == 3 and own_loss
     if unread and model.training and model.base_model is not model:  # a backbone has no loss
         raise ValueError(
             "shift_labels are those of every path of a tree, which only the model's loss takes "
             "(flashmask_hf.collators.tree_loss), but here the trainer computes its own, as under "
-            "label_smoothing_factor and in TRL's trainers; use the plain Trainer without smoothing, or "
-            "DataCollatorForTrees without per_path"
+            "label_smoothing_factor, use_liger_kernel and in TRL's trainers; use the plain Trainer without smoothing "
+            "and with liger_kernel_config={'fused_linear_cross_entropy': False}, or DataCollatorForTrees without "
+            "per_path"
         )
     implementation = model.config.get_text_config()._attn_implementation
     tokens = tokens_of(args, kwargs)

@@ -241,6 +241,23 @@ def test_paths_in_a_trainer_of_trl_raise(tmp_path):
         trainer.train()
 
 
+def test_paths_under_the_fused_loss_of_liger_raise():
+    """It would take the labels of the first path for those of all."""
+    trained = model("flashmask")
+    trained.loss_function = tree_loss
+    forward = trained.forward
+
+    def lce_forward(*args, **kwargs):
+        return forward(*args, **kwargs)
+
+    lce_forward.__module__ = "liger_kernel.transformers.model.llama"
+    trained.forward = lce_forward  # as use_liger_kernel=True does
+    batch = DataCollatorForTrees(per_path=True)([TREE])
+    with pytest.raises(ValueError, match=r"use_liger_kernel .* liger_kernel_config={'fused_linear_cross_entropy': Fal"):
+        trained.train()(**batch, use_cache=False)
+    assert trained.eval()(**batch, use_cache=False).loss > 0  # Liger has the model's loss there
+
+
 @pytest.mark.parametrize(
     ("weights", "error", "message"),
     [
