@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import ParallelismConfig
+from accelerate.utils import recursively_apply
+from torch import Tensor
 
 from flashmask_hf.backend.document_guard import is_guarded
 from flashmask_hf.backend.model_hooks import unwrap_peft
@@ -122,7 +124,7 @@ class ContextParallelMixin:
         """
         self._cp_size = size
         if self._copies > 1:
-            self._gather_all_copies()
+            self._gather_shared_rows()
         if size == 1:
             return
         model = self.accelerator.unwrap_model(self.model)
@@ -152,26 +154,34 @@ class ContextParallelMixin:
         trainer: Any = self
         return self._cp_size * trainer.get_tp_size()
 
-    def _gather_all_copies(self) -> None:
-        """Let accelerate keep what all processes have of a last, smaller batch.
+    def _gather_shared_rows(self) -> None:
+        """Let accelerate keep every part of a row, and a whole row once, of what it gathers in evaluations.
 
-        It cuts what it gathers to the number of that batch's examples. Processes with the same rows would be cut away,
-        and with them their parts of a metric, or the weight of the batch in the loss of an evaluation.
+        It cuts a last, smaller batch to the number of its examples, as if each process had others. So parts of a row
+        would be cut away from a metric, and rows of the other batches count twice in a loss and in predictions.
         """
-        state, gather, copies = self.accelerator.gradient_state, self.accelerator.gather_for_metrics, self._copies
+        state, gather = self.accelerator.gradient_state, self.accelerator.gather_for_metrics
+        parts, copies = self._cp_size, self._copies // self._cp_size
+        processes = self.accelerator.num_processes
 
         def gather_for_metrics(input_data: Any, use_gather_object: bool = False) -> Any:
             loader = state.active_dataloader
-            if loader is None or loader.remainder <= 0:
+            if loader is None or use_gather_object:
                 return gather(input_data, use_gather_object)
-            examples, loader.remainder = loader.remainder, loader.remainder * copies
+            examples, loader.remainder = loader.remainder, 0  # which cuts nothing
             try:
-                return gather(input_data, use_gather_object)
+                data = gather(input_data)
             finally:
                 loader.remainder = examples
+            last = parts * examples if state.end_of_dataloader and examples > 0 else None
+
+            def without_copies(x: Tensor) -> Tensor:  # whose processes are next to each other
+                return x.unflatten(0, (-1, copies, len(x) // processes))[:, 0].flatten(0, 1)[:last]
+
+            return recursively_apply(without_copies, data)
 
         self.accelerator.gather_for_metrics = gather_for_metrics
-        self.gather_function = gather_for_metrics  # of evaluations and predictions
+        self.gather_function = gather_for_metrics
 
     @property
     def _counts_rows(self) -> bool:

@@ -139,7 +139,10 @@ def tensor_parallel(group: Any) -> dict[str, Any]:
             model, options = tensor_parallel_model(group, model), options | {"parallelism_config": None}
         trainer = trainer_of(group, "tensor parallel", model, **options)
         trainer.train()
-    return outcome(trainer, group, "tensor parallel")
+    predicted = trainer.predict(trainer.eval_dataset)
+    return outcome(trainer, group, "tensor parallel") | {
+        "predicted": [*predicted.predictions.shape, predicted.metrics["test_loss"]]
+    }
 
 
 def adapter(group: Any) -> dict[str, Any]:

@@ -63,6 +63,11 @@ def test_training_is_that_of_one_process(found, size, name):
         assert (several[key] - weight).norm() <= 1e-6 * weight.norm()
 
 
+def test_rows_are_predicted_once(found):
+    want = result(found, 1, "tensor parallel")["predicted"]
+    assert result(found, 2, "tensor parallel")["predicted"] == pytest.approx(want, abs=1e-6)
+
+
 @pytest.mark.parametrize(("size", "name"), [(2, "full"), (4, "full"), (2, "tensor parallel")])
 def test_tokens_are_counted_once(found, size, name):
     """The clock goes on by one second a log, so tokens per second are tokens."""
