@@ -226,6 +226,7 @@ def _sortable_mask(name: str, columns: LayerMask) -> FlashMask:
         raise NotImplementedError(
             f"attn_implementation='{name}' takes causal masks with n = 1 column (packed documents, trees, padding, "
             f"windows counted in rows), but this layer's is {kind} and has n = {mask.indices.shape[-1]}; use "
-            "attn_implementation='flashmask' for it (a static cache makes such masks, a dynamic one does not)"
+            "attn_implementation='flashmask' for it (a static cache makes such masks, a dynamic one does not, and so "
+            "do trees and shared questions deeper than a sliding window)"
         )
     return mask
