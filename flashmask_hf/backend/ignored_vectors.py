@@ -46,20 +46,44 @@ def check_call(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Non
     vectors = kwargs.get(VECTORS)
     if not isinstance(vectors, Tensor):
         return
+    _refuse_replica(model)
+    _refuse_labels_of_paths(model, kwargs)
+    tokens = tokens_of(args, kwargs)
+    if not isinstance(tokens, Tensor) or tokens.dim() < 2:
+        return
+    implementation = model.config.get_text_config()._attn_implementation
+    reads_vectors = implementation in NAMES
+    if kwargs.get(PACKED_IDS) is not None:
+        if not runs_packed(model) and (tokens.shape[1] == 1 or reads_vectors):
+            raise ValueError(
+                f"{PACKED_IDS} are packed rows, which this {type(model).__name__} would not run: take the trainer of "
+                "the collator, SharedQuestionDPOTrainer or MultiAnswerRewardTrainer, or the collator of your trainer"
+            )
+    elif not reads_vectors and vectors.dtype == torch.int32 and vectors.dim() == 4:
+        _refuse_other_documents(model, kwargs, implementation, tokens, vectors)
+
+
+def _refuse_replica(model: Any) -> None:
+    """Raise for a replica of DataParallel."""
     if getattr(model, "_is_replica", False):
         raise ValueError(
             "torch.nn.DataParallel, which Trainer takes where one process sees several GPUs, splits a batch by rows; "
             "one packed row runs on one GPU, and Trainer would multiply its loss by the number of all; start a process "
             "for each GPU with accelerate launch or torchrun, or let this one see a single GPU (CUDA_VISIBLE_DEVICES=0)"
         )
+
+
+def _refuse_labels_of_paths(model: Any, kwargs: dict[str, Any]) -> None:
+    """Raise if a model in training has the labels of every path of a tree, and another loss than its own."""
     shifted = kwargs.get("shift_labels")
-    own_loss = (  # not that of the model, but the trainer's, or that of a fused head of TRL or Liger
+    if not isinstance(shifted, Tensor) or shifted.dim() != 3:
+        return
+    of_another = (  # the trainer's, or that of a fused head of TRL or Liger
         kwargs.get("labels") is None
         or kwargs.get("fused_lm_head")
         or getattr(model.forward, "__module__", "").startswith("liger_kernel.")
     )
-    unread = isinstance(shifted, Tensor) and shifted.dim() == 3 and own_loss
-    if unread and model.training and model.base_model is not model:  # a backbone has no loss
+    if of_another and model.training and model.base_model is not model:  # a backbone has no loss
         raise ValueError(
             "shift_labels are those of every path of a tree, which only the model's loss takes "
             "(flashmask_hf.collators.tree_loss), but here the trainer computes its own, as under "
@@ -67,20 +91,13 @@ def check_call(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Non
             "and with liger_kernel_config={'fused_linear_cross_entropy': False}, or DataCollatorForTrees without "
             "per_path"
         )
-    implementation = model.config.get_text_config()._attn_implementation
-    tokens = tokens_of(args, kwargs)
-    if not isinstance(tokens, Tensor) or tokens.dim() < 2:
-        return
+
+
+def _refuse_other_documents(
+    model: Any, kwargs: dict[str, Any], implementation: str, tokens: Tensor, vectors: Tensor
+) -> None:
+    """Raise if an attention of transformers shows other tokens than int32 vectors [B, H, S, n], or some are missing."""
     length = tokens.shape[1]
-    if kwargs.get(PACKED_IDS) is not None:
-        if not runs_packed(model) and (length == 1 or implementation in NAMES):
-            raise ValueError(
-                f"{PACKED_IDS} are packed rows, which this {type(model).__name__} would not run: take the trainer of "
-                "the collator, SharedQuestionDPOTrainer or MultiAnswerRewardTrainer, or the collator of your trainer"
-            )
-        return
-    if implementation in NAMES or vectors.dtype != torch.int32 or vectors.dim() != 4:
-        return
     if vectors.shape[2] > length > 1:
         raise ValueError(
             f"{VECTORS} are those of a row of {vectors.shape[2]} tokens, of which the call has {length}, as under "
