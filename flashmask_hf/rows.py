@@ -50,7 +50,7 @@ def gather_upstream(
         out: [B, H, S, D], in the order of dout.
         order: as in `gather_rows`.
         kept: as in `gather_rows`; neither dout nor out is read in rows that do not count, and their sums are 0.
-        dtype: of the sums, wide.
+        dtype: of the sums, float32 or float64.
 
     Returns:
         dout's rows as `gather_rows` returns them; the sums of their products with the rows of out, `dtype` [B, H, S].

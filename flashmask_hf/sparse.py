@@ -219,9 +219,9 @@ def _attend(
     mask = FlashMask(columns, causal=False, q_len=q.shape[2])
     call = resolve(q, k, v, mask, sinks, scale, softcap, deterministic, None)
     q, k, v = call.cast(q, k, v)
-    _, *settings, ordered = call.settings
+    _, *settings, deterministic = call.settings
     if call.decodes:
         return flash_attn_sparse_decode(q, k, v, sinks, columns, *q_place, *k_place, *settings)
     plan = plan_of(mask, q.shape[2])
-    out, *_ = flash_attn_sparse_forward(q, k, v, sinks, columns, *plan, *q_place, *k_place, *settings, ordered)
+    out, *_ = flash_attn_sparse_forward(q, k, v, sinks, columns, *plan, *q_place, *k_place, *settings, deterministic)
     return out

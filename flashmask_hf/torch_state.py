@@ -106,7 +106,7 @@ current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStr
 """Return the handle of the current stream of a GPU, given its index; torch without CUDA has no such function."""
 
 current_gpu: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: 0)
-"""Return the index of the current GPU, less the initialization of CUDA that `torch.cuda.current_device` asks for."""
+"""Return the index of the current GPU, without the initialization of CUDA by `torch.cuda.current_device`."""
 
 _UNGUARDED = contextlib.nullcontext()
 

@@ -99,13 +99,14 @@ def prepare_backward(
     new_counter = packed_layout(1, dtype=torch.int32, device=device).allocator()
     new_delta = packed_layout(batch, heads, q_len, dtype=torch.float32, device=device).allocator()
     if ordered:
-        told = gradients = [packed_layout(*x.shape, dtype=x.dtype, device=device, order=(0, 2, 1, 3)) for x in given]
+        gradients = [packed_layout(*x.shape, dtype=x.dtype, device=device, order=(0, 2, 1, 3)) for x in given]
+        promised = gradients
     else:
-        told = [layout_like(x) for x in given]
-        gradients = [describable_layout(x) for x in told]
+        promised = [layout_like(x) for x in given]  # as the operator's fake implementation tells compilers
+        gradients = [describable_layout(x) for x in promised]
     new_dq, new_dk, new_dv = (x.allocator() for x in gradients)
-    new_told = [x.allocator() for x in told]
-    laid_out = told == gradients
+    new_promised = [x.allocator() for x in promised]
+    laid_out = promised == gradients
 
     unsorted, make_work_order = 0, None
     if persistent and not deterministic:
@@ -176,7 +177,7 @@ def prepare_backward(
         if not laid_out:
             dq, dk, dv = (
                 x if x.stride() == layout.strides else new().copy_(x)
-                for x, layout, new in zip((dq, dk, dv), told, new_told, strict=True)
+                for x, layout, new in zip((dq, dk, dv), promised, new_promised, strict=True)
             )
         return dq, dk, dv, delta
 

@@ -35,7 +35,7 @@ def contracted(head_dim: int) -> int:
 
 
 def unsupported_head_dims(head_dim: int, v_head_dim: int) -> str | None:
-    """Return the head sizes, with what the kernels take instead, if they do not serve these; else None."""
+    """Return the head sizes and what the kernels take instead, to follow "cannot serve", or None if they serve them."""
     largest = _WIDTHS[-1].values
     larger = max(head_dim, v_head_dim)
     if head_dim % _STEP == v_head_dim % _STEP == 0 and SMALLEST <= larger <= largest:
