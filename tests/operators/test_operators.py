@@ -199,6 +199,18 @@ def test_a_gradient_of_lse_that_is_not_there_is_not_made_up(monkeypatch: pytest.
     assert given is not None
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # vmap calls once for each
+def test_batched_gradients_of_lse_alone() -> None:
+    """The kernels could not read them, although the zeros that stand in for the output's gradient are plain."""
+    q, k, v = _small()
+    _, lse = flashmask_attention(q, k, v, masks.causal(20), return_lse=True)
+    several = torch.stack([torch.ones_like(lse), torch.zeros_like(lse)])
+    found = torch.autograd.grad(lse, (q, k), several, retain_graph=True, is_grads_batched=True)
+    for batched, one in zip(found, torch.autograd.grad(lse, (q, k), several[0]), strict=True):
+        assert torch.equal(batched[0], one)
+        assert not batched[1].any()
+
+
 class _NoGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

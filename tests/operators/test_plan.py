@@ -125,7 +125,6 @@ def test_a_call_on_another_stream_makes_its_own_plan(monkeypatch: pytest.MonkeyP
 
 
 def test_the_stream_of_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-
     monkeypatch.setattr(torch_state, "current_stream", lambda gpu: 0x700 + gpu)
     there: Any = SimpleNamespace(is_cuda=True, get_device=lambda: 3)
     assert torch_state.stream_of(there) == (3, 0x703)

@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -137,6 +138,20 @@ def test_triton_is_asked_every_time_for_amd_gpus(launches: _Launches, monkeypatc
     for _ in range(3):
         launch(_tensor(), _tensor())
     assert (len(launches.asked), len(launches.compiled)) == (3, 0)
+
+
+def test_launches_for_tensors_of_another_gpu_are_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton launches on the current GPU, which may not be the one of the tensors."""
+    monkeypatch.setattr(torch_state, "current_gpu", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+
+    def guarded(index: int | None) -> Any:
+        device = torch.device("cpu" if index is None else f"cuda:{index}")
+        x: Any = SimpleNamespace(is_cuda=index is not None, get_device=lambda: index, device=device)
+        with torch_state.device_guard(x) as entered:
+            return entered
+
+    assert [guarded(index) for index in (None, 2, 3)] == [None, None, torch.device("cuda:3")]
 
 
 def _described_launch() -> Launch:
