@@ -19,9 +19,15 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from flashmask_hf import FlashMask, flashmask_attention, masks
 from flashmask_hf.call import Call
 from flashmask_hf.operators import attention, plan
-from flashmask_hf.operators.attention import flash_attn_forward
+from flashmask_hf.operators.attention import flash_attn_backward, flash_attn_forward
 from flashmask_hf.operators.decoding import flash_attn_decode
 from flashmask_hf.operators.plan import make_plan, plan_of
+from flashmask_hf.operators.sparse import (
+    flash_attn_sparse_backward,
+    flash_attn_sparse_decode,
+    flash_attn_sparse_forward,
+    sort_sparse,
+)
 from flashmask_hf.torch_state import is_intercepted, is_plain
 
 LANES = lanes((torch.float32,), (torch.float32,), (torch.bfloat16,))
@@ -180,6 +186,13 @@ def test_only_what_asks_for_a_gradient_has_one() -> None:
         assert flashmask_attention(q, k, v, mask).is_inference()
 
 
+def test_calls_without_gradients_record_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call of an autograd function takes the host longer than a launch."""
+    monkeypatch.setattr(attention, "_record", lambda *_: pytest.fail("it was recorded"))
+    q, k, v = (x[:, :, :17] for x in _small(grad=False))  # too many rows to be decoded
+    assert not flashmask_attention(q, k, v, masks.causal(17)).requires_grad
+
+
 def test_a_gradient_of_lse_that_is_not_there_is_not_made_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Zeros in its place would be read by another form of the kernels."""
     deltas: list[object] = []
@@ -199,6 +212,19 @@ def test_a_gradient_of_lse_that_is_not_there_is_not_made_up(monkeypatch: pytest.
     assert given is not None
 
 
+@pytest.mark.parametrize("through", ["call", "operator"])
+def test_the_gradient_of_lse_alone(through: str) -> None:
+    q, k, v = _small()
+    mask = masks.causal(20)
+    with torch.profiler.profile() if through == "operator" else contextlib.nullcontext():
+        _, lse = flashmask_attention(q, k, v, mask, return_lse=True)
+    *found, of_values = torch.autograd.grad(lse, (q, k, v), lse.detach())
+    _, exact = flashmask_attention(q, k, v, mask, return_lse=True, impl="reference")
+    for one, other in zip(found, torch.autograd.grad(exact, (q, k), lse.detach()), strict=True):
+        torch.testing.assert_close(one, other)
+    assert not of_values.any()
+
+
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # vmap calls once for each
 def test_batched_gradients_of_lse_alone() -> None:
     """The kernels could not read them, although the zeros that stand in for the output's gradient are plain."""
@@ -209,6 +235,31 @@ def test_batched_gradients_of_lse_alone() -> None:
     for batched, one in zip(found, torch.autograd.grad(lse, (q, k), several[0]), strict=True):
         assert torch.equal(batched[0], one)
         assert not batched[1].any()
+
+
+def test_operators_do_not_cast_under_autocast() -> None:
+    """Their caller has cast: tensors of two dtypes are refused, as the kernels would read one as the other."""
+    q, k, v = _small(grad=False)
+    mask = masks.causal(20)
+    columns, q_order, k_order = sort_sparse(
+        *(torch.zeros(1, h, 20).int() for h in (HEADS, KV_HEADS)), None, 1, False, -1
+    )
+    dense, orders = (mask.indices, *plan_of(mask, 20)), (q_order, None, k_order)
+    ordered = (columns, *plan_of(FlashMask(columns, causal=False), 20), *orders)
+    out, lse = flash_attn_forward(q, k, v, None, *dense, True, 0.25, 0.0, "torch", False)
+    narrow = (q, k.bfloat16(), v.bfloat16(), None)
+    calls: list[Callable[[], Any]] = [
+        lambda: flash_attn_forward(*narrow, *dense, True, 0.25, 0.0, "torch", False),
+        lambda: flash_attn_backward(out, None, *narrow, out, lse, *dense, True, 0.25, 0.0, "torch", False),
+        lambda: flash_attn_decode(*narrow, mask.indices, True, 0.25, 0.0, "torch"),
+        lambda: flash_attn_sparse_forward(*narrow, *ordered, None, 0.25, 0.0, "torch", False),
+        lambda: flash_attn_sparse_backward(out, *narrow, out, lse, *ordered, 0.25, 0.0, "torch", False),
+        lambda: flash_attn_sparse_decode(*narrow, columns, *orders, None, 0.25, 0.0, "torch"),
+    ]
+    with torch.autocast("cpu", torch.bfloat16):
+        for call in calls:
+            with pytest.raises(TypeError, match="one dtype"):
+                call()
 
 
 class _NoGradient(torch.autograd.Function):
