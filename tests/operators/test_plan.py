@@ -124,6 +124,17 @@ def test_a_call_on_another_stream_makes_its_own_plan(monkeypatch: pytest.MonkeyP
     assert made == [1, 2, 1, 0]
 
 
+def test_a_graph_that_is_captured_makes_its_own_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay reads the vectors anew; and what it wrote is not kept, as its memory is the graph's."""
+    mask = masks.causal_document([40, 60])
+    kept = plan_of(mask, 100)
+    monkeypatch.setattr(torch_state, "is_capturing", lambda x: True)
+    captured = plan_of(mask, 100)
+    assert captured is not kept
+    monkeypatch.undo()
+    assert plan_of(mask, 100) is kept
+
+
 def test_the_stream_of_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_state, "current_stream", lambda gpu: 0x700 + gpu)
     there: Any = SimpleNamespace(is_cuda=True, get_device=lambda: 3)

@@ -18,7 +18,7 @@ def test_rows_move_and_come_back(lane: Lane, shape: tuple[int, ...]) -> None:
     generator = torch.Generator().manual_seed(0)
     batch, heads, rows, dims = shape
     order = torch.rand(batch, heads, rows, generator=generator).argsort(-1)
-    kept = torch.randint(0, rows + 1, (batch, heads), generator=generator, dtype=torch.int32)
+    kept = torch.randint(0, rows + 1, (heads, batch), generator=generator, dtype=torch.int32).mT
     order, kept = order.to(lane.device), kept.to(lane.device)
     behind = (torch.arange(rows, device=lane.device) >= kept.unsqueeze(-1)).unsqueeze(-1)
     unread = torch.zeros_like(behind).scatter_(2, order.unsqueeze(-1), behind)
