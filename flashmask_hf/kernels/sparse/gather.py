@@ -105,9 +105,9 @@ def _gather_upstream(
 
 
 def _blocks(rows: int, dims: int, elements: int) -> tuple[int, int, int]:
-    """Return (n_blocks, BLOCK_S, BLOCK_D) for a head's rows, so that a program moves at most about `elements`."""
+    """Return (n_blocks, BLOCK_S, BLOCK_D) for a head's rows, so that a program moves at most `elements`."""
     block_d = triton.next_power_of_2(dims)
-    block_s = min(max(1, elements // block_d), triton.next_power_of_2(rows))
+    block_s = min(elements // block_d, triton.next_power_of_2(rows))
     return triton.cdiv(rows, block_s), block_s, block_d
 
 
