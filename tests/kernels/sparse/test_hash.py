@@ -87,3 +87,12 @@ def test_nearest_is_not_narrowed_by_autocast() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         narrowed = sparse_ops.nearest(x, directions)
     assert torch.equal(narrowed, sparse_ops.nearest(x, directions))
+
+
+@pytest.mark.parametrize("lane", NEAREST)
+def test_directions_are_rounded_to_the_vectors_dtype(lane: Lane) -> None:
+    """Vectors in 16 bits fall into the same buckets whether or not their directions are wider."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 2, 500, 16, generator=generator).to(lane.device, lane.dtype)
+    directions = torch.randn(2, 16, 100, generator=generator).to(lane.device)
+    assert torch.equal(sparse_ops.nearest(x, directions), sparse_ops.nearest(x, directions.to(lane.dtype)))
