@@ -40,7 +40,7 @@ def renumber_positions(model: Any) -> None:
     firsts = [
         0 if part.padding_idx is None else part.padding_idx + 1
         for name, part in own_modules(model)
-        if isinstance(part, nn.Embedding) and ("position" in name or name == "wpe") and "relative" not in name
+        if isinstance(part, nn.Embedding) and ("position" in name or name == "wpe")
     ]
     if firsts and _renumber not in model._forward_pre_hooks.values():
         model._first_position = max(firsts)

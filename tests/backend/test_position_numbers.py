@@ -82,6 +82,19 @@ def test_attention_that_is_set_later_renumbers():
     model.set_attn_implementation("flashmask")
     batch = DataCollatorForPackedEncoders()([{"input_ids": x.tolist()} for x in apart])
     assert_near(model(**batch).logits, torch.cat([model(input_ids=x[None]).logits for x in apart], 1))
+    model.set_attn_implementation("flashmask")
+    assert len(model.base_model._forward_pre_hooks) == 1
+    model.set_attn_implementation("sdpa")
+    model(input_ids=torch.arange(6, 12)[None], position_ids=positions([3, 3]))  # the hook leaves it alone
+
+
+def test_the_table_with_padding_counts_beside_tables_of_boxes():
+    """As in LayoutLMv3, whose coordinates count from 0."""
+    model = build("roberta", "sdpa").base_model
+    model.embeddings.x_position_embeddings = torch.nn.Embedding(8, 32)
+    model.set_attn_implementation("flashmask")
+    with pytest.raises(RuntimeError, match="RobertaModel counts positions from 2"):
+        model(input_ids=torch.arange(6, 12)[None], position_ids=positions([3, 3]))
 
 
 def test_positions_of_padding_are_refused():
@@ -93,8 +106,13 @@ def test_positions_of_padding_are_refused():
         model(input_ids=ids, position_ids=positions([3, 3]))
     for legal in ([2, 3, 4, 5, 6, 7], [0, 0, 2, 3, 4, 5], [2, 3, 4, 1, 1, 1], [2, 3, 4, 0, 0, 0]):
         model(input_ids=ids, position_ids=torch.tensor([legal]))
+    build("esm", "flashmask")(input_ids=ids, position_ids=torch.arange(2, 8))
     with pytest.raises(TypeError, match="startend_row_indices must be an int32 tensor"):
         model(input_ids=ids, position_ids=positions([3, 3]), startend_row_indices=vectors.long())
+    with pytest.raises(ValueError, match="must have shape"):
+        model(input_ids=ids, startend_row_indices=vectors[..., [0, 0, 1]])
+    with pytest.raises(ValueError, match="describe a whole row of 4 tokens"):
+        model(input_ids=ids, position_ids=positions([3, 3]), startend_row_indices=masks.document([4]).indices)
 
 
 @pytest.mark.parametrize("is_decoder", [False, True])
@@ -121,6 +139,21 @@ def test_the_hook_does_not_wait_for_the_device():
     with NoSynchronization():
         _, changed = hook(model, (), call)
     assert changed["position_ids"].tolist() == [[2, 3, 4, 2, 3, 4]]
+    four = call | dict(startend_row_indices=masks.causal_document([3, 3]).bidirectional().indices)
+    decoder = build("roberta", "flashmask", is_decoder=True).base_model
+    assert torch.equal(hook(decoder, (), four)[1]["position_ids"], changed["position_ids"])
+
+
+def test_tokens_are_seen_if_any_head_of_their_own_row_sees_them():
+    model = build("roberta", "flashmask").base_model
+    hook = next(iter(model._forward_pre_hooks.values()))
+    short, whole = masks.document([3], kv_len=6).indices, masks.document([3, 3]).indices
+    two_heads = torch.cat([short, whole], 1)
+    _, changed = hook(model, (), dict(position_ids=torch.tensor([[2, 3, 4, 0, 1, 2]]), startend_row_indices=two_heads))
+    assert changed["position_ids"].tolist() == [[4, 5, 6, 2, 3, 4]]
+    numbers = torch.tensor([[2, 3, 4, 0, 0, 0], [2, 3, 4, 2, 3, 4]])
+    _, changed = hook(model, (), dict(position_ids=numbers, startend_row_indices=torch.cat([short, whole])))
+    assert torch.equal(changed["position_ids"], numbers)
 
 
 @pytest.mark.parametrize("family", ["bert", "bert-generation", "gpt2", "opt", "roberta"])
@@ -131,8 +164,10 @@ def test_documents_without_positions_are_refused(family):
     with pytest.raises(RuntimeError, match="embeds positions, and would number several documents of startend_row"):
         model(**call)
     model(**call, position_ids=positions([3, 3]))
-    model(input_ids=call["input_ids"], startend_row_indices=masks.padding([4], kv_len=6).indices if mask.causal else
-          masks.document([4], kv_len=6).indices)  # fmt: skip
+    one = masks.padding([4], kv_len=6) if mask.causal else masks.document([4], kv_len=6)
+    one_call = dict(input_ids=call["input_ids"], startend_row_indices=one.indices)
+    model(**one_call)
+    model(**one_call, cu_seq_lens_q=torch.tensor([0, 3, 6]))  # vectors win
 
 
 def test_parts_of_rows_are_refused_where_positions_would_not_be_counted_on():
@@ -142,3 +177,11 @@ def test_parts_of_rows_are_refused_where_positions_would_not_be_counted_on():
     part = {key: batch[key][:, :8] for key in ("input_ids", "position_ids")}
     with pytest.raises(NotImplementedError, match=r"counts positions from 2, .*rows that are split over processes"):
         model(**part, startend_row_indices=batch["startend_row_indices"])
+
+
+def test_other_models_need_no_positions():
+    """Rotary positions count on from one document to the next; layers of encoder-decoders refuse vectors themselves."""
+    call = dict(input_ids=torch.arange(6, 12)[None], startend_row_indices=masks.causal_document([3, 3]).indices)
+    model_zoo.build("llama", "flashmask")(**call)
+    with pytest.raises(NotImplementedError, match="models with an encoder and a decoder do not take them"):
+        model_zoo.build("bart", "flashmask")(**call)
