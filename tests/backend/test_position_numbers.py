@@ -104,7 +104,7 @@ def test_positions_of_padding_are_refused():
         model(input_ids=ids, position_ids=positions([3, 3]) + 1, startend_row_indices=vectors)
     with pytest.raises(RuntimeError, match=r"start again at 0, but RobertaModel counts positions from 2.*with them"):
         model(input_ids=ids, position_ids=positions([3, 3]))
-    for legal in ([2, 3, 4, 5, 6, 7], [0, 0, 2, 3, 4, 5], [2, 3, 4, 1, 1, 1], [2, 3, 4, 0, 0, 0]):
+    for legal in ([2, 3, 4, 5, 6, 7], [0, 0, 2, 3, 4, 5], [0, 0, 0, 1, 2, 3], [2, 3, 4, 1, 1, 1], [2, 3, 4, 0, 0, 0]):
         model(input_ids=ids, position_ids=torch.tensor([legal]))
     build("esm", "flashmask")(input_ids=ids, position_ids=torch.arange(2, 8))
     with pytest.raises(TypeError, match="startend_row_indices must be an int32 tensor"):
