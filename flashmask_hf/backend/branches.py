@@ -68,13 +68,15 @@ def check_labels(vectors: Any, labels: Any) -> None:
     """
     if not isinstance(vectors, Tensor) or vectors.dtype != torch.int32 or vectors.shape[1:2] != (1,):
         return
-    if isinstance(labels, Tensor) and labels.dim() == 2 and labels.shape[1] < vectors.shape[2]:
+    if not isinstance(labels, Tensor) or labels.dim() != 2:
+        return
+    if labels.shape[1] < vectors.shape[2]:
         raise ValueError(
             f"labels are those of a part of a row, [B, {labels.shape[1]}], at whose edge the model's loss would lose "
             "one; shift them before the row is split and pass shift_labels (flashmask_hf.parallel.RowSplit.shard)"
         )
-    if isinstance(labels, Tensor) and labels.dim() == 2 and labels.shape[1] == vectors.shape[2]:
-        ends = subtree_ends(FlashMask(vectors.detach(), causal=vectors.shape[3] < 4))
+    if labels.shape[1] == vectors.shape[2]:
+        ends = subtree_ends(FlashMask(vectors, causal=vectors.shape[3] < 4))
         learned = (labels != IGNORED).to(ends.device)
         device_assert(
             ~(_branches(ends)[0][:, 0] & learned).any(),
@@ -108,7 +110,7 @@ def subtree_ends(mask: FlashMask) -> Tensor:
     from an earlier one on.
     """
     length = mask.kv_len
-    if mask.causal and mask.indices.shape[-1] == 1:
+    if mask.indices.shape[-1] == 1:
         return mask.indices[..., 0]
     pieces = mask.visible_intervals(length)
     first, last = outer_rows(pieces, length)
@@ -139,14 +141,14 @@ def _branches(ends: Tensor) -> tuple[Tensor, Tensor]:
     real = ends > token
     ended = torch.searchsorted(torch.where(real, ends, length).sort(-1).values, token, right=True)
     depth = real.cumsum(-1) - ended  # the number of keys that a token sees
-    # In a tree, the parent is the last earlier token whose depth is less by one.
+    # In a tree, the parent is the last earlier token whose depth is less by one. As depths grow by at most one from
+    # token to token, there always is such a token.
     code = torch.where(real, depth, length + 1) * length + token
     ordered = code.sort(-1).values
     place = torch.searchsorted(ordered, code - length) - 1
-    found = ordered.gather(-1, place.clamp(min=0))
-    parent = found % length
+    parent = ordered.gather(-1, place.clamp(min=0)) % length
     has_parent = real & (depth > 1)
-    nested = (found // length == depth - 1) & (ends.gather(-1, parent) >= ends)
+    nested = ends.gather(-1, parent) >= ends
     is_tree = (nested | ~has_parent).all(-1, keepdim=True)
     after_real = nn.functional.pad(real[..., :-1], (1, 0))
     return has_parent & is_tree & after_real & (parent < token - 1), parent

@@ -185,13 +185,29 @@ def test_labels_of_a_document_after_another_are_refused(attention):
 
 @pytest.mark.parametrize(
     "vectors",
-    [SHARED.indices.long(), SHARED.indices.expand(1, 2, 9, 1), SHARED.indices[0], SHARED.indices.flatten()],
-    ids=["int64", "heads", "three axes", "one axis"],
+    [
+        SHARED.indices.tolist(),
+        SHARED.indices.long(),
+        SHARED.indices.expand(1, 2, 9, 1),
+        SHARED.indices[0],
+        SHARED.indices.flatten(),
+    ],
+    ids=["list", "int64", "heads", "three axes", "one axis"],
 )
 def test_labels_beside_vectors_of_another_form_are_not_looked_at(vectors):
     with pytest.raises(RuntimeError, match="labels name the first token of a branch"):
         check_labels(SHARED.indices, DEPTHS)
     check_labels(vectors, DEPTHS)
+
+
+@pytest.mark.parametrize("labels", [None, DEPTHS[0], DEPTHS.tolist(), DEPTHS.repeat(1, 2)])
+def test_labels_of_another_form_are_not_looked_at(labels):
+    check_labels(SHARED.indices, labels)
+
+
+def test_tokens_that_are_hidden_from_their_own_row_on_are_padding():
+    ends = torch.tensor([2, 2, 2, 2], dtype=torch.int32).view(1, 1, 4, 1)
+    check_labels(ends, torch.ones(1, 4))
 
 
 def test_labels_of_other_masks_are_not_looked_at():
@@ -228,6 +244,20 @@ def test_overlapping_keys_are_no_tree():
     """Key 1 is evicted at row 3, and key 2, which row 1 sees, later."""
     mask = FlashMask(torch.tensor([5, 3, 4, 5, 5], dtype=torch.int32).view(1, 1, 5, 1), causal=True)
     assert not refuses(mask, torch.arange(5)[None])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{(5, 5): False}, {(6, 0): False}, {(7, 8): True, (8, 8): False}],
+    ids=["hidden from itself", "hidden from a row between", "seen by an earlier row alone"],
+)
+def test_keys_that_are_not_seen_from_their_own_row_on_are_no_tree(changes):
+    visible = SHARED.to_dense()
+    visible[..., :3, :3] = True
+    assert refuses(FlashMask.from_dense(visible), torch.arange(9)[None])
+    for (row, key), sees in changes.items():
+        visible[..., row, key] = sees
+    assert not refuses(FlashMask.from_dense(visible), torch.arange(9)[None])
 
 
 def test_the_check_does_not_wait_for_the_device():
