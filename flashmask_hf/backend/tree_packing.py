@@ -95,12 +95,9 @@ def tree_vectors(position_ids: Tensor | None, kv_index: Tensor, cu_seqlens_q: Te
     device, length, keys, segments = depth.device, len(depth), len(kv_index), len(cu_seqlens_q) - 1
     row, place = torch.arange(length, device=device), torch.arange(keys, device=device)
     edges_q, edges_k = cu_seqlens_q.to(torch.int64), cu_seqlens_k.to(torch.int64)
-    is_partition = (edges_q[0] == 0) & (edges_q[-1] == length) & (edges_q.diff() > 0).all()
-    is_partition &= (edges_k[0] == 0) & (edges_k[-1] == keys) & (edges_k.diff() >= edges_q.diff()).all()
-    is_partition &= ((kv_index >= 0) & (kv_index < length)).all()
-
+    in_range = (kv_index >= 0) & (kv_index < length)
     key = kv_index.to(torch.int64).clamp(0, length - 1)
-    own = torch.searchsorted(edges_q, row, right=True).clamp(1, segments) - 1  # segment of each row
+    own = torch.searchsorted(edges_q, row, right=True) - 1  # segment of each row
     path = torch.searchsorted(edges_k, place, right=True).clamp(1, segments) - 1  # segment that sees each entry
     row_of_place = place - edges_k[path + 1] + edges_q[path + 1]  # if the path ends with its segment
     ends_with_segment = (key == row_of_place) | (row_of_place < edges_q[path])
@@ -109,7 +106,8 @@ def tree_vectors(position_ids: Tensor | None, kv_index: Tensor, cu_seqlens_q: Te
     first = own.scatter_reduce(0, key, path, "amin")
     count = torch.zeros_like(own).scatter_add(0, key, torch.ones_like(key))
     device_assert(
-        is_partition
+        (edges_q.diff() > 0).all()
+        & in_range.all()
         & ends_with_segment.all()
         & is_depth.all()
         & (first == own).all()

@@ -310,19 +310,34 @@ def prepared(attention: str = "flashmask") -> Any:
     return model
 
 
-def breadth_first() -> dict[str, Any]:
-    """A root of two tokens with two children, of which the first has two: its children come after its sibling."""
-    edges_k = [0, 2, 5, 8, 12, 16]
-    paths = [[0, 1], [0, 1, 2], [0, 1, 3], [0, 1, 2, 4], [0, 1, 2, 5]]
+def layout(depths: list[int], edges: list[int], paths: list[list[int]]) -> dict[str, Any]:
+    """Return TRL's keywords for segments that start at `edges` and see the rows of `paths`."""
     return {
-        "input_ids": torch.arange(2, 8)[None],
-        "position_ids": torch.tensor([[0, 1, 2, 2, 3, 3]]),
+        "input_ids": torch.arange(2, 2 + len(depths))[None],
+        "position_ids": torch.tensor([depths]),
         "tree_kv_index": torch.tensor([key for path in paths for key in path]),
-        "tree_cu_seqlens_q": torch.tensor([0, 2, 3, 4, 5, 6], dtype=torch.int32),
-        "tree_cu_seqlens_k": torch.tensor(edges_k, dtype=torch.int32),
+        "tree_cu_seqlens_q": torch.tensor(edges, dtype=torch.int32),
+        "tree_cu_seqlens_k": torch.tensor([0, *np.cumsum([len(path) for path in paths])], dtype=torch.int32),
         "tree_max_seqlen_q": 2,
         "tree_max_seqlen_k": 4,
     }
+
+
+UNFIT = {
+    # A root of two tokens with two children, of which the first has two: its children come after its sibling.
+    "breadth first": layout(
+        [0, 1, 2, 2, 3, 3], [0, 2, 3, 4, 5, 6], [[0, 1], [0, 1, 2], [0, 1, 3], [0, 1, 2, 4], [0, 1, 2, 5]]
+    ),
+    "a child before its parent": layout([0, 1, 0, 0, 1], [0, 1, 2, 3, 4, 5], [[0], [2, 1], [2], [3], [2, 4]]),
+    "a segment backwards": layout([0, 2, 1], [0, 3], [[0, 2, 1]]),
+    "an empty segment": layout([0, 1, 2], [0, 3, 3], [[0, 1, 2], [0]]),
+}
+
+
+def test_one_rollout_is_causal() -> None:
+    edges = torch.tensor([0, 3], dtype=torch.int32)
+    vectors = tree_vectors(torch.arange(3)[None], torch.arange(3), edges, edges)
+    assert vectors.flatten().tolist() == [3, 3, 3]
 
 
 @pytest.mark.parametrize(
@@ -332,15 +347,23 @@ def breadth_first() -> dict[str, Any]:
         (dict(tree_block_size=64), ValueError, "tree_block_size"),
         (dict(position_ids=None), ValueError, "position_ids"),
         (dict(position_ids=lambda x: x.expand(2, -1)), ValueError, "position_ids"),
+        (dict(position_ids=lambda x: x[None]), ValueError, "position_ids"),
         (dict(tree_cu_seqlens_k=lambda x: x[:-1]), ValueError, r"\[S \+ 1\]"),
+        (dict(tree_cu_seqlens_q=lambda x: x[:1], tree_cu_seqlens_k=lambda x: x[:1]), ValueError, r"\[S \+ 1\]"),
         (dict(tree_kv_index=lambda x: x[None]), ValueError, r"\[K\]"),
         (dict(position_ids=lambda x: torch.arange(x.numel())[None]), RuntimeError, "depth-first"),
         (dict(tree_kv_index=lambda x: x + 1), RuntimeError, "depth-first"),
         (dict(tree_kv_index=lambda x: x[:-1]), RuntimeError, "depth-first"),
         (dict(tree_kv_index=lambda x: torch.where(x == 1, 2, x)), RuntimeError, "depth-first"),
+        (dict(tree_kv_index=lambda x: torch.where(x == 0, -1, x)), RuntimeError, "depth-first"),
+        (dict(tree_kv_index=lambda x: torch.where(x == x.max(), x + 1, x)), RuntimeError, "depth-first"),
         (dict(tree_cu_seqlens_q=lambda x: x.flip(0)), RuntimeError, "depth-first"),
+        (dict(tree_cu_seqlens_q=lambda x: torch.cat([x[:1] + 1, x[1:]])), RuntimeError, "depth-first"),
+        (dict(tree_cu_seqlens_q=lambda x: torch.cat([x[:-1], x[-1:] - 1])), RuntimeError, "depth-first"),
+        (dict(tree_cu_seqlens_k=lambda x: torch.cat([x[:1] + 1, x[1:]])), RuntimeError, "depth-first"),
+        (dict(tree_cu_seqlens_k=lambda x: torch.cat([x[:-1], x[-1:] - 1])), RuntimeError, "depth-first"),
         (dict(tree_cu_seqlens_k=lambda x: x - 1), RuntimeError, "depth-first"),
-        (breadth_first(), RuntimeError, "depth-first"),
+        *((unfit, RuntimeError, "depth-first") for unfit in UNFIT.values()),
     ],
 )
 def test_layouts_that_do_not_fit(changes: dict[str, Any], error: type[Exception], message: str) -> None:
