@@ -121,13 +121,13 @@ def check_numbered_mask(attention_mask: Any, position_ids: Any) -> None:
     """Raise for a 2D mask that numbers documents which nothing else tells; transformers reads each number as 1.
 
     Args:
-        attention_mask: of a model's call; integers [B, S] are looked at.
+        attention_mask: of a model's call; tensors [B, S] are looked at.
         position_ids: of the call, or None.
 
     Raises:
         RuntimeError: the number changes between two tokens, and no position of 0 follows (a device-side check).
     """
-    if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2 or attention_mask.dtype == torch.bool:
+    if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2:
         return
     before, after = attention_mask[:, :-1], attention_mask[:, 1:]
     mixed = (before > 0) & (after > 0) & (before != after)

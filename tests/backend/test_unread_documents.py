@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, GraniteMoeHybridConfig
 
 from flashmask_hf import masks
 from flashmask_hf.backend.forward_records import _active
+from flashmask_hf.backend.unread_documents import _tells_documents, check_numbered_mask
 from flashmask_hf.collators import DataCollatorForPackedEncoders
 
 PACKED = positions([4, 5])
@@ -136,3 +137,43 @@ def test_documents_in_a_model_that_is_compiled_in_place(part):
     part(model).compile(backend="eager")
     got = model(input_ids=ids, position_ids=packed, use_cache=False).logits
     torch.testing.assert_close(got, want)
+
+
+def test_masks_that_number_documents():
+    numbered = torch.tensor([[0, 1, 1, 1, 1, 2, 2, 2, 0]])
+    for places in (None, positions([9]), positions([4])):
+        with pytest.raises(RuntimeError, match="numbers documents, which transformers reads as ones"):
+            check_numbered_mask(numbered, places)
+    check_numbered_mask(numbered, positions([5, 4]))
+    for mask in (numbered > 0, (numbered > 0).long(), numbered.view(1, 9, 1, 1), {"full_attention": numbered}, None):
+        check_numbered_mask(mask, None)
+        check_numbered_mask(mask, positions([9]))
+
+
+VECTORS = PACKED_ROW["startend_row_indices"]
+
+
+@pytest.mark.parametrize(
+    ("call", "attention", "told"),
+    [
+        ({}, "flashmask", False),
+        ({"position_ids": PACKED}, "flashmask", True),
+        ({"position_ids": PACKED}, "sdpa", False),
+        ({"position_ids": PACKED[None]}, "flashmask", False),
+        ({"position_ids": PACKED.tolist()}, "flashmask", False),
+        ({"position_ids": PACKED, "attention_mask": torch.ones(1, 9)}, "flashmask", True),
+        ({"position_ids": PACKED, "attention_mask": torch.ones(1, 1, 9, 9)}, "flashmask", False),
+        ({"position_ids": PACKED, "attention_mask": {"full_attention": None}}, "flashmask", False),
+        ({"input_ids": IDS, "startend_row_indices": VECTORS}, "sdpa", True),
+        ({"input_ids": IDS, "startend_row_indices": VECTORS}, "flash_attention_2", False),
+        ({"input_ids": IDS, "startend_row_indices": VECTORS, "packed_input_ids": IDS}, "flashmask", False),
+        ({"input_ids": IDS, "startend_row_indices": VECTORS.expand(1, 1, 9, 2)}, "flashmask", True),
+        ({"input_ids": IDS, "startend_row_indices": VECTORS.expand(1, 1, 9, 2)}, "sdpa", False),
+        ({"input_ids": IDS, "startend_row_indices": VECTORS[0]}, "flashmask", False),
+        ({"input_ids": IDS, "startend_row_indices": VECTORS.tolist()}, "flashmask", False),
+        ({"input_ids": IDS[:, :4], "startend_row_indices": VECTORS}, "flashmask", False),
+        ({"startend_row_indices": VECTORS}, "flashmask", False),
+    ],
+)
+def test_calls_that_tell_documents(call, attention, told):
+    assert _tells_documents((), call, attention) is told
