@@ -168,7 +168,7 @@ def _window_of(module: nn.Module, kwargs: dict[str, Any]) -> int | None:
     """Return the layer's sliding window: its keyword, or the config's for models that leave it to the mask."""
     config: Any = getattr(module, "config", None)
     types = getattr(config, "layer_types", None) or ()
-    reads_window = "sliding_window" not in kwargs and getattr(config, "model_type", None) in _WINDOW_FROM_CONFIG
+    reads_window = getattr(config, "model_type", None) in _WINDOW_FROM_CONFIG
     layer_type = None
     if reads_window or "chunked_attention" in types:
         # Other models leave the layer's index unread: a compiler would guard on it, and compile every layer anew.

@@ -31,10 +31,11 @@ from flashmask_hf.backend.mask_hook import mask_hook
         (torch.ones(2, 1, 6, 6, dtype=torch.bool), "torch.bool"),
         (torch.zeros(2, 1, 6, 6), "torch.float32"),
         (torch.ones(2, 6, dtype=torch.int64), "torch.int64"),
+        (torch.ones(2, 6, dtype=torch.int32), r"\[2, 6\]"),
         (torch.ones(2, 1, 6, 6, dtype=torch.int32), r"\[2, 1, 6, 6\]"),
         ("causal", "str"),
     ],
-    ids=["bool", "float", "2D", "int32", "object"],
+    ids=["bool", "float", "2D", "2D int32", "int32", "object"],
 )
 @pytest.mark.parametrize("with_vectors", [False, True])
 def test_unknown_attention_mask_is_refused(attention_mask, got, with_vectors):
@@ -285,6 +286,11 @@ def test_context_parallelism_of_torch_is_refused(one_rank, given, compiled, no_c
     assert torch.equal(run(ids, **given).logits, want)
 
 
+def test_attention_of_another_package_in_place_of_torch_is_no_context_parallelism(monkeypatch):
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda *args, **kwargs: None)
+    attend()
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_layers_whose_masks_accelerate_drops_are_refused(compiled, no_compiled_code):
     model, _ = model_pair("llama", num_hidden_layers=1)
@@ -335,8 +341,17 @@ def test_a_window_of_one_side_and_one_of_two_are_masks_of_their_own():
 
 
 def test_keys_that_later_rows_see_are_no_padding():
-    columns = torch.tensor([[0, 0], [4, 2], [0, 0], [0, 0]], dtype=torch.int32)[None, None]
-    assert layer_mask.hidden_keys(columns, 4).tolist() == [[[True, False]]]
+    columns = torch.tensor([[0, 0, 3], [4, 2, 4], [0, 0, 0], [0, 0, 0]], dtype=torch.int32)[None, None]
+    assert layer_mask.hidden_keys(columns, 4).tolist() == [[[True, False, False]]]
+
+
+def test_four_columns_are_laid_out_for_the_decoding_kernel_once():
+    """It would copy them in every layer."""
+    columns = mask_hook(batch_size=1, q_length=1, q_offset=torch.tensor(3), kv_length=6)
+    query, key = torch.randn(1, 2, 1, 8), torch.randn(1, 2, 6, 8)
+    mask = layer_mask._hook_mask(columns, query, key, None, None)
+    assert mask.indices.shape == (1, 1, 6, 4)
+    assert mask.indices.is_contiguous()
 
 
 def test_masks_of_layers_do_not_wait_for_the_device():
