@@ -122,7 +122,7 @@ class _BatchValue(_Symbol):
 
     def __init__(self, context: TraceContext, table: Tensor):
         super().__init__(context)
-        if table.dim() != 1 or table.shape[0] != context.batch_size or table.dtype not in _INTEGERS:
+        if table.shape[0] != context.batch_size or table.dtype not in _INTEGERS:
             raise _Untraceable
         self.table = table
 
@@ -162,7 +162,7 @@ class _Position(_Symbol):
         """Return the values of `table[batch, self]`."""
         if not isinstance(batch, _BatchIndex) or self.table is not None or not self.is_unshifted():
             raise _Untraceable
-        if table.dim() != 2 or table.shape[0] != self.context.batch_size or table.dtype not in _INTEGERS:
+        if table.shape[0] != self.context.batch_size or table.dtype not in _INTEGERS:
             raise _Untraceable
         return _Position(self.context, self.of_query, table)
 

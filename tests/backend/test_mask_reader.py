@@ -225,6 +225,15 @@ CUSTOM: dict[str, tuple[bool, Callable[..., Any]]] = {
     "an index's shape": (False, lambda b, h, q, k: (k <= q) & (q < q.shape[-2])),
     "a table of another batch entry": (False, lambda b, h, q, k: TABLE[0, q] == TABLE[0, k]),
     "a table at the position before": (False, lambda b, h, q, k: TABLE[b, (q - 1).clamp(0)] == TABLE[b, k]),
+    "a table at a table's values": (False, lambda b, h, q, k: TABLE[b, TABLE[b, q]] == TABLE[b, TABLE[b, k]]),
+    "a table at the positions before": (False, lambda b, h, q, k: TABLE[b, q - 1] == TABLE[b, k - 1]),
+    "a table of more batch entries": (False, lambda b, h, q, k: MORE[b, q] == MORE[b, k]),
+    "a table with a value that is no number": (False, lambda b, h, q, k: FLOATS[b, q] == FLOATS[b, k]),
+    "chunks with origins of more batch entries": (
+        False,
+        lambda b, h, q, k: (k - MORE_SHIFTS[b]) // 4 == (q - MORE_SHIFTS[b]) // 4,
+    ),
+    "chunks between positions": (False, lambda b, h, q, k: (k - HALVES[b]) // 4 == (q - HALVES[b]) // 4),
     "two tables": (False, lambda b, h, q, k: TABLE[b, q] == OTHER[b, k]),
     "an order of a table's values": (False, lambda b, h, q, k: TABLE[b, q] >= TABLE[b, k]),
     "a document and the next": (False, lambda b, h, q, k: (k <= q) & (TABLE[b, q] == TABLE[b, k] + 1)),
@@ -234,6 +243,8 @@ CUSTOM: dict[str, tuple[bool, Callable[..., Any]]] = {
 }
 """Whether a function of a caller's own is traced, and not evaluated on every pair; and the function."""
 SHIFTS, TABLE, OTHER = torch.tensor([0, 3]), table_of(12), table_of(12) % 5
+MORE_SHIFTS, MORE, HALVES = torch.tensor([0, 3, 5]), TABLE[[0, 1, 1]], SHIFTS + 0.5
+FLOATS = TABLE.float().index_fill(1, torch.tensor(5), torch.nan)
 
 
 @pytest.mark.parametrize("how", ["plain", "compiled"])

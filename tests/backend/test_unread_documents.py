@@ -169,7 +169,7 @@ VECTORS = PACKED_ROW["startend_row_indices"]
         ({"input_ids": IDS, "startend_row_indices": VECTORS, "packed_input_ids": IDS}, "flashmask", False),
         ({"input_ids": IDS, "startend_row_indices": VECTORS.expand(1, 1, 9, 2)}, "flashmask", True),
         ({"input_ids": IDS, "startend_row_indices": VECTORS.expand(1, 1, 9, 2)}, "sdpa", False),
-        ({"input_ids": IDS, "startend_row_indices": VECTORS[0]}, "flashmask", False),
+        ({"input_ids": IDS, "startend_row_indices": VECTORS[0]}, "sdpa", False),
         ({"input_ids": IDS, "startend_row_indices": VECTORS.tolist()}, "flashmask", False),
         ({"input_ids": IDS[:, :4], "startend_row_indices": VECTORS}, "flashmask", False),
         ({"startend_row_indices": VECTORS}, "flashmask", False),
