@@ -58,6 +58,22 @@ def test_unknown_keyword_warns_once():
     attend(temperature=None, num_items_in_batch=3, shift_labels=torch.zeros(2, 6), output_attentions=False)
 
 
+def test_unknown_keyword_is_compiled_without_a_warning(no_compiled_code):
+    """Code that looks for the names that were warned of would be compiled anew after each warning."""
+    graphs = []
+
+    def count(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    call = (torch.nn.Module(), 0.0, {"temperature": torch.ones(2)}, "flashmask", frozenset())
+    run = torch.compile(lambda x: (keywords.check_keywords(*call), x + 1)[1], backend=count, fullgraph=True)
+    run(torch.ones(2))
+    keywords._warned.add("another")
+    run(torch.ones(2))
+    assert len(graphs) == 1
+
+
 @pytest.mark.parametrize(
     "name", ["startend_row_indicies", "start_end_row_indices", "startend_rows", "attn_mask_startend_row_indices"]
 )
