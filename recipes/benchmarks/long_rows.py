@@ -126,7 +126,7 @@ def longest_row(arguments: argparse.Namespace) -> int:
 def train_longest(arguments: argparse.Namespace, results: list[dict[str, object]], end: float) -> None:
     """Train a step of the longest row that fits, and append a row of figures for each trial."""
     arguments = argparse.Namespace(**{**vars(arguments), "steps": 1})
-    arguments.keep_attention = arguments.keep_attention or 0  # a longer row fits without
+    arguments.keep_attention = arguments.keep_attention or False  # a longer row fits without
     tokens = longest_row(arguments)
     for _ in range(TRIALS):
         free_memory()
@@ -215,11 +215,13 @@ def main() -> None:
     parser.add_argument("--csv", help="file to write the figures to")
     parser.add_argument("--seconds", type=float, default=math.inf, help='time by which "longest" ends')
     arguments = parser.parse_args()
+    if arguments.keep_attention is not None:
+        arguments.keep_attention = bool(arguments.keep_attention)
     start = time.monotonic()
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("a GPU is needed; --device cpu --shape tiny only shows that the program runs")
     if arguments.device == "cpu":  # on which nothing is measured
-        arguments.keep_attention, arguments.host_gib = arguments.keep_attention or 0, arguments.host_gib or 0
+        arguments.keep_attention, arguments.host_gib = arguments.keep_attention or False, arguments.host_gib or 0
     results: list[dict[str, object]] = []
     for wanted in arguments.tokens:
         if wanted == "longest":
