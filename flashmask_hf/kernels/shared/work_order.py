@@ -66,7 +66,7 @@ def prepare_work_order(
     new_order = packed_layout(places, dtype=torch.int32, device=problem.q.device).allocator()
     launch = Launch(
         _sort_items,
-        _BITS + 1,
+        _BITS,
         unsorted, items, places, tiles, n_kv, subtiles, kv_heads, mask_batch, mask_heads,
         SEGMENTS=VISIBLE_SEGMENTS + PARTIAL_SEGMENTS, LANES=max(512, triton.next_power_of_2(places)), num_warps=16,
     )  # fmt: skip
@@ -79,26 +79,17 @@ def prepare_work_order(
     return unsorted, make
 
 
-@triton.jit(
-    do_not_specialize=[
-        "unsorted",
-        "items",
-        "places",
-        "tiles",
-        "n_kv",
-        "subtiles",
-        "kv_heads",
-        "mask_batch",
-        "mask_heads",
-    ]
-)
+_SIZES = ["unsorted", "items", "places", "tiles", "n_kv", "subtiles", "kv_heads", "mask_batch", "mask_heads"]
+
+
+@triton.jit(do_not_specialize=_SIZES)
 def _sort_items(
     segments, order, unsorted, items, places, tiles, n_kv, subtiles, kv_heads, mask_batch, mask_heads,
     SEGMENTS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Place the work items of one number of bits behind those of more; the first program has the greatest number.
 
-    The last program has the numbers behind all items.
+    The places behind the items walk no tiles, so they come last.
 
     Tensors:
         segments: of the plan, [mask_batch, mask_heads, n_kv, SEGMENTS, 2].
@@ -122,10 +113,9 @@ def _sort_items(
         for segment in tl.static_range(SEGMENTS):
             start = tl.load(at + segment * 2, mask=inside, other=0)
             walked += tl.load(at + segment * 2 + 1, mask=inside, other=0) - start
-    own = tl.num_programs(0) - 2 - tl.program_id(0)
+    own = tl.num_programs(0) - 1 - tl.program_id(0)
     exponent = (walked.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127  # below 0 for 0
-    bits = tl.minimum(tl.maximum(exponent + 1, 0), tl.num_programs(0) - 2)
-    bits = tl.where(inside, bits, -1)
+    bits = tl.minimum(tl.maximum(exponent + 1, 0), tl.num_programs(0) - 1)
     before = tl.sum((bits > own).to(tl.int32), 0)
     chosen = ((lanes < places) & (bits == own)).to(tl.int32)
     tl.store(order + before + tl.cumsum(chosen, 0) - 1, item, mask=chosen != 0)
