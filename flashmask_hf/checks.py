@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import operator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +12,7 @@ from torch import Tensor
 from flashmask_hf.mask import FlashMask
 
 __all__ = [
+    "as_integer",
     "check_arguments",
     "check_between",
     "check_bool",
@@ -116,6 +119,28 @@ def check_bool(name: str, value: object) -> None:
     """Raise TypeError unless the argument `name` is True or False: text such as "False" would count as true."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {value!r}")
+
+
+def as_integer(name: str, value: Any, low: int, high: int | None = None, why: str = "") -> int:
+    """Return `value` as an int in low..high.
+
+    Args:
+        name: the argument, for errors.
+        value: anything that `operator.index` takes, but no bool.
+        low: least value allowed.
+        high: largest value allowed; None is no limit.
+        why: reason for the limits, added to the error.
+    """
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an int, got {value!r} ({type(value).__name__})") from None
+    if number < low or (high is not None and number > high):
+        allowed = f"at least {low}" if high is None else f"in {low}..{high}"
+        raise ValueError(f"{name} must be {allowed}, got {number}" + (f"; {why}" if why else ""))
+    return number
 
 
 def is_one_of(size: int, *sizes: int) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flashmask_hf.call import resolve
-from flashmask_hf.checks import check_bool, check_tensors
+from flashmask_hf.checks import as_integer, check_bool, check_tensors
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.masks.sorted import check_buckets, check_keep, first_hidden_rows
 from flashmask_hf.operators.plan import plan_of
@@ -132,10 +132,8 @@ def hash_sparse_attention(
     """
     _check(q, k, v, "q_bucket", q_bucket, "k_bucket", k_bucket)
     check_buckets(q_bucket, k_bucket)
-    if n_buckets is not None and (not isinstance(n_buckets, int) or isinstance(n_buckets, bool)):
-        raise TypeError(f"n_buckets must be an int or None, got {type(n_buckets).__name__}")
-    if n_buckets is not None and not 1 <= n_buckets < 2**31:
-        raise ValueError(f"n_buckets must lie in 1..2**31 - 1, or be None if it is not known, got {n_buckets}")
+    if n_buckets is not None:
+        n_buckets = as_integer("n_buckets", n_buckets, 1, 2**31 - 1, why="None if it is not known")
     check_bool("exclude_self", exclude_self)
     hidden_from = first_hidden_rows(mask, q_bucket, k_bucket)
     columns, q_order, k_order = sort_sparse(q_bucket, k_bucket, hidden_from, n_buckets or 0, exclude_self, -1)
@@ -166,10 +164,9 @@ def lsh_buckets(x: Tensor, n_buckets: int, *, generator: torch.Generator | None 
         raise TypeError(f"x must be a floating-point tensor [B, H, S, D], got {getattr(x, 'dtype', type(x).__name__)}")
     if x.dim() != 4 or 0 in x.shape:
         raise ValueError(f"x must have shape [B, H, S, D] with no empty axis, got {list(x.shape)}")
-    if not isinstance(n_buckets, int) or isinstance(n_buckets, bool):
-        raise TypeError(f"n_buckets must be an int, got {type(n_buckets).__name__}")
-    if n_buckets < 2 or n_buckets % 2:
-        raise ValueError(f"n_buckets must be even and at least 2, since directions come in pairs, got {n_buckets}")
+    n_buckets = as_integer("n_buckets", n_buckets, 2)
+    if n_buckets % 2:
+        raise ValueError(f"n_buckets must be even, since directions come in pairs, got {n_buckets}")
     if generator is not None and not isinstance(generator, torch.Generator):
         raise TypeError(f"generator must be a torch.Generator or None, got {type(generator).__name__}")
     place = torch.device("cpu") if generator is None else generator.device
@@ -181,7 +178,12 @@ def lsh_buckets(x: Tensor, n_buckets: int, *, generator: torch.Generator | None 
 def _check(q: Tensor, k: Tensor, v: Tensor, q_name: str, of_q: Tensor, k_name: str, of_k: Tensor) -> None:
     """Check q, k and v, and that what is chosen of q and of k has a value for each of their rows."""
     check_tensors(q, k, v)
-    for tensor_name, x, name, choice in (("q", q, q_name, of_q), ("k", k, k_name, of_k), ("k", k, "v", v[..., 0])):
+    if v.shape[:3] != k.shape[:3] or v.device != k.device:
+        raise ValueError(
+            f"v must have k's batch, heads and length, {list(k.shape[:3])}, on {k.device}; got {list(v.shape[:3])} on "
+            f"{v.device}"
+        )
+    for tensor_name, x, name, choice in (("q", q, q_name, of_q), ("k", k, k_name, of_k)):
         if isinstance(choice, Tensor) and (choice.shape != x.shape[:-1] or choice.device != x.device):
             raise ValueError(
                 f"{name} must have {tensor_name}'s shape without D, {list(x.shape[:-1])}, on {x.device}; got "

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from flashmask_hf.backend.hash_directions import lsh_directions
 from flashmask_hf.backend.layer_mask import layer_mask
 from flashmask_hf.backend.windows import LayerMask
+from flashmask_hf.checks import as_integer, check_bool
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.names import HASH, QK
 from flashmask_hf.operators.sparse import nearest
@@ -82,18 +83,13 @@ def hash_attention_forward(
     options = _options(
         HASH, module, kwargs, {"n_buckets": None, "seed": 0, "exclude_self": False, "shared_qk": False}
     )  # fmt: skip
-    n_buckets = _int_option(HASH, options, "n_buckets")
-    if n_buckets < 2 or n_buckets % 2:
-        raise ValueError(
-            f"{HASH}['n_buckets'] must be even and at least 2, since directions come in pairs, got {n_buckets}; use "
-            "attn_implementation='flashmask' for one bucket, which is full attention"
-        )
-    seed = _int_option(HASH, options, "seed")
-    if not 0 <= seed < 2**32:
-        raise ValueError(f"{HASH}['seed'] must lie in 0..2**32 - 1, got {seed}")
+    one = "use attn_implementation='flashmask' for one bucket, which is full attention"
+    n_buckets = as_integer(f"{HASH}['n_buckets']", options["n_buckets"], 2, why=one)
+    if n_buckets % 2:
+        raise ValueError(f"{HASH}['n_buckets'] must be even, since directions come in pairs, got {n_buckets}")
+    seed = as_integer(f"{HASH}['seed']", options["seed"], 0, 2**32 - 1)
     for option in ("exclude_self", "shared_qk"):
-        if not isinstance(options[option], bool):
-            raise TypeError(f"{HASH}[{option!r}] must be a bool, got {type(options[option]).__name__}")
+        check_bool(f"{HASH}[{option!r}]", options[option])
     columns = layer_mask(module, query, key, attention_mask, dropout, kwargs, HASH, frozenset({HASH}))
     mask = _sortable_mask(HASH, columns)
     layer = getattr(module, "layer_idx", None) or 0
@@ -208,14 +204,6 @@ def _options(name: str, module: nn.Module, kwargs: dict[str, Any], defaults: dic
         if given.get(option) is None:
             raise ValueError(f"{name} lacks {option!r}; {way_out}")
     return {**defaults, **given}
-
-
-def _int_option(name: str, options: dict[str, Any], option: str) -> int:
-    """Return an option, which must be an int."""
-    number = options[option]
-    if not isinstance(number, int) or isinstance(number, bool):
-        raise TypeError(f"{name}[{option!r}] must be an int, got {type(number).__name__}")
-    return number
 
 
 def _sortable_mask(name: str, columns: LayerMask) -> FlashMask:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
+from flashmask_hf.checks import as_integer
 from flashmask_hf.long_rows.store import Saved, Store
-from flashmask_hf.masks._arguments import as_integer
 
 __all__ = ["Offload", "offload_checkpoints"]
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import get_device_states, set_device_states
 
+from flashmask_hf.checks import as_integer
 from flashmask_hf.torch_state import is_plain
 
 __all__ = ["tile_tokens"]
@@ -70,10 +71,7 @@ def tile_tokens(model: nn.Module, tokens: int = 8192) -> list[str]:
         tile_tokens(model)  # then any trainer
         ```
     """
-    if not isinstance(tokens, int) or isinstance(tokens, bool):
-        raise TypeError(f"tokens must be an int, got {type(tokens).__name__}")
-    if tokens < 1:
-        raise ValueError(f"tokens must be at least 1, got {tokens}")
+    tokens = as_integer("tokens", tokens, 1)
     found = {name: module for name, module in model.named_modules() if _is_gated_mlp(module) or _is_norm(module)}
     missing = (
         f"{type(model).__name__} has no gated MLP: no module with the linear children gate_proj, up_proj and down_proj "

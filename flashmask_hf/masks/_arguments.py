@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+
+from flashmask_hf.checks import as_integer
 
 Device: TypeAlias = torch.device | str | None
 """Device to build a mask on; None leaves the choice to the constructor."""
@@ -19,28 +20,6 @@ INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 def target_device(device: Device, given: Any) -> Device:
     """Return `device`, or that of `given` if it is a tensor and no device was asked for."""
     return given.device if device is None and isinstance(given, Tensor) else device
-
-
-def as_integer(name: str, value: Any, low: int, high: int | None = None, why: str = "") -> int:
-    """Return `value` as an int in low..high.
-
-    Args:
-        name: the argument, for errors.
-        value: anything that `operator.index` takes, but no bool.
-        low: least value allowed.
-        high: largest value allowed; None is no limit.
-        why: reason for the limits, added to the error.
-    """
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be an int, got {value!r} ({type(value).__name__})") from None
-    if number < low or (high is not None and number > high):
-        allowed = f"at least {low}" if high is None else f"in {low}..{high}"
-        raise ValueError(f"{name} must be {allowed}, got {number}" + (f"; {why}" if why else ""))
-    return number
 
 
 def check_integer_tensor(name: str, value: Any) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flashmask_hf.checks import as_integer
 from flashmask_hf.mask import FlashMask
-from flashmask_hf.masks._arguments import Device, as_integer, check_integer_tensor, query_count
+from flashmask_hf.masks._arguments import Device, check_integer_tensor, query_count
 from flashmask_hf.masks._columns import key_positions, make_mask
 
 

@@ -8,9 +8,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from flashmask_hf.checks import check_bool
+from flashmask_hf.checks import as_integer, check_bool
 from flashmask_hf.mask import FlashMask
-from flashmask_hf.masks._arguments import Device, as_integer, check_integer_tensor, query_count, target_device
+from flashmask_hf.masks._arguments import Device, check_integer_tensor, query_count, target_device
 from flashmask_hf.masks._columns import key_positions, make_mask
 from flashmask_hf.masks.documents import causal_document, document
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from flashmask_hf.checks import check_bool
+from flashmask_hf.checks import as_integer, check_bool
 from flashmask_hf.mask import FlashMask
-from flashmask_hf.masks._arguments import Device, as_integer, query_count
+from flashmask_hf.masks._arguments import Device, query_count
 from flashmask_hf.masks._columns import key_positions, make_mask
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashmask_hf.checks import as_integer
 from flashmask_hf.mask import FlashMask
-from flashmask_hf.masks._arguments import as_integer
 from flashmask_hf.names import VECTORS
 from flashmask_hf.parallel.exchange import exchange_of
 from flashmask_hf.plan import ROWS, plan_columns

@@ -12,7 +12,7 @@ import torch
 from accelerate.utils import DistributedType
 from transformers import TrainerCallback
 
-from flashmask_hf.checks import check_bool
+from flashmask_hf.checks import as_integer, check_bool
 from flashmask_hf.long_rows import keep_attention, offload_checkpoints, tile_tokens
 from flashmask_hf.long_rows.budget import StepMemory, available_gpu_bytes, available_host_bytes, gib
 from flashmask_hf.long_rows.checkpointing import enable_checkpointing
@@ -97,10 +97,7 @@ class LongRows(TrainerCallback):
                 "offload_checkpoints of flashmask_hf.long_rows on the model, and pass keep_attention as the context_fn "
                 "of activation checkpointing"
             )
-        if not isinstance(tile_tokens, int) or isinstance(tile_tokens, bool):
-            raise TypeError(f"tile_tokens must be an int, got {tile_tokens!r}")
-        if tile_tokens < 0:
-            raise ValueError(f"tile_tokens must be at least 1, or 0 for no tiles, got {tile_tokens}")
+        self._tile_tokens = as_integer("tile_tokens", tile_tokens, 0, why="0 is no tiles")
         if keep_attention is not None:
             check_bool("keep_attention", keep_attention)
         if host_gib is not None and (not isinstance(host_gib, (int, float)) or isinstance(host_gib, bool)):
@@ -116,7 +113,6 @@ class LongRows(TrainerCallback):
                     "load it with attn_implementation='flashmask', or leave keep_attention out"
                 )
             keep_attention = False
-        self._tile_tokens = tile_tokens
         self._given = keep_attention, None if host_gib is None else int(host_gib * 2**30)
         self._offload: Any = None
         self.kept: bool | None = None

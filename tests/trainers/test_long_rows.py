@@ -275,7 +275,7 @@ def test_wrong_settings(tmp_path, settings, options, message):
 @pytest.mark.parametrize(
     ("option", "error", "message"),
     [
-        ({"tile_tokens": -5}, ValueError, "tile_tokens must be at least 1, or 0 for no tiles, got -5"),
+        ({"tile_tokens": -5}, ValueError, "tile_tokens must be at least 0, got -5; 0 is no tiles"),
         ({"tile_tokens": 8192.0}, TypeError, r"tile_tokens must be an int, got 8192\.0"),
         ({"tile_tokens": True}, TypeError, "tile_tokens must be an int, got True"),
         ({"host_gib": -1}, ValueError, "host_gib must be finite and at least 0, or None to measure, got -1"),
