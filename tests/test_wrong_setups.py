@@ -37,6 +37,7 @@ from flashmask_hf.trainers.formats import answer_sequences, preference_columns
 pytestmark = TRAINER_WARNINGS
 
 TEXTS = [{"text": "w5 w6 w7 w8 w9"}, {"text": "w10 w11 w12"}, {"text": "w13 w14 w15 w16"}, {"text": "w17 w18"}]
+CONVERSATION = [{"role": "user", "content": "w5 w6"}, {"role": "assistant", "content": "w7"}]
 PAIRS = preference_rows(4)
 ROWS = {"sft": TEXTS, "dpo": PAIRS, "reward": PAIRS}
 OURS = {"sft": PackedSFTTrainer, "dpo": SharedQuestionDPOTrainer, "reward": MultiAnswerRewardTrainer}
@@ -62,7 +63,7 @@ def model_of(task, attention="flashmask", **changes):
 
 def build(task, *, rows=None, model=None, config=None, args=None, stock=False, trainer=None, collator=None, **options):
     """Build a trainer of a task on `rows` with the options of its config."""
-    names = ("ref_model", "peft_config", "eval_dataset", "split")
+    names = ("ref_model", "peft_config", "eval_dataset", "split", "formatting_func")
     keywords = {name: options.pop(name) for name in names if name in options}
     config = config or (STOCK_CONFIGS if stock else CONFIGS)[task]
     dataset = ROWS[task] if rows is None else rows
@@ -204,6 +205,26 @@ ONE = {
     "sft, prompts without completions": (
         lambda: build("sft", rows=[{"prompt": "w5 w6"}]),
         "no prompt with completion.*It has: prompt",
+    ),
+    "sft, a prompt beside messages": (
+        lambda: build("sft", rows=[{"prompt": "w5", "messages": CONVERSATION}]),
+        "has a prompt without a completion.*remove or rename the column prompt to train on messages",
+    ),
+    "sft, messages with other keys": (
+        lambda: build("sft", rows=[{"messages": [{"from": "user", "value": "w5"}]}]),
+        "messages of the train dataset have the keys from, value, but TRL reads role and content in messages",
+    ),
+    "sft, conversations with other keys, that TRL packs": (
+        lambda: build("sft", rows=[{"conversations": CONVERSATION}], packing=True),
+        "conversations of the train dataset have the keys role, content, but TRL.*from and value in conversations",
+    ),
+    "sft, a formatted text beside messages": (
+        lambda: build("sft", rows=[{"messages": CONVERSATION}], formatting_func=str),
+        "TRL would read the column messages of the train dataset, and not the text of formatting_func",
+    ),
+    "sft, a formatted text beside another one": (
+        lambda: build("sft", rows=[{"story": "w5"}], formatting_func=str, dataset_text_field="story"),
+        "TRL would read dataset_text_field='story', and not the text of formatting_func; apply the function before",
     ),
     "sft, no truncation": (
         lambda: build("sft", max_length=4, truncation_mode=None),

@@ -185,8 +185,9 @@ class PackedSFTTrainer(ContextParallelMixin, SFTTrainer):
         first = next(iter(dataset), None)
         if first is None:
             raise ValueError(f"the {dataset_name} dataset is empty; give it at least one row")
-        if formatting_func is None:
-            _check_columns(first, args.dataset_text_field, dataset_name)
+        if "input_ids" not in first:
+            check = _check_columns if formatting_func is None else _check_formatted_columns
+            check(first, args.dataset_text_field, dataset_name)
         if _trl_packs(args):
             if "seq_lengths" in first:
                 return dataset  # packed already, as trainer.eval_dataset is; TRL would join the documents of its rows
@@ -289,14 +290,39 @@ def _prepares_rows(args: Any) -> bool:
 
 
 def _check_columns(example: dict[str, Any], text_field: str, dataset_name: str) -> None:
-    """Raise a ValueError if an example has none of the columns that TRL tokenizes, or that are tokenized already."""
-    if not {"input_ids", "messages", "conversations", text_field}.isdisjoint(example):
+    """Raise a ValueError if an example that is not tokenized has nothing that TRL tokenizes."""
+    if {"prompt", "completion"} <= set(example):
         return
-    if not {"prompt", "completion"} <= set(example):
+    read = [name for name in ("messages", "conversations", text_field) if name in example]
+    if not read:
         raise ValueError(
             f"the {dataset_name} dataset has no messages, no prompt with completion, no {text_field} and no input_ids; "
             "rename a column, name that of the text in dataset_text_field, or give a formatting_func. It has: "
             f"{', '.join(example)}"
+        )
+    if "prompt" in example:
+        raise ValueError(
+            f"the {dataset_name} dataset has a prompt without a completion, beside which TRL reads nothing else; "
+            f"remove or rename the column prompt to train on {read[0]}"
+        )
+    if text_field in example:
+        return
+    first = next(iter(example[read[0]] or ()), None)
+    if isinstance(first, dict) and {"messages": "role", "conversations": "from"}[read[0]] not in first:
+        raise ValueError(
+            f"{read[0]} of the {dataset_name} dataset have the keys {', '.join(first)}, but TRL reads role and content "
+            "in messages, and from and value in conversations; rename the keys, or the column"
+        )
+
+
+def _check_formatted_columns(example: dict[str, Any], text_field: str, dataset_name: str) -> None:
+    """Raise a ValueError if TRL would tokenize something else than the text that `formatting_func` makes."""
+    read = [name for name in ("prompt", "messages", "conversations") if name in example]
+    if read or text_field != "text":
+        ahead = f"the column {read[0]} of the {dataset_name} dataset" if read else f"dataset_text_field={text_field!r}"
+        raise ValueError(
+            f"TRL would read {ahead}, and not the text of formatting_func; apply the function before, and leave it "
+            "out: dataset.map(lambda row: {'text': formatting_func(row)}, remove_columns=dataset.column_names)"
         )
 
 
