@@ -361,6 +361,15 @@ def test_a_trainer_refuses(name):
         set_up()
 
 
+@pytest.mark.parametrize("task", OURS)
+@pytest.mark.parametrize("name", ["train", "held_out"])
+def test_a_stream_without_rows_is_refused(task, name):
+    empty = IterableDataset.from_generator(lambda: iter([]))
+    options = {"rows": empty} if name == "train" else {"eval_dataset": {"held_out": empty}}
+    with pytest.raises(ValueError, match=f"the {name} dataset is empty; give it at least one row"):
+        build(task, max_steps=1, **options)
+
+
 @pytest.mark.parametrize("loss", ["robust", "exo_pair", "aot", "aot_unpaired"])
 def test_label_smoothing_changes_the_losses_that_take_it(loss):
     losses = [first_loss(build("dpo", loss_type=["sigmoid", loss], label_smoothing=x)) for x in (0.1, 0.3)]

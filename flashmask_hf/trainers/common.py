@@ -226,16 +226,21 @@ def map_style_datasets(train_dataset: Any, eval_dataset: Any) -> Iterator[tuple[
 
     Streamed datasets are left out: the collator checks their examples batch by batch.
     """
-    evaluated = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset}
-    for name, dataset in [("train", train_dataset), *evaluated.items()]:
+    for name, dataset in _named_datasets(train_dataset, eval_dataset):
         if isinstance(dataset, Dataset):
             yield name, dataset
 
 
+def _named_datasets(train_dataset: Any, eval_dataset: Any) -> list[tuple[str, Any]]:
+    """Return the name and the dataset of each of a trainer's datasets."""
+    evaluated = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset}
+    return [("train", train_dataset), *evaluated.items()]
+
+
 def refuse_empty(train_dataset: Any, eval_dataset: Any) -> None:
     """Raise a ValueError for a dataset without rows, of which TRL would read the first."""
-    for name, dataset in map_style_datasets(train_dataset, eval_dataset):
-        if not len(dataset):
+    for name, dataset in _named_datasets(train_dataset, eval_dataset):
+        if dataset is not None and next(iter(dataset), None) is None:
             raise ValueError(f"the {name} dataset is empty; give it at least one row")
 
 
