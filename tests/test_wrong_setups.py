@@ -434,6 +434,16 @@ def test_a_part_of_the_prompt_in_another_column_is_refused(task, column, prompt)
         build(task, rows=[row])
 
 
+@pytest.mark.parametrize("task", ["dpo", "reward"])
+@pytest.mark.parametrize("prompt", ["w5", [{"from": "user", "value": "w5"}]], ids=["text", "messages"])
+def test_messages_without_roles_are_refused(task, prompt):
+    """They would look like empty answers."""
+    answers = {name: [{"from": "assistant", "value": word}] for name, word in (("chosen", "w6"), ("rejected", "w7"))}
+    message = r"example 0.* has messages with the keys from, value, but messages have role"
+    with pytest.raises(ValueError, match=message):
+        build(task, rows=[{"prompt": prompt, **answers}])
+
+
 @pytest.mark.parametrize("text", ["w8 w9", " w8 w9\n", "", None])
 @pytest.mark.parametrize(
     "row",

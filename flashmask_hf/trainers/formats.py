@@ -33,8 +33,9 @@ def preference_columns(example: Mapping[str, Any], index: int) -> dict[str, Any]
         `prompt`, `chosen` and `rejected`, all strings or all lists of messages.
 
     Raises:
-        ValueError: a column is missing or has another name, a system prompt is in a column of its own, an answer is
-            empty, or one answer is a string and the other a conversation; the message names the example's index.
+        ValueError: a column is missing or has another name, a system prompt is in a column of its own, messages have no
+            role, an answer is empty, or one answer is a string and the other a conversation; the error names the
+            example's index.
     """
     missing = [column for column in ("chosen", "rejected") if not example.get(column)]
     if missing:
@@ -43,6 +44,7 @@ def preference_columns(example: Mapping[str, Any], index: int) -> dict[str, Any]
             f"prompt, chosen and rejected. It has: {', '.join(map(str, example))}"
         )
     prompt, chosen, rejected = example.get("prompt"), example["chosen"], example["rejected"]
+    _refuse_other_keys((prompt, chosen, rejected), f"example {index}")
     _refuse_unread_prompt(example, (chosen, rejected), f"example {index}")
     _refuse_unread_context(example, (chosen, rejected), f"example {index}")
     if not isinstance(prompt, list) and isinstance(chosen, str) != isinstance(rejected, str):
@@ -79,8 +81,8 @@ def answer_sequences(example: Mapping[str, Any], eos_token: str | None, name: st
 
     Raises:
         TypeError: answers or prompt have an unsupported type, or types that cannot be combined.
-        ValueError: a column is missing or has another name, a system prompt is in a column of its own, an answer is
-            empty, or there are fewer than two answers.
+        ValueError: a column is missing or has another name, a system prompt is in a column of its own, messages have no
+            role, an answer is empty, or there are fewer than two answers.
     """
     if example.get("answers") is not None:
         answers = example["answers"]
@@ -97,6 +99,7 @@ def answer_sequences(example: Mapping[str, Any], eos_token: str | None, name: st
         raise TypeError(f"answers of {name} must all be strings, or all lists of messages, got {answers!r:.200}")
     if prompt is not None and not isinstance(prompt, (str, list)):
         raise TypeError(f"prompt of {name} must be a string or a list of messages, got {prompt!r:.200}")
+    _refuse_other_keys((prompt, *answers), name)
     if len(answers) < 2:
         raise ValueError(f"{name} has {len(answers)} answers, but a preference needs two or more; remove it")
     _refuse_unread_prompt(example, answers, name)
@@ -121,6 +124,17 @@ def _without(prompt: list[dict[str, Any]], answers: Sequence[Any]) -> list[Any]:
     """Return conversations without the turns of the prompt, if all of them repeat it at their beginning."""
     repeated = all(answer[: len(prompt)] == prompt and len(answer) > len(prompt) for answer in answers)
     return [answer[len(prompt) :] if repeated else answer for answer in answers]
+
+
+def _refuse_other_keys(parts: Sequence[Any], name: str) -> None:
+    """Raise a ValueError if a conversation among a row's prompt and answers has no roles, as ShareGPT's have not."""
+    for part in parts:
+        first = part[0] if isinstance(part, list) and part else None
+        if isinstance(first, Mapping) and "role" not in first:
+            raise ValueError(
+                f"{name} has messages with the keys {', '.join(first)}, but messages have role and content; rename "
+                "the keys"
+            )
 
 
 def _refuse_unread_prompt(example: Mapping[str, Any], answers: Sequence[Any], name: str) -> None:
