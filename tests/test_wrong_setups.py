@@ -32,6 +32,7 @@ from flashmask_hf.trainers import (
     SharedQuestionDPOConfig,
     SharedQuestionDPOTrainer,
 )
+from flashmask_hf.trainers import sft as sft_trainer
 from flashmask_hf.trainers.formats import answer_sequences, preference_columns
 
 pytestmark = TRAINER_WARNINGS
@@ -432,6 +433,27 @@ def test_a_part_of_the_prompt_in_another_column_is_refused(task, column, prompt)
     row = {"prompt": prompt, "chosen": "w6", "rejected": "w7", column: "w8 w9"}
     with pytest.raises(ValueError, match=f"example 0.* has a column '{column}' beside its prompt, which is not read"):
         build(task, rows=[row])
+
+
+@pytest.mark.parametrize("column", ["system", "input"])
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "w5 ", "completion": "w6"},
+        {"messages": CONVERSATION},
+        {"conversations": [{"from": "human", "value": "w5"}, {"from": "gpt", "value": "w6"}]},
+    ],
+    ids=["text", "messages", "conversations"],
+)
+def test_a_part_of_the_prompt_in_another_column_is_refused_by_sft(row, column):
+    """The first row has none, and the second one holds it elsewhere, too."""
+    held = [{column: ""} | row, {column: "w6"} | row]
+    assert sft_trainer._check_context(Dataset.from_list(held), held[0], "train") is None
+    rows = [held[0], {column: "w8 w9"} | row]
+    with pytest.raises(ValueError, match=f"example 1 of the train dataset has a column '{column}' beside its prompt"):
+        build("sft", rows=rows)
+    with pytest.raises(ValueError, match="example 0 of the train dataset has a column"):
+        build("sft", rows=Dataset.from_list(rows[1:]).to_iterable_dataset(), max_steps=1)
 
 
 @pytest.mark.parametrize("task", ["dpo", "reward"])

@@ -8,12 +8,12 @@ from typing import Any
 
 from trl.data_utils import extract_prompt
 
-__all__ = ["answer_sequences", "preference_columns"]
+__all__ = ["CONTEXTS", "answer_sequences", "preference_columns", "refuse_unread_context"]
 
 _OTHER_NAMES = ("question", "instruction", "query", "input")
 """Names that datasets give the column of a prompt, and that nothing reads."""
 
-_CONTEXTS = ("system", "input")
+CONTEXTS = ("system", "input")
 """Names of columns that hold a part of the prompt beside it, as in Intel/orca_dpo_pairs, and that nothing reads."""
 
 
@@ -46,7 +46,7 @@ def preference_columns(example: Mapping[str, Any], index: int) -> dict[str, Any]
     prompt, chosen, rejected = example.get("prompt"), example["chosen"], example["rejected"]
     _refuse_other_keys((prompt, chosen, rejected), f"example {index}")
     _refuse_unread_prompt(example, (chosen, rejected), f"example {index}")
-    _refuse_unread_context(example, (chosen, rejected), f"example {index}")
+    refuse_unread_context(example, (chosen, rejected), f"example {index}")
     if not isinstance(prompt, list) and isinstance(chosen, str) != isinstance(rejected, str):
         raise ValueError(f"example {index} has one answer of text and one of messages; make them the same kind")
     if isinstance(prompt, str) and not isinstance(chosen, str):
@@ -103,7 +103,7 @@ def answer_sequences(example: Mapping[str, Any], eos_token: str | None, name: st
     if len(answers) < 2:
         raise ValueError(f"{name} has {len(answers)} answers, but a preference needs two or more; remove it")
     _refuse_unread_prompt(example, answers, name)
-    _refuse_unread_context(example, answers, name)
+    refuse_unread_context(example, answers, name)
     _refuse_unread_scores(example, name)
     for nth, answer in enumerate(answers):
         if _empty(answer, eos_token or ""):
@@ -150,9 +150,9 @@ def _refuse_unread_prompt(example: Mapping[str, Any], answers: Sequence[Any], na
             )
 
 
-def _refuse_unread_context(example: Mapping[str, Any], answers: Sequence[Any], name: str) -> None:
+def refuse_unread_context(example: Mapping[str, Any], answers: Sequence[Any], name: str) -> None:
     """Raise a ValueError if a row has a column of context for its prompt whose text is neither there nor in answers."""
-    for column in _CONTEXTS:
+    for column in CONTEXTS:
         text = example.get(column)
         if not isinstance(text, str) or not text.strip() or _holds(example.get("prompt"), text):
             continue
@@ -180,7 +180,7 @@ def _refuse_unread_scores(example: Mapping[str, Any], name: str) -> None:
 
 def _holds(part: Any, text: str) -> bool:
     """Return whether a prompt or an answer, a string, a conversation or None, holds a text."""
-    texts = [part] if isinstance(part, str) else [message.get("content") for message in part or ()]
+    texts = [part] if isinstance(part, str) else [value for message in part or () for value in message.values()]
     return any(text.strip() in str(held) for held in texts)
 
 

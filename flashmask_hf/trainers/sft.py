@@ -37,6 +37,7 @@ from flashmask_hf.trainers.context_parallel import (
     context_parallel_size,
     pad_for_parts,
 )
+from flashmask_hf.trainers.formats import CONTEXTS, refuse_unread_context
 
 __all__ = ["PackedSFTTrainer"]
 
@@ -88,9 +89,10 @@ class PackedSFTTrainer(ContextParallelMixin, SFTTrainer):
             lists of integers.
         ValueError: `args.max_length` is None; TRL is to pack by its strategy "wrapped"; `neftune_noise_alpha`,
             dispatched batches, sampling by length, prompt learning, activated LoRA or images are asked for; a dataset
-            is empty, or has no column that TRL tokenizes; `pack_dataset` refuses a dataset or an example (the message
-            names its index and the way out); or, with context parallelism, TRL packs, the attention is another one,
-            layers are recurrent, or labels are smoothed.
+            is empty, has no column that TRL tokenizes, or holds text in a column that it does not read (the result of
+            `formatting_func` beside messages, a system prompt beside the prompt); `pack_dataset` refuses a dataset or
+            an example (the message names its index and the way out); or, with context parallelism, TRL packs, the
+            attention is another one, layers are recurrent, or labels are smoothed.
             In the first step: some layers do not get the mask, for example recurrent ones, and would mix documents.
 
     Example:
@@ -188,6 +190,8 @@ class PackedSFTTrainer(ContextParallelMixin, SFTTrainer):
         if "input_ids" not in first:
             check = _check_columns if formatting_func is None else _check_formatted_columns
             check(first, args.dataset_text_field, dataset_name)
+            if formatting_func is None:
+                _check_context(dataset, first, dataset_name)
         if _trl_packs(args):
             if "seq_lengths" in first:
                 return dataset  # packed already, as trainer.eval_dataset is; TRL would join the documents of its rows
@@ -313,6 +317,23 @@ def _check_columns(example: dict[str, Any], text_field: str, dataset_name: str) 
             f"{read[0]} of the {dataset_name} dataset have the keys {', '.join(first)}, but TRL reads role and content "
             "in messages, and from and value in conversations; rename the keys, or the column"
         )
+
+
+def _check_context(dataset: Dataset | IterableDataset, first: dict[str, Any], dataset_name: str) -> None:
+    """Raise a ValueError for a system prompt or an input in a column of its own, which TRL does not read.
+
+    Of each such column, the first row that has a text there is checked, and of a stream its first row alone.
+    """
+    names = ["completion"] if "prompt" in first else ["messages", "conversations"]
+    read = next((name for name in names if name in first), None)
+    for column in CONTEXTS:
+        if read is None or column not in first:
+            continue
+        index, row = 0, first
+        if isinstance(dataset, Dataset):
+            index = next((index for index, text in enumerate(dataset[column]) if text), 0)
+            row = dataset[index]
+        refuse_unread_context(row, (row[read],), f"example {index} of the {dataset_name} dataset")
 
 
 def _check_formatted_columns(example: dict[str, Any], text_field: str, dataset_name: str) -> None:
