@@ -111,8 +111,9 @@ def test_a_mask_that_is_built_again_is_the_newest(cache):
         mask_cache.cached_mask((x,), (), object)
     kept[0].add_(1)
     again = mask_cache.cached_mask((kept[0],), (), object)
-    mask_cache.cached_mask((kept[-1],), (), object)
+    last = mask_cache.cached_mask((kept[-1],), (), object)
     assert mask_cache.cached_mask((kept[0],), (), object) is again
+    assert mask_cache.cached_mask((kept[-1],), (), object) is last
 
 
 def test_views_of_one_memory_that_differ_have_masks_of_their_own(cache):
@@ -190,13 +191,13 @@ def attend_twice(vectors, other, **more):
 def test_vectors_changed_in_inference_mode_are_read_again(cache):
     """Tensors made in inference mode do not count their changes, so their masks are not cached."""
     first, second = (masks.causal_document(lengths).indices for lengths in ([8], [3, 5]))
+    more = dict(startend_row_indices=masks.causal(8).indices, sliding_window=3)  # this tensor counts its changes
     with torch.inference_mode():
         before, got, want = attend_twice(first, second, sliding_window=3)
         assert torch.equal(got, want)
         assert not torch.equal(got, before)
         query, module = torch.randn(1, 2, 8, 8), torch.nn.Module()
         places = torch.arange(8)[None].clone()
-        more = dict(startend_row_indices=masks.causal(8).indices, sliding_window=3)
         attention_forward(module, query, query, query, None, position_ids=places, **more)
         places *= 2
         got, want = (
@@ -223,6 +224,14 @@ def test_layers_in_inference_mode_share_a_mask(windows):
         assert len(windows) == 2
         inputs.update(position_ids=places.clone(), startend_row_indices=vectors.clone())
         assert torch.equal(got, model(**inputs).logits)
+
+
+def test_columns_made_in_inference_mode_have_one_mask(cache):
+    """Those of the hook are new in each forward, and nobody changes them in place."""
+    with torch.inference_mode():
+        columns = torch.zeros(1, dtype=torch.int32)
+        first, second = (mask_cache.cached_mask((columns,), (), object) for _ in range(2))
+    assert first is second
 
 
 def test_each_stream_has_masks_of_its_own(cache, windows, monkeypatch):
