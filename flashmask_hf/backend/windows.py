@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from flashmask_hf.attention import flashmask_attention
-from flashmask_hf.backend.positions import UNBOUNDED, next_flagged
+from flashmask_hf.backend.positions import UNBOUNDED, run_bounds
 from flashmask_hf.checks import device_assert
 from flashmask_hf.intervals import outer_rows
 from flashmask_hf.mask import FlashMask, MaskNotRepresentable
@@ -68,36 +68,34 @@ def apply_window(mask: FlashMask, window: int, position_ids: Tensor | None, *, t
     reach = min(window, UNBOUNDED)
     limit = (row + reach).clamp(max=length)
     if torch.compiler.is_compiling() or is_capturing(mask.indices):
-        if two_sided or not mask.causal or mask.indices.shape[-1] > 1:
+        if two_sided or mask.indices.shape[-1] > 1:
             raise NotImplementedError(
                 f"sliding_window={window} together with {VECTORS} is compiled for causal columns with n = 1 only; do "
                 "not compile this model, or use one without sliding windows"
             )
         if position_ids is not None:
-            exceeded = _exceed_window(position_ids, window)
+            exceeded = _exceed_window(position_ids, reach)
             device_assert(
-                _rows_measure(mask, position_ids, window, two_sided) | ~exceeded,
+                _rows_measure(mask, position_ids, reach, two_sided) | ~exceeded,
                 f"sliding_window={window} cuts trees of position_ids into more pieces than a compiled model can hold; "
                 "do not compile it, or use a model without sliding windows",
             )
             limit = torch.where(exceeded, limit, length)
         return LayerMask(_hide_from(mask, limit))
     if position_ids is not None:
-        flags = torch.stack(
-            [_exceed_window(position_ids, window), _rows_measure(mask, position_ids, window, two_sided)]
-        )
+        flags = torch.stack([_exceed_window(position_ids, reach), _rows_measure(mask, position_ids, reach, two_sided)])
         exceeded, by_row = flags.tolist()
         if not exceeded:
             return LayerMask(mask)
         if not by_row:
             return _column_per_piece(mask, window, position_ids, two_sided)
-    if mask.causal and mask.indices.shape[-1] == 1:
+    if mask.indices.shape[-1] == 1:
         return LayerMask(_hide_from(mask, limit))
     first = (row - reach + 1).clamp(min=0) if two_sided else torch.zeros_like(row)
     try:
         return LayerMask(mask & FlashMask(torch.stack([limit, first], -1)[None, None], causal=False))
     except MaskNotRepresentable:
-        return _column_per_piece(mask, window, row[None] if position_ids is None else position_ids, two_sided)
+        return _column_per_piece(mask, window, row[None], two_sided)
 
 
 def _exceed_window(position_ids: Tensor, window: int) -> Tensor:
@@ -117,13 +115,11 @@ def _rows_measure(mask: FlashMask, position_ids: Tensor, window: int, two_sided:
     row = torch.arange(length, device=mask.device)
     first, last = outer_rows(mask.visible_intervals(length), length)
     step = position_ids[:, 1:] - position_ids[:, :-1]
-    fits = last <= next_flagged(step != 1)[:, None]
+    run_start, run_end = run_bounds(step == 1)
+    fits = last <= run_end[:, None]
     if not two_sided:  # a window of one side does not hide positions that step back, for they come nearer
         fits = fits | ((last - row <= window) & (step <= 1).all())
-    if mask.causal:
-        return fits.all()
-    run_starts = nn.functional.pad(step != 1, (1, 0), value=True)
-    return (fits & (first >= torch.where(run_starts, row, 0).cummax(-1).values[:, None])).all()
+    return (fits & (first >= run_start[:, None])).all()
 
 
 def _column_per_piece(mask: FlashMask, window: int, position_ids: Tensor, two_sided: bool) -> LayerMask:
@@ -187,7 +183,7 @@ def _visible_pieces(
         found.append((key[interval], first[first < last], last[first < last]))
     key, start, end = (torch.cat(x) for x in zip(*found, strict=True))
     # Join pieces of a key that touch.
-    order = (key * (length + 1) + start).argsort()
+    order = (key * length + start).argsort()
     key, start, end = key[order], start[order], end[order]
     opens = nn.functional.pad((key[1:] != key[:-1]) | (start[1:] != end[:-1]), (1, 0), value=True)[: len(key)]
     closes = nn.functional.pad(opens[1:], (0, 1), value=True)[: len(key)]

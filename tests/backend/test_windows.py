@@ -149,9 +149,34 @@ def test_a_step_back_that_is_further_than_the_window(mask):
     check(mask, 2, torch.tensor([[0, 1, 2, 0]]), two_sided=True)
 
 
+def test_positions_that_leave_gaps_in_rows_shorter_than_the_window():
+    check(masks.causal(3), 3, torch.tensor([[0, 5, 6]]))
+
+
+def test_a_tree_no_longer_than_the_window_is_measured_in_rows():
+    """No column is added for it, also where a document in the same row is longer than the window."""
+    mask, at = masks.tree([(1, [2, 2]), 9]), counts((0, 1), (1, 3), (1, 3), (0, 9))
+    check(mask, 5, at)
+    assert apply_window(mask, 5, at, two_sided=False).mask.indices.shape == mask.indices.shape
+
+
+@pytest.mark.parametrize("window", [13, 2**31])
+def test_a_window_as_wide_as_the_positions_leaves_the_mask_as_it_is(window):
+    at = (TREE_POSITIONS + 5).to(torch.int32)  # in which 2**31 is negative
+    assert apply_window(TREE, window, at, two_sided=False).mask is TREE
+
+
 def test_every_row_hidden():
     mask = FlashMask(torch.zeros(1, 1, 8, 1, dtype=torch.int32), causal=True)
     check(mask, 2, counts((0, 4), (2, 6)))
+    beside_a_tree = FlashMask(torch.cat([torch.zeros_like(TREE.indices), TREE.indices]), causal=True)
+    check(beside_a_tree, 5, TREE_POSITIONS)
+
+
+def test_every_visible_pair_outside_of_the_window():
+    """Row 3 alone sees key 0, from position 1; no piece is left."""
+    indices = torch.tensor([[[[4, 3], [0, 0], [0, 0], [0, 0]]]], dtype=torch.int32)
+    check(FlashMask(indices, causal=False), 1, counts((0, 2), (0, 2)))
 
 
 @settings(deadline=None, max_examples=200)
@@ -191,19 +216,30 @@ def test_compiled():
 
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
     documents, at = masks.causal_document([9, 7]).indices, counts((0, 9), (0, 7))
-    assert torch.equal(compiled(documents, at), run(documents, at))
+    for position_ids in (at, None):
+        assert torch.equal(compiled(documents, position_ids), run(documents, position_ids))
     short = counts((0, 2), (2, 4), (2, 4), *[(0, 1)] * 10)
     assert torch.equal(compiled(documents, short), documents)
     with pytest.raises(RuntimeError, match=r"sliding_window=5 cuts trees .*do not compile it"):
         compiled(TREE.indices, TREE_POSITIONS)
 
 
-def test_forms_that_cannot_be_compiled_are_refused():
+@pytest.mark.parametrize(
+    ("causal", "columns", "two_sided"), [(True, 1, True), (True, 2, False), (False, 2, True)], ids=str
+)
+def test_forms_that_cannot_be_compiled_are_refused(causal, columns, two_sided):
     def run(indices):
-        return apply_window(FlashMask(indices, causal=False), 5, None, two_sided=True).mask.indices
+        return apply_window(FlashMask(indices, causal), 5, None, two_sided=two_sided).mask.indices
 
     with pytest.raises(Exception, match="is compiled for causal columns with n = 1 only"):
-        torch.compile(run, fullgraph=True, backend="aot_eager")(masks.document([9, 7]).indices)
+        torch.compile(run, fullgraph=True, backend="aot_eager")(torch.full((1, 1, 16, columns), 16, dtype=torch.int32))
+
+
+def test_captured(monkeypatch):
+    """A CUDA graph cannot wait for the device, so it takes what compiled code takes."""
+    monkeypatch.setattr("flashmask_hf.backend.windows.is_capturing", lambda x: True)
+    with pytest.raises(RuntimeError, match=r"sliding_window=5 cuts trees .*do not compile it"):
+        apply_window(TREE, 5, TREE_POSITIONS, two_sided=False)
 
 
 # Models
