@@ -164,6 +164,7 @@ def _evaluate(
 
 def _full_name(function: Callable[..., Any]) -> str:
     """Return the function of `transformers.masking_utils` that made a closure, or the full name of anything else."""
-    name = getattr(function, "__qualname__", type(function).__name__)
+    attribute = "__name__" if torch.compiler.is_compiling() else "__qualname__"  # which Dynamo does not read
+    name = getattr(function, attribute, type(function).__name__)
     module = getattr(function, "__module__", "")
     return name.split(".")[0] if module == "transformers.masking_utils" else f"{module}.{name}"

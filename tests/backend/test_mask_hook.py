@@ -176,9 +176,10 @@ def test_hook_equals_dense_mask_of_every_structure(name, use_vmap, monkeypatch):
     assert bool(evaluated) == (name not in TRACED)
 
 
-def test_a_long_custom_mask_is_evaluated_in_slices():
-    given = dict(batch_size=1, q_length=700, kv_length=700, mask_function=custom)
-    assert torch.equal(dense_of(mask_hook(**given), 700), hf_masks.sdpa_mask(**given, allow_is_causal_skip=False))
+def test_a_long_custom_mask_is_evaluated_in_slices(monkeypatch):
+    monkeypatch.setattr("flashmask_hf.mask._COLUMNS_PER_PASS", 30)
+    given = dict(batch_size=1, q_length=70, kv_length=70, mask_function=custom)
+    assert torch.equal(dense_of(mask_hook(**given), 70), hf_masks.sdpa_mask(**given, allow_is_causal_skip=False))
 
 
 def test_a_mask_of_three_intervals_is_refused():
@@ -190,6 +191,40 @@ def test_a_mask_of_three_intervals_is_refused():
         mask_hook(batch_size=1, q_length=12, kv_length=12, mask_function=combed)
 
 
+def test_errors_name_the_function_of_transformers_and_the_implementation():
+    combed = hf_masks.and_masks(lambda batch_idx, head_idx, q_idx, kv_idx: (q_idx // 2) % 2 == 0)
+    config = MistralConfig(**SIZES)
+    config._attn_implementation = "flashmask_qk"
+    with pytest.raises(MaskNotRepresentable, match=r"'flashmask_qk' cannot hold the mask of and_masks: "):
+        mask_hook(batch_size=1, q_length=12, kv_length=12, mask_function=combed, config=config)
+
+
+def test_a_custom_mask_is_refused_while_compiling():
+    compiled = torch.compile(mask_hook, fullgraph=True, backend="eager")
+    message = r"does not know the mask function .*hook\.custom while compiling; use attn_implementation='sdpa'"
+    with pytest.raises(Exception, match=message):
+        compiled(batch_size=1, q_length=6, kv_length=6, mask_function=custom)
+
+
+def test_a_mask_function_of_a_caller_gets_one_pair_at_a_time():
+    """So `all` is that of a pair."""
+
+    def both(batch_idx, head_idx, q_idx, kv_idx):
+        return torch.stack([kv_idx <= q_idx, kv_idx > 1]).all()
+
+    given = dict(batch_size=1, q_length=6, kv_length=6, mask_function=both, use_vmap=True)
+    expected = hf_masks.sdpa_mask(**given, allow_is_causal_skip=False)
+    assert torch.equal(dense_of(mask_hook(**given), 6), expected)
+
+
+def test_documents_may_have_padding_among_them():
+    numbers = torch.tensor([[-1, 2, 2, -2, 2, 3, -3]], dtype=hook_module.DOCUMENTS)
+    columns = mask_hook(batch_size=1, q_length=7, kv_length=7, attention_mask=numbers)
+    document, real = numbers.abs(), numbers > 0
+    expected = (document.mT == document) & real & torch.ones(7, 7).tril().bool()
+    assert torch.equal(dense_of(columns, 7), expected[None, None])
+
+
 def test_blocks_in_two_pieces_are_refused():
     ids = torch.tensor([[0, 0, -1, 0, 1, 1]])
     function = hf_masks.or_masks(hf_masks.causal_mask_function, hf_masks.blockwise_overlay(ids))
@@ -197,7 +232,9 @@ def test_blocks_in_two_pieces_are_refused():
         mask_hook(batch_size=1, q_length=6, kv_length=6, mask_function=function)
 
 
-@pytest.mark.parametrize("given", [{"q_length": 4, "q_offset": 2}, {"q_length": 6, "use_vmap": True}], ids=str)
+@pytest.mark.parametrize(
+    "given", [{"q_length": 4}, {"q_length": 4, "q_offset": 2}, {"q_length": 6, "use_vmap": True}], ids=str
+)
 def test_custom_documents_beside_a_cache_or_in_pieces(given):
     ids = torch.tensor([[0, 0, 1, 1, 0, 0]])
     function = hf_masks.and_masks(hf_masks.causal_mask_function, hf_masks.packed_sequence_mask_function(ids))
@@ -217,5 +254,6 @@ def test_the_hook_does_not_wait_for_the_device():
     with NoSynchronization():
         mask_hook(batch_size=1, q_length=6, kv_length=6, mask_function=packed)
         mask_hook(**cached)
+        mask_hook(batch_size=2, q_length=9, kv_length=9, q_offset=torch.tensor(0))
         for name in TRACED:
             mask_hook(batch_size=2, q_length=12, kv_length=12, mask_function=structures(12)[name])
