@@ -153,6 +153,29 @@ def test_a_batch_without_repeats_is_passed_on_as_it_is() -> None:
     assert [len(call["input_ids"]) for call in seen] == [3, 2, 2]
 
 
+@pytest.mark.parametrize(
+    ("given", "prefilled"),
+    [
+        ({}, 1),
+        (dict(past_key_values=DynamicCache()), 1),  # which has no layers before the first forward
+        (dict(position_ids=torch.arange(LENGTH)[None]), 1),
+        (dict(attention_mask=torch.zeros(2, 1, LENGTH, LENGTH)), 2),
+        (dict(token_type_ids=torch.zeros(2, LENGTH)), 2),
+        (dict(return_dict=False), 2),
+    ],
+    ids=["config", "lazy cache", "one row of positions", "4D mask", "another input", "tuple"],
+)
+def test_calls_of_the_model(given: dict[str, Any], prefilled: int) -> None:
+    """Two rows of one prompt, in the arguments that `generate` passes or others."""
+    model, ids = build(attention="eager"), batch("none", rows=[0, 0])["input_ids"]
+    cache = DynamicCache(config=model.config)
+    with counted(model) as tokens, shared_prefill(model), torch.no_grad():
+        got = model(**dict(input_ids=ids, past_key_values=cache, return_dict=True) | given)[0]
+    assert tokens == [prefilled * LENGTH]
+    mask = {name: given[name] for name in given if name == "attention_mask"}
+    torch.testing.assert_close(got, model(ids, use_cache=False, **mask).logits, rtol=1e-5, atol=1e-5)
+
+
 def test_a_cache_that_holds_tokens() -> None:
     """The rows are equal in what is left to compute, but continue different beginnings."""
     model = build()
@@ -218,9 +241,10 @@ def test_wrapped_models() -> None:
         pass
 
     model, inputs = build(), batch()
-    with counted(model) as tokens, shared_prefill(Wrapper(model)):
-        generate(model, inputs)
-    assert tokens[0] == 3 * LENGTH
+    for wrapped in (Wrapper(model), torch.compile(model)):  # `generate` calls the model within
+        with counted(model) as tokens, shared_prefill(wrapped):
+            generate(model, inputs)
+        assert tokens[0] == 3 * LENGTH
 
 
 @pytest.mark.parametrize(
@@ -266,7 +290,9 @@ def test_models_that_draw_random_numbers(draws: Any) -> None:
 
 
 def test_training_mode_without_dropout() -> None:
-    compare(build().train(), batch(), prefilled=3 * LENGTH, do_sample=True)
+    model = build().train()
+    model.model.layers[0].mlp.router_jitter_noise = None  # as a config may set it
+    compare(model, batch(), prefilled=3 * LENGTH, do_sample=True)
 
 
 def test_compiled_model() -> None:
