@@ -96,13 +96,13 @@ def _change_property(owner: Any, name: str, change: Callable[[Any], Any], does: 
     """Make a property of a class return what `change` makes of its value. A second call does nothing.
 
     Raises:
-        RuntimeError: it is no property with a setter; the message says that this version `does` something otherwise.
+        RuntimeError: it is no property; the message says that this version `does` something otherwise.
     """
     original = getattr(owner, name, None)
     get: Any = getattr(original, "fget", None)
     if hasattr(get, "patched"):
         return
-    if not isinstance(original, property) or get is None or original.fset is None:
+    if not isinstance(original, property):
         _refuse_version(does, f"{name} of {owner.__name__}")
 
     @functools.wraps(get)
@@ -398,7 +398,7 @@ def check_losses(model_class: Any) -> None:
     sibling's, and for that of a document another document's. Labels of every path of a tree, which it cannot take,
     raise with the way out.
 
-    Checked (the same in 5.17 to 5.24): it is a property with a setter.
+    Checked (the same in 5.17 to 5.24): it is a property.
 
     Args:
         model_class: `transformers.PreTrainedModel`.
@@ -489,7 +489,7 @@ def read_kernel_names(config_class: Any) -> None:
     "ORG/NAME" would be taken for FlashAttention. The getter returns "flashmask" for a name whose attention is that of
     this package; models then get its mask and its checks.
 
-    Checked (the same in 5.17 to 5.24): it is a property with a setter.
+    Checked (the same in 5.17 to 5.24): it is a property.
 
     Args:
         config_class: `transformers.PreTrainedConfig`.

@@ -18,6 +18,7 @@ from transformers import (
     GPTJConfig,
     GPTNeoConfig,
     Llama4TextConfig,
+    PreTrainedConfig,
     PreTrainedModel,
 )
 from transformers import masking_utils as hf_masks
@@ -75,14 +76,25 @@ def test_name_patch_acts_on_a_function_imported_by_name():
     [
         "",
         "is_flash_attention_requested = print",
-        "def is_flash_attention_requested(name): return 'flash' in name",
+        "def is_flash_attention_requested(config=None, name=None, version=None): return 'flash' in name",
+        "def is_flash_attention_requested(config, requested_attention_implementation, version):\n"
+        "    return 'flash' in requested_attention_implementation",
+        "def made(part):\n"
+        "    def asked(config=None, requested_attention_implementation=None, version=None):\n"
+        "        return part in requested_attention_implementation\n"
+        "    return asked\n"
+        "is_flash_attention_requested = made('flash')",
+        "import types\n"
+        "def asked(config=None, requested_attention_implementation=None, version=None):\n"
+        "    return 'flash' in requested_attention_implementation\n"
+        "is_flash_attention_requested = types.FunctionType(asked.__code__, {}, None, asked.__defaults__)",
         "def is_flash_attention_requested(config=None, requested_attention_implementation=None, version=None):\n"
         "    return requested_attention_implementation",
         "from transformers.utils.generic import is_flash_attention_requested as old\n"
         "def is_flash_attention_requested(config=None, requested_attention_implementation=None, version=None):\n"
         "    return True",
     ],
-    ids=["missing", "builtin", "signature", "answers", "always"],
+    ids=["missing", "builtin", "names", "no defaults", "closure", "globals", "answers", "always"],
 )
 def test_name_patch_refuses_unknown_code(source):
     with pytest.raises(RuntimeError, match=r"is_flash_attention_requested.*install a version it was tested with"):
@@ -125,7 +137,7 @@ def preprocess(config, **given):
     past = given.pop("past", None)
     positions = given.pop("positions")
     embeds = torch.zeros(len(positions), positions.shape[1], 4)
-    return hf_masks._preprocess_mask_arguments(config, embeds, padding, past, positions, None)
+    return hf_masks._preprocess_mask_arguments(config, embeds, padding, past, position_ids=positions, layer_idx=None)
 
 
 @pytest.fixture
@@ -314,6 +326,18 @@ def test_model_patch_refuses_unknown_code(method):
         patches.refuse_unsupported_models(model_class)
 
 
+@pytest.mark.parametrize("found", [None, print], ids=["missing", "function"])
+@pytest.mark.parametrize(
+    ("patch", "name"),
+    [(patches.check_losses, "loss_function"), (patches.read_kernel_names, "_attn_implementation")],
+    ids=["loss", "name"],
+)
+def test_property_patches_refuse_unknown_code(patch, name, found):
+    owner = type("Owner", (), {} if found is None else {name: found})
+    with pytest.raises(RuntimeError, match=f"{name} of Owner.*install a version it was tested"):
+        patch(owner)
+
+
 def test_the_versions_of_the_message_are_those_that_pip_installs():
     """The message of a transformers that the patches do not know, and the extra that it names."""
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
@@ -324,8 +348,9 @@ def test_the_versions_of_the_message_are_those_that_pip_installs():
 
 
 def test_applying_twice_changes_nothing():
-    before = (hf_masks._preprocess_mask_arguments, PreTrainedModel.get_correct_attn_implementation)
+    patched = PreTrainedModel, PreTrainedConfig, hf_masks
+    before = [dict(vars(owner)) for owner in patched]
     code = generic.is_flash_attention_requested.__code__
     patches.apply()
-    assert (hf_masks._preprocess_mask_arguments, PreTrainedModel.get_correct_attn_implementation) == before
+    assert [dict(vars(owner)) for owner in patched] == before
     assert generic.is_flash_attention_requested.__code__ is code
