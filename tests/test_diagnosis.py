@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import platform
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AttentionInterface, AttentionMaskInterface
 
 import flashmask_hf
 from flashmask_hf import call, diagnosis, flashmask_attention, implementations, masks, torch_state
@@ -58,6 +60,10 @@ def test_the_command_prints_facts_and_passes() -> None:
     assert named["flashmask-hf"] == flashmask_hf.__version__
     assert named["Python"] == platform.python_version()
     assert named["torch"] == torch.__version__
+    if torch_state.HAS_TRITON:
+        import triton
+
+        assert named["triton"] == triton.__version__
     for package in ("transformers", "trl", "peft", "accelerate", "datasets"):
         assert named[package] == importlib.metadata.version(package)
     assert named["backend"] == 'transformers knows "flashmask" and tells it apart from FlashAttention'
@@ -136,6 +142,11 @@ def _scaled(*results: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(x * 1.05 for x in results)
 
 
+def _first_scaled(first: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Break the output alone, or dq, whose error is not the last that is compared."""
+    return first * 1.05, *others
+
+
 def _not_a_number(*results: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(x * float("nan") for x in results)
 
@@ -145,7 +156,7 @@ def _raising(*results: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 @pytest.mark.parametrize("part", ["forward", "backward"])
-@pytest.mark.parametrize("breaking", [_scaled, _not_a_number, _raising])
+@pytest.mark.parametrize("breaking", [_scaled, _first_scaled, _not_a_number, _raising])
 def test_a_broken_implementation_fails_the_self_test(
     breaking: Callable[..., Any], part: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,7 +199,8 @@ def test_an_unknown_transformers_fails_the_registration(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(patches.generic, "is_flash_attention_requested", lambda config: False)
-    assert main(["--no-self-test"]) == 1
+    monkeypatch.setattr(diagnosis, "_self_test", lambda device: [("self-test: ok", True)])
+    assert main([]) == 1
     printed = capsys.readouterr().out
     assert max(map(len, printed.splitlines())) <= 100
     said = " ".join(printed.split())
@@ -205,6 +217,24 @@ def test_a_name_mistaken_for_flash_attention_fails_the_registration(
     )
     assert main(["--no-self-test"]) == 1
     assert "and mistakes it for FlashAttention" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("interface", [AttentionInterface, AttentionMaskInterface])
+def test_a_name_that_is_not_registered_fails_the_registration(
+    interface: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(diagnosis, "register", lambda: None)
+    monkeypatch.delitem(interface._global_mapping, "flashmask_qk")
+    assert main(["--no-self-test"]) == 1
+    assert 'transformers does not know "flashmask_qk" and tells it apart' in capsys.readouterr().out
+
+
+def test_missing_transformers_are_no_failure(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main(["--no-self-test"]) == 0
+    assert "transformers is not installed: attention alone" in capsys.readouterr().out
 
 
 @pytest.mark.gpu
