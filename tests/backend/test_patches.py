@@ -166,6 +166,16 @@ def test_several_documents_beside_a_mask_of_another_length_are_refused(config):
         preprocess(config, positions=PACKED, padding=short)
 
 
+@pytest.mark.parametrize(
+    "positions", [PACKED.expand(3, 1, -1), torch.arange(12)[None]], ids=["three axes", "of more tokens"]
+)
+def test_positions_that_are_no_rows_of_the_tokens_tell_no_documents(positions, config):
+    padding = torch.ones(1, 9, dtype=torch.int64)
+    given = dict(position_ids=positions, layer_idx=None)
+    _, mask, *_ = hf_masks._preprocess_mask_arguments(config, torch.zeros(1, 9, 4), padding, None, **given)
+    assert mask.dtype == torch.bool
+
+
 def test_several_documents_in_a_static_cache_are_refused():
     model = model_with("flashmask")
     with pytest.raises(RuntimeError, match=r"position_ids start again at 0 .*use_cache=False"):
