@@ -46,7 +46,7 @@ def document_starts(position_ids: Tensor, real: Tensor | None = None) -> Tensor:
     zeros = nn.functional.pad(restarts.cumsum(-1), (1, 0))
     filled = zeros.gather(-1, column.expand_as(before)) - zeros.gather(-1, before + 1) == column - before - 1
     device_assert(
-        ~(after_gap & counts_on & filled & (before_position == 0) & (position == 1)).any(),
+        ~(after_gap & filled & (before_position == 0) & (position == 1)).any(),
         "position_ids are 0, 0, 1 around a token that the 2D mask hides: one document with a gap, or two; let them "
         "count through hidden tokens, or pass startend_row_indices",
     )

@@ -30,6 +30,10 @@ def starts(positions, hidden=()):
         ([0, 1, 5, 1, 2, 3], (2,), [0, 3]),
         ([0, 0, 0, 1, 2, 3], (1,), [0, 2]),
         ([0, 0, 0, 0, 0, 0], (1,), []),
+        ([0, 0, 1, 2, 3, 4], (1, 2), [0, 3]),
+        ([0, 1, 2, 3, 4, 5], (0,), [1]),
+        ([5, 1, 2, 3, 4, 5], (0,), []),
+        ([3, 1, 2, 3, 4, 5], (1,), [2]),
     ],
     ids=str,
 )
@@ -40,6 +44,8 @@ def test_documents_start_next_to_hidden_tokens(positions, hidden, expected):
 def test_a_gap_that_may_be_a_document_is_refused():
     with pytest.raises(RuntimeError, match=r"0, 0, 1 around a token that the 2D mask hides.*count through"):
         starts([0, 0, 0, 1, 2, 3], hidden=(1, 2))
+    with pytest.raises(RuntimeError, match="one document with a gap, or two"):
+        starts([3, 0, 0, 1, 2, 3], hidden=(2,))
     assert starts([0, 1, 2, 0, 1, 2], hidden=(1, 2, 3)) == [0, 4]  # the hidden tokens are not filled with 0
 
 
