@@ -54,17 +54,17 @@ def document_starts(position_ids: Tensor, real: Tensor | None = None) -> Tensor:
 
 
 def has_one_document(position_ids: Tensor, attention_mask: Any) -> Tensor:
-    """Return whether at most one document starts in each row, tokens that a 2D mask hides apart; bool [].
+    """Return whether at most one document starts in each row (`document_starts`); bool [].
 
     Args:
         position_ids: int [B, S].
         attention_mask: [B, S], or longer with a cache, whose last S columns are the row's; anything else hides nothing.
     """
     length = position_ids.shape[1]
-    starts = document_starts(position_ids)
+    real = None
     if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2 and attention_mask.shape[1] >= length:
-        starts = starts & attention_mask[:, -length:].to(torch.bool)
-    return (starts.sum(-1) <= 1).all()
+        real = attention_mask[:, -length:].to(torch.bool)
+    return (document_starts(position_ids, real).sum(-1) <= 1).all()
 
 
 def next_flagged(flags: Tensor) -> Tensor:

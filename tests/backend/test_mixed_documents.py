@@ -85,7 +85,7 @@ def test_llama_4_scales_from_floor_scale_tokens_on():
     config = SimpleNamespace(floor_scale=6, attn_temperature_tuning=True)
     two = torch.tensor([[0, 1, 2, 0, 1, 2]])
     check_scales(config, two[:, :5], None)
-    check_scales(config, two, torch.tensor([[1, 1, 1, 0, 1, 1]]))
+    check_scales(config, two, torch.tensor([[1, 1, 1, 0, 0, 0]]))
     check_scales(SimpleNamespace(floor_scale=6, attn_temperature_tuning=False), two, None)
     with pytest.raises(RuntimeError, match="keep rows of several documents under floor_scale tokens"):
         check_scales(config, two, None)

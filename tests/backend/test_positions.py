@@ -62,9 +62,16 @@ def test_one_row_of_positions_serves_every_padding():
         ([[1, 1, 1, 1, 1]], False),
         ([[0, 0, 1, 1, 1]], True),
         ([[0, 0, 1]], False),
+        ([[[0, 0, 1, 1, 1]] * 5], False),
         ([[1, 1, 0, 0, 1, 1, 1]], True),  # of two tokens in a cache, too
     ],
 )
 def test_hidden_tokens_start_no_document(mask, expected):
     positions = torch.tensor([[0, 0, 0, 1, 2]])
     assert bool(has_one_document(positions, None if mask is None else torch.tensor(mask))) is expected
+
+
+def test_a_document_whose_first_token_is_hidden_counts():
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2]])
+    assert not has_one_document(positions, torch.tensor([[1, 1, 1, 0, 1, 1]]))
+    assert has_one_document(positions, torch.tensor([[1, 1, 1, 0, 0, 0]]))
