@@ -36,11 +36,8 @@ def check_adapters(model: Any, kwargs: dict[str, Any]) -> None:
     adapters = getattr(model, "peft_config", {})
     if not any(getattr(config, "alora_invocation_tokens", None) for config in adapters.values()):
         return
-    vectors, bounds = kwargs.get(VECTORS), kwargs.get("cu_seq_lens_q")
-    alone = _positions_of_one_document(kwargs)
-    if alone is None and isinstance(bounds, Tensor):
-        alone = (bounds.diff() > 0).sum() <= 1
-    elif alone is None and isinstance(vectors, Tensor):
+    vectors, alone = kwargs.get(VECTORS), _has_one_document(kwargs)
+    if alone is None and isinstance(vectors, Tensor):
         alone = ~hides_more(vectors, None).any()
     if alone is not None:
         device_assert(
@@ -57,14 +54,14 @@ def check_heads(model: Any, kwargs: dict[str, Any]) -> None:
 
     Args:
         model: a transformers model.
-        kwargs: keywords of its call; without `position_ids` [B, S], nothing is looked at.
+        kwargs: keywords of its call; without `cu_seq_lens_q` and `position_ids` [B, S], nothing is looked at.
 
     Raises:
-        RuntimeError: `position_ids` tell several documents of a row (a device-side check).
+        RuntimeError: `cu_seq_lens_q` or `position_ids` tell several documents of a row (a device-side check).
     """
     if getattr(model, "loss_type", None) not in _HEADS_OF_ROWS or kwargs.get(PACKED_IDS) is not None:
         return
-    alone = _positions_of_one_document(kwargs)
+    alone = _has_one_document(kwargs)
     if alone is None or runs_packed(model):
         return
     device_assert(
@@ -74,8 +71,14 @@ def check_heads(model: Any, kwargs: dict[str, Any]) -> None:
     )
 
 
-def _positions_of_one_document(kwargs: dict[str, Any]) -> Tensor | None:
-    """Return whether a call's `position_ids` [B, S] tell at most one document a row, bool []; None without them."""
+def _has_one_document(kwargs: dict[str, Any]) -> Tensor | None:
+    """Return whether a call has at most one document a row, bool []; None without what tells it.
+
+    Bounds of several documents, `cu_seq_lens_q`, count before `position_ids` [B, S], as they do in attention.
+    """
+    bounds = kwargs.get("cu_seq_lens_q")
+    if isinstance(bounds, Tensor) and bounds.shape[0] > 2:
+        return (bounds.diff() > 0).sum() <= 1
     positions, mask, vectors = (kwargs.get(name) for name in ("position_ids", "attention_mask", VECTORS))
     if not isinstance(positions, Tensor) or positions.dim() != 2:
         return None

@@ -49,8 +49,9 @@ def test_heads_that_read_one_answer_from_a_row_refuse_several_documents(head, at
     with pytest.raises(RuntimeError, match=message):
         model(**batch, use_cache=False)
     if attention == "flashmask":
-        with pytest.raises(RuntimeError, match=message):
-            model(batch["input_ids"], position_ids=batch["position_ids"])
+        for told in ({"position_ids": batch["position_ids"]}, {"cu_seq_lens_q": torch.tensor([0, 3, 5])}):
+            with pytest.raises(RuntimeError, match=message):
+                model(batch["input_ids"], **told)
 
 
 def test_encoders_with_such_a_head_refuse_several_documents():
