@@ -111,9 +111,8 @@ def check_document_numbers(model: Any, kwargs: dict[str, Any]) -> None:
         return
     device_assert(
         (numbers == numbers[:, :1]).all(),
-        f"seq_idx numbers several documents of a row, but the attention of {type(model).__name__} does not read it, so "
-        "they would see each other; pass position_ids that start again with each, too, as "
-        "DataCollatorWithFlattening(return_position_ids=True) does",
+        f"seq_idx numbers several documents of a row, but the attention of {type(model).__name__} does not read it; "
+        "pass position_ids, too, as DataCollatorWithFlattening(return_position_ids=True) does",
     )
 
 

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, GraniteMoeHybridConfig
 
 from flashmask_hf import masks
 from flashmask_hf.backend.forward_records import _active
-from flashmask_hf.backend.unread_documents import _tells_documents, check_numbered_mask
+from flashmask_hf.backend.unread_documents import _tells_documents, check_document_numbers, check_numbered_mask
 from flashmask_hf.collators import DataCollatorForPackedEncoders
 
 PACKED = positions([4, 5])
@@ -148,6 +148,14 @@ def test_masks_that_number_documents():
     for mask in (numbered > 0, (numbered > 0).long(), numbered.view(1, 9, 1, 1), {"full_attention": numbered}, None):
         check_numbered_mask(mask, None)
         check_numbered_mask(mask, positions([9]))
+
+
+def test_numbers_of_documents_in_a_model_with_a_long_name():
+    """A device takes messages of up to 254 characters."""
+    model = type("A" * 64, (), {"config": llama_config(), "modules": lambda self: []})()
+    check_document_numbers(model, {"seq_idx": torch.zeros(1, 9)})
+    with pytest.raises(RuntimeError, match=r"but the attention of A+ does not read it; pass position_ids"):
+        check_document_numbers(model, {"seq_idx": torch.arange(9)[None]})
 
 
 VECTORS = PACKED_ROW["startend_row_indices"]
