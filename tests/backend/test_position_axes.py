@@ -6,7 +6,12 @@ from tools import model_zoo
 from tools.model_pairs import assert_near, positions, tokens
 
 from flashmask_hf import masks
-from flashmask_hf.backend.position_axes import _add_text_positions, _counts, _takes_text_positions
+from flashmask_hf.backend.position_axes import (
+    _add_text_positions,
+    _counts,
+    _takes_text_positions,
+    add_text_positions,
+)
 
 PLACES = positions([4, 1, 6])
 FAMILIES = ["cosmos3_edge_text", "ernie4_5_vl_moe_text", "glm4v_text", "paddleocr_vl_text", "qwen2_5_vl_text"]
@@ -63,6 +68,15 @@ def test_counts_start_again_where_all_axes_are_zero():
     assert _counts(places).tolist() == [[0, 1, 2, 0, 1]]
     assert _counts(places[..., 1:3]).tolist() == [[1, 2]]
     assert _counts(torch.zeros(3, 1, 3).long()).tolist() == [[1, 2, 3]]
+    assert _counts(torch.tensor([[0, 0, 0], [0, 1, 0]]).expand(3, 2, 3)).tolist() == [[1, 2, 3], [0, 1, 0]]
+
+
+@pytest.mark.parametrize(("family", "count"), [("qwen2_vl_text", 1), ("llama", 0)])
+def test_models_with_such_positions_get_one_hook(family, count):
+    model = model_zoo.build(family, "flashmask")
+    for _ in range(2):
+        add_text_positions(model)
+    assert list(model._forward_pre_hooks.values()).count(_add_text_positions) == count
 
 
 def test_positions_stay_as_they_are_under_another_attention():
