@@ -82,16 +82,18 @@ def test_attention_that_is_set_later_renumbers():
     model.set_attn_implementation("flashmask")
     batch = DataCollatorForPackedEncoders()([{"input_ids": x.tolist()} for x in apart])
     assert_near(model(**batch).logits, torch.cat([model(input_ids=x[None]).logits for x in apart], 1))
+    model.set_attn_implementation("sdpa")
     model.set_attn_implementation("flashmask")
     assert len(model.base_model._forward_pre_hooks) == 1
     model.set_attn_implementation("sdpa")
     model(input_ids=torch.arange(6, 12)[None], position_ids=positions([3, 3]))  # the hook leaves it alone
 
 
-def test_the_table_with_padding_counts_beside_tables_of_boxes():
-    """As in LayoutLMv3, whose coordinates count from 0."""
+def test_the_table_with_padding_counts_beside_other_parts_of_positions():
+    """As in LayoutLMv3, whose coordinates count from 0 and whose layers have a bias of positions."""
     model = build("roberta", "sdpa").base_model
     model.embeddings.x_position_embeddings = torch.nn.Embedding(8, 32)
+    model.embeddings.relative_position_bias = torch.nn.Linear(8, 4)
     model.set_attn_implementation("flashmask")
     with pytest.raises(RuntimeError, match="RobertaModel counts positions from 2"):
         model(input_ids=torch.arange(6, 12)[None], position_ids=positions([3, 3]))
@@ -168,6 +170,13 @@ def test_documents_without_positions_are_refused(family):
     one_call = dict(input_ids=call["input_ids"], startend_row_indices=one.indices)
     model(**one_call)
     model(**one_call, cu_seq_lens_q=torch.tensor([0, 3, 6]))  # vectors win
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt"])
+def test_models_that_count_from_0_take_positions_as_they_are(family):
+    model, ids = model_zoo.build(family, "flashmask").eval(), torch.arange(6, 12)[None]
+    want = torch.cat([model(input_ids=part, use_cache=False)[0] for part in ids.split(3, 1)], 1)
+    assert_near(model(input_ids=ids, position_ids=positions([3, 3]), use_cache=False)[0], want)
 
 
 def test_parts_of_rows_are_refused_where_positions_would_not_be_counted_on():
