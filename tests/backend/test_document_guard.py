@@ -12,7 +12,7 @@ from transformers import Aimv2TextConfig, Aimv2TextModel
 
 from flashmask_hf import masks
 from flashmask_hf.backend import document_guard
-from flashmask_hf.backend.document_guard import is_guarded
+from flashmask_hf.backend.document_guard import guard_documents, is_guarded
 from flashmask_hf.backend.packed_rows import check_layers
 from flashmask_hf.collators import DataCollatorForPackedLanguageModeling
 
@@ -102,7 +102,17 @@ def test_attention_that_is_set_later_is_guarded():
         model(**call)
     model.set_attn_implementation("sdpa")  # another's attention is none of the guard's business
     model(**call)
+    model.set_attn_implementation("flashmask")
+    assert len(model.model._forward_pre_hooks) == 1
     assert not is_guarded(model_pair("llama")[0])
+
+
+@pytest.mark.parametrize(("size", "guarded"), [(1, False), (2, True)])
+def test_a_convolution_over_one_token_needs_no_guard(size, guarded):
+    model, _ = model_pair("llama")
+    model.model.convolution = torch.nn.Conv1d(4, 4, size)
+    guard_documents(model.model)
+    assert is_guarded(model) == guarded
 
 
 @pytest.mark.parametrize("family", ["lfm2", "qwen3_5_text"])
