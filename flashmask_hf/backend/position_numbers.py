@@ -86,7 +86,7 @@ def _mask_of(model: Any, vectors: Any) -> FlashMask | None:
     if not isinstance(vectors, Tensor) or vectors.dtype != torch.int32 or vectors.shape[3:] not in ((1,), (2,), (4,)):
         return None
     causal = not model._sees_both_ways and vectors.shape[3] < 4
-    return FlashMask(vectors.detach(), causal) if causal or vectors.shape[3] > 1 else None
+    return FlashMask(vectors, causal) if causal or vectors.shape[3] > 1 else None
 
 
 def _require_one_document(model: Any, named: dict[str, Any], mask: FlashMask | None) -> None:
