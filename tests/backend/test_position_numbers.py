@@ -192,5 +192,6 @@ def test_other_models_need_no_positions():
     """Rotary positions count on from one document to the next; layers of encoder-decoders refuse vectors themselves."""
     call = dict(input_ids=torch.arange(6, 12)[None], startend_row_indices=masks.causal_document([3, 3]).indices)
     model_zoo.build("llama", "flashmask")(**call)
-    with pytest.raises(NotImplementedError, match="models with an encoder and a decoder do not take them"):
-        model_zoo.build("bart", "flashmask")(**call)
+    for mask in (masks.causal_document([3, 3]), masks.document([3, 3])):
+        with pytest.raises(NotImplementedError, match="models with an encoder and a decoder do not take them"):
+            model_zoo.build("bart", "flashmask")(**call | {"startend_row_indices": mask.indices})
