@@ -237,6 +237,23 @@ def test_boundaries_are_handed_on_by_later_versions_of_transformers_only(monkeyp
     assert document_guard._missing_kernels("lfm2") is None
 
 
+def test_packages_that_fail_to_import_are_missing(monkeypatch, tmp_path):
+    (tmp_path / "built_for_another_torch.py").write_text("raise OSError('undefined symbol')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert document_guard._can_import("json")
+    assert not document_guard._can_import("built_for_another_torch")
+    assert not document_guard._can_import("no_such_module")
+
+
+def test_inputs_that_are_no_tokens_are_left_alone():
+    """As those of an audio encoder, whose convolutions run over frames."""
+    hook = document_guard._keep_documents_apart
+    assert (
+        hook(cached("lfm2").model, (), {"input_features": torch.ones(1, 6, 4), "position_ids": positions([3, 3])})
+        is None
+    )
+
+
 def test_missing_kernels_are_named():
     with pytest.raises(ValueError, match="run it on a GPU with causal-conv1d and flash-linear-attention installed, or"):
         cached("qwen3_5")(input_ids=tokens(1, 6), position_ids=positions([3, 3]))
@@ -252,3 +269,5 @@ def test_aimv2_text_tower_refuses_vectors_that_it_would_drop(masked):
     vectors = masks.causal_document([3, 3]).indices
     with pytest.raises(NotImplementedError, match="startend_row_indices would be ignored"):
         model(**call, startend_row_indices=vectors)
+    model.set_attn_implementation("sdpa")
+    model(**call | {"attention_mask": None}, startend_row_indices=masks.causal(6).indices)

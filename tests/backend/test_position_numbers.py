@@ -170,6 +170,10 @@ def test_documents_without_positions_are_refused(family):
     one_call = dict(input_ids=call["input_ids"], startend_row_indices=one.indices)
     model(**one_call)
     model(**one_call, cu_seq_lens_q=torch.tensor([0, 3, 6]))  # vectors win
+    if mask.causal:
+        with pytest.raises(RuntimeError, match="would number the documents of cu_seq_lens_q from end to end"):
+            model(input_ids=call["input_ids"], cu_seq_lens_q=torch.tensor([0, 3, 6]))
+        model(input_ids=call["input_ids"], cu_seq_lens_q=torch.tensor([0, 6, 6]))
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt"])
