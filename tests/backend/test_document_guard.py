@@ -15,6 +15,7 @@ from flashmask_hf.backend import document_guard
 from flashmask_hf.backend.document_guard import guard_documents, is_guarded
 from flashmask_hf.backend.packed_rows import check_layers
 from flashmask_hf.collators import DataCollatorForPackedLanguageModeling
+from flashmask_hf.names import VECTORS
 
 LENGTHS = [5, 1, 6]
 JOINED = [
@@ -216,6 +217,15 @@ def test_boundaries_are_the_same_compiled(family, fullgraph, monkeypatch):
         assert got.get("use_cache") is (False if family == "qwen3_5_text" else None)
         place = (call["input_ids"], None, call["position_ids"])  # by position in the signature
         assert document_guard._keep_documents_apart(model, place, {})[1].keys() == {*want, "attention_mask"}
+
+
+def test_boundaries_are_those_of_every_row_and_vectors_stay_as_they_are(monkeypatch):
+    monkeypatch.setattr(document_guard, "_can_import", lambda _: True)
+    model, hook = model_zoo.build("lfm2", "flashmask").base_model, document_guard._keep_documents_apart
+    found = hook(model, (), dict(input_ids=tokens(2, 6), position_ids=positions([3, 3])))[1]
+    assert found["seq_idx"].tolist() == [[0, 0, 0, 1, 1, 1]] * 2
+    vectors = masks.causal_document([4], kv_len=6).indices  # padding stays hidden
+    assert hook(model, (), dict(input_ids=tokens(1, 6), startend_row_indices=vectors))[1][VECTORS] is vectors
 
 
 def test_what_kernels_cannot_serve_raises(monkeypatch):

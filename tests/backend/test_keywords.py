@@ -51,8 +51,9 @@ def test_paged_caches_name_the_way_out(name):
 
 def test_unknown_keyword_warns_once():
     plain, _ = attend()
-    with pytest.warns(UserWarning, match="ignores the attention keyword 'temperature'.*use 'eager'"):
+    with pytest.warns(UserWarning, match="ignores the attention keyword 'temperature'.*use 'eager'") as caught:
         warned, _ = attend(temperature=2.0)
+    assert caught[0].filename == attend.__code__.co_filename  # the code that called attention
     attend(temperature=2.0)  # a second warning would be an error
     assert torch.equal(plain, warned)
     attend(temperature=None, num_items_in_batch=3, shift_labels=torch.zeros(2, 6), output_attentions=False)

@@ -132,6 +132,10 @@ def test_documents_that_positions_alone_tell_are_refused(is_decoder):
         edges = torch.tensor([0, 3, 6], dtype=torch.int32)
         got = model(**call, cu_seq_lens_q=edges).logits
         assert_near(got, torch.cat([model(input_ids=x[None]).logits for x in ids.split(3)], 1))
+        cache = model(input_ids=ids[None, :3], use_cache=True).past_key_values
+        rest = dict(input_ids=ids[None, 3:], position_ids=torch.tensor([[5, 6, 7]]))
+        got = model(**rest, attention_mask=torch.ones(1, 6), past_key_values=cache).logits
+        assert_near(got, model(input_ids=ids[None]).logits[:, 3:])
 
 
 def test_the_hook_does_not_wait_for_the_device():

@@ -44,6 +44,12 @@ def test_vectors_keep_these_documents_apart():
     assert_near(model(input_ids=IDS, **row).logits, want)
 
 
+def test_bounds_keep_these_documents_apart():
+    model, bounds = granite(), torch.tensor([0, 4, 9], dtype=torch.int32)
+    want = torch.cat([model(input_ids=part).logits for part in IDS.split([4, 5], 1)], 1)
+    assert_near(model(input_ids=IDS, position_ids=PACKED, cu_seq_lens_q=bounds).logits, want)
+
+
 PACKED_ROW = dict(
     input_ids=IDS, position_ids=PACKED, startend_row_indices=masks.causal_document([4, 5]).indices, use_cache=False
 )
