@@ -83,6 +83,28 @@ def test_a_document_hidden_in_part_by_a_2d_mask_raises():
         model.model(tokens(1, 6), None, positions([3, 3]))  # by position in the signature
 
 
+def test_bounds_of_several_documents_count_before_positions():
+    def numbers(*edges, lengths=(6,)):
+        call = dict(cu_seq_lens_q=torch.tensor(edges, dtype=torch.int32), position_ids=positions(lengths))
+        return document_guard._documents(None, call, 6)[0].tolist()
+
+    assert numbers(0, 2, 5, 6) == [[0, 0, 1, 1, 1, 2]]
+    assert numbers(0, 6, lengths=(3, 3)) == [[1, 1, 1, 2, 2, 2]]
+
+
+def test_positions_and_masks_of_a_batch():
+    four = positions([3, 3]).expand(4, 6)
+    numbers, real = document_guard._documents(None, dict(position_ids=four), 6)
+    assert numbers.tolist() == [[1, 1, 1, 2, 2, 2]] * 4
+    assert real is None
+    call = dict(position_ids=four[:1], attention_mask=torch.tensor([[1] * 8, [0] * 4 + [1] * 4]))
+    numbers, real = document_guard._documents(None, call, 6)
+    assert numbers.shape == real.shape == (2, 6)
+    assert real.int().tolist() == [[1] * 6, [0, 0, 1, 1, 1, 1]]
+    for mask in (torch.ones(1, 3), torch.ones(1, 1, 6, 6)):
+        assert document_guard._documents(None, call | {"attention_mask": mask}, 6)[1] is None
+
+
 @pytest.mark.parametrize("mask", [masks.share_question([(3, [2, 2])]), masks.document([7]), masks.sliding_window(7, 2)])
 def test_masks_that_are_not_of_causal_documents_raise(mask):
     with pytest.raises(ValueError, match="causal documents one after another"):
