@@ -92,8 +92,21 @@ def test_llama_4_scales_from_floor_scale_tokens_on():
         check_scales(config, two, None)
 
 
-def test_activated_lora_takes_bounds_of_one_document():
+def test_activated_lora_takes_one_document_a_row():
     model = SimpleNamespace(peft_config={"default": SimpleNamespace(alora_invocation_tokens=[1])})
-    check_adapters(model, {"cu_seq_lens_q": torch.tensor([0, 6, 6])})
-    with pytest.raises(RuntimeError, match="PEFT looks for alora_invocation_tokens once in a row"):
-        check_adapters(model, {"cu_seq_lens_q": torch.tensor([0, 3, 6])})
+    two, one_sequence = torch.tensor([[0, 1, 2, 0, 1, 2]]), torch.tensor([0, 6])
+    for one in (
+        {},
+        {"cu_seq_lens_q": torch.tensor([0, 6, 6])},
+        {"startend_row_indices": masks.causal(6).indices},
+        {"position_ids": torch.arange(6)[None], "cu_seq_lens_q": one_sequence},
+        {"position_ids": two.expand(3, 1, 6)},  # axes of an image
+    ):
+        check_adapters(model, one)
+    for several in (
+        {"cu_seq_lens_q": torch.tensor([0, 3, 6])},
+        {"startend_row_indices": masks.causal_document([3, 3]).indices},
+        {"position_ids": two, "cu_seq_lens_q": one_sequence},
+    ):
+        with pytest.raises(RuntimeError, match="PEFT looks for alora_invocation_tokens once in a row"):
+            check_adapters(model, several)
