@@ -11,7 +11,6 @@ from typing import Any
 from torch import Tensor
 
 from flashmask_hf.backend.ignored_vectors import hides_more
-from flashmask_hf.backend.packed_rows import runs_packed
 from flashmask_hf.backend.positions import has_one_document
 from flashmask_hf.checks import device_assert
 from flashmask_hf.names import PACKED_IDS, VECTORS
@@ -50,7 +49,7 @@ def check_adapters(model: Any, kwargs: dict[str, Any]) -> None:
 def check_heads(model: Any, kwargs: dict[str, Any]) -> None:
     """Raise for packed rows in a model whose head reads one answer from a row, and not one from each document.
 
-    Models that `run_packed` prepared read one for each.
+    Calls with the packed rows of `run_packed` read one for each answer, and are left alone.
 
     Args:
         model: a transformers model.
@@ -62,7 +61,7 @@ def check_heads(model: Any, kwargs: dict[str, Any]) -> None:
     if getattr(model, "loss_type", None) not in _HEADS_OF_ROWS or kwargs.get(PACKED_IDS) is not None:
         return
     alone = _has_one_document(kwargs)
-    if alone is None or runs_packed(model):
+    if alone is None:
         return
     device_assert(
         alone,

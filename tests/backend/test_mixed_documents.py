@@ -14,6 +14,7 @@ from transformers import (
 
 from flashmask_hf import masks
 from flashmask_hf.backend.mixed_documents import check_adapters, check_scales
+from flashmask_hf.backend.packed_rows import run_packed
 from flashmask_hf.collators import DataCollatorForPackedEncoders, DataCollatorForPackedLanguageModeling
 
 pytestmark = TRAINER_WARNINGS
@@ -52,6 +53,13 @@ def test_heads_that_read_one_answer_from_a_row_refuse_several_documents(head, at
         for told in ({"position_ids": batch["position_ids"]}, {"cu_seq_lens_q": torch.tensor([0, 3, 5])}):
             with pytest.raises(RuntimeError, match=message):
                 model(batch["input_ids"], **told)
+
+
+def test_models_that_take_packed_rows_refuse_several_documents_without_them():
+    model = AutoModelForSequenceClassification.from_config(LLAMA, attn_implementation="flashmask")
+    run_packed(model)
+    with pytest.raises(RuntimeError, match="LlamaForSequenceClassification reads one class"):
+        model(**packed(DataCollatorForPackedLanguageModeling(completion_only_loss=False)), use_cache=False)
 
 
 def test_encoders_with_such_a_head_refuse_several_documents():
