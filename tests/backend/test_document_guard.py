@@ -111,6 +111,12 @@ def test_masks_that_are_not_of_causal_documents_raise(mask):
         cached("lfm2")(input_ids=tokens(1, 7), startend_row_indices=mask.indices)
 
 
+def test_vectors_of_another_form_are_named():
+    for vectors, got in ((masks.document([7]).indices, r"\[1, 1, 7, 2\]"), ([[7] * 7], "list")):
+        with pytest.raises(ValueError, match=rf"causal documents one after another here, .*got {got}; give each"):
+            cached("lfm2")(input_ids=tokens(1, 7), startend_row_indices=vectors)
+
+
 def test_generation_is_not_disturbed():
     model = cached("qwen3_5")
     model.generate(tokens(2, 6), max_new_tokens=2, do_sample=False)
