@@ -59,9 +59,10 @@ def layer_mask(
     if attention_mask is not None:
         check_hook_result(attention_mask)
     vectors = kwargs.get(VECTORS)
-    if not causal or any(kwargs.get(name) is not None for name in (VECTORS, "position_ids", "cu_seq_lens_q")):
+    if causal and (kwargs.get("position_ids") is not None or kwargs.get("cu_seq_lens_q") is not None):
         record_documents()
     if vectors is not None:
+        record_documents()
         record_supplied_call()
         _check_receiver(module, attention_mask, causal)
         _check_form(vectors, causal)

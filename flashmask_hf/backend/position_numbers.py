@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from flashmask_hf.backend.branches import follows_document, subtree_ends
+from flashmask_hf.backend.forward_records import record_documents
 from flashmask_hf.backend.model_hooks import named_arguments, own_modules
 from flashmask_hf.checks import device_assert
 from flashmask_hf.intervals import outer_rows
@@ -62,6 +63,7 @@ def _renumber(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return None
     if vectors is None:
         _require_plain_positions(model, positions, named)
+        record_documents()  # so that `unread_documents` does not take positions of padding for documents
         return None
     name = type(model).__name__
     if mask is not None and mask.kv_len > positions.shape[1]:

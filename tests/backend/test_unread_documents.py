@@ -5,7 +5,7 @@ import torch
 from tools import model_zoo
 from tools.model_pairs import assert_near, model_pair, positions, tokens
 from tools.tiny import llama_config
-from transformers import AutoModelForCausalLM, GraniteMoeHybridConfig
+from transformers import AutoModel, AutoModelForCausalLM, GraniteMoeHybridConfig
 
 from flashmask_hf import masks
 from flashmask_hf.backend.forward_records import _active
@@ -35,6 +35,24 @@ def test_positions_that_nothing_reads_are_refused(build):
     model(input_ids=IDS, position_ids=torch.arange(9)[None])
     left = (torch.arange(9) > 2).long()[None]
     model(input_ids=IDS, position_ids=(left.cumsum(-1) - 1).clamp(min=0), attention_mask=left)
+
+
+def both_ways():
+    config = llama_config()
+    config.is_causal = False
+    return AutoModel.from_config(config, attn_implementation="flashmask").eval()
+
+
+@pytest.mark.parametrize("family", ["bert", "modernbert", "distilbert", "llama"])
+def test_positions_alone_are_refused_where_tokens_see_both_ways(family):
+    model = both_ways() if family == "llama" else model_zoo.build(family, "flashmask")
+    for mask in (None, torch.ones(1, 9).long()):
+        with pytest.raises(RuntimeError, match=r"neither to its masks nor to its attention.*pass startend_row"):
+            model(input_ids=IDS, position_ids=PACKED, attention_mask=mask)
+    model(input_ids=IDS, position_ids=positions([9]))
+    row = dict(position_ids=PACKED, startend_row_indices=masks.document([4, 5]).indices)
+    want = torch.cat([model(input_ids=part)[0] for part in IDS.split([4, 5], 1)], 1)
+    assert_near(model(input_ids=IDS, **row)[0], want)
 
 
 def test_vectors_keep_these_documents_apart():
