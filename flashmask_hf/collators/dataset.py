@@ -12,9 +12,9 @@ import pyarrow as pa
 from datasets import Dataset, IterableDataset
 from numpy.typing import NDArray
 
+from flashmask_hf.collators.bins import best_fit_decreasing
 from flashmask_hf.collators.checks import as_count, check_depth, check_truncation_mode
 from flashmask_hf.collators.documents import empty_message, padding_message, too_long_message, unequal_message
-from flashmask_hf.collators.forest import best_fit_decreasing
 from flashmask_hf.collators.labels import LABEL_COLUMNS, MASK_COLUMNS, drop_unused_masks, has_labels, masked_labels
 from flashmask_hf.names import IGNORED
 

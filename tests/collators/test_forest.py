@@ -14,9 +14,10 @@ from tools.tiny import VOCAB, llama_config
 from transformers import AutoModelForCausalLM
 
 from flashmask_hf import FlashMask, masks
-from flashmask_hf.collators import Forest, pack_forests
+from flashmask_hf.collators import Forest, bins, pack_forests
 from flashmask_hf.collators import forest as forest_module
-from flashmask_hf.collators.forest import best_fit_decreasing, lay_out
+from flashmask_hf.collators.bins import best_fit_decreasing
+from flashmask_hf.collators.forest import lay_out
 
 thorough = settings(max_examples=100, deadline=None)
 
@@ -78,8 +79,9 @@ def visible_in(rows):
     return FlashMask(rows.batch()["startend_row_indices"], causal=True).validate().to_dense()[:, 0]
 
 
-def test_docstring_examples_run():
-    result = doctest.testmod(forest_module)
+@pytest.mark.parametrize("module", [forest_module, bins], ids=["forest", "bins"])
+def test_docstring_examples_run(module):
+    result = doctest.testmod(module)
     assert result.attempted > 0
     assert result.failed == 0
 

@@ -21,7 +21,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling as TRLCollat
 import flashmask_hf.collators.language_modeling as language_modeling
 from flashmask_hf import FlashMask
 from flashmask_hf.collators import DataCollatorForPackedLanguageModeling, pack_dataset
-from flashmask_hf.collators.forest import best_fit_decreasing
+from flashmask_hf.collators.bins import best_fit_decreasing
 
 
 def test_docstring_examples_run():

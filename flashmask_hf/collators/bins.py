@@ -1,0 +1,64 @@
+"""Which items share a bin: documents or trees that share a row."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["best_fit_decreasing"]
+
+
+def best_fit_decreasing(lengths: Sequence[int] | NDArray[np.int64], capacity: int) -> list[list[int]]:
+    """Assign items to bins best-fit-decreasing: longest first, each to the fullest bin that has room for it.
+
+    The result is deterministic.
+
+    Args:
+        lengths: n item lengths, each in 1..capacity.
+        capacity: the total length that a bin holds.
+
+    Returns:
+        list[list[int]]: the item indices of each bin, ascending; bins in the order of their first item.
+
+    Raises:
+        ValueError: an item is empty or longer than a bin.
+
+    Example:
+        >>> best_fit_decreasing([5, 3, 4, 2, 1], capacity=8)
+        [[0, 1], [2, 3, 4]]
+    """
+    sizes = np.asarray(lengths, dtype=np.int64)
+    unfit = np.flatnonzero((sizes < 1) | (sizes > capacity))
+    if unfit.size:
+        first = int(unfit[0])
+        raise ValueError(
+            f"lengths[{first}] is {int(sizes[first])}, but every length must lie in 1..capacity = 1..{capacity}"
+        )
+    order = np.argsort(-sizes, kind="stable")
+    bins: list[list[int]] = []
+    rooms: list[int] = []  # distinct free lengths of the open bins, ascending
+    bins_with: dict[int, deque[list[int]]] = {}
+    for item, size in zip(order.tolist(), sizes[order].tolist(), strict=True):
+        best = bisect_left(rooms, size)
+        if best == len(rooms):
+            room, target = capacity, []
+            bins.append(target)
+        else:
+            room = rooms[best]
+            target = bins_with[room].popleft()
+            if not bins_with[room]:
+                del bins_with[room], rooms[best]
+        target.append(item)
+        room -= size
+        if room:
+            if room not in bins_with:
+                bins_with[room] = deque()
+                insort(rooms, room)
+            bins_with[room].append(target)
+    for target in bins:
+        target.sort()
+    return sorted(bins)
