@@ -235,7 +235,7 @@ def _boundaries(numbers: Tensor, with_lengths: bool) -> dict[str, Any]:
 def _require(model: Any, condition: Tensor, message: str) -> None:
     """Raise ValueError if a bool tensor [] is False; later, on a GPU, let the device assert it, without waiting."""
     if torch.compiler.is_compiling() or (condition.is_cuda and model._documents_checked):
-        device_assert(condition, message[:254])
+        device_assert(condition, message)
     elif not condition:
         raise ValueError(message)
     else:
