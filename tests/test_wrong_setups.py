@@ -183,6 +183,10 @@ def by_name(task, attention):
 ONE = {
     "sft, no max_length": (lambda: build("sft", max_length=None), "max_length is None, but packing needs it"),
     "sft, images": (lambda: build("sft", rows=[{"text": "w5", "image": None}]), "rows with images cannot be packed"),
+    "sft, images to evaluate": (
+        lambda: build("sft", eval_dataset=Dataset.from_list([{"text": "w5", "image": None}])),
+        "rows with images cannot be packed",
+    ),
     "sft, no rows": (
         lambda: build("sft", rows=Dataset.from_list(TEXTS).select([])),
         "the train dataset is empty; give it at least one row",
@@ -257,6 +261,14 @@ ONE = {
         "is padded|padding",
     ),
     "dpo, images": (lambda: build("dpo", rows=[PAIRS[0] | {"images": None}]), "images cannot share a question"),
+    "dpo, images to evaluate": (
+        lambda: build("dpo", eval_dataset={"held_out": Dataset.from_list([PAIRS[0] | {"images": None}])}),
+        "images cannot share a question",
+    ),
+    "reward, images": (
+        lambda: build("reward", rows=[PAIRS[0] | {"images": None}]),
+        "rows with images cannot share a question.*remove the column",
+    ),
     "dpo, eager": (
         lambda: build("dpo", model=model_of("dpo", "eager")),
         r"need attn_implementation='flashmask', but the model has 'eager'.*set_attn_implementation\('flashmask'\)",

@@ -21,6 +21,7 @@ __all__ = [
     "check_adapters",
     "check_config",
     "default_output_dir",
+    "first_rows",
     "flashmask_policy",
     "gather_trained_head",
     "has_images",
@@ -29,7 +30,6 @@ __all__ = [
     "log_sparsity",
     "map_style_datasets",
     "prepare_arguments",
-    "refuse_empty",
     "refuse_empty_reference",
     "refuse_options",
     "refuse_sampling_by_length",
@@ -156,9 +156,9 @@ def check_adapters(model: Any, peft_config: Any) -> None:
             )
 
 
-def has_images(dataset: Any) -> bool:
-    """Return whether the first example of a dataset has images; an empty dataset, or None, has none."""
-    return not {"image", "images"}.isdisjoint(next(iter(dataset or ()), ()))
+def has_images(rows: dict[str, Any]) -> bool:
+    """Return whether one of these `first_rows` has images."""
+    return any(not {"image", "images"}.isdisjoint(row) for row in rows.values())
 
 
 def turn_off_dispatching(args: Any) -> None:
@@ -237,11 +237,16 @@ def _named_datasets(train_dataset: Any, eval_dataset: Any) -> list[tuple[str, An
     return [("train", train_dataset), *evaluated.items()]
 
 
-def refuse_empty(train_dataset: Any, eval_dataset: Any) -> None:
-    """Raise a ValueError for a dataset without rows, of which TRL would read the first."""
+def first_rows(train_dataset: Any, eval_dataset: Any) -> dict[str, Any]:
+    """Return the first row of each of a trainer's datasets, by name; raise a ValueError for one without rows."""
+    rows: dict[str, Any] = {}
     for name, dataset in _named_datasets(train_dataset, eval_dataset):
-        if dataset is not None and next(iter(dataset), None) is None:
+        if dataset is None:
+            continue
+        rows[name] = next(iter(dataset), None)
+        if rows[name] is None:
             raise ValueError(f"the {name} dataset is empty; give it at least one row")
+    return rows
 
 
 def refuse_sampling_by_length(trainer: Any) -> None:

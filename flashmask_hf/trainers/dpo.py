@@ -22,13 +22,13 @@ from flashmask_hf.names import FLASHMASK, VECTORS
 from flashmask_hf.trainers.common import (
     check_config,
     default_output_dir,
+    first_rows,
     flashmask_policy,
     gather_trained_head,
     has_images,
     log_sharing,
     map_style_datasets,
     prepare_arguments,
-    refuse_empty,
     refuse_empty_reference,
     refuse_sampling_by_length,
     with_position_limit,
@@ -142,7 +142,7 @@ class SharedQuestionDPOTrainer(DPOTrainer):
                 "load it with attn_implementation='flashmask'"
             )
         prepare_arguments(model, args, peft_config)
-        refuse_empty(train_dataset, eval_dataset)
+        first = first_rows(train_dataset, eval_dataset)
         if args.label_smoothing and not set(args.loss_type) & set(_SMOOTHED_LOSSES):
             raise ValueError(
                 f"label_smoothing={args.label_smoothing} changes nothing with loss_type={args.loss_type}; leave it at "
@@ -161,7 +161,7 @@ class SharedQuestionDPOTrainer(DPOTrainer):
                 f"data_collator must be a DataCollatorForSharedQuestion, got {type(data_collator).__name__}; leave it "
                 "out, or use trl.DPOTrainer"
             )
-        if has_images(train_dataset):
+        if has_images(first):
             raise ValueError("rows with images cannot share a question yet; use trl.DPOTrainer, or remove the column")
         self._hooked = False
         self._creates_reference = ref_model is None

@@ -26,11 +26,12 @@ from flashmask_hf.names import PACKED_IDS, VECTORS
 from flashmask_hf.trainers.common import (
     check_config,
     default_output_dir,
+    first_rows,
     flashmask_policy,
+    has_images,
     log_sparsity,
     map_style_datasets,
     prepare_arguments,
-    refuse_empty,
     refuse_sampling_by_length,
     with_position_limit,
 )
@@ -201,7 +202,10 @@ class MultiAnswerRewardTrainer(RewardTrainer):
         check_config(args, RewardConfig, "MultiAnswerRewardConfig")
         settings: Any = args
         prepare_arguments(model, args, peft_config)
-        refuse_empty(train_dataset, eval_dataset)
+        if has_images(first_rows(train_dataset, eval_dataset)):
+            raise ValueError(
+                "rows with images cannot share a question, and a reward model reads text; remove the column"
+            )
         if getattr(peft_config, "task_type", None) == "CAUSAL_LM":
             raise ValueError(
                 "peft_config: task_type='CAUSAL_LM' is for models that generate; a reward model needs "

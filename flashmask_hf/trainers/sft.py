@@ -23,12 +23,12 @@ from flashmask_hf.names import FLASHMASK, VECTORS
 from flashmask_hf.trainers.common import (
     check_config,
     default_output_dir,
+    first_rows,
     flashmask_policy,
     gather_trained_head,
     has_images,
     log_sparsity,
     prepare_arguments,
-    refuse_empty,
     refuse_sampling_by_length,
 )
 from flashmask_hf.trainers.context_parallel import (
@@ -137,11 +137,11 @@ class PackedSFTTrainer(ContextParallelMixin, SFTTrainer):
                 "each other; leave packing out, choose 'bfd' or 'bfd_split', or use trl.SFTTrainer if that is wanted"
             )
         prepare_arguments(model, args, peft_config, learns_labels=True)
-        refuse_empty(train_dataset, eval_dataset)
+        first = first_rows(train_dataset, eval_dataset)
         if not _trl_packs(args):
             if args.max_length is None:
                 raise ValueError("max_length is None, but packing needs it: the number of tokens of a row; set it")
-            if has_images(train_dataset):
+            if has_images(first):
                 raise ValueError("rows with images cannot be packed yet; use trl.SFTTrainer, or remove the column")
             if max_position_embeddings is None:
                 max_position_embeddings = _positions(model, args)

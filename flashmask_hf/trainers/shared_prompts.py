@@ -27,12 +27,12 @@ from flashmask_hf.names import FLASHMASK, VECTORS
 from flashmask_hf.trainers.common import (
     check_config,
     default_output_dir,
+    first_rows,
     gather_trained_head,
     load_with,
     log_sharing,
     map_style_datasets,
     prepare_arguments,
-    refuse_empty,
     refuse_empty_reference,
     whole_in_each_process,
 )
@@ -103,7 +103,7 @@ class SharedPrompts:
             parent.__init__(model, reward_funcs, args, *others, **kwargs)
         trainer: Any = self
         _refuse_images(trainer.processing_class)  # of a model with images, TRL loads a processor
-        refuse_empty(trainer.train_dataset, trainer.eval_dataset)
+        first_rows(trainer.train_dataset, trainer.eval_dataset)
         for name, dataset in map_style_datasets(trainer.train_dataset, trainer.eval_dataset):
             if "prompt" not in dataset.column_names:
                 raise ValueError(
