@@ -31,7 +31,6 @@ from flashmask_hf.trainers.common import (
     gather_trained_head,
     load_with,
     log_sharing,
-    map_style_datasets,
     prepare_arguments,
     refuse_empty_reference,
     whole_in_each_process,
@@ -103,12 +102,12 @@ class SharedPrompts:
             parent.__init__(model, reward_funcs, args, *others, **kwargs)
         trainer: Any = self
         _refuse_images(trainer.processing_class)  # of a model with images, TRL loads a processor
-        first_rows(trainer.train_dataset, trainer.eval_dataset)
-        for name, dataset in map_style_datasets(trainer.train_dataset, trainer.eval_dataset):
-            if "prompt" not in dataset.column_names:
+        for name, row in first_rows(trainer.train_dataset, trainer.eval_dataset).items():
+            # Environments may make the prompts themselves.
+            if "prompt" not in row and getattr(trainer, "environment_factories", None) is None:
                 raise ValueError(
                     f"the {name} dataset has no column 'prompt'; rename the one that holds the prompts. It has: "
-                    f"{', '.join(dataset.column_names)}"
+                    f"{', '.join(row)}"
                 )
         self._hook_models(loaded_by_name=isinstance(model, str))
         self._rows_per_group = _rows_per_group(trainer)

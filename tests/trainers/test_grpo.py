@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
+import trl
+from datasets import Dataset
 from peft import LoraConfig, PrefixTuningConfig
 from tools.grpo import CLASSES, STEPS, VLLM, WEIGHT_BOUND, prompts, reward, run, save_models
 from tools.recipes import FSDP_ON_CPU, RECIPES
@@ -427,18 +429,41 @@ def test_other_wrong_set_ups_raise(checkpoints, tokenizer, tmp_path, monkeypatch
         trainer.train()
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["", "stream"])
 @pytest.mark.parametrize("split", ["train", "eval"])
 @pytest.mark.parametrize("algorithm", ["grpo", "rloo"])
-def test_prompts_in_a_column_of_another_name_raise_at_construction(split, algorithm, checkpoints, tokenizer, tmp_path):
+def test_prompts_in_a_column_of_another_name_raise_at_construction(
+    stream, split, algorithm, checkpoints, tokenizer, tmp_path
+):
     """TRL ends in `KeyError: 'prompt'` in the first step."""
     _, _, config, trainer = CLASSES[algorithm]()
     datasets = {"train_dataset": prompts(), "eval_dataset": prompts()}
-    datasets[f"{split}_dataset"] = prompts().rename_column("prompt", "question")
+    renamed = prompts().rename_column("prompt", "question")
+    datasets[f"{split}_dataset"] = renamed.to_iterable_dataset() if stream else renamed
     with pytest.raises(ValueError, match=f"the {split} dataset has no column 'prompt'; rename .*It has: .*question"):
         trainer(
-            checkpoints["llama"], reward, config(**trainer_settings(tmp_path), num_generations=4),
+            checkpoints["llama"], reward, config(**trainer_settings(tmp_path), num_generations=4, max_steps=1),
             processing_class=tokenizer, **datasets,
         )  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:You are using 'environment_factory':UserWarning")
+def test_environments_make_the_prompts_of_rows_without_them(checkpoints, tmp_path):
+    class Environment:
+        def reset(self, seed):
+            return f"w{seed}"
+
+        def get_reward(self):
+            return 1.0
+
+    template = Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja"
+    trainer = SharedPromptGRPOTrainer(
+        checkpoints["llama"], None,
+        SharedPromptGRPOConfig(**trainer_settings(tmp_path), num_generations=4, max_completion_length=4, max_steps=1),
+        Dataset.from_dict({"seed": [8, 9, 10, 11]}),
+        processing_class=word_tokenizer(chat_template=template.read_text()), environment_factory=Environment,
+    )  # fmt: skip
+    assert trainer.train().global_step == 1
 
 
 def test_the_packed_row_of_a_micro_batch():
