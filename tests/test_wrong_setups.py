@@ -39,6 +39,7 @@ pytestmark = TRAINER_WARNINGS
 
 TEXTS = [{"text": "w5 w6 w7 w8 w9"}, {"text": "w10 w11 w12"}, {"text": "w13 w14 w15 w16"}, {"text": "w17 w18"}]
 CONVERSATION = [{"role": "user", "content": "w5 w6"}, {"role": "assistant", "content": "w7"}]
+SHAREGPT = [{"from": "human", "value": "w5"}]
 PAIRS = preference_rows(4)
 ROWS = {"sft": TEXTS, "dpo": PAIRS, "reward": PAIRS}
 OURS = {"sft": PackedSFTTrainer, "dpo": SharedQuestionDPOTrainer, "reward": MultiAnswerRewardTrainer}
@@ -218,6 +219,10 @@ ONE = {
     "sft, messages with other keys": (
         lambda: build("sft", rows=[{"messages": [{"from": "user", "value": "w5"}]}]),
         "messages of the train dataset have the keys from, value, but TRL reads role and content in messages",
+    ),
+    "sft, completions with other keys": (
+        lambda: build("sft", rows=[{"prompt": SHAREGPT, "completion": SHAREGPT}]),
+        "the train dataset has messages with the keys from, value, but messages have role and content; rename the keys",
     ),
     "sft, conversations with other keys, that TRL packs": (
         lambda: build("sft", rows=[{"conversations": CONVERSATION}], packing=True),

@@ -8,7 +8,7 @@ from typing import Any
 
 from trl.data_utils import extract_prompt
 
-__all__ = ["CONTEXTS", "answer_sequences", "preference_columns", "refuse_unread_context"]
+__all__ = ["CONTEXTS", "answer_sequences", "preference_columns", "refuse_other_keys", "refuse_unread_context"]
 
 _OTHER_NAMES = ("question", "instruction", "query", "input")
 """Names that datasets give the column of a prompt, and that nothing reads."""
@@ -44,7 +44,7 @@ def preference_columns(example: Mapping[str, Any], index: int) -> dict[str, Any]
             f"prompt, chosen and rejected. It has: {', '.join(map(str, example))}"
         )
     prompt, chosen, rejected = example.get("prompt"), example["chosen"], example["rejected"]
-    _refuse_other_keys((prompt, chosen, rejected), f"example {index}")
+    refuse_other_keys((prompt, chosen, rejected), f"example {index}")
     _refuse_unread_prompt(example, (chosen, rejected), f"example {index}")
     refuse_unread_context(example, (chosen, rejected), f"example {index}")
     if not isinstance(prompt, list) and isinstance(chosen, str) != isinstance(rejected, str):
@@ -99,7 +99,7 @@ def answer_sequences(example: Mapping[str, Any], eos_token: str | None, name: st
         raise TypeError(f"answers of {name} must all be strings, or all lists of messages, got {answers!r:.200}")
     if prompt is not None and not isinstance(prompt, (str, list)):
         raise TypeError(f"prompt of {name} must be a string or a list of messages, got {prompt!r:.200}")
-    _refuse_other_keys((prompt, *answers), name)
+    refuse_other_keys((prompt, *answers), name)
     if len(answers) < 2:
         raise ValueError(f"{name} has {len(answers)} answers, but a preference needs two or more; remove it")
     _refuse_unread_prompt(example, answers, name)
@@ -126,8 +126,8 @@ def _without(prompt: list[dict[str, Any]], answers: Sequence[Any]) -> list[Any]:
     return [answer[len(prompt) :] if repeated else answer for answer in answers]
 
 
-def _refuse_other_keys(parts: Sequence[Any], name: str) -> None:
-    """Raise a ValueError if a conversation among a row's prompt and answers has no roles, as ShareGPT's have not."""
+def refuse_other_keys(parts: Sequence[Any], name: str) -> None:
+    """Raise a ValueError if a conversation among these parts of a row has no roles, as ShareGPT's have not."""
     for part in parts:
         first = part[0] if isinstance(part, list) and part else None
         if isinstance(first, Mapping) and "role" not in first:

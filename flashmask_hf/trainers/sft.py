@@ -37,7 +37,7 @@ from flashmask_hf.trainers.context_parallel import (
     context_parallel_size,
     pad_for_parts,
 )
-from flashmask_hf.trainers.formats import CONTEXTS, refuse_unread_context
+from flashmask_hf.trainers.formats import CONTEXTS, refuse_other_keys, refuse_unread_context
 
 __all__ = ["PackedSFTTrainer"]
 
@@ -296,6 +296,7 @@ def _prepares_rows(args: Any) -> bool:
 def _check_columns(example: dict[str, Any], text_field: str, dataset_name: str) -> None:
     """Raise a ValueError if an example that is not tokenized has nothing that TRL tokenizes."""
     if {"prompt", "completion"} <= set(example):
+        refuse_other_keys((example["prompt"], example["completion"]), f"the {dataset_name} dataset")
         return
     read = [name for name in ("messages", "conversations", text_field) if name in example]
     if not read:

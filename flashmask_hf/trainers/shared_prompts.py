@@ -35,6 +35,7 @@ from flashmask_hf.trainers.common import (
     refuse_empty_reference,
     whole_in_each_process,
 )
+from flashmask_hf.trainers.formats import refuse_other_keys
 
 __all__ = ["SharedPrompts", "SharedPromptsOptions", "group_prompts", "pack_sequences"]
 
@@ -109,6 +110,7 @@ class SharedPrompts:
                     f"the {name} dataset has no column 'prompt'; rename the one that holds the prompts. It has: "
                     f"{', '.join(row)}"
                 )
+            refuse_other_keys((row.get("prompt"),), f"the {name} dataset")
         self._hook_models(loaded_by_name=isinstance(model, str))
         self._rows_per_group = _rows_per_group(trainer)
 

@@ -447,6 +447,18 @@ def test_prompts_in_a_column_of_another_name_raise_at_construction(
         )  # fmt: skip
 
 
+@pytest.mark.parametrize("algorithm", ["grpo", "rloo"])
+def test_prompts_of_messages_with_other_keys_raise_at_construction(algorithm, checkpoints, tokenizer, tmp_path):
+    """TRL hands them to the tokenizer as text, which ends in an error of its own."""
+    _, _, config, trainer = CLASSES[algorithm]()
+    dataset = Dataset.from_list([{"prompt": [{"from": "human", "value": "w8"}]}] * 4)
+    with pytest.raises(ValueError, match=r"the train dataset has messages with the keys from, value.*rename the keys"):
+        trainer(
+            checkpoints["llama"], reward, config(**trainer_settings(tmp_path), num_generations=4), dataset,
+            processing_class=tokenizer,
+        )  # fmt: skip
+
+
 @pytest.mark.filterwarnings("ignore:You are using 'environment_factory':UserWarning")
 def test_environments_make_the_prompts_of_rows_without_them(checkpoints, tmp_path):
     class Environment:
