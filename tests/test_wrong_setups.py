@@ -274,6 +274,10 @@ ONE = {
         lambda: build("reward", rows=[PAIRS[0] | {"images": None}]),
         "rows with images cannot share a question.*remove the column",
     ),
+    "reward, several losses": (
+        lambda: build("reward", loss_type=["pairwise"]),
+        r"loss_type must be one of pairwise, listwise, got \['pairwise'\]",
+    ),
     "dpo, eager": (
         lambda: build("dpo", model=model_of("dpo", "eager")),
         r"need attn_implementation='flashmask', but the model has 'eager'.*set_attn_implementation\('flashmask'\)",
