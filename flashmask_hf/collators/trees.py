@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flashmask_hf.collators.checks import as_integers, as_number, as_row_options, example_names
+from flashmask_hf.collators.documents import padding_message
 from flashmask_hf.collators.forest import Forest, PackedRows, pack_forests
 from flashmask_hf.collators.labels import MASK_COLUMNS
 from flashmask_hf.names import IGNORED
@@ -57,8 +58,8 @@ class DataCollatorForTrees:
     Raises:
         ValueError: an argument is out of range; or an example lacks a column, is longer than a row, has an empty
             segment, segments that are not in depth-first order, labels of another layout, `completion_mask` or
-            `assistant_masks` in place of labels, or weights that are not finite, not one for each leaf, or not learned
-            per path.
+            `assistant_masks` in place of labels, padding (zeros in `attention_mask`), or weights that are not finite,
+            not one for each leaf, or not learned per path.
         TypeError: a column does not hold numbers.
 
     Example:
@@ -135,6 +136,9 @@ def _read(example: Mapping[str, Any], name: str) -> tuple[Forest, NDArray[np.int
                 "removes unless remove_unused_columns=False"
             )
     tokens = _segments(example["input_ids"], "input_ids", name)
+    mask = example.get("attention_mask")
+    if mask is not None and not all(own.all() for own in _segments(mask, "attention_mask", name)):
+        raise ValueError(padding_message(name))
     labels = tokens
     if example.get("labels") is not None:
         labels = _segments(example["labels"], "labels", name)

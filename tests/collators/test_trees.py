@@ -126,6 +126,7 @@ def test_trees_train_in_the_plain_trainer(tmp_path):
         ({"parents": [-1, 0, 3, 1, 0]}, ValueError, "are no forest: .* depth-first order"),
         ({"labels": [[5], [6], [8], [9, 10], [11]]}, ValueError, "labels of example 0 must have the layout"),
         ({"labels": None, "completion_mask": [[0], [1], [1], [1], [1]]}, ValueError, "completion_mask and no labels"),
+        ({"attention_mask": [[1], [1, 0], [1], [1, 1], [1]]}, ValueError, "example 0 holds padding .*padding=False"),
     ],
 )  # fmt: skip
 def test_an_invalid_tree_raises(change, error, message):
