@@ -119,7 +119,7 @@ class MultiAnswerRewardConfig(RewardConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.loss_type not in list(LOSSES):
+        if self.loss_type not in list(LOSSES):  # a list, as DPO takes, cannot be looked up in a dict
             raise ValueError(f"loss_type must be one of {', '.join(LOSSES)}, got {self.loss_type!r}")
 
 
