@@ -20,7 +20,7 @@ from torch import Tensor
 from flashmask_hf.backend.document_guard import is_guarded
 from flashmask_hf.backend.forward_records import ForwardRecord
 from flashmask_hf.backend.ignored_vectors import hides_more
-from flashmask_hf.backend.model_hooks import is_compiled, tokens_of
+from flashmask_hf.backend.model_hooks import is_compiled, named_arguments, tokens_of
 from flashmask_hf.backend.positions import has_one_document
 from flashmask_hf.checks import device_assert
 from flashmask_hf.names import NAMES, PACKED_IDS, VECTORS
@@ -31,8 +31,9 @@ __all__ = ["call_model", "check_document_numbers", "check_numbered_mask"]
 def call_model(model: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a model, and raise if it mixed the documents of `position_ids` or of mask vectors.
 
-    Once they were read in a call of the model, its calls of the same kind are not looked at. Calls of compiled models
-    never are, for compiled code cannot record it.
+    Once they were read in a call of the model, its calls of the same kind are not looked at: those with the same
+    attention, and with or without vectors and `cu_seq_lens_q`. Calls of compiled models never are, for compiled code
+    cannot record it.
 
     Args:
         model: a transformers model.
@@ -50,18 +51,20 @@ def call_model(model: Any, call: Callable[..., Any], args: tuple[Any, ...], kwar
     vectors = kwargs.get(VECTORS)
     config = model.config if vectors is None else model.config.get_text_config()
     implementation = config._attn_implementation
-    kind = implementation, vectors is None
-    known = torch.compiler.is_compiling() or kind in getattr(model, "_documents_read", ())
-    if known or not _tells_documents(args, kwargs, implementation):
+    kind = implementation, vectors is None, kwargs.get("cu_seq_lens_q") is None
+    if torch.compiler.is_compiling() or kind in getattr(model, "_documents_read", ()):
+        return call(model, *args, **kwargs)
+    named = named_arguments(model, args, kwargs)
+    if not _tells_documents(named, implementation):
         return call(model, *args, **kwargs)
     with ForwardRecord() as record:
         output = call(model, *args, **kwargs)
     if record.knows_documents or is_compiled(model):
         model._documents_read = {kind, *getattr(model, "_documents_read", ())}
         return output
-    mask, name = kwargs.get("attention_mask"), type(model).__name__
+    mask, name = named.get("attention_mask"), type(model).__name__
     if vectors is None:
-        alone = has_one_document(kwargs["position_ids"], mask)
+        alone = has_one_document(named["position_ids"], mask)
         message = (
             f"{name} hands position_ids neither to its masks nor to its attention, so that documents of a row would "
             f"see each other; pass {VECTORS} with them, as the collators do"
@@ -78,16 +81,16 @@ def call_model(model: Any, call: Callable[..., Any], args: tuple[Any, ...], kwar
     return output
 
 
-def _tells_documents(args: tuple[Any, ...], kwargs: dict[str, Any], implementation: str) -> bool:
-    """Return whether a call has vectors or positions of whole rows, which an attention has to read."""
-    vectors = kwargs.get(VECTORS)
+def _tells_documents(named: dict[str, Any], implementation: str) -> bool:
+    """Return whether a call, its arguments by name, has vectors or positions of whole rows that attention must read."""
+    vectors = named.get(VECTORS)
     if vectors is None:
-        positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
+        positions, mask = named.get("position_ids"), named.get("attention_mask")
         flat = mask is None or (isinstance(mask, Tensor) and mask.dim() == 2)  # masks of a static cache are made before
         return implementation in NAMES and flat and isinstance(positions, Tensor) and positions.dim() == 2
-    if kwargs.get(PACKED_IDS) is not None or ("flash" in implementation and implementation not in NAMES):
+    if named.get(PACKED_IDS) is not None or ("flash" in implementation and implementation not in NAMES):
         return False
-    tokens = tokens_of(args, kwargs)
+    tokens = tokens_of((), named)
     if not isinstance(tokens, Tensor) or not isinstance(vectors, Tensor) or vectors.dim() != 4:
         return False
     told = implementation in NAMES or vectors.shape[3] == 1  # `ignored_vectors` refuses others where they hide anything

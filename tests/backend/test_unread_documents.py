@@ -31,6 +31,8 @@ def test_positions_that_nothing_reads_are_refused(build):
     for options in ({}, {"use_cache": False}, {"attention_mask": torch.ones(1, 9).long()}):
         with pytest.raises(RuntimeError, match=r"hands position_ids neither to its masks.*pass startend_row"):
             model(input_ids=IDS, position_ids=PACKED, **options)
+    with pytest.raises(RuntimeError, match="hands position_ids neither to its masks"):
+        model(IDS, None, PACKED)
     assert _active.get() == ()
     model(input_ids=IDS, position_ids=torch.arange(9)[None])
     left = (torch.arange(9) > 2).long()[None]
@@ -66,6 +68,8 @@ def test_bounds_keep_these_documents_apart():
     model, bounds = granite(), torch.tensor([0, 4, 9], dtype=torch.int32)
     want = torch.cat([model(input_ids=part).logits for part in IDS.split([4, 5], 1)], 1)
     assert_near(model(input_ids=IDS, position_ids=PACKED, cu_seq_lens_q=bounds).logits, want)
+    with pytest.raises(RuntimeError, match="hands position_ids neither to its masks"):  # the bounds alone were read
+        model(input_ids=IDS, position_ids=PACKED)
 
 
 PACKED_ROW = dict(
@@ -119,7 +123,7 @@ def test_documents_are_looked_for_anew_after_a_change_of_attention():
         llama.set_attn_implementation(attention)
         for _ in range(2):
             llama(**PACKED_ROW)
-        assert (attention, False) in llama._documents_read
+        assert (attention, False, True) in llama._documents_read
 
 
 @pytest.mark.parametrize("family", ["cpmant", "xlnet"])
@@ -208,4 +212,4 @@ VECTORS = PACKED_ROW["startend_row_indices"]
     ],
 )
 def test_calls_that_tell_documents(call, attention, told):
-    assert _tells_documents((), call, attention) is told
+    assert _tells_documents(call, attention) is told
