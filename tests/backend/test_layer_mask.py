@@ -309,6 +309,7 @@ def test_window_on_a_noncausal_layer_is_refused():
 def test_window_with_positions_of_several_axes_is_refused():
     with pytest.raises(NotImplementedError, match=r"needs position_ids \[B, S\], got \[3, 1, 6\]; use"):
         attend(sliding_window=2, startend_row_indices=VECTORS, position_ids=torch.zeros(3, 1, 6))
+    attend(startend_row_indices=VECTORS, position_ids=torch.zeros(3, 1, 6))  # needs none
 
 
 def test_cu_seq_lens_that_cannot_be_honoured_are_refused():
