@@ -1,15 +1,31 @@
 """Packed rows told by positions alone raise in models that do not read them."""
 
+import types
+
 import pytest
 import torch
 from tools import model_zoo
 from tools.model_pairs import assert_near, model_pair, positions, tokens
 from tools.tiny import llama_config
-from transformers import AutoModel, AutoModelForCausalLM, GraniteMoeHybridConfig
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    CLIPVisionConfig,
+    GraniteMoeHybridConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    MusicgenConfig,
+)
 
 from flashmask_hf import masks
+from flashmask_hf.backend import unread_documents
 from flashmask_hf.backend.forward_records import _active
-from flashmask_hf.backend.unread_documents import _tells_documents, check_document_numbers, check_numbered_mask
+from flashmask_hf.backend.unread_documents import (
+    _tells_documents,
+    call_model,
+    check_document_numbers,
+    check_numbered_mask,
+)
 from flashmask_hf.collators import DataCollatorForPackedEncoders
 
 PACKED = positions([4, 5])
@@ -143,7 +159,7 @@ def test_vectors_of_an_encoder_that_does_not_call_the_attention_are_refused():
     model(**collator([{"input_ids": [5, 6, 7]}]))
 
 
-def test_models_that_read_positions_are_looked_at_once():
+def test_models_that_read_positions_are_looked_at_once(monkeypatch):
     model, _ = model_pair("llama")
     model(IDS)
     assert not hasattr(model, "_documents_read")
@@ -151,6 +167,23 @@ def test_models_that_read_positions_are_looked_at_once():
     assert model._documents_read
     assert model.base_model._documents_read
     assert _active.get() == ()
+    monkeypatch.delattr(unread_documents, "ForwardRecord")
+    model(IDS, position_ids=PACKED)
+
+
+def test_the_attention_of_the_text_model_counts_for_vectors():
+    vision = CLIPVisionConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, image_size=32, patch_size=16)
+    config = LlavaConfig(text_config=llama_config(), vision_config=vision)
+    parts = {"text_config": "flashmask", "vision_config": "sdpa"}
+    model = LlavaForConditionalGeneration._from_config(config, attn_implementation=parts).eval()
+    model(**PACKED_ROW)
+    assert model._documents_read == {("flashmask", False, True)}
+
+
+def test_models_with_two_text_models_run_without_vectors():
+    """Their config cannot tell which of the two is meant."""
+    model = types.SimpleNamespace(config=MusicgenConfig(decoder={"pad_token_id": None, "bos_token_id": None}))
+    assert call_model(model, lambda _: "output", (), {}) == "output"
 
 
 @pytest.mark.parametrize("part", [lambda model: model, lambda model: model.base_model], ids=["whole", "backbone"])
