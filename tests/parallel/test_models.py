@@ -52,6 +52,8 @@ REFUSED = {
     "no vectors": "ValueError: a layer has .*as many as a part of a row.*no startend_row_indices",
     "vectors of another row": r"ValueError: .*whole row of 128 tokens, .*got \[2, 1, 120, 1\]",
     "vectors out of range": r"RuntimeError: startend_row_indices must lie in 0\.\.128",
+    "vectors below 0": r"RuntimeError: startend_row_indices must lie in 0\.\.128",
+    "cache": "ValueError: a layer has .* rows of a row that is split over processes, but .* keys; pass use_cache=False",
     "heads of vectors": "ValueError: startend_row_indices has 3 heads; it must have 1, Hkv = 4 or Hq = 8",
     "no int32": "TypeError: startend_row_indices must be an int32 tensor",
     "2D mask": "RuntimeError: a 2D attention_mask hides tokens of a row that is split",

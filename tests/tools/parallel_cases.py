@@ -376,6 +376,7 @@ def refusals(group: Any) -> dict[str, Any]:
     late[:, -1] = 0
     with sequence_parallel(group, rows, positions) as split:
         shard = split.shard(batch)
+    cache = model(batch["input_ids"][:, :4], use_cache=True).past_key_values
     turned = model_of("llama", 8, 4)
     turned.config.rope_parameters["rope_type"] = "dynamic"
     wrong: dict[str, Callable[[], Any]] = {
@@ -387,6 +388,10 @@ def refusals(group: Any) -> dict[str, Any]:
         "vectors of another row": in_context(lambda split: call(split, startend_row_indices=vectors[:, :, : 128 - 8])),
         "vectors out of range": in_context(
             lambda split: call(split, startend_row_indices=vectors + 100), exchange="keys"
+        ),
+        "vectors below 0": in_context(lambda split: call(split, startend_row_indices=vectors - 100), exchange="keys"),
+        "cache": in_context(
+            lambda split: call(split, startend_row_indices=vectors, past_key_values=cache, position_ids=None)
         ),
         "heads of vectors": in_context(
             lambda split: call(split, startend_row_indices=vectors.expand(-1, 3, -1, -1)), exchange="heads"
