@@ -22,8 +22,12 @@ def test_every_record_counts_the_layers_that_receive_the_vectors():
     assert (outer.supplied_calls, inner.supplied_calls) == (4, 2)
 
 
-def test_attention_that_is_changed_after_run_packed_is_refused():
-    model, _ = model_pair("llama")
+def test_attention_that_is_another_or_changed_after_run_packed_is_refused():
+    model, eager = model_pair("llama")
+    with pytest.raises(
+        ValueError, match=r"packed rows need attn_implementation='flashmask', but the model has 'eager'"
+    ):
+        run_packed(eager)
     run_packed(model)
     rows = masks.share_question([(2, [2, 2])])
     place = torch.tensor([[0, 1, 2, 3, 2, 3]])
