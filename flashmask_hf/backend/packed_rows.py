@@ -40,7 +40,7 @@ def run_packed(model: Any) -> None:
     backbone = inner.base_model
     _check_attention(backbone)
     decoder = backbone.get_decoder()  # without the image encoder of a vision-language model, which sees both ways
-    if inner.config.is_encoder_decoder or any(getattr(part, "is_causal", None) is False for part in decoder.modules()):
+    if any(getattr(part, "is_causal", None) is False for part in decoder.modules()):
         raise ValueError(
             f"{type(inner).__name__} is not a causal decoder, and packed rows are causal; use TRL's own trainer for it"
         )
