@@ -327,11 +327,19 @@ def test_cu_seq_lens_that_cannot_be_honoured_are_refused():
             attend(cu_seq_lens_q=edges, attention_mask=columns, q_len=q_len, batch=1)
 
 
-def test_cu_seq_lens_are_documents():
-    query, edges = torch.randn(1, 2, 8, 8), torch.tensor([0, 3, 6], dtype=torch.int32)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_cu_seq_lens_are_documents(dtype):
+    query, edges = torch.randn(1, 2, 8, 8), torch.tensor([0, 3, 6], dtype=dtype)
     columns = mask_hook(batch_size=1, q_length=8, kv_length=8)
     mask = layer_mask._hook_mask(columns, query, query, edges, None)
     assert torch.equal(mask.indices, masks.causal_document([3, 3, 2]).indices)
+
+
+def test_cu_seq_lens_of_one_document_change_nothing():
+    columns = mask_hook(batch_size=2, q_length=6, kv_length=6)
+    edges = torch.tensor([0, 6], dtype=torch.int32)
+    for given in ({}, dict(attention_mask=columns)):
+        assert torch.equal(attend(cu_seq_lens_q=edges, **given)[0], attend(**given)[0])
 
 
 def test_a_window_of_one_side_and_one_of_two_are_masks_of_their_own():

@@ -33,7 +33,10 @@ def test_attention_that_is_another_or_changed_after_run_packed_is_refused():
     place = torch.tensor([[0, 1, 2, 3, 2, 3]])
     packed = dict(packed_input_ids=tokens(1, 6), packed_position_ids=place, startend_row_indices=rows.indices)
     batch = dict(input_ids=tokens(2, 4), packed_index=torch.tensor([[0, 1, 2, 3], [0, 1, 4, 5]]), use_cache=False)
-    assert model(**batch, **packed).logits.shape[:2] == (2, 4)
+    once = model(**batch, **packed).logits
+    assert once.shape[:2] == (2, 4)
+    run_packed(model)
+    assert torch.equal(model(**batch, **packed).logits, once)
     model.set_attn_implementation("sdpa")
     with pytest.raises(ValueError, match=r"packed rows need attn_implementation='flashmask', but the model has 'sdpa'"):
         model(**batch, **packed)
