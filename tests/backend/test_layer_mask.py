@@ -335,6 +335,13 @@ def test_cu_seq_lens_are_documents(dtype):
     assert torch.equal(mask.indices, masks.causal_document([3, 3, 2]).indices)
 
 
+def test_a_hidden_token_at_position_0_starts_no_document():
+    padding = torch.tensor([[1, 1, 0, 1, 1, 1]] * 2).bool()
+    columns = mask_hook(batch_size=2, q_length=6, kv_length=6, attention_mask=padding)
+    places = torch.tensor([[0, 1, 0, 2, 3, 4]])
+    assert torch.equal(attend(attention_mask=columns, position_ids=places)[0], attend(attention_mask=columns)[0])
+
+
 def test_cu_seq_lens_of_one_document_change_nothing():
     columns = mask_hook(batch_size=2, q_length=6, kv_length=6)
     edges = torch.tensor([0, 6], dtype=torch.int32)

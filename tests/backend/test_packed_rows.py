@@ -56,6 +56,7 @@ def test_a_forward_that_raises_leaves_no_record(where):
         "a hook after": backbone.register_forward_hook,
     }[where]
     check_layers(model)
+    check_layers(model)  # adds no second count
     handle = register(interrupt, prepend=where == "a hook after")  # between the hooks that count
     with pytest.raises(RuntimeError, match="interrupted"):
         model(tokens(1, 6), **ROW)
