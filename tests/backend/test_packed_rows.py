@@ -36,7 +36,9 @@ def test_attention_that_is_another_or_changed_after_run_packed_is_refused():
     once = model(**batch, **packed).logits
     assert once.shape[:2] == (2, 4)
     run_packed(model)
-    assert torch.equal(model(**batch, **packed).logits, once)
+    again = model(**batch, **packed, output_hidden_states=True)
+    assert torch.equal(again.logits, once)
+    assert [states.shape[:2] for states in again.hidden_states] == [(2, 4)] * 3
     model.set_attn_implementation("sdpa")
     with pytest.raises(ValueError, match=r"packed rows need attn_implementation='flashmask', but the model has 'sdpa'"):
         model(**batch, **packed)
@@ -57,6 +59,7 @@ def test_a_forward_that_raises_leaves_no_record(where):
     }[where]
     check_layers(model)
     check_layers(model)  # adds no second count
+    model(tokens(1, 6))  # has no vectors that layers could miss
     handle = register(interrupt, prepend=where == "a hook after")  # between the hooks that count
     with pytest.raises(RuntimeError, match="interrupted"):
         model(tokens(1, 6), **ROW)
