@@ -44,6 +44,10 @@ def test_a_layer_without_positions_is_refused():
         attend(**given)
 
 
+def test_positions_of_each_row_are_compared_with_its_own():
+    assert not refuses(SHARED, torch.cat([DEPTHS + 9, DEPTHS]))
+
+
 def test_of_several_axes_the_first_counts():
     assert not refuses(SHARED, torch.stack([DEPTHS, torch.arange(9)[None]]))
     assert refuses(SHARED, torch.stack([torch.arange(9)[None], DEPTHS]))

@@ -219,6 +219,15 @@ def test_numbers_of_documents_in_a_model_with_a_long_name():
         check_document_numbers(model, {"seq_idx": torch.arange(9)[None]})
 
 
+@pytest.mark.parametrize("name", ["startend_row_indices", "position_ids", "cu_seq_lens_q"])
+def test_numbers_of_documents_beside_what_attention_reads(name):
+    check_document_numbers(granite(), {"seq_idx": torch.arange(9)[None], name: PACKED})
+
+
+def test_numbers_of_documents_in_recurrent_models_are_left_to_the_guard():
+    check_document_numbers(granite("mamba"), {"seq_idx": torch.arange(9)[None]})
+
+
 VECTORS = PACKED_ROW["startend_row_indices"]
 
 
