@@ -132,7 +132,7 @@ def plot_tiles(
 
 def _percent(share: float) -> str:
     """Return a share in percent; one that is neither nothing nor all does not look like it."""
-    if 0 < share < 0.005:
+    if 0 < share <= 0.005:
         return "<1%"
     return ">99%" if 0.995 <= share < 1 else f"{share:.0%}"
 

@@ -135,6 +135,13 @@ def test_the_axis_names_the_tiles_and_shares_do_not_round_to_nothing():
     assert ax.get_legend_handles_labels()[1] == ["visible 0%", "partial 3%", "hidden 97%"]
     labels = masks.causal_document([1] * 300).plot(block=(1, 1)).get_legend_handles_labels()[1]
     assert labels == ["visible <1%", "hidden >99%"]
+    labels = masks.sliding_window(200, 1, q_len=1).plot(block=(1, 1)).get_legend_handles_labels()[1]
+    assert labels == ["visible <1%", "hidden >99%"]
+
+
+@pytest.mark.parametrize(("rows", "aspect"), [(24, "auto"), (25, 1.0), (100, 1.0)])
+def test_tiles_are_square_unless_the_picture_would_be_a_strip(rows, aspect):
+    assert masks.full(100, q_len=rows).plot().get_aspect() == aspect
 
 
 def test_plot_draws_on_the_callers_axes_without_a_legend():
