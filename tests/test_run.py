@@ -1,15 +1,19 @@
 """`python -m flashmask_hf run`: unchanged programs find the backend registered, in launched processes too."""
 
+import importlib.metadata
+import importlib.util
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tools.tiny import llama_config, word_tokenizer
 from transformers import AutoModelForCausalLM
 
+from flashmask_hf import run
 from flashmask_hf.__main__ import main
 
 PROGRAM = """
@@ -104,3 +108,54 @@ def test_arguments_that_name_no_program(arguments, code, message, capsys):
         found = error.code
     assert found == code
     assert message in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize(
+    ("given", "launched"),
+    [
+        ({"module": False, "no_python": False}, (True, "flashmask_hf", ["run", "train.py", "--flag"])),
+        ({"module": True, "no_python": False}, (True, "flashmask_hf", ["run", "-m", "train.py", "--flag"])),
+        ({"module": False, "no_python": True}, (False, "train.py", ["--flag"])),
+    ],
+    ids=["script", "module", "no Python"],
+)
+def test_what_accelerate_launches(monkeypatch, given, launched):
+    """Scripts and modules run by this command; a program that is not Python runs as it is."""
+    launch = pytest.importorskip("accelerate.commands.launch")
+    monkeypatch.setattr(launch, "launch_command", lambda args: args)
+    run._keep_registered_in_launched_processes()
+    args = SimpleNamespace(training_script="train.py", training_script_args=["--flag"], **given)
+    found = launch.launch_command(args)
+    assert (found.module, found.training_script, found.training_script_args) == launched
+
+
+@pytest.mark.parametrize(("returned", "code"), [(None, 0), (3, 3)])
+def test_a_command_gives_its_arguments_and_exit_code(monkeypatch, returned, code):
+    seen = []
+    command = SimpleNamespace(load=lambda: lambda: seen.append(sys.argv) or returned)
+    monkeypatch.setattr(run, "_keep_registered_in_launched_processes", lambda: None)
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group, name: [command] if name == "trl" else [])
+    monkeypatch.setattr(sys, "argv", [])
+    assert main(["run", "trl", "sft"]) == code
+    assert seen == [["trl", "sft"]]
+
+
+def test_a_script_that_is_linked_finds_its_neighbours(monkeypatch, tmp_path):
+    """Python resolves the link, too."""
+    (tmp_path / "real").mkdir()
+    script = tmp_path / "real" / "script.py"
+    script.write_text("import sys\nsys.exit(sys.path[0])")
+    (tmp_path / "link.py").symlink_to(script)
+    monkeypatch.setattr(run, "_keep_registered_in_launched_processes", lambda: None)
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    with pytest.raises(SystemExit) as caught:
+        main(["run", str(tmp_path / "link.py")])
+    assert caught.value.code == str(script.parent)
+
+
+def test_programs_run_without_accelerate(monkeypatch):
+    """Where it is not installed, nothing can be launched through it."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "accelerate.commands", None)
+    run._keep_registered_in_launched_processes()
