@@ -24,7 +24,7 @@ from tools.support import (
     run,
 )
 
-from flashmask_hf import FlashMask, flashmask_attention, masks, plan
+from flashmask_hf import FlashMask, flashmask_attention, masks, plan, torch_state
 from flashmask_hf.plan import ROWS, plan_columns
 
 CPU = (torch.float32, torch.bfloat16, torch.float16)
@@ -462,11 +462,20 @@ def test_triton_refuses_the_cpu() -> None:
         flashmask_attention(**_good(), impl="triton")
 
 
+@pytest.mark.parametrize("impl", ["hopper", "triton"])
+def test_kernels_that_are_named_need_triton(monkeypatch: pytest.MonkeyPatch, impl: str) -> None:
+    monkeypatch.setattr(torch_state, "HAS_TRITON", False)
+    with pytest.raises(ValueError, match=f"impl='{impl}' cannot serve this process: Triton is not installed"):
+        flashmask_attention(**_good(), impl=impl)
+
+
 @pytest.mark.interpreter
 def test_triton_refuses_wide_heads_and_float64() -> None:
     wide = [torch.randn(1, 1, 8, 264) for _ in range(3)]
     with pytest.raises(ValueError, match=r"head_dim 264 \(its limit is 256\); impl='torch' can"):
         flashmask_attention(*wide, masks.causal(8), impl="triton")
+    with pytest.raises(ValueError, match=r"head_dim 264 \(its limit is 256\)"):
+        flashmask_attention(wide[0][..., :16], wide[1][..., :16], wide[2], masks.causal(8), impl="triton")
     double = [torch.randn(1, 1, 8, 16, dtype=torch.float64) for _ in range(3)]
     with pytest.raises(ValueError, match=r"dtype torch\.float64"):
         flashmask_attention(*double, masks.causal(8), impl="triton")

@@ -188,7 +188,7 @@ def test_forward_tiles_wider_than_the_kernel_s(
     ("batch", "heads", "q_len", "dim", "softcap", "ordered", "warpgroups"),
     [
         (2, 32, 4096, 64, 0.0, False, [2, 3]),
-        (2, 32, 4095, 64, 0.0, False, [2]),
+        (4, 32, 4095, 64, 0.0, False, [2]),
         (1, 63, 4096, 64, 0.0, False, [2]),
         (2, 32, 4096, 64, 20.0, False, [2]),  # three would spill its registers
         (2, 32, 4096, 64, 0.0, True, [2]),
@@ -282,6 +282,13 @@ def test_unsupported_tensors_are_named(monkeypatch: pytest.MonkeyPatch, given: t
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     obstacle = hopper_forward.unsupported_reason(*given)
     assert obstacle is None if message is None else re.search(message, str(obstacle))
+
+
+def test_a_gpu_of_amd_is_not_taken_for_a_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compute capability of an MI300 (gfx942) is 9.4."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 4))
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert "it needs a Hopper GPU" in str(hopper_forward.unsupported_reason(CUDA, torch.bfloat16, 128, 128))
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (10, 0), (12, 0)])

@@ -25,7 +25,13 @@ import triton.language as tl
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from flashmask_hf.kernels.launch.descriptors import describable, fits_descriptor, template, tile_templates
+from flashmask_hf.kernels.launch.descriptors import (
+    describable,
+    fits_descriptor,
+    loads_by_descriptor,
+    template,
+    tile_templates,
+)
 from flashmask_hf.kernels.launch.launcher import Launch
 from flashmask_hf.kernels.launch.layout import layout_like, layout_of, packed_layout
 
@@ -281,6 +287,28 @@ def test_what_no_descriptor_fits_is_copied() -> None:
         assert describable(odd).stride() == (2 * 8 * 64, 8 * 64, 64, 1)
         wide = aligned.expand(2, 3, 128, 64)[..., ::2]
         assert describable(wide).is_contiguous()
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "hip", "expected"),
+    [
+        ("cuda", (9, 0), None, True),
+        ("cuda", (12, 0), None, True),
+        ("cuda", (8, 9), None, False),
+        ("cuda", (9, 4), "6.4", False),
+        ("cpu", (9, 0), None, False),
+    ],
+    ids=["hopper", "blackwell", "ada", "mi300", "cpu"],
+)
+def test_devices_that_load_by_descriptor(
+    monkeypatch: pytest.MonkeyPatch, device: str, capability: tuple[int, int], hip: str | None, expected: bool
+) -> None:
+    """If a descriptor fits every tensor."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    fits = layout_of(_rows())._replace(device=torch.device(device))
+    assert loads_by_descriptor(fits, fits) is expected
+    assert not loads_by_descriptor(fits, fits._replace(aligned=False))
 
 
 def test_a_descriptor_of_what_cannot_be_described_raises() -> None:
