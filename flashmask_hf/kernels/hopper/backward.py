@@ -155,12 +155,14 @@ def prepare_backward(
         q_order, k_order = orders or (None, None)
         dq, dk, dv, accum = new_dq(), new_dk(), new_dv(), new_accum()
         counter = new_counter() if persistent else None
+        lse = lse.contiguous()
         if isinstance(delta, tuple):
             out, dlse = delta
             dlse = None if dlse is None else dlse.contiguous()
             delta = new_delta()
             make_delta(dout, out, dlse, delta, None if dlse is None else lse, None, accum, counter)
         else:
+            delta = delta.contiguous()
             accum.zero_()
             if counter is not None:
                 counter.zero_()

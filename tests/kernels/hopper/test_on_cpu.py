@@ -405,6 +405,23 @@ def test_gradients_of_what_no_descriptor_fits(layout: str) -> None:
     assert [x.stride() for x in results[0][1:]] == [x.stride() for x in told]
 
 
+@pytest.mark.parametrize("given", ["out", "delta"])
+def test_row_statistics_of_any_strides(given: str) -> None:
+    """The kernels read LSE, its gradient and delta as contiguous tensors."""
+    q, k, v = (x.detach() for x in _inputs(64, 70, 70))
+    mask = masks.causal_document([30, 40])
+    tiles = plan.build_plan(mask.indices, mask.causal, 70)
+    lse, delta, dlse = torch.randn(3, *q.shape[:3], generator=torch.Generator().manual_seed(0)).unbind()
+    results = []
+    for strided in (False, True):
+        rows = [x.mT.contiguous().mT if strided else x for x in (lse, delta, dlse)]
+        assert rows[0].is_contiguous() is not strided
+        sums = rows[1] if given == "delta" else (q, rows[2])
+        results.append(hopper_kernels.backward(q, q, k, v, rows[0], sums, mask, tiles, 0.1, 0.0, deterministic=True))
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_random_calls(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """The roles run in an order that the seed draws, too."""
