@@ -167,7 +167,7 @@ def _pick(
 ) -> Config:
     """Return the first configuration whose resident and streamed elements, of two bytes each, fit the shared memory."""
     device = problem.q.device
-    width = min(256, max(64, *_blocks(problem)))
+    width = max(64, *_blocks(problem))
     if _on_cpu(device):
         return _INTERPRETED
     if problem.q.dtype == torch.float32:

@@ -128,6 +128,12 @@ def test_float32_takes_small_tiles() -> None:
     assert configs.forward_config(_problem(8192, (64, 256), dtype=torch.float32))[:2] == (16, 16)
 
 
+@pytest.mark.parametrize("dims", [(16, 16), (16, 64), (64, 16)], ids=str)
+def test_narrow_heads_take_the_tiles_of_64_columns(dims: tuple[int, int]) -> None:
+    for choose in (configs.forward_config, configs.keys_config, configs.queries_config):
+        assert choose(_problem(8192, dims)) == choose(_problem(8192, (64, 64)))
+
+
 def test_rows_of_all_batch_entries_occupy_multiprocessors() -> None:
     few, many = (configs.forward_config(_problem(1024, (128, 128), batch=batch)).rows for batch in (1, 2))
     assert (few, many) == (64, 128)
