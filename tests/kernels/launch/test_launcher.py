@@ -169,13 +169,14 @@ def test_descriptors_are_of_the_tensors_of_the_launch(launches: _Launches) -> No
     """While they are launched; then the memory is let go."""
     launch = _described_launch()
     seen: list[Any] = []
-    launches.on_launch = lambda *arguments: seen.append((vars(arguments[0]).copy(), arguments[1:]))
+    launches.on_launch = lambda first, *rest: seen.append((first, vars(first).copy(), rest))
     settings = None, 100, 8, 0.5
     for found, behind in ((launches.asked, settings), (launches.compiled, (*settings, 64, True))):
         x = _rows()
         launch(x, None)
-        described, rest = seen.pop()
+        descriptor, described, rest = seen.pop()
         assert len(found) == 1
+        assert descriptor is launch.descriptors[0]  # not a copy, which takes time
         assert described["base"] is x
         assert described == vars(describe(x, 1, 1, 64, 64))
         assert rest == behind
