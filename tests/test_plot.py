@@ -139,7 +139,15 @@ def test_the_axis_names_the_tiles_and_shares_do_not_round_to_nothing():
     assert labels == ["visible <1%", "hidden >99%"]
 
 
-@pytest.mark.parametrize(("rows", "aspect"), [(24, "auto"), (25, 1.0), (100, 1.0)])
+@pytest.mark.parametrize(("mask", "apart"), [(masks.causal(64), True), (masks.full(65, q_len=1), False)])
+def test_gaps_set_up_to_64_tiles_a_side_apart(mask, apart):
+    """More tiles are one image, which a vector file stores in less space."""
+    (mesh,) = (x for x in mask.plot().collections if isinstance(x, QuadMesh))
+    assert mesh.get_rasterized() is not apart
+    assert (mesh.get_linewidth().tolist() == [0.4]) is apart
+
+
+@pytest.mark.parametrize(("rows", "aspect"), [(24, "auto"), (25, 1.0), (400, 1.0), (401, "auto")])
 def test_tiles_are_square_unless_the_picture_would_be_a_strip(rows, aspect):
     assert masks.full(100, q_len=rows).plot().get_aspect() == aspect
 
