@@ -135,6 +135,7 @@ def test_the_axis_names_the_tiles_and_shares_do_not_round_to_nothing():
     assert ax.get_legend_handles_labels()[1] == ["visible 0%", "partial 3%", "hidden 97%"]
     labels = masks.causal_document([1] * 300).plot(block=(1, 1)).get_legend_handles_labels()[1]
     assert labels == ["visible <1%", "hidden >99%"]
+    assert masks.full(4).plot().get_legend_handles_labels()[1] == ["visible 100%", "hidden 0%"]
     labels = masks.sliding_window(200, 1, q_len=1).plot(block=(1, 1)).get_legend_handles_labels()[1]
     assert labels == ["visible <1%", "hidden >99%"]
 
