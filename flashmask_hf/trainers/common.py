@@ -34,6 +34,7 @@ __all__ = [
     "refuse_options",
     "refuse_sampling_by_length",
     "turn_off_dispatching",
+    "unformatted",
     "whole_in_each_process",
     "with_position_limit",
 ]
@@ -237,13 +238,28 @@ def _named_datasets(train_dataset: Any, eval_dataset: Any) -> list[tuple[str, An
     return [("train", train_dataset), *evaluated.items()]
 
 
+def unformatted(dataset: Any) -> Any:
+    """Return the dataset's visible columns as Python objects, because chat templates cannot read arrays and tensors."""
+    if isinstance(dataset, Dataset):
+        formatted = dataset.format
+        if formatted["type"] == "custom":  # a transform, which may make the columns
+            return dataset
+        if not formatted["output_all_columns"]:
+            dataset = dataset.select_columns(formatted["columns"])
+    return dataset.with_format(None)
+
+
 def first_rows(train_dataset: Any, eval_dataset: Any) -> dict[str, Any]:
-    """Return the first row of each of a trainer's datasets, by name; raise a ValueError for one without rows."""
+    """Return the first row of each of a trainer's datasets, by name; raise a ValueError for one without rows.
+
+    Rows of Hugging Face datasets are Python objects, whatever the format.
+    """
     rows: dict[str, Any] = {}
     for name, dataset in _named_datasets(train_dataset, eval_dataset):
         if dataset is None:
             continue
-        rows[name] = next(iter(dataset), None)
+        plain = unformatted(dataset) if hasattr(dataset, "with_format") else dataset
+        rows[name] = next(iter(plain), None)
         if rows[name] is None:
             raise ValueError(f"the {name} dataset is empty; give it at least one row")
     return rows

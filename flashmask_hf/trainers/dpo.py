@@ -31,6 +31,7 @@ from flashmask_hf.trainers.common import (
     prepare_arguments,
     refuse_empty_reference,
     refuse_sampling_by_length,
+    unformatted,
     with_position_limit,
 )
 from flashmask_hf.trainers.formats import preference_columns
@@ -246,6 +247,7 @@ class SharedQuestionDPOTrainer(DPOTrainer):
     def _prepare_dataset(
         self, dataset: Dataset | IterableDataset, processing_class: Any, args: Any, dataset_name: str
     ) -> Dataset | IterableDataset:
+        dataset = unformatted(dataset)
         first = next(iter(dataset), None)
         if first is None:
             raise ValueError(f"the {dataset_name} dataset is empty")

@@ -33,6 +33,7 @@ from flashmask_hf.trainers.common import (
     map_style_datasets,
     prepare_arguments,
     refuse_sampling_by_length,
+    unformatted,
     with_position_limit,
 )
 from flashmask_hf.trainers.formats import answer_sequences
@@ -262,8 +263,8 @@ class MultiAnswerRewardTrainer(RewardTrainer):
     def _prepare_dataset(
         self, dataset: Dataset | IterableDataset, processing_class: Any, args: RewardConfig, dataset_name: str
     ) -> Dataset | IterableDataset:
-        unformatted = _unformatted(dataset)
-        first = next(iter(unformatted), None)
+        plain = unformatted(dataset)
+        first = next(iter(plain), None)
         if first is None:
             raise ValueError(f"the {dataset_name} dataset is empty")
         map_style = isinstance(dataset, Dataset)  # IterableDataset.map has neither num_proc nor desc
@@ -277,7 +278,7 @@ class MultiAnswerRewardTrainer(RewardTrainer):
                             "each epoch, since examples are tokenized once; apply it with dataset.map(...) before"
                         )
                     options["desc"] = f"Tokenizing {dataset_name} dataset"
-                dataset = unformatted.map(
+                dataset = plain.map(
                     _tokenize,
                     with_indices=True,
                     remove_columns=list(first),
@@ -452,17 +453,6 @@ def _check_example(
 ) -> None:
     """Raise the error that collating the example would raise."""
     collator.check(example, f"example {index} of the {dataset_name} dataset, as prepared,")
-
-
-def _unformatted(dataset: Any) -> Any:
-    """Return the dataset's visible columns as Python objects, because chat templates cannot read arrays and tensors."""
-    if isinstance(dataset, Dataset):
-        formatted = dataset.format
-        if formatted["type"] == "custom":  # a transform, which may make the columns
-            return dataset
-        if not formatted["output_all_columns"]:
-            dataset = dataset.select_columns(formatted["columns"])
-    return dataset.with_format(None)
 
 
 def _check_margins(dataset: Dataset, name: str) -> None:

@@ -30,6 +30,7 @@ from flashmask_hf.trainers.common import (
     log_sparsity,
     prepare_arguments,
     refuse_sampling_by_length,
+    unformatted,
 )
 from flashmask_hf.trainers.context_parallel import (
     ContextParallelMixin,
@@ -184,6 +185,7 @@ class PackedSFTTrainer(ContextParallelMixin, SFTTrainer):
         formatting_func: Any,
         dataset_name: str,
     ) -> Dataset | IterableDataset:
+        dataset = unformatted(dataset)
         first = next(iter(dataset), None)
         if first is None:
             raise ValueError(f"the {dataset_name} dataset is empty; give it at least one row")

@@ -375,6 +375,18 @@ def test_a_compiled_reference_that_mixes_documents_raises(model_path, tokenizer,
         ).train()
 
 
+@pytest.mark.parametrize("library", ["torch", "numpy", "pandas", "arrow"])
+def test_rows_in_any_dataset_format_are_prepared_alike(library, model_path, tokenizer, tmp_path):
+    data, prepared = Dataset.from_list([conversation(row) for row in preference_rows()]), []
+    for name in (None, library):
+        given = data.with_format(name)
+        trainer = SharedQuestionDPOTrainer(
+            model_path, args=config(tmp_path), train_dataset=given, processing_class=tokenizer
+        )
+        prepared.append(trainer.train_dataset[:])
+    assert prepared[0] == prepared[1]
+
+
 def test_a_streamed_dataset_trains(model_path, tokenizer, tmp_path):
     def stream():
         yield from preference_rows()

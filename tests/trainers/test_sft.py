@@ -158,6 +158,21 @@ def test_layers_that_get_the_mask_train(tmp_path, model, attention, adapter):
     assert getattr(backbone, "_layers_checked", False) == (attention == "flashmask")
 
 
+@pytest.mark.parametrize("library", ["torch", "numpy", "pandas", "arrow"])
+@pytest.mark.parametrize("streamed", [False, True], ids=["map", "streamed"])
+def test_messages_in_any_dataset_format_give_the_same_rows(library, streamed, tmp_path, model):
+    template = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
+    tokenizer = word_tokenizer("user", "assistant", chat_template=template)
+    turns = [{"role": "user", "content": "w8"}, {"role": "assistant", "content": "w9 w10"}]
+    data, rows = Dataset.from_list([{"messages": turns}] * 2), []
+    for name in (None, library):
+        given = data.to_iterable_dataset().with_format(name) if streamed else data.with_format(name)
+        args = arguments(tmp_path, max_steps=1)
+        trainer = PackedSFTTrainer(model, args, train_dataset=given, processing_class=tokenizer)
+        rows.append(list(trainer.train_dataset))
+    assert rows[0] == rows[1]
+
+
 def test_packed_rows_are_not_packed_again(tmp_path, model):
     documents = {"input_ids": [[3, 4, 5], [6, 7]] * 4, "labels": [[3, 4, -100], [6, 7]] * 4}
     rows = pack_dataset(Dataset.from_dict(documents), 8)
