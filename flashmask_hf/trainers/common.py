@@ -21,6 +21,7 @@ __all__ = [
     "check_adapters",
     "check_config",
     "default_output_dir",
+    "first_row",
     "first_rows",
     "flashmask_policy",
     "gather_trained_head",
@@ -258,11 +259,17 @@ def first_rows(train_dataset: Any, eval_dataset: Any) -> dict[str, Any]:
     for name, dataset in _named_datasets(train_dataset, eval_dataset):
         if dataset is None:
             continue
-        plain = unformatted(dataset) if hasattr(dataset, "with_format") else dataset
-        rows[name] = next(iter(plain), None)
-        if rows[name] is None:
-            raise ValueError(f"the {name} dataset is empty; give it at least one row")
+        rows[name] = first_row(dataset, name)
     return rows
+
+
+def first_row(dataset: Any, name: str) -> Any:
+    """Return the first row of a dataset; raise a ValueError with its name if it has none."""
+    plain = unformatted(dataset) if hasattr(dataset, "with_format") else dataset
+    row = next(iter(plain), None)
+    if row is None:
+        raise ValueError(f"the {name} dataset is empty; give it at least one row")
+    return row
 
 
 def refuse_sampling_by_length(trainer: Any) -> None:

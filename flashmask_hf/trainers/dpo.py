@@ -22,6 +22,7 @@ from flashmask_hf.names import FLASHMASK, VECTORS
 from flashmask_hf.trainers.common import (
     check_config,
     default_output_dir,
+    first_row,
     first_rows,
     flashmask_policy,
     gather_trained_head,
@@ -248,9 +249,7 @@ class SharedQuestionDPOTrainer(DPOTrainer):
         self, dataset: Dataset | IterableDataset, processing_class: Any, args: Any, dataset_name: str
     ) -> Dataset | IterableDataset:
         dataset = unformatted(dataset)
-        first = next(iter(dataset), None)
-        if first is None:
-            raise ValueError(f"the {dataset_name} dataset is empty")
+        first = first_row(dataset, dataset_name)
         if {"prompt_ids", "chosen_ids", "rejected_ids"} <= set(first):
             if self._hooked:  # a dataset passed to `evaluate`
                 self._check_lengths(dataset, dataset_name)

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 from trl.trainer.reward_config import RewardConfig
 from trl.trainer.reward_trainer import RewardTrainer
-from trl.trainer.utils import global_then_local_main_first
 
 from flashmask_hf.backend.model_hooks import unwrap_peft
 from flashmask_hf.backend.packed_rows import check_compiled, run_packed
-from flashmask_hf.collators.checks import as_number
-from flashmask_hf.collators.reward import PADDING, DataCollatorForMultiAnswerReward, answer_scores, shared_prefix
+from flashmask_hf.collators.reward import PADDING, DataCollatorForMultiAnswerReward
 from flashmask_hf.names import PACKED_IDS, VECTORS
 from flashmask_hf.trainers.common import (
     check_config,
@@ -33,55 +28,14 @@ from flashmask_hf.trainers.common import (
     map_style_datasets,
     prepare_arguments,
     refuse_sampling_by_length,
-    unformatted,
     with_position_limit,
 )
-from flashmask_hf.trainers.formats import answer_sequences
+from flashmask_hf.trainers.reward_data import check_rows, prepare_rows
+from flashmask_hf.trainers.reward_losses import LOSSES, pair_mean
 
-__all__ = ["MultiAnswerRewardConfig", "MultiAnswerRewardTrainer", "pairwise_loss", "plackett_luce_loss"]
+__all__ = ["MultiAnswerRewardConfig", "MultiAnswerRewardTrainer"]
 
 logger = get_logger(__name__)
-
-
-def pairwise_loss(rewards: Tensor, beats: Tensor) -> Tensor:
-    """Return the mean of -log sigmoid(r_i - r_j) over the pairs of each question in which answer i beats answer j.
-
-    With two answers this is the Bradley-Terry loss of `trl.RewardTrainer`; with more, the loss of InstructGPT
-    (https://huggingface.co/papers/2203.02155, section 3.5, equation 1).
-
-    Args:
-        rewards: rewards minus margins, [B, N].
-        beats: bool [B, N, N], true where answer i is better than answer j; at least one pair per question.
-
-    Returns:
-        The loss of each question, [B].
-    """
-    return _pair_mean(-nn.functional.logsigmoid(rewards[:, :, None] - rewards[:, None]), beats)
-
-
-def plackett_luce_loss(rewards: Tensor, beats: Tensor) -> Tensor:
-    """Return the negative log-likelihood of each question's ranking under the Plackett-Luce model.
-
-    The likelihood is the product, over the answers, of the probability softmax(r_i) that an answer is drawn first from
-    itself and all answers that it beats. Tied answers do not compete. With two answers this is `pairwise_loss`.
-
-    Args:
-        rewards: rewards minus margins, [B, N].
-        beats: bool [B, N, N], true where answer i is better than answer j; at least one pair per question.
-
-    Returns:
-        The loss of each question, [B].
-    """
-    rivals = torch.where(beats, rewards[:, None] - rewards[:, :, None], -torch.inf)
-    return torch.cat([torch.zeros_like(rivals[..., :1]), rivals], -1).logsumexp(-1).sum(1)
-
-
-def _pair_mean(values: Tensor, beats: Tensor) -> Tensor:
-    """Return the mean of values [B, N, N] over the pairs of each question, [B]."""
-    return torch.where(beats, values, 0.0).sum((1, 2)) / beats.sum((1, 2))
-
-
-LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"pairwise": pairwise_loss, "listwise": plackett_luce_loss}
 
 
 @dataclass
@@ -251,60 +205,12 @@ class MultiAnswerRewardTrainer(RewardTrainer):
                 "pad_token, so that both are the same."
             )
         for name, dataset in map_style_datasets(self.train_dataset, self.eval_dataset):
-            _check_margins(dataset, name)
-            dataset.map(
-                _check_example,
-                with_indices=True,
-                fn_kwargs={"collator": collator, "dataset_name": name},
-                num_proc=args.dataset_num_proc,
-                desc=f"Checking {name} dataset",
-            )
+            check_rows(dataset, collator, args, name)
 
     def _prepare_dataset(
         self, dataset: Dataset | IterableDataset, processing_class: Any, args: RewardConfig, dataset_name: str
     ) -> Dataset | IterableDataset:
-        plain = unformatted(dataset)
-        first = next(iter(plain), None)
-        if first is None:
-            raise ValueError(f"the {dataset_name} dataset is empty")
-        map_style = isinstance(dataset, Dataset)  # IterableDataset.map has neither num_proc nor desc
-        options: dict[str, Any] = {"num_proc": args.dataset_num_proc} if map_style else {}
-        with global_then_local_main_first():
-            if not ({"prompt_ids", "answers_ids"} <= set(first) or {"chosen_ids", "rejected_ids"} <= set(first)):
-                if map_style:
-                    if dataset.format["type"] == "custom":
-                        raise ValueError(
-                            f"the {dataset_name} dataset has a transform (with_transform), which could not run anew in "
-                            "each epoch, since examples are tokenized once; apply it with dataset.map(...) before"
-                        )
-                    options["desc"] = f"Tokenizing {dataset_name} dataset"
-                dataset = plain.map(
-                    _tokenize,
-                    with_indices=True,
-                    remove_columns=list(first),
-                    fn_kwargs={
-                        "tokenizer": processing_class,
-                        "dataset_name": dataset_name,
-                        "score_margin": self.score_margin,
-                    },
-                    **options,
-                )
-            if args.max_length is None:
-                return dataset
-            if map_style:
-                options["desc"] = f"Filtering {dataset_name} >{args.max_length} tokens"
-            kept = dataset.filter(_fits, fn_kwargs={"max_length": args.max_length}, **options)
-        if isinstance(dataset, Dataset) and isinstance(kept, Dataset) and len(kept) < len(dataset):
-            if not len(kept):
-                raise ValueError(
-                    f"every example of the {dataset_name} dataset has an answer that brings it over max_length "
-                    f"{args.max_length}; raise it"
-                )
-            logger.warning(
-                f"Dropped {len(dataset) - len(kept)} of {len(dataset)} examples of the {dataset_name} dataset, which "
-                f"have more than max_length={args.max_length} tokens with an answer."
-            )
-        return kept
+        return prepare_rows(dataset, processing_class, args, dataset_name, self.score_margin)
 
     def _set_signature_columns_if_needed(self) -> None:
         if self._signature_columns is None:
@@ -325,7 +231,7 @@ class MultiAnswerRewardTrainer(RewardTrainer):
         loss = LOSSES[self.loss_type](rewards - inputs.get("margins", 0.0), beats).mean()
         if settings.center_rewards_coefficient is not None:
             sums = rewards[:, :, None] + rewards[:, None]
-            loss = loss + settings.center_rewards_coefficient * _pair_mean(sums**2, beats).mean()
+            loss = loss + settings.center_rewards_coefficient * pair_mean(sums**2, beats).mean()
         self._add_metrics("train" if model.training else "eval", rewards.detach(), real, beats, inputs)
         if not return_outputs:
             return loss
@@ -340,8 +246,8 @@ class MultiAnswerRewardTrainer(RewardTrainer):
         columns = [
             inputs["answer_counts"],
             *inputs["token_counts"].unbind(1),
-            _pair_mean((ahead > 0).float(), beats),
-            _pair_mean(ahead, beats),
+            pair_mean((ahead > 0).float(), beats),
+            pair_mean(ahead, beats),
             rewards.masked_fill(~real, torch.inf).amin(1),
             rewards.masked_fill(~real, -torch.inf).amax(1),
             rewards.masked_fill(~real, 0.0).sum(1),
@@ -442,69 +348,3 @@ def _collator(given: Any, row_length: int | None, score_margin: float, multiple:
                 f"args.{name} is {value}, but that of data_collator is {getattr(given, name)}; set it in one place"
             )
     return given
-
-
-def _check_example(
-    example: dict[str, Any],
-    index: int,
-    *,
-    collator: DataCollatorForMultiAnswerReward,
-    dataset_name: str,
-) -> None:
-    """Raise the error that collating the example would raise."""
-    collator.check(example, f"example {index} of the {dataset_name} dataset, as prepared,")
-
-
-def _check_margins(dataset: Dataset, name: str) -> None:
-    """Raise a ValueError if only some rows have a margin, because such rows cannot share a batch."""
-    missing = [margin is None for margin in dataset["margin"]] if "margin" in dataset.column_names else []
-    if any(missing) and not all(missing):
-        raise ValueError(
-            f"example {missing.index(True)} of the {name} dataset, as prepared, has no margin, but others have; give "
-            "every example one (0.0 for no margin), or remove the column"
-        )
-
-
-def _fits(example: dict[str, Any], max_length: int) -> bool:
-    """Return whether the question with its longest answer has at most `max_length` tokens."""
-    if example.get("answers_ids") is not None:
-        return len(example["prompt_ids"]) + max(map(len, example["answers_ids"]), default=0) <= max_length
-    return max(len(example["chosen_ids"]), len(example["rejected_ids"])) <= max_length
-
-
-def _tokenize(
-    example: dict[str, Any], index: int, *, tokenizer: Any, dataset_name: str, score_margin: float
-) -> dict[str, Any]:
-    """Return the token ids of an example's question and answers, with its scores and margin, if any."""
-    name = f"example {index} of the {dataset_name} dataset"
-    tools = example.get("tools")
-    tools = json.loads(tools) if isinstance(tools, str) else tools
-    options = {"tools": tools, **(example.get("chat_template_kwargs") or {})}
-    tokens = []
-    for nth, sequence in enumerate(answer_sequences(example, tokenizer.eos_token, name)):
-        if isinstance(sequence, str):
-            ids = tokenizer(text=sequence)["input_ids"]
-        else:
-            ids = tokenizer.apply_chat_template(sequence, tokenize=True, return_dict=True, **options)["input_ids"]
-        if not ids:
-            raise ValueError(f"answer {nth} of {name} has no tokens; remove the answer, or the example")
-        tokens.append(ids)
-    shared = shared_prefix([np.asarray(ids) for ids in tokens])
-    tokenized = {"prompt_ids": tokens[0][:shared], "answers_ids": [ids[shared:] for ids in tokens]}
-    has_answers = example.get("answers") is not None  # concatenated datasets mix such rows with pairs
-    if "margin" in example:
-        tokenized["margin"] = example["margin"]
-    if "answers" in example and "scores" in example:
-        tokenized["scores"] = example["scores"] if has_answers else None
-        if has_answers:
-            answer_scores(example["scores"], len(tokens), name)
-    if not has_answers and score_margin and "score_chosen" in example and "score_rejected" in example:
-        if example.get("margin") is not None:
-            raise ValueError(
-                f"{name} has a margin, and scores that score_margin={score_margin} makes another of; remove the margin "
-                "column, or set score_margin=0"
-            )
-        columns = ("score_chosen", "score_rejected")
-        chosen, rejected = (as_number(example[column], f"{column} of {name}") for column in columns)
-        tokenized["margin"] = score_margin * (chosen - rejected)
-    return tokenized

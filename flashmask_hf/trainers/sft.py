@@ -23,6 +23,7 @@ from flashmask_hf.names import FLASHMASK, VECTORS
 from flashmask_hf.trainers.common import (
     check_config,
     default_output_dir,
+    first_row,
     first_rows,
     flashmask_policy,
     gather_trained_head,
@@ -186,9 +187,7 @@ class PackedSFTTrainer(ContextParallelMixin, SFTTrainer):
         dataset_name: str,
     ) -> Dataset | IterableDataset:
         dataset = unformatted(dataset)
-        first = next(iter(dataset), None)
-        if first is None:
-            raise ValueError(f"the {dataset_name} dataset is empty; give it at least one row")
+        first = first_row(dataset, dataset_name)
         if "input_ids" not in first:
             check = _check_columns if formatting_func is None else _check_formatted_columns
             check(first, args.dataset_text_field, dataset_name)

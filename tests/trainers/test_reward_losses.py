@@ -23,7 +23,8 @@ from tools.rewards import (
 )
 from tools.tiny import TRAINER_WARNINGS
 
-from flashmask_hf.trainers.reward import MultiAnswerRewardTrainer, pairwise_loss, plackett_luce_loss
+from flashmask_hf.trainers import MultiAnswerRewardTrainer
+from flashmask_hf.trainers.reward_losses import pairwise_loss, plackett_luce_loss
 
 pytestmark = TRAINER_WARNINGS
 

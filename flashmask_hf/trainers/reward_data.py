@@ -1,0 +1,166 @@
+"""Datasets of `MultiAnswerRewardTrainer`: a question and its answers tokenized in each row, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+from accelerate.logging import get_logger
+from datasets import Dataset, IterableDataset
+from trl.trainer.reward_config import RewardConfig
+from trl.trainer.utils import global_then_local_main_first
+
+from flashmask_hf.collators.checks import as_number
+from flashmask_hf.collators.reward import DataCollatorForMultiAnswerReward, answer_scores, shared_prefix
+from flashmask_hf.trainers.common import first_row, unformatted
+from flashmask_hf.trainers.formats import answer_sequences
+
+__all__ = ["check_rows", "prepare_rows"]
+
+logger = get_logger(__name__)
+
+
+def prepare_rows(
+    dataset: Dataset | IterableDataset, tokenizer: Any, args: RewardConfig, name: str, score_margin: float
+) -> Dataset | IterableDataset:
+    """Return a dataset with tokenized rows, without those that have an answer over `args.max_length`.
+
+    The log says how many rows are dropped, except of a stream.
+
+    Args:
+        dataset: rows as `MultiAnswerRewardTrainer` takes them, raw or tokenized.
+        tokenizer: the tokenizer, with a chat template if rows are conversations.
+        args: the trainer's arguments.
+        name: name of the dataset, for messages.
+        score_margin: as in `MultiAnswerRewardConfig`.
+
+    Raises:
+        TypeError: a row has an unsupported type, or types that cannot be combined.
+        ValueError: the dataset has no rows, or none that fits `args.max_length`; it has a transform; or a row is
+            invalid.
+    """
+    first = first_row(dataset, name)
+    map_style = isinstance(dataset, Dataset)  # IterableDataset.map has neither num_proc nor desc
+    options: dict[str, Any] = {"num_proc": args.dataset_num_proc} if map_style else {}
+    with global_then_local_main_first():
+        if not ({"prompt_ids", "answers_ids"} <= set(first) or {"chosen_ids", "rejected_ids"} <= set(first)):
+            if map_style:
+                if dataset.format["type"] == "custom":
+                    raise ValueError(
+                        f"the {name} dataset has a transform (with_transform), which could not run anew in each epoch, "
+                        "since examples are tokenized once; apply it with dataset.map(...) before"
+                    )
+                options["desc"] = f"Tokenizing {name} dataset"
+            dataset = unformatted(dataset).map(
+                _tokenize,
+                with_indices=True,
+                remove_columns=list(first),
+                fn_kwargs={"tokenizer": tokenizer, "dataset_name": name, "score_margin": score_margin},
+                **options,
+            )
+        if args.max_length is None:
+            return dataset
+        if map_style:
+            options["desc"] = f"Filtering {name} >{args.max_length} tokens"
+        kept = dataset.filter(_fits, fn_kwargs={"max_length": args.max_length}, **options)
+    if isinstance(dataset, Dataset) and isinstance(kept, Dataset) and len(kept) < len(dataset):
+        if not len(kept):
+            raise ValueError(
+                f"every example of the {name} dataset has an answer that brings it over max_length {args.max_length}; "
+                "raise it"
+            )
+        logger.warning(
+            f"Dropped {len(dataset) - len(kept)} of {len(dataset)} examples of the {name} dataset, which have more "
+            f"than max_length={args.max_length} tokens with an answer."
+        )
+    return kept
+
+
+def check_rows(dataset: Dataset, collator: DataCollatorForMultiAnswerReward, args: RewardConfig, name: str) -> None:
+    """Raise the error of the first row of a prepared dataset that the collator would refuse, and of mixed margins.
+
+    Args:
+        dataset: what `prepare_rows` returned.
+        collator: the trainer's.
+        args: the trainer's arguments.
+        name: name of the dataset, for messages.
+
+    Raises:
+        TypeError: a row has a value of a wrong type.
+        ValueError: a row is invalid, or only some have a margin.
+    """
+    _check_margins(dataset, name)
+    dataset.map(
+        _check_example,
+        with_indices=True,
+        fn_kwargs={"collator": collator, "dataset_name": name},
+        num_proc=args.dataset_num_proc,
+        desc=f"Checking {name} dataset",
+    )
+
+
+def _check_example(
+    example: dict[str, Any],
+    index: int,
+    *,
+    collator: DataCollatorForMultiAnswerReward,
+    dataset_name: str,
+) -> None:
+    """Raise the error that collating the example would raise."""
+    collator.check(example, f"example {index} of the {dataset_name} dataset, as prepared,")
+
+
+def _check_margins(dataset: Dataset, name: str) -> None:
+    """Raise a ValueError if only some rows have a margin, because such rows cannot share a batch."""
+    missing = [margin is None for margin in dataset["margin"]] if "margin" in dataset.column_names else []
+    if any(missing) and not all(missing):
+        raise ValueError(
+            f"example {missing.index(True)} of the {name} dataset, as prepared, has no margin, but others have; give "
+            "every example one (0.0 for no margin), or remove the column"
+        )
+
+
+def _fits(example: dict[str, Any], max_length: int) -> bool:
+    """Return whether the question with its longest answer has at most `max_length` tokens."""
+    if example.get("answers_ids") is not None:
+        return len(example["prompt_ids"]) + max(map(len, example["answers_ids"]), default=0) <= max_length
+    return max(len(example["chosen_ids"]), len(example["rejected_ids"])) <= max_length
+
+
+def _tokenize(
+    example: dict[str, Any], index: int, *, tokenizer: Any, dataset_name: str, score_margin: float
+) -> dict[str, Any]:
+    """Return the token ids of an example's question and answers, with its scores and margin, if any."""
+    name = f"example {index} of the {dataset_name} dataset"
+    tools = example.get("tools")
+    tools = json.loads(tools) if isinstance(tools, str) else tools
+    options = {"tools": tools, **(example.get("chat_template_kwargs") or {})}
+    tokens = []
+    for nth, sequence in enumerate(answer_sequences(example, tokenizer.eos_token, name)):
+        if isinstance(sequence, str):
+            ids = tokenizer(text=sequence)["input_ids"]
+        else:
+            ids = tokenizer.apply_chat_template(sequence, tokenize=True, return_dict=True, **options)["input_ids"]
+        if not ids:
+            raise ValueError(f"answer {nth} of {name} has no tokens; remove the answer, or the example")
+        tokens.append(ids)
+    shared = shared_prefix([np.asarray(ids) for ids in tokens])
+    tokenized = {"prompt_ids": tokens[0][:shared], "answers_ids": [ids[shared:] for ids in tokens]}
+    has_answers = example.get("answers") is not None  # concatenated datasets mix such rows with pairs
+    if "margin" in example:
+        tokenized["margin"] = example["margin"]
+    if "answers" in example and "scores" in example:
+        tokenized["scores"] = example["scores"] if has_answers else None
+        if has_answers:
+            answer_scores(example["scores"], len(tokens), name)
+    if not has_answers and score_margin and "score_chosen" in example and "score_rejected" in example:
+        if example.get("margin") is not None:
+            raise ValueError(
+                f"{name} has a margin, and scores that score_margin={score_margin} makes another of; remove the margin "
+                "column, or set score_margin=0"
+            )
+        columns = ("score_chosen", "score_rejected")
+        chosen, rejected = (as_number(example[column], f"{column} of {name}") for column in columns)
+        tokenized["margin"] = score_margin * (chosen - rejected)
+    return tokenized
