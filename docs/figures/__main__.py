@@ -50,6 +50,7 @@ TEXTS: dict[str, Callable[[], str]] = {
     "attention": attention_tables.attention,
     "peers": attention_tables.peers,
     "peers-long": attention_tables.peers_of_long_rows,
+    "peers-grouped": attention_tables.peers_of_grouped_heads,
     "sparse": attention_tables.sparse,
     "sparse-training": training_tables.sparse_training,
     "decoding": attention_tables.decoding,

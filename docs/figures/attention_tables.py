@@ -101,17 +101,10 @@ def peers_of_long_rows() -> str:
     """Return the table of attention alone beside the best peer by mask, length and size of heads, both passes."""
     rows = [row for row in read("attention_peers_h200") if row["length"] in LONG_ROWS]
     columns = [(length, dim) for dim in ("128", "64") for length in LONG_ROWS]
-    lines = []
-    for mask in ORDER:
-        cells = []
-        for length, dim in columns:
-            case = timed(select(rows, mask=mask, length=length, head_dim=dim))
-            speed = {row["provider"]: float(row["both_tflops"]) for row in case}
-            own = speed.pop("flashmask")
-            best = max(speed, key=speed.__getitem__, default="")
-            beside = f" ({own / speed[best]:.2f} of {name_of(best)})" if best else " (no peer runs)"
-            cells.append(f"{own:.0f}{beside}")
-        lines.append((mask_of(mask), *cells))
+    lines = [
+        (mask_of(mask), *(_beside_best(select(rows, mask=mask, length=n, head_dim=dim)) for n, dim in columns))
+        for mask in ORDER
+    ]
     providers = _providers(rows, ("flashmask", "fa4", "cudnn_flex", "flex_flash", "cudnn"))
     more = f" --lengths {' '.join(LONG_ROWS)}"
     command = ATTENTION.format(dims="64 128", tokens=65536, more=more, names=" ".join(providers))
@@ -119,6 +112,32 @@ def peers_of_long_rows() -> str:
     count = f"{count}, {_versions(rows, providers)}"
     head = ("mask", *(f"{int(length):,} tokens, head_dim {dim}" for length, dim in columns))
     return table(head, lines, measured(rows, command, count))
+
+
+def peers_of_grouped_heads() -> str:
+    """Return the table of attention alone with grouped heads beside the best peer by mask, shape and size of heads."""
+    rows = read("attention_peers_gqa_h100")
+    shapes = list(dict.fromkeys((row["batch"], row["length"]) for row in rows))
+    lines = []
+    for dim in WIDTHS[::-1]:
+        for mask in ORDER:
+            cases = [select(rows, mask=mask, head_dim=dim, batch=batch, length=length) for batch, length in shapes]
+            lines.append((mask_of(mask), dim, *map(_beside_best, cases)))
+    providers = _providers(rows, ("flashmask", "fa4", "cudnn_flex", "flex_flash", "flex_attention", "cudnn"))
+    more = " --lengths LENGTH --group 4"
+    command = ATTENTION.format(dims="128 64", tokens="TOKENS", more=more, names=" ".join(providers))
+    count = "TFLOP/s of forward and backward, 32 query heads of 128 on 8 key-value heads, or 64 of 64 on 16"
+    count = f"{count}, medians of 5 turns, or 3 with 131,072, {_versions(rows, providers)}"
+    head = ("mask", "head_dim", *(f"{batch} x {int(length):,} tokens" for batch, length in shapes))
+    return table(head, lines, measured(rows, command, count))
+
+
+def _beside_best(case: Sequence[Row]) -> str:
+    """Return the speed of flashmask in the rows of one case, both passes, and its ratio to the fastest peer."""
+    speed = {row["provider"]: float(row["both_tflops"]) for row in timed(case)}
+    own = speed.pop("flashmask")
+    best = max(speed, key=speed.__getitem__, default="")
+    return f"{own:.0f} ({own / speed[best]:.2f} of {name_of(best)})" if best else f"{own:.0f} (no peer runs)"
 
 
 def sparse() -> str:
