@@ -3,7 +3,7 @@
 With attention of this package, some models take `position_ids` for their embeddings alone or not at all (Granite 4
 without Mamba layers, the text model of HunYuan-VL, all that see both ways), and some never call the attention, so that
 they ignore mask vectors (CPM-Ant). With another attention, documents are kept apart only by masks that a model makes
-from `position_ids`; many make theirs without them (gpt-oss, OPT, Falcon, the text model of Qwen2.5-VL).
+from `position_ids`; many make theirs without them (gpt-oss, OPT, BLOOM, the text model of Qwen2.5-VL).
 
 Some calls tell documents by `seq_idx` alone, which only recurrent layers read, or by numbers in a 2D mask, which
 transformers reads as ones.
