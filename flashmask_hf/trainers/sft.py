@@ -39,7 +39,7 @@ from flashmask_hf.trainers.context_parallel import (
     context_parallel_size,
     pad_for_parts,
 )
-from flashmask_hf.trainers.formats import CONTEXTS, refuse_other_keys, refuse_unread_context
+from flashmask_hf.trainers.sft_data import check_columns, check_completions
 
 __all__ = ["PackedSFTTrainer"]
 
@@ -189,16 +189,13 @@ class PackedSFTTrainer(ContextParallelMixin, SFTTrainer):
         dataset = unformatted(dataset)
         first = first_row(dataset, dataset_name)
         if "input_ids" not in first:
-            check = _check_columns if formatting_func is None else _check_formatted_columns
-            check(first, args.dataset_text_field, dataset_name)
-            if formatting_func is None:
-                _check_context(dataset, first, dataset_name)
+            check_columns(dataset, first, args.dataset_text_field, formatting_func is not None, dataset_name)
         if _trl_packs(args):
             if "seq_lengths" in first:
                 return dataset  # packed already, as trainer.eval_dataset is; TRL would join the documents of its rows
             return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
         if args.completion_only_loss and not args.assistant_only_loss and formatting_func is None:
-            _check_completions(first, dataset_name)
+            check_completions(first, dataset_name)
         untruncated = copy.copy(args)
         untruncated.max_length = None  # pack_dataset decides what happens to long examples
         tokenized = super()._prepare_dataset(
@@ -292,72 +289,6 @@ def _trl_packs(args: SFTConfig) -> bool:
 def _prepares_rows(args: Any) -> bool:
     """Return whether the trainer tokenizes and packs the rows of a dataset, as it does unless it is told not to."""
     return not (args.dataset_kwargs or {}).get("skip_prepare_dataset")
-
-
-def _check_columns(example: dict[str, Any], text_field: str, dataset_name: str) -> None:
-    """Raise a ValueError if an example that is not tokenized has nothing that TRL tokenizes."""
-    if {"prompt", "completion"} <= set(example):
-        refuse_other_keys((example["prompt"], example["completion"]), f"the {dataset_name} dataset")
-        return
-    read = [name for name in ("messages", "conversations", text_field) if name in example]
-    if not read:
-        raise ValueError(
-            f"the {dataset_name} dataset has no messages, no prompt with completion, no {text_field} and no input_ids; "
-            "rename a column, name that of the text in dataset_text_field, or give a formatting_func. It has: "
-            f"{', '.join(example)}"
-        )
-    if "prompt" in example:
-        raise ValueError(
-            f"the {dataset_name} dataset has a prompt without a completion, beside which TRL reads nothing else; "
-            f"remove or rename the column prompt to train on {read[0]}"
-        )
-    if text_field in example:
-        return
-    first = next(iter(example[read[0]] or ()), None)
-    if isinstance(first, dict) and {"messages": "role", "conversations": "from"}[read[0]] not in first:
-        raise ValueError(
-            f"{read[0]} of the {dataset_name} dataset have the keys {', '.join(first)}, but TRL reads role and content "
-            "in messages, and from and value in conversations; rename the keys, or the column"
-        )
-
-
-def _check_context(dataset: Dataset | IterableDataset, first: dict[str, Any], dataset_name: str) -> None:
-    """Raise a ValueError for a system prompt or an input in a column of its own, which TRL does not read.
-
-    Of each such column, the first row that has a text there is checked, and of a stream its first row alone.
-    """
-    names = ["completion"] if "prompt" in first else ["messages", "conversations"]
-    read = next((name for name in names if name in first), None)
-    for column in CONTEXTS:
-        if read is None or column not in first:
-            continue
-        index, row = 0, first
-        if isinstance(dataset, Dataset):
-            index = next((index for index, text in enumerate(dataset[column]) if text), 0)
-            row = dataset[index]
-        refuse_unread_context(row, (row[read],), f"example {index} of the {dataset_name} dataset")
-
-
-def _check_formatted_columns(example: dict[str, Any], text_field: str, dataset_name: str) -> None:
-    """Raise a ValueError if TRL would tokenize something else than the text that `formatting_func` makes."""
-    read = [name for name in ("prompt", "messages", "conversations") if name in example]
-    if read or text_field != "text":
-        ahead = f"the column {read[0]} of the {dataset_name} dataset" if read else f"dataset_text_field={text_field!r}"
-        raise ValueError(
-            f"TRL would read {ahead}, and not the text of formatting_func; apply the function before, and leave it "
-            "out: dataset.map(lambda row: {'text': formatting_func(row)}, remove_columns=dataset.column_names)"
-        )
-
-
-def _check_completions(example: dict[str, Any], dataset_name: str) -> None:
-    """Raise if nothing in an example tells its completion, of which alone the loss should be."""
-    telling = ("completion", "labels", *MASK_COLUMNS)
-    if not any(name in example for name in telling):
-        raise ValueError(
-            f"completion_only_loss=True, but the {dataset_name} rows have none of the columns {', '.join(telling)}, so "
-            "that every token would be learned; give prompt and completion, set assistant_only_loss=True for "
-            "conversations, or leave completion_only_loss out"
-        )
 
 
 def _positions(model: Any, args: SFTConfig) -> int | None:

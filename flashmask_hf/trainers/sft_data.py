@@ -1,0 +1,97 @@
+"""Datasets of `PackedSFTTrainer`: what is refused because TRL would read nothing, or something else, of a row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from datasets import Dataset, IterableDataset
+
+from flashmask_hf.collators.labels import MASK_COLUMNS
+from flashmask_hf.trainers.formats import CONTEXTS, refuse_other_keys, refuse_unread_context
+
+__all__ = ["check_columns", "check_completions"]
+
+
+def check_columns(
+    dataset: Dataset | IterableDataset, first: dict[str, Any], text_field: str, formatted: bool, name: str
+) -> None:
+    """Raise a ValueError if TRL would not tokenize all of the text in a dataset that is not tokenized.
+
+    Args:
+        dataset: rows as Python objects.
+        first: its first row.
+        text_field: the trainer's `dataset_text_field`.
+        formatted: whether a `formatting_func` makes the text.
+        name: name of the dataset, for messages.
+    """
+    if formatted:
+        _check_formatted_columns(first, text_field, name)
+        return
+    _check_read_columns(first, text_field, name)
+    _check_context(dataset, first, name)
+
+
+def _check_read_columns(example: dict[str, Any], text_field: str, dataset_name: str) -> None:
+    """Raise a ValueError if an example that is not tokenized has nothing that TRL tokenizes."""
+    if {"prompt", "completion"} <= set(example):
+        refuse_other_keys((example["prompt"], example["completion"]), f"the {dataset_name} dataset")
+        return
+    read = [name for name in ("messages", "conversations", text_field) if name in example]
+    if not read:
+        raise ValueError(
+            f"the {dataset_name} dataset has no messages, no prompt with completion, no {text_field} and no input_ids; "
+            "rename a column, name that of the text in dataset_text_field, or give a formatting_func. It has: "
+            f"{', '.join(example)}"
+        )
+    if "prompt" in example:
+        raise ValueError(
+            f"the {dataset_name} dataset has a prompt without a completion, beside which TRL reads nothing else; "
+            f"remove or rename the column prompt to train on {read[0]}"
+        )
+    if text_field in example:
+        return
+    first = next(iter(example[read[0]] or ()), None)
+    if isinstance(first, dict) and {"messages": "role", "conversations": "from"}[read[0]] not in first:
+        raise ValueError(
+            f"{read[0]} of the {dataset_name} dataset have the keys {', '.join(first)}, but TRL reads role and content "
+            "in messages, and from and value in conversations; rename the keys, or the column"
+        )
+
+
+def _check_context(dataset: Dataset | IterableDataset, first: dict[str, Any], dataset_name: str) -> None:
+    """Raise a ValueError for a system prompt or an input in a column of its own, which TRL does not read.
+
+    Of each such column, the first row that has a text there is checked, and of a stream its first row alone.
+    """
+    names = ["completion"] if "prompt" in first else ["messages", "conversations"]
+    read = next((name for name in names if name in first), None)
+    for column in CONTEXTS:
+        if read is None or column not in first:
+            continue
+        index, row = 0, first
+        if isinstance(dataset, Dataset):
+            index = next((index for index, text in enumerate(dataset[column]) if text), 0)
+            row = dataset[index]
+        refuse_unread_context(row, (row[read],), f"example {index} of the {dataset_name} dataset")
+
+
+def _check_formatted_columns(example: dict[str, Any], text_field: str, dataset_name: str) -> None:
+    """Raise a ValueError if TRL would tokenize something else than the text that `formatting_func` makes."""
+    read = [name for name in ("prompt", "messages", "conversations") if name in example]
+    if read or text_field != "text":
+        ahead = f"the column {read[0]} of the {dataset_name} dataset" if read else f"dataset_text_field={text_field!r}"
+        raise ValueError(
+            f"TRL would read {ahead}, and not the text of formatting_func; apply the function before, and leave it "
+            "out: dataset.map(lambda row: {'text': formatting_func(row)}, remove_columns=dataset.column_names)"
+        )
+
+
+def check_completions(example: dict[str, Any], dataset_name: str) -> None:
+    """Raise if nothing in an example tells its completion, of which alone the loss should be."""
+    telling = ("completion", "labels", *MASK_COLUMNS)
+    if not any(name in example for name in telling):
+        raise ValueError(
+            f"completion_only_loss=True, but the {dataset_name} rows have none of the columns {', '.join(telling)}, so "
+            "that every token would be learned; give prompt and completion, set assistant_only_loss=True for "
+            "conversations, or leave completion_only_loss out"
+        )
