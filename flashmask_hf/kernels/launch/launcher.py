@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from triton import knobs
-from triton.runtime import JITFunction
 
 from flashmask_hf import torch_state
 
@@ -49,9 +48,9 @@ class Launch:
         self.descriptors = tuple(descriptors)
         assert len(set(map(id, descriptors))) == len(descriptors), "each tensor needs a descriptor of its own"
         self.constants = constants
-        # Triton's interpreter compiles nothing. For AMD GPUs Triton also specializes for the sizes of storages, so that
-        # a compiled form may not fit other tensors of the same layout.
-        self._reusable = isinstance(kernel, JITFunction) and not torch.version.hip
+        # For AMD GPUs Triton also specializes for the sizes of storages, so that a compiled form may not fit other
+        # tensors of the same layout.
+        self._reusable = not torch.version.hip
         self._free = threading.Lock()  # whether the descriptors may take this launch's memory
         self._compiled: Any = None
         self._head: tuple[Any, ...] = ()  # what the compiled form takes between the stream and the tensors
@@ -84,7 +83,7 @@ class Launch:
             compiled.run(self.programs, 1, 1, stream, *self._head, *arguments, *self._tail)
             return
         compiled = self.kernel[(self.programs,)](*arguments, *self.scalars, **self.constants)
-        if self._reusable and compiled is not None:  # a hook of Triton's may keep it from compiling
+        if self._reusable and compiled is not None:  # Triton's interpreter compiles nothing, a hook may keep it from it
             metadata_and_hooks = None, None, None
             self._head = compiled.function, compiled.packed_metadata, *metadata_and_hooks
             names = self.kernel.arg_names[len(arguments) + len(self.scalars) :]

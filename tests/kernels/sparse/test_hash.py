@@ -96,3 +96,13 @@ def test_directions_are_rounded_to_the_vectors_dtype(lane: Lane) -> None:
     x = torch.randn(1, 2, 500, 16, generator=generator).to(lane.device, lane.dtype)
     directions = torch.randn(2, 16, 100, generator=generator).to(lane.device)
     assert torch.equal(sparse_ops.nearest(x, directions), sparse_ops.nearest(x, directions.to(lane.dtype)))
+
+
+@pytest.mark.parametrize("lane", NEAREST)
+def test_directions_of_any_strides(lane: Lane) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 2, 50, 16, generator=generator).to(lane.device, lane.dtype)
+    directions = torch.randn(2, 16, 20, generator=generator).to(lane.device, lane.dtype)
+    strided = directions.mT.contiguous().mT
+    assert not strided.is_contiguous()
+    assert torch.equal(sparse_ops.nearest(x, strided), sparse_ops.nearest(x, directions))
