@@ -422,6 +422,27 @@ def test_row_statistics_of_any_strides(given: str) -> None:
         assert torch.equal(one, other)
 
 
+def test_masks_and_sinks_of_any_strides() -> None:
+    """The kernels read the mask's indices and the sinks as contiguous tensors."""
+    q, k, v = (x.detach() for x in _inputs(64, 70, 70))
+    mask = masks.causal_document([30, 40])
+    strided = FlashMask(torch.stack([mask.indices, torch.zeros_like(mask.indices)], -1)[..., 0], True, q_len=70)
+    sinks = torch.linspace(-1, 3, HEADS)
+    strided_sinks = sinks.repeat_interleave(2)[::2]
+    assert not strided.indices.is_contiguous()
+    assert not strided_sinks.is_contiguous()
+    tiles = plan.build_plan(mask.indices, mask.causal, 70)
+    results = []
+    for one, other in ((mask, sinks), (strided, strided_sinks)):
+        out, lse = hopper_kernels.forward(q, k, v, one, tiles, other, 0.1, 0.0)
+        delta = torch.zeros_like(lse)
+        results.append(
+            (out, lse, *hopper_kernels.backward(out, q, k, v, lse, delta, one, tiles, 0.1, 0.0, deterministic=True))
+        )
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_random_calls(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """The roles run in an order that the seed draws, too."""

@@ -291,6 +291,21 @@ def test_what_no_descriptor_fits_is_copied() -> None:
 
 
 @pytest.mark.parametrize(
+    ("dtype", "strides", "fits"),
+    [
+        (torch.bfloat16, (3 * 16 * 72, 16 * 72, 72, 1), True),
+        (torch.bfloat16, (3 * 16 * 72, 16 * 72, 68, 1), False),
+        (torch.float32, (3 * 16 * 72, 16 * 72, 68, 1), True),
+        (torch.bfloat16, (0, 16 * 64, 64, 1), False),
+        (torch.bfloat16, (3 * 16 * 128, 16 * 128, 128, 2), False),
+    ],
+    ids=["multiple of 16 bytes", "multiple of 8 bytes", "multiple of 16 bytes, float32", "expanded", "gaps"],
+)
+def test_strides_that_a_descriptor_takes(dtype: torch.dtype, strides: tuple[int, ...], fits: bool) -> None:
+    assert fits_descriptor(layout_of(torch.empty_strided((2, 3, 16, 64), strides, dtype=dtype))) is fits
+
+
+@pytest.mark.parametrize(
     ("device", "capability", "hip", "expected"),
     [
         ("cuda", (9, 0), None, True),
