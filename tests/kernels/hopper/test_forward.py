@@ -16,7 +16,7 @@ if INTERPRETED:
 
 from tools.cubin import HOPPER, compile_only
 
-from flashmask_hf import FlashMask, call, flashmask_attention, masks, plan
+from flashmask_hf import FlashMask, call, flashmask_attention, masks, plan, torch_state
 from flashmask_hf.implementations import choose
 from flashmask_hf.kernels.eager.reference import reference_attention
 from flashmask_hf.kernels.hopper import gluon
@@ -310,6 +310,26 @@ def test_choice_on_a_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     narrow = choose(CUDA, torch.bfloat16, 16, 16)
     assert narrow.impl == "triton"
     assert "impl='hopper' cannot serve head_dim 16" in narrow.reason
+    assert "hopper" not in choose(CUDA, torch.bfloat16, 128, 128, "triton").reason
+    for dims in ((512, 64), (64, 512)):
+        assert "impl='triton' cannot serve head_dim 512" in choose(CUDA, torch.bfloat16, *dims).reason
+
+
+@pytest.mark.parametrize("impl", ["hopper", "triton"])
+def test_a_named_implementation_without_triton_is_not_replaced(monkeypatch: pytest.MonkeyPatch, impl: str) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch_state, "HAS_TRITON", False)
+    choice = choose(CUDA, torch.bfloat16, 128, 128, impl)
+    assert choice.impl is None
+    assert f"impl='{impl}' cannot serve this process: Triton is not installed" in choice.reason
+
+
+def test_a_triton_whose_gluon_cannot_be_used_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(gluon, "unavailable_reason", lambda: "no Gluon")
+    choice = choose(CUDA, torch.bfloat16, 128, 128)
+    assert choice.impl == "triton"
+    assert "impl='hopper' cannot serve this process: no Gluon" in choice.reason
 
 
 @pytest.mark.hopper

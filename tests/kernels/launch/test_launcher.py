@@ -288,6 +288,9 @@ def test_what_no_descriptor_fits_is_copied() -> None:
         assert describable(odd).stride() == (2 * 8 * 64, 8 * 64, 64, 1)
         wide = aligned.expand(2, 3, 128, 64)[..., ::2]
         assert describable(wide).is_contiguous()
+        tokens_outermost, dims_outermost = shifted.transpose(1, 2), shifted.mT
+        assert describable(tokens_outermost).stride() == tokens_outermost.stride()
+        assert describable(dims_outermost).is_contiguous()
 
 
 @pytest.mark.parametrize(
