@@ -83,7 +83,7 @@ class Launch:
             compiled.run(self.programs, 1, 1, stream, *self._head, *arguments, *self._tail)
             return
         compiled = self.kernel[(self.programs,)](*arguments, *self.scalars, **self.constants)
-        if self._reusable and compiled is not None:  # Triton's interpreter compiles nothing, a hook may keep it from it
+        if self._reusable and compiled is not None:  # None in Triton's interpreter, or where a hook stopped it
             metadata_and_hooks = None, None, None
             self._head = compiled.function, compiled.packed_metadata, *metadata_and_hooks
             names = self.kernel.arg_names[len(arguments) + len(self.scalars) :]
