@@ -14,7 +14,13 @@ from numpy.typing import NDArray
 
 from flashmask_hf.collators.bins import best_fit_decreasing
 from flashmask_hf.collators.checks import as_count, check_depth, check_truncation_mode
-from flashmask_hf.collators.documents import empty_message, padding_message, too_long_message, unequal_message
+from flashmask_hf.collators.documents import (
+    empty_message,
+    padding_message,
+    too_long_message,
+    unequal_message,
+    unread_documents,
+)
 from flashmask_hf.collators.labels import LABEL_COLUMNS, MASK_COLUMNS, drop_unused_masks, has_labels, masked_labels
 from flashmask_hf.names import IGNORED
 
@@ -117,6 +123,12 @@ def pack_dataset(
                 f"dataset has a {column} column, so it is packed already; pack the one it was made from, or remove the "
                 "column if every example is one document"
             )
+    unread = unread_documents(first)
+    if unread is not None:
+        raise ValueError(
+            f"dataset has a column {unread} that tells several documents of an example, so it is packed already; pack "
+            "the one it was made from, or remove the column if every example is one document"
+        )
     options: dict[str, Any] = {
         "batched": True,
         "with_indices": True,

@@ -10,7 +10,15 @@ from numpy.typing import NDArray
 
 from flashmask_hf.collators.checks import as_integers, check_lengths
 
-__all__ = ["empty_message", "is_packed", "padding_message", "read_documents", "too_long_message", "unequal_message"]
+__all__ = [
+    "empty_message",
+    "is_packed",
+    "padding_message",
+    "read_documents",
+    "too_long_message",
+    "unequal_message",
+    "unread_documents",
+]
 
 
 def is_packed(values: Any) -> bool:
@@ -38,7 +46,8 @@ def read_documents(
 
     Raises:
         TypeError: a column does not hold integers.
-        ValueError: the example has no tokens, or padding, or a column that does not fit its `input_ids`.
+        ValueError: the example has no tokens, or padding, or a column that does not fit its `input_ids`; or nothing but
+            `seq_idx`, `cu_seq_lens_q` or numbers in `attention_mask` tells its documents.
     """
     given = {column: value for column, value in example.items() if value is not None}
     if "input_ids" not in given:
@@ -52,14 +61,38 @@ def read_documents(
     if not packed and ("seq_lengths" in given or "position_ids" in given):
         lengths = _document_lengths(given, len(input_ids), name)
     _check_structure(given, lengths, name)
-    if "attention_mask" in given and not _token_column(given, "attention_mask", len(input_ids), name).all():
-        raise ValueError(padding_message(name))
+    if "attention_mask" in given:
+        given["attention_mask"] = _token_column(given, "attention_mask", len(input_ids), name)
+        if not given["attention_mask"].all():
+            raise ValueError(padding_message(name))
+    unread = None if packed or "seq_lengths" in given or "position_ids" in given else unread_documents(given)
+    if unread is not None:
+        raise ValueError(unread_message(unread, name))
     for column in columns:
         if column in given and packed and is_packed(given[column]):
             given[column] = _flat_column(given[column], lengths, column, name)
         elif column in given:
             given[column] = _token_column(given, column, len(input_ids), name)
     return given, input_ids, lengths
+
+
+def unread_documents(example: Mapping[str, Any]) -> str | None:
+    """Return the column that tells several documents of a flat example in a way that is not read, or None.
+
+    Other packers number the documents of a row in `seq_idx` (negative for padding) or in `attention_mask` (0 for
+    padding), or write their bounds. A column of another form is not looked at.
+    """
+    for column, first in (("seq_idx", 0), ("attention_mask", 1)):
+        try:
+            numbers = np.asarray(example.get(column))
+        except ValueError:  # a ragged list
+            continue
+        if numbers.dtype.kind in "iu" and numbers.shape == (len(example["input_ids"]),):
+            numbers = numbers[numbers >= first]
+            if (numbers != numbers[:1]).any():
+                return column
+    bounds = example.get("cu_seq_lens_q")
+    return "cu_seq_lens_q" if bounds is not None and np.unique(bounds).size > 2 else None
 
 
 def _token_ids(values: Any, name: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -143,6 +176,14 @@ def empty_message(name: str) -> str:
 def padding_message(name: str) -> str:
     """Return the error message of an example with padding."""
     return f"{name} holds padding (zeros in attention_mask); tokenize with padding=False"
+
+
+def unread_message(column: str, name: str) -> str:
+    """Return the error message of an example whose documents only a column tells that is not read."""
+    return (
+        f"{column} of {name} tells several documents, but only seq_lengths or position_ids are read; add seq_lengths, "
+        f"the lengths of the documents, or remove {column} if the example is one document"
+    )
 
 
 def unequal_message(column: str, name: str, entries: int, tokens: int) -> str:

@@ -142,6 +142,32 @@ def test_pack_dataset_raises_for_packed_rows(column):
         pack_dataset(source, 4)
 
 
+NUMBERED = {"seq_idx": [0, 0, 1], "attention_mask": [1, 1, 2], "cu_seq_lens_q": [0, 2, 3]}
+ALONE = {"seq_idx": [1, 1, 1], "attention_mask": [1, 1, 1], "cu_seq_lens_q": [0, 3]}
+
+
+@pytest.mark.parametrize("column", list(NUMBERED))
+def test_documents_that_another_packer_told_in_other_columns_raise(column):
+    row = {"input_ids": [3, 4, 5], column: NUMBERED[column]}
+    collate = DataCollatorForPackedLanguageModeling(completion_only_loss=False)
+    with pytest.raises(ValueError, match=rf"{column} of example 0 tells several documents, .*; add seq_lengths"):
+        collate([row])
+    with pytest.raises(ValueError, match=rf"a column {column} that tells several documents .*packed already"):
+        pack_dataset(Dataset.from_list([row]), 4)
+    for told in ({"seq_lengths": [2, 1]}, {"position_ids": [0, 1, 0]}):
+        assert collate([row | told])["startend_row_indices"].flatten().tolist() == [2, 2, 3]
+    row[column] = ALONE[column]
+    assert collate([row])["startend_row_indices"].flatten().tolist() == [3, 3, 3]
+    assert pack_dataset(Dataset.from_list([row]), 4)["seq_lengths"][:] == [[3]]
+
+
+@pytest.mark.parametrize("value", [7, [0, 1], [[0], [1, 1]], ["a", "b", "c"]], ids=["id", "short", "ragged", "text"])
+def test_a_column_named_seq_idx_that_numbers_no_tokens_is_ignored(value):
+    row = {"input_ids": [3, 4, 5], "seq_idx": value}
+    assert len(DataCollatorForPackedLanguageModeling(completion_only_loss=False)([row])["input_ids"][0]) == 3
+    assert pack_dataset(Dataset.from_list([row]), 4)["seq_lengths"][:] == [[3]]
+
+
 def test_seq_lengths_that_contradict_position_ids_raise():
     example = {"input_ids": [1, 2, 3], "seq_lengths": [1, 2], "position_ids": [0, 1, 0]}
     with pytest.raises(ValueError, match="seq_lengths and position_ids of example 0 describe different documents"):
