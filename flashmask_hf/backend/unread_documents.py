@@ -98,19 +98,29 @@ def _tells_documents(named: dict[str, Any], implementation: str) -> bool:
 
 
 def check_document_numbers(model: Any, kwargs: dict[str, Any]) -> None:
-    """Raise if nothing but `seq_idx` tells the documents of a row, which only recurrent layers read.
+    """Raise if only `seq_idx` tells the documents of a row, which recurrent layers alone read, or bounds in a batch.
 
     Args:
         model: a transformers model whose attention is one of this package's.
-        kwargs: keywords of its call.
+        kwargs: keywords of its call. With `startend_row_indices` or `position_ids`, nothing is looked at.
 
     Raises:
         RuntimeError: `seq_idx` [B, S] numbers several documents in a row (a device-side check).
+        ValueError: `cu_seq_lens_q` is no tensor of one axis, as when a collator stacks the column of a dataset.
     """
+    if kwargs.get(VECTORS) is not None or kwargs.get("position_ids") is not None:
+        return
+    bounds = kwargs.get("cu_seq_lens_q")
+    if bounds is not None:
+        if not isinstance(bounds, Tensor) or bounds.dim() != 1:
+            got = list(bounds.shape) if isinstance(bounds, Tensor) else type(bounds).__name__
+            raise ValueError(
+                f"cu_seq_lens_q must be a tensor [documents + 1] of one row, got {got}; flatten the batch into one row "
+                "(DataCollatorWithFlattening), or pass position_ids that start again at 0 with each document"
+            )
+        return
     numbers = kwargs.get("seq_idx")
     if not isinstance(numbers, Tensor) or is_guarded(model):
-        return
-    if any(kwargs.get(name) is not None for name in (VECTORS, "position_ids", "cu_seq_lens_q")):
         return
     device_assert(
         (numbers == numbers[:, :1]).all(),

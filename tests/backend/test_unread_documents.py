@@ -226,7 +226,18 @@ def test_numbers_of_documents_in_a_model_with_a_long_name():
 
 @pytest.mark.parametrize("name", ["startend_row_indices", "position_ids", "cu_seq_lens_q"])
 def test_numbers_of_documents_beside_what_attention_reads(name):
-    check_document_numbers(granite(), {"seq_idx": torch.arange(9)[None], name: PACKED})
+    told = torch.tensor([0, 4, 9]) if name == "cu_seq_lens_q" else PACKED
+    check_document_numbers(granite(), {"seq_idx": torch.arange(9)[None], name: told})
+
+
+@pytest.mark.parametrize("bounds", [torch.tensor([[0, 4, 9]]), [0, 4, 9]], ids=["batch", "list"])
+def test_bounds_that_attention_would_not_read_are_refused(bounds):
+    """As of a collator that stacks a column of bounds."""
+    model = AutoModelForCausalLM.from_config(llama_config(), attn_implementation="flashmask").eval()
+    with pytest.raises(ValueError, match=r"cu_seq_lens_q must be a tensor \[documents \+ 1\].*or pass position_ids"):
+        model(IDS, cu_seq_lens_q=bounds)
+    told = model(IDS, cu_seq_lens_q=torch.tensor([0, 4, 9])).logits
+    torch.testing.assert_close(model(IDS, position_ids=PACKED).logits, told)
 
 
 def test_numbers_of_documents_in_recurrent_models_are_left_to_the_guard():
