@@ -32,7 +32,7 @@ from flashmask_hf.trainers import (
     SharedQuestionDPOConfig,
     SharedQuestionDPOTrainer,
 )
-from flashmask_hf.trainers import sft as sft_trainer
+from flashmask_hf.trainers import sft_data
 from flashmask_hf.trainers.formats import answer_sequences, preference_columns
 
 pytestmark = TRAINER_WARNINGS
@@ -469,7 +469,7 @@ def test_a_part_of_the_prompt_in_another_column_is_refused(task, column, prompt)
 def test_a_part_of_the_prompt_in_another_column_is_refused_by_sft(row, column):
     """The first row has none, and the second one holds it elsewhere, too."""
     held = [{column: ""} | row, {column: "w6"} | row]
-    assert sft_trainer._check_context(Dataset.from_list(held), held[0], "train") is None
+    assert sft_data._check_context(Dataset.from_list(held), held[0], "train") is None
     rows = [held[0], {column: "w8 w9"} | row]
     with pytest.raises(ValueError, match=f"example 1 of the train dataset has a column '{column}' beside its prompt"):
         build("sft", rows=rows)
