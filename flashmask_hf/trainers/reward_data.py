@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 from accelerate.logging import get_logger
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, IterableDataset, Value
 from trl.trainer.reward_config import RewardConfig
 from trl.trainer.utils import global_then_local_main_first
 
@@ -52,7 +52,11 @@ def prepare_rows(
                         "since examples are tokenized once; apply it with dataset.map(...) before"
                     )
                 options["desc"] = f"Tokenizing {name} dataset"
-            dataset = unformatted(dataset).map(
+            dataset = unformatted(dataset)
+            if isinstance(dataset, Dataset) and score_margin and "score_chosen" in first and "margin" not in first:
+                # Ranked answers among the pairs get no margin: map needs the column in every row, and its type at once.
+                dataset = dataset.add_column("margin", [None] * len(dataset), feature=Value("float64"))  # type: ignore
+            dataset = dataset.map(
                 _tokenize,
                 with_indices=True,
                 remove_columns=list(first),
@@ -88,9 +92,10 @@ def check_rows(dataset: Dataset, collator: DataCollatorForMultiAnswerReward, arg
 
     Raises:
         TypeError: a row has a value of a wrong type.
-        ValueError: a row is invalid, or only some have a margin.
+        ValueError: a row is invalid; or only some have a margin, and the collator has no `score_margin`.
     """
-    _check_margins(dataset, name)
+    if not collator.score_margin:  # it makes the margins of rows with scores
+        _check_margins(dataset, name)
     dataset.map(
         _check_example,
         with_indices=True,
@@ -150,10 +155,9 @@ def _tokenize(
     has_answers = example.get("answers") is not None  # concatenated datasets mix such rows with pairs
     if "margin" in example:
         tokenized["margin"] = example["margin"]
-    if "answers" in example and "scores" in example:
+    if "scores" in example:
         tokenized["scores"] = example["scores"] if has_answers else None
-        if has_answers:
-            answer_scores(example["scores"], len(tokens), name)
+        answer_scores(tokenized["scores"], len(tokens), name)
     if not has_answers and score_margin and "score_chosen" in example and "score_rejected" in example:
         if example.get("margin") is not None:
             raise ValueError(

@@ -1,5 +1,6 @@
 """The reward trainer reads every format of preferences and rankings, and names the row that it cannot use."""
 
+import functools
 import logging
 
 import pytest
@@ -86,6 +87,7 @@ def test_every_format_is_tokenized_as_trl_does(form, model_path, tokenizer, tmp_
     assert [len(answer) for answer in trainer.train_dataset[0]["answers_ids"]] == [
         expected[0].count("w9") + 1 + expected[0].count("w11")
     ] * 2
+    assert trainer.train_dataset.column_names == ["prompt_ids", "answers_ids"]
 
 
 @pytest.mark.parametrize("library", ["torch", "numpy"])
@@ -148,6 +150,19 @@ def test_rows_of_concatenated_datasets(model_path, tokenizer, tmp_path):
     assert len(make(MultiAnswerRewardTrainer, model_path, tokenizer, tmp_path, tokenized).train_dataset) == 2
 
 
+@pytest.mark.parametrize("order", [1, -1], ids=["pairs first", "ranked answers first"])
+def test_score_margin_of_concatenated_pairs_and_ranked_answers(order, model_path, tokenizer, tmp_path, monkeypatch):
+    # One row a write, as of datasets with thousands: the first write sets the types of the columns.
+    monkeypatch.setattr(Dataset, "map", functools.partialmethod(Dataset.map, writer_batch_size=1))
+    pair = {"chosen": "w8 w9 ", "rejected": "w8 w10 ", "score_chosen": 2.0, "score_rejected": 1.0}
+    ranked = {"answers": ["w8 w9 ", "w8 w10 "], "scores": [1.0, 3.0]}
+    data = concatenate_datasets([Dataset.from_list([row]) for row in (pair, ranked)[::order]])
+    trainer = make(MultiAnswerRewardTrainer, model_path, tokenizer, tmp_path, data, score_margin=0.5)
+    assert trainer.train_dataset["margin"] == [0.5, None][::order]
+    batch = trainer.data_collator(list(trainer.train_dataset))
+    assert batch["margins"].tolist() == [[0.5, 0.0], [0.5, 1.5]][::order]
+
+
 def test_conversations_need_no_eos_token_and_texts_do(model_path, tmp_path):
     tokenizer = word_tokenizer("user", "assistant", chat_template=CHAT)
     tokenizer.eos_token = None
@@ -189,6 +204,14 @@ def test_score_margin_of_chosen_and_rejected(model_path, tokenizer, tmp_path):
     assert ours.train_dataset["margin"] == pytest.approx([0.0, 0.3, 1.0, 1.4])
     stock = [row | {"margin": margin} for row, margin in zip(data, (0.0, 0.3, 1.0, 1.4), strict=True)]
     assert_same_step(ours, make(RewardTrainer, model_path, tokenizer, tmp_path, stock))
+    own = make(MultiAnswerRewardTrainer, model_path, tokenizer, tmp_path, stock)  # without score_margin
+    assert own.train_dataset["margin"] == [0.0, 0.3, 1.0, 1.4]
+    for column in ("score_chosen", "score_rejected"):
+        with pytest.raises(ValueError, match=r"example 0 .* has neither scores nor a margin, but score_margin is 0.2"):
+            make(
+                MultiAnswerRewardTrainer, model_path, tokenizer, tmp_path, [without(row, column) for row in data],
+                score_margin=0.2,
+            )  # fmt: skip
 
 
 def test_rows_over_max_length_are_dropped_and_logged(model_path, tokenizer, tmp_path, caplog):
@@ -204,6 +227,31 @@ def test_rows_over_max_length_are_dropped_and_logged(model_path, tokenizer, tmp_
     kept = make(MultiAnswerRewardTrainer, model_path, tokenizer, tmp_path, data, max_length=8)
     assert len(kept.train_dataset) == 2
     assert not caplog.text
+    tokenized = [{"chosen_ids": [8] * 6 + [9], "rejected_ids": [8] * 6 + [10]}]
+    for most in (7, None):
+        assert (
+            len(
+                make(
+                    MultiAnswerRewardTrainer, model_path, tokenizer, tmp_path, tokenized, max_length=most
+                ).train_dataset
+            )
+            == 1
+        )
+    with pytest.raises(ValueError, match="every example of the train dataset has an answer that brings it over"):
+        make(MultiAnswerRewardTrainer, model_path, tokenizer, tmp_path, tokenized, max_length=6)
+
+
+def test_datasets_are_prepared_in_as_many_processes_as_asked_for(model_path, tokenizer, tmp_path, monkeypatch):
+    asked, run = [], Dataset.map
+
+    def run_here(self, *args, num_proc=None, **keywords):
+        asked.append((keywords["desc"], num_proc))
+        return run(self, *args, **keywords)
+
+    monkeypatch.setattr(Dataset, "map", run_here)  # Dataset.filter calls it, too
+    make(MultiAnswerRewardTrainer, model_path, tokenizer, tmp_path, dataset_num_proc=2, max_length=60)
+    expected = ["Tokenizing train dataset", "Filtering train >60 tokens", "Checking train dataset"]
+    assert asked == [(name, 2) for name in expected]
 
 
 # --- rows that raise
@@ -230,6 +278,11 @@ LIST = {"prompt": "w8 ", "answers": ["w9", "w10"]}
         ({"prompt": [USER], "answers": [[BEST], []]}, ValueError, "answer 1 of example 0 .* is empty"),
         ({"prompt": [USER], "answers": [[BEST], [BEST | {"content": ""}]]}, ValueError, "answer 1 of .* is empty"),
         (LIST | {"answers": ["w9"]}, ValueError, "example 0 of the train dataset has 1 answers"),
+        (
+            {"prompt_ids": [8], "answers_ids": []},
+            ValueError,
+            "example 0 of the train dataset, as prepared, has 0 answers",
+        ),
         (LIST | {"answers": "w9"}, TypeError, "answers of example 0 .* must all be strings, or all lists"),
         (LIST | {"prompt": 8}, TypeError, "prompt of example 0 .* must be a string or a list of messages, got 8"),
         (LIST | {"scores": [1.0, 1.0]}, ValueError, "scores of example 0 of the train dataset are all 1"),
@@ -269,6 +322,14 @@ def test_margins_in_only_some_rows_raise_before_the_first_step(model_path, token
     data[3]["margin"] = None
     with pytest.raises(ValueError, match="example 3 of the train dataset, as prepared, has no margin, but others have"):
         make(MultiAnswerRewardTrainer, model_path, tokenizer, tmp_path, data)
+    trainer = make(MultiAnswerRewardTrainer, model_path, tokenizer, tmp_path, [row | {"margin": None} for row in data])
+    assert "margins" not in next(iter(trainer.get_train_dataloader()))
+
+
+def test_a_chat_template_that_renders_nothing_raises(model_path, tmp_path):
+    tokenizer = word_tokenizer(chat_template="{% if messages | length > 2 %}w9{% endif %}")
+    with pytest.raises(ValueError, match="answer 0 of example 0 of the train dataset has no tokens"):
+        make(MultiAnswerRewardTrainer, model_path, tokenizer, tmp_path, [{"answers": [[USER, BEST], [USER, WORST]]}])
 
 
 def test_a_transform_raises(model_path, tokenizer, tmp_path):
