@@ -28,7 +28,7 @@ _KEYWORDS = {*_LAYOUT, "tree_max_seqlen_q", "tree_max_seqlen_k"}
 def run_tree_packing(model: Any) -> None:
     """Make a model take the `tree_*` keywords of TRL's AsyncGRPO. Calls without them run as before.
 
-    Repeating it is fine.
+    Repeating it is fine: the first hook to run leaves nothing to the others.
 
     Args:
         model: a transformers model with a head, or a PEFT model around one, not wrapped for distributed training. Its
@@ -37,8 +37,7 @@ def run_tree_packing(model: Any) -> None:
     """
     check_layers(model)
     backbone = unwrap_peft(model).base_model
-    if _read_layout not in backbone._forward_pre_hooks.values():
-        backbone.register_forward_pre_hook(_read_layout, with_kwargs=True, prepend=True)  # others see the vectors
+    backbone.register_forward_pre_hook(_read_layout, with_kwargs=True, prepend=True)  # others see the vectors
 
 
 def _read_layout(backbone: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
