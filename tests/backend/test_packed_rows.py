@@ -38,7 +38,9 @@ def test_attention_that_is_another_or_changed_after_run_packed_is_refused():
     run_packed(model)
     again = model(**batch, **packed, output_hidden_states=True)
     assert torch.equal(again.logits, once)
-    assert [states.shape[:2] for states in again.hidden_states] == [(2, 4)] * 3
+    assert [states.shape for states in again.hidden_states] == [(2, 4, 32)] * 3
+    embeds = model.get_input_embeddings()(batch["input_ids"])  # as of a head that embeds the tokens itself
+    assert torch.equal(model(**batch, **packed, inputs_embeds=embeds).logits, once)
     model.set_attn_implementation("sdpa")
     with pytest.raises(ValueError, match=r"packed rows need attn_implementation='flashmask', but the model has 'sdpa'"):
         model(**batch, **packed)
