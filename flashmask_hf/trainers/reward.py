@@ -166,7 +166,7 @@ class MultiAnswerRewardTrainer(RewardTrainer):
                 "peft_config: task_type='CAUSAL_LM' is for models that generate; a reward model needs "
                 "task_type='SEQ_CLS', with which its head is trained and saved, too"
             )
-        if settings.include_num_input_tokens_seen not in (False, "no") or "inputs" in settings.include_for_metrics:
+        if settings.include_num_input_tokens_seen != "no" or "inputs" in settings.include_for_metrics:
             raise ValueError(
                 "include_num_input_tokens_seen and include_for_metrics=['inputs'] read input_ids, which holds only the "
                 "last token of each answer here; leave them out (num_tokens in the log counts all tokens)"
