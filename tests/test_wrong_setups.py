@@ -31,8 +31,8 @@ from flashmask_hf.trainers import (
     PackedSFTTrainer,
     SharedQuestionDPOConfig,
     SharedQuestionDPOTrainer,
+    sft_data,
 )
-from flashmask_hf.trainers import sft_data
 from flashmask_hf.trainers.formats import answer_sequences, preference_columns
 
 pytestmark = TRAINER_WARNINGS
