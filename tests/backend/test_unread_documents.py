@@ -120,6 +120,8 @@ def test_recurrent_layers_are_guarded_under_another_attention(family):
 @pytest.mark.parametrize("family", [x for x in model_zoo.discover() if model_zoo.kind(x) in ("decoder", "text tower")])
 def test_no_family_mixes_documents_under_another_attention(family):
     """Packed documents raise, or give what each gives alone. Families whose tiny model does not run are skipped."""
+    if "llama4" in family and Version(transformers.__version__) < Version("5.23"):
+        pytest.skip("cpu lane: before transformers 5.23, chunks of Llama 4 do not begin with a document")
     try:
         model = model_zoo.build(family, "eager")
         want = torch.cat([model(input_ids=part, use_cache=False)[0] for part in IDS.split([4, 5], 1)], 1)
