@@ -67,7 +67,10 @@ def read_documents(
             raise ValueError(padding_message(name))
     unread = None if packed or "seq_lengths" in given or "position_ids" in given else unread_documents(given)
     if unread is not None:
-        raise ValueError(unread_message(unread, name))
+        raise ValueError(
+            f"{unread} of {name} tells several documents, but only seq_lengths or position_ids are read; add "
+            f"seq_lengths, the lengths of the documents, or remove {unread} if the example is one document"
+        )
     for column in columns:
         if column in given and packed and is_packed(given[column]):
             given[column] = _flat_column(given[column], lengths, column, name)
@@ -176,14 +179,6 @@ def empty_message(name: str) -> str:
 def padding_message(name: str) -> str:
     """Return the error message of an example with padding."""
     return f"{name} holds padding (zeros in attention_mask); tokenize with padding=False"
-
-
-def unread_message(column: str, name: str) -> str:
-    """Return the error message of an example whose documents only a column tells that is not read."""
-    return (
-        f"{column} of {name} tells several documents, but only seq_lengths or position_ids are read; add seq_lengths, "
-        f"the lengths of the documents, or remove {column} if the example is one document"
-    )
 
 
 def unequal_message(column: str, name: str, entries: int, tokens: int) -> str:

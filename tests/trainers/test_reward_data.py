@@ -229,14 +229,8 @@ def test_rows_over_max_length_are_dropped_and_logged(model_path, tokenizer, tmp_
     assert not caplog.text
     tokenized = [{"chosen_ids": [8] * 6 + [9], "rejected_ids": [8] * 6 + [10]}]
     for most in (7, None):
-        assert (
-            len(
-                make(
-                    MultiAnswerRewardTrainer, model_path, tokenizer, tmp_path, tokenized, max_length=most
-                ).train_dataset
-            )
-            == 1
-        )
+        kept = make(MultiAnswerRewardTrainer, model_path, tokenizer, tmp_path, tokenized, max_length=most)
+        assert len(kept.train_dataset) == 1
     with pytest.raises(ValueError, match="every example of the train dataset has an answer that brings it over"):
         make(MultiAnswerRewardTrainer, model_path, tokenizer, tmp_path, tokenized, max_length=6)
 
