@@ -20,6 +20,9 @@ __all__ = ["check_adapters", "check_heads", "check_scales"]
 _HEADS_OF_ROWS = ("ForSequenceClassification", "ForQuestionAnswering")
 """The `loss_type` of models whose head reads one class, reward or span from a row."""
 
+_LABELS_OF_ROWS = ("next_sentence_label", "sentence_order_label")
+"""Keywords with one label a row, which `ForPreTraining` of BERT and ALBERT learns beside masked tokens."""
+
 
 def check_adapters(model: Any, kwargs: dict[str, Any]) -> None:
     """Raise for packed rows in a model with activated LoRA, which looks for its invocation once in a row.
@@ -49,7 +52,8 @@ def check_adapters(model: Any, kwargs: dict[str, Any]) -> None:
 def check_heads(model: Any, kwargs: dict[str, Any]) -> None:
     """Raise for packed rows in a model whose head reads one answer from a row, and not one from each document.
 
-    Calls with the packed rows of `run_packed` read one for each answer, and are left alone.
+    Calls with the packed rows of `run_packed` read one for each answer, and are left alone. So are calls of BERT's and
+    ALBERT's `ForPreTraining` without a label of the row.
 
     Args:
         model: a transformers model.
@@ -58,7 +62,12 @@ def check_heads(model: Any, kwargs: dict[str, Any]) -> None:
     Raises:
         RuntimeError: `cu_seq_lens_q` or `position_ids` tell several documents of a row (a device-side check).
     """
-    if getattr(model, "loss_type", None) not in _HEADS_OF_ROWS or kwargs.get(PACKED_IDS) is not None:
+    one_answer = (
+        getattr(model, "loss_type", None) in _HEADS_OF_ROWS
+        or type(model).__name__.endswith("ForNextSentencePrediction")  # whose loss_type is None
+        or any(kwargs.get(name) is not None for name in _LABELS_OF_ROWS)
+    )
+    if not one_answer or kwargs.get(PACKED_IDS) is not None:
         return
     alone = _has_one_document(kwargs)
     if alone is None:

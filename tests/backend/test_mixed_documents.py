@@ -10,6 +10,8 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     BertConfig,
+    BertForNextSentencePrediction,
+    BertForPreTraining,
 )
 
 from flashmask_hf import masks
@@ -66,6 +68,21 @@ def test_encoders_with_such_a_head_refuse_several_documents():
     model = AutoModelForSequenceClassification.from_config(BERT, attn_implementation="flashmask")
     with pytest.raises(RuntimeError, match="BertForSequenceClassification reads one class"):
         model(**packed(DataCollatorForPackedEncoders()))
+
+
+@pytest.mark.parametrize("head", [BertForNextSentencePrediction, BertForPreTraining])
+def test_heads_that_read_one_pair_of_sentences_from_a_row_refuse_several_documents(head):
+    """The head of pretraining predicts masked tokens of packed rows, without a label of the pair."""
+    model = head._from_config(BERT, attn_implementation="flashmask").eval()
+    batch = packed(DataCollatorForPackedEncoders())
+    label = "labels" if head is BertForNextSentencePrediction else "next_sentence_label"
+    with pytest.raises(RuntimeError, match=f"{head.__name__} reads one class"):
+        model(**batch, **{label: torch.tensor([1])})
+    if head is BertForPreTraining:
+        model(**batch)
+    else:
+        with pytest.raises(RuntimeError, match=f"{head.__name__} reads one class"):
+            model(**batch)
 
 
 @pytest.mark.parametrize(
