@@ -6,6 +6,8 @@ import pytest
 import torch
 from tools.tiny import TRAINER_WARNINGS, llama_config
 from transformers import (
+    AlbertConfig,
+    AlbertForPreTraining,
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
@@ -23,7 +25,8 @@ pytestmark = TRAINER_WARNINGS
 
 EXAMPLES = [{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}]
 LLAMA = llama_config(num_labels=1)
-BERT = BertConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4)
+SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+BERT, ALBERT = BertConfig(**SIZES), AlbertConfig(**SIZES)
 
 
 def packed(collator, examples=EXAMPLES):
@@ -70,19 +73,25 @@ def test_encoders_with_such_a_head_refuse_several_documents():
         model(**packed(DataCollatorForPackedEncoders()))
 
 
-@pytest.mark.parametrize("head", [BertForNextSentencePrediction, BertForPreTraining])
-def test_heads_that_read_one_pair_of_sentences_from_a_row_refuse_several_documents(head):
-    """The head of pretraining predicts masked tokens of packed rows, without a label of the pair."""
-    model = head._from_config(BERT, attn_implementation="flashmask").eval()
+@pytest.mark.parametrize(
+    ("head", "label"),
+    [
+        (BertForNextSentencePrediction, "labels"),
+        (BertForPreTraining, "next_sentence_label"),
+        (AlbertForPreTraining, "sentence_order_label"),
+    ],
+)
+def test_heads_that_read_one_pair_of_sentences_from_a_row_refuse_several_documents(head, label):
+    """Those of pretraining predict masked tokens of packed rows, without a label of the pair."""
+    model = head._from_config(ALBERT if head is AlbertForPreTraining else BERT, attn_implementation="flashmask").eval()
     batch = packed(DataCollatorForPackedEncoders())
-    label = "labels" if head is BertForNextSentencePrediction else "next_sentence_label"
     with pytest.raises(RuntimeError, match=f"{head.__name__} reads one class"):
         model(**batch, **{label: torch.tensor([1])})
-    if head is BertForPreTraining:
-        model(**batch)
-    else:
+    if head is BertForNextSentencePrediction:
         with pytest.raises(RuntimeError, match=f"{head.__name__} reads one class"):
             model(**batch)
+    else:
+        model(**batch)
 
 
 @pytest.mark.parametrize(
