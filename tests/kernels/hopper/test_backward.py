@@ -37,8 +37,6 @@ DIMS = [(64, 64), (128, 128), (192, 128), (256, 256)]
 """Largest sizes of each of the kernel's tiles."""
 WIDE = DIMS[2:]
 
-SPILLS = 184
-"""Bytes of registers that may be spilled, most of them in the warp that loads, which has 32 registers."""
 MASKS = {
     "causal_document": lambda: masks.causal_document([200, 312]),
     "prefix_lm_document": lambda: masks.prefix_lm_document([(50, 200), (9, 312)]),
@@ -70,7 +68,7 @@ def test_compiles(dims: tuple[int, int], form: str, deterministic: bool) -> None
         assert instruction in kernel.assembly, instruction
     assert kernel.shared <= 227 * 1024
     assert kernel.spills is not None
-    assert kernel.spills <= SPILLS
+    assert kernel.spills <= (152 if dims == (192, 128) else 128)  # most of the warp that loads, which has 32 registers
     # Reloads of values that stay the same. Triton 3.9 spills more in the narrow kernel, up to 34 instructions.
     wide, narrow = 1 if (3, 7) <= TRITON < (3, 9) else 2, 34 if TRITON >= (3, 9) else 4
     assert kernel.spills_beside_products() <= (wide if dims == (256, 256) else narrow)
@@ -87,7 +85,10 @@ def test_compiles_what_puts_rows_back(dims: tuple[int, int], deterministic: bool
     kernel = _compile(dims, form, deterministic=deterministic, placed=True)["backward_kernel"]
     assert kernel.shared <= 227 * 1024
     assert kernel.spills is not None
-    assert kernel.spills <= SPILLS
+    most = 160 if TRITON >= (3, 9) else 152 if TRITON >= (3, 8) else 128  # likewise
+    if dims == (192, 128):
+        most = 184 if TRITON >= (3, 9) else 152
+    assert kernel.spills <= most
     assert not kernel.serializes_products()
 
 
