@@ -57,6 +57,10 @@ __all__ = [
 _VISIBLE_SEGMENTS = gl.constexpr(VISIBLE_SEGMENTS)
 _SEGMENTS = gl.constexpr(VISIBLE_SEGMENTS + PARTIAL_SEGMENTS)
 
+_SPREAD_ROWS = gl.constexpr(4096)
+"""Rows of a segment from which programs begin it in different places, so that neighbours do not meet in dQ."""
+
+
 _DO_THREADS = gl.constexpr(2 * 128 + 32)
 """Threads at DO_FREE: two warpgroups, and the producer, which waits for them."""
 
@@ -432,10 +436,14 @@ def _load_row_tiles(
     while step < end:
         first, last, partial = _next_segment(starts, ends, done)
         done = last
-        for i in range(first, last):
-            row_tile = i
+        skip = 0
+        if not FORM.DQ_ORDER:
+            skip = gl.where(last - first < _SPREAD_ROWS // BLOCK_M, 0, tile % (last - first))
+        for count in range(last - first):
+            row_tile = first + count + skip
+            row_tile = gl.where(row_tile < last, row_tile, row_tile - (last - first))
             if FORM.UPWARD:
-                row_tile = gl.where(upward, all_row_tiles - 1 - i, i)
+                row_tile = gl.where(upward, all_row_tiles - 1 - row_tile, row_tile)
             if FORM.PERSISTENT and step + 1 == begin + row_tiles:
                 following = _draw_work(args, FORM)
             dq_tile = (batch * scalars.heads + head) * all_row_tiles + row_tile

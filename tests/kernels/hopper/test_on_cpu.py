@@ -42,7 +42,7 @@ from tools.gluon_interpreter import interpreted
 
 from flashmask_hf import FlashMask, call, implementations, masks, plan
 from flashmask_hf.kernels.hopper import backward as hopper_backward
-from flashmask_hf.kernels.hopper import dq_order
+from flashmask_hf.kernels.hopper import backward_roles, dq_order
 from flashmask_hf.kernels.hopper import forward as hopper_forward
 from flashmask_hf.kernels.hopper.head_dims import widths_of
 from flashmask_hf.kernels.launch import descriptors
@@ -179,6 +179,12 @@ def test_softcap_and_sinks(form: tuple[bool, int], dim: int) -> None:
 def test_tiles_wider_than_the_kernel_s(monkeypatch: pytest.MonkeyPatch, dim: int) -> None:
     monkeypatch.setattr(plan, "MAX_COLUMN_TILES", 2)
     _check(_inputs(dim, 500, 500, 1), masks.causal_document([170, 130, 200]))
+
+
+@pytest.mark.parametrize("dim", DTYPES)
+def test_long_ranges_begin_in_different_places(monkeypatch: pytest.MonkeyPatch, dim: int) -> None:
+    monkeypatch.setattr(backward_roles, "_SPREAD_ROWS", gluon.gl.constexpr(256))
+    _check(_inputs(dim, 700, 500, 1), masks.full(500, q_len=700), (False,))
 
 
 @pytest.mark.parametrize("mask_heads", ["one", "q", "q, last rows first"])
