@@ -4,9 +4,10 @@ import os
 
 import psutil
 import pytest
+import torch
 
 from flashmask_hf.long_rows import budget
-from flashmask_hf.long_rows.budget import StepMemory, available_host_bytes, gib
+from flashmask_hf.long_rows.budget import StepMemory, available_gpu_bytes, available_host_bytes, gib
 
 
 def test_two_steps_give_the_line():
@@ -17,10 +18,10 @@ def test_two_steps_give_the_line():
 @pytest.mark.parametrize(
     ("gpu", "host", "longest"),
     [
-        (1700, 0, 100),
+        (1706, 0, 100),  # of 706 bytes, at 7 a token
         (1500, 200, 100),
         (1200, 10**9, 100),  # the host takes any checkpoint, but the working memory must fit on the GPU
-        (999, 10**9, 0),
+        (900, 10**9, 0),
     ],
 )
 def test_the_longest_row(gpu, host, longest):
@@ -31,6 +32,12 @@ def test_the_longest_row(gpu, host, longest):
 def test_a_step_whose_memory_does_not_grow():
     memory = StepMemory.from_two_steps((100, 200), (1000.0, 1000.0), stored=400.0)
     assert memory.longest(1000, 200) == 100
+
+
+def test_the_gpu_offers_what_is_free_and_what_the_allocator_holds(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2000, 9000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 1000)
+    assert available_gpu_bytes() == pytest.approx(0.95 * 3000)
 
 
 def test_a_container_and_other_processes_bound_the_host(tmp_path, monkeypatch):
@@ -45,6 +52,8 @@ def test_a_container_and_other_processes_bound_the_host(tmp_path, monkeypatch):
     assert available_host_bytes() == pytest.approx(0.85 * 2**28, rel=0.1)
     monkeypatch.setitem(os.environ, "LOCAL_WORLD_SIZE", "4")
     assert available_host_bytes() == pytest.approx(0.85 * 2**28 / 4, rel=0.1)
+    limit.write_text(f"{used // 2}\n")
+    assert available_host_bytes() == 0
 
 
 def test_sizes_are_written_in_gib():
