@@ -8,6 +8,7 @@ from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tools.tiny import TRAINER_WARNINGS, VOCAB, llama_config, trainer_settings, word_tokenizer
+from torch._subclasses import FakeTensorMode
 from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
@@ -228,6 +229,27 @@ def test_paths_need_their_loss():
     other.loss_function = tree_loss
     with pytest.raises(RuntimeError, match="attn_implementation='sdpa' ignores them"):
         other(**batch, use_cache=False)
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 3), (1, 2, 2), (1, 2, 3, 1)], ids=str)
+def test_labels_for_other_logits_raise(shape):
+    with pytest.raises(ValueError, match=r"shift_labels must be \[R, W, S\] for logits .* = \[1, 3, 4\]"):
+        tree_loss(torch.zeros(1, 3, 4), shift_labels=torch.ones(shape, dtype=torch.int64))
+
+
+def test_the_loss_of_sixteen_bit_logits_is_float32():
+    logits = torch.randn(1, 3, 4, dtype=torch.bfloat16)
+    labels = torch.tensor([[[1, 2, -100]]])
+    assert torch.equal(tree_loss(logits, shift_labels=labels), tree_loss(logits.float(), shift_labels=labels))
+
+
+def test_the_batch_may_be_on_another_device_than_the_logits():
+    with FakeTensorMode():
+        logits = torch.zeros(1, 3, 4, device="cuda:1")
+        labels = torch.zeros(1, 2, 3, dtype=torch.int64, device="cuda:0")
+        weights, count = torch.zeros(1, 2, 3, device="cuda:0"), torch.ones((), dtype=torch.int64, device="cuda:0")
+        loss = tree_loss(logits, shift_labels=labels, path_weights=weights, num_items_in_batch=count)
+        assert loss.device == logits.device
 
 
 def test_paths_in_a_trainer_of_trl_raise(tmp_path):
