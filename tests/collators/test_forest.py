@@ -215,7 +215,7 @@ def test_best_fit_decreasing_uses_no_more_bins_than_first_fit(seed):
     assert len(best_fit_decreasing(lengths, 2048)) <= first_fit(lengths, 2048)
 
 
-@pytest.mark.parametrize("lengths", [[3, 0], [3, 9]])
+@pytest.mark.parametrize("lengths", [[3, 0], [3, 9], [3, 0, 9]])
 def test_best_fit_decreasing_refuses_what_fits_nowhere(lengths):
     with pytest.raises(ValueError, match=r"lengths\[1\]"):
         best_fit_decreasing(lengths, 8)
