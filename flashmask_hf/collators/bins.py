@@ -34,13 +34,13 @@ def best_fit_decreasing(lengths: Sequence[int] | NDArray[np.int64], capacity: in
     sizes = np.asarray(lengths, dtype=np.int64)
     unfit = np.flatnonzero((sizes < 1) | (sizes > capacity))
     if unfit.size:
-        first = int(unfit[0])
+        first = unfit[0]
         raise ValueError(
-            f"lengths[{first}] is {int(sizes[first])}, but every length must lie in 1..capacity = 1..{capacity}"
+            f"lengths[{first}] is {sizes[first]}, but every length must lie in 1..capacity = 1..{capacity}"
         )
     order = np.argsort(-sizes, kind="stable")
     bins: list[list[int]] = []
-    rooms: list[int] = []  # distinct free lengths of the open bins, ascending
+    rooms: list[int] = []  # distinct free lengths of the bins, ascending
     bins_with: dict[int, deque[list[int]]] = {}
     for item, size in zip(order.tolist(), sizes[order].tolist(), strict=True):
         best = bisect_left(rooms, size)
@@ -54,11 +54,10 @@ def best_fit_decreasing(lengths: Sequence[int] | NDArray[np.int64], capacity: in
                 del bins_with[room], rooms[best]
         target.append(item)
         room -= size
-        if room:
-            if room not in bins_with:
-                bins_with[room] = deque()
-                insort(rooms, room)
-            bins_with[room].append(target)
+        if room not in bins_with:
+            bins_with[room] = deque()
+            insort(rooms, room)
+        bins_with[room].append(target)
     for target in bins:
         target.sort()
     return sorted(bins)
