@@ -311,6 +311,32 @@ def test_a_streamed_dataset_trains_and_evaluates(model_path, tokenizer, tmp_path
     assert streamed.evaluate()["eval_accuracy_of_2_answers"] > 0
 
 
+def test_losses_and_rewards_of_a_sixteen_bit_model_are_float32(model_path, tokenizer, tmp_path):
+    trainer = make(MultiAnswerRewardTrainer, model_path, tokenizer, tmp_path, model=load(model_path).bfloat16())
+    batch = next(iter(trainer.get_train_dataloader()))
+    loss, outputs = trainer.compute_loss(trainer.model, batch, return_outputs=True)
+    assert loss.dtype == outputs.logits.dtype == torch.float32
+
+
+def test_the_model_keeps_no_cache(model_path, tokenizer, tmp_path):
+    trainer, caches = make(MultiAnswerRewardTrainer, model_path, tokenizer, tmp_path), []
+    trainer.model.config.use_cache = True
+    trainer.model.register_forward_hook(lambda model, args, output: caches.append(output.past_key_values))
+    one_step(trainer)
+    assert caches == [None]
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_layer_that_ignores_the_mask_raises_in_the_first_step(compiled, model_path, tokenizer, tmp_path):
+    trainer = make(MultiAnswerRewardTrainer, model_path, tokenizer, tmp_path)
+    layer = trainer.model.base_model.layers[0]
+    layer.self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
+    if compiled:
+        layer.compile(backend="eager")
+    with pytest.raises(ValueError, match="mask to 1 of its 2 layers"):
+        trainer.train()
+
+
 # --- arguments
 
 
