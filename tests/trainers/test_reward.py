@@ -416,6 +416,15 @@ def test_options_that_read_input_ids_raise(model_path, tokenizer, tmp_path):
             make(MultiAnswerRewardTrainer, model_path, tokenizer, tmp_path, margin_rows(), **option)
 
 
+def test_a_frozen_head_is_taken_if_it_is_saved_or_nothing_learns(model_path, tokenizer, tmp_path):
+    whole = load(model_path)
+    whole.score.requires_grad_(False)
+    adapted = get_peft_model(load(model_path), LoraConfig(target_modules=["q_proj"], inference_mode=True))
+    for model in (whole, adapted):
+        trainer = make(MultiAnswerRewardTrainer, model_path, tokenizer, tmp_path, model=model)
+        assert trainer.predict(trainer.train_dataset).predictions.shape == (8, 2)
+
+
 @pytest.mark.filterwarnings("ignore:`pad_token` is deprecated:FutureWarning")
 def test_a_pad_token_that_is_the_eos_token_warns(model_path, tokenizer, tmp_path, caplog):
     with caplog.at_level(logging.WARNING, logger="flashmask_hf"):
