@@ -137,6 +137,8 @@ def test_two_processes_train_like_one(tmp_path, model, files, capsys, recipe, co
     losses = logged(one, "loss")
     assert losses[-1] < losses[0]
     assert logged(two, "loss") == pytest.approx(losses, rel=DIGITS)
+    for key in ("num_tokens", "shared_tokens_saved") if recipe == "reward" else ():
+        assert logged(two, key) == pytest.approx(logged(one, key), rel=DIGITS), key
     saved = "adapter_model.safetensors" if LORA[0] in flags else "model.safetensors"
     weights, others = load_file(tmp_path / "one" / saved), load_file(tmp_path / "two" / saved)
     assert others.keys() - weights.keys() <= {"lm_head.weight"}  # FSDP2 saves tied weights twice

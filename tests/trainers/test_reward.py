@@ -228,6 +228,14 @@ def test_the_last_step_of_an_epoch_logs_all_of_its_batches(model_path, tokenizer
     )
     for one, other in zip(losses_of(ours), losses_of(stock), strict=True):
         assert {key: one[key] for key in other} == pytest.approx(other, rel=1e-3, abs=1e-4)
+    ours.state.save_to_json(str(tmp_path / "state.json"))  # takes no tensors
+
+
+def test_a_tensor_parallel_group_counts_its_tokens_once(model_path, tokenizer, tmp_path):
+    trainer = make(MultiAnswerRewardTrainer, model_path, tokenizer, tmp_path)
+    alone = one_step(trainer)[2]["num_tokens"]
+    trainer._total_train_tokens, trainer._tp_size = 0, 2
+    assert one_step(trainer)[2]["num_tokens"] == alone // 2
 
 
 def test_total_flos_are_those_of_the_packed_tokens(model_path, tokenizer, tmp_path):
@@ -267,6 +275,7 @@ def test_evaluation_is_exact_over_all_batches(model_path, tokenizer, tmp_path):
     assert metrics["eval_shared_tokens_saved"] == pytest.approx(1 - computed / unshared)
     assert metrics["eval_loss"] == pytest.approx(np.mean(losses), rel=1e-5)
     assert metrics["eval_best_first"] == 0.5
+    assert metrics["eval_num_tokens"] == 0  # of training
 
     assert seen["predictions"].shape == seen["scores"].shape == (7, 6)
     predicted = trainer.predict(trainer.eval_dataset).predictions
