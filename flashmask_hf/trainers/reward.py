@@ -246,7 +246,7 @@ class MultiAnswerRewardTrainer(RewardTrainer):
         columns = [
             inputs["answer_counts"],
             *inputs["token_counts"].unbind(1),
-            pair_mean((ahead > 0).float(), beats),
+            pair_mean(ahead > 0, beats),
             pair_mean(ahead, beats),
             rewards.masked_fill(~real, torch.inf).amin(1),
             rewards.masked_fill(~real, -torch.inf).amax(1),
@@ -256,7 +256,7 @@ class MultiAnswerRewardTrainer(RewardTrainer):
         # counts them. Moreover, Trainer reaches the end before it computes the first batch of the last step, so that
         # gather_for_metrics would cut every batch of the step.
         gather = self.accelerator.gather if mode == "train" else self.accelerator.gather_for_metrics
-        rows: Any = gather(torch.stack([column.float() for column in columns], 1))
+        rows: Any = gather(torch.stack(columns, 1))
         counts, computed, unshared, accuracy, margin, least, most, total = rows.cpu().double().unbind(1)
         if mode == "train":
             duplicates: Any = self._tp_size  # the ranks of a tensor parallel group have the same batch
