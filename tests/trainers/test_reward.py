@@ -132,6 +132,10 @@ def test_predict_prepares_raw_rows(model_path, tokenizer, tmp_path):
     of_raw = trainer.predict(raw).predictions
     np.testing.assert_array_equal(of_raw, trainer.predict(trainer.eval_dataset).predictions)
     assert of_raw.shape == (3, 2)
+    for prediction in (trainer.predict(raw, None, "held_out"), trainer.predict(raw, metric_key_prefix="held_out")):
+        assert "held_out_loss" in prediction.metrics
+    with pytest.raises(ValueError, match="example 0 of the test dataset has 1 answers"):
+        trainer.predict(Dataset.from_list([{"prompt": "w5", "answers": ["w6"]}]))
 
 
 def test_tokenized_columns_of_trl_are_used_unchanged(model_path, tokenizer, tmp_path):
@@ -285,7 +289,9 @@ def test_evaluation_is_exact_over_all_batches(model_path, tokenizer, tmp_path):
         np.testing.assert_allclose(labels[: len(own)], example["scores"])
         assert (row[len(own) :] == -100).all()
         assert (labels[len(own) :] == -100).all()
-    assert "eval_accuracy_of_3_answers" not in trainer.evaluate(Dataset.from_list(data[:2]))
+    metrics = trainer.evaluate(Dataset.from_list(data[:2]))
+    assert metrics["eval_accuracy"] == pytest.approx(np.mean([right[2][0], right[6][0]]))
+    assert "eval_accuracy_of_3_answers" not in metrics
 
 
 def test_training_learns_a_ranking_of_many_answers(model_path, tokenizer, tmp_path):
