@@ -215,6 +215,7 @@ def test_training_follows_stock_trl(lora, model_path, tokenizer, tmp_path):
     for one, other in zip(losses, expected, strict=True):
         assert one.keys() == other.keys() | {"mask_sparsity", "shared_tokens_saved", "accuracy_of_2_answers"}
         assert {key: one[key] for key in other} == pytest.approx(other, rel=1e-3, abs=1e-4)
+        assert one["accuracy_of_2_answers"] == pytest.approx(one["accuracy"])  # of the same two batches
     fresh = Dataset.from_list(preference_rows(3, seed=4))
     for dataset in (None, fresh):
         one, other = ours.evaluate(dataset), stock.evaluate(dataset)
