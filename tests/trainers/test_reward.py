@@ -363,11 +363,14 @@ def test_arguments_may_be_passed_in_several_ways(given, model_path, tokenizer, t
     keywords = {"train_dataset": dataset, "processing_class": tokenizer}
     if given == "collator":
         collator = DataCollatorForMultiAnswerReward(row_length=64, pad_token_id=5)
+        args.row_length = 64
         trainer = MultiAnswerRewardTrainer(load(model_path), args, collator, **keywords)
         assert (trainer.data_collator.row_length, trainer.data_collator.pad_token_id) == (64, 5)
         assert collator.max_position_embeddings is None
     elif given == "plain config":
-        trainer = MultiAnswerRewardTrainer(load(model_path), settings(tmp_path, RewardConfig), **keywords)
+        args = settings(tmp_path, RewardConfig, pad_to_multiple_of=8)
+        trainer = MultiAnswerRewardTrainer(load(model_path), args, **keywords)
+        assert trainer.data_collator.pad_to_multiple_of == 8
     else:
         if given == "name and options":
             args.model_init_kwargs = options = {"dtype": "float32"}
@@ -403,6 +406,8 @@ def test_invalid_arguments_raise(model_path, tokenizer, tmp_path):
         trainer(data_collator=DataCollatorForPreference(0))
     with pytest.raises(ValueError, match=r"args.row_length is 64, but that of data_collator is None"):
         trainer(data_collator=DataCollatorForMultiAnswerReward(), row_length=64)
+    with pytest.raises(ValueError, match=r"args.score_margin is 0.5, but that of data_collator is 0.0"):
+        trainer(data_collator=DataCollatorForMultiAnswerReward(), score_margin=0.5)
     prefix = PrefixTuningConfig(task_type="SEQ_CLS", num_virtual_tokens=4)
     with pytest.raises(ValueError, match="PrefixTuningConfig adds virtual tokens"):
         trainer(peft_config=prefix)
