@@ -75,7 +75,7 @@ def call_model(model: Any, call: Callable[..., Any], args: tuple[Any, ...], kwar
             f"{name} never calls its attention by name, so that it ignores {VECTORS}; pass one document a row"
             if implementation in NAMES
             else f"{name} makes its masks without position_ids, so that documents of a row see each other with "
-            f"attn_implementation='{implementation}'; load it with attn_implementation='flashmask'"
+            f"attn_implementation='{implementation}'; load it with 'flashmask', or pass one document a row"
         )
     device_assert(alone, message)
     return output
@@ -102,13 +102,13 @@ def check_document_numbers(model: Any, kwargs: dict[str, Any]) -> None:
 
     Args:
         model: a transformers model whose attention is one of this package's.
-        kwargs: keywords of its call. With `startend_row_indices` or `position_ids`, nothing is looked at.
+        kwargs: keywords of its call. With `startend_row_indices`, nothing is looked at.
 
     Raises:
-        RuntimeError: `seq_idx` [B, S] numbers several documents in a row (a device-side check).
+        RuntimeError: `seq_idx` [B, S] numbers several documents in a row, without `position_ids` (a device-side check).
         ValueError: `cu_seq_lens_q` is no tensor of one axis, as when a collator stacks the column of a dataset.
     """
-    if kwargs.get(VECTORS) is not None or kwargs.get("position_ids") is not None:
+    if kwargs.get(VECTORS) is not None:
         return
     bounds = kwargs.get("cu_seq_lens_q")
     if bounds is not None:
@@ -116,11 +116,11 @@ def check_document_numbers(model: Any, kwargs: dict[str, Any]) -> None:
             got = list(bounds.shape) if isinstance(bounds, Tensor) else type(bounds).__name__
             raise ValueError(
                 f"cu_seq_lens_q must be a tensor [documents + 1] of one row, got {got}; flatten the batch into one row "
-                "(DataCollatorWithFlattening), or pass position_ids that start again at 0 with each document"
+                "(DataCollatorWithFlattening), or pass position_ids alone, which start again at 0 with each document"
             )
         return
     numbers = kwargs.get("seq_idx")
-    if not isinstance(numbers, Tensor) or is_guarded(model):
+    if kwargs.get("position_ids") is not None or not isinstance(numbers, Tensor) or is_guarded(model):
         return
     device_assert(
         (numbers == numbers[:, :1]).all(),

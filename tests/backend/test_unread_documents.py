@@ -101,7 +101,7 @@ FALCON = ["falcon"] if Version(transformers.__version__) < Version("5.24") else 
 @pytest.mark.parametrize("family", ["gpt_oss", "opt", "qwen2_5_vl_text", "bloom", *FALCON])
 def test_documents_are_refused_where_another_attention_does_not_find_them(family):
     model = model_zoo.build(family, "eager")
-    message = r"makes its masks without position_ids, .*'eager'; load it with .*'flashmask'"
+    message = r"makes its masks without position_ids, .*'eager'; load it with 'flashmask', or pass one document a row"
     with pytest.raises(RuntimeError, match=message):
         model(**PACKED_ROW)
     one = PACKED_ROW | {"position_ids": positions([9]), "startend_row_indices": masks.causal(9).indices}
@@ -236,8 +236,11 @@ def test_numbers_of_documents_beside_what_attention_reads(name):
 def test_bounds_that_attention_would_not_read_are_refused(bounds):
     """As of a collator that stacks a column of bounds."""
     model = AutoModelForCausalLM.from_config(llama_config(), attn_implementation="flashmask").eval()
-    with pytest.raises(ValueError, match=r"cu_seq_lens_q must be a tensor \[documents \+ 1\].*or pass position_ids"):
-        model(IDS, cu_seq_lens_q=bounds)
+    for beside in ({}, {"position_ids": PACKED}):
+        with pytest.raises(
+            ValueError, match=r"cu_seq_lens_q must be a tensor \[documents \+ 1\].*or pass position_ids alone"
+        ):
+            model(IDS, cu_seq_lens_q=bounds, **beside)
     told = model(IDS, cu_seq_lens_q=torch.tensor([0, 4, 9])).logits
     torch.testing.assert_close(model(IDS, position_ids=PACKED).logits, told)
 
