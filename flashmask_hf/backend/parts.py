@@ -46,7 +46,8 @@ def attend_in_parts(
     Raises:
         ValueError: as in `attention_forward`; keys are of other rows than queries, as with a cache; or the model's
             rotary positions depend on the longest one.
-        RuntimeError: a 2D attention_mask hides tokens (a device-side check).
+        RuntimeError: a 2D attention_mask hides tokens, or the layer's `position_ids` are not those of its rows
+            (device-side checks).
     """
     if key.shape[2] != query.shape[2]:
         raise ValueError(
@@ -56,6 +57,7 @@ def attend_in_parts(
     if attention_mask is not None:
         _refuse_padding(attention_mask)
     refuse_rope_by_length(getattr(module, "config", None))
+    _check_positions(kwargs.get("position_ids"), split)
     kwargs = kwargs | {"position_ids": split.position_ids}
     heads, kv_heads = query.shape[1], key.shape[1]
     sinks = kwargs.get("s_aux")
@@ -86,6 +88,25 @@ def _refuse_padding(attention_mask: Any) -> None:
         )
 
     cached_mask((attention_mask,), ("padding",), check)  # once a forward, not in every layer
+
+
+def _check_positions(position_ids: Any, split: RowSplit) -> None:
+    """Raise if a layer's positions [B or 1, S / N] are not the split's, as where the model numbered its part itself.
+
+    Models that do not hand positions of this form to their layers are not checked.
+    """
+    if not isinstance(position_ids, Tensor) or position_ids.dim() != 2 or position_ids.shape[1] != split.rows.shape[1]:
+        return
+
+    def check() -> None:
+        device_assert(
+            (position_ids == split.own_positions.to(position_ids.device)).all(),
+            "position_ids of a part of a row are missing, or differ from those that sequence_parallel was given; make "
+            "the inputs of the model with split.shard(batch), or pass split.own_positions",
+        )
+
+    # once a forward, not in every layer
+    cached_mask((position_ids, split.position_ids, split.rows), ("positions", split.group), check, per_forward=False)
 
 
 def _vectors_of_heads(vectors: Tensor, heads: int, kv_heads: int, split: RowSplit) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from flashmask_hf.checks import device_assert
 from flashmask_hf.names import IGNORED, VECTORS
 from flashmask_hf.parallel.collectives import Group, group_of
 
@@ -62,6 +63,11 @@ class RowSplit:
         """The rows of this process, int64 [S / N]."""
         return self.rows[self.group.rank]
 
+    @property
+    def own_positions(self) -> Tensor:
+        """The positions of this process's rows, int [B or 1, S / N]."""
+        return self.position_ids.index_select(-1, self.own_rows.to(self.position_ids.device))
+
     def shard(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Return this process's part of a batch of whole rows, for a model call in the context.
 
@@ -70,18 +76,22 @@ class RowSplit:
         gradients. The mask vectors stay whole. A group's first call compares the batches of its processes.
 
         Args:
-            batch: as the collators of packed rows make it: `input_ids`, `position_ids`, `startend_row_indices`, and
-                `labels` [B, S], which the loss is to shift, or `shift_labels` (and `path_weights`) [B, S] or [B, W, S].
+            batch: as the collators of packed rows make it: `input_ids`, `position_ids` (None or missing for those of
+                the split), `startend_row_indices`, and `labels` [B, S], which the loss is to shift, or `shift_labels`
+                (and `path_weights`) [B, S] or [B, W, S].
 
         Raises:
             ValueError: the mask vectors are missing, or a key is there of which it is not known how it is split; a
-                tensor's length is another; or, in a group's first call, its processes have different batches.
+                tensor's length is another; `position_ids` differ from those of the split; or, in a group's first
+                call, its processes have different batches.
         """
         if batch.get(VECTORS) is None:
             raise ValueError(
                 f"{VECTORS} is missing, which says what the parts of a row may see; use a packing collator"
             )
         self._compare_batches(batch)
+        if batch.get("position_ids") is None:  # the model would number its part from end to end
+            batch = {**batch, "position_ids": self.position_ids.to(batch[VECTORS].device)}
         part: dict[str, Any] = {}
         for key, value in batch.items():
             if key == VECTORS:
@@ -97,6 +107,16 @@ class RowSplit:
             if not isinstance(value, Tensor) or value.dim() < 2 or value.shape[-1] != self.length:
                 got = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
                 raise ValueError(f"{key} must have shape [B, {self.length}], as the split row has, got {got}")
+            if (
+                key == "position_ids"
+                and value.dim() == 2
+                and value is not self.position_ids  # so that the host need not wait for the device
+                and bool((value != self.position_ids.to(value.device)).any())
+            ):
+                raise ValueError(
+                    "position_ids of the batch differ from those that sequence_parallel was given, by which attention "
+                    "measures; pass the batch's own to sequence_parallel"
+                )
             if key == "labels":
                 key, value = "shift_labels", nn.functional.pad(value[:, 1:], (0, 1), value=IGNORED)
             part[key] = value.index_select(-1, self.own_rows.to(value.device))
@@ -158,6 +178,8 @@ def sequence_parallel(
             `position_ids` is not [B, S]; or `exchange` is another name. In a layer: "heads" are asked for and do not
             divide, mask vectors are missing or of another length, or the model's rotary positions depend on the
             longest one (`rope_type` "longrope" or "dynamic").
+        RuntimeError: in a layer, `position_ids` are not those of its part, as in a model call without them, or mask
+            vectors were cut to the part (device-side checks).
 
     Example:
         ```python
@@ -192,6 +214,7 @@ def active_split(length: int, vectors: Any) -> RowSplit | None:
 
     Raises:
         ValueError: the layer has as many rows as a part, and no mask vectors, or vectors of another row.
+        RuntimeError: the vectors were cut to the part (a device-side check).
     """
     split = _active
     if split is None or length != split.rows.shape[1]:
@@ -201,8 +224,15 @@ def active_split(length: int, vectors: Any) -> RowSplit | None:
             f"a layer has {length} rows, as many as a part of a row that is split over processes, but no {VECTORS}, "
             "without which it would attend within its part alone; pass those of the whole row to the model"
         )
-    if not isinstance(vectors, Tensor) or vectors.dim() != 4 or vectors.shape[2] == length:
-        return None  # a whole row, or what the layer refuses
+    if not isinstance(vectors, Tensor) or vectors.dim() != 4:
+        return None  # which the layer refuses
+    if vectors.shape[2] == length:  # a whole row, unless its vectors name rows that it has not
+        device_assert(
+            (vectors <= length).all(),
+            f"{VECTORS} of {length} tokens name rows past {length}, as if cut to a part of a row that is split over "
+            f"processes; pass those of the whole row of {split.length} tokens, as RowSplit.shard does",
+        )
+        return None
     if vectors.shape[2] != split.length:
         raise ValueError(
             f"{VECTORS} must be those of the whole row of {split.length} tokens, [B, 1, {split.length}, n], in the "

@@ -15,7 +15,8 @@ SIZES = (2, 4)
 COMPARED = [
     (size, name)
     for name in sorted(
-        set(parallel_cases.CASES) - {"whole rows", "refusals", "other batches", "tensor parallel refusals"}
+        set(parallel_cases.CASES)
+        - {"whole rows", "refusals", "other batches", "tensor parallel refusals", "no positions"}
     )
     for size in parallel_cases.GROUPS.get(name, SIZES)
 ]
@@ -46,11 +47,19 @@ def test_whole_rows_and_generation_run_in_the_context_as_without(found, size):
     assert result(found, size, "whole rows")["equal"]
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_a_batch_without_positions_gets_those_of_the_split(found, size):
+    assert result(found, size, "no positions")["equal"]
+
+
 REFUSED = {
     "no context": "ValueError: .*whole row of 128 tokens, but this layer has .*context of .*sequence_parallel",
     "rotary positions": "ValueError: rope_type='dynamic' chooses the frequencies .*leave each row in one process",
     "no vectors": "ValueError: a layer has .*as many as a part of a row.*no startend_row_indices",
     "vectors of another row": r"ValueError: .*whole row of 128 tokens, .*got \[2, 1, 120, 1\]",
+    "vectors of a part": "RuntimeError: startend_row_indices of .*pass those of the whole row of 128 tokens",
+    "no positions": r"RuntimeError: position_ids of a part of a row are missing, .*split\.shard",
+    "other positions": "ValueError: position_ids of the batch differ from those that sequence_parallel was given",
     "vectors out of range": r"RuntimeError: startend_row_indices must lie in 0\.\.128",
     "vectors below 0": r"RuntimeError: startend_row_indices must lie in 0\.\.128",
     "cache": "ValueError: a layer has .* rows of a row that is split over processes, but .* keys; pass use_cache=False",

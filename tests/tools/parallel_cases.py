@@ -252,6 +252,17 @@ def two_layouts(group: Any) -> dict[str, float]:
     return {"loss": max(off), "gradients": 0.0}
 
 
+def no_positions(group: Any) -> dict[str, Any]:
+    """Return whether a batch without positions is split into the same parts as with those of the split."""
+    batch = documents()
+    bare = {key: value for key, value in batch.items() if key != "position_ids"}
+    rows = rows_of(batch, group.size(), "interleaved")
+    with sequence_parallel(group, rows, batch["position_ids"]) as split:
+        want = split.shard(batch)
+        parts = [split.shard(bare), split.shard({**batch, "position_ids": None})]
+    return {"equal": all(x.keys() == want.keys() and all(torch.equal(x[k], want[k]) for k in want) for x in parts)}
+
+
 def whole_row_calls(group: Any) -> dict[str, Any]:
     """Return whether calls with whole rows, and generation, give the same to the bit in the context as without."""
     model = model_of("llama", 8, 4).eval()
@@ -355,6 +366,7 @@ def refusals(group: Any) -> dict[str, Any]:
     batch = documents()
     size = group.size()
     rows = rows_of(batch, size, "contiguous")
+    dealt = rows_of(batch, size, "interleaved")  # of which no process has the first rows alone
     positions = batch["position_ids"]
 
     def call(split: Any, **changes: Any) -> Any:
@@ -363,7 +375,7 @@ def refusals(group: Any) -> dict[str, Any]:
             **{"input_ids": part["input_ids"], "position_ids": part["position_ids"], "use_cache": False} | changes
         )
 
-    def in_context(run: Callable[[Any], Any], **options: Any) -> Callable[[], Any]:
+    def in_context(run: Callable[[Any], Any], rows: Any = rows, **options: Any) -> Callable[[], Any]:
         def wrong() -> None:
             with sequence_parallel(group, rows, positions, **options) as split:
                 run(split)
@@ -386,6 +398,11 @@ def refusals(group: Any) -> dict[str, Any]:
         "no context": lambda: model(**{k: v for k, v in shard.items() if k != "shift_labels"}, use_cache=False),
         "no vectors": in_context(lambda split: call(split)),
         "vectors of another row": in_context(lambda split: call(split, startend_row_indices=vectors[:, :, : 128 - 8])),
+        "vectors of a part": in_context(
+            lambda split: call(split, startend_row_indices=vectors[:, :, split.own_rows]), dealt
+        ),
+        "no positions": in_context(lambda split: call(split, startend_row_indices=vectors, position_ids=None), dealt),
+        "other positions": in_context(lambda split: split.shard({**batch, "position_ids": positions + 1})),
         "vectors out of range": in_context(
             lambda split: call(split, startend_row_indices=vectors + 100), exchange="keys"
         ),
@@ -491,6 +508,7 @@ CASES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "tensor parallel refusals": refused_vectors_per_head,
     "two layouts": two_layouts,
     "compiled": compiled,
+    "no positions": no_positions,
     "whole rows": whole_row_calls,
     "refusals": refusals,
     "other batches": other_batches,
