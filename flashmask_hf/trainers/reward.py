@@ -17,7 +17,7 @@ from trl.trainer.reward_trainer import RewardTrainer
 from flashmask_hf.backend.model_hooks import unwrap_peft
 from flashmask_hf.backend.packed_rows import check_compiled, run_packed
 from flashmask_hf.collators.reward import PADDING, DataCollatorForMultiAnswerReward
-from flashmask_hf.names import PACKED_IDS, VECTORS
+from flashmask_hf.names import PACKED_IDS, PACKED_INDEX, VECTORS
 from flashmask_hf.trainers.common import (
     check_config,
     default_output_dir,
@@ -225,7 +225,10 @@ class MultiAnswerRewardTrainer(RewardTrainer):
         labels = ("answer_counts", "token_counts", "scores", "margins")
         outputs = model(**{key: value for key, value in inputs.items() if key not in labels}, use_cache=False)
         scores, counts = inputs["scores"], inputs["answer_counts"]
-        rewards = outputs.logits.float().view(scores.shape)
+        # The head may round copies of one hidden state apart: identical answers take the reward of the first of them.
+        places = inputs[PACKED_INDEX].view(scores.shape)
+        first = (places[:, :, None] == places[:, None]).int().argmax(2)
+        rewards = outputs.logits.float().view(scores.shape).gather(1, first)
         real = torch.arange(scores.shape[1], device=scores.device) < counts[:, None]
         beats = (scores[:, :, None] > scores[:, None]) & real[:, :, None] & real[:, None]
         loss = LOSSES[self.loss_type](rewards - inputs.get("margins", 0.0), beats).mean()

@@ -118,6 +118,21 @@ def test_identical_answers_have_identical_rewards(model_path, tokenizer, tmp_pat
     assert one_step(many)[2]["accuracy"] == 0
 
 
+def test_identical_answers_have_identical_rewards_in_every_row_of_the_head(model_path, tokenizer, tmp_path):
+    """A head may round equal hidden states apart, by their place in the batch."""
+    trainer = make(MultiAnswerRewardTrainer, model_path, tokenizer, tmp_path)
+    tied = {"prompt_ids": [5, 6, 7], "answers_ids": [[8, 9, 10], [11], [8, 9, 10]], "scores": [1.0, 2.0, 0.0]}
+    batch = trainer.data_collator([tied, tied | {"answers_ids": [[8], [8]], "scores": [1.0, 0.0]}])
+
+    def rounded(module, args, output):
+        return output + 1e-6 * torch.arange(output.numel()).view_as(output)
+
+    trainer.model.score.register_forward_hook(rounded)
+    predicted = trainer.compute_loss(trainer.model, batch, return_outputs=True)[1].logits
+    assert predicted[0, 0] == predicted[0, 2] != predicted[0, 1]
+    assert predicted[1, 0] == predicted[1, 1]
+
+
 def test_ties_count_as_not_preferred(model_path, tokenizer, tmp_path):
     """A score head of zeros gives every answer the same reward."""
     ours, stock = (make(c, model_path, tokenizer, tmp_path) for c in (MultiAnswerRewardTrainer, RewardTrainer))
