@@ -43,6 +43,11 @@ logger = logging.getLogger(__name__)
 
 _SHARES = ("prompts", "tokens")
 
+_NO_TOKENS = (
+    "has no tokens, so nothing predicts the first token of its completions; remove empty prompts from the dataset"
+)
+"""What is wrong with such a prompt, and the way out."""
+
 _PLACES = "places_before_the_shuffle"
 """Key of a generation batch: the places of its rows, int64 [N] on the CPU."""
 
@@ -146,6 +151,14 @@ class SharedPrompts:
         loss = parent._compute_loss(model, inputs)
         log_sharing(self, "train" if model.training else "eval", *self._packed)
         return loss
+
+    def _tokenize_prompts(self, prompts: list[Any]) -> Any:
+        parent: Any = super()
+        prompt_ids, *others = parent._tokenize_prompts(prompts)
+        for nth, (prompt, ids) in enumerate(zip(prompts, prompt_ids, strict=True)):
+            if not len(ids):  # generation would fail, with an error of another name
+                raise ValueError(f"prompt {nth} of the batch, {prompt!r}, {_NO_TOKENS}")
+        return prompt_ids, *others
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         trainer: Any = self
@@ -252,10 +265,7 @@ def pack_sequences(
     length = ids.shape[1]
     prompt_lengths = real[:, : length - keep].sum(1).tolist()
     if min(prompt_lengths) < 1:
-        raise ValueError(
-            f"prompt {prompt_lengths.index(0)} of the micro-batch has no tokens, so nothing predicts the first token "
-            "of its completions; remove empty prompts from the dataset"
-        )
+        raise ValueError(f"prompt {prompt_lengths.index(0)} of the micro-batch {_NO_TOKENS}")
     sequences = [row[here].astype(np.int64) for row, here in zip(ids, real, strict=True)]
     forests, leaves = share_prompts(sequences, prompt_lengths) if share == "prompts" else share_prefixes(sequences)
     rows = pack_forests(forests, pad_to_multiple_of=pad_to_multiple_of)

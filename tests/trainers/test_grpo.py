@@ -429,6 +429,19 @@ def test_other_wrong_set_ups_raise(checkpoints, tokenizer, tmp_path, monkeypatch
         trainer.train()
 
 
+@pytest.mark.parametrize("algorithm", ["grpo", "rloo"])
+def test_a_prompt_without_tokens_raises_before_generation(algorithm, checkpoints, tokenizer, tmp_path):
+    """transformers' generation ends in an IndexError, or in one about the dtype of its tokens."""
+    _, _, config, trainer = CLASSES[algorithm]()
+    model = AutoModelForCausalLM.from_pretrained(checkpoints["llama"], attn_implementation="flashmask")
+    made = trainer(
+        model, reward, config(**trainer_settings(tmp_path), num_generations=2),
+        Dataset.from_dict({"prompt": ["w9", " ", "w10 w11"]}), processing_class=tokenizer,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"prompt \d of the batch, ' ', has no tokens, .*remove empty prompts"):
+        made.train()
+
+
 @pytest.mark.parametrize("stream", [False, True], ids=["", "stream"])
 @pytest.mark.parametrize("split", ["train", "eval"])
 @pytest.mark.parametrize("algorithm", ["grpo", "rloo"])
