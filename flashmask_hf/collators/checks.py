@@ -115,6 +115,24 @@ def as_integers(values: Any, name: str) -> NDArray[np.int64]:
     return array.astype(np.int64, copy=False)
 
 
+def as_token_ids(values: Any, name: str) -> NDArray[np.int64]:
+    """Return a flat sequence of token ids as int64 [n].
+
+    Raises:
+        TypeError: `values` is something else; the message calls it `name`.
+        ValueError: an id is negative, as of labels, or does not fit into int64.
+    """
+    ids = as_integers(values, name)
+    if ids.size and ids.min() < 0:
+        raise ValueError(negative_message(name, ids.min()))
+    return ids
+
+
+def negative_message(name: str, least: int) -> str:
+    """Return the error message of token ids of which one is negative."""
+    return f"{name} has {least}, but token ids must not be negative; are these labels, in which -100 is not learned?"
+
+
 def check_lengths(name: str, lengths: NDArray[np.int64], tokens: int) -> None:
     """Raise a ValueError unless the lengths of the parts of `tokens` tokens are positive and sum to their number.
 
@@ -147,11 +165,11 @@ def as_answers(values: Sequence[Any], name: str) -> list[NDArray[np.int64]]:
 
     Raises:
         TypeError: `values` is no sequence, or an answer does not hold integers.
-        ValueError: there are fewer than two answers, or one is empty.
+        ValueError: there are fewer than two answers, or one is empty or has a negative id.
     """
     if not hasattr(values, "__iter__"):
         raise TypeError(f"answers_ids of {name} must be a list of answers, got {values!r}")
-    answers = [as_integers(answer, f"answer {nth} of {name}") for nth, answer in enumerate(values)]
+    answers = [as_token_ids(answer, f"answer {nth} of {name}") for nth, answer in enumerate(values)]
     if len(answers) < 2:
         raise ValueError(f"{name} has {len(answers)} answers, but a preference needs two or more; remove it")
     for nth, answer in enumerate(answers):

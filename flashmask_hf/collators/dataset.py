@@ -13,7 +13,7 @@ from datasets import Dataset, IterableDataset
 from numpy.typing import NDArray
 
 from flashmask_hf.collators.bins import best_fit_decreasing
-from flashmask_hf.collators.checks import as_count, check_depth, check_truncation_mode
+from flashmask_hf.collators.checks import as_count, check_depth, check_truncation_mode, negative_message
 from flashmask_hf.collators.documents import (
     empty_message,
     padding_message,
@@ -82,8 +82,8 @@ def pack_dataset(
     Raises:
         TypeError: `dataset` is neither a Dataset nor an IterableDataset; a column does not hold lists of integers.
         ValueError: an argument is out of range; the dataset is empty, already packed, or has no labels; or an example
-            is empty, too long or padded, has an empty completion, or columns of different lengths. The message names
-            the example's index and the way out.
+            is empty, too long or padded, has an empty completion, negative token ids, or columns of different lengths.
+            The message names the example's index and the way out.
 
     Example:
         >>> from datasets import Dataset
@@ -248,7 +248,8 @@ def _documents(table: pa.Table, name: str, indices: Sequence[int]) -> list[NDArr
 
     Raises:
         TypeError: the column does not hold lists of integers.
-        ValueError: a list is missing or has missing values, or a token id or a label does not fit into int32.
+        ValueError: a list is missing or has missing values, a token id is negative, or one or a label does not fit
+            into int32.
     """
     documents: list[NDArray[Any]] = []
     for chunk in table.column(name).chunks:
@@ -270,6 +271,9 @@ def _documents(table: pa.Table, name: str, indices: Sequence[int]) -> list[NDArr
                 raise ValueError(f"{name} must fit into int32, got {values.min()}..{values.max()}")
             values = values.astype(np.int32, copy=False)
         edges = chunk.offsets.to_numpy()
+        if name == "input_ids" and values.size and values.min() < 0:
+            at = int(np.searchsorted(edges - edges[0], (values < 0).argmax(), side="right")) - 1
+            raise ValueError(negative_message(f"input_ids of example {indices[len(documents) + at]}", values.min()))
         documents += [values[start:stop] for start, stop in pairwise((edges - edges[0]).tolist())]
     return documents
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flashmask_hf.collators.checks import as_integers, check_lengths
+from flashmask_hf.collators.checks import as_integers, as_token_ids, check_lengths
 
 __all__ = [
     "empty_message",
@@ -46,8 +46,8 @@ def read_documents(
 
     Raises:
         TypeError: a column does not hold integers.
-        ValueError: the example has no tokens, or padding, or a column that does not fit its `input_ids`; or nothing but
-            `seq_idx`, `cu_seq_lens_q` or numbers in `attention_mask` tells its documents.
+        ValueError: the example has no tokens, a negative one, padding, or a column that does not fit its `input_ids`;
+            or nothing but `seq_idx`, `cu_seq_lens_q` or numbers in `attention_mask` tells its documents.
     """
     given = {column: value for column, value in example.items() if value is not None}
     if "input_ids" not in given:
@@ -55,6 +55,7 @@ def read_documents(
     input_ids, lengths = _token_ids(given["input_ids"], f"input_ids of {name}")
     if not input_ids.size:
         raise ValueError(empty_message(name))
+    input_ids = as_token_ids(input_ids, f"input_ids of {name}")
     packed = is_packed(given["input_ids"])
     if packed and not lengths.all():
         raise ValueError(f"document {int(lengths.argmin())} of {name}, a packed row, is empty; remove it")

@@ -15,9 +15,9 @@ from torch import Tensor
 from flashmask_hf.collators.checks import (
     as_answers,
     as_count,
-    as_integers,
     as_number,
     as_row_options,
+    as_token_ids,
     check_truncation_mode,
     example_names,
 )
@@ -167,7 +167,7 @@ class DataCollatorForSharedQuestion:
                 "which SharedQuestionDPOTrainer makes of text, or with answers_ids. "
                 f"It has: {', '.join(map(str, has)) or 'nothing'}"
             )
-        question = as_integers(example["prompt_ids"], f"prompt_ids of {name}")
+        question = as_token_ids(example["prompt_ids"], f"prompt_ids of {name}")
         if not question.size:
             raise ValueError(
                 f"{name} has an empty question: nothing would predict the first token of its answers; give it at least "

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flashmask_hf.collators.checks import as_answers, as_integers, as_number, as_row_options, example_names
+from flashmask_hf.collators.checks import as_answers, as_number, as_row_options, as_token_ids, example_names
 from flashmask_hf.collators.forest import Forest, PackedRows, first_equals, pack_forests, packed_inputs
 
 __all__ = ["Comparison", "DataCollatorForMultiAnswerReward", "answer_scores", "shared_prefix"]
@@ -198,7 +198,7 @@ class DataCollatorForMultiAnswerReward:
             shared = shared_prefix(answers)
             question, answers = answers[0][:shared], [answer[shared:] for answer in answers]
         else:
-            question = as_integers(example["prompt_ids"], f"prompt_ids of {name}")
+            question = as_token_ids(example["prompt_ids"], f"prompt_ids of {name}")
         scored = None if whole else example.get("scores")
         scores = answer_scores(scored, len(answers), name)
         return Comparison(question, answers, scores, self._margins(example, scores, scored is not None, name))

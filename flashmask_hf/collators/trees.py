@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flashmask_hf.collators.checks import as_integers, as_number, as_row_options, example_names
+from flashmask_hf.collators.checks import as_integers, as_number, as_row_options, as_token_ids, example_names
 from flashmask_hf.collators.documents import padding_message
 from flashmask_hf.collators.forest import Forest, PackedRows, pack_forests
 from flashmask_hf.collators.labels import MASK_COLUMNS
@@ -57,9 +57,9 @@ class DataCollatorForTrees:
 
     Raises:
         ValueError: an argument is out of range; or an example lacks a column, is longer than a row, has an empty
-            segment, segments that are not in depth-first order, labels of another layout, `completion_mask` or
-            `assistant_masks` in place of labels, padding (zeros in `attention_mask`), or weights that are not finite,
-            not one for each leaf, or not learned per path.
+            segment, negative token ids, segments that are not in depth-first order, labels of another layout,
+            `completion_mask` or `assistant_masks` in place of labels, padding (zeros in `attention_mask`), or weights
+            that are not finite, not one for each leaf, or not learned per path.
         TypeError: a column does not hold numbers.
 
     Example:
@@ -150,7 +150,7 @@ def _read(example: Mapping[str, Any], name: str) -> tuple[Forest, NDArray[np.int
     if [len(own) for own in labels] != [len(own) for own in tokens]:
         raise ValueError(f"labels of {name} must have the layout of its input_ids, one for each token of each segment")
     parents = as_integers(example["parents"], f"parents of {name}")
-    flat = np.concatenate([np.empty(0, np.int64), *tokens])
+    flat = as_token_ids(np.concatenate([np.empty(0, np.int64), *tokens]), f"input_ids of {name}")
     try:
         tree = Forest(flat, np.array([len(own) for own in tokens]), parents)
     except ValueError as error:

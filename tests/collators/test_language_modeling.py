@@ -277,6 +277,7 @@ WRAPPING = [2**63 - 1, 2**63 - 1, 7]  # the sum wraps around to 5 in int64
     [
         ({}, {"text": "x"}, ValueError, "example 1 has no input_ids; tokenize"),
         ({}, {"input_ids": []}, ValueError, "example 1 is empty; remove it"),
+        ({}, {"input_ids": [1, -100]}, ValueError, "input_ids of example 1 has -100, but token ids must not be neg"),
         ({}, {"input_ids": [1.5]}, TypeError, "input_ids of example 1 must be integers"),
         ({}, {"input_ids": [[1, 2]]}, TypeError, "input_ids of example 1 must be a flat sequence"),
         ({}, {"input_ids": [1, [2]]}, TypeError, "input_ids of example 1 must be a flat sequence"),

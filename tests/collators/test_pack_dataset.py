@@ -245,6 +245,7 @@ def test_pack_dataset_takes_any_view_of_a_dataset(view):
         ({"input_ids": [[1], [1, None]]}, {}, ValueError, "input_ids of example 1 .* has missing values"),
         ({"input_ids": [[1], [1, 2]], "labels": [[1], [1]]}, {}, ValueError, "labels of example 1 has 1 entries"),
         ({"input_ids": [[1], [1, 2]], "attention_mask": [[1], [0, 1]]}, {}, ValueError, "example 1 holds padding"),
+        ({"input_ids": [[1], [2, 3], [4, -100]]}, {}, ValueError, "input_ids of example 2 has -100, but token ids"),
         ({"input_ids": [[0.5]]}, {}, TypeError, "input_ids must hold lists of integers"),
         ({"input_ids": ["a"]}, {}, TypeError, "input_ids must hold lists of integers"),
         ({"text": ["a"]}, {}, ValueError, "no input_ids column; tokenize it first"),

@@ -184,6 +184,12 @@ BAD = {
         TypeError,
         "prompt_ids of example 0 must be integers",
     ),
+    "negative": (
+        [{"prompt_ids": [-100], "chosen_ids": [1], "rejected_ids": [2]}],
+        {},
+        ValueError,
+        "prompt_ids of example 0 has -100, but token ids must not be negative",
+    ),
     "too long": (examples(PAIRS), {"max_length": 10}, ValueError, "example 2 has 13 tokens with its longest answer"),
     "question fills": (
         examples(PAIRS),

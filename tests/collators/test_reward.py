@@ -87,6 +87,8 @@ def test_invalid_options_raise(options, message):
         ({}, {"chosen_ids": [], "rejected_ids": [3]}, ValueError, "answer 0 of example 1 is empty"),
         ({}, GOOD | {"answers_ids": [[3], [4.5]]}, TypeError, "answer 1 of example 1 must be integers"),
         ({}, GOOD | {"prompt_ids": ["a"]}, TypeError, "prompt_ids of example 1 must be integers"),
+        ({}, GOOD | {"answers_ids": [[3], [4, -100]]}, ValueError, "answer 1 of example 1 has -100, but token ids"),
+        ({}, GOOD | {"prompt_ids": [-100, 1]}, ValueError, "prompt_ids of example 1 has -100, but token ids"),
         ({}, GOOD | {"scores": [1.0]}, ValueError, "example 1 has 1 scores, but 2 answers"),
         ({}, GOOD | {"scores": [1.0, float("nan")]}, ValueError, "scores of example 1 are .*nan.* not all finite"),
         ({}, GOOD | {"scores": [1.0, None]}, ValueError, "scores of example 1 are .*None.* not all finite"),
