@@ -149,7 +149,10 @@ def _read(example: Mapping[str, Any], name: str) -> tuple[Forest, NDArray[np.int
         )
     if [len(own) for own in labels] != [len(own) for own in tokens]:
         raise ValueError(f"labels of {name} must have the layout of its input_ids, one for each token of each segment")
-    parents = as_integers(example["parents"], f"parents of {name}")
+    try:
+        parents = as_integers(example["parents"], f"parents of {name}")
+    except TypeError as error:
+        raise TypeError(f"{error}; the parent of a root is -1, not None") from None
     flat = as_token_ids(np.concatenate([np.empty(0, np.int64), *tokens]), f"input_ids of {name}")
     try:
         tree = Forest(flat, np.array([len(own) for own in tokens]), parents)

@@ -124,6 +124,7 @@ def test_trees_train_in_the_plain_trainer(tmp_path):
         ({"input_ids": 5}, TypeError, "input_ids of example 0 must be a list of segments, got 5"),
         ({"input_ids": [[5], [6.5]]}, TypeError, "segment 1 of input_ids of example 0 must be integers"),
         ({"input_ids": [[5], [6, -100], [8], [9, 10], [11]]}, ValueError, "input_ids of example 0 has -100, but token"),
+        ({"parents": [None, 0, 1, 1, 0]}, TypeError, "parents of example 0 .*; the parent of a root is -1"),
         ({"parents": [-1, 0, 1, 1]}, ValueError, "input_ids and parents of example 0 are no forest: parents has 4"),
         ({"parents": [-1, 0, 3, 1, 0]}, ValueError, "are no forest: .* depth-first order"),
         ({"labels": [[5], [6], [8], [9, 10], [11]]}, ValueError, "labels of example 0 must have the layout"),
