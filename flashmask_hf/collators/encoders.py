@@ -32,8 +32,8 @@ class DataCollatorForPackedEncoders:
 
     Positions count from 0. In models that count them from another number, as RoBERTa does, the attention "flashmask"
     adds it. The embedding of a document is read at its first token, where `position_ids` are 0 and
-    `startend_row_indices` are not both 0 (padding).
-    BERT's `pooler_output` is that of a row's first document.
+    `startend_row_indices` are not both 0 (padding), or is the mean of its tokens, which are those of a row with the
+    same `startend_row_indices`. BERT's `pooler_output` is that of a row's first document.
 
     Args:
         pad_token_id: token id of the padding. Nothing attends to padding, so any id of the vocabulary works.
