@@ -107,12 +107,7 @@ class RowSplit:
             if not isinstance(value, Tensor) or value.dim() < 2 or value.shape[-1] != self.length:
                 got = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
                 raise ValueError(f"{key} must have shape [B, {self.length}], as the split row has, got {got}")
-            if (
-                key == "position_ids"
-                and value.dim() == 2
-                and value is not self.position_ids  # so that the host need not wait for the device
-                and bool((value != self.position_ids.to(value.device)).any())
-            ):
+            if key == "position_ids" and value.dim() == 2 and not self._has_positions(value):
                 raise ValueError(
                     "position_ids of the batch differ from those that sequence_parallel was given, by which attention "
                     "measures; pass the batch's own to sequence_parallel"
@@ -121,6 +116,12 @@ class RowSplit:
                 key, value = "shift_labels", nn.functional.pad(value[:, 1:], (0, 1), value=IGNORED)
             part[key] = value.index_select(-1, self.own_rows.to(value.device))
         return part
+
+    def _has_positions(self, position_ids: Tensor) -> bool:
+        """Return whether positions [B or 1, S] are the split's. Unless they are its tensor, the host waits for them."""
+        own = self.position_ids.to(position_ids.device)
+        batches = {position_ids.shape[0], own.shape[0], 1}
+        return position_ids is self.position_ids or (len(batches) <= 2 and bool((position_ids == own).all()))
 
     def _compare_batches(self, batch: Mapping[str, Any]) -> None:
         """Raise a ValueError in every process if tokens or mask vectors differ, until they have once been the same.

@@ -60,6 +60,7 @@ REFUSED = {
     "vectors of a part": "RuntimeError: startend_row_indices of .*pass those of the whole row of 128 tokens",
     "no positions": r"RuntimeError: position_ids of a part of a row are missing, .*split\.shard",
     "other positions": "ValueError: position_ids of the batch differ from those that sequence_parallel was given",
+    "positions of more rows": "ValueError: position_ids of the batch differ from those",
     "vectors out of range": r"RuntimeError: startend_row_indices must lie in 0\.\.128",
     "vectors below 0": r"RuntimeError: startend_row_indices must lie in 0\.\.128",
     "cache": "ValueError: a layer has .* rows of a row that is split over processes, but .* keys; pass use_cache=False",

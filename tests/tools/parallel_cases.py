@@ -403,6 +403,9 @@ def refusals(group: Any) -> dict[str, Any]:
         ),
         "no positions": in_context(lambda split: call(split, startend_row_indices=vectors, position_ids=None), dealt),
         "other positions": in_context(lambda split: split.shard({**batch, "position_ids": positions + 1})),
+        "positions of more rows": in_context(
+            lambda split: split.shard({**batch, "position_ids": positions.repeat(2, 1)})
+        ),
         "vectors out of range": in_context(
             lambda split: call(split, startend_row_indices=vectors + 100), exchange="keys"
         ),
