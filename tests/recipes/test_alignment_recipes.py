@@ -114,9 +114,13 @@ def test_ignore_bias_buffers_ignores_bool_buffers(tmp_path, model, files, monkey
     assert seen == [["model.bias"] if ignored else None]
 
 
+EVALUATION = ["--do_eval", "--dataset_test_split", "train", "--per_device_eval_batch_size", 3]
+"""Of four rows, so that one of two processes has three of them, and the other has one and repeats two."""
+
+
 @pytest.mark.parametrize(
     ("recipe", "config", "flags"),
-    [("dpo", "fsdp2", []), ("reward", "ddp", LORA)],
+    [("dpo", "fsdp2", []), ("reward", "ddp", [*LORA, *EVALUATION])],
 )
 def test_two_processes_train_like_one(tmp_path, model, files, capsys, recipe, config, flags):
     rows = tmp_path / "rows.jsonl"  # of one step, so that losses compare
@@ -137,7 +141,7 @@ def test_two_processes_train_like_one(tmp_path, model, files, capsys, recipe, co
     losses = logged(one, "loss")
     assert losses[-1] < losses[0]
     assert logged(two, "loss") == pytest.approx(losses, rel=DIGITS)
-    for key in ("num_tokens", "shared_tokens_saved") if recipe == "reward" else ():
+    for key in ("num_tokens", "shared_tokens_saved", "eval_shared_tokens_saved") if recipe == "reward" else ():
         assert logged(two, key) == pytest.approx(logged(one, key), rel=DIGITS), key
     saved = "adapter_model.safetensors" if LORA[0] in flags else "model.safetensors"
     weights, others = load_file(tmp_path / "one" / saved), load_file(tmp_path / "two" / saved)

@@ -55,6 +55,7 @@ def launch(command: Sequence[object], output_dir: object, *flags: object, recipe
 
 
 def logged(printed: str, name: str) -> list[float]:
-    """Return the values of a metric that the trainer printed in training."""
-    entries = [line for line in printed.splitlines() if line.startswith("{'loss'")]
+    """Return the values of a metric that the trainer printed in training, or in evaluation if it begins with eval_."""
+    begin = "{'eval_" if name.startswith("eval_") else "{'loss'"
+    entries = [line for line in printed.splitlines() if line.startswith(begin)]
     return [float(json.loads(entry.replace("'", '"'))[name]) for entry in entries]
