@@ -162,14 +162,23 @@ LABELS = IDS.masked_fill(torch.arange(9) == 5, -100)
 
 def test_labels_of_a_branch_are_refused():
     model, eager = model_pair("llama")
-    with pytest.raises(RuntimeError, match=r"labels name the first token of a branch.*set it to -100"):
-        model(**CALL, labels=IDS)
+    for shift in ({}, {"shift_labels": None}):
+        with pytest.raises(RuntimeError, match=r"labels name the first token of a branch.*set it to -100"):
+            model(**CALL, labels=IDS, **shift)
     dense = torch.where(SHARED.to_dense(), 0.0, torch.finfo(torch.float32).min)
     given = dict(input_ids=IDS, position_ids=DEPTHS, attention_mask=dense, use_cache=False)
     got, want = model(**CALL, labels=LABELS).loss, eager(**given, labels=LABELS).loss
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     shifted = torch.nn.functional.pad(IDS[:, 1:], (0, 1), value=-100)  # labels that are where they are predicted
     model(**CALL, labels=IDS, shift_labels=shifted)
+
+
+def test_a_loss_that_gets_the_size_of_the_vocabulary_by_position():
+    """As from Jamba and DBRX."""
+    loss = model_pair("llama")[0].loss_function
+    logits = torch.zeros(1, 9, 16)
+    got = loss(logits, LABELS, 16, startend_row_indices=SHARED.indices)
+    torch.testing.assert_close(got, loss(logits, LABELS, 16))
 
 
 @pytest.mark.parametrize("attention", ["flashmask", "sdpa"])
