@@ -336,6 +336,12 @@ def test_model_patch_refuses_unknown_code(method):
         patches.refuse_unsupported_models(model_class)
 
 
+def test_patch_of_finished_models_refuses_unknown_code():
+    model_class = type("Model", (), {"post_init": lambda self, weights: None})
+    with pytest.raises(RuntimeError, match=r"post_init of Model.*install a version it was tested"):
+        patches.guard_models(model_class)
+
+
 @pytest.mark.parametrize("found", [None, print], ids=["missing", "function"])
 @pytest.mark.parametrize(
     ("patch", "name"),
