@@ -58,6 +58,8 @@ def test_heads_that_read_one_answer_from_a_row_refuse_several_documents(head, at
         for told in ({"position_ids": batch["position_ids"]}, {"cu_seq_lens_q": torch.tensor([0, 3, 5])}):
             with pytest.raises(RuntimeError, match=message):
                 model(batch["input_ids"], **told)
+    else:  # another attention without vectors is not looked at
+        model(**batch | {"startend_row_indices": None}, use_cache=False)
 
 
 def test_models_that_take_packed_rows_refuse_several_documents_without_them():
