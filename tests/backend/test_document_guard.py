@@ -144,10 +144,12 @@ def test_a_convolution_over_one_token_needs_no_guard(size, guarded):
     assert is_guarded(model) == guarded
 
 
-@pytest.mark.parametrize("family", ["lfm2", "qwen3_5_text"])
-def test_attention_that_is_set_by_hand_is_guarded(family):
+@pytest.mark.parametrize(
+    ("family", "attention"), [("lfm2", "flashmask"), ("qwen3_5_text", "flashmask"), ("lfm2", "flashmask_hash")]
+)
+def test_attention_that_is_set_by_hand_is_guarded(family, attention):
     model = model_zoo.build(family, "sdpa")
-    model.config._attn_implementation = "flashmask"
+    model.config._attn_implementation, model.config.flashmask_hash = attention, {"n_buckets": 2}
     with pytest.raises(ValueError, match="one document a row"):
         model(input_ids=tokens(1, 6), position_ids=positions([3, 3]))
     model(input_ids=tokens(1, 6))
