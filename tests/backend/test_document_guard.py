@@ -124,9 +124,10 @@ def test_generation_is_not_disturbed():
 
 def test_attention_that_is_set_later_is_guarded():
     model = model_zoo.build("lfm2", "sdpa")
+    call = dict(input_ids=tokens(1, 6), position_ids=positions([3, 3]))
+    model(**call)
     assert not is_guarded(model)
     model.set_attn_implementation("flashmask")
-    call = dict(input_ids=tokens(1, 6), position_ids=positions([3, 3]))
     with pytest.raises(ValueError, match="one document a row"):
         model(**call)
     model.set_attn_implementation("sdpa")  # another's attention is none of the guard's business
@@ -153,6 +154,16 @@ def test_attention_that_is_set_by_hand_is_guarded(family, attention):
     with pytest.raises(ValueError, match="one document a row"):
         model(input_ids=tokens(1, 6), position_ids=positions([3, 3]))
     model(input_ids=tokens(1, 6))
+
+
+@pytest.mark.parametrize("attention", ["flashmask", "sdpa"])
+def test_a_first_call_that_is_compiled_adds_no_hooks(attention, no_compiled_code):
+    """Dynamo cannot trace the code that adds them."""
+    model = model_zoo.build("lfm2", "sdpa")
+    model.config._attn_implementation = attention
+    vectors = masks.causal_document([6]).indices
+    torch.compile(model, backend="eager", fullgraph=True)(tokens(1, 6), startend_row_indices=vectors, use_cache=False)
+    assert not is_guarded(model)
 
 
 @pytest.mark.parametrize(("family", "guarded"), [("nemo_speechlm", True), ("qwen3_5", True), ("qwen2_audio", False)])
