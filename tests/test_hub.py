@@ -14,7 +14,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from transformers import LlamaConfig, PreTrainedConfig
+from transformers import AttentionInterface, LlamaConfig, PreTrainedConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import flashmask_hf
 from flashmask_hf.backend import patches
@@ -118,7 +119,10 @@ def test_a_process_holds_one_version(kernel: Path) -> None:
     assert f"holds flashmask_hf {flashmask_hf.__version__}, but version 0.0.1 is imported already; use" in printed
 
 
-def test_other_kernels_keep_their_names() -> None:
+@pytest.mark.parametrize("registered", [False, True])
+def test_other_kernels_keep_their_names(registered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if registered:
+        monkeypatch.setitem(AttentionInterface._global_mapping, "some-org/other", sdpa_attention_forward)
     config = LlamaConfig()
     config._attn_implementation = "some-org/other"
     assert config._attn_implementation == "some-org/other"
