@@ -7,7 +7,13 @@ import torch
 from datasets import Dataset
 from tools.model_pairs import NoSynchronization, model_pair, positions, tokens
 from tools.tiny import TRAINER_WARNINGS, llama_config, preference_rows, trainer_settings, word_tokenizer
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BertConfig, BertModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    BertModel,
+    PreTrainedModel,
+)
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer
 
 from flashmask_hf import FlashMask, masks
@@ -218,6 +224,14 @@ def test_packed_rows_that_would_not_run_are_refused(attention, tmp_path):
         losses.append(trainer.evaluate()["eval_loss"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert abs(losses[0] - 0.6931) > 1e-2
+
+
+def test_a_model_may_take_any_keyword():
+    class Pair(PreTrainedModel):
+        def forward(self, model, original):
+            return model, original
+
+    assert Pair(llama_config())(model=1, original=2) == (1, 2)
 
 
 def test_a_class_that_is_called_in_another_way_is_refused():
