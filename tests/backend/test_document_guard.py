@@ -166,6 +166,11 @@ def test_a_first_call_that_is_compiled_adds_no_hooks(attention, no_compiled_code
     assert not is_guarded(model)
 
 
+@pytest.mark.parametrize("attention", ["flashmask_hash", "flashmask_qk"])
+def test_models_with_sparse_attention_are_guarded_when_made(attention):
+    assert is_guarded(model_zoo.build("lfm2", attention))
+
+
 @pytest.mark.parametrize(("family", "guarded"), [("nemo_speechlm", True), ("qwen3_5", True), ("qwen2_audio", False)])
 def test_the_text_model_counts_and_not_an_audio_encoder(family, guarded):
     assert is_guarded(cached(family)) == guarded
