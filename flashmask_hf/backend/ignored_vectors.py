@@ -106,13 +106,14 @@ def _refuse_other_documents(
         )
     if vectors.shape[2] != length:
         return
-    ends = None
+    ends, way_out = None, "or pass one document a row"
     if vectors.shape[3] == 1:
         ends = _ends_of_documents(model, kwargs, implementation, tokens)
+        way_out = "or, for packed documents, pass position_ids, use_cache=False and no mask"
     device_assert(
         ~_differs(vectors.detach(), ends, kwargs.get("attention_mask")).any(),
         f"{VECTORS} hide tokens, but attn_implementation='{implementation}' ignores them; load the model with "
-        "attn_implementation='flashmask', or, for packed documents, pass position_ids, use_cache=False and no mask",
+        f"attn_implementation='flashmask', {way_out}",
     )
 
 

@@ -132,7 +132,7 @@ def test_documents_need_positions_and_no_cache(attention):
 def test_encoders_never_find_documents():
     sizes = dict(vocab_size=48, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4)
     model = BertModel._from_config(BertConfig(**sizes), attn_implementation="sdpa").eval()
-    with pytest.raises(RuntimeError, match=IGNORED.format("sdpa")):
+    with pytest.raises(RuntimeError, match=IGNORED.format("sdpa") + ", or pass one document a row"):
         model(**DataCollatorForPackedEncoders()(EXAMPLES))
     padded = DataCollatorForPackedEncoders(pad_to_multiple_of=8)(EXAMPLES[:1])
     with pytest.raises(RuntimeError, match=IGNORED.format("sdpa")):
@@ -145,7 +145,7 @@ def test_the_check_is_compiled(no_compiled_code):
     model = torch.compile(llama("sdpa"), backend="aot_eager", fullgraph=True)
     given = dict(input_ids=tokens(1, 6), startend_row_indices=masks.causal_document([3, 3]).indices, use_cache=False)
     model(**given, position_ids=positions([3, 3]))
-    with pytest.raises(RuntimeError, match=IGNORED.format("sdpa")):
+    with pytest.raises(RuntimeError, match=IGNORED.format("sdpa") + ", or, for packed documents, pass position_ids"):
         model(**given)
 
 
