@@ -119,9 +119,11 @@ class RowSplit:
 
     def _has_positions(self, position_ids: Tensor) -> bool:
         """Return whether positions [B or 1, S] are the split's. Unless they are its tensor, the host waits for them."""
+        if position_ids is self.position_ids:
+            return True
         own = self.position_ids.to(position_ids.device)
-        batches = {position_ids.shape[0], own.shape[0], 1}
-        return position_ids is self.position_ids or (len(batches) <= 2 and bool((position_ids == own).all()))
+        batch, own_batch = position_ids.shape[0], own.shape[0]
+        return (batch == own_batch or 1 in (batch, own_batch)) and bool((position_ids == own).all())
 
     def _compare_batches(self, batch: Mapping[str, Any]) -> None:
         """Raise a ValueError in every process if tokens or mask vectors differ, until they have once been the same.
