@@ -32,6 +32,7 @@ for them.
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import statistics
 import sys
@@ -344,16 +345,19 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def main(argv: Sequence[str]) -> None:
     arguments = parse(argv)
-    AttentionInterface.register("causal_sdpa", causal_sdpa)
-    torch.backends.cuda.enable_cudnn_sdp(False)  # leaves FlashAttention-2, or an error
-    torch.backends.cuda.enable_mem_efficient_sdp(False)
-    torch.backends.cuda.enable_math_sdp(arguments.smoke or not torch.cuda.is_available())
-    torch.set_float32_matmul_precision("high")
     accelerator = Accelerator(
         cpu=arguments.smoke,
         mixed_precision="bf16" if arguments.bf16 else "no",
         dynamo_plugin=_compiler(arguments),
     )
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if launched > accelerator.num_processes:  # without GPUs, accelerate makes no group: each would train alone
+        raise SystemExit(f"{launched} processes were launched for GPUs, and there is none; add --smoke, or launch one")
+    AttentionInterface.register("causal_sdpa", causal_sdpa)
+    torch.backends.cuda.enable_cudnn_sdp(False)  # leaves FlashAttention-2, or an error
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    torch.backends.cuda.enable_math_sdp(arguments.smoke or not torch.cuda.is_available())
+    torch.set_float32_matmul_precision("high")
     shape = (-1, arguments.batch, arguments.length)
     size = arguments.batch * arguments.length
     trained, held_out = read_text(

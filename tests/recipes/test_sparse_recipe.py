@@ -116,3 +116,10 @@ def test_wrong_flags_are_named_before_training(flags: list[str], message: str, c
     with pytest.raises(SystemExit):
         runpy.run_path(str(RECIPE))["parse"](flags)
     assert message in capsys.readouterr().err
+
+
+def test_processes_without_a_group_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with accelerate_ddp.yaml where there is no GPU: each would train alone and overwrite the others' files."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit, match="2 processes were launched for GPUs, and there is none; add --smoke"):
+        runpy.run_path(str(RECIPE))["main"](["--shape", "tiny", "--length", "64", "--steps", "1", "--variants", "sdpa"])
