@@ -68,9 +68,10 @@ def choose(device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: 
         hopper = _why_not_hopper(device, dtype, head_dim, v_head_dim)
         if hopper is None:
             return Choice("hopper", "the Hopper kernels take this device, dtype and head_dim")
-        if impl == "hopper":
-            return Choice(None, f"impl='hopper' cannot serve {hopper}; use impl='triton' or None")
     obstacle = _why_not_triton(device, dtype, max(head_dim, v_head_dim))
+    if impl == "hopper":
+        other = "triton" if obstacle is None else "torch"
+        return Choice(None, f"impl='hopper' cannot serve {hopper}; impl={other!r} can, more slowly")
     if obstacle is not None:
         return Choice(None, f"impl='triton' cannot serve {obstacle}; impl='torch' can, more slowly")
     reason = "the kernels take this device, dtype and head_dim"

@@ -444,7 +444,7 @@ BAD_CALLS = {
         "sinks is on meta, but q is on cpu; move it",
     ),
     "impl is unknown": ({"impl": "cuda"}, ValueError, "impl must be None or one of hopper, triton, torch, reference"),
-    "impl is for a GPU": ({"impl": "hopper"}, ValueError, "impl='hopper' cannot serve .*; use impl='triton'"),
+    "impl is for a GPU": ({"impl": "hopper"}, ValueError, "impl='hopper' cannot serve .*; impl='torch' can"),
 }
 
 
