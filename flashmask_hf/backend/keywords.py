@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers.utils.output_capturing import _active_collector
 
-from flashmask_hf.names import PACKED_INDEX, VECTORS
+from flashmask_hf.names import HASH, PACKED_INDEX, QK, VECTORS
 
 __all__ = ["check_keywords"]
 
@@ -64,6 +64,9 @@ _HARMLESS = {
 }
 """Keywords of models and trainers that reach attention on their way elsewhere and do not change its result."""
 
+_SPARSE = {HASH: HASH, QK: QK, "q_keep": QK, "k_keep": QK}
+"""Options of a call, and the implementation that each belongs to."""
+
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 """Names that configs of transformers give to the dropout of attention."""
 
@@ -86,7 +89,8 @@ def check_keywords(
     Raises:
         TypeError: a keyword that looks like `startend_row_indices` and is not.
         ValueError: dropout in training.
-        NotImplementedError: a keyword that is not implemented, or attention weights are asked for.
+        NotImplementedError: a keyword that is not implemented, options of another implementation, or attention weights
+            are asked for.
     """
     asked = f"attn_implementation='{implementation}'"
     if dropout > 0 and module.training:
@@ -110,6 +114,11 @@ def check_keywords(
                 way_out = "use attn_implementation='sdpa' for continuous batching"
             raise NotImplementedError(
                 f"{name} changes the result of attention and is not implemented by {asked}; {way_out}"
+            )
+        if name in _SPARSE:
+            raise NotImplementedError(
+                f"{name} is an option of attn_implementation='{_SPARSE[name]}', but this layer has {asked}; call "
+                f"model.set_attn_implementation('{_SPARSE[name]}'), or leave {name} out"
             )
         if "startend" in name or "row_indices" in name:
             raise TypeError(f"attention got a keyword '{name}', which it does not know; do you mean {VECTORS}?")

@@ -50,6 +50,23 @@ def test_paged_caches_name_the_way_out(name):
         attend(**{name: [torch.zeros(1)]})
 
 
+@pytest.mark.parametrize(
+    ("attention", "name", "owner"),
+    [
+        ("flashmask", "flashmask_hash", "flashmask_hash"),
+        ("flashmask", "q_keep", "flashmask_qk"),
+        ("flashmask_qk", "flashmask_hash", "flashmask_hash"),
+        ("flashmask_hash", "flashmask_qk", "flashmask_qk"),
+    ],
+)
+def test_options_of_another_implementation_are_refused(attention, name, owner):
+    model, _ = model_pair("llama", num_hidden_layers=1, flashmask_hash={"n_buckets": 2}, flashmask_qk={"drop": 0.5})
+    model.set_attn_implementation(attention)
+    with pytest.raises(NotImplementedError, match=f"^{name} is an option .*set_attn_implementation..{owner}"):
+        model(tokens(1, 5), **{name: {}})
+    model(tokens(1, 5))
+
+
 def test_unknown_keyword_warns_once():
     plain, _ = attend()
     with pytest.warns(UserWarning, match="ignores the attention keyword 'temperature'.*use 'eager'") as caught:

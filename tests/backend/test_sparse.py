@@ -387,8 +387,6 @@ def test_layers_and_keywords_that_do_not_fit_are_refused():
         hash_attention_forward(layer(), q, k, v, None, block_mask=1)
     with pytest.raises(ValueError, match="q_keep and k_keep belong together"):
         qk_attention_forward(layer(), q, k, v, None, q_keep=torch.ones(2, 4, LENGTH, dtype=torch.bool))
-    with pytest.warns(UserWarning, match="'flashmask_hash' ignores the attention keyword 'q_keep'"):
-        hash_attention_forward(layer(), q, k, v, None, q_keep=torch.ones(2, 4, LENGTH, dtype=torch.bool))
     with pytest.raises(NotImplementedError, match="a static cache makes such masks"):
         model_with("flashmask_hash").generate(
             tokens(), max_new_tokens=2, do_sample=False, cache_implementation="static", disable_compile=True
