@@ -55,7 +55,7 @@ $(BIN)/pip:
 	$(BIN)/python -m pip install --upgrade pip
 
 $(VENV)/demo.stamp: pyproject.toml constraints.txt | $(BIN)/pip
-	$(INSTALL) '.[long,plot]'
+	$(INSTALL) '.[plot,train]'
 	touch $@
 
 $(VENV)/dev.stamp: pyproject.toml constraints.txt | $(BIN)/pip

@@ -159,7 +159,7 @@ def test_distributions_hold_the_package_and_nothing_else(checkout: Path) -> None
     assert names == package
     assert fields["Version"] == flashmask_hf.__version__
     assert fields["Requires-Python"] == ">=3.10"
-    assert set(fields.get_all("Provides-Extra", [])) == {"dev", "docs", "long", "plot", "train"}
+    assert set(fields.get_all("Provides-Extra", [])) == {"dev", "docs", "plot", "train"}
 
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
@@ -197,13 +197,13 @@ PROMISES = {
     "": ATTENTION + "\ntry:\n    flashmask_hf.register()\nexcept ModuleNotFoundError as error:\n    print(error.name)",
     "transformers": "import flashmask_hf\nfrom transformers import AttentionInterface\n"
     "import flashmask_hf.backend.shared_prefill\nprint('flashmask' in AttentionInterface())",
-    "train": "import flashmask_hf, flashmask_hf.collators, flashmask_hf.trainers\nprint(dir(flashmask_hf.trainers))",
-    "long": "from flashmask_hf.long_rows.budget import available_host_bytes\nprint(available_host_bytes() > 0)",
+    "train": "import flashmask_hf.collators, flashmask_hf.trainers\n"
+    "from flashmask_hf.long_rows.budget import available_host_bytes\nprint(available_host_bytes() > 0)",
     "plot": "from flashmask_hf import masks\nprint(masks.causal(64).plot())",
 }
 """For each extra, code that needs what it brings, and prints; "transformers" is that package beside the attention."""
 
-PRINTED = {"": "transformers", "transformers": "True", "long": "True"}
+PRINTED = {"": "transformers", "transformers": "True", "train": "True"}
 
 
 def needed(requirements: Sequence[str], extra: str, found: dict[str, Distribution]) -> None:
@@ -247,14 +247,12 @@ def test_an_extra_alone_brings_what_it_promises(extra: str, unpacked: Path, tmp_
     printed = run(sys.executable, "-I", "-S", "-c", code, cwd=tmp_path)
     assert printed.splitlines()[-1] == PRINTED.get(extra, printed.splitlines()[-1])
     brought = {"torch", "numpy", "transformers", "trl", "psutil", "matplotlib"} & {x.partition("[")[0] for x in found}
-    training = {"torch", "numpy", "transformers", "trl", "psutil"}
     assert (
         brought
         == {
             "": {"torch"},
             "transformers": {"torch", "numpy", "transformers"},
-            "train": training,
-            "long": training,
+            "train": {"torch", "numpy", "transformers", "trl", "psutil"},
             "plot": {"torch", "numpy", "matplotlib"},
         }[extra]
     )
