@@ -24,46 +24,27 @@ from tools.model_zoo import INPUTS, Family, Outcome, discover, examine, first_se
 INTRO = """\
 # Model families
 
-The outcome of `attn_implementation="flashmask"` in each model family, with transformers {transformers} and
-torch {torch}. `python docs/models.py` writes this page, and `tests/backend/test_models.py` checks every cell.
+What works with `attn_implementation="flashmask"` in each model family of transformers, the `model_type` of a model's
+config, with transformers {transformers} and torch {torch}.
 
-Both versions are those of constraints.txt. With transformers 5.24 and torch 2.14 the outcomes are the same, except
-that codegen and gptj work, and that falcon_mamba, mamba and mamba2 raise in generation, too, for supplied vectors.
-That version has new families: apertus1p5_text, exaone, omniasr, sarvam_mla and sarvam_moe work, lara_mini works but
-for packed and supplied rows, which raise, hy_v4_vl_text and inkling2_loop_text raise, and dory is not tested.
+{counts}
 
-Every family is built tiny, with random weights (`tests/tools/model_zoo.py`), and run in float32 on the CPU with
-flashmask and with eager attention: each input below in eval mode, in training and in cached generation. Logits at real
-tokens (hidden states where a model has no head) and, in training, every parameter's gradient must agree within 1e-4 of
-the largest entry.
-
-| input | what runs |
+| column | input |
 |---|---|
-| no padding, right padding, left padding | two rows; with padding, a 2D `attention_mask` hides three tokens of one |
-| packed | two documents in one row, separated by `position_ids` alone; compared with each document run by itself |
-| supplied | the same row with `startend_row_indices` of a causal document mask; compared in the same way |
-
-| mode | what runs |
-|---|---|
-| eval, training | one forward, and in training one backward; packed and supplied rows with `use_cache=False` |
-| generate | three tokens that `generate` chooses; for packed and supplied rows, and where a tower has no `generate`, \
-the row and then three given tokens, through the cache |
-
-The tokens that follow a packed or supplied row continue its last document: a 2D `attention_mask` hides the others from
-them, and they have `position_ids` but no vectors. `generate` cannot do that: given a packed prompt, the tokens it
-chooses see the whole prompt, and given vectors it must raise, because they describe the prompt and not the tokens that
-follow. Encoders get a document mask that is not causal. Encoders and image encoders do not generate: their cells hold
-the outcomes of eval and training.
-
-A cell is the outcome of all modes, or that of eval, followed by every mode with another outcome.
+| no padding, right padding, left padding | two rows; a 2D `attention_mask` hides the padding, three tokens of one row |
+| packed | two documents in one row, which `position_ids` alone keep apart |
+| supplied | the same row with `startend_row_indices` of a document mask, causal but for encoders |
 
 | cell | meaning |
 |---|---|
-| yes | right, and at least one layer went through the attention interface |
+| yes | equal to eager attention, and to each document run by itself, in evaluation, training and cached generation |
 | raises | refused with the error of the note |
-| as eager | equal to eager attention, which does not separate the packed documents in this family either |
-| wrong | differs without an error |
-| n/a | does not apply or cannot be tested, for the reason in the note |
+| not called | no layer asks transformers for its attention by name, so `attn_implementation` changes nothing |
+| untested | eager attention, with which all is compared, cannot run it: the note says why |
+| - | does not apply: images have no padding, and only causal models with `position_ids` find documents by them |
+
+A mode in front of an outcome, such as `generate: raises`, says that the other modes have another one. No cell differs
+from eager attention without an error.
 
 Text towers are the language models inside vision-language models; a tower that is itself a family in the table (as in
 LLaVA, whose tower may be any of them) has no row of its own.
@@ -72,10 +53,33 @@ Models with recurrent or convolutional layers raise here for a row of several do
 them. On a GPU these take one with transformers 5.23 and the packages of their kernels, which then get the documents'
 boundaries: bamba, falcon_h1, granitemoehybrid, nemotron_h and zamba2 with causal-conv1d and mamba-ssm; olmo_hybrid,
 qwen3_5, qwen3_5_moe and qwen3_next with causal-conv1d and flash-linear-attention, one row a batch; lfm2 and lfm2_moe
-with causal-conv1d. `tests/backend/test_hybrid_kernels.py` compares packed rows with each document alone on a GPU. On
-H100 and H200, training with flash-linear-attention 0.6 needs Triton 3.7.1, or TileLang.
+with causal-conv1d. On H100 and H200, training with flash-linear-attention 0.6 needs Triton 3.7.1, or TileLang.
 
-{counts}
+## Families
+"""
+
+METHOD = """
+## How it is tested
+
+`python docs/models.py` writes this page, `tests/backend/test_models.py` checks every cell, and
+`tests/backend/test_hybrid_kernels.py` compares packed rows of recurrent models with each document alone on a GPU.
+
+Every family is built tiny, with random weights (`tests/tools/model_zoo.py`), and run in float32 on the CPU with
+flashmask and with eager attention. Logits at real tokens (hidden states where a model has no head) and, in training,
+every parameter's gradient must agree within 1e-4 of the largest entry. Three modes:
+
+- evaluation: one forward; packed and supplied rows with `use_cache=False`.
+- training: the same, and one backward.
+- generation, but not of encoders: three tokens that `generate` chooses. For packed and supplied rows, and where a tower
+  has no `generate`, the row and then three given tokens, through the cache. They continue the last document: a 2D
+  `attention_mask` hides the others from them, and they have `position_ids` but no vectors. `generate` cannot do that:
+  given a packed prompt, the tokens it chooses see the whole prompt; given vectors it must raise, because they describe
+  the prompt and not the tokens that follow.
+
+The versions are those of constraints.txt. With transformers 5.24 and torch 2.14 the outcomes are the same, except that
+codegen and gptj work, and that falcon_mamba, mamba and mamba2 raise in generation, too, for supplied vectors. That
+version has new families: apertus1p5_text, exaone, omniasr, sarvam_mla and sarvam_moe work, lara_mini works but for
+packed and supplied rows, which raise, hy_v4_vl_text and inkling2_loop_text raise, and dory is not tested.
 """
 
 
@@ -97,7 +101,7 @@ def page(families: dict[str, Family], untested: dict[str, str]) -> str:
         cells = [cell(family.outcomes[given], notes) for given in INPUTS]
         rows.append(f"| {' | '.join([name, family.kind, *cells])} |")
     words = [
-        {outcome.word for given in family.outcomes.values() for outcome in given.values()} - {"n/a"}
+        {outcome.word for given in family.outcomes.values() for outcome in given.values()} & {"yes", "raises", "wrong"}
         for family in families.values()
     ]
     plain = sum(found == {"yes"} for found in words)
@@ -120,6 +124,7 @@ def page(families: dict[str, Family], untested: dict[str, str]) -> str:
         "| family | reason |",
         "|---|---|",
         *(f"| {name} | {reason.replace('|', '/')} |" for name, reason in sorted(untested.items())),
+        METHOD.rstrip(),
     ]
     return "\n".join(lines) + "\n"
 

@@ -53,7 +53,7 @@ UNTESTED = section("family | reason")
 
 def expected(cell, modes):
     """Return the outcome that a cell gives for each mode."""
-    found = re.findall(r"(?:(training|generate): )?([a-z][a-z/ ]*?)(?: \((\d+)\))?(?:, |$)", cell)
+    found = re.findall(r"(?:(training|generate): )?(-|[a-z][a-z ]*)(?: \((\d+)\))?(?:, |$)", cell)
     told = {mode or "eval": Outcome(word, NOTES[number] if number else "") for mode, word, number in found}
     return dict.fromkeys(modes, told["eval"]) | told
 
