@@ -17,7 +17,7 @@ def tree_loss(
     labels: Any = None,
     vocab_size: int | None = None,
     *,
-    shift_labels: Tensor,
+    shift_labels: Tensor | None = None,
     path_weights: Tensor | None = None,
     num_items_in_batch: Tensor | int | None = None,
     ignore_index: int = IGNORED,
@@ -32,7 +32,8 @@ def tree_loss(
         logits: [R, S, V].
         labels: not used; a model hands them to its loss.
         vocab_size: not used; a model hands it to its loss.
-        shift_labels: int64 [R, W, S]. Entry [r, w, s] is the token after token s on path w through it.
+        shift_labels: int64 [R, W, S]. Entry [r, w, s] is the token after token s on path w through it. Required: None
+            raises, as in batches of other collators.
         path_weights: float32 [R, W, S], factors of the losses; None is 1.
         num_items_in_batch: what the sum of the losses is divided by; None is the number of labels of this batch.
         ignore_index: the entry where there is nothing to learn.
@@ -50,10 +51,11 @@ def tree_loss(
         >>> tree_loss(torch.zeros(1, 3, 4), shift_labels=shift_labels).exp()
         tensor(4.)
     """
-    if shift_labels.dim() != 3 or shift_labels.shape[::2] != logits.shape[:2]:
+    if shift_labels is None or shift_labels.dim() != 3 or shift_labels.shape[::2] != logits.shape[:2]:
         raise ValueError(
             f"shift_labels must be [R, W, S] for logits [R, S, V] = {list(logits.shape)}, got "
-            f"{list(shift_labels.shape)}; tree_loss is for the batches of DataCollatorForTrees(per_path=True)"
+            f"{None if shift_labels is None else list(shift_labels.shape)}; tree_loss is for the batches of "
+            "DataCollatorForTrees(per_path=True)"
         )
     targets = shift_labels.to(logits.device).transpose(1, 2)  # [R, S, W]
     learned = targets != ignore_index
