@@ -13,7 +13,7 @@ from tools.tiny import VOCAB, llama_config
 from torch import nn
 from torch._dynamo.backends.debugging import aot_eager
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig, MistralConfig
 from transformers.distributed import DistributedConfig
 
@@ -321,14 +321,23 @@ def tensor_parallel(
 
 
 def refused_vectors_per_head(group: Any) -> dict[str, Any]:
-    """Return the messages of vectors per head that do not fit tensor parallelism, and whether whole heads keep them."""
+    """Return the messages of vectors per head that do not fit tensor parallelism, and whether whole heads keep them.
+
+    Four processes also check which vectors a layer takes that is replicated over one dimension of a mesh.
+    """
     size = group.size()
     model = tensor_parallel_model(group, model_of("llama", 8, 4))
     layer, vectors = model.model.layers[0].self_attn, vectors_per_head(8)["startend_row_indices"]
     twice = nn.Linear(8, 8, bias=False)
     if size == 4:
-        mesh = init_device_mesh("cpu", (2, 2))
-        twice.weight = nn.Parameter(distribute_tensor(twice.weight.detach(), mesh, [Shard(0), Shard(0)]))
+        mesh = init_device_mesh("cpu", (2, 2, 1))
+        twice.weight = nn.Parameter(distribute_tensor(twice.weight.detach(), mesh, [Shard(0), Shard(0), Replicate()]))
+        shared = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+        shared.config = model.config
+        for part, placements in zip(shared, ([Replicate()] * 3, [Replicate(), Shard(0), Shard(0)]), strict=True):
+            part.weight = nn.Parameter(distribute_tensor(part.weight.detach(), mesh, placements))
+        own = slice(4 * (group.rank() % 2), 4 * (group.rank() % 2) + 4)
+        assert torch.equal(vectors_of_local_heads(shared, vectors, 4, 2), vectors[:, own])
     batch = vectors_per_head(4 // size)  # those of one process's key-value heads, were they taken as such
     whole = vectors_per_head(4)  # as many as query heads of one process
     rows = rows_of(whole, size, "contiguous")
