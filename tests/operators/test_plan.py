@@ -113,8 +113,8 @@ def test_a_call_on_another_stream_makes_its_own_plan(monkeypatch: pytest.MonkeyP
     build = plan_operator._builder(torch.empty(0))
     current = 0
     monkeypatch.setattr(plan_operator, "_builder", lambda indices: lambda *args: made.append(current) or build(*args))
-    monkeypatch.setattr(torch_state, "current_stream", lambda gpu: current)
-    monkeypatch.setattr(torch_state, "stream_of", lambda x: (0, current))
+    monkeypatch.setattr(torch_state, "current_stream", lambda gpu: current if gpu == 3 else None)
+    monkeypatch.setattr(torch_state, "stream_of", lambda x: (3, current))
     q, k, v = attention_inputs(Lane("torch", "cpu", torch.float32), 1, 2, 2, 100, 100, 8)
     mask = masks.causal_document([40, 60])
     expected = flashmask_attention(q, k, v, masks.causal_document([40, 60]))
