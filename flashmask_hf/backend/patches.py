@@ -342,8 +342,7 @@ def accept_sparse_options(config_class: type) -> None:
         config_class: `transformers.PreTrainedConfig`.
     """
     for name in (HASH, QK):
-        if not hasattr(config_class, name):
-            setattr(config_class, name, None)
+        setattr(config_class, name, None)
 
 
 # 5. Models in which a mask alone does not keep packed rows right get hooks.
