@@ -181,6 +181,15 @@ def test_a_loss_that_gets_the_size_of_the_vocabulary_by_position():
     torch.testing.assert_close(got, loss(logits, LABELS, 16))
 
 
+def test_a_loss_that_does_not_shift_its_labels_takes_those_of_first_tokens():
+    """As that of a masked language model."""
+    model, _ = model_pair("llama")
+    model.loss_type = "ForMaskedLM"
+    logits = torch.randn(1, 9, 16)
+    got = model.loss_function(logits, IDS, 16, startend_row_indices=SHARED.indices)
+    torch.testing.assert_close(got, torch.nn.functional.cross_entropy(logits[0], IDS[0]))
+
+
 @pytest.mark.parametrize("attention", ["flashmask", "sdpa"])
 def test_labels_of_a_document_after_another_are_refused(attention):
     model, _ = model_pair("llama")
