@@ -191,8 +191,10 @@ def test_only_what_asks_for_a_gradient_has_one() -> None:
 def test_calls_without_gradients_record_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """The call of an autograd function takes the host longer than a launch."""
     monkeypatch.setattr(attention, "_record", lambda *_: pytest.fail("it was recorded"))
-    q, k, v = (x[:, :, :17] for x in _small(grad=False))  # too many rows to be decoded
-    assert not flashmask_attention(q, k, v, masks.causal(17)).requires_grad
+    monkeypatch.setattr(attention, "decode", lambda *_: pytest.fail("there are too many rows to be decoded"))
+    lane = Lane("torch", "cpu", torch.float32)
+    q, k, v = (x.detach() for x in attention_inputs(lane, 1, HEADS, KV_HEADS, 100, 100, 16))
+    assert not flashmask_attention(q, k, v, masks.causal(100)).requires_grad
 
 
 def test_a_gradient_of_lse_that_is_not_there_is_not_made_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -394,11 +396,19 @@ class _Subclass(torch.Tensor):
     pass
 
 
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    return flashmask_attention(q, k, v, masks.causal(20), sinks=sinks)
+
+
+def _leaves() -> tuple[torch.Tensor, ...]:
+    return (*_small(), torch.linspace(-1.0, 1.0, HEADS, requires_grad=True))
+
+
 def _step(wrap: Callable[[torch.Tensor], torch.Tensor] = lambda x: x) -> list[torch.Tensor]:
     """The result and the gradients of one call, of equal tensors each time."""
-    q, k, v = (wrap(x) for x in _small())
-    out = flashmask_attention(q, k, v, masks.causal(20))
-    return [out.detach(), *torch.autograd.grad(out, (q, k, v), out.detach())]
+    leaves = [wrap(x) for x in _leaves()]
+    out = _attend(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, out.detach())]
 
 
 def _negated(x: torch.Tensor) -> torch.Tensor:
@@ -409,24 +419,22 @@ def _negated(x: torch.Tensor) -> torch.Tensor:
 
 
 def _batched() -> list[torch.Tensor]:
-    q, k, v = _small()
-    out = flashmask_attention(q, k, v, masks.causal(20))
+    leaves = _leaves()
+    out = _attend(*leaves)
     several = torch.stack([out.detach(), torch.zeros_like(out)])
-    gradients = torch.autograd.grad(out, (q, k, v), several, is_grads_batched=True)
+    gradients = torch.autograd.grad(out, leaves, several, is_grads_batched=True)
     return [out.detach(), *(x[0] for x in gradients)]
 
 
 def _mapped() -> list[torch.Tensor]:
-    q, k, v = (x.detach().expand(2, *x.shape) for x in _small())
-    return [torch.func.vmap(lambda *x: flashmask_attention(*x, masks.causal(20)))(q, k, v)[1]]
+    return [torch.func.vmap(_attend)(*(x.detach().expand(2, *x.shape) for x in _leaves()))[1]]
 
 
 def _traced() -> list[torch.Tensor]:
-    inputs = _small()
+    inputs = _leaves()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it is deprecated
-        traced = torch.jit.trace(lambda *x: flashmask_attention(*x, masks.causal(20)), inputs, check_trace=False)
-        return [traced(*inputs)]
+        return [torch.jit.trace(_attend, inputs, check_trace=False)(*inputs)]
 
 
 def _profiled() -> list[torch.Tensor]:
