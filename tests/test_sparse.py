@@ -252,6 +252,8 @@ def test_buckets_are_directions() -> None:
     assert torch.equal(again, buckets)
     opposite = lsh_buckets(-x, 8, generator=torch.Generator().manual_seed(1))
     assert torch.equal(opposite, (buckets + 4) % 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(lsh_buckets(x, 8, generator=torch.Generator().manual_seed(1)), buckets)
     near = lsh_buckets(x + 0.02 * torch.randn(x.shape), 8, generator=torch.Generator().manual_seed(1))
     assert (near == buckets).float().mean() > 0.9
     assert not torch.equal(lsh_buckets(x[:, :1], 8), lsh_buckets(x[:, :1], 8))  # drawn anew
