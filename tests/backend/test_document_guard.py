@@ -156,6 +156,15 @@ def test_attention_that_is_set_by_hand_is_guarded(family, attention):
     model(input_ids=tokens(1, 6))
 
 
+def test_another_attention_is_guarded_from_its_first_call_with_vectors_on():
+    """It would keep the documents apart by their positions, the convolutions would not."""
+    model = model_zoo.build("lfm2", "sdpa")
+    call = dict(input_ids=tokens(1, 6), position_ids=positions([3, 3]), use_cache=False)
+    model(**call)
+    with pytest.raises(ValueError, match="one document a row"):
+        model(**call, startend_row_indices=masks.causal_document([3, 3]).indices)
+
+
 @pytest.mark.parametrize("attention", ["flashmask", "sdpa"])
 def test_a_first_call_that_is_compiled_adds_no_hooks(attention, no_compiled_code):
     """Dynamo cannot trace the code that adds them."""
