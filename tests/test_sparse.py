@@ -259,6 +259,17 @@ def test_buckets_are_directions() -> None:
     assert not torch.equal(lsh_buckets(x[:, :1], 8), lsh_buckets(x[:, :1], 8))  # drawn anew
 
 
+def test_many_buckets_of_narrow_vectors() -> None:
+    """Their products add up in float32, with directions that are rounded as they are; one byte is too few."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 3, 100, 16, generator=generator).bfloat16()
+    directions = torch.randn(3, 16, 200, generator=generator)
+    found = sparse_ops.nearest(x, directions)
+    along = x.float() @ directions.bfloat16().float()
+    assert torch.equal(found.long(), torch.cat([along, -along], -1).argmax(-1))
+    assert found.max() > 255
+
+
 @pytest.mark.hopper
 @pytest.mark.parametrize("lengths", [(700, 700), (130, 900)], ids=str)
 @pytest.mark.parametrize("attend", [qk_sparse_attention, hash_sparse_attention])
