@@ -133,6 +133,17 @@ def test_heads_that_keep_all_or_nothing(lane: Lane) -> None:
     check(qk_sparse_attention, keep, keep, lane)
 
 
+@pytest.mark.parametrize("lane", lanes((torch.float32,), (torch.float32,), (torch.float32,)))
+def test_dropped_rows_and_keys_are_hidden(lane: Lane, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else their tiles would be walked, though nothing of them would be seen."""
+    planned: list[FlashMask] = []
+    monkeypatch.setattr(sparse, "plan_of", lambda mask, q_len: planned.append(mask) or plan_of(mask, q_len))
+    q, k, v = attention_inputs(lane, 1, HEADS, HEADS, 40, 40, 16)
+    keep = (torch.arange(40, device=lane.device) % 4 == 0).expand(1, HEADS, 40)
+    qk_sparse_attention(q, k, v, keep, keep)
+    assert planned[0].to_dense(40).sum() == HEADS * (10 * 11 // 2)
+
+
 @pytest.mark.parametrize("exclude_self", [False, True])
 @pytest.mark.parametrize("lengths", [(63, 63), (130, 257)], ids=str)
 @pytest.mark.parametrize("buckets", [1, 2, 16, 400])
