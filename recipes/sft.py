@@ -18,7 +18,7 @@ tokenizes the dataset and applies chat templates, then `flashmask_hf.collators.p
 - `--torch_compile` compiles each layer, once for all layers and rows of any length: the fast setting of long runs.
 - An example longer than `max_length` raises, unless `--truncation_mode keep_start` or `--split` is given.
 - The log adds `tokens_per_second` and `keys_per_token` (of all processes, without padding) and `mask_sparsity`.
-- Rows of 32,768 tokens or more on a GPU are made to fit (`--long_context`): MLPs and norms run in tiles, attention's
+- Batches of 32,768 tokens or more on a GPU are made to fit (`--long_context`): MLPs and norms run in tiles, attention's
   results are kept, and checkpoints go to the host as far as needed. The program prints what it chose, and why.
 - `--generate` prints the answers to a prompt before and after training, `--picture` draws the loss and a row's mask.
 - The model defaults to a tiny untrained Llama, the dataset to questions and answers about Python.
@@ -43,7 +43,7 @@ from flashmask_hf.trainers import LongRows, PackedSFTTrainer
 from flashmask_hf.trainers.long_rows import checkpointing_of, obstacle_to_measuring
 
 DEMO_CONFIG = common.CONFIGS / "sft_demo.yaml"
-LONG_ROW = 32_768  # tokens from which rows are measured before the first step
+LONG_BATCH = 32_768  # tokens of a batch from which steps are measured before the first one
 
 
 @dataclass
@@ -58,7 +58,8 @@ class RecipeArguments:
         default=None,
         metadata={
             "help": "Measure two short rows before the first step, and choose from them what the flags below leave "
-            "open, so that rows fit. Default: for rows of at least 32,768 tokens on a GPU, with checkpointing."
+            "open, so that batches fit. Default: where max_length times the batch size is at least 32,768, on a GPU, "
+            "with checkpointing."
         },
     )
     tile_tokens: int | None = field(
@@ -149,7 +150,7 @@ def add_long_rows(trainer: PackedSFTTrainer, flags: RecipeArguments) -> None:
     args: Any = trainer.args
     measured = flags.long_context
     if measured is None:
-        long = args.max_length is not None and args.max_length * args.per_device_train_batch_size >= LONG_ROW
+        long = args.max_length is not None and args.max_length * args.per_device_train_batch_size >= LONG_BATCH
         checkpointed = checkpointing_of(args)[1] is not None and args.layer_compiler is None
         measured = long and checkpointed and obstacle_to_measuring(trainer) is None
     by_hand = {"tile_tokens": flags.tile_tokens, "keep_attention": flags.keep_attention, "host_gib": flags.host_gib}

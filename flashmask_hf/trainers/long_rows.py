@@ -147,7 +147,7 @@ class LongRows(TrainerCallback):
             f"up to {gib(self.host_bytes)} of checkpoints on the host" if self.host_bytes else "checkpoints on the GPU",
         ]
         self._trainer._last_log = time.perf_counter()  # tokens per second are those of training
-        self._trainer.accelerator.print(f"Rows of {self._tokens:,} tokens: {', '.join(said)}{reason}.")
+        self._trainer.accelerator.print(f"Batches of {self._tokens:,} tokens: {', '.join(said)}{reason}.")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Free the pinned host memory."""
@@ -199,8 +199,9 @@ class LongRows(TrainerCallback):
         raise ValueError(
             f"max_length: a step of {self._tokens:,} tokens needs about {gib(needed)}, of which up to "
             f"{gib(self._tokens * memory.stored)} may lie on the host, but the GPU has {gib(gpu)} and the host "
-            f"{gib(host)}; the longest row that fits has {self.longest:,} tokens. Adapters without dropout or on fewer "
-            "modules need less; keep_attention=False and host_gib by hand train without this estimate"
+            f"{gib(host)}; the longest batch that fits has {self.longest:,} tokens (max_length times the batch size). "
+            "Adapters without dropout or on fewer modules need less; keep_attention=False and host_gib by hand train "
+            "without this estimate"
         )
 
     def _agree(self, memory: StepMemory, gpu: float, host: float) -> tuple[StepMemory, float, float]:

@@ -126,7 +126,7 @@ def test_what_fits_is_chosen(tmp_path, gpu, host, kept, host_bytes, pretend_gpu,
     assert (rows.kept, rows.host_bytes) == (kept, pytest.approx(host_bytes, abs=1))
     assert lengths == [LENGTH // 2, LENGTH // 2, LENGTH] * (1 if kept else 2)
     said = capsys.readouterr().out
-    assert f"Rows of {LENGTH} tokens" in said
+    assert f"Batches of {LENGTH} tokens" in said
     assert ("attention's results are kept" if kept else "attention is computed again") in said
 
 
@@ -234,7 +234,7 @@ def test_a_batch_size_that_is_found_counts(tmp_path, capsys):
     trainer.add_callback(Interrupt(torch.OutOfMemoryError("CUDA out of memory.")))
     trainer.train()
     said = capsys.readouterr().out
-    assert said.index(f"Rows of {2 * LENGTH} tokens") < said.index(f"Rows of {LENGTH} tokens")
+    assert said.index(f"Batches of {2 * LENGTH} tokens") < said.index(f"Batches of {LENGTH} tokens")
 
 
 def test_another_trainer_is_refused(tmp_path):
