@@ -441,6 +441,10 @@ class FlashMask:
         """Return the fraction of wholly hidden tiles of `block` = (query rows, key columns), over batch and mask heads.
 
         It is the paper's rho (section 4.3): the share of the work that a kernel with such tiles skips.
+
+        Raises:
+            TypeError: `block` is not two ints.
+            ValueError: a size of `block` is not positive.
         """
         tiles = classify_tiles(self.indices, self.causal, self.row_count(q_len), block)
         return float((tiles == HIDDEN).double().mean())
@@ -479,6 +483,7 @@ class FlashMask:
 
         Raises:
             ImportError: matplotlib is missing; `pip install matplotlib`.
+            TypeError: `block` is not two ints.
             ValueError: there is no such batch entry or head, or a size of `block` is not positive.
         """
         from flashmask_hf.plot import plot_tiles, readable_tile

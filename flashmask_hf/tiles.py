@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch import Tensor
 
@@ -29,9 +31,13 @@ def classify_tiles(indices: Tensor, causal: bool, q_len: int, block: tuple[int, 
         Tensor: int8 [B, Hm, ceil(Sq / block[0]), ceil(Skv / block[1])] of HIDDEN, PARTIAL, VISIBLE.
 
     Raises:
+        TypeError: `block` is not two ints.
         ValueError: a size of `block` is less than 1.
     """
-    block_q, block_kv = block
+    try:
+        block_q, block_kv = map(operator.index, block)
+    except (TypeError, ValueError):
+        raise TypeError(f"block must be two ints, (query rows, key columns), got {block!r}") from None
     if block_q < 1 or block_kv < 1:
         raise ValueError(f"block must be two sizes of at least 1, (query rows, key columns), got {block}")
     kv_len, device = indices.shape[2], indices.device

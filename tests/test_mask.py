@@ -393,6 +393,12 @@ def test_sparsity_rejects_tiles_without_rows_or_columns(block):
         masks.causal(4).sparsity(block)
 
 
+@pytest.mark.parametrize("block", [4, (4,), (4, 4, 4), (4, 2.5), "44"])
+def test_sparsity_rejects_tiles_that_are_not_two_sizes(block):
+    with pytest.raises(TypeError, match=r"block must be two ints, \(query rows, key columns\), got"):
+        masks.causal(4).sparsity(block)
+
+
 def test_and_rejects_masks_that_do_not_fit_each_other():
     mask = masks.causal(4)
     with pytest.raises(ValueError, match="other has 5 key columns, this mask has 4"):
