@@ -8,6 +8,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -235,6 +236,23 @@ def test_missing_transformers_are_no_failure(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert main(["--no-self-test"]) == 0
     assert "transformers is not installed: attention alone" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("rocm", [False, True], ids=["CUDA", "ROCm"])
+def test_facts_about_a_gpu(rocm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ROCm has no driver of NVIDIA's, and torch may not tell the shared memory of its GPUs."""
+    properties = SimpleNamespace(name="X100", major=9, minor=4, total_memory=80 * 2**30)
+    if not rocm:
+        properties.shared_memory_per_block_optin = 232448
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.version, "hip", "6.3" if rocm else None)
+    monkeypatch.setattr(torch.version, "cuda", None if rocm else "12.8")
+    monkeypatch.setattr(diagnosis.collect_env, "get_nvidia_driver_version", lambda run: "570.1")
+    facts = "unknown, torch built for HIP 6.3" if rocm else "232448 bytes, driver 570.1, torch built for CUDA 12.8"
+    assert " ".join(" ".join(diagnosis._gpu(torch.device("cuda", 1))).split()) == (
+        f"GPU X100 (2 of 8), compute capability 9.4, 80 GiB, shared memory per block {facts}"
+    )
 
 
 @pytest.mark.gpu
