@@ -42,9 +42,15 @@ def test_opcheck(lane: Lane, with_sinks: bool) -> None:
     q, k, v = attention_inputs(lane, 1, HEADS, KV_HEADS, 133, 133, 16)
     sinks = torch.zeros(HEADS, device=lane.device, requires_grad=True) if with_sinks else None
     torch.library.opcheck(make_plan, (mask.indices, True, 133), test_utils=("test_schema", "test_faketensor"))
+    given = (q, k, v, sinks, mask.indices, *plan_of(mask, 133), True, 0.25, 0.0, lane.impl, False)
+    torch.library.opcheck(flash_attn_forward, given)
+    q, k, v, sinks, *more = (x.detach() if isinstance(x, torch.Tensor) else x for x in given)
+    out, lse = flash_attn_forward(q, k, v, sinks, *more)
+    gradients = out, lse if with_sinks else None
     torch.library.opcheck(
-        flash_attn_forward,
-        (q, k, v, sinks, mask.indices, *plan_of(mask, 133), True, 0.25, 0.0, lane.impl, False),
+        flash_attn_backward,
+        (*gradients, q, k, v, sinks, out, lse, *more),
+        test_utils=("test_schema", "test_faketensor"),
     )
 
 
