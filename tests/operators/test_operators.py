@@ -29,6 +29,7 @@ from flashmask_hf.operators.sparse import (
     flash_attn_sparse_forward,
     sort_sparse,
 )
+from flashmask_hf.sparse import qk_sparse_attention
 from flashmask_hf.torch_state import is_intercepted, is_plain
 
 LANES = lanes((torch.float32,), (torch.float32,), (torch.bfloat16,))
@@ -282,12 +283,15 @@ class _NoGradient(torch.autograd.Function):
         return None
 
 
-@pytest.mark.parametrize("through", ["call", "operator"])
+@pytest.mark.parametrize("through", ["call", "operator", "sparse"])
 def test_attention_whose_results_get_no_gradient_passes_none_on(through: str) -> None:
     """As any operation of torch, so that an optimizer skips the parameters before it, which zeros would decay."""
     q, k, v = _small(grad=True)
-    with torch.profiler.profile() if through == "operator" else contextlib.nullcontext():
-        out = flashmask_attention(q, k, v, masks.causal(20))
+    if through == "sparse":
+        out = qk_sparse_attention(q, k, v, *(torch.ones(x.shape[:3], dtype=torch.bool) for x in (q, k)))
+    else:
+        with torch.profiler.profile() if through == "operator" else contextlib.nullcontext():
+            out = flashmask_attention(q, k, v, masks.causal(20))
     _NoGradient.apply(out).sum().backward()
     assert (q.grad, k.grad, v.grad) == (None, None, None)
 
