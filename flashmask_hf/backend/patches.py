@@ -177,13 +177,15 @@ _CACHES = ("past_key_values", "cache")  # the name of the fourth argument until 
 def detect_documents_always(module: Any) -> None:
     """Make `_preprocess_mask_arguments` find packed documents in `position_ids` beside a cache or a 2D mask, too.
 
-    Patched: `transformers.masking_utils._preprocess_mask_arguments`, replaced by a wrapper. Where transformers itself
-    found no documents, the wrapper returns their numbers in place of the 2D mask, which the mask hook reads
-    (`mask_hook.DOCUMENTS`). It measures windows there in rows, as every version does for one document beside a cache or
-    a 2D mask, because positions of padding mean nothing.
+    Patched: `transformers.masking_utils._preprocess_mask_arguments`, replaced by a wrapper. It returns the numbers of
+    documents in place of the 2D mask, which the mask hook reads (`mask_hook.DOCUMENTS`), also where transformers itself
+    found them, except for chunked attention. The hook measures windows there in rows, as every version does for one
+    document beside a cache or a 2D mask, because positions of padding mean nothing.
 
     Why: transformers looks for documents only if there is neither a cache nor a mask. A model's default is
-    `use_cache=True`, so a plain forward of a packed row would let documents see each other, without an error. A
+    `use_cache=True`, so a plain forward of a packed row would let documents see each other, without an error. Where it
+    finds documents, it evaluates masks at `position_ids` instead of rows, and some (the windows of Gemma 3) look blocks
+    of images up there: a document would see itself whole where the first one of its row has an image. A
     `FlashMask` as `attention_mask`, which transformers would ask for attributes of a tensor, raises with the way out,
     and so do a mask that numbers documents (`unread_documents`) and documents in a long row of Llama 4
     (`mixed_documents`).
@@ -222,9 +224,14 @@ def _preprocess(
         return found
     record_documents()
     check_scales(config, position_ids, attention_mask)
-    if early_exit or documents is not None or (mask is not None and mask.dim() != 2):
+    if early_exit or (mask is not None and mask.dim() != 2):
         return found
-    numbers = _document_numbers(config, mask, position_ids, inputs_embeds.shape[0], q_length, *sizes)
+    if documents is None:
+        numbers = _document_numbers(config, mask, position_ids, inputs_embeds.shape[0], q_length, *sizes)
+    elif getattr(config, "attention_chunk_size", None) is None:
+        numbers = (documents + 1).to(DOCUMENTS)
+    else:
+        return found  # chunks count from the start of their document
     return early_exit, mask if numbers is None else numbers, None, q_length, *sizes
 
 

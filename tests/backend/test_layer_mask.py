@@ -7,6 +7,8 @@ import torch
 from accelerate.big_modeling import _attach_context_parallel_hooks
 from peft import PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from tools.model_pairs import (
+    SIZES,
+    WINDOW,
     NoSynchronization,
     assert_near,
     attend,
@@ -18,6 +20,7 @@ from tools.model_pairs import (
 )
 from torch._dynamo.exc import Unsupported
 from torch.distributed.tensor.experimental import context_parallel
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 from transformers.masking_utils import bidirectional_mask_function
 
 from flashmask_hf import FlashMask, flashmask_attention, masks
@@ -379,3 +382,39 @@ def test_masks_of_layers_do_not_wait_for_the_device():
         layer_mask._supplied_mask(vectors, columns, True, None, None)
         layer_mask._supplied_mask(vectors, columns, True, 2, None)
         layer_mask._default_mask(query, query, True, dict(sliding_window=3), "flashmask")
+
+
+IMAGE = 40
+SIZES_OF_IMAGES = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+
+
+@pytest.fixture(scope="module")
+def documents_with_an_image():
+    """Return a Gemma 3 of both kinds of layers, the arguments of a row of two documents, and the logits of each alone.
+
+    The tokens of the image, which only the first document has, see each other.
+    """
+    torch.manual_seed(0)
+    layers = dict(SIZES, layer_types=["sliding_attention", "full_attention"], sliding_window=WINDOW)
+    config = Gemma3Config(
+        text_config=layers, vision_config=dict(SIZES_OF_IMAGES, image_size=8, patch_size=4), image_token_index=IMAGE
+    )
+    model = Gemma3ForConditionalGeneration._from_config(config, attn_implementation="flashmask").eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3) if parameter.dim() > 1 else None
+    ids = torch.tensor([[5, 6, *[IMAGE] * 4, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16]])
+    row = dict(input_ids=ids, token_type_ids=(ids == IMAGE).long(), use_cache=False)
+    alone = []
+    for start, end in ((0, 9), (9, 16)):
+        part = {name: x[:, start:end] if isinstance(x, torch.Tensor) else x for name, x in row.items()}
+        model.set_attn_implementation("eager")
+        alone.append(model(**part).logits.detach())
+    model.set_attn_implementation("flashmask")
+    return model, row | dict(position_ids=positions([9, 7])), torch.cat(alone, 1)
+
+
+@pytest.mark.parametrize("given", [{}, {"attention_mask": torch.ones(1, 16, dtype=torch.int64)}], ids=["none", "ones"])
+def test_a_document_after_one_with_an_image_is_as_alone(given, documents_with_an_image):
+    """transformers looks images up at positions, at which the second document has none of its own."""
+    model, row, alone = documents_with_an_image
+    assert_near(model(**row, **given).logits, alone)
