@@ -216,6 +216,8 @@ def _supplied_mask(
                 f"{VECTORS} with n = 2 on a causal layer are LTS, LTE, but a column has LTS > LTE; pass a mask that "
                 "is not causal as mask.bidirectional().indices (n = 4), and write an empty interval as start == end",
             )
+        if causal and hooked is not None and hooked.shape[2] == 4:
+            _refuse_blocks(hooked)
         mask = FlashMask(vectors.detach() if hooked is None else _hide_padding(vectors, hooked, causal), causal)
         check_tree_positions(mask, position_ids)
         return LayerMask(mask) if window is None else apply_window(mask, window, position_ids, two_sided=two_sided)
@@ -225,6 +227,18 @@ def _supplied_mask(
         sources.append(position_ids)
     variant = ("supplied", causal, window, two_sided)
     return cached_mask(tuple(sources), variant, build, per_forward=hooked is not None)
+
+
+def _refuse_blocks(hooked: Tensor) -> None:
+    """Assert that the hook's columns [B, 1, 4, S] show no key to rows before it, which causal vectors would hide."""
+    row = torch.arange(hooked.shape[3], device=hooked.device)
+    pieces = FlashMask(hooked.detach().transpose(2, 3), causal=False).visible_intervals(hooked.shape[3])
+    device_assert(
+        ~torch.stack([(start < end) & (start < row) for start, end in pieces]).any(),
+        f"the model lets the tokens of a block, such as an image, see each other, which causal {VECTORS} would end; "
+        "leave them out and pass position_ids that start again at 0 with each document, or pass n = 4 columns that "
+        "show the blocks (FlashMask.from_dense)",
+    )
 
 
 def _hide_padding(vectors: Tensor, hooked: Tensor, causal: bool) -> Tensor:
