@@ -34,6 +34,7 @@ from flashmask_hf.backend.model_support import refuse_own_attention
 from flashmask_hf.backend.position_axes import add_text_positions
 from flashmask_hf.backend.position_numbers import renumber_positions
 from flashmask_hf.backend.positions import document_starts
+from flashmask_hf.backend.sparse import warn_of_unread_options
 from flashmask_hf.backend.unread_documents import call_model, check_document_numbers, check_numbered_mask
 from flashmask_hf.checks import device_assert
 from flashmask_hf.mask import FlashMask
@@ -445,7 +446,8 @@ def check_calls(model_class: Any) -> None:
     runs `unread_documents.check_document_numbers` and `mixed_documents.check_adapters`. Both run
     `mixed_documents.check_heads`. If sections 3 and 5 did not see the model, because `config._attn_implementation` was
     set by hand, it gets its hooks in its first call that is not compiled. With another attention and vectors, it gets
-    the guard of its recurrent layers. Then `unread_documents.call_model` makes the call.
+    the guard of its recurrent layers. Options of sparse attention that the model does not read warn
+    (`sparse.warn_of_unread_options`). Then `unread_documents.call_model` makes the call.
 
     Patched: `PreTrainedModel.__call__`, which is that of `torch.nn.Module`, replaced by a wrapper.
 
@@ -466,6 +468,7 @@ def check_calls(model_class: Any) -> None:
 
 def _call(original: Any, model: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Body of the patched method."""
+    warn_of_unread_options(model)
     ours, supplied = model.config._attn_implementation in NAMES, kwargs.get(VECTORS) is not None
     if supplied:
         check_call(model, args, kwargs)

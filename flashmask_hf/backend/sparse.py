@@ -19,11 +19,14 @@ takes them from the config only. Under tensor parallelism each process hashes it
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
+from transformers import PreTrainedModel
 
 from flashmask_hf.backend.hash_directions import lsh_directions
 from flashmask_hf.backend.layer_mask import layer_mask
@@ -34,7 +37,7 @@ from flashmask_hf.names import HASH, QK
 from flashmask_hf.operators.sparse import nearest
 from flashmask_hf.sparse import hash_sparse_attention, qk_sparse_attention
 
-__all__ = ["hash_attention_forward", "qk_attention_forward"]
+__all__ = ["hash_attention_forward", "qk_attention_forward", "warn_of_unread_options"]
 
 _KEEPS = ("q_keep", "k_keep")
 
@@ -165,6 +168,30 @@ def qk_attention_forward(
         q_keep, k_keep = (torch.rand(x.shape[:3], device=x.device) >= drop for x in (query, key))
     out = qk_sparse_attention(query, key, value, q_keep, k_keep, mask=_sortable_mask(QK, columns), **settings)
     return out.transpose(1, 2), None
+
+
+def warn_of_unread_options(model: PreTrainedModel) -> None:
+    """Warn, once a model, if its config has options of sparse attention that its attention does not read.
+
+    A config is saved without the name of its attention, so a model that was trained with "flashmask_hash" is loaded
+    with full attention unless it is given again. "flashmask_qk" is full attention in evaluation.
+    """
+    if is_compiling():
+        return
+    config: Any = model.config
+    unread = [
+        name for name in (HASH, QK) if getattr(config, name, None) is not None and (name == HASH or model.training)
+    ]
+    asked = config._attn_implementation
+    if not unread or asked in (HASH, QK) or hasattr(model, "_warned_of_options"):
+        return
+    model._warned_of_options = True  # type: ignore[assignment]
+    warnings.warn(
+        f"config.{unread[0]} has options of sparse attention, but attn_implementation='{asked}' is full attention; "
+        f"load {type(model).__name__} with attn_implementation='{unread[0]}', call "
+        f"model.set_attn_implementation('{unread[0]}'), or set config.{unread[0]} to None if full attention is meant",
+        stacklevel=2,
+    )
 
 
 def _drop_probability(module: nn.Module, kwargs: dict[str, Any]) -> float:

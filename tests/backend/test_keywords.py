@@ -60,7 +60,8 @@ def test_paged_caches_name_the_way_out(name):
     ],
 )
 def test_options_of_another_implementation_are_refused(attention, name, owner):
-    model, _ = model_pair("llama", num_hidden_layers=1, flashmask_hash={"n_buckets": 2}, flashmask_qk={"drop": 0.5})
+    model, _ = model_pair("llama", num_hidden_layers=1)
+    model.config.flashmask_hash = {"n_buckets": 2} if attention == "flashmask_hash" else None
     model.set_attn_implementation(attention)
     with pytest.raises(NotImplementedError, match=f"^{name} is an option .*set_attn_implementation..{owner}"):
         model(tokens(1, 5), **{name: {}})

@@ -35,7 +35,7 @@ def model_with(attention: str, *, window: bool = False, **changes: Any) -> Any:
     config: Any = llama_config(**changes)
     if window:
         config = MistralConfig(**{**config.to_diff_dict(), "sliding_window": WINDOW, "model_type": "mistral"})
-    for name, options in OPTIONS.items():
+    for name, options in OPTIONS.items() if attention in OPTIONS else ():
         setattr(config, name, options)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
     generator = torch.Generator().manual_seed(0)
@@ -105,6 +105,24 @@ def test_options_are_saved_and_loaded(tmp_path, name):
     assert getattr(AutoConfig.from_pretrained(tmp_path / "sparse"), name) == OPTIONS[name]
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "sparse", attn_implementation=name)
     assert torch.equal(again(tokens()).logits, model.eval()(tokens()).logits)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_that_the_attention_does_not_read_warn(tmp_path, name):
+    """A config is saved without the name of its attention."""
+    model_with(name).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path).train()
+    model.config.flashmask_hash, model.config.flashmask_qk = (OPTIONS[x] if x == name else None for x in OPTIONS)
+    if name == "flashmask_qk":
+        model.eval()(tokens())  # full attention is right in evaluation
+        model.train()
+    with pytest.warns(UserWarning, match=f"^config.{name} has options.*attn_implementation='sdpa' is full attention"):
+        model(tokens())
+    model(tokens())  # no second warning
+    model.set_attn_implementation(name)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).train()
+    again.config.flashmask_hash = again.config.flashmask_qk = None
+    again(tokens())
 
 
 def test_keywords_win_over_the_config():
