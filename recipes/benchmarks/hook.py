@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,29 +19,28 @@ from harness import random_lengths, write_csv
 from torch import Tensor
 from transformers import masking_utils as hf_masks
 
-from flashmask_hf.backend.mask_hook import mask_hook
+from flashmask_hf.backend.mask_hook import DOCUMENTS, mask_hook
 
 
-def functions(length: int) -> dict[str, Callable[..., Any]]:
-    """Return the mask functions by name."""
+def masks(length: int) -> dict[str, dict[str, Any]]:
+    """Return what transformers and the package's patches pass to the hook, by the name of the mask."""
     lengths = random_lengths(length, 8, torch.Generator().manual_seed(0))
-    positions = torch.cat([torch.arange(n) for n in lengths])[None].cuda()
-    documents = hf_masks.find_packed_sequence_indices(positions)
+    documents = torch.repeat_interleave(torch.arange(1, 9), torch.tensor(lengths))[None].to("cuda", DOCUMENTS)
     causal, window = hf_masks.causal_mask_function, hf_masks.sliding_window_causal_mask_function(1024)
     images = torch.where(torch.arange(length).cuda() % 2048 < 512, torch.arange(length).cuda() // 2048, -1)[None]
 
     def own(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key <= query) & (key % 4 == 0)
 
-    assert documents is not None
-    packed = hf_masks.packed_sequence_mask_function(documents)
     return {
-        "causal": causal,
-        "8 documents": hf_masks.and_masks(causal, packed),
-        "8 documents, window": hf_masks.and_masks(window, packed),
-        "chunks": hf_masks.chunked_causal_mask_function(8192, torch.zeros(1, dtype=torch.int64).cuda()),
-        "images": hf_masks.or_masks(causal, hf_masks.blockwise_overlay(images)),
-        "evaluated": own,
+        "causal": {"mask_function": causal},
+        "8 documents": {"mask_function": causal, "attention_mask": documents},
+        "8 documents, window": {"mask_function": window, "attention_mask": documents},
+        "chunks": {
+            "mask_function": hf_masks.chunked_causal_mask_function(8192, torch.zeros(1, dtype=torch.int64).cuda())
+        },
+        "images": {"mask_function": hf_masks.or_masks(causal, hf_masks.blockwise_overlay(images))},
+        "evaluated": {"mask_function": own},
     }
 
 
@@ -57,8 +55,8 @@ def main() -> None:
     if not torch.cuda.is_available():
         parser.error("a GPU is needed")
     rows: list[dict[str, object]] = []
-    for name, function in functions(arguments.length).items():
-        given: dict[str, Any] = {"batch_size": 1, "q_length": arguments.length, "kv_length": arguments.length}
+    for name, mask in masks(arguments.length).items():
+        given: dict[str, Any] = {"batch_size": 1, "q_length": arguments.length, "kv_length": arguments.length, **mask}
         times: list[float] = []
         peak = 0
         for _ in range(arguments.repeats if name != "evaluated" else 3):
@@ -66,7 +64,7 @@ def main() -> None:
             torch.cuda.reset_peak_memory_stats()
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
-            mask_hook(**given, mask_function=function, device="cuda")
+            mask_hook(**given, device="cuda")
             end.record()
             torch.cuda.synchronize()
             times.append(start.elapsed_time(end))
