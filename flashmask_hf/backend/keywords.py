@@ -65,7 +65,7 @@ _HARMLESS = {
 """Keywords of models and trainers that reach attention on their way elsewhere and do not change its result."""
 
 _SPARSE = {HASH: HASH, QK: QK, "q_keep": QK, "k_keep": QK}
-"""Options of a call, and the implementation that each belongs to."""
+"""Keywords that one implementation uses in addition to those of "flashmask", with its name."""
 
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 """Names that configs of transformers give to the dropout of attention."""
@@ -74,17 +74,14 @@ _warned: set[str] = set()
 """Unknown keywords that this process has warned of."""
 
 
-def check_keywords(
-    module: nn.Module, dropout: float, kwargs: dict[str, Any], implementation: str, options: frozenset[str]
-) -> None:
+def check_keywords(module: nn.Module, dropout: float, kwargs: dict[str, Any], implementation: str) -> None:
     """Raise for keywords that would change the result and are not implemented; warn once of each unknown one.
 
     Args:
         module: the attention layer.
         dropout: probability of dropping an attention weight in training.
         kwargs: the layer's keywords; those that are None are not looked at.
-        implementation: what `attn_implementation` is set to, for messages.
-        options: keywords that this implementation uses in addition to those of "flashmask".
+        implementation: what `attn_implementation` is set to.
 
     Raises:
         TypeError: a keyword that looks like `startend_row_indices` and is not.
@@ -106,7 +103,7 @@ def check_keywords(
             "attn_implementation='eager' to look at them"
         )
     for name, value in kwargs.items():
-        if name in _USED or name in _HARMLESS or name in options or value is None:
+        if name in _USED or name in _HARMLESS or value is None or _SPARSE.get(name) == implementation:
             continue
         if name in _REFUSED:
             way_out = f"pass {name}=None, or use attn_implementation='eager' for this model"

@@ -38,7 +38,6 @@ def layer_mask(
     dropout: float,
     kwargs: dict[str, Any],
     implementation: str = FLASHMASK,
-    options: frozenset[str] = frozenset(),
 ) -> LayerMask:
     """Check a layer's keywords and return its mask. Arguments and errors are those of `forward.attention_forward`.
 
@@ -49,10 +48,9 @@ def layer_mask(
         attention_mask: what `mask_hook` returned, or None.
         dropout: must be 0 in training.
         kwargs: the layer's keywords.
-        implementation: what `attn_implementation` is set to, for messages.
-        options: keywords that this implementation uses in addition to those of "flashmask".
+        implementation: what `attn_implementation` is set to.
     """
-    check_keywords(module, dropout, kwargs, implementation, options)
+    check_keywords(module, dropout, kwargs, implementation)
     _check_context_parallel(module, implementation)
     causal = kwargs.get("is_causal")
     causal = bool(getattr(module, "is_causal", True) if causal is None else causal)

@@ -39,8 +39,6 @@ from flashmask_hf.sparse import hash_sparse_attention, qk_sparse_attention
 
 __all__ = ["hash_attention_forward", "qk_attention_forward", "warn_of_unread_options"]
 
-_KEEPS = ("q_keep", "k_keep")
-
 
 def hash_attention_forward(
     module: nn.Module,
@@ -93,7 +91,7 @@ def hash_attention_forward(
     seed = as_integer(f"{HASH}['seed']", options["seed"], 0, 2**32 - 1)
     for option in ("exclude_self", "shared_qk"):
         check_bool(f"{HASH}[{option!r}]", options[option])
-    columns = layer_mask(module, query, key, attention_mask, dropout, kwargs, HASH, frozenset({HASH}))
+    columns = layer_mask(module, query, key, attention_mask, dropout, kwargs, HASH)
     mask = _sortable_mask(HASH, columns)
     layer = getattr(module, "layer_idx", None) or 0
     directions = lsh_directions(key.detach(), seed, layer, n_buckets // 2)
@@ -155,8 +153,8 @@ def qk_attention_forward(
         NotImplementedError: rows are dropped under a mask that is not causal with n = 1 column; or as in
             `forward.attention_forward`.
     """
-    columns = layer_mask(module, query, key, attention_mask, dropout, kwargs, QK, frozenset({QK, *_KEEPS}))
-    q_keep, k_keep = (kwargs.get(name) for name in _KEEPS)
+    columns = layer_mask(module, query, key, attention_mask, dropout, kwargs, QK)
+    q_keep, k_keep = (kwargs.get(name) for name in ("q_keep", "k_keep"))
     if (q_keep is None) != (k_keep is None):
         raise ValueError("q_keep and k_keep belong together, but one is missing; pass an all-True tensor for it")
     settings: dict[str, Any] = {"scale": scaling, "softcap": kwargs.get("softcap"), "sinks": kwargs.get("s_aux")}
@@ -182,8 +180,10 @@ def warn_of_unread_options(model: PreTrainedModel) -> None:
     unread = [
         name for name in (HASH, QK) if getattr(config, name, None) is not None and (name == HASH or model.training)
     ]
+    if not unread or hasattr(model, "_warned_of_options"):
+        return
     asked = config._attn_implementation
-    if not unread or asked in (HASH, QK) or hasattr(model, "_warned_of_options"):
+    if asked in (HASH, QK):
         return
     model._warned_of_options = True  # type: ignore[assignment]
     warnings.warn(

@@ -86,7 +86,7 @@ def test_unknown_keyword_is_compiled_without_a_warning(no_compiled_code):
         graphs.append(graph)
         return graph.forward
 
-    call = (torch.nn.Module(), 0.0, {"temperature": torch.ones(2)}, "flashmask", frozenset())
+    call = (torch.nn.Module(), 0.0, {"temperature": torch.ones(2)}, "flashmask")
     run = torch.compile(lambda x: (keywords.check_keywords(*call), x + 1)[1], backend=count, fullgraph=True)
     run(torch.ones(2))
     keywords._warned.add("another")
