@@ -11,9 +11,14 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from tools.support import INTERPRETED, requires
 
 torch.set_num_threads(1)  # tests are small, and several workers share the cores
+
+# Time limits of examples would fail tests on a machine that also does something else.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 
 def _speed_up_interpreter() -> None:

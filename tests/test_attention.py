@@ -79,21 +79,21 @@ def _check_random(lane: Lane, case: tuple[FlashMask, int]) -> None:
 
 
 @given(random_masks())
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 def test_random_intervals(case: tuple[FlashMask, int]) -> None:
     _check_random(Lane("torch", "cpu", torch.float32), case)
 
 
 @pytest.mark.interpreter
 @given(random_masks())
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=8, derandomize=True)
 def test_random_intervals_interpreted(case: tuple[FlashMask, int]) -> None:
     _check_random(Lane("triton", "cpu", torch.float32), case)
 
 
 @pytest.mark.gpu
 @given(random_masks())
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 def test_random_intervals_gpu(case: tuple[FlashMask, int]) -> None:
     _check_random(Lane("triton", "cuda", torch.float16), case)
 

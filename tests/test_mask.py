@@ -18,7 +18,7 @@ from flashmask_hf.tiles import HIDDEN, PARTIAL, VISIBLE, classify_tiles
 
 FORMS = [(True, 1), (True, 2), (False, 2), (False, 4)]
 form_ids = [f"{'causal' if causal else 'bidirectional'}-n{n}" for causal, n in FORMS]
-thorough = settings(max_examples=100, deadline=None)
+thorough = settings(max_examples=100)
 
 
 def hides(bounds: list[int], causal: bool, i: int, j: int, q_len: int, kv_len: int) -> bool:
@@ -160,7 +160,7 @@ def test_from_dense_inverts_to_dense(form, data):
     assert torch.equal(same_form.to_dense(), mask.to_dense())
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(dense_masks())
 def test_from_dense_finds_the_shortest_form_or_names_the_columns(visible):
     form = shortest_form(visible)

@@ -239,7 +239,7 @@ def test_composition_with_a_mask(lane: Lane, name: str, attend, lengths: tuple[i
         check(attend, of_q, of_k, lane, name == "window", mask, n_buckets=3)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.data())
 def test_every_collision_is_covered(data) -> None:
     """Rows of one-hot values read the softmax weights back: those of exactly the pairs of the definition are not 0."""

@@ -179,7 +179,7 @@ def test_every_visible_pair_outside_of_the_window():
     check(FlashMask(indices, causal=False), 1, counts((0, 2), (0, 2)))
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.data())
 def test_any_mask_and_positions(data):
     length = data.draw(st.integers(1, 14))

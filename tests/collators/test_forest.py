@@ -19,7 +19,7 @@ from flashmask_hf.collators import forest as forest_module
 from flashmask_hf.collators.bins import best_fit_decreasing
 from flashmask_hf.collators.forest import lay_out
 
-thorough = settings(max_examples=100, deadline=None)
+thorough = settings(max_examples=100)
 
 
 @st.composite

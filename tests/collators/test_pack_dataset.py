@@ -25,7 +25,7 @@ def test_docstring_examples_run():
     assert result.failed == 0
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=40), st.integers(1, 50))
 def test_pack_dataset_loses_and_splits_nothing(lengths, batch_size):
     source = dataset(lengths)
@@ -36,7 +36,7 @@ def test_pack_dataset_loses_and_splits_nothing(lengths, batch_size):
     assert pack_dataset(source, 20, batch_size=batch_size)[:] == packed[:]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=20))
 def test_split_cuts_long_documents_into_consecutive_pieces(lengths):
     source = dataset(lengths)

@@ -76,7 +76,7 @@ def separate_loss(given_):
     return (alone, total / count) if count else None
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(examples(), st.sampled_from([{}, {"pad_to_multiple_of": 8}, {"max_length": 48}]))
 def test_loss_and_gradients_are_those_of_the_paths(given_, options):
     separate = separate_loss(given_)
@@ -157,7 +157,7 @@ def leaf_paths(example):
     return found
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(examples(), st.sampled_from([{}, {"pad_to_multiple_of": 8}, {"max_length": 48}]), st.data())
 def test_loss_and_gradients_are_those_of_every_path(given_, options, data):
     for example in given_[: data.draw(st.integers(0, len(given_)))]:

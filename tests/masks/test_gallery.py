@@ -336,7 +336,7 @@ def test_global_sliding_window_needs_four_columns_only_where_a_query_is_global(q
 row_lengths = st.lists(st.integers(1, 6), min_size=1, max_size=5)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(rows=st.lists(row_lengths, min_size=1, max_size=3), spare=st.integers(0, 3), data=st.data())
 def test_any_documents_with_any_number_of_last_queries(rows, spare, data):
     kv_len = max(map(sum, rows)) + spare
@@ -358,7 +358,7 @@ nodes = st.recursive(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(rows=st.lists(st.lists(nodes, min_size=1, max_size=3), min_size=1, max_size=2))
 def test_any_tree(rows):
     kv_len = max(len(ancestries(row)) for row in rows)

@@ -13,7 +13,7 @@ from torch import Tensor
 from flashmask_hf import FlashMask, masks
 
 documents = st.lists(st.integers(1, 6), min_size=1, max_size=6)
-quick = settings(max_examples=50, deadline=None)
+quick = settings(max_examples=50)
 
 
 def family(causal: bool):

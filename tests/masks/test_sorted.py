@@ -43,7 +43,7 @@ def other_mask(size, within: str, generator: torch.Generator) -> tuple[FlashMask
     return FlashMask(indices, causal=True, q_len=q_len), hidden_from
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(size=sizes, share=st.sampled_from([0.0, 0.3, 0.7, 1.0]), seed=st.integers(0, 2**31), within=withins)
 def test_qk_sparse_is_causal_attention_among_the_kept(size, share, seed, within):
     batch, (q_heads, k_heads), q_len, kv_len = size
@@ -66,7 +66,7 @@ def test_qk_sparse_is_causal_attention_among_the_kept(size, share, seed, within)
             assert torch.equal(dense[b, h], expected)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     size=sizes,
     buckets=st.lists(st.sampled_from([-(2**62), -1, 0, 3, 2**62]), min_size=1, max_size=4),
