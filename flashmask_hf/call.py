@@ -27,6 +27,7 @@ from flashmask_hf.kernels.launch.layout import layout_of
 from flashmask_hf.kernels.launch.problem import Problem, problem_of
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.plan import Plan
+from flashmask_hf.recomputation import Results, current_keeper
 
 __all__ = ["Call", "Settings", "resolve", "resolve_operator"]
 
@@ -109,8 +110,12 @@ class Call:
         def prepare(impl: str) -> Callable[..., Any]:
             return implementations.prepare_forward(impl, self._problem(q, k, v, indices, sinks), order is not None)
 
-        with torch_state.device_guard(q):
-            return self._run(("forward", order is not None), prepare, tensors)
+        def compute() -> Results:
+            with torch_state.device_guard(q):
+                return self._run(("forward", order is not None), prepare, tensors)
+
+        keeper = current_keeper.get()
+        return compute() if keeper is None else keeper(q, compute)
 
     def backward(
         self,

@@ -21,7 +21,7 @@ LAYERS: Layers = (
     ("checks",),
     ("masks",),
     ("plan",),
-    ("torch_state",),
+    ("recomputation", "torch_state"),
     ("kernels.launch",),
     ("kernels.shared",),
     ("kernels.eager", "kernels.portable", "kernels.hopper", "kernels.sparse"),

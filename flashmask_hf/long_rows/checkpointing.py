@@ -2,31 +2,38 @@
 
 from __future__ import annotations
 
+import contextvars
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from torch import Tensor, nn
+from torch.utils.checkpoint import _is_compiling, create_selective_checkpoint_contexts
 
-from flashmask_hf.long_rows.store import Layer, Saved, current_layer
+from flashmask_hf import torch_state
+from flashmask_hf.long_rows.store import Saved, current_layer
 from flashmask_hf.operators.attention import flash_attn_forward
 from flashmask_hf.operators.sparse import flash_attn_sparse_forward
+from flashmask_hf.recomputation import Keeper, Results, current_keeper
 
-__all__ = ["enable_checkpointing", "keep_attention"]
+__all__ = ["CHECKPOINT_FUNCTION", "KeptAttention", "checkpointing_of", "enable_checkpointing", "keep_attention"]
+
+CHECKPOINT_FUNCTION = "_gradient_checkpointing_func"
+"""Attribute in which a module of transformers has the function that checkpoints its layers, or itself."""
 
 
 def keep_attention() -> tuple[Any, Any]:
     """Make a checkpointed layer keep the output and the log-sum-exp of its attention, and recompute only the rest.
 
-    It is a `context_fn` of `torch.utils.checkpoint.checkpoint` without reentrance, to which transformers hands it.
-    Results are the same to the bit. In 16 bits each layer keeps 2 * Hq * Dv + 4 * Hq bytes a token more: about as much
-    as the layer's input, which checkpointing keeps in any case. Every operation of a layer goes through Python then,
-    which costs the host some milliseconds a step, so that short rows do not gain.
+    It is a `context_fn` of `torch.utils.checkpoint.checkpoint`, which transformers passes on. The trainers of this
+    package use it without being asked where memory allows. Results are the same to the bit. In 16 bits each layer keeps
+    2 * Hq * Dv + 4 * Hq bytes per token more: about as much as the layer's input, which checkpointing always keeps.
 
-    The callback of TensorBoard writes the trainer's arguments as JSON, which has no functions, and raises; report
-    elsewhere.
+    Reentrant checkpointing takes no `context_fn` and raises. While a CUDA graph is being captured, attention is
+    recomputed. The callback of TensorBoard writes the trainer's arguments as JSON, which has no functions, and raises.
 
-    In a model under `offload_checkpoints` what is kept goes to its store, on the host as far as the budget goes.
+    In a model under `offload_checkpoints` the results go to its store, on the host as far as the budget goes.
 
     Returns:
         The contexts of a layer's forward and of its recomputation.
@@ -43,11 +50,123 @@ def keep_attention() -> tuple[Any, Any]:
         )
         ```
     """
-    layer = current_layer.get()
-    if layer is None:
-        return create_selective_checkpoint_contexts(_KEPT)
-    saved: list[Saved] = []
-    return _Saving(layer, saved), _Loading(saved)
+    return _contexts(_save)
+
+
+def _contexts(save: Callable[[Results], Saved | None]) -> tuple[Any, Any]:
+    """Return the contexts of a layer's forward and of its recomputation, in which `save` says what is kept."""
+    if _is_compiling(None, (), {}):  # the compiler marks operators, and calls no Python when the layer runs
+        return create_selective_checkpoint_contexts([flash_attn_forward, flash_attn_sparse_forward])
+    saved: list[Saved | None] = []
+
+    def compute_and_save(q: Tensor, compute: Callable[[], Results]) -> Results:
+        results = compute()
+        # A graph that is captured must compute what it returns: the memory of other graphs may be reused.
+        saved.append(None if torch_state.is_capturing(q) else save(results))
+        return results
+
+    def make_loader() -> Keeper:
+        following = iter(saved)  # a graph that is retained runs backward again
+
+        def load_or_compute(q: Tensor, compute: Callable[[], Results]) -> Results:
+            kept = next(following, None)
+            if kept is None or torch_state.is_capturing(q):
+                return compute()
+            out, lse = kept.load()
+            return out, lse
+
+        return load_or_compute
+
+    return _KeeperContext(lambda: compute_and_save), _KeeperContext(make_loader)
+
+
+def _save(results: Results) -> Saved:
+    """Save attention's results in the store of the layer, or on their device."""
+    # Below autograd a view has a version of its own unless this key is let in, and changes go unnoticed.
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        layer = current_layer.get()
+        return Saved(tuple(x.detach() for x in results)) if layer is None else layer.save(*results)
+
+
+class _KeeperContext:
+    """Context in which a new keeper is the current one; it may be entered several times."""
+
+    def __init__(self, make: Callable[[], Keeper]) -> None:
+        self._make = make
+
+    def __enter__(self) -> None:
+        self._token: contextvars.Token[Keeper | None] = current_keeper.set(self._make())
+
+    def __exit__(self, *_: object) -> None:
+        current_keeper.reset(self._token)
+
+
+class KeptAttention:
+    """Makes the checkpointed layers of a model keep attention's results, as far as a budget of memory goes.
+
+    It adds `keep_attention` within the budget to the model's checkpoint functions, before each training forward: TRL
+    sets these functions anew after it has generated text. Reentrant functions and functions that have a `context_fn`,
+    or a wrapper, stay as they are.
+
+    Args:
+        model: a transformers model, or a PEFT model around one.
+        limit: bytes that kept results may take together; None for no limit.
+
+    Attributes:
+        held: bytes that kept results take now.
+        largest: bytes of the largest result of a call, kept or not.
+    """
+
+    def __init__(self, model: nn.Module, limit: int | None) -> None:
+        self.held = self.largest = 0
+        self.set_limit(limit)
+        self._modules = [m for m in model.modules() if hasattr(m, "gradient_checkpointing")]
+        self._hook = model.register_forward_pre_hook(self._before_forward)
+
+    def set_limit(self, limit: int | None) -> None:
+        """Set the limit. With one, results of a call that are larger than all before it are not kept."""
+        self._limit, self._largest_kept = limit, self.largest
+
+    def close(self) -> None:
+        """Undo the change of the model."""
+        self._hook.remove()
+        for module in self._modules:
+            function: Any = vars(module).get(CHECKPOINT_FUNCTION)
+            if getattr(function, "keeps_for", None) is self:
+                setattr(module, CHECKPOINT_FUNCTION, function.inner)
+
+    def _before_forward(self, module: nn.Module, _: Any) -> None:
+        if not module.training or not torch.is_grad_enabled():
+            return
+        for m in self._modules:
+            function: Any = vars(m).get(CHECKPOINT_FUNCTION)  # a wrapper of PEFT would give its inner module's
+            options = getattr(function, "keywords", {})  # transformers sets a functools.partial
+            if options.get("use_reentrant") is False and "context_fn" not in options:
+                setattr(m, CHECKPOINT_FUNCTION, self._keeping(function))
+
+    def _keeping(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def checkpoint(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs, context_fn=self._make_contexts)
+
+        wrapper: Any = checkpoint
+        wrapper.inner, wrapper.keeps_for = function, self
+        return wrapper
+
+    def _make_contexts(self) -> tuple[Any, Any]:
+        return _contexts(self._save_within_limit)
+
+    def _save_within_limit(self, results: Results) -> Saved | None:
+        size = sum(x.nbytes for x in results)
+        self.largest = max(self.largest, size)
+        if self._limit is not None and (size > self._largest_kept or self.held + size > self._limit):
+            return None
+        self.held += size
+        saved = _save(results)
+        weakref.finalize(saved, self._free, size).atexit = False
+        return saved
+
+    def _free(self, size: int) -> None:
+        self.held -= size
 
 
 def enable_checkpointing(model: Any, options: dict[str, Any]) -> Any:
@@ -55,57 +174,17 @@ def enable_checkpointing(model: Any, options: dict[str, Any]) -> Any:
 
     Args:
         model: the model, which changes in place.
-        options: arguments of `torch.utils.checkpoint.checkpoint`.
+        options: as in `activation_checkpointing_kwargs` of `transformers.TrainingArguments`.
     """
     # transformers 5.21 renamed the method
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable(options)
+    which = {name: options[name] for name in ("every_n_layers", "offload") if name in options}
+    enable({name: x for name, x in options.items() if name not in which}, **which)
     return model
 
 
-_KEPT = [flash_attn_forward, flash_attn_sparse_forward]
-"""Operators whose results are kept."""
-
-
-class _Saving(TorchDispatchMode):
-    """Mode of a layer's forward that saves attention's results in a store."""
-
-    def __init__(self, layer: Layer, saved: list[Saved]) -> None:
-        super().__init__()
-        self._layer = layer
-        self._saved = saved
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let compiled modules of a layer run compiled."""
-        return True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func in _KEPT:
-            # Below autograd a view has a version of its own unless this key is let in, and changes go unnoticed.
-            with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
-                self._saved.append(self._layer.save(*out))
-        return out
-
-
-class _Loading(TorchDispatchMode):
-    """Mode of a layer's recomputation that returns the saved results of attention instead of computing them."""
-
-    def __init__(self, saved: list[Saved]) -> None:
-        super().__init__()
-        self._saved = saved
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let compiled modules of a layer run compiled."""
-        return True
-
-    def __enter__(self) -> Any:
-        self._next = iter(self._saved)  # a graph that is kept runs backward again
-        return super().__enter__()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _KEPT:
-            return next(self._next).load()
-        return func(*args, **(kwargs or {}))
+def checkpointing_of(args: Any) -> tuple[str, dict[str, Any] | None]:
+    """Return the name of the argument for activation checkpointing, and its options, or None if it is off."""
+    # transformers 5.21 renamed the argument
+    name = next(name for name in ("activation_checkpointing", "gradient_checkpointing") if hasattr(args, name))
+    return name, (getattr(args, f"{name}_kwargs") or {}) if getattr(args, name) else None

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 from flashmask_hf.checks import as_integer
+from flashmask_hf.long_rows.checkpointing import CHECKPOINT_FUNCTION
 from flashmask_hf.long_rows.store import Saved, Store
 
 __all__ = ["Offload", "offload_checkpoints"]
@@ -130,18 +131,15 @@ class Offload:
         """
         self._hook.remove()
         for module in self._modules:
-            function: Any = vars(module).get(_FUNCTION)
+            function: Any = vars(module).get(CHECKPOINT_FUNCTION)
             if getattr(function, "store", None) is self._store:
-                setattr(module, _FUNCTION, function.inner)
+                setattr(module, CHECKPOINT_FUNCTION, function.inner)
         _offloaded.difference_update(self._modules)
         self._store.close()
 
 
 _offloaded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Modules whose checkpoints are offloaded."""
-
-_FUNCTION = "_gradient_checkpointing_func"
-"""Attribute in which a module of transformers has the function that checkpoints its layers, or itself."""
 
 
 def _common_module(model: nn.Module, names: list[str]) -> nn.Module:
@@ -156,9 +154,9 @@ def _common_module(model: nn.Module, names: list[str]) -> nn.Module:
 def _wrap_checkpoint_functions(modules: list[nn.Module], store: Store) -> None:
     """Send what the modules' checkpoints save to the store; enabling checkpointing has set functions without one."""
     for module in modules:
-        function = vars(module).get(_FUNCTION)  # a wrapper of PEFT would give its inner module's
+        function = vars(module).get(CHECKPOINT_FUNCTION)  # a wrapper of PEFT would give its inner module's
         if function is not None and getattr(function, "store", None) is not store:
-            setattr(module, _FUNCTION, _with_store(function, store))
+            setattr(module, CHECKPOINT_FUNCTION, _with_store(function, store))
 
 
 def _with_store(checkpoint: Callable[..., Any], store: Store) -> Callable[..., Any]:

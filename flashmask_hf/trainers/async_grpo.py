@@ -15,6 +15,7 @@ from flashmask_hf.backend.packed_rows import check_compiled
 from flashmask_hf.backend.tree_packing import run_tree_packing
 from flashmask_hf.names import FLASHMASK
 from flashmask_hf.trainers.common import check_adapters, gather_trained_head, refuse_options
+from flashmask_hf.trainers.kept_attention import KeepAttention
 
 __all__ = ["SharedPromptAsyncGRPOTrainer"]
 
@@ -55,6 +56,7 @@ class SharedPromptAsyncGRPOTrainer(async_grpo_trainer.AsyncGRPOTrainer):
         check_adapters(policy, None)
         gather_trained_head(policy)
         run_tree_packing(policy)
+        self.add_callback(KeepAttention(self))
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Return TRL's loss. In a compiled model, check in the first step that every layer receives the mask."""

@@ -36,6 +36,7 @@ from flashmask_hf.trainers.common import (
     with_position_limit,
 )
 from flashmask_hf.trainers.formats import preference_columns
+from flashmask_hf.trainers.kept_attention import KeepAttention
 
 __all__ = ["SharedQuestionDPOConfig", "SharedQuestionDPOTrainer"]
 
@@ -179,6 +180,7 @@ class SharedQuestionDPOTrainer(DPOTrainer):
                 peft_config=peft_config,
                 **kwargs,
             )
+        self.add_callback(KeepAttention(self))
         refuse_sampling_by_length(self)
         self._hook_models()
 

@@ -15,8 +15,9 @@ from transformers import TrainerCallback
 from flashmask_hf.checks import as_integer, check_bool
 from flashmask_hf.long_rows import keep_attention, offload_checkpoints, tile_tokens
 from flashmask_hf.long_rows.budget import StepMemory, available_gpu_bytes, available_host_bytes, gib
-from flashmask_hf.long_rows.checkpointing import enable_checkpointing
+from flashmask_hf.long_rows.checkpointing import checkpointing_of, enable_checkpointing
 from flashmask_hf.names import NAMES
+from flashmask_hf.trainers.kept_attention import KeepAttention
 from flashmask_hf.trainers.sft import PackedSFTTrainer
 
 __all__ = ["LongRows"]
@@ -124,6 +125,7 @@ class LongRows(TrainerCallback):
         name, options = checkpointing_of(trainer.args)
         if options is None or options.get("use_reentrant"):
             raise ValueError(f"keep_attention, tile_tokens and host_gib need {name}=True, without use_reentrant")
+        trainer.remove_callback(KeepAttention)  # what is kept is decided here
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Change the model in place, and measure what is not set by hand."""
@@ -257,13 +259,6 @@ class LongRows(TrainerCallback):
                 trainer.accelerator.backward(loss)
         for name, count in counts.items():
             setattr(trainer, name, count)
-
-
-def checkpointing_of(args: Any) -> tuple[str, dict[str, Any] | None]:
-    """Return the name of the argument for activation checkpointing, and its options, or None if it is off."""
-    # transformers 5.21 renamed the argument
-    name = next(name for name in ("activation_checkpointing", "gradient_checkpointing") if hasattr(args, name))
-    return name, (getattr(args, f"{name}_kwargs") or {}) if getattr(args, name) else None
 
 
 def obstacle_to_measuring(trainer: Any) -> str | None:

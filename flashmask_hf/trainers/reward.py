@@ -30,6 +30,7 @@ from flashmask_hf.trainers.common import (
     refuse_sampling_by_length,
     with_position_limit,
 )
+from flashmask_hf.trainers.kept_attention import KeepAttention
 from flashmask_hf.trainers.reward_data import check_rows, prepare_rows
 from flashmask_hf.trainers.reward_losses import LOSSES, pair_mean
 
@@ -194,6 +195,7 @@ class MultiAnswerRewardTrainer(RewardTrainer):
         trained: Any = self.model
         _refuse_unsaved_head(trained)
         run_packed(trained)
+        self.add_callback(KeepAttention(self))
         refuse_sampling_by_length(self)
         self.data_collator = collator = with_position_limit(collator, trained)
         self.label_names = ["scores"]

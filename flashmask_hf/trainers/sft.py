@@ -39,6 +39,7 @@ from flashmask_hf.trainers.context_parallel import (
     context_parallel_size,
     pad_for_parts,
 )
+from flashmask_hf.trainers.kept_attention import KeepAttention
 from flashmask_hf.trainers.sft_data import check_columns, check_completions
 
 __all__ = ["PackedSFTTrainer"]
@@ -168,6 +169,7 @@ class PackedSFTTrainer(ContextParallelMixin, SFTTrainer):
             )
         trained = self.accelerator.unwrap_model(self.model)
         gather_trained_head(trained)
+        self.add_callback(KeepAttention(self))
         self._skips_tiles = trained.config.get_text_config()._attn_implementation == FLASHMASK
         if not _trl_packs(args):
             if _prepares_rows(args):

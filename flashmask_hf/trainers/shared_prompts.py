@@ -36,6 +36,7 @@ from flashmask_hf.trainers.common import (
     whole_in_each_process,
 )
 from flashmask_hf.trainers.formats import refuse_other_keys
+from flashmask_hf.trainers.kept_attention import KeepAttention
 
 __all__ = ["SharedPrompts", "SharedPromptsOptions", "group_prompts", "pack_sequences"]
 
@@ -117,6 +118,7 @@ class SharedPrompts:
                 )
             refuse_other_keys((row.get("prompt"),), f"the {name} dataset")
         self._hook_models(loaded_by_name=isinstance(model, str))
+        trainer.add_callback(KeepAttention(self))
         self._rows_per_group = _rows_per_group(trainer)
 
     def _hook_models(self, loaded_by_name: bool) -> None:

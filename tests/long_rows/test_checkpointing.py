@@ -11,12 +11,14 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from tools.support import requires
 from tools.tiny import CHECKPOINTING, TRAINER_WARNINGS, llama_config, trainer_settings, word_tokenizer
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 from transformers import AutoModelForCausalLM
 from trl import SFTConfig
 
 import flashmask_hf
+from flashmask_hf import torch_state
 from flashmask_hf.call import Call
-from flashmask_hf.long_rows.checkpointing import enable_checkpointing
+from flashmask_hf.long_rows.checkpointing import KeptAttention, enable_checkpointing
 from flashmask_hf.trainers import PackedSFTTrainer
 
 pytestmark = [
@@ -29,11 +31,22 @@ LAYERS = 3
 KEEPING = {"use_reentrant": False, "context_fn": flashmask_hf.keep_attention}
 
 
+def keep_nothing():
+    """A `context_fn` of a user."""
+    return noop_context_fn()
+
+
 @pytest.fixture
 def forwards(monkeypatch):
     """A list that grows with each forward of attention."""
-    calls, forward = [], Call.forward
-    monkeypatch.setattr(Call, "forward", lambda *args: calls.append(1) or forward(*args))
+    calls, run = [], Call._run
+
+    def counted(call, key, *args):
+        if key[0] == "forward":
+            calls.append(1)
+        return run(call, key, *args)
+
+    monkeypatch.setattr(Call, "_run", counted)
     return calls
 
 
@@ -120,3 +133,95 @@ def test_a_trainer_saves_its_arguments(tmp_path):
             assert callable(getattr(clone, f"{CHECKPOINTING}_kwargs")["context_fn"])
     assert losses[0] == losses[1]
     assert len(losses[0]) == 2
+
+
+@pytest.mark.parametrize("way", ["plain", "retained", "profiled", "nested"])
+def test_every_recomputation_finds_the_results_of_its_forward(way, forwards):
+    model = enable_checkpointing(model_of(), KEEPING)
+    want = gradients(model)
+    forwards.clear()
+    if way == "retained":  # the backward runs twice over one graph
+        ids = torch.arange(3, 43)[None]
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        for _ in range(2):
+            model.zero_grad()
+            loss.backward(retain_graph=True)
+    elif way == "profiled":  # calls go through the operator
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+            got = gradients(model)
+        assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+    elif way == "nested":  # a checkpoint around the model
+        got = gradients(model, lambda **kwargs: checkpoint(model, use_reentrant=False, **kwargs))
+        assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+        assert len(forwards) == 2 * LAYERS  # the outer one keeps nothing
+        return
+    else:
+        gradients(model)
+    assert len(forwards) == LAYERS
+
+
+def test_nothing_is_kept_while_a_graph_is_captured(forwards, monkeypatch):
+    model = enable_checkpointing(model_of(), KEEPING)
+    monkeypatch.setattr(torch_state, "is_capturing", lambda x: True)
+    gradients(model)
+    assert len(forwards) == 2 * LAYERS
+
+
+def test_reentrant_checkpointing_is_refused():
+    model = enable_checkpointing(model_of(), KEEPING | {"use_reentrant": True})
+    with pytest.raises(ValueError, match="only supported when use_reentrant=False"):
+        gradients(model)
+
+
+def test_results_are_kept_within_a_budget(forwards):
+    """Each layer keeps 40 tokens of 4 heads of 8 numbers and a log-sum-exp, in float32."""
+    size = 40 * 4 * (8 + 1) * 4
+    model = enable_checkpointing(model_of(), {"use_reentrant": False})
+    want = gradients(model)
+    kept = KeptAttention(model, None)
+    for limit, count in ((None, LAYERS), (0, 2 * LAYERS), (2 * size, 2 * LAYERS - 2), (3 * size - 1, 2 * LAYERS - 2)):
+        kept.set_limit(limit)
+        forwards.clear()
+        got = gradients(model)
+        assert len(forwards) == count
+        assert (kept.held, kept.largest) == (0, size)
+        assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+    functions = [layer._gradient_checkpointing_func for layer in model.model.layers]
+    kept.close()
+    assert all(
+        layer._gradient_checkpointing_func is not f for layer, f in zip(model.model.layers, functions, strict=True)
+    )
+    forwards.clear()
+    gradients(model)
+    assert len(forwards) == 2 * LAYERS
+
+
+def test_larger_results_than_the_measured_ones_are_not_kept(forwards):
+    model = enable_checkpointing(model_of(), {"use_reentrant": False})
+    kept = KeptAttention(model, 0)
+    for _ in range(2):
+        forwards.clear()
+        gradients(model)
+        assert len(forwards) == 2 * LAYERS
+        kept._limit = 10**9  # without `set_limit`, which says that the results so far were measured
+    kept.set_limit(10**9)
+    forwards.clear()
+    gradients(model)
+    assert len(forwards) == LAYERS
+
+
+@pytest.mark.parametrize(
+    "options", [{"use_reentrant": True}, {"use_reentrant": False, "context_fn": keep_nothing}], ids=["reentrant", "own"]
+)
+def test_a_budget_leaves_other_ways_of_checkpointing_alone(options):
+    model = enable_checkpointing(model_of(), options)
+    before = [layer._gradient_checkpointing_func for layer in model.model.layers]
+    kept = KeptAttention(model, None)
+    gradients(model)
+    assert before == [layer._gradient_checkpointing_func for layer in model.model.layers]
+    assert kept.largest == 0
+
+
+def test_options_of_transformers_are_no_options_of_checkpoint():
+    model = enable_checkpointing(model_of(), {"use_reentrant": False, "every_n_layers": 2})
+    assert [layer.gradient_checkpointing for layer in model.model.layers] == [True, False, True]
