@@ -2,15 +2,15 @@
 
     python recipes/benchmarks/training.py --length 32768 --csv training.csv
     python recipes/benchmarks/training.py --length 32768 --compile --implementations flashmask flex_attention
-    python recipes/benchmarks/training.py --length 131072 --lora --implementations flashmask flashmask_kept
+    python recipes/benchmarks/training.py --length 2048 131072 --seconds 40 --fused --implementations flashmask{,_kept}
 
 The model has the shape of a Llama with random weights, in bfloat16, with gradient checkpointing and AdamW. A step
 is one row of 1 to 10 documents, as in the paper (appendix A.2.1). SDPA and flex_attention take transformers' own path
 for packed rows, which builds a mask from position_ids in every step (a dense one for SDPA); flashmask takes the
 collator's vectors, and `flashmask_kept` also keeps attention's results instead of recomputing them (`keep_attention`).
-With `--lora`, adapters of all linear layers are trained, and TRL's head computes the loss without logits of the whole
-row, as in its trainers. With `--compile`, each layer is compiled, as the recipes do with `--torch_compile`, for every
-implementation in the same way, and the head is TRL's, too. The implementations train the same model on the same rows in
+With `--lora`, adapters of all linear layers are trained. With `--compile`, each layer is compiled, as the recipes do
+with `--torch_compile`, for every implementation in the same way. With both, and with `--fused`, TRL's head computes the
+loss without logits of the whole row, as in its trainers. The implementations train the same model on the same rows in
 turns. Their losses must agree before training. The columns `first_step_seconds` and `compilations` are those of each
 implementation; the first one's first step also loads the kernels that all share.
 """
@@ -18,6 +18,7 @@ implementation; the first one's first step also loads the kernels that all share
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import sys
 import time
@@ -103,26 +104,15 @@ def step(
     return float(loss.detach())
 
 
-def main() -> None:
-    """Run the benchmark from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="llama-3.2-1b")
-    parser.add_argument("--length", type=int, default=32768)
-    parser.add_argument("--rows", type=int, default=5, help="number of rows")
-    parser.add_argument("--implementations", nargs="+", default=["flashmask", "sdpa", "flex_attention"])
-    parser.add_argument("--lora", action="store_true", help="train adapters, with TRL's head; needs peft and trl")
-    parser.add_argument("--compile", action="store_true", help="compile each layer, and use TRL's head; needs trl")
-    parser.add_argument("--csv", help="file to write the figures to")
-    arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("a GPU is needed")
-    fused = arguments.lora or arguments.compile
-    model = build_model(arguments.shape, lora=arguments.lora, fused=fused, compiled=arguments.compile)
-    rows = make_rows(arguments.length, arguments.rows, model.config.vocab_size)
-
-    trained = [x for x in model.parameters() if x.requires_grad]
-    frozen = torch.optim.SGD(trained, lr=0.0)  # checks losses and warms up with fixed weights
+def measure(
+    arguments: argparse.Namespace, model: PreTrainedModel, length: int, optimizer: torch.optim.Optimizer
+) -> list[dict[str, Any]]:
+    """Train in turns on rows of `length` tokens; return the figures of each implementation."""
+    rows = make_rows(length, arguments.rows, model.config.vocab_size)
+    frozen = torch.optim.SGD([x for x in model.parameters() if x.requires_grad], lr=0.0)
+    fused = uses_fused_head(arguments)
     first: dict[str, float] = {}
+    memory: dict[str, int] = {}
     compilations = dict.fromkeys(arguments.implementations, 0)
 
     def run(name: str, optimizer: torch.optim.Optimizer, row: dict[str, torch.Tensor]) -> tuple[float, float]:
@@ -137,41 +127,72 @@ def main() -> None:
         first.setdefault(name, passed)
         return loss, passed
 
-    for row in rows[:2]:
+    for row in rows[:2]:  # with fixed weights
         losses = {name: run(name, frozen, row)[0] for name in arguments.implementations}
         print("losses before training:", {name: round(loss, 5) for name, loss in losses.items()})
         if max(losses.values()) - min(losses.values()) > 5e-3:
             raise SystemExit("the implementations disagree")
-
-    optimizer = torch.optim.AdamW(trained, lr=1e-6, fused=True)
     run(arguments.implementations[0], optimizer, rows[0])  # allocates the optimizer's state
+    for name in arguments.implementations:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        run(name, optimizer, rows[0])
+        memory[name] = torch.cuda.max_memory_allocated()
+
     seconds: dict[str, list[float]] = {name: [] for name in arguments.implementations}
-    memory = dict.fromkeys(arguments.implementations, 0)
-    for row in rows:
-        for name in arguments.implementations:
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-            seconds[name].append(run(name, optimizer, row)[1])
-            memory[name] = max(memory[name], torch.cuda.max_memory_allocated())
+    end = time.perf_counter() + arguments.seconds
+    for turn in itertools.count():
+        if turn and time.perf_counter() > end:
+            break
+        for row in rows:
+            # Every other turn begins with the last: a step's memory lies otherwise after another implementation's.
+            for name in arguments.implementations[:: -1 if turn % 2 else 1]:
+                seconds[name].append(run(name, optimizer, row)[1])
     base = statistics.median(seconds["sdpa"]) if "sdpa" in seconds else None
+    return [
+        {
+            "implementation": name,
+            "shape": arguments.shape,
+            "length": length,
+            "trained": "adapters" if arguments.lora else "all",
+            "compiled": arguments.compile,
+            "first_step_seconds": round(first[name], 2),
+            "compilations": compilations[name],
+            "seconds_per_step": round(statistics.median(values), 4),
+            "tokens_per_second": round(length / statistics.median(values)),
+            "peak_gib": round(memory[name] / 2**30, 2),
+            "against_sdpa": round(base / statistics.median(values), 3) if base else "",
+        }
+        for name, values in seconds.items()
+    ]
+
+
+def uses_fused_head(arguments: argparse.Namespace) -> bool:
+    """Return whether the model has TRL's head."""
+    return arguments.lora or arguments.compile or arguments.fused
+
+
+def main() -> None:
+    """Run the benchmark from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="llama-3.2-1b")
+    parser.add_argument("--length", type=int, nargs="+", default=[32768], help="tokens of a row")
+    parser.add_argument("--rows", type=int, default=5, help="number of rows")
+    parser.add_argument("--seconds", type=float, default=0, help="repeat turns of all rows for so long per length")
+    parser.add_argument("--implementations", nargs="+", default=["flashmask", "sdpa", "flex_attention"])
+    parser.add_argument("--lora", action="store_true", help="train adapters, with TRL's head; needs peft and trl")
+    parser.add_argument("--compile", action="store_true", help="compile each layer, and use TRL's head; needs trl")
+    parser.add_argument("--fused", action="store_true", help="use TRL's head; needs trl")
+    parser.add_argument("--csv", help="file to write the figures to")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("a GPU is needed")
+    fused = uses_fused_head(arguments)
+    model = build_model(arguments.shape, lora=arguments.lora, fused=fused, compiled=arguments.compile)
+    optimizer = torch.optim.AdamW([x for x in model.parameters() if x.requires_grad], lr=1e-6, fused=True)
     write_csv(
         arguments.csv,
-        [
-            {
-                "implementation": name,
-                "shape": arguments.shape,
-                "length": arguments.length,
-                "trained": "adapters" if arguments.lora else "all",
-                "compiled": arguments.compile,
-                "first_step_seconds": round(first[name], 2),
-                "compilations": compilations[name],
-                "seconds_per_step": round(statistics.median(values), 4),
-                "tokens_per_second": round(arguments.length / statistics.median(values)),
-                "peak_gib": round(memory[name] / 2**30, 2),
-                "against_sdpa": round(base / statistics.median(values), 3) if base else "",
-            }
-            for name, values in seconds.items()
-        ],
+        [figures for length in arguments.length for figures in measure(arguments, model, length, optimizer)],
     )
 
 
