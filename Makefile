@@ -13,21 +13,32 @@ TRAIN := OMP_NUM_THREADS=$(THREADS) OMP_WAIT_POLICY=passive
 LIMIT := -o faulthandler_timeout=1200 -o faulthandler_exit_on_timeout=true
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(LIMIT)
 
-.PHONY: demo test test-newest lint docs dist clean
+.PHONY: demo test test-full test-newest lint docs dist clean
 
 # Fine-tune a tiny Llama on the GPU if there is one, else on THREADS cores; then load what was saved, generate, and draw.
 demo: $(VENV)/demo.stamp
 	$(TRAIN) $(BIN)/accelerate launch --quiet --config_file recipes/configs/accelerate_single.yaml recipes/sft.py
 
-# Two lanes: CPU and GPU (skipped, with the reason, where there is none), then the GPU kernels in Triton's interpreter, and
-# those for Hopper in tests/tools/gluon_interpreter.py.
-test: $(VENV)/dev.stamp
-	$(PYTEST) -m "not interpreter"
-	TRITON_INTERPRET=1 $(PYTEST) -m interpreter
+# Two lanes: CPU and GPU (left out where there is none), then the GPU kernels in Triton's interpreter, and those for Hopper
+# in tests/tools/gluon_interpreter.py. The second runs whatever the first finds; either failure fails the target.
+define lanes
+	failed=0; \
+	$(PYTEST) -m "not interpreter$(1)" || failed=1; \
+	TRITON_INTERPRET=1 $(PYTEST) -m "interpreter$(1)" || failed=1; \
+	exit $$failed
+endef
 
-# The tests with the newest of every dependency that pip finds, in an environment of its own.
+# A few minutes: all but the tests marked full.
+test: $(VENV)/dev.stamp
+	$(call lanes, and not full)
+
+# Everything.
+test-full: $(VENV)/dev.stamp
+	$(call lanes)
+
+# All tests with the newest of every dependency that pip finds, in an environment of its own.
 test-newest:
-	$(MAKE) test VENV=$(VENV)-newest CONSTRAINTS=/dev/null
+	$(MAKE) test-full VENV=$(VENV)-newest CONSTRAINTS=/dev/null
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check

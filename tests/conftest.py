@@ -1,9 +1,13 @@
 """Settings of every test run: lanes, order of the tests, and a faster interpreter.
 
-A test marked interpreter, gpu or hopper is skipped, with the reason, where its lane cannot run.
+A test marked interpreter, gpu or hopper is left out where its lane cannot run, and a line at the end says so. Where
+`-m` names the lane, the test is skipped with the reason instead.
 """
 
 import os
+import re
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 # CUDA reads it when it starts; without it some tests that ask for deterministic algorithms would raise.
@@ -12,7 +16,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from tools.support import INTERPRETED, requires
+from tools.support import INTERPRETED, obstacle, requires
 
 torch.set_num_threads(1)  # tests are small, and several workers share the cores
 
@@ -46,13 +50,49 @@ if INTERPRETED:
     _speed_up_interpreter()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run slow tests first, so that no worker is left alone with one at the end."""
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+LANES = ("hopper", "gpu", "interpreter")
+LEFT_OUT = pytest.StashKey[Counter[str]]()
+OF_THE_INTERPRETER = re.compile(r"\bmark\.interpreter\b|\blanes\(")
+"""What a module with a test of the interpreter lane holds."""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out modules without a test of the interpreter lane where that lane alone runs."""
+    alone = INTERPRETED and config.option.markexpr.split(" and ")[0] == "interpreter"
+    if alone and collection_path.suffix == ".py":
+        return OF_THE_INTERPRETER.search(collection_path.read_text()) is None or None
+    return None
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out tests that cannot run here, and run those of the full lane first, since they take longest."""
+    unnamed = [lane for lane in LANES if not re.search(rf"\b{lane}\b", config.option.markexpr)]
+    reasons = {lane: reason for lane in unnamed if (reason := obstacle(lane)) is not None}
+    lanes = [next((lane for lane in reasons if item.get_closest_marker(lane)), None) for item in items]
+    config.stash[LEFT_OUT] = Counter(f"{lane} lane: {reasons[lane]}" for lane in lanes if lane is not None)
+    config.hook.pytest_deselected(items=[item for item, lane in zip(items, lanes, strict=True) if lane is not None])
+    items[:] = [item for item, lane in zip(items, lanes, strict=True) if lane is None]
+    items.sort(key=lambda item: item.get_closest_marker("full") is None)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = dict(session.config.stash.get(LEFT_OUT, Counter()))
+
+
+def pytest_testnodedown(node: Any) -> None:
+    """Keep what a worker left out; every worker leaves out the same."""
+    node.config.stash[LEFT_OUT] = Counter(getattr(node, "workeroutput", {}).get("left_out", {}))
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    for reason, count in config.stash.get(LEFT_OUT, Counter()).items():
+        terminalreporter.line(f"left out {count} tests of the {reason}")
 
 
 @pytest.fixture(autouse=True)
 def _lane(request: pytest.FixtureRequest) -> None:
-    for name in ("interpreter", "gpu", "hopper"):
+    for name in LANES:
         if request.node.get_closest_marker(name):
             requires(name)

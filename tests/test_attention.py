@@ -506,7 +506,7 @@ def test_tensors_without_memory(impl: str | None, rows: int) -> None:
         assert results[0].stride() == expected[0].stride()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_cpu_is_no_slower_than_sdpa_with_the_dense_mask() -> None:
     """Documents of a row of 4,096 tokens, forward and backward; what SDPA computes and hides is skipped."""
     q, k, v = attention_inputs(Lane("torch", "cpu", torch.float32), 1, 4, 4, 4096, 4096, 64)

@@ -20,8 +20,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 import flashmask_hf
 from flashmask_hf.backend import patches
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).parents[1]
 NAME = "some-org/flashmask"
 
@@ -95,6 +93,7 @@ def load(kernel: Path, program: str) -> str:
     return done.stdout
 
 
+@pytest.mark.full
 def test_the_hub_accepts_the_layout(kernel: Path) -> None:
     rust = importlib.import_module("kernels._rust")
     backends = {str(x).lower() for x in rust.Build.open(kernel).general.backends}
@@ -110,10 +109,12 @@ def test_the_hub_accepts_the_layout(kernel: Path) -> None:
     assert f'attn_implementation="{NAME}"' in (kernel / "CARD.md").read_text()
 
 
+@pytest.mark.full
 def test_a_model_loads_the_kernel_by_its_name_without_an_import(kernel: Path) -> None:
     assert "has attention classes of its own" in load(kernel, LOADED)
 
 
+@pytest.mark.full
 def test_a_process_holds_one_version(kernel: Path) -> None:
     printed = load(kernel, CONFLICT.replace("VERSION", json.dumps(flashmask_hf.__version__)))
     assert f"holds flashmask_hf {flashmask_hf.__version__}, but version 0.0.1 is imported already; use" in printed

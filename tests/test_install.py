@@ -25,7 +25,7 @@ from packaging.utils import canonicalize_name
 
 import flashmask_hf
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 ROOT = Path(__file__).parent.parent
 SITE_PACKAGES = sysconfig.get_path("purelib")

@@ -52,14 +52,14 @@ def test_a_script_runs_as_python_runs_it(program):
     assert json.loads(done.stdout) == ["__main__", [str(program), "--flag", "-m", "run"], "flashmask"]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_module_runs_as_python_runs_it(program):
     done = start(["-m", "flashmask_hf", "run", "-m", "program", "--flag"], folder=program.parent)
     assert done.returncode == 7, done.stderr
     assert json.loads(done.stdout) == ["__main__", [str(program), "--flag"], "flashmask"]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_accelerate_launches_a_program_with_the_backend(program):
     launch = ["--num_processes", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
     done = start(["-m", "accelerate.commands.launch", *launch, "-m", "flashmask_hf", "run", program, "--flag"])
@@ -67,7 +67,7 @@ def test_accelerate_launches_a_program_with_the_backend(program):
     assert done.returncode != 0
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_command_of_trl_trains(tmp_path):
     """It launches its script through accelerate, in another process."""
     AutoModelForCausalLM.from_config(llama_config()).save_pretrained(tmp_path / "model")

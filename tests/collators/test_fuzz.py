@@ -23,8 +23,6 @@ from flashmask_hf.collators import (
 )
 from flashmask_hf.collators.dataset import _pack_table
 
-pytestmark = pytest.mark.slow
-
 INPUTS = 10_000
 EXTREMES = [0, -1, 1, 2**31, 2**63 - 1, -(2**63), 2**63, 2**64, 1.5, float("nan"), None, "1", True, [1], [], {}]
 

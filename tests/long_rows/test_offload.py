@@ -528,7 +528,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_two_processes(tmp_path):
     """DDP and FSDP2."""
     here = Path(__file__).parent

@@ -771,6 +771,7 @@ def test_a_whole_graph():
         torch.compile(tiled(mlp, 3), backend="eager", fullgraph=True)(inputs(1, 10, 16))
 
 
+@pytest.mark.full
 def test_data_parallel_training(tmp_path):
     """DDP and FSDP2 of two processes, with gradient accumulation, give the gradients of one process."""
     program = Path(__file__).parent.parent / "tools" / "tiled_ranks.py"

@@ -9,8 +9,6 @@ import pytest
 from tools import parallel_cases
 from tools.processes import run_cases
 
-pytestmark = pytest.mark.slow
-
 SIZES = (2, 4)
 COMPARED = [
     (size, name)

@@ -25,7 +25,6 @@ import data  # isort: skip
 import dpo  # isort: skip
 
 pytestmark = [
-    pytest.mark.slow,
     *TRAINER_WARNINGS,
     # TRL 1 warns; the recipe cannot set the token otherwise, since the trainer loads the tokenizer.
     pytest.mark.filterwarnings("ignore:`pad_token` is deprecated:FutureWarning"),
@@ -47,6 +46,7 @@ def files(tmp_path_factory):
     return {recipe: folder / f"{recipe}.jsonl" for recipe in ("dpo", "reward")}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("recipe", "flags"), [("dpo", []), ("reward", LORA)])
 def test_the_demo_learns_saves_and_reloads(tmp_path, capsys, recipe, flags):
     quick = [*QUICK, "--max_steps", 8, "--warmup_steps", 0, "--learning_rate", 0.01 if flags else 1e-3]
@@ -118,6 +118,7 @@ EVALUATION = ["--do_eval", "--dataset_test_split", "train", "--per_device_eval_b
 """Of four rows, so that one of two processes has three of them, and the other has one and repeats two."""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("recipe", "config", "flags"),
     [("dpo", "fsdp2", []), ("reward", "ddp", [*LORA, *EVALUATION])],
@@ -150,6 +151,7 @@ def test_two_processes_train_like_one(tmp_path, model, files, capsys, recipe, co
         torch.testing.assert_close(others[name], weight, rtol=0, atol=2e-4)
 
 
+@pytest.mark.full
 def test_a_killed_run_resumes_on_the_same_curve(tmp_path, model, files, capsys):
     flags = ["--model_name_or_path", model, "--dataset_name", files["dpo"], "--max_steps", 24, "--use_cpu"]
     flags += ["--per_device_train_batch_size", 2, "--learning_rate", 1e-3, "--disable_tqdm", True]

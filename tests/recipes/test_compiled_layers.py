@@ -26,7 +26,6 @@ import dpo  # isort: skip
 import sft  # isort: skip
 
 pytestmark = [
-    pytest.mark.slow,
     *TRAINER_WARNINGS,
     # TorchDynamo reads .grad of the inputs of compiled layers
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
@@ -73,8 +72,11 @@ def gradients(model, lengths):
 
 @pytest.mark.parametrize(
     ("family", "kept", "compilations"),
-    [("llama", None, 1), ("llama", True, 1), ("qwen3", None, 2)],
-    ids=["plain", "adapters, checkpointed and kept", "layers with and without a window"],
+    [
+        pytest.param("llama", None, 1, id="plain"),
+        pytest.param("llama", True, 1, marks=pytest.mark.full, id="adapters, checkpointed and kept"),
+        pytest.param("qwen3", None, 2, marks=pytest.mark.full, id="layers with and without a window"),
+    ],
 )
 def test_one_compilation_serves_all_equal_layers_and_rows(monkeypatch, family, kept, compilations):
     model = build(family)
@@ -107,6 +109,7 @@ def names_of_metrics(printed):
     return [set(line) for line in lines]
 
 
+@pytest.mark.full
 def test_the_recipe_trains_evaluates_saves_and_resumes_compiled(tmp_path, model, capsys):
     """With gradient checkpointing and evaluation: the losses and the weights of a run that is not compiled."""
     flags = ["--model_name_or_path", str(model), "--max_length", "512", "--split", "--max_steps", "4", *QUICK]

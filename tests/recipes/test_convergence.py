@@ -11,13 +11,14 @@ from flashmask_hf.operators.plan import plan_of
 import convergence  # isort: skip
 import packed_attention  # isort: skip
 
-pytestmark = [pytest.mark.slow, *TRAINER_WARNINGS]
+pytestmark = TRAINER_WARNINGS
 
 BOUND = 1e-3  # of the difference of two losses over a few steps
 STEPS = 4
 CURVES = {"flashmask", "flashmask_again", "flashmask_unskipped", "sdpa"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("task", convergence.TASKS)
 def test_curves_agree(task, monkeypatch):
     few = convergence.dataset_of(task).select(range(40))

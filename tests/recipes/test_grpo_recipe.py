@@ -15,7 +15,7 @@ import common  # isort: skip
 import data  # isort: skip
 import grpo  # isort: skip
 
-pytestmark = [pytest.mark.slow, *TRAINER_WARNINGS]
+pytestmark = TRAINER_WARNINGS
 
 SHORT = ["--max_completion_length", 8, "--per_device_train_batch_size", 8, "--num_generations", 4, *QUICK]
 
@@ -29,6 +29,7 @@ def rows(tmp_path_factory):
     return path
 
 
+@pytest.mark.full
 def test_the_demo_learns_saves_and_draws(tmp_path, capsys):
     printed = run("grpo", capsys, tmp_path, *QUICK, "--max_steps", 20, "--per_device_train_batch_size", 16)
     rewards = logged(printed, "reward")
@@ -125,6 +126,7 @@ def test_deepmath_trains_unchanged(tmp_path, model, rows, capsys, config):
     assert (tmp_path / "out" / f"{saved}.safetensors").exists()
 
 
+@pytest.mark.full
 def test_two_processes_report_once(tmp_path, model):
     accelerate = [sys.executable, "-m", "accelerate.commands.launch"]
     accelerate += ["--config_file", RECIPES / "configs" / "accelerate_ddp.yaml"]

@@ -49,6 +49,7 @@ def test_the_benchmark_of_long_rows(benchmark):
         )
 
 
+@pytest.mark.full
 def test_the_longest_row_is_found_by_few_trials_of_one_step(benchmark, monkeypatch, capsys):
     long_rows, run = benchmark
     steps, train = [], long_rows.train

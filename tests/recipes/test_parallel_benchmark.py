@@ -8,7 +8,7 @@ import sys
 import pytest
 from tools.recipes import RECIPES
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 
 def test_the_check_passes_and_providers_agree(tmp_path):

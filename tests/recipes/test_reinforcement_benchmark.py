@@ -93,6 +93,7 @@ def test_every_provider_runs_a_micro_batch_in_one_forward(reinforcement):
     assert sum(length for _, length in shapes[:2]) == 4 * 16 + int(bench.draw(16, 8, 4)["completion_mask"].sum())
 
 
+@pytest.mark.full
 def test_compiled_layers_give_the_same(reinforcement, monkeypatch, tmp_path):
     """Each layer is compiled for all providers, which must agree as they do without."""
     compile_module = torch.nn.Module.compile
@@ -131,6 +132,7 @@ def test_a_wrong_provider_ends_the_run(reinforcement, monkeypatch):
         reinforcement.main()
 
 
+@pytest.mark.full
 def test_a_provider_out_of_memory_is_recorded_and_the_others_go_on(reinforcement, monkeypatch, tmp_path):
     def fail(*_, **__):
         raise torch.OutOfMemoryError("out")

@@ -43,7 +43,7 @@ def test_dense_and_block_masks_show_what_the_vectors_show(mask, monkeypatch):
     assert torch.equal(drawn, mask.to_dense())
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_every_task_runs_and_the_chart_is_drawn(tmp_path, monkeypatch, capsys):
     file = tmp_path / "row_lengths.csv"
     row_lengths.main([*TINY, "--lengths", "512", "--steps", "1", "--csv", str(file)])
@@ -140,6 +140,7 @@ def clock(monkeypatch):
     return now
 
 
+@pytest.mark.full
 def test_short_rows_of_all_tasks_come_first(monkeypatch, tmp_path):
     run(monkeypatch, tmp_path, "--tasks", "sft", "dpo", "--steps", "1", "--implementations", "flashmask")
     order = [(row["task"], row["length"]) for row in read(tmp_path / "fake.csv")]
@@ -147,6 +148,7 @@ def test_short_rows_of_all_tasks_come_first(monkeypatch, tmp_path):
     assert order == [(task, length) for task in ("sft", "dpo") for length in short] + [("sft", "4096"), ("dpo", "4096")]
 
 
+@pytest.mark.full
 def test_a_visit_that_compiles_for_long_goes_on_at_the_next(monkeypatch, tmp_path, clock):
     monkeypatch.setattr(row_lengths, "missing", lambda *_: "")
     flags = ("--implementations", "flashmask", "flex_attention", "--tasks", "sft", "dpo", "--steps", "1")
@@ -180,6 +182,7 @@ def test_out_of_memory_ends_the_series_of_one_implementation(monkeypatch, tmp_pa
     assert fake.taken.count(("flashmask", 4096)) == 3
 
 
+@pytest.mark.full
 def test_only_what_compiles_for_a_length_warms_up_again(monkeypatch, tmp_path, clock):
     monkeypatch.setattr(row_lengths, "missing", lambda *_: "")
     flags = ("--implementations", "flashmask", "flex_attention", "--steps", "1")
@@ -190,6 +193,7 @@ def test_only_what_compiles_for_a_length_warms_up_again(monkeypatch, tmp_path, c
     assert {(row["tokens_per_second"], row["steps"]) for row in rows.values()} == {("512", "1")}
 
 
+@pytest.mark.full
 def test_repeats_are_skipped_and_series_end_when_the_time_is_up(monkeypatch, tmp_path, clock):
     flags = ("--implementations", "flashmask", "--steps", "5")
     _, rows = run(monkeypatch, tmp_path, *flags, "--seconds", "35")

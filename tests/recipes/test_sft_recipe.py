@@ -21,9 +21,10 @@ import common  # isort: skip
 import data  # isort: skip
 import sft  # isort: skip
 
-pytestmark = [pytest.mark.slow, *TRAINER_WARNINGS]
+pytestmark = TRAINER_WARNINGS
 
 
+@pytest.mark.full
 def test_the_demo_learns_saves_reloads_and_resumes(tmp_path):
     quick = ["--logging_steps", 2, "--disable_tqdm", True, "--use_cpu", "--save_steps", 8]
     quick += ["--save_strategy", "steps", "--save_total_limit", 2]
@@ -47,6 +48,7 @@ def test_the_demo_learns_saves_reloads_and_resumes(tmp_path):
     assert logged(resumed, "loss") == pytest.approx(losses[4:], rel=1e-4)
 
 
+@pytest.mark.full
 def test_the_demo_repeats_a_taught_fact(tmp_path, monkeypatch, capsys):
     """The facts alone, for half of their tokens in the demo; before training, the model answers nothing of the kind."""
     facts = data.question_answers()["train"]
@@ -74,6 +76,7 @@ def test_a_picture_of_rows_that_trl_packs_is_refused():
     assert sft.parse(["--packing", "--picture", "false"])[2].packing
 
 
+@pytest.mark.full
 def test_attention_is_kept_in_checkpointed_layers(tmp_path, model, monkeypatch, capsys):
     """With an adapter: the losses of a run that computes attention twice, and half of its forwards; on the host too."""
     flags = ["--model_name_or_path", str(model), "--use_peft", "--lora_dropout", "0"]
@@ -94,6 +97,7 @@ def test_attention_is_kept_in_checkpointed_layers(tmp_path, model, monkeypatch, 
     assert runs[0][1] - runs[1][1] == runs[0][1] - runs[2][1] == 2 * layers
 
 
+@pytest.mark.full
 def test_two_processes_train_lora_like_one(tmp_path, model, capsys):
     flags = ["--config", str(sft.DEMO_CONFIG), "--model_name_or_path", str(model), "--use_peft", "--lora_dropout", "0"]
     flags += ["--lora_target_modules", "all-linear", "--max_steps", "4", *QUICK]
@@ -108,6 +112,7 @@ def test_two_processes_train_lora_like_one(tmp_path, model, capsys):
     assert logged(two, "loss") == pytest.approx(logged(one, "loss"), rel=1e-4)
 
 
+@pytest.mark.full
 def test_two_processes_that_split_rows_train_like_one(tmp_path, model, capsys):
     """Context parallelism with the configuration of several GPUs: printed losses, evaluation and saved weights.
 
@@ -253,6 +258,7 @@ def test_help_tells_what_real_runs_do(capsys):
     assert "sft-demo" not in text
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "launcher", [[], ["-m", "accelerate.commands.launch", "--quiet"]], ids=["python", "accelerate"]
 )

@@ -70,7 +70,7 @@ def test_keys_are_normalized_queries(monkeypatch: pytest.MonkeyPatch, variant: s
         torch.testing.assert_close(parameter.grad, parameters[name].grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("how", LAUNCH)
 def test_all_variants_learn(tmp_path: Path, how: str) -> None:
     run(LAUNCH[how], "--out", tmp_path)
@@ -91,7 +91,7 @@ def test_all_variants_learn(tmp_path: Path, how: str) -> None:
     assert all(4 < loss < 5.5 for loss in held_out.values())
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_time_only_skips_the_evaluation() -> None:
     printed = run(LAUNCH["python"], "--time-only", "--separate-keys", "--variants", "hash_16", "sdpa")
     rows = [line for line in printed.splitlines() if line.startswith("variant=")]

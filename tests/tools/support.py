@@ -18,16 +18,23 @@ from flashmask_hf import FlashMask, flashmask_attention, masks
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
+def obstacle(lane: str) -> str | None:
+    """Return why this process cannot run a lane: interpreter, gpu or hopper. None where it can."""
+    if lane == "interpreter":
+        return None if INTERPRETED else "set TRITON_INTERPRET=1"
+    if INTERPRETED:
+        return "unset TRITON_INTERPRET"
+    if not torch.cuda.is_available():
+        return "no CUDA or ROCm GPU here"
+    if lane == "hopper" and torch.cuda.get_device_capability()[0] != 9:
+        return "the GPU is not a Hopper"
+    return None
+
+
 def requires(lane: str) -> None:
     """Skip the test, with the reason, unless this process can run the lane: interpreter, gpu or hopper."""
-    if lane == "interpreter" and not INTERPRETED:
-        pytest.skip("interpreter lane: set TRITON_INTERPRET=1")
-    if lane in ("gpu", "hopper") and INTERPRETED:
-        pytest.skip(f"{lane} lane: unset TRITON_INTERPRET")
-    if lane in ("gpu", "hopper") and not torch.cuda.is_available():
-        pytest.skip(f"{lane} lane: no CUDA or ROCm GPU here")
-    if lane == "hopper" and torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("hopper lane: the GPU is not a Hopper")
+    if (reason := obstacle(lane)) is not None:
+        pytest.skip(f"{lane} lane: {reason}")
 
 
 @dataclass(frozen=True)

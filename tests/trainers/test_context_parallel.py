@@ -26,7 +26,7 @@ from flashmask_hf.trainers import (
 )
 from flashmask_hf.trainers.context_parallel import ContextParallelMixin, pad_for_parts
 
-pytestmark = [pytest.mark.slow, *TRAINER_WARNINGS]
+pytestmark = TRAINER_WARNINGS
 
 SIZES = (1, 2, 4)
 

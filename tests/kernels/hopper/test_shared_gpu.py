@@ -49,13 +49,14 @@ def run_processes(count, timeout, *arguments):
     return codes
 
 
+@pytest.mark.full
 def test_processes_are_watched():
     assert run_processes(2, 60, "cpu", "torch", True, 0.1, 64, 1, 2) == [0, 0]
     assert run_processes(1, 0.1, "cpu", "torch", True, 60, 64, 1, 2) == [None]
 
 
 @pytest.mark.hopper
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_processes_take_turns(deterministic):
     """Each process finishes; its gradients are those of its first run, to the bit or to 5% of the largest.
