@@ -518,6 +518,40 @@ def test_other_columns_beside_answers_are_not_read():
     assert build("reward", rows=[row | others | {"scores": [1.0, 2.0]}]).train_dataset[0]["scores"] == [1.0, 2.0]
 
 
+WEIGHED = [{"role": "user", "content": "w5"}, {"role": "assistant", "content": "w6", "weight": 0}]
+# Options of a trainer with weights, and what the warning names
+WEIGHTS = {
+    "sft": ("sft", {"rows": [row | {"weight": 2.0} for row in TEXTS]}, "dataset has weight"),
+    "sft, TRL packs": (
+        "sft",
+        {"rows": [row | {"weight": 2.0} for row in TEXTS], "packing": True},
+        "the train dataset has weight",
+    ),
+    "sft, turns": (
+        "sft",
+        {"rows": [{"messages": WEIGHED}], "chat_template_path": "template.jinja"},
+        "dataset has messages[...]['weight']",
+    ),
+    "dpo": ("dpo", {"rows": [row | {"sample_weight": 2.0} for row in PAIRS]}, "the train dataset has sample_weight"),
+    "reward": ("reward", {"rows": [row | {"weights": 2.0} for row in PAIRS]}, "the train dataset has weights"),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_weights_that_no_trainer_reads_are_named(name, caplog):
+    task, options, named = WEIGHTS[name]
+    Path("template.jinja").write_text("{% for m in messages %}{{ m['content'] }} {% endfor %}")
+    build(task, **options)
+    (message,) = (record.message for record in caplog.records if "which nothing reads" in record.message)
+    assert message.startswith(f"{named}, which nothing reads: examples and turns weigh the same.")
+
+
+def test_a_transform_is_refused_by_dpo():
+    """The trainers of the other tasks refuse it, too: TRL's own, and `prepare_rows`."""
+    with pytest.raises(ValueError, match="the train dataset has a transform"):
+        build("dpo", rows=Dataset.from_list(PAIRS).with_transform(lambda batch: batch))
+
+
 def streamed(task):
     def rows():
         yield from ROWS[task]

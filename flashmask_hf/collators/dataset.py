@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import os
+import re
+from collections.abc import Mapping, Sequence
 from itertools import chain, pairwise
 from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from datasets import Dataset, IterableDataset
 from numpy.typing import NDArray
 
@@ -24,7 +27,7 @@ from flashmask_hf.collators.documents import (
 from flashmask_hf.collators.labels import LABEL_COLUMNS, MASK_COLUMNS, drop_unused_masks, has_labels, masked_labels
 from flashmask_hf.names import IGNORED
 
-__all__ = ["pack_dataset", "packing_efficiency"]
+__all__ = ["column_lengths", "pack_dataset", "packing_efficiency", "refuse_transform", "unformatted", "warn_of_weights"]
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +35,9 @@ _VERSION = 2
 """Version of the packed rows, part of their cache's fingerprint: raise it when `pack_dataset` makes other rows."""
 
 _TOKEN_COLUMNS = ("input_ids", *LABEL_COLUMNS, "token_type_ids")
+
+_WEIGHTS = re.compile(r"((sample|example|instance|loss|token)_)?weights?")
+"""Names of columns and of keys of messages that weigh examples, tokens or turns, and that nothing reads."""
 
 SomeDataset = TypeVar("SomeDataset", bound=Dataset | IterableDataset)
 
@@ -51,9 +57,9 @@ def pack_dataset(
 
     Documents are split or truncated only if `split` or `truncation_mode` says so. Documents without labels are dropped,
     such as the pieces of a long prompt: their labels or masks select no token after the first. Warnings count these and
-    the truncated ones while packing runs, but not when the rows come from the cache. Rows are ordered by their first
-    document, and documents keep their order within a row. `Dataset.map` does the work: results are deterministic and
-    cached on disk, and memory is bounded.
+    the truncated ones, of a stream batch by batch. Rows are ordered by their first document, and documents keep their
+    order within a row. `Dataset.map` does the work: results are deterministic and cached on disk, and memory is
+    bounded.
 
     Rows are for `DataCollatorForPackedLanguageModeling`. `input_ids` and `labels` of a row are lists of documents, and
     the last one is empty. So no trainer can remove what tells the documents apart. Where flat rows would let documents
@@ -62,7 +68,8 @@ def pack_dataset(
 
     Args:
         dataset: tokenized examples with `input_ids`, and any of `labels`, `completion_mask`, `assistant_masks` and
-            `token_type_ids`, all lists of integers. Other columns are dropped.
+            `token_type_ids`, all lists of integers. Other columns are dropped, with a warning for weights. Columns that
+            `with_format(columns=...)` hides are not read.
         max_length: maximum number of tokens of a row.
         split: cut a longer document into consecutive pieces, each a document of its own with positions from 0.
         truncation_mode: what to do with a longer document otherwise: "error", "keep_start" or "keep_end".
@@ -81,9 +88,9 @@ def pack_dataset(
 
     Raises:
         TypeError: `dataset` is neither a Dataset nor an IterableDataset; a column does not hold lists of integers.
-        ValueError: an argument is out of range; the dataset is empty, already packed, or has no labels; or an example
-            is empty, too long or padded, has an empty completion, negative token ids, or columns of different lengths.
-            The message names the example's index and the way out.
+        ValueError: an argument is out of range; the dataset is empty, already packed, has a transform, or has no
+            labels; or an example is empty, too long or padded, has an empty completion, negative token ids, or columns
+            of different lengths. The message names the example's index and the way out.
 
     Example:
         >>> from datasets import Dataset
@@ -111,6 +118,8 @@ def pack_dataset(
             f"split=True and truncation_mode='{truncation_mode}' exclude each other: leave one of them "
             "out (SFTConfig has 'keep_start' unless it gets truncation_mode=None)"
         )
+    refuse_transform(dataset, "dataset")
+    dataset = unformatted(dataset)
     first = next(iter(dataset), None)
     if first is None:
         raise ValueError("dataset is empty: there is nothing to pack")
@@ -129,6 +138,7 @@ def pack_dataset(
             f"dataset has a column {unread} that tells several documents of an example, so it is packed already; pack "
             "the one it was made from, or remove the column if every example is one document"
         )
+    warn_of_weights(first, "dataset")
     options: dict[str, Any] = {
         "batched": True,
         "with_indices": True,
@@ -139,6 +149,7 @@ def pack_dataset(
             "truncation_mode": truncation_mode,
             "completion_only_loss": completion_only_loss,
             "max_position_embeddings": max_position_embeddings,
+            "warns": not isinstance(dataset, Dataset),
             "version": _VERSION,
         },
     }
@@ -150,7 +161,86 @@ def pack_dataset(
             f"dataset has nothing to learn: its labels are {IGNORED} everywhere, or were cut away; raise max_length, "
             "choose another truncation_mode, or look at its labels and masks"
         )
+    if isinstance(dataset, Dataset):  # not while rows are made, beside a progress bar and once for all runs
+        (lengths,), (documents,) = column_lengths(dataset, ["input_ids"]), column_lengths(packed, ["seq_lengths"])
+        pieces = int((-(-lengths // max_length)).sum()) if split else len(lengths)
+        _warn_of_losses(lengths, max_length, truncation_mode, pieces, int(documents.sum()))
     return packed
+
+
+def unformatted(dataset: Any) -> Any:
+    """Return the dataset's visible columns as Python objects, because chat templates cannot read arrays and tensors."""
+    if isinstance(dataset, Dataset):
+        formatted = dataset.format
+        if formatted["type"] == "custom":  # a transform, which may make the columns
+            return dataset
+        if not formatted["output_all_columns"]:
+            dataset = dataset.select_columns(formatted["columns"])
+    return dataset.with_format(None)
+
+
+def refuse_transform(dataset: Any, name: str) -> None:
+    """Raise a ValueError if a dataset has a transform, which rows that are made once would not run anew."""
+    if isinstance(dataset, Dataset) and dataset.format["type"] == "custom":
+        raise ValueError(
+            f"{name} has a transform (with_transform), which could not run anew in each epoch, since examples are "
+            "prepared once; apply it with dataset.map(...) before"
+        )
+
+
+def unread_weights(example: Mapping[str, Any]) -> list[str]:
+    """Return the columns and the keys of messages in an example that weigh examples, tokens or turns."""
+    found = [column for column in example if _WEIGHTS.fullmatch(column)]
+    for column, value in example.items():
+        turn = value[0] if isinstance(value, list) and value else None
+        if isinstance(turn, Mapping):
+            found += [f"{column}[...][{key!r}]" for key in turn if _WEIGHTS.fullmatch(str(key))]
+    return found
+
+
+def warn_of_weights(example: Mapping[str, Any], name: str) -> None:
+    """Warn of weights in the first example of a dataset, which nothing reads."""
+    weights = unread_weights(example)
+    if weights:
+        _warn(
+            f"{name} has {', '.join(weights)}, which nothing reads: examples and turns weigh the same. Repeat or leave "
+            "out examples, give turns labels of -100, or remove it."
+        )
+
+
+def column_lengths(dataset: Dataset, columns: Sequence[str]) -> list[NDArray[np.int64]]:
+    """Return the lengths of the lists in some columns, int64 [rows] each; a missing list has -1."""
+    tables: Any = dataset.select_columns(list(columns)).with_format("arrow").iter(batch_size=10_000)
+    parts = [[pc.list_value_length(table[name]).fill_null(-1).to_numpy() for name in columns] for table in tables]
+    return [np.concatenate(part).astype(np.int64) for part in zip(*parts, strict=True)]
+
+
+def _warn_of_losses(
+    lengths: NDArray[np.int64], max_length: int, truncation_mode: str, pieces: int, packed: int
+) -> None:
+    """Warn of documents that were cut or left out.
+
+    Args:
+        lengths: the lengths of the examples, int64 [n].
+        max_length: as in `pack_dataset`.
+        truncation_mode: as in `pack_dataset`.
+        pieces: number of documents before those without labels were left out.
+        packed: number of documents afterwards.
+    """
+    cut = int((lengths > max_length).sum())
+    if cut and truncation_mode != "error":
+        _warn(
+            f"cut {cut} of {len(lengths)} documents to max_length {max_length}, as "
+            f"truncation_mode='{truncation_mode}' says"
+        )
+    if packed < pieces:
+        _warn(f"left out {pieces - packed} of {pieces} documents, which have nothing to learn")
+
+
+def _warn(message: str) -> None:
+    """Log a warning about a dataset in the first of several processes, which all read the same."""
+    if not int(os.environ.get("RANK", "0")):
+        logger.warning(message)
 
 
 def _required(name: str, value: Any) -> int:
@@ -185,11 +275,13 @@ def _pack_table(
     truncation_mode: str,
     completion_only_loss: bool | None,
     max_position_embeddings: int | None,
+    warns: bool,
     version: int,
 ) -> pa.Table:
     """Pack the examples of an Arrow table; `indices` are their indices in the dataset, for error messages.
 
-    `version` is read by nothing but the cache of `Dataset.map`.
+    `warns` says whether to warn of documents that are cut or left out, as for a stream, of which nothing is known
+    before. `version` is read by nothing but the cache of `Dataset.map`.
     """
     columns = {name: _documents(table, name, indices) for name in _TOKEN_COLUMNS if name in table.column_names}
     lengths = _lengths(columns["input_ids"])
@@ -206,7 +298,7 @@ def _pack_table(
         for index, mask in zip(indices, _documents(table, "attention_mask", indices), strict=True):
             if not mask.all():
                 raise ValueError(padding_message(f"example {index}"))
-    longest = int(lengths.argmax())
+    whole, longest = lengths, int(lengths.argmax())
     longest_name = f"example {indices[longest]}"
     owners, starts = np.arange(len(lengths)), np.zeros_like(lengths)  # of each piece: its document, and where it starts
     if lengths[longest] > max_length:
@@ -215,10 +307,6 @@ def _pack_table(
         elif truncation_mode == "error":
             raise ValueError(too_long_message(longest_name, lengths[longest], max_length, can_split=True))
         else:
-            logger.warning(
-                f"cut {(lengths > max_length).sum()} of {len(lengths)} documents to max_length {max_length}, as "
-                f"truncation_mode='{truncation_mode}' says"
-            )
             if truncation_mode == "keep_end":
                 starts = np.maximum(lengths - max_length, 0)
             lengths = np.minimum(lengths, max_length)
@@ -229,10 +317,10 @@ def _pack_table(
     if "labels" in columns:
         labels = columns["labels"]
         learnable = np.array([has_labels(labels[owner][start:stop]) for owner, start, stop in pieces])
-        if not learnable.all():
-            logger.warning(f"left out {(~learnable).sum()} of {len(pieces)} documents, which have nothing to learn")
-            lengths = lengths[learnable]
-            pieces = [piece for piece, kept in zip(pieces, learnable, strict=True) if kept]
+        lengths = lengths[learnable]
+        pieces = [piece for piece, kept in zip(pieces, learnable, strict=True) if kept]
+    if warns:
+        _warn_of_losses(whole, max_length, truncation_mode, len(owners), len(pieces))
 
     rows = best_fit_decreasing(lengths, max_length)
     packed: dict[str, pa.Array] = {}

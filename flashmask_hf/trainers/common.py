@@ -13,6 +13,7 @@ from torch import Tensor
 from trl.trainer.utils import get_config_model_id
 
 from flashmask_hf.backend.model_hooks import unwrap_peft
+from flashmask_hf.collators.dataset import unformatted
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.names import FLASHMASK
 from flashmask_hf.trainers.context_parallel import refuse_parts
@@ -35,7 +36,6 @@ __all__ = [
     "refuse_options",
     "refuse_sampling_by_length",
     "turn_off_dispatching",
-    "unformatted",
     "whole_in_each_process",
     "with_position_limit",
 ]
@@ -237,17 +237,6 @@ def _named_datasets(train_dataset: Any, eval_dataset: Any) -> list[tuple[str, An
     """Return the name and the dataset of each of a trainer's datasets."""
     evaluated = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset}
     return [("train", train_dataset), *evaluated.items()]
-
-
-def unformatted(dataset: Any) -> Any:
-    """Return the dataset's visible columns as Python objects, because chat templates cannot read arrays and tensors."""
-    if isinstance(dataset, Dataset):
-        formatted = dataset.format
-        if formatted["type"] == "custom":  # a transform, which may make the columns
-            return dataset
-        if not formatted["output_all_columns"]:
-            dataset = dataset.select_columns(formatted["columns"])
-    return dataset.with_format(None)
 
 
 def first_rows(train_dataset: Any, eval_dataset: Any) -> dict[str, Any]:

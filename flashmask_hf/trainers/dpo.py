@@ -17,6 +17,7 @@ from trl.trainer.dpo_trainer import DPOTrainer
 from trl.trainer.utils import global_then_local_main_first
 
 from flashmask_hf.backend.packed_rows import check_compiled, run_packed
+from flashmask_hf.collators.dataset import column_lengths, refuse_transform, unformatted, warn_of_weights
 from flashmask_hf.collators.preference import DataCollatorForSharedQuestion
 from flashmask_hf.names import FLASHMASK, VECTORS
 from flashmask_hf.trainers.common import (
@@ -32,7 +33,6 @@ from flashmask_hf.trainers.common import (
     prepare_arguments,
     refuse_empty_reference,
     refuse_sampling_by_length,
-    unformatted,
     with_position_limit,
 )
 from flashmask_hf.trainers.formats import preference_columns
@@ -211,7 +211,7 @@ class SharedQuestionDPOTrainer(DPOTrainer):
         if not isinstance(dataset, Dataset):
             return  # the collator checks the examples of a stream batch by batch
         collator: Any = self.data_collator
-        question, chosen, rejected = _column_lengths(dataset, ("prompt_ids", "chosen_ids", "rejected_ids"))
+        question, chosen, rejected = column_lengths(dataset, ("prompt_ids", "chosen_ids", "rejected_ids"))
         limit, mode, row = collator.max_length, collator.truncation_mode, collator.row_length
 
         def refuse(bad: NDArray[np.bool_], problem: str) -> None:
@@ -252,10 +252,12 @@ class SharedQuestionDPOTrainer(DPOTrainer):
     ) -> Dataset | IterableDataset:
         dataset = unformatted(dataset)
         first = first_row(dataset, dataset_name)
+        warn_of_weights(first, f"the {dataset_name} dataset")
         if {"prompt_ids", "chosen_ids", "rejected_ids"} <= set(first):
             if self._hooked:  # a dataset passed to `evaluate`
                 self._check_lengths(dataset, dataset_name)
             return dataset
+        refuse_transform(dataset, f"the {dataset_name} dataset")
         options: dict[str, Any] = {"with_indices": True}
         columns = [name for name in first if name not in ("tools", "chat_template_kwargs")]
         if isinstance(dataset, Dataset):
@@ -296,13 +298,3 @@ class SharedQuestionDPOTrainer(DPOTrainer):
                 check_compiled(part, inputs[VECTORS].device)
         log_sharing(self, "train" if model.training else "eval", inputs[VECTORS], inputs["attention_mask"])
         return super()._compute_loss(model, inputs, return_outputs)
-
-
-def _column_lengths(dataset: Dataset, columns: tuple[str, ...]) -> list[NDArray[np.int64]]:
-    """Return the lengths of the lists in some columns, int64 [rows] each; a missing list has -1."""
-    tables: Any = dataset.select_columns(list(columns)).with_format("arrow").iter(batch_size=10_000)
-    parts = [
-        [table[column].combine_chunks().value_lengths().fill_null(-1).to_numpy() for column in columns]
-        for table in tables
-    ]
-    return [np.concatenate(part).astype(np.int64) for part in zip(*parts, strict=True)]

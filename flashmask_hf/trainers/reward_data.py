@@ -12,8 +12,9 @@ from trl.trainer.reward_config import RewardConfig
 from trl.trainer.utils import global_then_local_main_first
 
 from flashmask_hf.collators.checks import as_number
+from flashmask_hf.collators.dataset import refuse_transform, unformatted, warn_of_weights
 from flashmask_hf.collators.reward import DataCollatorForMultiAnswerReward, answer_scores, shared_prefix
-from flashmask_hf.trainers.common import first_row, unformatted
+from flashmask_hf.trainers.common import first_row
 from flashmask_hf.trainers.formats import answer_sequences
 
 __all__ = ["check_rows", "prepare_rows"]
@@ -41,16 +42,13 @@ def prepare_rows(
             invalid.
     """
     first = first_row(dataset, name)
+    warn_of_weights(first, f"the {name} dataset")
     map_style = isinstance(dataset, Dataset)  # IterableDataset.map has neither num_proc nor desc
     options: dict[str, Any] = {"num_proc": args.dataset_num_proc} if map_style else {}
     with global_then_local_main_first():
         if not ({"prompt_ids", "answers_ids"} <= set(first) or {"chosen_ids", "rejected_ids"} <= set(first)):
             if map_style:
-                if dataset.format["type"] == "custom":
-                    raise ValueError(
-                        f"the {name} dataset has a transform (with_transform), which could not run anew in each epoch, "
-                        "since examples are tokenized once; apply it with dataset.map(...) before"
-                    )
+                refuse_transform(dataset, f"the {name} dataset")
                 options["desc"] = f"Tokenizing {name} dataset"
             dataset = unformatted(dataset)
             if isinstance(dataset, Dataset) and score_margin and "score_chosen" in first and "margin" not in first:

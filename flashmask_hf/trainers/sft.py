@@ -16,7 +16,7 @@ from trl.trainer.sft_trainer import SFTTrainer
 
 from flashmask_hf.backend.packed_rows import check_compiled, check_layers
 from flashmask_hf.backend.router_logits import drop_padding_from_router_logits
-from flashmask_hf.collators.dataset import pack_dataset, packing_efficiency
+from flashmask_hf.collators.dataset import pack_dataset, packing_efficiency, unformatted, warn_of_weights
 from flashmask_hf.collators.labels import MASK_COLUMNS
 from flashmask_hf.collators.language_modeling import DataCollatorForPackedLanguageModeling
 from flashmask_hf.names import FLASHMASK, VECTORS
@@ -31,7 +31,6 @@ from flashmask_hf.trainers.common import (
     log_sparsity,
     prepare_arguments,
     refuse_sampling_by_length,
-    unformatted,
 )
 from flashmask_hf.trainers.context_parallel import (
     ContextParallelMixin,
@@ -190,6 +189,8 @@ class PackedSFTTrainer(ContextParallelMixin, SFTTrainer):
     ) -> Dataset | IterableDataset:
         dataset = unformatted(dataset)
         first = first_row(dataset, dataset_name)
+        if _trl_packs(args):  # else pack_dataset warns
+            warn_of_weights(first, f"the {dataset_name} dataset")
         if "input_ids" not in first:
             check_columns(dataset, first, args.dataset_text_field, formatting_func is not None, dataset_name)
         if _trl_packs(args):

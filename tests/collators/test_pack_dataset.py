@@ -333,3 +333,53 @@ def test_pack_dataset_names_an_example_of_a_later_batch():
 def test_pack_dataset_raises_for_a_list():
     with pytest.raises(TypeError, match="got list"):
         pack_dataset([{"input_ids": [1]}], 8)  # pyright: ignore
+
+
+def test_pack_dataset_raises_for_a_transform():
+    """It would lose the labels that a transform makes, and not find the columns."""
+    source = dataset([3, 2]).with_transform(lambda batch: {**batch, "labels": batch["input_ids"]})
+    with pytest.raises(ValueError, match=r"dataset has a transform .*apply it with dataset.map\(...\) before"):
+        pack_dataset(source, 4)
+
+
+def test_columns_that_the_format_hides_are_not_read():
+    source = Dataset.from_dict({"input_ids": [[3, 4], [5, 6]], "labels": [[-100, 4], [-100, -100]]})
+    shown = source.with_format("numpy", columns=["input_ids"])
+    assert pack_dataset(shown, 4).column_names == ["input_ids", "seq_lengths"]
+    assert unpack(pack_dataset(source.with_format("numpy", columns=["input_ids"], output_all_columns=True), 4)) == [
+        [3, 4]
+    ]
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_rows_from_the_cache_are_counted_too(split, tmp_path, caplog):
+    """The first run made them in another process, or on another day."""
+    labels = [[-100] * 9, [3, 4], [3, 4, 5]]
+    Dataset.from_dict({"input_ids": [[3] * 9, [3, 4], [3, 4, 5]], "labels": labels}).save_to_disk(tmp_path)
+    options = {"split": True} if split else {"truncation_mode": "keep_start"}
+    counts = []
+    for _ in range(2):
+        pack_dataset(load_from_disk(tmp_path), 4, batch_size=2, **options)
+        counts.append([record.message for record in caplog.records])
+        caplog.clear()
+    missing = f"left out {3 if split else 1} of {5 if split else 3} documents, which have nothing to learn"
+    cut = [] if split else ["cut 1 of 3 documents to max_length 4, as truncation_mode='keep_start' says"]
+    assert counts == [[*cut, missing]] * 2
+
+
+def test_a_stream_warns_of_what_it_cuts(caplog):
+    source = Dataset.from_dict({"input_ids": [[3] * 9, [3, 4]], "labels": [[3] * 9, [-100, -100]]})
+    list(pack_dataset(source.to_iterable_dataset(), 4, truncation_mode="keep_end"))
+    assert [record.message[:10] for record in caplog.records] == ["cut 1 of 2", "left out 1"]
+
+
+@pytest.mark.parametrize("column", ["weight", "weights", "sample_weight", "loss_weights", "token_weights"])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_weights_that_nothing_reads_are_named(column, streamed, caplog):
+    source = dataset([3, 2], **{column: [0.5, 2.0]})
+    pack_dataset(source.to_iterable_dataset() if streamed else source, 4)
+    (record,) = caplog.records
+    assert record.message.startswith(f"dataset has {column}, which nothing reads: examples and turns weigh the same.")
+    caplog.clear()
+    pack_dataset(dataset([3, 2], weighted=[1, 2], weight_kg=[80, 90]), 4)
+    assert not caplog.records
