@@ -175,8 +175,9 @@ def test_documents_without_positions_are_refused(family):
     model(**one_call)
     model(**one_call, cu_seq_lens_q=torch.tensor([0, 3, 6]))  # vectors win
     if mask.causal:
-        with pytest.raises(RuntimeError, match="would number the documents of cu_seq_lens_q from end to end"):
-            model(input_ids=call["input_ids"], cu_seq_lens_q=torch.tensor([0, 3, 6]))
+        for edges in ([0, 3, 6], [0, 1, 6]):
+            with pytest.raises(RuntimeError, match="would number the documents of cu_seq_lens_q from end to end"):
+                model(input_ids=call["input_ids"], cu_seq_lens_q=torch.tensor(edges))
         model(input_ids=call["input_ids"], cu_seq_lens_q=torch.tensor([0, 6, 6]))
 
 

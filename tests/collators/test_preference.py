@@ -85,6 +85,14 @@ def test_question_index_names_the_example_of_each_sequence():
     assert "question_index" not in DataCollatorForSharedQuestion()(examples(PAIRS))
 
 
+def test_equal_answers_read_one_place():
+    """Rounding makes the results of two places differ, and would decide which of two equal answers is preferred."""
+    example = {"prompt_ids": [5], "answers_ids": [[6, 7], [8, 9], [6, 7]]}
+    first, other, again = DataCollatorForSharedQuestion()([example])["packed_index"]
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
 def test_indices_of_padding_are_spread_over_the_rows():
     """Gradients of equal indices, all zero for padding, would be added one after another."""
     batch = DataCollatorForSharedQuestion()(examples([(2, [60, 1]), (1, [1, 1])]))
@@ -227,3 +235,5 @@ def test_preference_columns_of_messages_that_the_answers_repeat():
     assert preference_columns(whole, 0) == {"prompt": [user], "chosen": [answers["a"]], "rejected": [answers["b"]]}
     one = {"prompt": [user], "chosen": [user, answers["a"]], "rejected": [answers["b"]]}
     assert preference_columns(one, 0) == one
+    bare = {"prompt": [user], "chosen": [user, answers["a"]], "rejected": [user]}
+    assert preference_columns(bare, 0) == bare  # the rejected answer repeats no prompt: it would be empty

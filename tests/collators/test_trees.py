@@ -244,6 +244,13 @@ def test_the_loss_of_sixteen_bit_logits_is_float32():
     assert torch.equal(tree_loss(logits, shift_labels=labels), tree_loss(logits.float(), shift_labels=labels))
 
 
+def test_the_entry_that_is_not_learned_may_be_another():
+    labels = torch.tensor([[[1, 2, -100], [1, -100, 3]]])
+    want = tree_loss(torch.arange(12.0).view(1, 3, 4) ** 2, shift_labels=labels)
+    labels[labels == -100] = 0
+    assert torch.equal(tree_loss(torch.arange(12.0).view(1, 3, 4) ** 2, shift_labels=labels, ignore_index=0), want)
+
+
 def test_the_batch_may_be_on_another_device_than_the_logits():
     with FakeTensorMode():
         logits = torch.zeros(1, 3, 4, device="cuda:1")

@@ -593,13 +593,24 @@ def test_the_caller_keeps_its_options_of_loading_models(model_path, tokenizer, t
 
 
 def test_identical_answers_have_identical_log_probabilities(model_path, tokenizer, tmp_path):
-    """Stock TRL counts them as not preferred; rounding must not decide."""
-    rows = [row | {"rejected": row["chosen"]} if index % 4 else row for index, row in enumerate(preference_rows(32, 5))]
+    """Stock TRL counts them as not preferred; rounding, which depends on the place in a packed row, must not decide."""
+    rows = [row | {"rejected": row["chosen"]} if index % 4 else row for index, row in enumerate(preference_rows(8, 5))]
     shared, stock = (
-        make(c, model_path, tokenizer, tmp_path, data=rows, per_device_train_batch_size=32)
+        make(c, model_path, tokenizer, tmp_path, data=rows, per_device_train_batch_size=8)
         for c in (SharedQuestionDPOTrainer, DPOTrainer)
     )
     assert_same(shared, stock)
+    expected = one_step(stock)[2]["rewards/accuracies"]
+    assert expected > 0
+
+    for step in (1e-5, -1e-5):  # stands for a processor whose rounding favours later places, or earlier ones
+
+        def rounded(module, args, output, step=step):
+            return output + step * torch.arange(output.numel()).view_as(output)
+
+        hook = shared.model.model.layers[-1].register_forward_hook(rounded)
+        assert one_step(shared)[2]["rewards/accuracies"] == expected
+        hook.remove()
 
 
 def test_options_that_packed_rows_cannot_have_raise(model_path, tokenizer, tmp_path):
