@@ -329,9 +329,11 @@ def _make(
     differentiated = torch_state.wants_gradients(q, k, v, sinks)
     # The kernel of decoding packs the rows of all heads that share keys into one tile and splits the keys. The forward
     # pads each head's rows to 16 at least, so decoding is no slower up to 16 rows. A named "hopper" has no kernel for
-    # it. The length is asked last: a compiler would guard on the answer.
+    # it. A symbolic length decodes only if it is known to be short: a guard would bound the lengths of an export.
     decodes = (
-        not differentiated and settings.impl != "hopper" and q.shape[2] <= max(16, _FEW_ROWS * k.shape[1] // q.shape[1])
+        not differentiated
+        and settings.impl != "hopper"
+        and torch_state.is_known_true(q.shape[2] <= max(16, _FEW_ROWS * k.shape[1] // q.shape[1]))
     )
     return Call(settings, cast_to, decodes, differentiated, intercepted)
 

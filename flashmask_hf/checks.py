@@ -126,7 +126,7 @@ def as_integer(name: str, value: Any, low: int, high: int | None = None, why: st
 
     Args:
         name: the argument, for errors.
-        value: anything that `operator.index` takes, but no bool.
+        value: anything that `operator.index` takes, but no bool; a symbolic integer stays symbolic.
         low: least value allowed.
         high: largest value allowed; None is no limit.
         why: reason for the limits, added to the error.
@@ -134,7 +134,8 @@ def as_integer(name: str, value: Any, low: int, high: int | None = None, why: st
     try:
         if isinstance(value, bool):
             raise TypeError
-        number = operator.index(value)
+        # A symbolic integer is kept: its index would be one number, for which a compiler would specialize.
+        number = value if isinstance(value, (int, torch.SymInt)) else operator.index(value)
     except TypeError:
         raise TypeError(f"{name} must be an int, got {value!r} ({type(value).__name__})") from None
     if number < low or (high is not None and number > high):

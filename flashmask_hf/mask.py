@@ -23,7 +23,10 @@ from flashmask_hf.tiles import HIDDEN, classify_tiles
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["FlashMask", "MaskNotRepresentable"]
+__all__ = ["MAX_LENGTH", "FlashMask", "MaskNotRepresentable"]
+
+MAX_LENGTH = 2**31 - 1
+"""Most query rows or keys of a mask: its indices are int32."""
 
 _COLUMNS_PER_PASS = 1024
 """Dense columns that `FlashMask.from_columns` reads at a time, so that its memory stays linear in the rows."""
@@ -507,6 +510,8 @@ def _check_q_len(q_len: Any) -> None:
         raise TypeError(f"q_len must be an integer or None, got {q_len!r}")
     if q_len < 1:
         raise ValueError(f"q_len must be at least 1, got {q_len}")
+    if isinstance(q_len, int) and q_len > MAX_LENGTH:  # a symbolic one would get a guard
+        raise ValueError(f"q_len must be at most {MAX_LENGTH}, the largest int32, got {q_len}")
 
 
 def _first_columns(flags: Tensor) -> list[tuple[int, int, int]]:

@@ -41,6 +41,8 @@ def classify_tiles(indices: Tensor, causal: bool, q_len: int, block: tuple[int, 
     if block_q < 1 or block_kv < 1:
         raise ValueError(f"block must be two sizes of at least 1, (query rows, key columns), got {block}")
     kv_len, device = indices.shape[2], indices.device
+    # A larger tile is the same tile; positions past it would not fit int32.
+    block_q, block_kv = min(block_q, q_len), min(block_kv, kv_len + 1)
     n_q, n_kv = -(-q_len // block_q), -(-kv_len // block_kv)
     first = torch.arange(n_q, device=device, dtype=torch.int32).view(n_q, 1) * block_q
     last = (first + block_q).clamp(max=q_len)  # exclusive

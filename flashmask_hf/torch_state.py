@@ -20,6 +20,7 @@ __all__ = [
     "has_tangents",
     "is_capturing",
     "is_intercepted",
+    "is_known_true",
     "is_plain",
     "no_autocast",
     "runs_kernels",
@@ -92,6 +93,15 @@ def has_tangents(*tensors: Tensor | None) -> bool:
         return any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
     except RuntimeError:  # tensors of `torch.vmap` cannot be asked
         return True
+
+
+def is_known_true(condition: bool | torch.SymBool) -> bool:
+    """Return whether a condition is true for all values of its symbolic integers, without a guard on them."""
+    if not torch.compiler.is_compiling():
+        return bool(condition)
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # slow to import
+
+    return statically_known_true(condition)
 
 
 def is_capturing(x: Tensor) -> bool:

@@ -88,14 +88,14 @@ def apply_window(mask: FlashMask, window: int, position_ids: Tensor | None, *, t
         if not exceeded:
             return LayerMask(mask)
         if not by_row:
-            return _column_per_piece(mask, window, position_ids, two_sided)
+            return _column_per_piece(mask, reach, position_ids, two_sided)
     if mask.indices.shape[-1] == 1:
         return LayerMask(_hide_from(mask, limit))
     first = (row - reach + 1).clamp(min=0) if two_sided else torch.zeros_like(row)
     try:
         return LayerMask(mask & FlashMask(torch.stack([limit, first], -1)[None, None], causal=False))
     except MaskNotRepresentable:
-        return _column_per_piece(mask, window, row[None], two_sided)
+        return _column_per_piece(mask, reach, row[None], two_sided)
 
 
 def _exceed_window(position_ids: Tensor, window: int) -> Tensor:

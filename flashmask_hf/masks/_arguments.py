@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flashmask_hf.checks import as_integer
+from flashmask_hf.mask import MAX_LENGTH
 
 Device: TypeAlias = torch.device | str | None
 """Device to build a mask on; None leaves the choice to the constructor."""
@@ -29,12 +30,22 @@ def check_integer_tensor(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be a tensor of integers, got {got}")
 
 
+def as_length(name: str, value: Any) -> int:
+    """Return a number of query rows or keys as an int in 1..MAX_LENGTH; a symbolic integer stays symbolic."""
+    length = as_integer(name, value, 1)
+    if isinstance(length, int) and length > MAX_LENGTH:  # a symbolic one would get a guard
+        raise ValueError(f"{name} must be at most {MAX_LENGTH}, the largest int32, got {length}")
+    return length
+
+
 def query_count(q_len: int | None, kv_len: int, may_exceed: bool = False) -> int:
     """Return the number of queries: `q_len`, or as many as keys if it is None."""
     if q_len is None:
         return kv_len
-    why = f"the queries are the last q_len of kv_len = {kv_len} positions; only full() and causal() take more"
-    return as_integer("q_len", q_len, 1, None if may_exceed else kv_len, why="" if may_exceed else why)
+    if may_exceed:
+        return as_length("q_len", q_len)
+    why = "the queries are the last q_len of kv_len positions; only full() and causal() take more"
+    return as_integer("q_len", q_len, 1, kv_len, why=why)
 
 
 def batch_rows(name: str, value: Any, row_type: type | tuple[type, ...]) -> list[tuple[str, Sequence[Any]]]:
@@ -64,7 +75,7 @@ def batch_integers(name: str, value: Any, high: int | None) -> list[int]:
         raise TypeError(f"{name} must be a list or an int tensor [B], got {type(value).__name__}")
     if not value:
         raise ValueError(f"{name} is empty; give one number per batch entry")
-    why = "" if high is None else f"kv_len is {high}"
+    why = "" if high is None else "the largest is kv_len"
     return [as_integer(f"{name}[{b}]", number, 0, high, why=why) for b, number in enumerate(value)]
 
 
@@ -72,8 +83,8 @@ def key_count(name: str, lengths: list[list[int]], kv_len: int | None) -> int:
     """Return the number of keys: `kv_len`, into which every row must fit, or the longest row if it is None."""
     totals = [sum(row) for row in lengths]
     if kv_len is None:
-        return max(totals)
-    kv_len = as_integer("kv_len", kv_len, 1)
+        return as_length(f"the number of tokens in {name}", max(totals))
+    kv_len = as_length("kv_len", kv_len)
     for b, total in enumerate(totals):
         if total > kv_len:
             row = name if len(totals) == 1 else f"{name}[{b}]"

@@ -13,6 +13,7 @@ from flashmask_hf.mask import FlashMask
 from flashmask_hf.masks._arguments import (
     Device,
     as_integer,
+    as_length,
     batch_integers,
     batch_rows,
     check_integer_tensor,
@@ -213,11 +214,12 @@ def padding(
         raise ValueError(f'side must be "right" or "left", got {side!r}')
     check_bool("causal", causal)
     if kv_len is not None:
-        kv_len = as_integer("kv_len", kv_len, 1)
+        kv_len = as_length("kv_len", kv_len)
     real = batch_integers("lengths", lengths, kv_len)
-    kv_len = max(real) if kv_len is None else kv_len
-    if kv_len == 0:
-        raise ValueError("lengths are all 0; give kv_len to build a batch of nothing but padding")
+    if kv_len is None:
+        if max(real) == 0:
+            raise ValueError("lengths are all 0; give kv_len to build a batch of nothing but padding")
+        kv_len = as_length("the number of tokens in lengths", max(real))
     q_len = query_count(q_len, kv_len)
     device = target_device(device, lengths)
     key, count = key_positions(kv_len), per_row(real)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from flashmask_hf.checks import as_integer
 from flashmask_hf.mask import FlashMask
-from flashmask_hf.masks._arguments import Device, check_integer_tensor, query_count
+from flashmask_hf.masks._arguments import Device, as_length, check_integer_tensor, query_count
 from flashmask_hf.masks._columns import key_positions, make_mask
 
 
@@ -62,14 +62,15 @@ def random_eviction(
         >>> masks.random_eviction(5, generator=torch.Generator().manual_seed(0), heads=2)
         FlashMask(batch=1, heads=2, q_len=5, kv_len=5, n=1, causal=True, device='cpu')
     """
-    kv_len = as_integer("kv_len", kv_len, 1)
+    kv_len = as_length("kv_len", kv_len)
     q_len = query_count(q_len, kv_len)
     if generator is not None and not isinstance(generator, torch.Generator):
         raise TypeError(f"generator must be a torch.Generator or None, got {type(generator).__name__}")
     if evict_from is None:
         shape = (as_integer("batch", batch, 1), as_integer("heads", heads, 1), kv_len)
         place = torch.device("cpu") if generator is None else generator.device
-        share = torch.rand(shape, generator=generator, device=place, dtype=torch.float64)
+        drawn_by = {} if generator is None else {"generator": generator}  # with None, torch takes no symbolic shape
+        share = torch.rand(shape, **drawn_by, device=place, dtype=torch.float64)
         key = key_positions(kv_len, place)
         evict_from = key + 1 + (share * (kv_len - key)).long()
         return make_mask(evict_from, causal=True, q_len=q_len, device=device)

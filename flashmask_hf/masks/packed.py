@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flashmask_hf.checks import as_integer, check_bool
 from flashmask_hf.mask import FlashMask
-from flashmask_hf.masks._arguments import Device, check_integer_tensor, query_count, target_device
+from flashmask_hf.masks._arguments import Device, as_length, check_integer_tensor, query_count, target_device
 from flashmask_hf.masks._columns import key_positions, make_mask
 from flashmask_hf.masks.documents import causal_document, document
 
@@ -74,7 +74,7 @@ def from_cu_seqlens(
                 f"cu_seqlens[{at + 1}] is {end}, less than the entry before, {start}; give cumulative lengths, or pass "
                 "lengths to causal_document or document"
             )
-    if kv_len is not None and edges[-1] > as_integer("kv_len", kv_len, 1):
+    if kv_len is not None and edges[-1] > as_length("kv_len", kv_len):
         raise ValueError(f"cu_seqlens ends at {edges[-1]}, more than kv_len = {kv_len}; raise kv_len")
     lengths = [end - start for start, end in pairwise(edges) if end > start]
     family = causal_document if causal else document

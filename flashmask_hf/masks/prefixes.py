@@ -11,6 +11,7 @@ from flashmask_hf.mask import FlashMask
 from flashmask_hf.masks._arguments import (
     Device,
     as_integer,
+    as_length,
     batch_integers,
     batch_rows,
     key_count,
@@ -52,7 +53,7 @@ def prefix_lm_causal(
         tensor([[5, 5, 5, 5, 5],
                 [0, 0, 0, 3, 4]], dtype=torch.int32)
     """
-    kv_len = as_integer("kv_len", kv_len, 1)
+    kv_len = as_length("kv_len", kv_len)
     if isinstance(prefix, (Tensor, list, tuple)):
         prefixes = batch_integers("prefix", prefix, kv_len)
     else:

@@ -6,7 +6,7 @@ import torch
 
 from flashmask_hf.checks import as_integer, check_bool
 from flashmask_hf.mask import FlashMask
-from flashmask_hf.masks._arguments import Device, query_count
+from flashmask_hf.masks._arguments import Device, as_length, query_count
 from flashmask_hf.masks._columns import key_positions, make_mask
 
 
@@ -37,7 +37,7 @@ def full(kv_len: int, *, q_len: int | None = None, device: Device = None) -> Fla
         >>> bool(masks.full(4, q_len=6).to_dense().all())
         True
     """
-    kv_len = as_integer("kv_len", kv_len, 1)
+    kv_len = as_length("kv_len", kv_len)
     q_len = query_count(q_len, kv_len, may_exceed=True)
     none = torch.zeros(1, 1, kv_len, dtype=torch.int64, device="cpu")
     return make_mask(none + kv_len, none + (kv_len - q_len), causal=False, q_len=q_len, device=device)
@@ -71,7 +71,7 @@ def causal(kv_len: int, *, q_len: int | None = None, device: Device = None) -> F
         tensor([[1, 1, 1, 0],
                 [1, 1, 1, 1]], dtype=torch.int32)
     """
-    kv_len = as_integer("kv_len", kv_len, 1)
+    kv_len = as_length("kv_len", kv_len)
     q_len = query_count(q_len, kv_len, may_exceed=True)
     never = torch.full((1, 1, kv_len), kv_len, dtype=torch.int64, device="cpu")
     return make_mask(never, causal=True, q_len=q_len, device=device)
@@ -118,8 +118,8 @@ def sliding_window(
         >>> masks.sliding_window(5, 2).indices.flatten()
         tensor([2, 3, 4, 5, 5], dtype=torch.int32)
     """
-    kv_len = as_integer("kv_len", kv_len, 1)
-    window = as_integer("window", window, 1, why="a query sees at least its own position")
+    kv_len = as_length("kv_len", kv_len)
+    window = _clamp_window(window, kv_len)
     check_bool("causal", causal)
     q_len = query_count(q_len, kv_len)
     key = key_positions(kv_len)
@@ -178,9 +178,9 @@ def global_sliding_window(
         >>> masks.global_sliding_window(6, 1, 2, causal=True).indices.flatten()
         tensor([6, 3, 4, 5, 6, 6], dtype=torch.int32)
     """
-    kv_len = as_integer("kv_len", kv_len, 1)
+    kv_len = as_length("kv_len", kv_len)
     n_global = as_integer("n_global", n_global, 0, kv_len)
-    window = as_integer("window", window, 1, why="a query sees at least its own position")
+    window = _clamp_window(window, kv_len)
     check_bool("causal", causal)
     q_len = query_count(q_len, kv_len)
     key = key_positions(kv_len)
@@ -192,3 +192,9 @@ def global_sliding_window(
         return make_mask(lower, upper, causal=False, q_len=q_len, device=device)
     end, start = torch.full_like(key, kv_len), torch.full_like(key, n_global)
     return make_mask(lower, end, start, upper, causal=False, q_len=q_len, device=device)
+
+
+def _clamp_window(window: int, kv_len: int) -> int:
+    """Return `window` up to `kv_len`, which hides as little: the sum with a position would not fit int64."""
+    window = as_integer("window", window, 1, why="a query sees at least its own position")
+    return torch.sym_min(window, kv_len)

@@ -103,7 +103,7 @@ LONGER = FlashMask(torch.full((1, 1, 8, 1), 9, dtype=torch.int32), causal=True)
         (
             lambda: masks.padding([3, 5], kv_len=4),
             ValueError,
-            r"lengths\[1\] must be in 0\.\.4, got 5; kv_len is 4",
+            r"lengths\[1\] must be in 0\.\.4, got 5; the largest is kv_len",
         ),
         (lambda: masks.padding([3, -1]), ValueError, r"lengths\[1\] must be at least 0, got -1$"),
         (lambda: masks.padding([0, 0]), ValueError, r"lengths are all 0; give kv_len"),
