@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import triton
-from tools.support import INTERPRETED
+from tools.support import INTERPRETED, paired
 
 if INTERPRETED:
     pytest.skip("cpu lane: the interpreter compiles nothing", allow_module_level=True)
@@ -70,9 +70,10 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("multiprocessors", [1, 132], ids=["many rows", "few rows"])
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(
+    ("dim", "form", "multiprocessors"),
+    paired([64, 128], FORMS, [pytest.param(1, id="many rows"), pytest.param(132, id="few rows")]),
+)
 def test_hopper(monkeypatch: pytest.MonkeyPatch, dim: int, form: str, multiprocessors: int) -> None:
     kernels = _compile(monkeypatch, HOPPER, dim, dim, FORMS[form], multiprocessors=multiprocessors)
     assert ("_sort_items" in kernels) == (multiprocessors == 1)
@@ -119,8 +120,14 @@ def test_other_architectures_build(
         assert kernel.shared <= KILOBYTES[target] * 1024, name
 
 
-@pytest.mark.parametrize("mask_heads", [1, 8], ids=["one mask", "a mask per head"])
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize(
+    ("dims", "mask_heads"),
+    [
+        pytest.param(dims, heads, marks=[pytest.mark.full] * (heads != quick), id=f"{dims}-{heads} masks")
+        for dims, quick in {(64, 64): 1, (128, 128): 8, (192, 128): 1, (256, 256): 8}.items()
+        for heads in (1, 8)
+    ],
+)
 @pytest.mark.parametrize("target", [pytest.param(HOPPER, id="hopper"), *OTHERS])
 def test_decode(
     monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, target, dims: tuple[int, int], mask_heads: int

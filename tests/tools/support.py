@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 from torch import Tensor
 
 from flashmask_hf import FlashMask, flashmask_attention, masks
@@ -61,6 +63,31 @@ def lanes(cpu: Sequence[torch.dtype], interpreter: Sequence[torch.dtype], gpu: S
 
 def _parameter(lane: Lane, *marks: pytest.MarkDecorator) -> Any:
     return pytest.param(lane, id=lane.id, marks=marks)
+
+
+def paired(*levels: Sequence[Any]) -> list:
+    """Return every combination of levels as test parameters; most are marked full.
+
+    The others hold every pair of levels of two factors, in each lane. A level may be a `pytest.param` of one value.
+    """
+    levels = tuple([x if isinstance(x, ParameterSet) else pytest.param(x) for x in factor] for factor in levels)
+    combinations = list(itertools.product(*(range(len(factor)) for factor in levels)))
+    parts = {c: [factor[i] for factor, i in zip(levels, c, strict=True)] for c in combinations}
+    names = {c: frozenset(mark.name for part in parts[c] for mark in part.marks) for c in combinations}
+    pairs = {c: {(names[c], pair) for pair in itertools.combinations(enumerate(c), 2)} for c in combinations}
+    kept, missing = set(), set().union(*pairs.values())
+    while missing:
+        best = max(combinations, key=lambda c: len(pairs[c] & missing))
+        kept.add(best)
+        missing -= pairs[best]
+    return [
+        pytest.param(
+            *(part.values[0] for part in parts[c]),
+            marks=[*(mark for part in parts[c] for mark in part.marks), *[pytest.mark.full] * (c not in kept)],
+            id="-".join(str(part.values[0] if part.id is None else part.id) for part in parts[c]),
+        )
+        for c in combinations
+    ]
 
 
 def attention_inputs(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -57,9 +60,31 @@ def _compile(
     return {kernel.name: kernel for kernel in kernels}
 
 
-@pytest.mark.parametrize("deterministic", [False, True], ids=["unordered", "ordered"])
-@pytest.mark.parametrize("form", MASKS)
-@pytest.mark.parametrize("dims", DIMS, ids=str)
+def _cases(quick: list[tuple], *levels: Sequence[Any]) -> list:
+    """Return every combination of levels; those that are not quick are marked full.
+
+    Together, the quick ones of the three tests below have each pair of dims, form, order and places of rows.
+    """
+    combinations = itertools.product(*levels)
+    return [
+        pytest.param(*x, marks=[pytest.mark.full] * (x not in quick), id="-".join(map(str, x))) for x in combinations
+    ]
+
+
+@pytest.mark.parametrize(
+    ("dims", "form", "deterministic"),
+    _cases(
+        [
+            ((64, 64), "causal_document", False),
+            ((128, 128), "prefix_lm_document", True),
+            ((192, 128), "causal_document", True),
+            ((256, 256), "prefix_lm_document", False),
+        ],
+        DIMS,
+        MASKS,
+        [False, True],
+    ),
+)
 def test_compiles(dims: tuple[int, int], form: str, deterministic: bool) -> None:
     kernels = _compile(dims, MASKS[form](), deterministic=deterministic)
     assert kernels["_row_delta"].spills == kernels["scale_dq_kernel"].spills == 0
@@ -78,8 +103,14 @@ def test_compiles(dims: tuple[int, int], form: str, deterministic: bool) -> None
     assert bool(re.search(r"cp\.async\.bulk\.wait_group\s+0", kernel.assembly)) == deterministic
 
 
-@pytest.mark.parametrize("deterministic", [False, True], ids=["unordered", "ordered"])
-@pytest.mark.parametrize("dims", [*DIMS, (72, 96)], ids=str)
+@pytest.mark.parametrize(
+    ("dims", "deterministic"),
+    _cases(
+        [((64, 64), True), ((128, 128), False), ((192, 128), False), ((256, 256), True), ((72, 96), False)],
+        [*DIMS, (72, 96)],
+        [False, True],
+    ),
+)
 def test_compiles_what_puts_rows_back(dims: tuple[int, int], deterministic: bool) -> None:
     form = MASKS["prefix_lm_document"]()
     kernel = _compile(dims, form, deterministic=deterministic, placed=True)["backward_kernel"]
@@ -92,7 +123,7 @@ def test_compiles_what_puts_rows_back(dims: tuple[int, int], deterministic: bool
     assert not kernel.serializes_products()
 
 
-@pytest.mark.parametrize("dims", DIMS, ids=str)
+@pytest.mark.parametrize("dims", _cases([((128, 128),), ((256, 256),)], DIMS))
 def test_softcap_compiles(dims: tuple[int, int]) -> None:
     kernel = _compile(dims, MASKS["causal_document"](), softcap=30.0)["backward_kernel"]
     assert "wgmma.mma_async" in kernel.assembly
