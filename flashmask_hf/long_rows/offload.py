@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import weakref
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 from flashmask_hf.checks import as_integer
 from flashmask_hf.long_rows.checkpointing import CHECKPOINT_FUNCTION
+from flashmask_hf.long_rows.modules import common_module
 from flashmask_hf.long_rows.store import Saved, Store
 
 __all__ = ["Offload", "offload_checkpoints"]
@@ -29,7 +31,8 @@ def offload_checkpoints(model: nn.Module, host_bytes: int | None = None, *, min_
 
     Call it once; the trainer or PEFT may wrap the model before or after, and enable gradient checkpointing after. Host
     memory is taken as the first step needs it, which makes that step slower, and is used again by later steps.
-    `torch.compile` around checkpointed layers is refused; modules inside of layers may be compiled.
+    `torch.compile` around checkpointed layers is refused; modules inside of layers may be compiled. A deep copy of the
+    model has a store of its own with the same budget; call this function on the copy to set another budget.
 
     Args:
         model: a transformers model on a CUDA or ROCm GPU, or a module that holds one. Evaluation does not change.
@@ -76,23 +79,13 @@ class Offload:
                 "model is offloaded already: set host_bytes of its Offload, or call its close() first. After a run of "
                 "LongRows that ended in an error, call train() of the same trainer, or load the model again"
             )
-        self._store = store = Store(host_bytes, min_bytes)
+        before_forward = _BeforeForward(modules, host_bytes, min_bytes)
+        self._store = before_forward.store
         self._modules = modules
-
-        # A closure, not a method: a copy of the model shares the store, where a method would be copied with it.
-        def before_forward(module: nn.Module, _: Any) -> None:
-            if not module.training or not torch.is_grad_enabled():
-                return
-            if not any(m.gradient_checkpointing for m in modules):
-                raise RuntimeError(
-                    "offload_checkpoints needs gradient checkpointing, which is off: call model."
-                    "gradient_checkpointing_enable() or set gradient_checkpointing=True in the trainer's arguments"
-                )
-            _wrap_checkpoint_functions(modules, store)
-            store.begin_forward(itertools.chain(module.parameters(), module.buffers()))
-
-        hook: Any = torch.compiler.disable(before_forward)
-        self._hook = _common_module(model, list(named)).register_forward_pre_hook(hook)
+        holder = common_module(model, list(named))
+        for key in [key for key, hook in holder._forward_pre_hooks.items() if isinstance(hook, _BeforeForward)]:
+            del holder._forward_pre_hooks[key]  # the model is a copy, which brought this hook along
+        self._hook = holder.register_forward_pre_hook(before_forward)
         _offloaded.update(modules)
 
     @property
@@ -138,25 +131,47 @@ class Offload:
         self._store.close()
 
 
+class _BeforeForward:
+    """Hook of a model's forward that opens a store for the checkpoints of some modules.
+
+    Its copy in a deep copy of the model has the copied modules, and a store of its own with the same budget.
+    """
+
+    def __init__(self, modules: list[nn.Module], host_bytes: int | None, min_bytes: int) -> None:
+        self.store = Store(host_bytes, min_bytes)
+        self._modules = modules
+        self._min_bytes = min_bytes
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _BeforeForward:
+        return _BeforeForward(copy.deepcopy(self._modules, memo), self.store.pool.host_bytes, self._min_bytes)
+
+    @torch.compiler.disable
+    def __call__(self, module: nn.Module, _: Any) -> None:
+        if not module.training or not torch.is_grad_enabled():
+            return
+        if not any(m.gradient_checkpointing for m in self._modules):
+            raise RuntimeError(
+                "offload_checkpoints needs gradient checkpointing, which is off: call model."
+                "gradient_checkpointing_enable() or set gradient_checkpointing=True in the trainer's arguments"
+            )
+        _wrap_checkpoint_functions(self._modules, self.store)
+        self.store.begin_forward(itertools.chain(module.parameters(), module.buffers()))
+
+
 _offloaded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Modules whose checkpoints are offloaded."""
 
 
-def _common_module(model: nn.Module, names: list[str]) -> nn.Module:
-    """Return the innermost module with a forward that is or holds all the named ones."""
-    paths = [name.split(".") for name in names]
-    shared = [x[0] for x in itertools.takewhile(lambda x: len(set(x)) == 1, zip(*paths, strict=False))]
-    while isinstance(model.get_submodule(".".join(shared)), (nn.ModuleList, nn.ModuleDict)):
-        shared.pop()
-    return model.get_submodule(".".join(shared))
-
-
 def _wrap_checkpoint_functions(modules: list[nn.Module], store: Store) -> None:
-    """Send what the modules' checkpoints save to the store; enabling checkpointing has set functions without one."""
+    """Send what the modules' checkpoints save to the store.
+
+    Enabling checkpointing has set functions without one, and a copied model has functions of the first model's store.
+    """
     for module in modules:
-        function = vars(module).get(CHECKPOINT_FUNCTION)  # a wrapper of PEFT would give its inner module's
-        if function is not None and getattr(function, "store", None) is not store:
-            setattr(module, CHECKPOINT_FUNCTION, _with_store(function, store))
+        function: Any = vars(module).get(CHECKPOINT_FUNCTION)  # a wrapper of PEFT would give its inner module's
+        other = getattr(function, "store", None)
+        if function is not None and other is not store:
+            setattr(module, CHECKPOINT_FUNCTION, _with_store(function if other is None else function.inner, store))
 
 
 def _with_store(checkpoint: Callable[..., Any], store: Store) -> Callable[..., Any]:

@@ -386,9 +386,27 @@ def test_a_model_in_a_model():
     for inner in (model, model.vision, model.language):
         with pytest.raises(ValueError, match="offloaded already"):
             offload_checkpoints(inner)
-    copied = copy.deepcopy(model)
-    assert_same(gradients(copied), want)
-    assert offload.seen_bytes == LAYERS * (2 * INPUT + KEPT)
+
+
+def test_a_copy_has_a_store_and_a_budget_of_its_own():
+    model = model_of("plain")
+    want = gradients(model)
+    offload = offload_checkpoints(model, 0, min_bytes=1)
+    gradients(model)  # now layers checkpoint into the store
+    copied, other = copy.deepcopy(model), copy.deepcopy(model)
+    budget = offload_checkpoints(other, min_bytes=1)
+    assert budget.host_bytes is None
+    offload.host_bytes = None
+    for each in (copied, other):
+        assert_same(gradients(each), want)
+    assert (offload.seen_bytes, offload.peak_bytes) == (LAYERS * INPUT, 0)
+    assert budget.seen_bytes == LAYERS * INPUT
+    assert budget.peak_bytes > 0
+    budget.close()
+    assert_same(gradients(other), want)
+    assert budget.pool_bytes == 0
+    assert_same(gradients(model), want)
+    assert offload.peak_bytes > 0
 
 
 def test_wrong_arguments():
