@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from flashmask_hf.checks import as_integer
+from flashmask_hf.long_rows.modules import common_module
 from flashmask_hf.torch_state import is_plain
 
 __all__ = ["tile_tokens"]
@@ -45,9 +46,9 @@ def tile_tokens(model: nn.Module, tokens: int = 8192) -> list[str]:
     results are as random as before, but differ from those of the plain module with the same seed.
 
     Names of parameters stay, so that the model is saved as before. Adapters may be added or merged before or after.
-    Patches that replace the forward of an MLP or a norm, such as Liger's, must come first, since one that comes later
-    takes the tiles away. `torch.compile` breaks its graph at a call in tiles, which runs as without it, and raises with
-    `fullgraph=True`. A second call of this function changes the size of the tiles.
+    Where a patch replaces the forward of a tiled module later, as `use_liger_kernel` does when training starts, the
+    model's next call puts the new forward into tiles. `torch.compile` breaks its graph at a call in tiles, which runs
+    as without it, and raises with `fullgraph=True`. A second call of this function changes the size of the tiles.
 
     Args:
         model: a model, plain or with adapters of PEFT; also a part of one, such as a layer.
@@ -83,11 +84,31 @@ def tile_tokens(model: nn.Module, tokens: int = 8192) -> list[str]:
         warnings.warn(f"only norms are tiled: {missing}. Its MLPs hold results of whole rows.", stacklevel=2)
     for module in found.values():
         forward = module.__dict__.get("forward")  # a patch of this instance, or tiles of an earlier call
-        if isinstance(forward, functools.partial) and forward.func is _forward:
-            forward = forward.args[1]
-        # A partial of a function at the top level: it can be pickled, and a deep copy of the module holds its copy.
-        module.forward = functools.partial(_forward, module, forward, tokens)
+        _tile(module, forward.args[1] if _is_tiled(forward) else forward, tokens)
+    holder = common_module(model, list(found))
+    hooks = holder._forward_pre_hooks
+    for key in [key for key, hook in hooks.items() if getattr(hook, "func", None) is _tile_patches]:
+        del hooks[key]
+    holder.register_forward_pre_hook(functools.partial(_tile_patches, list(found.values()), tokens))
     return list(found)
+
+
+def _tile(module: nn.Module, forward: Callable[..., Any] | None, tokens: int) -> None:
+    """Make a module run in tiles its patched forward, or its class's if that is None."""
+    # A partial of a function at the top level: it can be pickled, and a deep copy of the module holds its copy.
+    module.forward = functools.partial(_forward, module, forward, tokens)
+
+
+def _is_tiled(forward: Any) -> bool:
+    return isinstance(forward, functools.partial) and forward.func is _forward
+
+
+def _tile_patches(modules: list[nn.Module], tokens: int, *_: Any) -> None:
+    """Tile modules again whose forward was replaced after `tile_tokens`, before the model that holds them runs."""
+    for module in modules:
+        forward = module.__dict__.get("forward")
+        if not _is_tiled(forward):
+            _tile(module, forward, tokens)
 
 
 def _is_gated_mlp(module: nn.Module) -> bool:

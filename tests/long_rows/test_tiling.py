@@ -711,6 +711,35 @@ def test_a_patch_of_the_forward_is_what_tiles_run():
     torch.testing.assert_close(model(inputs(1, 10, 16), scale=4), 2 * want)
 
 
+def replace_forwards(model):
+    """Replace the forwards of MLPs as Liger does when a trainer starts, by functions that count their calls."""
+    calls = []
+    for module in model.modules():
+        if type(module).__name__ == "LlamaMLP":
+            forward = type(module).forward
+            patch = lambda self, x, forward=forward: calls.append(x.shape[1]) or forward(self, x)
+            module.__dict__["forward"] = patch.__get__(module, type(module))
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("adapter", "compiled"), [(False, False), (True, False), pytest.param(False, True, marks=pytest.mark.full)]
+)
+def test_a_later_patch_runs_in_tiles(adapter, compiled):
+    torch.compiler.reset()
+    plain = model_of()
+    plain = with_adapter(plain) if adapter else plain
+    model = tiled(plain)
+    tile_tokens(model, TOKENS)
+    copied = copy.deepcopy(model)
+    for each in (model, copied):
+        calls = replace_forwards(each)
+        run = torch.compile(each, backend="eager") if compiled else each
+        assert_same(gradients(each, run), gradients(plain))
+        assert max(calls) == TOKENS
+        assert len(calls) == 2 * LAYERS * TILES
+
+
 # Life of a model
 
 
