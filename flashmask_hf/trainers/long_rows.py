@@ -63,8 +63,8 @@ class LongRows(TrainerCallback):
             number.
         ValueError: `tile_tokens` or `host_gib` is negative or not finite; activation checkpointing is off or reentrant;
             results of another attention are to be kept; something is to be measured without a GPU, under DeepSpeed, in
-            a compiled model, or where TRL packs; the model has nothing to tile. Before the first step: the rows do not
-            fit, with the longest that would.
+            a compiled model, or where TRL packs; the model has nothing to tile. Before the first step: the callback was
+            made for another trainer, or the rows do not fit, with the longest that would.
 
     Example:
         ```python
@@ -129,6 +129,8 @@ class LongRows(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Change the model in place, and measure what is not set by hand."""
+        if state is not self._trainer.state:
+            raise ValueError("LongRows was made for another trainer, and would change its model; add LongRows(trainer)")
         self._close()  # an earlier run may have ended in an error
         model = self._model
         if args.bf16 or args.fp16:

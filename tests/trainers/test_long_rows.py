@@ -237,6 +237,15 @@ def test_a_batch_size_that_is_found_counts(tmp_path, capsys):
     assert said.index(f"Batches of {2 * LENGTH} tokens") < said.index(f"Batches of {LENGTH} tokens")
 
 
+def test_a_callback_of_another_trainer_raises_before_the_first_step(tmp_path):
+    trainer, another = make_trainer(tmp_path), make_trainer(tmp_path)
+    another.add_callback(LongRows(trainer, **BY_HAND))
+    with pytest.raises(ValueError, match=r"made for another trainer.*add LongRows\(trainer\)"):
+        another.train()
+    assert "forward" not in vars(trainer.model.model.layers[0].mlp)
+    assert another.state.global_step == 0
+
+
 def test_another_trainer_is_refused(tmp_path):
     trainer = Trainer(make_trainer(tmp_path).model, TrainingArguments(tmp_path, use_cpu=True))
     with pytest.raises(TypeError, match="trainer must be a PackedSFTTrainer, got Trainer; in any other call tile_tok"):
