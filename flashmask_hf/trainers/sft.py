@@ -92,7 +92,8 @@ class PackedSFTTrainer(ContextParallelMixin, SFTTrainer):
         ValueError: `args.max_length` is None; TRL is to pack by its strategy "wrapped"; `neftune_noise_alpha`,
             dispatched batches, sampling by length, prompt learning, activated LoRA or images are asked for; a dataset
             is empty, has no column that TRL tokenizes, or holds text in a column that it does not read (the result of
-            `formatting_func` beside messages, a system prompt beside the prompt); `pack_dataset` refuses a dataset or
+            `formatting_func` beside messages, a system prompt beside the prompt); the loss does not read
+            `label_smoothing_factor` (`loss_type="dft"`, `compute_loss_func`); `pack_dataset` refuses a dataset or
             an example (the message names its index and the way out); or, with context parallelism, TRL packs, the
             attention is another one, layers are recurrent, or labels are smoothed.
             In the first step: some layers do not get the mask, for example recurrent ones, and would mix documents.
@@ -139,6 +140,7 @@ class PackedSFTTrainer(ContextParallelMixin, SFTTrainer):
                 "each other; leave packing out, choose 'bfd' or 'bfd_split', or use trl.SFTTrainer if that is wanted"
             )
         prepare_arguments(model, args, peft_config, learns_labels=True)
+        _refuse_unread_smoothing(args, kwargs.get("compute_loss_func"))
         first = first_rows(train_dataset, eval_dataset)
         if not _trl_packs(args):
             if args.max_length is None:
@@ -292,6 +294,16 @@ def _trl_packs(args: SFTConfig) -> bool:
 def _prepares_rows(args: Any) -> bool:
     """Return whether the trainer tokenizes and packs the rows of a dataset, as it does unless it is told not to."""
     return not (args.dataset_kwargs or {}).get("skip_prepare_dataset")
+
+
+def _refuse_unread_smoothing(args: Any, compute_loss_func: Any) -> None:
+    """Raise a ValueError if labels are to be smoothed, and the loss is one that does not read the factor."""
+    loss = "compute_loss_func" if compute_loss_func is not None else f"loss_type={args.loss_type!r}"
+    if args.label_smoothing_factor and loss != "loss_type='nll'":
+        raise ValueError(
+            f"label_smoothing_factor={args.label_smoothing_factor} changes nothing with {loss}, which does not read "
+            "it; leave it at 0, or take loss_type='nll' without compute_loss_func"
+        )
 
 
 def _positions(model: Any, args: SFTConfig) -> int | None:
