@@ -65,7 +65,7 @@ def model_of(task, attention="flashmask", **changes):
 
 def build(task, *, rows=None, model=None, config=None, args=None, stock=False, trainer=None, collator=None, **options):
     """Build a trainer of a task on `rows` with the options of its config."""
-    names = ("ref_model", "peft_config", "eval_dataset", "split", "formatting_func")
+    names = ("ref_model", "peft_config", "eval_dataset", "split", "formatting_func", "compute_loss_func")
     keywords = {name: options.pop(name) for name in names if name in options}
     config = config or (STOCK_CONFIGS if stock else CONFIGS)[task]
     dataset = ROWS[task] if rows is None else rows
@@ -308,6 +308,18 @@ ONE = {
     "reward, sampling by length": (
         lambda: build("reward", train_sampling_strategy="batch_rebalance"),
         "train_sampling_strategy='batch_rebalance' needs the column 'length', which the train dataset.*leave it out",
+    ),
+    "sft, label smoothing that its loss ignores": (
+        lambda: build("sft", label_smoothing_factor=0.1, loss_type="dft"),
+        "label_smoothing_factor=0.1 changes nothing with loss_type='dft'.* leave it at 0, or take loss_type='nll'",
+    ),
+    "sft, label smoothing beside a loss of the caller's": (
+        lambda: build("sft", label_smoothing_factor=0.1, compute_loss_func=len),
+        "label_smoothing_factor=0.1 changes nothing with compute_loss_func",
+    ),
+    "reward, the fused loss of Liger": (
+        lambda: build("reward", use_liger_kernel=True, liger_kernel_config={"fused_linear_cross_entropy": True}),
+        "needs a language model's head, which a reward model lacks; leave it out",
     ),
     "dpo, label smoothing that its loss ignores": (
         lambda: build("dpo", label_smoothing=0.1, loss_type=["sigmoid", "ipo"]),

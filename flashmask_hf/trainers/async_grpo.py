@@ -40,7 +40,7 @@ class SharedPromptAsyncGRPOTrainer(async_grpo_trainer.AsyncGRPOTrainer):
         kwargs: the other arguments of TRL's `AsyncGRPOTrainer`.
 
     Raises:
-        ValueError: NEFTune, `label_smoothing_factor`, prompt learning, activated LoRA, `attn_implementation` in
+        ValueError: NEFTune, `label_smoothing_factor`, `use_liger_kernel`, prompt learning, activated LoRA, `attn_implementation` in
             `model_init_kwargs`, or rows that are to be split over processes (context parallelism). In the first step:
             some layers of the model do not receive the mask.
         RuntimeError: in the first step, the batch is not a trie as TRL 1.16 packs it.
@@ -49,6 +49,8 @@ class SharedPromptAsyncGRPOTrainer(async_grpo_trainer.AsyncGRPOTrainer):
     def __init__(self, model: str, reward_funcs: Any = None, args: Any = None, *others: Any, **kwargs: Any) -> None:
         if args is not None and "attn_implementation" in (args.model_init_kwargs or {}):
             raise ValueError("model_init_kwargs has attn_implementation, which is 'flashmask' here; leave it out")
+        if args is not None and args.use_liger_kernel:
+            raise ValueError("use_liger_kernel: TRL's AsyncGRPO does not take Liger's kernels; leave it out")
         with _load_with_flashmask():
             super().__init__(model, reward_funcs, args, *others, **kwargs)
         refuse_options(self.args)

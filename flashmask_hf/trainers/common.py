@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from accelerate.utils import compare_versions
 from datasets import Dataset
 from torch import Tensor
 from trl.trainer.utils import get_config_model_id
@@ -33,6 +34,7 @@ __all__ = [
     "map_style_datasets",
     "prepare_arguments",
     "refuse_empty_reference",
+    "refuse_liger_losses",
     "refuse_options",
     "refuse_sampling_by_length",
     "turn_off_dispatching",
@@ -172,6 +174,15 @@ def turn_off_dispatching(args: Any) -> None:
     if args.accelerator_config.dispatch_batches:
         raise ValueError("dispatch_batches cuts batches apart, and packed rows are in one piece; set it to false")
     args.accelerator_config.dispatch_batches = False
+
+
+def refuse_liger_losses(args: Any) -> None:
+    """Raise a ValueError if TRL would compute log-probabilities by Liger, past the hooks that pack rows."""
+    if args.use_liger_kernel and compare_versions("trl", "<", "1.15"):
+        raise ValueError(
+            "use_liger_kernel computes log-probabilities past the model's forward in this version of TRL; leave it "
+            "out, or install trl>=1.15"
+        )
 
 
 def refuse_options(args: Any, *, learns_labels: bool = False) -> None:

@@ -32,6 +32,7 @@ from flashmask_hf.trainers.common import (
     map_style_datasets,
     prepare_arguments,
     refuse_empty_reference,
+    refuse_liger_losses,
     refuse_sampling_by_length,
     with_position_limit,
 )
@@ -90,7 +91,8 @@ class SharedQuestionDPOTrainer(DPOTrainer):
       that is too long. The log says how many examples are cut.
     - `pad_to_multiple_of` applies to the packed row.
     - `label_smoothing` with losses that do not read it raises. So do `label_smoothing_factor`, NEFTune, dispatched
-      batches, prompt learning, activated LoRA, and FSDP2's RAM-efficient loading of a reference model.
+      batches, prompt learning, activated LoRA, FSDP2's RAM-efficient loading of a reference model, and
+      `use_liger_kernel` before TRL 1.15.
 
     Args:
         model: as in `trl.DPOTrainer`.
@@ -145,6 +147,7 @@ class SharedQuestionDPOTrainer(DPOTrainer):
                 "load it with attn_implementation='flashmask'"
             )
         prepare_arguments(model, args, peft_config)
+        refuse_liger_losses(args)
         first = first_rows(train_dataset, eval_dataset)
         if args.label_smoothing and not set(args.loss_type) & set(_SMOOTHED_LOSSES):
             raise ValueError(

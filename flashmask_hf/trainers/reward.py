@@ -172,6 +172,8 @@ class MultiAnswerRewardTrainer(RewardTrainer):
                 "include_num_input_tokens_seen and include_for_metrics=['inputs'] read input_ids, which holds only the "
                 "last token of each answer here; leave them out (num_tokens in the log counts all tokens)"
             )
+        if args.use_liger_kernel:
+            _keep_forward(args)
         # A RewardConfig lacks our options; their defaults are class attributes.
         ours: Any = args if isinstance(args, MultiAnswerRewardConfig) else MultiAnswerRewardConfig
         self.loss_type: str = ours.loss_type
@@ -303,6 +305,21 @@ class MultiAnswerRewardTrainer(RewardTrainer):
             self._metrics[mode][name] = [numerator / denominator]
         self._ratios[mode].clear()
         super().log(logs, start_time)
+
+
+def _keep_forward(args: Any) -> None:
+    """Make Liger replace layers only, in place: its fused loss calls the head of a language model.
+
+    Raises:
+        ValueError: the fused loss is asked for.
+    """
+    config = args.liger_kernel_config or {}
+    if config.get("fused_linear_cross_entropy"):
+        raise ValueError(
+            "liger_kernel_config={'fused_linear_cross_entropy': True} needs a language model's head, which a reward "
+            "model lacks; leave it out"
+        )
+    args.liger_kernel_config = {**config, "fused_linear_cross_entropy": False}
 
 
 def _refuse_unsaved_head(model: Any) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate.utils import compare_versions
 from torch import Tensor
 from transformers import ProcessorMixin
 
@@ -33,6 +32,7 @@ from flashmask_hf.trainers.common import (
     log_sharing,
     prepare_arguments,
     refuse_empty_reference,
+    refuse_liger_losses,
     whole_in_each_process,
 )
 from flashmask_hf.trainers.formats import refuse_other_keys
@@ -326,11 +326,7 @@ def _check_options(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
             "use_transformers_continuous_batching replaces the model's attention by a paged one, which knows no packed "
             "rows; generate with vLLM, or leave it out"
         )
-    if args.use_liger_kernel and compare_versions("trl", "<", "1.15"):
-        raise ValueError(
-            "use_liger_kernel computes log-probabilities past the model's forward in this version of TRL; leave it "
-            "out, or install trl>=1.15"
-        )
+    refuse_liger_losses(args)
 
 
 def _refuse_images(processing_class: Any) -> None:

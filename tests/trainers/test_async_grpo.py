@@ -379,6 +379,7 @@ def test_layouts_that_do_not_fit(changes: dict[str, Any], error: type[Exception]
     [
         ("neftune_noise_alpha", 0.5),
         ("label_smoothing_factor", 0.5),
+        ("use_liger_kernel", True),
         ("model_init_kwargs", {"attn_implementation": "flashmask"}),
     ],
 )
