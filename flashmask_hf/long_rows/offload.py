@@ -79,7 +79,7 @@ class Offload:
                 "model is offloaded already: set host_bytes of its Offload, or call its close() first. After a run of "
                 "LongRows that ended in an error, call train() of the same trainer, or load the model again"
             )
-        before_forward = _BeforeForward(modules, host_bytes, min_bytes)
+        before_forward: Any = _BeforeForward(modules, host_bytes, min_bytes)
         self._store = before_forward.store
         self._modules = modules
         holder = common_module(model, list(named))

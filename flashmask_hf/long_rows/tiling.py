@@ -83,7 +83,7 @@ def tile_tokens(model: nn.Module, tokens: int = 8192) -> list[str]:
     if not any(_is_gated_mlp(module) for module in found.values()):
         warnings.warn(f"only norms are tiled: {missing}. Its MLPs hold results of whole rows.", stacklevel=2)
     for module in found.values():
-        forward = module.__dict__.get("forward")  # a patch of this instance, or tiles of an earlier call
+        forward: Any = module.__dict__.get("forward")  # a patch of this instance, or tiles of an earlier call
         _tile(module, forward.args[1] if _is_tiled(forward) else forward, tokens)
     holder = common_module(model, list(found))
     hooks = holder._forward_pre_hooks

@@ -40,9 +40,9 @@ class SharedPromptAsyncGRPOTrainer(async_grpo_trainer.AsyncGRPOTrainer):
         kwargs: the other arguments of TRL's `AsyncGRPOTrainer`.
 
     Raises:
-        ValueError: NEFTune, `label_smoothing_factor`, `use_liger_kernel`, prompt learning, activated LoRA, `attn_implementation` in
-            `model_init_kwargs`, or rows that are to be split over processes (context parallelism). In the first step:
-            some layers of the model do not receive the mask.
+        ValueError: NEFTune, `label_smoothing_factor`, `use_liger_kernel`, prompt learning, activated LoRA,
+            `attn_implementation` in `model_init_kwargs`, or rows that are to be split over processes (context
+            parallelism). In the first step: some layers of the model do not receive the mask.
         RuntimeError: in the first step, the batch is not a trie as TRL 1.16 packs it.
     """
 
