@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from itertools import chain, pairwise
+from reprlib import Repr
 from typing import Any, TypeVar
 
 import numpy as np
@@ -35,6 +36,9 @@ _VERSION = 2
 """Version of the packed rows, part of their cache's fingerprint: raise it when `pack_dataset` makes other rows."""
 
 _TOKEN_COLUMNS = ("input_ids", *LABEL_COLUMNS, "token_type_ids")
+
+_NAME = "_example"
+"""Column of a stream that names its examples in messages."""
 
 _WEIGHTS = re.compile(r"((sample|example|instance|loss|token)_)?weights?")
 """Names of columns and of keys of messages that weigh examples, tokens or turns, and that nothing reads."""
@@ -90,7 +94,8 @@ def pack_dataset(
         TypeError: `dataset` is neither a Dataset nor an IterableDataset; a column does not hold lists of integers.
         ValueError: an argument is out of range; the dataset is empty, already packed, has a transform, or has no
             labels; or an example is empty, too long or padded, has an empty completion, negative token ids, or columns
-            of different lengths. The message names the example's index and the way out.
+            of different lengths. The message names the example's index and the way out. In a stream it also names the
+            beginning of the example's other columns, and an example without the columns of the first one raises, too.
 
     Example:
         >>> from datasets import Dataset
@@ -126,18 +131,7 @@ def pack_dataset(
     columns = list(first)
     if "input_ids" not in columns:
         raise ValueError(f"dataset has no input_ids column; tokenize it first. Its columns: {', '.join(columns)}")
-    for column in ("seq_lengths", "position_ids", "startend_row_indices"):
-        if column in columns:
-            raise ValueError(
-                f"dataset has a {column} column, so it is packed already; pack the one it was made from, or remove the "
-                "column if every example is one document"
-            )
-    unread = unread_documents(first)
-    if unread is not None:
-        raise ValueError(
-            f"dataset has a column {unread} that tells several documents of an example, so it is packed already; pack "
-            "the one it was made from, or remove the column if every example is one document"
-        )
+    _refuse_packed(first, "dataset")
     warn_of_weights(first, "dataset")
     options: dict[str, Any] = {
         "batched": True,
@@ -155,7 +149,9 @@ def pack_dataset(
     }
     if isinstance(dataset, Dataset):
         options |= {"num_proc": num_proc, "desc": f"Packing to {max_length} tokens"}
-    packed: Any = dataset.with_format("arrow").map(_pack_table, **options).with_format(None)
+        packed: Any = dataset.with_format("arrow").map(_pack_table, **options).with_format(None)
+    else:
+        packed = _stream_of_tokens(dataset, first).map(_pack_stream, remove_columns=[*_TOKEN_COLUMNS, _NAME], **options)
     if isinstance(dataset, Dataset) and not len(packed):
         raise ValueError(
             f"dataset has nothing to learn: its labels are {IGNORED} everywhere, or were cut away; raise max_length, "
@@ -266,9 +262,90 @@ def packing_efficiency(dataset: Dataset, max_length: int) -> float:
     return sum(map(sum, dataset["seq_lengths"])) / (len(dataset) * max_length)
 
 
-def _pack_table(
-    table: pa.Table,
-    indices: Sequence[int],
+def _refuse_packed(example: Mapping[str, Any], name: str) -> None:
+    """Raise a ValueError if an example is a row of several documents."""
+    way = "is packed already; pack its source, or remove the column if every example is one document"
+    for column in ("seq_lengths", "position_ids", "startend_row_indices"):
+        if column in example:
+            raise ValueError(f"{name} has a {column} column, so it {way}")
+    unread = unread_documents(example)
+    if unread is not None:
+        raise ValueError(f"{name} has a column {unread} that tells several documents of an example, so it {way}")
+
+
+def _stream_of_tokens(dataset: IterableDataset, first: Mapping[str, Any]) -> IterableDataset:
+    """Return a stream of the columns that packing reads, None where the first example has none, and of names.
+
+    It holds Python objects: Arrow's tables would need one schema for all examples, also of columns that nothing reads.
+    """
+    given = [name for name in _TOKEN_COLUMNS if first.get(name) is not None]
+    plain = dataset.with_format(None).map(_read_tokens, with_indices=True, fn_kwargs={"given": given})
+    return plain.select_columns([*_TOKEN_COLUMNS, _NAME])
+
+
+def _read_tokens(example: Mapping[str, Any], index: int, *, given: Sequence[str]) -> dict[str, Any]:
+    """Return the columns that packing reads of an example of a stream, int64 [n] each or None, and its name."""
+    names = (*_TOKEN_COLUMNS, "attention_mask")
+    others = {name: value for name, value in example.items() if name not in names and value is not None}
+    text = ", ".join(f"{name}={_brief.repr(value)}" for name, value in list(others.items())[:2])[:60]
+    name = f"example {index} of the stream" + (f" ({text})" if text else "")
+    columns = {column: _as_tokens(example[column], column, name) for column in names if example.get(column) is not None}
+    for column in _TOKEN_COLUMNS:
+        if (column in columns) != (column in given):
+            which = "has" if column in columns else "lacks"
+            raise ValueError(f"{name} {which} {column}, unlike the first example; give it to all examples, or to none")
+    _refuse_packed({name: value for name, value in example.items() if value is not None}, name)
+    if not columns.pop("attention_mask", np.ones(1)).all():
+        raise ValueError(padding_message(name))
+    return dict.fromkeys(_TOKEN_COLUMNS) | columns | {_NAME: name}
+
+
+_brief = Repr()
+_brief.maxstring = _brief.maxother = 30
+_brief.maxlist = _brief.maxdict = 1
+
+
+def _as_tokens(values: Any, column: str, name: str) -> NDArray[np.int64]:
+    """Return a column of an example of a stream as int64 [n]."""
+    try:
+        array = np.asarray(values)
+    except ValueError:  # a ragged list
+        array = np.asarray(None)
+    if array.dtype == object and array.ndim == 1:
+        raise ValueError(f"{column} of {name} is missing or has missing values; remove the example")
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iub"):
+        way = "; tokenize the dataset first" if column == "input_ids" else ""
+        raise TypeError(f"column {column} must hold lists of integers, got {type(values).__name__} in {name}{way}")
+    return array.astype(np.int64)
+
+
+def _pack_table(table: pa.Table, indices: Sequence[int], **options: Any) -> pa.Table:
+    """Pack the examples of an Arrow table; `indices` are their indices in the dataset, for error messages."""
+    names = [f"example {index}" for index in indices]
+    given = [name for name in _TOKEN_COLUMNS if name in table.column_names]
+    columns = {name: _documents(table.column(name).chunks, name, names) for name in given}
+    if "attention_mask" in table.column_names:
+        masks = _documents(table.column("attention_mask").chunks, "attention_mask", names)
+        for name, mask in zip(names, masks, strict=True):
+            if not mask.all():
+                raise ValueError(padding_message(name))
+    return _pack(columns, names, **options)
+
+
+def _pack_stream(batch: dict[str, list[Any]], indices: Sequence[int], **options: Any) -> dict[str, list[Any]]:
+    """Pack examples of `_stream_of_tokens`, whose indices are in their names."""
+    columns: dict[str, list[NDArray[Any]]] = {}
+    for name in _TOKEN_COLUMNS:
+        arrays = batch[name]
+        if arrays[0] is not None:
+            edges, values = np.cumsum([0, *map(len, arrays)]), pa.array(np.concatenate(arrays))
+            columns[name] = _documents([pa.LargeListArray.from_arrays(pa.array(edges), values)], name, batch[_NAME])
+    return _pack(columns, batch[_NAME], **options).to_pydict()
+
+
+def _pack(
+    columns: dict[str, list[NDArray[Any]]],
+    names: Sequence[str],
     *,
     max_length: int,
     split: bool,
@@ -278,28 +355,23 @@ def _pack_table(
     warns: bool,
     version: int,
 ) -> pa.Table:
-    """Pack the examples of an Arrow table; `indices` are their indices in the dataset, for error messages.
+    """Pack examples, whose `names` are for error messages.
 
     `warns` says whether to warn of documents that are cut or left out, as for a stream, of which nothing is known
     before. `version` is read by nothing but the cache of `Dataset.map`.
     """
-    columns = {name: _documents(table, name, indices) for name in _TOKEN_COLUMNS if name in table.column_names}
     lengths = _lengths(columns["input_ids"])
-    _check_columns(columns, lengths, indices)
+    _check_columns(columns, lengths, names)
     masks = {name: columns.pop(name) for name in MASK_COLUMNS if name in columns}
     if "labels" not in columns:
-        drop_unused_masks(masks, completion_only_loss, f"example {indices[0]}")
+        drop_unused_masks(masks, completion_only_loss, names[0])
         if masks:
             columns["labels"] = [
-                masked_labels(document, dict(zip(masks, own, strict=True)), f"example {index}")
-                for index, document, *own in zip(indices, columns["input_ids"], *masks.values(), strict=True)
+                masked_labels(document, dict(zip(masks, own, strict=True)), name)
+                for name, document, *own in zip(names, columns["input_ids"], *masks.values(), strict=True)
             ]
-    if "attention_mask" in table.column_names:
-        for index, mask in zip(indices, _documents(table, "attention_mask", indices), strict=True):
-            if not mask.all():
-                raise ValueError(padding_message(f"example {index}"))
     whole, longest = lengths, int(lengths.argmax())
-    longest_name = f"example {indices[longest]}"
+    longest_name = names[longest]
     owners, starts = np.arange(len(lengths)), np.zeros_like(lengths)  # of each piece: its document, and where it starts
     if lengths[longest] > max_length:
         if split:
@@ -331,8 +403,13 @@ def _pack_table(
     return pa.table(packed)
 
 
-def _documents(table: pa.Table, name: str, indices: Sequence[int]) -> list[NDArray[Any]]:
-    """Return the lists of a column as views of its values, without copying int32.
+def _documents(chunks: Sequence[pa.Array], name: str, examples: Sequence[str]) -> list[NDArray[Any]]:
+    """Return the lists of a column's chunks as views of its values, without copying int32.
+
+    Args:
+        chunks: the column.
+        name: its name.
+        examples: the names of its examples.
 
     Raises:
         TypeError: the column does not hold lists of integers.
@@ -340,7 +417,7 @@ def _documents(table: pa.Table, name: str, indices: Sequence[int]) -> list[NDArr
             into int32.
     """
     documents: list[NDArray[Any]] = []
-    for chunk in table.column(name).chunks:
+    for chunk in chunks:
         if pa.types.is_fixed_size_list(chunk.type) and not chunk.null_count:
             chunk = chunk.cast(pa.list_(chunk.type.value_type))
         if not (pa.types.is_list(chunk.type) or pa.types.is_large_list(chunk.type)) or not (
@@ -351,8 +428,8 @@ def _documents(table: pa.Table, name: str, indices: Sequence[int]) -> list[NDArr
         values = chunk.flatten()
         if chunk.null_count or values.null_count:
             at = next(at for at, list_ in enumerate(chunk.to_pylist()) if list_ is None or None in list_)
-            index = indices[len(documents) + at]
-            raise ValueError(f"{name} of example {index} is missing or has missing values; remove the example")
+            example = examples[len(documents) + at]
+            raise ValueError(f"{name} of {example} is missing or has missing values; remove the example")
         values = values.to_numpy(zero_copy_only=False)
         if name in ("input_ids", "labels"):
             if values.size and (values.min() < -(2**31) or values.max() >= 2**31):
@@ -361,7 +438,7 @@ def _documents(table: pa.Table, name: str, indices: Sequence[int]) -> list[NDArr
         edges = chunk.offsets.to_numpy()
         if name == "input_ids" and values.size and values.min() < 0:
             at = int(np.searchsorted(edges - edges[0], (values < 0).argmax(), side="right")) - 1
-            raise ValueError(negative_message(f"input_ids of example {indices[len(documents) + at]}", values.min()))
+            raise ValueError(negative_message(f"input_ids of {examples[len(documents) + at]}", values.min()))
         documents += [values[start:stop] for start, stop in pairwise((edges - edges[0]).tolist())]
     return documents
 
@@ -371,15 +448,15 @@ def _lengths(documents: Sequence[NDArray[Any]]) -> NDArray[np.int64]:
     return np.fromiter(map(len, documents), dtype=np.int64, count=len(documents))
 
 
-def _check_columns(columns: dict[str, list[NDArray[Any]]], lengths: NDArray[np.int64], indices: Sequence[int]) -> None:
+def _check_columns(columns: dict[str, list[NDArray[Any]]], lengths: NDArray[np.int64], names: Sequence[str]) -> None:
     """Raise a ValueError if an example is empty, or has a column of another length than its `input_ids`."""
     for name, column in columns.items():
         entries = _lengths(column)
         if (entries != lengths).any():
             at = int((entries != lengths).argmax())
-            raise ValueError(unequal_message(name, f"example {indices[at]}", int(entries[at]), int(lengths[at])))
+            raise ValueError(unequal_message(name, names[at], int(entries[at]), int(lengths[at])))
     if not lengths.all():
-        raise ValueError(empty_message(f"example {indices[int(lengths.argmin())]}"))
+        raise ValueError(empty_message(names[int(lengths.argmin())]))
 
 
 def _pieces(

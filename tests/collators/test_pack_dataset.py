@@ -2,12 +2,14 @@
 
 import doctest
 import json
+import re
 from collections import Counter
 from hashlib import sha256
 
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 from datasets import Dataset, Features, IterableDataset, List, Value, load_from_disk
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -323,6 +325,55 @@ def test_a_stream_waits_for_a_thousand_examples_at_most():
     read.clear()
     next(rows)
     assert len(read) <= 1001
+
+
+def stream_of(*examples):
+    return IterableDataset.from_generator(lambda: iter(examples))
+
+
+CHANGING = {
+    "None, then text": [{"source": None}, {"source": "web"}],
+    "int, then float": [{"score": 1}, {"score": 2.5}],
+    "another column": [{"tools": [{"name": "f"}]}, {"tool_calls": None, "tools": None}, {}],
+    "another order": [{"a": 1, "b": 2}, {"b": 3, "a": 4}],
+    "types of ids": [{"input_ids": np.int32([1, 2])}, {"input_ids": np.uint64([3])}, {"input_ids": torch.tensor([4])}],
+    "types of masks": [{"completion_mask": [False, True]}, {"completion_mask": [0, 1]}],
+    "a mask of padding in some": [{"attention_mask": [1, 1]}, {}],
+}
+
+
+@pytest.mark.parametrize("name", CHANGING)
+def test_the_columns_of_a_stream_may_change(name):
+    """Arrow would need one schema for all examples of a batch, also of columns that are not packed."""
+    examples = [{"input_ids": [5, 6]} | columns for columns in CHANGING[name]] * 2
+    expected = [np.asarray(example["input_ids"]).tolist() for example in examples]
+    for batch_size in (1, 1000):
+        assert unpack(pack_dataset(stream_of(*examples), 2, batch_size=batch_size)) == expected
+
+
+@pytest.mark.parametrize(
+    ("example", "message"),
+    [
+        ({"input_ids": []}, "is empty; remove it"),
+        ({"input_ids": [1] * 9}, "has 9 tokens, more than max_length 8"),
+        ({"input_ids": [1, -1]}, "has -1, but token ids must not be negative"),
+        ({"input_ids": [1], "attention_mask": [0]}, "holds padding"),
+        (
+            {"input_ids": [1], "labels": [1]},
+            "has labels, unlike the first example; give it to all examples, or to none",
+        ),
+        ({"input_ids": None}, "lacks input_ids, unlike the first example"),
+        ({"input_ids": [1, None]}, "has missing values"),
+        ({"input_ids": [1], "seq_lengths": [1]}, "packed already"),
+    ],
+)
+def test_an_example_of_a_stream_is_named_by_what_it_holds(example, message):
+    """Its index alone would not help where the stream is filtered, shuffled or sharded."""
+    stream = stream_of({"id": "a", "input_ids": [1]}, {"id": "b7", "text": "w" * 99} | example)
+    with pytest.raises(ValueError, match=r"example 1 of the stream \(id='b7', text='w+\.\.\.w+'\)") as error:
+        list(pack_dataset(stream, 8))
+    assert re.search(message, str(error.value))
+    assert len(str(error.value)) <= 200
 
 
 def test_pack_dataset_names_an_example_of_a_later_batch():
