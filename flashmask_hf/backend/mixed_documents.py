@@ -1,21 +1,25 @@
 """Documents of a row in models of which a part beside the attention takes the row for one document.
 
-The mask keeps documents apart in the attention alone. PEFT's activated LoRA, the scales of Llama 4 and heads that read
-one answer from a row look at the whole row, without an error. Nothing is read back from the device.
+The mask keeps documents apart in the attention alone. PEFT's activated LoRA, the scales and chunks of Llama 4, ESM's
+token dropout and heads that read one answer from a row look at the whole row, without an error. Nothing is read back
+from the device.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import transformers
+from packaging.version import Version
 from torch import Tensor
 
 from flashmask_hf.backend.ignored_vectors import hides_more
+from flashmask_hf.backend.model_hooks import tokens_of
 from flashmask_hf.backend.positions import has_one_document
 from flashmask_hf.checks import device_assert
 from flashmask_hf.names import PACKED_IDS, VECTORS
 
-__all__ = ["check_adapters", "check_heads", "check_scales"]
+__all__ = ["check_adapters", "check_heads", "check_scales", "check_token_dropout"]
 
 _HEADS_OF_ROWS = ("ForSequenceClassification", "ForQuestionAnswering")
 """The `loss_type` of models whose head reads one class, reward or span from a row."""
@@ -38,14 +42,36 @@ def check_adapters(model: Any, kwargs: dict[str, Any]) -> None:
     adapters = getattr(model, "peft_config", {})
     if not any(getattr(config, "alora_invocation_tokens", None) for config in adapters.values()):
         return
-    vectors, alone = kwargs.get(VECTORS), _has_one_document(kwargs)
-    if alone is None and isinstance(vectors, Tensor):
-        alone = ~hides_more(vectors, None).any()
+    alone = _has_one_document(kwargs, vectors_alone=True)
     if alone is not None:
         device_assert(
             alone,
             "PEFT looks for alora_invocation_tokens once in a row, so that of several packed documents only one would "
             "have the adapter; use LoRA without them, or batches of whole sequences",
+        )
+
+
+def check_token_dropout(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise for masked tokens in packed rows of a model that scales embeddings by their share of the row (ESM).
+
+    Args:
+        model: a transformers model whose attention is one of this package's.
+        args: positional arguments of its call.
+        kwargs: keywords of its call.
+
+    Raises:
+        RuntimeError: a row has a masked token, and `startend_row_indices`, `cu_seq_lens_q` or `position_ids` mark
+            several documents in a row (a device-side check).
+    """
+    tokens, masked = tokens_of(args, kwargs), getattr(model.config, "mask_token_id", None)
+    if masked is None or not getattr(model.config, "token_dropout", False) or not isinstance(tokens, Tensor):
+        return
+    alone = _has_one_document(kwargs, vectors_alone=True)
+    if alone is not None and not tokens.is_floating_point():
+        device_assert(
+            alone | (tokens != masked).all(),
+            f"{type(model).__name__} has token_dropout, which scales embeddings by the share of masked tokens in a "
+            "row, not in each packed document. Pass one document per row.",
         )
 
 
@@ -79,26 +105,32 @@ def check_heads(model: Any, kwargs: dict[str, Any]) -> None:
     )
 
 
-def _has_one_document(kwargs: dict[str, Any]) -> Tensor | None:
+def _has_one_document(kwargs: dict[str, Any], vectors_alone: bool = False) -> Tensor | None:
     """Return whether a call has at most one document a row, bool []; None without what tells it.
 
     Bounds of several documents, `cu_seq_lens_q`, count before `position_ids` [B, S], as they do in attention.
+
+    Args:
+        kwargs: keywords of the call.
+        vectors_alone: whether `startend_row_indices` without `position_ids` count, as several documents if they hide
+            anything.
     """
     bounds = kwargs.get("cu_seq_lens_q")
     if isinstance(bounds, Tensor) and bounds.shape[0] > 2:
         return (bounds.diff() > 0).sum() <= 1
     positions, mask, vectors = (kwargs.get(name) for name in ("position_ids", "attention_mask", VECTORS))
     if not isinstance(positions, Tensor) or positions.dim() != 2:
-        return None
+        return ~hides_more(vectors, None).any() if vectors_alone and isinstance(vectors, Tensor) else None
     if mask is None and isinstance(vectors, Tensor) and vectors.dim() == 4:
         mask = (vectors[:, 0] > 0).any(-1)  # 0 hides a key from all, as padding, whose positions are 0
     return has_one_document(positions, mask)
 
 
 def check_scales(config: Any, position_ids: Tensor, attention_mask: Any) -> None:
-    """Raise for several documents in a long row of Llama 4, which scales its queries by their place in the row.
+    """Raise for several documents in a long row of Llama 4, whose scales or chunks count from the start of the row.
 
-    The scale of a query is 1 up to `floor_scale` tokens (transformers, `Llama4TextAttention`).
+    The scale of a query is 1 up to `floor_scale` tokens (transformers, `Llama4TextAttention`). Chunks of attention
+    count from the start of each document since transformers 5.23.
 
     Args:
         config: configuration of a model that makes its mask.
@@ -108,11 +140,20 @@ def check_scales(config: Any, position_ids: Tensor, attention_mask: Any) -> None
     Raises:
         RuntimeError: `position_ids` tell several documents in a row of more tokens (a device-side check).
     """
-    floor = getattr(config, "floor_scale", None) if getattr(config, "attn_temperature_tuning", False) else None
-    if floor is None or position_ids.dim() != 2 or position_ids.shape[1] < floor:
+    if position_ids.dim() != 2:
         return
-    device_assert(
-        has_one_document(position_ids, attention_mask),
-        "Llama 4 scales queries by their place in the row from floor_scale tokens on, so that documents of a longer "
-        "row would depend on those before them; keep rows of several documents under floor_scale tokens",
-    )
+    length = position_ids.shape[1]
+    floor = getattr(config, "floor_scale", None) if getattr(config, "attn_temperature_tuning", False) else None
+    if floor is not None and length >= floor:
+        device_assert(
+            has_one_document(position_ids, attention_mask),
+            "Llama 4 scales queries by their place in the row from floor_scale tokens on, so that documents of a "
+            "longer row would depend on those before them; keep rows of several documents under floor_scale tokens",
+        )
+    chunk = getattr(config, "attention_chunk_size", None)
+    if chunk is not None and length > chunk and Version(transformers.__version__) < Version("5.23"):
+        device_assert(
+            has_one_document(position_ids, attention_mask),
+            "rows of several documents must not exceed attention_chunk_size before transformers 5.23, which counts "
+            "chunks from the row's start. Install transformers 5.23, or pass shorter rows.",
+        )

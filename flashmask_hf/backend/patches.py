@@ -29,7 +29,7 @@ from flashmask_hf.backend.forward import attention_forward
 from flashmask_hf.backend.forward_records import record_documents
 from flashmask_hf.backend.ignored_vectors import check_call
 from flashmask_hf.backend.mask_hook import DOCUMENTS
-from flashmask_hf.backend.mixed_documents import check_adapters, check_heads, check_scales
+from flashmask_hf.backend.mixed_documents import check_adapters, check_heads, check_scales, check_token_dropout
 from flashmask_hf.backend.model_support import refuse_own_attention
 from flashmask_hf.backend.position_axes import add_text_positions
 from flashmask_hf.backend.position_numbers import renumber_positions
@@ -443,11 +443,11 @@ def check_calls(model_class: Any) -> None:
     """Make each call of a model check that it keeps the documents of its rows apart.
 
     A call with `startend_row_indices` runs `ignored_vectors.check_call`. A model that has one of this package's names
-    runs `unread_documents.check_document_numbers` and `mixed_documents.check_adapters`. Both run
-    `mixed_documents.check_heads`. If sections 3 and 5 did not see the model, because `config._attn_implementation` was
-    set by hand, it gets its hooks in its first call that is not compiled. With another attention and vectors, it gets
-    the guard of its recurrent layers. Options of sparse attention that the model does not read warn
-    (`sparse.warn_of_unread_options`). Then `unread_documents.call_model` makes the call.
+    runs `unread_documents.check_document_numbers`, and `check_adapters` and `check_token_dropout` of `mixed_documents`.
+    Both run `mixed_documents.check_heads`. If sections 3 and 5 did not see the model, because
+    `config._attn_implementation` was set by hand, it gets its hooks in its first call that is not compiled. With
+    another attention and vectors, it gets the guard of its recurrent layers. Options of sparse attention that the model
+    does not read warn (`sparse.warn_of_unread_options`). Then `unread_documents.call_model` makes the call.
 
     Patched: `PreTrainedModel.__call__`, which is that of `torch.nn.Module`, replaced by a wrapper.
 
@@ -479,6 +479,7 @@ def _call(original: Any, model: Any, /, *args: Any, **kwargs: Any) -> Any:
             add_hooks(model)
         check_document_numbers(model, kwargs)
         check_adapters(model, kwargs)
+        check_token_dropout(model, args, kwargs)
     elif supplied and not (hasattr(model, "_has_document_guard") or is_compiling()):
         guard_documents(model)
         model._has_document_guard = True

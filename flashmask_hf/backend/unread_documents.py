@@ -98,14 +98,15 @@ def _tells_documents(named: dict[str, Any], implementation: str) -> bool:
 
 
 def check_document_numbers(model: Any, kwargs: dict[str, Any]) -> None:
-    """Raise if only `seq_idx` tells the documents of a row, which recurrent layers alone read, or bounds in a batch.
+    """Raise if `seq_idx` marks documents that `position_ids` do not, since attention ignores it, or for stacked bounds.
 
     Args:
         model: a transformers model whose attention is one of this package's.
         kwargs: keywords of its call. With `startend_row_indices`, nothing is looked at.
 
     Raises:
-        RuntimeError: `seq_idx` [B, S] numbers several documents in a row, without `position_ids` (a device-side check).
+        RuntimeError: `seq_idx` [B, S] numbers several documents in a row, without `position_ids` [B, S] that start
+            again at 0 where its number changes (a device-side check).
         ValueError: `cu_seq_lens_q` is no tensor of one axis, as when a collator stacks the column of a dataset.
     """
     if kwargs.get(VECTORS) is not None:
@@ -119,13 +120,21 @@ def check_document_numbers(model: Any, kwargs: dict[str, Any]) -> None:
                 "(DataCollatorWithFlattening), or pass position_ids alone, which start again at 0 with each document"
             )
         return
-    numbers = kwargs.get("seq_idx")
-    if kwargs.get("position_ids") is not None or not isinstance(numbers, Tensor) or is_guarded(model):
+    numbers, positions = kwargs.get("seq_idx"), kwargs.get("position_ids")
+    if not isinstance(numbers, Tensor) or is_guarded(model):
         return
+    changes = numbers[:, 1:] != numbers[:, :-1]
+    if positions is not None:
+        if not isinstance(positions, Tensor) or positions.dim() != 2 or positions.shape[1] != numbers.shape[1]:
+            return
+        changes = changes & (positions[:, 1:] != 0)
+        mask = kwargs.get("attention_mask")
+        if isinstance(mask, Tensor) and mask.shape == numbers.shape:
+            changes = changes & (mask[:, 1:] > 0) & (mask[:, :-1] > 0)
     device_assert(
-        (numbers == numbers[:, :1]).all(),
+        ~changes.any(),
         f"seq_idx numbers several documents of a row, but the attention of {type(model).__name__} does not read it; "
-        "pass position_ids, too, as DataCollatorWithFlattening(return_position_ids=True) does",
+        "pass position_ids that start again at 0 with each document",
     )
 
 

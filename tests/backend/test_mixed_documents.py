@@ -1,5 +1,6 @@
 """Packed rows raise in models of which a part beside the attention takes a row for one document."""
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -8,15 +9,18 @@ from tools.tiny import TRAINER_WARNINGS, llama_config
 from transformers import (
     AlbertConfig,
     AlbertForPreTraining,
+    AutoModelForMaskedLM,
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     BertConfig,
     BertForNextSentencePrediction,
     BertForPreTraining,
+    EsmConfig,
 )
 
 from flashmask_hf import masks
+from flashmask_hf.backend import mixed_documents
 from flashmask_hf.backend.mixed_documents import check_adapters, check_scales
 from flashmask_hf.backend.packed_rows import run_packed
 from flashmask_hf.collators import DataCollatorForPackedEncoders, DataCollatorForPackedLanguageModeling
@@ -126,6 +130,33 @@ def test_llama_4_scales_from_floor_scale_tokens_on():
     check_scales(SimpleNamespace(floor_scale=6, attn_temperature_tuning=False), two, None)
     with pytest.raises(RuntimeError, match="keep rows of several documents under floor_scale tokens"):
         check_scales(config, two, None)
+
+
+@pytest.mark.parametrize(("version", "refused"), [("5.22.0", True), ("5.23.0", False)])
+def test_chunks_count_from_documents_since_transformers_5_23(monkeypatch, version, refused):
+    monkeypatch.setattr(mixed_documents.transformers, "__version__", version)
+    two = torch.tensor([[0, 1, 2, 0, 1, 2]])
+    check_scales(SimpleNamespace(attention_chunk_size=6), two, None)
+    check_scales(SimpleNamespace(attention_chunk_size=4), torch.arange(6)[None], None)
+    raised = pytest.raises(RuntimeError, match="must not exceed attention_chunk_size")
+    with raised if refused else contextlib.nullcontext():
+        check_scales(SimpleNamespace(attention_chunk_size=4), two, None)
+
+
+def test_masked_tokens_under_token_dropout_take_one_document_a_row():
+    """ESM scales the embeddings of a row by the share of masked tokens in it."""
+    sizes = SIZES | {"pad_token_id": 0, "mask_token_id": 3, "position_embedding_type": "rotary", "token_dropout": True}
+    model = AutoModelForMaskedLM.from_config(EsmConfig(**sizes), attn_implementation="flashmask").eval()
+    batch = packed(DataCollatorForPackedEncoders())
+    alone = [model(torch.tensor([example["input_ids"]])).logits[0] for example in EXAMPLES]
+    torch.testing.assert_close(model(**batch).logits[0], torch.cat(alone), rtol=1e-4, atol=1e-5)
+    masked = batch | {"input_ids": torch.where(batch["input_ids"] == 6, 3, batch["input_ids"])}
+    for dropped in ((), ("position_ids",), ("startend_row_indices",)):
+        with pytest.raises(RuntimeError, match=r"has token_dropout, .* Pass one document per row"):
+            model(**{name: value for name, value in masked.items() if name not in dropped})
+    model(input_ids=torch.tensor([[5, 3, 7]]), position_ids=torch.arange(3)[None])
+    model.config.token_dropout = False
+    model(**masked)
 
 
 def test_activated_lora_takes_one_document_a_row():

@@ -229,7 +229,19 @@ def test_numbers_of_documents_in_a_model_with_a_long_name():
 @pytest.mark.parametrize("name", ["startend_row_indices", "position_ids", "cu_seq_lens_q"])
 def test_numbers_of_documents_beside_what_attention_reads(name):
     told = torch.tensor([0, 4, 9]) if name == "cu_seq_lens_q" else PACKED
-    check_document_numbers(granite(), {"seq_idx": torch.arange(9)[None], name: told})
+    numbers = (PACKED == 0).cumsum(1) if name == "position_ids" else torch.arange(9)[None]
+    check_document_numbers(granite(), {"seq_idx": numbers, name: told})
+
+
+def test_numbers_of_documents_that_contradict_positions_are_refused():
+    """Attention reads the positions, which count through the row, so that its documents would see each other."""
+    model = AutoModelForCausalLM.from_config(llama_config(), attn_implementation="flashmask").eval()
+    numbers, through = (PACKED == 0).cumsum(1), torch.arange(9)[None]
+    model(IDS, seq_idx=numbers, position_ids=PACKED)
+    with pytest.raises(RuntimeError, match=r"seq_idx numbers several documents .*pass position_ids that start again"):
+        model(IDS, seq_idx=numbers, position_ids=through)
+    padded = torch.where(through < 6, 1, 2)  # another number for padding
+    model(IDS, seq_idx=padded, position_ids=through, attention_mask=(through < 6).long())
 
 
 @pytest.mark.parametrize("bounds", [torch.tensor([[0, 4, 9]]), [0, 4, 9]], ids=["batch", "list"])
