@@ -33,6 +33,7 @@ from flashmask_hf.trainers import (
     SharedQuestionDPOTrainer,
     sft_data,
 )
+from flashmask_hf.trainers.common import without_media
 from flashmask_hf.trainers.formats import answer_sequences, preference_columns
 
 pytestmark = TRAINER_WARNINGS
@@ -183,10 +184,33 @@ def by_name(task, attention):
 # Set-ups of one trainer, and the error
 ONE = {
     "sft, no max_length": (lambda: build("sft", max_length=None), "max_length is None, but packing needs it"),
-    "sft, images": (lambda: build("sft", rows=[{"text": "w5", "image": None}]), "rows with images cannot be packed"),
     "sft, images to evaluate": (
-        lambda: build("sft", eval_dataset=Dataset.from_list([{"text": "w5", "image": None}])),
-        "rows with images cannot be packed",
+        lambda: build("sft", eval_dataset=Dataset.from_list([{"text": "w5", "image": "a"}])),
+        "example 0 of the eval dataset has images, video or audio in its column 'image'; such rows cannot be packed",
+    ),
+    "sft, images to evaluate later": (
+        lambda: build("sft").evaluate(Dataset.from_list([{"text": "w5", "images": x} for x in (None, ["a"])])),
+        "example 1 of the eval dataset has images",
+    ),
+    "sft, images in messages": (
+        lambda: build("sft", rows=[{"messages": [{"role": "user", "content": [{"type": "image", "url": "a"}]}]}]),
+        "example 0 of the train dataset has images, video or audio in its column 'messages'",
+    ),
+    "sft, no whole batch": (
+        lambda: build("sft", dataloader_drop_last=True),
+        r"drops every row of the train dataset: 1 as prepared, but a .* 4; lower per_device_train_batch_size",
+    ),
+    "sft, no whole batch to evaluate": (
+        lambda: build("sft", dataloader_drop_last=True, max_length=6, eval_dataset=Dataset.from_list(TEXTS[:1])),
+        r"drops every row of the eval dataset: 1 as prepared, but a .* 4; lower per_device_eval_batch_size",
+    ),
+    "dpo, no whole batch": (
+        lambda: build("dpo", rows=PAIRS[:3], dataloader_drop_last=True),
+        "dataloader_drop_last=True drops every row of the train dataset: 3 as",
+    ),
+    "reward, no whole batch": (
+        lambda: build("reward", rows=PAIRS[:3], dataloader_drop_last=True),
+        "dataloader_drop_last=True drops every row of the train dataset: 3 as",
     ),
     "sft, no rows": (
         lambda: build("sft", rows=Dataset.from_list(TEXTS).select([])),
@@ -265,14 +289,9 @@ ONE = {
         lambda: build("sft", rows=[{"input_ids": [5, 6, 0], "attention_mask": [1, 1, 0]}] * 4),
         "is padded|padding",
     ),
-    "dpo, images": (lambda: build("dpo", rows=[PAIRS[0] | {"images": None}]), "images cannot share a question"),
     "dpo, images to evaluate": (
-        lambda: build("dpo", eval_dataset={"held_out": Dataset.from_list([PAIRS[0] | {"images": None}])}),
-        "images cannot share a question",
-    ),
-    "reward, images": (
-        lambda: build("reward", rows=[PAIRS[0] | {"images": None}]),
-        "rows with images cannot share a question.*remove the column",
+        lambda: build("dpo", eval_dataset={"held_out": Dataset.from_list([PAIRS[0] | {"images": ["a"]}])}),
+        "example 0 of the held_out dataset has images.*such rows cannot share a question yet; use trl.DPOTrainer",
     ),
     "reward, several losses": (
         lambda: build("reward", loss_type=["pairwise"]),
@@ -528,6 +547,34 @@ def test_other_columns_beside_answers_are_not_read():
     ranked = build("reward", rows=[row | {key: others[key] for key in ("ids", "authors")}])
     assert "scores" not in ranked.train_dataset.column_names
     assert build("reward", rows=[row | others | {"scores": [1.0, 2.0]}]).train_dataset[0]["scores"] == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("task", OURS)
+@pytest.mark.parametrize("streamed", [False, True], ids=["map", "streamed"])
+def test_images_are_refused_where_there_are_any(task, streamed):
+    """A column without any is one of text: stock TRL takes the text of such rows in a model of images."""
+    for values in ([None, ["a"]], [None] * 3):
+        rows = Dataset.from_list([row | {"images": images} for row, images in zip(ROWS[task], values, strict=False)])
+        options = {"rows": rows.to_iterable_dataset() if streamed else rows, "max_steps": 1}
+        if values[1]:
+            with pytest.raises(ValueError, match=r"example 1 of the train dataset has images, .*'images'; such rows"):
+                list(build(task, **options).train_dataset)
+        else:
+            assert "images" not in next(iter(build(task, **options).train_dataset))
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["map", "streamed"])
+@pytest.mark.parametrize("column", ["image", "images", "video", "videos", "audio", "audios"])
+def test_columns_of_images_video_and_audio_are_found_by_name(column, streamed):
+    absent, present = (None, "a") if column in ("image", "video", "audio") else ([], ["a"])
+    for values in ([absent, absent], [absent, present]):
+        rows = Dataset.from_list([{"text": "w5", column: value} for value in values])
+        rows = rows.to_iterable_dataset() if streamed else rows
+        if present in values:
+            with pytest.raises(ValueError, match=f"example 1 of the train dataset has images, .*'{column}'; such rows"):
+                list(without_media(rows, "train", "rows"))
+        else:
+            assert list(without_media(rows, "train", "rows")) == [{"text": "w5"}] * 2
 
 
 WEIGHED = [{"role": "user", "content": "w5"}, {"role": "assistant", "content": "w6", "weight": 0}]

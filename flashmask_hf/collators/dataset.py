@@ -207,7 +207,10 @@ def warn_of_weights(example: Mapping[str, Any], name: str) -> None:
 def column_lengths(dataset: Dataset, columns: Sequence[str]) -> list[NDArray[np.int64]]:
     """Return the lengths of the lists in some columns, int64 [rows] each; a missing list has -1."""
     tables: Any = dataset.select_columns(list(columns)).with_format("arrow").iter(batch_size=10_000)
-    parts = [[pc.list_value_length(table[name]).fill_null(-1).to_numpy() for name in columns] for table in tables]
+    parts = [
+        [pc.call_function("list_value_length", [table[name]]).fill_null(-1).to_numpy() for name in columns]
+        for table in tables
+    ]
     return [np.concatenate(part).astype(np.int64) for part in zip(*parts, strict=True)]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +27,6 @@ __all__ = [
     "first_rows",
     "flashmask_policy",
     "gather_trained_head",
-    "has_images",
     "load_with",
     "log_sharing",
     "log_sparsity",
@@ -37,10 +36,17 @@ __all__ = [
     "refuse_liger_losses",
     "refuse_options",
     "refuse_sampling_by_length",
+    "refuse_too_few_rows",
+    "text_datasets",
     "turn_off_dispatching",
     "whole_in_each_process",
     "with_position_limit",
+    "without_media",
 ]
+
+
+_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+"""Names that datasets give columns of images, video and audio."""
 
 
 def default_output_dir(model: Any, task: str) -> str:
@@ -160,11 +166,6 @@ def check_adapters(model: Any, peft_config: Any) -> None:
             )
 
 
-def has_images(rows: dict[str, Any]) -> bool:
-    """Return whether one of these `first_rows` has images."""
-    return any(not {"image", "images"}.isdisjoint(row) for row in rows.values())
-
-
 def turn_off_dispatching(args: Any) -> None:
     """Make each process read its own batches, in place; accelerate's default for streams cuts one process's apart.
 
@@ -270,6 +271,85 @@ def first_row(dataset: Any, name: str) -> Any:
     if row is None:
         raise ValueError(f"the {name} dataset is empty; give it at least one row")
     return row
+
+
+def text_datasets(train_dataset: Any, eval_dataset: Any, problem: str) -> tuple[Any, Any]:
+    """Return a trainer's datasets as `without_media` returns them."""
+    train = without_media(train_dataset, "train", problem)
+    if isinstance(eval_dataset, dict):
+        return train, {name: without_media(dataset, name, problem) for name, dataset in eval_dataset.items()}
+    return train, without_media(eval_dataset, "eval", problem)
+
+
+def without_media(dataset: Any, name: str, problem: str) -> Any:
+    """Return a dataset without the columns of images, video and audio that are empty in every row.
+
+    Rows of a stream are checked as they come, and messages in the first row alone.
+
+    Args:
+        dataset: the dataset, or None.
+        name: its name, for messages.
+        problem: what rows with images cannot do, and the way out.
+
+    Raises:
+        ValueError: the dataset has no rows, or a row has images, video or audio.
+    """
+    if dataset is None:
+        return None
+    first = first_row(dataset, name)
+
+    def check(row: Mapping[str, Any], index: int) -> dict[str, Any]:
+        for column, value in row.items():
+            if (column in _MEDIA and _has_value(value)) or _has_media_in_messages(value):
+                raise ValueError(
+                    f"example {index} of the {name} dataset has images, video or audio in its column {column!r}; such "
+                    f"{problem}"
+                )
+        return {}
+
+    check(first, 0)
+    columns = [column for column in _MEDIA if column in first]
+    if not columns or (isinstance(dataset, Dataset) and dataset.format["type"] == "custom"):  # of a transform
+        return dataset
+    if not isinstance(dataset, Dataset):
+        return dataset.map(check, with_indices=True, remove_columns=columns)
+    tables: Any = dataset.select_columns(columns).with_format("arrow").iter(batch_size=1_000)
+    index = 0
+    for table in tables:
+        if any(column.null_count < len(column) for column in table.columns):
+            for nth, row in enumerate(table.to_pylist()):
+                check(row, index + nth)
+        index += len(table)
+    return dataset.remove_columns(columns)
+
+
+def _has_value(value: Any) -> bool:
+    """Return whether a column of images, video or audio has any in a row."""
+    return value is not None and not (isinstance(value, (str, list)) and all(item is None for item in value))
+
+
+def _has_media_in_messages(value: Any) -> bool:
+    """Return whether a column of a row is a conversation with images, video or audio in its messages."""
+    turns = [turn for turn in value if isinstance(turn, Mapping)] if isinstance(value, list) else []
+    contents = [turn["content"] for turn in turns if isinstance(turn.get("content"), list)]
+    kinds = [str(part.get("type")) for content in contents for part in content if isinstance(part, Mapping)]
+    return any(media in kind for kind in kinds for media in ("image", "video", "audio"))
+
+
+def refuse_too_few_rows(trainer: Any) -> None:
+    """Raise a ValueError if `dataloader_drop_last` drops all rows of a dataset, which are fewer than a batch."""
+    args = trainer.args
+    if not args.dataloader_drop_last:
+        return
+    processes = args.world_size // getattr(trainer, "_copies", trainer.get_tp_size())
+    for name, dataset in map_style_datasets(trainer.train_dataset, trainer.eval_dataset):
+        task = "train" if dataset is trainer.train_dataset else "eval"
+        batch = processes * getattr(args, f"{task}_batch_size")
+        if len(dataset) < batch:
+            raise ValueError(
+                f"dataloader_drop_last=True drops every row of the {name} dataset: {len(dataset)} as prepared, but a "
+                f"batch of all processes has {batch}; lower per_device_{task}_batch_size, or leave it out"
+            )
 
 
 def refuse_sampling_by_length(trainer: Any) -> None:

@@ -24,17 +24,18 @@ from flashmask_hf.trainers.common import (
     check_config,
     default_output_dir,
     first_row,
-    first_rows,
     flashmask_policy,
     gather_trained_head,
-    has_images,
     log_sharing,
     map_style_datasets,
     prepare_arguments,
     refuse_empty_reference,
     refuse_liger_losses,
     refuse_sampling_by_length,
+    refuse_too_few_rows,
+    text_datasets,
     with_position_limit,
+    without_media,
 )
 from flashmask_hf.trainers.formats import preference_columns
 from flashmask_hf.trainers.kept_attention import KeepAttention
@@ -45,6 +46,9 @@ logger = logging.getLogger(__name__)
 
 _SMOOTHED_LOSSES = ("robust", "exo_pair", "aot", "aot_unpaired")
 """Those of TRL 1.16's loss types that read `label_smoothing`."""
+
+_NO_MEDIA = "rows cannot share a question yet; use trl.DPOTrainer for images, or remove the column"
+"""What is wrong with images, video and audio, and the way out."""
 
 
 @dataclass
@@ -148,7 +152,7 @@ class SharedQuestionDPOTrainer(DPOTrainer):
             )
         prepare_arguments(model, args, peft_config)
         refuse_liger_losses(args)
-        first = first_rows(train_dataset, eval_dataset)
+        train_dataset, eval_dataset = text_datasets(train_dataset, eval_dataset, _NO_MEDIA)
         if args.label_smoothing and not set(args.loss_type) & set(_SMOOTHED_LOSSES):
             raise ValueError(
                 f"label_smoothing={args.label_smoothing} changes nothing with loss_type={args.loss_type}; leave it at "
@@ -167,8 +171,6 @@ class SharedQuestionDPOTrainer(DPOTrainer):
                 f"data_collator must be a DataCollatorForSharedQuestion, got {type(data_collator).__name__}; leave it "
                 "out, or use trl.DPOTrainer"
             )
-        if has_images(first):
-            raise ValueError("rows with images cannot share a question yet; use trl.DPOTrainer, or remove the column")
         self._hooked = False
         self._creates_reference = ref_model is None
         with flashmask_policy(model, args, reference=True):
@@ -185,6 +187,7 @@ class SharedQuestionDPOTrainer(DPOTrainer):
             )
         self.add_callback(KeepAttention(self))
         refuse_sampling_by_length(self)
+        refuse_too_few_rows(self)
         self._hook_models()
 
     def _hook_models(self) -> None:
@@ -253,7 +256,7 @@ class SharedQuestionDPOTrainer(DPOTrainer):
     def _prepare_dataset(
         self, dataset: Dataset | IterableDataset, processing_class: Any, args: Any, dataset_name: str
     ) -> Dataset | IterableDataset:
-        dataset = unformatted(dataset)
+        dataset = without_media(unformatted(dataset), dataset_name, _NO_MEDIA)
         first = first_row(dataset, dataset_name)
         warn_of_weights(first, f"the {dataset_name} dataset")
         if {"prompt_ids", "chosen_ids", "rejected_ids"} <= set(first):

@@ -21,17 +21,17 @@ from flashmask_hf.names import PACKED_IDS, PACKED_INDEX, VECTORS
 from flashmask_hf.trainers.common import (
     check_config,
     default_output_dir,
-    first_rows,
     flashmask_policy,
-    has_images,
     log_sparsity,
     map_style_datasets,
     prepare_arguments,
     refuse_sampling_by_length,
+    refuse_too_few_rows,
+    text_datasets,
     with_position_limit,
 )
 from flashmask_hf.trainers.kept_attention import KeepAttention
-from flashmask_hf.trainers.reward_data import check_rows, prepare_rows
+from flashmask_hf.trainers.reward_data import NO_MEDIA, check_rows, prepare_rows
 from flashmask_hf.trainers.reward_losses import LOSSES, pair_mean
 
 __all__ = ["MultiAnswerRewardConfig", "MultiAnswerRewardTrainer"]
@@ -158,10 +158,7 @@ class MultiAnswerRewardTrainer(RewardTrainer):
         check_config(args, RewardConfig, "MultiAnswerRewardConfig")
         settings: Any = args
         prepare_arguments(model, args, peft_config)
-        if has_images(first_rows(train_dataset, eval_dataset)):
-            raise ValueError(
-                "rows with images cannot share a question, and a reward model reads text; remove the column"
-            )
+        train_dataset, eval_dataset = text_datasets(train_dataset, eval_dataset, NO_MEDIA)
         if getattr(peft_config, "task_type", None) == "CAUSAL_LM":
             raise ValueError(
                 "peft_config: task_type='CAUSAL_LM' is for models that generate; a reward model needs "
@@ -199,6 +196,7 @@ class MultiAnswerRewardTrainer(RewardTrainer):
         run_packed(trained)
         self.add_callback(KeepAttention(self))
         refuse_sampling_by_length(self)
+        refuse_too_few_rows(self)
         self.data_collator = collator = with_position_limit(collator, trained)
         self.label_names = ["scores"]
         text_config, tokenizer = trained.config.get_text_config(), self.processing_class

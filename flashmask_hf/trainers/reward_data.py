@@ -14,12 +14,15 @@ from trl.trainer.utils import global_then_local_main_first
 from flashmask_hf.collators.checks import as_number
 from flashmask_hf.collators.dataset import refuse_transform, unformatted, warn_of_weights
 from flashmask_hf.collators.reward import DataCollatorForMultiAnswerReward, answer_scores, shared_prefix
-from flashmask_hf.trainers.common import first_row
+from flashmask_hf.trainers.common import first_row, without_media
 from flashmask_hf.trainers.formats import answer_sequences
 
-__all__ = ["check_rows", "prepare_rows"]
+__all__ = ["NO_MEDIA", "check_rows", "prepare_rows"]
 
 logger = get_logger(__name__)
+
+NO_MEDIA = "rows cannot share a question, and a reward model reads text; remove the column"
+"""What is wrong with images, video and audio, and the way out."""
 
 
 def prepare_rows(
@@ -41,6 +44,7 @@ def prepare_rows(
         ValueError: the dataset has no rows, or none that fits `args.max_length`; it has a transform; or a row is
             invalid.
     """
+    dataset = without_media(dataset, name, NO_MEDIA)
     first = first_row(dataset, name)
     warn_of_weights(first, f"the {name} dataset")
     map_style = isinstance(dataset, Dataset)  # IterableDataset.map has neither num_proc nor desc

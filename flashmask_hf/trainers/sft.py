@@ -24,13 +24,14 @@ from flashmask_hf.trainers.common import (
     check_config,
     default_output_dir,
     first_row,
-    first_rows,
     flashmask_policy,
     gather_trained_head,
-    has_images,
     log_sparsity,
     prepare_arguments,
     refuse_sampling_by_length,
+    refuse_too_few_rows,
+    text_datasets,
+    without_media,
 )
 from flashmask_hf.trainers.context_parallel import (
     ContextParallelMixin,
@@ -45,6 +46,9 @@ __all__ = ["PackedSFTTrainer"]
 
 _COMPUTES = ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics")
 """Arguments of the trainer that get logits or losses."""
+
+_NO_MEDIA = "rows cannot be packed yet; use trl.SFTTrainer for images, or remove the column"
+"""What is wrong with images, video and audio, and the way out."""
 
 
 class PackedSFTTrainer(ContextParallelMixin, SFTTrainer):
@@ -141,12 +145,10 @@ class PackedSFTTrainer(ContextParallelMixin, SFTTrainer):
             )
         prepare_arguments(model, args, peft_config, learns_labels=True)
         _refuse_unread_smoothing(args, kwargs.get("compute_loss_func"))
-        first = first_rows(train_dataset, eval_dataset)
+        train_dataset, eval_dataset = text_datasets(train_dataset, eval_dataset, _NO_MEDIA)
         if not _trl_packs(args):
             if args.max_length is None:
                 raise ValueError("max_length is None, but packing needs it: the number of tokens of a row; set it")
-            if has_images(first):
-                raise ValueError("rows with images cannot be packed yet; use trl.SFTTrainer, or remove the column")
             if max_position_embeddings is None:
                 max_position_embeddings = _positions(model, args)
             data_collator = _collator(data_collator, args, max_position_embeddings)
@@ -179,6 +181,7 @@ class PackedSFTTrainer(ContextParallelMixin, SFTTrainer):
             if self._skips_tiles:
                 check_layers(trained)
         self._start_context_parallel(parts)
+        refuse_too_few_rows(self)
 
     def _prepare_dataset(
         self,
@@ -189,7 +192,7 @@ class PackedSFTTrainer(ContextParallelMixin, SFTTrainer):
         formatting_func: Any,
         dataset_name: str,
     ) -> Dataset | IterableDataset:
-        dataset = unformatted(dataset)
+        dataset = without_media(unformatted(dataset), dataset_name, _NO_MEDIA)
         first = first_row(dataset, dataset_name)
         if _trl_packs(args):  # else pack_dataset warns
             warn_of_weights(first, f"the {dataset_name} dataset")

@@ -463,8 +463,8 @@ def test_invalid_arguments_and_data_raise_before_the_first_step(model_path, toke
         trainer([*good, long], data_collator=DataCollatorForSharedQuestion(row_length=70, max_position_embeddings=99))
     with pytest.raises(ValueError, match="every question of the train dataset fills max_length 8"):
         trainer([long, long], max_length=8)
-    with pytest.raises(ValueError, match="images cannot share a question"):
-        trainer([{**good[0], "images": None}])
+    with pytest.raises(ValueError, match="rows cannot share a question"):
+        trainer([{**good[0], "images": ["a"]}])
     with caplog.at_level(logging.WARNING, logger="flashmask_hf.trainers.dpo"):
         trainer([*good, long], max_length=60)
         trainer([*good, long], max_length=20)

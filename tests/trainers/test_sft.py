@@ -103,13 +103,6 @@ def test_models_that_are_loaded_by_name_get_the_attention_and_the_limit_of_posit
         PackedSFTTrainer(model, args, train_dataset=long)
 
 
-@pytest.mark.parametrize("column", ["image", "images"])
-def test_rows_with_images_are_refused(tmp_path, model, column):
-    dataset = Dataset.from_list([{**TEXT, column: None}])
-    with pytest.raises(ValueError, match="rows with images cannot be packed yet"):
-        PackedSFTTrainer(model, SFTConfig(**trainer_settings(tmp_path)), train_dataset=dataset)
-
-
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("family", ["jamba", "lfm2", "recurrent_gemma"])
 def test_layers_that_mix_documents_raise_in_the_first_step(tmp_path, family, compiled):
