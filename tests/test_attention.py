@@ -20,6 +20,7 @@ from tools.support import (
     check,
     check_low_scores,
     check_lse_of_rows_that_see_nothing,
+    covering,
     lanes,
     run,
 )
@@ -36,18 +37,15 @@ LENGTHS = [(1, 1), (63, 63), (113, 113), (1, 63), (63, 257), (1023, 1023), (113,
 FEW_LENGTHS = [(63, 63), (63, 257)]  # for the interpreter, and 16 bits on the CPU
 
 
-def _cases() -> list:
-    return [
-        pytest.param(*lane.values, lengths, id=f"{lane.id}-{lengths[0]}x{lengths[1]}", marks=lane.marks)
-        for chosen, pairs in ((lanes(CPU[:1], (), GPU), LENGTHS), (lanes(CPU[1:], INTERPRETER, ()), FEW_LENGTHS))
-        for lane in chosen
-        for lengths in pairs
-    ]
-
-
-@pytest.mark.parametrize(("lane", "lengths"), _cases())
-@pytest.mark.parametrize("family", FAMILIES)
-def test_family(lane: Lane, family: str, lengths: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("family", "lane", "lengths"),
+    [
+        *covering(2, FAMILIES, lanes(CPU[:1], (), GPU), LENGTHS),
+        *covering(1, FAMILIES, lanes((), INTERPRETER, ()), FEW_LENGTHS),
+        *covering(3, FAMILIES, lanes(CPU[1:], (), ()), FEW_LENGTHS),
+    ],
+)
+def test_family(family: str, lane: Lane, lengths: tuple[int, int]) -> None:
     q_len, kv_len = lengths
     q, k, v = attention_inputs(lane, 2, HEADS, KV_HEADS, q_len, kv_len, 32)
     check(lane, q, k, v, FAMILIES[family](kv_len, q_len).to(lane.device))
@@ -126,9 +124,9 @@ def test_heads(lane: Lane, heads: tuple[int, int], mask_heads: str) -> None:
     check(lane, *attention_inputs(lane, 2, *heads, 140, 140, 16), mask)
 
 
-@pytest.mark.parametrize("softcap", [None, 3.0], ids=["uncapped", "capped"])
-@pytest.mark.parametrize("with_sinks", [False, True], ids=["plain", "sinks"])
-@pytest.mark.parametrize("lane", lanes(CPU, INTERPRETER, GPU))
+@pytest.mark.parametrize(
+    ("lane", "with_sinks", "softcap"), covering(2, lanes(CPU, INTERPRETER, GPU), [False, True], [None, 3.0])
+)
 def test_softcap_and_sinks(lane: Lane, with_sinks: bool, softcap: float | None) -> None:
     q, k, v = attention_inputs(lane, 2, HEADS, KV_HEADS, 140, 140, 32)
     sinks = (

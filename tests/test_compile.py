@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import triton
-from tools.support import INTERPRETED, paired
+from tools.support import INTERPRETED, covering
 
 if INTERPRETED:
     pytest.skip("cpu lane: the interpreter compiles nothing", allow_module_level=True)
@@ -72,7 +72,7 @@ FORMS = {
 
 @pytest.mark.parametrize(
     ("dim", "form", "multiprocessors"),
-    paired([64, 128], FORMS, [pytest.param(1, id="many rows"), pytest.param(132, id="few rows")]),
+    covering(2, [64, 128], FORMS, [pytest.param(1, id="many rows"), pytest.param(132, id="few rows")]),
 )
 def test_hopper(monkeypatch: pytest.MonkeyPatch, dim: int, form: str, multiprocessors: int) -> None:
     kernels = _compile(monkeypatch, HOPPER, dim, dim, FORMS[form], multiprocessors=multiprocessors)

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from tools.support import FAMILIES, interpret_assertions, poisoned
+from tools.support import FAMILIES, covering, interpret_assertions, poisoned
 
 import flashmask_hf.plan
 from flashmask_hf import FlashMask, masks
@@ -54,9 +54,9 @@ def _random_mask(causal: bool, n: int, q_len: int, kv_len: int, seed: int) -> Fl
 
 def _builders() -> list:
     return [
-        pytest.param("torch", "cpu", id="torch"),
-        pytest.param("triton", "cpu", id="interpreter", marks=pytest.mark.interpreter),
-        pytest.param("triton", "cuda", id="gpu", marks=pytest.mark.gpu),
+        pytest.param(("torch", "cpu"), id="torch"),
+        pytest.param(("triton", "cpu"), id="interpreter", marks=pytest.mark.interpreter),
+        pytest.param(("triton", "cuda"), id="gpu", marks=pytest.mark.gpu),
     ]
 
 
@@ -69,17 +69,24 @@ def _build(builder: str, device: str, mask: FlashMask, q_len: int, **options: bo
         return Plan(*(x.cpu() for x in build(mask.indices.to(device), mask.causal, q_len, **options)))
 
 
-@pytest.mark.parametrize("lengths", [(1, 1), (129, 129), (700, 1025), (1025, 700)], ids=str)
-@pytest.mark.parametrize("form", [(True, 1), (True, 2), (False, 2), (False, 4)], ids=str)
-@pytest.mark.parametrize(("builder", "device"), _builders())
-def test_lists_and_segments_say_what_the_tiles_are(builder, device, form, lengths) -> None:
+FORMS = [(True, 1), (True, 2), (False, 2), (False, 4)]
+
+
+@pytest.mark.parametrize(
+    ("builder", "form", "lengths"),
+    [
+        *covering(3, _builders(), FORMS, [(1, 1), (129, 129)]),
+        *covering(1, _builders(), FORMS, [(700, 1025), (1025, 700)]),
+    ],
+)
+def test_lists_and_segments_say_what_the_tiles_are(builder, form, lengths) -> None:
     for seed in range(2):
         mask = _random_mask(*form, *lengths, seed)
         tiles = _padded(classify_tiles(mask.indices, mask.causal, lengths[0], (ROWS, plan_columns(lengths[1]))))
-        plan = _build(builder, device, mask, lengths[0])
+        plan = _build(*builder, mask, lengths[0])
         assert torch.equal(_tiles_by_rows(plan), tiles)
         assert torch.equal(_tiles_by_columns(plan), tiles)
-        everything = _build(builder, device, mask, lengths[0], skip=False)
+        everything = _build(*builder, mask, lengths[0], skip=False)
         whole = tiles.clone()
         rows, columns = -(-lengths[0] // ROWS), -(-lengths[1] // plan_columns(lengths[1]))
         whole[..., :rows, :columns][tiles[..., :rows, :columns] == HIDDEN] = PARTIAL
@@ -88,45 +95,45 @@ def test_lists_and_segments_say_what_the_tiles_are(builder, device, form, length
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("builder", "device"), _builders())
-def test_families(builder: str, device: str, family: str) -> None:
+@pytest.mark.parametrize("builder", _builders())
+def test_families(builder: tuple[str, str], family: str) -> None:
     mask = FAMILIES[family](600, 513)
     tiles = classify_tiles(mask.indices, mask.causal, 513, (ROWS, plan_columns(600)))
-    plan = _build(builder, device, mask, 513)
+    plan = _build(*builder, mask, 513)
     assert torch.equal(_tiles_by_rows(plan), tiles)
     assert torch.equal(_tiles_by_columns(plan), tiles)
 
 
-@pytest.mark.parametrize(("builder", "device"), [p for p in _builders() if p.id != "torch"])
-def test_segments_that_end_with_the_rows(builder: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("builder", [p for p in _builders() if p.id != "torch"])
+def test_segments_that_end_with_the_rows(builder: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Their closing edges lie one past the last row tile, in a round of lanes of its own."""
     from flashmask_hf.kernels.shared import plan as kernels
 
     monkeypatch.setattr(kernels, "_LANES", 4)
     mask = masks.causal(512)
-    plan = _build(builder, device, mask, 512)
+    plan = _build(*builder, mask, 512)
     assert torch.equal(_tiles_by_columns(plan), classify_tiles(mask.indices, True, 512, (ROWS, 128)))
 
 
-@pytest.mark.parametrize(("builder", "device"), _builders())
-def test_wide_tiles(builder: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("builder", _builders())
+def test_wide_tiles(builder: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The bound that makes tiles wide is patched, so that short rows have them."""
     monkeypatch.setattr(flashmask_hf.plan, "MAX_COLUMN_TILES", 4)
     for mask in (masks.sliding_window(1025, 300), masks.causal_document([400, 625]), masks.document([1000, 25])):
         assert plan_columns(1025) == 384
         tiles = classify_tiles(mask.indices, mask.causal, 1025, (ROWS, 384))
-        plan = _build(builder, device, mask, 1025)
+        plan = _build(*builder, mask, 1025)
         assert torch.equal(_tiles_by_rows(plan), tiles)
         assert torch.equal(_tiles_by_columns(plan), tiles)
 
 
-@pytest.mark.parametrize(("builder", "device"), [p for p in _builders() if p.id != "interpreter"])
-def test_wide_tiles_of_of_very_long_rows(builder: str, device: str) -> None:
+@pytest.mark.parametrize("builder", [p for p in _builders() if p.id != "interpreter"])
+def test_wide_tiles_of_of_very_long_rows(builder: tuple[str, str]) -> None:
     """Past MAX_COLUMN_TILES tiles a row's tiles get wider, and the lists still say what the mask says."""
     kv_len = 128 * MAX_COLUMN_TILES * 2 + 77
     mask = masks.sliding_window(kv_len, 4000, q_len=130)
     assert plan_columns(kv_len) == 384
-    plan = _build(builder, device, mask, 130)
+    plan = _build(*builder, mask, 130)
     assert torch.equal(_tiles_by_rows(plan), classify_tiles(mask.indices, mask.causal, 130, (ROWS, 384)))
 
 
@@ -156,7 +163,7 @@ def test_a_million_tokens_on_the_gpu() -> None:
     assert int(plan.counts[..., 0].sum()) == 256 * 32 * 31 // 2 or plan_columns(kv_len) > 128
 
 
-@pytest.mark.parametrize("form", [(True, 1), (True, 2), (False, 2), (False, 4)], ids=str)
+@pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("builder", ["torch", pytest.param("triton", marks=pytest.mark.interpreter)])
 def test_indices_out_of_range(builder: str, form: tuple[bool, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """One bound of one column is enough, and none too many: 0 and q_len are in range."""
@@ -178,11 +185,16 @@ def test_indices_out_of_range(builder: str, form: tuple[bool, int], monkeypatch:
                 build(indices, causal, 150)
 
 
+DEVICES = [pytest.param("cpu", marks=pytest.mark.interpreter), pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
 @pytest.mark.parametrize(
-    "device", [pytest.param("cpu", marks=pytest.mark.interpreter), pytest.param("cuda", marks=pytest.mark.gpu)]
+    ("form", "lengths", "device"),
+    [
+        *covering(3, FORMS, [(1, 1), (128, 128), (129, 300)], DEVICES),
+        *covering(1, FORMS, [(700, 1025), (1100, 500)], DEVICES),
+    ],
 )
-@pytest.mark.parametrize("lengths", [(1, 1), (128, 128), (129, 300), (700, 1025), (1100, 500)], ids=str)
-@pytest.mark.parametrize("form", [(True, 1), (True, 2), (False, 2), (False, 4)], ids=str)
 def test_joined_rows(
     monkeypatch: pytest.MonkeyPatch, form: tuple[bool, int], lengths: tuple[int, int], device: str
 ) -> None:
@@ -206,9 +218,7 @@ def test_joined_rows(
         assert torch.equal(joined[:, :, row], expected.to(joined.dtype))
 
 
-@pytest.mark.parametrize(
-    "device", [pytest.param("cpu", marks=pytest.mark.interpreter), pytest.param("cuda", marks=pytest.mark.gpu)]
-)
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("count", "q_len", "document", "mean"),
     [(2, 1024, 1024, 4.5), (1, 256 * 128, 8 * 128, 4.5), (64, 1024, 1024, 4.5), (48, 3 * 128, 3 * 128, 2.0)],

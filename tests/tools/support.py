@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -65,25 +66,30 @@ def _parameter(lane: Lane, *marks: pytest.MarkDecorator) -> Any:
     return pytest.param(lane, id=lane.id, marks=marks)
 
 
-def paired(*levels: Sequence[Any]) -> list:
-    """Return every combination of levels as test parameters; most are marked full.
+def covering(strength: int, *levels: Sequence[Any]) -> list:
+    """Return every combination of levels as test parameters; those that add little to the others are marked full.
 
-    The others hold every pair of levels of two factors, in each lane. A level may be a `pytest.param` of one value.
+    The others hold every combination of levels of any `strength` factors. A level may be a `pytest.param` of one value.
+    Where a factor is lanes, the slow ones of the interpreter alone are thinned out.
     """
     levels = tuple([x if isinstance(x, ParameterSet) else pytest.param(x) for x in factor] for factor in levels)
     combinations = list(itertools.product(*(range(len(factor)) for factor in levels)))
     parts = {c: [factor[i] for factor, i in zip(levels, c, strict=True)] for c in combinations}
-    names = {c: frozenset(mark.name for part in parts[c] for mark in part.marks) for c in combinations}
-    pairs = {c: {(names[c], pair) for pair in itertools.combinations(enumerate(c), 2)} for c in combinations}
-    kept, missing = set(), set().union(*pairs.values())
+    marks = {c: [mark for part in parts[c] for mark in part.marks] for c in combinations}
+    slow = [c for c in combinations if any(mark.name == "interpreter" for mark in marks[c])] or [*combinations]
+    held = {c: set(itertools.combinations(enumerate(c), strength)) for c in slow}
+    subsets = {c: [x for n in range(1, len(c)) for x in itertools.combinations(enumerate(c), n)] for c in slow}
+    used: Counter[tuple] = Counter()  # of two that hold as much, that is kept whose levels have met others least
+    missing = set().union(*held.values())
     while missing:
-        best = max(combinations, key=lambda c: len(pairs[c] & missing))
-        kept.add(best)
-        missing -= pairs[best]
+        best = max(slow, key=lambda c: (len(held[c] & missing), -sum(used[x] for x in subsets[c])))
+        missing -= held[best]
+        used.update(subsets[best])
+        slow.remove(best)
     return [
         pytest.param(
             *(part.values[0] for part in parts[c]),
-            marks=[*(mark for part in parts[c] for mark in part.marks), *[pytest.mark.full] * (c not in kept)],
+            marks=[*marks[c], *[pytest.mark.full] * (c in slow)],
             id="-".join(str(part.values[0] if part.id is None else part.id) for part in parts[c]),
         )
         for c in combinations

@@ -18,6 +18,7 @@ from tools.support import (
     check_low_scores,
     check_lse_of_rows_that_see_nothing,
     check_random_call,
+    covering,
     offer_tall_tiles,
     poisoned,
     references,
@@ -115,9 +116,7 @@ def test_repeated_calls(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     check_repeated(Lane("hopper", "cpu", torch.bfloat16), kind, calls)
 
 
-@pytest.mark.parametrize("lengths", [(1, 1), (200, 333)], ids=str)
-@pytest.mark.parametrize("dim", DTYPES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "dim", "lengths"), covering(2, FAMILIES, DTYPES, [(1, 1), (200, 333)]))
 def test_family(family: str, dim: int, lengths: tuple[int, int]) -> None:
     q_len, kv_len = lengths
     ordered = bool(len(family) % 2)
@@ -137,9 +136,9 @@ WIDE = [(256, 256), (192, 128), (160, 144), (136, 64)]
 """Sizes (head_dim, v_head_dim) of which one is over 128."""
 
 
-@pytest.mark.parametrize("lengths", [(1, 1), (200, 333)], ids=str)
-@pytest.mark.parametrize("family", ["prefix_lm_document", "hash_sparse"])
-@pytest.mark.parametrize("dims", WIDE, ids=str)
+@pytest.mark.parametrize(
+    ("dims", "family", "lengths"), covering(2, WIDE, ["prefix_lm_document", "hash_sparse"], [(1, 1), (200, 333)])
+)
 def test_wide(dims: tuple[int, int], family: str, lengths: tuple[int, int]) -> None:
     """The forward with one stage of queries, tiles of 64 keys or tails of queries and keys; the wide backward."""
     q_len, kv_len = lengths
@@ -166,8 +165,7 @@ def test_heads(heads: tuple[int, int], mask_heads: str) -> None:
     _check(_inputs(dim, 230, 230, 1, *heads), mask)
 
 
-@pytest.mark.parametrize("dim", DTYPES)
-@pytest.mark.parametrize("form", [(True, 1), (True, 2), (False, 2), (False, 4)], ids=str)
+@pytest.mark.parametrize(("form", "dim"), covering(1, [(True, 1), (True, 2), (False, 2), (False, 4)], DTYPES))
 def test_softcap_and_sinks(form: tuple[bool, int], dim: int) -> None:
     causal, n = form
     indices = torch.randint(0, 201, (2, 1, 260, n), generator=torch.Generator().manual_seed(n), dtype=torch.int32)
@@ -226,9 +224,9 @@ def test_tiles_of_keys_are_taken_in_their_order(monkeypatch: pytest.MonkeyPatch,
     assert loaded == [(0, tile) for tile in ascending] + [(1, tile) for tile in by_rows]
 
 
-@pytest.mark.parametrize("group", [3, 4])
-@pytest.mark.parametrize("per_head", [False, True])
-@pytest.mark.parametrize("family", ["causal_document", "document"])
+@pytest.mark.parametrize(
+    ("family", "per_head", "group"), covering(2, ["causal_document", "document"], [False, True], [3, 4])
+)
 def test_the_simulated_walk_is_the_kernel_s(
     monkeypatch: pytest.MonkeyPatch, family: str, per_head: bool, group: int
 ) -> None:
@@ -475,9 +473,9 @@ WALKED = {
 }
 
 
-@pytest.mark.parametrize("deterministic", [False, True], ids=["unordered", "ordered"])
-@pytest.mark.parametrize("dims", [(128, 128), (256, 256)], ids=str)
-@pytest.mark.parametrize("mask", WALKED)
+@pytest.mark.parametrize(
+    ("mask", "dims", "deterministic"), covering(2, WALKED, [(128, 128), (256, 256)], [False, True])
+)
 def test_hidden_tiles_are_not_walked(
     monkeypatch: pytest.MonkeyPatch, mask: str, dims: tuple[int, int], deterministic: bool
 ) -> None:

@@ -14,6 +14,7 @@ from tools.support import (
     Lane,
     assert_within_budget,
     attention_inputs,
+    covering,
     poisoned,
     row_orders,
     separate_rows,
@@ -117,8 +118,9 @@ def test_family(nth: int, family: str) -> None:
         _check(_inputs(DIMS[nth % 2], 200, 333, *sizes), mask, deterministic=nth % 4 < 2)
 
 
-@pytest.mark.parametrize("dims", [*DIMS, *PADDED], ids=str)
-@pytest.mark.parametrize("lengths", [(1, 5), (70, 150)], ids=str)
+@pytest.mark.parametrize(
+    ("dims", "lengths", "seeds"), covering(2, [*DIMS, *PADDED], [(1, 5), (70, 150)], range(2)), indirect=["seeds"]
+)
 def test_random_intervals(dims: tuple[int, int], lengths: tuple[int, int], seeds: int) -> None:
     """Every form of mask, with intervals anywhere, and as many masks as query heads or as key-value heads."""
     q_len, kv_len = lengths

@@ -18,6 +18,7 @@ from tools.support import (
     assert_within_budget,
     attention_inputs,
     check_low_scores,
+    covering,
     interpret_assertions,
     lanes,
     poisoned,
@@ -65,9 +66,7 @@ def check(
 
 
 @pytest.mark.usefixtures("no_plan")
-@pytest.mark.parametrize("q_len", [1, 5])
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("lane", ALL)
+@pytest.mark.parametrize(("lane", "family", "q_len"), covering(2, ALL, FAMILIES, [1, 5]))
 def test_family(lane: Lane, family: str, q_len: int) -> None:
     kv_len = 150 if INTERPRETED else 1023
     check(lane, *inputs(lane, 2, HEADS, KV_HEADS, q_len, kv_len, 32), FAMILIES[family](kv_len, q_len).to(lane.device))
@@ -127,10 +126,10 @@ def test_head_dims(lane: Lane, dims: tuple[int, int]) -> None:
 
 
 @pytest.mark.usefixtures("no_plan")
-@pytest.mark.parametrize("mask_heads", ["one", "kv", "q"])
-@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (71, 1)], ids=["MHA", "GQA", "MQA"])
-@pytest.mark.parametrize("q_len", [1, 16])
-@pytest.mark.parametrize("lane", ONE)
+@pytest.mark.parametrize(
+    ("lane", "q_len", "heads", "mask_heads"),
+    covering(2, ONE, [1, 16], [(4, 4), (6, 2), (71, 1)], ["one", "kv", "q"]),
+)
 def test_heads(lane: Lane, q_len: int, heads: tuple[int, int], mask_heads: str) -> None:
     """Up to 1,136 packed rows fill many tiles. A mask per head is one for both batch entries."""
     count = {"one": 1, "kv": heads[1], "q": heads[0]}[mask_heads]

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tools.support import Lane, lanes, poisoned
+from tools.support import Lane, covering, lanes, poisoned
 
 from flashmask_hf.rows import gather_rows, gather_upstream, put_rows_back
 
 MOVING = lanes((torch.float64, torch.bfloat16), (torch.float32, torch.float16), (torch.float32, torch.bfloat16))
 
 
-@pytest.mark.parametrize("shape", [(2, 3, 77, 64), (1, 2, 300, 40), (3, 1, 1, 1), (2, 4, 50, 129)], ids=str)
-@pytest.mark.parametrize("lane", MOVING)
+@pytest.mark.parametrize(
+    ("lane", "shape"), covering(1, MOVING, [(2, 3, 77, 64), (1, 2, 300, 40), (3, 1, 1, 1), (2, 4, 50, 129)])
+)
 def test_rows_move_and_come_back(lane: Lane, shape: tuple[int, ...]) -> None:
     """Rows behind the kept ones may hold anything; rows of the gradient bring their dot products with the output."""
     generator = torch.Generator().manual_seed(0)

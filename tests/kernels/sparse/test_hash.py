@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tools.support import Lane, lanes, poisoned
+from tools.support import Lane, covering, lanes, poisoned
 from torch import Tensor
 
 from flashmask_hf.operators import sparse as sparse_ops
@@ -16,23 +16,23 @@ NEAREST = lanes(
 )
 
 
-@pytest.mark.parametrize("largest", [1, 20], ids=["ties", "long sums"])
-@pytest.mark.parametrize(
-    ("shape", "direction_heads", "count"),
-    [
-        ((2, 4, 77, 64), 2, 8),
-        ((1, 3, 1, 1), 3, 1),
-        ((2, 4, 130, 40), 1, 2),
-        ((1, 2, 70, 129), 2, 3),
-        ((1, 2, 33, 70), 1, 128),
-        ((1, 2, 40, 24), 2, 129),
-        ((1, 1, 9, 16), 1, 300),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("lane", NEAREST)
-def test_nearest_direction(lane: Lane, shape: tuple[int, ...], direction_heads: int, count: int, largest: int) -> None:
+SIZES = [
+    ((2, 4, 77, 64), 2, 8),
+    ((1, 3, 1, 1), 3, 1),
+    ((2, 4, 130, 40), 1, 2),
+    ((1, 2, 70, 129), 2, 3),
+    ((1, 2, 33, 70), 1, 128),
+    ((1, 2, 40, 24), 2, 129),
+    ((1, 1, 9, 16), 1, 300),
+]
+"""The shape of the vectors, and the numbers of heads of the directions and of directions."""
+LARGEST = [pytest.param(1, id="ties"), pytest.param(20, id="long sums")]
+
+
+@pytest.mark.parametrize(("lane", "sizes", "largest"), covering(2, NEAREST, SIZES, LARGEST))
+def test_nearest_direction(lane: Lane, sizes: tuple[tuple[int, ...], int, int], largest: int) -> None:
     """The first of the nearest directions is found, for integers, whose products only float32 holds exactly."""
+    shape, direction_heads, count = sizes
     generator = torch.Generator().manual_seed(0)
     batch, heads, rows, dims = shape
 

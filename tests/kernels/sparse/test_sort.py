@@ -4,41 +4,40 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tools.support import HEADS, KV_HEADS, Lane, lanes, poisoned
+from tools.support import HEADS, KV_HEADS, Lane, covering, lanes, poisoned
 
 from flashmask_hf.masks import sorted as sorted_masks
 from flashmask_hf.operators import sparse as sparse_ops
 
+CASES = [
+    (1, None, None, False, (torch.int64, torch.int64)),
+    (2, None, 1, False, (torch.uint8, torch.uint8)),
+    (2, KV_HEADS, 1, False, (torch.uint8, torch.int8)),
+    (13, None, None, True, (torch.int32, torch.uint8)),
+    (13, 1, None, False, (torch.uint8, torch.int64)),
+    (200, HEADS, None, True, (torch.int16, torch.int16)),
+    (256, None, None, False, (torch.uint8, torch.int32)),
+]
+"""n_buckets, hidden_heads, dropped, exclude_self, and the dtypes of both buckets."""
+
 
 @pytest.mark.parametrize(
-    ("n_buckets", "hidden_heads", "dropped", "exclude_self", "dtypes"),
-    [
-        (1, None, None, False, (torch.int64, torch.int64)),
-        (2, None, 1, False, (torch.uint8, torch.uint8)),
-        (2, KV_HEADS, 1, False, (torch.uint8, torch.int8)),
-        (13, None, None, True, (torch.int32, torch.uint8)),
-        (13, 1, None, False, (torch.uint8, torch.int64)),
-        (200, HEADS, None, True, (torch.int16, torch.int16)),
-        (256, None, None, False, (torch.uint8, torch.int32)),
-    ],
+    ("lane", "block", "lengths", "case"),
+    covering(
+        2, lanes((), (torch.float32,), (torch.float32,)), [512, 64], [(1, 1), (1, 130), (140, 130), (128, 64)], CASES
+    ),
 )
-@pytest.mark.parametrize("lengths", [(1, 1), (1, 130), (140, 130), (128, 64)], ids=str)
-@pytest.mark.parametrize("block", [512, 64], ids="blocks of {} rows".format)
-@pytest.mark.parametrize("lane", lanes((), (torch.float32,), (torch.float32,)))
 def test_sorting_is_as_in_torch(
     monkeypatch: pytest.MonkeyPatch,
     lane: Lane,
     block: int,
     lengths: tuple[int, int],
-    n_buckets: int,
-    hidden_heads: int | None,
-    dropped: int | None,
-    exclude_self: bool,
-    dtypes: tuple[torch.dtype, torch.dtype],
+    case: tuple[int, int | None, int | None, bool, tuple[torch.dtype, torch.dtype]],
 ) -> None:
     """Orders and columns are those of torch, whether a head's rows are one block or several."""
     from flashmask_hf.kernels.sparse import sort
 
+    n_buckets, hidden_heads, dropped, exclude_self, dtypes = case
     chosen = sort._block
     monkeypatch.setattr(sort, "_block", lambda n_buckets: min(block, chosen(n_buckets)))
     generator = torch.Generator().manual_seed(0)
