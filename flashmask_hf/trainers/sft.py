@@ -16,7 +16,7 @@ from trl.trainer.sft_trainer import SFTTrainer
 
 from flashmask_hf.backend.packed_rows import check_compiled, check_layers
 from flashmask_hf.backend.router_logits import drop_padding_from_router_logits
-from flashmask_hf.collators.dataset import pack_dataset, packing_efficiency, unformatted, warn_of_weights
+from flashmask_hf.collators.dataset import pack_dataset, unformatted, warn_of_weights
 from flashmask_hf.collators.labels import MASK_COLUMNS
 from flashmask_hf.collators.language_modeling import DataCollatorForPackedLanguageModeling
 from flashmask_hf.names import FLASHMASK, VECTORS
@@ -40,7 +40,7 @@ from flashmask_hf.trainers.context_parallel import (
     pad_for_parts,
 )
 from flashmask_hf.trainers.kept_attention import KeepAttention
-from flashmask_hf.trainers.sft_data import check_columns, check_completions
+from flashmask_hf.trainers.sft_data import check_columns, check_completions, packing_report
 
 __all__ = ["PackedSFTTrainer"]
 
@@ -220,10 +220,7 @@ class PackedSFTTrainer(ContextParallelMixin, SFTTrainer):
                 **self._packing_options,
             )
         if isinstance(tokenized, Dataset) and isinstance(packed, Dataset):
-            PartialState().print(
-                f"Packed {len(tokenized)} {dataset_name} examples into {len(packed)} rows of up to {args.max_length} "
-                f"tokens; packing efficiency {packing_efficiency(packed, args.max_length):.1%}"
-            )
+            PartialState().print(packing_report(args, len(tokenized), packed, dataset_name))
         return packed
 
     def _set_signature_columns_if_needed(self) -> None:

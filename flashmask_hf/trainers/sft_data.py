@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from datasets import Dataset, IterableDataset
 
+from flashmask_hf.collators.dataset import packing_efficiency
 from flashmask_hf.collators.labels import MASK_COLUMNS
+from flashmask_hf.trainers.context_parallel import context_parallel_size
 from flashmask_hf.trainers.formats import CONTEXTS, refuse_other_keys, refuse_unread_context
 
-__all__ = ["check_columns", "check_completions"]
+__all__ = ["check_columns", "check_completions", "packing_report"]
 
 
 def check_columns(
@@ -95,3 +98,28 @@ def check_completions(example: dict[str, Any], dataset_name: str) -> None:
             "that every token would be learned; give prompt and completion, set assistant_only_loss=True for "
             "conversations, or leave completion_only_loss out"
         )
+
+
+def packing_report(args: Any, examples: int, packed: Dataset, name: str) -> str:
+    """Return how many rows a dataset's examples make, and what that does to the optimizer steps of an epoch.
+
+    Args:
+        args: the trainer's arguments.
+        examples: number of examples before packing.
+        packed: rows of `pack_dataset`.
+        name: name of the dataset; training has steps for "train" alone.
+    """
+    rows, per_row = len(packed), examples / len(packed)
+    report = (
+        f"Packed {examples} {name} examples into {rows} rows of up to {args.max_length} tokens; packing efficiency "
+        f"{packing_efficiency(packed, args.max_length):.1%}"
+    )
+    batch = args.train_batch_size * args.gradient_accumulation_steps * args.world_size // context_parallel_size(args)
+    steps, unpacked = math.ceil(rows / batch), math.ceil(examples / batch)
+    if name != "train" or steps >= unpacked:
+        return report
+    return (
+        f"{report}\nBatch sizes count rows, and a row holds {per_row:.1f} examples on average: an epoch has {steps} "
+        f"optimizer steps on {batch * per_row:.0f} examples each. Unpacked it would have {unpacked}, on {batch} each. "
+        f"For as many steps, divide the batch size by {per_row:.1f}; for fewer, raise the learning rate."
+    )

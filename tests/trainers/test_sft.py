@@ -33,7 +33,11 @@ def arguments(out, attention="flashmask", **options):
 def test_training_packs_the_dataset_and_logs_throughput_and_sparsity(tmp_path, model, capsys):
     trainer = PackedSFTTrainer(model, arguments(tmp_path, max_length=16), train_dataset=Dataset.from_list([TEXT] * 8))
     trainer.train()
-    assert "Packed 8 train examples into 4 rows of up to 16 tokens; packing efficiency 87.5%" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "Packed 8 train examples into 4 rows of up to 16 tokens; packing efficiency 87.5%" in printed
+    assert "a row holds 2.0 examples on average: an epoch has 1 optimizer steps on 8 examples each." in printed
+    assert "Unpacked it would have 2, on 4 each. For as many steps, divide the batch size by 2.0;" in printed
+    assert trainer.state.max_steps == 1 * trainer.args.num_train_epochs
     entry = next(entry for entry in trainer.state.log_history if "loss" in entry)
     assert entry["tokens_per_second"] > 0
     assert entry["mask_sparsity"] == 0  # a short row is one tile
