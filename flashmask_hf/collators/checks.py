@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 from numbers import Real
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 _MAX_INT64 = np.iinfo(np.int64).max
+_MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 def check_truncation_mode(mode: str) -> None:
@@ -148,12 +150,19 @@ def as_number(value: Any, name: str) -> float:
 
     Raises:
         TypeError: `value` is something else; the message calls it `name`.
+        ValueError: it is not finite, or too large for float32.
     """
     if isinstance(value, (Tensor, np.ndarray)) and not value.ndim:
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {value!r}")
-    return float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # of an int
+        number = math.inf
+    if not abs(number) <= _MAX_FLOAT32:
+        raise ValueError(f"{name} must be finite and at most 3.4e38, as float32, got {number:g}; remove the example")
+    return number
 
 
 def as_answers(values: Sequence[Any], name: str) -> list[NDArray[np.int64]]:

@@ -143,7 +143,6 @@ def pack_dataset(
             "truncation_mode": truncation_mode,
             "completion_only_loss": completion_only_loss,
             "max_position_embeddings": max_position_embeddings,
-            "warns": not isinstance(dataset, Dataset),
             "version": _VERSION,
         },
     }
@@ -343,7 +342,7 @@ def _pack_stream(batch: dict[str, list[Any]], indices: Sequence[int], **options:
         if arrays[0] is not None:
             edges, values = np.cumsum([0, *map(len, arrays)]), pa.array(np.concatenate(arrays))
             columns[name] = _documents([pa.LargeListArray.from_arrays(pa.array(edges), values)], name, batch[_NAME])
-    return _pack(columns, batch[_NAME], **options).to_pydict()
+    return _pack(columns, batch[_NAME], warns=True, **options).to_pydict()
 
 
 def _pack(
@@ -355,7 +354,7 @@ def _pack(
     truncation_mode: str,
     completion_only_loss: bool | None,
     max_position_embeddings: int | None,
-    warns: bool,
+    warns: bool = False,
     version: int,
 ) -> pa.Table:
     """Pack examples, whose `names` are for error messages.

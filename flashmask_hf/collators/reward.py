@@ -218,8 +218,6 @@ class DataCollatorForMultiAnswerReward:
                 )
             return np.float32(self.score_margin) * scores
         margin = as_number(margin, f"margin of {name}")
-        if not np.isfinite(margin):
-            raise ValueError(f"margin of {name} is {margin}; it must be finite, or remove the example")
         if len(scores) != 2:
             raise ValueError(
                 f"{name} has a margin, which is for two answers, but {len(scores)} answers; use scores and score_margin"
@@ -250,12 +248,14 @@ def answer_scores(scores: Any, count: int, name: str) -> NDArray[np.float32]:
     try:
         with np.errstate(over="ignore"):  # the check for finite values below refuses an overflow
             values = np.asarray(scores, dtype=np.float32)
+    except OverflowError:  # of an int
+        values = np.full(len(scores), np.inf, dtype=np.float32)
     except (TypeError, ValueError):
         raise TypeError(f"scores of {name} must be a sequence of numbers, got {scores!r}") from None
     if values.shape != (count,):
         raise ValueError(f"{name} has {values.size} scores, but {count} answers; each answer needs one score")
     if not np.isfinite(values).all():
-        raise ValueError(f"scores of {name} are {scores!r}, not all finite float32; remove such answers")
+        raise ValueError(f"scores of {name} are {scores!r:.80}, not all finite float32; remove such answers")
     if (values == values[0]).all():
         raise ValueError(
             f"the scores of {name} are all {values[0]:g}, so it prefers no answer and teaches nothing; remove it: "

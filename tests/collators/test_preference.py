@@ -177,6 +177,12 @@ BAD = {
         ValueError,
         "example 0 has no ref_rejected_logps, but example 1",
     ),
+    "reference beyond float32": (
+        [PAIR | {"ref_chosen_logps": -(10**400)}],
+        {},
+        ValueError,
+        "ref_chosen_logps of example 0 must be finite and at most 3.4e38",
+    ),
     "reference not a number": (
         [PAIR | {"ref_chosen_logps": "low"}],
         {},

@@ -93,11 +93,12 @@ def test_invalid_options_raise(options, message):
         ({}, GOOD | {"scores": [1.0, float("nan")]}, ValueError, "scores of example 1 are .*nan.* not all finite"),
         ({}, GOOD | {"scores": [1.0, None]}, ValueError, "scores of example 1 are .*None.* not all finite"),
         ({}, GOOD | {"scores": [1.0, 1e300]}, ValueError, "scores of example 1 are .* not all finite float32"),
+        ({}, GOOD | {"scores": [1.0, 10**400]}, ValueError, "scores of example 1 are .* not all finite float32"),
         ({}, GOOD | {"scores": ["a", "b"]}, TypeError, "scores of example 1 must be a sequence of numbers"),
         ({}, GOOD | {"scores": [3, 3]}, ValueError, r"the scores of example 1 are all 3, .*dataset\.filter"),
         ({}, GOOD | {"margin": "wide"}, TypeError, "margin of example 1 must be a number, got 'wide'"),
         ({}, GOOD | {"margin": torch.tensor([1.0])}, TypeError, "margin of example 1 must be a number, got tensor"),
-        ({}, GOOD | {"margin": float("inf")}, ValueError, "margin of example 1 is inf; it must be finite"),
+        ({}, GOOD | {"margin": float("inf")}, ValueError, "margin of example 1 must be finite and at most 3.4e38"),
         ({}, GOOD | {"margin": 1.0}, ValueError, "example 0 has no margin, but example 1 of the same batch has"),
         (
             {},
