@@ -13,6 +13,7 @@ from tools.model_pairs import (
     positions,
     tokens,
 )
+from tools.support import covering
 from transformers import DecisionTransformerConfig, DecisionTransformerModel, DynamicCache, StaticCache
 
 from flashmask_hf import FlashMask, masks
@@ -326,8 +327,7 @@ def test_prefill_in_parts_equals_one_pass(model_name):
 # torch.compile
 
 
-@pytest.mark.parametrize("model_name", ["llama", "mistral"])
-@pytest.mark.parametrize("given", ["vectors", "positions"])
+@pytest.mark.parametrize(("model_name", "given"), covering(1, ["llama", "mistral"], ["vectors", "positions"]))
 def test_compiled_equals_eager(model_name, given):
     ours, eager = model_pair(model_name, num_hidden_layers=1)
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager", dynamic=True)

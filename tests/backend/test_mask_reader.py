@@ -171,7 +171,7 @@ MODELS: dict[str, Callable[[], PreTrainedConfig]] = {
     ("name", "given"),
     [
         ("chunks and all", "padding"),
-        ("windows and all", "padding"),
+        pytest.param("windows and all", "padding", marks=pytest.mark.full),
         ("windows and all", "positions"),
         ("two-sided windows and all", "padding"),
     ],

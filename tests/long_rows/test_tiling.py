@@ -777,7 +777,10 @@ def test_adapters_are_merged():
     assert calls["calls"] == LAYERS * TILES
 
 
-@pytest.mark.parametrize(("options", "backend"), [(None, "eager"), (ONCE, "aot_eager")], ids=["plain", "once"])
+@pytest.mark.parametrize(
+    ("options", "backend"),
+    [pytest.param(None, "eager", id="plain"), pytest.param(ONCE, "aot_eager", marks=pytest.mark.full, id="once")],
+)
 def test_a_compiled_model(options, backend):
     torch.compiler.reset()
     plain = model_of(num_hidden_layers=1)
