@@ -19,7 +19,7 @@ from flashmask_hf.backend.router_logits import drop_padding_from_router_logits
 from flashmask_hf.collators.dataset import pack_dataset, unformatted, warn_of_weights
 from flashmask_hf.collators.labels import MASK_COLUMNS
 from flashmask_hf.collators.language_modeling import DataCollatorForPackedLanguageModeling
-from flashmask_hf.names import FLASHMASK, VECTORS
+from flashmask_hf.names import FLASHMASK, IGNORED, VECTORS
 from flashmask_hf.trainers.common import (
     check_config,
     default_output_dir,
@@ -39,6 +39,7 @@ from flashmask_hf.trainers.context_parallel import (
     context_parallel_size,
     pad_for_parts,
 )
+from flashmask_hf.trainers.even_batches import EvenBatchesMixin
 from flashmask_hf.trainers.kept_attention import KeepAttention
 from flashmask_hf.trainers.sft_data import check_columns, check_completions, packing_report
 
@@ -51,7 +52,7 @@ _NO_MEDIA = "rows cannot be packed yet; use trl.SFTTrainer for images, or remove
 """What is wrong with images, video and audio, and the way out."""
 
 
-class PackedSFTTrainer(ContextParallelMixin, SFTTrainer):
+class PackedSFTTrainer(EvenBatchesMixin, ContextParallelMixin, SFTTrainer):
     """`trl.SFTTrainer` on packed rows: a row holds several documents, and each attends only to itself.
 
     TRL tokenizes the datasets, applies chat templates and builds labels, but truncates nothing. `pack_dataset` then
@@ -69,7 +70,11 @@ class PackedSFTTrainer(ContextParallelMixin, SFTTrainer):
     that a token may attend to in its document, before any sliding window of the model; it does not depend on the batch
     size. `num_tokens` is without padding, too. They also add `mask_sparsity`, the fraction of tiles of the score matrix
     that are skipped, of one batch of this process, at logging steps and in evaluation. A batch is one row, so it grows
-    with the batch size. With another attention it is 0.
+    with the batch size. With another attention it is 0. `eval_loss`, `eval_entropy` and `eval_mean_token_accuracy` are
+    exact means over the learned tokens of all processes, whatever the batch size.
+
+    A stream on several processes is read by shards if these divide evenly, and else whole by each process, which keeps
+    its share of the rows. An epoch of training ends with the process that has the fewest rows.
 
     With accelerate's context parallelism (`cp_size`, which needs FSDP2), a row is split over processes, for rows
     longer than one GPU takes; attention is still that of the whole row (`flashmask_hf.parallel`). Rows are padded to a
@@ -134,6 +139,7 @@ class PackedSFTTrainer(ContextParallelMixin, SFTTrainer):
         self._sums: Any = 0  # tokens and visible keys since the last log, int64 [2] once there was a batch
         self._last_log = time.perf_counter()
         self._logged_tokens = 0
+        self._evaluated: list[Tensor] = []  # of each batch of an evaluation its loss and its number of learned tokens
         parts = context_parallel_size(args)
         if parts > 1:
             computes = {name: kwargs.get(name) for name in _COMPUTES}
@@ -264,6 +270,36 @@ class PackedSFTTrainer(ContextParallelMixin, SFTTrainer):
             self._sums += torch.tensor([inputs["input_ids"].numel(), 0], device=inputs["input_ids"].device)
         return super().compute_loss(model, inputs, *args, **kwargs)
 
+    def _idle_batch(self, batch: dict[str, Any]) -> dict[str, Any]:
+        return batch | {name: torch.full_like(x, IGNORED) for name, x in batch.items() if name == "labels"}
+
+    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
+        """Run Trainer's `prediction_step`, and record the loss and the number of learned tokens of the batch."""
+        labels = inputs.get("labels")
+        step = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        if step[0] is not None and labels is not None:
+            tokens = labels[..., 1:].ne(IGNORED).sum().to(step[0].device) * self._counts_rows
+            self._evaluated.append(torch.stack([step[0].detach().float(), tokens.float()]))
+        return step
+
+    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
+        """Run Trainer's evaluation loop with the exact means over learned tokens, not means over batches."""
+        metrics = self._metrics["eval"]
+        metrics.clear()  # those of an earlier predict, which are never logged
+        self._evaluated = []
+        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        if f"{metric_key_prefix}_loss" in output.metrics and self._evaluated:
+            gathered: Any = self.accelerator.gather(torch.stack(self._evaluated)[None])
+            losses, tokens = gathered.cpu().double().unbind(2)  # [processes, batches]
+            filtered: Any = self.args.logging_nan_inf_filter
+            read = (tokens > 0) & (losses.isfinite() | (not filtered))
+            if read.any():
+                output.metrics[f"{metric_key_prefix}_loss"] = _mean(losses[read], tokens[read])
+            for name in ("entropy", "mean_token_accuracy"):
+                if metrics[name] and tokens.sum():
+                    metrics[name] = [_mean(torch.tensor(metrics[name]), tokens.sum(0))]
+        return output
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Write TRL's log with the tokens so far, and the tokens per second and keys per token since the last log."""
         if "loss" in logs:
@@ -334,6 +370,11 @@ def _collator(given: Any, args: Any, positions: int | None) -> DataCollatorForPa
             "mix the documents of a row; leave it out, or use trl.SFTTrainer"
         )
     return given
+
+
+def _mean(values: Tensor, weights: Tensor) -> float:
+    """Return a weighted mean of values."""
+    return ((values * weights).sum() / weights.sum()).item()
 
 
 def _tokens_and_keys(indices: Tensor) -> Tensor:

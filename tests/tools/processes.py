@@ -74,7 +74,8 @@ def main(module: str, folder: str, *sizes: str) -> None:
     """Run the groups one after the other."""
     imported = importlib.import_module(module)
     for size in map(int, sizes):
-        cases = {name: case for name, case in imported.CASES.items() if size in imported.GROUPS.get(name, (size,))}
+        groups = getattr(imported, "GROUPS", {})
+        cases = {name: case for name, case in imported.CASES.items() if size in groups.get(name, (size,))}
         for name, case in getattr(imported, "KILLED", {}).items():
             if name in cases and size > 1:
                 ends = _run_group({name: case}, size, folder)

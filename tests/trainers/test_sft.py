@@ -107,6 +107,42 @@ def test_models_that_are_loaded_by_name_get_the_attention_and_the_limit_of_posit
         PackedSFTTrainer(model, args, train_dataset=long)
 
 
+@pytest.mark.parametrize("streamed", [False, True], ids=["map", "streamed"])
+def test_evaluation_is_the_mean_over_learned_tokens(tmp_path, streamed):
+    """Batches of unequal numbers of labels do not weigh the same."""
+    model = AutoModelForCausalLM.from_config(llama_config(initializer_range=0.5), attn_implementation="flashmask")
+    documents = [list(range(5, 5 + n)) for n in (15, 3, 16, 9, 4, 12, 2)]
+    losses = [model(input_ids=torch.tensor([x]), labels=torch.tensor([x])).loss.item() for x in documents]
+    tokens = [len(document) - 1 for document in documents]
+    expected = sum(loss * n for loss, n in zip(losses, tokens, strict=True)) / sum(tokens)
+    data = Dataset.from_dict({"input_ids": documents})
+    for batch_size in (1, 2, 16):
+        args = SFTConfig(**trainer_settings(tmp_path) | {"per_device_eval_batch_size": batch_size}, max_length=16)
+        trainer = PackedSFTTrainer(model, args, train_dataset=data, processing_class=word_tokenizer())
+        found = trainer.evaluate(data.to_iterable_dataset() if streamed else data)
+        assert found["eval_loss"] == pytest.approx(expected, rel=1e-6)
+        entropy = trainer.state.log_history[-1]["eval_entropy"]
+        if batch_size == 1:
+            first = entropy
+        assert entropy == pytest.approx(first, rel=1e-6)
+
+
+def test_batches_that_do_not_fill_a_step_of_a_stream_are_left_out(tmp_path):
+    """Trainer would add their gradients to those of the next epoch's first step, and never end without a whole step."""
+    documents = Dataset.from_dict({"input_ids": [[5, 6, 7]] * 3}).to_iterable_dataset()
+    for accumulated, steps in ((2, 4), (4, 0)):
+        args = SFTConfig(
+            **trainer_settings(tmp_path) | {"per_device_train_batch_size": 1, "learning_rate": 0.0},
+            max_length=3, max_steps=4, gradient_accumulation_steps=accumulated,
+        )  # fmt: skip
+        model = AutoModelForCausalLM.from_config(llama_config(), attn_implementation="flashmask")
+        trainer = PackedSFTTrainer(model, args, train_dataset=documents, processing_class=word_tokenizer())
+        trainer.train()
+        norms = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
+        assert len(norms) == steps
+        assert norms == pytest.approx(norms[:1] * steps, rel=1e-5)
+
+
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("family", ["jamba", "lfm2", "recurrent_gemma"])
 def test_layers_that_mix_documents_raise_in_the_first_step(tmp_path, family, compiled):

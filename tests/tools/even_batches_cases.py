@@ -1,0 +1,85 @@
+"""Cases of processes with unequal numbers of rows, for `tools.processes`."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import torch
+from datasets import Dataset, IterableDataset
+from tools.tiny import llama_config, trainer_settings, word_tokenizer
+from transformers import AutoModelForCausalLM
+from trl import SFTConfig
+
+from flashmask_hf.trainers import PackedSFTTrainer
+
+DOCUMENTS = [[5 + (i + j) % 50 for j in range(3 + i % 9)] for i in range(60)]
+
+
+def rows(shards: list[list[int]]) -> Any:
+    """Yield the documents of some shards, each a list of indices."""
+    for shard in shards:
+        yield from ({"input_ids": DOCUMENTS[index]} for index in shard)
+
+
+def stream(*sizes: int) -> IterableDataset:
+    """Return a stream of shards of some numbers of documents."""
+    edges = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+    shards = [list(range(*edges[i : i + 2])) for i in range(len(sizes))]
+    return IterableDataset.from_generator(rows, gen_kwargs={"shards": shards})
+
+
+def trainer_of(train: Any, evaluated: Any = None, **options: Any) -> PackedSFTTrainer:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(llama_config(initializer_range=0.3), attn_implementation="flashmask")
+    return PackedSFTTrainer(
+        model,
+        SFTConfig(**trainer_settings(tempfile.mkdtemp()) | {"max_length": 16, "max_steps": 3} | options),
+        train_dataset=train,
+        eval_dataset=evaluated,
+        processing_class=word_tokenizer(),
+    )
+
+
+def trained(*sizes: int, steps: int = 1) -> Any:
+    """Return a case that trains past the end of a stream."""
+
+    def case(group: Any) -> dict[str, Any]:
+        trainer = trainer_of(
+            stream(*sizes), max_steps=16, per_device_train_batch_size=2, gradient_accumulation_steps=steps
+        )
+        trainer.train()
+        logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+        return {"steps": len(logs), "tokens": [entry["num_tokens"] for entry in logs]}
+
+    return case
+
+
+def evaluated(data: Any, **options: Any) -> Any:
+    """Return a case that evaluates a data set."""
+
+    def case(group: Any) -> dict[str, Any]:
+        made = data()
+        trainer = trainer_of(made if isinstance(made, Dataset) else stream(60), made, **options)
+        first, found = trainer.evaluate(), trainer.evaluate()
+        assert first["eval_loss"] == found["eval_loss"]
+        last: Any = [entry for entry in trainer.state.log_history if "eval_loss" in entry][-1]
+        return {name: last[f"eval_{name}"] for name in ("loss", "entropy", "mean_token_accuracy")}
+
+    return case
+
+
+def whole(count: int) -> Dataset:
+    return Dataset.from_list(list(rows([list(range(count))])))
+
+
+CASES = {
+    "train, shards of unequal rows": trained(38, 22),
+    "train, one shard": trained(60),
+    "train, three shards": trained(20, 30, 10),
+    "train, accumulation": trained(38, 22, steps=3),
+    "evaluate, shards of unequal rows": evaluated(lambda: stream(50, 10)),
+    "evaluate, three shards": evaluated(lambda: stream(20, 30, 10)),
+    "evaluate, one row": evaluated(lambda: whole(1)),
+    "evaluate, a data set": evaluated(lambda: whole(60), per_device_eval_batch_size=3),
+}
