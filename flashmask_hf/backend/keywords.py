@@ -59,6 +59,7 @@ _HARMLESS = {
     "return_loss",
     "seq_idx",
     "shift_labels",
+    "skip_logits",
     "token_type_ids",
     "use_cache",
 }
