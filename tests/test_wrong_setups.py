@@ -9,7 +9,14 @@ from datasets import Dataset, IterableDataset
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
 from tools import model_zoo
-from tools.tiny import TRAINER_WARNINGS, llama_config, preference_rows, trainer_settings, word_tokenizer
+from tools.tiny import (
+    TRAINER_WARNINGS,
+    llama_config,
+    preference_rows,
+    start_training,
+    trainer_settings,
+    word_tokenizer,
+)
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -655,6 +662,25 @@ def test_a_set_up_has_the_loss_of_stock_trl(name):
     assert abs(expected - 0.6931) > 1e-3, "the loss of policies that equal their reference"
     assert not trainer.args.accelerator_config.dispatch_batches
     assert first_loss(trainer) == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("task", "attention"), [("sft", "flashmask"), ("sft", "sdpa"), ("dpo", None), ("reward", None)]
+)
+def test_training_starts_with_the_name_of_the_attention(task, attention, capsys, caplog):
+    model = model_of(task, attention) if attention else None
+    trainer = build(task, model=model)
+    start_training(trainer)
+    line = f"{type(trainer).__name__}: attn_implementation='{attention or 'flashmask'}'."
+    assert line in capsys.readouterr().out.splitlines()
+    warned = "given to PackedSFTTrainer runs attention 'sdpa', which skips no hidden tiles. Load it with attn_impl"
+    assert (warned in caplog.text) == (attention == "sdpa")
+
+
+def test_another_attention_that_is_asked_for_by_name_does_not_warn(capsys, caplog):
+    model_of("sft")
+    build("sft", model="saved", model_init_kwargs={"attn_implementation": "sdpa"})
+    assert "skips no hidden tiles" not in caplog.text
 
 
 @pytest.mark.parametrize("task", ["sft", "dpo"])

@@ -14,6 +14,7 @@ from trl.experimental.async_grpo import async_grpo_trainer
 from flashmask_hf.backend.packed_rows import check_compiled
 from flashmask_hf.backend.tree_packing import run_tree_packing
 from flashmask_hf.names import FLASHMASK
+from flashmask_hf.trainers.attention_report import ReportAttention
 from flashmask_hf.trainers.common import check_adapters, gather_trained_head, refuse_options
 from flashmask_hf.trainers.kept_attention import KeepAttention
 
@@ -59,6 +60,7 @@ class SharedPromptAsyncGRPOTrainer(async_grpo_trainer.AsyncGRPOTrainer):
         gather_trained_head(policy)
         run_tree_packing(policy)
         self.add_callback(KeepAttention(self))
+        self.add_callback(ReportAttention(self, model))
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Return TRL's loss. In a compiled model, check in the first step that every layer receives the mask."""

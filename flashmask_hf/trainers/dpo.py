@@ -20,6 +20,7 @@ from flashmask_hf.backend.packed_rows import check_compiled, run_packed
 from flashmask_hf.collators.dataset import column_lengths, refuse_transform, unformatted, warn_of_weights
 from flashmask_hf.collators.preference import DataCollatorForSharedQuestion
 from flashmask_hf.names import FLASHMASK, VECTORS
+from flashmask_hf.trainers.attention_report import ReportAttention
 from flashmask_hf.trainers.common import (
     check_config,
     default_output_dir,
@@ -186,6 +187,7 @@ class SharedQuestionDPOTrainer(DPOTrainer):
                 **kwargs,
             )
         self.add_callback(KeepAttention(self))
+        self.add_callback(ReportAttention(self, model))
         refuse_sampling_by_length(self)
         refuse_too_few_rows(self)
         self._hook_models()

@@ -18,6 +18,7 @@ from flashmask_hf.backend.model_hooks import unwrap_peft
 from flashmask_hf.backend.packed_rows import check_compiled, run_packed
 from flashmask_hf.collators.reward import PADDING, DataCollatorForMultiAnswerReward
 from flashmask_hf.names import PACKED_IDS, PACKED_INDEX, VECTORS
+from flashmask_hf.trainers.attention_report import ReportAttention
 from flashmask_hf.trainers.common import (
     check_config,
     default_output_dir,
@@ -195,6 +196,7 @@ class MultiAnswerRewardTrainer(RewardTrainer):
         _refuse_unsaved_head(trained)
         run_packed(trained)
         self.add_callback(KeepAttention(self))
+        self.add_callback(ReportAttention(self, model))
         refuse_sampling_by_length(self)
         refuse_too_few_rows(self)
         self.data_collator = collator = with_position_limit(collator, trained)

@@ -20,6 +20,7 @@ from flashmask_hf.collators.dataset import pack_dataset, unformatted, warn_of_we
 from flashmask_hf.collators.labels import MASK_COLUMNS
 from flashmask_hf.collators.language_modeling import DataCollatorForPackedLanguageModeling
 from flashmask_hf.names import FLASHMASK, IGNORED, VECTORS
+from flashmask_hf.trainers.attention_report import ReportAttention
 from flashmask_hf.trainers.common import (
     check_config,
     default_output_dir,
@@ -61,17 +62,19 @@ class PackedSFTTrainer(EvenBatchesMixin, ContextParallelMixin, SFTTrainer):
     its rows. With `args.packing` or `args.padding_free`, TRL packs and collates the rows instead.
 
     A model loaded by name gets the attention "flashmask", unless `args.model_init_kwargs` names another; a model that
-    is given keeps its own. "flashmask" reads the mask vectors; the implementations of transformers find the documents
-    in the position ids, and models that do not hand these to them raise in the first step. With "flashmask", the first
-    step checks that every layer gets the mask. A mixture of experts leaves the padding of rows out of its auxiliary
-    loss.
+    is given keeps its own. A line when training starts says which attention runs, and a given model with an attention
+    of another package logs a warning. "flashmask" reads the mask vectors; the implementations of transformers find the
+    documents in the position ids, and models that do not hand these to them raise in the first step. With "flashmask",
+    the first step checks that every layer gets the mask. A mixture of experts leaves the padding of rows out of its
+    auxiliary loss.
 
     Logs add, of all processes and without padding, `tokens_per_second` and `keys_per_token`, the mean number of keys
     that a token may attend to in its document, before any sliding window of the model; it does not depend on the batch
     size. `num_tokens` is without padding, too. They also add `mask_sparsity`, the fraction of tiles of the score matrix
     that are skipped, of one batch of this process, at logging steps and in evaluation. A batch is one row, so it grows
-    with the batch size. With another attention it is 0. `eval_loss`, `eval_entropy` and `eval_mean_token_accuracy` are
-    exact means over the learned tokens of all processes, whatever the batch size.
+    with the batch size. It is 0 with another attention, and where rows are too short to hide a whole tile. `eval_loss`,
+    `eval_entropy` and `eval_mean_token_accuracy` are exact means over the learned tokens of all processes, whatever the
+    batch size.
 
     A stream on several processes is read by shards if these divide evenly, and else whole by each process, which keeps
     its share of the rows. An epoch of training ends with the process that has the fewest rows.
@@ -179,6 +182,7 @@ class PackedSFTTrainer(EvenBatchesMixin, ContextParallelMixin, SFTTrainer):
         trained = self.accelerator.unwrap_model(self.model)
         gather_trained_head(trained)
         self.add_callback(KeepAttention(self))
+        self.add_callback(ReportAttention(self, model))
         self._skips_tiles = trained.config.get_text_config()._attn_implementation == FLASHMASK
         if not _trl_packs(args):
             if _prepares_rows(args):

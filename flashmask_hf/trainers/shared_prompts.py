@@ -23,6 +23,7 @@ from flashmask_hf.backend.shared_prefill import shared_prefill
 from flashmask_hf.collators.forest import pack_forests, packed_inputs
 from flashmask_hf.collators.prefixes import share_prefixes, share_prompts
 from flashmask_hf.names import FLASHMASK, VECTORS
+from flashmask_hf.trainers.attention_report import ReportAttention
 from flashmask_hf.trainers.common import (
     check_config,
     default_output_dir,
@@ -119,6 +120,7 @@ class SharedPrompts:
             refuse_other_keys((row.get("prompt"),), f"the {name} dataset")
         self._hook_models(loaded_by_name=isinstance(model, str))
         trainer.add_callback(KeepAttention(self))
+        trainer.add_callback(ReportAttention(self, model))
         self._rows_per_group = _rows_per_group(trainer)
 
     def _hook_models(self, loaded_by_name: bool) -> None:

@@ -23,7 +23,15 @@ from peft import LoraConfig, PrefixTuningConfig
 from tools.grpo import CLASSES, STEPS, VLLM, WEIGHT_BOUND, prompts, reward, run, save_models
 from tools.recipes import FSDP_ON_CPU, RECIPES
 from tools.support import requires
-from tools.tiny import CHECKPOINTING, TRAINER_WARNINGS, VOCAB, llama_config, trainer_settings, word_tokenizer
+from tools.tiny import (
+    CHECKPOINTING,
+    TRAINER_WARNINGS,
+    VOCAB,
+    llama_config,
+    start_training,
+    trainer_settings,
+    word_tokenizer,
+)
 from transformers import AutoModelForCausalLM
 from trl import GRPOConfig
 
@@ -410,7 +418,7 @@ def test_set_ups_that_raise_at_construction(name, algorithm, checkpoints, tokeni
         )  # fmt: skip
 
 
-def test_other_wrong_set_ups_raise(checkpoints, tokenizer, tmp_path, monkeypatch):
+def test_other_wrong_set_ups_raise(checkpoints, tokenizer, tmp_path, monkeypatch, capsys):
     def make(args, **options):
         model = AutoModelForCausalLM.from_pretrained(checkpoints["llama"], attn_implementation="flashmask")
         return SharedPromptGRPOTrainer(model, reward, args, prompts(), processing_class=tokenizer, **options)
@@ -419,10 +427,12 @@ def test_other_wrong_set_ups_raise(checkpoints, tokenizer, tmp_path, monkeypatch
     with pytest.raises(TypeError, match="SharedPromptGRPOConfig"):
         make(transformers.TrainingArguments(**trainer_settings(tmp_path)))
     with monkeypatch.context() as patched:
-        patched.setattr("flashmask_hf.trainers.shared_prompts.compare_versions", lambda *_: True)
+        patched.setattr("flashmask_hf.trainers.common.compare_versions", lambda *_: True)
         with pytest.raises(ValueError, match="install trl"):
             make(GRPOConfig(**settings, use_liger_kernel=True))
     trainer = make(GRPOConfig(**settings))
+    start_training(trainer)
+    assert "SharedPromptGRPOTrainer: attn_implementation='flashmask'." in capsys.readouterr().out
     ids, mask = torch.full((2, 5), 7), torch.tensor([[1] * 5, [0, 0, 1, 1, 1]])
     with pytest.raises(ValueError, match="prompt 1 of the micro-batch has no tokens"):
         trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, 3)
