@@ -23,6 +23,13 @@ def target_device(device: Device, given: Any) -> Device:
     return given.device if device is None and isinstance(given, Tensor) else device
 
 
+def from_array(value: Any) -> Any:
+    """Return a NumPy array as a tensor, and everything else as it is."""
+    if isinstance(value, (Tensor, list, tuple)) or not hasattr(value, "__array_interface__"):
+        return value
+    return torch.tensor(value) if getattr(value, "shape", ()) else value  # a number of NumPy has no axes
+
+
 def check_integer_tensor(name: str, value: Any) -> None:
     """Raise unless `value` is a tensor of integers."""
     if not isinstance(value, Tensor) or value.dtype not in INTEGERS:
@@ -65,14 +72,15 @@ def batch_rows(name: str, value: Any, row_type: type | tuple[type, ...]) -> list
 
 
 def batch_integers(name: str, value: Any, high: int | None) -> list[int]:
-    """Return one number in 0..high per batch entry, from a list or an int tensor [B]."""
+    """Return one number in 0..high per batch entry, from a list, or an int tensor or array [B]."""
+    value = from_array(value)
     if isinstance(value, Tensor):
         check_integer_tensor(name, value)
         if value.dim() != 1:
             raise ValueError(f"{name} must have shape [B], got {list(value.shape)}")
         value = value.tolist()
     if not isinstance(value, (list, tuple)):
-        raise TypeError(f"{name} must be a list or an int tensor [B], got {type(value).__name__}")
+        raise TypeError(f"{name} must be a list, or an int tensor or array [B], got {type(value).__name__}")
     if not value:
         raise ValueError(f"{name} is empty; give one number per batch entry")
     why = "" if high is None else "the largest is kv_len"

@@ -17,6 +17,7 @@ from flashmask_hf.masks._arguments import (
     batch_integers,
     batch_rows,
     check_integer_tensor,
+    from_array,
     key_count,
     query_count,
     target_device,
@@ -24,7 +25,7 @@ from flashmask_hf.masks._arguments import (
 from flashmask_hf.masks._columns import document_spans, key_positions, make_mask, per_row, per_token
 
 Lengths: TypeAlias = Sequence[int] | Sequence[Sequence[int]] | Tensor
-"""Lengths in tokens: of one row, of each row of a batch, or an int tensor [documents] or [B, documents]."""
+"""Lengths in tokens: of one row, of each row of a batch, or an int tensor or array [documents] or [B, documents]."""
 
 
 def causal_document(
@@ -42,8 +43,8 @@ def causal_document(
         . . . . . 1
 
     Args:
-        documents: lengths in tokens; a list for one row, a list of lists for a batch, or an int tensor: [documents], or
-            [B, documents], whose rows may end in zeros for no document.
+        documents: lengths in tokens; a list for one row, a list of lists for a batch, or an int tensor or array:
+            [documents], or [B, documents], whose rows may end in zeros for no document.
         kv_len: number of keys; None means the longest row.
         q_len: number of queries; None means kv_len, less means the last q_len positions.
         device: where the mask lives; None is the device of `documents`, or the CPU.
@@ -83,8 +84,8 @@ def document(
         . . . . . 1
 
     Args:
-        documents: lengths in tokens; a list for one row, a list of lists for a batch, or an int tensor: [documents], or
-            [B, documents], whose rows may end in zeros for no document.
+        documents: lengths in tokens; a list for one row, a list of lists for a batch, or an int tensor or array:
+            [documents], or [B, documents], whose rows may end in zeros for no document.
         kv_len: number of keys; None means the longest row.
         q_len: number of queries; None means kv_len, less means the last q_len positions.
         device: where the mask lives; None is the device of `documents`, or the CPU.
@@ -189,7 +190,7 @@ def padding(
         . . 1 1 1
 
     Args:
-        lengths: number of real tokens of each row, 0..kv_len; a list or an int tensor [B].
+        lengths: number of real tokens of each row, 0..kv_len; a list, or an int tensor or array [B].
         kv_len: number of keys; None means the longest row.
         side: where the padding is.
         causal: whether real tokens see one another causally, or all.
@@ -232,7 +233,8 @@ def padding(
 
 
 def _batch_lengths(name: str, value: Any) -> list[list[int]]:
-    """Return the lengths of each batch row from a list, a list of lists or an int tensor of one or two axes."""
+    """Return the lengths of each batch row: of a list, a list of lists, or an int tensor or array [n] or [B, n]."""
+    value = from_array(value)
     if isinstance(value, Tensor):
         check_integer_tensor(name, value)
         if value.dim() not in (1, 2):

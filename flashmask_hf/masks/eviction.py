@@ -7,7 +7,7 @@ from torch import Tensor
 
 from flashmask_hf.checks import as_integer
 from flashmask_hf.mask import FlashMask
-from flashmask_hf.masks._arguments import Device, as_length, check_integer_tensor, query_count
+from flashmask_hf.masks._arguments import Device, as_length, check_integer_tensor, from_array, query_count
 from flashmask_hf.masks._columns import key_positions, make_mask
 
 
@@ -76,14 +76,15 @@ def random_eviction(
         return make_mask(evict_from, causal=True, q_len=q_len, device=device)
     if generator is not None or (batch, heads) != (1, 1):
         raise ValueError("evict_from leaves nothing to draw; leave out generator, batch and heads, or evict_from")
-    check_integer_tensor("evict_from", evict_from)
-    if evict_from.dim() != 3 or evict_from.shape[-1] != kv_len or not evict_from.numel():
-        raise ValueError(f"evict_from must have shape [B, Hm, kv_len = {kv_len}], got {list(evict_from.shape)}")
-    bad = (evict_from <= key_positions(kv_len, evict_from.device)) | (evict_from > kv_len)
+    places: Tensor = from_array(evict_from)
+    check_integer_tensor("evict_from", places)
+    if places.dim() != 3 or places.shape[-1] != kv_len or not places.numel():
+        raise ValueError(f"evict_from must have shape [B, Hm, kv_len = {kv_len}], got {list(places.shape)}")
+    bad = (places <= key_positions(kv_len, places.device)) | (places > kv_len)
     if bool(bad.any()):
         where = bad.nonzero()[0].tolist()
         raise ValueError(
-            f"evict_from{where} is {int(evict_from[tuple(where)])}, but key {where[2]} can be evicted from a position "
+            f"evict_from{where} is {int(places[tuple(where)])}, but key {where[2]} can be evicted from a position "
             f"in {where[2] + 1}..{kv_len} only ({kv_len} = never)"
         )
-    return make_mask(evict_from.long(), causal=True, q_len=q_len, device=device)
+    return make_mask(places.long(), causal=True, q_len=q_len, device=device)

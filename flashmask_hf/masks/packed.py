@@ -10,7 +10,14 @@ from torch import Tensor
 
 from flashmask_hf.checks import as_integer, check_bool
 from flashmask_hf.mask import FlashMask
-from flashmask_hf.masks._arguments import Device, as_length, check_integer_tensor, query_count, target_device
+from flashmask_hf.masks._arguments import (
+    Device,
+    as_length,
+    check_integer_tensor,
+    from_array,
+    query_count,
+    target_device,
+)
 from flashmask_hf.masks._columns import key_positions, make_mask
 from flashmask_hf.masks.documents import causal_document, document
 
@@ -35,7 +42,7 @@ def from_cu_seqlens(
         . . . . . 1
 
     Args:
-        cu_seqlens: the first position of each document and the end of the last one, a list or an int tensor
+        cu_seqlens: the first position of each document and the end of the last one, a list, or an int tensor or array
             [documents + 1]: 0 first, and none less than the one before. Equal ones are a document without tokens, which
             is left out. A tensor's values are read, so that the host waits for its device.
         causal: whether tokens see their document causally (`causal_document`), or all of it (`document`).
@@ -57,6 +64,7 @@ def from_cu_seqlens(
         tensor([3, 3, 3, 5, 5, 6], dtype=torch.int32)
     """
     check_bool("causal", causal)
+    cu_seqlens = from_array(cu_seqlens)
     if isinstance(cu_seqlens, Tensor):
         check_integer_tensor("cu_seqlens", cu_seqlens)
         if cu_seqlens.dim() != 1:
@@ -65,7 +73,7 @@ def from_cu_seqlens(
     elif isinstance(cu_seqlens, (list, tuple)):
         edges = [as_integer(f"cu_seqlens[{at}]", edge, 0) for at, edge in enumerate(cu_seqlens)]
     else:
-        raise TypeError(f"cu_seqlens must be a list or an int tensor, got {type(cu_seqlens).__name__}")
+        raise TypeError(f"cu_seqlens must be a list, or an int tensor or array, got {type(cu_seqlens).__name__}")
     if len(edges) < 2 or edges[0] != 0 or edges[-1] == 0:
         raise ValueError(f"cu_seqlens must start at 0 and end at the number of tokens, at least 1, got {edges}")
     for at, (start, end) in enumerate(pairwise(edges)):
@@ -98,8 +106,8 @@ def from_position_ids(
     Padding with position 0 at each token is a document of one token each, which sees itself and nothing else.
 
     Args:
-        position_ids: an int tensor [S], or [B, S] for a batch: each row counts 0, 1, 2, ... and starts again at 0 with
-            each document. Its values are read, so that the host waits for its device.
+        position_ids: an int tensor or array [S], or [B, S] for a batch: each row counts 0, 1, 2, ... and starts again
+            at 0 with each document. Its values are read, so that the host waits for its device.
         causal: whether tokens see their document causally (`causal_document`), or all of it (`document`).
         q_len: number of queries; None means S, less means the last q_len positions.
         device: where the mask lives; None is the device of `position_ids`.
@@ -118,6 +126,7 @@ def from_position_ids(
         >>> masks.from_position_ids(torch.tensor([0, 1, 2, 0, 1, 0])).indices.flatten()
         tensor([3, 3, 3, 5, 5, 6], dtype=torch.int32)
     """
+    position_ids = from_array(position_ids)
     check_integer_tensor("position_ids", position_ids)
     if position_ids.dim() not in (1, 2) or not position_ids.numel():
         raise ValueError(f"position_ids must have shape [S] or [B, S], got {list(position_ids.shape)}")

@@ -14,6 +14,7 @@ from flashmask_hf.masks._arguments import (
     as_length,
     batch_integers,
     batch_rows,
+    from_array,
     key_count,
     query_count,
     target_device,
@@ -36,7 +37,7 @@ def prefix_lm_causal(
 
     Args:
         kv_len: number of keys.
-        prefix: length of the prefix in tokens, 0..kv_len; a list or an int tensor [B] for a batch.
+        prefix: length of the prefix in tokens, 0..kv_len; a list, or an int tensor or array [B], for a batch.
         q_len: number of queries; None means kv_len, less means the last q_len positions.
         device: where the mask lives; None is the device of `prefix`, or the CPU.
 
@@ -54,6 +55,7 @@ def prefix_lm_causal(
                 [0, 0, 0, 3, 4]], dtype=torch.int32)
     """
     kv_len = as_length("kv_len", kv_len)
+    prefix = from_array(prefix)
     if isinstance(prefix, (Tensor, list, tuple)):
         prefixes = batch_integers("prefix", prefix, kv_len)
     else:

@@ -108,7 +108,7 @@ LONGER = FlashMask(torch.full((1, 1, 8, 1), 9, dtype=torch.int32), causal=True)
         (lambda: masks.padding([3, -1]), ValueError, r"lengths\[1\] must be at least 0, got -1$"),
         (lambda: masks.padding([0, 0]), ValueError, r"lengths are all 0; give kv_len"),
         (lambda: masks.padding([3], kv_len=5.0), TypeError, r"kv_len must be an int, got 5\.0 \(float\)"),
-        (lambda: masks.padding(3), TypeError, r"lengths must be a list or an int tensor \[B\], got int"),
+        (lambda: masks.padding(3), TypeError, r"lengths must be a list, or an int tensor or array \[B\], got int"),
         (
             lambda: masks.padding(torch.ones(1, 2).long()),
             ValueError,

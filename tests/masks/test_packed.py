@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from itertools import accumulate
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -65,6 +67,25 @@ def test_masks_of_tensors_live_where_the_tensors_do():
         assert masks.from_position_ids(position_ids).device.type == "cpu"
 
 
+@pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint8])
+def test_numpy_arrays_are_tensors(dtype):
+    for build, values in [
+        (masks.from_cu_seqlens, [0, 3, 5]),
+        (masks.from_position_ids, [[0, 1, 2, 0], [0, 1, 0, 1]]),
+        (masks.causal_document, [[2, 2], [3, 1]]),
+        (masks.document, [3, 2]),
+        (masks.padding, [5, 3]),
+        (functools.partial(masks.prefix_lm_causal, 5), [1, 3]),
+        (lambda places: masks.random_eviction(3, evict_from=places), [[[1, 3, 3]]]),
+    ]:
+        array = np.array(values, dtype=dtype)
+        array.flags.writeable = False
+        assert same(build(array), build(torch.tensor(values))), build
+    with pytest.raises(TypeError, match=r"cu_seqlens must be a tensor of integers, got torch.float32"):
+        masks.from_cu_seqlens(np.ones(3, dtype=np.float32))
+    assert same(masks.prefix_lm_causal(5, np.int64(3)), masks.prefix_lm_causal(5, 3))
+
+
 @pytest.mark.parametrize(
     ("build", "error", "message"),
     [
@@ -76,7 +97,7 @@ def test_masks_of_tensors_live_where_the_tensors_do():
         (lambda: masks.from_cu_seqlens(torch.tensor([0, -1, 3])), ValueError, r"cu_seqlens\[1\] is -1, less"),
         (lambda: masks.from_cu_seqlens([0, 5], kv_len=4), ValueError, r"cu_seqlens ends at 5, more than kv_len"),
         (lambda: masks.from_cu_seqlens([0, 2.5]), TypeError, r"cu_seqlens\[1\] must be an int, got 2\.5"),
-        (lambda: masks.from_cu_seqlens(5), TypeError, r"cu_seqlens must be a list or an int tensor, got int"),
+        (lambda: masks.from_cu_seqlens(5), TypeError, r"cu_seqlens must be a list, or an int tensor or array, got int"),
         (lambda: masks.from_cu_seqlens(torch.ones(3)), TypeError, r"cu_seqlens must be a tensor of integers"),
         (lambda: masks.from_cu_seqlens(torch.tensor([[0, 3]])), ValueError, r"must have shape \[documents \+ 1\]"),
         (lambda: masks.from_cu_seqlens([0, 3], q_len=4), ValueError, r"q_len must be in 1\.\.3"),
