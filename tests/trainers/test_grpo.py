@@ -523,8 +523,8 @@ def test_the_packed_row_of_a_micro_batch():
     ("config", "options"),
     [
         ("ddp", {"steps_per_generation": 1, "gradient_accumulation_steps": 1, "share": "tokens"}),
-        ("fsdp2", {"beta": 0.1, "loss_type": "grpo"}),
-        ("fsdp2", {"algorithm": "rloo", "lora": True, "beta": 0.1}),
+        pytest.param("fsdp2", {"beta": 0.1, "loss_type": "grpo"}, marks=pytest.mark.full),
+        pytest.param("fsdp2", {"algorithm": "rloo", "lora": True, "beta": 0.1}, marks=pytest.mark.full),
     ],
     ids=["ddp, groups over both", "fsdp2", "fsdp2, rloo, adapter"],
 )
