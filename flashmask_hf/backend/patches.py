@@ -445,7 +445,7 @@ def check_calls(model_class: Any) -> None:
     A call with `startend_row_indices` runs `ignored_vectors.check_call`. A model that has one of this package's names
     runs `unread_documents.check_document_numbers`, and `check_adapters` and `check_token_dropout` of `mixed_documents`.
     Both run `mixed_documents.check_heads`. If sections 3 and 5 did not see the model, because
-    `config._attn_implementation` was set by hand, it gets its hooks in its first call that is not compiled. With
+    `config._attn_implementation` was set by hand, it gets its hooks in its first call, which raises while compiling. With
     another attention and vectors, it gets the guard of its recurrent layers. Options of sparse attention that the model
     does not read warn (`sparse.warn_of_unread_options`). Then `unread_documents.call_model` makes the call.
 
@@ -475,7 +475,13 @@ def _call(original: Any, model: Any, /, *args: Any, **kwargs: Any) -> Any:
     if ours or supplied:
         check_heads(model, kwargs)
     if ours:
-        if not getattr(model, "_has_packing_hooks", False) and not is_compiling():
+        if not getattr(model, "_has_packing_hooks", False):
+            if is_compiling():
+                name = model.config._attn_implementation
+                raise RuntimeError(
+                    f"config._attn_implementation='{name}' was set by hand in a model that is compiled before its "
+                    f"first call. Load it with attn_implementation='{name}', or call it once uncompiled."
+                )
             add_hooks(model)
         check_document_numbers(model, kwargs)
         check_adapters(model, kwargs)

@@ -11,7 +11,7 @@ from tools.model_pairs import NoSynchronization, model_pair, positions, tokens
 from transformers import Aimv2TextConfig, Aimv2TextModel
 
 from flashmask_hf import masks
-from flashmask_hf.backend import document_guard
+from flashmask_hf.backend import document_guard, patches
 from flashmask_hf.backend.document_guard import guard_documents, is_guarded
 from flashmask_hf.backend.packed_rows import check_layers
 from flashmask_hf.collators import DataCollatorForPackedLanguageModeling
@@ -166,14 +166,24 @@ def test_another_attention_is_guarded_from_its_first_call_with_vectors_on():
         model(**call, startend_row_indices=masks.causal_document([3, 3]).indices)
 
 
-@pytest.mark.parametrize("attention", ["flashmask", "sdpa"])
-def test_a_first_call_that_is_compiled_adds_no_hooks(attention, no_compiled_code):
-    """Dynamo cannot trace the code that adds them."""
+def test_a_first_call_that_is_compiled_adds_no_guard(no_compiled_code):
+    """Dynamo cannot trace the code that adds it."""
     model = model_zoo.build("lfm2", "sdpa")
-    model.config._attn_implementation = attention
     vectors = masks.causal_document([6]).indices
     torch.compile(model, backend="eager", fullgraph=True)(tokens(1, 6), startend_row_indices=vectors, use_cache=False)
     assert not is_guarded(model)
+
+
+def test_attention_that_is_set_by_hand_in_a_compiled_model_is_refused(monkeypatch):
+    """Its hooks are added in the first call, by code that Dynamo cannot trace."""
+    model = model_zoo.build("llama", "sdpa")
+    model.config._attn_implementation = "flashmask"
+    with monkeypatch.context() as patch:
+        patch.setattr(patches, "is_compiling", lambda: True)
+        with pytest.raises(RuntimeError, match="or call it once uncompiled"):
+            model(tokens(1, 6))
+    model(tokens(1, 6))
+    assert all(part._has_packing_hooks for part in (model, model.model))
 
 
 @pytest.mark.parametrize("attention", ["flashmask_hash", "flashmask_qk"])
