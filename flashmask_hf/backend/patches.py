@@ -445,9 +445,9 @@ def check_calls(model_class: Any) -> None:
     A call with `startend_row_indices` runs `ignored_vectors.check_call`. A model that has one of this package's names
     runs `unread_documents.check_document_numbers`, and `check_adapters` and `check_token_dropout` of `mixed_documents`.
     Both run `mixed_documents.check_heads`. If sections 3 and 5 did not see the model, because
-    `config._attn_implementation` was set by hand, it gets its hooks in its first call, which raises while compiling. With
-    another attention and vectors, it gets the guard of its recurrent layers. Options of sparse attention that the model
-    does not read warn (`sparse.warn_of_unread_options`). Then `unread_documents.call_model` makes the call.
+    `config._attn_implementation` was set by hand, it gets its hooks in its first call, which raises while compiling.
+    With another attention and vectors, it gets the guard of its recurrent layers. Options of sparse attention that the
+    model does not read warn (`sparse.warn_of_unread_options`). Then `unread_documents.call_model` makes the call.
 
     Patched: `PreTrainedModel.__call__`, which is that of `torch.nn.Module`, replaced by a wrapper.
 
