@@ -286,7 +286,10 @@ def tulu(number):
     }
 
 
-@pytest.mark.parametrize("config", ["dpo.yaml", "dpo_lora.yaml", "reward.yaml", "reward_lora.yaml"])
+@pytest.mark.parametrize(
+    "config",
+    ["dpo.yaml", "reward.yaml", *(pytest.param(f"{x}_lora.yaml", marks=pytest.mark.full) for x in ("dpo", "reward"))],
+)
 def test_ultrafeedback_trains_unchanged(tmp_path, model, capsys, config):
     rows = [ultrafeedback(f"What is {n}?", f"The number {n}.", "I do not know, sorry.") for n in range(20)]
     dataset = repository(tmp_path / "ultrafeedback_binarized", rows, "train_prefs", "test_prefs")

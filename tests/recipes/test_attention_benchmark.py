@@ -222,7 +222,7 @@ def test_families_that_are_not_of_the_paper(tmp_path):
             peers.PROVIDERS["flex_attention"].prepare(peers.Case(family, mask, *[torch.empty(0)] * 3))
 
 
-@pytest.mark.parametrize("dims", ["16", "32/16"])
+@pytest.mark.parametrize("dims", ["16", pytest.param("32/16", marks=pytest.mark.full)])
 @pytest.mark.usefixtures("packages")
 def test_peers_get_the_masks_that_they_can_express(dims, tmp_path):
     names = ["flashmask", "fa4", "cudnn_flex", "cudnn", "sdpa_dense"]

@@ -113,7 +113,7 @@ def test_rewards_of_ones_own_and_a_reward_model(tmp_path, model, rows, monkeypat
     assert seen == ["sdpa"]
 
 
-@pytest.mark.parametrize("config", ["grpo.yaml", "grpo_lora.yaml"])
+@pytest.mark.parametrize("config", ["grpo.yaml", pytest.param("grpo_lora.yaml", marks=pytest.mark.full)])
 def test_deepmath_trains_unchanged(tmp_path, model, rows, capsys, config):
     (tmp_path / "DeepMath-103K" / "data").mkdir(parents=True)
     Dataset.from_json(str(rows)).to_parquet(tmp_path / "DeepMath-103K" / "data" / "train-00000-of-00001.parquet")

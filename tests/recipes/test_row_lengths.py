@@ -64,6 +64,7 @@ def test_every_task_runs_and_the_chart_is_drawn(tmp_path, monkeypatch, capsys):
     assert table[2] == f"| tiny | sft | flashmask | {int(rows[0]['tokens_per_second']):,} |"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("task", ["dpo", "reward"])
 def test_adapters_are_trained_where_all_weights_do_not_fit(task):
     study = row_lengths.Alignment(task, "tiny", "cpu", adapters=True)
@@ -170,6 +171,7 @@ def test_a_visit_that_compiles_for_long_goes_on_at_the_next(monkeypatch, tmp_pat
     ]
 
 
+@pytest.mark.full
 def test_out_of_memory_ends_the_series_of_one_implementation(monkeypatch, tmp_path):
     fake, rows = run(monkeypatch, tmp_path, "--steps", "3")
     assert [key for key in rows if key[0] == "sdpa"] == [("sdpa", "512"), ("sdpa", "1024"), ("sdpa", "2048")]

@@ -176,7 +176,7 @@ def test_a_yaml_file_with_a_local_model_and_a_local_dataset(tmp_path, model, kin
     assert "Answer: " not in printed
 
 
-@pytest.mark.parametrize("strategy", ["bfd", "bfd_split"])
+@pytest.mark.parametrize("strategy", ["bfd", pytest.param("bfd_split", marks=pytest.mark.full)])
 def test_trl_packs_with_its_own_flags(tmp_path, model, strategy, capsys):
     flags = ["--model_name_or_path", str(model), "--max_length", "256", "--max_steps", "2", "--packing"]
     sft.main([*flags, "--packing_strategy", strategy, "--output_dir", str(tmp_path), *QUICK])
