@@ -71,8 +71,8 @@ class RecipeArguments:
         default=None,
         metadata={
             "help": "With checkpointing, keep attention's results instead of computing attention twice: the same "
-            "losses, a shorter step for long rows, and about as much memory again as the checkpoints. "
-            "`long_context` keeps them if they fit."
+            "losses, a shorter step, and about as much memory again as the checkpoints. Default: where memory allows, "
+            "but for compiled layers, which need the flag."
         },
     )
     host_gib: float | None = field(
@@ -157,8 +157,8 @@ def add_long_rows(trainer: PackedSFTTrainer, flags: RecipeArguments) -> None:
     by_hand = {"tile_tokens": flags.tile_tokens, "keep_attention": flags.keep_attention, "host_gib": flags.host_gib}
     if measured:
         options: dict[str, Any] = {name: value for name, value in by_hand.items() if value is not None}
-    elif any(by_hand.values()):
-        options = {name: value or 0 for name, value in by_hand.items()}
+    elif any(by_hand.values()) or (flags.keep_attention is False and checkpointing_of(args)[1] is not None):
+        options = {name: value or 0 for name, value in by_hand.items()} | {"keep_attention": bool(flags.keep_attention)}
     else:
         return
     if args.layer_compiler is not None and (measured or flags.tile_tokens or flags.host_gib):

@@ -88,12 +88,20 @@ def _speed_and_memory(row: Row) -> tuple[str, str]:
 
 
 def kept() -> str:
-    """Return the table of one long document with and without attention's results kept."""
-    rows = select(read("long_rows_h200"), tokens="131072")
-    lines = [(f"attention {row['attention']}", *_row_of(row)[:2]) for row in rows]
-    shape = "Llama-3.2-1B's shape, LoRA, one document of 131,072 tokens a row"
-    command = "benchmarks/long_rows.py --shape llama-3.2-1b --tokens 131072 --documents 1 --keep_attention KEPT"
-    return table(("", "tokens/s", "peak memory"), lines, measured(rows, command, shape))
+    """Return the table of training steps by length of a row, with and without attention's results kept."""
+    rows = read("training_kept_h200")
+    lines = []
+    for length in dict.fromkeys(row["length"] for row in rows):
+        again, kept = (select(rows, length=length, implementation=x)[0] for x in ("flashmask", "flashmask_kept"))
+        ratio = float(kept["seconds_per_step"]) / float(again["seconds_per_step"])
+        times = [f"{1000 * float(row['seconds_per_step']):,.0f} ms" for row in (again, kept)]
+        peaks = [f"{float(row['peak_gib']):.1f} GiB" for row in (again, kept)]
+        lines.append((f"{int(length):,}", *times, f"{ratio:.2f}", *peaks))
+    lengths = " ".join(dict.fromkeys(row["length"] for row in rows))
+    command = f"benchmarks/training.py --length {lengths} --rows 3 --seconds 20 --fused --implementations flashmask"
+    heads = ("tokens per row", "step, recomputed", "step, kept", "ratio", "peak, recomputed", "peak, kept")
+    shape = "Llama-3.2-1B's shape, all weights, rows of 1 to 10 documents, medians of steps in turns"
+    return table(heads, lines, measured(rows, f"{command} flashmask_kept", shape))
 
 
 def long_rows(name: str, host: str) -> str:
@@ -101,7 +109,7 @@ def long_rows(name: str, host: str) -> str:
 
     It has the model, what is trained, tokens of a row, speed and memory.
     """
-    rows = [row for row in read_all(name) if row["tokens"] != "131072" and row["peak_gib"]]
+    rows = [row for row in read_all(name) if row["peak_gib"]]
     if not rows:
         return ""
     lines = [

@@ -106,7 +106,7 @@ class KeptAttention:
 
     It adds `keep_attention` within the budget to the model's checkpoint functions, before each training forward: TRL
     sets these functions anew after it has generated text. Reentrant functions and functions that have a `context_fn`,
-    or a wrapper, stay as they are.
+    or a wrapper, stay as they are, and compiled layers keep nothing.
 
     Args:
         model: a transformers model, or a PEFT model around one.
@@ -146,6 +146,8 @@ class KeptAttention:
 
     def _keeping(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def checkpoint(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():  # a compiled layer keeps what its graph says, whatever the budget
+                return function(*args, **kwargs)
             return function(*args, **kwargs, context_fn=self._make_contexts)
 
         wrapper: Any = checkpoint

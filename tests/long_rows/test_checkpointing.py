@@ -9,7 +9,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from tools.support import requires
+from tools.support import record_passes, requires
 from tools.tiny import CHECKPOINTING, TRAINER_WARNINGS, llama_config, trainer_settings, word_tokenizer
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 from transformers import AutoModelForCausalLM
@@ -17,7 +17,6 @@ from trl import SFTConfig
 
 import flashmask_hf
 from flashmask_hf import torch_state
-from flashmask_hf.call import Call
 from flashmask_hf.long_rows.checkpointing import KeptAttention, enable_checkpointing
 from flashmask_hf.trainers import PackedSFTTrainer
 
@@ -37,17 +36,9 @@ def keep_nothing():
 
 
 @pytest.fixture
-def forwards(monkeypatch):
-    """A list that grows with each forward of attention."""
-    calls, run = [], Call._run
-
-    def counted(call, key, *args):
-        if key[0] == "forward":
-            calls.append(1)
-        return run(call, key, *args)
-
-    monkeypatch.setattr(Call, "_run", counted)
-    return calls
+def passes(monkeypatch):
+    """A list that grows with each pass of attention; `count` of it gives the passes."""
+    return record_passes(monkeypatch)
 
 
 def model_of(attention="flashmask", device="cpu", **changes):
@@ -76,7 +67,7 @@ def gradients(model, call=None, device="cpu"):
         pytest.param("cuda", "flashmask", True, marks=pytest.mark.gpu),
     ],
 )
-def test_attention_runs_once_and_gradients_are_the_same(device, attention, adapter, forwards):
+def test_attention_runs_once_and_gradients_are_the_same(device, attention, adapter, passes):
     if device == "cuda":
         requires("gpu")
     model = model_of(
@@ -88,9 +79,9 @@ def test_attention_runs_once_and_gradients_are_the_same(device, attention, adapt
     for options in (None, {"use_reentrant": False}, KEEPING):
         if options:
             enable_checkpointing(model, options)
-        forwards.clear()
+        passes.clear()
         results.append(gradients(model, device=device))
-        counts.append(len(forwards))
+        counts.append(passes.count("forward"))
     assert counts == [LAYERS, 2 * LAYERS, LAYERS]
     for got in results[1:]:
         assert len(got) == len(results[0])
@@ -99,14 +90,14 @@ def test_attention_runs_once_and_gradients_are_the_same(device, attention, adapt
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-def test_a_compiled_model(forwards):
+def test_a_compiled_model(passes):
     model = model_of()
     want = gradients(model)
     compiled = torch.compile(enable_checkpointing(model, KEEPING), backend="aot_eager")
     gradients(model, compiled)
-    forwards.clear()
+    passes.clear()
     got = gradients(model, compiled)
-    assert len(forwards) == LAYERS
+    assert passes.count("forward") == LAYERS
     for x, y in zip(got, want, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
 
@@ -136,10 +127,10 @@ def test_a_trainer_saves_its_arguments(tmp_path):
 
 
 @pytest.mark.parametrize("way", ["plain", "retained", "profiled", "nested"])
-def test_every_recomputation_finds_the_results_of_its_forward(way, forwards):
+def test_every_recomputation_finds_the_results_of_its_forward(way, passes):
     model = enable_checkpointing(model_of(), KEEPING)
     want = gradients(model)
-    forwards.clear()
+    passes.clear()
     if way == "retained":  # the backward runs twice over one graph
         ids = torch.arange(3, 43)[None]
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
@@ -153,18 +144,18 @@ def test_every_recomputation_finds_the_results_of_its_forward(way, forwards):
     elif way == "nested":  # a checkpoint around the model
         got = gradients(model, lambda **kwargs: checkpoint(model, use_reentrant=False, **kwargs))
         assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
-        assert len(forwards) == 2 * LAYERS  # the outer one keeps nothing
+        assert passes.count("forward") == 2 * LAYERS  # the outer one keeps nothing
         return
     else:
         gradients(model)
-    assert len(forwards) == LAYERS
+    assert passes.count("forward") == LAYERS
 
 
-def test_nothing_is_kept_while_a_graph_is_captured(forwards, monkeypatch):
+def test_nothing_is_kept_while_a_graph_is_captured(passes, monkeypatch):
     model = enable_checkpointing(model_of(), KEEPING)
     monkeypatch.setattr(torch_state, "is_capturing", lambda x: True)
     gradients(model)
-    assert len(forwards) == 2 * LAYERS
+    assert passes.count("forward") == 2 * LAYERS
 
 
 def test_reentrant_checkpointing_is_refused():
@@ -173,7 +164,7 @@ def test_reentrant_checkpointing_is_refused():
         gradients(model)
 
 
-def test_results_are_kept_within_a_budget(forwards):
+def test_results_are_kept_within_a_budget(passes):
     """Each layer keeps 40 tokens of 4 heads of 8 numbers and a log-sum-exp, in float32."""
     size = 40 * 4 * (8 + 1) * 4
     model = enable_checkpointing(model_of(), {"use_reentrant": False})
@@ -181,9 +172,9 @@ def test_results_are_kept_within_a_budget(forwards):
     kept = KeptAttention(model, None)
     for limit, count in ((None, LAYERS), (0, 2 * LAYERS), (2 * size, 2 * LAYERS - 2), (3 * size - 1, 2 * LAYERS - 2)):
         kept.set_limit(limit)
-        forwards.clear()
+        passes.clear()
         got = gradients(model)
-        assert len(forwards) == count
+        assert passes.count("forward") == count
         assert (kept.held, kept.largest) == (0, size)
         assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
     functions = [layer._gradient_checkpointing_func for layer in model.model.layers]
@@ -191,23 +182,23 @@ def test_results_are_kept_within_a_budget(forwards):
     assert all(
         layer._gradient_checkpointing_func is not f for layer, f in zip(model.model.layers, functions, strict=True)
     )
-    forwards.clear()
+    passes.clear()
     gradients(model)
-    assert len(forwards) == 2 * LAYERS
+    assert passes.count("forward") == 2 * LAYERS
 
 
-def test_larger_results_than_the_measured_ones_are_not_kept(forwards):
+def test_larger_results_than_the_measured_ones_are_not_kept(passes):
     model = enable_checkpointing(model_of(), {"use_reentrant": False})
     kept = KeptAttention(model, 0)
     for _ in range(2):
-        forwards.clear()
+        passes.clear()
         gradients(model)
-        assert len(forwards) == 2 * LAYERS
+        assert passes.count("forward") == 2 * LAYERS
         kept._limit = 10**9  # without `set_limit`, which says that the results so far were measured
     kept.set_limit(10**9)
-    forwards.clear()
+    passes.clear()
     gradients(model)
-    assert len(forwards) == LAYERS
+    assert passes.count("forward") == LAYERS
 
 
 @pytest.mark.parametrize(

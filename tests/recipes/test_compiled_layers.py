@@ -10,13 +10,13 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from tools.recipes import QUICK, logged
+from tools.support import record_passes
 from tools.tiny import CHECKPOINTING, TRAINER_WARNINGS, llama_config
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 import flashmask_hf
-from flashmask_hf.call import Call
 from flashmask_hf.collators import DataCollatorForPackedLanguageModeling
 from flashmask_hf.long_rows.checkpointing import enable_checkpointing
 
@@ -92,15 +92,14 @@ def test_one_compilation_serves_all_equal_layers_and_rows(monkeypatch, family, k
     common.compile_layers(model, backend=counter)
     assert model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3, do_sample=False).shape == (1, 6)
     assert counter.frame_count == 0
-    forwards, forward = [], Call.forward
-    monkeypatch.setattr(Call, "forward", lambda *args: forwards.append(1) or forward(*args))
+    passes = record_passes(monkeypatch)
     for lengths, expected in zip(ROWS, want, strict=True):
-        forwards.clear()
+        passes.clear()
         for x, y in zip(gradients(model, lengths), expected, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
         assert counter.frame_count == compilations, lengths
         assert not counters["graph_break"]
-        assert len(forwards) == LAYERS  # with checkpointing, too
+        assert passes.count("forward") == LAYERS  # with checkpointing, too
     assert list(model.state_dict()) == names
 
 

@@ -11,10 +11,10 @@ import torch
 from datasets import DatasetDict
 from safetensors.torch import load_file
 from tools.recipes import FSDP_ON_CPU, QUICK, RECIPES, launch, logged
+from tools.support import record_passes
 from tools.tiny import CHECKPOINTING, TRAINER_WARNINGS
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from flashmask_hf.call import Call
 from flashmask_hf.trainers import PackedSFTTrainer
 
 import common  # isort: skip
@@ -81,15 +81,14 @@ def test_attention_is_kept_in_checkpointed_layers(tmp_path, model, monkeypatch, 
     """With an adapter: the losses of a run that computes attention twice, and half of its forwards; on the host too."""
     flags = ["--model_name_or_path", str(model), "--use_peft", "--lora_dropout", "0"]
     flags += ["--max_length", "1024", "--max_steps", "2", *QUICK, f"--{CHECKPOINTING}", "True"]
-    calls, forward = [], Call.forward
-    monkeypatch.setattr(Call, "forward", lambda *args: calls.append(1) or forward(*args))
-    runs = []
-    for more in ([], ["--keep_attention"], ["--keep_attention", "--host_gib", "1", "--tile_tokens", "300"]):
-        calls.clear()
+    passes, runs = record_passes(monkeypatch), []
+    on_the_host = ["--keep_attention", "--host_gib", "1", "--tile_tokens", "300"]
+    for more in (["--keep_attention", "False"], [], on_the_host):
+        passes.clear()
         sft.main([*flags, "--output_dir", str(tmp_path / str(len(more))), *more])
         printed = capsys.readouterr().out
-        assert ("attention's results are kept" in printed) == bool(more)
-        runs.append((logged(printed, "loss"), len(calls)))
+        assert ("attention's results are kept" in printed) == (more == on_the_host)
+        runs.append((logged(printed, "loss"), passes.count("forward")))
     assert "in tiles of 300 tokens, attention's results are kept, up to 1.0 GiB of checkpoints on the host" in printed
     assert runs[1][0] == runs[0][0] == pytest.approx(runs[2][0], rel=1e-4)
     assert len(runs[0][0]) == 2

@@ -17,6 +17,7 @@ from _pytest.mark import ParameterSet
 from torch import Tensor
 
 from flashmask_hf import FlashMask, flashmask_attention, masks
+from flashmask_hf.call import Call
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -362,6 +363,19 @@ def check_random_call(seed: int, device: str, impls: list[str], dtypes: list[tor
             assert torch.equal(first[name], second[name]), f"{impl}: {name} differs from run to run"
         for actual in (first, run(*inputs, mask, impl, **options)):
             assert_results(actual, *expected, dtype)
+
+
+def record_passes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list that grows with each pass of attention that is computed: "forward" or "backward"."""
+    passes: list[str] = []
+    run = Call._run
+
+    def recorded(call: Call, key: tuple[Any, ...], *others: Any) -> Any:
+        passes.append(key[0])
+        return run(call, key, *others)
+
+    monkeypatch.setattr(Call, "_run", recorded)
+    return passes
 
 
 def offer_tall_tiles(monkeypatch: pytest.MonkeyPatch, tiles: int | None = None) -> None:

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from datasets import Dataset
+from tools.support import record_passes
 from tools.tiny import CHECKPOINTING, TRAINER_WARNINGS, llama_config, preference_rows, trainer_settings, word_tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from trl import DPOConfig, GRPOConfig, RewardConfig, SFTConfig
@@ -67,10 +68,9 @@ def test_attention_runs_once_in_a_step(options, tmp_path, forwards):
 
 
 def test_selective_checkpointing_of_trl_keeps_attention_too(tmp_path, monkeypatch):
-    calls, run = [], Call._run
-    monkeypatch.setattr(Call, "_run", lambda call, key, *args: calls.append(key[0]) or run(call, key, *args))
+    passes = record_passes(monkeypatch)
     sft(tmp_path, **{f"{CHECKPOINTING}_kwargs": {"selective": True}}).train()
-    assert calls.count("forward") == calls.count("backward") == 4 * LAYERS
+    assert passes.count("forward") == passes.count("backward") == 4 * LAYERS
 
 
 def rows_of(task):

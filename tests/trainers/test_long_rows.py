@@ -8,12 +8,11 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from tools.support import requires
+from tools.support import record_passes, requires
 from tools.tiny import CHECKPOINTING, TRAINER_WARNINGS, llama_config, trainer_settings, word_tokenizer
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from trl import SFTConfig
 
-from flashmask_hf.call import Call
 from flashmask_hf.trainers import LongRows, PackedSFTTrainer, long_rows
 
 pytestmark = [
@@ -189,15 +188,13 @@ def test_processes_agree_on_the_worst_figures(tmp_path, pretend_gpu, monkeypatch
 
 
 def test_attention_runs_once_a_layer(tmp_path, monkeypatch):
-    calls, forward = [], Call.forward
-    monkeypatch.setattr(Call, "forward", lambda *args: calls.append(1) or forward(*args))
-    counts = []
+    passes, counts = record_passes(monkeypatch), []
     for kept in (False, True):
         trainer = make_trainer(tmp_path, max_steps=1)
         trainer.add_callback(LongRows(trainer, **BY_HAND | {"keep_attention": kept}))
-        calls.clear()
+        passes.clear()
         trainer.train()
-        counts.append(len(calls))
+        counts.append(passes.count("forward"))
     assert counts == [2 * LAYERS, LAYERS]
 
 
