@@ -135,7 +135,7 @@ def as_integer(name: str, value: Any, low: int, high: int | None = None, why: st
         if isinstance(value, bool):
             raise TypeError
         # A symbolic integer is kept: its index would be one number, for which a compiler would specialize.
-        number = value if isinstance(value, (int, torch.SymInt)) else operator.index(value)
+        number: Any = value if isinstance(value, (int, torch.SymInt)) else operator.index(value)
     except TypeError:
         raise TypeError(f"{name} must be an int, got {value!r} ({type(value).__name__})") from None
     if number < low or (high is not None and number > high):
@@ -155,7 +155,7 @@ def is_one_of(size: int, *sizes: int) -> bool:
 def device_assert(condition: Tensor, message: str) -> None:
     """Stop the program if a bool tensor [] is False, without waiting for the device to know it.
 
-    Of the message, 254 characters are told, as many as a device takes; a name of a user's class may exceed them.
+    A device takes 254 characters of the message, which only the long name of a user's class should exceed.
 
     Raises:
         RuntimeError: `condition` is False, on a CPU. On a GPU it is an assertion of the device.

@@ -271,7 +271,7 @@ WRONG = {
         "position_ids|rotary|size",
     ),
     # what changes the result and is not implemented
-    "dropout": (lambda: in_training(attention_dropout=0.1), ValueError, "set attention_dropout=0"),
+    "dropout": (lambda: in_training(attention_dropout=0.1), ValueError, "load with attention_dropout=0"),
     "attention weights": (
         lambda: llama()(IDS, output_attentions=True),
         NotImplementedError,

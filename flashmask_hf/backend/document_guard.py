@@ -53,10 +53,8 @@ _JOINING_TYPES = {"deepseek_v4", "falcon_mamba", "mamba", "mamba2", "minimax", "
 _WITHOUT_VECTORS = {"aimv2_text_model"}
 """Model types that keep keywords from their attention, and ask for a mask only if the call has one."""
 
-_JOINS = "has recurrent or convolutional layers, which carry tokens from one document into the next"
-_WAY_OUT = "pass one document a row, without packing, or take a model of attention alone"
-
-_ROW_EACH = "give each sequence a row of its own, or take a model of attention alone"
+_JOINS = "the model has recurrent or convolutional layers, which carry tokens from one document into the next"
+_WAY_OUT = "pass one document a row, or take a model of attention alone"
 
 
 def guard_documents(model: Any) -> None:
@@ -146,7 +144,7 @@ def _keep_documents_apart(model: Any, args: tuple[Any, ...], kwargs: dict[str, A
         elif cache_of(kwargs) is not None:
             way_out = f"pass no cache, or {_WAY_OUT}"
         elif missing:
-            way_out = f"run it on a GPU with {' and '.join(kernels)} installed, or {_WAY_OUT}"
+            way_out = f"run it on a GPU with {' and '.join(kernels)} installed, or one document a row"
         else:
             boundaries = _boundaries(numbers.expand(batch, -1), with_lengths)
             if kwargs.get(VECTORS) is not None:
@@ -155,7 +153,7 @@ def _keep_documents_apart(model: Any, args: tuple[Any, ...], kwargs: dict[str, A
     last, first = numbers, numbers
     if real is not None:
         last, first = numbers.masked_fill(~real, -1), numbers.masked_fill(~real, numbers.shape[-1])
-    _require(model, (last.amax(-1) <= first.amin(-1)).all(), f"{type(model).__name__} {_JOINS}; {way_out}")
+    _require(model, (last.amax(-1) <= first.amin(-1)).all(), f"{_JOINS}; {way_out}")
     return None
 
 
@@ -192,19 +190,16 @@ def _documents_of_vectors(model: Any, vectors: Any, length: int) -> tuple[Tensor
     Raises:
         ValueError: the vectors are not those of causal documents one after another.
     """
-    message = (
-        f"{type(model).__name__} {_JOINS}; {VECTORS} must be those of causal documents one after another here, "
-        f"[B, 1, {length}, 1]"
-    )
+    message = f"{_JOINS}; pass {VECTORS} of causal documents one after another"
     if not isinstance(vectors, Tensor) or vectors.shape[1:] != (1, length, 1):
         got = list(vectors.shape) if isinstance(vectors, Tensor) else type(vectors).__name__
-        raise ValueError(f"{message}, got {got}; {_ROW_EACH}")
+        raise ValueError(f"{message} as [B, 1, {length}, 1], got {got}; or pass one sequence a row")
     ends = vectors[:, 0, :, 0]
     real = ends > 0
     column = torch.arange(1, length, device=ends.device)
     joined = (real[:, 1:] == real[:, :-1]) & (~real[:, 1:] | (ends[:, :-1] != column))
     flat = ((run_bounds(joined)[1] == ends) | ~real).all()
-    _require(model, flat, f"{message}; {_ROW_EACH}")
+    _require(model, flat, f"{message}, or one sequence a row")
     return nn.functional.pad((~joined).cumsum(-1), (1, 0)), real
 
 

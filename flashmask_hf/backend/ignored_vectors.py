@@ -112,8 +112,8 @@ def _refuse_other_documents(
         way_out = "or, for packed documents, pass position_ids, use_cache=False and no mask"
     device_assert(
         ~_differs(vectors.detach(), ends, kwargs.get("attention_mask")).any(),
-        f"{VECTORS} hide tokens, but attn_implementation='{implementation}' ignores them; load the model with "
-        f"attn_implementation='flashmask', {way_out}",
+        f"{VECTORS} hide tokens, but attn_implementation='{implementation}' ignores them; load it with "
+        f"'flashmask', {way_out}",
     )
 
 

@@ -11,7 +11,7 @@ from transformers.utils.output_capturing import _active_collector
 
 from flashmask_hf.names import HASH, PACKED_INDEX, QK, VECTORS
 
-__all__ = ["check_keywords"]
+__all__ = ["check_keywords", "check_window"]
 
 _USED = {"cu_seq_lens_q", "is_causal", "position_ids", "s_aux", "sliding_window", "softcap", VECTORS}
 """Keywords that change the result and are implemented."""
@@ -86,18 +86,20 @@ def check_keywords(module: nn.Module, dropout: float, kwargs: dict[str, Any], im
 
     Raises:
         TypeError: a keyword that looks like `startend_row_indices` and is not.
-        ValueError: dropout in training.
+        ValueError: dropout in training, or a sliding window of less than one token.
         NotImplementedError: a keyword that is not implemented, options of another implementation, or attention weights
             are asked for.
     """
     asked = f"attn_implementation='{implementation}'"
     if dropout > 0 and module.training:
         config = getattr(module, "config", None)
-        name = next((name for name in _DROPOUTS if getattr(config, name, 0)), _DROPOUTS[0])
+        # The layers keep what they were made with, so that the config may say 0 by now.
+        name = max(_DROPOUTS, key=lambda name: (bool(getattr(config, name, 0)), hasattr(config, name)))
         raise ValueError(
-            f"dropout={dropout} is not implemented by {asked}; set {name}=0 in the model's config (an argument of "
-            "from_pretrained, or in a trainer's model_init_kwargs), or use attn_implementation='sdpa'"
+            f"dropout={dropout} is not implemented by {asked}; load with {name}=0 (from_pretrained, "
+            "model_init_kwargs, config_kwargs of SentenceTransformer), or 'sdpa'"
         )
+    check_window(kwargs.get("sliding_window"))
     if kwargs.get("output_attentions") or _collects_weights():
         raise NotImplementedError(
             f"output_attentions=True: {asked} never has the weights that it would return; use "
@@ -127,6 +129,15 @@ def check_keywords(module: nn.Module, dropout: float, kwargs: dict[str, Any], im
                 "for another part of the model. If it should change attention, use 'eager'.",
                 stacklevel=4,  # the model's code, past `layer_mask` and the attention function
             )
+
+
+def check_window(window: Any) -> None:
+    """Raise for a sliding window of less than one token, which would hide every key."""
+    if isinstance(window, int) and window < 1:
+        raise ValueError(
+            f"sliding_window must be at least 1, got {window}, which hides every key; set it to None in the model's "
+            "config for no window"
+        )
 
 
 def _collects_weights() -> bool:

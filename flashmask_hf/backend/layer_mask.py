@@ -212,7 +212,7 @@ def _supplied_mask(
             device_assert(
                 (vectors[..., 0] <= vectors[..., 1]).all(),
                 f"{VECTORS} with n = 2 on a causal layer are LTS, LTE, but a column has LTS > LTE; pass a mask that "
-                "is not causal as mask.bidirectional().indices (n = 4), and write an empty interval as start == end",
+                "is not causal as mask.bidirectional().indices (n = 4), an empty interval as start == end",
             )
         if causal and hooked is not None and hooked.shape[2] == 4:
             _refuse_blocks(hooked)
@@ -233,9 +233,8 @@ def _refuse_blocks(hooked: Tensor) -> None:
     pieces = FlashMask(hooked.detach().transpose(2, 3), causal=False).visible_intervals(hooked.shape[3])
     device_assert(
         ~torch.stack([(start < end) & (start < row) for start, end in pieces]).any(),
-        f"the model lets the tokens of a block, such as an image, see each other, which causal {VECTORS} would end; "
-        "leave them out and pass position_ids that start again at 0 with each document, or pass n = 4 columns that "
-        "show the blocks (FlashMask.from_dense)",
+        f"causal {VECTORS} hide tokens of a block (an image) that the model shows each other; pass "
+        "position_ids that start again at 0 with each document, or n = 4 columns that show the blocks",
     )
 
 

@@ -21,6 +21,7 @@ from transformers.masking_utils import (
     packed_sequence_mask_function,
 )
 
+from flashmask_hf.backend.keywords import check_window
 from flashmask_hf.backend.mask_reader import TraceContext, trace
 from flashmask_hf.backend.model_support import refuse_unsupported
 from flashmask_hf.intervals import hide_keys
@@ -63,7 +64,7 @@ def mask_hook(
         attention_mask: bool [B, up to kv_offset + Skv], False where a key is padding; or numbers of documents that do
             not see each other (`DOCUMENTS`), which section 2 of `patches.py` finds.
         device: where the result lives.
-        kwargs: `config` and `use_vmap` are read; the others do not matter here.
+        kwargs: `config`, `local_size` and `use_vmap` are read; the others do not matter here.
 
     Returns:
         Tensor: int32 [B or 1, 1, n, Skv], keys last as in other masks of transformers, which tells it apart from
@@ -73,6 +74,7 @@ def mask_hook(
 
     Raises:
         MaskNotRepresentable: a key is hidden from more than two intervals of queries.
+        ValueError: the model has a sliding window of less than one token.
         NotImplementedError: the model has attention code of its own, which would read the result as something else;
             or the function cannot be traced while compiling.
         RuntimeError: tokens of one block are not next to each other, or positions do not count on within a document
@@ -82,6 +84,7 @@ def mask_hook(
     implementation = getattr(config, "_attn_implementation", None) or FLASHMASK
     if not torch.compiler.is_compiling():
         refuse_unsupported(type(config), implementation)
+    check_window(kwargs.get("local_size"))  # not every model hands its window to its layers
     same_tokens = q_length == kv_length and not isinstance(q_offset, Tensor) and q_offset == kv_offset == 0
     key_positions = torch.arange(kv_length, device=device) + kv_offset
     context = TraceContext(batch_size, key_positions, same_tokens, is_custom=bool(kwargs.get("use_vmap")))

@@ -100,7 +100,7 @@ def check_heads(model: Any, kwargs: dict[str, Any]) -> None:
         return
     device_assert(
         alone,
-        f"{type(model).__name__} reads one class, reward or span from a row, not one from each packed document; pass "
+        f"{type(model).__name__} reads one class, reward or span from a row, not from each document; pass "
         "one document a row (DataCollatorWithPadding), or take MultiAnswerRewardTrainer for rewards",
     )
 
@@ -147,7 +147,7 @@ def check_scales(config: Any, position_ids: Tensor, attention_mask: Any) -> None
     if floor is not None and length >= floor:
         device_assert(
             has_one_document(position_ids, attention_mask),
-            "Llama 4 scales queries by their place in the row from floor_scale tokens on, so that documents of a "
+            "Llama 4 scales queries by their place in the row from floor_scale tokens on, so documents of a "
             "longer row would depend on those before them; keep rows of several documents under floor_scale tokens",
         )
     chunk = getattr(config, "attention_chunk_size", None)

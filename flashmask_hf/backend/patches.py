@@ -272,8 +272,8 @@ def _document_numbers(
         follows = torch.nn.functional.pad(mask.cumsum(-1), (1, 0))[:, column.clamp(max=mask.shape[-1])] > 0
     device_assert(
         ~(starts & follows).any(),
-        "position_ids start again at 0 in one row, but packed documents are not kept apart in a static cache, in a "
-        "part of a row, or, with chunked attention, beside any cache or 2D mask; pass whole rows and use_cache=False",
+        "position_ids start again at 0 in one row, but documents are not kept apart in a static cache, "
+        "part of a row, or, with chunked attention, beside a cache or 2D mask; pass whole rows and use_cache=False",
     )
     return None
 

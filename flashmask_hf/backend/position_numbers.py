@@ -126,5 +126,5 @@ def _require_plain_positions(model: Any, positions: Tensor, named: dict[str, Any
     device_assert(
         ~starts.any(),
         f"position_ids start again at {first} in one row, but {name} does not hand them to its masks, so its "
-        f"documents would see each other; pass {VECTORS} with them, as the collators do",
+        f"documents would see each other; pass {VECTORS} with them",
     )

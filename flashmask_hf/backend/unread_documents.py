@@ -67,14 +67,14 @@ def call_model(model: Any, call: Callable[..., Any], args: tuple[Any, ...], kwar
         alone = has_one_document(named["position_ids"], mask)
         message = (
             f"{name} hands position_ids neither to its masks nor to its attention, so that documents of a row would "
-            f"see each other; pass {VECTORS} with them, as the collators do"
+            f"see each other; pass {VECTORS} with them"
         )
     else:
         alone = ~hides_more(vectors, mask).any()
         message = (
             f"{name} never calls its attention by name, so that it ignores {VECTORS}; pass one document a row"
             if implementation in NAMES
-            else f"{name} makes its masks without position_ids, so that documents of a row see each other with "
+            else f"{name} makes its masks without position_ids, so documents of a row mix with "
             f"attn_implementation='{implementation}'; load it with 'flashmask', or pass one document a row"
         )
     device_assert(alone, message)
@@ -133,7 +133,7 @@ def check_document_numbers(model: Any, kwargs: dict[str, Any]) -> None:
             changes = changes & (mask[:, 1:] > 0) & (mask[:, :-1] > 0)
     device_assert(
         ~changes.any(),
-        f"seq_idx numbers several documents of a row, but the attention of {type(model).__name__} does not read it; "
+        f"seq_idx numbers documents of a row, but the attention of {type(model).__name__} does not read it; "
         "pass position_ids that start again at 0 with each document",
     )
 
@@ -156,6 +156,6 @@ def check_numbered_mask(attention_mask: Any, position_ids: Any) -> None:
         mixed = mixed & (position_ids[..., 1:] != 0)
     device_assert(
         ~mixed.any(),
-        "attention_mask [B, S] numbers documents, which transformers reads as ones, so that they would see each other; "
+        "attention_mask [B, S] numbers documents, which transformers reads as ones, so they would mix; "
         "pass position_ids that start again at 0 with each document, and a mask of ones and zeros, or none",
     )

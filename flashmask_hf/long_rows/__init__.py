@@ -1,7 +1,20 @@
 """Training on rows of hundreds of thousands of tokens on one GPU: what a checkpointed layer keeps, and where."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from flashmask_hf.long_rows.checkpointing import keep_attention
-from flashmask_hf.long_rows.offload import offload_checkpoints
-from flashmask_hf.long_rows.tiling import tile_tokens
+
+if TYPE_CHECKING:
+    from flashmask_hf.long_rows.offload import offload_checkpoints
+    from flashmask_hf.long_rows.tiling import tile_tokens
 
 __all__ = ["keep_attention", "offload_checkpoints", "tile_tokens"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use what imports TorchDynamo, which takes longer than the rest of the package."""
+    modules = {"offload_checkpoints": "offload", "tile_tokens": "tiling"}
+    if name not in modules:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{modules[name]}"), name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -69,8 +71,10 @@ def random_eviction(
     if evict_from is None:
         shape = (as_integer("batch", batch, 1), as_integer("heads", heads, 1), kv_len)
         place = torch.device("cpu") if generator is None else generator.device
-        drawn_by = {} if generator is None else {"generator": generator}  # with None, torch takes no symbolic shape
-        share = torch.rand(shape, **drawn_by, device=place, dtype=torch.float64)
+        options: dict[str, Any] = {"device": place, "dtype": torch.float64}
+        if generator is not None:  # with None, torch takes no symbolic shape
+            options["generator"] = generator
+        share = torch.rand(shape, **options)
         key = key_positions(kv_len, place)
         evict_from = key + 1 + (share * (kv_len - key)).long()
         return make_mask(evict_from, causal=True, q_len=q_len, device=device)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from flashmask_hf.checks import as_integer, check_bool
@@ -197,4 +199,5 @@ def global_sliding_window(
 def _clamp_window(window: int, kv_len: int) -> int:
     """Return `window` up to `kv_len`, which hides as little: the sum with a position would not fit int64."""
     window = as_integer("window", window, 1, why="a query sees at least its own position")
-    return torch.sym_min(window, kv_len)
+    clamped: Any = torch.sym_min(window, kv_len)
+    return clamped

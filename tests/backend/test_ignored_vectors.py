@@ -92,7 +92,7 @@ def test_replicas_of_data_parallel_are_refused(attention):
 def test_documents_that_seq_idx_alone_tells_are_refused():
     """As of transformers' `DataCollatorWithFlattening(return_position_ids=False, return_seq_idx=True)`."""
     model, ids, numbers = llama("flashmask"), tokens(1, 6), torch.tensor([[0, 0, 0, 1, 1, 1]], dtype=torch.int32)
-    message = r"seq_idx numbers several documents of a row, but the attention of LlamaForCausalLM .*pass position_ids"
+    message = r"seq_idx numbers documents of a row, but the attention of LlamaForCausalLM .*pass position_ids"
     for compiled in (model, torch.compile(model, backend="eager", fullgraph=True)):
         with pytest.raises(RuntimeError, match=message):
             compiled(ids, seq_idx=numbers)

@@ -2,15 +2,15 @@
 
 import pytest
 import torch
-from tools.model_pairs import attend, model_pair, tokens
-from transformers import AutoModel, AutoModelForCausalLM, BertConfig, GPT2Config
+from tools.model_pairs import SIZES, attend, model_pair, tokens
+from transformers import AutoModel, AutoModelForCausalLM, BertConfig, GPT2Config, Qwen2MoeConfig
 
 from flashmask_hf import masks
 from flashmask_hf.backend import keywords
 
 
 def test_dropout_in_training_is_refused():
-    with pytest.raises(ValueError, match=r"dropout=0.1 .*set attention_dropout=0"):
+    with pytest.raises(ValueError, match=r"dropout=0.1 .*load with attention_dropout=0 "):
         attend(dropout=0.1)
     attend(torch.nn.Module().eval(), dropout=0.1)
     model, _ = model_pair("llama", attention_dropout=0.1)
@@ -29,10 +29,48 @@ def test_dropout_in_training_is_refused():
 )
 def test_dropout_is_called_by_its_name_in_the_config(name, config):
     model = AutoModel.from_config(config, attn_implementation="flashmask").train()
-    with pytest.raises(ValueError, match=f"dropout=0.1 .*set {name}=0 in the model's config"):
+    with pytest.raises(ValueError, match=f"dropout=0.1 .*load with {name}=0 "):
         model(tokens(1, 5))
     setattr(config, name, 0.0)
     AutoModel.from_config(config, attn_implementation="flashmask").train()(tokens(1, 5))
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("attn_pdrop", GPT2Config(n_layer=1, n_head=2, n_embd=32)),
+        ("attention_probs_dropout_prob", BertConfig(num_hidden_layers=1, hidden_size=48)),
+    ],
+    ids=["gpt2", "bert"],
+)
+def test_dropout_that_the_config_no_longer_has_keeps_its_name(name, config):
+    """Layers keep the dropout with which they were made, so that only loading helps."""
+    model = AutoModel.from_config(config, attn_implementation="flashmask").train()
+    setattr(model.config, name, 0.0)
+    with pytest.raises(ValueError, match=rf"load with {name}=0 \(from_pretrained, .*config_kwargs of SentenceTransf"):
+        model(tokens(1, 5))
+
+
+@pytest.mark.parametrize("window", [0, -1])
+def test_a_window_that_hides_every_key_is_refused(window):
+    refused = pytest.raises(ValueError, match=f"^sliding_window must be at least 1, got {window}, .*set it to None")
+    with refused:
+        attend(sliding_window=window)
+    model, _ = model_pair("mistral", num_hidden_layers=1, sliding_window=window)
+    with refused:
+        model(tokens(1, 6))
+    with refused:
+        model(tokens(1, 6), startend_row_indices=masks.causal(6).indices)
+    model, _ = model_pair("mistral", num_hidden_layers=1, sliding_window=None)
+    model(tokens(1, 6))
+
+
+def test_a_window_that_a_model_leaves_to_its_mask_is_refused_too():
+    options = dict(SIZES, use_sliding_window=True, max_window_layers=0, num_experts=2, num_experts_per_tok=1)
+    config = Qwen2MoeConfig(**options, sliding_window=0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="flashmask")
+    with pytest.raises(ValueError, match="sliding_window must be at least 1, got 0"):
+        model(tokens(1, 6))
 
 
 @pytest.mark.parametrize("name", sorted(keywords._REFUSED))

@@ -423,7 +423,7 @@ def test_a_document_after_one_with_an_image_is_as_alone(given, documents_with_an
 def test_causal_vectors_that_would_hide_an_image_from_itself_are_refused(documents_with_an_image):
     model, row, alone = documents_with_an_image
     mask = masks.causal_document([9, 7])
-    with pytest.raises(RuntimeError, match=r"block, such as an image.*leave them out and pass position_ids"):
+    with pytest.raises(RuntimeError, match=r"hide tokens of a block .*; pass position_ids"):
         model(**row, startend_row_indices=mask.indices)
     visible = mask.to_dense(16)
     visible[..., 2:6, 2:6] = True
