@@ -69,7 +69,7 @@ def flashmask_attention(
         k: keys [B, Hkv, Skv, D]; Hq is a multiple of Hkv, and query head h reads key-value head h * Hkv // Hq.
         v: values [B, Hkv, Skv, Dv].
         mask: with Skv columns, batch 1 or B and heads 1, Hkv or Hq, on the device of q.
-        scale: factor on q @ k^T, positive; None is D ** -0.5.
+        scale: factor on q @ k^T, positive; None is D ** -0.5. Compiled code holds it, like softcap, as a constant.
         softcap: c > 0 caps the scaled scores: c * tanh(scores / c), as Gemma 2 does; None does not. It, scale and
             scale / c must fit float32.
         sinks: [Hq] logits of one extra key per head that holds no value, as GPT-OSS has; None has none.

@@ -223,7 +223,7 @@ def resolve(
             options = (mask.causal, mask.q_len, scale, softcap, deterministic, impl)
             key = _key(q, k, v, mask.indices, sinks, *options)
             call = _calls.get(key)
-    except (AttributeError, TypeError):  # an argument of another type, of which the checks know more to say
+    except (AttributeError, RuntimeError, TypeError):  # an argument of a kind of which the checks know more to say
         key = None
     if call is None:
         call = _make(q, k, v, mask, sinks, scale, softcap, deterministic, impl, intercepted)

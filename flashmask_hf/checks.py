@@ -49,6 +49,7 @@ def check_arguments(
             f"mask must be a FlashMask, got {type(mask).__name__}; build one with flashmask_hf.masks, or from a "
             "dense bool tensor with FlashMask.from_dense"
         )
+    _check_dense("mask.indices", mask.indices)
     batch, heads, q_len, head_dim = q.shape
     kv_heads, kv_len = k.shape[1:3]
     if k.shape[0] != batch or v.shape[0] != batch:
@@ -93,6 +94,7 @@ def check_arguments(
         if not isinstance(sinks, Tensor) or not sinks.dtype.is_floating_point:
             kind = sinks.dtype if isinstance(sinks, Tensor) else type(sinks).__name__
             raise TypeError(f"sinks must be a floating-point tensor [Hq] or None, got {kind}")
+        _check_dense("sinks", sinks)
         if sinks.shape != (heads,):
             raise ValueError(f"sinks must have shape [Hq] = [{heads}], got {list(sinks.shape)}")
         if sinks.device != q.device:
@@ -103,16 +105,33 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Check type, dtype and rank of q, k and v, each by itself.
 
     Raises:
-        TypeError: one is not a floating-point tensor of 16, 32 or 64 bits.
+        TypeError: one is not a dense floating-point tensor of 16, 32 or 64 bits.
         ValueError: one has another number of axes than 4, or an empty one.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor [B, H, S, D], got {type(x).__name__}")
+        _check_dense(name, x)
         if x.dtype not in _DTYPES:
             raise TypeError(f"{name} must be a floating-point tensor of 16, 32 or 64 bits, got {x.dtype}; cast it")
         if x.dim() != 4 or 0 in x.shape:
             raise ValueError(f"{name} must have shape [B, H, S, D] with no empty axis, got {list(x.shape)}")
+
+
+def _check_dense(name: str, x: Tensor) -> None:
+    """Raise TypeError for a nested, sparse or distributed tensor, whose values no implementation finds."""
+    if x.is_nested:
+        raise TypeError(
+            f"{name} must be a dense tensor, got a nested one; pack its sequences into one row, and build its mask "
+            "with masks.from_cu_seqlens"
+        )
+    if x.layout is not torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, got layout {x.layout}; pass {name}.to_dense()")
+    if hasattr(x, "to_local"):
+        raise TypeError(
+            f"{name} must be a local tensor, got a {type(x).__name__}; pass {name}.to_local(), or call the attention "
+            "inside torch.distributed.tensor.experimental.local_map"
+        )
 
 
 def check_bool(name: str, value: object) -> None:

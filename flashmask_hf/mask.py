@@ -165,6 +165,11 @@ class FlashMask:
         indices = self.indices.to(device, non_blocking=non_blocking)
         return self if indices is self.indices else FlashMask(indices, self.causal, q_len=self.q_len)
 
+    def pin_memory(self) -> FlashMask:
+        """Return the same mask in pinned host memory, as `DataLoader(pin_memory=True)` asks of what a batch holds."""
+        indices = self.indices.pin_memory()
+        return self if indices is self.indices else FlashMask(indices, self.causal, q_len=self.q_len)
+
     def row_count(self, q_len: int | None = None) -> int:
         """Return the number of query rows: `q_len` if given, else the mask's own, else as many as keys.
 
@@ -399,6 +404,10 @@ class FlashMask:
                 columns,
             )
         return _from_runs(Runs(*(torch.cat(tensors, 2) for tensors in zip(*runs, strict=True))), causal, shape[2])
+
+    def __bool__(self) -> bool:
+        """Raise TypeError: `mask and other` would return `other`."""
+        raise TypeError("a FlashMask has no truth value; combine masks with mask & other, and ask `mask is None`")
 
     def __and__(self, other: FlashMask) -> FlashMask:
         """Return the mask that shows a pair if both masks do: the union of the intervals that they hide.

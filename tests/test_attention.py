@@ -380,6 +380,13 @@ BAD_CALLS = {
         "q must be .* 16, 32 or 64 bits, .*; cast it",
     ),
     "q has three axes": ({"q": torch.randn(2, 8, 4)}, ValueError, r"q must have shape \[B, H, S, D\]"),
+    "q is nested": (
+        {"q": torch.nested.nested_tensor([torch.ones(8, 4, 4), torch.ones(5, 4, 4)], layout=torch.jagged)},
+        TypeError,
+        "q must be a dense tensor, got a nested one; .*masks.from_cu_seqlens",
+    ),
+    "v is sparse": ({"v": torch.ones(2, 2, 8, 4).to_sparse()}, TypeError, r"got layout torch.sparse_coo; .*v.to_dense"),
+    "sinks is sparse": ({"sinks": torch.ones(4).to_sparse()}, TypeError, r"sinks must be .*pass sinks.to_dense\(\)"),
     "k is empty": ({"k": torch.randn(2, 2, 0, 4)}, ValueError, "k must have shape .* no empty axis"),
     "batches differ": ({"k": torch.randn(1, 2, 8, 4)}, ValueError, "one batch size"),
     "v has another batch": ({"v": torch.randn(1, 2, 8, 4)}, ValueError, "one batch size, got 2, 2, 1"),
@@ -451,6 +458,36 @@ def test_bad_calls(case: str) -> None:
     change, error, message = BAD_CALLS[case]
     with pytest.raises(error, match=message):
         flashmask_attention(**{**_good(), **change})
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype:UserWarning")
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_nested_tensors_without_sizes_are_refused(name: str) -> None:
+    nested = torch.nested.nested_tensor([torch.ones(2, 8, 4), torch.ones(2, 5, 4)])
+    for impl in (None, "reference"):
+        with pytest.raises(TypeError, match=f"{name} must be a dense tensor, got a nested one"):
+            flashmask_attention(**{**_good(), name: nested}, impl=impl)
+
+
+def test_distributed_tensors_are_refused() -> None:
+    from torch import distributed
+    from torch.distributed.tensor import Replicate, distribute_tensor, init_device_mesh
+
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        good = _good()
+        for name in ("q", "k", "v"):
+            given = {**good, name: distribute_tensor(good[name], mesh, [Replicate()])}
+            with pytest.raises(
+                TypeError, match=rf"{name} must be a local tensor, got a DTensor; pass {name}.to_local\(\)"
+            ):
+                flashmask_attention(**given)
+        indices = distribute_tensor(good["mask"].indices, mesh, [Replicate()])
+        with pytest.raises(TypeError, match="mask.indices must be a local tensor, got a DTensor"):
+            flashmask_attention(**{**good, "mask": FlashMask(indices, good["mask"].causal)})
+    finally:
+        distributed.destroy_process_group()
 
 
 def test_triton_refuses_the_cpu() -> None:

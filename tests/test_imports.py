@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import graphlib
 import importlib.util
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -209,3 +211,25 @@ def test_the_checker_finds_the_faults_of_a_made_up_tree(
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(source)
     assert find_faults(tmp_path, MADE_UP) == faults
+
+
+@pytest.mark.full
+def test_the_package_without_transformers_imports_no_compiler() -> None:
+    """TorchDynamo takes longer to import than all of the package; a new process has not imported it yet."""
+    program = """
+import sys
+
+class Missing:
+    def find_spec(name, *_):
+        if name == "transformers":
+            raise ModuleNotFoundError(name, name=name)
+
+sys.meta_path.insert(0, Missing)
+import flashmask_hf
+
+slow = [name for name in ("torch._dynamo", "sympy", "triton", "matplotlib", "transformers") if name in sys.modules]
+assert not slow, slow
+from flashmask_hf.long_rows import offload_checkpoints, tile_tokens
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import io
 from itertools import combinations, groupby
 
 import numpy as np
@@ -596,3 +597,48 @@ def test_the_examples_in_docstrings_run():
 def test_from_columns_rejects_what_is_no_mask(visible, kv_len, error, message):
     with pytest.raises(error, match=message):
         FlashMask.from_columns(visible, kv_len, causal=False)
+
+
+def test_a_mask_has_no_truth_value() -> None:
+    mask, other = masks.causal(4), masks.causal_document([2, 2])
+    for use in (lambda: mask and other, lambda: mask or other, lambda: not mask, lambda: bool(mask)):
+        with pytest.raises(TypeError, match=r"no truth value; combine masks with mask & other, and ask `mask is None`"):
+            use()
+    assert torch.equal((mask & other).indices, other.indices)
+
+
+def test_a_mask_is_loaded_with_weights_only() -> None:
+    file, mask = io.BytesIO(), masks.sliding_window(6, 2, q_len=4)
+    mask.sparsity()
+    torch.save({"mask": mask}, file)
+    with torch.serialization.safe_globals([FlashMask]):
+        loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=True)["mask"]
+    assert (loaded.causal, loaded.q_len, loaded._plan) == (mask.causal, 4, None)
+    assert torch.equal(loaded.indices, mask.indices)
+
+
+def test_a_mask_is_pinned_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.utils.data._utils.pin_memory import pin_memory
+
+    mask, pinned = masks.causal(4, q_len=2), torch.zeros(1, 1, 4, 1, dtype=torch.int32)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x, *_: x if x is pinned else pinned)
+    batch = pin_memory({"mask": mask})
+    assert batch["mask"].indices is pinned
+    assert (batch["mask"].causal, batch["mask"].q_len) == (True, 2)
+    assert batch["mask"].pin_memory() is batch["mask"]
+
+
+def test_a_mask_is_exported_as_its_indices() -> None:
+    """Neither export nor `default_collate` takes the mask itself."""
+
+    class Layer(torch.nn.Module):
+        def forward(self, q: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+            return flashmask_attention(q, q, q, FlashMask(indices, causal=True), impl="torch")
+
+    q, mask = torch.randn(1, 2, 80, 8), masks.causal_document([30, 50])
+    exported = torch.export.export(Layer(), (q, mask.indices)).module()
+    torch.testing.assert_close(exported(q, mask.indices), flashmask_attention(q, q, q, mask))
+    with pytest.raises(ValueError, match=r"Unsupported input type .*FlashMask"):
+        torch.export.export(Layer(), (q, mask))
+    with pytest.raises(TypeError, match=r"found .*FlashMask"):
+        torch.utils.data.default_collate([mask, mask])

@@ -113,7 +113,9 @@ def test_masks_that_are_not_of_causal_documents_raise(mask):
 
 def test_vectors_of_another_form_are_named():
     for vectors, got in ((masks.document([7]).indices, r"\[1, 1, 7, 2\]"), ([[7] * 7], "list")):
-        with pytest.raises(ValueError, match=rf"causal documents one after another as .*got {got}; or pass one sequence"):
+        with pytest.raises(
+            ValueError, match=rf"causal documents one after another as .*got {got}; or pass one sequence"
+        ):
             cached("lfm2")(input_ids=tokens(1, 7), startend_row_indices=vectors)
 
 

@@ -238,7 +238,7 @@ def test_numbers_of_documents_that_contradict_positions_are_refused():
     model = AutoModelForCausalLM.from_config(llama_config(), attn_implementation="flashmask").eval()
     numbers, through = (PACKED == 0).cumsum(1), torch.arange(9)[None]
     model(IDS, seq_idx=numbers, position_ids=PACKED)
-    with pytest.raises(RuntimeError, match=r"seq_idx numbers several documents .*pass position_ids that start again"):
+    with pytest.raises(RuntimeError, match=r"seq_idx numbers documents .*pass position_ids that start again"):
         model(IDS, seq_idx=numbers, position_ids=through)
     padded = torch.where(through < 6, 1, 2)  # another number for padding
     model(IDS, seq_idx=padded, position_ids=through, attention_mask=(through < 6).long())
