@@ -484,7 +484,7 @@ def test_distributed_tensors_are_refused() -> None:
             ):
                 flashmask_attention(**given)
         indices = distribute_tensor(good["mask"].indices, mesh, [Replicate()])
-        with pytest.raises(TypeError, match="mask.indices must be a local tensor, got a DTensor"):
+        with pytest.raises(TypeError, match=r"mask\.indices must be a local tensor, got a DTensor"):
             flashmask_attention(**{**good, "mask": FlashMask(indices, good["mask"].causal)})
     finally:
         distributed.destroy_process_group()
