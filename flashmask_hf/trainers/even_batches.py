@@ -111,5 +111,6 @@ class _EvenBatches:
 
 def _counts(accelerator: Any, count: int) -> torch.Tensor:
     """Return a number of each process, int64 [processes], on the CPU."""
-    own = torch.tensor([count], device=accelerator.device)
-    return accelerator.gather(own).cpu() if accelerator.num_processes > 1 else own.cpu()
+    if accelerator.num_processes == 1:
+        return torch.tensor([count])  # a copy from the device would make the host wait
+    return accelerator.gather(torch.tensor([count], device=accelerator.device)).cpu()
