@@ -8,11 +8,12 @@ The model has the shape of a Llama with random weights, in bfloat16, with gradie
 is one row of 1 to 10 documents, as in the paper (appendix A.2.1). SDPA and flex_attention take transformers' own path
 for packed rows, which builds a mask from position_ids in every step (a dense one for SDPA); flashmask takes the
 collator's vectors, and `flashmask_kept` also keeps attention's results instead of recomputing them (`keep_attention`).
-With `--lora`, adapters of all linear layers are trained. With `--compile`, each layer is compiled, as the recipes do
-with `--torch_compile`, for every implementation in the same way. With both, and with `--fused`, TRL's head computes the
-loss without logits of the whole row, as in its trainers. The implementations train the same model on the same rows in
-turns. Their losses must agree before training. The columns `first_step_seconds` and `compilations` are those of each
-implementation; the first one's first step also loads the kernels that all share.
+With the suffix `_liger`, norms, MLPs and rotary positions run Liger's kernels, as in trainers with `use_liger_kernel`
+(needs liger-kernel). With `--lora`, adapters of all linear layers are trained. With `--compile`, each layer is
+compiled, as the recipes do with `--torch_compile`, for every implementation in the same way. With both, and with
+`--fused`, TRL's head computes the loss without logits of the whole row, as in its trainers. The implementations train
+the same model on the same rows in turns. Their losses must agree before training. The columns `first_step_seconds` and
+`compilations` are those of each implementation; the first one's first step also loads the kernels that all share.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from harness import random_lengths, write_csv
 from shapes import SHAPES
 from torch._dynamo.utils import counters
 from transformers import PreTrainedModel
+from transformers.integrations.liger import apply_liger_kernel
 
 from flashmask_hf import keep_attention
 from flashmask_hf.collators import DataCollatorForPackedLanguageModeling
@@ -83,14 +85,39 @@ def make_rows(length: int, count: int, vocab: int, device: str = "cuda") -> list
     return rows
 
 
+class LigerSwitch:
+    """Puts Liger's kernels into a model's layers, and takes them out again."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._code: Any = sys.modules[type(model).__module__]
+        plain = self._code.apply_rotary_pos_emb
+        forwards = {module: vars(module).get("forward") for module in model.modules()}
+        apply_liger_kernel(model, {"fused_linear_cross_entropy": False})
+        self._rotary = plain, self._code.apply_rotary_pos_emb
+        self._forwards = [(module, forward, vars(module).get("forward")) for module, forward in forwards.items()]
+        self.set(False)
+
+    def set(self, on: bool) -> None:
+        """Put the kernels in or take them out."""
+        self._code.apply_rotary_pos_emb = self._rotary[on]
+        for module, *forwards in self._forwards:
+            vars(module).pop("forward", None)
+            if forwards[on] is not None:
+                vars(module)["forward"] = forwards[on]
+
+
 def step(
     model: PreTrainedModel,
     optimizer: torch.optim.Optimizer,
     name: str,
     row: dict[str, torch.Tensor],
     fused: bool = False,
+    liger: LigerSwitch | None = None,
 ) -> float:
     """Run one training step, and return the loss, which TRL's head computes if `fused`."""
+    if liger is not None:
+        liger.set(name.endswith("_liger"))
+    name = name.removesuffix("_liger")
     model.set_attn_implementation(name.removesuffix("_kept"))
     options: dict[str, Any] = {"use_reentrant": False}
     if name.endswith("_kept"):
@@ -105,7 +132,11 @@ def step(
 
 
 def measure(
-    arguments: argparse.Namespace, model: PreTrainedModel, length: int, optimizer: torch.optim.Optimizer
+    arguments: argparse.Namespace,
+    model: PreTrainedModel,
+    length: int,
+    optimizer: torch.optim.Optimizer,
+    liger: LigerSwitch | None,
 ) -> list[dict[str, Any]]:
     """Train in turns on rows of `length` tokens; return the figures of each implementation."""
     rows = make_rows(length, arguments.rows, model.config.vocab_size)
@@ -120,7 +151,7 @@ def measure(
         before = counters["stats"]["unique_graphs"]
         torch.cuda.synchronize()
         start = time.perf_counter()
-        loss = step(model, optimizer, name, row, fused)
+        loss = step(model, optimizer, name, row, fused, liger)
         torch.cuda.synchronize()
         passed = time.perf_counter() - start
         compilations[name] += counters["stats"]["unique_graphs"] - before
@@ -190,9 +221,10 @@ def main() -> None:
     fused = uses_fused_head(arguments)
     model = build_model(arguments.shape, lora=arguments.lora, fused=fused, compiled=arguments.compile)
     optimizer = torch.optim.AdamW([x for x in model.parameters() if x.requires_grad], lr=1e-6, fused=True)
+    liger = LigerSwitch(model) if any(name.endswith("_liger") for name in arguments.implementations) else None
     write_csv(
         arguments.csv,
-        [figures for length in arguments.length for figures in measure(arguments, model, length, optimizer)],
+        [figures for length in arguments.length for figures in measure(arguments, model, length, optimizer, liger)],
     )
 
 
