@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 import sys
 import zipfile
 from collections.abc import Callable, Sequence
@@ -197,7 +198,10 @@ def trainer_options(
     for flag in ["dataset_train_split"] + ["dataset_test_split"] * training_args.do_eval:
         split = getattr(script_args, flag)
         if split not in dataset:
-            raise FlagError(f"{flag}: the dataset has no split {split!r}, but {', '.join(map(repr, dataset))}")
+            way = "name one of them with the flag"
+            if flag == "dataset_test_split":
+                way += ", give a folder with files train and test, or leave do_eval and eval_strategy out"
+            raise FlagError(f"{flag}: the dataset has no split {split!r}, but {', '.join(map(repr, dataset))}; {way}")
         if next(iter(dataset[split]), None) is None:
             raise FlagError(f"{flag}: the split {split!r} of the dataset is empty")
     if model_args.model_name_or_path is None:
@@ -215,6 +219,21 @@ def trainer_options(
         "quantization_config": get_quantization_config(model_args),
         "peft_config": get_peft_config(model_args),
     }
+
+
+def build(trainer_class: type, **options: Any) -> Any:
+    """Build a trainer; raise its ValueError as a FlagError, with options as they are written in flags.
+
+    Args:
+        trainer_class: the trainer's class.
+        **options: its arguments.
+    """
+    try:
+        return trainer_class(**options)
+    except ValueError as error:
+        names = "|".join({x.name for x in (*fields(options["args"]), *fields(ModelConfig))} | {"split"})
+        message = re.sub(rf"\b({names})=(['\"]?)([\w.-]+)\2", r"--\1 \3", str(error))
+        raise FlagError(message) from None
 
 
 def check_model_path(flag: str, name: str) -> None:

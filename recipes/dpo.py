@@ -42,7 +42,7 @@ DEMO_CONFIG = common.CONFIGS / "dpo_demo.yaml"
 def main(argv: Sequence[str]) -> None:
     recipe_args, script_args, training_args, model_args, mixture_args = parse(argv)
     options = common.trainer_options(script_args, training_args, model_args, mixture_args, data.preferences)
-    trainer = SharedQuestionDPOTrainer(**options)
+    trainer = common.build(SharedQuestionDPOTrainer, **options)
     common.train(trainer, script_args)
     if recipe_args.show and trainer.accelerator.is_main_process:
         show(trainer, model_args, recipe_args.show)

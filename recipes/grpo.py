@@ -106,7 +106,7 @@ def main(argv: Sequence[str]) -> None:
     rewards = reward_functions(recipe_args, training_args, model_args)
     options = common.trainer_options(script_args, training_args, model_args, mixture_args, data.passages)
     _, trainer_class = ALGORITHMS[recipe_args.algorithm]
-    trainer = trainer_class(**options, reward_funcs=rewards)
+    trainer = common.build(trainer_class, **options, reward_funcs=rewards)
     row = picture.latest_row(trainer.model) if recipe_args.picture else []
     common.train(trainer, script_args)
     if not trainer.accelerator.is_main_process:

@@ -45,7 +45,7 @@ DEMO_CONFIG = common.CONFIGS / "reward_demo.yaml"
 def main(argv: Sequence[str]) -> None:
     recipe_args, script_args, training_args, model_args, mixture_args = parse(argv)
     options = common.trainer_options(script_args, training_args, model_args, mixture_args, data.rankings)
-    trainer = MultiAnswerRewardTrainer(**options)
+    trainer = common.build(MultiAnswerRewardTrainer, **options)
     common.train(trainer, script_args)
     if recipe_args.show and trainer.accelerator.is_main_process:
         show(trainer, recipe_args.show)

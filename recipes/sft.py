@@ -100,7 +100,7 @@ class RecipeArguments:
 def main(argv: Sequence[str]) -> None:
     recipe_args, script_args, training_args, model_args, mixture_args = parse(argv)
     options = common.trainer_options(script_args, training_args, model_args, mixture_args, data.question_answers)
-    trainer = PackedSFTTrainer(**options, split=recipe_args.split)
+    trainer: PackedSFTTrainer = common.build(PackedSFTTrainer, **options, split=recipe_args.split)
     add_long_rows(trainer, recipe_args)
     common.train(trainer, script_args)
     if not trainer.accelerator.is_main_process:

@@ -25,7 +25,8 @@ def target_device(device: Device, given: Any) -> Device:
 
 def from_array(value: Any) -> Any:
     """Return a NumPy array as a tensor, and everything else as it is."""
-    if isinstance(value, (Tensor, list, tuple)) or not hasattr(value, "__array_interface__"):
+    # Compilers know symbolic integers as int, and cannot ask them for an attribute.
+    if isinstance(value, (Tensor, list, tuple, int, torch.SymInt)) or not hasattr(value, "__array_interface__"):
         return value
     return torch.tensor(value) if getattr(value, "shape", ()) else value  # a number of NumPy has no axes
 

@@ -86,6 +86,14 @@ def test_numpy_arrays_are_tensors(dtype):
     assert same(masks.prefix_lm_causal(5, np.int64(3)), masks.prefix_lm_causal(5, 3))
 
 
+def test_a_symbolic_prefix_is_no_array():
+    def indices(x):
+        return masks.prefix_lm_causal(x.shape[0], x.shape[0] // 2).indices + 0
+
+    compiled = torch.compile(indices, fullgraph=True, dynamic=True, backend="eager")
+    assert torch.equal(compiled(torch.zeros(8)), masks.prefix_lm_causal(8, 4).indices)
+
+
 @pytest.mark.parametrize(
     ("build", "error", "message"),
     [

@@ -195,7 +195,7 @@ def test_evaluation_logs_the_mask_sparsity(tmp_path, model, capsys):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--max_length", "256"], "more than max_length 256.*truncation_mode='keep_start'.*split=True"),
+        (["--max_length", "256"], "more than max_length 256; .*--truncation_mode keep_start .* --split True"),
         (["--max_length", "8192", "--model_name_or_path", "deep"], "model has 1024 positions"),
         (["--max_length", "256", "--split", "--truncation_mode", "keep_start"], "exclude each other"),
         (["--resume_from_checkpoint", "true"], "holds no checkpoint to resume from"),
@@ -216,8 +216,21 @@ def test_invalid_flags_raise_before_training(tmp_path, model, monkeypatch, flags
         rows = tmp_path / "rows.jsonl"
         rows.write_text(json.dumps({"text": "lambda " * 2000}))
         flags = [str(model) if flag == "deep" else flag for flag in flags] + ["--dataset_name", str(rows)]
-    with pytest.raises(Exception, match=message):
+    with pytest.raises(common.FlagError, match=message):
         sft.main([*flags, "--output_dir", str(tmp_path), *QUICK])
+
+
+def test_an_evaluation_without_its_split_says_the_ways_out(tmp_path, model):
+    """A file has one split; a folder has those of its files' names."""
+    (tmp_path / "rows").mkdir()
+    for name in ("train", "test"):
+        (tmp_path / "rows" / f"{name}.jsonl").write_text("\n".join([json.dumps(ROWS["text"])] * 3))
+    flags = ["--model_name_or_path", str(model), "--do_eval", "--output_dir", str(tmp_path / "out")]
+    ways = "no split 'test', but 'train'; name one .* a folder with files train and test, or leave do_eval .* out"
+    with pytest.raises(common.FlagError, match=ways):
+        sft.main([*flags, *QUICK, "--dataset_name", str(tmp_path / "rows" / "train.jsonl")])
+    parsed = sft.parse([*flags, *QUICK, "--dataset_name", str(tmp_path / "rows")])[1:]
+    assert len(common.trainer_options(*parsed, data.question_answers)["eval_dataset"]) == 3
 
 
 def test_paths_of_another_kind_raise_before_training(tmp_path, model):
