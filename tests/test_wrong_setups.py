@@ -696,6 +696,17 @@ def test_a_trained_head_is_gathered_for_the_fused_head(task, trained, monkeypatc
     assert len(gathered) == (1 if trained else 0)
 
 
+@pytest.mark.parametrize("task", ["dpo", "reward"])
+def test_a_resumed_run_counts_on(task, tmp_path):
+    options = {"output_dir": str(tmp_path), "per_device_train_batch_size": 1, "max_steps": 2}
+    whole = build(task, **options, save_strategy="steps", save_steps=1)
+    whole.train()
+    resumed = build(task, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    counts = [[x["num_tokens"] for x in run.state.log_history if "loss" in x] for run in (whole, resumed)]
+    assert counts[0] == counts[1]
+
+
 @pytest.mark.parametrize("task", OURS)
 def test_evaluate_takes_raw_rows(task):
     raw = Dataset.from_list(ROWS[task])

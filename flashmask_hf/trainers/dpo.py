@@ -38,8 +38,10 @@ from flashmask_hf.trainers.common import (
     with_position_limit,
     without_media,
 )
+from flashmask_hf.trainers.even_batches import EvenBatchesMixin
 from flashmask_hf.trainers.formats import preference_columns
 from flashmask_hf.trainers.kept_attention import KeepAttention
+from flashmask_hf.trainers.resume import ResumeMixin
 
 __all__ = ["SharedQuestionDPOConfig", "SharedQuestionDPOTrainer"]
 
@@ -78,7 +80,7 @@ class SharedQuestionDPOConfig(DPOConfig):
     )
 
 
-class SharedQuestionDPOTrainer(DPOTrainer):
+class SharedQuestionDPOTrainer(ResumeMixin, EvenBatchesMixin, DPOTrainer):
     """`trl.DPOTrainer` that computes each question once, for both of its answers, in policy and reference.
 
     The backbone runs packed rows. Its hidden states are gathered into TRL's layout of one sequence per answer, which

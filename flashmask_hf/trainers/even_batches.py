@@ -100,6 +100,8 @@ class _EvenBatches:
             found = _counts(self.trainer.accelerator, int(batch is not None))
             if not found.all():
                 if not found.any() or self.trainer._idle_batch({}) is None:
+                    if batch is not None:
+                        self.loader.end()  # accelerate takes it for the active one otherwise
                     return
                 if last is None:  # a process without any rows takes the form of another's
                     last = broadcast_object_list([send_to_device(batch, "cpu")], from_process=int(found.argmax()))[0]

@@ -31,7 +31,9 @@ from flashmask_hf.trainers.common import (
     text_datasets,
     with_position_limit,
 )
+from flashmask_hf.trainers.even_batches import EvenBatchesMixin
 from flashmask_hf.trainers.kept_attention import KeepAttention
+from flashmask_hf.trainers.resume import ResumeMixin
 from flashmask_hf.trainers.reward_data import NO_MEDIA, check_rows, prepare_rows
 from flashmask_hf.trainers.reward_losses import LOSSES, pair_mean
 
@@ -80,7 +82,7 @@ class MultiAnswerRewardConfig(RewardConfig):
             raise ValueError(f"loss_type must be one of {', '.join(LOSSES)}, got {self.loss_type!r}")
 
 
-class MultiAnswerRewardTrainer(RewardTrainer):
+class MultiAnswerRewardTrainer(ResumeMixin, EvenBatchesMixin, RewardTrainer):
     """`trl.RewardTrainer` for two or more answers to a question, which it computes once for all of them.
 
     With two answers, losses, gradients and metrics are TRL's, up to the rounding of sums in another order. The model's

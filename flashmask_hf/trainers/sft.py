@@ -42,6 +42,7 @@ from flashmask_hf.trainers.context_parallel import (
 )
 from flashmask_hf.trainers.even_batches import EvenBatchesMixin
 from flashmask_hf.trainers.kept_attention import KeepAttention
+from flashmask_hf.trainers.resume import ResumeMixin
 from flashmask_hf.trainers.sft_data import check_columns, check_completions, packing_report
 
 __all__ = ["PackedSFTTrainer"]
@@ -53,7 +54,7 @@ _NO_MEDIA = "rows cannot be packed yet; use trl.SFTTrainer for images, or remove
 """What is wrong with images, video and audio, and the way out."""
 
 
-class PackedSFTTrainer(EvenBatchesMixin, ContextParallelMixin, SFTTrainer):
+class PackedSFTTrainer(ResumeMixin, EvenBatchesMixin, ContextParallelMixin, SFTTrainer):
     """`trl.SFTTrainer` on packed rows: a row holds several documents, and each attends only to itself.
 
     TRL tokenizes the datasets, applies chat templates and builds labels, but truncates nothing. `pack_dataset` then
@@ -204,6 +205,12 @@ class PackedSFTTrainer(EvenBatchesMixin, ContextParallelMixin, SFTTrainer):
     ) -> Dataset | IterableDataset:
         dataset = without_media(unformatted(dataset), dataset_name, _NO_MEDIA)
         first = first_row(dataset, dataset_name)
+        if dataset_name == "train" and "seq_lengths" not in first and (packing or not _trl_packs(args)):
+            self._packed_by = {
+                "max_length": args.max_length,
+                "packing": args.packing,
+                "split": self._packing_options["split"],
+            }
         if _trl_packs(args):  # else pack_dataset warns
             warn_of_weights(first, f"the {dataset_name} dataset")
         if "input_ids" not in first:
@@ -307,9 +314,7 @@ class PackedSFTTrainer(EvenBatchesMixin, ContextParallelMixin, SFTTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Write TRL's log with the tokens so far, and the tokens per second and keys per token since the last log."""
         if "loss" in logs:
-            sums: Any = torch.as_tensor(self._sums, device=self.accelerator.device).expand(2)
-            reduced: Any = self.accelerator.reduce(sums.contiguous())
-            tokens, keys = reduced.tolist()
+            tokens, keys = self._reduced_sums()
             seconds = time.perf_counter() - self._last_log
             logs["tokens_per_second"] = round(tokens / seconds, 1)
             if keys:
@@ -319,6 +324,19 @@ class PackedSFTTrainer(EvenBatchesMixin, ContextParallelMixin, SFTTrainer):
             self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
             self._sums, self._last_log = 0, time.perf_counter()
         super().log(logs, start_time)
+
+    def _reduced_sums(self) -> list[int]:
+        """Return the number of tokens and of visible keys since the last log, over all processes."""
+        sums: Any = torch.as_tensor(self._sums, device=self.accelerator.device).expand(2)
+        reduced: Any = self.accelerator.reduce(sums.contiguous())
+        return reduced.tolist()
+
+    def _count_tokens(self) -> int:
+        return int(self._logged_tokens + self._reduced_sums()[0])
+
+    def _load_callback_state(self) -> None:
+        super()._load_callback_state()
+        self._logged_tokens = self._total_train_tokens
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train; see `Trainer.train`."""

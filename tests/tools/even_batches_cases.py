@@ -7,11 +7,17 @@ from typing import Any
 
 import torch
 from datasets import Dataset, IterableDataset
-from tools.tiny import llama_config, trainer_settings, word_tokenizer
-from transformers import AutoModelForCausalLM
+from tools.tiny import llama_config, preference_rows, trainer_settings, word_tokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from trl import SFTConfig
 
-from flashmask_hf.trainers import PackedSFTTrainer
+from flashmask_hf.trainers import (
+    MultiAnswerRewardConfig,
+    MultiAnswerRewardTrainer,
+    PackedSFTTrainer,
+    SharedQuestionDPOConfig,
+    SharedQuestionDPOTrainer,
+)
 
 DOCUMENTS = [[5 + (i + j) % 50 for j in range(3 + i % 9)] for i in range(60)]
 
@@ -69,6 +75,33 @@ def evaluated(data: Any, **options: Any) -> Any:
     return case
 
 
+def pairs(shards: list[int]) -> Any:
+    """Yield the preference rows of some shards, each the number of its rows."""
+    for count in shards:
+        yield from preference_rows(count)
+
+
+def compared(kind: Any, config: Any, load: Any, *models: str) -> Any:
+    """Return a case that trains past the end of a stream of pairs, and evaluates it between."""
+
+    def case(group: Any) -> dict[str, Any]:
+        data = IterableDataset.from_generator(pairs, gen_kwargs={"shards": [7, 4, 5]})
+        options = {"max_steps": 6, "eval_strategy": "steps", "eval_steps": 3, "per_device_train_batch_size": 2}
+        given = {name: load(llama_config(num_labels=1), attn_implementation="flashmask") for name in ("model", *models)}
+        trainer = kind(
+            **given,
+            args=config(**trainer_settings(tempfile.mkdtemp()) | options, max_length=64),
+            train_dataset=data,
+            eval_dataset=data,
+            processing_class=word_tokenizer(),
+        )
+        trainer.train()
+        logs: Any = trainer.state.log_history
+        return {name: sum(name in entry for entry in logs) for name in ("loss", "eval_loss")}
+
+    return case
+
+
 def whole(count: int) -> Dataset:
     return Dataset.from_list(list(rows([list(range(count))])))
 
@@ -82,4 +115,8 @@ CASES = {
     "evaluate, three shards": evaluated(lambda: stream(20, 30, 10)),
     "evaluate, one row": evaluated(lambda: whole(1)),
     "evaluate, a data set": evaluated(lambda: whole(60), per_device_eval_batch_size=3),
+    "dpo": compared(SharedQuestionDPOTrainer, SharedQuestionDPOConfig, AutoModelForCausalLM.from_config, "ref_model"),
+    "reward": compared(
+        MultiAnswerRewardTrainer, MultiAnswerRewardConfig, AutoModelForSequenceClassification.from_config
+    ),
 }

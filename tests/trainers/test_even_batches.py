@@ -35,3 +35,10 @@ def test_evaluation_on_several_processes_reads_every_row_once(found, name):
     want, got = result(found, 1, name), result(found, 2, name)
     for key in ("loss", "entropy", "mean_token_accuracy"):
         assert got[key] == pytest.approx(want[key], rel=1e-6)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["dpo", "reward"])
+def test_a_stream_of_pairs_trains_on_several_processes(found, name):
+    outcome = result(found, 2, name)
+    assert (outcome["loss"], outcome["eval_loss"]) == (6, 2)

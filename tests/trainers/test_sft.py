@@ -127,6 +127,32 @@ def test_evaluation_is_the_mean_over_learned_tokens(tmp_path, streamed):
         assert entropy == pytest.approx(first, rel=1e-6)
 
 
+def test_a_resumed_run_counts_on_and_refuses_rows_that_are_packed_otherwise(tmp_path):
+    """Checkpoints between two logs hold all tokens, too."""
+    data = Dataset.from_dict({"input_ids": [list(range(5, 5 + n)) for n in (7, 3, 8, 2, 6, 5, 4, 8, 7, 6)]})
+
+    def trainer_of(max_length=8, **options):
+        settings = trainer_settings(tmp_path) | {"per_device_train_batch_size": 1, "max_steps": 4, "logging_steps": 2}
+        args = SFTConfig(**settings | {"save_strategy": "steps", "save_steps": 3} | options, max_length=max_length)
+        model = AutoModelForCausalLM.from_config(llama_config(), attn_implementation="flashmask")
+        return PackedSFTTrainer(model, args, train_dataset=data, processing_class=word_tokenizer())
+
+    def counts(trainer):
+        return [entry["num_tokens"] for entry in trainer.state.log_history if "num_tokens" in entry]
+
+    whole, resumed = trainer_of(), trainer_of(save_strategy="no")
+    whole.train()
+    checkpoint = str(tmp_path / "checkpoint-3")
+    resumed.train(resume_from_checkpoint=checkpoint)
+    assert counts(resumed) == counts(whole)
+    assert len(counts(whole)) == 2
+    with pytest.raises(ValueError, match=r"max_length must be 8, as in the checkpoint, got 16.*ignore_data_skip=True"):
+        trainer_of(16).train(resume_from_checkpoint=checkpoint)
+    with pytest.raises(ValueError, match="packing must be False, as in the checkpoint, got True"):
+        trainer_of(packing=True).train(resume_from_checkpoint=checkpoint)
+    trainer_of(16, ignore_data_skip=True, max_steps=3).train(resume_from_checkpoint=checkpoint)
+
+
 def test_batches_that_do_not_fill_a_step_of_a_stream_are_left_out(tmp_path):
     """Trainer would add their gradients to those of the next epoch's first step, and never end without a whole step."""
     documents = Dataset.from_dict({"input_ids": [[5, 6, 7]] * 3}).to_iterable_dataset()
