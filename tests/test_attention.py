@@ -31,8 +31,8 @@ from flashmask_hf.plan import ROWS, plan_columns
 CPU = (torch.float32, torch.bfloat16, torch.float16)
 INTERPRETER = (torch.float32, torch.float16)
 GPU = (torch.bfloat16, torch.float16, torch.float32)
-LENGTHS = [(1, 1), (63, 63), (113, 113), (1, 63), (63, 257), (1023, 1023), (113, 1023)]
-
+LENGTHS = [(1, 1), (63, 63), (113, 113), (1, 63), (63, 257), (113, 1023)]
+LONG = covering(2, FAMILIES, lanes(CPU[:1], (), GPU), [(1023, 1023)])
 
 FEW_LENGTHS = [(63, 63), (63, 257)]  # for the interpreter, and 16 bits on the CPU
 
@@ -41,6 +41,10 @@ FEW_LENGTHS = [(63, 63), (63, 257)]  # for the interpreter, and 16 bits on the C
     ("family", "lane", "lengths"),
     [
         *covering(2, FAMILIES, lanes(CPU[:1], (), GPU), LENGTHS),
+        *(
+            pytest.param(*x.values, marks=x.marks or [pytest.mark.full] * (n % 3 > 0), id=x.id)
+            for n, x in enumerate(LONG)
+        ),
         *covering(1, FAMILIES, lanes((), INTERPRETER, ()), FEW_LENGTHS),
         *covering(3, FAMILIES, lanes(CPU[1:], (), ()), FEW_LENGTHS),
     ],

@@ -169,8 +169,8 @@ def test_heads_that_alternate_with_masks_of_their_own(device: str) -> None:
     rows = torch.tensor([[4096, 0], [2048, 0]]).repeat(12, 1)  # of two query heads, one sees half of the rows
     per_head = FlashMask(rows[None, :, None].repeat(1, 1, 256, 1).int(), False, q_len=4096)
     assert heads(per_head) == -(-12 // -(-12 // (2 * PROGRAMS // (32 + 16))))
-    causal = FlashMask(masks.causal(4096).indices.repeat(1, 24, 1, 1), True)
-    assert heads(causal) == int(0.5 * PROGRAMS / (2 * 16.5))
+    causal = FlashMask(masks.causal(2048).indices.repeat(1, 24, 1, 1), True)
+    assert heads(causal) == int(0.5 * PROGRAMS / (2 * 8.5))
 
 
 @DEVICES
