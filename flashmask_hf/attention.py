@@ -81,7 +81,7 @@ def flashmask_attention(
     Returns:
         out [B, Hq, Sq, Dv] in q's dtype; with `return_lse` also lse [B, Hq, Sq] float32 (float64 for float64 q), the
         natural log, the sink included. A row that sees nothing has out 0, lse -inf (the sink's logit if there is one)
-        and zero gradients.
+        and zero gradients, if those of its results are finite ("torch" and "reference": whatever those are).
 
     Raises:
         TypeError: an argument has the wrong type or dtype.

@@ -351,5 +351,5 @@ def _sinks_gradient(sinks: Tensor | None, lse: Tensor, delta: Tensor) -> Tensor:
     batch, heads, rows = lse.shape
     delta = delta.view(batch, heads, -1)[..., :rows]
     weight = torch.exp(sinks.to(lse.dtype).view(1, -1, 1) - lse)
-    weight = weight.masked_fill(lse.isneginf(), 0.0)  # a row that sees nothing, and a sink of -inf
-    return -(weight * delta).sum((0, 2)).to(sinks.dtype)
+    share = (weight * delta).masked_fill(lse.isneginf(), 0.0)  # a row that sees nothing, and a sink of -inf
+    return -share.sum((0, 2)).to(sinks.dtype)

@@ -164,6 +164,57 @@ def test_the_gradient_of_lse_where_rows_see_nothing(lane: Lane) -> None:
     check_lse_of_rows_that_see_nothing(lane, attention_inputs(lane, 1, HEADS, KV_HEADS, 200, 200, 16))
 
 
+def _upstream(out: torch.Tensor, lse: torch.Tensor, blind: torch.Tensor, of_blind: float) -> list[torch.Tensor]:
+    """Return random gradients of out and lse, with some value in the rows [Sq] that see nothing."""
+    generator = torch.Generator().manual_seed(1)
+    dout, dlse = (torch.randn(x.shape, generator=generator).to(x.device, x.dtype) for x in (out, lse))
+    return [dout.masked_fill(blind[:, None], of_blind), dlse.masked_fill(blind, 0.0)]
+
+
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("impl", ["torch", "reference"])
+def test_any_upstream_gradient_of_rows_that_see_nothing_gives_zeros(
+    impl: str, softcap: float | None, with_sinks: bool
+) -> None:
+    """On a GPU it must be finite (docs/limits.md)."""
+    q, k, v = attention_inputs(Lane(impl, "cpu", torch.float32), 1, HEADS, KV_HEADS, 200, 200, 16)
+    mask = FlashMask(torch.tensor([120, 200, 40, 41], dtype=torch.int32).expand(1, 1, 200, 4), causal=False)
+    blind = ~mask.to_dense()[0, 0].any(-1)
+    assert blind[40]
+    assert int(blind.sum()) == 81
+    inputs = [q, k, v]
+    if with_sinks:
+        inputs.append(torch.linspace(-2, 3, HEADS, requires_grad=True))
+    results = flashmask_attention(
+        q, k, v, mask, impl=impl, softcap=softcap, sinks=inputs[3] if with_sinks else None, return_lse=True
+    )
+    expected = torch.autograd.grad(results, inputs, _upstream(*results, blind, 0.0), retain_graph=True)
+    assert (expected[0][:, :, blind] == 0).all()
+    for value in (float("nan"), float("inf")):
+        found = torch.autograd.grad(results, inputs, _upstream(*results, blind, value), retain_graph=True)
+        for one, other in zip(found, expected, strict=True):
+            assert torch.equal(one, other), value
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # of the interpreter
+@pytest.mark.parametrize("lane", lanes((torch.float32,), (torch.float32,), (torch.bfloat16,)))
+def test_the_gradient_of_sinks_ignores_what_comes_to_rows_that_see_nothing(lane: Lane) -> None:
+    q, k, v = attention_inputs(lane, 1, HEADS, KV_HEADS, 200, 200, 16)
+    mask = masks.padding([130], kv_len=200, device=lane.device)
+    blind = torch.arange(200, device=lane.device) >= 130
+    sinks = torch.linspace(-2, 3, HEADS, device=lane.device)
+    sinks[0] = float("-inf")
+    sinks.requires_grad_()
+    results = flashmask_attention(q, k, v, mask, impl=lane.impl, sinks=sinks, return_lse=True)
+    expected, *found = (
+        torch.autograd.grad(results, sinks, _upstream(*results, blind, value), retain_graph=True)[0]
+        for value in (0.0, float("nan"), float("inf"))
+    )
+    for other in found:
+        torch.testing.assert_close(other, expected, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("lane", lanes((torch.float32,), (torch.float32,), (torch.bfloat16,)))
 def test_sinks_of_any_layout_and_value(lane: Lane) -> None:
     """Strided and expanded sinks; a sink of -inf is none, on rows that see something and on rows that see nothing."""

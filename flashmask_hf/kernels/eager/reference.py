@@ -53,8 +53,10 @@ def reference_attention(
     else:
         lse = scores.logsumexp(-1)
     weights = torch.exp(scores - lse.unsqueeze(-1)).masked_fill(~visible, 0.0)
-    out = weights.to(v.dtype) @ v
+    # The fill stops gradients of rows that see nothing, which may be inf or NaN: 0 times either is NaN.
+    blind = ~visible.any(-1)
+    out = (weights.to(v.dtype) @ v).masked_fill(blind.unsqueeze(-1), 0.0)
     blind_lse = lse.new_full((), float("-inf"))
     if sinks is not None:  # a sink of -inf is no sink, and gets no gradient
         blind_lse = sinks.to(wide).masked_fill(sinks.isneginf(), float("-inf")).view(1, heads, 1)
-    return out, torch.where(visible.any(-1), lse, blind_lse)
+    return out, torch.where(blind, blind_lse, lse)

@@ -157,6 +157,12 @@ def backward(
         tile_lse, tile_delta = (_grouped(x[b, h_q, rows, None], h_kv) for x in (lse, delta))
         queries = queries * scale
         acc = torch.zeros_like(queries)
+        blind_rows = _blind_rows(steps)
+        if blind_rows is not None:  # whatever comes from upstream, and a row with a sink has a finite lse
+            upstream, tile_delta = (
+                x.unflatten(1, (-1, len(blind_rows))).masked_fill(blind_rows, 0.0).flatten(1, 2)
+                for x in (upstream, tile_delta)
+            )
         for columns, hidden in steps:
             keys, values = k[b, h_kv, columns].to(wide), v[b, h_kv, columns].to(wide)
             scores, slope = _scores(queries, keys, hidden, softcap)
@@ -172,10 +178,24 @@ def backward(
 
 
 def row_delta(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
-    """Return delta, which the softmax takes off the scores' gradients: row sums of dout * out, less dlse if given."""
+    """Return delta, which the softmax takes off the scores' gradients: row sums of dout * out, less dlse if given.
+
+    Rows that see nothing have out 0, and a sum of 0 whatever dout is.
+    """
     wide = torch.promote_types(out.dtype, torch.float32)
-    sums = (dout.to(wide) * out.to(wide)).sum(-1)
+    sums = (dout.to(wide) * out.to(wide)).masked_fill(out == 0, 0.0).sum(-1)
     return sums if dlse is None else sums - dlse
+
+
+def _blind_rows(steps: list[Step]) -> Tensor | None:
+    """Return which rows of a row tile see none of its steps' keys, bool [rows, 1]; None if all rows see one."""
+    blind = None
+    for _, hidden in steps:
+        if hidden is None:
+            return None
+        all_hidden = hidden.all(-1, keepdim=True)
+        blind = all_hidden if blind is None else blind & all_hidden
+    return blind if blind is not None and bool(blind.any()) else None
 
 
 def _grouped(x: Tensor, h_kv: slice) -> Tensor:

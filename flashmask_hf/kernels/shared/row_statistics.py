@@ -51,7 +51,9 @@ def _row_delta(
     rows = row + tl.arange(0, BLOCK_M)
     at = plane.to(tl.int64) * q_len + rows
     padded_at = plane.to(tl.int64) * padded_len + rows
-    row_delta = tl.sum(upstream.to(tl.float32) * values.to(tl.float32), 1)  # [BM]
+    # A row that sees nothing has values 0, and 0 times inf or NaN from upstream would be NaN.
+    upstream = tl.where(values == 0.0, 0.0, upstream.to(tl.float32))  # [BM, DV]
+    row_delta = tl.sum(upstream * values.to(tl.float32), 1)  # [BM]
     if dlse is not None:
         row_delta -= tl.load(dlse + at, mask=rows < q_len, other=0.0)
         row_lse = tl.load(lse + at, mask=rows < q_len, other=float("-inf"))

@@ -101,7 +101,8 @@ def _gather_upstream(
     position += plane * rows
     tl.store(gathered + position[:, None] * dims + d, upstream, mask=inside[:, None] & (d < dims))
     wide = delta.dtype.element_ty
-    tl.store(delta + position, tl.sum(upstream.to(wide) * value.to(wide), 1), mask=inside)
+    upstream = tl.where(value == 0.0, 0.0, upstream.to(wide))  # 0 times inf would be NaN
+    tl.store(delta + position, tl.sum(upstream * value.to(wide), 1), mask=inside)
 
 
 def _blocks(rows: int, dims: int, elements: int) -> tuple[int, int, int]:
