@@ -79,7 +79,9 @@ def covering(strength: int, *levels: Sequence[Any]) -> list:
     marks = {c: [mark for part in parts[c] for mark in part.marks] for c in combinations}
     slow = [c for c in combinations if any(mark.name == "interpreter" for mark in marks[c])] or [*combinations]
     held = {c: set(itertools.combinations(enumerate(c), strength)) for c in slow}
-    subsets = {c: [x for n in range(1, len(c)) for x in itertools.combinations(enumerate(c), n)] for c in slow}
+    subsets = {
+        c: [x for n in range(strength + 1, len(c)) for x in itertools.combinations(enumerate(c), n)] for c in slow
+    }
     used: Counter[tuple] = Counter()  # of two that hold as much, that is kept whose levels have met others least
     missing = set().union(*held.values())
     while missing:

@@ -185,8 +185,7 @@ def test_long_ranges_begin_in_different_places(monkeypatch: pytest.MonkeyPatch, 
     _check(_inputs(dim, 700, 500, 1), masks.full(500, q_len=700), (False,))
 
 
-@pytest.mark.parametrize("mask_heads", ["one", "q", "q, last rows first"])
-@pytest.mark.parametrize("dim", DTYPES)
+@pytest.mark.parametrize(("dim", "mask_heads"), covering(1, DTYPES, ["one", "q", "q, last rows first"]))
 def test_query_heads_walk_bands_of_rows(monkeypatch: pytest.MonkeyPatch, dim: int, mask_heads: str) -> None:
     """Three query heads of a key-value head walk each 256 rows before the next, past rows that none of them sees."""
     monkeypatch.setattr(dq_order, "_BAND_ROWS", 256)

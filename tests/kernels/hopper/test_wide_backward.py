@@ -132,7 +132,10 @@ def test_random_intervals(dims: tuple[int, int], lengths: tuple[int, int], seeds
         _check(_inputs(dims, q_len, kv_len, 1, 4, 2, dtype), mask, deterministic=causal == (seeds == 0))
 
 
-@pytest.mark.parametrize("dims", DIMS, ids=str)
+DIMS_AND_SEEDS = pytest.mark.parametrize(("dims", "seeds"), covering(1, DIMS, range(2)), indirect=["seeds"])
+
+
+@DIMS_AND_SEEDS
 def test_query_heads_walk_bands_of_rows(monkeypatch: pytest.MonkeyPatch, dims: tuple[int, int], seeds: int) -> None:
     """Three query heads of a key-value head walk each 256 rows before the next, past rows that none of them sees."""
     monkeypatch.setattr(dq_order, "_BAND_ROWS", 256)
@@ -140,18 +143,18 @@ def test_query_heads_walk_bands_of_rows(monkeypatch: pytest.MonkeyPatch, dims: t
     _check(_inputs(dims, 700, 700, 1, 6, 2), mask, True)
 
 
-@pytest.mark.parametrize("dims", DIMS, ids=str)
+@DIMS_AND_SEEDS
 def test_softcap(dims: tuple[int, int], seeds: int) -> None:
     _check(_inputs(dims, 150, 150), masks.causal_document([90, 60]), bool(seeds), softcap=3.0)
 
 
-@pytest.mark.parametrize("dims", DIMS, ids=str)
+@DIMS_AND_SEEDS
 def test_tiles_wider_than_the_kernel_s(monkeypatch: pytest.MonkeyPatch, dims: tuple[int, int], seeds: int) -> None:
     monkeypatch.setattr(plan, "MAX_COLUMN_TILES", 2)
     _check(_inputs(dims, 300, 300), masks.causal_document([70, 30, 200]), bool(seeds))
 
 
-@pytest.mark.parametrize("dims", DIMS, ids=str)
+@DIMS_AND_SEEDS
 def test_keys_that_no_row_sees(dims: tuple[int, int], seeds: int) -> None:
     """Whole tiles, whatever they hold, one after the other, at the beginning and the end of what a program does."""
     mask = masks.full(650, q_len=100)
@@ -165,7 +168,7 @@ def test_keys_that_no_row_sees(dims: tuple[int, int], seeds: int) -> None:
     _check(inputs, mask, bool(seeds), given=(q, k, v, dout))
 
 
-@pytest.mark.parametrize("dims", DIMS, ids=str)
+@DIMS_AND_SEEDS
 def test_rows_that_see_nothing(dims: tuple[int, int], seeds: int) -> None:
     _check(_inputs(dims, 200, 200), masks.padding([130], kv_len=200), bool(seeds))
 
