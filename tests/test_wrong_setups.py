@@ -38,6 +38,7 @@ from flashmask_hf.trainers import (
     PackedSFTTrainer,
     SharedQuestionDPOConfig,
     SharedQuestionDPOTrainer,
+    common,
     sft_data,
 )
 from flashmask_hf.trainers.common import without_media
@@ -675,6 +676,12 @@ def test_training_starts_with_the_name_of_the_attention(task, attention, capsys,
     assert line in capsys.readouterr().out.splitlines()
     warned = "given to PackedSFTTrainer runs attention 'sdpa', which skips no hidden tiles. Load it with attn_impl"
     assert (warned in caplog.text) == (attention == "sdpa")
+
+
+def test_liger_is_refused_in_a_version_of_trl_that_bypasses_packed_rows(monkeypatch):
+    monkeypatch.setattr(common, "compare_versions", lambda *_: True)
+    with pytest.raises(ValueError, match=r"use_liger_kernel .* leave it out, or install trl>=1\.15"):
+        build("dpo", use_liger_kernel=True)
 
 
 def test_another_attention_that_is_asked_for_by_name_does_not_warn(capsys, caplog):

@@ -7,11 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+import trl
+from packaging.version import Version
 from tools.support import INTERPRETED
 
 if not INTERPRETED:
     pytest.skip("interpreter lane: set TRITON_INTERPRET=1", allow_module_level=True)
 pytest.importorskip("liger_kernel", reason="interpreter lane: liger-kernel is not installed")
+if Version(trl.__version__) < Version("1.15"):
+    pytest.skip("interpreter lane: before 1.15, TRL's trainers have losses of Liger", allow_module_level=True)
 
 from datasets import Dataset
 from peft import LoraConfig
