@@ -153,6 +153,25 @@ def test_a_resumed_run_counts_on_and_refuses_rows_that_are_packed_otherwise(tmp_
     trainer_of(16, ignore_data_skip=True, max_steps=3).train(resume_from_checkpoint=checkpoint)
 
 
+def test_a_run_resumes_at_its_place_in_a_stream(tmp_path):
+    """The checkpoint is in the middle of the second epoch, and Trainer counts no epochs of a stream."""
+    documents = Dataset.from_dict({"input_ids": [list(range(at, at + 8)) for at in (5, 20, 40, 50)]})
+    runs = []
+    for checkpoint in (None, str(tmp_path / "checkpoint-6")):
+        torch.manual_seed(0)
+        options = {"per_device_train_batch_size": 1, "max_steps": 8, "save_strategy": "steps", "save_steps": 6}
+        trainer = PackedSFTTrainer(
+            AutoModelForCausalLM.from_config(llama_config(), attn_implementation="flashmask"),
+            SFTConfig(**trainer_settings(tmp_path) | options, max_length=8),
+            train_dataset=documents.to_iterable_dataset(),
+            processing_class=word_tokenizer(),
+        )
+        trainer.train(resume_from_checkpoint=checkpoint)
+        runs.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert len(runs[0]) == 8
+    assert runs[0] == runs[1]
+
+
 def test_batches_that_do_not_fill_a_step_of_a_stream_are_left_out(tmp_path):
     """Trainer would add their gradients to those of the next epoch's first step, and never end without a whole step."""
     documents = Dataset.from_dict({"input_ids": [[5, 6, 7]] * 3}).to_iterable_dataset()
