@@ -57,7 +57,8 @@ def gradients(model, run, batch):
 @pytest.mark.parametrize(
     ("device", "given", "backend"),
     [
-        ("cpu", "vectors", "inductor"),
+        pytest.param("cpu", "vectors", "inductor", marks=pytest.mark.full),
+        ("cpu", "vectors", "aot_eager"),
         ("cpu", "positions", "aot_eager"),
         pytest.param("cuda", "vectors", "inductor", marks=pytest.mark.gpu),
         pytest.param("cuda", "positions", "inductor", marks=pytest.mark.gpu),
