@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tools.support import (
+    EACH_FAMILY,
     FAMILIES,
     HEADS,
     INTERPRETED,
@@ -45,7 +46,7 @@ FEW_LENGTHS = [(63, 63), (63, 257)]  # for the interpreter, and 16 bits on the C
             pytest.param(*x.values, marks=x.marks or [pytest.mark.full] * (n % 3 > 0), id=x.id)
             for n, x in enumerate(LONG)
         ),
-        *covering(1, FAMILIES, lanes((), INTERPRETER, ()), FEW_LENGTHS),
+        *covering(1, EACH_FAMILY, lanes((), INTERPRETER, ()), FEW_LENGTHS),
         *covering(3, FAMILIES, lanes(CPU[1:], (), ()), FEW_LENGTHS),
     ],
 )
@@ -345,7 +346,7 @@ def test_packed_equals_separate(lane: Lane) -> None:
 
 
 @pytest.mark.parametrize("lane", lanes((torch.float32,), (), (torch.bfloat16, torch.float32)))
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EACH_FAMILY)
 def test_two_runs_agree_to_the_bit(lane: Lane, family: str) -> None:
     """The interpreter has but one order to run in."""
     q, k, v = attention_inputs(lane, 2, HEADS, KV_HEADS, 300, 300, 32)
@@ -386,7 +387,7 @@ def _whole_range(at, *bounds):
 
 
 @pytest.mark.parametrize("lane", lanes((), (torch.float32,), (torch.bfloat16, torch.float32)))
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EACH_FAMILY)
 def test_skipping_tiles_changes_no_bit(lane: Lane, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The paper's exactness claim (section 4.4): the same kernels over hidden tiles too give the same bits.
 

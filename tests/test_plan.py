@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from tools.support import FAMILIES, covering, interpret_assertions, poisoned
+from tools.support import EACH_FAMILY, FAMILIES, covering, interpret_assertions, poisoned
 
 import flashmask_hf.plan
 from flashmask_hf import FlashMask, masks
@@ -94,7 +94,7 @@ def test_lists_and_segments_say_what_the_tiles_are(builder, form, lengths) -> No
         assert torch.equal(_tiles_by_columns(everything), whole)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EACH_FAMILY)
 @pytest.mark.parametrize("builder", _builders())
 def test_families(builder: tuple[str, str], family: str) -> None:
     mask = FAMILIES[family](600, 513)

@@ -291,6 +291,14 @@ FAMILIES: dict[str, Callable[[int, int], FlashMask]] = {
 }
 """Constructors of one mask per family from (kv_len, q_len), for batches of 2 with HEADS and KV_HEADS heads."""
 
+REPEATED = ("causal", "document", "share_question", "prefix_lm_causal", "qk_sparse", "tree")
+"""Families whose masks have the form and the kinds of tiles of another's, so that kernels run the same code."""
+
+EACH_FAMILY = [
+    pytest.param(name, marks=[pytest.mark.full] * (INTERPRETED and name in REPEATED), id=name) for name in FAMILIES
+]
+"""Every family as a test parameter; in the interpreter, which is slow, the repeated ones are marked full."""
+
 
 def batch_and_heads(mask: FlashMask) -> tuple[int, int, int]:
     """Return batch, heads and key-value heads for a mask of FAMILIES.

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tools.support import (
+    EACH_FAMILY,
     FAMILIES,
     HEADS,
     INTERPRETED,
@@ -116,7 +117,7 @@ def test_repeated_calls(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     check_repeated(Lane("hopper", "cpu", torch.bfloat16), kind, calls)
 
 
-@pytest.mark.parametrize(("family", "dim", "lengths"), covering(2, FAMILIES, DTYPES, [(1, 1), (200, 333)]))
+@pytest.mark.parametrize(("family", "dim", "lengths"), covering(2, EACH_FAMILY, DTYPES, [(1, 1), (200, 333)]))
 def test_family(family: str, dim: int, lengths: tuple[int, int]) -> None:
     q_len, kv_len = lengths
     ordered = bool(len(family) % 2)
