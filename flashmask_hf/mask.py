@@ -68,7 +68,7 @@ class FlashMask:
 
     Raises:
         TypeError: `indices` is not a tensor, or not int32; `causal` is not a bool; `q_len` is not an integer.
-        ValueError: the rank or the last axis does not fit the table, an axis is empty, or `q_len` is less than 1.
+        ValueError: the rank or the last axis does not fit the table, an axis is empty, or `q_len` not in 1..2**31 - 1.
 
     Example:
         >>> import torch

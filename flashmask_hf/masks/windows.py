@@ -32,7 +32,7 @@ def full(kv_len: int, *, q_len: int | None = None, device: Device = None) -> Fla
 
     Raises:
         TypeError: `kv_len` or `q_len` is not an int.
-        ValueError: `kv_len` or `q_len` is less than 1.
+        ValueError: `kv_len` or `q_len` does not lie in 1..2**31 - 1.
 
     Example:
         >>> from flashmask_hf import masks
@@ -65,7 +65,7 @@ def causal(kv_len: int, *, q_len: int | None = None, device: Device = None) -> F
 
     Raises:
         TypeError: `kv_len` or `q_len` is not an int.
-        ValueError: `kv_len` or `q_len` is less than 1.
+        ValueError: `kv_len` or `q_len` does not lie in 1..2**31 - 1.
 
     Example:
         >>> from flashmask_hf import masks
@@ -102,7 +102,7 @@ def sliding_window(
 
     Args:
         kv_len: number of keys.
-        window: in tokens, the own position counted. Query i sees the keys i - window + 1 to i, as with
+        window: in tokens, the own position counted, of any size. Query i sees the keys i - window + 1 to i, as with
             `sliding_window` in transformers; with causal=False those with |i - j| < window.
         causal: whether later keys are hidden.
         q_len: number of queries; None means kv_len, less means the last q_len positions.
