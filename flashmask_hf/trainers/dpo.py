@@ -116,8 +116,8 @@ class SharedQuestionDPOTrainer(ResumeMixin, EvenBatchesMixin, DPOTrainer):
         TypeError: `args` is not a `trl.DPOConfig`, `ref_model` is a name, or `data_collator` is not a
             `DataCollatorForSharedQuestion`.
         ValueError: the model's attention is not "flashmask", or the model cannot take packed rows; an option is one of
-            those above; a dataset is empty or has images; or an example is invalid (the message names its index and the
-            way out).
+            those above; a dataset is empty, has images, video or audio, or fewer rows than a batch with
+            `dataloader_drop_last`; or an example is invalid (the message names its index and the way out).
 
     Example:
         ```python

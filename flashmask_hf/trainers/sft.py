@@ -103,9 +103,10 @@ class PackedSFTTrainer(ResumeMixin, EvenBatchesMixin, ContextParallelMixin, SFTT
         TypeError: `args` is not a `trl.SFTConfig`, `data_collator` is another one, or a tokenized column does not hold
             lists of integers.
         ValueError: `args.max_length` is None; TRL is to pack by its strategy "wrapped"; `neftune_noise_alpha`,
-            dispatched batches, sampling by length, prompt learning, activated LoRA or images are asked for; a dataset
-            is empty, has no column that TRL tokenizes, or holds text in a column that it does not read (the result of
-            `formatting_func` beside messages, a system prompt beside the prompt); the loss does not read
+            dispatched batches, sampling by length, prompt learning or activated LoRA are asked for; a dataset is empty,
+            has images, video or audio, or fewer rows than a batch with `dataloader_drop_last`; it has no column that
+            TRL tokenizes, or holds text in a column that it does not read (the result of `formatting_func` beside
+            messages, a system prompt beside the prompt); the loss does not read
             `label_smoothing_factor` (`loss_type="dft"`, `compute_loss_func`); `pack_dataset` refuses a dataset or
             an example (the message names its index and the way out); or, with context parallelism, TRL packs, the
             attention is another one, layers are recurrent, or labels are smoothed.

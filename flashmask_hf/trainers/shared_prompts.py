@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from datasets import Dataset
 from torch import Tensor
 from transformers import ProcessorMixin
 
@@ -118,6 +119,7 @@ class SharedPrompts:
                     f"{', '.join(row)}"
                 )
             refuse_other_keys((row.get("prompt"),), f"the {name} dataset")
+        _refuse_too_few_prompts(trainer)
         self._hook_models(loaded_by_name=isinstance(model, str))
         trainer.add_callback(KeepAttention(self))
         trainer.add_callback(ReportAttention(self, model))
@@ -335,6 +337,16 @@ def _refuse_images(processing_class: Any) -> None:
     """Raise a ValueError for a processor of text and images."""
     if isinstance(processing_class, ProcessorMixin):
         raise ValueError("images cannot share a prompt yet; pass a tokenizer as processing_class, or use TRL's trainer")
+
+
+def _refuse_too_few_prompts(trainer: Any) -> None:
+    """Raise a ValueError if the dataset has fewer prompts than a generation batch, since TRL drops a smaller one."""
+    batch = trainer.args.generation_batch_size // trainer.num_generations
+    if isinstance(trainer.train_dataset, Dataset) and len(trainer.train_dataset) < batch:
+        raise ValueError(
+            f"the train dataset has {len(trainer.train_dataset)} prompts, but a generation batch has {batch}, and a "
+            "smaller one is dropped; lower per_device_train_batch_size or steps_per_generation, or add prompts"
+        )
 
 
 def _rows_per_group(trainer: Any) -> int:

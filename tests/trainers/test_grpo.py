@@ -395,6 +395,9 @@ REFUSED = {
     "dispatched batches": ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches"),
     "paged generation": ({"use_transformers_continuous_batching": True}, "use_transformers_continuous_batching"),
     "images": ({"processor": True}, "images cannot share a prompt"),
+    "no whole batch": (
+        {"steps_per_generation": 64}, r"train dataset has \d+ prompts, but a generation batch has 64.* lower per_device"
+    ),
 }  # fmt: skip
 
 
