@@ -355,7 +355,7 @@ def test_a_compiled_policy_that_mixes_documents_raises_when_it_precomputes_the_r
     model = model_zoo.build("recurrent_gemma", "flashmask")
     for layer in model.base_model.layers:
         layer.compile(backend="eager")
-    with pytest.raises(ValueError, match="RecurrentGemmaModel has recurrent or convolutional layers"):
+    with pytest.raises(ValueError, match="the model has recurrent or convolutional layers"):
         SharedQuestionDPOTrainer(
             model,
             args=config(tmp_path, precompute_ref_log_probs=True),
@@ -365,7 +365,7 @@ def test_a_compiled_policy_that_mixes_documents_raises_when_it_precomputes_the_r
 
 
 def test_a_compiled_reference_that_mixes_documents_raises(model_path, tokenizer, tmp_path):
-    with pytest.raises(ValueError, match="RecurrentGemmaModel has recurrent or convolutional layers"):
+    with pytest.raises(ValueError, match="the model has recurrent or convolutional layers"):
         SharedQuestionDPOTrainer(
             str(model_path),
             model_zoo.build("recurrent_gemma", "flashmask"),
@@ -479,7 +479,7 @@ def other_models():
         "num_attention_heads": 4, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0,
     }  # fmt: skip
     attention = common | {"num_key_value_heads": 2, "max_position_embeddings": 64}
-    mixing = "has recurrent or convolutional layers.*a row of its own"
+    mixing = "has recurrent or convolutional layers.*one sequence a row"
     recurrent = {name: common[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers", "pad_token_id")}
     yield "mamba", transformers.MambaConfig(**recurrent, state_size=4), mixing
     hybrid = {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}
