@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from tools.model_pairs import assert_near
 from tools.support import requires
 from tools.tiny import TRAINER_WARNINGS
 from torch import nn
@@ -78,11 +79,11 @@ def gradients(model, run=None, ids=None):
 
 
 def assert_same(got, want):
-    torch.testing.assert_close(got[0], want[0], rtol=1e-6, atol=1e-6)
+    assert_near(got[0], want[0], "loss")
     assert got[1].keys() == want[1].keys()
     assert want[1]
     for name, grad in want[1].items():
-        torch.testing.assert_close(got[1][name], grad, rtol=1e-5, atol=2e-6, msg=lambda text, at=name: f"{at}: {text}")
+        assert_near(got[1][name], grad, name)
 
 
 def count_calls(model):

@@ -159,7 +159,6 @@ SAVED = {
     "save_steps": 2,
     "learning_rate": 0.05,
     "optim": "adamw_torch",
-    "adam_epsilon": 1e-3,
 }
 
 
@@ -180,15 +179,20 @@ def killed(group: Any) -> dict[str, Any]:
     return {}
 
 
+def uninterrupted(group: Any) -> dict[str, Any]:
+    """Four steps without a break."""
+    trainer = trainer_of(group, "uninterrupted", model_of("llama", 6, 2), **SAVED | {"save_strategy": "no"})
+    trainer.train()
+    return outcome(trainer, group, "uninterrupted")
+
+
 def resumed(group: Any) -> dict[str, Any]:
-    """Four steps: in one process without a break, in several from the checkpoint of the run that was killed."""
+    """Four steps, two of them from the checkpoint of the run that was killed."""
     trainer = trainer_of(group, "resumed", model_of("llama", 6, 2), **SAVED)
-    checkpoint = None
-    if group.size() > 1:
-        args: Any = trainer.args
-        args.resume_from_checkpoint = "true"
-        checkpoint = common.checkpoint_to_resume(args)
-        assert Path(str(checkpoint)).name == "checkpoint-2"
+    args: Any = trainer.args
+    args.resume_from_checkpoint = "true"
+    checkpoint = common.checkpoint_to_resume(args)
+    assert Path(str(checkpoint)).name == "checkpoint-2"
     trainer.train(resume_from_checkpoint=checkpoint)
     found = outcome(trainer, group, "resumed")
     dist.barrier()
@@ -237,11 +241,12 @@ CASES = {
     "full": full,
     "tensor parallel": tensor_parallel,
     "adapter": adapter,
+    "uninterrupted": uninterrupted,
     "resumed": resumed,
     "long_rows": long_rows,
     "compiled": compiled,
 }
 
-GROUPS = {name: (1, 2) for name in CASES if name != "full"}
+GROUPS = {name: (1, 2) for name in CASES} | {"full": (1, 2, 4), "uninterrupted": (2,), "resumed": (2,)}
 
 KILLED = {"resumed": killed}

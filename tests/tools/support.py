@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 import random
 from collections import Counter
@@ -140,6 +141,19 @@ def assert_within_budget(
     actual, eager, exact = (x.double().masked_fill(infinite, 0.0) for x in (actual, eager, exact))
     error, allowed = (actual - exact).abs().max(), (eager - exact).abs().max()
     assert error <= 2 * allowed + band, f"{what}: error {error:.3e}, eager's {allowed:.3e}, rounding {band:.3e}"
+
+
+def rounding(sums: int, dtype: torch.dtype = torch.float32) -> float:
+    """Return a bound of the difference of two results that add in other orders, relative to the largest of its kind.
+
+    Each addition moves a result by up to half an epsilon either way, independently of the others, so that the standard
+    deviation of the difference is epsilon * sqrt(sums / 6). The bound is ten of them.
+
+    Args:
+        sums: number of terms that are added up, one sum after another, on the longest way to the result.
+        dtype: dtype of the sums.
+    """
+    return 10 * math.sqrt(sums / 6) * torch.finfo(dtype).eps
 
 
 @contextlib.contextmanager

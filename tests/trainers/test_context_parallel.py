@@ -8,8 +8,9 @@ import pytest
 import torch
 from accelerate import ParallelismConfig
 from datasets import Dataset
-from tools.context_parallel_cases import CASES
+from tools.context_parallel_cases import CASES, GROUPS
 from tools.processes import run_cases
+from tools.support import rounding
 from tools.tiny import TRAINER_WARNINGS, llama_config, trainer_settings, word_tokenizer
 from transformers import AutoModelForCausalLM, Lfm2Config, MixtralConfig
 from trl import SFTConfig
@@ -45,27 +46,46 @@ def result(found: dict[str, Any], size: int, name: str) -> Any:
     return outcome
 
 
-@pytest.mark.parametrize(("size", "name"), [(4, "full")] + [(2, name) for name in CASES])
+STEP, LEARNING_RATE, CLIPPED = 512, 0.5, 0.3
+"""Tokens of a step, whose losses and gradients add up; a step moves the weights by at most 0.5 * 0.3."""
+
+
+@pytest.mark.parametrize(("size", "name"), [(4, "full")] + [(2, name) for name in CASES if 1 in GROUPS[name]])
 def test_training_is_that_of_one_process(found, size, name):
     want, got = result(found, 1, name), result(found, size, name)
     assert (want["sharded"], got["sharded"]) == ("Parameter", "DTensor")
+    bound = rounding(STEP)
     for key in ("loss", "grad_norm", "eval_loss", "keys_per_token", "num_input_tokens_seen"):
-        assert got[key] == pytest.approx(want[key], abs=1e-6)
-    assert len(got["loss"]) == (4 if name in ("full", "resumed") else 2)
+        assert got[key] == pytest.approx(want[key], rel=bound)
+    steps = 4 if name == "full" else 2
+    assert len(got["loss"]) == steps
     assert len(got["eval_loss"]) == {"full": 2, "tensor parallel": 1}.get(name, 0)
     if size == 2:  # four processes have two batches at a time, whose means are averaged
-        assert got["eval_entropy"] == pytest.approx(want["eval_entropy"], abs=1e-6)
-    assert max(want["grad_norm"]) > 1.0  # clipped at 0.3
+        assert got["eval_entropy"] == pytest.approx(want["eval_entropy"], rel=bound)
+    assert min(want["grad_norm"]) > CLIPPED
+    assert max(want["grad_norm"]) > 1.0
     one, several = (torch.load(found["folder"] / f"{name}-{x}.pt") for x in (1, size))
     assert one.keys() == several.keys()
     for key, weight in one.items():
-        torch.testing.assert_close(several[key], weight, rtol=0, atol=2e-6)
-        assert (several[key] - weight).norm() <= 1e-6 * weight.norm()
+        stored = torch.finfo(weight.dtype).eps * weight.norm()  # of the last step's sum of weight and change
+        assert (several[key] - weight).norm() <= steps * (bound * LEARNING_RATE * CLIPPED + stored)
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(found):
+    """To the bit: weights, and all that is logged; AdamW would enlarge whatever of its state is not restored."""
+    whole, got = result(found, 2, "uninterrupted"), result(found, 2, "resumed")
+    assert len(whole["loss"]) == 4
+    for key in whole.keys() - {"seconds", "tokens_per_second"}:
+        assert got[key] == whole[key], key
+    weights, others = (torch.load(found["folder"] / f"{name}-2.pt") for name in ("uninterrupted", "resumed"))
+    assert weights.keys() == others.keys()
+    for key, weight in weights.items():
+        assert torch.equal(others[key], weight), key
 
 
 def test_rows_are_predicted_once(found):
     want = result(found, 1, "tensor parallel")["predicted"]
-    assert result(found, 2, "tensor parallel")["predicted"] == pytest.approx(want, abs=1e-6)
+    assert result(found, 2, "tensor parallel")["predicted"] == pytest.approx(want, rel=rounding(STEP))
 
 
 @pytest.mark.parametrize(("size", "name"), [(2, "full"), (4, "full"), (2, "tensor parallel")])
