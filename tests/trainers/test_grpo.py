@@ -117,14 +117,29 @@ RUNS: dict[str, dict[str, Any]] = {
     "gmpo": {"algorithm": "gmpo"},
     "gmpo, beta": {"algorithm": "gmpo", "beta": 0.1, "steps_per_generation": 4},
 }
+ARITHMETIC = {
+    "grpo",
+    "bnpo",
+    "dr_grpo",
+    "dapo",
+    "cispo",
+    "sapo",
+    "vespo",
+    "luspo",
+    "no reference",
+    "two-sided clipping",
+}
+ARITHMETIC |= {"high entropy", "entropy bonus", "batch scale", "no scale", "truncated completions", "temperature"}
+"""Runs that change only what TRL computes from log-probabilities, which two steps show."""
 MOVED = ("entropy", "clip_ratio", "cispo_clip_ratio", "kl", "vespo")
 """Metrics that TRL averages over micro-batches, so that putting rows together may move them."""
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_ten_steps(name, checkpoints, tokenizer, tmp_path, monkeypatch):
+def test_whole_runs(name, checkpoints, tokenizer, tmp_path, monkeypatch):
     """Every loss and option of TRL's gives the same losses, gradients' norms, metrics and weights."""
     options = {key: value for key, value in RUNS[name].items() if value is not None}
+    options["max_steps"] = 2 if name in ARITHMETIC else 6  # several generations and reuses of each
     if options.get("use_vllm"):
         monkeypatch.setattr("trl.trainer.grpo_trainer.VLLMGeneration", VLLM)
         options.setdefault("vllm_mode", "colocate")
@@ -140,8 +155,8 @@ def test_ten_steps(name, checkpoints, tokenizer, tmp_path, monkeypatch):
             assert one[key] == pytest.approx(value, **LOSS_BOUND, nan_ok=True), key
     for key, expected in expected_weights.items():
         torch.testing.assert_close(weights[key], expected, rtol=0, atol=WEIGHT_BOUND, msg=lambda m, k=key: f"{k}: {m}")
-    assert all(0 <= entry["shared_tokens_saved"] < 1 for entry in ours[:STEPS])
-    assert sum(entry["shared_tokens_saved"] for entry in ours[:STEPS]) > 0
+    assert all(0 <= entry["shared_tokens_saved"] < 1 for entry in ours[:-1])
+    assert sum(entry["shared_tokens_saved"] for entry in ours[:-1]) > 0
 
 
 @pytest.mark.gpu
