@@ -703,6 +703,27 @@ def test_a_trained_head_is_gathered_for_the_fused_head(task, trained, monkeypatc
     assert len(gathered) == (1 if trained else 0)
 
 
+@pytest.mark.parametrize(
+    ("task", "trained", "tied"),
+    [("sft", False, False), ("sft", True, False), ("sft", False, True), ("reward", False, False)],
+)
+def test_a_frozen_embedding_is_not_gathered_in_the_backward_pass(task, trained, tied, monkeypatch):
+    """FSDP2 would prefetch it, and may overwrite the gather of another weight."""
+    adapter_ = LoraConfig(
+        task_type="SEQ_CLS" if task == "reward" else None,
+        target_modules=["q_proj"],
+        modules_to_save=["embed_tokens"] if trained else None,
+    )
+    trainer = build(task, peft_config=adapter_, max_steps=1, per_device_train_batch_size=2)
+    inner = trainer.model.get_base_model()
+    embedding, gathered = inner.get_input_embeddings(), []
+    if tied:
+        inner.get_output_embeddings().weight = embedding.weight
+    monkeypatch.setattr(embedding, "set_unshard_in_backward", gathered.append, raising=False)
+    trainer.train()
+    assert gathered == ([] if trained or tied else [False])
+
+
 @pytest.mark.parametrize("task", ["dpo", "reward"])
 def test_a_resumed_run_counts_on(task, tmp_path):
     options = {"output_dir": str(tmp_path), "per_device_train_batch_size": 1, "max_steps": 2}

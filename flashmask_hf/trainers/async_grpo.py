@@ -15,7 +15,7 @@ from flashmask_hf.backend.packed_rows import check_compiled
 from flashmask_hf.backend.tree_packing import run_tree_packing
 from flashmask_hf.names import FLASHMASK
 from flashmask_hf.trainers.attention_report import ReportAttention
-from flashmask_hf.trainers.common import check_adapters, gather_trained_head, refuse_options
+from flashmask_hf.trainers.common import check_adapters, correct_gathers, refuse_options
 from flashmask_hf.trainers.kept_attention import KeepAttention
 
 __all__ = ["SharedPromptAsyncGRPOTrainer"]
@@ -57,7 +57,7 @@ class SharedPromptAsyncGRPOTrainer(async_grpo_trainer.AsyncGRPOTrainer):
         refuse_options(self.args)
         policy = self.accelerator.unwrap_model(self.model)
         check_adapters(policy, None)
-        gather_trained_head(policy)
+        correct_gathers(policy)
         run_tree_packing(policy)
         self.add_callback(KeepAttention(self))
         self.add_callback(ReportAttention(self, model))

@@ -22,11 +22,11 @@ from flashmask_hf.trainers.context_parallel import refuse_parts
 __all__ = [
     "check_adapters",
     "check_config",
+    "correct_gathers",
     "default_output_dir",
     "first_row",
     "first_rows",
     "flashmask_policy",
-    "gather_trained_head",
     "load_with",
     "log_sharing",
     "log_sparsity",
@@ -122,28 +122,36 @@ def refuse_empty_reference(plugin: Any) -> None:
         )
 
 
-def gather_trained_head(model: Any) -> None:
-    """Make FSDP2 gather a language model head whose weights TRL's fused head reads without calling it.
+def correct_gathers(model: Any) -> None:
+    """Make FSDP2 gather the weights that a training step needs, and no others. Without FSDP2, nothing changes.
 
-    FSDP2 sums the gradients of what it gathered for a call. TRL gathers a shard by itself, and each process would learn
-    from its own tokens alone, where accelerate shards the head apart from the final norm, as it does that of an adapter
-    with `modules_to_save=["lm_head"]`.
+    A trained head is gathered before the step. TRL's fused head reads its weights without calling it, and gathers a
+    shard by itself, so each process would learn from its own tokens alone, where accelerate shards the head apart from
+    the final norm, as with `modules_to_save=["lm_head"]`.
+
+    A frozen input embedding is not gathered in the backward pass, which never reads it. FSDP2 (torch 2.11 to 2.13)
+    prefetches it there, waits for it nowhere and frees the buffer. Where one process is late, the next forward's first
+    gather is written into that buffer and overwritten: half of the final norm was zero.
 
     Args:
         model: a transformers model with a head, or a PEFT model around one, not wrapped for distributed training.
     """
     inner = unwrap_peft(model)
-    if _gather_head not in inner._forward_pre_hooks.values():
-        inner.register_forward_pre_hook(_gather_head, with_kwargs=True)
+    if _correct_gathers not in inner._forward_pre_hooks.values():
+        inner.register_forward_pre_hook(_correct_gathers, with_kwargs=True)
 
 
-def _gather_head(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Gather the head before a training step's call, if FSDP2 shards it."""
-    if not kwargs.get("fused_lm_head") or not torch.is_grad_enabled():
+def _correct_gathers(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Gather a trained head, and no frozen input embedding, in a training step, if FSDP2 shards them."""
+    if not torch.is_grad_enabled():
         return
-    head = model.get_output_embeddings()
-    if hasattr(head, "unshard") and any(x.requires_grad for x in head.parameters()):
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if kwargs.get("fused_lm_head") and hasattr(head, "unshard") and any(x.requires_grad for x in head.parameters()):
         head.unshard()
+    if hasattr(embedding, "set_unshard_in_backward"):
+        needed = {id(x) for x in head.parameters()} if head is not None else set()  # tied to the embedding
+        if not any(x.requires_grad or id(x) in needed for x in embedding.parameters()):
+            embedding.set_unshard_in_backward(False)
 
 
 def check_adapters(model: Any, peft_config: Any) -> None:

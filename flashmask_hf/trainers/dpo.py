@@ -23,10 +23,10 @@ from flashmask_hf.names import FLASHMASK, VECTORS
 from flashmask_hf.trainers.attention_report import ReportAttention
 from flashmask_hf.trainers.common import (
     check_config,
+    correct_gathers,
     default_output_dir,
     first_row,
     flashmask_policy,
-    gather_trained_head,
     log_sharing,
     map_style_datasets,
     prepare_arguments,
@@ -206,7 +206,7 @@ class SharedQuestionDPOTrainer(ResumeMixin, EvenBatchesMixin, DPOTrainer):
             refuse_empty_reference(self.accelerator.state.fsdp_plugin)
         policy = self.accelerator.unwrap_model(self.model)
         run_packed(policy)
-        gather_trained_head(policy)
+        correct_gathers(policy)
         if self.ref_model is not None:
             reference: Any = self.accelerator.unwrap_model(self.ref_model)
             if self._creates_reference:  # TRL before 1.15 loads it without the policy's attention

@@ -21,6 +21,7 @@ from flashmask_hf.names import PACKED_IDS, PACKED_INDEX, VECTORS
 from flashmask_hf.trainers.attention_report import ReportAttention
 from flashmask_hf.trainers.common import (
     check_config,
+    correct_gathers,
     default_output_dir,
     flashmask_policy,
     log_sparsity,
@@ -197,6 +198,7 @@ class MultiAnswerRewardTrainer(ResumeMixin, EvenBatchesMixin, RewardTrainer):
         trained: Any = self.model
         _refuse_unsaved_head(trained)
         run_packed(trained)
+        correct_gathers(trained)
         self.add_callback(KeepAttention(self))
         self.add_callback(ReportAttention(self, model))
         refuse_sampling_by_length(self)

@@ -23,10 +23,10 @@ from flashmask_hf.names import FLASHMASK, IGNORED, VECTORS
 from flashmask_hf.trainers.attention_report import ReportAttention
 from flashmask_hf.trainers.common import (
     check_config,
+    correct_gathers,
     default_output_dir,
     first_row,
     flashmask_policy,
-    gather_trained_head,
     log_sparsity,
     prepare_arguments,
     refuse_sampling_by_length,
@@ -182,7 +182,7 @@ class PackedSFTTrainer(ResumeMixin, EvenBatchesMixin, ContextParallelMixin, SFTT
                 **kwargs,
             )
         trained = self.accelerator.unwrap_model(self.model)
-        gather_trained_head(trained)
+        correct_gathers(trained)
         self.add_callback(KeepAttention(self))
         self.add_callback(ReportAttention(self, model))
         self._skips_tiles = trained.config.get_text_config()._attn_implementation == FLASHMASK

@@ -27,9 +27,9 @@ from flashmask_hf.names import FLASHMASK, VECTORS
 from flashmask_hf.trainers.attention_report import ReportAttention
 from flashmask_hf.trainers.common import (
     check_config,
+    correct_gathers,
     default_output_dir,
     first_rows,
-    gather_trained_head,
     load_with,
     log_sharing,
     prepare_arguments,
@@ -132,7 +132,7 @@ class SharedPrompts:
         if loaded_by_name:
             policy.set_attn_implementation(FLASHMASK)
         run_packed(policy)
-        gather_trained_head(policy)
+        correct_gathers(policy)
         if trainer.ref_model is not None:
             if trainer.is_fsdp_enabled:
                 refuse_empty_reference(trainer.accelerator.state.fsdp_plugin)
