@@ -223,7 +223,7 @@ class Bench:
             num_generations=self.generations,
             gradient_accumulation_steps=self.micro_batches,
         )
-        dataset = Dataset.from_list([{"prompt": "why"}])  # the batches are made here
+        dataset = Dataset.from_list([{"prompt": "why"}] * 1024)  # more than a batch; the batches are made here
 
         def reward(completions: Any, **_: Any) -> list[float]:
             return [0.0] * len(completions)
