@@ -100,6 +100,7 @@ def test_the_api_page_has_every_public_name():
     assert {f"flashmask_hf.{name}" for name in {"collators", "sparse", "trainers"} | trainers} <= listed
 
 
+@pytest.mark.full
 def test_figures_are_those_of_the_benchmarks():
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(DOCS / "figures"), "--check"]

@@ -104,7 +104,8 @@ def counting(graphs: list[torch.fx.GraphModule]) -> Any:
     return backend
 
 
-CASES = [(name, "none") for name in ANY | WHOLE] + [(name, "static") for name in ANY]
+CASES = [(name, "none") for name in ANY | WHOLE]
+CASES += [pytest.param(name, "static", marks=[pytest.mark.full] * (i % 2)) for i, name in enumerate(ANY)]
 
 
 @pytest.mark.parametrize(("name", "cache"), CASES)

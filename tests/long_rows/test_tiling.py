@@ -780,8 +780,9 @@ def test_adapters_are_merged():
 
 @pytest.mark.parametrize(
     ("options", "backend"),
-    [pytest.param(None, "eager", id="plain"), pytest.param(ONCE, "aot_eager", marks=pytest.mark.full, id="once")],
+    [pytest.param(None, "eager", id="plain"), pytest.param(ONCE, "aot_eager", id="once")],
 )
+@pytest.mark.full
 def test_a_compiled_model(options, backend):
     torch.compiler.reset()
     plain = model_of(num_hidden_layers=1)

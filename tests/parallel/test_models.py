@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 from tools import parallel_cases
 from tools.processes import run_cases
+from tools.support import rounding
 
 SIZES = (2, 4)
+BOUND = rounding(256)
+"""Bound of losses and gradients, which are sums over the tokens of two rows of 128."""
 COMPARED = [
     (size, name)
     for name in sorted(
@@ -34,8 +37,8 @@ def result(found: dict[int, dict[str, Any]], size: int, name: str) -> Any:
 @pytest.mark.parametrize(("size", "name"), COMPARED)
 def test_loss_and_gradients_are_those_of_one_process(found, size, name):
     got = result(found, size, name)
-    assert got["loss"] < 2e-6  # of a loss of 4
-    assert got["gradients"] < 1e-6
+    assert got["loss"] < BOUND
+    assert got["gradients"] < BOUND  # of the largest
     assert got.get("largest", 1.0) > 0.1
     assert got.get("graphs", 1) == 1
 

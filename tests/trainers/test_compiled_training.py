@@ -59,7 +59,7 @@ def gradients(model, run, batch):
     [
         pytest.param("cpu", "vectors", "inductor", marks=pytest.mark.full),
         ("cpu", "vectors", "aot_eager"),
-        ("cpu", "positions", "aot_eager"),
+        pytest.param("cpu", "positions", "aot_eager", marks=pytest.mark.full),
         pytest.param("cuda", "vectors", "inductor", marks=pytest.mark.gpu),
         pytest.param("cuda", "positions", "inductor", marks=pytest.mark.gpu),
     ],

@@ -135,7 +135,10 @@ MOVED = ("entropy", "clip_ratio", "cispo_clip_ratio", "kl", "vespo")
 """Metrics that TRL averages over micro-batches, so that putting rows together may move them."""
 
 
-@pytest.mark.parametrize("name", RUNS)
+QUICK = RUNS.keys() - ARITHMETIC | {"bnpo", "luspo", "no reference", "temperature"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.full] * (name not in QUICK)) for name in RUNS])
 def test_whole_runs(name, checkpoints, tokenizer, tmp_path, monkeypatch):
     """Every loss and option of TRL's gives the same losses, gradients' norms, metrics and weights."""
     options = {key: value for key, value in RUNS[name].items() if value is not None}
@@ -230,6 +233,7 @@ def test_a_run_that_resumes(checkpoints, tokenizer, tmp_path):
     assert found[0] == pytest.approx(found[1], **LOSS_BOUND)
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by the compiler, in TRL's head
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_a_compiled_policy(checkpoints, tokenizer, tmp_path):

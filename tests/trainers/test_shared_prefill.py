@@ -61,8 +61,14 @@ def train(
     return completions, prefilled, [p.detach().clone() for p in trainer.model.parameters()]
 
 
-@pytest.mark.parametrize("adapter", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("trainer_class", [GRPOTrainer, RLOOTrainer])
+@pytest.mark.parametrize(
+    ("trainer_class", "adapter"),
+    [
+        pytest.param(trainer, adapter, marks=[pytest.mark.full] * ((trainer is GRPOTrainer) == adapter))
+        for trainer in (GRPOTrainer, RLOOTrainer)
+        for adapter in (False, True)
+    ],
+)
 def test_rollouts(trainer_class: type, adapter: bool, tmp_path: Any) -> None:
     options = {"peft_config": LoraConfig(target_modules="all-linear")} if adapter else {}
     want, plain, weights = train(trainer_class, tmp_path, **options)

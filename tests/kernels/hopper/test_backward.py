@@ -63,7 +63,7 @@ def _compile(
 def _cases(quick: list[tuple], *levels: Sequence[Any]) -> list:
     """Return every combination of levels; those that are not quick are marked full.
 
-    Together, the quick ones of the three tests below have each pair of dims, form, order and places of rows.
+    Together, the quick ones of the three tests below have each form, each order and all widths.
     """
     combinations = itertools.product(*levels)
     return [
@@ -106,7 +106,7 @@ def test_compiles(dims: tuple[int, int], form: str, deterministic: bool) -> None
 @pytest.mark.parametrize(
     ("dims", "deterministic"),
     _cases(
-        [((64, 64), True), ((128, 128), False), ((192, 128), False), ((256, 256), True), ((72, 96), False)],
+        [((128, 128), False), ((256, 256), True)],
         [*DIMS, (72, 96)],
         [False, True],
     ),
