@@ -11,6 +11,7 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from tools.support import record_passes, requires
 from tools.tiny import CHECKPOINTING, TRAINER_WARNINGS, llama_config, trainer_settings, word_tokenizer
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 from transformers import AutoModelForCausalLM
 from trl import SFTConfig
@@ -216,3 +217,22 @@ def test_a_budget_leaves_other_ways_of_checkpointing_alone(options):
 def test_options_of_transformers_are_no_options_of_checkpoint():
     model = enable_checkpointing(model_of(), {"use_reentrant": False, "every_n_layers": 2})
     assert [layer.gradient_checkpointing for layer in model.model.layers] == [True, False, True]
+
+
+class PassThrough(TorchDispatchMode):
+    """Runs every operator as it is; attention then runs below autograd."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def test_results_that_change_after_they_are_kept_raise_below_autograd_too():
+    def attend(x):
+        out = flashmask_hf.flashmask_attention(x, x, x, flashmask_hf.masks.causal(x.shape[2]))
+        with torch.no_grad():
+            out.mul_(2)
+        return out.sin()
+
+    x = torch.randn(1, 2, 64, 16, requires_grad=True) * 1
+    with PassThrough(), pytest.raises(RuntimeError, match="modified by an inplace operation after it was saved"):
+        checkpoint(attend, x, **KEEPING).sum().backward()
