@@ -106,13 +106,13 @@ def test_families(builder: tuple[str, str], family: str) -> None:
 
 @pytest.mark.parametrize("builder", [p for p in _builders() if p.id != "torch"])
 def test_segments_that_end_with_the_rows(builder: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their closing edges lie one past the last row tile, in a round of lanes of its own."""
+    """Their closing edges lie past the last row tile, in a round of lanes of its own; a window's edges lie in two."""
     from flashmask_hf.kernels.shared import plan as kernels
 
     monkeypatch.setattr(kernels, "_LANES", 4)
-    mask = masks.causal(512)
-    plan = _build(*builder, mask, 512)
-    assert torch.equal(_tiles_by_columns(plan), classify_tiles(mask.indices, True, 512, (ROWS, 128)))
+    for length, mask in ((512, masks.causal(512)), (1536, masks.sliding_window(1536, 600))):
+        plan = _build(*builder, mask, length)
+        assert torch.equal(_tiles_by_columns(plan), classify_tiles(mask.indices, True, length, (ROWS, 128)))
 
 
 @pytest.mark.parametrize("builder", _builders())

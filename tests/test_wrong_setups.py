@@ -585,6 +585,12 @@ def test_columns_of_images_video_and_audio_are_found_by_name(column, streamed):
             assert list(without_media(rows, "train", "rows")) == [{"text": "w5"}] * 2
 
 
+def test_an_image_is_found_in_the_last_of_many_rows():
+    rows = Dataset.from_dict({"text": ["w5"] * 1002, "image": [None] * 1001 + ["a"]})
+    with pytest.raises(ValueError, match="example 1001 of the train dataset has images"):
+        without_media(rows, "train", "rows")
+
+
 WEIGHED = [{"role": "user", "content": "w5"}, {"role": "assistant", "content": "w6", "weight": 0}]
 # Options of a trainer with weights, and what the warning names
 WEIGHTS = {

@@ -23,8 +23,8 @@ class KeepAttention(TrainerCallback):
     Two steps run without it. What then is free beside their peak is the budget. Results of batches that are larger than
     any before are not kept, and their step is measured, too. On a CPU all results are kept.
 
-    It does nothing for another attention, in compiled models, with reentrant checkpointing, with offloaded activations,
-    and where the user has chosen what checkpointing keeps (`context_fn`, or TRL's `selective`).
+    It does nothing for another attention, in compiled models and with offloaded activations. Reentrant checkpointing,
+    and what the user has chosen to keep (`context_fn`, or TRL's `selective`), stay as they are (`KeptAttention`).
 
     Args:
         trainer: a trainer of this package.
@@ -38,11 +38,8 @@ class KeepAttention(TrainerCallback):
         """Prepare the model; on a GPU, nothing is kept before memory is measured."""
         self._close()  # an earlier run may have ended in an error
         model = self._trainer.accelerator.unwrap_model(self._trainer.model)
-        options = checkpointing_of(args)[1]
         if (
-            options is None
-            or options.get("use_reentrant")
-            or not {"context_fn", "selective"}.isdisjoint(options)
+            checkpointing_of(args)[1] is None
             or getattr(args, "activation_offloading", False)
             or args.torch_compile
             or model.config.get_text_config()._attn_implementation not in NAMES

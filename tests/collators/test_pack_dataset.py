@@ -434,3 +434,6 @@ def test_weights_that_nothing_reads_are_named(column, streamed, caplog):
     caplog.clear()
     pack_dataset(dataset([3, 2], weighted=[1, 2], weight_kg=[80, 90]), 4)
     assert not caplog.records
+    turns = [[{"role": "user", "content": "a", "weight": 0}]] * 2
+    pack_dataset(dataset([3, 2], messages=turns), 4)
+    assert caplog.records[0].message.startswith("dataset has messages[...]['weight'], which nothing reads")

@@ -12,7 +12,6 @@ from tools.tiny import CHECKPOINTING, TRAINER_WARNINGS, llama_config, preference
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from trl import DPOConfig, GRPOConfig, RewardConfig, SFTConfig
 
-import flashmask_hf
 from flashmask_hf.call import Call
 from flashmask_hf.trainers import (
     LongRows,
@@ -138,22 +137,19 @@ def test_long_rows_decide_instead(tmp_path, forwards):
     assert kept_attention.KeepAttention not in [type(x) for x in trainer.callback_handler.callbacks]
 
 
-def test_a_choice_of_the_user_stays(tmp_path):
-    own = {"use_reentrant": False, "context_fn": flashmask_hf.keep_attention}
-    trainer = sft(tmp_path, **{f"{CHECKPOINTING}_kwargs": own})
+def test_nothing_is_kept_where_it_would_not_help(tmp_path):
+    trainer = sft(tmp_path)
     callback = next(x for x in trainer.callback_handler.callbacks if isinstance(x, kept_attention.KeepAttention))
-    for attention, options, changes, prepared in (
-        ("flashmask", own, {}, False),
-        ("flashmask", {"use_reentrant": True}, {}, False),
-        ("sdpa", None, {}, False),
-        ("flashmask", None, {"activation_offloading": True}, False),
-        ("flashmask", None, {"torch_compile": True}, False),
-        ("flashmask", None, {CHECKPOINTING: False}, False),
-        ("flashmask", None, {}, True),
+    for attention, changes, prepared in (
+        ("sdpa", {}, False),
+        ("flashmask", {"activation_offloading": True}, False),
+        ("flashmask", {"torch_compile": True}, False),
+        ("flashmask", {CHECKPOINTING: False}, False),
+        ("flashmask", {}, True),
     ):
         trainer.model.set_attn_implementation(attention)
         args = copy.copy(trainer.args)
-        for name, value in {f"{CHECKPOINTING}_kwargs": options, **changes}.items():
+        for name, value in changes.items():
             setattr(args, name, value)
         callback.on_train_begin(args, None, None)
         assert (callback._kept is not None) == prepared
