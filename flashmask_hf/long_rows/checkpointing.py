@@ -127,6 +127,11 @@ class KeptAttention:
         """Set the limit. With one, results of a call that are larger than all before it are not kept."""
         self._limit, self._largest_kept = limit, self.largest
 
+    @property
+    def has_grown(self) -> bool:
+        """Whether a call had larger results than all before the limit was set."""
+        return self.largest > self._largest_kept
+
     def close(self) -> None:
         """Undo the change of the model."""
         self._hook.remove()

@@ -47,7 +47,7 @@ class KeepAttention(TrainerCallback):
             return
         self._measures = self._trainer.accelerator.device.type == "cuda"
         self._kept = KeptAttention(model, limit=0 if self._measures else None)
-        self._steps, self._measured = 0, 0
+        self._steps = 0
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Set the budget to what is free beside the peak of all steps, after a step with a larger batch than before."""
@@ -55,8 +55,7 @@ class KeepAttention(TrainerCallback):
         if kept is None or not self._measures:
             return
         self._steps += 1
-        if self._steps >= MEASURED_STEPS and kept.largest > self._measured:
-            self._measured = kept.largest
+        if self._steps >= MEASURED_STEPS and kept.has_grown:
             kept.set_limit(int(available_gpu_bytes()) - torch.cuda.max_memory_allocated())
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
