@@ -61,8 +61,8 @@ with causal-conv1d. On H100 and H200, training with flash-linear-attention 0.6 n
 METHOD = """
 ## How it is tested
 
-`python docs/models.py` writes this page, `tests/backend/test_models.py` checks every cell, and
-`tests/backend/test_hybrid_kernels.py` compares packed rows of recurrent models with each document alone on a GPU.
+`python docs/models.py` writes this page, `tests/hf/test_models.py` checks every cell, and
+`tests/hf/test_hybrid_kernels.py` compares packed rows of recurrent models with each document alone on a GPU.
 
 Every family is built tiny, with random weights (`tests/tools/model_zoo.py`), and run in float32 on the CPU with
 flashmask and with eager attention. Logits at real tokens (hidden states where a model has no head) and, in training,

@@ -20,14 +20,14 @@ def register() -> None:
     """Make `attn_implementation="flashmask"`, "flashmask_hash" and "flashmask_qk" known to transformers.
 
     Importing `flashmask_hf` does it where transformers is installed; repeating it is fine. Registers the attention
-    functions of `backend/forward.py` and `backend/sparse.py` and, for all of them, the mask hook. Adapts transformers
-    to them (`backend/patches.py`).
+    functions of `hf/forward.py` and `hf/sparse.py` and, for all of them, the mask hook. Adapts transformers
+    to them (`hf/patches.py`).
 
     Raises:
         ImportError: transformers is not installed, or is older than what the package needs.
         RuntimeError: this version of transformers is not one that the package knows how to adapt.
     """
-    from flashmask_hf.backend.register import register as register_backend
+    from flashmask_hf.hf.register import register as register_backend
 
     register_backend()
 

@@ -18,7 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 import flashmask_hf
 from flashmask_hf import call, diagnosis, flashmask_attention, implementations, masks, torch_state
 from flashmask_hf.__main__ import main
-from flashmask_hf.backend import patches
+from flashmask_hf.hf import patches
 
 HEAD_DIMS = (40, 64, 96, 128, 192, 256, 512)
 DTYPES = ("bfloat16", "float16", "float32", "float64")

@@ -18,7 +18,7 @@ from transformers import AttentionInterface, LlamaConfig, PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import flashmask_hf
-from flashmask_hf.backend import patches
+from flashmask_hf.hf import patches
 
 ROOT = Path(__file__).parents[1]
 NAME = "some-org/flashmask"

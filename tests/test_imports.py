@@ -32,7 +32,7 @@ LAYERS: Layers = (
     ("call",),
     ("operators",),
     ("attention", "long_rows", "parallel", "sparse"),
-    ("collators", "backend"),
+    ("collators", "hf"),
     ("trainers",),
     ("__init__",),
     ("diagnosis",),
@@ -47,7 +47,7 @@ ALLOWED = {"collators": {"collators", "names", "mask"}}
 """Rooms that may not import from all lower layers, with those that they may import from."""
 
 IMPORTERS = {
-    "transformers": {"backend", "trainers", "__init__", "diagnosis", "recipes"},
+    "transformers": {"hf", "trainers", "__init__", "diagnosis", "recipes"},
     "trl": {"trainers", "recipes"},
     "triton": {room for layer in LAYERS for room in layer if room.startswith("kernels.")} | {"diagnosis", "recipes"},
     "matplotlib": {"mask", "recipes"},

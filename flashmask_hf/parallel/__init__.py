@@ -2,7 +2,7 @@
 
 The mask vectors stay whole in every process, 4 bytes a token. `split.py` says which rows a process holds, `layout.py`
 chooses them, `exchange.py` moves heads or keys between processes, on the differentiable collectives of
-`collectives.py`. The attention itself is that of `flashmask_hf.backend`.
+`collectives.py`. The attention itself is that of `flashmask_hf.hf`.
 """
 
 from flashmask_hf.parallel.layout import contiguous_rows, deal_rows, split_rows

@@ -13,8 +13,8 @@ from datasets import Dataset
 from torch import Tensor
 from trl.trainer.utils import get_config_model_id
 
-from flashmask_hf.backend.model_hooks import unwrap_peft
 from flashmask_hf.collators.dataset import unformatted
+from flashmask_hf.hf.model_hooks import unwrap_peft
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.names import FLASHMASK
 from flashmask_hf.trainers.context_parallel import refuse_parts

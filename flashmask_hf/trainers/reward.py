@@ -14,9 +14,9 @@ from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 from trl.trainer.reward_config import RewardConfig
 from trl.trainer.reward_trainer import RewardTrainer
 
-from flashmask_hf.backend.model_hooks import unwrap_peft
-from flashmask_hf.backend.packed_rows import check_compiled, run_packed
 from flashmask_hf.collators.reward import PADDING, DataCollatorForMultiAnswerReward
+from flashmask_hf.hf.model_hooks import unwrap_peft
+from flashmask_hf.hf.packed_rows import check_compiled, run_packed
 from flashmask_hf.names import PACKED_IDS, PACKED_INDEX, VECTORS
 from flashmask_hf.trainers.attention_report import ReportAttention
 from flashmask_hf.trainers.common import (

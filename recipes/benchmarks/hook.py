@@ -19,7 +19,7 @@ from harness import random_lengths, write_csv
 from torch import Tensor
 from transformers import masking_utils as hf_masks
 
-from flashmask_hf.backend.mask_hook import DOCUMENTS, mask_hook
+from flashmask_hf.hf.mask_hook import DOCUMENTS, mask_hook
 
 
 def masks(length: int) -> dict[str, dict[str, Any]]:

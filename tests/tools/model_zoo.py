@@ -1,6 +1,6 @@
 """Tiny random models of every family in transformers, and the outcome of `attn_implementation="flashmask"` in each.
 
-`docs/models.py` writes the outcomes to a table, and `tests/backend/test_models.py` compares them with it.
+`docs/models.py` writes the outcomes to a table, and `tests/hf/test_models.py` compares them with it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from transformers import (
 from transformers.models.auto import modeling_auto
 
 from flashmask_hf import masks
-from flashmask_hf.backend import windows
-from flashmask_hf.backend.forward_records import ForwardRecord
+from flashmask_hf.hf import windows
+from flashmask_hf.hf.forward_records import ForwardRecord
 
 BOUND = 1e-4
 """Largest error in float32, relative to the largest entry of what eager attention gives."""

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig, MistralConfig, Qwen3MoeConfig
 
 from flashmask_hf import FlashMask, trainers
-from flashmask_hf.backend.tree_packing import run_tree_packing, tree_vectors
+from flashmask_hf.hf.tree_packing import run_tree_packing, tree_vectors
 
 TreeRow = pytest.importorskip("trl.experimental.async_grpo.packing", reason="this TRL does not pack tries").TreeRow
 

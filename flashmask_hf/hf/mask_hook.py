@@ -1,0 +1,173 @@
+"""The mask hook: compiles what transformers asks of a mask, a `mask_function`, into int32 columns.
+
+The functions of `transformers/masking_utils.py` show each key to the queries of one interval of positions, and so do
+their conjunctions and unions. Those are traced (`mask_reader.py`), in a few operations on vectors. Any other function
+is evaluated on all pairs, some columns at a time, and read back as intervals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+from transformers.masking_utils import (
+    _non_vmap_expansion_sdpa,
+    _vmap_expansion_sdpa,
+    and_masks,
+    causal_mask_function,
+    packed_sequence_mask_function,
+)
+
+from flashmask_hf.hf.keywords import check_window
+from flashmask_hf.hf.mask_reader import TraceContext, trace
+from flashmask_hf.hf.model_support import refuse_unsupported
+from flashmask_hf.intervals import hide_keys
+from flashmask_hf.mask import FlashMask, MaskNotRepresentable
+from flashmask_hf.names import FLASHMASK, VECTORS
+
+__all__ = ["DOCUMENTS", "mask_hook"]
+
+DOCUMENTS = torch.int32
+"""The dtype of a 2D mask that holds the number of each token's document, from 1 on, negative for padding."""
+
+
+def mask_hook(
+    *,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> Tensor:
+    """Return the columns of the mask that a model asks for, with the arguments of `sdpa_mask` in transformers.
+
+    Traced are causal, bidirectional, sliding window, chunked, packed documents (which transformers finds in
+    `position_ids`), blocks that see themselves whole (images), their `and_masks` and `or_masks`, and functions of a
+    caller that do the same, with a 2D padding mask on top. That takes nothing of size Sq x Skv and does not wait for
+    the device, also under `torch.compile`. Any other function is evaluated on all pairs, in memory linear in Sq, and
+    waits for the device; a compiler refuses it. Either happens once per forward and mask.
+
+    Args:
+        batch_size: number of rows of tokens, B.
+        q_length: number of queries, Sq.
+        kv_length: number of keys, Skv.
+        q_offset: position of the first query; a tensor with a static cache.
+        kv_offset: position of the first key.
+        mask_function: which query may see which key, from `transformers/masking_utils.py` or of the caller's own.
+        attention_mask: bool [B, up to kv_offset + Skv], False where a key is padding; or numbers of documents that do
+            not see each other (`DOCUMENTS`), which section 2 of `patches.py` finds.
+        device: where the result lives.
+        kwargs: `config`, `local_size` and `use_vmap` are read; the others do not matter here.
+
+    Returns:
+        Tensor: int32 [B or 1, 1, n, Skv], keys last as in other masks of transformers, which tells it apart from
+        vectors that a caller passes as `attention_mask`. n = 1 is the causal form (LTS), n = 4 the form without
+        `causal` (LTS, LTE, UTS, UTE); the latter also wherever the last query does not stand at the last key, as in a
+        static cache.
+
+    Raises:
+        MaskNotRepresentable: a key is hidden from more than two intervals of queries.
+        ValueError: the model has a sliding window of less than one token.
+        NotImplementedError: the model has attention code of its own, which would read the result as something else;
+            or the function cannot be traced while compiling.
+        RuntimeError: tokens of one block are not next to each other, or positions do not count on within a document
+            (device-side checks).
+    """
+    config = kwargs.get("config")
+    implementation = getattr(config, "_attn_implementation", None) or FLASHMASK
+    if not torch.compiler.is_compiling():
+        refuse_unsupported(type(config), implementation)
+    check_window(kwargs.get("local_size"))  # not every model hands its window to its layers
+    same_tokens = q_length == kv_length and not isinstance(q_offset, Tensor) and q_offset == kv_offset == 0
+    key_positions = torch.arange(kv_length, device=device) + kv_offset
+    context = TraceContext(batch_size, key_positions, same_tokens, is_custom=bool(kwargs.get("use_vmap")))
+    if attention_mask is not None and attention_mask.dtype == DOCUMENTS:
+        mask_function = and_masks(mask_function, packed_sequence_mask_function(attention_mask.abs()))
+        attention_mask = attention_mask > 0
+    visible = trace(mask_function, context)
+    if visible is None:
+        if torch.compiler.is_compiling():
+            raise NotImplementedError(
+                f"attn_implementation='{implementation}' does not know the mask function {_full_name(mask_function)} "
+                f"while compiling; use attn_implementation='sdpa' for this model, or pass {VECTORS} and "
+                "attention_mask=None if the model allows it"
+            )
+        columns = _evaluate(mask_function, context, q_length, q_offset, implementation)
+    else:
+        ends_together = not isinstance(q_offset, Tensor) and q_offset + q_length == kv_offset + kv_length
+        hidden_from = (visible.end - q_offset).clamp(0, q_length).view(-1, kv_length)
+        if visible.starts_at_key and ends_together:
+            columns = hidden_from.unsqueeze(1)
+        else:
+            hidden_until = (visible.start - q_offset).clamp(0, q_length).expand_as(hidden_from)
+            columns = _four_columns(hidden_from, hidden_until, q_length)
+    columns = columns.to(torch.int32)
+    if attention_mask is not None:
+        columns = _hide_padding(columns, attention_mask, q_length, kv_offset)
+    return columns[:, None]
+
+
+def _four_columns(hidden_from: Tensor, hidden_until: Tensor, q_length: int) -> Tensor:
+    """Return LTS, LTE, UTS, UTE [B, 4, Skv] of keys that rows [hidden_until, hidden_from) see."""
+    last, first = torch.full_like(hidden_from, q_length), torch.zeros_like(hidden_from)
+    return torch.stack([hidden_from, last, first, hidden_until], 1)
+
+
+def _hide_padding(columns: Tensor, attention_mask: Tensor, q_length: int, kv_offset: int) -> Tensor:
+    """Return columns [B or 1, n, Skv] that also hide the keys where a 2D mask is False, from all rows."""
+    if attention_mask.dim() != 2:
+        raise ValueError(
+            f"attention_mask must be 2D [B, S], got shape {list(attention_mask.shape)}; write a dense 3D or 4D "
+            f"mask as FlashMask.from_dense(mask).indices and pass it as {VECTORS}"
+        )
+    seen = kv_offset + columns.shape[-1]
+    if attention_mask.shape[-1] < seen:
+        attention_mask = nn.functional.pad(attention_mask, (0, seen - attention_mask.shape[-1]))
+    padding = ~attention_mask[:, kv_offset:seen].to(torch.bool)
+    return torch.stack(hide_keys(columns.unbind(1), padding, columns.shape[1] == 1, q_length), 1)
+
+
+def _evaluate(
+    mask_function: Callable[..., Any],
+    context: TraceContext,
+    q_length: int,
+    q_offset: int | Tensor,
+    implementation: str,
+) -> Tensor:
+    """Return the columns [B, 4, Skv] of any function, by evaluating it on all pairs, a slice of columns at a time."""
+    keys = context.key_positions
+    batch, head = torch.arange(context.batch_size, device=keys.device), torch.arange(1, device=keys.device)
+    query = torch.arange(q_length, device=keys.device) + q_offset
+
+    def visible(first: int, last: int) -> Tensor:
+        if context.is_custom:
+            with TransformGetItemToIndex():  # vmap does not index by its own scalars otherwise
+                pairs = _vmap_expansion_sdpa(mask_function)(batch, head, query, keys[first:last])
+        else:
+            pairs = mask_function(*_non_vmap_expansion_sdpa(batch, head, query, keys[first:last]))
+        return pairs.expand(context.batch_size, 1, q_length, last - first)
+
+    try:
+        mask = FlashMask.from_columns(visible, keys.shape[-1], causal=False)
+    except MaskNotRepresentable as error:
+        raise MaskNotRepresentable(
+            f"attn_implementation='{implementation}' cannot hold the mask of {_full_name(mask_function)}: {error}. Or "
+            "use attn_implementation='sdpa' for this model",
+            error.columns,
+        ) from None
+    return mask.bidirectional().indices[:, 0].transpose(1, 2)
+
+
+def _full_name(function: Callable[..., Any]) -> str:
+    """Return the function of `transformers.masking_utils` that made a closure, or the full name of anything else."""
+    attribute = "__name__" if torch.compiler.is_compiling() else "__qualname__"  # which Dynamo does not read
+    name = getattr(function, attribute, type(function).__name__)
+    module = getattr(function, "__module__", "")
+    return name.split(".")[0] if module == "transformers.masking_utils" else f"{module}.{name}"

@@ -1,0 +1,142 @@
+"""Attention of a layer that has a part of a row, the rest of which other processes have (`flashmask_hf.parallel`).
+
+The layer's mask is made as for the whole row, from whole vectors and positions, so that windows, trees and vectors per
+head mean the same. Then heads are exchanged for rows, or keys gathered.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from flashmask_hf.checks import device_assert, is_one_of
+from flashmask_hf.hf.layer_mask import check_hook_result, hidden_keys, layer_mask
+from flashmask_hf.hf.mask_cache import cached_mask
+from flashmask_hf.hf.windows import LayerMask
+from flashmask_hf.intervals import count_rows_before, without_causal_flag
+from flashmask_hf.mask import FlashMask
+from flashmask_hf.names import VECTORS
+from flashmask_hf.parallel.exchange import (
+    exchange_of,
+    gather_keys,
+    heads_to_rows,
+    own_heads,
+    rows_to_heads,
+    spread_kv_heads,
+)
+from flashmask_hf.parallel.split import RowSplit, refuse_rope_by_length
+
+__all__ = ["attend_in_parts"]
+
+
+def attend_in_parts(
+    split: RowSplit,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None,
+    dropout: float,
+    kwargs: dict[str, Any],
+) -> Tensor:
+    """Return the attention of this process's rows, [B, S / N, Hq, Dv]; the arguments are those of `attention_forward`.
+
+    Raises:
+        ValueError: as in `attention_forward`; keys are of other rows than queries, as with a cache; or the model's
+            rotary positions depend on the longest one.
+        RuntimeError: a 2D attention_mask hides tokens, or the layer's `position_ids` are not those of its rows
+            (device-side checks).
+    """
+    if key.shape[2] != query.shape[2]:
+        raise ValueError(
+            f"a layer has {query.shape[2]} rows of a row that is split over processes, but {key.shape[2]} keys; pass "
+            "use_cache=False"
+        )
+    if attention_mask is not None:
+        _refuse_padding(attention_mask)
+    refuse_rope_by_length(getattr(module, "config", None))
+    _check_positions(kwargs.get("position_ids"), split)
+    kwargs = kwargs | {"position_ids": split.position_ids}
+    heads, kv_heads = query.shape[1], key.shape[1]
+    sinks = kwargs.get("s_aux")
+    by_heads = exchange_of(heads, kv_heads, split.group.size, split.exchange) == "heads"
+    if by_heads:
+        key, value = spread_kv_heads(key, split), spread_kv_heads(value, split)
+        query, key, value = (rows_to_heads(x, split) for x in (query, key, value))
+        kwargs[VECTORS] = _vectors_of_heads(kwargs[VECTORS], heads, kv_heads, split)
+        columns = layer_mask(module, query, key, None, dropout, kwargs)
+        sinks = None if sinks is None else own_heads(sinks, split, 0)
+    else:
+        key, value = gather_keys(key, split), gather_keys(value, split)
+        whole_query = query[:, :, :1].expand(-1, -1, split.length, -1)  # only its shape is read, that of all rows
+        columns = _own_rows(layer_mask(module, whole_query, key, None, dropout, kwargs), split)
+    out = columns.attend(query, key, value, scale=scaling, softcap=kwargs.get("softcap"), sinks=sinks)
+    return (heads_to_rows(out, split) if by_heads else out).transpose(1, 2)
+
+
+def _refuse_padding(attention_mask: Any) -> None:
+    """Raise if the mask hook's columns hide a key from all rows, as they do for a 2D mask: it is of this part alone."""
+    check_hook_result(attention_mask)
+
+    def check() -> None:
+        device_assert(
+            ~hidden_keys(attention_mask, attention_mask.shape[3]).any(),
+            f"a 2D attention_mask hides tokens of a row that is split over processes; leave it out, {VECTORS} tell "
+            "what is padding",
+        )
+
+    cached_mask((attention_mask,), ("padding",), check)  # once a forward, not in every layer
+
+
+def _check_positions(position_ids: Any, split: RowSplit) -> None:
+    """Raise if a layer's positions [B or 1, S / N] are not the split's, as where the model numbered its part itself.
+
+    Models that do not hand positions of this form to their layers are not checked.
+    """
+    if not isinstance(position_ids, Tensor) or position_ids.dim() != 2 or position_ids.shape[1] != split.rows.shape[1]:
+        return
+
+    def check() -> None:
+        device_assert(
+            (position_ids == split.own_positions.to(position_ids.device)).all(),
+            "position_ids of a part of a row are missing, or differ from those that sequence_parallel was given; make "
+            "the inputs of the model with split.shard(batch), or pass split.own_positions",
+        )
+
+    # once a forward, not in every layer
+    cached_mask((position_ids, split.position_ids, split.rows), ("positions", split.group), check, per_forward=False)
+
+
+def _vectors_of_heads(vectors: Tensor, heads: int, kv_heads: int, split: RowSplit) -> Tensor:
+    """Return the vectors of this process's heads, or those that all heads share as they are."""
+    count = vectors.shape[1]
+    if count == 1:
+        return vectors
+    if not is_one_of(count, kv_heads, heads):
+        raise ValueError(f"{VECTORS} has {count} heads; it must have 1, Hkv = {kv_heads} or Hq = {heads}")
+    variant = ("own heads", split.group)
+    return cached_mask((vectors,), variant, lambda: own_heads(vectors, split, 1).clone(), per_forward=False)
+
+
+def _own_rows(whole: LayerMask, split: RowSplit) -> LayerMask:
+    """Return the mask of this process's rows and of the keys in the order in which they are gathered."""
+
+    def build() -> LayerMask:
+        mask, length = whole.mask, split.length
+        device_assert(  # to count rows would cut off what is out of range; other masks are checked with their plan
+            ((mask.indices >= 0) & (mask.indices <= length)).all(),
+            f"{VECTORS} must lie in 0..{length}, the row's length, as they do in a mask made for this row; "
+            f"FlashMask.validate(q_len={length}) names the columns",
+        )
+        indices = without_causal_flag(mask.indices, mask.causal, length)
+        keys = whole.keys
+        if keys is None and split.order is not None:
+            indices = indices.index_select(2, split.order)
+        elif keys is not None and split.places is not None:
+            keys = split.places[keys]
+        own = split.own_rows
+        return LayerMask(FlashMask(count_rows_before(indices, own), causal=False, q_len=own.shape[0]), keys)
+
+    return cached_mask((whole.mask.indices, split.rows), ("own rows", split.group), build, per_forward=False)

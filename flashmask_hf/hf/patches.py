@@ -1,0 +1,523 @@
+"""Patches of transformers: eight changes that its interfaces do not offer, one section each.
+
+All act for this package's attention implementations or batch keys only; everything else gets what it got before. Each
+section says what is patched, why, and what is checked first, in transformers 5.17 to 5.24, with which the patches are
+tested. Code that is not as expected is refused, with an error that names these versions. Applying patches again changes
+nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+import transformers
+from torch import Tensor
+from torch.compiler import is_compiling
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel, masking_utils
+from transformers.loss.loss_utils import LOSS_MAPPING
+from transformers.utils import generic
+
+from flashmask_hf.checks import device_assert
+from flashmask_hf.hf.branches import check_labels
+from flashmask_hf.hf.document_guard import guard_documents
+from flashmask_hf.hf.forward import attention_forward
+from flashmask_hf.hf.forward_records import record_documents
+from flashmask_hf.hf.ignored_vectors import check_call
+from flashmask_hf.hf.mask_hook import DOCUMENTS
+from flashmask_hf.hf.mixed_documents import check_adapters, check_heads, check_scales, check_token_dropout
+from flashmask_hf.hf.model_support import refuse_own_attention
+from flashmask_hf.hf.position_axes import add_text_positions
+from flashmask_hf.hf.position_numbers import renumber_positions
+from flashmask_hf.hf.positions import document_starts
+from flashmask_hf.hf.sparse import warn_of_unread_options
+from flashmask_hf.hf.unread_documents import call_model, check_document_numbers, check_numbered_mask
+from flashmask_hf.mask import FlashMask
+from flashmask_hf.names import FLASHMASK, HASH, NAMES, QK, VECTORS
+
+if TYPE_CHECKING:  # the function whose code `_is_flash_attention` replaces, and under whose name it runs
+    from transformers.utils.generic import is_flash_attention_requested
+
+__all__ = ["apply"]
+
+
+def apply() -> None:
+    """Apply every patch to the installed transformers.
+
+    Raises:
+        RuntimeError: this version is not one that the package knows how to adapt.
+    """
+    exclude_from_flash_attention(generic)
+    detect_documents_always(masking_utils)
+    refuse_unsupported_models(PreTrainedModel)
+    accept_sparse_options(PreTrainedConfig)
+    guard_models(PreTrainedModel)
+    check_losses(PreTrainedModel)
+    check_calls(PreTrainedModel)
+    read_kernel_names(PreTrainedConfig)
+
+
+def _refuse_version(does: str, where: str) -> NoReturn:
+    """Raise because code to be patched is missing, or is not as in the versions that the patches are tested with."""
+    raise RuntimeError(
+        f"transformers {transformers.__version__} {does} in a way that flashmask_hf does not know ({where}); install a "
+        "version it was tested with, pip install 'transformers>=5.17,<5.25', or a newer flashmask-hf"
+    )
+
+
+def _wrap_function(
+    owner: Any, name: str, signatures: Sequence[Sequence[str]], wrapper: Callable[..., Any], does: str
+) -> None:
+    """Make a function of a module or class call `wrapper(original, *args, **kwargs)`. A second call does nothing.
+
+    Raises:
+        RuntimeError: it is no plain function whose parameters are one of `signatures`; the message says that this
+            version `does` something otherwise.
+    """
+    original = getattr(owner, name, None)
+    if hasattr(original, "patched"):
+        return
+    if not isinstance(original, types.FunctionType) or [*inspect.signature(original).parameters] not in signatures:
+        _refuse_version(does, f"{name} of {owner.__name__}")
+
+    @functools.wraps(original)
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    patched.patched = True  # type: ignore[attr-defined]
+    setattr(owner, name, patched)
+
+
+def _change_property(owner: Any, name: str, change: Callable[[Any], Any], does: str) -> None:
+    """Make a property of a class return what `change` makes of its value. A second call does nothing.
+
+    Raises:
+        RuntimeError: it is no property; the message says that this version `does` something otherwise.
+    """
+    original = getattr(owner, name, None)
+    get: Any = getattr(original, "fget", None)
+    if hasattr(get, "patched"):
+        return
+    if not isinstance(original, property):
+        _refuse_version(does, f"{name} of {owner.__name__}")
+
+    @functools.wraps(get)
+    def patched(self: Any) -> Any:
+        return change(get(self))
+
+    patched.patched = True  # type: ignore[attr-defined]
+    setattr(owner, name, property(patched, original.fset, original.fdel, original.__doc__))
+
+
+# 1. The names are not FlashAttention's.
+
+
+def exclude_from_flash_attention(module: Any) -> None:
+    """Make `is_flash_attention_requested` answer False for exactly this package's names.
+
+    Patched: the code of `transformers.utils.generic.is_flash_attention_requested`. Dozens of modules have imported the
+    function by name, so its `__code__` is replaced in place.
+
+    Why: it looks for "flash" in the name. A model with "flashmask" would be taken for one with FlashAttention, which
+    `from_pretrained` then tries to load and cannot; models would pack padding away, choose their FlashAttention classes
+    or replace the name with their own kernel's.
+
+    Checked (the same code in 5.17 to 5.24): it is a plain function with its three parameters and no closure, and takes
+    "flash_attention_2" and this package's names for FlashAttention, but not "sdpa".
+
+    Args:
+        module: `transformers.utils.generic`.
+
+    Raises:
+        RuntimeError: the function is missing or not as expected.
+    """
+    function: Any = getattr(module, "is_flash_attention_requested", None)
+    parameters = ["config", "requested_attention_implementation", "version"]
+    known = (
+        isinstance(function, types.FunctionType)
+        and list(inspect.signature(function).parameters) == parameters
+        and function.__defaults__ == (None, None, None)
+        and not function.__closure__
+        and function.__globals__.get("is_flash_attention_requested") is function
+    )
+    if known:
+        names = ("flash_attention_2", "sdpa", *NAMES)
+        answers = [function(requested_attention_implementation=name) for name in names]
+        if answers == [True] + [False] * (len(NAMES) + 1):
+            return  # applied already
+        known = answers == [True, False] + [True] * len(NAMES)
+    if not known:
+        _refuse_version("looks for FlashAttention", f"is_flash_attention_requested in {module.__name__}")
+    original = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    function.without_flashmask = original
+    function.__code__ = _is_flash_attention.__code__
+
+
+def _is_flash_attention(config=None, requested_attention_implementation=None, version=None):
+    """Code of the patched function. It runs in that function's module, so it cannot see `NAMES` or other names here."""
+    name = requested_attention_implementation if config is None else config._attn_implementation
+    ours = ("flashmask", "flashmask_hash", "flashmask_qk")
+    if name in ours and (config is None or requested_attention_implementation is None):
+        return False
+    return is_flash_attention_requested.without_flashmask(config, requested_attention_implementation, version)  # pyright: ignore[reportFunctionMemberAccess]
+
+
+# 2. Packed documents are found beside a cache or a 2D mask, too.
+
+_MASK_ARGUMENTS = ["config", "inputs_embeds", "attention_mask", "position_ids", "layer_idx", "encoder_hidden_states"]
+_CACHES = ("past_key_values", "cache")  # the name of the fourth argument until 5.23, and since
+
+
+def detect_documents_always(module: Any) -> None:
+    """Make `_preprocess_mask_arguments` find packed documents in `position_ids` beside a cache or a 2D mask, too.
+
+    Patched: `transformers.masking_utils._preprocess_mask_arguments`, replaced by a wrapper. It returns the numbers of
+    documents in place of the 2D mask, which the mask hook reads (`mask_hook.DOCUMENTS`), also where transformers itself
+    found them, except for chunked attention. The hook measures windows there in rows, as every version does for one
+    document beside a cache or a 2D mask, because positions of padding mean nothing.
+
+    Why: transformers looks for documents only if there is neither a cache nor a mask. A model's default is
+    `use_cache=True`, so a plain forward of a packed row would let documents see each other, without an error. Where it
+    finds documents, it evaluates masks at `position_ids` instead of rows, and some (the windows of Gemma 3) look blocks
+    of images up there: a document would see itself whole where the first one of its row has an image. A
+    `FlashMask` as `attention_mask`, which transformers would ask for attributes of a tensor, raises with the way out,
+    and so do a mask that numbers documents (`unread_documents`) and documents in a long row of Llama 4
+    (`mixed_documents`).
+
+    Checked (the same signature in 5.17 to 5.24, but for the name of the cache): `_preprocess_mask_arguments` is a plain
+    function with its seven parameters.
+
+    Args:
+        module: `transformers.masking_utils`.
+
+    Raises:
+        RuntimeError: the function is missing or not as expected.
+    """
+    signatures = [[*_MASK_ARGUMENTS[:3], cache, *_MASK_ARGUMENTS[3:]] for cache in _CACHES]
+    _wrap_function(module, "_preprocess_mask_arguments", signatures, _preprocess, "prepares masks")
+
+
+def _preprocess(
+    original: Any, config: Any, inputs_embeds: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Body of the patched function, with the arguments of the original."""
+    if isinstance(attention_mask, FlashMask):
+        raise TypeError(
+            f"attention_mask is a FlashMask, which transformers does not take; pass {VECTORS}=mask.indices if the "
+            f"model and the mask are causal, else {VECTORS}=mask.bidirectional().indices, and no attention_mask"
+        )
+    found = original(config, inputs_embeds, attention_mask, *args, **kwargs)
+    position_ids = args[1] if len(args) > 1 else kwargs.get("position_ids")  # after the cache
+    early_exit, mask, documents, q_length, *sizes = found
+    if config._attn_implementation not in NAMES:
+        if documents is not None:
+            record_documents()
+        return found
+    check_numbered_mask(attention_mask, position_ids)
+    if position_ids is None:
+        return found
+    record_documents()
+    check_scales(config, position_ids, attention_mask)
+    if early_exit or (mask is not None and mask.dim() != 2):
+        return found
+    if documents is None:
+        numbers = _document_numbers(config, mask, position_ids, inputs_embeds.shape[0], q_length, *sizes)
+    elif getattr(config, "attention_chunk_size", None) is None:
+        numbers = (documents + 1).to(DOCUMENTS)
+    else:
+        return found  # chunks count from the start of their document
+    return early_exit, mask if numbers is None else numbers, None, q_length, *sizes
+
+
+def _document_numbers(
+    config: Any,
+    mask: Tensor | None,
+    position_ids: Tensor,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor,
+    kv_offset: int,
+) -> Tensor | None:
+    """Return the number of each token's document, or None if the call does not hold whole rows.
+
+    Documents start where `document_starts` says. The numbers are those of `mask_hook.DOCUMENTS`, int32 [B, S].
+
+    Raises:
+        RuntimeError: a document starts after another one where they cannot be separated (a device-side check): in a
+            part of a row, in a static cache, and with chunked attention. Or as in `document_starts`.
+    """
+    if position_ids.dim() != 2 or position_ids.shape[-1] != q_length:
+        return None
+    real = None
+    if mask is not None:  # its columns are those of all keys, in a static cache also of keys that are not there yet
+        column = torch.arange(q_length, device=mask.device) + q_offset
+        real = torch.nn.functional.pad(mask, (0, 1))[:, column.clamp(max=mask.shape[-1])]
+    starts = document_starts(position_ids, real).expand(batch_size, -1)
+    whole = not isinstance(q_offset, Tensor) and q_offset == kv_offset == 0 and q_length == kv_length
+    if whole and getattr(config, "attention_chunk_size", None) is None:
+        numbers = starts.cumsum(-1) + 1
+        return (numbers if real is None else torch.where(real, numbers, -numbers)).to(DOCUMENTS)
+    starts = starts | ((position_ids == 0) if real is None else real & (position_ids == 0))  # a row of zeros, too
+    column = torch.arange(q_length, device=starts.device) + q_offset
+    follows = column > 0  # whether a token that is not hidden stands before
+    if mask is not None:
+        follows = torch.nn.functional.pad(mask.cumsum(-1), (1, 0))[:, column.clamp(max=mask.shape[-1])] > 0
+    device_assert(
+        ~(starts & follows).any(),
+        "position_ids start again at 0 in one row, but documents are not kept apart in a static cache, "
+        "part of a row, or, with chunked attention, beside a cache or 2D mask; pass whole rows and use_cache=False",
+    )
+    return None
+
+
+# 3. Models that do not look attention up by name refuse the names.
+
+
+def refuse_unsupported_models(model_class: Any) -> None:
+    """Make models that do not look their attention up by name raise when one of this package's names is chosen.
+
+    Patched: `PreTrainedModel.get_correct_attn_implementation`, replaced by a wrapper. It runs when a model is made and
+    when its attention is set later, for models within models, too.
+
+    Why: Falcon, GPT-J and a few more look `config._attn_implementation` up in a dict of classes of their module, and
+    would fail with a KeyError or keep the classes they have. Others have one attention, which would add the mask hook's
+    columns to its scores, without an error. A tower with attention of its own that asks for no mask of transformers (of
+    timm, say) goes on as it is.
+
+    Checked (the same signature in 5.17 to 5.24): it is a plain function with its three parameters.
+
+    Args:
+        model_class: `transformers.PreTrainedModel`.
+
+    Raises:
+        RuntimeError: the method is missing or not as expected.
+    """
+    signature = ["self", "requested_attention", "is_init_check"]
+    _wrap_function(model_class, "get_correct_attn_implementation", [signature], _choose_attention, "chooses attention")
+
+
+def _choose_attention(original: Any, model: Any, requested_attention: str | None, is_init_check: bool = False) -> str:
+    """Body of the patched method."""
+    if requested_attention in NAMES:
+        members = vars(sys.modules[type(model).__module__])
+        by_name = [x for name, x in members.items() if name.endswith("_ATTENTION_CLASSES") and isinstance(x, dict)]
+        for classes in by_name:
+            refuse = functools.partial(_refuse_attention_class, type(model).__name__, requested_attention)
+            classes.setdefault(requested_attention, refuse)  # raises when the model makes its layers
+            made = tuple(x for x in classes.values() if isinstance(x, type))
+            if not is_init_check and any(isinstance(x, made) for x in model.modules()):
+                refuse()  # the layers exist, and the model will not look in the dict again
+        if not by_name and any(getattr(x, "__module__", "") == masking_utils.__name__ for x in members.values()):
+            refuse_own_attention(type(model), requested_attention)
+        if not is_init_check:
+            for part in model.modules():
+                if isinstance(part, PreTrainedModel):
+                    add_hooks(part)
+    return original(model, requested_attention, is_init_check)
+
+
+def _refuse_attention_class(model: str, implementation: str, *_: Any, **__: Any) -> NoReturn:
+    """Raise instead of returning an attention layer; stands in a model's dict of attention classes."""
+    raise NotImplementedError(
+        f"{model} has attention classes of its own and does not take attn_implementation='{implementation}'; use "
+        "attn_implementation='eager' for this model"
+    )
+
+
+# 4. `from_pretrained` takes the options of dynamic sparse attention.
+
+
+def accept_sparse_options(config_class: type) -> None:
+    """Let `from_pretrained` take the options of dynamic sparse attention as keywords, for every model.
+
+    Patched: `PreTrainedConfig` gets the class attributes `flashmask_hash` and `flashmask_qk`, which are None. A config
+    that does not set them does not save them.
+
+    Why: `PreTrainedConfig.from_dict` takes a keyword for the config's only if the config has that attribute, and leaves
+    every other one to the model's class, which refuses it.
+
+    Checked: nothing, since no code of transformers is changed; a test saves and loads the options (5.17 to 5.24).
+
+    Args:
+        config_class: `transformers.PreTrainedConfig`.
+    """
+    for name in (HASH, QK):
+        setattr(config_class, name, None)
+
+
+# 5. Models in which a mask alone does not keep packed rows right get hooks.
+
+
+def add_hooks(model: Any) -> None:
+    """Add every hook that a model needs with one of this package's names; repeating it is fine."""
+    add_text_positions(model)  # first, because the others read the row that it adds
+    guard_documents(model)
+    renumber_positions(model)
+    model._has_packing_hooks = True
+
+
+def guard_models(model_class: Any) -> None:
+    """Make models with one of this package's names call `add_hooks` once their layers exist.
+
+    Patched: `PreTrainedModel.post_init`, replaced by a wrapper. Every model calls it at the end of its `__init__`. The
+    wrapper of section 3 does the same when attention is set later.
+
+    Why: recurrent and convolutional layers mix the documents of a packed row without an error, models such as RoBERTa
+    and Qwen2-VL read positions in another way than packed rows have them, and transformers gives an attention
+    implementation no place at which it sees the model and its call.
+
+    Checked (the same signature in 5.17 to 5.24): it is a plain function without further parameters.
+
+    Args:
+        model_class: `transformers.PreTrainedModel`.
+
+    Raises:
+        RuntimeError: the method is missing or not as expected.
+    """
+    _wrap_function(model_class, "post_init", [["self"]], _finish, "finishes models")
+
+
+def _finish(original: Any, model: Any) -> None:
+    """Body of the patched method."""
+    original(model)
+    if model.config._attn_implementation in NAMES:
+        add_hooks(model)
+
+
+# 6. A model's own loss over packed rows raises where it would be wrong.
+
+
+def check_losses(model_class: Any) -> None:
+    """Make a model's causal loss check the `startend_row_indices` of its call (`branches.check_labels`).
+
+    Patched: the property `PreTrainedModel.loss_function`, whose function gets the keywords of a model's call. Without
+    the vectors among them it does what it did.
+
+    Why: the loss predicts each token from the one before it in the row, which for the first token of a branch is a
+    sibling's, and for that of a document another document's. Labels of every path of a tree, which it cannot take,
+    raise with the way out.
+
+    Checked (the same in 5.17 to 5.24): it is a property.
+
+    Args:
+        model_class: `transformers.PreTrainedModel`.
+
+    Raises:
+        RuntimeError: the property is missing or not as expected.
+    """
+
+    def checked(function: Any) -> Any:
+        if function is not LOSS_MAPPING["ForCausalLM"]:
+            return function
+
+        @functools.wraps(function)
+        def loss(logits: Any, labels: Any, *args: Any, **kwargs: Any) -> Any:
+            if kwargs.get(VECTORS) is not None:
+                shifted = kwargs.get("shift_labels") is not None
+                if shifted and kwargs["shift_labels"].dim() == 3:
+                    raise ValueError(
+                        "shift_labels are those of every path of a tree, which the model's own loss does not take; set "
+                        "model.loss_function = flashmask_hf.collators.tree_loss (of model.get_base_model(), if PEFT "
+                        "wraps the model)"
+                    )
+                check_labels(kwargs[VECTORS], None if shifted else labels)
+            return function(logits, labels, *args, **kwargs)
+
+        return loss
+
+    _change_property(model_class, "loss_function", checked, "computes losses")
+
+
+# 7. Models that would ignore mask vectors raise, and those whose attention is set by hand get their hooks.
+
+
+def check_calls(model_class: Any) -> None:
+    """Make each call of a model check that it keeps the documents of its rows apart.
+
+    A call with `startend_row_indices` runs `ignored_vectors.check_call`. A model that has one of this package's names
+    runs `unread_documents.check_document_numbers`, and `check_adapters` and `check_token_dropout` of `mixed_documents`.
+    Both run `mixed_documents.check_heads`. If sections 3 and 5 did not see the model, because
+    `config._attn_implementation` was set by hand, it gets its hooks in its first call, which raises while compiling.
+    With another attention and vectors, it gets the guard of its recurrent layers. Options of sparse attention that the
+    model does not read warn (`sparse.warn_of_unread_options`). Then `unread_documents.call_model` makes the call.
+
+    Patched: `PreTrainedModel.__call__`, which is that of `torch.nn.Module`, replaced by a wrapper.
+
+    Why: attention implementations of transformers ignore keywords that they do not know, so a batch of this package's
+    collators runs on them under another mask. Trainers that compute their own loss, and evaluation, run no other code
+    of this package.
+
+    Checked (the same in 5.17 to 5.24): it is a plain function that takes any arguments.
+
+    Args:
+        model_class: `transformers.PreTrainedModel`.
+
+    Raises:
+        RuntimeError: the method is not as expected.
+    """
+    _wrap_function(model_class, "__call__", [["self", "args", "kwargs"]], _call, "calls models")
+
+
+def _call(original: Any, model: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Body of the patched method."""
+    warn_of_unread_options(model)
+    ours, supplied = model.config._attn_implementation in NAMES, kwargs.get(VECTORS) is not None
+    if supplied:
+        check_call(model, args, kwargs)
+    if ours or supplied:
+        check_heads(model, kwargs)
+    if ours:
+        if not getattr(model, "_has_packing_hooks", False):
+            if is_compiling():
+                name = model.config._attn_implementation
+                raise RuntimeError(
+                    f"config._attn_implementation='{name}' was set by hand in a model that is compiled before its "
+                    f"first call. Load it with attn_implementation='{name}', or call it once uncompiled."
+                )
+            add_hooks(model)
+        check_document_numbers(model, kwargs)
+        check_adapters(model, kwargs)
+        check_token_dropout(model, args, kwargs)
+    elif supplied and not (hasattr(model, "_has_document_guard") or is_compiling()):
+        guard_documents(model)
+        model._has_document_guard = True
+    return call_model(model, original, args, kwargs)
+
+
+# 8. A kernel of the Hub that holds this package is "flashmask".
+
+
+def read_kernel_names(config_class: Any) -> None:
+    """Make a config with the name of a Hub kernel that holds this package say that its attention is "flashmask".
+
+    Patched: the getter of `PreTrainedConfig._attn_implementation`.
+
+    Why: transformers registers a kernel "ORG/NAME" under that name, with the dense mask of "sdpa", after the kernel was
+    imported. Everything here and in trainers that asks a config for "flashmask" would not find it, and "flash" in
+    "ORG/NAME" would be taken for FlashAttention. The getter returns "flashmask" for a name whose attention is that of
+    this package; models then get its mask and its checks.
+
+    Checked (the same in 5.17 to 5.24): it is a property.
+
+    Args:
+        config_class: `transformers.PreTrainedConfig`.
+
+    Raises:
+        RuntimeError: the property is missing or not as expected.
+    """
+    _change_property(config_class, "_attn_implementation", _own_name, "keeps the name of an attention")
+
+
+def _own_name(name: Any) -> Any:
+    """Return "flashmask" for the name of a Hub kernel whose attention is this package's, any other name as it is."""
+    if isinstance(name, str) and "/" in name and AttentionInterface._global_mapping.get(name) is attention_forward:
+        return FLASHMASK
+    return name

@@ -1,0 +1,31 @@
+"""Registration of the package's attention implementations with transformers.
+
+The interfaces are `AttentionInterface` (`transformers/modeling_utils.py`), which a layer asks for its attention
+function, and `AttentionMaskInterface` (`transformers/masking_utils.py`), which a model asks once per forward and mask
+type.
+"""
+
+from __future__ import annotations
+
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from flashmask_hf.hf import patches
+from flashmask_hf.hf.forward import attention_forward
+from flashmask_hf.hf.mask_hook import mask_hook
+from flashmask_hf.hf.sparse import hash_attention_forward, qk_attention_forward
+from flashmask_hf.names import FLASHMASK, HASH, QK
+
+__all__ = ["register"]
+
+
+def register() -> None:
+    """Register every attention implementation of the package; the body of `flashmask_hf.register`.
+
+    Raises:
+        RuntimeError: this version of transformers is not one that the package knows how to adapt.
+    """
+    patches.apply()
+    functions = {FLASHMASK: attention_forward, HASH: hash_attention_forward, QK: qk_attention_forward}
+    for name, function in functions.items():
+        AttentionInterface.register(name, function)
+        AttentionMaskInterface.register(name, mask_hook)

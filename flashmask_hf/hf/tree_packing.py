@@ -1,0 +1,117 @@
+"""Run a model on the packed tries of TRL's AsyncGRPO under "flashmask".
+
+TRL lays a trie of rollouts out in depth-first order and describes it for FlashAttention-3's varlen function: queries
+are segments of the row, and the keys of each are gathered along its path from the root, once per path. A key's subtree
+is one interval of rows, so one integer a column says the same of the keys as they are: on any GPU, and with what that
+function lacks, such as sinks. A hook on the backbone reads the one from the other and checks that it fits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashmask_hf.checks import device_assert
+from flashmask_hf.hf.model_hooks import unwrap_peft
+from flashmask_hf.hf.packed_rows import check_layers
+from flashmask_hf.names import FLASHMASK, VECTORS
+
+__all__ = ["run_tree_packing", "tree_vectors"]
+
+_PREFIX = "tree_"
+_LAYOUT = ("tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k")
+_KEYWORDS = {*_LAYOUT, "tree_max_seqlen_q", "tree_max_seqlen_k"}
+
+
+def run_tree_packing(model: Any) -> None:
+    """Make a model take the `tree_*` keywords of TRL's AsyncGRPO. Calls without them run as before.
+
+    Repeating it is fine: the first hook to run leaves nothing to the others.
+
+    Args:
+        model: a transformers model with a head, or a PEFT model around one, not wrapped for distributed training. Its
+            forward raises ValueError for an attention other than "flashmask", for keywords that are not those of TRL
+            1.16, and if some of its layers do not receive the mask; and as `tree_vectors` does.
+    """
+    check_layers(model)
+    backbone = unwrap_peft(model).base_model
+    backbone.register_forward_pre_hook(_read_layout, with_kwargs=True, prepend=True)  # others see the vectors
+
+
+def _read_layout(backbone: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Replace TRL's description of a trie by mask vectors, in a call that has it."""
+    given = {name: value for name, value in kwargs.items() if name.startswith(_PREFIX) and value is not None}
+    if not given:
+        return None
+    if given.keys() != _KEYWORDS:
+        raise ValueError(
+            f"AsyncGRPO describes its packed row by {sorted(given)}, and not by {sorted(_KEYWORDS)} as TRL 1.16 does; "
+            "install that version of TRL"
+        )
+    name = backbone.config._attn_implementation
+    if name != FLASHMASK:
+        raise ValueError(
+            f"the packed row of AsyncGRPO needs attn_implementation='flashmask', but the model has {name!r}; call "
+            "model.set_attn_implementation('flashmask')"
+        )
+    rest = {name: value for name, value in kwargs.items() if name not in _KEYWORDS}
+    return args, rest | {VECTORS: tree_vectors(kwargs.get("position_ids"), *(given[name] for name in _LAYOUT))}
+
+
+def tree_vectors(position_ids: Tensor | None, kv_index: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Tensor:
+    """Return the mask vectors of a packed trie, without waiting for the device.
+
+    Rows cu_seqlens_q[s] .. cu_seqlens_q[s + 1] - 1 are segment s. They see its path, which is kv_index[cu_seqlens_k[s]]
+    .. kv_index[cu_seqlens_k[s + 1] - 1] and ends with the segment itself, causally. A key's column ends where the last
+    segment that sees it ends.
+
+    Args:
+        position_ids: int64 [1, N], the depth of each row in the trie.
+        kv_index: int64 [K].
+        cu_seqlens_q: int32 [S + 1].
+        cu_seqlens_k: int32 [S + 1].
+
+    Returns:
+        `startend_row_indices`, int32 [1, 1, N, 1].
+
+    Raises:
+        ValueError: there are no positions [1, N], or a shape is another.
+        RuntimeError: positions are not depths, a path does not end with its segment, or the segments that see a key are
+            not that of the key and the ones that follow it, so the row is not in depth-first order (a device-side
+            check).
+    """
+    shapes = [list(x.shape) for x in (kv_index, cu_seqlens_q, cu_seqlens_k)]
+    if position_ids is None or position_ids.dim() != 2 or len(position_ids) != 1:
+        got = None if position_ids is None else list(position_ids.shape)
+        raise ValueError(f"a packed trie needs position_ids [1, N], the depths of its one row, got {got}")
+    if any(len(shape) != 1 for shape in shapes) or shapes[1] != shapes[2] or len(cu_seqlens_q) < 2:
+        raise ValueError(
+            f"tree_kv_index, tree_cu_seqlens_q and tree_cu_seqlens_k must be [K], [S + 1] and [S + 1], got {shapes}"
+        )
+    depth = position_ids[0].to(torch.int64)
+    device, length, keys, segments = depth.device, len(depth), len(kv_index), len(cu_seqlens_q) - 1
+    row, place = torch.arange(length, device=device), torch.arange(keys, device=device)
+    edges_q, edges_k = cu_seqlens_q.to(torch.int64), cu_seqlens_k.to(torch.int64)
+    in_range = (kv_index >= 0) & (kv_index < length)
+    key = kv_index.to(torch.int64).clamp(0, length - 1)
+    own = torch.searchsorted(edges_q, row, right=True) - 1  # segment of each row
+    path = torch.searchsorted(edges_k, place, right=True).clamp(1, segments) - 1  # segment that sees each entry
+    row_of_place = place - edges_k[path + 1] + edges_q[path + 1]  # if the path ends with its segment
+    ends_with_segment = (key == row_of_place) | (row_of_place < edges_q[path])
+    is_depth = depth[key] == place - edges_k[path]
+    last = own.scatter_reduce(0, key, path, "amax")
+    first = own.scatter_reduce(0, key, path, "amin")
+    count = torch.zeros_like(own).scatter_add(0, key, torch.ones_like(key))
+    device_assert(
+        (edges_q.diff() > 0).all()
+        & in_range.all()
+        & ends_with_segment.all()
+        & is_depth.all()
+        & (first == own).all()
+        & (count == last - own + 1).all(),
+        "AsyncGRPO's packed row is not a trie in depth-first order with depths as position_ids, as TRL 1.16 makes it; "
+        "install that version of TRL",
+    )
+    return edges_q[last + 1].to(torch.int32)[None, None, :, None]

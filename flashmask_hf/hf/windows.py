@@ -1,0 +1,192 @@
+"""Sliding windows measured by position, under a caller's mask.
+
+In a packed row the distance of two tokens is that of their `position_ids`, not of their rows. Where positions count on
+over the rows that see a key, as in documents, the window is one more interval of rows. Where they start again, as in
+shared questions and trees, a key is seen by rows of one branch, then hidden by the window, then seen by the next
+branch: more intervals than a column holds. Such a key gets one column per visible piece. Every row sees at most one of
+them, so attention is the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from flashmask_hf.attention import flashmask_attention
+from flashmask_hf.checks import device_assert
+from flashmask_hf.hf.positions import UNBOUNDED, run_bounds
+from flashmask_hf.intervals import outer_rows
+from flashmask_hf.mask import FlashMask, MaskNotRepresentable
+from flashmask_hf.names import VECTORS
+from flashmask_hf.torch_state import is_capturing
+
+__all__ = ["LayerMask", "apply_window"]
+
+_MAX_PAIRS = 2**22
+"""Number of pairs of a visible piece and a run of positions that are compared at a time: bounds the memory."""
+
+
+class LayerMask(NamedTuple):
+    """The mask of a layer, and the key that each of its columns stands for."""
+
+    mask: FlashMask
+    keys: Tensor | None = None
+    """int64 [B or 1, columns]; None where column j is key j."""
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Return keys or values [B, H, S, D] in the order of the columns, [B, H, columns, D]."""
+        if self.keys is None:
+            return x
+        batch = torch.arange(x.shape[0], device=x.device)[:, None]
+        return x.transpose(1, 2)[batch, self.keys].transpose(1, 2)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        """Return attention [B, Hq, Sq, Dv] under the mask; `options` are those of `flashmask_attention`."""
+        return flashmask_attention(query, self.gather(key), self.gather(value), self.mask, **options)
+
+
+def apply_window(mask: FlashMask, window: int, position_ids: Tensor | None, *, two_sided: bool) -> LayerMask:
+    """Return `mask` less what lies outside of the window.
+
+    Waits for the device to know the positions, except while compiling and while a CUDA graph is captured.
+
+    Args:
+        mask: mask of a whole row, Sq = Skv = S.
+        window: query i sees key j only if position i - position j < window.
+        position_ids: int [B or 1, S]; None are the rows 0..S-1.
+        two_sided: whether also position j - position i < window must hold.
+
+    Raises:
+        NotImplementedError: a key needs several columns, and `mask` has more than one head; or, while compiling, the
+            window has two sides or the mask more than the one column LTS.
+        RuntimeError: a key needs several columns while compiling (a device-side check).
+    """
+    length = mask.kv_len
+    row = torch.arange(length, device=mask.device, dtype=torch.int32)
+    reach = min(window, UNBOUNDED)
+    limit = (row + reach).clamp(max=length)
+    if torch.compiler.is_compiling() or is_capturing(mask.indices):
+        if two_sided or mask.indices.shape[-1] > 1:
+            raise NotImplementedError(
+                f"sliding_window={window} together with {VECTORS} is compiled for causal columns with n = 1 only; do "
+                "not compile this model, or use one without sliding windows"
+            )
+        if position_ids is not None:
+            exceeded = _exceed_window(position_ids, reach)
+            device_assert(
+                _rows_measure(mask, position_ids, reach, two_sided) | ~exceeded,
+                f"sliding_window={window} cuts trees of position_ids into more pieces than a compiled model can hold; "
+                "do not compile it, or use a model without sliding windows",
+            )
+            limit = torch.where(exceeded, limit, length)
+        return LayerMask(_hide_from(mask, limit))
+    if position_ids is not None:
+        flags = torch.stack([_exceed_window(position_ids, reach), _rows_measure(mask, position_ids, reach, two_sided)])
+        exceeded, by_row = flags.tolist()
+        if not exceeded:
+            return LayerMask(mask)
+        if not by_row:
+            return _column_per_piece(mask, reach, position_ids, two_sided)
+    if mask.indices.shape[-1] == 1:
+        return LayerMask(_hide_from(mask, limit))
+    first = (row - reach + 1).clamp(min=0) if two_sided else torch.zeros_like(row)
+    try:
+        return LayerMask(mask & FlashMask(torch.stack([limit, first], -1)[None, None], causal=False))
+    except MaskNotRepresentable:
+        return _column_per_piece(mask, reach, row[None], two_sided)
+
+
+def _exceed_window(position_ids: Tensor, window: int) -> Tensor:
+    """Return whether any two positions are too far apart to see each other; bool []."""
+    low, high = position_ids.aminmax()
+    return high - low >= window
+
+
+def _hide_from(mask: FlashMask, limit: Tensor) -> FlashMask:
+    """Return a mask of n = 1 column less the rows from `limit` [S] on."""
+    return FlashMask(torch.minimum(mask.indices, limit[:, None]), causal=True)
+
+
+def _rows_measure(mask: FlashMask, position_ids: Tensor, window: int, two_sided: bool) -> Tensor:
+    """Return whether distances in rows equal those in positions, for each key and the rows that see it; bool []."""
+    length = mask.kv_len
+    row = torch.arange(length, device=mask.device)
+    first, last = outer_rows(mask.visible_intervals(length), length)
+    step = position_ids[:, 1:] - position_ids[:, :-1]
+    run_start, run_end = run_bounds(step == 1)
+    fits = last <= run_end[:, None]
+    if not two_sided:  # a window of one side does not hide positions that step back, for they come nearer
+        fits = fits | ((last - row <= window) & (step <= 1).all())
+    return (fits & (first >= run_start[:, None])).all()
+
+
+def _column_per_piece(mask: FlashMask, window: int, position_ids: Tensor, two_sided: bool) -> LayerMask:
+    """Return the mask in the window with one column per run of rows that see a key."""
+    batch, heads, length, _ = mask.indices.shape
+    if heads > 1:
+        raise NotImplementedError(
+            f"sliding_window={window} cuts the {heads} heads of {VECTORS} into different pieces, which is not "
+            "implemented; pass vectors with one head, or use a model without sliding windows"
+        )
+    batch = max(batch, position_ids.shape[0])
+    starts, ends = (
+        [x[:, 0].expand(batch, -1) for x in bounds] for bounds in zip(*mask.visible_intervals(length), strict=True)
+    )
+    position = position_ids.to(torch.int64).expand(batch, -1)
+    pieces = [
+        _visible_pieces([x[b] for x in starts], [x[b] for x in ends], position[b], window, two_sided)
+        for b in range(batch)
+    ]
+    count = max(1, *(len(keys) for keys, _, _ in pieces))
+    keys = mask.indices.new_zeros(batch, count, dtype=torch.int64)
+    columns = mask.indices.new_zeros(batch, 1, count, 2)  # LTS, UTE: zeros are a column that no row sees
+    for b, (key, start, end) in enumerate(pieces):
+        keys[b, : len(key)] = key
+        columns[b, 0, : len(key)] = torch.stack([end, start], -1)
+    row = torch.arange(length, device=keys.device)
+    one_each = count == length and bool((keys == row).all())
+    return LayerMask(FlashMask(columns, causal=False, q_len=length), None if one_each else keys)
+
+
+def _visible_pieces(
+    starts: list[Tensor], ends: list[Tensor], position: Tensor, window: int, two_sided: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the keys of one row and the runs of rows [start, end) that see them, one entry per run, ordered by start.
+
+    Args:
+        starts: first rows of the intervals that the mask lets see each key, int [S] each.
+        ends: one past the last row of these intervals.
+        position: int64 [S].
+        window: as in `apply_window`.
+        two_sided: as in `apply_window`.
+    """
+    length = len(position)
+    key = torch.arange(length, device=position.device).repeat(len(starts))
+    start, end = torch.cat(starts), torch.cat(ends)
+    seen = start < end
+    key, start, end = key[seen], start[seen], end[seen]
+    high = position[key] + window
+    low = position[key] - window + 1 if two_sided else torch.full_like(high, -UNBOUNDED)
+    run_starts = nn.functional.pad(position[1:] != position[:-1] + 1, (1, 0), value=True).nonzero()[:, 0]
+    run_ends = torch.cat([run_starts[1:], run_starts.new_tensor([length])])
+    # Positions count on within a run, so an interval of the mask, cut to the window and the run, is one piece.
+    found = []
+    chunk = max(1, _MAX_PAIRS // max(1, len(key)))
+    for runs in torch.arange(len(run_starts), device=run_starts.device).split(chunk):
+        run_start, run_end = run_starts[runs, None], run_ends[runs, None]
+        row_of_zero = run_start - position[run_start]  # the row at which the run's position would be 0
+        first = torch.maximum(torch.maximum(start, run_start), low + row_of_zero)
+        last = torch.minimum(torch.minimum(end, run_end), high + row_of_zero)
+        _, interval = (first < last).nonzero(as_tuple=True)
+        found.append((key[interval], first[first < last], last[first < last]))
+    key, start, end = (torch.cat(x) for x in zip(*found, strict=True))
+    # Join pieces of a key that touch.
+    order = (key * length + start).argsort()
+    key, start, end = key[order], start[order], end[order]
+    opens = nn.functional.pad((key[1:] != key[:-1]) | (start[1:] != end[:-1]), (1, 0), value=True)[: len(key)]
+    closes = nn.functional.pad(opens[1:], (0, 1), value=True)[: len(key)]
+    key, start, end = key[opens], start[opens], end[closes]
+    order = (start * length + key).argsort()
+    return key[order], start[order], end[order]

@@ -1,0 +1,170 @@
+"""Keywords of attention: used, harmless, refused or, if unknown, ignored with one warning."""
+
+import pytest
+import torch
+from tools.model_pairs import SIZES, attend, model_pair, tokens
+from transformers import AutoModel, AutoModelForCausalLM, BertConfig, GPT2Config, Qwen2MoeConfig
+
+from flashmask_hf import masks
+from flashmask_hf.hf import keywords
+
+
+def test_dropout_in_training_is_refused():
+    with pytest.raises(ValueError, match=r"dropout=0.1 .*load with attention_dropout=0 "):
+        attend(dropout=0.1)
+    attend(torch.nn.Module().eval(), dropout=0.1)
+    model, _ = model_pair("llama", attention_dropout=0.1)
+    model(tokens(1, 5))
+    with pytest.raises(ValueError, match="attention_dropout=0"):
+        model.train()(tokens(1, 5))
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("attn_pdrop", GPT2Config(n_layer=1, n_head=2, n_embd=32)),
+        ("attention_probs_dropout_prob", BertConfig(num_hidden_layers=1, hidden_size=48)),
+    ],
+    ids=["gpt2", "bert"],
+)
+def test_dropout_is_called_by_its_name_in_the_config(name, config):
+    model = AutoModel.from_config(config, attn_implementation="flashmask").train()
+    with pytest.raises(ValueError, match=f"dropout=0.1 .*load with {name}=0 "):
+        model(tokens(1, 5))
+    setattr(config, name, 0.0)
+    AutoModel.from_config(config, attn_implementation="flashmask").train()(tokens(1, 5))
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("attn_pdrop", GPT2Config(n_layer=1, n_head=2, n_embd=32)),
+        ("attention_probs_dropout_prob", BertConfig(num_hidden_layers=1, hidden_size=48)),
+    ],
+    ids=["gpt2", "bert"],
+)
+def test_dropout_that_the_config_no_longer_has_keeps_its_name(name, config):
+    """Layers keep the dropout with which they were made, so that only loading helps."""
+    model = AutoModel.from_config(config, attn_implementation="flashmask").train()
+    setattr(model.config, name, 0.0)
+    with pytest.raises(ValueError, match=rf"load with {name}=0 \(from_pretrained, .*config_kwargs of SentenceTransf"):
+        model(tokens(1, 5))
+
+
+@pytest.mark.parametrize("window", [0, -1])
+def test_a_window_that_hides_every_key_is_refused(window):
+    refused = pytest.raises(ValueError, match=f"^sliding_window must be at least 1, got {window}, .*set it to None")
+    with refused:
+        attend(sliding_window=window)
+    model, _ = model_pair("mistral", num_hidden_layers=1, sliding_window=window)
+    with refused:
+        model(tokens(1, 6))
+    with refused:
+        model(tokens(1, 6), startend_row_indices=masks.causal(6).indices)
+    model, _ = model_pair("mistral", num_hidden_layers=1, sliding_window=None)
+    model(tokens(1, 6))
+
+
+def test_a_window_that_a_model_leaves_to_its_mask_is_refused_too():
+    options = dict(SIZES, use_sliding_window=True, max_window_layers=0, num_experts=2, num_experts_per_tok=1)
+    config = Qwen2MoeConfig(**options, sliding_window=0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="flashmask")
+    with pytest.raises(ValueError, match="sliding_window must be at least 1, got 0"):
+        model(tokens(1, 6))
+
+
+@pytest.mark.parametrize("name", sorted(keywords._REFUSED))
+def test_keyword_that_changes_the_result_is_refused(name):
+    way_out = "use attn" if name in ("cache", "read_index") else f"pass {name}=None, or use attn"
+    with pytest.raises(NotImplementedError, match=rf"^{name} changes the result of attention .*; {way_out}"):
+        attend(**{name: torch.zeros(1)})
+    attend(**{name: None})
+
+
+@pytest.mark.parametrize("name", ["cache", "read_index"])
+def test_paged_caches_name_the_way_out(name):
+    """Layers get the cache itself before transformers 5.24, and its indices since."""
+    with pytest.raises(NotImplementedError, match="use attn_implementation='sdpa' for continuous batching"):
+        attend(**{name: [torch.zeros(1)]})
+
+
+@pytest.mark.parametrize(
+    ("attention", "name", "owner"),
+    [
+        ("flashmask", "flashmask_hash", "flashmask_hash"),
+        ("flashmask", "q_keep", "flashmask_qk"),
+        ("flashmask_qk", "flashmask_hash", "flashmask_hash"),
+        ("flashmask_hash", "flashmask_qk", "flashmask_qk"),
+    ],
+)
+def test_options_of_another_implementation_are_refused(attention, name, owner):
+    model, _ = model_pair("llama", num_hidden_layers=1)
+    model.config.flashmask_hash = {"n_buckets": 2} if attention == "flashmask_hash" else None
+    model.set_attn_implementation(attention)
+    with pytest.raises(NotImplementedError, match=f"^{name} is an option .*set_attn_implementation..{owner}"):
+        model(tokens(1, 5), **{name: {}})
+    model(tokens(1, 5))
+
+
+def test_unknown_keyword_warns_once():
+    plain, _ = attend()
+    with pytest.warns(UserWarning, match="ignores the attention keyword 'temperature'.*use 'eager'") as caught:
+        warned, _ = attend(temperature=2.0)
+    assert caught[0].filename == attend.__code__.co_filename  # the code that called attention
+    attend(temperature=2.0)  # a second warning would be an error
+    assert torch.equal(plain, warned)
+    attend(temperature=None, num_items_in_batch=3, shift_labels=torch.zeros(2, 6), output_attentions=False)
+
+
+def test_unknown_keyword_is_compiled_without_a_warning(no_compiled_code):
+    """Code that looks for the names that were warned of would be compiled anew after each warning."""
+    graphs = []
+
+    def count(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    call = (torch.nn.Module(), 0.0, {"temperature": torch.ones(2)}, "flashmask")
+    run = torch.compile(lambda x: (keywords.check_keywords(*call), x + 1)[1], backend=count, fullgraph=True)
+    run(torch.ones(2))
+    keywords._warned.add("another")
+    run(torch.ones(2))
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize(
+    "name", ["startend_row_indicies", "start_end_row_indices", "startend_rows", "attn_mask_startend_row_indices"]
+)
+def test_misspelt_vectors_are_refused(name):
+    model, _ = model_pair("llama", num_hidden_layers=1)
+    given = {name: masks.causal_document([2, 4]).indices}
+    with pytest.raises(TypeError, match=rf"keyword '{name}'.*do you mean startend_row_indices\?"):
+        model(tokens(1, 6), **given)
+    attend(**{name: None})
+
+
+def test_misspelt_vectors_are_refused_while_compiling(no_compiled_code):
+    model, _ = model_pair("llama", num_hidden_layers=1)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="do you mean startend_row_indices"):
+        compiled(tokens(1, 6), startend_rows=masks.causal_document([2, 4]).indices)
+
+
+def test_no_attention_weights():
+    assert attend()[1] is None
+    with pytest.raises(NotImplementedError, match=r"output_attentions=True: .*use attn_implementation='eager'"):
+        attend(output_attentions=True)
+
+
+def test_no_attention_weights_of_a_model_that_collects_them():
+    """GPT-2 does not hand output_attentions to its layers: hooks keep what they return."""
+    config = GPT2Config(vocab_size=48, n_embd=32, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=2)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="flashmask").eval()
+    with pytest.raises(NotImplementedError, match=r"output_attentions=True: .*use attn_implementation='eager'"):
+        model(tokens(1, 6), output_attentions=True)
+    assert len(model(tokens(1, 6), output_hidden_states=True).hidden_states) == 3
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        assert len(compiled(tokens(1, 6), output_hidden_states=True).hidden_states) == 3
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="output_attentions=True"):
+            compiled(tokens(1, 6), output_attentions=True)

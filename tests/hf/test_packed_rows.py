@@ -1,0 +1,72 @@
+"""The check that every layer receives the packed rows' mask; the trainers' tests run models on packed rows."""
+
+import pytest
+import torch
+from tools.model_pairs import model_pair, positions, tokens
+
+from flashmask_hf import masks
+from flashmask_hf.hf.forward_records import ForwardRecord, _active
+from flashmask_hf.hf.packed_rows import check_layers, run_packed
+
+ROW = dict(position_ids=positions([2, 4]), startend_row_indices=masks.causal_document([2, 4]).indices, use_cache=False)
+
+
+def test_every_record_counts_the_layers_that_receive_the_vectors():
+    model, _ = model_pair("llama")
+    with ForwardRecord() as outer:
+        model(tokens(1, 6), **ROW)
+        with ForwardRecord() as inner:
+            model(tokens(1, 6), **ROW)
+        model(tokens(1, 6))
+    model(tokens(1, 6), **ROW)
+    assert (outer.supplied_calls, inner.supplied_calls) == (4, 2)
+
+
+def test_attention_that_is_another_or_changed_after_run_packed_is_refused():
+    model, eager = model_pair("llama")
+    with pytest.raises(
+        ValueError, match=r"packed rows need attn_implementation='flashmask', but the model has 'eager'"
+    ):
+        run_packed(eager)
+    run_packed(model)
+    rows = masks.share_question([(2, [2, 2])])
+    place = torch.tensor([[0, 1, 2, 3, 2, 3]])
+    packed = dict(packed_input_ids=tokens(1, 6), packed_position_ids=place, startend_row_indices=rows.indices)
+    batch = dict(input_ids=tokens(2, 4), packed_index=torch.tensor([[0, 1, 2, 3], [0, 1, 4, 5]]), use_cache=False)
+    once = model(**batch, **packed).logits
+    assert once.shape[:2] == (2, 4)
+    run_packed(model)
+    again = model(**batch, **packed, output_hidden_states=True)
+    assert torch.equal(again.logits, once)
+    assert [states.shape for states in again.hidden_states] == [(2, 4, 32)] * 3
+    embeds = model.get_input_embeddings()(batch["input_ids"])  # as of a head that embeds the tokens itself
+    assert torch.equal(model(**batch, **packed, inputs_embeds=embeds).logits, once)
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match=r"packed rows need attn_implementation='flashmask', but the model has 'sdpa'"):
+        model(**batch, **packed)
+
+
+@pytest.mark.parametrize("where", ["a layer", "a hook before", "a hook after"])
+def test_a_forward_that_raises_leaves_no_record(where):
+    model, _ = model_pair("llama")
+    backbone = model.base_model
+
+    def interrupt(*_):
+        raise RuntimeError("interrupted")
+
+    register = {
+        "a layer": backbone.layers[1].register_forward_pre_hook,
+        "a hook before": backbone.register_forward_pre_hook,
+        "a hook after": backbone.register_forward_hook,
+    }[where]
+    check_layers(model)
+    check_layers(model)  # adds no second count
+    model(tokens(1, 6))  # has no vectors that layers could miss
+    handle = register(interrupt, prepend=where == "a hook after")  # between the hooks that count
+    with pytest.raises(RuntimeError, match="interrupted"):
+        model(tokens(1, 6), **ROW)
+    assert _active.get() == ()
+    assert not hasattr(backbone, "_forward_record")
+    handle.remove()
+    model(tokens(1, 6), **ROW)
+    assert backbone._layers_checked
