@@ -16,8 +16,8 @@ import pyarrow.compute as pc
 from datasets import Dataset, IterableDataset
 from numpy.typing import NDArray
 
+from flashmask_hf.collators._validation import as_count, check_depth, check_truncation_mode, negative_message
 from flashmask_hf.collators.bins import best_fit_decreasing
-from flashmask_hf.collators.checks import as_count, check_depth, check_truncation_mode, negative_message
 from flashmask_hf.collators.documents import (
     empty_message,
     padding_message,

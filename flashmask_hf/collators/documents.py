@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flashmask_hf.collators.checks import as_integers, as_token_ids, check_lengths
+from flashmask_hf.collators._validation import as_integers, as_token_ids, check_lengths
 
 __all__ = [
     "empty_message",

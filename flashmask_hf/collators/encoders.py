@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flashmask_hf.collators.checks import as_row_options, example_names
+from flashmask_hf.collators._validation import as_row_options, example_names
 from flashmask_hf.collators.documents import read_documents
 from flashmask_hf.collators.forest import Forest, pack_forests
 from flashmask_hf.names import IGNORED, VECTORS

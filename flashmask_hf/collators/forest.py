@@ -17,8 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from flashmask_hf.collators._validation import as_integers, as_row_options, check_depth, check_lengths
 from flashmask_hf.collators.bins import best_fit_decreasing
-from flashmask_hf.collators.checks import as_integers, as_row_options, check_depth, check_lengths
 from flashmask_hf.names import PACKED_IDS, PACKED_INDEX, PACKED_POSITIONS, VECTORS
 
 __all__ = [

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flashmask_hf.collators.checks import as_row_options, check_truncation_mode, example_names
+from flashmask_hf.collators._validation import as_row_options, check_truncation_mode, example_names
 from flashmask_hf.collators.documents import is_packed, read_documents, too_long_message
 from flashmask_hf.collators.forest import Forest, PackedRows, pack_forests
 from flashmask_hf.collators.labels import LABEL_COLUMNS, MASK_COLUMNS, drop_unused_masks, has_labels, masked_labels

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flashmask_hf.collators.checks import (
+from flashmask_hf.collators._validation import (
     as_answers,
     as_count,
     as_number,

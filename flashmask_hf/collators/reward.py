@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flashmask_hf.collators.checks import as_answers, as_number, as_row_options, as_token_ids, example_names
+from flashmask_hf.collators._validation import as_answers, as_number, as_row_options, as_token_ids, example_names
 from flashmask_hf.collators.forest import Forest, PackedRows, first_equals, pack_forests, packed_inputs
 
 __all__ = ["Comparison", "DataCollatorForMultiAnswerReward", "answer_scores", "shared_prefix"]

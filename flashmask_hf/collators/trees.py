@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flashmask_hf.collators.checks import as_integers, as_number, as_row_options, as_token_ids, example_names
+from flashmask_hf.collators._validation import as_integers, as_number, as_row_options, as_token_ids, example_names
 from flashmask_hf.collators.documents import padding_message
 from flashmask_hf.collators.forest import Forest, PackedRows, pack_forests
 from flashmask_hf.collators.labels import MASK_COLUMNS

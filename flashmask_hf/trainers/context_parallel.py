@@ -21,7 +21,7 @@ from flashmask_hf.hf.document_guard import is_guarded
 from flashmask_hf.hf.model_hooks import unwrap_peft
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.names import FLASHMASK, IGNORED, VECTORS
-from flashmask_hf.parallel.layout import split_rows
+from flashmask_hf.parallel.rows import split_rows
 from flashmask_hf.parallel.split import make_split, refuse_rope_by_length, run_split
 from flashmask_hf.plan import ROWS
 
