@@ -11,7 +11,6 @@ from torch import Tensor
 from flashmask_hf import torch_state
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.plan import Plan
-from flashmask_hf.rows import put_rows_back
 
 if TYPE_CHECKING:  # Triton may be missing
     from flashmask_hf.kernels.launch.layout import Layout
@@ -138,6 +137,7 @@ def prepare_forward(impl: str, problem: Problem, ordered: bool) -> Callable[...,
 
     if not ordered:
         return run
+    from flashmask_hf.sparse.reorder import put_rows_back  # here, because the folder imports this module
 
     def run_and_place(*inputs: Any) -> tuple[Tensor, Tensor]:
         out, lse = run(*inputs[:-1])
@@ -185,6 +185,7 @@ def prepare_backward(
 
     if not ordered:
         return run
+    from flashmask_hf.sparse.reorder import put_rows_back  # here, because the folder imports this module
 
     def run_and_place(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         dq, dk, dv, delta = run(*inputs[:-1])

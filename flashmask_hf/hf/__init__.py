@@ -12,8 +12,7 @@ A forward passes through the modules in this order:
       mask_reader     reads the function as intervals, by symbolic tracing
       model_support   raises for models that the backend cannot follow
     forward         the attention function, called by every layer; `parts` runs it on rows that are split over
-                    processes, `sparse` holds the two functions of dynamic sparse attention,
-                    `hash_directions` the random directions of its hash
+                    processes; `flashmask_hf/sparse/hf.py` has the functions of dynamic sparse attention
       layer_mask      the layer's mask, from the caller's vectors, the hook's columns or the layer's default
         keywords        uses, ignores or refuses the layer's keywords
         branches        raises for trees whose positions are not depths

@@ -35,10 +35,10 @@ from flashmask_hf.hf.model_support import refuse_own_attention
 from flashmask_hf.hf.position_axes import add_text_positions
 from flashmask_hf.hf.position_numbers import renumber_positions
 from flashmask_hf.hf.positions import document_starts
-from flashmask_hf.hf.sparse import warn_of_unread_options
 from flashmask_hf.hf.unread_documents import call_model, check_document_numbers, check_numbered_mask
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.names import FLASHMASK, HASH, NAMES, QK, VECTORS
+from flashmask_hf.sparse.hf import warn_of_unread_options
 
 if TYPE_CHECKING:  # the function whose code `_is_flash_attention` replaces, and under whose name it runs
     from transformers.utils.generic import is_flash_attention_requested

@@ -12,8 +12,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from flashmask_hf.hf import patches
 from flashmask_hf.hf.forward import attention_forward
 from flashmask_hf.hf.mask_hook import mask_hook
-from flashmask_hf.hf.sparse import hash_attention_forward, qk_attention_forward
 from flashmask_hf.names import FLASHMASK, HASH, QK
+from flashmask_hf.sparse.hf import hash_attention_forward, qk_attention_forward
 
 __all__ = ["register"]
 

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import _is_compiling, create_selective_checkpoint_co
 from flashmask_hf import torch_state
 from flashmask_hf.long_rows.store import Saved, current_layer
 from flashmask_hf.operators.attention import flash_attn_forward
-from flashmask_hf.operators.sparse import flash_attn_sparse_forward
 from flashmask_hf.recomputation import Keeper, Results, current_keeper
+from flashmask_hf.sparse.operators import flash_attn_sparse_forward
 
 __all__ = ["CHECKPOINT_FUNCTION", "KeptAttention", "checkpointing_of", "enable_checkpointing", "keep_attention"]
 

@@ -37,9 +37,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flashmask_hf import FlashMask, flashmask_attention, masks, sparse
 from flashmask_hf.call import resolve
-from flashmask_hf.operators import sparse as sparse_ops
 from flashmask_hf.operators.plan import make_plan, plan_of
-from flashmask_hf.rows import gather_rows, gather_upstream
+from flashmask_hf.sparse import operators as sparse_ops
+from flashmask_hf.sparse.reorder import gather_rows, gather_upstream
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 Row = dict[str, object]

@@ -23,13 +23,13 @@ from flashmask_hf.operators import attention, plan
 from flashmask_hf.operators.attention import flash_attn_backward, flash_attn_forward
 from flashmask_hf.operators.decoding import flash_attn_decode
 from flashmask_hf.operators.plan import make_plan, plan_of
-from flashmask_hf.operators.sparse import (
+from flashmask_hf.sparse import qk_sparse_attention
+from flashmask_hf.sparse.operators import (
     flash_attn_sparse_backward,
     flash_attn_sparse_decode,
     flash_attn_sparse_forward,
     sort_sparse,
 )
-from flashmask_hf.sparse import qk_sparse_attention
 from flashmask_hf.torch_state import is_intercepted, is_plain
 
 LANES = lanes((torch.float32,), (torch.float32,), (torch.bfloat16,))

@@ -19,7 +19,7 @@ from tools.cubin import HOPPER, TRITON, Kernel, compile_only
 from flashmask_hf import FlashMask, flashmask_attention, masks, plan
 from flashmask_hf.kernels.eager import tiled
 from flashmask_hf.kernels.hopper import gluon
-from flashmask_hf.rows import put_rows_back
+from flashmask_hf.sparse.reorder import put_rows_back
 
 if gluon.unavailable_reason() is not None:
     pytest.skip(f"cpu lane: {gluon.unavailable_reason()}", allow_module_level=True)

@@ -21,7 +21,7 @@ from flashmask_hf.implementations import choose
 from flashmask_hf.kernels.eager.reference import reference_attention
 from flashmask_hf.kernels.hopper import gluon
 from flashmask_hf.plan import build_plan
-from flashmask_hf.rows import put_rows_back
+from flashmask_hf.sparse.reorder import put_rows_back
 
 if gluon.unavailable_reason() is not None:
     pytest.skip(f"cpu lane: {gluon.unavailable_reason()}", allow_module_level=True)

@@ -38,9 +38,9 @@ if gluon.import_failure is not None:
     pytest.skip(f"interpreter lane: {gluon.import_failure}", allow_module_level=True)
 
 from test_call import KINDS, check_repeated
-from test_sparse import check as check_sparse
 from tools import gluon_interpreter, hopper_kernels, ordered_sums
 from tools.gluon_interpreter import interpreted
+from tools.sparse_attention import check as check_sparse
 
 from flashmask_hf import FlashMask, call, implementations, masks, plan
 from flashmask_hf.kernels.hopper import backward as hopper_backward
@@ -53,8 +53,8 @@ from flashmask_hf.kernels.launch.problem import problem_of
 from flashmask_hf.kernels.shared import work_order
 from flashmask_hf.operators.attention import flash_attn_backward, flash_attn_forward
 from flashmask_hf.operators.plan import plan_of
-from flashmask_hf.rows import put_rows_back
 from flashmask_hf.sparse import hash_sparse_attention
+from flashmask_hf.sparse.reorder import put_rows_back
 from flashmask_hf.tiles import HIDDEN, classify_tiles
 
 pytestmark = pytest.mark.interpreter

@@ -36,7 +36,7 @@ from tools.gluon_interpreter import interpreted
 from flashmask_hf import FlashMask, flashmask_attention, masks, plan
 from flashmask_hf.kernels.hopper import backward as hopper_backward
 from flashmask_hf.kernels.hopper import dq_order
-from flashmask_hf.rows import put_rows_back
+from flashmask_hf.sparse.reorder import put_rows_back
 
 pytestmark = pytest.mark.interpreter
 

@@ -22,7 +22,7 @@ def gather_rows(x: Tensor, order: Tensor, kept: Tensor | None) -> Tensor:
         y [B, H, S, D] with y[b, h, i] = x[b, h, order[b, h, i]], contiguous, the layout that the kernels load fastest.
     """
     if torch_state.runs_kernels(x.device):
-        from flashmask_hf.kernels.sparse import gather
+        from flashmask_hf.sparse.kernels import gather
 
         return gather.gather_rows(x, order, kept)
     y = x.take_along_dim(order.long().unsqueeze(-1), 2)
@@ -34,7 +34,7 @@ def gather_rows(x: Tensor, order: Tensor, kept: Tensor | None) -> Tensor:
 def put_rows_back(x: Tensor, order: Tensor) -> Tensor:
     """Undo `gather_rows`: return y with y[b, h, order[b, h, i]] = x[b, h, i], [B, H, S, D] stored as [B, S, H, D]."""
     if torch_state.runs_kernels(x.device):
-        from flashmask_hf.kernels.sparse import gather
+        from flashmask_hf.sparse.kernels import gather
 
         return gather.put_rows_back(x, order)
     return with_sequence_outermost(x).scatter_(2, order.long().unsqueeze(-1).expand(x.shape), x)
@@ -56,7 +56,7 @@ def gather_upstream(
         dout's rows as `gather_rows` returns them; the sums of their products with the rows of out, `dtype` [B, H, S].
     """
     if torch_state.runs_kernels(dout.device):
-        from flashmask_hf.kernels.sparse import gather
+        from flashmask_hf.sparse.kernels import gather
 
         return gather.gather_upstream(dout, out, order, kept, dtype)
     from flashmask_hf.kernels.eager import tiled

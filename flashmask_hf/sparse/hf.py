@@ -1,6 +1,6 @@
 """Dynamic sparse attention for a whole model: `attn_implementation="flashmask_hash"` and `"flashmask_qk"`.
 
-The two patterns of Pagliardini et al. 2023 (`flashmask_hf/sparse.py`), together with what chooses their buckets and
+The two patterns of Pagliardini et al. 2023 (`flashmask_sparse/hf.py`), together with what chooses their buckets and
 dropped rows, as functions of transformers' `AttentionInterface`. Masks are those of "flashmask" (`layer_mask.py`), as
 long as they are causal with n = 1 column: packed documents, trees, padding and sliding windows.
 
@@ -29,13 +29,13 @@ from torch.compiler import is_compiling
 from transformers import PreTrainedModel
 
 from flashmask_hf.checks import as_integer, check_bool
-from flashmask_hf.hf.hash_directions import lsh_directions
 from flashmask_hf.hf.layer_mask import layer_mask
 from flashmask_hf.hf.windows import LayerMask
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.names import HASH, QK
-from flashmask_hf.operators.sparse import nearest
 from flashmask_hf.sparse import hash_sparse_attention, qk_sparse_attention
+from flashmask_hf.sparse.directions import lsh_directions
+from flashmask_hf.sparse.operators import nearest
 
 __all__ = ["hash_attention_forward", "qk_attention_forward", "warn_of_unread_options"]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tools.support import Lane, covering, lanes, poisoned
 
-from flashmask_hf.rows import gather_rows, gather_upstream, put_rows_back
+from flashmask_hf.sparse.reorder import gather_rows, gather_upstream, put_rows_back
 
 MOVING = lanes((torch.float64, torch.bfloat16), (torch.float32, torch.float16), (torch.float32, torch.bfloat16))
 

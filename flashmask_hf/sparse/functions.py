@@ -16,7 +16,7 @@ from flashmask_hf.checks import as_integer, check_bool, check_tensors
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.masks.sorted import check_buckets, check_keep, first_hidden_rows
 from flashmask_hf.operators.plan import plan_of
-from flashmask_hf.operators.sparse import flash_attn_sparse_decode, flash_attn_sparse_forward, nearest, sort_sparse
+from flashmask_hf.sparse.operators import flash_attn_sparse_decode, flash_attn_sparse_forward, nearest, sort_sparse
 
 __all__ = ["hash_sparse_attention", "lsh_buckets", "qk_sparse_attention"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,14 +17,23 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig,
 from transformers.utils import generic
 
 from flashmask_hf import FlashMask, masks, torch_state
-from flashmask_hf.hf import model_support
-from flashmask_hf.hf import sparse as sparse_backend
-from flashmask_hf.hf.hash_directions import lsh_directions
+from flashmask_hf.hf import keywords, model_support
 from flashmask_hf.hf.mask_hook import mask_hook
-from flashmask_hf.hf.sparse import hash_attention_forward, qk_attention_forward
 from flashmask_hf.long_rows.checkpointing import enable_checkpointing
+from flashmask_hf.sparse import hf as sparse_backend
+from flashmask_hf.sparse.directions import lsh_directions
+from flashmask_hf.sparse.hf import hash_attention_forward, qk_attention_forward
 
-pytestmark = pytest.mark.usefixtures("no_compiled_code")
+
+@pytest.fixture(autouse=True)
+def _isolate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Start with the same random state, no keyword warned of and no compiled code."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(keywords, "_warned", set())
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
 
 LENGTH = 24
 WINDOW = 6

@@ -26,7 +26,7 @@ from flashmask_hf.operators.library import (
     register_autograd,
 )
 from flashmask_hf.plan import Plan
-from flashmask_hf.rows import gather_rows, gather_upstream, put_rows_back, with_sequence_outermost
+from flashmask_hf.sparse.reorder import gather_rows, gather_upstream, put_rows_back, with_sequence_outermost
 
 __all__ = [
     "flash_attn_sparse_backward",
@@ -53,7 +53,7 @@ def _nearest(x: Tensor, directions: Tensor) -> Tensor:
     """
     dtype = _bucket_dtype(directions)
     if torch_state.runs_kernels(x.device) and x.dtype in (torch.bfloat16, torch.float16, torch.float32):
-        from flashmask_hf.kernels.sparse import hash as hashing
+        from flashmask_hf.sparse.kernels import hash as hashing
 
         return hashing.nearest(x, directions, dtype)
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -104,7 +104,7 @@ def _sort_sparse(
         for bucket in (q_bucket, k_bucket):
             check_between(bucket, n_buckets - 1, message)
     if counted:
-        from flashmask_hf.kernels.sparse import sort
+        from flashmask_hf.sparse.kernels import sort
 
         return sort.sorted_columns(
             q_bucket, k_bucket, hidden_from, n_buckets, exclude_self=exclude_self, dropped=without

@@ -35,7 +35,7 @@ def _lsh_directions(x: Tensor, seed: int, layer: int, count: int) -> Tensor:
     shape = (x.shape[1], x.shape[3], count)
     keys = [key & _UINT32 for key in (seed * 0x85EBCA77 + layer * 0xC2B2AE3D, seed * 0x27D4EB2F + layer, layer)]
     if torch_state.runs_kernels(x.device):
-        from flashmask_hf.kernels.sparse.hash import fill_directions  # here, for it needs Triton
+        from flashmask_hf.sparse.kernels.hash import fill_directions  # here, for it needs Triton
 
         return fill_directions(x.new_empty(shape), keys)
     directions = _standard_normal(math.prod(shape), keys, x.device).view(shape)

@@ -7,7 +7,7 @@ import torch
 from tools.support import Lane, covering, lanes, poisoned
 from torch import Tensor
 
-from flashmask_hf.operators import sparse as sparse_ops
+from flashmask_hf.sparse import operators as sparse_ops
 
 NEAREST = lanes(
     (torch.float32, torch.bfloat16, torch.float64),

@@ -7,7 +7,7 @@ import torch
 from tools.support import HEADS, KV_HEADS, Lane, covering, lanes, poisoned
 
 from flashmask_hf.masks import sorted as sorted_masks
-from flashmask_hf.operators import sparse as sparse_ops
+from flashmask_hf.sparse import operators as sparse_ops
 
 CASES = [
     (1, None, None, False, (torch.int64, torch.int64)),
@@ -35,7 +35,7 @@ def test_sorting_is_as_in_torch(
     case: tuple[int, int | None, int | None, bool, tuple[torch.dtype, torch.dtype]],
 ) -> None:
     """Orders and columns are those of torch, whether a head's rows are one block or several."""
-    from flashmask_hf.kernels.sparse import sort
+    from flashmask_hf.sparse.kernels import sort
 
     n_buckets, hidden_heads, dropped, exclude_self, dtypes = case
     chosen = sort._block
@@ -62,7 +62,7 @@ def test_sorting_is_as_in_torch(
 @pytest.mark.parametrize("lane", lanes((), (torch.float32,), (torch.float32,)))
 def test_buckets_that_queries_and_keys_share(lane: Lane) -> None:
     """They are sorted once; yet the orders are two tensors, as an operator's results must not share memory."""
-    from flashmask_hf.kernels.sparse import sort
+    from flashmask_hf.sparse.kernels import sort
 
     bucket = torch.zeros(2, 3, 100, dtype=torch.int64, device=lane.device)
     once, twice = (len(sort.sort_by_bucket(bucket, keys, 9)[2]) for keys in (bucket, bucket.clone()))

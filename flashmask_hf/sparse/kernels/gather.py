@@ -1,4 +1,4 @@
-"""Rows of attention's tensors moved to a sorted order and back; `flashmask_hf.rows` is their host side.
+"""Rows of attention's tensors moved to a sorted order and back; `flashmask_hf.sparse.reorder` is their host side.
 
 An order is a permutation of a head's rows, and a program moves the rows of one block of positions in it:
 
@@ -127,12 +127,12 @@ def _move_rows(x: Tensor, y: Tensor, order: Tensor, kept: Tensor | None, back: b
 
 
 def gather_rows(x: Tensor, order: Tensor, kept: Tensor | None) -> Tensor:
-    """Return the rows of x in another order; arguments and result as in `flashmask_hf.rows.gather_rows`."""
+    """Return the rows of x in another order; arguments and result as in `flashmask_hf.sparse.reorder.gather_rows`."""
     return _move_rows(x, x.new_empty(x.shape), order, kept, back=False)
 
 
 def put_rows_back(x: Tensor, order: Tensor) -> Tensor:
-    """Undo `gather_rows`; arguments and result as in `flashmask_hf.rows.put_rows_back`."""
+    """Undo `gather_rows`; arguments and result as in `flashmask_hf.sparse.reorder.put_rows_back`."""
     batch, heads, rows, dims = x.shape
     return _move_rows(x, x.new_empty(batch, rows, heads, dims).transpose(1, 2), order, None, back=True)
 
@@ -140,7 +140,7 @@ def put_rows_back(x: Tensor, order: Tensor) -> Tensor:
 def gather_upstream(
     dout: Tensor, out: Tensor, order: Tensor, kept: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return the rows of dout in another order, and delta; as in `flashmask_hf.rows.gather_upstream`."""
+    """Return the rows of dout in another order, and delta; as in `flashmask_hf.sparse.reorder.gather_upstream`."""
     batch, heads, rows, dims = dout.shape
     gathered = dout.new_empty(batch, heads, rows, dims)
     delta = dout.new_empty(batch, heads, rows, dtype=dtype)
