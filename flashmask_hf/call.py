@@ -23,8 +23,8 @@ from torch import Tensor
 
 from flashmask_hf import implementations, torch_state
 from flashmask_hf.checks import check_arguments
-from flashmask_hf.kernels.launch.layout import layout_of
 from flashmask_hf.kernels.launch.problem import Problem, problem_of
+from flashmask_hf.kernels.launch.tensor_layout import layout_of
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.plan import Plan
 from flashmask_hf.recomputation import Results, current_keeper

@@ -150,8 +150,8 @@ def _implementations(device: torch.device) -> list[str]:
 def _tiles(device: torch.device) -> list[str]:
     """Return a table of the tiles that the Triton kernels take on this GPU, and how they load them."""
     from flashmask_hf.kernels.launch.descriptors import loads_by_descriptor
-    from flashmask_hf.kernels.launch.layout import packed_layout
     from flashmask_hf.kernels.launch.problem import Problem
+    from flashmask_hf.kernels.launch.tensor_layout import packed_layout
     from flashmask_hf.kernels.shared.configs import forward_config, keys_config, queries_config
 
     lines = ["tiles of impl='triton' in bfloat16: rows x columns, warps, stages"]

@@ -13,8 +13,8 @@ from flashmask_hf.mask import FlashMask
 from flashmask_hf.plan import Plan
 
 if TYPE_CHECKING:  # Triton may be missing
-    from flashmask_hf.kernels.launch.layout import Layout
     from flashmask_hf.kernels.launch.problem import Problem
+    from flashmask_hf.kernels.launch.tensor_layout import Layout
     from flashmask_hf.kernels.shared.row_statistics import Delta, OutputLayout
 
 __all__ = [

@@ -12,7 +12,7 @@ partial or visible (`flashmask_hf.tiles`). Three tensors hold the classes for bo
 
 The lists would grow with the square of the length, so tiles get wider once a row holds more than `MAX_COLUMN_TILES` of
 them. The plan stays under 64 bytes per token and mask head in rows of 256 tokens and more. Tiles of kernels divide the
-plan's; a forward with tiles of 192 rows joins lists first (`flashmask_hf.kernels.shared.plan.join_rows`).
+plan's; a forward with tiles of 192 rows joins lists first (`flashmask_hf.kernels.shared.plan_kernels.join_rows`).
 """
 
 from __future__ import annotations

@@ -396,7 +396,7 @@ def test_skipping_tiles_changes_no_bit(lane: Lane, family: str, monkeypatch: pyt
     from tools import portable_kernels
 
     from flashmask_hf.kernels.portable import backward
-    from flashmask_hf.kernels.shared.plan import build_plan
+    from flashmask_hf.kernels.shared.plan_kernels import build_plan
 
     q_len, kv_len = (130, 200) if INTERPRETED else (513, 769)
     mask = FAMILIES[family](kv_len, q_len).to(lane.device)

@@ -14,11 +14,11 @@ from tools.cubin import AMPERE, BLACKWELL, HOPPER, MI300, Kernel, compile_only
 from tools.portable_kernels import backward, decode, forward
 
 from flashmask_hf import FlashMask, masks
-from flashmask_hf.kernels.launch.layout import packed_layout
 from flashmask_hf.kernels.launch.problem import Problem
+from flashmask_hf.kernels.launch.tensor_layout import packed_layout
 from flashmask_hf.kernels.portable import backward as portable_backward
 from flashmask_hf.kernels.shared import configs
-from flashmask_hf.kernels.shared.plan import build_plan
+from flashmask_hf.kernels.shared.plan_kernels import build_plan
 from flashmask_hf.kernels.shared.row_statistics import prepare_statistics
 from flashmask_hf.plan import build_plan as torch_plan
 from flashmask_hf.sparse.kernels import hash as hashing

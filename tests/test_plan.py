@@ -62,7 +62,7 @@ def _builders() -> list:
 
 def _build(builder: str, device: str, mask: FlashMask, q_len: int, **options: bool) -> Plan:
     if builder == "triton":
-        from flashmask_hf.kernels.shared.plan import build_plan as build
+        from flashmask_hf.kernels.shared.plan_kernels import build_plan as build
     else:
         build = build_plan
     with poisoned():
@@ -107,7 +107,7 @@ def test_families(builder: tuple[str, str], family: str) -> None:
 @pytest.mark.parametrize("builder", [p for p in _builders() if p.id != "torch"])
 def test_segments_that_end_with_the_rows(builder: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Their closing edges lie past the last row tile, in a round of lanes of its own; a window's edges lie in two."""
-    from flashmask_hf.kernels.shared import plan as kernels
+    from flashmask_hf.kernels.shared import plan_kernels as kernels
 
     monkeypatch.setattr(kernels, "_LANES", 4)
     for length, mask in ((512, masks.causal(512)), (1536, masks.sliding_window(1536, 600))):
@@ -150,7 +150,7 @@ def test_memory_is_at_most_64_bytes_per_token(kv_len: int) -> None:
 
 @pytest.mark.gpu
 def test_a_million_tokens_on_the_gpu() -> None:
-    from flashmask_hf.kernels.shared.plan import build_plan as build
+    from flashmask_hf.kernels.shared.plan_kernels import build_plan as build
 
     kv_len = 1048576
     mask = masks.causal_document([4096] * (kv_len // 4096), device="cuda")
@@ -169,7 +169,7 @@ def test_indices_out_of_range(builder: str, form: tuple[bool, int], monkeypatch:
     """One bound of one column is enough, and none too many: 0 and q_len are in range."""
     causal, n = form
     if builder == "triton":
-        from flashmask_hf.kernels.shared.plan import build_plan as build
+        from flashmask_hf.kernels.shared.plan_kernels import build_plan as build
 
         interpret_assertions(monkeypatch)
     else:
@@ -199,7 +199,7 @@ def test_joined_rows(
     monkeypatch: pytest.MonkeyPatch, form: tuple[bool, int], lengths: tuple[int, int], device: str
 ) -> None:
     """A tile of 192 rows walks what either of the two lists has that it meets, and masks what not both see whole."""
-    from flashmask_hf.kernels.shared import plan as kernels
+    from flashmask_hf.kernels.shared import plan_kernels as kernels
 
     monkeypatch.setattr(kernels, "_LANES", 4)  # several rounds for a list
     q_len, kv_len = lengths
@@ -226,7 +226,7 @@ def test_joined_rows(
 )
 def test_rows_to_join(device: str, count: int, q_len: int, document: int, mean: float) -> None:
     """Lists are joined where they are long on average, however regular they are."""
-    from flashmask_hf.kernels.shared.plan import join_rows
+    from flashmask_hf.kernels.shared.plan_kernels import join_rows
 
     ends = (torch.arange(q_len, dtype=torch.int32) // document + 1) * document
     plan = build_plan(ends.view(1, 1, -1, 1).repeat(count, 1, 1, 1), True, q_len)

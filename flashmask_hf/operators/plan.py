@@ -39,7 +39,7 @@ def _make_plan(indices: Tensor, causal: bool, q_len: int) -> tuple[Tensor, Tenso
 def _builder(indices: Tensor) -> Callable[[Tensor, bool, int], Plan]:
     """Return what builds and checks a plan: Triton kernels on a GPU with Triton, torch operations elsewhere."""
     if indices.device.type == "cuda" and torch_state.HAS_TRITON:
-        from flashmask_hf.kernels.shared.plan import build_plan
+        from flashmask_hf.kernels.shared.plan_kernels import build_plan
 
         return build_plan
     return _build_in_torch

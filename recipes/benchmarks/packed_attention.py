@@ -128,7 +128,7 @@ def _portable(
 def _unskipped_builder(indices: Tensor) -> Callable[..., Any]:
     """Return what builds a plan that lists every tile, in place of `operators.plan._builder`."""
     if indices.is_cuda:
-        from flashmask_hf.kernels.shared.plan import build_plan
+        from flashmask_hf.kernels.shared.plan_kernels import build_plan
 
         return functools.partial(build_plan, skip=False)
     return functools.partial(plan_in_torch.build_plan, skip=False)

@@ -14,7 +14,7 @@ from flashmask_hf.kernels.hopper import dq_order
 from flashmask_hf.kernels.hopper import forward_kernel as hopper_forward
 from flashmask_hf.kernels.portable import backward as portable_backward
 from flashmask_hf.kernels.portable import forward as portable_forward
-from flashmask_hf.kernels.shared import padding, plan, row_statistics
+from flashmask_hf.kernels.shared import padding, plan_kernels, row_statistics
 
 pytestmark = [
     # of TRL's head, which has no fused kernel on a CPU, and of torch's profiler
@@ -44,10 +44,10 @@ OWN_KERNELS = {
         row_statistics._backward_lse,
     ],
     "plan and mask": [
-        plan._column_plan,
-        plan._row_plan,
-        plan._join_rows,
-        plan._join_lists,
+        plan_kernels._column_plan,
+        plan_kernels._row_plan,
+        plan_kernels._join_rows,
+        plan_kernels._join_lists,
         padding._pad_indices,
         dq_order._order_key_tiles,
         dq_order._rank_key_tiles,

@@ -8,8 +8,8 @@ from torch import Tensor
 from flashmask_hf import FlashMask
 from flashmask_hf.kernels.hopper.backward import prepare_backward
 from flashmask_hf.kernels.hopper.forward import Config, prepare_forward
-from flashmask_hf.kernels.launch.layout import layout_of
 from flashmask_hf.kernels.launch.problem import problem_of
+from flashmask_hf.kernels.launch.tensor_layout import layout_of
 from flashmask_hf.kernels.shared.row_statistics import Delta, Gradients
 from flashmask_hf.plan import Plan
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from flashmask_hf import FlashMask
-from flashmask_hf.kernels.launch.layout import layout_of
 from flashmask_hf.kernels.launch.problem import problem_of
+from flashmask_hf.kernels.launch.tensor_layout import layout_of
 from flashmask_hf.kernels.portable.backward import prepare_backward
 from flashmask_hf.kernels.portable.decode import prepare_decode
 from flashmask_hf.kernels.portable.forward import prepare_forward

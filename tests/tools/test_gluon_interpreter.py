@@ -33,7 +33,7 @@ from flashmask_hf.kernels.hopper.gluon import (
     warpgroup_mma_wait,
 )
 from flashmask_hf.kernels.launch.launcher import Launch
-from flashmask_hf.kernels.launch.layout import layout_of
+from flashmask_hf.kernels.launch.tensor_layout import layout_of
 
 pytestmark = pytest.mark.interpreter
 

@@ -14,10 +14,10 @@ from flashmask_hf.kernels.hopper.dq_order import may_walk_upwards, prepare_dq_or
 from flashmask_hf.kernels.hopper.head_dims import Widths, contracted, widths_of
 from flashmask_hf.kernels.launch.descriptors import describable
 from flashmask_hf.kernels.launch.launcher import Launch
-from flashmask_hf.kernels.launch.layout import Layout, layout_like, packed_layout
 from flashmask_hf.kernels.launch.problem import Problem
+from flashmask_hf.kernels.launch.tensor_layout import Layout, layout_like, packed_layout
 from flashmask_hf.kernels.shared.configs import multiprocessors
-from flashmask_hf.kernels.shared.plan import count_key_tiles
+from flashmask_hf.kernels.shared.plan_kernels import count_key_tiles
 from flashmask_hf.kernels.shared.row_statistics import Delta, Gradients, OutputLayout, prepare_delta
 from flashmask_hf.kernels.shared.work_order import prepare_work_order
 from flashmask_hf.plan import COLUMNS, ROWS, Plan, plan_columns

@@ -33,8 +33,8 @@ from flashmask_hf.kernels.hopper.gluon import (
     warpgroup_mma_wait,
 )
 from flashmask_hf.kernels.hopper.pipeline import NEVER, read_slot, write_slot
+from flashmask_hf.kernels.shared.bounds import end_bound, other_end_bound, other_start_bound
 from flashmask_hf.kernels.shared.device import LOG2_E
-from flashmask_hf.kernels.shared.intervals import end_column, other_end_column, other_start_column
 from flashmask_hf.plan import PARTIAL_SEGMENTS, VISIBLE_SEGMENTS
 
 __all__ = [
@@ -277,9 +277,9 @@ def _trim_segments(starts, ends, mask_plane, tile, args, FORM: gl.constexpr):
     N: gl.constexpr = FORM.N
     BLOCK_M: gl.constexpr = FORM.BLOCK_M
     BLOCK_N: gl.constexpr = FORM.KEY_PARTS * 64
-    END: gl.constexpr = end_column(N, CAUSAL)
-    OTHER_START: gl.constexpr = other_start_column(N, CAUSAL)
-    OTHER_END: gl.constexpr = other_end_column(N, CAUSAL)
+    END: gl.constexpr = end_bound(N, CAUSAL)
+    OTHER_START: gl.constexpr = other_start_bound(N, CAUSAL)
+    OTHER_END: gl.constexpr = other_end_bound(N, CAUSAL)
     keys = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.BlockedLayout([BLOCK_N // 32], [32], [1], [0]))
     keys = gl.minimum(keys, scalars.kv_len - 1)
     at = tensors.indices + (mask_plane.to(gl.int64) * scalars.kv_len + keys) * N
@@ -673,9 +673,9 @@ def _decode_mask(stage, args, PART: gl.constexpr, FORM: gl.constexpr, LAYOUT: gl
     tensors, scalars, shared, _barriers = args
     CAUSAL: gl.constexpr = FORM.CAUSAL
     N: gl.constexpr = FORM.N
-    END: gl.constexpr = end_column(N, CAUSAL)
-    OTHER_START: gl.constexpr = other_start_column(N, CAUSAL)
-    OTHER_END: gl.constexpr = other_end_column(N, CAUSAL)
+    END: gl.constexpr = end_bound(N, CAUSAL)
+    OTHER_START: gl.constexpr = other_start_bound(N, CAUSAL)
+    OTHER_END: gl.constexpr = other_end_bound(N, CAUSAL)
     COUNT: gl.constexpr = FORM.BLOCK_M // 4
     WORDS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT))
     hidden = gl.zeros([64, 4], gl.int32, WORDS)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flashmask_hf.kernels.hopper.gluon import TensorDescriptor, gl
 from flashmask_hf.kernels.launch.descriptors import fits_descriptor, template
-from flashmask_hf.kernels.launch.layout import Layout, layout_like, packed_layout
+from flashmask_hf.kernels.launch.tensor_layout import Layout, layout_like, packed_layout
 
 __all__ = ["describable_layout", "row_template", "tile_template"]
 

@@ -14,10 +14,10 @@ from flashmask_hf.kernels.hopper.forward_kernel import Form, forward_kernel
 from flashmask_hf.kernels.hopper.head_dims import Widths, contracted, unsupported_head_dims, widths_of
 from flashmask_hf.kernels.launch.descriptors import describable
 from flashmask_hf.kernels.launch.launcher import Launch
-from flashmask_hf.kernels.launch.layout import packed_layout
 from flashmask_hf.kernels.launch.problem import Problem
+from flashmask_hf.kernels.launch.tensor_layout import packed_layout
 from flashmask_hf.kernels.shared.configs import multiprocessors
-from flashmask_hf.kernels.shared.plan import JOINED_ROWS, join_rows
+from flashmask_hf.kernels.shared.plan_kernels import JOINED_ROWS, join_rows
 from flashmask_hf.plan import COLUMNS, Plan, plan_columns
 from flashmask_hf.torch_state import current_stream, is_capturing
 

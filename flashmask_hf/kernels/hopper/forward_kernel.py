@@ -59,8 +59,8 @@ from flashmask_hf.kernels.hopper.gluon import (
     warpgroup_mma_wait,
 )
 from flashmask_hf.kernels.hopper.pipeline import NEVER, issue_dots, read_slot, write_slot
+from flashmask_hf.kernels.shared.bounds import end_bound, other_end_bound, other_start_bound
 from flashmask_hf.kernels.shared.device import LN_2, LOG2_E, LOWEST, softcap_tanh
-from flashmask_hf.kernels.shared.intervals import end_column, other_end_column, other_start_column
 
 __all__ = ["forward_kernel"]
 
@@ -330,9 +330,9 @@ def _decode_masks(args, FORM: gl.constexpr):
     N: gl.constexpr = FORM.N
     WARPGROUPS: gl.constexpr = FORM.WARPGROUPS
     SUBTILES: gl.constexpr = FORM.SUBTILES
-    END: gl.constexpr = end_column(N, CAUSAL)
-    OTHER_START: gl.constexpr = other_start_column(N, CAUSAL)
-    OTHER_END: gl.constexpr = other_end_column(N, CAUSAL)
+    END: gl.constexpr = end_bound(N, CAUSAL)
+    OTHER_START: gl.constexpr = other_start_bound(N, CAUSAL)
+    OTHER_END: gl.constexpr = other_end_bound(N, CAUSAL)
     BLOCK_N: gl.constexpr = shared.mask_bits.shape[2]
     layout: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([1, BLOCK_N // 64], [1, 32], [1, 2], [1, 0]))
     item = 0

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from flashmask_hf.kernels.launch.layout import Layout, layout_of
+from flashmask_hf.kernels.launch.tensor_layout import Layout, layout_of
 
 __all__ = ["describable", "fits_descriptor", "loads_by_descriptor", "template", "tile_templates"]
 

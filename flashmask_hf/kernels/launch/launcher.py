@@ -30,7 +30,7 @@ class Launch:
     """A kernel whose grid, scalars and compile-time constants are bound, to be called with its tensors.
 
     The parameters of the kernel are its tensors, then its scalars, then its compile-time constants. Every call must
-    bring tensors of the same layouts (`layout.Layout`), and None in the same places, on the current device.
+    bring tensors of the same layouts (`tensor_layout.Layout`), and None in the same places, on the current device.
 
     Args:
         kernel: a function under `triton.jit` or `gluon.jit`.

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashmask_hf.kernels.launch.layout import Layout, layout_of
+from flashmask_hf.kernels.launch.tensor_layout import Layout, layout_of
 from flashmask_hf.plan import plan_shapes
 
 __all__ = ["Problem", "problem_of"]

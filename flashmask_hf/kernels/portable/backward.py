@@ -29,8 +29,9 @@ from torch import Tensor
 
 from flashmask_hf.kernels.launch.descriptors import loads_by_descriptor, tile_templates
 from flashmask_hf.kernels.launch.launcher import Launch
-from flashmask_hf.kernels.launch.layout import Layout, layout_like, packed_layout
 from flashmask_hf.kernels.launch.problem import Problem
+from flashmask_hf.kernels.launch.tensor_layout import Layout, layout_like, packed_layout
+from flashmask_hf.kernels.shared.bounds import other_end_bound, other_start_bound
 from flashmask_hf.kernels.shared.configs import Config, keys_config, multiprocessors, queries_config
 from flashmask_hf.kernels.shared.device import (
     HeadRows,
@@ -43,7 +44,6 @@ from flashmask_hf.kernels.shared.device import (
     softcap_tanh,
     store_tile,
 )
-from flashmask_hf.kernels.shared.intervals import other_end_column, other_start_column
 from flashmask_hf.kernels.shared.padding import padded_indices_of, prepare_padding
 from flashmask_hf.kernels.shared.row_statistics import (
     Delta,
@@ -178,7 +178,7 @@ def _hidden_row_tiles(intervals, column, lengths, CAUSAL: tl.constexpr, N: tl.co
     low = 0
     if CAUSAL:
         low = (column - diagonal) // BLOCK_M
-    elif other_end_column(N, CAUSAL) is not None and other_start_column(N, CAUSAL) is None:
+    elif other_end_bound(N, CAUSAL) is not None and other_start_bound(N, CAUSAL) is None:
         low = tl.min(intervals.other_end) // BLOCK_M
     return low, (tl.max(intervals.start) - 1) // BLOCK_M + 1, tl.min(intervals.end) // BLOCK_M
 

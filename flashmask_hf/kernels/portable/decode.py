@@ -24,8 +24,9 @@ import triton.language as tl
 from torch import Tensor
 
 from flashmask_hf.kernels.launch.launcher import Launch
-from flashmask_hf.kernels.launch.layout import packed_layout
 from flashmask_hf.kernels.launch.problem import Problem
+from flashmask_hf.kernels.launch.tensor_layout import packed_layout
+from flashmask_hf.kernels.shared.bounds import end_bound, other_end_bound, other_start_bound
 from flashmask_hf.kernels.shared.configs import Config, decode_config, decode_splits
 from flashmask_hf.kernels.shared.device import (
     LN_2,
@@ -39,7 +40,6 @@ from flashmask_hf.kernels.shared.device import (
     load_tile,
     softcap_tanh,
 )
-from flashmask_hf.kernels.shared.intervals import end_column, other_end_column, other_start_column
 
 __all__ = ["prepare_decode"]
 
@@ -62,13 +62,13 @@ def _classify_blocks(
     for _ in range(n_masks):
         start, end, other_start, other_end = load_intervals(indices, columns, columns < kv_len, CAUSAL, N)
         low, high = start, start
-        if end_column(N, CAUSAL) is not None:
+        if end_bound(N, CAUSAL) is not None:
             low = tl.minimum(low, end)
             high = tl.maximum(high, tl.where(columns < kv_len, end, 0))
-        if other_start_column(N, CAUSAL) is not None:
+        if other_start_bound(N, CAUSAL) is not None:
             low = tl.minimum(low, other_start)
             high = tl.maximum(high, other_start)
-        if other_end_column(N, CAUSAL) is not None:
+        if other_end_bound(N, CAUSAL) is not None:
             low = tl.minimum(low, other_end)
             high = tl.maximum(high, other_end)
         if CAUSAL:

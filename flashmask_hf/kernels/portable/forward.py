@@ -24,8 +24,8 @@ from torch import Tensor
 
 from flashmask_hf.kernels.launch.descriptors import loads_by_descriptor, tile_templates
 from flashmask_hf.kernels.launch.launcher import Launch
-from flashmask_hf.kernels.launch.layout import packed_layout
 from flashmask_hf.kernels.launch.problem import Problem
+from flashmask_hf.kernels.launch.tensor_layout import packed_layout
 from flashmask_hf.kernels.shared.configs import Config, forward_config
 from flashmask_hf.kernels.shared.device import (
     LN_2,

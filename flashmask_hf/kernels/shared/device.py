@@ -12,8 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from flashmask_hf.kernels.launch.layout import Layout
-from flashmask_hf.kernels.shared.intervals import end_column, other_end_column, other_start_column
+from flashmask_hf.kernels.launch.tensor_layout import Layout
+from flashmask_hf.kernels.shared.bounds import end_bound, other_end_bound, other_start_bound
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -113,9 +113,9 @@ def load_intervals(indices, columns, inside, CAUSAL: tl.constexpr, N: tl.constex
         CAUSAL: as in `FlashMask`.
         N: length of the indices' last axis.
     """
-    END: tl.constexpr = end_column(N, CAUSAL)
-    OTHER_START: tl.constexpr = other_start_column(N, CAUSAL)
-    OTHER_END: tl.constexpr = other_end_column(N, CAUSAL)
+    END: tl.constexpr = end_bound(N, CAUSAL)
+    OTHER_START: tl.constexpr = other_start_bound(N, CAUSAL)
+    OTHER_END: tl.constexpr = other_end_bound(N, CAUSAL)
     pointers = indices + columns.to(tl.int64) * N
     start = _load_bound(pointers, inside, 0)
     end = tl.full(columns.shape, _NEVER, tl.int32)
@@ -145,11 +145,11 @@ def hidden_pairs(rows, columns, intervals, lengths, CAUSAL: tl.constexpr, N: tl.
     q_len, kv_len = lengths
     diagonal = kv_len - q_len
     hidden = rows >= intervals.start
-    if end_column(N, CAUSAL) is not None:
+    if end_bound(N, CAUSAL) is not None:
         hidden = hidden & (rows < intervals.end)
-    if other_start_column(N, CAUSAL) is not None:
+    if other_start_bound(N, CAUSAL) is not None:
         hidden = hidden | ((rows >= intervals.other_start) & (rows < intervals.other_end))
-    elif other_end_column(N, CAUSAL) is not None:
+    elif other_end_bound(N, CAUSAL) is not None:
         hidden = hidden | (rows < intervals.other_end)
     if CAUSAL:
         hidden = hidden | (rows + diagonal < columns)

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flashmask_hf.kernels.launch.launcher import Launch
-from flashmask_hf.kernels.launch.layout import Layout
+from flashmask_hf.kernels.launch.tensor_layout import Layout
 from flashmask_hf.kernels.shared.device import LOG2_E, HeadRows, block_of, load_tile
 from flashmask_hf.plan import ROWS
 

@@ -28,8 +28,8 @@ import triton.language as tl
 from torch import Tensor
 
 from flashmask_hf.kernels.launch.launcher import Launch
-from flashmask_hf.kernels.launch.layout import packed_layout
 from flashmask_hf.kernels.launch.problem import Problem
+from flashmask_hf.kernels.launch.tensor_layout import packed_layout
 from flashmask_hf.plan import PARTIAL_SEGMENTS, VISIBLE_SEGMENTS
 
 __all__ = ["prepare_work_order"]

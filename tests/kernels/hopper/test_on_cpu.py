@@ -48,8 +48,8 @@ from flashmask_hf.kernels.hopper import backward_roles, dq_order
 from flashmask_hf.kernels.hopper import forward as hopper_forward
 from flashmask_hf.kernels.hopper.head_dims import widths_of
 from flashmask_hf.kernels.launch import descriptors
-from flashmask_hf.kernels.launch.layout import layout_of
 from flashmask_hf.kernels.launch.problem import problem_of
+from flashmask_hf.kernels.launch.tensor_layout import layout_of
 from flashmask_hf.kernels.shared import work_order
 from flashmask_hf.operators.attention import flash_attn_backward, flash_attn_forward
 from flashmask_hf.operators.plan import plan_of

@@ -33,7 +33,7 @@ from flashmask_hf.kernels.launch.descriptors import (
     tile_templates,
 )
 from flashmask_hf.kernels.launch.launcher import Launch
-from flashmask_hf.kernels.launch.layout import layout_like, layout_of, packed_layout
+from flashmask_hf.kernels.launch.tensor_layout import layout_like, layout_of, packed_layout
 
 
 def describe(x: torch.Tensor, *block: int) -> Any:

@@ -10,8 +10,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from flashmask_hf.kernels.launch.layout import packed_layout
 from flashmask_hf.kernels.launch.problem import Problem
+from flashmask_hf.kernels.launch.tensor_layout import packed_layout
 from flashmask_hf.kernels.shared import configs
 from flashmask_hf.kernels.shared.configs import Config
 

@@ -7,8 +7,8 @@ import torch
 from tools.support import INTERPRETED, poisoned
 
 from flashmask_hf import masks
-from flashmask_hf.kernels.launch.layout import layout_of
 from flashmask_hf.kernels.launch.problem import problem_of
+from flashmask_hf.kernels.launch.tensor_layout import layout_of
 from flashmask_hf.kernels.portable import backward as portable_backward
 from flashmask_hf.kernels.shared import work_order
 from flashmask_hf.kernels.shared.work_order import prepare_work_order

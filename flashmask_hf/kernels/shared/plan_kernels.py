@@ -18,9 +18,9 @@ import triton.language as tl
 from torch import Tensor
 
 from flashmask_hf.kernels.launch.launcher import Launch
-from flashmask_hf.kernels.launch.layout import packed_layout
 from flashmask_hf.kernels.launch.problem import Problem
-from flashmask_hf.kernels.shared.intervals import end_column, other_end_column, other_start_column
+from flashmask_hf.kernels.launch.tensor_layout import packed_layout
+from flashmask_hf.kernels.shared.bounds import end_bound, other_end_bound, other_start_bound
 from flashmask_hf.plan import COLUMNS, PARTIAL_SEGMENTS, ROWS, VISIBLE_SEGMENTS, Plan, plan_columns, plan_shapes
 
 __all__ = ["JOINED_ROWS", "build_plan", "count_key_tiles", "join_rows", "prepare_segments"]
@@ -67,7 +67,7 @@ def _classify(
     last = tl.minimum(first + ROWS, q_len)
     hidden = (first >= extremes.start_max) & (last <= extremes.end_min)
     touched = (first < extremes.end_max) & (last > extremes.start_min)
-    if other_end_column(N, CAUSAL) is not None:
+    if other_end_bound(N, CAUSAL) is not None:
         hidden = hidden | ((first >= extremes.other_start_max) & (last <= extremes.other_end_min))
         touched = touched | ((first < extremes.other_end_max) & (last > extremes.other_start_min))
     if CAUSAL:
@@ -101,9 +101,9 @@ def _column_plan(
         extremes: written, int32 [masks, 8, n_kv].
         segments: written, [masks, n_kv, VISIBLE + PARTIAL, 2].
     """
-    END: tl.constexpr = end_column(N, CAUSAL)
-    OTHER_START: tl.constexpr = other_start_column(N, CAUSAL)
-    OTHER_END: tl.constexpr = other_end_column(N, CAUSAL)
+    END: tl.constexpr = end_bound(N, CAUSAL)
+    OTHER_START: tl.constexpr = other_start_bound(N, CAUSAL)
+    OTHER_END: tl.constexpr = other_end_bound(N, CAUSAL)
     tile = tl.program_id(0) % n_kv
     mask = (tl.program_id(0) // n_kv).to(tl.int64)
     indices += mask * kv_len * N
@@ -213,7 +213,7 @@ def _row_plan(
         end_min = tl.load(extremes + 2 * n_kv + lane, mask=inside, other=0)
         end_max = tl.load(extremes + 3 * n_kv + lane, mask=inside, other=0)
         other_start_min, other_start_max, other_end_min, other_end_max = start_min, start_max, end_min, end_max
-        if other_end_column(N, CAUSAL) is not None:
+        if other_end_bound(N, CAUSAL) is not None:
             other_start_min = tl.load(extremes + 4 * n_kv + lane, mask=inside, other=0)
             other_start_max = tl.load(extremes + 5 * n_kv + lane, mask=inside, other=0)
             other_end_min = tl.load(extremes + 6 * n_kv + lane, mask=inside, other=0)
