@@ -4,6 +4,7 @@ A test marked interpreter, gpu or hopper is left out where its lane cannot run, 
 `-m` names the lane, the test is skipped with the reason instead.
 """
 
+import gc
 import os
 import re
 from collections import Counter
@@ -96,3 +97,10 @@ def _lane(request: pytest.FixtureRequest) -> None:
     for name in LANES:
         if request.node.get_closest_marker(name):
             requires(name)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _frozen_imports() -> None:
+    """Hide what lives longer than a module from the garbage collector, which trainers run in full per training."""
+    gc.collect()
+    gc.freeze()

@@ -8,6 +8,7 @@ of a case, functions whose processes end by SIGKILL; they run before the cases, 
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -73,6 +74,7 @@ def _run_process(cases: dict[str, Any], rank: int, size: int, folder: str, store
 def main(module: str, folder: str, *sizes: str) -> None:
     """Run the groups one after the other."""
     imported = importlib.import_module(module)
+    gc.freeze()  # the collector skips what the forks share
     for size in map(int, sizes):
         groups = getattr(imported, "GROUPS", {})
         cases = {name: case for name, case in imported.CASES.items() if size in groups.get(name, (size,))}
