@@ -20,7 +20,7 @@ def register() -> None:
     """Make `attn_implementation="flashmask"`, "flashmask_hash" and "flashmask_qk" known to transformers.
 
     Importing `flashmask_hf` does it where transformers is installed; repeating it is fine. Registers the attention
-    functions of `hf/forward.py` and `sparse/hf.py` and, for all of them, the mask hook. Adapts transformers
+    functions of `hf/attention.py` and `sparse/hf.py` and, for all of them, the mask hook. Adapts transformers
     to them (`hf/patches.py`).
 
     Raises:

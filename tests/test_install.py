@@ -196,7 +196,7 @@ assert main(["--no-self-test"]) == 0
 PROMISES = {
     "": ATTENTION + "\ntry:\n    flashmask_hf.register()\nexcept ModuleNotFoundError as error:\n    print(error.name)",
     "transformers": "import flashmask_hf\nfrom transformers import AttentionInterface\n"
-    "import flashmask_hf.hf.shared_prefill\nprint('flashmask' in AttentionInterface())",
+    "import flashmask_hf.hf.packed.shared_prefill\nprint('flashmask' in AttentionInterface())",
     "train": "import flashmask_hf.collators, flashmask_hf.trainers\n"
     "from flashmask_hf.long_rows.budget import available_host_bytes\nprint(available_host_bytes() > 0)",
     "plot": "from flashmask_hf import masks\nprint(masks.causal(64).plot())",

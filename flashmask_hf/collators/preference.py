@@ -38,7 +38,7 @@ class DataCollatorForSharedQuestion:
 
     The batch has two parts: the keys of TRL's `DataCollatorForPreference`, with one sequence per answer, and the packed
     rows that the backbone runs, with an index that maps each token of the sequences to its place in the rows.
-    `flashmask_hf.hf.packed_rows` hooks the backbone to run the rows and to return hidden states of the sequences.
+    `flashmask_hf.hf.packed.rows` hooks the backbone to run the rows and to return hidden states of the sequences.
     The first token of every answer is predicted from the question's last token.
 
     Args:

@@ -18,8 +18,8 @@ from packaging.version import Version
 from torch import Tensor, nn
 
 from flashmask_hf.checks import device_assert
+from flashmask_hf.hf.documents import document_starts, run_bounds
 from flashmask_hf.hf.model_hooks import cache_of, named_arguments, own_modules, tokens_of
-from flashmask_hf.hf.positions import document_starts, run_bounds
 from flashmask_hf.names import NAMES, VECTORS
 
 __all__ = ["guard_documents", "is_guarded"]

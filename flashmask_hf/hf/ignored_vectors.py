@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from flashmask_hf.checks import device_assert
+from flashmask_hf.hf.documents import next_flagged
 from flashmask_hf.hf.model_hooks import cache_of, tokens_of
-from flashmask_hf.hf.packed_rows import runs_packed
-from flashmask_hf.hf.positions import next_flagged
+from flashmask_hf.hf.packed.rows import runs_packed
 from flashmask_hf.intervals import outer_rows
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.names import NAMES, PACKED_IDS, VECTORS

@@ -1,95 +1,39 @@
-"""The mask of one attention layer: from the caller's vectors, the mask hook's columns or the layer's default."""
+"""The mask of one attention layer in a model call."""
 
 from __future__ import annotations
 
-from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from flashmask_hf.checks import device_assert, is_one_of
-from flashmask_hf.hf.branches import check_tree_positions
-from flashmask_hf.hf.forward_records import record_documents, record_supplied_call
-from flashmask_hf.hf.keywords import check_keywords
-from flashmask_hf.hf.mask_cache import cached_mask
-from flashmask_hf.hf.positions import UNBOUNDED, document_starts, next_flagged
-from flashmask_hf.hf.tensor_parallel import vectors_of_local_heads
-from flashmask_hf.hf.windows import LayerMask, apply_window
-from flashmask_hf.intervals import hide_keys
+from flashmask_hf.attention import flashmask_attention
 from flashmask_hf.mask import FlashMask
-from flashmask_hf.names import FLASHMASK, VECTORS
-from flashmask_hf.torch_state import is_capturing, stream_of
+from flashmask_hf.names import VECTORS
 
-__all__ = ["check_hook_result", "hidden_keys", "layer_mask"]
+__all__ = ["TEXT_ONLY", "LayerMask", "check_hook_result", "hidden_keys"]
 
-_TEXT_ONLY = "attn_implementation={'text_config': 'flashmask', 'vision_config': 'sdpa'}"
+TEXT_ONLY = "attn_implementation={'text_config': 'flashmask', 'vision_config': 'sdpa'}"
 """The way out, in messages, where one part of a model does not take the backend."""
 
-_WINDOW_FROM_CONFIG = {"phimoe", "qwen2_moe"}
-"""Model types that leave the sliding window to the mask and do not hand it to their attention."""
 
+class LayerMask(NamedTuple):
+    """The mask of a layer, and the key that each of its columns stands for."""
 
-def layer_mask(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float,
-    kwargs: dict[str, Any],
-    implementation: str = FLASHMASK,
-) -> LayerMask:
-    """Check a layer's keywords and return its mask. Arguments and errors are those of `forward.attention_forward`.
+    mask: FlashMask
+    keys: Tensor | None = None
+    """int64 [B or 1, columns]; None where column j is key j."""
 
-    Args:
-        module: the attention layer.
-        query: [B, Hq, Sq, D].
-        key: [B, Hkv, Skv, D].
-        attention_mask: what `mask_hook` returned, or None.
-        dropout: must be 0 in training.
-        kwargs: the layer's keywords.
-        implementation: what `attn_implementation` is set to.
-    """
-    check_keywords(module, dropout, kwargs, implementation)
-    _check_context_parallel(module, implementation)
-    causal = kwargs.get("is_causal")
-    causal = bool(getattr(module, "is_causal", True) if causal is None else causal)
-    if attention_mask is not None:
-        check_hook_result(attention_mask)
-    vectors = kwargs.get(VECTORS)
-    if causal and (kwargs.get("position_ids") is not None or kwargs.get("cu_seq_lens_q") is not None):
-        record_documents()
-    if vectors is not None:
-        record_documents()
-        record_supplied_call()
-        _check_receiver(module, attention_mask, causal)
-        _check_form(vectors, causal)
-        vectors = vectors_of_local_heads(module, vectors, query.shape[1], key.shape[1])
-        _check_fit(vectors, query, key)
-        window = _window_of(module, kwargs)
-        return _supplied_mask(vectors, attention_mask, causal, window, kwargs.get("position_ids"))
-    if attention_mask is not None:
-        return LayerMask(
-            _hook_mask(attention_mask, query, key, kwargs.get("cu_seq_lens_q"), kwargs.get("position_ids"))
-        )
-    return LayerMask(_default_mask(query, key, causal, kwargs, implementation))
+    def gather(self, x: Tensor) -> Tensor:
+        """Return keys or values [B, H, S, D] in the order of the columns, [B, H, columns, D]."""
+        if self.keys is None:
+            return x
+        batch = torch.arange(x.shape[0], device=x.device)[:, None]
+        return x.transpose(1, 2)[batch, self.keys].transpose(1, 2)
 
-
-def _check_context_parallel(module: nn.Module, implementation: str) -> None:
-    """Raise under torch's context parallelism, which exchanges the keys of `scaled_dot_product_attention` alone.
-
-    Every rank would attend within its part of the row. accelerate, whose `parallelism_config` uses it, also drops the
-    masks of layers, by hooks on them.
-    """
-    sdpa = nn.functional.scaled_dot_product_attention
-    replaced = isinstance(sdpa, FunctionType) and sdpa.__module__.startswith("torch.distributed.")
-    hooks = [getattr(hook, "__name__", "") for hook in module._forward_pre_hooks.values()]
-    if replaced or "_self_attn_pre_forward_hook" in hooks:
-        raise NotImplementedError(
-            f"context parallelism of torch and accelerate (cp_size > 1) is for 'sdpa' alone: with '{implementation}' "
-            "each rank would attend within its own part of the row; take flashmask_hf.trainers.PackedSFTTrainer, which "
-            "exchanges keys by itself, leave cp_size at 1, or use attn_implementation='sdpa' on rows of one document"
-        )
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        """Return attention [B, Hq, Sq, Dv] under the mask; `options` are those of `flashmask_attention`."""
+        return flashmask_attention(query, self.gather(key), self.gather(value), self.mask, **options)
 
 
 def check_hook_result(attention_mask: Any) -> None:
@@ -103,7 +47,7 @@ def check_hook_result(attention_mask: Any) -> None:
     raise ValueError(
         f"attention_mask must be None or the columns that flashmask_hf's mask hook makes of a 2D mask, got {got} in an "
         f"attention layer; write a dense mask as FlashMask.from_dense(mask).indices and pass it as {VECTORS}, or, if "
-        f"the model made it for an image tower, keep that from this backend: {_TEXT_ONLY}"
+        f"the model made it for an image tower, keep that from this backend: {TEXT_ONLY}"
     )
 
 
@@ -111,227 +55,3 @@ def hidden_keys(hooked: Tensor, q_len: int) -> Tensor:
     """Return which keys the hook's columns [B, 1, n, Skv] hide from all rows, as they do padding; bool [B, 1, Skv]."""
     hidden = hooked[:, :, 0] == 0
     return hidden if hooked.shape[2] == 1 else hidden & (hooked[:, :, 1] >= q_len)
-
-
-def _check_receiver(module: nn.Module, attention_mask: Tensor | None, causal: bool) -> None:
-    """Raise if the vectors reached a layer whose tokens they do not describe."""
-    config = getattr(module, "config", None)
-    if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
-        raise NotImplementedError(
-            f"{VECTORS} would reach the encoder, the decoder and the attention between them alike; models with an "
-            "encoder and a decoder do not take them: use attention_mask"
-        )
-    if config is not None and attention_mask is None and not causal:  # a layer of a model that asked for no mask
-        raise NotImplementedError(
-            f"{VECTORS} reached a layer that is not causal and has no mask of the model's, as in an image tower, "
-            f"whose patches they do not describe; keep it from this backend, for example with {_TEXT_ONLY}"
-        )
-
-
-def _check_form(vectors: Any, causal: bool) -> None:
-    """Check dtype and number of columns of the supplied vectors."""
-    if not isinstance(vectors, Tensor) or vectors.dtype != torch.int32:
-        got = vectors.dtype if isinstance(vectors, Tensor) else type(vectors).__name__
-        raise TypeError(f"{VECTORS} must be an int32 tensor [B, 1, S, n], got {got}; pass mask.indices of a FlashMask")
-    shape = list(vectors.shape)
-    if vectors.dim() != 4 or shape[-1] not in (1, 2, 4):
-        raise ValueError(f"{VECTORS} must have shape [B, 1, S, n] with n = 1, 2 or 4, got {shape}")
-    if shape[-1] == 1 and not causal:
-        raise ValueError(
-            f"{VECTORS} with n = 1 describe a causal mask, but this layer is not causal (is_causal=False); pass n = 2 "
-            "or 4 columns, for example FlashMask.bidirectional().indices (and none to a model with encoder and decoder)"
-        )
-
-
-def _check_fit(vectors: Tensor, query: Tensor, key: Tensor) -> None:
-    """Check that device and shape of the supplied vectors are those of a layer's call. Their values are not read."""
-    shape = list(vectors.shape)
-    if vectors.device != query.device:
-        raise ValueError(f"{VECTORS} is on {vectors.device}, but the layer runs on {query.device}; move it there")
-    batch, heads, q_len, _ = query.shape
-    kv_heads, kv_len = key.shape[1:3]
-    if shape[2] != kv_len or q_len != kv_len:
-        raise ValueError(
-            f"{VECTORS} describe a whole row of {shape[2]} tokens, but this layer has {q_len} queries and {kv_len} "
-            "keys; pass one column per token of input_ids and use_cache=False, leave them out of generate, use no "
-            "prompt learning (virtual tokens) with packed rows, and run parts of rows, forward and backward, in the "
-            "context of flashmask_hf.parallel.sequence_parallel"
-        )
-    if not is_one_of(shape[0], 1, batch):
-        raise ValueError(f"{VECTORS} has batch {shape[0]}; it must be 1 or the batch {batch} of the model's input")
-    if not is_one_of(shape[1], 1, kv_heads, heads):
-        raise ValueError(f"{VECTORS} has {shape[1]} heads; it must have 1, Hkv = {kv_heads} or Hq = {heads}")
-
-
-def _window_of(module: nn.Module, kwargs: dict[str, Any]) -> int | None:
-    """Return the layer's sliding window: its keyword, or the config's for models that leave it to the mask."""
-    config: Any = getattr(module, "config", None)
-    types = getattr(config, "layer_types", None) or ()
-    reads_window = getattr(config, "model_type", None) in _WINDOW_FROM_CONFIG
-    layer_type = None
-    if reads_window or "chunked_attention" in types:
-        # Other models leave the layer's index unread: a compiler would guard on it, and compile every layer anew.
-        layer = getattr(module, "layer_idx", None)
-        layer_type = types[layer] if types and layer is not None else None
-    if layer_type == "chunked_attention":
-        raise NotImplementedError(
-            f"{VECTORS} on a layer of chunked attention need position_ids to tell its chunks, which this model does "
-            "not hand to its layers; use attention_mask, or position_ids that start again with each document"
-        )
-    if not reads_window:
-        return kwargs.get("sliding_window")
-    return config.sliding_window if layer_type in (None, "sliding_attention") else None
-
-
-def _supplied_mask(
-    vectors: Tensor, hooked: Tensor | None, causal: bool, window: int | None, position_ids: Tensor | None
-) -> LayerMask:
-    """Return the caller's vectors, less padding, in a window of `window` positions.
-
-    Of the hook's columns `hooked` only padding counts: keys that are hidden from every row. The vectors themselves win
-    over documents that the hook found. On a layer that is not causal the window has two sides, as in FlashAttention.
-    """
-    if window is not None and position_ids is not None and position_ids.dim() != 2:
-        raise NotImplementedError(
-            f"sliding_window={window} with {VECTORS} needs position_ids [B, S], got {list(position_ids.shape)}; "
-            "use a model without sliding windows"
-        )
-    two_sided = not causal
-    causal = causal and vectors.shape[-1] < 4
-
-    def build() -> LayerMask:
-        if window is not None:  # which would cut what is out of range off; other masks are checked with their plan
-            # The message does not name the length: a compiler would specialize on the number and compile each length.
-            device_assert(
-                ((vectors >= 0) & (vectors <= vectors.shape[2])).all(),
-                f"{VECTORS} must lie in 0..S, the row's length, as they do in a mask made for this row; "
-                "FlashMask.validate(q_len=S) names the columns",
-            )
-        if causal and vectors.shape[-1] == 2:
-            # Columns LTS, UTE of a mask that is not causal show rows [UTE, LTS), so they have LTS > UTE somewhere.
-            device_assert(
-                (vectors[..., 0] <= vectors[..., 1]).all(),
-                f"{VECTORS} with n = 2 on a causal layer are LTS, LTE, but a column has LTS > LTE; pass a mask that "
-                "is not causal as mask.bidirectional().indices (n = 4), an empty interval as start == end",
-            )
-        if causal and hooked is not None and hooked.shape[2] == 4:
-            _refuse_blocks(hooked)
-        mask = FlashMask(vectors.detach() if hooked is None else _hide_padding(vectors, hooked, causal), causal)
-        check_tree_positions(mask, position_ids)
-        return LayerMask(mask) if window is None else apply_window(mask, window, position_ids, two_sided=two_sided)
-
-    sources = [vectors] if hooked is None else [vectors, hooked]
-    if position_ids is not None:
-        sources.append(position_ids)
-    variant = ("supplied", causal, window, two_sided)
-    return cached_mask(tuple(sources), variant, build, per_forward=hooked is not None)
-
-
-def _refuse_blocks(hooked: Tensor) -> None:
-    """Assert that the hook's columns [B, 1, 4, S] show no key to rows before it, which causal vectors would hide."""
-    row = torch.arange(hooked.shape[3], device=hooked.device)
-    pieces = FlashMask(hooked.detach().transpose(2, 3), causal=False).visible_intervals(hooked.shape[3])
-    device_assert(
-        ~torch.stack([(start < end) & (start < row) for start, end in pieces]).any(),
-        f"causal {VECTORS} hide tokens of a block (an image) that the model shows each other; pass "
-        "position_ids that start again at 0 with each document, or n = 4 columns that show the blocks",
-    )
-
-
-def _hide_padding(vectors: Tensor, hooked: Tensor, causal: bool) -> Tensor:
-    """Return the vectors with every key hidden from all rows that the hook's columns hide from all rows."""
-    length = vectors.shape[2]
-    return torch.stack(hide_keys(vectors.unbind(-1), hidden_keys(hooked, length), causal, length), -1)
-
-
-def _hook_mask(
-    attention_mask: Tensor, query: Tensor, key: Tensor, cu_seq_lens: Tensor | None, position_ids: Tensor | None
-) -> FlashMask:
-    """Return the mask of the hook's columns, with documents separated by `cu_seq_lens` or, without it, by positions.
-
-    `cu_seq_lens` is read as in FlashAttention. The hook, too, separates documents by positions (`patches.py`), but not
-    every model hands them to its masks.
-    """
-    batch, _, q_len, _ = query.shape
-    kv_len = key.shape[2]
-    if attention_mask.shape[3] != kv_len or not is_one_of(attention_mask.shape[0], 1, batch):
-        raise ValueError(
-            f"attention_mask has batch {attention_mask.shape[0]} and {attention_mask.shape[3]} key columns, but this "
-            f"layer has batch {batch} and {kv_len} keys; pass a 2D attention_mask that covers cache and new tokens"
-        )
-    causal = attention_mask.shape[2] == 1
-    columns = attention_mask.detach().transpose(2, 3)
-    if cu_seq_lens is not None and cu_seq_lens.shape[0] > 2:
-        if batch != 1 or q_len != kv_len or not causal:
-            raise NotImplementedError(
-                f"cu_seq_lens_q of several documents is implemented for one causal row without a cache, got batch "
-                f"{batch}, {q_len} queries and {kv_len} keys; flatten the batch into one row, or pass {VECTORS}"
-            )
-
-        def separated_by_cu_seq_lens() -> FlashMask:
-            column = torch.arange(kv_len, device=query.device, dtype=torch.int32)
-            edges = cu_seq_lens.to(torch.int32)
-            after = torch.searchsorted(edges, column, right=True)
-            end = torch.where(after < len(edges), edges[after.clamp(max=len(edges) - 1)], kv_len)
-            return FlashMask(torch.minimum(columns, end.view(1, 1, -1, 1)), causal=True)
-
-        return cached_mask((attention_mask, cu_seq_lens), ("cu_seq_lens",), separated_by_cu_seq_lens)
-    positions = _positions_of_keys(position_ids, key) if causal else None
-    if positions is None:
-        return cached_mask((attention_mask,), ("hook",), lambda: FlashMask(columns.contiguous(), causal))
-
-    def separated_by_positions() -> FlashMask:
-        starts = document_starts(positions, columns[:, 0, :, 0] > 0)[:, 1:]
-        ends = next_flagged(starts)[:, None, :, None].to(torch.int32)
-        return FlashMask(torch.minimum(columns, ends), causal=True)
-
-    return cached_mask((attention_mask, positions), ("positions",), separated_by_positions)
-
-
-def _positions_of_keys(position_ids: Tensor | None, key: Tensor) -> Tensor | None:
-    """Return `position_ids` if they are those of all keys, [B or 1, Skv], else None."""
-    batch, _, kv_len, _ = key.shape
-    if position_ids is None or position_ids.shape not in ((1, kv_len), (batch, kv_len)):
-        return None
-    return position_ids
-
-
-def _default_mask(query: Tensor, key: Tensor, causal: bool, kwargs: dict[str, Any], implementation: str) -> FlashMask:
-    """Return the mask of a layer for which no hook ran: causal (bottom-right aligned) or full.
-
-    A causal one keeps documents apart where `position_ids` are those of all keys, [B or 1, Skv], which start again at 0
-    with each: engines of sequence parallelism gather them, but drop masks and do not know of the vectors.
-    """
-    window = kwargs.get("sliding_window")
-    if window is not None and not causal:
-        raise NotImplementedError(
-            f"sliding_window={window} on a layer that is not causal is not implemented by "
-            f"attn_implementation='{implementation}'; use attn_implementation='sdpa' for this model"
-        )
-    cu_seq_lens = kwargs.get("cu_seq_lens_q")
-    if cu_seq_lens is not None and cu_seq_lens.shape[0] > 2:
-        raise NotImplementedError(
-            "cu_seq_lens_q of several sequences is not implemented for a layer without a mask; use "
-            "attn_implementation='sdpa' for this part of the model, for example {'vision_config': 'sdpa'}"
-        )
-    q_len, kv_len, device = query.shape[2], key.shape[2], query.device
-    positions = _positions_of_keys(kwargs.get("position_ids"), key) if causal else None
-
-    def build() -> FlashMask:
-        row = torch.arange(kv_len, device=device, dtype=torch.int32) + (q_len - kv_len)
-        if causal:
-            end = torch.full_like(row, q_len) if window is None else (row + min(window, UNBOUNDED)).clamp(0, q_len)
-            end = end[None]
-            if positions is not None:
-                document_end = next_flagged(document_starts(positions)[:, 1:]) + (q_len - kv_len)
-                end = torch.minimum(end, document_end.clamp(min=0).to(torch.int32))
-            return FlashMask(end[:, None, :, None], causal=True)
-        return FlashMask(
-            torch.stack([torch.full_like(row, q_len), torch.zeros_like(row)], -1)[None, None], causal=False
-        )
-
-    # The mask of a fake tensor is fake, and that of a CUDA graph lies in the graph's memory: neither may be cached.
-    if type(query) is not Tensor or torch.compiler.is_compiling() or is_capturing(query):
-        return build()
-    variant = ("default", q_len, kv_len, causal, window, device, stream_of(query))
-    return cached_mask(() if positions is None else (positions,), variant, build, per_forward=positions is None)

@@ -21,9 +21,9 @@ from transformers.masking_utils import (
     packed_sequence_mask_function,
 )
 
+from flashmask_hf.hf.families import refuse_unsupported
 from flashmask_hf.hf.keywords import check_window
 from flashmask_hf.hf.mask_reader import TraceContext, trace
-from flashmask_hf.hf.model_support import refuse_unsupported
 from flashmask_hf.intervals import hide_keys
 from flashmask_hf.mask import FlashMask, MaskNotRepresentable
 from flashmask_hf.names import FLASHMASK, VECTORS

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from flashmask_hf.checks import device_assert
-from flashmask_hf.hf.positions import UNBOUNDED, run_bounds
+from flashmask_hf.hf.documents import UNBOUNDED, run_bounds
 
 __all__ = ["QueryIntervals", "TraceContext", "trace"]
 

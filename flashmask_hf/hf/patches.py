@@ -24,17 +24,17 @@ from transformers.loss.loss_utils import LOSS_MAPPING
 from transformers.utils import generic
 
 from flashmask_hf.checks import device_assert
+from flashmask_hf.hf.attention import attention_forward
 from flashmask_hf.hf.branches import check_labels
 from flashmask_hf.hf.document_guard import guard_documents
-from flashmask_hf.hf.forward import attention_forward
+from flashmask_hf.hf.documents import document_starts
+from flashmask_hf.hf.families import refuse_own_attention
 from flashmask_hf.hf.forward_records import record_documents
 from flashmask_hf.hf.ignored_vectors import check_call
 from flashmask_hf.hf.mask_hook import DOCUMENTS
 from flashmask_hf.hf.mixed_documents import check_adapters, check_heads, check_scales, check_token_dropout
-from flashmask_hf.hf.model_support import refuse_own_attention
 from flashmask_hf.hf.position_axes import add_text_positions
 from flashmask_hf.hf.position_numbers import renumber_positions
-from flashmask_hf.hf.positions import document_starts
 from flashmask_hf.hf.unread_documents import call_model, check_document_numbers, check_numbered_mask
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.names import FLASHMASK, HASH, NAMES, QK, VECTORS

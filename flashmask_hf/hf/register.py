@@ -10,7 +10,7 @@ from __future__ import annotations
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from flashmask_hf.hf import patches
-from flashmask_hf.hf.forward import attention_forward
+from flashmask_hf.hf.attention import attention_forward
 from flashmask_hf.hf.mask_hook import mask_hook
 from flashmask_hf.names import FLASHMASK, HASH, QK
 from flashmask_hf.sparse.hf import hash_attention_forward, qk_attention_forward

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flashmask_hf.checks import device_assert
 from flashmask_hf.hf.model_hooks import unwrap_peft
-from flashmask_hf.hf.packed_rows import check_layers
+from flashmask_hf.hf.packed.rows import check_layers
 from flashmask_hf.names import FLASHMASK, VECTORS
 
 __all__ = ["run_tree_packing", "tree_vectors"]

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from flashmask_hf.checks import device_assert
 from flashmask_hf.hf.document_guard import is_guarded
+from flashmask_hf.hf.documents import has_one_document
 from flashmask_hf.hf.forward_records import ForwardRecord
 from flashmask_hf.hf.ignored_vectors import hides_more
 from flashmask_hf.hf.model_hooks import is_compiled, named_arguments, tokens_of
-from flashmask_hf.hf.positions import has_one_document
 from flashmask_hf.names import NAMES, PACKED_IDS, VECTORS
 
 __all__ = ["call_model", "check_document_numbers", "check_numbered_mask"]

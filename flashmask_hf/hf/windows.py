@@ -9,42 +9,21 @@ them, so attention is the same.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import torch
 from torch import Tensor, nn
 
-from flashmask_hf.attention import flashmask_attention
 from flashmask_hf.checks import device_assert
-from flashmask_hf.hf.positions import UNBOUNDED, run_bounds
+from flashmask_hf.hf.documents import UNBOUNDED, run_bounds
+from flashmask_hf.hf.layer_mask import LayerMask
 from flashmask_hf.intervals import outer_rows
 from flashmask_hf.mask import FlashMask, MaskNotRepresentable
 from flashmask_hf.names import VECTORS
 from flashmask_hf.torch_state import is_capturing
 
-__all__ = ["LayerMask", "apply_window"]
+__all__ = ["apply_window"]
 
 _MAX_PAIRS = 2**22
 """Number of pairs of a visible piece and a run of positions that are compared at a time: bounds the memory."""
-
-
-class LayerMask(NamedTuple):
-    """The mask of a layer, and the key that each of its columns stands for."""
-
-    mask: FlashMask
-    keys: Tensor | None = None
-    """int64 [B or 1, columns]; None where column j is key j."""
-
-    def gather(self, x: Tensor) -> Tensor:
-        """Return keys or values [B, H, S, D] in the order of the columns, [B, H, columns, D]."""
-        if self.keys is None:
-            return x
-        batch = torch.arange(x.shape[0], device=x.device)[:, None]
-        return x.transpose(1, 2)[batch, self.keys].transpose(1, 2)
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        """Return attention [B, Hq, Sq, Dv] under the mask; `options` are those of `flashmask_attention`."""
-        return flashmask_attention(query, self.gather(key), self.gather(value), self.mask, **options)
 
 
 def apply_window(mask: FlashMask, window: int, position_ids: Tensor | None, *, two_sided: bool) -> LayerMask:

@@ -29,8 +29,8 @@ from torch.compiler import is_compiling
 from transformers import PreTrainedModel
 
 from flashmask_hf.checks import as_integer, check_bool
-from flashmask_hf.hf.layer_mask import layer_mask
-from flashmask_hf.hf.windows import LayerMask
+from flashmask_hf.hf.late import layer_mask
+from flashmask_hf.hf.layer_mask import LayerMask
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.names import HASH, QK
 from flashmask_hf.sparse import hash_sparse_attention, qk_sparse_attention
@@ -66,7 +66,7 @@ def hash_attention_forward(
         attention_mask: what `mask_hook` returned, or None.
         scaling: factor on the scores; None is D ** -0.5.
         dropout: must be 0 in training.
-        kwargs: as in `forward.attention_forward`, and `flashmask_hash`, the options in place of the config's:
+        kwargs: as in `attention.attention_forward`, and `flashmask_hash`, the options in place of the config's:
             `n_buckets` (even, at least 2); `seed` of the directions (default 0); `exclude_self` (default False),
             whether a query does not see its own key (the paper excludes it, as Reformer does, because its queries are
             its keys and would see little else); `shared_qk` (default False), whether every key has the direction of the
@@ -78,8 +78,8 @@ def hash_attention_forward(
 
     Raises:
         TypeError: an option has the wrong type.
-        ValueError: an option is missing, unknown or out of range; or as in `forward.attention_forward`.
-        NotImplementedError: the mask is not causal with n = 1 column; or as in `forward.attention_forward`.
+        ValueError: an option is missing, unknown or out of range; or as in `attention.attention_forward`.
+        NotImplementedError: the mask is not causal with n = 1 column; or as in `attention.attention_forward`.
     """
     options = _options(
         HASH, module, kwargs, {"n_buckets": None, "seed": 0, "exclude_self": False, "shared_qk": False}
@@ -138,8 +138,8 @@ def qk_attention_forward(
         attention_mask: what `mask_hook` returned, or None.
         scaling: factor on the scores; None is D ** -0.5.
         dropout: must be 0 in training.
-        kwargs: as in `forward.attention_forward`, and `flashmask_qk`, the options in place of the config's: `drop`, the
-            probability in 0..1 of dropping a query, and of dropping a key. Or `q_keep` [B, Hq, Sq] and `k_keep`
+        kwargs: as in `attention.attention_forward`, and `flashmask_qk`, the options in place of the config's: `drop`,
+            the probability in 0..1 of dropping a query, and of dropping a key. Or `q_keep` [B, Hq, Sq] and `k_keep`
             [B, Hkv, Skv], bool, what all layers keep: nothing is drawn then, and evaluation drops, too.
 
     Returns:
@@ -149,9 +149,9 @@ def qk_attention_forward(
     Raises:
         TypeError: `drop` is not a number, or a keep not a bool tensor.
         ValueError: an option is missing, unknown or out of range; only one keep is given, or its shape or device does
-            not fit; or as in `forward.attention_forward`.
+            not fit; or as in `attention.attention_forward`.
         NotImplementedError: rows are dropped under a mask that is not causal with n = 1 column; or as in
-            `forward.attention_forward`.
+            `attention.attention_forward`.
     """
     columns = layer_mask(module, query, key, attention_mask, dropout, kwargs, QK)
     q_keep, k_keep = (kwargs.get(name) for name in ("q_keep", "k_keep"))

@@ -11,7 +11,7 @@ from typing import Any
 
 from trl.experimental.async_grpo import async_grpo_trainer
 
-from flashmask_hf.hf.packed_rows import check_compiled
+from flashmask_hf.hf.packed.rows import check_compiled
 from flashmask_hf.hf.tree_packing import run_tree_packing
 from flashmask_hf.names import FLASHMASK
 from flashmask_hf.trainers.attention_report import ReportAttention

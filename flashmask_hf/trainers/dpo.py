@@ -18,7 +18,7 @@ from trl.trainer.utils import global_then_local_main_first
 
 from flashmask_hf.collators.dataset import column_lengths, refuse_transform, unformatted, warn_of_weights
 from flashmask_hf.collators.preference import DataCollatorForSharedQuestion
-from flashmask_hf.hf.packed_rows import check_compiled, run_packed
+from flashmask_hf.hf.packed.rows import check_compiled, run_packed
 from flashmask_hf.names import FLASHMASK, VECTORS
 from flashmask_hf.trainers.attention_report import ReportAttention
 from flashmask_hf.trainers.common import (

@@ -16,7 +16,7 @@ from trl.trainer.reward_trainer import RewardTrainer
 
 from flashmask_hf.collators.reward import PADDING, DataCollatorForMultiAnswerReward
 from flashmask_hf.hf.model_hooks import unwrap_peft
-from flashmask_hf.hf.packed_rows import check_compiled, run_packed
+from flashmask_hf.hf.packed.rows import check_compiled, run_packed
 from flashmask_hf.names import PACKED_IDS, PACKED_INDEX, VECTORS
 from flashmask_hf.trainers.attention_report import ReportAttention
 from flashmask_hf.trainers.common import (

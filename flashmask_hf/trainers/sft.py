@@ -17,8 +17,8 @@ from trl.trainer.sft_trainer import SFTTrainer
 from flashmask_hf.collators.dataset import pack_dataset, unformatted, warn_of_weights
 from flashmask_hf.collators.labels import MASK_COLUMNS
 from flashmask_hf.collators.language_modeling import DataCollatorForPackedLanguageModeling
-from flashmask_hf.hf.packed_rows import check_compiled, check_layers
-from flashmask_hf.hf.router_logits import drop_padding_from_router_logits
+from flashmask_hf.hf.packed.router_logits import drop_padding_from_router_logits
+from flashmask_hf.hf.packed.rows import check_compiled, check_layers
 from flashmask_hf.names import FLASHMASK, IGNORED, VECTORS
 from flashmask_hf.trainers.attention_report import ReportAttention
 from flashmask_hf.trainers.common import (

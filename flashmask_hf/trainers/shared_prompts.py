@@ -3,7 +3,7 @@
 TRL computes all log-probabilities, those of the policy, of the policy before the update and of the reference, in
 `_get_per_token_logps_and_entropies`, which calls the model with a padded batch of one sequence per completion.
 `SharedPrompts` overrides it to call the model through a `_PackingModel`, which packs the batch into one row where each
-prompt stands once (`hf.packed_rows`). TRL's chunks, temperature, entropies and losses stay as they are.
+prompt stands once (`hf.packed.rows`). TRL's chunks, temperature, entropies and losses stay as they are.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from transformers import ProcessorMixin
 
 from flashmask_hf.collators.forest import pack_forests, packed_inputs
 from flashmask_hf.collators.prefixes import share_prefixes, share_prompts
-from flashmask_hf.hf.packed_rows import check_compiled, run_packed
-from flashmask_hf.hf.shared_prefill import shared_prefill
+from flashmask_hf.hf.packed.rows import check_compiled, run_packed
+from flashmask_hf.hf.packed.shared_prefill import shared_prefill
 from flashmask_hf.names import FLASHMASK, VECTORS
 from flashmask_hf.trainers.attention_report import ReportAttention
 from flashmask_hf.trainers.common import (

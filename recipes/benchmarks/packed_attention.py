@@ -30,8 +30,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from flashmask_hf import FlashMask, flashmask_attention
 from flashmask_hf import plan as plan_in_torch
-from flashmask_hf.hf.forward import attention_forward
-from flashmask_hf.hf.layer_mask import layer_mask
+from flashmask_hf.hf.attention import attention_forward
+from flashmask_hf.hf.late import layer_mask
 from flashmask_hf.kernels.eager import tiled
 from flashmask_hf.names import FLASHMASK
 from flashmask_hf.operators import plan as plan_operator

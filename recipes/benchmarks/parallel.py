@@ -42,7 +42,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from flashmask_hf import FlashMask
 from flashmask_hf.collators import DataCollatorForPackedLanguageModeling
-from flashmask_hf.hf.forward import attention_forward
+from flashmask_hf.hf.attention import attention_forward
 from flashmask_hf.long_rows.checkpointing import enable_checkpointing
 from flashmask_hf.parallel import contiguous_rows, deal_rows, sequence_parallel
 from flashmask_hf.parallel.exchange import exchange_of, gather_keys, heads_to_rows, rows_to_heads, spread_kv_heads

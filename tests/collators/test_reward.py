@@ -9,7 +9,7 @@ from tools.rewards import BOUND, load, save_reward_model, scored, separate_rewar
 
 import flashmask_hf.collators.reward as reward_collator
 from flashmask_hf.collators import DataCollatorForMultiAnswerReward
-from flashmask_hf.hf.packed_rows import run_packed
+from flashmask_hf.hf.packed.rows import run_packed
 
 
 @pytest.fixture(scope="module")

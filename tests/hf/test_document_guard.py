@@ -14,7 +14,7 @@ from flashmask_hf import masks
 from flashmask_hf.collators import DataCollatorForPackedLanguageModeling
 from flashmask_hf.hf import document_guard, patches
 from flashmask_hf.hf.document_guard import guard_documents, is_guarded
-from flashmask_hf.hf.packed_rows import check_layers
+from flashmask_hf.hf.packed.rows import check_layers
 from flashmask_hf.names import VECTORS
 
 LENGTHS = [5, 1, 6]

@@ -25,8 +25,8 @@ from flashmask_hf.collators import (
     DataCollatorForTrees,
 )
 from flashmask_hf.hf import patches
+from flashmask_hf.hf.documents import next_flagged
 from flashmask_hf.hf.ignored_vectors import _differs, check_call, hides_more
-from flashmask_hf.hf.positions import next_flagged
 
 pytestmark = TRAINER_WARNINGS
 

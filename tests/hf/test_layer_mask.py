@@ -24,7 +24,7 @@ from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 from transformers.masking_utils import bidirectional_mask_function
 
 from flashmask_hf import FlashMask, flashmask_attention, masks
-from flashmask_hf.hf import layer_mask
+from flashmask_hf.hf import late, layer_mask
 from flashmask_hf.hf.mask_hook import mask_hook
 
 
@@ -334,7 +334,7 @@ def test_cu_seq_lens_that_cannot_be_honoured_are_refused():
 def test_cu_seq_lens_are_documents(dtype):
     query, edges = torch.randn(1, 2, 8, 8), torch.tensor([0, 3, 6], dtype=dtype)
     columns = mask_hook(batch_size=1, q_length=8, kv_length=8)
-    mask = layer_mask._hook_mask(columns, query, query, edges, None)
+    mask = late._hook_mask(columns, query, query, edges, None)
     assert torch.equal(mask.indices, masks.causal_document([3, 3, 2]).indices)
 
 
@@ -354,7 +354,7 @@ def test_cu_seq_lens_of_one_document_change_nothing():
 
 def test_a_window_of_one_side_and_one_of_two_are_masks_of_their_own():
     vectors = masks.full(6).bidirectional().indices
-    seen = [layer_mask._supplied_mask(vectors, None, causal, 2, None).mask.to_dense() for causal in (True, False)]
+    seen = [late._supplied_mask(vectors, None, causal, 2, None).mask.to_dense() for causal in (True, False)]
     assert torch.equal(seen[1], masks.sliding_window(6, 2, causal=False).to_dense())
     assert (seen[0] & ~seen[1]).any()
 
@@ -368,7 +368,7 @@ def test_four_columns_are_laid_out_for_the_decoding_kernel_once():
     """It would copy them in every layer."""
     columns = mask_hook(batch_size=1, q_length=1, q_offset=torch.tensor(3), kv_length=6)
     query, key = torch.randn(1, 2, 1, 8), torch.randn(1, 2, 6, 8)
-    mask = layer_mask._hook_mask(columns, query, key, None, None)
+    mask = late._hook_mask(columns, query, key, None, None)
     assert mask.indices.shape == (1, 1, 6, 4)
     assert mask.indices.is_contiguous()
 
@@ -378,10 +378,10 @@ def test_masks_of_layers_do_not_wait_for_the_device():
     query = torch.randn(1, 2, 6, 8)
     with NoSynchronization():
         columns = mask_hook(batch_size=1, q_length=6, kv_length=6)
-        layer_mask._hook_mask(columns, query, query, edges, None)
-        layer_mask._supplied_mask(vectors, columns, True, None, None)
-        layer_mask._supplied_mask(vectors, columns, True, 2, None)
-        layer_mask._default_mask(query, query, True, dict(sliding_window=3), "flashmask")
+        late._hook_mask(columns, query, query, edges, None)
+        late._supplied_mask(vectors, columns, True, None, None)
+        late._supplied_mask(vectors, columns, True, 2, None)
+        late._default_mask(query, query, True, dict(sliding_window=3), "flashmask")
 
 
 IMAGE = 40

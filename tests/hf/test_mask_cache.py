@@ -11,8 +11,8 @@ from torch._subclasses import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
 from flashmask_hf import masks
-from flashmask_hf.hf import layer_mask, mask_cache, tensor_parallel
-from flashmask_hf.hf.forward import attention_forward
+from flashmask_hf.hf import late, mask_cache, ranks
+from flashmask_hf.hf.attention import attention_forward
 from flashmask_hf.hf.mask_hook import mask_hook
 from flashmask_hf.long_rows.checkpointing import enable_checkpointing
 from flashmask_hf.operators import plan as plan_operator
@@ -47,9 +47,9 @@ def plans(monkeypatch):
 def windows(monkeypatch):
     """Return a list that grows by one whenever a window is applied to a mask."""
     applied = []
-    apply_window = layer_mask.apply_window
+    apply_window = late.apply_window
     monkeypatch.setattr(
-        layer_mask, "apply_window", lambda *args, **kwargs: applied.append(1) or apply_window(*args, **kwargs)
+        late, "apply_window", lambda *args, **kwargs: applied.append(1) or apply_window(*args, **kwargs)
     )
     return applied
 
@@ -212,16 +212,16 @@ def test_vectors_changed_in_inference_mode_are_read_again(cache):
 @pytest.mark.parametrize("inference", [False, True])
 def test_layers_share_the_vectors_of_the_heads_that_a_process_computes(cache, monkeypatch, inference):
     """Under tensor parallelism. They follow changes in place, and do not keep the vectors of all heads."""
-    monkeypatch.setattr(tensor_parallel, "_shard_of", lambda module: (1, 2))
+    monkeypatch.setattr(ranks, "_shard_of", lambda module: (1, 2))
     module = torch.nn.Module()
     module.config = SimpleNamespace(num_attention_heads=4)
     with torch.inference_mode(inference):
         vectors = torch.arange(4 * 8, dtype=torch.int32).view(1, 4, 8, 1).clone()
-        first, second = (tensor_parallel.vectors_of_local_heads(module, vectors, 2, 1) for _ in range(2))
+        first, second = (ranks.vectors_of_local_heads(module, vectors, 2, 1) for _ in range(2))
         assert torch.equal(first, vectors[:, 2:])
         assert (first is second) is not inference  # tensors made there do not count their changes
         vectors.mul_(2)
-        changed = tensor_parallel.vectors_of_local_heads(module, vectors, 2, 1)
+        changed = ranks.vectors_of_local_heads(module, vectors, 2, 1)
         assert torch.equal(changed, vectors[:, 2:])
     assert len(cache) == (0 if inference else 1)
     del vectors
@@ -260,7 +260,7 @@ def test_each_stream_has_masks_of_its_own(cache, windows, monkeypatch):
     query, module = torch.randn(1, 2, 8, 8), torch.nn.Module()
     vectors = masks.causal_document([3, 5]).indices
     for stream, count in ((1, 1), (2, 2), (1, 2), (2, 2)):
-        for user in (mask_cache, layer_mask):
+        for user in (mask_cache, late):
             monkeypatch.setattr(user, "stream_of", lambda x: (0, stream))  # noqa: B023
         attention_forward(module, query, query, query, None, startend_row_indices=vectors, sliding_window=3)
         attention_forward(module, query, query, query, None)
@@ -273,7 +273,7 @@ def test_a_graph_reads_vectors_again(cache, windows, monkeypatch):
     query, module = torch.randn(1, 2, 8, 8), torch.nn.Module()
     vectors = masks.causal_document([3, 5]).indices
     for capturing, count in ((False, 1), (True, 2), (True, 3), (False, 3)):
-        for user in (mask_cache, layer_mask):
+        for user in (mask_cache, late):
             monkeypatch.setattr(user, "is_capturing", lambda x: capturing)  # noqa: B023
         attention_forward(module, query, query, query, None, startend_row_indices=vectors, sliding_window=3)
         attention_forward(module, query, query, query, None)

@@ -23,7 +23,7 @@ from flashmask_hf import masks
 from flashmask_hf.collators import DataCollatorForPackedEncoders, DataCollatorForPackedLanguageModeling
 from flashmask_hf.hf import mixed_documents
 from flashmask_hf.hf.mixed_documents import check_adapters, check_scales
-from flashmask_hf.hf.packed_rows import run_packed
+from flashmask_hf.hf.packed.rows import run_packed
 
 pytestmark = TRAINER_WARNINGS
 

@@ -13,7 +13,7 @@ from flashmask_hf.collators import (
     DataCollatorForPackedLanguageModeling,
     DataCollatorForSharedQuestion,
 )
-from flashmask_hf.hf.packed_rows import run_packed
+from flashmask_hf.hf.packed.rows import run_packed
 
 FAMILIES = {
     "camembert": {},

@@ -17,7 +17,7 @@ from transformers.utils import generic
 
 import flashmask_hf
 from flashmask_hf.hf import register as register_module
-from flashmask_hf.hf.forward import attention_forward
+from flashmask_hf.hf.attention import attention_forward
 from flashmask_hf.hf.mask_hook import mask_hook
 
 

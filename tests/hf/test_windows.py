@@ -17,7 +17,7 @@ from transformers import (
 from transformers.models.gemma3 import Gemma3TextConfig
 
 from flashmask_hf import FlashMask, flashmask_attention, masks
-from flashmask_hf.hf.forward import attention_forward
+from flashmask_hf.hf.attention import attention_forward
 from flashmask_hf.hf.windows import apply_window
 
 pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
@@ -338,7 +338,7 @@ def test_keys_are_not_repeated_for_layers_without_a_window(monkeypatch):
         columns.append(key.shape[2])
         return flashmask_attention(query, key, *args, **kwargs)
 
-    monkeypatch.setattr("flashmask_hf.hf.windows.flashmask_attention", spy)
+    monkeypatch.setattr("flashmask_hf.hf.layer_mask.flashmask_attention", spy)
     model = AutoModelForCausalLM.from_config(MODELS["gemma2"](), attn_implementation="flashmask")
     vectors = masks.share_question([(9, [8, 9])]).indices
     at = counts((0, 9), (9, 17), (9, 18))

@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig,
 from transformers.utils import generic
 
 from flashmask_hf import FlashMask, masks, torch_state
-from flashmask_hf.hf import keywords, model_support
+from flashmask_hf.hf import families, keywords
 from flashmask_hf.hf.mask_hook import mask_hook
 from flashmask_hf.long_rows.checkpointing import enable_checkpointing
 from flashmask_hf.sparse import hf as sparse_backend
@@ -397,9 +397,7 @@ def test_masks_that_cannot_be_sorted_are_refused(name):
 
 
 def test_refusals_name_the_implementation():
-    unfit = types.SimpleNamespace(
-        model_type=next(iter(model_support._UNSUPPORTED)), _attn_implementation="flashmask_hash"
-    )
+    unfit = types.SimpleNamespace(model_type=next(iter(families._UNSUPPORTED)), _attn_implementation="flashmask_hash")
     config = type("Unfit", (), vars(unfit))()
     with pytest.raises(NotImplementedError, match="attn_implementation='flashmask_hash' refuses them"):
         mask_hook(batch_size=1, q_length=2, kv_length=2, config=config)

@@ -19,7 +19,7 @@ from transformers import (
     Qwen2Config,
 )
 
-from flashmask_hf.hf.forward import attention_forward
+from flashmask_hf.hf.attention import attention_forward
 
 _LAYER = 32 + 8 + 200 + 32 + 32 + 48
 """Terms of one layer's sums, one after another: projections, scores, up to 200 keys, output, gates, MLP."""

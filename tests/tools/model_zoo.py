@@ -24,7 +24,7 @@ from transformers import (
 from transformers.models.auto import modeling_auto
 
 from flashmask_hf import masks
-from flashmask_hf.hf import windows
+from flashmask_hf.hf import layer_mask
 from flashmask_hf.hf.forward_records import ForwardRecord
 
 BOUND = 1e-4
@@ -527,16 +527,16 @@ def examine(family: str) -> Family:
             actual, outcomes | dict.fromkeys(pairs, dict.fromkeys(modes, Outcome("raises", first_sentence(error))))
         )
     ours.load_state_dict(eager.state_dict())
-    calls, attend = [0], windows.flashmask_attention
+    calls, attend = [0], layer_mask.flashmask_attention
 
     def counting(*args: Any, **kwargs: Any) -> Tensor:
         calls[0] += 1
         return attend(*args, **kwargs)
 
-    windows.flashmask_attention = counting
+    layer_mask.flashmask_attention = counting
     try:
         for name, pair in pairs.items():
             outcomes[name] = {mode: _outcome(ours.eval(), eager.eval(), pair, mode, name, calls) for mode in modes}
     finally:
-        windows.flashmask_attention = attend
+        layer_mask.flashmask_attention = attend
     return Family(actual, outcomes)

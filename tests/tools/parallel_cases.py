@@ -20,7 +20,7 @@ from transformers.distributed import DistributedConfig
 import flashmask_hf
 from flashmask_hf import FlashMask, masks
 from flashmask_hf.collators import DataCollatorForPackedLanguageModeling, DataCollatorForTrees, tree_loss
-from flashmask_hf.hf.tensor_parallel import vectors_of_local_heads
+from flashmask_hf.hf.ranks import vectors_of_local_heads
 from flashmask_hf.long_rows.checkpointing import enable_checkpointing
 from flashmask_hf.parallel import contiguous_rows, sequence_parallel, split_rows
 

@@ -15,7 +15,7 @@ from tools.tiny import llama_config
 from transformers import AutoModelForCausalLM
 
 from flashmask_hf.collators import DataCollatorForPackedLanguageModeling
-from flashmask_hf.hf.packed_rows import check_compiled, check_layers
+from flashmask_hf.hf.packed.rows import check_compiled, check_layers
 
 DOCUMENTS = [
     [11, 3, 6], [9, 16], [4, 8, 2], [30], [1, 1, 5], [7, 7, 7], [2, 40], [13, 21], [5, 6, 7, 8], [64, 3], [17, 1, 33],

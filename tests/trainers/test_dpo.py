@@ -25,7 +25,7 @@ from trl import DPOConfig, DPOTrainer
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 from flashmask_hf.collators import DataCollatorForSharedQuestion
-from flashmask_hf.hf.packed_rows import run_packed
+from flashmask_hf.hf.packed.rows import run_packed
 from flashmask_hf.trainers import SharedQuestionDPOConfig, SharedQuestionDPOTrainer
 from flashmask_hf.trainers.common import flashmask_policy
 

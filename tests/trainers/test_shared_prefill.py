@@ -13,7 +13,7 @@ from tools.tiny import TRAINER_WARNINGS, llama_config, trainer_settings, word_to
 from transformers import AutoModelForCausalLM
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
-from flashmask_hf.hf.shared_prefill import shared_prefill
+from flashmask_hf.hf.packed.shared_prefill import shared_prefill
 from flashmask_hf.trainers import SharedPromptGRPOTrainer, SharedPromptRLOOTrainer
 
 pytestmark = TRAINER_WARNINGS

@@ -52,6 +52,6 @@ import flashmask_hf  # noqa: E402
 
 flashmask_hf.register()  # raises where the import only warns: transformers is not one that the package knows
 
-from flashmask_hf.hf.forward import attention_forward as flash_attn_forward  # noqa: E402
+from flashmask_hf.hf.attention import attention_forward as flash_attn_forward  # noqa: E402
 
 supports_flash_attn = True

@@ -6,7 +6,7 @@ from tools.model_pairs import model_pair, positions, tokens
 
 from flashmask_hf import masks
 from flashmask_hf.hf.forward_records import ForwardRecord, _active
-from flashmask_hf.hf.packed_rows import check_layers, run_packed
+from flashmask_hf.hf.packed.rows import check_layers, run_packed
 
 ROW = dict(position_ids=positions([2, 4]), startend_row_indices=masks.causal_document([2, 4]).indices, use_cache=False)
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from flashmask_hf.hf.layer_mask import layer_mask
-from flashmask_hf.hf.parts import attend_in_parts
+from flashmask_hf.hf.late import layer_mask
+from flashmask_hf.hf.ranks import attend_in_parts
 from flashmask_hf.names import VECTORS
 from flashmask_hf.parallel.split import active_split
 
@@ -31,7 +31,7 @@ def attention_forward(
 
     Under tensor parallelism a layer has some of the heads, and vectors per head are those of the whole model, of which
     it takes its own. In the context of `flashmask_hf.parallel.sequence_parallel`, a layer with a part of the vectors'
-    row gets the rest from other processes (`parts.py`).
+    row gets the rest from other processes (`ranks.py`).
 
     Args:
         module: the attention layer; `is_causal` (True if missing) and `training` are read.
@@ -60,7 +60,9 @@ def attention_forward(
     """
     split = active_split(query.shape[2], kwargs.get(VECTORS))
     if split is not None:
-        return attend_in_parts(split, module, query, key, value, attention_mask, scaling, dropout, kwargs), None
+        return attend_in_parts(
+            split, layer_mask, module, query, key, value, attention_mask, scaling, dropout, kwargs
+        ), None
     columns = layer_mask(module, query, key, attention_mask, dropout, kwargs)
     out = columns.attend(query, key, value, scale=scaling, softcap=kwargs.get("softcap"), sinks=kwargs.get("s_aux"))
     return out.transpose(1, 2), None

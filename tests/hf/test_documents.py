@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flashmask_hf.hf.positions import document_starts, has_one_document
+from flashmask_hf.hf.documents import document_starts, has_one_document
 
 
 def starts(positions, hidden=()):

@@ -24,7 +24,7 @@ from transformers import (
 )
 
 import flashmask_hf  # noqa: F401  # registers "flashmask"
-from flashmask_hf.hf.shared_prefill import shared_prefill
+from flashmask_hf.hf.packed.shared_prefill import shared_prefill
 
 LENGTH = 9
 NEW = 8

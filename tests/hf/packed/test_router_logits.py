@@ -4,7 +4,7 @@ import torch
 from tools.model_pairs import SIZES, positions, tokens
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from flashmask_hf.hf.router_logits import drop_padding_from_router_logits
+from flashmask_hf.hf.packed.router_logits import drop_padding_from_router_logits
 
 
 def test_router_logits_of_packed_rows_lack_their_padding():
