@@ -6,11 +6,11 @@ from typing import Literal, overload
 
 from torch import Tensor
 
-from flashmask_hf.call import resolve
-from flashmask_hf.checks import check_range
+from flashmask_hf._call.call import resolve
+from flashmask_hf._call.operators import attend
+from flashmask_hf._numbers import check_range
 from flashmask_hf.kernels.eager.reference import reference_attention
 from flashmask_hf.mask import FlashMask
-from flashmask_hf.operators.attention import attend
 
 __all__ = ["flashmask_attention"]
 

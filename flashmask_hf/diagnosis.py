@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.utils import collect_env
 
 import flashmask_hf
-from flashmask_hf import masks, register, torch_state
+from flashmask_hf import masks, register, torch_internals
+from flashmask_hf._call.implementations import choose
 from flashmask_hf.attention import flashmask_attention
-from flashmask_hf.implementations import choose
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.names import FLASHMASK, NAMES
 
@@ -47,7 +47,7 @@ def diagnose(self_test: bool = True) -> bool:
     lines, healthy = _registration()
     for line in (*lines, *_implementations(device)):
         print(line)
-    if device.type == "cuda" and torch_state.HAS_TRITON:
+    if device.type == "cuda" and torch_internals.HAS_TRITON:
         for line in _tiles(device):
             print(line)
     if self_test:
@@ -65,7 +65,7 @@ def _versions() -> list[str]:
     versions = {"flashmask-hf": flashmask_hf.__version__, "Python": platform.python_version()}
     versions["torch"] = str(torch.__version__)
     versions["triton"] = "not installed"
-    if torch_state.HAS_TRITON:
+    if torch_internals.HAS_TRITON:
         import triton
 
         versions["triton"] = triton.__version__

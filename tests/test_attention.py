@@ -26,8 +26,8 @@ from tools.support import (
     run,
 )
 
-from flashmask_hf import FlashMask, flashmask_attention, masks, plan, torch_state
-from flashmask_hf.plan import ROWS, plan_columns
+from flashmask_hf import FlashMask, flashmask_attention, masks, tile_plan, torch_internals
+from flashmask_hf.tile_plan import ROWS, plan_columns
 
 CPU = (torch.float32, torch.bfloat16, torch.float16)
 INTERPRETER = (torch.float32, torch.float16)
@@ -279,7 +279,7 @@ def test_columns_of_many_segments(lane: Lane) -> None:
     ragged = torch.arange(128) % 7
     columns = [200 + ragged, 500 + ragged, 800 - ragged, 1100 - ragged]
     mask = FlashMask(torch.stack(columns, -1).to(lane.device, torch.int32)[None, None], causal=False)
-    ranges = plan.build_plan(mask.indices, False, 1300).segments[0, 0, 0]
+    ranges = tile_plan.build_plan(mask.indices, False, 1300).segments[0, 0, 0]
     assert ((ranges[:, 1] > ranges[:, 0]).tolist()) == [True] * 7
     check(lane, *attention_inputs(lane, 1, 2, 1, 1300, 128, 16), mask)
 
@@ -287,7 +287,7 @@ def test_columns_of_many_segments(lane: Lane) -> None:
 @pytest.mark.parametrize("lane", lanes((torch.float32,), (torch.float32,), (torch.bfloat16,)))
 def test_tiles_wider_than_a_kernel_s(lane: Lane, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of more than MAX_COLUMN_TILES tiles get wider ones, which kernels walk in parts."""
-    monkeypatch.setattr(plan, "MAX_COLUMN_TILES", 2)
+    monkeypatch.setattr(tile_plan, "MAX_COLUMN_TILES", 2)
     assert plan_columns(300) == 256
     alike = [masks.full(300), masks.causal_document([70, 130, 100]), masks.global_sliding_window(300, 20, 40)]
     several = [FAMILIES[name](300, 300) for name in ("qk_sparse", "random_eviction")]  # for rows of the batch and heads
@@ -555,7 +555,7 @@ def test_triton_refuses_the_cpu() -> None:
 
 @pytest.mark.parametrize("impl", ["hopper", "triton"])
 def test_kernels_that_are_named_need_triton(monkeypatch: pytest.MonkeyPatch, impl: str) -> None:
-    monkeypatch.setattr(torch_state, "HAS_TRITON", False)
+    monkeypatch.setattr(torch_internals, "HAS_TRITON", False)
     with pytest.raises(ValueError, match=f"impl='{impl}' cannot serve this process: Triton is not installed"):
         flashmask_attention(**_good(), impl=impl)
 

@@ -20,10 +20,10 @@ from flashmask_hf.kernels.portable import backward as portable_backward
 from flashmask_hf.kernels.shared import configs
 from flashmask_hf.kernels.shared.plan_kernels import build_plan
 from flashmask_hf.kernels.shared.row_statistics import prepare_statistics
-from flashmask_hf.plan import build_plan as torch_plan
 from flashmask_hf.sparse.kernels import hash as hashing
 from flashmask_hf.sparse.kernels.gather import gather_rows, gather_upstream, put_rows_back
 from flashmask_hf.sparse.kernels.sort import sorted_columns
+from flashmask_hf.tile_plan import build_plan as torch_plan
 
 KILOBYTES = {HOPPER: 227, BLACKWELL: 227, AMPERE: 163, MI300: 64}
 OTHERS = [

@@ -16,8 +16,9 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 import flashmask_hf
-from flashmask_hf import call, diagnosis, flashmask_attention, implementations, masks, torch_state
+from flashmask_hf import diagnosis, flashmask_attention, masks, torch_internals
 from flashmask_hf.__main__ import main
+from flashmask_hf._call import call, implementations
 from flashmask_hf.hf import patches
 
 HEAD_DIMS = (40, 64, 96, 128, 192, 256, 512)
@@ -61,7 +62,7 @@ def test_the_command_prints_facts_and_passes() -> None:
     assert named["flashmask-hf"] == flashmask_hf.__version__
     assert named["Python"] == platform.python_version()
     assert named["torch"] == torch.__version__
-    if torch_state.HAS_TRITON:
+    if torch_internals.HAS_TRITON:
         import triton
 
         assert named["triton"] == triton.__version__
@@ -116,7 +117,7 @@ def test_the_table_is_what_attention_does(capsys: pytest.CaptureFixture[str], mo
 def test_the_table_of_a_gpu_gives_the_reason_for_each_choice(
     installed: bool, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch_state, "HAS_TRITON", installed)
+    monkeypatch.setattr(torch_internals, "HAS_TRITON", installed)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     hopper = capability == (9, 0)
     for (dtype, head_dim), (found, reason) in cells(
@@ -189,7 +190,7 @@ def test_missing_packages_are_named(capsys: pytest.CaptureFixture[str], monkeypa
         return version(name)
 
     monkeypatch.setattr(importlib.metadata, "version", without_peft)
-    monkeypatch.setattr(torch_state, "HAS_TRITON", False)
+    monkeypatch.setattr(torch_internals, "HAS_TRITON", False)
     assert main(["--no-self-test"]) == 0
     named = rows(capsys.readouterr().out)
     assert named["peft"] == named["triton"] == "not installed"

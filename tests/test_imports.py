@@ -19,18 +19,16 @@ Layers = Sequence[Sequence[str]]
 Imports = dict[str, set[str]]
 
 LAYERS: Layers = (
-    ("names", "mask"),
-    ("checks",),
+    ("names", "torch_internals"),
+    ("_numbers",),
+    ("mask",),
     ("masks",),
-    ("plan",),
-    ("recomputation", "torch_state"),
+    ("tile_plan",),
     ("kernels.launch",),
     ("kernels.shared",),
     ("kernels.eager", "kernels.portable", "kernels.hopper", "sparse.kernels"),
     ("sparse.reorder",),
-    ("implementations",),
-    ("call",),
-    ("operators",),
+    ("_call",),
     ("attention", "parallel", "sparse"),
     ("long_rows",),
     ("collators", "hf"),
@@ -51,7 +49,7 @@ IN_ROOM = {
 }
 """Modules that share the room of another; any other module or folder is a room of its own."""
 
-ALLOWED = {"collators": {"collators", "names", "mask"}}
+ALLOWED = {"collators": {"collators", "names", "mask", "_numbers"}}
 """Rooms that may not import from all lower layers, with those that they may import from."""
 
 IMPORTERS = {

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tools.support import INTERPRETED, check_random_call, offer_tall_tiles
 
-from flashmask_hf.implementations import choose
+from flashmask_hf._call.implementations import choose
 
 # of torch, in a process whose first product is the reference's
 pytestmark = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA context")

@@ -26,7 +26,7 @@ from transformers.masking_utils import create_causal_mask
 
 import flashmask_hf
 from flashmask_hf import FlashMask, MaskNotRepresentable, masks
-from flashmask_hf.implementations import choose
+from flashmask_hf._call.implementations import choose
 
 LENGTH = 8
 VECTORS = masks.causal_document([3, 5]).indices

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flashmask_hf.checks import device_assert
 from flashmask_hf.intervals import outer_rows
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.names import IGNORED, VECTORS
+from flashmask_hf.torch_internals import device_assert
 
 __all__ = ["check_labels", "check_tree_positions", "follows_document", "subtree_ends"]
 

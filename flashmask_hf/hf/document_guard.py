@@ -17,10 +17,10 @@ import transformers
 from packaging.version import Version
 from torch import Tensor, nn
 
-from flashmask_hf.checks import device_assert
 from flashmask_hf.hf.documents import document_starts, run_bounds
 from flashmask_hf.hf.model_hooks import cache_of, named_arguments, own_modules, tokens_of
 from flashmask_hf.names import NAMES, VECTORS
+from flashmask_hf.torch_internals import device_assert
 
 __all__ = ["guard_documents", "is_guarded"]
 

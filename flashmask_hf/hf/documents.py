@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flashmask_hf.checks import device_assert
+from flashmask_hf.torch_internals import device_assert
 
 __all__ = ["UNBOUNDED", "document_starts", "has_one_document", "next_flagged", "run_bounds"]
 

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flashmask_hf.checks import device_assert
 from flashmask_hf.hf.documents import next_flagged
 from flashmask_hf.hf.model_hooks import cache_of, tokens_of
 from flashmask_hf.hf.packed.rows import runs_packed
 from flashmask_hf.intervals import outer_rows
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.names import NAMES, PACKED_IDS, VECTORS
+from flashmask_hf.torch_internals import device_assert
 
 __all__ = ["check_call", "hides_more"]
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flashmask_hf.checks import device_assert, is_one_of
 from flashmask_hf.hf.branches import check_tree_positions
 from flashmask_hf.hf.documents import UNBOUNDED, document_starts, next_flagged
 from flashmask_hf.hf.forward_records import record_documents, record_supplied_call
@@ -20,7 +19,7 @@ from flashmask_hf.hf.windows import apply_window
 from flashmask_hf.intervals import hide_keys
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.names import FLASHMASK, VECTORS
-from flashmask_hf.torch_state import is_capturing, stream_of
+from flashmask_hf.torch_internals import device_assert, is_capturing, is_one_of, stream_of
 
 __all__ = ["layer_mask"]
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from flashmask_hf.torch_state import is_capturing, stream_of
+from flashmask_hf.torch_internals import is_capturing, stream_of
 
 __all__ = ["cached_mask"]
 

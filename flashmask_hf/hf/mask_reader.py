@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from flashmask_hf.checks import device_assert
 from flashmask_hf.hf.documents import UNBOUNDED, run_bounds
+from flashmask_hf.torch_internals import device_assert
 
 __all__ = ["QueryIntervals", "TraceContext", "trace"]
 

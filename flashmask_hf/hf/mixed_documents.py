@@ -13,11 +13,11 @@ import transformers
 from packaging.version import Version
 from torch import Tensor
 
-from flashmask_hf.checks import device_assert
 from flashmask_hf.hf.documents import has_one_document
 from flashmask_hf.hf.ignored_vectors import hides_more
 from flashmask_hf.hf.model_hooks import tokens_of
 from flashmask_hf.names import PACKED_IDS, VECTORS
+from flashmask_hf.torch_internals import device_assert
 
 __all__ = ["check_adapters", "check_heads", "check_scales", "check_token_dropout"]
 

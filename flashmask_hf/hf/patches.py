@@ -23,7 +23,6 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel, 
 from transformers.loss.loss_utils import LOSS_MAPPING
 from transformers.utils import generic
 
-from flashmask_hf.checks import device_assert
 from flashmask_hf.hf.attention import attention_forward
 from flashmask_hf.hf.branches import check_labels
 from flashmask_hf.hf.document_guard import guard_documents
@@ -39,6 +38,7 @@ from flashmask_hf.hf.unread_documents import call_model, check_document_numbers,
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.names import FLASHMASK, HASH, NAMES, QK, VECTORS
 from flashmask_hf.sparse.hf import warn_of_unread_options
+from flashmask_hf.torch_internals import device_assert
 
 if TYPE_CHECKING:  # the function whose code `_is_flash_attention` replaces, and under whose name it runs
     from transformers.utils.generic import is_flash_attention_requested

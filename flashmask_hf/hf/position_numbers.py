@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flashmask_hf.checks import device_assert
 from flashmask_hf.hf.branches import follows_document, subtree_ends
 from flashmask_hf.hf.forward_records import record_documents
 from flashmask_hf.hf.model_hooks import named_arguments, own_modules
 from flashmask_hf.intervals import outer_rows
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.names import NAMES, VECTORS
+from flashmask_hf.torch_internals import device_assert
 
 __all__ = ["renumber_positions"]
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flashmask_hf.checks import device_assert, is_one_of
 from flashmask_hf.hf.layer_mask import LayerMask, check_hook_result, hidden_keys
 from flashmask_hf.hf.mask_cache import cached_mask
 from flashmask_hf.intervals import count_rows_before, without_causal_flag
@@ -27,6 +26,7 @@ from flashmask_hf.parallel.exchange import (
     spread_kv_heads,
 )
 from flashmask_hf.parallel.split import RowSplit, refuse_rope_by_length
+from flashmask_hf.torch_internals import device_assert, is_one_of
 
 __all__ = ["attend_in_parts", "vectors_of_local_heads"]
 

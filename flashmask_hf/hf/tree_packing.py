@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashmask_hf.checks import device_assert
 from flashmask_hf.hf.model_hooks import unwrap_peft
 from flashmask_hf.hf.packed.rows import check_layers
 from flashmask_hf.names import FLASHMASK, VECTORS
+from flashmask_hf.torch_internals import device_assert
 
 __all__ = ["run_tree_packing", "tree_vectors"]
 

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashmask_hf.checks import device_assert
 from flashmask_hf.hf.document_guard import is_guarded
 from flashmask_hf.hf.documents import has_one_document
 from flashmask_hf.hf.forward_records import ForwardRecord
 from flashmask_hf.hf.ignored_vectors import hides_more
 from flashmask_hf.hf.model_hooks import is_compiled, named_arguments, tokens_of
 from flashmask_hf.names import NAMES, PACKED_IDS, VECTORS
+from flashmask_hf.torch_internals import device_assert
 
 __all__ = ["call_model", "check_document_numbers", "check_numbered_mask"]
 

@@ -12,13 +12,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from flashmask_hf.checks import device_assert
 from flashmask_hf.hf.documents import UNBOUNDED, run_bounds
 from flashmask_hf.hf.layer_mask import LayerMask
 from flashmask_hf.intervals import outer_rows
 from flashmask_hf.mask import FlashMask, MaskNotRepresentable
 from flashmask_hf.names import VECTORS
-from flashmask_hf.torch_state import is_capturing
+from flashmask_hf.torch_internals import device_assert, is_capturing
 
 __all__ = ["apply_window"]
 

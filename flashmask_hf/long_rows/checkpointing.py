@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import _is_compiling, create_selective_checkpoint_contexts
 
-from flashmask_hf import torch_state
+from flashmask_hf import torch_internals
+from flashmask_hf._call.operators import flash_attn_forward
+from flashmask_hf._call.recomputation import Keeper, Results, current_keeper
 from flashmask_hf.long_rows.store import Saved, current_layer
-from flashmask_hf.operators.attention import flash_attn_forward
-from flashmask_hf.recomputation import Keeper, Results, current_keeper
 from flashmask_hf.sparse.operators import flash_attn_sparse_forward
 
 __all__ = ["CHECKPOINT_FUNCTION", "KeptAttention", "checkpointing_of", "enable_checkpointing", "keep_attention"]
@@ -62,7 +62,7 @@ def _contexts(save: Callable[[Results], Saved | None]) -> tuple[Any, Any]:
     def compute_and_save(q: Tensor, compute: Callable[[], Results]) -> Results:
         results = compute()
         # A graph that is captured must compute what it returns: the memory of other graphs may be reused.
-        saved.append(None if torch_state.is_capturing(q) else save(results))
+        saved.append(None if torch_internals.is_capturing(q) else save(results))
         return results
 
     def make_loader() -> Keeper:
@@ -70,7 +70,7 @@ def _contexts(save: Callable[[Results], Saved | None]) -> tuple[Any, Any]:
 
         def load_or_compute(q: Tensor, compute: Callable[[], Results]) -> Results:
             kept = next(following, None)
-            if kept is None or torch_state.is_capturing(q):
+            if kept is None or torch_internals.is_capturing(q):
                 return compute()
             out, lse = kept.load()
             return out, lse

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
-from flashmask_hf.checks import as_integer
+from flashmask_hf._numbers import as_integer
 from flashmask_hf.long_rows.checkpointing import CHECKPOINT_FUNCTION
 from flashmask_hf.long_rows.modules import common_module
 from flashmask_hf.long_rows.store import Saved, Store

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from flashmask_hf.checks import as_integer
+from flashmask_hf._numbers import as_integer
 
 if TYPE_CHECKING:
     Event = torch.cuda.Event | torch.Event

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from flashmask_hf.checks import as_integer
+from flashmask_hf._numbers import as_integer
 from flashmask_hf.long_rows.modules import common_module
-from flashmask_hf.torch_state import is_plain
+from flashmask_hf.torch_internals import is_plain
 
 __all__ = ["tile_tokens"]
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from flashmask_hf.checks import check_bool
+from flashmask_hf._numbers import check_bool
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.masks._arguments import (
     Device,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashmask_hf.checks import as_integer
+from flashmask_hf._numbers import as_integer
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.masks._arguments import Device, as_length, check_integer_tensor, from_array, query_count
 from flashmask_hf.masks._columns import key_positions, make_mask

@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from flashmask_hf.checks import as_integer, check_bool
+from flashmask_hf._numbers import as_integer, check_bool
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.masks._arguments import (
     Device,

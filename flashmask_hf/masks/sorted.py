@@ -8,9 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashmask_hf.checks import check_bool, is_one_of
+from flashmask_hf._numbers import check_bool
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.masks._arguments import INTEGERS, Device
+from flashmask_hf.torch_internals import is_one_of
 
 
 def qk_sparse(q_keep: Tensor, k_keep: Tensor, *, mask: FlashMask | None = None, device: Device = None) -> FlashMask:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, TypeAlias
 
-from flashmask_hf.checks import as_integer
+from flashmask_hf._numbers import as_integer
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.masks._arguments import Device, batch_rows, key_count, query_count
 from flashmask_hf.masks._columns import make_mask, per_token

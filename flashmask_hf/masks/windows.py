@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from flashmask_hf.checks import as_integer, check_bool
+from flashmask_hf._numbers import as_integer, check_bool
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.masks._arguments import Device, as_length, query_count
 from flashmask_hf.masks._columns import key_positions, make_mask

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashmask_hf.checks import as_integer
+from flashmask_hf._numbers import as_integer
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.names import VECTORS
 from flashmask_hf.parallel.exchange import exchange_of
-from flashmask_hf.plan import ROWS, plan_columns
+from flashmask_hf.tile_plan import ROWS, plan_columns
 from flashmask_hf.tiles import HIDDEN, classify_tiles
 
 __all__ = ["contiguous_rows", "deal_rows", "split_rows"]

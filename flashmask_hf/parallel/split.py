@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flashmask_hf.checks import device_assert
 from flashmask_hf.names import IGNORED, VECTORS
 from flashmask_hf.parallel.collectives import Group, group_of
+from flashmask_hf.torch_internals import device_assert
 
 if TYPE_CHECKING:  # builds of torch without it have no processes to exchange with
     from torch.distributed import ProcessGroup

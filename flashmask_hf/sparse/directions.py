@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from flashmask_hf import torch_state
-from flashmask_hf.operators.library import as_operator
+from flashmask_hf import torch_internals
+from flashmask_hf._call.library import as_operator
 
 __all__ = ["lsh_directions"]
 
@@ -34,7 +34,7 @@ def _lsh_directions(x: Tensor, seed: int, layer: int, count: int) -> Tensor:
     """
     shape = (x.shape[1], x.shape[3], count)
     keys = [key & _UINT32 for key in (seed * 0x85EBCA77 + layer * 0xC2B2AE3D, seed * 0x27D4EB2F + layer, layer)]
-    if torch_state.runs_kernels(x.device):
+    if torch_internals.runs_kernels(x.device):
         from flashmask_hf.sparse.kernels.hash import fill_directions  # here, for it needs Triton
 
         return fill_directions(x.new_empty(shape), keys)

@@ -2,7 +2,7 @@
 
 Both are FlashMask after a stable sort (`masks.qk_sparse`, `masks.hash_sparse`): the rows of a bucket, or those that are
 kept, lie next to each other, and what a key hides is two intervals. So there is no attention kernel here: sort, then
-attend to the sorted rows, which one operator gathers and whose results it puts back (`operators.sparse`). Every pair
+attend to the sorted rows, which one operator gathers and whose results it puts back (`sparse.operators`). Every pair
 that the definition lets see each other is computed, nothing of size Sq x Skv exists, and nothing waits for the device.
 """
 
@@ -11,11 +11,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashmask_hf.call import resolve
-from flashmask_hf.checks import as_integer, check_bool, check_tensors
+from flashmask_hf._call.arguments import check_tensors
+from flashmask_hf._call.call import resolve
+from flashmask_hf._call.plan_cache import plan_of
+from flashmask_hf._numbers import as_integer, check_bool
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.masks.sorted import check_buckets, check_keep, first_hidden_rows
-from flashmask_hf.operators.plan import plan_of
 from flashmask_hf.sparse.operators import flash_attn_sparse_decode, flash_attn_sparse_forward, nearest, sort_sparse
 
 __all__ = ["hash_sparse_attention", "lsh_buckets", "qk_sparse_attention"]

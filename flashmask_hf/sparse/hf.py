@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from transformers import PreTrainedModel
 
-from flashmask_hf.checks import as_integer, check_bool
+from flashmask_hf._numbers import as_integer, check_bool
 from flashmask_hf.hf.late import layer_mask
 from flashmask_hf.hf.layer_mask import LayerMask
 from flashmask_hf.mask import FlashMask

@@ -13,20 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashmask_hf import torch_state
-from flashmask_hf.call import Settings, resolve_operator
-from flashmask_hf.checks import check_between, check_range
-from flashmask_hf.masks.sorted import sorted_columns
-from flashmask_hf.operators.decoding import results_like
-from flashmask_hf.operators.library import (
+from flashmask_hf import torch_internals
+from flashmask_hf._call.call import Settings, resolve_operator
+from flashmask_hf._call.library import (
     Derivative,
     as_operator,
     no_derivatives,
     no_second_derivatives,
     register_autograd,
 )
-from flashmask_hf.plan import Plan
+from flashmask_hf._call.operators import results_like
+from flashmask_hf._numbers import check_between, check_range
+from flashmask_hf.masks.sorted import sorted_columns
 from flashmask_hf.sparse.reorder import gather_rows, gather_upstream, put_rows_back, with_sequence_outermost
+from flashmask_hf.tile_plan import Plan
 
 __all__ = [
     "flash_attn_sparse_backward",
@@ -52,12 +52,12 @@ def _nearest(x: Tensor, directions: Tensor) -> Tensor:
         vector with NaN. uint8 where that suffices, or int32.
     """
     dtype = _bucket_dtype(directions)
-    if torch_state.runs_kernels(x.device) and x.dtype in (torch.bfloat16, torch.float16, torch.float32):
+    if torch_internals.runs_kernels(x.device) and x.dtype in (torch.bfloat16, torch.float16, torch.float32):
         from flashmask_hf.sparse.kernels import hash as hashing
 
         return hashing.nearest(x, directions, dtype)
     wide = torch.promote_types(x.dtype, torch.float32)
-    with torch_state.no_autocast(x.device):
+    with torch_internals.no_autocast(x.device):
         grouped = x.to(wide).unflatten(1, (len(directions), -1))
         along = (grouped @ directions.to(x.dtype).to(wide)[:, None]).flatten(1, 2)
     return torch.cat([along, -along], -1).argmax(-1).to(dtype)
@@ -95,7 +95,7 @@ def _sort_sparse(
         ValueError: a bucket lies outside 0..n_buckets - 1, or `hidden_from` outside 0..Sq. A GPU asserts that itself.
     """
     without = None if dropped < 0 else dropped
-    counted = 0 < n_buckets <= _COUNTED and torch_state.runs_kernels(q_bucket.device)
+    counted = 0 < n_buckets <= _COUNTED and torch_internals.runs_kernels(q_bucket.device)
     asserted = counted and q_bucket.is_cuda  # by the kernels themselves
     if hidden_from is not None and not asserted:
         check_range(hidden_from, q_bucket.shape[2])
@@ -176,7 +176,7 @@ def _flash_attn_sparse_forward(
     q = gather_rows(q, q_order, q_kept)
     k, v = (gather_rows(x, k_order, k_kept) for x in (k, v))
     settings = Settings(False, scale, softcap, impl, deterministic)
-    with torch_state.no_autocast(q.device):
+    with torch_internals.no_autocast(q.device):
         call = resolve_operator(q, k, v, indices, sinks, settings)
         out, lse = call.forward(q, k, v, sinks, indices, Plan(tiles, counts, segments), q_order)
     return out, lse, q, k, v
@@ -217,7 +217,7 @@ def _flash_attn_sparse_backward(
     Of them q, k, v and lse are sorted; `out`, `dout` and the gradients are not. The gradient of a dropped row is 0.
     """
     settings = Settings(False, scale, softcap, impl, deterministic)
-    with torch_state.no_autocast(q.device):
+    with torch_internals.no_autocast(q.device):
         dout, delta = gather_upstream(dout, out, q_order, q_kept, lse.dtype)
         call = resolve_operator(q, k, v, indices, sinks, settings)
         plan = Plan(tiles, counts, segments)
@@ -279,7 +279,7 @@ def _flash_attn_sparse_decode(
     q = gather_rows(q, q_order, q_kept)
     k, v = (gather_rows(x, k_order, k_kept) for x in (k, v))
     settings = Settings(False, scale, softcap, impl, False)
-    with torch_state.no_autocast(q.device):
+    with torch_internals.no_autocast(q.device):
         out, _ = resolve_operator(q, k, v, indices, sinks, settings).decode(q, k, v, sinks, indices)
     return put_rows_back(out, q_order)
 

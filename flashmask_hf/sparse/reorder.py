@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashmask_hf import torch_state
+from flashmask_hf import torch_internals
 
 __all__ = ["gather_rows", "gather_upstream", "put_rows_back", "with_sequence_outermost"]
 
@@ -21,7 +21,7 @@ def gather_rows(x: Tensor, order: Tensor, kept: Tensor | None) -> Tensor:
     Returns:
         y [B, H, S, D] with y[b, h, i] = x[b, h, order[b, h, i]], contiguous, the layout that the kernels load fastest.
     """
-    if torch_state.runs_kernels(x.device):
+    if torch_internals.runs_kernels(x.device):
         from flashmask_hf.sparse.kernels import gather
 
         return gather.gather_rows(x, order, kept)
@@ -33,7 +33,7 @@ def gather_rows(x: Tensor, order: Tensor, kept: Tensor | None) -> Tensor:
 
 def put_rows_back(x: Tensor, order: Tensor) -> Tensor:
     """Undo `gather_rows`: return y with y[b, h, order[b, h, i]] = x[b, h, i], [B, H, S, D] stored as [B, S, H, D]."""
-    if torch_state.runs_kernels(x.device):
+    if torch_internals.runs_kernels(x.device):
         from flashmask_hf.sparse.kernels import gather
 
         return gather.put_rows_back(x, order)
@@ -55,7 +55,7 @@ def gather_upstream(
     Returns:
         dout's rows as `gather_rows` returns them; the sums of their products with the rows of out, `dtype` [B, H, S].
     """
-    if torch_state.runs_kernels(dout.device):
+    if torch_internals.runs_kernels(dout.device):
         from flashmask_hf.sparse.kernels import gather
 
         return gather.gather_upstream(dout, out, order, kept, dtype)

@@ -12,7 +12,7 @@ import torch
 from accelerate.utils import DistributedType
 from transformers import TrainerCallback
 
-from flashmask_hf.checks import as_integer, check_bool
+from flashmask_hf._numbers import as_integer, check_bool
 from flashmask_hf.long_rows import keep_attention, offload_checkpoints, tile_tokens
 from flashmask_hf.long_rows.budget import StepMemory, available_gpu_bytes, available_host_bytes, gib
 from flashmask_hf.long_rows.checkpointing import checkpointing_of, enable_checkpointing

@@ -31,9 +31,9 @@ from harness import check_against_float64, graph_of, host_microseconds, interlea
 from torch import Tensor
 
 from flashmask_hf import FlashMask, flashmask_attention
-from flashmask_hf.call import Settings
-from flashmask_hf.operators.attention import flash_attn_forward
-from flashmask_hf.operators.plan import plan_of
+from flashmask_hf._call.call import Settings
+from flashmask_hf._call.operators import flash_attn_forward
+from flashmask_hf._call.plan_cache import plan_of
 
 DIM = 128
 WINDOW = 1024

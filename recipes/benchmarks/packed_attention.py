@@ -29,12 +29,12 @@ from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from flashmask_hf import FlashMask, flashmask_attention
-from flashmask_hf import plan as plan_in_torch
+from flashmask_hf import tile_plan as plan_in_torch
+from flashmask_hf._call import plan_cache as plan_operator
 from flashmask_hf.hf.attention import attention_forward
 from flashmask_hf.hf.late import layer_mask
 from flashmask_hf.kernels.eager import tiled
 from flashmask_hf.names import FLASHMASK
-from flashmask_hf.operators import plan as plan_operator
 
 ROWS = 1024  # query rows of a dense mask that are made at a time
 

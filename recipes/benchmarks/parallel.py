@@ -46,7 +46,7 @@ from flashmask_hf.hf.attention import attention_forward
 from flashmask_hf.long_rows.checkpointing import enable_checkpointing
 from flashmask_hf.parallel import contiguous_rows, deal_rows, sequence_parallel
 from flashmask_hf.parallel.exchange import exchange_of, gather_keys, heads_to_rows, rows_to_heads, spread_kv_heads
-from flashmask_hf.plan import ROWS, build_plan
+from flashmask_hf.tile_plan import ROWS, build_plan
 
 PROVIDERS = ("heads", "keys", "keys_contiguous", "whole", "sdpa_cp")
 

@@ -30,7 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from flashmask_hf import FlashMask, flashmask_attention
-from flashmask_hf.operators.plan import plan_of
+from flashmask_hf._call.plan_cache import plan_of
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 

@@ -15,7 +15,7 @@ import torch
 from attention import FAMILIES, make_mask
 from harness import append_rows, graph_of, interleaved_medians
 
-from flashmask_hf.operators.plan import make_plan
+from flashmask_hf._call.plan_cache import make_plan
 
 CALLS = 8
 

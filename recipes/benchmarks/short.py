@@ -37,9 +37,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from flashmask_hf import FlashMask, flashmask_attention, masks
-from flashmask_hf.call import resolve
-from flashmask_hf.operators import attention as operators
-from flashmask_hf.operators.plan import plan_of
+from flashmask_hf._call import operators
+from flashmask_hf._call.call import resolve
+from flashmask_hf._call.plan_cache import plan_of
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 HEADS = 32

@@ -36,8 +36,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flashmask_hf import FlashMask, flashmask_attention, masks, sparse
-from flashmask_hf.call import resolve
-from flashmask_hf.operators.plan import make_plan, plan_of
+from flashmask_hf._call.call import resolve
+from flashmask_hf._call.plan_cache import make_plan, plan_of
 from flashmask_hf.sparse import operators as sparse_ops
 from flashmask_hf.sparse.reorder import gather_rows, gather_upstream
 

@@ -11,11 +11,11 @@ from torch._subclasses import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
 from flashmask_hf import masks
+from flashmask_hf._call import plan_cache as plan_operator
 from flashmask_hf.hf import late, mask_cache, ranks
 from flashmask_hf.hf.attention import attention_forward
 from flashmask_hf.hf.mask_hook import mask_hook
 from flashmask_hf.long_rows.checkpointing import enable_checkpointing
-from flashmask_hf.operators import plan as plan_operator
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from trl import SFTConfig
 
 import flashmask_hf
-from flashmask_hf import torch_state
+from flashmask_hf import torch_internals
 from flashmask_hf.long_rows.checkpointing import KeptAttention, enable_checkpointing
 from flashmask_hf.trainers import PackedSFTTrainer
 
@@ -154,7 +154,7 @@ def test_every_recomputation_finds_the_results_of_its_forward(way, passes):
 
 def test_nothing_is_kept_while_a_graph_is_captured(passes, monkeypatch):
     model = enable_checkpointing(model_of(), KEEPING)
-    monkeypatch.setattr(torch_state, "is_capturing", lambda x: True)
+    monkeypatch.setattr(torch_internals, "is_capturing", lambda x: True)
     gradients(model)
     assert passes.count("forward") == 2 * LAYERS
 

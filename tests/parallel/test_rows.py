@@ -9,7 +9,7 @@ import torch
 from flashmask_hf import FlashMask, masks
 from flashmask_hf.parallel import contiguous_rows, deal_rows, split_rows
 from flashmask_hf.parallel.exchange import exchange_of
-from flashmask_hf.plan import ROWS, build_plan
+from flashmask_hf.tile_plan import ROWS, build_plan
 
 LENGTH = 131_072
 

@@ -6,7 +6,7 @@ from tools.recipes import BENCHMARKS  # noqa: F401  # makes the benchmarks impor
 from tools.tiny import TRAINER_WARNINGS
 
 from flashmask_hf import masks
-from flashmask_hf.operators.plan import plan_of
+from flashmask_hf._call.plan_cache import plan_of
 
 import convergence  # isort: skip
 import packed_attention  # isort: skip

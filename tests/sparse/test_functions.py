@@ -19,8 +19,9 @@ from tools.support import INTERPRETED, Lane, attention_inputs, lanes
 from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager
 
-from flashmask_hf import FlashMask, call, masks
-from flashmask_hf.operators.plan import plan_of
+from flashmask_hf import FlashMask, masks
+from flashmask_hf._call import call
+from flashmask_hf._call.plan_cache import plan_of
 from flashmask_hf.sparse import functions, hash_sparse_attention, lsh_buckets, qk_sparse_attention
 from flashmask_hf.sparse import operators as sparse_ops
 from flashmask_hf.sparse.reorder import put_rows_back

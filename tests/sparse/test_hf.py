@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM, MistralConfig
 from transformers.utils import generic
 
-from flashmask_hf import FlashMask, masks, torch_state
+from flashmask_hf import FlashMask, masks, torch_internals
 from flashmask_hf.hf import families, keywords
 from flashmask_hf.hf.mask_hook import mask_hook
 from flashmask_hf.long_rows.checkpointing import enable_checkpointing
@@ -294,7 +294,7 @@ def test_kernels_draw_the_same_directions(monkeypatch, lane: Lane, seed: int, in
     x = torch.empty(1, shape[0], 1, shape[1], dtype=lane.dtype, device=lane.device)
     with poisoned():
         got = lsh_directions(x, seed, index, shape[2])
-    monkeypatch.setattr(torch_state, "runs_kernels", lambda device: False)
+    monkeypatch.setattr(torch_internals, "runs_kernels", lambda device: False)
     want = lsh_directions(x.cpu(), seed, index, shape[2])
     assert want.shape == shape
     # A last bit of float64 may round another way.

@@ -11,7 +11,7 @@ from flashmask_hf.kernels.hopper.forward import Config, prepare_forward
 from flashmask_hf.kernels.launch.problem import problem_of
 from flashmask_hf.kernels.launch.tensor_layout import layout_of
 from flashmask_hf.kernels.shared.row_statistics import Delta, Gradients
-from flashmask_hf.plan import Plan
+from flashmask_hf.tile_plan import Plan
 
 
 def inputs(

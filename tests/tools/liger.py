@@ -11,7 +11,7 @@ from liger_kernel.ops import rms_norm
 from transformers.models.llama import modeling_llama
 from triton.runtime import interpreter
 
-from flashmask_hf import torch_state
+from flashmask_hf import torch_internals
 
 KERNELS = ("_rms_norm_forward_kernel", "_rms_norm_backward_kernel", "_swiglu_forward_kernel", "_triton_rope")
 """Kernels that a Llama with Liger runs in a step, besides others."""
@@ -43,7 +43,7 @@ def interpret_liger(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         return execute(self, *args, **kwargs)
 
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", record)
-    monkeypatch.setattr(torch_state, "_INTERPRETED", False)  # attention by impl="torch", which takes less time
+    monkeypatch.setattr(torch_internals, "_INTERPRETED", False)  # attention by impl="torch", which takes less time
     monkeypatch.setattr(rms_norm, "rsqrt", lambda x: tl.math.rsqrt(x))
     for name in ("apply_rotary_pos_emb", "LlamaRMSNorm", "LlamaMLP"):
         monkeypatch.setattr(modeling_llama, name, getattr(modeling_llama, name))

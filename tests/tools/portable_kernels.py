@@ -12,7 +12,7 @@ from flashmask_hf.kernels.portable.decode import prepare_decode
 from flashmask_hf.kernels.portable.forward import prepare_forward
 from flashmask_hf.kernels.shared.configs import Config
 from flashmask_hf.kernels.shared.row_statistics import Delta, Gradients
-from flashmask_hf.plan import Plan
+from flashmask_hf.tile_plan import Plan
 
 
 def forward(

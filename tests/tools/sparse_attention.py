@@ -9,7 +9,7 @@ from tools.support import Lane, assert_within_budget, attention_inputs, poisoned
 from torch import Tensor
 
 from flashmask_hf import FlashMask
-from flashmask_hf.call import resolve
+from flashmask_hf._call.call import resolve
 from flashmask_hf.sparse import functions, hash_sparse_attention
 
 

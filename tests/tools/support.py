@@ -18,7 +18,7 @@ from _pytest.mark import ParameterSet
 from torch import Tensor
 
 from flashmask_hf import FlashMask, flashmask_attention, masks
-from flashmask_hf.call import Call
+from flashmask_hf._call.call import Call
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 

@@ -12,7 +12,7 @@ from tools.tiny import CHECKPOINTING, TRAINER_WARNINGS, llama_config, preference
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from trl import DPOConfig, GRPOConfig, RewardConfig, SFTConfig
 
-from flashmask_hf.call import Call
+from flashmask_hf._call.call import Call
 from flashmask_hf.trainers import (
     LongRows,
     MultiAnswerRewardTrainer,

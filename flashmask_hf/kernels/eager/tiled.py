@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flashmask_hf.mask import FlashMask
-from flashmask_hf.plan import ROWS, Plan, plan_columns
+from flashmask_hf.tile_plan import ROWS, Plan, plan_columns
 
 __all__ = ["backward", "decode", "forward", "row_delta"]
 

@@ -20,7 +20,7 @@ from flashmask_hf.kernels.shared.configs import multiprocessors
 from flashmask_hf.kernels.shared.plan_kernels import count_key_tiles
 from flashmask_hf.kernels.shared.row_statistics import Delta, Gradients, OutputLayout, prepare_delta
 from flashmask_hf.kernels.shared.work_order import prepare_work_order
-from flashmask_hf.plan import COLUMNS, ROWS, Plan, plan_columns
+from flashmask_hf.tile_plan import COLUMNS, ROWS, Plan, plan_columns
 
 __all__ = ["prepare_backward"]
 

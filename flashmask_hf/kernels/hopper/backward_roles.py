@@ -35,7 +35,7 @@ from flashmask_hf.kernels.hopper.gluon import (
 from flashmask_hf.kernels.hopper.pipeline import NEVER, read_slot, write_slot
 from flashmask_hf.kernels.shared.bounds import end_bound, other_end_bound, other_start_bound
 from flashmask_hf.kernels.shared.device import LOG2_E
-from flashmask_hf.plan import PARTIAL_SEGMENTS, VISIBLE_SEGMENTS
+from flashmask_hf.tile_plan import PARTIAL_SEGMENTS, VISIBLE_SEGMENTS
 
 __all__ = [
     "Form",

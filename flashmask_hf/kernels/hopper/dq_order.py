@@ -56,7 +56,7 @@ from flashmask_hf.kernels.launch.launcher import Launch
 from flashmask_hf.kernels.launch.problem import Problem
 from flashmask_hf.kernels.launch.tensor_layout import packed_layout
 from flashmask_hf.kernels.shared.plan_kernels import count_key_tiles, prepare_segments
-from flashmask_hf.plan import COLUMNS, PARTIAL_SEGMENTS, ROWS, VISIBLE_SEGMENTS, plan_columns
+from flashmask_hf.tile_plan import COLUMNS, PARTIAL_SEGMENTS, ROWS, VISIBLE_SEGMENTS, plan_columns
 
 __all__ = ["DqOrder", "may_walk_upwards", "prepare_dq_order"]
 

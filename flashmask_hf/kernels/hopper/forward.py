@@ -18,8 +18,8 @@ from flashmask_hf.kernels.launch.problem import Problem
 from flashmask_hf.kernels.launch.tensor_layout import packed_layout
 from flashmask_hf.kernels.shared.configs import multiprocessors
 from flashmask_hf.kernels.shared.plan_kernels import JOINED_ROWS, join_rows
-from flashmask_hf.plan import COLUMNS, Plan, plan_columns
-from flashmask_hf.torch_state import current_stream, is_capturing
+from flashmask_hf.tile_plan import COLUMNS, Plan, plan_columns
+from flashmask_hf.torch_internals import current_stream, is_capturing
 
 __all__ = ["Config", "prepare_forward", "unsupported_reason"]
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from triton import knobs
 
-from flashmask_hf import torch_state
+from flashmask_hf import torch_internals
 
 __all__ = ["Launch"]
 
@@ -79,7 +79,7 @@ class Launch:
         """Launch with tensors, the first of them as descriptors if the kernel takes them so."""
         compiled = self._compiled
         if compiled is not None and not _observed():
-            stream = torch_state.current_stream(torch_state.current_gpu())
+            stream = torch_internals.current_stream(torch_internals.current_gpu())
             compiled.run(self.programs, 1, 1, stream, *self._head, *arguments, *self._tail)
             return
         compiled = self.kernel[(self.programs,)](*arguments, *self.scalars, **self.constants)

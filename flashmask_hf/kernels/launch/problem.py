@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flashmask_hf.kernels.launch.tensor_layout import Layout, layout_of
-from flashmask_hf.plan import plan_shapes
+from flashmask_hf.tile_plan import plan_shapes
 
 __all__ = ["Problem", "problem_of"]
 

@@ -53,7 +53,7 @@ from flashmask_hf.kernels.shared.row_statistics import (
     prepare_statistics,
 )
 from flashmask_hf.kernels.shared.work_order import prepare_work_order
-from flashmask_hf.plan import PARTIAL_SEGMENTS, ROWS, VISIBLE_SEGMENTS, Plan, plan_columns
+from flashmask_hf.tile_plan import PARTIAL_SEGMENTS, ROWS, VISIBLE_SEGMENTS, Plan, plan_columns
 
 __all__ = ["prepare_backward"]
 

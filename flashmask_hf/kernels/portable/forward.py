@@ -42,7 +42,7 @@ from flashmask_hf.kernels.shared.device import (
     store_tile,
 )
 from flashmask_hf.kernels.shared.padding import padded_indices_of, prepare_padding
-from flashmask_hf.plan import ROWS, Plan, plan_columns
+from flashmask_hf.tile_plan import ROWS, Plan, plan_columns
 
 __all__ = ["prepare_forward"]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flashmask_hf.kernels.launch.launcher import Launch
 from flashmask_hf.kernels.launch.tensor_layout import packed_layout
-from flashmask_hf.plan import COLUMNS
+from flashmask_hf.tile_plan import COLUMNS
 
 __all__ = ["padded_indices_of", "prepare_padding"]
 

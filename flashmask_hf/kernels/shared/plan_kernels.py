@@ -1,4 +1,4 @@
-"""Triton kernels that build a plan: the tensors of `flashmask_hf.plan.build_plan`, in two launches and O(S) reads.
+"""Triton kernels that build a plan: the tensors of `flashmask_hf.tile_plan.build_plan`, in two launches and O(S) reads.
 
     _column_plan: a program per key tile    bounds of its columns -> their extremes; segments of row tiles
     _row_plan:    a program per row tile    extremes of all key tiles -> list of key tiles, and its lengths
@@ -21,7 +21,7 @@ from flashmask_hf.kernels.launch.launcher import Launch
 from flashmask_hf.kernels.launch.problem import Problem
 from flashmask_hf.kernels.launch.tensor_layout import packed_layout
 from flashmask_hf.kernels.shared.bounds import end_bound, other_end_bound, other_start_bound
-from flashmask_hf.plan import COLUMNS, PARTIAL_SEGMENTS, ROWS, VISIBLE_SEGMENTS, Plan, plan_columns, plan_shapes
+from flashmask_hf.tile_plan import COLUMNS, PARTIAL_SEGMENTS, ROWS, VISIBLE_SEGMENTS, Plan, plan_columns, plan_shapes
 
 __all__ = ["JOINED_ROWS", "build_plan", "count_key_tiles", "join_rows", "prepare_segments"]
 
@@ -234,7 +234,7 @@ def _row_plan(
 
 
 def build_plan(indices: Tensor, causal: bool, q_len: int, *, skip: bool = True) -> Plan:
-    """Build a plan on the GPU; arguments and result as in `flashmask_hf.plan.build_plan`.
+    """Build a plan on the GPU; arguments and result as in `flashmask_hf.tile_plan.build_plan`.
 
     An index out of range is an assertion of the device.
     """

@@ -18,7 +18,7 @@ from torch import Tensor
 from flashmask_hf.kernels.launch.launcher import Launch
 from flashmask_hf.kernels.launch.tensor_layout import Layout
 from flashmask_hf.kernels.shared.device import LOG2_E, HeadRows, block_of, load_tile
-from flashmask_hf.plan import ROWS
+from flashmask_hf.tile_plan import ROWS
 
 __all__ = ["Delta", "Gradients", "OutputLayout", "prepare_delta", "prepare_statistics"]
 

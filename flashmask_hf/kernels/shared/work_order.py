@@ -30,7 +30,7 @@ from torch import Tensor
 from flashmask_hf.kernels.launch.launcher import Launch
 from flashmask_hf.kernels.launch.problem import Problem
 from flashmask_hf.kernels.launch.tensor_layout import packed_layout
-from flashmask_hf.plan import PARTIAL_SEGMENTS, VISIBLE_SEGMENTS
+from flashmask_hf.tile_plan import PARTIAL_SEGMENTS, VISIBLE_SEGMENTS
 
 __all__ = ["prepare_work_order"]
 

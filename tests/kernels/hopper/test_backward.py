@@ -16,7 +16,7 @@ if INTERPRETED:
 
 from tools.cubin import HOPPER, TRITON, Kernel, compile_only
 
-from flashmask_hf import FlashMask, flashmask_attention, masks, plan
+from flashmask_hf import FlashMask, flashmask_attention, masks, tile_plan
 from flashmask_hf.kernels.eager import tiled
 from flashmask_hf.kernels.hopper import gluon
 from flashmask_hf.sparse.reorder import put_rows_back
@@ -51,7 +51,7 @@ def _compile(
 ) -> dict[str, Kernel]:
     q, k, v, dout = hopper_kernels.inputs(1, 4, 2, 512, 512, dims, torch.bfloat16, "cpu")
     lse = torch.empty(1, 4, 512)
-    tiles = plan.build_plan(mask.indices, mask.causal, 512)
+    tiles = tile_plan.build_plan(mask.indices, mask.causal, 512)
     orders = row_orders(q, k) if placed else None
     with pytest.MonkeyPatch.context() as patch, compile_only(HOPPER) as kernels:
         patch.setattr(hopper_backward, "multiprocessors", lambda device: 4)
@@ -139,7 +139,7 @@ def _check(
     q, k, v, dout = inputs
     scale = q.shape[-1] ** -0.5
     out, lse = flashmask_attention(q, k, v, mask, softcap=softcap or None, impl="triton", return_lse=True)
-    tiles = plan.build_plan(mask.indices, mask.causal, q.shape[2])
+    tiles = tile_plan.build_plan(mask.indices, mask.causal, q.shape[2])
     with poisoned():
         *actual, delta = hopper_kernels.backward(
             dout, q, k, v, lse, (out, None), mask, tiles, scale, softcap, deterministic
@@ -237,7 +237,7 @@ def test_tiles_wider_than_the_kernel_s(
     monkeypatch: pytest.MonkeyPatch, dims: tuple[int, int], deterministic: bool
 ) -> None:
     requires("hopper")
-    monkeypatch.setattr(plan, "MAX_COLUMN_TILES", 2)
+    monkeypatch.setattr(tile_plan, "MAX_COLUMN_TILES", 2)
     mask = masks.causal_document([170, 230, 300], device="cuda")
     _check(hopper_kernels.inputs(1, 4, 2, 700, 700, dims, torch.bfloat16, "cuda"), mask, deterministic=deterministic)
 
@@ -259,7 +259,7 @@ def test_keys_that_no_row_sees(dims: tuple[int, int], deterministic: bool) -> No
         x[:, :, 1024:] = float("nan")
     scale = dims[0] ** -0.5
     out, lse = flashmask_attention(q, k, v, mask, impl="hopper", return_lse=True)
-    tiles = plan.build_plan(mask.indices, mask.causal, 900)
+    tiles = tile_plan.build_plan(mask.indices, mask.causal, 900)
     with poisoned():
         *got, _ = hopper_kernels.backward(dout, q, k, v, lse, (out, None), mask, tiles, scale, 0.0, deterministic)
     for name, x, want in zip(("dq", "dk", "dv"), got, clean, strict=True):
@@ -278,7 +278,7 @@ def test_rows_put_back(dims: tuple[int, int], heads: tuple[int, int], lengths: t
     q, k, v, dout = hopper_kernels.inputs(3, *heads, *lengths, dims, torch.bfloat16, "cuda")
     indices = torch.randint(0, lengths[0] + 1, (1, 1, lengths[1], 2), generator=torch.Generator().manual_seed(0))
     mask = FlashMask(indices.int().to("cuda"), causal=False, q_len=lengths[0])
-    tiles = plan.build_plan(mask.indices, mask.causal, lengths[0])
+    tiles = tile_plan.build_plan(mask.indices, mask.causal, lengths[0])
     lse = torch.randn(3, heads[0], lengths[0], device="cuda")
     delta = torch.randn_like(lse)
     orders = row_orders(q, k)

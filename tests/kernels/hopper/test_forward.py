@@ -16,12 +16,13 @@ if INTERPRETED:
 
 from tools.cubin import HOPPER, compile_only
 
-from flashmask_hf import FlashMask, call, flashmask_attention, masks, plan, torch_state
-from flashmask_hf.implementations import choose
+from flashmask_hf import FlashMask, flashmask_attention, masks, tile_plan, torch_internals
+from flashmask_hf._call import call
+from flashmask_hf._call.implementations import choose
 from flashmask_hf.kernels.eager.reference import reference_attention
 from flashmask_hf.kernels.hopper import gluon
-from flashmask_hf.plan import build_plan
 from flashmask_hf.sparse.reorder import put_rows_back
+from flashmask_hf.tile_plan import build_plan
 
 if gluon.unavailable_reason() is not None:
     pytest.skip(f"cpu lane: {gluon.unavailable_reason()}", allow_module_level=True)
@@ -185,7 +186,7 @@ def test_forward_softcap_and_sinks(dims: Dims, config: hopper_forward.Config, fa
 def test_forward_tiles_wider_than_the_kernel_s(
     monkeypatch: pytest.MonkeyPatch, dims: Dims, config: hopper_forward.Config
 ) -> None:
-    monkeypatch.setattr(plan, "MAX_COLUMN_TILES", 2)
+    monkeypatch.setattr(tile_plan, "MAX_COLUMN_TILES", 2)
     mask = masks.causal_document([170, 230, 300])
     _check(*_inputs(2, 700, 700, dims, torch.bfloat16, "cuda"), mask, config=config)
 
@@ -324,7 +325,7 @@ def test_choice_on_a_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("impl", ["hopper", "triton"])
 def test_a_named_implementation_without_triton_is_not_replaced(monkeypatch: pytest.MonkeyPatch, impl: str) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch_state, "HAS_TRITON", False)
+    monkeypatch.setattr(torch_internals, "HAS_TRITON", False)
     choice = choose(CUDA, torch.bfloat16, 128, 128, impl)
     assert choice.impl is None
     assert f"impl='{impl}' cannot serve this process: Triton is not installed" in choice.reason

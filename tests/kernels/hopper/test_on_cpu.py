@@ -37,12 +37,15 @@ from flashmask_hf.kernels.hopper import gluon
 if gluon.import_failure is not None:
     pytest.skip(f"interpreter lane: {gluon.import_failure}", allow_module_level=True)
 
-from test_call import KINDS, check_repeated
+from _call.test_call import KINDS, check_repeated
 from tools import gluon_interpreter, hopper_kernels, ordered_sums
 from tools.gluon_interpreter import interpreted
 from tools.sparse_attention import check as check_sparse
 
-from flashmask_hf import FlashMask, call, implementations, masks, plan
+from flashmask_hf import FlashMask, masks, tile_plan
+from flashmask_hf._call import call, implementations
+from flashmask_hf._call.operators import flash_attn_backward, flash_attn_forward
+from flashmask_hf._call.plan_cache import plan_of
 from flashmask_hf.kernels.hopper import backward as hopper_backward
 from flashmask_hf.kernels.hopper import backward_roles, dq_order
 from flashmask_hf.kernels.hopper import forward as hopper_forward
@@ -51,10 +54,9 @@ from flashmask_hf.kernels.launch import descriptors
 from flashmask_hf.kernels.launch.problem import problem_of
 from flashmask_hf.kernels.launch.tensor_layout import layout_of
 from flashmask_hf.kernels.shared import work_order
-from flashmask_hf.operators.attention import flash_attn_backward, flash_attn_forward
-from flashmask_hf.operators.plan import plan_of
 from flashmask_hf.sparse import hash_sparse_attention
 from flashmask_hf.sparse.reorder import put_rows_back
+from flashmask_hf.tile_plan import ROWS
 from flashmask_hf.tiles import HIDDEN, classify_tiles
 
 pytestmark = pytest.mark.interpreter
@@ -176,7 +178,7 @@ def test_softcap_and_sinks(form: tuple[bool, int], dim: int) -> None:
 
 @pytest.mark.parametrize("dim", DTYPES)
 def test_tiles_wider_than_the_kernel_s(monkeypatch: pytest.MonkeyPatch, dim: int) -> None:
-    monkeypatch.setattr(plan, "MAX_COLUMN_TILES", 2)
+    monkeypatch.setattr(tile_plan, "MAX_COLUMN_TILES", 2)
     _check(_inputs(dim, 500, 500, 1), masks.causal_document([170, 130, 200]))
 
 
@@ -202,7 +204,7 @@ def test_tiles_of_keys_are_taken_in_their_order(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(hopper_backward, "multiprocessors", lambda device: 1)
     mask = masks.causal_document([140, 628])
     q, k, v, dout = hopper_kernels.inputs(1, 2, 2, 768, 768, (dim, dim), torch.float16, "cpu")
-    tiles = plan.build_plan(mask.indices, mask.causal, 768)
+    tiles = tile_plan.build_plan(mask.indices, mask.causal, 768)
     columns = 64 if dim == 256 else 128
     loaded: list[tuple[int, int]] = []
     tile_of = gluon_interpreter.Descriptor.tile
@@ -240,7 +242,7 @@ def test_the_simulated_walk_is_the_kernel_s(
     indices = [given[head % 3].indices for head in range(heads if per_head else 1)]
     mask = FlashMask(torch.cat(indices, 1), given[0].causal)
     q, k, v, dout = hopper_kernels.inputs(1, heads, 2, 768, 768, (64, 64), torch.float16, "cpu")
-    tiles = plan.build_plan(mask.indices, mask.causal, 768)
+    tiles = tile_plan.build_plan(mask.indices, mask.causal, 768)
     problem = problem_of(q, k, v, mask.indices, None, mask.causal, 0.1, 0.0)
     made = dq_order.prepare_dq_order(problem, 128, 128, 1)(mask.indices)
     loaded: list[tuple[int, int]] = []
@@ -248,7 +250,7 @@ def test_the_simulated_walk_is_the_kernel_s(
 
     def spy(self, coordinates):
         if self.tensor.data_ptr() == q.data_ptr():
-            place = int(coordinates[1]), int(coordinates[2]) // plan.ROWS
+            place = int(coordinates[1]), int(coordinates[2]) // ROWS
             loaded.extend([place] if loaded[-1:] != [place] else [])
         return tile_of(self, coordinates)
 
@@ -262,7 +264,7 @@ def test_the_simulated_walk_is_the_kernel_s(
     expected: list[tuple[int, int]] = []
     for plane, line, tile in items:
         segments = [x[tile] for x in lines[line]] * (1 if per_head else group)
-        for head, row in ordered_sums.walk(segments, *(x // plan.ROWS for x in bands), upward, 768 // plan.ROWS):
+        for head, row in ordered_sums.walk(segments, *(x // ROWS for x in bands), upward, 768 // ROWS):
             if expected[-1:] != [(plane * group + head, row)]:
                 expected.append((plane * group + head, row))
     assert loaded == expected
@@ -294,7 +296,7 @@ def test_the_mask_decides_on_tall_tiles(monkeypatch: pytest.MonkeyPatch, window:
     mask = masks.sliding_window(700, window)
     _check(inputs, mask, (False,))
     config = (hopper_forward._TALL if warpgroups == 3 else hopper_forward._FORWARD)[widths_of(64, 64)]
-    tiles = plan.build_plan(mask.indices, mask.causal, 700)
+    tiles = tile_plan.build_plan(mask.indices, mask.causal, 700)
     with interpreted() as names, poisoned():
         taken, alone = (
             hopper_kernels.forward(*(x.detach() for x in inputs), mask, tiles, None, 0.1, 0.0, config=given)
@@ -335,7 +337,7 @@ def test_wide_rows_put_back(dims: tuple[int, int]) -> None:
     """Rows of the output are put in the given order, to the bit."""
     q, k, v = (x.detach() for x in _inputs(dims[0], 200, 333, v_dim=dims[1]))
     mask = FAMILIES["document"](333, 200)
-    tiles = plan.build_plan(mask.indices, mask.causal, 200)
+    tiles = tile_plan.build_plan(mask.indices, mask.causal, 200)
     order, _ = row_orders(q, k)
     with poisoned():
         (apart, lse), (together, same) = (
@@ -367,7 +369,7 @@ def test_rows_put_back(dims: tuple[int, int]) -> None:
     dout = torch.randn(*q.shape[:3], dims[1], generator=torch.Generator().manual_seed(1)).to(q.dtype)
     dout = dout.transpose(1, 2).contiguous().transpose(1, 2)
     mask = FAMILIES["document"](333, 200)
-    tiles = plan.build_plan(mask.indices, mask.causal, 200)
+    tiles = tile_plan.build_plan(mask.indices, mask.causal, 200)
     order, k_order = row_orders(q, k)
     results = []
     for seed, orders in enumerate((None, (order, k_order), (order, k_order))):
@@ -420,7 +422,7 @@ def test_row_statistics_of_any_strides(given: str) -> None:
     """The kernels read LSE, its gradient and delta as contiguous tensors."""
     q, k, v = (x.detach() for x in _inputs(64, 70, 70))
     mask = masks.causal_document([30, 40])
-    tiles = plan.build_plan(mask.indices, mask.causal, 70)
+    tiles = tile_plan.build_plan(mask.indices, mask.causal, 70)
     lse, delta, dlse = torch.randn(3, *q.shape[:3], generator=torch.Generator().manual_seed(0)).unbind()
     results = []
     for strided in (False, True):
@@ -441,7 +443,7 @@ def test_masks_and_sinks_of_any_strides() -> None:
     strided_sinks = sinks.repeat_interleave(2)[::2]
     assert not strided.indices.is_contiguous()
     assert not strided_sinks.is_contiguous()
-    tiles = plan.build_plan(mask.indices, mask.causal, 70)
+    tiles = tile_plan.build_plan(mask.indices, mask.causal, 70)
     results = []
     for one, other in ((mask, sinks), (strided, strided_sinks)):
         out, lse = hopper_kernels.forward(q, k, v, one, tiles, other, 0.1, 0.0)
@@ -466,7 +468,7 @@ def test_a_fixed_order(dim: int) -> None:
     """Sums in dQ are the same to the bit, whichever program comes first: five tiles of keys add to each row."""
     q, k, v = (x.detach().half() for x in _inputs(dim, 70, 640, 1, 2, 2))
     mask = masks.full(640, q_len=70)
-    tiles = plan.build_plan(mask.indices, mask.causal, 70)
+    tiles = tile_plan.build_plan(mask.indices, mask.causal, 70)
     lse, delta = torch.zeros(1, 2, 70), torch.zeros(1, 2, 70)
     results = []
     for seed in range(6):
@@ -506,7 +508,7 @@ def test_hidden_tiles_are_not_walked(
         return tile_of(self, coordinates)
 
     monkeypatch.setattr(gluon_interpreter.Descriptor, "tile", spy)
-    tiles = plan.build_plan(given.indices, given.causal, 768)
+    tiles = tile_plan.build_plan(given.indices, given.causal, 768)
     lse, delta = torch.zeros(1, 1, 768), torch.zeros(1, 1, 768)
     hopper_kernels.backward(dout, q, k, v, lse, delta, given, tiles, 0.1, 0.0, deterministic)
     block_n = 128 if dims == (128, 128) else 64

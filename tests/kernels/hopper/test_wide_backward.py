@@ -33,7 +33,7 @@ if gluon.import_failure is not None:
 from tools import hopper_kernels
 from tools.gluon_interpreter import interpreted
 
-from flashmask_hf import FlashMask, flashmask_attention, masks, plan
+from flashmask_hf import FlashMask, flashmask_attention, masks, tile_plan
 from flashmask_hf.kernels.hopper import backward as hopper_backward
 from flashmask_hf.kernels.hopper import dq_order
 from flashmask_hf.sparse.reorder import put_rows_back
@@ -99,7 +99,7 @@ def _check(
     q, k, v, dout = given or inputs
     out, _, eager = _reference(inputs, mask, softcap, q.dtype)
     _, lse, exact = _reference(inputs, mask, softcap, torch.float64)
-    tiles = plan.build_plan(mask.indices, mask.causal, q.shape[2])
+    tiles = tile_plan.build_plan(mask.indices, mask.causal, q.shape[2])
     scale = q.shape[3] ** -0.5
     with poisoned():
         actual = hopper_kernels.backward(
@@ -152,7 +152,7 @@ def test_softcap(dims: tuple[int, int], seeds: int) -> None:
 
 @DIMS_AND_SEEDS
 def test_tiles_wider_than_the_kernel_s(monkeypatch: pytest.MonkeyPatch, dims: tuple[int, int], seeds: int) -> None:
-    monkeypatch.setattr(plan, "MAX_COLUMN_TILES", 2)
+    monkeypatch.setattr(tile_plan, "MAX_COLUMN_TILES", 2)
     _check(_inputs(dims, 300, 300), masks.causal_document([70, 30, 200]), bool(seeds))
 
 
@@ -180,7 +180,7 @@ def test_rows_put_back(dims: tuple[int, int]) -> None:
     """Rows of all gradients are put in the given orders, to the bit, however the roles are scheduled."""
     q, k, v, dout = _inputs(dims, 130, 200, 2)
     mask = FAMILIES["document"](200, 130)
-    tiles = plan.build_plan(mask.indices, mask.causal, 130)
+    tiles = tile_plan.build_plan(mask.indices, mask.causal, 130)
     generator = torch.Generator().manual_seed(2)
     lse, delta = (torch.randn(q.shape[:3], generator=generator) for _ in range(2))
     order, k_order = row_orders(q, k)
@@ -202,7 +202,7 @@ def test_a_fixed_order(dims: tuple[int, int]) -> None:
     """Sums in dQ are the same to the bit, whichever program comes first: five tiles of keys add to each row."""
     q, k, v, dout = _inputs(dims, 70, 320, 1, 2, 2)
     mask = masks.full(320, q_len=70)
-    tiles = plan.build_plan(mask.indices, mask.causal, 70)
+    tiles = tile_plan.build_plan(mask.indices, mask.causal, 70)
     lse, delta = torch.zeros(1, 2, 70), torch.zeros(1, 2, 70)
     results = []
     for seed in range(4):

@@ -13,11 +13,11 @@ import pytest
 import torch
 from tools.support import INTERPRETED
 
-from flashmask_hf import torch_state
+from flashmask_hf import torch_internals
 
 if INTERPRETED:
     pytest.skip("cpu lane: the interpreter compiles nothing", allow_module_level=True)
-if not torch_state.HAS_TRITON:
+if not torch_internals.HAS_TRITON:
     pytest.skip("cpu lane: Triton is not installed", allow_module_level=True)
 
 import triton
@@ -88,8 +88,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Launches]:
         return run
 
     monkeypatch.setattr(JITFunction, "__getitem__", instead)
-    monkeypatch.setattr(torch_state, "current_gpu", lambda: 2)
-    monkeypatch.setattr(torch_state, "current_stream", lambda gpu: found.stream + gpu)
+    monkeypatch.setattr(torch_internals, "current_gpu", lambda: 2)
+    monkeypatch.setattr(torch_internals, "current_stream", lambda gpu: found.stream + gpu)
     return found
 
 
@@ -148,13 +148,13 @@ def test_triton_is_asked_every_time_for_amd_gpus(launches: _Launches, monkeypatc
 
 def test_launches_for_tensors_of_another_gpu_are_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton launches on the current GPU, which may not be the one of the tensors."""
-    monkeypatch.setattr(torch_state, "current_gpu", lambda: 2)
+    monkeypatch.setattr(torch_internals, "current_gpu", lambda: 2)
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
 
     def guarded(index: int | None) -> Any:
         device = torch.device("cpu" if index is None else f"cuda:{index}")
         x: Any = SimpleNamespace(is_cuda=index is not None, get_device=lambda: index, device=device)
-        with torch_state.device_guard(x) as entered:
+        with torch_internals.device_guard(x) as entered:
             return entered
 
     assert [guarded(index) for index in (None, 2, 3)] == [None, None, torch.device("cuda:3")]

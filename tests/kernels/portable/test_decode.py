@@ -27,8 +27,8 @@ from tools.support import (
 from torch import Tensor
 
 from flashmask_hf import FlashMask, flashmask_attention, masks
+from flashmask_hf._call import operators as attention
 from flashmask_hf.kernels.eager import tiled
-from flashmask_hf.operators import attention
 
 ONE = lanes((torch.float32,), (torch.float32,), (torch.bfloat16,))
 ALL = lanes(

@@ -12,7 +12,7 @@ from flashmask_hf.kernels.launch.tensor_layout import layout_of
 from flashmask_hf.kernels.portable import backward as portable_backward
 from flashmask_hf.kernels.shared import work_order
 from flashmask_hf.kernels.shared.work_order import prepare_work_order
-from flashmask_hf.plan import build_plan
+from flashmask_hf.tile_plan import build_plan
 
 if not INTERPRETED:
     pytest.skip("interpreter lane: set TRITON_INTERPRET=1", allow_module_level=True)

@@ -8,9 +8,9 @@ import pytest
 import torch
 from tools.support import EACH_FAMILY, FAMILIES, covering, interpret_assertions, poisoned
 
-import flashmask_hf.plan
+import flashmask_hf.tile_plan
 from flashmask_hf import FlashMask, masks
-from flashmask_hf.plan import MAX_COLUMN_TILES, ROWS, VISIBLE_SEGMENTS, Plan, build_plan, plan_columns
+from flashmask_hf.tile_plan import MAX_COLUMN_TILES, ROWS, VISIBLE_SEGMENTS, Plan, build_plan, plan_columns
 from flashmask_hf.tiles import HIDDEN, PARTIAL, VISIBLE, classify_tiles
 
 
@@ -118,7 +118,7 @@ def test_segments_that_end_with_the_rows(builder: tuple[str, str], monkeypatch: 
 @pytest.mark.parametrize("builder", _builders())
 def test_wide_tiles(builder: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The bound that makes tiles wide is patched, so that short rows have them."""
-    monkeypatch.setattr(flashmask_hf.plan, "MAX_COLUMN_TILES", 4)
+    monkeypatch.setattr(flashmask_hf.tile_plan, "MAX_COLUMN_TILES", 4)
     for mask in (masks.sliding_window(1025, 300), masks.causal_document([400, 625]), masks.document([1000, 25])):
         assert plan_columns(1025) == 384
         tiles = classify_tiles(mask.indices, mask.causal, 1025, (ROWS, 384))
@@ -140,7 +140,7 @@ def test_wide_tiles_of_of_very_long_rows(builder: tuple[str, str]) -> None:
 @pytest.mark.parametrize("kv_len", [1, 1000, 8192, 131072, 524288, 1048576])
 def test_memory_is_at_most_64_bytes_per_token(kv_len: int) -> None:
     indices = torch.empty(1, 1, kv_len, 1, dtype=torch.int32, device="meta")
-    from flashmask_hf.operators.plan import make_plan
+    from flashmask_hf._call.plan_cache import make_plan
 
     plan = make_plan(indices, True, kv_len)
     size = sum(x.numel() * x.element_size() for x in plan)
@@ -173,7 +173,7 @@ def test_indices_out_of_range(builder: str, form: tuple[bool, int], monkeypatch:
 
         interpret_assertions(monkeypatch)
     else:
-        from flashmask_hf.operators.plan import make_plan as build
+        from flashmask_hf._call.plan_cache import make_plan as build
     for bound in range(n):
         for value in (-1, 0, 150, 151):
             indices = torch.full((1, 1, 300, n), 70, dtype=torch.int32)

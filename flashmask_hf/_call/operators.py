@@ -13,15 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashmask_hf import torch_state
-from flashmask_hf.call import Call, Settings, resolve_operator
+from flashmask_hf import torch_internals
+from flashmask_hf._call.call import Call, Settings, resolve_operator
+from flashmask_hf._call.library import (
+    Derivative,
+    as_operator,
+    no_derivatives,
+    no_second_derivatives,
+    register_autograd,
+)
+from flashmask_hf._call.plan_cache import plan_of
 from flashmask_hf.mask import FlashMask
-from flashmask_hf.operators.decoding import decode, results_like
-from flashmask_hf.operators.library import Derivative, as_operator, no_second_derivatives, register_autograd
-from flashmask_hf.operators.plan import plan_of
-from flashmask_hf.plan import Plan
+from flashmask_hf.tile_plan import Plan
 
-__all__ = ["attend", "flash_attn_backward", "flash_attn_forward"]
+__all__ = ["attend", "flash_attn_backward", "flash_attn_decode", "flash_attn_forward", "results_like"]
 
 
 def attend(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: FlashMask) -> tuple[Tensor, Tensor]:
@@ -35,6 +40,13 @@ def attend(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ma
     if not call.differentiated:
         return call.forward(q, k, v, sinks, mask.indices, plan)
     return _record(call, q, k, v, sinks, mask.indices, plan)
+
+
+def decode(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """Run a resolved call of few rows; return out and lse."""
+    if call.intercepted:
+        return flash_attn_decode(q, k, v, sinks, indices, *call.settings[:-1])
+    return call.decode(q, k, v, sinks, indices)
 
 
 def _forward(
@@ -73,7 +85,7 @@ def _forward(
         out [B, Hq, Sq, Dv] in q's dtype, stored as [B, Sq, Hq, Dv]; lse [B, Hq, Sq] float32 (float64 for float64 q).
     """
     settings = Settings(causal, scale, softcap, impl, deterministic)
-    with torch_state.no_autocast(q.device):
+    with torch_internals.no_autocast(q.device):
         call = resolve_operator(q, k, v, indices, sinks, settings)
         return call.forward(q, k, v, sinks, indices, Plan(tiles, counts, segments))
 
@@ -84,6 +96,13 @@ flash_attn_forward = as_operator("flash_attn_forward", _forward)
 @torch.library.register_fake("flashmask_hf::flash_attn_forward")
 def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return results_like(q, v)
+
+
+def results_like(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return uninitialised `out` and `lse` for queries q and values v."""
+    batch, heads, q_len, _ = q.shape
+    out = q.new_empty(batch, q_len, heads, v.shape[-1]).transpose(1, 2)
+    return out, q.new_empty(batch, heads, q_len, dtype=torch.promote_types(q.dtype, torch.float32))
 
 
 def _backward(
@@ -111,7 +130,7 @@ def _backward(
     and `lse`. The other arguments are those of the forward.
     """
     settings = Settings(causal, scale, softcap, impl, deterministic)
-    with torch_state.no_autocast(q.device):
+    with torch_internals.no_autocast(q.device):
         call = resolve_operator(q, k, v, indices, sinks, settings)
         return call.backward(dout, q, k, v, sinks, lse, (out, dlse), indices, Plan(tiles, counts, segments))
 
@@ -171,7 +190,7 @@ class _Attention(torch.autograd.Function):
         q, k, v, sinks, out, lse, indices = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
         # With create_graph=True the operator tells that there are no second derivatives.
-        if torch.is_grad_enabled() or torch_state.is_intercepted(dout, dlse):
+        if torch.is_grad_enabled() or torch_internals.is_intercepted(dout, dlse):
             dq, dk, dv, dsinks = flash_attn_backward(
                 dout, dlse, q, k, v, sinks, out, lse, indices, *ctx.plan, *ctx.call.settings
             )
@@ -182,3 +201,47 @@ class _Attention(torch.autograd.Function):
 
 _record: Callable[..., tuple[Tensor, Tensor]] = super(torch.autograd.Function, _Attention).apply  # pyright: ignore[reportAttributeAccessIssue]
 """`_Attention.apply` without its checks for `torch.func`: `resolve` has asked whether a transform is active."""
+
+
+def _decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    indices: Tensor,
+    causal: bool,
+    scale: float,
+    softcap: float,
+    impl: str,
+) -> tuple[Tensor, Tensor]:
+    """Masked attention of few query rows, without a plan and without gradients.
+
+    Args:
+        q: [B, Hq, Sq, D].
+        k: [B, Hkv, Skv, D].
+        v: [B, Hkv, Skv, Dv].
+        sinks: [Hq] or None.
+        indices: int32 [B or 1, Hm, Skv, n].
+        causal: as in `FlashMask`.
+        scale: factor on the scores.
+        softcap: 0 is none.
+        impl: "triton" or "torch", or "best", which is "triton".
+
+    Returns:
+        out [B, Hq, Sq, Dv] in q's dtype, stored as [B, Sq, Hq, Dv]; lse [B, Hq, Sq] float32 (float64 for float64 q).
+
+    Raises:
+        ValueError: a value of `indices` lies outside 0..Sq. On a GPU it is an assertion of the device.
+    """
+    with torch_internals.no_autocast(q.device):
+        call = resolve_operator(q, k, v, indices, sinks, Settings(causal, scale, softcap, impl, False))
+        return call.decode(q, k, v, sinks, indices)
+
+
+flash_attn_decode = as_operator("flash_attn_decode", _decode)
+register_autograd(flash_attn_decode, no_derivatives)
+
+
+@torch.library.register_fake("flashmask_hf::flash_attn_decode")
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return results_like(q, v)

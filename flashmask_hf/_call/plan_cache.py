@@ -8,18 +8,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashmask_hf import plan as plan_in_torch
-from flashmask_hf import torch_state
-from flashmask_hf.checks import check_range
+from flashmask_hf import tile_plan as plan_in_torch
+from flashmask_hf import torch_internals
+from flashmask_hf._call.library import as_operator
+from flashmask_hf._numbers import check_range
 from flashmask_hf.mask import FlashMask
-from flashmask_hf.operators.library import as_operator
-from flashmask_hf.plan import Plan, plan_shapes
+from flashmask_hf.tile_plan import Plan, plan_shapes
 
 __all__ = ["make_plan", "plan_of"]
 
 
 def _make_plan(indices: Tensor, causal: bool, q_len: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Classify the tiles of a mask (see `flashmask_hf.plan`).
+    """Classify the tiles of a mask (see `flashmask_hf.tile_plan`).
 
     Args:
         indices: int32 [B, Hm, Skv, n].
@@ -38,7 +38,7 @@ def _make_plan(indices: Tensor, causal: bool, q_len: int) -> tuple[Tensor, Tenso
 
 def _builder(indices: Tensor) -> Callable[[Tensor, bool, int], Plan]:
     """Return what builds and checks a plan: Triton kernels on a GPU with Triton, torch operations elsewhere."""
-    if indices.device.type == "cuda" and torch_state.HAS_TRITON:
+    if indices.device.type == "cuda" and torch_internals.HAS_TRITON:
         from flashmask_hf.kernels.shared.plan_kernels import build_plan
 
         return build_plan
@@ -91,7 +91,7 @@ def plan_of(mask: FlashMask, q_len: int) -> Plan:
     the compiler merges equal calls.
     """
     indices = mask.indices
-    if torch.compiler.is_compiling() or torch_state.is_capturing(indices):
+    if torch.compiler.is_compiling() or torch_internals.is_capturing(indices):
         return _plan(mask, q_len)
     cached = mask._plan
     if (
@@ -99,15 +99,15 @@ def plan_of(mask: FlashMask, q_len: int) -> Plan:
         and cached.q_len == q_len
         and cached.version == indices._version
         and cached.memory == _memory_of(indices)
-        and (cached.stream is None or cached.stream[1] == torch_state.current_stream(cached.stream[0]))
+        and (cached.stream is None or cached.stream[1] == torch_internals.current_stream(cached.stream[0]))
         and not (cached.is_inference and torch.is_grad_enabled())
     ):
         return cached.plan
     version = None if indices.is_inference() else indices._version  # read first: another thread may write meanwhile
     plan = _plan(mask, q_len)
-    if version is not None and torch_state.is_plain(plan.tiles):  # a plan of a mode or transform is for inside of it
+    if version is not None and torch_internals.is_plain(plan.tiles):  # plans of modes and transforms stay inside
         alias = indices.detach()
-        stream = torch_state.stream_of(alias)
+        stream = torch_internals.stream_of(alias)
         mask._plan = _CachedPlan(q_len, version, _memory_of(alias), stream, plan.tiles.is_inference(), plan, alias)
     return plan
 

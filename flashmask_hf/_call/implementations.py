@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashmask_hf import torch_state
+from flashmask_hf import torch_internals
 from flashmask_hf.mask import FlashMask
-from flashmask_hf.plan import Plan
+from flashmask_hf.tile_plan import Plan
 
 if TYPE_CHECKING:  # Triton may be missing
     from flashmask_hf.kernels.launch.problem import Problem
@@ -60,7 +60,7 @@ def choose(device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: 
         return Choice(impl, "it takes any device, dtype and head_dim")
     if impl is None and device.type != "cuda":
         return Choice("torch", f"no GPU for impl='triton', the tensors are on {device.type}")
-    if impl is None and not torch_state.HAS_TRITON:
+    if impl is None and not torch_internals.HAS_TRITON:
         return Choice("torch", "Triton is not installed")
     hopper = None
     if impl != "triton":
@@ -79,7 +79,7 @@ def choose(device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: 
 
 def _why_not_hopper(device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str | None:
     """Return what the Hopper kernels cannot serve, to follow "cannot serve", or None."""
-    if not torch_state.HAS_TRITON:
+    if not torch_internals.HAS_TRITON:
         return "this process: Triton is not installed"
     from flashmask_hf.kernels.hopper import gluon
 
@@ -93,9 +93,9 @@ def _why_not_hopper(device: torch.device, dtype: torch.dtype, head_dim: int, v_h
 
 def _why_not_triton(device: torch.device, dtype: torch.dtype, largest: int) -> str | None:
     """Return what the portable kernels cannot serve, to follow "cannot serve", or None."""
-    if not torch_state.HAS_TRITON:
+    if not torch_internals.HAS_TRITON:
         return "this process: Triton is not installed"
-    if not torch_state.runs_kernels(device):
+    if not torch_internals.runs_kernels(device):
         return f"tensors on {device.type} (it needs a GPU)"
     if dtype not in _KERNEL_DTYPES:
         return f"dtype {dtype} (it takes bfloat16, float16, float32)"
@@ -131,7 +131,7 @@ def prepare_forward(impl: str, problem: Problem, ordered: bool) -> Callable[...,
         def run(
             q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, indices: Tensor, plan: Plan
         ) -> tuple[Tensor, Tensor]:
-            with torch_state.no_autocast(q.device):
+            with torch_internals.no_autocast(q.device):
                 mask = FlashMask(indices, problem.causal)
                 return tiled.forward(q, k, v, mask, plan, sinks, problem.scale, problem.softcap)
 
@@ -179,7 +179,7 @@ def prepare_backward(
         def run(
             dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Delta, indices: Tensor, plan: Plan
         ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-            with torch_state.no_autocast(q.device):
+            with torch_internals.no_autocast(q.device):
                 mask = FlashMask(indices, problem.causal)
                 return tiled.backward(dout, q, k, v, lse, delta, mask, plan, problem.scale, problem.softcap)
 
@@ -205,12 +205,12 @@ def prepare_decode(impl: str, problem: Problem) -> Callable[..., tuple[Tensor, T
         from flashmask_hf.kernels.portable import decode
 
         return decode.prepare_decode(problem)
-    from flashmask_hf.checks import check_range
+    from flashmask_hf._numbers import check_range
     from flashmask_hf.kernels.eager import tiled
 
     def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, indices: Tensor) -> tuple[Tensor, Tensor]:
         check_range(indices, q.shape[2])
-        with torch_state.no_autocast(q.device):
+        with torch_internals.no_autocast(q.device):
             return tiled.decode(q, k, v, FlashMask(indices, problem.causal), sinks, problem.scale, problem.softcap)
 
     return run

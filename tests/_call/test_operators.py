@@ -18,11 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from flashmask_hf import FlashMask, flashmask_attention, masks
-from flashmask_hf.call import Call
-from flashmask_hf.operators import attention, plan
-from flashmask_hf.operators.attention import flash_attn_backward, flash_attn_forward
-from flashmask_hf.operators.decoding import flash_attn_decode
-from flashmask_hf.operators.plan import make_plan, plan_of
+from flashmask_hf._call import operators as attention
+from flashmask_hf._call import plan_cache as plan
+from flashmask_hf._call.call import Call
+from flashmask_hf._call.operators import flash_attn_backward, flash_attn_decode, flash_attn_forward
+from flashmask_hf._call.plan_cache import make_plan, plan_of
 from flashmask_hf.sparse import qk_sparse_attention
 from flashmask_hf.sparse.operators import (
     flash_attn_sparse_backward,
@@ -30,7 +30,7 @@ from flashmask_hf.sparse.operators import (
     flash_attn_sparse_forward,
     sort_sparse,
 )
-from flashmask_hf.torch_state import is_intercepted, is_plain
+from flashmask_hf.torch_internals import is_intercepted, is_plain
 
 LANES = lanes((torch.float32,), (torch.float32,), (torch.bfloat16,))
 

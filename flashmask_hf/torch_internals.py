@@ -16,11 +16,13 @@ __all__ = [
     "HAS_TRITON",
     "current_gpu",
     "current_stream",
+    "device_assert",
     "device_guard",
     "has_tangents",
     "is_capturing",
     "is_intercepted",
     "is_known_true",
+    "is_one_of",
     "is_plain",
     "no_autocast",
     "runs_kernels",
@@ -141,3 +143,22 @@ def no_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return contextlib.nullcontext()
+
+
+def is_one_of(size: int, *sizes: int) -> bool:
+    """Return whether `size` equals one of `sizes`.
+
+    `size in sizes` is False under TorchDynamo where a number equals a symbolic one.
+    """
+    return any(size == other for other in sizes)
+
+
+def device_assert(condition: Tensor, message: str) -> None:
+    """Stop the program if a bool tensor [] is False, without waiting for the device to know it.
+
+    A device takes 254 characters of the message, which only the long name of a user's class should exceed.
+
+    Raises:
+        RuntimeError: `condition` is False, on a CPU. On a GPU it is an assertion of the device.
+    """
+    torch._assert_async(condition, message[:254])  # pyright: ignore[reportPrivateImportUsage]

@@ -10,8 +10,9 @@ import torch
 from tools.support import HEADS, KV_HEADS, Lane, attention_inputs, lanes, poisoned
 from torch.utils.checkpoint import checkpoint
 
-from flashmask_hf import FlashMask, call, flashmask_attention, masks
-from flashmask_hf.call import Call, resolve
+from flashmask_hf import FlashMask, flashmask_attention, masks
+from flashmask_hf._call import call
+from flashmask_hf._call.call import Call, resolve
 
 LENGTH = 100
 LANES = [

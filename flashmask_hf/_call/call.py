@@ -9,7 +9,7 @@ launches:
       and the bodies of the operators      ──>  resolve() ──────────────────> Call ────────────> prepared launches
                                                     └── cache, by layouts and settings
 
-The plan of the mask is no part of a call: it follows from the mask's values (`operators.plan`).
+The plan of the mask is no part of a call: it follows from the mask's values (`plan_cache`).
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashmask_hf import implementations, torch_state
-from flashmask_hf.checks import check_arguments
+from flashmask_hf import torch_internals
+from flashmask_hf._call import implementations
+from flashmask_hf._call.arguments import check_arguments
+from flashmask_hf._call.recomputation import Results, current_keeper
 from flashmask_hf.kernels.launch.problem import Problem, problem_of
 from flashmask_hf.kernels.launch.tensor_layout import layout_of
 from flashmask_hf.mask import FlashMask
-from flashmask_hf.plan import Plan
-from flashmask_hf.recomputation import Results, current_keeper
+from flashmask_hf.tile_plan import Plan
 
 __all__ = ["Call", "Settings", "resolve", "resolve_operator"]
 
@@ -68,7 +69,7 @@ class Call:
         cast_to: dtype to which autocast casts q, k and v, or None.
         decodes: whether the rows are few and attention goes without a plan.
         differentiated: whether results require gradients.
-        intercepted: whether something intercepts the call (`torch_state.is_intercepted`). It then runs through the
+        intercepted: whether something intercepts the call (`torch_internals.is_intercepted`). It then runs through the
             operators; this object is not kept and only carries the settings.
     """
 
@@ -98,7 +99,7 @@ class Call:
         plan: Plan,
         order: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return out and lse, as `operators.attention._forward` documents them.
+        """Return out and lse, as `operators._forward` documents them.
 
         `order`, int32 [B, Hq, Sq], a permutation of every head's rows, says where each row of the output is put; lse
         stays in the order of q.
@@ -111,7 +112,7 @@ class Call:
             return implementations.prepare_forward(impl, self._problem(q, k, v, indices, sinks), order is not None)
 
         def compute() -> Results:
-            with torch_state.device_guard(q):
+            with torch_internals.device_guard(q):
                 return self._run(("forward", order is not None), prepare, tensors)
 
         keeper = current_keeper.get()
@@ -159,17 +160,17 @@ class Call:
                 impl, problem, layout_of(dout), output, self.settings.deterministic, orders is not None
             )
 
-        with torch_state.device_guard(q):
+        with torch_internals.device_guard(q):
             dq, dk, dv, row_sums = self._run(key, prepare, tensors)
             return dq, dk, dv, _sinks_gradient(sinks, lse, row_sums)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Return out and lse of few rows without a plan, as `operators.decoding._decode` documents them."""
+        """Return out and lse of few rows without a plan, as `operators._decode` documents them."""
         run = self._prepared.get("decode")
         if run is None:
             problem = self._problem(q, k, v, indices, sinks)
             run = self._prepared["decode"] = implementations.prepare_decode(self.settings.impl, problem)
-        with torch_state.device_guard(q):
+        with torch_internals.device_guard(q):
             return run(q, k, v, sinks, indices)
 
     def _run(self, key: tuple[Any, ...], prepare: Callable[[str], Callable[..., Any]], tensors: tuple[Any, ...]) -> Any:
@@ -218,7 +219,7 @@ def resolve(
     key = call = None
     intercepted = True
     try:
-        intercepted = torch_state.is_intercepted(q, k, v, mask.indices, sinks)
+        intercepted = torch_internals.is_intercepted(q, k, v, mask.indices, sinks)
         if not intercepted:
             options = (mask.causal, mask.q_len, scale, softcap, deterministic, impl)
             key = _key(q, k, v, mask.indices, sinks, *options)
@@ -264,7 +265,7 @@ def _key(
     device = q.device.type
     return (
         torch.are_deterministic_algorithms_enabled(),
-        torch_state.wants_gradients(q, k, v, sinks),
+        torch_internals.wants_gradients(q, k, v, sinks),
         torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
         layout_of(q),
         layout_of(k),
@@ -315,7 +316,7 @@ def _make(
     choice = implementations.choose(q.device, cast_to or q.dtype, q.shape[-1], v.shape[-1], impl)
     if choice.impl is None:
         raise ValueError(choice.reason)
-    if choice.impl != "reference" and torch_state.has_tangents(q, k, v, sinks):
+    if choice.impl != "reference" and torch_internals.has_tangents(q, k, v, sinks):
         raise NotImplementedError(
             "attention has no forward-mode derivatives (torch.func.jvp); take Tensor.backward, or impl='reference'"
         )
@@ -326,14 +327,14 @@ def _make(
         "best" if choice.impl == "hopper" and impl is None else choice.impl,
         deterministic or torch.are_deterministic_algorithms_enabled(),
     )
-    differentiated = torch_state.wants_gradients(q, k, v, sinks)
+    differentiated = torch_internals.wants_gradients(q, k, v, sinks)
     # The kernel of decoding packs the rows of all heads that share keys into one tile and splits the keys. The forward
     # pads each head's rows to 16 at least, so decoding is no slower up to 16 rows. A named "hopper" has no kernel for
     # it. A symbolic length decodes only if it is known to be short: a guard would bound the lengths of an export.
     decodes = (
         not differentiated
         and settings.impl != "hopper"
-        and torch_state.is_known_true(q.shape[2] <= max(16, _FEW_ROWS * k.shape[1] // q.shape[1]))
+        and torch_internals.is_known_true(q.shape[2] <= max(16, _FEW_ROWS * k.shape[1] // q.shape[1]))
     )
     return Call(settings, cast_to, decodes, differentiated, intercepted)
 

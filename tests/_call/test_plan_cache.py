@@ -14,9 +14,9 @@ import torch
 from tools.support import HEADS, KV_HEADS, Lane, attention_inputs, run
 from torch._subclasses import FakeTensorMode
 
-from flashmask_hf import FlashMask, flashmask_attention, masks, torch_state
-from flashmask_hf.operators import plan as plan_operator
-from flashmask_hf.operators.plan import plan_of
+from flashmask_hf import FlashMask, flashmask_attention, masks, torch_internals
+from flashmask_hf._call import plan_cache as plan_operator
+from flashmask_hf._call.plan_cache import plan_of
 
 
 def test_the_mask_keeps_its_plan_until_it_changes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,8 +113,8 @@ def test_a_call_on_another_stream_makes_its_own_plan(monkeypatch: pytest.MonkeyP
     build = plan_operator._builder(torch.empty(0))
     current = 0
     monkeypatch.setattr(plan_operator, "_builder", lambda indices: lambda *args: made.append(current) or build(*args))
-    monkeypatch.setattr(torch_state, "current_stream", lambda gpu: current if gpu == 3 else None)
-    monkeypatch.setattr(torch_state, "stream_of", lambda x: (3, current))
+    monkeypatch.setattr(torch_internals, "current_stream", lambda gpu: current if gpu == 3 else None)
+    monkeypatch.setattr(torch_internals, "stream_of", lambda x: (3, current))
     q, k, v = attention_inputs(Lane("torch", "cpu", torch.float32), 1, 2, 2, 100, 100, 8)
     mask = masks.causal_document([40, 60])
     expected = flashmask_attention(q, k, v, masks.causal_document([40, 60]))
@@ -129,7 +129,7 @@ def test_a_graph_that_is_captured_makes_its_own_plan(monkeypatch: pytest.MonkeyP
     """A replay reads the vectors anew; and what it wrote is not kept, as its memory is the graph's."""
     mask = masks.causal_document([40, 60])
     kept = plan_of(mask, 100)
-    monkeypatch.setattr(torch_state, "is_capturing", lambda x: True)
+    monkeypatch.setattr(torch_internals, "is_capturing", lambda x: True)
     captured = plan_of(mask, 100)
     assert captured is not kept
     monkeypatch.undo()
@@ -137,10 +137,10 @@ def test_a_graph_that_is_captured_makes_its_own_plan(monkeypatch: pytest.MonkeyP
 
 
 def test_the_stream_of_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_state, "current_stream", lambda gpu: 0x700 + gpu)
+    monkeypatch.setattr(torch_internals, "current_stream", lambda gpu: 0x700 + gpu)
     there: Any = SimpleNamespace(is_cuda=True, get_device=lambda: 3)
-    assert torch_state.stream_of(there) == (3, 0x703)
-    assert torch_state.stream_of(torch.empty(1)) is None
+    assert torch_internals.stream_of(there) == (3, 0x703)
+    assert torch_internals.stream_of(torch.empty(1)) is None
 
 
 @pytest.mark.gpu

@@ -1,0 +1,68 @@
+"""Checks of numbers: of arguments on the host, and of tensors without waiting for their device."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashmask_hf.torch_internals import device_assert
+
+__all__ = ["as_integer", "check_between", "check_bool", "check_range"]
+
+
+def check_bool(name: str, value: object) -> None:
+    """Raise TypeError unless the argument `name` is True or False: text such as "False" would count as true."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+
+
+def as_integer(name: str, value: Any, low: int, high: int | None = None, why: str = "") -> int:
+    """Return `value` as an int in low..high.
+
+    Args:
+        name: the argument, for errors.
+        value: anything that `operator.index` takes, but no bool; a symbolic integer stays symbolic.
+        low: least value allowed.
+        high: largest value allowed; None is no limit.
+        why: reason for the limits, added to the error.
+    """
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        # A symbolic integer is kept: its index would be one number, for which a compiler would specialize.
+        number: Any = value if isinstance(value, (int, torch.SymInt)) else operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an int, got {value!r} ({type(value).__name__})") from None
+    if number < low or (high is not None and number > high):
+        allowed = f"at least {low}" if high is None else f"in {low}..{high}"
+        raise ValueError(f"{name} must be {allowed}, got {number}" + (f"; {why}" if why else ""))
+    return number
+
+
+def check_range(indices: Tensor, q_len: int) -> None:
+    """Check that a mask's indices lie in 0..q_len.
+
+    Raises:
+        ValueError: one does not. On a GPU it is an assertion of the device, which stops the program.
+    """
+    check_between(
+        indices,
+        q_len,
+        f"the mask's indices must lie in 0..q_len = 0..{q_len}; FlashMask.validate(q_len={q_len}) names the columns",
+    )
+
+
+def check_between(x: Tensor, highest: int, message: str) -> None:
+    """Check that integers lie in 0..highest.
+
+    Raises:
+        ValueError: one does not. On a GPU it is an assertion of the device, which stops the program.
+    """
+    low, high = (bound.long() for bound in x.aminmax())  # `highest` may not fit the dtype of x
+    if x.is_cuda:  # without waiting for the device
+        device_assert((low >= 0) & (high <= highest), message)
+    elif low < 0 or high > highest:
+        raise ValueError(message)
