@@ -1,55 +1,41 @@
-"""The operator `flashmask_hf::lsh_directions`: random directions of locality-sensitive hashing, one set per head.
-
-It is an operator because a compiler would do the integer arithmetic of `_standard_normal` in 32 bits.
-"""
+"""The operator `flashmask_hf::lsh_directions`: random directions of locality-sensitive hashing, one set per head."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from flashmask_hf import torch_internals
 from flashmask_hf._call.library import as_operator
 
 __all__ = ["lsh_directions"]
 
-_UINT32 = 2**32 - 1
+_drawn: dict[tuple[Any, ...], Tensor] = {}
+"""Directions on the CPU, pinned for GPUs. They are never dropped, because CUDA graphs copy from their memory."""
 
 
 def _lsh_directions(x: Tensor, seed: int, layer: int, count: int) -> Tensor:
-    """Return random directions [H, D, count] for vectors x [B, H, S, D], in their dtype and on their device.
+    """Return random directions [H, D, count] for vectors x [B, H, S, D], with the dtype and device of x.
 
-    All have length 1, or the longer ones would draw more vectors. They are hashes of their indices instead of draws of
-    a generator. So a device need not wait for another, a CUDA graph can compute them, and they are the same everywhere
-    up to the rounding of a logarithm and a cosine in float64.
+    Their length is 1; longer directions would attract more vectors. They depend only on the shape and the arguments,
+    so every process has the same ones. Only the first call draws them, and later calls do not wait for the device.
 
     Args:
-        x: the vectors, of which only shape, dtype and device are read.
+        x: the vectors; their values are not read.
         seed: 0..2**32 - 1.
         layer: index of the layer.
-        count: number of directions.
+        count: number of directions per head.
     """
     shape = (x.shape[1], x.shape[3], count)
-    keys = [key & _UINT32 for key in (seed * 0x85EBCA77 + layer * 0xC2B2AE3D, seed * 0x27D4EB2F + layer, layer)]
-    if torch_internals.runs_kernels(x.device):
-        from flashmask_hf.sparse.kernels.hash import fill_directions  # here, for it needs Triton
-
-        return fill_directions(x.new_empty(shape), keys)
-    directions = _standard_normal(math.prod(shape), keys, x.device).view(shape)
-    return nn.functional.normalize(directions, dim=1).to(x.dtype)
-
-
-def _standard_normal(count: int, keys: Sequence[int], device: torch.device) -> Tensor:
-    """Return standard normal numbers, float64 [count], from hashes of their indices by the Box-Muller transform."""
-    x = torch.arange(2 * count, device=device)
-    for key, factor in zip(keys, (0x7FEB352D, 0x2C1B3C6D, 0x297A2D39), strict=True):
-        x = (x + key) & _UINT32
-        x = (x ^ (x >> 16)) * factor & _UINT32  # the factors are below 2**31, so that the product fits int64
-    angle, radius = (((x ^ (x >> 15)).double() + 0.5) / 2**32).chunk(2)
-    return (-2 * radius.log()).sqrt() * (2 * math.pi * angle).cos()
+    key = (seed, layer, shape, x.dtype, x.is_cuda)
+    if key not in _drawn:
+        generator = torch.Generator("cpu").manual_seed((seed + layer * 0x9E3779B1) % 2**32)  # only 32 bits are used
+        directions = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+        directions = nn.functional.normalize(directions, dim=1).to(x.dtype)
+        _drawn[key] = directions.pin_memory() if x.is_cuda else directions
+    # A copy: a compiler may overwrite the result.
+    return _drawn[key].to(x.device, non_blocking=True, copy=True)
 
 
 lsh_directions = as_operator("lsh_directions", _lsh_directions)

@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from tools.support import Lane, lanes, poisoned
 from tools.tiny import llama_config
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM, MistralConfig
 from transformers.utils import generic
 
-from flashmask_hf import FlashMask, masks, torch_internals
+from flashmask_hf import FlashMask, masks
 from flashmask_hf.hf import families, keywords
 from flashmask_hf.hf.mask_hook import mask_hook
 from flashmask_hf.long_rows.checkpointing import enable_checkpointing
+from flashmask_hf.sparse import directions as drawing
 from flashmask_hf.sparse import hf as sparse_backend
 from flashmask_hf.sparse.directions import lsh_directions
 from flashmask_hf.sparse.hf import hash_attention_forward, qk_attention_forward
@@ -280,29 +280,40 @@ def test_directions_are_even_on_the_sphere_and_independent():
     assert (64 * drawn * other).mean().abs() < 0.01
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 8, 3), (12, 64, 8), (3, 40, 101)], ids=str)
-@pytest.mark.parametrize(("seed", "index"), [(0, 0), (0, 1), (2**31, 7), (2**32 - 1, 100)])
-@pytest.mark.parametrize(
-    "lane",
-    lanes(
-        (),
-        (torch.float64, torch.float32, torch.float16),
-        (torch.float64, torch.float32, torch.float16, torch.bfloat16),
-    ),
-)
-def test_kernels_draw_the_same_directions(monkeypatch, lane: Lane, seed: int, index: int, shape: tuple[int, ...]):
-    x = torch.empty(1, shape[0], 1, shape[1], dtype=lane.dtype, device=lane.device)
-    with poisoned():
-        got = lsh_directions(x, seed, index, shape[2])
-    monkeypatch.setattr(torch_internals, "runs_kernels", lambda device: False)
-    want = lsh_directions(x.cpu(), seed, index, shape[2])
-    assert want.shape == shape
-    # A last bit of float64 may round another way.
-    torch.testing.assert_close(got.cpu(), want, rtol=torch.finfo(lane.dtype).eps, atol=4e-15)
+@pytest.mark.parametrize("mode", [torch.inference_mode, lambda: torch.device("meta")], ids=["inference", "meta"])
+def test_directions_are_drawn_once_and_follow_no_state_of_torch(monkeypatch: pytest.MonkeyPatch, mode):
+    """Neither a random state nor a mode of torch has an effect, so every process has the same ones."""
+    monkeypatch.setattr(drawing, "_drawn", {})
+    key = torch.zeros(1, 2, 5, 8)
+    want = lsh_directions(key, 7, 1, 4)
+    drawing._drawn.clear()
+    torch.manual_seed(5)
+    with mode():
+        lsh_directions(key, 7, 1, 4)
+    again = lsh_directions(key, 7, 1, 4)
+    assert type(again) is Tensor
+    assert not again.is_inference()
+    assert torch.equal(again, want)
+    assert len(drawing._drawn) == 1
+    again.zero_()
+    assert torch.equal(lsh_directions(key, 7, 1, 4), want)
 
 
 def test_directions_are_an_operator():
     torch.library.opcheck(lsh_directions, (torch.randn(2, 3, 5, 8, dtype=torch.bfloat16), 7, 1, 4))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gpu_has_the_directions_of_the_cpu_and_a_graph_copies_them(dtype):
+    x = torch.zeros(1, 2, 5, 8, dtype=dtype)
+    want, key = lsh_directions(x, 7, 1, 4), x.cuda()
+    assert torch.equal(lsh_directions(key, 7, 1, 4).cpu(), want)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = lsh_directions(key, 7, 1, 4)
+    graph.replay()
+    assert torch.equal(captured.cpu(), want)
 
 
 # Models

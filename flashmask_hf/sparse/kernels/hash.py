@@ -1,29 +1,21 @@
-"""Locality-sensitive hashing: the bucket of a vector is the nearest of some random directions and their opposites.
+"""Locality-sensitive hashing: the bucket of a vector is the nearest of some directions and their opposites.
 
-    _nearest:          a program per block of rows of a head; rows stay, directions stream through matrix products
-    _draw_directions:  a program per block of directions of a head; random numbers are hashes of their indices
-
-There is no state: equal keys draw equal directions.
+A program takes a block of rows of one head. The rows stay, directions stream through matrix products.
 """
 
 from __future__ import annotations
-
-import math
-from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["fill_directions", "nearest"]
+__all__ = ["nearest"]
 
 _ROWS = 64  # rows of a program that finds the nearest directions
 _DIMS = 64  # dimensions of a product
 _DIRECTIONS = 64  # directions that are compared at a time
 _FEW = 16  # directions whose products leave registers for twice the rows
-_DRAWN = 512  # numbers that a program draws
-_TURN = tl.constexpr(2 * math.pi)
 
 
 @triton.jit(do_not_specialize=["heads", "group", "rows", "n_blocks"])
@@ -101,56 +93,3 @@ def nearest(x: Tensor, directions: Tensor, dtype: torch.dtype) -> Tensor:
             dims, count, BLOCK_S=block_s, BLOCK_D=block_d, BLOCK_N=block_n, num_warps=4, num_stages=1,
         )  # fmt: skip
     return bucket
-
-
-@triton.jit
-def _uniform(index, key_0, key_1, key_2):
-    """Return a float64 strictly between 0 and 1 for each uint32, by a hash of it and of three keys."""
-    x = index + key_0.to(tl.uint32, bitcast=True)
-    x = (x ^ (x >> 16)) * 0x7FEB352D
-    x += key_1.to(tl.uint32, bitcast=True)
-    x = (x ^ (x >> 16)) * 0x2C1B3C6D
-    x += key_2.to(tl.uint32, bitcast=True)
-    x = (x ^ (x >> 16)) * 0x297A2D39
-    return ((x ^ (x >> 15)).to(tl.float64) + 0.5) / 4294967296.0
-
-
-@triton.jit(do_not_specialize=["dims", "count", "total", "key_0", "key_1", "key_2"])
-def _draw_directions(
-    y, dims, count, total, key_0, key_1, key_2, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr
-):  # fmt: skip
-    """Draw some directions [BLOCK_D, BLOCK_N] of a head into y [heads, dims, count].
-
-    Each number is standard normal by the Box-Muller transform of two uniform ones, whose indices are `total` apart.
-    """
-    n_blocks = tl.cdiv(count, BLOCK_N)
-    head = tl.program_id(0) // n_blocks
-    n = tl.program_id(0) % n_blocks * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    d = tl.arange(0, BLOCK_D)[:, None]
-    index = (head * dims + d) * count + n  # [BD, BN]
-    inside = (d < dims) & (n < count)
-    angle = _uniform(index.to(tl.uint32), key_0, key_1, key_2)
-    radius = _uniform((index + total).to(tl.uint32), key_0, key_1, key_2)
-    normal = tl.sqrt(-2.0 * tl.log(radius)) * tl.cos(angle * _TURN)
-    unit = normal / tl.sqrt(tl.sum(tl.where(d < dims, normal * normal, 0.0), 0))[None, :]
-    if y.dtype.element_ty != tl.float64:
-        unit = unit.to(tl.float32)  # as torch converts to a narrower dtype
-    tl.store(y + index, unit, mask=inside)
-
-
-def fill_directions(y: Tensor, keys: Sequence[int]) -> Tensor:
-    """Fill y [H, D, n], contiguous, with the directions of the operator `flashmask_hf::lsh_directions`; return y.
-
-    Args:
-        y: the tensor to fill.
-        keys: three uint32 keys of the hash that draws them.
-    """
-    heads, dims, count = y.shape
-    signed = [key - 2**32 if key >= 2**31 else key for key in keys]  # or Triton would take some of them for int64
-    block_d = triton.next_power_of_2(dims)
-    block_n = min(triton.next_power_of_2(count), max(1, _DRAWN // block_d))
-    with torch.cuda.device_of(y):
-        _draw_directions[(heads * triton.cdiv(count, block_n),)](
-            y, dims, count, y.numel(), *signed, BLOCK_D=block_d, BLOCK_N=block_n, num_warps=4, sanitize_overflow=False
-        )
-    return y

@@ -56,3 +56,14 @@ def test_rows_move_and_come_back(lane: Lane, shape: tuple[int, ...]) -> None:
             torch.testing.assert_close(delta, expected_sums)
             assert upstream.is_contiguous()
             assert delta.is_contiguous()
+
+
+@pytest.mark.parametrize("lane", MOVING)
+def test_infinite_upstream_of_zero_outputs_adds_nothing(lane: Lane) -> None:
+    """An output that is 0, as of rows that see nothing, leaves the row sums finite."""
+    dout, out = (torch.ones(1, 2, 5, 16, device=lane.device, dtype=lane.dtype) for _ in range(2))
+    dout[:, :, 2, 3:5], out[:, :, 2, 3:5] = torch.tensor([float("inf"), float("nan")]), torch.tensor([0.0, -0.0])
+    order = torch.arange(5, device=lane.device, dtype=torch.int32).flip(0).expand(1, 2, 5).contiguous()
+    upstream, delta = gather_upstream(dout, out, order, None, torch.promote_types(lane.dtype, torch.float32))
+    assert torch.equal(delta, torch.tensor([16.0, 16, 14, 16, 16], dtype=delta.dtype).to(delta).expand(1, 2, 5))
+    assert torch.equal(upstream.nan_to_num(), dout.flip(2).nan_to_num())
