@@ -41,7 +41,7 @@ from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig
 
 from flashmask_hf.long_rows.checkpointing import checkpointing_of
 from flashmask_hf.trainers import LongRows, PackedSFTTrainer
-from flashmask_hf.trainers.long_rows import obstacle_to_measuring
+from flashmask_hf.trainers.long_rows_callback import obstacle_to_measuring
 
 DEMO_CONFIG = common.CONFIGS / "sft_demo.yaml"
 LONG_BATCH = 32_768  # tokens of a batch from which steps are measured before the first one

@@ -24,5 +24,5 @@ A forward passes through the modules in this order:
 `model_hooks` holds what hooks on models and checks of their calls share, and `documents` operations on position_ids
 that several modules use. `patches` adapts transformers where its interfaces do not suffice, `register` makes the
 implementations known to it. `packed/` has what trainers put on models: packed rows in a backbone, router logits without
-padding, a shared prefill. `tree_packing` reads the packed tries of TRL's AsyncGRPO.
+padding, a shared prefill.
 """

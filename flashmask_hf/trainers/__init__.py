@@ -7,7 +7,7 @@ from flashmask_hf.trainers.grpo import (
     SharedPromptRLOOConfig,
     SharedPromptRLOOTrainer,
 )
-from flashmask_hf.trainers.long_rows import LongRows
+from flashmask_hf.trainers.long_rows_callback import LongRows
 from flashmask_hf.trainers.reward import MultiAnswerRewardConfig, MultiAnswerRewardTrainer
 from flashmask_hf.trainers.sft import PackedSFTTrainer
 

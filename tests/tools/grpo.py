@@ -39,7 +39,7 @@ WEIGHT_BOUND = 2e-5
 def gmpo() -> tuple[Any, Any, Any, Any]:
     from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 
-    from flashmask_hf.trainers.gmpo import SharedPromptGMPOConfig, SharedPromptGMPOTrainer
+    from flashmask_hf.trainers.experimental.gmpo import SharedPromptGMPOConfig, SharedPromptGMPOTrainer
 
     return GMPOConfig, GMPOTrainer, SharedPromptGMPOConfig, SharedPromptGMPOTrainer
 

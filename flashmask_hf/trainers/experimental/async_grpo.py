@@ -12,10 +12,10 @@ from typing import Any
 from trl.experimental.async_grpo import async_grpo_trainer
 
 from flashmask_hf.hf.packed.rows import check_compiled
-from flashmask_hf.hf.tree_packing import run_tree_packing
 from flashmask_hf.names import FLASHMASK
 from flashmask_hf.trainers.attention_report import ReportAttention
 from flashmask_hf.trainers.common import check_adapters, correct_gathers, refuse_options
+from flashmask_hf.trainers.experimental.tree_packing import run_tree_packing
 from flashmask_hf.trainers.kept_attention import KeepAttention
 
 __all__ = ["SharedPromptAsyncGRPOTrainer"]

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig, MistralConfig, Qwen3MoeConfig
 
 from flashmask_hf import FlashMask, trainers
-from flashmask_hf.hf.tree_packing import run_tree_packing, tree_vectors
+from flashmask_hf.trainers.experimental.tree_packing import run_tree_packing, tree_vectors
 
 TreeRow = pytest.importorskip("trl.experimental.async_grpo.packing", reason="this TRL does not pack tries").TreeRow
 
@@ -31,7 +31,7 @@ from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async
 from trl.experimental.async_grpo.async_grpo_trainer import DataCollatorForRollout  # noqa: E402
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample  # noqa: E402
 
-from flashmask_hf.trainers.async_grpo import SharedPromptAsyncGRPOTrainer  # noqa: E402
+from flashmask_hf.trainers.experimental.async_grpo import SharedPromptAsyncGRPOTrainer  # noqa: E402
 
 pytestmark = TRAINER_WARNINGS
 
@@ -421,9 +421,9 @@ def test_calls_without_a_trie_and_other_layers() -> None:
 
 def test_version_of_trl_without_tries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(async_grpo_trainer, "TREE_ATTENTION")
-    monkeypatch.delitem(sys.modules, "flashmask_hf.trainers.async_grpo")
+    monkeypatch.delitem(sys.modules, "flashmask_hf.trainers.experimental.async_grpo")
     with pytest.raises(ImportError, match=r"trl>=1\.16"):
-        importlib.import_module("flashmask_hf.trainers.async_grpo")
+        importlib.import_module("flashmask_hf.trainers.experimental.async_grpo")
 
 
 def test_trainers_do_not_import_it() -> None:
