@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from accelerate.data_loader import BatchSamplerShard
+from datasets import IterableDataset
+from datasets.distributed import split_dataset_by_node
 from tools.even_batches_cases import CASES
 from tools.processes import run_cases
 from tools.tiny import TRAINER_WARNINGS
+from torch.utils.data import BatchSampler
+
+from flashmask_hf.names import IGNORED
+from flashmask_hf.trainers import PackedSFTTrainer
+from flashmask_hf.trainers.even_batches import EvenBatchesMixin
 
 pytestmark = TRAINER_WARNINGS
 
@@ -42,3 +53,66 @@ def test_evaluation_on_several_processes_reads_every_row_once(found, name):
 def test_a_stream_of_pairs_trains_on_several_processes(found, name):
     outcome = result(found, 2, name)
     assert (outcome["loss"], outcome["eval_loss"]) == (6, 2)
+
+
+class Stock:
+    """Trainer's part of what the mixin extends."""
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list, Any]:
+        return list(epoch_iterator), None
+
+    def _get_dataloader(self, dataset: Any, is_training: bool = False) -> Any:
+        sampler = BatchSamplerShard(BatchSampler(range(5), 2, drop_last=False), 2, 0)
+        return SimpleNamespace(dataset=dataset, batch_sampler=sampler)
+
+
+class OneOfTwo(EvenBatchesMixin, Stock):
+    """A trainer of the first of two processes, which are simulated.
+
+    Args:
+        others: batches that the second process has for each step.
+        idle: whether there are batches that count for nothing.
+    """
+
+    def __init__(self, others: list[int] | None = None, idle: bool = False):
+        counts = iter(others or [])
+        self.train_dataset = IterableDataset.from_generator(lambda: iter([]))
+        self.accelerator = SimpleNamespace(
+            num_processes=2, device="cpu", gather=lambda x: torch.cat([x, torch.tensor([next(counts)])])
+        )
+        self._has_idle_batch = idle
+
+    def _idle_batch(self, batch: Any) -> Any:
+        return batch if self._has_idle_batch else None
+
+
+def test_an_epoch_ends_with_the_process_that_has_the_fewest_batches():
+    trainer, batches = OneOfTwo(others=[2, 1, 2]), iter(range(9))
+    steps = [trainer.get_batch_samples(batches, 2, "cpu")[0] for _ in range(3)]
+    assert steps == [[0, 1], [], []]
+    assert next(batches) == 4  # once the stream has ended in a process, the others read no further
+    assert trainer.get_batch_samples(iter(range(2)), 2, "cpu")[0] == [0, 1]  # of the next epoch
+
+
+@pytest.mark.parametrize(("training", "idle", "even"), [(False, True, False), (False, False, True), (True, True, True)])
+def test_first_rows_fill_the_last_batch_only_where_no_idle_batch_can(training, idle, even):
+    loader = OneOfTwo(idle=idle)._get_dataloader([1], is_training=training)
+    assert loader.batch_sampler.even_batches is even
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split by the caller"])
+def test_each_row_of_a_stream_is_read_in_one_process(split):
+    stream = IterableDataset.from_generator(lambda: ({"row": i} for i in range(6)))
+    if split:
+        stream = split_dataset_by_node(stream, 0, 2)
+    dealt = OneOfTwo()._get_dataloader(stream).dataset
+    assert dealt.n_shards >= 2
+    found = [[row["row"] for row in copy.copy(dealt).shard(2, i)] for i in range(2)]
+    assert found == ([[0, 2, 4]] * 2 if split else [[0, 2, 4], [1, 3, 5]])
+
+
+def test_an_idle_batch_has_no_labels():
+    batch = {"input_ids": torch.tensor([[5, 6, 7]]), "labels": torch.tensor([[5, 6, 7]])}
+    idle = PackedSFTTrainer._idle_batch(object.__new__(PackedSFTTrainer), batch)
+    assert idle["labels"].tolist() == [[IGNORED] * 3]
+    assert idle["input_ids"] is batch["input_ids"]

@@ -1,5 +1,8 @@
 """The SFT trainer packs its datasets, keeps packed ones, and trains only models whose layers isolate documents."""
 
+import math
+from typing import Any
+
 import pytest
 import torch
 from datasets import Dataset
@@ -12,6 +15,7 @@ from trl import SFTConfig, SFTTrainer
 from flashmask_hf.collators import DataCollatorForPackedLanguageModeling, pack_dataset
 from flashmask_hf.trainers import PackedSFTTrainer
 from flashmask_hf.trainers import sft as sft_trainer
+from flashmask_hf.trainers.sft_data import packing_report
 
 pytestmark = TRAINER_WARNINGS
 
@@ -127,6 +131,34 @@ def test_evaluation_is_the_mean_over_learned_tokens(tmp_path, streamed):
         assert entropy == pytest.approx(first, rel=1e-6)
 
 
+@pytest.mark.parametrize("filtered", [True, False])
+def test_a_loss_that_is_not_a_number_counts_unless_it_is_filtered(tmp_path, monkeypatch, filtered):
+    data = Dataset.from_dict({"input_ids": [[5, 6, 7]] * 3})
+    args = SFTConfig(
+        **trainer_settings(tmp_path) | {"per_device_eval_batch_size": 1}, max_length=3, logging_nan_inf_filter=filtered
+    )
+    factors = iter([1.0, math.nan, 1.0])
+
+    step = SFTTrainer.prediction_step
+
+    def unstable_step(*args):
+        loss, *others = step(*args)
+        return loss * next(factors), *others
+
+    monkeypatch.setattr(SFTTrainer, "prediction_step", unstable_step)
+    model = AutoModelForCausalLM.from_config(llama_config(), attn_implementation="flashmask")
+    trainer = PackedSFTTrainer(model, args, train_dataset=data, eval_dataset=data, processing_class=word_tokenizer())
+    assert math.isnan(trainer.evaluate()["eval_loss"]) is not filtered
+
+
+def test_the_report_of_packing_counts_a_step_of_few_rows():
+    """Five rows, two per step, make three steps; nine examples, two per step, make five."""
+    args: Any = SFTConfig(max_length=8, per_device_train_batch_size=2, use_cpu=True, report_to="none")
+    packed = Dataset.from_dict({"input_ids": [[5] * 8] * 5, "seq_lengths": [[4, 4]] * 4 + [[8]]})
+    report = packing_report(args, 9, packed, "train")
+    assert "an epoch has 3 optimizer steps on 4 examples each. Unpacked it would have 5, on 2 each." in report
+
+
 def test_a_resumed_run_counts_on_and_refuses_rows_that_are_packed_otherwise(tmp_path):
     """Checkpoints between two logs hold all tokens, too."""
     data = Dataset.from_dict({"input_ids": [list(range(5, 5 + n)) for n in (7, 3, 8, 2, 6, 5, 4, 8, 7, 6)]})
@@ -153,13 +185,15 @@ def test_a_resumed_run_counts_on_and_refuses_rows_that_are_packed_otherwise(tmp_
     trainer_of(16, ignore_data_skip=True, max_steps=3).train(resume_from_checkpoint=checkpoint)
 
 
-def test_a_run_resumes_at_its_place_in_a_stream(tmp_path):
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_a_run_resumes_at_its_place_in_a_stream(tmp_path, accumulated):
     """The checkpoint is in the middle of the second epoch, and Trainer counts no epochs of a stream."""
-    documents = Dataset.from_dict({"input_ids": [list(range(at, at + 8)) for at in (5, 20, 40, 50)]})
+    documents = Dataset.from_dict({"input_ids": [list(range(at, at + 8)) for at in (5, 20, 40, 50) * accumulated]})
     runs = []
     for checkpoint in (None, str(tmp_path / "checkpoint-6")):
         torch.manual_seed(0)
         options = {"per_device_train_batch_size": 1, "max_steps": 8, "save_strategy": "steps", "save_steps": 6}
+        options["gradient_accumulation_steps"] = accumulated
         trainer = PackedSFTTrainer(
             AutoModelForCausalLM.from_config(llama_config(), attn_implementation="flashmask"),
             SFTConfig(**trainer_settings(tmp_path) | options, max_length=8),
