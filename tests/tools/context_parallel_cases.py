@@ -29,7 +29,7 @@ from transformers import TrainerCallback
 from trl import SFTConfig
 
 from flashmask_hf.trainers import LongRows, PackedSFTTrainer
-from flashmask_hf.trainers import long_rows as long_rows_module
+from flashmask_hf.trainers import long_rows_callback as long_rows_module
 from flashmask_hf.trainers import sft as sft_module
 
 import common  # isort: skip

@@ -13,7 +13,7 @@ from tools.tiny import CHECKPOINTING, TRAINER_WARNINGS, llama_config, trainer_se
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from trl import SFTConfig
 
-from flashmask_hf.trainers import LongRows, PackedSFTTrainer, long_rows
+from flashmask_hf.trainers import LongRows, PackedSFTTrainer, long_rows_callback
 
 pytestmark = [
     *TRAINER_WARNINGS,
@@ -68,13 +68,15 @@ def pretend_gpu(monkeypatch):
     run = LongRows._run
     monkeypatch.setattr(LongRows, "_run", lambda self, tokens: lasts.append(tokens) or run(self, tokens))
     monkeypatch.setattr(LongRows, "_peak_of", lambda self, tokens: self._run(tokens) or FIXED + WORKING * tokens)
-    monkeypatch.setattr(long_rows, "obstacle_to_measuring", lambda trainer: None)
-    monkeypatch.setattr(long_rows, "_bytes_of_trained", lambda model: 0)
-    monkeypatch.setattr(long_rows, "offload_checkpoints", partial(long_rows.offload_checkpoints, min_bytes=1))
+    monkeypatch.setattr(long_rows_callback, "obstacle_to_measuring", lambda trainer: None)
+    monkeypatch.setattr(long_rows_callback, "_bytes_of_trained", lambda model: 0)
+    monkeypatch.setattr(
+        long_rows_callback, "offload_checkpoints", partial(long_rows_callback.offload_checkpoints, min_bytes=1)
+    )
 
     def size(gpu, host):
-        monkeypatch.setattr(long_rows, "available_gpu_bytes", lambda: gpu)
-        monkeypatch.setattr(long_rows, "available_host_bytes", lambda: host)
+        monkeypatch.setattr(long_rows_callback, "available_gpu_bytes", lambda: gpu)
+        monkeypatch.setattr(long_rows_callback, "available_host_bytes", lambda: host)
         return lasts
 
     return size
@@ -323,7 +325,7 @@ def test_a_measured_budget_holds(tmp_path, adapter, monkeypatch):
     def size():
         return seen[0].fixed + length * (seen[0].working + seen[0].stored / 2)
 
-    monkeypatch.setattr(long_rows, "available_gpu_bytes", size)
+    monkeypatch.setattr(long_rows_callback, "available_gpu_bytes", size)
     trainer.add_callback(rows)
     trainer.train()
     assert rows.host_bytes == pytest.approx(length * seen[0].stored / 2, rel=0.01)
