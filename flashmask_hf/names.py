@@ -20,7 +20,7 @@ VECTORS = "startend_row_indices"
 """The keyword of a model call, and the batch key, of the caller's mask vectors, int32 [B, 1, S, n]."""
 
 PACKED_IDS = "packed_input_ids"
-"""The batch key of packed rows beside a batch of one sequence per answer (`collators.forest.packed_inputs`)."""
+"""The batch key of packed rows beside a batch of one sequence per answer (`PackedRows.indexed_batch`)."""
 
 PACKED_POSITIONS = "packed_position_ids"
 """The batch key of the packed rows' positions."""

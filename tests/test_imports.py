@@ -40,6 +40,7 @@ LAYERS: Layers = (
 """Rooms of the package from the bottom up. A room imports from itself and from lower layers, not from its own layer."""
 
 IN_ROOM = {
+    "depth_first": "mask",
     "intervals": "mask",
     "tiles": "mask",
     "plot": "mask",

@@ -1,10 +1,25 @@
-"""Data collators that pack documents, shared questions and trees into rows, with the mask vectors of each row."""
+"""Data collators that pack documents, shared questions and trees into rows, with the mask indices of each row.
+
+Most of their arguments have one meaning everywhere:
+
+* `pad_token_id`: token id of the padding. Nothing attends to padding, so any id of the vocabulary works.
+* `max_length` (`row_length` where answers share a question): None packs the whole batch into one row, without padding.
+  A number makes rows of exactly that many tokens, filled best-fit-decreasing and padded at the end; the number of rows
+  depends on the batch. Documents, trees, and questions with their answers stay in one row.
+* `pad_to_multiple_of`: pad the single row to a multiple of this. A fixed row length must already be a multiple of it.
+* `max_position_embeddings`: the model's number of positions. A longer document or path raises. None skips the check.
+
+Examples are dictionaries. A column that is None counts as absent, and other columns are ignored. Errors name the
+example's index in the batch and the way out: a ValueError for an argument out of range, an empty batch, or an example
+that is too long or damaged; a TypeError for a column of another type.
+"""
 
 from flashmask_hf.collators.dataset import pack_dataset, packing_efficiency
 from flashmask_hf.collators.encoders import DataCollatorForPackedEncoders
-from flashmask_hf.collators.forest import Forest, PackedRows, pack_forests
+from flashmask_hf.collators.forest import Forest
 from flashmask_hf.collators.language_modeling import DataCollatorForPackedLanguageModeling
 from flashmask_hf.collators.loss import tree_loss
+from flashmask_hf.collators.packing import PackedRows, pack_forests
 from flashmask_hf.collators.preference import DataCollatorForSharedQuestion
 from flashmask_hf.collators.reward import DataCollatorForMultiAnswerReward
 from flashmask_hf.collators.trees import DataCollatorForTrees

@@ -1,4 +1,4 @@
-"""Which items share a bin: documents or trees that share a row."""
+"""Best-fit-decreasing bin packing, which assigns documents and trees to rows."""
 
 from __future__ import annotations
 

@@ -16,16 +16,11 @@ import pyarrow.compute as pc
 from datasets import Dataset, IterableDataset
 from numpy.typing import NDArray
 
-from flashmask_hf.collators._validation import as_count, check_depth, check_truncation_mode, negative_message
+from flashmask_hf.collators import messages
 from flashmask_hf.collators.bins import best_fit_decreasing
-from flashmask_hf.collators.documents import (
-    empty_message,
-    padding_message,
-    too_long_message,
-    unequal_message,
-    unread_documents,
-)
+from flashmask_hf.collators.documents import unread_documents
 from flashmask_hf.collators.labels import LABEL_COLUMNS, MASK_COLUMNS, drop_unused_masks, has_labels, masked_labels
+from flashmask_hf.collators.options import as_count, check_truncation_mode
 from flashmask_hf.names import IGNORED
 
 __all__ = ["column_lengths", "pack_dataset", "packing_efficiency", "refuse_transform", "unformatted", "warn_of_weights"]
@@ -272,7 +267,7 @@ def _refuse_packed(example: Mapping[str, Any], name: str) -> None:
             raise ValueError(f"{name} has a {column} column, so it {way}")
     unread = unread_documents(example)
     if unread is not None:
-        raise ValueError(f"{name} has a column {unread} that tells several documents of an example, so it {way}")
+        raise ValueError(f"{name} has a column {unread} that marks several documents of an example, so it {way}")
 
 
 def _stream_of_tokens(dataset: IterableDataset, first: Mapping[str, Any]) -> IterableDataset:
@@ -298,7 +293,7 @@ def _read_tokens(example: Mapping[str, Any], index: int, *, given: Sequence[str]
             raise ValueError(f"{name} {which} {column}, unlike the first example; give it to all examples, or to none")
     _refuse_packed({name: value for name, value in example.items() if value is not None}, name)
     if not columns.pop("attention_mask", np.ones(1)).all():
-        raise ValueError(padding_message(name))
+        raise ValueError(messages.padded(name))
     return dict.fromkeys(_TOKEN_COLUMNS) | columns | {_NAME: name}
 
 
@@ -330,7 +325,7 @@ def _pack_table(table: pa.Table, indices: Sequence[int], **options: Any) -> pa.T
         masks = _documents(table.column("attention_mask").chunks, "attention_mask", names)
         for name, mask in zip(names, masks, strict=True):
             if not mask.all():
-                raise ValueError(padding_message(name))
+                raise ValueError(messages.padded(name))
     return _pack(columns, names, **options)
 
 
@@ -379,13 +374,13 @@ def _pack(
         if split:
             owners, starts, lengths = _pieces(lengths, max_length)
         elif truncation_mode == "error":
-            raise ValueError(too_long_message(longest_name, lengths[longest], max_length, can_split=True))
+            raise ValueError(messages.too_long(longest_name, lengths[longest], max_length, can_split=True))
         else:
             if truncation_mode == "keep_end":
                 starts = np.maximum(lengths - max_length, 0)
             lengths = np.minimum(lengths, max_length)
-    if max_position_embeddings is not None:
-        check_depth(longest_name, int(lengths.max()), max_position_embeddings)
+    if max_position_embeddings is not None and lengths.max() > max_position_embeddings:
+        raise ValueError(messages.too_deep(longest_name, int(lengths.max()), max_position_embeddings))
 
     pieces = list(zip(owners.tolist(), starts.tolist(), (starts + lengths).tolist(), strict=True))
     if "labels" in columns:
@@ -440,7 +435,7 @@ def _documents(chunks: Sequence[pa.Array], name: str, examples: Sequence[str]) -
         edges = chunk.offsets.to_numpy()
         if name == "input_ids" and values.size and values.min() < 0:
             at = int(np.searchsorted(edges - edges[0], (values < 0).argmax(), side="right")) - 1
-            raise ValueError(negative_message(f"input_ids of {examples[len(documents) + at]}", values.min()))
+            raise ValueError(messages.negative(f"input_ids of {examples[len(documents) + at]}", values.min()))
         documents += [values[start:stop] for start, stop in pairwise((edges - edges[0]).tolist())]
     return documents
 
@@ -456,9 +451,9 @@ def _check_columns(columns: dict[str, list[NDArray[Any]]], lengths: NDArray[np.i
         entries = _lengths(column)
         if (entries != lengths).any():
             at = int((entries != lengths).argmax())
-            raise ValueError(unequal_message(name, names[at], int(entries[at]), int(lengths[at])))
+            raise ValueError(messages.unequal(name, names[at], int(entries[at]), int(lengths[at])))
     if not lengths.all():
-        raise ValueError(empty_message(names[int(lengths.argmin())]))
+        raise ValueError(messages.empty(names[int(lengths.argmin())]))
 
 
 def _pieces(

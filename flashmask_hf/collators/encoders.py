@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from flashmask_hf.collators._validation import as_row_options, example_names
+from flashmask_hf.collators.columns import example_names
 from flashmask_hf.collators.documents import read_documents
-from flashmask_hf.collators.forest import Forest, pack_forests
+from flashmask_hf.collators.forest import Forest
+from flashmask_hf.collators.packing import PackingCollator
 from flashmask_hf.names import IGNORED, VECTORS
 
 __all__ = ["DataCollatorForPackedEncoders"]
@@ -21,26 +21,24 @@ _FILLERS = {"labels": IGNORED, "token_type_ids": 0}
 
 
 @dataclass
-class DataCollatorForPackedEncoders:
+class DataCollatorForPackedEncoders(PackingCollator):
     """Data collator that packs documents for encoders (BERT, ModernBERT, embedding models), without padding.
 
     Each token attends to all tokens of its document, and to no others: the mask is `masks.document`.
 
-    An example is a dictionary with `input_ids`, a sequence of integers, or a packed row of `pack_dataset`. `labels` are
-    used unchanged: the label of a token is its own, also of a document's first one, as in masked language modeling
-    (-100 is no label). `token_type_ids` are kept. Other keys are ignored. A column that is None counts as absent.
+    An example has `input_ids`, a sequence of integers, or is a packed row of `pack_dataset`. `labels` and
+    `token_type_ids` are used unchanged. As in masked language modeling, the label of a token is its own, also at a
+    document's first token; -100 is no label.
 
-    Positions count from 0. In models that count them from another number, as RoBERTa does, the attention "flashmask"
-    adds it. The embedding of a document is read at its first token, where `position_ids` are 0 and
-    `startend_row_indices` are not both 0 (padding), or is the mean of its tokens, which are those of a row with the
-    same `startend_row_indices`. BERT's `pooler_output` is that of a row's first document.
+    Positions are contiguous from 0. The attention "flashmask" adds the offset of models that count from another number,
+    for example RoBERTa. For one embedding per document, take the token with `position_ids` 0 and non-zero mask indices,
+    or average the tokens of a row with the same mask indices. BERT's `pooler_output` belongs to a row's first document.
 
     Args:
-        pad_token_id: token id of the padding. Nothing attends to padding, so any id of the vocabulary works.
-        max_length: None packs the whole batch into one row, without padding. A number makes rows of exactly that many
-            tokens, filled best-fit-decreasing and padded at the end.
-        pad_to_multiple_of: pad the single row to a multiple of this. `max_length` must already be a multiple of it.
-        max_position_embeddings: the model's number of positions; a longer document raises. None skips the check.
+        pad_token_id: see `flashmask_hf.collators`, as for the following.
+        max_length: number of tokens per row; None makes one row.
+        pad_to_multiple_of: pad the single row to a multiple of this.
+        max_position_embeddings: the model's number of positions.
 
     Returns:
         dict[str, Tensor]: `input_ids` and `position_ids`, int64 [rows, S]; `labels` and `token_type_ids`, int64
@@ -49,7 +47,7 @@ class DataCollatorForPackedEncoders:
 
     Raises:
         ValueError: an argument is out of range; or an example is empty, longer than a row, or padded, lacks a column
-            that others of its batch have, or has columns of different lengths. The message names the example's index.
+            that others of its batch have, or has columns of different lengths.
         TypeError: a column does not hold integers.
 
     Example:
@@ -70,23 +68,11 @@ class DataCollatorForPackedEncoders:
     pad_to_multiple_of: int | None = None
     max_position_embeddings: int | None = None
 
-    def __post_init__(self):
-        self.pad_token_id, self.max_length, self.pad_to_multiple_of, self.max_position_embeddings = as_row_options(
-            self.pad_token_id, self.max_length, self.pad_to_multiple_of, self.max_position_embeddings
-        )
-
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """Collate one batch; see the class."""
         names = example_names(examples)
         read = [read_documents(one, tuple(_FILLERS), name) for one, name in zip(examples, names, strict=True)]
-        rows = pack_forests(
-            [Forest(input_ids, lengths, np.full(len(lengths), -1)) for _, input_ids, lengths in read],
-            self.max_length,
-            pad_token_id=self.pad_token_id,
-            pad_to_multiple_of=self.pad_to_multiple_of,
-            max_position_embeddings=self.max_position_embeddings,
-            names=names,
-        )
+        rows = self._pack([Forest.from_documents(input_ids, lengths) for _, input_ids, lengths in read], names)
         batch = rows.batch()
         for column, filler in _FILLERS.items():
             lacking = [name for name, (given, _, _) in zip(names, read, strict=True) if column not in given]

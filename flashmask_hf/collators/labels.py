@@ -1,4 +1,4 @@
-"""Labels of packed documents: the columns that select the tokens to learn, and the labels made from them."""
+"""Labels of packed documents, made from the columns that select the tokens to learn."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from flashmask_hf.names import IGNORED
 __all__ = ["LABEL_COLUMNS", "MASK_COLUMNS", "drop_unused_masks", "has_labels", "masked_labels"]
 
 MASK_COLUMNS = ("completion_mask", "assistant_masks")
-"""Columns that select the tokens to learn, where there are no `labels`."""
+"""Columns that select the tokens to learn if there are no `labels`."""
 
 LABEL_COLUMNS = ("labels", *MASK_COLUMNS)
-"""Columns that say which tokens to learn."""
+"""Columns that mark the tokens to learn."""
 
 
 def drop_unused_masks(masks: dict[str, Any], completion_only_loss: bool | None, name: str) -> None:
-    """Remove the completion mask if it is to be ignored; raise a ValueError if it is required and absent."""
+    """Remove a completion mask that is to be ignored; raise a ValueError if a required one is absent."""
     if completion_only_loss is False:
         masks.pop("completion_mask", None)
     elif completion_only_loss and "completion_mask" not in masks:
@@ -31,7 +31,7 @@ def drop_unused_masks(masks: dict[str, Any], completion_only_loss: bool | None, 
 
 
 def masked_labels(input_ids: NDArray[Any], masks: Mapping[str, NDArray[Any]], name: str) -> NDArray[Any]:
-    """Return the token ids that every mask selects, and `IGNORED` elsewhere, [n] of the type of `input_ids`.
+    """Return the token ids that every mask selects, and `IGNORED` elsewhere, [n] with the dtype of `input_ids`.
 
     Args:
         input_ids: token ids of a document, [n].

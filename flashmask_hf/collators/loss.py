@@ -1,4 +1,4 @@
-"""The loss of token trees in which every path from a root to a leaf is learned."""
+"""Loss of token trees in which every path from a root to a leaf is learned."""
 
 from __future__ import annotations
 
@@ -25,24 +25,23 @@ def tree_loss(
 ) -> Tensor:
     """Return the cross entropy of all paths of packed trees, as if each path were a row of its own.
 
-    A token that several paths share counts once for each of them. It is the loss of a model on the batches of
-    `DataCollatorForTrees(per_path=True)`: set `model.loss_function = tree_loss`, which any trainer then uses.
+    A token that several paths share counts once per path. Set `model.loss_function = tree_loss` to train on the batches
+    of `DataCollatorForTrees(per_path=True)` with any trainer.
 
     Args:
         logits: [R, S, V].
-        labels: not used; a model hands them to its loss.
-        vocab_size: not used; a model hands it to its loss.
-        shift_labels: int64 [R, W, S]. Entry [r, w, s] is the token after token s on path w through it. Required: None
-            raises, as in batches of other collators.
+        labels: ignored; a model passes them to its loss.
+        vocab_size: ignored; a model passes it to its loss.
+        shift_labels: int64 [R, W, S], required. Entry [r, w, s] is the token after token s on path w through it.
         path_weights: float32 [R, W, S], factors of the losses; None is 1.
-        num_items_in_batch: what the sum of the losses is divided by; None is the number of labels of this batch.
+        num_items_in_batch: divisor of the sum of the losses; None is the number of labels of this batch.
         ignore_index: the entry where there is nothing to learn.
 
     Returns:
         Tensor: float32 []; 0 without a label.
 
     Raises:
-        ValueError: `shift_labels` are not those of paths.
+        ValueError: `shift_labels` are missing, or not [R, W, S].
 
     Example:
         >>> import torch

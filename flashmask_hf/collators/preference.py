@@ -12,47 +12,45 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flashmask_hf.collators._validation import (
-    as_answers,
-    as_count,
-    as_number,
-    as_row_options,
-    as_token_ids,
-    check_truncation_mode,
-    example_names,
-)
-from flashmask_hf.collators.forest import Forest, first_equals, pack_forests, packed_inputs
+from flashmask_hf.collators.answers import as_answers, check_answers, first_equals
+from flashmask_hf.collators.columns import as_number, as_token_ids, example_names
+from flashmask_hf.collators.forest import Forest
+from flashmask_hf.collators.options import as_count, check_truncation_mode
+from flashmask_hf.collators.packing import PackingCollator, check_size
 
 __all__ = ["DataCollatorForSharedQuestion"]
 
 logger = logging.getLogger(__name__)
 
+_EMPTY_QUESTION = (
+    "nothing would predict the first token of its answers; give it at least one token, for example the tokenizer's "
+    "bos_token"
+)
+
 
 @dataclass
-class DataCollatorForSharedQuestion:
+class DataCollatorForSharedQuestion(PackingCollator):
     """Data collator for preferences that packs each question once, followed by its answers.
 
-    An example is a dictionary with `prompt_ids` and either `chosen_ids` and `rejected_ids`, as `trl.DPOTrainer`
-    prepares them, or `answers_ids`, a list of two or more answers, best first. `ref_chosen_logps` and
-    `ref_rejected_logps` are passed on. Other keys are ignored.
+    An example has `prompt_ids`, and either `chosen_ids` and `rejected_ids`, as `trl.DPOTrainer` prepares them, or
+    `answers_ids`, a list of two or more answers, best first. `ref_chosen_logps` and `ref_rejected_logps` are passed on.
 
     The batch has two parts: the keys of TRL's `DataCollatorForPreference`, with one sequence per answer, and the packed
-    rows that the backbone runs, with an index that maps each token of the sequences to its place in the rows.
-    `flashmask_hf.hf.packed.rows` hooks the backbone to run the rows and to return hidden states of the sequences.
-    The first token of every answer is predicted from the question's last token.
+    rows that the backbone runs, with the place of each token of the sequences. `flashmask_hf.hf.packed.rows` hooks the
+    backbone to run the rows and to return the hidden states of the sequences. The question's last token predicts the
+    first token of every answer.
 
     Args:
-        pad_token_id: token id of the padding. Nothing attends to padding, so any id of the vocabulary works.
+        pad_token_id: see `flashmask_hf.collators`, as for `row_length`, `pad_to_multiple_of` and
+            `max_position_embeddings`.
         max_length: maximum number of tokens of a question with one answer; None is no limit.
         truncation_mode: what to do with an example whose question and longest answer exceed `max_length`. "error"
             raises. "keep_start" cuts the end of every answer that is too long, as TRL does, and warns once. "keep_end"
-            cuts the start of the question, by the same amount for all of its answers (TRL has one copy of the question
-            per answer and cuts each copy by its own amount).
-        row_length: None packs the batch into one row, without padding. A number makes rows of exactly that many tokens,
-            filled best-fit-decreasing and padded at the end. A question and its answers stay in one row.
-        pad_to_multiple_of: pad the single row to a multiple of this. `row_length` must already be a multiple of it.
-        max_position_embeddings: the model's number of positions; a longer question with an answer raises. None skips
-            the check.
+            cuts the start of the question, by the same amount for all of its answers (TRL cuts its copy of the question
+            per answer by different amounts).
+        row_length: number of tokens per row; None makes one row.
+        pad_to_multiple_of: pad the single row to a multiple of this.
+        max_position_embeddings: the model's number of positions.
 
     Returns:
         dict[str, Tensor]: N sequences, the first answers of all examples, then the second ones, and so on:
@@ -64,9 +62,8 @@ class DataCollatorForSharedQuestion:
         * `ref_chosen_logps` and `ref_rejected_logps`, float32 [examples], if the examples have them.
 
     Raises:
-        ValueError: an argument is out of range; or an example lacks a column (a column that is None counts as absent),
-            has an empty question or answer, fewer than two answers, or is too long. The message names the example's
-            index in the batch and the way out.
+        ValueError: an argument is out of range; or an example lacks a column, has an empty question or answer, fewer
+            than two answers, or is too long.
         TypeError: a column does not hold integers, or a reference log-probability is not a number.
 
     Example:
@@ -97,25 +94,18 @@ class DataCollatorForSharedQuestion:
     max_position_embeddings: int | None = None
     _warned: bool = field(default=False, init=False, repr=False, compare=False)
 
+    _row_option = "row_length"
+
     def __post_init__(self):
+        super().__post_init__()
         check_truncation_mode(self.truncation_mode)
         self.max_length = as_count("max_length", self.max_length)
-        self.pad_token_id, self.row_length, self.pad_to_multiple_of, self.max_position_embeddings = as_row_options(
-            self.pad_token_id, self.row_length, self.pad_to_multiple_of, self.max_position_embeddings, "row_length"
-        )
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """Collate one batch; see the class."""
         names = example_names(examples)
         read = [self._read(example, name) for example, name in zip(examples, names, strict=True)]
-        rows = pack_forests(
-            [Forest.shared_question(question, answers) for question, answers in read],
-            self.row_length,
-            pad_token_id=self.pad_token_id,
-            pad_to_multiple_of=self.pad_to_multiple_of,
-            max_position_embeddings=self.max_position_embeddings,
-            names=names,
-        )
+        rows = self._pack([Forest.shared_question(question, answers) for question, answers in read], names)
         most = max(len(answers) for _, answers in read)
         sequences = [
             (index, nth) for nth in range(most) for index, (_, answers) in enumerate(read) if nth < len(answers)
@@ -125,7 +115,7 @@ class DataCollatorForSharedQuestion:
         input_ids = np.full(shape, self.pad_token_id, dtype=np.int64)
         attention_mask = np.zeros(shape, dtype=np.int64)
         completion_mask = np.zeros(shape, dtype=np.int64)
-        packed_index = np.arange(input_ids.size).reshape(shape) % rows.input_ids.size  # padding: see `packed_inputs`
+        packed_index = np.arange(input_ids.size).reshape(shape) % rows.input_ids.size  # distinct entries as padding
         firsts = [first_equals(answers) for _, answers in read]
         for at, (index, nth) in enumerate(sequences):
             forest = rows.forests[index]
@@ -138,7 +128,7 @@ class DataCollatorForSharedQuestion:
             "input_ids": torch.from_numpy(input_ids),
             "attention_mask": torch.from_numpy(attention_mask),
             "completion_mask": torch.from_numpy(completion_mask),
-            **packed_inputs(rows, torch.from_numpy(packed_index)),
+            **rows.indexed_batch(packed_index),
         }
         if most > 2:
             batch["question_index"] = torch.tensor([index for index, _ in sequences])
@@ -153,6 +143,21 @@ class DataCollatorForSharedQuestion:
                 given = zip(examples, names, strict=True)
                 batch[column] = torch.tensor([as_number(e[column], f"{column} of {name}") for e, name in given])
         return batch
+
+    def check_lengths(self, question: int, answers: Sequence[int], name: str) -> bool:
+        """Return whether `max_length` cuts an example, given the numbers of tokens of its question and its answers.
+
+        Raises:
+            ValueError: collating the example would raise because of its lengths; the message calls it `name`.
+        """
+        if not question:
+            raise ValueError(f"{name} has an empty question: {_EMPTY_QUESTION}")
+        check_answers(answers, name)
+        cut, room = self._cut(question, answers, name)
+        kept = [min(answer, room) for answer in answers]
+        depth = question - cut + max(kept)
+        check_size(name, question - cut + sum(kept), depth, self.row_length, self.max_position_embeddings)
+        return depth < question + max(answers)
 
     def _read(self, example: Mapping[str, Any], name: str) -> tuple[NDArray[np.int64], list[NDArray[np.int64]]]:
         """Read an example: return the question, int64 [Q], and its answers, int64 [A] each, truncated."""
@@ -169,46 +174,47 @@ class DataCollatorForSharedQuestion:
             )
         question = as_token_ids(example["prompt_ids"], f"prompt_ids of {name}")
         if not question.size:
-            raise ValueError(
-                f"{name} has an empty question: nothing would predict the first token of its answers; give it at least "
-                "one token, for example the tokenizer's bos_token"
-            )
+            raise ValueError(f"{name} has an empty question: {_EMPTY_QUESTION}")
         given = example["answers_ids"] if "answers_ids" in has else [example[column] for column in columns]
-        return self._truncate(question, as_answers(given, name), name)
+        answers = as_answers(given, name)
+        cut, room = self._cut(len(question), [len(answer) for answer in answers], name)
+        if self.truncation_mode == "keep_start" and any(len(answer) > room for answer in answers):
+            self._warn_of_cut(len(question), answers, room, name)
+        return question[cut:], [answer[:room] for answer in answers]
 
-    def _truncate(
-        self, question: NDArray[np.int64], answers: list[NDArray[np.int64]], name: str
-    ) -> tuple[NDArray[np.int64], list[NDArray[np.int64]]]:
-        """Cut a question and its answers to `max_length` as `truncation_mode` says."""
-        longest = len(question) + max(map(len, answers))
+    def _cut(self, question: int, answers: Sequence[int], name: str) -> tuple[int, int]:
+        """Return how many tokens `max_length` cuts from the start of a question, and how many it leaves per answer."""
+        longest = question + max(answers)
         if self.max_length is None or longest <= self.max_length:
-            return question, answers
+            return 0, longest
         if self.truncation_mode == "error":
             raise ValueError(
                 f"{name} has {longest} tokens with its longest answer, more than max_length {self.max_length}; raise "
                 "max_length, or choose truncation_mode='keep_start' or 'keep_end'"
             )
-        room = self.max_length - len(question)
         if self.truncation_mode == "keep_start":
-            if room < 1:
+            if question >= self.max_length:
                 raise ValueError(
-                    f"the question of {name} has {len(question)} tokens and fills max_length {self.max_length}: "
-                    "nothing of its answers would be left; raise max_length, remove it, or choose "
-                    "truncation_mode='keep_end'"
+                    f"the question of {name} has {question} tokens and fills max_length {self.max_length}; raise "
+                    "max_length, remove the example, or choose truncation_mode='keep_end'"
                 )
-            cut = sum(len(answer) > room for answer in answers)
-            if not self._warned:
-                self._warned = True
-                logger.warning(
-                    "%s of a batch has %d tokens with its longest answer: truncation_mode='keep_start' cuts %d of its "
-                    "%d answers to max_length %d. Other examples are cut without another warning.",
-                    name, longest, cut, len(answers), self.max_length,
-                )  # fmt: skip
-            return question, [answer[:room] for answer in answers]
+            return 0, self.max_length - question
         excess = longest - self.max_length
-        if excess >= len(question):
+        if excess >= question:
             raise ValueError(
-                f"the longest answer of {name} fills max_length {self.max_length}: nothing of its question would be "
-                "left; raise max_length, remove it, or choose truncation_mode='keep_start'"
+                f"the longest answer of {name} fills max_length {self.max_length}; raise max_length, remove the "
+                "example, or choose truncation_mode='keep_start'"
             )
-        return question[excess:], answers
+        return excess, longest
+
+    def _warn_of_cut(self, question: int, answers: Sequence[NDArray[np.int64]], room: int, name: str) -> None:
+        """Warn once of an example whose answers are cut to `room` tokens."""
+        if self._warned:
+            return
+        self._warned = True
+        logger.warning(
+            "%s of a batch has %d tokens with its longest answer: truncation_mode='keep_start' cuts %d of its %d "
+            "answers to max_length %d. Other examples are cut without another warning.",
+            name, question + max(map(len, answers)), sum(len(answer) > room for answer in answers), len(answers),
+            self.max_length,
+        )  # fmt: skip

@@ -1,8 +1,7 @@
-"""Arrange sequences with common beginnings as trees, so that each beginning is computed once.
+"""Trees of sequences with common prefixes, so that each prefix is computed once.
 
-`share_prompts` gives every distinct prompt a tree of its own, with the completions as its children. `share_prefixes`
-goes further: it builds the compressed trie of the sequences, in which every common beginning, inside completions as
-well, is one segment. Both tell for each sequence where its path through the trees ends.
+`share_prompts` builds a tree per distinct prompt. `share_prefixes` builds the compressed trie, which also shares
+prefixes inside completions.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from flashmask_hf.collators.forest import Forest
 __all__ = ["Leaf", "share_prefixes", "share_prompts"]
 
 Leaf = tuple[int, int]
-"""The forest and the segment in it at which a sequence ends: `forests[f].path(s)` are the sequence's tokens."""
+"""Index of a forest, and of the segment in it where a sequence ends: `forests[f].path(s)` locates its tokens."""
 
 
 def share_prompts(
     sequences: Sequence[NDArray[np.int64]], prompt_lengths: Sequence[int]
 ) -> tuple[list[Forest], list[Leaf]]:
-    """Build a tree for each distinct prompt, with the completions that follow it as children.
+    """Build a tree per distinct prompt, with its completions as children.
 
     Trees and children are sorted by their tokens, so the same sequences in another order give the same trees.
 
@@ -52,7 +51,7 @@ def share_prompts(
 
 
 def share_prefixes(sequences: Sequence[NDArray[np.int64]]) -> tuple[list[Forest], list[Leaf]]:
-    """Build the compressed trie of sequences: one tree for each distinct first token, one segment for each shared run.
+    """Build the compressed trie of sequences: a tree per distinct first token, a segment per shared run.
 
     Args:
         sequences: token ids, int64 [n] each, not empty.
@@ -69,7 +68,7 @@ def share_prefixes(sequences: Sequence[NDArray[np.int64]]) -> tuple[list[Forest]
         tokens: list[NDArray[np.int64]] = []
         parents: list[int] = []
         todo = [(first, last, 0, -1)]
-        while todo:  # a node: sequences first to last agree on their tokens from `start` on, which follow `parent`
+        while todo:  # a node: sequences first to last share the tokens from `start`, which follow `parent`
             first, last, start, parent = todo.pop()
             end = min(common[first:last], default=len(ordered[first]))
             node = len(tokens)
@@ -79,22 +78,21 @@ def share_prefixes(sequences: Sequence[NDArray[np.int64]]) -> tuple[list[Forest]
                 leaves[order[first]] = (len(forests), node)
                 first += 1
             todo += [(*child, end, node) for child in _split(range(first, last + 1), common, end)][::-1]
-        lengths = np.array([len(segment) for segment in tokens])
-        forests.append(Forest(np.concatenate(tokens), lengths, np.array(parents)))
+        forests.append(Forest.from_segments(tokens, parents))
     return forests, leaves
 
 
 def _split(members: range, common: Sequence[int], length: int) -> list[tuple[int, int]]:
-    """Cut a range of sorted sequences, as (first, last), where neighbours have no more than `length` tokens in common.
+    """Cut a range of sorted sequences, as (first, last), where neighbours share at most `length` tokens.
 
-    `common[i]` is the number of tokens that sequences i and i + 1 have in common.
+    `common[i]` is the length of the common prefix of sequences i and i + 1.
     """
     cuts = [index for index in members if index == members[-1] or common[index] <= length]
     return list(zip([members.start, *(cut + 1 for cut in cuts[:-1])], cuts, strict=True)) if cuts else []
 
 
 def _common_length(one: NDArray[np.int64], two: NDArray[np.int64]) -> int:
-    """Return with how many equal tokens two sequences begin."""
+    """Return the length of the common prefix of two sequences."""
     length = min(len(one), len(two))
     differ = one[:length] != two[:length]
     return int(differ.argmax()) if differ.any() else length

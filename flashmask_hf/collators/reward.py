@@ -13,13 +13,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flashmask_hf.collators._validation import as_answers, as_number, as_row_options, as_token_ids, example_names
-from flashmask_hf.collators.forest import Forest, PackedRows, first_equals, pack_forests, packed_inputs
+from flashmask_hf.collators.answers import as_answers, first_equals
+from flashmask_hf.collators.columns import as_number, as_token_ids, example_names
+from flashmask_hf.collators.forest import Forest
+from flashmask_hf.collators.packing import PackingCollator
 
 __all__ = ["Comparison", "DataCollatorForMultiAnswerReward", "answer_scores", "shared_prefix"]
 
 PADDING = -100.0
-"""Score of the answers that pad a question to the most answers of the batch; Trainer pads labels with the same."""
+"""Score of the entries that pad a question to the largest number of answers; Trainer pads labels with the same."""
 
 
 class Comparison(NamedTuple):
@@ -34,31 +36,29 @@ class Comparison(NamedTuple):
         """Build the tree of the question and its answers, or one tree per answer if the question is empty."""
         if self.question.size:
             return Forest.shared_question(self.question, self.answers)
-        lengths = np.array([len(answer) for answer in self.answers])
-        return Forest(np.concatenate(self.answers), lengths, np.full(len(lengths), -1))
+        return Forest.from_segments(self.answers, [-1] * len(self.answers))
 
 
 @dataclass
-class DataCollatorForMultiAnswerReward:
+class DataCollatorForMultiAnswerReward(PackingCollator):
     """Data collator for reward models that packs each question once, followed by its answers.
 
-    An example is a dictionary with either `prompt_ids` and `answers_ids`, the tokens of two or more answers, or
-    `chosen_ids` and `rejected_ids`, whole sequences as `trl.RewardTrainer` prepares them; their longest common prefix
-    is the question. The question may be empty; then its answers share nothing. `scores` has one number per answer of
-    `answers_ids`, higher is better. Without `scores`, the answers are ranked, best first. Questions of a batch may
-    differ in their number of answers.
+    An example has one of these forms:
 
-    `margin` is one number, by which the reward of the better of two answers must exceed the other, as in TRL. With more
+    * `prompt_ids` (may be empty) and `answers_ids`, the tokens of two or more answers. `scores` has one number per
+      answer, higher is better; without it, the answers are ranked, best first.
+    * `chosen_ids` and `rejected_ids`, whole sequences as `trl.RewardTrainer` prepares them. Their longest common prefix
+      is the question.
+
+    `margin` is a number by which the reward of the better of two answers must exceed the other, as in TRL. With more
     answers, `score_margin` makes the margin of each pair proportional to the difference of its scores (Llama 2,
-    https://huggingface.co/papers/2307.09288, section 3.2.2, equation 2). Other keys are ignored.
+    https://huggingface.co/papers/2307.09288, section 3.2.2, equation 2).
 
     Args:
-        pad_token_id: token id of the padding. Nothing attends to padding, so any id of the vocabulary works.
-        row_length: None packs the batch into one row, without padding. A number makes rows of exactly that many tokens,
-            filled best-fit-decreasing and padded at the end. A question and its answers stay in one row.
-        pad_to_multiple_of: pad the single row to a multiple of this. `row_length` must already be a multiple of it.
-        max_position_embeddings: the model's number of positions; a longer question with an answer raises. None skips
-            the check.
+        pad_token_id: see `flashmask_hf.collators`, as for the following but the last.
+        row_length: number of tokens per row; None makes one row.
+        pad_to_multiple_of: pad the single row to a multiple of this.
+        max_position_embeddings: the model's number of positions.
         score_margin: coefficient of the scores in the margins, 0 for no margins. With it, an example needs `scores`, or
             a `margin`, which is used unchanged.
 
@@ -75,8 +75,7 @@ class DataCollatorForMultiAnswerReward:
 
     Raises:
         ValueError: an argument is out of range; or an example lacks a column, has fewer than two answers, an empty
-            answer, scores that are invalid or all equal, an invalid margin, or is too long. The message names the
-            example's index in the batch and the way out.
+            answer, scores that are invalid or all equal, an invalid margin, or is too long.
         TypeError: a column does not hold numbers.
 
     Example:
@@ -114,10 +113,10 @@ class DataCollatorForMultiAnswerReward:
     max_position_embeddings: int | None = None
     score_margin: float = 0.0
 
+    _row_option = "row_length"
+
     def __post_init__(self):
-        self.pad_token_id, self.row_length, self.pad_to_multiple_of, self.max_position_embeddings = as_row_options(
-            self.pad_token_id, self.row_length, self.pad_to_multiple_of, self.max_position_embeddings, "row_length"
-        )
+        super().__post_init__()
         if (
             isinstance(self.score_margin, bool)
             or not isinstance(self.score_margin, Real)
@@ -129,7 +128,7 @@ class DataCollatorForMultiAnswerReward:
         """Collate one batch; see the class."""
         names = example_names(examples)
         read = [self.read(example, name) for example, name in zip(examples, names, strict=True)]
-        rows = self._pack(read, names)
+        rows = self._pack([example.forest() for example in read], names)
         counts = [len(example.answers) for example in read]
         shape = (len(read), max(counts))
         token_counts = np.empty((len(read), 2), dtype=np.int64)
@@ -160,23 +159,12 @@ class DataCollatorForMultiAnswerReward:
         return {
             **batch,
             "input_ids": torch.from_numpy(rows.input_ids.reshape(-1)[index].reshape(-1, 1)),
-            **packed_inputs(rows, torch.from_numpy(index).view(-1, 1)),
+            **rows.indexed_batch(index.reshape(-1, 1)),
         }
 
     def check(self, example: Mapping[str, Any], name: str) -> None:
         """Raise the error that collating this example would raise; its message calls the example `name`."""
-        self._pack([self.read(example, name)], [name])
-
-    def _pack(self, read: Sequence[Comparison], names: Sequence[str]) -> PackedRows:
-        """Pack examples into rows."""
-        return pack_forests(
-            [example.forest() for example in read],
-            self.row_length,
-            pad_token_id=self.pad_token_id,
-            pad_to_multiple_of=self.pad_to_multiple_of,
-            max_position_embeddings=self.max_position_embeddings,
-            names=names,
-        )
+        self._pack([self.read(example, name).forest()], [name])
 
     def read(self, example: Mapping[str, Any], name: str) -> Comparison:
         """Return question, answers, scores and margins of an example in any format; error messages call it `name`."""
@@ -189,8 +177,8 @@ class DataCollatorForMultiAnswerReward:
         whole = "answers_ids" not in has
         if "chosen_ids" in has and (not whole or "prompt_ids" in has):
             raise ValueError(
-                f"{name} has chosen_ids beside {'prompt_ids' if whole else 'answers_ids'}: whole sequences or answers? "
-                "Keep prompt_ids and answers_ids, or chosen_ids and rejected_ids of whole sequences"
+                f"{name} has chosen_ids beside {'prompt_ids' if whole else 'answers_ids'}; keep prompt_ids and "
+                "answers_ids, or chosen_ids and rejected_ids of whole sequences"
             )
         given = [example["chosen_ids"], example["rejected_ids"]] if whole else example["answers_ids"]
         answers = as_answers(given, name)
@@ -214,7 +202,7 @@ class DataCollatorForMultiAnswerReward:
             if not scored:
                 raise ValueError(
                     f"{name} has neither scores nor a margin, but score_margin is {self.score_margin}; give it scores "
-                    "(score_chosen and score_rejected beside chosen and rejected), or set score_margin=0"
+                    "(score_chosen and score_rejected for a pair), or set score_margin=0"
                 )
             return np.float32(self.score_margin) * scores
         margin = as_number(margin, f"margin of {name}")
@@ -234,8 +222,7 @@ def answer_scores(scores: Any, count: int, name: str) -> NDArray[np.float32]:
     """Return the scores of an example's answers, float32 [count].
 
     Args:
-        scores: a sequence of numbers, higher is better; None stands for ranked answers, best first, and returns
-            count - 1, ..., 0.
+        scores: a sequence of numbers, higher is better; None, for ranked answers, gives count - 1, ..., 0.
         count: number of answers.
         name: the example's name in error messages.
 
@@ -248,7 +235,7 @@ def answer_scores(scores: Any, count: int, name: str) -> NDArray[np.float32]:
     try:
         with np.errstate(over="ignore"):  # the check for finite values below refuses an overflow
             values = np.asarray(scores, dtype=np.float32)
-    except OverflowError:  # of an int
+    except OverflowError:  # a huge int
         values = np.full(len(scores), np.inf, dtype=np.float32)
     except (TypeError, ValueError):
         raise TypeError(f"scores of {name} must be a sequence of numbers, got {scores!r}") from None

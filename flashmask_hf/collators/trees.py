@@ -11,55 +11,56 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flashmask_hf.collators._validation import as_integers, as_number, as_row_options, as_token_ids, example_names
-from flashmask_hf.collators.documents import padding_message
-from flashmask_hf.collators.forest import Forest, PackedRows, pack_forests
+from flashmask_hf.collators import messages
+from flashmask_hf.collators.columns import as_integers, as_number, as_token_ids, example_names
+from flashmask_hf.collators.forest import Forest
 from flashmask_hf.collators.labels import MASK_COLUMNS
+from flashmask_hf.collators.packing import PackedRows, PackingCollator
 from flashmask_hf.names import IGNORED
 
 __all__ = ["DataCollatorForTrees"]
 
 
 @dataclass
-class DataCollatorForTrees:
+class DataCollatorForTrees(PackingCollator):
     """Data collator that packs trees of token segments, in which every token is computed and learned once.
 
-    An example is a dictionary with `input_ids`, a list of segments in depth-first order, each a list of token ids; and
-    `parents`, the index of each segment's parent, -1 for a root. `labels`, if any, has the layout of `input_ids`;
-    without, all tokens are learned but a root's first. Other keys are ignored. A trainer removes `parents` before the
-    collator sees them, which raises: set `remove_unused_columns=False`.
+    An example has `input_ids`, a list of segments in depth-first order, each a list of token ids, and `parents`, the
+    index of each segment's parent, -1 for a root. `labels` have the layout of `input_ids`; without them, every token is
+    learned except the first of a root. Trainers remove `parents` unless `remove_unused_columns=False`; then the
+    collator raises.
 
-    A causal model predicts a token from the one before it in the row, which at a branch would be a sibling's last. So a
+    A causal model predicts a token from the one before it in the row, which at a branch would belong to a sibling. So a
     segment gives its last token to each of its children, which then predicts their first tokens; the row grows by one
-    token for each child but the first. Loss and gradients are those of the separate paths from the roots to the leaves,
-    in which a token that several paths share has its label in the first of them alone. To leave shared tokens out, as
-    for prompts, label them -100.
+    token for each child but the first. Loss and gradients equal training on every root-to-leaf path separately, where a
+    shared token is labelled only in the first path that contains it. Label shared tokens -100 to leave them out, for
+    example in prompts.
 
-    With `per_path`, every path is learned: a shared token counts once for each leaf below it, and loss and gradients
-    are those of all paths as rows of their own. Set `model.loss_function = flashmask_hf.collators.tree_loss` for these
-    batches; without it they raise. An example may then have `weights`, one number for each leaf in the order of the
-    segments, which multiply the losses of the leaf's path. The sum is divided by the number of labels.
+    With `per_path`, a shared token counts once per leaf below it: loss and gradients equal training on all paths as
+    rows of their own. Set `model.loss_function = flashmask_hf.collators.tree_loss` for these batches; without it they
+    raise. An example may then have `weights`, one number per leaf in the order of the segments: factors of the losses
+    of the leaf's path. The sum is divided by the number of labels.
 
     Args:
-        pad_token_id: token id of the padding. Nothing attends to padding, so any id of the vocabulary works.
-        max_length: None packs the whole batch into one row, without padding. A number makes rows of exactly that many
-            tokens, filled best-fit-decreasing and padded at the end. A tree stays in one row.
-        pad_to_multiple_of: pad the single row to a multiple of this. `max_length` must already be a multiple of it.
-        max_position_embeddings: the model's number of positions; a deeper tree raises. None skips the check.
-        per_path: whether a token is learned once for each path that it is on, and not once in all.
+        pad_token_id: see `flashmask_hf.collators`, as for the following but the last.
+        max_length: number of tokens per row; None makes one row.
+        pad_to_multiple_of: pad the single row to a multiple of this.
+        max_position_embeddings: the model's number of positions.
+        per_path: whether a token is learned once per path that contains it, instead of once.
 
     Returns:
         dict[str, Tensor]: `input_ids`, `labels` and `position_ids`, int64 [rows, S]; and `startend_row_indices`, int32
-        [rows, 1, S, 1]. With `per_path`, `labels` are -100, and `shift_labels`, int64 [rows, W, S], have at
-        [r, w, s] the label that token s of row r predicts on path w through it, or -100, where W is the largest
-        number of leaves of an example; and `path_weights`, float32 [rows, W, S], are the weights of these paths, if
-        an example has them.
+        [rows, 1, S, 1]. With `per_path`, for W leaves of an example at most, `labels` are -100, and there are
+
+        * `shift_labels`, int64 [rows, W, S]: entry [r, w, s] is the label that token s of row r predicts on path w
+          through it, or -100;
+        * `path_weights`, float32 [rows, W, S], the weights of these paths, if an example has them.
 
     Raises:
         ValueError: an argument is out of range; or an example lacks a column, is longer than a row, has an empty
             segment, negative token ids, segments that are not in depth-first order, labels of another layout,
             `completion_mask` or `assistant_masks` in place of labels, padding (zeros in `attention_mask`), or weights
-            that are not finite, not one for each leaf, or not learned per path.
+            that are not finite, not one per leaf, or given without `per_path`.
         TypeError: a column does not hold numbers.
 
     Example:
@@ -91,9 +92,7 @@ class DataCollatorForTrees:
     per_path: bool = False
 
     def __post_init__(self):
-        self.pad_token_id, self.max_length, self.pad_to_multiple_of, self.max_position_embeddings = as_row_options(
-            self.pad_token_id, self.max_length, self.pad_to_multiple_of, self.max_position_embeddings
-        )
+        super().__post_init__()
         if not isinstance(self.per_path, (bool, np.bool_)):
             raise ValueError(f"per_path must be True or False, got {self.per_path!r}")
         self.per_path = bool(self.per_path)
@@ -108,14 +107,7 @@ class DataCollatorForTrees:
             raise ValueError(f"{given[0]} has weights, which are for paths: set per_path=True, or remove the column")
         if not self.per_path:
             read = [_learn_once(tree, labels) for tree, labels in read]
-        rows = pack_forests(
-            [tree for tree, _ in read],
-            self.max_length,
-            pad_token_id=self.pad_token_id,
-            pad_to_multiple_of=self.pad_to_multiple_of,
-            max_position_embeddings=self.max_position_embeddings,
-            names=names,
-        )
+        rows = self._pack([tree for tree, _ in read], names)
         labels = rows.spread([labels for _, labels in read], filler=IGNORED)
         batch = rows.batch()  # input_ids first: accelerate takes the batch size from it
         batch = {"input_ids": batch.pop("input_ids"), "labels": torch.from_numpy(labels), **batch}
@@ -138,17 +130,17 @@ def _read(example: Mapping[str, Any], name: str) -> tuple[Forest, NDArray[np.int
     tokens = _segments(example["input_ids"], "input_ids", name)
     mask = example.get("attention_mask")
     if mask is not None and not all(own.all() for own in _segments(mask, "attention_mask", name)):
-        raise ValueError(padding_message(name))
+        raise ValueError(messages.padded(name))
     labels = tokens
     if example.get("labels") is not None:
         labels = _segments(example["labels"], "labels", name)
     elif masks := [column for column in MASK_COLUMNS if example.get(column) is not None]:
         raise ValueError(
             f"{name} has {masks[0]} and no labels, so that all tokens would be learned; give labels in the layout of "
-            "input_ids, -100 where nothing is to be learned"
+            "input_ids, -100 for tokens that are not learned"
         )
     if [len(own) for own in labels] != [len(own) for own in tokens]:
-        raise ValueError(f"labels of {name} must have the layout of its input_ids, one for each token of each segment")
+        raise ValueError(f"labels of {name} must have the layout of its input_ids, one per token of each segment")
     try:
         parents = as_integers(example["parents"], f"parents of {name}")
     except TypeError as error:
@@ -173,7 +165,7 @@ def _weights(example: Mapping[str, Any], tree: Forest, name: str) -> list[float]
 
 
 def _learn_once(tree: Forest, labels: NDArray[np.int64]) -> tuple[Forest, NDArray[np.int64]]:
-    """Return the forest whose segments give their last token to their children, and its labels."""
+    """Return the forest in which segments give their last token to their children, and its labels."""
     edges = np.cumsum(tree.lengths)[:-1]
     tokens, learnable = np.split(tree.tokens, edges), np.split(labels, edges)
     parents = tree.parents
@@ -197,8 +189,7 @@ def _learn_once(tree: Forest, labels: NDArray[np.int64]) -> tuple[Forest, NDArra
             new_tokens.append(own)
             new_labels.append(learned)
             new_parents.append(places[parent])
-    lengths = np.array([len(own) for own in new_tokens])
-    return Forest(np.concatenate(new_tokens), lengths, np.array(new_parents)), np.concatenate(new_labels)
+    return Forest.from_segments(new_tokens, new_parents), np.concatenate(new_labels)
 
 
 def _paths(rows: PackedRows, labels: NDArray[np.int64], weights: Sequence[list[float] | None]) -> tuple[Tensor, Tensor]:
@@ -207,7 +198,7 @@ def _paths(rows: PackedRows, labels: NDArray[np.int64], weights: Sequence[list[f
     Args:
         rows: the packed rows.
         labels: the label of each token, int64 [R, S].
-        weights: the weights of the leaves of each forest, None for 1.
+        weights: the weights of each forest's leaves; None is 1.
     """
     paths = [rows.paths(index) for index in range(len(rows.forests))]
     shape = (len(labels), max(map(len, paths)), labels.shape[1])

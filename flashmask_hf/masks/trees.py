@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any, TypeAlias
 
 from flashmask_hf._numbers import as_integer
+from flashmask_hf.depth_first import subtree_ends
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.masks._arguments import Device, batch_rows, key_count, query_count
 from flashmask_hf.masks._columns import make_mask, per_token
@@ -110,7 +110,7 @@ def tree(
     """
     lengths, ends = [], []
     for path, row in batch_rows("documents", documents, list):
-        nodes, node_ends = _subtree_ends(path, row)
+        nodes, node_ends = _nodes(path, row)
         lengths.append(nodes)
         ends.append(node_ends)
     kv_len = key_count("documents", lengths, kv_len)
@@ -118,7 +118,7 @@ def tree(
     return make_mask(end, causal=True, q_len=query_count(q_len, kv_len), device=device)
 
 
-def _subtree_ends(path: str, roots: Sequence[Any]) -> tuple[list[int], list[int]]:
+def _nodes(path: str, roots: Sequence[Any]) -> tuple[list[int], list[int]]:
     """Return the length of each node and the position where its subtree ends, in depth-first order.
 
     Args:
@@ -139,8 +139,4 @@ def _subtree_ends(path: str, roots: Sequence[Any]) -> tuple[list[int], list[int]
         parents.append(parent)
         own = len(lengths) - 1
         pending.extend([(f"{where}[1][{k}]", child, own) for k, child in enumerate(children)][::-1])
-    ends = list(accumulate(lengths))
-    for node in range(len(ends) - 1, -1, -1):
-        if parents[node] >= 0:
-            ends[parents[node]] = max(ends[parents[node]], ends[node])
-    return lengths, ends
+    return lengths, subtree_ends(lengths, parents)

@@ -11,7 +11,7 @@ from datasets import Dataset, IterableDataset, Value
 from trl.trainer.reward_config import RewardConfig
 from trl.trainer.utils import global_then_local_main_first
 
-from flashmask_hf.collators._validation import as_number
+from flashmask_hf.collators.columns import as_number
 from flashmask_hf.collators.dataset import refuse_transform, unformatted, warn_of_weights
 from flashmask_hf.collators.reward import DataCollatorForMultiAnswerReward, answer_scores, shared_prefix
 from flashmask_hf.trainers.common import first_row, without_media

@@ -19,7 +19,7 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import ProcessorMixin
 
-from flashmask_hf.collators.forest import pack_forests, packed_inputs
+from flashmask_hf.collators.packing import pack_forests
 from flashmask_hf.collators.prefixes import share_prefixes, share_prompts
 from flashmask_hf.hf.packed.rows import check_compiled, run_packed
 from flashmask_hf.hf.packed.shared_prefill import shared_prefill
@@ -262,7 +262,7 @@ def pack_sequences(
         pad_to_multiple_of: pad the row to a multiple of this.
 
     Returns:
-        The batch keys of `packed_inputs`, on the CPU; the index is [N, width].
+        The batch keys of `PackedRows.indexed_batch`, on the CPU; the index is [N, width].
 
     Raises:
         ValueError: a prompt has no tokens.
@@ -278,7 +278,7 @@ def pack_sequences(
     index = np.arange(ids.size).reshape(ids.shape) % rows.input_ids.size  # of padding, which nothing reads
     for row, (forest, segment) in enumerate(leaves):
         index[row, real[row]] = rows.starts[forest] + forests[forest].path(segment)
-    return packed_inputs(rows, torch.from_numpy(np.ascontiguousarray(index[:, length - width :])))
+    return rows.indexed_batch(np.ascontiguousarray(index[:, length - width :]))
 
 
 def group_prompts(batches: list[dict[str, Any]], window: int) -> list[dict[str, Any]]:

@@ -60,7 +60,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.experimental.async_grpo import packing as tree_packing
 from trl.models.utils import disable_gradient_checkpointing
 
-from flashmask_hf.collators.forest import Forest, pack_forests, packed_inputs
+from flashmask_hf.collators import Forest, pack_forests
 from flashmask_hf.trainers import SharedPromptGRPOConfig, SharedPromptGRPOTrainer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -139,7 +139,7 @@ def call_unshared(
     for row, (start, size) in enumerate(zip(rows.starts.tolist(), lengths.tolist(), strict=True)):
         index[row, real[row]] = np.arange(start, start + size)
     width = keep + 1  # the loss reads the completions, which begin at the hidden state before them
-    packed = packed_inputs(rows, torch.from_numpy(np.ascontiguousarray(index[:, -width:])))
+    packed = rows.indexed_batch(np.ascontiguousarray(index[:, -width:]))
     return model(
         input_ids=input_ids[:, -width:],
         attention_mask=attention_mask[:, -width:],

@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from tools.tiny import VOCAB, llama_config
 from transformers import AutoModelForCausalLM
 
-from flashmask_hf import FlashMask, masks
-from flashmask_hf.collators import Forest, bins, pack_forests
+from flashmask_hf import FlashMask, depth_first, masks
+from flashmask_hf.collators import Forest, bins, pack_forests, packing
 from flashmask_hf.collators import forest as forest_module
 from flashmask_hf.collators.bins import best_fit_decreasing
-from flashmask_hf.collators.forest import lay_out
 
 thorough = settings(max_examples=100)
 
@@ -79,7 +78,7 @@ def visible_in(rows):
     return FlashMask(rows.batch()["startend_row_indices"], causal=True).validate().to_dense()[:, 0]
 
 
-@pytest.mark.parametrize("module", [forest_module, bins], ids=["forest", "bins"])
+@pytest.mark.parametrize("module", [forest_module, packing, bins, depth_first], ids=lambda module: module.__name__)
 def test_docstring_examples_run(module):
     result = doctest.testmod(module)
     assert result.attempted > 0
@@ -153,6 +152,12 @@ def test_an_invalid_forest_raises(arguments, error, message):
         Forest(*arguments)
 
 
+@pytest.mark.parametrize("lengths", [WRAPPING, [3, -1, 3]], ids=["wraps around", "negative"])
+def test_lengths_that_only_seem_to_sum_to_the_tokens_raise(lengths):
+    with pytest.raises(ValueError, match=r"lengths must .* sum to the number of tokens, 5|segment 1 is empty"):
+        Forest([1] * 5, lengths, [-1] * 3)
+
+
 @pytest.mark.parametrize(
     ("trees", "error", "message"),
     [
@@ -221,13 +226,6 @@ def test_best_fit_decreasing_refuses_what_fits_nowhere(lengths):
         best_fit_decreasing(lengths, 8)
 
 
-def test_lay_out_refuses_lengths_whose_sum_wraps_around():
-    with pytest.raises(ValueError, match=r"lengths must lie in 1..row_length = 1..5"):
-        lay_out(WRAPPING, 5)
-    with pytest.raises(ValueError, match=r"lengths must lie in 1..row_length = 1..5"):
-        lay_out([3, -1, 3], 5)
-
-
 def test_bins_of_equal_room_are_filled_oldest_first():
     assert best_fit_decreasing([8, 8, 8, 2], 10) == [[0, 3], [1], [2]]
 
@@ -236,11 +234,6 @@ def test_items_of_equal_length_are_packed_in_order():
     pairs = [[2 * pair, 2 * pair + 2] for pair in range(0, 500, 2)]
     alone = [[item] for item in range(1, 1000, 2)]
     assert best_fit_decreasing([1, 2] * 500, 2) == sorted(pairs + alone)
-
-
-def test_lay_out_refuses_more_tokens_than_the_row_has():
-    with pytest.raises(ValueError, match="row_length 4"):
-        lay_out([3, 2], 4)
 
 
 # --- rows

@@ -152,9 +152,9 @@ ALONE = {"seq_idx": [1, 1, 1], "attention_mask": [1, 1, 1], "cu_seq_lens_q": [0,
 def test_documents_that_another_packer_told_in_other_columns_raise(column):
     row = {"input_ids": [3, 4, 5], column: NUMBERED[column]}
     collate = DataCollatorForPackedLanguageModeling(completion_only_loss=False)
-    with pytest.raises(ValueError, match=rf"{column} of example 0 tells several documents, .*; add seq_lengths"):
+    with pytest.raises(ValueError, match=rf"{column} of example 0 marks several documents, .*; add seq_lengths"):
         collate([row])
-    with pytest.raises(ValueError, match=rf"a column {column} that tells several documents .*packed already"):
+    with pytest.raises(ValueError, match=rf"a column {column} that marks several documents .*packed already"):
         pack_dataset(Dataset.from_list([row]), 4)
     for told in ({"seq_lengths": [2, 1]}, {"position_ids": [0, 1, 0]}):
         assert collate([row | told])["startend_row_indices"].flatten().tolist() == [2, 2, 3]

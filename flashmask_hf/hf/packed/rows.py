@@ -24,7 +24,7 @@ __all__ = ["check_compiled", "check_layers", "run_packed", "runs_packed"]
 
 
 def run_packed(model: Any) -> None:
-    """Make a model take the batch keys of `collators.forest.packed_inputs`. Calls without them run as before.
+    """Make a model take the batch keys of `PackedRows.indexed_batch`. Calls without them run as before.
 
     Repeating it is fine.
 

@@ -1,0 +1,95 @@
+"""Columns of an example as arrays and numbers. Errors call a column by its name and the example's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from numbers import Real
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flashmask_hf.collators import messages
+
+__all__ = ["as_integers", "as_number", "as_token_ids", "check_lengths", "example_names"]
+
+_MAX_INT64 = np.iinfo(np.int64).max
+_MAX_FLOAT32 = float(np.finfo(np.float32).max)
+
+
+def example_names(examples: Sequence[Any]) -> list[str]:
+    """Return the names of a batch's examples for error messages: "example 0", "example 1" and so on.
+
+    Raises:
+        ValueError: the batch is empty.
+    """
+    if not examples:
+        raise ValueError("examples is empty: a batch needs at least one example")
+    return [f"example {index}" for index in range(len(examples))]
+
+
+def as_integers(values: Any, name: str) -> NDArray[np.int64]:
+    """Return a flat sequence of integers or booleans as int64 [n].
+
+    Raises:
+        TypeError: `values` is something else.
+        ValueError: an integer does not fit into int64.
+    """
+    try:
+        array = np.asarray(values)
+    except ValueError:
+        raise TypeError(f"{name} must be a flat sequence of integers, got nested ones of different lengths") from None
+    except (TypeError, RuntimeError) as error:  # tensors that NumPy cannot hold
+        raise TypeError(f"{name} must be a flat sequence of integers: {error}") from None
+    if array.ndim != 1:
+        raise TypeError(f"{name} must be a flat sequence of integers, got {array.ndim} axes")
+    if array.size and array.dtype.kind not in "iub":
+        raise TypeError(f"{name} must be integers, got {array.dtype}")
+    if array.size and array.dtype == np.uint64 and array.max() > _MAX_INT64:
+        raise ValueError(f"{name} must fit into int64, got {array.max()}")
+    return array.astype(np.int64, copy=False)
+
+
+def as_token_ids(values: Any, name: str) -> NDArray[np.int64]:
+    """Return a flat sequence of token ids as int64 [n].
+
+    Raises:
+        TypeError: `values` is something else.
+        ValueError: an id is negative, or does not fit into int64.
+    """
+    ids = as_integers(values, name)
+    if ids.size and ids.min() < 0:
+        raise ValueError(messages.negative(name, ids.min()))
+    return ids
+
+
+def check_lengths(name: str, lengths: NDArray[np.int64], tokens: int) -> None:
+    """Raise a ValueError unless lengths are positive and sum to the number of tokens.
+
+    Each length is also compared with `tokens`, because a sum of huge lengths wraps around.
+    """
+    if not ((lengths >= 1) & (lengths <= tokens)).all() or lengths.sum() != tokens:
+        shown = ", ".join(map(str, lengths[:16].tolist())) + ", ..." * (len(lengths) > 16)
+        raise ValueError(f"{name} must be positive and sum to the number of tokens, {tokens}, got [{shown}]")
+
+
+def as_number(value: Any, name: str) -> float:
+    """Return a Python or NumPy number, or a tensor or array without axes, as a float.
+
+    Raises:
+        TypeError: `value` is something else.
+        ValueError: it is not finite, or too large for float32.
+    """
+    if isinstance(value, (Tensor, np.ndarray)) and not value.ndim:
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    try:
+        number = float(value)
+    except OverflowError:  # a huge int
+        number = math.inf
+    if not abs(number) <= _MAX_FLOAT32:
+        raise ValueError(f"{name} must be finite and at most 3.4e38, as float32, got {number:g}; remove the example")
+    return number

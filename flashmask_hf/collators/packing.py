@@ -1,0 +1,225 @@
+"""Rows of packed trees, with the position ids and mask indices that keep the trees apart.
+
+A row holds trees of token segments in depth-first order. In this order a causal mask needs one integer per token: the
+row where the subtree of the token's segment ends. The position of a token is its depth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flashmask_hf.collators import messages
+from flashmask_hf.collators.bins import best_fit_decreasing
+from flashmask_hf.collators.forest import Forest, lay_out
+from flashmask_hf.collators.options import as_row_options
+from flashmask_hf.names import PACKED_IDS, PACKED_INDEX, PACKED_POSITIONS, VECTORS
+
+__all__ = ["PackedRows", "PackingCollator", "check_size", "pack_forests"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedRows:
+    """Packed rows of forests, as `pack_forests` returns them: R rows of S tokens.
+
+    Args:
+        input_ids: int64 [R, S], with `pad_token_id` after the last forest of a row.
+        position_ids: int64 [R, S], depth of each token, 0 for padding.
+        subtree_ends: int32 [R, S], the row where the subtree of each token's segment ends. Padding has 0, which hides
+            it from every row; padding attends to nothing either, because every tree ends before it.
+        starts: int64 [forests], index in the flattened rows of each forest's first token.
+        forests: the forests, in the order they were passed.
+    """
+
+    input_ids: NDArray[np.int64]
+    position_ids: NDArray[np.int64]
+    subtree_ends: NDArray[np.int32]
+    starts: NDArray[np.int64]
+    forests: Sequence[Forest]
+
+    def batch(self) -> dict[str, Tensor]:
+        """Return the model's inputs.
+
+        Returns:
+            `input_ids` and `position_ids`, int64 [R, S], and `startend_row_indices`, int32 [R, 1, S, 1].
+        """
+        return {
+            "input_ids": torch.from_numpy(self.input_ids),
+            "position_ids": torch.from_numpy(self.position_ids),
+            VECTORS: torch.from_numpy(self.subtree_ends)[:, None, :, None],
+        }
+
+    def indexed_batch(self, index: NDArray[np.int64]) -> dict[str, Tensor]:
+        """Return the packed rows as additional keys of a batch with one sequence per answer.
+
+        The backbone runs the packed rows, and its hidden states are gathered back into the sequences.
+
+        Args:
+            index: int64 [N, L], the index in the flattened rows of each token of the N sequences. Entries that nothing
+                reads, such as padding, may be any valid index. They should differ, because the backward adds the
+                gradients of equal entries one after another, zeros included.
+
+        Returns:
+            `packed_input_ids` and `packed_position_ids`, int64 [R, S]; `startend_row_indices`, int32 [R, 1, S, 1]; and
+            `packed_index`, int64 [N, L].
+        """
+        batch = self.batch()
+        return {
+            PACKED_IDS: batch["input_ids"],
+            PACKED_POSITIONS: batch["position_ids"],
+            VECTORS: batch[VECTORS],
+            PACKED_INDEX: torch.from_numpy(index),
+        }
+
+    def paths(self, forest: int) -> list[Tensor]:
+        """Return the indices in the flattened rows of the path to each leaf of a forest, int64 [depth] each."""
+        packed = self.forests[forest]
+        return [torch.from_numpy(self.starts[forest] + packed.path(leaf)) for leaf in packed.leaves()]
+
+    def spread(self, values: Sequence[NDArray[np.int64]], filler: int) -> NDArray[np.int64]:
+        """Lay out per-token values, for example labels, in the packed rows.
+
+        Args:
+            values: one value per token of each forest, int64 [n] per forest.
+            filler: the value of padding.
+
+        Returns:
+            int64 [R, S]: the value of each token at the token's place.
+
+        Raises:
+            ValueError: the values and the tokens are not one to one.
+        """
+        if len(values) != len(self.forests):
+            raise ValueError(f"values has {len(values)} entries for {len(self.forests)} forests; give one for each")
+        spread = np.full(self.input_ids.size, filler, dtype=np.int64)
+        for index, (start, forest, own) in enumerate(zip(self.starts.tolist(), self.forests, values, strict=True)):
+            if len(own) != len(forest.tokens):
+                raise ValueError(
+                    f"values[{index}] has {len(own)} entries, but forests[{index}] has {len(forest.tokens)} tokens; "
+                    "they must be one to one"
+                )
+            spread[start : start + len(own)] = own
+        return spread.reshape(self.input_ids.shape)
+
+
+def pack_forests(
+    forests: Sequence[Forest],
+    max_length: int | None = None,
+    *,
+    pad_token_id: int = 0,
+    pad_to_multiple_of: int | None = None,
+    max_position_embeddings: int | None = None,
+    names: Sequence[str] | None = None,
+) -> PackedRows:
+    """Pack forests into rows. A forest is never split.
+
+    Args:
+        forests: the forests to pack.
+        max_length: None packs all forests into one row, in the order given. A number makes rows of exactly that many
+            tokens, filled best-fit-decreasing and padded at the end.
+        pad_token_id: token id of the padding. Nothing attends to padding, so any id of the vocabulary works.
+        pad_to_multiple_of: pad the single row to a multiple of this. `max_length` must already be a multiple of it.
+        max_position_embeddings: the model's number of positions; a deeper tree raises. None skips the check.
+        names: names of the forests in error messages; None uses "forests[0]", "forests[1]" and so on.
+
+    Returns:
+        PackedRows: `batch()` returns the model's inputs, `paths(i)` the tokens on the path to each leaf of a forest.
+
+    Raises:
+        ValueError: an option is out of range, `forests` is empty, or a forest is longer than a row or deeper than the
+            model's positions. The message names the forest and the way out.
+
+    Example:
+        >>> from flashmask_hf.collators import Forest, pack_forests
+        >>> rows = pack_forests([Forest.from_trees(([1, 2, 3], [[4, 5], [6]])), Forest.from_trees([7, 8])])
+        >>> rows.input_ids
+        array([[1, 2, 3, 4, 5, 6, 7, 8]])
+        >>> rows.position_ids
+        array([[0, 1, 2, 3, 4, 3, 0, 1]])
+        >>> rows.subtree_ends
+        array([[6, 6, 6, 5, 5, 6, 8, 8]], dtype=int32)
+        >>> [path.tolist() for path in rows.paths(0)]
+        [[0, 1, 2, 3, 4], [0, 1, 2, 5]]
+    """
+    pad_token_id, max_length, pad_to_multiple_of, max_position_embeddings = as_row_options(
+        pad_token_id, max_length, pad_to_multiple_of, max_position_embeddings
+    )
+    if not forests:
+        raise ValueError("forests is empty: there is nothing to pack")
+    sizes = [len(forest.tokens) for forest in forests]
+    for index, (forest, size) in enumerate(zip(forests, sizes, strict=True)):
+        depth = 0 if max_position_embeddings is None else forest.depth()
+        check_size(
+            f"forests[{index}]" if names is None else names[index], size, depth, max_length, max_position_embeddings
+        )
+    if max_length is None:
+        members = [list(range(len(forests)))]
+        multiple = pad_to_multiple_of or 1
+        row_length = -(-sum(sizes) // multiple) * multiple
+    else:
+        members, row_length = best_fit_decreasing(sizes, max_length), max_length
+    input_ids = np.full((len(members), row_length), pad_token_id, dtype=np.int64)
+    position_ids = np.zeros_like(input_ids)
+    subtree_ends = np.zeros(input_ids.shape, dtype=np.int32)
+    starts = np.empty(len(forests), dtype=np.int64)
+    for row, chosen in enumerate(members):
+        token, segment = 0, 0
+        parents: list[NDArray[np.int64]] = []
+        for index in chosen:
+            forest = forests[index]
+            input_ids[row, token : token + sizes[index]] = forest.tokens
+            parents.append(np.where(forest.parents < 0, -1, forest.parents + segment))
+            starts[index] = row * row_length + token
+            token += sizes[index]
+            segment += len(forest.lengths)
+        lengths = np.concatenate([forests[index].lengths for index in chosen])
+        position_ids[row, :token], subtree_ends[row, :token] = lay_out(lengths, np.concatenate(parents))
+    return PackedRows(input_ids, position_ids, subtree_ends, starts, forests)
+
+
+def check_size(name: str, tokens: int, depth: int, row_length: int | None, positions: int | None) -> None:
+    """Raise a ValueError if a forest has more tokens than a row, or is deeper than the model's number of positions."""
+    if row_length is not None and tokens > row_length:
+        raise ValueError(
+            f"{name} has {tokens} tokens, more than the {row_length} of a row; make rows longer, or shorten or remove "
+            "it"
+        )
+    if positions is not None and depth > positions:
+        raise ValueError(messages.too_deep(name, depth, positions))
+
+
+class PackingCollator:
+    """Base class of the collators: checks the options that they share, and packs with them."""
+
+    pad_token_id: int
+    pad_to_multiple_of: int | None
+    max_position_embeddings: int | None
+
+    _row_option = "max_length"
+    """Name of the option with the number of tokens per row."""
+
+    def __post_init__(self):
+        self.pad_token_id, row_length, self.pad_to_multiple_of, self.max_position_embeddings = as_row_options(
+            self.pad_token_id,
+            getattr(self, self._row_option),
+            self.pad_to_multiple_of,
+            self.max_position_embeddings,
+            self._row_option,
+        )
+        setattr(self, self._row_option, row_length)
+
+    def _pack(self, forests: Sequence[Forest], names: Sequence[str]) -> PackedRows:
+        """Pack the forests of a batch, whose `names` are for error messages."""
+        return pack_forests(
+            forests,
+            getattr(self, self._row_option),
+            pad_token_id=self.pad_token_id,
+            pad_to_multiple_of=self.pad_to_multiple_of,
+            max_position_embeddings=self.max_position_embeddings,
+            names=names,
+        )
