@@ -52,7 +52,7 @@ def gallery() -> str:
     parts = []
     for name, (call, _) in GALLERY.items():
         sentence = " ".join((getattr(masks, name).__doc__ or "").split("\n\n")[0].split())
-        parts.append(f"## {name}\n\n{sentence}\n\n`masks.{call}`\n\n![{sentence}](assets/masks/{name}.png)\n")
+        parts.append(f"## {name}\n\n{sentence}\n\n`masks.{call}`\n\n![{name}](assets/masks/{name}.png)\n")
     return "\n\n" + "\n".join(parts) + "\n"
 
 

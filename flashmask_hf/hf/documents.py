@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flashmask_hf.masks._columns import next_flagged
 from flashmask_hf.torch_internals import device_assert
 
 __all__ = ["UNBOUNDED", "document_starts", "has_one_document", "next_flagged", "run_bounds"]
@@ -65,21 +66,6 @@ def has_one_document(position_ids: Tensor, attention_mask: Any) -> Tensor:
     if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2 and attention_mask.shape[1] >= length:
         real = attention_mask[:, -length:].to(torch.bool)
     return (document_starts(position_ids, real).sum(-1) <= 1).all()
-
-
-def next_flagged(flags: Tensor) -> Tensor:
-    """Return for each position 0..S-1 the first later one that is flagged, or S.
-
-    Args:
-        flags: bool [B, S - 1], of the positions 1..S-1.
-
-    Returns:
-        int64 [B, S].
-    """
-    length = flags.shape[-1] + 1
-    row = torch.arange(1, length + 1, device=flags.device)
-    flagged = nn.functional.pad(flags, (0, 1), value=True)
-    return torch.where(flagged, row, length).flip(-1).cummin(-1).values.flip(-1)
 
 
 def run_bounds(joined: Tensor) -> tuple[Tensor, Tensor]:

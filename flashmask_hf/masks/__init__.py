@@ -1,16 +1,20 @@
 """The gallery: one constructor per mask family (FlashMask, ICLR 2025, section 2.1), and two that read other layouts.
 
-Every function returns a `FlashMask` with `q_len` set. What holds for all of them:
+Every function returns a `FlashMask` with `q_len` set. In the drawings rows are queries from 0 down, columns are keys,
+`1` is visible and `.` hidden. Lengths, windows and positions count tokens.
 
-* Rows are queries, columns are keys. In the drawings `1` is visible, `.` hidden, the first line is query 0.
-* Lengths, windows and positions count tokens. A list of lengths is one row of tokens; a list of such lists is a batch.
-  A mask of one row has B = 1 and serves every entry of a batch.
-* Batched rows of different length are padded at the end, to the longest or to `kv_len`. Padding sees nothing and is
-  seen by nothing (in `causal_blockwise` its queries see keys).
-* With `q_len` < `kv_len` the queries are the last `q_len` positions, as with a key-value cache: query row i stands at
-  position i + kv_len - q_len. The drawing loses its top rows, nothing else changes.
-* Masks given by Python numbers are built on the CPU and moved to `device` once; masks given by tensors live on the
-  tensor's device unless `device` says otherwise.
+Arguments with one meaning in every family:
+
+    documents: lengths in tokens. A list is one packed row; a list of lists is a batch. An int tensor or array has shape
+        [documents] or [B, documents], and its rows may end in zeros. A mask of one row has B = 1 and serves any batch.
+    kv_len: number of keys; None is the longest row. Shorter rows end in padding, which sees nothing and is not seen.
+    q_len: number of queries, the last of kv_len positions: query row i is at position i + kv_len - q_len. None is
+        kv_len.
+    causal: whether later keys are hidden.
+    device: device of the mask. None is the device of a tensor argument, or the CPU.
+
+They raise TypeError for a number that is not an int and a `causal` that is not a bool. They raise ValueError for a
+document of less than one token, a row longer than `kv_len`, or `q_len` outside 1..kv_len.
 """
 
 from flashmask_hf.masks.documents import (

@@ -1,4 +1,4 @@
-"""Checks of the arguments that constructors of the gallery share."""
+"""Checks of arguments that constructors of the gallery share."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 
 
 def target_device(device: Device, given: Any) -> Device:
-    """Return `device`, or that of `given` if it is a tensor and no device was asked for."""
+    """Return `device`, or the device of `given` if that is a tensor and `device` is None."""
     return given.device if device is None and isinstance(given, Tensor) else device
 
 
 def from_array(value: Any) -> Any:
-    """Return a NumPy array as a tensor, and everything else as it is."""
+    """Return a NumPy array as a tensor, and any other value unchanged."""
     # Compilers know symbolic integers as int, and cannot ask them for an attribute.
     if isinstance(value, (Tensor, list, tuple, int, torch.SymInt)) or not hasattr(value, "__array_interface__"):
         return value
@@ -32,7 +32,7 @@ def from_array(value: Any) -> Any:
 
 
 def check_integer_tensor(name: str, value: Any) -> None:
-    """Raise unless `value` is a tensor of integers."""
+    """Raise TypeError unless `value` is a tensor of integers."""
     if not isinstance(value, Tensor) or value.dtype not in INTEGERS:
         got = value.dtype if isinstance(value, Tensor) else type(value).__name__
         raise TypeError(f"{name} must be a tensor of integers, got {got}")
@@ -47,7 +47,7 @@ def as_length(name: str, value: Any) -> int:
 
 
 def query_count(q_len: int | None, kv_len: int, may_exceed: bool = False) -> int:
-    """Return the number of queries: `q_len`, or as many as keys if it is None."""
+    """Return the number of queries: `q_len`, or `kv_len` if it is None."""
     if q_len is None:
         return kv_len
     if may_exceed:
@@ -57,7 +57,7 @@ def query_count(q_len: int | None, kv_len: int, may_exceed: bool = False) -> int
 
 
 def batch_rows(name: str, value: Any, row_type: type | tuple[type, ...]) -> list[tuple[str, Sequence[Any]]]:
-    """Split an argument into (name for errors, row) pairs, one per batch row; a bare row is a batch of one."""
+    """Split an argument into (name for errors, row) pairs, one per row of the batch; a bare row is a batch of one."""
     if not isinstance(value, (list, tuple)):
         raise TypeError(f"{name} must be a list, or a list of lists for a batch, got {type(value).__name__}")
     if not value:
@@ -73,7 +73,7 @@ def batch_rows(name: str, value: Any, row_type: type | tuple[type, ...]) -> list
 
 
 def batch_integers(name: str, value: Any, high: int | None) -> list[int]:
-    """Return one number in 0..high per batch entry, from a list, or an int tensor or array [B]."""
+    """Return one number in 0..high per row of the batch, from a list, or an int tensor or array [B]."""
     value = from_array(value)
     if isinstance(value, Tensor):
         check_integer_tensor(name, value)
@@ -89,7 +89,7 @@ def batch_integers(name: str, value: Any, high: int | None) -> list[int]:
 
 
 def key_count(name: str, lengths: list[list[int]], kv_len: int | None) -> int:
-    """Return the number of keys: `kv_len`, into which every row must fit, or the longest row if it is None."""
+    """Return the number of keys: `kv_len`, which every row must fit, or the longest row if it is None."""
     totals = [sum(row) for row in lengths]
     if kv_len is None:
         return as_length(f"the number of tokens in {name}", max(totals))

@@ -1,4 +1,4 @@
-"""Columns of masks: positions of keys, values spread over the tokens of documents, and masks from interval bounds."""
+"""Helpers of constructors: positions of keys, values per token, and masks from bounds."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from flashmask_hf.masks._arguments import Device
 
 
 def make_mask(*columns: Tensor, causal: bool, q_len: int, device: Device) -> FlashMask:
-    """Build a mask from interval bounds in positions 0..Skv, shifting them to query rows and clamping them to 0..q_len.
+    """Build a mask from bounds in positions 0..Skv, which become query rows and are clamped to 0..q_len.
 
     Args:
-        columns: integer tensors [B, Hm, Skv] in the order of the FlashMask table.
+        columns: bounds, int [B, Hm, Skv] each, in the order of the FlashMask table.
         causal: as in FlashMask.
         q_len: number of queries, the last of Skv positions.
-        device: device of the mask; None is that of the columns.
+        device: device of the mask; None is the device of the bounds.
     """
     shift = columns[0].shape[-1] - q_len
     indices = (torch.stack(columns, -1) - shift).clamp(0, q_len).to(torch.int32)
@@ -31,7 +31,7 @@ def key_positions(kv_len: int, device: Device = "cpu") -> Tensor:
 
 
 def per_row(values: list[int]) -> Tensor:
-    """Return one number per batch entry as a tensor to broadcast, int64 [B, 1, 1]."""
+    """Return one number per row of the batch, int64 [B, 1, 1]."""
     return torch.tensor(values, dtype=torch.int64, device="cpu").view(-1, 1, 1)
 
 
@@ -45,10 +45,22 @@ def per_token(values: list[list[int]], lengths: list[list[int]], kv_len: int, pa
 
 
 def document_spans(lengths: list[list[int]], kv_len: int) -> tuple[Tensor, Tensor]:
-    """Return start and end of each token's document, two tensors int64 [B, 1, kv_len].
-
-    Padding behind the last document has start kv_len and end 0, an interval that holds no row.
-    """
+    """Return start and end of each token's document, int64 [B, 1, kv_len] each. Padding has start kv_len and end 0."""
     ends = [list(accumulate(row)) for row in lengths]
     starts = [[0, *row[:-1]] for row in ends]
     return per_token(starts, lengths, kv_len, padding=kv_len), per_token(ends, lengths, kv_len, padding=0)
+
+
+def next_flagged(flags: Tensor) -> Tensor:
+    """Return for each position 0..S-1 the first later one that is flagged, or S.
+
+    Args:
+        flags: bool [B, S - 1], of the positions 1..S-1.
+
+    Returns:
+        int64 [B, S].
+    """
+    length = flags.shape[-1] + 1
+    row = torch.arange(1, length + 1, device=flags.device)
+    flagged = torch.nn.functional.pad(flags, (0, 1), value=True)
+    return torch.where(flagged, row, length).flip(-1).cummin(-1).values.flip(-1)

@@ -42,19 +42,8 @@ def causal_document(
         . . . 1 1 .
         . . . . . 1
 
-    Args:
-        documents: lengths in tokens; a list for one row, a list of lists for a batch, or an int tensor or array:
-            [documents], or [B, documents], whose rows may end in zeros for no document.
-        kv_len: number of keys; None means the longest row.
-        q_len: number of queries; None means kv_len, less means the last q_len positions.
-        device: where the mask lives; None is the device of `documents`, or the CPU.
-
     Returns:
         FlashMask: indices [B, 1, kv_len, 1], causal.
-
-    Raises:
-        TypeError: a length is not an int.
-        ValueError: a document of less than one token, a row longer than `kv_len`, or `q_len` not in 1..kv_len.
 
     Example:
         >>> from flashmask_hf import masks
@@ -83,19 +72,8 @@ def document(
         . . . 1 1 .
         . . . . . 1
 
-    Args:
-        documents: lengths in tokens; a list for one row, a list of lists for a batch, or an int tensor or array:
-            [documents], or [B, documents], whose rows may end in zeros for no document.
-        kv_len: number of keys; None means the longest row.
-        q_len: number of queries; None means kv_len, less means the last q_len positions.
-        device: where the mask lives; None is the device of `documents`, or the CPU.
-
     Returns:
         FlashMask: indices [B, 1, kv_len, 2], not causal.
-
-    Raises:
-        TypeError: a length is not an int.
-        ValueError: a document of less than one token, a row longer than `kv_len`, or `q_len` not in 1..kv_len.
 
     Example:
         >>> from flashmask_hf import masks
@@ -125,22 +103,17 @@ def causal_blockwise(
         1 1 1 1 1 .
         1 1 1 1 1 1
 
-    Padding at the end of a row is seen by nothing, but its queries see what the last block sees: hiding those rows too
-    would take a second interval. Leave them out of the loss.
+    Queries of padding see what the last block sees, because hiding that would take a second interval. Leave them out of
+    the loss.
 
     Args:
-        block_lengths: lengths in tokens, the last one being the test example; a list for one row, a list of lists for a
-            batch, or an int tensor: [blocks], or [B, blocks], whose rows may end in zeros for no block.
-        kv_len: number of keys; None means the longest row.
-        q_len: number of queries; None means kv_len, less means the last q_len positions.
-        device: where the mask lives; None is the device of `block_lengths`, or the CPU.
+        block_lengths: lengths in tokens, in the forms of `documents`. The last block is the test example.
 
     Returns:
         FlashMask: indices [B, 1, kv_len, 2], causal.
 
     Raises:
-        TypeError: a length is not an int.
-        ValueError: a block of less than one token, a row longer than `kv_len`, or `q_len` not in 1..kv_len.
+        ValueError: a block has less than one token.
 
     Example:
         >>> from flashmask_hf import masks
@@ -190,20 +163,14 @@ def padding(
         . . 1 1 1
 
     Args:
-        lengths: number of real tokens of each row, 0..kv_len; a list, or an int tensor or array [B].
-        kv_len: number of keys; None means the longest row.
+        lengths: number of real tokens per row, 0..kv_len; a list, or an int tensor or array [B].
         side: where the padding is.
-        causal: whether real tokens see one another causally, or all.
-        q_len: number of queries; None means kv_len, less means the last q_len positions.
-        device: where the mask lives; None is the device of `lengths`, or the CPU.
 
     Returns:
         FlashMask: indices [B, 1, kv_len, 1], causal; or [B, 1, kv_len, 2], not causal.
 
     Raises:
-        TypeError: a length is not an int, or `causal` is not a bool.
-        ValueError: a length does not lie in 0..kv_len, `side` is neither "right" nor "left", or `q_len` does not lie in
-            1..kv_len.
+        ValueError: a length lies outside 0..kv_len, or `side` is neither "right" nor "left".
 
     Example:
         >>> from flashmask_hf import masks
@@ -233,7 +200,7 @@ def padding(
 
 
 def _batch_lengths(name: str, value: Any) -> list[list[int]]:
-    """Return the lengths of each batch row: of a list, a list of lists, or an int tensor or array [n] or [B, n]."""
+    """Return the lengths per row of the batch from an argument in the forms of `documents`."""
     value = from_array(value)
     if isinstance(value, Tensor):
         check_integer_tensor(name, value)

@@ -34,22 +34,20 @@ def random_eviction(
         . . 1 . 1
 
     Args:
-        kv_len: number of keys.
-        evict_from: int tensor [B, Hm, kv_len], Hm being 1 or the heads: the position from which on key j is hidden, in
-            j+1..kv_len, kv_len meaning never. Its values are checked, which waits for its device. None draws them.
-        generator: draws each position uniformly from j+1..kv_len, on its own device; None is torch's CPU default.
+        evict_from: int tensor or array [B, Hm, kv_len]: the first position that no longer sees key j, in j+1..kv_len;
+            kv_len is never. The host reads its values. None draws them.
+        generator: draws each position uniformly from j+1..kv_len, on its own device, where the mask stays. None is
+            torch's CPU default.
         batch: batch entries to draw for.
         heads: mask heads to draw for.
-        q_len: number of queries; None means kv_len, less means the last q_len positions.
-        device: where the mask lives; None is the device of `evict_from` or `generator`, or the CPU.
 
     Returns:
         FlashMask: indices [B, Hm, kv_len, 1], causal.
 
     Raises:
-        TypeError: `evict_from` is not an integer tensor, `generator` not a torch.Generator, or a length not an int.
+        TypeError: `evict_from` is not an integer tensor, or `generator` is not a torch.Generator.
         ValueError: `evict_from` has another shape or a value outside j+1..kv_len, or comes with a generator, batch or
-            heads; `q_len` does not lie in 1..kv_len.
+            heads.
 
     Example:
         >>> import torch

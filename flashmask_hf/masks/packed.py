@@ -18,7 +18,7 @@ from flashmask_hf.masks._arguments import (
     query_count,
     target_device,
 )
-from flashmask_hf.masks._columns import key_positions, make_mask
+from flashmask_hf.masks._columns import key_positions, make_mask, next_flagged
 from flashmask_hf.masks.documents import causal_document, document
 
 
@@ -42,21 +42,15 @@ def from_cu_seqlens(
         . . . . . 1
 
     Args:
-        cu_seqlens: the first position of each document and the end of the last one, a list, or an int tensor or array
-            [documents + 1]: 0 first, and none less than the one before. Equal ones are a document without tokens, which
-            is left out. A tensor's values are read, so that the host waits for its device.
-        causal: whether tokens see their document causally (`causal_document`), or all of it (`document`).
-        kv_len: number of keys; None means the last entry. Keys behind that are padding.
-        q_len: number of queries; None means kv_len, less means the last q_len positions.
-        device: where the mask lives; None is the device of `cu_seqlens`, or the CPU.
+        cu_seqlens: the start of each document and the end of the last, from 0 up; a list, or an int tensor or array
+            [documents + 1], which the host reads. Documents without tokens are left out.
+        kv_len: number of keys; None is the last entry. Later keys are padding.
 
     Returns:
         FlashMask: indices [1, 1, kv_len, 1], causal; or [1, 1, kv_len, 2], not causal.
 
     Raises:
-        TypeError: an entry is not an int, or `causal` is not a bool.
-        ValueError: `cu_seqlens` does not start at 0, decreases, holds no token or more than `kv_len`; or `q_len` does
-            not lie in 1..kv_len.
+        ValueError: `cu_seqlens` does not start at 0, decreases, or holds no token or more than `kv_len`.
 
     Example:
         >>> from flashmask_hf import masks
@@ -103,22 +97,18 @@ def from_position_ids(
         . . . 1 1 .
         . . . . . 1
 
-    Padding with position 0 at each token is a document of one token each, which sees itself and nothing else.
+    Each token of padding with position 0 is a document of its own, which sees only itself.
 
     Args:
-        position_ids: an int tensor or array [S], or [B, S] for a batch: each row counts 0, 1, 2, ... and starts again
-            at 0 with each document. Its values are read, so that the host waits for its device.
-        causal: whether tokens see their document causally (`causal_document`), or all of it (`document`).
-        q_len: number of queries; None means S, less means the last q_len positions.
-        device: where the mask lives; None is the device of `position_ids`.
+        position_ids: int tensor or array [S], or [B, S] for a batch, which the host reads; 0, 1, 2, ... per document.
 
     Returns:
         FlashMask: indices [B, 1, S, 1], causal; or [B, 1, S, 2], not causal. B is 1 for [S].
 
     Raises:
-        TypeError: `position_ids` is not a tensor of integers, or `causal` is not a bool.
+        TypeError: `position_ids` is not a tensor of integers.
         ValueError: `position_ids` has another shape or no token, or restarts at another number than 0, as depths in
-            trees and shared questions do; or `q_len` does not lie in 1..S.
+            trees do.
 
     Example:
         >>> import torch
@@ -143,7 +133,6 @@ def from_position_ids(
         )
     key = key_positions(kv_len, positions.device)[:, 0]
     starts = key - positions
-    later = torch.where(positions == 0, key, kv_len)[:, 1:]  # the first position of a later document
-    ends = torch.nn.functional.pad(later, (0, 1), value=kv_len).flip(-1).cummin(-1).values.flip(-1)
+    ends = next_flagged(positions[:, 1:] == 0)
     columns = (ends[:, None],) if causal else (ends[:, None], starts[:, None])
     return make_mask(*columns, causal=causal, q_len=q_len, device=device)

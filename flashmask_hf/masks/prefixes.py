@@ -1,4 +1,4 @@
-"""Prefix language models: a prefix seen in both directions and a causal rest, alone or in packed documents."""
+"""Prefix language models: a bidirectional prefix and a causal rest, alone or in packed documents."""
 
 from __future__ import annotations
 
@@ -36,17 +36,13 @@ def prefix_lm_causal(
         1 1 1 1 1
 
     Args:
-        kv_len: number of keys.
         prefix: length of the prefix in tokens, 0..kv_len; a list, or an int tensor or array [B], for a batch.
-        q_len: number of queries; None means kv_len, less means the last q_len positions.
-        device: where the mask lives; None is the device of `prefix`, or the CPU.
 
     Returns:
         FlashMask: indices [B, 1, kv_len, 2], not causal.
 
     Raises:
-        TypeError: a length is not an int.
-        ValueError: a prefix does not lie in 0..kv_len, or `q_len` not in 1..kv_len.
+        ValueError: a prefix lies outside 0..kv_len.
 
     Example:
         >>> from flashmask_hf import masks
@@ -90,19 +86,15 @@ def prefix_lm_document(
         . . . . 1 1
 
     Args:
-        documents: (prefix length, total length) in tokens, the prefix 0..total; a list of tuples for one row, a list of
-            such lists for a batch.
-        kv_len: number of keys; None means the longest row.
-        q_len: number of queries; None means kv_len, less means the last q_len positions.
-        device: where the mask lives; None is the CPU.
+        documents: tuples (prefix length, total length) in tokens. A list of tuples is one row, a list of such lists a
+            batch.
 
     Returns:
         FlashMask: indices [B, 1, kv_len, 2], not causal.
 
     Raises:
         TypeError: a document is not such a tuple.
-        ValueError: a document of less than one token, a prefix longer than its document, a row longer than `kv_len`, or
-            `q_len` not in 1..kv_len.
+        ValueError: a prefix is longer than its document.
 
     Example:
         >>> from flashmask_hf import masks

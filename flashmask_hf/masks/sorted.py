@@ -1,6 +1,6 @@
 """Masks of rows and columns sorted per head: kept queries and keys first, or tokens by hash bucket.
 
-`flashmask_hf.sparse` attends under these masks; its operators share the functions below the two constructors.
+`flashmask_hf.sparse` attends under these masks and uses the functions below the two constructors.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from flashmask_hf.torch_internals import is_one_of
 def qk_sparse(q_keep: Tensor, k_keep: Tensor, *, mask: FlashMask | None = None, device: Device = None) -> FlashMask:
     """Causal attention between the queries and keys that each head keeps (section 2.1; Pagliardini et al. 2023, 3.1).
 
-    The mask is for rows and columns sorted stably, kept ones first: `(~q_keep).byte().argsort(dim=-1, stable=True)`,
-    and likewise for keys and values. In that order the rows that a kept key hides are two intervals: the kept queries
-    that stood before it, and all the dropped ones. Dropped queries see nothing, dropped keys are seen by nothing.
+    The mask is for rows in the order `(~q_keep).byte().argsort(dim=-1, stable=True)`, and likewise for keys and values:
+    kept ones first. There a kept key hides two intervals: earlier kept queries, and all dropped queries. Dropped
+    queries see nothing, and dropped keys are hidden.
 
     Original order, query 1 and key 2 dropped, and what `qk_sparse` returns for it:
 
@@ -29,19 +29,17 @@ def qk_sparse(q_keep: Tensor, k_keep: Tensor, *, mask: FlashMask | None = None, 
         1 1 . 1        . . . .
 
     Args:
-        q_keep: bool [B, H, Sq], True where the head keeps the query.
-        k_keep: bool [B, Hkv, Skv], H a multiple of Hkv: query head h reads key head h * Hkv // H. Query row i stands at
-            position i + Skv - Sq.
-        mask: what else hides, in the original order: causal with n = 1 column, of batch 1 or B and heads 1, Hkv or H,
-            as packed documents, trees, padding and windows have it. None is nothing.
-        device: where the mask lives; None is the device of `q_keep`.
+        q_keep: bool [B, H, Sq], True where the head keeps the query. Query row i is at position i + Skv - Sq.
+        k_keep: bool [B, Hkv, Skv]. H is a multiple of Hkv: query head h reads key head h * Hkv // H.
+        mask: what else is hidden, in the original order: a causal mask with n = 1 bound (packed documents, trees,
+            padding, windows), of batch 1 or B and heads 1, Hkv or H. None is nothing.
 
     Returns:
         FlashMask: indices [B, H, Skv, 2], not causal, q_len = Sq.
 
     Raises:
-        TypeError: an argument is not a bool tensor, or `mask` no FlashMask.
-        ValueError: the shapes or devices do not fit each other, or `mask` is of another form.
+        TypeError: `q_keep` or `k_keep` is not a bool tensor, or `mask` is not a FlashMask.
+        ValueError: shapes or devices do not fit, or `mask` has another form.
 
     Example:
         >>> import torch
@@ -58,7 +56,6 @@ def qk_sparse(q_keep: Tensor, k_keep: Tensor, *, mask: FlashMask | None = None, 
     hidden_from = first_hidden_rows(mask, q_keep, k_keep)
     if mask is not None:
         mask.validate(q_keep.shape[-1])
-    # Kept rows are bucket 0, dropped ones bucket 1, which sees nothing.
     columns, _, _ = sorted_columns((~q_keep).byte(), (~k_keep).byte(), hidden_from, dropped=1)
     return FlashMask(columns.to(device), causal=False, q_len=q_keep.shape[-1])
 
@@ -73,9 +70,8 @@ def hash_sparse(
 ) -> FlashMask:
     """Causal attention between queries and keys of the same bucket (section 2.1; Pagliardini et al. 2023, 3.2).
 
-    The mask is for rows and columns sorted stably by bucket: `q_bucket.argsort(dim=-1, stable=True)`, and likewise for
-    keys and values. In that order a bucket is a block of rows [s, e), and a key hides the rows outside it and, inside,
-    those that stood before the key: [0, r) and [e, Sq).
+    The mask is for rows in the order `q_bucket.argsort(dim=-1, stable=True)`, and likewise for keys and values. There a
+    bucket is a block of rows [s, e), and a key hides the rows outside the block and the earlier rows inside.
 
     Original order for the buckets 1 0 1 0 of queries and keys, and what `hash_sparse` returns for it:
 
@@ -85,20 +81,17 @@ def hash_sparse(
         . 1 . 1        . . 1 1
 
     Args:
-        q_bucket: int [B, H, Sq], any integers.
-        k_bucket: int [B, Hkv, Skv], H a multiple of Hkv: query head h reads key head h * Hkv // H. Query row i stands
-            at position i + Skv - Sq. A key whose bucket holds no query is seen by nothing.
-        exclude_self: whether a key is hidden from the query at its own position too, as in Reformer.
-        mask: what else hides, in the original order: causal with n = 1 column, of batch 1 or B and heads 1, Hkv or H,
-            as packed documents, trees, padding and windows have it. None is nothing.
-        device: where the mask lives; None is the device of `q_bucket`.
+        q_bucket: int [B, H, Sq], any integers. Query row i is at position i + Skv - Sq.
+        k_bucket: int [B, Hkv, Skv]. H is a multiple of Hkv: query head h reads key head h * Hkv // H.
+        exclude_self: whether the key at the query's own position is hidden, as in Reformer.
+        mask: what else is hidden, as in `qk_sparse`.
 
     Returns:
         FlashMask: indices [B, H, Skv, 2], not causal, q_len = Sq.
 
     Raises:
-        TypeError: buckets are not an integer tensor, `exclude_self` is not a bool, or `mask` no FlashMask.
-        ValueError: the shapes or devices do not fit each other, or `mask` is of another form.
+        TypeError: buckets are not an integer tensor, `exclude_self` is not a bool, or `mask` is not a FlashMask.
+        ValueError: shapes or devices do not fit, or `mask` has another form.
 
     Example:
         >>> import torch
@@ -130,7 +123,7 @@ def check_buckets(q_bucket: Tensor, k_bucket: Tensor) -> None:
 
 
 def _check_paired(q_name: str, q: Tensor, k_name: str, k: Tensor, dtypes: set[torch.dtype]) -> None:
-    """Raise unless q [B, H, Sq] and k [B, Hkv, Skv] have one of the dtypes, one device and batch, and H % Hkv == 0."""
+    """Raise unless q [B, H, Sq] and k [B, Hkv, Skv] have an allowed dtype, one device and batch, and H % Hkv == 0."""
     wanted = "bool" if torch.bool in dtypes else "integer"
     for name, value in ((q_name, q), (k_name, k)):
         if not isinstance(value, Tensor) or value.dtype not in dtypes:
@@ -150,16 +143,16 @@ def _check_paired(q_name: str, q: Tensor, k_name: str, k: Tensor, dtypes: set[to
 
 
 def first_hidden_rows(mask: FlashMask | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """Return the first query row from which on `mask` hides each key, int32 [B or 1, Hm, Skv], or None for no mask.
+    """Return the row from which `mask` hides each key, int32 [B or 1, Hm, Skv], or None for no mask.
 
     Args:
-        mask: causal with n = 1 column, or None.
-        q: [B, Hq, Sq]; only its shape and device are read, which the mask must fit.
+        mask: causal with n = 1 bound, or None.
+        q: [B, Hq, Sq]; only its shape and device are read.
         k: [B, Hkv, Skv]; only its shape is read.
 
     Raises:
         TypeError: `mask` is neither a FlashMask nor None.
-        ValueError: `mask` is of another form or does not fit.
+        ValueError: `mask` has another form or does not fit.
     """
     if mask is None:
         return None
@@ -195,7 +188,7 @@ def sorted_columns(
     exclude_self: bool = False,
     dropped: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort queries and keys stably by bucket, and return the mask columns of `hash_sparse` for that order.
+    """Sort queries and keys stably by bucket, and return the mask indices of `hash_sparse` for that order.
 
     Args:
         q_bucket: int [B, Hq, Sq].
@@ -205,7 +198,7 @@ def sorted_columns(
         dropped: bucket that sees nothing; None drops none.
 
     Returns:
-        columns int32 [B, Hq, Skv, 2]; the orders of queries and keys, int64 [B, Hq, Sq] and [B, Hkv, Skv].
+        Indices int32 [B, Hq, Skv, 2]; the orders of queries and keys, int64 [B, Hq, Sq] and [B, Hkv, Skv].
     """
     batch, heads, q_len = q_bucket.shape
     kv_heads, kv_len = k_bucket.shape[1:]
@@ -215,12 +208,12 @@ def sorted_columns(
     bucket, key = (x.repeat_interleave(heads // kv_heads, 1) for x in (k_sorted, k_order))
     start = torch.searchsorted(q_sorted, bucket)
     end = torch.searchsorted(q_sorted, bucket, right=True)
-    # One ascending number per sorted query: where its bucket starts (the bucket's own number might overflow), then the
-    # query's original row.
+    # One ascending number per sorted query: the start of its bucket (bucket numbers might overflow), then its original
+    # row.
     ascending = torch.searchsorted(q_sorted, q_sorted) * (q_len + 1) + q_order
 
     def sorted_row(row: Tensor) -> Tensor:
-        """Return the first sorted row of the key's bucket whose original row is `row` or later, or the bucket's end."""
+        """Return the first sorted row of the key's bucket at original row `row` or later, or the end of the bucket."""
         return torch.minimum(torch.searchsorted(ascending, start * (q_len + 1) + row), end)
 
     first = sorted_row((key - (kv_len - q_len) + int(exclude_self)).clamp(min=0))
@@ -230,5 +223,5 @@ def sorted_columns(
     if dropped is not None:
         end = torch.where(bucket == dropped, start, end)
         first = first.masked_fill(bucket == dropped, q_len)
-    # A key that no row sees has first >= end, which hides all rows.
+    # first >= end hides all rows.
     return torch.stack([end, first], -1).to(torch.int32), q_order, k_order

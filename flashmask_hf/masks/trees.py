@@ -24,7 +24,7 @@ def share_question(
 ) -> FlashMask:
     """Answers share their question: each sees the question and itself causally, no other answer (section 2.1).
 
-    The mask of packed DPO and reward rows: `tree` with one level of children.
+    The mask of packed preference and reward rows: `tree` with one level of children.
 
     `share_question([(2, [2, 1]), (1, [1])])`:
 
@@ -37,19 +37,15 @@ def share_question(
         . . . . . 1 1
 
     Args:
-        documents: (question length, [answer lengths]) in tokens, in the order of the row; a list of tuples for one row,
-            a list of such lists for a batch.
-        kv_len: number of keys; None means the longest row.
-        q_len: number of queries; None means kv_len, less means the last q_len positions.
-        device: where the mask lives; None is the CPU.
+        documents: tuples (question length, [answer lengths]) in row order. A list of tuples is one row, a list of such
+            lists a batch.
 
     Returns:
         FlashMask: indices [B, 1, kv_len, 1], causal.
 
     Raises:
         TypeError: a document is not such a tuple.
-        ValueError: a document without answers, a question or an answer of less than one token, a row longer than
-            `kv_len`, or `q_len` not in 1..kv_len.
+        ValueError: a document has no answer.
 
     Example:
         >>> from flashmask_hf import masks
@@ -78,9 +74,9 @@ def tree(
     """A forest in depth-first order: each token sees its own node and its ancestors, causally.
 
     The general form of `causal_document` (no children) and `share_question` (one level), for rollouts and dialogues.
-    One integer per key is enough: the row where its node's subtree ends.
+    It needs one integer per key: the row where the subtree of the key's node ends.
 
-    `tree([(1, [(1, [1, 1]), 1]), 1])`, a root with two children of which the first has two, then a lone token:
+    `tree([(1, [(1, [1, 1]), 1]), 1])`, a root with two children, the first with two of its own, then a lone token:
 
         1 . . . . .
         1 1 . . . .
@@ -90,18 +86,14 @@ def tree(
         . . . . . 1
 
     Args:
-        documents: the roots of one row, a list of nodes; or a list of such lists for a batch. A node is its length in
-            tokens, or a tuple (length, [children]). Tokens of a node come before those of its children.
-        kv_len: number of keys; None means the longest row.
-        q_len: number of queries; None means kv_len, less means the last q_len positions.
-        device: where the mask lives; None is the CPU.
+        documents: the roots. A node is its length in tokens, or a tuple (length, [children]), whose own tokens come
+            first. A list of roots is one row, a list of such lists a batch.
 
     Returns:
         FlashMask: indices [B, 1, kv_len, 1], causal.
 
     Raises:
         TypeError: a node is neither an int nor such a tuple.
-        ValueError: a node of less than one token, a row longer than `kv_len`, or `q_len` not in 1..kv_len.
 
     Example:
         >>> from flashmask_hf import masks

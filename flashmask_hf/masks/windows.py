@@ -23,16 +23,10 @@ def full(kv_len: int, *, q_len: int | None = None, device: Device = None) -> Fla
         1 1 1 1
 
     Args:
-        kv_len: number of keys.
-        q_len: number of queries, any; None means kv_len.
-        device: where the mask lives; None is the CPU.
+        q_len: number of queries, any; None is kv_len.
 
     Returns:
         FlashMask: indices [1, 1, kv_len, 2], not causal.
-
-    Raises:
-        TypeError: `kv_len` or `q_len` is not an int.
-        ValueError: `kv_len` or `q_len` does not lie in 1..2**31 - 1.
 
     Example:
         >>> from flashmask_hf import masks
@@ -56,16 +50,10 @@ def causal(kv_len: int, *, q_len: int | None = None, device: Device = None) -> F
         1 1 1 1
 
     Args:
-        kv_len: number of keys.
-        q_len: number of queries; None means kv_len. With more queries than keys the first q_len - kv_len see nothing.
-        device: where the mask lives; None is the CPU.
+        q_len: number of queries, any; None is kv_len. The first q_len - kv_len queries see nothing.
 
     Returns:
         FlashMask: indices [1, 1, kv_len, 1], causal.
-
-    Raises:
-        TypeError: `kv_len` or `q_len` is not an int.
-        ValueError: `kv_len` or `q_len` does not lie in 1..2**31 - 1.
 
     Example:
         >>> from flashmask_hf import masks
@@ -101,19 +89,14 @@ def sliding_window(
         . . . 1 1
 
     Args:
-        kv_len: number of keys.
-        window: in tokens, the own position counted, of any size. Query i sees the keys i - window + 1 to i, as with
-            `sliding_window` in transformers; with causal=False those with |i - j| < window.
-        causal: whether later keys are hidden.
-        q_len: number of queries; None means kv_len, less means the last q_len positions.
-        device: where the mask lives; None is the CPU.
+        window: number of tokens, at least 1, including the query's own position. Query i sees keys i - window + 1 to i,
+            as with `sliding_window` in transformers; with causal=False it sees keys with |i - j| < window.
 
     Returns:
         FlashMask: indices [1, 1, kv_len, 1], causal; or [1, 1, kv_len, 2], not causal.
 
     Raises:
-        TypeError: a length is not an int, or `causal` is not a bool.
-        ValueError: `window` is less than 1, or `q_len` does not lie in 1..kv_len.
+        ValueError: `window` is less than 1.
 
     Example:
         >>> from flashmask_hf import masks
@@ -160,20 +143,15 @@ def global_sliding_window(
         1 . . . 1 1
 
     Args:
-        kv_len: number of keys.
-        n_global: number of global tokens, 0..kv_len, at the start.
-        window: in tokens, the own position counted, as in `sliding_window`: the others see |i - j| < window.
-        causal: whether later keys are hidden, from global tokens too.
-        q_len: number of queries; None means kv_len, less means the last q_len positions.
-        device: where the mask lives; None is the CPU.
+        n_global: number of global tokens at the start, 0..kv_len.
+        window: number of tokens, at least 1: the other tokens see |i - j| < window, as in `sliding_window`.
 
     Returns:
         FlashMask: indices [1, 1, kv_len, 4], not causal ([1, 1, kv_len, 2] if no query is global); or
         [1, 1, kv_len, 1], causal.
 
     Raises:
-        TypeError: a length is not an int, or `causal` is not a bool.
-        ValueError: `n_global` does not lie in 0..kv_len, `window` is less than 1, or `q_len` not in 1..kv_len.
+        ValueError: `n_global` lies outside 0..kv_len, or `window` is less than 1.
 
     Example:
         >>> from flashmask_hf import masks
@@ -197,7 +175,7 @@ def global_sliding_window(
 
 
 def _clamp_window(window: int, kv_len: int) -> int:
-    """Return `window` up to `kv_len`, which hides as little: the sum with a position would not fit int64."""
+    """Return min(window, kv_len), which hides the same; a larger window plus a position might overflow int64."""
     window = as_integer("window", window, 1, why="a query sees at least its own position")
     clamped: Any = torch.sym_min(window, kv_len)
     return clamped
