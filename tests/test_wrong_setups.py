@@ -386,11 +386,11 @@ ONE = {
     ),
     "dpo, tokenized without a question": (
         lambda: build("dpo", rows=[{"prompt_ids": [], "chosen_ids": [5], "rejected_ids": [6]}]),
-        "train example 0, as prepared, has an empty question",
+        "example 0 of the train dataset, as prepared, has an empty question",
     ),
     "dpo, rows shorter than an example": (
         lambda: build("dpo", row_length=8),
-        r"train example \d, as prepared, has more than row_length=8 tokens; make rows longer",
+        r"example \d of the train dataset, as prepared, has \d+ tokens, more than the 8 of a row; make rows longer",
     ),
     "dpo, predict raw rows": (
         lambda: build("dpo", remove_unused_columns=False).predict(Dataset.from_list(PAIRS)),

@@ -11,7 +11,7 @@ Most of their arguments have one meaning everywhere:
 
 Examples are dictionaries. A column that is None counts as absent, and other columns are ignored. Errors name the
 example's index in the batch and the way out: a ValueError for an argument out of range, an empty batch, or an example
-that is too long or damaged; a TypeError for a column of another type.
+that is too long or damaged; a TypeError for an argument or a column of another type.
 """
 
 from flashmask_hf.collators.dataset import pack_dataset, packing_efficiency

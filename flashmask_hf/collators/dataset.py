@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 from datasets import Dataset, IterableDataset
 from numpy.typing import NDArray
 
+from flashmask_hf._numbers import as_integer
 from flashmask_hf.collators import messages
 from flashmask_hf.collators.bins import best_fit_decreasing
 from flashmask_hf.collators.documents import unread_documents
@@ -107,11 +108,11 @@ def pack_dataset(
             "a DatasetDict by itself"
         )
     check_truncation_mode(truncation_mode)
-    max_length = _required("max_length", max_length)
+    max_length = as_integer("max_length", max_length, 1)
     if batch_size is None:
         batch_size = 4_000 if isinstance(dataset, Dataset) else 1_000
-    batch_size = _required("batch_size", batch_size)
-    num_proc = as_count("num_proc", num_proc, "a number of processes, at least 1, or None")
+    batch_size = as_integer("batch_size", batch_size, 1)
+    num_proc = as_count("num_proc", num_proc)
     max_position_embeddings = as_count("max_position_embeddings", max_position_embeddings)
     if split and truncation_mode != "error":
         raise ValueError(
@@ -234,14 +235,6 @@ def _warn(message: str) -> None:
     """Log a warning about a dataset in the first of several processes, which all read the same."""
     if not int(os.environ.get("RANK", "0")):
         logger.warning(message)
-
-
-def _required(name: str, value: Any) -> int:
-    """Return an option of `pack_dataset` as an int of at least 1; raise a ValueError if it is something else."""
-    count = as_count(name, value, "an int, at least 1")
-    if count is None:
-        raise ValueError(f"{name} must be an int, at least 1, got None")
-    return count
 
 
 def packing_efficiency(dataset: Dataset, max_length: int) -> float:

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from flashmask_hf._numbers import check_bool
 from flashmask_hf.collators import messages
 from flashmask_hf.collators.columns import as_integers, as_number, as_token_ids, example_names
 from flashmask_hf.collators.forest import Forest
@@ -93,9 +94,7 @@ class DataCollatorForTrees(PackingCollator):
 
     def __post_init__(self):
         super().__post_init__()
-        if not isinstance(self.per_path, (bool, np.bool_)):
-            raise ValueError(f"per_path must be True or False, got {self.per_path!r}")
-        self.per_path = bool(self.per_path)
+        check_bool("per_path", self.per_path)
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """Collate one batch; see the class."""

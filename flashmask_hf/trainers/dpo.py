@@ -7,10 +7,8 @@ import logging
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 from datasets import Dataset, IterableDataset
 from datasets.fingerprint import Hasher
-from numpy.typing import NDArray
 from transformers import PreTrainedModel
 from trl.trainer.dpo_config import DPOConfig
 from trl.trainer.dpo_trainer import DPOTrainer
@@ -217,45 +215,27 @@ class SharedQuestionDPOTrainer(ResumeMixin, EvenBatchesMixin, DPOTrainer):
             self._check_lengths(dataset, name)
 
     def _check_lengths(self, dataset: Any, name: str) -> None:
-        """Raise a ValueError for an example that the collator would refuse, and log how many it will cut."""
+        """Raise a ValueError for an example that the collator would refuse, and log how many it will cut.
+
+        The collator checks the examples of a stream batch by batch.
+        """
         if not isinstance(dataset, Dataset):
-            return  # the collator checks the examples of a stream batch by batch
+            return
         collator: Any = self.data_collator
-        question, chosen, rejected = column_lengths(dataset, ("prompt_ids", "chosen_ids", "rejected_ids"))
-        limit, mode, row = collator.max_length, collator.truncation_mode, collator.row_length
-
-        def refuse(bad: NDArray[np.bool_], problem: str) -> None:
-            if bad.any():
-                raise ValueError(f"{name} example {int(bad.argmax())}, as prepared, {problem}")
-
-        refuse(np.minimum.reduce([question, chosen, rejected]) < 0, "lacks a column; remove it from the dataset")
-        refuse(question < 1, "has an empty question: nothing would predict its answers' first tokens; remove it")
-        refuse(np.minimum(chosen, rejected) < 1, "has an answer that adds no token to its question; remove it")
-        longest = question + np.maximum(chosen, rejected)
-        if limit is not None and (longest > limit).any():
-            over = np.maximum(longest - limit, 0)
-            if mode == "error":
-                refuse(over > 0, f"has more than max_length={limit} tokens with an answer; raise it, or choose "
-                                 "truncation_mode='keep_start' or 'keep_end'")  # fmt: skip
+        columns = column_lengths(dataset, ("prompt_ids", "chosen_ids", "rejected_ids"))
+        cut: list[int] = []
+        for index, lengths in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
+            example = f"example {index} of the {name} dataset, as prepared,"
+            if min(lengths) < 0:
+                raise ValueError(f"{example} lacks a column; remove it from the dataset")
+            if collator.check_lengths(lengths[0], lengths[1:], example):
+                cut.append(index)
+        if cut:
             logger.warning(
                 "%d of %d %s examples have more than max_length=%d tokens with their longest answer, the first is "
                 "example %d: truncation_mode=%r cuts them.",
-                np.count_nonzero(over), len(over), name, limit, int((over > 0).argmax()), mode,
+                len(cut), len(dataset), name, collator.max_length, cut[0], collator.truncation_mode,
             )  # fmt: skip
-            if mode == "keep_start":
-                refuse(question >= limit, f"has a question that fills max_length={limit}; raise it, or remove it")
-                chosen, rejected = (np.minimum(answer, limit - question) for answer in (chosen, rejected))
-            else:
-                refuse(over >= question, f"has an answer that fills max_length={limit}; raise it, or remove it")
-                question = question - over
-            longest = np.minimum(longest, limit)
-        positions = collator.max_position_embeddings
-        if positions is not None:
-            refuse(longest > positions, f"is deeper than the model's {positions} positions (max_position_embeddings) "
-                                        "with an answer; set max_length to fit, or take another model")  # fmt: skip
-        if row is not None:
-            refuse(question + chosen + rejected > row, f"has more than row_length={row} tokens; make rows longer, set "
-                                                       "max_length, or remove it")  # fmt: skip
 
     def _prepare_dataset(
         self, dataset: Dataset | IterableDataset, processing_class: Any, args: Any, dataset_name: str

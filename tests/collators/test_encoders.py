@@ -108,5 +108,5 @@ def test_columns_of_a_part_of_the_batch_raise():
         DataCollatorForPackedEncoders()(examples)
     with pytest.raises(ValueError, match="labels of example 0 has 1 entries"):
         DataCollatorForPackedEncoders()([{"input_ids": [1, 2], "labels": [1]}])
-    with pytest.raises(ValueError, match="max_length must be a number of tokens"):
+    with pytest.raises(TypeError, match="max_length must be an int, got True"):
         DataCollatorForPackedEncoders(max_length=True)

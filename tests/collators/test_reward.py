@@ -55,10 +55,10 @@ GOOD = {"prompt_ids": [1, 2], "answers_ids": [[3], [4]]}
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"row_length": 0}, "row_length must be a number of tokens, at least 1, or None, got 0"),
-        ({"pad_to_multiple_of": -8}, "pad_to_multiple_of must be a number of tokens"),
-        ({"max_position_embeddings": 1.5}, "max_position_embeddings must be a number of tokens"),
-        ({"row_length": True}, "row_length must be a number of tokens, at least 1, or None, got True"),
+        ({"row_length": 0}, "row_length must be at least 1, got 0; or None"),
+        ({"pad_to_multiple_of": -8}, "pad_to_multiple_of must be at least 1, got -8"),
+        ({"max_position_embeddings": 1.5}, "max_position_embeddings must be an int, got 1.5"),
+        ({"row_length": True}, "row_length must be an int, got True"),
         ({"score_margin": True}, "score_margin must be a number, at least 0"),
         ({"row_length": 10, "pad_to_multiple_of": 4}, "row_length 10 must be a multiple of pad_to_multiple_of 4"),
         ({"pad_token_id": None}, "pad_token_id must be a token id, got None"),
@@ -68,7 +68,7 @@ GOOD = {"prompt_ids": [1, 2], "answers_ids": [[3], [4]]}
     ],
 )
 def test_invalid_options_raise(options, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         DataCollatorForMultiAnswerReward(**options)
 
 

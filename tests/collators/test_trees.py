@@ -135,9 +135,9 @@ def test_trees_train_in_the_plain_trainer(tmp_path):
 def test_an_invalid_tree_raises(change, error, message):
     with pytest.raises(error, match=message):
         DataCollatorForTrees()([{**TREE, **change}])
-    with pytest.raises(ValueError, match="max_length must be a number of tokens"):
+    with pytest.raises(TypeError, match="max_length must be an int, got True"):
         DataCollatorForTrees(max_length=True)
-    with pytest.raises(ValueError, match="per_path must be True or False, got 1"):
+    with pytest.raises(TypeError, match="per_path must be True or False, got 1"):
         DataCollatorForTrees(per_path=1)  # type: ignore[arg-type]
 
 

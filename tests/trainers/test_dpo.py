@@ -457,9 +457,9 @@ def test_invalid_arguments_and_data_raise_before_the_first_step(model_path, toke
     with pytest.raises(ValueError, match="example 0 has the same conversation twice"):
         trainer([{"chosen": "w5 w6", "rejected": "w5 w6"}])
     long = {"prompt": "w5 " * 40, "chosen": "w6 " * 40, "rejected": "w7"}
-    with pytest.raises(ValueError, match="train example 3, as prepared, is deeper than the model's 64 positions"):
+    with pytest.raises(ValueError, match=r"example 3 of the train dataset, as prepared, is \d+ tokens deep"):
         trainer([*good, long])
-    with pytest.raises(ValueError, match="train example 3, as prepared, has more than row_length=70 tokens"):
+    with pytest.raises(ValueError, match=r"example 3 of the train dataset, .* more than the 70 of a row"):
         trainer([*good, long], data_collator=DataCollatorForSharedQuestion(row_length=70, max_position_embeddings=99))
     with pytest.raises(ValueError, match="every question of the train dataset fills max_length 8"):
         trainer([long, long], max_length=8)
@@ -528,7 +528,7 @@ def test_keep_end_cuts_questions_and_raises_for_answers_that_fill_max_length(mod
     long = {"prompt": "w5 ", "chosen": "w6 " * 12, "rejected": "w7"}
     with (
         pytest.warns(FutureWarning, match="keep_end"),
-        pytest.raises(ValueError, match="train example 8, as prepared, has an answer that fills max_length=12"),
+        pytest.raises(ValueError, match=r"longest answer of example 8 of the train dataset, .* fills max_length 12"),
     ):
         make(
             SharedQuestionDPOTrainer, model_path, tokenizer, tmp_path, data=[*preference_rows(), long], max_length=12,
@@ -540,9 +540,14 @@ def test_keep_end_cuts_questions_and_raises_for_answers_that_fill_max_length(mod
     ("mode", "question", "answer", "message"),
     [
         ("keep_start", 11, 4, None),
-        ("keep_start", 12, 4, "train example 0, as prepared, has a question that fills max_length=12"),
+        (
+            "keep_start",
+            12,
+            4,
+            "the question of example 0 of the train dataset, .* fills max_length 12",
+        ),
         ("keep_end", 4, 11, None),
-        ("keep_end", 4, 12, "train example 0, as prepared, has an answer that fills max_length=12"),
+        ("keep_end", 4, 12, "the longest answer of example 0 of the train dataset, .* fills max_length 12"),
     ],
     ids=["question leaves a token", "question fills", "answer leaves a token", "answer fills"],
 )
@@ -647,7 +652,7 @@ def test_tokenized_rows_with_row_length_and_with_an_unchanged_collator(model_pat
         model_path, args=args, train_dataset=Dataset.from_list(data), processing_class=tokenizer
     )
     assert next(iter(rowed.get_train_dataloader()))["packed_input_ids"].shape[1] == 48
-    with pytest.raises(ValueError, match="train example 1, as prepared, lacks a column"):
+    with pytest.raises(ValueError, match="example 1 of the train dataset, as prepared, lacks a column"):
         make(SharedQuestionDPOTrainer, model_path, tokenizer, tmp_path, data=[data[0], data[1] | {"chosen_ids": None}])
-    with pytest.raises(ValueError, match="eval example 0, as prepared, is deeper than the model's 64 positions"):
+    with pytest.raises(ValueError, match=r"example 0 of the eval dataset, .* deep, .* 64 positions"):
         prepared.evaluate(Dataset.from_list([data[0] | {"prompt_ids": [5] * 70}]))
