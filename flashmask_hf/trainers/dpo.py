@@ -18,27 +18,20 @@ from flashmask_hf.collators.dataset import column_lengths, refuse_transform, unf
 from flashmask_hf.collators.preference import DataCollatorForSharedQuestion
 from flashmask_hf.hf.packed.rows import check_compiled, run_packed
 from flashmask_hf.names import FLASHMASK, VECTORS
-from flashmask_hf.trainers.attention_report import ReportAttention
-from flashmask_hf.trainers.common import (
-    check_config,
-    correct_gathers,
-    default_output_dir,
+from flashmask_hf.trainers.callbacks import add_callbacks
+from flashmask_hf.trainers.data_checks import (
+    check_prepared,
     first_row,
-    flashmask_policy,
-    log_sharing,
     map_style_datasets,
-    prepare_arguments,
-    refuse_empty_reference,
-    refuse_liger_losses,
-    refuse_sampling_by_length,
-    refuse_too_few_rows,
     text_datasets,
     with_position_limit,
     without_media,
 )
 from flashmask_hf.trainers.even_batches import EvenBatchesMixin
 from flashmask_hf.trainers.formats import preference_columns
-from flashmask_hf.trainers.kept_attention import KeepAttention
+from flashmask_hf.trainers.loading import correct_gathers, flashmask_policy, refuse_empty_reference
+from flashmask_hf.trainers.metrics import log_sharing
+from flashmask_hf.trainers.option_checks import checked_config, prepare_arguments, refuse_liger_losses
 from flashmask_hf.trainers.resume import ResumeMixin
 
 __all__ = ["SharedQuestionDPOConfig", "SharedQuestionDPOTrainer"]
@@ -143,9 +136,7 @@ class SharedQuestionDPOTrainer(ResumeMixin, EvenBatchesMixin, DPOTrainer):
         peft_config: Any = None,
         **kwargs: Any,
     ):
-        if args is None:
-            args = SharedQuestionDPOConfig(default_output_dir(model, "DPO"))
-        check_config(args, DPOConfig, "SharedQuestionDPOConfig")
+        args = checked_config(args, model, "DPO", DPOConfig, SharedQuestionDPOConfig)
         if isinstance(ref_model, str):
             raise TypeError(
                 f"ref_model must be a model, got the name {ref_model!r}; leave it out if it is that of the model, or "
@@ -186,10 +177,8 @@ class SharedQuestionDPOTrainer(ResumeMixin, EvenBatchesMixin, DPOTrainer):
                 peft_config=peft_config,
                 **kwargs,
             )
-        self.add_callback(KeepAttention(self))
-        self.add_callback(ReportAttention(self, model))
-        refuse_sampling_by_length(self)
-        refuse_too_few_rows(self)
+        add_callbacks(self, model)
+        check_prepared(self)
         self._hook_models()
 
     def _hook_models(self) -> None:

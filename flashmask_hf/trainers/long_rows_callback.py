@@ -17,7 +17,7 @@ from flashmask_hf.long_rows import keep_attention, offload_checkpoints, tile_tok
 from flashmask_hf.long_rows.budget import StepMemory, available_gpu_bytes, available_host_bytes, gib
 from flashmask_hf.long_rows.checkpointing import checkpointing_of, enable_checkpointing
 from flashmask_hf.names import NAMES
-from flashmask_hf.trainers.kept_attention import KeepAttention
+from flashmask_hf.trainers.callbacks import KeepAttention
 from flashmask_hf.trainers.sft import PackedSFTTrainer
 
 __all__ = ["LongRows"]

@@ -18,22 +18,12 @@ from flashmask_hf.collators.reward import PADDING, DataCollatorForMultiAnswerRew
 from flashmask_hf.hf.model_hooks import unwrap_peft
 from flashmask_hf.hf.packed.rows import check_compiled, run_packed
 from flashmask_hf.names import PACKED_IDS, PACKED_INDEX, VECTORS
-from flashmask_hf.trainers.attention_report import ReportAttention
-from flashmask_hf.trainers.common import (
-    check_config,
-    correct_gathers,
-    default_output_dir,
-    flashmask_policy,
-    log_sparsity,
-    map_style_datasets,
-    prepare_arguments,
-    refuse_sampling_by_length,
-    refuse_too_few_rows,
-    text_datasets,
-    with_position_limit,
-)
+from flashmask_hf.trainers.callbacks import add_callbacks
+from flashmask_hf.trainers.data_checks import check_prepared, map_style_datasets, text_datasets, with_position_limit
 from flashmask_hf.trainers.even_batches import EvenBatchesMixin
-from flashmask_hf.trainers.kept_attention import KeepAttention
+from flashmask_hf.trainers.loading import correct_gathers, flashmask_policy
+from flashmask_hf.trainers.metrics import log_sparsity
+from flashmask_hf.trainers.option_checks import checked_config, prepare_arguments
 from flashmask_hf.trainers.resume import ResumeMixin
 from flashmask_hf.trainers.reward_data import NO_MEDIA, check_rows, prepare_rows
 from flashmask_hf.trainers.reward_losses import LOSSES, pair_mean
@@ -157,9 +147,7 @@ class MultiAnswerRewardTrainer(ResumeMixin, EvenBatchesMixin, RewardTrainer):
         peft_config: Any = None,
         **kwargs: Any,
     ):
-        if args is None:
-            args = MultiAnswerRewardConfig(default_output_dir(model, "Reward"))
-        check_config(args, RewardConfig, "MultiAnswerRewardConfig")
+        args = checked_config(args, model, "Reward", RewardConfig, MultiAnswerRewardConfig)
         settings: Any = args
         prepare_arguments(model, args, peft_config)
         train_dataset, eval_dataset = text_datasets(train_dataset, eval_dataset, NO_MEDIA)
@@ -199,10 +187,8 @@ class MultiAnswerRewardTrainer(ResumeMixin, EvenBatchesMixin, RewardTrainer):
         _refuse_unsaved_head(trained)
         run_packed(trained)
         correct_gathers(trained)
-        self.add_callback(KeepAttention(self))
-        self.add_callback(ReportAttention(self, model))
-        refuse_sampling_by_length(self)
-        refuse_too_few_rows(self)
+        add_callbacks(self, model)
+        check_prepared(self)
         self.data_collator = collator = with_position_limit(collator, trained)
         self.label_names = ["scores"]
         text_config, tokenizer = trained.config.get_text_config(), self.processing_class

@@ -14,7 +14,7 @@ from trl.trainer.utils import global_then_local_main_first
 from flashmask_hf.collators.columns import as_number
 from flashmask_hf.collators.dataset import refuse_transform, unformatted, warn_of_weights
 from flashmask_hf.collators.reward import DataCollatorForMultiAnswerReward, answer_scores, shared_prefix
-from flashmask_hf.trainers.common import first_row, without_media
+from flashmask_hf.trainers.data_checks import first_row, without_media
 from flashmask_hf.trainers.formats import answer_sequences
 
 __all__ = ["NO_MEDIA", "check_rows", "prepare_rows"]

@@ -20,28 +20,18 @@ from flashmask_hf.collators.language_modeling import DataCollatorForPackedLangua
 from flashmask_hf.hf.packed.router_logits import drop_padding_from_router_logits
 from flashmask_hf.hf.packed.rows import check_compiled, check_layers
 from flashmask_hf.names import FLASHMASK, IGNORED, VECTORS
-from flashmask_hf.trainers.attention_report import ReportAttention
-from flashmask_hf.trainers.common import (
-    check_config,
-    correct_gathers,
-    default_output_dir,
-    first_row,
-    flashmask_policy,
-    log_sparsity,
-    prepare_arguments,
-    refuse_sampling_by_length,
-    refuse_too_few_rows,
-    text_datasets,
-    without_media,
-)
+from flashmask_hf.trainers.callbacks import add_callbacks
 from flashmask_hf.trainers.context_parallel import (
     ContextParallelMixin,
     check_context_parallel,
     context_parallel_size,
     pad_for_parts,
 )
+from flashmask_hf.trainers.data_checks import check_prepared, first_row, text_datasets, without_media
 from flashmask_hf.trainers.even_batches import EvenBatchesMixin
-from flashmask_hf.trainers.kept_attention import KeepAttention
+from flashmask_hf.trainers.loading import correct_gathers, flashmask_policy
+from flashmask_hf.trainers.metrics import log_sparsity
+from flashmask_hf.trainers.option_checks import checked_config, prepare_arguments
 from flashmask_hf.trainers.resume import ResumeMixin
 from flashmask_hf.trainers.sft_data import check_columns, check_completions, packing_report
 
@@ -138,9 +128,7 @@ class PackedSFTTrainer(ResumeMixin, EvenBatchesMixin, ContextParallelMixin, SFTT
         split: bool = False,
         **kwargs: Any,
     ):
-        if args is None:
-            args = SFTConfig(default_output_dir(model, "SFT"))
-        check_config(args, SFTConfig, "SFTConfig")
+        args = checked_config(args, model, "SFT", SFTConfig, SFTConfig)
         self._sums: Any = 0  # tokens and visible keys since the last log, int64 [2] once there was a batch
         self._last_log = time.perf_counter()
         self._logged_tokens = 0
@@ -183,17 +171,14 @@ class PackedSFTTrainer(ResumeMixin, EvenBatchesMixin, ContextParallelMixin, SFTT
             )
         trained = self.accelerator.unwrap_model(self.model)
         correct_gathers(trained)
-        self.add_callback(KeepAttention(self))
-        self.add_callback(ReportAttention(self, model))
+        add_callbacks(self, model)
         self._skips_tiles = trained.config.get_text_config()._attn_implementation == FLASHMASK
         if not _trl_packs(args):
-            if _prepares_rows(args):
-                refuse_sampling_by_length(self)
             drop_padding_from_router_logits(trained)
             if self._skips_tiles:
                 check_layers(trained)
         self._start_context_parallel(parts)
-        refuse_too_few_rows(self)
+        check_prepared(self, by_length=_prepares_rows(args) and not _trl_packs(args))
 
     def _prepare_dataset(
         self,

@@ -24,21 +24,12 @@ from flashmask_hf.collators.prefixes import share_prefixes, share_prompts
 from flashmask_hf.hf.packed.rows import check_compiled, run_packed
 from flashmask_hf.hf.packed.shared_prefill import shared_prefill
 from flashmask_hf.names import FLASHMASK, VECTORS
-from flashmask_hf.trainers.attention_report import ReportAttention
-from flashmask_hf.trainers.common import (
-    check_config,
-    correct_gathers,
-    default_output_dir,
-    first_rows,
-    load_with,
-    log_sharing,
-    prepare_arguments,
-    refuse_empty_reference,
-    refuse_liger_losses,
-    whole_in_each_process,
-)
+from flashmask_hf.trainers.callbacks import add_callbacks
+from flashmask_hf.trainers.data_checks import first_rows
 from flashmask_hf.trainers.formats import refuse_other_keys
-from flashmask_hf.trainers.kept_attention import KeepAttention
+from flashmask_hf.trainers.loading import correct_gathers, load_with, refuse_empty_reference, whole_in_each_process
+from flashmask_hf.trainers.metrics import log_sharing
+from flashmask_hf.trainers.option_checks import checked_config, prepare_arguments, refuse_liger_losses
 
 __all__ = ["SharedPrompts", "SharedPromptsOptions", "group_prompts", "pack_sequences"]
 
@@ -95,8 +86,7 @@ class SharedPrompts:
 
     def __init__(self, model: Any, reward_funcs: Any = None, args: Any = None, *others: Any, **kwargs: Any):
         stock, ours = self._configs
-        args = args or ours(default_output_dir(model, self._task))
-        check_config(args, stock, ours.__name__)
+        args = checked_config(args, model, self._task, stock, ours)
         share = getattr(args, "share", "prompts")
         if share not in _SHARES:
             raise ValueError(f"share must be one of {', '.join(map(repr, _SHARES))}, got {share!r}")
@@ -121,8 +111,7 @@ class SharedPrompts:
             refuse_other_keys((row.get("prompt"),), f"the {name} dataset")
         _refuse_too_few_prompts(trainer)
         self._hook_models(loaded_by_name=isinstance(model, str))
-        trainer.add_callback(KeepAttention(self))
-        trainer.add_callback(ReportAttention(self, model))
+        add_callbacks(self, model)
         self._rows_per_group = _rows_per_group(trainer)
 
     def _hook_models(self, loaded_by_name: bool) -> None:

@@ -27,7 +27,7 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference
 from flashmask_hf.collators import DataCollatorForSharedQuestion
 from flashmask_hf.hf.packed.rows import run_packed
 from flashmask_hf.trainers import SharedQuestionDPOConfig, SharedQuestionDPOTrainer
-from flashmask_hf.trainers.common import flashmask_policy
+from flashmask_hf.trainers.loading import flashmask_policy
 
 pytestmark = TRAINER_WARNINGS
 

@@ -40,7 +40,7 @@ from flashmask_hf.trainers import (
     SharedPromptGRPOConfig,
     SharedPromptGRPOTrainer,
 )
-from flashmask_hf.trainers.common import log_sharing
+from flashmask_hf.trainers.metrics import log_sharing
 from flashmask_hf.trainers.shared_prompts import group_prompts, pack_sequences
 
 pytestmark = [
@@ -449,7 +449,7 @@ def test_other_wrong_set_ups_raise(checkpoints, tokenizer, tmp_path, monkeypatch
     with pytest.raises(TypeError, match="SharedPromptGRPOConfig"):
         make(transformers.TrainingArguments(**trainer_settings(tmp_path)))
     with monkeypatch.context() as patched:
-        patched.setattr("flashmask_hf.trainers.common.compare_versions", lambda *_: True)
+        patched.setattr("flashmask_hf.trainers.option_checks.compare_versions", lambda *_: True)
         with pytest.raises(ValueError, match="install trl"):
             make(GRPOConfig(**settings, use_liger_kernel=True))
     trainer = make(GRPOConfig(**settings))

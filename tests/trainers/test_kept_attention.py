@@ -19,7 +19,7 @@ from flashmask_hf.trainers import (
     PackedSFTTrainer,
     SharedPromptGRPOTrainer,
     SharedQuestionDPOTrainer,
-    kept_attention,
+    callbacks,
 )
 
 pytestmark = [*TRAINER_WARNINGS]
@@ -37,9 +37,9 @@ def forwards(monkeypatch):
         return run(call, key, *args)
 
     monkeypatch.setattr(Call, "_run", counted)
-    end = kept_attention.KeepAttention.on_step_end
+    end = callbacks.KeepAttention.on_step_end
     monkeypatch.setattr(
-        kept_attention.KeepAttention, "on_step_end", lambda *args, **kwargs: counts.append(0) or end(*args, **kwargs)
+        callbacks.KeepAttention, "on_step_end", lambda *args, **kwargs: counts.append(0) or end(*args, **kwargs)
     )
     return counts
 
@@ -105,7 +105,7 @@ def test_every_trainer_keeps_attention(task, tmp_path, forwards):
 
 def test_a_gpu_is_measured_for_two_steps(tmp_path, forwards, monkeypatch):
     trainer, room = sft(tmp_path), 0
-    monkeypatch.setattr(kept_attention, "available_gpu_bytes", lambda: 1e6)
+    monkeypatch.setattr(callbacks, "available_gpu_bytes", lambda: 1e6)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 1_000_000 - room)
     size = 48 * 4 * (8 + 1) * 4  # the results of a batch of 48 tokens in a layer
     for room, count in (  # noqa: B007  # the pretended GPU reads it
@@ -115,8 +115,8 @@ def test_a_gpu_is_measured_for_two_steps(tmp_path, forwards, monkeypatch):
         (-1, 2 * LAYERS),
     ):
         forwards[:] = [0]
-        callback = kept_attention.KeepAttention(trainer)
-        trainer.remove_callback(kept_attention.KeepAttention)
+        callback = callbacks.KeepAttention(trainer)
+        trainer.remove_callback(callbacks.KeepAttention)
         trainer.add_callback(callback)
         begin = callback.on_train_begin
 
@@ -134,12 +134,12 @@ def test_long_rows_decide_instead(tmp_path, forwards):
     trainer = sft(tmp_path)
     trainer.add_callback(LongRows(trainer, tile_tokens=0, keep_attention=False, host_gib=0))
     trainer.train()
-    assert kept_attention.KeepAttention not in [type(x) for x in trainer.callback_handler.callbacks]
+    assert callbacks.KeepAttention not in [type(x) for x in trainer.callback_handler.callbacks]
 
 
 def test_nothing_is_kept_where_it_would_not_help(tmp_path):
     trainer = sft(tmp_path)
-    callback = next(x for x in trainer.callback_handler.callbacks if isinstance(x, kept_attention.KeepAttention))
+    callback = next(x for x in trainer.callback_handler.callbacks if isinstance(x, callbacks.KeepAttention))
     for attention, changes, prepared in (
         ("sdpa", {}, False),
         ("flashmask", {"activation_offloading": True}, False),

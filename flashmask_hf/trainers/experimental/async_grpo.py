@@ -13,10 +13,10 @@ from trl.experimental.async_grpo import async_grpo_trainer
 
 from flashmask_hf.hf.packed.rows import check_compiled
 from flashmask_hf.names import FLASHMASK
-from flashmask_hf.trainers.attention_report import ReportAttention
-from flashmask_hf.trainers.common import check_adapters, correct_gathers, refuse_options
+from flashmask_hf.trainers.callbacks import add_callbacks
 from flashmask_hf.trainers.experimental.tree_packing import run_tree_packing
-from flashmask_hf.trainers.kept_attention import KeepAttention
+from flashmask_hf.trainers.loading import correct_gathers
+from flashmask_hf.trainers.option_checks import refuse_adapters, refuse_options
 
 __all__ = ["SharedPromptAsyncGRPOTrainer"]
 
@@ -56,11 +56,10 @@ class SharedPromptAsyncGRPOTrainer(async_grpo_trainer.AsyncGRPOTrainer):
             super().__init__(model, reward_funcs, args, *others, **kwargs)
         refuse_options(self.args)
         policy = self.accelerator.unwrap_model(self.model)
-        check_adapters(policy, None)
+        refuse_adapters(policy, None)
         correct_gathers(policy)
         run_tree_packing(policy)
-        self.add_callback(KeepAttention(self))
-        self.add_callback(ReportAttention(self, model))
+        add_callbacks(self, model)
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Return TRL's loss. In a compiled model, check in the first step that every layer receives the mask."""

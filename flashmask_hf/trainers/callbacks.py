@@ -1,0 +1,100 @@
+"""Callbacks of all trainers: attention is reported when training starts, and its results are kept as memory allows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from accelerate.logging import get_logger
+from transformers import TrainerCallback
+
+from flashmask_hf.long_rows.budget import available_gpu_bytes
+from flashmask_hf.long_rows.checkpointing import KeptAttention, checkpointing_of
+from flashmask_hf.names import FLASHMASK, NAMES
+
+__all__ = ["KeepAttention", "add_callbacks"]
+
+logger = get_logger(__name__)
+
+MEASURED_STEPS = 2
+"""Steps that recompute attention, in which a GPU's memory is measured. The first makes the optimizer's states."""
+
+
+def add_callbacks(trainer: Any, model: Any) -> None:
+    """Report which attention a trainer runs, and keep its results in checkpointed layers (`KeepAttention`).
+
+    Args:
+        trainer: a trainer of this package.
+        model: the model or its name, as given to the trainer. A model whose attention skips no hidden tiles logs a
+            warning; for a name, the arguments name the attention.
+    """
+    trainer.add_callback(KeepAttention(trainer))
+    trainer.add_callback(_ReportAttention(trainer))
+    name = _attention_of(trainer)
+    if not isinstance(model, str) and name not in NAMES:
+        logger.warning(
+            f"The model given to {type(trainer).__name__} runs attention {name!r}, which skips no hidden tiles. "
+            f"Load it with attn_implementation={FLASHMASK!r}, or call model.set_attn_implementation({FLASHMASK!r})."
+        )
+
+
+def _attention_of(trainer: Any) -> str:
+    return trainer.accelerator.unwrap_model(trainer.model).config.get_text_config()._attn_implementation
+
+
+class _ReportAttention(TrainerCallback):
+    """Prints which attention a trainer's model runs when training starts, on the first rank only."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        trainer = self._trainer
+        trainer.accelerator.print(f"{type(trainer).__name__}: attn_implementation={_attention_of(trainer)!r}.")
+
+
+class KeepAttention(TrainerCallback):
+    """Keeps attention's results in checkpointed layers (`keep_attention`) as far as the memory of the GPU goes.
+
+    Two steps run without it. The memory that is free at their peak is the budget. The results of a batch larger than
+    any before are not kept, and its step is measured, too. On a CPU all results are kept.
+
+    It does nothing for another attention, in compiled models and with offloaded activations. Reentrant checkpointing
+    and the user's own choice (`context_fn`, or TRL's `selective`) stay as they are (`KeptAttention`).
+
+    Args:
+        trainer: a trainer of this package.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._kept: KeptAttention | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Prepare the model; on a GPU, nothing is kept before memory is measured."""
+        self.on_train_end(args, state, control)  # an earlier run may have ended in an error
+        if (
+            checkpointing_of(args)[1] is None
+            or getattr(args, "activation_offloading", False)
+            or args.torch_compile
+            or _attention_of(self._trainer) not in NAMES
+        ):
+            return
+        self._measures = self._trainer.accelerator.device.type == "cuda"
+        model = self._trainer.accelerator.unwrap_model(self._trainer.model)
+        self._kept = KeptAttention(model, limit=0 if self._measures else None)
+        self._steps = 0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Set the budget to what is free at the peak of all steps, after a step with a larger batch than before."""
+        if self._kept is None or not self._measures:
+            return
+        self._steps += 1
+        if self._steps >= MEASURED_STEPS and self._kept.has_grown:
+            self._kept.set_limit(int(available_gpu_bytes()) - torch.cuda.max_memory_allocated())
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Undo the change of the model."""
+        if self._kept is not None:
+            self._kept.close()
+            self._kept = None

@@ -1,0 +1,153 @@
+"""What trainers check of their datasets, and which limit of positions collators get."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from datasets import Dataset
+
+from flashmask_hf.collators.dataset import unformatted
+
+__all__ = [
+    "check_prepared",
+    "first_row",
+    "first_rows",
+    "map_style_datasets",
+    "text_datasets",
+    "with_position_limit",
+    "without_media",
+]
+
+_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+"""Names that datasets give columns of images, video and audio."""
+
+
+def with_position_limit(collator: Any, model: Any) -> Any:
+    """Return the collator, or a copy with the model's `max_position_embeddings` if it has no limit of its own."""
+    if collator.max_position_embeddings is not None:
+        return collator
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return replace(collator, max_position_embeddings=positions)
+
+
+def map_style_datasets(train_dataset: Any, eval_dataset: Any) -> list[tuple[str, Dataset]]:
+    """Return name and dataset of a trainer's datasets that are no streams; collators check streams batch by batch."""
+    return [(name, x) for name, x in _named(train_dataset, eval_dataset) if isinstance(x, Dataset)]
+
+
+def _named(train_dataset: Any, eval_dataset: Any) -> list[tuple[str, Any]]:
+    """Return name and dataset of each of a trainer's datasets."""
+    evaluated = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset}
+    return [("train", train_dataset), *evaluated.items()]
+
+
+def first_rows(train_dataset: Any, eval_dataset: Any) -> dict[str, Any]:
+    """Return the `first_row` of each of a trainer's datasets, by name."""
+    return {name: first_row(x, name) for name, x in _named(train_dataset, eval_dataset) if x is not None}
+
+
+def first_row(dataset: Any, name: str) -> Any:
+    """Return the first row of a dataset as Python objects, whatever its format.
+
+    Raises:
+        ValueError: the dataset is empty.
+    """
+    plain = unformatted(dataset) if hasattr(dataset, "with_format") else dataset
+    row = next(iter(plain), None)
+    if row is None:
+        raise ValueError(f"the {name} dataset is empty; give it at least one row")
+    return row
+
+
+def text_datasets(train_dataset: Any, eval_dataset: Any, problem: str) -> tuple[Any, Any]:
+    """Return a trainer's datasets, each `without_media`."""
+    pairs = _named(train_dataset, eval_dataset)
+    train, *evaluated = (without_media(dataset, name, problem) for name, dataset in pairs)
+    return train, dict(zip(eval_dataset, evaluated, strict=True)) if isinstance(eval_dataset, dict) else evaluated[0]
+
+
+def without_media(dataset: Any, name: str, problem: str) -> Any:
+    """Return a dataset without its columns of images, video and audio, which must be empty in every row.
+
+    Rows of a stream are checked as they are read. Messages are checked in the first row only.
+
+    Args:
+        dataset: the dataset, or None.
+        name: its name, for messages.
+        problem: what rows with images cannot do, and the way out.
+
+    Raises:
+        ValueError: the dataset has no rows, or a row has images, video or audio.
+    """
+    if dataset is None:
+        return None
+    first = first_row(dataset, name)
+
+    def check(row: Mapping[str, Any], index: int) -> dict[str, Any]:
+        for column, value in row.items():
+            if (column in _MEDIA and _has_value(value)) or _has_media_in_messages(value):
+                raise ValueError(
+                    f"example {index} of the {name} dataset has images, video or audio in its column {column!r}; such "
+                    f"{problem}"
+                )
+        return {}
+
+    check(first, 0)
+    columns = [column for column in _MEDIA if column in first]
+    if not columns or (isinstance(dataset, Dataset) and dataset.format["type"] == "custom"):  # of a transform
+        return dataset
+    if not isinstance(dataset, Dataset):
+        return dataset.map(check, with_indices=True, remove_columns=columns)
+    tables: Any = dataset.select_columns(columns).with_format("arrow").iter(batch_size=1_000)
+    index = 0
+    for table in tables:
+        if any(column.null_count < len(column) for column in table.columns):
+            for nth, row in enumerate(table.to_pylist()):
+                check(row, index + nth)
+        index += len(table)
+    return dataset.remove_columns(columns)
+
+
+def _has_value(value: Any) -> bool:
+    """Return whether a cell of a media column is not empty."""
+    return value is not None and not (isinstance(value, (str, list)) and all(item is None for item in value))
+
+
+def _has_media_in_messages(value: Any) -> bool:
+    """Return whether a cell is a conversation with images, video or audio in its messages."""
+    turns = [turn for turn in value if isinstance(turn, Mapping)] if isinstance(value, list) else []
+    contents = [turn["content"] for turn in turns if isinstance(turn.get("content"), list)]
+    kinds = [str(part.get("type")) for content in contents for part in content if isinstance(part, Mapping)]
+    return any(media in kind for kind in kinds for media in ("image", "video", "audio"))
+
+
+def check_prepared(trainer: Any, *, by_length: bool = True) -> None:
+    """Check a trainer's datasets after their preparation.
+
+    Args:
+        trainer: the trainer.
+        by_length: whether sampling by length needs a column that preparation removes.
+
+    Raises:
+        ValueError: the trainer samples by a length column that a dataset does not have; or a dataset has fewer rows
+            than a batch, and `dataloader_drop_last` drops them all.
+    """
+    args = trainer.args
+    strategy, column = args.train_sampling_strategy, args.length_column_name
+    sampled = by_length and strategy in ("group_by_length", "batch_rebalance")
+    processes = args.world_size // getattr(trainer, "_copies", trainer.get_tp_size())
+    for name, dataset in map_style_datasets(trainer.train_dataset, trainer.eval_dataset):
+        if sampled and column not in dataset.column_names:
+            raise ValueError(
+                f"train_sampling_strategy={strategy!r} needs the column {column!r}, which the {name} dataset, as "
+                "prepared, lacks; leave it out: rows are packed, so lengths need not be similar"
+            )
+        task = "train" if dataset is trainer.train_dataset else "eval"
+        batch = processes * getattr(args, f"{task}_batch_size")
+        if args.dataloader_drop_last and len(dataset) < batch:
+            raise ValueError(
+                f"dataloader_drop_last=True drops every row of the {name} dataset: {len(dataset)} as prepared, "
+                f"but a batch of all ranks has {batch}; lower per_device_{task}_batch_size, or leave it out"
+            )

@@ -1,0 +1,41 @@
+"""Metrics of packed rows in TRL's logs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashmask_hf.mask import FlashMask
+
+__all__ = ["log_sharing", "log_sparsity"]
+
+
+def log_sharing(trainer: Any, mode: str, indices: Tensor, sequences: Tensor) -> None:
+    """Add `shared_tokens_saved`, over all ranks, and `mask_sparsity` to a TRL trainer's metrics.
+
+    Args:
+        trainer: the trainer.
+        mode: "train" or "eval".
+        indices: mask indices of the packed rows, int32 [R, 1, S, 1], 0 for padding.
+        sequences: attention mask [N, L] of the unpacked sequences, 0 for padding.
+    """
+    counts: Any = torch.stack([(indices > 0).sum(), sequences.sum()])
+    packed_tokens, sequence_tokens = trainer.accelerator.reduce(counts).tolist()
+    trainer._metrics[mode]["shared_tokens_saved"].append(1 - packed_tokens / sequence_tokens)
+    log_sparsity(trainer, mode, indices)
+
+
+def log_sparsity(trainer: Any, mode: str, indices: Tensor, *, skipped: bool = True) -> None:
+    """Add `mask_sparsity` to a TRL trainer's metrics, at logging steps and in evaluation: it synchronises the host.
+
+    Args:
+        trainer: the trainer.
+        mode: "train" or "eval".
+        indices: mask indices of the batch, int32 [R, 1, S, 1].
+        skipped: whether the model's attention skips hidden tiles; otherwise the metric is 0.
+    """
+    if mode == "eval" or trainer.state.global_step % max(1, int(trainer.state.logging_steps)) == 0:
+        sparsity = FlashMask(indices, causal=True).sparsity() if skipped else 0.0
+        trainer._metrics[mode]["mask_sparsity"].append(sparsity)

@@ -1,0 +1,106 @@
+"""Checks of a trainer's options: what packed rows cannot have, and what its loss would ignore."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate.utils import compare_versions
+from trl.trainer.utils import get_config_model_id
+
+from flashmask_hf.trainers.context_parallel import refuse_parts
+
+__all__ = ["checked_config", "prepare_arguments", "refuse_adapters", "refuse_liger_losses", "refuse_options"]
+
+
+def checked_config(args: Any, model: Any, task: str, stock: type, ours: type) -> Any:
+    """Return a trainer's arguments, or default ones in a folder named as TRL names it.
+
+    Args:
+        args: the arguments, or None.
+        model: the model or its name.
+        task: suffix of the default folder.
+        stock: TRL's config class of the trainer.
+        ours: config class of the default, and the one to recommend.
+
+    Raises:
+        TypeError: `args` is not a `stock`.
+    """
+    if args is None:
+        name = model if isinstance(model, str) else get_config_model_id(model.config)
+        return ours(f"{name.split('/')[-1]}-{task}")
+    if not isinstance(args, stock):
+        raise TypeError(
+            f"args must be a {ours.__name__}, got {type(args).__name__}; build it with {ours.__name__}(output_dir=..., "
+            "...), which takes every option of transformers.TrainingArguments"
+        )
+    return args
+
+
+def prepare_arguments(model: Any, args: Any, peft_config: Any, *, learns_labels: bool = False) -> None:
+    """Check the arguments of a trainer of packed rows, and turn dispatched batches off in place.
+
+    accelerate dispatches streams by default, and would cut the batch of one process apart.
+
+    Args:
+        model: the model or its name.
+        args: the trainer's arguments.
+        peft_config: configuration of the adapter to add, or None.
+        learns_labels: as in `refuse_options`.
+
+    Raises:
+        ValueError: as in `refuse_options` and `refuse_adapters`, or `accelerator_config.dispatch_batches` is true.
+    """
+    refuse_options(args, learns_labels=learns_labels)
+    refuse_adapters(model, peft_config)
+    if args.accelerator_config.dispatch_batches:
+        raise ValueError("dispatch_batches cuts batches apart, and packed rows are in one piece; set it to false")
+    args.accelerator_config.dispatch_batches = False
+
+
+def refuse_options(args: Any, *, learns_labels: bool = False) -> None:
+    """Raise a ValueError for NEFTune, and for label smoothing and context parallelism unless the loss allows them.
+
+    Args:
+        args: the trainer's arguments.
+        learns_labels: whether the loss is the cross-entropy of labels, which can be smoothed and split over ranks.
+    """
+    if not learns_labels:
+        refuse_parts(args)
+        if args.label_smoothing_factor:
+            raise ValueError(
+                f"label_smoothing_factor={args.label_smoothing_factor} changes nothing here: this trainer's loss does "
+                "not read it; leave it at 0"
+            )
+    if args.neftune_noise_alpha is not None:
+        raise ValueError(
+            "neftune_noise_alpha scales its noise by the length of a sequence, but a packed row has another length; "
+            "leave it out"
+        )
+
+
+def refuse_adapters(model: Any, peft_config: Any) -> None:
+    """Raise a ValueError for adapters that add virtual tokens, or that search sequences for tokens.
+
+    Args:
+        model: the model or its name.
+        peft_config: configuration of the adapter to add, or None.
+    """
+    for config in (peft_config, *getattr(model, "peft_config", {}).values()):
+        if getattr(config, "is_prompt_learning", False):
+            raise ValueError(
+                f"peft_config: {type(config).__name__} adds virtual tokens to every sequence, but a packed row has no "
+                "place for them; use LoRA or another adapter of the weights"
+            )
+        if getattr(config, "alora_invocation_tokens", None):
+            raise ValueError(
+                "peft_config: activated LoRA (alora_invocation_tokens) does not support packed rows; use plain LoRA"
+            )
+
+
+def refuse_liger_losses(args: Any) -> None:
+    """Raise a ValueError if TRL would compute log-probabilities by Liger, past the hooks that pack rows."""
+    if args.use_liger_kernel and compare_versions("trl", "<", "1.15"):
+        raise ValueError(
+            "use_liger_kernel computes log-probabilities past the model's forward in this version of TRL; leave it "
+            "out, or install trl>=1.15"
+        )
