@@ -162,14 +162,13 @@ def first_hidden_rows(mask: FlashMask | None, q: Tensor, k: Tensor) -> Tensor | 
     kv_heads, kv_len = k.shape[1:]
     if not mask.causal or mask.indices.shape[-1] != 1:
         raise ValueError(
-            f"mask must be causal with n = 1 column, got causal={mask.causal}, n = {mask.indices.shape[-1]}: sorting "
-            "the rows breaks other intervals apart; packed documents, trees, padding and causal windows of "
-            "flashmask_hf.masks have that form"
+            f"mask must be causal with n = 1 bound, got causal={mask.causal}, n = {mask.indices.shape[-1]}; use packed "
+            "documents, trees, padding or causal windows of flashmask_hf.masks"
         )
     if mask.device != q.device:
         raise ValueError(f"mask is on {mask.device}, not on {q.device}; move it with mask.to('{q.device}')")
     if mask.kv_len != kv_len:
-        raise ValueError(f"mask has {mask.kv_len} key columns, but there are {kv_len} keys")
+        raise ValueError(f"mask must have {kv_len} keys, got {mask.kv_len}")
     mask.row_count(q_len)
     mask_batch, mask_heads = mask.indices.shape[:2]
     if not is_one_of(mask_batch, 1, batch) or not is_one_of(mask_heads, 1, kv_heads, heads):

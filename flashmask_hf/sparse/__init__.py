@@ -1,17 +1,17 @@
 """Dynamic sparse attention (Pagliardini et al. 2023): heads drop queries and keys, or sort them into buckets.
 
-Both are FlashMask after a stable sort. Rows of a bucket, or the kept rows, become neighbours, and each key hides two
+Both are FlashMask after a stable sort. Kept rows, or the rows of a bucket, become neighbours, and each key hides two
 intervals. So there is no attention kernel here: sort, gather the rows, attend, and put the results back. Every visible
 pair is computed, no memory of size Sq x Skv is used, and the host never waits for the device.
 
     functions   the public functions
-    operators   the sort, the hash buckets, and attention to sorted rows as operators of torch.library
+    operators   the sort, the hash buckets, and attention to sorted rows, as operators of torch.library
     reorder     gathers rows in sorted order and puts them back
     kernels/    Triton kernels of `operators` and `reorder`
-    hf          `attn_implementation="flashmask_hash"` and `"flashmask_qk"`; imported only by `flashmask_hf.hf`
+    hf          `attn_implementation="flashmask_hash"` and `"flashmask_qk"`; only `flashmask_hf.hf` imports it
     directions  random directions of the hash in `hf`
 
-The masks of sorted rows are `masks/sorted.py`: they belong to the gallery, which imports nothing of this folder.
+The masks of sorted rows are in `masks/sorted.py`, since the gallery imports nothing of this folder.
 """
 
 from flashmask_hf.sparse.functions import hash_sparse_attention, lsh_buckets, qk_sparse_attention

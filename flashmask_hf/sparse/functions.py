@@ -1,10 +1,4 @@
-"""Dynamic sparse attention (Pagliardini et al. 2023): dropped queries and keys, or hash buckets, chosen for each head.
-
-Both are FlashMask after a stable sort (`masks.qk_sparse`, `masks.hash_sparse`): the rows of a bucket, or those that are
-kept, lie next to each other, and what a key hides is two intervals. So there is no attention kernel here: sort, then
-attend to the sorted rows, which one operator gathers and whose results it puts back (`sparse.operators`). Every pair
-that the definition lets see each other is computed, nothing of size Sq x Skv exists, and nothing waits for the device.
-"""
+"""The public functions of dynamic sparse attention: sort the rows, then attend to the sorted rows."""
 
 from __future__ import annotations
 
@@ -37,25 +31,25 @@ def qk_sparse_attention(
 ) -> Tensor:
     """Causal attention between the queries and the keys that each head keeps (Pagliardini et al. 2023, section 3.1).
 
-    Differentiable in q, k, v and sinks. The cost is that of the tiles of kept rows and keys, per head; dropped rows are
-    not read, whatever they hold.
+    Differentiable in q, k, v and sinks. The cost is the number of tiles of kept rows and keys, per head. Dropped rows
+    are not read.
 
     Args:
-        q: queries [B, Hq, Sq, D], in the dtypes of `flashmask_attention`. Query i stands at position i + Skv - Sq.
+        q: queries [B, Hq, Sq, D], in the dtypes of `flashmask_attention`. Query i is at position i + Skv - Sq.
         k: keys [B, Hkv, Skv, D]; Hq is a multiple of Hkv, and query head h reads key-value head h * Hkv // Hq.
         v: values [B, Hkv, Skv, Dv].
         q_keep: bool [B, Hq, Sq], True where the head keeps the query.
         k_keep: bool [B, Hkv, Skv], True where the head keeps the key.
         scale: factor on q @ k^T; None is D ** -0.5.
-        mask: what else hides: causal with n = 1 column, of batch 1 or B and heads 1, Hkv or Hq, as packed documents,
-            trees, padding and windows have it. None is nothing.
+        mask: what else is hidden: a causal mask with n = 1 bound (packed documents, trees, padding, windows), of batch
+            1 or B and heads 1, Hkv or Hq. None is nothing.
         softcap: as in `flashmask_attention`.
         sinks: as in `flashmask_attention`.
         deterministic: as in `flashmask_attention`.
 
     Returns:
-        out [B, Hq, Sq, Dv] in q's dtype, stored as [B, Sq, Hq, Dv]. A dropped query, and one with no visible key, has
-        out 0 and passes no gradient to q, k and v; dropped keys and values get none.
+        out [B, Hq, Sq, Dv] in q's dtype, stored as [B, Sq, Hq, Dv]. A dropped query, or a query with no visible key,
+        has out 0 and gives q, k and v no gradient. Dropped keys and values get no gradient.
 
     Raises:
         TypeError: `q_keep` or `k_keep` is not a bool tensor, or an argument of `flashmask_attention` has another type.
@@ -72,7 +66,7 @@ def qk_sparse_attention(
     _check(q, k, v, "q_keep", q_keep, "k_keep", k_keep)
     check_keep(q_keep, k_keep)
     hidden_from = first_hidden_rows(mask, q_keep, k_keep)
-    # Two buckets, of which the second, the dropped, sees nothing.
+    # Bucket 1, the dropped rows, sees nothing.
     columns, q_order, k_order = sort_sparse((~q_keep).byte(), (~k_keep).byte(), hidden_from, 2, False, 1)
     q_kept, k_kept = (keep.sum(-1, dtype=torch.int32) for keep in (q_keep, k_keep))
     return _attend(q, k, v, columns, (q_order, q_kept), (k_order, k_kept), scale, softcap, sinks, deterministic)
@@ -95,33 +89,31 @@ def hash_sparse_attention(
 ) -> Tensor:
     """Causal attention between queries and keys of one bucket (Pagliardini et al. 2023, section 3.2).
 
-    All collisions count, wherever in the row they are; Reformer's chunks miss some. Differentiable in q, k, v and
-    sinks, not in the buckets.
+    All collisions count, at any distance; Reformer's chunks miss some. Differentiable in q, k, v and sinks.
 
     Args:
-        q: queries [B, Hq, Sq, D], in the dtypes of `flashmask_attention`. Query i stands at position i + Skv - Sq.
+        q: queries [B, Hq, Sq, D], in the dtypes of `flashmask_attention`. Query i is at position i + Skv - Sq.
         k: keys [B, Hkv, Skv, D]; Hq is a multiple of Hkv, and query head h reads key-value head h * Hkv // Hq.
         v: values [B, Hkv, Skv, Dv].
         q_bucket: int [B, Hq, Sq], any integers.
         k_bucket: int [B, Hkv, Skv].
         scale: factor on q @ k^T; None is D ** -0.5.
-        exclude_self: whether a query does not see the key at its own position, as in Reformer, where q = k.
-        mask: what else hides: causal with n = 1 column, of batch 1 or B and heads 1, Hkv or Hq, as packed documents,
-            trees, padding and windows have it. None is nothing.
+        exclude_self: whether a query ignores the key at its own position, as in Reformer, where q = k.
+        mask: as in `qk_sparse_attention`.
         softcap: as in `flashmask_attention`.
         sinks: as in `flashmask_attention`.
         deterministic: as in `flashmask_attention`.
-        n_buckets: says that all buckets lie in 0..n_buckets - 1, as those of `lsh_buckets` do; a GPU then sorts faster,
-            by counting, up to 256 of them. None says nothing.
+        n_buckets: the buckets lie in 0..n_buckets - 1, as from `lsh_buckets`. Up to 256 of them, a GPU then sorts
+            faster, by counting. None allows any bucket.
 
     Returns:
-        out [B, Hq, Sq, Dv] in q's dtype, stored as [B, Sq, Hq, Dv]. A query that sees no key has out 0 and passes no
-        gradient to q, k and v.
+        out [B, Hq, Sq, Dv] in q's dtype, stored as [B, Sq, Hq, Dv]. A query that sees no key has out 0 and gives q, k
+        and v no gradient.
 
     Raises:
         TypeError: `q_bucket` or `k_bucket` is not an integer tensor, or an argument has another type.
         ValueError: shapes or devices do not fit, `mask` has another form, or a bucket lies outside 0..n_buckets - 1 (on
-            a GPU an assertion of the device, which stops the program).
+            a GPU a device assertion, which stops the program).
 
     Example:
         >>> import torch
@@ -142,24 +134,24 @@ def hash_sparse_attention(
 
 
 def lsh_buckets(x: Tensor, n_buckets: int, *, generator: torch.Generator | None = None) -> Tensor:
-    """Buckets of vectors by their angle: the nearest of the directions +-r of random r (Andoni et al. 2015).
+    """Hash vectors by their angle: the bucket is the nearest of the directions +-r of random r (Andoni et al. 2015).
 
-    Vectors that point the same way fall into one bucket with high probability. All directions have length 1, or the
-    longer ones would draw more vectors. Each head draws directions of its own, the entries of the batch share them.
-    Queries and keys fall into buckets that mean the same only if hashed in one call, as shared queries and keys are.
+    Vectors of similar direction fall into one bucket with high probability. Each head draws its own directions, which
+    the batch shares. Buckets of queries and keys are comparable only if one call hashes both, as for shared queries and
+    keys.
 
     Args:
         x: [B, H, S, D], floating point.
         n_buckets: even, at least 2.
-        generator: draws the directions, on its own device, which a GPU waits for unless it is x's; None is torch's CPU
-            default.
+        generator: draws the directions, on its own device. If x is on a GPU and the generator is not, the host waits.
+            None is torch's CPU default.
 
     Returns:
         int64 [B, H, S], in 0..n_buckets - 1.
 
     Raises:
         TypeError: `x` is not a floating-point tensor, `n_buckets` not an int, or `generator` not a torch.Generator.
-        ValueError: `x` has another number of axes or an empty one, or `n_buckets` is odd or less than 2.
+        ValueError: `x` has another number of axes or an empty axis, or `n_buckets` is odd or less than 2.
     """
     if not isinstance(x, Tensor) or not x.dtype.is_floating_point:
         raise TypeError(f"x must be a floating-point tensor [B, H, S, D], got {getattr(x, 'dtype', type(x).__name__)}")
@@ -167,7 +159,7 @@ def lsh_buckets(x: Tensor, n_buckets: int, *, generator: torch.Generator | None 
         raise ValueError(f"x must have shape [B, H, S, D] with no empty axis, got {list(x.shape)}")
     n_buckets = as_integer("n_buckets", n_buckets, 2)
     if n_buckets % 2:
-        raise ValueError(f"n_buckets must be even, since directions come in pairs, got {n_buckets}")
+        raise ValueError(f"n_buckets must be even, got {n_buckets}")
     if generator is not None and not isinstance(generator, torch.Generator):
         raise TypeError(f"generator must be a torch.Generator or None, got {type(generator).__name__}")
     place = torch.device("cpu") if generator is None else generator.device
@@ -177,7 +169,7 @@ def lsh_buckets(x: Tensor, n_buckets: int, *, generator: torch.Generator | None 
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, q_name: str, of_q: Tensor, k_name: str, of_k: Tensor) -> None:
-    """Check q, k and v, and that what is chosen of q and of k has a value for each of their rows."""
+    """Raise unless q, k and v fit each other, and the keeps or buckets of q and k fit their rows."""
     check_tensors(q, k, v)
     if v.shape[:3] != k.shape[:3] or v.device != k.device:
         raise ValueError(
@@ -204,20 +196,10 @@ def _attend(
     sinks: Tensor | None,
     deterministic: bool,
 ) -> Tensor:
-    """Return attention to rows and keys that are sorted.
+    """Attend to rows in sorted order, and return the output in the original order.
 
-    Args:
-        q: [B, Hq, Sq, D], not sorted yet, nor are the results.
-        k: [B, Hkv, Skv, D], likewise.
-        v: [B, Hkv, Skv, Dv], likewise.
-        columns: int32 [B, Hq, Skv, 2], of a mask that is not causal, for the sorted rows and keys.
-        q_place: order of the rows, int32 [B, Hq, Sq], and how many of it each head keeps, int32 [B, Hq] or None for
-            all.
-        k_place: the same of the keys.
-        scale: as in `flashmask_attention`.
-        softcap: as in `flashmask_attention`.
-        sinks: as in `flashmask_attention`.
-        deterministic: as in `flashmask_attention`.
+    `columns` int32 [B, Hq, Skv, 2] are mask indices of the sorted rows, not causal. `q_place` and `k_place` are the
+    order int32 [B, H, S] and the number of kept rows per head, int32 [B, H], or None for all.
     """
     mask = FlashMask(columns, causal=False, q_len=q.shape[2])
     call = resolve(q, k, v, mask, sinks, scale, softcap, deterministic, None)

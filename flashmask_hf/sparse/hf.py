@@ -1,11 +1,11 @@
 """Dynamic sparse attention for a whole model: `attn_implementation="flashmask_hash"` and `"flashmask_qk"`.
 
-The two patterns of Pagliardini et al. 2023 (`flashmask_sparse/hf.py`), together with what chooses their buckets and
-dropped rows, as functions of transformers' `AttentionInterface`. Masks are those of "flashmask" (`layer_mask.py`), as
-long as they are causal with n = 1 column: packed documents, trees, padding and sliding windows.
+The two patterns of Pagliardini et al. 2023 as functions of transformers' `AttentionInterface`, with the choice of
+buckets and dropped rows. They take the masks of "flashmask" that are causal with n = 1 bound: packed documents, trees,
+padding and sliding windows.
 
-Options are a dict. It is in the model's config under the implementation's name, where `save_pretrained` keeps it and
-`from_pretrained` and `set_attn_implementation` find it, or a keyword of the model's call, which wins:
+Options are a dict in the model's config under the implementation's name, where `save_pretrained`, `from_pretrained` and
+`set_attn_implementation` keep and find it. A keyword of the model call takes precedence:
 
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="flashmask_hash",
                                                  flashmask_hash={"n_buckets": 16})
@@ -13,8 +13,8 @@ Options are a dict. It is in the model's config under the implementation's name,
     model.set_attn_implementation("flashmask_qk")
     model(**batch, flashmask_qk={"drop": 0.5})
 
-In a model with a `text_config` they belong to that: `text_config={"flashmask_hash": {"n_buckets": 16}}`. `generate`
-takes them from the config only. Under tensor parallelism each process hashes its heads as if they were all.
+A model with a `text_config` has them there: `text_config={"flashmask_hash": {"n_buckets": 16}}`. `generate` reads the
+config only. Under tensor parallelism each rank hashes its heads as if they were all heads.
 """
 
 from __future__ import annotations
@@ -52,34 +52,27 @@ def hash_attention_forward(
 ) -> tuple[Tensor, None]:
     """Return the attention of one layer within hash buckets (Pagliardini et al. 2023, section 4.2).
 
-    It is the same in training and in evaluation. Queries and keys, after rotary embedding, are hashed into buckets as
-    by `lsh_buckets`, with the same random directions. Each key-value head of each layer has directions of its own,
-    which its query heads share. They depend only on the seed, the layer's index and the numbers of heads, dimensions
-    and buckets. So every forward, its recomputation in a backward, every step of generation and every process has the
-    same ones, and they are not part of the state dict. With a cache, the keys in it are hashed again at every step.
+    Training and evaluation are the same. Queries and keys are hashed after rotary embedding, as by `lsh_buckets`. Each
+    key-value head of each layer has its own directions (`lsh_directions`), shared by its query heads. They depend only
+    on the options, the layer's index and the shapes, so recomputations, steps of generation and ranks agree, and the
+    state dict does not contain them. Cached keys are hashed again at every step.
 
-    Args:
-        module: the attention layer; `layer_idx`, `config`, `is_causal` and `training` are read.
-        query: [B, Hq, Sq, D].
-        key: [B, Hkv, Skv, D].
-        value: [B, Hkv, Skv, Dv].
-        attention_mask: what `mask_hook` returned, or None.
-        scaling: factor on the scores; None is D ** -0.5.
-        dropout: must be 0 in training.
-        kwargs: as in `attention.attention_forward`, and `flashmask_hash`, the options in place of the config's:
-            `n_buckets` (even, at least 2); `seed` of the directions (default 0); `exclude_self` (default False),
-            whether a query does not see its own key (the paper excludes it, as Reformer does, because its queries are
-            its keys and would see little else); `shared_qk` (default False), whether every key has the direction of the
-            query of its token, as in models whose keys are normalised queries. Then buckets are computed once, unless a
-            cache holds more keys than there are queries.
+    Arguments as in `hf.attention.attention_forward`; the keyword `flashmask_hash` replaces the options of the config:
+
+    * `n_buckets`: even, at least 2.
+    * `seed` (default 0): chooses the directions, 0..2**32 - 1.
+    * `exclude_self` (default False): whether a query ignores its own key, as in the paper and Reformer, whose queries
+      are their keys and would see little else.
+    * `shared_qk` (default False): whether every key has the direction of its token's query, as in models whose keys are
+      normalised queries. Buckets are then computed once, unless a cache holds more keys than there are queries.
 
     Returns:
-        out [B, Sq, Hq, Dv], 0 where a query sees no key, and None for the attention weights, which are never computed.
+        out [B, Sq, Hq, D of value], 0 where a query sees no key; and None for the attention weights.
 
     Raises:
         TypeError: an option has the wrong type.
-        ValueError: an option is missing, unknown or out of range; or as in `attention.attention_forward`.
-        NotImplementedError: the mask is not causal with n = 1 column; or as in `attention.attention_forward`.
+        ValueError: an option is missing, unknown or out of range.
+        NotImplementedError: the mask is not causal with n = 1 bound.
     """
     options = _options(
         HASH, module, kwargs, {"n_buckets": None, "seed": 0, "exclude_self": False, "shared_qk": False}
@@ -87,14 +80,13 @@ def hash_attention_forward(
     one = "use attn_implementation='flashmask' for one bucket, which is full attention"
     n_buckets = as_integer(f"{HASH}['n_buckets']", options["n_buckets"], 2, why=one)
     if n_buckets % 2:
-        raise ValueError(f"{HASH}['n_buckets'] must be even, since directions come in pairs, got {n_buckets}")
+        raise ValueError(f"{HASH}['n_buckets'] must be even, got {n_buckets}")
     seed = as_integer(f"{HASH}['seed']", options["seed"], 0, 2**32 - 1)
     for option in ("exclude_self", "shared_qk"):
         check_bool(f"{HASH}[{option!r}]", options[option])
-    columns = layer_mask(module, query, key, attention_mask, dropout, kwargs, HASH)
-    mask = _sortable_mask(HASH, columns)
-    layer = getattr(module, "layer_idx", None) or 0
-    directions = lsh_directions(key.detach(), seed, layer, n_buckets // 2)
+    layer = layer_mask(module, query, key, attention_mask, dropout, kwargs, HASH)
+    mask = _sortable_mask(HASH, layer)
+    directions = lsh_directions(key.detach(), seed, getattr(module, "layer_idx", None) or 0, n_buckets // 2)
     q_bucket = nearest(query.detach(), directions)
     same_buckets = options["shared_qk"] and query.shape == key.shape
     out = hash_sparse_attention(
@@ -125,54 +117,43 @@ def qk_attention_forward(
 ) -> tuple[Tensor, None]:
     """Return the attention of one layer with dropped queries and keys (Pagliardini et al. 2023, section 4.3).
 
-    In training every head of every row drops queries and keys at random at every call, each independently of the
-    others. In evaluation nothing is dropped, which is "flashmask". The draws come from torch's generator of the device,
-    like those of dropout: a recomputation under gradient checkpointing repeats them, because checkpointing restores the
-    generator's state (`preserve_rng_state`, on by default).
+    In training every head of every row drops queries and keys at random at every call, independently. Evaluation drops
+    nothing and equals "flashmask". Like dropout, the draws use torch's generator of the device, so gradient
+    checkpointing repeats them (`preserve_rng_state`, on by default).
 
-    Args:
-        module: as in `hash_attention_forward`.
-        query: [B, Hq, Sq, D].
-        key: [B, Hkv, Skv, D].
-        value: [B, Hkv, Skv, Dv].
-        attention_mask: what `mask_hook` returned, or None.
-        scaling: factor on the scores; None is D ** -0.5.
-        dropout: must be 0 in training.
-        kwargs: as in `attention.attention_forward`, and `flashmask_qk`, the options in place of the config's: `drop`,
-            the probability in 0..1 of dropping a query, and of dropping a key. Or `q_keep` [B, Hq, Sq] and `k_keep`
-            [B, Hkv, Skv], bool, what all layers keep: nothing is drawn then, and evaluation drops, too.
+    Arguments as in `hf.attention.attention_forward`; the keyword `flashmask_qk` replaces the options of the config:
+    `drop`, the probability in 0..1 of dropping a query, and of dropping a key. The keywords `q_keep` [B, Hq, Sq] and
+    `k_keep` [B, Hkv, Skv], bool, replace the draws in all layers, in training and evaluation.
 
     Returns:
-        out [B, Sq, Hq, Dv], 0 where a query is dropped or sees no key, and None for the attention weights, which are
-        never computed.
+        out [B, Sq, Hq, D of value], 0 where a query is dropped or sees no key; and None for the attention weights.
 
     Raises:
-        TypeError: `drop` is not a number, or a keep not a bool tensor.
+        TypeError: `drop` is not a number, or a keep is not a bool tensor.
         ValueError: an option is missing, unknown or out of range; only one keep is given, or its shape or device does
-            not fit; or as in `attention.attention_forward`.
-        NotImplementedError: rows are dropped under a mask that is not causal with n = 1 column; or as in
-            `attention.attention_forward`.
+            not fit.
+        NotImplementedError: rows are dropped under a mask that is not causal with n = 1 bound.
     """
-    columns = layer_mask(module, query, key, attention_mask, dropout, kwargs, QK)
+    layer = layer_mask(module, query, key, attention_mask, dropout, kwargs, QK)
     q_keep, k_keep = (kwargs.get(name) for name in ("q_keep", "k_keep"))
     if (q_keep is None) != (k_keep is None):
-        raise ValueError("q_keep and k_keep belong together, but one is missing; pass an all-True tensor for it")
+        raise ValueError("q_keep and k_keep must be given together; pass an all-True tensor for the missing one")
     settings: dict[str, Any] = {"scale": scaling, "softcap": kwargs.get("softcap"), "sinks": kwargs.get("s_aux")}
     if q_keep is None or k_keep is None:
         drop = _drop_probability(module, kwargs)
         if drop == 0:
-            out = columns.attend(query, key, value, **settings)
+            out = layer.attend(query, key, value, **settings)
             return out.transpose(1, 2), None
         q_keep, k_keep = (torch.rand(x.shape[:3], device=x.device) >= drop for x in (query, key))
-    out = qk_sparse_attention(query, key, value, q_keep, k_keep, mask=_sortable_mask(QK, columns), **settings)
+    out = qk_sparse_attention(query, key, value, q_keep, k_keep, mask=_sortable_mask(QK, layer), **settings)
     return out.transpose(1, 2), None
 
 
 def warn_of_unread_options(model: PreTrainedModel) -> None:
-    """Warn, once a model, if its config has options of sparse attention that its attention does not read.
+    """Warn, once per model, if its config has options of sparse attention but its attention is another.
 
-    A config is saved without the name of its attention, so a model that was trained with "flashmask_hash" is loaded
-    with full attention unless it is given again. "flashmask_qk" is full attention in evaluation.
+    `save_pretrained` does not save the name of the attention, so a model trained with "flashmask_hash" loads with full
+    attention unless the name is given again. In evaluation "flashmask_qk" is full attention.
     """
     if is_compiling():
         return
@@ -188,39 +169,38 @@ def warn_of_unread_options(model: PreTrainedModel) -> None:
     model._warned_of_options = True  # type: ignore[assignment]
     warnings.warn(
         f"config.{unread[0]} has options of sparse attention, but attn_implementation='{asked}' is full attention; "
-        f"load {type(model).__name__} with attn_implementation='{unread[0]}', call "
-        f"model.set_attn_implementation('{unread[0]}'), or set config.{unread[0]} to None if full attention is meant",
+        f"call model.set_attn_implementation('{unread[0]}'), or set config.{unread[0]} to None for full attention",
         stacklevel=2,
     )
 
 
 def _drop_probability(module: nn.Module, kwargs: dict[str, Any]) -> float:
-    """Return the probability of dropping a row: 0 in evaluation, which needs no options but checks those it has."""
+    """Return the probability of dropping a row: 0 in evaluation, where options may be missing but not wrong."""
     if not module.training and _given_options(QK, module, kwargs) is None:
         return 0.0
     drop = _options(QK, module, kwargs, {"drop": None})["drop"]
     if not isinstance(drop, (int, float)) or isinstance(drop, bool):
         raise TypeError(f"{QK}['drop'] must be a number, got {type(drop).__name__}")
     if not 0 <= drop <= 1:
-        raise ValueError(f"{QK}['drop'] is a probability and must lie in 0..1, got {drop}")
+        raise ValueError(f"{QK}['drop'] is a probability, must be in 0..1, got {drop}")
     return drop if module.training else 0.0
 
 
 def _given_options(name: str, module: nn.Module, kwargs: dict[str, Any]) -> Any:
-    """Return the options of the call or else of the config, unchecked."""
+    """Return the options of the call, or else of the config, unchecked."""
     options = kwargs.get(name)
     return getattr(getattr(module, "config", None), name, None) if options is None else options
 
 
 def _options(name: str, module: nn.Module, kwargs: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """Return the checked options of the call or else of the config; one whose default is None must be given."""
+    """Return the options of the call, or else of the config, checked. Options with default None are required."""
     given = _given_options(name, module, kwargs)
     required = [option for option, default in defaults.items() if default is None]
-    way_out = f"set config.{name} = {{{required[0]!r}: ...}} of the attention's config, or pass {name}={{...}}"
-    inside = " (inside text_config={...} if the model has one)"
+    way_out = f"set config.{name} = {{{required[0]!r}: ...}}, or pass {name}={{...}}"
     if given is None:
         raise ValueError(
-            f"attn_implementation='{name}' has no {required[0]!r}; {way_out} to a call or to from_pretrained{inside}"
+            f"attn_implementation='{name}' has no {required[0]!r}; {way_out} to a call or from_pretrained (inside "
+            "text_config={...} if the model has one)"
         )
     if not isinstance(given, Mapping):
         raise TypeError(f"{name} must be a dict of options, got {type(given).__name__}; {way_out}")
@@ -233,15 +213,14 @@ def _options(name: str, module: nn.Module, kwargs: dict[str, Any], defaults: dic
     return {**defaults, **given}
 
 
-def _sortable_mask(name: str, columns: LayerMask) -> FlashMask:
-    """Return a layer's mask, or raise if it does not stay representable once rows are sorted."""
-    mask = columns.mask
-    if columns.keys is not None or not mask.causal or mask.indices.shape[-1] != 1:
+def _sortable_mask(name: str, layer: LayerMask) -> FlashMask:
+    """Return the mask of a layer, or raise if sorted rows cannot have it."""
+    mask = layer.mask
+    if layer.keys is not None or not mask.causal or mask.indices.shape[-1] != 1:
         kind = "causal" if mask.causal else "not causal"
         raise NotImplementedError(
-            f"attn_implementation='{name}' takes causal masks with n = 1 column (packed documents, trees, padding, "
-            f"windows counted in rows), but this layer's is {kind} and has n = {mask.indices.shape[-1]}; use "
-            "attn_implementation='flashmask' for it (a static cache makes such masks, a dynamic one does not, and so "
-            "do trees and shared questions deeper than a sliding window)"
+            f"attn_implementation='{name}' takes causal masks with n = 1 bound, but this layer's is {kind} and has "
+            f"n = {mask.indices.shape[-1]}; use attn_implementation='flashmask' (a static cache makes such masks, as "
+            "do trees deeper than a sliding window)"
         )
     return mask

@@ -1,9 +1,7 @@
 """The operators of sparse attention: hash buckets, the sort, attention to sorted rows and its backward.
 
-They are `flashmask_hf::nearest`, `flashmask_hf::sort_sparse`, `flashmask_hf::flash_attn_sparse_forward`,
-`flashmask_hf::flash_attn_sparse_backward` and `flashmask_hf::flash_attn_sparse_decode`. The last three gather the rows
-of q, k, v and of the output's gradient in sorted order, attend to them, and put the rows of the output and of the
-gradients back. In between q, k, v and lse stay sorted.
+`flash_attn_sparse_forward`, `_backward` and `_decode` gather the rows of q, k, v and of the output's gradient in sorted
+order, attend, and put the rows of the output and of the gradients back. The saved q, k, v and lse stay sorted.
 """
 
 from __future__ import annotations
@@ -41,15 +39,15 @@ _COUNTED = 256
 
 
 def _nearest(x: Tensor, directions: Tensor) -> Tensor:
-    """Find which of the directions and their opposites is nearest to each vector, by products that add up in float32.
+    """Find the direction, or opposite of a direction, that is nearest to each vector.
 
     Args:
-        x: floating point [B, H, S, D], of any strides. Products of float64 add up in float64.
+        x: floating point [B, H, S, D], of any strides. Products add up in float32, or in float64 for float64.
         directions: [Hd, D, n], rounded to x's dtype; head h has directions[h // (H // Hd)].
 
     Returns:
-        [B, H, S] in 0..2 * n - 1, of which the upper n are opposites; the lowest of equally near ones, and any for a
-        vector with NaN. uint8 where that suffices, or int32.
+        [B, H, S] in 0..2 * n - 1, uint8 if that suffices, or int32. The upper n are opposites. Ties take the lowest
+        number, vectors with NaN any number.
     """
     dtype = _bucket_dtype(directions)
     if torch_internals.runs_kernels(x.device) and x.dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -78,21 +76,21 @@ def _(x: Tensor, directions: Tensor) -> Tensor:
 def _sort_sparse(
     q_bucket: Tensor, k_bucket: Tensor, hidden_from: Tensor | None, n_buckets: int, exclude_self: bool, dropped: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort rows by bucket: the mask's columns for sorted rows and keys, and the orders, in int32.
+    """Sort rows by bucket: mask indices of sorted rows and keys, and the orders.
 
     Args:
         q_bucket: int [B, Hq, Sq].
         k_bucket: int [B, Hkv, Skv].
         hidden_from: int32 [B or 1, Hm, Skv], from `first_hidden_rows`, or None.
-        n_buckets: all buckets lie in 0..n_buckets - 1; 0 says nothing of them.
+        n_buckets: all buckets lie in 0..n_buckets - 1; 0 allows any bucket.
         exclude_self: as in `hash_sparse_attention`.
         dropped: a bucket that sees nothing, or -1.
 
     Returns:
-        columns int32 [B, Hq, Skv, 2], q_order int32 [B, Hq, Sq], k_order int32 [B, Hkv, Skv].
+        indices int32 [B, Hq, Skv, 2], q_order int32 [B, Hq, Sq], k_order int32 [B, Hkv, Skv].
 
     Raises:
-        ValueError: a bucket lies outside 0..n_buckets - 1, or `hidden_from` outside 0..Sq. A GPU asserts that itself.
+        ValueError: a bucket lies outside 0..n_buckets - 1, or `hidden_from` outside 0..Sq; on a GPU a device assertion.
     """
     without = None if dropped < 0 else dropped
     counted = 0 < n_buckets <= _COUNTED and torch_internals.runs_kernels(q_bucket.device)
@@ -157,21 +155,21 @@ def _flash_attn_sparse_forward(
         v: [B, Hkv, Skv, Dv].
         sinks: [Hq] or None.
         indices: int32 [B, Hq, Skv, 2] of a mask that is not causal, for sorted rows and keys.
-        tiles: of its plan.
-        counts: of its plan.
-        segments: of its plan.
+        tiles: of its tile plan.
+        counts: of its tile plan.
+        segments: of its tile plan.
         q_order: int32 [B, Hq, Sq], a permutation of every head's rows: sorted row i is row q_order[i].
-        q_kept: int32 [B, Hq], how many sorted rows are read, of which the mask hides the others; None is all.
-        k_order: int32 [B, Hkv, Skv], likewise.
-        k_kept: int32 [B, Hkv], likewise.
+        q_kept: int32 [B, Hq], the number of sorted rows to read; the mask hides the others. None is all.
+        k_order: int32 [B, Hkv, Skv], as `q_order`.
+        k_kept: int32 [B, Hkv], as `q_kept`.
         scale: factor on the scores.
         softcap: 0 is none.
         impl: as in `flash_attn_forward`.
         deterministic: as in `flash_attn_forward`.
 
     Returns:
-        out [B, Hq, Sq, Dv] in q's dtype, stored as [B, Sq, Hq, Dv]; and sorted, for the backward: lse [B, Hq, Sq]
-        float32 (float64 for float64 q), q, k and v.
+        out [B, Hq, Sq, Dv] in q's dtype, stored as [B, Sq, Hq, Dv]. For the backward, sorted: lse [B, Hq, Sq] float32
+        (float64 for float64 q), q, k and v.
     """
     q = gather_rows(q, q_order, q_kept)
     k, v = (gather_rows(x, k_order, k_kept) for x in (k, v))
@@ -213,8 +211,8 @@ def _flash_attn_sparse_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute the gradients of q, k, v, each stored as [B, S, H, D], and sinks (empty without sinks).
 
-    `dout` [B, Hq, Sq, Dv] is the gradient of `out`. The other arguments are those and the results of the forward.
-    Of them q, k, v and lse are sorted; `out`, `dout` and the gradients are not. The gradient of a dropped row is 0.
+    `dout` [B, Hq, Sq, Dv] is the gradient of `out`. The other arguments are arguments and results of the forward: q, k,
+    v and lse sorted, `out`, `dout` and the gradients not. Dropped rows have gradient 0.
     """
     settings = Settings(False, scale, softcap, impl, deterministic)
     with torch_internals.no_autocast(q.device):
@@ -272,7 +270,7 @@ def _flash_attn_sparse_decode(
     softcap: float,
     impl: str,
 ) -> Tensor:
-    """Attention of few sorted rows, without a plan and without gradients.
+    """Attend to few sorted rows, without a tile plan and without gradients.
 
     Arguments and result as in `flash_attn_sparse_forward`, its `out` alone; `impl` as in `flash_attn_decode`.
     """

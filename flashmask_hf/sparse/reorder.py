@@ -1,4 +1,4 @@
-"""Rows of attention's tensors in another order, as sparse attention sorts them: gathered, and put back."""
+"""Rows of q, k, v and gradients in sorted order: gathered, and put back."""
 
 from __future__ import annotations
 
@@ -11,15 +11,12 @@ __all__ = ["gather_rows", "gather_upstream", "put_rows_back", "with_sequence_out
 
 
 def gather_rows(x: Tensor, order: Tensor, kept: Tensor | None) -> Tensor:
-    """Return the rows of x in another order.
+    """Return the rows of x in another order: y [B, H, S, D], contiguous, with y[b, h, i] = x[b, h, order[b, h, i]].
 
     Args:
         x: [B, H, S, D], of any strides.
         order: int32 [B, H, S], a permutation of every head's rows.
-        kept: int32 [B, H], how many rows of the order count; the others become 0, whatever they hold. None is all.
-
-    Returns:
-        y [B, H, S, D] with y[b, h, i] = x[b, h, order[b, h, i]], contiguous, the layout that the kernels load fastest.
+        kept: int32 [B, H], the number of rows to read per head; the others become 0. None is all.
     """
     if torch_internals.runs_kernels(x.device):
         from flashmask_hf.sparse.kernels import gather
@@ -43,17 +40,17 @@ def put_rows_back(x: Tensor, order: Tensor) -> Tensor:
 def gather_upstream(
     dout: Tensor, out: Tensor, order: Tensor, kept: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return the rows of the output's gradient in another order, and the row sums that the backward subtracts.
+    """Gather the output's gradient, and compute the row sums that the backward subtracts.
 
     Args:
         dout: [B, H, S, D], of any strides.
         out: [B, H, S, D], in the order of dout.
         order: as in `gather_rows`.
-        kept: as in `gather_rows`; neither dout nor out is read in rows that do not count, and their sums are 0.
+        kept: as in `gather_rows`, for dout and out; the sums of other rows are 0.
         dtype: of the sums, float32 or float64.
 
     Returns:
-        dout's rows as `gather_rows` returns them; the sums of their products with the rows of out, `dtype` [B, H, S].
+        dout's rows as from `gather_rows`; the sums over D of dout * out in the same order, `dtype` [B, H, S].
     """
     if torch_internals.runs_kernels(dout.device):
         from flashmask_hf.sparse.kernels import gather

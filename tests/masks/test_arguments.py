@@ -194,12 +194,12 @@ LONGER = FlashMask(torch.full((1, 1, 8, 1), 9, dtype=torch.int32), causal=True)
         (
             lambda: masks.hash_sparse(BUCKET, BUCKET, mask=masks.sliding_window(8, 2, causal=False)),
             ValueError,
-            r"mask must be causal with n = 1 column, got causal=False, n = 2: .* windows of flashmask_hf.masks",
+            r"mask must be causal with n = 1 bound, got causal=False, n = 2; .* windows of flashmask_hf.masks",
         ),
         (
             lambda: masks.qk_sparse(KEEP, KEEP, mask=masks.causal_document([3, 4])),
             ValueError,
-            r"mask has 7 key columns, but there are 8 keys",
+            r"mask must have 8 keys, got 7",
         ),
         (lambda: masks.qk_sparse(KEEP, KEEP, mask=LONGER), ValueError, r"must lie in 0\.\.q_len = 0\.\.8"),
         (lambda: masks.hash_sparse(BUCKET, BUCKET, mask=LONGER), ValueError, r"must lie in 0\.\.q_len = 0\.\.8"),

@@ -422,7 +422,7 @@ def test_layers_and_keywords_that_do_not_fit_are_refused():
         qk_attention_forward(layer(), q, k, v, None, dropout=0.1)
     with pytest.raises(NotImplementedError, match=r"block_mask.*'flashmask_hash'"):
         hash_attention_forward(layer(), q, k, v, None, block_mask=1)
-    with pytest.raises(ValueError, match="q_keep and k_keep belong together"):
+    with pytest.raises(ValueError, match="q_keep and k_keep must be given together"):
         qk_attention_forward(layer(), q, k, v, None, q_keep=torch.ones(2, 4, LENGTH, dtype=torch.bool))
     with pytest.raises(NotImplementedError, match="a static cache makes such masks"):
         model_with("flashmask_hash").generate(

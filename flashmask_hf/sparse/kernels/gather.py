@@ -1,12 +1,11 @@
-"""Rows of attention's tensors moved to a sorted order and back; `flashmask_hf.sparse.reorder` is their host side.
+"""Kernels of `flashmask_hf.sparse.reorder`: rows of attention's tensors moved to a sorted order and back.
 
-An order is a permutation of a head's rows, and a program moves the rows of one block of positions in it:
+An order is a permutation of a head's rows. A program moves the rows of one block of positions in it:
 
     _move:             x                        -> its rows in the order; or back from the order
     _gather_upstream:  gradient of out, and out -> rows of the gradient in the order; row sums of their product, delta
 
-Neighbouring programs take the heads of the same positions, whose rows lie side by side where tokens are outermost in
-memory.
+Neighbouring programs take the heads of the same positions, which are neighbours in memory if tokens are outermost.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ def _load_positions(order, kept, heads, rows, n_blocks, KEPT: tl.constexpr, BLOC
     """Load the block of an order that this program moves.
 
     Returns:
-        batch, head, plane: which order, as int64.
-        position, row: positions [BLOCK_S] in the order and the rows that they hold, as int64.
-        inside, is_kept: which positions exist, and which of these are among the first `kept` ones.
+        batch, head, plane: which order, int64.
+        position, row: positions [BLOCK_S] in the order, and their rows, int64.
+        inside, is_kept: which positions exist, and which are among the first `kept` positions.
     """
     head = (tl.program_id(0) % heads).to(tl.int64)
     block = tl.program_id(0) // heads % n_blocks
@@ -50,7 +49,7 @@ def _move(
 ):  # fmt: skip
     """Copy row order[i] of x to row i of y, or row i to row order[i] if BACK.
 
-    If KEPT, positions behind the first `kept` ones are not read but become 0.
+    If KEPT, positions behind the first `kept` are not read but become 0.
 
     Tensors:
         x: [B, heads, rows, dims], dense in the last axis.
@@ -78,7 +77,7 @@ def _gather_upstream(
 ):  # fmt: skip
     """Copy row order[i] of dout to row i of `gathered`, and store its dot product with that row of out in delta.
 
-    If KEPT, positions behind the first `kept` ones are not read; both results are 0 there.
+    If KEPT, positions behind the first `kept` are not read; both results are 0 there.
 
     Tensors:
         dout, out: [B, heads, rows, dims].
@@ -106,7 +105,7 @@ def _gather_upstream(
 
 
 def _blocks(rows: int, dims: int, elements: int) -> tuple[int, int, int]:
-    """Return (n_blocks, BLOCK_S, BLOCK_D) for a head's rows, so that a program moves at most `elements`."""
+    """Return (n_blocks, BLOCK_S, BLOCK_D) for a head's rows; a program moves at most `elements`."""
     block_d = triton.next_power_of_2(dims)
     block_s = min(elements // block_d, triton.next_power_of_2(rows))
     return triton.cdiv(rows, block_s), block_s, block_d
@@ -127,12 +126,12 @@ def _move_rows(x: Tensor, y: Tensor, order: Tensor, kept: Tensor | None, back: b
 
 
 def gather_rows(x: Tensor, order: Tensor, kept: Tensor | None) -> Tensor:
-    """Return the rows of x in another order; arguments and result as in `flashmask_hf.sparse.reorder.gather_rows`."""
+    """Run `_move` for `reorder.gather_rows`."""
     return _move_rows(x, x.new_empty(x.shape), order, kept, back=False)
 
 
 def put_rows_back(x: Tensor, order: Tensor) -> Tensor:
-    """Undo `gather_rows`; arguments and result as in `flashmask_hf.sparse.reorder.put_rows_back`."""
+    """Run `_move` for `reorder.put_rows_back`."""
     batch, heads, rows, dims = x.shape
     return _move_rows(x, x.new_empty(batch, rows, heads, dims).transpose(1, 2), order, None, back=True)
 
@@ -140,7 +139,7 @@ def put_rows_back(x: Tensor, order: Tensor) -> Tensor:
 def gather_upstream(
     dout: Tensor, out: Tensor, order: Tensor, kept: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return the rows of dout in another order, and delta; as in `flashmask_hf.sparse.reorder.gather_upstream`."""
+    """Run `_gather_upstream` for `reorder.gather_upstream`."""
     batch, heads, rows, dims = dout.shape
     gathered = dout.new_empty(batch, heads, rows, dims)
     delta = dout.new_empty(batch, heads, rows, dtype=dtype)

@@ -25,7 +25,7 @@ def _nearest(
 ):  # fmt: skip
     """Find the nearest direction of each vector in a block of rows of a head.
 
-    Neighbouring programs take the heads of the same rows, which lie side by side where tokens are outermost in memory.
+    Neighbouring programs take the heads of the same rows, which are neighbours in memory if tokens are outermost.
 
     Tensors:
         x: [B, heads, rows, dims], dense in the last axis.
@@ -76,7 +76,7 @@ def nearest(x: Tensor, directions: Tensor, dtype: torch.dtype) -> Tensor:
         dtype: of the result.
 
     Returns:
-        [B, H, S] in 0..2 * n - 1, of which the upper n are opposites.
+        [B, H, S] in 0..2 * n - 1; the upper n are opposites.
     """
     batch, heads, rows, dims = x.shape
     count = directions.shape[2]

@@ -1,7 +1,7 @@
-"""A stable counting sort of queries and keys by bucket, and the mask's indices of the sorted keys.
+"""A stable counting sort of queries and keys by bucket, and the mask indices of the sorted keys.
 
-A program takes one block of rows of one plane, queries and keys in one launch. A plane is one head of one entry of the
-batch; a side is the queries or the keys.
+A plane is one head of one entry of the batch; a side is the queries or the keys. A program takes one block of rows of
+one plane; one launch takes both sides.
 
     _count_buckets:   rows of each bucket in each block         -> counts, ordered by (side, plane, bucket, block)
     torch.cumsum:     counts                                    -> starts: where each block's rows of a bucket begin
@@ -30,8 +30,8 @@ def _load_block(bucket, program, rows, n_buckets, BLOCK: tl.constexpr, BUCKETS: 
 
     Returns:
         in_bucket: int32 [BLOCK, BUCKETS], 1 at the bucket of each row; all 0 for rows past the end or in no bucket.
-        row, plane: which rows [BLOCK] of which plane they are.
-        first, index: where the counts of the plane begin among the side's, and where those of the block are [BUCKETS].
+        row, plane: the rows [BLOCK] and their plane.
+        first, index: start of the plane's counts among the side's, and of the block's counts [BUCKETS].
     """
     n_blocks = tl.cdiv(rows, BLOCK)
     plane = (program // n_blocks).to(tl.int64)
@@ -91,7 +91,7 @@ def _sort_rows(
 
 @triton.jit
 def _find_first(order, start, end, row, steps):
-    """Return the first position in [start, end), where `order` ascends, that holds `row` or more; `end` if none does.
+    """Return the first position in [start, end), where `order` ascends, with a value of `row` or more; `end` if none.
 
     `steps` bounds the steps of the binary search.
     """
@@ -110,9 +110,8 @@ def _sorted_indices(
 ):  # fmt: skip
     """Compute the indices [LTS, UTE] of BLOCK sorted keys of one query head.
 
-    A key is visible to the queries of its own bucket, which fill the sorted rows [start, end), from the first one with
-    an original index >= its own (> if EXCLUDE_SELF) on, and before the first one from `hidden_from` on if HIDDEN. Keys
-    of bucket DROPPED are hidden from all rows.
+    A key is visible to the queries of its bucket, in sorted rows [start, end), with an original index >= its own (> if
+    EXCLUDE_SELF) and below `hidden_from` (if HIDDEN). Keys of bucket DROPPED are hidden from all rows.
 
     Tensors:
         k_bucket, k_order: [B, Hkv, Skv], the buckets and the order of the keys.
@@ -158,17 +157,17 @@ def _block(n_buckets: int) -> int:
 
 
 def sort_by_bucket(q_bucket: Tensor, k_bucket: Tensor, n_buckets: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort every head's queries and keys by bucket, stably; only once if both are the same tensor.
+    """Sort every head's queries and keys by bucket, stably; once if both are the same tensor.
 
     Args:
-        q_bucket: int [B, Hq, Sq], contiguous, in 0..n_buckets - 1; on a GPU the device asserts that.
+        q_bucket: int [B, Hq, Sq], contiguous, in 0..n_buckets - 1; a GPU asserts it.
         k_bucket: int [B, Hkv, Skv], likewise.
-        n_buckets: at most 256. Scratch memory takes 8 * n_buckets * ceil(S / _block(n_buckets)) bytes a head.
+        n_buckets: at most 256. Scratch memory takes 8 * n_buckets * ceil(S / _block(n_buckets)) bytes per head.
 
     Returns:
         q_order int32 [B, Hq, Sq]; k_order int32 [B, Hkv, Skv]; starts int32 [1 + B * Hq * n_buckets * blocks + ...]:
-        how many queries precede each (plane, bucket, block) in the order of all planes, and then the same of keys
-        unless they are the same.
+        the number of queries before each (plane, bucket, block) in the order of all planes, then of keys unless they
+        are the same.
     """
     q_len, kv_len = q_bucket.shape[2], k_bucket.shape[2]
     block = _block(n_buckets)
@@ -197,7 +196,7 @@ def sorted_columns(
     exclude_self: bool = False,
     dropped: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute what `flashmask_hf.masks.sorted.sorted_columns` does, for buckets in 0..n_buckets - 1 and in int32."""
+    """Return what `flashmask_hf.masks.sorted.sorted_columns` returns, in int32, for buckets in 0..n_buckets - 1."""
     batch, heads, q_len = q_bucket.shape
     kv_heads, kv_len = k_bucket.shape[1:]
     shared = q_bucket is k_bucket
