@@ -46,7 +46,8 @@ def as_integers(values: Any, name: str) -> NDArray[np.int64]:
     if array.ndim != 1:
         raise TypeError(f"{name} must be a flat sequence of integers, got {array.ndim} axes")
     if array.size and array.dtype.kind not in "iub":
-        raise TypeError(f"{name} must be integers, got {array.dtype}")
+        got = "missing values or other objects" if array.dtype == object else array.dtype
+        raise TypeError(f"{name} must be integers, got {got}")
     if array.size and array.dtype == np.uint64 and array.max() > _MAX_INT64:
         raise ValueError(f"{name} must fit into int64, got {array.max()}")
     return array.astype(np.int64, copy=False)

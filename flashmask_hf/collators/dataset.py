@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from flashmask_hf._numbers import as_integer
 from flashmask_hf.collators import messages
 from flashmask_hf.collators.bins import best_fit_decreasing
+from flashmask_hf.collators.columns import as_integers
 from flashmask_hf.collators.documents import unread_documents
 from flashmask_hf.collators.labels import LABEL_COLUMNS, MASK_COLUMNS, drop_unused_masks, has_labels, masked_labels
 from flashmask_hf.collators.options import as_count, check_truncation_mode
@@ -37,7 +38,7 @@ _NAME = "_example"
 """Column of a stream that names its examples in messages."""
 
 _WEIGHTS = re.compile(r"((sample|example|instance|loss|token)_)?weights?")
-"""Names of columns and of keys of messages that weigh examples, tokens or turns, and that nothing reads."""
+"""Names of columns and of keys of messages that weigh examples, tokens or turns."""
 
 SomeDataset = TypeVar("SomeDataset", bound=Dataset | IterableDataset)
 
@@ -55,16 +56,14 @@ def pack_dataset(
 ) -> SomeDataset:
     """Pack a tokenized dataset best-fit-decreasing into rows of at most `max_length` tokens.
 
-    Documents are split or truncated only if `split` or `truncation_mode` says so. Documents without labels are dropped,
-    such as the pieces of a long prompt: their labels or masks select no token after the first. Warnings count these and
-    the truncated ones, of a stream batch by batch. Rows are ordered by their first document, and documents keep their
-    order within a row. `Dataset.map` does the work: results are deterministic and cached on disk, and memory is
-    bounded.
+    Documents are split or truncated only if `split` or `truncation_mode` says so. Documents without a label after their
+    first token are dropped, for example pieces of a long prompt. Warnings count dropped and truncated documents, in a
+    stream batch by batch. Rows are ordered by their first document, and documents keep their order within a row.
+    `Dataset.map` does the work: results are deterministic and cached on disk, and memory is bounded.
 
-    Rows are for `DataCollatorForPackedLanguageModeling`. `input_ids` and `labels` of a row are lists of documents, and
-    the last one is empty. So no trainer can remove what tells the documents apart. Where flat rows would let documents
-    see each other, the collators of transformers and TRL raise, also after TRL's packing: "expected sequence of length
-    ..." (of PyTorch), or "excessive nesting".
+    Rows are for `DataCollatorForPackedLanguageModeling`. The document boundaries are part of `input_ids` and `labels`,
+    lists of documents that end with an empty list, so no trainer can drop them. Stock collators raise instead of mixing
+    documents, also after TRL's packing: "expected sequence of length ..." (PyTorch), or "excessive nesting".
 
     Args:
         dataset: tokenized examples with `input_ids`, and any of `labels`, `completion_mask`, `assistant_masks` and
@@ -73,25 +72,26 @@ def pack_dataset(
         max_length: maximum number of tokens of a row.
         split: cut a longer document into consecutive pieces, each a document of its own with positions from 0.
         truncation_mode: what to do with a longer document otherwise: "error", "keep_start" or "keep_end".
-        completion_only_loss: how to make labels from masks, for examples without labels: None uses `completion_mask`
-            where there is one, False ignores it, True requires it (or `labels`).
+        completion_only_loss: how to make labels from masks, for examples without labels: None uses a `completion_mask`
+            if there is one, False ignores it, True requires it (or `labels`).
         max_position_embeddings: the model's number of positions; a longer document raises. None skips the check.
         batch_size: number of examples packed together. A larger batch packs a little tighter, takes more memory, and
-            lets a stream wait longer for its first row. None is 4,000 for a Dataset and 1,000 for an IterableDataset.
+            delays the first row of a stream. None is 4,000 for a Dataset and 1,000 for an IterableDataset.
         num_proc: number of processes, for a `Dataset`.
 
     Returns:
-        Dataset or IterableDataset: one example per row, in int32, with `input_ids`, a list of documents, the last one
-        empty; `labels`, likewise, unless the examples have neither labels nor masks; `token_type_ids`, likewise, if the
-        examples have them; and `seq_lengths`, the lengths of the documents. Rows with and without labels may be
-        concatenated: without, every token is learned.
+        Dataset or IterableDataset: one example per row, in int32. `input_ids` is a list of documents, the last one
+        empty; so is `labels`, unless the examples have neither labels nor masks, and `token_type_ids`, if the examples
+        have them. `seq_lengths` has the lengths of the documents. Rows with and without labels may be concatenated;
+        without labels, every token is learned.
 
     Raises:
-        TypeError: `dataset` is neither a Dataset nor an IterableDataset; a column does not hold lists of integers.
+        TypeError: `dataset` is neither a Dataset nor an IterableDataset, an argument is of another type, or a column
+            does not hold lists of integers.
         ValueError: an argument is out of range; the dataset is empty, already packed, has a transform, or has no
             labels; or an example is empty, too long or padded, has an empty completion, negative token ids, or columns
-            of different lengths. The message names the example's index and the way out. In a stream it also names the
-            beginning of the example's other columns, and an example without the columns of the first one raises, too.
+            of different lengths. In a stream, examples without the columns of the first one raise, too, and messages
+            also show the beginning of the example's other columns.
 
     Example:
         >>> from datasets import Dataset
@@ -142,28 +142,31 @@ def pack_dataset(
             "version": _VERSION,
         },
     }
-    if isinstance(dataset, Dataset):
-        options |= {"num_proc": num_proc, "desc": f"Packing to {max_length} tokens"}
-        packed: Any = dataset.with_format("arrow").map(_pack_table, **options).with_format(None)
-    else:
-        packed = _stream_of_tokens(dataset, first).map(_pack_stream, remove_columns=[*_TOKEN_COLUMNS, _NAME], **options)
-    if isinstance(dataset, Dataset) and not len(packed):
+    if isinstance(dataset, IterableDataset):
+        tokens = _stream_of_tokens(dataset, first)
+        return tokens.map(_pack_stream, remove_columns=[*_TOKEN_COLUMNS, _NAME], **options)
+    options |= {"num_proc": num_proc, "desc": f"Packing to {max_length} tokens"}
+    packed: Any = dataset.with_format("arrow").map(_pack_table, **options).with_format(None)
+    if not len(packed):
         raise ValueError(
             f"dataset has nothing to learn: its labels are {IGNORED} everywhere, or were cut away; raise max_length, "
             "choose another truncation_mode, or look at its labels and masks"
         )
-    if isinstance(dataset, Dataset):  # not while rows are made, beside a progress bar and once for all runs
-        (lengths,), (documents,) = column_lengths(dataset, ["input_ids"]), column_lengths(packed, ["seq_lengths"])
-        pieces = int((-(-lengths // max_length)).sum()) if split else len(lengths)
-        _warn_of_losses(lengths, max_length, truncation_mode, pieces, int(documents.sum()))
+    # In `map`, warnings would break the progress bar, and be missing on a cached second run.
+    (lengths,), (documents,) = column_lengths(dataset, ["input_ids"]), column_lengths(packed, ["seq_lengths"])
+    pieces = int((-(-lengths // max_length)).sum()) if split else len(lengths)
+    _warn_of_losses(lengths, max_length, truncation_mode, pieces, int(documents.sum()))
     return packed
 
 
 def unformatted(dataset: Any) -> Any:
-    """Return the dataset's visible columns as Python objects, because chat templates cannot read arrays and tensors."""
+    """Return the dataset's visible columns as Python objects, because chat templates cannot read arrays and tensors.
+
+    A dataset with a transform, which may make the columns, is returned unchanged.
+    """
     if isinstance(dataset, Dataset):
         formatted = dataset.format
-        if formatted["type"] == "custom":  # a transform, which may make the columns
+        if formatted["type"] == "custom":
             return dataset
         if not formatted["output_all_columns"]:
             dataset = dataset.select_columns(formatted["columns"])
@@ -171,27 +174,21 @@ def unformatted(dataset: Any) -> Any:
 
 
 def refuse_transform(dataset: Any, name: str) -> None:
-    """Raise a ValueError if a dataset has a transform, which rows that are made once would not run anew."""
+    """Raise a ValueError if a dataset has a transform."""
     if isinstance(dataset, Dataset) and dataset.format["type"] == "custom":
         raise ValueError(
-            f"{name} has a transform (with_transform), which could not run anew in each epoch, since examples are "
-            "prepared once; apply it with dataset.map(...) before"
+            f"{name} has a transform (with_transform), but examples are prepared once, not in each epoch; apply it "
+            "with dataset.map(...) before"
         )
 
 
-def unread_weights(example: Mapping[str, Any]) -> list[str]:
-    """Return the columns and the keys of messages in an example that weigh examples, tokens or turns."""
-    found = [column for column in example if _WEIGHTS.fullmatch(column)]
+def warn_of_weights(example: Mapping[str, Any], name: str) -> None:
+    """Warn of weights in the columns or messages of a dataset's first example, because nothing reads them."""
+    weights = [column for column in example if _WEIGHTS.fullmatch(column)]
     for column, value in example.items():
         turn = value[0] if isinstance(value, list) and value else None
         if isinstance(turn, Mapping):
-            found += [f"{column}[...][{key!r}]" for key in turn if _WEIGHTS.fullmatch(str(key))]
-    return found
-
-
-def warn_of_weights(example: Mapping[str, Any], name: str) -> None:
-    """Warn of weights in the first example of a dataset, which nothing reads."""
-    weights = unread_weights(example)
+            weights += [f"{column}[...][{key!r}]" for key in turn if _WEIGHTS.fullmatch(str(key))]
     if weights:
         _warn(
             f"{name} has {', '.join(weights)}, which nothing reads: examples and turns weigh the same. Repeat or leave "
@@ -200,7 +197,7 @@ def warn_of_weights(example: Mapping[str, Any], name: str) -> None:
 
 
 def column_lengths(dataset: Dataset, columns: Sequence[str]) -> list[NDArray[np.int64]]:
-    """Return the lengths of the lists in some columns, int64 [rows] each; a missing list has -1."""
+    """Return the lengths of the lists in some columns, int64 [rows] each; -1 for a missing list."""
     tables: Any = dataset.select_columns(list(columns)).with_format("arrow").iter(batch_size=10_000)
     parts = [
         [pc.call_function("list_value_length", [table[name]]).fill_null(-1).to_numpy() for name in columns]
@@ -214,12 +211,8 @@ def _warn_of_losses(
 ) -> None:
     """Warn of documents that were cut or left out.
 
-    Args:
-        lengths: the lengths of the examples, int64 [n].
-        max_length: as in `pack_dataset`.
-        truncation_mode: as in `pack_dataset`.
-        pieces: number of documents before those without labels were left out.
-        packed: number of documents afterwards.
+    `lengths` has the lengths of the examples, `pieces` and `packed` are the numbers of documents before and after those
+    without labels were left out.
     """
     cut = int((lengths > max_length).sum())
     if cut and truncation_mode != "error":
@@ -232,7 +225,7 @@ def _warn_of_losses(
 
 
 def _warn(message: str) -> None:
-    """Log a warning about a dataset in the first of several processes, which all read the same."""
+    """Log a warning about a dataset on the first rank; all ranks read the same dataset."""
     if not int(os.environ.get("RANK", "0")):
         logger.warning(message)
 
@@ -241,8 +234,8 @@ def packing_efficiency(dataset: Dataset, max_length: int) -> float:
     """Return the fraction of a packed dataset's row space that holds tokens.
 
     Args:
-        dataset: packed rows with a `seq_lengths` column, as `pack_dataset` and TRL's packing write it.
-        max_length: number of tokens that a row can hold.
+        dataset: packed rows with a `seq_lengths` column, from `pack_dataset` or TRL's packing.
+        max_length: capacity of a row in tokens.
 
     Example:
         >>> from datasets import Dataset
@@ -264,9 +257,9 @@ def _refuse_packed(example: Mapping[str, Any], name: str) -> None:
 
 
 def _stream_of_tokens(dataset: IterableDataset, first: Mapping[str, Any]) -> IterableDataset:
-    """Return a stream of the columns that packing reads, None where the first example has none, and of names.
+    """Return a stream of token columns, None where the first example has none, and of the examples' names.
 
-    It holds Python objects: Arrow's tables would need one schema for all examples, also of columns that nothing reads.
+    It holds Python objects, because Arrow would need one schema for all examples, also of columns that are not read.
     """
     given = [name for name in _TOKEN_COLUMNS if first.get(name) is not None]
     plain = dataset.with_format(None).map(_read_tokens, with_indices=True, fn_kwargs={"given": given})
@@ -274,17 +267,18 @@ def _stream_of_tokens(dataset: IterableDataset, first: Mapping[str, Any]) -> Ite
 
 
 def _read_tokens(example: Mapping[str, Any], index: int, *, given: Sequence[str]) -> dict[str, Any]:
-    """Return the columns that packing reads of an example of a stream, int64 [n] each or None, and its name."""
+    """Return the token columns of an example of a stream, int64 [n] each or None, and its name."""
     names = (*_TOKEN_COLUMNS, "attention_mask")
-    others = {name: value for name, value in example.items() if name not in names and value is not None}
-    text = ", ".join(f"{name}={_brief.repr(value)}" for name, value in list(others.items())[:2])[:60]
+    present = {name: value for name, value in example.items() if value is not None}
+    others = [f"{name}={_brief.repr(value)}" for name, value in present.items() if name not in names]
+    text = ", ".join(others[:2])[:60]
     name = f"example {index} of the stream" + (f" ({text})" if text else "")
-    columns = {column: _as_tokens(example[column], column, name) for column in names if example.get(column) is not None}
+    columns = {column: as_integers(present[column], f"{column} of {name}") for column in names if column in present}
     for column in _TOKEN_COLUMNS:
         if (column in columns) != (column in given):
             which = "has" if column in columns else "lacks"
             raise ValueError(f"{name} {which} {column}, unlike the first example; give it to all examples, or to none")
-    _refuse_packed({name: value for name, value in example.items() if value is not None}, name)
+    _refuse_packed(present, name)
     if not columns.pop("attention_mask", np.ones(1)).all():
         raise ValueError(messages.padded(name))
     return dict.fromkeys(_TOKEN_COLUMNS) | columns | {_NAME: name}
@@ -295,22 +289,8 @@ _brief.maxstring = _brief.maxother = 30
 _brief.maxlist = _brief.maxdict = 1
 
 
-def _as_tokens(values: Any, column: str, name: str) -> NDArray[np.int64]:
-    """Return a column of an example of a stream as int64 [n]."""
-    try:
-        array = np.asarray(values)
-    except ValueError:  # a ragged list
-        array = np.asarray(None)
-    if array.dtype == object and array.ndim == 1:
-        raise ValueError(f"{column} of {name} is missing or has missing values; remove the example")
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iub"):
-        way = "; tokenize the dataset first" if column == "input_ids" else ""
-        raise TypeError(f"column {column} must hold lists of integers, got {type(values).__name__} in {name}{way}")
-    return array.astype(np.int64)
-
-
 def _pack_table(table: pa.Table, indices: Sequence[int], **options: Any) -> pa.Table:
-    """Pack the examples of an Arrow table; `indices` are their indices in the dataset, for error messages."""
+    """Pack the examples of an Arrow table; `indices` are the examples' places in the dataset."""
     names = [f"example {index}" for index in indices]
     given = [name for name in _TOKEN_COLUMNS if name in table.column_names]
     columns = {name: _documents(table.column(name).chunks, name, names) for name in given}
@@ -323,7 +303,7 @@ def _pack_table(table: pa.Table, indices: Sequence[int], **options: Any) -> pa.T
 
 
 def _pack_stream(batch: dict[str, list[Any]], indices: Sequence[int], **options: Any) -> dict[str, list[Any]]:
-    """Pack examples of `_stream_of_tokens`, whose indices are in their names."""
+    """Pack examples of `_stream_of_tokens`."""
     columns: dict[str, list[NDArray[Any]]] = {}
     for name in _TOKEN_COLUMNS:
         arrays = batch[name]
@@ -347,8 +327,8 @@ def _pack(
 ) -> pa.Table:
     """Pack examples, whose `names` are for error messages.
 
-    `warns` says whether to warn of documents that are cut or left out, as for a stream, of which nothing is known
-    before. `version` is read by nothing but the cache of `Dataset.map`.
+    With `warns`, as in a stream, warn of documents that are cut or left out. Only the cache of `Dataset.map` reads
+    `version`.
     """
     lengths = _lengths(columns["input_ids"])
     _check_columns(columns, lengths, names)
@@ -360,20 +340,20 @@ def _pack(
                 masked_labels(document, dict(zip(masks, own, strict=True)), name)
                 for name, document, *own in zip(names, columns["input_ids"], *masks.values(), strict=True)
             ]
-    whole, longest = lengths, int(lengths.argmax())
-    longest_name = names[longest]
-    owners, starts = np.arange(len(lengths)), np.zeros_like(lengths)  # of each piece: its document, and where it starts
-    if lengths[longest] > max_length:
+    whole, longest = lengths, names[int(lengths.argmax())]
+    owners, starts = np.arange(len(lengths)), np.zeros_like(lengths)  # document of each piece, and the piece's start
+    if whole.max() > max_length:
         if split:
-            owners, starts, lengths = _pieces(lengths, max_length)
+            counts = -(-whole // max_length)  # pieces of each document
+            owners = np.repeat(owners, counts)
+            starts = max_length * (np.arange(len(owners)) - (np.cumsum(counts) - counts)[owners])
         elif truncation_mode == "error":
-            raise ValueError(messages.too_long(longest_name, lengths[longest], max_length, can_split=True))
-        else:
-            if truncation_mode == "keep_end":
-                starts = np.maximum(lengths - max_length, 0)
-            lengths = np.minimum(lengths, max_length)
+            raise ValueError(messages.too_long(longest, whole.max(), max_length, can_split=True))
+        elif truncation_mode == "keep_end":
+            starts = np.maximum(whole - max_length, 0)
+        lengths = np.minimum(whole[owners] - starts, max_length)
     if max_position_embeddings is not None and lengths.max() > max_position_embeddings:
-        raise ValueError(messages.too_deep(longest_name, int(lengths.max()), max_position_embeddings))
+        raise ValueError(messages.too_deep(longest, int(lengths.max()), max_position_embeddings))
 
     pieces = list(zip(owners.tolist(), starts.tolist(), (starts + lengths).tolist(), strict=True))
     if "labels" in columns:
@@ -394,17 +374,12 @@ def _pack(
 
 
 def _documents(chunks: Sequence[pa.Array], name: str, examples: Sequence[str]) -> list[NDArray[Any]]:
-    """Return the lists of a column's chunks as views of its values, without copying int32.
-
-    Args:
-        chunks: the column.
-        name: its name.
-        examples: the names of its examples.
+    """Return the lists in the chunks of the column `name` as views of its values, without copying int32.
 
     Raises:
         TypeError: the column does not hold lists of integers.
-        ValueError: a list is missing or has missing values, a token id is negative, or one or a label does not fit
-            into int32.
+        ValueError: a list is missing or has missing values, a token id is negative, or a token id or label does not fit
+            into int32. The message names one of the `examples`.
     """
     documents: list[NDArray[Any]] = []
     for chunk in chunks:
@@ -449,26 +424,10 @@ def _check_columns(columns: dict[str, list[NDArray[Any]]], lengths: NDArray[np.i
         raise ValueError(messages.empty(names[int(lengths.argmin())]))
 
 
-def _pieces(
-    lengths: NDArray[np.int64], max_length: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Cut documents into pieces of at most `max_length` tokens.
-
-    Returns:
-        The index of each piece's document, where in the document the piece starts, and its length, int64 [pieces] each.
-    """
-    pieces = -(-lengths // max_length)  # of each document
-    owners = np.repeat(np.arange(len(lengths)), pieces)
-    starts = max_length * (np.arange(len(owners)) - (np.cumsum(pieces) - pieces)[owners])
-    return owners, starts, np.minimum(lengths[owners] - starts, max_length)
-
-
 def _row_array(rows: Sequence[NDArray[np.int64]], documents: Sequence[NDArray[np.int32]]) -> pa.Array:
-    """Build the Arrow column of packed rows: a list of documents each, which ends with an empty one.
+    """Build the Arrow column of packed rows, lists of documents that end with an empty one.
 
-    Args:
-        rows: the lengths of each row's documents.
-        documents: the documents of all rows, int32 [n] each.
+    `rows` has the lengths of each row's documents, and `documents` the documents of all rows, int32 [n] each.
     """
     row_edges = np.cumsum([0] + [len(row) + 1 for row in rows])
     lengths = [np.append(row, 0) for row in rows]

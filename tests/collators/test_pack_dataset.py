@@ -368,14 +368,15 @@ def test_the_columns_of_a_stream_may_change(name):
             "has labels, unlike the first example; give it to all examples, or to none",
         ),
         ({"input_ids": None}, "lacks input_ids, unlike the first example"),
-        ({"input_ids": [1, None]}, "has missing values"),
+        ({"input_ids": [1, None]}, "missing values"),
         ({"input_ids": [1], "seq_lengths": [1]}, "packed already"),
     ],
 )
 def test_an_example_of_a_stream_is_named_by_what_it_holds(example, message):
     """Its index alone would not help where the stream is filtered, shuffled or sharded."""
     stream = stream_of({"id": "a", "input_ids": [1]}, {"id": "b7", "text": "w" * 99} | example)
-    with pytest.raises(ValueError, match=r"example 1 of the stream \(id='b7', text='w+\.\.\.w+'\)") as error:
+    named = r"example 1 of the stream \(id='b7', text='w+\.\.\.w+'\)"
+    with pytest.raises((TypeError, ValueError), match=named) as error:
         list(pack_dataset(stream, 8))
     assert re.search(message, str(error.value))
     assert len(str(error.value)) <= 200
