@@ -198,7 +198,7 @@ PROMISES = {
     "transformers": "import flashmask_hf\nfrom transformers import AttentionInterface\n"
     "import flashmask_hf.hf.packed.shared_prefill\nprint('flashmask' in AttentionInterface())",
     "train": "import flashmask_hf.collators, flashmask_hf.trainers\n"
-    "from flashmask_hf.long_rows.budget import available_host_bytes\nprint(available_host_bytes() > 0)",
+    "from flashmask_hf.trainers.step_memory import available_host_bytes\nprint(available_host_bytes() > 0)",
     "plot": "from flashmask_hf import masks\nprint(masks.causal(64).plot())",
 }
 """For each extra, code that needs what it brings, and prints; "transformers" is that package beside the attention."""

@@ -13,7 +13,7 @@ __all__ = ["keep_attention", "offload_checkpoints", "tile_tokens"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use what imports TorchDynamo, which takes longer than the rest of the package."""
+    """Import modules that import TorchDynamo on first use, because that takes longer than the rest of the package."""
     modules = {"offload_checkpoints": "offload", "tile_tokens": "tiling"}
     if name not in modules:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -17,7 +17,14 @@ from flashmask_hf._call.recomputation import Keeper, Results, current_keeper
 from flashmask_hf.long_rows.store import Saved, current_layer
 from flashmask_hf.sparse.operators import flash_attn_sparse_forward
 
-__all__ = ["CHECKPOINT_FUNCTION", "KeptAttention", "checkpointing_of", "enable_checkpointing", "keep_attention"]
+__all__ = [
+    "CHECKPOINT_FUNCTION",
+    "KeptAttention",
+    "checkpointing_of",
+    "enable_checkpointing",
+    "keep_attention",
+    "unwrap_checkpoint_functions",
+]
 
 CHECKPOINT_FUNCTION = "_gradient_checkpointing_func"
 """Attribute in which a module of transformers has the function that checkpoints its layers, or itself."""
@@ -26,14 +33,13 @@ CHECKPOINT_FUNCTION = "_gradient_checkpointing_func"
 def keep_attention() -> tuple[Any, Any]:
     """Make a checkpointed layer keep the output and the log-sum-exp of its attention, and recompute only the rest.
 
-    It is a `context_fn` of `torch.utils.checkpoint.checkpoint`, which transformers passes on. The trainers of this
-    package use it without being asked where memory allows. Results are the same to the bit. In 16 bits each layer keeps
-    2 * Hq * Dv + 4 * Hq bytes per token more: about as much as the layer's input, which checkpointing always keeps.
+    A `context_fn` for `torch.utils.checkpoint.checkpoint`, which transformers passes on. The trainers of this package
+    use it where memory allows. Results are equal to the bit. In 16 bits each layer keeps 2 * Hq * Dv + 4 * Hq more
+    bytes per token, about as much as the layer's input, which checkpointing always keeps. Under `offload_checkpoints`
+    they go to its store.
 
-    Reentrant checkpointing takes no `context_fn` and raises. While a CUDA graph is being captured, attention is
-    recomputed. The callback of TensorBoard writes the trainer's arguments as JSON, which has no functions, and raises.
-
-    In a model under `offload_checkpoints` the results go to its store, on the host as far as the budget goes.
+    Reentrant checkpointing takes no `context_fn` and raises. While a CUDA graph is captured, attention is recomputed.
+    The TensorBoard callback raises, because it writes the trainer's arguments as JSON, which cannot contain functions.
 
     Returns:
         The contexts of a layer's forward and of its recomputation.
@@ -54,19 +60,19 @@ def keep_attention() -> tuple[Any, Any]:
 
 
 def _contexts(save: Callable[[Results], Saved | None]) -> tuple[Any, Any]:
-    """Return the contexts of a layer's forward and of its recomputation, in which `save` says what is kept."""
-    if _is_compiling(None, (), {}):  # the compiler marks operators, and calls no Python when the layer runs
+    """Return the contexts of a layer's forward and of its recomputation; `save` returns None to recompute."""
+    if _is_compiling(None, (), {}):  # compiled layers mark operators and call no Python
         return create_selective_checkpoint_contexts([flash_attn_forward, flash_attn_sparse_forward])
     saved: list[Saved | None] = []
 
     def compute_and_save(q: Tensor, compute: Callable[[], Results]) -> Results:
         results = compute()
-        # A graph that is captured must compute what it returns: the memory of other graphs may be reused.
+        # A captured graph must compute its results, because memory of other graphs may be reused.
         saved.append(None if torch_internals.is_capturing(q) else save(results))
         return results
 
     def make_loader() -> Keeper:
-        following = iter(saved)  # a graph that is retained runs backward again
+        following = iter(saved)  # a retained graph runs backward again
 
         def load_or_compute(q: Tensor, compute: Callable[[], Results]) -> Results:
             kept = next(following, None)
@@ -82,14 +88,14 @@ def _contexts(save: Callable[[Results], Saved | None]) -> tuple[Any, Any]:
 
 def _save(results: Results) -> Saved:
     """Save attention's results in the store of the layer, or on their device."""
-    # Below autograd a view has a version of its own unless this key is let in, and changes go unnoticed.
+    # Without this key, views have their own version below autograd, and changes go unnoticed.
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         layer = current_layer.get()
         return Saved(tuple(x.detach() for x in results)) if layer is None else layer.save(*results)
 
 
 class _KeeperContext:
-    """Context in which a new keeper is the current one; it may be entered several times."""
+    """Reusable context in which a new keeper is the current one."""
 
     def __init__(self, make: Callable[[], Keeper]) -> None:
         self._make = make
@@ -102,15 +108,15 @@ class _KeeperContext:
 
 
 class KeptAttention:
-    """Makes the checkpointed layers of a model keep attention's results, as far as a budget of memory goes.
+    """Makes the checkpointed layers of a model keep attention's results within a memory budget.
 
-    It adds `keep_attention` within the budget to the model's checkpoint functions, before each training forward: TRL
-    sets these functions anew after it has generated text. Reentrant functions and functions that have a `context_fn`,
-    or a wrapper, stay as they are, and compiled layers keep nothing.
+    Before each training forward it adds `keep_attention`, within the budget, to the model's checkpoint functions,
+    because TRL sets these functions anew after generation. Reentrant functions, functions with a `context_fn` and
+    wrapped functions stay unchanged. Compiled layers keep nothing.
 
     Args:
         model: a transformers model, or a PEFT model around one.
-        limit: bytes that kept results may take together; None for no limit.
+        limit: bytes that all kept results may take; None for no limit.
 
     Attributes:
         held: bytes that kept results take now.
@@ -124,21 +130,18 @@ class KeptAttention:
         self._hook = model.register_forward_pre_hook(self._before_forward)
 
     def set_limit(self, limit: int | None) -> None:
-        """Set the limit. With one, results of a call that are larger than all before it are not kept."""
+        """Set the limit. If it is not None, calls with larger results than any call before keep nothing."""
         self._limit, self._largest_kept = limit, self.largest
 
     @property
     def has_grown(self) -> bool:
-        """Whether a call had larger results than all before the limit was set."""
+        """Whether a call had larger results than all calls before the limit was set."""
         return self.largest > self._largest_kept
 
     def close(self) -> None:
         """Undo the change of the model."""
         self._hook.remove()
-        for module in self._modules:
-            function: Any = vars(module).get(CHECKPOINT_FUNCTION)
-            if getattr(function, "keeps_for", None) is self:
-                setattr(module, CHECKPOINT_FUNCTION, function.inner)
+        unwrap_checkpoint_functions(self._modules, self)
 
     def _before_forward(self, module: nn.Module, _: Any) -> None:
         if not module.training or not torch.is_grad_enabled():
@@ -151,12 +154,12 @@ class KeptAttention:
 
     def _keeping(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def checkpoint(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():  # a compiled layer keeps what its graph says, whatever the budget
+            if torch.compiler.is_compiling():  # a compiled layer ignores the budget
                 return function(*args, **kwargs)
             return function(*args, **kwargs, context_fn=self._make_contexts)
 
         wrapper: Any = checkpoint
-        wrapper.inner, wrapper.keeps_for = function, self
+        wrapper.owner, wrapper.inner = self, function
         return wrapper
 
     def _make_contexts(self) -> tuple[Any, Any]:
@@ -174,6 +177,14 @@ class KeptAttention:
 
     def _free(self, size: int) -> None:
         self.held -= size
+
+
+def unwrap_checkpoint_functions(modules: Iterable[nn.Module], owner: object) -> None:
+    """Put the checkpoint functions back that `owner` has wrapped."""
+    for module in modules:
+        function: Any = vars(module).get(CHECKPOINT_FUNCTION)
+        if getattr(function, "owner", None) is owner:
+            setattr(module, CHECKPOINT_FUNCTION, function.inner)
 
 
 def enable_checkpointing(model: Any, options: dict[str, Any]) -> Any:

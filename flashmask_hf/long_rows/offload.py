@@ -1,4 +1,4 @@
-"""Offloading of activation checkpoints: what checkpointed layers keep lies in host memory from forward to backward."""
+"""Offloading of activation checkpoints to host memory between forward and backward."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 from flashmask_hf._numbers import as_integer
-from flashmask_hf.long_rows.checkpointing import CHECKPOINT_FUNCTION
+from flashmask_hf.long_rows.checkpointing import CHECKPOINT_FUNCTION, unwrap_checkpoint_functions
 from flashmask_hf.long_rows.modules import common_module
 from flashmask_hf.long_rows.store import Saved, Store
 
@@ -23,30 +23,27 @@ __all__ = ["Offload", "offload_checkpoints"]
 def offload_checkpoints(model: nn.Module, host_bytes: int | None = None, *, min_bytes: int = 2**20) -> Offload:
     """Keep the checkpoints of a model's layers in pinned host memory between forward and backward, in place.
 
-    Checkpoints are the inputs of checkpointed layers, and the results of attention that `keep_attention` keeps. In 16
-    bits a layer's input takes 2 * hidden_size bytes a token, and attention's results about as much again. Those of the
-    first layers go to the host, for they are read last, and those beyond the budget stay on the GPU. Copies overlap
-    with computation: in the forward a copy has until the next checkpoint, and in the backward what is read next is on
-    its way, so one checkpoint more than is in use lies on the GPU. Loss and gradients are the same to the bit.
+    Checkpoints are the inputs of checkpointed layers (2 * hidden_size bytes per token in 16 bits), and attention's
+    results if `keep_attention` keeps them (about as much again). Checkpoints of the first layers go to the host; those
+    beyond the budget stay on the GPU. Copies overlap with computation: at most one checkpoint more than is in use is on
+    the GPU. Loss and gradients are equal to the bit.
 
-    Call it once; the trainer or PEFT may wrap the model before or after, and enable gradient checkpointing after. Host
-    memory is taken as the first step needs it, which makes that step slower, and is used again by later steps.
-    `torch.compile` around checkpointed layers is refused; modules inside of layers may be compiled. A deep copy of the
-    model has a store of its own with the same budget; call this function on the copy to set another budget.
+    Call it once, before or after the trainer or PEFT wraps the model, and before or after gradient checkpointing is on.
+    The first step takes the host memory and is slower; later steps reuse it. `torch.compile` around checkpointed layers
+    raises; modules inside layers may be compiled. A deep copy of the model has its own store with the same budget.
 
     Args:
-        model: a transformers model on a CUDA or ROCm GPU, or a module that holds one. Evaluation does not change.
-        host_bytes: the most bytes of host memory to take, at least 0; None for no limit. The system may end a process
-            that takes more than there is.
+        model: a transformers model on a CUDA or ROCm GPU, or a module that contains one. Evaluation does not change.
+        host_bytes: limit of host memory in bytes, at least 0; None for no limit. The system may kill a process that
+            takes more than exists.
         min_bytes: checkpoints of fewer bytes stay on the GPU; at least 0. Host memory is taken in blocks of 16 MiB.
 
     Returns:
         An object with counters, the budget, and `close()`, which undoes the change.
 
     Raises:
-        TypeError: if a number is not an int.
-        ValueError: if a number is negative, if the model has no layers that can be checkpointed, or if it is offloaded
-            already.
+        TypeError: a number is not an int.
+        ValueError: a number is negative, the model has no layers that can be checkpointed, or it is offloaded already.
         RuntimeError: in the forward of a training step, if gradient checkpointing is off or layers are compiled.
 
     Example:
@@ -63,28 +60,27 @@ def offload_checkpoints(model: nn.Module, host_bytes: int | None = None, *, min_
 
 
 class Offload:
-    """Offloading of a model's checkpoints, made by `offload_checkpoints`: counters, the budget, and the way back."""
+    """Offloading of a model's checkpoints, made by `offload_checkpoints`."""
 
     def __init__(self, model: nn.Module, host_bytes: int | None, min_bytes: int) -> None:
         as_integer("min_bytes", min_bytes, 0)
         named = {name: m for name, m in model.named_modules() if hasattr(m, "gradient_checkpointing")}
         if not named:
             raise ValueError(
-                "model has no layers that can be checkpointed: none has the attribute gradient_checkpointing. Pass a "
-                "transformers model that supports gradient checkpointing"
+                "model has no layers that can be checkpointed; pass a transformers model with gradient checkpointing"
             )
         modules = list(named.values())
         if any(m in _offloaded for m in modules):
             raise ValueError(
-                "model is offloaded already: set host_bytes of its Offload, or call its close() first. After a run of "
-                "LongRows that ended in an error, call train() of the same trainer, or load the model again"
+                "model is offloaded already: set host_bytes of its Offload, or close() it. After a failed run of "
+                "LongRows, call train() of the same trainer, or load the model again"
             )
         before_forward: Any = _BeforeForward(modules, host_bytes, min_bytes)
         self._store = before_forward.store
         self._modules = modules
         holder = common_module(model, list(named))
         for key in [key for key, hook in holder._forward_pre_hooks.items() if isinstance(hook, _BeforeForward)]:
-            del holder._forward_pre_hooks[key]  # the model is a copy, which brought this hook along
+            del holder._forward_pre_hooks[key]  # the model is a copy, with the hook of its original
         self._hook = holder.register_forward_pre_hook(before_forward)
         _offloaded.update(modules)
 
@@ -95,21 +91,22 @@ class Offload:
 
     @host_bytes.setter
     def host_bytes(self, value: int | None) -> None:
-        self._store.set_budget(value)
+        self._store.finish_copies()
+        self._store.pool.host_bytes = value
 
     @property
     def seen_bytes(self) -> int:
-        """Bytes of the checkpoints of the last forward, on the host or on the GPU, without those below `min_bytes`."""
+        """Bytes of the last forward's checkpoints of at least `min_bytes`, on the host or the GPU."""
         return self._store.seen_bytes
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of host memory that hold checkpoints now, in whole blocks."""
+        """Bytes of host memory that contain checkpoints now, in whole blocks."""
         return self._store.pool.held_bytes
 
     @property
     def peak_bytes(self) -> int:
-        """The most that `held_bytes` has been."""
+        """The largest value of `held_bytes` so far."""
         return self._store.pool.peak_bytes
 
     @property
@@ -120,13 +117,10 @@ class Offload:
     def close(self) -> None:
         """Undo the change of the model and free the host memory.
 
-        The backward of an earlier forward works all the same; the memory that it needs is freed with its graph.
+        The backward of an earlier forward still works; its memory is freed with its graph.
         """
         self._hook.remove()
-        for module in self._modules:
-            function: Any = vars(module).get(CHECKPOINT_FUNCTION)
-            if getattr(function, "store", None) is self._store:
-                setattr(module, CHECKPOINT_FUNCTION, function.inner)
+        unwrap_checkpoint_functions(self._modules, self._store)
         _offloaded.difference_update(self._modules)
         self._store.close()
 
@@ -134,7 +128,7 @@ class Offload:
 class _BeforeForward:
     """Hook of a model's forward that opens a store for the checkpoints of some modules.
 
-    Its copy in a deep copy of the model has the copied modules, and a store of its own with the same budget.
+    Its copy in a deep copy of the model has the copied modules, and its own store with the same budget.
     """
 
     def __init__(self, modules: list[nn.Module], host_bytes: int | None, min_bytes: int) -> None:
@@ -151,8 +145,8 @@ class _BeforeForward:
             return
         if not any(m.gradient_checkpointing for m in self._modules):
             raise RuntimeError(
-                "offload_checkpoints needs gradient checkpointing, which is off: call model."
-                "gradient_checkpointing_enable() or set gradient_checkpointing=True in the trainer's arguments"
+                "offload_checkpoints needs gradient checkpointing: call model.gradient_checkpointing_enable() or set "
+                "gradient_checkpointing=True in the trainer's arguments"
             )
         _wrap_checkpoint_functions(self._modules, self.store)
         self.store.begin_forward(itertools.chain(module.parameters(), module.buffers()))
@@ -163,34 +157,34 @@ _offloaded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def _wrap_checkpoint_functions(modules: list[nn.Module], store: Store) -> None:
-    """Send what the modules' checkpoints save to the store.
+    """Make the modules' checkpoint functions save to the store.
 
-    Enabling checkpointing has set functions without one, and a copied model has functions of the first model's store.
+    Enabling checkpointing sets functions without a store, and a copied model has functions of the first model's store.
     """
     for module in modules:
-        function: Any = vars(module).get(CHECKPOINT_FUNCTION)  # a wrapper of PEFT would give its inner module's
-        other = getattr(function, "store", None)
+        function: Any = vars(module).get(CHECKPOINT_FUNCTION)  # PEFT's wrappers forward getattr to their inner module
+        other = getattr(function, "owner", None)
         if function is not None and other is not store:
             setattr(module, CHECKPOINT_FUNCTION, _with_store(function if other is None else function.inner, store))
 
 
 def _with_store(checkpoint: Callable[..., Any], store: Store) -> Callable[..., Any]:
     def checkpoint_in_store(*args: Any, **kwargs: Any) -> Any:
-        # Eager code that compiled code calls: torch's checkpoint would run the layer without the compiler, in silence.
-        # Within compiled code, on the other hand, the backward would load the checkpoints of all layers at once.
+        # Called from compiled code, torch's checkpoint would silently run the layer uncompiled. Inside compiled code
+        # the backward would load the checkpoints of all layers at once.
         if get_eval_frame_callback() not in (None, False):
             raise RuntimeError(_COMPILED)
         with store.layer() as layer, torch.autograd.graph.saved_tensors_hooks(layer.save, _load):
             return checkpoint(*args, **kwargs)
 
     wrapper: Any = torch.compiler.disable(checkpoint_in_store, recursive=False, reason=_COMPILED)
-    wrapper.store, wrapper.inner = store, checkpoint
+    wrapper.owner, wrapper.inner = store, checkpoint
     return wrapper
 
 
 _COMPILED = (
-    "offload_checkpoints does not work with torch.compile around checkpointed layers. Compile modules inside of them, "
-    "such as `for layer in model.model.layers: layer.mlp.compile()`, or close() the offload"
+    "offload_checkpoints does not work with torch.compile around checkpointed layers. Compile modules inside, as by "
+    "`for layer in model.model.layers: layer.mlp.compile()`, or close() the offload"
 )
 
 

@@ -1,8 +1,8 @@
 """Store of tensors between forward and backward: on the host within a budget, else on their device.
 
-Tensors are copied into blocks of pinned host memory of one size, which a pool keeps from step to step. PyTorch's
-allocator of pinned memory rounds up to a power of two, so one block a tensor would take up to twice its size. All
-copies of a GPU run in order on one stream of their own. On a CPU the same code copies within ordinary memory, at once.
+Tensors are copied into blocks of pinned host memory of one size, kept from step to step; PyTorch's allocator of pinned
+memory would round each tensor up to a power of two. Each GPU has one stream for its copies. On a CPU the same code
+copies within ordinary memory, at once.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Store:
 
     Args:
         host_bytes: the budget, which counts whole blocks; None for no limit.
-        min_bytes: tensors that take fewer bytes together stay on their device.
+        min_bytes: tensors that together take fewer bytes stay on their device.
     """
 
     def __init__(self, host_bytes: int | None, min_bytes: int) -> None:
@@ -49,7 +49,7 @@ class Store:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def begin_forward(self, excluded: Iterable[Tensor]) -> None:
-        """Start the count of a forward. Tensors that share the memory of `excluded` will not be moved."""
+        """Start the count of a forward. Tensors that share memory with `excluded` stay on their device."""
         self.seen_bytes = 0
         self._excluded = {_address(x) for x in excluded if type(x) in (Tensor, nn.Parameter)}
         self.pool.trim()
@@ -65,10 +65,10 @@ class Store:
             current_layer.reset(token)
 
     def save(self, tensors: tuple[Tensor, ...], layer: Layer) -> Saved:
-        """Take over tensors of one device, and start their copy to the host if the budget has room.
+        """Save tensors of one device, and start their copy to the host if the budget allows.
 
-        Only dense tensors of floating point are moved. Tensors of the same memory, layout and version as some that are
-        still saved are not saved again.
+        Only dense floating-point tensors are moved. Tensors with the memory, layout and version of saved tensors share
+        their entry.
         """
         tensors = tuple(x.detach() for x in tensors)
         if not all(self._is_movable(x) for x in tensors):
@@ -100,14 +100,14 @@ class Store:
         )
 
     def _chain(self, saved: Saved, layer: Layer) -> None:
-        """Enter what was saved into the order of the backward: layers from the last on, each from its first tensors."""
+        """Append to the order of the backward: layers from the last on, each from its first tensors."""
         if not layer.saved:
             layer.before, self._last_layer = self._last_layer, weakref.ref(layer)
         saved.layer, saved.index = layer, len(layer.saved)
         layer.saved.append(weakref.ref(saved))
 
     def _finish_copy(self) -> None:
-        """Let go of the tensors whose copy to the host was started last: one copy at a time holds GPU memory."""
+        """Release the tensors of the latest copy to the host: only one copy at a time holds GPU memory."""
         saved = None if self._copying is None else self._copying()
         if saved is not None:
             saved.release()
@@ -119,24 +119,19 @@ class Store:
             self._streams[device] = torch.cuda.Stream(device)
         return self._streams[device]
 
-    def set_budget(self, host_bytes: int | None) -> None:
-        """Set the budget, and free what is over it."""
-        self._finish_all()
-        self.pool.host_bytes = host_bytes
-
     def close(self) -> None:
-        """Free the host memory, but for that of tensors still saved, which goes with them."""
-        self._finish_all()
+        """Free the host memory; saved tensors keep theirs until they die."""
+        self.finish_copies()
         self.pool.close()
 
-    def _finish_all(self) -> None:
-        """Wait for all copies: PyTorch gives no memory back to the system that they may use."""
+    def finish_copies(self) -> None:
+        """Wait for all copies: PyTorch does not free memory that they may use."""
         for stream in self._streams.values():
             stream.synchronize()
 
 
 class Layer:
-    """A checkpointed layer's saved tensors, in the order in which the layer's backward reads them."""
+    """A checkpointed layer's saved tensors, in the order in which its backward reads them."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -153,7 +148,7 @@ current_layer: contextvars.ContextVar[Layer | None] = contextvars.ContextVar("cu
 
 
 class Saved:
-    """Tensors in a store. Their host memory goes back to the pool when this object dies with the autograd graph."""
+    """Tensors in a store. Their host memory returns to the pool when this object dies with the autograd graph."""
 
     def __init__(self, tensors: tuple[Tensor, ...]) -> None:
         self.layer: Layer | None = None
@@ -167,18 +162,18 @@ class Saved:
         assert self._tensors is not None
         device = self._tensors[0].device
         self._blocks, self._pool, self._device = blocks, store.pool, device
-        # While they are referred to, no other storage gets their addresses, by which the store knows tensors.
+        # References keep other storages from these addresses, by which the store identifies tensors.
         self._storages = [StorageWeakRef(x.untyped_storage()) for x in self._tensors]
         self._layouts = [(x.shape, x.stride(), x.dtype) for x in self._tensors]
         self._done: Event | None = None
         self._copies = self._compute = None
         if device.type == "cuda":
-            # Autograd runs the backward of a layer on this stream, too.
+            # Autograd runs the layer's backward on this stream, too.
             self._copies, self._compute = store.stream(device), torch.cuda.current_stream(device)
         self._copy(to_host=True)
 
     def load(self) -> tuple[Tensor, ...]:
-        """Return the tensors on their device, and start the copy of those that the backward reads next."""
+        """Return the tensors on their device, and start the copy of the tensors that the backward reads next."""
         self.fetch()
         following = self._following()
         if following is not None:
@@ -187,8 +182,8 @@ class Saved:
         assert tensors is not None
         if self._are_changed():
             raise RuntimeError(
-                "the input of a checkpointed layer, or attention's result in it, was modified by an inplace operation "
-                "after it was saved; use an operation that makes a new tensor"
+                "a checkpointed layer's input or attention result was modified by an inplace operation after it was "
+                "saved; use an operation that makes a new tensor"
             )
         if self._blocks:
             self.release()
@@ -197,7 +192,7 @@ class Saved:
     def fetch(self) -> None:
         """Start the copy back to the device, if the tensors are only on the host."""
         if self._tensors is None:
-            with torch.cuda.stream(self._compute):  # whose order then says when the memory is free
+            with torch.cuda.stream(self._compute):  # its order then decides when the memory is free
                 self._tensors = tuple(
                     torch.empty_strided(shape, stride, dtype=dtype, device=self._device)
                     for shape, stride, dtype in self._layouts
@@ -206,10 +201,9 @@ class Saved:
             self._versions = [x._version for x in self._tensors]
 
     def release(self) -> None:
-        """Let go of the tensors on the device, once their copy from or to the host is done, unless they were changed.
+        """Free the tensors on the device after their copy, unless they were changed.
 
-        The host runs ahead of the GPU, so the stream of computation waits, not the host: the memory is then free in the
-        order of that stream, however far ahead the host is.
+        The stream of computation waits for the copy, not the host, so the memory is free in the order of that stream.
         """
         if self._tensors is not None and not self._are_changed():
             self._wait()
@@ -234,8 +228,8 @@ class Saved:
                 here.copy_(there) if to_host else there.copy_(here)
             return
         assert self._compute is not None
-        self._copies.wait_stream(self._compute)  # it writes what is to be copied, or reads what was where the copy goes
-        # Blocks may come from another GPU, whose stream of copies is not ordered with this one.
+        self._copies.wait_stream(self._compute)  # it may still write the source or read the target
+        # Blocks may come from another GPU, whose copies are on another stream.
         for event in {block.done for block in self._blocks if block.done is not None}:
             self._copies.wait_event(event)
         with torch.cuda.stream(self._copies):
@@ -268,7 +262,7 @@ class Block:
 
 
 class Pool:
-    """Blocks of host memory, which grow up to a budget. No method but `give` may run in a finalizer."""
+    """Blocks of host memory within a budget. Only `give` may run in a finalizer."""
 
     def __init__(self, host_bytes: int | None) -> None:
         self.peak_bytes = 0
@@ -279,7 +273,7 @@ class Pool:
 
     @property
     def host_bytes(self) -> int | None:
-        """The most bytes to take; None for no limit."""
+        """Limit in bytes; None for no limit."""
         return self._host_bytes
 
     @host_bytes.setter
@@ -299,7 +293,7 @@ class Pool:
         return (self._count - len(self._free)) * BLOCK_BYTES
 
     def take(self, count: int) -> list[Block] | None:
-        """Return blocks, or None if the budget or the system does not give so many."""
+        """Return blocks, or None if the budget or the system does not allow them."""
         missing = count - len(self._free)
         if not self._open or (missing > 0 and not self._grow(missing)):
             return None
@@ -315,10 +309,10 @@ class Pool:
             try:
                 block = Block()
             except RuntimeError as error:
-                self._refused = True  # to ask again takes long, and fails
+                self._refused = True  # asking again is slow, and fails
                 warnings.warn(
                     f"the system gives no more than {self.size_bytes / 2**30:.2f} GiB of pinned host memory ({error}); "
-                    "further checkpoints stay on the GPU. Set a smaller host_bytes",
+                    "other checkpoints stay on the GPU. Set a smaller host_bytes",
                     stacklevel=2,
                 )
                 return False
@@ -327,14 +321,14 @@ class Pool:
         return True
 
     def give(self, blocks: list[Block]) -> None:
-        """Put blocks back, which may still be read or written up to their event."""
+        """Return blocks, which may be read or written until their event."""
         if self._open:
             self._free.extend(blocks)
         else:
             self._count -= len(blocks)
 
     def trim(self) -> None:
-        """Free blocks that are not in use until the budget holds."""
+        """Free unused blocks until the budget holds."""
         if self._host_bytes is not None:
             self._drop(self._count - self._host_bytes // BLOCK_BYTES)
 
@@ -346,13 +340,13 @@ class Pool:
             _empty_host_cache()
 
     def close(self) -> None:
-        """Free all blocks that are not in use; give none any more."""
+        """Free all unused blocks; later calls of `take` return None."""
         self._open = False
         self._drop(len(self._free))
 
 
 def _empty_host_cache() -> None:
-    """Make PyTorch give the pinned memory that it keeps for later back to the system."""
+    """Make PyTorch return its cached pinned memory to the system."""
     if torch.cuda.is_available():
         empty = getattr(torch.accelerator, "empty_host_cache", None) or torch._C._host_emptyCache  # torch 2.11
         empty()

@@ -1,4 +1,4 @@
-"""MLPs and norms run in tiles of tokens, so that no intermediate result of a whole row is ever held."""
+"""Tiling of MLPs and norms over tokens, so that no intermediate result of a whole row exists."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ Slots = list[tuple[dict[str, Any], str]]
 def tile_tokens(model: nn.Module, tokens: int = 8192) -> list[str]:
     """Make a model's gated MLPs and norms run in tiles of tokens, in place, to save memory on long rows.
 
-    Each token's output of such a module depends on that token alone. A tiled module computes a tile at a time and keeps
-    its input only; its backward computes each tile again, with the same dropout and autocast. So an MLP holds
-    results of `tokens` tokens instead of a row's, and a norm no float32 copy of a row. Gradients of parameters are
-    summed over tiles in float32 at least, and reach DDP, FSDP2 and hooks once for each call, as those of a plain module
-    do. Where a layer is checkpointed without reentrance, its recomputation stops before an MLP that comes last.
+    Their output for a token depends on that token alone. A tiled module saves only its input, and its backward computes
+    each tile again, with the same dropout and autocast. So an MLP keeps results of `tokens` tokens instead of a row,
+    and a norm no float32 copy of a row. Gradients of parameters are summed over tiles in float32 or more, and reach
+    DDP, FSDP2 and hooks once per call. In a layer under non-reentrant checkpointing, recomputation stops before an MLP
+    that comes last.
 
     Tiled are modules with the linear children gate_proj, up_proj and down_proj, or gate_up_proj and down_proj, and
-    norms over the last dimension (RMSNorm, LayerNorm) that take one tensor, wherever they are in the model, also those
-    of queries and keys. A mixture of experts is left alone, but for its shared expert. Calls with at most `tokens`
-    tokens, or with more arguments than one tensor, run as before. With dropout, each tile draws its own numbers:
-    results are as random as before, but differ from those of the plain module with the same seed.
+    norms over the last dimension (RMSNorm, LayerNorm, also of queries and keys) that take one tensor. In a mixture of
+    experts only the shared expert is tiled. Calls with at most `tokens` tokens, or with more arguments than one tensor,
+    run as before. With dropout each tile draws its own numbers, so results differ from the plain module with the same
+    seed.
 
-    Names of parameters stay, so that the model is saved as before. Adapters may be added or merged before or after.
-    Where a patch replaces the forward of a tiled module later, as `use_liger_kernel` does when training starts, the
-    model's next call puts the new forward into tiles. `torch.compile` breaks its graph at a call in tiles, which runs
-    as without it, and raises with `fullgraph=True`. A second call of this function changes the size of the tiles.
+    Parameter names do not change. Adapters may be added or merged before or after. If a patch later replaces the
+    forward of a tiled module, as `use_liger_kernel` does when training starts, the next model call tiles the new
+    forward. `torch.compile` breaks its graph at a tiled call, which runs uncompiled, and raises with `fullgraph=True`.
+    A second call of this function changes the size of the tiles.
 
     Args:
-        model: a model, plain or with adapters of PEFT; also a part of one, such as a layer.
-        tokens: tokens in a tile, the entries of a call's first two dimensions (of the first alone for matrices).
+        model: a model or a submodel, such as a layer, plain or with adapters of PEFT.
+        tokens: tokens per tile: entries of a call's first two dimensions (of the first alone for matrices).
 
     Returns:
         The names of the tiled modules in `model.named_modules()`.
@@ -75,13 +75,13 @@ def tile_tokens(model: nn.Module, tokens: int = 8192) -> list[str]:
     tokens = as_integer("tokens", tokens, 1)
     found = {name: module for name, module in model.named_modules() if _is_gated_mlp(module) or _is_norm(module)}
     missing = (
-        f"{type(model).__name__} has no gated MLP: no module with the linear children gate_proj, up_proj and down_proj "
-        "(or gate_up_proj and down_proj) and no other weights"
+        f"{type(model).__name__} has no gated MLP: no module has the linear children gate_proj, up_proj and down_proj "
+        "(or gate_up_proj, down_proj) alone"
     )
     if not found:
-        raise ValueError(f"nothing to tile: {missing}; and it has no RMSNorm or LayerNorm over the last dimension")
+        raise ValueError(f"nothing to tile: {missing}; and no norm over the last dimension")
     if not any(_is_gated_mlp(module) for module in found.values()):
-        warnings.warn(f"only norms are tiled: {missing}. Its MLPs hold results of whole rows.", stacklevel=2)
+        warnings.warn(f"only norms are tiled: {missing}", stacklevel=2)
     for module in found.values():
         forward: Any = module.__dict__.get("forward")  # a patch of this instance, or tiles of an earlier call
         _tile(module, forward.args[1] if _is_tiled(forward) else forward, tokens)
@@ -94,8 +94,8 @@ def tile_tokens(model: nn.Module, tokens: int = 8192) -> list[str]:
 
 
 def _tile(module: nn.Module, forward: Callable[..., Any] | None, tokens: int) -> None:
-    """Make a module run in tiles its patched forward, or its class's if that is None."""
-    # A partial of a function at the top level: it can be pickled, and a deep copy of the module holds its copy.
+    """Make a module run `forward`, or its class's forward if that is None, in tiles."""
+    # A partial can be pickled, and a deep copy of the module contains its copy.
     module.forward = functools.partial(_forward, module, forward, tokens)
 
 
@@ -104,7 +104,7 @@ def _is_tiled(forward: Any) -> bool:
 
 
 def _tile_patches(modules: list[nn.Module], tokens: int, *_: Any) -> None:
-    """Tile modules again whose forward was replaced after `tile_tokens`, before the model that holds them runs."""
+    """Tile modules again whose forward was replaced after `tile_tokens`, before the model that contains them runs."""
     for module in modules:
         forward = module.__dict__.get("forward")
         if not _is_tiled(forward):
@@ -119,7 +119,9 @@ def _is_gated_mlp(module: nn.Module) -> bool:
         and all(hasattr(children[name], "in_features") for name in projections)  # linear, also quantized or adapted
         and not module._parameters
         and all(
-            _is_norm(child) or not _has_weights(child) for name, child in children.items() if name not in projections
+            _is_norm(child) or next(child.parameters(), None) is None
+            for name, child in children.items()
+            if name not in projections
         )
         and _takes_one_tensor(module)
     )
@@ -136,16 +138,12 @@ def _is_norm(module: nn.Module) -> bool:
     )
 
 
-def _has_weights(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
-
-
 def _takes_one_tensor(module: nn.Module) -> bool:
     return len(inspect.signature(type(module).forward).parameters) == 2  # self and the tensor
 
 
 class _Call(NamedTuple):
-    """Arguments of a tiled call: a module, its forward without tiles, and the number of tokens in a tile."""
+    """A tiled call: a module, its forward without tiles, and the number of tokens per tile."""
 
     module: nn.Module
     forward: Callable[..., Any]
@@ -153,9 +151,9 @@ class _Call(NamedTuple):
 
 
 def _forward(module: nn.Module, patch: Callable[..., Any] | None, tokens: int, *args: Any, **kwargs: Any) -> Any:
-    """Run a module's forward, in tiles if it gets one tensor of more than `tokens` tokens."""
+    """Run a module's forward, in tiles if its only argument is a tensor of more than `tokens` tokens."""
     forward = patch or functools.partial(type(module).forward, module)
-    # Activated LoRA tells its adapters by such keywords which tokens of the whole row are activated.
+    # Activated LoRA passes state per token of the whole row in such keywords.
     parts_get_keywords = any(part._forward_pre_hooks_with_kwargs for part in module.children())
     if len(args) != 1 or kwargs or parts_get_keywords or not _is_long(args[0], tokens):
         return forward(*args, **kwargs)
@@ -163,15 +161,13 @@ def _forward(module: nn.Module, patch: Callable[..., Any] | None, tokens: int, *
 
 
 def _is_long(x: Any, tokens: int) -> bool:
-    if not isinstance(x, Tensor) or x.dim() < 2:
-        return False
-    return (x.shape[0] if x.dim() == 2 else x.shape[0] * x.shape[1]) > tokens
+    return isinstance(x, Tensor) and x.dim() >= 2 and x.shape[:-1][:2].numel() > tokens
 
 
-# Compiled tiles could draw other dropout than their backwards, which run in autograd's thread, where nothing compiles.
+# Compiled tiles could draw other dropout than their backward, which autograd's thread does not compile.
 @torch.compiler.disable(reason="tile_tokens runs tiles uncompiled: leave fullgraph at False")
 def _forward_in_tiles(call: _Call, x: Tensor) -> Tensor:
-    if not is_plain(x):  # tiles of a DTensor would be sent between devices
+    if not is_plain(x):  # tiles of a DTensor would move between devices
         return call.forward(x)
     weights = list(_slots_of(call.module)) if torch.is_grad_enabled() else []
     if not weights and not (torch.is_grad_enabled() and x.requires_grad):
@@ -187,7 +183,7 @@ def _split(x: Tensor, tokens: int) -> Sequence[Tensor]:
 
 
 def _run_tiles(call: _Call, x: Tensor) -> Tensor:
-    """Return the output of a whole call, computed a tile at a time."""
+    """Return the output of a whole call, computed tile by tile."""
     out, parts = None, iter(())
     for tile in _split(x, call.tokens):
         y = call.forward(tile)
@@ -206,9 +202,9 @@ def _run_tiles(call: _Call, x: Tensor) -> Tensor:
 
 
 def _slots_of(module: nn.Module) -> dict[Tensor, Slots]:
-    """Return the tensors of a module that require gradients, each with the places that hold it.
+    """Return the tensors of a module that require gradients, each with all its places.
 
-    FSDP1 holds views of its flat parameter as plain attributes.
+    FSDP1 keeps views of its flat parameter as plain attributes.
     """
     found: dict[Tensor, Slots] = {}
     for child in module.modules():
@@ -221,7 +217,7 @@ def _slots_of(module: nn.Module) -> dict[Tensor, Slots]:
 
 @contextlib.contextmanager
 def _replace(slots: Sequence[Slots], values: Sequence[Tensor]) -> Iterator[None]:
-    """Put the values in the places of a module's tensors for a while."""
+    """Replace a module's tensors inside the context."""
     kept = [(holder, name, holder[name]) for places in slots for holder, name in places]
     try:
         for places, value in zip(slots, values, strict=True):
@@ -234,11 +230,11 @@ def _replace(slots: Sequence[Slots], values: Sequence[Tensor]) -> Iterator[None]
 
 
 class _SaveInput(torch.autograd.Function):
-    """Identity that saves its input, for the node after it to read.
+    """Identity that saves its input for the node after it.
 
-    It saves before the tiles run. Had their own node saved the input, it would have done so after its forward, and
-    checkpointing, which recomputes a layer up to the last saved tensor, would run all tiles a second time for nothing.
-    `anchor` is None or any tensor that requires a gradient, so that there is a node also where x requires none.
+    It saves before the tiles run. Checkpointing recomputes a layer up to the last saved tensor, so if the node of the
+    tiles saved the input, all tiles would run a second time for nothing. `anchor` is None or any tensor that requires a
+    gradient, so that there is a node even if x requires none.
     """
 
     @staticmethod
@@ -253,9 +249,9 @@ class _SaveInput(torch.autograd.Function):
 
 
 class _RunTiles(torch.autograd.Function):
-    """A module's call in tiles, each of which is computed again in the backward.
+    """A module's call in tiles, which the backward computes again.
 
-    `saved` is the node of `_SaveInput`. Weights are inputs so that autograd hands on their gradients itself.
+    `saved` is the node of `_SaveInput`. Weights are inputs so that autograd passes on their gradients.
     """
 
     @staticmethod
@@ -281,7 +277,7 @@ class _RunTiles(torch.autograd.Function):
         call, (x,) = ctx.call, ctx.saved.saved_tensors
         slots = _slots_of(call.module)
         _check_weights(ctx, list(slots))
-        # Copies without history: a hook on a weight sees the gradient of the call, and none of a tile.
+        # Copies without history, so that hooks on weights see the gradient of the call, not of tiles.
         weights = [_leaf(weight) for weight in slots]
         x_grad = torch.empty_like(x, memory_format=torch.contiguous_format) if ctx.wants_x else None
         x_parts = iter(_split(x_grad, call.tokens) if x_grad is not None else ())
@@ -294,7 +290,7 @@ class _RunTiles(torch.autograd.Function):
                         stack.enter_context(autocast)
                     y = call.forward(tile)
                 inputs = [tile, *weights] if ctx.wants_x else weights
-                # No gradient at all: adapters that are merged take no part.
+                # Merged adapters get no gradient.
                 parts = list(torch.autograd.grad(y, inputs, grad, allow_unused=True)) if y.requires_grad else []
                 del y
                 if ctx.wants_x:
@@ -311,7 +307,7 @@ class _RunTiles(torch.autograd.Function):
 
 
 def _check_weights(ctx: Any, weights: list[Tensor]) -> None:
-    """Raise if a module's tensors are others than in its forward, or were changed in place since."""
+    """Raise if a module's tensors are not the tensors of its forward, or were changed in place since."""
     name = type(ctx.call.module).__name__
     same = len(weights) == len(ctx.weights) and all(
         weight is before or not isinstance(weight, nn.Parameter)  # FSDP1 makes new views for the backward
@@ -335,19 +331,16 @@ def _leaf(weight: Tensor) -> Tensor:
 
 
 def _add(sums: list[Tensor | None], parts: Sequence[Tensor | None]) -> None:
-    """Add gradients of a tile to the sums, which have float32 or more: the bits that bfloat16 would lose add up."""
-    for i, part in enumerate(parts):
+    """Add gradients of a tile to the sums, which have at least float32 because bfloat16 would lose bits."""
+    for i, (total, part) in enumerate(zip(sums, parts, strict=False)):  # merged adapters have no parts
         if part is not None:
-            total = sums[i]
-            if total is None:
-                sums[i] = part.to(torch.promote_types(part.dtype, torch.float32), copy=True)
-            else:
-                total.add_(part)
+            wide = torch.promote_types(part.dtype, torch.float32)
+            sums[i] = part.to(wide, copy=True) if total is None else total.add_(part)
 
 
 @contextlib.contextmanager
 def _random_state(kind: str, state: Tensor, devices: list[int], states: list[Tensor]) -> Iterator[None]:
-    """Draw the random numbers that were drawn after a state, and go on with the present ones afterwards."""
+    """Draw random numbers from a saved state inside the context, and restore the present state afterwards."""
     with torch.random.fork_rng(devices, device_type=kind if devices else "cuda"):
         torch.set_rng_state(state)
         set_device_states(devices, states, device_type=kind if devices else None)

@@ -8,9 +8,9 @@ import torch
 from accelerate.logging import get_logger
 from transformers import TrainerCallback
 
-from flashmask_hf.long_rows.budget import available_gpu_bytes
 from flashmask_hf.long_rows.checkpointing import KeptAttention, checkpointing_of
 from flashmask_hf.names import FLASHMASK, NAMES
+from flashmask_hf.trainers.step_memory import available_gpu_bytes
 
 __all__ = ["KeepAttention", "add_callbacks"]
 

@@ -14,11 +14,11 @@ from transformers import TrainerCallback
 
 from flashmask_hf._numbers import as_integer, check_bool
 from flashmask_hf.long_rows import keep_attention, offload_checkpoints, tile_tokens
-from flashmask_hf.long_rows.budget import StepMemory, available_gpu_bytes, available_host_bytes, gib
 from flashmask_hf.long_rows.checkpointing import checkpointing_of, enable_checkpointing
 from flashmask_hf.names import NAMES
 from flashmask_hf.trainers.callbacks import KeepAttention
 from flashmask_hf.trainers.sft import PackedSFTTrainer
+from flashmask_hf.trainers.step_memory import StepMemory, available_gpu_bytes, available_host_bytes, gib
 
 __all__ = ["LongRows"]
 

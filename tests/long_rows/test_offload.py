@@ -399,7 +399,7 @@ def test_a_copy_has_a_store_and_a_budget_of_its_own():
     offload.host_bytes = None
     for each in (copied, other):
         assert_same(gradients(each), want)
-    assert copied.model.layers[0]._gradient_checkpointing_func.store.pool.host_bytes == 0
+    assert copied.model.layers[0]._gradient_checkpointing_func.owner.pool.host_bytes == 0
     assert (offload.seen_bytes, offload.peak_bytes) == (LAYERS * INPUT, 0)
     assert budget.seen_bytes == LAYERS * INPUT
     assert budget.peak_bytes > 0

@@ -88,4 +88,4 @@ def test_docstrings_name_every_argument(name):
 
 def test_the_gallery_describes_shared_arguments():
     for argument in SHARED:
-        assert f"\n    {argument}: " in (masks.__doc__ or ""), argument
+        assert f"\n* `{argument}`: " in (masks.__doc__ or ""), argument

@@ -6,8 +6,8 @@ import psutil
 import pytest
 import torch
 
-from flashmask_hf.long_rows import budget
-from flashmask_hf.long_rows.budget import StepMemory, available_gpu_bytes, available_host_bytes, gib
+from flashmask_hf.trainers import step_memory
+from flashmask_hf.trainers.step_memory import StepMemory, available_gpu_bytes, available_host_bytes, gib
 
 
 def test_two_steps_give_the_line():
@@ -43,7 +43,7 @@ def test_the_gpu_offers_what_is_free_and_what_the_allocator_holds(monkeypatch):
 def test_a_container_and_other_processes_bound_the_host(tmp_path, monkeypatch):
     free = psutil.virtual_memory().available
     limit = tmp_path / "memory.max"
-    monkeypatch.setattr(budget, "CGROUP_LIMIT", limit)
+    monkeypatch.setattr(step_memory, "CGROUP_LIMIT", limit)
     assert available_host_bytes() == pytest.approx(0.85 * free, rel=0.05)
     limit.write_text("max\n")
     assert available_host_bytes() == pytest.approx(0.85 * free, rel=0.05)
