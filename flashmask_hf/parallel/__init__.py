@@ -1,8 +1,8 @@
-"""Rows longer than one GPU: each process of a group holds some rows of the queries, and attention exchanges the rest.
+"""Rows longer than one GPU: each rank of a group holds a shard of the queries, and attention exchanges heads or keys.
 
-The mask vectors stay whole in every process, 4 bytes a token. `split.py` says which rows a process holds, `rows.py`
-chooses them, `exchange.py` moves heads or keys between processes, on the differentiable collectives of
-`collectives.py`. The attention itself is that of `flashmask_hf.hf`.
+Mask indices stay whole on every rank, 4 bytes per token. `rows.py` chooses the rows of each rank, `split.py` shards
+batches and runs models on shards, and `exchange.py` moves heads or keys between ranks by the differentiable collectives
+of `collectives.py`. The attention itself runs in `flashmask_hf.hf`.
 """
 
 from flashmask_hf.parallel.rows import contiguous_rows, deal_rows, split_rows

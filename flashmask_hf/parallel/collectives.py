@@ -1,8 +1,8 @@
-"""Differentiable collectives of equal parts, whose results are plain tensors.
+"""Differentiable collectives of equal shards, whose results are plain tensors.
 
 The collectives of `torch.distributed._functional_collectives` return `AsyncCollectiveTensor`s, which wait when an
-operator of torch reads them. Kernels that are launched with a pointer would not wait. These wait on the current stream
-before they return. They call the operators that compilers know; names and signatures are those of torch 2.11 to 2.13.
+operator of torch reads them; kernels that are launched with a pointer would not wait. The collectives here wait on the
+current stream before they return. They call the operators that compilers know, by the names of torch 2.11 to 2.13.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:  # builds of torch without it have no processes to exchange with
+if TYPE_CHECKING:  # some builds of torch lack it
     from torch.distributed import ProcessGroup
 
 __all__ = ["Group", "all_gather", "all_to_all", "group_of"]
@@ -21,12 +21,12 @@ _operators = torch.ops._c10d_functional
 
 
 class Group(NamedTuple):
-    """A process group, as operators name it."""
+    """A process group, for operators."""
 
     name: str
     size: int
     rank: int
-    """Rank of this process in the group."""
+    """This rank's index in the group."""
 
 
 def group_of(group: ProcessGroup) -> Group:
@@ -35,17 +35,17 @@ def group_of(group: ProcessGroup) -> Group:
 
 
 def all_to_all(x: Tensor, group: Group) -> Tensor:
-    """Send part i of x [N, ...] to process i, and return the parts that came, [N, ...] in the order of processes."""
+    """Send x[i] of x [N, ...] to rank i, and return what the ranks sent, [N, ...] in the order of ranks."""
     return _AllToAll.apply(x, group.name, group.size)  # pyright: ignore[reportReturnType]
 
 
 def all_gather(x: Tensor, group: Group) -> Tensor:
-    """Return the x [...] of every process, [N, ...]. The gradient of each is summed over the processes."""
+    """Return the x [...] of every rank, [N, ...]. The backward sums gradients over the ranks."""
     return _AllGather.apply(x, group.name, group.size)  # pyright: ignore[reportReturnType]
 
 
 def _swap_parts(x: Tensor, name: str, size: int) -> Tensor:
-    """Send part i of x [N, ...] to process i of a group; its own inverse, and so its own backward."""
+    """Send x[i] of x [N, ...] to rank i of a group; the backward is the same."""
     parts = [1] * size
     return _operators.wait_tensor(_operators.all_to_all_single(x.contiguous(), parts, parts, name))
 

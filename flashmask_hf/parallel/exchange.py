@@ -1,8 +1,8 @@
-"""The exchange around one attention call: heads for rows (Ulysses), or everyone's keys.
+"""Exchanges around one attention call.
 
-* "heads" (DeepSpeed Ulysses, arXiv:2309.14509): an all-to-all gives every process all rows of some heads, attention
-  runs as in one process, and another all-to-all gives the rows back.
-* "keys": every process gathers the keys and values of all rows, and computes its own rows.
+* "heads" (DeepSpeed Ulysses, arXiv:2309.14509): an all-to-all gives every rank all rows of some heads, attention runs
+  as on one rank, and another all-to-all gives the rows back.
+* "keys": every rank gathers the keys and values of all rows, and computes its own rows.
 """
 
 from __future__ import annotations
@@ -20,26 +20,25 @@ __all__ = ["exchange_of", "gather_keys", "heads_to_rows", "own_heads", "rows_to_
 def exchange_of(
     heads: int, kv_heads: int, size: int, wanted: Literal["heads", "keys"] | None = None
 ) -> Literal["heads", "keys"]:
-    """Return the exchange that sends less, of those that the numbers of heads allow.
+    """Return the exchange that sends less data, if the numbers of heads allow both.
 
-    In elements a token and process, times (size - 1) / size, the exchange of heads sends queries and results of Hq
-    heads and keys and values of Hkv, or of `size` where there are fewer; that of keys sends keys and values of Hkv
-    heads to everyone. So keys win for size < 1 + Hq / Hkv.
+    Elements sent per token and rank, times (size - 1) / size, are 2 Hq + 2 max(Hkv, size) for heads, and 2 Hkv size for
+    keys. So keys win for size < 1 + Hq / Hkv.
 
     Args:
         heads: number of query heads, Hq.
         kv_heads: number of key-value heads, Hkv.
-        size: number of processes.
-        wanted: an exchange to take in any case; None leaves the choice.
+        size: number of ranks.
+        wanted: the exchange to return in any case; None chooses.
 
     Raises:
-        ValueError: `wanted` is "heads", and these do not divide among the processes.
+        ValueError: `wanted` is "heads", and the heads do not divide among the ranks.
     """
     divides = heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
     if wanted == "heads" and not divides:
         raise ValueError(
-            f"exchange='heads' needs {size} processes to divide the {heads} query heads, and to divide or be divided "
-            f"by the {kv_heads} key-value heads; use exchange='keys'"
+            f"exchange='heads' needs {size} ranks to divide the {heads} query heads, and to divide or be divided by "
+            f"the {kv_heads} key-value heads; use exchange='keys'"
         )
     if wanted is not None:
         return wanted
@@ -47,13 +46,13 @@ def exchange_of(
 
 
 def spread_kv_heads(x: Tensor, split: RowSplit) -> Tensor:
-    """Repeat key-value heads [B, Hkv, S, D] so that each process gets one, where there are fewer than processes."""
+    """Repeat key-value heads [B, Hkv, S, D] if there are fewer than ranks, so that each rank gets one."""
     repeats = split.group.size // x.shape[1]
     return x.repeat_interleave(repeats, 1) if repeats > 1 else x
 
 
 def rows_to_heads(x: Tensor, split: RowSplit) -> Tensor:
-    """Return all rows of this process's heads, [B, H / N, S, D], given its rows of all heads, [B, H, S / N, D]."""
+    """Return all rows of this rank's heads, [B, H / N, S, D], given its rows of all heads, [B, H, S / N, D]."""
     parts = x.transpose(1, 2).unflatten(2, (split.group.size, -1)).movedim(2, 0)  # [N, B, S / N, H / N, D]
     rows = all_to_all(parts, split.group).movedim(0, 1).flatten(1, 2)  # [B, S, H / N, D]
     if split.places is not None:
@@ -62,7 +61,7 @@ def rows_to_heads(x: Tensor, split: RowSplit) -> Tensor:
 
 
 def heads_to_rows(x: Tensor, split: RowSplit) -> Tensor:
-    """Return this process's rows of all heads, [B, H, S / N, D], given all rows of its heads, [B, H / N, S, D]."""
+    """Return this rank's rows of all heads, [B, H, S / N, D], given all rows of its heads, [B, H / N, S, D]."""
     rows = x.transpose(1, 2)
     if split.order is not None:
         rows = rows.index_select(1, split.order)
@@ -71,9 +70,9 @@ def heads_to_rows(x: Tensor, split: RowSplit) -> Tensor:
 
 
 def own_heads(x: Tensor, split: RowSplit, dim: int) -> Tensor:
-    """Return the entries of this process's heads of a tensor that has one per head along `dim`.
+    """Return the entries of this rank's heads, for a tensor with one entry per head along `dim`.
 
-    Of fewer key-value heads than processes, that is the one that `spread_kv_heads` gives this process.
+    If there are fewer key-value heads than ranks, the entry is for the head from `spread_kv_heads`.
     """
     count, size = x.shape[dim], split.group.size
     width = max(1, count // size)

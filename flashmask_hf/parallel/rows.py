@@ -1,4 +1,4 @@
-"""Layouts of a packed row over processes: which query rows each one holds."""
+"""Layouts of a packed row over ranks: which query rows each rank holds."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ from flashmask_hf.tiles import HIDDEN, classify_tiles
 __all__ = ["contiguous_rows", "deal_rows", "split_rows"]
 
 _BLOCKS = 1024
-"""About how many blocks of rows are dealt out: enough to be even, and few enough for the host to deal in a
-millisecond."""
+"""Approximate number of blocks of rows to deal: enough to be even, and the host deals them in a millisecond."""
 
 
 def contiguous_rows(length: int, size: int, device: torch.device | str = "cpu") -> Tensor:
-    """Return the rows 0..length - 1 in `size` equal parts, one after another, int64 [size, length / size].
+    """Return the rows 0..length - 1 in `size` equal shards, one after another, int64 [size, length / size].
 
     Raises:
         TypeError: a number is not an int.
@@ -36,18 +35,17 @@ def contiguous_rows(length: int, size: int, device: torch.device | str = "cpu") 
 
 
 def deal_rows(mask: FlashMask, size: int) -> Tensor:
-    """Deal the rows of a mask out so that all parts have as many, and about the same number of tiles to compute.
+    """Deal the rows of a mask to ranks: equal numbers of rows, and about equal numbers of tiles to compute.
 
-    Blocks of rows go to the part with the least work so far, those with most tiles first. Blocks are of 128 rows, or
-    of a multiple in rows of more than 131,072 tokens; if 128 does not divide a part's length, of the largest power of
-    two that does. The host reads the work of the blocks.
+    Each block of rows goes to the shard with the least work so far, blocks with most tiles first. A block has 128 rows;
+    a multiple beyond 131,072 tokens; or the largest power of two that divides a shard. The host reads the work.
 
     Args:
         mask: mask of a whole row, Sq = Skv = S. Batch entries and heads share the layout.
-        size: number of parts.
+        size: number of ranks.
 
     Returns:
-        Tensor: int64 [size, S / size], ascending in each part, on the device of the mask.
+        Tensor: int64 [size, S / size], ascending per rank, on the device of the mask.
 
     Raises:
         TypeError: `mask` is not a FlashMask, or `size` not an int.
@@ -63,26 +61,25 @@ def deal_rows(mask: FlashMask, size: int) -> Tensor:
     tiles = classify_tiles(mask.indices, mask.causal, length, (block, plan_columns(length)))
     work = (tiles != HIDDEN).sum((0, 1, 3)).tolist()
     room = len(work) // size
-    parts: list[list[int]] = [[] for _ in range(size)]
-    least = [(0, part) for part in range(size)]
+    shards: list[list[int]] = [[] for _ in range(size)]
+    least = [(0, shard) for shard in range(size)]
     for number in sorted(range(len(work)), key=lambda x: -work[x]):
-        load, part = heapq.heappop(least)
-        parts[part].append(number)
-        if len(parts[part]) < room:
-            heapq.heappush(least, (load + work[number], part))
-    blocks = torch.tensor([sorted(part) for part in parts], device=mask.device)
+        load, shard = heapq.heappop(least)
+        shards[shard].append(number)
+        if len(shards[shard]) < room:
+            heapq.heappush(least, (load + work[number], shard))
+    blocks = torch.tensor([sorted(shard) for shard in shards], device=mask.device)
     return (blocks[..., None] * block + torch.arange(block, device=mask.device)).flatten(1)
 
 
 def split_rows(mask: FlashMask, size: int, heads: int, kv_heads: int) -> Tensor:
-    """Return the rows of every process, laid out for the exchange that `exchange_of` chooses for these heads.
+    """Return the rows of every rank: contiguous if `exchange_of` selects heads, dealt if it selects keys.
 
-    Exchange of heads gives every process all rows of its heads, so any layout is even, and contiguous rows need no
-    reordering. Exchange of keys leaves a process its own rows, so they are dealt out.
+    With heads, every rank computes all rows of its heads, so any layout is even.
 
     Args:
         mask: mask of a whole row, Sq = Skv = S.
-        size: number of processes.
+        size: number of ranks.
         heads: number of query heads.
         kv_heads: number of key-value heads.
 
@@ -104,16 +101,14 @@ def split_rows(mask: FlashMask, size: int, heads: int, kv_heads: int) -> Tensor:
 def _check_mask(mask: Any) -> None:
     """Raise a TypeError unless `mask` is a FlashMask."""
     if not isinstance(mask, FlashMask):
-        raise TypeError(
-            f"mask must be a FlashMask, got {type(mask).__name__}; make one of a batch's vectors: "
-            f"FlashMask(batch[{VECTORS!r}], causal=True)"
-        )
+        way = f"FlashMask(batch[{VECTORS!r}], causal=True)"
+        raise TypeError(f"mask must be a FlashMask, got {type(mask).__name__}; make one from a batch: {way}")
 
 
 def _check_length(length: int, size: int) -> None:
-    """Raise unless `size` is an int of at least 1 and a row splits into so many equal parts."""
+    """Raise unless `size` is an int of at least 1, and a row splits into `size` equal shards."""
     as_integer("size", size, 1)
     if length % size:
         raise ValueError(
-            f"a row of {length} tokens does not split into {size} equal parts; pad it: pad_to_multiple_of={ROWS * size}"
+            f"a row of {length} tokens does not split into {size} equal shards; set pad_to_multiple_of={ROWS * size}"
         )

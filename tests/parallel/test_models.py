@@ -55,12 +55,12 @@ def test_a_batch_without_positions_gets_those_of_the_split(found, size):
 
 REFUSED = {
     "no context": "ValueError: .*whole row of 128 tokens, but this layer has .*context of .*sequence_parallel",
-    "rotary positions": "ValueError: rope_type='dynamic' chooses the frequencies .*leave each row in one process",
-    "no vectors": "ValueError: a layer has .*as many as a part of a row.*no startend_row_indices",
+    "rotary positions": "ValueError: rope_type='dynamic' chooses the frequencies .*leave each row on one rank",
+    "no vectors": "ValueError: a layer has .*as many as a shard.*no startend_row_indices",
     "vectors of another row": r"ValueError: .*whole row of 128 tokens, .*got \[2, 1, 120, 1\]",
-    "vectors of a part": "RuntimeError: startend_row_indices of .*pass those of the whole row of 128 tokens",
+    "vectors of a part": "RuntimeError: startend_row_indices of .*pass .*of the whole row of 128 tokens",
     "no positions": r"RuntimeError: position_ids of a part of a row are missing, .*split\.shard",
-    "other positions": "ValueError: position_ids of the batch differ from those that sequence_parallel was given",
+    "other positions": "ValueError: position_ids of the batch differ from those passed to sequence_parallel",
     "positions of more rows": "ValueError: position_ids of the batch differ from those",
     "vectors out of range": r"RuntimeError: startend_row_indices must lie in 0\.\.128",
     "vectors below 0": r"RuntimeError: startend_row_indices must lie in 0\.\.128",
@@ -78,7 +78,7 @@ REFUSED = {
     "rows twice": r"ValueError: rows must hold each of 0\.\.127 once",
     "descending": r"ValueError: rows must hold each of 0\.\.127 once, ascending",
     "float rows": "TypeError: rows must be an integer tensor, got torch.float32",
-    "positions": r"ValueError: position_ids must be those of the whole row, \[B, 128\], got \[2, 127\]",
+    "positions": r"ValueError: position_ids must have the whole row, \[B, 128\], got \[2, 127\]",
 }
 
 
@@ -94,13 +94,13 @@ def test_processes_with_different_batches_are_refused(found, size):
     for name in ("tokens", "vectors"):
         messages = outcome[name]
         assert len(messages) == size
-        assert all(x.startswith("ValueError: the processes of the group have different batches") for x in messages)
+        assert all(x.startswith("ValueError: the ranks of the group have different batches") for x in messages)
     assert outcome["comparisons"] == 1
 
 
 def test_heads_that_do_not_divide_are_refused_if_asked_for(found):
     message = result(found, 4, "refusals")["6 heads"]
-    assert message.startswith("ValueError: exchange='heads' needs 4 processes to divide the 6 query heads")
+    assert message.startswith("ValueError: exchange='heads' needs 4 ranks to divide the 6 query heads")
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def test_rows_of_a_short_row_are_dealt_in_smaller_blocks():
 @pytest.mark.parametrize("split", [deal_rows, lambda mask, size: contiguous_rows(mask.kv_len, size)])
 def test_odd_lengths_are_refused(split):
     with pytest.raises(
-        ValueError, match=r"row of 101 tokens does not split into 4 equal parts.*pad_to_multiple_of=512"
+        ValueError, match=r"row of 101 tokens does not split into 4 equal shards.*pad_to_multiple_of=512"
     ):
         split(masks.causal(101), 4)
 
@@ -121,5 +121,5 @@ def test_an_exchange_that_is_asked_for_is_taken_or_refused():
     assert exchange_of(32, 8, 8, "keys") == "keys"
     assert exchange_of(32, 8, 2, "heads") == "heads"
     for heads, kv_heads, size in ((6, 6, 4), (8, 3, 4)):
-        with pytest.raises(ValueError, match=f"needs {size} processes to divide the {heads} query heads"):
+        with pytest.raises(ValueError, match=f"needs {size} ranks to divide the {heads} query heads"):
             exchange_of(heads, kv_heads, size, "heads")

@@ -177,7 +177,7 @@ def with_rope(parameters: dict[str, Any]) -> Any:
         ({"model": lambda: with_attention("sdpa")}, "the model's attention is 'sdpa'"),
         ({"model": lambda: with_attention("flashmask_hash")}, "the model's attention is 'flashmask_hash'"),
         ({"model": recurrent}, "Lfm2ForCausalLM has recurrent or convolutional layers"),
-        ({"model": lambda: with_rope(LONGROPE)}, "rope_type='longrope' chooses .*cp_size at 1"),
+        ({"model": lambda: with_rope(LONGROPE)}, "rope_type='longrope' chooses .*cp_size=1"),
         ({"model": lambda: with_rope({"rope_type": "dynamic"})}, "rope_type='dynamic' chooses"),
         (
             {"model": lambda: with_rope({"sliding_attention": {"rope_type": "default"}, "full_attention": LONGROPE})},
