@@ -287,7 +287,7 @@ ONE = {
     "sft, split and truncation": (lambda: build("sft", split=True), "leave one of them out .*truncation_mode=None"),
     "sft, a recurrent model": (
         lambda: first_loss(build("sft", model=model_zoo.build("recurrent_gemma", "flashmask"))),
-        "has recurrent or convolutional layers.*one document a row",
+        "has recurrent or convolutional layers.*one document per row",
     ),
     "sft, attention changed afterwards": (
         lambda: changed_attention("sft"),

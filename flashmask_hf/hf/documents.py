@@ -1,8 +1,8 @@
-"""Runs and documents in rows of positions."""
+"""Which tokens of a row are one document, and the first and last row of each."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -10,10 +10,53 @@ from torch import Tensor, nn
 from flashmask_hf.masks._columns import next_flagged
 from flashmask_hf.torch_internals import device_assert
 
-__all__ = ["UNBOUNDED", "document_starts", "has_one_document", "next_flagged", "run_bounds"]
+__all__ = [
+    "UNBOUNDED", "Documents", "document_starts", "has_one_document", "next_flagged", "of_bounds", "of_numbers",
+    "of_positions", "run_bounds",
+]  # fmt: skip
 
 UNBOUNDED = 2**30
 """A position after every token's. The sum of two fits int32."""
+
+
+class Documents(NamedTuple):
+    """The documents of a batch of rows.
+
+    Attributes:
+        starts: bool [B or 1, S], real tokens that start a document; a row's first document may have no start.
+        start: int64 [B or 1, S], first row of each token's document.
+        end: int64 [B or 1, S], one past its last row.
+    """
+
+    starts: Tensor
+    start: Tensor
+    end: Tensor
+
+    def numbers(self) -> Tensor:
+        """Return the number of each token's document, int64 [B or 1, S]."""
+        return self.starts.cumsum(-1)
+
+    def is_one_per_row(self) -> Tensor:
+        """Return whether at most one document starts in each row, bool []."""
+        return (self.starts.sum(-1) <= 1).all()
+
+
+def of_bounds(bounds: Tensor, length: int) -> Documents:
+    """Return the documents of `cu_seq_lens_q` [documents + 1] in a row of `length` tokens, as in FlashAttention."""
+    row = torch.arange(length, device=bounds.device, dtype=bounds.dtype)
+    return of_numbers(torch.bucketize(row, bounds[1:], right=True)[None])
+
+
+def of_numbers(numbers: Tensor) -> Documents:
+    """Return the documents of `seq_idx` [B, S], the number of each token's document."""
+    changes = numbers.diff() != 0
+    return Documents(nn.functional.pad(changes, (1, 0), value=True), *run_bounds(~changes))
+
+
+def of_positions(positions: Tensor, real: Tensor | None) -> Documents:
+    """Return the documents of positions [B or 1, S]; arguments and errors are those of `document_starts`."""
+    starts = document_starts(positions, real)
+    return Documents(starts, *run_bounds(~starts[:, 1:]))
 
 
 def document_starts(position_ids: Tensor, real: Tensor | None = None) -> Tensor:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from flashmask_hf.hf.branches import check_tree_positions
+from flashmask_hf.hf.call import record_documents
+from flashmask_hf.hf.checks.trees import tree_positions_fit, tree_positions_message
 from flashmask_hf.hf.documents import UNBOUNDED, document_starts, next_flagged
-from flashmask_hf.hf.forward_records import record_documents, record_supplied_call
+from flashmask_hf.hf.facts import is_split_by_torch
+from flashmask_hf.hf.families import family_of
 from flashmask_hf.hf.keywords import check_keywords
 from flashmask_hf.hf.layer_mask import TEXT_ONLY, LayerMask, check_hook_result, hidden_keys
 from flashmask_hf.hf.mask_cache import cached_mask
@@ -22,9 +23,6 @@ from flashmask_hf.names import FLASHMASK, VECTORS
 from flashmask_hf.torch_internals import device_assert, is_capturing, is_one_of, stream_of
 
 __all__ = ["layer_mask"]
-
-_WINDOW_FROM_CONFIG = {"phimoe", "qwen2_moe"}
-"""Model types that leave the sliding window to the mask and do not hand it to their attention."""
 
 
 def layer_mask(
@@ -57,8 +55,7 @@ def layer_mask(
     if causal and (kwargs.get("position_ids") is not None or kwargs.get("cu_seq_lens_q") is not None):
         record_documents()
     if vectors is not None:
-        record_documents()
-        record_supplied_call()
+        record_documents(supplied=True)
         _check_receiver(module, attention_mask, causal)
         _check_form(vectors, causal)
         vectors = vectors_of_local_heads(module, vectors, query.shape[1], key.shape[1])
@@ -78,10 +75,7 @@ def _check_context_parallel(module: nn.Module, implementation: str) -> None:
     Every rank would attend within its part of the row. accelerate, whose `parallelism_config` uses it, also drops the
     masks of layers, by hooks on them.
     """
-    sdpa = nn.functional.scaled_dot_product_attention
-    replaced = isinstance(sdpa, FunctionType) and sdpa.__module__.startswith("torch.distributed.")
-    hooks = [getattr(hook, "__name__", "") for hook in module._forward_pre_hooks.values()]
-    if replaced or "_self_attn_pre_forward_hook" in hooks:
+    if is_split_by_torch(module):
         raise NotImplementedError(
             f"context parallelism of torch and accelerate (cp_size > 1) is for 'sdpa' alone: with '{implementation}' "
             "each rank would attend within its own part of the row; take flashmask_hf.trainers.PackedSFTTrainer, which "
@@ -143,7 +137,7 @@ def _window_of(module: nn.Module, kwargs: dict[str, Any]) -> int | None:
     """Return the layer's sliding window: its keyword, or the config's for models that leave it to the mask."""
     config: Any = getattr(module, "config", None)
     types = getattr(config, "layer_types", None) or ()
-    reads_window = getattr(config, "model_type", None) in _WINDOW_FROM_CONFIG
+    reads_window = family_of(config).window_in_mask
     layer_type = None
     if reads_window or "chunked_attention" in types:
         # Other models leave the layer's index unread: a compiler would guard on it, and compile every layer anew.
@@ -193,7 +187,7 @@ def _supplied_mask(
         if causal and hooked is not None and hooked.shape[2] == 4:
             _refuse_blocks(hooked)
         mask = FlashMask(vectors.detach() if hooked is None else _hide_padding(vectors, hooked, causal), causal)
-        check_tree_positions(mask, position_ids)
+        device_assert(tree_positions_fit(mask, position_ids), tree_positions_message(position_ids))
         return LayerMask(mask) if window is None else apply_window(mask, window, position_ids, two_sided=two_sided)
 
     sources = [vectors] if hooked is None else [vectors, hooked]

@@ -1,4 +1,4 @@
-"""Patches of transformers: eight changes that its interfaces do not offer, one section each.
+"""Patches of transformers: six changes that its interfaces do not offer, one section each.
 
 All act for this package's attention implementations or batch keys only; everything else gets what it got before. Each
 section says what is patched, why, and what is checked first, in transformers 5.17 to 5.24, with which the patches are
@@ -18,26 +18,16 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import transformers
 from torch import Tensor
-from torch.compiler import is_compiling
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel, masking_utils
-from transformers.loss.loss_utils import LOSS_MAPPING
 from transformers.utils import generic
 
 from flashmask_hf.hf.attention import attention_forward
-from flashmask_hf.hf.branches import check_labels
-from flashmask_hf.hf.document_guard import guard_documents
+from flashmask_hf.hf.call import record_documents
 from flashmask_hf.hf.documents import document_starts
 from flashmask_hf.hf.families import refuse_own_attention
-from flashmask_hf.hf.forward_records import record_documents
-from flashmask_hf.hf.ignored_vectors import check_call
+from flashmask_hf.hf.guard import run_call
 from flashmask_hf.hf.mask_hook import DOCUMENTS
-from flashmask_hf.hf.mixed_documents import check_adapters, check_heads, check_scales, check_token_dropout
-from flashmask_hf.hf.position_axes import add_text_positions
-from flashmask_hf.hf.position_numbers import renumber_positions
-from flashmask_hf.hf.unread_documents import call_model, check_document_numbers, check_numbered_mask
-from flashmask_hf.mask import FlashMask
-from flashmask_hf.names import FLASHMASK, HASH, NAMES, QK, VECTORS
-from flashmask_hf.sparse.hf import warn_of_unread_options
+from flashmask_hf.names import FLASHMASK, HASH, NAMES, QK
 from flashmask_hf.torch_internals import device_assert
 
 if TYPE_CHECKING:  # the function whose code `_is_flash_attention` replaces, and under whose name it runs
@@ -56,8 +46,6 @@ def apply() -> None:
     detect_documents_always(masking_utils)
     refuse_unsupported_models(PreTrainedModel)
     accept_sparse_options(PreTrainedConfig)
-    guard_models(PreTrainedModel)
-    check_losses(PreTrainedModel)
     check_calls(PreTrainedModel)
     read_kernel_names(PreTrainedConfig)
 
@@ -186,10 +174,7 @@ def detect_documents_always(module: Any) -> None:
     Why: transformers looks for documents only if there is neither a cache nor a mask. A model's default is
     `use_cache=True`, so a plain forward of a packed row would let documents see each other, without an error. Where it
     finds documents, it evaluates masks at `position_ids` instead of rows, and some (the windows of Gemma 3) look blocks
-    of images up there: a document would see itself whole where the first one of its row has an image. A
-    `FlashMask` as `attention_mask`, which transformers would ask for attributes of a tensor, raises with the way out,
-    and so do a mask that numbers documents (`unread_documents`) and documents in a long row of Llama 4
-    (`mixed_documents`).
+    of images up there: a document would see itself whole where the first one of its row has an image.
 
     Checked (the same signature in 5.17 to 5.24, but for the name of the cache): `_preprocess_mask_arguments` is a plain
     function with its seven parameters.
@@ -208,11 +193,6 @@ def _preprocess(
     original: Any, config: Any, inputs_embeds: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Body of the patched function, with the arguments of the original."""
-    if isinstance(attention_mask, FlashMask):
-        raise TypeError(
-            f"attention_mask is a FlashMask, which transformers does not take; pass {VECTORS}=mask.indices if the "
-            f"model and the mask are causal, else {VECTORS}=mask.bidirectional().indices, and no attention_mask"
-        )
     found = original(config, inputs_embeds, attention_mask, *args, **kwargs)
     position_ids = args[1] if len(args) > 1 else kwargs.get("position_ids")  # after the cache
     early_exit, mask, documents, q_length, *sizes = found
@@ -220,11 +200,9 @@ def _preprocess(
         if documents is not None:
             record_documents()
         return found
-    check_numbered_mask(attention_mask, position_ids)
     if position_ids is None:
         return found
     record_documents()
-    check_scales(config, position_ids, attention_mask)
     if early_exit or (mask is not None and mask.dim() != 2):
         return found
     if documents is None:
@@ -317,10 +295,6 @@ def _choose_attention(original: Any, model: Any, requested_attention: str | None
                 refuse()  # the layers exist, and the model will not look in the dict again
         if not by_name and any(getattr(x, "__module__", "") == masking_utils.__name__ for x in members.values()):
             refuse_own_attention(type(model), requested_attention)
-        if not is_init_check:
-            for part in model.modules():
-                if isinstance(part, PreTrainedModel):
-                    add_hooks(part)
     return original(model, requested_attention, is_init_check)
 
 
@@ -353,107 +327,19 @@ def accept_sparse_options(config_class: type) -> None:
         setattr(config_class, name, None)
 
 
-# 5. Models in which a mask alone does not keep packed rows right get hooks.
-
-
-def add_hooks(model: Any) -> None:
-    """Add every hook that a model needs with one of this package's names; repeating it is fine."""
-    add_text_positions(model)  # first, because the others read the row that it adds
-    guard_documents(model)
-    renumber_positions(model)
-    model._has_packing_hooks = True
-
-
-def guard_models(model_class: Any) -> None:
-    """Make models with one of this package's names call `add_hooks` once their layers exist.
-
-    Patched: `PreTrainedModel.post_init`, replaced by a wrapper. Every model calls it at the end of its `__init__`. The
-    wrapper of section 3 does the same when attention is set later.
-
-    Why: recurrent and convolutional layers mix the documents of a packed row without an error, models such as RoBERTa
-    and Qwen2-VL read positions in another way than packed rows have them, and transformers gives an attention
-    implementation no place at which it sees the model and its call.
-
-    Checked (the same signature in 5.17 to 5.24): it is a plain function without further parameters.
-
-    Args:
-        model_class: `transformers.PreTrainedModel`.
-
-    Raises:
-        RuntimeError: the method is missing or not as expected.
-    """
-    _wrap_function(model_class, "post_init", [["self"]], _finish, "finishes models")
-
-
-def _finish(original: Any, model: Any) -> None:
-    """Body of the patched method."""
-    original(model)
-    if model.config._attn_implementation in NAMES:
-        add_hooks(model)
-
-
-# 6. A model's own loss over packed rows raises where it would be wrong.
-
-
-def check_losses(model_class: Any) -> None:
-    """Make a model's causal loss check the `startend_row_indices` of its call (`branches.check_labels`).
-
-    Patched: the property `PreTrainedModel.loss_function`, whose function gets the keywords of a model's call. Without
-    the vectors among them it does what it did.
-
-    Why: the loss predicts each token from the one before it in the row, which for the first token of a branch is a
-    sibling's, and for that of a document another document's. Labels of every path of a tree, which it cannot take,
-    raise with the way out.
-
-    Checked (the same in 5.17 to 5.24): it is a property.
-
-    Args:
-        model_class: `transformers.PreTrainedModel`.
-
-    Raises:
-        RuntimeError: the property is missing or not as expected.
-    """
-
-    def checked(function: Any) -> Any:
-        if function is not LOSS_MAPPING["ForCausalLM"]:
-            return function
-
-        @functools.wraps(function)
-        def loss(logits: Any, labels: Any, *args: Any, **kwargs: Any) -> Any:
-            if kwargs.get(VECTORS) is not None:
-                shifted = kwargs.get("shift_labels") is not None
-                if shifted and kwargs["shift_labels"].dim() == 3:
-                    raise ValueError(
-                        "shift_labels are those of every path of a tree, which the model's own loss does not take; set "
-                        "model.loss_function = flashmask_hf.collators.tree_loss (of model.get_base_model(), if PEFT "
-                        "wraps the model)"
-                    )
-                check_labels(kwargs[VECTORS], None if shifted else labels)
-            return function(logits, labels, *args, **kwargs)
-
-        return loss
-
-    _change_property(model_class, "loss_function", checked, "computes losses")
-
-
-# 7. Models that would ignore mask vectors raise, and those whose attention is set by hand get their hooks.
+# 5. Model calls are rewritten and checked.
 
 
 def check_calls(model_class: Any) -> None:
-    """Make each call of a model check that it keeps the documents of its rows apart.
+    """Make each call of a model rewrite its arguments and check that it keeps the documents of its rows apart.
 
-    A call with `startend_row_indices` runs `ignored_vectors.check_call`. A model that has one of this package's names
-    runs `unread_documents.check_document_numbers`, and `check_adapters` and `check_token_dropout` of `mixed_documents`.
-    Both run `mixed_documents.check_heads`. If sections 3 and 5 did not see the model, because
-    `config._attn_implementation` was set by hand, it gets its hooks in its first call, which raises while compiling.
-    With another attention and vectors, it gets the guard of its recurrent layers. Options of sparse attention that the
-    model does not read warn (`sparse.warn_of_unread_options`). Then `unread_documents.call_model` makes the call.
-
-    Patched: `PreTrainedModel.__call__`, which is that of `torch.nn.Module`, replaced by a wrapper.
+    Patched: `PreTrainedModel.__call__`, inherited from `torch.nn.Module`, replaced by `guard.run_call`.
 
     Why: attention implementations of transformers ignore keywords that they do not know, so a batch of this package's
-    collators runs on them under another mask. Trainers that compute their own loss, and evaluation, run no other code
-    of this package.
+    collators runs on them under another mask. Recurrent and convolutional layers mix the documents of a packed row
+    without an error, models such as RoBERTa and Qwen2-VL number positions in another way than packed rows do, and a
+    model's own loss predicts a document's first token from the document before. transformers gives an attention
+    implementation no place at which it sees the model and its call.
 
     Checked (the same in 5.17 to 5.24): it is a plain function that takes any arguments.
 
@@ -463,36 +349,10 @@ def check_calls(model_class: Any) -> None:
     Raises:
         RuntimeError: the method is not as expected.
     """
-    _wrap_function(model_class, "__call__", [["self", "args", "kwargs"]], _call, "calls models")
+    _wrap_function(model_class, "__call__", [["self", "args", "kwargs"]], run_call, "calls models")
 
 
-def _call(original: Any, model: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Body of the patched method."""
-    warn_of_unread_options(model)
-    ours, supplied = model.config._attn_implementation in NAMES, kwargs.get(VECTORS) is not None
-    if supplied:
-        check_call(model, args, kwargs)
-    if ours or supplied:
-        check_heads(model, kwargs)
-    if ours:
-        if not getattr(model, "_has_packing_hooks", False):
-            if is_compiling():
-                name = model.config._attn_implementation
-                raise RuntimeError(
-                    f"config._attn_implementation='{name}' was set by hand in a model that is compiled before its "
-                    f"first call. Load it with attn_implementation='{name}', or call it once uncompiled."
-                )
-            add_hooks(model)
-        check_document_numbers(model, kwargs)
-        check_adapters(model, kwargs)
-        check_token_dropout(model, args, kwargs)
-    elif supplied and not (hasattr(model, "_has_document_guard") or is_compiling()):
-        guard_documents(model)
-        model._has_document_guard = True
-    return call_model(model, original, args, kwargs)
-
-
-# 8. A kernel of the Hub that holds this package is "flashmask".
+# 6. A kernel of the Hub that holds this package is "flashmask".
 
 
 def read_kernel_names(config_class: Any) -> None:

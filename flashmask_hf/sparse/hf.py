@@ -31,6 +31,7 @@ from transformers import PreTrainedModel
 from flashmask_hf._numbers import as_integer, check_bool
 from flashmask_hf.hf.late import layer_mask
 from flashmask_hf.hf.layer_mask import LayerMask
+from flashmask_hf.hf.models import state_of
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.names import HASH, QK
 from flashmask_hf.sparse import hash_sparse_attention, qk_sparse_attention
@@ -161,12 +162,12 @@ def warn_of_unread_options(model: PreTrainedModel) -> None:
     unread = [
         name for name in (HASH, QK) if getattr(config, name, None) is not None and (name == HASH or model.training)
     ]
-    if not unread or hasattr(model, "_warned_of_options"):
+    if not unread or state_of(model).has_warned:
         return
     asked = config._attn_implementation
     if asked in (HASH, QK):
         return
-    model._warned_of_options = True  # type: ignore[assignment]
+    state_of(model).has_warned = True
     warnings.warn(
         f"config.{unread[0]} has options of sparse attention, but attn_implementation='{asked}' is full attention; "
         f"call model.set_attn_implementation('{unread[0]}'), or set config.{unread[0]} to None for full attention",

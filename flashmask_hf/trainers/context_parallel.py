@@ -17,8 +17,8 @@ from accelerate import ParallelismConfig
 from accelerate.utils import recursively_apply
 from torch import Tensor
 
-from flashmask_hf.hf.document_guard import is_guarded
-from flashmask_hf.hf.model_hooks import unwrap_peft
+from flashmask_hf.hf.checks.recurrent import is_guarded
+from flashmask_hf.hf.models import unwrap_peft
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.names import FLASHMASK, IGNORED, VECTORS
 from flashmask_hf.parallel.rows import split_rows

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from flashmask_hf.hf.model_hooks import unwrap_peft
+from flashmask_hf.hf.models import unwrap_peft
 from flashmask_hf.names import FLASHMASK
 
 __all__ = ["correct_gathers", "flashmask_policy", "load_with", "refuse_empty_reference", "whole_in_each_process"]

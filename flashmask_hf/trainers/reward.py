@@ -15,7 +15,7 @@ from trl.trainer.reward_config import RewardConfig
 from trl.trainer.reward_trainer import RewardTrainer
 
 from flashmask_hf.collators.reward import PADDING, DataCollatorForMultiAnswerReward
-from flashmask_hf.hf.model_hooks import unwrap_peft
+from flashmask_hf.hf.models import unwrap_peft
 from flashmask_hf.hf.packed.rows import check_compiled, run_packed
 from flashmask_hf.names import PACKED_IDS, PACKED_INDEX, VECTORS
 from flashmask_hf.trainers.callbacks import add_callbacks

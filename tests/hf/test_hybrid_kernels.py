@@ -1,7 +1,7 @@
 """The kernels of other packages keep packed documents apart in models with recurrent or convolutional layers.
 
 They run on a GPU, in a GPU lane with transformers 5.23, causal-conv1d, mamba-ssm and flash-linear-attention installed;
-test_document_guard.py runs the same models with stand-ins for the kernels. On a Hopper GPU the backward of
+checks/test_recurrent.py runs the same models with stand-ins for the kernels. On a Hopper GPU the backward of
 flash-linear-attention 0.6 needs Triton 3.7.1 or TileLang.
 """
 
@@ -15,7 +15,7 @@ from tools import model_zoo
 from transformers import CONFIG_MAPPING
 
 from flashmask_hf.collators import DataCollatorForPackedLanguageModeling
-from flashmask_hf.hf import document_guard
+from flashmask_hf.hf import families
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,8 +24,8 @@ pytestmark = [
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # one that raises would make transformers do without the package
-    for _module in document_guard._MODULES.values():
-        document_guard._can_import(_module)
+    for _module in families._MODULES.values():
+        families._can_import(_module)
 
 ROWS = [[5, 1, 67, 3, 130, 9], [41, 2, 64, 16, 33]]
 """Lengths of the documents of each row. Some end within a chunk of a scan (32 tokens, the delta rule 64), and some are
@@ -75,8 +75,12 @@ PLAIN = (
 """Functions of transformers' models that call a kernel, or plain torch where its package is missing."""
 
 
+KERNELS = [name for name, family in families.FAMILIES.items() if family.kernels]
+"""Families with kernels that keep documents apart."""
+
+
 def require_kernels(family):
-    missing = document_guard._missing_kernels(family)
+    missing = families.missing_kernels(model_zoo.config_of(family, **FIELDS[family]))
     if missing is None:
         pytest.skip("transformers hands the documents' boundaries to kernels since 5.23")
     if missing:
@@ -103,7 +107,7 @@ def documents_and_rows(family):
 
     The delta rule takes one row a batch.
     """
-    one = "flash-linear-attention" in document_guard._KERNELS[family]
+    one = "flash-linear-attention" in families.FAMILIES[family].kernels
     collate = DataCollatorForPackedLanguageModeling(pad_to_multiple_of=ROW_LENGTH)
     documents, rows = [], []
     for lengths in ROWS[:1] if one else ROWS:
@@ -177,13 +181,11 @@ def check(found):
 
 def dtypes(family):
     """Return the dtypes of a family: the kernels of the delta rule are for half precision."""
-    delta = "flash-linear-attention" in document_guard._KERNELS[family]
+    delta = "flash-linear-attention" in families.FAMILIES[family].kernels
     return [torch.bfloat16] if delta else [torch.float32, torch.bfloat16]
 
 
-@pytest.mark.parametrize(
-    ("family", "dtype"), [(family, dtype) for family in document_guard._KERNELS for dtype in dtypes(family)]
-)
+@pytest.mark.parametrize(("family", "dtype"), [(family, dtype) for family in KERNELS for dtype in dtypes(family)])
 def test_packed_rows_equal_each_document_alone(family, dtype, monkeypatch):
     """Logits and every gradient are as near to those of plain torch as when each document runs by itself."""
     require_kernels(family)
@@ -193,7 +195,7 @@ def test_packed_rows_equal_each_document_alone(family, dtype, monkeypatch):
 @pytest.mark.parametrize(
     ("family", "way_out"),
     [("qwen3_5_text", "pass one row a batch"), ("lfm2", "pass no cache"), ("bamba", "pass no cache")]
-    + [(x, "pass one document a row") for x in ("jamba", "kimi_linear", "lfm3", "mamba2", "minimax", "zaya")],
+    + [(x, "pass one document per row") for x in ("jamba", "kimi_linear", "lfm3", "mamba2", "minimax", "zaya")],
 )
 def test_what_kernels_cannot_serve_raises(family, way_out):
     if family not in CONFIG_MAPPING:

@@ -25,7 +25,7 @@ from transformers.models.auto import modeling_auto
 
 from flashmask_hf import masks
 from flashmask_hf.hf import layer_mask
-from flashmask_hf.hf.forward_records import ForwardRecord
+from flashmask_hf.hf.call import Call, current
 
 BOUND = 1e-4
 """Largest error in float32, relative to the largest entry of what eager attention gives."""
@@ -473,14 +473,16 @@ def _outcome(ours: Any, eager: Any, pair: tuple[_Case, _Case], mode: str, given:
         return Outcome("untested", f"eager attention raises {first_sentence(error)}")
     before = calls[0]
     try:
-        with ForwardRecord() as record:
-            got = _result(ours, pair[0], mode)
+        record = current.call = Call(ours, (), {})  # counts what the calls in it do
+        got = _result(ours, pair[0], mode)
     except Exception as error:
         return Outcome("raises", first_sentence(error))
+    finally:
+        current.call = None
     if calls[0] == before:
         return Outcome("not called")
-    if given == "supplied" and mode != "generate" and calls[0] - before != record.supplied_calls:
-        some = "some layers" if record.supplied_calls else "its layers"
+    if given == "supplied" and mode != "generate" and calls[0] - before != record.supplied:
+        some = "some layers" if record.supplied else "its layers"
         return Outcome("wrong", f"the model does not hand the vectors on to {some}")
     if _error(got, want) <= BOUND:
         return _refuses_vectors(ours, pair[0]) if given == "supplied" and mode == "generate" else Outcome("yes")

@@ -15,6 +15,7 @@ from tools.tiny import llama_config
 from transformers import AutoModelForCausalLM
 
 from flashmask_hf.collators import DataCollatorForPackedLanguageModeling
+from flashmask_hf.hf.models import state_of
 from flashmask_hf.hf.packed.rows import check_compiled, check_layers
 
 DOCUMENTS = [
@@ -114,7 +115,7 @@ def test_layers_that_get_the_mask_train_compiled(way, asked):
     compiled = way(model)
     if asked:
         check_compiled(compiled, CPU)
-        assert model.base_model._layers_checked
+        assert state_of(model.base_model).is_counted
         model.forward = None  # the check runs only once
         check_compiled(compiled, CPU)
         del model.forward
@@ -130,7 +131,7 @@ def test_compiled_layers_that_mix_documents_raise(way, family):
     torch.compiler.reset()
     model = model_zoo.build(family, "flashmask")
     check_layers(model)
-    with pytest.raises(ValueError, match=r"has recurrent or convolutional layers.*one document a row"):
+    with pytest.raises(ValueError, match=r"has recurrent or convolutional layers.*one document per row"):
         check_compiled(way(model), CPU)
 
 
@@ -141,9 +142,9 @@ def test_only_compiled_models_with_check_layers_are_checked():
     check_layers(model)
     check_compiled(model, CPU)  # not compiled: its first forward checks the layers
     model(input_ids=torch.ones(1, 2, dtype=torch.int64))  # without mask vectors, which checks nothing
-    assert not hasattr(model.base_model, "_layers_checked")
+    assert not state_of(model.base_model).is_counted
     model(**batch_of([3, 4], "vectors", "cpu"))
-    assert model.base_model._layers_checked
+    assert state_of(model.base_model).is_counted
 
 
 def test_uncompiled_calls_in_between_cause_no_recompilation():

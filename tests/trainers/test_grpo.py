@@ -623,4 +623,4 @@ def test_compiled_layers_are_checked(checkpoints, tokenizer, tmp_path):
     ids = torch.full((4, 5), 7)
     with torch.no_grad():
         trainer._get_per_token_logps_and_entropies(trainer.model, ids, torch.ones_like(ids), 2)
-    assert trainer.model.base_model._layers_checked
+    assert trainer.model.base_model._flashmask.is_counted

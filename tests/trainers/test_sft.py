@@ -232,7 +232,7 @@ def test_layers_that_mix_documents_raise_in_the_first_step(tmp_path, family, com
         train_dataset=Dataset.from_dict({"input_ids": [[3, 4, 5], [6, 7]] * 4}),
         processing_class=word_tokenizer(),
     )
-    with pytest.raises(ValueError, match=r"has recurrent or convolutional layers.*one document a row"):
+    with pytest.raises(ValueError, match=r"has recurrent or convolutional layers.*one document per row"):
         trainer.train()
 
 
@@ -252,7 +252,7 @@ def test_layers_that_mix_documents_raise_in_the_first_step_of_any_trainer(tmp_pa
         made = SFTTrainer(args=SFTConfig(**settings, max_length=None), data_collator=collator, **given)
     else:
         made = SFTTrainer(args=SFTConfig(**settings, max_length=16, packing=True), **given)
-    with pytest.raises(ValueError, match=r"has recurrent or convolutional layers.*one document a row"):
+    with pytest.raises(ValueError, match=r"has recurrent or convolutional layers.*one document per row"):
         made.train()
 
 
@@ -267,7 +267,7 @@ def test_layers_that_get_the_mask_train(tmp_path, model, attention, adapter):
     )
     trainer.train()
     backbone = trainer.model.get_base_model().base_model if adapter else trainer.model.base_model
-    assert getattr(backbone, "_layers_checked", False) == (attention == "flashmask")
+    assert backbone._flashmask.is_counted == (attention == "flashmask")
 
 
 @pytest.mark.parametrize("library", ["torch", "numpy", "pandas", "arrow"])

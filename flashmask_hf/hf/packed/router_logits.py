@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from flashmask_hf.hf.model_hooks import unwrap_peft
+from flashmask_hf.hf.models import unwrap_peft
 from flashmask_hf.names import PACKED_INDEX, VECTORS
 
 __all__ = ["drop_padding_from_router_logits"]

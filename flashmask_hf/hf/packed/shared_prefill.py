@@ -20,7 +20,8 @@ from torch.nn.modules.dropout import _DropoutNd
 from transformers import DynamicCache
 from transformers.cache_utils import CacheLayerMixin
 
-from flashmask_hf.hf.model_hooks import cache_of, unwrap_peft
+from flashmask_hf.hf.call import cache_of
+from flashmask_hf.hf.models import unwrap_peft
 
 __all__ = ["shared_prefill"]
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashmask_hf.hf.model_hooks import unwrap_peft
+from flashmask_hf.hf.models import unwrap_peft
 from flashmask_hf.hf.packed.rows import check_layers
 from flashmask_hf.names import FLASHMASK, VECTORS
 from flashmask_hf.torch_internals import device_assert

@@ -5,21 +5,24 @@ import torch
 from tools.model_pairs import model_pair, positions, tokens
 
 from flashmask_hf import masks
-from flashmask_hf.hf.forward_records import ForwardRecord, _active
+from flashmask_hf.hf.call import Call, current
+from flashmask_hf.hf.models import state_of
 from flashmask_hf.hf.packed.rows import check_layers, run_packed
 
 ROW = dict(position_ids=positions([2, 4]), startend_row_indices=masks.causal_document([2, 4]).indices, use_cache=False)
 
 
-def test_every_record_counts_the_layers_that_receive_the_vectors():
+def test_calls_count_the_layers_that_receive_the_vectors():
     model, _ = model_pair("llama")
-    with ForwardRecord() as outer:
-        model(tokens(1, 6), **ROW)
-        with ForwardRecord() as inner:
-            model(tokens(1, 6), **ROW)
-        model(tokens(1, 6))
+    outer = current.call = Call(model, (), {})
     model(tokens(1, 6), **ROW)
-    assert (outer.supplied_calls, inner.supplied_calls) == (4, 2)
+    inner = current.call = Call(model, (), {}, outer)
+    model(tokens(1, 6), **ROW)
+    current.call = outer
+    model(tokens(1, 6))
+    current.call = None
+    model(tokens(1, 6), **ROW)
+    assert (outer.supplied, inner.supplied) == (2, 2)
 
 
 def test_attention_that_is_another_or_changed_after_run_packed_is_refused():
@@ -60,13 +63,13 @@ def test_a_forward_that_raises_leaves_no_record(where):
         "a hook after": backbone.register_forward_hook,
     }[where]
     check_layers(model)
-    check_layers(model)  # adds no second count
+    check_layers(model)
     model(tokens(1, 6))  # has no vectors that layers could miss
     handle = register(interrupt, prepend=where == "a hook after")  # between the hooks that count
     with pytest.raises(RuntimeError, match="interrupted"):
         model(tokens(1, 6), **ROW)
-    assert _active.get() == ()
-    assert not hasattr(backbone, "_forward_record")
+    assert current.call is None
+    assert not state_of(backbone).is_counted
     handle.remove()
     model(tokens(1, 6), **ROW)
-    assert backbone._layers_checked
+    assert state_of(backbone).is_counted

@@ -13,7 +13,10 @@ from flashmask_hf.collators import (
     DataCollatorForPackedLanguageModeling,
     DataCollatorForSharedQuestion,
 )
+from flashmask_hf.hf.call import Call
+from flashmask_hf.hf.checks import run_checks
 from flashmask_hf.hf.packed.rows import run_packed
+from flashmask_hf.hf.rewrites import rewrite
 
 FAMILIES = {
     "camembert": {},
@@ -39,6 +42,13 @@ def build(family, attention, padding=1, **changes):
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3) if parameter.dim() > 1 else None
     return model
+
+
+def counted(model, **call):
+    """Return the checked arguments that a model gets."""
+    call = rewrite(Call(model, (), call))
+    run_checks(call)
+    return call.named
 
 
 def documents():
@@ -84,9 +94,8 @@ def test_attention_that_is_set_later_renumbers():
     assert_near(model(**batch).logits, torch.cat([model(input_ids=x[None]).logits for x in apart], 1))
     model.set_attn_implementation("sdpa")
     model.set_attn_implementation("flashmask")
-    assert len(model.base_model._forward_pre_hooks) == 1
     model.set_attn_implementation("sdpa")
-    model(input_ids=torch.arange(6, 12)[None], position_ids=positions([3, 3]))  # the hook leaves it alone
+    model(input_ids=torch.arange(6, 12)[None], position_ids=positions([3, 3]))  # it is left alone
 
 
 def test_the_table_with_padding_counts_beside_other_parts_of_positions():
@@ -138,27 +147,25 @@ def test_documents_that_positions_alone_tell_are_refused(is_decoder):
         assert_near(got, model(input_ids=ids[None]).logits[:, 3:])
 
 
-def test_the_hook_does_not_wait_for_the_device():
+def test_counting_does_not_wait_for_the_device():
     model = build("roberta", "flashmask").base_model
-    hook = next(iter(model._forward_pre_hooks.values()))
     call = dict(position_ids=positions([3, 3]), startend_row_indices=masks.document([3, 3]).indices)
     with NoSynchronization():
-        _, changed = hook(model, (), call)
+        changed = counted(model, **call)
     assert changed["position_ids"].tolist() == [[2, 3, 4, 2, 3, 4]]
     four = call | dict(startend_row_indices=masks.causal_document([3, 3]).bidirectional().indices)
     decoder = build("roberta", "flashmask", is_decoder=True).base_model
-    assert torch.equal(hook(decoder, (), four)[1]["position_ids"], changed["position_ids"])
+    assert torch.equal(counted(decoder, **four)["position_ids"], changed["position_ids"])
 
 
 def test_tokens_are_seen_if_any_head_of_their_own_row_sees_them():
     model = build("roberta", "flashmask").base_model
-    hook = next(iter(model._forward_pre_hooks.values()))
     short, whole = masks.document([3], kv_len=6).indices, masks.document([3, 3]).indices
     two_heads = torch.cat([short, whole], 1)
-    _, changed = hook(model, (), dict(position_ids=torch.tensor([[2, 3, 4, 0, 1, 2]]), startend_row_indices=two_heads))
+    changed = counted(model, position_ids=torch.tensor([[2, 3, 4, 0, 1, 2]]), startend_row_indices=two_heads)
     assert changed["position_ids"].tolist() == [[4, 5, 6, 2, 3, 4]]
     numbers = torch.tensor([[2, 3, 4, 0, 0, 0], [2, 3, 4, 2, 3, 4]])
-    _, changed = hook(model, (), dict(position_ids=numbers, startend_row_indices=torch.cat([short, whole])))
+    changed = counted(model, position_ids=numbers, startend_row_indices=torch.cat([short, whole]))
     assert torch.equal(changed["position_ids"], numbers)
 
 
@@ -193,7 +200,7 @@ def test_parts_of_rows_are_refused_where_positions_would_not_be_counted_on():
     model = build("roberta", "flashmask", is_decoder=True)
     batch = DataCollatorForPackedLanguageModeling(pad_to_multiple_of=16)([{"input_ids": [7, 8, 9]}])
     part = {key: batch[key][:, :8] for key in ("input_ids", "position_ids")}
-    with pytest.raises(NotImplementedError, match=r"counts positions from 2, .*rows that are split over processes"):
+    with pytest.raises(NotImplementedError, match=r"counts positions from 2, .*rows that are split over ranks"):
         model(**part, startend_row_indices=batch["startend_row_indices"])
 
 

@@ -6,12 +6,9 @@ from tools import model_zoo
 from tools.model_pairs import assert_near, positions, tokens
 
 from flashmask_hf import masks
-from flashmask_hf.hf.position_axes import (
-    _add_text_positions,
-    _counts,
-    _takes_text_positions,
-    add_text_positions,
-)
+from flashmask_hf.hf.call import Call, count_axes
+from flashmask_hf.hf.facts import splits_four_axes
+from flashmask_hf.hf.rewrites import rewrite
 
 PLACES = positions([4, 1, 6])
 FAMILIES = ["cosmos3_edge_text", "ernie4_5_vl_moe_text", "glm4v_text", "paddleocr_vl_text", "qwen2_5_vl_text"]
@@ -65,32 +62,24 @@ def test_an_image_is_no_document(first):
 
 def test_counts_start_again_where_all_axes_are_zero():
     places = torch.tensor([[[0, 1, 0, 0, 1]], [[0, 1, 0, 0, 1]], [[0, 1, 1, 0, 1]]])
-    assert _counts(places).tolist() == [[0, 1, 2, 0, 1]]
-    assert _counts(places[..., 1:3]).tolist() == [[1, 2]]
-    assert _counts(torch.zeros(3, 1, 3).long()).tolist() == [[1, 2, 3]]
-    assert _counts(torch.tensor([[0, 0, 0], [0, 1, 0]]).expand(3, 2, 3)).tolist() == [[1, 2, 3], [0, 1, 0]]
-
-
-@pytest.mark.parametrize(("family", "count"), [("qwen2_vl_text", 1), ("llama", 0)])
-def test_models_with_such_positions_get_one_hook(family, count):
-    model = model_zoo.build(family, "flashmask")
-    for _ in range(2):
-        add_text_positions(model)
-    assert list(model._forward_pre_hooks.values()).count(_add_text_positions) == count
+    assert count_axes(places).tolist() == [[0, 1, 2, 0, 1]]
+    assert count_axes(places[..., 1:3]).tolist() == [[1, 2]]
+    assert count_axes(torch.zeros(3, 1, 3).long()).tolist() == [[1, 2, 3]]
+    assert count_axes(torch.tensor([[0, 0, 0], [0, 1, 0]]).expand(3, 2, 3)).tolist() == [[1, 2, 3], [0, 1, 0]]
 
 
 def test_positions_stay_as_they_are_under_another_attention():
     model = model_zoo.build("qwen2_vl_text", "sdpa")
-    assert _add_text_positions(model, (), {"position_ids": PLACES}) is None
+    assert rewrite(Call(model, (), {"position_ids": PLACES})).named["position_ids"] is PLACES
     model.set_attn_implementation("flashmask")
-    assert _add_text_positions(model, (), {"position_ids": PLACES})[1]["position_ids"].shape == (4, 1, 11)
+    assert rewrite(Call(model, (), {"position_ids": PLACES})).named["position_ids"].shape == (4, 1, 11)
 
 
 def test_a_forward_without_source_takes_no_text_positions():
     made = {}
     exec("def forward(self, position_ids): position_ids.shape[0] == 4", made)
     for forward in (made["forward"], print):
-        assert not _takes_text_positions(type("Model", (), {"forward": forward}))
+        assert not splits_four_axes(type("Model", (), {"forward": forward}))
 
 
 @pytest.mark.parametrize("axes", [(), (3,), (4,)], ids=str)

@@ -1,6 +1,6 @@
 """The arguments of a model's call, by whichever name they come."""
 
-from flashmask_hf.hf.model_hooks import cache_of
+from flashmask_hf.hf.call import cache_of
 
 
 def test_the_cache_is_found_by_either_name():

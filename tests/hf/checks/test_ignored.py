@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 from datasets import Dataset
+from tools.calls import check_call
 from tools.model_pairs import NoSynchronization, model_pair, positions, tokens
 from tools.tiny import TRAINER_WARNINGS, llama_config, preference_rows, trainer_settings, word_tokenizer
 from transformers import (
@@ -25,8 +26,8 @@ from flashmask_hf.collators import (
     DataCollatorForTrees,
 )
 from flashmask_hf.hf import patches
+from flashmask_hf.hf.checks.ignored import differs, hides_more
 from flashmask_hf.hf.documents import next_flagged
-from flashmask_hf.hf.ignored_vectors import _differs, check_call, hides_more
 
 pytestmark = TRAINER_WARNINGS
 
@@ -84,7 +85,7 @@ def test_replicas_of_data_parallel_are_refused(attention):
     model = llama(attention)
     batch = DataCollatorForPackedLanguageModeling()(EXAMPLES)
     replica = model._replicate_for_data_parallel()  # as torch.nn.DataParallel makes one for each GPU
-    with pytest.raises(ValueError, match=r"DataParallel.* splits a batch by rows;.*accelerate launch"):
+    with pytest.raises(ValueError, match=r"DataParallel splits a batch by rows.*accelerate launch"):
         replica(**batch, use_cache=False)
     model(**batch, use_cache=False)
 
@@ -132,7 +133,7 @@ def test_documents_need_positions_and_no_cache(attention):
 def test_encoders_never_find_documents():
     sizes = dict(vocab_size=48, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4)
     model = BertModel._from_config(BertConfig(**sizes), attn_implementation="sdpa").eval()
-    with pytest.raises(RuntimeError, match=IGNORED.format("sdpa") + ", or pass one document a row"):
+    with pytest.raises(RuntimeError, match=IGNORED.format("sdpa") + ", or pass one document per row"):
         model(**DataCollatorForPackedEncoders()(EXAMPLES))
     padded = DataCollatorForPackedEncoders(pad_to_multiple_of=8)(EXAMPLES[:1])
     with pytest.raises(RuntimeError, match=IGNORED.format("sdpa")):
@@ -153,9 +154,9 @@ def test_flash_attention_finds_documents_in_a_single_row():
     model = llama("sdpa")
     model.config._attn_implementation = "flash_attention_2"
     row = dict(position_ids=positions([3, 3]), startend_row_indices=masks.causal_document([3, 3]).indices)
-    check_call(model, (tokens(1, 6),), row | {"use_cache": False})
+    check_call(model, tokens(1, 6), **row, use_cache=False)
     with pytest.raises(RuntimeError, match=IGNORED.format("flash_attention_2")):
-        check_call(model, (tokens(2, 6),), row | {"use_cache": False})
+        check_call(model, tokens(2, 6), **row, use_cache=False)
 
 
 @pytest.mark.parametrize("documents", [True, False])
@@ -175,9 +176,9 @@ def test_differences_are_those_of_the_dense_masks(documents):
         seen = mask.to_dense()[0, 0]
         real = seen.any(0)
         want = (seen != found)[real].any(0)
-        got = _differs(vectors, other, None)[0, 0]
+        got = differs(vectors, other, None)[0, 0]
         assert torch.equal(got, want), (ends, place)
-        assert torch.equal(_differs(vectors, other, real[None])[0, 0], want & real)
+        assert torch.equal(differs(vectors, other, real[None])[0, 0], want & real)
         wrong += int(want.any())
     assert 50 < wrong < 300
 
@@ -186,7 +187,7 @@ def test_the_check_does_not_wait_for_the_device():
     model = llama("sdpa")
     given = dict(position_ids=positions([3, 3]), startend_row_indices=masks.causal_document([3, 3]).indices)
     with NoSynchronization():
-        check_call(model, (tokens(1, 6),), given | {"use_cache": False})
+        check_call(model, tokens(1, 6), **given, use_cache=False)
 
 
 ANSWERS = [{"prompt_ids": [5, 6, 7], "answers_ids": [[8, 9], [10]]}] * 4

@@ -7,14 +7,20 @@ import pytest
 import torch
 import transformers
 from tools import model_zoo
+from tools.calls import check_call
 from tools.model_pairs import NoSynchronization, assert_near, model_pair, positions, tokens
 from transformers import Aimv2TextConfig, Aimv2TextModel
 
 from flashmask_hf import masks
 from flashmask_hf.collators import DataCollatorForPackedLanguageModeling
-from flashmask_hf.hf import document_guard, patches
-from flashmask_hf.hf.document_guard import guard_documents, is_guarded
+from flashmask_hf.hf import families
+from flashmask_hf.hf.call import Call
+from flashmask_hf.hf.checks import check as check_module
+from flashmask_hf.hf.checks import recurrent
+from flashmask_hf.hf.checks.recurrent import is_guarded
+from flashmask_hf.hf.models import state_of
 from flashmask_hf.hf.packed.rows import check_layers
+from flashmask_hf.hf.rewrites import rewrite
 from flashmask_hf.names import VECTORS
 
 LENGTHS = [5, 1, 6]
@@ -37,6 +43,16 @@ def packed(lengths=LENGTHS, **options):
     return documents, row
 
 
+def numbered(call, model=None):
+    """Return `_documents` of a call of six tokens."""
+    return recurrent._documents(Call(model or cached("lfm2"), (), {"input_ids": torch.ones(1, 6)} | call))
+
+
+def rewritten(model, *args, **kwargs):
+    """Return the arguments that a model gets."""
+    return rewrite(Call(model, args, kwargs)).named
+
+
 def descriptions(row):
     """Yield the ways in which a call tells the documents of a row."""
     ids, flags = row["input_ids"], row["position_ids"][0] == 0
@@ -55,7 +71,7 @@ def test_a_row_of_several_documents_raises(family, lengths):
     for told, call in descriptions(row):
         if told == "positions" and "position_ids" not in model_zoo._parameters(model):
             continue
-        with pytest.raises(ValueError, match=r"carry tokens from one document into the next; .*one document a row"):
+        with pytest.raises(ValueError, match=r"carry tokens from one document into the next; .*one document per row"):
             model(**call)
 
 
@@ -77,16 +93,16 @@ def test_a_row_of_one_document_runs_as_it_does_alone(family):
 def test_a_document_hidden_in_part_by_a_2d_mask_raises():
     model = cached("lfm2")
     hidden = torch.tensor([[1, 1, 1, 0, 1, 1]])  # the first token of the second document
-    with pytest.raises(ValueError, match="one document a row"):
+    with pytest.raises(ValueError, match="one document per row"):
         model(input_ids=tokens(1, 6), attention_mask=hidden, position_ids=positions([3, 3]))
-    with pytest.raises(ValueError, match="one document a row"):
+    with pytest.raises(ValueError, match="one document per row"):
         model.model(tokens(1, 6), None, positions([3, 3]))  # by position in the signature
 
 
 def test_bounds_of_several_documents_count_before_positions():
     def numbers(*edges, lengths=(6,)):
         call = dict(cu_seq_lens_q=torch.tensor(edges, dtype=torch.int32), position_ids=positions(lengths))
-        return document_guard._documents(None, call, 6)[0].tolist()
+        return numbered(call)[0].tolist()
 
     assert numbers(0, 2, 5, 6) == [[0, 0, 1, 1, 1, 2]]
     assert numbers(0, 6, lengths=(3, 3)) == [[1, 1, 1, 2, 2, 2]]
@@ -94,15 +110,15 @@ def test_bounds_of_several_documents_count_before_positions():
 
 def test_positions_and_masks_of_a_batch():
     four = positions([3, 3]).expand(4, 6)
-    numbers, real = document_guard._documents(None, dict(position_ids=four), 6)
+    numbers, real = numbered(dict(position_ids=four, input_ids=torch.ones(4, 6)))
     assert numbers.tolist() == [[1, 1, 1, 2, 2, 2]] * 4
     assert real is None
     call = dict(position_ids=four[:1], attention_mask=torch.tensor([[1] * 8, [0] * 4 + [1] * 4]))
-    numbers, real = document_guard._documents(None, call, 6)
+    numbers, real = numbered(call)
     assert numbers.shape == real.shape == (2, 6)
     assert real.int().tolist() == [[1] * 6, [0, 0, 1, 1, 1, 1]]
     for mask in (torch.ones(1, 3), torch.ones(1, 1, 6, 6)):
-        assert document_guard._documents(None, call | {"attention_mask": mask}, 6)[1] is None
+        assert numbered(call | {"attention_mask": mask})[1] is None
 
 
 @pytest.mark.parametrize("mask", [masks.share_question([(3, [2, 2])]), masks.document([7]), masks.sliding_window(7, 2)])
@@ -128,14 +144,12 @@ def test_attention_that_is_set_later_is_guarded():
     model = model_zoo.build("lfm2", "sdpa")
     call = dict(input_ids=tokens(1, 6), position_ids=positions([3, 3]))
     model(**call)
-    assert not is_guarded(model)
     model.set_attn_implementation("flashmask")
-    with pytest.raises(ValueError, match="one document a row"):
+    with pytest.raises(ValueError, match="one document per row"):
         model(**call)
     model.set_attn_implementation("sdpa")  # another's attention is none of the guard's business
     model(**call)
     model.set_attn_implementation("flashmask")
-    assert len(model.model._forward_pre_hooks) == 1
     assert not is_guarded(model_pair("llama")[0])
 
 
@@ -143,7 +157,6 @@ def test_attention_that_is_set_later_is_guarded():
 def test_a_convolution_over_one_token_needs_no_guard(size, guarded):
     model, _ = model_pair("llama")
     model.model.convolution = torch.nn.Conv1d(4, 4, size)
-    guard_documents(model.model)
     assert is_guarded(model) == guarded
 
 
@@ -154,7 +167,7 @@ def test_attention_that_is_set_by_hand_is_guarded(family, attention):
     model = model_zoo.build(family, "sdpa")
     model.config._attn_implementation = attention
     model.config.flashmask_hash = {"n_buckets": 2} if attention == "flashmask_hash" else None
-    with pytest.raises(ValueError, match="one document a row"):
+    with pytest.raises(ValueError, match="one document per row"):
         model(input_ids=tokens(1, 6), position_ids=positions([3, 3]))
     model(input_ids=tokens(1, 6))
 
@@ -164,28 +177,20 @@ def test_another_attention_is_guarded_from_its_first_call_with_vectors_on():
     model = model_zoo.build("lfm2", "sdpa")
     call = dict(input_ids=tokens(1, 6), position_ids=positions([3, 3]), use_cache=False)
     model(**call)
-    with pytest.raises(ValueError, match="one document a row"):
+    with pytest.raises(ValueError, match="one document per row"):
         model(**call, startend_row_indices=masks.causal_document([3, 3]).indices)
 
 
-def test_a_first_call_that_is_compiled_adds_no_guard(no_compiled_code):
-    """Dynamo cannot trace the code that adds it."""
+@pytest.mark.parametrize("attention", ["flashmask", "sdpa"])
+def test_a_first_call_that_is_compiled_is_guarded(attention, no_compiled_code):
+    """Though the attention was set by hand: what is known of a model is found in its first call."""
     model = model_zoo.build("lfm2", "sdpa")
-    vectors = masks.causal_document([6]).indices
-    torch.compile(model, backend="eager", fullgraph=True)(tokens(1, 6), startend_row_indices=vectors, use_cache=False)
-    assert not is_guarded(model)
-
-
-def test_attention_that_is_set_by_hand_in_a_compiled_model_is_refused(monkeypatch):
-    """Its hooks are added in the first call, by code that Dynamo cannot trace."""
-    model = model_zoo.build("llama", "sdpa")
-    model.config._attn_implementation = "flashmask"
-    with monkeypatch.context() as patch:
-        patch.setattr(patches, "is_compiling", lambda: True)
-        with pytest.raises(RuntimeError, match="or call it once uncompiled"):
-            model(tokens(1, 6))
-    model(tokens(1, 6))
-    assert all(part._has_packing_hooks for part in (model, model.model))
+    model.config._attn_implementation = attention
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    compiled(tokens(1, 6), startend_row_indices=masks.causal_document([6]).indices, use_cache=False)
+    packed_row = dict(position_ids=positions([3, 3]), startend_row_indices=masks.causal_document([3, 3]).indices)
+    with pytest.raises(RuntimeError, match="one document per row"):
+        compiled(tokens(1, 6), **packed_row, use_cache=False)
 
 
 @pytest.mark.parametrize("attention", ["flashmask_hash", "flashmask_qk"])
@@ -199,13 +204,14 @@ def test_the_text_model_counts_and_not_an_audio_encoder(family, guarded):
 
 
 def test_the_first_forward_alone_waits_for_the_device(monkeypatch):
-    """Under NoSynchronization a CPU stands for a GPU, where `_require` would assert on the device."""
+    """Under NoSynchronization a CPU stands for a GPU, where `require` asserts on the device."""
     model = model_zoo.build("lfm2", "flashmask")
     call = dict(input_ids=tokens(1, 6), position_ids=positions([6]))
     model(**call)
-    monkeypatch.setattr(document_guard, "_require", lambda model, condition, _: None)
+    monkeypatch.setattr(check_module, "device_assert", lambda *_: None)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     with NoSynchronization():
-        document_guard._keep_documents_apart(model.model, (), call)
+        check_call(model.model, **call)
 
 
 def by_document(function, split, keyword):
@@ -240,7 +246,7 @@ KERNELS = {
 }
 
 
-@pytest.mark.parametrize("family", document_guard._KERNELS)
+@pytest.mark.parametrize("family", [name for name, family in families.FAMILIES.items() if family.kernels])
 def test_kernels_that_keep_documents_apart_get_the_boundaries(family, monkeypatch):
     """With stand-ins for the packages' kernels, which need a GPU, packed equals alone: logits and every gradient."""
     eager = model_zoo.build(family, "eager")
@@ -248,10 +254,12 @@ def test_kernels_that_keep_documents_apart_get_the_boundaries(family, monkeypatc
     modes = ("eval", "training")
     alone = model_zoo._Case([{"input_ids": x[None]} for x in documents], torch.ones(1, sum(LENGTHS)).bool(), [{}])
     want = {mode: model_zoo._result(eager, alone, mode) for mode in modes}
-    monkeypatch.setattr(document_guard, "_can_import", lambda _: True)
+    monkeypatch.setattr(families, "_can_import", lambda _: True)
     model = model_zoo.build(family, "flashmask")
     model.load_state_dict(eager.state_dict())
-    guarded = next(x for x in model.modules() if document_guard._keep_documents_apart in x._forward_pre_hooks.values())
+    guarded = next(
+        x for x in model.modules() if isinstance(x, transformers.PreTrainedModel) and state_of(x).is_recurrent
+    )
     code = sys.modules[type(guarded).__module__]
     for name, (split, keyword) in KERNELS.items():
         if hasattr(code, name):
@@ -269,11 +277,11 @@ def test_kernels_that_keep_documents_apart_get_the_boundaries(family, monkeypatc
 @pytest.mark.parametrize(("family", "fullgraph"), [("lfm2", True), ("qwen3_5_text", False)])
 def test_boundaries_are_the_same_compiled(family, fullgraph, monkeypatch):
     """The number of documents is a shape, at which a graph breaks; only the delta rule needs it."""
-    monkeypatch.setattr(document_guard, "_can_import", lambda _: True)
+    monkeypatch.setattr(families, "_can_import", lambda _: True)
     model = model_zoo.build(family, "flashmask").base_model
 
     def keywords(call):
-        return document_guard._keep_documents_apart(model, (), call)[1]
+        return rewritten(model, **call)
 
     compiled = torch.compile(keywords, backend="eager", fullgraph=fullgraph)
     for lengths in ([3, 3], [2, 4, 1], [6, 2]):
@@ -284,23 +292,23 @@ def test_boundaries_are_the_same_compiled(family, fullgraph, monkeypatch):
         assert ("cu_seq_lens_q" in got) == (family == "qwen3_5_text")
         assert got.get("use_cache") is (False if family == "qwen3_5_text" else None)
         place = (call["input_ids"], None, call["position_ids"])  # by position in the signature
-        assert document_guard._keep_documents_apart(model, place, {})[1].keys() == {*want, "attention_mask"}
+        assert rewritten(model, *place).keys() == {*want, "attention_mask"}
 
 
 def test_boundaries_are_those_of_every_row_and_vectors_stay_as_they_are(monkeypatch):
-    monkeypatch.setattr(document_guard, "_can_import", lambda _: True)
-    model, hook = model_zoo.build("lfm2", "flashmask").base_model, document_guard._keep_documents_apart
-    found = hook(model, (), dict(input_ids=tokens(2, 6), position_ids=positions([3, 3])))[1]
+    monkeypatch.setattr(families, "_can_import", lambda _: True)
+    model = model_zoo.build("lfm2", "flashmask").base_model
+    found = rewritten(model, input_ids=tokens(2, 6), position_ids=positions([3, 3]))
     assert found["seq_idx"].tolist() == [[0, 0, 0, 1, 1, 1]] * 2
     vectors = masks.causal_document([4], kv_len=6).indices  # padding stays hidden
-    assert hook(model, (), dict(input_ids=tokens(1, 6), startend_row_indices=vectors))[1][VECTORS] is vectors
+    assert rewritten(model, input_ids=tokens(1, 6), startend_row_indices=vectors)[VECTORS] is vectors
 
 
 def test_what_kernels_cannot_serve_raises(monkeypatch):
-    monkeypatch.setattr(document_guard, "_can_import", lambda _: True)
+    monkeypatch.setattr(families, "_can_import", lambda _: True)
     model = model_zoo.build("qwen3_5_text", "flashmask")
     call = dict(input_ids=tokens(2, 6), position_ids=positions([3, 3]))
-    with pytest.raises(ValueError, match="pass one row a batch, or"):
+    with pytest.raises(ValueError, match="pass one row per batch, or"):
         model(**call)
     model = model_zoo.build("lfm2", "flashmask")
     cache = transformers.DynamicCache(config=model.config)
@@ -309,27 +317,24 @@ def test_what_kernels_cannot_serve_raises(monkeypatch):
 
 
 def test_boundaries_are_handed_on_by_later_versions_of_transformers_only(monkeypatch):
-    monkeypatch.setattr(document_guard, "_can_import", lambda _: True)
-    assert document_guard._missing_kernels("lfm2") == ()
-    monkeypatch.setattr(document_guard.transformers, "__version__", "5.22.1")
-    assert document_guard._missing_kernels("lfm2") is None
+    monkeypatch.setattr(families, "_can_import", lambda _: True)
+    config = model_zoo.config_of("lfm2")
+    assert families.missing_kernels(config) == ()
+    monkeypatch.setattr(families.transformers, "__version__", "5.22.1")
+    assert families.missing_kernels(config) is None
 
 
 def test_packages_that_fail_to_import_are_missing(monkeypatch, tmp_path):
     (tmp_path / "built_for_another_torch.py").write_text("raise OSError('undefined symbol')")
     monkeypatch.syspath_prepend(tmp_path)
-    assert document_guard._can_import("json")
-    assert not document_guard._can_import("built_for_another_torch")
-    assert not document_guard._can_import("no_such_module")
+    assert families._can_import("json")
+    assert not families._can_import("built_for_another_torch")
+    assert not families._can_import("no_such_module")
 
 
 def test_inputs_that_are_no_tokens_are_left_alone():
     """As those of an audio encoder, whose convolutions run over frames."""
-    hook = document_guard._keep_documents_apart
-    assert (
-        hook(cached("lfm2").model, (), {"input_features": torch.ones(1, 6, 4), "position_ids": positions([3, 3])})
-        is None
-    )
+    check_call(cached("lfm2").model, input_features=torch.ones(1, 6, 4), position_ids=positions([3, 3]))
 
 
 def test_missing_kernels_are_named():

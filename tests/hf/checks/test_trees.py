@@ -4,14 +4,25 @@ import random
 
 import pytest
 import torch
+from tools.calls import run_check
 from tools.model_pairs import NoSynchronization, attend, model_pair, tokens
 
 from flashmask_hf import FlashMask, masks
-from flashmask_hf.hf import patches
-from flashmask_hf.hf.branches import check_labels, check_tree_positions
+from flashmask_hf.hf.checks.trees import tree_positions_fit, tree_positions_message
+from flashmask_hf.torch_internals import device_assert
 
 SHARED = masks.share_question([(3, [2, 4])])
 DEPTHS = torch.tensor([[0, 1, 2, 3, 4, 3, 4, 5, 6]])
+
+
+def check_tree_positions(mask, position_ids):
+    device_assert(tree_positions_fit(mask, position_ids), tree_positions_message(position_ids))
+
+
+def check_labels(vectors, labels):
+    model, _ = model_pair("llama")
+    for words in ("a branch learned from its sibling", "of packed documents, from a collator"):
+        run_check(words, model, startend_row_indices=vectors, labels=labels)
 
 
 def refuses(mask, position_ids):
@@ -173,21 +184,12 @@ def test_labels_of_a_branch_are_refused():
     model(**CALL, labels=IDS, shift_labels=shifted)
 
 
-def test_a_loss_that_gets_the_size_of_the_vocabulary_by_position():
-    """As from Jamba and DBRX."""
-    loss = model_pair("llama")[0].loss_function
-    logits = torch.zeros(1, 9, 16)
-    got = loss(logits, LABELS, 16, startend_row_indices=SHARED.indices)
-    torch.testing.assert_close(got, loss(logits, LABELS, 16))
-
-
 def test_a_loss_that_does_not_shift_its_labels_takes_those_of_first_tokens():
     """As that of a masked language model."""
     model, _ = model_pair("llama")
     model.loss_type = "ForMaskedLM"
-    logits = torch.randn(1, 9, 16)
-    got = model.loss_function(logits, IDS, 16, startend_row_indices=SHARED.indices)
-    torch.testing.assert_close(got, torch.nn.functional.cross_entropy(logits[0], IDS[0]))
+    out = model(**CALL, labels=IDS)
+    torch.testing.assert_close(out.loss, torch.nn.functional.cross_entropy(out.logits[0], IDS[0]))
 
 
 @pytest.mark.parametrize("attention", ["flashmask", "sdpa"])
@@ -253,13 +255,6 @@ def test_loss_of_a_compiled_model(no_compiled_code):
     torch.testing.assert_close(compiled(**CALL, labels=LABELS).loss, model(**CALL, labels=LABELS).loss)
     with pytest.raises(RuntimeError, match="labels name the first token of a branch"):
         compiled(**CALL, labels=IDS)
-
-
-@pytest.mark.parametrize("member", [None, print], ids=["missing", "no property"])
-def test_loss_patch_refuses_unknown_code(member):
-    model_class = type("Model", (), {} if member is None else {"loss_function": member})
-    with pytest.raises(RuntimeError, match=r"loss_function of Model.*install a version it was tested"):
-        patches.check_losses(model_class)
 
 
 def test_overlapping_keys_are_no_tree():

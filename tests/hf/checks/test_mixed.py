@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tools.calls import run_check
 from tools.tiny import TRAINER_WARNINGS, llama_config
 from transformers import (
     AlbertConfig,
@@ -21,8 +22,7 @@ from transformers import (
 
 from flashmask_hf import masks
 from flashmask_hf.collators import DataCollatorForPackedEncoders, DataCollatorForPackedLanguageModeling
-from flashmask_hf.hf import mixed_documents
-from flashmask_hf.hf.mixed_documents import check_adapters, check_scales
+from flashmask_hf.hf.checks import mixed
 from flashmask_hf.hf.packed.rows import run_packed
 
 pytestmark = TRAINER_WARNINGS
@@ -122,25 +122,32 @@ def test_heads_that_read_every_token_take_several_documents():
     torch.testing.assert_close(model(**batch).logits[0], torch.cat(alone), rtol=1e-4, atol=1e-5)
 
 
+def check_scales(positions, mask=None, **fields):
+    """Run the checks of Llama 4 on a call with a config of these fields."""
+    model = SimpleNamespace(config=SimpleNamespace(_attn_implementation="flashmask", **fields))
+    for words in ("documents of Llama 4", "attention chunks of Llama 4"):
+        run_check(words, model, position_ids=positions, attention_mask=mask)
+
+
 def test_llama_4_scales_from_floor_scale_tokens_on():
-    config = SimpleNamespace(floor_scale=6, attn_temperature_tuning=True)
+    config = dict(floor_scale=6, attn_temperature_tuning=True)
     two = torch.tensor([[0, 1, 2, 0, 1, 2]])
-    check_scales(config, two[:, :5], None)
-    check_scales(config, two, torch.tensor([[1, 1, 1, 0, 0, 0]]))
-    check_scales(SimpleNamespace(floor_scale=6, attn_temperature_tuning=False), two, None)
+    check_scales(two[:, :5], **config)
+    check_scales(two, torch.tensor([[1, 1, 1, 0, 0, 0]]), **config)
+    check_scales(two, floor_scale=6, attn_temperature_tuning=False)
     with pytest.raises(RuntimeError, match="keep rows of several documents under floor_scale tokens"):
-        check_scales(config, two, None)
+        check_scales(two, **config)
 
 
 @pytest.mark.parametrize(("version", "refused"), [("5.22.0", True), ("5.23.0", False)])
 def test_chunks_count_from_documents_since_transformers_5_23(monkeypatch, version, refused):
-    monkeypatch.setattr(mixed_documents.transformers, "__version__", version)
+    monkeypatch.setattr(mixed.transformers, "__version__", version)
     two = torch.tensor([[0, 1, 2, 0, 1, 2]])
-    check_scales(SimpleNamespace(attention_chunk_size=6), two, None)
-    check_scales(SimpleNamespace(attention_chunk_size=4), torch.arange(6)[None], None)
+    check_scales(two, attention_chunk_size=6)
+    check_scales(torch.arange(6)[None], attention_chunk_size=4)
     raised = pytest.raises(RuntimeError, match="must not exceed attention_chunk_size")
     with raised if refused else contextlib.nullcontext():
-        check_scales(SimpleNamespace(attention_chunk_size=4), two, None)
+        check_scales(two, attention_chunk_size=4)
 
 
 def test_masked_tokens_under_token_dropout_take_one_document_a_row():
@@ -160,20 +167,25 @@ def test_masked_tokens_under_token_dropout_take_one_document_a_row():
 
 
 def test_activated_lora_takes_one_document_a_row():
-    model = SimpleNamespace(peft_config={"default": SimpleNamespace(alora_invocation_tokens=[1])})
+    config = SimpleNamespace(_attn_implementation="flashmask")
+    model = SimpleNamespace(config=config, peft_config={"default": SimpleNamespace(alora_invocation_tokens=[1])})
+
+    def check_adapters(call):
+        run_check("activated LoRA", model, input_ids=torch.ones(1, 6), **call)
+
     two, one_sequence = torch.tensor([[0, 1, 2, 0, 1, 2]]), torch.tensor([0, 6])
     for one in (
         {},
         {"cu_seq_lens_q": torch.tensor([0, 6, 6])},
         {"startend_row_indices": masks.causal(6).indices},
         {"position_ids": torch.arange(6)[None], "cu_seq_lens_q": one_sequence},
-        {"position_ids": two.expand(3, 1, 6)},  # axes of an image
     ):
-        check_adapters(model, one)
+        check_adapters(one)
     for several in (
         {"cu_seq_lens_q": torch.tensor([0, 3, 6])},
         {"startend_row_indices": masks.causal_document([3, 3]).indices},
         {"position_ids": two, "cu_seq_lens_q": one_sequence},
+        {"position_ids": two.expand(3, 1, 6)},
     ):
-        with pytest.raises(RuntimeError, match="PEFT looks for alora_invocation_tokens once in a row"):
-            check_adapters(model, several)
+        with pytest.raises(RuntimeError, match="PEFT looks for alora_invocation_tokens once per row"):
+            check_adapters(several)

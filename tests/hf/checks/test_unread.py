@@ -7,6 +7,7 @@ import torch
 import transformers
 from packaging.version import Version
 from tools import model_zoo
+from tools.calls import run_check
 from tools.model_pairs import assert_near, model_pair, positions, tokens
 from tools.tiny import llama_config
 from transformers import (
@@ -21,14 +22,9 @@ from transformers import (
 
 from flashmask_hf import masks
 from flashmask_hf.collators import DataCollatorForPackedEncoders
-from flashmask_hf.hf import unread_documents
-from flashmask_hf.hf.forward_records import _active
-from flashmask_hf.hf.unread_documents import (
-    _tells_documents,
-    call_model,
-    check_document_numbers,
-    check_numbered_mask,
-)
+from flashmask_hf.hf.call import Call, current
+from flashmask_hf.hf.checks.ignored import marks_documents
+from flashmask_hf.hf.guard import run_call
 
 PACKED = positions([4, 5])
 IDS = tokens(1, 9).clamp(max=35)
@@ -51,7 +47,7 @@ def test_positions_that_nothing_reads_are_refused(build):
             model(input_ids=IDS, position_ids=PACKED, **options)
     with pytest.raises(RuntimeError, match="hands position_ids neither to its masks"):
         model(IDS, None, PACKED)
-    assert _active.get() == ()
+    assert current.call is None
     model(input_ids=IDS, position_ids=torch.arange(9)[None])
     left = (torch.arange(9) > 2).long()[None]
     model(input_ids=IDS, position_ids=(left.cumsum(-1) - 1).clamp(min=0), attention_mask=left)
@@ -101,7 +97,7 @@ FALCON = ["falcon"] if Version(transformers.__version__) < Version("5.24") else 
 @pytest.mark.parametrize("family", ["gpt_oss", "opt", "qwen2_5_vl_text", "bloom", *FALCON])
 def test_documents_are_refused_where_another_attention_does_not_find_them(family):
     model = model_zoo.build(family, "eager")
-    message = r"makes its masks without position_ids, .*'eager'; load it with 'flashmask', or pass one document a row"
+    message = r"makes its masks without position_ids, .*'eager'; load it with 'flashmask', or pass one document per row"
     with pytest.raises(RuntimeError, match=message):
         model(**PACKED_ROW)
     one = PACKED_ROW | {"position_ids": positions([9]), "startend_row_indices": masks.causal(9).indices}
@@ -146,7 +142,6 @@ def test_documents_are_looked_for_anew_after_a_change_of_attention():
         llama.set_attn_implementation(attention)
         for _ in range(2):
             llama(**PACKED_ROW)
-        assert (attention, False, True) in llama._documents_read
 
 
 @pytest.mark.parametrize("family", ["cpmant", "xlnet"])
@@ -166,31 +161,19 @@ def test_vectors_of_an_encoder_that_does_not_call_the_attention_are_refused():
     model(**collator([{"input_ids": [5, 6, 7]}]))
 
 
-def test_models_that_read_positions_are_looked_at_once(monkeypatch):
-    model, _ = model_pair("llama")
-    model(IDS)
-    assert not hasattr(model, "_documents_read")
-    model(IDS, position_ids=PACKED)
-    assert model._documents_read
-    assert model.base_model._documents_read
-    assert _active.get() == ()
-    monkeypatch.delattr(unread_documents, "ForwardRecord")
-    model(IDS, position_ids=PACKED)
-
-
 def test_the_attention_of_the_text_model_counts_for_vectors():
     vision = CLIPVisionConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, image_size=32, patch_size=16)
     config = LlavaConfig(text_config=llama_config(), vision_config=vision)
     parts = {"text_config": "flashmask", "vision_config": "sdpa"}
     model = LlavaForConditionalGeneration._from_config(config, attn_implementation=parts).eval()
-    model(**PACKED_ROW)
-    assert model._documents_read == {("flashmask", False, True)}
+    want = torch.cat([model(input_ids=part).logits for part in IDS.split([4, 5], 1)], 1)
+    assert_near(model(**PACKED_ROW).logits, want)
 
 
 def test_models_with_two_text_models_run_without_vectors():
     """Their config cannot tell which of the two is meant."""
     model = types.SimpleNamespace(config=MusicgenConfig(decoder={"pad_token_id": None, "bos_token_id": None}))
-    assert call_model(model, lambda _: "output", (), {}) == "output"
+    assert run_call(lambda _: "output", model) == "output"
 
 
 @pytest.mark.parametrize("part", [lambda model: model, lambda model: model.base_model], ids=["whole", "backbone"])
@@ -201,10 +184,17 @@ def test_documents_in_a_model_that_is_compiled_in_place(part):
     ids = torch.randint(3, 48, (1, 12))
     packed = positions([7, 5])
     want = model(input_ids=ids, position_ids=packed, use_cache=False).logits
-    del model._documents_read, model.base_model._documents_read
     part(model).compile(backend="eager")
     got = model(input_ids=ids, position_ids=packed, use_cache=False).logits
     torch.testing.assert_close(got, want)
+
+
+def check_numbered_mask(mask, places):
+    run_check("that numbers documents", model_pair("llama")[0], IDS, attention_mask=mask, position_ids=places)
+
+
+def check_document_numbers(model, call):
+    run_check("`seq_idx` that marks documents", model, **call)
 
 
 def test_masks_that_number_documents():
@@ -221,6 +211,7 @@ def test_masks_that_number_documents():
 def test_numbers_of_documents_in_a_model_with_a_long_name():
     """A device takes messages of up to 254 characters, in calls that pass, too."""
     model = type("A" * 100, (), {"config": llama_config(), "modules": lambda self: []})()
+    model.config._attn_implementation = "flashmask"
     check_document_numbers(model, {"seq_idx": torch.zeros(1, 9)})
     with pytest.raises(RuntimeError, match=r"but the attention of A{100} does not read it"):
         check_document_numbers(model, {"seq_idx": torch.arange(9)[None]})
@@ -287,4 +278,6 @@ VECTORS = PACKED_ROW["startend_row_indices"]
     ],
 )
 def test_calls_that_tell_documents(call, attention, told):
-    assert _tells_documents(call, attention) is told
+    model = model_pair("llama")[0]
+    model.config._attn_implementation = attention
+    assert marks_documents(Call(model, (), call)) is told

@@ -1,0 +1,151 @@
+"""One call of a transformers model: its arguments, read once for every check, rewrite and mask."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashmask_hf.hf.documents import Documents, of_bounds, of_numbers, of_positions
+from flashmask_hf.hf.models import ModelState, state_of
+from flashmask_hf.names import NAMES, VECTORS
+
+__all__ = ["Call", "cache_of", "count_axes", "current", "record_documents"]
+
+
+class _Current(threading.local):  # Dynamo can trace it, but no ContextVar, and no attribute that a thread never set
+    call: Call | None = None
+
+
+current = _Current()
+
+
+class Call:
+    """One call of a transformers model. Properties are on the host: they read no tensor's values.
+
+    Attributes:
+        model: the model.
+        named: its arguments by name. Trainers may call a model with the arguments of another method, so each name is
+            a hint, and every reader checks types.
+        outer: the call of the model that this one is a submodel of.
+        reads: number of masks and attention layers that read the document boundaries, in submodels, too.
+        supplied: number of attention layers that received the caller's mask indices.
+    """
+
+    def __init__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outer: Call | None = None):
+        self.model, self.outer, self.config = model, outer, model.config
+        self.implementation = model.config._attn_implementation
+        self.is_ours = self.implementation in NAMES
+        self.args, self.kwargs = args, kwargs
+        self.named = named_arguments(model, args, kwargs)
+        self.reads = self.supplied = 0
+        self._documents: Any = False
+
+    def changed(self, named: dict[str, Any]) -> Call:
+        """Return the same call with other arguments."""
+        return Call(self.model, (), named, self.outer)
+
+    def get(self, name: str) -> Any:
+        """Return an argument, or None."""
+        return self.named.get(name)
+
+    def tensor(self, name: str, dim: int | None = None) -> Tensor | None:
+        """Return an argument if it is a tensor with `dim` axes, else None."""
+        found = self.named.get(name)
+        return found if isinstance(found, Tensor) and dim in (None, found.dim()) else None
+
+    @property
+    def state(self) -> ModelState:
+        """What is known of the model."""
+        return state_of(self.model)
+
+    @property
+    def indices(self) -> Any:
+        """The caller's mask indices, unchecked."""
+        return self.named.get(VECTORS)
+
+    @property
+    def tokens(self) -> Tensor | None:
+        """The input_ids [B, S], else the inputs_embeds [B, S, D]."""
+        found = self.named.get("input_ids")
+        found = self.named.get("inputs_embeds") if found is None else found
+        return found if isinstance(found, Tensor) and found.dim() > 1 else None
+
+    @property
+    def positions(self) -> Tensor | None:
+        """Positions of the tokens in their documents, [B or 1, S], of whatever axes were given."""
+        found, tokens = self.tensor("position_ids"), self.tokens
+        if found is None or found.dim() not in (2, 3) or (tokens is not None and found.shape[-1] != tokens.shape[1]):
+            return None
+        if found.dim() == 2:
+            return found
+        return found[0] if found.shape[0] == 4 or self.indices is not None else count_axes(found)
+
+    @property
+    def padding(self) -> Tensor | None:
+        """The tokens that a 2D mask shows, bool [B, S]."""
+        mask, tokens = self.tensor("attention_mask", 2), self.tokens
+        if mask is None or tokens is None or mask.shape[1] < tokens.shape[1]:
+            return None
+        return mask[:, -tokens.shape[1] :].to(torch.bool)
+
+    @property
+    def documents(self) -> Documents | None:
+        """The documents by `cu_seq_lens_q`, else positions, else `seq_idx`; None if the call has none of them."""
+        if self._documents is False:
+            self._documents = self._find_documents()
+        return self._documents
+
+    def _find_documents(self) -> Documents | None:
+        tokens, outer = self.tokens, self.outer
+        if tokens is None or tokens.shape[1] == 1:
+            return None
+        marks = ("input_ids", "inputs_embeds", "cu_seq_lens_q", "position_ids", "seq_idx", "attention_mask")
+        if outer is not None and all(outer.get(x) is self.get(x) for x in marks):
+            return outer.documents
+        bounds, positions, numbers = self.tensor("cu_seq_lens_q", 1), self.positions, self.tensor("seq_idx", 2)
+        if bounds is not None and bounds.shape[0] > 2:
+            return of_bounds(bounds, tokens.shape[1])
+        if positions is not None:
+            return of_positions(positions, self.padding)
+        return None if numbers is None else of_numbers(numbers)
+
+
+def named_arguments(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return all arguments of a call of a model by name."""
+    if not args:
+        return kwargs
+    return dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | kwargs
+
+
+def cache_of(kwargs: dict[str, Any]) -> Any:
+    """Return the key-value cache among a model's keywords, or None; transformers 5.24 renamed it to `cache`."""
+    cache = kwargs.get("cache")
+    return kwargs.get("past_key_values") if cache is None else cache
+
+
+def count_axes(positions: Tensor) -> Tensor:
+    """Return the number of tokens before each token of its document, int64 [B, S], of positions [3, B, S].
+
+    A document starts where all axes are 0, as only its first token is. A shard of a document, beside a cache, has no
+    first token, and none of its numbers is 0. A row of zeros has no documents: models that embed positions in another
+    way pass such rows.
+    """
+    start = (positions == 0).all(0)
+    start = start & ~start.all(-1, keepdim=True)
+    column = torch.arange(positions.shape[-1], device=positions.device)
+    return column - torch.where(start, column, -1).cummax(-1).values
+
+
+def record_documents(supplied: bool = False) -> None:
+    """Record in the current call that a mask or a layer read the document boundaries; compiled code records nothing.
+
+    Args:
+        supplied: whether an attention layer received the caller's mask indices.
+    """
+    if not torch.compiler.is_compiling() and current.call is not None:
+        current.call.reads += 1
+        current.call.supplied += supplied

@@ -1,0 +1,39 @@
+"""Checks of model calls: `CHECKS` lists them in the order in which they run, and docs/wrong_setups.md their names."""
+
+from __future__ import annotations
+
+from flashmask_hf.hf.call import Call
+from flashmask_hf.hf.checks import ignored, mixed, positions, recurrent, trees
+from flashmask_hf.hf.checks.check import Check, require
+
+__all__ = ["CHECKS", "Check", "run_checks"]
+
+CHECKS: tuple[Check, ...] = (
+    *ignored.CHECKS,
+    *trees.CHECKS,
+    *mixed.CHECKS,
+    *recurrent.CHECKS,
+    *positions.CHECKS,
+)
+
+
+def run_checks(call: Call, *, after: bool = False) -> None:
+    """Raise if a model call, before it runs or after, breaks a rule.
+
+    A submodel that gets the very arguments of its outer model is checked only for what its own parts may break.
+
+    Raises:
+        Exception: the first error of `CHECKS`.
+    """
+    seen = not after and _has_arguments_of_outer(call)
+    for check in CHECKS:
+        if check.after is after and (check.parts or not seen) and check.applies(call):
+            require(check, call)
+
+
+def _has_arguments_of_outer(call: Call) -> bool:
+    """Return whether the call around this one has the same config and the same arguments, and was checked."""
+    outer = call.outer
+    if outer is None or outer.config is not call.config:
+        return False
+    return all(outer.get(name) is value for name, value in call.named.items() if value is not None)

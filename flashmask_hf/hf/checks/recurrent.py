@@ -1,0 +1,186 @@
+"""Packed rows in models with layers that are not attention: boundaries for their kernels, or an error.
+
+Linear attention, state spaces and convolutions carry tokens from one document of a packed row into the next, whatever
+the attention mask says. Some of their kernels read document boundaries and keep documents apart.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from flashmask_hf.hf.call import Call, cache_of
+from flashmask_hf.hf.checks.check import Check, require
+from flashmask_hf.hf.documents import document_starts, of_bounds, run_bounds
+from flashmask_hf.hf.families import family_of
+from flashmask_hf.hf.models import state_of
+from flashmask_hf.names import VECTORS
+
+__all__ = ["CHECKS", "add_boundaries", "is_guarded", "takes_boundaries"]
+
+_JOINS = "the model has recurrent or convolutional layers, which carry tokens from one document into the next"
+_WAY_OUT = "pass one document per row, or take a model of attention alone"
+
+
+def is_guarded(model: Any) -> bool:
+    """Return whether a model's text model has recurrent or convolutional layers (and not its audio encoder, say)."""
+    text = model.config.get_text_config()
+    return any(
+        part.config is text and state_of(part).is_recurrent
+        for part in model.modules()
+        if isinstance(part, PreTrainedModel)
+    )
+
+
+def _has_documents(call: Call) -> bool:
+    """Return whether a recurrent model gets document boundaries of a row of several tokens."""
+    if not call.state.is_recurrent or call.tokens is None or call.tokens.shape[1] == 1:
+        return False
+    if not call.is_ours:
+        return call.indices is not None
+    marks = (VECTORS, "cu_seq_lens_q", "seq_idx", "position_ids")
+    return any(call.get(name) is not None for name in marks)
+
+
+def _documents(call: Call) -> tuple[Tensor, Tensor | None] | None:
+    """Return the number of each token's document, int64 [B or 1, S], and which tokens are real (None for all).
+
+    Returns None for a call without document boundaries. `seq_idx` counts before positions, as it does in the kernels.
+    """
+    length = call.tokens.shape[1]
+    if call.indices is not None:
+        return _documents_of_indices(call.indices, length)
+    bounds, numbers, positions = call.tensor("cu_seq_lens_q", 1), call.tensor("seq_idx"), call.positions
+    if bounds is not None and bounds.shape[0] > 2:
+        return of_bounds(bounds, length).numbers() - 1, None
+    if numbers is not None:
+        return numbers.to(torch.int64), None
+    if positions is None:
+        return None
+    numbers, real = document_starts(positions).cumsum(-1), call.padding
+    return numbers if real is None else numbers.expand(real.shape), real
+
+
+def _documents_of_indices(indices: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """Return `_documents` of mask indices [B, 1, S, 1], in which padding has 0 and is a document of its own."""
+    real, joined = _joined(indices, length)
+    return nn.functional.pad((~joined).cumsum(-1), (1, 0)), real
+
+
+def _joined(indices: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """Return which tokens of mask indices are real [B, S], and which continue the token before them [B, S - 1]."""
+    ends = indices[:, 0, :, 0]
+    real = ends > 0
+    column = torch.arange(1, length, device=ends.device)
+    return real, (real[:, 1:] == real[:, :-1]) & (~real[:, 1:] | (ends[:, :-1] != column))
+
+
+def takes_boundaries(call: Call) -> bool:
+    """Return whether every recurrent layer of the model would keep the documents of this call apart."""
+    return _has_documents(call) and _obstacle(call) is None and (call.indices is None or _has_form(call))
+
+
+def _obstacle(call: Call) -> str | None:
+    """Return what keeps the kernels from reading boundaries, as a way out; None if nothing does."""
+    missing, kernels = call.state.missing, family_of(call.config).kernels
+    if missing is None:
+        return _WAY_OUT
+    if "flash-linear-attention" in kernels and call.tokens.shape[0] > 1:
+        return f"pass one row per batch, or {_WAY_OUT}"
+    if cache_of(call.named) is not None:
+        return f"pass no cache, or {_WAY_OUT}"
+    if missing:
+        return f"run it on a GPU with {' and '.join(kernels)} installed, or pass one document per row"
+    return None
+
+
+def add_boundaries(call: Call) -> dict[str, Any]:
+    """Return the arguments with the boundaries by which kernels keep documents apart.
+
+    These are `seq_idx`, mask indices for the attention beside the kernels, because not every model hands it
+    `position_ids`, and for the delta rule `cu_seq_lens_q` and `cu_seq_lens_k`. The number of documents is then a shape,
+    so the host waits for it. A cache of several documents would hold one state for each, so there is none.
+    """
+    if call.indices is not None:
+        require(_FLAT, call)
+    found = _documents(call)
+    if found is None:
+        return call.named
+    numbers = found[0].expand(call.tokens.shape[0], -1)
+    numbers = numbers - numbers[:, :1]
+    ends = run_bounds(numbers.diff() == 0)[1].to(torch.int32)
+    added: dict[str, Any] = {"seq_idx": numbers.to(torch.int32)}
+    if call.indices is None:
+        added[VECTORS] = ends[:, None, :, None]
+    if "flash-linear-attention" in family_of(call.config).kernels:
+        last = nn.functional.pad(numbers[0].diff() != 0, (1, 1), value=True)
+        edges = last.nonzero().flatten().to(torch.int32)
+        added |= {"cu_seq_lens_q": edges, "cu_seq_lens_k": edges}
+        if edges.shape[0] > 2:
+            added["use_cache"] = False
+    return call.named | added
+
+
+def _has_form(call: Call) -> bool:
+    indices = call.tensor(VECTORS)
+    return indices is not None and indices.shape[1:] == (1, call.tokens.shape[1], 1)
+
+
+def _is_flat(call: Call) -> Tensor:
+    """Return whether mask indices are of causal documents one after another; bool []."""
+    ends = call.named[VECTORS][:, 0, :, 0]
+    real, joined = _joined(call.named[VECTORS], ends.shape[1])
+    return ((run_bounds(joined)[1] == ends) | ~real).all()
+
+
+def _has_one_document(call: Call) -> Tensor | None:
+    found = _documents(call)
+    if found is None:
+        return None
+    last, real = found
+    first = last
+    if real is not None:
+        last, first = last.masked_fill(~real, -1), last.masked_fill(~real, last.shape[-1])
+    return (last.amax(-1) <= first.amin(-1)).all()
+
+
+def _form_message(call: Call) -> str:
+    indices = call.indices
+    got = list(indices.shape) if isinstance(indices, Tensor) else type(indices).__name__
+    length = call.tokens.shape[1]
+    return (
+        f"{_JOINS}; pass {VECTORS} of causal documents one after another as [B, 1, {length}, 1], got {got}; or pass "
+        "one sequence per row"
+    )
+
+
+_FLAT = Check(
+    "mask indices other than of causal documents in such a model",
+    lambda call: _has_documents(call) and call.indices is not None,
+    _is_flat,
+    lambda _: f"{_JOINS}; pass {VECTORS} of causal documents one after another, or one sequence per row",
+    parts=True,
+    waits=True,
+)
+
+CHECKS = (
+    Check(
+        "mask indices of another shape in a model with recurrent or convolutional layers",
+        lambda call: _has_documents(call) and call.indices is not None,
+        _has_form,
+        _form_message,
+        parts=True,
+    ),
+    _FLAT,
+    Check(
+        "packed rows in a model with recurrent or convolutional layers, any trainer",
+        lambda call: _has_documents(call) and not takes_boundaries(call),
+        _has_one_document,
+        lambda call: f"{_JOINS}; {_obstacle(call)}",
+        parts=True,
+        waits=True,
+    ),
+)

@@ -1,0 +1,225 @@
+"""Checks of trees in the caller's mask indices, without reading a value back.
+
+A row of a shared question or a tree is in depth-first order, and a branch's first token is at the depth after its
+parent's, not after its sibling's last token. Without `position_ids` a model numbers the row from end to end. A model's
+own loss predicts the first token of a branch from its sibling's last token, and the first token of a packed document
+from the document before. None of these is an error to transformers.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers.loss.loss_utils import LOSS_MAPPING
+
+from flashmask_hf.hf.call import Call
+from flashmask_hf.hf.checks.check import Check
+from flashmask_hf.intervals import outer_rows
+from flashmask_hf.mask import FlashMask
+from flashmask_hf.names import IGNORED, PACKED_IDS, VECTORS
+
+__all__ = ["CHECKS", "follows_document", "subtree_ends", "tree_positions_fit", "tree_positions_message"]
+
+
+def tree_positions_fit(mask: FlashMask, position_ids: Tensor | None) -> Tensor:
+    """Return False if a mask is of trees and positions are contiguous from one branch to the next; bool [].
+
+    A mask is of trees if, for any two keys, the rows that see the later key are a subset of the rows that see the
+    earlier key, or disjoint from them. Windows and evicted keys overlap in other ways, and documents have no branches:
+    the positions of either may count through the row.
+
+    Args:
+        mask: mask of a whole row, Sq = Skv = S. A bidirectional form whose visible pairs are all causal is taken for no
+            tree: masks that drop keys and look like trees are passed in it.
+        position_ids: int [B or 1, S], or [axes, B or 1, S], whose first axis counts; None if there are none.
+
+    Returns:
+        Tensor: False where the first position of a branch is not higher than its parent's, or is higher than the
+        position of the token before it in the row; or where there are branches and no positions.
+    """
+    branch, parent = _branches(subtree_ends(mask))
+    if position_ids is None:
+        return ~branch.any()
+    position = position_ids.reshape(-1, *position_ids.shape[-2:])[0, :, None]
+    shape = torch.broadcast_shapes(position.shape, branch.shape)
+    position, parent = position.expand(shape), parent.expand(shape)
+    follows = (position.gather(-1, parent) < position) & (position <= position.roll(1, -1))
+    return (follows | ~branch).all()
+
+
+def tree_positions_message(position_ids: Tensor | None) -> str:
+    """Return the error's text where `tree_positions_fit` is False."""
+    got = "this layer gets no position_ids" if position_ids is None else "position_ids do not branch"
+    return (
+        f"{VECTORS} are of a tree or a shared question, but {got}; pass depths as the collators do, or, if the mask "
+        "only drops keys, mask.bidirectional().indices"
+    )
+
+
+def follows_document(ends: Tensor) -> Tensor:
+    """Return which tokens start a document right after another's last token; bool of the shape of `ends`, [..., S].
+
+    Args:
+        ends: int [..., S], one past the last row that sees each key, as `subtree_ends` returns it.
+    """
+    token = torch.arange(ends.shape[-1], device=ends.device)
+    real = ends > token
+    last = torch.where(real, ends, 0).cummax(-1).values  # of all keys up to each
+    after_real, closed = (nn.functional.pad(x[..., :-1], (1, 0)) for x in (real, last))
+    return real & after_real & (closed <= token)
+
+
+def subtree_ends(mask: FlashMask) -> Tensor:
+    """Return one past the last row that sees each key, int [B, H, S]; S throughout a row of keys that is no tree.
+
+    In a tree the rows that see a key are contiguous, from its own on, or, where a question sees itself whole, from an
+    earlier row on.
+    """
+    length = mask.kv_len
+    if mask.indices.shape[-1] == 1:
+        return mask.indices[..., 0]
+    pieces = mask.visible_intervals(length)
+    first, last = outer_rows(pieces, length)
+    count = torch.stack([(end - start).clamp(min=0) for start, end in pieces]).sum(0)
+    key = torch.arange(length, device=mask.device)
+    together = (last == 0) | ((count == last - first) & (first <= key) & (key < last))
+    nested = together.all(-1, keepdim=True)
+    if not mask.causal:
+        nested = nested & (first < key).any(-1, keepdim=True)
+    return torch.where(nested, last, length)
+
+
+def _branches(ends: Tensor) -> tuple[Tensor, Tensor]:
+    """Find the branches of a causal mask: the tokens that see earlier tokens, but not the token right before them.
+
+    A token after a token that is hidden from all does not count: the hidden token may be its parent.
+
+    Args:
+        ends: int [B, H, S], LTS.
+
+    Returns:
+        branch: bool [B, H, S], whether a branch starts; False throughout a mask that is not of trees.
+        parent: int64 [B, H, S], the last key that a token sees besides itself, in a mask of trees.
+    """
+    length = ends.shape[-1]
+    token = torch.arange(length, device=ends.device).expand(ends.shape).contiguous()
+    ends = ends.to(torch.int64)
+    real = ends > token
+    ended = torch.searchsorted(torch.where(real, ends, length).sort(-1).values, token, right=True)
+    depth = real.cumsum(-1) - ended  # the number of keys that a token sees
+    # In a tree, the parent is the last earlier token whose depth is less by one. As depths grow by at most one from
+    # token to token, there always is such a token.
+    code = torch.where(real, depth, length + 1) * length + token
+    ordered = code.sort(-1).values
+    place = torch.searchsorted(ordered, code - length) - 1
+    parent = ordered.gather(-1, place.clamp(min=0)) % length
+    has_parent = real & (depth > 1)
+    nested = ends.gather(-1, parent) >= ends
+    is_tree = (nested | ~has_parent).all(-1, keepdim=True)
+    after_real = nn.functional.pad(real[..., :-1], (1, 0))
+    return has_parent & is_tree & after_real & (parent < token - 1), parent
+
+
+def _is_own_loss(call: Call) -> bool:
+    """Return whether the model computes a causal loss from labels of a row with mask indices."""
+    model = call.model
+    if call.indices is None or call.get(PACKED_IDS) is not None:  # its labels are of the usual batch
+        return False
+    asked = call.get("labels") is not None and model.base_model is not model
+    return asked and model.loss_function is LOSS_MAPPING["ForCausalLM"]
+
+
+def _shifted_labels(call: Call) -> tuple[Tensor, Tensor] | None:
+    """Return LTS [B, S] and the labels [B, S] that the model's loss shifts by one; None if their forms do not fit."""
+    indices, labels = call.tensor(VECTORS, 4), call.tensor("labels", 2)
+    if indices is None or indices.dtype != torch.int32 or indices.shape[1] != 1 or labels is None:
+        return None
+    return None if call.get("shift_labels") is not None else (indices, labels)
+
+
+def _learned(call: Call) -> tuple[Tensor, Tensor] | None:
+    """Return `subtree_ends` [B, 1, S] of the mask indices and which tokens have a label, bool [B, S]."""
+    found = _shifted_labels(call)
+    if found is None or found[0].shape[2] != found[1].shape[1]:
+        return None
+    indices, labels = found
+    ends = subtree_ends(FlashMask(indices, causal=indices.shape[3] < 4))
+    return ends, (labels != IGNORED).to(ends.device)
+
+
+def _labels_are_whole(call: Call) -> bool | None:
+    found = _shifted_labels(call)
+    return None if found is None else found[1].shape[1] >= found[0].shape[2]
+
+
+def _no_branch_is_learned(call: Call) -> Tensor | None:
+    found = _learned(call)
+    return None if found is None else ~(_branches(found[0])[0][:, 0] & found[1]).any()
+
+
+def _no_first_token_is_learned(call: Call) -> Tensor | None:
+    found = _learned(call)
+    return None if found is None else ~(follows_document(found[0][:, 0]) & found[1]).any()
+
+
+def _has_paths(call: Call) -> bool:
+    return call.indices is not None and call.tensor("shift_labels", 3) is not None
+
+
+def _is_loss_of_another(call: Call) -> bool:
+    """Return whether a trainer, or a fused head of TRL or Liger, computes the loss of a model in training."""
+    model = call.model
+    return (model.training and model.base_model is not model) and bool(
+        call.get("labels") is None
+        or call.get("fused_lm_head")
+        or getattr(model.forward, "__module__", "").startswith("liger_kernel.")
+    )
+
+
+CHECKS = (
+    Check(
+        "labels of every path of a tree in a trainer that computes its own loss (label smoothing)",
+        _has_paths,
+        lambda call: not _is_loss_of_another(call),
+        lambda _: (
+            "shift_labels are those of every path of a tree, which only the model's loss takes; use the plain Trainer "
+            "without smoothing and fused losses, or DataCollatorForTrees without per_path"
+        ),
+    ),
+    Check(
+        "labels of every path of a tree in a model without `tree_loss`",
+        lambda call: _has_paths(call) and _is_own_loss(call),
+        lambda _: False,
+        lambda _: (
+            "shift_labels are those of every path of a tree, which the model's own loss does not take; set "
+            "model.loss_function = flashmask_hf.collators.tree_loss (of model.get_base_model() under PEFT)"
+        ),
+    ),
+    Check(
+        "`labels` of a shard of a row, at whose edge the model's loss would lose a label",
+        _is_own_loss,
+        _labels_are_whole,
+        lambda call: (
+            f"labels cover [B, {call.named['labels'].shape[1]}], a shard of the row, and the model's loss would lose "
+            "one at its edge; pass shift_labels (flashmask_hf.parallel.RowSplit.shard)"
+        ),
+    ),
+    Check(
+        "`labels=input_ids`: a branch learned from its sibling",
+        _is_own_loss,
+        _no_branch_is_learned,
+        lambda _: (
+            "labels name the first token of a branch, which the model's loss predicts from the last one of its "
+            "sibling; set it to -100 there, or take a trainer of flashmask_hf"
+        ),
+    ),
+    Check(
+        "`labels=input_ids` of packed documents, from a collator of one's own",
+        _is_own_loss,
+        _no_first_token_is_learned,
+        lambda _: (
+            "labels name the first token of a packed document, which the model's loss predicts from the document "
+            "before; set it to -100 there, as the collators of flashmask_hf do"
+        ),
+    ),
+)

@@ -1,0 +1,47 @@
+"""A model call from its arguments to its output: rewritten, checked, run, and checked again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from flashmask_hf.hf.call import Call, current
+from flashmask_hf.hf.checks import run_checks
+from flashmask_hf.hf.rewrites import rewrite
+from flashmask_hf.mask import FlashMask
+from flashmask_hf.names import NAMES, VECTORS
+from flashmask_hf.sparse.hf import warn_of_unread_options
+
+__all__ = ["run_call"]
+
+
+def run_call(original: Callable[..., Any], model: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Call a transformers model, and raise if it would mix the documents of a row, or did.
+
+    Calls with another attention than this package's and without mask indices run as they are.
+
+    Args:
+        original: the unbound `__call__` of models.
+        model: the model.
+        args: positional arguments of its call.
+        kwargs: its keywords.
+
+    Raises:
+        Exception: an error of `CHECKS`; or what the model raises.
+    """
+    warn_of_unread_options(model)
+    is_another = model.config._attn_implementation not in NAMES and kwargs.get(VECTORS) is None
+    if is_another and not any(isinstance(x, FlashMask) for x in (*args, kwargs.get("attention_mask"))):
+        return original(model, *args, **kwargs)
+    call = rewrite(Call(model, args, kwargs, current.call))
+    run_checks(call)
+    current.call = call
+    try:
+        output = original(model, *call.args, **call.kwargs)
+    finally:
+        current.call = call.outer
+    run_checks(call, after=True)
+    if call.outer is not None:
+        call.outer.reads += call.reads
+        call.outer.supplied += call.supplied
+    return output

@@ -1,0 +1,85 @@
+"""Models of transformers: their parts, and what this package knows of each, in one attribute `_flashmask`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo import OptimizedModule
+from transformers import PreTrainedModel
+
+from flashmask_hf.hf.facts import splits_four_axes
+from flashmask_hf.hf.families import family_of, missing_kernels
+
+__all__ = ["ModelState", "is_compiled", "own_modules", "state_of", "unwrap_peft"]
+
+
+def unwrap_peft(model: Any) -> Any:
+    """Return the transformers model inside a PEFT model, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def own_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the names and modules of a model, except those of its submodels, which are models of their own."""
+    for name, child in module.named_children():
+        if not isinstance(child, PreTrainedModel):
+            yield name, child
+            yield from own_modules(child)
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Return whether a model or a part of it is compiled, by `torch.compile` or its method `compile`."""
+    return any(isinstance(x, OptimizedModule) or x._compiled_call_impl is not None for x in model.modules())
+
+
+class ModelState:
+    """What is known of a model without its submodels, found in its first call, and what its calls have shown.
+
+    Attributes:
+        is_recurrent: whether recurrent or convolutional layers mix its tokens.
+        missing: distributions whose kernels would keep documents apart there; None if none would.
+        first_position: first number of a document in its table of positions; None if it embeds no positions.
+        is_bidirectional: whether an attention layer of it is bidirectional.
+        has_axes: whether it takes positions of several axes.
+        takes_packed_rows: whether `packed/rows.py` made it run packed rows in place of its batch.
+        counts_layers: whether its layers that receive the caller's mask are to be counted.
+        is_counted: whether every layer received it in a call.
+        has_answered: whether the host has waited for the answer of a check in one of its calls.
+        has_warned: whether it warned of options of sparse attention that nothing reads.
+    """
+
+    def __init__(self, model: Any):
+        parts = [*own_modules(model)]
+        family = family_of(model.config)
+        self.is_recurrent = family.mixes or any(
+            isinstance(part, nn.Conv1d) and part.kernel_size[0] > 1 for _, part in parts
+        )
+        self.missing = missing_kernels(model.config) if self.is_recurrent else None
+        firsts = [0 if part.padding_idx is None else part.padding_idx + 1 for part in _position_tables(model)]
+        self.first_position = max(firsts, default=None)
+        self.is_bidirectional = any(getattr(part, "is_causal", None) is False for _, part in parts)
+        self.has_axes = splits_four_axes(type(model))
+        self.takes_packed_rows = self.counts_layers = self.is_counted = False
+        self.has_answered = self.has_warned = False
+
+
+def _position_tables(module: nn.Module, path: str = "") -> Iterator[nn.Embedding]:
+    """Yield the embeddings of positions among a model's own modules, also where PEFT wraps them."""
+    for name, child in module.named_children():
+        if isinstance(child, PreTrainedModel):
+            continue
+        name = path if name in ("base_layer", "original_module") else name
+        if isinstance(child, nn.Embedding) and ("position" in name or name == "wpe"):
+            yield child
+        yield from _position_tables(child, name)
+
+
+@torch._dynamo.assume_constant_result
+def state_of(model: Any) -> ModelState:
+    """Return the state of a model, found when it is first asked for. A compiler takes it as it is then."""
+    state = model.__dict__.get("_flashmask")
+    if state is None:
+        state = model.__dict__["_flashmask"] = ModelState(model)
+    return state
