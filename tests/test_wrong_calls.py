@@ -221,30 +221,30 @@ WRONG = {
     "with activated LoRA": (
         lambda: with_activated_lora(position_ids=POSITIONS, startend_row_indices=VECTORS),
         RuntimeError,
-        "alora_invocation_tokens once in a row.*batches of whole sequences",
+        "alora_invocation_tokens once per row.*batches of whole sequences",
     ),
     "with activated LoRA, without positions": (
         lambda: with_activated_lora(startend_row_indices=VECTORS),
         RuntimeError,
-        "alora_invocation_tokens once in a row",
+        "alora_invocation_tokens once per row",
     ),
     "labels of every path in a model that does not compute the loss": (
         lambda: llama().train()(
             ROW, position_ids=POSITIONS, startend_row_indices=VECTORS, shift_labels=ROW[None], use_cache=False
         ),
         ValueError,
-        "the trainer computes its own, as under label_smoothing_factor.*DataCollatorForTrees without per_path",
+        "which only the model.s loss takes; use the plain Trainer without smoothing.*DataCollatorForTrees",
     ),
     # documents that nothing reads
     "positions of documents with activated LoRA": (
         lambda: with_activated_lora(position_ids=POSITIONS),
         RuntimeError,
-        "alora_invocation_tokens once in a row",
+        "alora_invocation_tokens once per row",
     ),
     "cu_seq_lens with activated LoRA": (
         lambda: with_activated_lora(cu_seq_lens_q=torch.tensor([0, 3, 8], dtype=torch.int32)),
         RuntimeError,
-        "alora_invocation_tokens once in a row",
+        "alora_invocation_tokens once per row",
     ),
     "2D mask that numbers documents": (
         lambda: llama()(IDS, attention_mask=torch.tensor([[1, 1, 1, 2, 2, 2, 2, 0], [1] * 8])),

@@ -69,7 +69,7 @@ REFUSED = {
     "no int32": "TypeError: startend_row_indices must be an int32 tensor",
     "2D mask": "RuntimeError: a 2D attention_mask hides tokens of a row that is split",
     "dense mask": "ValueError: attention_mask must be None or .*got torch.bool",
-    "labels without a shift": "ValueError: labels are those of a part of a row.*pass shift_labels",
+    "labels without a shift": "ValueError: labels cover .*a shard of the row.*pass shift_labels",
     "key": "ValueError: the batch has 'attention_mask', which cannot be split",
     "length": r"ValueError: input_ids must have shape \[B, 128\].*got \[2, 127\]",
     "no vectors in the batch": "ValueError: startend_row_indices is missing",

@@ -16,7 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig,
 from transformers.utils import generic
 
 from flashmask_hf import FlashMask, masks
-from flashmask_hf.hf import families, keywords
+from flashmask_hf.hf import keywords
 from flashmask_hf.hf.mask_hook import mask_hook
 from flashmask_hf.long_rows.checkpointing import enable_checkpointing
 from flashmask_hf.sparse import directions as drawing
@@ -408,7 +408,7 @@ def test_masks_that_cannot_be_sorted_are_refused(name):
 
 
 def test_refusals_name_the_implementation():
-    unfit = types.SimpleNamespace(model_type=next(iter(families._UNSUPPORTED)), _attn_implementation="flashmask_hash")
+    unfit = types.SimpleNamespace(model_type="whisper", _attn_implementation="flashmask_hash")
     config = type("Unfit", (), vars(unfit))()
     with pytest.raises(NotImplementedError, match="attn_implementation='flashmask_hash' refuses them"):
         mask_hook(batch_size=1, q_length=2, kv_length=2, config=config)
