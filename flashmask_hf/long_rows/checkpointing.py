@@ -33,13 +33,12 @@ CHECKPOINT_FUNCTION = "_gradient_checkpointing_func"
 def keep_attention() -> tuple[Any, Any]:
     """Make a checkpointed layer keep the output and the log-sum-exp of its attention, and recompute only the rest.
 
-    A `context_fn` for `torch.utils.checkpoint.checkpoint`, which transformers passes on. The trainers of this package
+    A `context_fn` for `torch.utils.checkpoint.checkpoint`, which transformers passes on; the trainers of this package
     use it where memory allows. Results are equal to the bit. In 16 bits each layer keeps 2 * Hq * Dv + 4 * Hq more
-    bytes per token, about as much as the layer's input, which checkpointing always keeps. Under `offload_checkpoints`
-    they go to its store.
+    bytes per token, about as much as its input. Under `offload_checkpoints` they go to its store.
 
     Reentrant checkpointing takes no `context_fn` and raises. While a CUDA graph is captured, attention is recomputed.
-    The TensorBoard callback raises, because it writes the trainer's arguments as JSON, which cannot contain functions.
+    The TensorBoard callback raises, because JSON cannot contain functions.
 
     Returns:
         The contexts of a layer's forward and of its recomputation.
@@ -110,9 +109,9 @@ class _KeeperContext:
 class KeptAttention:
     """Makes the checkpointed layers of a model keep attention's results within a memory budget.
 
-    Before each training forward it adds `keep_attention`, within the budget, to the model's checkpoint functions,
-    because TRL sets these functions anew after generation. Reentrant functions, functions with a `context_fn` and
-    wrapped functions stay unchanged. Compiled layers keep nothing.
+    It adds `keep_attention` to the model's checkpoint functions before each training forward, because TRL sets them
+    anew after generation. Reentrant functions, functions with a `context_fn` and wrapped functions stay unchanged.
+    Compiled layers keep nothing.
 
     Args:
         model: a transformers model, or a PEFT model around one.

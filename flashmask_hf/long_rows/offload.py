@@ -24,13 +24,13 @@ def offload_checkpoints(model: nn.Module, host_bytes: int | None = None, *, min_
     """Keep the checkpoints of a model's layers in pinned host memory between forward and backward, in place.
 
     Checkpoints are the inputs of checkpointed layers (2 * hidden_size bytes per token in 16 bits), and attention's
-    results if `keep_attention` keeps them (about as much again). Checkpoints of the first layers go to the host; those
-    beyond the budget stay on the GPU. Copies overlap with computation: at most one checkpoint more than is in use is on
-    the GPU. Loss and gradients are equal to the bit.
+    results if `keep_attention` keeps them (about as much again). First layers go to the host; checkpoints beyond the
+    budget stay on the GPU. Copies overlap with computation, with one checkpoint more than is in use on the GPU. Loss
+    and gradients are equal to the bit.
 
-    Call it once, before or after the trainer or PEFT wraps the model, and before or after gradient checkpointing is on.
-    The first step takes the host memory and is slower; later steps reuse it. `torch.compile` around checkpointed layers
-    raises; modules inside layers may be compiled. A deep copy of the model has its own store with the same budget.
+    Call it once, before or after the trainer or PEFT wraps the model and gradient checkpointing is on. The first step
+    takes the host memory and is slower. `torch.compile` around checkpointed layers raises; modules inside layers may be
+    compiled. A deep copy of the model has its own store with the same budget.
 
     Args:
         model: a transformers model on a CUDA or ROCm GPU, or a module that contains one. Evaluation does not change.
@@ -86,7 +86,7 @@ class Offload:
 
     @property
     def host_bytes(self) -> int | None:
-        """The most bytes of host memory to take, or None for no limit; may be set between steps."""
+        """Limit of host memory in bytes, or None; may be set between steps."""
         return self._store.pool.host_bytes
 
     @host_bytes.setter
@@ -115,10 +115,7 @@ class Offload:
         return self._store.pool.size_bytes
 
     def close(self) -> None:
-        """Undo the change of the model and free the host memory.
-
-        The backward of an earlier forward still works; its memory is freed with its graph.
-        """
+        """Undo the change of the model and free the host memory; memory of an earlier forward is freed with its graph."""
         self._hook.remove()
         unwrap_checkpoint_functions(self._modules, self._store)
         _offloaded.difference_update(self._modules)
@@ -128,7 +125,7 @@ class Offload:
 class _BeforeForward:
     """Hook of a model's forward that opens a store for the checkpoints of some modules.
 
-    Its copy in a deep copy of the model has the copied modules, and its own store with the same budget.
+    A deep copy of the model copies it with the copied modules, and a new store with the same budget.
     """
 
     def __init__(self, modules: list[nn.Module], host_bytes: int | None, min_bytes: int) -> None:

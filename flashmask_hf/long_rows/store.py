@@ -1,8 +1,7 @@
 """Store of tensors between forward and backward: on the host within a budget, else on their device.
 
-Tensors are copied into blocks of pinned host memory of one size, kept from step to step; PyTorch's allocator of pinned
-memory would round each tensor up to a power of two. Each GPU has one stream for its copies. On a CPU the same code
-copies within ordinary memory, at once.
+Blocks of pinned host memory of one size are kept from step to step; PyTorch's pinned allocator would round each tensor
+up to a power of two. Each GPU has one stream for copies. On a CPU the same code copies within ordinary memory.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ BLOCK_BYTES = 16 * 2**20
 
 
 class Store:
-    """Store of tensors between forward and backward: on the host within a budget, else on their device.
+    """Store of tensors between forward and backward.
 
     Args:
         host_bytes: the budget, which counts whole blocks; None for no limit.
@@ -203,7 +202,7 @@ class Saved:
     def release(self) -> None:
         """Free the tensors on the device after their copy, unless they were changed.
 
-        The stream of computation waits for the copy, not the host, so the memory is free in the order of that stream.
+        The stream of computation waits for the copy, not the host.
         """
         if self._tensors is not None and not self._are_changed():
             self._wait()

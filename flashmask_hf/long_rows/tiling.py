@@ -33,11 +33,10 @@ Slots = list[tuple[dict[str, Any], str]]
 def tile_tokens(model: nn.Module, tokens: int = 8192) -> list[str]:
     """Make a model's gated MLPs and norms run in tiles of tokens, in place, to save memory on long rows.
 
-    Their output for a token depends on that token alone. A tiled module saves only its input, and its backward computes
-    each tile again, with the same dropout and autocast. So an MLP keeps results of `tokens` tokens instead of a row,
-    and a norm no float32 copy of a row. Gradients of parameters are summed over tiles in float32 or more, and reach
-    DDP, FSDP2 and hooks once per call. In a layer under non-reentrant checkpointing, recomputation stops before an MLP
-    that comes last.
+    A tiled module saves only its input, and its backward computes each tile again, with the same dropout and autocast.
+    So intermediate results exist for `tokens` tokens at a time, not for a row. Gradients of parameters are summed over
+    tiles in float32 or more, and reach DDP, FSDP2 and hooks once per call. Non-reentrant checkpointing does not
+    recompute an MLP at the end of a layer.
 
     Tiled are modules with the linear children gate_proj, up_proj and down_proj, or gate_up_proj and down_proj, and
     norms over the last dimension (RMSNorm, LayerNorm, also of queries and keys) that take one tensor. In a mixture of
@@ -45,10 +44,9 @@ def tile_tokens(model: nn.Module, tokens: int = 8192) -> list[str]:
     run as before. With dropout each tile draws its own numbers, so results differ from the plain module with the same
     seed.
 
-    Parameter names do not change. Adapters may be added or merged before or after. If a patch later replaces the
-    forward of a tiled module, as `use_liger_kernel` does when training starts, the next model call tiles the new
-    forward. `torch.compile` breaks its graph at a tiled call, which runs uncompiled, and raises with `fullgraph=True`.
-    A second call of this function changes the size of the tiles.
+    Adapters may be added or merged before or after. If a patch such as `use_liger_kernel` later replaces the forward of
+    a tiled module, the next model call tiles the new forward. Tiled calls run uncompiled: `torch.compile` breaks its
+    graph there, and raises with `fullgraph=True`. A second call of this function changes the size of the tiles.
 
     Args:
         model: a model or a submodel, such as a layer, plain or with adapters of PEFT.
@@ -104,7 +102,7 @@ def _is_tiled(forward: Any) -> bool:
 
 
 def _tile_patches(modules: list[nn.Module], tokens: int, *_: Any) -> None:
-    """Tile modules again whose forward was replaced after `tile_tokens`, before the model that contains them runs."""
+    """Tile modules again whose forward was replaced after `tile_tokens`, before a model call."""
     for module in modules:
         forward = module.__dict__.get("forward")
         if not _is_tiled(forward):
@@ -230,11 +228,11 @@ def _replace(slots: Sequence[Slots], values: Sequence[Tensor]) -> Iterator[None]
 
 
 class _SaveInput(torch.autograd.Function):
-    """Identity that saves its input for the node after it.
+    """Identity that saves its input for the node after it, before the tiles run.
 
-    It saves before the tiles run. Checkpointing recomputes a layer up to the last saved tensor, so if the node of the
-    tiles saved the input, all tiles would run a second time for nothing. `anchor` is None or any tensor that requires a
-    gradient, so that there is a node even if x requires none.
+    Checkpointing recomputes a layer up to the last saved tensor: if the node of the tiles saved the input, all tiles
+    would run again for nothing. `anchor` is None or any tensor that requires a gradient, so that there is a node even
+    if x requires none.
     """
 
     @staticmethod

@@ -113,12 +113,12 @@ def hash_sparse(
 
 
 def check_keep(q_keep: Tensor, k_keep: Tensor) -> None:
-    """Raise unless the arguments of `qk_sparse` are bool [B, H, Sq] and [B, Hkv, Skv] that fit each other."""
+    """Raise unless q_keep and k_keep are bool [B, H, Sq] and [B, Hkv, Skv] that fit each other."""
     _check_paired("q_keep", q_keep, "k_keep", k_keep, {torch.bool})
 
 
 def check_buckets(q_bucket: Tensor, k_bucket: Tensor) -> None:
-    """Raise unless the arguments of `hash_sparse` are int [B, H, Sq] and [B, Hkv, Skv] that fit each other."""
+    """Raise unless q_bucket and k_bucket are int [B, H, Sq] and [B, Hkv, Skv] that fit each other."""
     _check_paired("q_bucket", q_bucket, "k_bucket", k_bucket, INTEGERS)
 
 
@@ -145,14 +145,11 @@ def _check_paired(q_name: str, q: Tensor, k_name: str, k: Tensor, dtypes: set[to
 def first_hidden_rows(mask: FlashMask | None, q: Tensor, k: Tensor) -> Tensor | None:
     """Return the row from which `mask` hides each key, int32 [B or 1, Hm, Skv], or None for no mask.
 
-    Args:
-        mask: causal with n = 1 bound, or None.
-        q: [B, Hq, Sq]; only its shape and device are read.
-        k: [B, Hkv, Skv]; only its shape is read.
+    q [B, Hq, Sq] and k [B, Hkv, Skv] are what is sorted; only shapes and the device are read.
 
     Raises:
         TypeError: `mask` is neither a FlashMask nor None.
-        ValueError: `mask` has another form or does not fit.
+        ValueError: `mask` is not causal with n = 1 bound, or does not fit q and k.
     """
     if mask is None:
         return None

@@ -92,9 +92,9 @@ def hash_sparse_attention(
     All collisions count, at any distance; Reformer's chunks miss some. Differentiable in q, k, v and sinks.
 
     Args:
-        q: queries [B, Hq, Sq, D], in the dtypes of `flashmask_attention`. Query i is at position i + Skv - Sq.
-        k: keys [B, Hkv, Skv, D]; Hq is a multiple of Hkv, and query head h reads key-value head h * Hkv // Hq.
-        v: values [B, Hkv, Skv, Dv].
+        q: [B, Hq, Sq, D], as in `qk_sparse_attention`.
+        k: [B, Hkv, Skv, D].
+        v: [B, Hkv, Skv, Dv].
         q_bucket: int [B, Hq, Sq], any integers.
         k_bucket: int [B, Hkv, Skv].
         scale: factor on q @ k^T; None is D ** -0.5.
@@ -103,7 +103,7 @@ def hash_sparse_attention(
         softcap: as in `flashmask_attention`.
         sinks: as in `flashmask_attention`.
         deterministic: as in `flashmask_attention`.
-        n_buckets: the buckets lie in 0..n_buckets - 1, as from `lsh_buckets`. Up to 256 of them, a GPU then sorts
+        n_buckets: the buckets lie in 0..n_buckets - 1, as from `lsh_buckets`. A GPU then sorts up to 256 buckets
             faster, by counting. None allows any bucket.
 
     Returns:

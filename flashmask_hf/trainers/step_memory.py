@@ -13,10 +13,10 @@ import torch
 __all__ = ["StepMemory", "available_gpu_bytes", "available_host_bytes", "gib"]
 
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
-"""Limit of a container's memory, in bytes, or "max" (cgroup v2). The machine's own figure does not know it."""
+"""Limit of a container's memory in bytes, or "max" (cgroup v2); psutil does not know it."""
 
-GPU_SHARE = 0.95  # the rest is lost between the blocks of PyTorch's allocator
-HOST_SHARE = 0.85  # the rest is for data loading, saving and whatever else runs
+GPU_SHARE = 0.95  # the rest is lost to fragmentation
+HOST_SHARE = 0.85  # the rest is for data loading, saving and other programs
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,9 @@ class StepMemory:
     """Memory of a training step, linear in the tokens of its row.
 
     Attributes:
-        fixed: bytes on the GPU whatever the row: weights, gradients, optimizer states.
-        working: bytes of the GPU a token while all checkpoints are on the host.
-        stored: bytes of checkpoints a token.
+        fixed: bytes on the GPU for any row: weights, gradients, optimizer states.
+        working: bytes on the GPU per token while all checkpoints are on the host.
+        stored: bytes of checkpoints per token.
     """
 
     fixed: float
@@ -35,7 +35,7 @@ class StepMemory:
 
     @classmethod
     def from_two_steps(cls, tokens: tuple[int, int], peaks: tuple[float, float], stored: float) -> StepMemory:
-        """Draw the line through two measured steps.
+        """Fit the line to two measured steps.
 
         Args:
             tokens: tokens of the shorter and of the longer row.
@@ -53,13 +53,13 @@ class StepMemory:
 
 
 def available_gpu_bytes() -> float:
-    """Return the bytes of this process's GPU that its tensors can take: what they hold, and most of what is free."""
+    """Return the bytes of this rank's GPU that its tensors can take: what they use, and most of the free memory."""
     free, _ = torch.cuda.mem_get_info()
     return GPU_SHARE * (free + torch.cuda.memory_reserved())
 
 
 def available_host_bytes() -> float:
-    """Return the bytes of the host that this process may pin: its share of what is free, or of a container's limit."""
+    """Return the bytes of the host that this rank may pin: its share of the free memory or of a container's limit."""
     free = psutil.virtual_memory().available
     limit = CGROUP_LIMIT.read_text().strip() if CGROUP_LIMIT.is_file() else "max"
     if limit != "max":
@@ -68,5 +68,5 @@ def available_host_bytes() -> float:
 
 
 def gib(count: float) -> str:
-    """Write a number of bytes in GiB."""
+    """Format a number of bytes in GiB."""
     return f"{count / 2**30:.1f} GiB"
