@@ -115,7 +115,7 @@ class Offload:
         return self._store.pool.size_bytes
 
     def close(self) -> None:
-        """Undo the change of the model and free the host memory; an earlier forward keeps its part until its graph dies."""
+        """Undo the change of the model and free the host memory; an earlier forward frees its own with its graph."""
         self._hook.remove()
         unwrap_checkpoint_functions(self._modules, self._store)
         _offloaded.difference_update(self._modules)

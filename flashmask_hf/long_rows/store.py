@@ -222,21 +222,16 @@ class Saved:
 
     def _copy(self, to_host: bool) -> None:
         assert self._tensors is not None
-        if self._copies is None:
-            for there, here in _pair_up(self._tensors, self._blocks):
-                here.copy_(there) if to_host else there.copy_(here)
-            return
-        assert self._compute is not None
-        self._copies.wait_stream(self._compute)  # it may still write the source or read the target
-        # Blocks may come from another GPU, whose copies are on another stream.
-        for event in {block.done for block in self._blocks if block.done is not None}:
-            self._copies.wait_event(event)
+        if self._copies is not None and self._compute is not None:
+            self._copies.wait_stream(self._compute)  # it may still write the source or read the target
+            # Blocks may come from another GPU, whose copies are on another stream.
+            for event in {block.done for block in self._blocks if block.done is not None}:
+                self._copies.wait_event(event)
         with torch.cuda.stream(self._copies):
             for there, here in _pair_up(self._tensors, self._blocks):
-                if to_host:
-                    here.copy_(there, non_blocking=True)
-                else:
-                    there.copy_(here, non_blocking=True)
+                target, source = (here, there) if to_host else (there, here)
+                target.copy_(source, non_blocking=True)
+        if self._copies is not None:
             self._done = self._copies.record_event()
         for block in self._blocks:
             block.done = self._done
