@@ -9,8 +9,11 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 import flashmask_hf
+from flashmask_hf._numbers import as_integer
+from flashmask_hf.torch_internals import device_assert
 
 PACKAGE = Path(flashmask_hf.__file__).parent
 
@@ -92,3 +95,16 @@ def test_messages_are_found() -> None:
 @pytest.mark.parametrize("place", MESSAGES)
 def test_a_message_of_a_device_assertion_is_within_200_characters(place: str) -> None:
     assert len(MESSAGES[place]) <= 200, f"{len(MESSAGES[place])}: {MESSAGES[place]}"
+
+
+def test_a_device_gets_no_more_of_a_message_than_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    handed: list[str] = []
+    monkeypatch.setattr(torch, "_assert_async", lambda _, message: handed.append(message))
+    device_assert(torch.tensor(True), "x" * 300)
+    assert handed == ["x" * 254]
+
+
+def test_an_integer_out_of_range_gives_its_reason_if_there_is_any() -> None:
+    for why, end in (("", r"got 0$"), ("0 is no tile", r"got 0; 0 is no tile$")):
+        with pytest.raises(ValueError, match=end):
+            as_integer("tokens", 0, 1, why=why)

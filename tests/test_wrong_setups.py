@@ -234,7 +234,7 @@ ONE = {
     ),
     "sft, text in another column": (
         lambda: build("sft", rows=[{"story": "w5 w6"}]),
-        "no text and no input_ids; rename a column, name that of the text in dataset_text_field.*It has: story",
+        "no text and no input_ids; rename a column, set dataset_text_field.*It has: story",
     ),
     "sft, text in another column, that TRL packs": (
         lambda: build("sft", rows=[{"story": "w5 w6"}], packing=True),
@@ -266,7 +266,7 @@ ONE = {
     ),
     "sft, a formatted text beside another one": (
         lambda: build("sft", rows=[{"story": "w5"}], formatting_func=str, dataset_text_field="story"),
-        "TRL would read dataset_text_field='story', and not the text of formatting_func; apply the function before",
+        "TRL would read dataset_text_field='story', and not the text of formatting_func; apply it before",
     ),
     "sft, no truncation": (
         lambda: build("sft", max_length=4, truncation_mode=None),
@@ -282,7 +282,7 @@ ONE = {
     ),
     "sft, TRL joins documents": (
         lambda: build("sft", packing=True, packing_strategy="wrapped"),
-        "packing_strategy='wrapped' keeps no record of where documents begin.*choose 'bfd'",
+        "packing_strategy='wrapped' does not record where documents begin.*choose 'bfd'",
     ),
     "sft, split and truncation": (lambda: build("sft", split=True), "leave one of them out .*truncation_mode=None"),
     "sft, a recurrent model": (

@@ -1,7 +1,7 @@
 """Rows longer than one GPU in TRL's trainers: accelerate's `cp` mesh, with the exchange of `flashmask_hf.parallel`.
 
-accelerate (`ParallelismConfig(cp_size=N)`, with FSDP2) gives each group of N processes the same batches, and shards the
-model over all processes. Its own context parallelism is for "sdpa" alone and drops masks, so its hooks are left out.
+accelerate (`ParallelismConfig(cp_size=N)`, with FSDP2) gives each group of N ranks the same batches, and shards the
+model over all ranks. Its own context parallelism supports "sdpa" only and drops masks, so its hooks are left out.
 """
 
 from __future__ import annotations
@@ -31,68 +31,66 @@ _SETTING = "cp_size > 1 (parallelism_config)"
 
 
 def context_parallel_size(args: Any) -> int:
-    """Return over how many processes accelerate's configuration splits a row, by the arguments or the launcher.
+    """Return the number of ranks that share a row, from the arguments or the launcher.
 
     Raises:
-        ValueError: DeepSpeed is asked to split it (`sp_size`).
+        ValueError: DeepSpeed's sequence parallelism is configured (`sp_size`).
     """
-    config: Any = getattr(args, "parallelism_config", None)
+    config = getattr(args, "parallelism_config", None)
     if config is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
         config = ParallelismConfig()
     if config is None:
         return 1
     if getattr(config, "sp_size", 1) > 1:
         raise ValueError(
-            "sp_size > 1: DeepSpeed's sequence parallelism does not take the mask vectors of packed rows; set sp_size "
-            "to 1 and cp_size instead, with FSDP2 (recipes/configs/accelerate_fsdp2_cp.yaml)"
+            "sp_size > 1: DeepSpeed's sequence parallelism does not take the mask indices of packed rows; set sp_size "
+            "to 1 and use cp_size with FSDP2 (recipes/configs/accelerate_fsdp2_cp.yaml)"
         )
     return config.cp_size
 
 
 def refuse_parts(args: Any) -> None:
-    """Raise a ValueError if rows are to be split over processes, for trainers whose losses compare whole answers."""
+    """Raise a ValueError for context parallelism in trainers whose losses compare whole answers."""
     if context_parallel_size(args) > 1:
         raise ValueError(
-            f"{_SETTING}: this trainer's loss compares answers, whose tokens would lie in several processes; leave "
-            "cp_size at 1 and use more processes for more rows, or PackedSFTTrainer, which splits rows"
+            f"{_SETTING}: this trainer's loss compares answers, whose tokens would be on several ranks; leave cp_size "
+            "at 1, or use PackedSFTTrainer"
         )
 
 
 def check_context_parallel(args: Any, *, trl_packs: bool, computes: dict[str, Any]) -> None:
-    """Raise a ValueError for options of supervised fine-tuning that do not fit rows that are split over processes.
+    """Raise a ValueError for options of `PackedSFTTrainer` that do not fit split rows.
 
     Args:
         args: a `trl.SFTConfig` with context parallelism.
         trl_packs: whether TRL packs and collates the rows.
-        computes: functions of a caller that get logits or losses, by the name of the trainer's argument.
+        computes: the caller's functions of logits or losses, by the name of the trainer's argument.
     """
     if trl_packs:
         raise ValueError(
-            f"{_SETTING}: rows that TRL packs have no mask vectors, without which documents would mix; leave packing "
-            "and padding_free out, since PackedSFTTrainer packs by itself"
+            f"{_SETTING}: rows that TRL packs have no mask indices; leave packing and padding_free out, since "
+            "PackedSFTTrainer packs by itself"
         )
     if not args.average_tokens_across_devices:
         raise ValueError(
-            f"{_SETTING}: with average_tokens_across_devices=False each process would divide by the labels of the "
-            "whole row; leave it at True"
+            f"{_SETTING}: with average_tokens_across_devices=False each rank would divide by the labels of the whole "
+            "row; leave it at True"
         )
     if args.label_smoothing_factor:
         raise ValueError(f"{_SETTING}: label_smoothing_factor is not implemented for split rows; leave it at 0")
     for name, function in computes.items():
         if function is not None:
             raise ValueError(
-                f"{_SETTING}: {name} would get a part of a row in each process; leave it out, the loss and TRL's "
-                "metrics are those of whole rows"
+                f"{_SETTING}: {name} would get one shard of each row; leave it out, the loss and TRL's metrics are of "
+                "whole rows"
             )
 
 
 def pad_for_parts(collator: Any, size: int) -> Any:
-    """Return a collator of packed rows that pads rows so that they split into `size` parts.
-
-    Without a multiple of its own, it pads to whole tiles of 128 rows in each part.
+    """Return a collator of packed rows that pads rows to split into `size` shards, by default of whole tiles.
 
     Raises:
-        ValueError: its `pad_to_multiple_of` or `max_length` does not split.
+        ValueError: its `pad_to_multiple_of` or `max_length` is not a multiple of `size`.
     """
     for name in ("pad_to_multiple_of", "max_length"):
         length = getattr(collator, name)
@@ -104,23 +102,19 @@ def pad_for_parts(collator: Any, size: int) -> Any:
 
 
 class ContextParallelMixin:
-    """Part of a TRL trainer that trains and evaluates on rows that are split over the processes of the cp mesh.
+    """Mixin of a TRL trainer that trains and evaluates on rows that are split over the ranks of the cp mesh.
 
-    The trainer calls `_start_context_parallel` at the end of its `__init__`. Without context parallelism nothing
-    changes.
+    The trainer calls `_start_context_parallel` at the end of its `__init__`. With a size of 1 nothing changes.
     """
 
-    accelerator: Any
-    model: Any
-    gather_function: Any
     _cp_size = 1
 
     def _start_context_parallel(self, size: int) -> None:
-        """Split rows into `size` parts from here on.
+        """Split rows into `size` shards from here on.
 
         Raises:
             ValueError: the model's attention is not "flashmask", it has recurrent or convolutional layers, its rotary
-                positions depend on the longest one, or it learns an auxiliary loss.
+                positions depend on the row's length, or it learns an auxiliary loss.
         """
         self._cp_size = size
         if self._copies > 1:
@@ -132,33 +126,31 @@ class ContextParallelMixin:
         name = inner.config.get_text_config()._attn_implementation
         if name != FLASHMASK:
             raise ValueError(
-                f"{_SETTING}: the model's attention is {name!r}, under which the documents of split rows would mix; "
-                "load it with attn_implementation='flashmask'"
+                f"{_SETTING}: the model's attention is {name!r}; split rows need attn_implementation='flashmask'"
             )
         if is_guarded(inner.base_model):
             raise ValueError(
                 f"{_SETTING}: {type(inner).__name__} has recurrent or convolutional layers, which would start anew in "
-                "each part of a row; leave cp_size at 1, or take a model of attention alone"
+                "each shard; leave cp_size at 1, or use a model with attention only"
             )
         refuse_rope_by_length(inner.config.get_text_config())
         if getattr(self, "aux_loss_enabled", False):
             raise ValueError(
-                f"{_SETTING}: the auxiliary loss of a mixture of experts would be that of each part by itself; set "
+                f"{_SETTING}: the auxiliary loss of a mixture of experts would be computed per shard; set "
                 "router_aux_loss_coef=0 and output_router_logits=False in the model's config"
             )
         self.accelerator._prepare_cp = lambda *prepared: prepared  # its hooks drop masks, and refuse windows
 
     @property
     def _copies(self) -> int:
-        """Number of processes that have the same rows, by context and tensor parallelism."""
-        trainer: Any = self
-        return self._cp_size * trainer.get_tp_size()
+        """Number of ranks that have the same rows, by context and tensor parallelism."""
+        return self._cp_size * self.get_tp_size()
 
     def _gather_shared_rows(self) -> None:
-        """Let accelerate keep every part of a row, and a whole row once, of what it gathers in evaluations.
+        """Make accelerate's gathers in evaluations keep every shard of a row, and each whole row once.
 
-        It cuts a last, smaller batch to the number of its examples, as if each process had others. So parts of a row
-        would be cut away from a metric, and rows of the other batches count twice in a loss and in predictions.
+        accelerate cuts the last batch to the number of its examples, as if each rank had other rows. So it would cut
+        shards from a metric, and count rows of other batches twice.
         """
         state, gather = self.accelerator.gradient_state, self.accelerator.gather_for_metrics
         parts, copies = self._cp_size, self._copies // self._cp_size
@@ -168,14 +160,14 @@ class ContextParallelMixin:
             loader = state.active_dataloader
             if loader is None or use_gather_object:
                 return gather(input_data, use_gather_object)
-            examples, loader.remainder = loader.remainder, 0  # which cuts nothing
+            examples, loader.remainder = loader.remainder, 0  # 0 cuts nothing
             try:
                 data = gather(input_data)
             finally:
                 loader.remainder = examples
             last = parts * examples if state.end_of_dataloader and examples > 0 else None
 
-            def without_copies(x: Tensor) -> Tensor:  # whose processes are next to each other
+            def without_copies(x: Tensor) -> Tensor:  # ranks with the same rows are neighbours
                 return x.unflatten(0, (-1, copies, len(x) // processes))[:, 0].flatten(0, 1)[:last]
 
             return recursively_apply(without_copies, data)
@@ -185,9 +177,8 @@ class ContextParallelMixin:
 
     @property
     def _counts_rows(self) -> bool:
-        """Whether this process is the first of those that have the same rows, by context or tensor parallelism."""
-        trainer: Any = self
-        if trainer.get_tp_size() > 1 and self.accelerator.torch_device_mesh.get_local_rank("tp"):
+        """Whether this rank is the first of the ranks that have the same rows."""
+        if self.get_tp_size() > 1 and self.accelerator.torch_device_mesh.get_local_rank("tp"):
             return False
         return self._cp_size == 1 or self._cp_group.rank() == 0
 
@@ -196,14 +187,12 @@ class ContextParallelMixin:
         return self.accelerator.torch_device_mesh["cp"].get_group()
 
     def _prepare_context_parallel_inputs(self, model: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Return the context of a training step, and this process's part of the batch (`Trainer.training_step`)."""
-        parent: Any = super()
+        """Return the context of a training step, and this rank's shard of the batch (`Trainer.training_step`)."""
         if self._cp_size == 1:
-            return parent._prepare_context_parallel_inputs(model, inputs)
-        trainer: Any = self
-        inputs = trainer._prepare_inputs(inputs)
+            return super()._prepare_context_parallel_inputs(model, inputs)
+        inputs = self._prepare_inputs(inputs)
         if inputs.get(VECTORS) is None:
-            raise ValueError(f"{_SETTING}: the batch has no {VECTORS}, without which the documents of a row would mix")
+            raise ValueError(f"{_SETTING}: the batch has no {VECTORS}, so documents of a row would mix")
         config = self.accelerator.unwrap_model(self.model).config.get_text_config()
         heads = config.num_attention_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -212,22 +201,20 @@ class ContextParallelMixin:
         return functools.partial(run_split, split), split.shard(inputs)
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
-        """Return the loss of whole rows in every process, each of which computes a part; see `Trainer`."""
-        parent: Any = super()
+        """Return the loss of whole rows on every rank; each rank computes its shard. See `Trainer`."""
         if self._cp_size == 1:
-            return parent.prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         if not prediction_loss_only:
             raise ValueError(
-                f"{_SETTING}: predictions would be those of parts of rows; evaluate without compute_metrics, and "
-                "predict with cp_size at 1"
+                f"{_SETTING}: predictions would be of shards of rows; evaluate without compute_metrics, and predict "
+                "with cp_size=1"
             )
-        trainer: Any = self
         context, part = self._prepare_context_parallel_inputs(model, inputs)
         count = part["shift_labels"].ne(IGNORED).sum()
         dist.all_reduce(count, group=self._cp_group)
-        # The loss is multiplied by the number of processes, because their gradients are averaged in training.
-        processes = self.accelerator.num_processes // trainer.get_tp_size()
-        with torch.no_grad(), trainer.compute_loss_context_manager(), context():
-            loss = trainer.compute_loss(model, part, num_items_in_batch=count.clamp(min=1) * processes)
+        # compute_loss multiplies by the number of ranks, because training averages their gradients.
+        processes = self.accelerator.num_processes // self.get_tp_size()
+        with torch.no_grad(), self.compute_loss_context_manager(), context():
+            loss = self.compute_loss(model, part, num_items_in_batch=count.clamp(min=1) * processes)
         dist.all_reduce(loss, group=self._cp_group)
         return loss, None, None

@@ -1,4 +1,4 @@
-"""As many batches in every process: streams have other numbers of rows in each, and collectives would wait forever."""
+"""The same number of batches on every rank: with other numbers of rows, collectives would wait forever."""
 
 from __future__ import annotations
 
@@ -19,73 +19,67 @@ __all__ = ["EvenBatchesMixin"]
 
 
 class EvenBatchesMixin:
-    """Part of a trainer that takes the same number of batches in every process.
+    """Mixin of a trainer that takes the same number of batches on every rank.
 
-    A stream whose shards divide evenly is read by shards: each process reads its own. Any other stream is read whole by
-    every process, which keeps every n-th row.
+    Each rank reads its own shards of a stream if the shards divide evenly, otherwise every n-th row.
 
-    Training ends an epoch with the process that has the fewest rows, and leaves out the batches that would not fill a
-    step: Trainer would add their gradients to those of the next epoch's first step.
+    A training epoch ends with the rank that has the fewest rows. Batches that would not fill a step are dropped:
+    Trainer would add their gradients to the next epoch's first step.
 
-    Evaluation ends with the fewest, too, or, where the trainer's `_idle_batch` makes a batch that counts for nothing,
-    goes on until every process has evaluated all of its rows.
+    Evaluation also ends with the rank that has the fewest rows. If the trainer's `_idle_batch` returns a batch, ranks
+    without rows take idle batches until every rank has evaluated all of its rows.
     """
 
-    accelerator: Any
-    train_dataset: Any
-    _ended: Any = None  # the iterator of an epoch of a stream that has ended
+    _ended: Any = None  # the iterator of a stream's epoch that has ended
 
     def _idle_batch(self, batch: dict[str, Any]) -> dict[str, Any] | None:
-        """Return a batch of the same form that adds nothing to metrics, or None if there is no such batch."""
+        """Return a batch of the same form that adds nothing to metrics, or None if this trainer has none."""
 
     def _get_dataloader(self, dataset: Any, *args: Any, is_training: bool = False, **kwargs: Any) -> Any:
-        parent: Any = super()
         if isinstance(dataset, IterableDataset) and self.accelerator.num_processes > 1:
             dataset = copy.copy(dataset)
             dataset.__class__ = _DealtStream
-        loader = parent._get_dataloader(dataset, *args, is_training=is_training, **kwargs)
+        loader = super()._get_dataloader(dataset, *args, is_training=is_training, **kwargs)
         sampler = getattr(loader, "batch_sampler", None)
         if not is_training and isinstance(sampler, BatchSamplerShard) and self._idle_batch({}) is not None:
-            sampler.even_batches = False  # it would evaluate the first rows again
+            sampler.even_batches = False  # even batches would evaluate the first rows again
         return loader
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list, Any]:
-        """Return the batches of a step, as many in every process; none once a stream has ended in one of them."""
-        parent: Any = super()
+        """Return the batches of a step, as many on every rank; none after a stream has ended on any rank."""
         if not isinstance(self.train_dataset, torch.utils.data.IterableDataset):
-            return parent.get_batch_samples(epoch_iterator, num_batches, device)
+            return super().get_batch_samples(epoch_iterator, num_batches, device)
         if epoch_iterator is self._ended:
             return [], None
         batches = list(islice(epoch_iterator, num_batches))
         if _counts(self.accelerator, len(batches)).min() < num_batches:
             self._ended, batches = epoch_iterator, []
-        return parent.get_batch_samples(iter(batches), num_batches, device)
+        return super().get_batch_samples(iter(batches), num_batches, device)
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run Trainer's evaluation loop on as many batches in every process."""
-        parent: Any = super()
+        """Run Trainer's evaluation loop on as many batches on every rank."""
         if self.accelerator.num_processes > 1:
             dataloader = _EvenBatches(dataloader, self)
-        return parent.evaluation_loop(dataloader, *args, **kwargs)
+        return super().evaluation_loop(dataloader, *args, **kwargs)
 
 
 class _DealtStream(IterableDataset):
-    """Stream that accelerate splits by `split_dataset_by_node`, unless the caller has done so."""
+    """Stream that accelerate splits by `split_dataset_by_node`, unless the caller has already split it."""
 
     @property
     def n_shards(self) -> int:
-        """Number of shards: enough for accelerate to call `shard` for any number of processes."""
+        """Number of shards: enough for accelerate to call `shard` with any number of ranks."""
         return sys.maxsize
 
     def shard(self, num_shards: int, index: int, contiguous: bool = True) -> Any:
-        """Return the part of one of `num_shards` processes."""
-        plain: Any = copy.copy(self)
+        """Return the rows of one of `num_shards` ranks."""
+        plain = copy.copy(self)
         plain.__class__ = IterableDataset
         return plain if self._distributed else split_dataset_by_node(plain, index, num_shards)
 
 
 class _EvenBatches:
-    """Loader for evaluation with as many batches in every process."""
+    """Loader for evaluation with as many batches on every rank."""
 
     def __init__(self, loader: Any, trainer: Any):
         self.loader, self.dataset, self.trainer = loader, loader.dataset, trainer
@@ -101,9 +95,9 @@ class _EvenBatches:
             if not found.all():
                 if not found.any() or self.trainer._idle_batch({}) is None:
                     if batch is not None:
-                        self.loader.end()  # accelerate takes it for the active one otherwise
+                        self.loader.end()  # otherwise it stays accelerate's active loader
                     return
-                if last is None:  # a process without any rows takes the form of another's
+                if last is None:  # a rank without any rows takes the form of another rank's batch
                     last = broadcast_object_list([send_to_device(batch, "cpu")], from_process=int(found.argmax()))[0]
                 if batch is None:
                     batch = self.trainer._idle_batch(last)
@@ -112,7 +106,7 @@ class _EvenBatches:
 
 
 def _counts(accelerator: Any, count: int) -> torch.Tensor:
-    """Return a number of each process, int64 [processes], on the CPU."""
+    """Return each rank's count, int64 [ranks], on the CPU."""
     if accelerator.num_processes == 1:
-        return torch.tensor([count])  # a copy from the device would make the host wait
+        return torch.tensor([count])  # without synchronising the host
     return accelerator.gather(torch.tensor([count], device=accelerator.device)).cpu()

@@ -1,4 +1,4 @@
-"""Callback that makes the rows of a trainer fit into memory, by measuring short ones before the first step."""
+"""Callback that makes long rows fit into memory, by measuring short rows before the first step."""
 
 from __future__ import annotations
 
@@ -23,35 +23,33 @@ from flashmask_hf.trainers.step_memory import StepMemory, available_gpu_bytes, a
 __all__ = ["LongRows"]
 
 MEASURED_TOKENS = (16_384, 32_768)
-"""Tokens of the two rows that are measured: several tiles, so that what tiles save is measured too."""
+"""Tokens of the two measured rows: several tiles, so that the memory that tiles save is measured too."""
 
 DOCUMENT = 2048
-"""Tokens of each document of a measured row. A step's memory does not depend on where documents end."""
+"""Tokens per document of a measured row. A step's memory does not depend on where documents end."""
 
-INVENTED_IDS = 32  # different token ids of a measured row; every vocabulary has as many
+INVENTED_IDS = 32  # different token ids of a measured row; every vocabulary has 32
 
 OWN_COUNTS = ("_metrics", "_total_train_tokens", "_sums")
-"""Attributes in which `PackedSFTTrainer` and TRL count what they trained on; a measured step restores them."""
+"""Counters of `PackedSFTTrainer` and TRL, which a measured step restores."""
 
 
 class LongRows(TrainerCallback):
     """Makes long rows fit into memory, for `PackedSFTTrainer` with activation checkpointing.
 
-    MLPs and norms run in tiles of tokens (`tile_tokens`), checkpointed layers keep attention's results
-    (`keep_attention`), and checkpoints that do not fit on the GPU go to pinned host memory (`offload_checkpoints`).
-    What is not set by hand follows from two measured steps on invented rows of 16,384 and 32,768 tokens, which leave
-    no trace in gradients, random numbers or metrics: a step's memory is linear in its tokens. Attention's results are
-    kept if they fit on the GPU and the host together. What was chosen is printed. Losses and gradients stay the same,
-    but for the rounding of sums over tiles.
+    MLPs and norms run in tiles of tokens (`tile_tokens`). Checkpointed layers keep attention's results
+    (`keep_attention`) if these fit on GPU and host together. Checkpoints that do not fit on the GPU go to pinned host
+    memory (`offload_checkpoints`). The inputs of adapters stay in 16 bits under autocast, which would cast a float32
+    copy back to the same values. Losses and gradients stay the same, except for the rounding of sums over tiles.
 
-    The inputs of adapters stay in 16 bits under autocast, which would cast a copy in float32 back to the same values.
+    Options set to None follow from two steps on invented rows of 16,384 and 32,768 tokens: a step's memory is linear in
+    its tokens. These steps leave no trace in gradients, random numbers or metrics. The choice is printed.
 
     Args:
         trainer: a `PackedSFTTrainer` that packs its rows itself.
-        tile_tokens: tokens of a tile, 0 for no tiles.
-        keep_attention: whether attention's results are kept, which are those of "flashmask" and the sparse attentions;
-            None measures.
-        host_gib: GiB of pinned host memory a process for checkpoints, 0 for none; None measures.
+        tile_tokens: tokens per tile, 0 for no tiles.
+        keep_attention: whether to keep the results of "flashmask" and of the sparse attentions; None measures.
+        host_gib: GiB of pinned host memory per rank for checkpoints, 0 for none; None measures.
 
     Attributes:
         kept: whether attention's results are kept; None before training.
@@ -59,12 +57,11 @@ class LongRows(TrainerCallback):
         longest: tokens of the longest batch that fits; None unless measured.
 
     Raises:
-        TypeError: `trainer` is another one, `tile_tokens` is not an int, `keep_attention` no bool, or `host_gib` no
-            number.
+        TypeError: an argument has the wrong type.
         ValueError: `tile_tokens` or `host_gib` is negative or not finite; activation checkpointing is off or reentrant;
-            results of another attention are to be kept; something is to be measured without a GPU, under DeepSpeed, in
-            a compiled model, or where TRL packs; the model has nothing to tile. Before the first step: the callback was
-            made for another trainer, or the rows do not fit, with the longest that would.
+            `keep_attention` is set for another attention; an option is None without a GPU, under DeepSpeed, in a
+            compiled model, or if TRL packs; the model has nothing to tile. Before the first step: the callback was made
+            for another trainer, or the rows do not fit (the message names the longest batch that does).
 
     Example:
         ```python
@@ -94,9 +91,8 @@ class LongRows(TrainerCallback):
     ):
         if not isinstance(trainer, PackedSFTTrainer):
             raise TypeError(
-                f"trainer must be a PackedSFTTrainer, got {type(trainer).__name__}; in any other call tile_tokens and "
-                "offload_checkpoints of flashmask_hf.long_rows on the model, and pass keep_attention as the context_fn "
-                "of activation checkpointing"
+                f"trainer must be a PackedSFTTrainer, got {type(trainer).__name__}; for others use tile_tokens, "
+                "offload_checkpoints and keep_attention of flashmask_hf.long_rows"
             )
         self._tile_tokens = as_integer("tile_tokens", tile_tokens, 0, why="0 is no tiles")
         if keep_attention is not None:
@@ -110,8 +106,8 @@ class LongRows(TrainerCallback):
         if attention not in NAMES:
             if keep_attention:
                 raise ValueError(
-                    f"keep_attention keeps the results of 'flashmask', but the model's attention is {attention!r}; "
-                    "load it with attn_implementation='flashmask', or leave keep_attention out"
+                    f"keep_attention needs attn_implementation='flashmask', but the model has {attention!r}; load it "
+                    "so, or leave keep_attention out"
                 )
             keep_attention = False
         self._given = keep_attention, None if host_gib is None else int(host_gib * 2**30)
@@ -125,10 +121,10 @@ class LongRows(TrainerCallback):
         name, options = checkpointing_of(trainer.args)
         if options is None or options.get("use_reentrant"):
             raise ValueError(f"keep_attention, tile_tokens and host_gib need {name}=True, without use_reentrant")
-        trainer.remove_callback(KeepAttention)  # what is kept is decided here
+        trainer.remove_callback(KeepAttention)  # this callback decides instead
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Change the model in place, and measure what is not set by hand."""
+        """Change the model in place, and measure the options that are None."""
         if state is not self._trainer.state:
             raise ValueError("LongRows was made for another trainer, and would change its model; add LongRows(trainer)")
         self._close()  # an earlier run may have ended in an error
@@ -150,7 +146,7 @@ class LongRows(TrainerCallback):
             "attention's results are kept" if self.kept else "attention is computed again in the backward pass",
             f"up to {gib(self.host_bytes)} of checkpoints on the host" if self.host_bytes else "checkpoints on the GPU",
         ]
-        self._trainer._last_log = time.perf_counter()  # tokens per second are those of training
+        self._trainer._last_log = time.perf_counter()  # tokens_per_second excludes measuring
         self._trainer.accelerator.print(f"Batches of {self._tokens:,} tokens: {', '.join(said)}{reason}.")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -170,7 +166,7 @@ class LongRows(TrainerCallback):
     @property
     def _tokens(self) -> int:
         trainer = self._trainer
-        return trainer.args.max_length * trainer._train_batch_size  # which auto_find_batch_size changes
+        return trainer.args.max_length * trainer._train_batch_size  # auto_find_batch_size changes it
 
     def _checkpoint(self, kept: bool) -> None:
         """Turn on checkpointing with or without attention's results."""
@@ -181,7 +177,7 @@ class LongRows(TrainerCallback):
         enable_checkpointing(self._model, options)
 
     def _choose(self) -> str:
-        """Measure steps, set what is not set by hand, and return the reason.
+        """Measure steps, set the options that are None, and return the reason.
 
         Raises:
             ValueError: the rows do not fit, with attention's results kept or not.
@@ -201,18 +197,17 @@ class LongRows(TrainerCallback):
                     self.host_bytes = int(max(0, needed - gpu))
                 return f"; a step needs about {gib(needed)}, the GPU has {gib(gpu)}, the host {gib(host)}"
         raise ValueError(
-            f"max_length: a step of {self._tokens:,} tokens needs about {gib(needed)}, of which up to "
-            f"{gib(self._tokens * memory.stored)} may lie on the host, but the GPU has {gib(gpu)} and the host "
-            f"{gib(host)}; the longest batch that fits has {self.longest:,} tokens (max_length times the batch size). "
-            "Adapters without dropout or on fewer modules need less; keep_attention=False and host_gib by hand train "
-            "without this estimate"
+            f"max_length: a step of {self._tokens:,} tokens needs about {gib(needed)} (up to "
+            f"{gib(self._tokens * memory.stored)} on the host), but the GPU has {gib(gpu)} and the host {gib(host)}; "
+            f"the longest batch that fits has {self.longest:,} tokens (max_length times the batch size). Adapters "
+            "without dropout or on fewer modules need less; keep_attention=False and host_gib=... skip this estimate"
         )
 
     def _agree(self, memory: StepMemory, gpu: float, host: float) -> tuple[StepMemory, float, float]:
-        """Return the worst figures of all processes, which would wait for each other if they chose differently."""
+        """Return the worst figures of all ranks, which would hang if they chose differently."""
         figures = [memory.fixed, memory.working, memory.stored, -gpu, -host]
         device = self._trainer.accelerator.device
-        every: Any = self._trainer.accelerator.gather(torch.tensor([figures], device=device, dtype=torch.float64))
+        every = self._trainer.accelerator.gather(torch.tensor([figures], device=device, dtype=torch.float64))
         worst = every.amax(0).tolist()
         return StepMemory(*worst[:3]), -worst[3], -worst[4]
 
@@ -224,16 +219,16 @@ class LongRows(TrainerCallback):
         longer = min(MEASURED_TOKENS[1], self._tokens)
         tokens = (longer // 2, longer)
         try:
-            self._run(tokens[0])  # compiles kernels, and leaves gradients, as steps of an accumulated batch do
+            self._run(tokens[0])  # compiles kernels, and leaves gradients as gradient accumulation does
             peaks = (self._peak_of(tokens[0]), self._peak_of(tokens[1]))
         except torch.OutOfMemoryError as error:
             raise ValueError(
-                f"max_length: already a row of {longer:,} tokens runs out of the GPU's memory; quantize the model, "
-                "train an adapter, or shard it over several GPUs"
+                f"max_length: a row of {longer:,} tokens already exceeds the GPU's memory; quantize the model, train "
+                "an adapter, or shard it over several GPUs"
             ) from error
         finally:
             self._trainer.model_wrapped.zero_grad(set_to_none=True)
-            torch.cuda.empty_cache()  # the blocks of short rows would lie between those of long ones
+            torch.cuda.empty_cache()  # blocks of short rows would fragment the memory of long rows
         stored = 0 if offload is None else offload.seen_bytes
         memory = StepMemory.from_two_steps(tokens, peaks, stored)
         states = 0 if self._trainer.optimizer.state else 2 * _bytes_of_trained(self._trainer.model_wrapped)
@@ -269,16 +264,16 @@ def obstacle_to_measuring(trainer: Any) -> str | None:
     if not torch.cuda.is_available() or args.use_cpu:
         return "memory is measured on a GPU, and this trains on none"
     if args.packing or args.padding_free:
-        return "rows that this package packs are measured, not those of packing and padding_free"
+        return "rows that TRL packs (packing, padding_free) cannot be measured"
     if trainer.accelerator.distributed_type == DistributedType.DEEPSPEED:
         return "DeepSpeed runs no step before training"
     if args.torch_compile:
-        return "a compiled model would be compiled again for the rows that are measured"
+        return "a compiled model would be compiled again for the measured rows"
     return None
 
 
 def _leave_inputs_of_adapters(model: Any, device_type: str) -> None:
-    """Make PEFT hand an adapter its input as it is under autocast, which casts a copy back to the same values."""
+    """Make PEFT not cast an adapter's input under autocast, which casts the copy back to the same values."""
     for module in model.modules():
         if hasattr(module, "cast_input_dtype_enabled"):
             module.cast_input_dtype_enabled = _OutsideAutocast(device_type)
@@ -286,11 +281,7 @@ def _leave_inputs_of_adapters(model: Any, device_type: str) -> None:
 
 @dataclass(frozen=True)
 class _OutsideAutocast:
-    """True where autocast is off, such as in `generate`, when it is read: PEFT asks before each cast.
-
-    Attributes:
-        device_type: type of the device whose autocast counts.
-    """
+    """Flag that PEFT reads before each cast: true if autocast is off, as in `generate`."""
 
     device_type: str
 
@@ -299,10 +290,7 @@ class _OutsideAutocast:
 
 
 def _bytes_of_trained(model: Any) -> int:
-    """Return the bytes of a model's trained parameters in this process."""
-    return sum(x.numel() * x.element_size() for x in map(_local, model.parameters()) if x.requires_grad)
-
-
-def _local(parameter: Any) -> Any:
-    """Return this process's shard of a parameter."""
-    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    """Return the bytes of a model's trained parameters on this rank."""
+    trained = (x for x in model.parameters() if x.requires_grad)
+    shards = (x.to_local() if hasattr(x, "to_local") else x for x in trained)
+    return sum(x.numel() * x.element_size() for x in shards)

@@ -1,4 +1,4 @@
-"""What a trainer's checkpoints hold besides Trainer's own state: tokens so far, packing of rows, place in a stream."""
+"""State in checkpoints besides Trainer's: number of tokens, options of packing, place in a stream."""
 
 from __future__ import annotations
 
@@ -13,37 +13,31 @@ _KEY = "flashmask_hf"
 
 
 class ResumeMixin:
-    """Part of a TRL trainer whose `num_tokens` goes on after a resume, and that skips the rows it has trained on."""
+    """Mixin of a TRL trainer whose resumed runs continue `num_tokens`, and skip the rows already trained on."""
 
-    args: Any
-    state: Any
-    train_dataset: Any
-    _total_train_tokens: Any
     _packed_by: dict[str, Any] | None = None
-    """Options that decide which rows the examples are packed into, by name; None where the rows were given."""
+    """Options that decide how examples are packed into rows, by name; None for rows packed elsewhere."""
     _place: tuple[int, int] | None = None
-    """Epoch of a stream, and the number of its batches that the run which resumes has trained on; None otherwise."""
+    """For a stream, the epoch to resume in and its number of batches to skip."""
 
     def _count_tokens(self) -> int:
-        """Return the number of tokens so far, over all processes, which all call this."""
+        """Return the number of tokens so far over all ranks. Every rank must call this."""
         return int(self._total_train_tokens)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        parent: Any = super()
         own: dict[str, Any] = {"num_tokens": self._count_tokens(), "packed_by": self._packed_by}
         if isinstance(self.train_dataset, torch.utils.data.IterableDataset):
-            epoch, part = divmod(self.state.epoch, 1)  # the part is of as many batches as all steps have
+            epoch, part = divmod(self.state.epoch, 1)  # part of max_steps * gradient_accumulation_steps batches
             own["place"] = int(epoch), round(part * self.state.max_steps * self.args.gradient_accumulation_steps)
         self.state.stateful_callbacks[_KEY] = {"args": {}, "attributes": own}
-        parent._save_checkpoint(model, trial)
+        super()._save_checkpoint(model, trial)
 
     def _load_callback_state(self) -> None:
         """Restore the number of tokens; Trainer calls this right after it has read a checkpoint's state.
 
         Raises:
-            ValueError: rows were packed otherwise than now, so that others would be skipped.
+            ValueError: options of packing differ from the checkpoint's.
         """
-        parent: Any = super()
         own = self.state.stateful_callbacks.pop(_KEY, {}).get("attributes", {})
         self._place = own.get("place")
         self._total_train_tokens = own.get("num_tokens", self._total_train_tokens)
@@ -54,11 +48,10 @@ class ResumeMixin:
                     f"{name} must be {before[name]!r}, as in the checkpoint, got {value!r}: other rows would be "
                     "skipped. Set it back, or set ignore_data_skip=True to start the epoch anew."
                 )
-        parent._load_callback_state()
+        super()._load_callback_state()
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the epoch to resume in, and its batches to skip, which Trainer knows of data with a length only."""
-        parent: Any = super()
+        """Return the epoch to resume in and the number of batches to skip; Trainer knows neither for streams."""
         self._place = None
-        start = parent._init_training_state(*args, **kwargs)
+        start = super()._init_training_state(*args, **kwargs)
         return start if self._place is None or self.args.ignore_data_skip else self._place

@@ -38,7 +38,7 @@ from flashmask_hf.trainers.sft_data import check_columns, check_completions, pac
 __all__ = ["PackedSFTTrainer"]
 
 _COMPUTES = ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics")
-"""Arguments of the trainer that get logits or losses."""
+"""Arguments of the trainer that take logits or losses."""
 
 _NO_MEDIA = "rows cannot be packed yet; use trl.SFTTrainer for images, or remove the column"
 """What is wrong with images, video and audio, and the way out."""
@@ -47,60 +47,53 @@ _NO_MEDIA = "rows cannot be packed yet; use trl.SFTTrainer for images, or remove
 class PackedSFTTrainer(ResumeMixin, EvenBatchesMixin, ContextParallelMixin, SFTTrainer):
     """`trl.SFTTrainer` on packed rows: a row holds several documents, and each attends only to itself.
 
-    TRL tokenizes the datasets, applies chat templates and builds labels, but truncates nothing. `pack_dataset` then
-    packs the examples into rows of at most `args.max_length` tokens, and `DataCollatorForPackedLanguageModeling` adds
-    the rows' labels, position ids and mask vectors. A dataset with a `seq_lengths` column is already packed and keeps
-    its rows. With `args.packing` or `args.padding_free`, TRL packs and collates the rows instead.
+    > Rows
 
-    A model loaded by name gets the attention "flashmask", unless `args.model_init_kwargs` names another; a model that
-    is given keeps its own. A line when training starts says which attention runs, and a given model with an attention
-    of another package logs a warning. "flashmask" reads the mask vectors; the implementations of transformers find the
-    documents in the position ids, and models that do not hand these to them raise in the first step. With "flashmask",
-    the first step checks that every layer gets the mask. A mixture of experts leaves the padding of rows out of its
-    auxiliary loss.
+    TRL tokenizes the datasets, applies chat templates and builds labels. `pack_dataset` then packs the examples into
+    rows of at most `args.max_length` tokens. A dataset with a `seq_lengths` column is already packed and keeps its
+    rows. With `args.packing` or `args.padding_free`, TRL packs and collates the rows instead.
 
-    Logs add, of all processes and without padding, `tokens_per_second` and `keys_per_token`, the mean number of keys
-    that a token may attend to in its document, before any sliding window of the model; it does not depend on the batch
-    size. `num_tokens` is without padding, too. They also add `mask_sparsity`, the fraction of tiles of the score matrix
-    that are skipped, of one batch of this process, at logging steps and in evaluation. A batch is one row, so it grows
-    with the batch size. It is 0 with another attention, and where rows are too short to hide a whole tile. `eval_loss`,
-    `eval_entropy` and `eval_mean_token_accuracy` are exact means over the learned tokens of all processes, whatever the
-    batch size.
+    Each rank reads its own shards of a stream if the shards divide evenly, otherwise every n-th row. A training epoch
+    ends with the rank that has the fewest rows. With accelerate's context parallelism (`cp_size`, which needs FSDP2),
+    each row is split over ranks (`flashmask_hf.parallel`) and padded to a multiple of 128 * cp_size, unless the
+    collator sets another multiple.
 
-    A stream on several processes is read by shards if these divide evenly, and else whole by each process, which keeps
-    its share of the rows. An epoch of training ends with the process that has the fewest rows.
+    > Attention
 
-    With accelerate's context parallelism (`cp_size`, which needs FSDP2), a row is split over processes, for rows
-    longer than one GPU takes; attention is still that of the whole row (`flashmask_hf.parallel`). Rows are padded to a
-    multiple of 128 * cp_size unless the collator says otherwise.
+    A model loaded by name gets "flashmask", unless `args.model_init_kwargs` names another attention. A model object
+    keeps the attention it was loaded with, and logs a warning if this attention skips no hidden tiles. Implementations
+    of transformers find the documents in the position ids. The first step raises if a layer does not receive the mask,
+    or if the model does not pass position ids on. A mixture of experts leaves padding out of its auxiliary loss.
+
+    > Logs
+
+    - `num_tokens`, `tokens_per_second`: of all ranks, without padding.
+    - `keys_per_token`: mean number of keys in a token's document that it may attend to, before any sliding window.
+    - `mask_sparsity`: fraction of skipped tiles of the score matrix, in one batch of this rank, at logging steps and in
+      evaluation. It grows with the batch size. It is 0 with another attention, and if rows hide no whole tile.
+    - `eval_loss`, `eval_entropy`, `eval_mean_token_accuracy`: exact means over the learned tokens of all ranks.
 
     Args:
         model: as in `trl.SFTTrainer`.
-        args: a `trl.SFTConfig`, or None for its defaults. `max_length` is the length of a row. `truncation_mode` says
-            what to do with a longer example: TRL's "keep_start" (its default) and "keep_end" cut it, "error" or None
-            raises.
-        data_collator: None, or a `DataCollatorForPackedLanguageModeling`; anything, if TRL packs.
+        args: a `trl.SFTConfig`, or None for its defaults. `max_length` is the length of a row. `truncation_mode`
+            decides about longer examples: "keep_start" (TRL's default) and "keep_end" cut, "error" and None raise.
+        data_collator: None, or a `DataCollatorForPackedLanguageModeling`; any collator if TRL packs.
         train_dataset: as in `trl.SFTTrainer`.
         eval_dataset: as in `trl.SFTTrainer`.
         processing_class: a tokenizer, as in `trl.SFTTrainer`.
         peft_config: as in `trl.SFTTrainer`, without prompt learning and activated LoRA.
-        max_position_embeddings: number of positions; a longer document raises. None takes the model's.
-        split: cut an example longer than a row into consecutive pieces, each a document of its own. Needs
-            `truncation_mode` "error" or None.
+        max_position_embeddings: number of positions; a longer document raises. None uses the model's number.
+        split: cut an example longer than a row into consecutive documents. Needs `truncation_mode` "error" or None.
         kwargs: the other arguments of `trl.SFTTrainer`.
 
     Raises:
-        TypeError: `args` is not a `trl.SFTConfig`, `data_collator` is another one, or a tokenized column does not hold
-            lists of integers.
-        ValueError: `args.max_length` is None; TRL is to pack by its strategy "wrapped"; `neftune_noise_alpha`,
-            dispatched batches, sampling by length, prompt learning or activated LoRA are asked for; a dataset is empty,
-            has images, video or audio, or fewer rows than a batch with `dataloader_drop_last`; it has no column that
-            TRL tokenizes, or holds text in a column that it does not read (the result of `formatting_func` beside
-            messages, a system prompt beside the prompt); the loss does not read
-            `label_smoothing_factor` (`loss_type="dft"`, `compute_loss_func`); `pack_dataset` refuses a dataset or
-            an example (the message names its index and the way out); or, with context parallelism, TRL packs, the
-            attention is another one, layers are recurrent, or labels are smoothed.
-            In the first step: some layers do not get the mask, for example recurrent ones, and would mix documents.
+        TypeError: `args`, `data_collator` or a tokenized column has the wrong type.
+        ValueError: an option is not supported (`max_length=None`, `packing_strategy="wrapped"`, `neftune_noise_alpha`,
+            dispatched batches, sampling by length, prompt learning, activated LoRA, `label_smoothing_factor` with a
+            loss that does not read it); a dataset is empty, has images, video or audio, fewer rows than a batch with
+            `dataloader_drop_last`, no column that TRL tokenizes, or text that TRL would not read; `pack_dataset`
+            refuses an example; or, with context parallelism, TRL packs, the attention is not "flashmask", layers are
+            recurrent, or labels are smoothed. In the first step: some layers do not receive the mask.
 
     Example:
         ```python
@@ -129,34 +122,31 @@ class PackedSFTTrainer(ResumeMixin, EvenBatchesMixin, ContextParallelMixin, SFTT
         **kwargs: Any,
     ):
         args = checked_config(args, model, "SFT", SFTConfig, SFTConfig)
-        self._sums: Any = 0  # tokens and visible keys since the last log, int64 [2] once there was a batch
+        self._sums: Any = 0  # tokens and visible keys since the last log, int64 [2] after the first batch
         self._last_log = time.perf_counter()
         self._logged_tokens = 0
-        self._evaluated: list[Tensor] = []  # of each batch of an evaluation its loss and its number of learned tokens
+        self._evaluated: list[Tensor] = []  # loss and number of learned tokens of each batch of an evaluation
         parts = context_parallel_size(args)
         if parts > 1:
             computes = {name: kwargs.get(name) for name in _COMPUTES}
             check_context_parallel(args, trl_packs=_trl_packs(args), computes=computes)
         if args.packing and args.packing_strategy == "wrapped":
             raise ValueError(
-                "packing_strategy='wrapped' keeps no record of where documents begin, so that those of a row would see "
-                "each other; leave packing out, choose 'bfd' or 'bfd_split', or use trl.SFTTrainer if that is wanted"
+                "packing_strategy='wrapped' does not record where documents begin, so documents would attend to each "
+                "other; leave packing out, choose 'bfd' or 'bfd_split', or use trl.SFTTrainer"
             )
         prepare_arguments(model, args, peft_config, learns_labels=True)
         _refuse_unread_smoothing(args, kwargs.get("compute_loss_func"))
         train_dataset, eval_dataset = text_datasets(train_dataset, eval_dataset, _NO_MEDIA)
         if not _trl_packs(args):
             if args.max_length is None:
-                raise ValueError("max_length is None, but packing needs it: the number of tokens of a row; set it")
+                raise ValueError("max_length is None, but packing needs it; set it to the number of tokens per row")
             if max_position_embeddings is None:
                 max_position_embeddings = _positions(model, args)
             data_collator = _collator(data_collator, args, max_position_embeddings)
             if parts > 1:
                 data_collator = pad_for_parts(data_collator, parts)
-        self._packing_options: dict[str, Any] = {
-            "max_position_embeddings": max_position_embeddings,
-            "split": split,
-        }
+        self._packing_options: dict[str, Any] = {"max_position_embeddings": max_position_embeddings, "split": split}
         self._formatting = kwargs.get("formatting_func")
         with flashmask_policy(model, args):
             super().__init__(
@@ -192,16 +182,12 @@ class PackedSFTTrainer(ResumeMixin, EvenBatchesMixin, ContextParallelMixin, SFTT
         dataset = without_media(unformatted(dataset), dataset_name, _NO_MEDIA)
         first = first_row(dataset, dataset_name)
         if dataset_name == "train" and "seq_lengths" not in first and (packing or not _trl_packs(args)):
-            self._packed_by = {
-                "max_length": args.max_length,
-                "packing": args.packing,
-                "split": self._packing_options["split"],
-            }
-        if _trl_packs(args):  # else pack_dataset warns
-            warn_of_weights(first, f"the {dataset_name} dataset")
+            split = self._packing_options["split"]
+            self._packed_by = {"max_length": args.max_length, "packing": args.packing, "split": split}
         if "input_ids" not in first:
             check_columns(dataset, first, args.dataset_text_field, formatting_func is not None, dataset_name)
         if _trl_packs(args):
+            warn_of_weights(first, f"the {dataset_name} dataset")  # otherwise pack_dataset warns
             if "seq_lengths" in first:
                 return dataset  # packed already, as trainer.eval_dataset is; TRL would join the documents of its rows
             return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
@@ -228,17 +214,13 @@ class PackedSFTTrainer(ResumeMixin, EvenBatchesMixin, ContextParallelMixin, SFTT
 
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()
-        args: Any = self.args
-        if not _trl_packs(args):  # what the collator reads of rows that something else packed
-            read: Any = self._signature_columns
+        if not _trl_packs(self.args):  # columns that the collator reads of rows packed elsewhere
+            read = self._signature_columns
             read += [name for name in ("position_ids", *MASK_COLUMNS) if name not in read]
 
     def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run Trainer's `predict` on a dataset, prepared as that of `evaluate` is: raw or tokenized rows.
-
-        Predictions and labels are those of the packed rows.
-        """
-        settings: Any = self.args
+        """Run Trainer's `predict` on raw or tokenized rows, which are packed first; results are of the packed rows."""
+        settings = self.args
         if _prepares_rows(settings):
             packing = settings.packing if settings.eval_packing is None else settings.eval_packing
             test_dataset = self._prepare_dataset(
@@ -247,7 +229,7 @@ class PackedSFTTrainer(ResumeMixin, EvenBatchesMixin, ContextParallelMixin, SFTT
         return super().predict(test_dataset, *args, **kwargs)
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
-        # Trainer would take every pad token for padding, which may be the eos token at the end of a document.
+        # Trainer counts every pad token as padding, even an eos token at the end of a document.
         if VECTORS in inputs:
             inputs = inputs | {"attention_mask": inputs[VECTORS][:, 0, :, 0] > 0}
         before = self.state.num_input_tokens_seen
@@ -282,14 +264,13 @@ class PackedSFTTrainer(ResumeMixin, EvenBatchesMixin, ContextParallelMixin, SFTT
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
         """Run Trainer's evaluation loop with the exact means over learned tokens, not means over batches."""
         metrics = self._metrics["eval"]
-        metrics.clear()  # those of an earlier predict, which are never logged
+        metrics.clear()  # an earlier predict leaves its metrics, which are never logged
         self._evaluated = []
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         if f"{metric_key_prefix}_loss" in output.metrics and self._evaluated:
-            gathered: Any = self.accelerator.gather(torch.stack(self._evaluated)[None])
-            losses, tokens = gathered.cpu().double().unbind(2)  # [processes, batches]
-            filtered: Any = self.args.logging_nan_inf_filter
-            read = (tokens > 0) & (losses.isfinite() | (not filtered))
+            gathered = self.accelerator.gather(torch.stack(self._evaluated)[None])
+            losses, tokens = gathered.cpu().double().unbind(2)  # [ranks, batches]
+            read = (tokens > 0) & (losses.isfinite() | (not self.args.logging_nan_inf_filter))
             if read.any():
                 output.metrics[f"{metric_key_prefix}_loss"] = _mean(losses[read], tokens[read])
             for name in ("entropy", "mean_token_accuracy"):
@@ -306,16 +287,15 @@ class PackedSFTTrainer(ResumeMixin, EvenBatchesMixin, ContextParallelMixin, SFTT
             if keys:
                 logs["keys_per_token"] = round(keys / tokens, 1)
             self._logged_tokens += tokens
-            self._total_train_tokens = self._logged_tokens  # TRL counts padding, too, and one of several rows
+            self._total_train_tokens = self._logged_tokens  # TRL counts padding, too
             self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
             self._sums, self._last_log = 0, time.perf_counter()
         super().log(logs, start_time)
 
     def _reduced_sums(self) -> list[int]:
-        """Return the number of tokens and of visible keys since the last log, over all processes."""
-        sums: Any = torch.as_tensor(self._sums, device=self.accelerator.device).expand(2)
-        reduced: Any = self.accelerator.reduce(sums.contiguous())
-        return reduced.tolist()
+        """Return the number of tokens and of visible keys since the last log, over all ranks."""
+        sums = torch.as_tensor(self._sums, device=self.accelerator.device).expand(2)
+        return self.accelerator.reduce(sums.contiguous()).tolist()
 
     def _count_tokens(self) -> int:
         return int(self._logged_tokens + self._reduced_sums()[0])
@@ -336,25 +316,25 @@ def _trl_packs(args: SFTConfig) -> bool:
 
 
 def _prepares_rows(args: Any) -> bool:
-    """Return whether the trainer tokenizes and packs the rows of a dataset, as it does unless it is told not to."""
+    """Return whether the trainer tokenizes and packs the rows of a dataset."""
     return not (args.dataset_kwargs or {}).get("skip_prepare_dataset")
 
 
 def _refuse_unread_smoothing(args: Any, compute_loss_func: Any) -> None:
-    """Raise a ValueError if labels are to be smoothed, and the loss is one that does not read the factor."""
+    """Raise a ValueError for label smoothing with a loss that does not read the factor."""
     loss = "compute_loss_func" if compute_loss_func is not None else f"loss_type={args.loss_type!r}"
     if args.label_smoothing_factor and loss != "loss_type='nll'":
         raise ValueError(
-            f"label_smoothing_factor={args.label_smoothing_factor} changes nothing with {loss}, which does not read "
-            "it; leave it at 0, or take loss_type='nll' without compute_loss_func"
+            f"label_smoothing_factor={args.label_smoothing_factor} changes nothing with {loss}; leave it at 0, or use "
+            "loss_type='nll' without compute_loss_func"
         )
 
 
 def _positions(model: Any, args: SFTConfig) -> int | None:
-    """Return the number of positions of a model, or of the one that TRL will load by this name; None for no limit."""
+    """Return the number of positions of a model or of the model that TRL will load by name; None is no limit."""
     config = getattr(model, "config", None)
     if config is None:
-        options: Any = args.model_init_kwargs or {}
+        options = args.model_init_kwargs or {}
         trusted = options.get("trust_remote_code", args.trust_remote_code)  # as TRL will load the model
         config = AutoConfig.from_pretrained(model, revision=options.get("revision"), trust_remote_code=trusted)
     return getattr(config.get_text_config(), "max_position_embeddings", None)
@@ -363,7 +343,7 @@ def _positions(model: Any, args: SFTConfig) -> int | None:
 def _collator(given: Any, args: Any, positions: int | None) -> DataCollatorForPackedLanguageModeling:
     """Return the given collator after checking its class, or build one.
 
-    Where the trainer prepares the dataset, its rows have labels; else the collator makes them.
+    Rows that the trainer has prepared have labels; for other rows the collator makes them.
     """
     if given is None:
         multiple = args.pad_to_multiple_of
@@ -374,22 +354,21 @@ def _collator(given: Any, args: Any, positions: int | None) -> DataCollatorForPa
         )
     if not isinstance(given, DataCollatorForPackedLanguageModeling):
         raise TypeError(
-            f"data_collator must be a DataCollatorForPackedLanguageModeling, got {type(given).__name__}, which would "
-            "mix the documents of a row; leave it out, or use trl.SFTTrainer"
+            f"data_collator must be a DataCollatorForPackedLanguageModeling, got {type(given).__name__}; leave it out, "
+            "or use trl.SFTTrainer"
         )
     return given
 
 
 def _mean(values: Tensor, weights: Tensor) -> float:
-    """Return a weighted mean of values."""
     return ((values * weights).sum() / weights.sum()).item()
 
 
 def _tokens_and_keys(indices: Tensor) -> Tensor:
-    """Return the number of tokens of packed rows and of the keys that they see, int64 [2].
+    """Return the number of tokens in packed rows and of their visible keys, int64 [2].
 
     Args:
-        indices: mask vectors of the batch, int32 [R, 1, S, 1]: the row where each token's document ends, 0 for padding.
+        indices: mask indices, int32 [R, 1, S, 1]: the query row where each token's document ends, 0 for padding.
     """
     ends = indices.flatten(1)
     rows = torch.arange(ends.shape[1], device=ends.device)

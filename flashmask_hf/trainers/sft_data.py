@@ -1,4 +1,4 @@
-"""Datasets of `PackedSFTTrainer`: what is refused because TRL would read nothing, or something else, of a row."""
+"""Checks of the datasets of `PackedSFTTrainer`: columns that TRL would ignore; and the report of packing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["check_columns", "check_completions", "packing_report"]
 def check_columns(
     dataset: Dataset | IterableDataset, first: dict[str, Any], text_field: str, formatted: bool, name: str
 ) -> None:
-    """Raise a ValueError if TRL would not tokenize all of the text in a dataset that is not tokenized.
+    """Raise a ValueError if TRL would ignore text of a dataset that is not tokenized.
 
     Args:
         dataset: rows as Python objects.
@@ -43,13 +43,13 @@ def _check_read_columns(example: dict[str, Any], text_field: str, dataset_name: 
     if not read:
         raise ValueError(
             f"the {dataset_name} dataset has no messages, no prompt with completion, no {text_field} and no input_ids; "
-            "rename a column, name that of the text in dataset_text_field, or give a formatting_func. It has: "
+            "rename a column, set dataset_text_field, or give a formatting_func. It has: "
             f"{', '.join(example)}"
         )
     if "prompt" in example:
         raise ValueError(
-            f"the {dataset_name} dataset has a prompt without a completion, beside which TRL reads nothing else; "
-            f"remove or rename the column prompt to train on {read[0]}"
+            f"the {dataset_name} dataset has a prompt without a completion, and TRL then ignores other columns; remove "
+            f"or rename the column prompt to train on {read[0]}"
         )
     if text_field in example:
         return
@@ -57,14 +57,14 @@ def _check_read_columns(example: dict[str, Any], text_field: str, dataset_name: 
     if isinstance(first, dict) and {"messages": "role", "conversations": "from"}[read[0]] not in first:
         raise ValueError(
             f"{read[0]} of the {dataset_name} dataset have the keys {', '.join(first)}, but TRL reads role and content "
-            "in messages, and from and value in conversations; rename the keys, or the column"
+            "in messages, from and value in conversations; rename the keys or the column"
         )
 
 
 def _check_context(dataset: Dataset | IterableDataset, first: dict[str, Any], dataset_name: str) -> None:
-    """Raise a ValueError for a system prompt or an input in a column of its own, which TRL does not read.
+    """Raise a ValueError for a system prompt or an input in a separate column, which TRL ignores.
 
-    Of each such column, the first row that has a text there is checked, and of a stream its first row alone.
+    Checks the first row with text in the column; in a stream, the first row.
     """
     names = ["completion"] if "prompt" in first else ["messages", "conversations"]
     read = next((name for name in names if name in first), None)
@@ -79,35 +79,34 @@ def _check_context(dataset: Dataset | IterableDataset, first: dict[str, Any], da
 
 
 def _check_formatted_columns(example: dict[str, Any], text_field: str, dataset_name: str) -> None:
-    """Raise a ValueError if TRL would tokenize something else than the text that `formatting_func` makes."""
+    """Raise a ValueError if TRL would not tokenize the text that `formatting_func` makes."""
     read = [name for name in ("prompt", "messages", "conversations") if name in example]
     if read or text_field != "text":
         ahead = f"the column {read[0]} of the {dataset_name} dataset" if read else f"dataset_text_field={text_field!r}"
         raise ValueError(
-            f"TRL would read {ahead}, and not the text of formatting_func; apply the function before, and leave it "
-            "out: dataset.map(lambda row: {'text': formatting_func(row)}, remove_columns=dataset.column_names)"
+            f"TRL would read {ahead}, and not the text of formatting_func; apply it before: dataset.map("
+            "lambda row: {'text': formatting_func(row)}, remove_columns=dataset.column_names)"
         )
 
 
 def check_completions(example: dict[str, Any], dataset_name: str) -> None:
-    """Raise if nothing in an example tells its completion, of which alone the loss should be."""
-    telling = ("completion", "labels", *MASK_COLUMNS)
-    if not any(name in example for name in telling):
+    """Raise a ValueError if no column of an example marks its completion."""
+    columns = ("completion", "labels", *MASK_COLUMNS)
+    if not any(name in example for name in columns):
         raise ValueError(
-            f"completion_only_loss=True, but the {dataset_name} rows have none of the columns {', '.join(telling)}, so "
-            "that every token would be learned; give prompt and completion, set assistant_only_loss=True for "
-            "conversations, or leave completion_only_loss out"
+            f"completion_only_loss=True needs one of the columns {', '.join(columns)}, which the {dataset_name} rows "
+            "lack; give prompt and completion, set assistant_only_loss=True for conversations, or leave it out"
         )
 
 
 def packing_report(args: Any, examples: int, packed: Dataset, name: str) -> str:
-    """Return how many rows a dataset's examples make, and what that does to the optimizer steps of an epoch.
+    """Return a message: how many rows a dataset fills, and how many optimizer steps an epoch has.
 
     Args:
         args: the trainer's arguments.
         examples: number of examples before packing.
         packed: rows of `pack_dataset`.
-        name: name of the dataset; training has steps for "train" alone.
+        name: name of the dataset; steps are reported for "train" only.
     """
     rows, per_row = len(packed), examples / len(packed)
     report = (

@@ -167,13 +167,13 @@ def with_rope(parameters: dict[str, Any]) -> Any:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"args": {"packing": True}}, "rows that TRL packs have no mask vectors"),
-        ({"args": {"padding_free": True}}, "rows that TRL packs have no mask vectors"),
+        ({"args": {"packing": True}}, "rows that TRL packs have no mask indices"),
+        ({"args": {"padding_free": True}}, "rows that TRL packs have no mask indices"),
         ({"args": {"average_tokens_across_devices": False}}, "average_tokens_across_devices=False"),
         ({"args": {"label_smoothing_factor": 0.1}}, "label_smoothing_factor is not implemented"),
         ({"args": {"pad_to_multiple_of": 7}}, "pad_to_multiple_of=7 must be a multiple of cp_size=2, best of 256"),
-        ({"compute_metrics": len}, "compute_metrics would get a part of a row"),
-        ({"compute_loss_func": len}, "compute_loss_func would get a part of a row"),
+        ({"compute_metrics": len}, "compute_metrics would get one shard of each row"),
+        ({"compute_loss_func": len}, "compute_loss_func would get one shard of each row"),
         ({"model": lambda: with_attention("sdpa")}, "the model's attention is 'sdpa'"),
         ({"model": lambda: with_attention("flashmask_hash")}, "the model's attention is 'flashmask_hash'"),
         ({"model": recurrent}, "Lfm2ForCausalLM has recurrent or convolutional layers"),
@@ -215,7 +215,7 @@ def test_the_hooks_of_accelerate_are_left_out(tmp_path):
 
 def test_predictions_of_parts_are_refused(tmp_path):
     trainer = trainer_of(tmp_path)
-    with pytest.raises(ValueError, match="predictions would be those of parts of rows"):
+    with pytest.raises(ValueError, match="predictions would be of shards of rows"):
         trainer.prediction_step(trainer.model, {}, prediction_loss_only=False)
 
 
@@ -228,7 +228,7 @@ def test_batches_without_vectors_are_refused(tmp_path):
 def test_the_launcher_configures_it_as_well(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
     monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "2")
-    with pytest.raises(ValueError, match="rows that TRL packs have no mask vectors"):
+    with pytest.raises(ValueError, match="rows that TRL packs have no mask indices"):
         trainer_of(tmp_path, args={"parallelism_config": None, "packing": True})
 
 

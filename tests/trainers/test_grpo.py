@@ -148,7 +148,7 @@ def test_whole_runs(name, checkpoints, tokenizer, tmp_path, monkeypatch):
         options.setdefault("vllm_mode", "colocate")
     ours, weights, trainer = run(True, checkpoints, tokenizer, tmp_path, options, evaluate=True)
     stock, expected_weights, _ = run(False, checkpoints, tokenizer, tmp_path, options, evaluate=True)
-    grouped = trainer._rows_per_group > 1
+    grouped = trainer._window > 1
     for one, two in zip(ours, stock, strict=True):
         assert one.keys() - {"shared_tokens_saved", "mask_sparsity", "eval_shared_tokens_saved", "eval_mask_sparsity"} \
             == two.keys()  # fmt: skip

@@ -247,7 +247,7 @@ def test_a_callback_of_another_trainer_raises_before_the_first_step(tmp_path):
 
 def test_another_trainer_is_refused(tmp_path):
     trainer = Trainer(make_trainer(tmp_path).model, TrainingArguments(tmp_path, use_cpu=True))
-    with pytest.raises(TypeError, match="trainer must be a PackedSFTTrainer, got Trainer; in any other call tile_tok"):
+    with pytest.raises(TypeError, match="trainer must be a PackedSFTTrainer, got Trainer; for others use tile_tok"):
         LongRows(trainer, **BY_HAND)
 
 
@@ -271,7 +271,7 @@ def test_adapters_in_float32_on_a_model_in_16_bits_run_outside_autocast(tmp_path
         ({}, {}, "memory is measured on a GPU, and this trains on none; set keep_attention and host_gib by hand"),
         ({CHECKPOINTING: False}, BY_HAND, f"host_gib need {CHECKPOINTING}=True"),
         ({f"{CHECKPOINTING}_kwargs": {"use_reentrant": True}}, BY_HAND, "without use_reentrant"),
-        ({"attention": "sdpa"}, BY_HAND, "keep_attention keeps the results of 'flashmask', .* attention is 'sdpa'"),
+        ({"attention": "sdpa"}, BY_HAND, "keep_attention needs attn_implementation='flashmask', .* has 'sdpa'"),
     ],
 )
 def test_wrong_settings(tmp_path, settings, options, message):

@@ -337,10 +337,10 @@ def test_rows_of_another_packer_keep_their_documents(tmp_path, model):
 @pytest.mark.parametrize("columns", [{"text": "w5 w6"}, {"input_ids": [5, 6, 7]}], ids=["text", "input_ids"])
 def test_completions_that_nothing_tells_are_refused(tmp_path, model, columns):
     args = arguments(tmp_path, completion_only_loss=True)
-    with pytest.raises(ValueError, match=r"completion_only_loss=True, but the train rows .*prompt and completion"):
+    with pytest.raises(ValueError, match=r"completion_only_loss=True needs .* which the train rows lack"):
         PackedSFTTrainer(model, args, train_dataset=Dataset.from_list([columns] * 2))
     labelled = Dataset.from_list([{"input_ids": [5, 6, 7], "completion_mask": [0, 0, 1]}] * 2)
-    with pytest.raises(ValueError, match="but the eval rows"):
+    with pytest.raises(ValueError, match="which the eval rows lack"):
         PackedSFTTrainer(model, args, train_dataset=labelled, eval_dataset=Dataset.from_list([columns] * 2))
 
 

@@ -1,7 +1,4 @@
-"""TRL's experimental AsyncGRPO on "flashmask" instead of FlashAttention-3 with gathered keys.
-
-Import it from here: `flashmask_hf.trainers` does not, because TRL's module is experimental and slow to import.
-"""
+"""TRL's experimental AsyncGRPO on "flashmask" instead of FlashAttention-3 with gathered keys."""
 
 from __future__ import annotations
 
@@ -22,16 +19,15 @@ __all__ = ["SharedPromptAsyncGRPOTrainer"]
 
 if not hasattr(async_grpo_trainer, "TREE_ATTENTION"):
     raise ImportError(
-        "SharedPromptAsyncGRPOTrainer needs the tree packing of AsyncGRPO, which this version of TRL does not have; "
-        "install trl>=1.16"
+        "SharedPromptAsyncGRPOTrainer needs AsyncGRPO's tree packing, which this TRL lacks; install trl>=1.16"
     )
 
 
 class SharedPromptAsyncGRPOTrainer(async_grpo_trainer.AsyncGRPOTrainer):
-    """TRL's `AsyncGRPOTrainer`, whose packed tries run under "flashmask": on any GPU, and for models with sinks.
+    """TRL's `AsyncGRPOTrainer` with its packed tries under "flashmask": on any GPU, and for models with sinks.
 
-    TRL computes each token that rollouts share once, but gathers its keys once per rollout that sees it, and needs
-    FlashAttention-3. Here keys stay where they are. Arguments, batches, loss and metrics are TRL's.
+    TRL computes shared tokens once, but gathers their keys once per rollout, and needs FlashAttention-3. Here no keys
+    are gathered. Arguments, batches, loss and metrics are TRL's.
 
     Args:
         model: the name or the folder of the model, as in TRL's `AsyncGRPOTrainer`.
@@ -42,8 +38,8 @@ class SharedPromptAsyncGRPOTrainer(async_grpo_trainer.AsyncGRPOTrainer):
 
     Raises:
         ValueError: NEFTune, `label_smoothing_factor`, `use_liger_kernel`, prompt learning, activated LoRA,
-            `attn_implementation` in `model_init_kwargs`, or rows that are to be split over processes (context
-            parallelism). In the first step: some layers of the model do not receive the mask.
+            `attn_implementation` in `model_init_kwargs`, or context parallelism. In the first step: some layers do not
+            receive the mask.
         RuntimeError: in the first step, the batch is not a trie as TRL 1.16 packs it.
     """
 
@@ -67,9 +63,8 @@ class SharedPromptAsyncGRPOTrainer(async_grpo_trainer.AsyncGRPOTrainer):
         return super().compute_loss(model, inputs, *args, **kwargs)
 
     def _log_step_metrics(self) -> None:
-        """Log TRL's metrics of a step, which read two numbers that the config of gpt-oss does not have."""
-        model: Any = self.model
-        config = model.config.get_text_config()
+        """Log TRL's metrics of a step; lend gpt-oss's config two numbers that they read."""
+        config = self.model.config.get_text_config()
         fixed = {"moe_intermediate_size": getattr(config, "intermediate_size", None), "decoder_sparse_step": 1}
         added = {name: value for name, value in fixed.items() if not hasattr(config, name)}
         for name, value in added.items():
@@ -83,35 +78,26 @@ class SharedPromptAsyncGRPOTrainer(async_grpo_trainer.AsyncGRPOTrainer):
 
 @contextlib.contextmanager
 def _load_with_flashmask() -> Iterator[None]:
-    """Make TRL's trainer load its model with the attention "flashmask", and accept one with sinks.
+    """Make `AsyncGRPOTrainer.__init__` load its model with "flashmask", and accept a model with sinks.
 
-    The name of TRL's own attention, and the refusal of parameters named "*.sinks", which FlashAttention-3 does not
-    take, are written out in `AsyncGRPOTrainer.__init__`.
+    TRL hard-codes its attention. Right after loading, it refuses parameters named "*.sinks", which FlashAttention-3
+    does not take; so the first listing of parameters leaves these out.
     """
     module: Any = async_grpo_trainer
     create = module.create_model_from_path
 
     def create_with_flashmask(*args: Any, **kwargs: Any) -> Any:
         model = create(*args, **kwargs | {"attn_implementation": FLASHMASK})
-        named_parameters = model.named_parameters
-        models.append(model)
-        model.named_parameters = lambda *args, **kwargs: (
-            (_Name(name), parameter) for name, parameter in named_parameters(*args, **kwargs)
-        )
+
+        def first_listing() -> Iterator[tuple[str, Any]]:
+            del model.named_parameters
+            return (item for item in model.named_parameters() if not item[0].endswith(".sinks"))
+
+        model.named_parameters = first_listing
         return model
 
-    models: list[Any] = []
     module.create_model_from_path = create_with_flashmask
     try:
         yield
     finally:
         module.create_model_from_path = create
-        for model in models:
-            del model.named_parameters
-
-
-class _Name(str):
-    """A parameter's name that does not say that it is one of sinks, and is equal to that name in all else."""
-
-    def endswith(self, suffix: Any, *bounds: Any) -> bool:
-        return suffix != ".sinks" and super().endswith(suffix, *bounds)

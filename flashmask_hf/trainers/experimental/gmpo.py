@@ -1,7 +1,4 @@
-"""TRL's experimental GMPO trainer with each prompt computed once for all of its completions.
-
-`flashmask_hf.trainers` does not import it, because importing `trl.experimental` warns.
-"""
+"""TRL's experimental GMPO trainer with each prompt computed once for all of its completions."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ __all__ = ["SharedPromptGMPOConfig", "SharedPromptGMPOTrainer"]
 
 @dataclass
 class SharedPromptGMPOConfig(SharedPromptsOptions, GMPOConfig):
-    """Arguments of `SharedPromptGMPOTrainer`: those of TRL's `GMPOConfig`, and the following.
+    """Arguments of `SharedPromptGMPOTrainer`: TRL's `GMPOConfig` and two more options.
 
     Args:
         share: as in `SharedPromptGRPOConfig`.
@@ -31,7 +28,7 @@ class SharedPromptGMPOTrainer(SharedPrompts, GMPOTrainer):
     Args:
         model: as in TRL's `GMPOTrainer`.
         reward_funcs: as in TRL's `GMPOTrainer`.
-        args: a `SharedPromptGMPOConfig`, or TRL's `GMPOConfig`, which shares prompts.
+        args: a `SharedPromptGMPOConfig`, or TRL's `GMPOConfig` for `share="prompts"`.
         others: the other positional arguments of TRL's `GMPOTrainer`.
         kwargs: the other arguments of TRL's `GMPOTrainer`.
 

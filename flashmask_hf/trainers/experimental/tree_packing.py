@@ -1,9 +1,9 @@
 """Run a model on the packed tries of TRL's AsyncGRPO under "flashmask".
 
-TRL lays a trie of rollouts out in depth-first order and describes it for FlashAttention-3's varlen function: queries
-are segments of the row, and the keys of each are gathered along its path from the root, once per path. A key's subtree
-is one interval of rows, so one integer a column says the same of the keys as they are: on any GPU, and with what that
-function lacks, such as sinks. A hook on the backbone reads the one from the other and checks that it fits.
+TRL packs a trie of rollouts in depth-first order, and describes it for FlashAttention-3's varlen function: queries are
+segments of the row, and keys are gathered along the path from the root, once per path. A key's subtree is one interval
+of query rows, so one bound per key describes the same mask without a gather: on any GPU, and with sinks. A hook on the
+backbone converts the description and checks it.
 """
 
 from __future__ import annotations
@@ -28,26 +28,25 @@ _KEYWORDS = {*_LAYOUT, "tree_max_seqlen_q", "tree_max_seqlen_k"}
 def run_tree_packing(model: Any) -> None:
     """Make a model take the `tree_*` keywords of TRL's AsyncGRPO. Calls without them run as before.
 
-    Repeating it is fine: the first hook to run leaves nothing to the others.
+    Its forward raises ValueError for an attention other than "flashmask", for other `tree_*` keywords than TRL 1.16
+    passes, if some layers do not receive the mask, and as `tree_vectors` does. Repeated calls have no effect.
 
     Args:
-        model: a transformers model with a head, or a PEFT model around one, not wrapped for distributed training. Its
-            forward raises ValueError for an attention other than "flashmask", for keywords that are not those of TRL
-            1.16, and if some of its layers do not receive the mask; and as `tree_vectors` does.
+        model: a transformers model with a head, or a PEFT model around one, not wrapped for distributed training.
     """
     check_layers(model)
     backbone = unwrap_peft(model).base_model
-    backbone.register_forward_pre_hook(_read_layout, with_kwargs=True, prepend=True)  # others see the vectors
+    backbone.register_forward_pre_hook(_read_layout, with_kwargs=True, prepend=True)  # others read the mask indices
 
 
 def _read_layout(backbone: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Replace TRL's description of a trie by mask vectors, in a call that has it."""
+    """Replace TRL's description of a trie by mask indices, in a call that has it."""
     given = {name: value for name, value in kwargs.items() if name.startswith(_PREFIX) and value is not None}
     if not given:
         return None
     if given.keys() != _KEYWORDS:
         raise ValueError(
-            f"AsyncGRPO describes its packed row by {sorted(given)}, and not by {sorted(_KEYWORDS)} as TRL 1.16 does; "
+            f"AsyncGRPO describes its packed row by {sorted(given)}, not by {sorted(_KEYWORDS)} as TRL 1.16 does; "
             "install that version of TRL"
         )
     name = backbone.config._attn_implementation
@@ -61,11 +60,11 @@ def _read_layout(backbone: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def tree_vectors(position_ids: Tensor | None, kv_index: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Tensor:
-    """Return the mask vectors of a packed trie, without waiting for the device.
+    """Return the mask indices of a packed trie, without synchronising the host.
 
-    Rows cu_seqlens_q[s] .. cu_seqlens_q[s + 1] - 1 are segment s. They see its path, which is kv_index[cu_seqlens_k[s]]
-    .. kv_index[cu_seqlens_k[s + 1] - 1] and ends with the segment itself, causally. A key's column ends where the last
-    segment that sees it ends.
+    Rows cu_seqlens_q[s] .. cu_seqlens_q[s + 1] - 1 are segment s. They see the path kv_index[cu_seqlens_k[s]] ..
+    kv_index[cu_seqlens_k[s + 1] - 1], which ends with the segment itself, causally. A key is hidden from the end of the
+    last segment that sees it.
 
     Args:
         position_ids: int64 [1, N], the depth of each row in the trie.
@@ -77,10 +76,9 @@ def tree_vectors(position_ids: Tensor | None, kv_index: Tensor, cu_seqlens_q: Te
         `startend_row_indices`, int32 [1, 1, N, 1].
 
     Raises:
-        ValueError: there are no positions [1, N], or a shape is another.
-        RuntimeError: positions are not depths, a path does not end with its segment, or the segments that see a key are
-            not that of the key and the ones that follow it, so the row is not in depth-first order (a device-side
-            check).
+        ValueError: there are no positions [1, N], or another shape is wrong.
+        RuntimeError: the row is not in depth-first order: positions are not depths, a path does not end with its
+            segment, or the segments that see a key do not follow the key's segment (a device-side check).
     """
     shapes = [list(x.shape) for x in (kv_index, cu_seqlens_q, cu_seqlens_k)]
     if position_ids is None or position_ids.dim() != 2 or len(position_ids) != 1:
@@ -111,7 +109,6 @@ def tree_vectors(position_ids: Tensor | None, kv_index: Tensor, cu_seqlens_q: Te
         & is_depth.all()
         & (first == own).all()
         & (count == last - own + 1).all(),
-        "AsyncGRPO's packed row is not a trie in depth-first order with depths as position_ids, as TRL 1.16 makes it; "
-        "install that version of TRL",
+        "AsyncGRPO's packed row is not a trie in depth-first order with depths as position_ids; install trl==1.16",
     )
     return edges_q[last + 1].to(torch.int32)[None, None, :, None]
