@@ -338,7 +338,7 @@ ONE = {
     ),
     "sft, label smoothing that its loss ignores": (
         lambda: build("sft", label_smoothing_factor=0.1, loss_type="dft"),
-        "label_smoothing_factor=0.1 changes nothing with loss_type='dft'.* leave it at 0, or take loss_type='nll'",
+        "label_smoothing_factor=0.1 changes nothing with loss_type='dft'; leave it at 0, or use loss_type='nll'",
     ),
     "sft, label smoothing beside a loss of the caller's": (
         lambda: build("sft", label_smoothing_factor=0.1, compute_loss_func=len),

@@ -25,7 +25,7 @@ from flashmask_hf.parallel.rows import split_rows
 from flashmask_hf.parallel.split import make_split, refuse_rope_by_length, run_split
 from flashmask_hf.tile_plan import ROWS
 
-__all__ = ["ContextParallelMixin", "check_context_parallel", "context_parallel_size", "pad_for_parts", "refuse_parts"]
+__all__ = ["ContextParallelMixin", "check_context_parallel", "context_parallel_size", "pad_for_parts"]
 
 _SETTING = "cp_size > 1 (parallelism_config)"
 
@@ -49,54 +49,50 @@ def context_parallel_size(args: Any) -> int:
     return config.cp_size
 
 
-def refuse_parts(args: Any) -> None:
-    """Raise a ValueError for context parallelism in trainers whose losses compare whole answers."""
-    if context_parallel_size(args) > 1:
-        raise ValueError(
-            f"{_SETTING}: this trainer's loss compares answers, whose tokens would be on several ranks; leave cp_size "
-            "at 1, or use PackedSFTTrainer"
-        )
+def _refuse(found: Any, problem: str) -> None:
+    """Raise a ValueError with a problem of split rows if it is found."""
+    if found:
+        raise ValueError(f"{_SETTING}: {problem}")
 
 
-def check_context_parallel(args: Any, *, trl_packs: bool, computes: dict[str, Any]) -> None:
-    """Raise a ValueError for options of `PackedSFTTrainer` that do not fit split rows.
+def check_context_parallel(args: Any, *, trl_packs: bool, computes: dict[str, Any]) -> int:
+    """Return the number of ranks that share a row, after checking options of `PackedSFTTrainer` for split rows.
 
     Args:
-        args: a `trl.SFTConfig` with context parallelism.
+        args: a `trl.SFTConfig`.
         trl_packs: whether TRL packs and collates the rows.
         computes: the caller's functions of logits or losses, by the name of the trainer's argument.
+
+    Raises:
+        ValueError: rows are split, and an option does not allow it.
     """
-    if trl_packs:
-        raise ValueError(
-            f"{_SETTING}: rows that TRL packs have no mask indices; leave packing and padding_free out, since "
-            "PackedSFTTrainer packs by itself"
-        )
-    if not args.average_tokens_across_devices:
-        raise ValueError(
-            f"{_SETTING}: with average_tokens_across_devices=False each rank would divide by the labels of the whole "
-            "row; leave it at True"
-        )
-    if args.label_smoothing_factor:
-        raise ValueError(f"{_SETTING}: label_smoothing_factor is not implemented for split rows; leave it at 0")
+    size = context_parallel_size(args)
+    if size == 1:
+        return size
+    _refuse(
+        trl_packs,
+        "rows that TRL packs have no mask indices; leave packing and padding_free out, since PackedSFTTrainer packs",
+    )
+    _refuse(
+        not args.average_tokens_across_devices,
+        "with average_tokens_across_devices=False each rank divides by the labels of the whole row; set it to True",
+    )
+    _refuse(args.label_smoothing_factor, "label_smoothing_factor is not implemented for split rows; leave it at 0")
     for name, function in computes.items():
-        if function is not None:
-            raise ValueError(
-                f"{_SETTING}: {name} would get one shard of each row; leave it out, the loss and TRL's metrics are of "
-                "whole rows"
-            )
+        _refuse(function is not None, f"{name} would get one shard of each row; leave it out")
+    return size
 
 
 def pad_for_parts(collator: Any, size: int) -> Any:
-    """Return a collator of packed rows that pads rows to split into `size` shards, by default of whole tiles.
+    """Return a collator that pads packed rows to split into `size` shards, by default of whole tiles.
 
     Raises:
         ValueError: its `pad_to_multiple_of` or `max_length` is not a multiple of `size`.
     """
     for name in ("pad_to_multiple_of", "max_length"):
-        length = getattr(collator, name)
-        if length is not None and length % size:
-            raise ValueError(f"{_SETTING}: {name}={length} must be a multiple of cp_size={size}, best of {ROWS * size}")
-    if collator.max_length is not None or collator.pad_to_multiple_of is not None:
+        length = getattr(collator, name) or 0
+        _refuse(length % size, f"{name}={length} must be a multiple of cp_size={size}, best of {ROWS * size}")
+    if size == 1 or collator.max_length is not None or collator.pad_to_multiple_of is not None:
         return collator
     return replace(collator, pad_to_multiple_of=ROWS * size)
 
@@ -123,22 +119,20 @@ class ContextParallelMixin:
             return
         model = self.accelerator.unwrap_model(self.model)
         inner = unwrap_peft(model)
-        name = inner.config.get_text_config()._attn_implementation
-        if name != FLASHMASK:
-            raise ValueError(
-                f"{_SETTING}: the model's attention is {name!r}; split rows need attn_implementation='flashmask'"
-            )
-        if is_guarded(inner.base_model):
-            raise ValueError(
-                f"{_SETTING}: {type(inner).__name__} has recurrent or convolutional layers, which would start anew in "
-                "each shard; leave cp_size at 1, or use a model with attention only"
-            )
-        refuse_rope_by_length(inner.config.get_text_config())
-        if getattr(self, "aux_loss_enabled", False):
-            raise ValueError(
-                f"{_SETTING}: the auxiliary loss of a mixture of experts would be computed per shard; set "
-                "router_aux_loss_coef=0 and output_router_logits=False in the model's config"
-            )
+        config = inner.config.get_text_config()
+        name = config._attn_implementation
+        _refuse(name != FLASHMASK, f"the model's attention is {name!r}; load it with attn_implementation='flashmask'")
+        _refuse(
+            is_guarded(inner.base_model),
+            f"{type(inner).__name__} has recurrent or convolutional layers, which would start anew in each shard; set "
+            "cp_size=1, or use a model with attention only",
+        )
+        refuse_rope_by_length(config)
+        _refuse(
+            getattr(self, "aux_loss_enabled", False),
+            "the auxiliary loss of a mixture of experts would be computed per shard; set router_aux_loss_coef=0 and "
+            "output_router_logits=False in the model's config",
+        )
         self.accelerator._prepare_cp = lambda *prepared: prepared  # its hooks drop masks, and refuse windows
 
     @property
@@ -191,8 +185,7 @@ class ContextParallelMixin:
         if self._cp_size == 1:
             return super()._prepare_context_parallel_inputs(model, inputs)
         inputs = self._prepare_inputs(inputs)
-        if inputs.get(VECTORS) is None:
-            raise ValueError(f"{_SETTING}: the batch has no {VECTORS}, so documents of a row would mix")
+        _refuse(inputs.get(VECTORS) is None, f"the batch has no {VECTORS}, so documents of a row would mix")
         config = self.accelerator.unwrap_model(self.model).config.get_text_config()
         heads = config.num_attention_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -204,11 +197,10 @@ class ContextParallelMixin:
         """Return the loss of whole rows on every rank; each rank computes its shard. See `Trainer`."""
         if self._cp_size == 1:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        if not prediction_loss_only:
-            raise ValueError(
-                f"{_SETTING}: predictions would be of shards of rows; evaluate without compute_metrics, and predict "
-                "with cp_size=1"
-            )
+        _refuse(
+            not prediction_loss_only,
+            "predictions would be of shards of rows; evaluate without compute_metrics, and predict with cp_size=1",
+        )
         context, part = self._prepare_context_parallel_inputs(model, inputs)
         count = part["shift_labels"].ne(IGNORED).sum()
         dist.all_reduce(count, group=self._cp_group)

@@ -7,7 +7,7 @@ from typing import Any
 from accelerate.utils import compare_versions
 from trl.trainer.utils import get_config_model_id
 
-from flashmask_hf.trainers.context_parallel import refuse_parts
+from flashmask_hf.trainers.context_parallel import context_parallel_size
 
 __all__ = ["checked_config", "prepare_arguments", "refuse_adapters", "refuse_liger_losses", "refuse_options"]
 
@@ -65,7 +65,11 @@ def refuse_options(args: Any, *, learns_labels: bool = False) -> None:
         learns_labels: whether the loss is the cross-entropy of labels, which can be smoothed and split over ranks.
     """
     if not learns_labels:
-        refuse_parts(args)
+        if context_parallel_size(args) > 1:
+            raise ValueError(
+                "cp_size > 1 (parallelism_config): this trainer's loss compares answers, whose tokens would be on "
+                "several ranks; set cp_size=1, or use PackedSFTTrainer"
+            )
         if args.label_smoothing_factor:
             raise ValueError(
                 f"label_smoothing_factor={args.label_smoothing_factor} changes nothing here: this trainer's loss does "
@@ -93,7 +97,7 @@ def refuse_adapters(model: Any, peft_config: Any) -> None:
             )
         if getattr(config, "alora_invocation_tokens", None):
             raise ValueError(
-                "peft_config: activated LoRA (alora_invocation_tokens) does not support packed rows; use plain LoRA"
+                "peft_config: alora_invocation_tokens (activated LoRA) do not support packed rows; use plain LoRA"
             )
 
 

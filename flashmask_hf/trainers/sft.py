@@ -21,12 +21,7 @@ from flashmask_hf.hf.packed.router_logits import drop_padding_from_router_logits
 from flashmask_hf.hf.packed.rows import check_compiled, check_layers
 from flashmask_hf.names import FLASHMASK, IGNORED, VECTORS
 from flashmask_hf.trainers.callbacks import add_callbacks
-from flashmask_hf.trainers.context_parallel import (
-    ContextParallelMixin,
-    check_context_parallel,
-    context_parallel_size,
-    pad_for_parts,
-)
+from flashmask_hf.trainers.context_parallel import ContextParallelMixin, check_context_parallel, pad_for_parts
 from flashmask_hf.trainers.data_checks import check_prepared, first_row, text_datasets, without_media
 from flashmask_hf.trainers.even_batches import EvenBatchesMixin
 from flashmask_hf.trainers.loading import correct_gathers, flashmask_policy
@@ -126,10 +121,8 @@ class PackedSFTTrainer(ResumeMixin, EvenBatchesMixin, ContextParallelMixin, SFTT
         self._last_log = time.perf_counter()
         self._logged_tokens = 0
         self._evaluated: list[Tensor] = []  # loss and number of learned tokens of each batch of an evaluation
-        parts = context_parallel_size(args)
-        if parts > 1:
-            computes = {name: kwargs.get(name) for name in _COMPUTES}
-            check_context_parallel(args, trl_packs=_trl_packs(args), computes=computes)
+        computes = {name: kwargs.get(name) for name in _COMPUTES}
+        parts = check_context_parallel(args, trl_packs=_trl_packs(args), computes=computes)
         if args.packing and args.packing_strategy == "wrapped":
             raise ValueError(
                 "packing_strategy='wrapped' does not record where documents begin, so documents would attend to each "
@@ -143,9 +136,7 @@ class PackedSFTTrainer(ResumeMixin, EvenBatchesMixin, ContextParallelMixin, SFTT
                 raise ValueError("max_length is None, but packing needs it; set it to the number of tokens per row")
             if max_position_embeddings is None:
                 max_position_embeddings = _positions(model, args)
-            data_collator = _collator(data_collator, args, max_position_embeddings)
-            if parts > 1:
-                data_collator = pad_for_parts(data_collator, parts)
+            data_collator = pad_for_parts(_collator(data_collator, args, max_position_embeddings), parts)
         self._packing_options: dict[str, Any] = {"max_position_embeddings": max_position_embeddings, "split": split}
         self._formatting = kwargs.get("formatting_func")
         with flashmask_policy(model, args):

@@ -46,16 +46,7 @@ _PLACES = "places_before_the_shuffle"
 
 @dataclass
 class SharedPromptsOptions:
-    """Options of the trainers that share prompts, besides TRL's.
-
-    Args:
-        share: "prompts" computes each distinct prompt of a micro-batch once. "tokens" computes every common prefix
-            once, also inside completions (branching rollouts, repeated turns of a conversation).
-        exact_ratios: recompute the old log-probabilities from the packed rows of the update, in one more forward
-            without gradients, so that the first importance ratio is exactly 1. Without it, sums are rounded in another
-            order if completions are regrouped within part of the generation batch: in bfloat16, ratios may be off by a
-            percent or more.
-    """
+    """Options of the trainers that share prompts; see `SharedPromptGRPOConfig`."""
 
     share: str = field(
         default="prompts",
@@ -182,23 +173,23 @@ class SharedPrompts:
             batch["old_per_token_logps"] = log_probabilities
 
 
+@dataclass
 class _PackingModel:
     """Calls a model with a padded batch packed into one row; results have the batch's layout.
 
-    Args:
+    Attributes:
         model: the policy or the reference after `run_packed`, wrapped or not.
         keep: number of columns at the end of the batch that contain completions.
         share: as in `SharedPromptsOptions`.
         pad_to_multiple_of: pad the packed row to a multiple of this.
+        packed: mask indices of the last call's packed row, and the attention mask of its sequences.
     """
 
-    def __init__(self, model: Any, keep: int, share: str, pad_to_multiple_of: int | None):
-        self.model = model
-        self.keep = keep
-        self.share = share
-        self.pad_to_multiple_of = pad_to_multiple_of
-        self.packed: tuple[Tensor, Tensor]
-        """Mask indices of the last call's packed row, and the attention mask of its sequences."""
+    model: Any
+    keep: int
+    share: str
+    pad_to_multiple_of: int | None
+    packed: tuple[Tensor, Tensor] = field(init=False)
 
     def __call__(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None, **kwargs: Any) -> Any:
         # The loss reads the completions and the hidden state before them; a mixture's auxiliary loss reads all tokens.
