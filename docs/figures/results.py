@@ -1,10 +1,10 @@
-"""Read the results of the benchmarks, and select and compare figures in them."""
+"""Read the results of the benchmarks, select and compare figures in them, and form cells and tables of pages."""
 
 from __future__ import annotations
 
 import csv
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -12,18 +12,16 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "recipes" / "benchmarks" / "results"
 
 Row = dict[str, str]
-Key = tuple[str, ...]
+Cell = Callable[[list[Row]], str]
+"""What a column of a table shows of the rows of its line."""
 
 NAMES = {
-    "flashmask": "flashmask",
     "flashmask_triton": "flashmask, portable kernels",
     "flashmask_unshared": "flashmask, packed, not shared",
-    "flashmask_kept": "flashmask, attention kept",
     "flashmask_heads": "flashmask, exchange of heads",
     "whole": "a row on each GPU, not split",
     "sdpa_cp": "torch's context parallelism, SDPA",
     "flex_attention": "FlexAttention (Triton)",
-    "flex_attention_single": "FlexAttention, one by one",
     "flex_flash": "FlexAttention (FLASH)",
     "fa4": "FlashAttention-4",
     "cudnn": "cuDNN (SDPA)",
@@ -32,12 +30,17 @@ NAMES = {
     "flash_attention_2": "FlashAttention-2, varlen",
     "flash_attention_3": "FlashAttention-3, varlen",
     "flash_attention_4": "FlashAttention-4, varlen",
-    "sdpa_single": "SDPA, one by one",
+    "trl_sdpa": "SDPA",
+    "trl_sdpa_single": "SDPA, one by one",
+    "trl_flex_attention_single": "FlexAttention, one by one",
     "hash_16": "16 hash buckets",
     "drop_30": "30% of queries and keys dropped",
     "drop_50": "50% dropped",
+    "qk_sparse": "QK-sparse",
+    "prefix_lm_document": "prefix LM document",
+    "prefix_lm_causal": "prefix LM causal",
 }
-MASKS = {"qk_sparse": "QK-sparse", "prefix_lm_document": "prefix LM document", "prefix_lm_causal": "prefix LM causal"}
+TASKS = {"sft": "SFT", "lora": "LoRA", "dpo": "DPO", "reward": "reward model"}
 
 
 @cache
@@ -47,14 +50,29 @@ def read(name: str) -> tuple[Row, ...]:
         return tuple(csv.DictReader(file))
 
 
-def read_all(pattern: str) -> tuple[Row, ...]:
+def read_all(pattern: str) -> list[Row]:
     """Return the rows of all files whose names without the suffix match a pattern, which may be none."""
-    return tuple(row for path in sorted(RESULTS.glob(f"{pattern}.csv")) for row in read(path.stem))
+    return [row for path in sorted(RESULTS.glob(f"{pattern}.csv")) for row in read(path.stem)]
 
 
 def select(rows: Iterable[Row], **values: str) -> list[Row]:
     """Return the rows whose columns have these values."""
-    return [row for row in rows if all(row[column] == value for column, value in values.items())]
+    return [row for row in rows if all(row.get(column) == value for column, value in values.items())]
+
+
+def timed(rows: Iterable[Row]) -> list[Row]:
+    """Return the rows that have figures: `status` says "timed", and a rate is a number."""
+    rated = ("tokens_per_second", "update_tokens_per_second")
+    return [
+        row
+        for row in rows
+        if row.get("status", "timed") == "timed" and all(row.get(name, "0").isdigit() for name in rated)
+    ]
+
+
+def trained(rows: Iterable[Row]) -> list[Row]:
+    """Return the rows of `training.py` with measured steps; others have only a first step, or none."""
+    return [row for row in timed(rows) if row["peak_gib"] and row.get("steps") != "0"]
 
 
 def number(rows: Iterable[Row], column: str, **values: str) -> float:
@@ -63,64 +81,92 @@ def number(rows: Iterable[Row], column: str, **values: str) -> float:
     return float(row[column])
 
 
-def maybe(rows: Iterable[Row], column: str, form: str, **values: str) -> str:
-    """Return the number in a column of the row that has these values, formatted; empty where it was not measured."""
-    found = [row[column] for row in select(rows, **values) if row[column]]
-    return form.format(float(found[0])) if found else ""
-
-
-def timed(rows: Iterable[Row]) -> list[Row]:
-    """Return the rows that have figures; results without the column `status` have them in every row."""
-    return [row for row in rows if row.get("status", "timed") == "timed"]
-
-
-def trained(rows: Iterable[Row]) -> list[Row]:
-    """Return the rows of `row_lengths.py` with figures of measured steps; others have those of a first step or none."""
-    return [row for row in rows if row["peak_gib"] and row["steps"] != "0"]
-
-
-def cell(rows: Iterable[Row], columns: Sequence[str], **values: str) -> str:
-    """Return the rounded numbers in some columns of the row that has these values, or the word for why there are none.
-
-    The words are those that the column `status` begins with ("cannot", "failed", "differs", "not installed"), and "not
-    run" where there is no row.
-    """
-    found = select(rows, **values)
-    if not found:
-        return "not run"
-    if not timed(found):
-        return found[0]["status"].partition(":")[0]
-    return " / ".join(f"{float(found[0][column]):.0f}" for column in columns)
-
-
-def ratios(rows: Iterable[Row], column: str, ours: str, peer: str, by: Key) -> list[float]:
-    """Return a provider's figures over a peer's, one for each case that both have measured."""
-    figures: dict[Key, dict[str, float]] = {}
+def ratios(rows: Iterable[Row], column: str, ours: str, peer: str, *by: str) -> list[float]:
+    """Return a provider's figures over a peer's, one for each case (columns `by`) that both have measured."""
+    figures: dict[tuple[str, ...], dict[str, float]] = {}
     for row in timed(rows):
         figures.setdefault(tuple(row[name] for name in by), {})[row["provider"]] = float(row[column])
     return [case[ours] / case[peer] for case in figures.values() if ours in case and peer in case]
 
 
-def spread(values: Sequence[float]) -> str:
-    """Return the range of ratios of speed and their mean, as text."""
-    return (
-        f"{min(values):.2f} to {max(values):.2f} times as fast (geometric mean {statistics.geometric_mean(values):.2f})"
-    )
-
-
-def share(values: Sequence[float]) -> str:
-    """Return the range of changes that ratios of times stand for, in percent."""
-    low, high = (round(100 * (value - 1)) for value in (min(values), max(values)))
-    if high <= 0:
-        return f"{-high} to {-low}% less"
-    return f"{low} to {high}% more" if low >= 0 else f"{-low}% less to {high}% more"
-
-
 def name_of(provider: str) -> str:
-    """Return how pages write a provider."""
-    return NAMES.get(provider, provider)
+    """Return how pages write a provider or a mask family."""
+    return NAMES.get(provider, provider.replace("_", " "))
 
 
-def mask_of(mask: str) -> str:
-    """Return how pages write a mask family."""
-    return MASKS.get(mask, mask.replace("_", " "))
+def size_of(row: Row) -> str:
+    """Return how pages write the size of a Llama: 1B or 8B."""
+    return row["shape"].rpartition("-")[2].upper()
+
+
+def width_of(row: Row) -> str:
+    """Return the head_dim of a row, and of its values if they have another."""
+    dim, v_dim = row["head_dim"], row.get("v_head_dim", row["head_dim"])
+    return dim if dim == v_dim else f"{dim}/{v_dim}"
+
+
+def spread(values: Sequence[float]) -> str:
+    """Return the range of ratios and their median, or the ratio if there is only one."""
+    if not values:
+        return "not run"
+    middle = f"{statistics.median(values):.2f}"
+    return middle if len(values) == 1 else f"{min(values):.2f} to {max(values):.2f} ({middle})"
+
+
+def value(column: str, form: str = "{:,.0f}", missing: str = "", **values: str) -> Cell:
+    """Return a cell with the number in a column of the row that has these values.
+
+    Without a row it is `missing`; without figures it is what `status` begins with ("cannot", "failed", "differs", "not
+    installed"), or `missing`.
+    """
+
+    def cell(rows: list[Row]) -> str:
+        found = select(rows, **values)
+        if not found:
+            return missing
+        if not timed(found):
+            return found[0].get("status", missing).partition(":")[0]
+        return form.format(float(found[0][column])) if found[0][column] else missing
+
+    return cell
+
+
+def over(column: str, form: str, values: Mapping[str, str], base: Mapping[str, str]) -> Cell:
+    """Return a cell with a number over the same number of another row."""
+    return lambda rows: form.format(number(rows, column, **values) / number(rows, column, **base))
+
+
+def text(form: str) -> Cell:
+    """Return a cell with a column's text, such as "{setting}", from the first row."""
+    return lambda rows: form.format(**rows[0])
+
+
+def groups(rows: Iterable[Row], *by: str) -> list[list[Row]]:
+    """Return the rows in groups of equal values in the columns `by`, in order."""
+    found: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        found.setdefault(tuple(row[name] for name in by), []).append(row)
+    return list(found.values())
+
+
+def table(lines: Iterable[list[Row]], columns: Mapping[str, Cell], conditions: str) -> str:
+    """Return a table in Markdown with a line per group of rows, and its conditions below."""
+    shown = [list(columns), ["---"] + ["---:"] * (len(columns) - 1)]
+    shown += [[cell(rows) for cell in columns.values()] for rows in lines]
+    return "\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in shown) + f"\n\n{conditions}\n\n"
+
+
+def measured(rows: Sequence[Row], command: str, *more: str) -> str:
+    """Return one line of conditions: hardware, what else holds, versions, and the command that measures it."""
+    first = rows[0]
+    gpus, launch = int(first.get("gpus", 1)), "python"
+    machine = "Two cores" if first["gpu"] == "cpu" else f"One {first['gpu'].replace(' HBM3', '')}, bfloat16"
+    if gpus > 1:
+        machine = f"{machine.replace('One', str(gpus))}, NCCL on one host"
+        launch = f"torchrun --nproc-per-node {gpus}"
+    if "processor" in first:
+        machine = f"{first['cores']} cores ({first['processor']}), Python {first['python']}"
+    packages = dict.fromkeys(row["version"] for row in rows if row.get("version"))
+    versions = [f"torch {first['torch'].split('+')[0]}", f"Triton {first['triton']}"]
+    facts = [machine, *more, *packages, *versions, f"transformers {first['transformers']}"]
+    return f"*{', '.join(facts)}:* `{launch} recipes/{command}`"

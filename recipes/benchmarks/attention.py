@@ -1,24 +1,34 @@
-"""Time forward and backward of the kernels beside their peers on the twelve masks of the FlashMask paper.
+"""Time attention alone beside its peers: a table of cases, one loop, correctness before time.
 
-    python recipes/benchmarks/attention.py --csv attention.csv   # 8K and 32K tokens, head_dim 64 and 128
+    python recipes/benchmarks/attention.py --csv masks.csv                    # the paper's masks, 8K and 32K tokens
     python recipes/benchmarks/attention.py --lengths 8192 --dims 128 --masks causal_document --repeats 3   # a minute
-    python recipes/benchmarks/attention.py --dims 192/128 --jobs 8   # queries and keys of 192, values of 128
-    python recipes/benchmarks/attention.py --providers flashmask flashmask_deterministic --masks intervals_per_head
+    python recipes/benchmarks/attention.py --dims 192/128 --jobs 8           # queries and keys of 192, values of 128
+    python recipes/benchmarks/attention.py ragged --masks few short --providers flashmask flex_attention
+    python recipes/benchmarks/attention.py short --commit HEAD~10 --providers flashmask commit
+    python recipes/benchmarks/attention.py --mask my_masks.py:my_mask        # of your own: tokens -> FlashMask
 
-Masks and shapes are the paper's (appendix A.5) at half of its tokens: 64K in all, hidden size 4096 or the nearest that
-the heads divide, bfloat16. Documents are drawn once per length (A.5.2). Times are medians of turns in which every
-provider runs once. FLOPs are counted in two ways: on the 128 x 128 tiles that are not hidden, as in the paper
-(4 * B * H * S^2 * D * (1 - sparsity) forward, 2.5 times that backward; values of another width count with theirs), and
-on the visible pairs. `peers.py` names the providers.
+Studies:
 
-Nothing is timed before it is checked. The output and the gradients of flashmask are compared with float64 on a shorter
-row, and those of every other provider with flashmask's on the very tensors that are timed. `status` is "timed", or the
-reason for a row without figures: "cannot: ..." where the provider has no form for the mask, "failed: ..." with its
-error, "differs: ..." where it is wrong, "not installed". The forward is timed as in training, with what the backward
-needs. Rows are written case by case, so a run that is stopped keeps its figures.
+- `masks`: the masks and shapes of the FlashMask paper (appendix A.5) at half of its tokens: 64K in all, hidden size
+  4096 or the nearest that the heads divide. Documents are drawn once per length.
+- `sweep`: 1 to 128 causal documents.
+- `ragged`: little or uneven work. Many short documents, few heads, chunks of queries, lengths that no tile divides.
+- `short`: rows of 128 to 1,024 tokens, whose launches cost more than their kernels, on the host and in a CUDA graph.
+- `decode`: one query per sequence against a key-value cache. Each call reads another cache, as layers do.
+- `plan`: only the tile plan of a mask, which is made once for all layers and passes.
+- `sparse`: dynamic sparse attention, with sorting and moving of rows, beside causal attention (figures 3 and 7 of
+  Pagliardini et al. 2023).
 
-`mask_ms` and `mask_mib` are the time and memory that a provider needs to prepare a new mask from its column vectors
-(`cudnn_flex`: the plan from row intervals that are there already). They are not part of the times of the attention.
+`peers.py` names the providers. Everything is bfloat16. Times are medians of turns in which every provider runs once.
+The output and the gradients of a provider are compared with float64 before it is timed, on the tensors that are timed:
+the first key-value head of the first row, and the last of the last row. `status` is "timed", or why a row has no
+figures: "cannot: ..." where the provider has no form for the mask, "failed: ...", "differs: ...", "not installed".
+
+`forward_ms` includes what the backward needs. `ragged` times the GPU alone: it waits until the host has issued a call.
+FLOPs are counted on the 128 x 128 tiles that are not hidden, as in the paper (4 * B * H * S^2 * D * (1 - sparsity)
+forward, 2.5 times as many backward), and on the visible pairs. `mask_ms` and `mask_mib` are what a provider needs to
+prepare a new mask (`cudnn_flex`: from row intervals that exist). `eager_us` is one call on the device with its launch,
+`host_us` the time in which the host issues one, `graph_us` one call in a CUDA graph of several.
 """
 
 from __future__ import annotations
@@ -26,42 +36,47 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
+import runpy
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from typing import NamedTuple
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch._dynamo.config
 import torch._functorch.config
 import torch.nn.functional as F
-from harness import append_rows, interleaved_medians, random_lengths, synchronize
-from peers import PROVIDERS, Attention, CannotExpress, Case
+from harness import (
+    append_rows,
+    flags,
+    gpu_milliseconds,
+    graph_of,
+    host_milliseconds,
+    interleaved_medians,
+    milliseconds,
+    parsed,
+    random_lengths,
+    synchronize,
+)
+from peers import PROVIDERS, Attention, CannotExpress, Case, add_commit, planned
 from torch import Tensor
 
-from flashmask_hf import FlashMask, flashmask_attention, masks
+from flashmask_hf import FlashMask, masks
+from flashmask_hf._call.plan_cache import make_plan
 
-HIDDEN = 4096
-TOKENS = 65536
-CHECKED = 4352  # length of the row on which flashmask is compared with float64; every kernel supports it
 EXACT_ROWS = 1024  # query rows that float64 takes at a time
-CHECKED_HEADS = 4  # key-value heads of that row
 BLOCK = 128  # rows whose error is looked at together
+CALLS = 8  # calls of a CUDA graph, which stand for the layers of a model
+CACHES = 2**28  # bytes of the caches that decoding reads in turn, several times the L2 cache of a GPU
+WINDOW = 1024  # keys that decoding sees under the mask "window"
 DEFAULT = ("flashmask", "flashmask_triton", "flex_attention", "flex_flash", "fa4", "cudnn_flex", "cudnn")
-BASES = ("flashmask", "flashmask_triton")  # the first that agrees with float64 is what others are compared with
-FIGURES = (
-    "forward_ms",
-    "backward_ms",
-    "forward_tflops",
-    "backward_tflops",
-    "both_tflops",
-    "both_tflops_of_pairs",
-    "mask_ms",
-    "mask_mib",
-)
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
+RATES = ("forward_tflops", "backward_tflops", "both_tflops", "both_tflops_of_pairs")
+PASSES = ("forward_ms", "backward_ms", *RATES, "mask_ms", "mask_mib")
+CALL = ("passes", "eager_us", "host_us", "graph_us")
 START = time.perf_counter()
 
 torch._functorch.config.donated_buffer = False  # to time one compiled backward many times
@@ -78,17 +93,23 @@ class Shape(NamedTuple):
     dim: int
     v_dim: int
 
-    def __str__(self) -> str:
-        return f"{self.length} {self.dim}/{self.v_dim}"
-
-    def flops(self, visible: float) -> tuple[float, float]:
-        """Return the FLOPs forward and backward if a share of the pairs is visible.
+    def flops(self, pairs: float) -> tuple[float, float]:
+        """Return the FLOPs forward and backward for a number of visible pairs per row and head.
 
         Forward: queries with keys and probabilities with values. Backward: scores again, the gradients of queries and
-        keys (D each), and those of values and probabilities (Dv each). With Dv = D they are 4 and 10 * B * H * S^2 * D.
+        keys (D each), and of values and probabilities (Dv each). With Dv = D they are 4 and 10 * pairs * D.
         """
-        pairs = 2 * self.batch * self.heads * self.length**2 * visible
+        pairs *= 2 * self.batch * self.heads
         return pairs * (self.dim + self.v_dim), pairs * (3 * self.dim + 2 * self.v_dim)
+
+
+class Work(NamedTuple):
+    """A case of the table: its name, the family by which peers know its mask, the mask, and the sizes."""
+
+    title: str
+    family: str
+    make: Callable[[], FlashMask]
+    shape: Shape
 
 
 def widths(text: str) -> tuple[int, int]:
@@ -97,10 +118,7 @@ def widths(text: str) -> tuple[int, int]:
     return int(dim), int(v_dim or dim)
 
 
-def shape_of(length: int, dims: tuple[int, int], group: int, hidden: int, tokens: int) -> Shape:
-    """Return the shape with `tokens` tokens, or one row, and with heads that come nearest to the hidden size."""
-    kv_heads = max(1, round(hidden / dims[0] / group))
-    return Shape(max(1, tokens // length), kv_heads * group, kv_heads, length, *dims)
+# ----- masks
 
 
 def documents(length: int, generator: torch.Generator) -> list[int]:
@@ -122,7 +140,22 @@ def _qk_sparse(length: int, generator: torch.Generator) -> FlashMask:
     return masks.qk_sparse(q_keep, k_keep)
 
 
-FAMILIES: dict[str, Callable[[int, torch.Generator], FlashMask]] = {
+def _intervals(length: int, generator: torch.Generator, n: int) -> FlashMask:
+    """Draw intervals of rows for each 128 keys: one that sees them if n is 2, two that do not if n is 4."""
+    bounds = torch.randint(0, length + 1, (1, 1, -(-length // 128), n), generator=generator).sort(-1).values
+    if n == 2:
+        bounds = bounds.flip(-1)  # hidden from the end on, and before the start
+    return FlashMask(bounds.repeat_interleave(128, 2)[:, :, :length].int(), False)
+
+
+def _windows(length: int, generator: torch.Generator) -> FlashMask:
+    """Draw a sliding window of 1/64 of the row up to all of it."""
+    share = 2 ** int(torch.randint(0, 7, (1,), generator=generator))
+    return masks.sliding_window(length, -(-length // share))
+
+
+Family = Callable[[int, torch.Generator], FlashMask]
+FAMILIES: dict[str, Family] = {
     "full": lambda s, g: masks.full(s),
     "causal": lambda s, g: masks.causal(s),
     "sliding_window": lambda s, g: masks.sliding_window(s, s // 16),
@@ -138,59 +171,159 @@ FAMILIES: dict[str, Callable[[int, torch.Generator], FlashMask]] = {
 }
 """Mask families of the paper's tables 4 to 9, with about the same sparsity."""
 
-
-def _intervals(length: int, generator: torch.Generator, n: int) -> FlashMask:
-    """Draw intervals of rows for each 128 keys: one that sees them if n is 2, two that do not if n is 4."""
-    bounds = torch.randint(0, length + 1, (1, 1, -(-length // 128), n), generator=generator).sort(-1).values
-    if n == 2:
-        bounds = bounds.flip(-1)  # hidden from the end on, and before the start
-    return FlashMask(bounds.repeat_interleave(128, 2)[:, :, :length].int(), False)
-
-
-def _windows(length: int, generator: torch.Generator) -> FlashMask:
-    """Draw a sliding window of 1/64 of the row up to all of it."""
-    share = 2 ** int(torch.randint(0, 7, (1,), generator=generator))
-    return masks.sliding_window(length, -(-length // share))
-
-
-OTHERS: dict[str, Callable[[int, torch.Generator], FlashMask]] = {
+OTHERS: dict[str, Family] = {
     "global_sliding_window_both_ways": lambda s, g: masks.global_sliding_window(s, s // 16, s // 16, causal=False),
     "random_intervals": lambda s, g: _intervals(s, g, 2),
     "hidden_intervals": lambda s, g: _intervals(s, g, 4),
     "window_per_head": _windows,
     "intervals_per_head": lambda s, g: _intervals(s, g, 2),
 }
-"""Families in which key tiles meet often in the gradient of q; `--masks` names them, and those of `PER_HEAD`."""
-PER_HEAD = ("window_per_head", "intervals_per_head")
-"""Families that draw a mask for each query head."""
-
-
-def checked(shape: Shape) -> Shape:
-    """Return the shape on which flashmask is compared with float64: one row, of a few heads."""
-    kv_heads = min(shape.kv_heads, CHECKED_HEADS)
-    heads = shape.heads // shape.kv_heads * kv_heads
-    return shape._replace(batch=1, heads=heads, kv_heads=kv_heads, length=min(CHECKED, shape.length))
+"""Families in which key tiles meet often in the gradient of q. They run only if `--masks` names them."""
+PER_HEAD = ("window_per_head", "intervals_per_head")  # families that draw a mask for each query head
 
 
 def make_mask(family: str, length: int, heads: int = 1) -> FlashMask:
-    """Build one mask of a family, on the GPU if there is one; one for each of the query heads if it is per head."""
+    """Build one mask of a family, or one for each of the query heads if it is per head."""
     generator = torch.Generator().manual_seed(length)
     make = (FAMILIES | OTHERS)[family]
     drawn = [make(length, generator) for _ in range(heads if family in PER_HEAD else 1)]
-    return FlashMask(torch.cat([mask.indices for mask in drawn], 1), drawn[0].causal).to(DEVICE)
+    return FlashMask(torch.cat([mask.indices for mask in drawn], 1), drawn[0].causal)
 
 
-def inputs(shape: Shape, q_len: int | None = None) -> list[Tensor]:
-    """Draw q, k and v, which require gradients, and the gradient of the output; `q_len` None is the keys' length."""
-    queries = shape.length if q_len is None else q_len
+def equal_heads(length: int, count: int = 4, minimum: int = 128) -> list[int]:
+    """Draw the lengths of `count` documents that fill a row."""
+    return random_lengths(length, count, torch.Generator().manual_seed(length), minimum)
+
+
+def lognormal(length: int) -> list[int]:
+    """Draw lengths of documents that fill a row, lognormal around 256 tokens, with a sigma of 1."""
+    generator, found = torch.Generator().manual_seed(length), list[int]()
+    while (left := length - sum(found)) > 0:
+        drawn = float(torch.empty(1).log_normal_(5.545, 1.0, generator=generator))  # exp(5.545) = 256
+        found.append(min(left, max(1, round(drawn))))
+    return found
+
+
+def cached_keys(kind: str, batch: int, length: int) -> FlashMask:
+    """Return the mask of one query per sequence: up to 16 * batch padded keys on the left, or a window of `WINDOW`."""
+    first = torch.arange(batch) * 16 if kind == "padding" else torch.full((batch,), max(0, length - WINDOW))
+    hidden = (torch.arange(length) >= first[:, None]).int()  # the row where a key becomes hidden: 0 hides it
+    return FlashMask(hidden[:, None, :, None].contiguous(), causal=True, q_len=1)
+
+
+# ----- the table of cases
+
+
+def _masks(a: argparse.Namespace) -> Iterator[Work]:
+    for dims in a.dims or [(64, 64), (128, 128)]:
+        for length in a.lengths or [8192, 32768]:
+            kv_heads = max(1, round(a.hidden / dims[0] / a.group))
+            shape = Shape(max(1, a.tokens // length), kv_heads * a.group, kv_heads, length, *dims)
+            if a.sweep:
+                for count in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128):
+                    drawn = random_lengths(length, count, torch.Generator().manual_seed(count))
+                    yield Work(f"{count} documents", "causal_document", partial(masks.causal_document, drawn), shape)
+                continue
+            for family in a.masks or FAMILIES:
+                yield Work(family, family, partial(make_mask, family, length, shape.heads), shape)
+
+
+_DOCUMENTS, _BIDIRECTIONAL = ("causal_document", masks.causal_document), ("document", masks.document)
+# title: ((family, function), its arguments, query heads, key-value heads, head_dim); q_len is in the arguments
+RAGGED: dict[str, tuple[tuple[str, Callable[..., FlashMask]], tuple[Any, ...], int, int, int]] = {
+    "short 64 x 512": (_DOCUMENTS, ([512] * 64,), 16, 16, 128),
+    "short 64 x 512, head_dim 64": (_DOCUMENTS, ([512] * 64,), 16, 16, 64),
+    "short 64 x 512, both ways": (_BIDIRECTIONAL, ([512] * 64,), 16, 16, 128),
+    "short 256 x 128": (_DOCUMENTS, ([128] * 256,), 16, 16, 128),
+    "short lognormal": (_DOCUMENTS, (lognormal(32768),), 16, 16, 128),
+    "short lognormal, both ways, head_dim 64": (_BIDIRECTIONAL, (lognormal(32768),), 16, 16, 64),
+    "grouped 2K": (_DOCUMENTS, (equal_heads(2048),), 32, 4, 128),
+    "grouped 8K": (_DOCUMENTS, (equal_heads(8192),), 32, 4, 128),
+    "grouped 8K, causal, head_dim 64": (("causal", masks.causal), (8192,), 32, 4, 64),
+    "few 1 x 8K, causal": (("causal", masks.causal), (8192,), 1, 1, 128),
+    "few 1 x 8K, causal, head_dim 64": (("causal", masks.causal), (8192,), 1, 1, 64),
+    "few 2 x 8K": (_DOCUMENTS, (equal_heads(8192),), 2, 2, 128),
+    "few 4 x 8K, window": (("sliding_window", masks.sliding_window), (8192, 512), 4, 4, 128),
+    "few 1 x 32K, causal": (("causal", masks.causal), (32768,), 1, 1, 128),
+    "few 1 x 32K, window": (("sliding_window", masks.sliding_window), (32768, 1024), 1, 1, 128),
+    "few 2 x 32K": (_DOCUMENTS, (equal_heads(32768),), 2, 2, 128),
+    "few 4 x 32K, head_dim 64": (_DOCUMENTS, (equal_heads(32768),), 4, 4, 64),
+    "chunk 1K of 16K, causal": (("causal", partial(masks.causal, q_len=1024)), (16384,), 8, 8, 128),
+    "chunk 1K of 16K, window": (
+        ("sliding_window", partial(masks.sliding_window, q_len=1024)), (16384, 4096), 8, 8, 128,
+    ),
+    "across 1K to 16K": (("full", partial(masks.full, q_len=1024)), (16384,), 8, 8, 128),
+    "across 16K to 1K": (("full", partial(masks.full, q_len=16384)), (1024,), 8, 8, 128),
+    "odd 8191": (_DOCUMENTS, (equal_heads(8191),), 16, 16, 128),
+    "odd 5000, both ways, head_dim 64": (_BIDIRECTIONAL, (equal_heads(5000),), 16, 16, 64),
+}  # fmt: skip
+"""The first word of a title is its group, which `--masks` names."""
+
+
+def _ragged(a: argparse.Namespace) -> Iterator[Work]:
+    for title, ((family, function), given, heads, kv_heads, dim) in RAGGED.items():
+        if not a.masks or title.split()[0] in a.masks:
+            length = sum(given[0]) if isinstance(given[0], list) else given[0]
+            yield Work(title, family, partial(function, *given), Shape(1, heads, kv_heads, length, dim, dim))
+
+
+def _short(a: argparse.Namespace) -> Iterator[Work]:
+    for dims in a.dims or [(64, 64), (128, 128)]:
+        for batch in a.batches or [1, 8]:
+            for length in a.lengths or [128, 200, 256, 512, 1000, 1024]:
+                mask = partial(masks.causal_document, equal_heads(length, minimum=length // 8))
+                yield Work(f"{batch} x {length}", "causal_document", mask, Shape(batch, 32, 32, length, *dims))
+
+
+def _decode(a: argparse.Namespace) -> Iterator[Work]:
+    for kind in a.masks or ["padding", "window", "full"]:
+        for kv_heads in (8, 32):
+            for batch in a.batches or [1, 8]:
+                for length in a.lengths or [1024, 4096, 16384, 65536, 131072]:
+                    make = partial(cached_keys, kind, batch, length)
+                    if kind == "full":
+                        make = partial(masks.full, length, q_len=1)
+                    yield Work(f"{batch} x {length}", kind, make, Shape(batch, 32, kv_heads, length, 128, 128))
+
+
+def _sparse(a: argparse.Namespace) -> Iterator[Work]:
+    for length in a.lengths or [1024 << i for i in range(6)]:
+        shape = Shape(4, max(1, a.hidden * 3 // 4 // 64), max(1, a.hidden * 3 // 4 // 64), length, 64, 64)
+        yield Work(f"{length}", "causal", partial(masks.causal, length), shape)
+
+
+class Study(NamedTuple):
+    """How the cases of a study are made and measured."""
+
+    cases: Callable[[argparse.Namespace], Iterator[Work]]
+    providers: Sequence[str]
+    repeats: int
+    clock: Callable[[Callable[[], object]], float] | None = milliseconds
+    """Clock of forward and backward; None times single calls on the device, the host and in a CUDA graph."""
+
+
+STUDIES = {
+    "masks": Study(_masks, DEFAULT, 5),
+    "sweep": Study(_masks, ("flashmask",), 5),
+    "ragged": Study(_ragged, ("flashmask", "flashmask_triton", "flex_attention"), 15, gpu_milliseconds),
+    "short": Study(_short, ("flashmask", "flashmask_triton", "sdpa_dense", "sdpa", "flex_attention"), 41, None),
+    "decode": Study(_decode, ("flashmask", "sdpa_dense", "sdpa"), 7, None),
+    "plan": Study(_masks, ("flashmask",), 31, None),
+    "sparse": Study(_sparse, ("sdpa", "cudnn", "flashmask", "hash_4", "hash_16", "hash_64", "hash_16_any", "drop_10",
+                              "drop_30", "drop_50", "drop_70"), 5),
+}  # fmt: skip
+
+
+# ----- correctness
+
+
+def inputs(shape: Shape, q_len: int, device: str) -> list[Tensor]:
+    """Draw q, k and v, which require gradients, and the gradient of the output, laid out as in a model."""
+    sizes = ((q_len, shape.heads, shape.dim), (shape.length, shape.kv_heads, shape.dim),
+             (shape.length, shape.kv_heads, shape.v_dim), (q_len, shape.heads, shape.v_dim))  # fmt: skip
     q, k, v, dout = (
-        torch.randn(shape.batch, length, heads, dim, device=DEVICE, dtype=torch.bfloat16).transpose(1, 2)
-        for length, heads, dim in (
-            (queries, shape.heads, shape.dim),
-            (shape.length, shape.kv_heads, shape.dim),
-            (shape.length, shape.kv_heads, shape.v_dim),
-            (queries, shape.heads, shape.v_dim),
-        )
+        torch.randn(shape.batch, length, heads, dim, device=device, dtype=torch.bfloat16).transpose(1, 2)
+        for length, heads, dim in sizes
     )
     return [*(x.requires_grad_() for x in (q, k, v)), dout]
 
@@ -202,31 +335,41 @@ def results_of(attend: Attention, tensors: Sequence[Tensor]) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
 
 
-def exact(tensors: Sequence[Tensor], mask: FlashMask) -> list[Tensor]:
-    """Compute output and gradients in float64, some rows of one key-value head at a time to save memory."""
-    q, k, v, dout = (x.detach() for x in tensors)
-    group = q.shape[1] // k.shape[1]
-    out, dq, dk, dv = (torch.zeros_like(x, dtype=torch.float64) for x in (dout, q, k, v))
-    for first in range(0, q.shape[2], EXACT_ROWS):
-        rows = slice(first, min(first + EXACT_ROWS, q.shape[2]))
-        some = mask.rows(rows)
-        for head in range(k.shape[1]):
-            here, queries = slice(head, head + 1), slice(head * group, (head + 1) * group)
-            part = some if mask.indices.shape[1] == 1 else FlashMask(some.indices[:, queries], some.causal)
-            one, two, three = (x.double().requires_grad_() for x in (q[:, queries, rows], k[:, here], v[:, here]))
-            found = flashmask_attention(one, two, three, part, impl="reference")
-            out[:, queries, rows] = found.detach()
-            gradients = torch.autograd.grad(found, (one, two, three), dout[:, queries, rows].double())
-            dq[:, queries, rows] = gradients[0]
-            dk[:, here] += gradients[1]
-            dv[:, here] += gradients[2]
-    return [out, dq, dk, dv]
+def corners(x: Tensor, kv_heads: int) -> list[Tensor]:
+    """Return the query heads of the first key-value head of the first row, and of the last one of the last row."""
+    group = x.shape[1] // kv_heads
+    return [x[0, :group], x[-1, -group:]]
 
 
-def block_norms(x: Tensor) -> Tensor:
-    """Return the norms of `BLOCK` rows of a head each: float [B, H, blocks] of [B, H, S, D]."""
-    squares = torch.stack([entry.float().square().sum(-1) for entry in x])  # one batch entry at a time in float32
-    return F.pad(squares, (0, -x.shape[2] % BLOCK)).unflatten(-1, (-1, BLOCK)).sum(-1).sqrt()
+def visible_in(case: Case, entry: int, head: int, rows: slice) -> Tensor:
+    """Return a case's mask for some rows of the query heads of a key-value head, bool [1 or group, rows, Skv]."""
+    indices = case.mask.indices
+    one = indices[entry:][:1] if indices.shape[0] > 1 and entry >= 0 else indices[-1:]
+    group = one.shape[1] // case.k.shape[1]
+    if one.shape[1] > 1:
+        first = head % case.k.shape[1] * group
+        one = one[:, first : first + max(1, group)]
+    return FlashMask(one, case.mask.causal, q_len=case.mask.q_len).rows(rows).to_dense()[0]
+
+
+def exact(case: Case, dout: Tensor, visible: Callable[[Case, int, int, slice], Tensor] = visible_in) -> list[Tensor]:
+    """Compute output and gradients of both `corners` in float64, `EXACT_ROWS` query rows at a time."""
+    kv_heads, results = case.k.shape[1], []
+    given = [corners(x.detach(), kv_heads) for x in (case.q, case.k, case.v, dout)]
+    for place, (q, k, v, upstream) in zip((0, -1), zip(*given, strict=True), strict=True):
+        found = [torch.zeros(x.shape, dtype=torch.float64, device=x.device) for x in (upstream, q, k, v)]
+        for first in range(0, q.shape[1], EXACT_ROWS):
+            rows = slice(first, min(first + EXACT_ROWS, q.shape[1]))
+            one, two, three = (x.double().requires_grad_() for x in (q[:, rows], k, v))
+            seen = visible(case, place, place, rows)
+            scores = (one @ two.mT * q.shape[-1] ** -0.5).masked_fill(~seen, float("-inf"))
+            out = scores.softmax(-1).masked_fill(~seen, 0.0) @ three
+            gradients = torch.autograd.grad(out, (one, two, three), upstream[:, rows].double())
+            found[0][:, rows], found[1][:, rows] = out.detach(), gradients[0]
+            found[2] += gradients[1]
+            found[3] += gradients[2]
+        results.append(found)
+    return [torch.cat(one) for one in zip(*results, strict=True)]
 
 
 def error_of(one: Tensor, other: Tensor) -> float:
@@ -234,217 +377,219 @@ def error_of(one: Tensor, other: Tensor) -> float:
 
     It shows a tile that was masked wrongly, which the norm of the whole tensor would hide.
     """
-    sizes = block_norms(other)
-    return float((block_norms(one - other) / torch.maximum(sizes, sizes.mean())).max())
+
+    def norms(x: Tensor) -> Tensor:
+        squares = x.double().square().sum(-1)
+        return F.pad(squares, (0, -x.shape[1] % BLOCK)).unflatten(-1, (-1, BLOCK)).sum(-1).sqrt()
+
+    sizes = norms(other)
+    return float((norms(one - other) / torch.maximum(sizes, sizes.mean())).max())
 
 
 def difference(found: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float) -> str:
     """Return which of output and gradients differ by more than the tolerance, as text, or ""."""
-    errors = {
-        what: error_of(one, other) for what, one, other in zip(("out", "dq", "dk", "dv"), found, expected, strict=True)
-    }
+    names = ("out", "dq", "dk", "dv")[: len(found)]
+    errors = {what: error_of(one, other) for what, one, other in zip(names, found, expected, strict=True)}
     wrong = [f"{what} by {error:.1e}" for what, error in errors.items() if not error <= tolerance]
     return f"differs: {', '.join(wrong)}" if wrong else ""
 
 
-def own_faults(names: Sequence[str], family: str, shape: Shape, tolerance: float) -> dict[str, str]:
-    """Return what is wrong with providers of this package, beside float64 on one row; nothing for those in order.
-
-    The second of `BASES` is looked at only if it is among the names, or needed because the first is wrong.
-    """
-    one = checked(shape)
-    mask, tensors = make_mask(family, one.length, one.heads), inputs(one)
-    expected = exact(tensors, mask)
-    faults: dict[str, str] = {}
-    for name in dict.fromkeys([*(name for name in names if name.startswith("flashmask")), *BASES]):
-        if name in names or all(base in faults for base in BASES[: BASES.index(name)]):
-            found = admit(name, Case(family, mask, *tensors[:3]), tensors, expected, tolerance)
-            if isinstance(found, str):
-                faults[name] = found
-    return faults
-
-
 def admit(
-    name: str,
-    case: Case,
-    tensors: Sequence[Tensor],
-    expected: Sequence[Tensor],
-    tolerance: float,
-    select: Callable[[Sequence[Tensor]], Sequence[Tensor]] = list,
+    name: str, case: Case, tensors: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float
 ) -> tuple[Callable[[], Attention], Attention] | str:
-    """Return what makes a provider's mask, and its attention under it, or why it is not timed.
-
-    `select` returns the part of output and gradients that is compared with `expected`.
-    """
-    provider = PROVIDERS[name]
+    """Return what makes a provider's mask, and its attention under it, or why it is not timed."""
+    provider, kv_heads = PROVIDERS[name], case.k.shape[1]
     if not provider.installed():
         return "not installed"
     try:
         make = provider.prepare(case)
         attend = make()
-        found = results_of(attend, tensors)
+        if tensors[0].shape[2] == 1:  # decoding has no gradients
+            with torch.no_grad():
+                found = [attend(*tensors[:3])]
+        else:
+            found = results_of(attend, tensors)
         synchronize()
     except CannotExpress as reason:
         return f"cannot: {reason}"
     except Exception as error:  # a peer's error must not end the run of the others
         return f"failed: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
-    return difference(select(found), expected, tolerance) or (make, attend)
+    if provider.visible is not None:
+        expected = exact(case, tensors[3], provider.visible)
+    heads = [torch.cat(corners(x, kv_heads)) for x in found]
+    return difference(heads, expected[: len(heads)], tolerance) or (make, attend)
 
 
-def mask_cost(name: str, make: Callable[[], Attention]) -> tuple[float, float]:
-    """Return the median milliseconds and peak MiB that a provider needs to prepare a mask."""
-    if not PROVIDERS[name].makes_mask:
-        return 0.0, 0.0
-    if DEVICE == "cpu":
-        return interleaved_medians({name: make}, 3, 1)[name], 0.0
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    milliseconds = interleaved_medians({name: make}, 3, 1)[name]
-    return milliseconds, (torch.cuda.max_memory_allocated() - before) / 2**20
+# ----- the loop
 
 
-def measure(
-    names: Sequence[str],
-    family: str,
-    mask: FlashMask,
-    shape: Shape,
-    repeats: int,
-    warmup: int,
-    tolerance: float,
-    faults: dict[str, str],
-) -> list[dict[str, object]]:
-    """Return a row per provider: milliseconds and TFLOP/s, forward and backward, or why there are none.
+def measure(study: Study, names: Sequence[str], work: Work, a: argparse.Namespace) -> list[dict[str, object]]:
+    """Return the rows of a case: one per provider, or one per provider and kind of call."""
+    mask = work.make().to(a.device)
+    rows = mask.row_count()
+    tensors = inputs(work.shape, rows, a.device)
+    case = Case(work.family, mask, *tensors[:3])
+    expected = exact(case, tensors[3])
+    admitted = {name: admit(name, case, tensors, expected, a.tolerance) for name in names}
+    del expected
+    table = {name: found for name, found in admitted.items() if not isinstance(found, str)}
+    pairs = sum(int((end - start).clamp(min=0).sum()) for start, end in mask.visible_intervals())
+    pairs /= mask.indices.shape[0] * mask.indices.shape[1]
+    sparsity, square = mask.sparsity(), rows * work.shape.length
+    batch, heads, kv_heads, length, dim, v_dim = work.shape
+    facts: dict[str, object] = {
+        "case": work.title, "mask": work.family, "length": length, "q_len": rows, "head_dim": dim, "v_head_dim": v_dim,
+        "heads": heads, "kv_heads": kv_heads, "batch": batch, "sparsity": round(sparsity, 4),
+        "visible_pairs": round(pairs / square, 4),
+    }  # fmt: skip
+    if study.clock is None:
+        figures = time_calls(table, case, tensors, work, a)
+    else:
+        flops = work.shape.flops(square * (1 - sparsity)), work.shape.flops(pairs)
+        figures = time_passes(table, tensors, flops, study.clock, a)
+    nothing = dict.fromkeys(CALL if study.clock is None else PASSES, "")
+    found: list[dict[str, object]] = []
+    for name in names:
+        state = admitted[name] if isinstance(admitted[name], str) else "timed"
+        if state != "timed":
+            log(f"{work.title} {name}: {state}")
+        version = PROVIDERS[name].version() if state == "timed" else ""
+        row = {**facts, "provider": name, "version": version, "status": state}
+        found += [{**row, **nothing, **one} for one in figures.get(name, [{}])]
+    return found
+
+
+def time_passes(
+    table: dict[str, tuple[Callable[[], Attention], Attention]],
+    tensors: Sequence[Tensor],
+    flops: tuple[tuple[float, float], tuple[float, float]],
+    clock: Callable[[Callable[[], object]], float],
+    a: argparse.Namespace,
+) -> dict[str, list[dict[str, object]]]:
+    """Return a provider's milliseconds and TFLOP/s, forward and backward, and the cost of its mask.
 
     Args:
-        names: the providers.
-        family: the mask's family.
-        mask: the mask.
-        shape: sizes of the tensors.
-        repeats: turns of which the median is taken.
-        warmup: turns before them, beside the one that is checked.
-        tolerance: largest error of a provider that is timed.
-        faults: what `own_faults` found.
+        table: what makes a provider's mask, and its attention.
+        tensors: q, k, v and the gradient of the output.
+        flops: forward and backward, by tiles that are not hidden and by visible pairs.
+        clock: of forward and backward.
+        a: the flags.
     """
-    log(f"{family} {shape}")
-    *qkv, dout = tensors = inputs(shape)
-    case = Case(family, mask, *qkv)
-    base = next((name for name in BASES if name not in faults), None)
-    states = dict.fromkeys(names, "failed: no kernel of flashmask agrees with float64") | faults
-    table: dict[str, tuple[Callable[[], Attention], Attention]] = {}
-    if base is not None:
-        expected = results_of(PROVIDERS[base].prepare(case)(), tensors)
-        for name in names:
-            if name not in faults:
-                admitted = admit(name, case, tensors, expected, tolerance)
-                if isinstance(admitted, str):
-                    states[name] = admitted
-                else:
-                    states[name], table[name] = "timed", admitted
-            if states[name] != "timed":
-                log(f"{family} {shape} {name}: {states[name]}")
-        del expected
-    forward = interleaved_medians({n: lambda a=a: a(*qkv) for n, (_, a) in table.items()}, repeats, warmup)
-    outs = {n: a(*qkv) for n, (_, a) in table.items()}
+    *qkv, dout = tensors
+    forward = interleaved_medians({n: partial(x, *qkv) for n, (_, x) in table.items()}, a.repeats, a.warmup, clock)
+    outs = {n: x(*qkv) for n, (_, x) in table.items()}
     backward = interleaved_medians(
-        {n: lambda o=o: torch.autograd.grad(o, qkv, dout, retain_graph=True) for n, o in outs.items()}, repeats, warmup
+        {n: partial(torch.autograd.grad, out, qkv, dout, retain_graph=True) for n, out in outs.items()},
+        a.repeats,
+        a.warmup,
+        clock,
     )
     del outs
-    sparsity = mask.sparsity()
-    pairs = sum(int((end - start).clamp(min=0).sum()) for start, end in mask.visible_intervals())
-    density = pairs / shape.length**2 / mask.indices.shape[1]
-    of_tiles, of_pairs = shape.flops(1 - sparsity), shape.flops(density)
-    rows: list[dict[str, object]] = []
-    for name in names:
-        row: dict[str, object] = {
-            "mask": family, "length": shape.length, "head_dim": shape.dim, "v_head_dim": shape.v_dim,
-            "heads": shape.heads, "kv_heads": shape.kv_heads, "batch": shape.batch, "sparsity": round(sparsity, 4),
-            "visible_pairs": round(density, 4), "provider": name, "version": "", "status": states[name],
-            **dict.fromkeys(FIGURES, ""),
-        }  # fmt: skip
-        if name in table:
-            times = forward[name], backward[name]
-            mask_ms, mask_mib = mask_cost(name, table[name][0])
-            row |= {
-                "version": PROVIDERS[name].version(),
-                "forward_ms": round(times[0], 3), "backward_ms": round(times[1], 3),
-                "forward_tflops": round(of_tiles[0] / times[0] / 1e9, 1),
-                "backward_tflops": round(of_tiles[1] / times[1] / 1e9, 1),
-                "both_tflops": round(sum(of_tiles) / sum(times) / 1e9, 1),
-                "both_tflops_of_pairs": round(sum(of_pairs) / sum(times) / 1e9, 1),
-                "mask_ms": round(mask_ms, 3), "mask_mib": round(mask_mib, 2),
-            }  # fmt: skip
-        rows.append(row)
-    return rows
+    found: dict[str, list[dict[str, object]]] = {}
+    for name, (make, _) in table.items():
+        one, two = forward[name], backward[name]
+        (tiles, tiles_back), of_pairs = flops
+        rates = tiles / one, tiles_back / two, (tiles + tiles_back) / (one + two), sum(of_pairs) / (one + two)
+        milliseconds, mebibytes = mask_cost(make) if PROVIDERS[name].makes_mask else (0.0, 0.0)
+        found[name] = [
+            {
+                "forward_ms": round(one, 4), "backward_ms": round(two, 4),
+                **{rate: round(value / 1e9, 1) for rate, value in zip(RATES, rates, strict=True)},
+                "mask_ms": round(milliseconds, 3), "mask_mib": round(mebibytes, 2),
+            }
+        ]  # fmt: skip
+    return found
+
+
+def mask_cost(make: Callable[[], Attention]) -> tuple[float, float]:
+    """Return the median milliseconds and peak MiB that a provider needs to prepare a mask."""
+    if not torch.cuda.is_available():
+        return interleaved_medians({"": make}, 3, 1)[""], 0.0
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    median = interleaved_medians({"": make}, 3, 1)[""]
+    return median, (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def time_calls(
+    table: dict[str, tuple[Callable[[], Attention], Attention]],
+    case: Case,
+    tensors: Sequence[Tensor],
+    work: Work,
+    a: argparse.Namespace,
+) -> dict[str, list[dict[str, object]]]:
+    """Return a provider's microseconds of a call: a forward, and unless it decodes a forward with its backward."""
+    *qkv, dout = tensors
+    layers = [tuple(qkv)]
+    decodes = case.q.shape[2] == 1
+    if decodes:
+        size = 2 * case.k.numel() * case.k.element_size()
+        copies = max(1, min(32, CACHES // size))
+        layers = [tuple(torch.randn_like(x) for x in qkv) for _ in range(copies)]
+    turn = iter(range(10**9))
+
+    def call(attend: Attention, passes: str, number: int | None = None) -> object:
+        given = layers[(next(turn) if number is None else number) % len(layers)]
+        return attend(*given) if passes == "forward" else torch.autograd.grad(attend(*given), qkv, dout)
+
+    public = {name: attend for name, (_, attend) in table.items()}
+    captured = public  # another commit makes a plan in every captured call, so this one does, too
+    if "commit" not in public:
+        captured = {name: planned(name, case) or attend for name, attend in public.items()}
+    kinds = ["forward"] if decodes else ["forward", "both"]
+    with torch.set_grad_enabled(not decodes):
+        calls = {(n, kind): partial(call, x, kind) for n, x in public.items() for kind in kinds}
+        eager = interleaved_medians(calls, a.repeats, a.warmup)
+        host = interleaved_medians(calls, a.repeats, a.warmup, host_milliseconds)
+        replayed: dict[tuple[str, str], float] = {}
+        count = max(CALLS, len(layers))
+        if torch.cuda.is_available():
+            graphs = {
+                (n, kind): graph_of([partial(call, x, kind, i) for i in range(count)])
+                for n, x in captured.items()
+                for kind in kinds
+            }
+            replayed = interleaved_medians({key: graph.replay for key, graph in graphs.items()}, a.repeats, a.warmup)
+    return {
+        name: [
+            {
+                "passes": kind,
+                "eager_us": round(1000 * eager[name, kind], 1),
+                "host_us": round(1000 * host[name, kind], 1),
+                "graph_us": round(1000 * replayed[name, kind] / count, 2) if replayed else "",
+            }
+            for kind in kinds
+        ]
+        for name in public
+    }
+
+
+def measure_plan(work: Work, a: argparse.Namespace) -> list[dict[str, object]]:
+    """Return the microseconds of one plan, in a CUDA graph and issued on an idle GPU, and its bytes per token."""
+    mask, length = work.make().to(a.device), work.shape.length
+    build = partial(make_plan, mask.indices, mask.causal, length)
+    calls: dict[str, Callable[[], object]] = {"issued": build}
+    if torch.cuda.is_available():
+        calls["graph"] = graph_of([build] * CALLS).replay
+    times = interleaved_medians(calls, a.repeats)
+    row: dict[str, object] = {"mask": work.family, "length": length}
+    row["graph_us"] = round(1000 * times["graph"] / CALLS, 2) if "graph" in times else ""
+    row["issued_us"] = round(1000 * times["issued"], 1)
+    size = sum(x.numel() * x.element_size() for x in build())
+    return [{**row, "bytes_per_token": round(size / length, 2)}]
 
 
 def summary(rows: Sequence[dict[str, object]]) -> str:
-    """Return a case in one line: TFLOP/s of both passes (forward / backward) by provider, or why there are none."""
-    first = rows[0]
+    """Return a case in one line: TFLOP/s or microseconds by provider, or why there are none."""
+    shown = ("both_tflops", "forward_ms", "backward_ms") if "both_tflops" in rows[0] else CALL
     cells = [
-        f"{row['provider']} {row['both_tflops']} ({row['forward_tflops']} / {row['backward_tflops']})"
+        f"{row['provider']} {' / '.join(str(row[name]) for name in shown)}"
         if row["status"] == "timed"
         else f"{row['provider']} {str(row['status']).partition(':')[0]}"
         for row in rows
     ]
-    return f"{first['mask']} {first['length']} {first['head_dim']}/{first['v_head_dim']}: {', '.join(cells)}"
-
-
-def sweep(length: int) -> list[FlashMask]:
-    """Build causal document masks of 1 to 128 documents, from the sparsity of a causal mask upwards."""
-    swept = []
-    for count in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128):
-        generator = torch.Generator().manual_seed(count)
-        swept.append(masks.causal_document(random_lengths(length, count, generator)).to(DEVICE))
-    return swept
-
-
-def run_once(name: str, family: str, shape: Shape) -> None:
-    """Run a provider once on a shape, to fill the compilation caches on disk."""
-    tensors = inputs(shape)
-    results_of(
-        PROVIDERS[name].prepare(Case(family, make_mask(family, shape.length, shape.heads), *tensors[:3]))(), tensors
-    )
-    torch.cuda.empty_cache()
-
-
-def kernels_of(name: str, family: str, length: int) -> tuple[object, ...] | None:
-    """Return what a provider's kernels depend on beside the width of the heads, or None if it compiles none."""
-    mask = (FAMILIES | OTHERS)[family](1024, torch.Generator().manual_seed(0))
-    if name.startswith("flex"):
-        return mask.causal, length
-    if name.startswith("flashmask"):
-        return mask.causal, mask.indices.shape[-1]
-    return {"fa4": (family,), "cudnn_flex": ()}.get(name)
-
-
-def precompile(names: Sequence[str], cases: Sequence[tuple[str, Shape]], jobs: int) -> None:
-    """Compile kernels for every case in several processes, which takes minutes one after another.
-
-    A provider that fails here fails again in its turn, where its row says so.
-    """
-    work = {}
-    for name in names:
-        for family, shape in cases:
-            kernels = kernels_of(name, family, shape.length)
-            if kernels is not None and PROVIDERS[name].installed():
-                work.setdefault((name, shape.dim, shape.v_dim, *kernels), (name, family, shape))
-                if name.startswith("flashmask"):
-                    work.setdefault((name, shape.dim, shape.v_dim, *kernels, "checked"), (name, family, checked(shape)))
-    run_in_processes(run_once, list(work.values()), jobs)
-
-
-def run_in_processes(run: Callable[..., None], tasks: Sequence[tuple[object, ...]], jobs: int) -> None:
-    """Run a function for each task, whose first entry names a provider, so that its kernels are cached on disk."""
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else each process starts one more for every core
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-    os.environ.setdefault("FLEX_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # of cudnn.flex_attention
-    ordered = sorted(tasks, key=lambda task: not str(task[0]).startswith("flex"))  # the slowest first
-    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        futures = {pool.submit(run, *task): task for task in ordered}
-        for number, future in enumerate(as_completed(futures), 1):
-            error = future.exception()
-            state = "compiled" if error is None else f"failed: {type(error).__name__}"
-            log(f"{number} of {len(futures)}: {' '.join(map(str, futures[future]))}: {state}")
+    first = rows[0]
+    return f"{first['case']}, {first['length']} {first['head_dim']}/{first['v_head_dim']}: {', '.join(cells)}"
 
 
 def log(text: str) -> None:
@@ -452,60 +597,97 @@ def log(text: str) -> None:
     print(f"[{time.perf_counter() - START:.0f} s] {text}", file=sys.stderr, flush=True)
 
 
-def parse(flags: Sequence[str] | None = None) -> argparse.Namespace:
+# ----- compilation beforehand
+
+
+def run_once(argv: Sequence[str], name: str, number: int) -> None:
+    """Run a provider once on a case, to fill the compilation caches on disk."""
+    a = parse(argv)
+    work = list(STUDIES[a.study].cases(a))[number]
+    mask = work.make().to(a.device)
+    tensors = inputs(work.shape, mask.row_count(), a.device)
+    results_of(PROVIDERS[name].prepare(Case(work.family, mask, *tensors[:3]))(), tensors)
+
+
+def to_compile(names: Sequence[str], table: Sequence[Work]) -> list[tuple[str, int]]:
+    """Return which providers to run once on which cases, so that each kernel is compiled once."""
+    tasks: dict[tuple[object, ...], tuple[str, int]] = {}
+    for name in names:
+        for number, work in enumerate(table):
+            shape = work.shape
+            key = (name, shape.dim, shape.v_dim, work.family, shape.length if name.startswith("flex") else 0)
+            if PROVIDERS[name].installed() and not name.startswith(("cudnn", "sdpa")):
+                tasks.setdefault(key, (name, number))
+    return sorted(tasks.values(), key=lambda task: not task[0].startswith("flex"))  # the slowest first
+
+
+def precompile(argv: Sequence[str], tasks: Sequence[tuple[str, int]], jobs: int) -> None:
+    """Compile kernels in several processes. A provider that fails here fails again in its turn; its row says so."""
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else each process starts one more for every core
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    os.environ.setdefault("FLEX_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # of cudnn.flex_attention
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        futures = {pool.submit(run_once, argv, *task): task for task in tasks}
+        for number, future in enumerate(as_completed(futures), 1):
+            error = future.exception()
+            state = "compiled" if error is None else f"failed: {type(error).__name__}"
+            log(f"{number} of {len(futures)}: {' '.join(map(str, futures[future]))}: {state}")
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the arguments of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--masks", nargs="+", default=list(FAMILIES), choices=[*FAMILIES, *OTHERS])
-    parser.add_argument("--providers", nargs="+", default=list(DEFAULT), choices=PROVIDERS)
-    parser.add_argument("--lengths", nargs="+", type=int, default=[8192, 32768])
-    parser.add_argument("--dims", nargs="+", type=widths, default=[(64, 64), (128, 128)], help="such as 128 or 192/128")
+    parser = flags(__doc__)
+    parser.add_argument("study", nargs="?", default="masks", choices=STUDIES)
+    parser.add_argument("--masks", nargs="+", help="families of masks, or groups of the study ragged")
+    parser.add_argument("--mask", metavar="FILE.py:FUNCTION", help="a mask of your own: tokens -> FlashMask")
+    parser.add_argument("--providers", nargs="+", choices=[*PROVIDERS, "commit"])
+    parser.add_argument("--lengths", nargs="+", type=int, help="tokens of a row")
+    parser.add_argument("--dims", nargs="+", type=widths, help="such as 128 or 192/128")
+    parser.add_argument("--batches", nargs="+", type=int, help="rows of a call of the studies short and decode")
     parser.add_argument("--group", type=int, default=1, help="query heads per key-value head, 4 for 32/8")
-    parser.add_argument("--hidden", type=int, default=HIDDEN, help="query heads times head_dim, or near it")
-    parser.add_argument("--tokens", type=int, default=TOKENS, help="tokens of all rows of a case; at least one row")
-    parser.add_argument("--sweep", action="store_true", help="run causal documents of every sparsity, not --masks")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--hidden", type=int, default=4096, help="query heads times head_dim, or near it")
+    parser.add_argument("--tokens", type=int, default=65536, help="tokens of all rows of a case; at least one row")
+    parser.add_argument("--repeats", type=int)
     parser.add_argument("--warmup", type=int, default=1, help="turns before them, beside the one that is checked")
     parser.add_argument("--tolerance", type=float, default=2e-2, help="largest error of 128 rows, relative")
     parser.add_argument("--jobs", type=int, default=1, help="processes that compile kernels beforehand")
-    parser.add_argument("--compile-only", action="store_true", help="stop after compiling, for a later run")
-    parser.add_argument("--csv", help="file to write the rows to")
-    return parser.parse_args(flags)
+    parser.add_argument("--commit", help="another commit of this package, for the provider `commit`")
+    a = parsed(parser, argv)
+    study = STUDIES[a.study]
+    a.repeats, a.sweep = a.repeats or study.repeats, a.study == "sweep"
+    a.providers = a.providers or [*study.providers, *(["commit"] if a.commit else [])]
+    if a.mask:
+        file, _, function = a.mask.partition(":")
+        own = runpy.run_path(file)[function]
+        FAMILIES[function] = lambda length, generator: own(length)
+        a.masks = [function]
+    groups = {"decode": ["padding", "window", "full"], "ragged": {title.split()[0] for title in RAGGED}}
+    known = groups.get(a.study, [*FAMILIES, *OTHERS])
+    if not set(a.masks or ()) <= set(known):
+        parser.error(f"--masks of {a.study} are {', '.join(sorted(known))}")
+    if a.study == "plan":
+        a.lengths, a.dims = a.lengths or [1024, 8192, 32768, 131072], [(64, 64)]
+    return a
 
 
-def main(flags: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Run the benchmark from the command line."""
-    arguments = parse(flags)
-    torch.manual_seed(0)
-    families = ["causal_document"] if arguments.sweep else arguments.masks
-    shapes = [
-        shape_of(length, dims, arguments.group, arguments.hidden, arguments.tokens)
-        for dims in arguments.dims
-        for length in arguments.lengths
-    ]
-    if arguments.jobs > 1 or arguments.compile_only:
-        precompile(arguments.providers, [(family, shape) for shape in shapes for family in families], arguments.jobs)
-    if arguments.compile_only:
-        return
-    rows: list[dict[str, object]] = []
-    faults: dict[tuple[str, int, int], dict[str, str]] = {}
-    for shape in shapes:
-        for family in families:
-            key = family, shape.dim, shape.v_dim
-            if key not in faults:
-                faults[key] = own_faults(arguments.providers, family, shape, arguments.tolerance)
-            for mask in sweep(shape.length) if arguments.sweep else [make_mask(family, shape.length, shape.heads)]:
-                found = measure(
-                    arguments.providers,
-                    family,
-                    mask,
-                    shape,
-                    arguments.repeats,
-                    arguments.warmup,
-                    arguments.tolerance,
-                    faults[key],
-                )
-                append_rows(arguments.csv, rows, found, silent=True)
-                print(summary(found), flush=True)
+    a = parse(argv)
+    study, rows = STUDIES[a.study], list[dict[str, object]]()
+    with tempfile.TemporaryDirectory() as folder:
+        if a.commit:
+            add_commit(a.commit, Path(folder))
+        torch.manual_seed(0)
+        cases = list(study.cases(a))
+        if a.jobs > 1:
+            precompile(sys.argv[1:] if argv is None else argv, to_compile(a.providers, cases), a.jobs)
+        for work in cases:
+            if a.study == "plan":
+                append_rows(a.csv, rows, measure_plan(work, a))
+                continue
+            found = measure(study, a.providers, work, a)
+            append_rows(a.csv, rows, found, silent=True)
+            print(summary(found), flush=True)
 
 
 if __name__ == "__main__":

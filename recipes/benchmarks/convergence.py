@@ -22,7 +22,6 @@ grows from step to step, also between SDPA and TRL); or if a curve does not fall
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import os
@@ -38,7 +37,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.utils.deterministic
-from harness import append_rows
+from harness import append_rows, flags
 from packed_attention import attention
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
@@ -211,11 +210,10 @@ def faults_of(curves: Mapping[str, list[float]], steps: int, bound: float = BOUN
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the benchmark from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flags(__doc__)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--csv", help="file to write the curves to")
     arguments = parser.parse_args(argv)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic with it
     warnings.filterwarnings("ignore", category=FutureWarning)

@@ -1,7 +1,8 @@
-"""Benchmark harness: interleaved medians, CUDA graphs, and CSV rows that name the hardware and versions."""
+"""What the benchmarks share: their flags, clocks, interleaved medians, and CSV rows with hardware and versions."""
 
 from __future__ import annotations
 
+import argparse
 import csv
 import gc
 import random
@@ -16,7 +17,6 @@ from typing import Any, TypeVar
 import torch
 import transformers
 import triton
-from torch import Tensor
 from transformers.utils.import_utils import (
     is_flash_attn_2_available,
     is_flash_attn_3_available,
@@ -26,16 +26,31 @@ from transformers.utils.import_utils import (
 import flashmask_hf
 
 Case = TypeVar("Case")
-WAIT = 4_000_000  # cycles of a GPU, 2 ms or more: longer than the host takes to issue a forward or a backward
+WAIT = 4_000_000  # GPU cycles, 2 ms or more: longer than the host takes to issue a forward or a backward
+GIB = 2**30
 _order = random.Random(0)  # of the providers in a turn
+
+
+def flags(doc: str | None) -> argparse.ArgumentParser:
+    """Return a parser with the flags of every benchmark: `--csv` and `--device`."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--csv", help="file to write the rows to, as soon as they are measured")
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu only tries the program")
+    return parser
+
+
+def parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the flags; a GPU that is asked for and missing is an error."""
+    arguments = parser.parse_args(argv)
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error("a GPU is needed; --device cpu tries the program without one, at small sizes")
+    return arguments
 
 
 def conditions() -> dict[str, str]:
     """Return the GPU, the versions and the commit of a measurement."""
-    here = Path(__file__).parent
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True
-    ).stdout.strip()
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
     return {
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "torch": torch.__version__,
@@ -46,41 +61,52 @@ def conditions() -> dict[str, str]:
     }
 
 
+def milliseconds(function: Callable[[], object]) -> float:
+    """Return the milliseconds of a call: GPU time between events, or wall-clock time without a GPU."""
+    if not torch.cuda.is_available():
+        return host_milliseconds(function)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    function()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end)
+
+
+def gpu_milliseconds(function: Callable[[], object]) -> float:
+    """Return the GPU milliseconds of a call. The GPU waits until the host has issued the call."""
+    if torch.cuda.is_available():
+        torch.cuda._sleep(WAIT)
+    return milliseconds(function)
+
+
+def host_milliseconds(function: Callable[[], object]) -> float:
+    """Return the milliseconds in which the host issues a call on an idle GPU."""
+    synchronize()
+    start = time.perf_counter()
+    function()
+    return 1000 * (time.perf_counter() - start)
+
+
 def interleaved_medians(
-    providers: Mapping[Case, Callable[[], object]], repeats: int, warmup: int = 2
+    providers: Mapping[Case, Callable[[], object]],
+    repeats: int,
+    warmup: int = 2,
+    clock: Callable[[Callable[[], object]], float] = milliseconds,
 ) -> dict[Case, float]:
     """Return the median milliseconds of each provider.
 
-    Providers run in turns, so that drift affects all alike. Each turn has a random order, because a GPU at its power
-    limit is slower after a provider that draws more power.
+    Providers run in turns, so drift affects all alike. Each turn has a random order, because a GPU at its power limit
+    is slower after a provider that draws more power.
     """
-    return _medians(providers, repeats, warmup, _milliseconds)
-
-
-def gpu_medians(providers: Mapping[Case, Callable[[], object]], repeats: int, warmup: int = 2) -> dict[Case, float]:
-    """Return the median milliseconds of each provider as `interleaved_medians`, without those of the host.
-
-    The GPU waits before each call until the host has issued it, which a short call may take longer for than to run.
-    """
-
-    def measure(function: Callable[[], object]) -> float:
-        if torch.cuda.is_available():
-            torch.cuda._sleep(WAIT)
-        return _milliseconds(function)
-
-    return _medians(providers, repeats, warmup, measure)
-
-
-def host_microseconds(providers: Mapping[Case, Callable[[], object]], repeats: int) -> dict[Case, float]:
-    """Return the median host time of a call of each provider, in microseconds; each call starts on an idle GPU."""
-
-    def issue(function: Callable[[], object]) -> float:
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        function()
-        return (time.perf_counter() - start) * 1e6
-
-    return _medians(providers, repeats, 2, issue)
+    for _ in range(warmup):
+        for function in providers.values():
+            function()
+    times: dict[Case, list[float]] = {name: [] for name in providers}
+    for _ in range(repeats):
+        for name in _order.sample(list(providers), len(providers)):
+            times[name].append(clock(providers[name]))
+    return {name: statistics.median(values) for name, values in times.items()}
 
 
 def graph_of(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
@@ -97,41 +123,18 @@ def graph_of(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def _medians(
-    providers: Mapping[Case, Callable[[], object]],
-    repeats: int,
-    warmup: int,
-    measure: Callable[[Callable[[], object]], float],
-) -> dict[Case, float]:
-    """Return the median of `measure` of each provider, over turns in random order."""
-    for _ in range(warmup):
-        for function in providers.values():
-            function()
-    times: dict[Case, list[float]] = {name: [] for name in providers}
-    for _ in range(repeats):
-        for name in _order.sample(list(providers), len(providers)):
-            times[name].append(measure(providers[name]))
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
-def _milliseconds(function: Callable[[], object]) -> float:
-    """Return the milliseconds of a call: GPU time between events, or wall-clock time without a GPU."""
-    if not torch.cuda.is_available():
-        begin = time.perf_counter()
-        function()
-        return 1000 * (time.perf_counter() - begin)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    function()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end)
-
-
 def synchronize() -> None:
     """Wait for the GPU, if there is one."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+def free_memory() -> None:
+    """Free what has no reference any more, and restart the count of peak memory."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
 
 def attempt(function: Callable[[], Any]) -> tuple[Any, float, float] | str:
@@ -144,57 +147,42 @@ def attempt(function: Callable[[], Any]) -> tuple[Any, float, float] | str:
         result = function()
         synchronize()
         seconds = time.perf_counter() - start
-        peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
-        return result, seconds, peak
+        return result, seconds, torch.cuda.max_memory_allocated() / GIB if torch.cuda.is_available() else 0.0
     except torch.OutOfMemoryError:
         reason = "out of memory"
-    except RuntimeError:  # also those of compilers
+    except RuntimeError:  # compilers raise it, too
         traceback.print_exc()
         reason = "failed"
-    gc.collect()  # after the exception, whose frames hold tensors
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    free_memory()  # after the exception, whose frames hold tensors
     return reason
 
 
-def check_against_float64(case: str, found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
-    """Exit unless what a provider computed agrees with float64.
-
-    Args:
-        case: the provider, and what it was given, for the message.
-        found: out, or out, dq, dk and dv.
-        expected: the same in float64.
-    """
-    names = ("out", "dq", "dk", "dv")[: len(found)]
-    for name, one, other in zip(names, found, expected, strict=True):
-        error = float((one.detach().double() - other.detach()).norm() / other.detach().norm())
-        if not error < 1e-2:
-            raise SystemExit(f"{case} is wrong: {name} is off by {error:.1e}")
-
-
-def missing(implementation: str, device: str) -> str:
-    """Return why an attention implementation of transformers cannot run here, or ""."""
-    if implementation == "flex_attention" and device == "cpu":
-        return "it has no backward on a CPU"
+def available(names: Sequence[str], device: str) -> list[str]:
+    """Return the attention implementations of transformers that run here, and print why others cannot."""
     packages = {
         "flash_attention_2": ("flash-attn", is_flash_attn_2_available),
         "flash_attention_3": ("flash-attn-3", is_flash_attn_3_available),
         "flash_attention_4": ("flash-attn-4", is_flash_attn_4_available),
     }
-    if implementation in packages:
-        package, available = packages[implementation]
-        if not available():
-            return f"the package {package} is not installed, or there is no GPU"
-    return ""
+    running = []
+    for name in names:
+        package, is_available = packages.get(name, ("", lambda: True))
+        if "flex_attention" in name and device == "cpu":
+            print(f"{name} is left out: it has no backward on a CPU", flush=True)
+        elif not is_available():
+            print(f"{name} is left out: the package {package} is not installed, or there is no GPU", flush=True)
+        else:
+            running.append(name)
+    return running
 
 
 def random_lengths(total: int, count: int, generator: torch.Generator, minimum: int = 128) -> list[int]:
-    """Draw `count` document lengths of at least `minimum` tokens that sum to `total` (paper, appendix A.2.1).
+    """Draw `count` document lengths of at least `minimum` tokens that sum to `total` (FlashMask, appendix A.2.1).
 
     Fewer are drawn if `count` do not fit. A row shorter than `minimum` raises ValueError.
     """
     if total < minimum:
-        raise ValueError(f"a row of {total} tokens is too short: its documents have at least {minimum}")
+        raise ValueError(f"a row must have at least {minimum} tokens, the shortest document, got {total}")
     count = max(1, min(count, total // minimum))
     free = total - count * minimum
     cuts = torch.randint(0, free + 1, (count - 1,), generator=generator).sort().values.tolist()
@@ -202,13 +190,13 @@ def random_lengths(total: int, count: int, generator: torch.Generator, minimum: 
 
 
 def show(rows: Sequence[Mapping[str, object]]) -> None:
-    """Print each row on a line."""
+    """Print one line per row."""
     for row in rows:
         print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
 
 
 def write_csv(path: str | Path | None, rows: Sequence[Mapping[str, object]], *, silent: bool = False) -> None:
-    """Print the rows, unless `silent`, and write them with the conditions to `path`, if there is one."""
+    """Print the rows unless `silent`, and write them with the conditions to `path` unless it is None."""
     if not silent:
         show(rows)
     if path is not None:
@@ -230,7 +218,7 @@ def append_rows(
     *,
     silent: bool = False,
 ) -> None:
-    """Print `found`, unless `silent`, append it to `rows` and write all rows, so that an interrupted run keeps them."""
+    """Print `found` unless `silent`, append it to `rows`, and write all rows, which an interrupted run then keeps."""
     if not silent:
         show(found)
     rows += found

@@ -22,6 +22,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from peers import visible_pairs
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import AttentionInterface
@@ -42,42 +43,18 @@ _converted_masks: weakref.WeakKeyDictionary[FlashMask, dict[Any, Any]] = weakref
 """What each function made of a mask, by the function; a mask lives as long as its row."""
 
 
-def visible_pairs(mask: FlashMask) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Return FlexAttention's mask function of a mask with one batch entry and one head."""
-    (start, end), *rest = mask.intervals()
-    other_start, other_end = rest[0] if rest else (torch.zeros_like(start), torch.zeros_like(start))
-    start, end, other_start, other_end = (x[0, 0].contiguous() for x in (start, end, other_start, other_end))
-    causal, two, offset = mask.causal, bool(rest), mask.kv_len - mask.row_count()
-
-    def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        hidden = (i >= start[j]) & (i < end[j])
-        if two:
-            hidden = hidden | ((i >= other_start[j]) & (i < other_end[j]))
-        if causal:
-            hidden = hidden | (i + offset < j)
-        return ~hidden
-
-    return visible
-
-
 def dense_mask(mask: FlashMask) -> Tensor:
     """Return a mask as bool [B, H, S, S], True where visible, with no other memory of the square of the length."""
     length = mask.kv_len
     visible = mask.indices.new_empty(*mask.indices.shape[:2], length, length, dtype=torch.bool)
-    column = torch.arange(length, device=visible.device)
     for first in range(0, length, ROWS):
-        row = column[first : first + ROWS, None]
-        seen = row >= column if mask.causal else torch.ones_like(row >= column)
-        for start, end in mask.intervals(length):
-            seen = seen & ((row < start.unsqueeze(-2)) | (row >= end.unsqueeze(-2)))
-        visible[:, :, first : first + ROWS] = seen
+        rows = slice(first, min(first + ROWS, length))
+        visible[:, :, rows] = mask.rows(rows).to_dense()
     return visible
 
 
 def block_mask(mask: FlashMask) -> BlockMask:
     """Return FlexAttention's form of a mask with one batch entry and one head."""
-    if mask.indices.shape[:2] != (1, 1):
-        raise ValueError(f"flex_attention takes one row at a time here, got a mask of shape {list(mask.indices.shape)}")
     length, device = mask.kv_len, mask.device
     return create_block_mask(
         visible_pairs(mask), None, None, length, length, device=str(device), _compile=device.type == "cuda"

@@ -2,14 +2,16 @@
 
 `PROVIDERS` names them:
 
-- `flashmask`: `flashmask_attention` with its default implementation.
-- `flashmask_deterministic`: the same with a deterministic order of the sums in the gradient of q.
-- `flashmask_triton`: the portable kernels.
+- `flashmask`, `flashmask_deterministic`, `flashmask_triton`: `flashmask_attention` with its default implementation,
+  with `deterministic=True`, and with the portable kernels.
 - `flex_attention`, `flex_flash`: FlexAttention with its Triton and with its FlashAttention-4 backend.
 - `fa4`: FlashAttention-4: dense for full, causal and sliding-window masks, varlen for documents.
-- `cudnn_flex`: NVIDIA's `cudnn.flex_attention`, whose mask is a list of intervals of keys for each query row.
+- `cudnn_flex`: NVIDIA's `cudnn.flex_attention`, whose mask lists intervals of keys for each query row.
 - `cudnn`, `sdpa` (FlashAttention-2): PyTorch's SDPA, for full and causal masks.
-- `sdpa_dense`: SDPA with the dense mask, for rows of up to 8K tokens.
+- `sdpa_dense`: SDPA with a dense mask, for up to 8K query rows, as transformers calls it.
+- `hash_N`, `hash_16_any`, `drop_P`: `flashmask_hf.sparse` with N random buckets per head (given as `n_buckets` but for
+  `_any`), or with P percent of the queries and keys of each head dropped. They have masks of their own.
+- `commit`: `flashmask_attention` of another commit (`add_commit`).
 
 `fa4` and `flex_flash` need flash-attn-4, and `cudnn_flex` needs nvidia-cudnn-frontend 1.32 or later.
 """
@@ -18,24 +20,32 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import io
+import subprocess
+import sys
+import tarfile
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from packed_attention import visible_pairs
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from flashmask_hf import FlashMask, flashmask_attention
+from flashmask_hf import FlashMask, flashmask_attention, sparse
+from flashmask_hf._call.call import resolve
+from flashmask_hf._call.operators import flash_attn_forward
 from flashmask_hf._call.plan_cache import plan_of
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
+ROOT = Path(__file__).parents[2]
 ROWS = 1024  # query rows that are dense at a time when a mask is converted
-DENSE_LIMIT = 8192  # longest row that `sdpa_dense` runs
+DENSE_LIMIT = 8192  # most query rows that `sdpa_dense` runs
 BOUNDS_LIMIT = 2**31  # numbers in a table of row bounds; kernels index it with 32 bits
 
 
@@ -49,7 +59,7 @@ class Case(NamedTuple):
     family: str
     mask: FlashMask
     q: Tensor
-    """[B, H, S, D]; k [B, Hkv, S, D] and v [B, Hkv, S, Dv] likewise; laid out as [B, S, H, D] in memory."""
+    """[B, H, Sq, D]; k [B, Hkv, S, D] and v [B, Hkv, S, Dv] likewise; laid out as [B, S, H, D] in memory."""
     k: Tensor
     v: Tensor
 
@@ -62,14 +72,17 @@ class Provider:
         prepare: function of a case that returns a function without arguments, which makes the provider's own form of
             the mask and returns the attention under it. It raises `CannotExpress` if the mask has no such form.
         module: the module that must be installed, or "".
-        package: the distribution whose version a row of results names, "cudnn" for that of PyTorch, or "".
+        package: the distribution whose version a row of results names, "cudnn" for PyTorch's cuDNN, or "".
         makes_mask: whether a new mask costs the provider time.
+        visible: function of a case, a batch entry, a key-value head and a slice of query rows that returns the
+            provider's own mask, bool [group, rows, Skv]; None for the case's mask.
     """
 
     prepare: Callable[[Case], Callable[[], Attention]]
     module: str = ""
     package: str = ""
     makes_mask: bool = True
+    visible: Callable[[Case, int, int, slice], Tensor] | None = None
 
     def installed(self) -> bool:
         """Return whether the provider's module is there."""
@@ -81,6 +94,27 @@ class Provider:
         if self.package == "cudnn":
             return f"cuDNN {torch.backends.cudnn.version()}"
         return f"{self.package} {importlib.metadata.version(self.package)}" if self.package else ""
+
+
+def _one_mask(mask: FlashMask) -> FlashMask:
+    """Return the mask; raise `CannotExpress` if batch entries or heads have masks of their own."""
+    if mask.indices.shape[:2] != (1, 1):
+        raise CannotExpress("this form of the mask is the same for all rows and all heads")
+    return mask
+
+
+def visible_pairs(mask: FlashMask) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """Return FlexAttention's mask function of a mask with one batch entry and one head."""
+    intervals = [(start[0, 0].contiguous(), end[0, 0].contiguous()) for start, end in _one_mask(mask).intervals()]
+    causal, offset = mask.causal, mask.kv_len - mask.row_count()
+
+    def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        seen = (i + offset >= j) if causal else (i >= 0)
+        for start, end in intervals:
+            seen = seen & ((i < start[j]) | (i >= end[j]))
+        return seen
+
+    return visible
 
 
 def row_bounds(mask: FlashMask, copies: int = 1) -> Tensor:
@@ -141,11 +175,14 @@ def document_bounds(mask: FlashMask, copies: int = 1) -> Tensor:
     return torch.cat([starts, starts.new_tensor([rows * copies])]).int()
 
 
-def _flashmask(impl: str | None, deterministic: bool = False) -> Callable[[Case], Callable[[], Attention]]:
+def _flashmask(impl: str | None, deterministic: bool = False, package: Any = None) -> Callable[[Case], Any]:
     """Return the preparation of `flashmask_attention` with an implementation, None for its default."""
 
     def prepare(case: Case) -> Callable[[], Attention]:
         def make() -> Attention:
+            if package is not None:
+                other = package.FlashMask(case.mask.indices.clone(), case.mask.causal)
+                return lambda q, k, v: package.flashmask_attention(q, k, v, other)
             fresh = FlashMask(case.mask.indices, case.mask.causal)  # without a cached plan
             plan_of(fresh, case.mask.row_count())
             return lambda q, k, v: flashmask_attention(q, k, v, fresh, impl=impl, deterministic=deterministic)
@@ -155,11 +192,40 @@ def _flashmask(impl: str | None, deterministic: bool = False) -> Callable[[Case]
     return prepare
 
 
-def _one_mask(case: Case) -> FlashMask:
-    """Return the mask; raise `CannotExpress` if heads have masks of their own."""
-    if case.mask.indices.shape[1] > 1:
-        raise CannotExpress("this form of the mask is the same for all heads")
-    return case.mask
+def planned(name: str, case: Case) -> Attention | None:
+    """Return a provider of this package with a plan made before a graph's capture, in which a call makes its own.
+
+    A compiled model likewise has its plan in every layer after the first. None for other providers and for decoding.
+    """
+    impl = {"flashmask": None, "flashmask_triton": "triton"}
+    if name not in impl or case.q.shape[2] == 1:
+        return None
+    plan = plan_of(case.mask, case.mask.row_count())
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        call = resolve(q, k, v, case.mask, None, None, None, False, impl[name])
+        return flash_attn_forward(q, k, v, None, case.mask.indices, *plan, *call.settings)[0]
+
+    return attend
+
+
+def add_commit(commit: str, folder: Path) -> None:
+    """Add the provider `commit`: the package of another commit, as `folder`/renamed/flashmask_other.
+
+    `folder`/as_is gets the package under its own name.
+    """
+    archive = subprocess.run(["git", "archive", commit, "flashmask_hf"], cwd=ROOT, check=True, stdout=subprocess.PIPE)
+    for name in ("as_is", "renamed"):
+        with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as packed:
+            packed.extractall(folder / name, filter="data")
+    renamed = (folder / "renamed" / "flashmask_hf").rename(folder / "renamed" / "flashmask_other")
+    for path in renamed.rglob("*.py"):
+        path.write_text(path.read_text().replace("flashmask_hf", renamed.name))
+    sys.path.insert(0, str(renamed.parent))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # transformers knows the names of the attention functions already
+        package = importlib.import_module(renamed.name)
+    PROVIDERS["commit"] = Provider(_flashmask(None, package=package))
 
 
 _compiled_flex = torch.compile(flex_attention, dynamic=False)
@@ -171,7 +237,7 @@ def _flex(backend: str | None) -> Callable[[Case], Callable[[], Attention]]:
     block = (256, 128) if backend == "FLASH" else 128  # FlashAttention-4 processes two tiles of queries at a time
 
     def prepare(case: Case) -> Callable[[], Attention]:
-        visible = visible_pairs(_one_mask(case))
+        visible = visible_pairs(case.mask)
         rows, keys, device = case.mask.row_count(), case.mask.kv_len, str(case.mask.device)
 
         def make() -> Attention:
@@ -229,7 +295,7 @@ def _fa4(case: Case) -> Callable[[], Attention]:
 
 def _cudnn_flex(case: Case) -> Callable[[], Attention]:
     """Prepare NVIDIA's `cudnn.flex_attention`; the row intervals are there before its plan is made and timed."""
-    bounds = row_bounds(_one_mask(case), case.q.shape[0])[None].contiguous()
+    bounds = row_bounds(_one_mask(case.mask), case.q.shape[0])[None].contiguous()
     from cudnn.flex_attention import (  # pyright: ignore[reportMissingImports]
         create_mask_plan,
         flex_attn_func,
@@ -255,7 +321,7 @@ def _sdpa(backend: SDPBackend) -> Callable[[Case], Callable[[], Attention]]:
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             with sdpa_kernel(backend):
-                return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+                return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] > k.shape[1])
 
         return lambda: attend
 
@@ -263,15 +329,54 @@ def _sdpa(backend: SDPBackend) -> Callable[[Case], Callable[[], Attention]]:
 
 
 def _sdpa_dense(case: Case) -> Callable[[], Attention]:
-    """Prepare SDPA with the dense mask."""
-    if case.mask.kv_len > DENSE_LIMIT:
+    """Prepare SDPA with the dense mask; transformers packs the query heads of a key-value head in decoding."""
+    if case.mask.row_count() > DENSE_LIMIT:
         raise CannotExpress(f"a dense mask of more than {DENSE_LIMIT} rows is too large")
+    group, decodes = case.q.shape[1] // case.k.shape[1], case.q.shape[2] == 1
 
     def make() -> Attention:
-        visible = case.mask.to_dense()
-        return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=True)
+        visible = case.mask.to_dense().contiguous()
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            if decodes:
+                rows = q.unflatten(1, (-1, group)).squeeze(3)
+                return F.scaled_dot_product_attention(rows, k, v, attn_mask=visible).flatten(1, 2)[:, :, None]
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=group > 1)
+
+        return attend
 
     return make
+
+
+def _chosen(case: Case, kind: str, amount: float) -> tuple[Tensor, Tensor]:
+    """Draw the buckets of queries and keys, or which of them are kept, per head: [B, H, S]."""
+    generator = torch.Generator(case.q.device).manual_seed(case.q.shape[2])
+    shape, options = case.q.shape[:3], {"generator": generator, "device": case.q.device}
+    if kind == "hash":
+        q, k = (torch.randint(int(amount), shape, **options) for _ in range(2))
+    else:
+        q, k = (torch.rand(shape, **options) >= amount / 100 for _ in range(2))
+    return q, k
+
+
+def _sparse(kind: str, amount: int, known: bool = True) -> Provider:
+    """Return a provider of dynamic sparse attention, which sorts and moves rows in every call."""
+
+    def prepare(case: Case) -> Callable[[], Attention]:
+        chosen = _chosen(case, kind, amount)
+        if kind == "drop":
+            return lambda: lambda q, k, v: sparse.qk_sparse_attention(q, k, v, *chosen)
+        buckets = amount if known else None
+        return lambda: lambda q, k, v: sparse.hash_sparse_attention(q, k, v, *chosen, n_buckets=buckets)
+
+    def visible(case: Case, entry: int, head: int, rows: slice) -> Tensor:
+        q, k = (x[entry, head] for x in _chosen(case, kind, amount))
+        pairs = q[rows, None] & k if kind == "drop" else q[rows, None] == k
+        return (pairs & (torch.arange(len(q), device=q.device)[rows, None] >= torch.arange(len(k), device=q.device)))[
+            None
+        ]
+
+    return Provider(prepare, makes_mask=False, visible=visible)
 
 
 PROVIDERS: dict[str, Provider] = {
@@ -285,5 +390,8 @@ PROVIDERS: dict[str, Provider] = {
     "cudnn": Provider(_sdpa(SDPBackend.CUDNN_ATTENTION), package="cudnn", makes_mask=False),
     "sdpa": Provider(_sdpa(SDPBackend.FLASH_ATTENTION), makes_mask=False),
     "sdpa_dense": Provider(_sdpa_dense),
+    **{f"hash_{n}": _sparse("hash", n) for n in (4, 16, 64)},
+    "hash_16_any": _sparse("hash", 16, known=False),
+    **{f"drop_{percent}": _sparse("drop", percent) for percent in (10, 30, 50, 70)},
 }
 """The providers by name."""

@@ -1,211 +1,124 @@
 """Time this checkout beside an earlier commit of the repository: kernels, host time of short calls, and training steps.
 
-    python recipes/benchmarks/regression.py c30b297 --csv regression.csv
+    python recipes/benchmarks/regression.py HEAD~10 --csv regression.csv
+    python recipes/benchmarks/regression.py HEAD~10 --figures kernels --masks share_question --lengths 8192
 
-The package of the other commit is loaded under another name, `flashmask_other`, so calls of both run in turns in one
-process. Everything is bfloat16; figures are medians. `figure` names what was timed:
+Calls of both commits run in turns in one process (`attention.py --commit`), after a check against float64. A row has
+the time here over the time of the other commit. Figures:
 
-- `kernels`: forward and backward of 128K tokens with hidden size 4096, in milliseconds of the GPU.
-- `host`: time in which the host issues a short call with 32 heads on an idle GPU, in microseconds, beside SDPA under
-  the same mask as a dense tensor.
-- `step`: seconds of an eager training step of a Llama-3.2-1B shape with LoRA, one packed row a step. Each repeat is a
-  process of its own, and both commits alternate.
-
-Outputs and gradients of both commits must agree before anything is timed.
+- `kernels`: forward and backward of 64K tokens with hidden size 4096.
+- `host`: time in which the host issues a short call with 32 heads on an idle GPU, and its time in a CUDA graph.
+- `step`: an eager training step of a Llama-3.2-1B shape with LoRA, one packed row per step. Each repeat is a process of
+  its own, and both commits alternate.
 """
 
 from __future__ import annotations
 
-import argparse
-import importlib
-import json
+import csv
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
-import warnings
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import torch
-import torch.nn.functional as F
+import attention
+from harness import append_rows, flags, parsed
+from peers import ROOT, add_commit
 
-ROOT = Path(__file__).parents[2]
+FIGURES = ("host", "kernels", "step")
 MASKS = ("causal_document", "share_question", "global_sliding_window")
-HEADS = 32
+CASE = ("case", "length", "head_dim", "batch")
+Rows = list[dict[str, object]]
 
 
-def load_commit(commit: str, folder: Path) -> Any:
-    """Write the package of a commit to `folder`, as it is and as `flashmask_other`; return the latter, imported."""
-    archive = subprocess.run(["git", "archive", commit, "flashmask_hf"], cwd=ROOT, check=True, stdout=subprocess.PIPE)
-    for name in ("as_is", "renamed"):
-        (folder / name).mkdir()
-        subprocess.run(["tar", "x", "-C", folder / name], input=archive.stdout, check=True)
-    renamed = folder / "renamed" / "flashmask_other"
-    (folder / "renamed" / "flashmask_hf").rename(renamed)
-    for path in renamed.rglob("*.py"):
-        path.write_text(path.read_text().replace("flashmask_hf", renamed.name))
-    sys.path.insert(0, str(renamed.parent))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # transformers knows the names of the attention functions already
-        return importlib.import_module(renamed.name)
-
-
-def functions(other: Any, mask: Any, tensors: list[Any], dout: Any) -> dict[tuple[str, str], Callable[[], Any]]:
-    """Return a forward and both passes of each commit, after asserting that their results agree."""
-    import flashmask_hf
-
-    table: dict[tuple[str, str], Callable[[], Any]] = {}
-    results = []
-    for name, package in (("here", flashmask_hf), ("other", other)):
-        copy = package.FlashMask(mask.indices.clone(), mask.causal)
-        attend = lambda p=package, m=copy: p.flashmask_attention(*tensors, m)  # noqa: E731
-        table[name, "forward"] = attend
-        table[name, "both"] = lambda a=attend: torch.autograd.grad(a(), tensors, dout)
-        results.append([attend(), *table[name, "both"]()])
-    for one, two in zip(*results, strict=True):
-        torch.testing.assert_close(one, two, rtol=2e-2, atol=2e-2)
-    return table
-
-
-def make_tensors(batch: int, length: int, heads: int, dim: int) -> tuple[list[Any], Any]:
-    """Return q, k and v that require gradients, and the gradient of the output, laid out [B, S, H, D] in memory."""
-    *tensors, dout = (
-        torch.randn(batch, length, heads, dim, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in range(4)
-    )
-    return [x.requires_grad_() for x in tensors], dout
-
-
-def time_kernels(other: Any, lengths: list[int], repeats: int) -> list[dict[str, object]]:
-    """Return rows of the figure `kernels`."""
-    from attention import HIDDEN, TOKENS, make_mask
-    from harness import interleaved_medians
-
-    rows = []
-    for dim in (64, 128):
-        for length in lengths:
-            tensors, dout = make_tensors(TOKENS // length, length, HIDDEN // dim, dim)
-            for family in MASKS:
-                table = functions(other, make_mask(family, length), tensors, dout)
-                rows += compare(f"{family} {length} x {dim}", "kernels", "ms", interleaved_medians(table, repeats))
-    return rows
-
-
-def time_host(other: Any, lengths: list[int], repeats: int) -> list[dict[str, object]]:
-    """Return rows of the figure `host`."""
-    from harness import host_microseconds
-    from short import documents
-
-    from flashmask_hf import masks
-
-    rows = []
-    for dim in (64, 128):
-        for length in lengths:
-            tensors, dout = make_tensors(1, length, HEADS, dim)
-            mask = masks.causal_document(documents(length)).to("cuda")
-            visible = mask.to_dense()
-            table = functions(other, mask, tensors, dout)
-            dense = lambda t=tensors, d=visible: F.scaled_dot_product_attention(*t, attn_mask=d)  # noqa: E731
-            table["sdpa", "forward"] = dense
-            table["sdpa", "both"] = lambda a=dense, t=tensors, d=dout: torch.autograd.grad(a(), t, d)
-            rows += compare(f"{length} x {dim}", "host", "us", host_microseconds(table, repeats))
-    return rows
-
-
-def compare(case: str, figure: str, unit: str, medians: dict[tuple[str, str], float]) -> list[dict[str, object]]:
-    """Return a row for each of the passes."""
+def compare(figure: str, here: dict[str, float], other: dict[str, float]) -> Rows:
+    """Return a row for each case that both have."""
     return [
-        {
-            "figure": figure,
-            "case": case,
-            "passes": passes,
-            "unit": unit,
-            **{name: round(medians[name, passes], 4) for name in ("here", "other")},
-            "here_to_other": round(medians["here", passes] / medians["other", passes], 3),
-            "here_to_sdpa": round(medians["here", passes] / medians["sdpa", passes], 3) if figure == "host" else "",
-        }
-        for passes in dict.fromkeys(passes for _, passes in medians)
+        {"figure": figure, "case": case, "here": one, "other": other[case], "ratio": round(one / other[case], 3)}
+        for case, one in here.items()
+        if case in other
     ]
 
 
-def time_steps(folder: Path, lengths: list[int], repeats: int) -> list[dict[str, object]]:
-    """Return rows of the figure `step`."""
-    seconds: dict[tuple[str, int], list[float]] = {}
-    for _ in range(repeats):
+def from_attention(figure: str, study: str, columns: Sequence[str], argv: list[str]) -> Rows:
+    """Run a study of `attention.py` with both commits, and compare the columns."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "rows.csv"
+        attention.main([study, *argv, "--providers", "flashmask", "commit", "--csv", str(file)])
+        with open(file, newline="") as opened:
+            rows = list(csv.DictReader(opened))
+    wrong = [row for row in rows if row["status"] != "timed"]
+    if wrong:
+        raise SystemExit(f"not timed: {wrong[0]}")
+
+    def times(provider: str) -> dict[str, float]:
+        return {
+            f"{' '.join(row[name] for name in (*CASE, 'passes') if name in row)}, {column}": float(row[column])
+            for row in rows
+            if row["provider"] == provider
+            for column in columns
+            if row[column]
+        }
+
+    return compare(figure, times("flashmask"), times("commit"))
+
+
+def steps(folder: Path, lengths: Sequence[str], repeats: int, device: str) -> Rows:
+    """Train with both commits in turns of processes, and compare the median seconds of a step."""
+    seconds: dict[tuple[str, str], list[float]] = {}
+    for turn in range(repeats):
         for name, path in (("here", ROOT), ("other", folder / "as_is")):
-            command = [sys.executable, __file__, "--child", *map(str, lengths)]
+            file = folder / f"{name}_{turn}.csv"
+            shape = "llama-3.2-1b" if device == "cuda" else "tiny"
+            command = [
+                sys.executable,
+                str(Path(__file__).with_name("training.py")),
+                "--shapes",
+                shape,
+                "--tasks",
+                "lora",
+            ]
+            command += ["--implementations", "flashmask", "--steps", "20", "--device", device, "--csv", str(file)]
             environment = {**os.environ, "PYTHONPATH": str(path)}
-            found = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, text=True)
-            for length, median in json.loads(found.stdout.splitlines()[-1]).items():
-                seconds.setdefault((name, int(length)), []).append(median)
-    rows = []
-    for length in lengths:
-        medians = {(name, "step"): statistics.median(seconds[name, length]) for name in ("here", "other")}
-        rows += compare(f"LoRA, {length} tokens", "step", "s", medians)
-    return rows
+            subprocess.run([*command, "--lengths", *lengths], env=environment, check=True, stdout=subprocess.DEVNULL)
+            with open(file, newline="") as opened:
+                for row in csv.DictReader(opened):
+                    seconds.setdefault((name, row["length"]), []).append(float(row["seconds_per_step"]))
+    medians = {key: statistics.median(values) for key, values in seconds.items()}
+    here, other = ({f"LoRA, {x}": medians[name, x] for x in lengths} for name in ("here", "other"))
+    return compare("step", here, other)
 
 
-def child(lengths: list[int]) -> None:
-    """Train in this process; print the median seconds of a step for each length as one line of JSON."""
-    from peft import LoraConfig, get_peft_model
-    from training import SHAPES, make_rows
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        config = LlamaConfig(**SHAPES["llama-3.2-1b"])
-        base = AutoModelForCausalLM.from_config(config, attn_implementation="flashmask", dtype=torch.bfloat16)
-    model = get_peft_model(base, LoraConfig(r=16, target_modules="all-linear"))
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-5, fused=True)
-    medians = {}
-    for length in lengths:
-        times = []
-        for row in make_rows(length, 24, config.vocab_size):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            model(**row, use_cache=False).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            torch.cuda.synchronize()
-            times.append(time.perf_counter() - start)
-        medians[length] = statistics.median(times[4:])
-    print(json.dumps(medians))
-
-
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Run the benchmark from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("commit", nargs="?", help="commit to compare with")
+    parser = flags(__doc__)
+    parser.add_argument("commit", help="commit to compare with")
     parser.add_argument(
         "--figures", nargs="+", default=["kernels", "host", "step"], choices=["kernels", "host", "step"]
     )
-    parser.add_argument("--lengths", nargs="+", type=int, default=[8192, 32768], help="rows of the figure kernels")
-    parser.add_argument("--short", nargs="+", type=int, default=[128, 256, 512, 1024], help="rows of the figure host")
-    parser.add_argument("--rows", nargs="+", type=int, default=[2048, 8192], help="rows of the figure step")
+    parser.add_argument("--masks", nargs="+", default=list(MASKS), help="masks of the figure kernels")
+    parser.add_argument("--lengths", nargs="+", default=["8192", "32768"], help="rows of the figure kernels")
+    parser.add_argument("--dims", nargs="+", default=["64", "128"])
+    parser.add_argument("--hidden", default="4096")
+    parser.add_argument("--short", nargs="+", default=["128", "256", "512", "1024"], help="rows of the figure host")
+    parser.add_argument("--rows", nargs="+", default=["2048", "8192"], help="rows of the figure step")
     parser.add_argument("--repeats", type=int, default=15, help="turns; a tenth of it, but at least 3, for steps")
-    parser.add_argument("--csv", help="file to write the rows to")
-    parser.add_argument("--child", nargs="+", type=int, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("a GPU is needed")
-    if arguments.child:
-        return child(arguments.child)
-    if arguments.commit is None:
-        parser.error("name the commit to compare with")
-    from harness import append_rows  # imports this package, which the child takes from elsewhere
-
-    rows: list[dict[str, object]] = []
+    a = parsed(parser, argv)
+    rows: Rows = []
+    shared = ["--device", a.device, "--dims", *a.dims]
     with tempfile.TemporaryDirectory() as path:
-        other = load_commit(arguments.commit, Path(path))
-        if "host" in arguments.figures:
-            append_rows(arguments.csv, rows, time_host(other, arguments.short, 10 * arguments.repeats))
-        if "kernels" in arguments.figures:
-            append_rows(arguments.csv, rows, time_kernels(other, arguments.lengths, arguments.repeats))
-        if "step" in arguments.figures:
-            append_rows(arguments.csv, rows, time_steps(Path(path), arguments.rows, max(3, arguments.repeats // 10)))
+        add_commit(a.commit, Path(path))
+        if "host" in a.figures:
+            argv = [*shared, "--batches", "1", "--lengths", *a.short, "--repeats", str(10 * a.repeats)]
+            append_rows(a.csv, rows, from_attention("host", "short", ("host_us", "graph_us"), argv))
+        if "kernels" in a.figures:
+            argv = [*shared, "--masks", *a.masks, "--hidden", a.hidden, "--lengths", *a.lengths]
+            argv += ["--repeats", str(a.repeats)]
+            append_rows(a.csv, rows, from_attention("kernels", "masks", ("forward_ms", "backward_ms"), argv))
+        if "step" in a.figures:
+            append_rows(a.csv, rows, steps(Path(path), a.rows, max(3, a.repeats // 10), a.device))
 
 
 if __name__ == "__main__":

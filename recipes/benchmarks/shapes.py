@@ -1,56 +1,57 @@
-"""Shapes of models with random weights, and their construction."""
+"""Models with random weights, their tokenizer, and packed rows of random tokens, for the training benchmarks."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from harness import random_lengths
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, LlamaConfig
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen3Config
+from trl.trainer.utils import add_fused_lm_head
 
+from flashmask_hf.collators import DataCollatorForPackedLanguageModeling
 from flashmask_hf.long_rows.checkpointing import enable_checkpointing
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "llama-3.2-1b": {
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "vocab_size": 128256,
-        "max_position_embeddings": 131072,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+
+def _shape(hidden: int, wide: int, layers: int, heads: int, kv_heads: int, vocab: int, **more: Any) -> dict[str, Any]:
+    """Return the options of a configuration; positions suffice for rows of any length, since RoPE has no table."""
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": wide,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocab,
+        "max_position_embeddings": 2**22,
         "tie_word_embeddings": True,
-    },
-    "llama-3.1-8b": {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 128256,
-        "max_position_embeddings": 131072,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
-        "tie_word_embeddings": False,
-    },
-    "tiny": {
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 1024,
-        "max_position_embeddings": 131072,
-    },
+        **more,
+    }
+
+
+ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-3.2-1b": _shape(2048, 8192, 16, 32, 8, 128256, head_dim=64, **ROPE),
+    "llama-3.1-8b": _shape(4096, 14336, 32, 32, 8, 128256, head_dim=128, **ROPE | {"tie_word_embeddings": False}),
+    "qwen3-4b": _shape(
+        2560, 9728, 36, 32, 8, 151936, head_dim=128, rope_parameters=ROPE["rope_parameters"] | {"rope_theta": 1e6}
+    ),
+    "tiny": _shape(256, 512, 2, 4, 2, 1024, head_dim=64),
 }
 
 
 def build_model(
-    shape: str, device: str, *, kind: Any = AutoModelForCausalLM, seed: int = 0, adapters: bool = False, **options: Any
+    shape: str,
+    device: str,
+    *,
+    kind: Any = AutoModelForCausalLM,
+    seed: int = 0,
+    rank: int = 0,
+    fused: bool = False,
+    **options: Any,
 ) -> Any:
-    """Build a Llama with random weights, attention "flashmask" and gradient checkpointing.
+    """Build a model with random weights, attention "flashmask" and gradient checkpointing.
 
     It is in bfloat16, or in float32 on a CPU.
 
@@ -59,16 +60,42 @@ def build_model(
         device: "cuda" or "cpu".
         kind: transformers' auto class of the model.
         seed: seed of the weights.
-        adapters: freeze the model and add LoRA adapters of rank 16 to all linear layers; returns a PEFT model.
+        rank: of LoRA adapters on all linear layers, which then are all that is trained; 0 for none.
+        fused: whether the model has TRL's head, which computes the loss without logits of the whole row.
         **options: further options of the model's configuration.
     """
-    config = LlamaConfig(**{**SHAPES[shape], **options})
+    config = (Qwen3Config if shape.startswith("qwen3") else LlamaConfig)(**{**SHAPES[shape], **options})
     torch.manual_seed(seed)
     with torch.device(device):
         dtype = torch.float32 if device == "cpu" else torch.bfloat16
         model = kind.from_config(config, attn_implementation="flashmask", dtype=dtype)
-    if adapters:
+    if fused:
+        add_fused_lm_head(model)
+    if rank:
         task = "CAUSAL_LM" if kind is AutoModelForCausalLM else "SEQ_CLS"
-        lora = LoraConfig(r=16, target_modules="all-linear", task_type=task, init_lora_weights=False)
+        lora = LoraConfig(r=rank, target_modules="all-linear", task_type=task, init_lora_weights=False)
         model = get_peft_model(model, lora, autocast_adapter_dtype=False)
-    return enable_checkpointing(model, {"use_reentrant": False})
+    return enable_checkpointing(model, {"use_reentrant": False}).train()
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer of five words, which trainers need although batches are made here."""
+    words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, "why": 2, "so": 3, "no": 4}, unk_token="<pad>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
+
+
+def packed_row(lengths: list[int], vocab: int, device: str, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Draw a packed row of documents of these lengths, as the collator makes it."""
+    collate = DataCollatorForPackedLanguageModeling(completion_only_loss=False)
+    documents = [torch.randint(0, vocab, (n,), generator=generator).tolist() for n in lengths]
+    return {key: value.to(device) for key, value in collate([{"input_ids": ids} for ids in documents]).items()}
+
+
+def make_rows(length: int, count: int, vocab: int, device: str = "cuda") -> list[dict[str, torch.Tensor]]:
+    """Draw packed rows of `length` tokens of 1 to 10 documents (FlashMask, appendix A.2.1)."""
+    generator, rows = torch.Generator().manual_seed(0), []
+    for _ in range(count):
+        documents = int(torch.randint(1, 11, (1,), generator=generator))
+        rows.append(packed_row(random_lengths(length, documents, generator), vocab, device, generator))
+    return rows

@@ -1,42 +1,33 @@
 """Measure where the GPU time of a training step goes, by kind of work.
 
     python recipes/benchmarks/step_profile.py --lengths 8192 32768 131072 --csv results/step_profile_1b.csv
-    python recipes/benchmarks/step_profile.py --shape llama-3.1-8b --lora --settings plain kept --csv 8b.csv
+    python recipes/benchmarks/step_profile.py --shape llama-3.1-8b --lora --settings eager kept --csv 8b.csv
 
-A step is one row of 1 to 10 documents on a model with random weights, as in `training.py`, with gradient
-checkpointing, TRL's head and AdamW. Settings: "plain" computes attention twice, "kept" keeps its results
-(`keep_attention`), "compiled" compiles each layer, and "compiled_kept" does both.
-
-Counted is what the GPU runs: kernels, copies and fills, each once. Where several streams run at the same time, each
-gets an equal part of it, so that the kinds sum to the time in which the GPU is busy. A kernel's kind follows from its
-name where that tells (attention, matrix products, copies, compiled regions), else from the module that ran it or whose
-backward it belongs to. A row of the CSV holds a kind's milliseconds in one step, its share of the step and its
-launches. Shares are of the step without the profiler, which slows the host, so that those of all kinds and of "idle"
-(nothing runs) sum to 1. The longest kernels of each kind are printed; what has no kind is "unclassified". A setting
-that does not fit in memory has one row, "out of memory".
+Rows, steps and settings are those that `training.py` makes for fine-tuning. Counted is what the GPU runs: kernels,
+copies and fills, each once. Where several streams run at the same time, each gets an equal part of it, so the kinds sum
+to the time in which the GPU is busy. The kind of a kernel follows from its name where possible (attention, matrix
+products, copies, compiled regions), else from the module that ran it or whose backward it belongs to. A row of the CSV
+holds a kind's milliseconds in one step, its share of the step and its launches. Shares are of the step without the
+profiler, which slows the host, so the shares of all kinds and of "idle" (nothing runs) sum to 1. The longest kernels of
+each kind are printed; what has no kind is "unclassified". A setting that does not fit in memory has one row, "out of
+memory".
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
-import gc
 import re
 import statistics
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from harness import append_rows
+from harness import append_rows, attempt, flags, free_memory, parsed
 from shapes import SHAPES
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
-from training import build_model, make_rows, step
-
-SETTINGS = {"plain": "flashmask", "kept": "flashmask_kept", "compiled": "flashmask", "compiled_kept": "flashmask_kept"}
-"""Names of the settings, and of the implementation in `training.step`."""
+from training import FineTuning, Switch, setting
 
 LONG_STEP = 10_000
 """Milliseconds from which on a step is timed once, instead of three times."""
@@ -193,29 +184,34 @@ def _scope(event: Any, forward_scopes: dict[tuple[int, int], str]) -> str | None
 
 
 def measure(
-    shape: str, length: int, setting: str, lora: bool
+    task: FineTuning, one: str, length: int, device: str
 ) -> tuple[float, dict[str, Usage], dict[str, dict[str, float]]]:
     """Return the milliseconds of a step without the profiler, and what `usage_by_kind` finds in one."""
-    compiled = setting.startswith("compiled")
-    model = build_model(shape, lora=lora, fused=True, compiled=compiled)
-    if not compiled:
-        annotate(model)
-    rows = make_rows(length, 3, model.config.vocab_size)
-    optimizer = torch.optim.AdamW([x for x in model.parameters() if x.requires_grad], lr=1e-6, fused=True)
+    switch = Switch(task.models, [one])
+    switch.set(one)
+    if "compiled" not in one:
+        annotate(task.model)
+    rows = task.draw(length, 3)
+    trained = [x for x in task.model.parameters() if x.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-6, fused=True)
 
-    def run(row: dict[str, torch.Tensor]) -> float:
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        step(model, optimizer, SETTINGS[setting], row, fused=True)
-        torch.cuda.synchronize()
-        return 1000 * (time.perf_counter() - start)
+    def step(row: Any) -> float:
+        def run() -> None:
+            task.run("flashmask", row)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+        made = attempt(run)
+        if isinstance(made, str):
+            raise torch.OutOfMemoryError(made)
+        return 1000 * made[1]
 
     for row in rows[:2]:  # warms up
-        milliseconds = run(row)
-    repeats = 3 if milliseconds < LONG_STEP else 1
-    unprofiled = statistics.median(run(rows[2]) for _ in range(repeats))
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        run(rows[2])
+        milliseconds = step(row)
+    unprofiled = statistics.median(step(rows[2]) for _ in range(3 if milliseconds < LONG_STEP else 1))
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device == "cuda" else [])
+    with profile(activities=activities) as profiler:
+        step(rows[2])
     return unprofiled, *usage_by_kind(profiler.events() or [])
 
 
@@ -235,42 +231,34 @@ def rows_of(usage: dict[str, Usage], step_milliseconds: float) -> list[dict[str,
     ]
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Run the benchmark from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flags(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.2-1b")
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32768, 131072])
-    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    parser.add_argument("--settings", nargs="+", type=setting, default=["eager", "kept", "compiled", "compiled+kept"])
     parser.add_argument("--lora", action="store_true", help="train adapters of all linear layers")
-    parser.add_argument("--csv", help="file to write the figures to")
-    arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("a GPU is needed")
+    a = parsed(parser, argv)
+    a.full_logits = False
     rows: list[dict[str, object]] = []
-    for setting in arguments.settings:
-        for length in arguments.lengths:
-            case = {
-                "shape": arguments.shape,
-                "trained": "adapters" if arguments.lora else "all",
-                "length": length,
-                "setting": setting,
-            }
-            names: dict[str, dict[str, float]] = {}
+    for one in a.settings:
+        for length in a.lengths:
+            trained = "adapters" if a.lora else "all"
+            case = {"shape": a.shape, "trained": trained, "length": length, "setting": one, "step_milliseconds": ""}
+            task, names = FineTuning("lora" if a.lora else "sft", a.shape, a), dict[str, dict[str, float]]()
             try:
-                milliseconds, usage, names = measure(arguments.shape, length, setting, arguments.lora)
-                found = [
-                    {**case, "step_milliseconds": round(milliseconds, 2), **row} for row in rows_of(usage, milliseconds)
-                ]
+                milliseconds, usage, names = measure(task, one, length, a.device)
+                case["step_milliseconds"] = round(milliseconds, 2)
+                found = [{**case, **row} for row in rows_of(usage, milliseconds)]
             except torch.OutOfMemoryError:
-                nothing = {"milliseconds": "", "share": "", "launches": ""}
-                found = [{**case, "step_milliseconds": "", "kind": "out of memory", **nothing}]
-            append_rows(arguments.csv, rows, found)
+                found = [{**case, "kind": "out of memory", "milliseconds": "", "share": "", "launches": ""}]
+            append_rows(a.csv, rows, found)
             for kind, spent in names.items():
                 longest = sorted(spent.items(), key=lambda item: -item[1])
                 for name, microseconds in longest[: 8 if kind == UNCLASSIFIED else 3]:
                     print(f"  {kind}: {microseconds / 1000:.3f} ms {name[:150]}", flush=True)
-            gc.collect()
-            torch.cuda.empty_cache()
+            del task
+            free_memory()
             torch.compiler.reset()
 
 

@@ -1,231 +1,427 @@
-"""Measure fine-tuning on packed rows with flashmask, SDPA and flex_attention: tokens per second and peak memory.
+"""Measure training by task, setting, attention and length of a packed row: tokens per second and peak memory.
 
-    python recipes/benchmarks/training.py --length 32768 --csv training.csv
-    python recipes/benchmarks/training.py --length 32768 --compile --implementations flashmask flex_attention
-    python recipes/benchmarks/training.py --length 2048 131072 --seconds 40 --fused --implementations flashmask{,_kept}
+    python recipes/benchmarks/training.py --csv rows.csv   # figures 2 and 7 of the FlashMask paper
+    python recipes/benchmarks/training.py --shapes llama-3.2-1b --tasks sft --lengths 8192 --steps 3   # a minute
+    python recipes/benchmarks/training.py --tasks sft --lengths 2048 32768 --settings eager kept liger compiled+kept
+    python recipes/benchmarks/training.py --tasks dpo --implementations flashmask trl_sdpa trl_flex_attention_single
+    python recipes/benchmarks/training.py --shapes tiny --device cpu --lengths 512 1024
 
-The model has the shape of a Llama with random weights, in bfloat16, with gradient checkpointing and AdamW. A step
-is one row of 1 to 10 documents, as in the paper (appendix A.2.1). SDPA and flex_attention take transformers' own path
-for packed rows, which builds a mask from position_ids in every step (a dense one for SDPA); flashmask takes the
-collator's vectors, and `flashmask_kept` also keeps attention's results instead of recomputing them (`keep_attention`).
-With the suffix `_liger`, norms, MLPs and rotary positions run Liger's kernels, as in trainers with `use_liger_kernel`
-(needs liger-kernel). With `--lora`, adapters of all linear layers are trained. With `--compile`, each layer is
-compiled, as the recipes do with `--torch_compile`, for every implementation in the same way. With both, and with
-`--fused`, TRL's head computes the loss without logits of the whole row, as in its trainers. The implementations train
-the same model on the same rows in turns. Their losses must agree before training. The columns `first_step_seconds` and
-`compilations` are those of each implementation; the first one's first step also loads the kernels that all share.
+Models have random weights, in bfloat16 (float32 on a CPU), with gradient checkpointing and AdamW; a step is one packed
+row (FlashMask, appendix A.2.1). All weights of 1B are trained, and adapters of 8B, whose full training takes 60 GiB
+before the first token. Tasks:
+
+- `sft`, `lora`: fine-tuning with TRL's head (`--full-logits`: without), rows of 1 to 10 documents.
+- `dpo`, `reward`: rows of 1 to 10 questions with 2 answers (DPO, with a reference model) or 6 (reward), each of 10% to
+  20% of the question's length. Tokens per second count each question once.
+
+Implementations:
+
+- `flashmask`; `sdpa`, `flex_attention`: the same trainer and row with a dense mask or a block mask
+  (`packed_attention.py`).
+- `flash_attention_2`, `_3`, `_4`: FlashAttention's varlen path, where its package is installed. It cannot share a
+  question: DPO and the reward model run as in stock TRL, one question at a time.
+- `trl_sdpa`, `trl_flex_attention`: stock TRL, which repeats the question for each answer and pads the row to one batch;
+  with `_single` one question at a time, with gradient accumulation. For stock TRL, six answers are three pairs, so that
+  it computes every answer once. For its FlexAttention, lengths are padded to multiples of 1,024, because it compiles
+  for each length.
+
+Settings join by "+": `eager`; `kept` keeps attention's results (`keep_attention`, of flashmask alone); `liger` runs
+Liger's kernels in norms, MLPs and rotary positions; `compiled` compiles each layer, as the recipes do with
+`--torch_compile`.
+
+All implementations and settings train one model on the same rows in turns, after their losses (DPO: log-probabilities,
+reward models: rewards) have agreed. A series that runs out of memory gets a row that says so, and no longer row.
+Lengths double, and so a series whose next step would take more than `--longest` seconds ends, too. `first_step_seconds`
+and `compilations` are of a series' first step. `steps` counts the measured steps.
 """
+
+# pyright: reportPrivateImportUsage=false
 
 from __future__ import annotations
 
 import argparse
-import itertools
+import contextlib
+import logging
+import random
 import statistics
 import sys
+import tempfile
 import time
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import shapes
 import torch
-from harness import random_lengths, write_csv
-from shapes import SHAPES
+import torch._dynamo.config
+from datasets import Dataset
+from harness import append_rows, attempt, available, flags, free_memory, parsed, random_lengths
+from shapes import SHAPES, build_model, make_rows, tokenizer
+from torch import Tensor
 from torch._dynamo.utils import counters
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.integrations.liger import apply_liger_kernel
+from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
+from transformers.modeling_layers import GradientCheckpointingLayer
+from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer
 
 from flashmask_hf import keep_attention
-from flashmask_hf.collators import DataCollatorForPackedLanguageModeling
 from flashmask_hf.long_rows.checkpointing import enable_checkpointing
+from flashmask_hf.names import VECTORS
+from flashmask_hf.trainers import MultiAnswerRewardConfig, MultiAnswerRewardTrainer, SharedQuestionDPOTrainer
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from common import compile_layers
+
+PACKED = ("flashmask", "sdpa", "flex_attention")
+VARLEN = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
+STOCK = ("trl_sdpa", "trl_sdpa_single", "trl_flex_attention", "trl_flex_attention_single")
+# The one that compiles longest is last: at each length, it takes no time of the others' first steps.
+DEFAULT = ("flashmask", "sdpa", *VARLEN, "flex_attention")
+SETTINGS = ("eager", "kept", "liger", "compiled")
+TASKS = ("sft", "lora", "dpo", "reward")
+ANSWERS = {"dpo": 2, "reward": 6}
+ADAPTERS_ONLY = ("llama-3.1-8b",)
+TOLERANCE = {"cuda": 5e-3, "cpu": 1e-5}  # largest difference of two losses, in bfloat16 and in float32
+
+Document = tuple[list[int], list[list[int]]]
+"""Token ids of a question, and of each of its answers."""
 
 
-def build_model(
-    shape: str, device: str = "cuda", *, lora: bool = False, fused: bool = False, compiled: bool = False
-) -> PreTrainedModel:
-    """Build a model with random weights, to be trained.
+def attention(implementation: str) -> AbstractContextManager[None]:
+    """Return a context in which an implementation takes flashmask's place on packed rows, where it is another."""
+    if implementation not in ("sdpa", "flex_attention"):
+        return contextlib.nullcontext()
+    import packed_attention  # of private functions, which another commit of the package may not have
 
-    Args:
-        shape: one of `SHAPES`.
-        device: "cuda", or "cpu", on which it is in float32.
-        lora: whether only adapters of all linear layers are trained.
-        fused: whether the model has TRL's head.
-        compiled: whether each layer is compiled, for rows of any length.
-    """
-    model = shapes.build_model(shape, device)
-    if fused:
-        from trl.trainer.utils import add_fused_lm_head
-
-        add_fused_lm_head(model)
-    if lora:
-        from peft import LoraConfig, inject_adapter_in_model
-
-        inject_adapter_in_model(LoraConfig(r=16, target_modules="all-linear"), model)
-    if compiled:
-        # A layer is compiled once for each implementation, and once more where only adapters are trained: the first
-        # layer's input then needs no gradient. Above the limit it would run uncompiled, with a warning.
-        torch._dynamo.config.recompile_limit = 64
-        sys.path.insert(0, str(Path(__file__).parents[1]))
-        from common import compile_layers  # imports TRL, which the other settings do without
-
-        compile_layers(model)
-    return model.train()
+    return packed_attention.attention(implementation)
 
 
-def make_rows(length: int, count: int, vocab: int, device: str = "cuda") -> list[dict[str, torch.Tensor]]:
-    """Draw packed rows of `length` tokens."""
-    generator = torch.Generator().manual_seed(0)
-    collate = DataCollatorForPackedLanguageModeling(completion_only_loss=False)
-    rows = []
-    for _ in range(count):
-        documents = int(torch.randint(1, 11, (1,), generator=generator))
-        lengths = random_lengths(length, documents, generator)
-        tokens = [torch.randint(0, vocab, (n,), generator=generator).tolist() for n in lengths]
-        batch = collate([{"input_ids": ids} for ids in tokens])
-        rows.append({key: value.to(device) for key, value in batch.items()})
-    return rows
+class Switch:
+    """Puts a setting into models, and takes it out again, between steps."""
 
-
-class LigerSwitch:
-    """Puts Liger's kernels into a model's layers, and takes them out again."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._code: Any = sys.modules[type(model).__module__]
+    def __init__(self, models: Sequence[Any], settings: Sequence[str]) -> None:
+        bases = [model.get_base_model() if hasattr(model, "peft_config") else model for model in models]
+        self._models, self._liger, self._compiled = models, [], []
+        self._code: Any = sys.modules[type(bases[0]).__module__]
         plain = self._code.apply_rotary_pos_emb
-        forwards = {module: vars(module).get("forward") for module in model.modules()}
-        apply_liger_kernel(model, {"fused_linear_cross_entropy": False})
+        if any("liger" in setting for setting in settings):
+            for model in bases:
+                before = {module: vars(module).get("forward") for module in model.modules()}
+                apply_liger_kernel(model, {"fused_linear_cross_entropy": False})
+                self._liger += [(module, forward, vars(module).get("forward")) for module, forward in before.items()]
         self._rotary = plain, self._code.apply_rotary_pos_emb
-        self._forwards = [(module, forward, vars(module).get("forward")) for module, forward in forwards.items()]
-        self.set(False)
+        if any("compiled" in setting for setting in settings):
+            for model in bases:
+                compile_layers(model)
+                layers = (layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer))
+                self._compiled += [(layer, layer._compiled_call_impl) for layer in layers]
+        self.set("eager")
 
-    def set(self, on: bool) -> None:
-        """Put the kernels in or take them out."""
-        self._code.apply_rotary_pos_emb = self._rotary[on]
-        for module, *forwards in self._forwards:
+    def set(self, setting: str) -> None:
+        """Switch to a setting."""
+        on = setting.split("+")
+        options = {"use_reentrant": False} | ({"context_fn": keep_attention} if "kept" in on else {})
+        for model in self._models:
+            enable_checkpointing(model, options)
+        self._code.apply_rotary_pos_emb = self._rotary["liger" in on]
+        for module, *forwards in self._liger:
             vars(module).pop("forward", None)
-            if forwards[on] is not None:
-                vars(module)["forward"] = forwards[on]
+            if forwards["liger" in on] is not None:
+                vars(module)["forward"] = forwards["liger" in on]
+        for layer, call in self._compiled:
+            layer._compiled_call_impl = call if "compiled" in on else None
 
 
-def step(
-    model: PreTrainedModel,
-    optimizer: torch.optim.Optimizer,
-    name: str,
-    row: dict[str, torch.Tensor],
-    fused: bool = False,
-    liger: LigerSwitch | None = None,
-) -> float:
-    """Run one training step, and return the loss, which TRL's head computes if `fused`."""
-    if liger is not None:
-        liger.set(name.endswith("_liger"))
-    name = name.removesuffix("_liger")
-    model.set_attn_implementation(name.removesuffix("_kept"))
-    options: dict[str, Any] = {"use_reentrant": False}
-    if name.endswith("_kept"):
-        options["context_fn"] = keep_attention
-    enable_checkpointing(model, options)
-    batch = row if name.startswith("flashmask") else {k: v for k, v in row.items() if k != "startend_row_indices"}
-    loss = model(**batch, **({"fused_lm_head": True} if fused else {"use_cache": False})).loss
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return float(loss.detach())
+def _varlen(position_ids: Tensor) -> dict[str, Any]:
+    """Return the documents of a row [1, S] as transformers' FlashAttention takes them.
+
+    Without them it finds them in every layer, and gives the longest length as a tensor, which FlashAttention-4 rejects.
+    """
+    (bounds, _), (longest, _) = prepare_fa_kwargs_from_position_ids(position_ids)
+    longest = int(longest)
+    return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
 
 
-def measure(
-    arguments: argparse.Namespace,
-    model: PreTrainedModel,
-    length: int,
-    optimizer: torch.optim.Optimizer,
-    liger: LigerSwitch | None,
-) -> list[dict[str, Any]]:
-    """Train in turns on rows of `length` tokens; return the figures of each implementation."""
-    rows = make_rows(length, arguments.rows, model.config.vocab_size)
-    frozen = torch.optim.SGD([x for x in model.parameters() if x.requires_grad], lr=0.0)
-    fused = uses_fused_head(arguments)
-    first: dict[str, float] = {}
-    memory: dict[str, int] = {}
-    compilations = dict.fromkeys(arguments.implementations, 0)
+class FineTuning:
+    """Supervised fine-tuning of all weights or of adapters."""
 
-    def run(name: str, optimizer: torch.optim.Optimizer, row: dict[str, torch.Tensor]) -> tuple[float, float]:
-        """Run a step; return its loss and seconds, and count compilations."""
-        before = counters["stats"]["unique_graphs"]
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        loss = step(model, optimizer, name, row, fused, liger)
-        torch.cuda.synchronize()
-        passed = time.perf_counter() - start
-        compilations[name] += counters["stats"]["unique_graphs"] - before
-        first.setdefault(name, passed)
-        return loss, passed
+    def __init__(self, task: str, shape: str, a: argparse.Namespace):
+        self.device, self.fused = a.device, not a.full_logits
+        rank = 16 if task == "lora" or shape in ADAPTERS_ONLY else 0
+        self.model = build_model(shape, a.device, rank=rank, fused=self.fused)
+        self.models = [self.model]
 
-    for row in rows[:2]:  # with fixed weights
-        losses = {name: run(name, frozen, row)[0] for name in arguments.implementations}
-        print("losses before training:", {name: round(loss, 5) for name, loss in losses.items()})
-        if max(losses.values()) - min(losses.values()) > 5e-3:
-            raise SystemExit("the implementations disagree")
-    run(arguments.implementations[0], optimizer, rows[0])  # allocates the optimizer's state
-    for name in arguments.implementations:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        run(name, optimizer, rows[0])
-        memory[name] = torch.cuda.max_memory_allocated()
+    def draw(self, length: int, count: int) -> Sequence[Any]:
+        """Draw rows of `length` tokens."""
+        return make_rows(length, count, self.model.config.vocab_size, self.device)
 
-    seconds: dict[str, list[float]] = {name: [] for name in arguments.implementations}
-    end = time.perf_counter() + arguments.seconds
-    for turn in itertools.count():
-        if turn and time.perf_counter() > end:
-            break
-        for row in rows:
-            # Every other turn begins with the last: a step's memory lies otherwise after another implementation's.
-            for name in arguments.implementations[:: -1 if turn % 2 else 1]:
-                seconds[name].append(run(name, optimizer, row)[1])
-    base = statistics.median(seconds["sdpa"]) if "sdpa" in seconds else None
+    def run(self, implementation: str, row: dict[str, Tensor]) -> float:
+        """Run forward and backward of a row; return the loss."""
+        row = row | {VECTORS: row[VECTORS].clone()}  # so that each step makes its mask anew, and frees it
+        varlen = implementation in VARLEN
+        if varlen:
+            row = {key: value for key, value in row.items() if key != VECTORS} | _varlen(row["position_ids"])
+        self.model.set_attn_implementation(implementation if varlen else "flashmask")
+        with attention(implementation):
+            loss = self.model(**row, **({"fused_lm_head": True} if self.fused else {"use_cache": False})).loss
+            loss.backward()
+        return float(loss.detach())
+
+    def figures(self, implementation: str, length: int) -> list[tuple[float, float]]:
+        """Return what must agree between implementations, each with the difference that is allowed."""
+        return [(self.run(implementation, self.draw(length, 1)[0]), TOLERANCE[self.device])]
+
+
+def make_row(task: str, length: int, vocab: int, generator: torch.Generator) -> list[Document]:
+    """Draw the questions and answers of one row of `length` tokens."""
+    answers = ANSWERS[task]
+    most = 10 if task == "dpo" or length > 8192 else 3 if length <= 4096 else 4
+    count = int(torch.randint(1, most + 1, (1,), generator=generator))
+    row = []
+    for total in random_lengths(length, count, generator, minimum=128 if task == "dpo" else 512):
+        low, high = (int(share * total / (1 + share * answers)) for share in (0.1, 0.2))
+        sizes = torch.randint(low, high + 1, (answers,), generator=generator).tolist()
+        tokens = torch.randint(3, vocab, (total,), generator=generator)
+        question, *made = tokens.split([total - sum(sizes), *sizes])
+        row.append((question.tolist(), [answer.tolist() for answer in made]))
+    return row
+
+
+def shared_examples(task: str, row: list[Document]) -> list[dict[str, Any]]:
+    """Return a row as examples of this package's collators."""
+    if task == "reward":
+        return [{"prompt_ids": question, "answers_ids": answers} for question, answers in row]
+    return [{"prompt_ids": question, "chosen_ids": one, "rejected_ids": two} for question, (one, two) in row]
+
+
+def stock_examples(task: str, row: list[Document]) -> list[list[dict[str, Any]]]:
+    """Return a row as examples of TRL's collators, by question; a reward model gets a pair for every two answers."""
+    if task == "dpo":
+        return [[example] for example in shared_examples(task, row)]
     return [
-        {
-            "implementation": name,
-            "shape": arguments.shape,
-            "length": length,
-            "trained": "adapters" if arguments.lora else "all",
-            "compiled": arguments.compile,
-            "first_step_seconds": round(first[name], 2),
-            "compilations": compilations[name],
-            "seconds_per_step": round(statistics.median(values), 4),
-            "tokens_per_second": round(length / statistics.median(values)),
-            "peak_gib": round(memory[name] / 2**30, 2),
-            "against_sdpa": round(base / statistics.median(values), 3) if base else "",
-        }
-        for name, values in seconds.items()
+        [
+            {"chosen_ids": question + one, "rejected_ids": question + two}
+            for one, two in zip(answers[::2], answers[1::2], strict=True)
+        ]
+        for question, answers in row
     ]
 
 
-def uses_fused_head(arguments: argparse.Namespace) -> bool:
-    """Return whether the model has TRL's head."""
-    return arguments.lora or arguments.compile or arguments.fused
+class Alignment:
+    """DPO or a reward model: this package's trainer and TRL's, on the same model."""
+
+    def __init__(self, task: str, shape: str, a: argparse.Namespace):
+        self.task, self.device, self.vocab = task, a.device, SHAPES[shape]["vocab_size"]
+        rank = 16 if shape in ADAPTERS_ONLY or a.adapters else 0
+        options: dict[str, Any] = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None, "num_labels": 1}
+        options["kind"] = AutoModelForCausalLM if task == "dpo" else AutoModelForSequenceClassification
+        self.model = build_model(shape, a.device, rank=rank, **options)
+        # The reference of adapters is the same model with TRL's copy of them.
+        reference = build_model(shape, a.device, seed=1, **options) if task == "dpo" and not rank else None
+        self.models = [model for model in (self.model, reference) if model is not None]
+        extra = {"ref_model": reference} if task == "dpo" else {}
+        if task == "dpo":
+            classes: Any = ((SharedQuestionDPOTrainer, DPOConfig), (DPOTrainer, DPOConfig))
+        else:
+            classes = ((MultiAnswerRewardTrainer, MultiAnswerRewardConfig), (RewardTrainer, RewardConfig))
+        self.shared, self.stock = (self._trainer(*pair, extra) for pair in classes)
+        self.shared.state.global_step = 1  # not a logging step, in which the sparsity of the mask is computed
+        self.model.train()
+
+    def _trainer(self, trainer: Any, config: Any, extra: dict[str, Any]) -> Any:
+        if "ref" in getattr(self.model, "peft_config", {}):  # TRL's copy of the adapter, which each trainer makes
+            self.model.delete_adapter("ref")
+        args = config(output_dir=tempfile.mkdtemp(), report_to="none", bf16=False, max_length=None,
+                      disable_dropout=False, use_cpu=self.device == "cpu")  # fmt: skip
+        dataset = Dataset.from_list([{"prompt": "why ", "chosen": "so ", "rejected": "no "}])  # batches are made here
+        return trainer(self.model, args=args, train_dataset=dataset, processing_class=tokenizer(), **extra)
+
+    def draw(self, length: int, count: int) -> Sequence[Any]:
+        """Draw rows of `length` tokens."""
+        generator = torch.Generator().manual_seed(length)
+        return [make_row(self.task, length, self.vocab, generator) for _ in range(count)]
+
+    def run(self, implementation: str, row: list[Document]) -> None:
+        """Run forward, and backward if gradients are enabled, of a row."""
+        packed = implementation in PACKED
+        name = "flashmask" if packed else implementation.removeprefix("trl_").removesuffix("_single")
+        trainer, batches = self.shared, [shared_examples(self.task, row)]
+        if not packed:
+            trainer, batches = self.stock, stock_examples(self.task, row)
+            if implementation in ("trl_sdpa", "trl_flex_attention"):
+                batches = [[example for batch in batches for example in batch]]
+        for model in self.models:
+            model.set_attn_implementation(name)
+        trainer.data_collator.pad_to_multiple_of = 1024 if name == "flex_attention" else None
+        with attention(implementation):
+            for batch in batches:
+                loss = trainer.compute_loss(self.model, trainer._prepare_inputs(trainer.data_collator(batch)))
+                if torch.is_grad_enabled():
+                    (loss / len(batches)).backward()
+
+    def figures(self, implementation: str, length: int) -> list[tuple[float, float]]:
+        """Return log-probabilities or rewards on a row with two answers per question, each with what may differ.
+
+        Log-probabilities, sums over an answer, may differ by 1%. A random head's rewards are about 1, and bfloat16
+        alone moves them by 0.05 between SDPA and FlexAttention, so 0.25 is allowed.
+        """
+        generator = torch.Generator().manual_seed(7)
+        row = [(question, answers[:2]) for question, answers in make_row(self.task, 2048, self.vocab, generator)]
+        over: dict[str, Callable[[list[float]], float]] = {"min_reward": min, "max_reward": max}
+        if self.task == "dpo":
+            over = {"logps/chosen": statistics.fmean, "logps/rejected": statistics.fmean}
+        metrics = (self.shared if implementation in PACKED else self.stock)._metrics["train"]
+        metrics.clear()
+        with torch.no_grad():
+            self.run(implementation, row)
+        found = [mean(metrics[key]) for key, mean in over.items()]
+        return [(x, max(0.05, 0.01 * abs(x)) if self.task == "dpo" else 0.25) for x in found]
 
 
-def main() -> None:
+class Series:
+    """The figures of one implementation in one setting over the lengths, until it ends."""
+
+    def __init__(self, implementation: str, setting: str):
+        self.implementation, self.setting = implementation, setting
+        self.ended = ""
+        self.length = 0  # the last length that it ran
+        self.seconds = 0.0  # of a step at that length
+        self.first: float | None = None  # seconds of its first step
+        self.compilations = 0
+        self.steps: list[tuple[float, float]] = []  # seconds and peak GiB of each measured step
+
+    def expected(self, length: int) -> float:
+        """Return the most seconds of a step at a longer length: attention's grow with its square."""
+        return self.seconds * (length / self.length) ** 2 if self.length else 0.0
+
+    def figures(self, length: int) -> dict[str, object]:
+        """Return the columns of a length, and forget its steps."""
+        found: dict[str, object] = {"implementation": self.implementation, "setting": self.setting}
+        found |= {"tokens_per_second": self.ended, "seconds_per_step": "", "peak_gib": "", "steps": len(self.steps)}
+        if not self.ended:
+            self.length, self.seconds = length, statistics.median(seconds for seconds, _ in self.steps)
+            peak = max(peak for _, peak in self.steps)
+            found |= {"tokens_per_second": round(length / self.seconds), "seconds_per_step": round(self.seconds, 4)}
+            found["peak_gib"] = round(peak, 2) if peak else ""
+        self.steps = []
+        return found | {"first_step_seconds": round(self.first or 0, 2), "compilations": self.compilations}
+
+
+class Study:
+    """One model of a task in training, and the series that share it."""
+
+    def __init__(self, task: str, shape: str, a: argparse.Namespace):
+        self.arguments = a
+        names = [name for name in a.implementations if task in ANSWERS or name not in STOCK]
+        pairs = [(name, setting) for setting in a.settings for name in names]
+        self.series = [Series(*pair) for pair in pairs if pair[0] == "flashmask" or "kept" not in pair[1]]
+        self.task = (Alignment if task in ANSWERS else FineTuning)(task, shape, a)
+        self.switch = Switch(self.task.models, a.settings)
+        trained = [x for x in self.task.model.parameters() if x.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=1e-6, fused=True)
+
+    def run(self, one: Series, call: Callable[[], Any]) -> tuple[Any, float, float] | None:
+        """Switch to a series and make a call; return its result, seconds and peak GiB, or end the series."""
+        self.switch.set(one.setting)
+        before = counters["stats"]["unique_graphs"]
+        made = attempt(call)
+        one.compilations += counters["stats"]["unique_graphs"] - before
+        if isinstance(made, str):
+            one.ended = made
+            self.optimizer.zero_grad(set_to_none=True)
+            free_memory()
+            return None
+        one.first = made[1] if one.first is None else one.first
+        return made
+
+    def check(self, length: int) -> None:
+        """Exit unless all series have the same figures before training."""
+        found = {}
+        for one in self.series:
+            made = self.run(one, lambda one=one: self.task.figures(one.implementation, length))
+            self.optimizer.zero_grad(set_to_none=True)
+            if made is not None:
+                found[one.implementation, one.setting] = made[0]
+        print("before training:", found, flush=True)
+        for figures in zip(*found.values(), strict=True):
+            values = [value for value, _ in figures]
+            if not max(values) - min(values) <= max(allowed for _, allowed in figures):
+                raise SystemExit(f"the implementations disagree: {found}")
+
+    def step(self, one: Series, row: Any) -> None:
+        """Run one training step."""
+        self.task.run(one.implementation, row)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def measure(self, length: int) -> list[dict[str, object]]:
+        """Run the series at one length, each step in random order; return their rows of figures."""
+        a, rows = self.arguments, self.task.draw(length, self.arguments.steps)
+        for one in self.series:
+            if one.expected(length) > a.longest:
+                one.ended = "out of time"
+                continue
+            # FlexAttention compiles for each length, and in stock TRL for each row.
+            flex = "flex_attention" in one.implementation
+            for row in rows if flex and one.implementation in STOCK else rows[:1] if flex or not one.length else []:
+                if not one.ended:
+                    self.run(one, lambda one=one, row=row: self.step(one, row))
+        start, order = time.monotonic(), random.Random(length)
+        for number, row in enumerate(rows):
+            running = [one for one in self.series if not one.ended]
+            if number and time.monotonic() - start > a.seconds:
+                break
+            for one in order.sample(running, len(running)):
+                made = self.run(one, lambda one=one, row=row: self.step(one, row))
+                if made is not None:
+                    one.steps.append(made[1:])
+        found = [one.figures(length) for one in self.series]
+        self.series = [one for one in self.series if not one.ended]
+        return found
+
+
+def setting(text: str) -> str:
+    """Return a setting such as "compiled+kept" with its parts in order."""
+    parts = sorted(set(text.split("+")), key=SETTINGS.index)
+    return "+".join(sorted(part for part in parts if part != "eager")) or "eager"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
     """Run the benchmark from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="llama-3.2-1b")
-    parser.add_argument("--length", type=int, nargs="+", default=[32768], help="tokens of a row")
-    parser.add_argument("--rows", type=int, default=5, help="number of rows")
-    parser.add_argument("--seconds", type=float, default=0, help="repeat turns of all rows for so long per length")
-    parser.add_argument("--implementations", nargs="+", default=["flashmask", "sdpa", "flex_attention"])
-    parser.add_argument("--lora", action="store_true", help="train adapters, with TRL's head; needs peft and trl")
-    parser.add_argument("--compile", action="store_true", help="compile each layer, and use TRL's head; needs trl")
-    parser.add_argument("--fused", action="store_true", help="use TRL's head; needs trl")
-    parser.add_argument("--csv", help="file to write the figures to")
-    arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("a GPU is needed")
-    fused = uses_fused_head(arguments)
-    model = build_model(arguments.shape, lora=arguments.lora, fused=fused, compiled=arguments.compile)
-    optimizer = torch.optim.AdamW([x for x in model.parameters() if x.requires_grad], lr=1e-6, fused=True)
-    liger = LigerSwitch(model) if any(name.endswith("_liger") for name in arguments.implementations) else None
-    write_csv(
-        arguments.csv,
-        [figures for length in arguments.length for figures in measure(arguments, model, length, optimizer, liger)],
-    )
+    parser = flags(__doc__)
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["llama-3.2-1b", "llama-3.1-8b"])
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
+    parser.add_argument("--implementations", nargs="+", choices=[*DEFAULT, *STOCK], default=DEFAULT)
+    parser.add_argument("--settings", nargs="+", type=setting, default=["eager"], help="such as eager compiled+kept")
+    parser.add_argument("--lengths", nargs="+", type=int, default=[2**power for power in range(12, 20)])
+    parser.add_argument("--steps", type=int, default=5, help="most measured steps of a series and length")
+    parser.add_argument("--seconds", type=float, default=60, help="start no step after the first later than this")
+    parser.add_argument("--longest", type=float, default=120, help="end a series whose step may take more seconds")
+    parser.add_argument("--adapters", action="store_true", help="train adapters in DPO and the reward model")
+    parser.add_argument("--full-logits", action="store_true", help="fine-tune without TRL's head")
+    a = parsed(parser, argv)
+    torch._dynamo.config.recompile_limit = 256  # FlexAttention is compiled for every shape, layers for every setting
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", message=".*gradient_checkpointing.* is deprecated", category=FutureWarning)
+    a.implementations = available(a.implementations, a.device)
+    rows: list[dict[str, object]] = []
+    for shape in a.shapes:
+        for task in a.tasks:
+            if task == "sft" and shape in ADAPTERS_ONLY:
+                print(f"sft of {shape} is left out: it trains adapters here (lora)", flush=True)
+                continue
+            study = Study(task, shape, a)
+            adapters = hasattr(study.task.model, "peft_config")
+            facts = {"shape": shape, "task": task, "trained": "adapters" if adapters else "all"}
+            study.check(min(a.lengths))
+            for length in sorted(a.lengths):
+                if study.series:
+                    found = [{**facts, "length": length, **figures} for figures in study.measure(length)]
+                    append_rows(a.csv, rows, found)
+            del study
+            free_memory()
 
 
 if __name__ == "__main__":

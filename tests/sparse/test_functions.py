@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import doctest
-import runpy
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -476,36 +472,6 @@ def test_nothing_waits_for_the_device(n_buckets: int | None) -> None:
         torch.cuda.synchronize()
         for one, other in zip(captured, step(*draw(seed)), strict=True):
             assert torch.equal(one, other)
-
-
-BENCHMARKS = Path(__file__).parents[2] / "recipes" / "benchmarks"
-
-
-def run_script(monkeypatch: pytest.MonkeyPatch, name: str, *arguments: object) -> dict:
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
-    return runpy.run_path(str(BENCHMARKS / name), run_name="__main__")
-
-
-def test_benchmark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """A row for every provider and length, the parts of the sparse ones, the picture, and where lines cross."""
-    chosen = ("--providers", "sdpa", "flashmask", "hash_4", "drop_30")
-    names = run_script(
-        monkeypatch, "sparse_attention.py", "--smoke", "--repeats", 1, "--csv", tmp_path / "s.csv", *chosen
-    )
-    with open(tmp_path / "s.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [(row["provider"], row["length"]) for row in rows] == [(n, s) for s in ("64", "128") for n in chosen[1:]]
-    for row in rows:
-        sparse_one = row["provider"] in ("hash_4", "drop_30")
-        assert all((float(row[f"{part}_ms"]) > 0) if sparse_one else not row[f"{part}_ms"] for part in names["PARTS"])
-    assert "hash_4  faster than sdpa by  64: " in capsys.readouterr().out
-    assert names["break_even"]([1024, 2048, 4096], [0.5, 0.5, 2.0]) == "2896"
-    assert names["break_even"]([1024, 2048], [0.5, 0.9]) == "more than 2048"
-    assert names["break_even"]([1024, 2048], [1.5, 2.9]) == "1024 or less"
-    pytest.importorskip("matplotlib")
-    run_script(monkeypatch, "plots.py", "--sparse", tmp_path / "s.csv", "--out", tmp_path)
-    assert (tmp_path / "sparse.png").stat().st_size > 10_000
 
 
 KEEP = torch.ones(1, 2, 6, dtype=torch.bool)

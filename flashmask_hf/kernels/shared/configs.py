@@ -68,7 +68,7 @@ _QUERIES_FEW_ROWS = {
 }
 # Decoding streams keys and values past few rows, so it is bound by the bytes in flight on a multiprocessor that holds
 # two programs. An H200 then reads long caches at 0.95 of the rate of SDPA without a mask
-# (`recipes/benchmarks/decode.py`).
+# (`recipes/benchmarks/attention.py decode`).
 _DECODE = {
     64: (Config(64, 64, 4, 4), Config(64, 64, 4, 3), Config(64, 64, 4, 2)),
     128: (Config(32, 64, 4, 3), Config(32, 64, 4, 2), Config(32, 32, 4, 2)),

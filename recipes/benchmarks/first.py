@@ -1,0 +1,143 @@
+"""Measure what a new user waits for: the first call in a fresh process, and the way from `git clone` to a first step.
+
+    python recipes/benchmarks/first.py call --csv results/first_call_h200.csv
+    python recipes/benchmarks/first.py step --csv results/first_step_cpu.csv
+
+`call` runs forward and backward of one row of 4,096 tokens, 16 heads of 128, bfloat16, under a causal mask of two
+documents, with an empty and with a full cache of compiled kernels on disk. Each row of the result is from a process of
+its own. `import_s` is the import of this package, after torch, transformers and CUDA are initialized; `first_s` the
+first forward and backward; `second_ms` the next.
+
+`step` clones this checkout's last commit, runs `make demo` there with a new environment, and times what it prints. It
+needs git, make and Python alone; what pip downloads counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+STAGES = {
+    "environment installed": rb"\nSuccessfully installed [^\n]*flashmask-hf",
+    "first training step": rb"[\r\n] *\d+%\|[^|\r\n]*\| *[1-9]\d*/\d+ \[",  # the only bar without a name
+    "trained and answered": rb"\nPicture of the loss ",
+}
+"""What each stage of `make demo` prints when it is over, in the order in which they come."""
+
+VERSIONS = "import torch, triton, transformers as t; print(torch.__version__, triton.__version__, t.__version__)"
+
+
+def child(device: str) -> None:
+    """Measure a first call in this process, and print the times as one line of JSON."""
+    import torch
+    import transformers.modeling_utils  # noqa: F401  # not part of the import that is timed
+
+    def synchronize() -> None:
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    shape = (1, 4096, 16, 128) if device == "cuda" else (1, 128, 2, 16)
+    q, k, v = (torch.randn(shape, device=device, dtype=torch.bfloat16).transpose(1, 2).requires_grad_() for _ in "qkv")
+    synchronize()
+    start = time.perf_counter()
+    from flashmask_hf import flashmask_attention, masks
+
+    times = [time.perf_counter() - start]
+    mask = masks.causal_document([shape[1] // 4, shape[1] - shape[1] // 4]).to(device)
+    for _ in range(2):
+        start = time.perf_counter()
+        out = flashmask_attention(q, k, v, mask)
+        out.backward(torch.ones_like(out))
+        synchronize()
+        times.append(time.perf_counter() - start)
+    print(json.dumps(times))
+
+
+def calls(warm: int, device: str) -> list[dict[str, object]]:
+    """Return a row for a process with an empty cache, and for `warm` processes with a full one."""
+    from harness import conditions  # imports this package, which a child must not do before it is timed
+
+    rows: list[dict[str, object]] = []
+    with tempfile.TemporaryDirectory() as cache:
+        for state in ("empty", *["full"] * warm):
+            command = [sys.executable, __file__, "child", "--device", device]
+            environment = {**os.environ, "TRITON_CACHE_DIR": cache}
+            found = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, text=True)
+            imported, first, second = json.loads(found.stdout.splitlines()[-1])
+            times = {"import_s": round(imported, 2), "first_s": round(first, 2), "second_ms": round(1000 * second, 2)}
+            rows.append({"cache": state, **times, **conditions()})
+    return rows
+
+
+def passed(command: list[str], folder: Path) -> dict[str, float]:
+    """Run a command, and return the seconds after which each of `STAGES` was over.
+
+    Raises:
+        RuntimeError: the command failed, or printed nothing of a stage; the message has the end of its output.
+    """
+    start, found, printed = time.monotonic(), dict[str, float](), b"\n"
+    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as running:
+        assert running.stdout is not None
+        while chunk := os.read(running.stdout.fileno(), 2**16):
+            sys.stdout.buffer.write(chunk)
+            sys.stdout.flush()
+            printed += chunk
+            missing = next((stage for stage in STAGES if stage not in found), None)
+            if missing is not None and re.search(STAGES[missing], printed):
+                found[missing] = time.monotonic() - start
+    if running.returncode != 0 or len(found) < len(STAGES):
+        raise RuntimeError(f"{' '.join(command)} did not pass all stages:\n{printed[-2000:].decode(errors='replace')}")
+    return found
+
+
+def steps() -> list[dict[str, object]]:
+    """Return a row per stage of `make demo`."""
+    with tempfile.TemporaryDirectory() as folder:
+        checkout = Path(folder) / "flashmask-hf"
+        subprocess.run(["git", "clone", "--quiet", str(ROOT), str(checkout)], check=True)
+        found = passed(["make", "demo"], checkout)
+        python = checkout / ".venv" / "bin" / "python"
+        versions = subprocess.run([python, "-c", VERSIONS], capture_output=True, text=True, check=True).stdout.split()
+    cpu = Path("/proc/cpuinfo")
+    name = re.search(r"^model name\s*: (.*)$", cpu.read_text(), re.MULTILINE) if cpu.exists() else None
+    machine = {"gpu": "cpu", "processor": name[1] if name else platform.machine(), "cores": os.cpu_count()}
+    machine |= {
+        "python": platform.python_version(),
+        **dict(zip(("torch", "triton", "transformers"), versions, strict=True)),
+    }
+    return [{"stage": stage, "seconds": round(seconds, 1), **machine} for stage, seconds in found.items()]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the benchmark from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["call", "step", "child"])
+    parser.add_argument("--warm", type=int, default=3, help="number of processes with a full cache")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--csv", help="file to write the rows to")
+    a = parser.parse_args(argv)
+    if a.what == "child":
+        return child(a.device)
+    rows = calls(a.warm, a.device) if a.what == "call" else steps()
+    for row in rows:
+        print("  ".join(f"{key}={value}" for key, value in row.items()))
+    if a.csv:
+        with open(a.csv, "w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    main()

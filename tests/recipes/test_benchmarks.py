@@ -1,0 +1,563 @@
+"""Every benchmark runs at a tiny size on a CPU, times nothing that is wrong, and writes the columns of its results."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import os
+import subprocess
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+import pytest
+import tools.recipes  # noqa: F401  # makes the benchmarks importable
+import torch
+import torch.nn.functional as F
+from tools.recipes import BENCHMARKS
+from tools.support import FAMILIES
+from tools.tiny import TRAINER_WARNINGS
+
+from flashmask_hf import flashmask_attention, masks
+from flashmask_hf._call.plan_cache import plan_of
+
+import attention  # isort: skip
+import packed_attention  # isort: skip
+import peers  # isort: skip
+
+pytestmark = [
+    *TRAINER_WARNINGS,
+    pytest.mark.filterwarnings("ignore::trl.import_utils.TRLExperimentalWarning"),
+    pytest.mark.filterwarnings("ignore:`gradient_checkpointing(_kwargs)?` is deprecated:FutureWarning"),
+]
+CONDITIONS = ("gpu", "torch", "triton", "transformers", "flashmask_hf", "commit")
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Return a function that runs a benchmark on the CPU and returns the rows of its CSV."""
+
+    def run(name, *argv):
+        file = tmp_path / f"{name}.csv"
+        importlib.import_module(name).main([*map(str, argv), "--device", "cpu", "--csv", str(file)])
+        with open(file, newline="") as opened:
+            return list(csv.DictReader(opened))
+
+    return run
+
+
+def columns(name):
+    """Return the columns of published results."""
+    with open(BENCHMARKS / "results" / f"{name}.csv", newline="") as opened:
+        return set(csv.DictReader(opened).fieldnames)
+
+
+# ----- attention alone
+
+STUDIES = {
+    "masks": ["--lengths", 384, "--tokens", 768, "--dims", "16", "32/16", "--group", 2, "--hidden", 64],
+    "sweep": ["--lengths", 384, "--tokens", 1, "--dims", 16, "--hidden", 16],
+    "short": ["--lengths", 128, "--batches", 1, "--dims", 16],
+    "decode": ["--masks", "padding", "full", "--lengths", 40, "--batches", 2],
+    "plan": ["--lengths", 512],
+    "sparse": ["--lengths", 128, "--hidden", 128],
+}
+RESULTS = {"short": "short_h200", "decode": "decode_h200", "plan": "plan_h200", "sparse": "sparse_attention_h200"}
+
+
+@pytest.mark.parametrize("study", STUDIES)
+def test_a_study_of_attention(study, run):
+    rows = run("attention", study, *STUDIES[study], "--repeats", 1, "--warmup", 0)
+    assert columns(RESULTS.get(study, "attention_h200")) <= set(rows[0])
+    if study == "plan":
+        assert [row["mask"] for row in rows] == list(attention.FAMILIES)
+        return
+    names = [name for name in attention.STUDIES[study].providers if name.startswith(("flashmask", "hash", "drop"))]
+    own = [row for row in rows if row["provider"] in names and row["provider"] != "flashmask_triton"]
+    assert {row["provider"] for row in own} == set(names) - {"flashmask_triton"}
+    assert {row["status"] for row in own} == {"timed"}
+    others = {row["status"].partition(":")[0] for row in rows}
+    assert others <= {"timed", "cannot", "failed", "not installed"}
+    if study in ("short", "decode"):
+        assert all(float(row["host_us"]) > 0 for row in own)
+        dense = [row for row in rows if row["provider"] == "sdpa_dense"]
+        assert {row["status"] for row in dense} == {"timed"}
+
+
+@pytest.mark.parametrize("title", attention.RAGGED)
+def test_a_case_of_uneven_work_is_what_its_name_says(title):
+    (_, function), given, heads, kv_heads, dim = attention.RAGGED[title]
+    mask = function(*given)
+    rows, keys, group = mask.row_count(), mask.kv_len, title.split()[0]
+    assert dim == (64 if "head_dim 64" in title else 128)
+    expected = {
+        "short": rows == keys == 32768 and mask.sparsity() > 0.95,
+        "grouped": heads == 8 * kv_heads and keys <= 8192,
+        "few": heads == int(title.split()[1]) if group == "few" else False,
+        "chunk": {rows, keys} == {1024, 16384},
+        "across": {rows, keys} == {1024, 16384} and not mask.causal,
+        "odd": bool(keys % 128) and str(keys) in title,
+    }
+    assert expected[group]
+
+
+def test_a_mask_of_ones_own(run, tmp_path):
+    (tmp_path / "own.py").write_text(
+        "from flashmask_hf import masks\ndef mine(length):\n    return masks.sliding_window(length, 9)\n"
+    )
+    flags = ["--mask", f"{tmp_path / 'own.py'}:mine", "--providers", "flashmask", "--repeats", 1]
+    (row,) = run("attention", *flags, "--lengths", 200, "--tokens", 1, "--dims", 16, "--hidden", 16)
+    assert (row["mask"], row["status"]) == ("mine", "timed")
+    del attention.FAMILIES["mine"]
+
+
+def test_work_is_counted_on_visible_tiles_and_pairs():
+    forward, backward = attention.Shape(2, 4, 2, 8, 16, 16).flops(64)
+    assert (forward, backward) == (4 * 2 * 4 * 64 * 16, 10 * 2 * 4 * 64 * 16)
+    forward, backward = attention.Shape(1, 1, 1, 8, 16, 8).flops(1)
+    assert (forward, backward) == (2 * (16 + 8), 2 * (3 * 16 + 2 * 8))
+
+
+@pytest.mark.parametrize(("length", "q_len"), [(50, 50), (50, 23), (23, 50)])
+@pytest.mark.parametrize("heads", [(4, 2), (2, 2)])
+def test_exact_results_are_those_of_the_reference(heads, length, q_len, monkeypatch):
+    monkeypatch.setattr(attention, "EXACT_ROWS", 16)  # several parts, the last one shorter
+    torch.manual_seed(0)
+    shape = attention.Shape(2, *heads, length, 16, 16)
+    mask, tensors = masks.full(length, q_len=q_len), attention.inputs(shape, q_len, "cpu")
+    if q_len <= length:
+        mask = masks.causal(length, q_len=q_len)
+    wide = [x.detach().double().requires_grad_() for x in tensors[:3]]
+    out = flashmask_attention(*wide, mask, impl="reference")
+    expected = [out.detach(), *torch.autograd.grad(out, wide, tensors[3].double())]
+    found = attention.exact(peers.Case("", mask, *tensors[:3]), tensors[3])
+    for one, whole in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, torch.cat(attention.corners(whole, heads[1])), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("q_len", [29, 61])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_masks_of_peers_mean_what_the_mask_means(family, q_len):
+    mask = FAMILIES[family](61, q_len)
+    mask = peers.FlashMask(mask.indices[:1, :1], mask.causal, q_len=mask.q_len)
+    dense, rows, keys = mask.to_dense()[0, 0], torch.arange(mask.row_count())[:, None], torch.arange(61)
+    zero = torch.zeros((), dtype=torch.int64)
+    assert torch.equal(peers.visible_pairs(mask)(zero, zero, rows, keys), dense)
+    bounds = peers.row_bounds(mask, 2)
+    assert torch.equal(seen_by(bounds, 61), torch.cat([dense, dense]))
+    if q_len == 61:
+        assert torch.equal(packed_attention.dense_mask(mask)[0, 0], dense)
+
+
+def seen_by(bounds, keys):
+    """Return which keys the row intervals of cudnn.flex_attention show to each row."""
+    key = torch.arange(keys)
+    visible = key < bounds[0, :, None]
+    for start, end in zip(bounds[1::2], bounds[2::2], strict=True):
+        visible |= (key >= start[:, None]) & (key < end[:, None])
+    return visible
+
+
+def test_masks_of_heads_are_left_out_by_peers_that_have_one():
+    mask = attention.make_mask("window_per_head", 1300, 4)
+    assert mask.indices.shape[1] == 4
+    with pytest.raises(peers.CannotExpress, match="same for all rows and all heads"):
+        peers.PROVIDERS["flex_attention"].prepare(peers.Case("", mask, *[torch.empty(0)] * 3))
+
+
+def sdpa(q, k, v, visible):
+    """Attend on [B, S, H, D]."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=True).transpose(1, 2)
+
+
+def flash_attn_func(q, k, v, *, causal, window_size=(None, None)):
+    """Do what FlashAttention-4 says of its arguments, aligned at the bottom right."""
+    distance = torch.arange(k.shape[1]) - torch.arange(q.shape[1])[:, None] - (k.shape[1] - q.shape[1])
+    visible = (distance <= 0) if causal else torch.ones_like(distance, dtype=torch.bool)
+    if window_size[0] is not None:
+        visible &= distance >= -window_size[0]
+    return sdpa(q, k, v, visible), None
+
+
+def flash_attn_varlen_func(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal):
+    """Do what FlashAttention-4 says of its arguments: sequences of [total, H, D] that see only themselves."""
+    lengths = cu_seqlens_q.diff().tolist()
+    assert max(lengths) == max_seqlen_q == max_seqlen_k
+    parts = zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
+    return torch.cat([flash_attn_func(*(x[None] for x in part), causal=causal)[0][0] for part in parts]), None
+
+
+def create_mask_plan(bounds, q, k, v):
+    """Do what cudnn.flex_attention says of its arguments; the plan is the dense mask of every batch entry."""
+    assert bounds.dtype == torch.int32
+    return torch.stack([seen_by(part, k.shape[1]) for part in bounds[0].split(q.shape[1], 1)])[:, None]
+
+
+def flex_attn_func(q, k, v, *, mask_plan):
+    """Attend under a plan of `create_mask_plan`."""
+    return sdpa(q, k, v, mask_plan)
+
+
+@pytest.fixture
+def packages(monkeypatch):
+    """Put modules in the place of flash-attn-4 and cudnn that do on a CPU what these say of their arguments."""
+    functions = {
+        "flash_attn": (),
+        "flash_attn.cute": (flash_attn_func, flash_attn_varlen_func),
+        "cudnn": (),
+        "cudnn.flex_attention": (create_mask_plan, flex_attn_func),
+    }
+    for name, members in functions.items():
+        module = ModuleType(name)
+        module.__spec__ = ModuleSpec(name, None)
+        module.__path__ = []
+        for member in members:
+            setattr(module, member.__name__, member)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(peers.importlib.metadata, "version", lambda package: f"of {package}")
+
+
+@pytest.mark.usefixtures("packages")
+def test_peers_get_the_masks_that_they_can_express(run):
+    names = ["flashmask", "fa4", "cudnn_flex", "sdpa_dense"]
+    families = ["full", "causal", "sliding_window", "causal_document", "document", "share_question", "random_eviction"]
+    flags = ["--repeats", 1, "--warmup", 0, "--masks", *families, "--providers", *names]
+    rows = run("attention", *STUDIES["masks"], *flags)
+    assert len(rows) == 2 * len(families) * len(names)
+    for row in rows:
+        known = row["mask"] in families[:5]
+        expected = "timed" if row["provider"] != "fa4" or known else "cannot"
+        assert row["status"].partition(":")[0] == expected, (row["mask"], row["provider"], row["status"])
+    assert {row["version"] for row in rows if row["provider"] == "fa4"} == {"", "flash-attn-4 of flash-attn-4"}
+
+
+def test_providers_that_are_wrong_fail_or_are_missing_are_not_timed(run, monkeypatch, capsys):
+    right = peers.PROVIDERS["sdpa_dense"]
+
+    def leaks(case):
+        """Attend under a mask whose last row sees what it should not."""
+        return right.prepare(case._replace(mask=masks.full(case.mask.kv_len)))
+
+    def last_head(case):
+        """Return an output that is too large in the last head."""
+        factor = torch.ones(case.q.shape[1], 1, 1, dtype=torch.bfloat16)
+        factor[-1] = 1.1
+        return lambda: lambda q, k, v: right.prepare(case)()(q, k, v) * factor
+
+    def raises(case):
+        raise RuntimeError("no kernel\nfor this width")
+
+    wrong = {"sdpa": leaks, "flashmask": last_head, "cudnn": raises}
+    for name, prepare in wrong.items():
+        monkeypatch.setitem(peers.PROVIDERS, name, peers.Provider(prepare))
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
+    flags = ["--lengths", 256, "--tokens", 1, "--dims", 16, "--hidden", 48, "--masks", "causal", "--repeats", 1]
+    rows = run("attention", *flags, "--providers", *wrong, "sdpa_dense", "fa4")
+    status = {row["provider"]: row["status"] for row in rows}
+    assert status["sdpa"].startswith("differs: out by ")
+    assert all(f"{what} by" in status["sdpa"] for what in ("dq", "dk", "dv"))
+    assert status["flashmask"].startswith("differs: out by 1.0e-01")
+    assert status["cudnn"] == "failed: RuntimeError: no kernel for this width"
+    assert (status["sdpa_dense"], status["fa4"]) == ("timed", "not installed")
+    assert "sdpa differs, flashmask differs, cudnn failed" in capsys.readouterr().out
+    assert not any(row["forward_ms"] for row in rows if row["status"] != "timed")
+
+
+def test_each_kernel_is_compiled_once_beforehand():
+    table = list(attention._masks(attention.parse(["--device", "cpu", "--masks", "causal", "full", "--dims", "64"])))
+    tasks = attention.to_compile(["flashmask", "flex_attention", "cudnn"], table)
+    assert [name for name, _ in tasks] == ["flex_attention"] * 4 + ["flashmask"] * 2  # FlexAttention for each length
+
+
+@pytest.mark.full
+def test_another_commit_is_timed_beside_this_one(run):
+    flags = ["--short", 128, "--lengths", 128, "--dims", 16, "--hidden", 16, "--repeats", 1, "--masks", "causal"]
+    rows = run("regression", "HEAD", "--figures", "host", "kernels", *flags)
+    assert {row["figure"] for row in rows} == {"host", "kernels"}
+    assert all(float(row["ratio"]) > 0 for row in rows)
+    del peers.PROVIDERS["commit"]
+
+
+# ----- training
+
+TINY = ["--shapes", "tiny", "--steps", 1]
+
+
+@pytest.mark.parametrize(
+    ("tasks", "lengths", "implementations"),
+    [
+        (["lora"], ["256", "128"], ["flashmask", "sdpa"]),
+        pytest.param(["sft", "dpo", "reward"], ["1024", "512"], ["flashmask", "sdpa", "trl_sdpa", "trl_sdpa_single"],
+                     marks=pytest.mark.full),
+    ],
+)  # fmt: skip
+def test_training(tasks, lengths, implementations, run):
+    flags = ["--tasks", *tasks, "--implementations", *implementations, "--settings", "eager", "kept"]
+    rows = run("training", *TINY, "--lengths", *lengths, *flags)
+    assert columns("row_lengths_1b_h200") <= set(rows[0])
+    for task in tasks:
+        ran = implementations if task in ("dpo", "reward") else implementations[:2]
+        own = [row for row in rows if row["task"] == task]
+        found = [(row["length"], row["setting"], row["implementation"]) for row in own]
+        once = [*(("eager", name) for name in ran), ("kept", "flashmask")]
+        assert found == [(length, *pair) for length in lengths[::-1] for pair in once]
+        assert all(int(row["tokens_per_second"]) > 0 and row["steps"] == "1" for row in own)
+
+
+@pytest.fixture
+def training(monkeypatch):
+    """The benchmark, whose fine-tuning takes no time, and in which SDPA's memory ends at 512 tokens."""
+    import training
+
+    def fake(self, implementation, row):
+        taken.append((implementation, row["input_ids"].shape[1]))
+        if implementation == "sdpa" and taken[-1][1] > 512:
+            raise torch.OutOfMemoryError("out")
+        return losses.get(implementation, 1.0)
+
+    taken, losses = [], {}
+    monkeypatch.setattr(training.FineTuning, "run", fake)
+    return training, taken, losses
+
+
+def test_out_of_memory_ends_one_series(training, run):
+    flags = ["--tasks", "sft", "--implementations", "flashmask", "sdpa", "--lengths", 256, 512, 1024, 2048]
+    rows = run("training", *TINY, *flags)
+    assert [row["tokens_per_second"] for row in rows if row["implementation"] == "sdpa"][2:] == ["out of memory"]
+    assert [row["length"] for row in rows if row["implementation"] == "flashmask"] == ["256", "512", "1024", "2048"]
+    assert training[1].count(("sdpa", 1024)) == 1
+
+
+def test_a_series_ends_before_a_step_that_takes_too_long(training, run):
+    flags = ["--tasks", "sft", "--implementations", "flashmask", "--lengths", 256, 512, "--longest", 0]
+    assert [row["tokens_per_second"] for row in run("training", *TINY, *flags)][1:] == ["out of time"]
+
+
+def test_implementations_that_disagree_are_not_timed(training, run):
+    training[2]["sdpa"] = 1.1
+    with pytest.raises(SystemExit, match="the implementations disagree"):
+        run("training", *TINY, "--tasks", "sft", "--implementations", "flashmask", "sdpa", "--lengths", 256)
+
+
+def test_settings_are_put_in_and_taken_out(monkeypatch):
+    import training
+
+    def liger(model, options):
+        model.model.norm.forward = "liger"
+
+    monkeypatch.setattr(training, "apply_liger_kernel", liger)
+    model = training.build_model("tiny", "cpu")
+    switch = training.Switch([model], ["eager", "liger", "compiled+kept"])
+    layer, norm = model.model.layers[0], vars(model.model.norm)
+
+    def state(setting):
+        switch.set(setting)
+        options = layer._gradient_checkpointing_func.keywords
+        return norm.get("forward"), layer._compiled_call_impl is not None, "context_fn" in options
+
+    assert state("liger") == ("liger", False, False)
+    assert state("compiled+kept") == (None, True, True)
+    assert state("eager") == (None, False, False)
+    assert training.setting("kept+compiled") == "compiled+kept"
+    assert training.setting("eager") == "eager"
+    with pytest.raises(ValueError, match="not in tuple"):
+        training.setting("fast")
+
+
+def test_the_profile_of_a_step(run):
+    rows = run("step_profile", "--shape", "tiny", "--lengths", 256, "--settings", "eager")
+    assert columns("step_profile_1b_h200") == set(rows[0])
+    kinds = {row["kind"]: float(row["share"]) for row in rows}
+    assert {"matrix products", "norms", "rotary", "activation", "loss", "optimizer"} <= set(kinds)
+    assert sum(kinds.values()) == pytest.approx(1, abs=0.01)
+
+
+KERNELS = {
+    "void cutlass::Kernel2<sm90_xmma_gemm_bf16>": "matrix products",
+    "nvjet_tst_128x256": "matrix products",
+    "_forward_kernel": "loss",
+    "forward_kernel": "attention forward",
+    "scale_dq_kernel": "attention backward",
+    "_column_plan": "plan and mask",
+    "triton_red_fused_mean_pow_rsqrt_3": "norms",
+    "triton_poi_fused_mul_silu_1": "activation",
+    "triton_poi_fused_cat_mul_neg_2": "rotary",
+    "Memcpy DtoD (Device -> Device)": "copies and casts",
+    "multi_tensor_apply_kernel": "optimizer",
+    "elementwise_kernel": "unclassified",
+}
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_kernels_have_kinds(kernel):
+    import step_profile
+
+    assert step_profile.kind_of(kernel) == KERNELS[kernel]
+
+
+def test_grpo(run, capsys):
+    flags = ["--models", "tiny", "--cases", "16:8", "--turns", 1, "--generations", 4, "--groups", 1, 2]
+    rows = run("reinforcement", *flags)
+    assert columns("grpo_h100") == set(rows[0])
+    providers = ["flashmask", "flashmask_unshared", "sdpa"]
+    assert [(row["groups"], row["provider"]) for row in rows] == [(n, name) for n in "12" for name in providers]
+    for row in rows:
+        assert int(row["update_tokens_per_second"]) > 0
+        assert float(row["difference"]) < 1e-5 < 0.1 < float(row["other_prompt"])
+        if row["provider"] != "flashmask_unshared":
+            assert float(row["first_ratio_max"]) < 1e-4
+    assert "flex_attention is left out: it has no backward on a CPU" in capsys.readouterr().out
+
+
+def test_a_provider_of_grpo_that_is_wrong_ends_the_run(run, monkeypatch):
+    import reinforcement
+
+    correct = reinforcement.call_unshared
+
+    def without_prompts(model, keep, input_ids, attention_mask, labels, **kwargs):
+        attention_mask = attention_mask.clone()
+        attention_mask[:, : -keep - 1] = 0
+        return correct(model, keep, input_ids, attention_mask, labels, **kwargs)
+
+    monkeypatch.setattr(reinforcement, "call_unshared", without_prompts)
+    with pytest.raises(SystemExit, match="flashmask_unshared and sdpa disagree"):
+        run("reinforcement", "--models", "tiny", "--cases", "16:8", "--providers", "sdpa", "flashmask_unshared")
+
+
+def test_long_rows(run):
+    flags = ["--shape", "tiny", "--documents", 3, "--equal", "--keep_attention", 1, "--host_gib", 1]
+    rows = run("long_rows", "--tokens", 600, 500, *flags)
+    assert columns("long_rows_h200") == set(rows[0])
+    assert [(row["tokens"], row["attention"], row["documents"]) for row in rows] == [
+        ("600", "kept", "3 equal"),
+        ("500", "kept", "3 equal"),
+    ]
+
+
+@pytest.mark.full
+def test_the_longest_row_is_found_by_few_trials_of_one_step(run, monkeypatch):
+    import long_rows
+
+    train = long_rows.train
+    monkeypatch.setattr(long_rows, "longest_row", lambda a: 8192)
+
+    def out_of_memory_above(tokens, a):
+        if tokens > 7000:
+            raise torch.OutOfMemoryError("out") if tokens > 8000 else ValueError("max_length")
+        return train(512, a) | {"tokens": tokens}
+
+    monkeypatch.setattr(long_rows, "train", out_of_memory_above)
+    rows = run("long_rows", "--shape", "tiny", "--tokens", "longest", "--host_gib", 1)
+    assert [row["tokens"] for row in rows] == ["8192", "7168", "6144"]
+    assert [row["tokens_per_second"] for row in rows[:2]] == ["out of memory"] * 2
+    assert int(rows[2]["tokens_per_second"]) > 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("task", ["sft", "lora", "dpo", "reward"])
+def test_curves_agree(task, run, monkeypatch):
+    import convergence
+
+    few = convergence.dataset_of(task).select(range(40))
+    monkeypatch.setattr(convergence, "dataset_of", lambda task: few)
+    monkeypatch.setattr(convergence, "faults_of", lambda curves, steps: [])  # of curves long enough to fall
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    rows = run("convergence", "--tasks", task, "--seeds", 1, "--steps", 4)
+    assert columns("convergence_cpu") == set(rows[0])
+    curves = {name: [row[name] for row in rows] for name in convergence.CURVES if rows[0][name]}
+    assert curves["flashmask"] == curves["flashmask_again"] == curves["flashmask_unskipped"]
+    assert ("trl" in curves) == (task in ("dpo", "reward"))
+    for losses in curves.values():
+        assert [float(x) for x in losses] == pytest.approx([float(x) for x in curves["flashmask"]], abs=1e-3)
+
+
+def test_what_differs_between_curves_is_a_fault():
+    import convergence
+
+    falling, other = [3.0, 2.0, 1.0], [3.0, 2.0, 1.0000001]
+    good = dict.fromkeys(("flashmask", "flashmask_again", "flashmask_unskipped", "sdpa", "trl"), falling)
+    assert not list(convergence.faults_of(good, 3))
+    faults = {
+        "flashmask_again differs from flashmask from step 3 on": {"flashmask_again": other},
+        "sdpa differs from flashmask by up to 2.0e-02 in 50 steps, more than 0.001": {"sdpa": [3.0, 2.0, 1.02]},
+        "trl has 1 steps, not 3": {"trl": [3.0]},
+    }
+    for fault, curve in faults.items():
+        assert list(convergence.faults_of(good | curve, 3)) == [fault]
+    rising = {name: [1.0, 2.0, 1.0] for name in good}
+    assert len(list(convergence.faults_of(rising, 3))) == len(good)
+
+
+def test_unskipped_lists_every_tile():
+    def listed(name):
+        with packed_attention.attention(name):
+            return int(plan_of(masks.causal_document([200, 300, 140]), 640).counts.sum())
+
+    assert listed("flashmask_unskipped") == 5 * 5
+    assert listed("flashmask_portable") == listed("flashmask") < 15
+
+
+# ----- processes
+
+
+@pytest.mark.full
+def test_packing(run):
+    rows = run("packing", "--documents", 50)
+    assert columns("packing_cpu") == set(rows[0])
+    assert [row["packer"] for row in rows][:2] == ["TRL bfd", "pack_dataset"]
+    assert all(0.5 < float(row["efficiency"]) <= 1 for row in rows)
+
+
+@pytest.mark.full
+def test_rows_over_several_processes(tmp_path):
+    file = tmp_path / "parallel.csv"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", BENCHMARKS / "parallel.py"]
+    command += ["--device", "cpu", "--shape", "tiny", "--tokens", 512, "--repeats", 1, "--csv", file]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "sdpa_cp is left out" in done.stdout  # torch has no context parallelism on a CPU
+    with open(file, newline="") as opened:
+        rows = list(csv.DictReader(opened))
+    assert columns("parallel_h200") == set(rows[0])
+    assert [row["provider"] for row in rows] == ["heads", "keys", "keys_contiguous", "whole"]
+    losses = [float(row["loss"]) for row in rows]
+    assert losses == pytest.approx([losses[0]] * 4, abs=2e-5)
+
+
+@pytest.mark.full
+def test_the_first_call(run):
+    rows = run("first", "call", "--warm", 1)
+    assert columns("first_call_h200") == set(rows[0])
+    assert [row["cache"] for row in rows] == ["empty", "full"]
+
+
+DEMO = r"""
+import sys, time
+say = lambda text: (sys.stderr.write(text), sys.stderr.flush(), time.sleep(0.2))
+say("Successfully installed pip-26.0\n")
+say("Successfully installed flashmask-hf-0.1.0 torch-2.13.0\n")
+say("\rTokenizing train dataset: 100%|####| 24/24 [00:00<00:00]\n")
+say("\r  0%|          | 0/286 [00:00<?, ?it/s]")
+say("\r  0%|          | 1/286 [00:00<01:20,  3.56it/s]")
+say("\nPicture of the loss and of the mask of one row: picture.png\n" if sys.argv[1] == "all" else "\nno\n")
+"""
+
+
+def test_stages_of_the_demo_are_timed_when_they_are_printed(tmp_path):
+    import first
+
+    found = first.passed([sys.executable, "-c", DEMO, "all"], tmp_path)
+    installed, stepped, answered = found.values()
+    assert list(found) == ["environment installed", "first training step", "trained and answered"]
+    assert 0.1 < installed < stepped - 0.5
+    assert 0.1 < answered - stepped < 0.5
+    with pytest.raises(RuntimeError, match="did not pass all stages"):
+        first.passed([sys.executable, "-c", DEMO, "part"], tmp_path)
+
+
+def test_results_name_the_machine_and_the_versions():
+    for file in sorted((BENCHMARKS / "results").glob("*.csv")):
+        found = columns(file.stem)
+        assert set(CONDITIONS) <= found or file.stem == "first_step_cpu", file.name
