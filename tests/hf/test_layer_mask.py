@@ -18,6 +18,7 @@ from tools.model_pairs import (
     positions,
     tokens,
 )
+from tools.support import covering
 from torch._dynamo.exc import Unsupported
 from torch.distributed.tensor.experimental import context_parallel
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration
@@ -272,8 +273,14 @@ def one_rank():
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("given", [{}, dict(startend_row_indices=VECTORS)], ids=["plain", "vectors"])
+@pytest.mark.parametrize(
+    ("given", "compiled"),
+    covering(
+        1,
+        [pytest.param({}, id="plain"), pytest.param(dict(startend_row_indices=VECTORS), id="vectors")],
+        [False, True],
+    ),
+)
 def test_context_parallelism_of_torch_is_refused(one_rank, given, compiled, no_compiled_code):
     """It exchanges the keys of scaled_dot_product_attention, and would leave each rank within its part of the row."""
     model, _ = model_pair("llama", num_hidden_layers=1)

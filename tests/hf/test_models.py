@@ -1,16 +1,14 @@
 """Every model family has the outcomes in the table of docs/models.md."""
 
 import re
-from pathlib import Path
 
 import pytest
 import transformers
 from packaging.version import Version
+from tools.families import PAGE, TABLE, UNTESTED, each_family
 from tools.model_zoo import INPUTS, Outcome, discover, examine
 from transformers import CONFIG_MAPPING
 
-ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "models.md").read_text()
 VERSION = PAGE.split("with transformers ")[1].split()[0]
 NOTES = dict(re.findall(r"^(\d+)[.] (.*)$", PAGE, re.MULTILINE))
 
@@ -42,16 +40,6 @@ OTHER_SINCE = {"codegen", "falcon_mamba", "gptj", "mamba", "mamba2"}
 """Families whose code is another in transformers 5.24: two look attention up by name, and caches have another name."""
 
 
-def section(title):
-    """Return the rows of a table as lists of cells, by their first cell."""
-    rows = re.findall(r"^\| (.*) \|$", PAGE[PAGE.index(f"\n| {title} |") :].split("\n\n")[0], re.MULTILINE)
-    return {cells[0]: cells[1:] for cells in (row.split(" | ") for row in rows[1:])}
-
-
-TABLE = section("family | kind")
-UNTESTED = section("family | reason")
-
-
 def expected(cell, modes):
     """Return the outcome that a cell gives for each mode."""
     found = re.findall(r"(?:(training|generate): )?(-|[a-z][a-z ]*)(?: \((\d+)\))?(?:, |$)", cell)
@@ -68,13 +56,7 @@ def test_every_family_is_listed():
     assert sorted(TABLE | UNTESTED) == discover()
 
 
-FIRST = {tuple(cells): name for name, cells in reversed(TABLE.items())}
-SOURCES = "".join(path.read_text() for path in (ROOT / "flashmask_hf").rglob("*.py"))
-QUICK = {name for name in TABLE if name in FIRST.values() or f'"{name}"' in SOURCES}
-"""The first family of each row of the table, and those that the package names."""
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.full] * (name not in QUICK)) for name in TABLE])
+@pytest.mark.parametrize("name", each_family(TABLE))
 def test_family(name):
     if name not in CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers.__version__} does not have {name}")
