@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tools.support import (
     EACH_FAMILY,
+    EACH_HEADS,
     FAMILIES,
     HEADS,
     INTERPRETED,
@@ -52,8 +53,8 @@ FEW_LENGTHS = [(63, 63), (63, 257)]  # for the interpreter, and 16 bits on the C
 )
 def test_family(family: str, lane: Lane, lengths: tuple[int, int]) -> None:
     q_len, kv_len = lengths
-    q, k, v = attention_inputs(lane, 2, HEADS, KV_HEADS, q_len, kv_len, 32)
-    check(lane, q, k, v, FAMILIES[family](kv_len, q_len).to(lane.device))
+    mask = FAMILIES[family](kv_len, q_len).to(lane.device)
+    check(lane, *attention_inputs(lane, *batch_and_heads(mask), q_len, kv_len, 32), mask)
 
 
 @st.composite
@@ -106,8 +107,8 @@ def test_random_intervals_gpu(case: tuple[FlashMask, int]) -> None:
 )
 @pytest.mark.parametrize("lane", lanes((torch.float32,), (torch.float16,), (torch.bfloat16, torch.float16)))
 def test_head_dims(lane: Lane, dims: tuple[int, int]) -> None:
-    q, k, v = attention_inputs(lane, 1, HEADS, KV_HEADS, 133, 133, *dims)
-    check(lane, q, k, v, masks.causal_document([50, 83], device=lane.device))
+    mask = masks.causal_document([50, 83], device=lane.device)
+    check(lane, *attention_inputs(lane, *batch_and_heads(mask), 133, 133, *dims), mask)
 
 
 @pytest.mark.gpu
@@ -118,13 +119,12 @@ def test_head_dims_float32_gpu(dim: int) -> None:
     check(lane, q, k, v, masks.causal_document([50, 83], device="cuda"))
 
 
-@pytest.mark.parametrize("mask_heads", ["one", "kv", "q"])
-@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (3, 1)], ids=["MHA", "GQA", "MQA"])
+@pytest.mark.parametrize("heads", EACH_HEADS, ids=str)
 @pytest.mark.parametrize("lane", lanes((torch.float32,), (torch.float32,), (torch.bfloat16,)))
-def test_heads(lane: Lane, heads: tuple[int, int], mask_heads: str) -> None:
-    count = {"one": 1, "kv": heads[1], "q": heads[0]}[mask_heads]
+def test_heads(lane: Lane, heads: tuple[int, int, int]) -> None:
+    *heads, mask_heads = heads
     mask = masks.random_eviction(
-        140, generator=torch.Generator().manual_seed(0), heads=count, batch=2, device=lane.device
+        140, generator=torch.Generator().manual_seed(0), heads=mask_heads, batch=2, device=lane.device
     )
     check(lane, *attention_inputs(lane, 2, *heads, 140, 140, 16), mask)
 

@@ -23,8 +23,13 @@ from flashmask_hf.collators import (
 )
 from flashmask_hf.collators.dataset import _pack_table
 
-INPUTS = 10_000
 EXTREMES = [0, -1, 1, 2**31, 2**63 - 1, -(2**63), 2**63, 2**64, 1.5, float("nan"), None, "1", True, [1], [], {}]
+
+
+@pytest.fixture(params=[2_000, pytest.param(10_000, marks=pytest.mark.full)])
+def inputs(request: pytest.FixtureRequest) -> int:
+    """Number of inputs that a test draws."""
+    return request.param
 
 
 def integers(draw: random.Random, count: int, low: int = 0, high: int = 9) -> list[int]:
@@ -106,10 +111,10 @@ def language_example(draw: random.Random) -> tuple[dict[str, Any], list[list[int
 NAMED = ("example ", "examples", "max_length", "pad_to_multiple_of", "pad_token_id", "truncation_mode", "row_length")
 
 
-def test_language_modeling_collator():
+def test_language_modeling_collator(inputs):
     draw = random.Random(0)
     right = 0
-    for _ in range(INPUTS):
+    for _ in range(inputs):
         drawn = [language_example(draw) for _ in range(draw.randint(1, 3))]
         examples = [example for example, _, _ in drawn]
         good = draw.random() < 0.5
@@ -140,7 +145,7 @@ def test_language_modeling_collator():
                 both = DataCollatorForPackedEncoders()(examples)
                 assert both["labels"].tolist() == [labels]
                 assert both["startend_row_indices"][0, 0, :, 0].tolist() == rows
-    assert right > INPUTS // 3
+    assert right > inputs // 3
 
 
 def assert_rows_make_sense(batch: dict[str, torch.Tensor], prefix: str = "") -> None:
@@ -154,10 +159,10 @@ def assert_rows_make_sense(batch: dict[str, torch.Tensor], prefix: str = "") -> 
     assert (positions >= 0).all()
 
 
-def test_options():
+def test_options(inputs):
     draw = random.Random(1)
     kinds = [DataCollatorForPackedLanguageModeling, DataCollatorForSharedQuestion, DataCollatorForMultiAnswerReward]
-    for _ in range(INPUTS):
+    for _ in range(inputs):
         kind = draw.choice([*kinds, DataCollatorForPackedEncoders, DataCollatorForTrees])
         fields = [name for name in kind.__dataclass_fields__ if not name.startswith("_")]
         value = draw.choice([*EXTREMES, np.int64(8), np.uint8(3), np.float32(2), np.True_, torch.tensor(4), b"x"])
@@ -180,9 +185,9 @@ def answers_example(draw: random.Random) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", [DataCollatorForSharedQuestion, DataCollatorForMultiAnswerReward])
-def test_answer_collators(kind):
+def test_answer_collators(kind, inputs):
     draw = random.Random(2)
-    for _ in range(INPUTS):
+    for _ in range(inputs):
         examples = [answers_example(draw) for _ in range(draw.randint(1, 3))]
         good = draw.random() < 0.5
         if not good:
@@ -209,10 +214,10 @@ def test_answer_collators(kind):
             assert sorted(found) == sorted(one["prompt_ids"] + a for one in examples for a in one["answers_ids"])
 
 
-def test_forests():
+def test_forests(inputs):
     draw = random.Random(3)
     right = 0
-    for _ in range(INPUTS):
+    for _ in range(inputs):
         parents, branch = [], [-1]
         for segment in range(draw.randint(1, 6)):
             branch = branch[: draw.randint(1, len(branch))]
@@ -238,13 +243,13 @@ def test_forests():
                 while parents[lineage[0]] != -1:
                     lineage.insert(0, parents[lineage[0]])
                 assert forest.tokens[forest.path(leaf)].tolist() == flat(segments[one] for one in lineage)
-    assert right > INPUTS // 3
+    assert right > inputs // 3
 
 
-def test_pack_dataset():
+def test_pack_dataset(inputs):
     draw = random.Random(4)
     options = {"completion_only_loss": None, "max_position_embeddings": None, "version": 1}
-    for _ in range(INPUTS):
+    for _ in range(inputs):
         documents = [integers(draw, draw.randint(1, 12)) for _ in range(draw.randint(1, 6))]
         split, mode = draw.choice([(True, "error"), (False, "keep_start"), (False, "keep_end"), (False, "error")])
         columns: dict[str, Any] = {"input_ids": documents}

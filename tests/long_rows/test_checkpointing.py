@@ -44,7 +44,7 @@ def passes(monkeypatch):
 
 def model_of(attention="flashmask", device="cpu", **changes):
     torch.manual_seed(0)
-    config = llama_config(num_hidden_layers=LAYERS, **changes)
+    config = llama_config(**{"num_hidden_layers": LAYERS} | changes)
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention).train().to(device)
 
 
@@ -92,13 +92,13 @@ def test_attention_runs_once_and_gradients_are_the_same(device, attention, adapt
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_a_compiled_model(passes):
-    model = model_of()
+    model = model_of(num_hidden_layers=1)
     want = gradients(model)
     compiled = torch.compile(enable_checkpointing(model, KEEPING), backend="aot_eager")
     gradients(model, compiled)
     passes.clear()
     got = gradients(model, compiled)
-    assert passes.count("forward") == LAYERS
+    assert passes.count("forward") == 1
     for x, y in zip(got, want, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
 

@@ -283,6 +283,8 @@ def _buckets(*shape: int) -> Tensor:
 
 
 HEADS, KV_HEADS = 4, 2
+EACH_HEADS = [(4, 4, 1), (4, 4, 4), (6, 2, 1), (6, 2, 2), (6, 2, 6), (3, 1, 1), (3, 1, 3)]
+"""Heads, key-value heads and a mask's heads: each of multi-head, grouped and multi-query attention with each mask."""
 
 FAMILIES: dict[str, Callable[[int, int], FlashMask]] = {
     "full": lambda n, m: masks.full(n, q_len=m),

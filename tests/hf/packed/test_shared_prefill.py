@@ -298,10 +298,10 @@ def test_training_mode_without_dropout() -> None:
 
 def test_compiled_model() -> None:
     """A compiled forward is left as it is: one graph, in which rows cannot be compared."""
-    model, inputs = build(), batch()
-    want = generate(model, inputs)
+    model, inputs, few = build(num_hidden_layers=1), batch(), {"max_new_tokens": 2, "min_new_tokens": 2}
+    want = generate(model, inputs, **few)
     torch.compiler.reset()
     model.compile(backend="eager", fullgraph=True)
     with shared_prefill(model):
-        assert torch.equal(generate(model, inputs), want)
+        assert torch.equal(generate(model, inputs, **few), want)
     torch.compiler.reset()

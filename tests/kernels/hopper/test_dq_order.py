@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from tools.ordered_sums import segments_of, span, walk, work_items
-from tools.support import poisoned
+from tools.support import covering, poisoned
 
 pytest.importorskip("triton")
 
@@ -58,8 +58,8 @@ TILES = [(128, 128), (64, 128), (32, 128), (64, 64)]
 @pytest.mark.parametrize(
     ("lengths", "mask_heads", "tile"),
     [
-        *itertools.product([(1, 1)], [1, 8], TILES),
-        *itertools.product([(700, 700)], [1, 2, 8], TILES),
+        *covering(1, [(1, 1)], [1, 8], TILES),
+        *covering(1, [(700, 700)], [1, 2, 8], TILES),
         ((150, 17000), 1, (128, 128)),
         ((150, 17000), 2, (32, 128)),
         *(
