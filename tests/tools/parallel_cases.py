@@ -146,6 +146,27 @@ def results(model: Any, loss: torch.Tensor, group: Any = None) -> list[torch.Ten
     return found
 
 
+def of_one_process(group: Any, model: Any, whole: dict[str, torch.Tensor]) -> list[torch.Tensor] | None:
+    """Return `results` of whole rows in process 0, and None in the others, which compare nothing."""
+    if group.rank():
+        return None
+    loss = loss_of(model, whole_rows(whole), learned(whole))
+    loss.backward()
+    return results(model, loss)
+
+
+def differences(got: list[torch.Tensor], want: list[torch.Tensor] | None) -> dict[str, float]:
+    """Return how far loss and gradients are off in process 0, and the largest entry of a gradient."""
+    if want is None:
+        return {}
+    assert len(got) == len(want)
+    return {
+        "loss": (got[0] - want[0]).abs().item(),
+        "gradients": max((x - y).abs().max().item() for x, y in zip(got[1:], want[1:], strict=True)),
+        "largest": max(y.abs().max().item() for y in want[1:]),
+    }
+
+
 def rows_of(
     batch: dict[str, torch.Tensor], size: int, layout: str | None, heads: int = 8, kv_heads: int = 4
 ) -> torch.Tensor:
@@ -175,23 +196,15 @@ def compare(
 
     def case(group: Any) -> dict[str, float]:
         whole = batch()
-        count = learned(whole)
         model = model_of(kind, heads, kv_heads)
-        loss = loss_of(model, whole_rows(whole), count)
-        loss.backward()
-        want = results(model, loss)
-        model = prepare(model_of(kind, heads, kv_heads))
+        want = of_one_process(group, model, whole)
+        model.zero_grad()
+        prepare(model)
         rows = rows_of(whole, group.size(), layout, heads, kv_heads)
         with sequence_parallel(group, rows, whole["position_ids"], exchange=exchange) as split:
-            loss = loss_of(model, split.shard(whole), count)
+            loss = loss_of(model, split.shard(whole), learned(whole))
             loss.backward()
-        got = results(model, loss, group)
-        assert len(got) == len(want)
-        return {
-            "loss": (got[0] - want[0]).abs().item(),
-            "gradients": max((x - y).abs().max().item() for x, y in zip(got[1:], want[1:], strict=True)),
-            "largest": max(y.abs().max().item() for y in want[1:]),
-        }
+        return differences(results(model, loss, group), want)
 
     return case
 
@@ -303,19 +316,13 @@ def tensor_parallel(
     def case(group: Any) -> dict[str, float]:
         whole = batch()
         model = model_of(kind, 8, 4)
-        loss = loss_of(model, whole_rows(whole), learned(whole))
-        loss.backward()
-        want = results(model, loss)
+        want = of_one_process(group, model, whole)
         model = tensor_parallel_model(group, model)
         assert model.model.layers[0].self_attn.q_proj.weight.to_local().shape[0] == 64 // group.size()
         loss = loss_of(model, whole_rows(whole), learned(whole))
         loss.backward()
         got = [x.full_tensor() if hasattr(x, "full_tensor") else x for x in results(model, loss)]
-        return {
-            "loss": (got[0] - want[0]).abs().item(),
-            "gradients": max((x - y).abs().max().item() for x, y in zip(got[1:], want[1:], strict=True)),
-            "largest": max(y.abs().max().item() for y in want[1:]),
-        }
+        return differences(got, want)
 
     return case
 

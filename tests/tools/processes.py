@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Collection
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,13 @@ from typing import Any
 TESTS = Path(__file__).parents[1]
 
 
-def run_cases(module: str, sizes: tuple[int, ...]) -> dict[int, dict[str, Any]]:
+def run_cases(module: str, sizes: tuple[int, ...], left_out: Collection[str] = ()) -> dict[int, dict[str, Any]]:
     """Run every case of a module in groups of each size, in a program of its own.
+
+    Args:
+        module: name of the module.
+        sizes: numbers of processes.
+        left_out: names of cases that are not run, each followed by "-" and a size where only that group is left out.
 
     Returns:
         for each size and name, what the case returned, or {"error": traceback}.
@@ -34,6 +40,7 @@ def run_cases(module: str, sizes: tuple[int, ...]) -> dict[int, dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         settings = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # meshes would be of its GPUs
         settings["PYTHONPATH"] = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
+        settings["CASES_LEFT_OUT"] = json.dumps(sorted(left_out))
         command = [sys.executable, "-W", "ignore", "-m", "tools.processes", module, folder, *map(str, sizes)]
         done = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=600)
         found = {}
@@ -75,9 +82,11 @@ def main(module: str, folder: str, *sizes: str) -> None:
     """Run the groups one after the other."""
     imported = importlib.import_module(module)
     gc.freeze()  # the collector skips what the forks share
+    left_out = json.loads(os.environ["CASES_LEFT_OUT"])
     for size in map(int, sizes):
         groups = getattr(imported, "GROUPS", {})
         cases = {name: case for name, case in imported.CASES.items() if size in groups.get(name, (size,))}
+        cases = {name: case for name, case in cases.items() if not {name, f"{name}-{size}"} & {*left_out}}
         for name, case in getattr(imported, "KILLED", {}).items():
             if name in cases and size > 1:
                 ends = _run_group({name: case}, size, folder)

@@ -10,7 +10,7 @@ import torch
 import torch._dynamo.testing
 from accelerate.utils import compile_regions
 from tools import model_zoo
-from tools.support import requires
+from tools.support import covering, requires
 from tools.tiny import llama_config
 from transformers import AutoModelForCausalLM
 
@@ -59,7 +59,7 @@ def gradients(model, run, batch):
     ("device", "given", "backend"),
     [
         pytest.param("cpu", "vectors", "inductor", marks=pytest.mark.full),
-        ("cpu", "vectors", "aot_eager"),
+        pytest.param("cpu", "vectors", "aot_eager", marks=pytest.mark.full),
         pytest.param("cpu", "positions", "aot_eager", marks=pytest.mark.full),
         pytest.param("cuda", "vectors", "inductor", marks=pytest.mark.gpu),
         pytest.param("cuda", "positions", "inductor", marks=pytest.mark.gpu),
@@ -102,11 +102,10 @@ def layers_in_place(model):
     return model
 
 
-WAYS = pytest.mark.parametrize("way", [whole, regions, layers_in_place])
+WAYS = [pytest.param(way, id=way.__name__) for way in (whole, regions, layers_in_place)]
 
 
-@WAYS
-@pytest.mark.parametrize("asked", [False, True], ids=["hooks only", "check_compiled"])
+@pytest.mark.parametrize(("way", "asked"), covering(1, WAYS, [False, True]))
 def test_layers_that_get_the_mask_train_compiled(way, asked):
     torch.compiler.reset()
     model, batch = model_on("cpu"), batch_of([3, 4], "vectors", "cpu")
@@ -125,7 +124,7 @@ def test_layers_that_get_the_mask_train_compiled(way, asked):
         torch.testing.assert_close(got[name], x, rtol=1e-4, atol=1e-5)
 
 
-@WAYS
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", ["lfm2", "recurrent_gemma"])
 def test_compiled_layers_that_mix_documents_raise(way, family):
     torch.compiler.reset()

@@ -13,6 +13,7 @@ from tools.support import covering, poisoned
 pytest.importorskip("triton")
 
 from flashmask_hf import FlashMask, masks
+from flashmask_hf.kernels.hopper import dq_order
 from flashmask_hf.kernels.hopper.dq_order import DqOrder, prepare_dq_order
 from flashmask_hf.kernels.launch.problem import problem_of
 from flashmask_hf.tiles import HIDDEN, classify_tiles
@@ -145,8 +146,6 @@ def test_heads_that_alternate(device: str) -> None:
         unseen = masks.full(2048)
         unseen.indices[:, :, keys] = 0  # keys that no row sees are not counted
         assert heads(unseen) == evened((0.5 + 1.5 * 7 / 8) * PROGRAMS / 16)
-    many = FlashMask(masks.full(256).indices.repeat(1, 257, 1, 1), False)  # more sums than are added at a time
-    assert heads(many, 257, 257) == evened((0.5 + 1.5 / 2) * PROGRAMS / 2, 257)
     rows = torch.tensor([[128, 0], [256, 128]]).repeat_interleave(128 * 128, 0)[None, None].int()
     two_blocks = FlashMask(rows, False, q_len=256)  # key tiles are level only with those of their own 128
     assert heads(two_blocks) == evened((0.5 + 1.5 * 254 / 256) * PROGRAMS)
@@ -160,17 +159,31 @@ def test_heads_that_alternate(device: str) -> None:
 
 
 @DEVICES
+def test_more_sums_than_are_added_at_a_time(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The heads that alternate follow from all of them: here from 20 heads, the last four of which see less."""
+    monkeypatch.setattr(dq_order, "_LANES", 16)
+    monkeypatch.setitem(globals(), "PROGRAMS", 16)
+    whole, halves = masks.full(256).indices, masks.document([128, 128]).indices
+    mask = FlashMask(torch.cat([whole.expand(1, 16, -1, -1), halves.expand(1, 4, -1, -1)], 1), False)
+    wanted = (0.5 * 40 + 1.5 * 16) * 16 / (16 * 4 + 4 * 2)
+    assert int(_order(mask, 256, device, 1, 20, 20).schedule[0]) == -(-20 // -(-20 // int(wanted)))
+
+
+@DEVICES
 def test_heads_that_alternate_with_masks_of_their_own(device: str) -> None:
     """As under a mask whose key tiles are all level, or, if causal, as their sums say."""
 
     def heads(mask: FlashMask) -> int:
         return int(_order(mask, mask.row_count(), device, 1, 24, 12).schedule[0])
 
-    rows = torch.tensor([[4096, 0], [2048, 0]]).repeat(12, 1)  # of two query heads, one sees half of the rows
-    per_head = FlashMask(rows[None, :, None].repeat(1, 1, 256, 1).int(), False, q_len=4096)
-    assert heads(per_head) == -(-12 // -(-12 // (2 * PROGRAMS // (32 + 16))))
-    causal = FlashMask(masks.causal(2048).indices.repeat(1, 24, 1, 1), True)
-    assert heads(causal) == int(0.5 * PROGRAMS / (2 * 8.5))
+    def evened(wanted: float) -> int:
+        return -(-12 // -(-12 // int(wanted)))
+
+    rows = torch.tensor([[2048, 0], [1024, 0]]).repeat(12, 1)  # of two query heads, one sees half of the rows
+    per_head = FlashMask(rows[None, :, None].repeat(1, 1, 256, 1).int(), False, q_len=2048)
+    assert heads(per_head) == evened(2 * PROGRAMS / (16 + 8))
+    causal = FlashMask(masks.causal(1024).indices.repeat(1, 24, 1, 1), True)
+    assert heads(causal) == evened(0.5 * PROGRAMS / (2 * 4.5))
 
 
 @DEVICES
