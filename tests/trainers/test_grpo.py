@@ -541,12 +541,13 @@ def test_the_packed_row_of_a_micro_batch():
     assert trie["packed_input_ids"].tolist() == [[4, 5, 6, 8, 5, 6, 8, 9]]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("config", "options"),
     [
         ("ddp", {"steps_per_generation": 1, "gradient_accumulation_steps": 1, "share": "tokens"}),
-        pytest.param("fsdp2", {"beta": 0.1, "loss_type": "grpo"}, marks=pytest.mark.full),
-        pytest.param("fsdp2", {"algorithm": "rloo", "lora": True, "beta": 0.1}, marks=pytest.mark.full),
+        ("fsdp2", {"beta": 0.1, "loss_type": "grpo"}),
+        ("fsdp2", {"algorithm": "rloo", "lora": True, "beta": 0.1}),
     ],
     ids=["ddp, groups over both", "fsdp2", "fsdp2, rloo, adapter"],
 )
