@@ -1,5 +1,6 @@
 """What users may get wrong with a trainer: every set-up gives its own clear error or the loss of stock TRL."""
 
+import functools
 import re
 from pathlib import Path
 
@@ -661,11 +662,16 @@ RIGHT = {
 }
 
 
+@functools.cache
+def loss_of_stock_trl(task):
+    return first_loss(build(task, stock=True))
+
+
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_set_up_has_the_loss_of_stock_trl(name):
     task, set_up = RIGHT[name]
     trainer = set_up()
-    expected = first_loss(build(task, stock=True))
+    expected = loss_of_stock_trl(task)
     assert abs(expected - 0.6931) > 1e-3, "the loss of policies that equal their reference"
     assert not trainer.args.accelerator_config.dispatch_batches
     assert first_loss(trainer) == pytest.approx(expected, rel=1e-4)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
+from tools.support import rounding
 from tools.tiny import VOCAB, llama_config, preference_rows, trainer_settings, word_tokenizer
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
@@ -18,8 +19,13 @@ from trl import RewardConfig
 from flashmask_hf.trainers import MultiAnswerRewardConfig, MultiAnswerRewardTrainer
 
 BOUND = {"rtol": 1e-5, "atol": 1e-5}
-GRADIENT_BOUND = 1e-5
-"""Largest difference of the entries of a gradient, relative to its largest entry."""
+_TOKENS = 4 * (8 + 6 * 6)  # of a batch: questions of at most 8, with at most six answers of at most 6
+_LAYER_SUMS = 32 + 8 + (8 + 6) + 32 + 32 + 64  # projection, score, softmax of a sequence, output, MLP
+GRADIENT_BOUND = rounding(2 * 2 * _LAYER_SUMS + _TOKENS)
+"""Largest difference of the entries of a gradient, relative to its largest entry: 1.5e-5.
+
+Its sums are those of a forward and a backward pass through two layers, and then over the tokens of the batch.
+"""
 
 CHAT = (
     "{% if tools %}{{ 'w6 ' }}{% endif %}"
