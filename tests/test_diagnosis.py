@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import platform
-import subprocess
+import runpy
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -52,13 +52,19 @@ def cells(text: str) -> dict[tuple[str, int], tuple[str, str | None]]:
     return table
 
 
-def test_the_command_prints_facts_and_passes() -> None:
-    done = subprocess.run([sys.executable, "-m", "flashmask_hf"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = done.stdout.splitlines()
+def test_the_command_prints_facts_and_passes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["flashmask_hf"])
+    monkeypatch.delitem(sys.modules, "flashmask_hf.__main__", raising=False)
+    with pytest.raises(SystemExit) as done:
+        runpy.run_module("flashmask_hf", run_name="__main__")
+    assert done.value.code == 0
+    printed = capsys.readouterr().out
+    lines = printed.splitlines()
     assert len(lines) <= 40
     assert max(map(len, lines)) <= 100
-    named = rows(done.stdout)
+    named = rows(printed)
     assert named["flashmask-hf"] == flashmask_hf.__version__
     assert named["Python"] == platform.python_version()
     assert named["torch"] == torch.__version__

@@ -322,8 +322,8 @@ def test_rows_rejects_what_selects_no_rows(rows, error, message):
 @pytest.mark.parametrize("two_form", FORMS, ids=form_ids)
 @pytest.mark.parametrize("one_form", FORMS, ids=form_ids)
 def test_and_is_the_intersection_or_raises_where_it_does_not_fit(one_form, two_form):
-    fitted = 0
-    for seed in range(100):
+    fitted, seeds = 0, range(40)
+    for seed in seeds:
         q_len, kv_len = 1 + seed % 13, 1 + seed % 11
         one = random_mask(seed, one_form, (1 + seed % 2, 1, kv_len), q_len, short=seed % 3 > 0)
         two = random_mask(seed + 1000, two_form, (1, 1 + seed // 2 % 2, kv_len), q_len, short=seed % 3 > 0)
@@ -346,7 +346,7 @@ def test_and_is_the_intersection_or_raises_where_it_does_not_fit(one_form, two_f
         assert result.indices.shape[-1] == FlashMask.from_dense(both, causal=result.causal).indices.shape[-1]
     # Intervals that touch the first or the last row unite with their like; only those with two free ends add up.
     always_fit = {one_form, two_form} <= {(True, 1), (False, 2)}
-    assert fitted == 100 if always_fit else 0 < fitted < 100
+    assert fitted == len(seeds) if always_fit else 0 < fitted < len(seeds)
 
 
 def test_and_stays_causal_and_short_where_it_can():
