@@ -1,4 +1,7 @@
-"""The operator `flashmask_hf::lsh_directions`: random directions of locality-sensitive hashing, one set per head."""
+"""The operator `flashmask_hf::lsh_directions`: random directions of locality-sensitive hashing, one set per head.
+
+It is an operator because compilers trace no generator.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ def _lsh_directions(x: Tensor, seed: int, layer: int, count: int) -> Tensor:
     arguments, so all ranks agree. Only the first call draws them; later calls do not wait for the device.
 
     Args:
-        x: the vectors; their values are not read.
+        x: what is hashed; only its shape, dtype and device are read.
         seed: 0..2**32 - 1.
         layer: index of the layer.
         count: number of directions per head.
