@@ -6,6 +6,7 @@ from typing import Literal, overload
 
 from torch import Tensor
 
+from flashmask_hf._call.arguments import Arguments
 from flashmask_hf._call.call import resolve
 from flashmask_hf._call.operators import attend
 from flashmask_hf._numbers import check_range
@@ -91,13 +92,11 @@ def flashmask_attention(
             has.
         RuntimeError: the backward is asked for a second derivative, which only `reference` has.
     """
-    call = resolve(q, k, v, mask, sinks, scale, softcap, deterministic, impl)
-    if call.settings.impl == "reference":
+    call = resolve(q, k, v, mask, sinks, Arguments(scale, softcap, impl, deterministic))
+    if impl == "reference":
         if not call.intercepted:  # tensors of a transform or a mode may have no values to read
             check_range(mask.indices, q.shape[2])
-        results = reference_attention(
-            *call.cast(q, k, v), mask, scale=call.settings.scale, softcap=softcap, sinks=sinks
-        )
+        results = reference_attention(*call.cast(q, k, v), mask, sinks, call.arguments)
     else:
         results = attend(call, q, k, v, sinks, mask)
     return results if return_lse else results[0]

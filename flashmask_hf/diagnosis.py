@@ -15,6 +15,7 @@ from torch.utils import collect_env
 
 import flashmask_hf
 from flashmask_hf import masks, register, torch_internals
+from flashmask_hf._call.arguments import Arguments
 from flashmask_hf._call.implementations import choose
 from flashmask_hf.attention import flashmask_attention
 from flashmask_hf.mask import FlashMask
@@ -129,8 +130,9 @@ def _implementations(device: torch.device) -> list[str]:
     choices = {}
     for dtype in _DTYPES:
         for n in _HEAD_DIMS:
-            impl, reason = choose(device, dtype, n, n)
-            choices[dtype, n] = impl, reason.replace(f"head_dim {n} with values of {n} ", "this head_dim ")
+            choice = choose(device, dtype, n, n)
+            reason = choice.reason.replace(f"head_dim {n} with values of {n} ", "this head_dim ")
+            choices[dtype, n] = choice.impl, reason
     served = {impl for impl, _ in choices.values()}
     best = next((impl for impl in ("hopper", "triton") if impl in served), None)
     reasons: list[str] = []
@@ -158,7 +160,9 @@ def _tiles(device: torch.device) -> list[str]:
     by_descriptor = True
     for head_dim in _TILE_HEAD_DIMS:
         x = packed_layout(1, 1, 8192, head_dim, dtype=torch.bfloat16, device=device)
-        problem = Problem(x, x, x, torch.Size((1, 1, 8192, 1)), causal=True, scale=1.0, softcap=0.0, sinks=False)
+        problem = Problem(
+            x, x, x, torch.Size((1, 1, 8192, 1)), causal=True, sinks=False, arguments=Arguments(scale=1.0)
+        )
         chosen = {
             "forward": forward_config(problem),
             "dK, dV": keys_config(problem),

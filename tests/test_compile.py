@@ -14,6 +14,7 @@ from tools.cubin import AMPERE, BLACKWELL, HOPPER, MI300, Kernel, compile_only
 from tools.portable_kernels import backward, decode, forward
 
 from flashmask_hf import FlashMask, masks
+from flashmask_hf._call.arguments import Arguments
 from flashmask_hf.kernels.launch.problem import Problem
 from flashmask_hf.kernels.launch.tensor_layout import packed_layout
 from flashmask_hf.kernels.portable import backward as portable_backward
@@ -93,7 +94,7 @@ def test_few_rows_are_spread_over_more_multiprocessors(monkeypatch: pytest.Monke
 
     def tiles(heads: int, q_len: int) -> list[configs.Config]:
         x = packed_layout(1, heads, q_len, dim, dtype=torch.bfloat16, device=torch.device("cpu"))
-        problem = Problem(x, x, x, torch.Size((1, 1, q_len, 1)), True, scale=1.0, softcap=0.0, sinks=False)
+        problem = Problem(x, x, x, torch.Size((1, 1, q_len, 1)), True, sinks=False, arguments=Arguments(scale=1.0))
         return [configs.forward_config(problem), configs.queries_config(problem)]
 
     few, many = tiles(1, 8192), tiles(2, 8192)  # 64 and 128 tiles of 128 rows

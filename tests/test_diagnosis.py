@@ -89,16 +89,13 @@ def test_the_self_test_can_be_left_out(capsys: pytest.CaptureFixture[str]) -> No
 def test_the_table_is_what_attention_does(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     used = []
 
-    def spy_on(prepare: Callable[..., Any]) -> Callable[..., Any]:
-        def spy(impl: str, *args: Any) -> Any:
-            used.append(impl)
-            return prepare(impl, *args)
-
-        return spy
+    def spy_on(one: implementations.Implementation, prepare: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: used.append(one.name) or prepare(*args)
 
     monkeypatch.setattr(call, "_calls", {})
-    for name in ("prepare_forward", "prepare_decode"):
-        monkeypatch.setattr(implementations, name, spy_on(getattr(implementations, name)))
+    for one in implementations.REGISTRY:
+        for name in ("forward", "decode"):
+            monkeypatch.setattr(one, name, spy_on(one, getattr(one, name)))
     main(["--no-self-test"])
     device = "cuda" if torch.cuda.is_available() else "cpu"
     table = cells(capsys.readouterr().out)
@@ -168,13 +165,11 @@ def _raising(*results: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def test_a_broken_implementation_fails_the_self_test(
     breaking: Callable[..., Any], part: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prepare = getattr(implementations, f"prepare_{part}")
+    def broken(prepare: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *problem: lambda *tensors: breaking(*prepare(*problem)(*tensors))
 
-    def prepare_broken(*problem: Any) -> Callable[..., Any]:
-        run = prepare(*problem)
-        return lambda *tensors: breaking(*run(*tensors))
-
-    monkeypatch.setattr(implementations, f"prepare_{part}", prepare_broken)
+    for one in implementations.REGISTRY:
+        monkeypatch.setattr(one, part, broken(getattr(one, part)))
     monkeypatch.setattr(call, "_calls", {})
     monkeypatch.setattr(call, "_failed", set())
     assert main([]) == 1

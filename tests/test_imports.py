@@ -23,7 +23,7 @@ LAYERS: Layers = (
     ("_numbers",),
     ("mask",),
     ("masks",),
-    ("tile_plan",),
+    ("tile_plan", "_call.arguments"),
     ("kernels.launch",),
     ("kernels.shared",),
     ("kernels.eager", "kernels.portable", "kernels.hopper", "sparse.kernels"),

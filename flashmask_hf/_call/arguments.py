@@ -1,8 +1,9 @@
-"""Checks of the arguments of attention, on the host."""
+"""The arguments of attention, and their checks on the host."""
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,23 +12,26 @@ from flashmask_hf._numbers import check_bool
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.torch_internals import is_one_of
 
-__all__ = ["check_arguments", "check_tensors"]
+__all__ = ["Arguments", "check_arguments", "check_tensors"]
 
 _LEAST, _MOST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max * math.log(2) / 2
 """Bounds of a factor that kernels hold in float32, as it is and doubled in units of log2."""
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
-def check_arguments(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: FlashMask,
-    scale: float | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    deterministic: bool,
-) -> None:
+class Arguments(NamedTuple):
+    """The arguments of `flashmask_attention` besides tensors and mask, as its docstring describes them.
+
+    The operators take the same arguments. A new option needs a field with a default that changes nothing.
+    """
+
+    scale: float | None = None
+    softcap: float | None = None
+    impl: str | None = None
+    deterministic: bool = False
+
+
+def check_arguments(q: Tensor, k: Tensor, v: Tensor, mask: FlashMask, sinks: Tensor | None, given: Arguments) -> None:
     """Check the arguments of `flashmask_attention` against each other; values of tensors are not read.
 
     Raises:
@@ -63,24 +67,7 @@ def check_arguments(
         raise ValueError(f"mask has batch {mask_batch}; it must be 1 or q's batch {batch}")
     if not is_one_of(mask_heads, 1, kv_heads, heads):
         raise ValueError(f"mask has {mask_heads} heads; it must have 1, Hkv = {kv_heads} or Hq = {heads}")
-    check_bool("deterministic", deterministic)
-    for name, value, none in (("scale", scale, "D ** -0.5"), ("softcap", softcap, "no cap")):
-        if value is None:
-            continue
-        if not isinstance(value, (int, float)) or isinstance(value, bool):
-            raise TypeError(f"{name} must be a number, or None for {none}, got {type(value).__name__}; pass a float")
-        if not _LEAST <= value <= _MOST:
-            raise ValueError(
-                f"{name} must be positive and finite, or None for {none}, and {_LEAST:.1e} to {_MOST:.1e} for float32, "
-                f"got {value}"
-            )
-    if softcap is not None:
-        factor = head_dim**-0.5 if scale is None else scale
-        if not _LEAST <= factor / softcap <= _MOST:
-            raise ValueError(
-                f"softcap={softcap} is too far from scale={factor}: scale / softcap must be {_LEAST:.1e} to "
-                f"{_MOST:.1e} for float32; pass None for no cap"
-            )
+    _check_options(given, head_dim)
     if sinks is not None:
         if not isinstance(sinks, Tensor) or not sinks.dtype.is_floating_point:
             kind = sinks.dtype if isinstance(sinks, Tensor) else type(sinks).__name__
@@ -90,6 +77,28 @@ def check_arguments(
             raise ValueError(f"sinks must have shape [Hq] = [{heads}], got {list(sinks.shape)}")
         if sinks.device != q.device:
             raise ValueError(f"sinks is on {sinks.device}, but q is on {q.device}; move it with sinks.to('{q.device}')")
+
+
+def _check_options(given: Arguments, head_dim: int) -> None:
+    """Check the arguments that are no tensors."""
+    check_bool("deterministic", given.deterministic)
+    for name, value, none in (("scale", given.scale, "D ** -0.5"), ("softcap", given.softcap, "no cap")):
+        if value is None:
+            continue
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            raise TypeError(f"{name} must be a number, or None for {none}, got {type(value).__name__}; pass a float")
+        if not _LEAST <= value <= _MOST:
+            raise ValueError(
+                f"{name} must be positive and finite, or None for {none}, and {_LEAST:.1e} to {_MOST:.1e} for float32, "
+                f"got {value}"
+            )
+    if given.softcap is not None:
+        factor = head_dim**-0.5 if given.scale is None else given.scale
+        if not _LEAST <= factor / given.softcap <= _MOST:
+            raise ValueError(
+                f"softcap={given.softcap} is too far from scale={factor}: scale / softcap must be {_LEAST:.1e} to "
+                f"{_MOST:.1e} for float32; pass None for no cap"
+            )
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:

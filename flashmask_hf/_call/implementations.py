@@ -1,216 +1,324 @@
-"""The implementations of attention: which one serves a call, and how each is prepared for it."""
+"""The implementations of attention, the best first.
+
+Each has a class here, which says what it cannot serve and prepares its passes for a `Problem`. A new one is a class in
+`REGISTRY`. With impl=None a call takes the first that serves it, and the next if its kernels fail.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from flashmask_hf import torch_internals
-from flashmask_hf.mask import FlashMask
-from flashmask_hf.tile_plan import Plan
+from flashmask_hf._call.arguments import Arguments
+from flashmask_hf._numbers import check_range
 
 if TYPE_CHECKING:  # Triton may be missing
     from flashmask_hf.kernels.launch.problem import Problem
     from flashmask_hf.kernels.launch.tensor_layout import Layout
-    from flashmask_hf.kernels.shared.row_statistics import Delta, OutputLayout
+    from flashmask_hf.kernels.shared.row_statistics import OutputLayout
 
-__all__ = [
-    "IMPLEMENTATIONS",
-    "MAX_HEAD_DIM",
-    "Choice",
-    "choose",
-    "prepare_backward",
-    "prepare_decode",
-    "prepare_forward",
-]
+__all__ = ["MAX_HEAD_DIM", "REGISTRY", "Choice", "Implementation", "Request", "choose"]
 
-IMPLEMENTATIONS = ("hopper", "triton", "torch", "reference")
 MAX_HEAD_DIM = 256
-"""Largest head_dim (of queries and of values) of the Triton kernels."""
+"""Largest head dim of queries and of values in the Triton kernels."""
 
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
+_DEFAULTS = Arguments()
 
-class Choice(NamedTuple):
-    """An implementation and the reason for it, or None and the message of the ValueError that a call raises."""
-
-    impl: str | None
-    reason: str
+Run: TypeAlias = Callable[..., Any]
+"""A prepared pass: a function of tensors."""
 
 
-def choose(device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int, impl: str | None = None) -> Choice:
-    """Choose the implementation that serves queries of `head_dim` and values of `v_head_dim`.
+class Request(NamedTuple):
+    """What a call asks of an implementation."""
 
-    A named implementation that cannot serve is not replaced by another. Nor are the kernels of a GPU replaced by
-    "torch", which is much slower there, unless Triton is not installed.
+    device: torch.device
+    dtype: torch.dtype
+    """Of q, k and v."""
+    head_dim: int
+    """D of q and k."""
+    v_head_dim: int
+    """Dv of v."""
+    arguments: Arguments
 
-    Args:
-        device: device of the tensors.
-        dtype: dtype of q, k and v.
-        head_dim: D of q and k.
-        v_head_dim: Dv of v.
-        impl: as in `flashmask_attention`.
+
+class Implementation:
+    """One way to compute attention.
+
+    A pass is prepared once per problem. The functions that `forward`, `backward` and `decode` return take tensors:
+
+        forward: (q, k, v, sinks, indices, plan) -> (out, lse)
+        backward: (dout, q, k, v, lse, delta, indices, plan) -> (dq, dk, dv, delta)
+        decode: (q, k, v, sinks, indices) -> (out, lse), for few rows, without a plan
+
+    `delta` [B, Hq, Sq] holds the row sums of dout * out less the gradient of lse. The backward also takes
+    (out, gradient of lse or None), from which it computes delta.
     """
-    if impl is not None and impl not in IMPLEMENTATIONS:
-        return Choice(None, f"impl must be None or one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
-    if impl in ("torch", "reference"):
-        return Choice(impl, "it takes any device, dtype and head_dim")
-    if impl is None and device.type != "cuda":
-        return Choice("torch", f"no GPU for impl='triton', the tensors are on {device.type}")
-    if impl is None and not torch_internals.HAS_TRITON:
-        return Choice("torch", "Triton is not installed")
-    hopper = None
-    if impl != "triton":
-        hopper = _why_not_hopper(device, dtype, head_dim, v_head_dim)
-        if hopper is None:
-            return Choice("hopper", "the Hopper kernels take this device, dtype and head_dim")
-    obstacle = _why_not_triton(device, dtype, max(head_dim, v_head_dim))
-    if impl == "hopper":
-        other = "triton" if obstacle is None else "torch"
-        return Choice(None, f"impl='hopper' cannot serve {hopper}; impl={other!r} can, more slowly")
-    if obstacle is not None:
-        return Choice(None, f"impl='triton' cannot serve {obstacle}; impl='torch' can, more slowly")
-    reason = "the kernels take this device, dtype and head_dim"
-    return Choice("triton", reason if hopper is None else f"{reason}; impl='hopper' cannot serve {hopper}")
+
+    name: ClassVar[str]
+    """Value of `impl`."""
+    takes: ClassVar[tuple[str, ...]] = ("scale", "softcap", "impl", "deterministic")
+    """Arguments that may differ from their defaults; all others are refused."""
+    decodes: ClassVar[bool] = True
+    """Whether it has a pass for few rows without a plan."""
+
+    def why_not(self, request: Request) -> str | None:
+        """Return what it cannot serve, to follow "cannot serve", or None."""
+        for name, default in Arguments._field_defaults.items():
+            value = getattr(request.arguments, name)
+            if name not in self.takes and value != default:
+                return f"{name}={value!r}"
+        return self.limit(request)
+
+    def limit(self, request: Request) -> str | None:
+        """Return which device, dtype or head dim it cannot serve, or None."""
+        return None
+
+    def left_out(self, device: torch.device) -> str | None:
+        """Return why impl=None never takes it on a device, or None."""
+        return None
+
+    def forward(self, problem: Problem) -> Run:
+        """Prepare the forward."""
+        raise NotImplementedError
+
+    def backward(self, problem: Problem, dout: Layout, output: OutputLayout | None) -> Run:
+        """Prepare the backward.
+
+        Args:
+            problem: layouts and arguments of the call.
+            dout: layout of the output's gradient.
+            output: (layout of the output, whether lse has a gradient), or None if delta is given as row sums.
+        """
+        raise NotImplementedError
+
+    def decode(self, problem: Problem) -> Run:
+        """Prepare attention of few rows."""
+        raise NotImplementedError
+
+    def ordered_forward(self, problem: Problem) -> Run:
+        """Prepare a forward with a last argument, which puts row i of the output at `order[b, h, i]`.
+
+        `order`, int32 [B, Hq, Sq], is a permutation of every head's rows. lse stays in the order of q.
+        """
+        from flashmask_hf.sparse.reorder import put_rows_back
+
+        run = self.forward(problem)
+
+        def run_and_place(*inputs: Any) -> tuple[Tensor, Tensor]:
+            out, lse = run(*inputs[:-1])
+            return put_rows_back(out, inputs[-1]), lse
+
+        return run_and_place
+
+    def ordered_backward(self, problem: Problem, dout: Layout, output: OutputLayout | None) -> Run:
+        """Prepare a backward with a last argument: the orders of dq's rows, and of the rows of dk and dv."""
+        from flashmask_hf.sparse.reorder import put_rows_back
+
+        run = self.backward(problem, dout, output)
+
+        def run_and_place(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+            dq, dk, dv, delta = run(*inputs[:-1])
+            q_order, k_order = inputs[-1]
+            return put_rows_back(dq, q_order), put_rows_back(dk, k_order), put_rows_back(dv, k_order), delta
+
+        return run_and_place
 
 
-def _why_not_hopper(device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str | None:
-    """Return what the Hopper kernels cannot serve, to follow "cannot serve", or None."""
-    if not torch_internals.HAS_TRITON:
-        return "this process: Triton is not installed"
-    from flashmask_hf.kernels.hopper import gluon
+class _Kernels(Implementation):
+    """Kernels in Triton's languages, for GPUs."""
 
-    obstacle = gluon.unavailable_reason()
-    if obstacle is not None:
-        return f"this process: {obstacle}"
-    from flashmask_hf.kernels.hopper.forward import unsupported_reason
+    def limit(self, request: Request) -> str | None:
+        return None if torch_internals.HAS_TRITON else "this process: Triton is not installed"
 
-    return unsupported_reason(device, dtype, head_dim, v_head_dim)
+    def left_out(self, device: torch.device) -> str | None:
+        if device.type != "cuda":
+            return f"no GPU for impl='triton', the tensors are on {device.type}"
+        return None if torch_internals.HAS_TRITON else "Triton is not installed"
 
 
-def _why_not_triton(device: torch.device, dtype: torch.dtype, largest: int) -> str | None:
-    """Return what the portable kernels cannot serve, to follow "cannot serve", or None."""
-    if not torch_internals.HAS_TRITON:
-        return "this process: Triton is not installed"
-    if not torch_internals.runs_kernels(device):
-        return f"tensors on {device.type} (it needs a GPU)"
-    if dtype not in _KERNEL_DTYPES:
-        return f"dtype {dtype} (it takes bfloat16, float16, float32)"
-    if largest > MAX_HEAD_DIM:
-        return f"head_dim {largest} (its limit is {MAX_HEAD_DIM})"
-    return None
+class Hopper(_Kernels):
+    """Kernels in Gluon for GPUs of compute capability 9.0. They store rows in an order themselves."""
 
+    name = "hopper"
+    decodes = False
 
-def prepare_forward(impl: str, problem: Problem, ordered: bool) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Prepare the forward of "hopper", "triton" or "torch".
+    def limit(self, request: Request) -> str | None:
+        obstacle = super().limit(request)
+        if obstacle is not None:
+            return obstacle
+        from flashmask_hf.kernels.hopper import gluon
 
-    Args:
-        impl: the implementation.
-        problem: layouts and settings of the call.
-        ordered: whether each row of the output is put where an order says. The kernel of "hopper" stores it there; the
-            others' output is copied.
+        obstacle = gluon.unavailable_reason()
+        if obstacle is not None:
+            return f"this process: {obstacle}"
+        from flashmask_hf.kernels.hopper.forward import unsupported_reason
 
-    Returns:
-        (q, k, v, sinks, indices, plan, order) -> (out, lse), without `order` unless `ordered`. `order`, int32
-        [B, Hq, Sq], is a permutation of every head's rows.
-    """
-    if impl == "hopper":
+        return unsupported_reason(request.device, request.dtype, request.head_dim, request.v_head_dim)
+
+    def forward(self, problem: Problem, ordered: bool = False) -> Run:
         from flashmask_hf.kernels.hopper import forward
 
         return forward.prepare_forward(problem, ordered)
-    if impl == "triton":
-        from flashmask_hf.kernels.portable import forward
 
-        run = forward.prepare_forward(problem)
-    else:
-        from flashmask_hf.kernels.eager import tiled
-
-        def run(
-            q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, indices: Tensor, plan: Plan
-        ) -> tuple[Tensor, Tensor]:
-            with torch_internals.no_autocast(q.device):
-                mask = FlashMask(indices, problem.causal)
-                return tiled.forward(q, k, v, mask, plan, sinks, problem.scale, problem.softcap)
-
-    if not ordered:
-        return run
-    from flashmask_hf.sparse.reorder import put_rows_back  # here, because the folder imports this module
-
-    def run_and_place(*inputs: Any) -> tuple[Tensor, Tensor]:
-        out, lse = run(*inputs[:-1])
-        return put_rows_back(out, inputs[-1]), lse
-
-    return run_and_place
-
-
-def prepare_backward(
-    impl: str, problem: Problem, dout: Layout, output: OutputLayout | None, deterministic: bool, ordered: bool
-) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Prepare the backward of "hopper", "triton" or "torch".
-
-    Args:
-        impl: the implementation.
-        problem: layouts and settings of the call.
-        dout: layout of the output's gradient.
-        output: (layout of the output, whether lse has a gradient), or None if calls bring the row sums delta.
-        deterministic: whether repeated runs must agree to the bit; "triton" and "torch" always do.
-        ordered: whether each row of the gradients is put where orders say, as in the forward.
-
-    Returns:
-        (dout, q, k, v, lse, delta, indices, plan, orders) -> (dq, dk, dv, delta), without `orders` unless `ordered`.
-        `orders` are where the rows of dq go, int32 [B, Hq, Sq], and those of dk and dv, int32 [B, Hkv, Skv].
-        `delta`, the row sums of dout * out less the gradient of lse, is a tensor, or (out, gradient of lse or None)
-        that it is computed from.
-    """
-    if impl == "hopper":
+    def backward(self, problem: Problem, dout: Layout, output: OutputLayout | None, ordered: bool = False) -> Run:
         from flashmask_hf.kernels.hopper import backward
 
-        return backward.prepare_backward(problem, dout, output, deterministic, ordered)
-    if impl == "triton":
+        return backward.prepare_backward(problem, dout, output, problem.arguments.deterministic, ordered)
+
+    def ordered_forward(self, problem: Problem) -> Run:
+        return self.forward(problem, ordered=True)
+
+    def ordered_backward(self, problem: Problem, dout: Layout, output: OutputLayout | None) -> Run:
+        return self.backward(problem, dout, output, ordered=True)
+
+
+class Triton(_Kernels):
+    """Kernels in Triton for any GPU."""
+
+    name = "triton"
+
+    def limit(self, request: Request) -> str | None:
+        obstacle = super().limit(request)
+        if obstacle is not None:
+            return obstacle
+        if not torch_internals.runs_kernels(request.device):
+            return f"tensors on {request.device.type} (it needs a GPU)"
+        if request.dtype not in _KERNEL_DTYPES:
+            return f"dtype {request.dtype} (it takes bfloat16, float16, float32)"
+        largest = max(request.head_dim, request.v_head_dim)
+        return f"head_dim {largest} (its limit is {MAX_HEAD_DIM})" if largest > MAX_HEAD_DIM else None
+
+    def forward(self, problem: Problem) -> Run:
+        from flashmask_hf.kernels.portable import forward
+
+        return forward.prepare_forward(problem)
+
+    def backward(self, problem: Problem, dout: Layout, output: OutputLayout | None) -> Run:
         from flashmask_hf.kernels.portable import backward
 
-        run = backward.prepare_backward(problem, dout, output)
-    else:
-        from flashmask_hf.kernels.eager import tiled
+        return backward.prepare_backward(problem, dout, output)
 
-        def run(
-            dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Delta, indices: Tensor, plan: Plan
-        ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-            with torch_internals.no_autocast(q.device):
-                mask = FlashMask(indices, problem.causal)
-                return tiled.backward(dout, q, k, v, lse, delta, mask, plan, problem.scale, problem.softcap)
-
-    if not ordered:
-        return run
-    from flashmask_hf.sparse.reorder import put_rows_back  # here, because the folder imports this module
-
-    def run_and_place(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        dq, dk, dv, delta = run(*inputs[:-1])
-        q_order, k_order = inputs[-1]
-        return put_rows_back(dq, q_order), put_rows_back(dk, k_order), put_rows_back(dv, k_order), delta
-
-    return run_and_place
-
-
-def prepare_decode(impl: str, problem: Problem) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Prepare attention of few rows without a plan: "torch" by torch operations, any other by the portable kernel.
-
-    Returns:
-        (q, k, v, sinks, indices) -> (out, lse).
-    """
-    if impl != "torch":
+    def decode(self, problem: Problem) -> Run:
         from flashmask_hf.kernels.portable import decode
 
         return decode.prepare_decode(problem)
-    from flashmask_hf._numbers import check_range
-    from flashmask_hf.kernels.eager import tiled
 
-    def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, indices: Tensor) -> tuple[Tensor, Tensor]:
-        check_range(indices, q.shape[2])
-        with torch_internals.no_autocast(q.device):
-            return tiled.decode(q, k, v, FlashMask(indices, problem.causal), sinks, problem.scale, problem.softcap)
 
-    return run
+class Torch(Implementation):
+    """Torch operations tile by tile, on any device."""
+
+    name = "torch"
+    takes = Arguments._fields
+
+    def left_out(self, device: torch.device) -> str | None:
+        kernels = device.type == "cuda" and torch_internals.HAS_TRITON
+        return "it is much slower than a GPU's kernels" if kernels else None
+
+    def forward(self, problem: Problem) -> Run:
+        from flashmask_hf.kernels.eager import tiled
+
+        return functools.partial(_without_autocast, tiled.forward, problem)
+
+    def backward(self, problem: Problem, dout: Layout, output: OutputLayout | None) -> Run:
+        from flashmask_hf.kernels.eager import tiled
+
+        return functools.partial(_without_autocast, tiled.backward, problem)
+
+    def decode(self, problem: Problem) -> Run:
+        from flashmask_hf.kernels.eager import tiled
+
+        def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, indices: Tensor) -> tuple[Tensor, Tensor]:
+            check_range(indices, q.shape[2])
+            return _without_autocast(tiled.decode, problem, q, k, v, sinks, indices)
+
+        return run
+
+
+class Reference(Implementation):
+    """The dense mask in torch, differentiated by autograd: `flashmask_attention` calls it without a `Call`'s passes."""
+
+    name = "reference"
+    takes = Arguments._fields
+    decodes = False
+
+    def left_out(self, device: torch.device) -> str | None:
+        return "it takes quadratic memory"
+
+
+REGISTRY: list[Implementation] = [Hopper(), Triton(), Torch(), Reference()]
+"""All implementations, the best first."""
+
+
+class Choice(NamedTuple):
+    """The implementations that a call tries in their order, and the reason for the first one.
+
+    If none serves it, the reason is the message of the ValueError that the call raises.
+    """
+
+    implementations: tuple[Implementation, ...]
+    reason: str
+
+    @property
+    def impl(self) -> str | None:
+        """Name of the first one, or None."""
+        return self.implementations[0].name if self.implementations else None
+
+
+def choose(
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    v_head_dim: int,
+    impl: str | None = None,
+    arguments: Arguments = _DEFAULTS,
+) -> Choice:
+    """Choose the implementations that serve a `Request`.
+
+    A named implementation is never replaced. With None, "torch" does not replace kernels of a GPU that cannot serve:
+    it is much slower.
+    """
+    request = Request(device, dtype, head_dim, v_head_dim, arguments)
+    if impl is not None:
+        return _named(impl, request)
+    left_out = [one.left_out(device) for one in REGISTRY]
+    candidates = [one for one, why in zip(REGISTRY, left_out, strict=True) if why is None]
+    refusals = [one.why_not(request) for one in candidates]
+    serving = tuple(one for one, why in zip(candidates, refusals, strict=True) if why is None)
+    if not serving:
+        return Choice((), _refusal(candidates[-1], request))
+    if left_out[0] is not None:
+        return Choice(serving, left_out[0])
+    reason = "the kernels take this device, dtype and head_dim"
+    refused = [f"impl={one.name!r} cannot serve {why}" for one, why in zip(candidates, refusals, strict=True) if why]
+    return Choice(serving, "; ".join([reason, *refused]))
+
+
+def _named(impl: str, request: Request) -> Choice:
+    """Choose the implementation of a name."""
+    one = next((one for one in REGISTRY if one.name == impl), None)
+    if one is None:
+        names = ", ".join(one.name for one in REGISTRY)
+        return Choice((), f"impl must be None or one of {names}, got {impl!r}")
+    if one.why_not(request) is not None:
+        return Choice((), _refusal(one, request))
+    return Choice((one,), "it was asked for and takes this device, dtype and head_dim")
+
+
+def _refusal(one: Implementation, request: Request) -> str:
+    """Return the message about an implementation that cannot serve, with the next one that can."""
+    others = REGISTRY[REGISTRY.index(one) + 1 :]
+    way_out = next((f"; impl={x.name!r} can, more slowly" for x in others if x.why_not(request) is None), "")
+    return f"impl={one.name!r} cannot serve {one.why_not(request)}{way_out}"
+
+
+def _without_autocast(compute: Callable[..., Any], problem: Problem, *tensors: Any) -> Any:
+    """Compute in the dtypes that the tensors have: the caller has cast them."""
+    with torch_internals.no_autocast(tensors[0].device):
+        return compute(problem, *tensors)

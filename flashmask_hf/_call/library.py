@@ -1,61 +1,96 @@
-"""Registration of operators with torch.library, and of their derivatives."""
+"""Registration of operators with torch.library, and the autograd function of all of them."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from operator import itemgetter
+from typing import Any, NamedTuple, get_type_hints
 
 import torch
 
-__all__ = ["Derivative", "as_operator", "no_derivatives", "no_second_derivatives", "register_autograd"]
-
-
-def as_operator(name: str, function: Callable[..., Any]) -> Any:
-    """Register `function` as operator `flashmask_hf::name`, which mutates nothing, and return the operator.
-
-    `torch.library.custom_op` would wrap it in Python code that takes longer than the rest of a short call.
-    """
-    schema = torch.library.infer_schema(function, mutates_args=())
-    torch.library.define(f"flashmask_hf::{name}", schema, tags=torch.Tag.pt2_compliant_tag)
-    torch.library.impl(f"flashmask_hf::{name}", "default", function)
-    return getattr(torch.ops.flashmask_hf, name).default
+__all__ = ["Derivative", "Recorded", "no_derivatives", "no_second_derivatives", "operator"]
 
 
 class Derivative(NamedTuple):
-    """Derivative of an operator: what it saves of a call, and the backward."""
+    """Derivative of an operator."""
 
-    setup_context: Callable[[Any, tuple[Any, ...], Any], None]
-    """(ctx, inputs, output), as in `torch.autograd.Function`."""
-    backward: Callable[..., Any]
-    """(ctx, *gradients of the outputs) -> a gradient or None for every input."""
+    save: Callable[..., None]
+    """(ctx, output, *inputs): saves on `ctx` what the backward reads."""
+    backward: Callable[..., tuple[Any, ...]]
+    """(ctx, *gradients of the outputs) -> gradients of the first inputs, in order; all others get None."""
 
 
-class _Node(torch.autograd.Function):
+class Recorded(torch.autograd.Function):
     """A call of `run` that differentiates as `derivative` says."""
 
     @staticmethod
     def forward(ctx: Any, derivative: Derivative, run: Callable[..., Any], *inputs: Any) -> Any:
         output = run(*inputs)
-        derivative.setup_context(ctx, inputs, output)
-        ctx.derivative = derivative
+        ctx.derivative, ctx.run = derivative, run
+        derivative.save(ctx, output, *inputs)
         return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return None, None, *ctx.derivative.backward(ctx, *gradients)
+        found = ctx.derivative.backward(ctx, *gradients)
+        return None, None, *found, *[None] * (len(ctx.needs_input_grad) - 2 - len(found))
 
 
-def register_autograd(operator: Any, derivative: Derivative) -> None:
-    """Register the derivative of an operator.
+def operator(fake: Callable[..., Any], derivative: Derivative | None = None) -> Callable[[Callable[..., Any]], Any]:
+    """Register the decorated function as operator `flashmask_hf::NAME`, which mutates nothing; return the operator.
 
-    Unlike `torch.library.register_autograd`, which asks the schema for the defaults of all arguments at each call and
-    takes longer than a launch. As there, the operator is called again below autograd, where dispatch modes (fake
-    tensors, selective checkpointing) see it.
+    The schema has the fields of a parameter that is a NamedTuple in its place. `torch.library.custom_op` and
+    `torch.library.register_autograd` would add Python code that takes longer than a launch.
+
+    Args:
+        fake: returns uninitialised results for the function's arguments.
+        derivative: of the operator; its inputs are the function's arguments. None passes no gradients.
+    """
+
+    def register(function: Callable[..., Any]) -> Any:
+        name, flat, pack = f"flashmask_hf::{function.__name__}", *_flatten(function)
+        schema = torch.library.infer_schema(flat, mutates_args=())
+        torch.library.define(name, schema, tags=torch.Tag.pt2_compliant_tag)
+        torch.library.impl(name, "default", lambda *inputs: function(*pack(inputs)))
+        torch.library.register_fake(name, lambda *inputs: fake(*pack(inputs)))
+        registered = getattr(torch.ops.flashmask_hf, function.__name__).default
+        if derivative is not None:
+            torch.library.impl(name, "Autograd", _differentiable(registered, derivative, pack))
+        return registered
+
+    return register
+
+
+def _flatten(function: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[[tuple[Any, ...]], list[Any]]]:
+    """Return a function with the flat signature of an operator, and one that packs flat inputs."""
+    types = get_type_hints(function)
+    returned = types.pop("return")
+    flat: dict[str, Any] = {}
+    parts: list[tuple[slice, Callable[[Any], Any]]] = []
+    for name, kind in types.items():
+        packed = hasattr(kind, "_fields")
+        fields = get_type_hints(kind) if packed else {name: kind}
+        parts.append((slice(len(flat), len(flat) + len(fields)), kind._make if packed else itemgetter(0)))
+        flat |= fields
+    place = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = [inspect.Parameter(name, place, annotation=kind) for name, kind in flat.items()]
+
+    def prototype() -> None: ...
+
+    prototype.__signature__ = inspect.Signature(parameters, return_annotation=returned)  # type: ignore[attr-defined]
+    return prototype, lambda inputs: [make(inputs[part]) for part, make in parts]
+
+
+def _differentiable(registered: Any, derivative: Derivative, pack: Callable[[tuple[Any, ...]], list[Any]]) -> Any:
+    """Return the operator's function on the autograd key.
+
+    It calls the operator again below autograd, where dispatch modes (fake tensors, selective checkpointing) see it.
     """
 
     def below_autograd(*inputs: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
-            return operator(*inputs)
+            return registered(*inputs)
 
     def differentiable(*inputs: Any) -> Any:
         if not torch.is_grad_enabled() or not torch._C._any_requires_grad(*inputs):
@@ -65,20 +100,20 @@ def register_autograd(operator: Any, derivative: Derivative) -> None:
                 "attention has no derivatives of torch.func's (grad, vjp, jacrev); take Tensor.backward or "
                 "torch.autograd.grad, or flashmask_attention's impl='reference'"
             )
-        return _Node.apply(derivative, below_autograd, *inputs)
+        return Recorded.apply(derivative, lambda *_: below_autograd(*inputs), *pack(inputs))
 
-    torch.library.impl(operator.name(), "Autograd", differentiable)
+    return differentiable
 
 
-def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+def _save_nothing(ctx: Any, output: Any, *inputs: Any) -> None:
     """Save nothing for a backward that only raises."""
 
 
-def _refuse_second(ctx: Any, *gradients: Any) -> None:
+def _refuse_second(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
     raise RuntimeError("this attention has no second derivatives; take the first without create_graph=True")
 
 
-def _refuse_first(ctx: Any, *gradients: Any) -> None:
+def _refuse_first(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
     raise RuntimeError(
         "this attention was traced or exported without gradients and has none; trace it with inputs that require them"
     )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flashmask_hf import tile_plan as plan_in_torch
 from flashmask_hf import torch_internals
-from flashmask_hf._call.library import as_operator
+from flashmask_hf._call.library import operator
 from flashmask_hf._numbers import check_range
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.tile_plan import Plan, plan_shapes
@@ -18,7 +18,17 @@ from flashmask_hf.tile_plan import Plan, plan_shapes
 __all__ = ["make_plan", "plan_of"]
 
 
-def _make_plan(indices: Tensor, causal: bool, q_len: int) -> tuple[Tensor, Tensor, Tensor]:
+def _plan_like(indices: Tensor, causal: bool, q_len: int) -> tuple[Tensor, Tensor, Tensor]:
+    tiles, counts, segments = plan_shapes(indices.shape, q_len)
+    return (
+        indices.new_empty(tiles, dtype=torch.int16),
+        indices.new_empty(counts, dtype=torch.int32),
+        indices.new_empty(segments, dtype=torch.int32),
+    )
+
+
+@operator(_plan_like)
+def make_plan(indices: Tensor, causal: bool, q_len: int) -> tuple[Tensor, Tensor, Tensor]:
     """Classify the tiles of a mask (see `flashmask_hf.tile_plan`).
 
     Args:
@@ -48,19 +58,6 @@ def _builder(indices: Tensor) -> Callable[[Tensor, bool, int], Plan]:
 def _build_in_torch(indices: Tensor, causal: bool, q_len: int) -> Plan:
     check_range(indices, q_len)
     return plan_in_torch.build_plan(indices, causal, q_len)
-
-
-make_plan = as_operator("plan", _make_plan)
-
-
-@torch.library.register_fake("flashmask_hf::plan")
-def _(indices: Tensor, causal: bool, q_len: int) -> tuple[Tensor, Tensor, Tensor]:
-    tiles, counts, segments = plan_shapes(indices.shape, q_len)
-    return (
-        indices.new_empty(tiles, dtype=torch.int16),
-        indices.new_empty(counts, dtype=torch.int32),
-        indices.new_empty(segments, dtype=torch.int32),
-    )
 
 
 class _CachedPlan(NamedTuple):

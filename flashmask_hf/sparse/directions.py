@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flashmask_hf._call.library import as_operator
+from flashmask_hf._call.library import operator
 
 __all__ = ["lsh_directions"]
 
@@ -18,7 +18,8 @@ _drawn: dict[tuple[Any, ...], Tensor] = {}
 """Directions on the CPU, pinned for GPUs. They are never dropped, because CUDA graphs copy from their memory."""
 
 
-def _lsh_directions(x: Tensor, seed: int, layer: int, count: int) -> Tensor:
+@operator(lambda x, seed, layer, count: x.new_empty(x.shape[1], x.shape[3], count))
+def lsh_directions(x: Tensor, seed: int, layer: int, count: int) -> Tensor:
     """Return random directions [H, D, count] for vectors x [B, H, S, D], with the dtype and device of x.
 
     Their length is 1, since longer directions would attract more vectors. They depend only on the shape and the
@@ -39,11 +40,3 @@ def _lsh_directions(x: Tensor, seed: int, layer: int, count: int) -> Tensor:
         _drawn[key] = directions.pin_memory() if x.is_cuda else directions
     # A copy: a compiler may overwrite the result.
     return _drawn[key].to(x.device, non_blocking=True, copy=True)
-
-
-lsh_directions = as_operator("lsh_directions", _lsh_directions)
-
-
-@torch.library.register_fake("flashmask_hf::lsh_directions")
-def _(x: Tensor, seed: int, layer: int, count: int) -> Tensor:
-    return x.new_empty(x.shape[1], x.shape[3], count)

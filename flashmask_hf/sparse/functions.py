@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashmask_hf._call.arguments import check_tensors
+from flashmask_hf._call.arguments import Arguments, check_tensors
 from flashmask_hf._call.call import resolve
 from flashmask_hf._call.plan_cache import plan_of
 from flashmask_hf._numbers import as_integer, check_bool
@@ -202,11 +202,10 @@ def _attend(
     order int32 [B, H, S] and the number of kept rows per head, int32 [B, H], or None for all.
     """
     mask = FlashMask(columns, causal=False, q_len=q.shape[2])
-    call = resolve(q, k, v, mask, sinks, scale, softcap, deterministic, None)
+    call = resolve(q, k, v, mask, sinks, Arguments(scale, softcap, None, deterministic))
     q, k, v = call.cast(q, k, v)
-    _, *settings, deterministic = call.settings
     if call.decodes:
-        return flash_attn_sparse_decode(q, k, v, sinks, columns, *q_place, *k_place, *settings)
+        return flash_attn_sparse_decode(q, k, v, sinks, columns, *q_place, *k_place, *call.arguments)
     plan = plan_of(mask, q.shape[2])
-    out, *_ = flash_attn_sparse_forward(q, k, v, sinks, columns, *plan, *q_place, *k_place, *settings, deterministic)
+    out, *_ = flash_attn_sparse_forward(q, k, v, sinks, columns, *plan, *q_place, *k_place, *call.arguments)
     return out

@@ -12,15 +12,10 @@ import torch
 from torch import Tensor
 
 from flashmask_hf import torch_internals
-from flashmask_hf._call.call import Settings, resolve_operator
-from flashmask_hf._call.library import (
-    Derivative,
-    as_operator,
-    no_derivatives,
-    no_second_derivatives,
-    register_autograd,
-)
-from flashmask_hf._call.operators import results_like
+from flashmask_hf._call.arguments import Arguments
+from flashmask_hf._call.call import resolve_operator
+from flashmask_hf._call.library import Derivative, no_derivatives, no_second_derivatives, operator
+from flashmask_hf._call.operators import gradients_like, results_like
 from flashmask_hf._numbers import check_between, check_range
 from flashmask_hf.masks.sorted import sorted_columns
 from flashmask_hf.sparse.reorder import gather_rows, gather_upstream, put_rows_back, with_sequence_outermost
@@ -38,7 +33,8 @@ _COUNTED = 256
 """Buckets up to which counting sorts faster than comparing."""
 
 
-def _nearest(x: Tensor, directions: Tensor) -> Tensor:
+@operator(lambda x, directions: x.new_empty(x.shape[:3], dtype=_bucket_dtype(directions)))
+def nearest(x: Tensor, directions: Tensor) -> Tensor:
     """Find the direction, or opposite of a direction, that is nearest to each vector.
 
     Args:
@@ -65,15 +61,20 @@ def _bucket_dtype(directions: Tensor) -> torch.dtype:
     return torch.uint8 if 2 * directions.shape[-1] <= 256 else torch.int32
 
 
-nearest = as_operator("nearest", _nearest)
+def _sorted_like(
+    q_bucket: Tensor, k_bucket: Tensor, hidden_from: Tensor | None, n_buckets: int, exclude_self: bool, dropped: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    batch, heads, q_len = q_bucket.shape
+    kv_heads, kv_len = k_bucket.shape[1:]
+    return (
+        q_bucket.new_empty(batch, heads, kv_len, 2, dtype=torch.int32),
+        q_bucket.new_empty(batch, heads, q_len, dtype=torch.int32),
+        q_bucket.new_empty(batch, kv_heads, kv_len, dtype=torch.int32),
+    )
 
 
-@torch.library.register_fake("flashmask_hf::nearest")
-def _(x: Tensor, directions: Tensor) -> Tensor:
-    return x.new_empty(x.shape[:3], dtype=_bucket_dtype(directions))
-
-
-def _sort_sparse(
+@operator(_sorted_like)
+def sort_sparse(
     q_bucket: Tensor, k_bucket: Tensor, hidden_from: Tensor | None, n_buckets: int, exclude_self: bool, dropped: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sort rows by bucket: mask indices of sorted rows and keys, and the orders.
@@ -113,39 +114,44 @@ def _sort_sparse(
     return columns, q_order.int(), k_order.int()
 
 
-sort_sparse = as_operator("sort_sparse", _sort_sparse)
+def _save(
+    ctx: Any, output: tuple[Tensor, ...], _q: Tensor, _k: Tensor, _v: Tensor, sinks: Tensor | None, indices: Tensor,
+    plan: Plan, q_order: Tensor, q_kept: Tensor | None, k_order: Tensor, _: Tensor | None, arguments: Arguments,
+) -> None:  # fmt: skip
+    """Save what the backward reads."""
+    out, lse, q, k, v = output
+    ctx.mark_non_differentiable(lse, q, k, v)
+    ctx.set_materialize_grads(False)  # or zeros would be made for their gradients
+    ctx.save_for_backward(q, k, v, sinks, out, lse, indices, *plan, q_order, q_kept, k_order)
+    ctx.arguments = arguments
 
 
-@torch.library.register_fake("flashmask_hf::sort_sparse")
-def _(
-    q_bucket: Tensor, k_bucket: Tensor, hidden_from: Tensor | None, n_buckets: int, exclude_self: bool, dropped: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    batch, heads, q_len = q_bucket.shape
-    kv_heads, kv_len = k_bucket.shape[1:]
-    return (
-        q_bucket.new_empty(batch, heads, kv_len, 2, dtype=torch.int32),
-        q_bucket.new_empty(batch, heads, q_len, dtype=torch.int32),
-        q_bucket.new_empty(batch, kv_heads, kv_len, dtype=torch.int32),
-    )
+def _differentiate(ctx: Any, dout: Tensor | None, *unused: None) -> tuple[Tensor | None, ...]:
+    """Return the gradients of q, k, v and sinks, given the gradient of `out`."""
+    if dout is None:
+        return ()
+    saved = ctx.saved_tensors  # read once: checkpointing unpacks a saved tensor only once
+    found = flash_attn_sparse_backward(dout, *saved, *ctx.arguments)
+    return found[:3] if saved[3] is None else found
 
 
-def _flash_attn_sparse_forward(
+def _forward_like(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return (*results_like(q, v), q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape))
+
+
+@operator(_forward_like, Derivative(_save, _differentiate))
+def flash_attn_sparse_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     sinks: Tensor | None,
     indices: Tensor,
-    tiles: Tensor,
-    counts: Tensor,
-    segments: Tensor,
+    plan: Plan,
     q_order: Tensor,
     q_kept: Tensor | None,
     k_order: Tensor,
     k_kept: Tensor | None,
-    scale: float,
-    softcap: float,
-    impl: str,
-    deterministic: bool,
+    arguments: Arguments,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Masked attention to sorted rows; differentiable in q, k, v and sinks, through `out`.
 
@@ -155,17 +161,12 @@ def _flash_attn_sparse_forward(
         v: [B, Hkv, Skv, Dv].
         sinks: [Hq] or None.
         indices: int32 [B, Hq, Skv, 2] of a mask that is not causal, for sorted rows and keys.
-        tiles: of its tile plan.
-        counts: of its tile plan.
-        segments: of its tile plan.
+        plan: of the mask.
         q_order: int32 [B, Hq, Sq], a permutation of every head's rows: sorted row i is row q_order[i].
         q_kept: int32 [B, Hq], the number of sorted rows to read; the mask hides the others. None is all.
         k_order: int32 [B, Hkv, Skv], as `q_order`.
         k_kept: int32 [B, Hkv], as `q_kept`.
-        scale: factor on the scores.
-        softcap: 0 is none.
-        impl: as in `flash_attn_forward`.
-        deterministic: as in `flash_attn_forward`.
+        arguments: as in `flash_attn_forward`.
 
     Returns:
         out [B, Hq, Sq, Dv] in q's dtype, stored as [B, Sq, Hq, Dv]. For the backward, sorted: lse [B, Hq, Sq] float32
@@ -173,23 +174,21 @@ def _flash_attn_sparse_forward(
     """
     q = gather_rows(q, q_order, q_kept)
     k, v = (gather_rows(x, k_order, k_kept) for x in (k, v))
-    settings = Settings(False, scale, softcap, impl, deterministic)
     with torch_internals.no_autocast(q.device):
-        call = resolve_operator(q, k, v, indices, sinks, settings)
-        out, lse = call.forward(q, k, v, sinks, indices, Plan(tiles, counts, segments), q_order)
+        call = resolve_operator(q, k, v, sinks, indices, False, arguments)
+        out, lse = call.forward(q, k, v, sinks, indices, plan, q_order)
     return out, lse, q, k, v
 
 
-flash_attn_sparse_forward = as_operator("flash_attn_sparse_forward", _flash_attn_sparse_forward)
+def _backward_like(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor, *_: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dsinks = gradients_like(q, k, v, sinks, lse)[3]
+    return with_sequence_outermost(q), with_sequence_outermost(k), with_sequence_outermost(v), dsinks
 
 
-@torch.library.register_fake("flashmask_hf::flash_attn_sparse_forward")
-def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    out, lse = results_like(q, v)
-    return out, lse, q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-def _flash_attn_sparse_backward(
+@operator(_backward_like, no_second_derivatives)
+def flash_attn_sparse_backward(
     dout: Tensor,
     q: Tensor,
     k: Tensor,
@@ -198,65 +197,26 @@ def _flash_attn_sparse_backward(
     out: Tensor,
     lse: Tensor,
     indices: Tensor,
-    tiles: Tensor,
-    counts: Tensor,
-    segments: Tensor,
+    plan: Plan,
     q_order: Tensor,
     q_kept: Tensor | None,
     k_order: Tensor,
-    scale: float,
-    softcap: float,
-    impl: str,
-    deterministic: bool,
+    arguments: Arguments,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute the gradients of q, k, v, each stored as [B, S, H, D], and sinks (empty without sinks).
 
     `dout` [B, Hq, Sq, Dv] is the gradient of `out`. The other arguments are arguments and results of the forward: q, k,
     v and lse sorted, `out`, `dout` and the gradients not. Dropped rows have gradient 0.
     """
-    settings = Settings(False, scale, softcap, impl, deterministic)
     with torch_internals.no_autocast(q.device):
         dout, delta = gather_upstream(dout, out, q_order, q_kept, lse.dtype)
-        call = resolve_operator(q, k, v, indices, sinks, settings)
-        plan = Plan(tiles, counts, segments)
-        return call.backward(dout, q, k, v, sinks, lse, delta, indices, plan, (q_order, k_order))
+        call = resolve_operator(q, k, v, sinks, indices, False, arguments)
+        dq, dk, dv, dsinks = call.backward(dout, q, k, v, sinks, lse, delta, indices, plan, (q_order, k_order))
+        return dq, dk, dv, lse.new_empty(0) if dsinks is None else dsinks
 
 
-flash_attn_sparse_backward = as_operator("flash_attn_sparse_backward", _flash_attn_sparse_backward)
-
-
-@torch.library.register_fake("flashmask_hf::flash_attn_sparse_backward")
-def _(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor, *_: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dsinks = lse.new_empty(0) if sinks is None else torch.empty_like(sinks)
-    return with_sequence_outermost(q), with_sequence_outermost(k), with_sequence_outermost(v), dsinks
-
-
-def _save_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    """Save what the backward reads of a call of the forward."""
-    _, _, _, sinks, *mask, q_order, q_kept, k_order, _, scale, softcap, impl, deterministic = inputs
-    out, lse, q, k, v = output
-    ctx.mark_non_differentiable(lse, q, k, v)
-    ctx.set_materialize_grads(False)  # or theirs would be made, of zeros
-    ctx.save_for_backward(q, k, v, sinks, out, lse, *mask, q_order, q_kept, k_order)
-    ctx.settings = (scale, softcap, impl, deterministic)
-
-
-def _differentiate_operator(ctx: Any, dout: Tensor | None, *unused: None) -> tuple[Tensor | None, ...]:
-    """Return the gradients of the forward's inputs, given that of `out`."""
-    if dout is None:
-        return (None,) * 16  # for every input of the forward
-    saved = ctx.saved_tensors  # read once: checkpointing unpacks a saved tensor only once
-    dq, dk, dv, dsinks = flash_attn_sparse_backward(dout, *saved, *ctx.settings)
-    return dq, dk, dv, None if saved[3] is None else dsinks, *[None] * 12
-
-
-register_autograd(flash_attn_sparse_forward, Derivative(_save_operator, _differentiate_operator))
-register_autograd(flash_attn_sparse_backward, no_second_derivatives)
-
-
-def _flash_attn_sparse_decode(
+@operator(lambda q, k, v, *_: results_like(q, v)[0], no_derivatives)
+def flash_attn_sparse_decode(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -266,26 +226,14 @@ def _flash_attn_sparse_decode(
     q_kept: Tensor | None,
     k_order: Tensor,
     k_kept: Tensor | None,
-    scale: float,
-    softcap: float,
-    impl: str,
+    arguments: Arguments,
 ) -> Tensor:
     """Attend to few sorted rows, without a tile plan and without gradients.
 
-    Arguments and result as in `flash_attn_sparse_forward`, its `out` alone; `impl` as in `flash_attn_decode`.
+    Arguments are as in `flash_attn_sparse_forward`; the result is its `out`.
     """
     q = gather_rows(q, q_order, q_kept)
     k, v = (gather_rows(x, k_order, k_kept) for x in (k, v))
-    settings = Settings(False, scale, softcap, impl, False)
     with torch_internals.no_autocast(q.device):
-        out, _ = resolve_operator(q, k, v, indices, sinks, settings).decode(q, k, v, sinks, indices)
-    return put_rows_back(out, q_order)
-
-
-flash_attn_sparse_decode = as_operator("flash_attn_sparse_decode", _flash_attn_sparse_decode)
-register_autograd(flash_attn_sparse_decode, no_derivatives)
-
-
-@torch.library.register_fake("flashmask_hf::flash_attn_sparse_decode")
-def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
-    return results_like(q, v)[0]
+        call = resolve_operator(q, k, v, sinks, indices, False, arguments)
+        return put_rows_back(call.decode(q, k, v, sinks, indices)[0], q_order)

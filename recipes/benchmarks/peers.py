@@ -37,6 +37,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from flashmask_hf import FlashMask, flashmask_attention, sparse
+from flashmask_hf._call.arguments import Arguments
 from flashmask_hf._call.call import resolve
 from flashmask_hf._call.operators import flash_attn_forward
 from flashmask_hf._call.plan_cache import plan_of
@@ -203,8 +204,8 @@ def planned(name: str, case: Case) -> Attention | None:
     plan = plan_of(case.mask, case.mask.row_count())
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        call = resolve(q, k, v, case.mask, None, None, None, False, impl[name])
-        return flash_attn_forward(q, k, v, None, case.mask.indices, *plan, *call.settings)[0]
+        call = resolve(q, k, v, case.mask, None, Arguments(impl=impl[name]))
+        return flash_attn_forward(q, k, v, None, case.mask.indices, *plan, call.causal, *call.arguments)[0]
 
     return attend
 

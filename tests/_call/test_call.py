@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from tools.fake_implementation import Fake, register
 from tools.support import HEADS, KV_HEADS, Lane, attention_inputs, lanes, poisoned
 from torch.utils.checkpoint import checkpoint
 
 from flashmask_hf import FlashMask, flashmask_attention, masks
 from flashmask_hf._call import call
+from flashmask_hf._call.arguments import Arguments
 from flashmask_hf._call.call import Call, resolve
 
 LENGTH = 100
@@ -140,29 +142,27 @@ OTHERS: dict[str, Callable[..., tuple[Any, ...]]] = {
     "dtype of sinks": lambda q, k, v, m, sinks, *x: (q, k, v, m, sinks.bfloat16(), *x),
     "shape of sinks": lambda q, k, v, m, sinks, *x: (q, k, v, m, sinks[1:], *x),
     "scale": lambda *x: (*x[:5], 0.5, *x[6:]),
-    "type of the scale": lambda *x: (*x[:5], True, *x[6:]),
     "softcap": lambda *x: (*x[:6], 2.0, *x[7:]),
-    "type of the softcap": lambda *x: (*x[:6], True, *x[7:]),
-    "deterministic": lambda *x: (*x[:7], True, *x[8:]),
-    "impl": lambda *x: (*x[:8], "torch"),
+    "impl": lambda *x: (*x[:7], "torch", *x[8:]),
+    "deterministic": lambda *x: (*x[:8], True),
     "no gradient": lambda q, k, v, *x: (q.detach(), k.detach(), v.detach(), *x),
 }
 
 
 def _key(q: Any, k: Any, v: Any, mask: FlashMask, sinks: Any, *options: Any) -> Any:
-    return call._key(q, k, v, mask.indices, sinks, mask.causal, mask.q_len, *options)
+    return call._key(q, k, v, sinks, mask.indices, mask.causal, mask.q_len, Arguments(*options))
 
 
 @pytest.mark.parametrize("other", OTHERS)
 def test_the_key_holds_all_that_a_call_follows_from(other: str) -> None:
     mask = FlashMask(torch.full((1, 1, LENGTH, 2), 50, dtype=torch.int32), causal=True)
-    usual = (*_cpu(), mask, torch.zeros(HEADS), 1.0, 1.0, False, None)
+    usual = (*_cpu(), mask, torch.zeros(HEADS), 1.0, 1.0, None, False)
     assert _key(*usual) == _key(*usual)
     assert _key(*OTHERS[other](*usual)) != _key(*usual)
 
 
 def test_the_key_holds_the_modes_of_torch() -> None:
-    usual = (*_cpu(), _mask(50), None, None, None, False, None)
+    usual = (*_cpu(), _mask(50), None)
     keys = [_key(*usual)]
     with poisoned():
         keys.append(_key(*usual))
@@ -207,7 +207,7 @@ def test_a_call_is_checked_and_chosen_once(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_call_that_is_intercepted_is_not_kept(calls: dict[Any, Call]) -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]), torch.no_grad():
-        assert resolve(*_cpu(), _mask(50), None, None, None, False, None).intercepted
+        assert resolve(*_cpu(), _mask(50), None, Arguments()).intercepted
     assert not calls
 
 
@@ -226,7 +226,7 @@ def test_the_most_rows_that_are_decoded(heads: int, most: int) -> None:
     k = torch.randn(1, 1, 100, 8)
     for rows in (most, most + 1):
         q, mask = torch.randn(1, heads, rows, 8), masks.causal(100, q_len=rows)
-        assert resolve(q, k, k, mask, None, None, None, False, None).decodes is (rows == most)
+        assert resolve(q, k, k, mask, None, Arguments()).decodes is (rows == most)
 
 
 def test_calls_under_autocast(calls: dict[Any, Call]) -> None:
@@ -294,58 +294,66 @@ def test_only_so_many_calls_are_kept(monkeypatch: pytest.MonkeyPatch, calls: dic
         assert len(calls) <= 2
 
 
-class _Implementations:
-    """Stands in for the kernels of "hopper", which fail with `error`, and of "triton", which are those in torch."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, error: Exception):
-        self.prepared: list[str] = []
-        for name in ("prepare_forward", "prepare_backward"):
-            monkeypatch.setattr(call.implementations, name, self._stand_in(name, error))
-        monkeypatch.setattr(call.implementations, "choose", lambda *_: call.implementations.Choice("hopper", ""))
-        monkeypatch.setattr(call, "_failed", set())
-
-    def _stand_in(self, name: str, error: Exception) -> Callable[..., Any]:
-        prepare = getattr(call.implementations, name)
-
-        def prepared(impl: str, *rest: Any) -> Any:
-            self.prepared.append(f"{name.removeprefix('prepare_')} of {impl}")
-            run = prepare("torch", *rest)
-
-            def fails(*tensors: Any) -> Any:
-                if impl == "hopper":
-                    raise error
-                return run(*tensors)
-
-            return fails
-
-        return prepared
+def test_an_implementation_of_the_registry_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default before all that follow, and by its name."""
+    expected = _results(*_cpu(), _mask(50), None)
+    fake = Fake()
+    register(monkeypatch, fake)
+    for _ in range(2):
+        for one, other in zip(_results(*_cpu(), _mask(50), None), expected, strict=True):
+            assert torch.equal(one, other)
+    assert fake.prepared == ["forward", "backward"]
+    assert fake.ran == ["forward", "backward"] * 2
+    _results(*_cpu(), _mask(50), None, impl="torch")
+    assert fake.ran == ["forward", "backward"] * 2
+    _results(*_cpu(), _mask(50), None, impl="fake")
+    assert fake.prepared == ["forward", "backward"] * 2
+    with pytest.raises(ValueError, match="impl must be None or one of fake, hopper, triton, torch, reference, got"):
+        flashmask_attention(*_cpu(), _mask(50), impl="other")
 
 
-def test_hopper_kernels_that_fail_are_replaced_once_and_for_all(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, calls: dict[Any, Call]
+@pytest.mark.parametrize(
+    ("fake", "options", "reason"),
+    [
+        (Fake(refusal="head_dim 64"), {}, "head_dim 64"),
+        (Fake(takes=("scale", "impl", "deterministic")), {"softcap": 5.0}, "softcap=5.0"),
+    ],
+    ids=["a limit", "an option that it lacks"],
+)
+def test_an_implementation_that_refuses_is_passed_over(
+    fake: Fake, options: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register(monkeypatch, fake)
+    _results(*_cpu(), _mask(50), None, **options)
+    assert fake.prepared == []
+    with pytest.raises(ValueError, match=f"impl='fake' cannot serve {reason}; impl='torch' can, more slowly"):
+        flashmask_attention(*_cpu(), _mask(50), impl="fake", **options)
+
+
+def test_an_implementation_that_fails_is_replaced_once_and_for_all(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Each pass by itself, with one warning; a named implementation raises instead."""
     expected = _results(*_cpu(), _mask(50), None)
-    calls.clear()
-    found = _Implementations(monkeypatch, RuntimeError("no such instruction\nand more"))
+    fake, following = Fake(error=RuntimeError("no such instruction\nand more")), Fake("following")
+    register(monkeypatch, fake, following)
     for one, other in zip(_results(*_cpu(), _mask(50), None), expected, strict=True):
         assert torch.equal(one, other)
     _results(*_cpu(), _mask(50), None, scale=1.0)
-    assert found.prepared == [
-        *("forward of hopper", "forward of triton", "backward of hopper", "backward of triton"),
-        *("forward of triton", "backward of triton"),
-    ]
+    assert fake.prepared == ["forward", "backward"]
+    assert following.prepared == ["forward", "backward"] * 2
     assert [record.message for record in caplog.records] == [
-        f"the Hopper {passes} fails here and impl='triton' replaces it: RuntimeError: no such instruction"
+        f"the {passes} of impl='fake' fails here and impl='following' replaces it: RuntimeError: no such instruction"
         for passes in ("forward", "backward")
     ]
     with pytest.raises(RuntimeError, match="no such instruction"):
-        flashmask_attention(*_cpu(), _mask(50), impl="hopper")
+        flashmask_attention(*_cpu(), _mask(50), impl="fake")
 
 
 def test_out_of_memory_is_not_taken_for_a_failure_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = _Implementations(monkeypatch, torch.OutOfMemoryError("no memory"))
+    fake = Fake(error=torch.OutOfMemoryError("no memory"))
+    register(monkeypatch, fake)
     for _ in range(2):
         with pytest.raises(torch.OutOfMemoryError):
             flashmask_attention(*_cpu(), _mask(50))
-    assert found.prepared == ["forward of hopper"] * 2
+    assert fake.prepared == ["forward"] * 2

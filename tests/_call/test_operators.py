@@ -43,7 +43,7 @@ def test_opcheck(lane: Lane, with_sinks: bool) -> None:
     q, k, v = attention_inputs(lane, 1, HEADS, KV_HEADS, 133, 133, 16)
     sinks = torch.zeros(HEADS, device=lane.device, requires_grad=True) if with_sinks else None
     torch.library.opcheck(make_plan, (mask.indices, True, 133), test_utils=("test_schema", "test_faketensor"))
-    given = (q, k, v, sinks, mask.indices, *plan_of(mask, 133), True, 0.25, 0.0, lane.impl, False)
+    given = (q, k, v, sinks, mask.indices, *plan_of(mask, 133), True, 0.25, None, lane.impl, False)
     torch.library.opcheck(flash_attn_forward, given)
     q, k, v, sinks, *more = (x.detach() if isinstance(x, torch.Tensor) else x for x in given)
     out, lse = flash_attn_forward(q, k, v, sinks, *more)
@@ -128,7 +128,7 @@ def test_opcheck_of_decode(lane: Lane, with_sinks: bool) -> None:
     mask = masks.sliding_window(133, 50, q_len=2, device=lane.device)
     q, k, v = (x.detach() for x in attention_inputs(lane, 1, HEADS, KV_HEADS, 2, 133, 16))
     sinks = torch.zeros(HEADS, device=lane.device) if with_sinks else None
-    torch.library.opcheck(flash_attn_decode, (q, k, v, sinks, mask.indices, mask.causal, 0.25, 0.0, lane.impl))
+    torch.library.opcheck(flash_attn_decode, (q, k, v, sinks, mask.indices, mask.causal, 0.25, None, lane.impl, False))
 
 
 @pytest.mark.parametrize("grad_mode", [False, True], ids=["no_grad", "nothing requires grad"])
@@ -200,7 +200,7 @@ def test_only_what_asks_for_a_gradient_has_one() -> None:
 def test_calls_without_gradients_record_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """The call of an autograd function takes the host longer than a launch."""
     monkeypatch.setattr(attention, "_record", lambda *_: pytest.fail("it was recorded"))
-    monkeypatch.setattr(attention, "decode", lambda *_: pytest.fail("there are too many rows to be decoded"))
+    monkeypatch.setattr(Call, "decode", lambda *_: pytest.fail("there are too many rows to be decoded"))
     lane = Lane("torch", "cpu", torch.float32)
     q, k, v = (x.detach() for x in attention_inputs(lane, 1, HEADS, KV_HEADS, 100, 100, 16))
     assert not flashmask_attention(q, k, v, masks.causal(100)).requires_grad
@@ -259,15 +259,15 @@ def test_operators_do_not_cast_under_autocast() -> None:
     )
     dense, orders = (mask.indices, *plan_of(mask, 20)), (q_order, None, k_order)
     ordered = (columns, *plan_of(FlashMask(columns, causal=False), 20), *orders)
-    out, lse = flash_attn_forward(q, k, v, None, *dense, True, 0.25, 0.0, "torch", False)
+    out, lse = flash_attn_forward(q, k, v, None, *dense, True, 0.25, None, "torch", False)
     narrow = (q, k.bfloat16(), v.bfloat16(), None)
     calls: list[Callable[[], Any]] = [
-        lambda: flash_attn_forward(*narrow, *dense, True, 0.25, 0.0, "torch", False),
-        lambda: flash_attn_backward(out, None, *narrow, out, lse, *dense, True, 0.25, 0.0, "torch", False),
-        lambda: flash_attn_decode(*narrow, mask.indices, True, 0.25, 0.0, "torch"),
-        lambda: flash_attn_sparse_forward(*narrow, *ordered, None, 0.25, 0.0, "torch", False),
-        lambda: flash_attn_sparse_backward(out, *narrow, out, lse, *ordered, 0.25, 0.0, "torch", False),
-        lambda: flash_attn_sparse_decode(*narrow, columns, *orders, None, 0.25, 0.0, "torch"),
+        lambda: flash_attn_forward(*narrow, *dense, True, 0.25, None, "torch", False),
+        lambda: flash_attn_backward(out, None, *narrow, out, lse, *dense, True, 0.25, None, "torch", False),
+        lambda: flash_attn_decode(*narrow, mask.indices, True, 0.25, None, "torch", False),
+        lambda: flash_attn_sparse_forward(*narrow, *ordered, None, 0.25, None, "torch", False),
+        lambda: flash_attn_sparse_backward(out, *narrow, out, lse, *ordered, 0.25, None, "torch", False),
+        lambda: flash_attn_sparse_decode(*narrow, columns, *orders, None, 0.25, None, "torch", False),
     ]
     with torch.autocast("cpu", torch.bfloat16):
         for call in calls:

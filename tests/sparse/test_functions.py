@@ -10,13 +10,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tools.fake_implementation import Fake, register
 from tools.sparse_attention import check, visible_pairs, with_impl
 from tools.support import INTERPRETED, Lane, attention_inputs, lanes
 from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager
 
 from flashmask_hf import FlashMask, masks
-from flashmask_hf._call import call
 from flashmask_hf._call.plan_cache import plan_of
 from flashmask_hf.sparse import functions, hash_sparse_attention, lsh_buckets, qk_sparse_attention
 from flashmask_hf.sparse import operators as sparse_ops
@@ -236,7 +236,7 @@ def test_operators(lane: Lane, kept: bool) -> None:
     x = torch.randn(2, 4, 9, 8, device=lane.device)
     torch.library.opcheck(sparse_ops.nearest, (x, torch.randn(2, 8, 200 if kept else 3, device=lane.device)))
     given = operands(lane, kept)
-    settings = (0.25, 0.0, lane.impl, False)
+    settings = (0.25, None, lane.impl, False)
     torch.library.opcheck(sparse_ops.flash_attn_sparse_forward, (*given, *settings))
     out, lse, *ordered = sparse_ops.flash_attn_sparse_forward(*given, *settings)
     assert out.requires_grad
@@ -246,8 +246,8 @@ def test_operators(lane: Lane, kept: bool) -> None:
     saved = tuple(x.detach() if isinstance(x, Tensor) else x for x in saved)
     torch.library.opcheck(sparse_ops.flash_attn_sparse_backward, (*saved, *settings))
     few = tuple(x.detach() if isinstance(x, Tensor) else x for x in (*given[:5], *given[8:]))
-    torch.library.opcheck(sparse_ops.flash_attn_sparse_decode, (*few, *settings[:3]))
-    torch.testing.assert_close(sparse_ops.flash_attn_sparse_decode(*few, *settings[:3]), out, rtol=1e-2, atol=1e-2)
+    torch.library.opcheck(sparse_ops.flash_attn_sparse_decode, (*few, *settings))
+    torch.testing.assert_close(sparse_ops.flash_attn_sparse_decode(*few, *settings), out, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("lane", lanes((torch.float32,), (torch.float32,), (torch.float32,)))
@@ -276,61 +276,44 @@ def test_there_are_no_second_derivatives() -> None:
         gradient.sum().backward()
 
 
+class _PlacesRows(Fake):
+    """Kernels that store rows in an order themselves."""
+
+    def ordered_forward(self, *problem: Any) -> Callable[..., Any]:
+        run = self.real.forward(*problem)
+
+        def run_and_place(*tensors: Any) -> tuple[Tensor, Tensor]:
+            out, lse = run(*tensors[:-1])
+            return put_rows_back(out, tensors[-1]), lse
+
+        return self._stand_in("forward", run_and_place)
+
+    def ordered_backward(self, problem: Any, *layouts: Any) -> Callable[..., Any]:
+        assert problem.arguments.deterministic
+        run = self.real.backward(problem, *layouts)
+
+        def run_and_place(*tensors: Any) -> tuple[Tensor, ...]:
+            *gradients, delta = run(*tensors[:-1])
+            q_order, k_order = tensors[-1]
+            return *map(put_rows_back, gradients, (q_order, k_order, k_order)), delta
+
+        return self._stand_in("backward", run_and_place)
+
+
 @pytest.mark.parametrize("works", [True, False], ids=["served", "replaced"])
 @pytest.mark.parametrize("lane", lanes((torch.float32,), (torch.float32,), (torch.float32,)))
 def test_kernels_that_put_rows_back_themselves(monkeypatch: pytest.MonkeyPatch, lane: Lane, works: bool) -> None:
     """Stand-ins for the Hopper kernels: their rows are not moved again; those of the kernels that replace them are."""
-    if not works and lane.impl == "torch":
-        pytest.skip("cpu lane: the kernels of Triton replace them")
-    asked = []
-    implementations = call.implementations
-    prepare_forward, prepare_backward = implementations.prepare_forward, implementations.prepare_backward
-
-    def forward_that_places_rows(impl: str, problem: Any, ordered: bool) -> Callable[..., Any]:
-        if impl != "hopper":
-            return prepare_forward(impl, problem, ordered)
-        assert ordered
-
-        def run(*tensors: Any) -> tuple[Tensor, Tensor]:
-            asked.append("forward")
-            if not works:
-                raise RuntimeError("does not compile")
-            out, lse = prepare_forward(lane.impl, problem, False)(*tensors[:-1])
-            return put_rows_back(out, tensors[-1]), lse
-
-        return run
-
-    def backward_that_places_rows(
-        impl: str, problem: Any, dout: Any, output: Any, deterministic: bool, ordered: bool
-    ) -> Callable[..., Any]:
-        if impl != "hopper":
-            return prepare_backward(impl, problem, dout, output, deterministic, ordered)
-        assert deterministic
-        assert ordered
-
-        def run(*tensors: Any) -> tuple[Tensor, ...]:
-            asked.append("backward")
-            if not works:
-                raise RuntimeError("does not compile")
-            *gradients, delta = prepare_backward(lane.impl, problem, dout, output, True, False)(*tensors[:-1])
-            q_order, k_order = tensors[-1]
-            return *map(put_rows_back, gradients, (q_order, k_order, k_order)), delta
-
-        return run
-
-    monkeypatch.setattr(call, "_failed", set())
-    monkeypatch.setattr(call, "_calls", {})
-    monkeypatch.setattr(implementations, "prepare_forward", forward_that_places_rows)
-    monkeypatch.setattr(implementations, "prepare_backward", backward_that_places_rows)
-    monkeypatch.setattr(implementations, "choose", lambda *given: implementations.Choice(given[-1] or "hopper", ""))
+    hopper = _PlacesRows("places", lane.impl, error=None if works else RuntimeError("does not compile"))
+    register(monkeypatch, hopper, Fake("following", lane.impl))
     given = operands(lane, kept=True)
     results = []
-    for impl in (lane.impl, "best"):
-        out = sparse_ops.flash_attn_sparse_forward(*given, 0.25, 0.0, impl, True)[0]
+    for impl in (lane.impl, None):
+        out = sparse_ops.flash_attn_sparse_forward(*given, 0.25, None, impl, True)[0]
         results.append([out, *torch.autograd.grad(out.square().sum(), given[:4])])
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
-    assert asked == ["forward", "backward"]
+    assert hopper.ran == ["forward", "backward"]
 
 
 @pytest.mark.parametrize("lane", lanes((torch.float32,), (torch.float32,), (torch.bfloat16,)))

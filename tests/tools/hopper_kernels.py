@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from flashmask_hf import FlashMask
+from flashmask_hf._call.arguments import Arguments
 from flashmask_hf.kernels.hopper.backward import prepare_backward
 from flashmask_hf.kernels.hopper.forward import Config, prepare_forward
 from flashmask_hf.kernels.launch.problem import problem_of
@@ -48,7 +49,7 @@ def forward(
     order: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return out, its rows put in `order` if there is one, and lse."""
-    problem = problem_of(q, k, v, mask.indices, sinks, mask.causal, scale, softcap)
+    problem = problem_of(q, k, v, mask.indices, sinks, mask.causal, Arguments(scale, softcap))
     run = prepare_forward(problem, order is not None, config)
     return run(q, k, v, sinks, mask.indices, plan, order)
 
@@ -68,7 +69,7 @@ def backward(
     orders: tuple[Tensor, Tensor] | None = None,
 ) -> Gradients:
     """Return dq, dk and dv, their rows put in `orders` if there are some, and delta."""
-    problem = problem_of(q, k, v, mask.indices, None, mask.causal, scale, softcap)
+    problem = problem_of(q, k, v, mask.indices, None, mask.causal, Arguments(scale, softcap))
     output = (layout_of(delta[0]), delta[1] is not None) if isinstance(delta, tuple) else None
     run = prepare_backward(problem, layout_of(dout), output, deterministic, orders is not None)
     return run(dout, q, k, v, lse, delta, mask.indices, plan, orders)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from flashmask_hf import FlashMask
+from flashmask_hf._call.arguments import Arguments
 from flashmask_hf.kernels.launch.problem import problem_of
 from flashmask_hf.kernels.launch.tensor_layout import layout_of
 from flashmask_hf.kernels.portable.backward import prepare_backward
@@ -27,7 +28,7 @@ def forward(
     config: Config | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return out and lse."""
-    problem = problem_of(q, k, v, mask.indices, sinks, mask.causal, scale, softcap)
+    problem = problem_of(q, k, v, mask.indices, sinks, mask.causal, Arguments(scale, softcap))
     return prepare_forward(problem, config)(q, k, v, sinks, mask.indices, plan)
 
 
@@ -46,7 +47,7 @@ def backward(
     by_queries: Config | None = None,
 ) -> Gradients:
     """Return dq, dk, dv and delta."""
-    problem = problem_of(q, k, v, mask.indices, None, mask.causal, scale, softcap)
+    problem = problem_of(q, k, v, mask.indices, None, mask.causal, Arguments(scale, softcap))
     output = (layout_of(delta[0]), delta[1] is not None) if isinstance(delta, tuple) else None
     run = prepare_backward(problem, layout_of(dout), output, by_keys, by_queries)
     return run(dout, q, k, v, lse, delta, mask.indices, plan)
@@ -64,5 +65,5 @@ def decode(
     n_splits: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return out and lse."""
-    problem = problem_of(q, k, v, mask.indices, sinks, mask.causal, scale, softcap)
+    problem = problem_of(q, k, v, mask.indices, sinks, mask.causal, Arguments(scale, softcap))
     return prepare_decode(problem, config, n_splits)(q, k, v, sinks, mask.indices)

@@ -46,7 +46,7 @@ def dense(
 
 def with_impl(impl: str):
     """A context in which sparse attention runs a named implementation."""
-    return mock.patch.object(functions, "resolve", lambda *given: resolve(*given[:-1], impl))
+    return mock.patch.object(functions, "resolve", lambda *given: resolve(*given[:-1], given[-1]._replace(impl=impl)))
 
 
 def check(

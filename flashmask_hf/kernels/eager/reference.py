@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flashmask_hf._call.arguments import Arguments
 from flashmask_hf.mask import FlashMask
 
 __all__ = ["reference_attention"]
@@ -15,10 +16,8 @@ def reference_attention(
     k: Tensor,
     v: Tensor,
     mask: FlashMask,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
+    sinks: Tensor | None,
+    arguments: Arguments,
 ) -> tuple[Tensor, Tensor]:
     """Compute attention with the dense mask in the dtype of q: differentiable, on any device, in quadratic memory.
 
@@ -27,9 +26,8 @@ def reference_attention(
         k: [B, Hkv, Skv, D]; query head h reads key-value head h * Hkv // Hq.
         v: [B, Hkv, Skv, Dv].
         mask: heads 1, Hkv or Hq; query head h reads mask head h * Hm // Hq.
-        scale: factor on q @ k^T.
-        softcap: c in c * tanh(scores / c), or None.
         sinks: [Hq] logits of one extra key per head that has no value, or None.
+        arguments: factor `scale` on q @ k^T, and `softcap`, c in c * tanh(scores / c) or None.
 
     Returns:
         out [B, Hq, Sq, Dv] in q's dtype, and lse [B, Hq, Sq] float32 (float64 for float64 inputs), the natural log of
@@ -42,9 +40,10 @@ def reference_attention(
     visible = mask.to_dense(q.shape[2])
     visible = visible.repeat_interleave(heads // visible.shape[1], 1)
     wide = torch.promote_types(q.dtype, torch.float32)
+    scale = q.shape[3] ** -0.5 if arguments.scale is None else arguments.scale
     scores = (q @ k.transpose(-1, -2)).to(wide) * scale
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
+    if arguments.softcap is not None:
+        scores = arguments.softcap * torch.tanh(scores / arguments.softcap)
     # A finite fill keeps rows that see nothing free of NaN in the backward; their weights are zeroed below.
     scores = scores.masked_fill(~visible, torch.finfo(wide).min)
     if sinks is not None:

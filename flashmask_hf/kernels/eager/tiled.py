@@ -17,6 +17,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from flashmask_hf.kernels.launch.problem import Problem
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.tile_plan import ROWS, Plan, plan_columns
 
@@ -30,19 +31,18 @@ Step = tuple[slice | Tensor, Tensor | None]
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: FlashMask, plan: Plan, sinks: Tensor | None, scale: float, softcap: float
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, indices: Tensor, plan: Plan
 ) -> tuple[Tensor, Tensor]:
     """Compute attention over the tiles that the plan lists.
 
     Args:
+        problem: the form of the mask, and the options of the call.
         q: [B, Hq, Sq, D].
         k: [B, Hkv, Skv, D].
         v: [B, Hkv, Skv, Dv].
-        mask: the mask.
-        plan: its plan.
         sinks: [Hq] or None.
-        scale: factor on the scores.
-        softcap: 0 is none.
+        indices: of the mask.
+        plan: of the mask.
 
     Returns:
         out [B, Hq, Sq, Dv] in q's dtype, stored as [B, Sq, Hq, Dv]; lse [B, Hq, Sq] float32 (float64 for float64 q).
@@ -51,8 +51,8 @@ def forward(
     batch, heads, q_len, _ = q.shape
     out = q.new_empty(batch, q_len, heads, v.shape[-1]).transpose(1, 2)
     lse = q.new_empty(batch, heads, q_len, dtype=wide)
-    for b, h_q, h_kv, rows, steps in _walk(q, k, mask, plan):
-        queries = _grouped(q[b, h_q, rows], h_kv).to(wide) * scale
+    for b, h_q, h_kv, rows, steps in _walk(q, k, FlashMask(indices, problem.causal), plan):
+        queries = _grouped(q[b, h_q, rows], h_kv).to(wide) * problem.scale
         top = queries.new_full((*queries.shape[:-1], 1), torch.finfo(wide).min)
         total = torch.zeros_like(top)
         acc = queries.new_zeros(*queries.shape[:-1], v.shape[-1])
@@ -61,7 +61,7 @@ def forward(
             top = torch.maximum(top, sink)
             total = torch.exp(sink - top)  # 1, or 0 if the sink is -inf
         for columns, hidden in steps:
-            scores, _ = _scores(queries, k[b, h_kv, columns].to(wide), hidden, softcap)
+            scores, _ = _scores(queries, k[b, h_kv, columns].to(wide), hidden, problem.softcap)
             new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
             weights = scores.sub_(new_top).exp_()
             decay = torch.exp(top - new_top)
@@ -76,14 +76,15 @@ def forward(
 
 
 def decode(
-    q: Tensor, k: Tensor, v: Tensor, mask: FlashMask, sinks: Tensor | None, scale: float, softcap: float
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, indices: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Compute attention of few rows, all of their scores at once; arguments and results as in `forward`."""
+    scale, softcap = problem.scale, problem.softcap
     wide = torch.promote_types(q.dtype, torch.float32)
     batch, heads, q_len, dim = q.shape
     kv_heads, kv_len = k.shape[1:3]
     out = q.new_empty(batch, q_len, heads, v.shape[-1]).transpose(1, 2)
-    hidden = ~mask.to_dense(q_len)
+    hidden = ~FlashMask(indices, problem.causal).to_dense(q_len)
     hidden = hidden.unflatten(1, (min(hidden.shape[1], kv_heads), -1))  # [B or 1, Hkv or 1, heads of a group or 1, ...]
     first, last = 0, kv_len
     if q.device.type == "cpu":  # reading which keys any row sees costs no wait here
@@ -115,20 +116,20 @@ def decode(
 
 
 def backward(
+    problem: Problem,
     dout: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     lse: Tensor,
     delta: Tensor | tuple[Tensor, Tensor | None],
-    mask: FlashMask,
+    indices: Tensor,
     plan: Plan,
-    scale: float,
-    softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute the gradients of q, k and v.
 
     Args:
+        problem: as in `forward`.
         dout: gradient of the output, [B, Hq, Sq, Dv].
         q: [B, Hq, Sq, D].
         k: [B, Hkv, Skv, D].
@@ -136,10 +137,8 @@ def backward(
         lse: [B, Hq, Sq] of the forward.
         delta: [B, Hq, Sq], the row sums of dout * out less the gradient of lse; or a tuple to compute it from, out and
             the gradient of lse or None.
-        mask: the mask.
-        plan: its plan.
-        scale: factor on the scores.
-        softcap: 0 is none.
+        indices: of the mask.
+        plan: of the mask.
 
     Returns:
         dq, dk, dv like q, k, v; and delta.
@@ -152,10 +151,10 @@ def backward(
     blind = lse.isneginf()  # rows that see nothing
     lse = lse.masked_fill(blind, float("inf"))  # so that their weights are exp(-inf) = 0
     delta = delta.masked_fill(blind, 0.0)  # the gradient of lse may be inf there, and 0 times inf is NaN
-    for b, h_q, h_kv, rows, steps in _walk(q, k, mask, plan):
+    for b, h_q, h_kv, rows, steps in _walk(q, k, FlashMask(indices, problem.causal), plan):
         queries, upstream = (_grouped(x[b, h_q, rows], h_kv).to(wide) for x in (q, dout))
         tile_lse, tile_delta = (_grouped(x[b, h_q, rows, None], h_kv) for x in (lse, delta))
-        queries = queries * scale
+        queries = queries * problem.scale
         acc = torch.zeros_like(queries)
         blind_rows = _blind_rows(steps)
         if blind_rows is not None:  # whatever comes from upstream, and a row with a sink has a finite lse
@@ -165,7 +164,7 @@ def backward(
             )
         for columns, hidden in steps:
             keys, values = k[b, h_kv, columns].to(wide), v[b, h_kv, columns].to(wide)
-            scores, slope = _scores(queries, keys, hidden, softcap)
+            scores, slope = _scores(queries, keys, hidden, problem.softcap)
             weights = scores.sub_(tile_lse).exp_()
             dv[b, h_kv, columns] += weights.transpose(-1, -2) @ upstream
             dscores = (upstream @ values.transpose(-1, -2)).sub_(tile_delta).mul_(weights)
@@ -173,7 +172,7 @@ def backward(
                 dscores *= slope
             acc.baddbmm_(dscores, keys)
             dk[b, h_kv, columns] += dscores.transpose(-1, -2) @ queries
-        dq[b, h_q, rows] = _ungrouped(acc.mul_(scale), h_q).to(q.dtype)
+        dq[b, h_q, rows] = _ungrouped(acc.mul_(problem.scale), h_q).to(q.dtype)
     return dq, dk.to(k.dtype), dv.to(v.dtype), delta
 
 

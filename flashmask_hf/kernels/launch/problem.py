@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flashmask_hf._call.arguments import Arguments
 from flashmask_hf.kernels.launch.tensor_layout import Layout, layout_of
 from flashmask_hf.tile_plan import plan_shapes
 
@@ -28,12 +29,21 @@ class Problem(NamedTuple):
     """Shape of the mask's indices, [B or 1, Hm, Skv, n]."""
     causal: bool
     """As in `FlashMask`."""
-    scale: float
-    """Factor on the scores."""
-    softcap: float
-    """c of c * tanh(scores / c); 0 is none."""
     sinks: bool
     """Whether there is a sink for each head."""
+    arguments: Arguments
+    """The options of the call."""
+
+    @property
+    def scale(self) -> float:
+        """Factor on the scores."""
+        scale = self.arguments.scale
+        return self.q.shape[3] ** -0.5 if scale is None else float(scale)
+
+    @property
+    def softcap(self) -> float:
+        """C of c * tanh(scores / c); 0 is none."""
+        return float(self.arguments.softcap or 0.0)
 
     @property
     def plan_shape(self) -> tuple[int, int, int, int]:
@@ -58,7 +68,7 @@ class Problem(NamedTuple):
 
 
 def problem_of(
-    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, sinks: Tensor | None, causal: bool, scale: float, softcap: float
+    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, sinks: Tensor | None, causal: bool, arguments: Arguments
 ) -> Problem:
-    """Read the problem from the tensors and settings of a call (see `Problem` for their shapes)."""
-    return Problem(layout_of(q), layout_of(k), layout_of(v), indices.shape, causal, scale, softcap, sinks is not None)
+    """Read the problem from the tensors and arguments of a call (see `Problem` for their shapes)."""
+    return Problem(layout_of(q), layout_of(k), layout_of(v), indices.shape, causal, sinks is not None, arguments)

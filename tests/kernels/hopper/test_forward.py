@@ -18,6 +18,7 @@ from tools.cubin import HOPPER, compile_only
 
 from flashmask_hf import FlashMask, flashmask_attention, masks, tile_plan, torch_internals
 from flashmask_hf._call import call
+from flashmask_hf._call.arguments import Arguments
 from flashmask_hf._call.implementations import choose
 from flashmask_hf.kernels.eager.reference import reference_attention
 from flashmask_hf.kernels.hopper import gluon
@@ -116,10 +117,11 @@ def _check(
     scale = q.shape[3] ** -0.5
     with poisoned():
         actual = hopper_kernels.forward(q, k, v, mask, tiles, sinks, scale, softcap or 0.0, config=config)
-    eager = reference_attention(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks)
+    arguments = Arguments(scale, softcap)
+    eager = reference_attention(q, k, v, mask, sinks, arguments)
     wide = [x.double() for x in (q, k, v)]
     wide_sinks = None if sinks is None else sinks.double()
-    exact = reference_attention(*wide, mask, scale=scale, softcap=softcap, sinks=wide_sinks)
+    exact = reference_attention(*wide, mask, wide_sinks, arguments)
     for name, one, other, best in zip(("out", "lse"), actual, eager, exact, strict=True):
         assert_within_budget(one, other, best, name)
 

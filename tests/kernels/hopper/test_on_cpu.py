@@ -46,6 +46,7 @@ from tools.sparse_attention import check as check_sparse
 
 from flashmask_hf import FlashMask, masks, tile_plan
 from flashmask_hf._call import call, implementations
+from flashmask_hf._call.arguments import Arguments
 from flashmask_hf._call.operators import flash_attn_backward, flash_attn_forward
 from flashmask_hf._call.plan_cache import plan_of
 from flashmask_hf.kernels.hopper import backward as hopper_backward
@@ -77,7 +78,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     The forward leaves its counters 0.
     """
     monkeypatch.setattr(work_order, "_SORTED_ITEMS", 1)
-    monkeypatch.setattr(implementations, "_why_not_hopper", lambda *given: None)
+    monkeypatch.setattr(implementations.Hopper, "limit", lambda *given: None)
     for module in (hopper_forward, hopper_backward):
         monkeypatch.setattr(module, "multiprocessors", lambda device: 3)
     counters: list[torch.Tensor] = []
@@ -253,7 +254,7 @@ def test_the_simulated_walk_is_the_kernel_s(
     mask = FlashMask(torch.cat(indices, 1), given[0].causal)
     q, k, v, dout = hopper_kernels.inputs(1, heads, 2, 768, 768, (64, 64), torch.float16, "cpu")
     tiles = tile_plan.build_plan(mask.indices, mask.causal, 768)
-    problem = problem_of(q, k, v, mask.indices, None, mask.causal, 0.1, 0.0)
+    problem = problem_of(q, k, v, mask.indices, None, mask.causal, Arguments(0.1))
     made = dq_order.prepare_dq_order(problem, 128, 128, 1)(mask.indices)
     loaded: list[tuple[int, int]] = []
     tile_of = gluon_interpreter.Descriptor.tile
@@ -414,7 +415,7 @@ def test_gradients_of_what_no_descriptor_fits(layout: str) -> None:
     mask = masks.causal_document([30, 40])
     results = []
     for q, k, v in (given, [x.contiguous() for x in given]):
-        settings = (mask.indices, *plan_of(mask, 70), True, 0.1, 0.0, "hopper", True)
+        settings = (mask.indices, *plan_of(mask, 70), True, 0.1, None, "hopper", True)
         out, lse = flash_attn_forward(q, k, v, None, *settings)
         results.append((out, *flash_attn_backward(out, None, q, k, v, None, out, lse, *settings)))
     for one, other in zip(*results, strict=True):

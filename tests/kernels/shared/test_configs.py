@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from flashmask_hf._call.arguments import Arguments
 from flashmask_hf.kernels.launch.problem import Problem
 from flashmask_hf.kernels.launch.tensor_layout import packed_layout
 from flashmask_hf.kernels.shared import configs
@@ -41,7 +42,7 @@ def _problem(
         packed_layout(batch, count, length, dim, dtype=dtype, device=CPU)
         for count, length, dim in ((heads, q_len, dims[0]), (2, 8192, dims[0]), (2, 8192, dims[1]))
     )
-    return Problem(q, k, v, torch.Size((1, mask_heads, 8192, n)), False, scale=1.0, softcap=0.0, sinks=False)
+    return Problem(q, k, v, torch.Size((1, mask_heads, 8192, n)), False, sinks=False, arguments=Arguments(scale=1.0))
 
 
 FILLED: dict[str, tuple[Callable[[Problem], Config], Problem, int, Config]] = {
