@@ -123,10 +123,11 @@ def test_head_dims_float32_gpu(dim: int) -> None:
 @pytest.mark.parametrize("lane", lanes((torch.float32,), (torch.float32,), (torch.bfloat16,)))
 def test_heads(lane: Lane, heads: tuple[int, int, int]) -> None:
     *heads, mask_heads = heads
+    batch = 1 if INTERPRETED else 2
     mask = masks.random_eviction(
-        140, generator=torch.Generator().manual_seed(0), heads=mask_heads, batch=2, device=lane.device
+        140, generator=torch.Generator().manual_seed(0), heads=mask_heads, batch=batch, device=lane.device
     )
-    check(lane, *attention_inputs(lane, 2, *heads, 140, 140, 16), mask)
+    check(lane, *attention_inputs(lane, batch, *heads, 140, 140, 16), mask)
 
 
 @pytest.mark.parametrize(
@@ -291,7 +292,7 @@ def test_tiles_wider_than_a_kernel_s(lane: Lane, monkeypatch: pytest.MonkeyPatch
     assert plan_columns(300) == 256
     alike = [masks.full(300), masks.causal_document([70, 130, 100]), masks.global_sliding_window(300, 20, 40)]
     several = [FAMILIES[name](300, 300) for name in ("qk_sparse", "random_eviction")]  # for rows of the batch and heads
-    for mask in (x.to(lane.device) for x in alike + several):
+    for mask in (x.to(lane.device) for x in (alike[1:] + several[1:] if INTERPRETED else alike + several)):
         check(lane, *attention_inputs(lane, *batch_and_heads(mask), 300, 300, 16), mask)
 
 
