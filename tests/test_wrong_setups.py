@@ -255,7 +255,7 @@ ONE = {
     ),
     "sft, completions with other keys": (
         lambda: build("sft", rows=[{"prompt": SHAREGPT, "completion": SHAREGPT}]),
-        "the train dataset has messages with the keys from, value, but messages have role and content; rename the keys",
+        "the train dataset has messages with the keys from, value; rename them to role and content",
     ),
     "sft, conversations with other keys, that TRL packs": (
         lambda: build("sft", rows=[{"conversations": CONVERSATION}], packing=True),
@@ -371,7 +371,7 @@ ONE = {
     ),
     "reward, an adapter of another task": (
         lambda: build("reward", peft_config=LoraConfig(task_type="CAUSAL_LM")),
-        "task_type='CAUSAL_LM' is for models that generate; a reward model needs task_type='SEQ_CLS'",
+        "task_type='CAUSAL_LM' is for models that generate; use task_type='SEQ_CLS'",
     ),
     "dpo, no rows": (
         lambda: build("dpo", rows=Dataset.from_list(PAIRS).select([])),
@@ -410,7 +410,7 @@ ONE = {
     ),
     "reward, another collator's rows": (
         lambda: build("reward", row_length=48, collator=DataCollatorForMultiAnswerReward()),
-        "args.row_length is 48, but that of data_collator is None; set it in one place",
+        "args.row_length is 48, but data_collator.row_length is None; set it in one place",
     ),
 }
 
@@ -522,7 +522,7 @@ def test_a_part_of_the_prompt_in_another_column_is_refused_by_sft(row, column):
 def test_messages_without_roles_are_refused(task, prompt):
     """They would look like empty answers."""
     answers = {name: [{"from": "assistant", "value": word}] for name, word in (("chosen", "w6"), ("rejected", "w7"))}
-    message = r"example 0.* has messages with the keys from, value, but messages have role"
+    message = r"example 0.* has messages with the keys from, value; rename them"
     with pytest.raises(ValueError, match=message):
         build(task, rows=[{"prompt": prompt, **answers}])
 

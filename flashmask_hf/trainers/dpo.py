@@ -1,4 +1,4 @@
-"""TRL's DPO trainer on packed rows that hold each question once, for both of its answers."""
+"""TRL's DPO trainer on packed rows in which both answers share their question."""
 
 from __future__ import annotations
 
@@ -39,76 +39,71 @@ __all__ = ["SharedQuestionDPOConfig", "SharedQuestionDPOTrainer"]
 logger = logging.getLogger(__name__)
 
 _SMOOTHED_LOSSES = ("robust", "exo_pair", "aot", "aot_unpaired")
-"""Those of TRL 1.16's loss types that read `label_smoothing`."""
+"""Loss types of TRL 1.16 that read `label_smoothing`."""
 
 _NO_MEDIA = "rows cannot share a question yet; use trl.DPOTrainer for images, or remove the column"
-"""What is wrong with images, video and audio, and the way out."""
+"""The error message for images, video and audio."""
 
 
 @dataclass
 class SharedQuestionDPOConfig(DPOConfig):
-    """Arguments of `SharedQuestionDPOTrainer`: those of `trl.DPOConfig`, and the following.
+    """Arguments of `SharedQuestionDPOTrainer`: `trl.DPOConfig` with the following.
 
     Args:
-        truncation_mode: TRL's "keep_start" and "keep_end", or "error", which raises for an example over `max_length`.
-        row_length: None packs each batch into one row. A number makes rows of that many tokens.
+        truncation_mode: "keep_start" or "keep_end", as in TRL, or "error", which raises for examples over `max_length`.
+        row_length: number of tokens per row; None packs each batch into one row.
     """
 
     truncation_mode: str = field(
         default="keep_start",
         metadata={
-            "help": "What to do if a question and an answer have more than `max_length` tokens: 'keep_start' cuts the "
-            "end of the answer, 'keep_end' cuts the start of the question, 'error' raises.",
+            "help": "What to do if a question and an answer exceed `max_length`: 'keep_start' cuts the end of the "
+            "answer, 'keep_end' cuts the start of the question, 'error' raises.",
             "choices": ["keep_start", "keep_end", "error"],
         },
     )
     row_length: int | None = field(
         default=None,
-        metadata={
-            "help": "Number of tokens of a packed row. If `None`, a batch is one row. A question and its answers stay "
-            "in the same row."
-        },
+        metadata={"help": "Number of tokens per packed row. If `None`, a batch is one row."},
     )
 
 
 class SharedQuestionDPOTrainer(ResumeMixin, EvenBatchesMixin, DPOTrainer):
-    """`trl.DPOTrainer` that computes each question once, for both of its answers, in policy and reference.
+    """`trl.DPOTrainer` that computes each question once for both answers, in policy and reference.
 
-    The backbone runs packed rows. Its hidden states are gathered into TRL's layout of one sequence per answer, which
-    TRL's head, losses and metrics read. Arguments and results are TRL's; results differ only by the rounding of sums in
-    another order. Logs add `shared_tokens_saved`, the fraction of tokens saved by sharing, and `mask_sparsity`, the
-    fraction of tiles of the score matrix that are skipped.
+    The backbone runs packed rows, and its hidden states are gathered into one sequence per answer for TRL's head,
+    losses and metrics. Results equal TRL's up to rounding. Logs add `shared_tokens_saved`, the fraction of tokens saved
+    by sharing, and `mask_sparsity`, the fraction of tiles of the score matrix that are skipped.
 
     The data may be in any of TRL's preference formats, in the format of `HuggingFaceH4/ultrafeedback_binarized` (see
     `preference_columns`), or tokenized (`prompt_ids`, `chosen_ids`, `rejected_ids`). Differences from TRL:
 
     - The model's attention is "flashmask". A model loaded by name gets it; another attention raises.
-    - An empty question or answer, a missing column, and a question and answer that exceed the model's positions raise
-      before the first step.
-    - `truncation_mode="keep_end"` cuts a question by the same amount for both answers; "error" raises for an example
-      that is too long. The log says how many examples are cut.
+    - An empty question or answer, a missing column, and an example beyond the model's positions raise before the first
+      step.
+    - `truncation_mode="keep_end"` cuts a question by the same amount for both answers. The log counts the examples that
+      are cut.
     - `pad_to_multiple_of` applies to the packed row.
-    - `label_smoothing` with losses that do not read it raises. So do `label_smoothing_factor`, NEFTune, dispatched
+    - These raise: `label_smoothing` with losses that do not read it, `label_smoothing_factor`, NEFTune, dispatched
       batches, prompt learning, activated LoRA, FSDP2's RAM-efficient loading of a reference model, and
       `use_liger_kernel` before TRL 1.15.
 
     Args:
-        model: as in `trl.DPOTrainer`.
-        ref_model: as in `trl.DPOTrainer`.
+        model: as in `trl.DPOTrainer`, like all arguments without a description.
+        ref_model: a model, not a name.
         args: a `SharedQuestionDPOConfig`, or a `trl.DPOConfig`, with defaults for the options that it lacks.
-        data_collator: None, or a `DataCollatorForSharedQuestion`, whose limits of lengths replace those of `args`.
-        train_dataset: as in `trl.DPOTrainer`.
-        eval_dataset: as in `trl.DPOTrainer`.
-        processing_class: a tokenizer, as in `trl.DPOTrainer`.
-        peft_config: as in `trl.DPOTrainer`, without prompt learning and activated LoRA.
+        data_collator: None, or a `DataCollatorForSharedQuestion`, whose lengths replace those in `args`.
+        train_dataset: see above.
+        eval_dataset: see above.
+        processing_class: a tokenizer.
+        peft_config: not prompt learning or activated LoRA.
         kwargs: the other arguments of `trl.DPOTrainer`.
 
     Raises:
-        TypeError: `args` is not a `trl.DPOConfig`, `ref_model` is a name, or `data_collator` is not a
-            `DataCollatorForSharedQuestion`.
-        ValueError: the model's attention is not "flashmask", or the model cannot take packed rows; an option is one of
-            those above; a dataset is empty, has images, video or audio, or fewer rows than a batch with
-            `dataloader_drop_last`; or an example is invalid (the message names its index and the way out).
+        TypeError: `args`, `ref_model` or `data_collator` has another type.
+        ValueError: the model's attention is not "flashmask", or the model cannot take packed rows; an option above is
+            set; a dataset is empty, has images, video or audio, or fewer rows than a batch with `dataloader_drop_last`;
+            or an example is invalid. The message names its index and the way out.
 
     Example:
         ```python
@@ -139,8 +134,8 @@ class SharedQuestionDPOTrainer(ResumeMixin, EvenBatchesMixin, DPOTrainer):
         args = checked_config(args, model, "DPO", DPOConfig, SharedQuestionDPOConfig)
         if isinstance(ref_model, str):
             raise TypeError(
-                f"ref_model must be a model, got the name {ref_model!r}; leave it out if it is that of the model, or "
-                "load it with attn_implementation='flashmask'"
+                f"ref_model must be a model, got the name {ref_model!r}; leave it out to use the policy's, or load it "
+                "with attn_implementation='flashmask'"
             )
         prepare_arguments(model, args, peft_config)
         refuse_liger_losses(args)
@@ -182,9 +177,9 @@ class SharedQuestionDPOTrainer(ResumeMixin, EvenBatchesMixin, DPOTrainer):
         self._hook_models()
 
     def _hook_models(self) -> None:
-        """Make policy and reference run packed rows, and check the datasets against the policy's positions.
+        """Make policy and reference run packed rows, and check the datasets; later calls do nothing.
 
-        TRL may need the models within its `__init__`, so this runs at their first use. Later calls do nothing.
+        It runs at the models' first use, because TRL may need them within its `__init__`.
         """
         if self._hooked:
             return

@@ -1,4 +1,4 @@
-"""Readers of the formats in which datasets hold preferences and rankings."""
+"""Readers of datasets of preferences and rankings, and the rows that they refuse."""
 
 from __future__ import annotations
 
@@ -11,31 +11,24 @@ from trl.data_utils import extract_prompt
 __all__ = ["CONTEXTS", "answer_sequences", "preference_columns", "refuse_other_keys", "refuse_unread_context"]
 
 _OTHER_NAMES = ("question", "instruction", "query", "input")
-"""Names that datasets give the column of a prompt, and that nothing reads."""
+"""Other names of a prompt's column, which nothing reads."""
 
 CONTEXTS = ("system", "input")
-"""Names of columns that hold a part of the prompt beside it, as in Intel/orca_dpo_pairs, and that nothing reads."""
+"""Columns with a part of the prompt, as in Intel/orca_dpo_pairs, which nothing reads."""
 
 
 def preference_columns(example: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """Return the columns `prompt`, `chosen` and `rejected` of a row in any of TRL's preference formats, or mixed.
+    """Return the columns `prompt`, `chosen` and `rejected` of a row, all strings or all lists of messages.
 
-    TRL's formats are standard (strings) and conversational (lists of messages). In each, the prompt is a column, or the
-    common prefix of both answers (https://huggingface.co/docs/trl/dataset_formats#preference). Mixed rows, as in
-    `HuggingFaceH4/ultrafeedback_binarized`, have a string as prompt and conversations as answers. Conversations may
-    repeat the prompt as their first turns, which counts once.
-
-    Args:
-        example: the row.
-        index: index of the row in the dataset, for error messages.
-
-    Returns:
-        `prompt`, `chosen` and `rejected`, all strings or all lists of messages.
+    Rows are in one of TRL's formats, standard (strings) or conversational (lists of messages), with the prompt in a
+    column or as the common prefix of both answers (https://huggingface.co/docs/trl/dataset_formats#preference). Or they
+    have a string as prompt and conversations as answers, as in `HuggingFaceH4/ultrafeedback_binarized`. A prompt that
+    conversations repeat as their first turns counts once.
 
     Raises:
-        ValueError: a column is missing or has another name, a system prompt is in a column of its own, messages have no
-            role, an answer is empty, or one answer is a string and the other a conversation; the error names the
-            example's index.
+        ValueError: a column is missing or has another name, a system prompt has its own column, messages have no role,
+            an answer is empty, or one answer is a string and the other a conversation. The message has the row's
+            `index` in the dataset.
     """
     missing = [column for column in ("chosen", "rejected") if not example.get(column)]
     if missing:
@@ -69,20 +62,17 @@ def preference_columns(example: Mapping[str, Any], index: int) -> dict[str, Any]
 
 
 def answer_sequences(example: Mapping[str, Any], eos_token: str | None, name: str) -> Sequence[Any]:
-    """Return question and answer as one text or one conversation, for each answer of a row.
+    """Return question and answer as one text or one conversation, for each answer of a row, `chosen` first.
 
     Args:
-        example: the row, in one of the formats that `MultiAnswerRewardTrainer` takes.
-        eos_token: token that ends each text; added where it is missing. Conversations do not need it.
+        example: the row, in a format of `MultiAnswerRewardTrainer`.
+        eos_token: token that ends each text, added if it is missing. Conversations do not need it.
         name: the example's name in error messages.
-
-    Returns:
-        Strings or lists of messages; the chosen answer first, if the row has `chosen` and `rejected`.
 
     Raises:
         TypeError: answers or prompt have an unsupported type, or types that cannot be combined.
-        ValueError: a column is missing or has another name, a system prompt is in a column of its own, messages have no
-            role, an answer is empty, or there are fewer than two answers.
+        ValueError: a column is missing or has another name, a system prompt has its own column, messages have no role,
+            an answer is empty, or there are fewer than two answers.
     """
     if example.get("answers") is not None:
         answers = example["answers"]
@@ -121,51 +111,46 @@ def answer_sequences(example: Mapping[str, Any], eos_token: str | None, name: st
 
 
 def _without(prompt: list[dict[str, Any]], answers: Sequence[Any]) -> list[Any]:
-    """Return conversations without the turns of the prompt, if all of them repeat it at their beginning."""
+    """Return conversations without the turns of the prompt, if all of them begin with it."""
     repeated = all(answer[: len(prompt)] == prompt and len(answer) > len(prompt) for answer in answers)
     return [answer[len(prompt) :] if repeated else answer for answer in answers]
 
 
 def refuse_other_keys(parts: Sequence[Any], name: str) -> None:
-    """Raise a ValueError if a conversation among these parts of a row has no roles, as ShareGPT's have not."""
+    """Raise a ValueError if a conversation among these parts of a row has no roles, as in ShareGPT."""
     for part in parts:
         first = part[0] if isinstance(part, list) and part else None
         if isinstance(first, Mapping) and "role" not in first:
-            raise ValueError(
-                f"{name} has messages with the keys {', '.join(first)}, but messages have role and content; rename "
-                "the keys"
-            )
+            raise ValueError(f"{name} has messages with the keys {', '.join(first)}; rename them to role and content")
 
 
 def _refuse_unread_prompt(example: Mapping[str, Any], answers: Sequence[Any], name: str) -> None:
-    """Raise a ValueError if a row without `prompt` has it in a column of another name, and not in its answers."""
+    """Raise a ValueError if a row has its prompt in a column of another name, and not in its answers."""
     if example.get("prompt") is not None:
         return
     for column in _OTHER_NAMES:
         text = example.get(column)
         if text and not all(_begins_with(answer, text) for answer in answers):
             raise ValueError(
-                f"{name} has no prompt, and a column {column!r}, which is not read, so that answers would be learned "
-                "without it; rename it to prompt, or remove it"
+                f"{name} has no prompt, and a column {column!r}, which is not read; rename it to prompt, or remove it"
             )
 
 
 def refuse_unread_context(example: Mapping[str, Any], answers: Sequence[Any], name: str) -> None:
-    """Raise a ValueError if a row has a column of context for its prompt whose text is neither there nor in answers."""
+    """Raise a ValueError if a row has a column of context whose text is neither in the prompt nor in all answers."""
     for column in CONTEXTS:
         text = example.get(column)
         if not isinstance(text, str) or not text.strip() or _holds(example.get("prompt"), text):
             continue
         if not all(_holds(answer, text) for answer in answers):
             raise ValueError(
-                f"{name} has a column {column!r} beside its prompt, which is not read, so that answers would be "
-                "learned without it; put its text into the prompt (as a message, if that is a list of messages), or "
-                "remove the column"
+                f"{name} has a column {column!r} beside its prompt, which is not read; put its text into the prompt "
+                "(as a message, if that is a list of messages), or remove the column"
             )
 
 
 def _refuse_unread_scores(example: Mapping[str, Any], name: str) -> None:
-    """Raise a ValueError if a row of `answers` without `scores` has a number for each of them in another column."""
+    """Raise a ValueError if a row of `answers` without `scores` has a number per answer in another column."""
     if example.get("answers") is None or "scores" in example:
         return
     for column, values in example.items():
@@ -173,19 +158,19 @@ def _refuse_unread_scores(example: Mapping[str, Any], name: str) -> None:
             continue
         if all(isinstance(value, Real) for value in values):
             raise ValueError(
-                f"{name} has no scores, and a column {column!r} with a number for each answer, which is not read, so "
-                "that answers would be ranked by their order; rename it to scores, or remove it"
+                f"{name} has no scores, and a column {column!r} with a number per answer, which is not read: answers "
+                "would be ranked by their order; rename it to scores, or remove it"
             )
 
 
 def _holds(part: Any, text: str) -> bool:
-    """Return whether a prompt or an answer, a string, a conversation or None, holds a text."""
+    """Return whether a string, a conversation or None contains a text."""
     texts = [part] if isinstance(part, str) else [value for message in part or () for value in message.values()]
     return any(text.strip() in str(held) for held in texts)
 
 
 def _first_turns(prompt: str, answers: Sequence[Any], name: str) -> list[dict[str, Any]] | None:
-    """Return the turns to put before conversations for a prompt that is a string, or None if they begin with it."""
+    """Return the turns that a prompt string adds before conversations, or None if they begin with it."""
     if all(_opens_with(answer, prompt) for answer in answers):
         return None
     if all(answer[0].get("role") == "assistant" for answer in answers):
@@ -197,7 +182,7 @@ def _first_turns(prompt: str, answers: Sequence[Any], name: str) -> list[dict[st
 
 
 def _empty(answer: Any, eos_token: str) -> bool:
-    """Return whether an answer has no text besides the end-of-sequence token, and no tool calls."""
+    """Return whether an answer has no text but the end-of-sequence token, and no tool calls."""
     if isinstance(answer, list):
         if not answer or answer[-1].get("tool_calls"):
             return not answer
@@ -206,7 +191,7 @@ def _empty(answer: Any, eos_token: str) -> bool:
 
 
 def _begins_with(answer: Any, prompt: Any) -> bool:
-    """Return whether an answer, a string or a conversation, holds the prompt as its beginning."""
+    """Return whether an answer, a string or a conversation, begins with the prompt."""
     if isinstance(answer, str):
         return isinstance(prompt, str) and answer.startswith(prompt)
     return _opens_with(answer, prompt)

@@ -1,4 +1,4 @@
-"""TRL's reward trainer on packed rows that hold each question once, for two or more answers."""
+"""TRL's reward trainer on packed rows in which two or more answers share their question."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
@@ -35,36 +36,29 @@ logger = get_logger(__name__)
 
 @dataclass
 class MultiAnswerRewardConfig(RewardConfig):
-    """Arguments of `MultiAnswerRewardTrainer`: those of `trl.RewardConfig`, and the following.
+    """Arguments of `MultiAnswerRewardTrainer`: `trl.RewardConfig` with the following.
 
     Args:
         loss_type: "pairwise" (`pairwise_loss`) or "listwise" (`plackett_luce_loss`). Both are means over questions, and
             equal with two answers.
-        score_margin: coefficient of the scores in the margins. The margin of a pair is `score_margin` times the
-            difference of its scores. 0 for no margins.
-        row_length: None packs each batch into one row. A number makes rows of that many tokens.
+        score_margin: the margin of a pair is `score_margin` times the difference of its scores; 0 for no margins.
+        row_length: number of tokens per row; None packs each batch into one row.
     """
 
     loss_type: Literal["pairwise", "listwise"] = field(
         default="pairwise",
         metadata={
-            "help": "Loss of a question: 'pairwise', the mean of the Bradley-Terry losses of its pairs of answers, or "
+            "help": "Loss of a question: 'pairwise', the mean Bradley-Terry loss of its pairs of answers, or "
             "'listwise', the negative log-likelihood of their ranking under the Plackett-Luce model."
         },
     )
     score_margin: float = field(
         default=0.0,
-        metadata={
-            "help": "The margin of a pair of answers is `score_margin` times the difference of their scores. 0 for no "
-            "margins."
-        },
+        metadata={"help": "A pair's margin is `score_margin` times the difference of its scores. 0 for no margins."},
     )
     row_length: int | None = field(
         default=None,
-        metadata={
-            "help": "Number of tokens of a packed row. If `None`, a batch is one row. A question and its answers stay "
-            "in the same row."
-        },
+        metadata={"help": "Number of tokens per packed row. If `None`, a batch is one row."},
     )
 
     def __post_init__(self):
@@ -74,53 +68,52 @@ class MultiAnswerRewardConfig(RewardConfig):
 
 
 class MultiAnswerRewardTrainer(ResumeMixin, EvenBatchesMixin, RewardTrainer):
-    """`trl.RewardTrainer` for two or more answers to a question, which it computes once for all of them.
+    """`trl.RewardTrainer` for two or more answers to a question, which is computed once for all of them.
 
-    With two answers, losses, gradients and metrics are TRL's, up to the rounding of sums in another order. The model's
-    attention is "flashmask". A model loaded by name gets it; another attention raises.
+    With two answers, losses, gradients and metrics equal TRL's up to rounding. The model's attention is "flashmask". A
+    model loaded by name gets it; another attention raises.
 
-    A row of the dataset is text or conversations, tokenized exactly as TRL does, in one of these formats:
+    A row of the dataset is text or conversations, tokenized as TRL does, in one of these formats:
 
     - `answers`, a list of strings or of lists of messages, with `scores` (numbers, higher is better) or ranked, best
       first. The `prompt` is a column, or the common prefix of the answers. With a `prompt` of messages, an answer may
       be a string.
     - `chosen` and `rejected`, in all of TRL's preference formats, with an optional `margin`. With `score_margin`, the
       columns `score_chosen` and `score_rejected` make the margin.
-    - Either of them with a string as `prompt` and conversations as answers, with or without the prompt as their first
+    - Either format with a string as `prompt` and conversations as answers, which may repeat the prompt as their first
       turn, for example `HuggingFaceH4/ultrafeedback_binarized`.
-    - Tokenized rows, as `DataCollatorForMultiAnswerReward` takes them.
+    - Tokenized rows, in the formats of `DataCollatorForMultiAnswerReward`.
 
-    Rows with a question and answer of more than `args.max_length` tokens are dropped, as in TRL. The log says how many,
-    except for streamed datasets, whose length is unknown.
+    As in TRL, rows with a question and answer of more than `args.max_length` tokens are dropped. The log counts them,
+    except in streams.
 
-    The loss is the mean over questions of `args.loss_type`, in which ties do not count. With
-    `center_rewards_coefficient`, the coefficient times the mean over pairs of (r_i + r_j)^2 is added. In evaluation,
-    predictions are the rewards and labels the scores, [questions, answers], padded with -100.
+    The loss is the mean over questions of `args.loss_type`; ties do not count. `center_rewards_coefficient` adds the
+    coefficient times the mean over pairs of (r_i + r_j)^2. In evaluation, predictions are the rewards and labels the
+    scores, [questions, answers], padded with -100.
 
-    Logs are TRL's. `accuracy` and `margin` are means over questions of the means over their pairs, and `num_tokens`
-    counts a question once per answer. Logs add `accuracy_of_<N>_answers` for each number of answers,
-    `shared_tokens_saved`, the fraction of `num_tokens` that was not computed, and `mask_sparsity`, the fraction of
-    tiles of the score matrix that are skipped (of one batch of this process, at logging steps and in evaluation). The
-    first two are exact over all processes and the interval of the log, or the evaluation.
+    Logs are TRL's: `accuracy` and `margin` are means over questions of the means over their pairs, and `num_tokens`
+    counts a question once per answer. Logs add `accuracy_of_<N>_answers` per number of answers, `shared_tokens_saved`,
+    the fraction of `num_tokens` that was not computed, both exact over all ranks and batches of the log; and
+    `mask_sparsity`, the fraction of tiles of the score matrix that are skipped in one batch of this rank.
 
     Args:
-        model: as in `trl.RewardTrainer`.
+        model: as in `trl.RewardTrainer`, like all arguments without a description.
         args: a `MultiAnswerRewardConfig`, or a `trl.RewardConfig`, with defaults for the options that it lacks.
         data_collator: None, or a `DataCollatorForMultiAnswerReward`.
-        train_dataset: as in `trl.RewardTrainer`.
-        eval_dataset: as in `trl.RewardTrainer`.
-        processing_class: as in `trl.RewardTrainer`.
-        peft_config: as in `trl.RewardTrainer`, without prompt learning and activated LoRA.
+        train_dataset: see above.
+        eval_dataset: see above.
+        processing_class: a tokenizer.
+        peft_config: not prompt learning or activated LoRA.
         kwargs: the other arguments of `trl.RewardTrainer`.
 
     Raises:
-        TypeError: `args` is not a `trl.RewardConfig`; `data_collator` is not a `DataCollatorForMultiAnswerReward`; or a
-            row of the dataset has an unsupported type, or types that cannot be combined.
+        TypeError: `args` or `data_collator` has another type; or a row has an unsupported type, or types that cannot be
+            combined.
         ValueError: the model's attention is not "flashmask"; `neftune_noise_alpha`, `label_smoothing_factor`,
             dispatched batches, prompt learning, activated LoRA, adapters of another task or that do not save the head,
-            context parallelism, sampling by lengths that the examples lack, or counts of `input_ids`
-            (`include_num_input_tokens_seen`) are asked for; arguments contradict each other, a dataset has a transform,
-            no row is left, or a row is invalid. Messages name the row's index and the way out.
+            context parallelism, sampling by missing lengths, or counts of `input_ids` (`include_num_input_tokens_seen`)
+            are set; arguments contradict each other, a dataset has a transform, no row is left, or a row is invalid.
+            Messages name the row's index and the way out.
 
     Example:
         ```python
@@ -153,13 +146,13 @@ class MultiAnswerRewardTrainer(ResumeMixin, EvenBatchesMixin, RewardTrainer):
         train_dataset, eval_dataset = text_datasets(train_dataset, eval_dataset, NO_MEDIA)
         if getattr(peft_config, "task_type", None) == "CAUSAL_LM":
             raise ValueError(
-                "peft_config: task_type='CAUSAL_LM' is for models that generate; a reward model needs "
-                "task_type='SEQ_CLS', with which its head is trained and saved, too"
+                "peft_config: task_type='CAUSAL_LM' is for models that generate; use task_type='SEQ_CLS', which also "
+                "trains and saves a reward model's head"
             )
         if settings.include_num_input_tokens_seen != "no" or "inputs" in settings.include_for_metrics:
             raise ValueError(
-                "include_num_input_tokens_seen and include_for_metrics=['inputs'] read input_ids, which holds only the "
-                "last token of each answer here; leave them out (num_tokens in the log counts all tokens)"
+                "include_num_input_tokens_seen and include_for_metrics=['inputs'] read input_ids, which has only the "
+                "last token of each answer; leave them out (num_tokens in the log counts all tokens)"
             )
         if args.use_liger_kernel:
             _keep_forward(args)
@@ -168,10 +161,8 @@ class MultiAnswerRewardTrainer(ResumeMixin, EvenBatchesMixin, RewardTrainer):
         self.loss_type: str = ours.loss_type
         collator = _collator(data_collator, ours.row_length, ours.score_margin, args.pad_to_multiple_of)
         self.score_margin = collator.score_margin
-        # Numerator and denominator of the metrics that are exact over several batches, by mode and name.
-        self._ratios: dict[str, dict[str, list[float]]] = {
-            mode: defaultdict(lambda: [0.0, 0.0]) for mode in ("train", "eval")
-        }
+        # Numerator and denominator of metrics that are exact over several batches, by mode and name.
+        self._ratios = {mode: defaultdict(lambda: np.zeros(2)) for mode in ("train", "eval")}
         with flashmask_policy(model, args):
             super().__init__(
                 model=model,
@@ -195,8 +186,8 @@ class MultiAnswerRewardTrainer(ResumeMixin, EvenBatchesMixin, RewardTrainer):
         if text_config.pad_token_id == getattr(tokenizer, "eos_token_id", None):
             logger.warning(
                 "pad_token is eos_token: rewards are trained at the end-of-sequence token, but the saved model's own "
-                "forward reads them at the last token that is not padding, one before. Give the tokenizer another "
-                "pad_token, so that both are the same."
+                "forward reads them one token before, at the last that is not padding. Give the tokenizer another "
+                "pad_token."
             )
         for name, dataset in map_style_datasets(self.train_dataset, self.eval_dataset):
             check_rows(dataset, collator, args, name)
@@ -219,7 +210,7 @@ class MultiAnswerRewardTrainer(ResumeMixin, EvenBatchesMixin, RewardTrainer):
         labels = ("answer_counts", "token_counts", "scores", "margins")
         outputs = model(**{key: value for key, value in inputs.items() if key not in labels}, use_cache=False)
         scores, counts = inputs["scores"], inputs["answer_counts"]
-        # The head may round copies of one hidden state apart: identical answers take the reward of the first of them.
+        # The head may round copies of one hidden state apart, so equal answers take the reward of the first.
         places = inputs[PACKED_INDEX].view(scores.shape)
         first = (places[:, :, None] == places[:, None]).int().argmax(2)
         rewards = outputs.logits.float().view(scores.shape).gather(1, first)
@@ -236,7 +227,7 @@ class MultiAnswerRewardTrainer(ResumeMixin, EvenBatchesMixin, RewardTrainer):
         return loss, SequenceClassifierOutputWithPast(logits=padded)
 
     def _add_metrics(self, mode: str, rewards: Tensor, real: Tensor, beats: Tensor, inputs: dict[str, Any]) -> None:
-        """Add the metrics of a batch. One transfer gathers a row of numbers per question from all processes."""
+        """Add the metrics of a batch; one transfer gathers a row of numbers per question from all ranks."""
         metrics, ratios = self._metrics[mode], self._ratios[mode]
         log_sparsity(self, mode, inputs[VECTORS])
         ahead = rewards[:, :, None] - rewards[:, None]
@@ -249,9 +240,8 @@ class MultiAnswerRewardTrainer(ResumeMixin, EvenBatchesMixin, RewardTrainer):
             rewards.masked_fill(~real, -torch.inf).amax(1),
             rewards.masked_fill(~real, 0.0).sum(1),
         ]
-        # At the end of the data, gather_for_metrics drops the repeated examples that fill up the last batch. Training
-        # counts them. Moreover, Trainer reaches the end before it computes the first batch of the last step, so that
-        # gather_for_metrics would cut every batch of the step.
+        # gather_for_metrics drops the repeated examples that fill up the last batch, which training counts. Trainer
+        # reaches the end of the data before it computes the last step, so every batch of that step would be cut.
         gather = self.accelerator.gather if mode == "train" else self.accelerator.gather_for_metrics
         rows: Any = gather(torch.stack(columns, 1))
         counts, computed, unshared, accuracy, margin, least, most, total = rows.cpu().double().unbind(1)
@@ -265,24 +255,21 @@ class MultiAnswerRewardTrainer(ResumeMixin, EvenBatchesMixin, RewardTrainer):
         metrics["accuracy"].append(accuracy.mean().item())
         metrics["margin"].append(margin.mean().item())
         for count, share in zip(counts.tolist(), accuracy.tolist(), strict=True):
-            _accumulate(ratios[f"accuracy_of_{count:.0f}_answers"], share, 1)
-        _accumulate(ratios["shared_tokens_saved"], (unshared - computed).sum().item(), unshared.sum().item())
+            ratios[f"accuracy_of_{count:.0f}_answers"] += (share, 1)
+        ratios["shared_tokens_saved"] += ((unshared - computed).sum().item(), unshared.sum().item())
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Return Trainer's estimate for the packed rows, since `input_ids` has only the last token of each answer."""
+        """Return Trainer's estimate for the packed rows; `input_ids` has only the last token of each answer."""
         return super().floating_point_ops(inputs | {"input_ids": inputs[PACKED_IDS]})
 
     def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run Trainer's `predict` on a dataset, prepared as that of `evaluate` is: raw or tokenized rows.
-
-        The rows that are longer than `args.max_length` are left out, as everywhere; the log says how many.
-        """
+        """Run Trainer's `predict` on a dataset of raw or tokenized rows, without rows over `args.max_length`."""
         settings: Any = self.args
         prepared: Any = self._prepare_dataset(test_dataset, self.processing_class, settings, "test")
         return super().predict(prepared, *args, **kwargs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Run Trainer's evaluation loop without the metrics of an earlier `predict`, which are never logged."""
+        """Run Trainer's evaluation loop without the metrics of an earlier `predict`."""
         self._metrics["eval"].clear()
         self._ratios["eval"].clear()
         return super().evaluation_loop(*args, **kwargs)
@@ -292,17 +279,13 @@ class MultiAnswerRewardTrainer(ResumeMixin, EvenBatchesMixin, RewardTrainer):
         model: Any = self.model
         mode = "train" if model.training else "eval"
         for name, (numerator, denominator) in sorted(self._ratios[mode].items()):
-            self._metrics[mode][name] = [numerator / denominator]
+            self._metrics[mode][name] = [float(numerator / denominator)]
         self._ratios[mode].clear()
         super().log(logs, start_time)
 
 
 def _keep_forward(args: Any) -> None:
-    """Make Liger replace layers only, in place: its fused loss calls the head of a language model.
-
-    Raises:
-        ValueError: the fused loss is asked for.
-    """
+    """Make Liger replace layers only; raise a ValueError for its fused loss, which calls a language model's head."""
     config = args.liger_kernel_config or {}
     if config.get("fused_linear_cross_entropy"):
         raise ValueError(
@@ -313,10 +296,10 @@ def _keep_forward(args: Any) -> None:
 
 
 def _refuse_unsaved_head(model: Any) -> None:
-    """Raise a ValueError if the adapters of a PEFT model learn, and the head above its backbone is not saved with them.
+    """Raise a ValueError if the adapters of a PEFT model learn, but the head is not saved with them.
 
-    An adapter without its task leaves the head alone, or, where it adapts every linear layer, adapts the head too. The
-    head's own weights, random in a new reward model, are then in no file, and the next load draws others.
+    An adapter without task_type leaves the head alone, or adapts it with all linear layers. The head's own weights,
+    random in a new reward model, are then in no file, and the next load draws others.
     """
     inner = unwrap_peft(model)
     if inner is model or not any(parameter.requires_grad for parameter in inner.parameters()):
@@ -333,18 +316,13 @@ def _refuse_unsaved_head(model: Any) -> None:
     else:
         return
     raise ValueError(
-        f"peft_config: the adapter {how} the head {name!r}, which makes the rewards, and does not save its weights, so "
-        f"that a loaded model has other ones; set task_type='SEQ_CLS', or modules_to_save=[{name!r}]"
+        f"peft_config: the adapter {how} the head {name!r}, and does not save its weights, so a loaded model has random "
+        f"ones; set task_type='SEQ_CLS', or modules_to_save=[{name!r}]"
     )
 
 
-def _accumulate(ratio: list[float], numerator: float, denominator: float) -> None:
-    ratio[0] += numerator
-    ratio[1] += denominator
-
-
 def _collator(given: Any, row_length: int | None, score_margin: float, multiple: Any) -> Any:
-    """Return the given collator after checking that it agrees with the arguments, or build one from them."""
+    """Return the given collator if it agrees with the arguments, or build one from them."""
     if given is None:
         return DataCollatorForMultiAnswerReward(
             row_length=row_length, score_margin=score_margin, pad_to_multiple_of=multiple
@@ -357,6 +335,6 @@ def _collator(given: Any, row_length: int | None, score_margin: float, multiple:
     for name, value in (("row_length", row_length), ("score_margin", score_margin)):
         if value and value != getattr(given, name):
             raise ValueError(
-                f"args.{name} is {value}, but that of data_collator is {getattr(given, name)}; set it in one place"
+                f"args.{name} is {value}, but data_collator.{name} is {getattr(given, name)}; set it in one place"
             )
     return given

@@ -1,4 +1,4 @@
-"""Datasets of `MultiAnswerRewardTrainer`: a question and its answers tokenized in each row, and what is refused."""
+"""Preparation and checks of the datasets of `MultiAnswerRewardTrainer`."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ __all__ = ["NO_MEDIA", "check_rows", "prepare_rows"]
 logger = get_logger(__name__)
 
 NO_MEDIA = "rows cannot share a question, and a reward model reads text; remove the column"
-"""What is wrong with images, video and audio, and the way out."""
+"""The error message for images, video and audio."""
 
 
 def prepare_rows(
     dataset: Dataset | IterableDataset, tokenizer: Any, args: RewardConfig, name: str, score_margin: float
 ) -> Dataset | IterableDataset:
-    """Return a dataset with tokenized rows, without those that have an answer over `args.max_length`.
+    """Return a dataset of tokenized rows without answers over `args.max_length`; the log counts dropped rows.
 
-    The log says how many rows are dropped, except of a stream.
+    The log does not count rows of a stream.
 
     Args:
-        dataset: rows as `MultiAnswerRewardTrainer` takes them, raw or tokenized.
+        dataset: raw or tokenized rows, in the formats of `MultiAnswerRewardTrainer`.
         tokenizer: the tokenizer, with a chat template if rows are conversations.
         args: the trainer's arguments.
         name: name of the dataset, for messages.
@@ -41,8 +41,7 @@ def prepare_rows(
 
     Raises:
         TypeError: a row has an unsupported type, or types that cannot be combined.
-        ValueError: the dataset has no rows, or none that fits `args.max_length`; it has a transform; or a row is
-            invalid.
+        ValueError: no row is there or fits `args.max_length`; the dataset has a transform; or a row is invalid.
     """
     dataset = without_media(dataset, name, NO_MEDIA)
     first = first_row(dataset, name)
@@ -56,7 +55,7 @@ def prepare_rows(
                 options["desc"] = f"Tokenizing {name} dataset"
             dataset = unformatted(dataset)
             if isinstance(dataset, Dataset) and score_margin and "score_chosen" in first and "margin" not in first:
-                # Ranked answers among the pairs get no margin: map needs the column in every row, and its type at once.
+                # Ranked answers among pairs get no margin, but map needs the column in every row, with its type.
                 dataset = dataset.add_column("margin", [None] * len(dataset), feature=Value("float64"))  # type: ignore
             dataset = dataset.map(
                 _tokenize,
@@ -84,48 +83,23 @@ def prepare_rows(
 
 
 def check_rows(dataset: Dataset, collator: DataCollatorForMultiAnswerReward, args: RewardConfig, name: str) -> None:
-    """Raise the error of the first row of a prepared dataset that the collator would refuse, and of mixed margins.
+    """Raise the collator's error for the first invalid row of a prepared dataset, or a ValueError for mixed margins.
 
-    Args:
-        dataset: what `prepare_rows` returned.
-        collator: the trainer's.
-        args: the trainer's arguments.
-        name: name of the dataset, for messages.
-
-    Raises:
-        TypeError: a row has a value of a wrong type.
-        ValueError: a row is invalid; or only some have a margin, and the collator has no `score_margin`.
+    Rows with and without a margin cannot share a batch, unless `score_margin` makes margins of scores.
     """
-    if not collator.score_margin:  # it makes the margins of rows with scores
-        _check_margins(dataset, name)
-    dataset.map(
-        _check_example,
-        with_indices=True,
-        fn_kwargs={"collator": collator, "dataset_name": name},
-        num_proc=args.dataset_num_proc,
-        desc=f"Checking {name} dataset",
-    )
-
-
-def _check_example(
-    example: dict[str, Any],
-    index: int,
-    *,
-    collator: DataCollatorForMultiAnswerReward,
-    dataset_name: str,
-) -> None:
-    """Raise the error that collating the example would raise."""
-    collator.check(example, f"example {index} of the {dataset_name} dataset, as prepared,")
-
-
-def _check_margins(dataset: Dataset, name: str) -> None:
-    """Raise a ValueError if only some rows have a margin, because such rows cannot share a batch."""
-    missing = [margin is None for margin in dataset["margin"]] if "margin" in dataset.column_names else []
+    has_margins = "margin" in dataset.column_names and not collator.score_margin
+    missing = [margin is None for margin in dataset["margin"]] if has_margins else []
     if any(missing) and not all(missing):
         raise ValueError(
             f"example {missing.index(True)} of the {name} dataset, as prepared, has no margin, but others have; give "
             "every example one (0.0 for no margin), or remove the column"
         )
+    dataset.map(
+        lambda example, index: collator.check(example, f"example {index} of the {name} dataset, as prepared,"),
+        with_indices=True,
+        num_proc=args.dataset_num_proc,
+        desc=f"Checking {name} dataset",
+    )
 
 
 def _fits(example: dict[str, Any], max_length: int) -> bool:
@@ -154,7 +128,7 @@ def _tokenize(
         tokens.append(ids)
     shared = shared_prefix([np.asarray(ids) for ids in tokens])
     tokenized = {"prompt_ids": tokens[0][:shared], "answers_ids": [ids[shared:] for ids in tokens]}
-    has_answers = example.get("answers") is not None  # concatenated datasets mix such rows with pairs
+    has_answers = example.get("answers") is not None  # concatenated datasets may also have pairs
     if "margin" in example:
         tokenized["margin"] = example["margin"]
     if "scores" in example:

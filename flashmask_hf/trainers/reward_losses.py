@@ -1,4 +1,4 @@
-"""Losses of rankings: of pairs of answers (Bradley-Terry), and of whole rankings (Plackett-Luce)."""
+"""Losses of rankings: by pairs of answers (Bradley-Terry), and by whole rankings (Plackett-Luce)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def pairwise_loss(rewards: Tensor, beats: Tensor) -> Tensor:
 
     Args:
         rewards: rewards minus margins, [B, N].
-        beats: bool [B, N, N], true where answer i is better than answer j; at least one pair per question.
+        beats: bool [B, N, N], whether answer i is better than answer j; at least one pair per question.
 
     Returns:
         The loss of each question, [B].
@@ -29,15 +29,9 @@ def pairwise_loss(rewards: Tensor, beats: Tensor) -> Tensor:
 def plackett_luce_loss(rewards: Tensor, beats: Tensor) -> Tensor:
     """Return the negative log-likelihood of each question's ranking under the Plackett-Luce model.
 
-    The likelihood is the product, over the answers, of the probability softmax(r_i) that an answer is drawn first from
-    itself and all answers that it beats. Tied answers do not compete. With two answers this is `pairwise_loss`.
-
-    Args:
-        rewards: rewards minus margins, [B, N].
-        beats: bool [B, N, N], true where answer i is better than answer j; at least one pair per question.
-
-    Returns:
-        The loss of each question, [B].
+    The likelihood is the product over answers of the probability softmax(r_i) that an answer is drawn first from itself
+    and the answers that it beats. Tied answers do not compete. With two answers this is `pairwise_loss`, whose
+    arguments and result it has.
     """
     rivals = torch.where(beats, rewards[:, None] - rewards[:, :, None], -torch.inf)
     return torch.cat([torch.zeros_like(rivals[..., :1]), rivals], -1).logsumexp(-1).sum(1)

@@ -479,7 +479,7 @@ def other_models():
         "num_attention_heads": 4, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0,
     }  # fmt: skip
     attention = common | {"num_key_value_heads": 2, "max_position_embeddings": 64}
-    mixing = "has recurrent or convolutional layers.*one sequence a row"
+    mixing = "has recurrent or convolutional layers.*one sequence per row"
     recurrent = {name: common[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers", "pad_token_id")}
     yield "mamba", transformers.MambaConfig(**recurrent, state_size=4), mixing
     hybrid = {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}

@@ -500,7 +500,7 @@ def test_prompts_of_messages_with_other_keys_raise_at_construction(algorithm, ch
     """TRL hands them to the tokenizer as text, which ends in an error of its own."""
     _, _, config, trainer = CLASSES[algorithm]()
     dataset = Dataset.from_list([{"prompt": [{"from": "human", "value": "w8"}]}] * 4)
-    with pytest.raises(ValueError, match=r"the train dataset has messages with the keys from, value.*rename the keys"):
+    with pytest.raises(ValueError, match=r"the train dataset has messages with the keys from, value; rename them"):
         trainer(
             checkpoints["llama"], reward, config(**trainer_settings(tmp_path), num_generations=4), dataset,
             processing_class=tokenizer,

@@ -423,9 +423,9 @@ def test_invalid_arguments_raise(model_path, tokenizer, tmp_path):
         TypeError, match="data_collator must be a DataCollatorForMultiAnswerReward, got DataCollatorFor"
     ):
         trainer(data_collator=DataCollatorForPreference(0))
-    with pytest.raises(ValueError, match=r"args.row_length is 64, but that of data_collator is None"):
+    with pytest.raises(ValueError, match=r"args.row_length is 64, but data_collator.row_length is None"):
         trainer(data_collator=DataCollatorForMultiAnswerReward(), row_length=64)
-    with pytest.raises(ValueError, match=r"args.score_margin is 0.5, but that of data_collator is 0.0"):
+    with pytest.raises(ValueError, match=r"args.score_margin is 0.5, but data_collator.score_margin is 0.0"):
         trainer(data_collator=DataCollatorForMultiAnswerReward(), score_margin=0.5)
     prefix = PrefixTuningConfig(task_type="SEQ_CLS", num_virtual_tokens=4)
     with pytest.raises(ValueError, match="PrefixTuningConfig adds virtual tokens"):
