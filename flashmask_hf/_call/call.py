@@ -195,11 +195,9 @@ def resolve(q: Tensor, k: Tensor, v: Tensor, mask: FlashMask, sinks: Tensor | No
     """Return the call that serves the arguments of `flashmask_attention`, whose docstring lists what raises."""
     key = call = None
     intercepted = True
-    scale, softcap, _, deterministic = given
     try:
         intercepted = torch_internals.is_intercepted(q, k, v, mask.indices, sinks)
-        # True equals 1, so it would find the call with scale=1.0; the checks refuse it.
-        if not (intercepted or scale is True or softcap is True) and isinstance(deterministic, bool):
+        if not intercepted and given.is_distinct():
             key = _key(q, k, v, sinks, mask.indices, mask.causal, mask.q_len, given)
             call = _calls.get(key)
     except (AttributeError, RuntimeError, TypeError):  # wrong type; the checks raise the proper error
