@@ -31,7 +31,7 @@ class Arguments(NamedTuple):
     deterministic: bool = False
 
     def is_distinct(self) -> bool:
-        """Return False if True replaces a number, or a number replaces a bool: they compare equal, so caches mix them."""
+        """Return False if a bool replaces a number, or a number a bool: they compare equal, so a cache mixes them."""
         return self.scale is not True and self.softcap is not True and isinstance(self.deterministic, bool)
 
 
