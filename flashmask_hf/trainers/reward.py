@@ -316,8 +316,8 @@ def _refuse_unsaved_head(model: Any) -> None:
     else:
         return
     raise ValueError(
-        f"peft_config: the adapter {how} the head {name!r}, and does not save its weights, so a loaded model has random "
-        f"ones; set task_type='SEQ_CLS', or modules_to_save=[{name!r}]"
+        f"peft_config: the adapter {how} the head {name!r}, and does not save its weights, so a loaded model has "
+        f"random ones; set task_type='SEQ_CLS', or modules_to_save=[{name!r}]"
     )
 
 
