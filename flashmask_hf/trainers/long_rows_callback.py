@@ -197,10 +197,10 @@ class LongRows(TrainerCallback):
                     self.host_bytes = int(max(0, needed - gpu))
                 return f"; a step needs about {gib(needed)}, the GPU has {gib(gpu)}, the host {gib(host)}"
         raise ValueError(
-            f"max_length: a step of {self._tokens:,} tokens needs about {gib(needed)} (up to "
-            f"{gib(self._tokens * memory.stored)} on the host), but the GPU has {gib(gpu)} and the host {gib(host)}; "
-            f"the longest batch that fits has {self.longest:,} tokens (max_length times the batch size). Adapters "
-            "without dropout or on fewer modules need less; keep_attention=False and host_gib=... skip this estimate"
+            f"max_length: a step of {self._tokens:,} tokens needs {gib(needed)} (up to "
+            f"{gib(self._tokens * memory.stored)} on the host), the GPU has {gib(gpu)}, the host {gib(host)}; the "
+            f"longest batch that fits has {self.longest:,} tokens. Lower it, adapt fewer modules without dropout, or "
+            "set keep_attention=False and host_gib"
         )
 
     def _agree(self, memory: StepMemory, gpu: float, host: float) -> tuple[StepMemory, float, float]:

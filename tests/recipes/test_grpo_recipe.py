@@ -158,7 +158,7 @@ BAD_FLAGS = [
     (["--num_generations", "0"], "num_generations must be at least 1, got 0"),
     (["--steps_per_generation", "0"], "steps_per_generation must be at least 1, got 0"),
     (["--num_generations", "7"], "must be divisible by num_generations"),
-    (["--attn_implementation", "sdpa"], "asks for --attn_implementation sdpa, but shared prompts need 'flashmask'"),
+    (["--attn_implementation", "sdpa"], "has --attn_implementation sdpa, but shared prompts need 'flashmask'"),
     (["--resume_from_checkpoint", "true"], "holds no checkpoint to resume from"),
     (["--do_eval", "--dataset_test_split", "dev"], "dataset_test_split: .* no split 'dev', but 'train', 'test'"),
 ]
