@@ -1,4 +1,4 @@
-"""Functions that the recipes share: flags, model, data, checkpoints, training, and loading of what was saved."""
+"""Functions that the recipes share: flags, model, data, checkpoints, training, loading."""
 
 # pyright: reportPrivateImportUsage=false
 
@@ -65,15 +65,14 @@ class ComparisonArguments:
 
 
 class FlagError(ValueError):
-    """A flag, or a line of the configuration file, that cannot be used; the message names it and the way out."""
+    """A flag or a line of the configuration file that cannot be used."""
 
 
 def run(main: Callable[[Sequence[str]], None]) -> None:
     """Run a recipe's main function on the flags of this program.
 
-    A flag that cannot be used ends the program with its message alone, as the last line, and code 1. Where several
-    processes are launched, the launcher prints the first error, of whatever kind, at the end. One process needs
-    `accelerate launch --quiet`, else the launcher prints a traceback of its own after the message.
+    A wrong flag ends the program with its message as the last line, and code 1. Of several processes, the launcher
+    prints the first error. One process needs `accelerate launch --quiet`, else the launcher adds a traceback.
     """
     try:
         record(main)(sys.argv[1:])
@@ -90,21 +89,16 @@ def parse(
 ) -> tuple[Any, ScriptArguments, Any, ModelConfig, DatasetMixtureConfig]:
     """Parse the flags; without a configuration file and a model, the demo's configuration applies.
 
-    `--help` shows the defaults that apply with a model, since these are those of real runs.
-
     Args:
         argv: the flags.
         demo_config: path of the demo's configuration file.
         own: dataclass of the recipe's flags beyond TRL's.
         config: dataclass of the trainer's arguments.
-        **defaults: defaults that replace those of the dataclasses.
-
-    Returns:
-        Instances of `own`, `ScriptArguments`, `config`, `ModelConfig` and `DatasetMixtureConfig`.
+        **defaults: replace the defaults of the dataclasses; `--help` shows them.
 
     Raises:
-        FlagError: a flag is unknown or has an invalid value, the configuration file cannot be read, `show` is set
-            without an evaluation, or several processes find no GPUs.
+        FlagError: a flag or the configuration file is invalid, `show` is set without an evaluation, or several
+            processes find no GPUs.
     """
     types: Any = (own, ScriptArguments, config, ModelConfig, DatasetMixtureConfig)
     parser = TrlParser(
@@ -135,12 +129,8 @@ def parse(
 
 
 def read_flags(parser: TrlParser, argv: Sequence[str], **options: Any) -> tuple[Any, ...]:
-    """Return what a parser reads from flags and from the configuration file that they name.
-
-    Raises:
-        FlagError: the file cannot be read, or a value is invalid.
-    """
-    try:  # errors without their cause, so that launchers of several processes print one traceback
+    """Parse flags and the configuration file that they name; raise a FlagError if either is invalid."""
+    try:  # without their cause, so that launchers print one traceback
         return parser.parse_args_and_config(list(argv), **options)
     except (OSError, yaml.YAMLError) as error:
         raise FlagError(f"config: {' '.join(str(error).split())}") from None
@@ -153,10 +143,7 @@ def read_flags(parser: TrlParser, argv: Sequence[str], **options: Any) -> tuple[
 
 
 def check_processes() -> None:
-    """Raise a FlagError if each of several processes would train alone, and write to the same files.
-
-    Without GPUs, accelerate makes no group of processes that are launched for them.
-    """
+    """Raise a FlagError if each of several processes would train alone: accelerate groups none without GPUs."""
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched > PartialState().num_processes:
         raise FlagError(f"{launched} processes were launched for GPUs, and there is none; add --use_cpu, or launch one")
@@ -169,13 +156,11 @@ def trainer_options(
     mixture_args: DatasetMixtureConfig,
     demo: Callable[[], DatasetDict],
 ) -> dict[str, Any]:
-    """Return the keyword arguments of a trainer: model, arguments, datasets, quantization and adapter.
-
-    Without a model, an untrained one is written to `output_dir`. Without a dataset, the one that `demo` returns is.
+    """Return the keyword arguments of a trainer. Without a model or a dataset, the demo's are written to `output_dir`.
 
     Raises:
-        FlagError: there is no such model or dataset, the dataset is empty or lacks a split, `output_dir` is a file, or
-            there is no whole checkpoint to resume from.
+        FlagError: the model, the dataset, a split or the checkpoint to resume from is missing or damaged, or
+            `output_dir` is a file.
     """
     if model_args.model_name_or_path is not None:
         check_model_path("model_name_or_path", model_args.model_name_or_path)
@@ -222,12 +207,7 @@ def trainer_options(
 
 
 def build(trainer_class: type, **options: Any) -> Any:
-    """Build a trainer; raise its ValueError as a FlagError, with options as they are written in flags.
-
-    Args:
-        trainer_class: the trainer's class.
-        **options: its arguments.
-    """
+    """Build a trainer; raise its ValueError as a FlagError, with options spelled as flags."""
     try:
         return trainer_class(**options)
     except ValueError as error:
@@ -237,12 +217,7 @@ def build(trainer_class: type, **options: Any) -> Any:
 
 
 def check_model_path(flag: str, name: str) -> None:
-    """Raise a FlagError if a model's name is a path that holds no model, or an adapter without its model.
-
-    Args:
-        flag: the flag that names the model.
-        name: name on the Hub, or path of a folder.
-    """
+    """Raise a FlagError if a model's name is a path without a model, or with an adapter alone."""
     path = Path(name)
     if (path.is_absolute() or name.startswith((".", "~"))) and not path.is_dir():
         raise FlagError(f"{flag}: there is no folder {name}")
@@ -254,7 +229,7 @@ def check_model_path(flag: str, name: str) -> None:
 
 
 def make_demo_data(path: Path, demo: Callable[[], DatasetDict]) -> Any:
-    """Write a dataset to disk and load it, so that processes share what one of them computes from it."""
+    """Write a dataset to disk and load it, so that processes share its cache."""
     if PartialState().is_main_process:
         demo().save_to_disk(path)
     PartialState().wait_for_everyone()
@@ -262,7 +237,7 @@ def make_demo_data(path: Path, demo: Callable[[], DatasetDict]) -> Any:
 
 
 def make_demo_model(path: Path) -> str:
-    """Write the demo's model and tokenizer to disk in one process, and return the path."""
+    """Write the demo's model and tokenizer in one process, and return the path."""
     if PartialState().is_main_process:
         data.build_model(path)
     PartialState().wait_for_everyone()
@@ -273,7 +248,7 @@ def checkpoint_to_resume(args: TrainingArguments) -> str | None:
     """Return the checkpoint that `--resume_from_checkpoint` names: a path, or "true" for the last in `output_dir`.
 
     Raises:
-        FlagError: there is no checkpoint, or it is not whole.
+        FlagError: the checkpoint is missing or incomplete.
     """
     wanted = args.resume_from_checkpoint
     if wanted is None:
@@ -293,10 +268,7 @@ def checkpoint_to_resume(args: TrainingArguments) -> str | None:
 
 
 def checkpoint_problem(checkpoint: Path) -> str | None:
-    """Return why a checkpoint is incomplete, for example after a crash or on a full disk, or None if it is whole.
-
-    The trainer writes its state last, so a checkpoint that has it was written to the end.
-    """
+    """Return why a checkpoint is incomplete, or None. The trainer writes its state last."""
     if not checkpoint.is_dir():
         return "there is no such folder"
     state = checkpoint / TRAINER_STATE_NAME
@@ -319,10 +291,7 @@ def checkpoint_problem(checkpoint: Path) -> str | None:
 
 
 def take_compiler(args: TrainingArguments) -> dict[str, Any] | None:
-    """Return what `--torch_compile` asks for, as arguments of `torch.compile`, and keep the trainer from doing it.
-
-    The trainer would compile the whole model, in time linear in its layers, and anew for the second length of a row.
-    """
+    """Take `--torch_compile` from the arguments: the trainer would compile the whole model, layer after layer."""
     if not args.torch_compile:
         return None
     options = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
@@ -331,10 +300,7 @@ def take_compiler(args: TrainingArguments) -> dict[str, Any] | None:
 
 
 def compile_layers(model: Any, **options: Any) -> None:
-    """Compile each layer of a model in place, so that one compilation serves all equal layers and rows of any length.
-
-    Layers are those that transformers checkpoints; checkpointing is compiled with them. Embeddings, the head and the
-    loss run as before, and so does `generate`. The model keeps its class, its hooks and the names of its weights.
+    """Compile each checkpointed layer of a model in place: one compilation for equal layers and rows of any length.
 
     Args:
         model: a transformers model, or a PEFT model around one, not wrapped for distributed training.
@@ -344,12 +310,12 @@ def compile_layers(model: Any, **options: Any) -> None:
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
             module.compile(dynamic=True, **options)
-    # Steps with a cache are other graphs in every layer, which would use up torch's limit of compilations.
+    # Steps with a cache are other graphs in every layer, up to torch's limit of compilations.
     model.generate = torch.compiler.set_stance("force_eager")(model.generate)
 
 
 def train(trainer: Any, script_args: ScriptArguments) -> None:
-    """Train, from a checkpoint if there is one to resume; compile, evaluate, save and push as the arguments say."""
+    """Compile, train or resume, evaluate, save and push as the arguments say."""
     args = trainer.args
     if args.layer_compiler is not None:
         for model in (trainer.model, getattr(trainer, "ref_model", None)):
@@ -370,14 +336,7 @@ def train(trainer: Any, script_args: ScriptArguments) -> None:
 
 
 def load_for_inference(auto_class: Any, path: str, args: Any, **kwargs: Any) -> Any:
-    """Load a model (or adapter) for inference on this process's device, with the attention of its training.
-
-    Args:
-        auto_class: transformers' auto class of the model.
-        path: path or name of the model.
-        args: the trainer's arguments.
-        **kwargs: further arguments of `from_pretrained`.
-    """
+    """Load a model or adapter for inference, with the attention of its training; `kwargs` go to `from_pretrained`."""
     unset_hf_deepspeed_config()  # else ZeRO-3 shards the model over processes that do not load it
     attention = args.model_init_kwargs["attn_implementation"]
     model = auto_class.from_pretrained(

@@ -1,8 +1,7 @@
 """Data and model of the demos: questions and answers from Python's documentation, and a tiny untrained Llama.
 
-The text is the standard library's documentation topics (`pydoc_data.topics`, which `help("lambda")` shows) as questions
-and answers. Answers to other questions serve as rejected and lower-scored answers. Nothing is downloaded. Data,
-tokenizer and weights are deterministic for a given version of Python.
+The text is `pydoc_data.topics`, which `help("lambda")` shows. Answers to other questions serve as rejected ones.
+Nothing is downloaded, and everything is deterministic for a version of Python.
 """
 
 from __future__ import annotations
@@ -87,15 +86,7 @@ class _Example(NamedTuple):
 
 
 def load(name: str, config: str | None = None, *, streaming: bool = False) -> Any:
-    """Load the dataset that `--dataset_name` names: from the Hub, a folder, or a single file.
-
-    Args:
-        name: name on the Hub, path of a folder, or path of a .json, .jsonl, .csv, .parquet or .txt file.
-        config: configuration name.
-        streaming: stream the examples instead of loading all of them.
-
-    Returns:
-        A dictionary of datasets by split.
+    """Load the datasets by split that `--dataset_name` names: on the Hub, in a folder, or in a file of `FILES`.
 
     Raises:
         FileNotFoundError: there is no such file, folder or dataset.
@@ -113,8 +104,7 @@ def load(name: str, config: str | None = None, *, streaming: bool = False) -> An
 def question_answers() -> DatasetDict:
     """Build conversations from the topics: columns `prompt` and `completion`, splits `train` and `test`.
 
-    A topic is cut between paragraphs into answers of widely varying length, in order. The training split also has
-    copies of `FACTS`.
+    A topic is cut between paragraphs into answers of widely varying length. `train` also has copies of `FACTS`.
     """
 
     def rows(examples: Sequence[_Example]) -> Iterator[dict[str, Any]]:
@@ -130,9 +120,8 @@ def question_answers() -> DatasetDict:
 def preferences() -> DatasetDict:
     """Build preferences: columns `prompt`, `chosen` and `rejected`, splits `train` and `test`.
 
-    Questions are on the language, and the chosen answer is the true one. The rejected answer is the true answer to a
-    question on the standard library, the one closest in length. Even a tiny, untrained model learns this difference in
-    a few steps.
+    Questions are on the language. The rejected answer, on the standard library, is the one closest in length: a
+    difference that a tiny, untrained model learns in a few steps.
     """
 
     def rows(examples: Sequence[_Example]) -> Iterator[dict[str, Any]]:
@@ -176,10 +165,7 @@ def rankings() -> DatasetDict:
 
 
 def passages() -> DatasetDict:
-    """Build prompts without answers: columns `prompt` and `passage`, splits `train` and `test`.
-
-    A prompt shows a passage and asks for some of its words, which `copied_words_reward` counts.
-    """
+    """Build prompts that ask for words of a passage: columns `prompt` and `passage`, splits `train` and `test`."""
 
     def rows(examples: Sequence[_Example]) -> Iterator[dict[str, Any]]:
         for example in examples:
@@ -192,15 +178,7 @@ def passages() -> DatasetDict:
 def copied_words_reward(
     completions: Sequence[list[dict[str, str]]], passage: Sequence[str], **kwargs: Any
 ) -> list[float]:
-    """Return the share of `COPIED_WORDS` different words of its passage that each completion has, at most 1.
-
-    A reward function for TRL's trainers, which pass the columns of `passages` by name.
-
-    Args:
-        completions: a conversation of one message per completion.
-        passage: the passage of each completion's prompt.
-        **kwargs: the other columns, which are not read.
-    """
+    """Return the share of `COPIED_WORDS` words of its passage that each completion has: a reward for TRL's trainers."""
     copied = [
         _words(completion[0]["content"]) & _words(text) for completion, text in zip(completions, passage, strict=True)
     ]
@@ -210,11 +188,7 @@ def copied_words_reward(
 def build_model(path: str | Path, *, positions: int = 1024, initializer_range: float = 0.06) -> None:
     """Write a tiny, untrained Llama and its tokenizer to a folder, for `from_pretrained`.
 
-    Args:
-        path: path of the folder.
-        positions: `max_position_embeddings` of the model.
-        initializer_range: standard deviation of the weights. With 0.02, transformers' default, the steps of the demo of
-            `sft.py` are too few to learn the facts.
+    With transformers' default `initializer_range` of 0.02, the demo of `sft.py` has too few steps to learn the facts.
     """
     tokenizer: Any = build_tokenizer()
     tokenizer.save_pretrained(path)
@@ -261,12 +235,7 @@ def build_tokenizer(vocab_size: int = 2048) -> PreTrainedTokenizerFast:
 
 
 def _splits(rows: Callable[[Sequence[_Example]], Iterator[dict[str, Any]]], characters: tuple[int, int]) -> DatasetDict:
-    """Cut the topics into examples, and build the train and test split from their rows.
-
-    Args:
-        rows: function of the examples of a split that yields its rows.
-        characters: range of the random length of an answer.
-    """
+    """Cut the topics into examples with answers of random length, and build both splits from their `rows`."""
     lengths = random.Random(0)
     examples = []
     for topic, text in sorted(topics.items()):
@@ -317,7 +286,7 @@ def _answers(text: str, lengths: random.Random, characters: tuple[int, int]) -> 
 
 
 def _paragraphs(text: str) -> Iterator[str]:
-    """Yield the paragraphs of a topic: prose without line breaks, and code unchanged. Drawn tables are skipped."""
+    """Yield the paragraphs of a topic: prose without line breaks, code unchanged, no tables."""
     for paragraph in text.strip().split("\n\n"):
         lines = [line for line in paragraph.split("\n") if not set(line) <= set("*=-~^")]  # rules under headings
         if not any(line.lstrip().startswith(("|", "+-")) for line in lines):

@@ -4,16 +4,15 @@ Every flag of TRL's `DPOConfig`, `ModelConfig`, `ScriptArguments` and `DatasetMi
 on the command line and in a YAML file:
 
     accelerate launch --quiet recipes/dpo.py                                     # the demo: configs/dpo_demo.yaml
-    accelerate launch --quiet recipes/dpo.py --config recipes/configs/dpo.yaml
-    accelerate launch --quiet recipes/dpo.py --model_name_or_path meta-llama/Llama-3.2-1B-Instruct --use_peft \
-        --dataset_name HuggingFaceH4/ultrafeedback_binarized \
-        --dataset_train_split train_prefs --dataset_test_split test_prefs --output_dir Llama-3.2-1B-dpo
+    accelerate launch --quiet recipes/dpo.py --config recipes/configs/dpo.yaml accelerate launch --quiet recipes/dpo.py
+    --model_name_or_path meta-llama/Llama-3.2-1B-Instruct --use_peft \ --dataset_name
+    HuggingFaceH4/ultrafeedback_binarized \ --dataset_train_split train_prefs --dataset_test_split test_prefs
+    --output_dir Llama-3.2-1B-dpo
 
-Without a configuration file and a model, the recipe runs the demo; flags override the demo's configuration. Differences
-from `trl dpo`:
+Without a configuration file and a model, the demo runs. Differences from `trl dpo`:
 
-- `attn_implementation` defaults to "flashmask", and bf16 is on if the GPU supports it.
-- `--torch_compile` compiles each layer, once for all layers and rows of any length: the fast setting of long runs.
+- `attn_implementation` defaults to "flashmask", bf16 is on if the GPU supports it, and `--torch_compile` compiles
+  layers.
 - An answer that exceeds `max_length` together with its question is cut, as in TRL; the log counts the cut examples.
 - The log adds `shared_tokens_saved` and `mask_sparsity`.
 - `--do_eval` evaluates at the end, and `--show` then prints how much the saved model prefers the chosen answers.

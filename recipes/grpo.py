@@ -5,16 +5,15 @@ reward flags of `trl grpo`, and TRL's `ModelConfig`, `ScriptArguments` and `Data
 line and in a YAML file:
 
     accelerate launch --quiet recipes/grpo.py                                     # the demo: configs/grpo_demo.yaml
-    accelerate launch --quiet recipes/grpo.py --config recipes/configs/grpo.yaml
-    accelerate launch --quiet recipes/grpo.py --model_name_or_path Qwen/Qwen3-0.6B --use_peft \
-        --dataset_name trl-lib/DeepMath-103K --reward_funcs reasoning_accuracy_reward my_rewards.short \
-        --per_device_train_batch_size 8 --num_generations 8 --output_dir Qwen3-0.6B-grpo
+    accelerate launch --quiet recipes/grpo.py --config recipes/configs/grpo.yaml accelerate launch --quiet
+    recipes/grpo.py --model_name_or_path Qwen/Qwen3-0.6B --use_peft \ --dataset_name trl-lib/DeepMath-103K
+    --reward_funcs reasoning_accuracy_reward my_rewards.short \ --per_device_train_batch_size 8 --num_generations 8
+    --output_dir Qwen3-0.6B-grpo
 
-Without a configuration file and a model, the recipe runs the demo; flags override the demo's configuration. Differences
-from `trl grpo` and `trl rloo`:
+Without a configuration file and a model, the demo runs. Differences from `trl grpo` and `trl rloo`:
 
-- `attn_implementation` defaults to "flashmask", and bf16 is on if the GPU supports it.
-- `--torch_compile` compiles each layer, once for all layers and rows of any length: the fast setting of long runs.
+- `attn_implementation` defaults to "flashmask", bf16 is on if the GPU supports it, and `--torch_compile` compiles
+  layers.
 - `--algorithm` is grpo or rloo.
 - The log adds `shared_tokens_saved` and `mask_sparsity`; at the end, the first and last mean rewards are printed.
 - A reward model is loaded with its own attention and revision, not with those of the trained model.

@@ -14,11 +14,7 @@ __all__ = ["draw", "draw_group", "latest_row"]
 
 
 def draw(trainer: Any, path: Path) -> None:
-    """Write the picture of a trainer that has trained on packed rows: its loss, and the mask of a row.
-
-    Args:
-        trainer: a `PackedSFTTrainer` that packs its rows itself.
-        path: file to write, of any suffix that matplotlib knows.
+    """Draw the loss and the mask of a row of a `PackedSFTTrainer` that packs its rows itself.
 
     Raises:
         ImportError: matplotlib is missing.
@@ -29,11 +25,11 @@ def draw(trainer: Any, path: Path) -> None:
 
 
 def draw_group(trainer: Any, vectors: Tensor, path: Path) -> None:
-    """Write the picture of a trainer that has trained on shared prompts: its reward, and the mask of one group.
+    """Draw the reward of a trainer on shared prompts and the mask of one group.
 
     Args:
         trainer: a `SharedPromptGRPOTrainer` or `SharedPromptRLOOTrainer`.
-        vectors: mask vectors of packed rows, int32 [R, 1, S, 1]. The first group of the first row is drawn.
+        vectors: mask indices of packed rows, int32 [R, 1, S, 1]; the first group is drawn.
         path: file to write, of any suffix that matplotlib knows.
 
     Raises:
@@ -45,7 +41,7 @@ def draw_group(trainer: Any, vectors: Tensor, path: Path) -> None:
 
 
 def latest_row(model: Any) -> list[Tensor]:
-    """Return a list that holds, after each forward of a model on packed rows, the mask vectors of these rows alone."""
+    """Return a list that contains the mask indices of the packed rows of a model's latest forward."""
     latest: list[Tensor] = []
 
     def keep(_: Any, args: Any, kwargs: dict[str, Any]) -> None:

@@ -4,22 +4,18 @@ Every flag of TRL's `SFTConfig`, `ModelConfig`, `ScriptArguments` and `DatasetMi
 and in a YAML file:
 
     accelerate launch --quiet recipes/sft.py                                     # the demo: configs/sft_demo.yaml
-    accelerate launch --quiet recipes/sft.py --config recipes/configs/sft.yaml
-    accelerate launch --quiet recipes/sft.py --model_name_or_path meta-llama/Llama-3.2-1B --use_peft \
-        --dataset_name trl-lib/Capybara --chat_template_path meta-llama/Llama-3.2-1B-Instruct --max_length 8192 \
-        --truncation_mode keep_start --output_dir Llama-3.2-1B-Capybara
+    accelerate launch --quiet recipes/sft.py --config recipes/configs/sft.yaml accelerate launch --quiet recipes/sft.py
+    --model_name_or_path meta-llama/Llama-3.2-1B --use_peft \ --dataset_name trl-lib/Capybara --chat_template_path
+    meta-llama/Llama-3.2-1B-Instruct --max_length 8192 \ --truncation_mode keep_start --output_dir Llama-3.2-1B-Capybara
 
-Without a configuration file and a model, the recipe runs the demo; flags override the demo's configuration. TRL
-tokenizes the dataset and applies chat templates, then `flashmask_hf.collators.pack_dataset` packs it into rows of
-`max_length` tokens. With `--packing` or `--padding_free`, TRL packs and collates the rows instead. Differences from
-`trl sft`:
+Without a configuration file and a model, the demo runs. `pack_dataset` packs the tokenized dataset into rows of
+`max_length` tokens, or TRL does with `--packing` or `--padding_free`. Differences from `trl sft`:
 
-- `attn_implementation` defaults to "flashmask", and bf16 is on if the GPU supports it.
-- `--torch_compile` compiles each layer, once for all layers and rows of any length: the fast setting of long runs.
+- `attn_implementation` defaults to "flashmask", bf16 is on if the GPU supports it, and `--torch_compile` compiles
+  layers.
 - An example longer than `max_length` raises, unless `--truncation_mode keep_start` or `--split` is given.
 - The log adds `tokens_per_second` and `keys_per_token` (of all processes, without padding) and `mask_sparsity`.
-- Batches of 32,768 tokens or more on a GPU are made to fit (`--long_context`): MLPs and norms run in tiles, attention's
-  results are kept, and checkpoints go to the host as far as needed. The program prints what it chose, and why.
+- Batches of 32,768 tokens or more on a GPU are made to fit (`--long_context`); the program prints how.
 - `--generate` prints the answers to a prompt before and after training, `--picture` draws the loss and a row's mask.
 - The model defaults to a tiny untrained Llama, the dataset to questions and answers about Python.
 """
@@ -142,11 +138,10 @@ def parse(argv: Sequence[str]) -> tuple[RecipeArguments, ScriptArguments, SFTCon
 
 
 def add_long_rows(trainer: PackedSFTTrainer, flags: RecipeArguments) -> None:
-    """Make the rows fit into memory as the flags say; see `LongRows`.
+    """Make the rows fit into memory as the flags say (`LongRows`).
 
     Raises:
-        FlagError: checkpointing is off, layers are compiled, or `long_context` is asked for where nothing can be
-            measured.
+        FlagError: checkpointing is off, layers are compiled, or nothing can be measured.
     """
     args: Any = trainer.args
     measured = flags.long_context
@@ -172,15 +167,7 @@ def add_long_rows(trainer: PackedSFTTrainer, flags: RecipeArguments) -> None:
 
 
 def generate(args: SFTConfig, prompt: str, path: str, *, max_new_tokens: int = 64, **kwargs: Any) -> str:
-    """Load a model (or adapter) and generate its answer to a prompt, chat-templated if there is a template.
-
-    Args:
-        args: the trainer's arguments.
-        prompt: the prompt.
-        path: path or name of the model and its tokenizer.
-        max_new_tokens: number of tokens at which the answer is cut.
-        **kwargs: further arguments of both `from_pretrained`.
-    """
+    """Load a model or adapter and generate its answer to a prompt; `kwargs` go to both `from_pretrained`."""
     tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=args.trust_remote_code, **kwargs)
     model = common.load_for_inference(AutoModelForCausalLM, path, args, **kwargs)
     if tokenizer.chat_template:

@@ -1,30 +1,24 @@
 """Train a language model with full, hash-sparse and QK-sparse attention, and compare loss and seconds per step.
 
-Reproduces figures 6 and 8 of Pagliardini et al. (2023) on bytes of source code that is installed with this package
-(Python's standard library, torch and transformers):
+Reproduces figures 6 and 8 of Pagliardini et al. (2023) on bytes of installed source code (Python, torch, transformers):
 
     python recipes/sparse.py --length 8192 --batch 4 --steps 1000 --out sparse
     accelerate launch --quiet recipes/sparse.py --length 16384 --batch 2 --steps 1000 --out sparse
     python recipes/sparse.py --length 16384 --batch 2 --steps 30 --time-only --compile
     python recipes/sparse.py --smoke
 
-All variants are the same Llama with the same initial weights, trained on the same rows in the same order. They take
-turns of a few steps each, so that drift of the machine affects all alike. Within a turn nothing waits for the device,
-as in any training. A row is contiguous text without padding, under causal attention without documents. Variants:
+All variants are the same Llama with the same initial weights, trained on the same rows in turns of a few steps, under
+causal attention without documents:
 
-- `sdpa`: full attention by FlashAttention-2.
-- `flashmask`: full attention by this package's kernels.
+- `sdpa`: full attention by FlashAttention-2. `flashmask`: full attention by this package.
 - `hash_16`: hash-sparse attention with 16 buckets.
-- `qk_30`, `qk_50`: QK-sparse attention that drops 30% or 50% of the queries and of the keys of every head in training,
-  and none in evaluation.
+- `qk_30`, `qk_50`: QK-sparse attention that drops 30% or 50% of queries and keys per head, in training only.
 
-As in the paper (section 4.1), keys are normalized queries of the same projection in all variants; `--separate-keys`
-gives keys a projection of their own.
+As in the paper (section 4.1), keys are normalized queries; `--separate-keys` gives keys a projection of their own.
 
-The recipe writes to `--out`: `sparse_LENGTH_steps.csv`, with the loss (nats per byte) and the seconds (mean of a turn)
-of every step; `sparse_LENGTH.csv`, with the median seconds, their ratio to SDPA's and the loss on held-out text; and
-`sparse_LENGTH.png`. The seconds of the first steps, which compile kernels, are left out; elapsed time counts the median
-for them.
+Files in `--out`: `sparse_LENGTH_steps.csv` (loss in nats per byte and seconds per step), `sparse_LENGTH.csv` (median
+seconds, their ratio to SDPA's, loss on held-out text) and `sparse_LENGTH.png`. The seconds of the first steps, which
+compile kernels, are left out.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -122,13 +116,7 @@ class NormalizedQueries(LlamaAttention):
 
 
 class Run:
-    """Model, optimizer and learning rate schedule of one variant.
-
-    Args:
-        accelerator: the accelerator of this process.
-        variant: a key of `VARIANTS`.
-        arguments: arguments of the command line.
-    """
+    """Model, optimizer and learning rate schedule of one variant."""
 
     def __init__(self, accelerator: Accelerator, variant: str, arguments: argparse.Namespace):
         self.accelerator = accelerator
@@ -201,14 +189,7 @@ def build_model(variant: str, arguments: argparse.Namespace) -> Any:
 
 
 def read_text(size: int, held_out: int) -> tuple[Tensor, Tensor]:
-    """Read source files in a fixed random order, each followed by a zero byte.
-
-    Args:
-        size: number of bytes to train on, at most.
-        held_out: number of bytes to evaluate on, from other files.
-
-    Returns:
-        Bytes to train on, uint8 [up to size], and bytes to evaluate on, uint8 [held_out].
+    """Read source files in a fixed random order: uint8 [up to size] to train on, and uint8 [held_out] of other files.
 
     Raises:
         ValueError: there are fewer than `held_out` bytes.
@@ -230,14 +211,7 @@ def read_text(size: int, held_out: int) -> tuple[Tensor, Tensor]:
 
 
 def train(runs: dict[str, Run], rows: Tensor, steps: int, accelerator: Accelerator) -> dict[str, list[Step]]:
-    """Train all variants in turns, and return the steps of each.
-
-    Args:
-        runs: the variants by name.
-        rows: N batches of rows, uint8 [N, B, S]; repeated when used up.
-        steps: number of steps of each variant.
-        accelerator: the accelerator, which says which batches are this process's.
-    """
+    """Train all variants in turns on batches of rows, uint8 [N, B, S], repeated when used up."""
     history: dict[str, list[Step]] = {name: [] for name in runs}
     for first in range(0, steps, TURN):
         turn = range(first, min(first + TURN, steps))
@@ -260,49 +234,29 @@ def curves(history: dict[str, list[Step]], length: int) -> list[dict[str, Any]]:
     """Return a row of figures for each step of each variant."""
     rows = []
     for name, steps in history.items():
-        elapsed = 0.0
+        elapsed, median = 0.0, median_seconds(steps)
         for number, step in enumerate(steps, start=1):
-            elapsed += median_seconds(steps) if number <= UNCOUNTED else step.seconds
-            rows.append(
-                {
-                    "variant": name,
-                    "length": length,
-                    "step": number,
-                    "loss": round(step.loss, 5),
-                    "seconds": round(step.seconds, 5),
-                    "elapsed": round(elapsed, 4),
-                }
-            )
+            elapsed += median if number <= UNCOUNTED else step.seconds
+            case = {"variant": name, "length": length, "step": number, "loss": round(step.loss, 5)}
+            rows.append(case | {"seconds": round(step.seconds, 5), "elapsed": round(elapsed, 4)})
     return rows
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Plot loss against steps and against time, and median milliseconds per step, from the rows of `curves`."""
-    import matplotlib
+    """Plot the running mean of the loss against steps and against minutes, from the rows of `curves`."""
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (by_step, by_time, speed) = plt.subplots(1, 3, figsize=(15, 4.5))
-    for name in dict.fromkeys(row["variant"] for row in rows):
-        shown = [row for row in rows if row["variant"] == name]
-        milliseconds = 1000 * median_seconds([Step(row["loss"], row["seconds"]) for row in shown])
-        smoothed = min(SMOOTHED, (len(shown) + 1) // 2)
-        losses = torch.tensor([row["loss"] for row in shown]).unfold(0, smoothed, 1).mean(-1)
-        shown = shown[-len(losses) :]
-        by_step.plot([row["step"] for row in shown], losses, label=name, linewidth=1)
-        by_time.plot([row["elapsed"] / 60 for row in shown], losses, label=name, linewidth=1)
-        speed.bar(name, milliseconds)
-        speed.text(name, milliseconds, f"{milliseconds:.0f}", ha="center", va="bottom")
-    for axes, label in ((by_step, "steps"), (by_time, "minutes")):
-        axes.set_xlabel(label)
-        axes.set_ylabel("training loss, nats per byte, running mean")
+    figure = Figure(figsize=(10, 4.5), layout="constrained")
+    for axes, column, unit in zip(figure.subplots(1, 2), ("step", "elapsed"), (1, 60), strict=True):
+        for name in dict.fromkeys(row["variant"] for row in rows):
+            shown = [row for row in rows if row["variant"] == name]
+            width = min(SMOOTHED, (len(shown) + 1) // 2)
+            losses = torch.tensor([row["loss"] for row in shown]).unfold(0, width, 1).mean(-1)
+            axes.plot([row[column] / unit for row in shown[-len(losses) :]], losses, label=name, linewidth=1)
+        axes.set(xlabel="steps" if unit == 1 else "minutes", ylabel="training loss, nats per byte, running mean")
         axes.legend()
-    speed.set_ylabel("ms per iteration")
     figure.suptitle(f"rows of {rows[0]['length']} bytes")
-    figure.tight_layout()
     figure.savefig(path, dpi=100)
-    plt.close(figure)
 
 
 def _compiler(arguments: argparse.Namespace) -> TorchDynamoPlugin | None:

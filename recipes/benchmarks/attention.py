@@ -2,46 +2,39 @@
 
     python recipes/benchmarks/attention.py --csv masks.csv                    # the paper's masks, 8K and 32K tokens
     python recipes/benchmarks/attention.py --lengths 8192 --dims 128 --masks causal_document --repeats 3   # a minute
-    python recipes/benchmarks/attention.py --dims 192/128 --jobs 8           # queries and keys of 192, values of 128
     python recipes/benchmarks/attention.py ragged --masks few short --providers flashmask flex_attention
     python recipes/benchmarks/attention.py short --commit HEAD~10 --providers flashmask commit
-    python recipes/benchmarks/attention.py --mask my_masks.py:my_mask        # of your own: tokens -> FlashMask
+    python recipes/benchmarks/attention.py --mask my_masks.py:my_mask         # of your own: tokens -> FlashMask
 
 Studies:
 
-- `masks`: the masks and shapes of the FlashMask paper (appendix A.5) at half of its tokens: 64K in all, hidden size
-  4096 or the nearest that the heads divide. Documents are drawn once per length.
-- `sweep`: 1 to 128 causal documents.
-- `ragged`: little or uneven work. Many short documents, few heads, chunks of queries, lengths that no tile divides.
-- `short`: rows of 128 to 1,024 tokens, whose launches cost more than their kernels, on the host and in a CUDA graph.
-- `decode`: one query per sequence against a key-value cache. Each call reads another cache, as layers do.
-- `plan`: only the tile plan of a mask, which is made once for all layers and passes.
-- `sparse`: dynamic sparse attention, with sorting and moving of rows, beside causal attention (figures 3 and 7 of
-  Pagliardini et al. 2023).
+- `masks`: masks and shapes of the FlashMask paper (appendix A.5) at half of its tokens. `sweep`: 1 to 128 documents.
+- `ragged`: many short documents, few heads, chunks of queries, lengths that no tile divides; times of the GPU alone.
+- `short`: rows of 128 to 1,024 tokens, on the host and in a CUDA graph.
+- `decode`: one query per sequence; each call reads another key-value cache, as layers do.
+- `plan`: only the tile plan of a mask.
+- `sparse`: dynamic sparse attention with its sorting, beside causal attention (Pagliardini et al. 2023, figures 3 and
+  7).
 
-`peers.py` names the providers. Everything is bfloat16. Times are medians of turns in which every provider runs once.
-The output and the gradients of a provider are compared with float64 before it is timed, on the tensors that are timed:
-the first key-value head of the first row, and the last of the last row. `status` is "timed", or why a row has no
-figures: "cannot: ..." where the provider has no form for the mask, "failed: ...", "differs: ...", "not installed".
+Everything is bfloat16, times are medians of turns, and `peers.py` names the providers. Before a provider is timed, its
+output and gradients are compared with float64 on the same tensors: the first key-value head of the first row, and the
+last of the last row. `status` is "timed", or why a row has no figures: "cannot: ..." (no form for the mask), "failed:
+...", "differs: ...", "not installed". Kernels compile at first use: processes that run parts beforehand fill the
+caches.
 
-`forward_ms` includes what the backward needs. `ragged` times the GPU alone: it waits until the host has issued a call.
-FLOPs are counted on the 128 x 128 tiles that are not hidden, as in the paper (4 * B * H * S^2 * D * (1 - sparsity)
-forward, 2.5 times as many backward), and on the visible pairs. `mask_ms` and `mask_mib` are what a provider needs to
-prepare a new mask (`cudnn_flex`: from row intervals that exist). `eager_us` is one call on the device with its launch,
-`host_us` the time in which the host issues one, `graph_us` one call in a CUDA graph of several.
+TFLOP/s count 128 x 128 tiles that are not hidden, as the paper does, and `both_tflops_of_pairs` visible pairs.
+`mask_ms` and `mask_mib` are what a new mask costs. `eager_us` is a call on the device with its launch, `host_us` the
+time in which the host issues it, `graph_us` a call in a CUDA graph of several.
 """
 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import os
 import runpy
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -94,17 +87,13 @@ class Shape(NamedTuple):
     v_dim: int
 
     def flops(self, pairs: float) -> tuple[float, float]:
-        """Return the FLOPs forward and backward for a number of visible pairs per row and head.
-
-        Forward: queries with keys and probabilities with values. Backward: scores again, the gradients of queries and
-        keys (D each), and of values and probabilities (Dv each). With Dv = D they are 4 and 10 * pairs * D.
-        """
+        """Return the FLOPs forward and backward (5 products) of visible pairs per row and head."""
         pairs *= 2 * self.batch * self.heads
         return pairs * (self.dim + self.v_dim), pairs * (3 * self.dim + 2 * self.v_dim)
 
 
 class Work(NamedTuple):
-    """A case of the table: its name, the family by which peers know its mask, the mask, and the sizes."""
+    """A case: its name, the family by which peers know its mask, the mask, and the sizes."""
 
     title: str
     family: str
@@ -113,7 +102,7 @@ class Work(NamedTuple):
 
 
 def widths(text: str) -> tuple[int, int]:
-    """Return the head_dim of queries and keys and that of values from "128" or "192/128"."""
+    """Return the head_dim of keys and of values from "128" or "192/128"."""
     dim, _, v_dim = text.partition("/")
     return int(dim), int(v_dim or dim)
 
@@ -122,14 +111,14 @@ def widths(text: str) -> tuple[int, int]:
 
 
 def documents(length: int, generator: torch.Generator) -> list[int]:
-    """Draw the lengths of documents that fill a row; their number is as in the paper's appendix A.5.2."""
+    """Draw the lengths of documents that fill a row (appendix A.5.2)."""
     low, high = (3, 7) if length <= 8192 else (10, 14) if length <= 32768 else (11, 15)
     count = int(torch.randint(low, high + 1, (1,), generator=generator))
     return random_lengths(length, count, generator)
 
 
 def _question(length: int, generator: torch.Generator) -> tuple[int, list[int]]:
-    """Split a document at random into a question and 2 to 6 answers."""
+    """Split a document into a question and 2 to 6 answers."""
     parts = random_lengths(length, 1 + int(torch.randint(2, 7, (1,), generator=generator)), generator, minimum=1)
     return parts[0], parts[1:]
 
@@ -141,7 +130,7 @@ def _qk_sparse(length: int, generator: torch.Generator) -> FlashMask:
 
 
 def _intervals(length: int, generator: torch.Generator, n: int) -> FlashMask:
-    """Draw intervals of rows for each 128 keys: one that sees them if n is 2, two that do not if n is 4."""
+    """Draw intervals of rows per 128 keys: one that sees them (n = 2), or two that do not (n = 4)."""
     bounds = torch.randint(0, length + 1, (1, 1, -(-length // 128), n), generator=generator).sort(-1).values
     if n == 2:
         bounds = bounds.flip(-1)  # hidden from the end on, and before the start
@@ -183,7 +172,7 @@ PER_HEAD = ("window_per_head", "intervals_per_head")  # families that draw a mas
 
 
 def make_mask(family: str, length: int, heads: int = 1) -> FlashMask:
-    """Build one mask of a family, or one for each of the query heads if it is per head."""
+    """Build a mask of a family, or one per query head."""
     generator = torch.Generator().manual_seed(length)
     make = (FAMILIES | OTHERS)[family]
     drawn = [make(length, generator) for _ in range(heads if family in PER_HEAD else 1)]
@@ -205,7 +194,7 @@ def lognormal(length: int) -> list[int]:
 
 
 def cached_keys(kind: str, batch: int, length: int) -> FlashMask:
-    """Return the mask of one query per sequence: up to 16 * batch padded keys on the left, or a window of `WINDOW`."""
+    """Return the mask of one query per sequence: keys padded on the left, or a window of `WINDOW` keys."""
     first = torch.arange(batch) * 16 if kind == "padding" else torch.full((batch,), max(0, length - WINDOW))
     hidden = (torch.arange(length) >= first[:, None]).int()  # the row where a key becomes hidden: 0 hides it
     return FlashMask(hidden[:, None, :, None].contiguous(), causal=True, q_len=1)
@@ -318,7 +307,7 @@ STUDIES = {
 
 
 def inputs(shape: Shape, q_len: int, device: str) -> list[Tensor]:
-    """Draw q, k and v, which require gradients, and the gradient of the output, laid out as in a model."""
+    """Draw q, k, v and the gradient of the output, laid out as in a model."""
     sizes = ((q_len, shape.heads, shape.dim), (shape.length, shape.kv_heads, shape.dim),
              (shape.length, shape.kv_heads, shape.v_dim), (q_len, shape.heads, shape.v_dim))  # fmt: skip
     q, k, v, dout = (
@@ -336,13 +325,13 @@ def results_of(attend: Attention, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def corners(x: Tensor, kv_heads: int) -> list[Tensor]:
-    """Return the query heads of the first key-value head of the first row, and of the last one of the last row."""
+    """Return [H, S, D] of the first key-value head of the first row, and of the last one of the last row."""
     group = x.shape[1] // kv_heads
     return [x[0, :group], x[-1, -group:]]
 
 
 def visible_in(case: Case, entry: int, head: int, rows: slice) -> Tensor:
-    """Return a case's mask for some rows of the query heads of a key-value head, bool [1 or group, rows, Skv]."""
+    """Return the mask of some rows of a key-value head, bool [1 or group, rows, Skv]."""
     indices = case.mask.indices
     one = indices[entry:][:1] if indices.shape[0] > 1 and entry >= 0 else indices[-1:]
     group = one.shape[1] // case.k.shape[1]
@@ -353,7 +342,7 @@ def visible_in(case: Case, entry: int, head: int, rows: slice) -> Tensor:
 
 
 def exact(case: Case, dout: Tensor, visible: Callable[[Case, int, int, slice], Tensor] = visible_in) -> list[Tensor]:
-    """Compute output and gradients of both `corners` in float64, `EXACT_ROWS` query rows at a time."""
+    """Compute output and gradients of both `corners` in float64, `EXACT_ROWS` rows at a time."""
     kv_heads, results = case.k.shape[1], []
     given = [corners(x.detach(), kv_heads) for x in (case.q, case.k, case.v, dout)]
     for place, (q, k, v, upstream) in zip((0, -1), zip(*given, strict=True), strict=True):
@@ -373,10 +362,7 @@ def exact(case: Case, dout: Tensor, visible: Callable[[Case, int, int, slice], T
 
 
 def error_of(one: Tensor, other: Tensor) -> float:
-    """Return the largest error of `BLOCK` rows of a head, relative to their norm and at least to the average norm.
-
-    It shows a tile that was masked wrongly, which the norm of the whole tensor would hide.
-    """
+    """Return the largest error of `BLOCK` rows of a head, relative to their norm and at least to the average norm."""
 
     def norms(x: Tensor) -> Tensor:
         squares = x.double().square().sum(-1)
@@ -387,7 +373,7 @@ def error_of(one: Tensor, other: Tensor) -> float:
 
 
 def difference(found: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float) -> str:
-    """Return which of output and gradients differ by more than the tolerance, as text, or ""."""
+    """Return which results differ by more than the tolerance, as text, or ""."""
     names = ("out", "dq", "dk", "dv")[: len(found)]
     errors = {what: error_of(one, other) for what, one, other in zip(names, found, expected, strict=True)}
     wrong = [f"{what} by {error:.1e}" for what, error in errors.items() if not error <= tolerance]
@@ -397,7 +383,7 @@ def difference(found: Sequence[Tensor], expected: Sequence[Tensor], tolerance: f
 def admit(
     name: str, case: Case, tensors: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float
 ) -> tuple[Callable[[], Attention], Attention] | str:
-    """Return what makes a provider's mask, and its attention under it, or why it is not timed."""
+    """Return what makes a provider's mask, and its attention, or why it is not timed."""
     provider, kv_heads = PROVIDERS[name], case.k.shape[1]
     if not provider.installed():
         return "not installed"
@@ -466,14 +452,9 @@ def time_passes(
     clock: Callable[[Callable[[], object]], float],
     a: argparse.Namespace,
 ) -> dict[str, list[dict[str, object]]]:
-    """Return a provider's milliseconds and TFLOP/s, forward and backward, and the cost of its mask.
+    """Return milliseconds and TFLOP/s of both passes, and the cost of the mask, by provider.
 
-    Args:
-        table: what makes a provider's mask, and its attention.
-        tensors: q, k, v and the gradient of the output.
-        flops: forward and backward, by tiles that are not hidden and by visible pairs.
-        clock: of forward and backward.
-        a: the flags.
+    `flops` are forward and backward, of tiles that are not hidden and of visible pairs.
     """
     *qkv, dout = tensors
     forward = interleaved_medians({n: partial(x, *qkv) for n, (_, x) in table.items()}, a.repeats, a.warmup, clock)
@@ -502,7 +483,7 @@ def time_passes(
 
 
 def mask_cost(make: Callable[[], Attention]) -> tuple[float, float]:
-    """Return the median milliseconds and peak MiB that a provider needs to prepare a mask."""
+    """Return the median milliseconds and peak MiB of preparing a mask."""
     if not torch.cuda.is_available():
         return interleaved_medians({"": make}, 3, 1)[""], 0.0
     before = torch.cuda.memory_allocated()
@@ -518,7 +499,7 @@ def time_calls(
     work: Work,
     a: argparse.Namespace,
 ) -> dict[str, list[dict[str, object]]]:
-    """Return a provider's microseconds of a call: a forward, and unless it decodes a forward with its backward."""
+    """Return microseconds of a forward, and unless it decodes of a forward with its backward, by provider."""
     *qkv, dout = tensors
     layers = [tuple(qkv)]
     decodes = case.q.shape[2] == 1
@@ -565,7 +546,7 @@ def time_calls(
 
 
 def measure_plan(work: Work, a: argparse.Namespace) -> list[dict[str, object]]:
-    """Return the microseconds of one plan, in a CUDA graph and issued on an idle GPU, and its bytes per token."""
+    """Return the microseconds and the bytes per token of a plan."""
     mask, length = work.make().to(a.device), work.shape.length
     build = partial(make_plan, mask.indices, mask.causal, length)
     calls: dict[str, Callable[[], object]] = {"issued": build}
@@ -580,7 +561,7 @@ def measure_plan(work: Work, a: argparse.Namespace) -> list[dict[str, object]]:
 
 
 def summary(rows: Sequence[dict[str, object]]) -> str:
-    """Return a case in one line: TFLOP/s or microseconds by provider, or why there are none."""
+    """Return a case in one line."""
     shown = ("both_tflops", "forward_ms", "backward_ms") if "both_tflops" in rows[0] else CALL
     cells = [
         f"{row['provider']} {' / '.join(str(row[name]) for name in shown)}"
@@ -593,49 +574,12 @@ def summary(rows: Sequence[dict[str, object]]) -> str:
 
 
 def log(text: str) -> None:
-    """Print a line of progress, with the seconds since the start, to stderr."""
+    """Print progress to stderr, with the seconds since the start."""
     print(f"[{time.perf_counter() - START:.0f} s] {text}", file=sys.stderr, flush=True)
 
 
-# ----- compilation beforehand
-
-
-def run_once(argv: Sequence[str], name: str, number: int) -> None:
-    """Run a provider once on a case, to fill the compilation caches on disk."""
-    a = parse(argv)
-    work = list(STUDIES[a.study].cases(a))[number]
-    mask = work.make().to(a.device)
-    tensors = inputs(work.shape, mask.row_count(), a.device)
-    results_of(PROVIDERS[name].prepare(Case(work.family, mask, *tensors[:3]))(), tensors)
-
-
-def to_compile(names: Sequence[str], table: Sequence[Work]) -> list[tuple[str, int]]:
-    """Return which providers to run once on which cases, so that each kernel is compiled once."""
-    tasks: dict[tuple[object, ...], tuple[str, int]] = {}
-    for name in names:
-        for number, work in enumerate(table):
-            shape = work.shape
-            key = (name, shape.dim, shape.v_dim, work.family, shape.length if name.startswith("flex") else 0)
-            if PROVIDERS[name].installed() and not name.startswith(("cudnn", "sdpa")):
-                tasks.setdefault(key, (name, number))
-    return sorted(tasks.values(), key=lambda task: not task[0].startswith("flex"))  # the slowest first
-
-
-def precompile(argv: Sequence[str], tasks: Sequence[tuple[str, int]], jobs: int) -> None:
-    """Compile kernels in several processes. A provider that fails here fails again in its turn; its row says so."""
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else each process starts one more for every core
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-    os.environ.setdefault("FLEX_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # of cudnn.flex_attention
-    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        futures = {pool.submit(run_once, argv, *task): task for task in tasks}
-        for number, future in enumerate(as_completed(futures), 1):
-            error = future.exception()
-            state = "compiled" if error is None else f"failed: {type(error).__name__}"
-            log(f"{number} of {len(futures)}: {' '.join(map(str, futures[future]))}: {state}")
-
-
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the arguments of the command line."""
+    """Parse the command line."""
     parser = flags(__doc__)
     parser.add_argument("study", nargs="?", default="masks", choices=STUDIES)
     parser.add_argument("--masks", nargs="+", help="families of masks, or groups of the study ragged")
@@ -650,7 +594,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int)
     parser.add_argument("--warmup", type=int, default=1, help="turns before them, beside the one that is checked")
     parser.add_argument("--tolerance", type=float, default=2e-2, help="largest error of 128 rows, relative")
-    parser.add_argument("--jobs", type=int, default=1, help="processes that compile kernels beforehand")
     parser.add_argument("--commit", help="another commit of this package, for the provider `commit`")
     a = parsed(parser, argv)
     study = STUDIES[a.study]
@@ -678,10 +621,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if a.commit:
             add_commit(a.commit, Path(folder))
         torch.manual_seed(0)
-        cases = list(study.cases(a))
-        if a.jobs > 1:
-            precompile(sys.argv[1:] if argv is None else argv, to_compile(a.providers, cases), a.jobs)
-        for work in cases:
+        for work in study.cases(a):
             if a.study == "plan":
                 append_rows(a.csv, rows, measure_plan(work, a))
                 continue

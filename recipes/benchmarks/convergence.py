@@ -3,19 +3,16 @@
     python recipes/benchmarks/convergence.py --csv results/convergence_cpu.csv
     python recipes/benchmarks/convergence.py --tasks dpo --seeds 1 --steps 20
 
-It is figure 3 of the FlashMask paper on a tiny Llama and on real text that every machine has (`recipes/data.py`), in
-float32 and with PyTorch's deterministic algorithms, on the GPU if there is one. A seed sets the order of the data and
-all new weights (adapters, the head of the reward model). The curves of a task and seed:
+It is figure 3 of the FlashMask paper on a tiny Llama and on Python's documentation, in float32 and with PyTorch's
+deterministic algorithms, on the GPU if there is one. A seed sets the order of the data and all new weights. Curves:
 
-- `flashmask`: this package's trainer on packed rows. `flashmask_again`, of the first seed: the same run once more.
-- `flashmask_unskipped`: the same kernels, which walk hidden tiles, too (`packed_attention.py`). The Hopper kernels
-  cannot, so on a GPU `flashmask_portable` is the curve of the portable kernels that skip; on a CPU that is `flashmask`.
-- `sdpa`: the same trainer and rows, with SDPA and a dense mask.
-- `trl`, of DPO and the reward model: TRL's own trainer, which repeats the question for each answer, pads and runs SDPA.
+- `flashmask`: this package's trainer. `flashmask_again`, of the first seed: the same run once more.
+- `flashmask_unskipped`: the same kernels, which walk hidden tiles, too. The Hopper kernels cannot, so on a GPU
+  `flashmask_portable` is the curve of the portable kernels that skip.
+- `sdpa`: the same trainer and rows, with SDPA and a dense mask. `trl`: TRL's own trainer of DPO and reward models.
 
-The program exits with 1 unless `flashmask_again`, and the curve that skips nothing, equal their counterparts in every
-bit of every loss; if one of the first 50 losses of another curve differs from `flashmask` by more than 0.001 (rounding
-grows from step to step, also between SDPA and TRL); or if a curve does not fall.
+The program exits with 1 unless `flashmask_again` and `flashmask_unskipped` equal their counterparts in every bit, if
+one of the first 50 losses of another curve differs from `flashmask` by more than 0.001, or if a curve does not fall.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -82,7 +79,7 @@ def curves_of(task: str, again: bool) -> list[str]:
 
 
 def attention_of(name: str) -> str:
-    """Return the attention of a curve, by its name in `packed_attention.py`."""
+    """Return the attention of a curve in `packed_attention.py`."""
     if name in ("flashmask", "flashmask_again", "trl"):
         return "flashmask" if torch.cuda.is_available() else "flashmask_portable"
     return name
@@ -96,7 +93,7 @@ def dataset_of(task: str) -> Any:
 
 @contextlib.contextmanager
 def deterministic() -> Iterator[None]:
-    """Run PyTorch's deterministic algorithms within the context; flashmask's backward is deterministic then, too."""
+    """Run PyTorch's deterministic algorithms within the context."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     settings: Any = torch.utils.deterministic
     filled = settings.fill_uninitialized_memory
@@ -110,7 +107,7 @@ def deterministic() -> Iterator[None]:
 
 
 def curve(task: str, name: str, seed: int, model_path: str, steps: int) -> list[float]:
-    """Train, and return the loss of each step, as float32 computed it."""
+    """Train, and return the loss of each step."""
     ours, stock = TRAINERS[task]
     trainer, config = stock if name == "trl" and stock is not None else ours
     options: dict[str, Any] = {"num_labels": 1} if task == "reward" else {}
@@ -153,17 +150,7 @@ def curve(task: str, name: str, seed: int, model_path: str, steps: int) -> list[
 
 
 def compare(task: str, seed: int, steps: int, *, again: bool = True) -> tuple[list[dict[str, object]], list[str]]:
-    """Train all curves of a task.
-
-    Args:
-        task: one of `TASKS`.
-        seed: of the data's order and of new weights.
-        steps: number of optimizer steps.
-        again: whether to run `flashmask` twice.
-
-    Returns:
-        A row of losses per step, with 9 digits, which tell float32 numbers apart; and a sentence for each fault.
-    """
+    """Train all curves of a task; return a row of losses per step, with the 9 digits of float32, and the faults."""
     with tempfile.TemporaryDirectory() as path:
         data.build_model(path, initializer_range=0.02)  # for which the learning rates were chosen
         curves = {name: curve(task, name, seed, path, steps) for name in curves_of(task, again)}
@@ -180,13 +167,7 @@ def compare(task: str, seed: int, steps: int, *, again: bool = True) -> tuple[li
 
 
 def faults_of(curves: Mapping[str, list[float]], steps: int, bound: float = BOUND) -> Iterator[str]:
-    """Yield a sentence for each thing that is not as it should be; see the module.
-
-    Args:
-        curves: losses by the name of the curve.
-        steps: number of losses that each should have.
-        bound: largest difference of two losses in the first `EARLY` steps.
-    """
+    """Yield a sentence for each fault of the curves (losses by name); the module says which."""
     skipping = "flashmask_portable" if "flashmask_portable" in curves else "flashmask"
     equal = {"flashmask_again": "flashmask", "flashmask_unskipped": skipping}
     tenth = max(1, steps // 10)

@@ -4,15 +4,13 @@
     python recipes/benchmarks/long_rows.py --shape llama-3.2-1b --tokens longest --documents 100 --seconds 300
     python recipes/benchmarks/long_rows.py --shape llama-3.2-1b --tokens 262144 --full
 
-Each run is `PackedSFTTrainer` with `LongRows`, as `recipes/sft.py --long_context` makes it, on a model of random
-weights: adapters of rank 16 on all linear layers without dropout, over weights in bfloat16; or, with `--full`, all
-weights in float32; both under autocast. A step is one row of random tokens in `--documents` documents of random lengths
-(paper, appendix A.2.1), or of equal ones with `--equal`.
+Each run is `PackedSFTTrainer` with `LongRows`, as `recipes/sft.py --long_context` makes it, on random weights under
+autocast: adapters of rank 16 over bfloat16, or all weights in float32 (`--full`). A step is one row of `--documents`
+documents of random lengths, or of equal lengths with `--equal`.
 
-"longest" measures what a short row needs, trains one step of the longest row that fits by that, and, where it does not
-after all, of one that is a twentieth shorter, three times at most. Its tokens per second are those of a first step, in
-which the host's memory is pinned. With `--seconds`, no step starts that would probably end later; more documents make
-it shorter. Each row of the CSV is there as soon as it is measured, and one that did not fit says "out of memory".
+"longest" trains one step of the longest row that fits by the measure of a short row, and where it does not, of a row
+that is a twentieth shorter. Its speed is the speed of a first step, in which the host's memory is pinned. With
+`--seconds`, no step starts that would probably end later.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -44,7 +42,7 @@ MEASURED = ("steps", "seconds_per_step", "tokens_per_second", "peak_gib", "host_
 
 
 class Steps(TrainerCallback):
-    """The seconds of each step, from the end of what the GPU did before to the end of the step."""
+    """Times each step."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -86,14 +84,14 @@ def make_trainer(tokens: int, a: argparse.Namespace) -> PackedSFTTrainer:
 
 
 def lengths_of(tokens: int, documents: int, generator: torch.Generator | None) -> list[int]:
-    """Return the lengths of a row's documents: random ones, or without a generator as equal as can be."""
+    """Return random lengths of a row's documents, or equal ones without a generator."""
     if generator is not None:
         return random_lengths(tokens, documents, generator)
     return [tokens * (i + 1) // documents - tokens * i // documents for i in range(documents)]
 
 
 def longest_row(a: argparse.Namespace) -> int:
-    """Return the tokens of the longest row that fits by measuring short ones, down to a multiple of 1,024."""
+    """Return the longest row that fits, by measuring short ones, as a multiple of 1,024."""
     trainer = make_trainer(2**16, a)
     settings: Any = trainer.args
     settings.max_length = 2**40  # fits nowhere, so that no step follows
@@ -112,7 +110,7 @@ def longest_row(a: argparse.Namespace) -> int:
 
 
 def train_longest(a: argparse.Namespace, results: list[dict[str, object]], end: float) -> None:
-    """Train a step of the longest row that fits, and append a row of figures for each trial."""
+    """Train a step of the longest row that fits, in up to `TRIALS` trials."""
     a = argparse.Namespace(**{**vars(a), "steps": 1})
     a.keep_attention = a.keep_attention or False  # a longer row fits without
     tokens = longest_row(a)
@@ -138,15 +136,14 @@ def train_longest(a: argparse.Namespace, results: list[dict[str, object]], end: 
 
 
 def seconds_of_step(tokens: int, a: argparse.Namespace) -> float:
-    """Return about the seconds of a step on an H100 or H200, from the operations of weights and attention."""
+    """Estimate the seconds of a step on an H100 or H200 from its operations."""
     shape = SHAPES[a.shape]
     wide = shape["hidden_size"]
     layer = wide * (2.5 * wide + 3 * shape["intermediate_size"])  # of grouped queries
     weights = shape["num_hidden_layers"] * layer + wide * shape["vocab_size"]
     generator = None if a.equal else torch.Generator().manual_seed(0)
     pairs = sum(n * n / 2 for n in lengths_of(tokens, a.documents, generator))
-    # Two operations for each weight and token, and four for each pair, head and dimension; four times, for forward,
-    # recomputation and backward.
+    # Forward, recomputation and twice as much in the backward.
     operations = 4 * (2 * weights * tokens + 4 * shape["num_hidden_layers"] * wide * pairs)
     return operations / OPERATIONS_PER_SECOND
 
@@ -172,7 +169,7 @@ def train(tokens: int, a: argparse.Namespace) -> dict[str, object]:
 
 
 def described(tokens: int, a: argparse.Namespace) -> dict[str, object]:
-    """Return all columns of a row of figures, empty but for those that say what was run."""
+    """Return the columns of a case, without its figures."""
     case: dict[str, object] = {"shape": a.shape, "trained": "all" if a.full else "adapters", "tokens": tokens}
     case["documents"] = f"{a.documents} {'equal' if a.equal else 'random'}"
     return case | dict.fromkeys(MEASURED, "")

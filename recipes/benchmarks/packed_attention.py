@@ -1,15 +1,13 @@
 """Attention functions that take flashmask's place on the same packed rows, so that one trainer runs all of them.
 
-`attention(name)` puts one of `NAMES` behind `attn_implementation="flashmask"`. Rows, positions, trainer, loss and
-optimizer stay as they are, and so do the mask vectors, from which each function makes the mask that it needs:
+`attention(name)` puts one of `NAMES` behind `attn_implementation="flashmask"`:
 
 - `flashmask`: the package's own function.
-- `sdpa`: SDPA with a dense mask, bool [B, 1, S, S], made once per row and shared by all layers.
-- `flex_attention`: FlexAttention with a `BlockMask`, made once per row and shared by all layers.
-- `flashmask_portable`: `flashmask` with kernels whose sums do not depend on which tiles a list holds: "triton" on a
-  GPU, and "torch" with one tile at a time elsewhere.
-- `flashmask_unskipped`: the same with a plan that lists hidden tiles as partial ones, so that none is skipped. The
-  paper says that this changes no bit (section 4.4).
+- `sdpa`, `flex_attention`: SDPA with a dense mask, and FlexAttention with a `BlockMask`, made once per row.
+- `flashmask_portable`: `flashmask` with kernels whose sums do not depend on which tiles a list has: "triton" on a GPU,
+  "torch" with one tile at a time elsewhere.
+- `flashmask_unskipped`: the same with a plan that lists hidden tiles as partial ones. By the FlashMask paper (section
+  4.4), skipping them changes no bit.
 """
 
 from __future__ import annotations
@@ -40,11 +38,11 @@ from flashmask_hf.names import FLASHMASK
 ROWS = 1024  # query rows of a dense mask that are made at a time
 
 _converted_masks: weakref.WeakKeyDictionary[FlashMask, dict[Any, Any]] = weakref.WeakKeyDictionary()
-"""What each function made of a mask, by the function; a mask lives as long as its row."""
+"""What each function made of a mask; a mask lives as long as its row."""
 
 
 def dense_mask(mask: FlashMask) -> Tensor:
-    """Return a mask as bool [B, H, S, S], True where visible, with no other memory of the square of the length."""
+    """Return a mask as bool [B, H, S, S], True where visible, made in parts."""
     length = mask.kv_len
     visible = mask.indices.new_empty(*mask.indices.shape[:2], length, length, dtype=torch.bool)
     for first in range(0, length, ROWS):
@@ -72,7 +70,7 @@ def _with_mask(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Run `attend(module, query, key, value, mask, scaling)` with the layer's mask, as transformers calls a layer."""
+    """Run an attention with the layer's mask, as transformers calls it."""
     columns = layer_mask(module, query, key, attention_mask, dropout, kwargs)
     return attend(module, query, columns.gather(key), columns.gather(value), columns.mask, scaling), None
 
@@ -87,7 +85,7 @@ def _converted(
     mask: FlashMask,
     scaling: float | None,
 ) -> Tensor:
-    """Return the output of an attention function of transformers, for which the mask is converted once."""
+    """Run an attention function of transformers, for which a mask is converted once."""
     made = _converted_masks.setdefault(mask, {})
     if convert not in made:
         made[convert] = convert(mask)
@@ -103,7 +101,7 @@ def _portable(
 
 
 def _unskipped_builder(indices: Tensor) -> Callable[..., Any]:
-    """Return what builds a plan that lists every tile, in place of `operators.plan._builder`."""
+    """Return what builds a plan that lists every tile."""
     if indices.is_cuda:
         from flashmask_hf.kernels.shared.plan_kernels import build_plan
 
@@ -125,14 +123,9 @@ NAMES = tuple(_FUNCTIONS)
 
 @contextlib.contextmanager
 def attention(name: str) -> Iterator[None]:
-    """Put an attention function behind `attn_implementation="flashmask"` within the context.
+    """Put one of `NAMES` behind `attn_implementation="flashmask"` within the context, which must contain the backward.
 
-    Forward and backward must both be in it, since checkpointed layers run again in the backward. A batch that was used
-    in another context keeps its plan, so `flashmask_unskipped` needs one of its own. Layers with softcap or sinks are
-    for `flashmask` alone.
-
-    Args:
-        name: one of `NAMES`.
+    A used batch keeps its plan, so `flashmask_unskipped` needs a batch of its own.
     """
     with contextlib.ExitStack() as stack:
         if name in ("flashmask_portable", "flashmask_unskipped"):

@@ -1,21 +1,17 @@
 """Measure rows that are split over GPUs: tokens per second, peak memory, and the share of time of the exchange.
 
-    torchrun --nproc-per-node 2 recipes/benchmarks/parallel.py --csv parallel.csv torchrun --nproc-per-node 2
-    recipes/benchmarks/parallel.py --shape llama-3.1-8b --tokens 131072 262144 torchrun --nproc-per-node 2
-    recipes/benchmarks/parallel.py --device cpu --shape tiny --tokens 512
+    torchrun --nproc-per-node 2 recipes/benchmarks/parallel.py --csv parallel.csv
+    torchrun --nproc-per-node 2 recipes/benchmarks/parallel.py --shape llama-3.1-8b --tokens 131072 262144
+    torchrun --nproc-per-node 2 recipes/benchmarks/parallel.py --device cpu --shape tiny --tokens 512
 
 A model with random weights in bfloat16, sharded by FSDP2, with gradient checkpointing and TRL's head, runs forward and
-backward of a row. Providers:
+backward of a row. Losses and gradients of a short row must agree first.
 
-* `heads` and `keys`: packed documents, with the exchange of that name; `keys` deals rows out by their tiles, and
-`keys_contiguous` does not, which shows what dealing is worth. * `whole`: every GPU computes a whole row of its own, as
-without sequence parallelism, for lengths that fit. * `sdpa_cp`: the context parallelism of torch, with the hooks of
-accelerate, on "sdpa": causal attention of one document, since it cannot keep documents apart. Compare it with
-`--documents 1`.
+* `heads`, `keys`: packed documents, with the exchange of that name.
+* `whole`: every GPU computes a whole row of its own.
+* `sdpa_cp`: the context parallelism of torch on "sdpa", causal attention of one document (`--documents 1`).
 
-Before anything is timed, the losses and the norms of the gradients of a short row must agree; tests hold that split
-attention equals whole attention. The exchange is timed by itself, and its share is that of the exchanges of all layers,
-with the recomputed ones, in a step.
+The exchange is timed by itself; its share contains the exchanges of all layers in a step.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -41,9 +37,8 @@ from flashmask_hf import FlashMask
 from flashmask_hf.names import VECTORS
 from flashmask_hf.parallel import contiguous_rows, deal_rows, sequence_parallel
 from flashmask_hf.parallel.exchange import exchange_of, gather_keys, heads_to_rows, rows_to_heads, spread_kv_heads
-from flashmask_hf.tile_plan import ROWS, build_plan
 
-PROVIDERS = ("heads", "keys", "keys_contiguous", "whole", "sdpa_cp")
+PROVIDERS = ("heads", "keys", "whole", "sdpa_cp")
 CHECKED = 2048  # tokens of the row on which the providers are compared
 
 
@@ -65,20 +60,16 @@ class Bench:
         lengths = random_lengths(tokens, documents, generator)
         return packed_row(lengths, self.config.vocab_size, str(self.device), generator)
 
-    def rows_of(self, provider: str, row: dict[str, Tensor]) -> Tensor:
-        """Return the tokens of every process, [processes, S / processes]."""
-        mask = FlashMask(row[VECTORS], causal=True)
-        return (
-            deal_rows(mask, self.size) if provider == "keys" else contiguous_rows(mask.kv_len, self.size, mask.device)
-        )
-
     def split(self, provider: str, row: dict[str, Tensor]) -> Any:
         """Return the context in which a row is split over the processes."""
-        exchange: Any = provider.partition("_")[0]
-        return sequence_parallel(self.group, self.rows_of(provider, row), row["position_ids"], exchange=exchange)
+        mask, exchange = FlashMask(row[VECTORS], causal=True), provider
+        rows = (
+            contiguous_rows(mask.kv_len, self.size, mask.device) if provider == "heads" else deal_rows(mask, self.size)
+        )
+        return sequence_parallel(self.group, rows, row["position_ids"], exchange=exchange)
 
     def runs(self, provider: str) -> bool:
-        """Return whether the model's heads divide among the processes, for exchange of heads."""
+        """Return whether the model's heads divide among the processes."""
         config = self.config
         try:
             if provider == "heads":
@@ -119,7 +110,7 @@ class Bench:
         return float(total)
 
     def check(self, providers: Sequence[str]) -> None:
-        """Exit unless the loss and the norm of the gradients of a short row agree with the whole row's."""
+        """Exit unless losses and norms of gradients of a short row agree with `whole`."""
         row, found = self.row(CHECKED, 7), {}
         for provider in ("whole", *(name for name in providers if name not in ("whole", "sdpa_cp"))):
             self.model.set_attn_implementation("flashmask")
@@ -134,7 +125,7 @@ class Bench:
                 raise SystemExit(f"the providers disagree: {found}")
 
     def exchange_seconds(self, provider: str, row: dict[str, Tensor]) -> float:
-        """Return the seconds of all layers' exchanges in a step: two forwards, one recomputed, and a backward."""
+        """Return the seconds of all layers' exchanges in a step, with the recomputed forwards."""
         config, dtype = self.config, torch.bfloat16 if self.device.type == "cuda" else torch.float32
         tokens = row["input_ids"].shape[1] // self.size
 
@@ -164,7 +155,7 @@ class Bench:
         return seconds * config.num_hidden_layers
 
     def seconds_of(self, call: Callable[[], object], repeats: int) -> float:
-        """Return the median seconds of a call that all processes make, of the slowest process."""
+        """Return the slowest process' median seconds of a call that all make."""
         times = []
         for turn in range(repeats + 1):
             dist.barrier()
@@ -177,16 +168,6 @@ class Bench:
         found = torch.tensor(statistics.median(times), device=self.device)
         dist.all_reduce(found, dist.ReduceOp.MAX)
         return float(found)
-
-    def balance(self, provider: str, row: dict[str, Tensor]) -> float:
-        """Return the tiles that the busiest process walks over the mean, from the plan of the row."""
-        if not provider.startswith("keys"):
-            return 1.0
-        vectors = row[VECTORS].cpu()
-        tiles = build_plan(vectors, True, vectors.shape[2]).counts.sum((0, 1, 3)).double()
-        owners = self.rows_of(provider, {VECTORS: vectors}).view(self.size, -1)
-        work = torch.stack([tiles[part // ROWS].sum() for part in owners])
-        return float(work.max() / work.mean())
 
     def measure(self, provider: str, row: dict[str, Tensor], repeats: int) -> dict[str, object]:
         """Time the steps of a provider."""
@@ -209,13 +190,12 @@ class Bench:
             "tokens_per_second": round(tokens * (self.size if provider == "whole" else 1) / seconds),
             "peak_gib": round(float(peak) / GIB, 2),
             "exchange_share": round(self.exchange_seconds(provider, row) / seconds, 4) if ours else "",
-            "balance": round(self.balance(provider, row), 3),
         }
 
 
 @contextlib.contextmanager
 def peer_hooks(model: Any) -> Iterator[None]:
-    """Add accelerate's hooks for its context parallelism to a model, which drop masks, and remove them afterwards."""
+    """Add accelerate's hooks for context parallelism, which drop masks, within the context."""
     from accelerate.big_modeling import _attach_context_parallel_hooks
 
     before = {part: list(part._forward_pre_hooks) for part in model.modules()}

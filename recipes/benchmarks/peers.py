@@ -2,18 +2,14 @@
 
 `PROVIDERS` names them:
 
-- `flashmask`, `flashmask_deterministic`, `flashmask_triton`: `flashmask_attention` with its default implementation,
-  with `deterministic=True`, and with the portable kernels.
-- `flex_attention`, `flex_flash`: FlexAttention with its Triton and with its FlashAttention-4 backend.
-- `fa4`: FlashAttention-4: dense for full, causal and sliding-window masks, varlen for documents.
-- `cudnn_flex`: NVIDIA's `cudnn.flex_attention`, whose mask lists intervals of keys for each query row.
-- `cudnn`, `sdpa` (FlashAttention-2): PyTorch's SDPA, for full and causal masks.
-- `sdpa_dense`: SDPA with a dense mask, for up to 8K query rows, as transformers calls it.
-- `hash_N`, `hash_16_any`, `drop_P`: `flashmask_hf.sparse` with N random buckets per head (given as `n_buckets` but for
-  `_any`), or with P percent of the queries and keys of each head dropped. They have masks of their own.
-- `commit`: `flashmask_attention` of another commit (`add_commit`).
-
-`fa4` and `flex_flash` need flash-attn-4, and `cudnn_flex` needs nvidia-cudnn-frontend 1.32 or later.
+- `flashmask`, `flashmask_deterministic`, `flashmask_triton` (the portable kernels): `flashmask_attention`.
+- `flex_attention`, `flex_flash`: FlexAttention with its Triton and with its FlashAttention-4 backend (flash-attn-4).
+- `fa4`: FlashAttention-4 (flash-attn-4): dense for full, causal and sliding-window masks, varlen for documents.
+- `cudnn_flex`: `cudnn.flex_attention` (nvidia-cudnn-frontend 1.32), whose mask lists intervals of keys per query row.
+- `cudnn`, `sdpa` (FlashAttention-2): PyTorch's SDPA, for full and causal masks; `sdpa_dense`: with a dense mask.
+- `hash_N`, `drop_P`: `flashmask_hf.sparse` with N random buckets per head (not told N: `_any`), or with P percent of
+  the queries and keys of each head dropped; they have masks of their own.
+- `commit`: `flashmask_attention` of another commit.
 """
 
 from __future__ import annotations
@@ -70,13 +66,13 @@ class Provider:
     """An attention function.
 
     Attributes:
-        prepare: function of a case that returns a function without arguments, which makes the provider's own form of
-            the mask and returns the attention under it. It raises `CannotExpress` if the mask has no such form.
+        prepare: returns for a case a function that makes the provider's form of the mask and returns the attention
+            under it. Raises `CannotExpress` if the mask has no such form.
         module: the module that must be installed, or "".
-        package: the distribution whose version a row of results names, "cudnn" for PyTorch's cuDNN, or "".
+        package: the distribution whose version a row names, "cudnn" for PyTorch's cuDNN, or "".
         makes_mask: whether a new mask costs the provider time.
-        visible: function of a case, a batch entry, a key-value head and a slice of query rows that returns the
-            provider's own mask, bool [group, rows, Skv]; None for the case's mask.
+        visible: the provider's own mask of a case, batch entry, key-value head and query rows, bool [group, rows, Skv];
+            None for the case's mask.
     """
 
     prepare: Callable[[Case], Callable[[], Attention]]
@@ -86,12 +82,12 @@ class Provider:
     visible: Callable[[Case, int, int, slice], Tensor] | None = None
 
     def installed(self) -> bool:
-        """Return whether the provider's module is there."""
+        """Return whether the module is there."""
         names = self.module.split(".") if self.module else []
         return all(importlib.util.find_spec(".".join(names[: i + 1])) is not None for i in range(len(names)))
 
     def version(self) -> str:
-        """Return the name and the version of the provider's package, or ""."""
+        """Return the package and its version, or ""."""
         if self.package == "cudnn":
             return f"cuDNN {torch.backends.cudnn.version()}"
         return f"{self.package} {importlib.metadata.version(self.package)}" if self.package else ""
@@ -121,15 +117,10 @@ def visible_pairs(mask: FlashMask) -> Callable[[Tensor, Tensor, Tensor, Tensor],
 def row_bounds(mask: FlashMask, copies: int = 1) -> Tensor:
     """Return the keys that each query row sees as bounds of intervals, the mask of `cudnn.flex_attention`.
 
-    Row i sees the keys [0, F[0, i]), [F[1, i], F[2, i]), [F[3, i], F[4, i]) and so on. Bounds ascend, and the last one
-    is repeated in rows that have fewer intervals than others.
-
-    Args:
-        mask: of one batch entry and one head.
-        copies: how many batch entries the mask is for.
+    Row i sees the keys [0, F[0, i]), [F[1, i], F[2, i]) and so on. The last bound is repeated in rows with fewer.
 
     Returns:
-        F, int32 [2k + 1, copies * Sq], on the mask's device, with the smallest k that holds every row.
+        F, int32 [2k + 1, copies * Sq], for a mask of one batch entry and head, and `copies` batch entries.
 
     Raises:
         CannotExpress: there are more than 2**31 bounds.
@@ -138,7 +129,7 @@ def row_bounds(mask: FlashMask, copies: int = 1) -> Tensor:
     slices = [slice(first, min(first + ROWS, rows)) for first in range(0, rows, ROWS)]
 
     def changes(place: slice) -> tuple[Tensor, Tensor]:
-        """Return which keys of some rows end an interval or come before one that starts, and which rows hide key 0."""
+        """Return the last keys before a change of visibility, and which rows hide key 0."""
         visible = mask.rows(place).to_dense()[0, 0]
         return torch.cat([visible[:, 1:] != visible[:, :-1], visible[:, -1:]], 1), ~visible[:, 0]
 
@@ -162,12 +153,7 @@ def row_bounds(mask: FlashMask, copies: int = 1) -> Tensor:
 
 
 def document_bounds(mask: FlashMask, copies: int = 1) -> Tensor:
-    """Return the bounds of the documents of a document mask, one after another over all copies: int32 [documents + 1].
-
-    Args:
-        mask: a mask of `masks.document` or `masks.causal_document` of one batch entry.
-        copies: how many batch entries the mask is for.
-    """
+    """Return the bounds of the documents of a document mask over `copies` batch entries: int32 [documents + 1]."""
     bounds = row_bounds(mask)
     rows = bounds.shape[1]
     start = torch.where(bounds[0] > 0, 0, bounds[1]) if len(bounds) > 1 else torch.zeros_like(bounds[0])
@@ -177,7 +163,7 @@ def document_bounds(mask: FlashMask, copies: int = 1) -> Tensor:
 
 
 def _flashmask(impl: str | None, deterministic: bool = False, package: Any = None) -> Callable[[Case], Any]:
-    """Return the preparation of `flashmask_attention` with an implementation, None for its default."""
+    """Return the preparation of `flashmask_attention`, here or of another package."""
 
     def prepare(case: Case) -> Callable[[], Attention]:
         def make() -> Attention:
@@ -194,10 +180,7 @@ def _flashmask(impl: str | None, deterministic: bool = False, package: Any = Non
 
 
 def planned(name: str, case: Case) -> Attention | None:
-    """Return a provider of this package with a plan made before a graph's capture, in which a call makes its own.
-
-    A compiled model likewise has its plan in every layer after the first. None for other providers and for decoding.
-    """
+    """Return flashmask with a plan made before a graph's capture, as a model's layers have it; None for others."""
     impl = {"flashmask": None, "flashmask_triton": "triton"}
     if name not in impl or case.q.shape[2] == 1:
         return None
@@ -211,10 +194,7 @@ def planned(name: str, case: Case) -> Attention | None:
 
 
 def add_commit(commit: str, folder: Path) -> None:
-    """Add the provider `commit`: the package of another commit, as `folder`/renamed/flashmask_other.
-
-    `folder`/as_is gets the package under its own name.
-    """
+    """Add the provider `commit`: the package of another commit, renamed; `folder`/as_is has it under its own name."""
     archive = subprocess.run(["git", "archive", commit, "flashmask_hf"], cwd=ROOT, check=True, stdout=subprocess.PIPE)
     for name in ("as_is", "renamed"):
         with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as packed:
@@ -233,7 +213,7 @@ _compiled_flex = torch.compile(flex_attention, dynamic=False)
 
 
 def _flex(backend: str | None) -> Callable[[Case], Callable[[], Attention]]:
-    """Return the preparation of FlexAttention with a backend, None for its default."""
+    """Return the preparation of FlexAttention with a backend."""
     options: Any = None if backend is None else {"BACKEND": backend}
     block = (256, 128) if backend == "FLASH" else 128  # FlashAttention-4 processes two tiles of queries at a time
 
@@ -253,7 +233,7 @@ def _flex(backend: str | None) -> Callable[[Case], Callable[[], Attention]]:
 
 
 def _swapped(attend: Callable[..., Any], **options: Any) -> Attention:
-    """Return an attention on [B, H, S, D] from one on [B, S, H, D], which may return a tuple with the output first."""
+    """Return an attention on [B, H, S, D] from one on [B, S, H, D]."""
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = attend(*(x.transpose(1, 2) for x in (q, k, v)), **options)
@@ -295,7 +275,7 @@ def _fa4(case: Case) -> Callable[[], Attention]:
 
 
 def _cudnn_flex(case: Case) -> Callable[[], Attention]:
-    """Prepare NVIDIA's `cudnn.flex_attention`; the row intervals are there before its plan is made and timed."""
+    """Prepare `cudnn.flex_attention`; its plan is made from row intervals that exist."""
     bounds = row_bounds(_one_mask(case.mask), case.q.shape[0])[None].contiguous()
     from cudnn.flex_attention import (  # pyright: ignore[reportMissingImports]
         create_mask_plan,
@@ -330,7 +310,7 @@ def _sdpa(backend: SDPBackend) -> Callable[[Case], Callable[[], Attention]]:
 
 
 def _sdpa_dense(case: Case) -> Callable[[], Attention]:
-    """Prepare SDPA with the dense mask; transformers packs the query heads of a key-value head in decoding."""
+    """Prepare SDPA with a dense mask, as transformers calls it in decoding."""
     if case.mask.row_count() > DENSE_LIMIT:
         raise CannotExpress(f"a dense mask of more than {DENSE_LIMIT} rows is too large")
     group, decodes = case.q.shape[1] // case.k.shape[1], case.q.shape[2] == 1
@@ -350,7 +330,7 @@ def _sdpa_dense(case: Case) -> Callable[[], Attention]:
 
 
 def _chosen(case: Case, kind: str, amount: float) -> tuple[Tensor, Tensor]:
-    """Draw the buckets of queries and keys, or which of them are kept, per head: [B, H, S]."""
+    """Draw buckets of queries and keys, or which are kept: [B, H, S]."""
     generator = torch.Generator(case.q.device).manual_seed(case.q.shape[2])
     shape, options = case.q.shape[:3], {"generator": generator, "device": case.q.device}
     if kind == "hash":
@@ -361,7 +341,7 @@ def _chosen(case: Case, kind: str, amount: float) -> tuple[Tensor, Tensor]:
 
 
 def _sparse(kind: str, amount: int, known: bool = True) -> Provider:
-    """Return a provider of dynamic sparse attention, which sorts and moves rows in every call."""
+    """Return a provider of dynamic sparse attention."""
 
     def prepare(case: Case) -> Callable[[], Attention]:
         chosen = _chosen(case, kind, amount)

@@ -4,25 +4,17 @@
     python recipes/benchmarks/reinforcement.py --models llama-3.2-1b --cases 512:512 1024:256 --groups 2 4
     python recipes/benchmarks/reinforcement.py --models tiny --device cpu
 
-A micro-batch is one group or several (`--groups`). Each group has a prompt of the stated length, and G completions of
-half of the stated length to all of it, padded as TRL pads to the longest of a generation batch. Every provider runs the
-micro-batch in one forward, as TRL does. The models have random weights, in bfloat16 (float32 on a CPU), with gradient
-checkpointing. All weights of llama-3.2-1b are trained, and a LoRA adapter of rank 16 on every linear layer of qwen3-4b.
-With `--compile` each layer is compiled, as the recipes do with `--torch_compile`, for every provider alike.
+A micro-batch is `--groups` prompts of the stated length, each with G completions of half to all of the stated length,
+padded, which every provider runs in one forward, as TRL does. Models have random weights, in bfloat16 (float32 on a
+CPU), with gradient checkpointing. All weights of llama-3.2-1b are trained, and adapters of qwen3-4b.
 
-`update` is forward and backward of the trainer's loss, without generation and without an optimizer. Tokens per second
-count the tokens of all prompts and completions without padding, a prompt once for each completion, for every provider.
-Packing rows on the host is inside the times, and compilation is not. Peak memory includes weights and gradients.
+An update is forward and backward of the trainer's loss, without generation and optimizer. Tokens per second count a
+prompt once for each completion, without padding. Packing is inside the times, compilation is not.
 
-`flashmask` is `SharedPromptGRPOTrainer`. `flashmask_unshared` packs the same sequences into a row without sharing,
-which separates the gain from padding and the gain from sharing. The others are `trl.GRPOTrainer` on the padded batch,
-with transformers' own masks. Providers whose packages are missing are left out.
-
-Before the times, log-probabilities of all providers must agree: they may differ by at most a tenth of what another
-prompt of the same length changes (root mean square, the columns `difference` and `other_prompt`), and the norms of the
-gradients by 10%. `first_ratio_max` and `first_ratio_mean` are of |ratio - 1| between the log-probabilities before the
-update, computed for a generation batch of several micro-batches, and those of the update's first forward, after TRL's
-shuffle.
+`flashmask` is `SharedPromptGRPOTrainer`; `flashmask_unshared` packs the same sequences without sharing. The others are
+`trl.GRPOTrainer` on the padded batch. Log-probabilities must agree before: they may differ by a tenth of what another
+prompt changes (root mean square, `difference` and `other_prompt`), norms of gradients by 10%. `first_ratio_max` and
+`first_ratio_mean` are of |ratio - 1| in the update's first forward, after TRL's shuffle.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -70,18 +62,18 @@ RATE = FIGURES[0]
 
 
 class StockTrainer(GRPOTrainer):
-    """TRL's trainer on completions that are given, as the only example, instead of generated."""
+    """TRL's trainer on completions that are given instead of generated."""
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         return dict(inputs[0])
 
 
 class SharedTrainer(SharedPromptGRPOTrainer, StockTrainer):
-    """This package's trainer on completions that are given instead of generated."""
+    """This package's trainer likewise."""
 
 
 class UnsharedTrainer(StockTrainer):
-    """TRL's trainer on packed rows without sharing: every sequence of the batch is a document of its own."""
+    """TRL's trainer on packed rows without sharing."""
 
     def _get_per_token_logps_and_entropies(
         self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *args: Any, **kwargs: Any
@@ -97,7 +89,7 @@ class UnsharedTrainer(StockTrainer):
 def call_unshared(
     model: Any, keep: int, input_ids: Tensor, attention_mask: Tensor, labels: Tensor, **kwargs: Any
 ) -> Any:
-    """Call a model with a padded batch packed into one row, in which every sequence is a document of its own."""
+    """Call a model with a padded batch packed into one row of documents."""
     ids, real = input_ids.cpu().numpy(), attention_mask.bool().cpu().numpy()
     rows = pack_forests([Forest.from_trees(row[here]) for row, here in zip(ids, real, strict=True)])
     index = np.arange(ids.size).reshape(ids.shape) % rows.input_ids.size
@@ -144,12 +136,12 @@ class Bench:
         return made
 
     def use(self, provider: str) -> Any:
-        """Set the model's attention to that of a provider, and return the provider's trainer."""
+        """Set the model's attention for a provider, and return its trainer."""
         self.model.set_attn_implementation("flashmask" if provider == "flashmask_unshared" else provider)
         return self._special.get(provider, self._stock)
 
     def draw(self, prompt: int, completion: int, groups: int) -> dict[str, Tensor]:
-        """Draw groups of a prompt and its completions, as the batch that TRL makes after generation."""
+        """Draw the batch that TRL makes after generation."""
         generator = torch.Generator().manual_seed(prompt + completion)
         rows = groups * self.generations
 
@@ -169,13 +161,7 @@ class Bench:
         return {name: x.to(self.device) for name, x in batch.items()}
 
     def log_probabilities(self, provider: str, batch: dict[str, Tensor], rows: int | None = None) -> Tensor:
-        """Return the log-probability of each token of the completions, 0 for padding.
-
-        Args:
-            provider: one of `PROVIDERS`.
-            batch: a generation batch, made by `draw`.
-            rows: number of rows of one forward; None runs all in one.
-        """
+        """Return the log-probability of each completion token, 0 for padding, in forwards of `rows` rows or of all."""
         trainer = self.use(provider)
         ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
         mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
@@ -186,7 +172,7 @@ class Bench:
         return values * batch["completion_mask"]
 
     def forward(self, provider: str, batch: dict[str, Tensor], rows: int | None = None) -> Tensor:
-        """Compute log-probabilities without gradients, as TRL does before an update."""
+        """Compute log-probabilities without gradients."""
         with torch.no_grad(), disable_gradient_checkpointing(self.model):
             return self.log_probabilities(provider, batch, rows).float()
 
@@ -201,7 +187,7 @@ class Bench:
         return float(norm)
 
     def first_ratio(self, provider: str, prompt: int, completion: int, groups: int) -> tuple[float, float]:
-        """Return the largest and the mean |ratio - 1| over the tokens of a generation batch, on its way through TRL."""
+        """Return the largest and the mean |ratio - 1| of a generation batch on its way through TRL."""
         batch = self.draw(prompt, completion, groups * self.micro_batches)
         batch["old_per_token_logps"] = self.forward(provider, batch, groups * self.generations)
         trainer = self.use(provider)
@@ -222,7 +208,7 @@ Found = dict[str, dict[str, Any]]
 
 
 def compare(bench: Bench, batch: dict[str, Tensor], found: Found) -> None:
-    """Warm up, and exit unless the providers agree with SDPA, or with the first that runs where SDPA does not."""
+    """Warm up, and exit unless the providers agree with SDPA, or with the first that runs."""
     results: dict[str, Tensor] = {}
     norms: dict[str, float] = {}
     for name, figures in found.items():
@@ -252,7 +238,7 @@ def compare(bench: Bench, batch: dict[str, Tensor], found: Found) -> None:
 
 
 def measure(bench: Bench, case: tuple[int, int, int], providers: Sequence[str], turns: int) -> list[dict[str, Any]]:
-    """Return a row of figures per provider, for micro-batches of a prompt's length, a completion's, and groups."""
+    """Return a row of figures per provider for a case: prompt, completion, groups."""
     found: Found = {name: {} for name in providers}
     batch = bench.draw(*case)
     compare(bench, batch, found)

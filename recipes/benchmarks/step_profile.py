@@ -3,14 +3,10 @@
     python recipes/benchmarks/step_profile.py --lengths 8192 32768 131072 --csv results/step_profile_1b.csv
     python recipes/benchmarks/step_profile.py --shape llama-3.1-8b --lora --settings eager kept --csv 8b.csv
 
-Rows, steps and settings are those that `training.py` makes for fine-tuning. Counted is what the GPU runs: kernels,
-copies and fills, each once. Where several streams run at the same time, each gets an equal part of it, so the kinds sum
-to the time in which the GPU is busy. The kind of a kernel follows from its name where possible (attention, matrix
-products, copies, compiled regions), else from the module that ran it or whose backward it belongs to. A row of the CSV
-holds a kind's milliseconds in one step, its share of the step and its launches. Shares are of the step without the
-profiler, which slows the host, so the shares of all kinds and of "idle" (nothing runs) sum to 1. The longest kernels of
-each kind are printed; what has no kind is "unclassified". A setting that does not fit in memory has one row, "out of
-memory".
+Rows, steps and settings are the fine-tuning of `training.py`. The kind of a kernel, copy or fill follows from its name,
+else from the module that ran it. Several that run at a time share the time, so the kinds sum to the busy time. A row
+has a kind's milliseconds in one step, its launches, and its share of a step without the profiler, which slows the host;
+"idle" is the rest. The longest kernels of each kind are printed.
 """
 
 from __future__ import annotations
@@ -54,8 +50,7 @@ NAMED_KINDS = [
     ("copies and casts", r"triton_(poi|per)_fused_+(to_copy|clone|view|transpose|t|expand|_)+\d+|Mem(cpy|set).*"),
     ("copies and casts", r".*(copy_kernel|CatArray|FillFunctor).*|aten::(copy_|fill_|cat)"),
 ]
-"""Kinds of kernels whose name tells it, as patterns of the whole name, of which the first that fits counts. A name of
-TorchInductor, such as `triton_poi_fused_add_silu_3`, holds the operations of the kernel."""
+"""Kinds of kernels by the first pattern of the whole name that fits. TorchInductor's names contain operations."""
 
 MODULE_KINDS = [
     ("norms", r".*Norm"),
@@ -72,19 +67,14 @@ CALL_KINDS = [("optimizer", r"Optimizer\.step.*"), ("loss", r"ChunkedLogProbFunc
 
 
 class Usage(NamedTuple):
-    """Time of one kind of work.
-
-    Attributes:
-        milliseconds: sum of the durations, or of parts of them where several run at a time.
-        launches: number of kernels, copies and fills.
-    """
+    """Milliseconds and number of kernels, copies and fills of one kind of work."""
 
     milliseconds: float
     launches: int
 
 
 def kind_of(kernel: str, scope: str | None = None) -> str:
-    """Return the kind of a kernel, by its name, else by the scope in which it was launched."""
+    """Return the kind of a kernel by its name, else by the scope that launched it."""
     for kind, pattern in NAMED_KINDS:
         if re.fullmatch(pattern, kernel, re.DOTALL):
             return kind
@@ -92,7 +82,7 @@ def kind_of(kernel: str, scope: str | None = None) -> str:
 
 
 def annotate(model: nn.Module) -> None:
-    """Make the modules that `MODULE_KINDS` names run in a profiler annotation, in place. For models not compiled."""
+    """Make the modules of `MODULE_KINDS` run in a profiler annotation, in place."""
 
     def run(scope: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with record_function(scope):
@@ -106,14 +96,7 @@ def annotate(model: nn.Module) -> None:
 
 
 def usage_by_kind(events: Iterable[Any]) -> tuple[dict[str, Usage], dict[str, dict[str, float]]]:
-    """Sum the events of a profile by kind.
-
-    The GPU's events are counted, and operations of the host only tell their kinds: an operation's `kernels` also hold
-    annotations, which last as long as all kernels within (`Optimizer.step#AdamW.step`), and can hold those of another.
-
-    Args:
-        events: `torch.profiler.profile.events()`: kernels of a GPU or, if there are none, operations of a CPU, which
-            count without those that they call.
+    """Sum the events of a profile by kind: the GPU's kernels, or the operations of a CPU if there are none.
 
     Returns:
         The usage of each kind, and its microseconds by the name of the kernel.
@@ -121,7 +104,7 @@ def usage_by_kind(events: Iterable[Any]) -> tuple[dict[str, Usage], dict[str, di
     events = list(events)
     on_cpu = [event for event in events if _runs_on_cpu(event)]
     kernels = [event for event in events if not _runs_on_cpu(event) and not event.is_user_annotation]
-    forward_scopes: dict[tuple[int, int], str] = {}  # of the operation that each node of the backward belongs to
+    forward_scopes: dict[tuple[int, int], str] = {}  # by the node of the backward
     for event in on_cpu:
         scope = _scope(event, {})
         if scope is not None and event.sequence_nr >= 0:
@@ -130,11 +113,10 @@ def usage_by_kind(events: Iterable[Any]) -> tuple[dict[str, Usage], dict[str, di
     if kernels:
         scopes: dict[tuple[str, float], list[str | None]] = defaultdict(list)
         for event in on_cpu:
-            # A call of CUDA has a number of its own, which can be that of an operation, whose kernels it then shows.
+            # A call of CUDA may have the number of an operation, whose kernels it then shows.
             for kernel in [] if re.match(r"cu(da)?[A-Z]|hip[A-Z]", event.name) else event.kernels:
                 scopes[kernel.name, kernel.duration].append(_scope(event, forward_scopes))
         for event, microseconds in zip(kernels, _parts(kernels), strict=True):
-            # Kernels that no operation launched, such as those that go past the dispatcher, have their name alone.
             launched = scopes[event.name, event.time_range.elapsed_us()]
             found.append((event.name, microseconds, launched.pop(0) if launched else None))
     else:
@@ -151,7 +133,7 @@ def usage_by_kind(events: Iterable[Any]) -> tuple[dict[str, Usage], dict[str, di
 
 
 def _parts(kernels: Sequence[Any]) -> list[float]:
-    """Return the microseconds of each kernel, of which those that run at the same time get an equal part."""
+    """Return the microseconds of each kernel; kernels that run at the same time share them."""
     ranges = [(i, kernel.time_range) for i, kernel in enumerate(kernels) if kernel.time_range.elapsed_us() > 0]
     # At the same moment, what ends comes before what starts.
     moments = [(x.end, False, i) for i, x in ranges] + [(x.start, True, i) for i, x in ranges]
@@ -170,7 +152,7 @@ def _runs_on_cpu(event: Any) -> bool:
 
 
 def _scope(event: Any, forward_scopes: dict[tuple[int, int], str]) -> str | None:
-    """Return the kind of the innermost annotation around an event, or around the forward of its backward."""
+    """Return the kind of the innermost annotation around an event or its forward."""
     while event is not None:
         if event.name.startswith(SCOPE):
             return event.name.removeprefix(SCOPE)
@@ -186,7 +168,7 @@ def _scope(event: Any, forward_scopes: dict[tuple[int, int], str]) -> str | None
 def measure(
     task: FineTuning, one: str, length: int, device: str
 ) -> tuple[float, dict[str, Usage], dict[str, dict[str, float]]]:
-    """Return the milliseconds of a step without the profiler, and what `usage_by_kind` finds in one."""
+    """Return the milliseconds of a step without the profiler, and its `usage_by_kind`."""
     switch = Switch(task.models, [one])
     switch.set(one)
     if "compiled" not in one:
@@ -216,7 +198,7 @@ def measure(
 
 
 def rows_of(usage: dict[str, Usage], step_milliseconds: float) -> list[dict[str, object]]:
-    """Return the rows of a step: one for each kind, the longest first, then what the GPU was idle."""
+    """Return a row per kind, the longest first, then the idle time."""
     busy = sum(used.milliseconds for used in usage.values())
     idle = Usage(max(0.0, step_milliseconds - busy), 0)
     ordered = sorted(usage.items(), key=lambda item: -item[1].milliseconds)

@@ -7,32 +7,23 @@
     python recipes/benchmarks/training.py --shapes tiny --device cpu --lengths 512 1024
 
 Models have random weights, in bfloat16 (float32 on a CPU), with gradient checkpointing and AdamW; a step is one packed
-row (FlashMask, appendix A.2.1). All weights of 1B are trained, and adapters of 8B, whose full training takes 60 GiB
-before the first token. Tasks:
-
-- `sft`, `lora`: fine-tuning with TRL's head (`--full-logits`: without), rows of 1 to 10 documents.
-- `dpo`, `reward`: rows of 1 to 10 questions with 2 answers (DPO, with a reference model) or 6 (reward), each of 10% to
-  20% of the question's length. Tokens per second count each question once.
+row (FlashMask, appendix A.2.1). Of 8B only adapters are trained. Tasks: `sft` and `lora` with TRL's head
+(`--full-logits`: without) on 1 to 10 documents; `dpo` (with a reference model) and `reward` on 1 to 10 questions with 2
+and 6 answers, whose tokens per second count each question once.
 
 Implementations:
 
-- `flashmask`; `sdpa`, `flex_attention`: the same trainer and row with a dense mask or a block mask
-  (`packed_attention.py`).
-- `flash_attention_2`, `_3`, `_4`: FlashAttention's varlen path, where its package is installed. It cannot share a
-  question: DPO and the reward model run as in stock TRL, one question at a time.
-- `trl_sdpa`, `trl_flex_attention`: stock TRL, which repeats the question for each answer and pads the row to one batch;
-  with `_single` one question at a time, with gradient accumulation. For stock TRL, six answers are three pairs, so that
-  it computes every answer once. For its FlexAttention, lengths are padded to multiples of 1,024, because it compiles
-  for each length.
+- `flashmask`; `sdpa`, `flex_attention`: the same trainer and row with a dense mask or a block mask.
+- `flash_attention_2`, `_3`, `_4`: the varlen path. DPO and the reward model then run as in stock TRL, question by
+  question.
+- `trl_sdpa`, `trl_flex_attention`: stock TRL, which repeats the question for each answer and pads; `_single`: question
+  by question, with gradient accumulation. Six answers are three pairs. FlexAttention's lengths are multiples of 1,024.
 
-Settings join by "+": `eager`; `kept` keeps attention's results (`keep_attention`, of flashmask alone); `liger` runs
-Liger's kernels in norms, MLPs and rotary positions; `compiled` compiles each layer, as the recipes do with
-`--torch_compile`.
-
-All implementations and settings train one model on the same rows in turns, after their losses (DPO: log-probabilities,
-reward models: rewards) have agreed. A series that runs out of memory gets a row that says so, and no longer row.
-Lengths double, and so a series whose next step would take more than `--longest` seconds ends, too. `first_step_seconds`
-and `compilations` are of a series' first step. `steps` counts the measured steps.
+Settings join by "+": `eager`; `kept` keeps attention's results (flashmask alone); `liger` runs Liger's kernels;
+`compiled` compiles each layer. All run in turns on one model, after their losses (DPO: log-probabilities, reward
+models: rewards) have agreed. A series ends with a row that says "out of memory", or "out of time" before a step of more
+than `--longest` seconds. `first_step_seconds` and `compilations` are of its first step, `steps` counts the measured
+ones.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -90,10 +81,10 @@ Document = tuple[list[int], list[list[int]]]
 
 
 def attention(implementation: str) -> AbstractContextManager[None]:
-    """Return a context in which an implementation takes flashmask's place on packed rows, where it is another."""
+    """Return a context in which `sdpa` or `flex_attention` takes flashmask's place on packed rows."""
     if implementation not in ("sdpa", "flex_attention"):
         return contextlib.nullcontext()
-    import packed_attention  # of private functions, which another commit of the package may not have
+    import packed_attention  # imports private functions, which another commit may lack
 
     return packed_attention.attention(implementation)
 
@@ -135,10 +126,7 @@ class Switch:
 
 
 def _varlen(position_ids: Tensor) -> dict[str, Any]:
-    """Return the documents of a row [1, S] as transformers' FlashAttention takes them.
-
-    Without them it finds them in every layer, and gives the longest length as a tensor, which FlashAttention-4 rejects.
-    """
+    """Return the documents of a row [1, S] as transformers' FlashAttention takes them, else it finds them per layer."""
     (bounds, _), (longest, _) = prepare_fa_kwargs_from_position_ids(position_ids)
     longest = int(longest)
     return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
@@ -159,7 +147,7 @@ class FineTuning:
 
     def run(self, implementation: str, row: dict[str, Tensor]) -> float:
         """Run forward and backward of a row; return the loss."""
-        row = row | {VECTORS: row[VECTORS].clone()}  # so that each step makes its mask anew, and frees it
+        row = row | {VECTORS: row[VECTORS].clone()}  # each step makes its mask anew
         varlen = implementation in VARLEN
         if varlen:
             row = {key: value for key, value in row.items() if key != VECTORS} | _varlen(row["position_ids"])
@@ -170,7 +158,7 @@ class FineTuning:
         return float(loss.detach())
 
     def figures(self, implementation: str, length: int) -> list[tuple[float, float]]:
-        """Return what must agree between implementations, each with the difference that is allowed."""
+        """Return what must agree between implementations, each with its allowed difference."""
         return [(self.run(implementation, self.draw(length, 1)[0]), TOLERANCE[self.device])]
 
 
@@ -197,7 +185,7 @@ def shared_examples(task: str, row: list[Document]) -> list[dict[str, Any]]:
 
 
 def stock_examples(task: str, row: list[Document]) -> list[list[dict[str, Any]]]:
-    """Return a row as examples of TRL's collators, by question; a reward model gets a pair for every two answers."""
+    """Return a row as examples of TRL's collators, by question; two answers are a pair."""
     if task == "dpo":
         return [[example] for example in shared_examples(task, row)]
     return [
@@ -262,11 +250,7 @@ class Alignment:
                     (loss / len(batches)).backward()
 
     def figures(self, implementation: str, length: int) -> list[tuple[float, float]]:
-        """Return log-probabilities or rewards on a row with two answers per question, each with what may differ.
-
-        Log-probabilities, sums over an answer, may differ by 1%. A random head's rewards are about 1, and bfloat16
-        alone moves them by 0.05 between SDPA and FlexAttention, so 0.25 is allowed.
-        """
+        """Return log-probabilities (allowed: 1%) or rewards (0.25; bfloat16 moves them by 0.05) on a row."""
         generator = torch.Generator().manual_seed(7)
         row = [(question, answers[:2]) for question, answers in make_row(self.task, 2048, self.vocab, generator)]
         over: dict[str, Callable[[list[float]], float]] = {"min_reward": min, "max_reward": max}
@@ -293,7 +277,7 @@ class Series:
         self.steps: list[tuple[float, float]] = []  # seconds and peak GiB of each measured step
 
     def expected(self, length: int) -> float:
-        """Return the most seconds of a step at a longer length: attention's grow with its square."""
+        """Return the most seconds of a step at a longer length."""
         return self.seconds * (length / self.length) ** 2 if self.length else 0.0
 
     def figures(self, length: int) -> dict[str, object]:
@@ -323,7 +307,7 @@ class Study:
         self.optimizer = torch.optim.AdamW(trained, lr=1e-6, fused=True)
 
     def run(self, one: Series, call: Callable[[], Any]) -> tuple[Any, float, float] | None:
-        """Switch to a series and make a call; return its result, seconds and peak GiB, or end the series."""
+        """Make a call in a series' setting; return its result, seconds and peak GiB, or end the series."""
         self.switch.set(one.setting)
         before = counters["stats"]["unique_graphs"]
         made = attempt(call)
@@ -357,7 +341,7 @@ class Study:
         self.optimizer.zero_grad(set_to_none=True)
 
     def measure(self, length: int) -> list[dict[str, object]]:
-        """Run the series at one length, each step in random order; return their rows of figures."""
+        """Run the series at one length in random order; return their rows of figures."""
         a, rows = self.arguments, self.task.draw(length, self.arguments.steps)
         for one in self.series:
             if one.expected(length) > a.longest:
@@ -402,7 +386,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--adapters", action="store_true", help="train adapters in DPO and the reward model")
     parser.add_argument("--full-logits", action="store_true", help="fine-tune without TRL's head")
     a = parsed(parser, argv)
-    torch._dynamo.config.recompile_limit = 256  # FlexAttention is compiled for every shape, layers for every setting
+    torch._dynamo.config.recompile_limit = 256
     logging.getLogger("transformers").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message=".*gradient_checkpointing.* is deprecated", category=FutureWarning)
     a.implementations = available(a.implementations, a.device)
