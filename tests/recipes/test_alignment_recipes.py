@@ -223,9 +223,9 @@ BAD_FLAGS = [
     (
         "dpo",
         ["--max_length", "64", "--truncation_mode", "error"],
-        "has more than --max_length 64 tokens with",
+        "more than max_length 64; raise max_length, or choose --truncation_mode keep_start",
     ),
-    ("dpo", ["--row_length", "40"], "has more than --row_length 40 tokens"),
+    ("dpo", ["--row_length", "40"], "more than the 40 of a row"),
     ("dpo", ["--dataset_name", "nowhere/at-all.jsonl"], "dataset_name: there is no file nowhere"),
     ("dpo", ["--gradient_accumulation_steps", "0"], "gradient_accumulation_steps must be at least 1, got 0"),
     ("reward", ["--attn_implementation", "sdpa"], "--attn_implementation flashmask"),

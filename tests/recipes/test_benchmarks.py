@@ -158,6 +158,16 @@ def seen_by(bounds, keys):
     return visible
 
 
+def test_a_planned_call_is_the_public_one():
+    tensors = attention.inputs(attention.Shape(2, 4, 2, 200, 16, 16), 200, "cpu")
+    case = peers.Case("causal", masks.causal(200), *tensors[:3])
+    attend = peers.planned("flashmask", case)
+    for one, other in zip(*(attention.results_of(x, tensors) for x in (
+        attend, lambda q, k, v: flashmask_attention(q, k, v, case.mask))), strict=True):  # fmt: skip
+        assert torch.equal(one, other)
+    assert peers.planned("sdpa", case) is None
+
+
 def test_masks_of_heads_are_left_out_by_peers_that_have_one():
     mask = attention.make_mask("window_per_head", 1300, 4)
     assert mask.indices.shape[1] == 4
