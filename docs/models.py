@@ -11,6 +11,7 @@ import argparse
 import logging
 import sys
 import warnings
+from collections import defaultdict
 from pathlib import Path
 
 import torch
@@ -24,36 +25,41 @@ from tools.model_zoo import INPUTS, Family, Outcome, discover, examine, first_se
 INTRO = """\
 # Model families
 
-What works with `attn_implementation="flashmask"` in each model family of transformers, the `model_type` of a model's
-config, with transformers {transformers} and torch {torch}.
+What works with `attn_implementation="flashmask"` per model family: the `model_type` of a config in transformers
+{transformers}, with torch {torch}.
 
 {counts}
 
-| column | input |
+| input | meaning |
 |---|---|
 | no padding, right padding, left padding | two rows; a 2D `attention_mask` hides the padding, three tokens of one row |
-| packed | two documents in one row, which `position_ids` alone keep apart |
-| supplied | the same row with `startend_row_indices` of a document mask, causal but for encoders |
+| packed | two documents in one row, with restarting `position_ids` alone |
+| supplied | the same row with `startend_row_indices` of a document mask, causal except for encoders |
 
-| cell | meaning |
+| outcome | meaning |
 |---|---|
 | yes | equal to eager attention, and to each document run by itself, in evaluation, training and cached generation |
-| raises | refused with the error of the note |
-| not called | no layer asks transformers for its attention by name, so `attn_implementation` changes nothing |
-| untested | eager attention, with which all is compared, cannot run it: the note says why |
-| - | does not apply: images have no padding, and only causal models with `position_ids` find documents by them |
+| raises | raises the error of the [note](#notes) |
+| not called | no layer looks up its attention by name, so `attn_implementation` changes nothing |
+| untested | eager attention, the reference, cannot run it (see the note) |
+| - | does not apply: images have no padding; `position_ids` alone mark documents only in causal models that take them |
 
-A mode in front of an outcome, such as `generate: raises`, says that the other modes have another one. No cell differs
-from eager attention without an error.
+An outcome after a mode, such as `generate: raises`, is the outcome in this mode; other modes have the first outcome.
+No cell differs from eager attention without an error.
 
-Text towers are the language models inside vision-language models; a tower that is itself a family in the table (as in
-LLaVA, whose tower may be any of them) has no row of its own.
+Text towers are the language models inside vision-language models. A tower that is a family itself (as in LLaVA, whose
+tower may be any family) is listed once.
 
-Models with recurrent or convolutional layers raise here for a row of several documents, whatever trainer or code calls
-them. On a GPU these take one with transformers 5.23 and the packages of their kernels, which then get the documents'
-boundaries: bamba, falcon_h1, granitemoehybrid, nemotron_h and zamba2 with causal-conv1d and mamba-ssm; olmo_hybrid,
-qwen3_5, qwen3_5_moe and qwen3_next with causal-conv1d and flash-linear-attention, one row a batch; lfm2 and lfm2_moe
-with causal-conv1d. On H100 and H200, training with flash-linear-attention 0.6 needs Triton 3.7.1, or TileLang.
+Models with recurrent or convolutional layers raise here for rows with several documents, in any trainer. On a GPU with
+transformers 5.23, kernels that read document boundaries make such rows work:
+
+| kernels | families |
+|---|---|
+| causal-conv1d, mamba-ssm | bamba, falcon_h1, granitemoehybrid, nemotron_h, zamba2 |
+| causal-conv1d, flash-linear-attention | olmo_hybrid, qwen3_5, qwen3_5_moe, qwen3_next: one row per batch |
+| causal-conv1d | lfm2, lfm2_moe |
+
+On H100 and H200, training with flash-linear-attention 0.6 needs Triton 3.7.1, or TileLang.
 
 ## Families
 """
@@ -61,25 +67,25 @@ with causal-conv1d. On H100 and H200, training with flash-linear-attention 0.6 n
 METHOD = """
 ## How it is tested
 
-`python docs/models.py` writes this page, `tests/hf/test_models.py` checks every cell, and
+`python docs/models.py` writes this page, and `tests/hf/test_models.py` checks every cell.
 `tests/hf/test_hybrid_kernels.py` compares packed rows of recurrent models with each document alone on a GPU.
 
-Every family is built tiny, with random weights (`tests/tools/model_zoo.py`), and run in float32 on the CPU with
-flashmask and with eager attention. Logits at real tokens (hidden states where a model has no head) and, in training,
-every parameter's gradient must agree within 1e-4 of the largest entry. Three modes:
+Every family is built tiny with random weights (`tests/tools/model_zoo.py`) and run in float32 on the CPU, with
+flashmask and with eager attention. Logits at real tokens (hidden states of models without a head) and, in training,
+gradients of all parameters must agree within 1e-4 of the largest entry. Modes:
 
 - evaluation: one forward; packed and supplied rows with `use_cache=False`.
-- training: the same, and one backward.
-- generation, but not of encoders: three tokens that `generate` chooses. For packed and supplied rows, and where a tower
-  has no `generate`, the row and then three given tokens, through the cache. They continue the last document: a 2D
-  `attention_mask` hides the others from them, and they have `position_ids` but no vectors. `generate` cannot do that:
-  given a packed prompt, the tokens it chooses see the whole prompt; given vectors it must raise, because they describe
-  the prompt and not the tokens that follow.
+- training: the same and one backward.
+- generation, except for encoders: three tokens from `generate`. Packed and supplied rows, and towers without
+  `generate`, instead run three given tokens through the cache. These continue the last document: they have
+  `position_ids` and a 2D `attention_mask` that hides the other documents, but no mask indices. After a packed prompt,
+  tokens from `generate` would see all documents. With mask indices `generate` must raise, because the indices do not
+  cover the new tokens.
 
-The versions are those of constraints.txt. With transformers 5.24 and torch 2.14 the outcomes are the same, except that
-codegen and gptj work, and that falcon_mamba, mamba and mamba2 raise in generation, too, for supplied vectors. That
-version has new families: apertus1p5_text, exaone, omniasr, sarvam_mla and sarvam_moe work, lara_mini works but for
-packed and supplied rows, which raise, hy_v4_vl_text and inkling2_loop_text raise, and dory is not tested.
+Versions are pinned in constraints.txt. transformers 5.24 with torch 2.14 changes these outcomes: codegen and gptj
+work; falcon_mamba, mamba and mamba2 also raise in generation for supplied indices. Its new families: apertus1p5_text,
+exaone, omniasr, sarvam_mla and sarvam_moe work; lara_mini works but raises for packed and supplied rows; hy_v4_vl_text
+and inkling2_loop_text raise; dory is not tested.
 """
 
 
@@ -96,10 +102,14 @@ def cell(outcomes: dict[str, Outcome], notes: dict[str, int]) -> str:
 def page(families: dict[str, Family], untested: dict[str, str]) -> str:
     """Return the text of docs/models.md."""
     notes: dict[str, int] = {}
-    rows = []
+    groups: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for name, family in sorted(families.items()):
-        cells = [cell(family.outcomes[given], notes) for given in INPUTS]
-        rows.append(f"| {' | '.join([name, family.kind, *cells])} |")
+        cells = (cell(family.outcomes[given], notes) for given in INPUTS)
+        groups[(family.kind, *cells)].append(name)
+    rows = [
+        f"| {' | '.join([*cells, ', '.join(names)])} |"
+        for cells, names in sorted(groups.items(), key=lambda group: (group[0][0], -len(group[1]), group[1]))
+    ]
     words = [
         {outcome.word for given in family.outcomes.values() for outcome in given.values()} & {"yes", "raises", "wrong"}
         for family in families.values()
@@ -108,19 +118,18 @@ def page(families: dict[str, Family], untested: dict[str, str]) -> str:
     refused = sum(found == {"raises"} for found in words)
     unused = sum(not found for found in words)
     counts = (
-        f"Of {len(families) + len(untested)} families {plain} work wherever something applies, "
-        f"{len(words) - plain - refused - unused} in part, {refused} raise, {unused} never call the attention "
-        f"interface, and {len(untested)} are not tested."
+        f"Of {len(families) + len(untested)} families {plain} work, {len(words) - plain - refused - unused} work in "
+        f"part, {refused} raise, {unused} never call the attention interface, and {len(untested)} are not tested."
     )
     lines = [
         INTRO.format(transformers=transformers.__version__, torch=torch.__version__.split("+")[0], counts=counts),
-        f"| {' | '.join(['family', 'kind', *INPUTS])} |",
+        f"| {' | '.join(['kind', *INPUTS, 'families'])} |",
         "|---" * (len(INPUTS) + 2) + "|",
         *rows,
         "\n## Notes\n",
         *(f"{number}. {reason}" for reason, number in notes.items()),
         "\n## Not tested\n",
-        "Families that could not be built tiny or run from token ids or pixels alone.\n",
+        "These could not be built tiny, or run from token ids or pixels alone.\n",
         "| family | reason |",
         "|---|---|",
         *(f"| {name} | {reason.replace('|', '/')} |" for name, reason in sorted(untested.items())),
@@ -149,7 +158,7 @@ def main() -> None:
             untested[name] = first_sentence(error)
     text = page(families, untested)
     if args.families:
-        print(text[text.index("| family") :], end="")
+        print(text[text.index("| kind") :], end="")
     elif args.check:
         if not PAGE.exists() or PAGE.read_text() != text:
             sys.exit(f"{PAGE} is stale; run python docs/models.py")

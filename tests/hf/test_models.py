@@ -9,7 +9,7 @@ from tools.families import PAGE, TABLE, UNTESTED, each_family
 from tools.model_zoo import INPUTS, Outcome, discover, examine
 from transformers import CONFIG_MAPPING
 
-VERSION = PAGE.split("with transformers ")[1].split()[0]
+VERSION = re.findall(r"in transformers\s+(\S+), with torch", PAGE)[0]
 NOTES = dict(re.findall(r"^(\d+)[.] (.*)$", PAGE, re.MULTILINE))
 
 pytestmark = [
