@@ -66,7 +66,7 @@ class SharedPromptsOptions:
 
 
 class SharedPrompts:
-    """Mixin that computes each prompt once: a base before `trl.GRPOTrainer`, or a class with its methods."""
+    """Mixin of a TRL trainer like `trl.GRPOTrainer` that computes each prompt once."""
 
     _task: str
     """Suffix of the default output folder."""
