@@ -1,22 +1,19 @@
 r"""Direct preference optimization with attn_implementation="flashmask", which computes each question once.
 
 Every flag of TRL's `DPOConfig`, `ModelConfig`, `ScriptArguments` and `DatasetMixtureConfig` works, and `--row_length`,
-on the command line and in a YAML file:
+also in a YAML file:
 
     accelerate launch --quiet recipes/dpo.py                                     # the demo: configs/dpo_demo.yaml
-    accelerate launch --quiet recipes/dpo.py --config recipes/configs/dpo.yaml accelerate launch --quiet recipes/dpo.py
-    --model_name_or_path meta-llama/Llama-3.2-1B-Instruct --use_peft \ --dataset_name
-    HuggingFaceH4/ultrafeedback_binarized \ --dataset_train_split train_prefs --dataset_test_split test_prefs
-    --output_dir Llama-3.2-1B-dpo
+    accelerate launch --quiet recipes/dpo.py --config recipes/configs/dpo.yaml
+    accelerate launch --quiet recipes/dpo.py --model_name_or_path meta-llama/Llama-3.2-1B-Instruct --use_peft \
+        --dataset_name HuggingFaceH4/ultrafeedback_binarized \
+        --dataset_train_split train_prefs --dataset_test_split test_prefs --output_dir Llama-3.2-1B-dpo
 
 Without a configuration file and a model, the demo runs. Differences from `trl dpo`:
 
-- `attn_implementation` defaults to "flashmask", bf16 is on if the GPU supports it, and `--torch_compile` compiles
-  layers.
-- An answer that exceeds `max_length` together with its question is cut, as in TRL; the log counts the cut examples.
-- The log adds `shared_tokens_saved` and `mask_sparsity`.
+- `attn_implementation` defaults to "flashmask", bf16 is on if the GPU has it, and `--torch_compile` compiles layers.
+- The log adds `shared_tokens_saved` and `mask_sparsity`, and counts answers cut by `max_length`.
 - `--do_eval` evaluates at the end, and `--show` then prints how much the saved model prefers the chosen answers.
-- The model defaults to a tiny untrained Llama, the dataset to preferences between answers about Python.
 """
 
 # pyright: reportPrivateImportUsage=false

@@ -1,24 +1,21 @@
 r"""Reinforcement learning by GRPO or RLOO with attn_implementation="flashmask", which computes each prompt once.
 
-Every flag of `SharedPromptGRPOConfig` or `SharedPromptRLOOConfig` (TRL's configs and `--share`, among others), the
-reward flags of `trl grpo`, and TRL's `ModelConfig`, `ScriptArguments` and `DatasetMixtureConfig` work, on the command
-line and in a YAML file:
+Every flag of `SharedPromptGRPOConfig` or `SharedPromptRLOOConfig`, the reward flags of `trl grpo`, and TRL's
+`ModelConfig`, `ScriptArguments` and `DatasetMixtureConfig` work, also in a YAML file:
 
     accelerate launch --quiet recipes/grpo.py                                     # the demo: configs/grpo_demo.yaml
-    accelerate launch --quiet recipes/grpo.py --config recipes/configs/grpo.yaml accelerate launch --quiet
-    recipes/grpo.py --model_name_or_path Qwen/Qwen3-0.6B --use_peft \ --dataset_name trl-lib/DeepMath-103K
-    --reward_funcs reasoning_accuracy_reward my_rewards.short \ --per_device_train_batch_size 8 --num_generations 8
-    --output_dir Qwen3-0.6B-grpo
+    accelerate launch --quiet recipes/grpo.py --config recipes/configs/grpo.yaml
+    accelerate launch --quiet recipes/grpo.py --model_name_or_path Qwen/Qwen3-0.6B --use_peft \
+        --dataset_name trl-lib/DeepMath-103K --reward_funcs reasoning_accuracy_reward my_rewards.short \
+        --per_device_train_batch_size 8 --num_generations 8 --output_dir Qwen3-0.6B-grpo
 
 Without a configuration file and a model, the demo runs. Differences from `trl grpo` and `trl rloo`:
 
-- `attn_implementation` defaults to "flashmask", bf16 is on if the GPU supports it, and `--torch_compile` compiles
-  layers.
+- `attn_implementation` defaults to "flashmask", bf16 is on if the GPU has it, and `--torch_compile` compiles layers.
 - `--algorithm` is grpo or rloo.
 - The log adds `shared_tokens_saved` and `mask_sparsity`; at the end, the first and last mean rewards are printed.
-- A reward model is loaded with its own attention and revision, not with those of the trained model.
+- A reward model is loaded with its own attention and revision.
 - `--do_eval` evaluates at the end, `--picture` draws the reward and the mask of a group of completions.
-- The model defaults to a tiny untrained Llama, the dataset to passages about Python.
 """
 
 # pyright: reportPrivateImportUsage=false

@@ -1,23 +1,22 @@
 r"""Reward models of two or more answers per question with attn_implementation="flashmask", which computes it once.
 
 Every flag of `MultiAnswerRewardConfig` (TRL's `RewardConfig` and three more) and TRL's `ModelConfig`, `ScriptArguments`
-and `DatasetMixtureConfig` works, on the command line and in a YAML file:
+and `DatasetMixtureConfig` works, also in a YAML file:
 
     accelerate launch --quiet recipes/reward.py                                     # the demo: configs/reward_demo.yaml
-    accelerate launch --quiet recipes/reward.py --config recipes/configs/reward.yaml accelerate launch --quiet
-    recipes/reward.py --model_name_or_path meta-llama/Llama-3.2-1B-Instruct --use_peft \ --dataset_name
-    HuggingFaceH4/ultrafeedback_binarized \ --dataset_train_split train_prefs --dataset_test_split test_prefs \
-    --pad_token "<|finetune_right_pad_id|>" --output_dir Llama-3.2-1B-reward
+    accelerate launch --quiet recipes/reward.py --config recipes/configs/reward.yaml
+    accelerate launch --quiet recipes/reward.py --model_name_or_path meta-llama/Llama-3.2-1B-Instruct --use_peft \
+        --dataset_name HuggingFaceH4/ultrafeedback_binarized \
+        --dataset_train_split train_prefs --dataset_test_split test_prefs \
+        --pad_token "<|finetune_right_pad_id|>" --output_dir Llama-3.2-1B-reward
 
 Without a configuration file and a model, the demo runs. Differences from `trl reward`:
 
-- `attn_implementation` defaults to "flashmask", bf16 is on if the GPU supports it, and `--torch_compile` compiles
-  layers.
+- `attn_implementation` defaults to "flashmask", bf16 is on if the GPU has it, and `--torch_compile` compiles layers.
 - A question may have two or more `answers`, with `scores` or ranked; `--loss_type` is pairwise or listwise.
 - `lora_task_type` defaults to "SEQ_CLS", so that `--use_peft` trains and saves the new head too.
 - The log adds `shared_tokens_saved` and `mask_sparsity`.
 - `--do_eval` evaluates at the end, and `--show` then prints the saved model's rewards.
-- The model defaults to a tiny untrained Llama, the dataset to rankings of answers about Python.
 """
 
 # pyright: reportPrivateImportUsage=false

@@ -1,23 +1,21 @@
 r"""Supervised fine-tuning on packed rows, with attn_implementation="flashmask".
 
-Every flag of TRL's `SFTConfig`, `ModelConfig`, `ScriptArguments` and `DatasetMixtureConfig` works, on the command line
-and in a YAML file:
+Every flag of TRL's `SFTConfig`, `ModelConfig`, `ScriptArguments` and `DatasetMixtureConfig` works, also in a YAML file:
 
     accelerate launch --quiet recipes/sft.py                                     # the demo: configs/sft_demo.yaml
-    accelerate launch --quiet recipes/sft.py --config recipes/configs/sft.yaml accelerate launch --quiet recipes/sft.py
-    --model_name_or_path meta-llama/Llama-3.2-1B --use_peft \ --dataset_name trl-lib/Capybara --chat_template_path
-    meta-llama/Llama-3.2-1B-Instruct --max_length 8192 \ --truncation_mode keep_start --output_dir Llama-3.2-1B-Capybara
+    accelerate launch --quiet recipes/sft.py --config recipes/configs/sft.yaml
+    accelerate launch --quiet recipes/sft.py --model_name_or_path meta-llama/Llama-3.2-1B --use_peft \
+        --dataset_name trl-lib/Capybara --chat_template_path meta-llama/Llama-3.2-1B-Instruct --max_length 8192 \
+        --truncation_mode keep_start --output_dir Llama-3.2-1B-Capybara
 
 Without a configuration file and a model, the demo runs. `pack_dataset` packs the tokenized dataset into rows of
 `max_length` tokens, or TRL does with `--packing` or `--padding_free`. Differences from `trl sft`:
 
-- `attn_implementation` defaults to "flashmask", bf16 is on if the GPU supports it, and `--torch_compile` compiles
-  layers.
+- `attn_implementation` defaults to "flashmask", bf16 is on if the GPU has it, and `--torch_compile` compiles layers.
 - An example longer than `max_length` raises, unless `--truncation_mode keep_start` or `--split` is given.
-- The log adds `tokens_per_second` and `keys_per_token` (of all processes, without padding) and `mask_sparsity`.
+- The log adds `tokens_per_second`, `keys_per_token` and `mask_sparsity`.
 - Batches of 32,768 tokens or more on a GPU are made to fit (`--long_context`); the program prints how.
-- `--generate` prints the answers to a prompt before and after training, `--picture` draws the loss and a row's mask.
-- The model defaults to a tiny untrained Llama, the dataset to questions and answers about Python.
+- `--generate` prints answers to a prompt before and after training, `--picture` draws the loss and a row's mask.
 """
 
 # pyright: reportPrivateImportUsage=false

@@ -84,11 +84,7 @@ class Step(NamedTuple):
 
 
 class NormalizedQueries(LlamaAttention):
-    """Attention whose keys are its queries with every head's vector normalized (paper, section 4.1).
-
-    Args:
-        stock: the attention to take the weights from; it has as many key heads as query heads.
-    """
+    """Attention whose keys are its normalized queries (paper, section 4.1), with the weights of `stock`."""
 
     def __init__(self, stock: LlamaAttention):
         super().__init__(stock.config, stock.layer_idx)
@@ -130,7 +126,7 @@ class Run:
         self.model, self.optimizer, self.schedule = accelerator.prepare(model, optimizer, schedule)
 
     def turn(self, batches: Sequence[Tensor]) -> list[Step]:
-        """Train on each batch of rows [B, S]; wait for the device before the first and after the last."""
+        """Train on batches of rows [B, S], timed together."""
         self.model.train()
         losses = []
         synchronize()
@@ -159,7 +155,7 @@ class Run:
 def causal_sdpa(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, scaling: float, **_: Any
 ) -> tuple[Tensor, None]:
-    """Run causal SDPA without a mask; when compiled, transformers' "sdpa" would build one from the positions."""
+    """Run causal SDPA without a mask, which transformers' "sdpa" would build when compiled."""
     out = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
     return out.transpose(1, 2), None
 
@@ -226,7 +222,7 @@ def train(runs: dict[str, Run], rows: Tensor, steps: int, accelerator: Accelerat
 
 
 def median_seconds(steps: Sequence[Step]) -> float:
-    """Return the median seconds of a step, without the first `UNCOUNTED` steps."""
+    """Return the median seconds of a step after `UNCOUNTED` ones."""
     return statistics.median(step.seconds for step in steps[min(UNCOUNTED, len(steps) - 1) :])
 
 
@@ -243,7 +239,7 @@ def curves(history: dict[str, list[Step]], length: int) -> list[dict[str, Any]]:
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Plot the running mean of the loss against steps and against minutes, from the rows of `curves`."""
+    """Plot the running mean of the loss against steps and minutes."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4.5), layout="constrained")
@@ -260,7 +256,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def _compiler(arguments: argparse.Namespace) -> TorchDynamoPlugin | None:
-    """Return Inductor, with CUDA graphs on a GPU, where launches take longer than the kernels of a row."""
+    """Return Inductor, with CUDA graphs on a GPU."""
     if not arguments.compile:
         return None
     graphs = torch.cuda.is_available() and not arguments.smoke

@@ -130,7 +130,7 @@ def _qk_sparse(length: int, generator: torch.Generator) -> FlashMask:
 
 
 def _intervals(length: int, generator: torch.Generator, n: int) -> FlashMask:
-    """Draw intervals of rows per 128 keys: one that sees them (n = 2), or two that do not (n = 4)."""
+    """Draw per 128 keys one interval of visible rows (n = 2), or two of hidden rows (n = 4)."""
     bounds = torch.randint(0, length + 1, (1, 1, -(-length // 128), n), generator=generator).sort(-1).values
     if n == 2:
         bounds = bounds.flip(-1)  # hidden from the end on, and before the start
@@ -185,7 +185,7 @@ def equal_heads(length: int, count: int = 4, minimum: int = 128) -> list[int]:
 
 
 def lognormal(length: int) -> list[int]:
-    """Draw lengths of documents that fill a row, lognormal around 256 tokens, with a sigma of 1."""
+    """Draw lognormal lengths of documents around 256 tokens."""
     generator, found = torch.Generator().manual_seed(length), list[int]()
     while (left := length - sum(found)) > 0:
         drawn = float(torch.empty(1).log_normal_(5.545, 1.0, generator=generator))  # exp(5.545) = 256
@@ -325,7 +325,7 @@ def results_of(attend: Attention, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def corners(x: Tensor, kv_heads: int) -> list[Tensor]:
-    """Return [H, S, D] of the first key-value head of the first row, and of the last one of the last row."""
+    """Return the first key-value head of the first row and the last of the last row, [H, S, D]."""
     group = x.shape[1] // kv_heads
     return [x[0, :group], x[-1, -group:]]
 
@@ -410,7 +410,7 @@ def admit(
 
 
 def measure(study: Study, names: Sequence[str], work: Work, a: argparse.Namespace) -> list[dict[str, object]]:
-    """Return the rows of a case: one per provider, or one per provider and kind of call."""
+    """Return the rows of a case."""
     mask = work.make().to(a.device)
     rows = mask.row_count()
     tensors = inputs(work.shape, rows, a.device)
@@ -452,10 +452,7 @@ def time_passes(
     clock: Callable[[Callable[[], object]], float],
     a: argparse.Namespace,
 ) -> dict[str, list[dict[str, object]]]:
-    """Return milliseconds and TFLOP/s of both passes, and the cost of the mask, by provider.
-
-    `flops` are forward and backward, of tiles that are not hidden and of visible pairs.
-    """
+    """Return milliseconds and TFLOP/s (by tiles and by pairs) of both passes, and the mask's cost, by provider."""
     *qkv, dout = tensors
     forward = interleaved_medians({n: partial(x, *qkv) for n, (_, x) in table.items()}, a.repeats, a.warmup, clock)
     outs = {n: x(*qkv) for n, (_, x) in table.items()}
@@ -499,7 +496,7 @@ def time_calls(
     work: Work,
     a: argparse.Namespace,
 ) -> dict[str, list[dict[str, object]]]:
-    """Return microseconds of a forward, and unless it decodes of a forward with its backward, by provider."""
+    """Return microseconds of a forward, and of both passes unless it decodes, by provider."""
     *qkv, dout = tensors
     layers = [tuple(qkv)]
     decodes = case.q.shape[2] == 1

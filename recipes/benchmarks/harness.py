@@ -62,7 +62,7 @@ def conditions() -> dict[str, str]:
 
 
 def milliseconds(function: Callable[[], object]) -> float:
-    """Return the milliseconds of a call: GPU time between events, or wall-clock time without a GPU."""
+    """Return the milliseconds of a call: between events, or by the host's clock without a GPU."""
     if not torch.cuda.is_available():
         return host_milliseconds(function)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -74,7 +74,7 @@ def milliseconds(function: Callable[[], object]) -> float:
 
 
 def gpu_milliseconds(function: Callable[[], object]) -> float:
-    """Return the GPU milliseconds of a call. The GPU waits until the host has issued the call."""
+    """Return the GPU milliseconds of a call, which waits until the host has issued it."""
     if torch.cuda.is_available():
         torch.cuda._sleep(WAIT)
     return milliseconds(function)
@@ -96,8 +96,7 @@ def interleaved_medians(
 ) -> dict[Case, float]:
     """Return the median milliseconds of each provider.
 
-    Providers run in turns, so drift affects all alike. Each turn has a random order, because a GPU at its power limit
-    is slower after a provider that draws more power.
+    Providers run in turns, so drift affects all alike, in random order, since a GPU at its power limit slows the next.
     """
     for _ in range(warmup):
         for function in providers.values():
@@ -110,7 +109,7 @@ def interleaved_medians(
 
 
 def graph_of(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
-    """Capture the calls in a CUDA graph, after running the first once to warm up."""
+    """Capture the calls in a CUDA graph."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -130,7 +129,7 @@ def synchronize() -> None:
 
 
 def free_memory() -> None:
-    """Free what has no reference any more, and restart the count of peak memory."""
+    """Free unused memory, and restart the count of peak memory."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -158,7 +157,7 @@ def attempt(function: Callable[[], Any]) -> tuple[Any, float, float] | str:
 
 
 def available(names: Sequence[str], device: str) -> list[str]:
-    """Return the attention implementations of transformers that run here, and print why others cannot."""
+    """Return the implementations that run here, and print why others cannot."""
     packages = {
         "flash_attention_2": ("flash-attn", is_flash_attn_2_available),
         "flash_attention_3": ("flash-attn-3", is_flash_attn_3_available),
@@ -196,7 +195,7 @@ def show(rows: Sequence[Mapping[str, object]]) -> None:
 
 
 def write_csv(path: str | Path | None, rows: Sequence[Mapping[str, object]], *, silent: bool = False) -> None:
-    """Print the rows unless `silent`, and write them with the conditions to `path` unless it is None."""
+    """Print the rows unless `silent`, and write them with the conditions."""
     if not silent:
         show(rows)
     if path is not None:
@@ -218,7 +217,7 @@ def append_rows(
     *,
     silent: bool = False,
 ) -> None:
-    """Print `found` unless `silent`, append it to `rows`, and write all rows, which an interrupted run then keeps."""
+    """Print `found` unless `silent`, append it to `rows`, and write all rows."""
     if not silent:
         show(found)
     rows += found
