@@ -173,7 +173,7 @@ MODELS: dict[str, Callable[[], PreTrainedConfig]] = {
     [
         ("chunks and all", "padding"),
         pytest.param("windows and all", "padding", marks=pytest.mark.full),
-        ("windows and all", "positions"),
+        pytest.param("windows and all", "positions", marks=pytest.mark.full),
         ("two-sided windows and all", "padding"),
     ],
 )

@@ -432,7 +432,7 @@ def test_wrong_arguments():
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.parametrize("way", ["plain", "kept"])
+@pytest.mark.parametrize("way", [pytest.param("plain", marks=pytest.mark.full), "kept"])
 def test_compiled_code_around_layers_is_refused_and_inside_works(way):
     model = model_of(way)
     want = gradients(model)

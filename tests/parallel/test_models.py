@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from tools import parallel_cases
-from tools.processes import run_cases
+from tools.processes import each_case, left_out, run_cases
 from tools.support import rounding
 
 SIZES = (2, 4)
@@ -23,9 +23,12 @@ COMPARED = [
 ]
 
 
+FULL = {"compiled"}
+
+
 @pytest.fixture(scope="module")
-def found() -> dict[int, dict[str, Any]]:
-    return run_cases("tools.parallel_cases", SIZES)
+def found(request: pytest.FixtureRequest) -> dict[int, dict[str, Any]]:
+    return run_cases("tools.parallel_cases", SIZES, left_out(request, FULL))
 
 
 def result(found: dict[int, dict[str, Any]], size: int, name: str) -> Any:
@@ -34,7 +37,7 @@ def result(found: dict[int, dict[str, Any]], size: int, name: str) -> Any:
     return outcome
 
 
-@pytest.mark.parametrize(("size", "name"), COMPARED)
+@pytest.mark.parametrize(("size", "name"), each_case(COMPARED, FULL))
 def test_loss_and_gradients_are_those_of_one_process(found, size, name):
     got = result(found, size, name)
     assert got["loss"] < BOUND

@@ -23,16 +23,18 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 TESTS = Path(__file__).parents[1]
 
 
-def run_cases(module: str, sizes: tuple[int, ...], left_out: Collection[str] = ()) -> dict[int, dict[str, Any]]:
+def run_cases(module: str, sizes: tuple[int, ...], without: Collection[str] = ()) -> dict[int, dict[str, Any]]:
     """Run every case of a module in groups of each size, in a program of its own.
 
     Args:
         module: name of the module.
         sizes: numbers of processes.
-        left_out: names of cases that are not run, each followed by "-" and a size where only that group is left out.
+        without: names of cases that are not run, each followed by "-" and a size where only that group is left out.
 
     Returns:
         for each size and name, what the case returned, or {"error": traceback}.
@@ -40,7 +42,7 @@ def run_cases(module: str, sizes: tuple[int, ...], left_out: Collection[str] = (
     with tempfile.TemporaryDirectory() as folder:
         settings = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # meshes would be of its GPUs
         settings["PYTHONPATH"] = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
-        settings["CASES_LEFT_OUT"] = json.dumps(sorted(left_out))
+        settings["CASES_LEFT_OUT"] = json.dumps(sorted(without))
         command = [sys.executable, "-W", "ignore", "-m", "tools.processes", module, folder, *map(str, sizes)]
         done = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=600)
         found = {}
@@ -52,6 +54,17 @@ def run_cases(module: str, sizes: tuple[int, ...], left_out: Collection[str] = (
                 name: next((rank[name] for rank in ranks if "error" in rank[name]), ranks[0][name]) for name in ranks[0]
             }
         return found
+
+
+def each_case(cases: list[tuple[int, str]], full: Collection[str]) -> list[Any]:
+    """Return pairs of a size and a case as test parameters, marked full if `full` has the case, or case-size."""
+    return [pytest.param(n, x, marks=[pytest.mark.full] * bool({x, f"{x}-{n}"} & {*full})) for n, x in cases]
+
+
+def left_out(request: pytest.FixtureRequest, full: Collection[str]) -> Collection[str]:
+    """Return the cases of `full` that this test run leaves out: all, or none if a test of the module is full."""
+    items = [item for item in request.session.items if item.path == request.path]
+    return () if any(item.get_closest_marker("full") for item in items) else full
 
 
 def _run_process(cases: dict[str, Any], rank: int, size: int, folder: str, store: str) -> None:
@@ -82,11 +95,11 @@ def main(module: str, folder: str, *sizes: str) -> None:
     """Run the groups one after the other."""
     imported = importlib.import_module(module)
     gc.freeze()  # the collector skips what the forks share
-    left_out = json.loads(os.environ["CASES_LEFT_OUT"])
+    without = {*json.loads(os.environ["CASES_LEFT_OUT"])}
     for size in map(int, sizes):
         groups = getattr(imported, "GROUPS", {})
         cases = {name: case for name, case in imported.CASES.items() if size in groups.get(name, (size,))}
-        cases = {name: case for name, case in cases.items() if not {name, f"{name}-{size}"} & {*left_out}}
+        cases = {name: case for name, case in cases.items() if not {name, f"{name}-{size}"} & without}
         for name, case in getattr(imported, "KILLED", {}).items():
             if name in cases and size > 1:
                 ends = _run_group({name: case}, size, folder)

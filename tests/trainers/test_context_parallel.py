@@ -9,7 +9,7 @@ import torch
 from accelerate import ParallelismConfig
 from datasets import Dataset
 from tools.context_parallel_cases import CASES, GROUPS
-from tools.processes import run_cases
+from tools.processes import each_case, left_out, run_cases
 from tools.support import rounding
 from tools.tiny import TRAINER_WARNINGS, llama_config, trainer_settings, word_tokenizer
 from transformers import AutoModelForCausalLM, Lfm2Config, MixtralConfig
@@ -39,11 +39,9 @@ FULL = {"compiled", "uninterrupted", "resumed", "full-4"}
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("cases")
-    wanted = [item for item in request.session.items if item.path == request.path]
-    left_out = () if any(item.get_closest_marker("full") for item in wanted) else FULL
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CASES_FOLDER", str(folder))
-        return {"folder": folder, **run_cases("tools.context_parallel_cases", SIZES, left_out)}
+        return {"folder": folder, **run_cases("tools.context_parallel_cases", SIZES, left_out(request, FULL))}
 
 
 def result(found: dict[str, Any], size: int, name: str) -> Any:
@@ -59,12 +57,7 @@ STEP, LEARNING_RATE, CLIPPED = 512, 0.5, 0.3
 COMPARED = [(4, "full")] + [(2, name) for name in CASES if 1 in GROUPS[name]]
 
 
-def each_case(cases: list[tuple[int, str]]) -> list[Any]:
-    """Return cases as test parameters, marked full if make test leaves them out."""
-    return [pytest.param(n, x, marks=[pytest.mark.full] * bool({x, f"{x}-{n}"} & FULL)) for n, x in cases]
-
-
-@pytest.mark.parametrize(("size", "name"), each_case(COMPARED))
+@pytest.mark.parametrize(("size", "name"), each_case(COMPARED, FULL))
 def test_training_is_that_of_one_process(found, size, name):
     want, got = result(found, 1, name), result(found, size, name)
     assert (want["sharded"], got["sharded"]) == ("Parameter", "DTensor")
@@ -103,7 +96,7 @@ def test_rows_are_predicted_once(found):
     assert result(found, 2, "tensor parallel")["predicted"] == pytest.approx(want, rel=rounding(STEP))
 
 
-@pytest.mark.parametrize(("size", "name"), each_case([(2, "full"), (4, "full"), (2, "tensor parallel")]))
+@pytest.mark.parametrize(("size", "name"), each_case([(2, "full"), (4, "full"), (2, "tensor parallel")], FULL))
 def test_tokens_are_counted_once(found, size, name):
     """The clock goes on by one second a log, so tokens per second are tokens."""
     assert result(found, size, name)["tokens_per_second"] == result(found, 1, name)["tokens_per_second"]

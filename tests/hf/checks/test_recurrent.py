@@ -181,7 +181,7 @@ def test_another_attention_is_guarded_from_its_first_call_with_vectors_on():
         model(**call, startend_row_indices=masks.causal_document([3, 3]).indices)
 
 
-@pytest.mark.parametrize("attention", ["flashmask", "sdpa"])
+@pytest.mark.parametrize("attention", ["flashmask", pytest.param("sdpa", marks=pytest.mark.full)])
 def test_a_first_call_that_is_compiled_is_guarded(attention, no_compiled_code):
     """Though the attention was set by hand: what is known of a model is found in its first call."""
     model = model_zoo.build("lfm2", "sdpa")

@@ -106,7 +106,7 @@ def test_compiles(dims: tuple[int, int], form: str, deterministic: bool) -> None
 @pytest.mark.parametrize(
     ("dims", "deterministic"),
     _cases(
-        [((128, 128), False), ((256, 256), True)],
+        [((256, 256), True)],
         [*DIMS, (72, 96)],
         [False, True],
     ),
@@ -123,7 +123,7 @@ def test_compiles_what_puts_rows_back(dims: tuple[int, int], deterministic: bool
     assert not kernel.serializes_products()
 
 
-@pytest.mark.parametrize("dims", _cases([((128, 128),), ((256, 256),)], DIMS))
+@pytest.mark.parametrize("dims", _cases([((128, 128),)], DIMS))
 def test_softcap_compiles(dims: tuple[int, int]) -> None:
     kernel = _compile(dims, MASKS["causal_document"](), softcap=30.0)["backward_kernel"]
     assert "wgmma.mma_async" in kernel.assembly
