@@ -19,9 +19,7 @@ __all__ = ["FlashMask", "MaskNotRepresentable", "flashmask_attention", "keep_att
 def register() -> None:
     """Make `attn_implementation="flashmask"`, "flashmask_hash" and "flashmask_qk" known to transformers.
 
-    Importing `flashmask_hf` does it where transformers is installed; repeating it is fine. Registers the attention
-    functions of `hf/attention.py` and `sparse/hf.py` and, for all of them, the mask hook. Adapts transformers
-    to them (`hf/patches.py`).
+    Importing `flashmask_hf` does this if transformers is installed; repeating it changes nothing.
 
     Raises:
         ImportError: transformers is not installed, or is older than what the package needs.

@@ -24,7 +24,7 @@ def as_integer(name: str, value: Any, low: int, high: int | None = None, why: st
 
     Args:
         name: the argument, for errors.
-        value: anything that `operator.index` takes, but no bool; a symbolic integer stays symbolic.
+        value: anything that `operator.index` takes except a bool; a symbolic integer stays symbolic.
         low: least value allowed.
         high: largest value allowed; None is no limit.
         why: reason for the limits, added to the error.
@@ -32,7 +32,7 @@ def as_integer(name: str, value: Any, low: int, high: int | None = None, why: st
     try:
         if isinstance(value, bool):
             raise TypeError
-        # A symbolic integer is kept: its index would be one number, for which a compiler would specialize.
+        # The index of a symbolic integer is a number, for which a compiler would specialize.
         number: Any = value if isinstance(value, (int, torch.SymInt)) else operator.index(value)
     except TypeError:
         raise TypeError(f"{name} must be an int, got {value!r} ({type(value).__name__})") from None
@@ -46,7 +46,7 @@ def check_range(indices: Tensor, q_len: int) -> None:
     """Check that a mask's indices lie in 0..q_len.
 
     Raises:
-        ValueError: one does not. On a GPU it is an assertion of the device, which stops the program.
+        ValueError: a value does not. On a GPU it is an assertion of the device, which stops the program.
     """
     check_between(
         indices,
@@ -59,7 +59,7 @@ def check_between(x: Tensor, highest: int, message: str) -> None:
     """Check that integers lie in 0..highest.
 
     Raises:
-        ValueError: one does not. On a GPU it is an assertion of the device, which stops the program.
+        ValueError: a value does not. On a GPU it is an assertion of the device, which stops the program.
     """
     low, high = (bound.long() for bound in x.aminmax())  # `highest` may not fit the dtype of x
     if x.is_cuda:  # without waiting for the device

@@ -70,27 +70,26 @@ def flashmask_attention(
         k: keys [B, Hkv, Skv, D]; Hq is a multiple of Hkv, and query head h reads key-value head h * Hkv // Hq.
         v: values [B, Hkv, Skv, Dv].
         mask: with Skv columns, batch 1 or B and heads 1, Hkv or Hq, on the device of q.
-        scale: factor on q @ k^T, positive; None is D ** -0.5. Compiled code holds it, like softcap, as a constant.
-        softcap: c > 0 caps the scaled scores: c * tanh(scores / c), as Gemma 2 does; None does not. It, scale and
-            scale / c must fit float32.
-        sinks: [Hq] logits of one extra key per head that holds no value, as GPT-OSS has; None has none.
-        deterministic: repeated runs give the same bits; `torch.use_deterministic_algorithms(True)` asks for it, too.
-            "triton", "torch" and "reference" always do; the gradient of q of "hopper" costs more then.
+        scale: positive factor on q @ k^T; None is D ** -0.5. Like softcap, a constant in compiled code.
+        softcap: c > 0 caps the scaled scores: c * tanh(scores / c), as in Gemma 2. softcap, scale and scale / softcap
+            must fit float32. None is no cap.
+        sinks: [Hq] logits of one extra key without a value per head, as in GPT-OSS.
+        deterministic: repeated runs give the same bits, as with `torch.use_deterministic_algorithms(True)`. "triton",
+            "torch" and "reference" always do; the gradient of q costs more with "hopper".
         return_lse: also return the log-sum-exp of every row.
-        impl: None takes the best available; "hopper", "triton", "torch" or "reference" takes that one or raises.
+        impl: "hopper", "triton", "torch" or "reference", or an error; None takes the best that serves.
 
     Returns:
         out [B, Hq, Sq, Dv] in q's dtype; with `return_lse` also lse [B, Hq, Sq] float32 (float64 for float64 q), the
-        natural log, the sink included. A row that sees nothing has out 0, lse -inf (the sink's logit if there is one)
-        and zero gradients, if those of its results are finite ("torch" and "reference": whatever those are).
+        natural log, the sink included. A row that sees nothing has out 0, lse -inf (or the sink's logit) and zero
+        gradients if the gradients of its results are finite (with "torch" and "reference": always).
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
         ValueError: shapes, devices or values do not fit, or the implementation cannot serve them; the message names the
             argument and the way out.
-        NotImplementedError: a derivative of torch.func's is asked for (jvp, grad, vjp, jacrev), which only `reference`
-            has.
-        RuntimeError: the backward is asked for a second derivative, which only `reference` has.
+        NotImplementedError: torch.func differentiates the call (jvp, grad, vjp, jacrev); only "reference" supports it.
+        RuntimeError: a second derivative is needed; only "reference" has it.
     """
     call = resolve(q, k, v, mask, sinks, Arguments(scale, softcap, impl, deterministic))
     if impl == "reference":

@@ -15,7 +15,6 @@ from torch.utils import collect_env
 
 import flashmask_hf
 from flashmask_hf import masks, register, torch_internals
-from flashmask_hf._call.arguments import Arguments
 from flashmask_hf._call.implementations import choose
 from flashmask_hf.attention import flashmask_attention
 from flashmask_hf.mask import FlashMask
@@ -27,7 +26,6 @@ _WIDTH = 100
 """Columns of the printed text."""
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _HEAD_DIMS = (40, 64, 96, 128, 192, 256, 512)
-_TILE_HEAD_DIMS = (64, 128, 256)
 _TESTED_DTYPES = (torch.bfloat16, torch.float32)
 _TESTED_LENGTH = 300
 """Tokens of the self-test: two tiles of the mask's plan and a ragged third."""
@@ -48,9 +46,6 @@ def diagnose(self_test: bool = True) -> bool:
     lines, healthy = _registration()
     for line in (*lines, *_implementations(device)):
         print(line)
-    if device.type == "cuda" and torch_internals.HAS_TRITON:
-        for line in _tiles(device):
-            print(line)
     if self_test:
         for line, passed in _self_test(device):
             print(line, flush=True)
@@ -147,31 +142,6 @@ def _implementations(device: torch.device) -> list[str]:
         lines.append(f"{_short(dtype):<14}" + "".join(f"{cell:<12}" for cell in cells))
     notes = [line for number, reason in enumerate(reasons, 1) for line in _entry("", f"[{number}] {reason}")]
     return [*(line.rstrip() for line in lines), *notes]
-
-
-def _tiles(device: torch.device) -> list[str]:
-    """Return a table of the tiles that the Triton kernels take on this GPU, and how they load them."""
-    from flashmask_hf.kernels.launch.descriptors import loads_by_descriptor
-    from flashmask_hf.kernels.launch.problem import Problem
-    from flashmask_hf.kernels.launch.tensor_layout import packed_layout
-    from flashmask_hf.kernels.shared.configs import forward_config, keys_config, queries_config
-
-    lines = ["tiles of impl='triton' in bfloat16: rows x columns, warps, stages"]
-    by_descriptor = True
-    for head_dim in _TILE_HEAD_DIMS:
-        x = packed_layout(1, 1, 8192, head_dim, dtype=torch.bfloat16, device=device)
-        problem = Problem(
-            x, x, x, torch.Size((1, 1, 8192, 1)), causal=True, sinks=False, arguments=Arguments(scale=1.0)
-        )
-        chosen = {
-            "forward": forward_config(problem),
-            "dK, dV": keys_config(problem),
-            "dQ": queries_config(problem),
-        }
-        by_descriptor = by_descriptor and loads_by_descriptor(x)
-        cells = (f"{name} {c.rows}x{c.columns}, {c.warps}, {c.stages}" for name, c in chosen.items())
-        lines.append(f"{f'D = {head_dim}':<14}" + "".join(f"{cell:<26}" for cell in cells).rstrip())
-    return [*lines, *_entry("loads", f"through {'tensor descriptors' if by_descriptor else 'pointers'}")]
 
 
 def _self_test(device: torch.device) -> Iterator[tuple[str, bool]]:

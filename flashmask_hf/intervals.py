@@ -26,7 +26,7 @@ __all__ = [
 
 
 class Runs(NamedTuple):
-    """The first and the last maximal run of hidden rows in each key column, and how many runs the column has."""
+    """First and last maximal run of hidden rows in each key column, and the number of runs."""
 
     starts: Tensor
     """int32 [B, H, Skv, 2], first and last run (equal if there is only one)."""
@@ -37,13 +37,13 @@ class Runs(NamedTuple):
 
 
 def hidden_intervals(indices: Tensor, causal: bool, q_len: int) -> list[tuple[Tensor, Tensor]]:
-    """Return what `indices` hide as one or two (start, end) pairs of int32 tensors [B, Hm, Skv].
+    """Return the intervals of `indices` as one or two (start, end) pairs of int32 tensors [B, Hm, Skv].
 
-    The part that the causal flag hides is not among them (see `causal_starts`).
+    They exclude the part that the causal flag hides (see `causal_starts`).
 
     Args:
         indices: int32 [B, Hm, Skv, n].
-        causal: as in `FlashMask`; tells the two layouts with n = 2 apart.
+        causal: as in `FlashMask`.
         q_len: number of query rows.
     """
     columns = indices.unbind(-1)
@@ -57,7 +57,7 @@ def hidden_intervals(indices: Tensor, causal: bool, q_len: int) -> list[tuple[Te
 
 
 def outer_rows(intervals: Sequence[tuple[Tensor, Tensor]], q_len: int) -> tuple[Tensor, Tensor]:
-    """Return the first row in any of a column's intervals, and one past the last; `q_len` and 0 if all are empty.
+    """Return the first row in a column's intervals, and one past the last; `q_len` and 0 if all are empty.
 
     Args:
         intervals: (start, end) pairs of equal shape, such as those of `FlashMask.visible_intervals`.
@@ -74,7 +74,7 @@ def hide_keys(columns: Sequence[Tensor], keys: Tensor, causal: bool, q_len: int)
     Args:
         columns: the n columns of `indices`, int32 [..., Skv] each.
         keys: bool, broadcastable with the columns, True for a key to hide.
-        causal: as in `FlashMask`; tells the two layouts with n = 2 apart.
+        causal: as in `FlashMask`.
         q_len: number of query rows.
     """
     bounds = {1: [0], 2: [0, q_len] if causal else [0, 0], 4: [0, q_len, 0, 0]}[len(columns)]
@@ -88,13 +88,13 @@ def causal_starts(q_len: int, kv_len: int, device: torch.device) -> Tensor:
 
 
 def without_causal_flag(indices: Tensor, causal: bool, q_len: int) -> Tensor:
-    """Return columns that mean the same without the causal flag, int32 [B, Hm, Skv, n].
+    """Return `indices` of the same mask without the causal flag, int32 [B, Hm, Skv, n].
 
-    What the flag hides becomes the interval [0, UTE), so that n = 1 becomes 2 and n = 2 becomes 4.
+    The flag becomes the interval [0, UTE), so n = 1 becomes 2 and n = 2 becomes 4.
 
     Args:
         indices: int32 [B, Hm, Skv, n].
-        causal: as in `FlashMask`; if False, `indices` are returned as they are.
+        causal: as in `FlashMask`; if False, `indices` are returned.
         q_len: number of query rows.
     """
     if not causal:
@@ -106,10 +106,7 @@ def without_causal_flag(indices: Tensor, causal: bool, q_len: int) -> Tensor:
 
 
 def count_rows_before(indices: Tensor, rows: Tensor) -> Tensor:
-    """Return how many of the ascending `rows` [R] come before each bound, int32 of the shape of `indices`.
-
-    A bound among all rows becomes the one among the rows that are kept.
-    """
+    """Return how many of the ascending `rows` [R] come before each bound, int32 of the shape of `indices`."""
     return torch.searchsorted(rows.to(indices.device, torch.int32), indices.contiguous(), out_int32=True)
 
 
@@ -120,11 +117,10 @@ def find_hidden_runs(visible: Tensor, first: int, kv_len: int, causal: bool) -> 
         visible: bool [B, H, Sq, columns], the columns from `first` on; True where a query may look.
         first: index of the first column.
         kv_len: number of columns of the whole mask.
-        causal: leave out the rows above the bottom-right diagonal, which the causal flag hides.
+        causal: leave out the rows above the bottom-right diagonal.
 
     Returns:
-        the runs of these columns; bool [B, H, columns], True where `causal` is set and a pair above the diagonal is
-        visible.
+        the runs of these columns; bool [B, H, columns], True for a visible pair above the diagonal if `causal`.
     """
     q_len, columns = visible.shape[-2:]
     hidden = ~visible

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 import torch
 from torch import Tensor
 
+from flashmask_hf._numbers import as_integer, check_bool
 from flashmask_hf.intervals import (
     Runs,
     causal_starts,
@@ -47,9 +48,9 @@ class MaskNotRepresentable(ValueError):
 class FlashMask:
     """An attention mask as hidden row intervals per key column.
 
-    Row i is a query, column j a key. Intervals are start-inclusive and end-exclusive, in query rows 0..Sq; an interval
-    with start >= end is empty; two intervals may lie anywhere and overlap. This is the `startend_row_indices` layout of
-    PaddlePaddle's `flashmask_attention`, so tensors move between the two unchanged.
+    Row i is a query, column j a key. Intervals are start-inclusive and end-exclusive, in query rows 0..Sq. An interval
+    with start >= end is empty, and two intervals may overlap. The layout equals `startend_row_indices` of
+    PaddlePaddle's `flashmask_attention`.
 
     | causal | n | last axis          | hidden rows of column j     |
     |--------|---|--------------------|-----------------------------|
@@ -63,8 +64,8 @@ class FlashMask:
     Args:
         indices: int32 tensor [B, Hm, Skv, n], Hm being 1, the number of key-value heads or the number of query heads.
         causal: whether pairs above the bottom-right diagonal are hidden too.
-        q_len: the number of query rows Sq the intervals were written for; attention with another number raises. None
-            leaves it to the attention, and methods that are not told take as many as keys.
+        q_len: number of query rows Sq of the intervals; attention with another number raises. If None, attention uses
+            the length of q, and methods without a q_len argument assume q_len == kv_len.
 
     Raises:
         TypeError: `indices` is not a tensor, or not int32; `causal` is not a bool; `q_len` is not an integer.
@@ -87,14 +88,12 @@ class FlashMask:
             raise TypeError(f"indices must be an int32 tensor [B, Hm, Skv, n], got {type(indices).__name__}")
         if indices.dtype != torch.int32:
             raise TypeError(f"indices must be int32, got {indices.dtype}; convert with indices.to(torch.int32)")
-        if not isinstance(causal, bool):
-            raise TypeError(f"causal must be True or False, got {causal!r}")
+        check_bool("causal", causal)
         if indices.dim() != 4:
             raise ValueError(f"indices must have shape [B, Hm, Skv, n], got {list(indices.shape)}")
         if 0 in indices.shape:
             raise ValueError(f"indices must have no empty axis, got {list(indices.shape)}")
-        if q_len is not None:
-            _check_q_len(q_len)
+        q_len = None if q_len is None else _as_q_len(q_len)
         allowed = (1, 2) if causal else (2, 4)
         if indices.shape[-1] not in allowed:
             raise ValueError(
@@ -107,11 +106,7 @@ class FlashMask:
         self._plan: Any = None
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
-        """Copy and pickle the mask without its plan.
-
-        The plan is valid for one version count of the indices. A copy's indices count from 0 again, so a change of them
-        could go unnoticed.
-        """
+        """Copy and pickle the mask without its plan: version counts of a copy's indices begin at 0 again."""
         make, arguments, state, *rest = super().__reduce_ex__(max(int(protocol), 2))
         if isinstance(state, tuple):  # a subclass may define another state
             state = state[0], {**state[1], "_plan": None}
@@ -122,13 +117,11 @@ class FlashMask:
         """The intervals, int32 [B, Hm, Skv, n]; read-only, because the mask caches the plan of its tensor.
 
         PyTorch's operators may change the tensor in place: they raise its version counter, and attention builds a new
-        plan. It does so, too, if the tensor gets other memory (`indices.data = x`, `torch.utils.swap_tensors`). Writes
-        through `indices.data` (`indices.data.fill_(0)`), `indices.untyped_storage()`, DLPack and NumPy views,
-        collectives (`torch.distributed.broadcast`, `recv`), replayed CUDA graphs and kernels that get the pointer
-        bypass the counter: such a write goes unnoticed, and attention uses the old plan. After one,
-        build another mask from the same tensor, `FlashMask(mask.indices, mask.causal, q_len=mask.q_len)`, or raise the
-        counter with `mask.indices.add_(0)`. A model that gets the tensor as `startend_row_indices` reads it in each
-        forward.
+        plan. Attention also notices other memory (`indices.data = x`, `torch.utils.swap_tensors`). It does not notice
+        writes that bypass the counter: through `indices.data` (`indices.data.fill_(0)`), `indices.untyped_storage()`,
+        DLPack and NumPy views, collectives (`torch.distributed.broadcast`, `recv`), replayed CUDA graphs and kernels
+        that get the pointer. After such a write, raise the counter with `mask.indices.add_(0)`, or build another mask
+        from the tensor. A model that gets the tensor as `startend_row_indices` reads it in each forward.
         """
         return self._indices
 
@@ -139,7 +132,7 @@ class FlashMask:
 
     @property
     def q_len(self) -> int | None:
-        """The number of query rows the intervals were written for, or None."""
+        """Number of query rows of the intervals, or None."""
         return self._q_len
 
     @property
@@ -161,12 +154,12 @@ class FlashMask:
         )
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> FlashMask:
-        """Return the same mask on another device; the mask itself if it is there already."""
+        """Return the mask on another device; the mask itself if it is there already."""
         indices = self.indices.to(device, non_blocking=non_blocking)
         return self if indices is self.indices else FlashMask(indices, self.causal, q_len=self.q_len)
 
     def pin_memory(self) -> FlashMask:
-        """Return the same mask in pinned host memory, as `DataLoader(pin_memory=True)` asks of what a batch holds."""
+        """Return the mask in pinned host memory, as `DataLoader(pin_memory=True)` asks for."""
         indices = self.indices.pin_memory()
         return self if indices is self.indices else FlashMask(indices, self.causal, q_len=self.q_len)
 
@@ -175,12 +168,12 @@ class FlashMask:
 
         Raises:
             TypeError: `q_len` is not an integer.
-            ValueError: `q_len` is less than 1, or contradicts the number of rows that the mask was written for.
+            ValueError: `q_len` is less than 1, or differs from the mask's own.
         """
         own = self.q_len
         if q_len is None:
             return self.kv_len if own is None else own
-        _check_q_len(q_len)
+        q_len = _as_q_len(q_len)
         if own is not None and own != q_len:
             raise ValueError(f"q_len={q_len}, but this mask was built for q_len={own}; build it with q_len={q_len}")
         return q_len
@@ -212,26 +205,25 @@ class FlashMask:
         ]
 
     def bidirectional(self, q_len: int | None = None) -> FlashMask:
-        """Return the same mask in the four-column form, which needs no `causal` flag to be read.
+        """Return the same mask with n = 4 and without the causal flag.
 
-        Model inputs use it for masks that are not causal: `startend_row_indices` with n = 4 means the same to every
-        layer. It always fits: `causal` hides one interval per key, and a causal mask has at most one other.
+        Model inputs use this form for masks that are not causal. It always fits: `causal` hides one interval per key,
+        and a causal mask has at most one other.
         """
         rows = self.row_count(q_len)
         pairs = hidden_intervals(without_causal_flag(self.indices, self.causal, rows), False, rows)
         return FlashMask(torch.stack([bound for pair in pairs for bound in pair], -1), causal=False, q_len=rows)
 
     def rows(self, rows: slice | Tensor | Sequence[int], q_len: int | None = None) -> FlashMask:
-        """Return the mask of some of the query rows against all keys.
+        """Return the mask of some query rows and all keys.
 
-        It is exact: an interval of all rows is an interval of the rows that are kept. What `causal` hides becomes an
-        interval, too (n = 1 becomes n = 2, and n = 2 becomes n = 4), and the result is not causal, except for a slice
-        that ends at the last row. Attention of `q[:, :, rows]` under it is `out[:, :, rows]` of the whole attention.
-        Values outside 0..Sq are cut off without an error; `validate` finds them.
+        Attention of `q[:, :, rows]` under it equals `out[:, :, rows]` of the whole attention. The part that `causal`
+        hides becomes an interval (n = 1 becomes 2, and 2 becomes 4), and the result is not causal, unless the rows are
+        a slice that ends at the last row. Values outside 0..Sq are cut off; `validate` finds them.
 
         Args:
-            rows: a slice, or the numbers of the rows in strictly ascending order, as integers or as an integer tensor
-                [R]. The host reads the numbers.
+            rows: a slice, or strictly ascending row numbers, as integers or an integer tensor [R], which the host
+                reads.
             q_len: number of query rows Sq of this mask; None takes the mask's own.
 
         Returns:
@@ -280,16 +272,14 @@ class FlashMask:
         return FlashMask(count_rows_before(indices, numbers), causal=False, q_len=len(numbers))
 
     def validate(self, q_len: int | None = None) -> FlashMask:
-        """Check every value and return the mask.
-
-        The check reads the values, so it waits for the device: call it in tests and data code.
+        """Check every value and return the mask. Waits for the device: call it in tests and data code.
 
         Args:
             q_len: number of query rows Sq; None takes the mask's own.
 
         Raises:
-            ValueError: a value lies outside 0..Sq, or an interval's start is greater than its end (kernels read that as
-                empty; it is nearly always two columns swapped, and an empty interval is better written start == end).
+            ValueError: a value lies outside 0..Sq, or an interval's start is greater than its end. Kernels read it as
+                empty, but two columns are probably swapped.
         """
         rows = self.row_count(q_len)
         self._check_range(rows)
@@ -313,7 +303,7 @@ class FlashMask:
             )
 
     def to_dense(self, q_len: int | None = None) -> Tensor:
-        """Return the mask as bool [B, Hm, Sq, Skv], True where visible. Quadratic memory: for tests and plots."""
+        """Return the mask as bool [B, Hm, Sq, Skv], True where visible; for tests and plots."""
         rows = self.row_count(q_len)
         row = torch.arange(rows, device=self.device).view(rows, 1)
         hidden = torch.zeros(*self.indices.shape[:2], rows, self.kv_len, dtype=torch.bool, device=self.device)
@@ -325,12 +315,11 @@ class FlashMask:
 
     @classmethod
     def from_dense(cls, visible: Tensor, causal: bool | None = None) -> FlashMask:
-        """Build the mask that a dense one describes.
+        """Build a mask from a dense one, with the smallest n that can represent it.
 
         Args:
             visible: bool tensor [..., Sq, Skv] with up to two leading axes (batch, head), True where a query may look.
-            causal: True or False asks for that form; None takes the causal form where it fits. Of the form, the
-                shortest last axis that fits is taken.
+            causal: the form; None takes the causal form if it fits.
 
         Returns:
             FlashMask: with `to_dense()` equal to `visible`.
@@ -362,16 +351,15 @@ class FlashMask:
 
     @classmethod
     def from_columns(cls, visible: Callable[[int, int], Tensor], kv_len: int, causal: bool) -> FlashMask:
-        """Build a mask from a function that shows it some columns at a time, in memory linear in the number of rows.
+        """Build a mask from dense columns, a few at a time: memory stays linear in the number of rows.
 
         Args:
-            visible: a function of a first and a last column that returns bool [B, H, Sq, last - first], True where a
-                query may look.
+            visible: (first, last) -> bool [B, H, Sq, last - first], True where a query may look.
             kv_len: number of columns.
-            causal: the form to find.
+            causal: the form.
 
         Returns:
-            FlashMask: of the shortest last axis that fits.
+            FlashMask: with the smallest n that fits.
 
         Raises:
             TypeError: `visible` returns something other than bool tensors.
@@ -410,9 +398,7 @@ class FlashMask:
         raise TypeError("a FlashMask has no truth value; combine masks with mask & other, and ask `mask is None`")
 
     def __and__(self, other: FlashMask) -> FlashMask:
-        """Return the mask that shows a pair if both masks do: the union of the intervals that they hide.
-
-        It waits for the device, since whether the union fits depends on the values.
+        """Return the mask that shows a pair if both masks do. Waits for the device.
 
         Raises:
             TypeError: `other` is not a FlashMask.
@@ -452,7 +438,7 @@ class FlashMask:
     def sparsity(self, block: tuple[int, int] = (128, 128), q_len: int | None = None) -> float:
         """Return the fraction of wholly hidden tiles of `block` = (query rows, key columns), over batch and mask heads.
 
-        It is the paper's rho (section 4.3): the share of the work that a kernel with such tiles skips.
+        It is the paper's rho (section 4.3): the share of work that kernels with such tiles skip.
 
         Raises:
             TypeError: `block` is not two ints.
@@ -474,16 +460,14 @@ class FlashMask:
     ) -> Axes:
         """Draw the mask's tiles (hidden, partial, visible), with the edges of documents marked.
 
-        An edge is marked where the lower interval jumps between bounds that hold for two columns or more each, and at
-        the rows of these bounds: documents, questions and answers have edges; a window, which keeps moving, has none.
-        More than 64 edges would hide the tiles, and are left out.
-        A new figure gets a legend. On axes of your own, place it with `ax.legend()`, or with
+        Documents, questions and answers have edges: bounds that two columns or more share. Windows have none. More than
+        64 edges are left out. A new figure gets a legend; on your own axes call `ax.legend()`, or
         `figure.legend(*ax.get_legend_handles_labels())` for a whole figure.
 
         Args:
             path: where to save the picture (any suffix matplotlib knows); None saves nothing.
-            block: tile size (query rows, key columns). None takes one element a tile up to a length of 128, 128 x 128
-                from 4,096 to 16,384, and powers of two with 32 to 128 tiles a side elsewhere.
+            block: tile size (query rows, key columns). None takes single elements up to a length of 128, 128 x 128 from
+                4,096 to 16,384, and powers of two with 32 to 128 tiles per side elsewhere.
             q_len: number of query rows; None takes the mask's own.
             batch: index of the batch entry.
             head: index of the mask head.
@@ -513,14 +497,10 @@ class FlashMask:
         return plot_tiles(tiles, block, lower, rows, path=path, title=title, ax=ax)
 
 
-def _check_q_len(q_len: Any) -> None:
-    """Raise unless a number of query rows is an integer of at least 1."""
-    if isinstance(q_len, bool) or not isinstance(q_len, (int, torch.SymInt)):
-        raise TypeError(f"q_len must be an integer or None, got {q_len!r}")
-    if q_len < 1:
-        raise ValueError(f"q_len must be at least 1, got {q_len}")
-    if isinstance(q_len, int) and q_len > MAX_LENGTH:  # a symbolic one would get a guard
-        raise ValueError(f"q_len must be at most {MAX_LENGTH}, the largest int32, got {q_len}")
+def _as_q_len(q_len: Any) -> int:
+    """Return a number of query rows as an int; a symbolic one gets no upper limit, which would be a guard."""
+    symbolic = isinstance(q_len, torch.SymInt)
+    return as_integer("q_len", q_len, 1, None if symbolic else MAX_LENGTH, why="" if symbolic else "it must fit int32")
 
 
 def _first_columns(flags: Tensor) -> list[tuple[int, int, int]]:

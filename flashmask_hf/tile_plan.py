@@ -1,18 +1,18 @@
-"""The plan: which tiles of the score matrix to walk, built once per mask and shared by all layers and passes.
+"""The tile plan: which tiles of the score matrix to walk, built once per mask for all layers and passes.
 
 The score matrix is cut into tiles of `ROWS` query rows and `plan_columns(kv_len)` key columns, and each tile is hidden,
 partial or visible (`flashmask_hf.tiles`). Three tensors hold the classes for both directions of walking it:
 
 * `tiles` int16 [B, Hm, Tq, Tk], for each row tile the key tiles to walk: the visible ones in ascending order from the
   front, the partial ones in ascending order from the back. The entries in between are unspecified.
-* `counts` int32 [B, Hm, Tq, 2], the number of visible and of partial tiles of each row tile.
+* `counts` int32 [B, Hm, Tq, 2], the number of visible and partial tiles of each row tile.
 * `segments` int32 [B, Hm, Tk, VISIBLE_SEGMENTS + PARTIAL_SEGMENTS, 2], for each key tile the row tiles to walk as
-  [start, end) ranges. Two hidden intervals, or one and a diagonal, leave at most three visible ranges and four partial
-  ones, the edges. Unused ranges are empty.
+  [start, end) ranges. Two hidden intervals, or an interval and a diagonal, leave at most three visible ranges and four
+  partial ranges. Unused ranges are empty.
 
-The lists would grow with the square of the length, so tiles get wider once a row holds more than `MAX_COLUMN_TILES` of
-them. The plan stays under 64 bytes per token and mask head in rows of 256 tokens and more. Tiles of kernels divide the
-plan's; a forward with tiles of 192 rows joins lists first (`flashmask_hf.kernels.shared.plan_kernels.join_rows`).
+Tiles get wider in rows of more than `MAX_COLUMN_TILES` tiles, so a plan stays under 64 bytes per token and mask head
+in rows of 256 tokens and more. Tiles of kernels divide the plan's;
+a forward with tiles of 192 rows joins lists first (`kernels.shared.plan_kernels.join_rows`).
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ __all__ = [
 ROWS = 128
 """Query rows of a plan tile."""
 COLUMNS = 128
-"""Key columns of a plan tile; a multiple of it in rows longer than `MAX_COLUMN_TILES` tiles."""
+"""Keys of a plan tile; a multiple in rows longer than `MAX_COLUMN_TILES` tiles."""
 MAX_COLUMN_TILES = 3840
-"""Key tiles of a row up to which they are `COLUMNS` wide."""
+"""Most key tiles of width `COLUMNS`."""
 VISIBLE_SEGMENTS = 3
-"""Most ranges of visible row tiles that a key tile has."""
+"""Most ranges of visible row tiles of a key tile."""
 PARTIAL_SEGMENTS = 4
-"""Most ranges of partial row tiles that a key tile has."""
+"""Most ranges of partial row tiles of a key tile."""
 
 
 class Plan(NamedTuple):
@@ -68,7 +68,7 @@ def plan_columns(kv_len: int) -> int:
 def plan_shapes(mask_shape: Sequence[Any], q_len: int) -> tuple[list[Any], list[Any], list[Any]]:
     """Return the shapes of `tiles`, `counts` and `segments` of a plan.
 
-    Tq and Tk are at least 2, since compilers specialize graphs for sizes of 1: a lone tile gets an empty one beside it.
+    Tq and Tk are at least 2, because compilers specialize graphs for sizes of 1.
 
     Args:
         mask_shape: shape of the mask's indices, [B, Hm, Skv, n]; sizes may be symbolic.
@@ -91,9 +91,8 @@ def build_plan(indices: Tensor, causal: bool, q_len: int, *, skip: bool = True) 
         indices: int32 [B, Hm, Skv, n] as in `FlashMask`.
         causal: as in `FlashMask`.
         q_len: number of query rows.
-        skip: False lists hidden tiles as partial ones, so that all are walked. The paper claims that this changes no
-            bit (section 4.4), which holds where the kernels' tiles do not depend on the lists. Kernels of the backward
-            skip by themselves what they find hidden at the ends of a range of partial tiles.
+        skip: False lists hidden tiles as partial tiles. This changes no bit (paper, section 4.4) where the kernels'
+            tiles do not depend on the lists. Backward kernels still skip hidden ends of a range of partial tiles.
 
     Returns:
         Plan: on the device of `indices`.

@@ -16,13 +16,13 @@ HIDDEN, PARTIAL, VISIBLE = 0, 1, 2
 
 
 def classify_tiles(indices: Tensor, causal: bool, q_len: int, block: tuple[int, int]) -> Tensor:
-    """Classify each tile of the score matrix by the extremes of the intervals in its columns (FlashMask, equation 4).
+    """Classify each tile by the extremes of the intervals in its columns (FlashMask, equation 4).
 
-    The result is conservative: a tile that only two intervals together hide counts as PARTIAL. A tile that reaches past
-    the last key column is PARTIAL unless hidden, since its bounds must be checked.
+    A tile that only two intervals together hide counts as PARTIAL, and so does a tile that reaches past the last key,
+    unless it is hidden.
 
     Args:
-        indices: int32 [B, Hm, Skv, n] as in `flashmask_hf.mask.FlashMask`.
+        indices: int32 [B, Hm, Skv, n] as in `FlashMask`.
         causal: as in `FlashMask`.
         q_len: number of query rows Sq.
         block: tile size (query rows, key columns).

@@ -1,4 +1,4 @@
-"""Questions about the state of torch and Triton: what runs here, and who wants to see a call."""
+"""Every private call of torch, and questions about the state of torch and Triton."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def runs_kernels(device: torch.device) -> bool:
 
 
 def is_intercepted(*tensors: Tensor | None) -> bool:
-    """Return whether the dispatcher has more to do with a call of these tensors than to run it.
+    """Return whether a call of these tensors must go through the dispatcher.
 
-    Compilers, dispatch modes, function modes, `torch.func` transforms, tracing, profilers and forward-mode automatic
-    differentiation see calls there, and so do tensor subclasses, lazy negations, batched and meta tensors.
+    Compilers, dispatch and function modes, `torch.func`, tracing, profilers and forward-mode differentiation intercept
+    calls there. Tensors that are not plain need it, too.
     """
     if (
         torch.compiler.is_compiling()
@@ -62,7 +62,7 @@ def is_intercepted(*tensors: Tensor | None) -> bool:
 
 
 def is_plain(x: Tensor) -> bool:
-    """Return whether the memory of a tensor holds its values and no subclass or batching rule has a say."""
+    """Return whether a tensor is dense and real: no subclass, functorch wrapper, lazy negation or missing storage."""
     if not (type(x) is Tensor or type(x) is torch.nn.Parameter) or x.is_neg():
         return False
     try:
@@ -73,10 +73,7 @@ def is_plain(x: Tensor) -> bool:
 
 
 def wants_gradients(*tensors: Tensor | None) -> bool:
-    """Return whether a result of these tensors may be asked for gradients.
-
-    Inside a `torch.func` transform a batched tensor does not tell whether the tensor that it holds requires a gradient.
-    """
+    """Return whether a result of these tensors may get gradients; always inside of a `torch.func` transform."""
     if not torch.is_grad_enabled():
         return False
     if torch._C._are_functorch_transforms_active():
@@ -88,17 +85,17 @@ def wants_gradients(*tensors: Tensor | None) -> bool:
 
 
 def has_tangents(*tensors: Tensor | None) -> bool:
-    """Return whether a forward-mode derivative is asked for."""
+    """Return whether a tensor may have a forward-mode derivative."""
     if forward_ad._current_level < 0:
         return False
     try:
         return any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
-    except RuntimeError:  # tensors of `torch.vmap` cannot be asked
+    except RuntimeError:  # from tensors of `torch.vmap`
         return True
 
 
 def is_known_true(condition: bool | torch.SymBool) -> bool:
-    """Return whether a condition is true for all values of its symbolic integers, without a guard on them."""
+    """Return whether a condition holds for all values of its symbolic integers, without adding a guard."""
     if not torch.compiler.is_compiling():
         return bool(condition)
     from torch.fx.experimental.symbolic_shapes import statically_known_true  # slow to import
@@ -115,10 +112,10 @@ def is_capturing(x: Tensor) -> bool:
 
 
 current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda gpu: 0)
-"""Return the handle of the current stream of a GPU, given its index; torch without CUDA has no such function."""
+"""Return the handle of the current stream of a GPU, given its index."""
 
 current_gpu: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: 0)
-"""Return the index of the current GPU, without the initialization of CUDA by `torch.cuda.current_device`."""
+"""Return the index of the current GPU without initializing CUDA."""
 
 _UNGUARDED = contextlib.nullcontext()
 
@@ -139,7 +136,7 @@ def device_guard(x: Tensor) -> contextlib.AbstractContextManager[Any]:
 
 
 def no_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Return a context without autocast, for the inside of operators: the caller has cast their inputs."""
+    """Return a context without autocast, for operators, whose inputs are cast."""
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return contextlib.nullcontext()
@@ -154,9 +151,9 @@ def is_one_of(size: int, *sizes: int) -> bool:
 
 
 def device_assert(condition: Tensor, message: str) -> None:
-    """Stop the program if a bool tensor [] is False, without waiting for the device to know it.
+    """Stop the program if a bool tensor [] is False, without waiting for the device.
 
-    A device takes 254 characters of the message, which only the long name of a user's class should exceed.
+    The message is cut at 254 characters, the limit of devices, which only long names of classes exceed.
 
     Raises:
         RuntimeError: `condition` is False, on a CPU. On a GPU it is an assertion of the device.

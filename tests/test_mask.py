@@ -500,10 +500,16 @@ def test_sparsity_is_the_fraction_of_hidden_tiles():
         (torch.zeros(1, 1, 3, 1).int(), False, None, ValueError, "causal=False must have n = 2 or 4 .* got 1"),
         (torch.zeros(1, 1, 3, 3).int(), False, None, ValueError, "n = 2 or 4 .* got 3"),
         (torch.zeros(1, 1, 0, 2).int(), False, None, ValueError, r"no empty axis, got \[1, 1, 0, 2\]"),
-        (torch.zeros(1, 1, 3, 2).int(), False, 0, ValueError, "q_len must be at least 1, got 0"),
-        (torch.zeros(1, 1, 3, 2).int(), False, "4", TypeError, "q_len must be an integer or None, got '4'"),
-        (torch.zeros(1, 1, 3, 2).int(), False, True, TypeError, "q_len must be an integer or None, got True"),
-        (torch.zeros(1, 1, 3, 2).int(), False, 4.0, TypeError, r"q_len must be an integer or None, got 4\.0"),
+        (
+            torch.zeros(1, 1, 3, 2).int(),
+            False,
+            0,
+            ValueError,
+            r"q_len must be in 1\.\.2147483647, got 0; it must",
+        ),
+        (torch.zeros(1, 1, 3, 2).int(), False, "4", TypeError, "q_len must be an int, got '4'"),
+        (torch.zeros(1, 1, 3, 2).int(), False, True, TypeError, "q_len must be an int, got True"),
+        (torch.zeros(1, 1, 3, 2).int(), False, 4.0, TypeError, r"q_len must be an int, got 4\.0"),
     ],
 )
 def test_the_constructor_rejects_what_is_not_in_the_table(indices, causal, q_len, error, message):
@@ -547,7 +553,11 @@ def test_a_mask_rejects_another_q_len_than_its_own():
 
 @pytest.mark.parametrize(
     ("q_len", "error", "message"),
-    [(0, ValueError, "at least 1, got 0"), (True, TypeError, "an integer or None"), (2.5, TypeError, "an integer")],
+    [
+        (0, ValueError, r"in 1\.\.2147483647, got 0"),
+        (True, TypeError, "an int, got True"),
+        (2.5, TypeError, "an int, got 2.5"),
+    ],
 )
 def test_a_mask_rejects_a_q_len_that_is_no_number_of_rows(q_len, error, message):
     mask = mask_of([4, 4, 4, 4], causal=True)

@@ -109,8 +109,8 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Check type, dtype and rank of q, k and v, each by itself.
 
     Raises:
-        TypeError: one is not a dense floating-point tensor of 16, 32 or 64 bits.
-        ValueError: one has another number of axes than 4, or an empty one.
+        TypeError: an argument is not a dense floating-point tensor of 16, 32 or 64 bits.
+        ValueError: an argument does not have 4 axes, or has an empty one.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
@@ -123,7 +123,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _check_dense(name: str, x: Tensor) -> None:
-    """Raise TypeError for a nested, sparse or distributed tensor, whose values no implementation finds."""
+    """Raise TypeError for a nested, sparse or distributed tensor."""
     if x.is_nested:
         raise TypeError(
             f"{name} must be a dense tensor, got a nested one; pack its sequences into one row, and build its mask "

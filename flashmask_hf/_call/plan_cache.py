@@ -61,7 +61,7 @@ def _build_in_torch(indices: Tensor, causal: bool, q_len: int) -> Plan:
 
 
 class _CachedPlan(NamedTuple):
-    """The plan that a mask caches, and what tells whether it is still valid."""
+    """The plan that a mask caches, and the facts that keep it valid."""
 
     q_len: int
     version: int
@@ -74,18 +74,16 @@ class _CachedPlan(NamedTuple):
     """Whether the plan was made in inference mode: autograd cannot save its tensors."""
     plan: Plan
     alias: Tensor
-    """Alias of the mask's indices: as long as it exists, no other tensor can have their memory."""
+    """Alias of the mask's indices, which keeps their memory from being reused."""
 
 
 def plan_of(mask: FlashMask, q_len: int) -> Plan:
-    """Return the mask's plan for `q_len` query rows, which is made at the first call and cached in the mask.
+    """Return the mask's plan for `q_len` query rows, from the mask's cache if it is valid.
 
-    A change of `mask.indices` makes a new plan: one in place, which torch counts, and one of the memory that the tensor
-    views (`indices.data = x`, `torch.utils.swap_tensors`). What writes to that memory and is not counted goes unnoticed
-    (`FlashMask.indices` lists it). A call on another CUDA stream makes a plan of its own, which it may read and free
-    without waiting, and caches that one instead. Nothing is cached for a tensor made in inference mode, which does not
-    count changes; while a CUDA graph is captured, so that a replay reads the vectors anew; and while compiling, where
-    the compiler merges equal calls.
+    A counted change of `mask.indices` or other memory makes a new plan (`FlashMask.indices` lists the changes that go
+    unnoticed). So does a call on another CUDA stream, which could not free the cached plan without waiting. Nothing is
+    cached for tensors made in inference mode, which do not count changes, while a CUDA graph is captured, whose replay
+    must read the indices again, and while compiling, where the compiler merges equal calls.
     """
     indices = mask.indices
     if torch.compiler.is_compiling() or torch_internals.is_capturing(indices):
@@ -110,7 +108,7 @@ def plan_of(mask: FlashMask, q_len: int) -> Plan:
 
 
 def _memory_of(x: Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
-    """Return what tells which memory a tensor views."""
+    """Return a key that identifies the memory a tensor views."""
     return x.data_ptr(), x.shape, x.stride()
 
 
