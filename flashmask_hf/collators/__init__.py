@@ -1,17 +1,17 @@
 """Data collators that pack documents, shared questions and trees into rows, with the mask indices of each row.
 
-Most of their arguments have one meaning everywhere:
+All collators share these options:
 
-* `pad_token_id`: token id of the padding. Nothing attends to padding, so any id of the vocabulary works.
-* `max_length` (`row_length` where answers share a question): None packs the whole batch into one row, without padding.
-  A number makes rows of exactly that many tokens, filled best-fit-decreasing and padded at the end; the number of rows
-  depends on the batch. Documents, trees, and questions with their answers stay in one row.
+* `pad_token_id`: token id of the padding, any id of the vocabulary, because nothing attends to padding.
+* `max_length`, or `row_length` if answers share a question: None packs the batch into one row, without padding. A
+  number makes rows of exactly that many tokens, filled best-fit-decreasing and padded at the end. Documents, trees, and
+  questions with their answers stay in one row.
 * `pad_to_multiple_of`: pad the single row to a multiple of this. A fixed row length must already be a multiple of it.
 * `max_position_embeddings`: the model's number of positions. A longer document or path raises. None skips the check.
 
 Examples are dictionaries. A column that is None counts as absent, and other columns are ignored. Errors name the
-example's index in the batch and the way out: a ValueError for an argument out of range, an empty batch, or an example
-that is too long or damaged; a TypeError for an argument or a column of another type.
+example's index in the batch and the way out: a ValueError for an option out of range, an empty batch, or an example
+that is too long or damaged; a TypeError for an option or a column of another type.
 """
 
 from flashmask_hf.collators.dataset import pack_dataset, packing_efficiency

@@ -43,8 +43,8 @@ def check_answers(lengths: Sequence[int], name: str) -> None:
 def first_equals(answers: Sequence[NDArray[np.int64]]) -> list[int]:
     """Return, for each of N answers, the index of the first answer with the same tokens.
 
-    Copies of an answer are at different places of a packed row, so their results round differently. If all copies read
-    the results of the first, they are equal to the bit, and rounding never prefers one of them.
+    Copies of an answer round differently at different places of a packed row. Results of the first, read for all
+    copies, are equal to the bit, so rounding never prefers a copy.
     """
     found: dict[bytes, int] = {}
     return [found.setdefault(answer.tobytes(), nth) for nth, answer in enumerate(answers)]

@@ -58,12 +58,12 @@ def pack_dataset(
 
     Documents are split or truncated only if `split` or `truncation_mode` says so. Documents without a label after their
     first token are dropped, for example pieces of a long prompt. Warnings count dropped and truncated documents, in a
-    stream batch by batch. Rows are ordered by their first document, and documents keep their order within a row.
-    `Dataset.map` does the work: results are deterministic and cached on disk, and memory is bounded.
+    stream per batch. Rows are ordered by their first document, and documents keep their order within a row. Results are
+    deterministic, and `Dataset.map` caches them on disk with bounded memory.
 
     Rows are for `DataCollatorForPackedLanguageModeling`. The document boundaries are part of `input_ids` and `labels`,
-    lists of documents that end with an empty list, so no trainer can drop them. Stock collators raise instead of mixing
-    documents, also after TRL's packing: "expected sequence of length ..." (PyTorch), or "excessive nesting".
+    so no trainer can drop them. Stock collators raise instead of mixing documents: "expected sequence of length ..."
+    (PyTorch), or "excessive nesting".
 
     Args:
         dataset: tokenized examples with `input_ids`, and any of `labels`, `completion_mask`, `assistant_masks` and
@@ -75,23 +75,22 @@ def pack_dataset(
         completion_only_loss: how to make labels from masks, for examples without labels: None uses a `completion_mask`
             if there is one, False ignores it, True requires it (or `labels`).
         max_position_embeddings: the model's number of positions; a longer document raises. None skips the check.
-        batch_size: number of examples packed together. A larger batch packs a little tighter, takes more memory, and
-            delays the first row of a stream. None is 4,000 for a Dataset and 1,000 for an IterableDataset.
+        batch_size: number of examples packed together. Larger batches pack tighter, take more memory, and delay a
+            stream's first row. None is 4,000 for a Dataset and 1,000 for an IterableDataset.
         num_proc: number of processes, for a `Dataset`.
 
     Returns:
         Dataset or IterableDataset: one example per row, in int32. `input_ids` is a list of documents, the last one
-        empty; so is `labels`, unless the examples have neither labels nor masks, and `token_type_ids`, if the examples
-        have them. `seq_lengths` has the lengths of the documents. Rows with and without labels may be concatenated;
-        without labels, every token is learned.
+        empty; so are `labels`, if the examples have labels or masks, and `token_type_ids`, if the examples have them.
+        `seq_lengths` has the lengths of the documents. Rows with and without labels may be concatenated; without
+        labels, every token is learned.
 
     Raises:
-        TypeError: `dataset` is neither a Dataset nor an IterableDataset, an argument is of another type, or a column
-            does not hold lists of integers.
+        TypeError: `dataset` is neither a Dataset nor an IterableDataset, or an argument or a column has another type.
         ValueError: an argument is out of range; the dataset is empty, already packed, has a transform, or has no
             labels; or an example is empty, too long or padded, has an empty completion, negative token ids, or columns
             of different lengths. In a stream, examples without the columns of the first one raise, too, and messages
-            also show the beginning of the example's other columns.
+            show the beginning of the example's other columns.
 
     Example:
         >>> from datasets import Dataset

@@ -25,16 +25,15 @@ def is_packed(values: Any) -> bool:
 def read_documents(
     example: Mapping[str, Any], columns: Sequence[str], name: str
 ) -> tuple[dict[str, Any], NDArray[np.int64], NDArray[np.int64]]:
-    """Read an example: a single document, or a packed row of any kind.
+    """Read an example: a document, a row of `pack_dataset`, or a flat row with `seq_lengths` or `position_ids`.
 
     Args:
-        example: a dictionary with `input_ids`: the tokens of a document, or a row of `pack_dataset`, or a flat packed
-            row with `seq_lengths` or `position_ids`. A column that is None counts as absent.
+        example: a dictionary with `input_ids`. A column that is None counts as absent.
         columns: the names of other columns with an integer per token.
         name: the example's name in error messages.
 
     Returns:
-        The columns that the example has, those in `columns` flat, int64 [n]; its token ids, int64 [n]; and the lengths
+        The columns of the example, those named in `columns` flat, int64 [n]; its token ids, int64 [n]; and the lengths
         of its documents, int64 [documents].
 
     Raises:

@@ -22,23 +22,19 @@ _FILLERS = {"labels": IGNORED, "token_type_ids": 0}
 
 @dataclass
 class DataCollatorForPackedEncoders(PackingCollator):
-    """Data collator that packs documents for encoders (BERT, ModernBERT, embedding models), without padding.
+    """Data collator that packs documents for encoders (BERT, ModernBERT, embedding models).
 
     Each token attends to all tokens of its document, and to no others: the mask is `masks.document`.
 
     An example has `input_ids`, a sequence of integers, or is a packed row of `pack_dataset`. `labels` and
-    `token_type_ids` are used unchanged. As in masked language modeling, the label of a token is its own, also at a
+    `token_type_ids` are used unchanged. As in masked language modeling, a token's label is its own, also at a
     document's first token; -100 is no label.
 
     Positions are contiguous from 0. The attention "flashmask" adds the offset of models that count from another number,
     for example RoBERTa. For one embedding per document, take the token with `position_ids` 0 and non-zero mask indices,
     or average the tokens of a row with the same mask indices. BERT's `pooler_output` belongs to a row's first document.
 
-    Args:
-        pad_token_id: see `flashmask_hf.collators`, as for the following.
-        max_length: number of tokens per row; None makes one row.
-        pad_to_multiple_of: pad the single row to a multiple of this.
-        max_position_embeddings: the model's number of positions.
+    `flashmask_hf.collators` describes the options.
 
     Returns:
         dict[str, Tensor]: `input_ids` and `position_ids`, int64 [rows, S]; `labels` and `token_type_ids`, int64
@@ -46,8 +42,8 @@ class DataCollatorForPackedEncoders(PackingCollator):
         document of each token ends and starts, 0 for padding.
 
     Raises:
-        ValueError: an argument is out of range; or an example is empty, longer than a row, or padded, lacks a column
-            that others of its batch have, or has columns of different lengths.
+        ValueError: an option is out of range; or an example is empty, longer than a row, or padded, lacks a column that
+            others of its batch have, or has columns of different lengths.
         TypeError: a column does not hold integers.
 
     Example:

@@ -120,8 +120,8 @@ class Forest:
         """Build the tree of a question with its answers as children.
 
         Args:
-            question: token ids of the question, [Q]; it becomes segment 0.
-            answers: token ids of the answers, [A] each; they become segments 1, 2 and so on.
+            question: token ids of the question, [Q], segment 0.
+            answers: token ids of the answers, [A] each, segments 1, 2 and so on.
 
         Raises:
             TypeError: a question or an answer does not hold integers.
@@ -142,7 +142,7 @@ class Forest:
         return cls(tokens, lengths, np.full(len(lengths), -1))
 
     def path(self, segment: int) -> NDArray[np.int64]:
-        """Return the indices in `tokens` of the path from the root through the end of a segment, int64 [depth].
+        """Return the indices in `tokens` of the path from the root through a segment, int64 [depth].
 
         Raises:
             IndexError: there is no such segment.
@@ -161,7 +161,7 @@ class Forest:
         return [segment for segment in range(len(self.parents)) if segment not in inner]
 
     def depth(self) -> int:
-        """Return the number of tokens on the longest path, which is the number of positions that a model needs."""
+        """Return the number of tokens on the longest path, the number of positions that a model needs."""
         return int(_end_depths(self.lengths, self.parents).max())
 
 

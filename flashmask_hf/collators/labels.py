@@ -33,10 +33,7 @@ def drop_unused_masks(masks: dict[str, Any], completion_only_loss: bool | None, 
 def masked_labels(input_ids: NDArray[Any], masks: Mapping[str, NDArray[Any]], name: str) -> NDArray[Any]:
     """Return the token ids that every mask selects, and `IGNORED` elsewhere, [n] with the dtype of `input_ids`.
 
-    Args:
-        input_ids: token ids of a document, [n].
-        masks: by column, 0 or 1 per token, [n] each; without a mask, all tokens are selected.
-        name: the example's name in error messages.
+    `masks` has 0 or 1 per token, [n], by column; without a mask, all tokens are selected.
 
     Raises:
         ValueError: there is a completion mask, and it selects no token.

@@ -32,36 +32,33 @@ class DataCollatorForPackedLanguageModeling(PackingCollator):
 
     An example has `input_ids`, a sequence of integers. Its labels are, in this order:
 
-    * `labels`, unchanged, if it has them;
+    * `labels`, unchanged (None raises);
     * the `input_ids` of the tokens that `assistant_masks` and `completion_mask` select (0 or 1 per token);
-    * all `input_ids`. A warning says so once, because a trainer may have removed the masks.
+    * all `input_ids`, with a warning, once, because a trainer may have removed the masks.
 
-    The first token of a document is never a label, because the token before it belongs to another document. Another
-    warning, once, counts the examples of a batch without a label. `labels` that are None raise.
+    The first token of a document is never a label, because the token before it belongs to another document. A warning,
+    once, counts the examples of a batch without a label.
 
     An example may be a packed row of `pack_dataset`, whose `input_ids` mark the documents. A flat row of another packer
     needs `seq_lengths` (the lengths of its documents, as TRL writes them) or `position_ids` (which restart at 0 with
-    each document). Without these columns, such a row cannot be distinguished from a single document.
+    each document). Without them, such a row cannot be distinguished from a single document.
+
+    `flashmask_hf.collators` describes the options that all collators share. With `max_length`, the `num_tokens` that
+    TRL's SFTTrainer logs counts one of several rows; loss and accuracy count all of them.
 
     Args:
-        pad_token_id: see `flashmask_hf.collators`, as for `max_length`, `pad_to_multiple_of` and
-            `max_position_embeddings`.
-        max_length: number of tokens per row; None makes one row. The `num_tokens` that TRL's SFTTrainer logs counts one
-            of several rows; loss and accuracy count all of them.
-        pad_to_multiple_of: pad the single row to a multiple of this.
-        truncation_mode: what to do with an example longer than `max_length`: "error" raises, "keep_start" and
-            "keep_end" cut it. They raise if no label would be left.
+        truncation_mode: what to do with an example over `max_length`: "error" raises, "keep_start" and "keep_end" cut
+            it, or raise if no label would be left.
         completion_only_loss: how to make labels from masks, as in TRL: None uses a `completion_mask` if there is one,
-            False ignores it, True requires it (or `labels`). For rows of `pack_dataset` the choice is made there: False
-            raises if they have labels.
-        max_position_embeddings: the model's number of positions.
+            False ignores it, True requires it (or `labels`). For rows of `pack_dataset`, choose it there: False raises
+            if they have labels.
 
     Returns:
         dict[str, Tensor]: `input_ids`, `labels`, `position_ids`, int64 [rows, S], and `startend_row_indices`, int32
         [rows, 1, S, 1]: the row where the document of each token ends, 0 for padding.
 
     Raises:
-        ValueError: an argument is out of range; or an example is empty, too long or padded, lacks a column, or has
+        ValueError: an option is out of range; or an example is empty, too long or padded, lacks a column, or has
             columns of different lengths.
         TypeError: a column does not hold integers.
 

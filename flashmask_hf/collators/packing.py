@@ -25,13 +25,13 @@ __all__ = ["PackedRows", "PackingCollator", "check_size", "pack_forests"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedRows:
-    """Packed rows of forests, as `pack_forests` returns them: R rows of S tokens.
+    """R packed rows of S tokens, with the forests that they hold.
 
     Args:
         input_ids: int64 [R, S], with `pad_token_id` after the last forest of a row.
         position_ids: int64 [R, S], depth of each token, 0 for padding.
         subtree_ends: int32 [R, S], the row where the subtree of each token's segment ends. Padding has 0, which hides
-            it from every row; padding attends to nothing either, because every tree ends before it.
+            it from every row; every tree ends before padding, so padding attends to nothing.
         starts: int64 [forests], index in the flattened rows of each forest's first token.
         forests: the forests, in the order they were passed.
     """
@@ -60,9 +60,9 @@ class PackedRows:
         The backbone runs the packed rows, and its hidden states are gathered back into the sequences.
 
         Args:
-            index: int64 [N, L], the index in the flattened rows of each token of the N sequences. Entries that nothing
-                reads, such as padding, may be any valid index. They should differ, because the backward adds the
-                gradients of equal entries one after another, zeros included.
+            index: int64 [N, L], the index in the flattened rows of each token of the N sequences. Padding may have any
+                valid indices, preferably distinct ones, because the backward adds the gradients of equal entries one
+                after another.
 
         Returns:
             `packed_input_ids` and `packed_position_ids`, int64 [R, S]; `startend_row_indices`, int32 [R, 1, S, 1]; and
@@ -120,19 +120,20 @@ def pack_forests(
 
     Args:
         forests: the forests to pack.
-        max_length: None packs all forests into one row, in the order given. A number makes rows of exactly that many
-            tokens, filled best-fit-decreasing and padded at the end.
-        pad_token_id: token id of the padding. Nothing attends to padding, so any id of the vocabulary works.
-        pad_to_multiple_of: pad the single row to a multiple of this. `max_length` must already be a multiple of it.
-        max_position_embeddings: the model's number of positions; a deeper tree raises. None skips the check.
+        max_length: as `pad_token_id`, `pad_to_multiple_of` and `max_position_embeddings`, see `flashmask_hf.collators`.
+            A single row has the forests in the order given.
+        pad_token_id: see above.
+        pad_to_multiple_of: see above.
+        max_position_embeddings: see above.
         names: names of the forests in error messages; None uses "forests[0]", "forests[1]" and so on.
 
     Returns:
         PackedRows: `batch()` returns the model's inputs, `paths(i)` the tokens on the path to each leaf of a forest.
 
     Raises:
+        TypeError: an option is not an int.
         ValueError: an option is out of range, `forests` is empty, or a forest is longer than a row or deeper than the
-            model's positions. The message names the forest and the way out.
+            model's positions.
 
     Example:
         >>> from flashmask_hf.collators import Forest, pack_forests

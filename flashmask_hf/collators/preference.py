@@ -35,22 +35,17 @@ class DataCollatorForSharedQuestion(PackingCollator):
     An example has `prompt_ids`, and either `chosen_ids` and `rejected_ids`, as `trl.DPOTrainer` prepares them, or
     `answers_ids`, a list of two or more answers, best first. `ref_chosen_logps` and `ref_rejected_logps` are passed on.
 
-    The batch has two parts: the keys of TRL's `DataCollatorForPreference`, with one sequence per answer, and the packed
-    rows that the backbone runs, with the place of each token of the sequences. `flashmask_hf.hf.packed.rows` hooks the
-    backbone to run the rows and to return the hidden states of the sequences. The question's last token predicts the
-    first token of every answer.
+    A batch has the keys of TRL's `DataCollatorForPreference`, with one sequence per answer, and the packed rows, with
+    the place of each token of the sequences. `flashmask_hf.hf.packed.rows` hooks the backbone to run the rows and to
+    return the hidden states of the sequences. The question's last token predicts the first token of every answer.
+
+    `flashmask_hf.collators` describes the options that all collators share.
 
     Args:
-        pad_token_id: see `flashmask_hf.collators`, as for `row_length`, `pad_to_multiple_of` and
-            `max_position_embeddings`.
         max_length: maximum number of tokens of a question with one answer; None is no limit.
-        truncation_mode: what to do with an example whose question and longest answer exceed `max_length`. "error"
-            raises. "keep_start" cuts the end of every answer that is too long, as TRL does, and warns once. "keep_end"
-            cuts the start of the question, by the same amount for all of its answers (TRL cuts its copy of the question
-            per answer by different amounts).
-        row_length: number of tokens per row; None makes one row.
-        pad_to_multiple_of: pad the single row to a multiple of this.
-        max_position_embeddings: the model's number of positions.
+        truncation_mode: what to do if a question with its longest answer exceeds `max_length`. "error" raises.
+            "keep_start" cuts the end of every answer that is too long, as TRL does, and warns once. "keep_end" cuts the
+            start of the question, by the same amount for all answers (TRL cuts its copies by different amounts).
 
     Returns:
         dict[str, Tensor]: N sequences, the first answers of all examples, then the second ones, and so on:
@@ -62,8 +57,8 @@ class DataCollatorForSharedQuestion(PackingCollator):
         * `ref_chosen_logps` and `ref_rejected_logps`, float32 [examples], if the examples have them.
 
     Raises:
-        ValueError: an argument is out of range; or an example lacks a column, has an empty question or answer, fewer
-            than two answers, or is too long.
+        ValueError: an option is out of range; or an example lacks a column, is too long, or has an empty question or
+            answer, or fewer than two answers.
         TypeError: a column does not hold integers, or a reference log-probability is not a number.
 
     Example:

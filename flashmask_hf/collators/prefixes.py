@@ -25,7 +25,7 @@ def share_prompts(
 ) -> tuple[list[Forest], list[Leaf]]:
     """Build a tree per distinct prompt, with its completions as children.
 
-    Trees and children are sorted by their tokens, so the same sequences in another order give the same trees.
+    Trees and children are sorted by their tokens, so the order of the sequences does not matter.
 
     Args:
         sequences: token ids of a prompt and its completion, int64 [n] each; a completion may be empty.

@@ -21,11 +21,11 @@ from flashmask_hf.collators.packing import PackingCollator
 __all__ = ["Comparison", "DataCollatorForMultiAnswerReward", "answer_scores", "shared_prefix"]
 
 PADDING = -100.0
-"""Score of the entries that pad a question to the largest number of answers; Trainer pads labels with the same."""
+"""Score of entries that pad a question to the largest number of answers, as Trainer pads labels."""
 
 
 class Comparison(NamedTuple):
-    """A question with N compared answers, as `DataCollatorForMultiAnswerReward.read` returns it."""
+    """A question with N compared answers."""
 
     question: NDArray[np.int64]  # [Q], may be empty
     answers: list[NDArray[np.int64]]  # N arrays [A]
@@ -45,22 +45,20 @@ class DataCollatorForMultiAnswerReward(PackingCollator):
 
     An example has one of these forms:
 
-    * `prompt_ids` (may be empty) and `answers_ids`, the tokens of two or more answers. `scores` has one number per
-      answer, higher is better; without it, the answers are ranked, best first.
+    * `prompt_ids` (may be empty) and `answers_ids`, the tokens of two or more answers, with `scores`, a number per
+      answer, higher is better, or ranked, best first.
     * `chosen_ids` and `rejected_ids`, whole sequences as `trl.RewardTrainer` prepares them. Their longest common prefix
       is the question.
 
-    `margin` is a number by which the reward of the better of two answers must exceed the other, as in TRL. With more
-    answers, `score_margin` makes the margin of each pair proportional to the difference of its scores (Llama 2,
+    `margin` is the number by which the reward of the better of two answers must exceed the other, as in TRL. With
+    `score_margin`, the margin of each pair is proportional to the difference of its scores (Llama 2,
     https://huggingface.co/papers/2307.09288, section 3.2.2, equation 2).
 
+    `flashmask_hf.collators` describes the options that all collators share.
+
     Args:
-        pad_token_id: see `flashmask_hf.collators`, as for the following but the last.
-        row_length: number of tokens per row; None makes one row.
-        pad_to_multiple_of: pad the single row to a multiple of this.
-        max_position_embeddings: the model's number of positions.
-        score_margin: coefficient of the scores in the margins, 0 for no margins. With it, an example needs `scores`, or
-            a `margin`, which is used unchanged.
+        score_margin: coefficient of the scores in the margins, 0 for no margins. An example then needs `scores`, or a
+            `margin`, which is used unchanged.
 
     Returns:
         dict[str, Tensor]: for B examples with at most N answers each, padded to N:
@@ -68,14 +66,14 @@ class DataCollatorForMultiAnswerReward(PackingCollator):
         * `answer_counts`, int64 [B];
         * `token_counts`, int64 [B, 2]: number of tokens in the row, and with the question repeated per answer;
         * `scores`, float32 [B, N]: for ranked answers, the number of answers ranked worse; -100 for padding;
-        * `margins`, float32 [B, N], if any: the margin of a pair is the difference of its answers' entries;
+        * `margins`, float32 [B, N], if any: a pair's margin is the difference of its answers' entries;
         * `input_ids`, int64 [B * N, 1]: the last token of each answer (padding repeats the last answer);
         * `packed_input_ids` and `packed_position_ids`, int64 [R, S]; `startend_row_indices`, int32 [R, 1, S, 1];
         * `packed_index`, int64 [B * N, 1]: the index in the flattened rows of each last token.
 
     Raises:
-        ValueError: an argument is out of range; or an example lacks a column, has fewer than two answers, an empty
-            answer, scores that are invalid or all equal, an invalid margin, or is too long.
+        ValueError: an option is out of range; or an example lacks a column, is too long, has fewer than two answers, an
+            empty answer, scores that are invalid or all equal, or an invalid margin.
         TypeError: a column does not hold numbers.
 
     Example:

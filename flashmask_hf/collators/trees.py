@@ -28,25 +28,21 @@ class DataCollatorForTrees(PackingCollator):
 
     An example has `input_ids`, a list of segments in depth-first order, each a list of token ids, and `parents`, the
     index of each segment's parent, -1 for a root. `labels` have the layout of `input_ids`; without them, every token is
-    learned except the first of a root. Trainers remove `parents` unless `remove_unused_columns=False`; then the
-    collator raises.
+    learned except the first of a root. Set `remove_unused_columns=False`, or trainers remove `parents`, which raises.
 
-    A causal model predicts a token from the one before it in the row, which at a branch would belong to a sibling. So a
-    segment gives its last token to each of its children, which then predicts their first tokens; the row grows by one
-    token for each child but the first. Loss and gradients equal training on every root-to-leaf path separately, where a
-    shared token is labelled only in the first path that contains it. Label shared tokens -100 to leave them out, for
-    example in prompts.
+    A causal model predicts a token from the token before it in the row, which at a branch belongs to a sibling. So a
+    segment gives its last token to each of its children; the row grows by one token for each child but the first. Loss
+    and gradients equal training on every root-to-leaf path separately, where a shared token is labelled only in the
+    first path that contains it. Label tokens -100 to leave them out, for example prompts.
 
-    With `per_path`, a shared token counts once per leaf below it: loss and gradients equal training on all paths as
-    rows of their own. Set `model.loss_function = flashmask_hf.collators.tree_loss` for these batches; without it they
-    raise. An example may then have `weights`, one number per leaf in the order of the segments: factors of the losses
-    of the leaf's path. The sum is divided by the number of labels.
+    With `per_path`, a shared token counts once per leaf below it, as in training on all paths. Set
+    `model.loss_function = flashmask_hf.collators.tree_loss`; without it, these batches raise. `weights`, one number per
+    leaf in the order of the segments, are factors of the losses of the leaf's path. The sum is divided by the number of
+    labels.
+
+    `flashmask_hf.collators` describes the options that all collators share.
 
     Args:
-        pad_token_id: see `flashmask_hf.collators`, as for the following but the last.
-        max_length: number of tokens per row; None makes one row.
-        pad_to_multiple_of: pad the single row to a multiple of this.
-        max_position_embeddings: the model's number of positions.
         per_path: whether a token is learned once per path that contains it, instead of once.
 
     Returns:
@@ -58,10 +54,10 @@ class DataCollatorForTrees(PackingCollator):
         * `path_weights`, float32 [rows, W, S], the weights of these paths, if an example has them.
 
     Raises:
-        ValueError: an argument is out of range; or an example lacks a column, is longer than a row, has an empty
-            segment, negative token ids, segments that are not in depth-first order, labels of another layout,
-            `completion_mask` or `assistant_masks` in place of labels, padding (zeros in `attention_mask`), or weights
-            that are not finite, not one per leaf, or given without `per_path`.
+        ValueError: an option is out of range; or an example lacks a column, exceeds a row, is padded (zeros in
+            `attention_mask`), has an empty segment, negative token ids, segments out of depth-first order, labels of
+            another layout, masks in place of labels, or weights that are not finite, not one per leaf, or given without
+            `per_path`.
         TypeError: a column does not hold numbers.
 
     Example:
