@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flashmask_hf.collators import messages
 
-__all__ = ["as_integers", "as_number", "as_token_ids", "check_lengths", "example_names"]
+__all__ = ["all_have", "as_integers", "as_number", "as_token_ids", "check_lengths", "example_names"]
 
 _MAX_INT64 = np.iinfo(np.int64).max
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
@@ -28,6 +28,16 @@ def example_names(examples: Sequence[Any]) -> list[str]:
     if not examples:
         raise ValueError("examples is empty: a batch needs at least one example")
     return [f"example {index}" for index in range(len(examples))]
+
+
+def all_have(column: str, has: Sequence[bool], names: Sequence[str]) -> bool:
+    """Return whether all examples of a batch have a column; raise a ValueError if only some have."""
+    if any(has) and not all(has):
+        raise ValueError(
+            f"{names[has.index(False)]} has no {column}, but {names[has.index(True)]} of the same batch has; give it "
+            "to every example, or to none"
+        )
+    return all(has)
 
 
 def as_integers(values: Any, name: str) -> NDArray[np.int64]:

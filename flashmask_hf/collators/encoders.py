@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashmask_hf.collators.columns import example_names
+from flashmask_hf.collators.columns import all_have, example_names
 from flashmask_hf.collators.documents import read_documents
 from flashmask_hf.collators.forest import Forest
 from flashmask_hf.collators.packing import PackingCollator
@@ -71,12 +71,7 @@ class DataCollatorForPackedEncoders(PackingCollator):
         rows = self._pack([Forest.from_documents(input_ids, lengths) for _, input_ids, lengths in read], names)
         batch = rows.batch()
         for column, filler in _FILLERS.items():
-            lacking = [name for name, (given, _, _) in zip(names, read, strict=True) if column not in given]
-            if lacking and len(lacking) < len(read):
-                raise ValueError(
-                    f"{lacking[0]} has no {column}, but others of its batch have; give them to all examples, or to none"
-                )
-            if not lacking:
+            if all_have(column, [column in given for given, _, _ in read], names):
                 batch[column] = torch.from_numpy(rows.spread([given[column] for given, _, _ in read], filler))
         ends = batch[VECTORS]
         starts = torch.arange(ends.shape[2]) - batch["position_ids"]

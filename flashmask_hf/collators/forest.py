@@ -101,13 +101,10 @@ class Forest:
             has_children = isinstance(node, tuple) and len(node) == 2 and isinstance(node[1], (list, tuple))
             tokens, children = node if has_children else (node, [])
             try:
-                if isinstance(tokens, tuple):
-                    raise TypeError
-                segment = as_integers(tokens, name)
+                segment = as_integers(None if isinstance(tokens, tuple) else tokens, name)
             except TypeError:
-                raise TypeError(
-                    f"{name} must be a list of token ids, or a tuple (list of token ids, [children])"
-                ) from None
+                problem = f"{name} must be a list of token ids, or a tuple (list of token ids, [children])"
+                raise TypeError(problem) from None
             if not segment.size:
                 raise ValueError(f"{name} is empty; leave it out, or give it at least one token")
             stack += [(f"{name}[1][{index}]", child, len(segments)) for index, child in enumerate(children)][::-1]

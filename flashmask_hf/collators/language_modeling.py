@@ -162,7 +162,7 @@ class DataCollatorForPackedLanguageModeling(PackingCollator):
                 raise ValueError(
                     f"{name} teaches nothing once cut to max_length {self.max_length}: "
                     f"truncation_mode='{self.truncation_mode}' leaves no label; raise max_length, choose another mode, "
-                    "or cut with pack_dataset, which leaves such examples out"
+                    "or use pack_dataset, which leaves such examples out"
                 )
             input_ids, labels, lengths = input_ids[kept], labels[kept], np.array([self.max_length])
         return Forest.from_documents(input_ids, lengths), labels

@@ -205,14 +205,10 @@ class PackingCollator:
     """Name of the option with the number of tokens per row."""
 
     def __post_init__(self):
-        self.pad_token_id, row_length, self.pad_to_multiple_of, self.max_position_embeddings = as_row_options(
-            self.pad_token_id,
-            getattr(self, self._row_option),
-            self.pad_to_multiple_of,
-            self.max_position_embeddings,
-            self._row_option,
-        )
-        setattr(self, self._row_option, row_length)
+        names = ("pad_token_id", self._row_option, "pad_to_multiple_of", "max_position_embeddings")
+        options = as_row_options(*(getattr(self, name) for name in names), self._row_option)
+        for name, value in zip(names, options, strict=True):
+            setattr(self, name, value)
 
     def _pack(self, forests: Sequence[Forest], names: Sequence[str]) -> PackedRows:
         """Pack the forests of a batch, whose `names` are for error messages."""

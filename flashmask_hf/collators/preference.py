@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flashmask_hf.collators.answers import as_answers, check_answers, first_equals
-from flashmask_hf.collators.columns import as_number, as_token_ids, example_names
+from flashmask_hf.collators.columns import all_have, as_number, as_token_ids, example_names
 from flashmask_hf.collators.forest import Forest
 from flashmask_hf.collators.options import as_count, check_truncation_mode
 from flashmask_hf.collators.packing import PackingCollator, check_size
@@ -128,13 +128,7 @@ class DataCollatorForSharedQuestion(PackingCollator):
         if most > 2:
             batch["question_index"] = torch.tensor([index for index, _ in sequences])
         for column in ("ref_chosen_logps", "ref_rejected_logps"):
-            has_it = [example.get(column) is not None for example in examples]
-            if any(has_it) and not all(has_it):
-                raise ValueError(
-                    f"{names[has_it.index(False)]} has no {column}, but {names[has_it.index(True)]} of the same batch "
-                    "has; give it to every example, or to none"
-                )
-            if all(has_it):
+            if all_have(column, [example.get(column) is not None for example in examples], names):
                 given = zip(examples, names, strict=True)
                 batch[column] = torch.tensor([as_number(e[column], f"{column} of {name}") for e, name in given])
         return batch

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flashmask_hf.collators.answers import as_answers, first_equals
-from flashmask_hf.collators.columns import as_number, as_token_ids, example_names
+from flashmask_hf.collators.columns import all_have, as_number, as_token_ids, example_names
 from flashmask_hf.collators.forest import Forest
 from flashmask_hf.collators.packing import PackingCollator
 
@@ -146,13 +146,7 @@ class DataCollatorForMultiAnswerReward(PackingCollator):
             "token_counts": torch.from_numpy(token_counts),
             "scores": torch.from_numpy(scores),
         }
-        with_margin = [example.margins is not None for example in read]
-        if any(with_margin):
-            if not all(with_margin):
-                raise ValueError(
-                    f"{names[with_margin.index(False)]} has no margin, but {names[with_margin.index(True)]} of the "
-                    "same batch has; give every example one (0.0 for no margin), or none"
-                )
+        if all_have("margin", [example.margins is not None for example in read], names):
             batch["margins"] = torch.from_numpy(margins)
         return {
             **batch,

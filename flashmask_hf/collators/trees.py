@@ -131,8 +131,7 @@ def _read(example: Mapping[str, Any], name: str) -> tuple[Forest, NDArray[np.int
         labels = _segments(example["labels"], "labels", name)
     elif masks := [column for column in MASK_COLUMNS if example.get(column) is not None]:
         raise ValueError(
-            f"{name} has {masks[0]} and no labels, so that all tokens would be learned; give labels in the layout of "
-            "input_ids, -100 for tokens that are not learned"
+            f"{name} has {masks[0]} and no labels; give labels in the layout of input_ids, -100 for ignored tokens"
         )
     if [len(own) for own in labels] != [len(own) for own in tokens]:
         raise ValueError(f"labels of {name} must have the layout of its input_ids, one per token of each segment")
