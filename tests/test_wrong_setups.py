@@ -33,6 +33,7 @@ from flashmask_hf.collators import (
     DataCollatorForSharedQuestion,
     pack_dataset,
 )
+from flashmask_hf.hf.checks import CHECKS
 from flashmask_hf.trainers import (
     MultiAnswerRewardConfig,
     MultiAnswerRewardTrainer,
@@ -754,10 +755,24 @@ def test_evaluate_takes_raw_rows(task):
     assert build(task).evaluate(raw)["eval_loss"] == pytest.approx(expected, rel=1e-4)
 
 
+def documented():
+    """Return the tests that docs/wrong_setups.md names, by set-up."""
+    root = Path(__file__).parents[1]
+    page = re.sub(r"\n  (?=\S)", " ", (root / "docs" / "wrong_setups.md").read_text())
+    lines = re.findall(r"^- \*\*(.+?)\*\*(.*)$", page, re.MULTILINE)
+    assert len(lines) == page.count("\n- ")
+    return {name: re.findall(r"`([\w/]+\.py)::(\w+)`", rest) for name, rest in lines}
+
+
 def test_the_documented_tests_exist():
-    """docs/wrong_setups.md names a test for every set-up."""
-    root = Path(__file__).parent
-    rows = re.findall(r"^\|.*`([\w/]+\.py)::(\w+)` \|$", (root.parent / "docs" / "wrong_setups.md").read_text(), re.M)
-    assert len(rows) >= 40
-    for file, name in rows:
-        assert f"\ndef {name}(" in (root / file).read_text(), f"{file}::{name}"
+    """docs/wrong_setups.md names tests for every set-up."""
+    setups = documented()
+    assert len(setups) >= 40
+    for setup, tests in setups.items():
+        assert tests, setup
+        for file, name in tests:
+            assert f"\ndef {name}(" in (Path(__file__).parent / file).read_text(), f"{file}::{name}"
+
+
+def test_every_check_is_documented():
+    assert {check.name for check in CHECKS} <= documented().keys()
