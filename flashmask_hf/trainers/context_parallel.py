@@ -143,7 +143,7 @@ class ContextParallelMixin:
     def _gather_shared_rows(self) -> None:
         """Make accelerate's gathers in evaluations keep every shard of a row, and each whole row once.
 
-        accelerate cuts the last batch to the number of its examples, as if each rank had other rows. So it would cut
+        accelerate cuts the last batch to the number of its examples, as if each rank had other rows: it would cut
         shards from a metric, and count rows of other batches twice.
         """
         state, gather = self.accelerator.gradient_state, self.accelerator.gather_for_metrics

@@ -37,11 +37,10 @@ class SharedPromptGRPOTrainer(SharedPrompts, GRPOTrainer):
     > Regrouping
 
     TRL shuffles the rows of a generation batch over its micro-batches, which separates completions of the same prompt.
-    They are regrouped within each optimizer step. They are not regrouped if the loss is normalised per micro-batch:
-    `loss_type="bnpo"`, `top_entropy_quantile`, `entropy_coef`, the auxiliary loss of a mixture of experts. Metrics
-    averaged over micro-batches may therefore weight tokens differently than in TRL. Most is shared with
-    `per_device_train_batch_size` a multiple of `num_generations`, and `gradient_accumulation_steps` a multiple of
-    `steps_per_generation`; other settings warn.
+    They are regrouped within each optimizer step, unless the loss is normalised per micro-batch: `loss_type="bnpo"`,
+    `top_entropy_quantile`, `entropy_coef`, the auxiliary loss of a mixture of experts. Metrics averaged over
+    micro-batches may therefore weight tokens differently than in TRL. Most is shared with `per_device_train_batch_size`
+    a multiple of `num_generations`, and `gradient_accumulation_steps` of `steps_per_generation`; other settings warn.
 
     > Logs
 

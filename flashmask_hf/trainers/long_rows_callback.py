@@ -39,11 +39,11 @@ class LongRows(TrainerCallback):
 
     MLPs and norms run in tiles of tokens (`tile_tokens`). Checkpointed layers keep attention's results
     (`keep_attention`) if these fit on GPU and host together. Checkpoints that do not fit on the GPU go to pinned host
-    memory (`offload_checkpoints`). The inputs of adapters stay in 16 bits under autocast, which would cast a float32
-    copy back to the same values. Losses and gradients stay the same, except for the rounding of sums over tiles.
+    memory (`offload_checkpoints`). Inputs of adapters stay in 16 bits under autocast. Losses and gradients stay the
+    same, except for the rounding of sums over tiles.
 
-    Options set to None follow from two steps on invented rows of 16,384 and 32,768 tokens: a step's memory is linear in
-    its tokens. These steps leave no trace in gradients, random numbers or metrics. The choice is printed.
+    Options set to None follow from two steps on invented rows of 16,384 and 32,768 tokens, which leave no trace in
+    gradients, random numbers or metrics: a step's memory is linear in its tokens. The choice is printed.
 
     Args:
         trainer: a `PackedSFTTrainer` that packs its rows itself.

@@ -44,28 +44,25 @@ class PackedSFTTrainer(ResumeMixin, EvenBatchesMixin, ContextParallelMixin, SFTT
 
     > Rows
 
-    TRL tokenizes the datasets, applies chat templates and builds labels. `pack_dataset` then packs the examples into
-    rows of at most `args.max_length` tokens. A dataset with a `seq_lengths` column is already packed and keeps its
-    rows. With `args.packing` or `args.padding_free`, TRL packs and collates the rows instead.
-
-    Each rank reads its own shards of a stream if the shards divide evenly, otherwise every n-th row. A training epoch
-    ends with the rank that has the fewest rows. With accelerate's context parallelism (`cp_size`, which needs FSDP2),
-    each row is split over ranks (`flashmask_hf.parallel`) and padded to a multiple of 128 * cp_size, unless the
-    collator sets another multiple.
+    TRL tokenizes the datasets, applies chat templates and builds labels. `pack_dataset` packs the examples into rows of
+    at most `args.max_length` tokens; a dataset with a `seq_lengths` column keeps its rows. With `args.packing` or
+    `args.padding_free`, TRL packs instead. Each rank reads its own shards of a stream if they divide evenly, otherwise
+    every n-th row; an epoch ends with the rank that has the fewest rows. accelerate's context parallelism (`cp_size`,
+    with FSDP2) splits each row over ranks (`flashmask_hf.parallel`), by default padded to a multiple of 128 * cp_size.
 
     > Attention
 
     A model loaded by name gets "flashmask", unless `args.model_init_kwargs` names another attention. A model object
-    keeps the attention it was loaded with, and logs a warning if this attention skips no hidden tiles. Implementations
-    of transformers find the documents in the position ids. The first step raises if a layer does not receive the mask,
-    or if the model does not pass position ids on. A mixture of experts leaves padding out of its auxiliary loss.
+    keeps its own, and logs a warning if it skips no hidden tiles. Implementations of transformers find documents in the
+    position ids. The first step raises if a layer does not receive the mask or the position ids. A mixture of experts
+    leaves padding out of its auxiliary loss.
 
     > Logs
 
     - `num_tokens`, `tokens_per_second`: of all ranks, without padding.
-    - `keys_per_token`: mean number of keys in a token's document that it may attend to, before any sliding window.
-    - `mask_sparsity`: fraction of skipped tiles of the score matrix, in one batch of this rank, at logging steps and in
-      evaluation. It grows with the batch size. It is 0 with another attention, and if rows hide no whole tile.
+    - `keys_per_token`: mean number of keys that a token may attend to in its document, before any sliding window.
+    - `mask_sparsity`: fraction of skipped tiles in one batch of this rank, at logging steps and in evaluation. It grows
+      with the batch size. It is 0 with another attention, and if rows hide no whole tile.
     - `eval_loss`, `eval_entropy`, `eval_mean_token_accuracy`: exact means over the learned tokens of all ranks.
 
     Args:
