@@ -82,7 +82,7 @@ def flashmask_attention(
     Returns:
         out [B, Hq, Sq, Dv] in q's dtype; with `return_lse` also lse [B, Hq, Sq] float32 (float64 for float64 q), the
         natural log, the sink included. A row that sees nothing has out 0, lse -inf (or the sink's logit) and zero
-        gradients if the gradients of its results are finite (with "torch" and "reference": always).
+        gradients, whatever comes from upstream (on a GPU with sinks: if that is finite).
 
     Raises:
         TypeError: an argument has the wrong type or dtype.

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tools.support import (
+    BLIND_ROWS,
     EACH_FAMILY,
     EACH_HEADS,
     FAMILIES,
@@ -22,6 +23,7 @@ from tools.support import (
     check,
     check_low_scores,
     check_lse_of_rows_that_see_nothing,
+    check_upstream_of_blind_rows,
     covering,
     lanes,
     run,
@@ -173,30 +175,25 @@ def _upstream(out: torch.Tensor, lse: torch.Tensor, blind: torch.Tensor, of_blin
     return [dout.masked_fill(blind[:, None], of_blind), dlse.masked_fill(blind, 0.0)]
 
 
-@pytest.mark.parametrize("with_sinks", [False, True])
-@pytest.mark.parametrize("softcap", [None, 2.0])
-@pytest.mark.parametrize("impl", ["torch", "reference"])
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # of the interpreter
+@pytest.mark.parametrize(
+    ("lane", "family", "softcap"),
+    covering(2, lanes((torch.float32,), (torch.float32,), (torch.bfloat16,)), BLIND_ROWS, [None, 2.0]),
+)
 def test_any_upstream_gradient_of_rows_that_see_nothing_gives_zeros(
-    impl: str, softcap: float | None, with_sinks: bool
+    lane: Lane, family: str, softcap: float | None
 ) -> None:
+    mask = BLIND_ROWS[family]()
+    check_upstream_of_blind_rows(lane, mask, 1, 2, 1, 200, mask.kv_len, 16, softcap=softcap)
+
+
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize("impl", ["torch", "reference"])
+def test_any_upstream_gradient_of_rows_that_see_a_sink_alone_gives_zeros(impl: str, with_sinks: bool) -> None:
     """On a GPU it must be finite (docs/limits.md)."""
-    q, k, v = attention_inputs(Lane(impl, "cpu", torch.float32), 1, HEADS, KV_HEADS, 200, 200, 16)
-    mask = FlashMask(torch.tensor([120, 200, 40, 41], dtype=torch.int32).expand(1, 1, 200, 4), causal=False)
-    blind = ~mask.to_dense()[0, 0].any(-1)
-    assert blind[40]
-    assert int(blind.sum()) == 81
-    inputs = [q, k, v]
-    if with_sinks:
-        inputs.append(torch.linspace(-2, 3, HEADS, requires_grad=True))
-    results = flashmask_attention(
-        q, k, v, mask, impl=impl, softcap=softcap, sinks=inputs[3] if with_sinks else None, return_lse=True
-    )
-    expected = torch.autograd.grad(results, inputs, _upstream(*results, blind, 0.0), retain_graph=True)
-    assert (expected[0][:, :, blind] == 0).all()
-    for value in (float("nan"), float("inf")):
-        found = torch.autograd.grad(results, inputs, _upstream(*results, blind, value), retain_graph=True)
-        for one, other in zip(found, expected, strict=True):
-            assert torch.equal(one, other), value
+    sinks = torch.linspace(-2, 3, HEADS, requires_grad=True) if with_sinks else None
+    lane, mask = Lane(impl, "cpu", torch.float32), BLIND_ROWS["two intervals"]()
+    check_upstream_of_blind_rows(lane, mask, 1, HEADS, KV_HEADS, 200, 200, 16, sinks=sinks, softcap=2.0)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # of the interpreter

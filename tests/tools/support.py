@@ -220,6 +220,51 @@ def check_lse_of_rows_that_see_nothing(lane: Lane, inputs: tuple[Tensor, Tensor,
             assert torch.equal(actual, expected)
 
 
+def check_upstream_of_blind_rows(lane: Lane, mask: FlashMask, *shape: int, **options: Any) -> None:
+    """Assert that rows that see nothing get zero gradients and change no other, even if NaN or inf comes from upstream.
+
+    Args:
+        lane: implementation, device and dtype.
+        mask: hides some rows from all keys.
+        shape: as `attention_inputs` takes it.
+        options: of `flashmask_attention`.
+    """
+    leaves = [*attention_inputs(lane, *shape), *([options["sinks"]] if options.get("sinks") is not None else [])]
+    results = flashmask_attention(*leaves[:3], mask.to(lane.device), impl=lane.impl, return_lse=True, **options)
+    blind = ~mask.to_dense(shape[3]).any(-1).to(lane.device)
+    blind = blind.repeat_interleave(shape[1] // blind.shape[1], 1).expand(shape[0], -1, -1)
+    assert blind.any()
+    assert not blind.all()
+    generator = torch.Generator().manual_seed(1)
+    upstream = [torch.randn(x.shape, generator=generator).to(x.device, x.dtype) for x in results]
+    if len(leaves) > 3:  # the gradient of lse is the sinks' own
+        upstream[1] = upstream[1].masked_fill(blind, 0.0)
+
+    def gradients(of_blind: float) -> tuple[Tensor, ...]:
+        dlse = upstream[1] if len(leaves) > 3 else upstream[1].masked_fill(blind, of_blind)
+        given = upstream[0].masked_fill(blind.unsqueeze(-1), of_blind), dlse
+        return torch.autograd.grad(results, leaves, given, retain_graph=True)
+
+    expected = gradients(0.0)
+    assert (expected[0][blind] == 0).all()
+    for value in (float("nan"), float("inf")):
+        for found, right in zip(gradients(value), expected, strict=True):
+            assert torch.equal(found, right), value
+
+
+BLIND_ROWS: dict[str, Callable[[], FlashMask]] = {
+    "causal": lambda: masks.causal(130, q_len=200),
+    "causal band": lambda: FlashMask(torch.tensor([50, 83], dtype=torch.int32).expand(1, 1, 200, 2), causal=True),
+    "padding": lambda: masks.padding([130], kv_len=200),
+    "two intervals": lambda: FlashMask(
+        torch.tensor([120, 200, 40, 41], dtype=torch.int32).expand(1, 1, 200, 4), causal=False
+    ),
+    "qk_sparse": lambda: masks.qk_sparse(_random_bits(1, 2, 200), _random_bits(1, 2, 200)),
+    "hash_sparse": lambda: masks.hash_sparse(_buckets(1, 1, 200), _buckets(1, 1, 200) // 2),
+}
+"""Masks of 200 query rows for two heads, in every form of the mask indices; some rows see nothing."""
+
+
 def check_low_scores(lane: Lane, mask: FlashMask, q_len: int, dim: int) -> None:
     """Assert that a row of very low scores is not taken for one that sees nothing.
 

@@ -1,4 +1,4 @@
-"""The backward on Hopper (sm_90a): its tiles and its launches (device code: `backward_kernel`)."""
+"""The backward on Hopper (sm_90a): tiles and launches. `backward_kernel` has the device code."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["prepare_backward"]
 
 
 class Tiles(NamedTuple):
-    """Sizes of tiles and their stages in shared memory, constants of `Form`."""
+    """Tile sizes and stages, constants of `Form`."""
 
     BLOCK_M: int
     KEY_PARTS: int
@@ -43,7 +43,7 @@ _TILES = {
     Widths(128, 64): Tiles(32, 2, 1, 1, 2, 4, 2),
     Widths(256): Tiles(64, 1, 1, 1, 1, 3, 1),
 }
-"""Tiles by the columns of queries, keys and values."""
+"""Tiles by widths."""
 
 
 def prepare_backward(
@@ -54,15 +54,15 @@ def prepare_backward(
     Args:
         problem: layouts and settings of the call.
         dout: layout of the output's gradient, [B, Hq, Sq, Dv].
-        output: layout of the output and whether lse has a gradient, or None if `delta` is a tensor.
+        output: inputs of delta, or None for calls with delta as a tensor.
         deterministic: whether to add to dQ in a fixed order, so that repeated runs agree to the bit.
-        ordered: whether rows of the gradients are put in orders.
+        ordered: whether to reorder the rows of the gradients.
 
     Returns:
         (dout, q, k, v, lse, delta, indices, plan, orders) -> (dq, dk, dv, delta), without `orders` unless `ordered`.
-        `lse` is float32 [B, Hq, Sq] of the forward. `orders`, int32 [B, Hq, Sq] and [B, Hkv, Skv], permutations of
-        every head's rows, say where each row of dq, and of dk and dv, is put. Gradients are laid out like
-        `torch.empty_like` of q, k and v, and as [B, S, H, D] if `ordered`.
+        `lse` is float32 [B, Hq, Sq] of the forward. `orders`, int32 [B, Hq, Sq] and [B, Hkv, Skv], permute every head's
+        rows: the target of each row of dq, and of dk and dv. Gradients are laid out like `torch.empty_like` of q, k and
+        v, and as [B, S, H, D] if `ordered`.
     """
     given = problem.q, problem.k, problem.v
     dout_given = dout
@@ -76,16 +76,16 @@ def prepare_backward(
     kv_heads, kv_len = k.shape[1:3]
     device = q.device
     tiles = _TILES[widths]
-    if deterministic:  # one warp adds while the other waits until its sums are in memory
+    if deterministic:  # one warp adds while the other waits for its sums
         tiles = tiles._replace(STORE_WARPS=2)
     block_m, block_n = tiles.BLOCK_M, tiles.KEY_PARTS * 64
     dq_columns = -(-head_dim // 64) * 64
-    dq_rows = min(64, block_m)  # of a piece of dQ, which has 64 columns
+    dq_rows = min(64, block_m)  # rows per piece of dQ
     pieces = dq_columns // 64 * (block_m // dq_rows)
     padded_len = -(-q_len // ROWS) * ROWS
     n_row_tiles = padded_len // block_m
     n_columns = count_key_tiles(kv_len, block_n)
-    if deterministic:  # the order has segments of its own, which are finer than the plan's
+    if deterministic:  # the order has finer segments than the plan
         segment_rows, subtiles = block_m, plan_columns(kv_len) // COLUMNS
         n_kv = n_columns // subtiles
     else:
@@ -102,7 +102,7 @@ def prepare_backward(
         gradients = [packed_layout(*x.shape, dtype=x.dtype, device=device, order=(0, 2, 1, 3)) for x in given]
         promised = gradients
     else:
-        promised = [layout_like(x) for x in given]  # as the operator's fake implementation tells compilers
+        promised = [layout_like(x) for x in given]  # by the operator's fake implementation
         gradients = [describable_layout(x) for x in promised]
     new_dq, new_dk, new_dv = (x.allocator() for x in gradients)
     new_promised = [x.allocator() for x in promised]
@@ -160,14 +160,14 @@ def prepare_backward(
             out, dlse = delta
             dlse = None if dlse is None else dlse.contiguous()
             delta = new_delta()
-            make_delta(dout, out, dlse, delta, None if dlse is None else lse, None, accum, counter)
+            make_delta(dout, out, dlse, delta, None if dlse is None else lse, None, accum, counter, None)
         else:
             delta = delta.contiguous()
             accum.zero_()
             if counter is not None:
                 counter.zero_()
         indices = indices.contiguous()
-        # Without an order, the tensors behind the segments are not read.
+        # Without an order, the kernel ignores the other four.
         segments_and_order = (plan.segments,) * 5 if make_dq_order is None else make_dq_order(indices)
         work_order = None if make_work_order is None else make_work_order(plan.segments)
         scattered = (dk, dv) if ordered else (None, None)

@@ -1,17 +1,17 @@
 """Device code of the Hopper backward: one persistent, warp-specialized kernel over key tiles (FlashMask, algorithm 2).
 
-A program stays on a multiprocessor and takes one tile of keys of one key-value head after the other from a counter
-(persistent tile scheduler), in the order of `work_order` or `dq_order`. It keeps the keys and values in shared
-memory and walks the tiles of query rows that see them, of all query heads that share the head. Scores are made
-transposed, [keys, rows], so that softmax weights and their gradients stay in registers as operands for dV and dK. Every
-warp has one role, and the roles meet at barriers. Tiles have 128 keys, and the roles are these, where heads have up to
-128 columns, or keys 192 and values 128; `backward_wide` has those of wider ones, which take 64 keys:
+A program stays on a multiprocessor and takes key tiles from a counter (persistent tile scheduler), in the order of
+`work_order` or `dq_order`. It keeps a tile's keys and values in shared memory and walks the row tiles that see them, of
+all query heads that share the key-value head. Scores are transposed, [keys, rows], so that softmax weights and their
+gradients stay in registers as operands for dV and dK. Every warp has one role, and roles meet at barriers. These are
+the roles for head dims up to 128, or 192 with values of 128, with tiles of 128 keys; `backward_wide` has the roles for
+wider heads, with tiles of 64 keys:
 
     producer               dK, dV (2 warpgroups,            dQ (1 warpgroup)         store (1 or 2 warps)
     (1 warp)               64 keys each)
 
-    take a tile of keys
-    for each tile of rows:
+    take a key tile
+    for each row tile:
     TMA load K (first) -.
     TMA load Q ---------'- q_full --> S' = K Q'
       log-sum-exp, delta, slots       P' = exp2(S' - lse), 0 where hidden
@@ -25,19 +25,20 @@ warp has one role, and the roles meet at barriers. Tiles have 128 keys, and the 
                                                             dQ in shared memory --- dq_full -> TMA add to dq_accum
                                                                       <------------ dq_free -- (TMA has read it)
     <--- ROWS_FREE ------------------ (dK, dV complete) -- (dS is there) ---------- (slots are read)
-    after the last tile of rows, the epilogue:
+    after the last row tile, the epilogue:
                            dK, dV in the shared memory of K, V -------------------- dkv_full -> TMA store dK, dV
     <--- keys_free -------------------------------------------------------------------------- (TMA has read them)
 
-    ROWS_FREE is a named barrier, the others are mbarriers. Tiles of rows with their log-sum-exp, delta and slots, and
-    dS have two stages, keys and values KEY_STAGES and VALUE_STAGES. If there is room for two of keys and one of values,
-    the store warps load the values, once the gradients before have left their place.
+    ROWS_FREE is a named barrier, the others are mbarriers. Row tiles, with log-sum-exp, delta and slots, and dS have
+    two stages; keys and values have KEY_STAGES and VALUE_STAGES. With fewer stages of values, the store warps load the
+    values after the last gradients have left their place.
 
-Each tile of keys adds its share of dQ to global memory, which bounds the kernel if there are many columns and few keys.
-So keys of 192 columns have tiles of 128 keys, too, and there are registers for 32 rows only. A product has at least 64
-rows; dQ of 32 is made transposed.
+If rows of a tile see nothing, the dQ warpgroup clears their dO first (`clear_blind_rows`).
 
-A kernel of its own, `scale_dq_kernel`, turns the float32 sums `dq_accum` into dQ.
+Adding dQ to global memory bounds the kernel if tiles have many dims and few keys. So head dim 192 has tiles of 128
+keys, too, which leaves registers for 32 rows. A product has at least 64 rows, so dQ of 32 rows is computed transposed.
+
+`scale_dq_kernel` turns the float32 sums `dq_accum` into dQ.
 """
 
 
@@ -56,8 +57,12 @@ from flashmask_hf.kernels.hopper.backward_roles import (
     Scalars,
     Slot,
     Tensors,
+    await_cleared_rows,
+    await_rows,
+    clear_blind_rows,
     downcast,
     produce,
+    read_row_slot,
     release_rows,
     scatter_rows,
     softmax_weights,
@@ -76,7 +81,7 @@ from flashmask_hf.kernels.hopper.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from flashmask_hf.kernels.hopper.pipeline import issue_dots, piece_count, read_slot
+from flashmask_hf.kernels.hopper.pipeline import free_phase, full_phase, issue_dots, piece_count
 
 __all__ = ["Form", "backward_kernel", "scale_dq_kernel"]
 
@@ -88,8 +93,8 @@ class Shared(NamedTuple):
     do: Any  # [DO_STAGES, 1, 1, BLOCK_M, BLOCK_V]
     k: Any  # [KEY_STAGES * KEY_PARTS, 1, 1, 64, BLOCK_D]
     v: Any  # [VALUE_STAGES * KEY_PARTS, 1, 1, 64, BLOCK_V]
-    ds: Any  # [2 * KEY_PARTS, 64, BLOCK_M]: two stages, transposed; in the wide form weights stay here before
-    dq: Any  # float32 [DQ_STAGES, 128, 32]: pieces of tiles
+    ds: Any  # [2 * KEY_PARTS, 64, BLOCK_M]: two stages, transposed; in the wide form, weights come first
+    dq: Any  # float32 [DQ_STAGES, 2 * DQ_ROWS, 32]: pieces
     lse: Any  # float32 [2, BLOCK_M], in units of log2
     delta: Any  # float32 [2, BLOCK_M]
     slots: Any  # int32 [2 * Slot.COUNT, 1]
@@ -99,13 +104,13 @@ class Barriers(NamedTuple):
     """mbarriers."""
 
     keys_free: Any  # by stage
-    dkv_full: Any  # by stage of the values and store warp
+    dkv_full: Any  # by stage of values and store warp
     q_full: Any  # by stage
     do_full: Any  # by stage
     ds_full: Any  # by stage
     ds_free: Any  # by stage
-    dq_full: Any  # by number of the piece modulo 2 * DQ_STAGES, since store warps may alternate
-    dq_free: Any  # by number of the piece modulo DQ_STAGES
+    dq_full: Any  # by piece modulo 2 * DQ_STAGES, since store warps may alternate
+    dq_free: Any  # by piece modulo DQ_STAGES
     weights_full: Any  # by stage, in the wide form
 
 
@@ -114,9 +119,9 @@ def _epilogue(
     dk, dk_tail, dv, k_tile, v_tile, full, step, row_tiles, kv_plane, column, args, FORM: gl.constexpr,
     DTYPE: gl.constexpr,
 ):  # fmt: skip
-    """Put dK and dV of a warpgroup's 64 keys where the keys and the values were, and tell the store warp.
+    """Put dK and dV of a warpgroup's 64 keys in the place of the keys and values, and signal the store warp.
 
-    SCATTER stores them from there, too, each row where `k_order` says.
+    With SCATTER, store them from there to the rows that `k_order` names.
     """
     tensors, scalars, _shared, barriers = args
     BLOCK_D: gl.constexpr = FORM.BLOCK_D
@@ -133,7 +138,7 @@ def _epilogue(
     tile.store(downcast(dv, DTYPE))
     if FORM.SCATTER:
         scatter_rows(tile, tensors.dv_rows, FORM.V_HEAD_DIM, kv_plane, column, args, BLOCK_V)
-    mbarrier.wait(barriers.ds_free.index(step & 1), (step // 2) & 1)  # the last dQ has read the keys
+    mbarrier.wait(barriers.ds_free.index(step & 1), full_phase(step, 2))  # the last dQ has read the keys
     tile = k_tile.reshape([64, BLOCK_D])
     tile.slice(0, BLOCK_V, dim=1).store(downcast(dk * scalars.scale, DTYPE))
     if TAIL > 0:
@@ -149,9 +154,8 @@ def _epilogue(
 def _accumulate_dkv(WARPGROUP: gl.constexpr, args, FORM: gl.constexpr):
     """Consumer warpgroup 0 or 1: dK and dV of 64 keys of every tile.
 
-    While one warpgroup computes, the tensor cores work for the others. SCORES_AHEAD makes the scores of the next tile
-    of rows beside dK, which then reads the scores' gradients where they are stored for dQ. Without it dK reads them
-    from registers while they are stored, and the scores follow.
+    While one warpgroup computes, the tensor cores work for the others. With SCORES_AHEAD, the next row tile's scores
+    run beside dK, which reads dS from shared memory. Without it, dK reads dS from registers, and the scores follow.
     """
     _tensors, _scalars, shared, barriers = args
     SCORES_AHEAD: gl.constexpr = FORM.SCORES_AHEAD
@@ -171,8 +175,7 @@ def _accumulate_dkv(WARPGROUP: gl.constexpr, args, FORM: gl.constexpr):
     no_scores = gl.zeros([64, BLOCK_M], gl.float32, S)
     step = 0
     item = 0
-    mbarrier.wait(barriers.q_full.index(0), 0)
-    row_tiles = read_slot(shared.slots, Slot.ROW_TILES)
+    row_tiles = await_rows(step, args)
     if SCORES_AHEAD:
         keys = shared.k.index(WARPGROUP).reshape([64, BLOCK_D])
         queries = shared.q.index(0).reshape([BLOCK_M, BLOCK_D])
@@ -181,11 +184,11 @@ def _accumulate_dkv(WARPGROUP: gl.constexpr, args, FORM: gl.constexpr):
     while row_tiles >= 0:
         k_index = item % FORM.KEY_STAGES * 2 + WARPGROUP
         v_stage = item % VALUE_STAGES
-        column = read_slot(shared.slots, (step & 1) * Slot.COUNT + Slot.KEY_TILE) * 128 + WARPGROUP * 64
-        kv_plane = read_slot(shared.slots, (step & 1) * Slot.COUNT + Slot.KV_PLANE)
+        column = read_row_slot(step, Slot.KEY_TILE, args) * 128 + WARPGROUP * 64
+        kv_plane = read_row_slot(step, Slot.KV_PLANE, args)
         dk = gl.zeros([64, BLOCK_V], gl.float32, KV)
         dv = gl.zeros([64, BLOCK_V], gl.float32, KV)
-        dk_tail = dk  # not used without a tail
+        dk_tail = dk  # unused without a tail
         if TAIL > 0:
             dk_tail = gl.zeros([64, TAIL], gl.float32, KEYS_TAIL)
         for i in range(gl.maximum(row_tiles, 1)):
@@ -196,11 +199,12 @@ def _accumulate_dkv(WARPGROUP: gl.constexpr, args, FORM: gl.constexpr):
             dout = shared.do.index(stage).reshape([BLOCK_M, BLOCK_V])
             if not SCORES_AHEAD:
                 keys = shared.k.index(k_index + zero).reshape([64, BLOCK_D])
-                mbarrier.wait(barriers.q_full.index(stage), (step // 2) & 1)
+                mbarrier.wait(barriers.q_full.index(stage), full_phase(step, 2))
                 scores = issue_dots(keys, queries, no_scores, FORM.DEPTH)
                 weights, slopes = softmax_weights(scores, stage, args, WARPGROUP, FORM, S, DTYPE)
-            mbarrier.wait(barriers.do_full.index(stage), (step // 2) & 1)
-            if CAP:  # there are no registers for both products
+            mbarrier.wait(barriers.do_full.index(stage), full_phase(step, 2))
+            await_cleared_rows(step, args)
+            if CAP:  # registers do not suffice for both products
                 dv = warpgroup_mma(gl.convert_layout(weights, OPERAND), dout, dv, is_async=True)
                 dv = warpgroup_mma_wait(0, deps=[dv])
             dweights = issue_dots(values, dout, no_scores, FORM.V_DEPTH)
@@ -215,7 +219,7 @@ def _accumulate_dkv(WARPGROUP: gl.constexpr, args, FORM: gl.constexpr):
                 if TAIL > 0:
                     columns = queries.slice(BLOCK_V, TAIL, dim=1)
                     dk_tail = warpgroup_mma(gl.convert_layout(dscores, TAIL_OPERAND), columns, dk_tail, is_async=True)
-            mbarrier.wait(barriers.ds_free.index(stage), ((step // 2) & 1) ^ 1)
+            mbarrier.wait(barriers.ds_free.index(stage), free_phase(step, 2))
             shared.ds.index(stage * 2 + WARPGROUP).store(dscores)
             fence_async_shared()
             group_barrier()
@@ -226,7 +230,7 @@ def _accumulate_dkv(WARPGROUP: gl.constexpr, args, FORM: gl.constexpr):
                 next_index = gl.where(i + 1 < row_tiles, k_index, k_index ^ 2)
                 keys = shared.k.index(next_index + zero).reshape([64, BLOCK_D])
                 queries = shared.q.index(stage ^ 1).reshape([BLOCK_M, BLOCK_D])
-                mbarrier.wait(barriers.q_full.index(stage ^ 1), (step // 2) & 1)
+                mbarrier.wait(barriers.q_full.index(stage ^ 1), full_phase(step, 2))
                 scores = issue_dots(keys, queries, no_scores, FORM.DEPTH)
             if TAIL > 0:
                 dk, dk_tail, dv = warpgroup_mma_wait(0, deps=[dk, dk_tail, dv])
@@ -242,13 +246,13 @@ def _accumulate_dkv(WARPGROUP: gl.constexpr, args, FORM: gl.constexpr):
         )  # fmt: skip
         item += 1
         if not SCORES_AHEAD:
-            mbarrier.wait(barriers.q_full.index(step & 1), (step // 2) & 1)
-        row_tiles = read_slot(shared.slots, (step & 1) * Slot.COUNT + Slot.ROW_TILES)
+            mbarrier.wait(barriers.q_full.index(step & 1), full_phase(step, 2))
+        row_tiles = read_row_slot(step, Slot.ROW_TILES, args)
 
 
 @gluon.jit
 def _accumulate_dq(args, FORM: gl.constexpr):
-    """Third warpgroup: the share of dQ of every tile of rows, in pieces of its rows or of its columns."""
+    """Third warpgroup: each row tile's share of dQ, in pieces of its rows or dims."""
     _tensors, _scalars, shared, barriers = args
     BLOCK_D: gl.constexpr = FORM.BLOCK_D
     PIECES: gl.constexpr = FORM.DQ_PIECES
@@ -258,13 +262,13 @@ def _accumulate_dq(args, FORM: gl.constexpr):
     no_dq = gl.zeros([64, DQ_ROWS], gl.float32, DQ)
     step = 0
     item = 0
-    mbarrier.wait(barriers.q_full.index(0), 0)
-    row_tiles = read_slot(shared.slots, Slot.ROW_TILES)
+    row_tiles = await_rows(step, args)
     while row_tiles >= 0:
         for _ in range(gl.maximum(row_tiles, 1)):
             stage = step & 1
-            mbarrier.wait(barriers.ds_full.index(stage), (step // 2) & 1)
-            # Earlier, the warpgroup might arrive twice before the producer has passed the barrier once.
+            clear_blind_rows(step, args, FORM)
+            mbarrier.wait(barriers.ds_full.index(stage), full_phase(step, 2))
+            # Not earlier: the warpgroup might arrive twice before the producer passes the barrier once.
             release_rows(stage, FORM)
             zero = opaque_zero()
             for piece in gl.static_range(PIECES):
@@ -277,19 +281,18 @@ def _accumulate_dq(args, FORM: gl.constexpr):
                         dscores = dscores.slice(piece * 64, 64, dim=1)
                     else:
                         keys = keys.slice(piece * 64, 64, dim=1)
-                    if DQ_ROWS == 32:  # a product has at least 64 rows, so these are its columns
+                    if DQ_ROWS == 32:  # transposed: a product has at least 64 rows
                         dq = warpgroup_mma(keys.permute((1, 0)), dscores, dq, use_acc=group > 0, is_async=True)
                     else:
                         dq = warpgroup_mma(dscores.permute((1, 0)), keys, dq, use_acc=group > 0, is_async=True)
                 dq = warpgroup_mma_wait(0, deps=[dq])
-                mbarrier.wait(barriers.dq_free.index(number % DQ_STAGES), ((number // DQ_STAGES) & 1) ^ 1)
+                mbarrier.wait(barriers.dq_free.index(number % DQ_STAGES), free_phase(number, DQ_STAGES))
                 stage_dq(dq, shared.dq.index(number % DQ_STAGES))
                 mbarrier.arrive(barriers.dq_full.index(number % (2 * DQ_STAGES)), count=1)
             mbarrier.arrive(barriers.ds_free.index(stage), count=1)
             step += 1
         item += 1
-        mbarrier.wait(barriers.q_full.index(step & 1), (step // 2) & 1)
-        row_tiles = read_slot(shared.slots, (step & 1) * Slot.COUNT + Slot.ROW_TILES)
+        row_tiles = await_rows(step, args)
 
 
 _SIZES = ["heads", "kv_heads", "kv_planes", "unsorted", "mask_batch", "mask_heads", "q_len", "kv_len", "n_kv",
@@ -352,7 +355,7 @@ def backward_kernel(
         mbarrier.init(barriers.q_full.index(i), count=1)
         mbarrier.init(barriers.ds_full.index(i), count=KEY_PARTS)
         mbarrier.init(barriers.ds_free.index(i), count=1)
-        if KEY_PARTS == 1:  # Triton reuses the memory of a barrier that nobody waits for, which PTX leaves undefined
+        if KEY_PARTS == 1:  # Triton would reuse the memory of an unused barrier, which PTX leaves undefined
             mbarrier.init(barriers.weights_full.index(i), count=1)
     fence_async_shared()
 
@@ -366,7 +369,7 @@ def backward_kernel(
     )  # fmt: skip
     args = (tensors, scalars, shared, barriers)
     if KEY_PARTS == 2:
-        # Of 512 for four warpgroups, the last of which is the single warps: as many as the second has are left.
+        # Of 512 for four warpgroups (the single warps are the last), the first one gets the rest.
         REGISTERS: gl.constexpr = [216, 48, 32, 32, 32] if BLOCK_D > 128 else [208, 64, 32, 32, 32]
         gl.warp_specialize(
             [
@@ -391,7 +394,7 @@ def backward_kernel(
                 (store_gradients, (1, args, FORM)),
             ],
             [4, 4, 1, 1, 1],
-            [192, 64, 32, 32, 32],  # 224 are left for dV, whose products the assembler would serialize with fewer
+            [192, 64, 32, 32, 32],  # leaves 224 for dV; with fewer, the assembler serializes products
         )
 
 
@@ -400,9 +403,9 @@ def scale_dq_kernel(
     dq_accum, dq, order, dq_b, dq_h, dq_s, heads, q_len, n_row_tiles, scale,
     SCATTER: tl.constexpr, BLOCK_M: tl.constexpr, PIECES: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Scale the sums, in the order of `stage_dq`, and store them to dq [B, Hq, Sq, D]: a piece of ROWS rows a program.
+    """Scale a piece of ROWS rows of the sums, in the order of `stage_dq`, and store it to dq [B, Hq, Sq, D].
 
-    A tile of rows has PIECES of them. SCATTER puts each row where `order`, int32 [B, Hq, Sq], says.
+    A row tile has PIECES pieces. SCATTER stores each row at its entry in `order`, int32 [B, Hq, Sq].
     """
     piece = tl.program_id(0) % PIECES
     row_tile = tl.program_id(0) // PIECES % n_row_tiles

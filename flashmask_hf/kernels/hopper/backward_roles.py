@@ -1,8 +1,7 @@
-"""Device code that the two forms of the Hopper backward share: the warps that load and store, and softmax weights.
+"""Device code that both forms of the Hopper backward share: the warps that load and store, and softmax weights.
 
-`backward_kernel` draws the roles of a program. The producer schedules tiles of keys and loads them with the rows that
-see them; the store warps add dQ to its sums and store dK and dV. The barriers and the shared memory that they use have
-the same names in both forms.
+`backward_kernel` draws the roles of a program. The producer schedules key tiles and loads them with the rows that see
+them. Store warps add dQ to its sums, and store dK and dV. Both forms have shared memory and barriers of the same names.
 """
 
 
@@ -32,7 +31,7 @@ from flashmask_hf.kernels.hopper.gluon import (
     wait_for_writes,
     warpgroup_mma_wait,
 )
-from flashmask_hf.kernels.hopper.pipeline import NEVER, read_slot, write_slot
+from flashmask_hf.kernels.hopper.pipeline import NEVER, free_phase, full_phase, read_slot, write_slot
 from flashmask_hf.kernels.shared.bounds import end_bound, other_end_bound, other_start_bound
 from flashmask_hf.kernels.shared.device import LOG2_E
 from flashmask_hf.tile_plan import PARTIAL_SEGMENTS, VISIBLE_SEGMENTS
@@ -43,8 +42,12 @@ __all__ = [
     "Scalars",
     "Slot",
     "Tensors",
+    "await_cleared_rows",
+    "await_rows",
+    "clear_blind_rows",
     "downcast",
     "produce",
+    "read_row_slot",
     "release_dout",
     "release_rows",
     "scatter_rows",
@@ -58,39 +61,41 @@ _VISIBLE_SEGMENTS = gl.constexpr(VISIBLE_SEGMENTS)
 _SEGMENTS = gl.constexpr(VISIBLE_SEGMENTS + PARTIAL_SEGMENTS)
 
 _SPREAD_ROWS = gl.constexpr(4096)
-"""Rows of a segment from which programs begin it in different places, so that neighbours do not meet in dQ."""
+"""Fewest rows of a segment that programs begin in different places, so that neighbours do not meet in dQ."""
 
 
 _DO_THREADS = gl.constexpr(2 * 128 + 32)
-"""Threads at DO_FREE: two warpgroups, and the producer, which waits for them."""
+"""Threads at DO_FREE: two warpgroups and the producer, which waits."""
 
 
 @device_enum
 class Slot:
-    """Numbers that describe a tile of rows and the tile of keys that it is walked for."""
+    """Numbers that describe a row tile and its key tile."""
 
     ROW = 0
     """First query row."""
     MASK = 1
-    """Index of the mask head over the batch, times 2, plus 1 if the tile is partial."""
+    """Index of the mask head over the batch, times 4; plus 2 if the tile is partial; plus 1 if a row sees nothing."""
     DQ_TILE = 2
-    """Index of the tile in `dq_accum`."""
+    """Index of the row tile in `dq_accum`."""
     KV_PLANE = 3
     """batch * kv_heads + key-value head"""
     KEY_TILE = 4
     ROW_TILES = 5
-    """Tiles of rows of the tile of keys. 0: no row sees it; one tile past the end of a head is walked. -1: the end."""
+    """Row tiles of the key tile. 0: no row sees it, and one row tile past the end of a head is walked. -1: end."""
     COUNT = 6
 
 
 @device_enum
 class NamedBarrier:
-    """Ids of hardware barriers. An arrival at an mbarrier would first cost a warpgroup a barrier of its own warps."""
+    """Ids of hardware barriers. Arriving at an mbarrier would cost a warpgroup a barrier among its own warps first."""
 
     ROWS_FREE = 8
-    """First of two, one for each stage: nobody needs a tile of rows and its slots any more."""
+    """Per stage: a row tile and its slots may be overwritten."""
     DO_FREE = 10
-    """Nobody needs the gradients of the output any more, if they have one stage."""
+    """The output's gradients may be overwritten, if they have one stage."""
+    DO_CLEARED = 11
+    """`clear_blind_rows` is done."""
 
 
 class Tensors(NamedTuple):
@@ -105,17 +110,17 @@ class Tensors(NamedTuple):
     dv: Any  # descriptor, tiles [64, BLOCK_V]
     dk_rows: Any  # `dk` as a pointer if SCATTER
     dv_rows: Any  # `dv` as a pointer if SCATTER
-    k_order: Any  # int32 [B, Hkv, Skv] if SCATTER: where each row of dk and dv is put
+    k_order: Any  # int32 [B, Hkv, Skv] if SCATTER: target of each row of dk and dv
     lse: Any  # float32 [B, Hq, Sq]
     delta: Any  # float32 [B, Hq, Sq]
     indices: Any  # int32 [mask batch, mask heads, Skv, N]
-    segments: Any  # int32 [mask batch, mask heads, n_kv, segments, 2], of the plan or, if DQ_ORDER, of `DqOrder`
-    dq_ranks: Any  # these four only if DQ_ORDER, see `dq_order.DqOrder`
+    segments: Any  # int32 [mask batch, mask heads, n_kv, segments, 2], of the plan, or of `DqOrder` if DQ_ORDER
+    dq_ranks: Any  # this and the next three only if DQ_ORDER, see `dq_order.DqOrder`
     dq_semaphores: Any
     key_tile_order: Any
     schedule: Any
-    work_order: Any  # int32 if PERSISTENT and not DQ_ORDER, see `work_order`
-    counter: Any  # int32 [1] if PERSISTENT: tiles of keys taken
+    work_order: Any  # int32 if PERSISTENT without DQ_ORDER, see `work_order`
+    counter: Any  # int32 [1] if PERSISTENT: key tiles taken
 
 
 class Scalars(NamedTuple):
@@ -129,9 +134,9 @@ class Scalars(NamedTuple):
     mask_heads: Any
     q_len: Any
     kv_len: Any
-    n_kv: Any  # tiles of keys of a head in `segments`
-    n_columns: Any  # tiles of keys of a head
-    padded_len: Any  # rows of a head in `dq_accum`
+    n_kv: Any  # key tiles per head in `segments`
+    n_columns: Any  # key tiles per head
+    padded_len: Any  # rows per head in `dq_accum`
     scale: Any
     factor: Any
     cap_factor: Any
@@ -144,74 +149,118 @@ class Form(NamedTuple):
     N: int
     CAP: bool
     SCATTER: bool
-    """Whether rows of dK and dV are put where `k_order` says."""
+    """Whether `k_order` reorders the rows of dK and dV."""
     DQ_ORDER: bool
-    """Whether tiles of keys add to dQ in a fixed order, which takes two store warps."""
+    """Whether key tiles add to dQ in a fixed order; needs two store warps."""
     UPWARD: bool
-    """Whether the schedule of that order may be that tiles of keys walk their rows upwards."""
+    """Whether that order may walk rows upwards."""
     PERSISTENT: bool
-    """Whether there are more tiles of keys than programs."""
+    """Whether there are more key tiles than programs."""
     BLOCK_M: int
-    """Query rows of a tile."""
+    """Query rows per tile."""
     BLOCK_D: int
-    """Columns of a tile of queries or keys, of which those past HEAD_DIM are 0."""
+    """Width of query and key tiles, 0 from HEAD_DIM on."""
     BLOCK_V: int
-    """Columns of a tile of values, of which those past V_HEAD_DIM are 0."""
+    """Width of value tiles, 0 from V_HEAD_DIM on."""
     TAIL: int
-    """Columns of queries and keys past the first BLOCK_V that may not be 0, if a tile of them is wider."""
+    """Dims of queries and keys behind the first BLOCK_V that may not be 0, if their tiles are wider."""
     DQ_PIECES: int
-    """Pieces of 64 columns of a tile of dQ."""
+    """Pieces of 64 dims per tile of dQ."""
     DQ_ROWS: int
-    """Query rows of a piece: 64, or 32 if a tile has no more. Then the piece is made transposed, [64, 32]."""
+    """Query rows per piece: 64, or 32 if a tile has 32; such pieces are computed transposed, [64, 32]."""
     HEAD_DIM: int
-    """Columns of queries and keys."""
+    """Head dim of queries and keys."""
     V_HEAD_DIM: int
-    """Columns of values."""
+    """Head dim of values."""
     DEPTH: int
-    """Columns of queries and keys that scores are summed over; the others are 0."""
+    """Dims that scores are summed over; the others are 0."""
     V_DEPTH: int
-    """Columns of values that gradients of weights are summed over."""
+    """Dims that gradients of weights are summed over."""
     KEY_PARTS: int
-    """Tiles of 64 keys that a program takes together."""
+    """Parts of 64 keys per key tile."""
     SEGMENT_ROWS: int
-    """Query rows of a tile in `segments`."""
+    """Query rows per row tile of `segments`."""
     SUBTILES: int
-    """Tiles of keys in one of `segments`."""
+    """Key tiles per key tile of `segments`."""
     KEY_STAGES: int
-    """Stages of keys."""
     VALUE_STAGES: int
-    """Stages of values, as many as of keys or one."""
+    """KEY_STAGES or 1."""
     DO_STAGES: int
-    """Stages of the output's gradients."""
     DQ_STAGES: int
-    """Pieces of dQ in shared memory."""
+    """Stages of dQ pieces."""
     STORE_WARPS: int
-    """Warps that store gradients."""
     SCORES_AHEAD: bool
-    """Whether `backward_kernel` makes the scores of the next tile of rows beside dK; `backward_wide` does not ask."""
+    """Whether the next row tile's scores run beside dK; `backward_wide` ignores it."""
 
 
 @gluon.constexpr_function
 def _threads(store_warps):
-    """Return the threads at ROWS_FREE: three warpgroups, the producer, which waits for them, and the store warps."""
+    """Return the threads at ROWS_FREE: three warpgroups, the store warps and the producer, which waits."""
     return 3 * 128 + 32 + 32 * store_warps
 
 
 @gluon.jit
 def release_rows(stage, FORM: gl.constexpr):
-    """Arrive at ROWS_FREE for one of the roles, which needs a tile of rows and its slots no more."""
+    """Arrive at ROWS_FREE: this role is done with a row tile and its slots."""
     named_barrier_arrive(NamedBarrier.ROWS_FREE + stage, _threads(FORM.STORE_WARPS))
 
 
 @gluon.jit
 def release_dout():
-    """Arrive at DO_FREE for one of the two warpgroups that read the only stage of the output's gradients."""
+    """Arrive at DO_FREE: this warpgroup is done with the output's gradients."""
     named_barrier_arrive(NamedBarrier.DO_FREE, _DO_THREADS)
 
 
 @gluon.jit
+def read_row_slot(step, SLOT: gl.constexpr, args):
+    """Return a slot of row tile number `step` of the program."""
+    _tensors, _scalars, shared, _barriers = args
+    return read_slot(shared.slots, (step & 1) * Slot.COUNT + SLOT)
+
+
+@gluon.jit
+def await_rows(step, args):
+    """Wait for row tile number `step` of the program; return its slot ROW_TILES."""
+    _tensors, _scalars, _shared, barriers = args
+    mbarrier.wait(barriers.q_full.index(step & 1), full_phase(step, 2))
+    return read_row_slot(step, Slot.ROW_TILES, args)
+
+
+@gluon.jit
+def _has_blind_rows(step, args):
+    """Return whether a row of row tile number `step` sees nothing."""
+    return (read_row_slot(step, Slot.MASK, args) & 1) != 0
+
+
+@gluon.jit
+def await_cleared_rows(step, args):
+    """Wait until `clear_blind_rows` is done, in one of the two warpgroups that read the output's gradients."""
+    if _has_blind_rows(step, args):
+        named_barrier_sync(NamedBarrier.DO_CLEARED, 3 * 128)
+
+
+@gluon.jit
+def clear_blind_rows(step, args, FORM: gl.constexpr):
+    """Set the output's gradients of rows that see nothing to 0, since 0 * NaN is NaN. For the dQ warpgroup."""
+    _tensors, _scalars, shared, barriers = args
+    BLOCK_M: gl.constexpr = FORM.BLOCK_M
+    BLOCK_V: gl.constexpr = FORM.BLOCK_V
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_V, BLOCK_V // 8], [4, 1], [1, 0])
+    mbarrier.wait(barriers.q_full.index(step & 1), full_phase(step, 2))
+    if _has_blind_rows(step, args):
+        do_stage = step % FORM.DO_STAGES
+        mbarrier.wait(barriers.do_full.index(do_stage), full_phase(step, FORM.DO_STAGES))
+        for first in gl.static_range(0, BLOCK_M, 16):  # few rows at a time take few registers
+            rows = shared.do.index(do_stage).reshape([BLOCK_M, BLOCK_V]).slice(first, 16)
+            lse = shared.lse.index(step & 1).slice(first, 16).load(gl.SliceLayout(1, ROWS))
+            rows.store(gl.where(gl.expand_dims(lse == float("inf"), 1), 0.0, rows.load(ROWS)))
+        fence_async_shared()
+        named_barrier_arrive(NamedBarrier.DO_CLEARED, 3 * 128)
+
+
+@gluon.jit
 def _locate_key_tile(work, args, FORM: gl.constexpr):
-    """Return (tile of keys, key-value plane) of work item `work`. With DQ_ORDER, heads alternate (see `dq_order`)."""
+    """Return (key tile, key-value plane) of work item `work`. With DQ_ORDER, heads alternate (see `dq_order`)."""
     tensors, scalars, _shared, _barriers = args
     if FORM.DQ_ORDER:
         alternating = gl.load(tensors.schedule)
@@ -236,7 +285,7 @@ def _locate_key_tile(work, args, FORM: gl.constexpr):
 
 @gluon.jit
 def _take_work(place, args, FORM: gl.constexpr):
-    """Return the work item that is taken at `place`: the number of the place, or what `work_order` has there."""
+    """Return the work item at `place`: the place itself, or its entry in `work_order`."""
     tensors, scalars, _shared, _barriers = args
     item = place
     if FORM.PERSISTENT and not FORM.DQ_ORDER:
@@ -250,8 +299,8 @@ def _take_work(place, args, FORM: gl.constexpr):
 def _draw_work(args, FORM: gl.constexpr):
     """Return the program's next work item.
 
-    The first places are those of the programs' numbers, unless dQ has an order. Then a tile waits for those of lower
-    numbers, and drawing every number makes sure that these have begun.
+    Every program begins with the place of its own number. With DQ_ORDER it draws that place, too: a tile waits for
+    tiles of lower places, so these must have begun.
     """
     tensors, _scalars, _shared, _barriers = args
     place = gl.atomic_add(tensors.counter, 1)
@@ -260,7 +309,7 @@ def _draw_work(args, FORM: gl.constexpr):
 
 @gluon.jit
 def _without_gap(starts, ends, first, last):
-    """Return segments [starts, ends) without those of the row tiles [first, last) that are at their ends."""
+    """Return segments [starts, ends) without the row tiles [first, last) at their ends."""
     starts = gl.where(starts >= first, gl.maximum(starts, last), starts)
     ends = gl.where(ends <= last, gl.minimum(ends, first), ends)
     return starts, gl.maximum(starts, ends)
@@ -268,10 +317,7 @@ def _without_gap(starts, ends, first, last):
 
 @gluon.jit
 def _trim_segments(starts, ends, mask_plane, tile, args, FORM: gl.constexpr):
-    """Return segments of row tiles without those at their ends that see no key of the tile `tile`.
-
-    They are the plan's, whose tiles may have more rows and more keys.
-    """
+    """Cut row tiles that see no key of `tile` from the ends of the plan's segments, whose tiles may be larger."""
     tensors, scalars, _shared, _barriers = args
     CAUSAL: gl.constexpr = FORM.CAUSAL
     N: gl.constexpr = FORM.N
@@ -302,9 +348,9 @@ def _trim_segments(starts, ends, mask_plane, tile, args, FORM: gl.constexpr):
 
 @gluon.jit
 def _load_segments(batch, head, tile, upward, args, FORM: gl.constexpr):
-    """Return (mask plane, starts, ends): where a query head's mask is, and a segment of row tiles to walk per lane.
+    """Return (mask plane, starts, ends) of a query head and key tile: one segment of row tiles per lane.
 
-    `tile` is the tile of keys. If `upward`, row tiles are numbered from the last one.
+    If `upward`, row tiles are numbered from the last one.
     """
     tensors, scalars, _shared, _barriers = args
     lanes = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
@@ -323,14 +369,14 @@ def _load_segments(batch, head, tile, upward, args, FORM: gl.constexpr):
 
 @gluon.jit
 def _first_row_tile(starts, ends, low):
-    """Return the first row tile at or after `low` that is in any of the segments, or NEVER."""
+    """Return the first row tile of all segments from `low` on, or NEVER."""
     starts = gl.maximum(starts, low)
     return gl.min(gl.where(ends > starts, starts, NEVER), 0)
 
 
 @gluon.jit
 def _next_segment(starts, ends, done):
-    """Return (first, last, partial) of the segment [first, last) that follows the first `done` row tiles."""
+    """Return (first, last, partial) of the next segment [first, last) from row tile `done` on."""
     lanes = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
     ahead = (ends > starts) & (starts >= done)
     chosen = ahead & (starts == gl.min(gl.where(ahead, starts, NEVER), 0))
@@ -344,10 +390,7 @@ def _load_keys(
     descriptor, tiles, full, kv_plane, kv_heads, tile, stage, PARTS: gl.constexpr, FIRST: gl.constexpr = 0,
     STEP: gl.constexpr = 1,
 ):  # fmt: skip
-    """Load parts FIRST, FIRST + STEP, ... of PARTS in a tile of keys or values.
-
-    `full` is the barrier of its first tile of rows, which counts the bytes of both together.
-    """
+    """Load parts FIRST, FIRST + STEP, ... of a tile of keys or values. `full` also counts the bytes of its row tile."""
     for part in gl.static_range(FIRST, PARTS, STEP):
         at = [kv_plane // kv_heads, kv_plane % kv_heads, (tile * PARTS + part) * 64, 0]
         tma_load(descriptor, at, full, tiles.index(stage * PARTS + part))
@@ -355,7 +398,7 @@ def _load_keys(
 
 @gluon.jit
 def _expect_rows(full, first, COLUMNS: gl.constexpr, FORM: gl.constexpr):
-    """Expect the bytes of a tile of rows, and of the keys or values that come with the `first`."""
+    """Expect the bytes of a row tile, and of the keys or values that come with the `first` row tile."""
     if first:
         mbarrier.expect(full, (FORM.BLOCK_M + FORM.KEY_PARTS * 64) * COLUMNS * 2)
     else:
@@ -364,7 +407,7 @@ def _expect_rows(full, first, COLUMNS: gl.constexpr, FORM: gl.constexpr):
 
 @gluon.jit
 def _load_dout(batch, head, row, step, first, args, FORM: gl.constexpr):
-    """Load the output's gradients of a tile of rows."""
+    """Load the output's gradients of a row tile."""
     tensors, _scalars, shared, barriers = args
     stage = step % FORM.DO_STAGES
     _expect_rows(barriers.do_full.index(stage), first, FORM.BLOCK_V, FORM)
@@ -385,23 +428,24 @@ def _load_rows(
     at = (batch.to(gl.int64) * scalars.heads + head) * scalars.q_len
     lse = gl.load(tensors.lse + at + rows, mask=rows < scalars.q_len, other=float("inf"))
     delta = gl.load(tensors.delta + at + rows, mask=rows < scalars.q_len, other=0.0)
+    blind = lse == float("-inf")
+    mask += gl.max(gl.where(blind, 1, 0), 0)
+    lse = gl.where(blind, float("inf"), lse) * LOG2_E
     stage = step & 1
     if step >= 2:
         named_barrier_sync(NamedBarrier.ROWS_FREE + stage, _threads(FORM.STORE_WARPS))
-    # Keys and queries are on their way before their barrier is told how many bytes to expect. It opens only then, when
-    # what is stored here has arrived, too.
+    # The loads start before their barrier expects bytes. It opens after `_expect_rows`, when the stores below are done.
     tma_load(tensors.q, [batch, head, row, 0], barriers.q_full.index(stage), shared.q.index(stage))
     if FORM.DO_STAGES == 2:
         _load_dout(batch, head, row, step, first, args, FORM)
     if first:
         k_stage = item % FORM.KEY_STAGES
-        mbarrier.wait(barriers.keys_free.index(k_stage), ((item // FORM.KEY_STAGES) & 1) ^ 1)
+        mbarrier.wait(barriers.keys_free.index(k_stage), free_phase(item, FORM.KEY_STAGES))
         full = barriers.q_full.index(stage)
         _load_keys(tensors.k, shared.k, full, kv_plane, scalars.kv_heads, tile, k_stage, FORM.KEY_PARTS)
         if FORM.VALUE_STAGES == FORM.KEY_STAGES:
             full = barriers.do_full.index(step % FORM.DO_STAGES)
             _load_keys(tensors.v, shared.v, full, kv_plane, scalars.kv_heads, tile, k_stage, FORM.KEY_PARTS)
-    lse = gl.where(lse == float("-inf"), float("inf"), lse) * LOG2_E
     shared.lse.index(stage).store(lse)
     shared.delta.index(stage).store(delta)
     write_slot(shared.slots, stage * Slot.COUNT + Slot.ROW, row)
@@ -423,10 +467,9 @@ def _load_row_tiles(
     starts, ends, upward, batch, head, mask_plane, kv_plane, tile, row_tiles, item, step, begin, following, args,
     FORM: gl.constexpr,
 ):  # fmt: skip
-    """Load the row tiles of a query head's segments, and draw the next work item before the last one of this item.
+    """Load the row tiles of a query head's segments; return (next step, following work item).
 
-    `begin` is the step of the work item's first row tile, and `upward` as in `_load_segments`. Returns the next (step,
-    following).
+    The following work item is drawn before the last row tile of this one. `begin` is the step of its first row tile.
     """
     _tensors, scalars, _shared, _barriers = args
     BLOCK_M: gl.constexpr = FORM.BLOCK_M
@@ -448,7 +491,7 @@ def _load_row_tiles(
                 following = _draw_work(args, FORM)
             dq_tile = (batch * scalars.heads + head) * all_row_tiles + row_tile
             _load_rows(
-                batch, head, row_tile * BLOCK_M, mask_plane * 2 + partial, dq_tile, kv_plane, tile, row_tiles, item,
+                batch, head, row_tile * BLOCK_M, mask_plane * 4 + partial * 2, dq_tile, kv_plane, tile, row_tiles, item,
                 step, step == begin, args, FORM,
             )  # fmt: skip
             step += 1
@@ -457,7 +500,7 @@ def _load_row_tiles(
 
 @gluon.jit
 def produce(args, FORM: gl.constexpr):
-    """Producer: schedule tiles of keys, and load them and the rows that see them."""
+    """Producer: schedule key tiles, and load them with the rows that see them."""
     tensors, scalars, shared, barriers = args
     BLOCK_M: gl.constexpr = FORM.BLOCK_M
     group = scalars.heads // scalars.kv_heads
@@ -490,14 +533,14 @@ def produce(args, FORM: gl.constexpr):
             if FORM.PERSISTENT:
                 following = _draw_work(args, FORM)
             _load_rows(
-                batch, first_head, scalars.padded_len, mask_plane * 2, 0, kv_plane, tile, row_tiles, item, step, True,
+                batch, first_head, scalars.padded_len, mask_plane * 4, 0, kv_plane, tile, row_tiles, item, step, True,
                 args, FORM,
             )  # fmt: skip
             step += 1
         begin = step
         end = step + row_tiles
         if FORM.DQ_ORDER:
-            # All query heads walk the row tiles [low, high) before the next band, which begins where one sees rows.
+            # All query heads walk the band [low, high) before the next, which begins at the first row tile of any.
             band = gl.load(tensors.schedule + 1) // BLOCK_M
             while step < end:
                 high = (low // band + 1) * band
@@ -526,14 +569,14 @@ def produce(args, FORM: gl.constexpr):
     if step >= 2:
         named_barrier_sync(NamedBarrier.ROWS_FREE + stage, _threads(FORM.STORE_WARPS))
     write_slot(shared.slots, stage * Slot.COUNT + Slot.ROW_TILES, -1)
-    write_slot(shared.slots, stage * Slot.COUNT + Slot.MASK, 0)  # SCORES_AHEAD makes scores of this tile, too
+    write_slot(shared.slots, stage * Slot.COUNT + Slot.MASK, 0)  # SCORES_AHEAD scores this tile, too
     group_barrier()
     mbarrier.arrive(barriers.q_full.index(stage), count=1)
 
 
 @gluon.jit
 def _count_key_tile(semaphore, row_tiles):
-    """Count the key tile at the semaphore of a tile of dQ, once what it added there is in memory."""
+    """Count the key tile at the semaphore of a row tile, once its sums are in memory."""
     if row_tiles > 0:
         wait_for_writes()
         group_barrier()
@@ -542,40 +585,38 @@ def _count_key_tile(semaphore, row_tiles):
 
 @gluon.jit
 def store_gradients(WARP: gl.constexpr, args, FORM: gl.constexpr):
-    """Store warp: add dQ to `dq_accum`, tile by tile of rows, and store dK and dV unless SCATTER.
+    """Store warp: add dQ to `dq_accum` per row tile, and store dK and dV unless SCATTER.
 
-    Two store warps alternate between tiles of rows. If there are two parts of the keys, too, each stores the gradients
-    of one, else the first warp does. With one store warp, a second one that was started is idle. Values of fewer stages
-    than the keys are loaded here, once the gradients before are gone.
+    Two store warps alternate between row tiles, and each stores one of two parts of the keys. With one store warp, the
+    second is idle. If values have fewer stages than keys, store warps load the values, after the last gradients left.
 
-    With DQ_ORDER, a warp waits until its sums are in memory before it counts the key tile. It does so in the turn of
-    the other warp, when both have read the slots of that turn: the rows after them are loaded meanwhile.
+    With DQ_ORDER, a warp counts the key tile once its sums are in memory. It waits for that in the other warp's turn,
+    after both have read the slots of that turn, so that the next rows load meanwhile.
     """
     STORE_WARPS: gl.constexpr = FORM.STORE_WARPS
     VALUE_STAGES: gl.constexpr = FORM.VALUE_STAGES
     KEY_PARTS: gl.constexpr = FORM.KEY_PARTS
     PIECES: gl.constexpr = FORM.DQ_PIECES
     DQ_STAGES: gl.constexpr = FORM.DQ_STAGES
-    BEHIND: gl.constexpr = 1 if DQ_STAGES > 2 else 0  # pieces that TMA may still read when the next one is added
+    BEHIND: gl.constexpr = 1 if DQ_STAGES > 2 else 0  # pieces that TMA may still read when the next is added
     if WARP >= STORE_WARPS:
         return
     tensors, scalars, shared, barriers = args
     step = 0
     item = 0
-    mbarrier.wait(barriers.q_full.index(0), 0)
-    row_tiles = read_slot(shared.slots, Slot.ROW_TILES)
+    row_tiles = await_rows(step, args)
     while row_tiles >= 0:
         v_stage = item % VALUE_STAGES
-        tile = read_slot(shared.slots, (step & 1) * Slot.COUNT + Slot.KEY_TILE)
-        kv_plane = read_slot(shared.slots, (step & 1) * Slot.COUNT + Slot.KV_PLANE)
-        if VALUE_STAGES < FORM.KEY_STAGES:  # only now are the gradients gone from the values' place
+        tile = read_row_slot(step, Slot.KEY_TILE, args)
+        kv_plane = read_row_slot(step, Slot.KV_PLANE, args)
+        if VALUE_STAGES < FORM.KEY_STAGES:  # the last gradients have left the values' place
             do_full = barriers.do_full.index(step % FORM.DO_STAGES)
             _load_keys(
                 tensors.v, shared.v, do_full, kv_plane, scalars.kv_heads, tile, v_stage, KEY_PARTS, WARP, STORE_WARPS
             )  # fmt: skip
         begin = step
         end = step + gl.maximum(row_tiles, 1)
-        added = 0  # the last tile of dQ to which this warp has added
+        added = 0  # last row tile to which this warp added
         while step < end:
             stage = step & 1
             dq_tile = read_slot(shared.slots, stage * Slot.COUNT + Slot.DQ_TILE)
@@ -585,14 +626,14 @@ def store_gradients(WARP: gl.constexpr, args, FORM: gl.constexpr):
             release_rows(stage, FORM)
             if step % STORE_WARPS == WARP:
                 if FORM.DQ_ORDER:
-                    row_tile = (mask // 2).to(gl.int64) * (scalars.padded_len // FORM.BLOCK_M) + row // FORM.BLOCK_M
+                    row_tile = (mask // 4).to(gl.int64) * (scalars.padded_len // FORM.BLOCK_M) + row // FORM.BLOCK_M
                     at = tensors.dq_ranks + row_tile * scalars.n_kv + tile // FORM.SUBTILES
                     rank = gl.load(at, mask=row_tiles > 0, other=0).to(gl.int32)
                     rank = rank * FORM.SUBTILES + tile % FORM.SUBTILES
                 for piece in gl.static_range(PIECES):
                     number = step * PIECES + piece
                     full = barriers.dq_full.index(number % (2 * DQ_STAGES))
-                    mbarrier.wait(full, (number // (2 * DQ_STAGES)) & 1)
+                    mbarrier.wait(full, full_phase(number, 2 * DQ_STAGES))
                     if row_tiles > 0:
                         if FORM.DQ_ORDER and piece == 0:
                             wait_for_count(tensors.dq_semaphores + dq_tile, rank)
@@ -608,13 +649,12 @@ def store_gradients(WARP: gl.constexpr, args, FORM: gl.constexpr):
             elif FORM.DQ_ORDER and step > begin:
                 _count_key_tile(tensors.dq_semaphores + added, row_tiles)
             step += 1
-            # The next tile of rows, whose slots say what there is to do.
-            mbarrier.wait(barriers.q_full.index(step & 1), (step // 2) & 1, pred=step < end)
+            mbarrier.wait(barriers.q_full.index(step & 1), full_phase(step, 2), pred=step < end)
         if FORM.DQ_ORDER and (step - 1) % STORE_WARPS == WARP:
             _count_key_tile(tensors.dq_semaphores + added, row_tiles)
         if WARP < KEY_PARTS:
             full = barriers.dkv_full.index(v_stage * min(STORE_WARPS, KEY_PARTS) + WARP)
-            mbarrier.wait(full, (item // VALUE_STAGES) & 1)
+            mbarrier.wait(full, full_phase(item, VALUE_STAGES))
             if not FORM.SCATTER:
                 for part in gl.static_range(WARP, KEY_PARTS, STORE_WARPS):
                     at = [kv_plane // scalars.kv_heads, kv_plane % scalars.kv_heads, (tile * KEY_PARTS + part) * 64, 0]
@@ -623,13 +663,12 @@ def store_gradients(WARP: gl.constexpr, args, FORM: gl.constexpr):
                 tma_store_wait(0)
             mbarrier.arrive(barriers.keys_free.index(item % FORM.KEY_STAGES), count=1)
         item += 1
-        mbarrier.wait(barriers.q_full.index(step & 1), (step // 2) & 1)
-        row_tiles = read_slot(shared.slots, (step & 1) * Slot.COUNT + Slot.ROW_TILES)
+        row_tiles = await_rows(step, args)
 
 
 @gluon.jit
 def downcast(x, dtype: gl.constexpr):
-    """Return float32 `x` in the 16-bit `dtype`, packed two to a register at once, so that the wide ones can go."""
+    """Return float32 `x` in the 16-bit `dtype`, packed two per register at once to free registers."""
     if dtype == gl.bfloat16:
         pairs = gl.inline_asm_elementwise(
             "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=gl.bfloat16, is_pure=True, pack=2
@@ -655,9 +694,9 @@ def upcast(x, dtype: gl.constexpr):
 
 @gluon.jit
 def _lane_bits_below(bound, lane, COUNT: gl.constexpr):
-    """Return words with a bit for each of COUNT rows of a lane of four, set where the row is below `bound`.
+    """Return words whose bits, one per each of a lane's COUNT rows, mark rows below `bound`.
 
-    A lane holds pairs of rows: 2 * lane and the next, and so on every 8 rows.
+    Four lanes share the rows: a lane holds rows 2 * lane and 2 * lane + 1 of every 8 rows.
     """
     bound = bound - 2 * lane
     count = (bound >> 3) * 2 + gl.minimum(bound & 7, 2)
@@ -666,9 +705,9 @@ def _lane_bits_below(bound, lane, COUNT: gl.constexpr):
 
 @gluon.jit
 def _decode_mask(stage, args, PART: gl.constexpr, FORM: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return (whether a tile is partial, words [64, 4] with a bit for each row of a lane, 1 where visible).
+    """Return (whether a tile is partial, words [64, 4] with a bit per row of a lane, 1 where visible).
 
-    The keys are part PART of the tile.
+    PART selects 64 keys of the tile.
     """
     tensors, scalars, shared, _barriers = args
     CAUSAL: gl.constexpr = FORM.CAUSAL
@@ -680,14 +719,14 @@ def _decode_mask(stage, args, PART: gl.constexpr, FORM: gl.constexpr, LAYOUT: gl
     WORDS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT))
     hidden = gl.zeros([64, 4], gl.int32, WORDS)
     mask = read_slot(shared.slots, stage * Slot.COUNT + Slot.MASK)
-    partial = (mask & 1) != 0
+    partial = (mask & 2) != 0
     if partial:
         row = read_slot(shared.slots, stage * Slot.COUNT + Slot.ROW)
         column = read_slot(shared.slots, stage * Slot.COUNT + Slot.KEY_TILE) * FORM.KEY_PARTS * 64 + PART * 64
         columns = gl.expand_dims(column + gl.arange(0, 64, gl.SliceLayout(1, WORDS)), 1)  # [64, 1]
         lane = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, WORDS)), 0)  # [1, 4]
         inside = columns < scalars.kv_len
-        at = tensors.indices + ((mask // 2).to(gl.int64) * scalars.kv_len + columns) * N
+        at = tensors.indices + ((mask // 4).to(gl.int64) * scalars.kv_len + columns) * N
         hidden = -1 - _lane_bits_below(gl.load(at, mask=inside, other=0) - row, lane, COUNT)
         if END is not None:
             end = gl.load(at + END, mask=inside, other=NEVER) - row
@@ -709,11 +748,10 @@ def _decode_mask(stage, args, PART: gl.constexpr, FORM: gl.constexpr, LAYOUT: gl
 def softmax_weights(
     scores, stage, args, PART: gl.constexpr, FORM: gl.constexpr, LAYOUT: gl.constexpr, DTYPE: gl.constexpr
 ):  # fmt: skip
-    """Wait for the scores [64, BLOCK_M], the last product issued.
+    """Wait for the scores [64, BLOCK_M], the last product issued, and compute softmax weights.
 
     Returns:
-        their softmax weights, and the factors that turn gradients of weights into gradients of scores: the weights,
-        times the slope of the softcap.
+        the weights, and the factors from gradients of weights to gradients of scores: weights times the cap's slope.
     """
     _tensors, scalars, shared, _barriers = args
     BLOCK_M: gl.constexpr = FORM.BLOCK_M
@@ -737,7 +775,7 @@ def softmax_weights(
 
 @gluon.jit
 def stage_dq(dq, dq_piece):
-    """Put a piece of dQ, a product [64, N], in shared memory, a thread's four neighbours together: no conflicts."""
+    """Store a piece of dQ [64, N] to shared memory, each thread's four neighbours together to avoid bank conflicts."""
     N: gl.constexpr = dq.shape[1]
     dq_piece.store(dq.reshape([4, 2, 4, 2, N // 8, 4, 2]).permute([4, 0, 2, 3, 5, 1, 6]).reshape([2 * N, 32]))
     fence_async_shared()
@@ -746,9 +784,9 @@ def stage_dq(dq, dq_piece):
 
 @gluon.jit
 def scatter_rows(tile, rows, head_dim: gl.constexpr, kv_plane, column, args, COLUMNS: gl.constexpr):
-    """Store a tile [64, COLUMNS] of gradients that this warpgroup put in shared memory where `k_order` says.
+    """Store a tile [64, COLUMNS] of gradients from shared memory to the rows that `k_order` names.
 
-    `rows` is the gradient [B, Skv, Hkv, head_dim], and `column` the first key of the tile.
+    `rows` is the gradient [B, Skv, Hkv, head_dim], `column` the first key of the tile.
     """
     tensors, scalars, _shared, _barriers = args
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])

@@ -1,7 +1,7 @@
-"""Device code of the Hopper backward for heads of up to 256 columns: the roles that accumulate gradients.
+"""Device code of the Hopper backward for head dims up to 256: the roles that accumulate gradients.
 
-With 256 columns, dK and dV of 64 keys take 256 registers of every thread of a warpgroup. So each has a warpgroup of its
-own, for tiles of 64 keys, and softmax weights pass from one to the other:
+With head dim 256, dK and dV of 64 keys take 256 registers per thread of a warpgroup. So each has its own warpgroup, for
+tiles of 64 keys, and softmax weights pass between them:
 
     dV (1 warpgroup)             dK (1 warpgroup)              dQ (1 warpgroup)
     S' = K Q'                    dP' = V dO'
@@ -9,16 +9,16 @@ own, for tiles of 64 keys, and softmax weights pass from one to the other:
     P' in shared memory ---------> weights_full
                                  dS' = P' (dP' - delta), in the place of P'
     dV += P' dO                  dK += dS' Q
-                                 ds_full --------------------> dQ = dS K, in pieces of 64 columns
+                                 ds_full --------------------> dQ = dS K, in pieces of 64 dims
     next S' beside dV                                          pieces in shared memory, as in `backward_kernel`
     <--------------------------------------------- ds_free --- (all pieces are complete)
-    after the last tile of rows, the epilogue:
+    after the last row tile, the epilogue:
     <--------------------------- ds_full (V is read)
                                  <---------------- ds_free --- (K is read)
     dV in the place of V         dK in the place of K
 
-The other roles and barriers are those of `backward_kernel`. Keys, values and the gradients of the output have one
-stage, which the producer loads; DO_FREE says that both warpgroups have read the gradients of the output.
+`backward_kernel` documents the other roles and barriers. Keys, values and dO have one stage, which the producer loads
+after both warpgroups have arrived at DO_FREE.
 """
 
 # Device code: a tile or a constexpr reads as an int or a function there.
@@ -28,7 +28,11 @@ from __future__ import annotations
 
 from flashmask_hf.kernels.hopper.backward_roles import (
     Slot,
+    await_cleared_rows,
+    await_rows,
+    clear_blind_rows,
     downcast,
+    read_row_slot,
     release_dout,
     release_rows,
     scatter_rows,
@@ -46,20 +50,20 @@ from flashmask_hf.kernels.hopper.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from flashmask_hf.kernels.hopper.pipeline import issue_dots, piece_count, read_slot
+from flashmask_hf.kernels.hopper.pipeline import free_phase, full_phase, issue_dots, piece_count
 
 __all__ = ["accumulate_dk", "accumulate_dq", "accumulate_dv"]
 
 
 @gluon.constexpr_function
 def _low(pieces):
-    """Return the largest power of 2 up to 64 * pieces. dK is a tensor of that width and one of the rest."""
+    """Return the largest power of 2 up to 64 * pieces: the width of the first of two tensors of dK."""
     return 64 << (pieces.bit_length() - 1)
 
 
 @gluon.jit
 def _start_scores(no_scores, stage, args, FORM: gl.constexpr):
-    """Start to make the scores [64, BLOCK_M] of a tile of rows."""
+    """Start the scores [64, BLOCK_M] of a row tile."""
     _tensors, _scalars, shared, _barriers = args
     keys = shared.k.index(opaque_zero()).reshape([64, FORM.BLOCK_D])
     queries = shared.q.index(stage).reshape([FORM.BLOCK_M, FORM.BLOCK_D])
@@ -68,22 +72,23 @@ def _start_scores(no_scores, stage, args, FORM: gl.constexpr):
 
 @gluon.jit
 def _start_dv(dv, weights, slopes, step, args, FORM: gl.constexpr):
-    """Hand `slopes` to the second warpgroup through shared memory, and start to add a tile of rows to dV."""
+    """Pass `slopes` to the second warpgroup through shared memory, and start adding a row tile to dV."""
     _tensors, _scalars, shared, barriers = args
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, dv.type.layout, 2)
     stage = step & 1
-    mbarrier.wait(barriers.ds_free.index(stage), ((step // 2) & 1) ^ 1)
+    mbarrier.wait(barriers.ds_free.index(stage), free_phase(step, 2))
     shared.ds.index(stage).store(slopes)
     group_barrier()
     mbarrier.arrive(barriers.weights_full.index(stage), count=1)
     dout = shared.do.index(0).reshape([FORM.BLOCK_M, FORM.BLOCK_V])
     mbarrier.wait(barriers.do_full.index(0), step & 1)
+    await_cleared_rows(step, args)
     return warpgroup_mma(gl.convert_layout(weights, OPERAND), dout, dv, is_async=True)
 
 
 @gluon.jit
 def accumulate_dv(args, FORM: gl.constexpr):
-    """First warpgroup: softmax weights and dV. The scores of the next tile of rows are made beside dV."""
+    """First warpgroup: softmax weights and dV. The next row tile's scores run beside dV."""
     tensors, _scalars, shared, barriers = args
     BLOCK_M: gl.constexpr = FORM.BLOCK_M
     BLOCK_V: gl.constexpr = FORM.BLOCK_V
@@ -92,11 +97,10 @@ def accumulate_dv(args, FORM: gl.constexpr):
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     no_scores = gl.zeros([64, BLOCK_M], gl.float32, S)
     step = 0
-    mbarrier.wait(barriers.q_full.index(0), 0)
-    row_tiles = read_slot(shared.slots, Slot.ROW_TILES)
+    row_tiles = await_rows(step, args)
     while row_tiles >= 0:
-        column = read_slot(shared.slots, (step & 1) * Slot.COUNT + Slot.KEY_TILE) * 64
-        kv_plane = read_slot(shared.slots, (step & 1) * Slot.COUNT + Slot.KV_PLANE)
+        column = read_row_slot(step, Slot.KEY_TILE, args) * 64
+        kv_plane = read_row_slot(step, Slot.KV_PLANE, args)
         dv = gl.zeros([64, BLOCK_V], gl.float32, VALUES)
         scores = _start_scores(no_scores, step & 1, args, FORM)
         weights, slopes = softmax_weights(scores, step & 1, args, 0, FORM, S, DTYPE)
@@ -104,7 +108,7 @@ def accumulate_dv(args, FORM: gl.constexpr):
             dv = _start_dv(dv, weights, slopes, step, args, FORM)
             step += 1
             stage = step & 1
-            mbarrier.wait(barriers.q_full.index(stage), (step // 2) & 1)
+            mbarrier.wait(barriers.q_full.index(stage), full_phase(step, 2))
             scores = _start_scores(no_scores, stage, args, FORM)
             dv = warpgroup_mma_wait(piece_count(FORM.DEPTH), deps=[dv])
             release_dout()
@@ -116,7 +120,7 @@ def accumulate_dv(args, FORM: gl.constexpr):
         release_rows(step & 1, FORM)
         if row_tiles == 0:  # products with keys and values, which may be infinite
             dv = gl.zeros([64, BLOCK_V], gl.float32, VALUES)
-        mbarrier.wait(barriers.ds_full.index(step & 1), (step // 2) & 1)  # the values have been read
+        mbarrier.wait(barriers.ds_full.index(step & 1), full_phase(step, 2))  # the values have been read
         tile = shared.v.index(0).reshape([64, BLOCK_V])
         tile.store(downcast(dv, DTYPE))
         if FORM.SCATTER:
@@ -125,8 +129,7 @@ def accumulate_dv(args, FORM: gl.constexpr):
         group_barrier()
         mbarrier.arrive(barriers.dkv_full.index(0), count=1)
         step += 1
-        mbarrier.wait(barriers.q_full.index(step & 1), (step // 2) & 1)
-        row_tiles = read_slot(shared.slots, (step & 1) * Slot.COUNT + Slot.ROW_TILES)
+        row_tiles = await_rows(step, args)
 
 
 @gluon.jit
@@ -143,11 +146,10 @@ def accumulate_dk(args, FORM: gl.constexpr):
     HIGH_KEYS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HIGH, 16])
     no_dweights = gl.zeros([64, BLOCK_M], gl.float32, S)
     step = 0
-    mbarrier.wait(barriers.q_full.index(0), 0)
-    row_tiles = read_slot(shared.slots, Slot.ROW_TILES)
+    row_tiles = await_rows(step, args)
     while row_tiles >= 0:
-        column = read_slot(shared.slots, (step & 1) * Slot.COUNT + Slot.KEY_TILE) * 64
-        kv_plane = read_slot(shared.slots, (step & 1) * Slot.COUNT + Slot.KV_PLANE)
+        column = read_row_slot(step, Slot.KEY_TILE, args) * 64
+        kv_plane = read_row_slot(step, Slot.KV_PLANE, args)
         dk = gl.zeros([64, LOW], gl.float32, KEYS)
         if HIGH > 0:
             high_dk = gl.zeros([64, HIGH], gl.float32, HIGH_KEYS)
@@ -157,12 +159,13 @@ def accumulate_dk(args, FORM: gl.constexpr):
             dout = shared.do.index(0).reshape([BLOCK_M, FORM.BLOCK_V])
             queries = shared.q.index(stage).reshape([BLOCK_M, BLOCK_D])
             mbarrier.wait(barriers.do_full.index(0), step & 1)
+            await_cleared_rows(step, args)  # the slots were written before
             dweights = issue_dots(values, dout, no_dweights, FORM.V_DEPTH)
-            mbarrier.wait(barriers.q_full.index(stage), (step // 2) & 1)
+            mbarrier.wait(barriers.q_full.index(stage), full_phase(step, 2))
             delta = gl.expand_dims(shared.delta.index(stage).load(gl.SliceLayout(0, S)), 0)
             dweights = warpgroup_mma_wait(0, deps=[dweights])
             release_dout()
-            mbarrier.wait(barriers.weights_full.index(stage), (step // 2) & 1)
+            mbarrier.wait(barriers.weights_full.index(stage), full_phase(step, 2))
             slopes = shared.ds.index(stage).load(S)
             dscores = downcast(upcast(slopes, DTYPE) * (dweights - delta), DTYPE)  # [64, BLOCK_M]
             low_queries = queries.slice(0, LOW, dim=1)
@@ -186,7 +189,7 @@ def accumulate_dk(args, FORM: gl.constexpr):
             dk = gl.zeros([64, LOW], gl.float32, KEYS)
             if HIGH > 0:
                 high_dk = gl.zeros([64, HIGH], gl.float32, HIGH_KEYS)
-        mbarrier.wait(barriers.ds_free.index((step - 1) & 1), ((step - 1) // 2) & 1)  # the last dQ has read the keys
+        mbarrier.wait(barriers.ds_free.index((step - 1) & 1), full_phase(step - 1, 2))  # the last dQ has read the keys
         tile = shared.k.index(0).reshape([64, BLOCK_D])
         tile.slice(0, LOW, dim=1).store(downcast(dk * scalars.scale, DTYPE))
         if HIGH > 0:
@@ -196,26 +199,25 @@ def accumulate_dk(args, FORM: gl.constexpr):
         fence_async_shared()
         group_barrier()
         mbarrier.arrive(barriers.dkv_full.index(0), count=1)
-        mbarrier.wait(barriers.q_full.index(step & 1), (step // 2) & 1)
-        row_tiles = read_slot(shared.slots, (step & 1) * Slot.COUNT + Slot.ROW_TILES)
+        row_tiles = await_rows(step, args)
 
 
 @gluon.jit
 def accumulate_dq(args, FORM: gl.constexpr):
-    """Third warpgroup: the share of dQ of every tile of rows, in pieces [64, 64]."""
+    """Third warpgroup: each row tile's share of dQ, in pieces [64, 64]."""
     _tensors, _scalars, shared, barriers = args
     PIECES: gl.constexpr = FORM.DQ_PIECES
     DQ_STAGES: gl.constexpr = FORM.DQ_STAGES
     DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     no_dq = gl.zeros([64, 64], gl.float32, DQ)
     step = 0
-    mbarrier.wait(barriers.q_full.index(0), 0)
-    row_tiles = read_slot(shared.slots, Slot.ROW_TILES)
+    row_tiles = await_rows(step, args)
     while row_tiles >= 0:
         for _ in range(gl.maximum(row_tiles, 1)):
             stage = step & 1
-            mbarrier.wait(barriers.ds_full.index(stage), (step // 2) & 1)
-            # Earlier, the warpgroup might arrive twice before the producer has passed the barrier once.
+            clear_blind_rows(step, args, FORM)
+            mbarrier.wait(barriers.ds_full.index(stage), full_phase(step, 2))
+            # Not earlier: the warpgroup might arrive twice before the producer passes the barrier once.
             release_rows(stage, FORM)
             zero = opaque_zero()
             dscores = shared.ds.index(stage + zero).permute((1, 0))  # [rows, keys]
@@ -225,10 +227,9 @@ def accumulate_dq(args, FORM: gl.constexpr):
                 columns = keys.slice(piece * 64, 64, dim=1)
                 dq = warpgroup_mma(dscores, columns, no_dq, use_acc=False, is_async=True)
                 dq = warpgroup_mma_wait(0, deps=[dq])
-                mbarrier.wait(barriers.dq_free.index(number % DQ_STAGES), ((number // DQ_STAGES) & 1) ^ 1)
+                mbarrier.wait(barriers.dq_free.index(number % DQ_STAGES), free_phase(number, DQ_STAGES))
                 stage_dq(dq, shared.dq.index(number % DQ_STAGES))
                 mbarrier.arrive(barriers.dq_full.index(number % (2 * DQ_STAGES)), count=1)
             mbarrier.arrive(barriers.ds_free.index(stage), count=1)
             step += 1
-        mbarrier.wait(barriers.q_full.index(step & 1), (step // 2) & 1)
-        row_tiles = read_slot(shared.slots, (step & 1) * Slot.COUNT + Slot.ROW_TILES)
+        row_tiles = await_rows(step, args)

@@ -1,16 +1,16 @@
 """Device code of the Hopper forward: a persistent, warp-specialized kernel (FlashAttention-3, section 3).
 
-A program stays on a multiprocessor and takes one work item after the other from a counter (persistent tile scheduler).
-A work item is a tile of query rows of one head. Every warp has one role, and the roles meet at barriers:
+A program stays on a multiprocessor and takes work items, tiles of query rows of one head, from a counter (persistent
+tile scheduler). Every warp has one role, and roles meet at barriers:
 
     producer (1 warp)                  mask decoders (2 warps)          consumers (2 or 3 warpgroups, 64 rows each)
 
     take a work item
     write its slots ----- work_full -> read the slots ---.
                     ----- work_full ---------------------)----------> read the slots
-                    <---- work_free ---------------------'----------- after the last tile of keys
+                    <---- work_free ---------------------'----------- after the last key tile
     TMA load Q ---------- q_full ----------------------------------.
-    for each tile of keys in the plan's list:                       |
+    for each key tile in the plan's list:                           |
       TMA load K -------- k_full ----------------------------------> S = Q K^T            (wgmma, asynchronous)
                                                                      O += P V             (wgmma, of the tile before)
                  <------- KEYS_READ ------------------------------- S is complete
@@ -24,12 +24,10 @@ A work item is a tile of query rows of one head. Every warp has one role, and th
                  <------- q_free ---------------------------------- TMA store of O has read it
 
     x_full and x_free are mbarriers; KEYS_READ, VALUES_READ and MASK_READ are named barriers. Slots, Q and mask bits
-    have two stages, keys and values STAGES. Q has one where shared memory is short, and is then loaded behind
-    the first keys.
+    have two stages, keys and values STAGES. If shared memory is short, Q has one, loaded after the first keys.
 
-A consumer issues the scores of the next tile of keys before it waits for the products of this one, so that its softmax
-runs beside the tensor cores. One loop serves all tiles of keys, the first one and partial ones included: short code
-stays in the instruction cache.
+A consumer issues the scores of the next key tile before it waits for the products of this one, so that its softmax runs
+beside the tensor cores. One loop serves all key tiles, since short code stays in the instruction cache.
 """
 
 # Device code: a tile or a constexpr reads as an int or a function there.
@@ -58,14 +56,14 @@ from flashmask_hf.kernels.hopper.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from flashmask_hf.kernels.hopper.pipeline import NEVER, issue_dots, read_slot, write_slot
+from flashmask_hf.kernels.hopper.pipeline import NEVER, free_phase, full_phase, issue_dots, read_slot, write_slot
 from flashmask_hf.kernels.shared.bounds import end_bound, other_end_bound, other_start_bound
 from flashmask_hf.kernels.shared.device import LN_2, LOG2_E, LOWEST, softcap_tanh
 
 __all__ = ["forward_kernel"]
 
 _RESCALE_THRESHOLD = gl.constexpr(8.0)
-"""How far scores, in units of log2, may exceed the offset of their exponentials before it follows the maximum."""
+"""Scores, in units of log2, may exceed the offset of their exponentials by this much before it follows the maximum."""
 
 
 @device_enum
@@ -73,9 +71,9 @@ class Slot:
     """Numbers that describe a work item."""
 
     KEY_TILES = 0
-    """Tiles of keys to walk; 0 ends the program."""
+    """Key tiles to walk; 0 ends the program."""
     VISIBLE_TILES = 1
-    """How many of them, the first ones, have no hidden pair."""
+    """Number of the first key tiles, which have no hidden pair."""
     ROW = 2
     """First query row."""
     BATCH = 3
@@ -91,9 +89,9 @@ class Slot:
 
 @device_enum
 class NamedBarrier:
-    """Hardware barriers at which consumers arrive when they have read what other roles overwrite, by stage.
+    """Ids of hardware barriers, by stage: consumers have read what other roles overwrite.
 
-    An arrival at an mbarrier would cost a warpgroup a barrier among its own warps first.
+    Arriving at an mbarrier would cost a warpgroup a barrier among its own warps first.
     """
 
     MASK_READ = 6
@@ -103,7 +101,7 @@ class NamedBarrier:
 
 @device_enum
 class Full:
-    """mbarriers that say that a stage is filled: numbers of their first stages."""
+    """mbarriers of filled stages: indices of their first stages."""
 
     WORK = 0
     MASK = 2
@@ -113,7 +111,7 @@ class Full:
 
 @device_enum
 class Free:
-    """mbarriers that say that a stage may be overwritten: numbers of their first stages."""
+    """mbarriers of stages that may be overwritten: indices of their first stages."""
 
     WORK = 0
     Q = 2
@@ -127,10 +125,10 @@ class Tensors(NamedTuple):
     k: Any  # descriptor, tiles [BLOCK_N, D]
     v: Any  # descriptor, tiles [BLOCK_N, D]
     out: Any  # descriptor, tiles [64, D]
-    q_tail: Any  # descriptor of q, tiles [64, TAIL] of the columns from D on; None if there are no more than D
-    k_tail: Any  # descriptor of k, tiles [BLOCK_N, TAIL] of the columns from D on, or None
+    q_tail: Any  # descriptor of q, tiles [64, TAIL] of dims from D on; None without a tail
+    k_tail: Any  # descriptor of k, tiles [BLOCK_N, TAIL] of dims from D on, or None
     out_rows: Any  # `out` as a pointer if SCATTER
-    order: Any  # int32 [B, Hq, Sq] if SCATTER: where each row of the output is put
+    order: Any  # int32 [B, Hq, Sq] if SCATTER: target of each row of the output
     lse: Any  # float32 [B, Hq, Sq]
     sinks: Any  # [Hq] or None
     indices: Any  # int32 [mask batch, mask heads, Skv, N]
@@ -143,7 +141,7 @@ class Scalars(NamedTuple):
     """Sizes, and factors of the scores (`Problem.factors`)."""
 
     n_tiles: Any  # work items
-    n_rows: Any  # work items of a head
+    n_rows: Any  # work items per head
     heads: Any
     kv_heads: Any
     mask_batch: Any
@@ -157,7 +155,7 @@ class Scalars(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """Shared memory. WARPGROUPS tiles of queries make a stage."""
+    """Shared memory. A stage of queries has WARPGROUPS tiles."""
 
     q: Any  # [Q_STAGES * WARPGROUPS, 1, 1, 64, D]
     kv: Any  # [2 * STAGES, 1, 1, BLOCK_N, D]: keys by stage, then values by stage
@@ -190,23 +188,23 @@ class Form(NamedTuple):
     STAGES: Any
     PERSISTENT: Any
     DEPTH: Any
-    """Columns of tiles of queries and keys that scores are summed over; the others are 0."""
+    """Dims that scores are summed over; the others of a tile are 0."""
     TAIL_DEPTH: Any
-    """The same of their tails; 0 without."""
+    """The same for tails; 0 without a tail."""
     V_HEAD_DIM: Any
-    """Columns of the values, which a tile may exceed: the others are 0."""
+    """Head dim of values; further dims of a tile are 0."""
 
 
 @gluon.constexpr_function
 def _threads(warpgroups, warps):
-    """Return the number of threads of the consumers and of `warps` warps that wait for them."""
+    """Return the threads of the consumers and of `warps` warps that wait for them."""
     return 128 * warpgroups + 32 * warps
 
 
 @gluon.jit
 def _acquire_work(barriers, item):
-    """Wait for the slots of work item number `item` of the program; return the index of the first one."""
-    mbarrier.wait(barriers.full.index(Full.WORK + item % 2), (item // 2) & 1)
+    """Wait for the slots of work item number `item` of the program; return the index of the first slot."""
+    mbarrier.wait(barriers.full.index(Full.WORK + item % 2), full_phase(item, 2))
     return item % 2 * Slot.COUNT
 
 
@@ -219,14 +217,14 @@ def _release_work(barriers, item):
 
 @gluon.jit
 def _load_queries(batch, head, row, item, args, FORM: gl.constexpr):
-    """Load the queries of work item number `item` of the program, once those before have left their place."""
+    """Load the queries of work item number `item` of the program once their stage is free."""
     tensors, _scalars, shared, barriers = args
     WARPGROUPS: gl.constexpr = FORM.WARPGROUPS
     M: gl.constexpr = tensors.q.block_shape[2]
     D: gl.constexpr = tensors.q.block_shape[3]
     stage = item % FORM.Q_STAGES
     full = barriers.full.index(Full.Q + stage)
-    mbarrier.wait(barriers.free.index(Free.Q + stage), ((item // FORM.Q_STAGES) & 1) ^ 1)
+    mbarrier.wait(barriers.free.index(Free.Q + stage), free_phase(item, FORM.Q_STAGES))
     TAIL: gl.constexpr = tensors.q_tail.block_shape[3] if FORM.TAIL_DEPTH else 0
     mbarrier.expect(full, WARPGROUPS * M * (D + TAIL) * 2)
     for group in gl.static_range(WARPGROUPS):
@@ -240,7 +238,7 @@ def _load_queries(batch, head, row, item, args, FORM: gl.constexpr):
 def _produce(args, FORM: gl.constexpr):
     """Producer: schedule work items, and load their queries, keys and values in the order of the plan's lists.
 
-    Neighbouring work items share a head's keys. The last rows, which see most under a causal mask, go first.
+    Neighbouring work items share a head's keys. The last rows go first: under a causal mask they see most keys.
     """
     tensors, scalars, shared, barriers = args
     WARPGROUPS: gl.constexpr = FORM.WARPGROUPS
@@ -265,9 +263,9 @@ def _produce(args, FORM: gl.constexpr):
         walk = tensors.tiles + plan_row.to(gl.int64) * scalars.n_kv
         visible = gl.load(tensors.counts + plan_row * 2)
         partial = gl.load(tensors.counts + plan_row * 2 + 1)
-        # Rows that see nothing walk one tile, hidden pair by pair.
+        # Rows that see nothing walk one tile whose pairs are all hidden.
         n = gl.maximum(visible + partial, 1) * SUBTILES
-        mbarrier.wait(barriers.free.index(Free.WORK + item % 2), ((item // 2) & 1) ^ 1)
+        mbarrier.wait(barriers.free.index(Free.WORK + item % 2), free_phase(item, 2))
         slot = item % 2 * Slot.COUNT
         write_slot(shared.slots, slot + Slot.KEY_TILES, n)
         write_slot(shared.slots, slot + Slot.VISIBLE_TILES, visible * SUBTILES)
@@ -284,7 +282,7 @@ def _produce(args, FORM: gl.constexpr):
         if FORM.Q_STAGES == 2:
             _load_queries(batch, head, row, item, args, FORM)
         for i in range(n):
-            nth = i // SUBTILES  # visible tiles are listed from the front, partial ones from the back
+            nth = i // SUBTILES  # visible tiles are listed from the front, partial tiles from the back
             nth = gl.where(nth < visible, nth, scalars.n_kv - 1 - (nth - visible))
             column = gl.load(walk + nth, mask=visible + partial > 0, other=0).to(gl.int32)
             column = (column * SUBTILES + i % SUBTILES) * BLOCK_N
@@ -304,13 +302,13 @@ def _produce(args, FORM: gl.constexpr):
             values = shared.kv.index(STAGES + stage)
             tma_load(tensors.v, [batch, kv_head, column, 0], barriers.v_full.index(stage), values)
             step += 1
-            if FORM.PERSISTENT and i == 0:  # not before the first loads, because the warp waits for the answer
+            if FORM.PERSISTENT and i == 0:  # after the first loads, since the warp waits for the answer
                 drawn = gl.atomic_add(tensors.counter, 1)
                 gl.store(tensors.counter, 0, mask=drawn == scalars.n_tiles - 1)  # the last of n_tiles draws
                 following = drawn + gl.num_programs(0)
         tile = following
         item += 1
-    mbarrier.wait(barriers.free.index(Free.WORK + item % 2), ((item // 2) & 1) ^ 1)
+    mbarrier.wait(barriers.free.index(Free.WORK + item % 2), free_phase(item, 2))
     write_slot(shared.slots, item % 2 * Slot.COUNT + Slot.KEY_TILES, 0)
     group_barrier()
     mbarrier.arrive(barriers.full.index(Full.WORK + item % 2))
@@ -318,13 +316,13 @@ def _produce(args, FORM: gl.constexpr):
 
 @gluon.jit
 def _bits_between(start, end):
-    """Return words of 32 rows with the bits from `start` to `end` set; both may lie outside of the word."""
+    """Return words of 32 rows with the bits [start, end) set; both may lie outside the word."""
     return bits_below(end) & (-1 - bits_below(start))
 
 
 @gluon.jit
 def _decode_masks(args, FORM: gl.constexpr):
-    """Mask decoder: turn the intervals of each partial tile into a bit per pair, set where the pair is visible."""
+    """Mask decoder: turn the intervals of partial tiles into one bit per pair, 1 where visible."""
     tensors, scalars, shared, barriers = args
     CAUSAL: gl.constexpr = FORM.CAUSAL
     N: gl.constexpr = FORM.N
@@ -385,11 +383,11 @@ def _decode_masks(args, FORM: gl.constexpr):
 
 @gluon.jit
 def _apply_mask(scores, masked, shared, barriers, WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr):
-    """Return scores [64, BLOCK_N] of partial tile number `masked` of the program, hidden pairs at -inf."""
+    """Set hidden pairs of scores [64, BLOCK_N] to -inf, in partial tile number `masked` of the program."""
     layout: gl.constexpr = scores.type.layout
     halves = gl.reshape(scores, [2, 32, scores.shape[1]])
     stage = masked % 2
-    mbarrier.wait(barriers.full.index(Full.MASK + stage), (masked // 2) & 1)
+    mbarrier.wait(barriers.full.index(Full.MASK + stage), full_phase(masked, 2))
     bits = shared.mask_bits.index(stage * WARPGROUPS + WARPGROUP).load(gl.SliceLayout(1, halves.type.layout))
     named_barrier_arrive(NamedBarrier.MASK_READ + stage, _threads(WARPGROUPS, 2))
     bits, _halves = gl.broadcast(gl.expand_dims(bits, 1), halves)
@@ -409,7 +407,7 @@ def _reduce(x, AXIS: gl.constexpr, MAX: gl.constexpr):
 
 @gluon.jit
 def _reduce_in_lanes(x, MAX: gl.constexpr):
-    """Return maxima or sums [M, 4] of x [M, N] over what each lane holds of a row, by a tree: a chain would be slow."""
+    """Return maxima or sums [M, 4] of x [M, N] over each lane's part of a row, by a tree: a chain would be slow."""
     M: gl.constexpr = x.shape[0]
     x = _reduce(gl.reshape(x, [M, x.shape[1] // 8, 4, 2]), 3, MAX)
     for _ in gl.static_range(6):
@@ -426,9 +424,9 @@ def _as_column(x, layout: gl.constexpr):
 
 @gluon.jit
 def _online_softmax(scores, row_max, row_sum, factor):
-    """Return (weights [64, BLOCK_N], correction [64] of what was summed before, new row_max [64], new row_sum [64, 4]).
+    """Return (weights [64, BLOCK_N], correction [64] of earlier sums, new row_max [64], new row_sum [64, 4]).
 
-    `row_max`, in units of log2, is the offset of the exponentials. It lags up to _RESCALE_THRESHOLD behind the maximum.
+    `row_max`, in units of log2, is the offset of the exponentials and lags up to _RESCALE_THRESHOLD behind the maximum.
     """
     layout: gl.constexpr = scores.type.layout
     highest = gl.convert_layout(gl.max(_reduce_in_lanes(scores, True), 1), gl.SliceLayout(1, layout))
@@ -473,11 +471,10 @@ def _step(
     weights, acc, row_max, row_sum, q_index, begin, step, more, partial, masked, args,
     WARPGROUP: gl.constexpr, FORM: gl.constexpr, SCORES: gl.constexpr,
 ):  # fmt: skip
-    """Make the scores and the softmax of key tile `step`, while the weights of the tile before multiply its values.
+    """Compute scores and softmax of key tile `step`, while the weights of the tile before multiply their values.
 
-    Tiles are numbered over all work items of the program. The first one of a work item, `begin`, multiplies weights of
-    0 with its own values, which it keeps for the next; so an infinite value makes NaN, as it does wherever a weight is
-    0.
+    Tiles are numbered over all work items of the program. A work item's first tile, `begin`, multiplies weights of 0
+    with its own values and keeps these values for the next step.
     """
     _tensors, scalars, shared, barriers = args
     WARPGROUPS: gl.constexpr = FORM.WARPGROUPS
@@ -487,7 +484,7 @@ def _step(
     previous = gl.where(step > begin, step - 1, begin)
     v_stage = previous % STAGES
     scores = _issue_scores(shared, q_index, stage, SCORES, FORM)  # [64, BLOCK_N]
-    mbarrier.wait(barriers.v_full.index(v_stage), (previous // STAGES) & 1)
+    mbarrier.wait(barriers.v_full.index(v_stage), full_phase(previous, STAGES))
     acc = _issue_output(weights, acc, shared, STAGES + v_stage)  # [64, D]
     scores = warpgroup_mma_wait(1, deps=[scores])
     named_barrier_arrive(NamedBarrier.KEYS_READ + stage, _threads(WARPGROUPS, 1))
@@ -497,8 +494,8 @@ def _step(
         scores = _apply_mask(scores, masked, shared, barriers, WARPGROUP, WARPGROUPS)
     weights, correction, row_max, row_sum = _online_softmax(scores, row_max, row_sum, scalars.factor)
     weights = gl.convert_layout(weights.to(shared.q.dtype), gl.DotOperandLayout(0, layout, 2))
-    # This wait stands here, not at the top, because it keeps the wait for the product behind the softmax.
-    mbarrier.wait(barriers.k_full.index((step + 1) % STAGES), ((step + 1) // STAGES) & 1, pred=more)
+    # Here, not at the top: this wait keeps the wait for the product behind the softmax.
+    mbarrier.wait(barriers.k_full.index((step + 1) % STAGES), full_phase(step + 1, STAGES), pred=more)
     acc = warpgroup_mma_wait(0, deps=[acc])
     if step > begin:
         named_barrier_arrive(NamedBarrier.VALUES_READ + v_stage, _threads(WARPGROUPS, 1))
@@ -536,8 +533,8 @@ def _consume(WARPGROUP: gl.constexpr, args, FORM: gl.constexpr):
         q_index = q_stage * WARPGROUPS + WARPGROUP
         begin = step
         stage = step % STAGES
-        mbarrier.wait(barriers.full.index(Full.Q + q_stage), (item // FORM.Q_STAGES) & 1)
-        mbarrier.wait(barriers.k_full.index(stage), (step // STAGES) & 1)
+        mbarrier.wait(barriers.full.index(Full.Q + q_stage), full_phase(item, FORM.Q_STAGES))
+        mbarrier.wait(barriers.k_full.index(stage), full_phase(step, STAGES))
         weights = gl.zeros([M, BLOCK_N], gl.float32, SCORES)
         weights = gl.convert_layout(weights.to(shared.q.dtype), gl.DotOperandLayout(0, OUT, 2))
         for i in range(n):
@@ -548,7 +545,7 @@ def _consume(WARPGROUP: gl.constexpr, args, FORM: gl.constexpr):
             step += 1
             masked += gl.where(i >= n_visible, 1, 0)
         v_stage = (step - 1) % STAGES
-        mbarrier.wait(barriers.v_full.index(v_stage), ((step - 1) // STAGES) & 1)
+        mbarrier.wait(barriers.v_full.index(v_stage), full_phase(step - 1, STAGES))
         acc = _issue_output(weights, acc, shared, STAGES + v_stage)
 
         # Epilogue
@@ -574,7 +571,7 @@ def _consume(WARPGROUP: gl.constexpr, args, FORM: gl.constexpr):
         named_barrier_arrive(NamedBarrier.VALUES_READ + v_stage, _threads(WARPGROUPS, 1))
         acc = acc * _as_column(1.0 / row_sum, OUT)
         group_barrier()
-        staged = shared.q.index(q_index).reshape([M, D])  # nobody needs the queries any more
+        staged = shared.q.index(q_index).reshape([M, D])  # the queries have been read
         staged.store(acc.to(shared.q.dtype))
         fence_async_shared()
         group_barrier()
@@ -604,7 +601,7 @@ def forward_kernel(
 ):  # fmt: skip
     """Set up shared memory and start the roles. The classes above document the arguments.
 
-    `chosen_rows`, int32 [1] or None: of two launches, that with tiles of so many rows does the work.
+    `chosen_rows`, int32 [1] or None: tile height chosen on the device. Of two launches, the one with this height works.
     """
     WARPGROUPS: gl.constexpr = FORM.WARPGROUPS
     Q_STAGES: gl.constexpr = FORM.Q_STAGES

@@ -1,38 +1,50 @@
-"""Device code that the Hopper forward and backward share: scalars handed between roles, and products over head_dim."""
+"""Device code of the Hopper forward and backward: phases of barriers, scalars passed between roles, products."""
 
 from __future__ import annotations
 
 from flashmask_hf.kernels.hopper.gluon import gl, gluon, warpgroup_mma
 
-__all__ = ["NEVER", "issue_dots", "piece_count", "read_slot", "write_slot"]
+__all__ = ["NEVER", "free_phase", "full_phase", "issue_dots", "piece_count", "read_slot", "write_slot"]
 
 NEVER = gl.constexpr(2147483647)
-"""End of an interval without an end: the largest int32."""
+"""End of an interval without an end."""
+
+
+@gluon.jit
+def full_phase(n, STAGES: gl.constexpr):
+    """Return the parity to wait for at a "full" mbarrier before reading number `n` of what passes through STAGES."""
+    return (n // STAGES) & 1
+
+
+@gluon.jit
+def free_phase(n, STAGES: gl.constexpr):
+    """Return the parity to wait for at a "free" mbarrier before writing number `n`; the first round does not wait."""
+    return ((n // STAGES) & 1) ^ 1
 
 
 @gluon.jit
 def read_slot(slots, index):
-    """Return number `index` of int32 `slots` [n, 1] in shared memory as a scalar."""
+    """Return slot `index` of int32 `slots` [n, 1] in shared memory as a scalar."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     return gl.sum(slots.index(index).load(layout), 0)
 
 
 @gluon.jit
 def write_slot(slots, index, value):
-    """Set number `index` of int32 `slots` [n, 1] in shared memory. The caller is a single warp."""
+    """Set slot `index` of int32 `slots` [n, 1] in shared memory, from a single warp."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     slots.index(index).store(gl.full([1], value, gl.int32, layout))
 
 
 @gluon.constexpr_function
 def piece_count(depth):
-    """Return the number of products that `issue_dots` starts: one for each power of two in `depth`."""
+    """Return the number of products of `issue_dots`: one per power of two in `depth`."""
     return bin(depth).count("1")
 
 
 @gluon.constexpr_function
 def _first_column(depth, nth):
-    """Return the first column of piece number `nth`: pieces get smaller."""
+    """Return the first dim of piece `nth`; pieces get smaller."""
     start = 0
     for _ in range(nth):
         start += _columns(depth, start)
@@ -41,15 +53,15 @@ def _first_column(depth, nth):
 
 @gluon.constexpr_function
 def _columns(depth, start):
-    """Return the number of columns of the piece that begins at column `start`."""
+    """Return the width of the piece at dim `start`."""
     return 1 << ((depth - start).bit_length() - 1)
 
 
 @gluon.jit
 def issue_dots(a, b, acc, DEPTH: gl.constexpr, ADD: gl.constexpr = False):
-    """Start acc [M, N] = a b', or acc += a b' if ADD, over the first DEPTH columns of a [M, K] and b [N, K].
+    """Start acc [M, N] = a b', or acc += a b' if ADD, over the first DEPTH dims of a [M, K] and b [N, K].
 
-    The columns that pad a tile are 0 and cost time. DEPTH is a multiple of 16, the depth of a product's instruction.
+    The dims that pad a tile are 0 and would cost time. DEPTH is a multiple of 16, the depth of an instruction.
     """
     if a.shape[1] == DEPTH:
         acc = warpgroup_mma(a, b.permute((1, 0)), acc, use_acc=ADD, is_async=True)

@@ -1,20 +1,18 @@
 """The portable backward without atomics (FlashMask, ICLR 2025, algorithm 2): two kernels, one writer per gradient.
 
 Each gradient has one order of summation, so repeated runs agree to the bit. Both kernels recompute the weights from q,
-k and the log-sum-exp, and read the row statistics that `shared.row_statistics` prepares (log-sum-exp and delta):
+k and the row statistics of `shared.row_statistics`:
 
-    _backward_keys: a program per tile of keys of a key-value head, in the order of `shared.work_order`
+    _backward_keys: a program per key tile of a key-value head, in the order of `shared.work_order`
         keys [BN, D], values [BN, DV], dk [BN, D], dv [BN, DV]          stay
-        for each query head of the group:                               the mask's bounds of the keys [BN] are loaded
+        for each query head of the group:                               load the bounds of the keys [BN]
             for each row tile of the plan's segments, visible first:    q [BM, D], dout [BM, DV], statistics stream
                 dv += weights @ dout,  dk += dscores @ q                with weights and dscores [BN, BM]
-        dk and dv                                                       written once
 
-    _backward_queries: a program per tile of rows of a query head
+    _backward_queries: a program per row tile of a query head
         q [BM, D], dout [BM, DV], statistics [BM], dq [BM, D]           stay
         for each key tile of the plan's list, visible first:            keys [BN, D], values [BN, DV] stream
             dq += dscores @ keys
-        dq                                                              written once
 """
 
 from __future__ import annotations
@@ -59,53 +57,38 @@ __all__ = ["prepare_backward"]
 
 
 class _KeyTile(NamedTuple):
-    """The tile of keys that a program of `_backward_keys` holds."""
+    """Key tile of a program of `_backward_keys`."""
 
-    k: Any
-    """Keys, [BN, D]."""
-    v: Any
-    """Values, [BN, DV]."""
-    intervals: Any
-    """`Intervals` of the keys in one query head, each [BN, 1]."""
-    column: Any
-    """The first key."""
+    k: Any  # [BN, D]
+    v: Any  # [BN, DV]
+    intervals: Any  # `Intervals` of the keys in one query head, each [BN, 1]
+    column: Any  # first key
 
 
 class _QueryTile(NamedTuple):
-    """The tile of query rows that a program of `_backward_queries` holds."""
+    """Row tile of a program of `_backward_queries`."""
 
-    q: Any
-    """Queries, [BM, D]."""
-    dout: Any
-    """Gradient of the output, [BM, DV]."""
-    lse: Any
-    """Log-sum-exp in units of log2, [BM]."""
-    delta: Any
-    """Delta of `shared.row_statistics`, [BM]."""
-    row: Any
-    """The first row."""
+    q: Any  # [BM, D]
+    dout: Any  # gradient of the output, [BM, DV]
+    lse: Any  # in units of log2, [BM]
+    delta: Any  # [BM]
+    row: Any  # first row
 
 
 class _HeadInputs(NamedTuple):
-    """Tensors of one query head that `_backward_keys` streams."""
+    """Tensors of one query head that `_backward_keys` streams: two `HeadRows`, two `_HeadStatistic`."""
 
     q: Any
-    """`HeadRows` of the queries."""
     dout: Any
-    """`HeadRows` of the gradient of the output."""
     lse: Any
-    """`_HeadStatistic` of the log-sum-exp in units of log2."""
     delta: Any
-    """`_HeadStatistic` of delta."""
 
 
 class _HeadStatistic(NamedTuple):
-    """A row statistic of one query head, in a tensor [B * Hq, padded_len]."""
+    """Row statistic of one query head."""
 
-    tensor: Any
-    """Pointer to the whole tensor, or its tensor descriptor."""
-    plane: Any
-    """Index of the head among those of all batch entries."""
+    tensor: Any  # pointer to [B * Hq, padded_len], or its tensor descriptor
+    plane: Any  # batch * Hq + head
     padded_len: Any
 
 
@@ -125,16 +108,14 @@ def _accumulate_keys(
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, N: tl.constexpr, CAP: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Add the contribution of one tile of query rows to dk [BN, D] (without the scale) and dv [BN, DV].
+    """Add one row tile, from row `row` on, to dk [BN, D] (without the scale) and dv [BN, DV].
 
     Operands:
-        dk, dv: sums so far.
         key_tile: `_KeyTile`.
-        head_inputs: `_HeadInputs` of the rows' head.
-        row: first row of the tile.
+        head_inputs: `_HeadInputs`.
         lengths: (Sq, Skv).
         factors: `Problem.factors`.
-        MASKED: whether pairs of the tile may be hidden.
+        MASKED: whether pairs may be hidden.
     """
     factor, cap_factor = factors
     keys, values = key_tile.k, key_tile.v
@@ -162,16 +143,11 @@ def _accumulate_keys(
 
 @triton.jit
 def _hidden_row_tiles(intervals, column, lengths, CAUSAL: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Find tiles of BLOCK_M rows that see none of a tile of keys.
-
-    Operands:
-        intervals: `Intervals` of the keys.
-        column: the first key.
-        lengths: (Sq, Skv).
+    """Find row tiles that see none of a key tile from key `column` on.
 
     Returns:
-        (low, gap_first, gap_last): the diagonal or the second interval hides all row tiles below `low` from all keys,
-        the first interval those in [gap_first, gap_last), which may be empty. Other tiles may be hidden, too.
+        (low, gap_first, gap_last): row tiles below `low` and in [gap_first, gap_last), which may be empty, are hidden
+        from all keys. Others may be hidden, too.
     """
     q_len, kv_len = lengths
     diagonal = kv_len - q_len
@@ -185,14 +161,14 @@ def _hidden_row_tiles(intervals, column, lengths, CAUSAL: tl.constexpr, N: tl.co
 
 @triton.jit
 def _trimmed_range(segment, low, gap_first, gap_last, SUBROWS: tl.constexpr):
-    """Return the range [first, last) of row tiles of a partial segment, without hidden tiles at its ends.
+    """Return the row tiles [first, last) of a partial segment, without hidden tiles at its ends.
 
     Args:
-        segment: pointer to the [start, end) of the segment, in row tiles of the plan.
-        low: as `_hidden_row_tiles` returns it, like the two that follow.
+        segment: pointer to [start, end), in row tiles of the plan, which have SUBROWS row tiles each.
+        low: as `_hidden_row_tiles` returns it.
         gap_first: likewise.
         gap_last: likewise.
-        SUBROWS: row tiles in a row tile of the plan.
+        SUBROWS: row tiles per row tile of the plan.
     """
     first = tl.maximum(tl.load(segment) * SUBROWS, low)
     last = tl.load(segment + 1) * SUBROWS
@@ -215,16 +191,16 @@ def _backward_keys(
     Tensors:
         q, k, v: [B, Hq, Sq, D], [B, Hkv, Skv, D] and [B, Hkv, Skv, Dv]; descriptors if TMA, like the next three.
         dout: gradient of the output, [B, Hq, Sq, Dv].
-        lse, delta: [B * Hq, padded_len] as `shared.row_statistics` makes them.
-        indices: of the mask, padded to tiles of the plan.
+        lse, delta: [B * Hq, padded_len], see `shared.row_statistics`.
+        indices: mask indices, padded to key tiles of the plan.
         segments: of the plan, [mask batch, mask heads, n_kv, VISIBLE + PARTIAL, 2].
-        work_order: key tiles that the programs from `unsorted` on take, or None: each takes that of its number.
+        work_order: key tiles of the programs from `unsorted` on, or None.
         dk, dv: written, [B, Hkv, Skv, D] and [B, Hkv, Skv, Dv].
     Sizes:
         heads: (Hq, Hkv, mask batch, mask heads).
-        n_columns: key tiles of a head.
+        n_columns: key tiles per head.
         dims: (D, Dv).
-        SUBROWS, SUBTILES: row tiles in a row tile of the plan, and key tiles in a key tile of the plan.
+        SUBROWS, SUBTILES: row tiles, and key tiles, per tile of the plan.
     """
     n_heads, kv_heads, mask_batch, mask_heads = heads
     dim, v_dim = dims
@@ -257,7 +233,7 @@ def _backward_keys(
             _HeadStatistic(delta, plane, padded_len),
         )
 
-        # Steps count through the row tiles of all ranges; jumps from a range to the next turn a step into its tile.
+        # Steps number the row tiles of all ranges; jumps between the ranges turn a step into its row tile.
         ranges = segments + (mask * n_kv + tile // SUBTILES) * (VISIBLE + PARTIAL) * 2
         s0, e0 = tl.load(ranges) * SUBROWS, tl.load(ranges + 1) * SUBROWS
         s1, e1 = tl.load(ranges + 2) * SUBROWS, tl.load(ranges + 3) * SUBROWS
@@ -298,18 +274,15 @@ def _accumulate_queries(
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, N: tl.constexpr, CAP: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Add the contribution of one tile of keys to dq [BM, D] (without the scale).
+    """Add one key tile, from key `column` on, to dq [BM, D] (without the scale).
 
     Operands:
-        dq: sum so far.
         query_tile: `_QueryTile`.
-        k: `HeadRows` of the keys.
-        v: `HeadRows` of the values.
+        k, v: `HeadRows`.
         indices: pointer to the padded indices of the mask head.
-        column: first key of the tile.
         lengths: (Sq, Skv).
         factors: `Problem.factors`.
-        MASKED: whether pairs of the tile may be hidden.
+        MASKED: whether pairs may be hidden.
     """
     factor, cap_factor = factors
     queries, upstream = query_tile.q, query_tile.dout
@@ -322,7 +295,7 @@ def _accumulate_queries(
     if MASKED:
         in_tile = tl.arange(0, BLOCK_N)[None, :]  # [1, BN]
         columns = column + in_tile
-        tile_indices = indices + column.to(tl.int64) * N  # offsets in the tile take fewer registers than in the row
+        tile_indices = indices + column.to(tl.int64) * N  # offsets in a tile take fewer registers
         intervals = load_intervals(tile_indices, in_tile, None, CAUSAL, N)
         rows = (query_tile.row + tl.arange(0, queries.shape[0]))[:, None]  # [BM, 1]
         hidden = hidden_pairs(rows, columns, intervals, lengths, CAUSAL, N)
@@ -342,13 +315,12 @@ def _backward_queries(
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     SUBROWS: tl.constexpr, SUBTILES: tl.constexpr,
 ):  # fmt: skip
-    """Compute dq of one tile of query rows.
+    """Compute dq of one row tile. Further arguments are as in `_backward_keys`.
 
-    Tensors and sizes that `_backward_keys` does not have:
-        tiles: the plan's lists, [mask batch, mask heads, n_q, n_kv].
-        counts: their lengths, [mask batch, mask heads, n_q, 2].
+    Tensors and sizes:
+        tiles, counts: of the plan, [mask batch, mask heads, n_q, n_kv] and [mask batch, mask heads, n_q, 2].
         dq: written, [B, Hq, Sq, D].
-        n_rows: row tiles of a head.
+        n_rows: row tiles per head.
     """
     dim, v_dim = dims
     tile, batch, head, kv_head, mask = locate_row_tile(n_rows, heads)
@@ -381,7 +353,8 @@ def _backward_queries(
             dqueries, query_tile, k, v, indices, column, lengths, factors,
             True, CAUSAL, N, CAP, TMA, PRECISION, BLOCK_N,
         )  # fmt: skip
-    store_tile(HeadRows(dq, dq_strides, batch, head, q_len, dim), dqueries * scale, row)
+    dqueries = tl.where((row_lse == float("inf"))[:, None], 0.0, dqueries * scale)
+    store_tile(HeadRows(dq, dq_strides, batch, head, q_len, dim), dqueries, row)
 
 
 def prepare_backward(
@@ -391,17 +364,17 @@ def prepare_backward(
     by_keys: Config | None = None,
     by_queries: Config | None = None,
 ) -> Callable[..., Gradients]:
-    """Prepare the backward for tensors of the problem's layouts.
+    """Prepare the backward for tensors of one layout.
 
     Args:
-        problem: the layouts and settings.
+        problem: layouts and settings of the call.
         dout: layout of the gradient of the output, [B, Hq, Sq, Dv].
-        output: what delta is computed from, or None if the returned function is called with delta as a tensor.
-        by_keys: tile sizes of the dK and dV kernel; None takes the measured ones.
-        by_queries: tile sizes of the dQ kernel, likewise.
+        output: inputs of delta, or None for calls with delta as a tensor.
+        by_keys: tiles of the dK and dV kernel; None takes the measured ones.
+        by_queries: tiles of the dQ kernel, likewise.
 
     Returns:
-        (dout, q, k, v, lse, delta, indices, plan) -> gradients, where lse [B, Hq, Sq] is the forward's.
+        (dout, q, k, v, lse, delta, indices, plan) -> gradients, with lse [B, Hq, Sq] of the forward.
     """
     q, k, v = problem.q, problem.k, problem.v
     batch, heads, q_len, dim = q.shape
@@ -417,15 +390,20 @@ def prepare_backward(
     dq_layout, dk_layout, dv_layout = map(layout_like, (q, k, v))
     new_dq, new_dk, new_dv, new_statistic = (x.allocator() for x in (dq_layout, dk_layout, dv_layout, statistic))
     pad = prepare_padding(problem.mask_shape, q.device, width)
-    compute_delta = None if output is None else prepare_delta(dout, output[0], padded_len)
+    # dV multiplies weights of 0 with dout, and 0 * NaN is NaN. The clean copy has the memory of dq until dq is made.
+    clean, compute_delta = dout, None
+    if output is not None:
+        clean = dq_layout if dim == v_dim else layout_like(output[0])
+        compute_delta = prepare_delta(dout, output[0], padded_len, clean=clean)
+    new_clean = clean.allocator()
     pad_statistics = prepare_statistics(batch * heads, q_len, padded_len)
 
-    tma = loads_by_descriptor(q, k, v, dout)
-    input_strides = q.strides, k.strides, v.strides, dout.strides
+    tma = loads_by_descriptor(q, k, v, dout, clean)
+    input_strides = q.strides, k.strides, v.strides
     group_sizes = heads, kv_heads, mask_batch, mask_heads
 
-    def options(config: Config) -> dict[str, Any]:
-        """Return the descriptors and constants that both kernels take."""
+    def options(config: Config, dout: Layout) -> dict[str, Any]:
+        """Return the descriptors and constants of both kernels."""
         rows, columns, warps, stages = config
         tiles = (q, rows, block_d), (k, columns, block_d), (v, columns, block_v), (dout, rows, block_v)
         return {
@@ -450,16 +428,16 @@ def prepare_backward(
     backward_keys = Launch(
         _backward_keys,
         items,
-        *input_strides, dk_layout.strides, dv_layout.strides,
+        *input_strides, clean.strides, dk_layout.strides, dv_layout.strides,
         group_sizes, unsorted, q_len, padded_len, kv_len, n_kv, n_columns, (dim, v_dim), problem.scale, problem.factors,
-        VISIBLE=VISIBLE_SEGMENTS, PARTIAL=PARTIAL_SEGMENTS, **options(by_keys),
+        VISIBLE=VISIBLE_SEGMENTS, PARTIAL=PARTIAL_SEGMENTS, **options(by_keys, clean),
     )  # fmt: skip
     backward_queries = Launch(
         _backward_queries,
         n_rows * heads * batch,
-        *input_strides, dq_layout.strides,
+        *input_strides, dout.strides, dq_layout.strides,
         group_sizes, q_len, padded_len, kv_len, n_q, n_kv, n_rows, (dim, v_dim), problem.scale, problem.factors,
-        **options(by_queries),
+        **options(by_queries, dout),
     )  # fmt: skip
 
     def run(
@@ -472,11 +450,13 @@ def prepare_backward(
             out, dlse = delta
             dlse = None if dlse is None else dlse.contiguous()
             assert compute_delta is not None
-            compute_delta(dout, out, dlse, padded_delta, lse, padded_lse, None, None)
+            clean_dout = dq if dim == v_dim else new_clean()
+            compute_delta(dout, out, dlse, padded_delta, lse, padded_lse, None, None, clean_dout)
         else:
+            clean_dout = dout
             pad_statistics(lse, delta.contiguous(), padded_lse, padded_delta)
         work_order = None if make_work_order is None else make_work_order(plan.segments)
-        backward_keys(q, k, v, dout, padded_lse, padded_delta, indices, plan.segments, work_order, dk, dv)
+        backward_keys(q, k, v, clean_dout, padded_lse, padded_delta, indices, plan.segments, work_order, dk, dv)
         backward_queries(q, k, v, dout, padded_lse, padded_delta, indices, plan.tiles, plan.counts, dq)
         return dq, dk, dv, padded_delta
 

@@ -116,7 +116,7 @@ def test_compiles_what_puts_rows_back(dims: tuple[int, int], deterministic: bool
     kernel = _compile(dims, form, deterministic=deterministic, placed=True)["backward_kernel"]
     assert kernel.shared <= 227 * 1024
     assert kernel.spills is not None
-    most = 160 if TRITON >= (3, 9) else 152 if TRITON >= (3, 8) else 128  # likewise
+    most = 168 if TRITON >= (3, 9) else 160 if TRITON >= (3, 8) else 136  # likewise
     if dims == (192, 128):
         most = 184 if TRITON >= (3, 9) else 152
     assert kernel.spills <= most

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tools.support import (
+    BLIND_ROWS,
     EACH_FAMILY,
     EACH_HEADS,
     FAMILIES,
@@ -21,6 +22,7 @@ from tools.support import (
     check_low_scores,
     check_lse_of_rows_that_see_nothing,
     check_random_call,
+    check_upstream_of_blind_rows,
     covering,
     offer_tall_tiles,
     poisoned,
@@ -161,6 +163,17 @@ def test_wide(dims: tuple[int, int], family: str, lengths: tuple[int, int]) -> N
     mask = FAMILIES[family](kv_len, q_len)
     inputs = attention_inputs(Lane("hopper", "cpu", torch.float16), *batch_and_heads(mask), q_len, kv_len, *dims)
     _check(inputs, mask, (False,))
+
+
+@pytest.mark.parametrize(
+    ("family", "dims", "deterministic"),
+    covering(2, BLIND_ROWS, [(64, 64), (128, 128), (192, 128), (256, 256)], [False, True]),
+)
+def test_any_upstream_gradient_of_rows_that_see_nothing_gives_zeros(
+    family: str, dims: tuple[int, int], deterministic: bool
+) -> None:
+    lane, mask = Lane("hopper", "cpu", torch.float16), BLIND_ROWS[family]()
+    check_upstream_of_blind_rows(lane, mask, 1, 2, 1, 200, mask.kv_len, *dims, deterministic=deterministic)
 
 
 @pytest.mark.parametrize(("dims", "seed"), covering(1, WIDE[:2], range(2)))

@@ -1,4 +1,4 @@
-"""The portable dK kernel skips hidden row tiles at the ends of partial segments."""
+"""The portable dK kernel walks four partial segments, and skips hidden row tiles at their ends."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
+from tools.support import Lane, attention_inputs, check, lanes
 
 from flashmask_hf import FlashMask
 from flashmask_hf.kernels.portable.backward import _hidden_row_tiles, _trimmed_range
 from flashmask_hf.kernels.shared.device import load_intervals
 from flashmask_hf.kernels.shared.padding import prepare_padding
+from flashmask_hf.plan import VISIBLE_SEGMENTS, build_plan
 
 ROWS, SUBROWS, BLOCK_M, BLOCK_N = 64, 4, 16, 16
 
@@ -80,3 +82,11 @@ def test_only_hidden_row_tiles_are_skipped(causal: bool, n: int, share: float, d
                         hidden += 1
                         skipped += not first <= row < last
     assert skipped > share * hidden
+
+
+@pytest.mark.parametrize("lane", lanes((), (torch.float32,), (torch.bfloat16,)))
+def test_a_key_tile_with_four_partial_segments(lane: Lane) -> None:
+    mask = FlashMask(torch.tensor([100, 300, 520, 900], dtype=torch.int32).expand(1, 1, 128, 4), False, q_len=1024)
+    segments = build_plan(mask.indices, mask.causal, 1024).segments[0, 0, 0, VISIBLE_SEGMENTS:]
+    assert segments.tolist() == [[0, 1], [2, 3], [4, 5], [7, 8]]
+    check(lane, *attention_inputs(lane, 1, 1, 1, 1024, 128, 16), mask.to(lane.device))
