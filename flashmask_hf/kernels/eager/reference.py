@@ -31,8 +31,8 @@ def reference_attention(
 
     Returns:
         out [B, Hq, Sq, Dv] in q's dtype, and lse [B, Hq, Sq] float32 (float64 for float64 inputs), the natural log of
-        the softmax denominator, sink included. A row that sees nothing gives out 0, lse -inf (the sink's logit if there
-        is one) and zero gradients.
+        the softmax denominator, sink included. A row that sees nothing has out 0, lse -inf (or the sink's logit) and
+        zero gradients.
     """
     heads = q.shape[1]
     k = k.repeat_interleave(heads // k.shape[1], 1)
@@ -44,7 +44,7 @@ def reference_attention(
     scores = (q @ k.transpose(-1, -2)).to(wide) * scale
     if arguments.softcap is not None:
         scores = arguments.softcap * torch.tanh(scores / arguments.softcap)
-    # A finite fill keeps rows that see nothing free of NaN in the backward; their weights are zeroed below.
+    # A finite fill keeps NaN out of the backward of rows that see nothing; their weights are zeroed below.
     scores = scores.masked_fill(~visible, torch.finfo(wide).min)
     if sinks is not None:
         sink = sinks.to(wide).view(1, heads, 1, 1).expand(*scores.shape[:-1], 1)
@@ -52,7 +52,7 @@ def reference_attention(
     else:
         lse = scores.logsumexp(-1)
     weights = torch.exp(scores - lse.unsqueeze(-1)).masked_fill(~visible, 0.0)
-    # The fill stops gradients of rows that see nothing, which may be inf or NaN: 0 times either is NaN.
+    # The fill stops upstream gradients of rows that see nothing: 0 times inf or NaN is NaN.
     blind = ~visible.any(-1)
     out = (weights.to(v.dtype) @ v).masked_fill(blind.unsqueeze(-1), 0.0)
     blind_lse = lse.new_full((), float("-inf"))

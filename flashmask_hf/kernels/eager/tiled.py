@@ -1,13 +1,13 @@
 """Tiled masked attention in torch operations, for devices without Triton kernels, such as a CPU.
 
-Memory is linear in the length, and only tiles that the plan lists are computed:
+Memory is linear in the length, and only tiles of the plan are computed:
 
     for each mask head and row tile of the plan:                        queries [heads, rows, D], online softmax stay
-        for each step, about _KEYS_PER_STEP keys of the tile's list:    keys and values are sliced, or gathered
+        for each step, about _KEYS_PER_STEP keys of the tile's list:    keys and values are sliced or gathered
             forward:   acc, top, total = online softmax
-            backward:  dk, dv of these keys and dq of the rows are added up
+            backward:  add dk, dv of these keys and dq of the rows
 
-The heads that share a key-value head are stacked as rows, so that a step is one matrix product per key-value head.
+Heads that share a key-value head are stacked as rows: a step is one matrix product per key-value head.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from flashmask_hf.tile_plan import ROWS, Plan, plan_columns
 
 __all__ = ["backward", "decode", "forward", "row_delta"]
 
-_WIDENED = 2**21  # elements of k that decoding converts to a wide dtype at a time
-_KEYS_PER_STEP = 512  # so that the scores of a step, heads x ROWS x _KEYS_PER_STEP, stay in the CPU's cache
+_WIDENED = 2**21  # elements of k that decoding widens at a time
+_KEYS_PER_STEP = 512  # the scores of a step stay in a CPU's cache
 
 Step = tuple[slice | Tensor, Tensor | None]
-"""Key columns of a step (a slice, or an index tensor) and where they are hidden, bool [rows, columns] or None."""
+"""Keys of a step (slice or index tensor) and where they are hidden, bool [rows, keys] or None."""
 
 
 def forward(
@@ -78,7 +78,7 @@ def forward(
 def decode(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, indices: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention of few rows, all of their scores at once; arguments and results as in `forward`."""
+    """Compute attention of few rows, all scores at once; arguments and results as in `forward`."""
     scale, softcap = problem.scale, problem.softcap
     wide = torch.promote_types(q.dtype, torch.float32)
     batch, heads, q_len, dim = q.shape
@@ -87,7 +87,7 @@ def decode(
     hidden = ~FlashMask(indices, problem.causal).to_dense(q_len)
     hidden = hidden.unflatten(1, (min(hidden.shape[1], kv_heads), -1))  # [B or 1, Hkv or 1, heads of a group or 1, ...]
     first, last = 0, kv_len
-    if q.device.type == "cpu":  # reading which keys any row sees costs no wait here
+    if q.device.type == "cpu":  # a read costs no wait here
         seen = (~hidden.flatten(0, 3).all(0)).nonzero()
         first, last = (int(seen[0]), int(seen[-1]) + 1) if len(seen) else (0, 1)
         hidden = hidden[..., first:last]
@@ -135,8 +135,7 @@ def backward(
         k: [B, Hkv, Skv, D].
         v: [B, Hkv, Skv, Dv].
         lse: [B, Hq, Sq] of the forward.
-        delta: [B, Hq, Sq], the row sums of dout * out less the gradient of lse; or a tuple to compute it from, out and
-            the gradient of lse or None.
+        delta: [B, Hq, Sq], row sums of dout * out less the gradient of lse; or (out, gradient of lse or None).
         indices: of the mask.
         plan: of the mask.
 
@@ -149,15 +148,15 @@ def backward(
     dq = torch.empty_like(q)
     dk, dv = (torch.zeros_like(x, dtype=wide) for x in (k, v))
     blind = lse.isneginf()  # rows that see nothing
-    lse = lse.masked_fill(blind, float("inf"))  # so that their weights are exp(-inf) = 0
-    delta = delta.masked_fill(blind, 0.0)  # the gradient of lse may be inf there, and 0 times inf is NaN
+    lse = lse.masked_fill(blind, float("inf"))  # their weights become exp(-inf) = 0
+    delta = delta.masked_fill(blind, 0.0)  # 0 times inf is NaN
     for b, h_q, h_kv, rows, steps in _walk(q, k, FlashMask(indices, problem.causal), plan):
         queries, upstream = (_grouped(x[b, h_q, rows], h_kv).to(wide) for x in (q, dout))
         tile_lse, tile_delta = (_grouped(x[b, h_q, rows, None], h_kv) for x in (lse, delta))
         queries = queries * problem.scale
         acc = torch.zeros_like(queries)
         blind_rows = _blind_rows(steps)
-        if blind_rows is not None:  # whatever comes from upstream, and a row with a sink has a finite lse
+        if blind_rows is not None:  # a row with a sink has a finite lse
             upstream, tile_delta = (
                 x.unflatten(1, (-1, len(blind_rows))).masked_fill(blind_rows, 0.0).flatten(1, 2)
                 for x in (upstream, tile_delta)
@@ -177,17 +176,14 @@ def backward(
 
 
 def row_delta(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
-    """Return delta, which the softmax takes off the scores' gradients: row sums of dout * out, less dlse if given.
-
-    Rows that see nothing have out 0, and a sum of 0 whatever dout is.
-    """
+    """Return delta: row sums of dout * out, less dlse if given. Elements with out 0 count 0, whatever dout is."""
     wide = torch.promote_types(out.dtype, torch.float32)
     sums = (dout.to(wide) * out.to(wide)).masked_fill(out == 0, 0.0).sum(-1)
     return sums if dlse is None else sums - dlse
 
 
 def _blind_rows(steps: list[Step]) -> Tensor | None:
-    """Return which rows of a row tile see none of its steps' keys, bool [rows, 1]; None if all rows see one."""
+    """Return which rows see no key of the steps, bool [rows, 1]; None if all rows see a key."""
     blind = None
     for _, hidden in steps:
         if hidden is None:
@@ -208,7 +204,7 @@ def _ungrouped(x: Tensor, h_q: slice) -> Tensor:
 
 
 def _scores(queries: Tensor, keys: Tensor, hidden: Tensor | None, softcap: float) -> tuple[Tensor, Tensor | None]:
-    """Return capped and masked scores [kv heads, group * rows, columns] of scaled queries; the cap's slope or None."""
+    """Return capped, masked scores [kv heads, group * rows, keys] of scaled queries; and the cap's slope or None."""
     scores = queries @ keys.transpose(-1, -2)
     slope = None
     if softcap:
@@ -220,7 +216,7 @@ def _scores(queries: Tensor, keys: Tensor, hidden: Tensor | None, softcap: float
 
 
 def _walk(q: Tensor, k: Tensor, mask: FlashMask, plan: Plan) -> Iterator[tuple[int, slice, slice, slice, list[Step]]]:
-    """Yield (batch entry, query heads, key-value heads, query rows, steps) for all that shares a list of tiles."""
+    """Yield (batch entry, query heads, key-value heads, query rows, steps) per list of tiles."""
     batch, heads, q_len, _ = q.shape
     kv_heads, kv_len = k.shape[1:3]
     mask_batch, mask_heads = plan.tiles.shape[:2]
@@ -253,7 +249,7 @@ def _steps(
     kv_len: int,
     width: int,
 ) -> list[Step]:
-    """Return the steps of one row tile: its visible tiles, then its partial ones, about _KEYS_PER_STEP keys each."""
+    """Return the steps of one row tile, about _KEYS_PER_STEP keys each: visible tiles, then partial tiles."""
     steps: list[Step] = []
     per_step = max(1, _KEYS_PER_STEP // width)
     row_index = torch.arange(rows.start, rows.stop, device=row.device).unsqueeze(1)
@@ -261,7 +257,7 @@ def _steps(
         listed = tiles.tolist()
         for first in range(0, len(listed), per_step):
             step = listed[first : first + per_step]
-            if step[-1] - step[0] == len(step) - 1:  # neighbouring tiles are a view of the keys, not a copy
+            if step[-1] - step[0] == len(step) - 1:  # neighbouring tiles need no copy of the keys
                 columns = slice(step[0] * width, min(kv_len, (step[-1] + 1) * width))
                 column_index = torch.arange(columns.start, columns.stop, device=row.device)
             else:

@@ -1,4 +1,4 @@
-"""Tensor descriptors of the Hopper kernels: the layouts that fit one, and templates for `launch.Launch`."""
+"""Tensor descriptors of the Hopper kernels: layouts that fit, and templates for `launch.Launch`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32
 
 
 def describable_layout(x: Layout) -> Layout:
-    """Return the layout of what `launch.descriptors.describable` makes of tensors of layout `x`."""
+    """Return the layout that `launch.descriptors.describable` gives to tensors of layout `x`."""
     if fits_descriptor(x):
         return x
     like = layout_like(x)
@@ -25,15 +25,14 @@ def describable_layout(x: Layout) -> Layout:
 
 
 def tile_template(layout: Layout, *block: int) -> Any:
-    """Return a template for tiles of shape `block`, in the shared-memory layout that matrix products take."""
+    """Return a template for tiles of shape `block`, in the shared-memory layout of matrix products."""
     return template(_descriptor, layout, *block)
 
 
 def row_template(layout: Layout, rows: int, width: int | None = None) -> Any:
-    """Return a template for tiles [rows, width] of tensors [B, H, S, D]; None is a width of D.
+    """Return a template for tiles [rows, width] of tensors [B, H, S, D]; the default width is D.
 
-    Rows past the end of a head, and columns past D, are loaded as 0 and not stored. Loads count the bytes of the whole
-    tile at their mbarrier.
+    Elements past S and D are loaded as 0 and not stored. Loads count the bytes of the whole tile at their mbarrier.
     """
     return tile_template(layout, 1, 1, rows, width or layout.shape[3])
 

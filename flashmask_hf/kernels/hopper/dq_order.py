@@ -1,44 +1,17 @@
-"""The order in which tiles of keys add to dQ when the Hopper backward is deterministic.
+"""Order in which tiles of keys add to dQ when the Hopper backward is deterministic.
 
-Tiles of keys are numbered in the order in which programs begin them, and to each tile of rows they add by these
-numbers: a tile waits at the row tile's semaphore until all that come before it have added theirs. So it waits only for
-tiles that have begun, the first of the unfinished ones never waits, and there is no deadlock, whatever the order.
+Programs begin key tiles in the order `key_tile_order`, and every row tile of dQ takes their sums in that order: a key
+tile waits at the row tile's semaphore until all earlier ones have added. A key tile thus waits only for tiles that have
+begun. The first unfinished one never waits, so no order can deadlock.
 
-A good order makes the waits short. All tiles of keys walk their rows downwards, or all upwards, and take the same time
-for each. Let the *lead* of a tile be its last row less the number of its rows, which is its first row if it skips
-none; upwards, rows are counted from the end. Of two tiles that begin together and end at the same row, the one with the
-greater lead comes to that row first. Hence the tiles begin in the order of their leads, the greatest first, which is
-the last keys first under most masks.
+A good order keeps waits short (docs/how_it_works.md has the reasons and the measurements):
 
-Tiles that come to a row at the same time add one after the other, and each addition takes about as long as the work on
-a tile of rows. So the tiles of several key-value heads alternate, and those of one head begin far enough apart. Tiles
-are *level* if their leads are equal, as those of a document are; two tiles of 64 keys are not, since masks often treat
-128 keys alike. If all are level, they should begin twice as many rows apart as they have keys: 256 rows, or 128 with
-tiles of 64 keys. If none are, as under a causal mask, a quarter is enough, since each begins at another row. More
-heads than needed cost time, too: the L2 cache should hold the rows between two key tiles of a head. For every 128 rows
-between them, the 132 programs of an H200 use 17 MB of q, dq and the output's gradient (head_dim 128).
+* Key tiles begin by *lead*, the greatest first: lead = last row - number of rows, in the direction of the walk.
+* Tiles are *level* if their leads are equal, and *near* if their leads differ by less than the keys of a tile. The
+  more tiles are level, the more key-value heads alternate, so that the tiles of one head begin further apart.
+* All query heads of a key-value head walk one band of rows before the next band.
+* All key tiles walk their rows downwards, or all upwards if many leads are near in that direction.
 
-Where query heads share a key-value head, a tile walks the rows of all of them. Head after head, it would come to the
-second head only after all rows of the first, and every shorter tile behind it would wait. So all heads walk one band of
-rows before any walks the next. A band has 512 rows. If few tiles have leads that are near each other, which differ by
-less than their keys, only the first 128 rows are such a band, and the other rows are one: at the border of two
-documents, tiles of the one before see rows of it, too. If tiles skip rows, all rows are one band, since tiles would
-overtake each other in narrower ones.
-
-Walking downwards, tiles that begin at different rows and end at the same one, as under a causal mask, are far apart
-when they meet: the longer walk comes later by the rows of all query heads that it has before. The rows between them
-exceed the L2 cache if query heads are many or wide. Walking upwards, such tiles begin at the same row and stay as near
-as they begin. So from 4 query heads to a key-value head on, tiles walk upwards if more than a quarter of them have near
-leads in that direction, unless tiles of a mask that is not causal skip rows. Leads in the same band of 512 rows then
-count as equal in the order.
-
-On an H200, the backward of 8 rows of 8K tokens with 32 heads of 128 took, beside the unordered one: random intervals of
-visible rows 1.06 with the 6 heads that are chosen, 1.02 with 2 and 1.18 with 12; causal blocks 1.12 with the 10 chosen,
-1.26 with 2 and 1.31 with 16; windows that are global both ways 1.06 with the 16 chosen and 1.41 with 2. With 16 heads
-of 256, full attention took 1.08 with the 2 chosen and 1.47 with 4, random intervals 1.12 with the 3 chosen and 1.27
-with the 5 that level pairs would get. With 8 key-value heads for 32 of 128, random intervals took 1.10 with bands of
-512 rows, and 1.98 when all but the first 128 rows were one. With 4 key-value heads for 16 of 256, causal attention
-took 1.13 upwards and 1.72 downwards.
 `tests/tools/ordered_sums.py` simulates the waits.
 """
 
@@ -61,45 +34,40 @@ from flashmask_hf.tile_plan import COLUMNS, PARTIAL_SEGMENTS, ROWS, VISIBLE_SEGM
 __all__ = ["DqOrder", "may_walk_upwards", "prepare_dq_order"]
 
 _BAND_ROWS = 512
-"""Rows that all query heads of a key-value head walk before the next ones, where many key tiles have near leads.
-
-Documents with 8 query heads per key-value head took 1.66 times the unordered time on an H200 without bands, and 1.1
-with them.
-"""
+"""Rows of a band where many key tiles have near leads."""
 _FIRST_BAND_ROWS = 128
-"""Rows of the only band where few key tiles have near leads."""
+"""Rows of the first band where few key tiles have near leads; the other rows are one band."""
 _UPWARD_GROUP = 4
-"""Fewest query heads per key-value head with which rows may be walked upwards."""
+"""Fewest query heads per key-value head for walks upwards."""
 _SKIPPED_SHARE = 8
-"""Key tiles count as skipping rows if all together skip more than 1 / _SKIPPED_SHARE of the row tiles that they walk.
+"""Key tiles count as skipping rows if together they skip more than 1 / _SKIPPED_SHARE of the row tiles that they walk.
 
-It is not tuned."""
+Not tuned."""
 _SEGMENTS = VISIBLE_SEGMENTS + PARTIAL_SEGMENTS
 _LANES = 128
 _SUMS = 5
-"""Sums of each LANES key tiles in each direction, see `_order_key_tiles`."""
+"""Sums per LANES key tiles and direction (`_order_key_tiles`)."""
 
 
 class DqOrder(NamedTuple):
-    """Tensors that tell the kernel the order of its tiles of keys, or of some side by side in very long rows."""
+    """Order of the kernel's key tiles; in very long rows, of groups of neighbouring key tiles."""
 
     segments: Tensor
-    """int32 [mask batch, mask heads, key tiles, segments, 2]: the row tiles that each key tile walks, as in a plan."""
+    """int32 [mask batch, mask heads, key tiles, segments, 2]: row tiles per key tile, as in a plan."""
     ranks: Tensor
-    """int16 [mask batch, mask heads, row tiles, key tiles]: how many of those that walk a row tile come before each."""
+    """int16 [mask batch, mask heads, row tiles, key tiles]: key tiles that add to a row tile earlier."""
     semaphores: Tensor
-    """int32 zeros, one for each tile of rows of dQ: how many key tiles have added to it."""
+    """int32 zeros, one per row tile of dQ: key tiles that have added to it."""
     key_tile_order: Tensor
-    """int32 [directions, groups of the batch, key tiles]: the key tiles of a group of masks in starting order, if they
-    walk their rows downwards and, if `may_walk_upwards`, upwards."""
+    """int32 [directions, groups of the batch, key tiles]: key tiles in starting order, per group of masks, for walks
+    downwards and, if `may_walk_upwards`, upwards."""
     schedule: Tensor
-    """int32 [4]: key-value heads of the batch whose key tiles alternate; rows of the first band that a key tile walks;
-    rows of the later bands; 1 if it walks upwards, else 0. Bands end at multiples of their rows, counted in the
-    direction of the walk from the first row tile."""
+    """int32 [4]: key-value heads that alternate, rows of the first and of later bands, and 1 for walks upwards, else 0.
+    Bands end at multiples of their rows, counted in the direction of the walk."""
 
 
 def may_walk_upwards(heads: int, kv_heads: int) -> bool:
-    """Return whether enough query heads share a key-value head for orders in which rows are walked upwards."""
+    """Return whether enough query heads share a key-value head for walks upwards."""
     return heads >= _UPWARD_GROUP * kv_heads
 
 
@@ -108,12 +76,12 @@ def prepare_dq_order(problem: Problem, block_m: int, block_n: int, programs: int
 
     Args:
         problem: layouts and settings of the calls.
-        block_m: query rows of the kernel's tiles.
-        block_n: keys of its tiles.
-        programs: most programs of the kernel that run at a time.
+        block_m: query rows per tile of the kernel.
+        block_n: keys per tile of the kernel.
+        programs: programs of the kernel that run at a time.
 
     Returns:
-        indices -> order, for contiguous indices of the mask.
+        indices -> order, for contiguous mask indices.
     """
     batch, heads, q_len, _ = problem.q.shape
     kv_heads, kv_len = problem.k.shape[1:3]
@@ -163,15 +131,12 @@ def prepare_dq_order(problem: Problem, block_m: int, block_n: int, programs: int
 
 @triton.jit
 def _read_walks(segments, tiles, n_rows, n_columns, members, upward, SEGMENTS: tl.constexpr):
-    """Read how key tiles walk the rows of all masks of a group, downwards or `upward`.
+    """Return (leads, row tiles walked, row tiles skipped between them) of key tiles, summed over a group of masks.
 
     Operands:
-        segments: of the first mask, [n_columns, SEGMENTS, 2]; the others' follow.
-        tiles: indices of key tiles.
+        segments: of the first mask, [n_columns, SEGMENTS, 2]; the other masks follow.
+        tiles: indices of key tiles; sums are 0 from `n_columns` on.
         n_rows: row tiles of a head.
-
-    Returns:
-        sums over the masks, 0 for tiles from `n_columns` on: (leads, row tiles walked, row tiles skipped between them).
     """
     inside = tiles < n_columns
     leads = tl.zeros_like(tiles)
@@ -200,17 +165,16 @@ def _order_key_tiles(
     BAND: tl.constexpr, LEVEL: tl.constexpr, NEAR: tl.constexpr, SEGMENTS: tl.constexpr, LANES: tl.constexpr,
     SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Place LANES key tiles of a group of masks in its order, behind all of greater leads; equal ones: last keys first.
+    """Place LANES key tiles of a group of masks by lead, the greatest first; of equal leads, the last keys first.
 
-    Upwards, leads in the same BAND of row tiles are as good as equal.
+    For walks upwards, leads in the same BAND of row tiles count as equal.
 
     Tensors:
         segments: of `DqOrder`, [groups of the batch, members, n_columns, SEGMENTS, 2].
         key_tile_order: written, [directions, groups of the batch, n_columns].
-        sums: written, [directions, groups of the batch, n_blocks, SUMS]: row tiles that these key tiles walk, those
-            they skip, the number of these key tiles that see rows, how many of those have the lead of LEVEL others of
-            later keys, and how many have a lead in the same NEAR row tiles, as many as a key tile has keys, as another
-            of later keys.
+        sums: written, [directions, groups of the batch, n_blocks, SUMS]: row tiles walked, row tiles skipped, key tiles
+            that see rows, key tiles with the lead of LEVEL others of later keys, and key tiles whose lead is in the
+            same NEAR row tiles as another of later keys.
     """
     line = (tl.program_id(0) // n_blocks).to(tl.int64)
     upward = line >= n_lines
@@ -256,22 +220,22 @@ def _rank_key_tiles(
     FIRST_BAND_ROWS: tl.constexpr, BAND_ROWS: tl.constexpr, SKIPPED_SHARE: tl.constexpr, SEGMENTS: tl.constexpr,
     LANES: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Choose the schedule, rank the key tiles that walk one row tile, and clear a share of the semaphores.
+    """Choose the schedule, rank the key tiles of one row tile, and clear a share of the semaphores.
 
-    Every program chooses the schedule, which is cheaper than another launch.
+    Every program chooses the schedule, because another launch would cost more.
 
     Tensors:
         segments: of `DqOrder`, [masks, n_columns, SEGMENTS, 2].
         key_tile_order, sums: of `_order_key_tiles`.
         ranks, semaphores, schedule: written, see `DqOrder`.
     Sizes:
-        n_lines: lines of `key_tile_order` in a direction.
-        group: masks that share a line.
-        n_sums: lines of sums in a direction.
+        n_lines: lines of `key_tile_order` per direction.
+        group: masks per line.
+        n_sums: lines of sums per direction.
         kv_planes: key-value heads of the batch.
-        programs: most that run at a time.
-        repeats: query heads that walk the rows of each mask.
-        apart: rows by which key tiles of a head begin apart if none are level.
+        programs: programs that run at a time.
+        repeats: query heads per mask.
+        apart: rows between the beginnings of a head's key tiles if none are level.
         GROUPED: whether several query heads share a key-value head.
     """
     upward = _choose_schedule(
@@ -312,11 +276,11 @@ def _add_sums(
 ):  # fmt: skip
     """Add the sums of all key tiles in a direction.
 
-    All tiles count as level if their leads do not tell where they meet: those that skip rows meet before their last
-    row, and several masks have leads of their own. Causal masks are excepted, whose tiles seldom meet there.
+    All tiles count as level if many rows are skipped or with several masks, where leads do not decide which tiles
+    meet. Causal masks are excepted, since their tiles seldom meet.
 
     Returns:
-        row tiles walked, whether many are skipped, key tiles that see rows, level ones, and those with near leads.
+        row tiles walked, whether many are skipped, key tiles that see rows, level key tiles, near key tiles.
     """
     walked = tl.zeros([LANES], tl.int64)
     skipped = tl.zeros([LANES], tl.int64)
@@ -349,9 +313,9 @@ def _choose_schedule(
     FIRST_BAND_ROWS: tl.constexpr, BAND_ROWS: tl.constexpr, SKIPPED_SHARE: tl.constexpr, LANES: tl.constexpr,
     SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Choose the schedule, which the first program stores, and return 1 if the walk is upwards, else 0.
+    """Choose the schedule, which the first program stores; return 1 for walks upwards, else 0.
 
-    With n heads that alternate, key tiles of a head begin apart by n / programs of their mean number of row tiles.
+    If n heads alternate, key tiles of a head begin n / programs of their mean number of row tiles apart.
     """
     row_tiles, skip, key_tiles, level, near = _add_sums(
         sums, n_sums, CAUSAL, ONE_MASK, SKIPPED_SHARE, LANES, SUMS
@@ -362,7 +326,7 @@ def _choose_schedule(
             sums + n_sums * SUMS, n_sums, CAUSAL, ONE_MASK, SKIPPED_SHARE, LANES, SUMS
         )  # fmt: skip
         up = upward_near * 4 > key_tiles
-        if CAUSAL:  # they skip rows between those of their document and those of later ones, where all are level
+        if CAUSAL:  # tiles skip rows only between documents, where all are level
             skip &= not up
         else:
             up &= not skip
@@ -376,11 +340,11 @@ def _choose_schedule(
         first_band = tl.where(skip, all_rows, tl.where(few_near, FIRST_BAND_ROWS, BAND_ROWS))
         band = tl.where(skip | few_near, all_rows, BAND_ROWS)
     upward = tl.where(up, 1, 0)
-    # `apart` rows, and four times as many if all are level.
+    # `apart` rows if none are level, four times as many if all are.
     heads = (key_tiles + 3 * level) * programs * apart // tl.maximum(row_tiles * BLOCK_M * repeats, 1)
     turns = tl.cdiv(kv_planes, tl.maximum(heads, 1))
     if tl.program_id(0) == 0:
-        tl.store(schedule, tl.cdiv(kv_planes, turns).to(tl.int32))  # a last turn of few heads would wait for longer
+        tl.store(schedule, tl.cdiv(kv_planes, turns).to(tl.int32))  # a last turn of few heads would wait longer
         tl.store(schedule + 1, first_band)
         tl.store(schedule + 2, band)
         tl.store(schedule + 3, upward)

@@ -1,4 +1,4 @@
-"""The forward on Hopper (sm_90a): tensors it serves, tiles and launches. `forward_kernel` is the device code."""
+"""The forward on Hopper (sm_90a): supported tensors, tiles and launches. `forward_kernel` has the device code."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ class Config(NamedTuple):
     """Tiles and registers of the kernel."""
 
     warpgroups: int
-    """Consumer warpgroups, each of which has 64 rows of a tile."""
+    """Consumer warpgroups, with 64 rows of a tile each."""
     columns: int
-    """Keys of a tile."""
+    """Keys per tile."""
     stages: int
-    """Tiles of keys, and of values, in flight."""
+    """Key tiles, and value tiles, in flight."""
     consumer_registers: int
-    """Registers of a thread of the consumers."""
+    """Registers per consumer thread."""
     helper_registers: int
-    """Registers of a thread of the other roles."""
+    """Registers per thread of the other roles."""
     q_stages: int = 2
-    """Tiles of queries in flight: with two, a tile is loaded before the one before it is done."""
+    """Query tiles in flight."""
 
     @property
     def rows(self) -> int:
-        """Query rows of a tile."""
+        """Query rows per tile."""
         return 64 * self.warpgroups
 
 
@@ -54,21 +54,21 @@ _FORWARD = {
 }
 """Configurations by widths of the tiles."""
 
-# With head_dim 64 there are registers for a third consumer, and more consumers hide the exponentials better. Where rows
-# see many tiles of keys, tall tiles are up to 25% faster, as measured on an H200 (bfloat16). Where rows see few, as in
-# short documents or a narrow window, they are up to 70% slower: a tall tile has more tiles of keys at its edges.
+# Head dim 64 leaves registers for a third consumer, which hides the exponentials better. On an H200 (bfloat16), tall
+# tiles are up to 25% faster where rows see many key tiles, and up to 70% slower in short documents or narrow windows,
+# since a tall tile has more key tiles at its edges.
 _TALL = {Widths(64): Config(3, 128, 2, 160, 32)}
-"""Configurations with tall tiles, by widths, for calls whose mask decides (`_configs`)."""
+"""Configurations with tall tiles, by widths (`_configs`)."""
 _TALL_QUERIES = 4096
-"""Fewest queries of a head for which tall tiles are offered."""
+"""Fewest queries per head for tall tiles."""
 _TALL_ROWS = 1 << 18
-"""Fewest queries in all for which tall tiles are offered."""
+"""Fewest queries of all heads for tall tiles."""
 _TALL_TILES = 10
-"""Fewest tiles of keys in a list of the plan, on average, with which tall tiles are taken (`join_rows`)."""
+"""Fewest key tiles per list of the plan, on average, for tall tiles (`join_rows`)."""
 
 
 def unsupported_reason(device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str | None:
-    """Return why the Hopper kernels cannot run such tensors, or None."""
+    """Return why the Hopper kernels cannot run these tensors, or None."""
     if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device)[0] != 9:
         return f"tensors on {device} (it needs a Hopper GPU, compute capability 9.0)"
     if dtype not in (torch.bfloat16, torch.float16):
@@ -83,13 +83,12 @@ def prepare_forward(
 
     Args:
         problem: layouts and settings of the call.
-        ordered: whether rows of the output are put in an order.
-        config: tiles; None takes those of the tables above.
+        ordered: whether to reorder the rows of the output.
+        config: tiles; None takes the tables above.
 
     Returns:
         (q, k, v, sinks, indices, plan, order) -> (out, lse), without `order` unless `ordered`. `order`, int32
-        [B, Hq, Sq], a permutation of every head's rows, says where each row of the output is put. lse stays in the
-        order of q.
+        [B, Hq, Sq], permutes every head's rows: the target of each row of the output. lse keeps the order of q.
     """
     given = problem.q, problem.k, problem.v
     q, k, v = map(describable_layout, given)
@@ -163,16 +162,12 @@ def prepare_forward(
 
 
 def _configs(shape: torch.Size, widths: Widths, capped: bool, ordered: bool) -> list[Config]:
-    """Return the configurations for queries of a shape in tiles of some widths.
+    """Return the configurations to launch: the usual one and, in long calls, one with tall tiles.
 
-    They are the usual one and, if the mask is to decide, one of tall tiles.
+    The mask, which only the device knows, decides there which launch works, for the whole call. The two sum a row in
+    different orders, so masks of other rows of the batch can change the rounding of a row.
 
-    Every configuration is launched, and the mask, which only the device knows, decides on the device which launch does
-    the work. It decides for the whole call, and the two sum a row in different orders, so the masks of other rows of
-    the batch can change the rounding of a row.
-
-    The tanh of a softcap takes registers that three consumers lack. `ordered` rows are those of sparse attention, where
-    each head has its own lists, and short ones in hash buckets.
+    A softcap's tanh takes registers that three consumers lack. `ordered` rows, of sparse attention, have short lists.
     """
     batch, heads, q_len, _ = shape
     many = q_len >= _TALL_QUERIES and batch * heads * q_len >= _TALL_ROWS
@@ -181,20 +176,20 @@ def _configs(shape: torch.Size, widths: Widths, capped: bool, ordered: bool) -> 
 
 
 _counters: dict[tuple[int, int], Tensor] = {}
-"""Counters of work items by device and stream."""
+"""Work item counters by device and stream."""
 
 
 def _counter(q: Tensor) -> Tensor:
-    """Return int32 [1] of value 0 for a launch that leaves it 0.
+    """Return int32 [1] zero for a launch that leaves it 0.
 
-    Launches on one stream follow one another and share a counter. A CUDA graph may run on any stream and has its own.
+    Launches on one stream share a counter. A CUDA graph may run on any stream and has its own.
     """
     if not q.is_cuda or is_capturing(q):
         return torch.zeros(1, dtype=torch.int32, device=q.device)
     stream = q.get_device(), current_stream(q.get_device())
     found = _counters.get(stream)
     if found is None:
-        # Allocations of this thread may go to a pool whose memory is wanted back, as when a graph is warmed up.
+        # Memory pools bind to a thread. This one may allocate from the pool of a graph's warm-up, which is freed later.
         with ThreadPoolExecutor(1) as thread:
             found = _counters[stream] = thread.submit(_zero, torch.cuda.current_stream(q.device)).result()
     return found

@@ -1,8 +1,7 @@
 """Gluon, the part of Triton in which the Hopper kernels are written, under names that hold from Triton 3.6 to 3.9.
 
-Gluon promises no stability: functions are renamed, and some that the kernels need are not public in every version.
-Kernel files import the language from here. This module can be imported without Gluon, and `unavailable_reason` then
-tells why the kernel files cannot be.
+Gluon promises no stability, so kernel files import the language from here. This module imports without Gluon;
+`unavailable_reason` then gives the reason.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ __all__ = [
 ]
 
 import_failure: str | None = None
-"""Why Gluon, or a part of it that the kernels need, cannot be imported; None if it can."""
+"""Why Gluon, or a part that the kernels need, cannot be imported, or None."""
 
 try:
     import triton
@@ -57,17 +56,17 @@ try:
 
     _names = vars(tma)
     tma_load: Any = _names.get("async_load") or tma.async_copy_global_to_shared
-    """(descriptor, coordinates, mbarrier, shared memory): start to copy a tile to shared memory."""
+    """(descriptor, coordinates, mbarrier, shared memory): start copying a tile to shared memory."""
     tma_store: Any = _names.get("async_store") or tma.async_copy_shared_to_global
-    """(descriptor, coordinates, shared memory): start to copy a tile from shared memory."""
+    """(descriptor, coordinates, shared memory): start copying a tile from shared memory."""
     tma_store_wait: Any = tma.store_wait
-    """(count): wait until all but `count` stores and reductions of this thread have read their shared memory."""
+    """(count): wait until all but `count` stores and reductions of this thread have read shared memory."""
 
     group_barrier: Any = vars(gl).get("thread_barrier") or vars(gl)["barrier"]
     """(): wait for all warps of this role."""
 
     def device_enum(enum: type) -> type:
-        """Turn the integer members of a class into compile-time constants that device code can name."""
+        """Turn the integers of a class into compile-time constants for device code."""
         for name, value in list(vars(enum).items()):
             if type(value) is int:
                 setattr(enum, name, gl.constexpr(value))
@@ -81,7 +80,7 @@ try:
         _semantic.builder.create_async_tma_reduce(kind, tensor_desc.handle, coordinates, src.handle)
 
     tma_reduce_add: Any = _names.get("async_atomic_add") or _tma_reduce_add
-    """(descriptor, coordinates, shared memory): start to add a tile to global memory."""
+    """(descriptor, coordinates, shared memory): start adding a tile to global memory."""
 
     def _bar(instruction: str, barrier: Any, threads: Any, semantic: Any) -> None:
         barrier = _unwrap_if_constexpr(barrier)
@@ -95,7 +94,7 @@ try:
     def named_barrier_sync(barrier, threads, _semantic: Any = None):
         """Wait at named barrier `barrier` (int or int32 scalar) until `threads` threads, these included, have arrived.
 
-        There are 16 of them. The compiler takes 0, 1 and one for each role but the first.
+        Of 16, the compiler takes 0, 1 and one per role but the first.
         """
         _bar("bar.sync", barrier, threads, _semantic)
 
@@ -106,7 +105,7 @@ try:
 
     @builtin
     def bits_below(bound, _semantic: Any = None):
-        """Return int32 words with the bits below int32 `bound` set: none for a bound under 1, all 32 from 32 on."""
+        """Return int32 words with the bits below int32 `bound` set: none below 1, all from 32 on."""
         text = "{ .reg .s32 b; max.s32 b, $1, 0; bmsk.clamp.b32 $0, 0, b; }"
         return gl.inline_asm_elementwise(
             text, "=r,r", [bound], dtype=gl.int32, is_pure=True, pack=1, _semantic=_semantic
@@ -114,10 +113,10 @@ try:
 
     @builtin
     def keep_signed(x, flags, selector, _semantic: Any = None):
-        """Return float32 `x` where the sign bit of the byte of `flags` that `selector` names is set, else -inf.
+        """Return float32 `x` where the selected byte of int32 `flags` has its sign bit set, else -inf.
 
-        The arguments broadcast. `selector` is 0x8888 for byte 0 of int32 `flags` to 0xBBBB for byte 3. Three
-        instructions serve two elements, without predicates, of which there are too few.
+        The arguments broadcast. `selector` is 0x8888 for byte 0 to 0xBBBB for byte 3. No predicates are used, which
+        would be too few.
         """
         text = (
             "{ .reg .b32 m, s; prmt.b32 m, $2, 0, $3; mov.b32 s, $1; "
@@ -129,10 +128,10 @@ try:
 
     @builtin
     def keep_marked(x, words, _semantic: Any = None):
-        """Return float32 `x` where its bit of int32 `words` is set, else 0.
+        """Return float32 `x`, a product of one warpgroup, where its bit of int32 `words` is set, else 0.
 
-        Both are [M, N / 8, 4, 2], reshaped from [M, N]. `x` is a product of one warpgroup. A thread holds two of its
-        rows, in alternating pairs of columns, and a word for each row, whose bits are those columns in order.
+        Both are [M, N / 8, 4, 2], reshaped from [M, N]. A thread holds two rows, in alternating pairs of elements, and
+        a word per row whose bits are these elements in order.
         """
         shape = x.type.shape
         count = shape[0] * shape[1] * 8 // 128
@@ -151,7 +150,7 @@ try:
     def rescale(x, factors, _semantic: Any = None):
         """Return float32 accumulators `x` [64, N] of one warpgroup times `factors` [64, N], equal along a row.
 
-        A warp whose factors are all 1 skips the products. A thread holds two rows, in alternating pairs of columns.
+        A warp with factors 1 skips the products. A thread holds two rows, in alternating pairs of elements.
         """
         count = x.type.shape[0] * x.type.shape[1] // 128
         low, high = f"${2 * count}", f"${2 * count + 2}"
@@ -167,9 +166,9 @@ try:
 
     @builtin
     def wait_for_count(counter, count, _semantic: Any = None):
-        """Wait until the int32 at pointer `counter` is at least `count`, and see what was written before it was.
+        """Wait until the int32 at `counter` is at least `count`, with acquire semantics.
 
-        The thread sleeps between polls: many that poll at the same time delay the one that counts.
+        The thread sleeps between polls: many polls at once would delay the thread that counts.
         """
         text = (
             "{ .reg .pred p; .reg .s32 v; LOOK: ld.acquire.gpu.global.s32 v, [$1]; setp.ge.s32 p, v, $2; "
@@ -186,9 +185,9 @@ try:
 
     @builtin
     def opaque_zero(_semantic: Any = None):
-        """Return an int32 0 whose value the compiler does not know, so that what depends on it stays inside a loop.
+        """Return an int32 0 unknown to the compiler: descriptors of operands that depend on it stay inside a loop.
 
-        Descriptors of operands in shared memory, hoisted out of the loop, would hold many registers.
+        Hoisted, they would hold many registers.
         """
         return gl.inline_asm_elementwise(
             "mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic

@@ -1,7 +1,7 @@
-"""Tensor descriptors, through which Hopper and later GPUs load and store tiles (the tensor memory accelerator, TMA).
+"""Tensor descriptors: Hopper and later GPUs load and store tiles through them (tensor memory accelerator, TMA).
 
-A descriptor's constructor checks everything it is given, which takes as long as a launch. So one descriptor of each
-layout is made and checked when a launch is prepared, and launches set its memory, `base`.
+A descriptor's constructor checks its arguments, which takes as long as a launch. So each layout's descriptor is made
+once, when a launch is prepared, and launches set its `base`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ __all__ = ["describable", "fits_descriptor", "loads_by_descriptor", "template", 
 
 
 def fits_descriptor(x: Layout) -> bool:
-    """Return whether a tensor descriptor can be made of tensors of layout `x`."""
+    """Return whether tensors of layout `x` can have a tensor descriptor."""
     step = 16 // x.dtype.itemsize
     strides = _strides(x)
     return x.aligned and strides[-1] == 1 and all(stride > 0 and stride % step == 0 for stride in strides[:-1])
 
 
 def loads_by_descriptor(*layouts: Layout) -> bool:
-    """Return whether the device loads through tensor descriptors (Hopper and later) and every layout fits one."""
+    """Return whether the device has tensor descriptors (Hopper and later) and every layout fits."""
     device = layouts[0].device
     if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device)[0] < 9:
         return False
@@ -34,7 +34,7 @@ def loads_by_descriptor(*layouts: Layout) -> bool:
 
 
 def describable(x: Tensor) -> Tensor:
-    """Return `x`, or a copy that a tensor descriptor fits: like `torch.empty_like(x)` if possible, else contiguous."""
+    """Return `x`, or a copy that fits a tensor descriptor: like `torch.empty_like(x)` if possible, else contiguous."""
     if fits_descriptor(layout_of(x)):
         return x
     copy = torch.empty_like(x)
@@ -48,7 +48,7 @@ def template(make: Callable[..., Any], layout: Layout, *block: int) -> Any:
 
     Args:
         make: constructor of the descriptor, called with a tensor on the device meta.
-        layout: of the tensors; it must pass `fits_descriptor`.
+        layout: of the tensors; must pass `fits_descriptor`.
         block: shape of a tile.
     """
     return make(layout.allocator("meta")(), list(layout.shape), _strides(layout), list(block))
@@ -63,7 +63,7 @@ def tile_templates(*tiles: tuple[Layout, int, int]) -> tuple[Any, ...]:
 
 
 def _strides(x: Layout) -> list[int]:
-    """Return the strides for a descriptor; an axis of length 1 may have any stride, so it gets one that is allowed."""
+    """Return strides for a descriptor; axes of length 1 get an allowed stride."""
     step = 16 // x.dtype.itemsize
     last = len(x.shape) - 1
     return [

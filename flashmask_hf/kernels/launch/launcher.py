@@ -1,7 +1,7 @@
 """Prepared launches: a kernel with everything bound but its tensors.
 
-`kernel[grid](...)` works out at every launch, in Python, which compiled form of the kernel fits the arguments. Tensors
-of the same layouts always take the same form, so a `Launch` asks Triton once and then calls that form.
+`kernel[grid](...)` chooses the compiled form in Python at every launch. Tensors of the same layouts always take the
+same form, so a `Launch` asks Triton once.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ __all__ = ["Launch"]
 
 
 def _observed() -> bool:
-    """Return whether Triton's launch hooks, as profilers set them, want to know of launches."""
+    """Return whether Triton has launch hooks, as profilers set them."""
     runtime = knobs.runtime
     return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
 
 
 class Launch:
-    """A kernel whose grid, scalars and compile-time constants are bound, to be called with its tensors.
+    """Kernel whose grid, scalars and compile-time constants are bound; call it with its tensors.
 
-    The parameters of the kernel are its tensors, then its scalars, then its compile-time constants. Every call must
-    bring tensors of the same layouts (`tensor_layout.Layout`), and None in the same places, on the current device.
+    The kernel's parameters are tensors, then scalars, then constants. Every call must bring tensors of the same layouts
+    (`tensor_layout.Layout`), and None in the same places, on the current device.
 
     Args:
         kernel: a function under `triton.jit` or `gluon.jit`.
         programs: size of the grid, which has one axis.
-        scalars: the arguments behind the tensors.
-        descriptors: templates made by `descriptors.template`, one for each of the first tensors. A launch sets their
-            `base`, so no two launches may share one.
+        scalars: the arguments after the tensors.
+        descriptors: templates of `descriptors.template` for the first tensors. A launch sets their `base`, so no two
+            launches may share a template.
         constants: compile-time constants and Triton's options, such as `num_warps`.
     """
 
@@ -48,13 +48,12 @@ class Launch:
         self.descriptors = tuple(descriptors)
         assert len(set(map(id, descriptors))) == len(descriptors), "each tensor needs a descriptor of its own"
         self.constants = constants
-        # For AMD GPUs Triton also specializes for the sizes of storages, so that a compiled form may not fit other
-        # tensors of the same layout.
+        # For AMD GPUs, Triton also specializes for the sizes of storages.
         self._reusable = not torch.version.hip
-        self._free = threading.Lock()  # whether the descriptors may take this launch's memory
+        self._free = threading.Lock()  # guards the descriptors
         self._compiled: Any = None
-        self._head: tuple[Any, ...] = ()  # what the compiled form takes between the stream and the tensors
-        self._tail: tuple[Any, ...] = ()  # and behind the tensors: scalars, and constants in their order
+        self._head: tuple[Any, ...] = ()  # arguments between the stream and the tensors
+        self._tail: tuple[Any, ...] = ()  # arguments after the tensors: scalars and constants
 
     def __call__(self, *tensors: Tensor | None) -> None:
         """Launch on the current stream of the current device."""
@@ -63,7 +62,7 @@ class Launch:
             self._launch(tensors)
             return
         free = self._free.acquire(blocking=False)
-        if not free:  # another thread launches, or a launch hook or signal handler within this launch
+        if not free:  # another thread, a launch hook or a signal handler launches
             descriptors = tuple(map(copy.copy, descriptors))
         try:
             for descriptor, x in zip(descriptors, tensors, strict=False):
@@ -72,11 +71,11 @@ class Launch:
         finally:
             if free:
                 for descriptor in descriptors:
-                    descriptor.base = None  # else the memory would stay alive until the next launch
+                    descriptor.base = None  # else the memory would live until the next launch
                 self._free.release()
 
     def _launch(self, arguments: tuple[Any, ...]) -> None:
-        """Launch with tensors, the first of them as descriptors if the kernel takes them so."""
+        """Launch with tensors or descriptors."""
         compiled = self._compiled
         if compiled is not None and not _observed():
             stream = torch_internals.current_stream(torch_internals.current_gpu())

@@ -1,4 +1,4 @@
-"""The problem that a call of attention poses to the kernels: layouts, the form of the mask, and the scores' factors."""
+"""The problem of an attention call: layouts, form of the mask, factors of the scores."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LOG2_E = 1.4426950408889634
 
 
 class Problem(NamedTuple):
-    """Attention of tensors of some layouts under masks of one form: what kernels are prepared for."""
+    """Layouts, form of the mask and settings that kernels are prepared for."""
 
     q: Layout
     """[B, Hq, Sq, D]"""
@@ -26,7 +26,7 @@ class Problem(NamedTuple):
     v: Layout
     """[B, Hkv, Skv, Dv]"""
     mask_shape: torch.Size
-    """Shape of the mask's indices, [B or 1, Hm, Skv, n]."""
+    """Shape of the mask indices, [B or 1, Hm, Skv, n]."""
     causal: bool
     """As in `FlashMask`."""
     sinks: bool
@@ -63,7 +63,7 @@ class Problem(NamedTuple):
 
     @property
     def constants(self) -> dict[str, Any]:
-        """The compile-time constants of every attention kernel: CAUSAL, N (columns of the indices), CAP (softcap)."""
+        """Compile-time constants of every attention kernel: CAUSAL, N (bounds per key), CAP (softcap)."""
         return {"CAUSAL": self.causal, "N": self.mask_shape[-1], "CAP": self.softcap != 0}
 
 

@@ -1,4 +1,4 @@
-"""Layouts of tensors: everything that a launch depends on but the memory itself."""
+"""Layouts of tensors: all that a launch depends on but the memory."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["Layout", "layout_like", "layout_of", "packed_layout"]
 
 
 class Layout(NamedTuple):
-    """Shape, strides, dtype and device of a tensor, and whether its memory begins at a multiple of 16 bytes.
+    """Shape, strides, dtype and device of a tensor, and whether its memory is aligned to 16 bytes.
 
-    Triton compiles other loads for memory that does not, and tensor descriptors refuse it.
+    Triton compiles other loads for unaligned memory, and tensor descriptors refuse it.
     """
 
     shape: torch.Size
@@ -25,7 +25,7 @@ class Layout(NamedTuple):
     aligned: bool = True
 
     def allocator(self, device: str | None = None) -> Callable[[], Tensor]:
-        """Return a function that makes uninitialised tensors of this layout, on `device` if it is given."""
+        """Return a function that allocates tensors of this layout, on `device` if given."""
         place = device or self.device
         return partial(torch.empty_strided, tuple(self.shape), self.strides, dtype=self.dtype, device=place)
 
@@ -42,7 +42,7 @@ def packed_layout(*shape: int, dtype: torch.dtype, device: torch.device, order: 
         shape: of the tensor.
         dtype: of the tensor.
         device: of the tensor.
-        order: the axes from the outermost in memory to the innermost; empty is the order of `shape`.
+        order: axes from the outermost in memory to the innermost; empty is the order of `shape`.
     """
     strides = torch.empty_permuted(shape, order or tuple(range(len(shape))), device="meta").stride()
     return Layout(torch.Size(shape), strides, dtype, device)

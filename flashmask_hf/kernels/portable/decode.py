@@ -1,17 +1,16 @@
-"""Attention of few query rows over many keys (flash decoding): the keys are split among programs, then combined.
+"""Attention of few query rows over many keys (flash decoding): programs split the keys, then their parts are combined.
 
     _decode: a program per split of the keys, for the packed rows of all heads that share a key-value head
         queries [BM, D], acc [BM, DV], top [BM], total [BM]     stay
-        for each group of BLOCKS blocks of keys:                the mask's bounds are classified, [BLOCKS, BN]
+        for each group of BLOCKS blocks of keys:                classify the bounds [BLOCKS, BN]
             for each block that some row sees:                  keys [BN, D], values [BN, DV] stream
                 acc, top, total = online softmax
-        out and lse if there is one split, else the part's      written once
-    _combine: a program per row, if there are several splits
-        out = sum of the parts, each weighted by its share of the softmax
+        out and lse of a single split, else a part
+    _combine: a program per row, with several splits
+        out = sum of the parts, weighted by their share of the softmax
 
-Keys and values are read once, for all rows that need them. The kernel reads the mask's indices itself: a plan would be
-built to be walked only once. A split is every n-th block of keys, so that the keys that a window or padding leaves
-visible are spread evenly.
+The kernel reads the mask indices itself: a plan would be walked only once. A split takes every n-th block of keys, so
+that keys visible in a window or before padding are spread evenly.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from flashmask_hf.kernels.shared.device import (
 
 __all__ = ["prepare_decode"]
 
-_CLASSIFIED = 2048  # columns of a mask head that a program classifies at a time
+_CLASSIFIED = 2048  # keys that a program classifies at a time
 
 
 @triton.jit
@@ -54,7 +53,7 @@ def _classify_blocks(
     """Classify BLOCKS blocks of keys, every `n_splits`-th from `block` on, for `n_masks` neighbouring mask heads.
 
     Returns:
-        int32 [BLOCKS]: 0 if all rows are hidden from all keys of the block, 1 if not, 2 if an index is not in 0..q_len.
+        int32 [BLOCKS]: 0 for blocks hidden from all rows, 1 for others, 2 if a bound is outside 0..q_len.
     """
     blocks = block + tl.arange(0, BLOCKS) * n_splits
     columns = blocks[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]  # [BLOCKS, BN]
@@ -89,19 +88,19 @@ def _decode(
     WHOLE: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Compute one split of the keys for one tile of packed rows: results if WHOLE, else partial ones.
+    """Compute one split of the keys for one tile of packed rows; WHOLE if there is one split.
 
     Tensors:
         q, k, v: [B, Hq, Sq, D], [B, Hkv, Skv, D] and [B, Hkv, Skv, Dv].
         sinks: [Hq] if SINKS.
-        indices: of the mask, [mask batch, mask heads, Skv, N], contiguous.
+        indices: mask indices [mask batch, mask heads, Skv, N], contiguous.
         out: written: if WHOLE [B, Sq, Hq, Dv], else float32 [B, Hq, Sq, n_splits, Dv].
         lse: written, float32: if WHOLE [B, Hq, Sq], else [B, Hq, Sq, n_splits] in units of log2.
     Sizes and constants:
         heads: (Hq, Hkv, mask batch, mask heads).
         dims: (D, Dv).
-        PER_HEAD: whether heads that share a key-value head have masks of their own.
-        BLOCKS: blocks of keys that are classified at a time.
+        PER_HEAD: whether heads that share a key-value head have their own masks.
+        BLOCKS: blocks of keys classified at a time.
     """
     n_heads, kv_heads, mask_batch, mask_heads = heads
     dim, v_dim = dims
@@ -152,7 +151,7 @@ def _decode(
             indices, block, n_splits, last_member - first_member + 1, q_len, kv_len, CAUSAL, N, BLOCK_N, BLOCKS
         )
         worst = tl.maximum(worst, tl.max(kind, 0))
-        # One bit per block, so that the loop over the blocks to walk can load ahead.
+        # One bit per block lets the loop over the blocks load ahead.
         seen = tl.minimum(kind, 1).to(tl.int64)
         bits = tl.sum(seen << tl.arange(0, BLOCKS).to(tl.int64), 0)
         for _ in tl.range(0, tl.sum(seen, 0).to(tl.int32)):
@@ -199,15 +198,14 @@ def _decode(
 def _combine(
     parts, part_lse, out, lse, heads, q_len, n_splits, v_dim, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    """Combine the splits of one row: the sum of their results, each weighted by its share of the softmax.
+    """Combine the splits of one row, weighted by their share of the softmax.
 
     Tensors:
         parts: float32 [B, Hq, Sq, n_splits, Dv].
         part_lse: float32 [B, Hq, Sq, n_splits] in units of log2.
         out: written, [B, Sq, Hq, Dv].
         lse: written, float32 [B, Hq, Sq].
-    Sizes:
-        BLOCK_N: splits that are loaded at a time.
+        BLOCK_N: splits loaded at a time.
     """
     line = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, BLOCK_V)
@@ -239,14 +237,12 @@ def _combine(
 def prepare_decode(
     problem: Problem, config: Config | None = None, n_splits: int | None = None
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Prepare decoding for tensors of the problem's layouts.
-
-    An index out of range is an assertion of the device.
+    """Prepare decoding for tensors of one layout. A bound out of range fails an assertion on the device.
 
     Args:
-        problem: the layouts and settings.
-        config: tile sizes; None takes the measured ones.
-        n_splits: into how many parts the keys are split; None fills the GPU.
+        problem: layouts and settings of the call.
+        config: tiles; None takes the measured ones.
+        n_splits: splits of the keys; None fills the GPU.
 
     Returns:
         (q, k, v, sinks, indices) -> (out [B, Hq, Sq, Dv] like q, stored as [B, Sq, Hq, Dv]; lse [B, Hq, Sq] float32).

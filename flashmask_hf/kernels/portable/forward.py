@@ -1,14 +1,13 @@
-"""The portable forward: attention over the key tiles that the plan lists (FlashMask, ICLR 2025, algorithm 1).
+"""The portable forward: attention over the key tiles of the plan (FlashMask, ICLR 2025, algorithm 1).
 
-One program computes one tile of query rows of one head. The queries and the state of the online softmax stay in
-registers; keys and values stream through shared memory, and each program writes its own rows of out and lse:
+A program computes one row tile of one head:
 
-    queries [BM, D], acc [BM, DV], top [BM], total [BM]          stay
-    for each visible tile of the row's list, from the front:     keys [BN, D], values [BN, DV] stream
+    queries [BM, D], acc [BM, DV], top [BM], total [BM]          stay in registers
+    for each visible tile of the plan's list, from the front:    keys [BN, D], values [BN, DV] stream
         acc, top, total = online softmax of queries @ keys^T
-    for each partial tile, from the back:                        the mask's bounds [BN, N] stream, too
+    for each partial tile, from the back:                        bounds [BN, N] stream, too
         the same with hidden pairs at -inf
-    out = acc / total, lse = top + log(total)                    written once
+    out = acc / total, lse = top + log(total)
 
 Hidden tiles are on no list, so they cost nothing.
 """
@@ -53,24 +52,18 @@ def _attend(
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, N: tl.constexpr, CAP: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Update the online softmax with the tile of keys that begins at `column`.
+    """Return acc, top and total of the online softmax with one more key tile, from key `column` on.
 
     Operands:
         acc: weighted sum of values so far, [BM, DV].
         top: largest logit so far in units of log2, [BM].
         total: sum of weights so far, [BM].
-        queries: [BM, D].
-        k: `HeadRows` of the keys.
-        v: `HeadRows` of the values.
+        queries: [BM, D], from row `row` on.
+        k, v: `HeadRows`.
         indices: pointer to the padded indices of the mask head.
-        row: first row of the tile.
-        column: first key of the tile.
         lengths: (Sq, Skv).
         factors: `Problem.factors`.
-        MASKED: whether pairs of the tile may be hidden.
-
-    Returns:
-        the new acc, top and total.
+        MASKED: whether pairs may be hidden.
     """
     factor, cap_factor = factors
     keys = load_tile(k, column, BLOCK_N, queries.shape[1], TMA)  # [BN, D]
@@ -100,22 +93,21 @@ def _forward(
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     SUBROWS: tl.constexpr, SUBTILES: tl.constexpr,
 ):  # fmt: skip
-    """Compute out and lse of one tile of query rows.
+    """Compute out and lse of one row tile.
 
     Tensors:
         q, k, v: [B, Hq, Sq, D], [B, Hkv, Skv, D] and [B, Hkv, Skv, Dv]; descriptors if TMA.
         sinks: [Hq] if SINKS.
-        indices: of the mask, padded to tiles of the plan.
-        tiles: the plan's lists, [mask batch, mask heads, n_q, n_kv].
-        counts: their numbers of visible and of partial tiles, [mask batch, mask heads, n_q, 2].
+        indices: mask indices, padded to key tiles of the plan.
+        tiles, counts: of the plan, [mask batch, mask heads, n_q, n_kv] and [mask batch, mask heads, n_q, 2].
         out: written, [B, Hq, Sq, Dv].
         lse: written, float32 [B, Hq, Sq].
     Sizes:
         heads: (Hq, Hkv, mask batch, mask heads).
         n_q, n_kv: row tiles and key tiles of the plan.
-        n_rows: row tiles of a head.
+        n_rows: row tiles per head.
         dims: (D, Dv).
-        SUBROWS, SUBTILES: row tiles in a row tile of the plan, and key tiles in a key tile of the plan.
+        SUBROWS, SUBTILES: row tiles, and key tiles, per tile of the plan.
     """
     dim, v_dim = dims
     tile, batch, head, kv_head, mask = locate_row_tile(n_rows, heads)
@@ -160,11 +152,11 @@ def _forward(
 
 
 def prepare_forward(problem: Problem, config: Config | None = None) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Prepare the forward for tensors of the problem's layouts.
+    """Prepare the forward for tensors of one layout.
 
     Args:
-        problem: the layouts and settings.
-        config: tile sizes; None takes the measured ones.
+        problem: layouts and settings of the call.
+        config: tiles; None takes the measured ones.
 
     Returns:
         (q, k, v, sinks, indices, plan) -> (out [B, Hq, Sq, Dv] like q, stored as [B, Sq, Hq, Dv]; lse [B, Hq, Sq]

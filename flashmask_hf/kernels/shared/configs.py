@@ -1,4 +1,4 @@
-"""Tile sizes of the portable kernels, from measured tables: nothing is tuned at a user's first step."""
+"""Tile sizes of the portable kernels, from measured tables: nothing is tuned at run time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
 
 
 class Config(NamedTuple):
-    """A tile of query rows and key columns (powers of two that divide the plan's), warps and pipeline stages."""
+    """Query rows and keys of a tile (powers of two that divide the plan's tiles), warps and pipeline stages."""
 
     rows: int
     columns: int
@@ -33,8 +33,8 @@ class Config(NamedTuple):
     stages: int
 
 
-# By the widest head_dim tile, best first as measured on an H200 (bfloat16, 8K rows). The first one whose operands fit
-# the shared memory is taken.
+# By width of the widest head-dim tile, best first as measured on an H200 (bfloat16, 8K rows). `_pick` takes the first
+# that fits the shared memory.
 _FORWARD = {
     64: (Config(128, 64, 4, 3), Config(64, 64, 4, 3), Config(64, 32, 4, 2)),
     128: (
@@ -56,8 +56,8 @@ _QUERIES = {
     128: (Config(128, 64, 8, 3), Config(128, 64, 8, 2), Config(64, 64, 4, 2), Config(64, 32, 4, 1)),
     256: (Config(64, 32, 4, 1), Config(32, 32, 4, 1)),
 }
-# Where tiles of 128 rows leave half of the multiprocessors idle, tiles of 64 rows occupy twice as many. They walk the
-# same tiles of columns, so a row's sums stay the same.
+# If tiles of 128 rows leave half of the multiprocessors idle, tiles of 64 rows occupy twice as many. Key tiles stay
+# the same, and so do a row's sums.
 _FORWARD_FEW_ROWS = {
     64: (Config(64, 64, 4, 3),),
     128: (Config(64, 128, 4, 3),),
@@ -66,24 +66,20 @@ _QUERIES_FEW_ROWS = {
     64: (Config(64, 64, 4, 3),),
     128: (Config(64, 64, 4, 3),),
 }
-# Decoding streams keys and values past few rows, so it is bound by the bytes in flight on a multiprocessor that holds
-# two programs. An H200 then reads long caches at 0.95 of the rate of SDPA without a mask
-# (`recipes/benchmarks/attention.py decode`).
+# Decoding is bound by the bytes in flight on a multiprocessor with two programs. An H200 reads long caches at 0.95 of
+# the rate of SDPA without a mask (`recipes/benchmarks/attention.py decode`).
 _DECODE = {
     64: (Config(64, 64, 4, 4), Config(64, 64, 4, 3), Config(64, 64, 4, 2)),
     128: (Config(32, 64, 4, 3), Config(32, 64, 4, 2), Config(32, 32, 4, 2)),
     256: (Config(32, 32, 4, 3), Config(32, 32, 4, 2), Config(16, 32, 4, 1)),
 }
-# float32 is for exactness, not for speed: three products for one and wide accumulators leave room for small tiles only.
+# float32 is for exactness: three products for one and wide operands leave room for small tiles only.
 _FLOAT32 = {64: Config(64, 32, 4, 1), 128: Config(32, 32, 4, 1), 256: Config(16, 16, 4, 1)}
 _INTERPRETED = Config(64, 64, 1, 1)
 
 
 def forward_config(problem: Problem) -> Config:
-    """Return the tiles of the forward: q stays, stages of k and v stream, the mask's bounds one stage behind them.
-
-    Few queries take fewer rows.
-    """
+    """Return the tiles of the forward. Shared memory holds q, and stages of k, v and, one stage less, the bounds."""
     block_d, block_v = _blocks(problem)
     q_len, n = problem.q.shape[2], problem.mask_shape[-1]
     config = _pick(
@@ -96,7 +92,7 @@ def forward_config(problem: Problem) -> Config:
 
 
 def keys_config(problem: Problem) -> Config:
-    """Return the tiles of the dK and dV kernel: k and v stay, stages of q, dout and row statistics stream."""
+    """Return the tiles of the dK and dV kernel. Shared memory holds k, v, and stages of q, dout and row statistics."""
     both = sum(_blocks(problem))
     config = _pick(_KEYS, problem, lambda c: c.columns * both, lambda c: c.rows * (both + 4))
     if problem.q.dtype == torch.float32:
@@ -105,17 +101,17 @@ def keys_config(problem: Problem) -> Config:
 
 
 def queries_config(problem: Problem) -> Config:
-    """Return the tiles of the dQ kernel: q and dout stay, stages of k, v and the mask's bounds stream."""
+    """Return the tiles of the dQ kernel. Shared memory holds q, dout, and stages of k, v and the bounds."""
     both, n = sum(_blocks(problem)), problem.mask_shape[-1]
     table = _with_few_rows(_QUERIES_FEW_ROWS, _QUERIES, problem)
     return _pick(table, problem, lambda c: c.rows * both, lambda c: c.columns * (both + 2 * n))
 
 
 def decode_config(problem: Problem) -> Config:
-    """Return the tiles of decoding: the rows stay, all but one stage of k and v stream, each with the mask's bounds.
+    """Return the tiles of decoding. Shared memory holds the rows, and all but one stage of k, v and the bounds.
 
-    A tile holds rows of all heads that share a key-value head. If these heads have masks of their own, every row has
-    its own bounds, which take registers: tiles have 16 rows then.
+    A tile holds rows of all heads that share a key-value head. If each has its own mask, the bounds of every row take
+    registers, and tiles have 16 rows.
     """
     block_d, block_v = _blocks(problem)
     heads, q_len = problem.q.shape[1:3]
@@ -134,12 +130,12 @@ def decode_config(problem: Problem) -> Config:
 
 
 def decode_splits(device: torch.device, programs: int, blocks: int) -> int:
-    """Return the number of parts to split the keys into, so that `programs` times as many programs fill the GPU.
+    """Return the number of splits of the keys that fills the GPU.
 
     Args:
-        device: where the kernel runs.
-        programs: number of programs without splitting.
-        blocks: blocks of keys; a part has at least two.
+        device: device of the kernel.
+        programs: programs without splitting.
+        blocks: blocks of keys; a split has at least two.
     """
     return max(1, min(2 * multiprocessors(device) // programs, (blocks + 1) // 2))
 
@@ -147,7 +143,7 @@ def decode_splits(device: torch.device, programs: int, blocks: int) -> int:
 def _with_few_rows(
     few: dict[int, tuple[Config, ...]], usual: dict[int, tuple[Config, ...]], problem: Problem
 ) -> dict[int, tuple[Config, ...]]:
-    """Return the table with the configurations of few rows first, if tiles of 128 rows fill half of the GPU or less."""
+    """Return the table, with configurations for few rows first if tiles of 128 rows fill at most half of the GPU."""
     batch, heads, q_len, _ = problem.q.shape
     if 2 * batch * heads * -(-q_len // 128) > multiprocessors(problem.q.device):
         return usual
@@ -165,7 +161,7 @@ def _pick(
     resident: Callable[[Config], int],
     streamed: Callable[[Config], int],
 ) -> Config:
-    """Return the first configuration whose resident and streamed elements, of two bytes each, fit the shared memory."""
+    """Return the first configuration whose resident and streamed 16-bit elements fit the shared memory."""
     device = problem.q.device
     width = max(64, *_blocks(problem))
     if _on_cpu(device):
@@ -185,7 +181,7 @@ def _on_cpu(device: torch.device) -> bool:
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """Return the number of multiprocessors of a GPU, and 4 of a CPU, where kernels are interpreted."""
+    """Return the number of multiprocessors of a GPU; 4 for a CPU, where kernels are interpreted."""
     if _on_cpu(device):
         return 4
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -200,12 +196,12 @@ def _shared_memory(device: torch.device) -> int:
 
 
 def usable_shared_memory(total: int, major: int) -> int:
-    """Return how much of `total` bytes of shared memory the compiler leaves: it takes some for barriers and reductions.
+    """Return the bytes of `total` shared memory that the compiler leaves after barriers and reductions.
 
-    On Blackwell (compute capability 10 and up) accumulators, too, pass through it, from and to tensor memory.
+    On Blackwell (compute capability 10 and up), accumulators pass through it, too, from and to tensor memory.
 
     Args:
-        total: bytes of shared memory that a program may use.
+        total: bytes of shared memory per program.
         major: compute capability; 0 on AMD GPUs.
     """
     return total - 256 - (64 * 1024 if major >= 10 else 0)

@@ -1,8 +1,4 @@
-"""Device functions that several Triton kernels use: load and store tiles, hide pairs, cap scores.
-
-Arguments that belong together are one tuple: `HeadRows` is the part of a tensor that one program reads or writes,
-`Intervals` holds the hidden rows of some key columns.
-"""
+"""Device functions of several Triton kernels: load and store tiles, hide pairs, cap scores."""
 
 from __future__ import annotations
 
@@ -18,28 +14,24 @@ from flashmask_hf.kernels.shared.bounds import end_bound, other_end_bound, other
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
-"""The lowest float32, where a running maximum starts: it is finite, so rows that see nothing need no special case."""
+"""Lowest float32, where running maxima start; finite, so that rows that see nothing need no special case."""
 
 _NEVER = tl.constexpr(2147483647)
 
 
 class HeadRows(NamedTuple):
-    """The rows [S, D] of one head of a tensor [B, H, S, D]."""
+    """Rows [S, D] of one head of a tensor [B, H, S, D]; tiles are 0 past S and D."""
 
-    tensor: Any
-    """Pointer to the whole tensor, or its tensor descriptor."""
-    strides: Any
-    """Strides of the whole tensor's four axes; unused with a descriptor."""
+    tensor: Any  # pointer to the whole tensor, or its tensor descriptor
+    strides: Any  # of the whole tensor; unused with a descriptor
     batch: Any
     head: Any
-    n_rows: Any
-    """S, past which tiles are zero."""
-    n_dims: Any
-    """D, past which tiles are zero."""
+    n_rows: Any  # S
+    n_dims: Any  # D
 
 
 class Intervals(NamedTuple):
-    """The two hidden row intervals of some key columns: [start, end) and [other_start, other_end)."""
+    """Hidden intervals of some keys: [start, end) and [other_start, other_end)."""
 
     start: Any
     end: Any
@@ -49,13 +41,13 @@ class Intervals(NamedTuple):
 
 @triton.jit
 def locate_row_tile(n_rows, heads):
-    """Return (row tile, batch, head, kv_head, index of the mask head as int64) of a program with one tile of queries.
+    """Return (row tile, batch, head, kv_head, mask head over the batch as int64) of a program.
 
-    Neighbouring programs share a head's keys. The last rows go first: they see most under a causal mask.
+    Neighbouring programs share a head's keys. The last rows go first: under a causal mask they see most keys.
 
     Args:
-        n_rows: row tiles of a head.
-        heads: (query heads, key-value heads, mask batch, mask heads).
+        n_rows: row tiles per head.
+        heads: (Hq, Hkv, mask batch, mask heads).
     """
     n_heads, kv_heads, mask_batch, mask_heads = heads
     tile = n_rows - 1 - tl.program_id(0) % n_rows
@@ -67,7 +59,7 @@ def locate_row_tile(n_rows, heads):
 
 @triton.jit
 def load_tile(x, row, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, TMA: tl.constexpr):
-    """Load rows `row` to `row + BLOCK_S` of `x` (`HeadRows`): [BLOCK_S, BLOCK_D], zero past its rows and dimensions."""
+    """Load rows `row` to `row + BLOCK_S` of `x` (`HeadRows`): [BLOCK_S, BLOCK_D]."""
     if TMA:
         tile = x.tensor.load([x.batch, x.head, row, 0]).reshape(BLOCK_S, BLOCK_D)
     else:
@@ -96,22 +88,22 @@ def _tile_pointers(x, row, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def _load_bound(pointers, inside, outside: tl.constexpr):
-    # A load under a mask is not vectorized: a thread loads its columns one by one.
+    # Masked loads are not vectorized.
     return tl.load(pointers) if inside is None else tl.load(pointers, mask=inside, other=outside)
 
 
 @triton.jit
 def load_intervals(indices, columns, inside, CAUSAL: tl.constexpr, N: tl.constexpr):
-    """Load the `Intervals` of some key columns, each bound shaped like `columns`.
+    """Load the `Intervals` of some keys, each bound shaped like `columns`.
 
-    A bound that the form (N, CAUSAL) lacks gets a value that hides no further row.
+    Bounds that the form (N, CAUSAL) lacks hide no row.
 
     Args:
-        indices: pointer to the indices [Skv, N] of one mask head.
-        columns: which columns.
-        inside: which columns exist; those that do not are hidden from all rows. None if all do, as in padded indices.
+        indices: pointer to the mask indices [Skv, N] of one mask head.
+        columns: the keys.
+        inside: which keys exist; others are hidden from all rows. None if all exist, as in padded indices.
         CAUSAL: as in `FlashMask`.
-        N: length of the indices' last axis.
+        N: bounds per key.
     """
     END: tl.constexpr = end_bound(N, CAUSAL)
     OTHER_START: tl.constexpr = other_start_bound(N, CAUSAL)
@@ -132,15 +124,15 @@ def load_intervals(indices, columns, inside, CAUSAL: tl.constexpr, N: tl.constex
 
 @triton.jit
 def hidden_pairs(rows, columns, intervals, lengths, CAUSAL: tl.constexpr, N: tl.constexpr):
-    """Return which pairs of rows and key columns are hidden.
+    """Return which pairs of query rows and keys are hidden.
 
     Args:
-        rows: query rows, of two axes that broadcast with those of `columns`.
-        columns: key columns.
-        intervals: `Intervals` of the columns, shaped like them.
+        rows: query rows, which broadcast with `columns`.
+        columns: keys.
+        intervals: `Intervals` of the keys, shaped like `columns`.
         lengths: (Sq, Skv).
         CAUSAL: as in `FlashMask`.
-        N: length of the indices' last axis.
+        N: bounds per key.
     """
     q_len, kv_len = lengths
     diagonal = kv_len - q_len
@@ -158,10 +150,7 @@ def hidden_pairs(rows, columns, intervals, lengths, CAUSAL: tl.constexpr, N: tl.
 
 @triton.jit
 def softcap_tanh(scores, cap_factor):
-    """Return tanh(scores * cap_factor) to float32 accuracy; times the softcap these are the capped scores.
-
-    Near 0, where the exponential form cancels, it is a series.
-    """
+    """Return tanh(scores * cap_factor) to float32 accuracy, by a series near 0, where the exponential form cancels."""
     x = scores * cap_factor
     square = x * x
     series = x * (1.0 + square * (-1.0 / 3 + square * (2.0 / 15 + square * (-17.0 / 315 + square * (62.0 / 2835)))))
@@ -171,13 +160,10 @@ def softcap_tanh(scores, cap_factor):
 
 
 def dot_precision(x: Layout) -> str:
-    """Return how float32 tiles are multiplied: in three TF32 products on NVIDIA's tensor cores, else as they are.
-
-    Three products keep float32 accuracy. Sixteen-bit tiles are multiplied exactly either way.
-    """
+    """Return the precision of float32 products: on NVIDIA's tensor cores three TF32 products, which keep accuracy."""
     return "tf32x3" if x.device.type == "cuda" and not torch.version.hip else "ieee"
 
 
 def block_of(size: int) -> int:
-    """Return the tile width that holds a head_dim: the next power of two, at least 16 as matrix products need."""
+    """Return the tile width of a head dim: the next power of two, at least 16 for matrix products."""
     return max(16, 1 << (size - 1).bit_length())

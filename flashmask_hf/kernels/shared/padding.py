@@ -1,6 +1,6 @@
-"""Mask indices padded to whole tiles of key columns, so that kernels read them without bounds checks.
+"""Mask indices padded to whole key tiles, so that kernels load them without bounds checks.
 
-A load under a mask is not vectorized, and the indices stream with the keys. The padding keys are hidden from all rows.
+Masked loads are not vectorized, and the indices stream with the keys. Padding keys are hidden from all rows.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _NEVER = tl.constexpr(2147483647)
 
 @triton.jit
 def padded_indices_of(indices, mask, kv_len, COLUMNS: tl.constexpr, N: tl.constexpr):
-    """Return the pointer to mask head `mask` (int64) of indices that are padded to tiles of COLUMNS keys."""
+    """Return the pointer to mask head `mask` (int64) of indices padded to tiles of COLUMNS keys."""
     return indices + mask * tl.cdiv(kv_len, COLUMNS) * (COLUMNS * N)
 
 
 @triton.jit(do_not_specialize=["kv_len", "n_parts"])
 def _pad_indices(indices, padded, kv_len, n_parts, N: tl.constexpr, COLUMNS: tl.constexpr):
-    """Copy the indices [kv_len, N] of a mask head to COLUMNS of its `n_parts * COLUMNS` padded columns."""
+    """Copy the indices [kv_len, N] of a mask head to COLUMNS of its `n_parts * COLUMNS` padded keys."""
     mask = (tl.program_id(0) // n_parts).to(tl.int64)
     offsets = tl.program_id(0) % n_parts * (COLUMNS * N) + tl.arange(0, COLUMNS * N)  # [COLUMNS * N]
-    # All bounds are 0 but for column 1, which is an end in every form that has it: rows from 0 on are hidden.
+    # Bound 1 is an end in every form that has it; the other bounds are 0. So rows from 0 on are hidden.
     hidden = tl.where(offsets % N == 1, _NEVER, 0)
     inside = offsets < kv_len * N
     value = tl.load(indices + mask * kv_len * N + offsets, mask=inside, other=0)
@@ -41,12 +41,12 @@ def _pad_indices(indices, padded, kv_len, n_parts, N: tl.constexpr, COLUMNS: tl.
 
 
 def prepare_padding(mask_shape: torch.Size, device: torch.device, width: int) -> Callable[[Tensor], Tensor]:
-    """Return a function that pads indices [B, Hm, Skv, n] to a multiple of `width` columns: contiguous, hidden keys.
+    """Return a function that pads indices [B, Hm, Skv, n] with hidden keys to a multiple of `width`, contiguous.
 
     Args:
         mask_shape: shape of the indices.
         device: device of the indices.
-        width: key columns of a tile of the plan.
+        width: keys per key tile of the plan.
     """
     batch, heads, kv_len, n = mask_shape
     if kv_len % width == 0:

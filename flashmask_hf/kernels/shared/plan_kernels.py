@@ -1,10 +1,9 @@
-"""Triton kernels that build a plan: the tensors of `flashmask_hf.tile_plan.build_plan`, in two launches and O(S) reads.
+"""Triton kernels that build a plan (`flashmask_hf.tile_plan.build_plan`) in two launches and O(S) reads.
 
-    _column_plan: a program per key tile    bounds of its columns -> their extremes; segments of row tiles
+    _column_plan: a program per key tile    bounds of its keys -> their extremes; segments of row tiles
     _row_plan:    a program per row tile    extremes of all key tiles -> list of key tiles, and its lengths
 
-`_column_plan` also makes segments for a kernel with smaller tiles than the plan's. A third kernel, `_join_rows`, joins
-lists of a plan for a forward whose row tiles are taller.
+`_column_plan` also makes segments for kernels with smaller tiles, and `_join_rows` joins lists for taller row tiles.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from flashmask_hf.tile_plan import COLUMNS, PARTIAL_SEGMENTS, ROWS, VISIBLE_SEGM
 __all__ = ["JOINED_ROWS", "build_plan", "count_key_tiles", "join_rows", "prepare_segments"]
 
 JOINED_ROWS = 192
-"""Query rows of a tile of `join_rows`: one and a half of the plan's."""
+"""Query rows per tile of `join_rows`: one and a half row tiles of the plan."""
 
 _HIGHEST = tl.constexpr(2147483647)
 _LOWEST = tl.constexpr(-2147483647)
@@ -35,7 +34,7 @@ _SAMPLE = 128  # lists that `_join_rows` samples
 
 
 class _Extremes(NamedTuple):
-    """The lowest and highest bounds of a tile's columns, for both hidden row intervals [start, end)."""
+    """Lowest and highest bounds of a tile's keys, for both hidden intervals [start, end)."""
 
     start_min: Any
     start_max: Any
@@ -56,12 +55,12 @@ def _classify(
 
     Operands:
         row_tile: indices of the row tiles.
-        column: first columns of the key tiles.
-        width: columns of a key tile.
+        column: first keys of the key tiles.
+        width: keys per key tile.
         extremes: `_Extremes` of the key tiles.
 
     Returns:
-        (visible, partial), whether tiles are; hidden tiles are partial unless SKIP.
+        (visible, partial). Hidden tiles count as partial unless SKIP.
     """
     first = row_tile * ROWS
     last = tl.minimum(first + ROWS, q_len)
@@ -84,7 +83,7 @@ def _classify(
 
 @triton.jit
 def _widen(low, high, values):
-    """Return the extremes of `values` and of the numbers whose extremes are `low` and `high`."""
+    """Return the extremes `low` and `high`, widened by `values`."""
     return tl.minimum(low, tl.min(values, 0)), tl.maximum(high, tl.max(values, 0))
 
 
@@ -94,7 +93,7 @@ def _column_plan(
     SUBTILES: tl.constexpr, CAUSAL: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     VISIBLE: tl.constexpr, PARTIAL: tl.constexpr, LANES: tl.constexpr, SKIP: tl.constexpr,
 ):  # fmt: skip
-    """Plan one key tile of SUBTILES * COLUMNS columns: the extremes of its bounds, and its segments of row tiles.
+    """Plan one key tile of SUBTILES * COLUMNS keys: extremes of its bounds, and segments of row tiles.
 
     Tensors:
         indices: of the mask, [masks, kv_len, N].
@@ -170,7 +169,7 @@ def _column_plan(
 
 @triton.jit
 def _append_edges(edges, rows, flags, count):
-    """Store the flagged rows behind the `count` edges stored before, two slots apart; return the new count."""
+    """Store the flagged rows after the first `count` edges, two slots apart; return the new count."""
     flags = flags.to(tl.int32)
     slots = count + tl.cumsum(flags, 0) - 1
     tl.store(edges + 2 * slots, rows, mask=flags != 0)
@@ -192,7 +191,7 @@ def _row_plan(
     WIDTH: tl.constexpr, CAUSAL: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
     SKIP: tl.constexpr,
 ):  # fmt: skip
-    """Plan one row tile: its list of key tiles, visible ones from the front and partial ones from the back.
+    """Plan one row tile: its list of key tiles, visible tiles from the front and partial tiles from the back.
 
     Tensors:
         extremes: of `_column_plan`, [masks, 8, n_kv].
@@ -234,10 +233,7 @@ def _row_plan(
 
 
 def build_plan(indices: Tensor, causal: bool, q_len: int, *, skip: bool = True) -> Plan:
-    """Build a plan on the GPU; arguments and result as in `flashmask_hf.tile_plan.build_plan`.
-
-    An index out of range is an assertion of the device.
-    """
+    """Build a plan on the GPU, as `flashmask_hf.tile_plan.build_plan`. A bound out of range fails an assertion there."""
     indices = indices.contiguous()
     batch, heads, kv_len, n = indices.shape
     tile_shape, count_shape, segment_shape = plan_shapes(indices.shape, q_len)
@@ -261,23 +257,23 @@ def build_plan(indices: Tensor, causal: bool, q_len: int, *, skip: bool = True) 
 
 
 def count_key_tiles(kv_len: int, columns: int) -> int:
-    """Return how many tiles of `columns` keys, a divisor of the plan's, fill up the plan's tiles."""
+    """Return how many tiles of `columns` keys, a divisor of the plan's key tiles, fill the plan's key tiles."""
     width = plan_columns(kv_len)
     return -(-kv_len // width) * (width // columns)
 
 
 def prepare_segments(problem: Problem, rows: int, columns: int, parts: int = 1) -> Callable[[Tensor], Tensor]:
-    """Prepare to make a plan's `segments` with tiles of other sizes.
+    """Prepare a plan's `segments` for other tile sizes.
 
     Args:
         problem: layouts and settings of the calls.
-        rows: query rows of a tile.
-        columns: a power of two.
-        parts: a tile has `parts * columns` key columns.
+        rows: query rows per tile.
+        columns: keys per part, a power of two.
+        parts: parts per key tile.
 
     Returns:
-        indices -> segments, int32 [mask batch, mask heads, tiles of keys, VISIBLE_SEGMENTS + PARTIAL_SEGMENTS, 2], for
-        contiguous indices whose plan has been built. There are `count_key_tiles(kv_len, parts * columns)` key tiles.
+        indices -> segments, int32 [mask batch, mask heads, `count_key_tiles(kv_len, parts * columns)`,
+        VISIBLE_SEGMENTS + PARTIAL_SEGMENTS, 2], for contiguous indices whose plan has been built.
     """
     batch, heads, kv_len, n = problem.mask_shape
     q_len, device = problem.q.shape[2], problem.q.device
@@ -307,7 +303,7 @@ def _join_rows(
     tiles, counts, flags, joined, joined_counts, rows, q_len, n_q, n_kv, n_rows, n_masks, least,
     ROWS: tl.constexpr, JOINED_ROWS: tl.constexpr, SAMPLE: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Join the two lists that one tile of JOINED_ROWS rows meets, if the plan's lists are long on average.
+    """Join the two lists of a tile of JOINED_ROWS rows, if the plan's lists are long on average.
 
     Tensors:
         tiles: of the plan, [masks, n_q, n_kv].
@@ -315,14 +311,13 @@ def _join_rows(
         flags: int8 zeros [masks, n_rows, 2, n_kv], scratch memory.
         joined: written, [masks, n_rows, n_kv].
         joined_counts: written, [masks, n_rows, 2].
-        rows: one number, written: JOINED_ROWS if the lists of a sample have `least` tiles on average, else ROWS, and
-            then nothing is joined.
+        rows: one number, written: JOINED_ROWS if sampled lists have `least` tiles on average; else ROWS, without joins.
     Sizes:
         n_rows: row tiles of JOINED_ROWS.
-        n_masks: batch entries times heads of the mask.
+        n_masks: mask batch * mask heads.
     """
     tile = tl.program_id(0).to(tl.int64)
-    # One list of each of SAMPLE equal parts, now early and now late in it: masks and documents may be as regular.
+    # One list per SAMPLE equal parts, at varying places, since masks may repeat regularly.
     nth = tl.arange(0, SAMPLE).to(tl.int64)
     lists = (nth * SAMPLE + nth * 79 % SAMPLE) * (n_masks * n_q) // (SAMPLE * SAMPLE) * 2
     long = tl.sum(tl.load(counts + lists) + tl.load(counts + lists + 1), 0) >= least * SAMPLE
@@ -367,19 +362,19 @@ def _join_lists(tile, tiles, counts, flags, joined, joined_counts, q_len, n_q, n
 
 
 def join_rows(plan: Plan, q_len: int, least: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Join the lists of a plan for tiles of `JOINED_ROWS` query rows, each of which meets two of the plan's.
+    """Join the lists of a plan for tiles of `JOINED_ROWS` query rows, which meet two row tiles of the plan each.
 
-    The lists are made for one call and not kept; they take 4 * Tk / 192 bytes a query row.
+    The lists serve one call and take 4 * Tk / 192 bytes per query row.
 
     Args:
         plan: the plan, on the GPU.
         q_len: number of query rows.
-        least: mean number of key tiles in a sample of the plan's lists from which on they are joined.
+        least: mean number of key tiles, in a sample of the plan's lists, from which on lists are joined.
 
     Returns:
-        tiles int16 [B, Hm, ceil(q_len / 192), Tk] and counts int32 [B, Hm, ceil(q_len / 192), 2], as in a plan. A key
-        tile is visible if it is in both of the plan's lists, else partial if it is visible or partial in either. And
-        int32 [1], the rows of the tiles to take: 192, or 128 for the lists of the plan, in which case none are joined.
+        tiles int16 [B, Hm, ceil(q_len / 192), Tk] and counts int32 [B, Hm, ceil(q_len / 192), 2], as in a plan; and
+        int32 [1], the tile height to take: 192, or 128 if nothing is joined. A key tile is visible if it is visible in
+        both lists, and partial if it is in either.
     """
     batch, heads, n_q, n_kv = plan.tiles.shape
     n_rows = -(-q_len // JOINED_ROWS)

@@ -1,21 +1,16 @@
-"""The order in which programs of the backward take tiles of keys: those that walk many tiles of rows first.
+"""Order in which programs of the backward take key tiles: tiles with many row tiles first.
 
-A work item is a tile of keys of a key-value head, for which a program walks the tiles of rows that the plan lists, of
-all query heads that share the head. A program takes its next item when it is through with the last one, or the next
-program starts then, so a long item among the last ones keeps one multiprocessor busy while the others have none left.
-This costs most where there are few items for each: in a batch of one row, and where many query heads share a head.
+A work item is a key tile of a key-value head, for all query heads that share it. A long item among the last keeps one
+multiprocessor busy while the others idle, above all in small batches and with grouped heads.
 
-Items are numbered head after head. Those of the last heads, about `_SORTED_ITEMS` for each program that runs at a time,
-are sorted by the number of bits of the number of tiles that they walk, the greatest first. Where it is equal they keep
-their order, and the items before them do, too: items that run at the same time should share the rows of a head in the
-L2 cache, and sorted by the number of tiles itself, those of a head would run far apart. For the same reason, at most
-half as many heads as programs are sorted.
+Items are numbered head by head. The last heads' items, about `_SORTED_ITEMS` per program, are sorted by the bit length
+of their number of row tiles, the greatest first; ties and earlier items keep their order. A finer sort would separate
+items of one head, which should run together to share rows in the L2 cache. So at most half as many heads as programs
+are sorted, too.
 
-On an H200, the Hopper backward of one row of 8K tokens with 32 heads of 128, 8 of them key-value heads, took about 0.8
-times as long in this order for causal documents and a shared question, and 0.9 for causal attention; the portable one,
-0.9 and 0.96. A sliding window took 1.07 and 1.09 times as long: its items are alike, and to sort them is one launch
-more. (`recipes/benchmarks/results/work_order_h200.csv`, which `attention.py --lengths 8192 --tokens 8192 --dims 128
---group 4` made before and after.)
+On an H200 with one row of 8K tokens, 32 heads of 128 and 8 key-value heads, this order takes 0.8 times the time for
+causal documents and shared questions, 0.9 for causal attention, and 1.07 for sliding windows, whose items are alike
+(`recipes/benchmarks/results/work_order_h200.csv`).
 """
 
 from __future__ import annotations
@@ -35,9 +30,9 @@ from flashmask_hf.tile_plan import PARTIAL_SEGMENTS, VISIBLE_SEGMENTS
 __all__ = ["prepare_work_order"]
 
 _SORTED_ITEMS = 8
-"""Work items for each program that are sorted, rounded up to whole heads."""
+"""Sorted work items per program, rounded up to whole heads."""
 _BITS = 16
-"""Numbers of bits that are told apart, from 0 on; more than 32K tiles count as 16K."""
+"""Bit lengths that are distinguished, from 0 on; more than 32K row tiles count as 16K."""
 
 
 def prepare_work_order(
@@ -47,14 +42,13 @@ def prepare_work_order(
 
     Args:
         problem: layouts and settings of the calls.
-        tiles: work items of a head.
-        subtiles: work items in a key tile of the plan.
+        tiles: work items per head.
+        subtiles: work items per key tile of the plan.
         programs: programs that run at a time.
 
     Returns:
-        (the number of items before those that are sorted, segments -> order), for `Plan.segments`. The order, int32
-        [sorted items + programs], holds numbers of items, and behind them those of the places where each program finds
-        that none is left.
+        (number of unsorted items, `Plan.segments` -> order). The order, int32 [sorted items + programs], holds numbers
+        of items; its last `programs` entries are past the last item and end the programs.
     """
     kv_heads = problem.k.shape[1]
     mask_batch, mask_heads, _, n_kv = problem.plan_shape
@@ -87,25 +81,23 @@ def _sort_items(
     segments, order, unsorted, items, places, tiles, n_kv, subtiles, kv_heads, mask_batch, mask_heads,
     SEGMENTS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Place the work items of one number of bits behind those of more; the first program has the greatest number.
-
-    The places behind the items walk no tiles, so they come last.
+    """Place the work items of one bit length behind all longer ones; the first program has the greatest length.
 
     Tensors:
         segments: of the plan, [mask_batch, mask_heads, n_kv, SEGMENTS, 2].
         order: written, [places].
     Sizes:
-        unsorted: items before those that are sorted.
-        items: items that are sorted.
-        places: of the order, up to LANES.
-        tiles: items of a head.
-        subtiles: items in a tile of the plan.
+        unsorted: items before the sorted ones.
+        items: sorted items.
+        places: entries of the order, up to LANES.
+        tiles: items per head.
+        subtiles: items per key tile of the plan.
     """
     lanes = tl.arange(0, LANES)
     inside = lanes < items
     item = unsorted + lanes
     plane = item // tiles
-    members = tl.maximum(mask_heads // kv_heads, 1)  # masks of the query heads that share a key-value head
+    members = tl.maximum(mask_heads // kv_heads, 1)  # masks per key-value head
     mask = plane // kv_heads % mask_batch * mask_heads + plane % kv_heads * mask_heads // kv_heads
     walked = tl.zeros_like(item)
     for member in range(members):
