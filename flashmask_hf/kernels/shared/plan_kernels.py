@@ -233,7 +233,7 @@ def _row_plan(
 
 
 def build_plan(indices: Tensor, causal: bool, q_len: int, *, skip: bool = True) -> Plan:
-    """Build a plan on the GPU, as `flashmask_hf.tile_plan.build_plan`. A bound out of range fails an assertion there."""
+    """Build a plan on the GPU, as `flashmask_hf.tile_plan.build_plan`. Bounds out of range fail an assertion there."""
     indices = indices.contiguous()
     batch, heads, kv_len, n = indices.shape
     tile_shape, count_shape, segment_shape = plan_shapes(indices.shape, q_len)

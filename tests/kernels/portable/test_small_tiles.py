@@ -15,7 +15,7 @@ from flashmask_hf import FlashMask
 from flashmask_hf.kernels.portable.backward import _hidden_row_tiles, _trimmed_range
 from flashmask_hf.kernels.shared.device import load_intervals
 from flashmask_hf.kernels.shared.padding import prepare_padding
-from flashmask_hf.plan import VISIBLE_SEGMENTS, build_plan
+from flashmask_hf.tile_plan import VISIBLE_SEGMENTS, build_plan
 
 ROWS, SUBROWS, BLOCK_M, BLOCK_N = 64, 4, 16, 16
 
