@@ -60,11 +60,7 @@ def test_a_cell_says_why_it_has_no_figure(figures):
     ]
     write("attention_h200", rows)
     write("attention_peers_h200", [row | {"length": "8192"} for row in rows])
-    assert cells(tables.attention()) == [
-        ["mask", "flashmask", "FlashAttention-4", "cuDNN flex_attention"],
-        ["causal", "600", "601", "failed"],
-        ["random eviction", "500", "cannot", "differs"],
-    ]
+    assert "`python recipes/benchmarks/attention.py --providers flashmask fa4 cudnn_flex`" in tables.attention()
     assert cells(tables.peers())[1:] == [
         ["causal", "650/551", "655/547", "failed"],
         ["random eviction", "500/500", "cannot", "differs"],

@@ -7,8 +7,8 @@
 - `fa4`: FlashAttention-4 (flash-attn-4): dense for full, causal and sliding-window masks, varlen for documents.
 - `cudnn_flex`: `cudnn.flex_attention` (nvidia-cudnn-frontend 1.32), whose mask lists intervals of keys per query row.
 - `cudnn`, `sdpa` (FlashAttention-2): PyTorch's SDPA, for full and causal masks; `sdpa_dense`: with a dense mask.
-- `hash_N`, `drop_P`: `flashmask_hf.sparse` with N random buckets per head (not told N: `_any`), or with P percent of
-  the queries and keys of each head dropped; they have masks of their own.
+- `hash_N`, `drop_P`: `flashmask_hf.sparse` with N random buckets per head (`_any`: without `n_buckets`), or with P
+  percent of the queries and keys of each head dropped; they have masks of their own.
 - `commit`: `flashmask_attention` of another commit.
 """
 
