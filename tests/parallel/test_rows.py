@@ -8,6 +8,7 @@ import torch
 
 from flashmask_hf import FlashMask, masks
 from flashmask_hf.parallel import contiguous_rows, deal_rows, split_rows
+from flashmask_hf.parallel import rows as rows_module
 from flashmask_hf.parallel.exchange import exchange_of
 from flashmask_hf.tile_plan import ROWS, build_plan
 
@@ -93,6 +94,21 @@ MASK = masks.causal(128)
 def test_wrong_arguments_are_named(split, error, message):
     with pytest.raises(error, match=message):
         split()
+
+
+def test_every_shard_gets_as_many_rows_however_uneven_their_work_is():
+    """One shard's single block takes more work than all others together."""
+    visible = torch.block_diag(*[torch.ones(128, 128)] * 4).bool()
+    visible[:128] = True
+    rows = deal_rows(FlashMask.from_dense(visible[None, None]), 2)
+    assert rows.shape == (2, 256)
+    assert rows.flatten().sort().values.tolist() == list(range(512))
+
+
+def test_long_rows_are_dealt_in_larger_blocks(monkeypatch):
+    monkeypatch.setattr(rows_module, "_BLOCKS", 4)
+    steps = deal_rows(masks.causal(4096), 2).diff()
+    assert int((steps != 1).sum()) == 1  # blocks of 1,024 rows: the first and the last, and the two between
 
 
 @pytest.mark.parametrize(

@@ -206,6 +206,26 @@ def test_a_run_resumes_at_its_place_in_a_stream(tmp_path, accumulated):
     assert runs[0] == runs[1]
 
 
+def test_a_stream_starts_anew_if_a_resumed_run_asks_for_it(tmp_path, monkeypatch):
+    seen, step = [], PackedSFTTrainer.training_step
+    monkeypatch.setattr(
+        PackedSFTTrainer,
+        "training_step",
+        lambda *a, **k: (seen.append(a[2]["input_ids"][0, 0].item()), step(*a, **k))[1],
+    )
+    documents = Dataset.from_dict({"input_ids": [list(range(at, at + 8)) for at in (5, 20, 40)]})
+    for checkpoint in (None, str(tmp_path / "checkpoint-1")):
+        options = {"per_device_train_batch_size": 1, "max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+        trainer = PackedSFTTrainer(
+            AutoModelForCausalLM.from_config(llama_config(), attn_implementation="flashmask"),
+            SFTConfig(**trainer_settings(tmp_path) | options, max_length=8, ignore_data_skip=checkpoint is not None),
+            train_dataset=documents.to_iterable_dataset(),
+            processing_class=word_tokenizer(),
+        )
+        trainer.train(resume_from_checkpoint=checkpoint)
+    assert seen == [5, 20, 5]
+
+
 def test_batches_that_do_not_fill_a_step_of_a_stream_are_left_out(tmp_path):
     """Trainer would add their gradients to those of the next epoch's first step, and never end without a whole step."""
     documents = Dataset.from_dict({"input_ids": [[5, 6, 7]] * 3}).to_iterable_dataset()
