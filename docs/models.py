@@ -17,6 +17,8 @@ from pathlib import Path
 import torch
 import transformers
 
+from flashmask_hf.hf.families import FAMILIES
+
 PAGE = Path(__file__).with_name("models.md")
 sys.path.insert(0, str(PAGE.parents[1] / "tests"))
 
@@ -55,11 +57,10 @@ transformers 5.23, kernels that read document boundaries make such rows work:
 
 | kernels | families |
 |---|---|
-| causal-conv1d, mamba-ssm | bamba, falcon_h1, granitemoehybrid, nemotron_h, zamba2 |
-| causal-conv1d, flash-linear-attention | olmo_hybrid, qwen3_5, qwen3_5_moe, qwen3_next: one row per batch |
-| causal-conv1d | lfm2, lfm2_moe |
+{kernels}
 
-On H100 and H200, training with flash-linear-attention 0.6 needs Triton 3.7.1, or TileLang.
+With flash-linear-attention, pass one row per batch. On H100 and H200, training with its version 0.6 needs Triton
+3.7.1, or TileLang.
 
 ## Families
 """
@@ -99,6 +100,14 @@ def cell(outcomes: dict[str, Outcome], notes: dict[str, int]) -> str:
     return ", ".join(text if mode == "eval" else f"{mode}: {text}" for mode, text in texts.items())
 
 
+def kernels() -> str:
+    """Return the rows of the table of kernels that keep documents of recurrent models apart."""
+    served: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for name, family in FAMILIES.items():
+        served[family.kernels].append(name.removesuffix("_text"))
+    return "\n".join(f"| {', '.join(names)} | {', '.join(served[names])} |" for names in sorted(served) if names)
+
+
 def page(families: dict[str, Family], untested: dict[str, str]) -> str:
     """Return the text of docs/models.md."""
     notes: dict[str, int] = {}
@@ -122,7 +131,12 @@ def page(families: dict[str, Family], untested: dict[str, str]) -> str:
         f"part, {refused} raise, {unused} never call the attention interface, and {len(untested)} are not tested."
     )
     lines = [
-        INTRO.format(transformers=transformers.__version__, torch=torch.__version__.split("+")[0], counts=counts),
+        INTRO.format(
+            transformers=transformers.__version__,
+            torch=torch.__version__.split("+")[0],
+            counts=counts,
+            kernels=kernels(),
+        ),
         f"| {' | '.join(['kind', *INPUTS, 'families'])} |",
         "|---" * (len(INPUTS) + 2) + "|",
         *rows,

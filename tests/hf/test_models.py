@@ -1,11 +1,12 @@
 """Every model family has the outcomes in the table of docs/models.md."""
 
 import re
+import runpy
 
 import pytest
 import transformers
 from packaging.version import Version
-from tools.families import PAGE, TABLE, UNTESTED, each_family
+from tools.families import PAGE, ROOT, TABLE, UNTESTED, each_family
 from tools.model_zoo import INPUTS, Outcome, discover, examine
 from transformers import CONFIG_MAPPING
 
@@ -54,6 +55,10 @@ def test_no_family_is_wrong():
 @pytest.mark.skipif(transformers.__version__ != VERSION, reason=f"the table is of transformers {VERSION}")
 def test_every_family_is_listed():
     assert sorted(TABLE | UNTESTED) == discover()
+
+
+def test_kernels_are_listed():
+    assert runpy.run_path(str(ROOT / "docs" / "models.py"))["kernels"]() in PAGE
 
 
 @pytest.mark.parametrize("name", each_family(TABLE))
