@@ -1,7 +1,4 @@
-"""Hidden row intervals of key columns as tensors: read from a mask's `indices`, found in a dense mask, united, packed.
-
-`flashmask_hf.mask.FlashMask` documents the layouts of `indices`.
-"""
+"""Hidden row intervals of key columns as tensors; `FlashMask` documents the layouts of `indices`."""
 
 from __future__ import annotations
 
@@ -158,11 +155,7 @@ def unite_intervals(starts: Tensor, ends: Tensor, q_len: int) -> Runs:
 
 
 def pack_runs(runs: Runs, causal: bool, q_len: int) -> Tensor:
-    """Return the shortest `indices` that hold at most one run per column with the causal flag, else at most two.
-
-    Returns:
-        int32 [B, H, Skv, n], n being 1 or 2 with the causal flag, else 2 or 4.
-    """
+    """Return `indices` int32 [B, H, Skv, n] of at most one run per column if causal, else two."""
     starts, ends, count = runs
     none, two = count == 0, count == 2
     if causal:

@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 __all__ = ["MAX_LENGTH", "FlashMask", "MaskNotRepresentable"]
 
 MAX_LENGTH = 2**31 - 1
-"""Most query rows or keys of a mask: its indices are int32."""
+"""Most query rows or keys of a mask: the largest int32."""
 
 _COLUMNS_PER_PASS = 1024
-"""Dense columns that `FlashMask.from_columns` reads at a time, so that its memory stays linear in the rows."""
+"""Dense columns that `FlashMask.from_columns` reads at a time."""
 
 
 class MaskNotRepresentable(ValueError):
-    """Error of a visibility pattern that needs more hidden intervals per key column than FlashMask has.
+    """A mask needs more hidden intervals per key column than FlashMask has.
 
     Attributes:
         columns: the offending (batch, head, column) triples, at most the first 16.
@@ -62,14 +62,14 @@ class FlashMask:
     `causal=True` also hides the pairs with i + (Skv - Sq) < j: bottom-right aligned, as FlashAttention >= 2.1.
 
     Args:
-        indices: int32 tensor [B, Hm, Skv, n], Hm being 1, the number of key-value heads or the number of query heads.
+        indices: int32 tensor [B, Hm, Skv, n]; Hm is 1, Hkv or Hq.
         causal: whether pairs above the bottom-right diagonal are hidden too.
         q_len: number of query rows Sq of the intervals; attention with another number raises. If None, attention uses
             the length of q, and methods without a q_len argument assume q_len == kv_len.
 
     Raises:
-        TypeError: `indices` is not a tensor, or not int32; `causal` is not a bool; `q_len` is not an integer.
-        ValueError: the rank or the last axis does not fit the table, an axis is empty, or `q_len` not in 1..2**31 - 1.
+        TypeError: `indices` is not an int32 tensor, `causal` not a bool, or `q_len` not an integer.
+        ValueError: the shape does not fit the table, an axis is empty, or `q_len` is not in 1..2**31 - 1.
 
     Example:
         >>> import torch
@@ -97,8 +97,8 @@ class FlashMask:
         allowed = (1, 2) if causal else (2, 4)
         if indices.shape[-1] not in allowed:
             raise ValueError(
-                f"indices with causal={causal} must have n = {allowed[0]} or {allowed[1]} columns on the last axis, "
-                f"got {indices.shape[-1]} (shape {list(indices.shape)})"
+                f"indices with causal={causal} must have n = {allowed[0]} or {allowed[1]} on the last axis, got "
+                f"{indices.shape[-1]}"
             )
         self._indices = indices
         self._causal = causal
@@ -259,14 +259,14 @@ class FlashMask:
             raise ValueError("rows must select at least one row, got none")
         if numbers.dim() != 1 or numbers.dtype == torch.bool or numbers.is_floating_point() or numbers.is_complex():
             raise TypeError(
-                f"rows must be a slice or the numbers of rows [R], got {list(numbers.shape)} of {numbers.dtype}; write "
-                "a bool tensor as its nonzero()[:, 0]"
+                f"rows must be a slice or the numbers of rows [R], got {list(numbers.shape)} of {numbers.dtype}; pass "
+                "nonzero()[:, 0] of a bool tensor"
             )
         numbers = numbers.to(torch.int64)  # differences of unsigned numbers would wrap around
         if int(numbers[0]) < 0 or int(numbers[-1]) >= total or not bool((numbers.diff() > 0).all()):
             raise ValueError(
                 f"rows must be strictly ascending numbers in 0..{total - 1}, got {numbers[:8].tolist()}"
-                f"{'...' if len(numbers) > 8 else ''}; sort them, and the queries with them"
+                f"{'...' if len(numbers) > 8 else ''}; sort them and the queries"
             )
         indices = without_causal_flag(self.indices, self.causal, total)
         return FlashMask(count_rows_before(indices, numbers), causal=False, q_len=len(numbers))
@@ -331,7 +331,7 @@ class FlashMask:
         """
         if not isinstance(visible, Tensor) or visible.dtype != torch.bool:
             got = visible.dtype if isinstance(visible, Tensor) else type(visible).__name__
-            raise TypeError(f"visible must be a bool tensor [..., Sq, Skv] (True = visible), got {got}")
+            raise TypeError(f"visible must be a bool tensor [..., Sq, Skv], True where visible, got {got}")
         if visible.dim() not in (2, 3, 4):
             raise ValueError(
                 f"visible must have shape [Sq, Skv], [B, Sq, Skv] or [B, H, Sq, Skv], got {list(visible.shape)}"
@@ -388,7 +388,7 @@ class FlashMask:
         columns = _first_columns(torch.cat(leaks, 2))
         if columns:
             raise MaskNotRepresentable(
-                f"visible shows a pair above the bottom-right diagonal, so it is not causal; columns {columns[:4]}",
+                f"visible shows a pair above the bottom-right diagonal: it is not causal; columns {columns[:4]}",
                 columns,
             )
         return _from_runs(Runs(*(torch.cat(tensors, 2) for tensors in zip(*runs, strict=True))), causal, shape[2])
@@ -504,24 +504,19 @@ def _as_q_len(q_len: Any) -> int:
 
 
 def _first_columns(flags: Tensor) -> list[tuple[int, int, int]]:
-    """Return the first 16 (batch, head, column) triples where a bool tensor [B, Hm, Skv] is set."""
+    """Return the first 16 (batch, head, column) triples where a bool tensor is set."""
     return [tuple(index) for index in flags.nonzero()[:16].tolist()]
 
 
 def _from_runs(runs: Runs, causal: bool, q_len: int) -> FlashMask:
-    """Build the mask with the shortest `indices` that hold `runs`.
-
-    Raises:
-        MaskNotRepresentable: a column has more than one run with the causal flag, or more than two without.
-    """
+    """Build the mask with the smallest n that holds `runs`; raise MaskNotRepresentable if none does."""
     limit = 1 if causal else 2
     most = int(runs.count.max())
     if most > limit:
         columns = _first_columns(runs.count > limit)
         raise MaskNotRepresentable(
-            f"a column has {most} separate hidden row intervals, but a mask with causal={causal} holds at most "
-            f"{limit}; first (batch, head, column): {columns[:4]}. Split the attention into two calls, or reorder the "
-            "tokens so that what a column hides is contiguous",
+            f"a column has {most} separate hidden intervals, but causal={causal} allows {limit}; first (batch, head, "
+            f"column): {columns[:4]}. Reorder the tokens so that hidden rows are contiguous, or split the call",
             columns,
         )
     return FlashMask(pack_runs(runs, causal, q_len), causal, q_len=q_len)

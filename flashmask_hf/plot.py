@@ -18,15 +18,15 @@ _COLORS = {VISIBLE: "#3f6b8f", PARTIAL: "#a9c3d6", HIDDEN: "#f1efea"}
 _NAMES = {VISIBLE: "visible", PARTIAL: "partial", HIDDEN: "hidden"}
 _EDGE_COLOR, _INK = "#c0603d", "#4a4a4a"
 _GRID_TILES = 64
-"""Tiles per side up to which thin gaps set them apart."""
+"""Most tiles per side that are drawn with gaps."""
 _MOST_EDGES = 64
-"""Edges per side beyond which none is drawn: their lines would hide the tiles."""
+"""Most edges per side; more would hide the tiles, so none is drawn."""
 _KERNEL_TILE = 128
-"""Tile size of the kernels, shown where the picture is readable with it."""
+"""Tile size of the kernels, shown if the picture is readable with it."""
 
 
 def readable_tile(length: int) -> int:
-    """Return the size of tiles that show a mask of this length: elements up to 128, then 32 to 128 tiles a side."""
+    """Return the tile size to draw a mask of this length: 1 up to 128, then 32 to 128 tiles per side."""
     if length <= _KERNEL_TILE:
         return 1
     largest = 1 << (length // 32).bit_length() - 1  # leaves 32 to 64 tiles

@@ -1,8 +1,7 @@
 """Run a program with the backend registered: `python -m flashmask_hf run PROGRAM ...`.
 
-transformers has no plug-in mechanism, so `attn_implementation="flashmask"` needs an `import flashmask_hf` before the
-model is loaded. A program that a user does not want to edit, such as `trl sft`, is run in this process after the
-import. What it launches through accelerate is run in the same way.
+transformers has no plug-ins, so `attn_implementation="flashmask"` needs an `import flashmask_hf` before the model is
+loaded. This runs a program, such as `trl sft`, after the import, and all that it launches through accelerate.
 """
 
 from __future__ import annotations
@@ -22,17 +21,16 @@ usage: python -m flashmask_hf run SCRIPT.py [ARGUMENT ...]
        python -m flashmask_hf run -m MODULE [ARGUMENT ...]
        python -m flashmask_hf run COMMAND [ARGUMENT ...]
 
-Run a program, unchanged, with attn_implementation="flashmask" known to transformers. COMMAND is one that an installed
-package brings, such as trl:
+Run a program, unchanged, with attn_implementation="flashmask" known to transformers. COMMAND is a command of an
+installed package, such as trl:
 
     python -m flashmask_hf run trl sft --config sft.yaml --attn_implementation flashmask
     accelerate launch --num_processes 2 -m flashmask_hf run train.py --learning_rate 2e-5
 
-What the program launches by accelerate's command is run in the same way. Processes that it starts otherwise, as
-torchrun does, do not know the backend: let torchrun start this command (torchrun -m flashmask_hf run train.py).
+Programs that it launches by accelerate know the backend, too. Other launchers, such as torchrun, must start this
+command (torchrun -m flashmask_hf run train.py).
 
-The package, and with it transformers, is imported before the program: environment variables that they read, such as
-HF_HOME, are set outside of it."""
+transformers is imported before the program: set environment variables that it reads, such as HF_HOME, outside."""
 
 
 def run_program(argv: Sequence[str]) -> int:

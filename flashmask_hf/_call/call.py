@@ -40,21 +40,20 @@ _MAX_CALLS = 1024
 _calls: dict[Hashable, Call] = {}
 
 _failed: set[tuple[str, str]] = set()
-"""Implementations and their passes ("forward", "backward") that failed in this process. impl=None skips them."""
+"""Implementations and passes ("forward", "backward") that failed in this process. impl=None skips them."""
 
 
 class Call:
-    """A resolved call: attention for tensors of one layout under masks of one form, with its prepared launches.
+    """A resolved call: attention for tensors of one layout and masks of one form, with its prepared launches.
 
     Attributes:
         causal: of the masks.
-        arguments: as given, with `scale` and `deterministic` resolved. The operators take them.
-        implementations: which to try, in this order; the last one's errors are raised.
+        arguments: as given, with `scale` and `deterministic` resolved.
+        implementations: which to try, in order; errors of the last are raised.
         cast_to: dtype to which autocast casts q, k and v, or None.
         decodes: whether the rows are few and attention runs without a plan.
         differentiated: whether results require gradients.
-        intercepted: whether something intercepts the call (`torch_internals.is_intercepted`). It then runs through the
-            operators, and only the attributes of this object are used.
+        intercepted: whether the call must run through the operators (`torch_internals.is_intercepted`).
     """
 
     def __init__(
@@ -136,7 +135,7 @@ class Call:
         if orders is not None:
             tensors = (*tensors, orders)
         out, dlse = delta if isinstance(delta, tuple) else (None, None)
-        # Hooks on saved tensors, such as offloading, keep shapes and dtypes, and may change the rest of a layout.
+        # Hooks on saved tensors, such as offloading, keep shapes and dtypes only.
         saved = (dout, q, k, v, lse, indices) if out is None else (dout, q, k, v, lse, indices, out)
         key = ("backward", orders is not None, dlse is None, *[(x.stride(), x.data_ptr() % 16) for x in saved])
 
@@ -278,9 +277,8 @@ def _make(
         deterministic=given.deterministic or torch.are_deterministic_algorithms_enabled(),
     )
     differentiated = torch_internals.wants_gradients(q, k, v, sinks)
-    # The kernel of decoding packs the rows of all heads that share keys into one tile and splits the keys. The forward
-    # pads each head's rows to 16 at least, so decoding is no slower up to 16 rows. A symbolic length decodes only if it
-    # is known to be short: a guard would bound the lengths of an export.
+    # Decoding packs the rows of heads that share keys into one tile; the forward pads each head's rows to 16, so
+    # decoding is no slower up to 16 rows. A symbolic length must be known to be short: a guard would bound exports.
     decodes = (
         not differentiated
         and any(one.decodes for one in choice.implementations)
@@ -292,7 +290,7 @@ def _make(
 def _autocast_dtype(q: Tensor, k: Tensor, v: Tensor) -> torch.dtype | None:
     """Return the dtype to which autocast casts q, k and v, or None; raise TypeError if their dtypes then differ."""
     dtypes = (q.dtype, k.dtype, v.dtype)
-    # Autocast knows no device "meta", and casts no float64, as in SDPA.
+    # Autocast has no device "meta", and casts no float64, as in SDPA.
     if not q.is_meta and torch.is_autocast_enabled(q.device.type) and torch.float64 not in dtypes:
         narrow = torch.get_autocast_dtype(q.device.type)
         return None if dtypes == (narrow,) * 3 else narrow

@@ -40,8 +40,8 @@ class Recorded(torch.autograd.Function):
 def operator(fake: Callable[..., Any], derivative: Derivative | None = None) -> Callable[[Callable[..., Any]], Any]:
     """Register the decorated function as operator `flashmask_hf::NAME`, which mutates nothing; return the operator.
 
-    The schema has the fields of a parameter that is a NamedTuple in its place. `torch.library.custom_op` and
-    `torch.library.register_autograd` would add Python code that takes longer than a launch.
+    The schema replaces a NamedTuple parameter by its fields. `torch.library.custom_op` and `register_autograd` would
+    add Python code that takes longer than a launch.
 
     Args:
         fake: returns uninitialised results for the function's arguments.

@@ -1,8 +1,7 @@
 """The operators of attention, `flashmask_hf::flash_attn_*`, and how a call is run.
 
-Selective activation checkpointing in training libraries looks for `flash_attn` in their names. Compilers, dispatch
-modes and profilers see the operators. If nothing intercepts the call, `attend` runs it past the dispatcher, which takes
-longer than a launch.
+Selective activation checkpointing looks for `flash_attn` in their names. Compilers, dispatch modes and profilers see
+the operators. Other calls skip the dispatcher, which takes longer than a launch.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[
 _DERIVATIVE = Derivative(_save, _differentiate)
 
 _record: Any = super(torch.autograd.Function, Recorded).apply  # pyright: ignore[reportAttributeAccessIssue]
-"""`Recorded.apply` without its checks for `torch.func`: `resolve` has asked whether a transform is active."""
+"""`Recorded.apply` without its checks for `torch.func`, which take 2.6 of 19 us; `resolve` has made them."""
 
 
 @operator(lambda q, k, v, *_: results_like(q, v), _DERIVATIVE)
