@@ -44,6 +44,7 @@ class ModelState:
         is_bidirectional: whether an attention layer of it is bidirectional.
         has_axes: whether it takes positions of several axes.
         takes_packed_rows: whether `packed/rows.py` made it run packed rows in place of its batch.
+        rewrites: `Rewrite`s of its calls that a trainer has added.
         counts_layers: whether its layers that receive the caller's mask are to be counted.
         is_counted: whether every layer received it in a call.
         has_answered: whether the host has waited for the answer of a check in one of its calls.
@@ -63,6 +64,7 @@ class ModelState:
         self.has_axes = splits_four_axes(type(model))
         self.takes_packed_rows = self.counts_layers = self.is_counted = False
         self.has_answered = self.has_warned = False
+        self.rewrites: tuple[Any, ...] = ()
 
 
 def _position_tables(module: nn.Module, path: str = "") -> Iterator[nn.Embedding]:

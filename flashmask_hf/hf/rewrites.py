@@ -31,7 +31,7 @@ class Rewrite(NamedTuple):
 
 def rewrite(call: Call) -> Call:
     """Return a model call with every change that it needs."""
-    for one in REWRITES:
+    for one in (*call.state.rewrites, *REWRITES):
         if one.applies(call):
             call = call.changed(one.change(call))
     return call

@@ -2,8 +2,8 @@
 
 TRL packs a trie of rollouts in depth-first order, and describes it for FlashAttention-3's varlen function: queries are
 segments of the row, and keys are gathered along the path from the root, once per path. A key's subtree is one interval
-of query rows, so one bound per key describes the same mask without a gather: on any GPU, and with sinks. A hook on the
-backbone converts the description and checks it.
+of query rows, so one bound per key describes the same mask without a gather: on any GPU, and with sinks. A rewrite
+of the backbone's call converts the description and checks it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashmask_hf.hf.models import unwrap_peft
+from flashmask_hf.hf.call import Call
+from flashmask_hf.hf.models import state_of, unwrap_peft
 from flashmask_hf.hf.packed.rows import check_layers
+from flashmask_hf.hf.rewrites import Rewrite
 from flashmask_hf.names import FLASHMASK, VECTORS
 from flashmask_hf.torch_internals import device_assert
 
@@ -36,27 +38,41 @@ def run_tree_packing(model: Any) -> None:
     """
     check_layers(model)
     backbone = unwrap_peft(model).base_model
-    backbone.register_forward_pre_hook(_read_layout, with_kwargs=True, prepend=True)  # others read the mask indices
+    if _TRIES not in state_of(backbone).rewrites:
+        state_of(backbone).rewrites += (_TRIES,)
+        backbone.register_forward_pre_hook(_require_flashmask, with_kwargs=True)
 
 
-def _read_layout(backbone: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Replace TRL's description of a trie by mask indices, in a call that has it."""
-    given = {name: value for name, value in kwargs.items() if name.startswith(_PREFIX) and value is not None}
-    if not given:
-        return None
+def _given(named: dict[str, Any]) -> dict[str, Any]:
+    """Return TRL's description of a trie among the arguments of a call."""
+    return {name: value for name, value in named.items() if name.startswith(_PREFIX) and value is not None}
+
+
+def _require_flashmask(backbone: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if _given(kwargs):  # with "flashmask", the rewrite has removed it
+        raise ValueError(
+            f"the packed row of AsyncGRPO needs attn_implementation='flashmask', but the model has "
+            f"{backbone.config._attn_implementation!r}; call model.set_attn_implementation('flashmask')"
+        )
+
+
+def _read_layout(call: Call) -> dict[str, Any]:
+    """Return the arguments with mask indices in place of TRL's description of a trie."""
+    given = _given(call.named)
     if given.keys() != _KEYWORDS:
         raise ValueError(
             f"AsyncGRPO describes its packed row by {sorted(given)}, not by {sorted(_KEYWORDS)} as TRL 1.16 does; "
             "install that version of TRL"
         )
-    name = backbone.config._attn_implementation
-    if name != FLASHMASK:
-        raise ValueError(
-            f"the packed row of AsyncGRPO needs attn_implementation='flashmask', but the model has {name!r}; call "
-            "model.set_attn_implementation('flashmask')"
-        )
-    rest = {name: value for name, value in kwargs.items() if name not in _KEYWORDS}
-    return args, rest | {VECTORS: tree_vectors(kwargs.get("position_ids"), *(given[name] for name in _LAYOUT))}
+    rest = {name: value for name, value in call.named.items() if name not in _KEYWORDS}
+    return rest | {VECTORS: tree_vectors(call.get("position_ids"), *(given[name] for name in _LAYOUT))}
+
+
+_TRIES = Rewrite(
+    "the mask indices of AsyncGRPO's tries",
+    lambda call: call.implementation == FLASHMASK and _given(call.named),
+    _read_layout,
+)
 
 
 def tree_vectors(position_ids: Tensor | None, kv_index: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Tensor:
