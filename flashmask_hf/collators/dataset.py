@@ -142,7 +142,7 @@ def pack_dataset(
         },
     }
     if isinstance(dataset, IterableDataset):
-        tokens = _stream_of_tokens(dataset, first)
+        tokens: Any = _stream_of_tokens(dataset, first)
         return tokens.map(_pack_stream, remove_columns=[*_TOKEN_COLUMNS, _NAME], **options)
     options |= {"num_proc": num_proc, "desc": f"Packing to {max_length} tokens"}
     packed: Any = dataset.with_format("arrow").map(_pack_table, **options).with_format(None)

@@ -206,7 +206,7 @@ class PackingCollator:
 
     def __post_init__(self):
         names = ("pad_token_id", self._row_option, "pad_to_multiple_of", "max_position_embeddings")
-        options = as_row_options(*(getattr(self, name) for name in names), self._row_option)
+        options = as_row_options(*(getattr(self, name) for name in names), row_option=self._row_option)
         for name, value in zip(names, options, strict=True):
             setattr(self, name, value)
 
