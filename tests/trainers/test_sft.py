@@ -207,7 +207,12 @@ def test_a_run_resumes_at_its_place_in_a_stream(tmp_path, accumulated):
 
 
 def test_a_stream_starts_anew_if_a_resumed_run_asks_for_it(tmp_path, monkeypatch):
+    """Trainer is told to skip no batch."""
     seen, step = [], PackedSFTTrainer.training_step
+    starts, start = [], PackedSFTTrainer._init_training_state
+    monkeypatch.setattr(
+        PackedSFTTrainer, "_init_training_state", lambda *a, **k: (starts.append(start(*a, **k)), starts[-1])[1]
+    )
     monkeypatch.setattr(
         PackedSFTTrainer,
         "training_step",
@@ -224,6 +229,7 @@ def test_a_stream_starts_anew_if_a_resumed_run_asks_for_it(tmp_path, monkeypatch
         )
         trainer.train(resume_from_checkpoint=checkpoint)
     assert seen == [5, 20, 5]
+    assert [batches for _, batches in starts] == [0, 0]
 
 
 def test_batches_that_do_not_fill_a_step_of_a_stream_are_left_out(tmp_path):
