@@ -1,5 +1,7 @@
 """Keywords of attention: used, harmless, refused or, if unknown, ignored with one warning."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from tools.model_pairs import SIZES, attend, model_pair, tokens
@@ -33,6 +35,13 @@ def test_dropout_is_called_by_its_name_in_the_config(name, config):
         model(tokens(1, 5))
     setattr(config, name, 0.0)
     AutoModel.from_config(config, attn_implementation="flashmask").train()(tokens(1, 5))
+
+
+def test_of_several_names_of_dropout_the_one_in_use_is_named():
+    module = torch.nn.Module()
+    module.config = SimpleNamespace(attention_dropout=0.0, attn_pdrop=0.1)
+    with pytest.raises(ValueError, match="load with attn_pdrop=0 "):
+        attend(module, dropout=0.1)
 
 
 @pytest.mark.parametrize(
