@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashmask_hf.hf.documents import Documents, of_bounds, of_numbers, of_positions
+from flashmask_hf.hf.documents import Documents, of_bounds, of_positions
 from flashmask_hf.hf.models import ModelState, state_of
 from flashmask_hf.names import NAMES, VECTORS
 
-__all__ = ["Call", "cache_of", "count_axes", "current", "record_documents"]
+__all__ = ["Call", "cache_of", "call_of", "count_axes", "current", "record_documents"]
 
 
 class _Current(threading.local):  # Dynamo can trace it, but no ContextVar, and no attribute that a thread never set
@@ -85,6 +85,12 @@ class Call:
         return found[0] if found.shape[0] == 4 or self.indices is not None else count_axes(found)
 
     @property
+    def bounds(self) -> Tensor | None:
+        """The `cu_seq_lens_q` [documents + 1] of several documents."""
+        found = self.tensor("cu_seq_lens_q", 1)
+        return found if found is not None and found.shape[0] > 2 else None
+
+    @property
     def padding(self) -> Tensor | None:
         """The tokens that a 2D mask shows, bool [B, S]."""
         mask, tokens = self.tensor("attention_mask", 2), self.tokens
@@ -94,7 +100,7 @@ class Call:
 
     @property
     def documents(self) -> Documents | None:
-        """The documents by `cu_seq_lens_q`, else positions, else `seq_idx`; None if the call has none of them."""
+        """The documents by `cu_seq_lens_q`, else by positions; None if the call has neither."""
         if self._documents is False:
             self._documents = self._find_documents()
         return self._documents
@@ -103,15 +109,24 @@ class Call:
         tokens, outer = self.tokens, self.outer
         if tokens is None or tokens.shape[1] == 1:
             return None
-        marks = ("input_ids", "inputs_embeds", "cu_seq_lens_q", "position_ids", "seq_idx", "attention_mask")
+        marks = ("cu_seq_lens_q", "position_ids", "attention_mask")
         if outer is not None and all(outer.get(x) is self.get(x) for x in marks):
             return outer.documents
-        bounds, positions, numbers = self.tensor("cu_seq_lens_q", 1), self.positions, self.tensor("seq_idx", 2)
-        if bounds is not None and bounds.shape[0] > 2:
-            return of_bounds(bounds, tokens.shape[1])
-        if positions is not None:
-            return of_positions(positions, self.padding)
-        return None if numbers is None else of_numbers(numbers)
+        if self.bounds is not None:
+            return of_bounds(self.bounds, tokens.shape[1])
+        return None if self.positions is None else of_positions(self.positions, self.padding)
+
+
+def call_of(config: Any, length: int) -> Call | None:
+    """Return the innermost call of a model whose masks have this config, on rows of `length` tokens.
+
+    Configs are compared by class: some models make masks with a copy of their config for each layer.
+    """
+    call = current.call
+    while call is not None and type(config) not in (type(call.config), type(call.config.get_text_config())):
+        call = call.outer
+    tokens = None if call is None else call.tokens
+    return call if tokens is not None and tokens.shape[1] == length else None
 
 
 def named_arguments(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from transformers.utils.output_capturing import _active_collector
 
 from flashmask_hf.names import HASH, PACKED_INDEX, QK, VECTORS
 
-__all__ = ["check_keywords", "check_window"]
+__all__ = ["asks_for_weights", "check_keywords", "check_window"]
 
 _USED = {"cu_seq_lens_q", "is_causal", "position_ids", "s_aux", "sliding_window", "softcap", VECTORS}
 """Keywords that change the result and are implemented."""
@@ -100,7 +100,7 @@ def check_keywords(module: nn.Module, dropout: float, kwargs: dict[str, Any], im
             "model_init_kwargs, config_kwargs of SentenceTransformer), or 'sdpa'"
         )
     check_window(kwargs.get("sliding_window"))
-    if kwargs.get("output_attentions") or _collects_weights():
+    if asks_for_weights(kwargs):
         raise NotImplementedError(
             f"output_attentions=True: {asked} never has the weights that it would return; use "
             "attn_implementation='eager' to look at them"
@@ -140,11 +140,10 @@ def check_window(window: Any) -> None:
         )
 
 
-def _collects_weights() -> bool:
-    """Return whether hooks of transformers collect attention weights.
-
-    Models that do not hand output_attentions to their layers leave it to hooks on them.
-    """
+def asks_for_weights(kwargs: dict[str, Any]) -> bool:
+    """Return whether attention weights are asked for: by a layer's keywords, or by hooks of transformers on layers."""
+    if kwargs.get("output_attentions"):
+        return True
     compiling = torch.compiler.is_compiling()  # the collector is then in a global, not in a context variable
     collected = _active_collector.global_var if compiling else _active_collector.get()
     return collected is not None and any("attentions" in name for name in collected)

@@ -7,20 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flashmask_hf.hf.call import record_documents
-from flashmask_hf.hf.checks.trees import tree_positions_fit, tree_positions_message
+from flashmask_hf.hf.call import current, record_documents
 from flashmask_hf.hf.documents import UNBOUNDED, document_starts, next_flagged
 from flashmask_hf.hf.facts import is_split_by_torch
 from flashmask_hf.hf.families import family_of
-from flashmask_hf.hf.keywords import check_keywords
-from flashmask_hf.hf.layer_mask import TEXT_ONLY, LayerMask, check_hook_result, hidden_keys
+from flashmask_hf.hf.keywords import asks_for_weights, check_keywords
+from flashmask_hf.hf.layer_mask import TEXT_ONLY, LayerMask, check_hook_result, is_marked, mask_of_rows
 from flashmask_hf.hf.mask_cache import cached_mask
+from flashmask_hf.hf.merge import check_form, supplied_mask
 from flashmask_hf.hf.ranks import vectors_of_local_heads
-from flashmask_hf.hf.windows import apply_window
-from flashmask_hf.intervals import hide_keys
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.names import FLASHMASK, VECTORS
-from flashmask_hf.torch_internals import device_assert, is_capturing, is_one_of, stream_of
+from flashmask_hf.torch_internals import is_capturing, is_one_of, stream_of
 
 __all__ = ["layer_mask"]
 
@@ -45,8 +43,14 @@ def layer_mask(
         kwargs: the layer's keywords.
         implementation: what `attn_implementation` is set to.
     """
-    check_keywords(module, dropout, kwargs, implementation)
-    _check_context_parallel(module, implementation)
+    _check_layer(module, dropout, kwargs, implementation)
+    if is_marked(attention_mask):
+        supplied = current.call is not None and current.call.indices is not None
+        if not torch.compiler.is_compiling() and supplied:
+            record_documents(supplied=True)
+        if attention_mask.shape[1] > 1:
+            attention_mask = vectors_of_local_heads(module, attention_mask, query.shape[1], key.shape[1])
+        return mask_of_rows(attention_mask, key.shape[2])
     causal = kwargs.get("is_causal")
     causal = bool(getattr(module, "is_causal", True) if causal is None else causal)
     if attention_mask is not None:
@@ -57,16 +61,33 @@ def layer_mask(
     if vectors is not None:
         record_documents(supplied=True)
         _check_receiver(module, attention_mask, causal)
-        _check_form(vectors, causal)
+        check_form(vectors, causal, getattr(module, "config", None))
         vectors = vectors_of_local_heads(module, vectors, query.shape[1], key.shape[1])
         _check_fit(vectors, query, key)
         window = _window_of(module, kwargs)
-        return _supplied_mask(vectors, attention_mask, causal, window, kwargs.get("position_ids"))
+        return supplied_mask(vectors, attention_mask, causal, window, kwargs.get("position_ids"))
     if attention_mask is not None:
         return LayerMask(
             _hook_mask(attention_mask, query, key, kwargs.get("cu_seq_lens_q"), kwargs.get("position_ids"))
         )
     return LayerMask(_default_mask(query, key, causal, kwargs, implementation))
+
+
+_checked: set[Any] = set()
+"""Layers by class and keywords that this process has checked; a keyword's value is looked at only if it is refused."""
+
+
+def _check_layer(module: nn.Module, dropout: float, kwargs: dict[str, Any], implementation: str) -> None:
+    """Check a layer's keywords, once per class, names and implementation; and what may change, in every layer."""
+    _check_context_parallel(module, implementation)
+    kind = None
+    if not torch.compiler.is_compiling():
+        names = [name for name, value in kwargs.items() if value is not None]
+        kind = (type(module), implementation, kwargs.get("sliding_window"), *names)
+        if kind in _checked and not (dropout > 0 and module.training) and not asks_for_weights(kwargs):
+            return
+    check_keywords(module, dropout, kwargs, implementation)
+    _checked.add(kind)
 
 
 def _check_context_parallel(module: nn.Module, implementation: str) -> None:
@@ -86,30 +107,10 @@ def _check_context_parallel(module: nn.Module, implementation: str) -> None:
 def _check_receiver(module: nn.Module, attention_mask: Tensor | None, causal: bool) -> None:
     """Raise if the vectors reached a layer whose tokens they do not describe."""
     config = getattr(module, "config", None)
-    if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
-        raise NotImplementedError(
-            f"{VECTORS} would reach the encoder, the decoder and the attention between them alike; models with an "
-            "encoder and a decoder do not take them: use attention_mask"
-        )
     if config is not None and attention_mask is None and not causal:  # a layer of a model that asked for no mask
         raise NotImplementedError(
             f"{VECTORS} reached a layer that is not causal and has no mask of the model's, as in an image tower, "
             f"whose patches they do not describe; keep it from this backend, for example with {TEXT_ONLY}"
-        )
-
-
-def _check_form(vectors: Any, causal: bool) -> None:
-    """Check dtype and number of columns of the supplied vectors."""
-    if not isinstance(vectors, Tensor) or vectors.dtype != torch.int32:
-        got = vectors.dtype if isinstance(vectors, Tensor) else type(vectors).__name__
-        raise TypeError(f"{VECTORS} must be an int32 tensor [B, 1, S, n], got {got}; pass mask.indices of a FlashMask")
-    shape = list(vectors.shape)
-    if vectors.dim() != 4 or shape[-1] not in (1, 2, 4):
-        raise ValueError(f"{VECTORS} must have shape [B, 1, S, n] with n = 1, 2 or 4, got {shape}")
-    if shape[-1] == 1 and not causal:
-        raise ValueError(
-            f"{VECTORS} with n = 1 describe a causal mask, but this layer is not causal (is_causal=False); pass n = 2 "
-            "or 4 columns, for example FlashMask.bidirectional().indices (and none to a model with encoder and decoder)"
         )
 
 
@@ -151,67 +152,6 @@ def _window_of(module: nn.Module, kwargs: dict[str, Any]) -> int | None:
     if not reads_window:
         return kwargs.get("sliding_window")
     return config.sliding_window if layer_type in (None, "sliding_attention") else None
-
-
-def _supplied_mask(
-    vectors: Tensor, hooked: Tensor | None, causal: bool, window: int | None, position_ids: Tensor | None
-) -> LayerMask:
-    """Return the caller's vectors, less padding, in a window of `window` positions.
-
-    Of the hook's columns `hooked` only padding counts: keys that are hidden from every row. The vectors themselves win
-    over documents that the hook found. On a layer that is not causal the window has two sides, as in FlashAttention.
-    """
-    if window is not None and position_ids is not None and position_ids.dim() != 2:
-        raise NotImplementedError(
-            f"sliding_window={window} with {VECTORS} needs position_ids [B, S], got {list(position_ids.shape)}; "
-            "use a model without sliding windows"
-        )
-    two_sided = not causal
-    causal = causal and vectors.shape[-1] < 4
-
-    def build() -> LayerMask:
-        if window is not None:  # which would cut what is out of range off; other masks are checked with their plan
-            # The message does not name the length: a compiler would specialize on the number and compile each length.
-            device_assert(
-                ((vectors >= 0) & (vectors <= vectors.shape[2])).all(),
-                f"{VECTORS} must lie in 0..S, the row's length, as they do in a mask made for this row; "
-                "FlashMask.validate(q_len=S) names the columns",
-            )
-        if causal and vectors.shape[-1] == 2:
-            # Columns LTS, UTE of a mask that is not causal show rows [UTE, LTS), so they have LTS > UTE somewhere.
-            device_assert(
-                (vectors[..., 0] <= vectors[..., 1]).all(),
-                f"{VECTORS} with n = 2 on a causal layer are LTS, LTE, but a column has LTS > LTE; pass a mask that "
-                "is not causal as mask.bidirectional().indices (n = 4), an empty interval as start == end",
-            )
-        if causal and hooked is not None and hooked.shape[2] == 4:
-            _refuse_blocks(hooked)
-        mask = FlashMask(vectors.detach() if hooked is None else _hide_padding(vectors, hooked, causal), causal)
-        device_assert(tree_positions_fit(mask, position_ids), tree_positions_message(position_ids))
-        return LayerMask(mask) if window is None else apply_window(mask, window, position_ids, two_sided=two_sided)
-
-    sources = [vectors] if hooked is None else [vectors, hooked]
-    if position_ids is not None:
-        sources.append(position_ids)
-    variant = ("supplied", causal, window, two_sided)
-    return cached_mask(tuple(sources), variant, build, per_forward=hooked is not None)
-
-
-def _refuse_blocks(hooked: Tensor) -> None:
-    """Assert that the hook's columns [B, 1, 4, S] show no key to rows before it, which causal vectors would hide."""
-    row = torch.arange(hooked.shape[3], device=hooked.device)
-    pieces = FlashMask(hooked.detach().transpose(2, 3), causal=False).visible_intervals(hooked.shape[3])
-    device_assert(
-        ~torch.stack([(start < end) & (start < row) for start, end in pieces]).any(),
-        f"causal {VECTORS} hide tokens of a block (an image) that the model shows each other; pass "
-        "position_ids that start again at 0 with each document, or n = 4 columns that show the blocks",
-    )
-
-
-def _hide_padding(vectors: Tensor, hooked: Tensor, causal: bool) -> Tensor:
-    """Return the vectors with every key hidden from all rows that the hook's columns hide from all rows."""
-    length = vectors.shape[2]
-    return torch.stack(hide_keys(vectors.unbind(-1), hidden_keys(hooked, length), causal, length), -1)
 
 
 def _hook_mask(

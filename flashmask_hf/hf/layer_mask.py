@@ -8,10 +8,14 @@ import torch
 from torch import Tensor
 
 from flashmask_hf.attention import flashmask_attention
+from flashmask_hf.hf.mask_cache import cached_mask
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.names import VECTORS
+from flashmask_hf.torch_internals import device_assert, stream_of
 
-__all__ = ["TEXT_ONLY", "LayerMask", "check_hook_result", "hidden_keys"]
+__all__ = [
+    "TEXT_ONLY", "LayerMask", "check_hook_result", "hidden_keys", "is_marked", "mark", "marked_rows", "mask_of_rows",
+]  # fmt: skip
 
 TEXT_ONLY = "attn_implementation={'text_config': 'flashmask', 'vision_config': 'sdpa'}"
 """The way out, in messages, where one part of a model does not take the backend."""
@@ -36,18 +40,74 @@ class LayerMask(NamedTuple):
         return flashmask_attention(query, self.gather(key), self.gather(value), self.mask, **options)
 
 
+_BOUNDS = {2: 1, 3: 2, 5: 4, 6: 4}
+"""Bounds per key by the rows of a marked mask: one row more is the mark; of six, the fifth has the columns' keys."""
+
+
+def is_marked(rows: Any) -> bool:
+    """Return whether a layer's attention_mask has the form of a mask that the hook merged in a model call."""
+    return isinstance(rows, Tensor) and rows.dtype == torch.int32 and rows.dim() == 4 and rows.shape[2] in _BOUNDS
+
+
+def mark(rows: Tensor) -> Tensor:
+    """Return rows [B, H, n, columns] with one more, which marks them as merged, and which no other mask has."""
+    return torch.cat([rows, -1 - rows[:, :, :1]], 2)
+
+
+def marked_rows(mask: LayerMask) -> Tensor:
+    """Return a mask as marked rows, int32 [B, H, n + 1 or n + 2, columns]."""
+    flat = mask.mask if mask.mask.causal else mask.mask.bidirectional()
+    rows = flat.indices.transpose(2, 3)
+    if mask.keys is not None:
+        keys = mask.keys[:, None, None].to(torch.int32).expand(-1, rows.shape[1], -1, -1)
+        rows = torch.cat([rows, keys.expand(rows.shape[0], -1, -1, -1)], 2)
+    return mark(rows)
+
+
+def mask_of_rows(rows: Tensor, kv_len: int) -> LayerMask:
+    """Return the mask of marked rows, which is kept on the tensor, and for an alias of it by its memory.
+
+    Raises:
+        ValueError: the rows are of another number of keys.
+        RuntimeError: the rows lack the mark, as a dense mask of the same shape (a device-side check).
+    """
+    if rows.shape[2] < 6 and rows.shape[3] != kv_len:
+        raise ValueError(
+            f"attention_mask has {rows.shape[3]} keys, but this layer has {kv_len}; pass a 2D attention_mask that "
+            "covers cache and new tokens"
+        )
+    if torch.compiler.is_compiling() or type(rows) is not Tensor:
+        return _read(rows)
+    state = (0 if rows.is_inference() else rows._version, stream_of(rows), torch.is_inference_mode_enabled())
+    kept = getattr(rows, "_flashmask", None)
+    if kept is None or kept[0] != state:
+        kept = rows._flashmask = state, cached_mask((rows,), ("marked",), lambda: _read(rows))  # type: ignore[attr-defined]
+    return kept[1]
+
+
+def _read(rows: Tensor) -> LayerMask:
+    device_assert((rows[:, :, -1] == -1 - rows[:, :, 0]).all(), _message(rows))
+    count = rows.shape[2]
+    indices = rows.detach()[:, :, : _BOUNDS[count]].transpose(2, 3).contiguous()
+    keys = rows.detach()[:, 0, 4].to(torch.int64) if count == 6 else None
+    return LayerMask(FlashMask(indices, causal=count < 4), keys)
+
+
 def check_hook_result(attention_mask: Any) -> None:
     """Raise unless the layer's attention_mask has the form of the hook's columns."""
+    if not isinstance(attention_mask, Tensor) or attention_mask.dtype != torch.int32 or attention_mask.dim() != 4:
+        raise ValueError(_message(attention_mask))
+    if attention_mask.shape[2] not in (1, 4):
+        raise ValueError(_message(attention_mask))
+
+
+def _message(attention_mask: Any) -> str:
+    got = type(attention_mask).__name__
     if isinstance(attention_mask, Tensor):
-        if attention_mask.dtype == torch.int32 and attention_mask.dim() == 4 and attention_mask.shape[2] in (1, 4):
-            return
         got = f"{attention_mask.dtype} of shape {list(attention_mask.shape)}"
-    else:
-        got = type(attention_mask).__name__
-    raise ValueError(
-        f"attention_mask must be None or the columns that flashmask_hf's mask hook makes of a 2D mask, got {got} in an "
-        f"attention layer; write a dense mask as FlashMask.from_dense(mask).indices and pass it as {VECTORS}, or, if "
-        f"the model made it for an image tower, keep that from this backend: {TEXT_ONLY}"
+    return (
+        f"attention_mask must be None or what the mask hook makes of a 2D mask, got {got}; pass "
+        f"FlashMask.from_dense(mask).indices as {VECTORS}, or keep a tower from this backend: {TEXT_ONLY}"
     )
 
 

@@ -21,9 +21,14 @@ from transformers.masking_utils import (
     packed_sequence_mask_function,
 )
 
+from flashmask_hf.hf.call import Call, call_of, record_documents
+from flashmask_hf.hf.documents import of_numbers, separable_documents
 from flashmask_hf.hf.families import refuse_unsupported
 from flashmask_hf.hf.keywords import check_window
-from flashmask_hf.hf.mask_reader import TraceContext, trace
+from flashmask_hf.hf.layer_mask import mark, marked_rows
+from flashmask_hf.hf.mask_cache import cached_mask
+from flashmask_hf.hf.mask_reader import QueryIntervals, TraceContext, trace
+from flashmask_hf.hf.merge import check_form, supplied_mask
 from flashmask_hf.intervals import hide_keys
 from flashmask_hf.mask import FlashMask, MaskNotRepresentable
 from flashmask_hf.names import FLASHMASK, VECTORS
@@ -88,10 +93,34 @@ def mask_hook(
     same_tokens = q_length == kv_length and not isinstance(q_offset, Tensor) and q_offset == kv_offset == 0
     key_positions = torch.arange(kv_length, device=device) + kv_offset
     context = TraceContext(batch_size, key_positions, same_tokens, is_custom=bool(kwargs.get("use_vmap")))
+    documents = None
     if attention_mask is not None and attention_mask.dtype == DOCUMENTS:
-        mask_function = and_masks(mask_function, packed_sequence_mask_function(attention_mask.abs()))
-        attention_mask = attention_mask > 0
+        documents, attention_mask = of_numbers(attention_mask.abs()), attention_mask > 0
     visible = trace(mask_function, context)
+    call = call_of(config, q_length)
+    if call is not None and call.get("encoder_hidden_states") is not None and (visible is None or visible.span.lo != 0):
+        call = None  # keys of an encoder
+    if call is not None and call.indices is not None:
+        rows = _supplied_rows(call, visible, attention_mask, device) if same_tokens else None
+        if rows is not None:
+            return rows
+        call = None  # left to the layers
+    elif call is not None and documents is None and getattr(config, "attention_chunk_size", None) is None:
+        if call.bounds is not None and not (same_tokens and batch_size == 1 and visible and visible.starts_at_key):
+            call = None  # left to the layers, which refuse what they cannot do
+        elif same_tokens:
+            documents = call.documents
+        elif call.positions is not None:
+            separable_documents(call.positions, attention_mask, q_offset, is_whole=False)
+            record_documents()
+    if documents is not None:
+        record_documents()
+        documents = documents.to(key_positions.device)
+        if visible is None:
+            numbers = documents.numbers().expand(batch_size, -1)
+            mask_function = and_masks(mask_function, packed_sequence_mask_function(numbers))
+        else:
+            visible = visible & QueryIntervals(context, documents.start, documents.end, reflexive=True)
     if visible is None:
         if torch.compiler.is_compiling():
             raise NotImplementedError(
@@ -111,7 +140,33 @@ def mask_hook(
     columns = columns.to(torch.int32)
     if attention_mask is not None:
         columns = _hide_padding(columns, attention_mask, q_length, kv_offset)
-    return columns[:, None]
+    return columns[:, None] if call is None else mark(columns[:, None])
+
+
+def _supplied_rows(call: Call, visible: QueryIntervals | None, padding: Tensor | None, device: Any) -> Tensor | None:
+    """Return the caller's mask indices in the window of one kind of layers, as marked rows.
+
+    Returns None where the layers are to read them: if another form, row or mask function than this can join is given.
+    """
+    indices, span = call.indices, None if visible is None else visible.span
+    if not isinstance(indices, Tensor) or indices.dtype != torch.int32 or indices.dim() != 4:
+        return None
+    if span is None or not span.plain or indices.shape[2] != call.tokens.shape[1]:
+        return None
+    causal, positions, hooked = span.lo == 0, call.positions, None
+    if not causal and (None if span.lo is None else 1 - span.lo) != span.hi:
+        return None
+    check_form(indices, causal, call.config)
+    if padding is not None or span.blocks:
+        visible_rows = [visible.end, visible.start]
+        length = indices.shape[2]
+        until, since = (x.clamp(0, length).view(-1, length) for x in visible_rows)
+        columns = until[:, None] if visible.starts_at_key else _four_columns(until, since, length)
+        columns = columns.to(torch.int32)
+        hooked = columns if padding is None else _hide_padding(columns, padding, length, 0)
+        hooked = hooked[:, None]
+    mask = supplied_mask(indices.to(device), hooked, causal, span.hi, positions)
+    return cached_mask((mask.mask.indices,), ("rows",), lambda: marked_rows(mask), per_forward=False)
 
 
 def _four_columns(hidden_from: Tensor, hidden_until: Tensor, q_length: int) -> Tensor:

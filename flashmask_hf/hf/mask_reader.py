@@ -9,7 +9,7 @@ untraceable. Nothing that a compiler hides is needed, such as the function's clo
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -264,12 +264,14 @@ class _Distance(_Symbol):
         """Return the queries at the key's position + shift and later."""
         start, positions = self.context.key_positions + shift, self.position.positions()
         end = torch.full_like(start, UNBOUNDED)
-        return QueryIntervals(self.context, start, end, shift <= 0, shift == 0, positions=positions)
+        span = Span(lo=shift)
+        return QueryIntervals(self.context, start, end, shift <= 0, shift == 0, positions=positions, span=span)
 
     def _queries_before(self, shift: int) -> QueryIntervals:
         """Return the queries before the key's position + shift."""
         end, positions = self.context.key_positions + shift, self.position.positions()
-        return QueryIntervals(self.context, torch.full_like(end, -UNBOUNDED), end, shift > 0, positions=positions)
+        start, span = torch.full_like(end, -UNBOUNDED), Span(hi=shift)
+        return QueryIntervals(self.context, start, end, shift > 0, positions=positions, span=span)
 
 
 class _AbsoluteDistance(_Symbol):
@@ -303,7 +305,7 @@ class _Chunk(_Symbol):
         start = (counted - first).div(self.size, rounding_mode="floor") * self.size + first
         if positions is not None:
             start = start + keys - positions
-        return QueryIntervals(self.context, start, start + self.size, reflexive=True, positions=positions)
+        return QueryIntervals(self.context, start, start + self.size, True, positions=positions, span=Span(plain=False))
 
 
 class _NotNegative(_Symbol):
@@ -334,7 +336,7 @@ class _SameValue(_Symbol):
         ids = self.table
         self.context.require(ids[:, 1:] >= ids[:, :-1], "the ids of packed documents do not ascend")
         start, end = run_bounds(self.joined)
-        return QueryIntervals(self.context, start, end, reflexive=True, joined=self.joined)
+        return QueryIntervals(self.context, start, end, True, joined=self.joined, span=Span(plain=False))
 
     def _blocks(self) -> QueryIntervals:
         """Return blocks: tokens with the same id of 0 or more see each other, and stand in one run; others see none."""
@@ -346,7 +348,7 @@ class _SameValue(_Symbol):
         self.context.require(ids[:, 1:] != ids[:, :-1], violation)
         first, end = torch.where(blocks >= 0, first, UNBOUNDED), torch.where(blocks >= 0, end, -UNBOUNDED)
         keys = self.context.key_positions
-        return QueryIntervals(self.context, first[:, keys], end[:, keys], reflexive=True)
+        return QueryIntervals(self.context, first[:, keys], end[:, keys], True, span=Span(blocks=True))
 
 
 class _AllPairs(_Symbol):
@@ -370,6 +372,36 @@ class _NoPairs(_Symbol):
         return other
 
 
+class Span(NamedTuple):
+    """The distances at which queries see keys: lo <= query - key < hi, if nothing but distances and blocks decides.
+
+    Attributes:
+        lo: least distance; None is no limit.
+        hi: one past the largest distance; None is no limit.
+        blocks: whether the tokens of a block see each other besides.
+        plain: False where something else decides, too, such as chunks or documents.
+    """
+
+    lo: int | None = None
+    hi: int | None = None
+    blocks: bool = False
+    plain: bool = True
+
+    def __and__(self, other: Any) -> Span:
+        plain = self.plain and other.plain and not other.blocks
+        lo, hi = _narrower(self.lo, other.lo, max), _narrower(self.hi, other.hi, min)
+        return Span(lo, hi, self.blocks, plain)
+
+    def __or__(self, other: Any) -> Span:
+        is_block = other.blocks and other.lo is None and other.hi is None
+        return self._replace(blocks=True, plain=self.plain and other.plain and is_block)
+
+
+def _narrower(x: int | None, y: int | None, pick: Callable[[int, int], int]) -> int | None:
+    """Return the limit that `pick` chooses of two, either of which may be None for no limit."""
+    return y if x is None else x if y is None else pick(x, y)
+
+
 class QueryIntervals(_Symbol):
     """The queries that see each key, an interval of positions [start, end).
 
@@ -382,6 +414,7 @@ class QueryIntervals(_Symbol):
         starts_at_key: whether start is the key's own position.
         joined: bool [B, S - 1], or None: intervals do not pass the positions 1..S-1 where it is False.
         positions: int [B, S], or None: the intervals are right only as far as these count on by one.
+        span: the same as distances.
     """
 
     def __init__(
@@ -393,9 +426,10 @@ class QueryIntervals(_Symbol):
         starts_at_key: bool = False,
         joined: Tensor | None = None,
         positions: Tensor | None = None,
+        span: Span = Span(),  # noqa: B008
     ):
         super().__init__(context)
-        self.start, self.end = start, end
+        self.start, self.end, self.span = start, end, span
         self.reflexive, self.starts_at_key = reflexive, starts_at_key
         self.joined, self.positions = joined, positions
 
@@ -423,6 +457,7 @@ class QueryIntervals(_Symbol):
             (self.starts_at_key and other.reflexive) or (other.starts_at_key and self.reflexive),
             joined,
             positions,
+            self.span & other.span,
         )
 
     def __or__(self, other: Any) -> Any:
@@ -438,4 +473,5 @@ class QueryIntervals(_Symbol):
             True,
             self.starts_at_key and other.starts_at_key,
             positions=self.positions,
+            span=self.span | other.span,
         )

@@ -22,13 +22,12 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel, 
 from transformers.utils import generic
 
 from flashmask_hf.hf.attention import attention_forward
-from flashmask_hf.hf.call import record_documents
-from flashmask_hf.hf.documents import document_starts
+from flashmask_hf.hf.call import call_of, record_documents
+from flashmask_hf.hf.documents import separable_documents
 from flashmask_hf.hf.families import refuse_own_attention
 from flashmask_hf.hf.guard import run_call
 from flashmask_hf.hf.mask_hook import DOCUMENTS
 from flashmask_hf.names import FLASHMASK, HASH, NAMES, QK
-from flashmask_hf.torch_internals import device_assert
 
 if TYPE_CHECKING:  # the function whose code `_is_flash_attention` replaces, and under whose name it runs
     from transformers.utils.generic import is_flash_attention_requested
@@ -164,12 +163,12 @@ _CACHES = ("past_key_values", "cache")  # the name of the fourth argument until 
 
 
 def detect_documents_always(module: Any) -> None:
-    """Make `_preprocess_mask_arguments` find packed documents in `position_ids` beside a cache or a 2D mask, too.
+    """Make `_preprocess_mask_arguments` leave packed documents to the mask hook, or find them in all calls.
 
-    Patched: `transformers.masking_utils._preprocess_mask_arguments`, replaced by a wrapper. It returns the numbers of
-    documents in place of the 2D mask, which the mask hook reads (`mask_hook.DOCUMENTS`), also where transformers itself
-    found them, except for chunked attention. The hook measures windows there in rows, as every version does for one
-    document beside a cache or a 2D mask, because positions of padding mean nothing.
+    Patched: `transformers.masking_utils._preprocess_mask_arguments`, replaced by a wrapper. In a model call, the hook
+    reads the documents of the call, so transformers gets no `position_ids`. Outside of a call (a static cache, or a
+    backbone's `forward` called by hand) and for chunked attention, it returns the numbers of documents in place of the
+    2D mask (`mask_hook.DOCUMENTS`).
 
     Why: transformers looks for documents only if there is neither a cache nor a mask. A model's default is
     `use_cache=True`, so a plain forward of a packed row would let documents see each other, without an error. Where it
@@ -189,71 +188,34 @@ def detect_documents_always(module: Any) -> None:
     _wrap_function(module, "_preprocess_mask_arguments", signatures, _preprocess, "prepares masks")
 
 
-def _preprocess(
-    original: Any, config: Any, inputs_embeds: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
-) -> Any:
+def _preprocess(original: Any, config: Any, inputs_embeds: Tensor, mask: Any, *args: Any, **kwargs: Any) -> Any:
     """Body of the patched function, with the arguments of the original."""
-    found = original(config, inputs_embeds, attention_mask, *args, **kwargs)
-    position_ids = args[1] if len(args) > 1 else kwargs.get("position_ids")  # after the cache
-    early_exit, mask, documents, q_length, *sizes = found
-    if config._attn_implementation not in NAMES:
-        if documents is not None:
+    is_ours, has_chunks = (
+        config._attn_implementation in NAMES,
+        getattr(config, "attention_chunk_size", None) is not None,
+    )
+    if is_ours and not has_chunks and call_of(config, inputs_embeds.shape[1]) is not None:
+        hidden = (*args[:1], None, *args[2:]) if len(args) > 1 else args  # position_ids come after the cache
+        return original(
+            config, inputs_embeds, mask, *hidden, **kwargs | {"position_ids": None} if len(args) < 2 else kwargs
+        )
+    found = original(config, inputs_embeds, mask, *args, **kwargs)
+    position_ids = args[1] if len(args) > 1 else kwargs.get("position_ids")
+    early_exit, mask, numbers, q_length, kv_length, q_offset, kv_offset = found
+    if not is_ours or position_ids is None:
+        if numbers is not None:
             record_documents()
         return found
-    if position_ids is None:
-        return found
     record_documents()
-    if early_exit or (mask is not None and mask.dim() != 2):
+    flat = position_ids.dim() == 2 and position_ids.shape[-1] == q_length and (mask is None or mask.dim() == 2)
+    if early_exit or not flat or (has_chunks and numbers is not None):  # chunks count from the start of their document
         return found
-    if documents is None:
-        numbers = _document_numbers(config, mask, position_ids, inputs_embeds.shape[0], q_length, *sizes)
-    elif getattr(config, "attention_chunk_size", None) is None:
-        numbers = (documents + 1).to(DOCUMENTS)
-    else:
-        return found  # chunks count from the start of their document
-    return early_exit, mask if numbers is None else numbers, None, q_length, *sizes
-
-
-def _document_numbers(
-    config: Any,
-    mask: Tensor | None,
-    position_ids: Tensor,
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor,
-    kv_offset: int,
-) -> Tensor | None:
-    """Return the number of each token's document, or None if the call does not hold whole rows.
-
-    Documents start where `document_starts` says. The numbers are those of `mask_hook.DOCUMENTS`, int32 [B, S].
-
-    Raises:
-        RuntimeError: a document starts after another one where they cannot be separated (a device-side check): in a
-            part of a row, in a static cache, and with chunked attention. Or as in `document_starts`.
-    """
-    if position_ids.dim() != 2 or position_ids.shape[-1] != q_length:
-        return None
-    real = None
-    if mask is not None:  # its columns are those of all keys, in a static cache also of keys that are not there yet
-        column = torch.arange(q_length, device=mask.device) + q_offset
-        real = torch.nn.functional.pad(mask, (0, 1))[:, column.clamp(max=mask.shape[-1])]
-    starts = document_starts(position_ids, real).expand(batch_size, -1)
     whole = not isinstance(q_offset, Tensor) and q_offset == kv_offset == 0 and q_length == kv_length
-    if whole and getattr(config, "attention_chunk_size", None) is None:
-        numbers = starts.cumsum(-1) + 1
-        return (numbers if real is None else torch.where(real, numbers, -numbers)).to(DOCUMENTS)
-    starts = starts | ((position_ids == 0) if real is None else real & (position_ids == 0))  # a row of zeros, too
-    column = torch.arange(q_length, device=starts.device) + q_offset
-    follows = column > 0  # whether a token that is not hidden stands before
-    if mask is not None:
-        follows = torch.nn.functional.pad(mask.cumsum(-1), (1, 0))[:, column.clamp(max=mask.shape[-1])] > 0
-    device_assert(
-        ~(starts & follows).any(),
-        "position_ids start again at 0 in one row, but documents are not kept apart in a static cache, "
-        "part of a row, or, with chunked attention, beside a cache or 2D mask; pass whole rows and use_cache=False",
-    )
-    return None
+    documents = separable_documents(position_ids, mask, q_offset, whole and not has_chunks)
+    if documents is not None:
+        numbers = (documents.numbers() + 1).expand(inputs_embeds.shape[0], -1).to(DOCUMENTS)
+        mask = numbers if mask is None else torch.where(mask, numbers, -numbers)
+    return early_exit, mask, None, q_length, kv_length, q_offset, kv_offset
 
 
 # 3. Models that do not look attention up by name refuse the names.

@@ -10,7 +10,7 @@ import torch
 from flashmask_hf.hf.call import Call, count_axes
 from flashmask_hf.hf.checks.positions import count_from_first, counts_from_later
 from flashmask_hf.hf.checks.recurrent import add_boundaries, takes_boundaries
-from flashmask_hf.names import FLASHMASK, PACKED_IDS, PACKED_POSITIONS
+from flashmask_hf.names import FLASHMASK, PACKED_IDS, PACKED_POSITIONS, VECTORS
 
 __all__ = ["REWRITES", "Rewrite", "require_flashmask", "rewrite"]
 
@@ -76,7 +76,17 @@ def _add_text_axis(call: Call) -> dict[str, Any]:
     return call.named | {"position_ids": axes}
 
 
+def _is_tower(call: Call) -> bool:
+    """Return whether mask indices, which are of tokens, came to a submodel without tokens, such as an image tower."""
+    return call.indices is not None and call.outer is not None and call.tokens is None
+
+
 REWRITES = (
+    Rewrite(
+        "no mask indices for towers without tokens",
+        _is_tower,
+        lambda call: {name: value for name, value in call.named.items() if name != VECTORS},
+    ),
     Rewrite("packed rows", lambda call: call.get(PACKED_IDS) is not None and call.state.takes_packed_rows, _pack),
     Rewrite("a text axis before three axes of positions", _needs_text_axis, _add_text_axis),
     Rewrite("boundaries for recurrent kernels", takes_boundaries, add_boundaries),

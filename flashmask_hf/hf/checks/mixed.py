@@ -30,17 +30,10 @@ def _is_alone(call: Call) -> Tensor | None:
 
     Padding of the mask indices, whose positions are 0, starts no document.
     """
-    documents, positions, indices = call.documents, call.positions, call.tensor(VECTORS, 4)
-    bounds = call.tensor("cu_seq_lens_q", 1)
-    if positions is None or indices is None or (bounds is not None and bounds.shape[0] > 2):
-        return None if documents is None or _has_numbers_alone(call) else documents.is_one_per_row()
-    mask = call.get("attention_mask")
-    return has_one_document(positions, (indices[:, 0] > 0).any(-1) if mask is None else mask)
-
-
-def _has_numbers_alone(call: Call) -> bool:
-    """Return whether `seq_idx` alone marks documents, which has a check of its own."""
-    return call.positions is None and call.get("cu_seq_lens_q") is None
+    positions, indices, mask = call.positions, call.tensor(VECTORS, 4), call.get("attention_mask")
+    if positions is None or indices is None or mask is not None or call.bounds is not None:
+        return None if call.documents is None else call.documents.is_one_per_row()
+    return has_one_document(positions, (indices[:, 0] > 0).any(-1))
 
 
 def _is_alone_or_whole(call: Call) -> Tensor | None:

@@ -53,9 +53,9 @@ def _documents(call: Call) -> tuple[Tensor, Tensor | None] | None:
     length = call.tokens.shape[1]
     if call.indices is not None:
         return _documents_of_indices(call.indices, length)
-    bounds, numbers, positions = call.tensor("cu_seq_lens_q", 1), call.tensor("seq_idx"), call.positions
-    if bounds is not None and bounds.shape[0] > 2:
-        return of_bounds(bounds, length).numbers() - 1, None
+    numbers, positions = call.tensor("seq_idx"), call.positions
+    if call.bounds is not None:
+        return of_bounds(call.bounds, length).numbers() - 1, None
     if numbers is not None:
         return numbers.to(torch.int64), None
     if positions is None:

@@ -1,0 +1,100 @@
+"""The caller's mask indices, joined with the padding, window and positions of one kind of layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashmask_hf.hf.checks.trees import tree_positions_fit, tree_positions_message
+from flashmask_hf.hf.layer_mask import LayerMask, hidden_keys
+from flashmask_hf.hf.mask_cache import cached_mask
+from flashmask_hf.hf.windows import apply_window
+from flashmask_hf.intervals import hide_keys
+from flashmask_hf.mask import FlashMask
+from flashmask_hf.names import VECTORS
+from flashmask_hf.torch_internals import device_assert
+
+__all__ = ["check_form", "supplied_mask"]
+
+
+def check_form(vectors: Any, causal: bool, config: Any) -> None:
+    """Check dtype and number of bounds of mask indices, and that a model with this config takes them."""
+    if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
+        raise NotImplementedError(
+            f"{VECTORS} would reach the encoder, the decoder and the attention between them alike; models with an "
+            "encoder and a decoder do not take them: use attention_mask"
+        )
+    if not isinstance(vectors, Tensor) or vectors.dtype != torch.int32:
+        got = vectors.dtype if isinstance(vectors, Tensor) else type(vectors).__name__
+        raise TypeError(f"{VECTORS} must be an int32 tensor [B, 1, S, n], got {got}; pass mask.indices of a FlashMask")
+    shape = list(vectors.shape)
+    if vectors.dim() != 4 or shape[-1] not in (1, 2, 4):
+        raise ValueError(f"{VECTORS} must have shape [B, 1, S, n] with n = 1, 2 or 4, got {shape}")
+    if shape[-1] == 1 and not causal:
+        raise ValueError(
+            f"{VECTORS} with n = 1 describe a causal mask, but this layer is not causal (is_causal=False); pass n = 2 "
+            "or 4 columns, for example FlashMask.bidirectional().indices (and none to a model with encoder and decoder)"
+        )
+
+
+def supplied_mask(
+    vectors: Tensor, hooked: Tensor | None, causal: bool, window: int | None, position_ids: Tensor | None
+) -> LayerMask:
+    """Return the caller's vectors, less padding, in a window of `window` positions.
+
+    Of the hook's columns `hooked` only padding counts: keys that are hidden from every row. The vectors themselves win
+    over documents that the hook found. On a layer that is not causal the window has two sides, as in FlashAttention.
+    """
+    if window is not None and position_ids is not None and position_ids.dim() != 2:
+        raise NotImplementedError(
+            f"sliding_window={window} with {VECTORS} needs position_ids [B, S], got {list(position_ids.shape)}; "
+            "use a model without sliding windows"
+        )
+    two_sided = not causal
+    causal = causal and vectors.shape[-1] < 4
+
+    def build() -> LayerMask:
+        if window is not None:  # which would cut what is out of range off; other masks are checked with their plan
+            # The message does not name the length: a compiler would specialize on the number and compile each length.
+            device_assert(
+                ((vectors >= 0) & (vectors <= vectors.shape[2])).all(),
+                f"{VECTORS} must lie in 0..S, the row's length, as they do in a mask made for this row; "
+                "FlashMask.validate(q_len=S) names the columns",
+            )
+        if causal and vectors.shape[-1] == 2:
+            # Columns LTS, UTE of a mask that is not causal show rows [UTE, LTS), so they have LTS > UTE somewhere.
+            device_assert(
+                (vectors[..., 0] <= vectors[..., 1]).all(),
+                f"{VECTORS} with n = 2 on a causal layer are LTS, LTE, but a column has LTS > LTE; pass a mask that "
+                "is not causal as mask.bidirectional().indices (n = 4), an empty interval as start == end",
+            )
+        if causal and hooked is not None and hooked.shape[2] == 4:
+            _refuse_blocks(hooked)
+        mask = FlashMask(vectors.detach() if hooked is None else _hide_padding(vectors, hooked, causal), causal)
+        device_assert(tree_positions_fit(mask, position_ids), tree_positions_message(position_ids))
+        return LayerMask(mask) if window is None else apply_window(mask, window, position_ids, two_sided=two_sided)
+
+    sources = [vectors] if hooked is None else [vectors, hooked]
+    if position_ids is not None:
+        sources.append(position_ids)
+    variant = ("supplied", causal, window, two_sided)
+    return cached_mask(tuple(sources), variant, build, per_forward=hooked is not None)
+
+
+def _refuse_blocks(hooked: Tensor) -> None:
+    """Assert that the hook's columns [B, 1, 4, S] show no key to rows before it, which causal vectors would hide."""
+    row = torch.arange(hooked.shape[3], device=hooked.device)
+    pieces = FlashMask(hooked.detach().transpose(2, 3), causal=False).visible_intervals(hooked.shape[3])
+    device_assert(
+        ~torch.stack([(start < end) & (start < row) for start, end in pieces]).any(),
+        f"causal {VECTORS} hide tokens of a block (an image) that the model shows each other; pass "
+        "position_ids that start again at 0 with each document, or n = 4 columns that show the blocks",
+    )
+
+
+def _hide_padding(vectors: Tensor, hooked: Tensor, causal: bool) -> Tensor:
+    """Return the vectors with every key hidden from all rows that the hook's columns hide from all rows."""
+    length = vectors.shape[2]
+    return torch.stack(hide_keys(vectors.unbind(-1), hidden_keys(hooked, length), causal, length), -1)
