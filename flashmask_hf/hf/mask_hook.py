@@ -103,6 +103,7 @@ def mask_hook(
     if call is not None and call.indices is not None:
         rows = _supplied_rows(call, visible, attention_mask, device) if same_tokens else None
         if rows is not None:
+            record_documents()
             return rows
         call = None  # left to the layers
     elif call is not None and documents is None and getattr(config, "attention_chunk_size", None) is None:
