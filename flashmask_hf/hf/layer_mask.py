@@ -14,7 +14,7 @@ from flashmask_hf.names import VECTORS
 from flashmask_hf.torch_internals import device_assert, stream_of
 
 __all__ = [
-    "TEXT_ONLY", "LayerMask", "check_hook_result", "hidden_keys", "is_marked", "mark", "marked_rows", "mask_of_rows",
+    "TEXT_ONLY", "LayerMask", "check_hook_result", "hidden_keys", "is_marked", "marked_rows", "mask_of_rows",
 ]  # fmt: skip
 
 TEXT_ONLY = "attn_implementation={'text_config': 'flashmask', 'vision_config': 'sdpa'}"
@@ -49,19 +49,29 @@ def is_marked(rows: Any) -> bool:
     return isinstance(rows, Tensor) and rows.dtype == torch.int32 and rows.dim() == 4 and rows.shape[2] in _BOUNDS
 
 
-def mark(rows: Tensor) -> Tensor:
-    """Return rows [B, H, n, columns] with one more, which marks them as merged, and which no other mask has."""
-    return torch.cat([rows, -1 - rows[:, :, :1]], 2)
-
-
 def marked_rows(mask: LayerMask) -> Tensor:
-    """Return a mask as marked rows, int32 [B, H, n + 1 or n + 2, columns]."""
+    """Return a mask as marked rows, int32 [B, H, n + 1 or n + 2, columns]; the last row, -1 - LTS, is the mark."""
     flat = mask.mask if mask.mask.causal else mask.mask.bidirectional()
     rows = flat.indices.transpose(2, 3)
     if mask.keys is not None:
         keys = mask.keys[:, None, None].to(torch.int32).expand(-1, rows.shape[1], -1, -1)
         rows = torch.cat([rows, keys.expand(rows.shape[0], -1, -1, -1)], 2)
-    return mark(rows)
+    rows = torch.cat([rows, -1 - rows[:, :, :1]], 2)
+    if _keeps_masks(rows):
+        rows._flashmask = _state(rows), LayerMask(flat, mask.keys)  # type: ignore[attr-defined]
+    return rows
+
+
+def _keeps_masks(rows: Tensor) -> bool:
+    """Return whether a mask may be kept on its rows: a compiler's or a transform's tensors are its own."""
+    return not (
+        torch.compiler.is_compiling() or type(rows) is not Tensor or torch._C._are_functorch_transforms_active()
+    )
+
+
+def _state(rows: Tensor) -> tuple[Any, ...]:
+    """Return what a kept mask depends on: changes in place, the CUDA stream, and whether autograd may save it."""
+    return 0 if rows.is_inference() else rows._version, stream_of(rows), torch.is_inference_mode_enabled()
 
 
 def mask_of_rows(rows: Tensor, kv_len: int) -> LayerMask:
@@ -76,17 +86,16 @@ def mask_of_rows(rows: Tensor, kv_len: int) -> LayerMask:
             f"attention_mask has {rows.shape[3]} keys, but this layer has {kv_len}; pass a 2D attention_mask that "
             "covers cache and new tokens"
         )
-    if torch.compiler.is_compiling() or type(rows) is not Tensor:
+    if not _keeps_masks(rows):
         return _read(rows)
-    state = (0 if rows.is_inference() else rows._version, stream_of(rows), torch.is_inference_mode_enabled())
-    kept = getattr(rows, "_flashmask", None)
+    state, kept = _state(rows), getattr(rows, "_flashmask", None)
     if kept is None or kept[0] != state:
         kept = rows._flashmask = state, cached_mask((rows,), ("marked",), lambda: _read(rows))  # type: ignore[attr-defined]
     return kept[1]
 
 
 def _read(rows: Tensor) -> LayerMask:
-    device_assert((rows[:, :, -1] == -1 - rows[:, :, 0]).all(), _message(rows))
+    device_assert((rows[:, :, -1] == -1 - rows[:, :, 0]).all(), _message("a tensor of integers"))
     count = rows.shape[2]
     indices = rows.detach()[:, :, : _BOUNDS[count]].transpose(2, 3).contiguous()
     keys = rows.detach()[:, 0, 4].to(torch.int64) if count == 6 else None
@@ -102,12 +111,12 @@ def check_hook_result(attention_mask: Any) -> None:
 
 
 def _message(attention_mask: Any) -> str:
-    got = type(attention_mask).__name__
+    got = attention_mask if isinstance(attention_mask, str) else type(attention_mask).__name__
     if isinstance(attention_mask, Tensor):
         got = f"{attention_mask.dtype} of shape {list(attention_mask.shape)}"
     return (
-        f"attention_mask must be None or what the mask hook makes of a 2D mask, got {got}; pass "
-        f"FlashMask.from_dense(mask).indices as {VECTORS}, or keep a tower from this backend: {TEXT_ONLY}"
+        f"attention_mask must be None or what the mask hook makes of a 2D mask, got {got}; write a dense "
+        f"mask as FlashMask.from_dense(mask).indices and pass it as {VECTORS}, or keep a tower from this backend"
     )
 
 

@@ -25,8 +25,7 @@ from flashmask_hf.hf.call import Call, call_of, record_documents
 from flashmask_hf.hf.documents import of_numbers, separable_documents
 from flashmask_hf.hf.families import refuse_unsupported
 from flashmask_hf.hf.keywords import check_window
-from flashmask_hf.hf.layer_mask import mark, marked_rows
-from flashmask_hf.hf.mask_cache import cached_mask
+from flashmask_hf.hf.layer_mask import LayerMask, marked_rows
 from flashmask_hf.hf.mask_reader import QueryIntervals, TraceContext, trace
 from flashmask_hf.hf.merge import check_form, supplied_mask
 from flashmask_hf.intervals import hide_keys
@@ -106,10 +105,14 @@ def mask_hook(
             record_documents()
             return rows
         call = None  # left to the layers
-    elif call is not None and documents is None and getattr(config, "attention_chunk_size", None) is None:
-        if call.bounds is not None and not (same_tokens and batch_size == 1 and visible and visible.starts_at_key):
+    elif call is not None and call.bounds is not None:
+        causal = visible is not None and visible.starts_at_key
+        if same_tokens and batch_size == 1 and causal and documents is None:
+            documents = call.documents
+        else:
             call = None  # left to the layers, which refuse what they cannot do
-        elif same_tokens:
+    elif call is not None and documents is None and getattr(config, "attention_chunk_size", None) is None:
+        if same_tokens:
             documents = call.documents
         elif call.positions is not None:
             separable_documents(call.positions, attention_mask, q_offset, is_whole=False)
@@ -141,7 +144,10 @@ def mask_hook(
     columns = columns.to(torch.int32)
     if attention_mask is not None:
         columns = _hide_padding(columns, attention_mask, q_length, kv_offset)
-    return columns[:, None] if call is None else mark(columns[:, None])
+    if call is None:
+        return columns[:, None]
+    indices = columns[:, None].transpose(2, 3).contiguous()
+    return marked_rows(LayerMask(FlashMask(indices, causal=indices.shape[3] == 1)))
 
 
 def _supplied_rows(call: Call, visible: QueryIntervals | None, padding: Tensor | None, device: Any) -> Tensor | None:
@@ -166,8 +172,7 @@ def _supplied_rows(call: Call, visible: QueryIntervals | None, padding: Tensor |
         columns = columns.to(torch.int32)
         hooked = columns if padding is None else _hide_padding(columns, padding, length, 0)
         hooked = hooked[:, None]
-    mask = supplied_mask(indices.to(device), hooked, causal, span.hi, positions)
-    return cached_mask((mask.mask.indices,), ("rows",), lambda: marked_rows(mask), per_forward=False)
+    return supplied_mask(indices.to(device), hooked, causal, span.hi, positions, marked_rows)
 
 
 def _four_columns(hidden_from: Tensor, hidden_until: Tensor, q_length: int) -> Tensor:

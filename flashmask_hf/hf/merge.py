@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,12 +41,18 @@ def check_form(vectors: Any, causal: bool, config: Any) -> None:
 
 
 def supplied_mask(
-    vectors: Tensor, hooked: Tensor | None, causal: bool, window: int | None, position_ids: Tensor | None
-) -> LayerMask:
+    vectors: Tensor,
+    hooked: Tensor | None,
+    causal: bool,
+    window: int | None,
+    position_ids: Tensor | None,
+    form: Callable[[LayerMask], Any] | None = None,
+) -> Any:
     """Return the caller's vectors, less padding, in a window of `window` positions.
 
     Of the hook's columns `hooked` only padding counts: keys that are hidden from every row. The vectors themselves win
     over documents that the hook found. On a layer that is not causal the window has two sides, as in FlashAttention.
+    `form` makes of the mask what is returned and cached.
     """
     if window is not None and position_ids is not None and position_ids.dim() != 2:
         raise NotImplementedError(
@@ -76,11 +83,14 @@ def supplied_mask(
         device_assert(tree_positions_fit(mask, position_ids), tree_positions_message(position_ids))
         return LayerMask(mask) if window is None else apply_window(mask, window, position_ids, two_sided=two_sided)
 
+    def build_form() -> Any:
+        return build() if form is None else form(build())
+
     sources = [vectors] if hooked is None else [vectors, hooked]
     if position_ids is not None:
         sources.append(position_ids)
-    variant = ("supplied", causal, window, two_sided)
-    return cached_mask(tuple(sources), variant, build, per_forward=hooked is not None)
+    variant = ("supplied", causal, window, two_sided, form)
+    return cached_mask(tuple(sources), variant, build_form, per_forward=hooked is not None)
 
 
 def _refuse_blocks(hooked: Tensor) -> None:

@@ -22,7 +22,7 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel, 
 from transformers.utils import generic
 
 from flashmask_hf.hf.attention import attention_forward
-from flashmask_hf.hf.call import call_of, record_documents
+from flashmask_hf.hf.call import record_documents
 from flashmask_hf.hf.documents import separable_documents
 from flashmask_hf.hf.families import refuse_own_attention
 from flashmask_hf.hf.guard import run_call
@@ -163,12 +163,11 @@ _CACHES = ("past_key_values", "cache")  # the name of the fourth argument until 
 
 
 def detect_documents_always(module: Any) -> None:
-    """Make `_preprocess_mask_arguments` leave packed documents to the mask hook, or find them in all calls.
+    """Make `_preprocess_mask_arguments` find packed documents in `position_ids` beside a cache or a 2D mask, too.
 
-    Patched: `transformers.masking_utils._preprocess_mask_arguments`, replaced by a wrapper. In a model call, the hook
-    reads the documents of the call, so transformers gets no `position_ids`. Outside of a call (a static cache, or a
-    backbone's `forward` called by hand) and for chunked attention, it returns the numbers of documents in place of the
-    2D mask (`mask_hook.DOCUMENTS`).
+    Patched: `transformers.masking_utils._preprocess_mask_arguments`, replaced by a wrapper. It returns the numbers of
+    documents in place of the 2D mask (`mask_hook.DOCUMENTS`), also where transformers itself found them, except for
+    chunked attention. The hook measures windows there in rows, because positions of padding mean nothing.
 
     Why: transformers looks for documents only if there is neither a cache nor a mask. A model's default is
     `use_cache=True`, so a plain forward of a packed row would let documents see each other, without an error. Where it
@@ -188,19 +187,14 @@ def detect_documents_always(module: Any) -> None:
     _wrap_function(module, "_preprocess_mask_arguments", signatures, _preprocess, "prepares masks")
 
 
-def _preprocess(original: Any, config: Any, inputs_embeds: Tensor, mask: Any, *args: Any, **kwargs: Any) -> Any:
+def _preprocess(
+    original: Any, config: Any, inputs_embeds: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
+) -> Any:
     """Body of the patched function, with the arguments of the original."""
-    is_ours, has_chunks = (
-        config._attn_implementation in NAMES,
-        getattr(config, "attention_chunk_size", None) is not None,
-    )
-    if is_ours and not has_chunks and call_of(config, inputs_embeds.shape[1]) is not None:
-        hidden = (*args[:1], None, *args[2:]) if len(args) > 1 else args  # position_ids come after the cache
-        return original(
-            config, inputs_embeds, mask, *hidden, **kwargs | {"position_ids": None} if len(args) < 2 else kwargs
-        )
-    found = original(config, inputs_embeds, mask, *args, **kwargs)
-    position_ids = args[1] if len(args) > 1 else kwargs.get("position_ids")
+    is_ours = config._attn_implementation in NAMES
+    has_chunks = getattr(config, "attention_chunk_size", None) is not None
+    found = original(config, inputs_embeds, attention_mask, *args, **kwargs)
+    position_ids = args[1] if len(args) > 1 else kwargs.get("position_ids")  # after the cache
     early_exit, mask, numbers, q_length, kv_length, q_offset, kv_offset = found
     if not is_ours or position_ids is None:
         if numbers is not None:
@@ -211,9 +205,11 @@ def _preprocess(original: Any, config: Any, inputs_embeds: Tensor, mask: Any, *a
     if early_exit or not flat or (has_chunks and numbers is not None):  # chunks count from the start of their document
         return found
     whole = not isinstance(q_offset, Tensor) and q_offset == kv_offset == 0 and q_length == kv_length
-    documents = separable_documents(position_ids, mask, q_offset, whole and not has_chunks)
-    if documents is not None:
-        numbers = (documents.numbers() + 1).expand(inputs_embeds.shape[0], -1).to(DOCUMENTS)
+    if numbers is None:
+        documents = separable_documents(position_ids, mask, q_offset, whole and not has_chunks)
+        numbers = None if documents is None else documents.numbers().expand(inputs_embeds.shape[0], -1)
+    if numbers is not None:
+        numbers = (numbers + 1).to(DOCUMENTS)
         mask = numbers if mask is None else torch.where(mask, numbers, -numbers)
     return early_exit, mask, None, q_length, kv_length, q_offset, kv_offset
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from flashmask_hf import masks
 from flashmask_hf._call import plan_cache as plan_operator
-from flashmask_hf.hf import late, mask_cache, ranks
+from flashmask_hf.hf import late, mask_cache, merge, ranks
 from flashmask_hf.hf.attention import attention_forward
 from flashmask_hf.hf.mask_hook import mask_hook
 from flashmask_hf.long_rows.checkpointing import enable_checkpointing
@@ -47,9 +47,9 @@ def plans(monkeypatch):
 def windows(monkeypatch):
     """Return a list that grows by one whenever a window is applied to a mask."""
     applied = []
-    apply_window = late.apply_window
+    apply_window = merge.apply_window
     monkeypatch.setattr(
-        late, "apply_window", lambda *args, **kwargs: applied.append(1) or apply_window(*args, **kwargs)
+        merge, "apply_window", lambda *args, **kwargs: applied.append(1) or apply_window(*args, **kwargs)
     )
     return applied
 
