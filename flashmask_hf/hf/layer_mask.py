@@ -40,6 +40,11 @@ class LayerMask(NamedTuple):
         return flashmask_attention(query, self.gather(key), self.gather(value), self.mask, **options)
 
 
+_REFUSED = (
+    "attention_mask must be None or what the mask hook makes of a 2D mask, got {}; write a dense mask as "
+    f"FlashMask.from_dense(mask).indices and pass it as {VECTORS}, or keep a tower from this backend"
+)
+
 _BOUNDS = {2: 1, 3: 2, 5: 4, 6: 4}
 """Bounds per key by the rows of a marked mask: one row more is the mark; of six, the fifth has the columns' keys."""
 
@@ -51,7 +56,8 @@ def is_marked(rows: Any) -> bool:
 
 def marked_rows(mask: LayerMask) -> Tensor:
     """Return a mask as marked rows, int32 [B, H, n + 1 or n + 2, columns]; the last row, -1 - LTS, is the mark."""
-    flat = mask.mask if mask.mask.causal else mask.mask.bidirectional()
+    is_flat = mask.mask.causal or mask.mask.indices.shape[3] == 4
+    flat = mask.mask if is_flat else mask.mask.bidirectional()
     rows = flat.indices.transpose(2, 3)
     if mask.keys is not None:
         keys = mask.keys[:, None, None].to(torch.int32).expand(-1, rows.shape[1], -1, -1)
@@ -95,7 +101,7 @@ def mask_of_rows(rows: Tensor, kv_len: int) -> LayerMask:
 
 
 def _read(rows: Tensor) -> LayerMask:
-    device_assert((rows[:, :, -1] == -1 - rows[:, :, 0]).all(), _message("a tensor of integers"))
+    device_assert((rows[:, :, -1] == -1 - rows[:, :, 0]).all(), _REFUSED.format("a tensor of integers"))
     count = rows.shape[2]
     indices = rows.detach()[:, :, : _BOUNDS[count]].transpose(2, 3).contiguous()
     keys = rows.detach()[:, 0, 4].to(torch.int64) if count == 6 else None
@@ -111,13 +117,11 @@ def check_hook_result(attention_mask: Any) -> None:
 
 
 def _message(attention_mask: Any) -> str:
-    got = attention_mask if isinstance(attention_mask, str) else type(attention_mask).__name__
-    if isinstance(attention_mask, Tensor):
-        got = f"{attention_mask.dtype} of shape {list(attention_mask.shape)}"
-    return (
-        f"attention_mask must be None or what the mask hook makes of a 2D mask, got {got}; write a dense "
-        f"mask as FlashMask.from_dense(mask).indices and pass it as {VECTORS}, or keep a tower from this backend"
+    is_tensor = isinstance(attention_mask, Tensor)
+    got = (
+        f"{attention_mask.dtype} of shape {list(attention_mask.shape)}" if is_tensor else type(attention_mask).__name__
     )
+    return _REFUSED.format(got)
 
 
 def hidden_keys(hooked: Tensor, q_len: int) -> Tensor:

@@ -24,6 +24,7 @@ from transformers import (
 from flashmask_hf import masks
 from flashmask_hf.collators import DataCollatorForPackedEncoders
 from flashmask_hf.hf.call import Call, current
+from flashmask_hf.hf.checks import run_checks
 from flashmask_hf.hf.checks.ignored import marks_documents
 from flashmask_hf.hf.guard import run_call
 
@@ -41,17 +42,24 @@ def granite(kind="attention"):
 
 
 @pytest.mark.parametrize("build", [granite, lambda: model_zoo.build("hunyuan_vl_text", "flashmask")])
-def test_positions_that_nothing_reads_are_refused(build):
+def test_positions_that_a_model_keeps_from_its_masks_are_read(build):
     model = build()
+    want = torch.cat([model(input_ids=part)[0] for part in IDS.split([4, 5], 1)], 1)
     for options in ({}, {"use_cache": False}, {"attention_mask": torch.ones(1, 9).long()}):
-        with pytest.raises(RuntimeError, match=r"hands position_ids neither to its masks.*pass startend_row"):
-            model(input_ids=IDS, position_ids=PACKED, **options)
-    with pytest.raises(RuntimeError, match="hands position_ids neither to its masks"):
-        model(IDS, None, PACKED)
-    assert current.call is None
+        assert_near(model(input_ids=IDS, position_ids=PACKED, **options)[0], want)
+    assert_near(model(IDS, None, PACKED)[0], want)
     model(input_ids=IDS, position_ids=torch.arange(9)[None])
     left = (torch.arange(9) > 2).long()[None]
     model(input_ids=IDS, position_ids=(left.cumsum(-1) - 1).clamp(min=0), attention_mask=left)
+
+
+@pytest.mark.parametrize("family", ["cpmant", "xlnet"])
+def test_positions_that_nothing_reads_are_refused(family):
+    model = model_zoo.build(family, "flashmask")
+    call = Call(model, (), dict(input_ids=IDS, position_ids=PACKED))
+    with pytest.raises(RuntimeError, match=r"hands position_ids neither to its masks.*pass startend_row"):
+        run_checks(call, after=True)
+    assert current.call is None
 
 
 def both_ways():
@@ -61,14 +69,12 @@ def both_ways():
 
 
 @pytest.mark.parametrize("family", ["bert", "modernbert", "distilbert", "llama"])
-def test_positions_alone_are_refused_where_tokens_see_both_ways(family):
+def test_positions_alone_keep_documents_apart_in_bidirectional_models(family):
     model = both_ways() if family == "llama" else model_zoo.build(family, "flashmask")
-    for mask in (None, torch.ones(1, 9).long()):
-        with pytest.raises(RuntimeError, match=r"neither to its masks nor to its attention.*pass startend_row"):
-            model(input_ids=IDS, position_ids=PACKED, attention_mask=mask)
-    model(input_ids=IDS, position_ids=positions([9]))
-    row = dict(position_ids=PACKED, startend_row_indices=masks.document([4, 5]).indices)
     want = torch.cat([model(input_ids=part)[0] for part in IDS.split([4, 5], 1)], 1)
+    for mask in (None, torch.ones(1, 9).long()):
+        assert_near(model(input_ids=IDS, position_ids=PACKED, attention_mask=mask)[0], want)
+    row = dict(position_ids=PACKED, startend_row_indices=masks.document([4, 5]).indices)
     assert_near(model(input_ids=IDS, **row)[0], want)
 
 
@@ -83,8 +89,7 @@ def test_bounds_keep_these_documents_apart():
     model, bounds = granite(), torch.tensor([0, 4, 9], dtype=torch.int32)
     want = torch.cat([model(input_ids=part).logits for part in IDS.split([4, 5], 1)], 1)
     assert_near(model(input_ids=IDS, position_ids=PACKED, cu_seq_lens_q=bounds).logits, want)
-    with pytest.raises(RuntimeError, match="hands position_ids neither to its masks"):  # the bounds alone were read
-        model(input_ids=IDS, position_ids=PACKED)
+    assert_near(model(input_ids=IDS, position_ids=PACKED).logits, want)
 
 
 PACKED_ROW = dict(
