@@ -39,13 +39,13 @@ def answers_once_per_row(model: Any) -> bool:
     return getattr(model, "loss_type", None) in _HEADS_OF_ROWS or name.endswith("ForNextSentencePrediction")
 
 
-def is_split_by_torch(module: nn.Module) -> bool:
-    """Return whether torch's context parallelism, or accelerate's around it, replaced the attention of a layer.
+def is_split_by_torch(module: nn.Module | None = None) -> bool:
+    """Return whether torch's context parallelism replaced attention, or accelerate's around it that of a layer.
 
     It exchanges the keys of `scaled_dot_product_attention` alone, and accelerate drops the masks of layers by hooks.
     """
     sdpa = nn.functional.scaled_dot_product_attention
     if isinstance(sdpa, FunctionType) and sdpa.__module__.startswith("torch.distributed."):
         return True
-    hooks = module._forward_pre_hooks
+    hooks = {} if module is None else module._forward_pre_hooks
     return bool(hooks) and "_self_attn_pre_forward_hook" in [getattr(x, "__name__", "") for x in hooks.values()]

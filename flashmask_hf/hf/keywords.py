@@ -11,7 +11,7 @@ from transformers.utils.output_capturing import _active_collector
 
 from flashmask_hf.names import HASH, PACKED_INDEX, QK, VECTORS
 
-__all__ = ["asks_for_weights", "check_keywords", "check_window"]
+__all__ = ["asks_for_weights", "check_keywords", "check_window", "context_parallel_message"]
 
 _USED = {"cu_seq_lens_q", "is_causal", "position_ids", "s_aux", "sliding_window", "softcap", VECTORS}
 """Keywords that change the result and are implemented."""
@@ -147,3 +147,11 @@ def asks_for_weights(kwargs: dict[str, Any]) -> bool:
     compiling = torch.compiler.is_compiling()  # the collector is then in a global, not in a context variable
     collected = _active_collector.global_var if compiling else _active_collector.get()
     return collected is not None and any("attentions" in name for name in collected)
+
+
+def context_parallel_message(implementation: str) -> str:
+    """Return the error's text for context parallelism that exchanges the keys of 'sdpa' alone."""
+    return (
+        f"context parallelism of torch and accelerate (cp_size > 1) is for 'sdpa' alone: with '{implementation}' each "
+        "rank would attend within its own part of the row; take PackedSFTTrainer, or leave cp_size at 1"
+    )

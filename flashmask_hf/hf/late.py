@@ -11,7 +11,7 @@ from flashmask_hf.hf.call import current, record_documents
 from flashmask_hf.hf.documents import UNBOUNDED, document_starts, next_flagged
 from flashmask_hf.hf.facts import is_split_by_torch
 from flashmask_hf.hf.families import family_of
-from flashmask_hf.hf.keywords import asks_for_weights, check_keywords
+from flashmask_hf.hf.keywords import asks_for_weights, check_keywords, context_parallel_message
 from flashmask_hf.hf.layer_mask import TEXT_ONLY, LayerMask, check_hook_result, is_marked, mask_of_rows
 from flashmask_hf.hf.mask_cache import cached_mask
 from flashmask_hf.hf.merge import check_form, supplied_mask
@@ -45,9 +45,8 @@ def layer_mask(
     """
     _check_layer(module, dropout, kwargs, implementation)
     if is_marked(attention_mask):
-        supplied = current.call is not None and current.call.indices is not None
-        if not torch.compiler.is_compiling() and supplied:
-            record_documents(supplied=True)
+        if not torch.compiler.is_compiling() and current.call is not None:
+            current.call.supplied += current.call.indices is not None
         if attention_mask.shape[1] > 1:
             attention_mask = vectors_of_local_heads(module, attention_mask, query.shape[1], key.shape[1])
         return mask_of_rows(attention_mask, key.shape[2])
@@ -79,13 +78,14 @@ _checked: set[Any] = set()
 
 def _check_layer(module: nn.Module, dropout: float, kwargs: dict[str, Any], implementation: str) -> None:
     """Check a layer's keywords, once per class, names and implementation; and what may change, in every layer."""
-    _check_context_parallel(module, implementation)
     kind = None
     if not torch.compiler.is_compiling():
         names = [name for name, value in kwargs.items() if value is not None]
         kind = (type(module), implementation, kwargs.get("sliding_window"), *names)
-        if kind in _checked and not (dropout > 0 and module.training) and not asks_for_weights(kwargs):
+        is_known = kind in _checked and current.call is not None and not module._forward_pre_hooks
+        if is_known and not (dropout > 0 and module.training) and not asks_for_weights(kwargs):
             return
+    _check_context_parallel(module, implementation)
     check_keywords(module, dropout, kwargs, implementation)
     _checked.add(kind)
 
@@ -97,11 +97,7 @@ def _check_context_parallel(module: nn.Module, implementation: str) -> None:
     masks of layers, by hooks on them.
     """
     if is_split_by_torch(module):
-        raise NotImplementedError(
-            f"context parallelism of torch and accelerate (cp_size > 1) is for 'sdpa' alone: with '{implementation}' "
-            "each rank would attend within its own part of the row; take flashmask_hf.trainers.PackedSFTTrainer, which "
-            "exchanges keys by itself, leave cp_size at 1, or use attn_implementation='sdpa' on rows of one document"
-        )
+        raise NotImplementedError(context_parallel_message(implementation))
 
 
 def _check_receiver(module: nn.Module, attention_mask: Tensor | None, causal: bool) -> None:

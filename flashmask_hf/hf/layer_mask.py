@@ -94,7 +94,7 @@ def mask_of_rows(rows: Tensor, kv_len: int) -> LayerMask:
         )
     if not _keeps_masks(rows):
         return _read(rows)
-    state, kept = _state(rows), getattr(rows, "_flashmask", None)
+    kept, state = getattr(rows, "_flashmask", None), _state(rows)
     if kept is None or kept[0] != state:
         kept = rows._flashmask = state, cached_mask((rows,), ("marked",), lambda: _read(rows))  # type: ignore[attr-defined]
     return kept[1]

@@ -22,7 +22,7 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel, 
 from transformers.utils import generic
 
 from flashmask_hf.hf.attention import attention_forward
-from flashmask_hf.hf.call import record_documents
+from flashmask_hf.hf.call import call_of, record_documents
 from flashmask_hf.hf.documents import separable_documents
 from flashmask_hf.hf.families import refuse_own_attention
 from flashmask_hf.hf.guard import run_call
@@ -193,6 +193,12 @@ def _preprocess(
     """Body of the patched function, with the arguments of the original."""
     is_ours = config._attn_implementation in NAMES
     has_chunks = getattr(config, "attention_chunk_size", None) is not None
+    call = call_of(config, inputs_embeds.shape[1]) if is_ours else None
+    if call is not None and call.indices is not None:  # which the hook reads in place of positions
+        if len(args) > 1:
+            args = (args[0], None, *args[2:])
+        else:
+            kwargs = kwargs | {"position_ids": None}
     found = original(config, inputs_embeds, attention_mask, *args, **kwargs)
     position_ids = args[1] if len(args) > 1 else kwargs.get("position_ids")  # after the cache
     early_exit, mask, numbers, q_length, kv_length, q_offset, kv_offset = found

@@ -5,13 +5,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from flashmask_hf.hf import keywords
+from flashmask_hf.hf import keywords, late
 
 
 @pytest.fixture(autouse=True)
 def _isolate(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     monkeypatch.setattr(keywords, "_warned", set())
+    monkeypatch.setattr(late, "_checked", set())
 
 
 @pytest.fixture

@@ -15,7 +15,9 @@ from flashmask_hf.hf.call import Call, cache_of
 from flashmask_hf.hf.checks.check import Check
 from flashmask_hf.hf.checks.recurrent import is_guarded
 from flashmask_hf.hf.documents import next_flagged
+from flashmask_hf.hf.facts import is_split_by_torch
 from flashmask_hf.hf.families import family_of
+from flashmask_hf.hf.keywords import context_parallel_message
 from flashmask_hf.hf.models import is_compiled, state_of
 from flashmask_hf.intervals import outer_rows
 from flashmask_hf.mask import FlashMask
@@ -203,6 +205,13 @@ CHECKS = (
             f"model and the mask are causal, else mask.bidirectional().indices, and no attention_mask"
         ),
         TypeError,
+    ),
+    Check(
+        "context parallelism of torch or accelerate",
+        lambda call: call.is_ours and is_split_by_torch(),
+        lambda _: False,
+        lambda call: context_parallel_message(call.implementation),
+        NotImplementedError,
     ),
     Check(
         "one process that sees several GPUs, so that Trainer takes `DataParallel`",
