@@ -115,7 +115,7 @@ def _bounds_message(call: Call) -> str:
     got = list(bounds.shape) if isinstance(bounds, Tensor) else type(bounds).__name__
     return (
         f"cu_seq_lens_q must be a tensor [documents + 1] of one row, got {got}; flatten the batch into one row "
-        "(DataCollatorWithFlattening), or pass position_ids alone, which start again at 0 with each document"
+        "(DataCollatorWithFlattening), or pass position_ids alone, which restart with each document"
     )
 
 

@@ -152,8 +152,8 @@ def _form_message(call: Call) -> str:
     got = list(indices.shape) if isinstance(indices, Tensor) else type(indices).__name__
     length = call.tokens.shape[1]
     return (
-        f"{_JOINS}; pass {VECTORS} of causal documents one after another as [B, 1, {length}, 1], got {got}; or pass "
-        "one sequence per row"
+        f"{VECTORS} in a model with recurrent or convolutional layers must be of causal documents one after another as "
+        f"[B, 1, {length}, 1], got {got}; or pass one sequence per row"
     )
 
 
