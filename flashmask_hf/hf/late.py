@@ -59,8 +59,8 @@ def layer_mask(
         record_documents()
     if vectors is not None:
         record_documents(supplied=True)
-        _check_receiver(module, attention_mask, causal)
         check_form(vectors, causal, getattr(module, "config", None))
+        _check_receiver(module, attention_mask, causal)
         vectors = vectors_of_local_heads(module, vectors, query.shape[1], key.shape[1])
         _check_fit(vectors, query, key)
         window = _window_of(module, kwargs)
