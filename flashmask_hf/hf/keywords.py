@@ -127,7 +127,7 @@ def check_keywords(module: nn.Module, dropout: float, kwargs: dict[str, Any], im
             warnings.warn(
                 f"{asked} ignores the attention keyword '{name}', which it does not know; that is right if it is meant "
                 "for another part of the model. If it should change attention, use 'eager'.",
-                stacklevel=4,  # the model's code, past `layer_mask` and the attention function
+                stacklevel=5,  # the model's code, past `layer_mask` and the attention function
             )
 
 

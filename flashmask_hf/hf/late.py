@@ -79,7 +79,7 @@ _checked: set[Any] = set()
 def _check_layer(module: nn.Module, dropout: float, kwargs: dict[str, Any], implementation: str) -> None:
     """Check a layer's keywords, once per class, names and implementation; and what may change, in every layer."""
     kind = None
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling():  # a compiler would guard on what follows
         names = [name for name, value in kwargs.items() if value is not None]
         kind = (type(module), implementation, kwargs.get("sliding_window"), *names)
         is_known = kind in _checked and current.call is not None and not module._forward_pre_hooks
@@ -87,7 +87,8 @@ def _check_layer(module: nn.Module, dropout: float, kwargs: dict[str, Any], impl
             return
     _check_context_parallel(module, implementation)
     check_keywords(module, dropout, kwargs, implementation)
-    _checked.add(kind)
+    if kind is not None:
+        _checked.add(kind)
 
 
 def _check_context_parallel(module: nn.Module, implementation: str) -> None:
