@@ -21,6 +21,7 @@ class _Current(threading.local):  # Dynamo can trace it, but no ContextVar, and 
 
 
 current = _Current()
+current.call = None  # a compiler guards on which attributes a thread has set
 
 
 class Call:
