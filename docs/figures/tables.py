@@ -470,7 +470,7 @@ def profile() -> str:
     def share(kind: str, case: list[Row]) -> float:
         return sum(float(row["share"]) for row in case if row["kind"] == kind)
 
-    kinds = {row["kind"] for row in rows} - {"idle"}
+    kinds = list(dict.fromkeys(row["kind"] for row in rows if row["kind"] != "idle"))
     large = sorted((kind for kind in kinds if max(share(kind, case) for case in cases) >= 0.02),
                    key=lambda kind: -sum(share(kind, case) for case in cases))  # fmt: skip
 
@@ -479,7 +479,7 @@ def profile() -> str:
             kind = rows[0]["kind"]
             if kind == "a step":
                 return f"{float(case[0]['step_milliseconds']):,.0f} ms"
-            summed = kinds - set(large) if kind == "all else" else {kind}
+            summed = [one for one in kinds if one not in large] if kind == "all else" else [kind]
             return f"{sum(share(one, case) for one in summed):.1%}"
 
         return shares
