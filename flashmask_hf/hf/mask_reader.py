@@ -4,6 +4,21 @@ The function is called once with symbols in place of the indices of batch entry,
 made of has a meaning in intervals of positions: an order or a distance of query and key, a chunk that both are in, an
 equal value in a table, and their conjunctions and unions. Any other operation on a symbol makes the function
 untraceable. Nothing that a compiler hides is needed, such as the function's closure.
+
+For a causal window of 4 tokens, with S keys at the rows k = 0..S-1:
+
+    def window(b, h, q, k):
+        return (k > q - 4) & (k <= q)
+
+    q, k                  _Position              symbols of the positions of queries and keys
+    q - 4                 _Position              the same with shift -4
+    k > q - 4             _Distance > 0          k - q + 4, compared with an integer, gives:
+                          QueryIntervals         rows [-inf, k + 4)   Span(hi=4)
+    k <= q                QueryIntervals         rows [k, inf)        Span(lo=0)
+    ... & ...             QueryIntervals         rows [k, k + 4)      Span(lo=0, hi=4)
+
+The hook clamps the rows to 0..S and writes them as mask indices: LTS = min(k + 4, S). A table lookup `ids[b, q]` gives
+a `_Position` with a table, `ids[b, q] == ids[b, k]` a `_SameValue`, and `k // 8 == q // 8` the rows of a chunk.
 """
 
 from __future__ import annotations
