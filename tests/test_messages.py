@@ -22,6 +22,7 @@ SINKS = {"device_assert": 1, "check_between": 2, "_require": 2, "require": 1}
 
 PLACEHOLDERS = {
     "type(model).__name__": "Qwen2_5_VLForConditionalGeneration",
+    "type(call.model).__name__": "Qwen2_5_VLForConditionalGeneration",
     "implementation": "flash_attention_2",
     "window": "131072",
 }
@@ -32,11 +33,13 @@ def find_messages() -> Iterator[tuple[str, str]]:
     """Yield the place of each message of the package and its longest form."""
     for path in sorted(PACKAGE.rglob("*.py")):
         text = path.read_text()
-        if not any(f"{sink}(" in text for sink in SINKS):
+        if not any(f"{sink}(" in text for sink in (*SINKS, "Check")):
             continue
         name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
         module = importlib.import_module(name)
-        for function in (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)):
+        functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
+        yield from _messages_of_checks(name, ast.parse(text), {x.name: x for x in functions}, module)
+        for function in functions:
             parameters = {argument.arg for argument in function.args.args}
             for call in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
                 sink = getattr(call.func, "id", getattr(call.func, "attr", ""))
@@ -48,7 +51,20 @@ def find_messages() -> Iterator[tuple[str, str]]:
                     yield f"{name}:{call.lineno}", _render(message, function, module)
 
 
-def _assigned(name: str, function: ast.FunctionDef) -> list[ast.expr]:
+def _messages_of_checks(
+    name: str, tree: ast.Module, functions: dict[str, ast.FunctionDef], module: ModuleType
+) -> Iterator[tuple[str, str]]:
+    """Yield the place of the message of each `Check` of a module and its longest form."""
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        if getattr(call.func, "id", "") == "Check" and len(call.args) > 3:
+            made = call.args[3]
+            scope = made if isinstance(made, ast.Lambda) else functions[ast.unparse(made)]
+            returned = [x.value for x in ast.walk(scope) if isinstance(x, ast.Return) and x.value is not None]
+            texts = [made.body] if isinstance(made, ast.Lambda) else returned
+            yield f"{name}:{call.lineno}", max((_render(text, scope, module) for text in texts), key=len)
+
+
+def _assigned(name: str, function: ast.FunctionDef | ast.Lambda) -> list[ast.expr]:
     """Return what a function assigns to a name."""
     found = []
     for node in ast.walk(function):
@@ -62,7 +78,7 @@ def _assigned(name: str, function: ast.FunctionDef) -> list[ast.expr]:
     return found
 
 
-def _render(node: ast.expr, function: ast.FunctionDef, module: ModuleType) -> str:
+def _render(node: ast.expr, function: ast.FunctionDef | ast.Lambda, module: ModuleType) -> str:
     """Return the longest text that an expression of strings can be."""
     if isinstance(node, ast.Constant):
         return str(node.value)

@@ -228,7 +228,7 @@ CHECKS = (
         _runs_packed,
         lambda call: (
             f"{PACKED_IDS} are packed rows, which this {type(call.model).__name__} would not run: take the trainer of "
-            "the collator, SharedQuestionDPOTrainer or MultiAnswerRewardTrainer, or the collator of your trainer"
+            "the collator (SharedQuestionDPOTrainer, MultiAnswerRewardTrainer) or another collator"
         ),
     ),
     Check(
