@@ -265,5 +265,4 @@ def test_a_gpu_is_described_and_passes(capsys: pytest.CaptureFixture[str]) -> No
     assert len(lines) <= 40
     assert max(map(len, lines)) <= 100
     assert torch.cuda.get_device_name() in printed
-    assert sum(line.startswith("D = ") for line in lines) == 3
     assert sum(line.startswith(("hopper, ", "triton, ")) and ": ok, out " in line for line in lines) == 4

@@ -69,8 +69,8 @@ class Call:
         return self.named.get(VECTORS)
 
     @property
-    def tokens(self) -> Tensor | None:
-        """The input_ids [B, S], else the inputs_embeds [B, S, D]."""
+    def tokens(self) -> Any:
+        """The input_ids [B, S], else the inputs_embeds [B, S, D], or None."""
         found = self.named.get("input_ids")
         found = self.named.get("inputs_embeds") if found is None else found
         return found if isinstance(found, Tensor) and found.dim() > 1 else None

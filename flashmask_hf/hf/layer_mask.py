@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -49,7 +49,7 @@ _BOUNDS = {2: 1, 3: 2, 5: 4, 6: 4}
 """Bounds per key by the rows of a marked mask: one row more is the mark; of six, the fifth has the columns' keys."""
 
 
-def is_marked(rows: Any) -> bool:
+def is_marked(rows: Any) -> TypeGuard[Tensor]:
     """Return whether a layer's attention_mask has the form of a mask that the hook merged in a model call."""
     return isinstance(rows, Tensor) and rows.dtype == torch.int32 and rows.dim() == 4 and rows.shape[2] in _BOUNDS
 

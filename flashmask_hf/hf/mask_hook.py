@@ -155,10 +155,13 @@ def _supplied_rows(call: Call, visible: QueryIntervals | None, padding: Tensor |
 
     Returns None where the layers are to read them: if another form, row or mask function than this can join is given.
     """
-    indices, span = call.indices, None if visible is None else visible.span
-    if not isinstance(indices, Tensor) or indices.dtype != torch.int32 or indices.dim() != 4:
+    indices = call.indices
+    if not isinstance(indices, Tensor) or indices.dtype != torch.int32 or indices.dim() != 4 or indices.is_meta:
         return None
-    if span is None or not span.plain or indices.shape[2] != call.tokens.shape[1]:
+    if visible is None or visible.span is None:
+        return None
+    span = visible.span
+    if not span.plain or indices.shape[2] != call.tokens.shape[1]:
         return None
     causal, positions, hooked = span.lo == 0, call.positions, None
     if not causal and (None if span.lo is None else 1 - span.lo) != span.hi:

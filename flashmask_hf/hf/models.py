@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from typing import Any
 
@@ -59,7 +60,7 @@ class ModelState:
         )
         self.missing = missing_kernels(model.config) if self.is_recurrent else None
         firsts = [0 if part.padding_idx is None else part.padding_idx + 1 for part in _position_tables(model)]
-        self.first_position = max(firsts, default=None)
+        self.first_position: Any = max(firsts, default=None)
         self.is_bidirectional = any(getattr(part, "is_causal", None) is False for _, part in parts)
         self.has_axes = splits_four_axes(type(model))
         self.takes_packed_rows = self.counts_layers = self.is_counted = False
@@ -78,10 +79,19 @@ def _position_tables(module: nn.Module, path: str = "") -> Iterator[nn.Embedding
         yield from _position_tables(child, name)
 
 
-@torch._dynamo.assume_constant_result
 def state_of(model: Any) -> ModelState:
     """Return the state of a model, found when it is first asked for. A compiler takes it as it is then."""
+    return _state_at(id(model)) if torch.compiler.is_compiling() else _find_state(model)
+
+
+def _find_state(model: Any) -> ModelState:
     state = model.__dict__.get("_flashmask")
     if state is None:
         state = model.__dict__["_flashmask"] = ModelState(model)
     return state
+
+
+@torch._dynamo.assume_constant_result
+def _state_at(address: int) -> ModelState:
+    """Return the state of the model at an address: Dynamo of torch 2.11 hands a model to no such function."""
+    return _find_state(ctypes.cast(address, ctypes.py_object).value)

@@ -216,7 +216,10 @@ def _preprocess(
         numbers = None if documents is None else documents.numbers().expand(inputs_embeds.shape[0], -1)
     if numbers is not None:
         numbers = (numbers + 1).to(DOCUMENTS)
-        mask = numbers if mask is None else torch.where(mask, numbers, -numbers)
+        if mask is not None:  # of any length
+            real = torch.nn.functional.pad(mask, (0, q_length - mask.shape[1]))
+            numbers = torch.where(real, numbers, -numbers)
+        mask = numbers
     return early_exit, mask, None, q_length, kv_length, q_offset, kv_offset
 
 

@@ -46,7 +46,8 @@ class Bench:
     """A sharded model, and the steps of every provider on a row."""
 
     def __init__(self, shape: str, device: torch.device):
-        self.device, self.group, self.size = device, dist.group.WORLD, dist.get_world_size()
+        self.device, self.size = device, dist.get_world_size()
+        self.group: Any = dist.group.WORLD
         self.model = build_model(shape, device.type, fused=True, use_cache=False)
         self.config = self.model.config
         self.mesh = init_device_mesh(device.type, (self.size,))
@@ -62,7 +63,8 @@ class Bench:
 
     def split(self, provider: str, row: dict[str, Tensor]) -> Any:
         """Return the context in which a row is split over the processes."""
-        mask, exchange = FlashMask(row[VECTORS], causal=True), provider
+        mask = FlashMask(row[VECTORS], causal=True)
+        exchange: Any = provider
         rows = (
             contiguous_rows(mask.kv_len, self.size, mask.device) if provider == "heads" else deal_rows(mask, self.size)
         )

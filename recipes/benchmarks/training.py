@@ -214,7 +214,7 @@ class Alignment:
             classes: Any = ((SharedQuestionDPOTrainer, DPOConfig), (DPOTrainer, DPOConfig))
         else:
             classes = ((MultiAnswerRewardTrainer, MultiAnswerRewardConfig), (RewardTrainer, RewardConfig))
-        self.shared, self.stock = (self._trainer(*pair, extra) for pair in classes)
+        self.shared, self.stock = (self._trainer(trainer, config, extra) for trainer, config in classes)
         self.shared.state.global_step = 1  # not a logging step, in which the sparsity of the mask is computed
         self.model.train()
 

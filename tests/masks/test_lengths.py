@@ -45,7 +45,7 @@ def test_a_window_of_any_size_hides_no_key(window: int, causal: bool) -> None:
     ],
 )
 def test_lengths_that_do_not_fit_int32_are_refused(length: int, name: str, build) -> None:
-    with pytest.raises(ValueError, match=rf"^{name} must be at most 2147483647, the largest int32, got \d+$"):
+    with pytest.raises(ValueError, match=rf"^{name} must be (at most |in 1\.\.)2147483647, .*int32"):
         build(length)
 
 

@@ -49,7 +49,7 @@ def tree_positions_fit(mask: FlashMask, position_ids: Tensor | None) -> Tensor:
 
 def tree_positions_message(position_ids: Tensor | None) -> str:
     """Return the error's text where `tree_positions_fit` is False."""
-    got = "this layer gets no position_ids" if position_ids is None else "position_ids do not branch"
+    got = "position_ids are missing" if position_ids is None else "position_ids do not branch"
     return (
         f"{VECTORS} are of a tree or a shared question, but {got}; pass depths as the collators do, or, if the mask "
         "only drops keys, mask.bidirectional().indices"

@@ -42,7 +42,7 @@ def test_shared_question_without_positions_is_refused(model_name, compiled, no_c
     run = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
     given = dict(input_ids=tokens(1, 9), startend_row_indices=SHARED.indices, use_cache=False)
     run(**given, position_ids=DEPTHS)
-    with pytest.raises(RuntimeError, match=r"a shared question, but position_ids do not branch; pass depths"):
+    with pytest.raises(RuntimeError, match=r"a shared question, but position_ids are missing; pass depths"):
         run(**given)
 
 
@@ -51,7 +51,7 @@ def test_a_layer_without_positions_is_refused():
     attend(**given, position_ids=torch.tensor([[0, 1, 2, 3, 2, 3]]))
     with pytest.raises(RuntimeError, match=r"but position_ids do not branch"):  # though the vectors are the same
         attend(**given, position_ids=torch.arange(6)[None])
-    with pytest.raises(RuntimeError, match=r"but this layer gets no position_ids"):
+    with pytest.raises(RuntimeError, match=r"but position_ids are missing"):
         attend(**given)
 
 
@@ -146,7 +146,7 @@ def test_questions_that_see_themselves_whole():
     given = dict(input_ids=IDS, startend_row_indices=mask.bidirectional().indices, use_cache=False)
     assert given["startend_row_indices"].shape[-1] == 4
     model(**given, position_ids=DEPTHS, labels=LABELS)
-    with pytest.raises(RuntimeError, match="position_ids do not branch"):
+    with pytest.raises(RuntimeError, match="position_ids are missing"):
         model(**given)
     with pytest.raises(RuntimeError, match="labels name the first token of a branch"):
         model(**given, position_ids=DEPTHS, labels=IDS)
