@@ -57,7 +57,7 @@ def outer_rows(intervals: Sequence[tuple[Tensor, Tensor]], q_len: int) -> tuple[
     """Return the first row in a column's intervals, and one past the last; `q_len` and 0 if all are empty.
 
     Args:
-        intervals: (start, end) pairs of equal shape, such as those of `FlashMask.visible_intervals`.
+        intervals: (start, end) pairs of equal shape, as from `FlashMask.visible_intervals`.
         q_len: number of query rows.
     """
     first = torch.stack([torch.where(start < end, start, q_len) for start, end in intervals]).amin(0)

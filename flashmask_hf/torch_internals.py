@@ -68,7 +68,7 @@ def is_plain(x: Tensor) -> bool:
     try:
         # Meta tensors, freed ones, and zeros that autograd has not written begin at address 0.
         return x.data_ptr() != x.storage_offset() * x.itemsize
-    except RuntimeError:  # batched tensors and those of `torch.func` have no memory
+    except RuntimeError:  # batched tensors and `torch.func` wrappers have no memory
         return False
 
 

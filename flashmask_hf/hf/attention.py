@@ -29,9 +29,9 @@ def attention_forward(
     The mask is the first of these that exists: the caller's `startend_row_indices`, in the layer's `sliding_window`,
     which is measured by position; what `mask_hook` returned; causal or full by `is_causal`, if no hook ran.
 
-    Under tensor parallelism a layer has some of the heads, and vectors per head are those of the whole model, of which
-    it takes its own. In the context of `flashmask_hf.parallel.sequence_parallel`, a layer with a part of the vectors'
-    row gets the rest from other processes (`ranks.py`).
+    Under tensor parallelism a layer computes some heads and selects their mask indices from the whole model's. In the
+    context of `flashmask_hf.parallel.sequence_parallel`, a layer with a shard of the row gets the rest from other ranks
+    (`ranks.py`).
 
     Args:
         module: the attention layer; `is_causal` (True if missing) and `training` are read.
@@ -54,9 +54,9 @@ def attention_forward(
         TypeError: `startend_row_indices` is not an int32 tensor.
         ValueError: dropout in training, or a mask whose shape, device or form does not fit.
         NotImplementedError: a keyword or a combination that would change the result and is not implemented.
-        RuntimeError: n = 2 columns of a mask that is not causal reach a causal layer; columns are those of trees or
-            shared questions, and `position_ids` are not depths; columns are out of range in a window; or, in a
-            compiled model with windows, `position_ids` do not count on where a window matters (device-side checks).
+        RuntimeError: n = 2 bounds of a bidirectional mask reach a causal layer; the mask is of trees or shared
+            questions, and `position_ids` are not depths; bounds are out of range in a window; or, in a compiled model
+            with windows, `position_ids` are not contiguous where a window matters (device-side checks).
     """
     split = active_split(query.shape[2], kwargs.get(VECTORS))
     if split is not None:

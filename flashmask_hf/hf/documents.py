@@ -58,7 +58,7 @@ def of_numbers(numbers: Tensor) -> Documents:
 
 
 def of_positions(positions: Tensor, real: Tensor | None) -> Documents:
-    """Return the documents of positions [B or 1, S]; arguments and errors are those of `document_starts`."""
+    """Return the documents of positions [B or 1, S]; arguments and errors as in `document_starts`."""
     starts = document_starts(positions, real)
     return Documents(starts, *run_bounds(~starts[:, 1:]))
 
@@ -98,17 +98,17 @@ def separable_documents(
 def document_starts(position_ids: Tensor, real: Tensor | None = None) -> Tensor:
     """Return where documents start: bool of the shape of `position_ids`, [B, S].
 
-    A document starts where positions start again at 0. Next to hidden tokens they may start again unseen, so the first
-    token after a run of hidden ones also starts a document if its position is not higher than that of the last token
-    before the run, or if positions count on to it from a hidden 0. A row of nothing but zeros has no start: models that
-    embed positions in another way pass such rows.
+    A document starts where positions restart at 0. Hidden tokens may hide a restart, so the first token after a hidden
+    run also starts a document in two cases: its position is not higher than the position before the run, or positions
+    are contiguous to it from a hidden 0. A row of zeros has no start: models that embed positions in another way pass
+    such rows.
 
     Args:
         position_ids: int [B, S].
         real: bool [B, S], False where a 2D mask hides the token; None hides none. Only real tokens are starts.
 
     Raises:
-        RuntimeError: positions 0, 0, 1 of which the middle one is hidden (a device-side check): either the second
+        RuntimeError: positions 0, 0, 1 with the middle token hidden (a device-side check): either the second
             document's first token is hidden, or a gap in one document is filled with 0.
     """
     meaningful = ~(position_ids == 0).all(-1, keepdim=True)

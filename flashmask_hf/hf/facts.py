@@ -40,7 +40,7 @@ def answers_once_per_row(model: Any) -> bool:
 
 
 def is_split_by_torch(module: nn.Module | None = None) -> bool:
-    """Return whether torch's context parallelism replaced attention, or accelerate's around it that of a layer.
+    """Return whether torch's context parallelism replaced attention, or accelerate's wrapped a layer's attention.
 
     It exchanges the keys of `scaled_dot_product_attention` alone, and accelerate drops the masks of layers by hooks.
     """

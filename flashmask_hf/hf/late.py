@@ -32,7 +32,7 @@ def layer_mask(
     kwargs: dict[str, Any],
     implementation: str = FLASHMASK,
 ) -> LayerMask:
-    """Check a layer's keywords and return its mask. Arguments and errors are those of `attention.attention_forward`.
+    """Check a layer's keywords and return its mask. Arguments and errors are as in `attention.attention_forward`.
 
     Args:
         module: the attention layer.
@@ -102,7 +102,7 @@ def _check_context_parallel(module: nn.Module, implementation: str) -> None:
 
 
 def _check_receiver(module: nn.Module, attention_mask: Tensor | None, causal: bool) -> None:
-    """Raise if the vectors reached a layer whose tokens they do not describe."""
+    """Raise if mask indices reached a layer whose tokens they do not describe."""
     config = getattr(module, "config", None)
     if config is not None and attention_mask is None and not causal:  # a layer of a model that asked for no mask
         raise NotImplementedError(
@@ -112,7 +112,7 @@ def _check_receiver(module: nn.Module, attention_mask: Tensor | None, causal: bo
 
 
 def _check_fit(vectors: Tensor, query: Tensor, key: Tensor) -> None:
-    """Check that device and shape of the supplied vectors are those of a layer's call. Their values are not read."""
+    """Check that device and shape of the mask indices fit a layer's call, without reading their values."""
     shape = list(vectors.shape)
     if vectors.device != query.device:
         raise ValueError(f"{VECTORS} is on {vectors.device}, but the layer runs on {query.device}; move it there")
@@ -196,7 +196,7 @@ def _hook_mask(
 
 
 def _positions_of_keys(position_ids: Tensor | None, key: Tensor) -> Tensor | None:
-    """Return `position_ids` if they are those of all keys, [B or 1, Skv], else None."""
+    """Return `position_ids` if they cover all keys, [B or 1, Skv], else None."""
     batch, _, kv_len, _ = key.shape
     if position_ids is None or position_ids.shape not in ((1, kv_len), (batch, kv_len)):
         return None
@@ -206,8 +206,8 @@ def _positions_of_keys(position_ids: Tensor | None, key: Tensor) -> Tensor | Non
 def _default_mask(query: Tensor, key: Tensor, causal: bool, kwargs: dict[str, Any], implementation: str) -> FlashMask:
     """Return the mask of a layer for which no hook ran: causal (bottom-right aligned) or full.
 
-    A causal one keeps documents apart where `position_ids` are those of all keys, [B or 1, Skv], which start again at 0
-    with each: engines of sequence parallelism gather them, but drop masks and do not know of the vectors.
+    A causal mask keeps documents apart where `position_ids` cover all keys, [B or 1, Skv], and restart at 0 with each
+    document: engines of sequence parallelism gather positions, but drop masks and do not know of mask indices.
     """
     window = kwargs.get("sliding_window")
     if window is not None and not causal:
@@ -237,7 +237,7 @@ def _default_mask(query: Tensor, key: Tensor, causal: bool, kwargs: dict[str, An
             torch.stack([torch.full_like(row, q_len), torch.zeros_like(row)], -1)[None, None], causal=False
         )
 
-    # The mask of a fake tensor is fake, and that of a CUDA graph lies in the graph's memory: neither may be cached.
+    # Fake tensors have fake masks, and a CUDA graph's mask is in the graph's memory: neither may be cached.
     if type(query) is not Tensor or torch.compiler.is_compiling() or is_capturing(query):
         return build()
     variant = ("default", q_len, kv_len, causal, window, device, stream_of(query))

@@ -36,7 +36,7 @@ class LayerMask(NamedTuple):
         return x.transpose(1, 2)[batch, self.keys].transpose(1, 2)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        """Return attention [B, Hq, Sq, Dv] under the mask; `options` are those of `flashmask_attention`."""
+        """Return attention [B, Hq, Sq, Dv] under the mask; `options` as in `flashmask_attention`."""
         return flashmask_attention(query, self.gather(key), self.gather(value), self.mask, **options)
 
 

@@ -71,18 +71,16 @@ def mask_hook(
         kwargs: `config`, `local_size` and `use_vmap` are read; the others do not matter here.
 
     Returns:
-        Tensor: int32 [B or 1, 1, n, Skv], keys last as in other masks of transformers, which tells it apart from
-        vectors that a caller passes as `attention_mask`. n = 1 is the causal form (LTS), n = 4 the form without
-        `causal` (LTS, LTE, UTS, UTE); the latter also wherever the last query does not stand at the last key, as in a
-        static cache.
+        Tensor: int32 [B or 1, 1, n, Skv], keys last as in other masks of transformers; mask indices that a caller
+        passes as `attention_mask` have keys third. n = 1 is the causal form (LTS), n = 4 the form without `causal`
+        (LTS, LTE, UTS, UTE). The latter also serves a last query that is not at the last key, as in a static cache.
 
     Raises:
         MaskNotRepresentable: a key is hidden from more than two intervals of queries.
         ValueError: the model has a sliding window of less than one token.
         NotImplementedError: the model has attention code of its own, which would read the result as something else;
             or the function cannot be traced while compiling.
-        RuntimeError: tokens of one block are not next to each other, or positions do not count on within a document
-            (device-side checks).
+        RuntimeError: tokens of one block or positions within a document are not contiguous (device-side checks).
     """
     config = kwargs.get("config")
     implementation = getattr(config, "_attn_implementation", None) or FLASHMASK

@@ -220,7 +220,7 @@ class _Position(_Symbol):
         return _SameValue(self.context, self.table)
 
     def distance_to(self, other: Any) -> _Distance:
-        """Return the positions less those of the counterpart."""
+        """Return the positions less the counterpart's positions."""
         self.require_counterpart(other)
         return _Distance(self, self.of_query, self.shift - other.shift)
 
@@ -246,7 +246,7 @@ def _integer(number: Any) -> int:
 
 
 class _Distance(_Symbol):
-    """The position of the query less that of the key (`query_first`), or the negative of it, plus a shift.
+    """The query's position less the key's position (`query_first`), or its negative, plus a shift.
 
     An origin that both positions count from cancels.
     """
@@ -413,7 +413,7 @@ class Span(NamedTuple):
 
 
 def _narrower(x: int | None, y: int | None, pick: Callable[[int, int], int]) -> int | None:
-    """Return the limit that `pick` chooses of two, either of which may be None for no limit."""
+    """Return the limit that `pick` chooses of two; None is no limit."""
     return y if x is None else x if y is None else pick(x, y)
 
 

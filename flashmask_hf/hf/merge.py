@@ -105,6 +105,6 @@ def _refuse_blocks(hooked: Tensor) -> None:
 
 
 def _hide_padding(vectors: Tensor, hooked: Tensor, causal: bool) -> Tensor:
-    """Return the vectors with every key hidden from all rows that the hook's columns hide from all rows."""
+    """Return the mask indices with each key hidden that the hook's columns hide from all rows."""
     length = vectors.shape[2]
     return torch.stack(hide_keys(vectors.unbind(-1), hidden_keys(hooked, length), causal, length), -1)

@@ -23,7 +23,7 @@ def unwrap_peft(model: Any) -> Any:
 
 
 def own_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the names and modules of a model, except those of its submodels, which are models of their own."""
+    """Yield the names and modules of a model, without its submodels, which are models of their own."""
     for name, child in module.named_children():
         if not isinstance(child, PreTrainedModel):
             yield name, child

@@ -329,8 +329,8 @@ def read_kernel_names(config_class: Any) -> None:
 
     Why: transformers registers a kernel "ORG/NAME" under that name, with the dense mask of "sdpa", after the kernel was
     imported. Everything here and in trainers that asks a config for "flashmask" would not find it, and "flash" in
-    "ORG/NAME" would be taken for FlashAttention. The getter returns "flashmask" for a name whose attention is that of
-    this package; models then get its mask and its checks.
+    "ORG/NAME" would be taken for FlashAttention. The getter returns "flashmask" for a name of
+    this package's attention; models then get its mask and its checks.
 
     Checked (the same in 5.17 to 5.24): it is a property.
 

@@ -1,7 +1,7 @@
-"""Attention of a layer that has a part of a row, the rest of which other processes have (`flashmask_hf.parallel`).
+"""Attention of a layer whose rank holds a shard of a packed row (`flashmask_hf.parallel`), or of the heads.
 
-The layer's mask is made as for the whole row, from whole vectors and positions, so that windows, trees and vectors per
-head mean the same. Then heads are exchanged for rows, or keys gathered.
+The layer mask is built for the whole row, from whole mask indices and positions, so windows, trees and heads keep their
+meaning. Then ranks exchange heads for rows, or gather keys.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ def attend_in_parts(
     dropout: float,
     kwargs: dict[str, Any],
 ) -> Tensor:
-    """Return the attention of this process's rows, [B, S / N, Hq, Dv].
+    """Return the attention of this rank's rows, [B, S / N, Hq, Dv].
 
-    The arguments after `layer_mask` are those of `attention_forward`.
+    The arguments after `layer_mask` are as in `attention_forward`.
 
 
     Raises:
         ValueError: as in `attention_forward`; keys are of other rows than queries, as with a cache; or the model's
             rotary positions depend on the longest one.
-        RuntimeError: a 2D attention_mask hides tokens, or the layer's `position_ids` are not those of its rows
+        RuntimeError: a 2D attention_mask hides tokens, or the layer's `position_ids` do not match its rows
             (device-side checks).
     """
     if key.shape[2] != query.shape[2]:
@@ -75,28 +75,28 @@ def attend_in_parts(
         sinks = None if sinks is None else own_heads(sinks, split, 0)
     else:
         key, value = gather_keys(key, split), gather_keys(value, split)
-        whole_query = query[:, :, :1].expand(-1, -1, split.length, -1)  # only its shape is read, that of all rows
+        whole_query = query[:, :, :1].expand(-1, -1, split.length, -1)  # only its shape [.., S, D] is read
         columns = _own_rows(layer_mask(module, whole_query, key, None, dropout, kwargs), split)
     out = columns.attend(query, key, value, scale=scaling, softcap=kwargs.get("softcap"), sinks=sinks)
     return (heads_to_rows(out, split) if by_heads else out).transpose(1, 2)
 
 
 def _refuse_padding(attention_mask: Any) -> None:
-    """Raise if the mask hook's columns hide a key from all rows, as they do for a 2D mask: it is of this part alone."""
+    """Raise if a 2D mask hid a key from all rows in the mask hook: it covers this shard alone."""
     check_hook_result(attention_mask)
 
     def check() -> None:
         device_assert(
             ~hidden_keys(attention_mask, attention_mask.shape[3]).any(),
-            f"a 2D attention_mask hides tokens of a row that is split over processes; leave it out, {VECTORS} tell "
-            "what is padding",
+            f"a 2D attention_mask hides tokens of a row that is split over processes; leave it out, {VECTORS} mark "
+            "padding",
         )
 
     cached_mask((attention_mask,), ("padding",), check)  # once a forward, not in every layer
 
 
 def _check_positions(position_ids: Any, split: RowSplit) -> None:
-    """Raise if a layer's positions [B or 1, S / N] are not the split's, as where the model numbered its part itself.
+    """Raise if a layer's positions [B or 1, S / N] differ from the split's: the model numbered its shard itself.
 
     Models that do not hand positions of this form to their layers are not checked.
     """
@@ -115,7 +115,7 @@ def _check_positions(position_ids: Any, split: RowSplit) -> None:
 
 
 def _vectors_of_heads(vectors: Tensor, heads: int, kv_heads: int, split: RowSplit) -> Tensor:
-    """Return the vectors of this process's heads, or those that all heads share as they are."""
+    """Return the mask indices of this rank's heads; indices that all heads share stay as they are."""
     count = vectors.shape[1]
     if count == 1:
         return vectors
@@ -148,20 +148,20 @@ def _own_rows(whole: LayerMask, split: RowSplit) -> LayerMask:
 
 
 def vectors_of_local_heads(module: nn.Module, vectors: Tensor, heads: int, kv_heads: int) -> Tensor:
-    """Return the vectors of the heads that this process computes; without tensor parallelism, all of them.
+    """Return the mask indices of the heads that this rank computes; without tensor parallelism, of all heads.
 
-    The vectors are those of the whole model in every process, so that a number of heads means the same everywhere: the
-    key-value heads of a model are often as many as the query heads of one process.
+    Every rank receives the indices of the whole model, so the head count has one meaning on all ranks: a model often
+    has as many key-value heads as one rank has query heads.
 
     Args:
-        module: the attention layer. Tensor parallelism is seen by its parameters, which are sharded DTensors.
+        module: the attention layer. Sharded DTensors among its parameters mark tensor parallelism.
         vectors: int32 [B, 1 or Hkv or Hq, S, n], of the whole model.
-        heads: number of query heads that this process computes.
+        heads: number of query heads that this rank computes.
         kv_heads: number of key-value heads that it computes.
 
     Raises:
-        ValueError: under tensor parallelism, the vectors have another number of heads than the whole model.
-        NotImplementedError: it is not known which heads this process computes.
+        ValueError: under tensor parallelism, the head count differs from the whole model's.
+        NotImplementedError: which heads this rank computes is unknown.
     """
     shard = None if vectors.shape[1] == 1 else _shard_of(module)
     if shard is None:

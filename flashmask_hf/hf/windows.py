@@ -1,10 +1,10 @@
 """Sliding windows measured by position, under a caller's mask.
 
-In a packed row the distance of two tokens is that of their `position_ids`, not of their rows. Where positions count on
-over the rows that see a key, as in documents, the window is one more interval of rows. Where they start again, as in
-shared questions and trees, a key is seen by rows of one branch, then hidden by the window, then seen by the next
-branch: more intervals than a column holds. Such a key gets one column per visible piece. Every row sees at most one of
-them, so attention is the same.
+In a packed row the distance of two tokens is the difference of their `position_ids`, not of their rows. Where positions
+are contiguous over the rows that see a key, as in documents, the window is one more interval of rows. Where they
+restart, as in shared questions and trees, one branch sees a key, the window hides it, and the next branch sees it: more
+intervals than the bounds of a key hold. Such a key is repeated, once per visible piece. Every row sees at most one
+copy, so attention is the same.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def _visible_pieces(
     low = position[key] - window + 1 if two_sided else torch.full_like(high, -UNBOUNDED)
     run_starts = nn.functional.pad(position[1:] != position[:-1] + 1, (1, 0), value=True).nonzero()[:, 0]
     run_ends = torch.cat([run_starts[1:], run_starts.new_tensor([length])])
-    # Positions count on within a run, so an interval of the mask, cut to the window and the run, is one piece.
+    # Positions are contiguous in a run, so an interval of the mask, cut to the window and the run, is one piece.
     found = []
     chunk = max(1, _MAX_PAIRS // max(1, len(key)))
     for runs in torch.arange(len(run_starts), device=run_starts.device).split(chunk):

@@ -117,7 +117,7 @@ def _without(prompt: list[dict[str, Any]], answers: Sequence[Any]) -> list[Any]:
 
 
 def refuse_other_keys(parts: Sequence[Any], name: str) -> None:
-    """Raise a ValueError if a conversation among these parts of a row has no roles, as in ShareGPT."""
+    """Raise a ValueError if a conversation among these columns has no roles, as in ShareGPT."""
     for part in parts:
         first = part[0] if isinstance(part, list) and part else None
         if isinstance(first, Mapping) and "role" not in first:

@@ -1,8 +1,7 @@
 """Leave the padding of packed rows out of the auxiliary loss of a mixture of experts.
 
-That loss averages the router's logits over the tokens that a 2D attention mask shows, and a packed row has none: its
-mask vectors say what is padding. A hook on the backbone drops the padding's logits, so that the loss averages over the
-rest.
+That loss averages the router's logits over the tokens that a 2D attention mask shows. A packed row has no such mask:
+its mask indices mark padding. A hook on the backbone drops the logits of padding.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ __all__ = ["drop_padding_from_router_logits"]
 
 
 def drop_padding_from_router_logits(model: Any) -> None:
-    """Make a model's backbone return the router logits of packed rows without those of their padding.
+    """Make a model's backbone return the router logits of packed rows without padding.
 
-    Batches without mask vectors, or with a 2D mask of their own, stay as they are. Repeating it is fine.
+    Batches without mask indices, or with a 2D mask, are unchanged. Calling it again changes nothing.
 
     Args:
         model: a transformers model with a head, or a PEFT model around one, not wrapped for distributed training.

@@ -114,7 +114,7 @@ def _is_prefill(kwargs: dict[str, Any]) -> bool:
 
 
 def _is_of_no_row(value: Any) -> bool:
-    """Return whether a keyword's value is a setting, or a dict without inputs, such as that of absent images."""
+    """Return whether a keyword's value is a setting, or a dict without inputs, as for absent images."""
     values = value.values() if isinstance(value, dict) else (value,)
     return all(isinstance(x, (bool, int, float, str, type(None))) for x in values)
 
