@@ -75,8 +75,8 @@ Every family is built tiny with random weights (`tests/tools/model_zoo.py`) and 
 flashmask and with eager attention. Logits at real tokens (hidden states of models without a head) and, in training,
 gradients of all parameters must agree within 1e-4 of the largest entry. Modes:
 
-- evaluation: one forward; packed and supplied rows with `use_cache=False`.
-- training: the same and one backward.
+- evaluation: one forward. Packed rows, and rows with supplied mask indices, run with `use_cache=False`.
+- training: the same forward, then one backward.
 - generation, except for encoders: three tokens from `generate`. Packed and supplied rows, and towers without
   `generate`, instead run three given tokens through the cache. These continue the last document: they have
   `position_ids` and a 2D `attention_mask` that hides the other documents, but no mask indices. After a packed prompt,

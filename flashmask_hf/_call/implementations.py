@@ -257,9 +257,10 @@ REGISTRY: list[Implementation] = [Hopper(), Triton(), Torch(), Reference()]
 
 
 class Choice(NamedTuple):
-    """The implementations that a call tries in their order, and the reason for the first one.
+    """The implementations that a call tries in their order.
 
-    If none serves it, the reason is the message of the ValueError that the call raises.
+    `reason` says why the first is chosen and not a better one. If no implementation serves the call, `reason` is the
+    message of the ValueError raised.
     """
 
     implementations: tuple[Implementation, ...]

@@ -32,10 +32,10 @@ class DataCollatorForTrees(PackingCollator):
 
     A causal model predicts a token from the token before it in the row, which at a branch belongs to a sibling. So a
     segment gives its last token to each of its children; the row grows by one token for each child but the first. Loss
-    and gradients equal training on every root-to-leaf path separately, where a shared token is labelled only in the
-    first path that contains it. Label tokens -100 to leave them out, for example prompts.
+    and gradients equal those of training on every root-to-leaf path as a separate sequence, with a shared token's label
+    only in the first path that contains the token. Label tokens -100 to leave them out, for example prompts.
 
-    With `per_path`, a shared token counts once per leaf below it, as in training on all paths. Set
+    With `per_path`, every path keeps all its labels, so a shared token counts once per leaf below it. Set
     `model.loss_function = flashmask_hf.collators.tree_loss`; without it, these batches raise. `weights`, one number per
     leaf in the order of the segments, are factors of the losses of the leaf's path. The sum is divided by the number of
     labels.

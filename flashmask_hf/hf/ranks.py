@@ -179,8 +179,8 @@ def vectors_of_local_heads(module: nn.Module, vectors: Tensor, heads: int, kv_he
     count = vectors.shape[1]
     if not is_one_of(count, kv_heads * size, heads * size):
         raise ValueError(
-            f"{VECTORS} has {count} heads; under tensor parallelism it must have those of the whole model, 1, "
-            f"Hkv = {kv_heads * size} or Hq = {whole}, of which each process takes its own"
+            f"{VECTORS} has {count} heads; under tensor parallelism pass the whole model's mask indices, with 1, "
+            f"Hkv = {kv_heads * size} or Hq = {whole} heads, from which each rank selects its own"
         )
     width = count // size
     return cached_mask(

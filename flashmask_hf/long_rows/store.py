@@ -138,7 +138,7 @@ class Layer:
         self.saved: list[weakref.ref[Saved]] = []
 
     def save(self, *tensors: Tensor) -> Saved:
-        """Save tensors of one device together; their `load` returns them."""
+        """Save tensors of one device together. The returned object's `load` returns these tensors."""
         return self._store.save(tensors, self)
 
 
@@ -202,7 +202,7 @@ class Saved:
     def release(self) -> None:
         """Free the tensors on the device after their copy, unless they were changed.
 
-        The stream of computation waits for the copy, not the host.
+        The compute stream waits for the copy; the host does not wait.
         """
         if self._tensors is not None and not self._are_changed():
             self._wait()

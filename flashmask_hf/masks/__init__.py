@@ -4,7 +4,7 @@ Every function returns a `FlashMask` with `q_len` set. In the drawings rows are 
 `1` is visible and `.` hidden. Lengths, windows and positions count tokens. Arguments with one meaning in every family:
 
 * `documents`: lengths in tokens. A list is one packed row; a list of lists is a batch. An int tensor or array has shape
-  [documents] or [B, documents], and its rows may end in zeros. A mask of one row has B = 1 and serves any batch.
+  [documents] or [B, documents], and its rows may end in zeros. A mask of one packed row has B = 1 and serves any batch.
 * `kv_len`: number of keys; None is the longest row. Shorter rows end in padding, which sees nothing and is not seen.
 * `q_len`: number of queries, the last of kv_len positions: query row i is at position i + kv_len - q_len. None is
   kv_len.

@@ -95,16 +95,16 @@ def hash_sparse_attention(
         q: [B, Hq, Sq, D], as in `qk_sparse_attention`.
         k: [B, Hkv, Skv, D].
         v: [B, Hkv, Skv, Dv].
-        q_bucket: int [B, Hq, Sq], any integers.
-        k_bucket: int [B, Hkv, Skv].
+        q_bucket: int [B, Hq, Sq], the bucket of each query.
+        k_bucket: int [B, Hkv, Skv], the bucket of each key.
         scale: factor on q @ k^T; None is D ** -0.5.
         exclude_self: whether a query ignores the key at its own position, as in Reformer, where q = k.
         mask: as in `qk_sparse_attention`.
         softcap: as in `flashmask_attention`.
         sinks: as in `flashmask_attention`.
         deterministic: as in `flashmask_attention`.
-        n_buckets: the buckets lie in 0..n_buckets - 1, as from `lsh_buckets`. A GPU then sorts up to 256 buckets
-            faster, by counting. None allows any bucket.
+        n_buckets: number of buckets, which must lie in 0..n_buckets - 1, as from `lsh_buckets`. A GPU then sorts up to
+            256 buckets faster, by counting. None allows any integers.
 
     Returns:
         out [B, Hq, Sq, Dv] in q's dtype, stored as [B, Sq, Hq, Dv]. A query that sees no key has out 0 and gives q, k

@@ -109,7 +109,7 @@ def test_heads_that_do_not_divide_are_refused_if_asked_for(found):
 @pytest.mark.parametrize(
     ("size", "name", "message"),
     [
-        (2, "local vectors", "ValueError: .* has 2 heads; under tensor parallelism .* 1, Hkv = 4 or Hq = 8, of which"),
+        (2, "local vectors", "ValueError: .* has 2 heads; under tensor parallelism .* 1, Hkv = 4 or Hq = 8 heads"),
         (
             2,
             "split rows",

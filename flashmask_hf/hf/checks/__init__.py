@@ -18,7 +18,7 @@ CHECKS: tuple[Check, ...] = (
 
 
 def run_checks(call: Call, *, after: bool = False) -> None:
-    """Raise if a model call, before it runs or after, breaks a rule.
+    """Run the checks before a model call, or with `after` the checks that follow it. Raise if the call breaks a rule.
 
     A submodel that gets the very arguments of its outer model is checked only for what its own parts may break.
 

@@ -29,9 +29,9 @@ wider heads, with tiles of 64 keys:
                            dK, dV in the shared memory of K, V -------------------- dkv_full -> TMA store dK, dV
     <--- keys_free -------------------------------------------------------------------------- (TMA has read them)
 
-    ROWS_FREE is a named barrier, the others are mbarriers. Row tiles, with log-sum-exp, delta and slots, and dS have
-    two stages; keys and values have KEY_STAGES and VALUE_STAGES. With fewer stages of values, the store warps load the
-    values after the last gradients have left their place.
+    ROWS_FREE is a named barrier, the others are mbarriers. `Slot` describes the row tile of a stage. Row tiles, with
+    log-sum-exp, delta and slots, and dS have two stages; keys and values have KEY_STAGES and VALUE_STAGES. With fewer
+    stages of values, the store warps load the values after the last gradients have left their place.
 
 If rows of a tile see nothing, the dQ warpgroup clears their dO first (`clear_blind_rows`).
 

@@ -45,7 +45,9 @@ class SharedPromptAsyncGRPOTrainer(async_grpo_trainer.AsyncGRPOTrainer):
 
     def __init__(self, model: str, reward_funcs: Any = None, args: Any = None, *others: Any, **kwargs: Any) -> None:
         if args is not None and "attn_implementation" in (args.model_init_kwargs or {}):
-            raise ValueError("model_init_kwargs has attn_implementation, which is 'flashmask' here; leave it out")
+            raise ValueError(
+                "model_init_kwargs sets attn_implementation, but this trainer always uses 'flashmask'; leave it out"
+            )
         if args is not None and args.use_liger_kernel:
             raise ValueError("use_liger_kernel: TRL's AsyncGRPO does not take Liger's kernels; leave it out")
         with _load_with_flashmask():
