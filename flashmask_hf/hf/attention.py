@@ -63,6 +63,6 @@ def attention_forward(
         return attend_in_parts(
             split, layer_mask, module, query, key, value, attention_mask, scaling, dropout, kwargs
         ), None
-    columns = layer_mask(module, query, key, attention_mask, dropout, kwargs)
-    out = columns.attend(query, key, value, scale=scaling, softcap=kwargs.get("softcap"), sinks=kwargs.get("s_aux"))
+    mask = layer_mask(module, query, key, attention_mask, dropout, kwargs)
+    out = mask.attend(query, key, value, scale=scaling, softcap=kwargs.get("softcap"), sinks=kwargs.get("s_aux"))
     return out.transpose(1, 2), None

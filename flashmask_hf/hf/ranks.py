@@ -71,13 +71,13 @@ def attend_in_parts(
         key, value = spread_kv_heads(key, split), spread_kv_heads(value, split)
         query, key, value = (rows_to_heads(x, split) for x in (query, key, value))
         kwargs[VECTORS] = _vectors_of_heads(kwargs[VECTORS], heads, kv_heads, split)
-        columns = layer_mask(module, query, key, None, dropout, kwargs)
+        mask = layer_mask(module, query, key, None, dropout, kwargs)
         sinks = None if sinks is None else own_heads(sinks, split, 0)
     else:
         key, value = gather_keys(key, split), gather_keys(value, split)
         whole_query = query[:, :, :1].expand(-1, -1, split.length, -1)  # only its shape [.., S, D] is read
-        columns = _own_rows(layer_mask(module, whole_query, key, None, dropout, kwargs), split)
-    out = columns.attend(query, key, value, scale=scaling, softcap=kwargs.get("softcap"), sinks=sinks)
+        mask = _own_rows(layer_mask(module, whole_query, key, None, dropout, kwargs), split)
+    out = mask.attend(query, key, value, scale=scaling, softcap=kwargs.get("softcap"), sinks=sinks)
     return (heads_to_rows(out, split) if by_heads else out).transpose(1, 2)
 
 
