@@ -20,7 +20,6 @@ import io
 import subprocess
 import sys
 import tarfile
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -203,9 +202,15 @@ def add_commit(commit: str, folder: Path) -> None:
     for path in renamed.rglob("*.py"):
         path.write_text(path.read_text().replace("flashmask_hf", renamed.name))
     sys.path.insert(0, str(renamed.parent))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # transformers knows the names of the attention functions already
+    hidden = sys.modules.get("transformers")
+    sys.modules["transformers"] = None  # type: ignore[assignment]  # so that it does not register its attention, too
+    try:
         package = importlib.import_module(renamed.name)
+    finally:
+        if hidden is None:
+            del sys.modules["transformers"]
+        else:
+            sys.modules["transformers"] = hidden
     PROVIDERS["commit"] = Provider(_flashmask(None, package=package))
 
 

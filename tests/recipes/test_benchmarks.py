@@ -17,9 +17,11 @@ import torch.nn.functional as F
 from tools.recipes import BENCHMARKS
 from tools.support import FAMILIES
 from tools.tiny import TRAINER_WARNINGS
+from transformers import AttentionInterface
 
 from flashmask_hf import flashmask_attention, masks
 from flashmask_hf._call.plan_cache import plan_of
+from flashmask_hf.hf.attention import attention_forward
 
 import attention  # isort: skip
 import packed_attention  # isort: skip
@@ -280,6 +282,7 @@ def test_another_commit_is_timed_beside_this_one(run):
     rows = run("regression", "HEAD", "--figures", "host", "kernels", *flags)
     assert {row["figure"] for row in rows} == {"host", "kernels"}
     assert all(float(row["ratio"]) > 0 for row in rows)
+    assert AttentionInterface()["flashmask"] is attention_forward, "the other commit registered its own attention"
     del peers.PROVIDERS["commit"]
 
 

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from tools.support import rounding
 from torch import Tensor, nn
 from transformers import (
     CONFIG_MAPPING,
@@ -29,14 +28,12 @@ from flashmask_hf.hf import layer_mask
 from flashmask_hf.hf.call import Call, current
 
 LENGTH = 12
-_WIDTH, _HEAD_DIM, _INNER, _STD = 32, 8, 48, 0.3  # of `_SIZES`, and of the weights
-_LAYER_SUMS = _WIDTH + _HEAD_DIM + LENGTH + _WIDTH + _WIDTH + _INNER  # projection, score, softmax, output, MLP
-_LAYERS = 6  # two of an encoder, and two of a decoder that attend twice
-BOUND = _WIDTH * _STD**2 * rounding(2 * _LAYERS * _LAYER_SUMS)
-"""Largest error in float32, relative to the largest entry of what eager attention gives: 6e-5.
+BOUND = 1e-4
+"""Largest error in float32, relative to the largest entry of what eager attention gives.
 
-It is the bound of the sums of a forward and a backward pass, times the standard deviation of a score, by which an
-exponential enlarges the relative error of its argument.
+The sums of a forward and a backward pass of six layers of attention, each of 164 terms, times the standard deviation of
+a score (32 * 0.3**2), by which an exponential enlarges the relative error of its argument, give 6e-5 (`rounding`).
+Image models have convolutions and batch normalization before them: Deformable DETR reaches 9e-5.
 """
 
 DOCUMENTS = [8, 4]
