@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from flashmask_hf.hf.call import current, record_documents
-from flashmask_hf.hf.documents import UNBOUNDED, document_starts, next_flagged
+from flashmask_hf.hf.documents import UNBOUNDED, Documents, of_bounds, of_positions
 from flashmask_hf.hf.facts import is_split_by_torch
 from flashmask_hf.hf.families import family_of
 from flashmask_hf.hf.keywords import asks_for_weights, check_keywords, context_parallel_message
@@ -168,6 +168,10 @@ def _hook_mask(
         )
     causal = attention_mask.shape[2] == 1
     columns = attention_mask.detach().transpose(2, 3)
+
+    def separated(documents: Documents) -> FlashMask:
+        return FlashMask(torch.minimum(columns, documents.end[:, None, :, None].to(torch.int32)), causal=True)
+
     if cu_seq_lens is not None and cu_seq_lens.shape[0] > 2:
         if batch != 1 or q_len != kv_len or not causal:
             raise NotImplementedError(
@@ -175,24 +179,17 @@ def _hook_mask(
                 f"{batch}, {q_len} queries and {kv_len} keys; flatten the batch into one row, or pass {VECTORS}"
             )
 
-        def separated_by_cu_seq_lens() -> FlashMask:
-            column = torch.arange(kv_len, device=query.device, dtype=torch.int32)
-            edges = cu_seq_lens.to(torch.int32)
-            after = torch.searchsorted(edges, column, right=True)
-            end = torch.where(after < len(edges), edges[after.clamp(max=len(edges) - 1)], kv_len)
-            return FlashMask(torch.minimum(columns, end.view(1, 1, -1, 1)), causal=True)
-
-        return cached_mask((attention_mask, cu_seq_lens), ("cu_seq_lens",), separated_by_cu_seq_lens)
+        bounds = cu_seq_lens
+        return cached_mask((attention_mask, bounds), ("cu_seq_lens",), lambda: separated(of_bounds(bounds, kv_len)))
     positions = _positions_of_keys(position_ids, key) if causal else None
     if positions is None:
         return cached_mask((attention_mask,), ("hook",), lambda: FlashMask(columns.contiguous(), causal))
 
-    def separated_by_positions() -> FlashMask:
-        starts = document_starts(positions, columns[:, 0, :, 0] > 0)[:, 1:]
-        ends = next_flagged(starts)[:, None, :, None].to(torch.int32)
-        return FlashMask(torch.minimum(columns, ends), causal=True)
-
-    return cached_mask((attention_mask, positions), ("positions",), separated_by_positions)
+    return cached_mask(
+        (attention_mask, positions),
+        ("positions",),
+        lambda: separated(of_positions(positions, columns[:, 0, :, 0] > 0)),
+    )
 
 
 def _positions_of_keys(position_ids: Tensor | None, key: Tensor) -> Tensor | None:
@@ -230,7 +227,7 @@ def _default_mask(query: Tensor, key: Tensor, causal: bool, kwargs: dict[str, An
             end = torch.full_like(row, q_len) if window is None else (row + min(window, UNBOUNDED)).clamp(0, q_len)
             end = end[None]
             if positions is not None:
-                document_end = next_flagged(document_starts(positions)[:, 1:]) + (q_len - kv_len)
+                document_end = of_positions(positions, None).end + (q_len - kv_len)
                 end = torch.minimum(end, document_end.clamp(min=0).to(torch.int32))
             return FlashMask(end[:, None, :, None], causal=True)
         return FlashMask(

@@ -133,12 +133,7 @@ def mask_hook(
         columns = _evaluate(mask_function, context, q_length, q_offset, implementation)
     else:
         ends_together = not isinstance(q_offset, Tensor) and q_offset + q_length == kv_offset + kv_length
-        hidden_from = (visible.end - q_offset).clamp(0, q_length).view(-1, kv_length)
-        if visible.starts_at_key and ends_together:
-            columns = hidden_from.unsqueeze(1)
-        else:
-            hidden_until = (visible.start - q_offset).clamp(0, q_length).expand_as(hidden_from)
-            columns = _four_columns(hidden_from, hidden_until, q_length)
+        columns = _columns_of(visible, kv_length, q_length, q_offset, causal=visible.starts_at_key and ends_together)
     columns = columns.to(torch.int32)
     if attention_mask is not None:
         columns = _hide_padding(columns, attention_mask, q_length, kv_offset)
@@ -166,18 +161,21 @@ def _supplied_rows(call: Call, visible: QueryIntervals | None, padding: Tensor |
         return None
     check_form(indices, causal, call.config)
     if padding is not None or span.blocks:
-        visible_rows = [visible.end, visible.start]
         length = indices.shape[2]
-        until, since = (x.clamp(0, length).view(-1, length) for x in visible_rows)
-        columns = until[:, None] if visible.starts_at_key else _four_columns(until, since, length)
-        columns = columns.to(torch.int32)
+        columns = _columns_of(visible, length, length, 0, causal=visible.starts_at_key).to(torch.int32)
         hooked = columns if padding is None else _hide_padding(columns, padding, length, 0)
         hooked = hooked[:, None]
     return supplied_mask(indices.to(device), hooked, causal, span.hi, positions, marked_rows)
 
 
-def _four_columns(hidden_from: Tensor, hidden_until: Tensor, q_length: int) -> Tensor:
-    """Return LTS, LTE, UTS, UTE [B, 4, Skv] of keys that rows [hidden_until, hidden_from) see."""
+def _columns_of(
+    visible: QueryIntervals, kv_length: int, q_length: int, q_offset: int | Tensor, *, causal: bool
+) -> Tensor:
+    """Return LTS [B or 1, 1, Skv], or if not `causal` LTS, LTE, UTS, UTE [B or 1, 4, Skv], of a traced function."""
+    hidden_from = (visible.end - q_offset).clamp(0, q_length).view(-1, kv_length)
+    if causal:
+        return hidden_from.unsqueeze(1)
+    hidden_until = (visible.start - q_offset).clamp(0, q_length).expand_as(hidden_from)
     last, first = torch.full_like(hidden_from, q_length), torch.zeros_like(hidden_from)
     return torch.stack([hidden_from, last, first, hidden_until], 1)
 

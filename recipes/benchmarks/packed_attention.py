@@ -71,8 +71,8 @@ def _with_mask(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Run an attention with the layer's mask, as transformers calls it."""
-    columns = layer_mask(module, query, key, attention_mask, dropout, kwargs)
-    return attend(module, query, columns.gather(key), columns.gather(value), columns.mask, scaling), None
+    layer = layer_mask(module, query, key, attention_mask, dropout, kwargs)
+    return attend(module, query, layer.gather(key), layer.gather(value), layer.mask, scaling), None
 
 
 def _converted(

@@ -21,15 +21,16 @@ def test_dropout_in_training_is_refused():
         model.train()(tokens(1, 5))
 
 
-@pytest.mark.parametrize(
-    ("name", "config"),
-    [
-        ("attn_pdrop", GPT2Config(n_layer=1, n_head=2, n_embd=32)),
-        ("attention_probs_dropout_prob", BertConfig(num_hidden_layers=1, hidden_size=48)),
-    ],
-    ids=["gpt2", "bert"],
-)
-def test_dropout_is_called_by_its_name_in_the_config(name, config):
+@pytest.fixture(params=["gpt2", "bert"])
+def named_dropout(request):
+    """A config with dropout, and the name that it gives the dropout of attention."""
+    if request.param == "gpt2":
+        return "attn_pdrop", GPT2Config(n_layer=1, n_head=2, n_embd=32)
+    return "attention_probs_dropout_prob", BertConfig(num_hidden_layers=1, hidden_size=48)
+
+
+def test_dropout_is_called_by_its_name_in_the_config(named_dropout):
+    name, config = named_dropout
     model = AutoModel.from_config(config, attn_implementation="flashmask").train()
     with pytest.raises(ValueError, match=f"dropout=0.1 .*load with {name}=0 "):
         model(tokens(1, 5))
@@ -44,16 +45,9 @@ def test_of_several_names_of_dropout_the_one_in_use_is_named():
         attend(module, dropout=0.1)
 
 
-@pytest.mark.parametrize(
-    ("name", "config"),
-    [
-        ("attn_pdrop", GPT2Config(n_layer=1, n_head=2, n_embd=32)),
-        ("attention_probs_dropout_prob", BertConfig(num_hidden_layers=1, hidden_size=48)),
-    ],
-    ids=["gpt2", "bert"],
-)
-def test_dropout_that_the_config_no_longer_has_keeps_its_name(name, config):
+def test_dropout_that_the_config_no_longer_has_keeps_its_name(named_dropout):
     """Layers keep the dropout with which they were made, so that only loading helps."""
+    name, config = named_dropout
     model = AutoModel.from_config(config, attn_implementation="flashmask").train()
     setattr(model.config, name, 0.0)
     with pytest.raises(ValueError, match=rf"load with {name}=0 \(from_pretrained, .*config_kwargs of SentenceTransf"):

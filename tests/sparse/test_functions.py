@@ -96,6 +96,14 @@ def test_in_the_interpreter(lane: Lane) -> None:
         check(hash_sparse_attention, bucket, bucket[:, :1], lane, n_buckets=n_buckets)
 
 
+def draw_buckets(lengths: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw three buckets of (queries, keys), [2, HEADS, Sq] and [2, KV_HEADS, Skv]."""
+    generator = torch.Generator().manual_seed(0)
+    heads = (HEADS, KV_HEADS)
+    of_q, of_k = (torch.randint(0, 3, (2, *shape), generator=generator) for shape in zip(heads, lengths, strict=True))
+    return of_q, of_k
+
+
 @pytest.mark.parametrize("lengths", [(9, 20), (90, 140)], ids=str)
 @pytest.mark.parametrize("attend", [qk_sparse_attention, hash_sparse_attention])
 @pytest.mark.parametrize("lane", lanes((torch.float32,), (torch.float32,), (torch.bfloat16, torch.float32)))
@@ -104,11 +112,7 @@ def test_all_options_at_once(lane: Lane, attend, lengths: tuple[int, int]) -> No
     q_len, kv_len = lengths
     if INTERPRETED and q_len > 9:
         pytest.skip("interpreter lane: short rows, it is slow")
-    generator = torch.Generator().manual_seed(0)
-    of_q, of_k = (
-        torch.randint(0, 3, (2, heads, length), generator=generator)
-        for heads, length in zip((HEADS, KV_HEADS), lengths, strict=True)
-    )
+    of_q, of_k = draw_buckets(lengths)
     hashed = attend is hash_sparse_attention
     if not hashed:
         of_q, of_k = of_q > 0, of_k > 0
@@ -141,11 +145,7 @@ def test_composition_with_a_mask(lane: Lane, name: str, attend, lengths: tuple[i
     q_len, kv_len = lengths
     if INTERPRETED and q_len > 9:
         pytest.skip("interpreter lane: short rows, it is slow")
-    generator = torch.Generator().manual_seed(0)
-    of_q, of_k = (
-        torch.randint(0, 3, (2, heads, length), generator=generator)
-        for heads, length in zip((HEADS, KV_HEADS), lengths, strict=True)
-    )
+    of_q, of_k = draw_buckets(lengths)
     mask = COMPOSED[name](kv_len, q_len)
     if attend is qk_sparse_attention:
         check(attend, of_q > 0, of_k > 0, lane, mask=mask)
