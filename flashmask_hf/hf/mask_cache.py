@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flashmask_hf.torch_internals import is_capturing, stream_of
 
-__all__ = ["cached_mask"]
+__all__ = ["cached_mask", "check_once"]
 
 _CAPACITY = 64
 """Number of masks that are kept; far more than one training step has."""
@@ -78,3 +78,10 @@ def cached_mask(
     while len(_entries) > _CAPACITY:
         _entries.popitem(last=False)
     return entry.mask
+
+
+def check_once(
+    sources: tuple[Tensor, ...], variant: tuple[Hashable, ...], check: Callable[[], None], *, per_forward: bool = True
+) -> None:
+    """Run a check of tensors once per forward instead of in every layer. Arguments as in `cached_mask`."""
+    cached_mask(sources, variant, check, per_forward=per_forward)

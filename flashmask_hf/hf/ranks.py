@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from flashmask_hf.hf.layer_mask import LayerMask, check_hook_result, hidden_keys
-from flashmask_hf.hf.mask_cache import cached_mask
+from flashmask_hf.hf.mask_cache import cached_mask, check_once
 from flashmask_hf.intervals import count_rows_before, without_causal_flag
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.names import VECTORS
@@ -92,7 +92,7 @@ def _refuse_padding(attention_mask: Any) -> None:
             "padding",
         )
 
-    cached_mask((attention_mask,), ("padding",), check)  # once a forward, not in every layer
+    check_once((attention_mask,), ("padding",), check)
 
 
 def _check_positions(position_ids: Any, split: RowSplit) -> None:
@@ -110,8 +110,7 @@ def _check_positions(position_ids: Any, split: RowSplit) -> None:
             "the inputs of the model with split.shard(batch), or pass split.own_positions",
         )
 
-    # once a forward, not in every layer
-    cached_mask((position_ids, split.position_ids, split.rows), ("positions", split.group), check, per_forward=False)
+    check_once((position_ids, split.position_ids, split.rows), ("positions", split.group), check, per_forward=False)
 
 
 def _vectors_of_heads(vectors: Tensor, heads: int, kv_heads: int, split: RowSplit) -> Tensor:
