@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from itertools import chain
 from operator import itemgetter
 from typing import Any, NamedTuple, get_type_hints
 
@@ -92,6 +93,9 @@ def _differentiable(registered: Any, derivative: Derivative, pack: Callable[[tup
         with torch._C._AutoDispatchBelowAutograd():
             return registered(*inputs)
 
+    def run(*packed: Any) -> Any:  # `Recorded` keeps it: it must not hold the inputs, which hooks may offload
+        return below_autograd(*chain.from_iterable(x if hasattr(x, "_fields") else (x,) for x in packed))
+
     def differentiable(*inputs: Any) -> Any:
         if not torch.is_grad_enabled() or not torch._C._any_requires_grad(*inputs):
             return below_autograd(*inputs)
@@ -100,7 +104,7 @@ def _differentiable(registered: Any, derivative: Derivative, pack: Callable[[tup
                 "attention has no derivatives of torch.func's (grad, vjp, jacrev); take Tensor.backward or "
                 "torch.autograd.grad, or flashmask_attention's impl='reference'"
             )
-        return Recorded.apply(derivative, lambda *_: below_autograd(*inputs), *pack(inputs))
+        return Recorded.apply(derivative, run, *pack(inputs))
 
     return differentiable
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,6 +55,30 @@ def test_opcheck(lane: Lane, with_sinks: bool) -> None:
         (*gradients, q, k, v, sinks, out, lse, *more),
         test_utils=("test_schema", "test_faketensor"),
     )
+
+
+class _Mode(TorchDispatchMode):
+    """A mode that changes nothing, under which attention calls its operator."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("intercepted", [False, True], ids=["eager", "operator"])
+def test_hooks_on_saved_tensors_free_the_inputs(intercepted: bool) -> None:
+    """Offloading replaces what is saved by a copy elsewhere: nothing else may keep q, k and v until the backward."""
+    mask = masks.causal_document([5, 4])
+    leaves = [torch.randn(1, 2, 9, 8, requires_grad=True) for _ in range(3)]
+    inputs = [2 * x for x in leaves]
+    mode = _Mode() if intercepted else contextlib.nullcontext()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.detach().clone(), lambda x: x), mode:
+        out = flashmask_attention(*inputs, mask, impl="torch")
+    alive = [weakref.ref(x) for x in inputs]
+    del inputs
+    gc.collect()
+    assert [x() is None for x in alive] == [True] * 3
+    out.sum().backward()
+    assert all(x.grad is not None for x in leaves)
 
 
 def _loss(q, k, v, indices, weight, impl):
