@@ -44,7 +44,7 @@ def reference_attention(
     scores = (q @ k.transpose(-1, -2)).to(wide) * scale
     if arguments.softcap is not None:
         scores = arguments.softcap * torch.tanh(scores / arguments.softcap)
-    # A finite fill keeps NaN out of the backward of rows that see nothing; their weights are zeroed below.
+    # Finite, to keep NaN out of the backward of rows that see nothing; their weights are zeroed below.
     scores = scores.masked_fill(~visible, torch.finfo(wide).min)
     if sinks is not None:
         sink = sinks.to(wide).view(1, heads, 1, 1).expand(*scores.shape[:-1], 1)

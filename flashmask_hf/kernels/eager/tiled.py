@@ -35,14 +35,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Compute attention over the tiles that the plan lists.
 
-    Args:
-        problem: the form of the mask, and the options of the call.
-        q: [B, Hq, Sq, D].
-        k: [B, Hkv, Skv, D].
-        v: [B, Hkv, Skv, Dv].
-        sinks: [Hq] or None.
-        indices: of the mask.
-        plan: of the mask.
+    Tensors are as in `flashmask_attention`; `indices` and `plan` are of the mask.
 
     Returns:
         out [B, Hq, Sq, Dv] in q's dtype, stored as [B, Sq, Hq, Dv]; lse [B, Hq, Sq] float32 (float64 for float64 q).
@@ -126,18 +119,10 @@ def backward(
     indices: Tensor,
     plan: Plan,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute the gradients of q, k and v.
+    """Compute the gradients of q, k and v from `dout`, the gradient of the output [B, Hq, Sq, Dv].
 
-    Args:
-        problem: as in `forward`.
-        dout: gradient of the output, [B, Hq, Sq, Dv].
-        q: [B, Hq, Sq, D].
-        k: [B, Hkv, Skv, D].
-        v: [B, Hkv, Skv, Dv].
-        lse: [B, Hq, Sq] of the forward.
-        delta: [B, Hq, Sq], row sums of dout * out less the gradient of lse; or (out, gradient of lse or None).
-        indices: of the mask.
-        plan: of the mask.
+    `lse` is [B, Hq, Sq] of the forward. `delta` is row sums of dout * out less the gradient of lse, [B, Hq, Sq]; or
+    (out, gradient of lse or None). The others are as in `forward`.
 
     Returns:
         dq, dk, dv like q, k, v; and delta.
@@ -176,7 +161,7 @@ def backward(
 
 
 def row_delta(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
-    """Return delta: row sums of dout * out, less dlse if given. Elements with out 0 count 0, whatever dout is."""
+    """Return delta. Elements with out 0 count 0, whatever dout is."""
     wide = torch.promote_types(out.dtype, torch.float32)
     sums = (dout.to(wide) * out.to(wide)).masked_fill(out == 0, 0.0).sum(-1)
     return sums if dlse is None else sums - dlse

@@ -1,4 +1,4 @@
-"""The backward on Hopper (sm_90a): tiles and launches. `backward_kernel` has the device code."""
+"""The backward on Hopper (sm_90a): tiles and launches of `backward_kernel`."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def prepare_backward(
         problem: layouts and settings of the call.
         dout: layout of the output's gradient, [B, Hq, Sq, Dv].
         output: inputs of delta, or None for calls with delta as a tensor.
-        deterministic: whether to add to dQ in a fixed order, so that repeated runs agree to the bit.
-        ordered: whether to reorder the rows of the gradients.
+        deterministic: add to dQ in a fixed order, so that repeated runs agree to the bit.
+        ordered: reorder the rows of the gradients.
 
     Returns:
         (dout, q, k, v, lse, delta, indices, plan, orders) -> (dq, dk, dv, delta), without `orders` unless `ordered`.
-        `lse` is float32 [B, Hq, Sq] of the forward. `orders`, int32 [B, Hq, Sq] and [B, Hkv, Skv], permute every head's
-        rows: the target of each row of dq, and of dk and dv. Gradients are laid out like `torch.empty_like` of q, k and
-        v, and as [B, S, H, D] if `ordered`.
+        `lse` is float32 [B, Hq, Sq] of the forward. `orders`, int32 [B, Hq, Sq] and [B, Hkv, Skv], name the target of
+        each row of dq, and of dk and dv. Gradients are laid out like q, k and v (`torch.empty_like`), or as
+        [B, S, H, D] if `ordered`.
     """
     given = problem.q, problem.k, problem.v
     dout_given = dout

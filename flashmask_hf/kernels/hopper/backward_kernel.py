@@ -1,11 +1,10 @@
 """Device code of the Hopper backward: one persistent, warp-specialized kernel over key tiles (FlashMask, algorithm 2).
 
-A program stays on a multiprocessor and takes key tiles from a counter (persistent tile scheduler), in the order of
-`work_order` or `dq_order`. It keeps a tile's keys and values in shared memory and walks the row tiles that see them, of
-all query heads that share the key-value head. Scores are transposed, [keys, rows], so that softmax weights and their
-gradients stay in registers as operands for dV and dK. Every warp has one role, and roles meet at barriers. These are
-the roles for head dims up to 128, or 192 with values of 128, with tiles of 128 keys; `backward_wide` has the roles for
-wider heads, with tiles of 64 keys:
+A program takes key tiles from a counter, in the order of `work_order` or `dq_order`. It keeps a tile's keys and values
+in shared memory and walks the row tiles that see them, of all query heads that share the key-value head. Scores are
+transposed, [keys, rows], so that softmax weights and their gradients stay in registers as operands for dV and dK. Every
+warp has one role. These are the roles for head dims up to 128, or 192 with values of 128, with tiles of 128 keys;
+`backward_wide` has those for wider heads, with tiles of 64 keys:
 
     producer               dK, dV (2 warpgroups,            dQ (1 warpgroup)         store (1 or 2 warps)
     (1 warp)               64 keys each)
@@ -29,15 +28,12 @@ wider heads, with tiles of 64 keys:
                            dK, dV in the shared memory of K, V -------------------- dkv_full -> TMA store dK, dV
     <--- keys_free -------------------------------------------------------------------------- (TMA has read them)
 
-    ROWS_FREE is a named barrier, the others are mbarriers. `Slot` describes the row tile of a stage. Row tiles, with
-    log-sum-exp, delta and slots, and dS have two stages; keys and values have KEY_STAGES and VALUE_STAGES. With fewer
-    stages of values, the store warps load the values after the last gradients have left their place.
-
-If rows of a tile see nothing, the dQ warpgroup clears their dO first (`clear_blind_rows`).
+ROWS_FREE is a named barrier, the others are mbarriers. `Slot` describes the row tile of a stage. Row tiles, with
+log-sum-exp, delta and slots, and dS have two stages. With fewer stages of values than of keys, the store warps load the
+values after the last gradients have left their place.
 
 Adding dQ to global memory bounds the kernel if tiles have many dims and few keys. So head dim 192 has tiles of 128
 keys, too, which leaves registers for 32 rows. A product has at least 64 rows, so dQ of 32 rows is computed transposed.
-
 `scale_dq_kernel` turns the float32 sums `dq_accum` into dQ.
 """
 
@@ -154,8 +150,8 @@ def _epilogue(
 def _accumulate_dkv(WARPGROUP: gl.constexpr, args, FORM: gl.constexpr):
     """Consumer warpgroup 0 or 1: dK and dV of 64 keys of every tile.
 
-    While one warpgroup computes, the tensor cores work for the others. With SCORES_AHEAD, the next row tile's scores
-    run beside dK, which reads dS from shared memory. Without it, dK reads dS from registers, and the scores follow.
+    With SCORES_AHEAD, the next row tile's scores run beside dK, which reads dS from shared memory. Without it, dK reads
+    dS from registers, and the scores follow.
     """
     _tensors, _scalars, shared, barriers = args
     SCORES_AHEAD: gl.constexpr = FORM.SCORES_AHEAD
@@ -268,7 +264,7 @@ def _accumulate_dq(args, FORM: gl.constexpr):
             stage = step & 1
             clear_blind_rows(step, args, FORM)
             mbarrier.wait(barriers.ds_full.index(stage), full_phase(step, 2))
-            # Not earlier: the warpgroup might arrive twice before the producer passes the barrier once.
+            # If it came earlier, the warpgroup might arrive twice before the producer passes once.
             release_rows(stage, FORM)
             zero = opaque_zero()
             for piece in gl.static_range(PIECES):
@@ -306,7 +302,7 @@ def backward_kernel(
     heads, kv_heads, kv_planes, unsorted, mask_batch, mask_heads, q_len, kv_len, n_kv, n_columns, padded_len,
     scale, factor, cap_factor, FORM: gl.constexpr,
 ):  # fmt: skip
-    """Set up shared memory and start the roles. The classes above document the arguments."""
+    """Set up shared memory and start the roles."""
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BLOCK_M: gl.constexpr = FORM.BLOCK_M
@@ -403,9 +399,9 @@ def scale_dq_kernel(
     dq_accum, dq, order, dq_b, dq_h, dq_s, heads, q_len, n_row_tiles, scale,
     SCATTER: tl.constexpr, BLOCK_M: tl.constexpr, PIECES: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Scale a piece of ROWS rows of the sums, in the order of `stage_dq`, and store it to dq [B, Hq, Sq, D].
+    """Scale ROWS rows of the sums, in the order of `stage_dq`, and store them to dq [B, Hq, Sq, D].
 
-    A row tile has PIECES pieces. SCATTER stores each row at its entry in `order`, int32 [B, Hq, Sq].
+    SCATTER stores each row at its entry in `order`, int32 [B, Hq, Sq].
     """
     piece = tl.program_id(0) % PIECES
     row_tile = tl.program_id(0) // PIECES % n_row_tiles

@@ -1,7 +1,6 @@
-"""Device code that both forms of the Hopper backward share: the warps that load and store, and softmax weights.
+"""Device code that both forms of the Hopper backward share: producer, store warps and softmax weights.
 
-`backward_kernel` draws the roles of a program. The producer schedules key tiles and loads them with the rows that see
-them. Store warps add dQ to its sums, and store dK and dV. Both forms have shared memory and barriers of the same names.
+`backward_kernel` draws the roles.
 """
 
 
@@ -65,7 +64,6 @@ _SPREAD_ROWS = gl.constexpr(4096)
 
 
 _DO_THREADS = gl.constexpr(2 * 128 + 32)
-"""Threads at DO_FREE: two warpgroups and the producer, which waits."""
 
 
 @device_enum
@@ -73,13 +71,11 @@ class Slot:
     """Numbers that describe a row tile and its key tile."""
 
     ROW = 0
-    """First query row."""
     MASK = 1
     """Index of the mask head over the batch, times 4; plus 2 if the tile is partial; plus 1 if a row sees nothing."""
     DQ_TILE = 2
-    """Index of the row tile in `dq_accum`."""
     KV_PLANE = 3
-    """batch * kv_heads + key-value head"""
+    """batch * kv_heads + kv_head"""
     KEY_TILE = 4
     ROW_TILES = 5
     """Row tiles of the key tile. 0: no row sees it, and one row tile past the end of a head is walked. -1: end."""
@@ -88,14 +84,14 @@ class Slot:
 
 @device_enum
 class NamedBarrier:
-    """Ids of hardware barriers. Arriving at an mbarrier would cost a warpgroup a barrier among its own warps first."""
+    """Ids of hardware barriers. An mbarrier would cost a warpgroup a barrier among its own warps first."""
 
     ROWS_FREE = 8
     """Per stage: a row tile and its slots may be overwritten."""
     DO_FREE = 10
     """The output's gradients may be overwritten, if they have one stage."""
     DO_CLEARED = 11
-    """`clear_blind_rows` is done."""
+    """After `clear_blind_rows`."""
 
 
 class Tensors(NamedTuple):
@@ -151,27 +147,24 @@ class Form(NamedTuple):
     SCATTER: bool
     """Whether `k_order` reorders the rows of dK and dV."""
     DQ_ORDER: bool
-    """Whether key tiles add to dQ in a fixed order; needs two store warps."""
+    """Whether key tiles add to dQ in a fixed order; takes two store warps."""
     UPWARD: bool
     """Whether that order may walk rows upwards."""
     PERSISTENT: bool
-    """Whether there are more key tiles than programs."""
+    """Whether key tiles outnumber programs."""
     BLOCK_M: int
-    """Query rows per tile."""
     BLOCK_D: int
     """Width of query and key tiles, 0 from HEAD_DIM on."""
     BLOCK_V: int
     """Width of value tiles, 0 from V_HEAD_DIM on."""
     TAIL: int
-    """Dims of queries and keys behind the first BLOCK_V that may not be 0, if their tiles are wider."""
+    """Dims of queries and keys from BLOCK_V to HEAD_DIM, if their tiles are wider."""
     DQ_PIECES: int
     """Pieces of 64 dims per tile of dQ."""
     DQ_ROWS: int
-    """Query rows per piece: 64, or 32 if a tile has 32; such pieces are computed transposed, [64, 32]."""
+    """Query rows per piece: 64, or 32 if a tile has 32; these are computed transposed, [64, 32]."""
     HEAD_DIM: int
-    """Head dim of queries and keys."""
     V_HEAD_DIM: int
-    """Head dim of values."""
     DEPTH: int
     """Dims that scores are summed over; the others are 0."""
     V_DEPTH: int
@@ -187,27 +180,26 @@ class Form(NamedTuple):
     """KEY_STAGES or 1."""
     DO_STAGES: int
     DQ_STAGES: int
-    """Stages of dQ pieces."""
     STORE_WARPS: int
     SCORES_AHEAD: bool
-    """Whether the next row tile's scores run beside dK; `backward_wide` ignores it."""
+    """Whether the next row tile's scores run beside dK; ignored by `backward_wide`."""
 
 
 @gluon.constexpr_function
 def _threads(store_warps):
-    """Return the threads at ROWS_FREE: three warpgroups, the store warps and the producer, which waits."""
+    """Return the threads at ROWS_FREE: three warpgroups, store warps, and the producer, which waits."""
     return 3 * 128 + 32 + 32 * store_warps
 
 
 @gluon.jit
 def release_rows(stage, FORM: gl.constexpr):
-    """Arrive at ROWS_FREE: this role is done with a row tile and its slots."""
+    """Arrive at ROWS_FREE."""
     named_barrier_arrive(NamedBarrier.ROWS_FREE + stage, _threads(FORM.STORE_WARPS))
 
 
 @gluon.jit
 def release_dout():
-    """Arrive at DO_FREE: this warpgroup is done with the output's gradients."""
+    """Arrive at DO_FREE."""
     named_barrier_arrive(NamedBarrier.DO_FREE, _DO_THREADS)
 
 
@@ -234,7 +226,7 @@ def _has_blind_rows(step, args):
 
 @gluon.jit
 def await_cleared_rows(step, args):
-    """Wait until `clear_blind_rows` is done, in one of the two warpgroups that read the output's gradients."""
+    """Wait until `clear_blind_rows` is done, in a warpgroup that reads the output's gradients."""
     if _has_blind_rows(step, args):
         named_barrier_sync(NamedBarrier.DO_CLEARED, 3 * 128)
 
@@ -260,7 +252,7 @@ def clear_blind_rows(step, args, FORM: gl.constexpr):
 
 @gluon.jit
 def _locate_key_tile(work, args, FORM: gl.constexpr):
-    """Return (key tile, key-value plane) of work item `work`. With DQ_ORDER, heads alternate (see `dq_order`)."""
+    """Return (key tile, key-value plane) of a work item. With DQ_ORDER, heads alternate (see `dq_order`)."""
     tensors, scalars, _shared, _barriers = args
     if FORM.DQ_ORDER:
         alternating = gl.load(tensors.schedule)
@@ -299,8 +291,8 @@ def _take_work(place, args, FORM: gl.constexpr):
 def _draw_work(args, FORM: gl.constexpr):
     """Return the program's next work item.
 
-    Every program begins with the place of its own number. With DQ_ORDER it draws that place, too: a tile waits for
-    tiles of lower places, so these must have begun.
+    Programs begin at the place of their own number. With DQ_ORDER they draw that place, too, because a tile waits for
+    tiles of lower places, which must have begun.
     """
     tensors, _scalars, _shared, _barriers = args
     place = gl.atomic_add(tensors.counter, 1)
@@ -350,7 +342,7 @@ def _trim_segments(starts, ends, mask_plane, tile, args, FORM: gl.constexpr):
 def _load_segments(batch, head, tile, upward, args, FORM: gl.constexpr):
     """Return (mask plane, starts, ends) of a query head and key tile: one segment of row tiles per lane.
 
-    If `upward`, row tiles are numbered from the last one.
+    `upward` numbers row tiles from the last one.
     """
     tensors, scalars, _shared, _barriers = args
     lanes = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
@@ -390,7 +382,7 @@ def _load_keys(
     descriptor, tiles, full, kv_plane, kv_heads, tile, stage, PARTS: gl.constexpr, FIRST: gl.constexpr = 0,
     STEP: gl.constexpr = 1,
 ):  # fmt: skip
-    """Load parts FIRST, FIRST + STEP, ... of a tile of keys or values. `full` also counts the bytes of its row tile."""
+    """Load parts FIRST, FIRST + STEP, ... of a tile of keys or values. `full` also counts its row tile's bytes."""
     for part in gl.static_range(FIRST, PARTS, STEP):
         at = [kv_plane // kv_heads, kv_plane % kv_heads, (tile * PARTS + part) * 64, 0]
         tma_load(descriptor, at, full, tiles.index(stage * PARTS + part))
@@ -434,7 +426,7 @@ def _load_rows(
     stage = step & 1
     if step >= 2:
         named_barrier_sync(NamedBarrier.ROWS_FREE + stage, _threads(FORM.STORE_WARPS))
-    # The loads start before their barrier expects bytes. It opens after `_expect_rows`, when the stores below are done.
+    # The barrier opens only after `_expect_rows`, when the stores below are done.
     tma_load(tensors.q, [batch, head, row, 0], barriers.q_full.index(stage), shared.q.index(stage))
     if FORM.DO_STAGES == 2:
         _load_dout(batch, head, row, step, first, args, FORM)
@@ -469,7 +461,7 @@ def _load_row_tiles(
 ):  # fmt: skip
     """Load the row tiles of a query head's segments; return (next step, following work item).
 
-    The following work item is drawn before the last row tile of this one. `begin` is the step of its first row tile.
+    `begin` is the step of this work item's first row tile. The following item is drawn before the last one.
     """
     _tensors, scalars, _shared, _barriers = args
     BLOCK_M: gl.constexpr = FORM.BLOCK_M
@@ -576,7 +568,7 @@ def produce(args, FORM: gl.constexpr):
 
 @gluon.jit
 def _count_key_tile(semaphore, row_tiles):
-    """Count the key tile at the semaphore of a row tile, once its sums are in memory."""
+    """Count the key tile at a row tile's semaphore, once its sums are in memory."""
     if row_tiles > 0:
         wait_for_writes()
         group_barrier()
@@ -587,11 +579,11 @@ def _count_key_tile(semaphore, row_tiles):
 def store_gradients(WARP: gl.constexpr, args, FORM: gl.constexpr):
     """Store warp: add dQ to `dq_accum` per row tile, and store dK and dV unless SCATTER.
 
-    Two store warps alternate between row tiles, and each stores one of two parts of the keys. With one store warp, the
-    second is idle. If values have fewer stages than keys, store warps load the values, after the last gradients left.
+    Two store warps alternate between row tiles, and each stores one of two parts of the keys. With one, the second
+    idles. If values have fewer stages than keys, store warps load the values.
 
-    With DQ_ORDER, a warp counts the key tile once its sums are in memory. It waits for that in the other warp's turn,
-    after both have read the slots of that turn, so that the next rows load meanwhile.
+    With DQ_ORDER, a warp counts the key tile in the other warp's turn, after both have read the slots of that turn, so
+    that the next rows load meanwhile.
     """
     STORE_WARPS: gl.constexpr = FORM.STORE_WARPS
     VALUE_STAGES: gl.constexpr = FORM.VALUE_STAGES
@@ -696,7 +688,7 @@ def upcast(x, dtype: gl.constexpr):
 def _lane_bits_below(bound, lane, COUNT: gl.constexpr):
     """Return words whose bits, one per each of a lane's COUNT rows, mark rows below `bound`.
 
-    Four lanes share the rows: a lane holds rows 2 * lane and 2 * lane + 1 of every 8 rows.
+    Four lanes share the rows: a lane has rows 2 * lane and 2 * lane + 1 of every 8.
     """
     bound = bound - 2 * lane
     count = (bound >> 3) * 2 + gl.minimum(bound & 7, 2)
@@ -748,10 +740,9 @@ def _decode_mask(stage, args, PART: gl.constexpr, FORM: gl.constexpr, LAYOUT: gl
 def softmax_weights(
     scores, stage, args, PART: gl.constexpr, FORM: gl.constexpr, LAYOUT: gl.constexpr, DTYPE: gl.constexpr
 ):  # fmt: skip
-    """Wait for the scores [64, BLOCK_M], the last product issued, and compute softmax weights.
+    """Wait for the scores [64, BLOCK_M], the last product issued; return weights and `slopes`.
 
-    Returns:
-        the weights, and the factors from gradients of weights to gradients of scores: weights times the cap's slope.
+    `slopes` turn gradients of weights into gradients of scores: weights times the cap's slope.
     """
     _tensors, scalars, shared, _barriers = args
     BLOCK_M: gl.constexpr = FORM.BLOCK_M
@@ -775,7 +766,7 @@ def softmax_weights(
 
 @gluon.jit
 def stage_dq(dq, dq_piece):
-    """Store a piece of dQ [64, N] to shared memory, each thread's four neighbours together to avoid bank conflicts."""
+    """Store a piece of dQ [64, N] to shared memory, each thread's four neighbours together against bank conflicts."""
     N: gl.constexpr = dq.shape[1]
     dq_piece.store(dq.reshape([4, 2, 4, 2, N // 8, 4, 2]).permute([4, 0, 2, 3, 5, 1, 6]).reshape([2 * N, 32]))
     fence_async_shared()

@@ -1,7 +1,7 @@
 """Device code of the Hopper backward for head dims up to 256: the roles that accumulate gradients.
 
-With head dim 256, dK and dV of 64 keys take 256 registers per thread of a warpgroup. So each has its own warpgroup, for
-tiles of 64 keys, and softmax weights pass between them:
+With head dim 256, dK and dV of 64 keys take 256 registers per thread. So each has its own warpgroup, and softmax
+weights pass between them:
 
     dV (1 warpgroup)             dK (1 warpgroup)              dQ (1 warpgroup)
     S' = K Q'                    dP' = V dO'
@@ -17,8 +17,8 @@ tiles of 64 keys, and softmax weights pass between them:
                                  <---------------- ds_free --- (K is read)
     dV in the place of V         dK in the place of K
 
-`backward_kernel` documents the other roles and barriers. Keys, values and dO have one stage, which the producer loads
-after both warpgroups have arrived at DO_FREE.
+`backward_kernel` documents the other roles and barriers. Keys, values and dO have one stage, loaded after both
+warpgroups have arrived at DO_FREE.
 """
 
 # Device code: a tile or a constexpr reads as an int or a function there.
@@ -72,7 +72,7 @@ def _start_scores(no_scores, stage, args, FORM: gl.constexpr):
 
 @gluon.jit
 def _start_dv(dv, weights, slopes, step, args, FORM: gl.constexpr):
-    """Pass `slopes` to the second warpgroup through shared memory, and start adding a row tile to dV."""
+    """Pass `slopes` to the second warpgroup, and start adding a row tile to dV."""
     _tensors, _scalars, shared, barriers = args
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, dv.type.layout, 2)
     stage = step & 1
@@ -88,7 +88,7 @@ def _start_dv(dv, weights, slopes, step, args, FORM: gl.constexpr):
 
 @gluon.jit
 def accumulate_dv(args, FORM: gl.constexpr):
-    """First warpgroup: softmax weights and dV. The next row tile's scores run beside dV."""
+    """First warpgroup: softmax weights and dV."""
     tensors, _scalars, shared, barriers = args
     BLOCK_M: gl.constexpr = FORM.BLOCK_M
     BLOCK_V: gl.constexpr = FORM.BLOCK_V
@@ -134,7 +134,7 @@ def accumulate_dv(args, FORM: gl.constexpr):
 
 @gluon.jit
 def accumulate_dk(args, FORM: gl.constexpr):
-    """Second warpgroup: the scores' gradients and dK."""
+    """Second warpgroup: dS and dK."""
     tensors, scalars, shared, barriers = args
     BLOCK_M: gl.constexpr = FORM.BLOCK_M
     BLOCK_D: gl.constexpr = FORM.BLOCK_D
@@ -217,7 +217,7 @@ def accumulate_dq(args, FORM: gl.constexpr):
             stage = step & 1
             clear_blind_rows(step, args, FORM)
             mbarrier.wait(barriers.ds_full.index(stage), full_phase(step, 2))
-            # Not earlier: the warpgroup might arrive twice before the producer passes the barrier once.
+            # If it came earlier, the warpgroup might arrive twice before the producer passes once.
             release_rows(stage, FORM)
             zero = opaque_zero()
             dscores = shared.ds.index(stage + zero).permute((1, 0))  # [rows, keys]

@@ -32,7 +32,7 @@ def tile_template(layout: Layout, *block: int) -> Any:
 def row_template(layout: Layout, rows: int, width: int | None = None) -> Any:
     """Return a template for tiles [rows, width] of tensors [B, H, S, D]; the default width is D.
 
-    Elements past S and D are loaded as 0 and not stored. Loads count the bytes of the whole tile at their mbarrier.
+    Elements past S and D load as 0 and are not stored; mbarriers count the bytes of whole tiles.
     """
     return tile_template(layout, 1, 1, rows, width or layout.shape[3])
 

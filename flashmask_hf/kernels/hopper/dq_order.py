@@ -1,14 +1,14 @@
 """Order in which tiles of keys add to dQ when the Hopper backward is deterministic.
 
-Programs begin key tiles in the order `key_tile_order`, and every row tile of dQ takes their sums in that order: a key
-tile waits at the row tile's semaphore until all earlier ones have added. A key tile thus waits only for tiles that have
-begun. The first unfinished one never waits, so no order can deadlock.
+Programs begin key tiles in the order `key_tile_order`. A key tile waits at a row tile's semaphore until all earlier
+ones have added to it. It thus waits only for tiles that have begun, and the first unfinished tile never waits, so no
+order can deadlock.
 
 A good order keeps waits short (docs/how_it_works.md has the reasons and the measurements):
 
 * Key tiles begin by *lead*, the greatest first: lead = last row - number of rows, in the direction of the walk.
-* Tiles are *level* if their leads are equal, and *near* if their leads differ by less than the keys of a tile. The
-  more tiles are level, the more key-value heads alternate, so that the tiles of one head begin further apart.
+* Tiles are *level* if their leads are equal, and *near* if their leads differ by less than the keys of a tile. The more
+  tiles are level, the more key-value heads alternate.
 * All query heads of a key-value head walk one band of rows before the next band.
 * All key tiles walk their rows downwards, or all upwards if many leads are near in that direction.
 
@@ -34,15 +34,14 @@ from flashmask_hf.tile_plan import COLUMNS, PARTIAL_SEGMENTS, ROWS, VISIBLE_SEGM
 __all__ = ["DqOrder", "may_walk_upwards", "prepare_dq_order"]
 
 _BAND_ROWS = 512
-"""Rows of a band where many key tiles have near leads."""
+"""Rows per band where many key tiles have near leads."""
 _FIRST_BAND_ROWS = 128
 """Rows of the first band where few key tiles have near leads; the other rows are one band."""
 _UPWARD_GROUP = 4
 """Fewest query heads per key-value head for walks upwards."""
 _SKIPPED_SHARE = 8
-"""Key tiles count as skipping rows if together they skip more than 1 / _SKIPPED_SHARE of the row tiles that they walk.
-
-Not tuned."""
+"""Key tiles count as skipping rows if together they skip more than 1 / _SKIPPED_SHARE of the row tiles that they walk
+(not tuned)."""
 _SEGMENTS = VISIBLE_SEGMENTS + PARTIAL_SEGMENTS
 _LANES = 128
 _SUMS = 5
@@ -63,7 +62,7 @@ class DqOrder(NamedTuple):
     downwards and, if `may_walk_upwards`, upwards."""
     schedule: Tensor
     """int32 [4]: key-value heads that alternate, rows of the first and of later bands, and 1 for walks upwards, else 0.
-    Bands end at multiples of their rows, counted in the direction of the walk."""
+    Bands end at multiples of their rows, in the direction of the walk."""
 
 
 def may_walk_upwards(heads: int, kv_heads: int) -> bool:
@@ -77,11 +76,11 @@ def prepare_dq_order(problem: Problem, block_m: int, block_n: int, programs: int
     Args:
         problem: layouts and settings of the calls.
         block_m: query rows per tile of the kernel.
-        block_n: keys per tile of the kernel.
-        programs: programs of the kernel that run at a time.
+        block_n: keys per tile.
+        programs: programs that run at a time.
 
     Returns:
-        indices -> order, for contiguous mask indices.
+        contiguous indices -> order.
     """
     batch, heads, q_len, _ = problem.q.shape
     kv_heads, kv_len = problem.k.shape[1:3]
@@ -133,10 +132,8 @@ def prepare_dq_order(problem: Problem, block_m: int, block_n: int, programs: int
 def _read_walks(segments, tiles, n_rows, n_columns, members, upward, SEGMENTS: tl.constexpr):
     """Return (leads, row tiles walked, row tiles skipped between them) of key tiles, summed over a group of masks.
 
-    Operands:
-        segments: of the first mask, [n_columns, SEGMENTS, 2]; the other masks follow.
-        tiles: indices of key tiles; sums are 0 from `n_columns` on.
-        n_rows: row tiles of a head.
+    `segments` are [n_columns, SEGMENTS, 2] of the group's first mask. Sums are 0 for `tiles` from `n_columns` on. A
+    head has `n_rows` row tiles.
     """
     inside = tiles < n_columns
     leads = tl.zeros_like(tiles)
@@ -170,7 +167,7 @@ def _order_key_tiles(
     For walks upwards, leads in the same BAND of row tiles count as equal.
 
     Tensors:
-        segments: of `DqOrder`, [groups of the batch, members, n_columns, SEGMENTS, 2].
+        segments: [groups of the batch, members, n_columns, SEGMENTS, 2], of `DqOrder`.
         key_tile_order: written, [directions, groups of the batch, n_columns].
         sums: written, [directions, groups of the batch, n_blocks, SUMS]: row tiles walked, row tiles skipped, key tiles
             that see rows, key tiles with the lead of LEVEL others of later keys, and key tiles whose lead is in the
@@ -222,10 +219,10 @@ def _rank_key_tiles(
 ):  # fmt: skip
     """Choose the schedule, rank the key tiles of one row tile, and clear a share of the semaphores.
 
-    Every program chooses the schedule, because another launch would cost more.
+    Every program chooses the schedule, which is cheaper than another launch.
 
     Tensors:
-        segments: of `DqOrder`, [masks, n_columns, SEGMENTS, 2].
+        segments: [masks, n_columns, SEGMENTS, 2].
         key_tile_order, sums: of `_order_key_tiles`.
         ranks, semaphores, schedule: written, see `DqOrder`.
     Sizes:
@@ -233,7 +230,6 @@ def _rank_key_tiles(
         group: masks per line.
         n_sums: lines of sums per direction.
         kv_planes: key-value heads of the batch.
-        programs: programs that run at a time.
         repeats: query heads per mask.
         apart: rows between the beginnings of a head's key tiles if none are level.
         GROUPED: whether several query heads share a key-value head.
@@ -276,8 +272,8 @@ def _add_sums(
 ):  # fmt: skip
     """Add the sums of all key tiles in a direction.
 
-    All tiles count as level if many rows are skipped or with several masks, where leads do not decide which tiles
-    meet. Causal masks are excepted, since their tiles seldom meet.
+    All tiles count as level if many rows are skipped or with several masks, where leads do not decide which tiles meet.
+    Causal masks are excepted, since their tiles seldom meet.
 
     Returns:
         row tiles walked, whether many are skipped, key tiles that see rows, level key tiles, near key tiles.

@@ -1,4 +1,4 @@
-"""The forward on Hopper (sm_90a): supported tensors, tiles and launches. `forward_kernel` has the device code."""
+"""The forward on Hopper (sm_90a): supported tensors, tiles and launches of `forward_kernel`."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ class Config(NamedTuple):
     """Tiles and registers of the kernel."""
 
     warpgroups: int
-    """Consumer warpgroups, with 64 rows of a tile each."""
+    """Consumer warpgroups, of 64 rows each."""
     columns: int
     """Keys per tile."""
     stages: int
-    """Key tiles, and value tiles, in flight."""
+    """Tiles of keys, and of values, in flight."""
     consumer_registers: int
-    """Registers per consumer thread."""
+    """Per consumer thread."""
     helper_registers: int
-    """Registers per thread of the other roles."""
+    """Per thread of the other roles."""
     q_stages: int = 2
     """Query tiles in flight."""
 
@@ -54,9 +54,8 @@ _FORWARD = {
 }
 """Configurations by widths of the tiles."""
 
-# Head dim 64 leaves registers for a third consumer, which hides the exponentials better. On an H200 (bfloat16), tall
-# tiles are up to 25% faster where rows see many key tiles, and up to 70% slower in short documents or narrow windows,
-# since a tall tile has more key tiles at its edges.
+# Head dim 64 leaves registers for a third consumer. On an H200 (bfloat16), tall tiles are up to 25% faster where rows
+# see many key tiles, and up to 70% slower in short documents or narrow windows, with more key tiles at their edges.
 _TALL = {Widths(64): Config(3, 128, 2, 160, 32)}
 """Configurations with tall tiles, by widths (`_configs`)."""
 _TALL_QUERIES = 4096
@@ -83,12 +82,12 @@ def prepare_forward(
 
     Args:
         problem: layouts and settings of the call.
-        ordered: whether to reorder the rows of the output.
+        ordered: reorder the rows of the output.
         config: tiles; None takes the tables above.
 
     Returns:
         (q, k, v, sinks, indices, plan, order) -> (out, lse), without `order` unless `ordered`. `order`, int32
-        [B, Hq, Sq], permutes every head's rows: the target of each row of the output. lse keeps the order of q.
+        [B, Hq, Sq], names the target of each row of the output. lse keeps the order of q.
     """
     given = problem.q, problem.k, problem.v
     q, k, v = map(describable_layout, given)
@@ -164,8 +163,8 @@ def prepare_forward(
 def _configs(shape: torch.Size, widths: Widths, capped: bool, ordered: bool) -> list[Config]:
     """Return the configurations to launch: the usual one and, in long calls, one with tall tiles.
 
-    The mask, which only the device knows, decides there which launch works, for the whole call. The two sum a row in
-    different orders, so masks of other rows of the batch can change the rounding of a row.
+    The device, which alone knows the mask, decides which launch works, for the whole call. The two sum a row in
+    different orders, so other masks in the batch can change a row's rounding.
 
     A softcap's tanh takes registers that three consumers lack. `ordered` rows, of sparse attention, have short lists.
     """
@@ -180,16 +179,16 @@ _counters: dict[tuple[int, int], Tensor] = {}
 
 
 def _counter(q: Tensor) -> Tensor:
-    """Return int32 [1] zero for a launch that leaves it 0.
+    """Return int32 [1] zero for a launch that leaves it 0; launches on one stream share it.
 
-    Launches on one stream share a counter. A CUDA graph may run on any stream and has its own.
+    A CUDA graph may run on any stream and has its own.
     """
     if not q.is_cuda or is_capturing(q):
         return torch.zeros(1, dtype=torch.int32, device=q.device)
     stream = q.get_device(), current_stream(q.get_device())
     found = _counters.get(stream)
     if found is None:
-        # Memory pools bind to a thread. This one may allocate from the pool of a graph's warm-up, which is freed later.
+        # Memory pools bind to a thread: this one's may belong to a graph's warm-up, which is freed later.
         with ThreadPoolExecutor(1) as thread:
             found = _counters[stream] = thread.submit(_zero, torch.cuda.current_stream(q.device)).result()
     return found

@@ -1,7 +1,6 @@
 """Device code of the Hopper forward: a persistent, warp-specialized kernel (FlashAttention-3, section 3).
 
-A program stays on a multiprocessor and takes work items, tiles of query rows of one head, from a counter (persistent
-tile scheduler). Every warp has one role, and roles meet at barriers:
+A program takes work items, tiles of query rows of one head, from a counter. Every warp has one role:
 
     producer (1 warp)                  mask decoders (2 warps)          consumers (2 or 3 warpgroups, 64 rows each)
 
@@ -23,8 +22,8 @@ tile scheduler). Every warp has one role, and roles meet at barriers:
                                                                      epilogue: O / row sum -> shared memory of Q
                  <------- q_free ---------------------------------- TMA store of O has read it
 
-    x_full and x_free are mbarriers; KEYS_READ, VALUES_READ and MASK_READ are named barriers. Slots, Q and mask bits
-    have two stages, keys and values STAGES. If shared memory is short, Q has one, loaded after the first keys.
+x_full and x_free are mbarriers; KEYS_READ, VALUES_READ and MASK_READ are named barriers. Slots, Q and mask bits have
+two stages, keys and values STAGES. If shared memory is short, Q has one, loaded after the first keys.
 
 A consumer issues the scores of the next key tile before it waits for the products of this one, so that its softmax runs
 beside the tensor cores. One loop serves all key tiles, since short code stays in the instruction cache.
@@ -73,13 +72,11 @@ class Slot:
     KEY_TILES = 0
     """Key tiles to walk; 0 ends the program."""
     VISIBLE_TILES = 1
-    """Number of the first key tiles, which have no hidden pair."""
+    """Key tiles without a hidden pair, which come first."""
     ROW = 2
-    """First query row."""
     BATCH = 3
     HEAD = 4
     PLANE = 5
-    """BATCH * heads + HEAD"""
     MASK_PLANE = 6
     """Index of the mask head over the batch."""
     PLAN_ROW = 7
@@ -89,9 +86,9 @@ class Slot:
 
 @device_enum
 class NamedBarrier:
-    """Ids of hardware barriers, by stage: consumers have read what other roles overwrite.
+    """Ids of hardware barriers, by stage: consumers have read the stage.
 
-    Arriving at an mbarrier would cost a warpgroup a barrier among its own warps first.
+    An mbarrier would cost a warpgroup a barrier among its own warps first.
     """
 
     MASK_READ = 6
@@ -101,7 +98,7 @@ class NamedBarrier:
 
 @device_enum
 class Full:
-    """mbarriers of filled stages: indices of their first stages."""
+    """mbarriers of filled stages: index of the first stage."""
 
     WORK = 0
     MASK = 2
@@ -111,7 +108,7 @@ class Full:
 
 @device_enum
 class Free:
-    """mbarriers of stages that may be overwritten: indices of their first stages."""
+    """mbarriers of stages that may be overwritten: index of the first stage."""
 
     WORK = 0
     Q = 2
@@ -203,7 +200,7 @@ def _threads(warpgroups, warps):
 
 @gluon.jit
 def _acquire_work(barriers, item):
-    """Wait for the slots of work item number `item` of the program; return the index of the first slot."""
+    """Wait for the slots of work item number `item` of the program; return the first slot's index."""
     mbarrier.wait(barriers.full.index(Full.WORK + item % 2), full_phase(item, 2))
     return item % 2 * Slot.COUNT
 
@@ -217,7 +214,7 @@ def _release_work(barriers, item):
 
 @gluon.jit
 def _load_queries(batch, head, row, item, args, FORM: gl.constexpr):
-    """Load the queries of work item number `item` of the program once their stage is free."""
+    """Load the queries of work item number `item` once their stage is free."""
     tensors, _scalars, shared, barriers = args
     WARPGROUPS: gl.constexpr = FORM.WARPGROUPS
     M: gl.constexpr = tensors.q.block_shape[2]
@@ -426,7 +423,7 @@ def _as_column(x, layout: gl.constexpr):
 def _online_softmax(scores, row_max, row_sum, factor):
     """Return (weights [64, BLOCK_N], correction [64] of earlier sums, new row_max [64], new row_sum [64, 4]).
 
-    `row_max`, in units of log2, is the offset of the exponentials and lags up to _RESCALE_THRESHOLD behind the maximum.
+    `row_max`, in units of log2, is the offset of the exponentials; it may lag (_RESCALE_THRESHOLD).
     """
     layout: gl.constexpr = scores.type.layout
     highest = gl.convert_layout(gl.max(_reduce_in_lanes(scores, True), 1), gl.SliceLayout(1, layout))
@@ -473,8 +470,8 @@ def _step(
 ):  # fmt: skip
     """Compute scores and softmax of key tile `step`, while the weights of the tile before multiply their values.
 
-    Tiles are numbered over all work items of the program. A work item's first tile, `begin`, multiplies weights of 0
-    with its own values and keeps these values for the next step.
+    Steps count over all work items of the program. A work item's first tile, `begin`, multiplies weights of 0 with its
+    own values and keeps these values for the next step.
     """
     _tensors, scalars, shared, barriers = args
     WARPGROUPS: gl.constexpr = FORM.WARPGROUPS
@@ -599,7 +596,7 @@ def forward_kernel(
     n_tiles, n_rows, heads, kv_heads, mask_batch, mask_heads, q_len, kv_len, n_q, n_kv, factor, cap_factor,
     FORM: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, HELPER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Set up shared memory and start the roles. The classes above document the arguments.
+    """Set up shared memory and start the roles.
 
     `chosen_rows`, int32 [1] or None: tile height chosen on the device. Of two launches, the one with this height works.
     """

@@ -1,7 +1,6 @@
 """Gluon, the part of Triton in which the Hopper kernels are written, under names that hold from Triton 3.6 to 3.9.
 
-Gluon promises no stability, so kernel files import the language from here. This module imports without Gluon;
-`unavailable_reason` then gives the reason.
+Gluon promises no stability, so kernel files import the language from here. This module imports without Gluon.
 """
 
 from __future__ import annotations
@@ -115,8 +114,7 @@ try:
     def keep_signed(x, flags, selector, _semantic: Any = None):
         """Return float32 `x` where the selected byte of int32 `flags` has its sign bit set, else -inf.
 
-        The arguments broadcast. `selector` is 0x8888 for byte 0 to 0xBBBB for byte 3. No predicates are used, which
-        would be too few.
+        The arguments broadcast. `selector` is 0x8888 for byte 0 to 0xBBBB for byte 3. Predicates would be too few.
         """
         text = (
             "{ .reg .b32 m, s; prmt.b32 m, $2, 0, $3; mov.b32 s, $1; "
@@ -185,9 +183,9 @@ try:
 
     @builtin
     def opaque_zero(_semantic: Any = None):
-        """Return an int32 0 unknown to the compiler: descriptors of operands that depend on it stay inside a loop.
+        """Return an int32 0 unknown to the compiler, which keeps descriptors that depend on it inside a loop.
 
-        Hoisted, they would hold many registers.
+        Hoisted, they would take many registers.
         """
         return gl.inline_asm_elementwise(
             "mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic

@@ -1,4 +1,4 @@
-"""Head dims of the Hopper kernels, and the widths of their tiles: TMA fills the rest with zeros."""
+"""Head dims of the Hopper kernels, and the widths of their tiles, which TMA fills up with zeros."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 __all__ = ["SMALLEST", "Widths", "contracted", "unsupported_head_dims", "widths_of"]
 
 _STEP = 8
-"""16-bit elements in 16 bytes: strides of a tensor descriptor are multiples of 16 bytes."""
+"""Strides of a tensor descriptor are multiples of 16 bytes."""
 SMALLEST = 32
 """Least max(head_dim, v_head_dim): smaller heads would leave most of a tile empty."""
 

@@ -44,7 +44,6 @@ def piece_count(depth):
 
 @gluon.constexpr_function
 def _first_column(depth, nth):
-    """Return the first dim of piece `nth`; pieces get smaller."""
     start = 0
     for _ in range(nth):
         start += _columns(depth, start)
@@ -53,7 +52,6 @@ def _first_column(depth, nth):
 
 @gluon.constexpr_function
 def _columns(depth, start):
-    """Return the width of the piece at dim `start`."""
     return 1 << ((depth - start).bit_length() - 1)
 
 
@@ -61,7 +59,7 @@ def _columns(depth, start):
 def issue_dots(a, b, acc, DEPTH: gl.constexpr, ADD: gl.constexpr = False):
     """Start acc [M, N] = a b', or acc += a b' if ADD, over the first DEPTH dims of a [M, K] and b [N, K].
 
-    The dims that pad a tile are 0 and would cost time. DEPTH is a multiple of 16, the depth of an instruction.
+    The other dims are 0. DEPTH is a multiple of 16, the depth of an instruction.
     """
     if a.shape[1] == DEPTH:
         acc = warpgroup_mma(a, b.permute((1, 0)), acc, use_acc=ADD, is_async=True)

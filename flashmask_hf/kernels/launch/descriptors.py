@@ -1,7 +1,6 @@
 """Tensor descriptors: Hopper and later GPUs load and store tiles through them (tensor memory accelerator, TMA).
 
-A descriptor's constructor checks its arguments, which takes as long as a launch. So each layout's descriptor is made
-once, when a launch is prepared, and launches set its `base`.
+Making a descriptor takes as long as a launch. So each layout's descriptor is made once, and launches set its `base`.
 """
 
 from __future__ import annotations

@@ -29,15 +29,14 @@ def _observed() -> bool:
 class Launch:
     """Kernel whose grid, scalars and compile-time constants are bound; call it with its tensors.
 
-    The kernel's parameters are tensors, then scalars, then constants. Every call must bring tensors of the same layouts
-    (`tensor_layout.Layout`), and None in the same places, on the current device.
+    The kernel's parameters are tensors, then scalars, then constants. In every call, the same tensors are None, and the
+    others have the same layouts (`tensor_layout.Layout`), on the current device.
 
     Args:
         kernel: a function under `triton.jit` or `gluon.jit`.
         programs: size of the grid, which has one axis.
         scalars: the arguments after the tensors.
-        descriptors: templates of `descriptors.template` for the first tensors. A launch sets their `base`, so no two
-            launches may share a template.
+        descriptors: templates of `descriptors.template` for the first tensors, which no other launch may share.
         constants: compile-time constants and Triton's options, such as `num_warps`.
     """
 

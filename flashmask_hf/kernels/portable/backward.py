@@ -110,12 +110,7 @@ def _accumulate_keys(
 ):  # fmt: skip
     """Add one row tile, from row `row` on, to dk [BN, D] (without the scale) and dv [BN, DV].
 
-    Operands:
-        key_tile: `_KeyTile`.
-        head_inputs: `_HeadInputs`.
-        lengths: (Sq, Skv).
-        factors: `Problem.factors`.
-        MASKED: whether pairs may be hidden.
+    `lengths` are (Sq, Skv), `factors` are `Problem.factors`. MASKED: pairs may be hidden.
     """
     factor, cap_factor = factors
     keys, values = key_tile.k, key_tile.v
@@ -163,12 +158,8 @@ def _hidden_row_tiles(intervals, column, lengths, CAUSAL: tl.constexpr, N: tl.co
 def _trimmed_range(segment, low, gap_first, gap_last, SUBROWS: tl.constexpr):
     """Return the row tiles [first, last) of a partial segment, without hidden tiles at its ends.
 
-    Args:
-        segment: pointer to [start, end), in row tiles of the plan, which have SUBROWS row tiles each.
-        low: as `_hidden_row_tiles` returns it.
-        gap_first: likewise.
-        gap_last: likewise.
-        SUBROWS: row tiles per row tile of the plan.
+    `segment` points to [start, end), in row tiles of the plan, which have SUBROWS row tiles each. `low`, `gap_first`
+    and `gap_last` are as `_hidden_row_tiles` returns them.
     """
     first = tl.maximum(tl.load(segment) * SUBROWS, low)
     last = tl.load(segment + 1) * SUBROWS
@@ -276,13 +267,8 @@ def _accumulate_queries(
 ):  # fmt: skip
     """Add one key tile, from key `column` on, to dq [BM, D] (without the scale).
 
-    Operands:
-        query_tile: `_QueryTile`.
-        k, v: `HeadRows`.
-        indices: pointer to the padded indices of the mask head.
-        lengths: (Sq, Skv).
-        factors: `Problem.factors`.
-        MASKED: whether pairs may be hidden.
+    `k` and `v` are `HeadRows`, `indices` points to the padded indices of the mask head; the others are as in
+    `_accumulate_keys`.
     """
     factor, cap_factor = factors
     queries, upstream = query_tile.q, query_tile.dout

@@ -100,7 +100,6 @@ def _decode(
         heads: (Hq, Hkv, mask batch, mask heads).
         dims: (D, Dv).
         PER_HEAD: whether heads that share a key-value head have their own masks.
-        BLOCKS: blocks of keys classified at a time.
     """
     n_heads, kv_heads, mask_batch, mask_heads = heads
     dim, v_dim = dims
@@ -198,11 +197,10 @@ def _decode(
 def _combine(
     parts, part_lse, out, lse, heads, q_len, n_splits, v_dim, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    """Combine the splits of one row, weighted by their share of the softmax.
+    """Combine the splits of one row.
 
     Tensors:
-        parts: float32 [B, Hq, Sq, n_splits, Dv].
-        part_lse: float32 [B, Hq, Sq, n_splits] in units of log2.
+        parts, part_lse: `out` and `lse` of `_decode`.
         out: written, [B, Sq, Hq, Dv].
         lse: written, float32 [B, Hq, Sq].
         BLOCK_N: splits loaded at a time.

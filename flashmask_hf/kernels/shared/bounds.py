@@ -1,13 +1,13 @@
 """Positions of the bounds in mask indices [..., n], for every form (n, causal), at compile time.
 
-| n | causal | bounds of a key                     | hidden query rows of the key              |
-|---|--------|-------------------------------------|-------------------------------------------|
-| 1 | True   | start                               | [start, Sq)                               |
-| 2 | True   | start, end                          | [start, end)                              |
-| 2 | False  | start, other end                    | [start, Sq) and [0, other end)            |
-| 4 | False  | start, end, other start, other end  | [start, end) and [other start, other end) |
+| n | causal | bounds of a key                    | hidden query rows of the key              |
+|---|--------|------------------------------------|-------------------------------------------|
+| 1 | True   | start                              | [start, Sq)                               |
+| 2 | True   | start, end                         | [start, end)                              |
+| 2 | False  | start, other end                   | [start, Sq) and [0, other end)            |
+| 4 | False  | start, end, other start, other end | [start, end) and [other start, other end) |
 
-Position 0 is always the start of the first interval. Triton and Gluon code calls these functions.
+Position 0 is always the start of the first interval.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def end_bound(n, causal):
 
 @triton.constexpr_function
 def other_start_bound(n, causal):
-    """Return the position of the second interval's start, or None if it starts at row 0 or does not exist."""
+    """Return the position of the second interval's start, or None if there is none or it starts at row 0."""
     return 2 if n == 4 else None
 
 
 @triton.constexpr_function
 def other_end_bound(n, causal):
-    """Return the position of the second interval's end, or None if there is no second interval."""
+    """Return the position of the second interval's end, or None without a second interval."""
     return n - 1 if n == 4 or (n == 2 and not causal) else None

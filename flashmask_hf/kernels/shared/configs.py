@@ -33,8 +33,7 @@ class Config(NamedTuple):
     stages: int
 
 
-# By width of the widest head-dim tile, best first as measured on an H200 (bfloat16, 8K rows). `_pick` takes the first
-# that fits the shared memory.
+# By width of the widest head-dim tile, best first as measured on an H200 (bfloat16, 8K rows).
 _FORWARD = {
     64: (Config(128, 64, 4, 3), Config(64, 64, 4, 3), Config(64, 32, 4, 2)),
     128: (
@@ -56,8 +55,7 @@ _QUERIES = {
     128: (Config(128, 64, 8, 3), Config(128, 64, 8, 2), Config(64, 64, 4, 2), Config(64, 32, 4, 1)),
     256: (Config(64, 32, 4, 1), Config(32, 32, 4, 1)),
 }
-# If tiles of 128 rows leave half of the multiprocessors idle, tiles of 64 rows occupy twice as many. Key tiles stay
-# the same, and so do a row's sums.
+# For `_with_few_rows`. Key tiles stay the same, and so do a row's sums.
 _FORWARD_FEW_ROWS = {
     64: (Config(64, 64, 4, 3),),
     128: (Config(64, 128, 4, 3),),
@@ -110,7 +108,7 @@ def queries_config(problem: Problem) -> Config:
 def decode_config(problem: Problem) -> Config:
     """Return the tiles of decoding. Shared memory holds the rows, and all but one stage of k, v and the bounds.
 
-    A tile holds rows of all heads that share a key-value head. If each has its own mask, the bounds of every row take
+    A tile holds rows of all heads that share a key-value head. If each has its own mask, every row's bounds take
     registers, and tiles have 16 rows.
     """
     block_d, block_v = _blocks(problem)
@@ -130,12 +128,12 @@ def decode_config(problem: Problem) -> Config:
 
 
 def decode_splits(device: torch.device, programs: int, blocks: int) -> int:
-    """Return the number of splits of the keys that fills the GPU.
+    """Return the number of splits of the keys, of at least two of `blocks`, that fills the GPU.
 
     Args:
         device: device of the kernel.
         programs: programs without splitting.
-        blocks: blocks of keys; a split has at least two.
+        blocks: blocks of keys.
     """
     return max(1, min(2 * multiprocessors(device) // programs, (blocks + 1) // 2))
 
@@ -143,7 +141,7 @@ def decode_splits(device: torch.device, programs: int, blocks: int) -> int:
 def _with_few_rows(
     few: dict[int, tuple[Config, ...]], usual: dict[int, tuple[Config, ...]], problem: Problem
 ) -> dict[int, tuple[Config, ...]]:
-    """Return the table, with configurations for few rows first if tiles of 128 rows fill at most half of the GPU."""
+    """Put tiles of 64 rows first if tiles of 128 rows fill at most half of the GPU."""
     batch, heads, q_len, _ = problem.q.shape
     if 2 * batch * heads * -(-q_len // 128) > multiprocessors(problem.q.device):
         return usual
@@ -196,12 +194,8 @@ def _shared_memory(device: torch.device) -> int:
 
 
 def usable_shared_memory(total: int, major: int) -> int:
-    """Return the bytes of `total` shared memory that the compiler leaves after barriers and reductions.
+    """Return the bytes of `total` shared memory per program that the compiler leaves after barriers and reductions.
 
-    On Blackwell (compute capability 10 and up), accumulators pass through it, too, from and to tensor memory.
-
-    Args:
-        total: bytes of shared memory per program.
-        major: compute capability; 0 on AMD GPUs.
+    On Blackwell (compute capability `major` 10 and up; 0 on AMD GPUs), accumulators pass through it, too.
     """
     return total - 256 - (64 * 1024 if major >= 10 else 0)

@@ -14,7 +14,7 @@ from flashmask_hf.kernels.shared.bounds import end_bound, other_end_bound, other
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
-"""Lowest float32, where running maxima start; finite, so that rows that see nothing need no special case."""
+"""Start of running maxima; finite, so that rows that see nothing need no special case."""
 
 _NEVER = tl.constexpr(2147483647)
 
@@ -70,7 +70,7 @@ def load_tile(x, row, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, TMA: tl.cons
 
 @triton.jit
 def store_tile(x, tile, row):
-    """Store `tile` [BLOCK_S, BLOCK_D] to the rows of `x` (`HeadRows`, a pointer) that begin at `row`, in x's dtype."""
+    """Store `tile` [BLOCK_S, BLOCK_D] to the rows of `x` (`HeadRows`, a pointer) from `row` on, in x's dtype."""
     pointers, inside = _tile_pointers(x, row, tile.shape[0], tile.shape[1])
     tl.store(pointers, tile.to(x.tensor.dtype.element_ty), mask=inside)
 

@@ -45,7 +45,7 @@ def prepare_padding(mask_shape: torch.Size, device: torch.device, width: int) ->
 
     Args:
         mask_shape: shape of the indices.
-        device: device of the indices.
+        device: of the indices.
         width: keys per key tile of the plan.
     """
     batch, heads, kv_len, n = mask_shape

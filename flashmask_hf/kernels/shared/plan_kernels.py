@@ -3,7 +3,7 @@
     _column_plan: a program per key tile    bounds of its keys -> their extremes; segments of row tiles
     _row_plan:    a program per row tile    extremes of all key tiles -> list of key tiles, and its lengths
 
-`_column_plan` also makes segments for kernels with smaller tiles, and `_join_rows` joins lists for taller row tiles.
+`_column_plan` also makes segments for smaller tiles, and `_join_rows` joins lists for taller row tiles.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def _classify(
     """Classify row tiles against key tiles (paper, equation 4); the arguments broadcast.
 
     Operands:
-        row_tile: indices of the row tiles.
-        column: first keys of the key tiles.
+        row_tile: indices of row tiles.
+        column: first keys of key tiles.
         width: keys per key tile.
         extremes: `_Extremes` of the key tiles.
 
@@ -96,7 +96,7 @@ def _column_plan(
     """Plan one key tile of SUBTILES * COLUMNS keys: extremes of its bounds, and segments of row tiles.
 
     Tensors:
-        indices: of the mask, [masks, kv_len, N].
+        indices: [masks, kv_len, N].
         extremes: written, int32 [masks, 8, n_kv].
         segments: written, [masks, n_kv, VISIBLE + PARTIAL, 2].
     """
@@ -272,8 +272,8 @@ def prepare_segments(problem: Problem, rows: int, columns: int, parts: int = 1) 
         parts: parts per key tile.
 
     Returns:
-        indices -> segments, int32 [mask batch, mask heads, `count_key_tiles(kv_len, parts * columns)`,
-        VISIBLE_SEGMENTS + PARTIAL_SEGMENTS, 2], for contiguous indices whose plan has been built.
+        contiguous indices whose plan has been built -> segments, int32 [mask batch, mask heads,
+        `count_key_tiles(kv_len, parts * columns)`, VISIBLE_SEGMENTS + PARTIAL_SEGMENTS, 2].
     """
     batch, heads, kv_len, n = problem.mask_shape
     q_len, device = problem.q.shape[2], problem.q.device
@@ -306,11 +306,9 @@ def _join_rows(
     """Join the two lists of a tile of JOINED_ROWS rows, if the plan's lists are long on average.
 
     Tensors:
-        tiles: of the plan, [masks, n_q, n_kv].
-        counts: of the plan, [masks, n_q, 2].
+        tiles, counts: of the plan, [masks, n_q, n_kv] and [masks, n_q, 2].
         flags: int8 zeros [masks, n_rows, 2, n_kv], scratch memory.
-        joined: written, [masks, n_rows, n_kv].
-        joined_counts: written, [masks, n_rows, 2].
+        joined, joined_counts: written, [masks, n_rows, n_kv] and [masks, n_rows, 2].
         rows: one number, written: JOINED_ROWS if sampled lists have `least` tiles on average; else ROWS, without joins.
     Sizes:
         n_rows: row tiles of JOINED_ROWS.
@@ -369,7 +367,7 @@ def join_rows(plan: Plan, q_len: int, least: int) -> tuple[Tensor, Tensor, Tenso
     Args:
         plan: the plan, on the GPU.
         q_len: number of query rows.
-        least: mean number of key tiles, in a sample of the plan's lists, from which on lists are joined.
+        least: mean length of sampled lists from which on they are joined.
 
     Returns:
         tiles int16 [B, Hm, ceil(q_len / 192), Tk] and counts int32 [B, Hm, ceil(q_len / 192), 2], as in a plan; and

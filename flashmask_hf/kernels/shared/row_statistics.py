@@ -32,8 +32,7 @@ def _row_delta(
     """Compute delta of one row tile, and write the other buffers of a backward that are not None.
 
     Tensors:
-        dout: gradient of the output, [B, Hq, Sq, Dv].
-        out: output, [B, Hq, Sq, Dv].
+        dout, out: gradient of the output, and the output, [B, Hq, Sq, Dv].
         dlse: gradient of the log-sum-exp, [B, Hq, Sq], or None; ignored in rows that see nothing.
         delta: written, [B * Hq, padded_len], 0 in rows past the end.
         lse: [B, Hq, Sq]; None if dlse, padded_lse and clean are.
