@@ -34,9 +34,9 @@ What works with `attn_implementation="flashmask"` per model family: the `model_t
 
 | input | meaning |
 |---|---|
-| no padding, right padding, left padding | two rows; a 2D `attention_mask` hides the padding, three tokens of one row |
+| no / right / left padding | two rows; a 2D `attention_mask` hides three tokens of a row. One outcome counts for all |
 | packed | two documents in one row, with restarting `position_ids` alone |
-| supplied | the same row with `startend_row_indices` of a document mask, causal except for encoders |
+| mask indices | the same row with `startend_row_indices` of its documents, causal except for encoders |
 
 | outcome | meaning |
 |---|---|
@@ -46,8 +46,8 @@ What works with `attn_implementation="flashmask"` per model family: the `model_t
 | untested | eager attention, the reference, cannot run it (see the note) |
 | - | does not apply: images have no padding; `position_ids` alone mark documents only in causal models that take them |
 
-An outcome after a mode, such as `generate: raises`, is the outcome in this mode; other modes have the first outcome.
-No cell differs from eager attention without an error.
+`generate: raises` is the outcome of generation; the other modes have the first outcome. No cell differs from eager
+attention without an error.
 
 Text towers are the language models inside vision-language models. A tower that is a family itself (as in LLaVA, whose
 tower may be any family) is listed once.
@@ -65,29 +65,34 @@ With flash-linear-attention, pass one row per batch. On H100 and H200, training 
 ## Families
 """
 
+HEADER = "kind | no / right / left padding | packed | mask indices | families"
+
 METHOD = """
 ## How it is tested
 
 `python docs/models.py` writes this page, and `tests/hf/test_models.py` checks every cell.
 `tests/hf/test_hybrid_kernels.py` compares packed rows of recurrent models with each document alone on a GPU.
 
-Every family is built tiny with random weights (`tests/tools/model_zoo.py`) and run in float32 on the CPU, with
-flashmask and with eager attention. Logits at real tokens (hidden states of models without a head) and, in training,
-gradients of all parameters must agree within 1e-4 of the largest entry. Modes:
+Every family is built tiny with random weights and run in float32 on the CPU, with flashmask and with eager attention.
+Logits at real tokens (hidden states of models without a head) and, in training, gradients of all parameters must agree
+within 1e-4 of the largest entry. Modes:
 
-- evaluation: one forward. Packed rows, and rows with supplied mask indices, run with `use_cache=False`.
+- evaluation: one forward, with `use_cache=False` for packed rows and mask indices.
 - training: the same forward, then one backward.
-- generation, except for encoders: three tokens from `generate`. Packed and supplied rows, and towers without
-  `generate`, instead run three given tokens through the cache. These continue the last document: they have
-  `position_ids` and a 2D `attention_mask` that hides the other documents, but no mask indices. After a packed prompt,
-  tokens from `generate` would see all documents. With mask indices `generate` must raise, because the indices do not
-  cover the new tokens.
+- generation, except for encoders: three tokens from `generate`. Packed rows, mask indices and towers without
+  `generate` instead run three given tokens through the cache. These continue the last document: a 2D `attention_mask`
+  hides the others. With mask indices `generate` must raise, because they do not cover the new tokens.
 
-Versions are pinned in constraints.txt. transformers 5.24 with torch 2.14 changes these outcomes: codegen and gptj
-work; falcon_mamba, mamba and mamba2 also raise in generation for supplied indices. Its new families: apertus1p5_text,
-exaone, omniasr, sarvam_mla and sarvam_moe work; lara_mini works but raises for packed and supplied rows; hy_v4_vl_text
-and inkling2_loop_text raise; dory is not tested.
+transformers 5.24 with torch 2.14 changes these outcomes: codegen and gptj work; falcon_mamba, mamba and mamba2 also
+raise in generation for mask indices. Its new families: apertus1p5_text, exaone, omniasr, sarvam_mla and sarvam_moe
+work; lara_mini works but raises for packed rows and mask indices; hy_v4_vl_text and inkling2_loop_text raise; dory is
+not tested.
 """
+
+
+def joined(cells: list[str]) -> str:
+    """Return the outcomes without padding and with padding on the right and left, as one if they are equal."""
+    return cells[0] if len(set(cells)) == 1 else " / ".join(cells)
 
 
 def cell(outcomes: dict[str, Outcome], notes: dict[str, int]) -> str:
@@ -108,13 +113,13 @@ def kernels() -> str:
     return "\n".join(f"| {', '.join(names)} | {', '.join(served[names])} |" for names in sorted(served) if names)
 
 
-def page(families: dict[str, Family], untested: dict[str, str]) -> str:
+def page(families: dict[str, Family], untested: list[str]) -> str:
     """Return the text of docs/models.md."""
     notes: dict[str, int] = {}
     groups: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for name, family in sorted(families.items()):
-        cells = (cell(family.outcomes[given], notes) for given in INPUTS)
-        groups[(family.kind, *cells)].append(name)
+        *padded, packed, indices = (cell(family.outcomes[given], notes) for given in INPUTS)
+        groups[(family.kind, joined(padded), packed, indices)].append(name)
     rows = [
         f"| {' | '.join([*cells, ', '.join(names)])} |"
         for cells, names in sorted(groups.items(), key=lambda group: (group[0][0], -len(group[1]), group[1]))
@@ -137,16 +142,13 @@ def page(families: dict[str, Family], untested: dict[str, str]) -> str:
             counts=counts,
             kernels=kernels(),
         ),
-        f"| {' | '.join(['kind', *INPUTS, 'families'])} |",
-        "|---" * (len(INPUTS) + 2) + "|",
+        f"| {HEADER} |",
+        "|---" * len(HEADER.split(" | ")) + "|",
         *rows,
         "\n## Notes\n",
         *(f"{number}. {reason}" for reason, number in notes.items()),
         "\n## Not tested\n",
-        "These could not be built tiny, or run from token ids or pixels alone.\n",
-        "| family | reason |",
-        "|---|---|",
-        *(f"| {name} | {reason.replace('|', '/')} |" for name, reason in sorted(untested.items())),
+        f"These could not be built tiny, or run from token ids or pixels alone: {', '.join(untested)}.",
         METHOD.rstrip(),
     ]
     return "\n".join(lines) + "\n"
@@ -164,12 +166,13 @@ def main() -> None:
     transformers.logging.set_verbosity(logging.CRITICAL)
     warnings.simplefilter("ignore")
     families: dict[str, Family] = {}
-    untested: dict[str, str] = {}
+    untested: list[str] = []
     for name in args.families or discover():
         try:
             families[name] = examine(name)
         except Exception as error:
-            untested[name] = first_sentence(error)
+            untested.append(name)
+            print(f"{name}: {first_sentence(error)}", file=sys.stderr)
     text = page(families, untested)
     if args.families:
         print(text[text.index("| kind") :], end="")

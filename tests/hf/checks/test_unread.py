@@ -119,7 +119,7 @@ def test_recurrent_layers_are_guarded_under_another_attention(family):
     model(IDS, position_ids=PACKED, use_cache=False)  # not a batch of this package
 
 
-DECODERS = [name for name in TABLE | UNTESTED if model_zoo.kind(name) in ("decoder", "text tower")]
+DECODERS = [name for name in [*TABLE, *UNTESTED] if model_zoo.kind(name) in ("decoder", "text tower")]
 
 
 @pytest.mark.parametrize("family", each_family(DECODERS))
