@@ -13,6 +13,7 @@ import torch
 
 import flashmask_hf
 from flashmask_hf._numbers import as_integer
+from flashmask_hf.hf.checks import CHECKS
 from flashmask_hf.torch_internals import device_assert
 
 PACKAGE = Path(flashmask_hf.__file__).parent
@@ -22,7 +23,7 @@ SINKS = {"device_assert": 1, "check_between": 2, "_require": 2, "require": 1}
 
 PLACEHOLDERS = {
     "type(model).__name__": "Qwen2_5_VLForConditionalGeneration",
-    "type(call.model).__name__": "Qwen2_5_VLForConditionalGeneration",
+    "call.name": "Qwen2_5_VLForConditionalGeneration",
     "implementation": "flash_attention_2",
     "window": "131072",
 }
@@ -33,12 +34,12 @@ def find_messages() -> Iterator[tuple[str, str]]:
     """Yield the place of each message of the package and its longest form."""
     for path in sorted(PACKAGE.rglob("*.py")):
         text = path.read_text()
-        if not any(f"{sink}(" in text for sink in (*SINKS, "Check")):
+        if not any(f"{sink}(" in text for sink in (*SINKS, "rule")):
             continue
         name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
         module = importlib.import_module(name)
         functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
-        yield from _messages_of_checks(name, ast.parse(text), {x.name: x for x in functions}, module)
+        yield from _messages_of_checks(name, functions, module)
         for function in functions:
             parameters = {argument.arg for argument in function.args.args}
             for call in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
@@ -51,20 +52,19 @@ def find_messages() -> Iterator[tuple[str, str]]:
                     yield f"{name}:{call.lineno}", _render(message, function, module)
 
 
-def _messages_of_checks(
-    name: str, tree: ast.Module, functions: dict[str, ast.FunctionDef], module: ModuleType
-) -> Iterator[tuple[str, str]]:
-    """Yield the place of the message of each `Check` of a module and its longest form."""
-    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
-        if getattr(call.func, "id", "") == "Check" and len(call.args) > 3:
-            made = call.args[3]
-            scope = made if isinstance(made, ast.Lambda) else functions[ast.unparse(made)]
-            returned = [x.value for x in ast.walk(scope) if isinstance(x, ast.Return) and x.value is not None]
-            texts = [made.body] if isinstance(made, ast.Lambda) else returned
-            yield f"{name}:{call.lineno}", max((_render(text, scope, module) for text in texts), key=len)
+def _messages_of_checks(name: str, functions: list[ast.FunctionDef], module: ModuleType) -> Iterator[tuple[str, str]]:
+    """Yield the place of the message of each verdict of a module, its second value, and the message's longest form."""
+    for function in functions:
+        if ast.unparse(function.returns or ast.Constant(None)) in ("Verdict", "tuple[bool, str]"):
+            returned = [x.value for x in ast.walk(function) if isinstance(x, ast.Return)]
+            texts = [x.elts[1] for x in returned if isinstance(x, ast.Tuple)]
+            yield (
+                f"{name}:{function.name}",
+                max((_render(text, function, module) for text in texts), key=len, default=""),
+            )
 
 
-def _assigned(name: str, function: ast.FunctionDef | ast.Lambda) -> list[ast.expr]:
+def _assigned(name: str, function: ast.FunctionDef) -> list[ast.expr]:
     """Return what a function assigns to a name."""
     found = []
     for node in ast.walk(function):
@@ -78,7 +78,7 @@ def _assigned(name: str, function: ast.FunctionDef | ast.Lambda) -> list[ast.exp
     return found
 
 
-def _render(node: ast.expr, function: ast.FunctionDef | ast.Lambda, module: ModuleType) -> str:
+def _render(node: ast.expr, function: ast.FunctionDef, module: ModuleType) -> str:
     """Return the longest text that an expression of strings can be."""
     if isinstance(node, ast.Constant):
         return str(node.value)
@@ -105,6 +105,7 @@ MESSAGES = dict(find_messages())
 
 def test_messages_are_found() -> None:
     assert len(MESSAGES) >= 30
+    assert {f"{check.verdict.__module__}:{check.verdict.__name__}" for check in CHECKS} <= MESSAGES.keys()
     assert any("FlashMask.validate" in message for message in MESSAGES.values())
 
 

@@ -59,6 +59,11 @@ class Call:
         return found if isinstance(found, Tensor) and dim in (None, found.dim()) else None
 
     @property
+    def name(self) -> str:
+        """The name of the model's class."""
+        return type(self.model).__name__
+
+    @property
     def state(self) -> ModelState:
         """What is known of the model."""
         return state_of(self.model)

@@ -22,6 +22,4 @@ def check_named(words: str) -> Check:
 
 def run_check(words: str, model: Any, *args: Any, **kwargs: Any) -> None:
     """Run one check of a call, if it applies."""
-    call, check = Call(model, args, kwargs), check_named(words)
-    if check.applies(call):
-        require(check, call)
+    require(check_named(words), Call(model, args, kwargs))

@@ -27,7 +27,7 @@ def run_checks(call: Call, *, after: bool = False) -> None:
     """
     seen = not after and _has_arguments_of_outer(call)
     for check in CHECKS:
-        if check.after is after and (check.parts or not seen) and check.applies(call):
+        if check.after is after and (check.parts or not seen):
             require(check, call)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from flashmask_hf.hf.call import Call, cache_of
-from flashmask_hf.hf.checks.check import Check
+from flashmask_hf.hf.checks.check import Check, Verdict, rule
 from flashmask_hf.hf.checks.recurrent import is_guarded
 from flashmask_hf.hf.documents import next_flagged
 from flashmask_hf.hf.facts import is_split_by_torch
@@ -23,7 +23,9 @@ from flashmask_hf.intervals import outer_rows
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.names import NAMES, PACKED_IDS, VECTORS
 
-__all__ = ["CHECKS", "EVERY_LAYER", "differs", "hides_more"]
+__all__ = ["CHECKS", "differs", "every_layer", "hides_more", "marks_documents"]
+
+CHECKS: list[Check] = []
 
 
 def hides_more(indices: Tensor, attention_mask: Any) -> Tensor:
@@ -83,14 +85,6 @@ def _is_ignored(call: Call) -> bool:
     return _text_implementation(call) not in NAMES
 
 
-def _is_same_mask(call: Call) -> Tensor | None:
-    indices = call.named[VECTORS]
-    if indices.shape[2] != call.tokens.shape[1]:
-        return None
-    ends = _ends_of_documents(call) if indices.shape[3] == 1 else None
-    return ~differs(indices.detach(), ends, call.get("attention_mask")).any()
-
-
 def _ends_of_documents(call: Call) -> Tensor:
     """Return where the document of each token ends for an attention of transformers, int64 [B or 1, S].
 
@@ -106,21 +100,6 @@ def _ends_of_documents(call: Call) -> Tensor:
     if alone and positions is not None and positions.shape[1] == length:
         return next_flagged(positions[:, 1:] == 0)
     return torch.full((1, length), length, device=call.tokens.device)
-
-
-def _ignores_message(call: Call) -> str:
-    one = call.named[VECTORS].shape[3] == 1
-    way_out = "or, for packed documents, pass position_ids, use_cache=False and no mask"
-    return (
-        f"{VECTORS} hide tokens, but attn_implementation='{_text_implementation(call)}' ignores them; load it with "
-        f"'flashmask', {way_out if one else 'or pass one document per row'}"
-    )
-
-
-def _runs_packed(call: Call) -> bool:
-    if state_of(call.model.base_model).takes_packed_rows:
-        return True
-    return call.tokens.shape[1] > 1 and _text_implementation(call) not in NAMES  # runs the whole sequences
 
 
 def marks_documents(call: Call) -> bool:
@@ -139,131 +118,116 @@ def marks_documents(call: Call) -> bool:
     return known and indices.shape[2] == call.tokens.shape[1]
 
 
-def _is_unread(call: Call) -> bool:
-    if call.reads or torch.compiler.is_compiling() or (call.outer is not None and marks_documents(call.outer)):
-        return False
-    return marks_documents(call) and not is_compiled(call.model)
-
-
-def _has_one_document(call: Call) -> Tensor | None:
-    mask = call.get("attention_mask")
-    if call.indices is not None:
-        return ~hides_more(call.indices, mask).any()
-    return None if call.documents is None else call.documents.is_one_per_row()
-
-
-def _unread_message(call: Call) -> str:
-    name = type(call.model).__name__
-    if call.indices is None:
-        return (
-            f"{name} hands position_ids neither to its masks nor to its attention, so that documents of a row would "
-            f"see each other; pass {VECTORS} with them"
-        )
-    implementation = _text_implementation(call)
-    if implementation in NAMES:
-        return f"{name} never calls its attention by name, so that it ignores {VECTORS}; pass one document per row"
-    return (
-        f"{name} makes its masks without position_ids, so documents of a row mix with "
-        f"attn_implementation='{implementation}'; load it with 'flashmask', or pass one document per row"
+def every_layer(call: Call) -> tuple[bool, str]:
+    """Return whether every layer received the mask indices; recurrent layers get no mask, and are not counted."""
+    layers = call.config.get_text_config().num_hidden_layers
+    call.state.is_counted = call.supplied >= layers or is_guarded(call.model)
+    return call.state.is_counted, (
+        f"{call.name} gave the packed row's mask to {call.supplied} of its {layers} layers; in the others documents or "
+        "answers would see each other: use TRL's own trainer"
     )
 
 
-def _layers(call: Call) -> int:
-    return call.config.get_text_config().num_hidden_layers
+@rule(CHECKS, "a `FlashMask` as `attention_mask`", TypeError)
+def _takes_no_flash_mask(call: Call) -> Verdict:
+    if not isinstance(call.get("attention_mask"), FlashMask):
+        return None
+    return False, (
+        f"attention_mask is a FlashMask, which transformers does not take; pass {VECTORS}=mask.indices if the "
+        "model and the mask are causal, else mask.bidirectional().indices, and no attention_mask"
+    )
 
 
-def _every_layer_got_it(call: Call) -> bool:
-    call.state.is_counted = call.supplied >= _layers(call) or is_guarded(call.model)  # others get no mask
-    return call.state.is_counted
+@rule(CHECKS, "context parallelism of torch or accelerate", NotImplementedError)
+def _is_not_split_by_torch(call: Call) -> Verdict:
+    if call.is_ours and is_split_by_torch():
+        return False, context_parallel_message(call.implementation)
+    return None
 
 
-EVERY_LAYER = Check(
-    "packed rows in a trainer, in a model some of whose layers get no mask",
-    lambda call: (
-        call.indices is not None
-        and call.state.counts_layers
-        and not call.state.is_counted
-        and not torch.compiler.is_compiling()
-        and not is_compiled(call.model)
-    ),
-    _every_layer_got_it,
-    lambda call: (
-        f"{type(call.model).__name__} gave the packed row's mask to {call.supplied} of its {_layers(call)} layers; "
-        "in the others documents or answers would see each other: use TRL's own trainer"
-    ),
-    parts=True,
-    after=True,
-)
+@rule(CHECKS, "one process that sees several GPUs, so that Trainer takes `DataParallel`")
+def _is_no_replica(call: Call) -> Verdict:
+    return call.indices is None or not getattr(call.model, "_is_replica", False), (
+        "torch.nn.DataParallel splits a batch by rows, so it cannot run one packed row on several GPUs; start a "
+        "process per GPU with accelerate launch or torchrun, or set CUDA_VISIBLE_DEVICES=0"
+    )
 
-CHECKS = (
-    Check(
-        "a `FlashMask` as `attention_mask`",
-        lambda call: isinstance(call.get("attention_mask"), FlashMask),
-        lambda _: False,
-        lambda _: (
-            f"attention_mask is a FlashMask, which transformers does not take; pass {VECTORS}=mask.indices if the "
-            f"model and the mask are causal, else mask.bidirectional().indices, and no attention_mask"
-        ),
-        TypeError,
-    ),
-    Check(
-        "context parallelism of torch or accelerate",
-        lambda call: call.is_ours and is_split_by_torch(),
-        lambda _: False,
-        lambda call: context_parallel_message(call.implementation),
-        NotImplementedError,
-    ),
-    Check(
-        "one process that sees several GPUs, so that Trainer takes `DataParallel`",
-        lambda call: call.indices is not None,
-        lambda call: not getattr(call.model, "_is_replica", False),
-        lambda _: (
-            "torch.nn.DataParallel splits a batch by rows, so it cannot run one packed row on several GPUs; start a "
-            "process per GPU with accelerate launch or torchrun, or set CUDA_VISIBLE_DEVICES=0"
-        ),
-    ),
-    Check(
-        "batches of the preference and reward collators in stock TRL",
-        lambda call: call.tensor(VECTORS) is not None and call.get(PACKED_IDS) is not None and call.tokens is not None,
-        _runs_packed,
-        lambda call: (
-            f"{PACKED_IDS} are packed rows, which this {type(call.model).__name__} would not run: take the trainer of "
-            "the collator (SharedQuestionDPOTrainer, MultiAnswerRewardTrainer) or another collator"
-        ),
-    ),
-    Check(
-        "mask indices for AIMv2's text tower, which drops them",
-        lambda call: call.is_ours and call.indices is not None and family_of(call.config).drops_indices,
-        lambda _: False,
-        lambda call: (
-            f"models of type {call.config.model_type!r} keep keywords from their layers, so {VECTORS} would be ignored "
-            "without a word; pass a 2D attention_mask and one document per row"
-        ),
-        NotImplementedError,
-        parts=True,
-    ),
-    Check(
-        "mask indices of a longer row under another attention, as with context parallelism",
-        _is_ignored,
-        lambda call: call.tokens.shape[1] == 1 or call.named[VECTORS].shape[2] <= call.tokens.shape[1],
-        lambda call: (
-            f"{VECTORS} are of a row of {call.named[VECTORS].shape[2]} tokens, of which the call has "
-            f"{call.tokens.shape[1]}, and attn_implementation='{_text_implementation(call)}' ignores them; take "
-            "PackedSFTTrainer with 'flashmask'"
-        ),
-    ),
-    Check(
-        "packed rows under another attention, without positions or with a cache",
-        _is_ignored,
-        _is_same_mask,
-        _ignores_message,
-    ),
-    Check(
-        "document boundaries that no mask and no layer of the model reads",
-        _is_unread,
-        _has_one_document,
-        _unread_message,
-        after=True,
-    ),
-    EVERY_LAYER,
-)
+
+@rule(CHECKS, "batches of the preference and reward collators in stock TRL")
+def _runs_packed_rows(call: Call) -> Verdict:
+    if call.tensor(VECTORS) is None or call.get(PACKED_IDS) is None or call.tokens is None:
+        return None
+    runs_whole = call.tokens.shape[1] > 1 and _text_implementation(call) not in NAMES
+    return runs_whole or state_of(call.model.base_model).takes_packed_rows, (
+        f"{PACKED_IDS} are packed rows, which this {call.name} would not run: take the trainer of the collator "
+        "(SharedQuestionDPOTrainer, MultiAnswerRewardTrainer) or another collator"
+    )
+
+
+@rule(CHECKS, "mask indices for AIMv2's text tower, which drops them", NotImplementedError, parts=True)
+def _keeps_indices(call: Call) -> Verdict:
+    if call.indices is None or not call.is_ours or not family_of(call.config).drops_indices:
+        return None
+    return False, (
+        f"models of type {call.config.model_type!r} keep keywords from their layers, so {VECTORS} would be ignored "
+        "without a word; pass a 2D attention_mask and one document per row"
+    )
+
+
+@rule(CHECKS, "mask indices of a longer row under another attention, as with context parallelism")
+def _is_whole_row(call: Call) -> Verdict:
+    if not _is_ignored(call):
+        return None
+    row, length = call.indices.shape[2], call.tokens.shape[1]
+    return length == 1 or row <= length, (
+        f"{VECTORS} are of a row of {row} tokens, of which the call has {length}, and attn_implementation="
+        f"'{_text_implementation(call)}' ignores them; take PackedSFTTrainer with 'flashmask'"
+    )
+
+
+@rule(CHECKS, "packed rows under another attention, without positions or with a cache")
+def _is_same_mask(call: Call) -> Verdict:
+    indices = call.indices
+    if not _is_ignored(call) or indices.shape[2] != call.tokens.shape[1]:
+        return None
+    ends, way_out = None, "or pass one document per row"
+    if indices.shape[3] == 1:
+        ends, way_out = (
+            _ends_of_documents(call),
+            "or, for packed documents, pass position_ids, use_cache=False and no mask",
+        )
+    return ~differs(indices.detach(), ends, call.get("attention_mask")).any(), (
+        f"{VECTORS} hide tokens, but attn_implementation='{_text_implementation(call)}' ignores them; load it with "
+        f"'flashmask', {way_out}"
+    )
+
+
+@rule(CHECKS, "document boundaries that no mask and no layer of the model reads", after=True)
+def _are_documents_read(call: Call) -> Verdict:
+    if call.reads or torch.compiler.is_compiling() or (call.outer is not None and marks_documents(call.outer)):
+        return None
+    if not marks_documents(call) or is_compiled(call.model):
+        return None
+    implementation = _text_implementation(call)
+    if call.indices is None:
+        return (None if call.documents is None else call.documents.is_one_per_row()), (
+            f"{call.name} hands position_ids neither to its masks nor to its attention, so that documents of a row "
+            f"would see each other; pass {VECTORS} with them"
+        )
+    message = (
+        f"{call.name} makes its masks without position_ids, so documents of a row mix with attn_implementation="
+        f"'{implementation}'; load it with 'flashmask', or pass one document per row"
+    )
+    if implementation in NAMES:
+        message = (
+            f"{call.name} never calls its attention by name, so that it ignores {VECTORS}; pass one document per row"
+        )
+    return ~hides_more(call.indices, call.get("attention_mask")).any(), message
+
+
+@rule(CHECKS, "packed rows in a trainer, in a model some of whose layers get no mask", parts=True, after=True)
+def _reaches_every_layer(call: Call) -> Verdict:
+    state = call.state
+    if call.indices is None or not state.counts_layers or state.is_counted:
+        return None
+    return None if torch.compiler.is_compiling() or is_compiled(call.model) else every_layer(call)

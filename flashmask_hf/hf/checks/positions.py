@@ -13,13 +13,15 @@ import torch
 from torch import Tensor
 
 from flashmask_hf.hf.call import Call
-from flashmask_hf.hf.checks.check import Check
+from flashmask_hf.hf.checks.check import Check, Verdict, rule
 from flashmask_hf.hf.checks.trees import follows_document, subtree_ends
 from flashmask_hf.intervals import outer_rows
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.names import VECTORS
 
 __all__ = ["CHECKS", "count_from_first", "counts_from_later"]
+
+CHECKS: list[Check] = []
 
 
 def _mask_of(call: Call) -> FlashMask | None:
@@ -57,104 +59,88 @@ def count_from_first(call: Call) -> dict[str, Any]:
     return call.named | {"position_ids": positions + first}
 
 
-def _has_no_positions(call: Call) -> bool:
+def _lacks_positions(call: Call) -> bool:
     return call.is_ours and call.state.first_position is not None and call.get("position_ids") is None
 
 
-def _mask_has_one_document(call: Call) -> Tensor | None:
+@rule(
+    CHECKS,
+    "mask indices of documents without positions, in a model that embeds positions (GPT-2, BERT)",
+    parts=True,
+)
+def _mask_has_one_document(call: Call) -> Verdict:
+    if call.indices is None or not _lacks_positions(call) or call.config.is_encoder_decoder:
+        return None
     mask = _mask_of(call)
-    return None if mask is None else ~follows_document(subtree_ends(mask)).any()
+    if mask is None:
+        return None
+    return ~follows_document(subtree_ends(mask)).any(), (
+        f"{call.name} embeds positions, and would number several documents of {VECTORS} from end to end without "
+        "position_ids; pass positions that start again with each document"
+    )
 
 
-def _is_not_split(call: Call) -> bool:
-    mask = _mask_of(call)
-    return mask is None or mask.kv_len <= call.named["position_ids"].shape[1]
+@rule(CHECKS, "`cu_seq_lens_q` without `position_ids` in a model that embeds positions", parts=True)
+def _bounds_have_one_document(call: Call) -> Verdict:
+    bounds = call.tensor("cu_seq_lens_q")
+    if bounds is None or call.indices is not None or not _lacks_positions(call):
+        return None
+    return (bounds.diff() > 0).sum() <= 1, (
+        f"{call.name} embeds positions, and would number the documents of cu_seq_lens_q from end to end without "
+        "position_ids; pass positions that start again with each document"
+    )
 
 
-def _seen_count_from_first(call: Call) -> Tensor | None:
-    seen = _seen(call)
-    return None if seen is None else ~(seen & (call.named["position_ids"] < call.state.first_position)).any()
+@rule(
+    CHECKS,
+    "rows split over ranks in a RoBERTa, which counts positions from `padding_idx + 1`",
+    NotImplementedError,
+    parts=True,
+)
+def _is_not_split(call: Call) -> Verdict:
+    mask = _mask_of(call) if counts_from_later(call) else None
+    if mask is None:
+        return None
+    return mask.kv_len <= call.named["position_ids"].shape[1], (
+        f"{call.name} counts positions from {call.state.first_position}, which is not implemented for rows that are "
+        "split over ranks; use a model whose positions start at 0"
+    )
 
 
-def _has_plain_positions(call: Call) -> bool:
-    return counts_from_later(call) and call.indices is None
+@rule(CHECKS, "packed rows for a RoBERTa with positions of padding", parts=True)
+def _seen_count_from_first(call: Call) -> Verdict:
+    seen = _seen(call) if counts_from_later(call) else None
+    if seen is None:
+        return None
+    first = call.state.first_position
+    return ~(seen & (call.named["position_ids"] < first)).any(), (
+        f"position_ids of {call.name} must count from {first} in every document, as the lower ones are padding's, or "
+        "from 0"
+    )
 
 
-def _restarts_at_padding(call: Call) -> Tensor:
+@rule(CHECKS, "packed rows for a RoBERTa with positions from 0 and no mask indices", parts=True)
+def _restarts_at_padding(call: Call) -> Verdict:
+    if call.indices is not None or not counts_from_later(call):
+        return None
     call.reads += 1  # so that positions of padding are not taken for documents that nothing reads
     positions = call.named["position_ids"]
     before, start, after = positions[:, :-2], positions[:, 1:-1], positions[:, 2:]
-    return ~((before > 0) & (start == 0) & (after == 1)).any()
+    return ~((before > 0) & (start == 0) & (after == 1)).any(), (
+        f"position_ids start again at 0, but {call.name} counts positions from {call.state.first_position}, and 0 is "
+        f"padding; pass {VECTORS} with them, as the collators do"
+    )
 
 
-def _counts_once(call: Call) -> Tensor:
+@rule(CHECKS, "packed rows for a RoBERTa with positions from `padding_idx + 1` and no mask indices", parts=True)
+def _counts_once(call: Call) -> Verdict:
+    if call.indices is not None or not counts_from_later(call) or call.get("cu_seq_lens_q") is not None:
+        return None
     positions, first, shown = call.named["position_ids"], call.state.first_position, call.get("attention_mask")
     starts = (positions[:, :-1] > first) & (positions[:, 1:] == first)
     if isinstance(shown, Tensor) and shown.shape == positions.shape:
         starts = starts & shown[:, 1:].to(torch.bool)
-    return ~starts.any()
-
-
-CHECKS = (
-    Check(
-        "mask indices of documents without positions, in a model that embeds positions (GPT-2, BERT)",
-        lambda call: _has_no_positions(call) and call.indices is not None and not call.config.is_encoder_decoder,
-        _mask_has_one_document,
-        lambda call: (
-            f"{type(call.model).__name__} embeds positions, and would number several documents of {VECTORS} from end "
-            "to end without position_ids; pass positions that start again with each document"
-        ),
-        parts=True,
-    ),
-    Check(
-        "`cu_seq_lens_q` without `position_ids` in a model that embeds positions",
-        lambda call: _has_no_positions(call) and call.indices is None and call.tensor("cu_seq_lens_q") is not None,
-        lambda call: (call.named["cu_seq_lens_q"].diff() > 0).sum() <= 1,
-        lambda call: (
-            f"{type(call.model).__name__} embeds positions, and would number the documents of cu_seq_lens_q from end "
-            "to end without position_ids; pass positions that start again with each document"
-        ),
-        parts=True,
-    ),
-    Check(
-        "rows split over ranks in a RoBERTa, which counts positions from `padding_idx + 1`",
-        lambda call: counts_from_later(call) and call.indices is not None,
-        _is_not_split,
-        lambda call: (
-            f"{type(call.model).__name__} counts positions from {call.state.first_position}, which is not implemented "
-            "for rows that are split over ranks; use a model whose positions start at 0"
-        ),
-        NotImplementedError,
-        parts=True,
-    ),
-    Check(
-        "packed rows for a RoBERTa with positions of padding",
-        lambda call: counts_from_later(call) and call.indices is not None,
-        _seen_count_from_first,
-        lambda call: (
-            f"position_ids of {type(call.model).__name__} must count from {call.state.first_position} in every "
-            "document, as the lower ones are padding's, or from 0"
-        ),
-        parts=True,
-    ),
-    Check(
-        "packed rows for a RoBERTa with positions from 0 and no mask indices",
-        _has_plain_positions,
-        _restarts_at_padding,
-        lambda call: (
-            f"position_ids start again at 0, but {type(call.model).__name__} counts positions from "
-            f"{call.state.first_position}, and 0 is padding; pass {VECTORS} with them, as the collators do"
-        ),
-        parts=True,
-    ),
-    Check(
-        "packed rows for a RoBERTa with positions from `padding_idx + 1` and no mask indices",
-        lambda call: _has_plain_positions(call) and call.get("cu_seq_lens_q") is None,
-        _counts_once,
-        lambda call: (
-            f"position_ids start again at {call.state.first_position} in one row, but {type(call.model).__name__} does "
-            f"not hand them to its masks, so its documents would see each other; pass {VECTORS} with them"
-        ),
-        parts=True,
-    ),
-)
+    return ~starts.any(), (
+        f"position_ids start again at {first} in one row, but {call.name} does not hand them to its masks, so its "
+        f"documents would see each other; pass {VECTORS} with them"
+    )

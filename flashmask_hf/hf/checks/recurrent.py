@@ -13,13 +13,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from flashmask_hf.hf.call import Call, cache_of
-from flashmask_hf.hf.checks.check import Check, require
+from flashmask_hf.hf.checks.check import Check, Verdict, require, rule
 from flashmask_hf.hf.documents import document_starts, of_bounds, run_bounds
 from flashmask_hf.hf.families import family_of
 from flashmask_hf.hf.models import state_of
 from flashmask_hf.names import VECTORS
 
 __all__ = ["CHECKS", "add_boundaries", "is_guarded", "takes_boundaries"]
+
+CHECKS: list[Check] = []
 
 _JOINS = "the model has recurrent or convolutional layers, which carry tokens from one document into the next"
 _WAY_OUT = "pass one document per row, or take a model of attention alone"
@@ -105,7 +107,7 @@ def add_boundaries(call: Call) -> dict[str, Any]:
     so the host waits for it. A cache of several documents would hold one state for each, so there is none.
     """
     if call.indices is not None:
-        require(_FLAT, call)
+        require(_are_flat, call)
     found = _documents(call)
     if found is None:
         return call.named
@@ -129,58 +131,39 @@ def _has_form(call: Call) -> bool:
     return indices is not None and indices.shape[1:] == (1, call.tokens.shape[1], 1)
 
 
-def _is_flat(call: Call) -> Tensor:
-    """Return whether mask indices are of causal documents one after another; bool []."""
-    ends = call.named[VECTORS][:, 0, :, 0]
-    real, joined = _joined(call.named[VECTORS], ends.shape[1])
-    return ((run_bounds(joined)[1] == ends) | ~real).all()
+@rule(CHECKS, "mask indices of another shape in a model with recurrent or convolutional layers", parts=True)
+def _have_form(call: Call) -> Verdict:
+    if call.indices is None or not _has_documents(call):
+        return None
+    got = list(call.indices.shape) if isinstance(call.indices, Tensor) else type(call.indices).__name__
+    return _has_form(call), (
+        f"{VECTORS} in a model with recurrent or convolutional layers must be of causal documents one after another as "
+        f"[B, 1, {call.tokens.shape[1]}, 1], got {got}; or pass one sequence per row"
+    )
 
 
-def _has_one_document(call: Call) -> Tensor | None:
-    found = _documents(call)
+@rule(CHECKS, "mask indices other than of causal documents in such a model", parts=True, waits=True)
+def _are_flat(call: Call) -> Verdict:
+    if call.indices is None or not _has_documents(call):
+        return None
+    ends = call.indices[:, 0, :, 0]
+    real, joined = _joined(call.indices, ends.shape[1])
+    message = f"{_JOINS}; pass {VECTORS} of causal documents one after another, or one sequence per row"
+    return ((run_bounds(joined)[1] == ends) | ~real).all(), message
+
+
+@rule(
+    CHECKS,
+    "packed rows in a model with recurrent or convolutional layers, any trainer",
+    parts=True,
+    waits=True,
+)
+def _is_one_document(call: Call) -> Verdict:
+    found = None if not _has_documents(call) or takes_boundaries(call) else _documents(call)
     if found is None:
         return None
     last, real = found
     first = last
     if real is not None:
         last, first = last.masked_fill(~real, -1), last.masked_fill(~real, last.shape[-1])
-    return (last.amax(-1) <= first.amin(-1)).all()
-
-
-def _form_message(call: Call) -> str:
-    indices = call.indices
-    got = list(indices.shape) if isinstance(indices, Tensor) else type(indices).__name__
-    length = call.tokens.shape[1]
-    return (
-        f"{VECTORS} in a model with recurrent or convolutional layers must be of causal documents one after another as "
-        f"[B, 1, {length}, 1], got {got}; or pass one sequence per row"
-    )
-
-
-_FLAT = Check(
-    "mask indices other than of causal documents in such a model",
-    lambda call: _has_documents(call) and call.indices is not None,
-    _is_flat,
-    lambda _: f"{_JOINS}; pass {VECTORS} of causal documents one after another, or one sequence per row",
-    parts=True,
-    waits=True,
-)
-
-CHECKS = (
-    Check(
-        "mask indices of another shape in a model with recurrent or convolutional layers",
-        lambda call: _has_documents(call) and call.indices is not None,
-        _has_form,
-        _form_message,
-        parts=True,
-    ),
-    _FLAT,
-    Check(
-        "packed rows in a model with recurrent or convolutional layers, any trainer",
-        lambda call: _has_documents(call) and not takes_boundaries(call),
-        _has_one_document,
-        lambda call: f"{_JOINS}; {_obstacle(call)}",
-        parts=True,
-        waits=True,
-    ),
-)
+    return (last.amax(-1) <= first.amin(-1)).all(), f"{_JOINS}; {_obstacle(call)}"

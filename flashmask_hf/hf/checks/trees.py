@@ -13,12 +13,14 @@ from torch import Tensor, nn
 from transformers.loss.loss_utils import LOSS_MAPPING
 
 from flashmask_hf.hf.call import Call
-from flashmask_hf.hf.checks.check import Check
+from flashmask_hf.hf.checks.check import Check, Verdict, rule
 from flashmask_hf.intervals import outer_rows
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.names import IGNORED, PACKED_IDS, VECTORS
 
 __all__ = ["CHECKS", "follows_document", "subtree_ends", "tree_positions_fit", "tree_positions_message"]
+
+CHECKS: list[Check] = []
 
 
 def tree_positions_fit(mask: FlashMask, position_ids: Tensor | None) -> Tensor:
@@ -132,9 +134,9 @@ def _is_own_loss(call: Call) -> bool:
 def _shifted_labels(call: Call) -> tuple[Tensor, Tensor] | None:
     """Return LTS [B, S] and the labels [B, S] that the model's loss shifts by one; None if their forms do not fit."""
     indices, labels = call.tensor(VECTORS, 4), call.tensor("labels", 2)
-    if indices is None or indices.dtype != torch.int32 or indices.shape[1] != 1 or labels is None:
+    if not _is_own_loss(call) or indices is None or indices.dtype != torch.int32 or indices.shape[1] != 1:
         return None
-    return None if call.get("shift_labels") is not None else (indices, labels)
+    return None if labels is None or call.get("shift_labels") is not None else (indices, labels)
 
 
 def _learned(call: Call) -> tuple[Tensor, Tensor] | None:
@@ -147,79 +149,61 @@ def _learned(call: Call) -> tuple[Tensor, Tensor] | None:
     return ends, (labels != IGNORED).to(ends.device)
 
 
-def _labels_are_whole(call: Call) -> bool | None:
-    found = _shifted_labels(call)
-    return None if found is None else found[1].shape[1] >= found[0].shape[2]
-
-
-def _no_branch_is_learned(call: Call) -> Tensor | None:
-    found = _learned(call)
-    return None if found is None else ~(_branches(found[0])[0][:, 0] & found[1]).any()
-
-
-def _no_first_token_is_learned(call: Call) -> Tensor | None:
-    found = _learned(call)
-    return None if found is None else ~(follows_document(found[0][:, 0]) & found[1]).any()
-
-
 def _has_paths(call: Call) -> bool:
     return call.indices is not None and call.tensor("shift_labels", 3) is not None
 
 
-def _is_loss_of_another(call: Call) -> bool:
-    """Return whether a trainer, or a fused head of TRL or Liger, computes the loss of a model in training."""
+@rule(CHECKS, "labels of every path of a tree in a trainer that computes its own loss (label smoothing)")
+def _takes_own_loss(call: Call) -> Verdict:
     model = call.model
-    return (model.training and model.base_model is not model) and bool(
-        call.get("labels") is None
-        or call.get("fused_lm_head")
-        or getattr(model.forward, "__module__", "").startswith("liger_kernel.")
+    if not _has_paths(call) or not model.training or model.base_model is model:
+        return None
+    is_fused = call.get("fused_lm_head") or getattr(model.forward, "__module__", "").startswith("liger_kernel.")
+    return call.get("labels") is not None and not is_fused, (  # else a trainer, TRL's head or Liger computes it
+        "shift_labels are those of every path of a tree, which only the model's loss takes; use the plain Trainer "
+        "without smoothing and fused losses, or DataCollatorForTrees without per_path"
     )
 
 
-CHECKS = (
-    Check(
-        "labels of every path of a tree in a trainer that computes its own loss (label smoothing)",
-        _has_paths,
-        lambda call: not _is_loss_of_another(call),
-        lambda _: (
-            "shift_labels are those of every path of a tree, which only the model's loss takes; use the plain Trainer "
-            "without smoothing and fused losses, or DataCollatorForTrees without per_path"
-        ),
-    ),
-    Check(
-        "labels of every path of a tree in a model without `tree_loss`",
-        lambda call: _has_paths(call) and _is_own_loss(call),
-        lambda _: False,
-        lambda _: (
-            "shift_labels are those of every path of a tree, which the model's own loss does not take; set "
-            "model.loss_function = flashmask_hf.collators.tree_loss (of model.get_base_model() under PEFT)"
-        ),
-    ),
-    Check(
-        "`labels` of a shard of a row, at whose edge the model's loss would lose a label",
-        _is_own_loss,
-        _labels_are_whole,
-        lambda call: (
-            f"labels cover [B, {call.named['labels'].shape[1]}], a shard of the row, and the model's loss would lose "
-            "one at its edge; pass shift_labels (flashmask_hf.parallel.RowSplit.shard)"
-        ),
-    ),
-    Check(
-        "`labels=input_ids`: a branch learned from its sibling",
-        _is_own_loss,
-        _no_branch_is_learned,
-        lambda _: (
-            "labels name the first token of a branch, which the model's loss predicts from the last one of its "
-            "sibling; set it to -100 there, or take a trainer of flashmask_hf"
-        ),
-    ),
-    Check(
-        "`labels=input_ids` of packed documents, from a collator of one's own",
-        _is_own_loss,
-        _no_first_token_is_learned,
-        lambda _: (
-            "labels name the first token of a packed document, which the model's loss predicts from the document "
-            "before; set it to -100 there, as the collators of flashmask_hf do"
-        ),
-    ),
-)
+@rule(CHECKS, "labels of every path of a tree in a model without `tree_loss`")
+def _has_tree_loss(call: Call) -> Verdict:
+    if not _has_paths(call) or not _is_own_loss(call):
+        return None
+    return False, (
+        "shift_labels are those of every path of a tree, which the model's own loss does not take; set "
+        "model.loss_function = flashmask_hf.collators.tree_loss (of model.get_base_model() under PEFT)"
+    )
+
+
+@rule(CHECKS, "`labels` of a shard of a row, at whose edge the model's loss would lose a label")
+def _are_labels_whole(call: Call) -> Verdict:
+    found = _shifted_labels(call)
+    if found is None:
+        return None
+    length = found[1].shape[1]
+    return length >= found[0].shape[2], (
+        f"labels cover [B, {length}], a shard of the row, and the model's loss would lose one at its edge; pass "
+        "shift_labels (flashmask_hf.parallel.RowSplit.shard)"
+    )
+
+
+@rule(CHECKS, "`labels=input_ids`: a branch learned from its sibling")
+def _is_no_branch_learned(call: Call) -> Verdict:
+    found = _learned(call)
+    if found is None:
+        return None
+    return ~(_branches(found[0])[0][:, 0] & found[1]).any(), (
+        "labels name the first token of a branch, which the model's loss predicts from the last one of its sibling; "
+        "set it to -100 there, or take a trainer of flashmask_hf"
+    )
+
+
+@rule(CHECKS, "`labels=input_ids` of packed documents, from a collator of one's own")
+def _is_no_first_token_learned(call: Call) -> Verdict:
+    found = _learned(call)
+    if found is None:
+        return None
+    return ~(follows_document(found[0][:, 0]) & found[1]).any(), (
+        "labels name the first token of a packed document, which the model's loss predicts from the document before; "
+        "set it to -100 there, as the collators of flashmask_hf do"
+    )

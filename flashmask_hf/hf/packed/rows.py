@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from flashmask_hf.hf.call import Call, current
-from flashmask_hf.hf.checks.check import require
-from flashmask_hf.hf.checks.ignored import EVERY_LAYER
+from flashmask_hf.hf.checks.ignored import every_layer
 from flashmask_hf.hf.models import is_compiled, state_of, unwrap_peft
 from flashmask_hf.hf.rewrites import require_flashmask
 from flashmask_hf.names import PACKED_INDEX, VECTORS
@@ -98,7 +97,9 @@ def check_compiled(model: Any, device: torch.device) -> None:
                 model(input_ids=ids, position_ids=ids, startend_row_indices=ends, use_cache=False)
         finally:
             current.call = outer
-        require(EVERY_LAYER, call)
+        received, message = every_layer(call)
+        if not received:
+            raise ValueError(message)
     _checked.add(model)
 
 
