@@ -341,11 +341,11 @@ def training() -> str:
 def compiled() -> str:
     """Full fine-tuning with compiled layers."""
     rows = read("training_compiled_h200")
-    kept = {"compiled+kept": ", attention kept"}
+    kept = {"compiled+kept": ", attention output kept"}
     columns: dict[str, Cell] = {
         "layers compiled": lambda rows: name_of(rows[0]["implementation"]) + kept.get(rows[0]["setting"], ""),
         "tokens/s": value(RATE),
-        "first step": lambda rows: "compiled above" if rows[0]["compilations"] == "0" else first(rows),
+        "first step": lambda rows: "as in the row above" if rows[0]["compilations"] == "0" else first(rows),
     }
     first = value("first_step_seconds", "{:.0f} s")
     shape = f"{SHAPE}, all weights, rows of {int(rows[0]['length']):,} tokens of 1 to 10 documents"

@@ -12,10 +12,10 @@ from flashmask_hf._numbers import as_integer
 from flashmask_hf.mask import MAX_LENGTH
 
 Device: TypeAlias = torch.device | str | None
-"""Device to build a mask on; None leaves the choice to the constructor."""
+"""Device to build a mask on, or None."""
 
 INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
-"""Dtypes of integer tensors that arguments may have."""
+"""Dtypes of integer tensors."""
 
 
 def target_device(device: Device, given: Any) -> Device:
@@ -47,7 +47,7 @@ def as_length(name: str, value: Any) -> int:
 
 
 def query_count(q_len: int | None, kv_len: int, may_exceed: bool = False) -> int:
-    """Return the number of queries: `q_len`, or `kv_len` if it is None."""
+    """Return `q_len`, or `kv_len` if it is None."""
     if q_len is None:
         return kv_len
     if may_exceed:
@@ -57,7 +57,7 @@ def query_count(q_len: int | None, kv_len: int, may_exceed: bool = False) -> int
 
 
 def batch_rows(name: str, value: Any, row_type: type | tuple[type, ...]) -> list[tuple[str, Sequence[Any]]]:
-    """Split an argument into (name for errors, row) pairs, one per row of the batch; a bare row is a batch of one."""
+    """Split an argument into (name for errors, row) pairs, one per packed row; a bare row is a batch of one."""
     if not isinstance(value, (list, tuple)):
         raise TypeError(f"{name} must be a list, or a list of lists for a batch, got {type(value).__name__}")
     if not value:
@@ -73,7 +73,7 @@ def batch_rows(name: str, value: Any, row_type: type | tuple[type, ...]) -> list
 
 
 def batch_integers(name: str, value: Any, high: int | None) -> list[int]:
-    """Return one number in 0..high per row of the batch, from a list, or an int tensor or array [B]."""
+    """Return one number in 0..high per packed row, from a list, or an int tensor or array [B]."""
     value = from_array(value)
     if isinstance(value, Tensor):
         check_integer_tensor(name, value)
@@ -89,7 +89,7 @@ def batch_integers(name: str, value: Any, high: int | None) -> list[int]:
 
 
 def key_count(name: str, lengths: list[list[int]], kv_len: int | None) -> int:
-    """Return the number of keys: `kv_len`, which every row must fit, or the longest row if it is None."""
+    """Return `kv_len`, which every packed row must fit, or the length of the longest if it is None."""
     totals = [sum(row) for row in lengths]
     if kv_len is None:
         return as_length(f"the number of tokens in {name}", max(totals))

@@ -17,7 +17,7 @@ def make_mask(*columns: Tensor, causal: bool, q_len: int, device: Device) -> Fla
     Args:
         columns: bounds, int [B, Hm, Skv] each, in the order of the FlashMask table.
         causal: as in FlashMask.
-        q_len: number of queries, the last of Skv positions.
+        q_len: number of queries.
         device: device of the mask; None is the device of the bounds.
     """
     shift = columns[0].shape[-1] - q_len
@@ -31,7 +31,7 @@ def key_positions(kv_len: int, device: Device = "cpu") -> Tensor:
 
 
 def per_row(values: list[int]) -> Tensor:
-    """Return one number per row of the batch, int64 [B, 1, 1]."""
+    """Return one number per packed row, int64 [B, 1, 1]."""
     return torch.tensor(values, dtype=torch.int64, device="cpu").view(-1, 1, 1)
 
 
@@ -52,13 +52,9 @@ def document_spans(lengths: list[list[int]], kv_len: int) -> tuple[Tensor, Tenso
 
 
 def next_flagged(flags: Tensor) -> Tensor:
-    """Return for each position 0..S-1 the first later one that is flagged, or S.
+    """Return for each position 0..S-1 the first later one that is flagged, or S: int64 [B, S].
 
-    Args:
-        flags: bool [B, S - 1], of the positions 1..S-1.
-
-    Returns:
-        int64 [B, S].
+    `flags` are bool [B, S - 1], of the positions 1..S-1.
     """
     length = flags.shape[-1] + 1
     row = torch.arange(1, length + 1, device=flags.device)

@@ -25,7 +25,7 @@ from flashmask_hf.masks._arguments import (
 from flashmask_hf.masks._columns import document_spans, key_positions, make_mask, per_row, per_token
 
 Lengths: TypeAlias = Sequence[int] | Sequence[Sequence[int]] | Tensor
-"""Lengths in tokens: of one row, of each row of a batch, or an int tensor or array [documents] or [B, documents]."""
+"""As `documents` in `flashmask_hf.masks`."""
 
 
 def causal_document(
@@ -46,8 +46,7 @@ def causal_document(
         FlashMask: indices [B, 1, kv_len, 1], causal.
 
     Example:
-        >>> from flashmask_hf import masks
-        >>> masks.causal_document([[3, 2, 1], [2, 2]]).indices[..., 0]
+        >>> causal_document([[3, 2, 1], [2, 2]]).indices[..., 0]
         tensor([[[3, 3, 3, 5, 5, 6]],
         <BLANKLINE>
                 [[2, 2, 4, 4, 0, 0]]], dtype=torch.int32)
@@ -76,8 +75,7 @@ def document(
         FlashMask: indices [B, 1, kv_len, 2], not causal.
 
     Example:
-        >>> from flashmask_hf import masks
-        >>> masks.document([3, 2, 1]).indices[0, 0].T
+        >>> document([3, 2, 1]).indices[0, 0].T
         tensor([[3, 3, 3, 5, 5, 6],
                 [0, 0, 0, 3, 3, 5]], dtype=torch.int32)
     """
@@ -103,11 +101,10 @@ def causal_blockwise(
         1 1 1 1 1 .
         1 1 1 1 1 1
 
-    Queries of padding see what the last block sees, because hiding that would take a second interval. Leave them out of
-    the loss.
+    Leave padding out of the loss: its queries see what the last block sees.
 
     Args:
-        block_lengths: lengths in tokens, in the forms of `documents`. The last block is the test example.
+        block_lengths: as `documents`. The last block is the test example.
 
     Returns:
         FlashMask: indices [B, 1, kv_len, 2], causal.
@@ -116,8 +113,7 @@ def causal_blockwise(
         ValueError: a block has less than one token.
 
     Example:
-        >>> from flashmask_hf import masks
-        >>> masks.causal_blockwise([2, 2, 2]).indices[0, 0].T
+        >>> causal_blockwise([2, 2, 2]).indices[0, 0].T
         tensor([[2, 2, 4, 4, 4, 4],
                 [4, 4, 4, 4, 4, 4]], dtype=torch.int32)
     """
@@ -163,7 +159,7 @@ def padding(
         . . 1 1 1
 
     Args:
-        lengths: number of real tokens per row, 0..kv_len; a list, or an int tensor or array [B].
+        lengths: real tokens per row, 0..kv_len; a list, or an int tensor or array [B].
         side: where the padding is.
 
     Returns:
@@ -173,8 +169,7 @@ def padding(
         ValueError: a length lies outside 0..kv_len, or `side` is neither "right" nor "left".
 
     Example:
-        >>> from flashmask_hf import masks
-        >>> masks.padding([5, 3]).indices[:, 0, :, 0]
+        >>> padding([5, 3]).indices[:, 0, :, 0]
         tensor([[5, 5, 5, 5, 5],
                 [3, 3, 3, 0, 0]], dtype=torch.int32)
     """
@@ -200,7 +195,7 @@ def padding(
 
 
 def _batch_lengths(name: str, value: Any) -> list[list[int]]:
-    """Return the lengths per row of the batch from an argument in the forms of `documents`."""
+    """Return the lengths per packed row from an argument in the forms of `documents`."""
     value = from_array(value)
     if isinstance(value, Tensor):
         check_integer_tensor(name, value)

@@ -53,8 +53,7 @@ def from_cu_seqlens(
         ValueError: `cu_seqlens` does not start at 0, decreases, or holds no token or more than `kv_len`.
 
     Example:
-        >>> from flashmask_hf import masks
-        >>> masks.from_cu_seqlens([0, 3, 5, 6]).indices.flatten()
+        >>> from_cu_seqlens([0, 3, 5, 6]).indices.flatten()
         tensor([3, 3, 3, 5, 5, 6], dtype=torch.int32)
     """
     check_bool("causal", causal)
@@ -100,7 +99,7 @@ def from_position_ids(
     Each token of padding with position 0 is a document of its own, which sees only itself.
 
     Args:
-        position_ids: int tensor or array [S], or [B, S] for a batch, which the host reads; 0, 1, 2, ... per document.
+        position_ids: int tensor or array [S] or [B, S], which the host reads; 0, 1, 2, ... per document.
 
     Returns:
         FlashMask: indices [B, 1, S, 1], causal; or [B, 1, S, 2], not causal. B is 1 for [S].
@@ -111,9 +110,7 @@ def from_position_ids(
             trees do.
 
     Example:
-        >>> import torch
-        >>> from flashmask_hf import masks
-        >>> masks.from_position_ids(torch.tensor([0, 1, 2, 0, 1, 0])).indices.flatten()
+        >>> from_position_ids(torch.tensor([0, 1, 2, 0, 1, 0])).indices.flatten()
         tensor([3, 3, 3, 5, 5, 6], dtype=torch.int32)
     """
     position_ids = from_array(position_ids)

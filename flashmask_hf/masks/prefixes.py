@@ -36,7 +36,7 @@ def prefix_lm_causal(
         1 1 1 1 1
 
     Args:
-        prefix: length of the prefix in tokens, 0..kv_len; a list, or an int tensor or array [B], for a batch.
+        prefix: length of the prefix, 0..kv_len; a list, or an int tensor or array [B], for a batch.
 
     Returns:
         FlashMask: indices [B, 1, kv_len, 2], not causal.
@@ -45,8 +45,7 @@ def prefix_lm_causal(
         ValueError: a prefix lies outside 0..kv_len.
 
     Example:
-        >>> from flashmask_hf import masks
-        >>> masks.prefix_lm_causal(5, 3).indices[0, 0].T
+        >>> prefix_lm_causal(5, 3).indices[0, 0].T
         tensor([[5, 5, 5, 5, 5],
                 [0, 0, 0, 3, 4]], dtype=torch.int32)
     """
@@ -86,8 +85,7 @@ def prefix_lm_document(
         . . . . 1 1
 
     Args:
-        documents: tuples (prefix length, total length) in tokens. A list of tuples is one row, a list of such lists a
-            batch.
+        documents: tuples (prefix length, total length).
 
     Returns:
         FlashMask: indices [B, 1, kv_len, 2], not causal.
@@ -97,8 +95,7 @@ def prefix_lm_document(
         ValueError: a prefix is longer than its document.
 
     Example:
-        >>> from flashmask_hf import masks
-        >>> masks.prefix_lm_document([(2, 4), (1, 2)]).indices[0, 0].T
+        >>> prefix_lm_document([(2, 4), (1, 2)]).indices[0, 0].T
         tensor([[4, 4, 4, 4, 6, 6],
                 [0, 0, 2, 3, 4, 5]], dtype=torch.int32)
     """

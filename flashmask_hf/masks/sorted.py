@@ -1,6 +1,6 @@
-"""Masks of rows and columns sorted per head: kept queries and keys first, or tokens by hash bucket.
+"""Masks of queries and keys sorted per head: kept ones first, or by hash bucket.
 
-`flashmask_hf.sparse` attends under these masks and uses the functions below the two constructors.
+`flashmask_hf.sparse` attends under these masks.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from flashmask_hf.torch_internals import is_one_of
 def qk_sparse(q_keep: Tensor, k_keep: Tensor, *, mask: FlashMask | None = None, device: Device = None) -> FlashMask:
     """Causal attention between the queries and keys that each head keeps (section 2.1; Pagliardini et al. 2023, 3.1).
 
-    The mask is for rows in the order `(~q_keep).byte().argsort(dim=-1, stable=True)`, and likewise for keys and values:
-    kept ones first. There a kept key hides two intervals: earlier kept queries, and all dropped queries. Dropped
-    queries see nothing, and dropped keys are hidden.
+    The mask is for queries in the order `(~q_keep).byte().argsort(dim=-1, stable=True)`, and likewise for keys and
+    values: kept ones first. There a kept key hides two intervals: earlier kept queries, and all dropped queries.
+    Dropped queries see nothing, and dropped keys are hidden.
 
     Original order, query 1 and key 2 dropped, and what `qk_sparse` returns for it:
 
@@ -42,15 +42,10 @@ def qk_sparse(q_keep: Tensor, k_keep: Tensor, *, mask: FlashMask | None = None, 
         ValueError: shapes or devices do not fit, or `mask` has another form.
 
     Example:
-        >>> import torch
-        >>> from flashmask_hf import masks
-        >>> q_keep = torch.tensor([[[True, False, True, True]]])
-        >>> k_keep = torch.tensor([[[True, True, False, True]]])
-        >>> masks.qk_sparse(q_keep, k_keep).to_dense().int()[0, 0]
-        tensor([[1, 0, 0, 0],
-                [1, 1, 0, 0],
-                [1, 1, 1, 0],
-                [0, 0, 0, 0]], dtype=torch.int32)
+        >>> q_keep, k_keep = torch.tensor([[[True, False, True, True]]]), torch.tensor([[[True, True, False, True]]])
+        >>> qk_sparse(q_keep, k_keep).indices[0, 0].T
+        tensor([[3, 3, 3, 3],
+                [0, 1, 2, 4]], dtype=torch.int32)
     """
     check_keep(q_keep, k_keep)
     hidden_from = first_hidden_rows(mask, q_keep, k_keep)
@@ -70,8 +65,9 @@ def hash_sparse(
 ) -> FlashMask:
     """Causal attention between queries and keys of the same bucket (section 2.1; Pagliardini et al. 2023, 3.2).
 
-    The mask is for rows in the order `q_bucket.argsort(dim=-1, stable=True)`, and likewise for keys and values. There a
-    bucket is a block of rows [s, e), and a key hides the rows outside the block and the earlier rows inside.
+    The mask is for queries in the order `q_bucket.argsort(dim=-1, stable=True)`, and likewise for keys and values.
+    There a bucket is a block of query rows [s, e), and a key hides the rows outside the block and the earlier rows
+    inside.
 
     Original order for the buckets 1 0 1 0 of queries and keys, and what `hash_sparse` returns for it:
 
@@ -81,8 +77,8 @@ def hash_sparse(
         . 1 . 1        . . 1 1
 
     Args:
-        q_bucket: int [B, H, Sq], any integers. Query row i is at position i + Skv - Sq.
-        k_bucket: int [B, Hkv, Skv]. H is a multiple of Hkv: query head h reads key head h * Hkv // H.
+        q_bucket: int [B, H, Sq], any integers; heads and positions as in `qk_sparse`.
+        k_bucket: int [B, Hkv, Skv].
         exclude_self: whether the key at the query's own position is hidden, as in Reformer.
         mask: what else is hidden, as in `qk_sparse`.
 
@@ -94,14 +90,10 @@ def hash_sparse(
         ValueError: shapes or devices do not fit, or `mask` has another form.
 
     Example:
-        >>> import torch
-        >>> from flashmask_hf import masks
         >>> bucket = torch.tensor([[[1, 0, 1, 0]]])
-        >>> masks.hash_sparse(bucket, bucket).to_dense().int()[0, 0]
-        tensor([[1, 0, 0, 0],
-                [1, 1, 0, 0],
-                [0, 0, 1, 0],
-                [0, 0, 1, 1]], dtype=torch.int32)
+        >>> hash_sparse(bucket, bucket).indices[0, 0].T
+        tensor([[2, 2, 4, 4],
+                [0, 1, 2, 3]], dtype=torch.int32)
     """
     check_buckets(q_bucket, k_bucket)
     check_bool("exclude_self", exclude_self)
@@ -145,7 +137,7 @@ def _check_paired(q_name: str, q: Tensor, k_name: str, k: Tensor, dtypes: set[to
 def first_hidden_rows(mask: FlashMask | None, q: Tensor, k: Tensor) -> Tensor | None:
     """Return the row from which `mask` hides each key, int32 [B or 1, Hm, Skv], or None for no mask.
 
-    q [B, Hq, Sq] and k [B, Hkv, Skv] are what is sorted; only shapes and the device are read.
+    Of q [B, Hq, Sq] and k [B, Hkv, Skv], which are sorted, only shapes and the device are read.
 
     Raises:
         TypeError: `mask` is neither a FlashMask nor None.
@@ -189,7 +181,7 @@ def sorted_columns(
     Args:
         q_bucket: int [B, Hq, Sq].
         k_bucket: int [B, Hkv, Skv].
-        hidden_from: int32 [B or 1, Hm, Skv] in 0..Sq, from `first_hidden_rows`; None hides nothing else.
+        hidden_from: result of `first_hidden_rows`.
         exclude_self: as in `hash_sparse`.
         dropped: bucket that sees nothing; None drops none.
 
@@ -204,8 +196,7 @@ def sorted_columns(
     bucket, key = (x.repeat_interleave(heads // kv_heads, 1) for x in (k_sorted, k_order))
     start = torch.searchsorted(q_sorted, bucket)
     end = torch.searchsorted(q_sorted, bucket, right=True)
-    # One ascending number per sorted query: the start of its bucket (bucket numbers might overflow), then its original
-    # row.
+    # One ascending number per sorted query: start of its bucket (bucket numbers might overflow), then original row.
     ascending = torch.searchsorted(q_sorted, q_sorted) * (q_len + 1) + q_order
 
     def sorted_row(row: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from flashmask_hf.masks._arguments import Device, batch_rows, key_count, query_c
 from flashmask_hf.masks._columns import make_mask, per_token
 
 Node: TypeAlias = "int | tuple[int, Sequence[Node]]"
-"""A node of `tree`: its own length in tokens, or (length, [children])."""
+"""A node of `tree`: its own length, or (length, [children])."""
 
 
 def share_question(
@@ -24,7 +24,7 @@ def share_question(
 ) -> FlashMask:
     """Answers share their question: each sees the question and itself causally, no other answer (section 2.1).
 
-    The mask of packed preference and reward rows: `tree` with one level of children.
+    It is `tree` with one level of children.
 
     `share_question([(2, [2, 1]), (1, [1])])`:
 
@@ -37,8 +37,7 @@ def share_question(
         . . . . . 1 1
 
     Args:
-        documents: tuples (question length, [answer lengths]) in row order. A list of tuples is one row, a list of such
-            lists a batch.
+        documents: tuples (question length, [answer lengths]) in row order.
 
     Returns:
         FlashMask: indices [B, 1, kv_len, 1], causal.
@@ -48,8 +47,7 @@ def share_question(
         ValueError: a document has no answer.
 
     Example:
-        >>> from flashmask_hf import masks
-        >>> masks.share_question([(2, [2, 1]), (1, [1])]).indices.flatten()  # where each node's subtree ends
+        >>> share_question([(2, [2, 1]), (1, [1])]).indices.flatten()  # where each node's subtree ends
         tensor([5, 5, 4, 4, 5, 7, 7], dtype=torch.int32)
     """
     for path, row in batch_rows("documents", documents, list):
@@ -73,8 +71,8 @@ def tree(
 ) -> FlashMask:
     """A forest in depth-first order: each token sees its own node and its ancestors, causally.
 
-    The general form of `causal_document` (no children) and `share_question` (one level), for rollouts and dialogues.
-    It needs one integer per key: the row where the subtree of the key's node ends.
+    The general form of `causal_document` (no children) and `share_question` (one level), for rollouts and dialogues. It
+    needs one integer per key: the query row where the subtree of the key's node ends.
 
     `tree([(1, [(1, [1, 1]), 1]), 1])`, a root with two children, the first with two of its own, then a lone token:
 
@@ -86,8 +84,7 @@ def tree(
         . . . . . 1
 
     Args:
-        documents: the roots. A node is its length in tokens, or a tuple (length, [children]), whose own tokens come
-            first. A list of roots is one row, a list of such lists a batch.
+        documents: the roots. A node is its length, or a tuple (length, [children]), whose own tokens come first.
 
     Returns:
         FlashMask: indices [B, 1, kv_len, 1], causal.
@@ -96,8 +93,7 @@ def tree(
         TypeError: a node is neither an int nor such a tuple.
 
     Example:
-        >>> from flashmask_hf import masks
-        >>> masks.tree([(1, [(1, [1, 1]), 1]), 1]).indices.flatten()
+        >>> tree([(1, [(1, [1, 1]), 1]), 1]).indices.flatten()
         tensor([5, 4, 3, 4, 5, 6], dtype=torch.int32)
     """
     lengths, ends = [], []
@@ -113,9 +109,7 @@ def tree(
 def _nodes(path: str, roots: Sequence[Any]) -> tuple[list[int], list[int]]:
     """Return the length of each node and the position where its subtree ends, in depth-first order.
 
-    Args:
-        path: name of the row, for errors.
-        roots: the nodes without a parent, as in `tree`.
+    `path` names the packed row in errors.
     """
     lengths: list[int] = []
     parents: list[int] = []

@@ -23,14 +23,13 @@ def full(kv_len: int, *, q_len: int | None = None, device: Device = None) -> Fla
         1 1 1 1
 
     Args:
-        q_len: number of queries, any; None is kv_len.
+        q_len: any number of queries; None is kv_len.
 
     Returns:
         FlashMask: indices [1, 1, kv_len, 2], not causal.
 
     Example:
-        >>> from flashmask_hf import masks
-        >>> bool(masks.full(4, q_len=6).to_dense().all())
+        >>> bool(full(4, q_len=6).to_dense().all())
         True
     """
     kv_len = as_length("kv_len", kv_len)
@@ -50,14 +49,13 @@ def causal(kv_len: int, *, q_len: int | None = None, device: Device = None) -> F
         1 1 1 1
 
     Args:
-        q_len: number of queries, any; None is kv_len. The first q_len - kv_len queries see nothing.
+        q_len: any number of queries; None is kv_len. The first q_len - kv_len queries see nothing.
 
     Returns:
         FlashMask: indices [1, 1, kv_len, 1], causal.
 
     Example:
-        >>> from flashmask_hf import masks
-        >>> masks.causal(4, q_len=2).to_dense().int()[0, 0]
+        >>> causal(4, q_len=2).to_dense().int()[0, 0]
         tensor([[1, 1, 1, 0],
                 [1, 1, 1, 1]], dtype=torch.int32)
     """
@@ -89,8 +87,8 @@ def sliding_window(
         . . . 1 1
 
     Args:
-        window: number of tokens, at least 1, including the query's own position. Query i sees keys i - window + 1 to i,
-            as with `sliding_window` in transformers; with causal=False it sees keys with |i - j| < window.
+        window: at least 1, including the query's own position. Query i sees keys i - window + 1 to i, as with
+            `sliding_window` in transformers; with causal=False it sees keys with |i - j| < window.
 
     Returns:
         FlashMask: indices [1, 1, kv_len, 1], causal; or [1, 1, kv_len, 2], not causal.
@@ -99,8 +97,7 @@ def sliding_window(
         ValueError: `window` is less than 1.
 
     Example:
-        >>> from flashmask_hf import masks
-        >>> masks.sliding_window(5, 2).indices.flatten()
+        >>> sliding_window(5, 2).indices.flatten()
         tensor([2, 3, 4, 5, 5], dtype=torch.int32)
     """
     kv_len = as_length("kv_len", kv_len)
@@ -144,7 +141,7 @@ def global_sliding_window(
 
     Args:
         n_global: number of global tokens at the start, 0..kv_len.
-        window: number of tokens, at least 1: the other tokens see |i - j| < window, as in `sliding_window`.
+        window: as in `sliding_window`, for the other tokens.
 
     Returns:
         FlashMask: indices [1, 1, kv_len, 4], not causal ([1, 1, kv_len, 2] if no query is global); or
@@ -154,8 +151,7 @@ def global_sliding_window(
         ValueError: `n_global` lies outside 0..kv_len, or `window` is less than 1.
 
     Example:
-        >>> from flashmask_hf import masks
-        >>> masks.global_sliding_window(6, 1, 2, causal=True).indices.flatten()
+        >>> global_sliding_window(6, 1, 2, causal=True).indices.flatten()
         tensor([6, 3, 4, 5, 6, 6], dtype=torch.int32)
     """
     kv_len = as_length("kv_len", kv_len)
