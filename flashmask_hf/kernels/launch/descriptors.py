@@ -45,10 +45,7 @@ def describable(x: Tensor) -> Tensor:
 def template(make: Callable[..., Any], layout: Layout, *block: int) -> Any:
     """Return a descriptor `make(x, shape, strides, block)` whose `base`, a tensor, is on the device meta.
 
-    Args:
-        make: constructor of the descriptor, called with a tensor on the device meta.
-        layout: of the tensors; must pass `fits_descriptor`.
-        block: shape of a tile.
+    `layout` must pass `fits_descriptor`; `block` is the shape of a tile.
     """
     return make(layout.allocator("meta")(), list(layout.shape), _strides(layout), list(block))
 

@@ -38,11 +38,7 @@ def layout_of(x: Tensor) -> Layout:
 def packed_layout(*shape: int, dtype: torch.dtype, device: torch.device, order: tuple[int, ...] = ()) -> Layout:
     """Return the layout of a tensor without gaps.
 
-    Args:
-        shape: of the tensor.
-        dtype: of the tensor.
-        device: of the tensor.
-        order: axes from the outermost in memory to the innermost; empty is the order of `shape`.
+    `order` names axes from the outermost in memory to the innermost; empty is the order of `shape`.
     """
     strides = torch.empty_permuted(shape, order or tuple(range(len(shape))), device="meta").stride()
     return Layout(torch.Size(shape), strides, dtype, device)

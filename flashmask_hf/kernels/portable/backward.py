@@ -108,10 +108,7 @@ def _accumulate_keys(
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, N: tl.constexpr, CAP: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Add one row tile, from row `row` on, to dk [BN, D] (without the scale) and dv [BN, DV].
-
-    `lengths` are (Sq, Skv), `factors` are `Problem.factors`. MASKED: pairs may be hidden.
-    """
+    """Add one row tile, from row `row` on, to dk [BN, D] (without the scale) and dv [BN, DV]."""
     factor, cap_factor = factors
     keys, values = key_tile.k, key_tile.v
     queries = load_tile(head_inputs.q, row, BLOCK_M, keys.shape[1], TMA)  # [BM, D]
@@ -158,8 +155,7 @@ def _hidden_row_tiles(intervals, column, lengths, CAUSAL: tl.constexpr, N: tl.co
 def _trimmed_range(segment, low, gap_first, gap_last, SUBROWS: tl.constexpr):
     """Return the row tiles [first, last) of a partial segment, without hidden tiles at its ends.
 
-    `segment` points to [start, end), in row tiles of the plan, which have SUBROWS row tiles each. `low`, `gap_first`
-    and `gap_last` are as `_hidden_row_tiles` returns them.
+    `segment` points to [start, end), in row tiles of the plan; the other bounds come from `_hidden_row_tiles`.
     """
     first = tl.maximum(tl.load(segment) * SUBROWS, low)
     last = tl.load(segment + 1) * SUBROWS
@@ -177,7 +173,7 @@ def _backward_keys(
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     SUBROWS: tl.constexpr, SUBTILES: tl.constexpr, VISIBLE: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
-    """Compute dk and dv of one tile of keys.
+    """Compute dk and dv of one tile of keys. Other arguments are as in `shared.device`.
 
     Tensors:
         q, k, v: [B, Hq, Sq, D], [B, Hkv, Skv, D] and [B, Hkv, Skv, Dv]; descriptors if TMA, like the next three.
@@ -187,11 +183,6 @@ def _backward_keys(
         segments: of the plan, [mask batch, mask heads, n_kv, VISIBLE + PARTIAL, 2].
         work_order: key tiles of the programs from `unsorted` on, or None.
         dk, dv: written, [B, Hkv, Skv, D] and [B, Hkv, Skv, Dv].
-    Sizes:
-        heads: (Hq, Hkv, mask batch, mask heads).
-        n_columns: key tiles per head.
-        dims: (D, Dv).
-        SUBROWS, SUBTILES: row tiles, and key tiles, per tile of the plan.
     """
     n_heads, kv_heads, mask_batch, mask_heads = heads
     dim, v_dim = dims
@@ -267,8 +258,7 @@ def _accumulate_queries(
 ):  # fmt: skip
     """Add one key tile, from key `column` on, to dq [BM, D] (without the scale).
 
-    `k` and `v` are `HeadRows`, `indices` points to the padded indices of the mask head; the others are as in
-    `_accumulate_keys`.
+    `k` and `v` are `HeadRows`, `indices` points to the padded indices of the mask head.
     """
     factor, cap_factor = factors
     queries, upstream = query_tile.q, query_tile.dout
@@ -301,12 +291,11 @@ def _backward_queries(
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     SUBROWS: tl.constexpr, SUBTILES: tl.constexpr,
 ):  # fmt: skip
-    """Compute dq of one row tile. Further arguments are as in `_backward_keys`.
+    """Compute dq of one row tile. Other arguments are as in `_backward_keys`.
 
-    Tensors and sizes:
+    Tensors:
         tiles, counts: of the plan, [mask batch, mask heads, n_q, n_kv] and [mask batch, mask heads, n_q, 2].
         dq: written, [B, Hq, Sq, D].
-        n_rows: row tiles per head.
     """
     dim, v_dim = dims
     tile, batch, head, kv_head, mask = locate_row_tile(n_rows, heads)

@@ -1,6 +1,6 @@
 """Attention of few query rows over many keys (flash decoding): programs split the keys, then their parts are combined.
 
-    _decode: a program per split of the keys, for the packed rows of all heads that share a key-value head
+    _decode: a program per split of the keys, for the stacked query rows of all heads that share a key-value head
         queries [BM, D], acc [BM, DV], top [BM], total [BM]     stay
         for each group of BLOCKS blocks of keys:                classify the bounds [BLOCKS, BN]
             for each block that some row sees:                  keys [BN, D], values [BN, DV] stream
@@ -88,7 +88,7 @@ def _decode(
     WHOLE: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Compute one split of the keys for one tile of packed rows; WHOLE if there is one split.
+    """Compute one split of the keys for one tile of stacked query rows; WHOLE if there is one split.
 
     Tensors:
         q, k, v: [B, Hq, Sq, D], [B, Hkv, Skv, D] and [B, Hkv, Skv, Dv].
@@ -96,10 +96,8 @@ def _decode(
         indices: mask indices [mask batch, mask heads, Skv, N], contiguous.
         out: written: if WHOLE [B, Sq, Hq, Dv], else float32 [B, Hq, Sq, n_splits, Dv].
         lse: written, float32: if WHOLE [B, Hq, Sq], else [B, Hq, Sq, n_splits] in units of log2.
-    Sizes and constants:
-        heads: (Hq, Hkv, mask batch, mask heads).
-        dims: (D, Dv).
-        PER_HEAD: whether heads that share a key-value head have their own masks.
+
+    PER_HEAD: heads that share a key-value head have their own masks. Other arguments are as in `shared.device`.
     """
     n_heads, kv_heads, mask_batch, mask_heads = heads
     dim, v_dim = dims

@@ -61,9 +61,6 @@ def _attend(
         queries: [BM, D], from row `row` on.
         k, v: `HeadRows`.
         indices: pointer to the padded indices of the mask head.
-        lengths: (Sq, Skv).
-        factors: `Problem.factors`.
-        MASKED: whether pairs may be hidden.
     """
     factor, cap_factor = factors
     keys = load_tile(k, column, BLOCK_N, queries.shape[1], TMA)  # [BN, D]
@@ -93,7 +90,7 @@ def _forward(
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     SUBROWS: tl.constexpr, SUBTILES: tl.constexpr,
 ):  # fmt: skip
-    """Compute out and lse of one row tile.
+    """Compute out and lse of one row tile. Other arguments are as in `shared.device`.
 
     Tensors:
         q, k, v: [B, Hq, Sq, D], [B, Hkv, Skv, D] and [B, Hkv, Skv, Dv]; descriptors if TMA.
@@ -102,12 +99,6 @@ def _forward(
         tiles, counts: of the plan, [mask batch, mask heads, n_q, n_kv] and [mask batch, mask heads, n_q, 2].
         out: written, [B, Hq, Sq, Dv].
         lse: written, float32 [B, Hq, Sq].
-    Sizes:
-        heads: (Hq, Hkv, mask batch, mask heads).
-        n_q, n_kv: row tiles and key tiles of the plan.
-        n_rows: row tiles per head.
-        dims: (D, Dv).
-        SUBROWS, SUBTILES: row tiles, and key tiles, per tile of the plan.
     """
     dim, v_dim = dims
     tile, batch, head, kv_head, mask = locate_row_tile(n_rows, heads)

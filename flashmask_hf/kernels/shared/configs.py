@@ -130,10 +130,7 @@ def decode_config(problem: Problem) -> Config:
 def decode_splits(device: torch.device, programs: int, blocks: int) -> int:
     """Return the number of splits of the keys, of at least two of `blocks`, that fills the GPU.
 
-    Args:
-        device: device of the kernel.
-        programs: programs without splitting.
-        blocks: blocks of keys.
+    `programs` is their number without splitting.
     """
     return max(1, min(2 * multiprocessors(device) // programs, (blocks + 1) // 2))
 

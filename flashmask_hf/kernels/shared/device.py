@@ -1,4 +1,10 @@
-"""Device functions of several Triton kernels: load and store tiles, hide pairs, cap scores."""
+"""Device functions of several Triton kernels: load and store tiles, hide pairs, cap scores.
+
+Arguments with one meaning in all of these kernels: `heads` are (Hq, Hkv, mask batch, mask heads), `dims` (D, Dv),
+`lengths` (Sq, Skv), and `factors` `Problem.factors`. CAUSAL and N (bounds per key) are the form of the mask. MASKED
+says whether pairs may be hidden. A tile of the plan has SUBROWS row tiles and SUBTILES key tiles; a head has `n_rows`
+and `n_columns` of them.
+"""
 
 from __future__ import annotations
 
@@ -44,10 +50,6 @@ def locate_row_tile(n_rows, heads):
     """Return (row tile, batch, head, kv_head, mask head over the batch as int64) of a program.
 
     Neighbouring programs share a head's keys. The last rows go first: under a causal mask they see most keys.
-
-    Args:
-        n_rows: row tiles per head.
-        heads: (Hq, Hkv, mask batch, mask heads).
     """
     n_heads, kv_heads, mask_batch, mask_heads = heads
     tile = n_rows - 1 - tl.program_id(0) % n_rows
@@ -94,16 +96,10 @@ def _load_bound(pointers, inside, outside: tl.constexpr):
 
 @triton.jit
 def load_intervals(indices, columns, inside, CAUSAL: tl.constexpr, N: tl.constexpr):
-    """Load the `Intervals` of some keys, each bound shaped like `columns`.
+    """Load the `Intervals` of the keys `columns`, each bound shaped like them.
 
-    Bounds that the form (N, CAUSAL) lacks hide no row.
-
-    Args:
-        indices: pointer to the mask indices [Skv, N] of one mask head.
-        columns: the keys.
-        inside: which keys exist; others are hidden from all rows. None if all exist, as in padded indices.
-        CAUSAL: as in `FlashMask`.
-        N: bounds per key.
+    `indices` points to the mask indices [Skv, N] of one mask head. Bounds that the form lacks hide no row. Keys outside
+    `inside` are hidden from all rows; None means that all exist, as in padded indices.
     """
     END: tl.constexpr = end_bound(N, CAUSAL)
     OTHER_START: tl.constexpr = other_start_bound(N, CAUSAL)
@@ -124,15 +120,9 @@ def load_intervals(indices, columns, inside, CAUSAL: tl.constexpr, N: tl.constex
 
 @triton.jit
 def hidden_pairs(rows, columns, intervals, lengths, CAUSAL: tl.constexpr, N: tl.constexpr):
-    """Return which pairs of query rows and keys are hidden.
+    """Return which pairs of query rows and keys, which broadcast, are hidden.
 
-    Args:
-        rows: query rows, which broadcast with `columns`.
-        columns: keys.
-        intervals: `Intervals` of the keys, shaped like `columns`.
-        lengths: (Sq, Skv).
-        CAUSAL: as in `FlashMask`.
-        N: bounds per key.
+    `intervals` are shaped like `columns`, the keys.
     """
     q_len, kv_len = lengths
     diagonal = kv_len - q_len

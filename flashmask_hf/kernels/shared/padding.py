@@ -41,13 +41,7 @@ def _pad_indices(indices, padded, kv_len, n_parts, N: tl.constexpr, COLUMNS: tl.
 
 
 def prepare_padding(mask_shape: torch.Size, device: torch.device, width: int) -> Callable[[Tensor], Tensor]:
-    """Return a function that pads indices [B, Hm, Skv, n] with hidden keys to a multiple of `width`, contiguous.
-
-    Args:
-        mask_shape: shape of the indices.
-        device: of the indices.
-        width: keys per key tile of the plan.
-    """
+    """Return a function that pads indices of `mask_shape` with hidden keys to a multiple of `width`, contiguous."""
     batch, heads, kv_len, n = mask_shape
     if kv_len % width == 0:
         return Tensor.contiguous

@@ -130,9 +130,6 @@ def prepare_delta(dout: Layout, out: Layout, padded_len: int, sums: int = 0, cle
 def prepare_statistics(planes: int, q_len: int, padded_len: int) -> Launch:
     """Prepare `_row_statistics` of (lse, delta, padded_lse, padded_delta), all contiguous.
 
-    Args:
-        planes: batch * heads.
-        q_len: rows per head in lse and delta.
-        padded_len: rows per head in padded_lse and padded_delta.
+    They have `planes` = batch * heads, of `q_len` and `padded_len` rows.
     """
     return Launch(_row_statistics, planes * padded_len // ROWS, q_len, padded_len, BLOCK_M=ROWS, num_warps=1)
