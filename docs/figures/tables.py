@@ -245,7 +245,7 @@ def sparse() -> str:
     columns: dict[str, Cell] = {"": lambda rows: name_of(rows[0]["provider"]).replace("flashmask", "causal flashmask")}
     columns |= {f"{int(length):,} tokens": faster(length) for length in lengths}
     lines = [select(rows, provider=name) for name in ("hash_16", "drop_30", "drop_50", "flashmask")]
-    shape = "against causal SDPA (FlashAttention-2), forward and backward with all sorting and moving of rows"
+    shape = "against causal SDPA (FlashAttention-2), forward and backward with all sorting and gathering"
     shape = f"{shape}, {rows[0]['batch']} rows, {rows[0]['heads']} heads of 64, random buckets and drops"
     return table(lines, columns, measured(rows, f"{ATTENTION} sparse", shape))
 

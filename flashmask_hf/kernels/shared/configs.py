@@ -33,7 +33,7 @@ class Config(NamedTuple):
     stages: int
 
 
-# By width of the widest head-dim tile, best first as measured on an H200 (bfloat16, 8K rows).
+# By width of the widest head-dim tile, best first as measured on an H200 (bfloat16, 8K queries).
 _FORWARD = {
     64: (Config(128, 64, 4, 3), Config(64, 64, 4, 3), Config(64, 32, 4, 2)),
     128: (

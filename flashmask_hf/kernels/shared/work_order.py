@@ -8,8 +8,8 @@ of their number of row tiles, the greatest first; ties and earlier items keep th
 items of one head, which share rows in the L2 cache. For the same reason, at most half as many heads as programs are
 sorted.
 
-On an H200 with one row of 8K tokens, 32 heads of 128 and 8 key-value heads, this order takes 0.8 times the time for
-causal documents and shared questions, 0.9 for causal attention, and 1.07 for sliding windows, whose items are alike
+On an H200 with one packed row of 8K tokens, 32 heads of 128 and 8 key-value heads, this order takes 0.8 times the time
+for causal documents and shared questions, 0.9 for causal attention, and 1.07 for sliding windows, whose items are alike
 (`recipes/benchmarks/results/work_order_h200.csv`).
 """
 
