@@ -14,6 +14,7 @@ from torch.autograd import forward_ad, profiler
 
 __all__ = [
     "HAS_TRITON",
+    "call_state",
     "current_gpu",
     "current_stream",
     "device_assert",
@@ -55,21 +56,41 @@ def is_intercepted(*tensors: Tensor | None) -> bool:
         or forward_ad._current_level >= 0
     ):
         return True
-    for x in tensors:  # noqa: SIM110  # a generator would take as long as the questions
-        if x is not None and not is_plain(x):
-            return True
-    return False
+    return not is_plain(*tensors)
 
 
-def is_plain(x: Tensor) -> bool:
-    """Return whether a tensor is dense and real: no subclass, functorch wrapper, lazy negation or missing storage."""
-    if not (type(x) is Tensor or type(x) is torch.nn.Parameter) or x.is_neg():
-        return False
+def is_plain(*tensors: Tensor | None) -> bool:
+    """Return whether tensors are dense and real: no subclass, functorch wrapper, lazy negation or missing storage."""
     try:
-        # Meta tensors, freed ones, and zeros that autograd has not written begin at address 0.
-        return x.data_ptr() != x.storage_offset() * x.itemsize
+        for x in tensors:
+            if x is None:
+                continue
+            if not (type(x) is Tensor or type(x) is torch.nn.Parameter) or x.is_neg():
+                return False
+            # Meta tensors, freed ones, and zeros that autograd has not written begin at address 0.
+            if x.data_ptr() == x.storage_offset() * x.itemsize:
+                return False
     except RuntimeError:  # batched tensors and `torch.func` wrappers have no memory
         return False
+    return True
+
+
+def call_state(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, indices: Tensor) -> tuple[Any, ...]:
+    """Return what a call's checks and launches depend on besides its arguments: layouts of tensors, modes of torch.
+
+    A layout has the fields of `kernels.launch.tensor_layout.Layout`, which takes longer to make.
+    """
+    device = q.device.type
+    return (
+        q.shape, q.stride(), q.dtype, q.device, q.data_ptr() % 16,
+        k.shape, k.stride(), k.dtype, k.device, k.data_ptr() % 16,
+        v.shape, v.stride(), v.dtype, v.device, v.data_ptr() % 16,
+        indices.shape, indices.stride(), indices.dtype, indices.device, indices.data_ptr() % 16,
+        None if sinks is None else (sinks.shape, sinks.stride(), sinks.dtype, sinks.device, sinks.data_ptr() % 16),
+        torch.are_deterministic_algorithms_enabled(),
+        wants_gradients(q, k, v, sinks),
+        torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
+    )  # fmt: skip
 
 
 def wants_gradients(*tensors: Tensor | None) -> bool:

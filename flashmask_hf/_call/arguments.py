@@ -30,10 +30,6 @@ class Arguments(NamedTuple):
     impl: str | None = None
     deterministic: bool = False
 
-    def is_distinct(self) -> bool:
-        """Return False if a bool replaces a number, or a number a bool: they compare equal, so a cache mixes them."""
-        return self.scale is not True and self.softcap is not True and isinstance(self.deterministic, bool)
-
 
 def check_arguments(q: Tensor, k: Tensor, v: Tensor, mask: FlashMask, sinks: Tensor | None, given: Arguments) -> None:
     """Check the arguments of `flashmask_attention` against each other; values of tensors are not read.

@@ -14,6 +14,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -22,7 +25,7 @@ from torch import Tensor
 from flashmask_hf import torch_internals
 from flashmask_hf._call.arguments import Arguments, check_arguments
 from flashmask_hf._call.implementations import Implementation, Run, choose
-from flashmask_hf._call.recomputation import Results, current_keeper
+from flashmask_hf._call.recomputation import current_keeper
 from flashmask_hf.kernels.launch.problem import Problem, problem_of
 from flashmask_hf.kernels.launch.tensor_layout import layout_of
 from flashmask_hf.mask import FlashMask
@@ -43,38 +46,28 @@ _failed: set[tuple[str, str]] = set()
 """Implementations and passes ("forward", "backward") that failed in this process. impl=None skips them."""
 
 
+@dataclass(eq=False)
 class Call:
-    """A resolved call: attention for tensors of one layout and masks of one form, with its prepared launches.
+    """A resolved call: attention for tensors of one layout and masks of one form, with its prepared launches."""
 
-    Attributes:
-        causal: of the masks.
-        arguments: as given, with `scale` and `deterministic` resolved.
-        implementations: which to try, in order; errors of the last are raised.
-        cast_to: dtype to which autocast casts q, k and v, or None.
-        decodes: whether the rows are few and attention runs without a plan.
-        differentiated: whether results require gradients.
-        intercepted: whether the call must run through the operators (`torch_internals.is_intercepted`).
-    """
-
-    def __init__(
-        self,
-        causal: bool,
-        arguments: Arguments,
-        implementations: tuple[Implementation, ...],
-        cast_to: torch.dtype | None,
-        decodes: bool,
-        differentiated: bool,
-        intercepted: bool,
-    ):
-        self.causal = causal
-        self.arguments = arguments
-        self.implementations = implementations
-        self.cast_to = cast_to
-        self.decodes = decodes
-        self.differentiated = differentiated
-        self.intercepted = intercepted
-        self._prepared: dict[Hashable, Run] = {}
-        """By pass, whether rows are put in an order, and, for backwards, the layouts of saved tensors."""
+    causal: bool
+    """Of the masks."""
+    arguments: Arguments
+    """As given, with `scale` and `deterministic` resolved."""
+    implementations: tuple[Implementation, ...]
+    """Which to try, in order; errors of the last are raised."""
+    cast_to: torch.dtype | None
+    """Dtype to which autocast casts q, k and v."""
+    decodes: bool
+    """Whether the rows are few and attention runs without a plan."""
+    differentiated: bool
+    """Whether results require gradients."""
+    intercepted: bool
+    """Whether the call must run through the operators (`torch_internals.is_intercepted`)."""
+    gpu: int | None
+    """Index of the GPU of the tensors; None on other devices."""
+    _prepared: dict[Hashable, Run] = field(default_factory=dict)
+    """By pass, whether rows are put in an order, and, for backwards, the layouts of saved tensors."""
 
     def cast(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k and v in autocast's dtype if it is enabled for them, as SDPA casts them."""
@@ -95,20 +88,17 @@ class Call:
 
         `order`, int32 [B, Hq, Sq], puts row i of the output at `order[b, h, i]`; lse stays in the order of q.
         """
-        tensors: tuple[Any, ...] = (q, k, v, sinks, indices, plan)
-        if order is not None:
-            tensors = (*tensors, order)
+        tensors = (q, k, v, sinks, indices, plan) if order is None else (q, k, v, sinks, indices, plan, order)
 
         def prepare(one: Implementation) -> Run:
             problem = self._problem(q, k, v, sinks, indices)
             return one.forward(problem) if order is None else one.ordered_forward(problem)
 
-        def compute() -> Results:
-            with torch_internals.device_guard(q):
-                return self._run(("forward", order is not None), prepare, tensors)
-
+        key = ("forward", order is not None)
         keeper = current_keeper.get()
-        return compute() if keeper is None else keeper(q, compute)
+        if keeper is not None:
+            return keeper(q, lambda: self._run(key, prepare, tensors))
+        return self._run(key, prepare, tensors)
 
     __call__ = forward
 
@@ -145,41 +135,40 @@ class Call:
             backward = one.backward if orders is None else one.ordered_backward
             return backward(problem, layout_of(dout), output)
 
-        with torch_internals.device_guard(q):
-            dq, dk, dv, row_sums = self._run(key, prepare, tensors)
-            return dq, dk, dv, None if sinks is None else _sinks_gradient(sinks, lse, row_sums)
+        dq, dk, dv, row_sums = self._run(key, prepare, tensors)
+        return dq, dk, dv, None if sinks is None else _sinks_gradient(sinks, lse, row_sums)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Return out and lse of few rows, without a plan."""
-
-        def prepare(one: Implementation) -> Run:
-            return one.decode(self._problem(q, k, v, sinks, indices))
-
-        with torch_internals.device_guard(q):
-            return self._run(("decode",), prepare, (q, k, v, sinks, indices))
+        tensors = (q, k, v, sinks, indices)
+        return self._run(("decode",), lambda one: one.decode(self._problem(*tensors)), tensors)
 
     def _run(self, key: tuple[Any, ...], prepare: Callable[[Implementation], Run], tensors: tuple[Any, ...]) -> Any:
         """Run the pass that is prepared under `key`; prepare it first if no run of it has succeeded."""
-        run = self._prepared.get(key)
-        if run is not None:
+        run = self._prepared.get(key) or partial(self._prepare_and_run, key, prepare)
+        if self.gpu is None or self.gpu == torch_internals.current_gpu():
             return run(*tensors)
+        with torch.cuda.device(self.gpu):  # launches are on the current GPU
+            return run(*tensors)
+
+    def _prepare_and_run(self, key: tuple[Any, ...], prepare: Callable[[Implementation], Run], *tensors: Any) -> Any:
+        """Run a pass for the first time, with the first implementation that succeeds, and keep it."""
         name = key[0]
         able = [x for x in self.implementations if x.decodes or name != "decode"]
-        for one in able:
-            last = one is able[-1]
-            if (one.name, name) in _failed and not last:
-                continue
+        able = [x for x in able if (x.name, name) not in _failed or x is able[-1]]
+        for one, following in zip_longest(able, able[1:]):
             try:
                 run = prepare(one)
                 results = run(*tensors)
             except Exception as error:  # Gluon, the language of the Hopper kernels, is experimental
-                if last or isinstance(error, torch.OutOfMemoryError):  # others would run out of memory, too
+                # After a lack of memory, others would run out of it, too.
+                if following is None or isinstance(error, torch.OutOfMemoryError):
                     raise
                 _failed.add((one.name, name))
                 reason = str(error).strip().split("\n")[0]
                 logger.warning(
-                    f"the {name} of impl={one.name!r} fails here and impl={able[able.index(one) + 1].name!r} replaces "
-                    f"it: {type(error).__name__}: {reason}"
+                    f"the {name} of impl={one.name!r} fails here and impl={following.name!r} replaces it: "
+                    f"{type(error).__name__}: {reason}"
                 )
             else:
                 self._prepared[key] = run
@@ -192,77 +181,43 @@ class Call:
 
 def resolve(q: Tensor, k: Tensor, v: Tensor, mask: FlashMask, sinks: Tensor | None, given: Arguments) -> Call:
     """Return the call that serves the arguments of `flashmask_attention`, whose docstring lists what raises."""
-    key = call = None
+    key = None
     intercepted = True
     try:
-        intercepted = torch_internals.is_intercepted(q, k, v, mask.indices, sinks)
-        if not intercepted and given.is_distinct():
-            key = _key(q, k, v, sinks, mask.indices, mask.causal, mask.q_len, given)
+        indices = mask._indices
+        intercepted = torch_internals.is_intercepted(q, k, v, indices, sinks)
+        # In a key, True would equal 1.
+        distinct = given.scale is not True and given.softcap is not True and isinstance(given.deterministic, bool)
+        if not intercepted and distinct:
+            key = (torch_internals.call_state(q, k, v, sinks, indices), mask._causal, mask._q_len, given)
             call = _calls.get(key)
+            if call is not None:
+                return call
     except (AttributeError, RuntimeError, TypeError):  # wrong type; the checks raise the proper error
         key = None
-    if call is None:
-        call = _make(q, k, v, mask, sinks, given, intercepted)
-        if key is not None:
-            _keep(key, call)
-    return call
+    return _make(q, k, v, mask, sinks, given, intercepted, key)
 
 
 def resolve_operator(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, indices: Tensor, causal: bool, given: Arguments
 ) -> Call:
     """Return the call that serves the arguments of an operator, whose body nothing intercepts."""
-    key = _key(q, k, v, sinks, indices, causal, None, given)
+    key = (torch_internals.call_state(q, k, v, sinks, indices), causal, None, given)
     call = _calls.get(key)
-    if call is None:
-        call = _make(q, k, v, FlashMask(indices, causal), sinks, given, intercepted=False)
-        _keep(key, call)
-    return call
-
-
-def _key(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    indices: Tensor,
-    causal: bool,
-    mask_q_len: int | None,
-    given: Arguments,
-) -> Hashable:
-    """Return all that a call follows from: layouts, arguments, and the modes of torch."""
-    device = q.device.type
-    return (
-        _layout(q),
-        _layout(k),
-        _layout(v),
-        None if sinks is None else _layout(sinks),
-        _layout(indices),
-        causal,
-        mask_q_len,
-        given,
-        torch.are_deterministic_algorithms_enabled(),
-        torch_internals.wants_gradients(q, k, v, sinks),
-        torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
-    )
-
-
-def _layout(x: Tensor) -> tuple[Any, ...]:
-    """Return the fields of `layout_of(x)`, which takes longer."""
-    return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16
-
-
-def _keep(key: Hashable, call: Call) -> None:
-    """Keep a call in the cache, which drops all others when it is full."""
-    if len(_calls) >= _MAX_CALLS:
-        _calls.clear()
-    _calls[key] = call
+    return _make(q, k, v, FlashMask(indices, causal), sinks, given, False, key) if call is None else call
 
 
 def _make(
-    q: Tensor, k: Tensor, v: Tensor, mask: FlashMask, sinks: Tensor | None, given: Arguments, intercepted: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: FlashMask,
+    sinks: Tensor | None,
+    given: Arguments,
+    intercepted: bool,
+    key: Hashable | None,
 ) -> Call:
-    """Check the arguments of a call; resolve its scale, its dtype under autocast, and its implementations."""
+    """Check the arguments of a call, resolve it, and keep it under `key`."""
     check_arguments(q, k, v, mask, sinks, given)
     cast_to = _autocast_dtype(q, k, v)
     choice = choose(q.device, cast_to or q.dtype, q.shape[-1], v.shape[-1], given.impl, given)
@@ -284,7 +239,13 @@ def _make(
         and any(one.decodes for one in choice.implementations)
         and torch_internals.is_known_true(q.shape[2] <= max(16, _FEW_ROWS * k.shape[1] // q.shape[1]))
     )
-    return Call(mask.causal, arguments, choice.implementations, cast_to, decodes, differentiated, intercepted)
+    gpu = q.device.index if q.is_cuda else None
+    call = Call(mask.causal, arguments, choice.implementations, cast_to, decodes, differentiated, intercepted, gpu)
+    if key is not None:
+        if len(_calls) >= _MAX_CALLS:
+            _calls.clear()
+        _calls[key] = call
+    return call
 
 
 def _autocast_dtype(q: Tensor, k: Tensor, v: Tensor) -> torch.dtype | None:

@@ -6,7 +6,6 @@ Each has a class here, which says what it cannot serve and prepares its passes f
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
@@ -15,7 +14,6 @@ from torch import Tensor
 
 from flashmask_hf import torch_internals
 from flashmask_hf._call.arguments import Arguments
-from flashmask_hf._numbers import check_range
 
 if TYPE_CHECKING:  # Triton may be missing
     from flashmask_hf.kernels.launch.problem import Problem
@@ -224,21 +222,17 @@ class Torch(Implementation):
     def forward(self, problem: Problem) -> Run:
         from flashmask_hf.kernels.eager import tiled
 
-        return functools.partial(_without_autocast, tiled.forward, problem)
+        return _without_autocast(tiled.forward, problem)
 
     def backward(self, problem: Problem, dout: Layout, output: OutputLayout | None) -> Run:
         from flashmask_hf.kernels.eager import tiled
 
-        return functools.partial(_without_autocast, tiled.backward, problem)
+        return _without_autocast(tiled.backward, problem)
 
     def decode(self, problem: Problem) -> Run:
         from flashmask_hf.kernels.eager import tiled
 
-        def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, indices: Tensor) -> tuple[Tensor, Tensor]:
-            check_range(indices, q.shape[2])
-            return _without_autocast(tiled.decode, problem, q, k, v, sinks, indices)
-
-        return run
+        return _without_autocast(tiled.decode, problem)
 
 
 class Reference(Implementation):
@@ -319,7 +313,14 @@ def _refusal(one: Implementation, request: Request) -> str:
     return f"impl={one.name!r} cannot serve {one.why_not(request)}{way_out}"
 
 
-def _without_autocast(compute: Callable[..., Any], problem: Problem, *tensors: Any) -> Any:
-    """Compute in the dtypes that the tensors have: the caller has cast them."""
-    with torch_internals.no_autocast(tensors[0].device):
-        return compute(problem, *tensors)
+def _without_autocast(compute: Callable[..., Any], problem: Problem) -> Run:
+    """Return a pass that computes in the dtypes that the tensors have: the caller has cast them."""
+    device = problem.q.device.type
+
+    def run(*tensors: Any) -> Any:
+        if not torch.is_autocast_enabled(device):
+            return compute(problem, *tensors)
+        with torch.autocast(device, enabled=False):
+            return compute(problem, *tensors)
+
+    return run

@@ -31,8 +31,9 @@ __all__ = [
 
 def attend(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: FlashMask) -> tuple[Tensor, Tensor]:
     """Run a resolved call of `flashmask_attention`; return out and lse."""
-    q, k, v = call.cast(q, k, v)
-    indices = mask.indices
+    if call.cast_to is not None:
+        q, k, v = call.cast(q, k, v)
+    indices = mask._indices
     if call.decodes:
         if call.intercepted:
             return flash_attn_decode(q, k, v, sinks, indices, call.causal, *call.arguments)

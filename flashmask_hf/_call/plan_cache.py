@@ -67,7 +67,7 @@ class _CachedPlan(NamedTuple):
     version: int
     """Version counter of the mask's indices."""
     memory: tuple[int, torch.Size, tuple[int, ...]]
-    """Memory that the indices view (`_memory_of`)."""
+    """Address, shape and strides of the indices."""
     stream: tuple[int, int] | None
     """CUDA device and stream on which the plan may be read."""
     is_inference: bool
@@ -85,32 +85,29 @@ def plan_of(mask: FlashMask, q_len: int) -> Plan:
     cached for tensors made in inference mode, which do not count changes, while a CUDA graph is captured, whose replay
     must read the indices again, and while compiling, where the compiler merges equal calls.
     """
-    indices = mask.indices
-    if torch.compiler.is_compiling() or torch_internals.is_capturing(indices):
-        return _plan(mask, q_len)
+    indices = mask._indices
+    if torch.compiler.is_compiling():
+        return Plan(*make_plan(indices, mask.causal, q_len))
     cached = mask._plan
     if (
         cached is not None
         and cached.q_len == q_len
         and cached.version == indices._version
-        and cached.memory == _memory_of(indices)
-        and (cached.stream is None or cached.stream[1] == torch_internals.current_stream(cached.stream[0]))
+        and cached.memory == (indices.data_ptr(), indices.shape, indices.stride())
+        and (cached.stream is None or _is_current(cached.stream, indices))
         and not (cached.is_inference and torch.is_grad_enabled())
     ):
         return cached.plan
     version = None if indices.is_inference() else indices._version  # read first: another thread may write meanwhile
-    plan = _plan(mask, q_len)
-    if version is not None and torch_internals.is_plain(plan.tiles):  # plans of modes and transforms stay inside
+    plan = Plan(*make_plan(indices, mask.causal, q_len))
+    # Plans of modes and transforms stay inside, and a graph's plan is in the graph's memory.
+    if version is not None and torch_internals.is_plain(plan.tiles) and not torch_internals.is_capturing(indices):
         alias = indices.detach()
-        stream = torch_internals.stream_of(alias)
-        mask._plan = _CachedPlan(q_len, version, _memory_of(alias), stream, plan.tiles.is_inference(), plan, alias)
+        memory, stream = (alias.data_ptr(), alias.shape, alias.stride()), torch_internals.stream_of(alias)
+        mask._plan = _CachedPlan(q_len, version, memory, stream, plan.tiles.is_inference(), plan, alias)
     return plan
 
 
-def _memory_of(x: Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
-    """Return a key that identifies the memory a tensor views."""
-    return x.data_ptr(), x.shape, x.stride()
-
-
-def _plan(mask: FlashMask, q_len: int) -> Plan:
-    return Plan(*make_plan(mask.indices, mask.causal, q_len))
+def _is_current(stream: tuple[int, int], indices: Tensor) -> bool:
+    """Return whether a plan of this GPU and stream may be read now."""
+    return stream[1] == torch_internals.current_stream(stream[0]) and not torch_internals.is_capturing(indices)

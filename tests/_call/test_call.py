@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from tools.fake_implementation import Fake, register
 from tools.support import HEADS, KV_HEADS, Lane, attention_inputs, lanes, poisoned
 from torch.utils.checkpoint import checkpoint
 
-from flashmask_hf import FlashMask, flashmask_attention, masks
+from flashmask_hf import FlashMask, flashmask_attention, masks, torch_internals
 from flashmask_hf._call import call
 from flashmask_hf._call.arguments import Arguments
 from flashmask_hf._call.call import Call, resolve
@@ -150,7 +151,11 @@ OTHERS: dict[str, Callable[..., tuple[Any, ...]]] = {
 
 
 def _key(q: Any, k: Any, v: Any, mask: FlashMask, sinks: Any, *options: Any) -> Any:
-    return call._key(q, k, v, sinks, mask.indices, mask.causal, mask.q_len, Arguments(*options))
+    """Return the key under which `resolve` keeps a call that it has not seen, whether or not the call is right."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(call, "_make", lambda *given: given[-1])
+        patch.setattr(torch_internals, "is_intercepted", lambda *tensors: False)
+        return resolve(q, k, v, mask, sinks, Arguments(*options))
 
 
 @pytest.mark.parametrize("other", OTHERS)
@@ -203,6 +208,20 @@ def test_a_call_is_checked_and_chosen_once(monkeypatch: pytest.MonkeyPatch) -> N
         for _ in range(4):
             flashmask_attention(*_cpu(), _mask(50))
     assert len(made) == 1
+
+
+def test_passes_run_while_the_gpu_of_their_tensors_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches are on the current GPU."""
+    entered: list[int] = []
+    monkeypatch.setattr(torch_internals, "current_gpu", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "device", lambda gpu: contextlib.nullcontext(entered.append(gpu)))
+    q, k, v = _cpu()
+    mask = _mask(50)
+    one = resolve(q, k, v, mask, None, Arguments())
+    for gpu in (None, 2, 3):
+        one.gpu = gpu
+        flashmask_attention(q, k, v, mask).sum().backward()
+    assert entered == [3, 3]
 
 
 def test_a_call_that_is_intercepted_is_not_kept(calls: dict[Any, Call]) -> None:

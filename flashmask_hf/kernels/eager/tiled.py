@@ -17,6 +17,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from flashmask_hf._numbers import check_range
+from flashmask_hf.intervals import hidden_intervals
 from flashmask_hf.kernels.launch.problem import Problem
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.tile_plan import ROWS, Plan, plan_columns
@@ -44,7 +46,7 @@ def forward(
     batch, heads, q_len, _ = q.shape
     out = q.new_empty(batch, q_len, heads, v.shape[-1]).transpose(1, 2)
     lse = q.new_empty(batch, heads, q_len, dtype=wide)
-    for b, h_q, h_kv, rows, steps in _walk(q, k, FlashMask(indices, problem.causal), plan):
+    for b, h_q, h_kv, rows, steps in _walk(q, k, indices, problem.causal, plan):
         queries = _grouped(q[b, h_q, rows], h_kv).to(wide) * problem.scale
         top = queries.new_full((*queries.shape[:-1], 1), torch.finfo(wide).min)
         total = torch.zeros_like(top)
@@ -71,7 +73,12 @@ def forward(
 def decode(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, indices: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention of few rows, all scores at once; arguments and results as in `forward`."""
+    """Compute attention of few rows, all scores at once; arguments and results as in `forward`.
+
+    Raises:
+        ValueError: a value of `indices` lies outside 0..Sq.
+    """
+    check_range(indices, q.shape[2])
     scale, softcap = problem.scale, problem.softcap
     wide = torch.promote_types(q.dtype, torch.float32)
     batch, heads, q_len, dim = q.shape
@@ -135,7 +142,7 @@ def backward(
     blind = lse.isneginf()  # rows that see nothing
     lse = lse.masked_fill(blind, float("inf"))  # their weights become exp(-inf) = 0
     delta = delta.masked_fill(blind, 0.0)  # 0 times inf is NaN
-    for b, h_q, h_kv, rows, steps in _walk(q, k, FlashMask(indices, problem.causal), plan):
+    for b, h_q, h_kv, rows, steps in _walk(q, k, indices, problem.causal, plan):
         queries, upstream = (_grouped(x[b, h_q, rows], h_kv).to(wide) for x in (q, dout))
         tile_lse, tile_delta = (_grouped(x[b, h_q, rows, None], h_kv) for x in (lse, delta))
         queries = queries * problem.scale
@@ -200,14 +207,16 @@ def _scores(queries: Tensor, keys: Tensor, hidden: Tensor | None, softcap: float
     return scores, slope
 
 
-def _walk(q: Tensor, k: Tensor, mask: FlashMask, plan: Plan) -> Iterator[tuple[int, slice, slice, slice, list[Step]]]:
+def _walk(
+    q: Tensor, k: Tensor, indices: Tensor, causal: bool, plan: Plan
+) -> Iterator[tuple[int, slice, slice, slice, list[Step]]]:
     """Yield (batch entry, query heads, key-value heads, query rows, steps) per list of tiles."""
     batch, heads, q_len, _ = q.shape
     kv_heads, kv_len = k.shape[1:3]
     mask_batch, mask_heads = plan.tiles.shape[:2]
     counts = plan.counts.tolist()
     width = plan_columns(kv_len)
-    pairs = mask.intervals(q_len)
+    pairs = hidden_intervals(indices, causal, q_len)
     for m_b in range(mask_batch):
         for m_h in range(mask_heads):
             h_q = slice(m_h * heads // mask_heads, (m_h + 1) * heads // mask_heads)
@@ -218,7 +227,7 @@ def _walk(q: Tensor, k: Tensor, mask: FlashMask, plan: Plan) -> Iterator[tuple[i
                 visible, partial = counts[m_b][m_h][tile]
                 row = plan.tiles[m_b, m_h, tile]
                 rows = slice(tile * ROWS, min(q_len, (tile + 1) * ROWS))
-                steps = _steps(row, visible, partial, rows, bounds, mask.causal, q_len, kv_len, width)
+                steps = _steps(row, visible, partial, rows, bounds, causal, q_len, kv_len, width)
                 for b in range(batch) if mask_batch == 1 else (m_b,):
                     yield b, h_q, h_kv, rows, steps
 
