@@ -10,7 +10,10 @@ from torch import Tensor
 
 from flashmask_hf.torch_internals import device_assert
 
-__all__ = ["as_integer", "check_between", "check_bool", "check_range"]
+__all__ = ["as_integer", "as_length", "check_between", "check_bool", "check_range"]
+
+_MAX_LENGTH = 2**31 - 1
+"""Most query rows or keys of a mask: the largest int32."""
 
 
 def check_bool(name: str, value: object) -> None:
@@ -40,6 +43,14 @@ def as_integer(name: str, value: Any, low: int, high: int | None = None, why: st
         allowed = f"at least {low}" if high is None else f"in {low}..{high}"
         raise ValueError(f"{name} must be {allowed}, got {number}" + (f"; {why}" if why else ""))
     return number
+
+
+def as_length(name: str, value: Any) -> int:
+    """Return a number of query rows or keys as an int in 1..2**31 - 1; a symbolic integer stays symbolic."""
+    length = as_integer(name, value, 1)
+    if isinstance(length, int) and length > _MAX_LENGTH:  # a symbolic one would get a guard
+        raise ValueError(f"{name} must be at most {_MAX_LENGTH}, the largest int32, got {length}")
+    return length
 
 
 def check_range(indices: Tensor, q_len: int) -> None:

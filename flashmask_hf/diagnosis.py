@@ -105,16 +105,17 @@ def _registration() -> tuple[list[str], bool]:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.utils import generic
 
-    for name in NAMES:
+    known = apart = False
+    for name in reversed(NAMES):
         known = name in AttentionInterface() and name in AttentionMaskInterface()
         apart = not generic.is_flash_attention_requested(requested_attention_implementation=name)
         if not (known and apart):
-            text = (
-                f'transformers {"knows" if known else "does not know"} "{name}" and '
-                f"{'tells it apart from' if apart else 'mistakes it for'} FlashAttention"
-            )
-            return _entry("backend", text), False
-    return _entry("backend", f'transformers knows "{FLASHMASK}" and tells it apart from FlashAttention'), True
+            break
+    text = (
+        f'transformers {"knows" if known else "does not know"} "{name}" and '
+        f"{'tells it apart from' if apart else 'mistakes it for'} FlashAttention"
+    )
+    return _entry("backend", text), known and apart
 
 
 def _implementations(device: torch.device) -> list[str]:
@@ -122,26 +123,23 @@ def _implementations(device: torch.device) -> list[str]:
 
     A cell without the best implementation of this device has a number, and a note below the table gives the reason.
     """
-    choices = {}
-    for dtype in _DTYPES:
-        for n in _HEAD_DIMS:
-            choice = choose(device, dtype, n, n)
-            reason = choice.reason.replace(f"head_dim {n} with values of {n} ", "this head_dim ")
-            choices[dtype, n] = choice.impl, reason
-    served = {impl for impl, _ in choices.values()}
+    choices = {(dtype, n): choose(device, dtype, n, n) for dtype in _DTYPES for n in _HEAD_DIMS}
+    served = {choice.impl for choice in choices.values()}
     best = next((impl for impl in ("hopper", "triton") if impl in served), None)
     reasons: list[str] = []
-    lines = [f"{'head_dim':<14}" + "".join(f"{head_dim:<12}" for head_dim in _HEAD_DIMS)]
-    for dtype in _DTYPES:
-        cells = []
-        for head_dim in _HEAD_DIMS:
-            impl, reason = choices[dtype, head_dim]
-            if impl != best and reason not in reasons:
-                reasons.append(reason)
-            cells.append(impl if impl and impl == best else f"{impl or 'raises'} [{reasons.index(reason) + 1}]")
-        lines.append(f"{_short(dtype):<14}" + "".join(f"{cell:<12}" for cell in cells))
-    notes = [line for number, reason in enumerate(reasons, 1) for line in _entry("", f"[{number}] {reason}")]
-    return [*(line.rstrip() for line in lines), *notes]
+
+    def cell(dtype: torch.dtype, n: int) -> str:
+        choice = choices[dtype, n]
+        if best is not None and choice.impl == best:
+            return best
+        reason = choice.reason.replace(f"head_dim {n} with values of {n} ", "this head_dim ")
+        if reason not in reasons:
+            reasons.append(reason)
+        return f"{choice.impl or 'raises'} [{reasons.index(reason) + 1}]"
+
+    rows = [("head_dim", *_HEAD_DIMS), *((_short(dtype), *(cell(dtype, n) for n in _HEAD_DIMS)) for dtype in _DTYPES)]
+    lines = [(f"{first:<14}" + "".join(f"{x:<12}" for x in others)).rstrip() for first, *others in rows]
+    return [*lines, *(line for n, reason in enumerate(reasons, 1) for line in _entry("", f"[{n}] {reason}"))]
 
 
 def _self_test(device: torch.device) -> Iterator[tuple[str, bool]]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 import torch
 from torch import Tensor
 
-from flashmask_hf._numbers import as_integer, check_bool
+from flashmask_hf._numbers import as_length, check_bool
 from flashmask_hf.intervals import (
     Runs,
     causal_starts,
@@ -24,10 +24,7 @@ from flashmask_hf.tiles import HIDDEN, classify_tiles
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["MAX_LENGTH", "FlashMask", "MaskNotRepresentable"]
-
-MAX_LENGTH = 2**31 - 1
-"""Most query rows or keys of a mask: the largest int32."""
+__all__ = ["FlashMask", "MaskNotRepresentable"]
 
 _COLUMNS_PER_PASS = 1024
 """Dense columns that `FlashMask.from_columns` reads at a time."""
@@ -93,7 +90,7 @@ class FlashMask:
             raise ValueError(f"indices must have shape [B, Hm, Skv, n], got {list(indices.shape)}")
         if 0 in indices.shape:
             raise ValueError(f"indices must have no empty axis, got {list(indices.shape)}")
-        q_len = None if q_len is None else _as_q_len(q_len)
+        q_len = None if q_len is None else as_length("q_len", q_len)
         allowed = (1, 2) if causal else (2, 4)
         if indices.shape[-1] not in allowed:
             raise ValueError(
@@ -173,7 +170,7 @@ class FlashMask:
         own = self.q_len
         if q_len is None:
             return self.kv_len if own is None else own
-        q_len = _as_q_len(q_len)
+        q_len = as_length("q_len", q_len)
         if own is not None and own != q_len:
             raise ValueError(f"q_len={q_len}, but this mask was built for q_len={own}; build it with q_len={q_len}")
         return q_len
@@ -495,12 +492,6 @@ class FlashMask:
         tiles = classify_tiles(indices[None, None], self.causal, rows, block)[0, 0]
         lower = indices[:, : 2 if self.causal or indices.shape[-1] == 4 else 1]
         return plot_tiles(tiles, block, lower, rows, path=path, title=title, ax=ax)
-
-
-def _as_q_len(q_len: Any) -> int:
-    """Return a number of query rows as an int; a symbolic one gets no upper limit, which would be a guard."""
-    symbolic = isinstance(q_len, torch.SymInt)
-    return as_integer("q_len", q_len, 1, None if symbolic else MAX_LENGTH, why="" if symbolic else "it must fit int32")
 
 
 def _first_columns(flags: Tensor) -> list[tuple[int, int, int]]:

@@ -71,7 +71,7 @@ def plot_tiles(
 
     kv_len = lower.shape[0]
     columns, bounds = _document_edges(lower, rows)
-    top, left = _tile_edges(rows, block[0]), _tile_edges(kv_len, block[1])
+    top, left = [*range(0, rows, block[0]), rows], [*range(0, kv_len, block[1]), kv_len]
 
     own_figure = ax is None
     if ax is None:
@@ -99,10 +99,7 @@ def plot_tiles(
             ax.scatter([], [], label=f"{_NAMES[kind]} {_percent(share)}", **style)
     figure = cast("Figure", ax.get_figure(root=True))
     if own_figure:
-        handles, labels = ax.get_legend_handles_labels()
         figure.legend(
-            handles,
-            labels,
             loc="outside lower center",
             ncols=3,
             frameon=False,
@@ -135,11 +132,6 @@ def _percent(share: float) -> str:
     if 0 < share <= 0.005:
         return "<1%"
     return ">99%" if 0.995 <= share < 1 else f"{share:.0%}"
-
-
-def _tile_edges(length: int, size: int) -> list[int]:
-    """Return the first positions of tiles of `size`, and the end of the last one, which is cut to `length`."""
-    return [*range(0, length, size), length]
 
 
 def _document_edges(lower: Tensor, rows: int) -> tuple[list[int], list[int]]:

@@ -1,7 +1,18 @@
-"""Run a program with the backend registered: `python -m flashmask_hf run PROGRAM ...`.
+"""Run a program, unchanged, with attn_implementation="flashmask" known to transformers, which has no plug-ins.
 
-transformers has no plug-ins, so `attn_implementation="flashmask"` needs an `import flashmask_hf` before the model is
-loaded. This runs a program, such as `trl sft`, after the import, and all that it launches through accelerate.
+usage: python -m flashmask_hf run SCRIPT.py [ARGUMENT ...]
+       python -m flashmask_hf run -m MODULE [ARGUMENT ...]
+       python -m flashmask_hf run COMMAND [ARGUMENT ...]
+
+COMMAND is a command of an installed package, such as trl:
+
+    python -m flashmask_hf run trl sft --config sft.yaml --attn_implementation flashmask
+    accelerate launch --num_processes 2 -m flashmask_hf run train.py --learning_rate 2e-5
+
+Programs that it launches by accelerate know the backend, too. Other launchers, such as torchrun, must start this
+command (torchrun -m flashmask_hf run train.py).
+
+transformers is imported before the program: set environment variables that it reads, such as HF_HOME, outside.
 """
 
 from __future__ import annotations
@@ -14,23 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["USAGE", "run_program"]
-
-USAGE = """\
-usage: python -m flashmask_hf run SCRIPT.py [ARGUMENT ...]
-       python -m flashmask_hf run -m MODULE [ARGUMENT ...]
-       python -m flashmask_hf run COMMAND [ARGUMENT ...]
-
-Run a program, unchanged, with attn_implementation="flashmask" known to transformers. COMMAND is a command of an
-installed package, such as trl:
-
-    python -m flashmask_hf run trl sft --config sft.yaml --attn_implementation flashmask
-    accelerate launch --num_processes 2 -m flashmask_hf run train.py --learning_rate 2e-5
-
-Programs that it launches by accelerate know the backend, too. Other launchers, such as torchrun, must start this
-command (torchrun -m flashmask_hf run train.py).
-
-transformers is imported before the program: set environment variables that it reads, such as HF_HOME, outside."""
+__all__ = ["run_program"]
 
 
 def run_program(argv: Sequence[str]) -> int:
@@ -43,7 +38,7 @@ def run_program(argv: Sequence[str]) -> int:
         SystemExit: the program exits by itself; or `argv` names no program, with a message and code 2.
     """
     if not argv or argv[0] in ("-h", "--help"):
-        print(USAGE)
+        print(__doc__)
         return 0 if argv else 2
     _keep_registered_in_launched_processes()
     program, *arguments = argv
@@ -66,7 +61,7 @@ def run_program(argv: Sequence[str]) -> int:
 
 def _no_program(problem: str) -> int:
     """Print what is wrong with the arguments and how they are used; return the exit code."""
-    print(f"{USAGE}\n\nerror: {problem}", file=sys.stderr)
+    print(f"{__doc__}\nerror: {problem}", file=sys.stderr)
     return 2
 
 

@@ -505,7 +505,7 @@ def test_sparsity_is_the_fraction_of_hidden_tiles():
             False,
             0,
             ValueError,
-            r"q_len must be in 1\.\.2147483647, got 0; it must",
+            r"q_len must be at least 1, got 0",
         ),
         (torch.zeros(1, 1, 3, 2).int(), False, "4", TypeError, "q_len must be an int, got '4'"),
         (torch.zeros(1, 1, 3, 2).int(), False, True, TypeError, "q_len must be an int, got True"),
@@ -554,7 +554,7 @@ def test_a_mask_rejects_another_q_len_than_its_own():
 @pytest.mark.parametrize(
     ("q_len", "error", "message"),
     [
-        (0, ValueError, r"in 1\.\.2147483647, got 0"),
+        (0, ValueError, r"at least 1, got 0"),
         (True, TypeError, "an int, got True"),
         (2.5, TypeError, "an int, got 2.5"),
     ],

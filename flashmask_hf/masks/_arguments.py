@@ -8,19 +8,13 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from flashmask_hf._numbers import as_integer
-from flashmask_hf.mask import MAX_LENGTH
+from flashmask_hf._numbers import as_integer, as_length
 
 Device: TypeAlias = torch.device | str | None
 """Device to build a mask on, or None."""
 
 INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 """Dtypes of integer tensors."""
-
-
-def target_device(device: Device, given: Any) -> Device:
-    """Return `device`, or the device of `given` if that is a tensor and `device` is None."""
-    return given.device if device is None and isinstance(given, Tensor) else device
 
 
 def from_array(value: Any) -> Any:
@@ -36,14 +30,6 @@ def check_integer_tensor(name: str, value: Any) -> None:
     if not isinstance(value, Tensor) or value.dtype not in INTEGERS:
         got = value.dtype if isinstance(value, Tensor) else type(value).__name__
         raise TypeError(f"{name} must be a tensor of integers, got {got}")
-
-
-def as_length(name: str, value: Any) -> int:
-    """Return a number of query rows or keys as an int in 1..MAX_LENGTH; a symbolic integer stays symbolic."""
-    length = as_integer(name, value, 1)
-    if isinstance(length, int) and length > MAX_LENGTH:  # a symbolic one would get a guard
-        raise ValueError(f"{name} must be at most {MAX_LENGTH}, the largest int32, got {length}")
-    return length
 
 
 def query_count(q_len: int | None, kv_len: int, may_exceed: bool = False) -> int:
@@ -72,18 +58,18 @@ def batch_rows(name: str, value: Any, row_type: type | tuple[type, ...]) -> list
     return [(f"{name}[{b}]", row) for b, row in enumerate(value)]
 
 
-def batch_integers(name: str, value: Any, high: int | None) -> list[int]:
-    """Return one number in 0..high per packed row, from a list, or an int tensor or array [B]."""
+def batch_integers(name: str, value: Any, high: int | None, axis: str = "B") -> list[int]:
+    """Return numbers in 0..high from a list, or an int tensor or array [axis]; by default one per packed row."""
     value = from_array(value)
     if isinstance(value, Tensor):
         check_integer_tensor(name, value)
         if value.dim() != 1:
-            raise ValueError(f"{name} must have shape [B], got {list(value.shape)}")
+            raise ValueError(f"{name} must have shape [{axis}], got {list(value.shape)}")
         value = value.tolist()
     if not isinstance(value, (list, tuple)):
-        raise TypeError(f"{name} must be a list, or an int tensor or array [B], got {type(value).__name__}")
+        raise TypeError(f"{name} must be a list, or an int tensor or array [{axis}], got {type(value).__name__}")
     if not value:
-        raise ValueError(f"{name} is empty; give one number per batch entry")
+        raise ValueError(f"{name} is empty; give numbers [{axis}]")
     why = "" if high is None else "the largest is kv_len"
     return [as_integer(f"{name}[{b}]", number, 0, high, why=why) for b, number in enumerate(value)]
 

@@ -8,19 +8,15 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from flashmask_hf._numbers import check_bool
+from flashmask_hf._numbers import as_integer, as_length, check_bool
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.masks._arguments import (
     Device,
-    as_integer,
-    as_length,
     batch_integers,
     batch_rows,
     check_integer_tensor,
     from_array,
     key_count,
-    query_count,
-    target_device,
 )
 from flashmask_hf.masks._columns import document_spans, key_positions, make_mask, per_row, per_token
 
@@ -51,10 +47,9 @@ def causal_document(
         <BLANKLINE>
                 [[2, 2, 4, 4, 0, 0]]], dtype=torch.int32)
     """
-    lengths = _batch_lengths("documents", documents)
-    kv_len = key_count("documents", lengths, kv_len)
+    lengths, kv_len = _batch_lengths("documents", documents, kv_len)
     _, end = document_spans(lengths, kv_len)
-    return make_mask(end, causal=True, q_len=query_count(q_len, kv_len), device=target_device(device, documents))
+    return make_mask(end, causal=True, q_len=q_len, device=device, given=documents)
 
 
 def document(
@@ -79,12 +74,9 @@ def document(
         tensor([[3, 3, 3, 5, 5, 6],
                 [0, 0, 0, 3, 3, 5]], dtype=torch.int32)
     """
-    lengths = _batch_lengths("documents", documents)
-    kv_len = key_count("documents", lengths, kv_len)
+    lengths, kv_len = _batch_lengths("documents", documents, kv_len)
     start, end = document_spans(lengths, kv_len)
-    return make_mask(
-        end, start, causal=False, q_len=query_count(q_len, kv_len), device=target_device(device, documents)
-    )
+    return make_mask(end, start, causal=False, q_len=q_len, device=device, given=documents)
 
 
 def causal_blockwise(
@@ -117,18 +109,12 @@ def causal_blockwise(
         tensor([[2, 2, 4, 4, 4, 4],
                 [4, 4, 4, 4, 4, 4]], dtype=torch.int32)
     """
-    lengths = _batch_lengths("block_lengths", block_lengths)
-    kv_len = key_count("block_lengths", lengths, kv_len)
+    lengths, kv_len = _batch_lengths("block_lengths", block_lengths, kv_len)
     _, end = document_spans(lengths, kv_len)
     last = [[sum(row[:-1])] * len(row) for row in lengths]
     test_start = per_token(last, lengths, kv_len, padding=kv_len)
-    return make_mask(
-        torch.minimum(end, test_start),
-        test_start,
-        causal=True,
-        q_len=query_count(q_len, kv_len),
-        device=target_device(device, block_lengths),
-    )
+    end = torch.minimum(end, test_start)
+    return make_mask(end, test_start, causal=True, q_len=q_len, device=device, given=block_lengths)
 
 
 def padding(
@@ -183,19 +169,16 @@ def padding(
         if max(real) == 0:
             raise ValueError("lengths are all 0; give kv_len to build a batch of nothing but padding")
         kv_len = as_length("the number of tokens in lengths", max(real))
-    q_len = query_count(q_len, kv_len)
-    device = target_device(device, lengths)
     key, count = key_positions(kv_len), per_row(real)
     first = torch.zeros_like(count) if side == "right" else kv_len - count
     is_padding = (key < first) | (key >= first + count)
     end = (first + count).expand_as(is_padding).masked_fill(is_padding, 0)
-    if causal:
-        return make_mask(end, causal=True, q_len=q_len, device=device)
-    return make_mask(end, first.expand_as(end), causal=False, q_len=q_len, device=device)
+    columns = [end] if causal else [end, first.expand_as(end)]
+    return make_mask(*columns, causal=causal, q_len=q_len, device=device, given=lengths)
 
 
-def _batch_lengths(name: str, value: Any) -> list[list[int]]:
-    """Return the lengths per packed row from an argument in the forms of `documents`."""
+def _batch_lengths(name: str, value: Any, kv_len: int | None) -> tuple[list[list[int]], int]:
+    """Return the lengths per packed row from an argument in the forms of `documents`, and the number of keys."""
     value = from_array(value)
     if isinstance(value, Tensor):
         check_integer_tensor(name, value)
@@ -207,7 +190,8 @@ def _batch_lengths(name: str, value: Any) -> list[list[int]]:
             while row and row[-1] == 0:
                 row.pop()
     why = "leave out what has no token"
-    return [
+    lengths = [
         [as_integer(f"{path}[{k}]", length, 1, why=why) for k, length in enumerate(row)]
         for path, row in batch_rows(name, value, (list, tuple))
     ]
+    return lengths, key_count(name, lengths, kv_len)

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashmask_hf._numbers import as_integer
+from flashmask_hf._numbers import as_integer, as_length
 from flashmask_hf.mask import FlashMask
-from flashmask_hf.masks._arguments import Device, as_length, check_integer_tensor, from_array, query_count
+from flashmask_hf.masks._arguments import Device, check_integer_tensor, from_array
 from flashmask_hf.masks._columns import key_positions, make_mask
 
 
@@ -56,7 +56,6 @@ def random_eviction(
         FlashMask(batch=1, heads=2, q_len=5, kv_len=5, n=1, causal=True, device='cpu')
     """
     kv_len = as_length("kv_len", kv_len)
-    q_len = query_count(q_len, kv_len)
     if generator is not None and not isinstance(generator, torch.Generator):
         raise TypeError(f"generator must be a torch.Generator or None, got {type(generator).__name__}")
     if evict_from is None:

@@ -8,16 +8,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from flashmask_hf._numbers import as_integer, check_bool
+from flashmask_hf._numbers import as_length, check_bool
 from flashmask_hf.mask import FlashMask
-from flashmask_hf.masks._arguments import (
-    Device,
-    as_length,
-    check_integer_tensor,
-    from_array,
-    query_count,
-    target_device,
-)
+from flashmask_hf.masks._arguments import Device, batch_integers, check_integer_tensor, from_array
 from flashmask_hf.masks._columns import key_positions, make_mask, next_flagged
 from flashmask_hf.masks.documents import causal_document, document
 
@@ -57,16 +50,7 @@ def from_cu_seqlens(
         tensor([3, 3, 3, 5, 5, 6], dtype=torch.int32)
     """
     check_bool("causal", causal)
-    cu_seqlens = from_array(cu_seqlens)
-    if isinstance(cu_seqlens, Tensor):
-        check_integer_tensor("cu_seqlens", cu_seqlens)
-        if cu_seqlens.dim() != 1:
-            raise ValueError(f"cu_seqlens must have shape [documents + 1], got {list(cu_seqlens.shape)}")
-        edges = cu_seqlens.tolist()
-    elif isinstance(cu_seqlens, (list, tuple)):
-        edges = [as_integer(f"cu_seqlens[{at}]", edge, 0) for at, edge in enumerate(cu_seqlens)]
-    else:
-        raise TypeError(f"cu_seqlens must be a list, or an int tensor or array, got {type(cu_seqlens).__name__}")
+    edges = batch_integers("cu_seqlens", cu_seqlens, None, axis="documents + 1")
     if len(edges) < 2 or edges[0] != 0 or edges[-1] == 0:
         raise ValueError(f"cu_seqlens must start at 0 and end at the number of tokens, at least 1, got {edges}")
     for at, (start, end) in enumerate(pairwise(edges)):
@@ -79,7 +63,9 @@ def from_cu_seqlens(
         raise ValueError(f"cu_seqlens ends at {edges[-1]}, more than kv_len = {kv_len}; raise kv_len")
     lengths = [end - start for start, end in pairwise(edges) if end > start]
     family = causal_document if causal else document
-    return family(lengths, kv_len=kv_len, q_len=q_len, device=target_device(device, cu_seqlens))
+    if device is None and isinstance(cu_seqlens, Tensor):
+        device = cu_seqlens.device
+    return family(lengths, kv_len=kv_len, q_len=q_len, device=device)
 
 
 def from_position_ids(
@@ -118,8 +104,6 @@ def from_position_ids(
     if position_ids.dim() not in (1, 2) or not position_ids.numel():
         raise ValueError(f"position_ids must have shape [S] or [B, S], got {list(position_ids.shape)}")
     positions = torch.atleast_2d(position_ids.to(torch.int64))
-    kv_len = positions.shape[-1]
-    q_len = query_count(q_len, kv_len)
     expected = torch.nn.functional.pad(positions[:, :-1] + 1, (1, 0))
     wrong = (positions != 0) & (positions != expected)
     if wrong.any():
@@ -128,7 +112,7 @@ def from_position_ids(
             f"position_ids[{row}, {token}] is {int(positions[row, token])}, but must be 0, where a document starts, or "
             f"{int(expected[row, token])}, which continues it; depths in a tree need masks.tree or masks.share_question"
         )
-    key = key_positions(kv_len, positions.device)[:, 0]
+    key = key_positions(positions.shape[-1], positions.device)[:, 0]
     starts = key - positions
     ends = next_flagged(positions[:, 1:] == 0)
     columns = (ends[:, None],) if causal else (ends[:, None], starts[:, None])

@@ -7,18 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from flashmask_hf._numbers import as_integer, as_length
 from flashmask_hf.mask import FlashMask
-from flashmask_hf.masks._arguments import (
-    Device,
-    as_integer,
-    as_length,
-    batch_integers,
-    batch_rows,
-    from_array,
-    key_count,
-    query_count,
-    target_device,
-)
+from flashmask_hf.masks._arguments import Device, batch_integers, batch_rows, from_array, key_count
 from flashmask_hf.masks._columns import document_spans, key_positions, make_mask, per_row, per_token
 
 
@@ -57,13 +48,8 @@ def prefix_lm_causal(
         prefixes = [as_integer("prefix", prefix, 0, kv_len)]
     key = key_positions(kv_len)
     first = torch.where(key < per_row(prefixes), 0, key)
-    return make_mask(
-        torch.full_like(first, kv_len),
-        first,
-        causal=False,
-        q_len=query_count(q_len, kv_len),
-        device=target_device(device, prefix),
-    )
+    end = torch.full_like(first, kv_len)
+    return make_mask(end, first, causal=False, q_len=q_len, device=device, given=prefix)
 
 
 def prefix_lm_document(
@@ -118,4 +104,4 @@ def prefix_lm_document(
     prefix_end = per_token(prefix_ends, lengths, kv_len, padding=kv_len)
     key = key_positions(kv_len)
     first = torch.where(key < prefix_end, start, key)
-    return make_mask(end, first, causal=False, q_len=query_count(q_len, kv_len), device=device)
+    return make_mask(end, first, causal=False, q_len=q_len, device=device)

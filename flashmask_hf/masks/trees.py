@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 from flashmask_hf._numbers import as_integer
 from flashmask_hf.depth_first import subtree_ends
 from flashmask_hf.mask import FlashMask
-from flashmask_hf.masks._arguments import Device, batch_rows, key_count, query_count
+from flashmask_hf.masks._arguments import Device, batch_rows, key_count
 from flashmask_hf.masks._columns import make_mask, per_token
 
 Node: TypeAlias = "int | tuple[int, Sequence[Node]]"
@@ -103,7 +103,7 @@ def tree(
         ends.append(node_ends)
     kv_len = key_count("documents", lengths, kv_len)
     end = per_token(ends, lengths, kv_len, padding=0)
-    return make_mask(end, causal=True, q_len=query_count(q_len, kv_len), device=device)
+    return make_mask(end, causal=True, q_len=q_len, device=device)
 
 
 def _nodes(path: str, roots: Sequence[Any]) -> tuple[list[int], list[int]]:

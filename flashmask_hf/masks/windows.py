@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from flashmask_hf._numbers import as_integer, check_bool
+from flashmask_hf._numbers import as_integer, as_length, check_bool
 from flashmask_hf.mask import FlashMask
-from flashmask_hf.masks._arguments import Device, as_length, query_count
+from flashmask_hf.masks._arguments import Device, query_count
 from flashmask_hf.masks._columns import key_positions, make_mask
 
 
@@ -35,7 +35,8 @@ def full(kv_len: int, *, q_len: int | None = None, device: Device = None) -> Fla
     kv_len = as_length("kv_len", kv_len)
     q_len = query_count(q_len, kv_len, may_exceed=True)
     none = torch.zeros(1, 1, kv_len, dtype=torch.int64, device="cpu")
-    return make_mask(none + kv_len, none + (kv_len - q_len), causal=False, q_len=q_len, device=device)
+    end, start = none + kv_len, none + (kv_len - q_len)
+    return make_mask(end, start, causal=False, q_len=q_len, device=device, may_exceed=True)
 
 
 def causal(kv_len: int, *, q_len: int | None = None, device: Device = None) -> FlashMask:
@@ -60,9 +61,8 @@ def causal(kv_len: int, *, q_len: int | None = None, device: Device = None) -> F
                 [1, 1, 1, 1]], dtype=torch.int32)
     """
     kv_len = as_length("kv_len", kv_len)
-    q_len = query_count(q_len, kv_len, may_exceed=True)
     never = torch.full((1, 1, kv_len), kv_len, dtype=torch.int64, device="cpu")
-    return make_mask(never, causal=True, q_len=q_len, device=device)
+    return make_mask(never, causal=True, q_len=q_len, device=device, may_exceed=True)
 
 
 def sliding_window(
@@ -103,11 +103,9 @@ def sliding_window(
     kv_len = as_length("kv_len", kv_len)
     window = _clamp_window(window, kv_len)
     check_bool("causal", causal)
-    q_len = query_count(q_len, kv_len)
     key = key_positions(kv_len)
-    if causal:
-        return make_mask(key + window, causal=True, q_len=q_len, device=device)
-    return make_mask(key + window, key - window + 1, causal=False, q_len=q_len, device=device)
+    columns = [key + window] if causal else [key + window, key - window + 1]
+    return make_mask(*columns, causal=causal, q_len=q_len, device=device)
 
 
 def global_sliding_window(
