@@ -191,7 +191,6 @@ def _grouped(x: Tensor, h_kv: slice) -> Tensor:
 
 
 def _ungrouped(x: Tensor, h_q: slice) -> Tensor:
-    """Undo `_grouped`: return [heads, rows, d]."""
     return x.reshape(h_q.stop - h_q.start, -1, x.shape[-1])
 
 

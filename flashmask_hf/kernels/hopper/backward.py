@@ -51,12 +51,8 @@ def prepare_backward(
 ) -> Callable[..., Gradients]:
     """Prepare the backward for tensors of one layout.
 
-    Args:
-        problem: layouts and settings of the call.
-        dout: layout of the output's gradient, [B, Hq, Sq, Dv].
-        output: inputs of delta, or None for calls with delta as a tensor.
-        deterministic: add to dQ in a fixed order, so that repeated runs agree to the bit.
-        ordered: reorder the rows of the gradients.
+    `dout` is the layout of the output's gradient, [B, Hq, Sq, Dv]. `output` are inputs of delta, or None for calls with
+    delta as a tensor. If `deterministic`, sums of dQ have a fixed order, so that repeated runs agree to the bit.
 
     Returns:
         (dout, q, k, v, lse, delta, indices, plan, orders) -> (dq, dk, dv, delta), without `orders` unless `ordered`.

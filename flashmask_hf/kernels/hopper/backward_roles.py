@@ -399,7 +399,6 @@ def _expect_rows(full, first, COLUMNS: gl.constexpr, FORM: gl.constexpr):
 
 @gluon.jit
 def _load_dout(batch, head, row, step, first, args, FORM: gl.constexpr):
-    """Load the output's gradients of a row tile."""
     tensors, _scalars, shared, barriers = args
     stage = step % FORM.DO_STAGES
     _expect_rows(barriers.do_full.index(stage), first, FORM.BLOCK_V, FORM)

@@ -63,7 +63,6 @@ def _low(pieces):
 
 @gluon.jit
 def _start_scores(no_scores, stage, args, FORM: gl.constexpr):
-    """Start the scores [64, BLOCK_M] of a row tile."""
     _tensors, _scalars, shared, _barriers = args
     keys = shared.k.index(opaque_zero()).reshape([64, FORM.BLOCK_D])
     queries = shared.q.index(stage).reshape([FORM.BLOCK_M, FORM.BLOCK_D])

@@ -78,12 +78,7 @@ def unsupported_reason(device: torch.device, dtype: torch.dtype, head_dim: int, 
 def prepare_forward(
     problem: Problem, ordered: bool = False, config: Config | None = None
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Prepare the forward for tensors of one layout.
-
-    Args:
-        problem: layouts and settings of the call.
-        ordered: reorder the rows of the output.
-        config: tiles; None takes the tables above.
+    """Prepare the forward for tensors of one layout; `config` None takes the tables above.
 
     Returns:
         (q, k, v, sinks, indices, plan, order) -> (out, lse), without `order` unless `ordered`. `order`, int32

@@ -207,7 +207,6 @@ def _acquire_work(barriers, item):
 
 @gluon.jit
 def _release_work(barriers, item):
-    """Let the producer overwrite the slots of work item number `item`."""
     group_barrier()
     mbarrier.arrive(barriers.free.index(Free.WORK + item % 2))
 
@@ -415,7 +414,6 @@ def _reduce_in_lanes(x, MAX: gl.constexpr):
 
 @gluon.jit
 def _as_column(x, layout: gl.constexpr):
-    """Return x [M] as the column [M, 1] of a tile in `layout`."""
     return gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(1, layout)), 1)
 
 

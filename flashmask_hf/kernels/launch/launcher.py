@@ -29,11 +29,11 @@ def _observed() -> bool:
 class Launch:
     """Kernel whose grid, scalars and compile-time constants are bound; call it with its tensors.
 
-    The kernel's parameters are tensors, then scalars, then constants. In every call, the same tensors are None, and the
-    others have the same layouts (`tensor_layout.Layout`), on the current device.
+    In every call, the same tensors are None, and the others have the same layouts (`tensor_layout.Layout`), on the
+    current device.
 
     Args:
-        kernel: a function under `triton.jit` or `gluon.jit`.
+        kernel: a function under `triton.jit` or `gluon.jit`, whose parameters are tensors, scalars and constants.
         programs: size of the grid, which has one axis.
         scalars: the arguments after the tensors.
         descriptors: templates of `descriptors.template` for the first tensors, which no other launch may share.
@@ -74,7 +74,6 @@ class Launch:
                 self._free.release()
 
     def _launch(self, arguments: tuple[Any, ...]) -> None:
-        """Launch with tensors or descriptors."""
         compiled = self._compiled
         if compiled is not None and not _observed():
             stream = torch_internals.current_stream(torch_internals.current_gpu())

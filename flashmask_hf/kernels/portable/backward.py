@@ -341,12 +341,8 @@ def prepare_backward(
 ) -> Callable[..., Gradients]:
     """Prepare the backward for tensors of one layout.
 
-    Args:
-        problem: layouts and settings of the call.
-        dout: layout of the gradient of the output, [B, Hq, Sq, Dv].
-        output: inputs of delta, or None for calls with delta as a tensor.
-        by_keys: tiles of the dK and dV kernel; None takes the measured ones.
-        by_queries: tiles of the dQ kernel, likewise.
+    `dout` is the layout of the output's gradient, [B, Hq, Sq, Dv]. `output` are inputs of delta, or None for calls with
+    delta as a tensor. `by_keys` and `by_queries` are tiles of the two kernels; None takes the measured ones.
 
     Returns:
         (dout, q, k, v, lse, delta, indices, plan) -> gradients, with lse [B, Hq, Sq] of the forward.

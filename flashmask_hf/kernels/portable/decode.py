@@ -235,10 +235,7 @@ def prepare_decode(
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     """Prepare decoding for tensors of one layout. A bound out of range fails an assertion on the device.
 
-    Args:
-        problem: layouts and settings of the call.
-        config: tiles; None takes the measured ones.
-        n_splits: splits of the keys; None fills the GPU.
+    `config` None takes the measured tiles, and `n_splits` None fills the GPU.
 
     Returns:
         (q, k, v, sinks, indices) -> (out [B, Hq, Sq, Dv] like q, stored as [B, Sq, Hq, Dv]; lse [B, Hq, Sq] float32).

@@ -143,11 +143,7 @@ def _forward(
 
 
 def prepare_forward(problem: Problem, config: Config | None = None) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Prepare the forward for tensors of one layout.
-
-    Args:
-        problem: layouts and settings of the call.
-        config: tiles; None takes the measured ones.
+    """Prepare the forward for tensors of one layout; `config` None takes the measured tiles.
 
     Returns:
         (q, k, v, sinks, indices, plan) -> (out [B, Hq, Sq, Dv] like q, stored as [B, Sq, Hq, Dv]; lse [B, Hq, Sq]

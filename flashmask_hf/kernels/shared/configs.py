@@ -146,7 +146,6 @@ def _with_few_rows(
 
 
 def _blocks(problem: Problem) -> tuple[int, int]:
-    """Return the tile widths that hold D and Dv."""
     return block_of(problem.q.shape[3]), block_of(problem.v.shape[3])
 
 
@@ -184,7 +183,6 @@ def multiprocessors(device: torch.device) -> int:
 
 @cache
 def _shared_memory(device: torch.device) -> int:
-    """Return the bytes of shared memory that a configuration may fill."""
     properties = torch.cuda.get_device_properties(device)
     total = getattr(properties, "shared_memory_per_block_optin", 64 * 1024)
     return usable_shared_memory(total, 0 if torch.version.hip else properties.major)

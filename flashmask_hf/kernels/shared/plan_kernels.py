@@ -83,7 +83,6 @@ def _classify(
 
 @triton.jit
 def _widen(low, high, values):
-    """Return the extremes `low` and `high`, widened by `values`."""
     return tl.minimum(low, tl.min(values, 0)), tl.maximum(high, tl.max(values, 0))
 
 
@@ -263,17 +262,11 @@ def count_key_tiles(kv_len: int, columns: int) -> int:
 
 
 def prepare_segments(problem: Problem, rows: int, columns: int, parts: int = 1) -> Callable[[Tensor], Tensor]:
-    """Prepare a plan's `segments` for other tile sizes.
-
-    Args:
-        problem: layouts and settings of the calls.
-        rows: query rows per tile.
-        columns: keys per part, a power of two.
-        parts: parts per key tile.
+    """Prepare a plan's `segments` for tiles of `rows` query rows and `parts` times `columns` keys, a power of two.
 
     Returns:
-        contiguous indices whose plan has been built -> segments, int32 [mask batch, mask heads,
-        `count_key_tiles(kv_len, parts * columns)`, VISIBLE_SEGMENTS + PARTIAL_SEGMENTS, 2].
+        contiguous indices whose plan has been built -> segments, int32
+        [mask batch, mask heads, `count_key_tiles(kv_len, parts * columns)`, VISIBLE_SEGMENTS + PARTIAL_SEGMENTS, 2].
     """
     batch, heads, kv_len, n = problem.mask_shape
     q_len, device = problem.q.shape[2], problem.q.device
@@ -362,12 +355,8 @@ def _join_lists(tile, tiles, counts, flags, joined, joined_counts, q_len, n_q, n
 def join_rows(plan: Plan, q_len: int, least: int) -> tuple[Tensor, Tensor, Tensor]:
     """Join the lists of a plan for tiles of `JOINED_ROWS` query rows, which meet two row tiles of the plan each.
 
-    The lists serve one call and take 4 * Tk / 192 bytes per query row.
-
-    Args:
-        plan: the plan, on the GPU.
-        q_len: number of query rows.
-        least: mean length of sampled lists from which on they are joined.
+    Lists are joined if sampled ones have at least `least` tiles on average. They serve one call and take 4 * Tk / 192
+    bytes per query row.
 
     Returns:
         tiles int16 [B, Hm, ceil(q_len / 192), Tk] and counts int32 [B, Hm, ceil(q_len / 192), 2], as in a plan; and

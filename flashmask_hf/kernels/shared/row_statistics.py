@@ -109,12 +109,8 @@ OutputLayout: TypeAlias = tuple[Layout, bool]
 def prepare_delta(dout: Layout, out: Layout, padded_len: int, sums: int = 0, clean: Layout | None = None) -> Launch:
     """Prepare `_row_delta` of its tensors, from `dout` to `clean`; those from dlse to counter are contiguous.
 
-    Args:
-        dout: layout of the output's gradient, [B, Hq, Sq, Dv].
-        out: layout of the output.
-        padded_len: rows per head in delta and padded_lse.
-        sums: numbers of `sums` per row, a multiple of 64; rows are rounded up to row tiles of a plan.
-        clean: layout of `clean`, if it is written.
+    `dout`, `out` and `clean` (if written) are layouts. delta and padded_lse have `padded_len` rows per head. A row has
+    `sums` numbers, a multiple of 64; rows are rounded up to row tiles of a plan.
     """
     batch, heads, q_len, v_dim = out.shape
     block_m = 64

@@ -40,11 +40,7 @@ def prepare_work_order(
 ) -> tuple[int, Callable[[Tensor], Tensor]]:
     """Prepare the order for calls of one problem: one launch.
 
-    Args:
-        problem: layouts and settings of the calls.
-        tiles: work items per head.
-        subtiles: work items per key tile of the plan.
-        programs: programs that run at a time.
+    A head has `tiles` work items, and a key tile of the plan `subtiles`; `programs` run at a time.
 
     Returns:
         (number of unsorted items, `Plan.segments` -> order). The order is int32 [sorted items + programs]; its last
@@ -90,7 +86,6 @@ def _sort_items(
         unsorted: items before the sorted ones.
         items: sorted items.
         places: entries of the order, up to LANES.
-        tiles, subtiles: as in `prepare_work_order`.
     """
     lanes = tl.arange(0, LANES)
     inside = lanes < items
