@@ -373,7 +373,7 @@ def _pack(
 
 
 def _documents(chunks: Sequence[pa.Array], name: str, examples: Sequence[str]) -> list[NDArray[Any]]:
-    """Return the lists in the chunks of the column `name` as views of its values, without copying int32.
+    """Return the lists of the column `name`, given as Arrow chunks; lists of int32 are views, not copies.
 
     Raises:
         TypeError: the column does not hold lists of integers.
@@ -424,7 +424,7 @@ def _check_columns(columns: dict[str, list[NDArray[Any]]], lengths: NDArray[np.i
 
 
 def _row_array(rows: Sequence[NDArray[np.int64]], documents: Sequence[NDArray[np.int32]]) -> pa.Array:
-    """Build the Arrow column of packed rows, lists of documents that end with an empty one.
+    """Build the Arrow column of packed rows. A row is a list of its documents and an empty document at the end.
 
     `rows` has the lengths of each row's documents, and `documents` the documents of all rows, int32 [n] each.
     """

@@ -48,11 +48,11 @@ def supplied_mask(
     position_ids: Tensor | None,
     form: Callable[[LayerMask], Any] | None = None,
 ) -> Any:
-    """Return the caller's vectors, less padding, in a window of `window` positions.
+    """Return the mask of the caller's mask indices `vectors`, in a window of `window` positions.
 
-    Of the hook's columns `hooked` only padding counts: keys that are hidden from every row. The vectors themselves win
-    over documents that the hook found. On a layer that is not causal the window has two sides, as in FlashAttention.
-    `form` makes of the mask what is returned and cached.
+    Of `hooked`, the mask indices that the hook made, only padding counts: keys hidden from every query row. Documents
+    that the hook found are ignored. On a layer that is not causal the window has two sides, as in FlashAttention.
+    `form` turns the mask into what is returned and cached.
     """
     if window is not None and position_ids is not None and position_ids.dim() != 2:
         raise NotImplementedError(

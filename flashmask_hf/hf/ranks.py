@@ -49,8 +49,8 @@ def attend_in_parts(
 
 
     Raises:
-        ValueError: as in `attention_forward`; keys are of other rows than queries, as with a cache; or the model's
-            rotary positions depend on the longest one.
+        ValueError: as in `attention_forward`; keys belong to other tokens than queries, as with a cache; or the model
+            chooses its rotary frequencies by the longest position.
         RuntimeError: a 2D attention_mask hides tokens, or the layer's `position_ids` do not match its rows
             (device-side checks).
     """
