@@ -382,7 +382,10 @@ def _load_keys(
     descriptor, tiles, full, kv_plane, kv_heads, tile, stage, PARTS: gl.constexpr, FIRST: gl.constexpr = 0,
     STEP: gl.constexpr = 1,
 ):  # fmt: skip
-    """Load parts FIRST, FIRST + STEP, ... of a tile of keys or values. `full` also counts its row tile's bytes."""
+    """Load parts FIRST, FIRST + STEP, ... of a tile of keys or values.
+
+    Their barrier `full` also counts a row tile's bytes.
+    """
     for part in gl.static_range(FIRST, PARTS, STEP):
         at = [kv_plane // kv_heads, kv_plane % kv_heads, (tile * PARTS + part) * 64, 0]
         tma_load(descriptor, at, full, tiles.index(stage * PARTS + part))
@@ -411,7 +414,7 @@ def _load_rows(
 ):  # fmt: skip
     """Load row tile number `step` of the program and write its slots.
 
-    The keys of work item `item` come with its `first` row tile, and the values if they have as many stages.
+    The keys of work item `item` come with its `first` row tile, and so do the values if they have as many stages.
     """
     tensors, scalars, shared, barriers = args
     LANES: gl.constexpr = gl.BlockedLayout([FORM.BLOCK_M // 32], [32], [1], [0])
@@ -460,7 +463,8 @@ def _load_row_tiles(
 ):  # fmt: skip
     """Load the row tiles of a query head's segments; return (next step, following work item).
 
-    `begin` is the step of this work item's first row tile. The following item is drawn before the last one.
+    `begin` is the step of this work item's first row tile. The following work item is drawn before this one's last row
+    tile.
     """
     _tensors, scalars, _shared, _barriers = args
     BLOCK_M: gl.constexpr = FORM.BLOCK_M

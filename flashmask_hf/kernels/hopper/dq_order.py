@@ -73,7 +73,7 @@ def may_walk_upwards(heads: int, kv_heads: int) -> bool:
 def prepare_dq_order(problem: Problem, block_m: int, block_n: int, programs: int) -> Callable[[Tensor], DqOrder]:
     """Prepare the order for calls of one problem, as a function of contiguous indices: three launches.
 
-    The kernel has tiles of `block_m` query rows and `block_n` keys, and `programs` that run at a time.
+    Tiles of the kernel have `block_m` query rows and `block_n` keys; `programs` run at a time.
     """
     batch, heads, q_len, _ = problem.q.shape
     kv_heads, kv_len = problem.k.shape[1:3]

@@ -1,6 +1,6 @@
 """Device code of the Hopper forward: a persistent, warp-specialized kernel (FlashAttention-3, section 3).
 
-A program takes work items, tiles of query rows of one head, from a counter. Every warp has one role:
+A program takes work items from a counter. A work item is a tile of query rows of one head. Every warp has one role:
 
     producer (1 warp)                  mask decoders (2 warps)          consumers (2 or 3 warpgroups, 64 rows each)
 

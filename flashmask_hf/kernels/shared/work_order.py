@@ -40,7 +40,7 @@ def prepare_work_order(
 ) -> tuple[int, Callable[[Tensor], Tensor]]:
     """Prepare the order for calls of one problem: one launch.
 
-    A head has `tiles` work items, and a key tile of the plan `subtiles`; `programs` run at a time.
+    A head has `tiles` work items, and a key tile of the plan has `subtiles` of them; `programs` run at a time.
 
     Returns:
         (number of unsorted items, `Plan.segments` -> order). The order is int32 [sorted items + programs]; its last
