@@ -4,15 +4,11 @@ Programs begin key tiles in the order `key_tile_order`. A key tile waits at a ro
 ones have added to it. It thus waits only for tiles that have begun, and the first unfinished tile never waits, so no
 order can deadlock.
 
-A good order keeps waits short (docs/how_it_works.md has the reasons and the measurements):
-
-* Key tiles begin by *lead*, the greatest first: lead = last row - number of rows, in the direction of the walk.
-* Tiles are *level* if their leads are equal, and *near* if their leads differ by less than the keys of a tile. The more
-  tiles are level, the more key-value heads alternate.
-* All query heads of a key-value head walk one band of rows before the next band.
-* All key tiles walk their rows downwards, or all upwards if many leads are near in that direction.
-
-`tests/tools/ordered_sums.py` simulates the waits.
+A good order keeps waits short; docs/how_it_works.md has the reasons and the measurements. Key tiles begin by *lead*,
+the greatest first: lead = last row - number of rows, in the direction of the walk. Tiles are *level* if their leads are
+equal, and *near* if their leads differ by less than the keys of a tile. The more tiles are level, the more key-value
+heads alternate. If many leads are near upwards, all tiles walk upwards. `tests/tools/ordered_sums.py` simulates the
+waits.
 """
 
 from __future__ import annotations

@@ -1,13 +1,7 @@
 """Positions of the bounds in mask indices [..., n], for every form (n, causal), at compile time.
 
-| n | causal | bounds of a key                    | hidden query rows of the key              |
-|---|--------|------------------------------------|-------------------------------------------|
-| 1 | True   | start                              | [start, Sq)                               |
-| 2 | True   | start, end                         | [start, end)                              |
-| 2 | False  | start, other end                   | [start, Sq) and [0, other end)            |
-| 4 | False  | start, end, other start, other end | [start, end) and [other start, other end) |
-
-Position 0 is always the start of the first interval.
+Bounds are in the order start, end, other start, other end of the two hidden intervals. A form may lack some of them
+(table in `FlashMask`), but position 0 is always the start of the first interval.
 """
 
 from __future__ import annotations
