@@ -158,7 +158,7 @@ class Form(NamedTuple):
     BLOCK_V: int
     """Width of value tiles, 0 from V_HEAD_DIM on."""
     TAIL: int
-    """Dims of queries and keys from BLOCK_V to HEAD_DIM, if their tiles are wider."""
+    """Dims of queries and keys behind the first BLOCK_V that may not be 0, if their tiles are wider."""
     DQ_PIECES: int
     """Pieces of 64 dims per tile of dQ."""
     DQ_ROWS: int
