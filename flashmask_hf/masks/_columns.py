@@ -47,8 +47,9 @@ def per_token(values: list[list[int]], lengths: list[list[int]], kv_len: int, pa
     """Repeat each value over the tokens of its document: int64 [B, 1, kv_len], `padding` behind the last document."""
     tokens = torch.full((len(lengths), 1, kv_len), padding, dtype=torch.int64, device="cpu")
     for row, value, length in zip(tokens, values, lengths, strict=True):
-        repeats = torch.tensor(length, dtype=torch.int64, device="cpu")
-        row[0, : sum(length)] = torch.tensor(value, dtype=torch.int64, device="cpu").repeat_interleave(repeats)
+        value, repeats = (torch.tensor(x, dtype=torch.int64, device="cpu") for x in (value, length))
+        total = sum(length)  # also told to repeat_interleave: a compiler would not know it from the values of a tensor
+        row[0, :total] = value.repeat_interleave(repeats, output_size=total)
     return tokens
 
 

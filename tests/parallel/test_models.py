@@ -23,7 +23,10 @@ COMPARED = [
 ]
 
 
-FULL = {"compiled"}
+FULL = {"compiled"} | {
+    f"{name}-4"
+    for name in ("documents", "exchange of heads", "exchange of keys", "every path of trees", "checkpointing")
+}
 
 
 @pytest.fixture(scope="module")

@@ -478,6 +478,7 @@ def test_a_compiled_model_is_one_graph():
         torch.testing.assert_close(got[parameter], gradient, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.full
 def test_a_compiled_model_draws_at_every_call():
     model = model_with("flashmask_qk").train()
     run = torch.compile(model, fullgraph=True, backend="aot_eager")
