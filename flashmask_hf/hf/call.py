@@ -13,15 +13,23 @@ from flashmask_hf.hf.documents import Documents, of_bounds, of_positions
 from flashmask_hf.hf.models import ModelState, state_of
 from flashmask_hf.names import NAMES, VECTORS
 
-__all__ = ["Call", "cache_of", "call_of", "count_axes", "current", "record_documents"]
+__all__ = ["Call", "cache_of", "call_of", "count_axes", "current", "current_calls", "record_documents"]
 
 
 class _Current(threading.local):  # Dynamo can trace it, but no ContextVar, and no attribute that a thread never set
     call: Call | None = None
 
 
-current = _Current()
-current.call = None  # a compiler guards on which attributes a thread has set
+current, _traced = _Current(), _Current()
+current.call = _traced.call = None  # a compiler guards on which attributes a thread has set
+
+
+def current_calls() -> _Current:
+    """Return what holds the innermost call: `current`, or while a compiler traces, a holder of the trace's own calls.
+
+    Dynamo of torch 2.11 reads the class's attribute in place of the thread's, so a call made outside is None there.
+    """
+    return _traced if torch.compiler.is_compiling() else current
 
 
 class Call:
@@ -128,7 +136,7 @@ def call_of(config: Any, length: int) -> Call | None:
 
     Configs are compared by class: some models make masks with a copy of their config for each layer.
     """
-    call = current.call
+    call = current_calls().call
     while call is not None and type(config) not in (type(call.config), type(call.config.get_text_config())):
         call = call.outer
     tokens = None if call is None else call.tokens

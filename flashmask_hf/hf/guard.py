@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from flashmask_hf.hf.call import Call, current
+from flashmask_hf.hf.call import Call, current_calls
 from flashmask_hf.hf.checks import run_checks
 from flashmask_hf.hf.rewrites import rewrite
 from flashmask_hf.mask import FlashMask
@@ -33,13 +33,14 @@ def run_call(original: Callable[..., Any], model: Any, /, *args: Any, **kwargs: 
     is_another = model.config._attn_implementation not in NAMES and kwargs.get(VECTORS) is None
     if is_another and not any(isinstance(x, FlashMask) for x in (*args, kwargs.get("attention_mask"))):
         return original(model, *args, **kwargs)
-    call = rewrite(Call(model, args, kwargs, current.call))
+    calls = current_calls()
+    call = rewrite(Call(model, args, kwargs, calls.call))
     run_checks(call)
-    current.call = call
+    calls.call = call
     try:
         output = original(model, *call.args, **call.kwargs)
     finally:
-        current.call = call.outer
+        calls.call = call.outer
     run_checks(call, after=True)
     if call.outer is not None:
         call.outer.reads += call.reads

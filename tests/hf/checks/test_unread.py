@@ -185,15 +185,27 @@ def test_models_with_two_text_models_run_without_vectors():
     assert run_call(lambda _: "output", model) == "output"
 
 
-@pytest.mark.parametrize("part", [lambda model: model, lambda model: model.base_model], ids=["whole", "backbone"])
-def test_documents_in_a_model_that_is_compiled_in_place(part):
+def compile_child(model):
+    model.model = torch.compile(model.model, backend="eager")
+
+
+@pytest.mark.parametrize(
+    "compile_part",
+    [
+        lambda model: model.compile(backend="eager"),
+        lambda model: model.base_model.compile(backend="eager"),
+        compile_child,
+    ],
+    ids=["whole", "backbone", "replaced backbone"],
+)
+def test_documents_in_a_model_that_is_compiled_in_place(compile_part):
     """Compiled code does not record that positions were read; it reads them all the same."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(llama_config(), attn_implementation="flashmask")
     ids = torch.randint(3, 48, (1, 12))
     packed = positions([7, 5])
     want = model(input_ids=ids, position_ids=packed, use_cache=False).logits
-    part(model).compile(backend="eager")
+    compile_part(model)
     got = model(input_ids=ids, position_ids=packed, use_cache=False).logits
     torch.testing.assert_close(got, want)
 
