@@ -9,9 +9,11 @@ All collators share these options:
 * `pad_to_multiple_of`: pad the single row to a multiple of this. A fixed row length must already be a multiple of it.
 * `max_position_embeddings`: the model's number of positions. A longer document or path raises. None skips the check.
 
-Examples are dictionaries. A column that is None counts as absent, and other columns are ignored. Errors name the
-example's index in the batch and the way out: a ValueError for an option out of range, an empty batch, or an example
-that is too long or damaged; a TypeError for an option or a column of another type.
+Examples are dictionaries. A column that is None counts as absent, and other columns are ignored. Collators raise
+
+* a ValueError for an option out of range, an empty batch, or an example that is empty, too long, or padded (zeros in
+  `attention_mask`), lacks a column, or has negative token ids or columns that do not fit together;
+* a TypeError for an option or a column of another type.
 """
 
 from flashmask_hf.collators.dataset import pack_dataset, packing_efficiency

@@ -16,10 +16,6 @@ __all__ = ["as_answers", "check_answers", "first_equals"]
 def as_answers(values: Any, name: str) -> list[NDArray[np.int64]]:
     """Return the token ids of an example's answers, int64 [A] each.
 
-    Args:
-        values: a flat sequence of integers per answer.
-        name: the example's name in error messages.
-
     Raises:
         TypeError: `values` is no sequence, or an answer does not hold integers.
         ValueError: there are fewer than two answers, or one is empty or has a negative id.
@@ -43,8 +39,7 @@ def check_answers(lengths: Sequence[int], name: str) -> None:
 def first_equals(answers: Sequence[NDArray[np.int64]]) -> list[int]:
     """Return, for each of N answers, the index of the first answer with the same tokens.
 
-    Copies of an answer round differently at different places of a packed row. Results of the first, read for all
-    copies, are equal to the bit, so rounding never prefers a copy.
+    Copies of an answer round differently at different places of a packed row, so the first is read for all.
     """
     found: dict[bytes, int] = {}
     return [found.setdefault(answer.tobytes(), nth) for nth, answer in enumerate(answers)]

@@ -13,9 +13,7 @@ __all__ = ["best_fit_decreasing"]
 
 
 def best_fit_decreasing(lengths: Sequence[int] | NDArray[np.int64], capacity: int) -> list[list[int]]:
-    """Assign items to bins best-fit-decreasing: longest first, each to the fullest bin that has room for it.
-
-    The result is deterministic.
+    """Assign items to bins, longest first, each to the fullest bin that has room for it. The result is deterministic.
 
     Args:
         lengths: n item lengths, each in 1..capacity.
@@ -34,10 +32,7 @@ def best_fit_decreasing(lengths: Sequence[int] | NDArray[np.int64], capacity: in
     sizes = np.asarray(lengths, dtype=np.int64)
     unfit = np.flatnonzero((sizes < 1) | (sizes > capacity))
     if unfit.size:
-        first = unfit[0]
-        raise ValueError(
-            f"lengths[{first}] is {sizes[first]}, but every length must lie in 1..capacity = 1..{capacity}"
-        )
+        raise ValueError(f"lengths[{unfit[0]}] must be in 1..capacity = 1..{capacity}, got {sizes[unfit[0]]}")
     order = np.argsort(-sizes, kind="stable")
     bins: list[list[int]] = []
     rooms: list[int] = []  # distinct free lengths of the bins, ascending

@@ -20,7 +20,7 @@ _MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 def example_names(examples: Sequence[Any]) -> list[str]:
-    """Return the names of a batch's examples for error messages: "example 0", "example 1" and so on.
+    """Return the names of a batch's examples for error messages: "example 0", "example 1", ...
 
     Raises:
         ValueError: the batch is empty.
@@ -33,10 +33,8 @@ def example_names(examples: Sequence[Any]) -> list[str]:
 def all_have(column: str, has: Sequence[bool], names: Sequence[str]) -> bool:
     """Return whether all examples of a batch have a column; raise a ValueError if only some have."""
     if any(has) and not all(has):
-        raise ValueError(
-            f"{names[has.index(False)]} has no {column}, but {names[has.index(True)]} of the same batch has; give it "
-            "to every example, or to none"
-        )
+        without, other = names[has.index(False)], names[has.index(True)]
+        raise ValueError(f"{without} has no {column}, but {other} of the same batch has; give it to all, or to none")
     return all(has)
 
 
@@ -77,10 +75,8 @@ def as_token_ids(values: Any, name: str) -> NDArray[np.int64]:
 
 
 def check_lengths(name: str, lengths: NDArray[np.int64], tokens: int) -> None:
-    """Raise a ValueError unless lengths are positive and sum to the number of tokens.
-
-    Each length is also compared with `tokens`, because a sum of huge lengths wraps around.
-    """
+    """Raise a ValueError unless lengths are positive and sum to the number of tokens."""
+    # A sum of huge lengths wraps around.
     if not ((lengths >= 1) & (lengths <= tokens)).all() or lengths.sum() != tokens:
         shown = ", ".join(map(str, lengths[:16].tolist())) + ", ..." * (len(lengths) > 16)
         raise ValueError(f"{name} must be positive and sum to the number of tokens, {tokens}, got [{shown}]")
@@ -102,5 +98,5 @@ def as_number(value: Any, name: str) -> float:
     except OverflowError:  # a huge int
         number = math.inf
     if not abs(number) <= _MAX_FLOAT32:
-        raise ValueError(f"{name} must be finite and at most 3.4e38, as float32, got {number:g}; remove the example")
+        raise ValueError(f"{name} must be finite and at most 3.4e38, got {number:g}; remove the example")
     return number

@@ -22,7 +22,7 @@ from flashmask_hf.collators.bins import best_fit_decreasing
 from flashmask_hf.collators.columns import as_integers
 from flashmask_hf.collators.documents import unread_documents
 from flashmask_hf.collators.labels import LABEL_COLUMNS, MASK_COLUMNS, drop_unused_masks, has_labels, masked_labels
-from flashmask_hf.collators.options import as_count, check_truncation_mode
+from flashmask_hf.collators.packing import as_count, check_truncation_mode
 from flashmask_hf.names import IGNORED
 
 __all__ = ["column_lengths", "pack_dataset", "packing_efficiency", "refuse_transform", "unformatted", "warn_of_weights"]
@@ -30,7 +30,7 @@ __all__ = ["column_lengths", "pack_dataset", "packing_efficiency", "refuse_trans
 logger = logging.getLogger(__name__)
 
 _VERSION = 2
-"""Version of the packed rows, part of their cache's fingerprint: raise it when `pack_dataset` makes other rows."""
+"""Part of the fingerprint of cached rows: raise it when `pack_dataset` makes other rows."""
 
 _TOKEN_COLUMNS = ("input_ids", *LABEL_COLUMNS, "token_type_ids")
 
@@ -56,14 +56,12 @@ def pack_dataset(
 ) -> SomeDataset:
     """Pack a tokenized dataset best-fit-decreasing into rows of at most `max_length` tokens.
 
-    Documents are split or truncated only if `split` or `truncation_mode` says so. Documents without a label after their
-    first token are dropped, for example pieces of a long prompt. Warnings count dropped and truncated documents, in a
-    stream per batch. Rows are ordered by their first document, and documents keep their order within a row. Results are
-    deterministic, and `Dataset.map` caches them on disk with bounded memory.
+    Documents without a label after their first token are dropped, for example pieces of a long prompt. Warnings count
+    dropped and truncated documents, in a stream per batch. Rows are ordered by their first document, and documents keep
+    their order within a row. Results are deterministic, and `Dataset.map` caches them on disk with bounded memory.
 
     Rows are for `DataCollatorForPackedLanguageModeling`. The document boundaries are part of `input_ids` and `labels`,
-    so no trainer can drop them. Stock collators raise instead of mixing documents: "expected sequence of length ..."
-    (PyTorch), or "excessive nesting".
+    so no trainer can drop them, and stock collators raise instead of mixing documents.
 
     Args:
         dataset: tokenized examples with `input_ids`, and any of `labels`, `completion_mask`, `assistant_masks` and
@@ -72,8 +70,7 @@ def pack_dataset(
         max_length: maximum number of tokens of a row.
         split: cut a longer document into consecutive pieces, each a document of its own with positions from 0.
         truncation_mode: what to do with a longer document otherwise: "error", "keep_start" or "keep_end".
-        completion_only_loss: how to make labels from masks, for examples without labels: None uses a `completion_mask`
-            if there is one, False ignores it, True requires it (or `labels`).
+        completion_only_loss: as in `DataCollatorForPackedLanguageModeling`.
         max_position_embeddings: the model's number of positions; a longer document raises. None skips the check.
         batch_size: number of examples packed together. Larger batches pack tighter, take more memory, and delay a
             stream's first row. None is 4,000 for a Dataset and 1,000 for an IterableDataset.
@@ -82,19 +79,15 @@ def pack_dataset(
     Returns:
         Dataset or IterableDataset: one example per row, in int32. `input_ids` is a list of documents, the last one
         empty; so are `labels`, if the examples have labels or masks, and `token_type_ids`, if the examples have them.
-        `seq_lengths` has the lengths of the documents. Rows with and without labels may be concatenated; without
-        labels, every token is learned.
+        `seq_lengths` has the lengths of the documents. Rows without labels learn every token.
 
     Raises:
         TypeError: `dataset` is neither a Dataset nor an IterableDataset, or an argument or a column has another type.
         ValueError: an argument is out of range; the dataset is empty, already packed, has a transform, or has no
             labels; or an example is empty, too long or padded, has an empty completion, negative token ids, or columns
-            of different lengths. In a stream, examples without the columns of the first one raise, too, and messages
-            show the beginning of the example's other columns.
+            of different lengths, or, in a stream, lacks a column of the first one.
 
     Example:
-        >>> from datasets import Dataset
-        >>> from flashmask_hf.collators import pack_dataset
         >>> dataset = Dataset.from_dict({"input_ids": [[1, 2, 3], [4, 5], [6], [7, 8]]})
         >>> pack_dataset(dataset, max_length=4)[:]  # doctest: +NORMALIZE_WHITESPACE
         {'input_ids': [[[1, 2, 3], [6], []], [[4, 5], [7, 8], []]], 'seq_lengths': [[3, 1], [2, 2]]}
@@ -102,30 +95,28 @@ def pack_dataset(
         [[2], [1, 1], [2], [2]]
     """
     if not isinstance(dataset, (Dataset, IterableDataset)):
+        kind = type(dataset).__name__
         raise TypeError(
-            f"dataset must be a datasets.Dataset or IterableDataset, got {type(dataset).__name__}; pack each split of "
-            "a DatasetDict by itself"
+            f"dataset must be a Dataset or an IterableDataset, got {kind}; pack each split of a DatasetDict"
         )
     check_truncation_mode(truncation_mode)
     max_length = as_integer("max_length", max_length, 1)
-    if batch_size is None:
-        batch_size = 4_000 if isinstance(dataset, Dataset) else 1_000
-    batch_size = as_integer("batch_size", batch_size, 1)
+    default = 4_000 if isinstance(dataset, Dataset) else 1_000
+    batch_size = as_integer("batch_size", default if batch_size is None else batch_size, 1)
     num_proc = as_count("num_proc", num_proc)
     max_position_embeddings = as_count("max_position_embeddings", max_position_embeddings)
     if split and truncation_mode != "error":
         raise ValueError(
-            f"split=True and truncation_mode='{truncation_mode}' exclude each other: leave one of them "
-            "out (SFTConfig has 'keep_start' unless it gets truncation_mode=None)"
+            f"split=True and truncation_mode='{truncation_mode}' exclude each other: leave one of them out (in "
+            "SFTConfig, truncation_mode=None)"
         )
     refuse_transform(dataset, "dataset")
     dataset = unformatted(dataset)
     first = next(iter(dataset), None)
     if first is None:
         raise ValueError("dataset is empty: there is nothing to pack")
-    columns = list(first)
-    if "input_ids" not in columns:
-        raise ValueError(f"dataset has no input_ids column; tokenize it first. Its columns: {', '.join(columns)}")
+    if "input_ids" not in first:
+        raise ValueError(f"dataset has no input_ids column; tokenize it first. Its columns: {', '.join(first)}")
     _refuse_packed(first, "dataset")
     warn_of_weights(first, "dataset")
     options: dict[str, Any] = {
@@ -159,10 +150,7 @@ def pack_dataset(
 
 
 def unformatted(dataset: Any) -> Any:
-    """Return the dataset's visible columns as Python objects, because chat templates cannot read arrays and tensors.
-
-    A dataset with a transform, which may make the columns, is returned unchanged.
-    """
+    """Return the dataset's visible columns as Python objects, unless it has a transform, which may make the columns."""
     if isinstance(dataset, Dataset):
         formatted = dataset.format
         if formatted["type"] == "custom":
@@ -175,10 +163,7 @@ def unformatted(dataset: Any) -> Any:
 def refuse_transform(dataset: Any, name: str) -> None:
     """Raise a ValueError if a dataset has a transform."""
     if isinstance(dataset, Dataset) and dataset.format["type"] == "custom":
-        raise ValueError(
-            f"{name} has a transform (with_transform), but examples are prepared once, not in each epoch; apply it "
-            "with dataset.map(...) before"
-        )
+        raise ValueError(f"{name} has a transform (with_transform); apply it with dataset.map(...) before")
 
 
 def warn_of_weights(example: Mapping[str, Any], name: str) -> None:
@@ -190,8 +175,8 @@ def warn_of_weights(example: Mapping[str, Any], name: str) -> None:
             weights += [f"{column}[...][{key!r}]" for key in turn if _WEIGHTS.fullmatch(str(key))]
     if weights:
         _warn(
-            f"{name} has {', '.join(weights)}, which nothing reads: examples and turns weigh the same. Repeat or leave "
-            "out examples, give turns labels of -100, or remove it."
+            f"{name} has {', '.join(weights)}, which nothing reads. Repeat or leave out examples, give turns labels of "
+            "-100, or remove it."
         )
 
 
@@ -208,23 +193,16 @@ def column_lengths(dataset: Dataset, columns: Sequence[str]) -> list[NDArray[np.
 def _warn_of_losses(
     lengths: NDArray[np.int64], max_length: int, truncation_mode: str, pieces: int, packed: int
 ) -> None:
-    """Warn of documents that were cut or left out.
-
-    `lengths` has the lengths of the examples, `pieces` and `packed` are the numbers of documents before and after those
-    without labels were left out.
-    """
+    """Warn of documents that were cut, given the examples' lengths, or left out: all but `packed` of the `pieces`."""
     cut = int((lengths > max_length).sum())
     if cut and truncation_mode != "error":
-        _warn(
-            f"cut {cut} of {len(lengths)} documents to max_length {max_length}, as "
-            f"truncation_mode='{truncation_mode}' says"
-        )
+        _warn(f"cut {cut} of {len(lengths)} documents to max_length {max_length}: truncation_mode='{truncation_mode}'")
     if packed < pieces:
         _warn(f"left out {pieces - packed} of {pieces} documents, which have nothing to learn")
 
 
 def _warn(message: str) -> None:
-    """Log a warning about a dataset on the first rank; all ranks read the same dataset."""
+    """Log a warning about a dataset on the first rank."""
     if not int(os.environ.get("RANK", "0")):
         logger.warning(message)
 
@@ -237,7 +215,6 @@ def packing_efficiency(dataset: Dataset, max_length: int) -> float:
         max_length: capacity of a row in tokens.
 
     Example:
-        >>> from datasets import Dataset
         >>> packing_efficiency(Dataset.from_dict({"seq_lengths": [[3, 1], [2]]}), max_length=4)
         0.75
     """
@@ -256,10 +233,8 @@ def _refuse_packed(example: Mapping[str, Any], name: str) -> None:
 
 
 def _stream_of_tokens(dataset: IterableDataset, first: Mapping[str, Any]) -> IterableDataset:
-    """Return a stream of token columns, None where the first example has none, and of the examples' names.
-
-    It holds Python objects, because Arrow would need one schema for all examples, also of columns that are not read.
-    """
+    """Return a stream of token columns, None where the first example has none, and of the examples' names."""
+    # Python objects: Arrow would need one schema for all examples, also of columns that are not read.
     given = [name for name in _TOKEN_COLUMNS if first.get(name) is not None]
     plain = dataset.with_format(None).map(_read_tokens, with_indices=True, fn_kwargs={"given": given})
     return plain.select_columns([*_TOKEN_COLUMNS, _NAME])
@@ -303,13 +278,13 @@ def _pack_table(table: pa.Table, indices: Sequence[int], **options: Any) -> pa.T
 
 def _pack_stream(batch: dict[str, list[Any]], indices: Sequence[int], **options: Any) -> dict[str, list[Any]]:
     """Pack examples of `_stream_of_tokens`."""
-    columns: dict[str, list[NDArray[Any]]] = {}
-    for name in _TOKEN_COLUMNS:
-        arrays = batch[name]
-        if arrays[0] is not None:
-            edges, values = np.cumsum([0, *map(len, arrays)]), pa.array(np.concatenate(arrays))
-            columns[name] = _documents([pa.LargeListArray.from_arrays(pa.array(edges), values)], name, batch[_NAME])
-    return _pack(columns, batch[_NAME], warns=True, **options).to_pydict()
+    names = batch[_NAME]
+    given = {name: batch[name] for name in _TOKEN_COLUMNS if batch[name][0] is not None}
+    columns = {
+        name: _views(np.concatenate(arrays), np.cumsum([0, *map(len, arrays)]), name, names)
+        for name, arrays in given.items()
+    }
+    return _pack(columns, names, warns=True, **options).to_pydict()
 
 
 def _pack(
@@ -324,11 +299,7 @@ def _pack(
     warns: bool = False,
     version: int,
 ) -> pa.Table:
-    """Pack examples, whose `names` are for error messages.
-
-    With `warns`, as in a stream, warn of documents that are cut or left out. Only the cache of `Dataset.map` reads
-    `version`.
-    """
+    """Pack examples, whose `names` are for error messages; only the cache of `Dataset.map` reads `version`."""
     lengths = _lengths(columns["input_ids"])
     _check_columns(columns, lengths, names)
     masks = {name: columns.pop(name) for name in MASK_COLUMNS if name in columns}
@@ -377,8 +348,7 @@ def _documents(chunks: Sequence[pa.Array], name: str, examples: Sequence[str]) -
 
     Raises:
         TypeError: the column does not hold lists of integers.
-        ValueError: a list is missing or has missing values, a token id is negative, or a token id or label does not fit
-            into int32. The message names one of the `examples`.
+        ValueError: a list is missing or has missing values; or as in `_views`. The message names one of the `examples`.
     """
     documents: list[NDArray[Any]] = []
     for chunk in chunks:
@@ -394,17 +364,26 @@ def _documents(chunks: Sequence[pa.Array], name: str, examples: Sequence[str]) -
             at = next(at for at, list_ in enumerate(chunk.to_pylist()) if list_ is None or None in list_)
             example = examples[len(documents) + at]
             raise ValueError(f"{name} of {example} is missing or has missing values; remove the example")
-        values = values.to_numpy(zero_copy_only=False)
-        if name in ("input_ids", "labels"):
-            if values.size and (values.min() < -(2**31) or values.max() >= 2**31):
-                raise ValueError(f"{name} must fit into int32, got {values.min()}..{values.max()}")
-            values = values.astype(np.int32, copy=False)
         edges = chunk.offsets.to_numpy()
-        if name == "input_ids" and values.size and values.min() < 0:
-            at = int(np.searchsorted(edges - edges[0], (values < 0).argmax(), side="right")) - 1
-            raise ValueError(messages.negative(f"input_ids of {examples[len(documents) + at]}", values.min()))
-        documents += [values[start:stop] for start, stop in pairwise((edges - edges[0]).tolist())]
+        values = values.to_numpy(zero_copy_only=False)
+        documents += _views(values, edges - edges[0], name, examples[len(documents) :])
     return documents
+
+
+def _views(values: NDArray[Any], edges: NDArray[np.int64], name: str, examples: Sequence[str]) -> list[NDArray[Any]]:
+    """Cut the values of the column `name` at the edges of its lists; token ids and labels as int32.
+
+    Raises:
+        ValueError: a token id is negative, or a token id or label does not fit into int32.
+    """
+    if name in ("input_ids", "labels"):
+        if values.size and (values.min() < -(2**31) or values.max() >= 2**31):
+            raise ValueError(f"{name} must fit into int32, got {values.min()}..{values.max()}")
+        values = values.astype(np.int32, copy=False)
+    if name == "input_ids" and values.size and values.min() < 0:
+        at = int(np.searchsorted(edges, (values < 0).argmax(), side="right")) - 1
+        raise ValueError(messages.negative(f"input_ids of {examples[at]}", values.min()))
+    return [values[start:stop] for start, stop in pairwise(edges.tolist())]
 
 
 def _lengths(documents: Sequence[NDArray[Any]]) -> NDArray[np.int64]:

@@ -27,14 +27,9 @@ def read_documents(
 ) -> tuple[dict[str, Any], NDArray[np.int64], NDArray[np.int64]]:
     """Read an example: a document, a row of `pack_dataset`, or a flat row with `seq_lengths` or `position_ids`.
 
-    Args:
-        example: a dictionary with `input_ids`. A column that is None counts as absent.
-        columns: the names of other columns with an integer per token.
-        name: the example's name in error messages.
-
     Returns:
-        The columns of the example, those named in `columns` flat, int64 [n]; its token ids, int64 [n]; and the lengths
-        of its documents, int64 [documents].
+        The columns of the example `name`, those named in `columns` flat, int64 [n]; its token ids, int64 [n]; and the
+        lengths of its documents, int64 [documents].
 
     Raises:
         TypeError: a column does not hold integers.
@@ -62,7 +57,7 @@ def read_documents(
     if unread is not None:
         raise ValueError(
             f"{unread} of {name} marks several documents, but only seq_lengths or position_ids are read; add "
-            f"seq_lengths, the lengths of the documents, or remove {unread} if the example is one document"
+            f"seq_lengths, or remove {unread} if the example is one document"
         )
     for column in columns:
         if column in given and packed and is_packed(given[column]):
@@ -75,8 +70,8 @@ def read_documents(
 def unread_documents(example: Mapping[str, Any]) -> str | None:
     """Return the column that marks several documents of a flat example in a way that is not read, or None.
 
-    Other packers number the documents of a row in `seq_idx` (negative for padding) or in `attention_mask` (0 for
-    padding), or write their bounds. Columns of another form are ignored.
+    Other packers number documents in `seq_idx` (negative for padding) or `attention_mask` (0 for padding), or write
+    their bounds. Columns of another form are ignored.
     """
     for column, first in (("seq_idx", 0), ("attention_mask", 1)):
         try:
@@ -97,10 +92,8 @@ def _flatten(values: Any, packed: bool, name: str) -> tuple[NDArray[np.int64], N
         try:
             flat = as_integers(values, name)
         except TypeError as error:
-            raise TypeError(
-                f"{error}; a row of pack_dataset is a list of documents that ends with an empty list, unless a trainer "
-                "has cut it: set max_length=None there"
-            ) from None
+            problem = "a row of pack_dataset ends with an empty list, unless a trainer has cut it: set max_length=None"
+            raise TypeError(f"{error}; {problem} there") from None
         return flat, np.array([len(flat)])
     documents = [as_integers(document, name) for document in values]
     return np.concatenate(documents), np.array([len(document) for document in documents[:-1]], dtype=np.int64)
@@ -110,10 +103,8 @@ def _flat_column(values: Any, lengths: NDArray[np.int64], column: str, name: str
     """Return a column of a packed row as int64 [n], after checking that it has the documents of the row."""
     flat, own = _flatten(values, True, f"{column} of {name}")
     if own.tolist() != lengths.tolist():
-        raise ValueError(
-            f"{column} of {name} has documents of {own.tolist()} entries, but its input_ids of {lengths.tolist()}; "
-            "they must be one to one"
-        )
+        problem = f"has documents of {own.tolist()} entries, but its input_ids of {lengths.tolist()}"
+        raise ValueError(f"{column} of {name} {problem}; they must be one to one")
     return flat
 
 
@@ -127,12 +118,10 @@ def _document_lengths(
     lengths, source = packed, "input_ids"
     if "seq_lengths" in example:
         lengths, source = as_integers(example["seq_lengths"], f"seq_lengths of {name}"), "seq_lengths"
-        way = "a packed row must not be truncated later (set max_length=None in the trainer)"
+        way = "do not truncate packed rows (set max_length=None in the trainer)"
         if packed is not None and lengths.tolist() != packed.tolist():
-            raise ValueError(
-                f"seq_lengths of {name} are {lengths.tolist()}, but its input_ids hold documents of {packed.tolist()} "
-                f"tokens; {way}"
-            )
+            given = f"{lengths.tolist()}, but its input_ids hold documents of {packed.tolist()} tokens"
+            raise ValueError(f"seq_lengths of {name} are {given}; {way}")
         try:
             check_lengths(f"seq_lengths of {name}", lengths, tokens)
         except ValueError as error:

@@ -27,27 +27,20 @@ class DataCollatorForPackedEncoders(PackingCollator):
     Each token attends to all tokens of its document, and to no others: the mask is `masks.document`.
 
     An example has `input_ids`, a sequence of integers, or is a packed row of `pack_dataset`. `labels` and
-    `token_type_ids` are used unchanged. As in masked language modeling, a token's label is its own, also at a
-    document's first token; -100 is no label.
+    `token_type_ids` are used unchanged: as in masked language modeling, a token's label is its own.
 
-    Positions are contiguous from 0. The attention "flashmask" adds the offset of models that count from another number,
-    for example RoBERTa. For one embedding per document, take the token with `position_ids` 0 and non-zero mask indices,
-    or average the tokens of a row with the same mask indices. BERT's `pooler_output` belongs to a row's first document.
+    Positions are contiguous from 0; "flashmask" adds the offset of models such as RoBERTa. For one embedding per
+    document, take the token with `position_ids` 0 and non-zero mask indices, or average the tokens of a row with the
+    same mask indices. BERT's `pooler_output` belongs to a row's first document.
 
-    `flashmask_hf.collators` describes the options.
+    `flashmask_hf.collators` describes the options and errors.
 
     Returns:
         dict[str, Tensor]: `input_ids` and `position_ids`, int64 [rows, S]; `labels` and `token_type_ids`, int64
         [rows, S], if the examples have them; and `startend_row_indices`, int32 [rows, 1, S, 2]: the rows where the
         document of each token ends and starts, 0 for padding.
 
-    Raises:
-        ValueError: an option is out of range; or an example is empty, longer than a row, or padded, lacks a column that
-            others of its batch have, or has columns of different lengths.
-        TypeError: a column does not hold integers.
-
     Example:
-        >>> from flashmask_hf.collators import DataCollatorForPackedEncoders
         >>> collator = DataCollatorForPackedEncoders(pad_to_multiple_of=8)
         >>> batch = collator([{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}])
         >>> batch["input_ids"]

@@ -23,7 +23,7 @@ class Forest:
     """Token segments in depth-first order that stay in one row: one tree, or several side by side.
 
     In depth-first order a segment follows its parent and the subtrees of the parent's earlier children. A document is a
-    tree of one segment. Arguments may be lists or arrays of any integer type; they are stored as int64 arrays.
+    tree of one segment. Arguments are stored as int64 arrays.
 
     Args:
         tokens: token ids of all segments, concatenated, [n].
@@ -32,11 +32,9 @@ class Forest:
 
     Raises:
         TypeError: an argument is not a flat sequence of integers.
-        ValueError: there is no segment, a segment is empty, the lengths do not sum to the number of tokens, or the
-            segments are not in depth-first order.
+        ValueError: there is no segment, a segment is empty, lengths do not sum to n, or the order is not depth-first.
 
     Example:
-        >>> from flashmask_hf.collators import Forest
         >>> forest = Forest(tokens=[1, 2, 3, 4, 5, 6], lengths=[2, 1, 2, 1], parents=[-1, 0, 0, -1])
         >>> forest.leaves(), forest.depth()
         ([1, 2, 3], 4)
@@ -54,12 +52,9 @@ class Forest:
         if not self.lengths.size:
             raise ValueError("lengths is empty: a forest needs at least one segment")
         if len(self.parents) != len(self.lengths):
-            raise ValueError(
-                f"parents has {len(self.parents)} entries, but lengths has {len(self.lengths)}; they must be one to one"
-            )
+            raise ValueError(f"parents has {len(self.parents)} entries, but lengths has {len(self.lengths)}")
         if (self.lengths < 1).any():
-            empty = int((self.lengths < 1).argmax())
-            raise ValueError(f"segment {empty} is empty; leave it out, or give it at least one token")
+            raise ValueError(f"segment {(self.lengths < 1).argmax()} is empty; leave it out, or give it tokens")
         check_lengths("lengths", self.lengths, len(self.tokens))
         branch: list[int] = []  # the path from a root to the previous segment
         for segment, parent in enumerate(self.parents.tolist()):
@@ -67,8 +62,8 @@ class Forest:
                 branch.pop()
             if not branch and parent != -1:
                 raise ValueError(
-                    f"parents[{segment}] is {parent}, but segments must come in depth-first order: a parent is the "
-                    "segment before, an ancestor of that, or -1 for a root"
+                    f"parents[{segment}] is {parent}, but in depth-first order a parent is the segment before, an "
+                    "ancestor of it, or -1 for a root"
                 )
             branch.append(segment)
 
@@ -84,7 +79,6 @@ class Forest:
             ValueError: there is no tree, or a node is empty.
 
         Example:
-            >>> from flashmask_hf.collators import Forest
             >>> forest = Forest.from_trees(([1, 2], [([3], [[4], [5, 6]]), [7]]), [8])
             >>> forest.tokens
             array([1, 2, 3, 4, 5, 6, 7, 8])
@@ -103,10 +97,9 @@ class Forest:
             try:
                 segment = as_integers(None if isinstance(tokens, tuple) else tokens, name)
             except TypeError:
-                problem = f"{name} must be a list of token ids, or a tuple (list of token ids, [children])"
-                raise TypeError(problem) from None
+                raise TypeError(f"{name} must be a list of token ids, or (list of token ids, [children])") from None
             if not segment.size:
-                raise ValueError(f"{name} is empty; leave it out, or give it at least one token")
+                raise ValueError(f"{name} is empty; leave it out, or give it tokens")
             stack += [(f"{name}[1][{index}]", child, len(segments)) for index, child in enumerate(children)][::-1]
             segments.append(segment)
             parents.append(parent)
@@ -117,8 +110,8 @@ class Forest:
         """Build the tree of a question with its answers as children.
 
         Args:
-            question: token ids of the question, [Q], segment 0.
-            answers: token ids of the answers, [A] each, segments 1, 2 and so on.
+            question: token ids, [Q], segment 0.
+            answers: token ids, [A] each, segments 1, 2 and so on.
 
         Raises:
             TypeError: a question or an answer does not hold integers.
@@ -163,14 +156,9 @@ class Forest:
 
 
 def lay_out(lengths: NDArray[np.int64], parents: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the position ids and subtree ends of the n tokens of segments in depth-first order.
+    """Return the depth of each token in its tree, and the index after its segment's subtree, int64 [n] each.
 
-    Args:
-        lengths: number of tokens of each segment, int64 [segments].
-        parents: index of each segment's parent, -1 for a root, int64 [segments].
-
-    Returns:
-        int64 [n] each: the depth of each token in its tree, and the index after its segment's subtree.
+    The arguments are those of `Forest`, int64 [segments].
 
     Example:
         >>> position_ids, ends = lay_out(np.array([2, 1, 2]), np.array([-1, 0, 0]))

@@ -25,8 +25,7 @@ def drop_unused_masks(masks: dict[str, Any], completion_only_loss: bool | None, 
         masks.pop("completion_mask", None)
     elif completion_only_loss and "completion_mask" not in masks:
         raise ValueError(
-            f"{name} has no completion_mask, which completion_only_loss=True needs; give it one (1 for the tokens "
-            "of the completion), or labels, or set completion_only_loss=None"
+            f"{name} has no completion_mask, which completion_only_loss=True needs; add it, or labels, or set None"
         )
 
 
@@ -39,10 +38,8 @@ def masked_labels(input_ids: NDArray[Any], masks: Mapping[str, NDArray[Any]], na
         ValueError: there is a completion mask, and it selects no token.
     """
     if "completion_mask" in masks and not masks["completion_mask"].any():
-        raise ValueError(
-            f"{name} has an empty completion (completion_mask is 0 everywhere), so it teaches nothing; remove it: "
-            "dataset.filter(lambda example: any(example['completion_mask']))"
-        )
+        way = "dataset.filter(lambda example: any(example['completion_mask']))"
+        raise ValueError(f"{name} has an empty completion (completion_mask is 0 everywhere); remove it: {way}")
     selected = np.ones(len(input_ids), dtype=bool)
     for mask in masks.values():
         selected &= mask != 0

@@ -17,8 +17,7 @@ from flashmask_hf.collators.columns import example_names
 from flashmask_hf.collators.documents import is_packed, read_documents
 from flashmask_hf.collators.forest import Forest
 from flashmask_hf.collators.labels import LABEL_COLUMNS, MASK_COLUMNS, drop_unused_masks, has_labels, masked_labels
-from flashmask_hf.collators.options import check_truncation_mode
-from flashmask_hf.collators.packing import PackedRows, PackingCollator
+from flashmask_hf.collators.packing import PackedRows, PackingCollator, check_truncation_mode
 from flashmask_hf.names import IGNORED
 
 __all__ = ["DataCollatorForPackedLanguageModeling"]
@@ -36,15 +35,13 @@ class DataCollatorForPackedLanguageModeling(PackingCollator):
     * the `input_ids` of the tokens that `assistant_masks` and `completion_mask` select (0 or 1 per token);
     * all `input_ids`, with a warning, once, because a trainer may have removed the masks.
 
-    The first token of a document is never a label, because the token before it belongs to another document. A warning,
-    once, counts the examples of a batch without a label.
+    The first token of a document is never a label. A warning, once, counts the examples of a batch without a label.
 
-    An example may be a packed row of `pack_dataset`, whose `input_ids` mark the documents. A flat row of another packer
-    needs `seq_lengths` (the lengths of its documents, as TRL writes them) or `position_ids` (which restart at 0 with
-    each document). Without them, such a row cannot be distinguished from a single document.
+    An example may be a packed row of `pack_dataset`. A flat row of another packer needs `seq_lengths` (the lengths of
+    its documents, as TRL writes them) or `position_ids` (which restart at 0 with each document).
 
-    `flashmask_hf.collators` describes the options that all collators share. With `max_length`, the `num_tokens` that
-    TRL's SFTTrainer logs counts one of several rows; loss and accuracy count all of them.
+    `flashmask_hf.collators` describes the other options and errors. With `max_length`, the `num_tokens` that TRL's
+    SFTTrainer logs counts one of several rows; loss and accuracy count all of them.
 
     Args:
         truncation_mode: what to do with an example over `max_length`: "error" raises, "keep_start" and "keep_end" cut
@@ -57,13 +54,7 @@ class DataCollatorForPackedLanguageModeling(PackingCollator):
         dict[str, Tensor]: `input_ids`, `labels`, `position_ids`, int64 [rows, S], and `startend_row_indices`, int32
         [rows, 1, S, 1]: the row where the document of each token ends, 0 for padding.
 
-    Raises:
-        ValueError: an option is out of range; or an example is empty, too long or padded, lacks a column, or has
-            columns of different lengths.
-        TypeError: a column does not hold integers.
-
     Example:
-        >>> from flashmask_hf.collators import DataCollatorForPackedLanguageModeling
         >>> collator = DataCollatorForPackedLanguageModeling()
         >>> batch = collator([{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5], "completion_mask": [0, 1]}])
         >>> batch["input_ids"]
@@ -75,18 +66,11 @@ class DataCollatorForPackedLanguageModeling(PackingCollator):
         >>> batch["startend_row_indices"].flatten()
         tensor([3, 3, 3, 5, 5], dtype=torch.int32)
 
-        >>> # Rows of four tokens each
         >>> collator = DataCollatorForPackedLanguageModeling(pad_token_id=9, max_length=4)
         >>> batch = collator([{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}, {"input_ids": [6]}])
         >>> batch["input_ids"]
         tensor([[1, 2, 3, 6],
                 [4, 5, 9, 9]])
-        >>> batch["labels"]
-        tensor([[-100,    2,    3, -100],
-                [-100,    5, -100, -100]])
-        >>> batch["position_ids"]
-        tensor([[0, 1, 2, 0],
-                [0, 1, 0, 0]])
         >>> batch["startend_row_indices"][:, 0, :, 0]
         tensor([[3, 3, 3, 4],
                 [2, 2, 0, 0]], dtype=torch.int32)
@@ -147,22 +131,20 @@ class DataCollatorForPackedLanguageModeling(PackingCollator):
         packed = is_packed(example.get("input_ids"))
         if not packed and example.get("labels", ...) is None:  # a trainer may have removed the masks
             raise ValueError(
-                f"{name} has no labels, but a labels column, as after joining datasets; give all of them labels before"
+                f"{name} has no labels, but a labels column, as in joined datasets; give all of them labels"
             )
         given, input_ids, lengths = read_documents(example, LABEL_COLUMNS, name)
         if packed and self.completion_only_loss is False and "labels" in given:
             raise ValueError(
-                f"completion_only_loss=False comes too late for {name}, a row of pack_dataset with labels; pass it to "
-                "pack_dataset, and leave it None here"
+                f"completion_only_loss=False comes too late for {name}, which has labels; pass it to pack_dataset"
             )
         labels = self._labels(given, input_ids, name)
         if self.max_length is not None and len(input_ids) > self.max_length:
             kept = self._kept(len(input_ids), len(lengths), self.max_length, name)
             if has_labels(labels) and not has_labels(labels[kept]):
                 raise ValueError(
-                    f"{name} teaches nothing once cut to max_length {self.max_length}: "
-                    f"truncation_mode='{self.truncation_mode}' leaves no label; raise max_length, choose another mode, "
-                    "or use pack_dataset, which leaves such examples out"
+                    f"{name} teaches nothing once cut to max_length {self.max_length}; raise it, choose another "
+                    "truncation_mode, or use pack_dataset, which leaves such examples out"
                 )
             input_ids, labels, lengths = input_ids[kept], labels[kept], np.array([self.max_length])
         return Forest.from_documents(input_ids, lengths), labels
@@ -178,10 +160,8 @@ class DataCollatorForPackedLanguageModeling(PackingCollator):
     def _kept(self, tokens: int, documents: int, max_length: int, name: str) -> slice:
         """Return the tokens to keep of an example that is longer than a row."""
         if documents > 1:
-            raise ValueError(
-                f"{name} is a packed row of {tokens} tokens, longer than max_length {max_length}, and cutting it "
-                "would lose documents; pack the dataset to max_length, or raise max_length"
-            )
+            problem = f"{name} is a packed row of {tokens} tokens, longer than max_length {max_length}"
+            raise ValueError(f"{problem}; pack the dataset to max_length, or raise max_length")
         if self.truncation_mode == "error":
             raise ValueError(messages.too_long(name, tokens, max_length))
         return slice(max_length) if self.truncation_mode == "keep_start" else slice(-max_length, None)

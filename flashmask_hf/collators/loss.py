@@ -30,12 +30,12 @@ def tree_loss(
 
     Args:
         logits: [R, S, V].
-        labels: ignored; a model passes them to its loss.
-        vocab_size: ignored; a model passes it to its loss.
+        labels: ignored.
+        vocab_size: ignored.
         shift_labels: int64 [R, W, S], required. Entry [r, w, s] is the token after token s on path w through it.
         path_weights: float32 [R, W, S], factors of the losses; None is 1.
-        num_items_in_batch: divisor of the sum of the losses; None is the number of labels of this batch.
-        ignore_index: the entry where there is nothing to learn.
+        num_items_in_batch: divisor of the sum of the losses; None is the batch's number of labels.
+        ignore_index: the entry of tokens without a label.
 
     Returns:
         Tensor: float32 []; 0 without a label.
@@ -44,17 +44,15 @@ def tree_loss(
         ValueError: `shift_labels` are missing, or not [R, W, S].
 
     Example:
-        >>> import torch
-        >>> from flashmask_hf.collators import tree_loss
         >>> shift_labels = torch.tensor([[[1, -100, -100], [2, -100, -100]]])  # token 0 is followed by 1 and by 2
         >>> tree_loss(torch.zeros(1, 3, 4), shift_labels=shift_labels).exp()
         tensor(4.)
     """
     if shift_labels is None or shift_labels.dim() != 3 or shift_labels.shape[::2] != logits.shape[:2]:
+        got = None if shift_labels is None else list(shift_labels.shape)
         raise ValueError(
-            f"shift_labels must be [R, W, S] for logits [R, S, V] = {list(logits.shape)}, got "
-            f"{None if shift_labels is None else list(shift_labels.shape)}; tree_loss is for the batches of "
-            "DataCollatorForTrees(per_path=True)"
+            f"shift_labels must be [R, W, S] for logits [R, S, V] = {list(logits.shape)}, got {got}; use the batches "
+            "of DataCollatorForTrees(per_path=True)"
         )
     targets = shift_labels.to(logits.device).transpose(1, 2)  # [R, S, W]
     learned = targets != ignore_index

@@ -32,6 +32,10 @@ def too_long(name: str, length: int, max_length: int, can_split: bool = False) -
 def too_deep(name: str, depth: int, positions: int) -> str:
     """Return the message of an example with a path that exceeds the model's positions."""
     return (
-        f"{name} is {depth} tokens deep, but the model has {positions} positions (max_position_embeddings); shorten it "
-        "to fit, or take a model with more positions"
+        f"{name} is {depth} tokens deep, but the model has {positions} positions (max_position_embeddings); shorten it"
     )
+
+
+def two_margins(name: str, score_margin: float) -> str:
+    """Return the message of an example with a margin, and with scores of which `score_margin` makes a margin."""
+    return f"{name} has a margin, and scores that score_margin={score_margin} makes another of; remove one of them"

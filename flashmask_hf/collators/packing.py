@@ -1,26 +1,59 @@
-"""Rows of packed trees, with the position ids and mask indices that keep the trees apart.
-
-A row holds trees of token segments in depth-first order. In this order a causal mask needs one integer per token: the
-row where the subtree of the token's segment ends. The position of a token is its depth.
-"""
+"""Rows of packed trees, with the position ids and mask indices that keep the trees apart."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from flashmask_hf._numbers import as_integer
 from flashmask_hf.collators import messages
 from flashmask_hf.collators.bins import best_fit_decreasing
 from flashmask_hf.collators.forest import Forest, lay_out
-from flashmask_hf.collators.options import as_row_options
 from flashmask_hf.names import PACKED_IDS, PACKED_INDEX, PACKED_POSITIONS, VECTORS
 
-__all__ = ["PackedRows", "PackingCollator", "check_size", "pack_forests"]
+__all__ = ["PackedRows", "PackingCollator", "as_count", "check_size", "check_truncation_mode", "pack_forests"]
+
+
+def check_truncation_mode(mode: str) -> None:
+    """Raise a ValueError unless `mode` is "error", "keep_start" or "keep_end"."""
+    if mode not in ("error", "keep_start", "keep_end"):
+        raise ValueError(f"truncation_mode must be one of error, keep_start, keep_end, got {mode!r}")
+
+
+def as_count(name: str, value: Any) -> int | None:
+    """Return an option as an int of at least 1, or None; the errors are `as_integer`'s."""
+    return None if value is None else as_integer(name, value, 1, why="or None")
+
+
+def as_row_options(
+    pad_token_id: Any,
+    row_length: Any,
+    pad_to_multiple_of: Any,
+    max_position_embeddings: Any,
+    row_option: str = "max_length",
+) -> tuple[int, int | None, int | None, int | None]:
+    """Return these options of `pack_forests` as ints.
+
+    `row_option` is the caller's name for `row_length`.
+
+    Raises:
+        TypeError: an option is not an int; `pad_token_id` is None.
+        ValueError: an option is out of range, or the row length is not a multiple of `pad_to_multiple_of`.
+    """
+    if pad_token_id is None:
+        raise TypeError("pad_token_id must be a token id, got None; any serves, for example 0")
+    pad = as_integer("pad_token_id", pad_token_id, 0, 2**63 - 1, why="any token id serves, for example 0")
+    row = as_count(row_option, row_length)
+    multiple = as_count("pad_to_multiple_of", pad_to_multiple_of)
+    if row is not None and multiple and row % multiple:
+        raise ValueError(f"{row_option} must be a multiple of pad_to_multiple_of {multiple}, got {row}")
+    return pad, row, multiple, as_count("max_position_embeddings", max_position_embeddings)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,8 +63,7 @@ class PackedRows:
     Args:
         input_ids: int64 [R, S], with `pad_token_id` after the last forest of a row.
         position_ids: int64 [R, S], depth of each token, 0 for padding.
-        subtree_ends: int32 [R, S], the row where the subtree of each token's segment ends. Padding has 0, which hides
-            it from every row; every tree ends before padding, so padding attends to nothing.
+        subtree_ends: int32 [R, S], the row where the subtree of each token's segment ends, 0 for padding.
         starts: int64 [forests], index in the flattened rows of each forest's first token.
         forests: the forests, in the order they were passed.
     """
@@ -43,11 +75,7 @@ class PackedRows:
     forests: Sequence[Forest]
 
     def batch(self) -> dict[str, Tensor]:
-        """Return the model's inputs.
-
-        Returns:
-            `input_ids` and `position_ids`, int64 [R, S], and `startend_row_indices`, int32 [R, 1, S, 1].
-        """
+        """Return `input_ids` and `position_ids`, int64 [R, S], and `startend_row_indices`, int32 [R, 1, S, 1]."""
         return {
             "input_ids": torch.from_numpy(self.input_ids),
             "position_ids": torch.from_numpy(self.position_ids),
@@ -57,12 +85,9 @@ class PackedRows:
     def indexed_batch(self, index: NDArray[np.int64]) -> dict[str, Tensor]:
         """Return the packed rows as additional keys of a batch with one sequence per answer.
 
-        The backbone runs the packed rows, and its hidden states are gathered back into the sequences.
-
         Args:
             index: int64 [N, L], the index in the flattened rows of each token of the N sequences. Padding may have any
-                valid indices, preferably distinct ones, because the backward adds the gradients of equal entries one
-                after another.
+                valid indices, preferably distinct ones: the backward adds gradients of equal entries one by one.
 
         Returns:
             `packed_input_ids` and `packed_position_ids`, int64 [R, S]; `startend_row_indices`, int32 [R, 1, S, 1]; and
@@ -82,14 +107,7 @@ class PackedRows:
         return [torch.from_numpy(self.starts[forest] + packed.path(leaf)) for leaf in packed.leaves()]
 
     def spread(self, values: Sequence[NDArray[np.int64]], filler: int) -> NDArray[np.int64]:
-        """Lay out per-token values, for example labels, in the packed rows.
-
-        Args:
-            values: one value per token of each forest, int64 [n] per forest.
-            filler: the value of padding.
-
-        Returns:
-            int64 [R, S]: the value of each token at the token's place.
+        """Lay out values per token, int64 [n] for each forest, in the packed rows, int64 [R, S], with a filler.
 
         Raises:
             ValueError: the values and the tokens are not one to one.
@@ -99,10 +117,10 @@ class PackedRows:
         spread = np.full(self.input_ids.size, filler, dtype=np.int64)
         for index, (start, forest, own) in enumerate(zip(self.starts.tolist(), self.forests, values, strict=True)):
             if len(own) != len(forest.tokens):
-                raise ValueError(
-                    f"values[{index}] has {len(own)} entries, but forests[{index}] has {len(forest.tokens)} tokens; "
-                    "they must be one to one"
+                problem = (
+                    f"values[{index}] has {len(own)} entries, but forests[{index}] has {len(forest.tokens)} tokens"
                 )
+                raise ValueError(f"{problem}; they must be one to one")
             spread[start : start + len(own)] = own
         return spread.reshape(self.input_ids.shape)
 
@@ -119,12 +137,11 @@ def pack_forests(
     """Pack forests into rows. A forest is never split.
 
     Args:
-        forests: the forests to pack.
-        max_length: as `pad_token_id`, `pad_to_multiple_of` and `max_position_embeddings`, see `flashmask_hf.collators`.
-            A single row has the forests in the order given.
-        pad_token_id: see above.
-        pad_to_multiple_of: see above.
-        max_position_embeddings: see above.
+        forests: the forests to pack, in this order if there is a single row.
+        max_length: this and the following three as in `flashmask_hf.collators`.
+        pad_token_id: see there.
+        pad_to_multiple_of: see there.
+        max_position_embeddings: see there.
         names: names of the forests in error messages; None uses "forests[0]", "forests[1]" and so on.
 
     Returns:
@@ -136,7 +153,6 @@ def pack_forests(
             model's positions.
 
     Example:
-        >>> from flashmask_hf.collators import Forest, pack_forests
         >>> rows = pack_forests([Forest.from_trees(([1, 2, 3], [[4, 5], [6]])), Forest.from_trees([7, 8])])
         >>> rows.input_ids
         array([[1, 2, 3, 4, 5, 6, 7, 8]])
@@ -154,10 +170,9 @@ def pack_forests(
         raise ValueError("forests is empty: there is nothing to pack")
     sizes = [len(forest.tokens) for forest in forests]
     for index, (forest, size) in enumerate(zip(forests, sizes, strict=True)):
+        name = f"forests[{index}]" if names is None else names[index]
         depth = 0 if max_position_embeddings is None else forest.depth()
-        check_size(
-            f"forests[{index}]" if names is None else names[index], size, depth, max_length, max_position_embeddings
-        )
+        check_size(name, size, depth, max_length, max_position_embeddings)
     if max_length is None:
         members = [list(range(len(forests)))]
         multiple = pad_to_multiple_of or 1
@@ -184,11 +199,10 @@ def pack_forests(
 
 
 def check_size(name: str, tokens: int, depth: int, row_length: int | None, positions: int | None) -> None:
-    """Raise a ValueError if a forest has more tokens than a row, or is deeper than the model's number of positions."""
+    """Raise a ValueError if a forest has more tokens than a row, or more depth than the model has positions."""
     if row_length is not None and tokens > row_length:
         raise ValueError(
-            f"{name} has {tokens} tokens, more than the {row_length} of a row; make rows longer, or shorten or remove "
-            "it"
+            f"{name} has {tokens} tokens, more than the {row_length} of a row; make rows longer, or shorten it"
         )
     if positions is not None and depth > positions:
         raise ValueError(messages.too_deep(name, depth, positions))

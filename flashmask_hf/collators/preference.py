@@ -15,17 +15,13 @@ from torch import Tensor
 from flashmask_hf.collators.answers import as_answers, check_answers, first_equals
 from flashmask_hf.collators.columns import all_have, as_number, as_token_ids, example_names
 from flashmask_hf.collators.forest import Forest
-from flashmask_hf.collators.options import as_count, check_truncation_mode
-from flashmask_hf.collators.packing import PackingCollator, check_size
+from flashmask_hf.collators.packing import PackingCollator, as_count, check_size, check_truncation_mode
 
 __all__ = ["DataCollatorForSharedQuestion"]
 
 logger = logging.getLogger(__name__)
 
-_EMPTY_QUESTION = (
-    "nothing would predict the first token of its answers; give it at least one token, for example the tokenizer's "
-    "bos_token"
-)
+_EMPTY_QUESTION = "nothing would predict the first token of its answers; give it a token, for example bos_token"
 
 
 @dataclass
@@ -37,15 +33,13 @@ class DataCollatorForSharedQuestion(PackingCollator):
 
     A batch has the keys of TRL's `DataCollatorForPreference`, with one sequence per answer, and the packed rows, with
     the place of each token of the sequences. `flashmask_hf.hf.packed.rows` hooks the backbone to run the rows and to
-    return the hidden states of the sequences. The question's last token predicts the first token of every answer.
-
-    `flashmask_hf.collators` describes the options that all collators share.
+    return the hidden states of the sequences. `flashmask_hf.collators` describes the other options and errors.
 
     Args:
         max_length: maximum number of tokens of a question with one answer; None is no limit.
         truncation_mode: what to do if a question with its longest answer exceeds `max_length`. "error" raises.
-            "keep_start" cuts the end of every answer that is too long, as TRL does, and warns once. "keep_end" cuts the
-            start of the question, by the same amount for all answers (TRL cuts its copies by different amounts).
+            "keep_start" cuts the end of every answer that is too long, and warns once. "keep_end" cuts the start of the
+            question, by the same amount for all answers (TRL cuts its copies by different amounts).
 
     Returns:
         dict[str, Tensor]: N sequences, the first answers of all examples, then the second ones, and so on:
@@ -57,20 +51,15 @@ class DataCollatorForSharedQuestion(PackingCollator):
         * `ref_chosen_logps` and `ref_rejected_logps`, float32 [examples], if the examples have them.
 
     Raises:
-        ValueError: an option is out of range; or an example lacks a column, is too long, or has an empty question or
-            answer, or fewer than two answers.
-        TypeError: a column does not hold integers, or a reference log-probability is not a number.
+        ValueError: also for an empty question or answer, or fewer than two answers.
+        TypeError: also for a reference log-probability that is not a number.
 
     Example:
-        >>> from flashmask_hf.collators import DataCollatorForSharedQuestion
         >>> collator = DataCollatorForSharedQuestion()
         >>> batch = collator([{"prompt_ids": [1, 2, 3], "chosen_ids": [4, 5], "rejected_ids": [6]}])
         >>> batch["input_ids"]
         tensor([[1, 2, 3, 4, 5],
                 [1, 2, 3, 6, 0]])
-        >>> batch["completion_mask"]
-        tensor([[0, 0, 0, 1, 1],
-                [0, 0, 0, 1, 0]])
         >>> batch["packed_input_ids"]
         tensor([[1, 2, 3, 4, 5, 6]])
         >>> batch["packed_position_ids"]
@@ -150,22 +139,20 @@ class DataCollatorForSharedQuestion(PackingCollator):
 
     def _read(self, example: Mapping[str, Any], name: str) -> tuple[NDArray[np.int64], list[NDArray[np.int64]]]:
         """Read an example: return the question, int64 [Q], and its answers, int64 [A] each, truncated."""
-        has = [column for column in example if example[column] is not None]
-        columns = ["answers_ids"] if "answers_ids" in has else ["chosen_ids", "rejected_ids"]
+        has = {column: value for column, value in example.items() if value is not None}
         if "answers_ids" in has and "chosen_ids" in has:
-            raise ValueError(f"{name} has answers_ids and chosen_ids; remove one of the columns, to say which is meant")
+            raise ValueError(f"{name} has answers_ids and chosen_ids; remove one of the columns")
+        columns = ["answers_ids"] if "answers_ids" in has else ["chosen_ids", "rejected_ids"]
         missing = [column for column in ("prompt_ids", *columns) if column not in has]
         if missing:
             raise ValueError(
-                f"{name} has no {' and no '.join(missing)}; it needs prompt_ids with chosen_ids and rejected_ids, "
-                "which SharedQuestionDPOTrainer makes of text, or with answers_ids. "
-                f"It has: {', '.join(map(str, has)) or 'nothing'}"
+                f"{name} has no {' and no '.join(missing)}; it needs prompt_ids with answers_ids, or with chosen_ids "
+                f"and rejected_ids. It has: {', '.join(map(str, has)) or 'nothing'}"
             )
-        question = as_token_ids(example["prompt_ids"], f"prompt_ids of {name}")
+        question = as_token_ids(has["prompt_ids"], f"prompt_ids of {name}")
         if not question.size:
             raise ValueError(f"{name} has an empty question: {_EMPTY_QUESTION}")
-        given = example["answers_ids"] if "answers_ids" in has else [example[column] for column in columns]
-        answers = as_answers(given, name)
+        answers = as_answers(has.get("answers_ids", [has.get(column) for column in columns]), name)
         cut, room = self._cut(len(question), [len(answer) for answer in answers], name)
         if self.truncation_mode == "keep_start" and any(len(answer) > room for answer in answers):
             self._warn_of_cut(len(question), answers, room, name)
@@ -176,24 +163,19 @@ class DataCollatorForSharedQuestion(PackingCollator):
         longest = question + max(answers)
         if self.max_length is None or longest <= self.max_length:
             return 0, longest
+        limit = f"max_length {self.max_length}; raise it"
         if self.truncation_mode == "error":
-            raise ValueError(
-                f"{name} has {longest} tokens with its longest answer, more than max_length {self.max_length}; raise "
-                "max_length, or choose truncation_mode='keep_start' or 'keep_end'"
-            )
+            problem = f"{name} has {longest} tokens with its longest answer, more than {limit}"
+            raise ValueError(f"{problem}, or choose truncation_mode='keep_start' or 'keep_end'")
         if self.truncation_mode == "keep_start":
             if question >= self.max_length:
-                raise ValueError(
-                    f"the question of {name} has {question} tokens and fills max_length {self.max_length}; raise "
-                    "max_length, remove the example, or choose truncation_mode='keep_end'"
-                )
+                problem = f"the question of {name} has {question} tokens and fills {limit}"
+                raise ValueError(f"{problem}, remove the example, or choose truncation_mode='keep_end'")
             return 0, self.max_length - question
         excess = longest - self.max_length
         if excess >= question:
-            raise ValueError(
-                f"the longest answer of {name} fills max_length {self.max_length}; raise max_length, remove the "
-                "example, or choose truncation_mode='keep_start'"
-            )
+            problem = f"the longest answer of {name} fills {limit}"
+            raise ValueError(f"{problem}, remove the example, or choose truncation_mode='keep_start'")
         return excess, longest
 
     def _warn_of_cut(self, question: int, answers: Sequence[NDArray[np.int64]], room: int, name: str) -> None:

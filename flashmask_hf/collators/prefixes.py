@@ -1,8 +1,4 @@
-"""Trees of sequences with common prefixes, so that each prefix is computed once.
-
-`share_prompts` builds a tree per distinct prompt. `share_prefixes` builds the compressed trie, which also shares
-prefixes inside completions.
-"""
+"""Trees of sequences with common prefixes, so that each prefix is computed once."""
 
 from __future__ import annotations
 
@@ -25,14 +21,12 @@ def share_prompts(
 ) -> tuple[list[Forest], list[Leaf]]:
     """Build a tree per distinct prompt, with its completions as children.
 
-    Trees and children are sorted by their tokens, so the order of the sequences does not matter.
-
     Args:
         sequences: token ids of a prompt and its completion, int64 [n] each; a completion may be empty.
         prompt_lengths: number of tokens of each sequence's prompt, at least 1.
 
     Returns:
-        The trees, and the leaf of each sequence.
+        The trees, sorted by their tokens, and the leaf of each sequence.
     """
     members: dict[bytes, list[int]] = {}
     for row, (tokens, length) in enumerate(zip(sequences, prompt_lengths, strict=True)):

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from flashmask_hf.collators import messages
 from flashmask_hf.collators.answers import as_answers, first_equals
 from flashmask_hf.collators.columns import all_have, as_number, as_token_ids, example_names
 from flashmask_hf.collators.forest import Forest
@@ -50,15 +51,12 @@ class DataCollatorForMultiAnswerReward(PackingCollator):
     * `chosen_ids` and `rejected_ids`, whole sequences as `trl.RewardTrainer` prepares them. Their longest common prefix
       is the question.
 
-    `margin` is the number by which the reward of the better of two answers must exceed the other, as in TRL. With
-    `score_margin`, the margin of each pair is proportional to the difference of its scores (Llama 2,
-    https://huggingface.co/papers/2307.09288, section 3.2.2, equation 2).
-
-    `flashmask_hf.collators` describes the options that all collators share.
+    `margin` is the number by which the reward of the better of two answers must exceed the other, as in TRL.
 
     Args:
-        score_margin: coefficient of the scores in the margins, 0 for no margins. An example then needs `scores`, or a
-            `margin`, which is used unchanged.
+        score_margin: a pair's margin is `score_margin` times the difference of its scores (Llama 2,
+            https://huggingface.co/papers/2307.09288, section 3.2.2, equation 2), 0 for no margins. An example then
+            needs `scores`, or a `margin`. `flashmask_hf.collators` describes the other options and errors.
 
     Returns:
         dict[str, Tensor]: for B examples with at most N answers each, padded to N:
@@ -72,21 +70,15 @@ class DataCollatorForMultiAnswerReward(PackingCollator):
         * `packed_index`, int64 [B * N, 1]: the index in the flattened rows of each last token.
 
     Raises:
-        ValueError: an option is out of range; or an example lacks a column, is too long, has fewer than two answers, an
-            empty answer, scores that are invalid or all equal, or an invalid margin.
-        TypeError: a column does not hold numbers.
+        ValueError: also for fewer than two answers, an empty answer, scores that are not finite or all equal, or a
+            margin of other than two answers.
 
     Example:
-        >>> from flashmask_hf.collators import DataCollatorForMultiAnswerReward
-        >>> collator = DataCollatorForMultiAnswerReward()
-        >>> batch = collator(
-        ...     [
-        ...         {"prompt_ids": [1, 2, 3], "answers_ids": [[4, 5], [6], [7]], "scores": [8.0, 2.5, 9.0]},
-        ...         {"chosen_ids": [1, 2, 8], "rejected_ids": [1, 2, 9, 9]},
-        ...     ]
-        ... )
-        >>> batch["answer_counts"]
-        tensor([3, 2])
+        >>> examples = [
+        ...     {"prompt_ids": [1, 2, 3], "answers_ids": [[4, 5], [6], [7]], "scores": [8.0, 2.5, 9.0]},
+        ...     {"chosen_ids": [1, 2, 8], "rejected_ids": [1, 2, 9, 9]},
+        ... ]
+        >>> batch = DataCollatorForMultiAnswerReward()(examples)
         >>> batch["token_counts"]
         tensor([[ 7, 13],
                 [ 5,  7]])
@@ -97,10 +89,6 @@ class DataCollatorForMultiAnswerReward(PackingCollator):
         tensor([5, 6, 7, 8, 9, 9])
         >>> batch["packed_input_ids"]
         tensor([[1, 2, 3, 4, 5, 6, 7, 1, 2, 8, 9, 9]])
-        >>> batch["packed_position_ids"]
-        tensor([[0, 1, 2, 3, 4, 3, 3, 0, 1, 2, 2, 3]])
-        >>> batch["startend_row_indices"].flatten()
-        tensor([ 7,  7,  7,  5,  5,  6,  7, 12, 12, 10, 12, 12], dtype=torch.int32)
         >>> batch["packed_index"].flatten()
         tensor([ 4,  5,  6,  9, 11, 11])
     """
@@ -115,12 +103,9 @@ class DataCollatorForMultiAnswerReward(PackingCollator):
 
     def __post_init__(self):
         super().__post_init__()
-        if (
-            isinstance(self.score_margin, bool)
-            or not isinstance(self.score_margin, Real)
-            or not 0 <= self.score_margin < math.inf
-        ):
-            raise ValueError(f"score_margin must be a number, at least 0 (no margins), got {self.score_margin!r}")
+        margin = self.score_margin
+        if isinstance(margin, bool) or not isinstance(margin, Real) or not 0 <= margin < math.inf:
+            raise ValueError(f"score_margin must be a number, at least 0 (no margins), got {margin!r}")
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """Collate one batch; see the class."""
@@ -161,17 +146,12 @@ class DataCollatorForMultiAnswerReward(PackingCollator):
     def read(self, example: Mapping[str, Any], name: str) -> Comparison:
         """Return question, answers, scores and margins of an example in any format; error messages call it `name`."""
         has = {column for column in example if example[column] is not None}
+        ways = "prompt_ids and answers_ids, or chosen_ids and rejected_ids of whole sequences"
         if not ({"prompt_ids", "answers_ids"} <= has or {"chosen_ids", "rejected_ids"} <= has):
-            raise ValueError(
-                f"{name} needs prompt_ids and answers_ids, or chosen_ids and rejected_ids, which "
-                f"MultiAnswerRewardTrainer makes of text. It has: {', '.join(map(str, example)) or 'nothing'}"
-            )
+            raise ValueError(f"{name} needs {ways}. It has: {', '.join(map(str, example)) or 'nothing'}")
         whole = "answers_ids" not in has
         if "chosen_ids" in has and (not whole or "prompt_ids" in has):
-            raise ValueError(
-                f"{name} has chosen_ids beside {'prompt_ids' if whole else 'answers_ids'}; keep prompt_ids and "
-                "answers_ids, or chosen_ids and rejected_ids of whole sequences"
-            )
+            raise ValueError(f"{name} has chosen_ids beside {'prompt_ids' if whole else 'answers_ids'}; keep {ways}")
         given = [example["chosen_ids"], example["rejected_ids"]] if whole else example["answers_ids"]
         answers = as_answers(given, name)
         if whole:
@@ -199,24 +179,14 @@ class DataCollatorForMultiAnswerReward(PackingCollator):
             return np.float32(self.score_margin) * scores
         margin = as_number(margin, f"margin of {name}")
         if len(scores) != 2:
-            raise ValueError(
-                f"{name} has a margin, which is for two answers, but {len(scores)} answers; use scores and score_margin"
-            )
+            raise ValueError(f"{name} has a margin and {len(scores)} answers, not two; use scores and score_margin")
         if self.score_margin and scored:
-            raise ValueError(
-                f"{name} has a margin, and scores that score_margin={self.score_margin} makes another of; remove the "
-                "margin column, or set score_margin=0"
-            )
+            raise ValueError(messages.two_margins(name, self.score_margin))
         return np.where(scores == scores.max(), margin, 0.0).astype(np.float32)
 
 
 def answer_scores(scores: Any, count: int, name: str) -> NDArray[np.float32]:
-    """Return the scores of an example's answers, float32 [count].
-
-    Args:
-        scores: a sequence of numbers, higher is better; None, for ranked answers, gives count - 1, ..., 0.
-        count: number of answers.
-        name: the example's name in error messages.
+    """Return the scores of an example's answers, float32 [count]; None, for ranked answers, gives count - 1, ..., 0.
 
     Raises:
         TypeError: `scores` are not numbers.
@@ -236,10 +206,8 @@ def answer_scores(scores: Any, count: int, name: str) -> NDArray[np.float32]:
     if not np.isfinite(values).all():
         raise ValueError(f"scores of {name} are {scores!r:.80}, not all finite float32; remove such answers")
     if (values == values[0]).all():
-        raise ValueError(
-            f"the scores of {name} are all {values[0]:g}, so it prefers no answer and teaches nothing; remove it: "
-            "dataset.filter(lambda example: len(set(example['scores'])) > 1)"
-        )
+        way = "dataset.filter(lambda example: len(set(example['scores'])) > 1)"
+        raise ValueError(f"the scores of {name} are all {values[0]:g}, so it prefers no answer; remove it: {way}")
     return values
 
 

@@ -28,22 +28,17 @@ class DataCollatorForTrees(PackingCollator):
 
     An example has `input_ids`, a list of segments in depth-first order, each a list of token ids, and `parents`, the
     index of each segment's parent, -1 for a root. `labels` have the layout of `input_ids`; without them, every token is
-    learned except the first of a root. Set `remove_unused_columns=False`, or trainers remove `parents`, which raises.
+    learned except the first of a root. Set `remove_unused_columns=False`, so that trainers keep `parents`.
 
     A causal model predicts a token from the token before it in the row, which at a branch belongs to a sibling. So a
-    segment gives its last token to each of its children; the row grows by one token for each child but the first. Loss
-    and gradients equal those of training on every root-to-leaf path as a separate sequence, with a shared token's label
-    only in the first path that contains the token. Label tokens -100 to leave them out, for example prompts.
-
-    With `per_path`, every path keeps all its labels, so a shared token counts once per leaf below it. Set
-    `model.loss_function = flashmask_hf.collators.tree_loss`; without it, these batches raise. `weights`, one number per
-    leaf in the order of the segments, are factors of the losses of the leaf's path. The sum is divided by the number of
-    labels.
-
-    `flashmask_hf.collators` describes the options that all collators share.
+    segment gives its last token to each of its children. Loss and gradients equal training on every root-to-leaf path
+    as a separate sequence, with a shared token's label only in the first path that contains the token.
 
     Args:
-        per_path: whether a token is learned once per path that contains it, instead of once.
+        per_path: whether every path keeps all its labels, so that a shared token counts once per leaf below it. Set
+            `model.loss_function = flashmask_hf.collators.tree_loss`; without it, these batches raise. `weights`, one
+            number per leaf in the order of the segments, are factors of the losses of the leaf's path; the sum is
+            divided by the number of labels. `flashmask_hf.collators` describes the other options and errors.
 
     Returns:
         dict[str, Tensor]: `input_ids`, `labels` and `position_ids`, int64 [rows, S]; and `startend_row_indices`, int32
@@ -54,14 +49,10 @@ class DataCollatorForTrees(PackingCollator):
         * `path_weights`, float32 [rows, W, S], the weights of these paths, if an example has them.
 
     Raises:
-        ValueError: an option is out of range; or an example lacks a column, exceeds a row, is padded (zeros in
-            `attention_mask`), has an empty segment, negative token ids, segments out of depth-first order, labels of
-            another layout, masks in place of labels, or weights that are not finite, not one per leaf, or given without
-            `per_path`.
-        TypeError: a column does not hold numbers.
+        ValueError: also for an empty segment, segments out of depth-first order, labels of another layout, masks in
+            place of labels, or weights that are not finite, not one per leaf, or given without `per_path`.
 
     Example:
-        >>> from flashmask_hf.collators import DataCollatorForTrees
         >>> batch = DataCollatorForTrees()([{"input_ids": [[1, 2, 3], [4, 5], [6]], "parents": [-1, 0, 0]}])
         >>> batch["input_ids"]
         tensor([[1, 2, 3, 4, 5, 3, 6]])
@@ -72,11 +63,8 @@ class DataCollatorForTrees(PackingCollator):
         >>> batch["startend_row_indices"].flatten()
         tensor([7, 7, 5, 5, 5, 7, 7], dtype=torch.int32)
 
-        >>> # Each path by itself
         >>> collator = DataCollatorForTrees(per_path=True)
         >>> batch = collator([{"input_ids": [[1, 2, 3], [4, 5], [6]], "parents": [-1, 0, 0]}])
-        >>> batch["input_ids"]
-        tensor([[1, 2, 3, 4, 5, 6]])
         >>> batch["shift_labels"]
         tensor([[[   2,    3,    4,    5, -100, -100],
                  [   2,    3,    6, -100, -100, -100]]])
@@ -118,10 +106,8 @@ def _read(example: Mapping[str, Any], name: str) -> tuple[Forest, NDArray[np.int
     """Return the forest of an example, and the label of each of its tokens, int64 [n]."""
     for column in ("input_ids", "parents"):
         if example.get(column) is None:
-            raise ValueError(
-                f"{name} has no {column}; a tree needs input_ids, a list of segments, and parents, which a trainer "
-                "removes unless remove_unused_columns=False"
-            )
+            problem = "a tree needs input_ids and parents, which a trainer removes unless remove_unused_columns=False"
+            raise ValueError(f"{name} has no {column}; {problem}")
     tokens = _segments(example["input_ids"], "input_ids", name)
     mask = example.get("attention_mask")
     if mask is not None and not all(own.all() for own in _segments(mask, "attention_mask", name)):
@@ -130,11 +116,9 @@ def _read(example: Mapping[str, Any], name: str) -> tuple[Forest, NDArray[np.int
     if example.get("labels") is not None:
         labels = _segments(example["labels"], "labels", name)
     elif masks := [column for column in MASK_COLUMNS if example.get(column) is not None]:
-        raise ValueError(
-            f"{name} has {masks[0]} and no labels; give labels in the layout of input_ids, -100 for ignored tokens"
-        )
+        raise ValueError(f"{name} has {masks[0]} and no labels; give labels in the layout of input_ids, -100 to ignore")
     if [len(own) for own in labels] != [len(own) for own in tokens]:
-        raise ValueError(f"labels of {name} must have the layout of its input_ids, one per token of each segment")
+        raise ValueError(f"labels of {name} must have the layout of its input_ids")
     try:
         parents = as_integers(example["parents"], f"parents of {name}")
     except TypeError as error:

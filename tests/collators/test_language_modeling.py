@@ -129,7 +129,7 @@ def test_a_row_of_documents_keeps_them(kind, columns):
         (
             {"input_ids": [[4, 5, 6], [7, 8]]},
             TypeError,
-            "a row of pack_dataset .* ends with an empty list, unless a tr",
+            "a row of pack_dataset ends with an empty list, unless a tr",
         ),
         ({"input_ids": [[4, 5, 6], [], [7, 8], []]}, ValueError, "document 1 of example 0, a packed row, is empty"),
         ({"input_ids": [[]]}, ValueError, "example 0 is empty"),
@@ -141,7 +141,7 @@ def test_a_row_of_documents_keeps_them(kind, columns):
             ValueError,
             r"seq_lengths of example 0 are \[2, 3\], but its input_ids hold documents",
         ),
-        ({"seq_lengths": [3, 2, 4]}, ValueError, "must not be truncated later"),
+        ({"seq_lengths": [3, 2, 4]}, ValueError, "do not truncate packed rows"),
         ({"position_ids": [0, 1, 2, 3, 4]}, ValueError, "and position_ids of example 0 describe different documents"),
     ],
 )

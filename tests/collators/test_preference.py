@@ -141,7 +141,7 @@ def test_keep_end_cuts_the_question_by_the_same_amount_for_all_answers():
         ({"row_length": 0}, "row_length must be at least 1, got 0; or None"),
         ({"max_length": 1.5}, "max_length must be an int, got 1.5"),
         ({"max_length": True}, "max_length must be an int, got True"),
-        ({"row_length": 10, "pad_to_multiple_of": 4}, "row_length 10 must be a multiple of pad_to_multiple_of 4"),
+        ({"row_length": 10, "pad_to_multiple_of": 4}, "row_length must be a multiple of pad_to_multiple_of 4, got 10"),
     ],
 )
 def test_invalid_options_raise(options, message):
@@ -169,7 +169,7 @@ BAD = {
         [PAIR | {"ref_chosen_logps": -1.0}, PAIR],
         {},
         ValueError,
-        "example 1 has no ref_chosen_logps, but example 0 of the same batch has; give it to every example, or to none",
+        "example 1 has no ref_chosen_logps, but example 0 of the same batch has; give it to all, or to none",
     ),
     "reference of others": (
         [PAIR | {"ref_rejected_logps": None}, PAIR | {"ref_rejected_logps": -1.0}],

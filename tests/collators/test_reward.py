@@ -60,7 +60,7 @@ GOOD = {"prompt_ids": [1, 2], "answers_ids": [[3], [4]]}
         ({"max_position_embeddings": 1.5}, "max_position_embeddings must be an int, got 1.5"),
         ({"row_length": True}, "row_length must be an int, got True"),
         ({"score_margin": True}, "score_margin must be a number, at least 0"),
-        ({"row_length": 10, "pad_to_multiple_of": 4}, "row_length 10 must be a multiple of pad_to_multiple_of 4"),
+        ({"row_length": 10, "pad_to_multiple_of": 4}, "row_length must be a multiple of pad_to_multiple_of 4, got 10"),
         ({"pad_token_id": None}, "pad_token_id must be a token id, got None"),
         ({"score_margin": -1.0}, "score_margin must be a number, at least 0"),
         ({"score_margin": float("nan")}, "score_margin must be a number, at least 0"),
@@ -104,7 +104,7 @@ def test_invalid_options_raise(options, message):
             {},
             {"prompt_ids": [1], "answers_ids": [[3], [4], [5]], "margin": 1.0},
             ValueError,
-            "example 1 has a margin, which is for two answers, but 3 answers; use scores and score_margin",
+            "example 1 has a margin and 3 answers, not two; use scores and score_margin",
         ),
         (
             {"score_margin": 2.0},
