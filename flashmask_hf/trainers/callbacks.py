@@ -23,10 +23,8 @@ MEASURED_STEPS = 2
 def add_callbacks(trainer: Any, model: Any) -> None:
     """Report which attention a trainer runs, and keep its results in checkpointed layers (`KeepAttention`).
 
-    Args:
-        trainer: a trainer of this package.
-        model: the model or its name, as given to the trainer. A model whose attention skips no hidden tiles logs a
-            warning; for a name, the arguments name the attention.
+    `model` is the model or its name, as given to the trainer. A model whose attention skips no hidden tiles logs a
+    warning; for a name, the arguments name the attention.
     """
     trainer.add_callback(KeepAttention(trainer))
     trainer.add_callback(_ReportAttention(trainer))
@@ -60,10 +58,7 @@ class KeepAttention(TrainerCallback):
     any before are not kept, and its step is measured, too. On a CPU all results are kept.
 
     It does nothing for another attention, in compiled models and with offloaded activations. Reentrant checkpointing
-    and the user's own choice (`context_fn`, or TRL's `selective`) stay as they are (`KeptAttention`).
-
-    Args:
-        trainer: a trainer of this package.
+    and the user's own choice (`context_fn`, or TRL's `selective`) stay as they are.
     """
 
     def __init__(self, trainer: Any) -> None:

@@ -43,8 +43,8 @@ def context_parallel_size(args: Any) -> int:
         return 1
     if getattr(config, "sp_size", 1) > 1:
         raise ValueError(
-            "sp_size > 1: DeepSpeed's sequence parallelism does not take the mask indices of packed rows; set sp_size "
-            "to 1 and use cp_size with FSDP2 (recipes/configs/accelerate_fsdp2_cp.yaml)"
+            "sp_size > 1: DeepSpeed's sequence parallelism does not take mask indices; use cp_size with FSDP2 "
+            "(recipes/configs/accelerate_fsdp2_cp.yaml)"
         )
     return config.cp_size
 
@@ -69,14 +69,9 @@ def check_context_parallel(args: Any, *, trl_packs: bool, computes: dict[str, An
     size = context_parallel_size(args)
     if size == 1:
         return size
-    _refuse(
-        trl_packs,
-        "rows that TRL packs have no mask indices; leave packing and padding_free out, since PackedSFTTrainer packs",
-    )
-    _refuse(
-        not args.average_tokens_across_devices,
-        "with average_tokens_across_devices=False each rank divides by the labels of the whole row; set it to True",
-    )
+    _refuse(trl_packs, "rows that TRL packs have no mask indices; leave packing and padding_free out")
+    averages = args.average_tokens_across_devices
+    _refuse(not averages, "average_tokens_across_devices=False divides by the labels of a whole row; set it to True")
     _refuse(args.label_smoothing_factor, "label_smoothing_factor is not implemented for split rows; leave it at 0")
     for name, function in computes.items():
         _refuse(function is not None, f"{name} would get one shard of each row; leave it out")
@@ -122,11 +117,8 @@ class ContextParallelMixin:
         config = inner.config.get_text_config()
         name = config._attn_implementation
         _refuse(name != FLASHMASK, f"the model's attention is {name!r}; load it with attn_implementation='flashmask'")
-        _refuse(
-            is_guarded(inner.base_model),
-            f"{type(inner).__name__} has recurrent or convolutional layers, which would start anew in each shard; set "
-            "cp_size=1, or use a model with attention only",
-        )
+        problem = "has recurrent or convolutional layers, which would start anew in each shard; set cp_size=1"
+        _refuse(is_guarded(inner.base_model), f"{type(inner).__name__} {problem}")
         refuse_rope_by_length(config)
         _refuse(
             getattr(self, "aux_loss_enabled", False),
@@ -143,8 +135,7 @@ class ContextParallelMixin:
     def _gather_shared_rows(self) -> None:
         """Make accelerate's gathers in evaluations keep every shard of a row, and each whole row once.
 
-        accelerate cuts the last batch to the number of its examples, as if each rank had other rows: it would cut
-        shards from a metric, and count rows of other batches twice.
+        accelerate cuts the last batch to the number of its examples, as if each rank had other rows.
         """
         state, gather = self.accelerator.gradient_state, self.accelerator.gather_for_metrics
         parts, copies = self._cp_size, self._copies // self._cp_size
@@ -197,10 +188,8 @@ class ContextParallelMixin:
         """Return the loss of whole rows on every rank; each rank computes its shard. See `Trainer`."""
         if self._cp_size == 1:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        _refuse(
-            not prediction_loss_only,
-            "predictions would be of shards of rows; evaluate without compute_metrics, and predict with cp_size=1",
-        )
+        way = "evaluate without compute_metrics, and predict with cp_size=1"
+        _refuse(not prediction_loss_only, f"predictions would be of shards of rows; {way}")
         context, part = self._prepare_context_parallel_inputs(model, inputs)
         count = part["shift_labels"].ne(IGNORED).sum()
         dist.all_reduce(count, group=self._cp_group)

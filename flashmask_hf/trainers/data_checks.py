@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from accelerate.logging import get_logger
 from datasets import Dataset
 
 from flashmask_hf.collators.dataset import unformatted
@@ -15,10 +16,13 @@ __all__ = [
     "first_row",
     "first_rows",
     "map_style_datasets",
+    "report_dropped",
     "text_datasets",
     "with_position_limit",
     "without_media",
 ]
+
+logger = get_logger(__name__)
 
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 """Names that datasets give columns of images, video and audio."""
@@ -69,14 +73,10 @@ def text_datasets(train_dataset: Any, eval_dataset: Any, problem: str) -> tuple[
 
 
 def without_media(dataset: Any, name: str, problem: str) -> Any:
-    """Return a dataset without its columns of images, video and audio, which must be empty in every row.
+    """Return a dataset, if any, without its columns of images, video and audio, which must be empty in every row.
 
-    Rows of a stream are checked as they are read. Messages are checked in the first row only.
-
-    Args:
-        dataset: the dataset, or None.
-        name: its name, for messages.
-        problem: what rows with images cannot do, and the way out.
+    Rows of a stream are checked as they are read, messages in the first row only. An error has the dataset's `name` and
+    the `problem`: what rows with images cannot do, and the way out.
 
     Raises:
         ValueError: the dataset has no rows, or a row has images, video or audio.
@@ -88,10 +88,8 @@ def without_media(dataset: Any, name: str, problem: str) -> Any:
     def check(row: Mapping[str, Any], index: int) -> dict[str, Any]:
         for column, value in row.items():
             if (column in _MEDIA and _has_value(value)) or _has_media_in_messages(value):
-                raise ValueError(
-                    f"example {index} of the {name} dataset has images, video or audio in its column {column!r}; such "
-                    f"{problem}"
-                )
+                where = f"example {index} of the {name} dataset has images, video or audio in its column {column!r}"
+                raise ValueError(f"{where}; such {problem}")
         return {}
 
     check(first, 0)
@@ -123,16 +121,25 @@ def _has_media_in_messages(value: Any) -> bool:
     return any(media in kind for kind in kinds for media in ("image", "video", "audio"))
 
 
-def check_prepared(trainer: Any, *, by_length: bool = True) -> None:
-    """Check a trainer's datasets after their preparation.
-
-    Args:
-        trainer: the trainer.
-        by_length: whether sampling by length needs a column that preparation removes.
+def report_dropped(before: Any, after: Any, name: str, why: str) -> None:
+    """Log how many examples of a dataset, if it is no stream, were dropped; `why` ends with the limit.
 
     Raises:
-        ValueError: the trainer samples by a length column that a dataset does not have; or a dataset has fewer rows
-            than a batch, and `dataloader_drop_last` drops them all.
+        ValueError: no example is left.
+    """
+    if not isinstance(before, Dataset) or len(after) == len(before):
+        return
+    if not len(after):
+        raise ValueError(f"every example of the {name} dataset {why}; raise it")
+    logger.warning(f"Dropped {len(before) - len(after)} of {len(before)} {name} examples: each {why}.")
+
+
+def check_prepared(trainer: Any, *, by_length: bool = True) -> None:
+    """Check a trainer's datasets after their preparation, which removes columns of lengths if `by_length`.
+
+    Raises:
+        ValueError: the trainer samples by a length column that a dataset lacks; or a dataset has fewer rows than a
+            batch, and `dataloader_drop_last` drops them all.
     """
     args = trainer.args
     strategy, column = args.train_sampling_strategy, args.length_column_name
@@ -140,14 +147,11 @@ def check_prepared(trainer: Any, *, by_length: bool = True) -> None:
     processes = args.world_size // getattr(trainer, "_copies", trainer.get_tp_size())
     for name, dataset in map_style_datasets(trainer.train_dataset, trainer.eval_dataset):
         if sampled and column not in dataset.column_names:
-            raise ValueError(
-                f"train_sampling_strategy={strategy!r} needs the column {column!r}, which the {name} dataset, as "
-                "prepared, lacks; leave it out: rows are packed, so lengths need not be similar"
-            )
+            problem = f"needs the column {column!r}, which the {name} dataset, as prepared, lacks; leave it out"
+            raise ValueError(f"train_sampling_strategy={strategy!r} {problem}")
         task = "train" if dataset is trainer.train_dataset else "eval"
         batch = processes * getattr(args, f"{task}_batch_size")
         if args.dataloader_drop_last and len(dataset) < batch:
-            raise ValueError(
-                f"dataloader_drop_last=True drops every row of the {name} dataset: {len(dataset)} as prepared, "
-                f"but a batch of all ranks has {batch}; lower per_device_{task}_batch_size, or leave it out"
-            )
+            counts = f"{len(dataset)} as prepared, but a batch of all ranks has {batch}"
+            way = f"lower per_device_{task}_batch_size, or leave it out"
+            raise ValueError(f"dataloader_drop_last=True drops every row of the {name} dataset: {counts}; {way}")

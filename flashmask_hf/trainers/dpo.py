@@ -16,22 +16,28 @@ from trl.trainer.utils import global_then_local_main_first
 
 from flashmask_hf.collators.dataset import column_lengths, refuse_transform, unformatted, warn_of_weights
 from flashmask_hf.collators.preference import DataCollatorForSharedQuestion
-from flashmask_hf.hf.packed.rows import check_compiled, run_packed
-from flashmask_hf.names import FLASHMASK, VECTORS
+from flashmask_hf.hf.packed.rows import check_compiled
+from flashmask_hf.names import VECTORS
 from flashmask_hf.trainers.callbacks import add_callbacks
 from flashmask_hf.trainers.data_checks import (
     check_prepared,
     first_row,
     map_style_datasets,
+    report_dropped,
     text_datasets,
     with_position_limit,
     without_media,
 )
 from flashmask_hf.trainers.even_batches import EvenBatchesMixin
 from flashmask_hf.trainers.formats import preference_columns
-from flashmask_hf.trainers.loading import correct_gathers, flashmask_policy, refuse_empty_reference
+from flashmask_hf.trainers.loading import flashmask_policy, run_packed_models
 from flashmask_hf.trainers.metrics import log_sharing
-from flashmask_hf.trainers.option_checks import checked_config, prepare_arguments, refuse_liger_losses
+from flashmask_hf.trainers.option_checks import (
+    checked_collator,
+    checked_config,
+    prepare_arguments,
+    refuse_liger_losses,
+)
 from flashmask_hf.trainers.resume import ResumeMixin
 
 __all__ = ["SharedQuestionDPOConfig", "SharedQuestionDPOTrainer"]
@@ -42,7 +48,6 @@ _SMOOTHED_LOSSES = ("robust", "exo_pair", "aot", "aot_unpaired")
 """Loss types of TRL 1.16 that read `label_smoothing`."""
 
 _NO_MEDIA = "rows cannot share a question yet; use trl.DPOTrainer for images, or remove the column"
-"""The error message for images, video and audio."""
 
 
 @dataclass
@@ -57,15 +62,11 @@ class SharedQuestionDPOConfig(DPOConfig):
     truncation_mode: str = field(
         default="keep_start",
         metadata={
-            "help": "What to do if a question and an answer exceed `max_length`: 'keep_start' cuts the end of the "
-            "answer, 'keep_end' cuts the start of the question, 'error' raises.",
+            "help": "Over `max_length`, cut the answer's end (keep_start), the question's start (keep_end), or raise.",
             "choices": ["keep_start", "keep_end", "error"],
         },
     )
-    row_length: int | None = field(
-        default=None,
-        metadata={"help": "Number of tokens per packed row. If `None`, a batch is one row."},
-    )
+    row_length: int | None = field(default=None, metadata={"help": "Tokens per packed row; None packs a batch in one."})
 
 
 class SharedQuestionDPOTrainer(ResumeMixin, EvenBatchesMixin, DPOTrainer):
@@ -75,35 +76,29 @@ class SharedQuestionDPOTrainer(ResumeMixin, EvenBatchesMixin, DPOTrainer):
     losses and metrics. Results equal TRL's up to rounding. Logs add `shared_tokens_saved`, the fraction of tokens saved
     by sharing, and `mask_sparsity`, the fraction of tiles of the score matrix that are skipped.
 
-    The data may be in any of TRL's preference formats, in the format of `HuggingFaceH4/ultrafeedback_binarized` (see
-    `preference_columns`), or tokenized (`prompt_ids`, `chosen_ids`, `rejected_ids`). Differences from TRL:
+    The data may be in any of TRL's preference formats, in the format of `HuggingFaceH4/ultrafeedback_binarized`, or
+    tokenized (`prompt_ids`, `chosen_ids`, `rejected_ids`). Differences from TRL:
 
-    - The model's attention is "flashmask". A model loaded by name gets it; another attention raises.
-    - An empty question or answer, a missing column, and an example beyond the model's positions raise before the first
-      step.
+    - A model loaded by name gets the attention "flashmask".
     - `truncation_mode="keep_end"` cuts a question by the same amount for both answers. The log counts the examples that
       are cut.
     - `pad_to_multiple_of` applies to the packed row.
-    - These raise: `label_smoothing` with losses that do not read it, `label_smoothing_factor`, NEFTune, dispatched
-      batches, prompt learning, activated LoRA, FSDP2's RAM-efficient loading of a reference model, and
-      `use_liger_kernel` before TRL 1.15.
+    - Invalid examples raise before the first step, except in streams.
 
     Args:
-        model: as in `trl.DPOTrainer`, like all arguments without a description.
+        model: as in `trl.DPOTrainer`, like all arguments that are not listed here.
         ref_model: a model, not a name.
         args: a `SharedQuestionDPOConfig`, or a `trl.DPOConfig`, with defaults for the options that it lacks.
         data_collator: None, or a `DataCollatorForSharedQuestion`, whose lengths replace those in `args`.
-        train_dataset: see above.
-        eval_dataset: see above.
-        processing_class: a tokenizer.
-        peft_config: not prompt learning or activated LoRA.
-        kwargs: the other arguments of `trl.DPOTrainer`.
 
     Raises:
         TypeError: `args`, `ref_model` or `data_collator` has another type.
-        ValueError: the model's attention is not "flashmask", or the model cannot take packed rows; an option above is
-            set; a dataset is empty, has images, video or audio, or fewer rows than a batch with `dataloader_drop_last`;
-            or an example is invalid. The message names its index and the way out.
+        ValueError: the model has another attention or cannot take packed rows; an option is not supported
+            (`label_smoothing` with losses that do not read it, `label_smoothing_factor`, NEFTune, dispatched batches,
+            prompt learning, activated LoRA, FSDP2's RAM-efficient loading of a reference model, `use_liger_kernel`
+            before TRL 1.15); a dataset is empty, has images, video or audio, or fewer rows than a batch with
+            `dataloader_drop_last`; or an example lacks a column, has an empty question or answer, or exceeds the
+            model's positions.
 
     Example:
         ```python
@@ -134,44 +129,29 @@ class SharedQuestionDPOTrainer(ResumeMixin, EvenBatchesMixin, DPOTrainer):
         args = checked_config(args, model, "DPO", DPOConfig, SharedQuestionDPOConfig)
         if isinstance(ref_model, str):
             raise TypeError(
-                f"ref_model must be a model, got the name {ref_model!r}; leave it out to use the policy's, or load it "
-                "with attn_implementation='flashmask'"
+                f"ref_model must be a model, got the name {ref_model!r}; leave it out to use the policy's, or load it"
             )
         prepare_arguments(model, args, peft_config)
         refuse_liger_losses(args)
-        train_dataset, eval_dataset = text_datasets(train_dataset, eval_dataset, _NO_MEDIA)
+        datasets = text_datasets(train_dataset, eval_dataset, _NO_MEDIA)
         if args.label_smoothing and not set(args.loss_type) & set(_SMOOTHED_LOSSES):
             raise ValueError(
                 f"label_smoothing={args.label_smoothing} changes nothing with loss_type={args.loss_type}; leave it at "
                 f"0, or choose a loss_type that reads it: {', '.join(_SMOOTHED_LOSSES)}"
             )
         if data_collator is None:
-            settings: Any = args  # TRL has resolved pad_to_multiple_of="auto" to a number or None
             data_collator = DataCollatorForSharedQuestion(
                 max_length=args.max_length,
                 truncation_mode=args.truncation_mode,
                 row_length=getattr(args, "row_length", None),
-                pad_to_multiple_of=settings.pad_to_multiple_of,
+                pad_to_multiple_of=args.pad_to_multiple_of,  # type: ignore  # TRL has resolved "auto"
             )
-        elif not isinstance(data_collator, DataCollatorForSharedQuestion):
-            raise TypeError(
-                f"data_collator must be a DataCollatorForSharedQuestion, got {type(data_collator).__name__}; leave it "
-                "out, or use trl.DPOTrainer"
-            )
+        checked_collator(data_collator, DataCollatorForSharedQuestion, "DPOTrainer")
         self._hooked = False
         self._creates_reference = ref_model is None
+        kwargs |= {"processing_class": processing_class, "peft_config": peft_config}
         with flashmask_policy(model, args, reference=True):
-            super().__init__(
-                model=model,
-                ref_model=ref_model,
-                args=args,
-                data_collator=data_collator,
-                train_dataset=train_dataset,
-                eval_dataset=eval_dataset,
-                processing_class=processing_class,
-                peft_config=peft_config,
-                **kwargs,
-            )
+            super().__init__(model, ref_model, args, data_collator, *datasets, **kwargs)
         add_callbacks(self, model)
         check_prepared(self)
         self._hook_models()
@@ -184,16 +164,8 @@ class SharedQuestionDPOTrainer(ResumeMixin, EvenBatchesMixin, DPOTrainer):
         if self._hooked:
             return
         self._hooked = True
-        if self.ref_model is not None and self.is_fsdp_enabled:
-            refuse_empty_reference(self.accelerator.state.fsdp_plugin)
-        policy = self.accelerator.unwrap_model(self.model)
-        run_packed(policy)
-        correct_gathers(policy)
-        if self.ref_model is not None:
-            reference: Any = self.accelerator.unwrap_model(self.ref_model)
-            if self._creates_reference:  # TRL before 1.15 loads it without the policy's attention
-                reference.set_attn_implementation(FLASHMASK)
-            run_packed(reference)
+        # TRL before 1.15 loads the reference without the policy's attention.
+        run_packed_models(self, sets_reference=self._creates_reference)
         self.data_collator = with_position_limit(self.data_collator, self.model)
         for name, dataset in map_style_datasets(self.train_dataset, self.eval_dataset):
             self._check_lengths(dataset, name)
@@ -205,14 +177,14 @@ class SharedQuestionDPOTrainer(ResumeMixin, EvenBatchesMixin, DPOTrainer):
         """
         if not isinstance(dataset, Dataset):
             return
-        collator: Any = self.data_collator
+        collator = self.data_collator
         columns = column_lengths(dataset, ("prompt_ids", "chosen_ids", "rejected_ids"))
         cut: list[int] = []
-        for index, lengths in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
+        for index, (question, *answers) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
             example = f"example {index} of the {name} dataset, as prepared,"
-            if min(lengths) < 0:
+            if min(question, *answers) < 0:
                 raise ValueError(f"{example} lacks a column; remove it from the dataset")
-            if collator.check_lengths(lengths[0], lengths[1:], example):
+            if collator.check_lengths(question, answers, example):
                 cut.append(index)
         if cut:
             logger.warning(
@@ -239,15 +211,7 @@ class SharedQuestionDPOTrainer(ResumeMixin, EvenBatchesMixin, DPOTrainer):
         with global_then_local_main_first():
             dataset = dataset.map(preference_columns, remove_columns=columns, **options)
         prepared = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
-        if isinstance(dataset, Dataset) and isinstance(prepared, Dataset) and len(prepared) < len(dataset):
-            logger.warning(
-                "Dropped %d of %d %s examples, whose question alone fills max_length=%d.",
-                len(dataset) - len(prepared), len(dataset), dataset_name, args.max_length,
-            )  # fmt: skip
-            if not len(prepared):
-                raise ValueError(
-                    f"every question of the {dataset_name} dataset fills max_length {args.max_length}; raise it"
-                )
+        report_dropped(dataset, prepared, dataset_name, f"has a question that fills max_length={args.max_length}")
         if self._hooked:
             self._check_lengths(prepared, dataset_name)
         return prepared
@@ -255,8 +219,7 @@ class SharedQuestionDPOTrainer(ResumeMixin, EvenBatchesMixin, DPOTrainer):
     def _precompute_ref_logps(self, dataset: Dataset, name: str, batch_size: int) -> Dataset:
         self._hook_models()  # TRL's __init__ calls this method
         if isinstance(dataset, Dataset):  # its fingerprint names TRL's cache file, and these options change the values
-            collator: Any = self.data_collator
-            options = (collator.max_length, collator.truncation_mode, self.ld_alpha)
+            options = (self.data_collator.max_length, self.data_collator.truncation_mode, self.ld_alpha)
             dataset = copy.copy(dataset)
             dataset._fingerprint = Hasher.hash((dataset._fingerprint, options))
         return super()._precompute_ref_logps(dataset, name, batch_size)

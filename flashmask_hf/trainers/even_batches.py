@@ -1,4 +1,4 @@
-"""The same number of batches on every rank: with other numbers of rows, collectives would wait forever."""
+"""The same number of batches on every rank, because collectives would wait forever otherwise."""
 
 from __future__ import annotations
 
@@ -21,13 +21,11 @@ __all__ = ["EvenBatchesMixin"]
 class EvenBatchesMixin:
     """Mixin of a trainer that takes the same number of batches on every rank.
 
-    Each rank reads its own shards of a stream if the shards divide evenly, otherwise every n-th row.
-
-    A training epoch ends with the rank that has the fewest rows. Batches that would not fill a step are dropped:
-    Trainer would add their gradients to the next epoch's first step.
-
-    Evaluation also ends with the rank that has the fewest rows. If the trainer's `_idle_batch` returns a batch, ranks
+    Each rank reads its own shards of a stream if the shards divide evenly, otherwise every n-th row. Epochs and
+    evaluations end with the rank that has the fewest rows. In evaluations of a trainer with an `_idle_batch`, ranks
     without rows take idle batches until every rank has evaluated all of its rows.
+
+    Batches that would not fill a training step are dropped: Trainer would add their gradients to the next epoch's.
     """
 
     _ended: Any = None  # the iterator of a stream's epoch that has ended

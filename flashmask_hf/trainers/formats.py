@@ -20,15 +20,12 @@ CONTEXTS = ("system", "input")
 def preference_columns(example: Mapping[str, Any], index: int) -> dict[str, Any]:
     """Return the columns `prompt`, `chosen` and `rejected` of a row, all strings or all lists of messages.
 
-    Rows are in one of TRL's formats, standard (strings) or conversational (lists of messages), with the prompt in a
-    column or as the common prefix of both answers (https://huggingface.co/docs/trl/dataset_formats#preference). Or they
-    have a string as prompt and conversations as answers, as in `HuggingFaceH4/ultrafeedback_binarized`. A prompt that
-    conversations repeat as their first turns counts once.
+    Rows are in one of TRL's formats (https://huggingface.co/docs/trl/dataset_formats#preference), or have a string as
+    prompt and conversations as answers. A prompt that conversations repeat as their first turns counts once.
 
     Raises:
         ValueError: a column is missing or has another name, a system prompt has its own column, messages have no role,
-            an answer is empty, or one answer is a string and the other a conversation. The message has the row's
-            `index` in the dataset.
+            an answer is empty, or one answer is a string and the other a conversation.
     """
     missing = [column for column in ("chosen", "rejected") if not example.get(column)]
     if missing:
@@ -36,38 +33,30 @@ def preference_columns(example: Mapping[str, Any], index: int) -> dict[str, Any]
             f"example {index} has no {' and no '.join(missing)}, or an empty one; remove it, or rename the columns to "
             f"prompt, chosen and rejected. It has: {', '.join(map(str, example))}"
         )
-    prompt, chosen, rejected = example.get("prompt"), example["chosen"], example["rejected"]
-    refuse_other_keys((prompt, chosen, rejected), f"example {index}")
-    _refuse_unread_prompt(example, (chosen, rejected), f"example {index}")
-    refuse_unread_context(example, (chosen, rejected), f"example {index}")
-    if not isinstance(prompt, list) and isinstance(chosen, str) != isinstance(rejected, str):
-        raise ValueError(f"example {index} has one answer of text and one of messages; make them the same kind")
-    if isinstance(prompt, str) and not isinstance(chosen, str):
-        prompt = _first_turns(prompt, [chosen, rejected], f"example {index}")
+    name, prompt, answers = f"example {index}", example.get("prompt"), [example["chosen"], example["rejected"]]
+    _refuse_unread(example, answers, name)
+    if not isinstance(prompt, list) and isinstance(answers[0], str) != isinstance(answers[1], str):
+        raise ValueError(f"{name} has one answer of text and one of messages; make them the same kind")
+    if isinstance(prompt, str) and not isinstance(answers[0], str):
+        prompt = _first_turns(prompt, answers, name)
     if isinstance(prompt, list):
-        chosen, rejected = (
-            [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
-            for answer in (chosen, rejected)
-        )
-        chosen, rejected = _without(prompt, [chosen, rejected])
+        turns = [[{"role": "assistant", "content": x}] if isinstance(x, str) else x for x in answers]
+        answers = _without(prompt, turns)
+    columns = {"prompt": prompt, "chosen": answers[0], "rejected": answers[1]}
     if prompt is None:
-        if chosen == rejected:
-            raise ValueError(f"example {index} has the same conversation twice, chosen and rejected; remove it")
-        parts: Any = extract_prompt({"chosen": chosen, "rejected": rejected})
-        prompt, chosen, rejected = parts["prompt"], parts["chosen"], parts["rejected"]
-    for column, answer in (("chosen", chosen), ("rejected", rejected)):
-        if _empty(answer, ""):
-            raise ValueError(f"example {index} has an empty answer, {column}; remove it: dataset.filter(...)")
-    return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+        if answers[0] == answers[1]:
+            raise ValueError(f"{name} has the same conversation twice, chosen and rejected; remove it")
+        columns = extract_prompt({"chosen": answers[0], "rejected": answers[1]})
+    for column in ("chosen", "rejected"):
+        if _empty(columns[column], ""):
+            raise ValueError(f"{name} has an empty answer, {column}; remove it: dataset.filter(...)")
+    return {column: columns[column] for column in ("prompt", "chosen", "rejected")}
 
 
 def answer_sequences(example: Mapping[str, Any], eos_token: str | None, name: str) -> Sequence[Any]:
     """Return question and answer as one text or one conversation, for each answer of a row, `chosen` first.
 
-    Args:
-        example: the row, in a format of `MultiAnswerRewardTrainer`.
-        eos_token: token that ends each text, added if it is missing. Conversations do not need it.
-        name: the example's name in error messages.
+    The row is in a format of `MultiAnswerRewardTrainer`. Texts end with the `eos_token`.
 
     Raises:
         TypeError: answers or prompt have an unsupported type, or types that cannot be combined.
@@ -89,11 +78,9 @@ def answer_sequences(example: Mapping[str, Any], eos_token: str | None, name: st
         raise TypeError(f"answers of {name} must all be strings, or all lists of messages, got {answers!r:.200}")
     if prompt is not None and not isinstance(prompt, (str, list)):
         raise TypeError(f"prompt of {name} must be a string or a list of messages, got {prompt!r:.200}")
-    refuse_other_keys((prompt, *answers), name)
     if len(answers) < 2:
         raise ValueError(f"{name} has {len(answers)} answers, but a preference needs two or more; remove it")
-    _refuse_unread_prompt(example, answers, name)
-    refuse_unread_context(example, answers, name)
+    _refuse_unread(example, answers, name)
     _refuse_unread_scores(example, name)
     for nth, answer in enumerate(answers):
         if _empty(answer, eos_token or ""):
@@ -104,10 +91,12 @@ def answer_sequences(example: Mapping[str, Any], eos_token: str | None, name: st
         if not eos_token:
             raise ValueError(f"{name} is text, which the tokenizer's eos_token ends, but it has none; give it one")
         return [(prompt or "") + answer.removesuffix(eos_token) + eos_token for answer in answers]
-    if prompt is None or isinstance(prompt, list):
-        return [[*(prompt or []), *answer] for answer in _without(prompt or [], answers)]
-    turns = _first_turns(prompt, answers, name)
-    return [[*(turns or []), *answer] for answer in answers]
+    if isinstance(prompt, str):
+        turns = _first_turns(prompt, answers, name) or []
+    else:
+        turns = prompt or []
+        answers = _without(turns, answers)
+    return [[*turns, *answer] for answer in answers]
 
 
 def _without(prompt: list[dict[str, Any]], answers: Sequence[Any]) -> list[Any]:
@@ -124,16 +113,15 @@ def refuse_other_keys(parts: Sequence[Any], name: str) -> None:
             raise ValueError(f"{name} has messages with the keys {', '.join(first)}; rename them to role and content")
 
 
-def _refuse_unread_prompt(example: Mapping[str, Any], answers: Sequence[Any], name: str) -> None:
-    """Raise a ValueError if a row has its prompt in a column of another name, and not in its answers."""
-    if example.get("prompt") is not None:
-        return
-    for column in _OTHER_NAMES:
+def _refuse_unread(example: Mapping[str, Any], answers: Sequence[Any], name: str) -> None:
+    """Raise a ValueError if a row has messages without roles, or a part of its prompt in a column that is not read."""
+    prompt = example.get("prompt")
+    refuse_other_keys((prompt, *answers), name)
+    for column in _OTHER_NAMES if prompt is None else ():
         text = example.get(column)
         if text and not all(_begins_with(answer, text) for answer in answers):
-            raise ValueError(
-                f"{name} has no prompt, and a column {column!r}, which is not read; rename it to prompt, or remove it"
-            )
+            raise ValueError(f"{name} has no prompt, and a column {column!r}, which is not read; rename or remove it")
+    refuse_unread_context(example, answers, name)
 
 
 def refuse_unread_context(example: Mapping[str, Any], answers: Sequence[Any], name: str) -> None:
@@ -144,8 +132,8 @@ def refuse_unread_context(example: Mapping[str, Any], answers: Sequence[Any], na
             continue
         if not all(_holds(answer, text) for answer in answers):
             raise ValueError(
-                f"{name} has a column {column!r} beside its prompt, which is not read; put its text into the prompt "
-                "(as a message, if that is a list of messages), or remove the column"
+                f"{name} has a column {column!r} beside its prompt, which is not read; put its text into the prompt, "
+                "or remove the column"
             )
 
 
@@ -157,10 +145,8 @@ def _refuse_unread_scores(example: Mapping[str, Any], name: str) -> None:
         if not isinstance(values, list) or len(values) != len(example["answers"]):
             continue
         if all(isinstance(value, Real) for value in values):
-            raise ValueError(
-                f"{name} has no scores, and a column {column!r} with a number per answer, which is not read: answers "
-                "would be ranked by their order; rename it to scores, or remove it"
-            )
+            problem = f"{name} has no scores, and a column {column!r} with a number per answer, which is not read"
+            raise ValueError(f"{problem}: answers would be ranked by their order; rename it to scores, or remove it")
 
 
 def _holds(part: Any, text: str) -> bool:
@@ -175,10 +161,8 @@ def _first_turns(prompt: str, answers: Sequence[Any], name: str) -> list[dict[st
         return None
     if all(answer[0].get("role") == "assistant" for answer in answers):
         return [{"role": "user", "content": prompt}]
-    raise ValueError(
-        f"the answers of {name} are conversations that neither begin with its prompt, a string, nor with the "
-        "assistant; make the prompt a list of messages, or remove the column"
-    )
+    problem = f"the answers of {name} are conversations that begin neither with its prompt, a string, nor the assistant"
+    raise ValueError(f"{problem}; make the prompt a list of messages, or remove the column")
 
 
 def _empty(answer: Any, eos_token: str) -> bool:

@@ -22,9 +22,8 @@ class SharedPromptGRPOConfig(SharedPromptsOptions, GRPOConfig):
         share: "prompts" computes each distinct prompt of a micro-batch once. "tokens" computes every common prefix
             once, also inside completions (branching rollouts, repeated turns of a conversation).
         exact_ratios: recompute the old log-probabilities from the packed rows of the update, in one more forward
-            without gradients, so that the first importance ratio is exactly 1. Without it, sums are rounded in another
-            order if completions are regrouped within part of the generation batch: in bfloat16, ratios may be off by a
-            percent or more.
+            without gradients, so that the first importance ratio is exactly 1. Without it, in bfloat16, ratios may be
+            off by a percent or more if completions are regrouped within part of the generation batch.
     """
 
 
@@ -32,7 +31,8 @@ class SharedPromptGRPOTrainer(SharedPrompts, GRPOTrainer):
     """`trl.GRPOTrainer` that computes each prompt once for all of its completions.
 
     Policy, old policy and reference (also without its adapter) run packed rows. Arguments, losses and metrics are
-    TRL's; results differ only by the order of sums.
+    TRL's; results differ only by the order of sums. A model loaded by name gets the attention "flashmask"; reward
+    models keep theirs. Dropout draws once per shared token.
 
     > Regrouping
 
@@ -47,25 +47,16 @@ class SharedPromptGRPOTrainer(SharedPrompts, GRPOTrainer):
     - `shared_tokens_saved`: fraction of tokens that sharing saves in the policy's forward.
     - `mask_sparsity`: fraction of skipped tiles of the score matrix.
 
-    > Differences from TRL
-
-    - The model's attention is "flashmask". A model loaded by name gets it; another attention raises. Reward models
-      keep their attention.
-    - Prompts without tokens, images, prompt learning, activated LoRA, NEFTune, dispatched batches, continuous batching,
-      `use_liger_kernel` before TRL 1.15, and FSDP2's RAM-efficient loading of a reference model raise.
-    - Dropout draws once per shared token.
-
     Args:
-        model: as in `trl.GRPOTrainer`.
-        reward_funcs: as in `trl.GRPOTrainer`.
+        model: as in `trl.GRPOTrainer`, like all arguments that are not listed here.
         args: a `SharedPromptGRPOConfig`, or a `trl.GRPOConfig` for `share="prompts"`.
-        others: the other positional arguments of `trl.GRPOTrainer`.
-        kwargs: the other arguments of `trl.GRPOTrainer`.
 
     Raises:
         TypeError: `args` is not a `trl.GRPOConfig`.
         ValueError: the model's attention is not "flashmask", the model cannot take packed rows, a dataset is empty or
-            has no column `prompt`, or an option above is set.
+            has no column `prompt`; or for prompts without tokens, images, prompt learning, activated LoRA, NEFTune,
+            dispatched batches, continuous batching, `use_liger_kernel` before TRL 1.15, and FSDP2's RAM-efficient
+            loading of a reference model.
 
     Example:
         ```python
@@ -86,27 +77,13 @@ class SharedPromptGRPOTrainer(SharedPrompts, GRPOTrainer):
 
 @dataclass
 class SharedPromptRLOOConfig(SharedPromptsOptions, RLOOConfig):
-    """Arguments of `SharedPromptRLOOTrainer`: `trl.RLOOConfig` and two more options.
-
-    Args:
-        share: as in `SharedPromptGRPOConfig`.
-        exact_ratios: as in `SharedPromptGRPOConfig`.
-    """
+    """Arguments of `SharedPromptRLOOTrainer`: `trl.RLOOConfig` and the options of `SharedPromptGRPOConfig`."""
 
 
 class SharedPromptRLOOTrainer(SharedPrompts, RLOOTrainer):
-    """`trl.RLOOTrainer` that computes each prompt once for all of its completions, as `SharedPromptGRPOTrainer` does.
+    """`trl.RLOOTrainer` that computes each prompt once for all of its completions.
 
-    Args:
-        model: as in `trl.RLOOTrainer`.
-        reward_funcs: as in `trl.RLOOTrainer`.
-        args: a `SharedPromptRLOOConfig`, or a `trl.RLOOConfig` for `share="prompts"`.
-        others: the other positional arguments of `trl.RLOOTrainer`.
-        kwargs: the other arguments of `trl.RLOOTrainer`.
-
-    Raises:
-        TypeError: `args` is not a `trl.RLOOConfig`.
-        ValueError: as in `SharedPromptGRPOTrainer`.
+    Arguments and errors are as in `SharedPromptGRPOTrainer`, with `RLOOConfig` for `GRPOConfig`.
     """
 
     _name = "Shared-prompt RLOO"

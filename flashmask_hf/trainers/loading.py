@@ -1,4 +1,4 @@
-"""How TRL loads models by name, and how FSDP2 gathers their weights."""
+"""How TRL's trainers load models, run them on packed rows, and gather their weights."""
 
 from __future__ import annotations
 
@@ -9,19 +9,31 @@ from typing import Any
 import torch
 
 from flashmask_hf.hf.models import unwrap_peft
+from flashmask_hf.hf.packed.rows import run_packed
 from flashmask_hf.names import FLASHMASK
 
-__all__ = ["correct_gathers", "flashmask_policy", "load_with", "refuse_empty_reference", "whole_in_each_process"]
+__all__ = ["correct_gathers", "flashmask_policy", "run_packed_models"]
 
 
 @contextlib.contextmanager
-def load_with(args: Any, **options: Any) -> Iterator[None]:
-    """Make options the default for models that TRL loads by name within the context.
+def flashmask_policy(
+    model: Any, args: Any, *, reference: bool = False, attention: str | None = FLASHMASK
+) -> Iterator[None]:
+    """Make TRL load models by name with "flashmask" and whole on each rank within the context.
 
-    An option given as None counts as missing: TRL's scripts pass `attn_implementation=None`. `args.model_init_kwargs`
-    is restored afterwards.
+    TRL 1.16 spreads a model over all GPUs before FSDP shards it, and fails. Options in `args.model_init_kwargs` stay,
+    except None, which TRL's scripts pass for a missing one.
+
+    Args:
+        model: the model or its name.
+        args: the trainer's arguments.
+        reference: whether TRL may load a reference model although `model` is not a name.
+        attention: the attention of a model loaded by name; None leaves it to transformers.
     """
-    given = args.model_init_kwargs
+    given, by_name = args.model_init_kwargs, isinstance(model, str)
+    options = {"attn_implementation": attention} if by_name and attention else {}
+    if args.world_size > 1 and (by_name or reference):
+        options["device_map"] = None
     if options:
         chosen = given or {}
         args.model_init_kwargs = chosen | {name: x for name, x in options.items() if chosen.get(name) is None}
@@ -31,50 +43,43 @@ def load_with(args: Any, **options: Any) -> Iterator[None]:
         args.model_init_kwargs = given
 
 
-def flashmask_policy(model: Any, args: Any, *, reference: bool = False) -> contextlib.AbstractContextManager[None]:
-    """Make "flashmask" the default attention of models that TRL loads by name within the context.
+def run_packed_models(trainer: Any, *, sets_policy: bool = False, sets_reference: bool = True) -> None:
+    """Make a trainer's policy and its reference, if any, run packed rows.
 
     Args:
-        model: the model or its name.
-        args: the trainer's arguments.
-        reference: whether TRL may load a reference model although `model` is not a name.
+        trainer: the trainer.
+        sets_policy: whether to set the policy's attention to "flashmask".
+        sets_reference: whether to set the reference's attention to "flashmask".
+
+    Raises:
+        ValueError: a model cannot run packed rows, or TRL 1.16 would leave the reference model empty on all ranks but
+            the first.
     """
-    by_name = isinstance(model, str)
-    options = {"attn_implementation": FLASHMASK} if by_name else {}
-    return load_with(args, **options, **(whole_in_each_process(args) if by_name or reference else {}))
-
-
-def whole_in_each_process(args: Any) -> dict[str, Any]:
-    """Return the options with which TRL 1.16 loads a model whole on each rank.
-
-    By default TRL spreads the model over all GPUs before FSDP shards it, and fails.
-    """
-    return {"device_map": None} if args.world_size > 1 else {}
-
-
-def refuse_empty_reference(plugin: Any) -> None:
-    """Raise a ValueError if TRL 1.16 would leave the reference model empty on all ranks but the first.
-
-    Args:
-        plugin: accelerate's FSDP plugin.
-    """
-    if plugin.fsdp_version == 2 and plugin.cpu_ram_efficient_loading:
-        raise ValueError(
-            "fsdp_cpu_ram_efficient_loading leaves a reference model empty on all ranks but the first; set it to "
-            "false in accelerate's configuration, or train an adapter, which needs no reference model"
-        )
+    reference = getattr(trainer, "ref_model", None)
+    if reference is not None and trainer.is_fsdp_enabled:
+        plugin = trainer.accelerator.state.fsdp_plugin
+        if plugin.fsdp_version == 2 and plugin.cpu_ram_efficient_loading:
+            raise ValueError(
+                "fsdp_cpu_ram_efficient_loading leaves a reference model empty on all ranks but the first; set it to "
+                "false in accelerate's configuration, or train an adapter, which needs no reference model"
+            )
+    for model, sets in ((trainer.model, sets_policy), (reference, sets_reference)):
+        if model is not None:
+            unwrapped = trainer.accelerator.unwrap_model(model)
+            if sets:
+                unwrapped.set_attn_implementation(FLASHMASK)
+            run_packed(unwrapped)
+    correct_gathers(trainer.accelerator.unwrap_model(trainer.model))
 
 
 def correct_gathers(model: Any) -> None:
     """Make FSDP2 gather the weights that a training step needs, and no others. Without FSDP2, nothing changes.
 
-    A trained head is gathered before the step. TRL's fused head reads its weights without calling it. If accelerate
-    shards the head apart from the final norm (`modules_to_save=["lm_head"]`), each rank would learn from its own tokens
-    only.
+    A trained head is gathered before the step, because TRL's fused head reads its weights without calling it: sharded
+    apart from the final norm (`modules_to_save=["lm_head"]`), each rank would learn from its own tokens only.
 
-    A frozen input embedding is not gathered in the backward pass, which never reads it. FSDP2 (torch 2.11 to 2.13)
-    prefetches it there, never waits for it, and frees the buffer. If one rank is late, this buffer overwrites the first
-    gather of the next forward: half of the final norm was zero.
+    A frozen input embedding is not gathered in the backward pass. FSDP2 (torch 2.11 to 2.13) would free its buffer
+    without waiting, so that a late rank overwrites the next forward's first gather.
 
     Args:
         model: a transformers model with a head, or a PEFT model around one, not wrapped for distributed training.

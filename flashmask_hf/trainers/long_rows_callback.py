@@ -26,7 +26,7 @@ MEASURED_TOKENS = (16_384, 32_768)
 """Tokens of the two measured rows: several tiles, so that the memory that tiles save is measured too."""
 
 DOCUMENT = 2048
-"""Tokens per document of a measured row. A step's memory does not depend on where documents end."""
+"""Tokens per document of a measured row."""
 
 INVENTED_IDS = 32  # different token ids of a measured row; every vocabulary has 32
 
@@ -42,8 +42,8 @@ class LongRows(TrainerCallback):
     memory (`offload_checkpoints`). Inputs of adapters stay in 16 bits under autocast. Losses and gradients stay the
     same, except for the rounding of sums over tiles.
 
-    Options set to None follow from two steps on invented rows of 16,384 and 32,768 tokens, which leave no trace in
-    gradients, random numbers or metrics: a step's memory is linear in its tokens. The choice is printed.
+    Options set to None follow from two steps on invented rows of 16,384 and 32,768 tokens, because a step's memory is
+    linear in its tokens. The choice is printed.
 
     Args:
         trainer: a `PackedSFTTrainer` that packs its rows itself.
@@ -59,23 +59,14 @@ class LongRows(TrainerCallback):
     Raises:
         TypeError: an argument has the wrong type.
         ValueError: `tile_tokens` or `host_gib` is negative or not finite; activation checkpointing is off or reentrant;
-            `keep_attention` is set for another attention; an option is None without a GPU, under DeepSpeed, in a
-            compiled model, or if TRL packs; the model has nothing to tile. Before the first step: the callback was made
-            for another trainer, or the rows do not fit (the message names the longest batch that does).
+            `keep_attention` is set for another attention; or an option is None without a GPU, under DeepSpeed, in a
+            compiled model, or if TRL packs. Before the first step: the model has nothing to tile, the callback was made
+            for another trainer, or the rows do not fit.
 
     Example:
         ```python
-        from datasets import load_dataset
-        from flashmask_hf.trainers import LongRows, PackedSFTTrainer
-        from peft import LoraConfig
-        from trl import SFTConfig
-
-        trainer = PackedSFTTrainer(
-            "meta-llama/Llama-3.1-8B",
-            SFTConfig(max_length=262_144, per_device_train_batch_size=1),
-            train_dataset=load_dataset("emozilla/pg19", split="train"),
-            peft_config=LoraConfig(target_modules="all-linear"),
-        )
+        args = SFTConfig(max_length=262_144, per_device_train_batch_size=1)
+        trainer = PackedSFTTrainer("meta-llama/Llama-3.1-8B", args, train_dataset=dataset, peft_config=peft_config)
         trainer.add_callback(LongRows(trainer))
         trainer.train()
         ```
@@ -90,10 +81,8 @@ class LongRows(TrainerCallback):
         host_gib: float | None = None,
     ):
         if not isinstance(trainer, PackedSFTTrainer):
-            raise TypeError(
-                f"trainer must be a PackedSFTTrainer, got {type(trainer).__name__}; for others use tile_tokens, "
-                "offload_checkpoints and keep_attention of flashmask_hf.long_rows"
-            )
+            way = "for others use tile_tokens, offload_checkpoints and keep_attention of flashmask_hf.long_rows"
+            raise TypeError(f"trainer must be a PackedSFTTrainer, got {type(trainer).__name__}; {way}")
         self._tile_tokens = as_integer("tile_tokens", tile_tokens, 0, why="0 is no tiles")
         if keep_attention is not None:
             check_bool("keep_attention", keep_attention)
@@ -105,10 +94,8 @@ class LongRows(TrainerCallback):
         attention = self._model.config.get_text_config()._attn_implementation
         if attention not in NAMES:
             if keep_attention:
-                raise ValueError(
-                    f"keep_attention needs attn_implementation='flashmask', but the model has {attention!r}; load it "
-                    "so, or leave keep_attention out"
-                )
+                problem = f"keep_attention needs attn_implementation='flashmask', but the model has {attention!r}"
+                raise ValueError(f"{problem}; load it so, or leave keep_attention out")
             keep_attention = False
         self._given = keep_attention, None if host_gib is None else int(host_gib * 2**30)
         self._offload: Any = None
@@ -126,7 +113,7 @@ class LongRows(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Change the model in place, and measure the options that are None."""
         if state is not self._trainer.state:
-            raise ValueError("LongRows was made for another trainer, and would change its model; add LongRows(trainer)")
+            raise ValueError("LongRows was made for another trainer; add LongRows(trainer)")
         self._close()  # an earlier run may have ended in an error
         model = self._model
         if args.bf16 or args.fp16:
@@ -185,11 +172,8 @@ class LongRows(TrainerCallback):
         keep_attention, host_bytes = self._given
         for kept in (True, False) if keep_attention is None else (keep_attention,):
             self._checkpoint(kept)
-            memory, gpu, host = self._agree(
-                self._memory_of_a_step(),
-                available_gpu_bytes(),
-                available_host_bytes() if host_bytes is None else host_bytes,
-            )
+            own_host = available_host_bytes() if host_bytes is None else host_bytes
+            memory, gpu, host = self._agree(self._memory_of_a_step(), available_gpu_bytes(), own_host)
             self.kept, self.longest = kept, memory.longest(gpu, host)
             needed = memory.fixed + self._tokens * (memory.working + memory.stored)
             if self._tokens <= self.longest:
@@ -197,10 +181,9 @@ class LongRows(TrainerCallback):
                     self.host_bytes = int(max(0, needed - gpu))
                 return f"; a step needs about {gib(needed)}, the GPU has {gib(gpu)}, the host {gib(host)}"
         raise ValueError(
-            f"max_length: a step of {self._tokens:,} tokens needs {gib(needed)} (up to "
-            f"{gib(self._tokens * memory.stored)} on the host), the GPU has {gib(gpu)}, the host {gib(host)}; the "
-            f"longest batch that fits has {self.longest:,} tokens. Lower it, adapt fewer modules without dropout, or "
-            "set keep_attention=False and host_gib"
+            f"max_length: a step of {self._tokens:,} tokens needs {gib(needed)}, the GPU has {gib(gpu)}, the host "
+            f"{gib(host)}; the longest batch that fits has {self.longest:,} tokens. Lower it, adapt fewer modules "
+            "without dropout, or set keep_attention=False and host_gib"
         )
 
     def _agree(self, memory: StepMemory, gpu: float, host: float) -> tuple[StepMemory, float, float]:
@@ -222,10 +205,8 @@ class LongRows(TrainerCallback):
             self._run(tokens[0])  # compiles kernels, and leaves gradients as gradient accumulation does
             peaks = (self._peak_of(tokens[0]), self._peak_of(tokens[1]))
         except torch.OutOfMemoryError as error:
-            raise ValueError(
-                f"max_length: a row of {longer:,} tokens already exceeds the GPU's memory; quantize the model, train "
-                "an adapter, or shard it over several GPUs"
-            ) from error
+            problem = f"max_length: a row of {longer:,} tokens already exceeds the GPU's memory"
+            raise ValueError(f"{problem}; quantize the model, train an adapter, or shard it over GPUs") from error
         finally:
             self._trainer.model_wrapped.zero_grad(set_to_none=True)
             torch.cuda.empty_cache()  # blocks of short rows would fragment the memory of long rows

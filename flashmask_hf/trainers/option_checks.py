@@ -9,18 +9,18 @@ from trl.trainer.utils import get_config_model_id
 
 from flashmask_hf.trainers.context_parallel import context_parallel_size
 
-__all__ = ["checked_config", "prepare_arguments", "refuse_adapters", "refuse_liger_losses", "refuse_options"]
+__all__ = [
+    "checked_collator",
+    "checked_config",
+    "prepare_arguments",
+    "refuse_adapters",
+    "refuse_liger_losses",
+    "refuse_options",
+]
 
 
 def checked_config(args: Any, model: Any, task: str, stock: type, ours: type) -> Any:
-    """Return a trainer's arguments, or default ones in a folder named as TRL names it.
-
-    Args:
-        args: the arguments, or None.
-        model: the model or its name.
-        task: suffix of the default folder.
-        stock: TRL's config class of the trainer.
-        ours: config class of the default, and the one to recommend.
+    """Return a trainer's arguments, or a default `ours` in a folder named as TRL names it, with the suffix `task`.
 
     Raises:
         TypeError: `args` is not a `stock`.
@@ -29,23 +29,25 @@ def checked_config(args: Any, model: Any, task: str, stock: type, ours: type) ->
         name = model if isinstance(model, str) else get_config_model_id(model.config)
         return ours(f"{name.split('/')[-1]}-{task}")
     if not isinstance(args, stock):
-        raise TypeError(
-            f"args must be a {ours.__name__}, got {type(args).__name__}; build it with {ours.__name__}(output_dir=..., "
-            "...), which takes every option of transformers.TrainingArguments"
-        )
+        way = f"{ours.__name__}(output_dir=..., ...), which takes every option of transformers.TrainingArguments"
+        raise TypeError(f"args must be a {ours.__name__}, got {type(args).__name__}; build it with {way}")
     return args
+
+
+def checked_collator(given: Any, expected: type, stock: str) -> Any:
+    """Return the caller's collator; raise a TypeError unless it is an `expected`, which TRL's `stock` does not need."""
+    if not isinstance(given, expected):
+        raise TypeError(
+            f"data_collator must be a {expected.__name__}, got {type(given).__name__}; leave it out, or use trl.{stock}"
+        )
+    return given
 
 
 def prepare_arguments(model: Any, args: Any, peft_config: Any, *, learns_labels: bool = False) -> None:
     """Check the arguments of a trainer of packed rows, and turn dispatched batches off in place.
 
-    accelerate dispatches streams by default, and would cut the batch of one process apart.
-
-    Args:
-        model: the model or its name.
-        args: the trainer's arguments.
-        peft_config: configuration of the adapter to add, or None.
-        learns_labels: as in `refuse_options`.
+    accelerate dispatches streams by default, and would cut the batch of one process apart. The arguments are those of
+    `refuse_options` and `refuse_adapters`.
 
     Raises:
         ValueError: as in `refuse_options` and `refuse_adapters`, or `accelerator_config.dispatch_batches` is true.
@@ -60,9 +62,7 @@ def prepare_arguments(model: Any, args: Any, peft_config: Any, *, learns_labels:
 def refuse_options(args: Any, *, learns_labels: bool = False) -> None:
     """Raise a ValueError for NEFTune, and for label smoothing and context parallelism unless the loss allows them.
 
-    Args:
-        args: the trainer's arguments.
-        learns_labels: whether the loss is the cross-entropy of labels, which can be smoothed and split over ranks.
+    `learns_labels`: the loss is the cross-entropy of labels, which can be smoothed and split over ranks.
     """
     if not learns_labels:
         if context_parallel_size(args) > 1:
@@ -70,41 +70,27 @@ def refuse_options(args: Any, *, learns_labels: bool = False) -> None:
                 "cp_size > 1 (parallelism_config): this trainer's loss compares answers, whose tokens would be on "
                 "several ranks; set cp_size=1, or use PackedSFTTrainer"
             )
-        if args.label_smoothing_factor:
-            raise ValueError(
-                f"label_smoothing_factor={args.label_smoothing_factor} changes nothing here: this trainer's loss does "
-                "not read it; leave it at 0"
-            )
+        factor = args.label_smoothing_factor
+        if factor:
+            raise ValueError(f"label_smoothing_factor={factor}: this trainer's loss does not read it; leave it at 0")
     if args.neftune_noise_alpha is not None:
-        raise ValueError(
-            "neftune_noise_alpha scales its noise by the length of a sequence, but a packed row has another length; "
-            "leave it out"
-        )
+        raise ValueError("neftune_noise_alpha scales noise by a sequence's length, not a packed row's; leave it out")
 
 
 def refuse_adapters(model: Any, peft_config: Any) -> None:
-    """Raise a ValueError for adapters that add virtual tokens, or that search sequences for tokens.
-
-    Args:
-        model: the model or its name.
-        peft_config: configuration of the adapter to add, or None.
-    """
+    """Raise a ValueError for adapters, in the model or to add, with virtual tokens or that search sequences."""
     for config in (peft_config, *getattr(model, "peft_config", {}).values()):
         if getattr(config, "is_prompt_learning", False):
             raise ValueError(
-                f"peft_config: {type(config).__name__} adds virtual tokens to every sequence, but a packed row has no "
-                "place for them; use LoRA or another adapter of the weights"
+                f"peft_config: {type(config).__name__} adds virtual tokens, which packed rows cannot hold; use LoRA"
             )
         if getattr(config, "alora_invocation_tokens", None):
-            raise ValueError(
-                "peft_config: alora_invocation_tokens (activated LoRA) do not support packed rows; use plain LoRA"
-            )
+            raise ValueError("peft_config: alora_invocation_tokens do not support packed rows; use plain LoRA")
 
 
 def refuse_liger_losses(args: Any) -> None:
     """Raise a ValueError if TRL would compute log-probabilities by Liger, past the hooks that pack rows."""
     if args.use_liger_kernel and compare_versions("trl", "<", "1.15"):
         raise ValueError(
-            "use_liger_kernel computes log-probabilities past the model's forward in this version of TRL; leave it "
-            "out, or install trl>=1.15"
+            "use_liger_kernel bypasses the model's forward in TRL 1.14; leave it out, or install trl>=1.15"
         )

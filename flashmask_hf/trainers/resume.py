@@ -44,10 +44,8 @@ class ResumeMixin:
         before = own.get("packed_by") or {}
         for name, value in (self._packed_by or {}).items():
             if before.get(name, value) != value and not self.args.ignore_data_skip:
-                raise ValueError(
-                    f"{name} must be {before[name]!r}, as in the checkpoint, got {value!r}: other rows would be "
-                    "skipped. Set it back, or set ignore_data_skip=True to start the epoch anew."
-                )
+                problem = f"{name} must be {before[name]!r}, as in the checkpoint, got {value!r}"
+                raise ValueError(f"{problem}; set it back, or set ignore_data_skip=True to start the epoch anew")
         super()._load_callback_state()
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> Any:

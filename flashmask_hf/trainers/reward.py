@@ -17,14 +17,14 @@ from trl.trainer.reward_trainer import RewardTrainer
 
 from flashmask_hf.collators.reward import PADDING, DataCollatorForMultiAnswerReward
 from flashmask_hf.hf.models import unwrap_peft
-from flashmask_hf.hf.packed.rows import check_compiled, run_packed
+from flashmask_hf.hf.packed.rows import check_compiled
 from flashmask_hf.names import PACKED_IDS, PACKED_INDEX, VECTORS
 from flashmask_hf.trainers.callbacks import add_callbacks
 from flashmask_hf.trainers.data_checks import check_prepared, map_style_datasets, text_datasets, with_position_limit
 from flashmask_hf.trainers.even_batches import EvenBatchesMixin
-from flashmask_hf.trainers.loading import correct_gathers, flashmask_policy
+from flashmask_hf.trainers.loading import flashmask_policy, run_packed_models
 from flashmask_hf.trainers.metrics import log_sparsity
-from flashmask_hf.trainers.option_checks import checked_config, prepare_arguments
+from flashmask_hf.trainers.option_checks import checked_collator, checked_config, prepare_arguments
 from flashmask_hf.trainers.resume import ResumeMixin
 from flashmask_hf.trainers.reward_data import NO_MEDIA, check_rows, prepare_rows
 from flashmask_hf.trainers.reward_losses import LOSSES, pair_mean
@@ -47,19 +47,13 @@ class MultiAnswerRewardConfig(RewardConfig):
 
     loss_type: Literal["pairwise", "listwise"] = field(
         default="pairwise",
-        metadata={
-            "help": "Loss of a question: 'pairwise', the mean Bradley-Terry loss of its pairs of answers, or "
-            "'listwise', the negative log-likelihood of their ranking under the Plackett-Luce model."
-        },
+        metadata={"help": "Mean Bradley-Terry loss of pairs of answers (pairwise), or Plackett-Luce loss (listwise)."},
     )
     score_margin: float = field(
         default=0.0,
         metadata={"help": "A pair's margin is `score_margin` times the difference of its scores. 0 for no margins."},
     )
-    row_length: int | None = field(
-        default=None,
-        metadata={"help": "Number of tokens per packed row. If `None`, a batch is one row."},
-    )
+    row_length: int | None = field(default=None, metadata={"help": "Tokens per packed row; None packs a batch in one."})
 
     def __post_init__(self):
         super().__post_init__()
@@ -70,41 +64,33 @@ class MultiAnswerRewardConfig(RewardConfig):
 class MultiAnswerRewardTrainer(ResumeMixin, EvenBatchesMixin, RewardTrainer):
     """`trl.RewardTrainer` for two or more answers to a question, which is computed once for all of them.
 
-    With two answers, losses, gradients and metrics equal TRL's up to rounding. The model's attention is "flashmask". A
-    model loaded by name gets it; another attention raises.
+    With two answers, losses, gradients and metrics equal TRL's up to rounding. A model loaded by name gets the
+    attention "flashmask".
 
     A row of the dataset is text or conversations, tokenized as TRL does, in one of these formats:
 
     - `answers`, a list of strings or of lists of messages, with `scores` (numbers, higher is better) or ranked, best
-      first. The `prompt` is a column, or the common prefix of the answers. With a `prompt` of messages, an answer may
-      be a string.
+      first. The `prompt` is a column, or the common prefix of the answers.
     - `chosen` and `rejected`, in all of TRL's preference formats, with an optional `margin`. With `score_margin`, the
       columns `score_chosen` and `score_rejected` make the margin.
-    - Either format with a string as `prompt` and conversations as answers, which may repeat the prompt as their first
-      turn, for example `HuggingFaceH4/ultrafeedback_binarized`.
+    - Either format with a string as `prompt` and conversations as answers, or conversely.
     - Tokenized rows, in the formats of `DataCollatorForMultiAnswerReward`.
 
-    As in TRL, rows with a question and answer of more than `args.max_length` tokens are dropped. The log counts them,
-    except in streams.
+    As in TRL, rows with a question and answer of more than `args.max_length` tokens are dropped.
 
     The loss is the mean over questions of `args.loss_type`; ties do not count. `center_rewards_coefficient` adds the
     coefficient times the mean over pairs of (r_i + r_j)^2. In evaluation, predictions are the rewards and labels the
     scores, [questions, answers], padded with -100.
 
     Logs are TRL's: `accuracy` and `margin` are means over questions of the means over their pairs, and `num_tokens`
-    counts a question once per answer. Logs add `accuracy_of_<N>_answers` per number of answers, `shared_tokens_saved`,
-    the fraction of `num_tokens` that was not computed, both exact over all ranks and batches of the log; and
-    `mask_sparsity`, the fraction of tiles of the score matrix that are skipped in one batch of this rank.
+    counts a question once per answer. Logs add, exact over all ranks and batches, `accuracy_of_<N>_answers` and
+    `shared_tokens_saved`, the fraction of `num_tokens` that was not computed; and `mask_sparsity`, the fraction of
+    tiles of the score matrix that are skipped in one batch of this rank.
 
     Args:
-        model: as in `trl.RewardTrainer`, like all arguments without a description.
+        model: as in `trl.RewardTrainer`, like all arguments that are not listed here.
         args: a `MultiAnswerRewardConfig`, or a `trl.RewardConfig`, with defaults for the options that it lacks.
         data_collator: None, or a `DataCollatorForMultiAnswerReward`.
-        train_dataset: see above.
-        eval_dataset: see above.
-        processing_class: a tokenizer.
-        peft_config: not prompt learning or activated LoRA.
-        kwargs: the other arguments of `trl.RewardTrainer`.
 
     Raises:
         TypeError: `args` or `data_collator` has another type; or a row has an unsupported type, or types that cannot be
@@ -113,7 +99,6 @@ class MultiAnswerRewardTrainer(ResumeMixin, EvenBatchesMixin, RewardTrainer):
             dispatched batches, prompt learning, activated LoRA, adapters of another task or that do not save the head,
             context parallelism, sampling by missing lengths, or counts of `input_ids` (`include_num_input_tokens_seen`)
             are set; arguments contradict each other, a dataset has a transform, no row is left, or a row is invalid.
-            Messages name the row's index and the way out.
 
     Example:
         ```python
@@ -141,15 +126,13 @@ class MultiAnswerRewardTrainer(ResumeMixin, EvenBatchesMixin, RewardTrainer):
         **kwargs: Any,
     ):
         args = checked_config(args, model, "Reward", RewardConfig, MultiAnswerRewardConfig)
-        settings: Any = args
         prepare_arguments(model, args, peft_config)
-        train_dataset, eval_dataset = text_datasets(train_dataset, eval_dataset, NO_MEDIA)
+        datasets = text_datasets(train_dataset, eval_dataset, NO_MEDIA)
         if getattr(peft_config, "task_type", None) == "CAUSAL_LM":
             raise ValueError(
-                "peft_config: task_type='CAUSAL_LM' is for models that generate; use task_type='SEQ_CLS', which also "
-                "trains and saves a reward model's head"
+                "peft_config: task_type='CAUSAL_LM' does not save a reward model's head; use task_type='SEQ_CLS'"
             )
-        if settings.include_num_input_tokens_seen != "no" or "inputs" in settings.include_for_metrics:
+        if args.include_num_input_tokens_seen != "no" or "inputs" in args.include_for_metrics:
             raise ValueError(
                 "include_num_input_tokens_seen and include_for_metrics=['inputs'] read input_ids, which has only the "
                 "last token of each answer; leave them out (num_tokens in the log counts all tokens)"
@@ -164,30 +147,18 @@ class MultiAnswerRewardTrainer(ResumeMixin, EvenBatchesMixin, RewardTrainer):
         # Numerator and denominator of metrics that are exact over several batches, by mode and name.
         self._ratios = {mode: defaultdict(lambda: np.zeros(2)) for mode in ("train", "eval")}
         with flashmask_policy(model, args):
-            super().__init__(
-                model=model,
-                args=args,
-                data_collator=collator,
-                train_dataset=train_dataset,
-                eval_dataset=eval_dataset,
-                processing_class=processing_class,
-                peft_config=peft_config,
-                **kwargs,
-            )
-        trained: Any = self.model
-        _refuse_unsaved_head(trained)
-        run_packed(trained)
-        correct_gathers(trained)
+            super().__init__(model, args, collator, *datasets, processing_class, peft_config=peft_config, **kwargs)
+        _refuse_unsaved_head(self.model)
+        run_packed_models(self)
         add_callbacks(self, model)
         check_prepared(self)
-        self.data_collator = collator = with_position_limit(collator, trained)
+        self.data_collator = collator = with_position_limit(collator, self.model)
         self.label_names = ["scores"]
-        text_config, tokenizer = trained.config.get_text_config(), self.processing_class
-        if text_config.pad_token_id == getattr(tokenizer, "eos_token_id", None):
+        pad_token_id = self.model.config.get_text_config().pad_token_id
+        if pad_token_id == getattr(self.processing_class, "eos_token_id", None):
             logger.warning(
-                "pad_token is eos_token: rewards are trained at the end-of-sequence token, but the saved model's own "
-                "forward reads them one token before, at the last that is not padding. Give the tokenizer another "
-                "pad_token."
+                "pad_token is eos_token: rewards are trained at the end-of-sequence token, but the saved model's "
+                "forward reads them at the last token that is not padding. Give the tokenizer another pad_token."
             )
         for name, dataset in map_style_datasets(self.train_dataset, self.eval_dataset):
             check_rows(dataset, collator, args, name)
@@ -205,7 +176,6 @@ class MultiAnswerRewardTrainer(ResumeMixin, EvenBatchesMixin, RewardTrainer):
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Compute the loss of one batch, a mean over its questions; see the class."""
-        settings: Any = self.args
         check_compiled(model, inputs[VECTORS].device)
         labels = ("answer_counts", "token_counts", "scores", "margins")
         outputs = model(**{key: value for key, value in inputs.items() if key not in labels}, use_cache=False)
@@ -217,14 +187,13 @@ class MultiAnswerRewardTrainer(ResumeMixin, EvenBatchesMixin, RewardTrainer):
         real = torch.arange(scores.shape[1], device=scores.device) < counts[:, None]
         beats = (scores[:, :, None] > scores[:, None]) & real[:, :, None] & real[:, None]
         loss = LOSSES[self.loss_type](rewards - inputs.get("margins", 0.0), beats).mean()
-        if settings.center_rewards_coefficient is not None:
+        if self.args.center_rewards_coefficient is not None:
             sums = rewards[:, :, None] + rewards[:, None]
-            loss = loss + settings.center_rewards_coefficient * pair_mean(sums**2, beats).mean()
+            loss = loss + self.args.center_rewards_coefficient * pair_mean(sums**2, beats).mean()
         self._add_metrics("train" if model.training else "eval", rewards.detach(), real, beats, inputs)
         if not return_outputs:
             return loss
-        padded: Any = rewards.masked_fill(~real, PADDING)
-        return loss, SequenceClassifierOutputWithPast(logits=padded)
+        return loss, SequenceClassifierOutputWithPast(logits=rewards.masked_fill(~real, PADDING))
 
     def _add_metrics(self, mode: str, rewards: Tensor, real: Tensor, beats: Tensor, inputs: dict[str, Any]) -> None:
         """Add the metrics of a batch; one transfer gathers a row of numbers per question from all ranks."""
@@ -245,9 +214,8 @@ class MultiAnswerRewardTrainer(ResumeMixin, EvenBatchesMixin, RewardTrainer):
         gather = self.accelerator.gather if mode == "train" else self.accelerator.gather_for_metrics
         rows: Any = gather(torch.stack(columns, 1))
         counts, computed, unshared, accuracy, margin, least, most, total = rows.cpu().double().unbind(1)
-        if mode == "train":
-            duplicates: Any = self._tp_size  # the ranks of a tensor parallel group have the same batch
-            self._total_train_tokens += int(unshared.sum()) // duplicates
+        if mode == "train":  # the ranks of a tensor parallel group have the same batch
+            self._total_train_tokens += int(unshared.sum()) // self._tp_size
         metrics["num_tokens"] = [self._total_train_tokens]
         metrics["min_reward"].append(least.min().item())
         metrics["mean_reward"].append((total.sum() / counts.sum()).item())
@@ -264,8 +232,7 @@ class MultiAnswerRewardTrainer(ResumeMixin, EvenBatchesMixin, RewardTrainer):
 
     def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
         """Run Trainer's `predict` on a dataset of raw or tokenized rows, without rows over `args.max_length`."""
-        settings: Any = self.args
-        prepared: Any = self._prepare_dataset(test_dataset, self.processing_class, settings, "test")
+        prepared = self._prepare_dataset(test_dataset, self.processing_class, self.args, "test")
         return super().predict(prepared, *args, **kwargs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
@@ -276,8 +243,7 @@ class MultiAnswerRewardTrainer(ResumeMixin, EvenBatchesMixin, RewardTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Write TRL's log with the metrics that are exact over several batches."""
-        model: Any = self.model
-        mode = "train" if model.training else "eval"
+        mode = "train" if self.model.training else "eval"
         for name, (numerator, denominator) in sorted(self._ratios[mode].items()):
             self._metrics[mode][name] = [float(numerator / denominator)]
         self._ratios[mode].clear()
@@ -289,8 +255,7 @@ def _keep_forward(args: Any) -> None:
     config = args.liger_kernel_config or {}
     if config.get("fused_linear_cross_entropy"):
         raise ValueError(
-            "liger_kernel_config={'fused_linear_cross_entropy': True} needs a language model's head, which a reward "
-            "model lacks; leave it out"
+            "liger_kernel_config={'fused_linear_cross_entropy': True} needs a language model's head; leave it out"
         )
     args.liger_kernel_config = {**config, "fused_linear_cross_entropy": False}
 
@@ -298,8 +263,8 @@ def _keep_forward(args: Any) -> None:
 def _refuse_unsaved_head(model: Any) -> None:
     """Raise a ValueError if the adapters of a PEFT model learn, but the head is not saved with them.
 
-    An adapter without task_type leaves the head alone, or adapts it with all linear layers. The head's own weights,
-    random in a new reward model, are then in no file, and the next load draws others.
+    An adapter without task_type leaves the head alone, or adapts it with all linear layers. The head's weights, random
+    in a new reward model, are then in no file.
     """
     inner = unwrap_peft(model)
     if inner is model or not any(parameter.requires_grad for parameter in inner.parameters()):
@@ -327,14 +292,9 @@ def _collator(given: Any, row_length: int | None, score_margin: float, multiple:
         return DataCollatorForMultiAnswerReward(
             row_length=row_length, score_margin=score_margin, pad_to_multiple_of=multiple
         )
-    if not isinstance(given, DataCollatorForMultiAnswerReward):
-        raise TypeError(
-            f"data_collator must be a DataCollatorForMultiAnswerReward, got {type(given).__name__}; leave it out, or "
-            "use trl.RewardTrainer"
-        )
+    checked_collator(given, DataCollatorForMultiAnswerReward, "RewardTrainer")
     for name, value in (("row_length", row_length), ("score_margin", score_margin)):
-        if value and value != getattr(given, name):
-            raise ValueError(
-                f"args.{name} is {value}, but data_collator.{name} is {getattr(given, name)}; set it in one place"
-            )
+        own = getattr(given, name)
+        if value and value != own:
+            raise ValueError(f"args.{name} is {value}, but data_collator.{name} is {own}; set it in one place")
     return given

@@ -6,38 +6,28 @@ import json
 from typing import Any
 
 import numpy as np
-from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset, Value
 from trl.trainer.reward_config import RewardConfig
 from trl.trainer.utils import global_then_local_main_first
 
+from flashmask_hf.collators import messages
 from flashmask_hf.collators.columns import as_number
 from flashmask_hf.collators.dataset import refuse_transform, unformatted, warn_of_weights
 from flashmask_hf.collators.reward import DataCollatorForMultiAnswerReward, answer_scores, shared_prefix
-from flashmask_hf.trainers.data_checks import first_row, without_media
+from flashmask_hf.trainers.data_checks import first_row, report_dropped, without_media
 from flashmask_hf.trainers.formats import answer_sequences
 
 __all__ = ["NO_MEDIA", "check_rows", "prepare_rows"]
 
-logger = get_logger(__name__)
-
 NO_MEDIA = "rows cannot share a question, and a reward model reads text; remove the column"
-"""The error message for images, video and audio."""
 
 
 def prepare_rows(
     dataset: Dataset | IterableDataset, tokenizer: Any, args: RewardConfig, name: str, score_margin: float
 ) -> Dataset | IterableDataset:
-    """Return a dataset of tokenized rows without answers over `args.max_length`; the log counts dropped rows.
+    """Return a dataset, raw or tokenized, as tokenized rows without answers over `args.max_length`.
 
-    The log does not count rows of a stream.
-
-    Args:
-        dataset: raw or tokenized rows, in the formats of `MultiAnswerRewardTrainer`.
-        tokenizer: the tokenizer, with a chat template if rows are conversations.
-        args: the trainer's arguments.
-        name: name of the dataset, for messages.
-        score_margin: as in `MultiAnswerRewardConfig`.
+    The log counts dropped rows, except in streams.
 
     Raises:
         TypeError: a row has an unsupported type, or types that cannot be combined.
@@ -69,16 +59,7 @@ def prepare_rows(
         if map_style:
             options["desc"] = f"Filtering {name} >{args.max_length} tokens"
         kept = dataset.filter(_fits, fn_kwargs={"max_length": args.max_length}, **options)
-    if isinstance(dataset, Dataset) and isinstance(kept, Dataset) and len(kept) < len(dataset):
-        if not len(kept):
-            raise ValueError(
-                f"every example of the {name} dataset has an answer that brings it over max_length {args.max_length}; "
-                "raise it"
-            )
-        logger.warning(
-            f"Dropped {len(dataset) - len(kept)} of {len(dataset)} examples of the {name} dataset, which have more "
-            f"than max_length={args.max_length} tokens with an answer."
-        )
+    report_dropped(dataset, kept, name, f"has an answer that brings it over max_length={args.max_length}")
     return kept
 
 
@@ -90,10 +71,8 @@ def check_rows(dataset: Dataset, collator: DataCollatorForMultiAnswerReward, arg
     has_margins = "margin" in dataset.column_names and not collator.score_margin
     missing = [margin is None for margin in dataset["margin"]] if has_margins else []
     if any(missing) and not all(missing):
-        raise ValueError(
-            f"example {missing.index(True)} of the {name} dataset, as prepared, has no margin, but others have; give "
-            "every example one (0.0 for no margin), or remove the column"
-        )
+        first = f"example {missing.index(True)} of the {name} dataset, as prepared,"
+        raise ValueError(f"{first} has no margin, but others have; give all one (0.0 for none), or remove the column")
     dataset.map(
         lambda example, index: collator.check(example, f"example {index} of the {name} dataset, as prepared,"),
         with_indices=True,
@@ -136,10 +115,7 @@ def _tokenize(
         answer_scores(tokenized["scores"], len(tokens), name)
     if not has_answers and score_margin and "score_chosen" in example and "score_rejected" in example:
         if example.get("margin") is not None:
-            raise ValueError(
-                f"{name} has a margin, and scores that score_margin={score_margin} makes another of; remove the margin "
-                "column, or set score_margin=0"
-            )
+            raise ValueError(messages.two_margins(name, score_margin))
         columns = ("score_chosen", "score_rejected")
         chosen, rejected = (as_number(example[column], f"{column} of {name}") for column in columns)
         tokenized["margin"] = score_margin * (chosen - rejected)

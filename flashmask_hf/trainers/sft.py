@@ -26,7 +26,7 @@ from flashmask_hf.trainers.data_checks import check_prepared, first_row, text_da
 from flashmask_hf.trainers.even_batches import EvenBatchesMixin
 from flashmask_hf.trainers.loading import correct_gathers, flashmask_policy
 from flashmask_hf.trainers.metrics import log_sparsity
-from flashmask_hf.trainers.option_checks import checked_config, prepare_arguments
+from flashmask_hf.trainers.option_checks import checked_collator, checked_config, prepare_arguments
 from flashmask_hf.trainers.resume import ResumeMixin
 from flashmask_hf.trainers.sft_data import check_columns, check_completions, packing_report
 
@@ -36,7 +36,6 @@ _COMPUTES = ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metr
 """Arguments of the trainer that take logits or losses."""
 
 _NO_MEDIA = "rows cannot be packed yet; use trl.SFTTrainer for images, or remove the column"
-"""What is wrong with images, video and audio, and the way out."""
 
 
 class PackedSFTTrainer(ResumeMixin, EvenBatchesMixin, ContextParallelMixin, SFTTrainer):
@@ -44,8 +43,8 @@ class PackedSFTTrainer(ResumeMixin, EvenBatchesMixin, ContextParallelMixin, SFTT
 
     > Rows
 
-    TRL tokenizes the datasets, applies chat templates and builds labels. `pack_dataset` packs the examples into rows of
-    at most `args.max_length` tokens; a dataset with a `seq_lengths` column keeps its rows. With `args.packing` or
+    TRL tokenizes the datasets and builds labels. `pack_dataset` packs the examples into rows of at most
+    `args.max_length` tokens; a dataset with a `seq_lengths` column keeps its rows. With `args.packing` or
     `args.padding_free`, TRL packs instead. Each rank reads its own shards of a stream if they divide evenly, otherwise
     every n-th row; an epoch ends with the rank that has the fewest rows. accelerate's context parallelism (`cp_size`,
     with FSDP2) splits each row over ranks (`flashmask_hf.parallel`), by default padded to a multiple of 128 * cp_size.
@@ -53,39 +52,31 @@ class PackedSFTTrainer(ResumeMixin, EvenBatchesMixin, ContextParallelMixin, SFTT
     > Attention
 
     A model loaded by name gets "flashmask", unless `args.model_init_kwargs` names another attention. A model object
-    keeps its own, and logs a warning if it skips no hidden tiles. Implementations of transformers find documents in the
-    position ids. The first step raises if a layer does not receive the mask or the position ids. A mixture of experts
-    leaves padding out of its auxiliary loss.
+    keeps its own, and logs a warning if it skips no hidden tiles.
 
     > Logs
 
     - `num_tokens`, `tokens_per_second`: of all ranks, without padding.
     - `keys_per_token`: mean number of keys that a token may attend to in its document, before any sliding window.
-    - `mask_sparsity`: fraction of skipped tiles in one batch of this rank, at logging steps and in evaluation. It grows
-      with the batch size. It is 0 with another attention, and if rows hide no whole tile.
+    - `mask_sparsity`: fraction of skipped tiles in one batch of this rank, at logging steps and in evaluation.
     - `eval_loss`, `eval_entropy`, `eval_mean_token_accuracy`: exact means over the learned tokens of all ranks.
 
     Args:
-        model: as in `trl.SFTTrainer`.
+        model: as in `trl.SFTTrainer`, like all arguments that are not listed here.
         args: a `trl.SFTConfig`, or None for its defaults. `max_length` is the length of a row. `truncation_mode`
             decides about longer examples: "keep_start" (TRL's default) and "keep_end" cut, "error" and None raise.
         data_collator: None, or a `DataCollatorForPackedLanguageModeling`; any collator if TRL packs.
-        train_dataset: as in `trl.SFTTrainer`.
-        eval_dataset: as in `trl.SFTTrainer`.
-        processing_class: a tokenizer, as in `trl.SFTTrainer`.
-        peft_config: as in `trl.SFTTrainer`, without prompt learning and activated LoRA.
         max_position_embeddings: number of positions; a longer document raises. None uses the model's number.
         split: cut an example longer than a row into consecutive documents. Needs `truncation_mode` "error" or None.
-        kwargs: the other arguments of `trl.SFTTrainer`.
 
     Raises:
         TypeError: `args`, `data_collator` or a tokenized column has the wrong type.
         ValueError: an option is not supported (`max_length=None`, `packing_strategy="wrapped"`, `neftune_noise_alpha`,
             dispatched batches, sampling by length, prompt learning, activated LoRA, `label_smoothing_factor` with a
             loss that does not read it); a dataset is empty, has images, video or audio, fewer rows than a batch with
-            `dataloader_drop_last`, no column that TRL tokenizes, or text that TRL would not read; `pack_dataset`
-            refuses an example; or, with context parallelism, TRL packs, the attention is not "flashmask", layers are
-            recurrent, or labels are smoothed. In the first step: some layers do not receive the mask.
+            `dataloader_drop_last`, or text that TRL would not read; `pack_dataset` refuses an example; or, with context
+            parallelism, TRL packs, the attention is not "flashmask", layers are recurrent, or labels are smoothed. In
+            the first step: some layers do not receive the mask.
 
     Example:
         ```python
@@ -122,12 +113,12 @@ class PackedSFTTrainer(ResumeMixin, EvenBatchesMixin, ContextParallelMixin, SFTT
         parts = check_context_parallel(args, trl_packs=_trl_packs(args), computes=computes)
         if args.packing and args.packing_strategy == "wrapped":
             raise ValueError(
-                "packing_strategy='wrapped' does not record where documents begin, so documents would attend to each "
-                "other; leave packing out, choose 'bfd' or 'bfd_split', or use trl.SFTTrainer"
+                "packing_strategy='wrapped' does not record where documents begin; leave packing out, choose 'bfd' or "
+                "'bfd_split', or use trl.SFTTrainer"
             )
         prepare_arguments(model, args, peft_config, learns_labels=True)
         _refuse_unread_smoothing(args, kwargs.get("compute_loss_func"))
-        train_dataset, eval_dataset = text_datasets(train_dataset, eval_dataset, _NO_MEDIA)
+        datasets = text_datasets(train_dataset, eval_dataset, _NO_MEDIA)
         if not _trl_packs(args):
             if args.max_length is None:
                 raise ValueError("max_length is None, but packing needs it; set it to the number of tokens per row")
@@ -137,16 +128,7 @@ class PackedSFTTrainer(ResumeMixin, EvenBatchesMixin, ContextParallelMixin, SFTT
         self._packing_options: dict[str, Any] = {"max_position_embeddings": max_position_embeddings, "split": split}
         self._formatting = kwargs.get("formatting_func")
         with flashmask_policy(model, args):
-            super().__init__(
-                model=model,
-                args=args,
-                data_collator=data_collator,
-                train_dataset=train_dataset,
-                eval_dataset=eval_dataset,
-                processing_class=processing_class,
-                peft_config=peft_config,
-                **kwargs,
-            )
+            super().__init__(model, args, data_collator, *datasets, processing_class, peft_config=peft_config, **kwargs)
         trained = self.accelerator.unwrap_model(self.model)
         correct_gathers(trained)
         add_callbacks(self, model)
@@ -159,13 +141,7 @@ class PackedSFTTrainer(ResumeMixin, EvenBatchesMixin, ContextParallelMixin, SFTT
         check_prepared(self, by_length=_prepares_rows(args) and not _trl_packs(args))
 
     def _prepare_dataset(
-        self,
-        dataset: Dataset | IterableDataset,
-        processing_class: Any,
-        args: Any,
-        packing: bool,
-        formatting_func: Any,
-        dataset_name: str,
+        self, dataset: Any, processing_class: Any, args: Any, packing: bool, formatting_func: Any, dataset_name: str
     ) -> Dataset | IterableDataset:
         dataset = without_media(unformatted(dataset), dataset_name, _NO_MEDIA)
         first = first_row(dataset, dataset_name)
@@ -187,7 +163,7 @@ class PackedSFTTrainer(ResumeMixin, EvenBatchesMixin, ContextParallelMixin, SFTT
             dataset, processing_class, untruncated, False, formatting_func, dataset_name
         )
         if "seq_lengths" in next(iter(tokenized), {}):
-            return tokenized  # packed already, as trainer.eval_dataset is
+            return tokenized  # packed already
         with PartialState().main_process_first():  # the other processes read the result from the cache
             packed = pack_dataset(
                 tokenized,
@@ -208,12 +184,10 @@ class PackedSFTTrainer(ResumeMixin, EvenBatchesMixin, ContextParallelMixin, SFTT
 
     def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
         """Run Trainer's `predict` on raw or tokenized rows, which are packed first; results are of the packed rows."""
-        settings = self.args
-        if _prepares_rows(settings):
-            packing = settings.packing if settings.eval_packing is None else settings.eval_packing
-            test_dataset = self._prepare_dataset(
-                test_dataset, self.processing_class, settings, packing, self._formatting, "test"
-            )
+        config = self.args
+        if _prepares_rows(config):
+            options = config, config.packing if config.eval_packing is None else config.eval_packing, self._formatting
+            test_dataset = self._prepare_dataset(test_dataset, self.processing_class, *options, "test")
         return super().predict(test_dataset, *args, **kwargs)
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
@@ -312,14 +286,12 @@ def _refuse_unread_smoothing(args: Any, compute_loss_func: Any) -> None:
     """Raise a ValueError for label smoothing with a loss that does not read the factor."""
     loss = "compute_loss_func" if compute_loss_func is not None else f"loss_type={args.loss_type!r}"
     if args.label_smoothing_factor and loss != "loss_type='nll'":
-        raise ValueError(
-            f"label_smoothing_factor={args.label_smoothing_factor} changes nothing with {loss}; leave it at 0, or use "
-            "loss_type='nll' without compute_loss_func"
-        )
+        way = "leave it at 0, or use loss_type='nll' without compute_loss_func"
+        raise ValueError(f"label_smoothing_factor={args.label_smoothing_factor} changes nothing with {loss}; {way}")
 
 
 def _positions(model: Any, args: SFTConfig) -> int | None:
-    """Return the number of positions of a model or of the model that TRL will load by name; None is no limit."""
+    """Return the number of positions of a model, or of the model to be loaded by name; None is no limit."""
     config = getattr(model, "config", None)
     if config is None:
         options = args.model_init_kwargs or {}
@@ -333,19 +305,14 @@ def _collator(given: Any, args: Any, positions: int | None) -> DataCollatorForPa
 
     Rows that the trainer has prepared have labels; for other rows the collator makes them.
     """
-    if given is None:
-        multiple = args.pad_to_multiple_of
-        return DataCollatorForPackedLanguageModeling(
-            pad_to_multiple_of=multiple if isinstance(multiple, int) else None,
-            max_position_embeddings=positions,
-            completion_only_loss=None if _prepares_rows(args) else args.completion_only_loss,
-        )
-    if not isinstance(given, DataCollatorForPackedLanguageModeling):
-        raise TypeError(
-            f"data_collator must be a DataCollatorForPackedLanguageModeling, got {type(given).__name__}; leave it out, "
-            "or use trl.SFTTrainer"
-        )
-    return given
+    if given is not None:
+        return checked_collator(given, DataCollatorForPackedLanguageModeling, "SFTTrainer")
+    multiple = args.pad_to_multiple_of
+    return DataCollatorForPackedLanguageModeling(
+        pad_to_multiple_of=multiple if isinstance(multiple, int) else None,
+        max_position_embeddings=positions,
+        completion_only_loss=None if _prepares_rows(args) else args.completion_only_loss,
+    )
 
 
 def _mean(values: Tensor, weights: Tensor) -> float:

@@ -20,12 +20,7 @@ def check_columns(
 ) -> None:
     """Raise a ValueError if TRL would ignore text of a dataset that is not tokenized.
 
-    Args:
-        dataset: rows as Python objects.
-        first: its first row.
-        text_field: the trainer's `dataset_text_field`.
-        formatted: whether a `formatting_func` makes the text.
-        name: name of the dataset, for messages.
+    `first` is its first row, `formatted` whether a `formatting_func` makes the text.
     """
     if formatted:
         _check_formatted_columns(first, text_field, name)
@@ -41,24 +36,20 @@ def _check_read_columns(example: dict[str, Any], text_field: str, dataset_name: 
         return
     read = [name for name in ("messages", "conversations", text_field) if name in example]
     if not read:
-        raise ValueError(
-            f"the {dataset_name} dataset has no messages, no prompt with completion, no {text_field} and no input_ids; "
-            "rename a column, set dataset_text_field, or give a formatting_func. It has: "
-            f"{', '.join(example)}"
-        )
+        problem = f"has no messages, no prompt with completion, no {text_field} and no input_ids"
+        way = f"rename a column, set dataset_text_field, or give a formatting_func. It has: {', '.join(example)}"
+        raise ValueError(f"the {dataset_name} dataset {problem}; {way}")
     if "prompt" in example:
-        raise ValueError(
-            f"the {dataset_name} dataset has a prompt without a completion, and TRL then ignores other columns; remove "
-            f"or rename the column prompt to train on {read[0]}"
-        )
+        problem = "has a prompt without a completion, and TRL then ignores other columns"
+        way = f"remove or rename the column prompt to train on {read[0]}"
+        raise ValueError(f"the {dataset_name} dataset {problem}; {way}")
     if text_field in example:
         return
     first = next(iter(example[read[0]] or ()), None)
     if isinstance(first, dict) and {"messages": "role", "conversations": "from"}[read[0]] not in first:
-        raise ValueError(
-            f"{read[0]} of the {dataset_name} dataset have the keys {', '.join(first)}, but TRL reads role and content "
-            "in messages, from and value in conversations; rename the keys or the column"
-        )
+        problem = f"{read[0]} of the {dataset_name} dataset have the keys {', '.join(first)}"
+        read_keys = "role and content in messages, from and value in conversations"
+        raise ValueError(f"{problem}, but TRL reads {read_keys}; rename the keys or the column")
 
 
 def _check_context(dataset: Dataset | IterableDataset, first: dict[str, Any], dataset_name: str) -> None:
@@ -93,21 +84,13 @@ def check_completions(example: dict[str, Any], dataset_name: str) -> None:
     """Raise a ValueError if no column of an example marks its completion."""
     columns = ("completion", "labels", *MASK_COLUMNS)
     if not any(name in example for name in columns):
-        raise ValueError(
-            f"completion_only_loss=True needs one of the columns {', '.join(columns)}, which the {dataset_name} rows "
-            "lack; give prompt and completion, set assistant_only_loss=True for conversations, or leave it out"
-        )
+        problem = f"needs one of the columns {', '.join(columns)}, which the {dataset_name} rows lack"
+        way = "give prompt and completion, set assistant_only_loss=True for conversations, or leave it out"
+        raise ValueError(f"completion_only_loss=True {problem}; {way}")
 
 
 def packing_report(args: Any, examples: int, packed: Dataset, name: str) -> str:
-    """Return a message: how many rows a dataset fills, and how many optimizer steps an epoch has.
-
-    Args:
-        args: the trainer's arguments.
-        examples: number of examples before packing.
-        packed: rows of `pack_dataset`.
-        name: name of the dataset; steps are reported for "train" only.
-    """
+    """Return a message: how many rows a dataset fills, and, for "train", how many optimizer steps an epoch has."""
     rows, per_row = len(packed), examples / len(packed)
     report = (
         f"Packed {examples} {name} examples into {rows} rows of up to {args.max_length} tokens; packing efficiency "

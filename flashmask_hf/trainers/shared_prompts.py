@@ -1,9 +1,8 @@
 """Log-probabilities of completions with each prompt computed once, in TRL's trainers for reinforcement learning.
 
-TRL computes the log-probabilities of policy, old policy and reference in `_get_per_token_logps_and_entropies`. It calls
-the model with a padded batch of one sequence per completion. `SharedPrompts` calls the model through a `_PackingModel`
-instead, which packs the batch into one row with each prompt once (`hf.packed.rows`). Chunks, temperature, entropies and
-losses stay TRL's.
+TRL's `_get_per_token_logps_and_entropies` calls policy, old policy and reference with a padded batch of one sequence
+per completion. `SharedPrompts` passes it a `_PackingModel`, which packs the batch into one row with each prompt once.
+Chunks, temperature, entropies and losses stay TRL's.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from transformers import ProcessorMixin
 
 from flashmask_hf.collators.packing import pack_forests
 from flashmask_hf.collators.prefixes import share_prefixes, share_prompts
-from flashmask_hf.hf.packed.rows import check_compiled, run_packed
+from flashmask_hf.hf.packed.rows import check_compiled
 from flashmask_hf.hf.packed.shared_prefill import shared_prefill
 from flashmask_hf.names import FLASHMASK, VECTORS
 from flashmask_hf.trainers.callbacks import add_callbacks
 from flashmask_hf.trainers.data_checks import first_rows
 from flashmask_hf.trainers.formats import refuse_other_keys
-from flashmask_hf.trainers.loading import correct_gathers, load_with, refuse_empty_reference, whole_in_each_process
+from flashmask_hf.trainers.loading import flashmask_policy, run_packed_models
 from flashmask_hf.trainers.metrics import log_sharing
 from flashmask_hf.trainers.option_checks import checked_config, prepare_arguments, refuse_liger_losses
 
@@ -37,9 +36,7 @@ logger = logging.getLogger(__name__)
 
 _SHARES = ("prompts", "tokens")
 
-_NO_TOKENS = (
-    "has no tokens, so nothing predicts the first token of its completions; remove empty prompts from the dataset"
-)
+_NO_TOKENS = "has no tokens, so nothing predicts its completions' first tokens; remove empty prompts from the dataset"
 _PLACES = "places_before_the_shuffle"
 """Key of a generation batch: the places of its rows, int64 [N] on the CPU."""
 
@@ -51,17 +48,13 @@ class SharedPromptsOptions:
     share: str = field(
         default="prompts",
         metadata={
-            "help": "What a micro-batch computes once: 'prompts' each distinct prompt, 'tokens' every common prefix of "
-            "its sequences, also inside completions.",
+            "help": "A micro-batch computes once each distinct prompt (prompts), or every common prefix (tokens).",
             "choices": list(_SHARES),
         },
     )
     exact_ratios: bool = field(
         default=False,
-        metadata={
-            "help": "Recompute the old log-probabilities from the packed rows of the update, so that the first "
-            "importance ratio is exactly 1 in bfloat16, too. It costs a forward without gradients."
-        },
+        metadata={"help": "Make the first importance ratio exactly 1, with one more forward without gradients."},
     )
 
 
@@ -83,35 +76,19 @@ class SharedPrompts:
         self._share = share
         self._exact_ratios = getattr(args, "exact_ratios", False)
         # TRL loads reward models with the same options, so the policy's attention is set afterwards.
-        loads = isinstance(model, str) or args.beta != 0.0  # the policy, or a reference model
-        with load_with(args, **(whole_in_each_process(args) if loads else {})):
+        with flashmask_policy(model, args, reference=args.beta != 0.0, attention=None):
             super().__init__(model, reward_funcs, args, *others, **kwargs)
         _refuse_images(self.processing_class)  # TRL loads a processor for a model with images
         for name, row in first_rows(self.train_dataset, self.eval_dataset).items():
             # Environments may make the prompts themselves.
             if "prompt" not in row and getattr(self, "environment_factories", None) is None:
-                raise ValueError(
-                    f"the {name} dataset has no column 'prompt'; rename the column of prompts. It has: {', '.join(row)}"
-                )
+                columns = ", ".join(row)
+                raise ValueError(f"the {name} dataset has no column 'prompt'; rename another one. It has: {columns}")
             refuse_other_keys((row.get("prompt"),), f"the {name} dataset")
         _refuse_too_few_prompts(self)
-        self._hook_models(loaded_by_name=isinstance(model, str))
+        run_packed_models(self, sets_policy=isinstance(model, str))
         add_callbacks(self, model)
         self._window = _regrouping_window(self)
-
-    def _hook_models(self, loaded_by_name: bool) -> None:
-        """Make policy and reference take packed rows; models that TRL has loaded get "flashmask" first."""
-        policy = self.accelerator.unwrap_model(self.model)
-        if loaded_by_name:
-            policy.set_attn_implementation(FLASHMASK)
-        run_packed(policy)
-        correct_gathers(policy)
-        if self.ref_model is not None:
-            if self.is_fsdp_enabled:
-                refuse_empty_reference(self.accelerator.state.fsdp_plugin)
-            reference = self.accelerator.unwrap_model(self.ref_model)
-            reference.set_attn_implementation(FLASHMASK)
-            run_packed(reference)
 
     def _get_per_token_logps_and_entropies(
         self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *args: Any, **kwargs: Any
@@ -175,14 +152,10 @@ class SharedPrompts:
 
 @dataclass
 class _PackingModel:
-    """Calls a model with a padded batch packed into one row; results have the batch's layout.
+    """Calls a model after `run_packed` with a padded batch packed into one row; results have the batch's layout.
 
-    Attributes:
-        model: the policy or the reference after `run_packed`, wrapped or not.
-        keep: number of columns at the end of the batch that contain completions.
-        share: as in `SharedPromptsOptions`.
-        pad_to_multiple_of: pad the packed row to a multiple of this.
-        packed: mask indices of the last call's packed row, and the attention mask of its sequences.
+    `packed` are the mask indices of the last call's packed row, and the attention mask of its sequences. The other
+    attributes are as in `pack_sequences`.
     """
 
     model: Any
@@ -247,7 +220,7 @@ def group_prompts(batches: list[dict[str, Any]], window: int) -> list[dict[str, 
     """Undo TRL's shuffle within every `window` micro-batches, whose losses one optimizer step sums.
 
     Before the shuffle, the completions of a prompt are neighbours. If the window is the whole generation batch, the
-    update packs the same rows as the forward of the old log-probabilities, so the first ratio is exactly 1.
+    update packs the rows of the old log-probabilities, so the first ratio is exactly 1.
 
     Args:
         batches: TRL's micro-batches, with the places of their rows before the shuffle.
@@ -281,14 +254,11 @@ def _check_options(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
     prepare_arguments(model, args, kwargs.get("peft_config"))
     given = (args.model_init_kwargs or {}).get("attn_implementation")
     if isinstance(model, str) and given not in (None, FLASHMASK):
-        raise ValueError(
-            f"model_init_kwargs has attn_implementation={given!r}, but shared prompts need 'flashmask'; leave it out"
-        )
+        raise ValueError(f"model_init_kwargs: attn_implementation must be 'flashmask', got {given!r}; leave it out")
     _refuse_images(kwargs.get("processing_class"))
     if getattr(args, "use_transformers_continuous_batching", False):
         raise ValueError(
-            "use_transformers_continuous_batching uses paged attention, which does not support packed rows; generate "
-            "with vLLM, or leave it out"
+            "use_transformers_continuous_batching does not support packed rows; generate with vLLM, or leave it out"
         )
     refuse_liger_losses(args)
 
@@ -301,19 +271,19 @@ def _refuse_images(processing_class: Any) -> None:
 
 def _refuse_too_few_prompts(trainer: Any) -> None:
     """Raise a ValueError if the dataset has fewer prompts than a generation batch: TRL drops a smaller batch."""
-    batch = trainer.args.generation_batch_size // trainer.num_generations
-    if isinstance(trainer.train_dataset, Dataset) and len(trainer.train_dataset) < batch:
+    batch, dataset = trainer.args.generation_batch_size // trainer.num_generations, trainer.train_dataset
+    if isinstance(dataset, Dataset) and len(dataset) < batch:
         raise ValueError(
-            f"the train dataset has {len(trainer.train_dataset)} prompts, but a generation batch has {batch}, and TRL "
-            "drops smaller ones; lower per_device_train_batch_size or steps_per_generation, or add prompts"
+            f"the train dataset has {len(dataset)} prompts, but a generation batch has {batch}, and TRL drops smaller "
+            "ones; lower per_device_train_batch_size or steps_per_generation, or add prompts"
         )
 
 
 def _regrouping_window(trainer: Any) -> int:
     """Return the number of micro-batches within which rows can be regrouped by prompt; warn if groups stay split.
 
-    TRL shuffles the rows of a generation batch over its `steps_per_generation` micro-batches. The sum of losses over
-    one optimizer step does not depend on the order, unless the loss normalises each micro-batch by itself.
+    The sum of losses over one optimizer step does not depend on the order, unless the loss normalises each micro-batch
+    by itself.
     """
     args = trainer.args
     steps, rows = args.steps_per_generation, args.per_device_train_batch_size

@@ -35,12 +35,9 @@ class StepMemory:
 
     @classmethod
     def from_two_steps(cls, tokens: tuple[int, int], peaks: tuple[float, float], stored: float) -> StepMemory:
-        """Fit the line to two measured steps.
+        """Fit the line to the tokens and the GPU's peak bytes of two measured steps with checkpoints on the host.
 
-        Args:
-            tokens: tokens of the shorter and of the longer row.
-            peaks: peak of the GPU's memory in each step, in bytes, with all checkpoints on the host.
-            stored: bytes of checkpoints in the step of the longer row.
+        `stored` are the bytes of checkpoints in the step of the longer row.
         """
         working = max(0.0, (peaks[1] - peaks[0]) / (tokens[1] - tokens[0]))
         return cls(peaks[1] - working * tokens[1], working, stored / tokens[1])

@@ -461,7 +461,7 @@ def test_invalid_arguments_and_data_raise_before_the_first_step(model_path, toke
         trainer([*good, long])
     with pytest.raises(ValueError, match=r"example 3 of the train dataset, .* more than the 70 of a row"):
         trainer([*good, long], data_collator=DataCollatorForSharedQuestion(row_length=70, max_position_embeddings=99))
-    with pytest.raises(ValueError, match="every question of the train dataset fills max_length 8"):
+    with pytest.raises(ValueError, match="every example of the train dataset has a question that fills max_length=8"):
         trainer([long, long], max_length=8)
     with pytest.raises(ValueError, match="rows cannot share a question"):
         trainer([{**good[0], "images": ["a"]}])
@@ -469,7 +469,7 @@ def test_invalid_arguments_and_data_raise_before_the_first_step(model_path, toke
         trainer([*good, long], max_length=60)
         trainer([*good, long], max_length=20)
     assert "1 of 4 train examples have more than max_length=60 tokens" in caplog.text
-    assert "Dropped 1 of 4 train examples, whose question alone fills max_length=20" in caplog.text
+    assert "Dropped 1 of 4 train examples: each has a question that fills max_length=20" in caplog.text
 
 
 def other_models():

@@ -40,6 +40,7 @@ from flashmask_hf.trainers import (
     SharedPromptGRPOConfig,
     SharedPromptGRPOTrainer,
 )
+from flashmask_hf.trainers.loading import run_packed_models
 from flashmask_hf.trainers.metrics import log_sharing
 from flashmask_hf.trainers.shared_prompts import group_prompts, pack_sequences
 
@@ -410,7 +411,7 @@ REFUSED = {
         {"peft_config": LoraConfig(alora_invocation_tokens=[5], task_type="CAUSAL_LM")}, "alora_invocation_tokens"
     ),
     "noisy embeddings": ({"neftune_noise_alpha": 1.0}, "neftune_noise_alpha"),
-    "label smoothing": ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1 changes nothing here"),
+    "label smoothing": ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1: this trainer"),
     "dispatched batches": ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches"),
     "paged generation": ({"use_transformers_continuous_batching": True}, "use_transformers_continuous_batching"),
     "images": ({"processor": True}, "images cannot share a prompt"),
@@ -613,7 +614,7 @@ def test_a_reference_model_that_fsdp2_would_leave_empty_raises(version, checkpoi
     trainer.is_fsdp_enabled = True
     refused = pytest.raises(ValueError, match="fsdp_cpu_ram_efficient_loading leaves a reference model empty")
     with refused if version == 2 else contextlib.nullcontext():
-        trainer._hook_models(loaded_by_name=False)
+        run_packed_models(trainer)
 
 
 def test_compiled_layers_are_checked(checkpoints, tokenizer, tmp_path):

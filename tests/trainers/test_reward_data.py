@@ -222,7 +222,7 @@ def test_rows_over_max_length_are_dropped_and_logged(model_path, tokenizer, tmp_
     with caplog.at_level(logging.WARNING, logger="flashmask_hf"):
         trainer = make(MultiAnswerRewardTrainer, model_path, tokenizer, tmp_path, data, max_length=7)
     assert len(trainer.train_dataset) == 1
-    assert "Dropped 1 of 2 examples of the train dataset, which have more than max_length=7 tokens" in caplog.text
+    assert "Dropped 1 of 2 train examples: each has an answer that brings it over max_length=7" in caplog.text
     caplog.clear()
     kept = make(MultiAnswerRewardTrainer, model_path, tokenizer, tmp_path, data, max_length=8)
     assert len(kept.train_dataset) == 2
@@ -284,7 +284,7 @@ LIST = {"prompt": "w8 ", "answers": ["w9", "w10"]}
         (
             {"prompt": "w9", "chosen": [USER, BEST], "rejected": [USER, WORST]},
             ValueError,
-            "answers of example 0 .* neither begin with its prompt, a string, nor with the assistant",
+            "answers of example 0 .* begin neither with its prompt, a string, nor the assistant",
         ),
         (
             {"prompt_ids": [8] * 64, "answers_ids": [[9], [10]]},

@@ -18,9 +18,7 @@ from flashmask_hf.trainers.option_checks import refuse_adapters, refuse_options
 __all__ = ["SharedPromptAsyncGRPOTrainer"]
 
 if not hasattr(async_grpo_trainer, "TREE_ATTENTION"):
-    raise ImportError(
-        "SharedPromptAsyncGRPOTrainer needs AsyncGRPO's tree packing, which this TRL lacks; install trl>=1.16"
-    )
+    raise ImportError("SharedPromptAsyncGRPOTrainer needs AsyncGRPO's tree packing; install trl>=1.16")
 
 
 class SharedPromptAsyncGRPOTrainer(async_grpo_trainer.AsyncGRPOTrainer):
@@ -28,13 +26,6 @@ class SharedPromptAsyncGRPOTrainer(async_grpo_trainer.AsyncGRPOTrainer):
 
     TRL computes shared tokens once, but gathers their keys once per rollout, and needs FlashAttention-3. Here no keys
     are gathered. Arguments, batches, loss and metrics are TRL's.
-
-    Args:
-        model: the name or the folder of the model, as in TRL's `AsyncGRPOTrainer`.
-        reward_funcs: as in TRL's `AsyncGRPOTrainer`.
-        args: as in TRL's `AsyncGRPOTrainer`.
-        others: the other positional arguments of TRL's `AsyncGRPOTrainer`.
-        kwargs: the other arguments of TRL's `AsyncGRPOTrainer`.
 
     Raises:
         ValueError: NEFTune, `label_smoothing_factor`, `use_liger_kernel`, prompt learning, activated LoRA,
@@ -45,9 +36,7 @@ class SharedPromptAsyncGRPOTrainer(async_grpo_trainer.AsyncGRPOTrainer):
 
     def __init__(self, model: str, reward_funcs: Any = None, args: Any = None, *others: Any, **kwargs: Any) -> None:
         if args is not None and "attn_implementation" in (args.model_init_kwargs or {}):
-            raise ValueError(
-                "model_init_kwargs sets attn_implementation, but this trainer always uses 'flashmask'; leave it out"
-            )
+            raise ValueError("model_init_kwargs: attn_implementation is always 'flashmask' here; leave it out")
         if args is not None and args.use_liger_kernel:
             raise ValueError("use_liger_kernel: TRL's AsyncGRPO does not take Liger's kernels; leave it out")
         with _load_with_flashmask():
@@ -82,8 +71,8 @@ class SharedPromptAsyncGRPOTrainer(async_grpo_trainer.AsyncGRPOTrainer):
 def _load_with_flashmask() -> Iterator[None]:
     """Make `AsyncGRPOTrainer.__init__` load its model with "flashmask", and accept a model with sinks.
 
-    TRL hard-codes its attention. Right after loading, it refuses parameters named "*.sinks", which FlashAttention-3
-    does not take; so the first listing of parameters leaves these out.
+    TRL hard-codes its attention, and refuses parameters named "*.sinks" right after loading, so the first listing of
+    parameters leaves these out.
     """
     module: Any = async_grpo_trainer
     create = module.create_model_from_path

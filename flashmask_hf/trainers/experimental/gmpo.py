@@ -14,27 +14,13 @@ __all__ = ["SharedPromptGMPOConfig", "SharedPromptGMPOTrainer"]
 
 @dataclass
 class SharedPromptGMPOConfig(SharedPromptsOptions, GMPOConfig):
-    """Arguments of `SharedPromptGMPOTrainer`: TRL's `GMPOConfig` and two more options.
-
-    Args:
-        share: as in `SharedPromptGRPOConfig`.
-        exact_ratios: as in `SharedPromptGRPOConfig`.
-    """
+    """Arguments of `SharedPromptGMPOTrainer`: TRL's `GMPOConfig` and the options of `SharedPromptGRPOConfig`."""
 
 
 class SharedPromptGMPOTrainer(SharedPrompts, GMPOTrainer):
-    """TRL's `GMPOTrainer` that computes each prompt once for all completions, as `SharedPromptGRPOTrainer` does.
+    """TRL's `GMPOTrainer` that computes each prompt once for all completions.
 
-    Args:
-        model: as in TRL's `GMPOTrainer`.
-        reward_funcs: as in TRL's `GMPOTrainer`.
-        args: a `SharedPromptGMPOConfig`, or TRL's `GMPOConfig` for `share="prompts"`.
-        others: the other positional arguments of TRL's `GMPOTrainer`.
-        kwargs: the other arguments of TRL's `GMPOTrainer`.
-
-    Raises:
-        TypeError: `args` is not a `GMPOConfig`.
-        ValueError: as in `SharedPromptGRPOTrainer`.
+    Arguments and errors are as in `SharedPromptGRPOTrainer`, with `GMPOConfig` for `GRPOConfig`.
     """
 
     _name = "Shared-prompt GMPO"

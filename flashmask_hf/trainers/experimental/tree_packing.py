@@ -1,9 +1,8 @@
 """Run a model on the packed tries of TRL's AsyncGRPO under "flashmask".
 
 TRL packs a trie of rollouts in depth-first order, and describes it for FlashAttention-3's varlen function: queries are
-segments of the row, and keys are gathered along the path from the root, once per path. A key's subtree is one interval
-of query rows, so one bound per key describes the same mask without a gather: on any GPU, and with sinks. A rewrite
-of the backbone's call converts the description and checks it.
+segments of the row, and keys are gathered along each path from the root. A key's subtree is one interval of query rows,
+so one bound per key describes the same mask without a gather. A rewrite of the backbone's call converts it.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ _KEYWORDS = {*_LAYOUT, "tree_max_seqlen_q", "tree_max_seqlen_k"}
 def run_tree_packing(model: Any) -> None:
     """Make a model take the `tree_*` keywords of TRL's AsyncGRPO. Calls without them run as before.
 
-    Its forward raises ValueError for an attention other than "flashmask", for other `tree_*` keywords than TRL 1.16
-    passes, if some layers do not receive the mask, and as `tree_vectors` does. Repeated calls have no effect.
+    Its forward raises ValueError for another attention, for other `tree_*` keywords than TRL 1.16 passes, if some
+    layers do not receive the mask, and as `tree_vectors` does.
 
     Args:
         model: a transformers model with a head, or a PEFT model around one, not wrapped for distributed training.
@@ -50,9 +49,10 @@ def _given(named: dict[str, Any]) -> dict[str, Any]:
 
 def _require_flashmask(backbone: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if _given(kwargs):  # with "flashmask", the rewrite has removed it
+        name = backbone.config._attn_implementation
         raise ValueError(
-            f"the packed row of AsyncGRPO needs attn_implementation='flashmask', but the model has "
-            f"{backbone.config._attn_implementation!r}; call model.set_attn_implementation('flashmask')"
+            f"the packed row of AsyncGRPO needs attn_implementation='flashmask', but the model has {name!r}; call "
+            "model.set_attn_implementation('flashmask')"
         )
 
 
@@ -60,10 +60,8 @@ def _read_layout(call: Call) -> dict[str, Any]:
     """Return the arguments with mask indices in place of TRL's description of a trie."""
     given = _given(call.named)
     if given.keys() != _KEYWORDS:
-        raise ValueError(
-            f"AsyncGRPO describes its packed row by {sorted(given)}, not by {sorted(_KEYWORDS)} as TRL 1.16 does; "
-            "install that version of TRL"
-        )
+        problem = f"AsyncGRPO describes its packed row by {sorted(given)}, not by {sorted(_KEYWORDS)}"
+        raise ValueError(f"{problem} as TRL 1.16 does; install that version of TRL")
     rest = {name: value for name, value in call.named.items() if name not in _KEYWORDS}
     return rest | {VECTORS: tree_vectors(call.get("position_ids"), *(given[name] for name in _LAYOUT))}
 
