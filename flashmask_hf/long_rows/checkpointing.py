@@ -33,26 +33,20 @@ CHECKPOINT_FUNCTION = "_gradient_checkpointing_func"
 def keep_attention() -> tuple[Any, Any]:
     """Make a checkpointed layer keep the output and the log-sum-exp of its attention, and recompute only the rest.
 
-    A `context_fn` for `torch.utils.checkpoint.checkpoint`, which transformers passes on; the trainers of this package
-    use it where memory allows. Results are equal to the bit. In 16 bits each layer keeps 2 * Hq * Dv + 4 * Hq more
-    bytes per token, about as much as its input. Under `offload_checkpoints` they go to its store.
+    A `context_fn` for `torch.utils.checkpoint.checkpoint`; the trainers of this package use it where memory allows.
+    Results are equal to the bit. In 16 bits each layer keeps 2 * Hq * Dv + 4 * Hq more bytes per token, about as much
+    as its input. Under `offload_checkpoints` they go to its store.
 
-    Reentrant checkpointing takes no `context_fn` and raises. While a CUDA graph is captured, attention is recomputed.
-    The TensorBoard callback raises, because JSON cannot contain functions.
+    Reentrant checkpointing takes no `context_fn` and raises, as does the TensorBoard callback, because JSON cannot
+    contain functions. While a CUDA graph is captured, attention is recomputed.
 
     Returns:
         The contexts of a layer's forward and of its recomputation.
 
     Example:
         ```python
-        import flashmask_hf
-        from transformers import TrainingArguments
-
-        args = TrainingArguments(
-            "out",
-            gradient_checkpointing=True,
-            gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": flashmask_hf.keep_attention},
-        )
+        options = {"use_reentrant": False, "context_fn": flashmask_hf.keep_attention}
+        args = TrainingArguments("out", gradient_checkpointing=True, gradient_checkpointing_kwargs=options)
         ```
     """
     return _contexts(_save)
@@ -110,8 +104,8 @@ class KeptAttention:
     """Makes the checkpointed layers of a model keep attention's results within a memory budget.
 
     It adds `keep_attention` to the model's checkpoint functions before each training forward, because TRL sets them
-    anew after generation. Reentrant functions, functions with a `context_fn` and wrapped functions stay unchanged.
-    Compiled layers keep nothing.
+    anew after generation. Reentrant functions and functions with a `context_fn` stay unchanged. Compiled layers keep
+    nothing.
 
     Args:
         model: a transformers model, or a PEFT model around one.
@@ -189,9 +183,7 @@ def unwrap_checkpoint_functions(modules: Iterable[nn.Module], owner: object) -> 
 def enable_checkpointing(model: Any, options: dict[str, Any]) -> Any:
     """Turn activation checkpointing on in a transformers model, or a PEFT model around one, and return it.
 
-    Args:
-        model: the model, which changes in place.
-        options: as in `activation_checkpointing_kwargs` of `transformers.TrainingArguments`.
+    `options` are `activation_checkpointing_kwargs` of `transformers.TrainingArguments`.
     """
     # transformers 5.21 renamed the method
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable

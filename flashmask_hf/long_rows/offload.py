@@ -25,18 +25,16 @@ def offload_checkpoints(model: nn.Module, host_bytes: int | None = None, *, min_
 
     Checkpoints are the inputs of checkpointed layers (2 * hidden_size bytes per token in 16 bits), and attention's
     results if `keep_attention` keeps them (about as much again). First layers go to the host; checkpoints beyond the
-    budget stay on the GPU. Copies overlap with computation, with one checkpoint more than is in use on the GPU. Loss
-    and gradients are equal to the bit.
+    budget stay on the GPU. Copies overlap with computation. Loss and gradients are equal to the bit.
 
-    Call it once, before or after the trainer or PEFT wraps the model and gradient checkpointing is on. The first step
-    takes the host memory and is slower. `torch.compile` around checkpointed layers raises; modules inside layers may be
-    compiled. A deep copy of the model has its own store with the same budget.
+    Call it once, before or after the trainer or PEFT wraps the model. The first step takes the host memory and is
+    slower. Modules inside checkpointed layers may be compiled. A deep copy of the model has its own store with the same
+    budget.
 
     Args:
         model: a transformers model on a CUDA or ROCm GPU, or a module that contains one. Evaluation does not change.
-        host_bytes: limit of host memory in bytes, at least 0; None for no limit. The system may kill a process that
-            takes more than exists.
-        min_bytes: checkpoints of fewer bytes stay on the GPU; at least 0. Host memory is taken in blocks of 16 MiB.
+        host_bytes: limit of host memory in bytes, at least 0, in blocks of 16 MiB; None for no limit.
+        min_bytes: checkpoints of fewer bytes stay on the GPU; at least 0.
 
     Returns:
         An object with counters, the budget, and `close()`, which undoes the change.
@@ -48,8 +46,6 @@ def offload_checkpoints(model: nn.Module, host_bytes: int | None = None, *, min_
 
     Example:
         ```python
-        from flashmask_hf.long_rows import offload_checkpoints
-
         model.gradient_checkpointing_enable()
         offload = offload_checkpoints(model, host_bytes=64 * 2**30)
         ...  # train
@@ -60,15 +56,13 @@ def offload_checkpoints(model: nn.Module, host_bytes: int | None = None, *, min_
 
 
 class Offload:
-    """Offloading of a model's checkpoints, made by `offload_checkpoints`."""
+    """Offloading of a model's checkpoints, from `offload_checkpoints`."""
 
     def __init__(self, model: nn.Module, host_bytes: int | None, min_bytes: int) -> None:
         as_integer("min_bytes", min_bytes, 0)
         named = {name: m for name, m in model.named_modules() if hasattr(m, "gradient_checkpointing")}
         if not named:
-            raise ValueError(
-                "model has no layers that can be checkpointed; pass a transformers model with gradient checkpointing"
-            )
+            raise ValueError("model has no layers that can be checkpointed; pass a transformers model with such layers")
         modules = list(named.values())
         if any(m in _offloaded for m in modules):
             raise ValueError(
@@ -123,10 +117,7 @@ class Offload:
 
 
 class _BeforeForward:
-    """Hook of a model's forward that opens a store for the checkpoints of some modules.
-
-    A deep copy of the model copies it with the copied modules, and a new store with the same budget.
-    """
+    """Hook of a model's forward that opens a store for the checkpoints of some modules; a deep copy has a new store."""
 
     def __init__(self, modules: list[nn.Module], host_bytes: int | None, min_bytes: int) -> None:
         self.store = Store(host_bytes, min_bytes)
@@ -141,10 +132,8 @@ class _BeforeForward:
         if not module.training or not torch.is_grad_enabled():
             return
         if not any(m.gradient_checkpointing for m in self._modules):
-            raise RuntimeError(
-                "offload_checkpoints needs gradient checkpointing: call model.gradient_checkpointing_enable() or set "
-                "gradient_checkpointing=True in the trainer's arguments"
-            )
+            ways = "call model.gradient_checkpointing_enable() or set gradient_checkpointing=True in the trainer's args"
+            raise RuntimeError(f"offload_checkpoints needs gradient checkpointing: {ways}")
         _wrap_checkpoint_functions(self._modules, self.store)
         self.store.begin_forward(itertools.chain(module.parameters(), module.buffers()))
 
@@ -154,10 +143,7 @@ _offloaded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def _wrap_checkpoint_functions(modules: list[nn.Module], store: Store) -> None:
-    """Make the modules' checkpoint functions save to the store.
-
-    Enabling checkpointing sets functions without a store, and a copied model has functions of the first model's store.
-    """
+    """Make the modules' checkpoint functions save to the store, not to another one, as in a copied model."""
     for module in modules:
         function: Any = vars(module).get(CHECKPOINT_FUNCTION)  # PEFT's wrappers forward getattr to their inner module
         other = getattr(function, "owner", None)
@@ -167,8 +153,7 @@ def _wrap_checkpoint_functions(modules: list[nn.Module], store: Store) -> None:
 
 def _with_store(checkpoint: Callable[..., Any], store: Store) -> Callable[..., Any]:
     def checkpoint_in_store(*args: Any, **kwargs: Any) -> Any:
-        # Called from compiled code, torch's checkpoint would silently run the layer uncompiled. Inside compiled code
-        # the backward would load the checkpoints of all layers at once.
+        # In compiled code, the backward would load the checkpoints of all layers at once.
         if get_eval_frame_callback() not in (None, False):
             raise RuntimeError(_COMPILED)
         with store.layer() as layer, torch.autograd.graph.saved_tensors_hooks(layer.save, _load):
@@ -180,8 +165,8 @@ def _with_store(checkpoint: Callable[..., Any], store: Store) -> Callable[..., A
 
 
 _COMPILED = (
-    "offload_checkpoints does not work with torch.compile around checkpointed layers. Compile modules inside, as by "
-    "`for layer in model.model.layers: layer.mlp.compile()`, or close() the offload"
+    "offload_checkpoints does not work with torch.compile around checkpointed layers; compile modules inside, such as "
+    "layer.mlp, or close() the offload"
 )
 
 

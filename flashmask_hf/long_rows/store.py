@@ -1,7 +1,7 @@
 """Store of tensors between forward and backward: on the host within a budget, else on their device.
 
-Blocks of pinned host memory of one size are kept from step to step; PyTorch's pinned allocator would round each tensor
-up to a power of two. Each GPU has one stream for copies. On a CPU the same code copies within ordinary memory.
+Blocks of pinned host memory are kept from step to step, because PyTorch's pinned allocator would round each tensor up
+to a power of two. Each GPU has one stream for copies. On a CPU the same code copies within ordinary memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["Layer", "Saved", "Store", "current_layer"]
 
 BLOCK_BYTES = 16 * 2**20
-"""Size of a block, a power of two: most of the last block of a small tensor is waste, and a copy is a call a block."""
+"""Size of a block, a power of two."""
 
 
 class Store:
@@ -180,10 +180,8 @@ class Saved:
         tensors = self._tensors
         assert tensors is not None
         if self._are_changed():
-            raise RuntimeError(
-                "a checkpointed layer's input or attention result was modified by an inplace operation after it was "
-                "saved; use an operation that makes a new tensor"
-            )
+            problem = "a checkpointed layer's input or attention result was modified by an inplace operation"
+            raise RuntimeError(f"{problem} after it was saved; use an operation that makes a new tensor")
         if self._blocks:
             self.release()
         return tuple(x.detach() for x in tensors)
@@ -200,10 +198,7 @@ class Saved:
             self._versions = [x._version for x in self._tensors]
 
     def release(self) -> None:
-        """Free the tensors on the device after their copy, unless they were changed.
-
-        The compute stream waits for the copy; the host does not wait.
-        """
+        """Free the tensors on the device, unless they were changed, once the compute stream has waited for the copy."""
         if self._tensors is not None and not self._are_changed():
             self._wait()
             self._tensors = None
@@ -304,11 +299,8 @@ class Pool:
                 block = Block()
             except RuntimeError as error:
                 self._refused = True  # asking again is slow, and fails
-                warnings.warn(
-                    f"the system gives no more than {self.size_bytes / 2**30:.2f} GiB of pinned host memory ({error}); "
-                    "other checkpoints stay on the GPU. Set a smaller host_bytes",
-                    stacklevel=2,
-                )
+                got = f"the system gives no more than {self.size_bytes / 2**30:.2f} GiB of pinned host memory ({error})"
+                warnings.warn(f"{got}; other checkpoints stay on the GPU. Set a smaller host_bytes", stacklevel=2)
                 return False
             self._count += 1
             self._free.append(block)

@@ -34,19 +34,16 @@ def tile_tokens(model: nn.Module, tokens: int = 8192) -> list[str]:
     """Make a model's gated MLPs and norms run in tiles of tokens, in place, to save memory on long rows.
 
     A tiled module saves only its input, and its backward computes each tile again, with the same dropout and autocast.
-    So intermediate results exist for `tokens` tokens at a time, not for a row. Gradients of parameters are summed over
-    tiles in float32 or more, and reach DDP, FSDP2 and hooks once per call. Non-reentrant checkpointing does not
-    recompute an MLP at the end of a layer.
+    Gradients of parameters are summed over tiles in float32 or more, and reach DDP, FSDP2 and hooks once per call.
+    Non-reentrant checkpointing does not recompute an MLP at the end of a layer.
 
     Tiled are modules with the linear children gate_proj, up_proj and down_proj, or gate_up_proj and down_proj, and
-    norms over the last dimension (RMSNorm, LayerNorm, also of queries and keys) that take one tensor. In a mixture of
-    experts only the shared expert is tiled. Calls with at most `tokens` tokens, or with more arguments than one tensor,
-    run as before. With dropout each tile draws its own numbers, so results differ from the plain module with the same
-    seed.
+    norms over the last dimension (RMSNorm, LayerNorm) that take one tensor. Calls with at most `tokens` tokens, or with
+    more arguments than one tensor, run as before. With dropout each tile draws its own numbers.
 
-    Adapters may be added or merged before or after. If a patch such as `use_liger_kernel` later replaces the forward of
-    a tiled module, the next model call tiles the new forward. Tiled calls run uncompiled: `torch.compile` breaks its
-    graph there, and raises with `fullgraph=True`. A second call of this function changes the size of the tiles.
+    Adapters and patches such as `use_liger_kernel` may come before or after. Tiled calls run uncompiled:
+    `torch.compile` breaks its graph there, and raises with `fullgraph=True`. A second call of this function changes the
+    size of the tiles.
 
     Args:
         model: a model or a submodel, such as a layer, plain or with adapters of PEFT.
@@ -64,18 +61,13 @@ def tile_tokens(model: nn.Module, tokens: int = 8192) -> list[str]:
 
     Example:
         ```python
-        from flashmask_hf.long_rows import tile_tokens
-
-        model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="flashmask")
-        tile_tokens(model)  # then any trainer
+        flashmask_hf.long_rows.tile_tokens(model)  # then any trainer
         ```
     """
     tokens = as_integer("tokens", tokens, 1)
     found = {name: module for name, module in model.named_modules() if _is_gated_mlp(module) or _is_norm(module)}
-    missing = (
-        f"{type(model).__name__} has no gated MLP: no module has the linear children gate_proj, up_proj and down_proj "
-        "(or gate_up_proj, down_proj) alone"
-    )
+    children = "gate_proj, up_proj and down_proj (or gate_up_proj, down_proj)"
+    missing = f"{type(model).__name__} has no gated MLP: no module has the linear children {children} alone"
     if not found:
         raise ValueError(f"nothing to tile: {missing}; and no norm over the last dimension")
     if not any(_is_gated_mlp(module) for module in found.values()):
@@ -186,10 +178,10 @@ def _run_tiles(call: _Call, x: Tensor) -> Tensor:
     for tile in _split(x, call.tokens):
         y = call.forward(tile)
         if not isinstance(y, Tensor) or y.shape[:-1] != tile.shape[:-1]:
+            got = f"shape {tuple(y.shape)}" if isinstance(y, Tensor) else type(y).__name__
             raise TypeError(
-                f"tile_tokens: {type(call.module).__name__} must return one tensor with a row for each token, "
-                f"got {f'shape {tuple(y.shape)}' if isinstance(y, Tensor) else type(y).__name__} "
-                f"for an input of shape {tuple(tile.shape)}"
+                f"tile_tokens: {type(call.module).__name__} must return one tensor with a row for each token, got "
+                f"{got} for an input of shape {tuple(tile.shape)}"
             )
         if out is None:
             out = y.new_empty(*x.shape[:-1], y.shape[-1])
@@ -230,9 +222,8 @@ def _replace(slots: Sequence[Slots], values: Sequence[Tensor]) -> Iterator[None]
 class _SaveInput(torch.autograd.Function):
     """Identity that saves its input for the node after it, before the tiles run.
 
-    Checkpointing recomputes a layer up to the last saved tensor: if the node of the tiles saved the input, all tiles
-    would run again for nothing. `anchor` is None or any tensor that requires a gradient, so that there is a node even
-    if x requires none.
+    Checkpointing recomputes a layer up to the last saved tensor, so if the node of the tiles saved it, all tiles would
+    run again. `anchor` is None, or a tensor that requires a gradient if x requires none, so that there is a node.
     """
 
     @staticmethod
@@ -295,13 +286,8 @@ class _RunTiles(torch.autograd.Function):
                     part = parts.pop(0)
                     next(x_parts).zero_() if part is None else next(x_parts).copy_(part)
                 _add(sums, parts)
-        return (
-            x_grad,
-            None,
-            None,
-            None,
-            *(None if total is None else total.to(weight.dtype) for total, weight in zip(sums, weights, strict=True)),
-        )
+        pairs = zip(sums, weights, strict=True)
+        return x_grad, None, None, None, *(None if total is None else total.to(w.dtype) for total, w in pairs)
 
 
 def _check_weights(ctx: Any, weights: list[Tensor]) -> None:
@@ -312,16 +298,12 @@ def _check_weights(ctx: Any, weights: list[Tensor]) -> None:
         for weight, before in zip(weights, ctx.weights, strict=True)
     )
     if not same:
-        raise RuntimeError(
-            f"tile_tokens: {name} has other parameters that require gradients in its backward than in its forward; "
-            "change adapters and requires_grad between steps"
-        )
+        problem = f"{name} has other parameters that require gradients in its backward than in its forward"
+        raise RuntimeError(f"tile_tokens: {problem}; change adapters and requires_grad between steps")
     for weight, before, version in zip(weights, ctx.weights, ctx.versions, strict=True):
         if weight is before and weight._version != version:
-            raise RuntimeError(
-                f"tile_tokens: a weight of {name} was changed in place between its forward and its backward; "
-                "step the optimizer after the backward"
-            )
+            problem = f"a weight of {name} was changed in place between its forward and its backward"
+            raise RuntimeError(f"tile_tokens: {problem}; step the optimizer after the backward")
 
 
 def _leaf(weight: Tensor) -> Tensor:

@@ -1,8 +1,6 @@
 """Rows longer than one GPU: each rank of a group holds a shard of the queries, and attention exchanges heads or keys.
 
-Mask indices stay whole on every rank, 4 bytes per token. `rows.py` chooses the rows of each rank, `split.py` shards
-batches and runs models on shards, and `exchange.py` moves heads or keys between ranks by the differentiable collectives
-of `collectives.py`. The attention itself runs in `flashmask_hf.hf`.
+Mask indices stay whole on every rank, 4 bytes per token. The attention itself runs in `flashmask_hf.hf`.
 """
 
 from flashmask_hf.parallel.rows import contiguous_rows, deal_rows, split_rows

@@ -1,8 +1,8 @@
 """Differentiable collectives of equal shards, whose results are plain tensors.
 
-The collectives of `torch.distributed._functional_collectives` return `AsyncCollectiveTensor`s, which wait when an
-operator of torch reads them; kernels that are launched with a pointer would not wait. The collectives here wait on the
-current stream before they return. They call the operators that compilers know, by the names of torch 2.11 to 2.13.
+`torch.distributed._functional_collectives` returns `AsyncCollectiveTensor`s, which wait when an operator of torch reads
+them, but not when a kernel is launched with their pointer. The collectives here wait on the current stream. They call
+the operators that compilers know, by the names of torch 2.11 to 2.13.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ def exchange_of(
     """Return the exchange that sends less data, if the numbers of heads allow both.
 
     Elements sent per token and rank, times (size - 1) / size, are 2 Hq + 2 max(Hkv, size) for heads, and 2 Hkv size for
-    keys. So keys win for size < 1 + Hq / Hkv.
+    keys.
 
     Args:
         heads: number of query heads, Hq.
@@ -70,10 +70,7 @@ def heads_to_rows(x: Tensor, split: RowSplit) -> Tensor:
 
 
 def own_heads(x: Tensor, split: RowSplit, dim: int) -> Tensor:
-    """Return the entries of this rank's heads, for a tensor with one entry per head along `dim`.
-
-    If there are fewer key-value heads than ranks, the entry is for the head from `spread_kv_heads`.
-    """
+    """Return the entries of this rank's heads (after `spread_kv_heads`), of a tensor with one per head along `dim`."""
     count, size = x.shape[dim], split.group.size
     width = max(1, count // size)
     return x.narrow(dim, split.group.rank * count // size, width)

@@ -38,18 +38,8 @@ def deal_rows(mask: FlashMask, size: int) -> Tensor:
     """Deal the rows of a mask to ranks: equal numbers of rows, and about equal numbers of tiles to compute.
 
     Each block of rows goes to the shard with the least work so far, blocks with most tiles first. A block has 128 rows;
-    a multiple beyond 131,072 tokens; or the largest power of two that divides a shard. The host reads the work.
-
-    Args:
-        mask: mask of a whole row, Sq = Skv = S. Batch entries and heads share the layout.
-        size: number of ranks.
-
-    Returns:
-        Tensor: int64 [size, S / size], ascending per rank, on the device of the mask.
-
-    Raises:
-        TypeError: `mask` is not a FlashMask, or `size` not an int.
-        ValueError: `size` is less than 1, or S is not a multiple of it.
+    a multiple beyond 131,072 tokens; or the largest power of two that divides a shard. The host reads the work. Batch
+    entries and heads share the layout. Arguments, result and errors are as in `split_rows`.
     """
     _check_mask(mask)
     length = mask.kv_len
@@ -84,7 +74,7 @@ def split_rows(mask: FlashMask, size: int, heads: int, kv_heads: int) -> Tensor:
         kv_heads: number of key-value heads.
 
     Returns:
-        Tensor: int64 [size, S / size], on the device of the mask.
+        Tensor: int64 [size, S / size], ascending per rank, on the device of the mask.
 
     Raises:
         TypeError: `mask` is not a FlashMask, or a number not an int.
@@ -102,7 +92,7 @@ def _check_mask(mask: Any) -> None:
     """Raise a TypeError unless `mask` is a FlashMask."""
     if not isinstance(mask, FlashMask):
         way = f"FlashMask(batch[{VECTORS!r}], causal=True)"
-        raise TypeError(f"mask must be a FlashMask, got {type(mask).__name__}; make one from a batch: {way}")
+        raise TypeError(f"mask must be a FlashMask, got {type(mask).__name__}; pass {way}")
 
 
 def _check_length(length: int, size: int) -> None:

@@ -74,13 +74,12 @@ class RowSplit:
     def shard(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Return this rank's shard of a batch of whole rows, for a model call in the context.
 
-        Mask indices stay whole. Labels are shifted before the split, because the last label of a shard belongs to the
-        next one, and become `shift_labels`. Sum the loss over this rank's tokens, divide it by the number of labels of
-        all ranks, and sum the gradients.
+        Mask indices stay whole. Labels are shifted before the split, and become `shift_labels`. Sum the loss over this
+        rank's tokens, divide it by the number of labels of all ranks, and sum the gradients.
 
         Args:
-            batch: a batch of the packing collators: `startend_row_indices`, `input_ids`, `position_ids` (default: the
-                split's), and `labels` [B, S] or `shift_labels` (and `path_weights`) [B, S] or [B, W, S].
+            batch: `startend_row_indices`, `input_ids`, `position_ids` (default: the split's), and `labels` [B, S] or
+                `shift_labels` (and `path_weights`) [B, S] or [B, W, S].
 
         Raises:
             ValueError: mask indices are missing; a key cannot be split; a tensor has another length; `position_ids`
@@ -96,17 +95,13 @@ class RowSplit:
             if key == VECTORS or (key == "labels" and batch.get("shift_labels") is not None):
                 continue
             if key not in _SHARDED:
-                raise ValueError(
-                    f"the batch has {key!r}, which cannot be split over ranks; leave it out: {VECTORS} marks documents "
-                    "and padding"
-                )
+                way = f"leave it out: {VECTORS} marks documents and padding"
+                raise ValueError(f"the batch has {key!r}, which cannot be split over ranks; {way}")
             if not isinstance(value, Tensor) or value.dim() < 2 or value.shape[-1] != self.length:
                 got = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
                 raise ValueError(f"{key} must have shape [B, {self.length}], as the split row has, got {got}")
             if key == "position_ids" and value.dim() == 2 and not self._has_positions(value):
-                raise ValueError(
-                    "position_ids of the batch differ from those passed to sequence_parallel; pass the batch's own"
-                )
+                raise ValueError("position_ids of batch and sequence_parallel differ; pass the batch's to both")
             if key == "labels":
                 key, value = "shift_labels", nn.functional.pad(value[:, 1:], (0, 1), value=IGNORED)
             shard[key] = value.index_select(-1, self.own_rows.to(value.device))
@@ -123,7 +118,7 @@ class RowSplit:
     def _compare_batches(self, batch: Mapping[str, Any]) -> None:
         """Raise a ValueError on every rank if tokens or mask indices differ in a group's first batch.
 
-        To compare later batches, the host would wait for the device in every step.
+        Later batches are not compared, because the host would wait for the device.
         """
         if self.group.name in _compared:
             return
@@ -156,15 +151,13 @@ def sequence_parallel(
 
     In the context, layers that get a shard of the tokens and the mask indices of the whole row exchange heads or keys,
     and compute the attention of the whole row: any mask, windows, softcap and sinks. Run the backward in the context,
-    too, because checkpointed layers run again there. Every rank must make the same calls. Calls with whole rows, as in
-    evaluation and generation, run as usual.
+    too. Every rank must make the same calls. Calls with whole rows run as usual.
 
     Args:
         group: the ranks that share the rows; each has the same batch (the first `shard` checks it).
         rows: int64 [N, S / N], the same on every rank: the rows of each rank, ascending (`split_rows`).
         position_ids: int [B or 1, S], of the whole rows; sliding windows and trees are measured by them.
-        exchange: "heads" or "keys"; None selects the exchange that sends less data
-            (`flashmask_hf.parallel.exchange.exchange_of`).
+        exchange: "heads" or "keys"; None selects the exchange that sends less data (`exchange_of`).
 
     Yields:
         RowSplit: its `shard` splits a batch.
@@ -172,8 +165,7 @@ def sequence_parallel(
     Raises:
         TypeError: `rows` or `position_ids` is no integer tensor.
         ValueError: an argument has a wrong shape or value. In a layer: heads do not divide for "heads", mask indices
-            are missing or of another length, or rotary positions depend on the longest position (`rope_type`
-            "longrope" or "dynamic").
+            are missing or of another length, or `rope_type` is "longrope" or "dynamic".
         RuntimeError: in a layer, `position_ids` are missing or differ from the shard's, or mask indices were cut to the
             shard (device-side checks).
 
@@ -216,10 +208,8 @@ def active_split(length: int, vectors: Any) -> RowSplit | None:
     if split is None or length != split.rows.shape[1]:
         return None
     if vectors is None:
-        raise ValueError(
-            f"a layer has {length} rows, as many as a shard of a split row, but no {VECTORS}; pass the whole row's to "
-            "the model"
-        )
+        problem = f"a layer has {length} rows, as many as a shard of a split row, but no {VECTORS}"
+        raise ValueError(f"{problem}; pass the whole row's to the model")
     if not isinstance(vectors, Tensor) or vectors.dim() != 4:
         return None  # the layer refuses it
     if vectors.shape[2] == length:  # a whole row, unless its indices exceed it
@@ -230,25 +220,23 @@ def active_split(length: int, vectors: Any) -> RowSplit | None:
         )
         return None
     if vectors.shape[2] != split.length:
-        raise ValueError(
-            f"{VECTORS} must have the whole row of {split.length} tokens, [B, 1, {split.length}, n], in the context of "
-            f"sequence_parallel, got {list(vectors.shape)}"
-        )
+        got = list(vectors.shape)
+        raise ValueError(f"{VECTORS} must have the whole split row, [B, 1, {split.length}, n], got {got}")
     return split
 
 
 def refuse_rope_by_length(config: Any) -> None:
-    """Raise a ValueError if a text model's config has rotary frequencies that depend on the longest position of a call.
+    """Raise a ValueError if a text model's rotary frequencies depend on the longest position of a call.
 
-    The longest position differs between shards. `rope_parameters` may have an entry per layer type.
+    `rope_parameters` may have an entry per layer type.
     """
     parameters = getattr(config, "rope_parameters", None) or {}
     for kind in (parameters, *(value for value in parameters.values() if isinstance(value, dict))):
         rope_type = kind.get("rope_type") or ""
         if "dynamic" in rope_type or rope_type == "longrope":
             raise ValueError(
-                f"rope_type={rope_type!r} chooses the frequencies by the longest position of a call, which differs "
-                "between shards; leave each row on one rank (cp_size=1), or use a model with another rope_type"
+                f"rope_type={rope_type!r} depends on the longest position of a call, which differs between shards; "
+                "leave each row on one rank (cp_size=1), or use a model with another rope_type"
             )
 
 

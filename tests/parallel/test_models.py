@@ -61,13 +61,13 @@ def test_a_batch_without_positions_gets_those_of_the_split(found, size):
 
 REFUSED = {
     "no context": "ValueError: .*whole row of 128 tokens, but this layer has .*context of .*sequence_parallel",
-    "rotary positions": "ValueError: rope_type='dynamic' chooses the frequencies .*leave each row on one rank",
+    "rotary positions": "ValueError: rope_type='dynamic' depends on the longest position .*leave each row on one rank",
     "no vectors": "ValueError: a layer has .*as many as a shard.*no startend_row_indices",
-    "vectors of another row": r"ValueError: .*whole row of 128 tokens, .*got \[2, 1, 120, 1\]",
+    "vectors of another row": r"ValueError: .*whole split row, \[B, 1, 128, n\], got \[2, 1, 120, 1\]",
     "vectors of a part": "RuntimeError: startend_row_indices of .*pass .*of the whole row of 128 tokens",
     "no positions": r"RuntimeError: position_ids of a part of a row are missing, .*split\.shard",
-    "other positions": "ValueError: position_ids of the batch differ from those passed to sequence_parallel",
-    "positions of more rows": "ValueError: position_ids of the batch differ from those",
+    "other positions": "ValueError: position_ids of batch and sequence_parallel differ; pass the batch's to both",
+    "positions of more rows": "ValueError: position_ids of batch and sequence_parallel differ",
     "vectors out of range": r"RuntimeError: startend_row_indices must lie in 0\.\.128",
     "vectors below 0": r"RuntimeError: startend_row_indices must lie in 0\.\.128",
     "cache": "ValueError: a layer has .* rows of a row that is split over processes, but .* keys; pass use_cache=False",
