@@ -19,18 +19,7 @@ from flashmask_hf.torch_internals import device_assert
 if TYPE_CHECKING:  # some builds of torch lack it
     from torch.distributed import ProcessGroup
 
-__all__ = [
-    "EXCHANGES",
-    "RowSplit",
-    "active_split",
-    "make_split",
-    "refuse_rope_by_length",
-    "run_split",
-    "sequence_parallel",
-]
-
-EXCHANGES = ("heads", "keys")
-"""Names of the exchanges around attention (`flashmask_hf.parallel.exchange`)."""
+__all__ = ["RowSplit", "active_split", "make_split", "refuse_rope_by_length", "run_split", "sequence_parallel"]
 
 _SHARDED = ("input_ids", "position_ids", "labels", "shift_labels", "path_weights")
 """Batch keys with an entry per token in the last axis."""
@@ -247,8 +236,8 @@ def make_split(process_group: ProcessGroup, rows: Tensor, position_ids: Tensor, 
         if not isinstance(value, Tensor) or value.is_floating_point() or value.dtype == torch.bool:
             got = value.dtype if isinstance(value, Tensor) else type(value).__name__
             raise TypeError(f"{name} must be an integer tensor, got {got}")
-    if exchange is not None and exchange not in EXCHANGES:
-        raise ValueError(f"exchange must be one of {EXCHANGES} or None, got {exchange!r}")
+    if exchange not in ("heads", "keys", None):
+        raise ValueError(f"exchange must be one of ('heads', 'keys') or None, got {exchange!r}")
     if rows.dim() != 2 or rows.shape[0] != group.size:
         raise ValueError(f"rows must have shape [{group.size}, S / {group.size}], got {list(rows.shape)}")
     if position_ids.dim() != 2 or position_ids.shape[1] != rows.numel():

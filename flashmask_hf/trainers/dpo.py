@@ -18,26 +18,12 @@ from flashmask_hf.collators.dataset import column_lengths, refuse_transform, unf
 from flashmask_hf.collators.preference import DataCollatorForSharedQuestion
 from flashmask_hf.hf.packed.rows import check_compiled
 from flashmask_hf.names import VECTORS
+from flashmask_hf.trainers import data_checks, option_checks
 from flashmask_hf.trainers.callbacks import add_callbacks
-from flashmask_hf.trainers.data_checks import (
-    check_prepared,
-    first_row,
-    map_style_datasets,
-    report_dropped,
-    text_datasets,
-    with_position_limit,
-    without_media,
-)
 from flashmask_hf.trainers.even_batches import EvenBatchesMixin
 from flashmask_hf.trainers.formats import preference_columns
 from flashmask_hf.trainers.loading import flashmask_policy, run_packed_models
 from flashmask_hf.trainers.metrics import log_sharing
-from flashmask_hf.trainers.option_checks import (
-    checked_collator,
-    checked_config,
-    prepare_arguments,
-    refuse_liger_losses,
-)
 from flashmask_hf.trainers.resume import ResumeMixin
 
 __all__ = ["SharedQuestionDPOConfig", "SharedQuestionDPOTrainer"]
@@ -126,14 +112,14 @@ class SharedQuestionDPOTrainer(ResumeMixin, EvenBatchesMixin, DPOTrainer):
         peft_config: Any = None,
         **kwargs: Any,
     ):
-        args = checked_config(args, model, "DPO", DPOConfig, SharedQuestionDPOConfig)
+        args = option_checks.checked_config(args, model, "DPO", DPOConfig, SharedQuestionDPOConfig)
         if isinstance(ref_model, str):
             raise TypeError(
                 f"ref_model must be a model, got the name {ref_model!r}; leave it out to use the policy's, or load it"
             )
-        prepare_arguments(model, args, peft_config)
-        refuse_liger_losses(args)
-        datasets = text_datasets(train_dataset, eval_dataset, _NO_MEDIA)
+        option_checks.prepare_arguments(model, args, peft_config)
+        option_checks.refuse_liger_losses(args)
+        datasets = data_checks.text_datasets(train_dataset, eval_dataset, _NO_MEDIA)
         if args.label_smoothing and not set(args.loss_type) & set(_SMOOTHED_LOSSES):
             raise ValueError(
                 f"label_smoothing={args.label_smoothing} changes nothing with loss_type={args.loss_type}; leave it at "
@@ -146,14 +132,14 @@ class SharedQuestionDPOTrainer(ResumeMixin, EvenBatchesMixin, DPOTrainer):
                 row_length=getattr(args, "row_length", None),
                 pad_to_multiple_of=args.pad_to_multiple_of,  # type: ignore  # TRL has resolved "auto"
             )
-        checked_collator(data_collator, DataCollatorForSharedQuestion, "DPOTrainer")
+        option_checks.checked_collator(data_collator, DataCollatorForSharedQuestion, "DPOTrainer")
         self._hooked = False
         self._creates_reference = ref_model is None
         kwargs |= {"processing_class": processing_class, "peft_config": peft_config}
         with flashmask_policy(model, args, reference=True):
             super().__init__(model, ref_model, args, data_collator, *datasets, **kwargs)
         add_callbacks(self, model)
-        check_prepared(self)
+        data_checks.check_prepared(self)
         self._hook_models()
 
     def _hook_models(self) -> None:
@@ -166,8 +152,8 @@ class SharedQuestionDPOTrainer(ResumeMixin, EvenBatchesMixin, DPOTrainer):
         self._hooked = True
         # TRL before 1.15 loads the reference without the policy's attention.
         run_packed_models(self, sets_reference=self._creates_reference)
-        self.data_collator = with_position_limit(self.data_collator, self.model)
-        for name, dataset in map_style_datasets(self.train_dataset, self.eval_dataset):
+        self.data_collator = data_checks.with_position_limit(self.data_collator, self.model)
+        for name, dataset in data_checks.map_style_datasets(self.train_dataset, self.eval_dataset):
             self._check_lengths(dataset, name)
 
     def _check_lengths(self, dataset: Any, name: str) -> None:
@@ -196,8 +182,8 @@ class SharedQuestionDPOTrainer(ResumeMixin, EvenBatchesMixin, DPOTrainer):
     def _prepare_dataset(
         self, dataset: Dataset | IterableDataset, processing_class: Any, args: Any, dataset_name: str
     ) -> Dataset | IterableDataset:
-        dataset = without_media(unformatted(dataset), dataset_name, _NO_MEDIA)
-        first = first_row(dataset, dataset_name)
+        dataset = data_checks.without_media(unformatted(dataset), dataset_name, _NO_MEDIA)
+        first = data_checks.first_row(dataset, dataset_name)
         warn_of_weights(first, f"the {dataset_name} dataset")
         if {"prompt_ids", "chosen_ids", "rejected_ids"} <= set(first):
             if self._hooked:  # a dataset passed to `evaluate`
@@ -211,7 +197,8 @@ class SharedQuestionDPOTrainer(ResumeMixin, EvenBatchesMixin, DPOTrainer):
         with global_then_local_main_first():
             dataset = dataset.map(preference_columns, remove_columns=columns, **options)
         prepared = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
-        report_dropped(dataset, prepared, dataset_name, f"has a question that fills max_length={args.max_length}")
+        why = f"has a question that fills max_length={args.max_length}"
+        data_checks.report_dropped(dataset, prepared, dataset_name, why)
         if self._hooked:
             self._check_lengths(prepared, dataset_name)
         return prepared

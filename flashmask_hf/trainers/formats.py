@@ -157,7 +157,7 @@ def _holds(part: Any, text: str) -> bool:
 
 def _first_turns(prompt: str, answers: Sequence[Any], name: str) -> list[dict[str, Any]] | None:
     """Return the turns that a prompt string adds before conversations, or None if they begin with it."""
-    if all(_opens_with(answer, prompt) for answer in answers):
+    if all(_begins_with(answer, prompt) for answer in answers):
         return None
     if all(answer[0].get("role") == "assistant" for answer in answers):
         return [{"role": "user", "content": prompt}]
@@ -175,13 +175,8 @@ def _empty(answer: Any, eos_token: str) -> bool:
 
 
 def _begins_with(answer: Any, prompt: Any) -> bool:
-    """Return whether an answer, a string or a conversation, begins with the prompt."""
+    """Return whether a string begins with a prompt, or a conversation, after a system turn, with the user's prompt."""
     if isinstance(answer, str):
         return isinstance(prompt, str) and answer.startswith(prompt)
-    return _opens_with(answer, prompt)
-
-
-def _opens_with(conversation: list[dict[str, Any]], prompt: Any) -> bool:
-    """Return whether the first turn of a conversation, after a system turn, is the user's prompt."""
-    opening = next((message for message in conversation if message.get("role") != "system"), {})
+    opening = next((message for message in answer if message.get("role") != "system"), {})
     return opening.get("role") == "user" and opening.get("content") == prompt
