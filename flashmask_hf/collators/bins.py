@@ -15,15 +15,11 @@ __all__ = ["best_fit_decreasing"]
 def best_fit_decreasing(lengths: Sequence[int] | NDArray[np.int64], capacity: int) -> list[list[int]]:
     """Assign items to bins, longest first, each to the fullest bin that has room for it. The result is deterministic.
 
-    Args:
-        lengths: n item lengths, each in 1..capacity.
-        capacity: the total length that a bin holds.
-
     Returns:
         list[list[int]]: the item indices of each bin, ascending; bins in the order of their first item.
 
     Raises:
-        ValueError: an item is empty or longer than a bin.
+        ValueError: a length is not in 1..capacity.
 
     Example:
         >>> best_fit_decreasing([5, 3, 4, 2, 1], capacity=8)

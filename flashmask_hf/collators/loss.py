@@ -25,8 +25,7 @@ def tree_loss(
 ) -> Tensor:
     """Return the cross entropy of all paths of packed trees, as if each path were a row of its own.
 
-    A token that several paths share counts once per path. Set `model.loss_function = tree_loss` to train on the batches
-    of `DataCollatorForTrees(per_path=True)` with any trainer.
+    Set `model.loss_function = tree_loss` to train on the batches of `DataCollatorForTrees(per_path=True)`.
 
     Args:
         logits: [R, S, V].

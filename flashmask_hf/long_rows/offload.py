@@ -41,7 +41,7 @@ def offload_checkpoints(model: nn.Module, host_bytes: int | None = None, *, min_
 
     Raises:
         TypeError: a number is not an int.
-        ValueError: a number is negative, the model has no layers that can be checkpointed, or it is offloaded already.
+        ValueError: a number is negative, or the model has no layers to checkpoint or is offloaded already.
         RuntimeError: in the forward of a training step, if gradient checkpointing is off or layers are compiled.
 
     Example:

@@ -57,8 +57,8 @@ class KeepAttention(TrainerCallback):
     Two steps run without it. The memory that is free at their peak is the budget. The results of a batch larger than
     any before are not kept, and its step is measured, too. On a CPU all results are kept.
 
-    It does nothing for another attention, in compiled models and with offloaded activations. Reentrant checkpointing
-    and the user's own choice (`context_fn`, or TRL's `selective`) stay as they are.
+    It does nothing for another attention, in compiled models, with offloaded activations, reentrant checkpointing or
+    the user's own choice (`context_fn`, or TRL's `selective`).
     """
 
     def __init__(self, trainer: Any) -> None:

@@ -21,11 +21,9 @@ __all__ = ["EvenBatchesMixin"]
 class EvenBatchesMixin:
     """Mixin of a trainer that takes the same number of batches on every rank.
 
-    Each rank reads its own shards of a stream if the shards divide evenly, otherwise every n-th row. Epochs and
-    evaluations end with the rank that has the fewest rows. In evaluations of a trainer with an `_idle_batch`, ranks
-    without rows take idle batches until every rank has evaluated all of its rows.
-
-    Batches that would not fill a training step are dropped: Trainer would add their gradients to the next epoch's.
+    Each rank reads its own shards of a stream if they divide evenly, otherwise every n-th row. Epochs and evaluations
+    end with the rank that has the fewest rows, and drop batches that do not fill a training step: Trainer would add
+    their gradients to the next epoch's. With an `_idle_batch`, ranks take idle batches until all rows are evaluated.
     """
 
     _ended: Any = None  # the iterator of a stream's epoch that has ended

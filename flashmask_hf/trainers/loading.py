@@ -46,14 +46,10 @@ def flashmask_policy(
 def run_packed_models(trainer: Any, *, sets_policy: bool = False, sets_reference: bool = True) -> None:
     """Make a trainer's policy and its reference, if any, run packed rows.
 
-    Args:
-        trainer: the trainer.
-        sets_policy: whether to set the policy's attention to "flashmask".
-        sets_reference: whether to set the reference's attention to "flashmask".
+    With `sets_policy` and `sets_reference`, the model's attention is set to "flashmask".
 
     Raises:
-        ValueError: a model cannot run packed rows, or TRL 1.16 would leave the reference model empty on all ranks but
-            the first.
+        ValueError: a model cannot run packed rows, or the reference would be empty on all ranks but the first.
     """
     reference = getattr(trainer, "ref_model", None)
     if reference is not None and trainer.is_fsdp_enabled:

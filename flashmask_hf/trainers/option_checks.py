@@ -44,10 +44,7 @@ def checked_collator(given: Any, expected: type, stock: str) -> Any:
 
 
 def prepare_arguments(model: Any, args: Any, peft_config: Any, *, learns_labels: bool = False) -> None:
-    """Check the arguments of a trainer of packed rows, and turn dispatched batches off in place.
-
-    accelerate dispatches streams by default, and would cut the batch of one process apart. The arguments are those of
-    `refuse_options` and `refuse_adapters`.
+    """Check the arguments of a trainer of packed rows, and turn dispatched batches off, which streams have by default.
 
     Raises:
         ValueError: as in `refuse_options` and `refuse_adapters`, or `accelerator_config.dispatch_batches` is true.

@@ -43,11 +43,11 @@ class PackedSFTTrainer(ResumeMixin, EvenBatchesMixin, ContextParallelMixin, SFTT
 
     > Rows
 
-    TRL tokenizes the datasets and builds labels. `pack_dataset` packs the examples into rows of at most
-    `args.max_length` tokens; a dataset with a `seq_lengths` column keeps its rows. With `args.packing` or
-    `args.padding_free`, TRL packs instead. Each rank reads its own shards of a stream if they divide evenly, otherwise
-    every n-th row; an epoch ends with the rank that has the fewest rows. accelerate's context parallelism (`cp_size`,
-    with FSDP2) splits each row over ranks (`flashmask_hf.parallel`), by default padded to a multiple of 128 * cp_size.
+    TRL tokenizes the datasets, and `pack_dataset` packs the examples into rows of at most `args.max_length` tokens; a
+    dataset with a `seq_lengths` column keeps its rows. With `args.packing` or `args.padding_free`, TRL packs instead.
+    Each rank reads its own shards of a stream if they divide evenly, otherwise every n-th row; an epoch ends with the
+    rank that has the fewest rows. accelerate's context parallelism (`cp_size`, with FSDP2) splits each row over ranks
+    (`flashmask_hf.parallel`), by default padded to a multiple of 128 * cp_size.
 
     > Attention
 

@@ -27,13 +27,10 @@ _KEYWORDS = {*_LAYOUT, "tree_max_seqlen_q", "tree_max_seqlen_k"}
 
 
 def run_tree_packing(model: Any) -> None:
-    """Make a model take the `tree_*` keywords of TRL's AsyncGRPO. Calls without them run as before.
+    """Make a model, with a head and not wrapped for distributed training, take TRL's `tree_*` keywords.
 
     Its forward raises ValueError for another attention, for other `tree_*` keywords than TRL 1.16 passes, if some
     layers do not receive the mask, and as `tree_vectors` does.
-
-    Args:
-        model: a transformers model with a head, or a PEFT model around one, not wrapped for distributed training.
     """
     check_layers(model)
     backbone = unwrap_peft(model).base_model
