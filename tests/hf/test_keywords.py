@@ -68,6 +68,15 @@ def test_a_window_that_hides_every_key_is_refused(window):
     model(tokens(1, 6))
 
 
+def test_a_window_that_changes_after_a_valid_call_is_refused_too():
+    model, _ = model_pair("gemma2")
+    vectors = masks.causal(6).indices
+    model(tokens(1, 6), startend_row_indices=vectors)
+    model.model.layers[0].self_attn.sliding_window = 0
+    with pytest.raises(ValueError, match="sliding_window must be at least 1, got 0"):
+        model(tokens(1, 6), startend_row_indices=vectors)
+
+
 def test_a_window_that_a_model_leaves_to_its_mask_is_refused_too():
     options = dict(SIZES, use_sliding_window=True, max_window_layers=0, num_experts=2, num_experts_per_tok=1)
     config = Qwen2MoeConfig(**options, sliding_window=0)

@@ -4,12 +4,14 @@ import itertools
 
 import pytest
 import torch
-from tools.model_pairs import SIZES, NoSynchronization, positions
-from transformers import MistralConfig
+from tools.model_pairs import SIZES, NoSynchronization, positions, tokens
+from transformers import AutoModel, BertConfig, MistralConfig
 from transformers import masking_utils as hf_masks
 
-from flashmask_hf import FlashMask, MaskNotRepresentable
+from flashmask_hf import FlashMask, MaskNotRepresentable, masks
 from flashmask_hf.hf import mask_hook as hook_module
+from flashmask_hf.hf.call import Call, current
+from flashmask_hf.hf.layer_mask import is_marked, mask_of_rows
 from flashmask_hf.hf.mask_hook import mask_hook
 
 
@@ -257,3 +259,20 @@ def test_the_hook_does_not_wait_for_the_device():
         mask_hook(batch_size=2, q_length=9, kv_length=9, q_offset=torch.tensor(0))
         for name in TRACED:
             mask_hook(batch_size=2, q_length=12, kv_length=12, mask_function=structures(12)[name])
+
+
+def test_vectors_are_joined_with_a_window_of_two_sides():
+    """The layers need not know the window."""
+    mask = masks.document([4, 8])
+    config = BertConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
+    model = AutoModel.from_config(config, attn_implementation="flashmask")
+    current.call = Call(model, (), dict(input_ids=tokens(1, 12), startend_row_indices=mask.indices))
+    try:
+        window = hf_masks.sliding_window_bidirectional_mask_function(2)
+        rows = mask_hook(batch_size=1, q_length=12, kv_length=12, mask_function=window, config=model.config)
+    finally:
+        current.call = None
+    assert is_marked(rows)
+    row = torch.arange(12)
+    near = (row[:, None] - row).abs() <= 2
+    assert torch.equal(mask_of_rows(rows, 12).mask.to_dense(12), mask.to_dense() & near)
