@@ -433,6 +433,11 @@ def test_a_stream_without_rows_is_refused(task, name):
         build(task, max_steps=1, **options)
 
 
+@pytest.mark.parametrize("task", ["dpo", "reward"])
+def test_one_whole_batch_is_not_refused(task):
+    assert len(build(task, rows=PAIRS[:4], dataloader_drop_last=True).train_dataset) == 4
+
+
 @pytest.mark.parametrize("loss", ["robust", "exo_pair", "aot", "aot_unpaired"])
 def test_label_smoothing_changes_the_losses_that_take_it(loss):
     losses = [first_loss(build("dpo", loss_type=["sigmoid", loss], label_smoothing=x)) for x in (0.1, 0.3)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ from tools.tiny import TRAINER_WARNINGS
 from torch.utils.data import BatchSampler
 
 from flashmask_hf.names import IGNORED
-from flashmask_hf.trainers import PackedSFTTrainer
+from flashmask_hf.trainers import PackedSFTTrainer, even_batches
 from flashmask_hf.trainers.even_batches import EvenBatchesMixin
 
 pytestmark = TRAINER_WARNINGS
@@ -116,3 +117,57 @@ def test_an_idle_batch_has_no_labels():
     idle = PackedSFTTrainer._idle_batch(object.__new__(PackedSFTTrainer), batch)
     assert idle["labels"].tolist() == [[IGNORED] * 3]
     assert idle["input_ids"] is batch["input_ids"]
+
+
+class Loader:
+    """A loader of accelerate with some batches, which counts how often it is ended early."""
+
+    def __init__(self, *batches: str):
+        self.dataset, self.batches, self.ended = None, batches, 0
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.batches)
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+def evaluated(loader: Loader, others: list[int], idle: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list]:
+    """Return the batches that the first of two processes evaluates, and what it was sent: batch and sender."""
+    sent: list[tuple[Any, int]] = []
+
+    def broadcast(batches: list[Any], from_process: int) -> list[Any]:
+        sent.append((batches[0], from_process))
+        return batches if from_process == 0 else ["other"]
+
+    monkeypatch.setattr(even_batches, "broadcast_object_list", broadcast)
+    monkeypatch.setattr(even_batches, "send_to_device", lambda batch, device: batch)
+    trainer: Any = OneOfTwo(others, idle)
+    trainer._idle_batch = lambda batch: f"idle {batch}" if idle else None
+    return list(even_batches._EvenBatches(loader, trainer)), sent
+
+
+def test_a_process_without_rows_takes_idle_batches_until_all_have_evaluated_theirs(monkeypatch):
+    loader = Loader("first")
+    batches, sent = evaluated(loader, [1, 1, 1, 0], True, monkeypatch)
+    assert batches == ["first", "idle first", "idle idle first"]
+    assert (sent, loader.ended) == ([], 0)
+
+
+def test_a_process_without_any_rows_takes_the_form_of_another_process_s_batch(monkeypatch):
+    batches, sent = evaluated(Loader(), [1, 0], True, monkeypatch)
+    assert batches == ["idle other"]
+    assert sent == [(None, 1)]
+
+
+def test_a_process_sends_the_form_of_its_first_batch_to_a_process_without_any_rows(monkeypatch):
+    batches, sent = evaluated(Loader("first", "second"), [0, 0, 0], True, monkeypatch)
+    assert batches == ["first", "second"]
+    assert sent == [("first", 0)]
+
+
+def test_an_evaluation_without_idle_batches_ends_with_the_process_that_has_the_fewest(monkeypatch):
+    loader = Loader("first", "second", "third")
+    batches, sent = evaluated(loader, [1, 0], False, monkeypatch)
+    assert batches == ["first"]
+    assert (sent, loader.ended) == ([], 1)  # or it would stay accelerate's active loader
