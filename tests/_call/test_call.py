@@ -285,6 +285,18 @@ def test_checkpoints_and_hooks(calls: dict[Any, Call]) -> None:
             torch.testing.assert_close(one, other)
 
 
+def test_a_backward_with_a_gradient_of_lse_is_prepared_by_itself(calls: dict[Any, Call]) -> None:
+    """Launches take None in the same places each time."""
+    q, k, v = _cpu()
+    out, lse = flashmask_attention(q, k, v, _mask(50), return_lse=True)
+    upstream, of_lse = torch.ones_like(out), torch.ones_like(lse)
+    for _ in range(2):
+        torch.autograd.grad(out, q, upstream, retain_graph=True)
+        torch.autograd.grad((out, lse), q, (upstream, of_lse), retain_graph=True)
+    (kept,) = calls.values()
+    assert [key[0] for key in kept._prepared] == ["forward", "backward", "backward"]
+
+
 def test_a_mask_that_changes_before_the_backward_raises() -> None:
     q, k, v = _cpu()
     for _ in range(2):

@@ -492,6 +492,14 @@ def test_short_rows_run_as_before():
     assert calls["calls"] == LAYERS
 
 
+def test_rows_shorter_than_a_tile_are_tiled_together():
+    model = tiled(model_of(), SHAPE[1])
+    calls = count_calls(model)
+    with torch.no_grad():
+        model(tokens_of())
+    assert calls["calls"] == LAYERS * SHAPE[0]
+
+
 def test_generation_and_evaluation():
     plain = model_of().eval()
     model = tiled(plain)
