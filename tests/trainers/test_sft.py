@@ -1,6 +1,7 @@
 """The SFT trainer packs its datasets, keeps packed ones, and trains only models whose layers isolate documents."""
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -403,6 +404,17 @@ def test_padding_counts_neither_as_tokens_nor_as_keys():
     """Two documents of three and two tokens see 3 + 2 + 1 and 2 + 1 keys."""
     indices = torch.tensor([3, 3, 3, 5, 5, 0, 0, 0], dtype=torch.int32)[None, None, :, None]
     assert sft_trainer._tokens_and_keys(indices).tolist() == [5, 9]
+
+
+def test_tokens_and_keys_are_counted_over_all_processes():
+    """Three tokens and six keys here, and five tokens and nine keys in another process."""
+    trainer: Any = object.__new__(PackedSFTTrainer)
+    trainer.accelerator = SimpleNamespace(device="cpu", reduce=lambda sums: sums + torch.tensor([5, 9]))
+    trainer._sums, trainer._logged_tokens = torch.tensor([3, 6]), 10
+    assert trainer._reduced_sums() == [8, 15]
+    assert trainer._count_tokens() == 18
+    trainer._sums = 0  # before the first batch of this process
+    assert trainer._reduced_sums() == [5, 9]
 
 
 @pytest.mark.parametrize(
