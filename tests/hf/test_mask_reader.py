@@ -174,7 +174,7 @@ MODELS: dict[str, Callable[[], PreTrainedConfig]] = {
         ("chunks and all", "padding"),
         pytest.param("windows and all", "padding", marks=pytest.mark.full),
         pytest.param("windows and all", "positions", marks=pytest.mark.full),
-        ("two-sided windows and all", "padding"),
+        pytest.param("two-sided windows and all", "padding", marks=pytest.mark.full),
     ],
 )
 def test_compiled_models(name: str, given: str) -> None:

@@ -22,6 +22,19 @@ import data  # isort: skip
 import sft  # isort: skip
 
 pytestmark = TRAINER_WARNINGS
+all_examples = data.question_answers
+
+
+@pytest.fixture(scope="module")
+def few_examples():
+    return DatasetDict({name: rows.select(range(min(60, len(rows)))) for name, rows in all_examples().items()})
+
+
+@pytest.fixture(autouse=True)
+def _few_examples(request, few_examples, monkeypatch):
+    """Tokenize 60 of the demo's 1,300 examples in tests that are not marked full."""
+    if request.node.get_closest_marker("full") is None:
+        monkeypatch.setattr(data, "question_answers", lambda: few_examples)
 
 
 @pytest.mark.full
@@ -309,7 +322,7 @@ def test_a_streamed_dataset_trains(tmp_path, model, capsys):
 
 
 def test_the_demo_data_is_deterministic(tmp_path):
-    first, second = data.question_answers(), data.question_answers()
+    first, second = all_examples(), all_examples()
     assert first["train"][:] == second["train"][:]
     assert len(first["test"]) > 0
     for name in ("a", "b"):
