@@ -77,7 +77,7 @@ def flashmask_attention(
         deterministic: repeated runs give the same bits, as with `torch.use_deterministic_algorithms(True)`. "triton",
             "torch" and "reference" always do; the gradient of q costs more with "hopper".
         return_lse: also return the log-sum-exp of every row.
-        impl: "hopper", "triton", "torch" or "reference", or an error; None takes the best that serves.
+        impl: "hopper", "triton", "torch" or "reference"; None takes the best that serves.
 
     Returns:
         out [B, Hq, Sq, Dv] in q's dtype; with `return_lse` also lse [B, Hq, Sq] float32 (float64 for float64 q), the

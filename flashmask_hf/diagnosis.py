@@ -54,10 +54,7 @@ def diagnose(self_test: bool = True) -> bool:
 
 
 def _versions() -> list[str]:
-    """Return a line for each package.
-
-    The versions of torch and Triton are read from the modules, since builds come under several distribution names.
-    """
+    """Return a line for each package; torch and Triton have several distribution names, so their modules are read."""
     versions = {"flashmask-hf": flashmask_hf.__version__, "Python": platform.python_version()}
     versions["torch"] = str(torch.__version__)
     versions["triton"] = "not installed"
@@ -119,10 +116,7 @@ def _registration() -> tuple[list[str], bool]:
 
 
 def _implementations(device: torch.device) -> list[str]:
-    """Return a table of the implementation of every dtype and head_dim.
-
-    A cell without the best implementation of this device has a number, and a note below the table gives the reason.
-    """
+    """Return a table of the implementation of every dtype and head_dim, with notes why it is not the best."""
     choices = {(dtype, n): choose(device, dtype, n, n) for dtype in _DTYPES for n in _HEAD_DIMS}
     served = {choice.impl for choice in choices.values()}
     best = next((impl for impl in ("hopper", "triton") if impl in served), None)
@@ -168,9 +162,9 @@ def _self_test(device: torch.device) -> Iterator[tuple[str, bool]]:
 
 
 def _compare(mask: FlashMask, dtype: torch.dtype) -> tuple[str, bool]:
-    """Return the relative errors of the default implementation, and True if they are within the error budget.
+    """Return the relative errors of the default implementation, and whether they are within the tests' error budget.
 
-    The tests have the same budget: twice the error of eager code in the same dtype, plus rounding.
+    The budget is twice the error of eager code in the same dtype, plus rounding.
     """
     generator = torch.Generator().manual_seed(0)
     q, k, v, dout = (

@@ -34,15 +34,7 @@ class Runs(NamedTuple):
 
 
 def hidden_intervals(indices: Tensor, causal: bool, q_len: int) -> list[tuple[Tensor, Tensor]]:
-    """Return the intervals of `indices` as one or two (start, end) pairs of int32 tensors [B, Hm, Skv].
-
-    They exclude the part that the causal flag hides (see `causal_starts`).
-
-    Args:
-        indices: int32 [B, Hm, Skv, n].
-        causal: as in `FlashMask`.
-        q_len: number of query rows.
-    """
+    """Return `FlashMask.intervals` of its indices, causal flag and number of query rows."""
     columns = indices.unbind(-1)
     if len(columns) == 4:
         return [(columns[0], columns[1]), (columns[2], columns[3])]

@@ -20,11 +20,12 @@ from flashmask_hf.intervals import (
     without_causal_flag,
 )
 from flashmask_hf.tiles import HIDDEN, classify_tiles
+from flashmask_hf.torch_internals import is_one_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["FlashMask", "MaskNotRepresentable"]
+__all__ = ["FlashMask", "MaskNotRepresentable", "check_fit"]
 
 _COLUMNS_PER_PASS = 1024
 """Dense columns that `FlashMask.from_columns` reads at a time."""
@@ -113,12 +114,10 @@ class FlashMask:
     def indices(self) -> Tensor:
         """The intervals, int32 [B, Hm, Skv, n]; read-only, because the mask caches the plan of its tensor.
 
-        PyTorch's operators may change the tensor in place: they raise its version counter, and attention builds a new
-        plan. Attention also notices other memory (`indices.data = x`, `torch.utils.swap_tensors`). It does not notice
-        writes that bypass the counter: through `indices.data` (`indices.data.fill_(0)`), `indices.untyped_storage()`,
-        DLPack and NumPy views, collectives (`torch.distributed.broadcast`, `recv`), replayed CUDA graphs and kernels
-        that get the pointer. After such a write, raise the counter with `mask.indices.add_(0)`, or build another mask
-        from the tensor. A model that gets the tensor as `startend_row_indices` reads it in each forward.
+        Attention notices changes in place by PyTorch's operators, which raise the tensor's version counter, and other
+        memory (`indices.data = x`, `torch.utils.swap_tensors`). It does not notice writes that bypass the counter:
+        through `indices.data`, `indices.untyped_storage()`, DLPack and NumPy views, collectives, replayed CUDA graphs
+        and other kernels. After such a write, call `mask.indices.add_(0)`, or build another mask.
         """
         return self._indices
 
@@ -151,7 +150,7 @@ class FlashMask:
         )
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> FlashMask:
-        """Return the mask on another device; the mask itself if it is there already."""
+        """Return the mask on another device, or itself."""
         indices = self.indices.to(device, non_blocking=non_blocking)
         return self if indices is self.indices else FlashMask(indices, self.causal, q_len=self.q_len)
 
@@ -161,7 +160,7 @@ class FlashMask:
         return self if indices is self.indices else FlashMask(indices, self.causal, q_len=self.q_len)
 
     def row_count(self, q_len: int | None = None) -> int:
-        """Return the number of query rows: `q_len` if given, else the mask's own, else as many as keys.
+        """Return the number of query rows: `q_len`, or the mask's own, or as many as keys.
 
         Raises:
             TypeError: `q_len` is not an integer.
@@ -176,10 +175,7 @@ class FlashMask:
         return q_len
 
     def intervals(self, q_len: int | None = None) -> list[tuple[Tensor, Tensor]]:
-        """Return the hidden row intervals as one or two (start, end) pairs of int32 tensors [B, Hm, Skv].
-
-        The part that `causal` hides is not among them.
-        """
+        """Return one or two hidden (start, end) intervals, int32 [B, Hm, Skv] each, without what `causal` hides."""
         return hidden_intervals(self.indices, self.causal, self.row_count(q_len))
 
     def visible_intervals(self, q_len: int | None = None) -> list[tuple[Tensor, Tensor]]:
@@ -202,11 +198,7 @@ class FlashMask:
         ]
 
     def bidirectional(self, q_len: int | None = None) -> FlashMask:
-        """Return the same mask with n = 4 and without the causal flag.
-
-        Model inputs use this form for masks that are not causal. It always fits: `causal` hides one interval per key,
-        and a causal mask has at most one other.
-        """
+        """Return the same mask with n = 4 and without the causal flag, the form of model inputs that are not causal."""
         rows = self.row_count(q_len)
         pairs = hidden_intervals(without_causal_flag(self.indices, self.causal, rows), False, rows)
         return FlashMask(torch.stack([bound for pair in pairs for bound in pair], -1), causal=False, q_len=rows)
@@ -214,21 +206,19 @@ class FlashMask:
     def rows(self, rows: slice | Tensor | Sequence[int], q_len: int | None = None) -> FlashMask:
         """Return the mask of some query rows and all keys.
 
-        Attention of `q[:, :, rows]` under it equals `out[:, :, rows]` of the whole attention. The part that `causal`
-        hides becomes an interval (n = 1 becomes 2, and 2 becomes 4), and the result is not causal, unless the rows are
-        a slice that ends at the last row. Values outside 0..Sq are cut off; `validate` finds them.
+        Attention of `q[:, :, rows]` under it equals `out[:, :, rows]`. The result is not causal (n = 1 becomes 2, and
+        2 becomes 4), unless the rows are a slice that ends at the last row. Values outside 0..Sq are cut off.
 
         Args:
-            rows: a slice, or strictly ascending row numbers, as integers or an integer tensor [R], which the host
-                reads.
+            rows: a slice, or strictly ascending row numbers: integers, or an integer tensor [R], which the host reads.
             q_len: number of query rows Sq of this mask; None takes the mask's own.
 
         Returns:
-            FlashMask: of R query rows and the same keys.
+            FlashMask: of R query rows and all keys.
 
         Raises:
-            TypeError: `rows` is something else, or holds no integers.
-            ValueError: `rows` selects nothing, is not ascending, or lies outside of 0..Sq - 1.
+            TypeError: `rows` is something else.
+            ValueError: `rows` selects nothing, is not ascending, or lies outside 0..Sq - 1.
 
         Example:
             >>> from flashmask_hf import masks
@@ -269,14 +259,11 @@ class FlashMask:
         return FlashMask(count_rows_before(indices, numbers), causal=False, q_len=len(numbers))
 
     def validate(self, q_len: int | None = None) -> FlashMask:
-        """Check every value and return the mask. Waits for the device: call it in tests and data code.
-
-        Args:
-            q_len: number of query rows Sq; None takes the mask's own.
+        """Check every value and return the mask. Waits for the device: for tests and data code.
 
         Raises:
-            ValueError: a value lies outside 0..Sq, or an interval's start is greater than its end. Kernels read it as
-                empty, but two columns are probably swapped.
+            ValueError: a value lies outside 0..Sq; or an interval's start is greater than its end, which kernels read
+                as empty, but two columns are probably swapped.
         """
         rows = self.row_count(q_len)
         self._check_range(rows)
@@ -318,9 +305,6 @@ class FlashMask:
             visible: bool tensor [..., Sq, Skv] with up to two leading axes (batch, head), True where a query may look.
             causal: the form; None takes the causal form if it fits.
 
-        Returns:
-            FlashMask: with `to_dense()` equal to `visible`.
-
         Raises:
             TypeError: `visible` is not a bool tensor.
             ValueError: its rank is not 2, 3 or 4, or an axis is empty.
@@ -348,15 +332,12 @@ class FlashMask:
 
     @classmethod
     def from_columns(cls, visible: Callable[[int, int], Tensor], kv_len: int, causal: bool) -> FlashMask:
-        """Build a mask from dense columns, a few at a time: memory stays linear in the number of rows.
+        """Build a mask with the smallest n that fits from dense columns, a few at a time, in linear memory.
 
         Args:
             visible: (first, last) -> bool [B, H, Sq, last - first], True where a query may look.
             kv_len: number of columns.
             causal: the form.
-
-        Returns:
-            FlashMask: with the smallest n that fits.
 
         Raises:
             TypeError: `visible` returns something other than bool tensors.
@@ -433,9 +414,7 @@ class FlashMask:
         return _from_runs(unite_intervals(starts, ends, rows), False, rows)
 
     def sparsity(self, block: tuple[int, int] = (128, 128), q_len: int | None = None) -> float:
-        """Return the fraction of wholly hidden tiles of `block` = (query rows, key columns), over batch and mask heads.
-
-        It is the paper's rho (section 4.3): the share of work that kernels with such tiles skip.
+        """Return the share of hidden tiles of `block` = (query rows, key columns): the paper's rho (section 4.3).
 
         Raises:
             TypeError: `block` is not two ints.
@@ -457,25 +436,21 @@ class FlashMask:
     ) -> Axes:
         """Draw the mask's tiles (hidden, partial, visible), with the edges of documents marked.
 
-        Documents, questions and answers have edges: bounds that two columns or more share. Windows have none. More than
-        64 edges are left out. A new figure gets a legend; on your own axes call `ax.legend()`, or
-        `figure.legend(*ax.get_legend_handles_labels())` for a whole figure.
+        Edges are bounds that two columns or more share, as in documents. More than 64 are left out. A new figure gets a
+        legend; on your own axes call `ax.legend()`.
 
         Args:
-            path: where to save the picture (any suffix matplotlib knows); None saves nothing.
-            block: tile size (query rows, key columns). None takes single elements up to a length of 128, 128 x 128 from
-                4,096 to 16,384, and powers of two with 32 to 128 tiles per side elsewhere.
+            path: where to save the picture; None saves nothing.
+            block: tile size (query rows, key columns). None takes single elements up to a length of 128, then powers of
+                two with 32 to 128 tiles per side, 128 x 128 if it fits.
             q_len: number of query rows; None takes the mask's own.
             batch: index of the batch entry.
             head: index of the mask head.
             title: text above the picture.
             ax: matplotlib axes to draw on; None makes a figure.
 
-        Returns:
-            matplotlib.axes.Axes: the axes drawn on.
-
         Raises:
-            ImportError: matplotlib is missing; `pip install matplotlib`.
+            ImportError: matplotlib is missing.
             TypeError: `block` is not two ints.
             ValueError: there is no such batch entry or head, or a size of `block` is not positive.
         """
@@ -492,6 +467,23 @@ class FlashMask:
         tiles = classify_tiles(indices[None, None], self.causal, rows, block)[0, 0]
         lower = indices[:, : 2 if self.causal or indices.shape[-1] == 4 else 1]
         return plot_tiles(tiles, block, lower, rows, path=path, title=title, ax=ax)
+
+
+def check_fit(mask: FlashMask, q: Tensor, k: Tensor) -> None:
+    """Raise ValueError unless the mask is for queries [B, Hq, Sq, ...] and keys [B, Hkv, Skv, ...] on its device."""
+    batch, heads, q_len = q.shape[:3]
+    kv_heads, kv_len = k.shape[1:3]
+    if mask.device != q.device:
+        raise ValueError(f"mask is on {mask.device}, but q is on {q.device}; move it with mask.to('{q.device}')")
+    if mask.kv_len != kv_len:
+        raise ValueError(f"mask has {mask.kv_len} key columns, but k and v have {kv_len} keys")
+    if mask.q_len is not None and mask.q_len != q_len:
+        raise ValueError(f"q has {q_len} rows, but mask was built for q_len={mask.q_len}; build it with q_len={q_len}")
+    mask_batch, mask_heads = mask.indices.shape[:2]
+    if not is_one_of(mask_batch, 1, batch):
+        raise ValueError(f"mask has batch {mask_batch}; it must be 1 or q's batch {batch}")
+    if not is_one_of(mask_heads, 1, kv_heads, heads):
+        raise ValueError(f"mask has {mask_heads} heads; it must have 1, Hkv = {kv_heads} or Hq = {heads}")
 
 
 def _first_columns(flags: Tensor) -> list[tuple[int, int, int]]:

@@ -44,22 +44,16 @@ def plot_tiles(
     title: str | None = None,
     ax: Axes | None = None,
 ) -> Axes:
-    """Draw the tiles of one mask head, with the edges of documents marked; `FlashMask.plot` describes the picture.
+    """Draw the tiles of one mask head, as `FlashMask.plot` describes.
 
     Args:
         tiles: int8 [Tq, Tk] of HIDDEN, PARTIAL, VISIBLE.
         block: tile size (query rows, key columns).
         lower: int32 [Skv, 1 or 2], bounds of the lower interval of each key column.
         rows: number of query rows Sq.
-        path: where to save the picture; None saves nothing.
-        title: text above the picture.
-        ax: axes to draw on; None makes a figure, with a legend.
-
-    Returns:
-        the axes drawn on.
-
-    Raises:
-        ImportError: matplotlib is missing.
+        path: as in `FlashMask.plot`.
+        title: as in `FlashMask.plot`.
+        ax: as in `FlashMask.plot`.
     """
     try:
         from matplotlib.collections import LineCollection
@@ -128,7 +122,7 @@ def plot_tiles(
 
 
 def _percent(share: float) -> str:
-    """Return a share in percent; one that is neither nothing nor all does not look like it."""
+    """Return a share in percent, 0% and 100% only if exact."""
     if 0 < share <= 0.005:
         return "<1%"
     return ">99%" if 0.995 <= share < 1 else f"{share:.0%}"

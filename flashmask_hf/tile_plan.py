@@ -11,8 +11,7 @@ partial or visible (`flashmask_hf.tiles`). Three tensors hold the classes for bo
   partial ranges. Unused ranges are empty.
 
 Tiles get wider in rows of more than `MAX_COLUMN_TILES` tiles, so a plan stays under 64 bytes per token and mask head
-in rows of 256 tokens and more. Tiles of kernels divide the plan's;
-a forward with tiles of 192 rows joins lists first (`kernels.shared.plan_kernels.join_rows`).
+in rows of 256 tokens and more. Tiles of kernels divide the plan's, or join them (`plan_kernels.join_rows`).
 """
 
 from __future__ import annotations
@@ -91,11 +90,8 @@ def build_plan(indices: Tensor, causal: bool, q_len: int, *, skip: bool = True) 
         indices: int32 [B, Hm, Skv, n] as in `FlashMask`.
         causal: as in `FlashMask`.
         q_len: number of query rows.
-        skip: False lists hidden tiles as partial tiles. This changes no bit (paper, section 4.4) where the kernels'
-            tiles do not depend on the lists. Backward kernels still skip hidden ends of a range of partial tiles.
-
-    Returns:
-        Plan: on the device of `indices`.
+        skip: False lists hidden tiles as partial tiles, which changes no bit (paper, section 4.4) where the kernels'
+            tiles do not depend on the lists.
     """
     tiles = classify_tiles(indices, causal, q_len, (ROWS, plan_columns(indices.shape[2])))
     if not skip:

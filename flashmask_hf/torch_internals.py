@@ -43,8 +43,8 @@ def runs_kernels(device: torch.device) -> bool:
 def is_intercepted(*tensors: Tensor | None) -> bool:
     """Return whether a call of these tensors must go through the dispatcher.
 
-    Compilers, dispatch and function modes, `torch.func`, tracing, profilers and forward-mode differentiation intercept
-    calls there. Tensors that are not plain need it, too.
+    Compilers, modes, `torch.func`, tracing, profilers and forward-mode differentiation intercept calls there, and
+    tensors that are not plain need it.
     """
     if (
         torch.compiler.is_compiling()
@@ -174,7 +174,7 @@ def is_one_of(size: int, *sizes: int) -> bool:
 def device_assert(condition: Tensor, message: str) -> None:
     """Stop the program if a bool tensor [] is False, without waiting for the device.
 
-    The message is cut at 254 characters, the limit of devices, which only long names of classes exceed.
+    The message is cut at 254 characters, the limit of devices.
 
     Raises:
         RuntimeError: `condition` is False, on a CPU. On a GPU it is an assertion of the device.

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from flashmask_hf._numbers import check_bool
-from flashmask_hf.mask import FlashMask
-from flashmask_hf.torch_internals import is_one_of
+from flashmask_hf.mask import FlashMask, check_fit
 
 __all__ = ["Arguments", "check_arguments", "check_tensors"]
 
@@ -22,7 +21,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 class Arguments(NamedTuple):
     """The arguments of `flashmask_attention` besides tensors and mask, as its docstring describes them.
 
-    The operators take the same arguments. A new option needs a field with a default that changes nothing.
+    A new option needs a field with a default that changes nothing.
     """
 
     scale: float | None = None
@@ -45,7 +44,7 @@ def check_arguments(q: Tensor, k: Tensor, v: Tensor, mask: FlashMask, sinks: Ten
             "dense bool tensor with FlashMask.from_dense"
         )
     _check_dense("mask.indices", mask.indices)
-    batch, heads, q_len, head_dim = q.shape
+    batch, heads, _, head_dim = q.shape
     kv_heads, kv_len = k.shape[1:3]
     if k.shape[0] != batch or v.shape[0] != batch:
         raise ValueError(f"q, k and v must have one batch size, got {batch}, {k.shape[0]}, {v.shape[0]}")
@@ -55,18 +54,10 @@ def check_arguments(q: Tensor, k: Tensor, v: Tensor, mask: FlashMask, sinks: Ten
         raise ValueError(f"v must have k's heads and length {[kv_heads, kv_len]}, got {list(v.shape[1:3])}")
     if heads % kv_heads:
         raise ValueError(f"q has {heads} heads, which is not a multiple of the {kv_heads} key-value heads of k and v")
-    for name, device in (("k", k.device), ("v", v.device), ("mask", mask.device)):
-        if device != q.device:
-            raise ValueError(f"{name} is on {device}, but q is on {q.device}; move it with {name}.to('{q.device}')")
-    if mask.kv_len != kv_len:
-        raise ValueError(f"mask has {mask.kv_len} key columns, but k and v have {kv_len} keys")
-    if mask.q_len is not None and mask.q_len != q_len:
-        raise ValueError(f"q has {q_len} rows, but mask was built for q_len={mask.q_len}; build it with q_len={q_len}")
-    mask_batch, mask_heads = mask.indices.shape[:2]
-    if not is_one_of(mask_batch, 1, batch):
-        raise ValueError(f"mask has batch {mask_batch}; it must be 1 or q's batch {batch}")
-    if not is_one_of(mask_heads, 1, kv_heads, heads):
-        raise ValueError(f"mask has {mask_heads} heads; it must have 1, Hkv = {kv_heads} or Hq = {heads}")
+    for name, x in (("k", k), ("v", v)):
+        if x.device != q.device:
+            raise ValueError(f"{name} is on {x.device}, but q is on {q.device}; move it with {name}.to('{q.device}')")
+    check_fit(mask, q, k)
     _check_options(given, head_dim)
     if sinks is not None:
         if not isinstance(sinks, Tensor) or not sinks.dtype.is_floating_point:

@@ -1,7 +1,7 @@
 """Cache of resolved calls: a call whose tensors have a known layout skips the checks and launches its kernels.
 
-Checks, the choice of an implementation and the preparation of launches take the host several times as long as the
-launches. All of them follow from the layouts of the tensors, the arguments and the modes of torch:
+Checks, the choice of an implementation and the preparation of launches take longer than the launches. All of them
+follow from the layouts of the tensors, the arguments and the modes of torch:
 
     flashmask_attention, sparse attention          first call: check, choose        every call
       and the bodies of the operators      ──>  resolve() ──────────────────> Call ────────────> prepared launches
@@ -117,9 +117,8 @@ class Call:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return the gradients of q, k, v and sinks (None without sinks).
 
-        `dout` [B, Hq, Sq, Dv] is the gradient of the output, `lse` a result of the forward, and `delta` as
-        `Implementation` describes it. `orders`, int32 [B, Hq, Sq] and [B, Hkv, Skv], put the rows of dq, and the rows
-        of dk and dv, in an order.
+        `dout` [B, Hq, Sq, Dv] is the gradient of the output, and `delta` as in `Implementation`. `orders`, int32
+        [B, Hq, Sq] and [B, Hkv, Skv], put the rows of dq, and of dk and dv, in an order.
         """
         tensors: tuple[Any, ...] = (dout, q, k, v, lse, delta, indices, plan)
         if orders is not None:
@@ -232,8 +231,8 @@ def _make(
         deterministic=given.deterministic or torch.are_deterministic_algorithms_enabled(),
     )
     differentiated = torch_internals.wants_gradients(q, k, v, sinks)
-    # Decoding packs the rows of heads that share keys into one tile; the forward pads each head's rows to 16, so
-    # decoding is no slower up to 16 rows. A symbolic length must be known to be short: a guard would bound exports.
+    # The forward pads each head's rows to 16, so decoding is no slower up to 16 rows. A symbolic length must be known
+    # to be short: a guard would bound exports.
     decodes = (
         not differentiated
         and any(one.decodes for one in choice.implementations)

@@ -1,7 +1,7 @@
 """The implementations of attention, the best first.
 
-Each has a class here, which says what it cannot serve and prepares its passes for a `Problem`. A new one is a class in
-`REGISTRY`. With impl=None a call takes the first that serves it, and the next if its kernels fail.
+Each has a class in `REGISTRY`, which says what it cannot serve and prepares its passes for a `Problem`. With impl=None
+a call takes the first that serves it, and the next if its kernels fail.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Implementation:
         backward: (dout, q, k, v, lse, delta, indices, plan) -> (dq, dk, dv, delta)
         decode: (q, k, v, sinks, indices) -> (out, lse), for few rows, without a plan
 
-    `delta` [B, Hq, Sq] holds the row sums of dout * out less the gradient of lse. The backward also takes
-    (out, gradient of lse or None), from which it computes delta.
+    `delta` [B, Hq, Sq] holds the row sums of dout * out less the gradient of lse; or it is (out, gradient of lse or
+    None).
     """
 
     name: ClassVar[str]
@@ -89,10 +89,8 @@ class Implementation:
     def backward(self, problem: Problem, dout: Layout, output: OutputLayout | None) -> Run:
         """Prepare the backward.
 
-        Args:
-            problem: layouts and arguments of the call.
-            dout: layout of the output's gradient.
-            output: (layout of the output, whether lse has a gradient), or None if delta is given as row sums.
+        `dout` is the layout of the output's gradient, and `output` is (layout of the output, whether lse has a
+        gradient), or None if delta is given as row sums.
         """
         raise NotImplementedError
 
@@ -253,8 +251,7 @@ REGISTRY: list[Implementation] = [Hopper(), Triton(), Torch(), Reference()]
 class Choice(NamedTuple):
     """The implementations that a call tries in their order.
 
-    `reason` says why the first is chosen and not a better one. If no implementation serves the call, `reason` is the
-    message of the ValueError raised.
+    `reason` says why the first is chosen and not a better one, or is the message of the error if none serves.
     """
 
     implementations: tuple[Implementation, ...]
@@ -274,11 +271,7 @@ def choose(
     impl: str | None = None,
     arguments: Arguments = _DEFAULTS,
 ) -> Choice:
-    """Choose the implementations that serve a `Request`.
-
-    A named implementation is never replaced. With None, "torch" does not replace kernels of a GPU that cannot serve:
-    it is much slower.
-    """
+    """Choose the implementations that serve a `Request`; a named one is never replaced."""
     request = Request(device, dtype, head_dim, v_head_dim, arguments)
     if impl is not None:
         return _named(impl, request)

@@ -41,8 +41,7 @@ class Recorded(torch.autograd.Function):
 def operator(fake: Callable[..., Any], derivative: Derivative | None = None) -> Callable[[Callable[..., Any]], Any]:
     """Register the decorated function as operator `flashmask_hf::NAME`, which mutates nothing; return the operator.
 
-    The schema replaces a NamedTuple parameter by its fields. `torch.library.custom_op` and `register_autograd` would
-    add Python code that takes longer than a launch.
+    The schema replaces a NamedTuple parameter by its fields. `torch.library.custom_op` would take longer than a launch.
 
     Args:
         fake: returns uninitialised results for the function's arguments.

@@ -80,10 +80,9 @@ class _CachedPlan(NamedTuple):
 def plan_of(mask: FlashMask, q_len: int) -> Plan:
     """Return the mask's plan for `q_len` query rows, from the mask's cache if it is valid.
 
-    A counted change of `mask.indices` or other memory makes a new plan (`FlashMask.indices` lists the changes that go
-    unnoticed). So does a call on another CUDA stream, which could not free the cached plan without waiting. Nothing is
-    cached for tensors made in inference mode, which do not count changes, while a CUDA graph is captured, whose replay
-    must read the indices again, and while compiling, where the compiler merges equal calls.
+    A counted change of `mask.indices`, other memory and another CUDA stream make a new plan. Nothing is cached for
+    tensors made in inference mode, which do not count changes, while a CUDA graph is captured, whose replay must read
+    the indices again, and while compiling, where the compiler merges equal calls.
     """
     indices = mask._indices
     if torch.compiler.is_compiling():

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from flashmask_hf._numbers import check_bool
-from flashmask_hf.mask import FlashMask
+from flashmask_hf.mask import FlashMask, check_fit
 from flashmask_hf.masks._arguments import INTEGERS, Device
-from flashmask_hf.torch_internals import is_one_of
 
 
 def qk_sparse(q_keep: Tensor, k_keep: Tensor, *, mask: FlashMask | None = None, device: Device = None) -> FlashMask:
@@ -147,24 +146,12 @@ def first_hidden_rows(mask: FlashMask | None, q: Tensor, k: Tensor) -> Tensor | 
         return None
     if not isinstance(mask, FlashMask):
         raise TypeError(f"mask must be a FlashMask or None, got {type(mask).__name__}")
-    batch, heads, q_len = q.shape
-    kv_heads, kv_len = k.shape[1:]
     if not mask.causal or mask.indices.shape[-1] != 1:
         raise ValueError(
             f"mask must be causal with n = 1 bound, got causal={mask.causal}, n = {mask.indices.shape[-1]}; use packed "
             "documents, trees, padding or causal windows of flashmask_hf.masks"
         )
-    if mask.device != q.device:
-        raise ValueError(f"mask is on {mask.device}, not on {q.device}; move it with mask.to('{q.device}')")
-    if mask.kv_len != kv_len:
-        raise ValueError(f"mask must have {kv_len} keys, got {mask.kv_len}")
-    mask.row_count(q_len)
-    mask_batch, mask_heads = mask.indices.shape[:2]
-    if not is_one_of(mask_batch, 1, batch) or not is_one_of(mask_heads, 1, kv_heads, heads):
-        raise ValueError(
-            f"mask must have batch 1 or {batch} and heads 1, Hkv = {kv_heads} or Hq = {heads}, got "
-            f"{list(mask.indices.shape[:2])}"
-        )
+    check_fit(mask, q, k)
     return mask.indices[..., 0]
 
 

@@ -31,28 +31,26 @@ def qk_sparse_attention(
 ) -> Tensor:
     """Causal attention between the queries and the keys that each head keeps (Pagliardini et al. 2023, section 3.1).
 
-    Differentiable in q, k, v and sinks. The cost is the number of tiles of kept rows and keys, per head. Dropped rows
-    are not read.
+    Differentiable in q, k, v and sinks. The cost is the number of tiles of kept rows and keys.
 
     Args:
-        q: queries [B, Hq, Sq, D], in the dtypes of `flashmask_attention`. Query i is at position i + Skv - Sq.
-        k: keys [B, Hkv, Skv, D]; Hq is a multiple of Hkv, and query head h reads key-value head h * Hkv // Hq.
+        q: queries [B, Hq, Sq, D], as in `flashmask_attention`. Query i is at position i + Skv - Sq.
+        k: keys [B, Hkv, Skv, D].
         v: values [B, Hkv, Skv, Dv].
         q_keep: bool [B, Hq, Sq], True where the head keeps the query.
         k_keep: bool [B, Hkv, Skv], True where the head keeps the key.
-        scale: factor on q @ k^T; None is D ** -0.5.
-        mask: what else is hidden: a causal mask with n = 1 bound (packed documents, trees, padding, windows), of batch
-            1 or B and heads 1, Hkv or Hq. None is nothing.
+        scale: as in `flashmask_attention`.
+        mask: what else is hidden: a causal mask with n = 1 bound, of batch 1 or B and heads 1, Hkv or Hq, or None.
         softcap: as in `flashmask_attention`.
         sinks: as in `flashmask_attention`.
         deterministic: as in `flashmask_attention`.
 
     Returns:
-        out [B, Hq, Sq, Dv] in q's dtype, stored as [B, Sq, Hq, Dv]. A dropped query, or a query with no visible key,
-        has out 0 and gives q, k and v no gradient. Dropped keys and values get no gradient.
+        out [B, Hq, Sq, Dv] in q's dtype, stored as [B, Sq, Hq, Dv]. A query that is dropped or sees no key has out 0
+        and passes on no gradient. Dropped keys and values get none.
 
     Raises:
-        TypeError: `q_keep` or `k_keep` is not a bool tensor, or an argument of `flashmask_attention` has another type.
+        TypeError: an argument has the wrong type or dtype.
         ValueError: shapes or devices do not fit, or `mask` has another form.
 
     Example:
@@ -97,21 +95,19 @@ def hash_sparse_attention(
         v: [B, Hkv, Skv, Dv].
         q_bucket: int [B, Hq, Sq], the bucket of each query.
         k_bucket: int [B, Hkv, Skv], the bucket of each key.
-        scale: factor on q @ k^T; None is D ** -0.5.
+        scale: as in `flashmask_attention`.
         exclude_self: whether a query ignores the key at its own position, as in Reformer, where q = k.
         mask: as in `qk_sparse_attention`.
         softcap: as in `flashmask_attention`.
         sinks: as in `flashmask_attention`.
         deterministic: as in `flashmask_attention`.
-        n_buckets: number of buckets, which must lie in 0..n_buckets - 1, as from `lsh_buckets`. A GPU then sorts up to
-            256 buckets faster, by counting. None allows any integers.
+        n_buckets: number of buckets, all in 0..n_buckets - 1: a GPU sorts up to 256 faster. None allows any integers.
 
     Returns:
-        out [B, Hq, Sq, Dv] in q's dtype, stored as [B, Sq, Hq, Dv]. A query that sees no key has out 0 and gives q, k
-        and v no gradient.
+        out, as from `qk_sparse_attention`.
 
     Raises:
-        TypeError: `q_bucket` or `k_bucket` is not an integer tensor, or an argument has another type.
+        TypeError: an argument has the wrong type or dtype.
         ValueError: shapes or devices do not fit, `mask` has another form, or a bucket lies outside 0..n_buckets - 1 (on
             a GPU a device assertion, which stops the program).
 
@@ -136,22 +132,20 @@ def hash_sparse_attention(
 def lsh_buckets(x: Tensor, n_buckets: int, *, generator: torch.Generator | None = None) -> Tensor:
     """Hash vectors by their angle: the bucket is the nearest of the directions +-r of random r (Andoni et al. 2015).
 
-    Vectors of similar direction fall into one bucket with high probability. Each head draws its own directions, which
-    the batch shares. Buckets of queries and keys are comparable only if one call hashes both, as for shared queries and
-    keys.
+    Vectors of similar direction fall into one bucket with high probability. Each head draws its own directions. Buckets
+    of queries and keys are comparable only if one call hashes both.
 
     Args:
         x: [B, H, S, D], floating point.
         n_buckets: even, at least 2.
-        generator: draws the directions, on its own device. If x is on a GPU and the generator is not, the host waits.
-            None is torch's CPU default.
+        generator: draws the directions on its own device; None is torch's CPU default. From a CPU, a GPU's host waits.
 
     Returns:
         int64 [B, H, S], in 0..n_buckets - 1.
 
     Raises:
-        TypeError: `x` is not a floating-point tensor, `n_buckets` not an int, or `generator` not a torch.Generator.
-        ValueError: `x` has another number of axes or an empty axis, or `n_buckets` is odd or less than 2.
+        TypeError: an argument has the wrong type or dtype.
+        ValueError: `x` has another shape, or `n_buckets` is odd or less than 2.
     """
     if not isinstance(x, Tensor) or not x.dtype.is_floating_point:
         raise TypeError(f"x must be a floating-point tensor [B, H, S, D], got {getattr(x, 'dtype', type(x).__name__)}")
@@ -169,13 +163,8 @@ def lsh_buckets(x: Tensor, n_buckets: int, *, generator: torch.Generator | None 
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, q_name: str, of_q: Tensor, k_name: str, of_k: Tensor) -> None:
-    """Raise unless q, k and v fit each other, and the keeps or buckets of q and k fit their rows."""
+    """Raise unless q, k and v are tensors of attention, and the keeps or buckets of q and k fit their rows."""
     check_tensors(q, k, v)
-    if v.shape[:3] != k.shape[:3] or v.device != k.device:
-        raise ValueError(
-            f"v must have k's batch, heads and length, {list(k.shape[:3])}, on {k.device}; got {list(v.shape[:3])} on "
-            f"{v.device}"
-        )
     for tensor_name, x, name, choice in (("q", q, q_name, of_q), ("k", k, k_name, of_k)):
         if isinstance(choice, Tensor) and (choice.shape != x.shape[:-1] or choice.device != x.device):
             raise ValueError(

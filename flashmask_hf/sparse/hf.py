@@ -1,11 +1,9 @@
 """Dynamic sparse attention for a whole model: `attn_implementation="flashmask_hash"` and `"flashmask_qk"`.
 
-The two patterns of Pagliardini et al. 2023 as functions of transformers' `AttentionInterface`, with the choice of
-buckets and dropped rows. They take the masks of "flashmask" that are causal with n = 1 bound: packed documents, trees,
-padding and sliding windows.
+The two patterns of Pagliardini et al. 2023 as functions of transformers' `AttentionInterface`. They take masks that
+are causal with n = 1 bound: packed documents, trees, padding and sliding windows.
 
-Options are a dict in the model's config under the implementation's name, where `save_pretrained`, `from_pretrained` and
-`set_attn_implementation` keep and find it. A keyword of the model call takes precedence:
+Options are a dict in the model's config under the implementation's name. A keyword of the model call takes precedence:
 
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="flashmask_hash",
                                                  flashmask_hash={"n_buckets": 16})
@@ -53,19 +51,17 @@ def hash_attention_forward(
 ) -> tuple[Tensor, None]:
     """Return the attention of one layer within hash buckets (Pagliardini et al. 2023, section 4.2).
 
-    Training and evaluation are the same. Queries and keys are hashed after rotary embedding, as by `lsh_buckets`. Each
-    key-value head of each layer has its own directions (`lsh_directions`), shared by its query heads. They depend only
-    on the options, the layer's index and the shapes, so recomputations, steps of generation and ranks agree, and the
-    state dict does not contain them. Cached keys are hashed again at every step.
+    Queries and keys are hashed after rotary embedding, as by `lsh_buckets`, in training and evaluation. Each key-value
+    head of each layer has its own directions, which depend only on the options, the layer's index and the shapes
+    (`lsh_directions`). Cached keys are hashed again at every step.
 
     Arguments as in `hf.attention.attention_forward`; the keyword `flashmask_hash` replaces the options of the config:
 
     * `n_buckets`: even, at least 2.
     * `seed` (default 0): chooses the directions, 0..2**32 - 1.
-    * `exclude_self` (default False): whether a query ignores its own key, as in the paper and Reformer, whose queries
-      are their keys and would see little else.
-    * `shared_qk` (default False): whether every key has the direction of its token's query, as in models whose keys are
-      normalised queries. Buckets are then computed once, unless a cache holds more keys than there are queries.
+    * `exclude_self` (default False): whether a query ignores its own key, as in the paper and Reformer.
+    * `shared_qk` (default False): whether every key has the direction of its token's query. Buckets are then computed
+      once, unless there are more keys than queries.
 
     Returns:
         out [B, Sq, Hq, D of value], 0 where a query sees no key; and None for the attention weights.
@@ -118,9 +114,8 @@ def qk_attention_forward(
 ) -> tuple[Tensor, None]:
     """Return the attention of one layer with dropped queries and keys (Pagliardini et al. 2023, section 4.3).
 
-    In training every head of every row drops queries and keys at random at every call, independently. Evaluation drops
-    nothing and equals "flashmask". Like dropout, the draws use torch's generator of the device, so gradient
-    checkpointing repeats them (`preserve_rng_state`, on by default).
+    In training every head drops queries and keys at random at every call, independently. Evaluation drops nothing.
+    Draws use torch's generator of the device, so gradient checkpointing repeats them (`preserve_rng_state`).
 
     Arguments as in `hf.attention.attention_forward`; the keyword `flashmask_qk` replaces the options of the config:
     `drop`, the probability in 0..1 of dropping a query, and of dropping a key. The keywords `q_keep` [B, Hq, Sq] and
@@ -153,8 +148,7 @@ def qk_attention_forward(
 def warn_of_unread_options(model: PreTrainedModel) -> None:
     """Warn, once per model, if its config has options of sparse attention but its attention is another.
 
-    `save_pretrained` does not save the name of the attention, so a model trained with "flashmask_hash" loads with full
-    attention unless the name is given again. In evaluation "flashmask_qk" is full attention.
+    `save_pretrained` does not save the name of the attention. In evaluation "flashmask_qk" is full attention.
     """
     if is_compiling():
         return

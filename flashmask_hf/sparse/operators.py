@@ -38,7 +38,7 @@ def nearest(x: Tensor, directions: Tensor) -> Tensor:
     """Find the direction, or opposite of a direction, that is nearest to each vector.
 
     Args:
-        x: floating point [B, H, S, D], of any strides. Products add up in float32, or in float64 for float64.
+        x: floating point [B, H, S, D]. Products add up in float32, or in float64 for float64.
         directions: [Hd, D, n], rounded to x's dtype; head h has directions[h // (H // Hd)].
 
     Returns:
@@ -156,7 +156,7 @@ def flash_attn_sparse_forward(
     """Masked attention to sorted rows; differentiable in q, k, v and sinks, through `out`.
 
     Args:
-        q: [B, Hq, Sq, D].
+        q: as in `flash_attn_forward`, like k, v, sinks, plan and arguments.
         k: [B, Hkv, Skv, D].
         v: [B, Hkv, Skv, Dv].
         sinks: [Hq] or None.

@@ -199,7 +199,7 @@ LONGER = FlashMask(torch.full((1, 1, 8, 1), 9, dtype=torch.int32), causal=True)
         (
             lambda: masks.qk_sparse(KEEP, KEEP, mask=masks.causal_document([3, 4])),
             ValueError,
-            r"mask must have 8 keys, got 7",
+            r"mask has 7 key columns, but k and v have 8 keys",
         ),
         (lambda: masks.qk_sparse(KEEP, KEEP, mask=LONGER), ValueError, r"must lie in 0\.\.q_len = 0\.\.8"),
         (lambda: masks.hash_sparse(BUCKET, BUCKET, mask=LONGER), ValueError, r"must lie in 0\.\.q_len = 0\.\.8"),
