@@ -46,12 +46,7 @@ def hidden_intervals(indices: Tensor, causal: bool, q_len: int) -> list[tuple[Te
 
 
 def outer_rows(intervals: Sequence[tuple[Tensor, Tensor]], q_len: int) -> tuple[Tensor, Tensor]:
-    """Return the first row in a column's intervals, and one past the last; `q_len` and 0 if all are empty.
-
-    Args:
-        intervals: (start, end) pairs of equal shape, as from `FlashMask.visible_intervals`.
-        q_len: number of query rows.
-    """
+    """Return the first row in a column's (start, end) intervals, and one past the last; `q_len` and 0 if none."""
     first = torch.stack([torch.where(start < end, start, q_len) for start, end in intervals]).amin(0)
     last = torch.stack([torch.where(start < end, end, 0) for start, end in intervals]).amax(0)
     return first, last

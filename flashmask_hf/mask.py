@@ -46,9 +46,8 @@ class MaskNotRepresentable(ValueError):
 class FlashMask:
     """An attention mask as hidden row intervals per key column.
 
-    Row i is a query, column j a key. Intervals are start-inclusive and end-exclusive, in query rows 0..Sq. An interval
-    with start >= end is empty, and two intervals may overlap. The layout equals `startend_row_indices` of
-    PaddlePaddle's `flashmask_attention`.
+    Row i is a query, column j a key. Intervals are start-inclusive and end-exclusive, in query rows 0..Sq; with
+    start >= end they are empty, and two may overlap. The layout is PaddlePaddle's `startend_row_indices`.
 
     | causal | n | last axis          | hidden rows of column j     |
     |--------|---|--------------------|-----------------------------|
@@ -87,10 +86,8 @@ class FlashMask:
         if indices.dtype != torch.int32:
             raise TypeError(f"indices must be int32, got {indices.dtype}; convert with indices.to(torch.int32)")
         check_bool("causal", causal)
-        if indices.dim() != 4:
-            raise ValueError(f"indices must have shape [B, Hm, Skv, n], got {list(indices.shape)}")
-        if 0 in indices.shape:
-            raise ValueError(f"indices must have no empty axis, got {list(indices.shape)}")
+        if indices.dim() != 4 or 0 in indices.shape:
+            raise ValueError(f"indices must have shape [B, Hm, Skv, n] with no empty axis, got {list(indices.shape)}")
         q_len = None if q_len is None else as_length("q_len", q_len)
         allowed = (1, 2) if causal else (2, 4)
         if indices.shape[-1] not in allowed:
@@ -104,7 +101,7 @@ class FlashMask:
         self._plan: Any = None
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
-        """Copy and pickle the mask without its plan: version counts of a copy's indices begin at 0 again."""
+        """Copy and pickle the mask without its plan: a copy's indices count versions from 0 again."""
         make, arguments, state, *rest = super().__reduce_ex__(max(int(protocol), 2))
         if isinstance(state, tuple):  # a subclass may define another state
             state = state[0], {**state[1], "_plan": None}
@@ -155,7 +152,7 @@ class FlashMask:
         return self if indices is self.indices else FlashMask(indices, self.causal, q_len=self.q_len)
 
     def pin_memory(self) -> FlashMask:
-        """Return the mask in pinned host memory, as `DataLoader(pin_memory=True)` asks for."""
+        """Return the mask in pinned host memory."""
         indices = self.indices.pin_memory()
         return self if indices is self.indices else FlashMask(indices, self.causal, q_len=self.q_len)
 
@@ -179,10 +176,7 @@ class FlashMask:
         return hidden_intervals(self.indices, self.causal, self.row_count(q_len))
 
     def visible_intervals(self, q_len: int | None = None) -> list[tuple[Tensor, Tensor]]:
-        """Return the rows that see each key as three (start, end) pairs of int32 tensors [B, Hm, Skv], in row order.
-
-        A pair with start >= end is empty. Rows that `causal` hides are left out.
-        """
+        """Return the rows that see each key as three (start, end) intervals, int32 [B, Hm, Skv] each, in row order."""
         rows = self.row_count(q_len)
         (start, end), (other_start, other_end) = (
             (torch.where(start < end, start, rows), torch.where(start < end, end, rows))
@@ -313,16 +307,13 @@ class FlashMask:
         if not isinstance(visible, Tensor) or visible.dtype != torch.bool:
             got = visible.dtype if isinstance(visible, Tensor) else type(visible).__name__
             raise TypeError(f"visible must be a bool tensor [..., Sq, Skv], True where visible, got {got}")
-        if visible.dim() not in (2, 3, 4):
+        if visible.dim() not in (2, 3, 4) or 0 in visible.shape:
             raise ValueError(
-                f"visible must have shape [Sq, Skv], [B, Sq, Skv] or [B, H, Sq, Skv], got {list(visible.shape)}"
+                "visible must have shape [Sq, Skv], [B, Sq, Skv] or [B, H, Sq, Skv] with no empty axis, got "
+                f"{list(visible.shape)}"
             )
-        if 0 in visible.shape:
-            raise ValueError(f"visible must have no empty axis, got {list(visible.shape)}")
-        if visible.dim() == 2:
-            visible = visible[None, None]
-        elif visible.dim() == 3:
-            visible = visible[:, None]
+        visible = visible[None, None] if visible.dim() == 2 else visible
+        visible = visible[:, None] if visible.dim() == 3 else visible
         if causal is None:
             try:
                 return cls.from_dense(visible, causal=True)
@@ -380,7 +371,7 @@ class FlashMask:
 
         Raises:
             TypeError: `other` is not a FlashMask.
-            ValueError: batch, heads, lengths or device do not fit (1 broadcasts); or a value lies outside 0..Sq.
+            ValueError: shapes or devices do not fit (1 broadcasts); or a value lies outside 0..Sq.
             MaskNotRepresentable: a column would need more intervals than fit.
         """
         if not isinstance(other, FlashMask):
@@ -444,9 +435,9 @@ class FlashMask:
             block: tile size (query rows, key columns). None takes single elements up to a length of 128, then powers of
                 two with 32 to 128 tiles per side, 128 x 128 if it fits.
             q_len: number of query rows; None takes the mask's own.
-            batch: index of the batch entry.
-            head: index of the mask head.
-            title: text above the picture.
+            batch: batch entry.
+            head: mask head.
+            title: text above.
             ax: matplotlib axes to draw on; None makes a figure.
 
         Raises:

@@ -9,10 +9,8 @@ COMMAND is a command of an installed package, such as trl:
     python -m flashmask_hf run trl sft --config sft.yaml --attn_implementation flashmask
     accelerate launch --num_processes 2 -m flashmask_hf run train.py --learning_rate 2e-5
 
-Programs that it launches by accelerate know the backend, too. Other launchers, such as torchrun, must start this
-command (torchrun -m flashmask_hf run train.py).
-
-transformers is imported before the program: set environment variables that it reads, such as HF_HOME, outside.
+Programs that it launches by accelerate know the backend, too. Other launchers must start this command
+(torchrun -m flashmask_hf run train.py). Set environment variables of transformers, such as HF_HOME, outside.
 """
 
 from __future__ import annotations
@@ -30,9 +28,6 @@ __all__ = ["run_program"]
 
 def run_program(argv: Sequence[str]) -> int:
     """Run a program as Python or the shell would, in this process, and return its exit code.
-
-    Args:
-        argv: a script's path, `-m` and a module, or a command of an installed package; then the program's arguments.
 
     Raises:
         SystemExit: the program exits by itself; or `argv` names no program, with a message and code 2.
@@ -60,7 +55,7 @@ def run_program(argv: Sequence[str]) -> int:
 
 
 def _no_program(problem: str) -> int:
-    """Print what is wrong with the arguments and how they are used; return the exit code."""
+    """Print the usage and what is wrong; return the exit code."""
     print(f"{__doc__}\nerror: {problem}", file=sys.stderr)
     return 2
 

@@ -32,6 +32,7 @@ __all__ = [
     "VISIBLE_SEGMENTS",
     "Plan",
     "build_plan",
+    "empty_plan",
     "plan_columns",
     "plan_shapes",
 ]
@@ -65,13 +66,9 @@ def plan_columns(kv_len: int) -> int:
 
 
 def plan_shapes(mask_shape: Sequence[Any], q_len: int) -> tuple[list[Any], list[Any], list[Any]]:
-    """Return the shapes of `tiles`, `counts` and `segments` of a plan.
+    """Return the shapes of `tiles`, `counts` and `segments` of a plan, given a mask's [B, Hm, Skv, n].
 
-    Tq and Tk are at least 2, because compilers specialize graphs for sizes of 1.
-
-    Args:
-        mask_shape: shape of the mask's indices, [B, Hm, Skv, n]; sizes may be symbolic.
-        q_len: number of query rows; may be symbolic.
+    Sizes may be symbolic. Tq and Tk are at least 2, because compilers specialize graphs for sizes of 1.
     """
     batch, heads, kv_len, _ = mask_shape
     n_q = torch.sym_max(2, -(-q_len // ROWS))
@@ -81,6 +78,13 @@ def plan_shapes(mask_shape: Sequence[Any], q_len: int) -> tuple[list[Any], list[
         [batch, heads, n_q, 2],
         [batch, heads, n_kv, VISIBLE_SEGMENTS + PARTIAL_SEGMENTS, 2],
     )
+
+
+def empty_plan(indices: Tensor, q_len: int) -> Plan:
+    """Return an uninitialised plan of a mask with these indices."""
+    dtypes = torch.int16, torch.int32, torch.int32
+    shapes = plan_shapes(indices.shape, q_len)
+    return Plan(*(indices.new_empty(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True)))
 
 
 def build_plan(indices: Tensor, causal: bool, q_len: int, *, skip: bool = True) -> Plan:
@@ -103,7 +107,7 @@ def build_plan(indices: Tensor, causal: bool, q_len: int, *, skip: bool = True) 
 
 
 def _walking_order(tiles: Tensor) -> Tensor:
-    """Return the key tiles of each row tile as `Plan.tiles` lists them, given the classes int8 [B, Hm, Tq, Tk]."""
+    """Return `Plan.tiles`, given the classes int8 [B, Hm, Tq, Tk]."""
     width = tiles.shape[-1]
     column = torch.arange(width, device=tiles.device)
     # Sorting by this number puts visible tiles first, hidden ones in the middle, partial ones last in descending order.
@@ -112,7 +116,7 @@ def _walking_order(tiles: Tensor) -> Tensor:
 
 
 def _segments(tiles: Tensor) -> Tensor:
-    """Return the row tiles of each key tile as `Plan.segments` lists them, given the classes int8 [B, Hm, Tq, Tk]."""
+    """Return `Plan.segments`, given the classes int8 [B, Hm, Tq, Tk]."""
     by_column = tiles.transpose(-1, -2)
     row = torch.arange(by_column.shape[-1], device=tiles.device)
     segments = []

@@ -76,10 +76,7 @@ def is_plain(*tensors: Tensor | None) -> bool:
 
 
 def call_state(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, indices: Tensor) -> tuple[Any, ...]:
-    """Return what a call's checks and launches depend on besides its arguments: layouts of tensors, modes of torch.
-
-    A layout has the fields of `kernels.launch.tensor_layout.Layout`, which takes longer to make.
-    """
+    """Return what a call's checks and launches depend on besides its arguments: layouts of tensors, modes of torch."""
     device = q.device.type
     return (
         q.shape, q.stride(), q.dtype, q.device, q.data_ptr() % 16,
@@ -116,7 +113,7 @@ def has_tangents(*tensors: Tensor | None) -> bool:
 
 
 def is_known_true(condition: bool | torch.SymBool) -> bool:
-    """Return whether a condition holds for all values of its symbolic integers, without adding a guard."""
+    """Return whether a condition holds for all symbolic integers, without adding a guard."""
     if not torch.compiler.is_compiling():
         return bool(condition)
     from torch.fx.experimental.symbolic_shapes import statically_known_true  # slow to import

@@ -200,10 +200,11 @@ def resolve(q: Tensor, k: Tensor, v: Tensor, mask: FlashMask, sinks: Tensor | No
 def resolve_operator(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, indices: Tensor, causal: bool, given: Arguments
 ) -> Call:
-    """Return the call that serves the arguments of an operator, whose body nothing intercepts."""
-    key = (torch_internals.call_state(q, k, v, sinks, indices), causal, None, given)
-    call = _calls.get(key)
-    return _make(q, k, v, FlashMask(indices, causal), sinks, given, False, key) if call is None else call
+    """Return the call that serves an operator's arguments: its inputs are cast, and nothing intercepts its body."""
+    with torch_internals.no_autocast(q.device):
+        key = (torch_internals.call_state(q, k, v, sinks, indices), causal, None, given)
+        call = _calls.get(key)
+        return _make(q, k, v, FlashMask(indices, causal), sinks, given, False, key) if call is None else call
 
 
 def _make(

@@ -108,21 +108,18 @@ def _differentiable(registered: Any, derivative: Derivative, pack: Callable[[tup
     return differentiable
 
 
-def _save_nothing(ctx: Any, output: Any, *inputs: Any) -> None:
-    """Save nothing for a backward that only raises."""
+def _refusing(message: str) -> Derivative:
+    """Return a derivative that raises."""
+
+    def refuse(*_: Any) -> Any:
+        raise RuntimeError(message)
+
+    return Derivative(lambda *_: None, refuse)
 
 
-def _refuse_second(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
-    raise RuntimeError("this attention has no second derivatives; take the first without create_graph=True")
-
-
-def _refuse_first(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
-    raise RuntimeError(
-        "this attention was traced or exported without gradients and has none; trace it with inputs that require them"
-    )
-
-
-no_second_derivatives = Derivative(_save_nothing, _refuse_second)
+no_second_derivatives = _refusing("this attention has no second derivatives; take the first without create_graph=True")
 """The derivative of an operator that is a backward."""
-no_derivatives = Derivative(_save_nothing, _refuse_first)
+no_derivatives = _refusing(
+    "this attention was traced or exported without gradients and has none; trace it with inputs that require them"
+)
 """The derivative of an operator that is chosen where no gradients are asked for, in a graph that is then trained."""

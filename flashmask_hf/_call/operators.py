@@ -114,9 +114,8 @@ def flash_attn_forward(
     Returns:
         out [B, Hq, Sq, Dv] in q's dtype, stored as [B, Sq, Hq, Dv]; lse [B, Hq, Sq] float32 (float64 for float64 q).
     """
-    with torch_internals.no_autocast(q.device):
-        call = resolve_operator(q, k, v, sinks, indices, causal, arguments)
-        return call.forward(q, k, v, sinks, indices, plan)
+    call = resolve_operator(q, k, v, sinks, indices, causal, arguments)
+    return call.forward(q, k, v, sinks, indices, plan)
 
 
 def gradients_like(
@@ -147,10 +146,9 @@ def flash_attn_backward(
     `dout` [B, Hq, Sq, Dv] and `dlse` [B, Hq, Sq], or None for zeros, are the gradients of the forward's results `out`
     and `lse`. The other arguments are as in the forward.
     """
-    with torch_internals.no_autocast(q.device):
-        call = resolve_operator(q, k, v, sinks, indices, causal, arguments)
-        dq, dk, dv, dsinks = call.backward(dout, q, k, v, sinks, lse, (out, dlse), indices, plan)
-        return dq, dk, dv, lse.new_empty(0) if dsinks is None else dsinks
+    call = resolve_operator(q, k, v, sinks, indices, causal, arguments)
+    dq, dk, dv, dsinks = call.backward(dout, q, k, v, sinks, lse, (out, dlse), indices, plan)
+    return dq, dk, dv, lse.new_empty(0) if dsinks is None else dsinks
 
 
 @operator(lambda q, k, v, *_: results_like(q, v), no_derivatives)
@@ -164,5 +162,4 @@ def flash_attn_decode(
     Raises:
         ValueError: a value of `indices` lies outside 0..Sq. On a GPU it is an assertion of the device.
     """
-    with torch_internals.no_autocast(q.device):
-        return resolve_operator(q, k, v, sinks, indices, causal, arguments).decode(q, k, v, sinks, indices)
+    return resolve_operator(q, k, v, sinks, indices, causal, arguments).decode(q, k, v, sinks, indices)

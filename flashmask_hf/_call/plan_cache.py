@@ -13,21 +13,12 @@ from flashmask_hf import torch_internals
 from flashmask_hf._call.library import operator
 from flashmask_hf._numbers import check_range
 from flashmask_hf.mask import FlashMask
-from flashmask_hf.tile_plan import Plan, plan_shapes
+from flashmask_hf.tile_plan import Plan, empty_plan
 
 __all__ = ["make_plan", "plan_of"]
 
 
-def _plan_like(indices: Tensor, causal: bool, q_len: int) -> tuple[Tensor, Tensor, Tensor]:
-    tiles, counts, segments = plan_shapes(indices.shape, q_len)
-    return (
-        indices.new_empty(tiles, dtype=torch.int16),
-        indices.new_empty(counts, dtype=torch.int32),
-        indices.new_empty(segments, dtype=torch.int32),
-    )
-
-
-@operator(_plan_like)
+@operator(lambda indices, causal, q_len: tuple(empty_plan(indices, q_len)))
 def make_plan(indices: Tensor, causal: bool, q_len: int) -> tuple[Tensor, Tensor, Tensor]:
     """Classify the tiles of a mask (see `flashmask_hf.tile_plan`).
 

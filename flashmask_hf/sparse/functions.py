@@ -67,7 +67,8 @@ def qk_sparse_attention(
     # Bucket 1, the dropped rows, sees nothing.
     columns, q_order, k_order = sort_sparse((~q_keep).byte(), (~k_keep).byte(), hidden_from, 2, False, 1)
     q_kept, k_kept = (keep.sum(-1, dtype=torch.int32) for keep in (q_keep, k_keep))
-    return _attend(q, k, v, columns, (q_order, q_kept), (k_order, k_kept), scale, softcap, sinks, deterministic)
+    given = Arguments(scale, softcap, None, deterministic)
+    return _attend(q, k, v, sinks, columns, (q_order, q_kept), (k_order, k_kept), given)
 
 
 def hash_sparse_attention(
@@ -126,7 +127,8 @@ def hash_sparse_attention(
     check_bool("exclude_self", exclude_self)
     hidden_from = first_hidden_rows(mask, q_bucket, k_bucket)
     columns, q_order, k_order = sort_sparse(q_bucket, k_bucket, hidden_from, n_buckets or 0, exclude_self, -1)
-    return _attend(q, k, v, columns, (q_order, None), (k_order, None), scale, softcap, sinks, deterministic)
+    given = Arguments(scale, softcap, None, deterministic)
+    return _attend(q, k, v, sinks, columns, (q_order, None), (k_order, None), given)
 
 
 def lsh_buckets(x: Tensor, n_buckets: int, *, generator: torch.Generator | None = None) -> Tensor:
@@ -177,13 +179,11 @@ def _attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    sinks: Tensor | None,
     columns: Tensor,
     q_place: tuple[Tensor, Tensor | None],
     k_place: tuple[Tensor, Tensor | None],
-    scale: float | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    deterministic: bool,
+    given: Arguments,
 ) -> Tensor:
     """Attend to rows in sorted order, and return the output in the original order.
 
@@ -191,7 +191,7 @@ def _attend(
     order int32 [B, H, S] and the number of kept rows per head, int32 [B, H], or None for all.
     """
     mask = FlashMask(columns, causal=False, q_len=q.shape[2])
-    call = resolve(q, k, v, mask, sinks, Arguments(scale, softcap, None, deterministic))
+    call = resolve(q, k, v, mask, sinks, given)
     q, k, v = call.cast(q, k, v)
     if call.decodes:
         return flash_attn_sparse_decode(q, k, v, sinks, columns, *q_place, *k_place, *call.arguments)

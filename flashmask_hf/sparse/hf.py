@@ -188,23 +188,21 @@ def _given_options(name: str, module: nn.Module, kwargs: dict[str, Any]) -> Any:
 
 
 def _options(name: str, module: nn.Module, kwargs: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of the call, or else of the config, checked. Options with default None are required."""
+    """Return the options of the call, or else of the config, checked. The option with default None is required."""
     given = _given_options(name, module, kwargs)
-    required = [option for option, default in defaults.items() if default is None]
-    way_out = f"set config.{name} = {{{required[0]!r}: ...}}, or pass {name}={{...}}"
-    if given is None:
-        raise ValueError(
-            f"attn_implementation='{name}' has no {required[0]!r}; {way_out} to a call or from_pretrained (inside "
-            "text_config={...} if the model has one)"
-        )
+    required = next(option for option, default in defaults.items() if default is None)
+    way_out = f"set config.{name} = {{{required!r}: ...}}, or pass {name}={{...}}"
+    given = {} if given is None else given
     if not isinstance(given, Mapping):
         raise TypeError(f"{name} must be a dict of options, got {type(given).__name__}; {way_out}")
     for option in given:
         if option not in defaults:
             raise ValueError(f"{name} has no option {option!r}; it takes {', '.join(map(repr, defaults))}")
-    for option in required:
-        if given.get(option) is None:
-            raise ValueError(f"{name} lacks {option!r}; {way_out}")
+    if given.get(required) is None:
+        raise ValueError(
+            f"{name} lacks {required!r}; {way_out} to a call or from_pretrained (inside text_config={{...}} if the "
+            "model has one)"
+        )
     return {**defaults, **given}
 
 

@@ -61,9 +61,7 @@ def _bucket_dtype(directions: Tensor) -> torch.dtype:
     return torch.uint8 if 2 * directions.shape[-1] <= 256 else torch.int32
 
 
-def _sorted_like(
-    q_bucket: Tensor, k_bucket: Tensor, hidden_from: Tensor | None, n_buckets: int, exclude_self: bool, dropped: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def _sorted_like(q_bucket: Tensor, k_bucket: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     batch, heads, q_len = q_bucket.shape
     kv_heads, kv_len = k_bucket.shape[1:]
     return (
@@ -174,9 +172,8 @@ def flash_attn_sparse_forward(
     """
     q = gather_rows(q, q_order, q_kept)
     k, v = (gather_rows(x, k_order, k_kept) for x in (k, v))
-    with torch_internals.no_autocast(q.device):
-        call = resolve_operator(q, k, v, sinks, indices, False, arguments)
-        out, lse = call.forward(q, k, v, sinks, indices, plan, q_order)
+    call = resolve_operator(q, k, v, sinks, indices, False, arguments)
+    out, lse = call.forward(q, k, v, sinks, indices, plan, q_order)
     return out, lse, q, k, v
 
 
@@ -208,11 +205,10 @@ def flash_attn_sparse_backward(
     `dout` [B, Hq, Sq, Dv] is the gradient of `out`. The other arguments are arguments and results of the forward: q, k,
     v and lse sorted, `out`, `dout` and the gradients not. Dropped rows have gradient 0.
     """
-    with torch_internals.no_autocast(q.device):
-        dout, delta = gather_upstream(dout, out, q_order, q_kept, lse.dtype)
-        call = resolve_operator(q, k, v, sinks, indices, False, arguments)
-        dq, dk, dv, dsinks = call.backward(dout, q, k, v, sinks, lse, delta, indices, plan, (q_order, k_order))
-        return dq, dk, dv, lse.new_empty(0) if dsinks is None else dsinks
+    dout, delta = gather_upstream(dout, out, q_order, q_kept, lse.dtype)
+    call = resolve_operator(q, k, v, sinks, indices, False, arguments)
+    dq, dk, dv, dsinks = call.backward(dout, q, k, v, sinks, lse, delta, indices, plan, (q_order, k_order))
+    return dq, dk, dv, lse.new_empty(0) if dsinks is None else dsinks
 
 
 @operator(lambda q, k, v, *_: results_like(q, v)[0], no_derivatives)
@@ -234,6 +230,5 @@ def flash_attn_sparse_decode(
     """
     q = gather_rows(q, q_order, q_kept)
     k, v = (gather_rows(x, k_order, k_kept) for x in (k, v))
-    with torch_internals.no_autocast(q.device):
-        call = resolve_operator(q, k, v, sinks, indices, False, arguments)
-        return put_rows_back(call.decode(q, k, v, sinks, indices)[0], q_order)
+    call = resolve_operator(q, k, v, sinks, indices, False, arguments)
+    return put_rows_back(call.decode(q, k, v, sinks, indices)[0], q_order)

@@ -147,7 +147,7 @@ def test_keywords_win_over_the_config():
 @pytest.mark.parametrize(
     ("name", "options", "error", "message"),
     [
-        ("flashmask_hash", None, ValueError, r"no 'n_buckets'; set config.flashmask_hash = \{'n_buckets': \.\.\.\}"),
+        ("flashmask_hash", None, ValueError, r"lacks 'n_buckets'; set config.flashmask_hash = \{'n_buckets': \.\.\.\}"),
         ("flashmask_hash", {"seed": 1}, ValueError, "flashmask_hash lacks 'n_buckets'"),
         ("flashmask_hash", {"n_buckets": 3}, ValueError, r"flashmask_hash\['n_buckets'\] must be even.*got 3"),
         ("flashmask_hash", {"n_buckets": 1}, ValueError, "attn_implementation='flashmask' for one bucket"),
@@ -158,7 +158,7 @@ def test_keywords_win_over_the_config():
         ("flashmask_hash", {"n_buckets": 4, "shared_qk": 0}, TypeError, r"\['shared_qk'\] must be True or False"),
         ("flashmask_hash", {"n_buckets": 4, "buckets": 4}, ValueError, "no option 'buckets'; it takes 'n_buckets'"),
         ("flashmask_hash", 16, TypeError, "flashmask_hash must be a dict of options, got int"),
-        ("flashmask_qk", None, ValueError, r"no 'drop'; set config.flashmask_qk = \{'drop': \.\.\.\}"),
+        ("flashmask_qk", None, ValueError, r"lacks 'drop'; set config.flashmask_qk = \{'drop': \.\.\.\}"),
         ("flashmask_qk", {"drop": 1.5}, ValueError, r"flashmask_qk\['drop'\] is a probability.*got 1.5"),
         ("flashmask_qk", {"drop": True}, TypeError, r"flashmask_qk\['drop'\] must be a number, got bool"),
         ("flashmask_qk", {"drop": 0.1, "seed": 1}, ValueError, "flashmask_qk has no option 'seed'"),

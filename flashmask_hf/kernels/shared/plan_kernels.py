@@ -20,7 +20,7 @@ from flashmask_hf.kernels.launch.launcher import Launch
 from flashmask_hf.kernels.launch.problem import Problem
 from flashmask_hf.kernels.launch.tensor_layout import packed_layout
 from flashmask_hf.kernels.shared.bounds import end_bound, other_end_bound, other_start_bound
-from flashmask_hf.tile_plan import COLUMNS, PARTIAL_SEGMENTS, ROWS, VISIBLE_SEGMENTS, Plan, plan_columns, plan_shapes
+from flashmask_hf.tile_plan import COLUMNS, PARTIAL_SEGMENTS, ROWS, VISIBLE_SEGMENTS, Plan, empty_plan, plan_columns
 
 __all__ = ["JOINED_ROWS", "build_plan", "count_key_tiles", "join_rows", "prepare_segments"]
 
@@ -235,24 +235,21 @@ def build_plan(indices: Tensor, causal: bool, q_len: int, *, skip: bool = True) 
     """Build a plan on the GPU, as `flashmask_hf.tile_plan.build_plan`. Bounds out of range fail an assertion there."""
     indices = indices.contiguous()
     batch, heads, kv_len, n = indices.shape
-    tile_shape, count_shape, segment_shape = plan_shapes(indices.shape, q_len)
-    n_q, n_kv = tile_shape[2:]
+    plan = empty_plan(indices, q_len)
+    n_q, n_kv = plan.tiles.shape[2:]
     width = plan_columns(kv_len)
-    tiles = indices.new_empty(tile_shape, dtype=torch.int16)
-    counts = indices.new_empty(count_shape, dtype=torch.int32)
-    segments = indices.new_empty(segment_shape, dtype=torch.int32)
     extremes = indices.new_empty(batch * heads, 8, n_kv, dtype=torch.int32)
     with torch.cuda.device_of(indices):
         _column_plan[(n_kv * batch * heads,)](
-            indices, extremes, segments, q_len, kv_len, n_q, n_kv,
+            indices, extremes, plan.segments, q_len, kv_len, n_q, n_kv,
             SUBTILES=width // COLUMNS, CAUSAL=causal, N=n, ROWS=ROWS, COLUMNS=COLUMNS, VISIBLE=VISIBLE_SEGMENTS,
             PARTIAL=PARTIAL_SEGMENTS, LANES=_LANES, SKIP=skip, num_warps=4, debug=True, sanitize_overflow=False,
         )  # fmt: skip
         _row_plan[(n_q * batch * heads,)](
-            extremes, tiles, counts, q_len, kv_len, n_q, n_kv,
+            extremes, plan.tiles, plan.counts, q_len, kv_len, n_q, n_kv,
             WIDTH=width, CAUSAL=causal, N=n, ROWS=ROWS, LANES=_LANES, SKIP=skip, num_warps=4,
         )  # fmt: skip
-    return Plan(tiles, counts, segments)
+    return plan
 
 
 def count_key_tiles(kv_len: int, columns: int) -> int:
