@@ -32,7 +32,7 @@ _COLUMNS_PER_PASS = 1024
 
 
 class MaskNotRepresentable(ValueError):
-    """A mask needs more hidden intervals per key column than FlashMask has.
+    """A mask needs more hidden intervals per key column than fit.
 
     Attributes:
         columns: the offending (batch, head, column) triples, at most the first 16.
@@ -61,8 +61,8 @@ class FlashMask:
     Args:
         indices: int32 tensor [B, Hm, Skv, n]; Hm is 1, Hkv or Hq.
         causal: whether pairs above the bottom-right diagonal are hidden too.
-        q_len: number of query rows Sq of the intervals; attention with another number raises. If None, attention uses
-            the length of q, and methods without a q_len argument assume q_len == kv_len.
+        q_len: number of query rows Sq of the intervals; attention with another number raises. None is the length of q,
+            and in methods kv_len.
 
     Raises:
         TypeError: `indices` is not an int32 tensor, `causal` not a bool, or `q_len` not an integer.
@@ -207,9 +207,6 @@ class FlashMask:
             rows: a slice, or strictly ascending row numbers: integers, or an integer tensor [R], which the host reads.
             q_len: number of query rows Sq of this mask; None takes the mask's own.
 
-        Returns:
-            FlashMask: of R query rows and all keys.
-
         Raises:
             TypeError: `rows` is something else.
             ValueError: `rows` selects nothing, is not ascending, or lies outside 0..Sq - 1.
@@ -271,7 +268,7 @@ class FlashMask:
         return self
 
     def _check_range(self, rows: int) -> None:
-        """Raise ValueError if a value lies outside 0..rows; waits for the device."""
+        """Raise ValueError if a value lies outside 0..rows."""
         bad = (self.indices < 0) | (self.indices > rows)
         if bool(bad.any()):
             where = _first_columns(bad.any(-1))
@@ -367,7 +364,7 @@ class FlashMask:
         raise TypeError("a FlashMask has no truth value; combine masks with mask & other, and ask `mask is None`")
 
     def __and__(self, other: FlashMask) -> FlashMask:
-        """Return the mask that shows a pair if both masks do. Waits for the device.
+        """Return the mask that shows a pair if both do. Waits for the device.
 
         Raises:
             TypeError: `other` is not a FlashMask.

@@ -93,7 +93,7 @@ def _check_options(given: Arguments, head_dim: int) -> None:
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Check type, dtype and rank of q, k and v, each by itself.
+    """Check q, k and v, each by itself.
 
     Raises:
         TypeError: an argument is not a dense floating-point tensor of 16, 32 or 64 bits.

@@ -57,10 +57,7 @@ def _save(
     ctx: Any, output: tuple[Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, indices: Tensor,
     plan: Plan, *options: Any,
 ) -> None:  # fmt: skip
-    """Save what the backward reads.
-
-    Hooks on saved tensors, such as offloading, need not see the plan, which all layers share.
-    """
+    """Save what the backward reads; hooks on saved tensors need not see the plan, which all layers share."""
     ctx.plan, ctx.options = plan, options
     ctx.set_materialize_grads(False)  # lse seldom has a gradient
     ctx.save_for_backward(q, k, v, sinks, *output, indices)
@@ -143,8 +140,8 @@ def flash_attn_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute the gradients of q, k, v and sinks (empty without sinks).
 
-    `dout` [B, Hq, Sq, Dv] and `dlse` [B, Hq, Sq], or None for zeros, are the gradients of the forward's results `out`
-    and `lse`. The other arguments are as in the forward.
+    `dout` [B, Hq, Sq, Dv] and `dlse` [B, Hq, Sq] or None are the gradients of the forward's results. The other
+    arguments are as in the forward.
     """
     call = resolve_operator(q, k, v, sinks, indices, causal, arguments)
     dq, dk, dv, dsinks = call.backward(dout, q, k, v, sinks, lse, (out, dlse), indices, plan)

@@ -1,8 +1,7 @@
 """Dynamic sparse attention (Pagliardini et al. 2023): heads drop queries and keys, or sort them into buckets.
 
-Both are FlashMask after a stable sort. Kept rows, or the rows of a bucket, become neighbours, and each key hides two
-intervals. So there is no attention kernel here: sort, gather the rows, attend, and put the results back. Every visible
-pair is computed, no memory of size Sq x Skv is used, and the host never waits for the device.
+Both are FlashMask after a stable sort: sort, gather the rows, attend, and put the results back. Every visible pair is
+computed, no memory of size Sq x Skv is used, and the host never waits for the device.
 
     functions   the public functions
     operators   the sort, the hash buckets, and attention to sorted rows, as operators of torch.library

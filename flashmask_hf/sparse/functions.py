@@ -187,8 +187,8 @@ def _attend(
 ) -> Tensor:
     """Attend to rows in sorted order, and return the output in the original order.
 
-    `columns` int32 [B, Hq, Skv, 2] are mask indices of the sorted rows, not causal. `q_place` and `k_place` are the
-    order int32 [B, H, S] and the number of kept rows per head, int32 [B, H], or None for all.
+    `columns` int32 [B, Hq, Skv, 2] are mask indices of the sorted rows, not causal. A place is the order int32
+    [B, H, S] and the number of kept rows per head, int32 [B, H], or None for all.
     """
     mask = FlashMask(columns, causal=False, q_len=q.shape[2])
     call = resolve(q, k, v, mask, sinks, given)

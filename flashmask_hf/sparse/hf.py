@@ -11,8 +11,8 @@ Options are a dict in the model's config under the implementation's name. A keyw
     model.set_attn_implementation("flashmask_qk")
     model(**batch, flashmask_qk={"drop": 0.5})
 
-A model with a `text_config` has them there: `text_config={"flashmask_hash": {"n_buckets": 16}}`. `generate` reads the
-config only. Under tensor parallelism each rank hashes its heads as if they were all heads.
+A model with a `text_config` has them there. `generate` reads the config only. Under tensor parallelism each rank hashes
+its heads as if they were all heads.
 """
 
 from __future__ import annotations
@@ -118,16 +118,15 @@ def qk_attention_forward(
     Draws use torch's generator of the device, so gradient checkpointing repeats them (`preserve_rng_state`).
 
     Arguments as in `hf.attention.attention_forward`; the keyword `flashmask_qk` replaces the options of the config:
-    `drop`, the probability in 0..1 of dropping a query, and of dropping a key. The keywords `q_keep` [B, Hq, Sq] and
-    `k_keep` [B, Hkv, Skv], bool, replace the draws in all layers, in training and evaluation.
+    `drop`, the probability of dropping a query, and a key. The keywords `q_keep` [B, Hq, Sq] and `k_keep`
+    [B, Hkv, Skv], bool, replace the draws in all layers, also in evaluation.
 
     Returns:
         out [B, Sq, Hq, D of value], 0 where a query is dropped or sees no key; and None for the attention weights.
 
     Raises:
-        TypeError: `drop` is not a number, or a keep is not a bool tensor.
-        ValueError: an option is missing, unknown or out of range; only one keep is given, or its shape or device does
-            not fit.
+        TypeError: `drop` or a keep has the wrong type.
+        ValueError: an option is missing, unknown or out of range; or one keep is missing or does not fit.
         NotImplementedError: rows are dropped under a mask that is not causal with n = 1 bound.
     """
     layer = layer_mask(module, query, key, attention_mask, dropout, kwargs, QK)

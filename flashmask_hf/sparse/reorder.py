@@ -21,7 +21,7 @@ def gather_rows(x: Tensor, order: Tensor, kept: Tensor | None) -> Tensor:
     if torch_internals.runs_kernels(x.device):
         from flashmask_hf.sparse.kernels import gather
 
-        return gather.gather_rows(x, order, kept)
+        return gather.move_rows(x, x.new_empty(x.shape), order, kept, back=False)
     y = x.take_along_dim(order.long().unsqueeze(-1), 2)
     if kept is None:
         return y
@@ -30,11 +30,12 @@ def gather_rows(x: Tensor, order: Tensor, kept: Tensor | None) -> Tensor:
 
 def put_rows_back(x: Tensor, order: Tensor) -> Tensor:
     """Undo `gather_rows`: return y with y[b, h, order[b, h, i]] = x[b, h, i], [B, H, S, D] stored as [B, S, H, D]."""
+    y = with_sequence_outermost(x)
     if torch_internals.runs_kernels(x.device):
         from flashmask_hf.sparse.kernels import gather
 
-        return gather.put_rows_back(x, order)
-    return with_sequence_outermost(x).scatter_(2, order.long().unsqueeze(-1).expand(x.shape), x)
+        return gather.move_rows(x, y, order, None, back=True)
+    return y.scatter_(2, order.long().unsqueeze(-1).expand(x.shape), x)
 
 
 def gather_upstream(
@@ -46,8 +47,8 @@ def gather_upstream(
         dout: [B, H, S, D], of any strides.
         out: [B, H, S, D], in the order of dout.
         order: as in `gather_rows`.
-        kept: as in `gather_rows`, for dout and out; the sums of other rows are 0.
-        dtype: of the sums, float32 or float64.
+        kept: as in `gather_rows`; the sums of other rows are 0.
+        dtype: of the sums.
 
     Returns:
         dout's rows as from `gather_rows`; the sums over D of dout * out in the same order, `dtype` [B, H, S].

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["gather_rows", "gather_upstream", "put_rows_back"]
+__all__ = ["gather_upstream", "move_rows"]
 
 _MOVED = 8192  # elements that a program moves
 
@@ -111,8 +111,8 @@ def _blocks(rows: int, dims: int, elements: int) -> tuple[int, int, int]:
     return triton.cdiv(rows, block_s), block_s, block_d
 
 
-def _move_rows(x: Tensor, y: Tensor, order: Tensor, kept: Tensor | None, back: bool) -> Tensor:
-    """Fill y with the rows of x in the order, or back from it."""
+def move_rows(x: Tensor, y: Tensor, order: Tensor, kept: Tensor | None, back: bool) -> Tensor:
+    """Fill y with the rows of x in the order, or back from it (`_move`)."""
     batch, heads, rows, dims = x.shape
     x = x if x.stride(-1) == 1 else x.contiguous()
     n_blocks, block_s, block_d = _blocks(rows, dims, _MOVED)
@@ -123,17 +123,6 @@ def _move_rows(x: Tensor, y: Tensor, order: Tensor, kept: Tensor | None, back: b
             BACK=back, KEPT=kept is not None, BLOCK_S=block_s, BLOCK_D=block_d, num_warps=4,
         )  # fmt: skip
     return y
-
-
-def gather_rows(x: Tensor, order: Tensor, kept: Tensor | None) -> Tensor:
-    """Run `_move` for `reorder.gather_rows`."""
-    return _move_rows(x, x.new_empty(x.shape), order, kept, back=False)
-
-
-def put_rows_back(x: Tensor, order: Tensor) -> Tensor:
-    """Run `_move` for `reorder.put_rows_back`."""
-    batch, heads, rows, dims = x.shape
-    return _move_rows(x, x.new_empty(batch, rows, heads, dims).transpose(1, 2), order, None, back=True)
 
 
 def gather_upstream(
