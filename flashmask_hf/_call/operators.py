@@ -16,6 +16,7 @@ from flashmask_hf._call.arguments import Arguments
 from flashmask_hf._call.call import Call, resolve_operator
 from flashmask_hf._call.library import Derivative, Recorded, no_derivatives, no_second_derivatives, operator
 from flashmask_hf._call.plan_cache import plan_of
+from flashmask_hf.kernels.launch.tensor_layout import results_like
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.tile_plan import Plan
 
@@ -25,7 +26,6 @@ __all__ = [
     "flash_attn_decode",
     "flash_attn_forward",
     "gradients_like",
-    "results_like",
 ]
 
 
@@ -44,13 +44,6 @@ def attend(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ma
     if not call.differentiated:
         return call.forward(q, k, v, sinks, indices, plan)
     return _record(_DERIVATIVE, call, q, k, v, sinks, indices, plan)
-
-
-def results_like(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return uninitialised `out` and `lse` for queries q and values v."""
-    batch, heads, q_len, _ = q.shape
-    out = q.new_empty(batch, q_len, heads, v.shape[-1]).transpose(1, 2)
-    return out, q.new_empty(batch, heads, q_len, dtype=torch.promote_types(q.dtype, torch.float32))
 
 
 def _save(

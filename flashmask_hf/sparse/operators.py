@@ -15,8 +15,9 @@ from flashmask_hf import torch_internals
 from flashmask_hf._call.arguments import Arguments
 from flashmask_hf._call.call import resolve_operator
 from flashmask_hf._call.library import Derivative, no_derivatives, no_second_derivatives, operator
-from flashmask_hf._call.operators import gradients_like, results_like
+from flashmask_hf._call.operators import gradients_like
 from flashmask_hf._numbers import check_between, check_range
+from flashmask_hf.kernels.launch.tensor_layout import results_like
 from flashmask_hf.masks.sorted import sorted_columns
 from flashmask_hf.sparse.reorder import gather_rows, gather_upstream, put_rows_back, with_sequence_outermost
 from flashmask_hf.tile_plan import Plan

@@ -20,6 +20,7 @@ from torch import Tensor
 from flashmask_hf._numbers import check_range
 from flashmask_hf.intervals import hidden_intervals
 from flashmask_hf.kernels.launch.problem import Problem
+from flashmask_hf.kernels.launch.tensor_layout import results_like
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.tile_plan import ROWS, Plan, plan_columns
 
@@ -43,9 +44,7 @@ def forward(
         out [B, Hq, Sq, Dv] in q's dtype, stored as [B, Sq, Hq, Dv]; lse [B, Hq, Sq] float32 (float64 for float64 q).
     """
     wide = torch.promote_types(q.dtype, torch.float32)
-    batch, heads, q_len, _ = q.shape
-    out = q.new_empty(batch, q_len, heads, v.shape[-1]).transpose(1, 2)
-    lse = q.new_empty(batch, heads, q_len, dtype=wide)
+    out, lse = results_like(q, v)
     for b, h_q, h_kv, rows, steps in _walk(q, k, indices, problem.causal, plan):
         queries = _grouped(q[b, h_q, rows], h_kv).to(wide) * problem.scale
         top = queries.new_full((*queries.shape[:-1], 1), torch.finfo(wide).min)

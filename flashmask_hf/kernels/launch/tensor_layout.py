@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Layout", "layout_like", "layout_of", "packed_layout"]
+__all__ = ["Layout", "layout_like", "layout_of", "packed_layout", "results_like"]
 
 
 class Layout(NamedTuple):
@@ -47,3 +47,10 @@ def packed_layout(*shape: int, dtype: torch.dtype, device: torch.device, order: 
 def layout_like(x: Layout) -> Layout:
     """Return the layout that `torch.empty_like` gives to a tensor of layout `x`."""
     return x._replace(strides=torch.empty_like(x.allocator("meta")()).stride(), aligned=True)
+
+
+def results_like(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return uninitialised `out`, stored as [B, Sq, Hq, Dv], and `lse` of attention with queries q and values v."""
+    batch, heads, q_len, _ = q.shape
+    out = q.new_empty(batch, q_len, heads, v.shape[-1]).transpose(1, 2)
+    return out, q.new_empty(batch, heads, q_len, dtype=torch.promote_types(q.dtype, torch.float32))
