@@ -254,7 +254,9 @@ def _check_options(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
     prepare_arguments(model, args, kwargs.get("peft_config"))
     given = (args.model_init_kwargs or {}).get("attn_implementation")
     if isinstance(model, str) and given not in (None, FLASHMASK):
-        raise ValueError(f"model_init_kwargs: attn_implementation must be 'flashmask', got {given!r}; leave it out")
+        raise ValueError(
+            f"model_init_kwargs has attn_implementation={given!r}, but shared prompts need 'flashmask'; leave it out"
+        )
     _refuse_images(kwargs.get("processing_class"))
     if getattr(args, "use_transformers_continuous_batching", False):
         raise ValueError(

@@ -219,11 +219,11 @@ BAD_FLAGS = [
     ("dpo", ["--dataset_train_split", "train_prefs"], "dataset_train_split: the dataset has no split 'train_prefs'"),
     ("dpo", ["--do_eval", "--dataset_test_split", "dev"], "dataset_test_split: .* no split 'dev', but 'train', 'test'"),
     ("dpo", ["--attn_implementation", "sdpa"], "--attn_implementation flashmask"),
-    ("dpo", ["--max_length", "16"], "fills max_length 16"),
+    ("dpo", ["--max_length", "16"], "fills --max_length 16"),
     (
         "dpo",
         ["--max_length", "64", "--truncation_mode", "error"],
-        "more than max_length 64; raise max_length, or choose --truncation_mode keep_start",
+        "more than max_length 64; raise it, or choose --truncation_mode keep_start",
     ),
     ("dpo", ["--row_length", "40"], "more than the 40 of a row"),
     ("dpo", ["--dataset_name", "nowhere/at-all.jsonl"], "dataset_name: there is no file nowhere"),
