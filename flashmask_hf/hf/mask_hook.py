@@ -1,8 +1,7 @@
 """The mask hook: compiles what transformers asks of a mask, a `mask_function`, into int32 columns.
 
-The functions of `transformers/masking_utils.py` show each key to the queries of one interval of positions, and so do
-their conjunctions and unions. Those are traced (`mask_reader.py`), in a few operations on vectors. Any other function
-is evaluated on all pairs, some columns at a time, and read back as intervals.
+The functions of `transformers/masking_utils.py` show each key to the queries of one interval of positions, and are
+traced (`mask_reader.py`). Any other function is evaluated on all pairs, some columns at a time, and read back.
 """
 
 from __future__ import annotations
@@ -26,11 +25,12 @@ from flashmask_hf.hf.documents import of_numbers, separable_documents
 from flashmask_hf.hf.families import refuse_unsupported
 from flashmask_hf.hf.keywords import check_window
 from flashmask_hf.hf.layer_mask import LayerMask, marked_rows
-from flashmask_hf.hf.mask_reader import QueryIntervals, TraceContext, trace
+from flashmask_hf.hf.mask_reader import Rows, TraceContext, trace
 from flashmask_hf.hf.merge import check_form, supplied_mask
 from flashmask_hf.intervals import hide_keys
 from flashmask_hf.mask import FlashMask, MaskNotRepresentable
 from flashmask_hf.names import FLASHMASK, VECTORS
+from flashmask_hf.parallel.split import active_split
 
 __all__ = ["DOCUMENTS", "mask_hook"]
 
@@ -52,11 +52,10 @@ def mask_hook(
 ) -> Tensor:
     """Return the columns of the mask that a model asks for, with the arguments of `sdpa_mask` in transformers.
 
-    Traced are causal, bidirectional, sliding window, chunked, packed documents (which transformers finds in
-    `position_ids`), blocks that see themselves whole (images), their `and_masks` and `or_masks`, and functions of a
-    caller that do the same, with a 2D padding mask on top. That takes nothing of size Sq x Skv and does not wait for
-    the device, also under `torch.compile`. Any other function is evaluated on all pairs, in memory linear in Sq, and
-    waits for the device; a compiler refuses it. Either happens once per forward and mask.
+    Traced are causal, bidirectional, sliding window, chunked, packed documents, blocks that see themselves whole
+    (images), their `and_masks` and `or_masks`, and functions of a caller that do the same, with a 2D padding mask on
+    top. That takes nothing of size Sq x Skv and does not wait for the device, also under `torch.compile`. Any other
+    function is evaluated on all pairs, in memory linear in Sq, and waits for the device; a compiler refuses it.
 
     Args:
         batch_size: number of rows of tokens, B.
@@ -66,20 +65,19 @@ def mask_hook(
         kv_offset: position of the first key.
         mask_function: which query may see which key, from `transformers/masking_utils.py` or of the caller's own.
         attention_mask: bool [B, up to kv_offset + Skv], False where a key is padding; or numbers of documents that do
-            not see each other (`DOCUMENTS`), which section 2 of `patches.py` finds.
-        device: where the result lives.
-        kwargs: `config`, `local_size` and `use_vmap` are read; the others do not matter here.
+            not see each other (`DOCUMENTS`), from section 2 of `patches.py`.
+        device: device of the result.
+        kwargs: `config`, `local_size` and `use_vmap` are read.
 
     Returns:
-        Tensor: int32 [B or 1, 1, n, Skv], keys last as in other masks of transformers; mask indices that a caller
-        passes as `attention_mask` have keys third. n = 1 is the causal form (LTS), n = 4 the form without `causal`
-        (LTS, LTE, UTS, UTE). The latter also serves a last query that is not at the last key, as in a static cache.
+        Tensor: int32 [B or 1, 1, n, Skv], keys last as in other masks of transformers. n = 1 is the causal form (LTS),
+        n = 4 the form without `causal` (LTS, LTE, UTS, UTE), also where the last query is not at the last key, as in a
+        static cache. In a model call that the mask could be joined with, marked rows (`marked_rows`).
 
     Raises:
         MaskNotRepresentable: a key is hidden from more than two intervals of queries.
         ValueError: the model has a sliding window of less than one token.
-        NotImplementedError: the model has attention code of its own, which would read the result as something else;
-            or the function cannot be traced while compiling.
+        NotImplementedError: the model has attention code of its own; or the function cannot be traced while compiling.
         RuntimeError: tokens of one block or positions within a document are not contiguous (device-side checks).
     """
     config = kwargs.get("config")
@@ -89,14 +87,17 @@ def mask_hook(
     check_window(kwargs.get("local_size"))  # not every model hands its window to its layers
     same_tokens = q_length == kv_length and not isinstance(q_offset, Tensor) and q_offset == kv_offset == 0
     key_positions = torch.arange(kv_length, device=device) + kv_offset
-    context = TraceContext(batch_size, key_positions, same_tokens, is_custom=bool(kwargs.get("use_vmap")))
     documents = None
     if attention_mask is not None and attention_mask.dtype == DOCUMENTS:
         documents, attention_mask = of_numbers(attention_mask.abs()), attention_mask > 0
+    context = TraceContext(batch_size, key_positions, same_tokens, is_custom=bool(kwargs.get("use_vmap")))
     visible = trace(mask_function, context)
+    span = None if visible is None else visible.span()
     call = call_of(config, q_length)
-    if call is not None and call.get("encoder_hidden_states") is not None and (visible is None or visible.span.lo != 0):
+    if call is not None and call.get("encoder_hidden_states") is not None and (span is None or span[0] != 0):
         call = None  # keys of an encoder
+    if call is not None and active_split(q_length, call.indices) is not None:
+        call = None  # shards of rows, whose layers exchange the others
     if call is not None and call.indices is not None:
         rows = _supplied_rows(call, visible, attention_mask, device) if same_tokens else None
         if rows is not None:
@@ -104,7 +105,7 @@ def mask_hook(
             return rows
         call = None  # left to the layers
     elif call is not None and call.bounds is not None:
-        causal = visible is not None and visible.starts_at_key
+        causal = visible is not None and visible.starts_at_key()
         if same_tokens and batch_size == 1 and causal and documents is None:
             documents = call.documents
         else:
@@ -122,7 +123,7 @@ def mask_hook(
             numbers = documents.numbers().expand(batch_size, -1)
             mask_function = and_masks(mask_function, packed_sequence_mask_function(numbers))
         else:
-            visible = visible & QueryIntervals(context, documents.start, documents.end, reflexive=True)
+            visible = visible & Rows(context, start=documents.start, end=documents.end)
     if visible is None:
         if torch.compiler.is_compiling():
             raise NotImplementedError(
@@ -133,7 +134,7 @@ def mask_hook(
         columns = _evaluate(mask_function, context, q_length, q_offset, implementation)
     else:
         ends_together = not isinstance(q_offset, Tensor) and q_offset + q_length == kv_offset + kv_length
-        columns = _columns_of(visible, kv_length, q_length, q_offset, causal=visible.starts_at_key and ends_together)
+        columns = _columns_of(visible, kv_length, q_length, q_offset, causal=visible.starts_at_key() and ends_together)
     columns = columns.to(torch.int32)
     if attention_mask is not None:
         columns = _hide_padding(columns, attention_mask, q_length, kv_offset)
@@ -143,39 +144,36 @@ def mask_hook(
     return marked_rows(LayerMask(FlashMask(indices, causal=indices.shape[3] == 1)))
 
 
-def _supplied_rows(call: Call, visible: QueryIntervals | None, padding: Tensor | None, device: Any) -> Tensor | None:
+def _supplied_rows(call: Call, visible: Rows | None, padding: Tensor | None, device: Any) -> Tensor | None:
     """Return the caller's mask indices in the window of one kind of layers, as marked rows.
 
-    Returns None where the layers are to read them: if another form, row or mask function than this can join is given.
+    Returns None, so that the layers read them, for a form, row or mask function that this cannot join.
     """
     indices = call.indices
     if not isinstance(indices, Tensor) or indices.dtype != torch.int32 or indices.dim() != 4 or indices.is_meta:
         return None
-    if visible is None or visible.span is None:
+    span = None if visible is None else visible.span()
+    if visible is None or span is None or indices.shape[2] != call.tokens.shape[1]:
         return None
-    span = visible.span
-    if not span.plain or indices.shape[2] != call.tokens.shape[1]:
-        return None
-    causal, positions, hooked = span.lo == 0, call.positions, None
-    if not causal and (None if span.lo is None else 1 - span.lo) != span.hi:
+    lo, window = span
+    causal, positions, hooked = lo == 0, call.positions, None
+    if not causal and (None if lo is None else 1 - lo) != window:
         return None
     check_form(indices, causal, call.config)
-    if padding is not None or span.blocks:
+    if padding is not None or visible.distances is not None:
         length = indices.shape[2]
-        columns = _columns_of(visible, length, length, 0, causal=visible.starts_at_key).to(torch.int32)
+        columns = _columns_of(visible, length, length, 0, causal=visible.starts_at_key()).to(torch.int32)
         hooked = columns if padding is None else _hide_padding(columns, padding, length, 0)
         hooked = hooked[:, None]
-    return supplied_mask(indices.to(device), hooked, causal, span.hi, positions, marked_rows)
+    return supplied_mask(indices.to(device), hooked, causal, window, positions, marked_rows)
 
 
-def _columns_of(
-    visible: QueryIntervals, kv_length: int, q_length: int, q_offset: int | Tensor, *, causal: bool
-) -> Tensor:
+def _columns_of(visible: Rows, kv_length: int, q_length: int, q_offset: int | Tensor, *, causal: bool) -> Tensor:
     """Return LTS [B or 1, 1, Skv], or if not `causal` LTS, LTE, UTS, UTE [B or 1, 4, Skv], of a traced function."""
-    hidden_from = (visible.end - q_offset).clamp(0, q_length).view(-1, kv_length)
+    hidden_from = (visible.last() - q_offset).clamp(0, q_length).view(-1, kv_length)
     if causal:
         return hidden_from.unsqueeze(1)
-    hidden_until = (visible.start - q_offset).clamp(0, q_length).expand_as(hidden_from)
+    hidden_until = (visible.first() - q_offset).clamp(0, q_length).expand_as(hidden_from)
     last, first = torch.full_like(hidden_from, q_length), torch.zeros_like(hidden_from)
     return torch.stack([hidden_from, last, first, hidden_until], 1)
 
