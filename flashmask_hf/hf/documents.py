@@ -70,7 +70,7 @@ def separable_documents(
 
     Args:
         positions: int [B or 1, S].
-        mask: 2D mask [B, keys] of all keys, in a static cache also of keys that are not there yet; None hides none.
+        mask: 2D mask [B, keys], in a static cache also of keys that are not there yet; None hides none.
         q_offset: row of the first query among the keys.
         is_whole: whether the queries are all keys.
 
@@ -98,18 +98,17 @@ def separable_documents(
 def document_starts(position_ids: Tensor, real: Tensor | None = None) -> Tensor:
     """Return where documents start: bool of the shape of `position_ids`, [B, S].
 
-    A document starts where positions restart at 0. Hidden tokens may hide a restart, so the first token after a hidden
-    run also starts a document in two cases: its position is not higher than the position before the run, or positions
-    are contiguous to it from a hidden 0. A row of zeros has no start: models that embed positions in another way pass
-    such rows.
+    A document starts where positions restart at 0. The first token after a hidden run also starts a document if its
+    position is not higher than the position before the run, or if positions are contiguous to it from a hidden 0. A row
+    of zeros has no start: models that embed positions in another way pass such rows.
 
     Args:
         position_ids: int [B, S].
         real: bool [B, S], False where a 2D mask hides the token; None hides none. Only real tokens are starts.
 
     Raises:
-        RuntimeError: positions 0, 0, 1 with the middle token hidden (a device-side check): either the second
-            document's first token is hidden, or a gap in one document is filled with 0.
+        RuntimeError: positions 0, 0, 1 with the middle token hidden, which may be one document or two (a device-side
+            check).
     """
     meaningful = ~(position_ids == 0).all(-1, keepdim=True)
     if real is None:
@@ -138,7 +137,7 @@ def has_one_document(position_ids: Tensor, attention_mask: Any) -> Tensor:
 
     Args:
         position_ids: int [B, S].
-        attention_mask: [B, S], or longer with a cache, whose last S columns are the row's; anything else hides nothing.
+        attention_mask: [B, S or more], whose last S columns are the row's; anything else hides nothing.
     """
     length = position_ids.shape[1]
     real = None

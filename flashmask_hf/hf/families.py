@@ -24,9 +24,7 @@ class Family(NamedTuple):
         refused: why the backend cannot serve its models.
         mixes: whether its layers mix tokens without an `nn.Conv1d`, or its head keeps keywords from its backbone.
         kernels: distributions whose kernels read document boundaries. Every layer of the type hands them `seq_idx`,
-            and `cu_seq_lens_q` for the delta rule. Layers or kernels of other types ignore them: the scan of Mamba 1
-            (jamba, zamba), delta attention (kimi_linear), convolutions in plain torch (lfm3, recurrent_gemma, zaya),
-            the head of mamba2.
+            and `cu_seq_lens_q` for the delta rule. Layers or kernels of other types ignore them.
         drops_indices: whether it keeps keywords from its attention, and asks for a mask only if the call has one.
         window_in_mask: whether it leaves the sliding window to the mask and does not hand it to its attention.
     """
@@ -98,7 +96,7 @@ def family_of(config: Any) -> Family:
 def missing_kernels(config: Any) -> tuple[str, ...] | None:
     """Return which distributions a model needs to keep documents apart and lacks; None if none would help.
 
-    transformers hands the boundaries on since 5.23, and imports these modules in the same way.
+    transformers hands the boundaries on since 5.23.
     """
     kernels = family_of(config).kernels
     if not kernels or Version(transformers.__version__) < Version("5.23"):
@@ -119,8 +117,7 @@ def _can_import(module: str) -> bool:
 def refuse_unsupported(config_class: type, implementation: str) -> None:
     """Raise for a config class if the backend cannot serve one of its models; memoized.
 
-    Models with attention code of their own are refused when they are made (`patches.py`). This refuses those whose
-    config was changed to this backend later.
+    It also refuses models whose config was changed to this backend after they were made.
 
     Raises:
         NotImplementedError: a model has attention code of its own, edits masks, or keeps keywords from its attention.
@@ -138,9 +135,7 @@ def refuse_unsupported(config_class: type, implementation: str) -> None:
 
 
 def refuse_own_attention(model_class: Any, implementation: str) -> None:
-    """Raise for a model that does not look its attention up by name: it would add the hook's integers to its scores.
-
-    Code that cannot be read, such as a notebook's, is assumed to look it up.
+    """Raise for a model that does not look its attention up by name, as far as its code can be read.
 
     Raises:
         NotImplementedError: the model has attention code of its own.

@@ -36,11 +36,11 @@ def is_compiled(model: nn.Module) -> bool:
 
 
 class ModelState:
-    """What is known of a model without its submodels, found in its first call, and what its calls have shown.
+    """What is known of a model without its submodels, and what its calls have shown.
 
     Attributes:
         is_recurrent: whether recurrent or convolutional layers mix its tokens.
-        missing: distributions whose kernels would keep documents apart there; None if none would.
+        missing: what `missing_kernels` returns; None for other models.
         first_position: first number of a document in its table of positions; None if it embeds no positions.
         is_bidirectional: whether an attention layer of it is bidirectional.
         has_axes: whether it takes positions of several axes.
@@ -80,7 +80,7 @@ def _position_tables(module: nn.Module, path: str = "") -> Iterator[nn.Embedding
 
 
 def state_of(model: Any) -> ModelState:
-    """Return the state of a model, found when it is first asked for. A compiler takes it as it is then."""
+    """Return the state of a model. A compiler takes it as it is then."""
     return _state_at(id(model)) if torch.compiler.is_compiling() else _find_state(model)
 
 

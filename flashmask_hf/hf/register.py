@@ -1,8 +1,7 @@
 """Registration of the package's attention implementations with transformers.
 
-The interfaces are `AttentionInterface` (`transformers/modeling_utils.py`), which a layer asks for its attention
-function, and `AttentionMaskInterface` (`transformers/masking_utils.py`), which a model asks once per forward and mask
-type.
+A layer asks `AttentionInterface` for its attention function, and a model `AttentionMaskInterface` for its masks, once
+per forward and kind of layers.
 """
 
 from __future__ import annotations

@@ -63,9 +63,9 @@ def _needs_text_axis(call: Call) -> bool:
 
 
 def _add_text_axis(call: Call) -> dict[str, Any]:
-    """Return the arguments with positions [4, B, S]: the model finds documents in the first axis.
+    """Return the arguments with positions [4, B, S], in whose first axis the model finds documents.
 
-    Of three axes it counts tokens and starts again where all are 0. Beside mask indices it is the first axis.
+    Of three axes it counts tokens from where all are 0. Beside mask indices it is the first of the three.
     """
     positions = call.named["position_ids"]
     if positions.dim() == 2:

@@ -1,10 +1,9 @@
 """Sliding windows measured by position, under a caller's mask.
 
-In a packed row the distance of two tokens is the difference of their `position_ids`, not of their rows. Where positions
-are contiguous over the rows that see a key, as in documents, the window is one more interval of rows. Where they
-restart, as in shared questions and trees, one branch sees a key, the window hides it, and the next branch sees it: more
-intervals than the bounds of a key hold. Such a key is repeated, once per visible piece. Every row sees at most one
-copy, so attention is the same.
+In a packed row the distance of two tokens is the difference of their `position_ids`. Where positions are contiguous
+over the rows that see a key, as in documents, the window is one more interval of rows. In shared questions and trees
+one branch sees a key, the window hides it, and the next branch sees it: more intervals than the bounds of a key hold.
+Such a key is repeated, once per visible piece, of which every row sees at most one.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _MAX_PAIRS = 2**22
 def apply_window(mask: FlashMask, window: int, position_ids: Tensor | None, *, two_sided: bool) -> LayerMask:
     """Return `mask` less what lies outside of the window.
 
-    Waits for the device to know the positions, except while compiling and while a CUDA graph is captured.
+    With positions the host waits for the device, except while compiling or capturing a CUDA graph.
 
     Args:
         mask: mask of a whole row, Sq = Skv = S.

@@ -1,7 +1,7 @@
 """Checks of calls whose mask indices, or packed rows, the model would ignore.
 
-Every keyword of a call reaches the layers, and attention implementations of transformers ignore unknown keywords. So a
-batch of this package's collators runs in any model, under another mask than its own.
+Attention implementations of transformers ignore unknown keywords, so a batch of this package's collators runs in any
+model, under another mask than its own.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Position numbers of packed rows in models that embed positions, such as GPT-2, BERT and RoBERTa.
 
-Without `position_ids` these models number a row from end to end, so a packed document would have other embeddings than
-alone, without an error. Some, such as RoBERTa, count from `padding_idx + 1`, and give the numbers up to `padding_idx`
-to padding, while collators count the tokens of a document from 0.
+Without `position_ids` these models number a row from end to end. Some, such as RoBERTa, count from `padding_idx + 1`,
+while collators count the tokens of a document from 0.
 """
 
 from __future__ import annotations
@@ -48,10 +47,7 @@ def counts_from_later(call: Call) -> bool:
 
 
 def count_from_first(call: Call) -> dict[str, Any]:
-    """Return the arguments with positions that count from the model's first number.
-
-    It is added if a token that is seen has position 0, which no token of these models has.
-    """
+    """Return the arguments with positions from the model's first number, which is added if a seen token has 0."""
     seen, positions = _seen(call), call.named["position_ids"]
     if seen is None:
         return call.named

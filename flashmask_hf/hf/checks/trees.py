@@ -1,9 +1,8 @@
 """Checks of trees in the caller's mask indices, without reading a value back.
 
-A row of a shared question or a tree is in depth-first order, and a branch's first token is at the depth after its
-parent's, not after its sibling's last token. Without `position_ids` a model numbers the row from end to end. A model's
-own loss predicts the first token of a branch from its sibling's last token, and the first token of a packed document
-from the document before. None of these is an error to transformers.
+A tree's row is in depth-first order, and a branch's first token is at the depth after its parent's, not after its
+sibling's last token. Without `position_ids` a model numbers the row from end to end, and its own loss predicts the
+first token of a branch from its sibling, and of a packed document from the document before, without an error.
 """
 
 from __future__ import annotations
@@ -27,12 +26,10 @@ def tree_positions_fit(mask: FlashMask, position_ids: Tensor | None) -> Tensor:
     """Return False if a mask is of trees and positions are contiguous from one branch to the next; bool [].
 
     A mask is of trees if, for any two keys, the rows that see the later key are a subset of the rows that see the
-    earlier key, or disjoint from them. Windows and evicted keys overlap in other ways, and documents have no branches:
-    the positions of either may count through the row.
+    earlier key, or disjoint from them. Positions of other masks, and of documents, may count through the row.
 
     Args:
-        mask: mask of a whole row, Sq = Skv = S. A bidirectional form whose visible pairs are all causal is taken for no
-            tree: masks that drop keys and look like trees are passed in it.
+        mask: mask of a whole row, Sq = Skv = S. A bidirectional form whose visible pairs are all causal is no tree.
         position_ids: int [B or 1, S], or [axes, B or 1, S], whose first axis counts; None if there are none.
 
     Returns:
@@ -74,8 +71,7 @@ def follows_document(ends: Tensor) -> Tensor:
 def subtree_ends(mask: FlashMask) -> Tensor:
     """Return one past the last row that sees each key, int [B, H, S]; S throughout a row of keys that is no tree.
 
-    In a tree the rows that see a key are contiguous, from its own on, or, where a question sees itself whole, from an
-    earlier row on.
+    In a tree the rows that see a key are contiguous and hold its own.
     """
     length = mask.kv_len
     if mask.indices.shape[-1] == 1:
@@ -94,7 +90,7 @@ def subtree_ends(mask: FlashMask) -> Tensor:
 def _branches(ends: Tensor) -> tuple[Tensor, Tensor]:
     """Find the branches of a causal mask: the tokens that see earlier tokens, but not the token right before them.
 
-    A token after a token that is hidden from all does not count: the hidden token may be its parent.
+    A token after a hidden token does not count: the hidden token may be its parent.
 
     Args:
         ends: int [B, H, S], LTS.
@@ -109,8 +105,7 @@ def _branches(ends: Tensor) -> tuple[Tensor, Tensor]:
     real = ends > token
     ended = torch.searchsorted(torch.where(real, ends, length).sort(-1).values, token, right=True)
     depth = real.cumsum(-1) - ended  # the number of keys that a token sees
-    # In a tree, the parent is the last earlier token whose depth is less by one. As depths grow by at most one from
-    # token to token, there always is such a token.
+    # In a tree, the parent is the last earlier token whose depth is less by one.
     code = torch.where(real, depth, length + 1) * length + token
     ordered = code.sort(-1).values
     place = torch.searchsorted(ordered, code - length) - 1

@@ -1,7 +1,6 @@
 """Leave the padding of packed rows out of the auxiliary loss of a mixture of experts.
 
-That loss averages the router's logits over the tokens that a 2D attention mask shows. A packed row has no such mask:
-its mask indices mark padding. A hook on the backbone drops the logits of padding.
+That loss averages the router's logits over the tokens that a 2D attention mask shows, which a packed row does not have.
 """
 
 from __future__ import annotations
@@ -17,9 +16,7 @@ __all__ = ["drop_padding_from_router_logits"]
 
 
 def drop_padding_from_router_logits(model: Any) -> None:
-    """Make a model's backbone return the router logits of packed rows without padding.
-
-    Batches without mask indices, or with a 2D mask, are unchanged. Calling it again changes nothing.
+    """Make a model's backbone return the router logits of packed rows without padding. Repeating it is fine.
 
     Args:
         model: a transformers model with a head, or a PEFT model around one, not wrapped for distributed training.
@@ -30,7 +27,7 @@ def drop_padding_from_router_logits(model: Any) -> None:
 
 
 def _drop_padding(backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-    """Return the output with the router logits, [R * S, experts] for each layer, of tokens that are not padding."""
+    """Return the output with the router logits, [R * S, experts] per layer, of tokens that are not padding."""
     vectors = kwargs.get(VECTORS)
     if vectors is None or kwargs.get("attention_mask") is not None or kwargs.get(PACKED_INDEX) is not None:
         return None

@@ -1,9 +1,9 @@
 """Run a model's backbone on packed rows while its head, and every loss after it, keep their usual batch.
 
-A batch brings both: the usual `input_ids` of one sequence per answer, and the packed rows with one copy of each
-question. A rewrite of the backbone's call (`rewrites.py`) replaces the first by the second. A hook lays the hidden
-states out as if each answer had been run with a question of its own. No method is replaced, so adapters, wrappers of
-distributed training and TRL's fused language model head work as they do without.
+A batch has both: the usual `input_ids` of one sequence per answer, and the packed rows with one copy of each question.
+A rewrite of the backbone's call (`rewrites.py`) replaces the first by the second, and a hook lays the hidden states out
+as if each answer had been run with a question of its own. Adapters, wrappers of distributed training and TRL's fused
+language model head work as without.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def run_packed(model: Any) -> None:
         model: a transformers model with a head, or a PEFT model around one, not wrapped for distributed training.
 
     Raises:
-        ValueError: the model's attention is not "flashmask", the only one that keeps the answers of packed rows apart;
-            or its language model is not a causal decoder. Models some of whose layers do not receive the mask, and
-            models with recurrent or convolutional layers, raise in their first forward (`hf/checks/`).
+        ValueError: the model's attention is not "flashmask", or its language model is not a causal decoder. Models some
+            of whose layers do not receive the mask, and models with recurrent or convolutional layers, raise in their
+            first forward (`hf/checks/`).
     """
     inner = unwrap_peft(model)
     backbone = inner.base_model
@@ -56,8 +56,7 @@ def run_packed(model: Any) -> None:
 def check_layers(model: Any) -> None:
     """Make a model raise in its first forward on packed rows if some of its layers do not receive their mask.
 
-    Such layers let tokens see other documents. Recurrent and convolutional layers are not counted, since a check of
-    their own keeps documents apart. Repeating it is fine.
+    Recurrent and convolutional layers have a check of their own. Repeating it is fine.
 
     Args:
         model: a transformers model with a head and attention "flashmask", or a PEFT model around one, not wrapped for

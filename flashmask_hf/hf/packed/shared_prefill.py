@@ -1,10 +1,7 @@
 """Prefill each distinct prompt of a batch once, and generate from copies of its cache.
 
-Reinforcement learning samples several completions of each prompt, so the batch that `generate` receives repeats every
-prompt. Hooks on the model let its first forward, the prefill, run on one row of each prompt, and repeat the logits and
-the cache for the others before `generate` reads them. Decoding, the random numbers drawn and all that is returned stay
-as they are. No method is replaced: `generate` has no public place to change its prefill, but it calls the model as a
-module.
+Reinforcement learning samples several completions of each prompt. Hooks on the model let its first forward, the
+prefill, run on one row of each prompt, and repeat the logits and the cache for the others before `generate` reads them.
 """
 
 from __future__ import annotations
@@ -33,19 +30,17 @@ _PER_ROW = ("input_ids", "attention_mask", "position_ids")
 def shared_prefill(model: Any) -> Iterator[None]:
     """Make `generate` compute the prompts that a batch repeats once, within the context.
 
-    Rows are the same prompt if their tokens, their attention mask and their positions are equal; they may stand in any
-    order. Each row continues from a copy of the cache, in the memory that it would have taken anyway. The samples are
-    those without the context: the same random numbers are drawn, and logits differ only where a matrix product rounds
-    differently for fewer rows.
+    Rows are the same prompt if their tokens, their attention mask and their positions are equal, in any order. Each row
+    continues from a copy of the cache. The same random numbers are drawn as without the context, and logits differ only
+    where a matrix product rounds differently for fewer rows.
 
         with shared_prefill(model):
             model.generate(**batch, do_sample=True)
 
-    The prefill stays as it is where it cannot be shared: without a cache, or with a static, quantized, offloaded or
-    filled one; in encoder-decoders, models without attention and RecurrentGemma; with images or other inputs of a row,
-    or prompts given as embeddings; in compiled forwards; with activated LoRA; and in models that draw random numbers
-    (dropout in training mode). Of prompts in chunks, the first chunk is shared. Forwards without a cache and other
-    engines, such as vLLM, do not change.
+    The prefill stays as it is without a cache, or with a static, quantized, offloaded or filled one; in
+    encoder-decoders, models without attention and RecurrentGemma; with images or other inputs of a row, or prompts
+    given as embeddings; in compiled forwards; with activated LoRA; and in models that draw random numbers (dropout in
+    training mode). Of prompts in chunks, the first chunk is shared. Other engines, such as vLLM, do not change.
 
     Args:
         model: a transformers model with `generate`, or a PEFT model around one, which may be wrapped for distributed
@@ -138,8 +133,7 @@ def _distinct_rows(inputs: list[Tensor]) -> tuple[Tensor, Tensor]:
 def _draws_random_numbers(model: nn.Module) -> bool:
     """Return whether a forward may draw random numbers, which differ between the copies of a prompt.
 
-    In transformers they belong to modules in training mode: dropout, whose probability is often an attribute of the
-    attention module, jitter of routers, and NEFTune's noise.
+    Modules in training mode do: dropout, often an attribute of attention, jitter of routers, and NEFTune's noise.
     """
     for part in model.modules():
         if part.training:
