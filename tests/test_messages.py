@@ -18,7 +18,7 @@ from flashmask_hf.torch_internals import device_assert
 
 PACKAGE = Path(flashmask_hf.__file__).parent
 
-SINKS = {"device_assert": 1, "check_between": 2, "_require": 2, "require": 1}
+SINKS = {"device_assert": 1, "check_between": 2, "_require": 2, "require": 1, "check_once": 3}
 """Functions that hand a message to a device assertion, and the place of the message among their arguments."""
 
 PLACEHOLDERS = {

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
+import torch
 from torch import Tensor, nn
 
-from flashmask_hf.hf.late import layer_mask
-from flashmask_hf.hf.ranks import attend_in_parts
-from flashmask_hf.names import VECTORS
+from flashmask_hf.hf.call import current
+from flashmask_hf.hf.keywords import check_layer
+from flashmask_hf.hf.late import late_mask
+from flashmask_hf.hf.layer_mask import BOUNDS, LayerMask, mask_of_rows
+from flashmask_hf.hf.ranks import attend_in_parts, vectors_of_local_heads
+from flashmask_hf.names import FLASHMASK, VECTORS
 from flashmask_hf.parallel.split import active_split
 
-__all__ = ["attention_forward"]
+__all__ = ["attention_forward", "is_marked", "layer_mask"]
 
 
 def attention_forward(
@@ -26,12 +30,10 @@ def attention_forward(
 ) -> tuple[Tensor, None]:
     """Return the attention of one layer, with the signature of `sdpa_attention_forward` in `transformers/integrations`.
 
-    The mask is the first of these that exists: the caller's `startend_row_indices`, in the layer's `sliding_window`,
-    which is measured by position; what `mask_hook` returned; causal or full by `is_causal`, if no hook ran.
+    The mask is the first of these that exists: what `mask_hook` merged; the caller's `startend_row_indices`, in the
+    layer's `sliding_window`, which is measured by position; what `mask_hook` returned; causal or full by `is_causal`.
 
-    Under tensor parallelism a layer computes some heads and selects their mask indices from the whole model's. In the
-    context of `flashmask_hf.parallel.sequence_parallel`, a layer with a shard of the row gets the rest from other ranks
-    (`ranks.py`).
+    Under tensor parallelism, and in the context of `flashmask_hf.parallel.sequence_parallel`, see `ranks.py`.
 
     Args:
         module: the attention layer; `is_causal` (True if missing) and `training` are read.
@@ -44,8 +46,7 @@ def attention_forward(
         kwargs: used are `startend_row_indices` (int32 [B or 1, 1 or Hkv or Hq, S, n], read as in `FlashMask`: n = 1
             or 2 with the layer's causality, n = 4 as not causal), `sliding_window` in tokens, `position_ids`
             [B or 1, S], `softcap`, `s_aux` (sinks, [Hq]), `is_causal` and `cu_seq_lens_q`. Keywords known to change the
-            result raise unless None. Every other keyword of a model call reaches its layers, too, so it cannot raise:
-            it is ignored, with one warning if it is not known to be harmless.
+            result raise unless None. Others are ignored, with one warning unless they are known to be harmless.
 
     Returns:
         out [B, Sq, Hq, Dv], and None for the attention weights, which are never computed.
@@ -58,11 +59,50 @@ def attention_forward(
             questions, and `position_ids` are not depths; bounds are out of range in a window; or, in a compiled model
             with windows, `position_ids` are not contiguous where a window matters (device-side checks).
     """
-    split = active_split(query.shape[2], kwargs.get(VECTORS))
-    if split is not None:
-        return attend_in_parts(
-            split, layer_mask, module, query, key, value, attention_mask, scaling, dropout, kwargs
-        ), None
-    mask = layer_mask(module, query, key, attention_mask, dropout, kwargs)
+    check_layer(module, dropout, kwargs, FLASHMASK)
+    if is_marked(attention_mask):
+        mask = _marked_mask(module, query, key, attention_mask)
+    else:
+        split = active_split(query.shape[2], kwargs.get(VECTORS))
+        if split is not None:
+            return attend_in_parts(split, late_mask, module, query, key, value, attention_mask, scaling, kwargs), None
+        mask = late_mask(module, query, key, attention_mask, kwargs)
     out = mask.attend(query, key, value, scale=scaling, softcap=kwargs.get("softcap"), sinks=kwargs.get("s_aux"))
     return out.transpose(1, 2), None
+
+
+def layer_mask(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    attention_mask: Tensor | None,
+    kwargs: dict[str, Any],
+    implementation: str = FLASHMASK,
+) -> LayerMask:
+    """Return the mask of a layer with whole rows. Arguments and errors are as in `attention_forward`.
+
+    Args:
+        module: the attention layer.
+        query: [B, Hq, Sq, D].
+        key: [B, Hkv, Skv, D].
+        attention_mask: what `mask_hook` returned, or None.
+        kwargs: the layer's keywords, checked (`keywords.check_layer`).
+        implementation: what `attn_implementation` is set to.
+    """
+    if is_marked(attention_mask):
+        return _marked_mask(module, query, key, attention_mask)
+    return late_mask(module, query, key, attention_mask, kwargs, implementation)
+
+
+def _marked_mask(module: nn.Module, query: Tensor, key: Tensor, rows: Tensor) -> LayerMask:
+    """Return a layer's mask of marked rows, and count the layer in the call."""
+    if not torch.compiler.is_compiling() and current.call is not None:
+        current.call.supplied += 1
+    if rows.shape[1] > 1:
+        rows = vectors_of_local_heads(module, rows, query.shape[1], key.shape[1])
+    return mask_of_rows(rows, key.shape[2])
+
+
+def is_marked(rows: Any) -> TypeGuard[Tensor]:
+    """Return whether a layer's attention_mask has the form of a mask that the hook merged in a model call."""
+    return isinstance(rows, Tensor) and rows.dtype == torch.int32 and rows.dim() == 4 and rows.shape[2] in BOUNDS

@@ -37,11 +37,13 @@ class Call:
 
     Attributes:
         model: the model.
-        named: its arguments by name. Trainers may call a model with the arguments of another method, so each name is
-            a hint, and every reader checks types.
+        state: what is known of the model.
+        named: its arguments by name. Trainers may pass the arguments of another method, so every reader checks types.
+        indices: the caller's mask indices, unchecked.
+        tokens: the input_ids [B, S], else the inputs_embeds [B, S, D], or None.
         outer: the call of the model that this one is a submodel of.
         reads: number of masks and attention layers that read the document boundaries, in submodels, too.
-        supplied: number of attention layers that received the caller's mask indices.
+        supplied: number of attention layers that received the mask of the call, or its mask indices.
     """
 
     def __init__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outer: Call | None = None):
@@ -49,7 +51,12 @@ class Call:
         self.implementation = model.config._attn_implementation
         self.is_ours = self.implementation in NAMES
         self.args, self.kwargs = args, kwargs
+        self.state: ModelState = state_of(model)
         self.named = named_arguments(model, args, kwargs)
+        self.indices: Any = self.named.get(VECTORS)
+        tokens = self.named.get("input_ids")
+        tokens = self.named.get("inputs_embeds") if tokens is None else tokens
+        self.tokens: Any = tokens if isinstance(tokens, Tensor) and tokens.dim() > 1 else None
         self.reads = self.supplied = 0
         self._documents: Any = False
 
@@ -70,23 +77,6 @@ class Call:
     def name(self) -> str:
         """The name of the model's class."""
         return type(self.model).__name__
-
-    @property
-    def state(self) -> ModelState:
-        """What is known of the model."""
-        return state_of(self.model)
-
-    @property
-    def indices(self) -> Any:
-        """The caller's mask indices, unchecked."""
-        return self.named.get(VECTORS)
-
-    @property
-    def tokens(self) -> Any:
-        """The input_ids [B, S], else the inputs_embeds [B, S, D], or None."""
-        found = self.named.get("input_ids")
-        found = self.named.get("inputs_embeds") if found is None else found
-        return found if isinstance(found, Tensor) and found.dim() > 1 else None
 
     @property
     def positions(self) -> Tensor | None:
@@ -132,9 +122,9 @@ class Call:
 
 
 def call_of(config: Any, length: int) -> Call | None:
-    """Return the innermost call of a model whose masks have this config, on rows of `length` tokens.
+    """Return the innermost call of a model with a config of this class, on rows of `length` tokens.
 
-    Configs are compared by class: some models make masks with a copy of their config for each layer.
+    Some models make masks with a copy of their config for each layer.
     """
     call = current_calls().call
     while call is not None and type(config) not in (type(call.config), type(call.config.get_text_config())):
@@ -159,9 +149,8 @@ def cache_of(kwargs: dict[str, Any]) -> Any:
 def count_axes(positions: Tensor) -> Tensor:
     """Return the number of tokens before each token of its document, int64 [B, S], of positions [3, B, S].
 
-    A document starts where all axes are 0, as only its first token is. A shard of a document, beside a cache, has no
-    first token, and none of its numbers is 0. A row of zeros has no documents: models that embed positions in another
-    way pass such rows.
+    A document starts where all axes are 0. A row of zeros has no documents: models that embed positions in another way
+    pass such rows.
     """
     start = (positions == 0).all(0)
     start = start & ~start.all(-1, keepdim=True)

@@ -16,15 +16,9 @@ __all__ = ["run_call"]
 
 
 def run_call(original: Callable[..., Any], model: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Call a transformers model, and raise if it would mix the documents of a row, or did.
+    """Call a transformers model by its unbound `__call__`, and raise if it would mix the documents of a row, or did.
 
     Calls with another attention than this package's and without mask indices run as they are.
-
-    Args:
-        original: the unbound `__call__` of models.
-        model: the model.
-        args: positional arguments of its call.
-        kwargs: its keywords.
 
     Raises:
         Exception: an error of `CHECKS`; or what the model raises.
@@ -44,5 +38,6 @@ def run_call(original: Callable[..., Any], model: Any, /, *args: Any, **kwargs: 
     run_checks(call, after=True)
     if call.outer is not None:
         call.outer.reads += call.reads
-        call.outer.supplied += call.supplied
+        if call.indices is not None:  # else its layers received no mask indices
+            call.outer.supplied += call.supplied
     return output

@@ -9,9 +9,11 @@ import torch
 from torch import nn
 from transformers.utils.output_capturing import _active_collector
 
+from flashmask_hf.hf.call import current
+from flashmask_hf.hf.facts import is_split_by_torch
 from flashmask_hf.names import HASH, PACKED_INDEX, QK, VECTORS
 
-__all__ = ["asks_for_weights", "check_keywords", "check_window", "context_parallel_message"]
+__all__ = ["check_keywords", "check_layer", "check_window", "context_parallel_message"]
 
 _USED = {"cu_seq_lens_q", "is_causal", "position_ids", "s_aux", "sliding_window", "softcap", VECTORS}
 """Keywords that change the result and are implemented."""
@@ -34,7 +36,7 @@ _REFUSED = {
     "sinks",
     "window_size",
 }
-"""Keywords of attention in transformers that change the result and are not implemented."""
+"""Keywords that change the result and are not implemented."""
 
 _HARMLESS = {
     "cache_position",
@@ -63,7 +65,7 @@ _HARMLESS = {
     "token_type_ids",
     "use_cache",
 }
-"""Keywords of models and trainers that reach attention on their way elsewhere and do not change its result."""
+"""Keywords of models and trainers that do not change the result."""
 
 _SPARSE = {HASH: HASH, QK: QK, "q_keep": QK, "k_keep": QK}
 """Keywords that one implementation uses in addition to those of "flashmask", with its name."""
@@ -74,6 +76,31 @@ _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 _warned: set[str] = set()
 """Unknown keywords that this process has warned of."""
 
+_checked: set[Any] = set()
+"""Layers by class, implementation and types of keywords that this process has checked."""
+
+
+def check_layer(module: nn.Module, dropout: float, kwargs: dict[str, Any], implementation: str) -> None:
+    """Check a layer's keywords, once per class and types of keywords; and what may change, in every layer.
+
+    Arguments as in `check_keywords`.
+
+    Raises:
+        NotImplementedError: torch's or accelerate's context parallelism is in use (`facts.is_split_by_torch`).
+        Exception: an error of `check_keywords`.
+    """
+    kind = None
+    if not torch.compiler.is_compiling():  # a compiler would guard on what follows
+        kind = (type(module), implementation, kwargs.get("sliding_window"), *kwargs, *map(type, kwargs.values()))
+        is_known = kind in _checked and current.call is not None and not module._forward_pre_hooks
+        if is_known and not (dropout > 0 and module.training) and not _asks_for_weights(kwargs):
+            return
+    if is_split_by_torch(module):
+        raise NotImplementedError(context_parallel_message(implementation))
+    check_keywords(module, dropout, kwargs, implementation)
+    if kind is not None:
+        _checked.add(kind)
+
 
 def check_keywords(module: nn.Module, dropout: float, kwargs: dict[str, Any], implementation: str) -> None:
     """Raise for keywords that would change the result and are not implemented; warn once of each unknown one.
@@ -81,7 +108,7 @@ def check_keywords(module: nn.Module, dropout: float, kwargs: dict[str, Any], im
     Args:
         module: the attention layer.
         dropout: probability of dropping an attention weight in training.
-        kwargs: the layer's keywords; those that are None are not looked at.
+        kwargs: the layer's keywords; None is ignored.
         implementation: what `attn_implementation` is set to.
 
     Raises:
@@ -93,14 +120,14 @@ def check_keywords(module: nn.Module, dropout: float, kwargs: dict[str, Any], im
     asked = f"attn_implementation='{implementation}'"
     if dropout > 0 and module.training:
         config = getattr(module, "config", None)
-        # The layers keep what they were made with, so that the config may say 0 by now.
+        # Layers keep the dropout that they were made with; the config may say 0 by now.
         name = max(_DROPOUTS, key=lambda name: (bool(getattr(config, name, 0)), hasattr(config, name)))
         raise ValueError(
             f"dropout={dropout} is not implemented by {asked}; load with {name}=0 (from_pretrained, "
             "model_init_kwargs, config_kwargs of SentenceTransformer), or 'sdpa'"
         )
     check_window(kwargs.get("sliding_window"))
-    if asks_for_weights(kwargs):
+    if _asks_for_weights(kwargs):
         raise NotImplementedError(
             f"output_attentions=True: {asked} never has the weights that it would return; use "
             "attn_implementation='eager' to look at them"
@@ -127,7 +154,7 @@ def check_keywords(module: nn.Module, dropout: float, kwargs: dict[str, Any], im
             warnings.warn(
                 f"{asked} ignores the attention keyword '{name}', which it does not know; that is right if it is meant "
                 "for another part of the model. If it should change attention, use 'eager'.",
-                stacklevel=5,  # the model's code, past `layer_mask` and the attention function
+                stacklevel=4,  # the model's code, past `check_layer` and the attention function
             )
 
 
@@ -140,13 +167,13 @@ def check_window(window: Any) -> None:
         )
 
 
-def asks_for_weights(kwargs: dict[str, Any]) -> bool:
-    """Return whether attention weights are asked for: by a layer's keywords, or by hooks of transformers on layers."""
+def _asks_for_weights(kwargs: dict[str, Any]) -> bool:
+    """Return whether a layer's keywords, or hooks of transformers on layers, ask for attention weights."""
     if kwargs.get("output_attentions"):
         return True
     compiling = torch.compiler.is_compiling()  # the collector is then in a global, not in a context variable
     collected = _active_collector.global_var if compiling else _active_collector.get()
-    return collected is not None and any("attentions" in name for name in collected)
+    return collected is not None and "attentions" in " ".join(collected)
 
 
 def context_parallel_message(implementation: str) -> str:

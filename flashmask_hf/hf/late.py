@@ -1,4 +1,4 @@
-"""The mask of one attention layer: from the caller's vectors, the mask hook's columns or the layer's default."""
+"""The mask of a layer whose mask the hook did not merge: by its keywords, the hook's columns, or its causality."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flashmask_hf.hf.call import current, record_documents
+from flashmask_hf.hf.call import record_documents
 from flashmask_hf.hf.documents import UNBOUNDED, Documents, of_bounds, of_positions
-from flashmask_hf.hf.facts import is_split_by_torch
 from flashmask_hf.hf.families import family_of
-from flashmask_hf.hf.keywords import asks_for_weights, check_keywords, context_parallel_message
-from flashmask_hf.hf.layer_mask import TEXT_ONLY, LayerMask, check_hook_result, is_marked, mask_of_rows
+from flashmask_hf.hf.layer_mask import TEXT_ONLY, LayerMask, check_hook_result
 from flashmask_hf.hf.mask_cache import cached_mask
 from flashmask_hf.hf.merge import check_form, supplied_mask
 from flashmask_hf.hf.ranks import vectors_of_local_heads
@@ -20,36 +18,18 @@ from flashmask_hf.mask import FlashMask
 from flashmask_hf.names import FLASHMASK, VECTORS
 from flashmask_hf.torch_internals import is_capturing, is_one_of, stream_of
 
-__all__ = ["layer_mask"]
+__all__ = ["late_mask"]
 
 
-def layer_mask(
+def late_mask(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     attention_mask: Tensor | None,
-    dropout: float,
     kwargs: dict[str, Any],
     implementation: str = FLASHMASK,
 ) -> LayerMask:
-    """Check a layer's keywords and return its mask. Arguments and errors are as in `attention.attention_forward`.
-
-    Args:
-        module: the attention layer.
-        query: [B, Hq, Sq, D].
-        key: [B, Hkv, Skv, D].
-        attention_mask: what `mask_hook` returned, or None.
-        dropout: must be 0 in training.
-        kwargs: the layer's keywords.
-        implementation: what `attn_implementation` is set to.
-    """
-    _check_layer(module, dropout, kwargs, implementation)
-    if is_marked(attention_mask):
-        if not torch.compiler.is_compiling() and current.call is not None:
-            current.call.supplied += current.call.indices is not None
-        if attention_mask.shape[1] > 1:
-            attention_mask = vectors_of_local_heads(module, attention_mask, query.shape[1], key.shape[1])
-        return mask_of_rows(attention_mask, key.shape[2])
+    """Return the mask of a layer whose mask the hook did not merge; arguments as in `attention.layer_mask`."""
     causal = kwargs.get("is_causal")
     causal = bool(getattr(module, "is_causal", True) if causal is None else causal)
     if attention_mask is not None:
@@ -70,35 +50,6 @@ def layer_mask(
             _hook_mask(attention_mask, query, key, kwargs.get("cu_seq_lens_q"), kwargs.get("position_ids"))
         )
     return LayerMask(_default_mask(query, key, causal, kwargs, implementation))
-
-
-_checked: set[Any] = set()
-"""Layers by class and keywords that this process has checked; a keyword's value is looked at only if it is refused."""
-
-
-def _check_layer(module: nn.Module, dropout: float, kwargs: dict[str, Any], implementation: str) -> None:
-    """Check a layer's keywords, once per class, names and implementation; and what may change, in every layer."""
-    kind = None
-    if not torch.compiler.is_compiling():  # a compiler would guard on what follows
-        names = [name for name, value in kwargs.items() if value is not None]
-        kind = (type(module), implementation, kwargs.get("sliding_window"), *names)
-        is_known = kind in _checked and current.call is not None and not module._forward_pre_hooks
-        if is_known and not (dropout > 0 and module.training) and not asks_for_weights(kwargs):
-            return
-    _check_context_parallel(module, implementation)
-    check_keywords(module, dropout, kwargs, implementation)
-    if kind is not None:
-        _checked.add(kind)
-
-
-def _check_context_parallel(module: nn.Module, implementation: str) -> None:
-    """Raise under torch's context parallelism, which exchanges the keys of `scaled_dot_product_attention` alone.
-
-    Every rank would attend within its part of the row. accelerate, whose `parallelism_config` uses it, also drops the
-    masks of layers, by hooks on them.
-    """
-    if is_split_by_torch(module):
-        raise NotImplementedError(context_parallel_message(implementation))
 
 
 def _check_receiver(module: nn.Module, attention_mask: Tensor | None, causal: bool) -> None:
@@ -156,8 +107,7 @@ def _hook_mask(
 ) -> FlashMask:
     """Return the mask of the hook's columns, with documents separated by `cu_seq_lens` or, without it, by positions.
 
-    `cu_seq_lens` is read as in FlashAttention. The hook, too, separates documents by positions (`patches.py`), but not
-    every model hands them to its masks.
+    `cu_seq_lens` is read as in FlashAttention. Not every model hands its positions to its masks.
     """
     batch, _, q_len, _ = query.shape
     kv_len = key.shape[2]
@@ -203,8 +153,8 @@ def _positions_of_keys(position_ids: Tensor | None, key: Tensor) -> Tensor | Non
 def _default_mask(query: Tensor, key: Tensor, causal: bool, kwargs: dict[str, Any], implementation: str) -> FlashMask:
     """Return the mask of a layer for which no hook ran: causal (bottom-right aligned) or full.
 
-    A causal mask keeps documents apart where `position_ids` cover all keys, [B or 1, Skv], and restart at 0 with each
-    document: engines of sequence parallelism gather positions, but drop masks and do not know of mask indices.
+    A causal mask keeps documents apart by `position_ids` of all keys, [B or 1, Skv]: engines of sequence parallelism
+    gather positions, but drop masks.
     """
     window = kwargs.get("sliding_window")
     if window is not None and not causal:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,11 +11,9 @@ from flashmask_hf.attention import flashmask_attention
 from flashmask_hf.hf.mask_cache import cached_mask
 from flashmask_hf.mask import FlashMask
 from flashmask_hf.names import VECTORS
-from flashmask_hf.torch_internals import device_assert, stream_of
+from flashmask_hf.torch_internals import device_assert
 
-__all__ = [
-    "TEXT_ONLY", "LayerMask", "check_hook_result", "hidden_keys", "is_marked", "marked_rows", "mask_of_rows",
-]  # fmt: skip
+__all__ = ["BOUNDS", "TEXT_ONLY", "LayerMask", "check_hook_result", "hidden_keys", "marked_rows", "mask_of_rows"]
 
 TEXT_ONLY = "attn_implementation={'text_config': 'flashmask', 'vision_config': 'sdpa'}"
 """The way out, in messages, where one part of a model does not take the backend."""
@@ -37,7 +35,9 @@ class LayerMask(NamedTuple):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         """Return attention [B, Hq, Sq, Dv] under the mask; `options` as in `flashmask_attention`."""
-        return flashmask_attention(query, self.gather(key), self.gather(value), self.mask, **options)
+        if self.keys is not None:
+            key, value = self.gather(key), self.gather(value)
+        return flashmask_attention(query, key, value, self.mask, **options)
 
 
 _REFUSED = (
@@ -45,13 +45,8 @@ _REFUSED = (
     f"FlashMask.from_dense(mask).indices and pass it as {VECTORS}, or keep a tower from this backend"
 )
 
-_BOUNDS = {2: 1, 3: 2, 5: 4, 6: 4}
-"""Bounds per key by the rows of a marked mask: one row more is the mark; of six, the fifth has the columns' keys."""
-
-
-def is_marked(rows: Any) -> TypeGuard[Tensor]:
-    """Return whether a layer's attention_mask has the form of a mask that the hook merged in a model call."""
-    return isinstance(rows, Tensor) and rows.dtype == torch.int32 and rows.dim() == 4 and rows.shape[2] in _BOUNDS
+BOUNDS = {2: 1, 3: 2, 5: 4, 6: 4}
+"""Bounds per key by the number of rows of a marked mask: the last row is the mark; of six, the fifth has the keys."""
 
 
 def marked_rows(mask: LayerMask) -> Tensor:
@@ -63,25 +58,13 @@ def marked_rows(mask: LayerMask) -> Tensor:
         keys = mask.keys[:, None, None].to(torch.int32).expand(-1, rows.shape[1], -1, -1)
         rows = torch.cat([rows, keys.expand(rows.shape[0], -1, -1, -1)], 2)
     rows = torch.cat([rows, -1 - rows[:, :, :1]], 2)
-    if _keeps_masks(rows):
-        rows._flashmask = _state(rows), LayerMask(flat, mask.keys)  # type: ignore[attr-defined]
+    if type(rows) is Tensor and not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active():
+        rows._flashmask = LayerMask(flat, mask.keys)  # type: ignore[attr-defined]
     return rows
 
 
-def _keeps_masks(rows: Tensor) -> bool:
-    """Return whether a mask may be kept on its rows: a compiler's or a transform's tensors are its own."""
-    return not (
-        torch.compiler.is_compiling() or type(rows) is not Tensor or torch._C._are_functorch_transforms_active()
-    )
-
-
-def _state(rows: Tensor) -> tuple[Any, ...]:
-    """Return what a kept mask depends on: changes in place, the CUDA stream, and whether autograd may save it."""
-    return 0 if rows.is_inference() else rows._version, stream_of(rows), torch.is_inference_mode_enabled()
-
-
 def mask_of_rows(rows: Tensor, kv_len: int) -> LayerMask:
-    """Return the mask of marked rows, which is kept on the tensor, and for an alias of it by its memory.
+    """Return the mask of marked rows: kept on the tensor, or cached for an alias of it.
 
     Raises:
         ValueError: the rows are of another number of keys.
@@ -92,18 +75,18 @@ def mask_of_rows(rows: Tensor, kv_len: int) -> LayerMask:
             f"attention_mask has {rows.shape[3]} keys, but this layer has {kv_len}; pass a 2D attention_mask that "
             "covers cache and new tokens"
         )
-    if not _keeps_masks(rows):
-        return _read(rows)
-    kept, state = getattr(rows, "_flashmask", None), _state(rows)
-    if kept is None or kept[0] != state:
-        kept = rows._flashmask = state, cached_mask((rows,), ("marked",), lambda: _read(rows))  # type: ignore[attr-defined]
-    return kept[1]
+    kept = None if torch.compiler.is_compiling() else getattr(rows, "_flashmask", None)
+    if kept is not None:
+        is_inference = rows.is_inference()  # autograd cannot save its mask
+        if is_inference == torch.is_inference_mode_enabled() and (is_inference or rows._version == 0):
+            return kept
+    return cached_mask((rows,), ("marked",), lambda: _read(rows))
 
 
 def _read(rows: Tensor) -> LayerMask:
     device_assert((rows[:, :, -1] == -1 - rows[:, :, 0]).all(), _REFUSED.format("a tensor of integers"))
     count = rows.shape[2]
-    indices = rows.detach()[:, :, : _BOUNDS[count]].transpose(2, 3).contiguous()
+    indices = rows.detach()[:, :, : BOUNDS[count]].transpose(2, 3).contiguous()
     keys = rows.detach()[:, 0, 4].to(torch.int64) if count == 6 else None
     return LayerMask(FlashMask(indices, causal=count < 4), keys)
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from flashmask_hf.torch_internals import is_capturing, stream_of
+from flashmask_hf.torch_internals import device_assert, is_capturing, stream_of
 
 __all__ = ["cached_mask", "check_once"]
 
@@ -45,18 +45,18 @@ def cached_mask(
     """Return `build()`, or what it returned for another layer or recomputation that reads the same tensors.
 
     Tensors are identified by the memory they view, so an alias that checkpointing makes finds the same mask. There is
-    one entry for a first source, a variant and a CUDA stream, on which the mask may be read. The entry is dropped when
-    the first source is freed; when another replaces it, because a source was changed in place or is another one; or
-    when `_CAPACITY` others are newer. Until then it keeps the memory of the other sources, though not the tensors. The
-    mask may hold an alias of `sources[0]` but not the tensor itself, or the entry would keep itself alive.
+    one entry for a first source, a variant and a CUDA stream. It is dropped when the first source is freed, when a
+    source was changed in place or is another one, or when `_CAPACITY` others are newer. Until then it keeps the memory
+    of the other sources. The mask may hold an alias of `sources[0]` but not the tensor itself, or the entry would keep
+    itself alive.
 
     Args:
         sources: what `build` reads.
         variant: what else the mask depends on.
         build: builds the mask.
         per_forward: whether one of the sources is new in each forward, as the hook's columns are. If not, nothing is
-            kept of tensors made in inference mode, which do not count changes, nor in a CUDA graph, which is to read
-            them again at every replay. If so, layers share the mask there, too.
+            kept of tensors made in inference mode, which do not count changes, nor in a CUDA graph, whose replays read
+            them again.
     """
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return build()  # a compiler merges the equal plans of its layers itself, and a transform's tensors are its own
@@ -81,7 +81,12 @@ def cached_mask(
 
 
 def check_once(
-    sources: tuple[Tensor, ...], variant: tuple[Hashable, ...], check: Callable[[], None], *, per_forward: bool = True
+    sources: tuple[Tensor, ...],
+    variant: tuple[Hashable, ...],
+    holds: Callable[[], Tensor],
+    message: str,
+    *,
+    per_forward: bool = True,
 ) -> None:
-    """Run a check of tensors once per forward instead of in every layer. Arguments as in `cached_mask`."""
-    cached_mask(sources, variant, check, per_forward=per_forward)
+    """Assert `holds()`, bool [], on the device once per forward. Other arguments as in `cached_mask`."""
+    cached_mask(sources, variant, lambda: device_assert(holds(), message), per_forward=per_forward)

@@ -1,9 +1,8 @@
 """Patches of transformers: six changes that its interfaces do not offer, one section each.
 
-All act for this package's attention implementations or batch keys only; everything else gets what it got before. Each
-section says what is patched, why, and what is checked first, in transformers 5.17 to 5.24, with which the patches are
-tested. Code that is not as expected is refused, with an error that names these versions. Applying patches again changes
-nothing.
+They act for this package's attention implementations or batch keys only. Each function takes the module or class that
+it changes, and says what is patched, why, and what is checked first, in transformers 5.17 to 5.24. Code that is missing
+or not as expected raises a RuntimeError that names these versions. Applying a patch again changes nothing.
 """
 
 from __future__ import annotations
@@ -36,11 +35,7 @@ __all__ = ["apply"]
 
 
 def apply() -> None:
-    """Apply every patch to the installed transformers.
-
-    Raises:
-        RuntimeError: this version is not one that the package knows how to adapt.
-    """
+    """Apply every patch to the installed transformers."""
     exclude_from_flash_attention(generic)
     detect_documents_always(masking_utils)
     refuse_unsupported_models(PreTrainedModel)
@@ -50,7 +45,7 @@ def apply() -> None:
 
 
 def _refuse_version(does: str, where: str) -> NoReturn:
-    """Raise because code to be patched is missing, or is not as in the versions that the patches are tested with."""
+    """Raise a RuntimeError because code to be patched is not as in the tested versions."""
     raise RuntimeError(
         f"transformers {transformers.__version__} {does} in a way that flashmask_hf does not know ({where}); install a "
         "version it was tested with, pip install 'transformers>=5.17,<5.25', or a newer flashmask-hf"
@@ -60,11 +55,9 @@ def _refuse_version(does: str, where: str) -> NoReturn:
 def _wrap_function(
     owner: Any, name: str, signatures: Sequence[Sequence[str]], wrapper: Callable[..., Any], does: str
 ) -> None:
-    """Make a function of a module or class call `wrapper(original, *args, **kwargs)`. A second call does nothing.
+    """Make a plain function with one of these signatures call `wrapper(original, *args, **kwargs)`.
 
-    Raises:
-        RuntimeError: it is no plain function whose parameters are one of `signatures`; the message says that this
-            version `does` something otherwise.
+    Otherwise the error says that this version `does` something in another way.
     """
     original = getattr(owner, name, None)
     if hasattr(original, "patched"):
@@ -80,48 +73,21 @@ def _wrap_function(
     setattr(owner, name, patched)
 
 
-def _change_property(owner: Any, name: str, change: Callable[[Any], Any], does: str) -> None:
-    """Make a property of a class return what `change` makes of its value. A second call does nothing.
-
-    Raises:
-        RuntimeError: it is no property; the message says that this version `does` something otherwise.
-    """
-    original = getattr(owner, name, None)
-    get: Any = getattr(original, "fget", None)
-    if hasattr(get, "patched"):
-        return
-    if not isinstance(original, property):
-        _refuse_version(does, f"{name} of {owner.__name__}")
-
-    @functools.wraps(get)
-    def patched(self: Any) -> Any:
-        return change(get(self))
-
-    patched.patched = True  # type: ignore[attr-defined]
-    setattr(owner, name, property(patched, original.fset, original.fdel, original.__doc__))
-
-
 # 1. The names are not FlashAttention's.
 
 
 def exclude_from_flash_attention(module: Any) -> None:
     """Make `is_flash_attention_requested` answer False for exactly this package's names.
 
-    Patched: the code of `transformers.utils.generic.is_flash_attention_requested`. Dozens of modules have imported the
-    function by name, so its `__code__` is replaced in place.
+    Patched: the `__code__` of `transformers.utils.generic.is_flash_attention_requested`, in place, since dozens of
+    modules have imported the function by name.
 
-    Why: it looks for "flash" in the name. A model with "flashmask" would be taken for one with FlashAttention, which
-    `from_pretrained` then tries to load and cannot; models would pack padding away, choose their FlashAttention classes
-    or replace the name with their own kernel's.
+    Why: it looks for "flash" in the name. `from_pretrained` would try to load FlashAttention, and models would pack
+    padding away, choose their FlashAttention classes or replace the name with their own kernel's.
 
-    Checked (the same code in 5.17 to 5.24): it is a plain function with its three parameters and no closure, and takes
-    "flash_attention_2" and this package's names for FlashAttention, but not "sdpa".
+    Checked: it is a plain function with its three parameters and no closure, and takes "flash_attention_2" and this
+    package's names for FlashAttention, but not "sdpa".
 
-    Args:
-        module: `transformers.utils.generic`.
-
-    Raises:
-        RuntimeError: the function is missing or not as expected.
     """
     function: Any = getattr(module, "is_flash_attention_requested", None)
     parameters = ["config", "requested_attention_implementation", "version"]
@@ -165,23 +131,17 @@ _CACHES = ("past_key_values", "cache")  # the name of the fourth argument until 
 def detect_documents_always(module: Any) -> None:
     """Make `_preprocess_mask_arguments` find packed documents in `position_ids` beside a cache or a 2D mask, too.
 
-    Patched: `transformers.masking_utils._preprocess_mask_arguments`, replaced by a wrapper. It returns the numbers of
-    documents in place of the 2D mask (`mask_hook.DOCUMENTS`), also where transformers itself found them, except for
-    chunked attention. The hook measures windows there in rows, because positions of padding mean nothing.
+    Patched: `transformers.masking_utils._preprocess_mask_arguments`. It returns the numbers of documents in place of
+    the 2D mask (`mask_hook.DOCUMENTS`), except for chunked attention. The hook measures windows there in rows, because
+    positions of padding mean nothing.
 
     Why: transformers looks for documents only if there is neither a cache nor a mask. A model's default is
-    `use_cache=True`, so a plain forward of a packed row would let documents see each other, without an error. Where it
-    finds documents, it evaluates masks at `position_ids` instead of rows, and some (the windows of Gemma 3) look blocks
-    of images up there: a document would see itself whole where the first one of its row has an image.
+    `use_cache=True`, so documents of a plain forward would see each other, without an error. Where it finds documents,
+    it evaluates masks at `position_ids` instead of rows, and some (the windows of Gemma 3) look blocks of images up
+    there: a document would see itself whole where the first one of its row has an image.
 
-    Checked (the same signature in 5.17 to 5.24, but for the name of the cache): `_preprocess_mask_arguments` is a plain
-    function with its seven parameters.
+    Checked: it is a plain function with its seven parameters; the cache's name differs between versions.
 
-    Args:
-        module: `transformers.masking_utils`.
-
-    Raises:
-        RuntimeError: the function is missing or not as expected.
     """
     signatures = [[*_MASK_ARGUMENTS[:3], cache, *_MASK_ARGUMENTS[3:]] for cache in _CACHES]
     _wrap_function(module, "_preprocess_mask_arguments", signatures, _preprocess, "prepares masks")
@@ -229,21 +189,16 @@ def _preprocess(
 def refuse_unsupported_models(model_class: Any) -> None:
     """Make models that do not look their attention up by name raise when one of this package's names is chosen.
 
-    Patched: `PreTrainedModel.get_correct_attn_implementation`, replaced by a wrapper. It runs when a model is made and
-    when its attention is set later, for models within models, too.
+    Patched: `PreTrainedModel.get_correct_attn_implementation`, which runs when a model or submodel is made and when its
+    attention is set later.
 
     Why: Falcon, GPT-J and a few more look `config._attn_implementation` up in a dict of classes of their module, and
     would fail with a KeyError or keep the classes they have. Others have one attention, which would add the mask hook's
-    columns to its scores, without an error. A tower with attention of its own that asks for no mask of transformers (of
-    timm, say) goes on as it is.
+    integers to its scores, without an error. A tower with attention of its own that asks for no mask of transformers
+    (of timm, say) goes on as it is.
 
-    Checked (the same signature in 5.17 to 5.24): it is a plain function with its three parameters.
+    Checked: it is a plain function with its three parameters.
 
-    Args:
-        model_class: `transformers.PreTrainedModel`.
-
-    Raises:
-        RuntimeError: the method is missing or not as expected.
     """
     signature = ["self", "requested_attention", "is_init_check"]
     _wrap_function(model_class, "get_correct_attn_implementation", [signature], _choose_attention, "chooses attention")
@@ -282,13 +237,11 @@ def accept_sparse_options(config_class: type) -> None:
     Patched: `PreTrainedConfig` gets the class attributes `flashmask_hash` and `flashmask_qk`, which are None. A config
     that does not set them does not save them.
 
-    Why: `PreTrainedConfig.from_dict` takes a keyword for the config's only if the config has that attribute, and leaves
-    every other one to the model's class, which refuses it.
+    Why: `PreTrainedConfig.from_dict` takes only keywords that the config has as attributes, and leaves every other one
+    to the model's class, which refuses it.
 
-    Checked: nothing, since no code of transformers is changed; a test saves and loads the options (5.17 to 5.24).
+    Checked: nothing, since no code of transformers is changed.
 
-    Args:
-        config_class: `transformers.PreTrainedConfig`.
     """
     for name in (HASH, QK):
         setattr(config_class, name, None)
@@ -302,19 +255,11 @@ def check_calls(model_class: Any) -> None:
 
     Patched: `PreTrainedModel.__call__`, inherited from `torch.nn.Module`, replaced by `guard.run_call`.
 
-    Why: attention implementations of transformers ignore keywords that they do not know, so a batch of this package's
-    collators runs on them under another mask. Recurrent and convolutional layers mix the documents of a packed row
-    without an error, models such as RoBERTa and Qwen2-VL number positions in another way than packed rows do, and a
-    model's own loss predicts a document's first token from the document before. transformers gives an attention
-    implementation no place at which it sees the model and its call.
+    Why: transformers gives an attention implementation no place at which it sees the model and its call. The files of
+    `checks/` say what would mix documents without an error.
 
-    Checked (the same in 5.17 to 5.24): it is a plain function that takes any arguments.
+    Checked: it is a plain function that takes any arguments.
 
-    Args:
-        model_class: `transformers.PreTrainedModel`.
-
-    Raises:
-        RuntimeError: the method is not as expected.
     """
     _wrap_function(model_class, "__call__", [["self", "args", "kwargs"]], run_call, "calls models")
 
@@ -327,24 +272,24 @@ def read_kernel_names(config_class: Any) -> None:
 
     Patched: the getter of `PreTrainedConfig._attn_implementation`.
 
-    Why: transformers registers a kernel "ORG/NAME" under that name, with the dense mask of "sdpa", after the kernel was
-    imported. Everything here and in trainers that asks a config for "flashmask" would not find it, and "flash" in
-    "ORG/NAME" would be taken for FlashAttention. The getter returns "flashmask" for a name of
-    this package's attention; models then get its mask and its checks.
+    Why: transformers registers a kernel "ORG/NAME" under that name, with the dense mask of "sdpa". Everything that asks
+    a config for "flashmask" would not find it, and "flash" in the name would be taken for FlashAttention.
 
-    Checked (the same in 5.17 to 5.24): it is a property.
+    Checked: it is a property.
 
-    Args:
-        config_class: `transformers.PreTrainedConfig`.
-
-    Raises:
-        RuntimeError: the property is missing or not as expected.
     """
-    _change_property(config_class, "_attn_implementation", _own_name, "keeps the name of an attention")
+    original = getattr(config_class, "_attn_implementation", None)
+    get: Any = getattr(original, "fget", None)
+    if hasattr(get, "patched"):
+        return
+    if not isinstance(original, property):
+        _refuse_version("keeps the name of an attention", f"_attn_implementation of {config_class.__name__}")
 
+    @functools.wraps(get)
+    def patched(self: Any) -> Any:
+        name = get(self)
+        is_hub = isinstance(name, str) and "/" in name
+        return FLASHMASK if is_hub and AttentionInterface._global_mapping.get(name) is attention_forward else name
 
-def _own_name(name: Any) -> Any:
-    """Return "flashmask" for the name of a Hub kernel whose attention is this package's, any other name as it is."""
-    if isinstance(name, str) and "/" in name and AttentionInterface._global_mapping.get(name) is attention_forward:
-        return FLASHMASK
-    return name
+    patched.patched = True  # type: ignore[attr-defined]
+    config_class._attn_implementation = property(patched, original.fset, original.fdel, original.__doc__)

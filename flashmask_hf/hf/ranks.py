@@ -1,7 +1,6 @@
 """Attention of a layer whose rank holds a shard of a packed row (`flashmask_hf.parallel`), or of the heads.
 
-The layer mask is built for the whole row, from whole mask indices and positions, so windows, trees and heads keep their
-meaning. Then ranks exchange heads for rows, or gather keys.
+The layer mask is built for the whole row. Then ranks exchange heads for rows, or gather keys.
 """
 
 from __future__ import annotations
@@ -33,20 +32,18 @@ __all__ = ["attend_in_parts", "vectors_of_local_heads"]
 
 def attend_in_parts(
     split: RowSplit,
-    layer_mask: Callable[..., LayerMask],
+    late_mask: Callable[..., LayerMask],
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None,
-    dropout: float,
     kwargs: dict[str, Any],
 ) -> Tensor:
     """Return the attention of this rank's rows, [B, S / N, Hq, Dv].
 
-    The arguments after `layer_mask` are as in `attention_forward`.
-
+    The arguments after `late_mask` are as in `attention_forward`.
 
     Raises:
         ValueError: as in `attention_forward`; keys belong to other tokens than queries, as with a cache; or the model
@@ -71,46 +68,39 @@ def attend_in_parts(
         key, value = spread_kv_heads(key, split), spread_kv_heads(value, split)
         query, key, value = (rows_to_heads(x, split) for x in (query, key, value))
         kwargs[VECTORS] = _vectors_of_heads(kwargs[VECTORS], heads, kv_heads, split)
-        mask = layer_mask(module, query, key, None, dropout, kwargs)
+        mask = late_mask(module, query, key, None, kwargs)
         sinks = None if sinks is None else own_heads(sinks, split, 0)
     else:
         key, value = gather_keys(key, split), gather_keys(value, split)
         whole_query = query[:, :, :1].expand(-1, -1, split.length, -1)  # only its shape [.., S, D] is read
-        mask = _own_rows(layer_mask(module, whole_query, key, None, dropout, kwargs), split)
+        mask = _own_rows(late_mask(module, whole_query, key, None, kwargs), split)
     out = mask.attend(query, key, value, scale=scaling, softcap=kwargs.get("softcap"), sinks=sinks)
     return (heads_to_rows(out, split) if by_heads else out).transpose(1, 2)
 
 
 def _refuse_padding(attention_mask: Any) -> None:
-    """Raise if a 2D mask hid a key from all rows in the mask hook: it covers this shard alone."""
+    """Raise if a 2D mask, which covers this shard alone, hid a key from all rows in the mask hook."""
     check_hook_result(attention_mask)
-
-    def check() -> None:
-        device_assert(
-            ~hidden_keys(attention_mask, attention_mask.shape[3]).any(),
-            f"a 2D attention_mask hides tokens of a row that is split over processes; leave it out, {VECTORS} mark "
-            "padding",
-        )
-
-    check_once((attention_mask,), ("padding",), check)
+    check_once(
+        (attention_mask,),
+        ("padding",),
+        lambda: ~hidden_keys(attention_mask, attention_mask.shape[3]).any(),
+        f"a 2D attention_mask hides tokens of a row that is split over processes; leave it out, {VECTORS} mark padding",
+    )
 
 
 def _check_positions(position_ids: Any, split: RowSplit) -> None:
-    """Raise if a layer's positions [B or 1, S / N] differ from the split's: the model numbered its shard itself.
-
-    Models that do not hand positions of this form to their layers are not checked.
-    """
+    """Raise if a layer's positions [B or 1, S / N], if it gets them, differ from the split's."""
     if not isinstance(position_ids, Tensor) or position_ids.dim() != 2 or position_ids.shape[1] != split.rows.shape[1]:
         return
-
-    def check() -> None:
-        device_assert(
-            (position_ids == split.own_positions.to(position_ids.device)).all(),
-            "position_ids of a part of a row are missing, or differ from those that sequence_parallel was given; make "
-            "the inputs of the model with split.shard(batch), or pass split.own_positions",
-        )
-
-    check_once((position_ids, split.position_ids, split.rows), ("positions", split.group), check, per_forward=False)
+    check_once(
+        (position_ids, split.position_ids, split.rows),
+        ("positions", split.group),
+        lambda: (position_ids == split.own_positions.to(position_ids.device)).all(),
+        "position_ids of a part of a row are missing, or differ from those that sequence_parallel was given; make the "
+        "inputs of the model with split.shard(batch), or pass split.own_positions",
+        per_forward=False,
+    )
 
 
 def _vectors_of_heads(vectors: Tensor, heads: int, kv_heads: int, split: RowSplit) -> Tensor:
@@ -129,7 +119,7 @@ def _own_rows(whole: LayerMask, split: RowSplit) -> LayerMask:
 
     def build() -> LayerMask:
         mask, length = whole.mask, split.length
-        device_assert(  # to count rows would cut off what is out of range; other masks are checked with their plan
+        device_assert(  # counting rows would cut it off; other masks are checked with their plan
             ((mask.indices >= 0) & (mask.indices <= length)).all(),
             f"{VECTORS} must lie in 0..{length}, the row's length, as they do in a mask made for this row; "
             f"FlashMask.validate(q_len={length}) names the columns",
@@ -149,8 +139,7 @@ def _own_rows(whole: LayerMask, split: RowSplit) -> LayerMask:
 def vectors_of_local_heads(module: nn.Module, vectors: Tensor, heads: int, kv_heads: int) -> Tensor:
     """Return the mask indices of the heads that this rank computes; without tensor parallelism, of all heads.
 
-    Every rank receives the indices of the whole model, so the head count has one meaning on all ranks: a model often
-    has as many key-value heads as one rank has query heads.
+    Every rank receives the indices of the whole model: it often has as many key-value heads as a rank has query heads.
 
     Args:
         module: the attention layer. Sharded DTensors among its parameters mark tensor parallelism.
@@ -191,7 +180,7 @@ def vectors_of_local_heads(module: nn.Module, vectors: Tensor, heads: int, kv_he
 
 
 def _shard_of(module: nn.Module) -> tuple[int, int] | None:
-    """Return this process's rank and the number of processes over which a layer's parameters are sharded, or None."""
+    """Return this rank and the number of ranks over which a layer's parameters are sharded, or None."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return None
     from torch.distributed.tensor import DTensor  # slow to import, and missing in builds without processes

@@ -27,7 +27,8 @@ from torch.compiler import is_compiling
 from transformers import PreTrainedModel
 
 from flashmask_hf._numbers import as_integer, check_bool
-from flashmask_hf.hf.late import layer_mask
+from flashmask_hf.hf.attention import layer_mask
+from flashmask_hf.hf.keywords import check_layer
 from flashmask_hf.hf.layer_mask import LayerMask
 from flashmask_hf.hf.models import state_of
 from flashmask_hf.mask import FlashMask
@@ -81,7 +82,8 @@ def hash_attention_forward(
     seed = as_integer(f"{HASH}['seed']", options["seed"], 0, 2**32 - 1)
     for option in ("exclude_self", "shared_qk"):
         check_bool(f"{HASH}[{option!r}]", options[option])
-    layer = layer_mask(module, query, key, attention_mask, dropout, kwargs, HASH)
+    check_layer(module, dropout, kwargs, HASH)
+    layer = layer_mask(module, query, key, attention_mask, kwargs, HASH)
     mask = _sortable_mask(HASH, layer)
     directions = lsh_directions(key.detach(), seed, getattr(module, "layer_idx", None) or 0, n_buckets // 2)
     q_bucket = nearest(query.detach(), directions)
@@ -129,7 +131,8 @@ def qk_attention_forward(
         ValueError: an option is missing, unknown or out of range; or one keep is missing or does not fit.
         NotImplementedError: rows are dropped under a mask that is not causal with n = 1 bound.
     """
-    layer = layer_mask(module, query, key, attention_mask, dropout, kwargs, QK)
+    check_layer(module, dropout, kwargs, QK)
+    layer = layer_mask(module, query, key, attention_mask, kwargs, QK)
     q_keep, k_keep = (kwargs.get(name) for name in ("q_keep", "k_keep"))
     if (q_keep is None) != (k_keep is None):
         raise ValueError("q_keep and k_keep must be given together; pass an all-True tensor for the missing one")

@@ -30,8 +30,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from flashmask_hf import FlashMask, flashmask_attention
 from flashmask_hf import tile_plan as plan_in_torch
 from flashmask_hf._call import plan_cache as plan_operator
-from flashmask_hf.hf.attention import attention_forward
-from flashmask_hf.hf.late import layer_mask
+from flashmask_hf.hf.attention import attention_forward, layer_mask
 from flashmask_hf.kernels.eager import tiled
 from flashmask_hf.names import FLASHMASK
 
@@ -71,7 +70,7 @@ def _with_mask(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Run an attention with the layer's mask, as transformers calls it."""
-    layer = layer_mask(module, query, key, attention_mask, dropout, kwargs)
+    layer = layer_mask(module, query, key, attention_mask, kwargs)
     return attend(module, query, layer.gather(key), layer.gather(value), layer.mask, scaling), None
 
 

@@ -5,14 +5,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from flashmask_hf.hf import keywords, late
+from flashmask_hf.hf import keywords
 
 
 @pytest.fixture(autouse=True)
 def _isolate(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     monkeypatch.setattr(keywords, "_warned", set())
-    monkeypatch.setattr(late, "_checked", set())
+    monkeypatch.setattr(keywords, "_checked", set())
 
 
 @pytest.fixture

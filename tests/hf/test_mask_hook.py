@@ -10,8 +10,9 @@ from transformers import masking_utils as hf_masks
 
 from flashmask_hf import FlashMask, MaskNotRepresentable, masks
 from flashmask_hf.hf import mask_hook as hook_module
+from flashmask_hf.hf.attention import is_marked
 from flashmask_hf.hf.call import Call, current
-from flashmask_hf.hf.layer_mask import is_marked, mask_of_rows
+from flashmask_hf.hf.layer_mask import mask_of_rows
 from flashmask_hf.hf.mask_hook import mask_hook
 
 

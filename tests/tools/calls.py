@@ -22,4 +22,5 @@ def check_named(words: str) -> Check:
 
 def run_check(words: str, model: Any, *args: Any, **kwargs: Any) -> None:
     """Run one check of a call, if it applies."""
-    require(check_named(words), Call(model, args, kwargs))
+    call, check = Call(model, args, kwargs), check_named(words)
+    require(check, call, check.verdict(call))

@@ -28,7 +28,9 @@ def run_checks(call: Call, *, after: bool = False) -> None:
     seen = not after and _has_arguments_of_outer(call)
     for check in CHECKS:
         if check.after is after and (check.parts or not seen):
-            require(check, call)
+            verdict = check.verdict(call)
+            if verdict is not None:
+                require(check, call, verdict)
 
 
 def _has_arguments_of_outer(call: Call) -> bool:

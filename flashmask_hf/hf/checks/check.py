@@ -52,14 +52,13 @@ def rule(
     return add
 
 
-def require(check: Check, call: Call) -> None:
-    """Raise if a call breaks the rule of a check.
+def require(check: Check, call: Call, verdict: Verdict) -> None:
+    """Raise if a call breaks the rule of a check by its verdict.
 
     Raises:
         Exception: the check's error, from a bool.
         RuntimeError: from a tensor; on a GPU it is an assertion of the device.
     """
-    verdict = check.verdict(call)
     if verdict is None or verdict[0] is None:
         return
     holds, message = verdict

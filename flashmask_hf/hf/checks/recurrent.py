@@ -1,7 +1,7 @@
 """Packed rows in models with layers that are not attention: boundaries for their kernels, or an error.
 
-Linear attention, state spaces and convolutions carry tokens from one document of a packed row into the next, whatever
-the attention mask says. Some of their kernels read document boundaries and keep documents apart.
+Linear attention, state spaces and convolutions carry tokens from one document of a packed row into the next, unless
+their kernels read document boundaries.
 """
 
 from __future__ import annotations
@@ -102,12 +102,12 @@ def _obstacle(call: Call) -> str | None:
 def add_boundaries(call: Call) -> dict[str, Any]:
     """Return the arguments with the boundaries by which kernels keep documents apart.
 
-    These are `seq_idx`, mask indices for the attention beside the kernels, because not every model hands it
-    `position_ids`, and for the delta rule `cu_seq_lens_q` and `cu_seq_lens_k`. The number of documents is then a shape,
-    so the host waits for it. A cache of several documents would hold one state for each, so there is none.
+    These are `seq_idx`, mask indices for the attention beside the kernels, and for the delta rule `cu_seq_lens_q` and
+    `cu_seq_lens_k`, whose shape, the number of documents, the host waits for. Several documents then have no cache,
+    which would hold one state for each.
     """
     if call.indices is not None:
-        require(_are_flat, call)
+        require(_are_flat, call, _are_flat.verdict(call))
     found = _documents(call)
     if found is None:
         return call.named

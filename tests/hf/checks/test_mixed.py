@@ -124,7 +124,8 @@ def test_heads_that_read_every_token_take_several_documents():
 
 def check_scales(positions, mask=None, **fields):
     """Run the checks of Llama 4 on a call with a config of these fields."""
-    model = SimpleNamespace(config=SimpleNamespace(_attn_implementation="flashmask", **fields))
+    model = torch.nn.Module()
+    model.config = SimpleNamespace(_attn_implementation="flashmask", **fields)
     for words in ("documents of Llama 4", "attention chunks of Llama 4"):
         run_check(words, model, position_ids=positions, attention_mask=mask)
 
@@ -167,8 +168,9 @@ def test_masked_tokens_under_token_dropout_take_one_document_a_row():
 
 
 def test_activated_lora_takes_one_document_a_row():
-    config = SimpleNamespace(_attn_implementation="flashmask")
-    model = SimpleNamespace(config=config, peft_config={"default": SimpleNamespace(alora_invocation_tokens=[1])})
+    model = torch.nn.Module()
+    model.config = SimpleNamespace(_attn_implementation="flashmask")
+    model.peft_config = {"default": SimpleNamespace(alora_invocation_tokens=[1])}
 
     def check_adapters(call):
         run_check("activated LoRA", model, input_ids=torch.ones(1, 6), **call)

@@ -231,7 +231,8 @@ def test_masks_that_number_documents():
 
 def test_numbers_of_documents_in_a_model_with_a_long_name():
     """A device takes messages of up to 254 characters, in calls that pass, too."""
-    model = type("A" * 100, (), {"config": llama_config(), "modules": lambda self: []})()
+    model = type("A" * 100, (torch.nn.Module,), {})()
+    model.config = llama_config()
     model.config._attn_implementation = "flashmask"
     check_document_numbers(model, {"seq_idx": torch.zeros(1, 9)})
     with pytest.raises(RuntimeError, match=r"but the attention of A{100} does not read it"):
