@@ -49,7 +49,7 @@ from transformers.utils.import_utils import is_torch_bf16_gpu_available
 import flashmask_hf  # noqa: F401  registers the attention implementations
 
 sys.path.insert(0, str(Path(__file__).parent / "benchmarks"))
-from harness import show, synchronize, write_csv  # pyright: ignore[reportMissingImports]
+from harness import Results, synchronize  # pyright: ignore[reportMissingImports]
 
 BASE = "sdpa"
 HASH = "flashmask_hash"
@@ -340,14 +340,12 @@ def main(argv: Sequence[str]) -> None:
     ]
     if not accelerator.is_main_process:
         return
-    if arguments.out is None:
-        show(summary)
-        return
-    write_csv(arguments.out / f"sparse_{arguments.length}.csv", summary)
-    if not arguments.time_only:
+    file = None if arguments.out is None else arguments.out / f"sparse_{arguments.length}.csv"
+    Results(file).add(summary)
+    if file is not None and not arguments.time_only:
         steps = curves(history, arguments.length)
-        write_csv(arguments.out / f"sparse_{arguments.length}_steps.csv", steps, silent=True)
-        plot(steps, arguments.out / f"sparse_{arguments.length}.png")
+        Results(file.with_name(f"{file.stem}_steps.csv")).add(steps, silent=True)
+        plot(steps, file.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -33,18 +33,16 @@ import argparse
 import runpy
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch._dynamo.config
 import torch._functorch.config
 import torch.nn.functional as F
 from harness import (
-    append_rows,
+    Results,
     flags,
     gpu_milliseconds,
     graph_of,
@@ -63,6 +61,7 @@ from flashmask_hf._call.plan_cache import make_plan
 
 EXACT_ROWS = 1024  # query rows that float64 takes at a time
 BLOCK = 128  # rows whose error is looked at together
+TOLERANCE = 2e-2  # largest error of a block, relative
 CALLS = 8  # calls of a CUDA graph, which stand for the layers of a model
 CACHES = 2**28  # bytes of the caches that decoding reads in turn, several times the L2 cache of a GPU
 WINDOW = 1024  # keys that decoding sees under the mask "window"
@@ -70,10 +69,8 @@ DEFAULT = ("flashmask", "flashmask_triton", "flex_attention", "flex_flash", "fa4
 RATES = ("forward_tflops", "backward_tflops", "both_tflops", "both_tflops_of_pairs")
 PASSES = ("forward_ms", "backward_ms", *RATES, "mask_ms", "mask_mib")
 CALL = ("passes", "eager_us", "host_us", "graph_us")
-START = time.perf_counter()
 
 torch._functorch.config.donated_buffer = False  # to time one compiled backward many times
-torch._dynamo.config.recompile_limit = 256  # FlexAttention compiles for every kind of mask and every shape
 
 
 class Shape(NamedTuple):
@@ -372,16 +369,16 @@ def error_of(one: Tensor, other: Tensor) -> float:
     return float((norms(one - other) / torch.maximum(sizes, sizes.mean())).max())
 
 
-def difference(found: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float) -> str:
-    """Return which results differ by more than the tolerance, as text, or ""."""
+def difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> str:
+    """Return which results differ by more than `TOLERANCE`, as text, or ""."""
     names = ("out", "dq", "dk", "dv")[: len(found)]
     errors = {what: error_of(one, other) for what, one, other in zip(names, found, expected, strict=True)}
-    wrong = [f"{what} by {error:.1e}" for what, error in errors.items() if not error <= tolerance]
+    wrong = [f"{what} by {error:.1e}" for what, error in errors.items() if not error <= TOLERANCE]
     return f"differs: {', '.join(wrong)}" if wrong else ""
 
 
 def admit(
-    name: str, case: Case, tensors: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float
+    name: str, case: Case, tensors: Sequence[Tensor], expected: Sequence[Tensor]
 ) -> tuple[Callable[[], Attention], Attention] | str:
     """Return what makes a provider's mask, and its attention, or why it is not timed."""
     provider, kv_heads = PROVIDERS[name], case.k.shape[1]
@@ -403,7 +400,7 @@ def admit(
     if provider.visible is not None:
         expected = exact(case, tensors[3], provider.visible)
     heads = [torch.cat(corners(x, kv_heads)) for x in found]
-    return difference(heads, expected[: len(heads)], tolerance) or (make, attend)
+    return difference(heads, expected[: len(heads)]) or (make, attend)
 
 
 # ----- the loop
@@ -416,7 +413,7 @@ def measure(study: Study, names: Sequence[str], work: Work, a: argparse.Namespac
     tensors = inputs(work.shape, rows, a.device)
     case = Case(work.family, mask, *tensors[:3])
     expected = exact(case, tensors[3])
-    admitted = {name: admit(name, case, tensors, expected, a.tolerance) for name in names}
+    admitted = {name: admit(name, case, tensors, expected) for name in names}
     del expected
     table = {name: found for name, found in admitted.items() if not isinstance(found, str)}
     pairs = sum(int((end - start).clamp(min=0).sum()) for start, end in mask.visible_intervals())
@@ -429,7 +426,7 @@ def measure(study: Study, names: Sequence[str], work: Work, a: argparse.Namespac
         "visible_pairs": round(pairs / square, 4),
     }  # fmt: skip
     if study.clock is None:
-        figures = time_calls(table, case, tensors, work, a)
+        figures = time_calls(table, case, tensors, a)
     else:
         flops = work.shape.flops(square * (1 - sparsity)), work.shape.flops(pairs)
         figures = time_passes(table, tensors, flops, study.clock, a)
@@ -438,7 +435,7 @@ def measure(study: Study, names: Sequence[str], work: Work, a: argparse.Namespac
     for name in names:
         state = admitted[name] if isinstance(admitted[name], str) else "timed"
         if state != "timed":
-            log(f"{work.title} {name}: {state}")
+            print(f"{work.title} {name}: {state}", file=sys.stderr, flush=True)
         version = PROVIDERS[name].version() if state == "timed" else ""
         row = {**facts, "provider": name, "version": version, "status": state}
         found += [{**row, **nothing, **one} for one in figures.get(name, [{}])]
@@ -493,7 +490,6 @@ def time_calls(
     table: dict[str, tuple[Callable[[], Attention], Attention]],
     case: Case,
     tensors: Sequence[Tensor],
-    work: Work,
     a: argparse.Namespace,
 ) -> dict[str, list[dict[str, object]]]:
     """Return microseconds of a forward, and of both passes unless it decodes, by provider."""
@@ -570,11 +566,6 @@ def summary(rows: Sequence[dict[str, object]]) -> str:
     return f"{first['case']}, {first['length']} {first['head_dim']}/{first['v_head_dim']}: {', '.join(cells)}"
 
 
-def log(text: str) -> None:
-    """Print progress to stderr, with the seconds since the start."""
-    print(f"[{time.perf_counter() - START:.0f} s] {text}", file=sys.stderr, flush=True)
-
-
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = flags(__doc__)
@@ -590,7 +581,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=65536, help="tokens of all rows of a case; at least one row")
     parser.add_argument("--repeats", type=int)
     parser.add_argument("--warmup", type=int, default=1, help="turns before them, beside the one that is checked")
-    parser.add_argument("--tolerance", type=float, default=2e-2, help="largest error of 128 rows, relative")
     parser.add_argument("--commit", help="another commit of this package, for the provider `commit`")
     a = parsed(parser, argv)
     study = STUDIES[a.study]
@@ -613,17 +603,17 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the benchmark from the command line."""
     a = parse(argv)
-    study, rows = STUDIES[a.study], list[dict[str, object]]()
+    study, results = STUDIES[a.study], Results(a.csv)
     with tempfile.TemporaryDirectory() as folder:
         if a.commit:
             add_commit(a.commit, Path(folder))
         torch.manual_seed(0)
         for work in study.cases(a):
             if a.study == "plan":
-                append_rows(a.csv, rows, measure_plan(work, a))
+                results.add(measure_plan(work, a))
                 continue
             found = measure(study, a.providers, work, a)
-            append_rows(a.csv, rows, found, silent=True)
+            results.add(found, silent=True)
             print(summary(found), flush=True)
 
 

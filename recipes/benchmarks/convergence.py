@@ -34,18 +34,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.utils.deterministic
-from harness import append_rows, flags
+from harness import Results, flags
 from packed_attention import attention
 from peft import LoraConfig
+from shapes import TRAINERS, arguments_of
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
-from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig
-
-from flashmask_hf.trainers import (
-    MultiAnswerRewardConfig,
-    MultiAnswerRewardTrainer,
-    PackedSFTTrainer,
-    SharedQuestionDPOTrainer,
-)
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import data
@@ -55,16 +48,10 @@ CURVES = ("flashmask", "flashmask_again", "flashmask_portable", "flashmask_unski
 BOUND, EARLY = 1e-3, 50
 """Largest difference of two losses that passes, and the number of steps of which it is asked."""
 
-# Of this package and of TRL; SFT has no curve of TRL's own, which packs other rows.
-TRAINERS: dict[str, tuple[tuple[Any, Any], tuple[Any, Any] | None]] = {
-    "sft": ((PackedSFTTrainer, SFTConfig), None),
-    "lora": ((PackedSFTTrainer, SFTConfig), None),
-    "dpo": ((SharedQuestionDPOTrainer, DPOConfig), (DPOTrainer, DPOConfig)),
-    "reward": ((MultiAnswerRewardTrainer, MultiAnswerRewardConfig), (RewardTrainer, RewardConfig)),
-}
+SHORT = {"max_length": 384, "truncation_mode": "keep_start"}  # rows of several documents
 OPTIONS: dict[str, dict[str, Any]] = {
-    "sft": {"learning_rate": 1e-3, "per_device_train_batch_size": 1, "max_length": 384},  # rows of several documents
-    "lora": {"learning_rate": 2e-3, "per_device_train_batch_size": 1, "max_length": 384},
+    "sft": {"learning_rate": 1e-3, "per_device_train_batch_size": 1, **SHORT},
+    "lora": {"learning_rate": 2e-3, "per_device_train_batch_size": 1, **SHORT},
     "dpo": {"learning_rate": 5e-4, "per_device_train_batch_size": 2, "max_length": 512, "beta": 0.5},
     "reward": {"learning_rate": 1e-3, "per_device_train_batch_size": 2, "max_length": 512},
 }
@@ -74,7 +61,7 @@ def curves_of(task: str, again: bool) -> list[str]:
     """Return the names of the curves of a task."""
     left_out = {"flashmask_portable"} if not torch.cuda.is_available() else set()
     left_out |= set() if again else {"flashmask_again"}
-    left_out |= {"trl"} if TRAINERS[task][1] is None else set()
+    left_out |= {"trl"} if len(TRAINERS[task]) == 1 else set()
     return [name for name in CURVES if name not in left_out]
 
 
@@ -108,34 +95,18 @@ def deterministic() -> Iterator[None]:
 
 def curve(task: str, name: str, seed: int, model_path: str, steps: int) -> list[float]:
     """Train, and return the loss of each step."""
-    ours, stock = TRAINERS[task]
-    trainer, config = stock if name == "trl" and stock is not None else ours
+    trainer, config = TRAINERS[task][name == "trl"]
     options: dict[str, Any] = {"num_labels": 1} if task == "reward" else {}
     kind: Any = AutoModelForSequenceClassification if task == "reward" else AutoModelForCausalLM
     torch.manual_seed(seed)  # initializes the reward model's head
     options["attn_implementation"] = "sdpa" if name == "trl" else "flashmask"
     model = kind.from_pretrained(model_path, **options)
-    args = config(
-        output_dir=tempfile.mkdtemp(),
-        max_steps=steps,
-        logging_steps=10**9,
-        save_strategy="no",
-        report_to="none",
-        bf16=False,
-        tf32=False if torch.cuda.is_available() else None,
-        disable_tqdm=True,
-        seed=seed,
-        **({"truncation_mode": "keep_start"} if trainer is PackedSFTTrainer else {}),
-        **OPTIONS[task],
-    )
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    options = OPTIONS[task] | {"tf32": False if device == "cuda" else None}
+    args = arguments_of(config, device, max_steps=steps, logging_steps=10**9, seed=seed, **options)
     adapter = LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM") if task == "lora" else None
-    run = trainer(
-        model,
-        args=args,
-        train_dataset=dataset_of(task),
-        processing_class=AutoTokenizer.from_pretrained(model_path),
-        peft_config=adapter,
-    )
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    run = trainer(model, args=args, train_dataset=dataset_of(task), processing_class=tokenizer, peft_config=adapter)
     losses: list[torch.Tensor] = []
     step = run.training_step
 
@@ -154,15 +125,9 @@ def compare(task: str, seed: int, steps: int, *, again: bool = True) -> tuple[li
     with tempfile.TemporaryDirectory() as path:
         data.build_model(path, initializer_range=0.02)  # for which the learning rates were chosen
         curves = {name: curve(task, name, seed, path, steps) for name in curves_of(task, again)}
-    rows: list[dict[str, object]] = [
-        {
-            "task": task,
-            "seed": seed,
-            "step": step + 1,
-            **{name: f"{curves[name][step]:.9g}" if name in curves else "" for name in CURVES},
-        }
-        for step in range(steps)
-    ]
+    rows: list[dict[str, object]] = [{"task": task, "seed": seed, "step": step + 1} for step in range(steps)]
+    for step, row in enumerate(rows):
+        row |= {name: f"{curves[name][step]:.9g}" if name in curves else "" for name in CURVES}
     return rows, [f"{task}, seed {seed}: {fault}" for fault in faults_of(curves, steps)]
 
 
@@ -198,18 +163,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic with it
     warnings.filterwarnings("ignore", category=FutureWarning)
-    rows: list[dict[str, object]] = []
-    faults: list[str] = []
+    results, faults = Results(arguments.csv), list[str]()
     for seed in arguments.seeds:
         for task in arguments.tasks:
             start = time.perf_counter()
             found, wrong = compare(task, seed, arguments.steps, again=seed == arguments.seeds[0])
-            append_rows(arguments.csv, rows, found, silent=True)
+            results.add(found, silent=True)
             faults += wrong
-            print(
-                f"{task}, seed {seed}: {time.perf_counter() - start:.0f} s; {'; '.join(wrong) or 'no fault'}",
-                flush=True,
-            )
+            taken = f"{time.perf_counter() - start:.0f} s"
+            print(f"{task}, seed {seed}: {taken}; {'; '.join(wrong) or 'no fault'}", flush=True)
     if faults:
         raise SystemExit("\n".join(faults))
 

@@ -8,14 +8,12 @@ documents, with an empty and with a full cache of compiled kernels on disk. Each
 its own. `import_s` is the import of this package, after torch, transformers and CUDA are initialized; `first_s` the
 first forward and backward; `second_ms` the next.
 
-`step` clones this checkout's last commit, runs `make demo` there with a new environment, and times what it prints. It
-needs git, make and Python alone; what pip downloads counts.
+`step` clones this checkout's last commit, runs `make demo` there with a new environment, and times what it prints; what
+pip downloads counts.
 """
 
 from __future__ import annotations
 
-import argparse
-import csv
 import json
 import os
 import platform
@@ -66,17 +64,15 @@ def child(device: str) -> None:
 
 def calls(warm: int, device: str) -> list[dict[str, object]]:
     """Return a row for a process with an empty cache, and for `warm` processes with a full one."""
-    from harness import conditions  # imports this package, which a child must not do before it is timed
-
     rows: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory() as cache:
         for state in ("empty", *["full"] * warm):
-            command = [sys.executable, __file__, "child", "--device", device]
+            command = [sys.executable, __file__, "child", device]
             environment = {**os.environ, "TRITON_CACHE_DIR": cache}
             found = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, text=True)
             imported, first, second = json.loads(found.stdout.splitlines()[-1])
             times = {"import_s": round(imported, 2), "first_s": round(first, 2), "second_ms": round(1000 * second, 2)}
-            rows.append({"cache": state, **times, **conditions()})
+            rows.append({"cache": state, **times})
     return rows
 
 
@@ -121,23 +117,14 @@ def steps() -> list[dict[str, object]]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the benchmark from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["call", "step", "child"])
+    from harness import Results, flags  # imports this package, which a child must not do before it is timed
+
+    parser = flags(__doc__)
+    parser.add_argument("what", choices=["call", "step"])
     parser.add_argument("--warm", type=int, default=3, help="number of processes with a full cache")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--csv", help="file to write the rows to")
     a = parser.parse_args(argv)
-    if a.what == "child":
-        return child(a.device)
-    rows = calls(a.warm, a.device) if a.what == "call" else steps()
-    for row in rows:
-        print("  ".join(f"{key}={value}" for key, value in row.items()))
-    if a.csv:
-        with open(a.csv, "w", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
+    Results(a.csv).add(calls(a.warm, a.device) if a.what == "call" else steps())
 
 
 if __name__ == "__main__":
-    main()
+    child(sys.argv[2]) if sys.argv[1:2] == ["child"] else main()

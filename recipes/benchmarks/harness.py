@@ -5,16 +5,19 @@ from __future__ import annotations
 import argparse
 import csv
 import gc
+import logging
 import random
 import statistics
 import subprocess
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch._dynamo.config
 import transformers
 import triton
 from transformers.utils.import_utils import (
@@ -40,10 +43,13 @@ def flags(doc: str | None) -> argparse.ArgumentParser:
 
 
 def parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the flags; a GPU that is asked for and missing is an error."""
+    """Parse the flags, and prepare torch and transformers; a GPU that is asked for and missing is an error."""
     arguments = parser.parse_args(argv)
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("a GPU is needed; --device cpu tries the program without one, at small sizes")
+    torch._dynamo.config.recompile_limit = 256  # FlexAttention compiles for every kind of mask and every shape
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", message=".*gradient_checkpointing.* is deprecated", category=FutureWarning)
     return arguments
 
 
@@ -149,7 +155,7 @@ def attempt(function: Callable[[], Any]) -> tuple[Any, float, float] | str:
         return result, seconds, torch.cuda.max_memory_allocated() / GIB if torch.cuda.is_available() else 0.0
     except torch.OutOfMemoryError:
         reason = "out of memory"
-    except RuntimeError:  # compilers raise it, too
+    except Exception:  # of a compiler or a peer, which must not end the run of the others
         traceback.print_exc()
         reason = "failed"
     free_memory()  # after the exception, whose frames hold tensors
@@ -188,37 +194,24 @@ def random_lengths(total: int, count: int, generator: torch.Generator, minimum: 
     return [minimum + b - a for a, b in zip([0, *cuts], [*cuts, free], strict=True)]
 
 
-def show(rows: Sequence[Mapping[str, object]]) -> None:
-    """Print one line per row."""
-    for row in rows:
-        print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
+class Results:
+    """Rows of figures, which are printed, and written with their conditions as soon as they are measured."""
 
+    def __init__(self, path: str | Path | None):
+        self._path, self._rows = path, list[dict[str, object]]()
 
-def write_csv(path: str | Path | None, rows: Sequence[Mapping[str, object]], *, silent: bool = False) -> None:
-    """Print the rows unless `silent`, and write them with the conditions."""
-    if not silent:
-        show(rows)
-    if path is not None:
-        found = conditions()
-        everything = [{**row, **found} for row in rows]
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        unfinished = Path(f"{path}.part")  # so that a run killed while it writes keeps the rows before
+    def add(self, found: Sequence[Mapping[str, object]], *, silent: bool = False) -> None:
+        """Print one line per row unless `silent`, and write all rows; a row's own conditions stay."""
+        for row in [] if silent else found:
+            print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
+        if self._path is None:
+            return
+        here = conditions()
+        self._rows += [{**row, **here, **row} for row in found]
+        Path(self._path).parent.mkdir(parents=True, exist_ok=True)
+        unfinished = Path(f"{self._path}.part")  # so that a run killed while it writes keeps the rows before
         with open(unfinished, "w", newline="") as file:
-            writer = csv.DictWriter(file, fieldnames=list(everything[0]))
+            writer = csv.DictWriter(file, fieldnames=list(self._rows[0]))
             writer.writeheader()
-            writer.writerows(everything)
-        unfinished.replace(path)
-
-
-def append_rows(
-    path: str | Path | None,
-    rows: list[dict[str, object]],
-    found: Sequence[dict[str, object]],
-    *,
-    silent: bool = False,
-) -> None:
-    """Print `found` unless `silent`, append it to `rows`, and write all rows."""
-    if not silent:
-        show(found)
-    rows += found
-    write_csv(path, rows, silent=True)
+            writer.writerows(self._rows)
+        unfinished.replace(self._path)

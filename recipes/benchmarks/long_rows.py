@@ -20,17 +20,16 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-import tempfile
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from datasets import Dataset
-from harness import GIB, append_rows, attempt, flags, free_memory, parsed, random_lengths, synchronize
+from harness import GIB, Results, attempt, flags, free_memory, parsed, random_lengths, synchronize
 from peft import LoraConfig
-from shapes import SHAPES, tokenizer
-from transformers import AutoModelForCausalLM, LlamaConfig, TrainerCallback
+from shapes import SHAPES, arguments_of, build_model, tokenizer
+from transformers import TrainerCallback
 from trl import SFTConfig
 
 from flashmask_hf.trainers import LongRows, PackedSFTTrainer
@@ -61,23 +60,18 @@ class Steps(TrainerCallback):
 def make_trainer(tokens: int, a: argparse.Namespace) -> PackedSFTTrainer:
     """Build a trainer of a model with random weights on rows of random tokens."""
     generator = torch.Generator().manual_seed(0)
-    config = LlamaConfig(**SHAPES[a.shape])
-    torch.manual_seed(0)
-    with torch.device(a.device):
-        dtype = torch.float32 if a.full else torch.bfloat16
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="flashmask", dtype=dtype)
+    model = build_model(a.shape, a.device, full=a.full)
     rows = [
         {
-            "input_ids": torch.randint(0, config.vocab_size, (tokens,), generator=generator, dtype=torch.int32).numpy(),
+            "input_ids": torch.randint(
+                0, model.config.vocab_size, (tokens,), generator=generator, dtype=torch.int32
+            ).numpy(),
             "seq_lengths": lengths_of(tokens, a.documents, None if a.equal else generator),
         }
         for _ in range(min(a.steps, 2))
     ]
-    args = SFTConfig(
-        tempfile.mkdtemp(), max_length=tokens, max_steps=a.steps, per_device_train_batch_size=1, learning_rate=1e-5,
-        logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True, bf16=a.device == "cuda",
-        use_cpu=a.device == "cpu",
-    )  # fmt: skip
+    sizes = {"max_length": tokens, "max_steps": a.steps, "per_device_train_batch_size": 1, "logging_steps": 1}
+    args = arguments_of(SFTConfig, a.device, learning_rate=1e-5, bf16=a.device == "cuda", **sizes)
     adapter = None if a.full else LoraConfig(r=16, target_modules="all-linear", lora_dropout=0.0)
     data = Dataset.from_list(rows)
     return PackedSFTTrainer(model, args, train_dataset=data, processing_class=tokenizer(), peft_config=adapter)
@@ -109,7 +103,7 @@ def longest_row(a: argparse.Namespace) -> int:
     return rows.longest // 1024 * 1024
 
 
-def train_longest(a: argparse.Namespace, results: list[dict[str, object]], end: float) -> None:
+def train_longest(a: argparse.Namespace, results: Results, end: float) -> None:
     """Train a step of the longest row that fits, in up to `TRIALS` trials."""
     a = argparse.Namespace(**{**vars(a), "steps": 1})
     a.keep_attention = a.keep_attention or False  # a longer row fits without
@@ -129,7 +123,7 @@ def train_longest(a: argparse.Namespace, results: list[dict[str, object]], end: 
 
         made = attempt(fits)
         found = described(tokens, a) | ({"tokens_per_second": made} if isinstance(made, str) else made[0])
-        append_rows(a.csv, results, [found])
+        results.add([found])
         if not isinstance(made, str):
             return
         tokens = tokens * 19 // 20 // 1024 * 1024
@@ -193,12 +187,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         a.keep_attention = bool(a.keep_attention)
     if a.device == "cpu":  # on which nothing is measured
         a.keep_attention, a.host_gib = a.keep_attention or False, a.host_gib or 0
-    results: list[dict[str, object]] = []
+    results = Results(a.csv)
     for wanted in a.tokens:
         if wanted == "longest":
             train_longest(a, results, start + a.seconds)
         else:
-            append_rows(a.csv, results, [train(int(wanted), a)])
+            results.add([train(int(wanted), a)])
         free_memory()
 
 

@@ -2,7 +2,7 @@
 
     python recipes/benchmarks/packing.py --csv packing.csv
 
-Each packer packs a dataset on disk in a process of its own: TRL's "bfd", and `pack_dataset`, also with a larger batch.
+Each packer packs a dataset on disk in a process of its own: TRL's "bfd" and `pack_dataset`.
 Documents have about 5,100 tokens on average (a log-normal distribution, cut at the row). Columns: seconds, the peak
 memory over the memory before packing (pages of the source's file included), the size of the rows on disk, the fraction
 of the rows that holds tokens, and the seconds to the first row of a stream.
@@ -10,6 +10,7 @@ of the rows that holds tokens, and the seconds to the first row of a stream.
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import re
 import tempfile
@@ -24,12 +25,17 @@ import pyarrow as pa
 import trl
 from datasets import Dataset, load_from_disk
 from datasets.utils.logging import disable_progress_bar
-from harness import flags, write_csv
+from harness import Results, flags
 
 from flashmask_hf.collators import pack_dataset
 
 LONG_ROW = 32_768
 """Number of tokens of a row of the large dataset."""
+
+PACKERS: dict[str, Any] = {
+    "TRL bfd": functools.partial(trl.pack_dataset, strategy="bfd"),  # pyright: ignore[reportPrivateImportUsage]
+    "pack_dataset": pack_dataset,
+}
 
 
 def write_documents(path: str, count: int) -> int:
@@ -49,23 +55,18 @@ def memory(name: str) -> float:
     return int(found[1]) / 1024
 
 
-def pack_large(path: str, tokens: int, options: dict[str, Any] | None) -> dict[str, object]:
-    """Pack the dataset at `path` and return the figures; `options` are of `pack_dataset`, None is TRL's packing."""
+def pack_large(path: str, tokens: int, packer: str) -> dict[str, object]:
+    """Pack the dataset at `path` with one of `PACKERS`, and return the figures."""
     disable_progress_bar()
     pa.set_cpu_count(1)
-
-    def pack(dataset: Any) -> Any:
-        if options is None:
-            return trl.pack_dataset(dataset, LONG_ROW, strategy="bfd")  # pyright: ignore[reportPrivateImportUsage]
-        return pack_dataset(dataset, LONG_ROW, **options)
-
+    pack = PACKERS[packer]
     source: Any = load_from_disk(path)
-    pack(source.select(range(10)))  # warms up
+    pack(source.select(range(10)), LONG_ROW)  # warms up
     before, start = memory("VmRSS"), time.perf_counter()
-    packed = pack(source)
+    packed = pack(source, LONG_ROW)
     seconds, peak = time.perf_counter() - start, memory("VmHWM")
     start = time.perf_counter()
-    next(iter(pack(source.to_iterable_dataset())))
+    next(iter(pack(source.to_iterable_dataset(), LONG_ROW)))
     first = time.perf_counter() - start
     files = [Path(file["filename"]) for file in packed.cache_files]
     figures = {
@@ -83,22 +84,14 @@ def pack_large(path: str, tokens: int, options: dict[str, Any] | None) -> dict[s
 
 def large_rows(count: int) -> list[dict[str, object]]:
     """Measure every packer on the large dataset."""
-    packers = {"TRL bfd": None, "pack_dataset": {}, "pack_dataset, batch_size=10,000": {"batch_size": 10_000}}
     rows: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory() as path:
         tokens = write_documents(path, count)
-        for name, options in packers.items():
+        for name in PACKERS:
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-                figures = process.submit(pack_large, path, tokens, options).result()
-            rows.append(
-                {
-                    "packer": name,
-                    "tokens_per_example": round(tokens / count),
-                    "examples": count,
-                    "row_length": LONG_ROW,
-                    **figures,
-                }
-            )
+                figures = process.submit(pack_large, path, tokens, name).result()
+            case = {"packer": name, "tokens_per_example": round(tokens / count), "examples": count}
+            rows.append({**case, "row_length": LONG_ROW, **figures})
     return rows
 
 
@@ -107,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = flags(__doc__)
     parser.add_argument("--documents", type=int, default=10_000)
     a = parser.parse_args(argv)
-    write_csv(a.csv, large_rows(a.documents))
+    Results(a.csv).add(large_rows(a.documents))
 
 
 if __name__ == "__main__":

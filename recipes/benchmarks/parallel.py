@@ -22,12 +22,12 @@ import contextlib
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import GIB, append_rows, flags, free_memory, parsed, random_lengths, synchronize
+from harness import GIB, Results, flags, free_memory, parsed, random_lengths, synchronize
 from shapes import SHAPES, build_model, packed_row
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -182,8 +182,13 @@ class Bench:
             losses.append(self.step(provider, row))
             self.model.zero_grad(set_to_none=True)
 
-        with peer_hooks(self.model) if provider == "sdpa_cp" else contextlib.nullcontext():
+        layers = self.model.model.layers if provider == "sdpa_cp" else []
+        hooks = [layer.self_attn.register_forward_pre_hook(drop_mask, with_kwargs=True) for layer in layers]
+        try:
             seconds = self.seconds_of(step, repeats)
+        finally:
+            for hook in hooks:
+                hook.remove()
         peak = torch.tensor(torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0.0, device=self.device)
         dist.all_reduce(peak, dist.ReduceOp.MAX)
         return {
@@ -195,20 +200,9 @@ class Bench:
         }
 
 
-@contextlib.contextmanager
-def peer_hooks(model: Any) -> Iterator[None]:
-    """Add accelerate's hooks for context parallelism, which drop masks, within the context."""
-    from accelerate.big_modeling import _attach_context_parallel_hooks
-
-    before = {part: list(part._forward_pre_hooks) for part in model.modules()}
-    _attach_context_parallel_hooks(model)
-    try:
-        yield
-    finally:
-        for part, kept in before.items():
-            for key in [key for key in part._forward_pre_hooks if key not in kept]:
-                part._forward_pre_hooks.pop(key)
-                part._forward_pre_hooks_with_kwargs.pop(key, None)
+def drop_mask(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Make a layer's attention causal without a mask, as accelerate's hook for context parallelism does."""
+    return args, kwargs | {"attention_mask": None, "is_causal": True}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -229,8 +223,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if dist.get_rank():  # one process prints and writes
         a.csv, printed = None, contextlib.redirect_stdout(open(os.devnull, "w"))  # noqa: SIM115
     with printed:
-        rows: list[dict[str, object]] = []
-        bench = Bench(a.shape, device)
+        results, bench = Results(a.csv), Bench(a.shape, device)
         providers = [name for name in a.providers if bench.runs(name)]
         bench.check(providers)
         for tokens in a.tokens:
@@ -239,7 +232,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 case: dict[str, object] = {"provider": provider, "shape": a.shape, "gpus": bench.size}
                 case |= {"tokens": tokens, "documents": a.documents}
                 try:
-                    append_rows(a.csv, rows, [case | bench.measure(provider, row, a.repeats)])
+                    results.add([case | bench.measure(provider, row, a.repeats)])
                 except torch.OutOfMemoryError:  # the others wait for this process: end all
                     raise SystemExit(f"{provider} ran out of memory at {tokens} tokens; leave it out") from None
                 except (NotImplementedError, RuntimeError, ValueError) as error:

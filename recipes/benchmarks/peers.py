@@ -27,9 +27,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.utils.rnn import pad_sequence
 
 from flashmask_hf import FlashMask, flashmask_attention, sparse
 from flashmask_hf._call.arguments import Arguments
@@ -124,41 +126,24 @@ def row_bounds(mask: FlashMask, copies: int = 1) -> Tensor:
     Raises:
         CannotExpress: there are more than 2**31 bounds.
     """
-    rows, keys = mask.row_count(), mask.kv_len
-    slices = [slice(first, min(first + ROWS, rows)) for first in range(0, rows, ROWS)]
-
-    def changes(place: slice) -> tuple[Tensor, Tensor]:
-        """Return the last keys before a change of visibility, and which rows hide key 0."""
-        visible = mask.rows(place).to_dense()[0, 0]
-        return torch.cat([visible[:, 1:] != visible[:, :-1], visible[:, -1:]], 1), ~visible[:, 0]
-
-    count = 0
-    for place in slices:
-        changed, late = changes(place)
-        count = max(count, int((changed.sum(1) + late).max()))
-    if count * rows * copies >= BOUNDS_LIMIT:
-        raise CannotExpress(f"{count} bounds for each of {rows * copies} rows are more than 2^31 numbers")
-    bounds = torch.zeros(count, rows, dtype=torch.int32, device=mask.device)
-    for place in slices:
-        changed, late = changes(place)
-        row, key = changed.nonzero(as_tuple=True)
-        number = changed.sum(1)
-        rank = torch.arange(len(row), device=row.device) - (number.cumsum(0) - number)[row] + late[row]
-        part = bounds[:, place]
-        part += (keys - changed.flip(1).int().argmax(1)) * (number > 0)  # the last bound, everywhere
-        part[0] *= ~late
-        part[rank, row] = (key + 1).int()
-    return bounds.repeat(1, copies)
+    rows, found, longest = mask.row_count(), list[Tensor](), 0
+    for first in range(0, rows, ROWS):
+        visible = mask.rows(slice(first, min(first + ROWS, rows))).to_dense()[0, 0].int()
+        changed = F.pad(F.pad(visible, (1, 0), value=1), (0, 1)).diff() != 0
+        found += changed.nonzero()[:, 1].int().split(changed.sum(1).tolist())
+        longest = max(longest, *map(len, found[first:]))
+        if longest * rows * copies >= BOUNDS_LIMIT:
+            raise CannotExpress(f"{longest} bounds for each of {rows * copies} rows are more than 2^31 numbers")
+    return pad_sequence(found).cummax(0).values.repeat(1, copies)
 
 
 def document_bounds(mask: FlashMask, copies: int = 1) -> Tensor:
     """Return the bounds of the documents of a document mask over `copies` batch entries: int32 [documents + 1]."""
-    bounds = row_bounds(mask)
-    rows = bounds.shape[1]
-    start = torch.where(bounds[0] > 0, 0, bounds[1]) if len(bounds) > 1 else torch.zeros_like(bounds[0])
-    first = (start.diff(prepend=start.new_tensor([-1])) != 0).nonzero()[:, 0]
-    starts = (first + rows * torch.arange(copies, device=first.device)[:, None]).flatten()
-    return torch.cat([starts, starts.new_tensor([rows * copies])]).int()
+    ends = mask.indices[0, 0, :, 0].unique_consecutive()  # each key is hidden from the end of its document on
+    starts = (
+        torch.cat([ends.new_zeros(1), ends[:-1]]) + mask.kv_len * ends.new_tensor(range(copies))[:, None]
+    ).flatten()
+    return torch.cat([starts, starts.new_tensor([mask.kv_len * copies])]).int()
 
 
 def _flashmask(impl: str | None, deterministic: bool = False, package: Any = None) -> Callable[[Case], Any]:
@@ -202,15 +187,11 @@ def add_commit(commit: str, folder: Path) -> None:
     for path in renamed.rglob("*.py"):
         path.write_text(path.read_text().replace("flashmask_hf", renamed.name))
     sys.path.insert(0, str(renamed.parent))
-    hidden = sys.modules.get("transformers")
     sys.modules["transformers"] = None  # type: ignore[assignment]  # so that it does not register its attention, too
     try:
         package = importlib.import_module(renamed.name)
     finally:
-        if hidden is None:
-            del sys.modules["transformers"]
-        else:
-            sys.modules["transformers"] = hidden
+        sys.modules["transformers"] = transformers
     PROVIDERS["commit"] = Provider(_flashmask(None, package=package))
 
 

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import attention
-from harness import append_rows, flags, parsed
+from harness import Results, flags, parsed
 from peers import ROOT, add_commit
 
 FIGURES = ("host", "kernels", "step")
@@ -72,17 +72,11 @@ def steps(folder: Path, lengths: Sequence[str], repeats: int, device: str) -> Ro
         for name, path in (("here", ROOT), ("other", folder / "as_is")):
             file = folder / f"{name}_{turn}.csv"
             shape = "llama-3.2-1b" if device == "cuda" else "tiny"
-            command = [
-                sys.executable,
-                str(Path(__file__).with_name("training.py")),
-                "--shapes",
-                shape,
-                "--tasks",
-                "lora",
-            ]
-            command += ["--implementations", "flashmask", "--steps", "20", "--device", device, "--csv", str(file)]
+            command = [sys.executable, Path(__file__).with_name("training.py"), "--shapes", shape, "--tasks", "lora"]
+            command += ["--implementations", "flashmask", "--steps", "20", "--lengths", *lengths]
+            command += ["--device", device, "--csv", file]
             environment = {**os.environ, "PYTHONPATH": str(path)}
-            subprocess.run([*command, "--lengths", *lengths], env=environment, check=True, stdout=subprocess.DEVNULL)
+            subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
             with open(file, newline="") as opened:
                 for row in csv.DictReader(opened):
                     seconds.setdefault((name, row["length"]), []).append(float(row["seconds_per_step"]))
@@ -95,9 +89,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the benchmark from the command line."""
     parser = flags(__doc__)
     parser.add_argument("commit", help="commit to compare with")
-    parser.add_argument(
-        "--figures", nargs="+", default=["kernels", "host", "step"], choices=["kernels", "host", "step"]
-    )
+    parser.add_argument("--figures", nargs="+", default=FIGURES, choices=FIGURES)
     parser.add_argument("--masks", nargs="+", default=list(MASKS), help="masks of the figure kernels")
     parser.add_argument("--lengths", nargs="+", default=["8192", "32768"], help="rows of the figure kernels")
     parser.add_argument("--dims", nargs="+", default=["64", "128"])
@@ -106,19 +98,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", nargs="+", default=["2048", "8192"], help="rows of the figure step")
     parser.add_argument("--repeats", type=int, default=15, help="turns; a tenth of it, but at least 3, for steps")
     a = parsed(parser, argv)
-    rows: Rows = []
-    shared = ["--device", a.device, "--dims", *a.dims]
+    results, shared = Results(a.csv), ["--device", a.device, "--dims", *a.dims]
     with tempfile.TemporaryDirectory() as path:
         add_commit(a.commit, Path(path))
         if "host" in a.figures:
             argv = [*shared, "--batches", "1", "--lengths", *a.short, "--repeats", str(10 * a.repeats)]
-            append_rows(a.csv, rows, from_attention("host", "short", ("host_us", "graph_us"), argv))
+            results.add(from_attention("host", "short", ("host_us", "graph_us"), argv))
         if "kernels" in a.figures:
             argv = [*shared, "--masks", *a.masks, "--hidden", a.hidden, "--lengths", *a.lengths]
             argv += ["--repeats", str(a.repeats)]
-            append_rows(a.csv, rows, from_attention("kernels", "masks", ("forward_ms", "backward_ms"), argv))
+            results.add(from_attention("kernels", "masks", ("forward_ms", "backward_ms"), argv))
         if "step" in a.figures:
-            append_rows(a.csv, rows, steps(Path(path), a.rows, max(3, a.repeats // 10), a.device))
+            results.add(steps(Path(path), a.rows, max(3, a.repeats // 10), a.device))
 
 
 if __name__ == "__main__":

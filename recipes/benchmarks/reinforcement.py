@@ -21,22 +21,19 @@ prompt changes (root mean square, `difference` and `other_prompt`), norms of gra
 
 from __future__ import annotations
 
-import logging
 import random
 import statistics
 import sys
-import tempfile
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch._dynamo.config
 from datasets import Dataset
-from harness import append_rows, attempt, available, flags, free_memory, parsed
-from shapes import SHAPES, build_model, tokenizer
+from harness import Results, attempt, available, flags, free_memory, parsed
+from shapes import SHAPES, arguments_of, build_model, tokenizer
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
@@ -49,16 +46,16 @@ from common import compile_layers
 
 PROVIDERS = ("flashmask", "flashmask_unshared", "sdpa", "flex_attention", *(f"flash_attention_{n}" for n in (2, 3, 4)))
 IDS: dict[str, Any] = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
-LLAMA_CASES = ["512:512", "1024:256", "4096:256", "512:4096", "16384:64"]
+MICRO_BATCHES = 2  # of a generation batch, for the first ratio
 # rank of the adapter or 0, and lengths of prompts and completions
 MODELS: dict[str, tuple[int, list[str]]] = {
-    "llama-3.2-1b": (0, LLAMA_CASES),
+    "llama-3.2-1b": (0, ["512:512", "1024:256", "4096:256", "512:4096", "16384:64"]),
     "qwen3-4b": (16, ["1024:256", "4096:256"]),
     "tiny": (4, ["64:16", "16:32"]),
 }
-FIGURES = ("update_tokens_per_second", "update_peak_gib", "update_against_sdpa", "update_turns", "difference",
-           "other_prompt", "first_ratio_max", "first_ratio_mean")  # fmt: skip
-RATE = FIGURES[0]
+RATE = "update_tokens_per_second"
+FIGURES = (RATE, "update_peak_gib", "update_against_sdpa", "update_turns", "difference", "other_prompt",
+           "first_ratio_max", "first_ratio_mean")  # fmt: skip
 
 
 class StockTrainer(GRPOTrainer):
@@ -110,7 +107,7 @@ class Bench:
     """A model and the trainers that run it in turns."""
 
     def __init__(self, model: str, rank: int, a: Any):
-        self.device, self.generations, self.micro_batches = a.device, a.generations, a.micro_batches
+        self.device, self.generations = a.device, a.generations
         self.vocab = SHAPES[model]["vocab_size"]
         self.model = build_model(model, a.device, rank=rank, **IDS)
         shared = self._trainer(SharedTrainer, SharedPromptGRPOConfig)
@@ -121,18 +118,15 @@ class Bench:
         self.model.train()
 
     def _trainer(self, trainer: Any, config: Any) -> Any:
-        args = config(
-            output_dir=tempfile.mkdtemp(), report_to="none", bf16=False, use_cpu=self.device == "cpu", max_steps=1,
-            per_device_train_batch_size=self.generations, num_generations=self.generations,
-            gradient_accumulation_steps=self.micro_batches,
-        )  # fmt: skip
+        sizes = {"per_device_train_batch_size": self.generations, "num_generations": self.generations}
+        args = arguments_of(config, self.device, max_steps=1, gradient_accumulation_steps=MICRO_BATCHES, **sizes)
         dataset = Dataset.from_list([{"prompt": "why"}] * 1024)  # more than a batch; the batches are made here
 
         def reward(completions: Any, **_: Any) -> list[float]:
             return [0.0] * len(completions)
 
         made = trainer(self.model, reward, args, dataset, processing_class=tokenizer())
-        made.current_gradient_accumulation_steps = self.micro_batches
+        made.current_gradient_accumulation_steps = MICRO_BATCHES
         return made
 
     def use(self, provider: str) -> Any:
@@ -188,13 +182,13 @@ class Bench:
 
     def first_ratio(self, provider: str, prompt: int, completion: int, groups: int) -> tuple[float, float]:
         """Return the largest and the mean |ratio - 1| of a generation batch on its way through TRL."""
-        batch = self.draw(prompt, completion, groups * self.micro_batches)
+        batch = self.draw(prompt, completion, groups * MICRO_BATCHES)
         batch["old_per_token_logps"] = self.forward(provider, batch, groups * self.generations)
         trainer = self.use(provider)
         trainer._buffered_inputs = None
         torch.manual_seed(0)  # of the shuffle
         differences = []
-        for step in range(self.micro_batches):
+        for step in range(MICRO_BATCHES):
             trainer._step = step
             part = trainer._prepare_inputs([batch])
             new = self.log_probabilities(provider, part).detach()
@@ -211,14 +205,19 @@ def compare(bench: Bench, batch: dict[str, Tensor], found: Found) -> None:
     """Warm up, and exit unless the providers agree with SDPA, or with the first that runs."""
     results: dict[str, Tensor] = {}
     norms: dict[str, float] = {}
+
+    def both(name: str) -> tuple[Tensor, float]:
+        values = bench.forward(name, batch)
+        bench.update(name, batch)
+        return values, bench.gradient_norm()
+
     for name, figures in found.items():
-        calls: Sequence[Callable[..., Any]] = (bench.forward, bench.update)
-        made = [attempt(lambda name=name, call=call: call(name, batch)) for call in calls]
-        if isinstance(made[0], str) or isinstance(made[1], str):
-            figures["update_tokens_per_second"] = next(x for x in made if isinstance(x, str))
-            bench.model.zero_grad(set_to_none=True)
+        made = attempt(partial(both, name))
+        bench.model.zero_grad(set_to_none=True)
+        if isinstance(made, str):
+            figures[RATE] = made
         else:
-            results[name], norms[name] = made[0][0], bench.gradient_norm()
+            results[name], norms[name] = made[0]
     first = next((name for name in ("sdpa", *results) if name in results), None)
     if first is None:
         return
@@ -239,14 +238,14 @@ def compare(bench: Bench, batch: dict[str, Tensor], found: Found) -> None:
 
 def measure(bench: Bench, case: tuple[int, int, int], providers: Sequence[str], turns: int) -> list[dict[str, Any]]:
     """Return a row of figures per provider for a case: prompt, completion, groups."""
-    found: Found = {name: {} for name in providers}
+    found: Found = {name: dict.fromkeys(FIGURES, "") for name in providers}
     batch = bench.draw(*case)
     compare(bench, batch, found)
     tokens, order = int(batch["prompt_mask"].sum() + batch["completion_mask"].sum()), random.Random(0)
-    steps: dict[str, list[tuple[float, float]]] = {name: [] for name in providers if RATE not in found[name]}
+    steps: dict[str, list[tuple[float, float]]] = {name: [] for name in providers if not found[name][RATE]}
     for _ in range(turns):
         for name in order.sample(list(steps), len(steps)):
-            made = attempt(lambda name=name: bench.update(name, batch))
+            made = attempt(partial(bench.update, name, batch))
             bench.model.zero_grad(set_to_none=True)
             if isinstance(made, str):
                 found[name][RATE] = made
@@ -256,18 +255,14 @@ def measure(bench: Bench, case: tuple[int, int, int], providers: Sequence[str], 
     medians = {name: statistics.median(seconds for seconds, _ in one) for name, one in steps.items()}
     for name, median in medians.items():
         ratio = round(medians["sdpa"] / median, 3) if "sdpa" in medians else ""
-        peak = round(max(peak for _, peak in steps[name]), 2)
-        found[name] |= dict(zip(FIGURES, (round(tokens / median), peak, ratio, len(steps[name])), strict=False))
+        found[name] |= {RATE: round(tokens / median), "update_peak_gib": round(max(x for _, x in steps[name]), 2)}
+        found[name] |= {"update_against_sdpa": ratio, "update_turns": len(steps[name])}
     for name in {"flashmask", "sdpa"} & set(medians):
-        made = attempt(lambda name=name: bench.first_ratio(name, *case))
+        made = attempt(partial(bench.first_ratio, name, *case))
         if not isinstance(made, str):
             found[name] |= dict(zip(FIGURES[-2:], (f"{x:.3g}" for x in made[0]), strict=True))
-    prompt, completion, groups = case
-    shape = {"generations": bench.generations, "groups": groups, "prompt": prompt, "completion": completion}
-    return [
-        {**shape, "tokens": tokens, "provider": name, **{x: figures.get(x, "") for x in FIGURES}}
-        for name, figures in found.items()
-    ]
+    shape = {"generations": bench.generations, **dict(zip(("prompt", "completion", "groups"), case, strict=True))}
+    return [{**shape, "tokens": tokens, "provider": name, **figures} for name, figures in found.items()]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -277,16 +272,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--cases", nargs="+", help="PROMPT:COMPLETION, in tokens; default: those of each model")
     parser.add_argument("--generations", type=int, default=8, help="completions of a prompt, G")
     parser.add_argument("--groups", type=int, nargs="+", default=[1], help="prompts of a micro-batch")
-    parser.add_argument("--micro-batches", type=int, default=2, help="of a generation batch, for the first ratio")
     parser.add_argument("--compile", action="store_true", help="compile each layer")
     parser.add_argument("--providers", nargs="+", default=PROVIDERS, choices=PROVIDERS)
     parser.add_argument("--turns", type=int, default=5, help="measurements of each provider")
     a = parsed(parser, argv)
-    torch._dynamo.config.recompile_limit = 256  # flex_attention is compiled for every shape
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", message=".*gradient_checkpointing.* is deprecated", category=FutureWarning)
     providers = available(a.providers, a.device)
-    rows: list[dict[str, object]] = []
+    results = Results(a.csv)
     for model in a.models:
         rank, cases = MODELS[model]
         torch._dynamo.reset()  # else head_dim counts as a size that varies
@@ -298,7 +289,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 prompt, completion = map(int, case.split(":"))
                 setting = {"model": model, "lora": rank, "compiled": "on" if a.compile else "off"}
                 found = measure(bench, (prompt, completion, groups), providers, a.turns)
-                append_rows(a.csv, rows, [{**setting, **row} for row in found])
+                results.add([{**setting, **row} for row in found])
         del bench
         free_memory()
 

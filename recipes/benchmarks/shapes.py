@@ -1,7 +1,10 @@
 """Models with random weights, their tokenizer, and packed rows of random tokens, for the training benchmarks."""
 
+# pyright: reportPrivateImportUsage=false
+
 from __future__ import annotations
 
+import tempfile
 from typing import Any
 
 import torch
@@ -9,10 +12,17 @@ from harness import random_lengths
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen3Config
+from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig
 from trl.trainer.utils import add_fused_lm_head
 
 from flashmask_hf.collators import DataCollatorForPackedLanguageModeling
 from flashmask_hf.long_rows.checkpointing import enable_checkpointing
+from flashmask_hf.trainers import (
+    MultiAnswerRewardConfig,
+    MultiAnswerRewardTrainer,
+    PackedSFTTrainer,
+    SharedQuestionDPOTrainer,
+)
 
 
 def _shape(hidden: int, wide: int, layers: int, heads: int, kv_heads: int, vocab: int, **more: Any) -> dict[str, Any]:
@@ -40,6 +50,14 @@ SHAPES: dict[str, dict[str, Any]] = {
     "tiny": _shape(256, 512, 2, 4, 2, 1024, head_dim=64),
 }
 
+# Trainer and arguments of this package and of TRL by task; TRL's SFT packs other rows.
+TRAINERS: dict[str, tuple[tuple[Any, Any], ...]] = {
+    "sft": ((PackedSFTTrainer, SFTConfig),),
+    "lora": ((PackedSFTTrainer, SFTConfig),),
+    "dpo": ((SharedQuestionDPOTrainer, DPOConfig), (DPOTrainer, DPOConfig)),
+    "reward": ((MultiAnswerRewardTrainer, MultiAnswerRewardConfig), (RewardTrainer, RewardConfig)),
+}
+
 
 def build_model(
     shape: str,
@@ -49,11 +67,10 @@ def build_model(
     seed: int = 0,
     rank: int = 0,
     fused: bool = False,
+    full: bool = False,
     **options: Any,
 ) -> Any:
     """Build a model with random weights, attention "flashmask" and gradient checkpointing.
-
-    It is in bfloat16, or in float32 on a CPU.
 
     Args:
         shape: one of `SHAPES`.
@@ -62,12 +79,13 @@ def build_model(
         seed: seed of the weights.
         rank: of LoRA adapters on all linear layers, which then are all that is trained; 0 for none.
         fused: whether the model has TRL's head, which computes the loss without logits of the whole row.
+        full: whether the weights are in float32, as on a CPU, and not in bfloat16.
         **options: further options of the model's configuration.
     """
     config = (Qwen3Config if shape.startswith("qwen3") else LlamaConfig)(**{**SHAPES[shape], **options})
     torch.manual_seed(seed)
     with torch.device(device):
-        dtype = torch.float32 if device == "cpu" else torch.bfloat16
+        dtype = torch.float32 if full or device == "cpu" else torch.bfloat16
         model = kind.from_config(config, attn_implementation="flashmask", dtype=dtype)
     if fused:
         add_fused_lm_head(model)
@@ -76,6 +94,12 @@ def build_model(
         lora = LoraConfig(r=rank, target_modules="all-linear", task_type=task, init_lora_weights=False)
         model = get_peft_model(model, lora, autocast_adapter_dtype=False)
     return enable_checkpointing(model, {"use_reentrant": False}).train()
+
+
+def arguments_of(config: Any, device: str, **options: Any) -> Any:
+    """Return a trainer's arguments, by which it reports and saves nothing."""
+    quiet = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "use_cpu": device == "cpu"}
+    return config(**{"output_dir": tempfile.mkdtemp(), "bf16": False, **quiet, **options})
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

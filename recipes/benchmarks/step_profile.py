@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from harness import append_rows, attempt, flags, free_memory, parsed
+from harness import Results, attempt, flags, free_memory, parsed
 from shapes import SHAPES
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -222,7 +222,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--lora", action="store_true", help="train adapters of all linear layers")
     a = parsed(parser, argv)
     a.full_logits = False
-    rows: list[dict[str, object]] = []
+    results = Results(a.csv)
     for one in a.settings:
         for length in a.lengths:
             trained = "adapters" if a.lora else "all"
@@ -234,7 +234,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 found = [{**case, **row} for row in rows_of(usage, milliseconds)]
             except torch.OutOfMemoryError:
                 found = [{**case, "kind": "out of memory", "milliseconds": "", "share": "", "launches": ""}]
-            append_rows(a.csv, rows, found)
+            results.add(found)
             for kind, spent in names.items():
                 longest = sorted(spent.items(), key=lambda item: -item[1])
                 for name, microseconds in longest[: 8 if kind == UNCLASSIFIED else 3]:

@@ -1,19 +1,19 @@
 """Measure training by task, setting, attention and length of a packed row: tokens per second and peak memory.
 
     python recipes/benchmarks/training.py --csv rows.csv   # figures 2 and 7 of the FlashMask paper
+    python recipes/benchmarks/training.py settings --csv settings.csv   # eager, kept, Liger's kernels, compiled
     python recipes/benchmarks/training.py --shapes llama-3.2-1b --tasks sft --lengths 8192 --steps 3   # a minute
-    python recipes/benchmarks/training.py --tasks sft --lengths 2048 32768 --settings eager kept liger compiled+kept
     python recipes/benchmarks/training.py --tasks dpo --implementations flashmask trl_sdpa trl_flex_attention_single
     python recipes/benchmarks/training.py --shapes tiny --device cpu --lengths 512 1024
 
 Models have random weights, in bfloat16 (float32 on a CPU), with gradient checkpointing and AdamW; a step is one packed
-row (FlashMask, appendix A.2.1). Of 8B only adapters are trained. Tasks: `sft` and `lora` with TRL's head
-(`--full-logits`: without) on 1 to 10 documents; `dpo` (with a reference model) and `reward` on 1 to 10 questions with 2
-and 6 answers, whose tokens per second count each question once.
+row (FlashMask, appendix A.2.1). Tasks: `sft` (of 8B: `lora`) and `lora` with TRL's head (`--full-logits`: without) on 1
+to 10 documents; `dpo` (with a reference model) and `reward` on 1 to 10 questions with 2 and 6 answers, whose tokens per
+second count each question once. `STUDIES` has the defaults of both studies.
 
 Implementations:
 
-- `flashmask`; `sdpa`, `flex_attention`: the same trainer and row with a dense mask or a block mask.
+- `flashmask`; `sdpa`, `flex_attention`: the same row with a dense mask or a block mask.
 - `flash_attention_2`, `_3`, `_4`: the varlen path. DPO and the reward model then run as in stock TRL, question by
   question.
 - `trl_sdpa`, `trl_flex_attention`: stock TRL, which repeats the question for each answer and pads; `_single`: question
@@ -21,9 +21,9 @@ Implementations:
 
 Settings join by "+": `eager`; `kept` keeps attention's results (flashmask alone); `liger` runs Liger's kernels;
 `compiled` compiles each layer. All run in turns on one model, after their losses (DPO: log-probabilities, reward
-models: rewards) have agreed. A series ends with a row that says "out of memory", or "out of time" before a step of more
-than `--longest` seconds. `first_step_seconds` and `compilations` are of its first step, `steps` counts the measured
-ones.
+models: rewards) have agreed. A series ends with a row that says "out of memory", "failed", or "out of time" before a
+step of more than `--longest` seconds. `first_step_seconds` and `compilations` are of its first step; a compiled setting
+without compilations has run other series' code, or eagerly. `steps` counts the measured ones.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -31,36 +31,28 @@ ones.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import logging
 import random
 import statistics
 import sys
-import tempfile
 import time
-import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo.config
 from datasets import Dataset
-from harness import append_rows, attempt, available, flags, free_memory, parsed, random_lengths
-from shapes import SHAPES, build_model, make_rows, tokenizer
+from harness import Results, attempt, available, flags, free_memory, parsed, random_lengths
+from shapes import SHAPES, TRAINERS, arguments_of, build_model, make_rows, tokenizer
 from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.integrations.liger import apply_liger_kernel
 from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
 from transformers.modeling_layers import GradientCheckpointingLayer
-from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer
 
-from flashmask_hf import keep_attention
+from flashmask_hf import FlashMask, keep_attention
 from flashmask_hf.long_rows.checkpointing import enable_checkpointing
 from flashmask_hf.names import VECTORS
-from flashmask_hf.trainers import MultiAnswerRewardConfig, MultiAnswerRewardTrainer, SharedQuestionDPOTrainer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from common import compile_layers
@@ -68,25 +60,29 @@ from common import compile_layers
 PACKED = ("flashmask", "sdpa", "flex_attention")
 VARLEN = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
 STOCK = ("trl_sdpa", "trl_sdpa_single", "trl_flex_attention", "trl_flex_attention_single")
-# The one that compiles longest is last: at each length, it takes no time of the others' first steps.
-DEFAULT = ("flashmask", "sdpa", *VARLEN, "flex_attention")
 SETTINGS = ("eager", "kept", "liger", "compiled")
 TASKS = ("sft", "lora", "dpo", "reward")
 ANSWERS = {"dpo": 2, "reward": 6}
 ADAPTERS_ONLY = ("llama-3.1-8b",)
 TOLERANCE = {"cuda": 5e-3, "cpu": 1e-5}  # largest difference of two losses, in bfloat16 and in float32
+# FlexAttention compiles longest and is last: at each length, it takes no time of the others' first steps.
+STUDIES: dict[str, dict[str, Sequence[Any]]] = {
+    "lengths": {
+        "tasks": TASKS,
+        "implementations": ("flashmask", "sdpa", *VARLEN, "flex_attention"),
+        "settings": ["eager"],
+        "lengths": [2**power for power in range(12, 20)],
+    },
+    "settings": {
+        "tasks": ["sft"],
+        "implementations": ("flashmask", "sdpa", "flash_attention_4", "flex_attention"),
+        "settings": ["eager", "kept", "liger", "compiled", "compiled+kept"],
+        "lengths": [8192, 32768],
+    },
+}
 
 Document = tuple[list[int], list[list[int]]]
 """Token ids of a question, and of each of its answers."""
-
-
-def attention(implementation: str) -> AbstractContextManager[None]:
-    """Return a context in which `sdpa` or `flex_attention` takes flashmask's place on packed rows."""
-    if implementation not in ("sdpa", "flex_attention"):
-        return contextlib.nullcontext()
-    import packed_attention  # imports private functions, which another commit may lack
-
-    return packed_attention.attention(implementation)
 
 
 class Switch:
@@ -125,11 +121,20 @@ class Switch:
             layer._compiled_call_impl = call if "compiled" in on else None
 
 
-def _varlen(position_ids: Tensor) -> dict[str, Any]:
-    """Return the documents of a row [1, S] as transformers' FlashAttention takes them, else it finds them per layer."""
-    (bounds, _), (longest, _) = prepare_fa_kwargs_from_position_ids(position_ids)
-    longest = int(longest)
-    return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
+def inputs(implementation: str, row: dict[str, Tensor]) -> dict[str, Any]:
+    """Return a row [1, S] as an implementation takes it, with a new mask, which each step makes."""
+    vectors, others = row[VECTORS].clone(), {key: value for key, value in row.items() if key != VECTORS}
+    if implementation == "flashmask":
+        return others | {VECTORS: vectors}
+    if implementation in VARLEN:  # without these, transformers finds the documents in each layer
+        (bounds, _), (longest, _) = prepare_fa_kwargs_from_position_ids(row["position_ids"])
+        longest = int(longest)
+        lengths = {"max_length_q": longest, "max_length_k": longest}
+        return others | {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, **lengths}
+    from packed_attention import block_mask, dense_mask  # its private imports may be missing in another commit
+
+    form = dense_mask if implementation == "sdpa" else block_mask
+    return others | {"attention_mask": form(FlashMask(vectors, causal=True))}
 
 
 class FineTuning:
@@ -147,14 +152,10 @@ class FineTuning:
 
     def run(self, implementation: str, row: dict[str, Tensor]) -> float:
         """Run forward and backward of a row; return the loss."""
-        row = row | {VECTORS: row[VECTORS].clone()}  # each step makes its mask anew
-        varlen = implementation in VARLEN
-        if varlen:
-            row = {key: value for key, value in row.items() if key != VECTORS} | _varlen(row["position_ids"])
-        self.model.set_attn_implementation(implementation if varlen else "flashmask")
-        with attention(implementation):
-            loss = self.model(**row, **({"fused_lm_head": True} if self.fused else {"use_cache": False})).loss
-            loss.backward()
+        self.model.set_attn_implementation(implementation)
+        options = {"fused_lm_head": True} if self.fused else {"use_cache": False}
+        loss = self.model(**inputs(implementation, row), **options).loss
+        loss.backward()
         return float(loss.detach())
 
     def figures(self, implementation: str, length: int) -> list[tuple[float, float]]:
@@ -210,19 +211,14 @@ class Alignment:
         reference = build_model(shape, a.device, seed=1, **options) if task == "dpo" and not rank else None
         self.models = [model for model in (self.model, reference) if model is not None]
         extra = {"ref_model": reference} if task == "dpo" else {}
-        if task == "dpo":
-            classes: Any = ((SharedQuestionDPOTrainer, DPOConfig), (DPOTrainer, DPOConfig))
-        else:
-            classes = ((MultiAnswerRewardTrainer, MultiAnswerRewardConfig), (RewardTrainer, RewardConfig))
-        self.shared, self.stock = (self._trainer(trainer, config, extra) for trainer, config in classes)
+        self.shared, self.stock = (self._trainer(*classes, extra) for classes in TRAINERS[task])
         self.shared.state.global_step = 1  # not a logging step, in which the sparsity of the mask is computed
         self.model.train()
 
     def _trainer(self, trainer: Any, config: Any, extra: dict[str, Any]) -> Any:
         if "ref" in getattr(self.model, "peft_config", {}):  # TRL's copy of the adapter, which each trainer makes
             self.model.delete_adapter("ref")
-        args = config(output_dir=tempfile.mkdtemp(), report_to="none", bf16=False, max_length=None,
-                      disable_dropout=False, use_cpu=self.device == "cpu")  # fmt: skip
+        args = arguments_of(config, self.device, max_length=None, disable_dropout=False)
         dataset = Dataset.from_list([{"prompt": "why ", "chosen": "so ", "rejected": "no "}])  # batches are made here
         return trainer(self.model, args=args, train_dataset=dataset, processing_class=tokenizer(), **extra)
 
@@ -243,7 +239,9 @@ class Alignment:
         for model in self.models:
             model.set_attn_implementation(name)
         trainer.data_collator.pad_to_multiple_of = 1024 if name == "flex_attention" else None
-        with attention(implementation):
+        from packed_attention import attention
+
+        with attention(implementation if packed else "flashmask"):
             for batch in batches:
                 loss = trainer.compute_loss(self.model, trainer._prepare_inputs(trainer.data_collator(batch)))
                 if torch.is_grad_enabled():
@@ -375,37 +373,37 @@ def setting(text: str) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the benchmark from the command line."""
     parser = flags(__doc__)
+    parser.add_argument("study", nargs="?", default="lengths", choices=STUDIES)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["llama-3.2-1b", "llama-3.1-8b"])
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
-    parser.add_argument("--implementations", nargs="+", choices=[*DEFAULT, *STOCK], default=DEFAULT)
-    parser.add_argument("--settings", nargs="+", type=setting, default=["eager"], help="such as eager compiled+kept")
-    parser.add_argument("--lengths", nargs="+", type=int, default=[2**power for power in range(12, 20)])
+    parser.add_argument("--tasks", nargs="+", choices=TASKS)
+    parser.add_argument(
+        "--implementations", nargs="+", choices=["flashmask", "sdpa", "flex_attention", *VARLEN, *STOCK]
+    )
+    parser.add_argument("--settings", nargs="+", type=setting, help="such as eager compiled+kept")
+    parser.add_argument("--lengths", nargs="+", type=int)
     parser.add_argument("--steps", type=int, default=5, help="most measured steps of a series and length")
     parser.add_argument("--seconds", type=float, default=60, help="start no step after the first later than this")
     parser.add_argument("--longest", type=float, default=120, help="end a series whose step may take more seconds")
     parser.add_argument("--adapters", action="store_true", help="train adapters in DPO and the reward model")
     parser.add_argument("--full-logits", action="store_true", help="fine-tune without TRL's head")
     a = parsed(parser, argv)
-    torch._dynamo.config.recompile_limit = 256
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", message=".*gradient_checkpointing.* is deprecated", category=FutureWarning)
+    given = {name: value for name, value in vars(a).items() if value is not None}
+    a = argparse.Namespace(**{**vars(a), **STUDIES[a.study], **given})
     a.implementations = available(a.implementations, a.device)
-    rows: list[dict[str, object]] = []
-    for shape in a.shapes:
-        for task in a.tasks:
-            if task == "sft" and shape in ADAPTERS_ONLY:
-                print(f"sft of {shape} is left out: it trains adapters here (lora)", flush=True)
-                continue
-            study = Study(task, shape, a)
-            adapters = hasattr(study.task.model, "peft_config")
-            facts = {"shape": shape, "task": task, "trained": "adapters" if adapters else "all"}
-            study.check(min(a.lengths))
-            for length in sorted(a.lengths):
-                if study.series:
-                    found = [{**facts, "length": length, **figures} for figures in study.measure(length)]
-                    append_rows(a.csv, rows, found)
-            del study
-            free_memory()
+    results = Results(a.csv)
+    cases = [(shape, task) for shape in a.shapes for task in a.tasks]
+    # A shape that trains adapters alone has no `sft`.
+    cases = [(x, "lora" if task == "sft" and x in ADAPTERS_ONLY else task) for x, task in cases]
+    for shape, task in dict.fromkeys(cases):
+        study = Study(task, shape, a)
+        adapters = hasattr(study.task.model, "peft_config")
+        facts = {"shape": shape, "task": task, "trained": "adapters" if adapters else "all"}
+        study.check(min(a.lengths))
+        for length in sorted(a.lengths):
+            if study.series:
+                results.add([{**facts, "length": length, **figures} for figures in study.measure(length)])
+        del study
+        free_memory()
 
 
 if __name__ == "__main__":

@@ -336,6 +336,26 @@ def test_out_of_memory_ends_one_series(training, run):
     assert training[1].count(("sdpa", 1024)) == 1
 
 
+def test_the_study_of_settings_has_every_cell(training, run):
+    rows = run("training", "settings", *TINY, "--lengths", 256, "--implementations", "flashmask", "sdpa")
+    cells = [(row["task"], row["setting"], row["implementation"]) for row in rows]
+    alone, shared = ("kept", "compiled+kept"), ("eager", "liger", "compiled")
+    expected = [("sft", setting, name) for setting in shared for name in ("flashmask", "sdpa")]
+    assert sorted(cells) == sorted([*expected, *(("sft", setting, "flashmask") for setting in alone)])
+    assert all(int(row["tokens_per_second"]) > 0 for row in rows)
+
+
+def test_rows_carry_the_same_mask_in_every_form():
+    import training
+
+    row = training.make_rows(300, 1, 64, "cpu")[0]
+    dense = peers.FlashMask(row["startend_row_indices"], causal=True).to_dense()
+    assert torch.equal(training.inputs("sdpa", row)["attention_mask"], dense)
+    bounds = training.inputs("flash_attention_4", row)["cu_seq_lens_q"]
+    documents = torch.repeat_interleave(torch.arange(len(bounds) - 1), bounds.diff())
+    assert torch.equal(documents[:, None] == documents, (dense | dense.mT)[0, 0])
+
+
 def test_a_series_ends_before_a_step_that_takes_too_long(training, run):
     flags = ["--tasks", "sft", "--implementations", "flashmask", "--lengths", 256, 512, "--longest", 0]
     assert [row["tokens_per_second"] for row in run("training", *TINY, *flags)][1:] == ["out of time"]
