@@ -13,7 +13,7 @@ import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import data
 import torch
@@ -64,6 +64,16 @@ class ComparisonArguments:
     )
 
 
+class Flags(NamedTuple):
+    """The parsed flags: of the recipe, and of TRL's dataclasses; `training` has the trainer's arguments."""
+
+    own: Any
+    script: ScriptArguments
+    training: Any
+    model: ModelConfig
+    mixture: DatasetMixtureConfig
+
+
 class FlagError(ValueError):
     """A flag or a line of the configuration file that cannot be used."""
 
@@ -84,9 +94,7 @@ def run(main: Callable[[Sequence[str]], None]) -> None:
     PartialState().destroy_process_group()
 
 
-def parse(
-    argv: Sequence[str], demo_config: Path, own: type, config: type, **defaults: Any
-) -> tuple[Any, ScriptArguments, Any, ModelConfig, DatasetMixtureConfig]:
+def parse(argv: Sequence[str], demo_config: Path, own: type, config: type, **defaults: Any) -> Flags:
     """Parse the flags; without a configuration file and a model, the demo's configuration applies.
 
     Args:
@@ -117,15 +125,15 @@ def parse(
     parser.set_defaults_with_config(attn_implementation="flashmask", **defaults)
     if not {"--config", "--model_name_or_path", "--help", "-h"} & {flag.split("=")[0] for flag in argv}:
         argv = ["--config", str(demo_config), *argv]
-    own_args, script_args, training_args, model_args, mixture_args = read_flags(parser, argv)
+    flags = Flags(*read_flags(parser, argv))
     check_processes()
     for name in SIZES:
-        value = getattr(training_args, name, None)
+        value = getattr(flags.training, name, None)
         if value is not None and value < 1:
             raise FlagError(f"{name} must be at least 1, got {value}")
-    if getattr(own_args, "show", 0) and not training_args.do_eval:
+    if getattr(flags.own, "show", 0) and not flags.training.do_eval:
         raise FlagError("show needs the test split, which only an evaluation reads; add --do_eval, or --show 0")
-    return own_args, script_args, training_args, model_args, mixture_args
+    return flags
 
 
 def read_flags(parser: TrlParser, argv: Sequence[str], **options: Any) -> tuple[Any, ...]:
@@ -149,19 +157,14 @@ def check_processes() -> None:
         raise FlagError(f"{launched} processes were launched for GPUs, and there is none; add --use_cpu, or launch one")
 
 
-def trainer_options(
-    script_args: ScriptArguments,
-    training_args: Any,
-    model_args: ModelConfig,
-    mixture_args: DatasetMixtureConfig,
-    demo: Callable[[], DatasetDict],
-) -> dict[str, Any]:
+def trainer_options(flags: Flags, demo: Callable[[], DatasetDict]) -> dict[str, Any]:
     """Return the keyword arguments of a trainer. Without a model or a dataset, the demo's are written to `output_dir`.
 
     Raises:
         FlagError: the model, the dataset, a split or the checkpoint to resume from is missing or damaged, or
             `output_dir` is a file.
     """
+    _, script_args, training_args, model_args, mixture_args = flags
     if model_args.model_name_or_path is not None:
         check_model_path("model_name_or_path", model_args.model_name_or_path)
     training_args.resume_from_checkpoint = checkpoint_to_resume(training_args)
@@ -171,15 +174,13 @@ def trainer_options(
         raise FlagError(f"output_dir: {output_dir} is a file; name a folder")
     if mixture_args.datasets:
         dataset: Any = get_dataset(mixture_args)
-    elif script_args.dataset_name is None:
-        dataset = make_demo_data(output_dir / "data", demo)
-    else:
+    elif name := script_args.dataset_name:
         try:
-            dataset = data.load(
-                script_args.dataset_name, script_args.dataset_config, streaming=script_args.dataset_streaming
-            )
+            dataset = data.load(name, script_args.dataset_config, streaming=script_args.dataset_streaming)
         except (FileNotFoundError, ValueError) as error:
             raise FlagError(f"dataset_name: {error}") from None
+    else:
+        dataset = make_demo_data(output_dir / "data", demo)
     for flag in ["dataset_train_split"] + ["dataset_test_split"] * training_args.do_eval:
         split = getattr(script_args, flag)
         if split not in dataset:
@@ -190,7 +191,8 @@ def trainer_options(
         if next(iter(dataset[split]), None) is None:
             raise FlagError(f"{flag}: the split {split!r} of the dataset is empty")
     if model_args.model_name_or_path is None:
-        model_args.model_name_or_path = make_demo_model(output_dir / "untrained")
+        model_args.model_name_or_path = str(output_dir / "untrained")
+        on_main_process(lambda: data.build_model(output_dir / "untrained"))
     training_args.model_init_kwargs = {
         "revision": model_args.model_revision,
         "attn_implementation": model_args.attn_implementation,
@@ -230,18 +232,15 @@ def check_model_path(flag: str, name: str) -> None:
 
 def make_demo_data(path: Path, demo: Callable[[], DatasetDict]) -> Any:
     """Write a dataset to disk and load it, so that processes share its cache."""
-    if PartialState().is_main_process:
-        demo().save_to_disk(path)
-    PartialState().wait_for_everyone()
+    on_main_process(lambda: demo().save_to_disk(path))
     return load_from_disk(path)
 
 
-def make_demo_model(path: Path) -> str:
-    """Write the demo's model and tokenizer in one process, and return the path."""
+def on_main_process(write: Callable[[], object]) -> None:
+    """Call a function in one process, and let the others wait for it."""
     if PartialState().is_main_process:
-        data.build_model(path)
+        write()
     PartialState().wait_for_everyone()
-    return str(path)
 
 
 def checkpoint_to_resume(args: TrainingArguments) -> str | None:

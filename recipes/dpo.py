@@ -28,7 +28,6 @@ import common
 import data
 import torch
 from transformers import AutoModelForCausalLM
-from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments
 
 from flashmask_hf.trainers import SharedQuestionDPOConfig, SharedQuestionDPOTrainer
 
@@ -36,24 +35,22 @@ DEMO_CONFIG = common.CONFIGS / "dpo_demo.yaml"
 
 
 def main(argv: Sequence[str]) -> None:
-    recipe_args, script_args, training_args, model_args, mixture_args = parse(argv)
-    options = common.trainer_options(script_args, training_args, model_args, mixture_args, data.preferences)
+    flags = parse(argv)
+    options = common.trainer_options(flags, data.preferences)
     trainer = common.build(SharedQuestionDPOTrainer, **options)
-    common.train(trainer, script_args)
-    if recipe_args.show and trainer.accelerator.is_main_process:
-        show(trainer, model_args, recipe_args.show)
+    common.train(trainer, flags.script)
+    if flags.own.show and trainer.accelerator.is_main_process:
+        show(trainer, options["model"], flags.model.model_revision, flags.own.show)
 
 
-def parse(
-    argv: Sequence[str],
-) -> tuple[common.ComparisonArguments, ScriptArguments, SharedQuestionDPOConfig, ModelConfig, DatasetMixtureConfig]:
+def parse(argv: Sequence[str]) -> common.Flags:
     return common.parse(argv, DEMO_CONFIG, common.ComparisonArguments, SharedQuestionDPOConfig)
 
 
-def show(trainer: Any, model_args: ModelConfig, number: int) -> None:
+def show(trainer: Any, path: str, revision: str, number: int) -> None:
     """Print the log-ratio of chosen and rejected answer for a few questions, before and after training."""
-    path, args = str(model_args.model_name_or_path), trainer.args
-    initial = common.load_for_inference(AutoModelForCausalLM, path, args, revision=model_args.model_revision)
+    args = trainer.args
+    initial = common.load_for_inference(AutoModelForCausalLM, path, args, revision=revision)
     trained = common.load_for_inference(AutoModelForCausalLM, args.output_dir, args)
     for row in itertools.islice(trainer.eval_dataset, number):
         question, chosen, rejected = row["prompt_ids"], row["chosen_ids"], row["rejected_ids"]

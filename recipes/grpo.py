@@ -27,14 +27,13 @@ import pkgutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import common
 import data
 import picture
 from transformers import AutoModelForSequenceClassification
-from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
+from trl import TrlParser
 from trl.import_utils import is_math_verify_available
 from trl.rewards import (
     accuracy_reward,
@@ -98,61 +97,55 @@ class RecipeArguments:
 
 
 def main(argv: Sequence[str]) -> None:
-    recipe_args, script_args, training_args, model_args, mixture_args = parse(argv)
-    rewards = reward_functions(recipe_args, training_args, model_args)
-    options = common.trainer_options(script_args, training_args, model_args, mixture_args, data.passages)
-    _, trainer_class = ALGORITHMS[recipe_args.algorithm]
+    flags = parse(argv)
+    rewards = reward_functions(flags)
+    options = common.trainer_options(flags, data.passages)
+    _, trainer_class = ALGORITHMS[flags.own.algorithm]
     trainer = common.build(trainer_class, **options, reward_funcs=rewards)
-    row = picture.latest_row(trainer.model) if recipe_args.picture else []
-    common.train(trainer, script_args)
+    row = picture.latest_row(trainer.model) if flags.own.picture else []
+    common.train(trainer, flags.script)
     if not trainer.accelerator.is_main_process:
         return
     report(trainer)
-    if recipe_args.picture:
-        path = Path(training_args.output_dir, "picture.png")
-        try:
-            picture.draw_group(trainer, row[0], path)
-            print(f"Picture of the reward and of the mask of one group: {path}")
-        except ImportError:
-            print("No picture: matplotlib is missing: pip install matplotlib")
+    if flags.own.picture:
+        what = "the reward and of the mask of one group"
+        picture.write(trainer.args.output_dir, what, lambda path: picture.draw_group(trainer, row[0], path))
 
 
-def parse(argv: Sequence[str]) -> tuple[RecipeArguments, ScriptArguments, Any, ModelConfig, DatasetMixtureConfig]:
+def parse(argv: Sequence[str]) -> common.Flags:
     own: Any = [RecipeArguments]
     # Which flags there are follows from one of them.
     chosen: Any = common.read_flags(TrlParser(own, add_help=False), argv, return_remaining_strings=True)[0]
     config_class, _ = ALGORITHMS[chosen.algorithm]
-    parsed = common.parse(argv, DEMO_CONFIG, RecipeArguments, config_class)
-    if not parsed[0].reward_funcs and parsed[0].reward_model_name_or_path is None:
+    flags = common.parse(argv, DEMO_CONFIG, RecipeArguments, config_class)
+    if not flags.own.reward_funcs and flags.own.reward_model_name_or_path is None:
         raise common.FlagError(
             f"reward_funcs is empty: name at least one of {', '.join(REWARDS)}, the dotted path of a function of your "
             "own, or a reward model (--reward_model_name_or_path)"
         )
-    return parsed
+    return flags
 
 
-def reward_functions(
-    recipe_args: RecipeArguments, training_args: Any, model_args: ModelConfig
-) -> list[Callable[..., Any]]:
+def reward_functions(flags: common.Flags) -> list[Callable[..., Any]]:
     """Load the reward functions and the reward model that the flags name.
 
     Raises:
         FlagError: a function or the model cannot be loaded, or a function needs a package that is missing.
     """
     rewards: list[Any] = []
-    if recipe_args.reward_model_name_or_path is not None:
-        common.check_model_path("reward_model_name_or_path", recipe_args.reward_model_name_or_path)
+    if flags.own.reward_model_name_or_path is not None:
+        common.check_model_path("reward_model_name_or_path", flags.own.reward_model_name_or_path)
         rewards.append(
             AutoModelForSequenceClassification.from_pretrained(
-                recipe_args.reward_model_name_or_path,
+                flags.own.reward_model_name_or_path,
                 num_labels=1,
-                dtype=model_args.dtype,
-                trust_remote_code=training_args.trust_remote_code,
+                dtype=flags.model.dtype,
+                trust_remote_code=flags.training.trust_remote_code,
             )
         )
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
-    for name in recipe_args.reward_funcs or []:
+    for name in flags.own.reward_funcs or []:
         if name in PARSE_MATH and not is_math_verify_available():
             raise common.FlagError(f"reward_funcs: {name} needs a package that is missing; pip install math-verify")
         if name in REWARDS:

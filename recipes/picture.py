@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,17 @@ from torch import Tensor
 from flashmask_hf import FlashMask
 from flashmask_hf.names import VECTORS
 
-__all__ = ["draw", "draw_group", "latest_row"]
+__all__ = ["draw", "draw_group", "latest_row", "write"]
+
+
+def write(folder: object, what: str, draw: Callable[[Path], None]) -> None:
+    """Draw picture.png in a folder, and print what it shows, or that matplotlib is missing."""
+    path = Path(str(folder), "picture.png")
+    try:
+        draw(path)
+        print(f"Picture of {what}: {path}")
+    except ImportError:
+        print("No picture: matplotlib is missing: pip install matplotlib")
 
 
 def draw(trainer: Any, path: Path) -> None:

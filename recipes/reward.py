@@ -32,7 +32,6 @@ import data
 import numpy as np
 import torch
 from transformers import AutoModelForSequenceClassification
-from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments
 
 from flashmask_hf.trainers import MultiAnswerRewardConfig, MultiAnswerRewardTrainer
 
@@ -40,20 +39,13 @@ DEMO_CONFIG = common.CONFIGS / "reward_demo.yaml"
 
 
 def main(argv: Sequence[str]) -> None:
-    recipe_args, script_args, training_args, model_args, mixture_args = parse(argv)
-    options = common.trainer_options(script_args, training_args, model_args, mixture_args, data.rankings)
-    trainer = common.build(MultiAnswerRewardTrainer, **options)
-    common.train(trainer, script_args)
-    if recipe_args.show and trainer.accelerator.is_main_process:
-        show(trainer, recipe_args.show)
-
-
-def parse(
-    argv: Sequence[str],
-) -> tuple[common.ComparisonArguments, ScriptArguments, MultiAnswerRewardConfig, ModelConfig, DatasetMixtureConfig]:
-    return common.parse(
+    flags = common.parse(
         argv, DEMO_CONFIG, common.ComparisonArguments, MultiAnswerRewardConfig, lora_task_type="SEQ_CLS"
     )
+    trainer = common.build(MultiAnswerRewardTrainer, **common.trainer_options(flags, data.rankings))
+    common.train(trainer, flags.script)
+    if flags.own.show and trainer.accelerator.is_main_process:
+        show(trainer, flags.own.show)
 
 
 def show(trainer: Any, number: int) -> None:

@@ -24,14 +24,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import common
 import data
 import picture
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig
+from trl import SFTConfig
 
 from flashmask_hf.long_rows.checkpointing import checkpointing_of
 from flashmask_hf.trainers import LongRows, PackedSFTTrainer
@@ -92,47 +91,37 @@ class RecipeArguments:
 
 
 def main(argv: Sequence[str]) -> None:
-    recipe_args, script_args, training_args, model_args, mixture_args = parse(argv)
-    options = common.trainer_options(script_args, training_args, model_args, mixture_args, data.question_answers)
-    trainer: PackedSFTTrainer = common.build(PackedSFTTrainer, **options, split=recipe_args.split)
-    add_long_rows(trainer, recipe_args)
-    common.train(trainer, script_args)
+    flags = parse(argv)
+    options = common.trainer_options(flags, data.question_answers)
+    trainer: PackedSFTTrainer = common.build(PackedSFTTrainer, **options, split=flags.own.split)
+    add_long_rows(trainer, flags.own)
+    common.train(trainer, flags.script)
     if not trainer.accelerator.is_main_process:
         return
-    if recipe_args.generate is not None:
-        untrained, revision = str(options["model"]), model_args.model_revision
-        print(f"Prompt: {recipe_args.generate}")
-        before = generate(training_args, recipe_args.generate, untrained, revision=revision)
+    prompt, args = flags.own.generate, flags.training
+    if prompt is not None:
+        print(f"Prompt: {prompt}")
+        before = generate(args, prompt, options["model"], revision=flags.model.model_revision)
         print(f"Answer before training: {before}")
-        print(f"Answer: {generate(training_args, recipe_args.generate, str(training_args.output_dir))}")
-    if recipe_args.picture:
-        path = Path(str(training_args.output_dir), "picture.png")
-        try:
-            picture.draw(trainer, path)
-            print(f"Picture of the loss and of the mask of one row: {path}")
-        except ImportError:
-            print("No picture: matplotlib is missing: pip install matplotlib")
+        print(f"Answer: {generate(args, prompt, args.output_dir)}")
+    if flags.own.picture:
+        what = "the loss and of the mask of one row"
+        picture.write(args.output_dir, what, lambda path: picture.draw(trainer, path))
 
 
-def parse(argv: Sequence[str]) -> tuple[RecipeArguments, ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig]:
-    parsed = common.parse(
-        argv,
-        DEMO_CONFIG,
-        RecipeArguments,
-        SFTConfig,
-        truncation_mode=None,  # not TRL's default: long examples raise unless a flag asks to cut them
-    )
-    training_args: SFTConfig = parsed[2]
-    trl_packs = training_args.packing or training_args.padding_free
-    if parsed[0].picture and trl_packs:
+def parse(argv: Sequence[str]) -> common.Flags:
+    # Not TRL's default of truncation_mode: long examples raise unless a flag asks to cut them.
+    flags = common.parse(argv, DEMO_CONFIG, RecipeArguments, SFTConfig, truncation_mode=None)
+    trl_packs = flags.training.packing or flags.training.padding_free
+    if flags.own.picture and trl_packs:
         raise common.FlagError(
             "picture shows a row that this package packs; add --picture false, or leave packing and padding_free out"
         )
-    if training_args.max_length is None and not trl_packs:
+    if flags.training.max_length is None and not trl_packs:
         raise common.FlagError(
             "max_length is None, but packing needs it: the number of tokens of a row (--max_length 8192)"
         )
-    return parsed
+    return flags
 
 
 def add_long_rows(trainer: PackedSFTTrainer, flags: RecipeArguments) -> None:

@@ -1,4 +1,4 @@
-"""Read the results of the benchmarks, select and compare figures in them, and form cells and tables of pages."""
+"""Read the results of the benchmarks, select and compare figures in them, and format cells and tables of pages."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ RESULTS = ROOT / "recipes" / "benchmarks" / "results"
 Row = dict[str, str]
 Cell = Callable[[list[Row]], str]
 """What a column of a table shows of the rows of its line."""
+Columns = dict[str, str | Cell]
+"""Columns of a table by title; a text is the format of the first row of a line."""
 
 NAMES = {
     "flashmask_triton": "flashmask, portable kernels",
@@ -43,11 +45,18 @@ NAMES = {
 TASKS = {"sft": "SFT", "lora": "LoRA", "dpo": "DPO", "reward": "reward model"}
 
 
+class Figure(str):
+    """A text of a CSV file; a format of numbers, such as in "{tokens:,.0f}", reads it as a number."""
+
+    def __format__(self, form: str) -> str:
+        return format(float(self), form) if form else str(self)
+
+
 @cache
 def read(name: str) -> tuple[Row, ...]:
     """Return the rows of a file in recipes/benchmarks/results, named without its suffix."""
     with open(RESULTS / f"{name}.csv", newline="") as file:
-        return tuple(csv.DictReader(file))
+        return tuple({key: Figure(value) for key, value in row.items()} for row in csv.DictReader(file))
 
 
 def read_all(pattern: str) -> list[Row]:
@@ -113,32 +122,24 @@ def spread(values: Sequence[float]) -> str:
     return middle if len(values) == 1 else f"{min(values):.2f} to {max(values):.2f} ({middle})"
 
 
-def value(column: str, form: str = "{:,.0f}", missing: str = "", **values: str) -> Cell:
-    """Return a cell with the number in a column of the row that has these values.
+def cell(form: str, missing: str = "", **values: str) -> Cell:
+    """Return a cell with the columns, such as "{tokens:,.0f}", of the row that has these values.
 
-    Without a row it is `missing`; without figures it is what `status` begins with ("cannot", "failed", "differs", "not
-    installed"), or `missing`.
+    Without a row or its figure it is `missing`. A row that was not timed shows the beginning of its `status`.
     """
 
-    def cell(rows: list[Row]) -> str:
+    def shown(rows: list[Row]) -> str:
         found = select(rows, **values)
         if not found:
             return missing
         if not timed(found):
             return found[0].get("status", missing).partition(":")[0]
-        return form.format(float(found[0][column])) if found[0][column] else missing
+        try:
+            return form.format_map(found[0])
+        except ValueError:  # an empty figure
+            return missing
 
-    return cell
-
-
-def over(column: str, form: str, values: Mapping[str, str], base: Mapping[str, str]) -> Cell:
-    """Return a cell with a number over the same number of another row."""
-    return lambda rows: form.format(number(rows, column, **values) / number(rows, column, **base))
-
-
-def text(form: str) -> Cell:
-    """Return a cell with a column's text, such as "{setting}", from the first row."""
-    return lambda rows: form.format(**rows[0])
+    return shown
 
 
 def groups(rows: Iterable[Row], *by: str) -> list[list[Row]]:
@@ -149,11 +150,29 @@ def groups(rows: Iterable[Row], *by: str) -> list[list[Row]]:
     return list(found.values())
 
 
-def table(lines: Iterable[list[Row]], columns: Mapping[str, Cell], conditions: str) -> str:
-    """Return a table in Markdown with a line per group of rows, and its conditions below."""
+def table(
+    rows: Sequence[Row],
+    lines: Sequence[str] | Sequence[list[Row]],
+    columns: Mapping[str, str | Cell],
+    command: str,
+    *conditions: str,
+) -> str:
+    """Return a table in Markdown, and below it the conditions and the command of its rows.
+
+    Args:
+        rows: the rows of results.
+        lines: the rows of each line, or the columns whose values are the same in a line.
+        columns: title, and the format of a line's first row or the function that returns the cell.
+        command: the command that measures the rows, without "python recipes/".
+        *conditions: what else holds for all rows.
+    """
+    by = [name for name in lines if isinstance(name, str)]
     shown = [list(columns), ["---"] + ["---:"] * (len(columns) - 1)]
-    shown += [[cell(rows) for cell in columns.values()] for rows in lines]
-    return "\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in shown) + f"\n\n{conditions}\n\n"
+    for line in groups(rows, *by) if by else lines:
+        forms = columns.values()
+        shown.append([form.format_map(line[0]) if isinstance(form, str) else form(line) for form in forms])  # type: ignore[arg-type]
+    text = "\n".join(f"| {' | '.join(line)} |" for line in shown)
+    return f"\n\n{text}\n\n{measured(rows, command, *conditions)}\n\n"
 
 
 def measured(rows: Sequence[Row], command: str, *more: str) -> str:

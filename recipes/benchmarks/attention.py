@@ -35,6 +35,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -191,7 +192,9 @@ def lognormal(length: int) -> list[int]:
 
 
 def cached_keys(kind: str, batch: int, length: int) -> FlashMask:
-    """Return the mask of one query per sequence: keys padded on the left, or a window of `WINDOW` keys."""
+    """Return the mask of one query per sequence: all keys, keys padded on the left, or a window of `WINDOW` keys."""
+    if kind == "full":
+        return masks.full(length, q_len=1)
     first = torch.arange(batch) * 16 if kind == "padding" else torch.full((batch,), max(0, length - WINDOW))
     hidden = (torch.arange(length) >= first[:, None]).int()  # the row where a key becomes hidden: 0 hides it
     return FlashMask(hidden[:, None, :, None].contiguous(), causal=True, q_len=1)
@@ -200,18 +203,25 @@ def cached_keys(kind: str, batch: int, length: int) -> FlashMask:
 # ----- the table of cases
 
 
-def _masks(a: argparse.Namespace) -> Iterator[Work]:
+def _shapes(a: argparse.Namespace) -> Iterator[Shape]:
+    """Yield the sizes of about `--tokens` tokens with `--hidden` numbers per token."""
     for dims in a.dims or [(64, 64), (128, 128)]:
         for length in a.lengths or [8192, 32768]:
             kv_heads = max(1, round(a.hidden / dims[0] / a.group))
-            shape = Shape(max(1, a.tokens // length), kv_heads * a.group, kv_heads, length, *dims)
-            if a.sweep:
-                for count in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128):
-                    drawn = random_lengths(length, count, torch.Generator().manual_seed(count))
-                    yield Work(f"{count} documents", "causal_document", partial(masks.causal_document, drawn), shape)
-                continue
-            for family in a.masks or FAMILIES:
-                yield Work(family, family, partial(make_mask, family, length, shape.heads), shape)
+            yield Shape(max(1, a.tokens // length), kv_heads * a.group, kv_heads, length, *dims)
+
+
+def _masks(a: argparse.Namespace) -> Iterator[Work]:
+    for shape in _shapes(a):
+        for family in a.masks or FAMILIES:
+            yield Work(family, family, partial(make_mask, family, shape.length, shape.heads), shape)
+
+
+def _sweep(a: argparse.Namespace) -> Iterator[Work]:
+    for shape in _shapes(a):
+        for count in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128):
+            drawn = random_lengths(shape.length, count, torch.Generator().manual_seed(count))
+            yield Work(f"{count} documents", "causal_document", partial(masks.causal_document, drawn), shape)
 
 
 _DOCUMENTS, _BIDIRECTIONAL = ("causal_document", masks.causal_document), ("document", masks.document)
@@ -254,28 +264,27 @@ def _ragged(a: argparse.Namespace) -> Iterator[Work]:
 
 
 def _short(a: argparse.Namespace) -> Iterator[Work]:
-    for dims in a.dims or [(64, 64), (128, 128)]:
-        for batch in a.batches or [1, 8]:
-            for length in a.lengths or [128, 200, 256, 512, 1000, 1024]:
-                mask = partial(masks.causal_document, equal_heads(length, minimum=length // 8))
-                yield Work(f"{batch} x {length}", "causal_document", mask, Shape(batch, 32, 32, length, *dims))
+    lengths = a.lengths or [128, 200, 256, 512, 1000, 1024]
+    for dims, batch, length in product(a.dims or [(64, 64), (128, 128)], a.batches or [1, 8], lengths):
+        mask = partial(masks.causal_document, equal_heads(length, minimum=length // 8))
+        yield Work(f"{batch} x {length}", "causal_document", mask, Shape(batch, 32, 32, length, *dims))
 
 
 def _decode(a: argparse.Namespace) -> Iterator[Work]:
-    for kind in a.masks or ["padding", "window", "full"]:
-        for kv_heads in (8, 32):
-            for batch in a.batches or [1, 8]:
-                for length in a.lengths or [1024, 4096, 16384, 65536, 131072]:
-                    make = partial(cached_keys, kind, batch, length)
-                    if kind == "full":
-                        make = partial(masks.full, length, q_len=1)
-                    yield Work(f"{batch} x {length}", kind, make, Shape(batch, 32, kv_heads, length, 128, 128))
+    lengths = a.lengths or [1024, 4096, 16384, 65536, 131072]
+    for kind, kv_heads, batch, length in product(a.masks or GROUPS["decode"], (8, 32), a.batches or [1, 8], lengths):
+        make = partial(cached_keys, kind, batch, length)
+        yield Work(f"{batch} x {length}", kind, make, Shape(batch, 32, kv_heads, length, 128, 128))
 
 
 def _sparse(a: argparse.Namespace) -> Iterator[Work]:
+    heads = max(1, a.hidden * 3 // 4 // 64)
     for length in a.lengths or [1024 << i for i in range(6)]:
-        shape = Shape(4, max(1, a.hidden * 3 // 4 // 64), max(1, a.hidden * 3 // 4 // 64), length, 64, 64)
-        yield Work(f"{length}", "causal", partial(masks.causal, length), shape)
+        yield Work(f"{length}", "causal", partial(masks.causal, length), Shape(4, heads, heads, length, 64, 64))
+
+
+GROUPS = {"decode": ["padding", "window", "full"], "ragged": list(dict.fromkeys(title.split()[0] for title in RAGGED))}
+"""What `--masks` names in the studies that have no families of `FAMILIES`."""
 
 
 class Study(NamedTuple):
@@ -290,7 +299,7 @@ class Study(NamedTuple):
 
 STUDIES = {
     "masks": Study(_masks, DEFAULT, 5),
-    "sweep": Study(_masks, ("flashmask",), 5),
+    "sweep": Study(_sweep, ("flashmask",), 5),
     "ragged": Study(_ragged, ("flashmask", "flashmask_triton", "flex_attention"), 15, gpu_milliseconds),
     "short": Study(_short, ("flashmask", "flashmask_triton", "sdpa_dense", "sdpa", "flex_attention"), 41, None),
     "decode": Study(_decode, ("flashmask", "sdpa_dense", "sdpa"), 7, None),
@@ -329,13 +338,10 @@ def corners(x: Tensor, kv_heads: int) -> list[Tensor]:
 
 def visible_in(case: Case, entry: int, head: int, rows: slice) -> Tensor:
     """Return the mask of some rows of a key-value head, bool [1 or group, rows, Skv]."""
-    indices = case.mask.indices
-    one = indices[entry:][:1] if indices.shape[0] > 1 and entry >= 0 else indices[-1:]
-    group = one.shape[1] // case.k.shape[1]
-    if one.shape[1] > 1:
-        first = head % case.k.shape[1] * group
-        one = one[:, first : first + max(1, group)]
-    return FlashMask(one, case.mask.causal, q_len=case.mask.q_len).rows(rows).to_dense()[0]
+    one = case.mask.indices.expand(case.q.shape[0], -1, -1, -1)[entry]
+    if len(one) > 1:
+        one = one.unflatten(0, (case.k.shape[1], -1))[head]
+    return FlashMask(one[None], case.mask.causal, q_len=case.mask.q_len).rows(rows).to_dense()[0]
 
 
 def exact(case: Case, dout: Tensor, visible: Callable[[Case, int, int, slice], Tensor] = visible_in) -> list[Tensor]:
@@ -453,13 +459,9 @@ def time_passes(
     *qkv, dout = tensors
     forward = interleaved_medians({n: partial(x, *qkv) for n, (_, x) in table.items()}, a.repeats, a.warmup, clock)
     outs = {n: x(*qkv) for n, (_, x) in table.items()}
-    backward = interleaved_medians(
-        {n: partial(torch.autograd.grad, out, qkv, dout, retain_graph=True) for n, out in outs.items()},
-        a.repeats,
-        a.warmup,
-        clock,
-    )
-    del outs
+    calls = {n: partial(torch.autograd.grad, out, qkv, dout, retain_graph=True) for n, out in outs.items()}
+    backward = interleaved_medians(calls, a.repeats, a.warmup, clock)
+    del outs, calls
     found: dict[str, list[dict[str, object]]] = {}
     for name, (make, _) in table.items():
         one, two = forward[name], backward[name]
@@ -518,24 +520,16 @@ def time_calls(
         replayed: dict[tuple[str, str], float] = {}
         count = max(CALLS, len(layers))
         if torch.cuda.is_available():
-            graphs = {
-                (n, kind): graph_of([partial(call, x, kind, i) for i in range(count)])
-                for n, x in captured.items()
-                for kind in kinds
-            }
+            layers_of = {key: [partial(call, captured[key[0]], key[1], i) for i in range(count)] for key in calls}
+            graphs = {key: graph_of(made) for key, made in layers_of.items()}
             replayed = interleaved_medians({key: graph.replay for key, graph in graphs.items()}, a.repeats, a.warmup)
-    return {
-        name: [
-            {
-                "passes": kind,
-                "eager_us": round(1000 * eager[name, kind], 1),
-                "host_us": round(1000 * host[name, kind], 1),
-                "graph_us": round(1000 * replayed[name, kind] / count, 2) if replayed else "",
-            }
-            for kind in kinds
-        ]
-        for name in public
-    }
+    found: dict[str, list[dict[str, object]]] = {}
+    for name, kind in calls:
+        row: dict[str, object] = {"passes": kind, "eager_us": round(1000 * eager[name, kind], 1)}
+        row["host_us"] = round(1000 * host[name, kind], 1)
+        row["graph_us"] = round(1000 * replayed[name, kind] / count, 2) if replayed else ""
+        found.setdefault(name, []).append(row)
+    return found
 
 
 def measure_plan(work: Work, a: argparse.Namespace) -> list[dict[str, object]]:
@@ -556,12 +550,10 @@ def measure_plan(work: Work, a: argparse.Namespace) -> list[dict[str, object]]:
 def summary(rows: Sequence[dict[str, object]]) -> str:
     """Return a case in one line."""
     shown = ("both_tflops", "forward_ms", "backward_ms") if "both_tflops" in rows[0] else CALL
-    cells = [
-        f"{row['provider']} {' / '.join(str(row[name]) for name in shown)}"
-        if row["status"] == "timed"
-        else f"{row['provider']} {str(row['status']).partition(':')[0]}"
-        for row in rows
-    ]
+    cells = []
+    for row in rows:
+        figures, state = " / ".join(str(row[name]) for name in shown), str(row["status"]).partition(":")[0]
+        cells.append(f"{row['provider']} {figures if state == 'timed' else state}")
     first = rows[0]
     return f"{first['case']}, {first['length']} {first['head_dim']}/{first['v_head_dim']}: {', '.join(cells)}"
 
@@ -584,15 +576,16 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--commit", help="another commit of this package, for the provider `commit`")
     a = parsed(parser, argv)
     study = STUDIES[a.study]
-    a.repeats, a.sweep = a.repeats or study.repeats, a.study == "sweep"
+    a.repeats = a.repeats or study.repeats
     a.providers = a.providers or [*study.providers, *(["commit"] if a.commit else [])]
+    if a.commit:
+        add_commit(a.commit, Path(tempfile.mkdtemp()))
     if a.mask:
         file, _, function = a.mask.partition(":")
         own = runpy.run_path(file)[function]
         FAMILIES[function] = lambda length, generator: own(length)
         a.masks = [function]
-    groups = {"decode": ["padding", "window", "full"], "ragged": {title.split()[0] for title in RAGGED}}
-    known = groups.get(a.study, [*FAMILIES, *OTHERS])
+    known = GROUPS.get(a.study, [*FAMILIES, *OTHERS])
     if not set(a.masks or ()) <= set(known):
         parser.error(f"--masks of {a.study} are {', '.join(sorted(known))}")
     if a.study == "plan":
@@ -600,21 +593,17 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return a
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the benchmark from the command line."""
+def main(argv: Sequence[str] | None = None) -> list[dict[str, object]]:
+    """Run the benchmark from the command line, and return its rows."""
     a = parse(argv)
     study, results = STUDIES[a.study], Results(a.csv)
-    with tempfile.TemporaryDirectory() as folder:
-        if a.commit:
-            add_commit(a.commit, Path(folder))
-        torch.manual_seed(0)
-        for work in study.cases(a):
-            if a.study == "plan":
-                results.add(measure_plan(work, a))
-                continue
-            found = measure(study, a.providers, work, a)
-            results.add(found, silent=True)
+    torch.manual_seed(0)
+    for work in study.cases(a):
+        found = measure_plan(work, a) if a.study == "plan" else measure(study, a.providers, work, a)
+        results.add(found, silent=a.study != "plan")
+        if a.study != "plan":
             print(summary(found), flush=True)
+    return results.rows
 
 
 if __name__ == "__main__":

@@ -31,6 +31,11 @@ import flashmask_hf
 Case = TypeVar("Case")
 WAIT = 4_000_000  # GPU cycles, 2 ms or more: longer than the host takes to issue a forward or a backward
 GIB = 2**30
+PACKAGES: dict[str, tuple[str, Callable[[], bool]]] = {
+    "flash_attention_2": ("flash-attn", is_flash_attn_2_available),
+    "flash_attention_3": ("flash-attn-3", is_flash_attn_3_available),
+    "flash_attention_4": ("flash-attn-4", is_flash_attn_4_available),
+}
 _order = random.Random(0)  # of the providers in a turn
 
 
@@ -164,14 +169,9 @@ def attempt(function: Callable[[], Any]) -> tuple[Any, float, float] | str:
 
 def available(names: Sequence[str], device: str) -> list[str]:
     """Return the implementations that run here, and print why others cannot."""
-    packages = {
-        "flash_attention_2": ("flash-attn", is_flash_attn_2_available),
-        "flash_attention_3": ("flash-attn-3", is_flash_attn_3_available),
-        "flash_attention_4": ("flash-attn-4", is_flash_attn_4_available),
-    }
     running = []
     for name in names:
-        package, is_available = packages.get(name, ("", lambda: True))
+        package, is_available = PACKAGES.get(name, ("", lambda: True))
         if "flex_attention" in name and device == "cpu":
             print(f"{name} is left out: it has no backward on a CPU", flush=True)
         elif not is_available():
@@ -198,20 +198,20 @@ class Results:
     """Rows of figures, which are printed, and written with their conditions as soon as they are measured."""
 
     def __init__(self, path: str | Path | None):
-        self._path, self._rows = path, list[dict[str, object]]()
+        self.path, self.rows = path, list[dict[str, object]]()
 
     def add(self, found: Sequence[Mapping[str, object]], *, silent: bool = False) -> None:
         """Print one line per row unless `silent`, and write all rows; a row's own conditions stay."""
         for row in [] if silent else found:
             print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
-        if self._path is None:
-            return
         here = conditions()
-        self._rows += [{**row, **here, **row} for row in found]
-        Path(self._path).parent.mkdir(parents=True, exist_ok=True)
-        unfinished = Path(f"{self._path}.part")  # so that a run killed while it writes keeps the rows before
+        self.rows += [{**row, **here, **row} for row in found]
+        if self.path is None:
+            return
+        Path(self.path).parent.mkdir(parents=True, exist_ok=True)
+        unfinished = Path(f"{self.path}.part")  # so that a run killed while it writes keeps the rows before
         with open(unfinished, "w", newline="") as file:
-            writer = csv.DictWriter(file, fieldnames=list(self._rows[0]))
+            writer = csv.DictWriter(file, fieldnames=list(self.rows[0]))
             writer.writeheader()
-            writer.writerows(self._rows)
-        unfinished.replace(self._path)
+            writer.writerows(self.rows)
+        unfinished.replace(self.path)

@@ -1,7 +1,7 @@
 """Train on rows of hundreds of thousands of tokens on one GPU: speed, memory, and the longest row that fits.
 
     python recipes/benchmarks/long_rows.py --shape llama-3.1-8b --tokens 262144 544768 --csv long_rows.csv
-    python recipes/benchmarks/long_rows.py --shape llama-3.2-1b --tokens longest --documents 100 --seconds 300
+    python recipes/benchmarks/long_rows.py --shape llama-3.2-1b --tokens longest --documents 100
     python recipes/benchmarks/long_rows.py --shape llama-3.2-1b --tokens 262144 --full
 
 Each run is `PackedSFTTrainer` with `LongRows`, as `recipes/sft.py --long_context` makes it, on random weights under
@@ -9,8 +9,7 @@ autocast: adapters of rank 16 over bfloat16, or all weights in float32 (`--full`
 documents of random lengths, or of equal lengths with `--equal`.
 
 "longest" trains one step of the longest row that fits by the measure of a short row, and where it does not, of a row
-that is a twentieth shorter. Its speed is the speed of a first step, in which the host's memory is pinned. With
-`--seconds`, no step starts that would probably end later.
+that is a twentieth shorter. Its speed is the speed of a first step, in which the host's memory is pinned.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -18,7 +17,6 @@ that is a twentieth shorter. Its speed is the speed of a first step, in which th
 from __future__ import annotations
 
 import argparse
-import math
 import statistics
 import time
 from collections.abc import Sequence
@@ -35,8 +33,6 @@ from trl import SFTConfig
 from flashmask_hf.trainers import LongRows, PackedSFTTrainer
 
 TRIALS = 3
-OPERATIONS_PER_SECOND = 3.8e14
-"""What the rows of docs/long_rows.md do at least, by the count of `seconds_of_step`."""
 MEASURED = ("steps", "seconds_per_step", "tokens_per_second", "peak_gib", "host_gib", "attention", "longest")
 
 
@@ -103,17 +99,13 @@ def longest_row(a: argparse.Namespace) -> int:
     return rows.longest // 1024 * 1024
 
 
-def train_longest(a: argparse.Namespace, results: Results, end: float) -> None:
+def train_longest(a: argparse.Namespace, results: Results) -> None:
     """Train a step of the longest row that fits, in up to `TRIALS` trials."""
     a = argparse.Namespace(**{**vars(a), "steps": 1})
     a.keep_attention = a.keep_attention or False  # a longer row fits without
     tokens = longest_row(a)
     for _ in range(TRIALS):
         free_memory()
-        expected = seconds_of_step(tokens, a)
-        if time.monotonic() + expected > end:
-            print(f"A step of {tokens:,} tokens would take about {expected:.0f} s: raise --seconds or --documents")
-            return
 
         def fits(tokens: int = tokens) -> dict[str, object]:
             try:
@@ -127,19 +119,6 @@ def train_longest(a: argparse.Namespace, results: Results, end: float) -> None:
         if not isinstance(made, str):
             return
         tokens = tokens * 19 // 20 // 1024 * 1024
-
-
-def seconds_of_step(tokens: int, a: argparse.Namespace) -> float:
-    """Estimate the seconds of a step on an H100 or H200 from its operations."""
-    shape = SHAPES[a.shape]
-    wide = shape["hidden_size"]
-    layer = wide * (2.5 * wide + 3 * shape["intermediate_size"])  # of grouped queries
-    weights = shape["num_hidden_layers"] * layer + wide * shape["vocab_size"]
-    generator = None if a.equal else torch.Generator().manual_seed(0)
-    pairs = sum(n * n / 2 for n in lengths_of(tokens, a.documents, generator))
-    # Forward, recomputation and twice as much in the backward.
-    operations = 4 * (2 * weights * tokens + 4 * shape["num_hidden_layers"] * wide * pairs)
-    return operations / OPERATIONS_PER_SECOND
 
 
 def train(tokens: int, a: argparse.Namespace) -> dict[str, object]:
@@ -180,9 +159,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--keep_attention", type=int, choices=[0, 1], help="default: if it fits")
     parser.add_argument("--host_gib", type=float, help="host memory for checkpoints; default: what the GPU lacks")
     parser.add_argument("--full", action="store_true", help="train all weights, not adapters")
-    parser.add_argument("--seconds", type=float, default=math.inf, help='time by which "longest" ends')
     a = parsed(parser, argv)
-    start = time.monotonic()
     if a.keep_attention is not None:
         a.keep_attention = bool(a.keep_attention)
     if a.device == "cpu":  # on which nothing is measured
@@ -190,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     results = Results(a.csv)
     for wanted in a.tokens:
         if wanted == "longest":
-            train_longest(a, results, start + a.seconds)
+            train_longest(a, results)
         else:
             results.add([train(int(wanted), a)])
         free_memory()

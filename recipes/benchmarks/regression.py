@@ -1,7 +1,7 @@
 """Time this checkout beside an earlier commit of the repository: kernels, host time of short calls, and training steps.
 
     python recipes/benchmarks/regression.py HEAD~10 --csv regression.csv
-    python recipes/benchmarks/regression.py HEAD~10 --figures kernels --masks share_question --lengths 8192
+    python recipes/benchmarks/regression.py HEAD~10 --figures kernels --attention "--masks share_question --dims 64"
 
 Calls of both commits run in turns in one process (`attention.py --commit`), after a check against float64. A row has
 the time here over the time of the other commit. Figures:
@@ -22,13 +22,19 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import attention
 from harness import Results, flags, parsed
 from peers import ROOT, add_commit
 
-FIGURES = ("host", "kernels", "step")
-MASKS = ("causal_document", "share_question", "global_sliding_window")
+# study of attention.py, columns that are compared, and flags
+STUDIES: dict[str, tuple[str, Sequence[str], str]] = {
+    "host": ("short", ("host_us", "graph_us"), "--batches 1 --lengths 128 256 512 1024 --repeats 150"),
+    "kernels": ("masks", ("forward_ms", "backward_ms"), "--masks causal_document share_question global_sliding_window "
+                "--lengths 8192 32768 --repeats 15"),
+}  # fmt: skip
+LENGTHS, REPEATS = ("2048", "8192"), 3  # rows and processes of the figure step
 CASE = ("case", "length", "head_dim", "batch")
 Rows = list[dict[str, object]]
 
@@ -42,13 +48,10 @@ def compare(figure: str, here: dict[str, float], other: dict[str, float]) -> Row
     ]
 
 
-def from_attention(figure: str, study: str, columns: Sequence[str], argv: list[str]) -> Rows:
-    """Run a study of `attention.py` with both commits, and compare the columns."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "rows.csv"
-        attention.main([study, *argv, "--providers", "flashmask", "commit", "--csv", str(file)])
-        with open(file, newline="") as opened:
-            rows = list(csv.DictReader(opened))
+def from_attention(figure: str, flags: list[str]) -> Rows:
+    """Run a study of `attention.py` with both commits, and compare its columns."""
+    study, columns, own = STUDIES[figure]
+    rows: Any = attention.main([study, *own.split(), *flags, "--providers", "flashmask", "commit"])
     wrong = [row for row in rows if row["status"] != "timed"]
     if wrong:
         raise SystemExit(f"not timed: {wrong[0]}")
@@ -65,15 +68,15 @@ def from_attention(figure: str, study: str, columns: Sequence[str], argv: list[s
     return compare(figure, times("flashmask"), times("commit"))
 
 
-def steps(folder: Path, lengths: Sequence[str], repeats: int, device: str) -> Rows:
+def steps(folder: Path, device: str) -> Rows:
     """Train with both commits in turns of processes, and compare the median seconds of a step."""
     seconds: dict[tuple[str, str], list[float]] = {}
-    for turn in range(repeats):
+    for turn in range(REPEATS):
         for name, path in (("here", ROOT), ("other", folder / "as_is")):
             file = folder / f"{name}_{turn}.csv"
             shape = "llama-3.2-1b" if device == "cuda" else "tiny"
             command = [sys.executable, Path(__file__).with_name("training.py"), "--shapes", shape, "--tasks", "lora"]
-            command += ["--implementations", "flashmask", "--steps", "20", "--lengths", *lengths]
+            command += ["--implementations", "flashmask", "--steps", "20", "--lengths", *LENGTHS]
             command += ["--device", device, "--csv", file]
             environment = {**os.environ, "PYTHONPATH": str(path)}
             subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
@@ -81,7 +84,7 @@ def steps(folder: Path, lengths: Sequence[str], repeats: int, device: str) -> Ro
                 for row in csv.DictReader(opened):
                     seconds.setdefault((name, row["length"]), []).append(float(row["seconds_per_step"]))
     medians = {key: statistics.median(values) for key, values in seconds.items()}
-    here, other = ({f"LoRA, {x}": medians[name, x] for x in lengths} for name in ("here", "other"))
+    here, other = ({f"LoRA, {x}": medians[name, x] for x in LENGTHS} for name in ("here", "other"))
     return compare("step", here, other)
 
 
@@ -89,27 +92,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the benchmark from the command line."""
     parser = flags(__doc__)
     parser.add_argument("commit", help="commit to compare with")
-    parser.add_argument("--figures", nargs="+", default=FIGURES, choices=FIGURES)
-    parser.add_argument("--masks", nargs="+", default=list(MASKS), help="masks of the figure kernels")
-    parser.add_argument("--lengths", nargs="+", default=["8192", "32768"], help="rows of the figure kernels")
-    parser.add_argument("--dims", nargs="+", default=["64", "128"])
-    parser.add_argument("--hidden", default="4096")
-    parser.add_argument("--short", nargs="+", default=["128", "256", "512", "1024"], help="rows of the figure host")
-    parser.add_argument("--rows", nargs="+", default=["2048", "8192"], help="rows of the figure step")
-    parser.add_argument("--repeats", type=int, default=15, help="turns; a tenth of it, but at least 3, for steps")
+    parser.add_argument("--figures", nargs="+", default=[*STUDIES, "step"], choices=[*STUDIES, "step"])
+    parser.add_argument("--attention", default="", help="flags of attention.py that replace those of `STUDIES`")
     a = parsed(parser, argv)
-    results, shared = Results(a.csv), ["--device", a.device, "--dims", *a.dims]
+    results = Results(a.csv)
     with tempfile.TemporaryDirectory() as path:
         add_commit(a.commit, Path(path))
-        if "host" in a.figures:
-            argv = [*shared, "--batches", "1", "--lengths", *a.short, "--repeats", str(10 * a.repeats)]
-            results.add(from_attention("host", "short", ("host_us", "graph_us"), argv))
-        if "kernels" in a.figures:
-            argv = [*shared, "--masks", *a.masks, "--hidden", a.hidden, "--lengths", *a.lengths]
-            argv += ["--repeats", str(a.repeats)]
-            results.add(from_attention("kernels", "masks", ("forward_ms", "backward_ms"), argv))
-        if "step" in a.figures:
-            results.add(steps(Path(path), a.rows, max(3, a.repeats // 10), a.device))
+        for figure in a.figures:
+            more = ["--device", a.device, *a.attention.split()]
+            results.add(from_attention(figure, more) if figure in STUDIES else steps(Path(path), a.device))
 
 
 if __name__ == "__main__":

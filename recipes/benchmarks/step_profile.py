@@ -11,6 +11,7 @@ has a kind's milliseconds in one step, its launches, and its share of a step wit
 
 from __future__ import annotations
 
+import argparse
 import functools
 import re
 import statistics
@@ -19,11 +20,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from harness import Results, attempt, flags, free_memory, parsed
+from harness import Results, flags, free_memory, parsed
 from shapes import SHAPES
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
-from training import FineTuning, Switch, setting
+from training import Study, setting
 
 LONG_STEP = 10_000
 """Milliseconds from which on a step is timed once, instead of three times."""
@@ -165,27 +166,16 @@ def _scope(event: Any, forward_scopes: dict[tuple[int, int], str]) -> str | None
     return None
 
 
-def measure(
-    task: FineTuning, one: str, length: int, device: str
-) -> tuple[float, dict[str, Usage], dict[str, dict[str, float]]]:
+def measure(study: Study, length: int, device: str) -> tuple[float, dict[str, Usage], dict[str, dict[str, float]]]:
     """Return the milliseconds of a step without the profiler, and its `usage_by_kind`."""
-    switch = Switch(task.models, [one])
-    switch.set(one)
-    if "compiled" not in one:
-        annotate(task.model)
-    rows = task.draw(length, 3)
-    trained = [x for x in task.model.parameters() if x.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-6, fused=True)
+    (one,), rows = study.series, study.task.draw(length, 3)
+    if "compiled" not in one.setting:
+        annotate(study.task.model)
 
     def step(row: Any) -> float:
-        def run() -> None:
-            task.run("flashmask", row)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-
-        made = attempt(run)
-        if isinstance(made, str):
-            raise torch.OutOfMemoryError(made)
+        made = study.run(one, functools.partial(study.step, one, row))
+        if made is None:
+            raise torch.OutOfMemoryError(one.ended)
         return 1000 * made[1]
 
     for row in rows[:2]:  # warms up
@@ -202,15 +192,12 @@ def rows_of(usage: dict[str, Usage], step_milliseconds: float) -> list[dict[str,
     busy = sum(used.milliseconds for used in usage.values())
     idle = Usage(max(0.0, step_milliseconds - busy), 0)
     ordered = sorted(usage.items(), key=lambda item: -item[1].milliseconds)
-    return [
-        {
-            "kind": kind,
-            "milliseconds": round(used.milliseconds, 3),
-            "share": round(used.milliseconds / max(busy, step_milliseconds), 4),
-            "launches": used.launches,
-        }
-        for kind, used in [*ordered, ("idle", idle)]
-    ]
+    rows: list[dict[str, object]] = []
+    for kind, used in [*ordered, ("idle", idle)]:
+        share = round(used.milliseconds / max(busy, step_milliseconds), 4)
+        row = {"kind": kind, "milliseconds": round(used.milliseconds, 3), "share": share, "launches": used.launches}
+        rows.append(row)
+    return rows
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -221,15 +208,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--settings", nargs="+", type=setting, default=["eager", "kept", "compiled", "compiled+kept"])
     parser.add_argument("--lora", action="store_true", help="train adapters of all linear layers")
     a = parsed(parser, argv)
-    a.full_logits = False
+    a.full_logits, a.implementations = False, ["flashmask"]
     results = Results(a.csv)
     for one in a.settings:
         for length in a.lengths:
             trained = "adapters" if a.lora else "all"
             case = {"shape": a.shape, "trained": trained, "length": length, "setting": one, "step_milliseconds": ""}
-            task, names = FineTuning("lora" if a.lora else "sft", a.shape, a), dict[str, dict[str, float]]()
+            a_setting = argparse.Namespace(**{**vars(a), "settings": [one]})
+            study, names = Study("lora" if a.lora else "sft", a.shape, a_setting), dict[str, dict[str, float]]()
             try:
-                milliseconds, usage, names = measure(task, one, length, a.device)
+                milliseconds, usage, names = measure(study, length, a.device)
                 case["step_milliseconds"] = round(milliseconds, 2)
                 found = [{**case, **row} for row in rows_of(usage, milliseconds)]
             except torch.OutOfMemoryError:
@@ -239,7 +227,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 longest = sorted(spent.items(), key=lambda item: -item[1])
                 for name, microseconds in longest[: 8 if kind == UNCLASSIFIED else 3]:
                     print(f"  {kind}: {microseconds / 1000:.3f} ms {name[:150]}", flush=True)
-            del task
+            del study
             free_memory()
             torch.compiler.reset()
 

@@ -278,8 +278,8 @@ def test_providers_that_are_wrong_fail_or_are_missing_are_not_timed(run, monkeyp
 
 @pytest.mark.full
 def test_another_commit_is_timed_beside_this_one(run):
-    flags = ["--short", 128, "--lengths", 128, "--dims", 16, "--hidden", 16, "--repeats", 1, "--masks", "causal"]
-    rows = run("regression", "HEAD", "--figures", "host", "kernels", *flags)
+    flags = "--lengths 128 --dims 16 --hidden 16 --repeats 1 --masks causal"
+    rows = run("regression", "HEAD", "--figures", "host", "kernels", "--attention", flags)
     assert {row["figure"] for row in rows} == {"host", "kernels"}
     assert all(float(row["ratio"]) > 0 for row in rows)
     assert AttentionInterface()["flashmask"] is attention_forward, "the other commit registered its own attention"

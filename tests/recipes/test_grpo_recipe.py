@@ -174,9 +174,9 @@ def test_invalid_flags_raise_before_training(tmp_path, monkeypatch, capsys, flag
 
 def test_a_missing_package_of_a_reward_is_named(monkeypatch):
     monkeypatch.setattr(grpo, "is_math_verify_available", lambda: False)
-    recipe_args, _, training_args, model_args, _ = grpo.parse(["--reward_funcs", "accuracy_reward", "--use_cpu"])
+    flags = grpo.parse(["--reward_funcs", "accuracy_reward", "--use_cpu"])
     with pytest.raises(common.FlagError, match="accuracy_reward needs a package that is missing; pip install math-ver"):
-        grpo.reward_functions(recipe_args, training_args, model_args)
+        grpo.reward_functions(flags)
 
 
 def test_the_algorithm_may_stand_in_the_configuration_file(tmp_path):

@@ -242,8 +242,8 @@ def test_an_evaluation_without_its_split_says_the_ways_out(tmp_path, model):
     ways = "no split 'test', but 'train'; name one .* a folder with files train and test, or leave do_eval .* out"
     with pytest.raises(common.FlagError, match=ways):
         sft.main([*flags, *QUICK, "--dataset_name", str(tmp_path / "rows" / "train.jsonl")])
-    parsed = sft.parse([*flags, *QUICK, "--dataset_name", str(tmp_path / "rows")])[1:]
-    assert len(common.trainer_options(*parsed, data.question_answers)["eval_dataset"]) == 3
+    parsed = sft.parse([*flags, *QUICK, "--dataset_name", str(tmp_path / "rows")])
+    assert len(common.trainer_options(parsed, data.question_answers)["eval_dataset"]) == 3
 
 
 def test_paths_of_another_kind_raise_before_training(tmp_path, model):
