@@ -243,13 +243,11 @@ def _splits(rows: Callable[[Sequence[_Example]], Iterator[dict[str, Any]]], char
         for part, answer in enumerate(answers, start=1):
             which = f", part {part} of {len(answers)}" if len(answers) > 1 else ""
             examples.append(_Example(topic, f'What does Python\'s documentation say about "{topic}"{which}?', answer))
-    train = [example for index, example in enumerate(examples) if index % TEST_SHARE]
-    return DatasetDict(
-        {
-            "train": Dataset.from_list(list(rows(train))),
-            "test": Dataset.from_list(list(rows(examples[::TEST_SHARE]))),
-        }
-    )
+    splits = {
+        "train": [example for index, example in enumerate(examples) if index % TEST_SHARE],
+        "test": examples[::TEST_SHARE],
+    }
+    return DatasetDict({name: Dataset.from_list(list(rows(part))) for name, part in splits.items()})
 
 
 def _by_part(examples: Sequence[_Example]) -> tuple[list[_Example], list[_Example]]:

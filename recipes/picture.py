@@ -15,7 +15,7 @@ __all__ = ["draw", "draw_group", "latest_row", "write"]
 
 
 def write(folder: object, what: str, draw: Callable[[Path], None]) -> None:
-    """Draw picture.png in a folder, and print what it shows, or that matplotlib is missing."""
+    """Draw picture.png in a folder, and print what it shows, or that matplotlib, which `draw` imports, is missing."""
     path = Path(str(folder), "picture.png")
     try:
         draw(path)
@@ -25,11 +25,7 @@ def write(folder: object, what: str, draw: Callable[[Path], None]) -> None:
 
 
 def draw(trainer: Any, path: Path) -> None:
-    """Draw the loss and the mask of a row of a `PackedSFTTrainer` that packs its rows itself.
-
-    Raises:
-        ImportError: matplotlib is missing.
-    """
+    """Draw the loss and the mask of a row of a `PackedSFTTrainer` that packs its rows itself."""
     row = trainer.data_collator([next(iter(trainer.train_dataset))])
     documents = int((row["position_ids"] == 0).sum())
     _draw(trainer, "loss", "Training loss", row[VECTORS], f"Mask of a row of {documents} documents", path)
@@ -42,9 +38,6 @@ def draw_group(trainer: Any, vectors: Tensor, path: Path) -> None:
         trainer: a `SharedPromptGRPOTrainer` or `SharedPromptRLOOTrainer`.
         vectors: mask indices of packed rows, int32 [R, 1, S, 1]; the first group is drawn.
         path: file to write, of any suffix that matplotlib knows.
-
-    Raises:
-        ImportError: matplotlib is missing.
     """
     end = int(vectors[0, 0, 0, 0])  # of the first tree, which is a prompt and its completions
     group = vectors[:1, :, :end].cpu()

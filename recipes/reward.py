@@ -39,13 +39,16 @@ DEMO_CONFIG = common.CONFIGS / "reward_demo.yaml"
 
 
 def main(argv: Sequence[str]) -> None:
-    flags = common.parse(
-        argv, DEMO_CONFIG, common.ComparisonArguments, MultiAnswerRewardConfig, lora_task_type="SEQ_CLS"
-    )
+    flags = parse(argv)
     trainer = common.build(MultiAnswerRewardTrainer, **common.trainer_options(flags, data.rankings))
     common.train(trainer, flags.script)
     if flags.own.show and trainer.accelerator.is_main_process:
         show(trainer, flags.own.show)
+
+
+def parse(argv: Sequence[str]) -> common.Flags:
+    task = {"lora_task_type": "SEQ_CLS"}
+    return common.parse(argv, DEMO_CONFIG, common.ComparisonArguments, MultiAnswerRewardConfig, **task)
 
 
 def show(trainer: Any, number: int) -> None:

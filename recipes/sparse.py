@@ -7,8 +7,7 @@ Reproduces figures 6 and 8 of Pagliardini et al. (2023) on bytes of installed so
     python recipes/sparse.py --length 16384 --batch 2 --steps 30 --time-only --compile
     python recipes/sparse.py --smoke
 
-All variants are the same Llama with the same initial weights, trained on the same rows in turns of a few steps, under
-causal attention without documents:
+All variants are one Llama, trained from the same weights on the same rows in turns, causal without documents:
 
 - `sdpa`: full attention by FlashAttention-2. `flashmask`: full attention by this package.
 - `hash_16`: hash-sparse attention with 16 buckets.
@@ -16,9 +15,8 @@ causal attention without documents:
 
 As in the paper (section 4.1), keys are normalized queries; `--separate-keys` gives keys a projection of their own.
 
-Files in `--out`: `sparse_LENGTH_steps.csv` (loss in nats per byte and seconds per step), `sparse_LENGTH.csv` (median
-seconds, their ratio to SDPA's, loss on held-out text) and `sparse_LENGTH.png`. The seconds of the first steps, which
-compile kernels, are left out.
+Files in `--out`: `sparse_LENGTH_steps.csv` (loss in nats per byte, seconds per step), `sparse_LENGTH.csv` (median
+seconds, their ratio to SDPA's, loss on held-out text) and `sparse_LENGTH.png`, without the seconds of the first steps.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -117,9 +115,8 @@ class Run:
     def __init__(self, accelerator: Accelerator, variant: str, arguments: argparse.Namespace):
         self.accelerator = accelerator
         model = build_model(variant, arguments)
-        optimizer = torch.optim.AdamW(
-            model.parameters(), lr=arguments.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=torch.cuda.is_available()
-        )
+        options: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.1, "fused": torch.cuda.is_available()}
+        optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr, **options)
         # Accelerate advances a schedule once per process in every step.
         total = arguments.steps * accelerator.num_processes
         schedule = get_cosine_schedule_with_warmup(optimizer, max(1, total // 50), total)
@@ -165,15 +162,8 @@ def build_model(variant: str, arguments: argparse.Namespace) -> Any:
     options = dict(VARIANTS[variant])
     if HASH in options and not arguments.separate_keys:
         options[HASH] = {**options[HASH], "shared_qk": True}
-    config = LlamaConfig(
-        **SHAPES[arguments.shape],
-        **options,
-        vocab_size=256,
-        max_position_embeddings=arguments.length,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+    sizes = {"vocab_size": 256, "max_position_embeddings": arguments.length, **SHAPES[arguments.shape]}
+    config = LlamaConfig(**sizes, **options, tie_word_embeddings=True, bos_token_id=None, eos_token_id=None)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
     if not arguments.separate_keys:
@@ -275,9 +265,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--separate-keys", action="store_true", help="give keys a projection of their own")
     parser.add_argument("--compile", action="store_true", help="compile the models, with CUDA graphs on a GPU")
     parser.add_argument("--time-only", action="store_true", help="skip evaluation and curves")
-    parser.add_argument(
-        "--smoke", action="store_true", help="train a tiny model for a few seconds on the CPU, with fixed sizes"
-    )
+    parser.add_argument("--smoke", action="store_true", help="train a tiny model on the CPU, with fixed sizes")
     parser.add_argument("--out", type=Path, help="folder to write the figures to")
     arguments = parser.parse_args(argv)
     if arguments.smoke:
@@ -295,11 +283,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def main(argv: Sequence[str]) -> None:
     arguments = parse(argv)
-    accelerator = Accelerator(
-        cpu=arguments.smoke,
-        mixed_precision="bf16" if arguments.bf16 else "no",
-        dynamo_plugin=_compiler(arguments),
-    )
+    precision = "bf16" if arguments.bf16 else "no"
+    accelerator = Accelerator(cpu=arguments.smoke, mixed_precision=precision, dynamo_plugin=_compiler(arguments))
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched > accelerator.num_processes:  # without GPUs, accelerate makes no group: each would train alone
         raise SystemExit(f"{launched} processes were launched for GPUs, and there is none; add --smoke, or launch one")
@@ -310,9 +295,8 @@ def main(argv: Sequence[str]) -> None:
     torch.set_float32_matmul_precision("high")
     shape = (-1, arguments.batch, arguments.length)
     size = arguments.batch * arguments.length
-    trained, held_out = read_text(
-        arguments.steps * accelerator.num_processes * size, arguments.held_out * arguments.length
-    )
+    wanted = arguments.steps * accelerator.num_processes * size
+    trained, held_out = read_text(wanted, arguments.held_out * arguments.length)
     if len(trained) < size:
         raise SystemExit(f"--batch {arguments.batch} rows of {arguments.length} bytes are more than there is text")
     rows = trained[: len(trained) // size * size].view(shape)
@@ -323,21 +307,15 @@ def main(argv: Sequence[str]) -> None:
 
     batches = [rows.to(accelerator.device, torch.int64) for rows in held_out.view(shape)]
     medians = {name: median_seconds(steps) for name, steps in history.items()}
-    summary = [
-        {
-            "variant": name,
-            "length": arguments.length,
-            "batch": arguments.batch,
-            "processes": accelerator.num_processes,
-            "compiled": arguments.compile,
-            "steps": arguments.steps,
-            "ms_per_step": round(1000 * seconds, 2),
-            "against_sdpa": round(medians[BASE] / seconds, 3) if BASE in medians else "",
-            "loss": round(statistics.mean(step.loss for step in history[name][-SMOOTHED:]), 4),
-            "held_out_loss": "" if arguments.time_only else round(runs[name].evaluate(batches), 4),
-        }
-        for name, seconds in medians.items()
-    ]
+    summary = []
+    for name, seconds in medians.items():
+        row = {"variant": name, "length": arguments.length, "batch": arguments.batch}
+        row |= {"processes": accelerator.num_processes, "compiled": arguments.compile, "steps": arguments.steps}
+        row |= {"ms_per_step": round(1000 * seconds, 2)}
+        row["against_sdpa"] = round(medians[BASE] / seconds, 3) if BASE in medians else ""
+        row["loss"] = round(statistics.mean(step.loss for step in history[name][-SMOOTHED:]), 4)
+        row["held_out_loss"] = "" if arguments.time_only else round(runs[name].evaluate(batches), 4)
+        summary.append(row)
     if not accelerator.is_main_process:
         return
     file = None if arguments.out is None else arguments.out / f"sparse_{arguments.length}.csv"

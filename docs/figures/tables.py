@@ -173,23 +173,21 @@ def peers_shapes(name: str, lengths: Sequence[str], shape: str, flags: str) -> s
 
 def deterministic() -> str:
     """Time with sums in a fixed order in the gradient of q, relative to sums in any order."""
-    rows = _both_ms(read("deterministic_h200"))
+    rows = read("deterministic_h200")
 
-    def ratio(column: str, hidden: bool, rows: list[Row]) -> str:
+    def ratio(hidden: bool, rows: list[Row]) -> str:
         shown = [row for row in rows if (row["mask"] == "hidden_intervals") == hidden]
-        return spread(ratios(shown, column, "flashmask_deterministic", "flashmask", "mask"))
+        return spread(ratios(shown, "backward_ms", "flashmask_deterministic", "flashmask", "mask"))
 
     columns: Columns = {
         "head size": _width,
         "tokens per row": "{length:,.0f}",
         "query heads per key head": lambda rows: str(int(rows[0]["heads"]) // int(rows[0]["kv_heads"])),
-        "backward": partial(ratio, "backward_ms", False),
-        "both passes": partial(ratio, "both_ms", False),
-        "two intervals: backward": partial(ratio, "backward_ms", True),
-        "two intervals: both": partial(ratio, "both_ms", True),
+        "backward": partial(ratio, False),
+        "with two hidden intervals": partial(ratio, True),
     }
     command = f"{ATTENTION} --providers flashmask flashmask_deterministic --dims DIMS --group GROUP --masks MASKS"
-    shape = "time relative to sums in any order (median of the masks), 65,536 tokens"
+    shape = "time of the backward relative to sums in any order (median of the masks), 65,536 tokens"
     return table(rows, ["head_dim", "v_head_dim", "length", "heads", "kv_heads"], columns, command, shape)
 
 

@@ -13,14 +13,11 @@ Studies:
 - `short`: rows of 128 to 1,024 tokens, on the host and in a CUDA graph.
 - `decode`: one query per sequence; each call reads another key-value cache, as layers do.
 - `plan`: only the tile plan of a mask.
-- `sparse`: dynamic sparse attention with its sorting, beside causal attention (Pagliardini et al. 2023, figures 3 and
-  7).
+- `sparse`: dynamic sparse attention with its sorting (Pagliardini et al. 2023, figures 3 and 7).
 
-Everything is bfloat16, times are medians of turns, and `peers.py` names the providers. Before a provider is timed, its
-output and gradients are compared with float64 on the same tensors: the first key-value head of the first row, and the
-last of the last row. `status` is "timed", or why a row has no figures: "cannot: ..." (no form for the mask), "failed:
-...", "differs: ...", "not installed". Kernels compile at first use: processes that run parts beforehand fill the
-caches.
+Tensors are bfloat16, times medians of turns. Output and gradients of a provider (`peers.py`) are first compared with
+float64 in the first key-value head of the first row and the last of the last row. `status` is "timed", or why a row has
+no figures: "cannot: ..." (no form for the mask), "failed: ...", "differs: ...", "not installed".
 
 TFLOP/s count 128 x 128 tiles that are not hidden, as the paper does, and `both_tflops_of_pairs` visible pairs.
 `mask_ms` and `mask_mib` are what a new mask costs. `eager_us` is a call on the device with its launch, `host_us` the

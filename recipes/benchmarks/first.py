@@ -4,12 +4,11 @@
     python recipes/benchmarks/first.py step --csv results/first_step_cpu.csv
 
 `call` runs forward and backward of one row of 4,096 tokens, 16 heads of 128, bfloat16, under a causal mask of two
-documents, with an empty and with a full cache of compiled kernels on disk. Each row of the result is from a process of
-its own. `import_s` is the import of this package, after torch, transformers and CUDA are initialized; `first_s` the
-first forward and backward; `second_ms` the next.
+documents, with an empty and with a full cache of compiled kernels on disk, each in a process of its own. `import_s` is
+the import of this package after torch, transformers and CUDA, `first_s` the first forward and backward, `second_ms` the
+next.
 
-`step` clones this checkout's last commit, runs `make demo` there with a new environment, and times what it prints; what
-pip downloads counts.
+`step` clones this checkout's last commit, runs `make demo` there with a new environment, and times what it prints.
 """
 
 from __future__ import annotations
@@ -108,15 +107,11 @@ def steps() -> list[dict[str, object]]:
     cpu = Path("/proc/cpuinfo")
     name = re.search(r"^model name\s*: (.*)$", cpu.read_text(), re.MULTILINE) if cpu.exists() else None
     machine = {"gpu": "cpu", "processor": name[1] if name else platform.machine(), "cores": os.cpu_count()}
-    machine |= {
-        "python": platform.python_version(),
-        **dict(zip(("torch", "triton", "transformers"), versions, strict=True)),
-    }
+    machine |= zip(("python", "torch", "triton", "transformers"), [platform.python_version(), *versions], strict=True)
     return [{"stage": stage, "seconds": round(seconds, 1), **machine} for stage, seconds in found.items()]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the benchmark from the command line."""
     from harness import Results, flags  # imports this package, which a child must not do before it is timed
 
     parser = flags(__doc__)

@@ -20,22 +20,13 @@ import torch
 import torch._dynamo.config
 import transformers
 import triton
-from transformers.utils.import_utils import (
-    is_flash_attn_2_available,
-    is_flash_attn_3_available,
-    is_flash_attn_4_available,
-)
+from transformers.utils import import_utils
 
 import flashmask_hf
 
 Case = TypeVar("Case")
 WAIT = 4_000_000  # GPU cycles, 2 ms or more: longer than the host takes to issue a forward or a backward
 GIB = 2**30
-PACKAGES: dict[str, tuple[str, Callable[[], bool]]] = {
-    "flash_attention_2": ("flash-attn", is_flash_attn_2_available),
-    "flash_attention_3": ("flash-attn-3", is_flash_attn_3_available),
-    "flash_attention_4": ("flash-attn-4", is_flash_attn_4_available),
-}
 _order = random.Random(0)  # of the providers in a turn
 
 
@@ -171,11 +162,11 @@ def available(names: Sequence[str], device: str) -> list[str]:
     """Return the implementations that run here, and print why others cannot."""
     running = []
     for name in names:
-        package, is_available = PACKAGES.get(name, ("", lambda: True))
+        version = name.removeprefix("flash_attention_")
         if "flex_attention" in name and device == "cpu":
             print(f"{name} is left out: it has no backward on a CPU", flush=True)
-        elif not is_available():
-            print(f"{name} is left out: the package {package} is not installed, or there is no GPU", flush=True)
+        elif version != name and not getattr(import_utils, f"is_flash_attn_{version}_available")():
+            print(f"{name} is left out: flash-attn {version} is not installed, or there is no GPU", flush=True)
         else:
             running.append(name)
     return running

@@ -4,9 +4,9 @@
     python recipes/benchmarks/long_rows.py --shape llama-3.2-1b --tokens longest --documents 100
     python recipes/benchmarks/long_rows.py --shape llama-3.2-1b --tokens 262144 --full
 
-Each run is `PackedSFTTrainer` with `LongRows`, as `recipes/sft.py --long_context` makes it, on random weights under
-autocast: adapters of rank 16 over bfloat16, or all weights in float32 (`--full`). A step is one row of `--documents`
-documents of random lengths, or of equal lengths with `--equal`.
+Each run is `PackedSFTTrainer` with `LongRows`, on random weights under autocast: adapters of rank 16 over bfloat16, or
+all weights in float32 (`--full`). A step is one row of `--documents` documents of random lengths, or of equal lengths
+with `--equal`.
 
 "longest" trains one step of the longest row that fits by the measure of a short row, and where it does not, of a row
 that is a twentieth shorter. Its speed is the speed of a first step, in which the host's memory is pinned.
@@ -149,7 +149,6 @@ def described(tokens: int, a: argparse.Namespace) -> dict[str, object]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the benchmark from the command line."""
     parser = flags(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
     parser.add_argument("--tokens", nargs="+", default=["262144"], help='tokens of a row, or "longest"')

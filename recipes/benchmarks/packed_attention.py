@@ -4,8 +4,7 @@
 
 - `flashmask`: the package's own function.
 - `sdpa`, `flex_attention`: SDPA with a dense mask, and FlexAttention with a `BlockMask`, made once per row.
-- `flashmask_portable`: `flashmask` with kernels whose sums do not depend on which tiles a list has: "triton" on a GPU,
-  "torch" with one tile at a time elsewhere.
+- `flashmask_portable`: `flashmask` with kernels whose sums do not depend on which tiles a list has.
 - `flashmask_unskipped`: the same with a plan that lists hidden tiles as partial ones. By the FlashMask paper (section
   4.4), skipping them changes no bit.
 """

@@ -2,10 +2,10 @@
 
     python recipes/benchmarks/packing.py --csv packing.csv
 
-Each packer packs a dataset on disk in a process of its own: TRL's "bfd" and `pack_dataset`.
-Documents have about 5,100 tokens on average (a log-normal distribution, cut at the row). Columns: seconds, the peak
-memory over the memory before packing (pages of the source's file included), the size of the rows on disk, the fraction
-of the rows that holds tokens, and the seconds to the first row of a stream.
+TRL's "bfd" and `pack_dataset` each pack a dataset on disk in a process of their own. Documents have about 5,100 tokens
+on average (a log-normal distribution, cut at the row). Columns: seconds, the peak memory over the memory before packing
+(pages of the source's file included), the size of the rows on disk, the fraction of the rows that holds tokens, and the
+seconds to the first row of a stream.
 """
 
 from __future__ import annotations
@@ -96,7 +96,6 @@ def large_rows(count: int) -> list[dict[str, object]]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the benchmark from the command line."""
     parser = flags(__doc__)
     parser.add_argument("--documents", type=int, default=10_000)
     a = parser.parse_args(argv)

@@ -9,9 +9,7 @@ backward of a row. Losses and gradients of a short row must agree first.
 
 * `heads`, `keys`: packed documents, with the exchange of that name.
 * `whole`: every GPU computes a whole row of its own.
-* `sdpa_cp`: the context parallelism of torch on "sdpa", causal attention of one document (`--documents 1`).
-
-The exchange is timed by itself; its share contains the exchanges of all layers in a step.
+* `sdpa_cp`: torch's context parallelism on "sdpa", causal attention of one document (`--documents 1`).
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -63,31 +61,29 @@ class Bench:
 
     def split(self, provider: str, row: dict[str, Tensor]) -> Any:
         """Return the context in which a row is split over the processes."""
-        mask = FlashMask(row[VECTORS], causal=True)
         exchange: Any = provider
-        rows = (
-            contiguous_rows(mask.kv_len, self.size, mask.device) if provider == "heads" else deal_rows(mask, self.size)
-        )
+        mask = FlashMask(row[VECTORS], causal=True)
+        rows = deal_rows(mask, self.size)
+        if provider == "heads":
+            rows = contiguous_rows(mask.kv_len, self.size, mask.device)
         return sequence_parallel(self.group, rows, row["position_ids"], exchange=exchange)
 
     def runs(self, provider: str) -> bool:
-        """Return whether the model's heads divide among the processes."""
-        config = self.config
+        """Return whether the model's heads divide among the processes, where they must."""
+        heads = self.config.num_attention_heads, self.config.num_key_value_heads
         try:
-            if provider == "heads":
-                exchange_of(config.num_attention_heads, config.num_key_value_heads, self.size, "heads")
+            return provider != "heads" or bool(exchange_of(*heads, self.size, "heads"))
         except ValueError as error:
             print(f"heads is left out: {error}")
             return False
-        return True
 
     def step(self, provider: str, row: dict[str, Tensor]) -> float:
         """Run forward and backward of a row, and return the loss."""
         labels = nn.functional.pad(row["labels"][:, 1:], (0, 1), value=-100)
         count, scope, factor = labels.ne(-100).sum(), contextlib.nullcontext(), self.size
-        part: dict[str, Any] = {}
+        part: dict[str, Any] = {**row, "shift_labels": labels}
         if provider == "whole":
-            part = {**{key: value for key, value in row.items() if key != "labels"}, "shift_labels": labels}
+            del part["labels"]
             factor = 1
         elif provider == "sdpa_cp":
             from torch.distributed.tensor.experimental import context_parallel
@@ -96,9 +92,8 @@ class Bench:
             part = {"input_ids": row["input_ids"].clone(), "shift_labels": labels, "position_ids": positions}
             part["attention_mask"] = torch.ones_like(labels)  # else transformers makes a dense mask, which is dropped
             buffers = list(part.values())
-            scope = context_parallel(
-                self.mesh, buffers=buffers, buffer_seq_dims=[1] * len(buffers), no_restore_buffers=set(buffers)
-            )
+            dims = [1] * len(buffers)
+            scope = context_parallel(self.mesh, buffers=buffers, buffer_seq_dims=dims, no_restore_buffers=set(buffers))
         else:
             scope = self.split(provider, row)
         with scope as split:
@@ -149,11 +144,7 @@ class Bench:
                 results = forward()
                 torch.autograd.backward(results, [x.detach() for x in results])
 
-            def only_forward() -> None:
-                with torch.no_grad():
-                    forward()
-
-            seconds = self.seconds_of(both, 5) + self.seconds_of(only_forward, 5)
+            seconds = self.seconds_of(both, 5) + self.seconds_of(torch.no_grad()(forward), 5)
         return seconds * config.num_hidden_layers
 
     def seconds_of(self, call: Callable[[], object], repeats: int) -> float:
@@ -206,7 +197,6 @@ def drop_mask(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the benchmark from the command line."""
     parser = flags(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.2-1b")
     parser.add_argument("--tokens", type=int, nargs="+", default=[131072])

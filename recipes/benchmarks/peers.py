@@ -1,14 +1,12 @@
-"""Attention functions that `attention.py` times, each behind one interface, and the forms of a mask that they need.
-
-`PROVIDERS` names them:
+"""Attention functions that `attention.py` times, behind one interface, and the forms of a mask that they need.
 
 - `flashmask`, `flashmask_deterministic`, `flashmask_triton` (the portable kernels): `flashmask_attention`.
 - `flex_attention`, `flex_flash`: FlexAttention with its Triton and with its FlashAttention-4 backend (flash-attn-4).
 - `fa4`: FlashAttention-4 (flash-attn-4): dense for full, causal and sliding-window masks, varlen for documents.
-- `cudnn_flex`: `cudnn.flex_attention` (nvidia-cudnn-frontend 1.32), whose mask lists intervals of keys per query row.
+- `cudnn_flex`: `cudnn.flex_attention` (nvidia-cudnn-frontend 1.32).
 - `cudnn`, `sdpa` (FlashAttention-2): PyTorch's SDPA, for full and causal masks; `sdpa_dense`: with a dense mask.
 - `hash_N`, `drop_P`: `flashmask_hf.sparse` with N random buckets per head (`_any`: without `n_buckets`), or with P
-  percent of the queries and keys of each head dropped; they have masks of their own.
+  percent of the queries and keys of each head dropped.
 - `commit`: `flashmask_attention` of another commit.
 """
 

@@ -58,7 +58,7 @@ def from_attention(figure: str, flags: list[str]) -> Rows:
 
     def times(provider: str) -> dict[str, float]:
         return {
-            f"{' '.join(row[name] for name in (*CASE, 'passes') if name in row)}, {column}": float(row[column])
+            f"{' '.join(str(row[name]) for name in (*CASE, 'passes') if name in row)}, {column}": float(row[column])
             for row in rows
             if row["provider"] == provider
             for column in columns
@@ -89,7 +89,6 @@ def steps(folder: Path, device: str) -> Rows:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the benchmark from the command line."""
     parser = flags(__doc__)
     parser.add_argument("commit", help="commit to compare with")
     parser.add_argument("--figures", nargs="+", default=[*STUDIES, "step"], choices=[*STUDIES, "step"])

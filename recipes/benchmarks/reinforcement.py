@@ -5,11 +5,11 @@
     python recipes/benchmarks/reinforcement.py --models tiny --device cpu
 
 A micro-batch is `--groups` prompts of the stated length, each with G completions of half to all of the stated length,
-padded, which every provider runs in one forward, as TRL does. Models have random weights, in bfloat16 (float32 on a
-CPU), with gradient checkpointing. All weights of llama-3.2-1b are trained, and adapters of qwen3-4b.
+which every provider runs in one forward. Models have random weights, in bfloat16 (float32 on a CPU), with gradient
+checkpointing. All weights of llama-3.2-1b are trained, and adapters of qwen3-4b.
 
-An update is forward and backward of the trainer's loss, without generation and optimizer. Tokens per second count a
-prompt once for each completion, without padding. Packing is inside the times, compilation is not.
+An update is forward and backward of the trainer's loss, with packing, without generation, optimizer and compilation.
+Tokens per second count a prompt once for each completion, without padding.
 
 `flashmask` is `SharedPromptGRPOTrainer`; `flashmask_unshared` packs the same sequences without sharing. The others are
 `trl.GRPOTrainer` on the padded batch. Log-probabilities must agree before: they may differ by a tenth of what another
@@ -266,7 +266,6 @@ def measure(bench: Bench, case: tuple[int, int, int], providers: Sequence[str], 
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the benchmark from the command line."""
     parser = flags(__doc__)
     parser.add_argument("--models", nargs="+", default=["llama-3.2-1b", "qwen3-4b"], choices=MODELS)
     parser.add_argument("--cases", nargs="+", help="PROMPT:COMPLETION, in tokens; default: those of each model")

@@ -4,9 +4,8 @@
     python recipes/benchmarks/step_profile.py --shape llama-3.1-8b --lora --settings eager kept --csv 8b.csv
 
 Rows, steps and settings are the fine-tuning of `training.py`. The kind of a kernel, copy or fill follows from its name,
-else from the module that ran it. Several that run at a time share the time, so the kinds sum to the busy time. A row
-has a kind's milliseconds in one step, its launches, and its share of a step without the profiler, which slows the host;
-"idle" is the rest. The longest kernels of each kind are printed.
+else from the module that ran it. Several that run at a time share the time. A row has a kind's milliseconds in one
+step, its launches, and its share of a step without the profiler; "idle" is the rest.
 """
 
 from __future__ import annotations
@@ -201,7 +200,6 @@ def rows_of(usage: dict[str, Usage], step_milliseconds: float) -> list[dict[str,
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the benchmark from the command line."""
     parser = flags(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.2-1b")
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32768, 131072])

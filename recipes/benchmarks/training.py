@@ -9,21 +9,20 @@
 Models have random weights, in bfloat16 (float32 on a CPU), with gradient checkpointing and AdamW; a step is one packed
 row (FlashMask, appendix A.2.1). Tasks: `sft` (of 8B: `lora`) and `lora` with TRL's head (`--full-logits`: without) on 1
 to 10 documents; `dpo` (with a reference model) and `reward` on 1 to 10 questions with 2 and 6 answers, whose tokens per
-second count each question once. `STUDIES` has the defaults of both studies.
+second count each question once.
 
 Implementations:
 
 - `flashmask`; `sdpa`, `flex_attention`: the same row with a dense mask or a block mask.
-- `flash_attention_2`, `_3`, `_4`: the varlen path. DPO and the reward model then run as in stock TRL, question by
-  question.
+- `flash_attention_2`, `_3`, `_4`: the varlen path; DPO and the reward model as in stock TRL, question by question.
 - `trl_sdpa`, `trl_flex_attention`: stock TRL, which repeats the question for each answer and pads; `_single`: question
-  by question, with gradient accumulation. Six answers are three pairs. FlexAttention's lengths are multiples of 1,024.
+  by question, with gradient accumulation. Six answers are three pairs.
 
 Settings join by "+": `eager`; `kept` keeps attention's results (flashmask alone); `liger` runs Liger's kernels;
 `compiled` compiles each layer. All run in turns on one model, after their losses (DPO: log-probabilities, reward
 models: rewards) have agreed. A series ends with a row that says "out of memory", "failed", or "out of time" before a
-step of more than `--longest` seconds. `first_step_seconds` and `compilations` are of its first step; a compiled setting
-without compilations has run other series' code, or eagerly. `steps` counts the measured ones.
+step of more than `--longest` seconds. `first_step_seconds` and `compilations` are of its first step (a compiled setting
+without compilations has run another's code, or eagerly); `steps` counts the measured ones.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -189,13 +188,8 @@ def stock_examples(task: str, row: list[Document]) -> list[list[dict[str, Any]]]
     """Return a row as examples of TRL's collators, by question; two answers are a pair."""
     if task == "dpo":
         return [[example] for example in shared_examples(task, row)]
-    return [
-        [
-            {"chosen_ids": question + one, "rejected_ids": question + two}
-            for one, two in zip(answers[::2], answers[1::2], strict=True)
-        ]
-        for question, answers in row
-    ]
+    pairs = [(question, zip(answers[::2], answers[1::2], strict=True)) for question, answers in row]
+    return [[{"chosen_ids": q + one, "rejected_ids": q + two} for one, two in of_q] for q, of_q in pairs]
 
 
 class Alignment:
@@ -203,7 +197,7 @@ class Alignment:
 
     def __init__(self, task: str, shape: str, a: argparse.Namespace):
         self.task, self.device, self.vocab = task, a.device, SHAPES[shape]["vocab_size"]
-        rank = 16 if shape in ADAPTERS_ONLY or a.adapters else 0
+        rank = 16 if shape in ADAPTERS_ONLY else 0
         options: dict[str, Any] = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None, "num_labels": 1}
         options["kind"] = AutoModelForCausalLM if task == "dpo" else AutoModelForSequenceClassification
         self.model = build_model(shape, a.device, rank=rank, **options)
@@ -251,15 +245,14 @@ class Alignment:
         """Return log-probabilities (allowed: 1%) or rewards (0.25; bfloat16 moves them by 0.05) on a row."""
         generator = torch.Generator().manual_seed(7)
         row = [(question, answers[:2]) for question, answers in make_row(self.task, 2048, self.vocab, generator)]
-        over: dict[str, Callable[[list[float]], float]] = {"min_reward": min, "max_reward": max}
-        if self.task == "dpo":
-            over = {"logps/chosen": statistics.fmean, "logps/rejected": statistics.fmean}
         metrics = (self.shared if implementation in PACKED else self.stock)._metrics["train"]
         metrics.clear()
         with torch.no_grad():
             self.run(implementation, row)
-        found = [mean(metrics[key]) for key, mean in over.items()]
-        return [(x, max(0.05, 0.01 * abs(x)) if self.task == "dpo" else 0.25) for x in found]
+        if self.task == "reward":
+            return [(min(metrics["min_reward"]), 0.25), (max(metrics["max_reward"]), 0.25)]
+        found = [statistics.fmean(metrics[f"logps/{which}"]) for which in ("chosen", "rejected")]
+        return [(x, max(0.05, 0.01 * abs(x))) for x in found]
 
 
 class Series:
@@ -371,7 +364,6 @@ def setting(text: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the benchmark from the command line."""
     parser = flags(__doc__)
     parser.add_argument("study", nargs="?", default="lengths", choices=STUDIES)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["llama-3.2-1b", "llama-3.1-8b"])
@@ -384,7 +376,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=5, help="most measured steps of a series and length")
     parser.add_argument("--seconds", type=float, default=60, help="start no step after the first later than this")
     parser.add_argument("--longest", type=float, default=120, help="end a series whose step may take more seconds")
-    parser.add_argument("--adapters", action="store_true", help="train adapters in DPO and the reward model")
     parser.add_argument("--full-logits", action="store_true", help="fine-tune without TRL's head")
     a = parsed(parser, argv)
     given = {name: value for name, value in vars(a).items() if value is not None}
@@ -402,6 +393,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for length in sorted(a.lengths):
             if study.series:
                 results.add([{**facts, "length": length, **figures} for figures in study.measure(length)])
+        study.switch.set("eager")  # Liger's kernels replace functions that the next models share
         del study
         free_memory()
 
