@@ -30,7 +30,6 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -80,13 +79,15 @@ def dataset_of(task: str) -> Any:
 def deterministic() -> Iterator[None]:
     """Run PyTorch's deterministic algorithms within the context."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    settings: Any = torch.utils.deterministic
+    filled = settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
+    settings.fill_uninitialized_memory = False  # filling takes a third of a step
     try:
-        # Filling new memory takes a third of a step.
-        with mock.patch.object(torch.utils.deterministic, "fill_uninitialized_memory", False):
-            yield
+        yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        settings.fill_uninitialized_memory = filled
 
 
 def curve(task: str, name: str, seed: int, model_path: str, steps: int) -> list[float]:
