@@ -22,7 +22,7 @@ from flashmask_hf.kernels.shared import configs
 from flashmask_hf.kernels.shared.plan_kernels import build_plan
 from flashmask_hf.kernels.shared.row_statistics import prepare_statistics
 from flashmask_hf.sparse.kernels import hash as hashing
-from flashmask_hf.sparse.kernels.gather import gather_rows, gather_upstream, put_rows_back
+from flashmask_hf.sparse.kernels.gather import gather_upstream, move_rows
 from flashmask_hf.sparse.kernels.sort import sorted_columns
 from flashmask_hf.tile_plan import build_plan as torch_plan
 
@@ -168,8 +168,8 @@ def test_sorting(target) -> None:
     order, kept = torch.zeros(2, 4, 512, dtype=torch.int32), torch.zeros(2, 4, dtype=torch.int32)
     with compile_only(target) as kernels:
         sorted_columns(bucket, bucket[:, :2], hidden_from, 16)
-        gather_rows(x, order, kept)
-        put_rows_back(x, order)
+        move_rows(x, torch.empty_like(x), order, kept, back=False)
+        move_rows(x, torch.empty_like(x), order, None, back=True)
         gather_upstream(x, x, order, kept, torch.float32)
     assert [kernel.name for kernel in kernels] == [
         "_count_buckets",

@@ -16,7 +16,8 @@ __all__ = ["Check", "Verdict", "require", "rule"]
 Verdict: TypeAlias = tuple[Tensor | bool | None, str] | None
 """Whether a call keeps a rule, None if there is nothing to check; and the error's text, at most 200 characters.
 
-A bool raises at once. A bool tensor [] is asserted on the device, without waiting for it.
+A bool raises at once. A bool tensor [] is asserted on the device, without waiting for it. A text that holds a size is
+made only where the rule is broken: a compiler would fix the size.
 """
 
 

@@ -179,7 +179,9 @@ def _is_whole_row(call: Call) -> Verdict:
     if not _is_ignored(call):
         return None
     row, length = call.indices.shape[2], call.tokens.shape[1]
-    return length == 1 or row <= length, (
+    if length == 1 or row <= length:
+        return None
+    return False, (
         f"{VECTORS} are of a row of {row} tokens, of which the call has {length}, and attn_implementation="
         f"'{_text_implementation(call)}' ignores them; take PackedSFTTrainer with 'flashmask'"
     )

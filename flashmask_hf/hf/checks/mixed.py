@@ -46,10 +46,11 @@ def _is_alone_or_whole(call: Call) -> Tensor | None:
 @rule(CHECKS, "`cu_seq_lens_q` alone with an axis for the batch, as of a collator that stacks a column")
 def _has_flat_bounds(call: Call) -> Verdict:
     bounds = call.get("cu_seq_lens_q")
-    if not call.is_ours or call.indices is not None or bounds is None:
+    is_flat = bounds is None or call.tensor("cu_seq_lens_q", 1) is not None
+    if not call.is_ours or call.indices is not None or is_flat:
         return None
     got = list(bounds.shape) if isinstance(bounds, Tensor) else type(bounds).__name__
-    return call.tensor("cu_seq_lens_q", 1) is not None, (
+    return False, (
         f"cu_seq_lens_q must be a tensor [documents + 1] of one row, got {got}; flatten the batch into one row "
         "(DataCollatorWithFlattening), or pass position_ids alone, which restart with each document"
     )

@@ -133,10 +133,10 @@ def _has_form(call: Call) -> bool:
 
 @rule(CHECKS, "mask indices of another shape in a model with recurrent or convolutional layers", parts=True)
 def _have_form(call: Call) -> Verdict:
-    if call.indices is None or not _has_documents(call):
+    if call.indices is None or not _has_documents(call) or _has_form(call):
         return None
     got = list(call.indices.shape) if isinstance(call.indices, Tensor) else type(call.indices).__name__
-    return _has_form(call), (
+    return False, (
         f"{VECTORS} in a model with recurrent or convolutional layers must be of causal documents one after another as "
         f"[B, 1, {call.tokens.shape[1]}, 1], got {got}; or pass one sequence per row"
     )

@@ -176,7 +176,9 @@ def _are_labels_whole(call: Call) -> Verdict:
     if found is None:
         return None
     length = found[1].shape[1]
-    return length >= found[0].shape[2], (
+    if length >= found[0].shape[2]:
+        return None
+    return False, (
         f"labels cover [B, {length}], a shard of the row, and the model's loss would lose one at its edge; pass "
         "shift_labels (flashmask_hf.parallel.RowSplit.shard)"
     )
