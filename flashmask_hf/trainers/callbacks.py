@@ -1,4 +1,4 @@
-"""Callbacks of all trainers: attention is reported when training starts, and its results are kept as memory allows."""
+"""Callbacks of all trainers: they report attention, and keep its results as memory allows."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["KeepAttention", "add_callbacks"]
 logger = get_logger(__name__)
 
 MEASURED_STEPS = 2
-"""Steps that recompute attention, in which a GPU's memory is measured. The first makes the optimizer's states."""
+"""Measured steps, which recompute attention. The first makes the optimizer's states."""
 
 
 def add_callbacks(trainer: Any, model: Any) -> None:
     """Report which attention a trainer runs, and keep its results in checkpointed layers (`KeepAttention`).
 
-    `model` is the model or its name, as given to the trainer. A model whose attention skips no hidden tiles logs a
-    warning; for a name, the arguments name the attention.
+    `model` is the model or its name, as given to the trainer. A model object whose attention skips no hidden tiles logs
+    a warning.
     """
     trainer.add_callback(KeepAttention(trainer))
     trainer.add_callback(_ReportAttention(trainer))
@@ -41,7 +41,7 @@ def _attention_of(trainer: Any) -> str:
 
 
 class _ReportAttention(TrainerCallback):
-    """Prints which attention a trainer's model runs when training starts, on the first rank only."""
+    """Prints a model's attention when training starts, on the first rank."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -52,10 +52,10 @@ class _ReportAttention(TrainerCallback):
 
 
 class KeepAttention(TrainerCallback):
-    """Keeps attention's results in checkpointed layers (`keep_attention`) as far as the memory of the GPU goes.
+    """Keeps attention's results in checkpointed layers (`keep_attention`) as far as GPU memory goes.
 
-    Two steps run without it. The memory that is free at their peak is the budget. The results of a batch larger than
-    any before are not kept, and its step is measured, too. On a CPU all results are kept.
+    The budget is the memory free at the peak of the first two steps, which keep nothing. A batch larger than any before
+    keeps nothing either, and is measured, too. On a CPU all results are kept.
 
     It does nothing for another attention, in compiled models, with offloaded activations, reentrant checkpointing or
     the user's own choice (`context_fn`, or TRL's `selective`).
@@ -81,7 +81,7 @@ class KeepAttention(TrainerCallback):
         self._steps = 0
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Set the budget to what is free at the peak of all steps, after a step with a larger batch than before."""
+        """Set the budget to what is free at the peak of all steps, after a larger batch than before."""
         if self._kept is None or not self._measures:
             return
         self._steps += 1

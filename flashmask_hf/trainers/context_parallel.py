@@ -1,7 +1,7 @@
 """Rows longer than one GPU in TRL's trainers: accelerate's `cp` mesh, with the exchange of `flashmask_hf.parallel`.
 
-accelerate (`ParallelismConfig(cp_size=N)`, with FSDP2) gives each group of N ranks the same batches, and shards the
-model over all ranks. Its own context parallelism supports "sdpa" only and drops masks, so its hooks are left out.
+accelerate (`ParallelismConfig(cp_size=N)`, with FSDP2) gives each group of N ranks the same batches. Its own context
+parallelism drops masks, so its hooks are left out.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SETTING = "cp_size > 1 (parallelism_config)"
 
 
 def context_parallel_size(args: Any) -> int:
-    """Return the number of ranks that share a row, from the arguments or the launcher.
+    """Return the number of ranks that share a row.
 
     Raises:
         ValueError: DeepSpeed's sequence parallelism is configured (`sp_size`).
@@ -56,12 +56,12 @@ def _refuse(found: Any, problem: str) -> None:
 
 
 def check_context_parallel(args: Any, *, trl_packs: bool, computes: dict[str, Any]) -> int:
-    """Return the number of ranks that share a row, after checking options of `PackedSFTTrainer` for split rows.
+    """Return the number of ranks that share a row, after checking options of `PackedSFTTrainer`.
 
     Args:
         args: a `trl.SFTConfig`.
         trl_packs: whether TRL packs and collates the rows.
-        computes: the caller's functions of logits or losses, by the name of the trainer's argument.
+        computes: functions of logits or losses, by argument of the trainer.
 
     Raises:
         ValueError: rows are split, and an option does not allow it.
@@ -93,9 +93,9 @@ def pad_for_parts(collator: Any, size: int) -> Any:
 
 
 class ContextParallelMixin:
-    """Mixin of a TRL trainer that trains and evaluates on rows that are split over the ranks of the cp mesh.
+    """Mixin of a TRL trainer on rows split over the ranks of the cp mesh.
 
-    The trainer calls `_start_context_parallel` at the end of its `__init__`. With a size of 1 nothing changes.
+    The trainer calls `_start_context_parallel` at the end of its `__init__`.
     """
 
     _cp_size = 1
@@ -135,7 +135,7 @@ class ContextParallelMixin:
     def _gather_shared_rows(self) -> None:
         """Make accelerate's gathers in evaluations keep every shard of a row, and each whole row once.
 
-        accelerate cuts the last batch to the number of its examples, as if each rank had other rows.
+        accelerate cuts the last batch as if each rank had other rows.
         """
         state, gather = self.accelerator.gradient_state, self.accelerator.gather_for_metrics
         parts, copies = self._cp_size, self._copies // self._cp_size
@@ -162,7 +162,7 @@ class ContextParallelMixin:
 
     @property
     def _counts_rows(self) -> bool:
-        """Whether this rank is the first of the ranks that have the same rows."""
+        """Whether this rank is the first with its rows."""
         if self.get_tp_size() > 1 and self.accelerator.torch_device_mesh.get_local_rank("tp"):
             return False
         return self._cp_size == 1 or self._cp_group.rank() == 0
@@ -185,7 +185,7 @@ class ContextParallelMixin:
         return functools.partial(run_split, split), split.shard(inputs)
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
-        """Return the loss of whole rows on every rank; each rank computes its shard. See `Trainer`."""
+        """Return the loss of whole rows on every rank. See `Trainer`."""
         if self._cp_size == 1:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         way = "evaluate without compute_metrics, and predict with cp_size=1"

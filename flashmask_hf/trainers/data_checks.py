@@ -1,4 +1,4 @@
-"""What trainers check of their datasets, and which limit of positions collators get."""
+"""Checks of trainers' datasets, and collators' limit of positions."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def with_position_limit(collator: Any, model: Any) -> Any:
 
 
 def map_style_datasets(train_dataset: Any, eval_dataset: Any) -> list[tuple[str, Dataset]]:
-    """Return name and dataset of a trainer's datasets that are no streams; collators check streams batch by batch."""
+    """Return name and dataset of a trainer's datasets other than streams, which collators check batch by batch."""
     return [(name, x) for name, x in _named(train_dataset, eval_dataset) if isinstance(x, Dataset)]
 
 
@@ -73,10 +73,10 @@ def text_datasets(train_dataset: Any, eval_dataset: Any, problem: str) -> tuple[
 
 
 def without_media(dataset: Any, name: str, problem: str) -> Any:
-    """Return a dataset, if any, without its columns of images, video and audio, which must be empty in every row.
+    """Return a dataset, if any, without its columns of images, video and audio, which must be empty.
 
-    Rows of a stream are checked as they are read, messages in the first row only. An error has the dataset's `name` and
-    the `problem`: what rows with images cannot do, and the way out.
+    A stream's rows are checked when read, messages in the first row only. `problem` says what such rows cannot do, and
+    the way out.
 
     Raises:
         ValueError: the dataset has no rows, or a row has images, video or audio.
@@ -122,7 +122,7 @@ def _has_media_in_messages(value: Any) -> bool:
 
 
 def report_dropped(before: Any, after: Any, name: str, why: str) -> None:
-    """Log how many examples of a dataset, if it is no stream, were dropped; `why` ends with the limit.
+    """Log how many examples of a map-style dataset were dropped; `why` ends with the limit.
 
     Raises:
         ValueError: no example is left.
@@ -138,8 +138,7 @@ def check_prepared(trainer: Any, *, by_length: bool = True) -> None:
     """Check a trainer's datasets after their preparation, which removes columns of lengths if `by_length`.
 
     Raises:
-        ValueError: the trainer samples by a length column that a dataset lacks; or a dataset has fewer rows than a
-            batch, and `dataloader_drop_last` drops them all.
+        ValueError: a dataset lacks the length column for sampling, or `dataloader_drop_last` drops all its rows.
     """
     args = trainer.args
     strategy, column = args.train_sampling_strategy, args.length_column_name

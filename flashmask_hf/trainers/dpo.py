@@ -58,21 +58,20 @@ class SharedQuestionDPOConfig(DPOConfig):
 class SharedQuestionDPOTrainer(ResumeMixin, EvenBatchesMixin, DPOTrainer):
     """`trl.DPOTrainer` that computes each question once for both answers, in policy and reference.
 
-    The backbone runs packed rows, and its hidden states are gathered into one sequence per answer for TRL's head,
-    losses and metrics. Results equal TRL's up to rounding. Logs add `shared_tokens_saved`, the fraction of tokens saved
-    by sharing, and `mask_sparsity`, the fraction of tiles of the score matrix that are skipped.
+    The backbone runs packed rows; TRL's head, losses and metrics get one sequence per answer. Results equal TRL's up to
+    rounding. Logs add `shared_tokens_saved`, the fraction of tokens saved, and `mask_sparsity`, the fraction of skipped
+    tiles.
 
-    The data may be in any of TRL's preference formats, in the format of `HuggingFaceH4/ultrafeedback_binarized`, or
-    tokenized (`prompt_ids`, `chosen_ids`, `rejected_ids`). Differences from TRL:
+    Datasets have one of TRL's preference formats, the format of `HuggingFaceH4/ultrafeedback_binarized`, or the columns
+    `prompt_ids`, `chosen_ids` and `rejected_ids`. Differences from TRL:
 
     - A model loaded by name gets the attention "flashmask".
-    - `truncation_mode="keep_end"` cuts a question by the same amount for both answers. The log counts the examples that
-      are cut.
+    - `truncation_mode="keep_end"` cuts a question equally for both answers. The log counts the examples cut.
     - `pad_to_multiple_of` applies to the packed row.
     - Invalid examples raise before the first step, except in streams.
 
     Args:
-        model: as in `trl.DPOTrainer`, like all arguments that are not listed here.
+        model: as in `trl.DPOTrainer`, like all arguments not listed.
         ref_model: a model, not a name.
         args: a `SharedQuestionDPOConfig`, or a `trl.DPOConfig`, with defaults for the options that it lacks.
         data_collator: None, or a `DataCollatorForSharedQuestion`, whose lengths replace those in `args`.
@@ -143,10 +142,7 @@ class SharedQuestionDPOTrainer(ResumeMixin, EvenBatchesMixin, DPOTrainer):
         self._hook_models()
 
     def _hook_models(self) -> None:
-        """Make policy and reference run packed rows, and check the datasets; later calls do nothing.
-
-        It runs at the models' first use, because TRL may need them within its `__init__`.
-        """
+        """Make policy and reference run packed rows, and check the datasets, once: TRL's `__init__` may use models."""
         if self._hooked:
             return
         self._hooked = True
@@ -157,10 +153,7 @@ class SharedQuestionDPOTrainer(ResumeMixin, EvenBatchesMixin, DPOTrainer):
             self._check_lengths(dataset, name)
 
     def _check_lengths(self, dataset: Any, name: str) -> None:
-        """Raise a ValueError for an example that the collator would refuse, and log how many it will cut.
-
-        The collator checks the examples of a stream batch by batch.
-        """
+        """Raise a ValueError for an example that the collator would refuse, and log how many it will cut."""
         if not isinstance(dataset, Dataset):
             return
         collator = self.data_collator
@@ -205,7 +198,7 @@ class SharedQuestionDPOTrainer(ResumeMixin, EvenBatchesMixin, DPOTrainer):
 
     def _precompute_ref_logps(self, dataset: Dataset, name: str, batch_size: int) -> Dataset:
         self._hook_models()  # TRL's __init__ calls this method
-        if isinstance(dataset, Dataset):  # its fingerprint names TRL's cache file, and these options change the values
+        if isinstance(dataset, Dataset):  # its fingerprint names TRL's cache file
             options = (self.data_collator.max_length, self.data_collator.truncation_mode, self.ld_alpha)
             dataset = copy.copy(dataset)
             dataset._fingerprint = Hasher.hash((dataset._fingerprint, options))

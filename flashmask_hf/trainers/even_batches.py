@@ -22,14 +22,14 @@ class EvenBatchesMixin:
     """Mixin of a trainer that takes the same number of batches on every rank.
 
     Each rank reads its own shards of a stream if they divide evenly, otherwise every n-th row. Epochs and evaluations
-    end with the rank that has the fewest rows, and drop batches that do not fill a training step: Trainer would add
-    their gradients to the next epoch's. With an `_idle_batch`, ranks take idle batches until all rows are evaluated.
+    end with the rank that has the fewest rows. They drop batches that do not fill a training step, whose gradients
+    Trainer would add to the next epoch's. With an `_idle_batch`, all rows are evaluated.
     """
 
     _ended: Any = None  # the iterator of a stream's epoch that has ended
 
     def _idle_batch(self, batch: dict[str, Any]) -> dict[str, Any] | None:
-        """Return a batch of the same form that adds nothing to metrics, or None if this trainer has none."""
+        """Return a batch of the same form that adds nothing to metrics, or None."""
 
     def _get_dataloader(self, dataset: Any, *args: Any, is_training: bool = False, **kwargs: Any) -> Any:
         if isinstance(dataset, IterableDataset) and self.accelerator.num_processes > 1:
@@ -42,7 +42,7 @@ class EvenBatchesMixin:
         return loader
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list, Any]:
-        """Return the batches of a step, as many on every rank; none after a stream has ended on any rank."""
+        """Return a step's batches, as many on every rank; none after a stream has ended on any."""
         if not isinstance(self.train_dataset, torch.utils.data.IterableDataset):
             return super().get_batch_samples(epoch_iterator, num_batches, device)
         if epoch_iterator is self._ended:

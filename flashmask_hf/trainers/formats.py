@@ -20,8 +20,8 @@ CONTEXTS = ("system", "input")
 def preference_columns(example: Mapping[str, Any], index: int) -> dict[str, Any]:
     """Return the columns `prompt`, `chosen` and `rejected` of a row, all strings or all lists of messages.
 
-    Rows are in one of TRL's formats (https://huggingface.co/docs/trl/dataset_formats#preference), or have a string as
-    prompt and conversations as answers. A prompt that conversations repeat as their first turns counts once.
+    Rows have one of TRL's formats (https://huggingface.co/docs/trl/dataset_formats#preference), or a string as prompt
+    and conversations as answers. A prompt that conversations repeat counts once.
 
     Raises:
         ValueError: a column is missing or has another name, a system prompt has its own column, messages have no role,
@@ -114,7 +114,7 @@ def refuse_other_keys(parts: Sequence[Any], name: str) -> None:
 
 
 def _refuse_unread(example: Mapping[str, Any], answers: Sequence[Any], name: str) -> None:
-    """Raise a ValueError if a row has messages without roles, or a part of its prompt in a column that is not read."""
+    """Raise a ValueError if a row has messages without roles, or text of its prompt in an unread column."""
     prompt = example.get("prompt")
     refuse_other_keys((prompt, *answers), name)
     for column in _OTHER_NAMES if prompt is None else ():
@@ -125,7 +125,7 @@ def _refuse_unread(example: Mapping[str, Any], answers: Sequence[Any], name: str
 
 
 def refuse_unread_context(example: Mapping[str, Any], answers: Sequence[Any], name: str) -> None:
-    """Raise a ValueError if a row has a column of context whose text is neither in the prompt nor in all answers."""
+    """Raise a ValueError if a column of context has text that is neither in the prompt nor in all answers."""
     for column in CONTEXTS:
         text = example.get(column)
         if not isinstance(text, str) or not text.strip() or _holds(example.get("prompt"), text):
@@ -175,7 +175,7 @@ def _empty(answer: Any, eos_token: str) -> bool:
 
 
 def _begins_with(answer: Any, prompt: Any) -> bool:
-    """Return whether a string begins with a prompt, or a conversation, after a system turn, with the user's prompt."""
+    """Return whether a string, or a conversation after its system turn, begins with a prompt."""
     if isinstance(answer, str):
         return isinstance(prompt, str) and answer.startswith(prompt)
     opening = next((message for message in answer if message.get("role") != "system"), {})

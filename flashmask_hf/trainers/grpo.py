@@ -20,10 +20,10 @@ class SharedPromptGRPOConfig(SharedPromptsOptions, GRPOConfig):
 
     Args:
         share: "prompts" computes each distinct prompt of a micro-batch once. "tokens" computes every common prefix
-            once, also inside completions (branching rollouts, repeated turns of a conversation).
-        exact_ratios: recompute the old log-probabilities from the packed rows of the update, in one more forward
-            without gradients, so that the first importance ratio is exactly 1. Without it, in bfloat16, ratios may be
-            off by a percent or more if completions are regrouped within part of the generation batch.
+            once, also inside completions (branching rollouts, repeated turns).
+        exact_ratios: recompute old log-probabilities from the update's packed rows, in one more forward without
+            gradients; first importance ratios are then exactly 1. Otherwise bfloat16 ratios may be off by a percent or
+            more if completions are regrouped within part of the generation batch.
     """
 
 
@@ -36,19 +36,19 @@ class SharedPromptGRPOTrainer(SharedPrompts, GRPOTrainer):
 
     > Regrouping
 
-    TRL shuffles the rows of a generation batch over its micro-batches, which separates completions of the same prompt.
-    They are regrouped within each optimizer step, unless the loss is normalised per micro-batch: `loss_type="bnpo"`,
-    `top_entropy_quantile`, `entropy_coef`, the auxiliary loss of a mixture of experts. Metrics averaged over
-    micro-batches may therefore weight tokens differently than in TRL. Most is shared with `per_device_train_batch_size`
-    a multiple of `num_generations`, and `gradient_accumulation_steps` of `steps_per_generation`; other settings warn.
+    TRL shuffles completions over micro-batches. They are regrouped by prompt within each optimizer step, unless the
+    loss is normalised per micro-batch: `loss_type="bnpo"`, `top_entropy_quantile`, `entropy_coef`, a mixture's
+    auxiliary loss. Metrics averaged over micro-batches may weight tokens differently than in TRL. Make
+    `per_device_train_batch_size` a multiple of `num_generations`, and `gradient_accumulation_steps` of
+    `steps_per_generation`; other settings share less, and warn.
 
     > Logs
 
-    - `shared_tokens_saved`: fraction of tokens that sharing saves in the policy's forward.
-    - `mask_sparsity`: fraction of skipped tiles of the score matrix.
+    - `shared_tokens_saved`: fraction of tokens saved in the policy's forward.
+    - `mask_sparsity`: fraction of skipped tiles.
 
     Args:
-        model: as in `trl.GRPOTrainer`, like all arguments that are not listed here.
+        model: as in `trl.GRPOTrainer`, like all arguments not listed.
         args: a `SharedPromptGRPOConfig`, or a `trl.GRPOConfig` for `share="prompts"`.
 
     Raises:

@@ -21,14 +21,14 @@ def flashmask_policy(
 ) -> Iterator[None]:
     """Make TRL load models by name with "flashmask" and whole on each rank within the context.
 
-    TRL 1.16 spreads a model over all GPUs before FSDP shards it, and fails. Options in `args.model_init_kwargs` stay,
-    except None, which TRL's scripts pass for a missing one.
+    TRL 1.16 spreads a model over all GPUs before FSDP shards it, and fails. Options in `args.model_init_kwargs` other
+    than None stay.
 
     Args:
         model: the model or its name.
         args: the trainer's arguments.
-        reference: whether TRL may load a reference model although `model` is not a name.
-        attention: the attention of a model loaded by name; None leaves it to transformers.
+        reference: whether TRL may load a reference although `model` is not a name.
+        attention: of a model loaded by name; None leaves it to transformers.
     """
     given, by_name = args.model_init_kwargs, isinstance(model, str)
     options = {"attn_implementation": attention} if by_name and attention else {}
@@ -46,7 +46,7 @@ def flashmask_policy(
 def run_packed_models(trainer: Any, *, sets_policy: bool = False, sets_reference: bool = True) -> None:
     """Make a trainer's policy and its reference, if any, run packed rows.
 
-    With `sets_policy` and `sets_reference`, the model's attention is set to "flashmask".
+    `sets_policy` and `sets_reference` set the model's attention to "flashmask".
 
     Raises:
         ValueError: a model cannot run packed rows, or the reference would be empty on all ranks but the first.
@@ -69,16 +69,16 @@ def run_packed_models(trainer: Any, *, sets_policy: bool = False, sets_reference
 
 
 def correct_gathers(model: Any) -> None:
-    """Make FSDP2 gather the weights that a training step needs, and no others. Without FSDP2, nothing changes.
+    """Make FSDP2 gather only the weights that a training step needs.
 
-    A trained head is gathered before the step, because TRL's fused head reads its weights without calling it: sharded
-    apart from the final norm (`modules_to_save=["lm_head"]`), each rank would learn from its own tokens only.
+    A trained head is gathered before the step: TRL's fused head reads its weights without calling it. Sharded apart
+    from the final norm (`modules_to_save=["lm_head"]`), each rank would learn from its own tokens only.
 
-    A frozen input embedding is not gathered in the backward pass. FSDP2 (torch 2.11 to 2.13) would free its buffer
-    without waiting, so that a late rank overwrites the next forward's first gather.
+    A frozen input embedding is not gathered in the backward: FSDP2 (torch 2.11 to 2.13) would free its buffer without
+    waiting, and a late rank overwrite the next forward's first gather.
 
     Args:
-        model: a transformers model with a head, or a PEFT model around one, not wrapped for distributed training.
+        model: a transformers or PEFT model with a head, not wrapped for distributed training.
     """
     inner = unwrap_peft(model)
     if _correct_gathers not in inner._forward_pre_hooks.values():

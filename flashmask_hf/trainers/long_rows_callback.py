@@ -23,7 +23,7 @@ from flashmask_hf.trainers.step_memory import StepMemory, available_gpu_bytes, a
 __all__ = ["LongRows"]
 
 MEASURED_TOKENS = (16_384, 32_768)
-"""Tokens of the two measured rows: several tiles, so that the memory that tiles save is measured too."""
+"""Tokens of the two measured rows, several tiles each."""
 
 DOCUMENT = 2048
 """Tokens per document of a measured row."""
@@ -39,11 +39,11 @@ class LongRows(TrainerCallback):
 
     MLPs and norms run in tiles of tokens (`tile_tokens`). Checkpointed layers keep attention's results
     (`keep_attention`) if these fit on GPU and host together. Checkpoints that do not fit on the GPU go to pinned host
-    memory (`offload_checkpoints`). Inputs of adapters stay in 16 bits under autocast. Losses and gradients stay the
-    same, except for the rounding of sums over tiles.
+    memory (`offload_checkpoints`). Inputs of adapters stay in 16 bits under autocast. Only the rounding of sums over
+    tiles changes.
 
-    Options set to None follow from two steps on invented rows of 16,384 and 32,768 tokens, because a step's memory is
-    linear in its tokens. The choice is printed.
+    Options set to None follow from two steps on invented rows of 16,384 and 32,768 tokens: a step's memory is linear in
+    its tokens. The choice is printed.
 
     Args:
         trainer: a `PackedSFTTrainer` that packs its rows itself.
@@ -187,7 +187,7 @@ class LongRows(TrainerCallback):
         )
 
     def _agree(self, memory: StepMemory, gpu: float, host: float) -> tuple[StepMemory, float, float]:
-        """Return the worst figures of all ranks, which would hang if they chose differently."""
+        """Return the worst figures of all ranks: other choices would hang."""
         figures = [memory.fixed, memory.working, memory.stored, -gpu, -host]
         device = self._trainer.accelerator.device
         every = self._trainer.accelerator.gather(torch.tensor([figures], device=device, dtype=torch.float64))
@@ -254,7 +254,7 @@ def obstacle_to_measuring(trainer: Any) -> str | None:
 
 
 def _leave_inputs_of_adapters(model: Any, device_type: str) -> None:
-    """Make PEFT not cast an adapter's input under autocast, which casts the copy back to the same values."""
+    """Make PEFT not cast an adapter's input under autocast, which casts it back."""
     for module in model.modules():
         if hasattr(module, "cast_input_dtype_enabled"):
             module.cast_input_dtype_enabled = _OutsideAutocast(device_type)

@@ -15,7 +15,7 @@ __all__ = ["log_sharing", "log_sparsity"]
 def log_sharing(trainer: Any, mode: str, indices: Tensor, sequences: Tensor) -> None:
     """Add `shared_tokens_saved`, over all ranks, and `mask_sparsity` to a TRL trainer's metrics.
 
-    The other arguments are as in `log_sparsity`; `sequences` is the attention mask [N, L] of the unpacked sequences.
+    `sequences` is the attention mask [N, L] of the unpacked sequences; others are as in `log_sparsity`.
     """
     counts: Any = torch.stack([(indices > 0).sum(), sequences.sum()])
     packed_tokens, sequence_tokens = trainer.accelerator.reduce(counts).tolist()
@@ -30,7 +30,7 @@ def log_sparsity(trainer: Any, mode: str, indices: Tensor, *, skipped: bool = Tr
         trainer: the trainer.
         mode: "train" or "eval".
         indices: mask indices of the packed rows, int32 [R, 1, S, 1], 0 for padding.
-        skipped: whether the model's attention skips hidden tiles; otherwise the metric is 0.
+        skipped: whether attention skips hidden tiles; otherwise the metric is 0.
     """
     if mode == "eval" or trainer.state.global_step % max(1, int(trainer.state.logging_steps)) == 0:
         sparsity = FlashMask(indices, causal=True).sparsity() if skipped else 0.0

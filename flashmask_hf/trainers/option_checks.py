@@ -35,7 +35,7 @@ def checked_config(args: Any, model: Any, task: str, stock: type, ours: type) ->
 
 
 def checked_collator(given: Any, expected: type, stock: str) -> Any:
-    """Return the caller's collator; raise a TypeError unless it is an `expected`, which TRL's `stock` does not need."""
+    """Return the caller's collator; raise a TypeError unless it is an `expected`."""
     if not isinstance(given, expected):
         raise TypeError(
             f"data_collator must be a {expected.__name__}, got {type(given).__name__}; leave it out, or use trl.{stock}"
@@ -44,7 +44,7 @@ def checked_collator(given: Any, expected: type, stock: str) -> Any:
 
 
 def prepare_arguments(model: Any, args: Any, peft_config: Any, *, learns_labels: bool = False) -> None:
-    """Check the arguments of a trainer of packed rows, and turn dispatched batches off, which streams have by default.
+    """Check the arguments of a trainer of packed rows, and turn off streams' dispatched batches.
 
     Raises:
         ValueError: as in `refuse_options` and `refuse_adapters`, or `accelerator_config.dispatch_batches` is true.
@@ -57,9 +57,9 @@ def prepare_arguments(model: Any, args: Any, peft_config: Any, *, learns_labels:
 
 
 def refuse_options(args: Any, *, learns_labels: bool = False) -> None:
-    """Raise a ValueError for NEFTune, and for label smoothing and context parallelism unless the loss allows them.
+    """Raise a ValueError for NEFTune and, unless `learns_labels`, for label smoothing and context parallelism.
 
-    `learns_labels`: the loss is the cross-entropy of labels, which can be smoothed and split over ranks.
+    `learns_labels`: the loss is the cross-entropy of labels.
     """
     if not learns_labels:
         if context_parallel_size(args) > 1:

@@ -13,7 +13,7 @@ _KEY = "flashmask_hf"
 
 
 class ResumeMixin:
-    """Mixin of a TRL trainer whose resumed runs continue `num_tokens`, and skip the rows already trained on."""
+    """Mixin of a TRL trainer whose resumed runs continue `num_tokens`, and skip trained rows."""
 
     _packed_by: dict[str, Any] | None = None
     """Options that decide how examples are packed into rows, by name; None for rows packed elsewhere."""
@@ -33,7 +33,7 @@ class ResumeMixin:
         super()._save_checkpoint(model, trial)
 
     def _load_callback_state(self) -> None:
-        """Restore the number of tokens; Trainer calls this right after it has read a checkpoint's state.
+        """Restore the number of tokens, right after Trainer has read a checkpoint's state.
 
         Raises:
             ValueError: options of packing differ from the checkpoint's.

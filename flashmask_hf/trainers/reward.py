@@ -39,9 +39,9 @@ class MultiAnswerRewardConfig(RewardConfig):
     """Arguments of `MultiAnswerRewardTrainer`: `trl.RewardConfig` with the following.
 
     Args:
-        loss_type: "pairwise" (`pairwise_loss`) or "listwise" (`plackett_luce_loss`). Both are means over questions, and
-            equal with two answers.
-        score_margin: the margin of a pair is `score_margin` times the difference of its scores; 0 for no margins.
+        loss_type: "pairwise" (`pairwise_loss`) or "listwise" (`plackett_luce_loss`), means over questions; equal with
+            two answers.
+        score_margin: a pair's margin is `score_margin` times the difference of its scores; 0 for no margins.
         row_length: number of tokens per row; None packs each batch into one row.
     """
 
@@ -67,28 +67,28 @@ class MultiAnswerRewardTrainer(ResumeMixin, EvenBatchesMixin, RewardTrainer):
     With two answers, losses, gradients and metrics equal TRL's up to rounding. A model loaded by name gets the
     attention "flashmask".
 
-    A row of the dataset is text or conversations, tokenized as TRL does, in one of these formats:
+    Rows of the dataset have one of these formats:
 
-    - `answers`, a list of strings or of lists of messages, with `scores` (numbers, higher is better) or ranked, best
-      first. The `prompt` is a column, or the common prefix of the answers.
-    - `chosen` and `rejected`, in all of TRL's preference formats, with an optional `margin`. With `score_margin`, the
-      columns `score_chosen` and `score_rejected` make the margin.
+    - `answers`, a list of strings or of lists of messages, with `scores` (higher is better) or ranked, best first. The
+      `prompt` is a column, or the answers' common prefix.
+    - `chosen` and `rejected`, in any of TRL's preference formats, with an optional `margin`. With `score_margin`,
+      `score_chosen` and `score_rejected` make the margin.
     - Either format with a string as `prompt` and conversations as answers, or conversely.
     - Tokenized rows, in the formats of `DataCollatorForMultiAnswerReward`.
 
-    As in TRL, rows with a question and answer of more than `args.max_length` tokens are dropped.
+    As in TRL, rows with an answer that exceeds `args.max_length` tokens with its question are dropped.
 
     The loss is the mean over questions of `args.loss_type`; ties do not count. `center_rewards_coefficient` adds the
     coefficient times the mean over pairs of (r_i + r_j)^2. In evaluation, predictions are the rewards and labels the
     scores, [questions, answers], padded with -100.
 
-    Logs are TRL's: `accuracy` and `margin` are means over questions of the means over their pairs, and `num_tokens`
-    counts a question once per answer. Logs add, exact over all ranks and batches, `accuracy_of_<N>_answers` and
-    `shared_tokens_saved`, the fraction of `num_tokens` that was not computed; and `mask_sparsity`, the fraction of
-    tiles of the score matrix that are skipped in one batch of this rank.
+    Logs are TRL's: `accuracy` and `margin` are means over questions of means over pairs, and `num_tokens` counts a
+    question once per answer. Logs add, exact over all ranks and batches, `accuracy_of_<N>_answers` and
+    `shared_tokens_saved`, the fraction of `num_tokens` not computed; and `mask_sparsity`, the fraction of skipped tiles
+    in one batch of this rank.
 
     Args:
-        model: as in `trl.RewardTrainer`, like all arguments that are not listed here.
+        model: as in `trl.RewardTrainer`, like all arguments not listed.
         args: a `MultiAnswerRewardConfig`, or a `trl.RewardConfig`, with defaults for the options that it lacks.
         data_collator: None, or a `DataCollatorForMultiAnswerReward`.
 
@@ -175,7 +175,7 @@ class MultiAnswerRewardTrainer(ResumeMixin, EvenBatchesMixin, RewardTrainer):
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Compute the loss of one batch, a mean over its questions; see the class."""
+        """Compute the loss of one batch, a mean over its questions."""
         check_compiled(model, inputs[VECTORS].device)
         labels = ("answer_counts", "token_counts", "scores", "margins")
         outputs = model(**{key: value for key, value in inputs.items() if key not in labels}, use_cache=False)
@@ -209,8 +209,8 @@ class MultiAnswerRewardTrainer(ResumeMixin, EvenBatchesMixin, RewardTrainer):
             rewards.masked_fill(~real, -torch.inf).amax(1),
             rewards.masked_fill(~real, 0.0).sum(1),
         ]
-        # gather_for_metrics drops the repeated examples that fill up the last batch, which training counts. Trainer
-        # reaches the end of the data before it computes the last step, so every batch of that step would be cut.
+        # gather_for_metrics drops repeated examples at the end of the data, which training counts. Trainer reaches that
+        # end before it computes the last step, whose batches would all be cut.
         gather = self.accelerator.gather if mode == "train" else self.accelerator.gather_for_metrics
         rows: Any = gather(torch.stack(columns, 1))
         counts, computed, unshared, accuracy, margin, least, most, total = rows.cpu().double().unbind(1)
@@ -227,11 +227,11 @@ class MultiAnswerRewardTrainer(ResumeMixin, EvenBatchesMixin, RewardTrainer):
         ratios["shared_tokens_saved"] += ((unshared - computed).sum().item(), unshared.sum().item())
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Return Trainer's estimate for the packed rows; `input_ids` has only the last token of each answer."""
+        """Return Trainer's estimate for the packed rows; `input_ids` has only answers' last tokens."""
         return super().floating_point_ops(inputs | {"input_ids": inputs[PACKED_IDS]})
 
     def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run Trainer's `predict` on a dataset of raw or tokenized rows, without rows over `args.max_length`."""
+        """Run Trainer's `predict` on raw or tokenized rows, without rows over `args.max_length`."""
         prepared = self._prepare_dataset(test_dataset, self.processing_class, self.args, "test")
         return super().predict(prepared, *args, **kwargs)
 
@@ -263,8 +263,7 @@ def _keep_forward(args: Any) -> None:
 def _refuse_unsaved_head(model: Any) -> None:
     """Raise a ValueError if the adapters of a PEFT model learn, but the head is not saved with them.
 
-    An adapter without task_type leaves the head alone, or adapts it with all linear layers. The head's weights, random
-    in a new reward model, are then in no file.
+    The head's weights, random in a new reward model, would be in no file.
     """
     inner = unwrap_peft(model)
     if inner is model or not any(parameter.requires_grad for parameter in inner.parameters()):

@@ -64,9 +64,9 @@ def prepare_rows(
 
 
 def check_rows(dataset: Dataset, collator: DataCollatorForMultiAnswerReward, args: RewardConfig, name: str) -> None:
-    """Raise the collator's error for the first invalid row of a prepared dataset, or a ValueError for mixed margins.
+    """Raise the collator's error for the first invalid row of a prepared dataset.
 
-    Rows with and without a margin cannot share a batch, unless `score_margin` makes margins of scores.
+    Raises a ValueError if only some rows have margins, unless `score_margin` makes them.
     """
     has_margins = "margin" in dataset.column_names and not collator.score_margin
     missing = [margin is None for margin in dataset["margin"]] if has_margins else []

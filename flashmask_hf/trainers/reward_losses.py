@@ -29,9 +29,8 @@ def pairwise_loss(rewards: Tensor, beats: Tensor) -> Tensor:
 def plackett_luce_loss(rewards: Tensor, beats: Tensor) -> Tensor:
     """Return the negative log-likelihood of each question's ranking under the Plackett-Luce model.
 
-    The likelihood is the product over answers of the probability softmax(r_i) that an answer is drawn first from itself
-    and the answers that it beats. Tied answers do not compete. Arguments and result are as in
-    `pairwise_loss`, which it equals with two answers.
+    The likelihood is the product over answers of softmax(r_i) over the answer and those that it beats. Tied answers do
+    not compete. Arguments and result are as in `pairwise_loss`, which it equals with two answers.
     """
     rivals = torch.where(beats, rewards[:, None] - rewards[:, :, None], -torch.inf)
     return torch.cat([torch.zeros_like(rivals[..., :1]), rivals], -1).logsumexp(-1).sum(1)

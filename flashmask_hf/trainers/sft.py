@@ -39,14 +39,14 @@ _NO_MEDIA = "rows cannot be packed yet; use trl.SFTTrainer for images, or remove
 
 
 class PackedSFTTrainer(ResumeMixin, EvenBatchesMixin, ContextParallelMixin, SFTTrainer):
-    """`trl.SFTTrainer` on packed rows: a row holds several documents, and each attends only to itself.
+    """`trl.SFTTrainer` on packed rows, in which each document attends only to itself.
 
     > Rows
 
-    TRL tokenizes the datasets, and `pack_dataset` packs the examples into rows of at most `args.max_length` tokens; a
-    dataset with a `seq_lengths` column keeps its rows. With `args.packing` or `args.padding_free`, TRL packs instead.
-    Each rank reads its own shards of a stream if they divide evenly, otherwise every n-th row; an epoch ends with the
-    rank that has the fewest rows. accelerate's context parallelism (`cp_size`, with FSDP2) splits each row over ranks
+    TRL tokenizes datasets, and `pack_dataset` packs examples into rows of at most `args.max_length` tokens; a dataset
+    with a `seq_lengths` column keeps its rows. With `args.packing` or `args.padding_free`, TRL packs instead. Each rank
+    reads its own shards of a stream if they divide evenly, otherwise every n-th row; an epoch ends with the rank with
+    the fewest rows. accelerate's context parallelism (`cp_size`, with FSDP2) splits rows over ranks
     (`flashmask_hf.parallel`), by default padded to a multiple of 128 * cp_size.
 
     > Attention
@@ -57,12 +57,12 @@ class PackedSFTTrainer(ResumeMixin, EvenBatchesMixin, ContextParallelMixin, SFTT
     > Logs
 
     - `num_tokens`, `tokens_per_second`: of all ranks, without padding.
-    - `keys_per_token`: mean number of keys that a token may attend to in its document, before any sliding window.
+    - `keys_per_token`: mean number of a token's visible keys, before any sliding window.
     - `mask_sparsity`: fraction of skipped tiles in one batch of this rank, at logging steps and in evaluation.
-    - `eval_loss`, `eval_entropy`, `eval_mean_token_accuracy`: exact means over the learned tokens of all ranks.
+    - `eval_loss`, `eval_entropy`, `eval_mean_token_accuracy`: exact means over learned tokens of all ranks.
 
     Args:
-        model: as in `trl.SFTTrainer`, like all arguments that are not listed here.
+        model: as in `trl.SFTTrainer`, like all arguments not listed.
         args: a `trl.SFTConfig`, or None for its defaults. `max_length` is the length of a row. `truncation_mode`
             decides about longer examples: "keep_start" (TRL's default) and "keep_end" cut, "error" and None raise.
         data_collator: None, or a `DataCollatorForPackedLanguageModeling`; any collator if TRL packs.
@@ -153,7 +153,7 @@ class PackedSFTTrainer(ResumeMixin, EvenBatchesMixin, ContextParallelMixin, SFTT
         if _trl_packs(args):
             warn_of_weights(first, f"the {dataset_name} dataset")  # otherwise pack_dataset warns
             if "seq_lengths" in first:
-                return dataset  # packed already, as trainer.eval_dataset is; TRL would join the documents of its rows
+                return dataset  # packed already; TRL would join its rows' documents
             return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
         if args.completion_only_loss and not args.assistant_only_loss and formatting_func is None:
             check_completions(first, dataset_name)
@@ -178,12 +178,12 @@ class PackedSFTTrainer(ResumeMixin, EvenBatchesMixin, ContextParallelMixin, SFTT
 
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()
-        if not _trl_packs(self.args):  # columns that the collator reads of rows packed elsewhere
+        if not _trl_packs(self.args):  # of rows packed elsewhere
             read = self._signature_columns
             read += [name for name in ("position_ids", *MASK_COLUMNS) if name not in read]
 
     def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run Trainer's `predict` on raw or tokenized rows, which are packed first; results are of the packed rows."""
+        """Run Trainer's `predict` on raw or tokenized rows; results are of the packed rows."""
         config = self.args
         if _prepares_rows(config):
             options = config, config.packing if config.eval_packing is None else config.eval_packing, self._formatting
@@ -199,14 +199,14 @@ class PackedSFTTrainer(ResumeMixin, EvenBatchesMixin, ContextParallelMixin, SFTT
         self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // self._copies
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Compute TRL's loss, and record the tokens, the visible keys and the mask sparsity of the batch."""
+        """Compute TRL's loss, and record the batch's tokens, visible keys and mask sparsity."""
         mode = "train" if model.training else "eval"
         if VECTORS in inputs:
             indices = inputs[VECTORS]
             check_compiled(model, indices.device)
             log_sparsity(self, mode, indices, skipped=self._skips_tiles)
             if mode == "train" and self._counts_rows:
-                self._sums += _tokens_and_keys(indices)  # stays on the device, so that the host does not wait
+                self._sums += _tokens_and_keys(indices)  # the host does not wait
         elif mode == "train" and self._counts_rows:
             self._sums += torch.tensor([inputs["input_ids"].numel(), 0], device=inputs["input_ids"].device)
         return super().compute_loss(model, inputs, *args, **kwargs)
@@ -215,7 +215,7 @@ class PackedSFTTrainer(ResumeMixin, EvenBatchesMixin, ContextParallelMixin, SFTT
         return batch | {name: torch.full_like(x, IGNORED) for name, x in batch.items() if name == "labels"}
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
-        """Run Trainer's `prediction_step`, and record the loss and the number of learned tokens of the batch."""
+        """Run Trainer's `prediction_step`, and record the batch's loss and learned tokens."""
         labels = inputs.get("labels")
         step = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         if step[0] is not None and labels is not None:
@@ -224,7 +224,7 @@ class PackedSFTTrainer(ResumeMixin, EvenBatchesMixin, ContextParallelMixin, SFTT
         return step
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
-        """Run Trainer's evaluation loop with the exact means over learned tokens, not means over batches."""
+        """Run Trainer's evaluation loop with exact means over learned tokens."""
         metrics = self._metrics["eval"]
         metrics.clear()  # an earlier predict leaves its metrics, which are never logged
         self._evaluated = []
@@ -241,7 +241,7 @@ class PackedSFTTrainer(ResumeMixin, EvenBatchesMixin, ContextParallelMixin, SFTT
         return output
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Write TRL's log with the tokens so far, and the tokens per second and keys per token since the last log."""
+        """Write TRL's log with `num_tokens`, and `tokens_per_second` and `keys_per_token` since the last log."""
         if "loss" in logs:
             tokens, keys = self._reduced_sums()
             seconds = time.perf_counter() - self._last_log
@@ -255,7 +255,7 @@ class PackedSFTTrainer(ResumeMixin, EvenBatchesMixin, ContextParallelMixin, SFTT
         super().log(logs, start_time)
 
     def _reduced_sums(self) -> list[int]:
-        """Return the number of tokens and of visible keys since the last log, over all ranks."""
+        """Return the tokens and visible keys of all ranks since the last log."""
         sums = torch.as_tensor(self._sums, device=self.accelerator.device).expand(2)
         return self.accelerator.reduce(sums.contiguous()).tolist()
 
@@ -291,7 +291,7 @@ def _refuse_unread_smoothing(args: Any, compute_loss_func: Any) -> None:
 
 
 def _positions(model: Any, args: SFTConfig) -> int | None:
-    """Return the number of positions of a model, or of the model to be loaded by name; None is no limit."""
+    """Return the number of positions of a model or its name; None is no limit."""
     config = getattr(model, "config", None)
     if config is None:
         options = args.model_init_kwargs or {}
@@ -301,10 +301,7 @@ def _positions(model: Any, args: SFTConfig) -> int | None:
 
 
 def _collator(given: Any, args: Any, positions: int | None) -> DataCollatorForPackedLanguageModeling:
-    """Return the given collator after checking its class, or build one.
-
-    Rows that the trainer has prepared have labels; for other rows the collator makes them.
-    """
+    """Return the given collator after checking its class, or build one, which labels rows prepared elsewhere."""
     if given is not None:
         return checked_collator(given, DataCollatorForPackedLanguageModeling, "SFTTrainer")
     multiple = args.pad_to_multiple_of

@@ -90,7 +90,7 @@ def check_completions(example: dict[str, Any], dataset_name: str) -> None:
 
 
 def packing_report(args: Any, examples: int, packed: Dataset, name: str) -> str:
-    """Return a message: how many rows a dataset fills, and, for "train", how many optimizer steps an epoch has."""
+    """Return a message with the number of packed rows and, for "train", of optimizer steps per epoch."""
     rows, per_row = len(packed), examples / len(packed)
     report = (
         f"Packed {examples} {name} examples into {rows} rows of up to {args.max_length} tokens; packing efficiency "

@@ -1,8 +1,7 @@
 """Log-probabilities of completions with each prompt computed once, in TRL's trainers for reinforcement learning.
 
-TRL's `_get_per_token_logps_and_entropies` calls policy, old policy and reference with a padded batch of one sequence
-per completion. `SharedPrompts` passes it a `_PackingModel`, which packs the batch into one row with each prompt once.
-Chunks, temperature, entropies and losses stay TRL's.
+TRL's `_get_per_token_logps_and_entropies` calls models with a padded batch of one sequence per completion.
+`SharedPrompts` passes it a `_PackingModel`, which packs the batch into one row. All else stays TRL's.
 """
 
 from __future__ import annotations
@@ -154,8 +153,7 @@ class SharedPrompts:
 class _PackingModel:
     """Calls a model after `run_packed` with a padded batch packed into one row; results have the batch's layout.
 
-    `packed` are the mask indices of the last call's packed row, and the attention mask of its sequences. The other
-    attributes are as in `pack_sequences`.
+    `packed` are the last call's mask indices and attention mask. Other attributes are as in `pack_sequences`.
     """
 
     model: Any
@@ -186,15 +184,15 @@ def pack_sequences(
     share: str = "prompts",
     pad_to_multiple_of: int | None = None,
 ) -> dict[str, Tensor]:
-    """Pack a padded batch of prompts and completions into one row that contains shared tokens once.
+    """Pack a padded batch of prompts and completions into one row with shared tokens once.
 
     Args:
         input_ids: int64 [N, L], prompts padded on the left, completions on the right.
         attention_mask: [N, L], 0 for padding.
         keep: number of columns of the completions.
-        width: number of columns at the end of the batch whose hidden states are returned.
+        width: number of last columns whose hidden states are returned.
         share: as in `SharedPromptsOptions`.
-        pad_to_multiple_of: pad the row to a multiple of this.
+        pad_to_multiple_of: divisor of the row's length.
 
     Returns:
         The batch keys of `PackedRows.indexed_batch`, on the CPU; the index is [N, width].
@@ -219,8 +217,8 @@ def pack_sequences(
 def group_prompts(batches: list[dict[str, Any]], window: int) -> list[dict[str, Any]]:
     """Undo TRL's shuffle within every `window` micro-batches, whose losses one optimizer step sums.
 
-    Before the shuffle, the completions of a prompt are neighbours. If the window is the whole generation batch, the
-    update packs the rows of the old log-probabilities, so the first ratio is exactly 1.
+    If the window is the whole generation batch, the update packs the rows of the old log-probabilities, so the first
+    ratio is exactly 1.
 
     Args:
         batches: TRL's micro-batches, with the places of their rows before the shuffle.
@@ -240,7 +238,7 @@ def group_prompts(batches: list[dict[str, Any]], window: int) -> list[dict[str, 
 
 
 def _select(parts: list[Any], rows: Tensor) -> Any:
-    """Return some rows of a value of several micro-batches; a value without rows is the same in all of them."""
+    """Return some rows of several micro-batches' values; a value without rows is the same in all."""
     if isinstance(parts[0], Tensor) and parts[0].ndim:
         return torch.cat(parts)[rows.to(parts[0].device)]
     if isinstance(parts[0], list):
@@ -272,7 +270,7 @@ def _refuse_images(processing_class: Any) -> None:
 
 
 def _refuse_too_few_prompts(trainer: Any) -> None:
-    """Raise a ValueError if the dataset has fewer prompts than a generation batch: TRL drops a smaller batch."""
+    """Raise a ValueError if the dataset has fewer prompts than a generation batch, which TRL drops."""
     batch, dataset = trainer.args.generation_batch_size // trainer.num_generations, trainer.train_dataset
     if isinstance(dataset, Dataset) and len(dataset) < batch:
         raise ValueError(
@@ -284,8 +282,7 @@ def _refuse_too_few_prompts(trainer: Any) -> None:
 def _regrouping_window(trainer: Any) -> int:
     """Return the number of micro-batches within which rows can be regrouped by prompt; warn if groups stay split.
 
-    The sum of losses over one optimizer step does not depend on the order, unless the loss normalises each micro-batch
-    by itself.
+    Within an optimizer step order does not matter, unless the loss normalises each micro-batch.
     """
     args = trainer.args
     steps, rows = args.steps_per_generation, args.per_device_train_batch_size

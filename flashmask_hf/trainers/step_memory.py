@@ -35,9 +35,9 @@ class StepMemory:
 
     @classmethod
     def from_two_steps(cls, tokens: tuple[int, int], peaks: tuple[float, float], stored: float) -> StepMemory:
-        """Fit the line to the tokens and the GPU's peak bytes of two measured steps with checkpoints on the host.
+        """Fit the tokens and GPU peak bytes of two steps with checkpoints on the host.
 
-        `stored` are the bytes of checkpoints in the step of the longer row.
+        `stored` are the longer step's bytes of checkpoints.
         """
         working = max(0.0, (peaks[1] - peaks[0]) / (tokens[1] - tokens[0]))
         return cls(peaks[1] - working * tokens[1], working, stored / tokens[1])
@@ -50,13 +50,13 @@ class StepMemory:
 
 
 def available_gpu_bytes() -> float:
-    """Return the bytes of this rank's GPU that its tensors can take: what they use, and most of the free memory."""
+    """Return the bytes that tensors may take on this rank's GPU."""
     free, _ = torch.cuda.mem_get_info()
     return GPU_SHARE * (free + torch.cuda.memory_reserved())
 
 
 def available_host_bytes() -> float:
-    """Return the bytes of the host that this rank may pin: its share of the free memory or of a container's limit."""
+    """Return the bytes that this rank may pin: its share of free memory, or of a container's limit."""
     free = psutil.virtual_memory().available
     limit = CGROUP_LIMIT.read_text().strip() if CGROUP_LIMIT.is_file() else "max"
     if limit != "max":

@@ -24,8 +24,8 @@ if not hasattr(async_grpo_trainer, "TREE_ATTENTION"):
 class SharedPromptAsyncGRPOTrainer(async_grpo_trainer.AsyncGRPOTrainer):
     """TRL's `AsyncGRPOTrainer` with its packed tries under "flashmask": on any GPU, and for models with sinks.
 
-    TRL computes shared tokens once, but gathers their keys once per rollout, and needs FlashAttention-3. Here no keys
-    are gathered. Arguments, batches, loss and metrics are TRL's.
+    TRL needs FlashAttention-3, and gathers shared keys once per rollout. Here no keys are gathered. Arguments, batches,
+    loss and metrics are TRL's.
 
     Raises:
         ValueError: NEFTune, `label_smoothing_factor`, `use_liger_kernel`, prompt learning, activated LoRA,
@@ -71,8 +71,8 @@ class SharedPromptAsyncGRPOTrainer(async_grpo_trainer.AsyncGRPOTrainer):
 def _load_with_flashmask() -> Iterator[None]:
     """Make `AsyncGRPOTrainer.__init__` load its model with "flashmask", and accept a model with sinks.
 
-    TRL hard-codes its attention, and refuses parameters named "*.sinks" right after loading, so the first listing of
-    parameters leaves these out.
+    TRL hard-codes its attention, and refuses parameters named "*.sinks" right after loading: the first listing leaves
+    these out.
     """
     module: Any = async_grpo_trainer
     create = module.create_model_from_path

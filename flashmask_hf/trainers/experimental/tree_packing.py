@@ -1,8 +1,8 @@
 """Run a model on the packed tries of TRL's AsyncGRPO under "flashmask".
 
-TRL packs a trie of rollouts in depth-first order, and describes it for FlashAttention-3's varlen function: queries are
-segments of the row, and keys are gathered along each path from the root. A key's subtree is one interval of query rows,
-so one bound per key describes the same mask without a gather. A rewrite of the backbone's call converts it.
+TRL packs a trie of rollouts in depth-first order for FlashAttention-3's varlen function: queries are segments of the
+row, and keys are gathered along each path from the root. A key's subtree is one interval of query rows, so one bound
+per key suffices. A rewrite of the backbone's call converts it.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def tree_vectors(position_ids: Tensor | None, kv_index: Tensor, cu_seqlens_q: Te
 
     Raises:
         ValueError: there are no positions [1, N], or another shape is wrong.
-        RuntimeError: the row is not in depth-first order: positions are not depths, a path does not end with its
-            segment, or the segments that see a key do not follow the key's segment (a device-side check).
+        RuntimeError: positions are not depths, a path does not end with its segment, or the segments that see a key do
+            not follow the key's segment (a device-side check).
     """
     shapes = [list(x.shape) for x in (kv_index, cu_seqlens_q, cu_seqlens_k)]
     if position_ids is None or position_ids.dim() != 2 or len(position_ids) != 1:
