@@ -81,8 +81,8 @@ class FlagError(ValueError):
 def run(main: Callable[[Sequence[str]], None]) -> None:
     """Run a recipe's main function on the flags of this program.
 
-    A wrong flag ends the program with its message as the last line, and code 1. Of several processes, the launcher
-    prints the first error. One process needs `accelerate launch --quiet`, else the launcher adds a traceback.
+    A wrong flag ends the program with code 1 and its message as the last line. One process needs `accelerate launch
+    --quiet`, else the launcher adds a traceback.
     """
     try:
         record(main)(sys.argv[1:])
@@ -290,7 +290,7 @@ def checkpoint_problem(checkpoint: Path) -> str | None:
 
 
 def take_compiler(args: TrainingArguments) -> dict[str, Any] | None:
-    """Take `--torch_compile` from the arguments: the trainer would compile the whole model, layer after layer."""
+    """Take `--torch_compile` from the arguments: the trainer would compile the whole model."""
     if not args.torch_compile:
         return None
     options = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}

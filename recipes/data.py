@@ -1,7 +1,7 @@
 """Data and model of the demos: questions and answers from Python's documentation, and a tiny untrained Llama.
 
-The text is `pydoc_data.topics`, which `help("lambda")` shows. Answers to other questions serve as rejected ones.
-Nothing is downloaded, and everything is deterministic for a version of Python.
+The text is `pydoc_data.topics`. Answers to other questions serve as rejected ones. Nothing is downloaded, and
+everything is deterministic for a version of Python.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ FACTS = {
     "How do I open a file so that it is closed again?": "Open it in a with statement, which closes it at the end.",
     "What does the finally clause do?": "The finally clause runs in any case, after an exception too.",
 }
-"""Short answers that the model of the demo learns by heart, so that a person can see what it has learned."""
+"""Short answers that the demo's model learns by heart."""
 
 FACT_COPIES = 150
 """Number of times that each fact stands in the training split of `question_answers`."""
@@ -120,8 +120,7 @@ def question_answers() -> DatasetDict:
 def preferences() -> DatasetDict:
     """Build preferences: columns `prompt`, `chosen` and `rejected`, splits `train` and `test`.
 
-    Questions are on the language. The rejected answer, on the standard library, is the one closest in length: a
-    difference that a tiny, untrained model learns in a few steps.
+    Questions are on the language. The rejected answer, on the standard library, is the one closest in length.
     """
 
     def rows(examples: Sequence[_Example]) -> Iterator[dict[str, Any]]:
@@ -178,7 +177,7 @@ def passages() -> DatasetDict:
 def copied_words_reward(
     completions: Sequence[list[dict[str, str]]], passage: Sequence[str], **kwargs: Any
 ) -> list[float]:
-    """Return the share of `COPIED_WORDS` words of its passage that each completion has: a reward for TRL's trainers."""
+    """Return the share of `COPIED_WORDS` words of its passage that each completion has."""
     copied = [
         _words(completion[0]["content"]) & _words(text) for completion, text in zip(completions, passage, strict=True)
     ]
@@ -235,7 +234,7 @@ def build_tokenizer(vocab_size: int = 2048) -> PreTrainedTokenizerFast:
 
 
 def _splits(rows: Callable[[Sequence[_Example]], Iterator[dict[str, Any]]], characters: tuple[int, int]) -> DatasetDict:
-    """Cut the topics into examples with answers of random length, and build both splits from their `rows`."""
+    """Cut the topics into examples with answers of random length, and build both splits."""
     lengths = random.Random(0)
     examples = []
     for topic, text in sorted(topics.items()):
@@ -251,7 +250,6 @@ def _splits(rows: Callable[[Sequence[_Example]], Iterator[dict[str, Any]]], char
 
 
 def _by_part(examples: Sequence[_Example]) -> tuple[list[_Example], list[_Example]]:
-    """Return the examples on the language, and the examples on the standard library."""
     parts: tuple[list[_Example], list[_Example]] = ([], [])
     for example in examples:
         parts[example.topic.startswith(LIBRARY)].append(example)
@@ -271,7 +269,6 @@ def _assistant(content: str) -> dict[str, str]:
 
 
 def _answers(text: str, lengths: random.Random, characters: tuple[int, int]) -> list[str]:
-    """Cut a topic between paragraphs into answers of random length."""
     answers: list[str] = []
     paragraphs: list[str] = []
     wanted = lengths.randint(*characters)

@@ -9,7 +9,7 @@ also in a YAML file:
         --dataset_name HuggingFaceH4/ultrafeedback_binarized \
         --dataset_train_split train_prefs --dataset_test_split test_prefs --output_dir Llama-3.2-1B-dpo
 
-Without a configuration file and a model, the demo runs. Differences from `trl dpo`:
+Differences from `trl dpo`:
 
 - `attn_implementation` defaults to "flashmask", bf16 is on if the GPU has it, and `--torch_compile` compiles layers.
 - The log adds `shared_tokens_saved` and `mask_sparsity`, and counts answers cut by `max_length`.
@@ -48,7 +48,6 @@ def parse(argv: Sequence[str]) -> common.Flags:
 
 
 def show(trainer: Any, path: str, revision: str, number: int) -> None:
-    """Print the log-ratio of chosen and rejected answer for a few questions, before and after training."""
     args = trainer.args
     initial = common.load_for_inference(AutoModelForCausalLM, path, args, revision=revision)
     trained = common.load_for_inference(AutoModelForCausalLM, args.output_dir, args)

@@ -9,7 +9,7 @@ Every flag of `SharedPromptGRPOConfig` or `SharedPromptRLOOConfig`, the reward f
         --dataset_name trl-lib/DeepMath-103K --reward_funcs reasoning_accuracy_reward my_rewards.short \
         --per_device_train_batch_size 8 --num_generations 8 --output_dir Qwen3-0.6B-grpo
 
-Without a configuration file and a model, the demo runs. Differences from `trl grpo` and `trl rloo`:
+Differences from `trl grpo` and `trl rloo`:
 
 - `attn_implementation` defaults to "flashmask", bf16 is on if the GPU has it, and `--torch_compile` compiles layers.
 - `--algorithm` is grpo or rloo.
@@ -166,7 +166,6 @@ def reward_functions(flags: common.Flags) -> list[Callable[..., Any]]:
 
 
 def report(trainer: Any) -> None:
-    """Print the mean reward of the first and the last logged steps, and the last metrics of sharing."""
     logged = [entry for entry in trainer.state.log_history if "reward" in entry]
     if not logged:
         return

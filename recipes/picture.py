@@ -15,7 +15,7 @@ __all__ = ["draw", "draw_group", "latest_row", "write"]
 
 
 def write(folder: object, what: str, draw: Callable[[Path], None]) -> None:
-    """Draw picture.png in a folder, and print what it shows, or that matplotlib, which `draw` imports, is missing."""
+    """Draw picture.png in a folder, and print what it shows, or that matplotlib is missing."""
     path = Path(str(folder), "picture.png")
     try:
         draw(path)
@@ -57,7 +57,6 @@ def latest_row(model: Any) -> list[Tensor]:
 
 
 def _draw(trainer: Any, metric: str, title: str, vectors: Tensor, mask_title: str, path: Path) -> None:
-    """Draw the curve of a logged metric beside a mask."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9.6, 4.6), dpi=150, layout="constrained")

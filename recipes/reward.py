@@ -10,7 +10,7 @@ and `DatasetMixtureConfig` works, also in a YAML file:
         --dataset_train_split train_prefs --dataset_test_split test_prefs \
         --pad_token "<|finetune_right_pad_id|>" --output_dir Llama-3.2-1B-reward
 
-Without a configuration file and a model, the demo runs. Differences from `trl reward`:
+Differences from `trl reward`:
 
 - `attn_implementation` defaults to "flashmask", bf16 is on if the GPU has it, and `--torch_compile` compiles layers.
 - A question may have two or more `answers`, with `scores` or ranked; `--loss_type` is pairwise or listwise.
@@ -52,7 +52,6 @@ def parse(argv: Sequence[str]) -> common.Flags:
 
 
 def show(trainer: Any, number: int) -> None:
-    """Print the saved model's rewards of the answers to a few questions."""
     args = trainer.args
     model = common.load_for_inference(AutoModelForSequenceClassification, args.output_dir, args, num_labels=1)
     for row in itertools.islice(trainer.eval_dataset, number):

@@ -8,8 +8,8 @@ Every flag of TRL's `SFTConfig`, `ModelConfig`, `ScriptArguments` and `DatasetMi
         --dataset_name trl-lib/Capybara --chat_template_path meta-llama/Llama-3.2-1B-Instruct --max_length 8192 \
         --truncation_mode keep_start --output_dir Llama-3.2-1B-Capybara
 
-Without a configuration file and a model, the demo runs. `pack_dataset` packs the tokenized dataset into rows of
-`max_length` tokens, or TRL does with `--packing` or `--padding_free`. Differences from `trl sft`:
+`pack_dataset` packs the tokenized dataset into rows of `max_length` tokens, or TRL does with `--packing` or
+`--padding_free`. Differences from `trl sft`:
 
 - `attn_implementation` defaults to "flashmask", bf16 is on if the GPU has it, and `--torch_compile` compiles layers.
 - An example longer than `max_length` raises, unless `--truncation_mode keep_start` or `--split` is given.

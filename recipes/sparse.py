@@ -212,12 +212,10 @@ def train(runs: dict[str, Run], rows: Tensor, steps: int, accelerator: Accelerat
 
 
 def median_seconds(steps: Sequence[Step]) -> float:
-    """Return the median seconds of a step after `UNCOUNTED` ones."""
     return statistics.median(step.seconds for step in steps[min(UNCOUNTED, len(steps) - 1) :])
 
 
 def curves(history: dict[str, list[Step]], length: int) -> list[dict[str, Any]]:
-    """Return a row of figures for each step of each variant."""
     rows = []
     for name, steps in history.items():
         elapsed, median = 0.0, median_seconds(steps)
@@ -229,7 +227,6 @@ def curves(history: dict[str, list[Step]], length: int) -> list[dict[str, Any]]:
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Plot the running mean of the loss against steps and minutes."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4.5), layout="constrained")
@@ -246,7 +243,6 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def _compiler(arguments: argparse.Namespace) -> TorchDynamoPlugin | None:
-    """Return Inductor, with CUDA graphs on a GPU."""
     if not arguments.compile:
         return None
     graphs = torch.cuda.is_available() and not arguments.smoke

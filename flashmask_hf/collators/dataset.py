@@ -150,7 +150,7 @@ def pack_dataset(
 
 
 def unformatted(dataset: Any) -> Any:
-    """Return the dataset's visible columns as Python objects, unless it has a transform, which may make the columns."""
+    """Return the dataset's visible columns as Python objects, unless it has a transform."""
     if isinstance(dataset, Dataset):
         formatted = dataset.format
         if formatted["type"] == "custom":
@@ -167,7 +167,7 @@ def refuse_transform(dataset: Any, name: str) -> None:
 
 
 def warn_of_weights(example: Mapping[str, Any], name: str) -> None:
-    """Warn of weights in the columns or messages of a dataset's first example, because nothing reads them."""
+    """Warn of weights in a dataset's first example, because nothing reads them."""
     weights = [column for column in example if _WEIGHTS.fullmatch(column)]
     for column, value in example.items():
         turn = value[0] if isinstance(value, list) and value else None
@@ -202,7 +202,6 @@ def _warn_of_losses(
 
 
 def _warn(message: str) -> None:
-    """Log a warning about a dataset on the first rank."""
     if not int(os.environ.get("RANK", "0")):
         logger.warning(message)
 
@@ -277,7 +276,6 @@ def _pack_table(table: pa.Table, indices: Sequence[int], **options: Any) -> pa.T
 
 
 def _pack_stream(batch: dict[str, list[Any]], indices: Sequence[int], **options: Any) -> dict[str, list[Any]]:
-    """Pack examples of `_stream_of_tokens`."""
     names = batch[_NAME]
     given = {name: batch[name] for name in _TOKEN_COLUMNS if batch[name][0] is not None}
     columns = {
@@ -392,7 +390,7 @@ def _lengths(documents: Sequence[NDArray[Any]]) -> NDArray[np.int64]:
 
 
 def _check_columns(columns: dict[str, list[NDArray[Any]]], lengths: NDArray[np.int64], names: Sequence[str]) -> None:
-    """Raise a ValueError if an example is empty, or has a column of another length than its `input_ids`."""
+    """Raise a ValueError if an example is empty, or its columns differ in length."""
     for name, column in columns.items():
         entries = _lengths(column)
         if (entries != lengths).any():

@@ -100,7 +100,7 @@ def _flatten(values: Any, packed: bool, name: str) -> tuple[NDArray[np.int64], N
 
 
 def _flat_column(values: Any, lengths: NDArray[np.int64], column: str, name: str) -> NDArray[np.int64]:
-    """Return a column of a packed row as int64 [n], after checking that it has the documents of the row."""
+    """Return a column of a packed row as int64 [n]; its documents must be the row's."""
     flat, own = _flatten(values, True, f"{column} of {name}")
     if own.tolist() != lengths.tolist():
         problem = f"has documents of {own.tolist()} entries, but its input_ids of {lengths.tolist()}"
@@ -111,7 +111,7 @@ def _flat_column(values: Any, lengths: NDArray[np.int64], column: str, name: str
 def _document_lengths(
     example: Mapping[str, Any], packed: NDArray[np.int64] | None, tokens: int, name: str
 ) -> NDArray[np.int64]:
-    """Return the lengths of the documents of a row, int64 [documents], after checking that its columns agree.
+    """Return the lengths of a row's documents, int64 [documents]; its columns must agree.
 
     `packed` has the lengths in the `input_ids` of a row of `pack_dataset`, and is None for a flat row.
     """

@@ -128,7 +128,7 @@ class Forest:
 
     @classmethod
     def from_documents(cls, tokens: NDArray[np.int64], lengths: NDArray[np.int64]) -> Forest:
-        """Build a forest of documents, each a tree of one segment, from their tokens [n] and lengths [documents]."""
+        """Build a forest of documents from their tokens [n] and lengths [documents]."""
         return cls(tokens, lengths, np.full(len(lengths), -1))
 
     def path(self, segment: int) -> NDArray[np.int64]:
@@ -151,7 +151,7 @@ class Forest:
         return [segment for segment in range(len(self.parents)) if segment not in inner]
 
     def depth(self) -> int:
-        """Return the number of tokens on the longest path, the number of positions that a model needs."""
+        """Return the number of tokens on the longest path."""
         return int(_end_depths(self.lengths, self.parents).max())
 
 

@@ -108,7 +108,6 @@ class DataCollatorForPackedLanguageModeling(PackingCollator):
         return {"input_ids": batch.pop("input_ids"), "labels": torch.from_numpy(labels), **batch}
 
     def _warn_of_unlabeled(self, rows: PackedRows, labels: NDArray[np.int64], names: Sequence[str]) -> None:
-        """Warn of examples without a label."""
         starts = rows.starts.tolist()
         spans = [labels.reshape(-1)[at : at + len(own.tokens)] for at, own in zip(starts, rows.forests, strict=True)]
         unlabeled = [name for name, own in zip(names, spans, strict=True) if (own == IGNORED).all()]
@@ -121,13 +120,12 @@ class DataCollatorForPackedLanguageModeling(PackingCollator):
             )  # fmt: skip
 
     def _warn_once(self, message: str, *values: object) -> None:
-        """Log a warning, unless this collator has logged it before."""
         if message not in self._warned:
             self._warned.add(message)
             logger.warning(message, *values)
 
     def _read(self, example: Mapping[str, Any], name: str) -> tuple[Forest, NDArray[np.int64]]:
-        """Read an example: return its documents, each a tree of one segment, and their labels, int64 [n]."""
+        """Return an example's documents, and their labels, int64 [n]."""
         packed = is_packed(example.get("input_ids"))
         if not packed and example.get("labels", ...) is None:  # a trainer may have removed the masks
             raise ValueError(
@@ -158,7 +156,6 @@ class DataCollatorForPackedLanguageModeling(PackingCollator):
         return masked_labels(input_ids, masks, name)
 
     def _kept(self, tokens: int, documents: int, max_length: int, name: str) -> slice:
-        """Return the tokens to keep of an example that is longer than a row."""
         if documents > 1:
             problem = f"{name} is a packed row of {tokens} tokens, longer than max_length {max_length}"
             raise ValueError(f"{problem}; pack the dataset to max_length, or raise max_length")
@@ -168,5 +165,5 @@ class DataCollatorForPackedLanguageModeling(PackingCollator):
 
 
 def _says_what_to_learn(example: Mapping[str, Any]) -> bool:
-    """Return whether an example has labels or a mask, or is a row of `pack_dataset`, for which the user has chosen."""
+    """Return whether an example has labels or a mask, or is a row of `pack_dataset`."""
     return any(example.get(name) is not None for name in LABEL_COLUMNS) or is_packed(example["input_ids"])

@@ -199,7 +199,7 @@ def pack_forests(
 
 
 def check_size(name: str, tokens: int, depth: int, row_length: int | None, positions: int | None) -> None:
-    """Raise a ValueError if a forest has more tokens than a row, or more depth than the model has positions."""
+    """Raise a ValueError if a forest is longer than a row, or deeper than the model's positions."""
     if row_length is not None and tokens > row_length:
         raise ValueError(
             f"{name} has {tokens} tokens, more than the {row_length} of a row; make rows longer, or shorten it"
@@ -209,7 +209,7 @@ def check_size(name: str, tokens: int, depth: int, row_length: int | None, posit
 
 
 class PackingCollator:
-    """Base class of the collators: checks the options that they share, and packs with them."""
+    """Base class of the collators, with the options that they share."""
 
     pad_token_id: int
     pad_to_multiple_of: int | None
@@ -225,7 +225,7 @@ class PackingCollator:
             setattr(self, name, value)
 
     def _pack(self, forests: Sequence[Forest], names: Sequence[str]) -> PackedRows:
-        """Pack the forests of a batch, whose `names` are for error messages."""
+        """Pack the forests of a batch."""
         return pack_forests(
             forests,
             getattr(self, self._row_option),

@@ -31,15 +31,15 @@ class DataCollatorForSharedQuestion(PackingCollator):
     An example has `prompt_ids`, and either `chosen_ids` and `rejected_ids`, as `trl.DPOTrainer` prepares them, or
     `answers_ids`, a list of two or more answers, best first. `ref_chosen_logps` and `ref_rejected_logps` are passed on.
 
-    A batch has the keys of TRL's `DataCollatorForPreference`, with one sequence per answer, and the packed rows, with
-    the place of each token of the sequences. `flashmask_hf.hf.packed.rows` hooks the backbone to run the rows and to
-    return the hidden states of the sequences. `flashmask_hf.collators` describes the other options and errors.
+    A batch has the keys of TRL's `DataCollatorForPreference`, one sequence per answer, and the packed rows.
+    `flashmask_hf.hf.packed.rows` makes the backbone run the rows and return the sequences' hidden states.
+    `flashmask_hf.collators` describes the other options and errors.
 
     Args:
         max_length: maximum number of tokens of a question with one answer; None is no limit.
         truncation_mode: what to do if a question with its longest answer exceeds `max_length`. "error" raises.
             "keep_start" cuts the end of every answer that is too long, and warns once. "keep_end" cuts the start of the
-            question, by the same amount for all answers (TRL cuts its copies by different amounts).
+            question, by the same amount for all answers.
 
     Returns:
         dict[str, Tensor]: N sequences, the first answers of all examples, then the second ones, and so on:
@@ -138,7 +138,7 @@ class DataCollatorForSharedQuestion(PackingCollator):
         return depth < question + max(answers)
 
     def _read(self, example: Mapping[str, Any], name: str) -> tuple[NDArray[np.int64], list[NDArray[np.int64]]]:
-        """Read an example: return the question, int64 [Q], and its answers, int64 [A] each, truncated."""
+        """Return an example's question, int64 [Q], and answers, int64 [A] each, truncated."""
         has = {column: value for column, value in example.items() if value is not None}
         if "answers_ids" in has and "chosen_ids" in has:
             raise ValueError(f"{name} has answers_ids and chosen_ids; remove one of the columns")
@@ -179,7 +179,6 @@ class DataCollatorForSharedQuestion(PackingCollator):
         return excess, longest
 
     def _warn_of_cut(self, question: int, answers: Sequence[NDArray[np.int64]], room: int, name: str) -> None:
-        """Warn once of an example whose answers are cut to `room` tokens."""
         if self._warned:
             return
         self._warned = True

@@ -86,7 +86,6 @@ def _split(members: range, common: Sequence[int], length: int) -> list[tuple[int
 
 
 def _common_length(one: NDArray[np.int64], two: NDArray[np.int64]) -> int:
-    """Return the length of the common prefix of two sequences."""
     length = min(len(one), len(two))
     differ = one[:length] != two[:length]
     return int(differ.argmax()) if differ.any() else length

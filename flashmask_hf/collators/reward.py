@@ -1,4 +1,4 @@
-"""Data collator for reward models that packs each question once, followed by two or more answers."""
+"""Data collator for reward models of two or more answers per question."""
 
 from __future__ import annotations
 
@@ -140,11 +140,11 @@ class DataCollatorForMultiAnswerReward(PackingCollator):
         }
 
     def check(self, example: Mapping[str, Any], name: str) -> None:
-        """Raise the error that collating this example would raise; its message calls the example `name`."""
+        """Raise the error that collating this example would raise."""
         self._pack([self.read(example, name).forest()], [name])
 
     def read(self, example: Mapping[str, Any], name: str) -> Comparison:
-        """Return question, answers, scores and margins of an example in any format; error messages call it `name`."""
+        """Return the question, answers, scores and margins of an example."""
         has = {column for column in example if example[column] is not None}
         ways = "prompt_ids and answers_ids, or chosen_ids and rejected_ids of whole sequences"
         if not ({"prompt_ids", "answers_ids"} <= has or {"chosen_ids", "rejected_ids"} <= has):

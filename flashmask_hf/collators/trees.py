@@ -1,4 +1,4 @@
-"""Data collator that packs trees of token segments with labels, so that a causal model trains on them."""
+"""Data collator that packs trees of token segments for causal models."""
 
 from __future__ import annotations
 

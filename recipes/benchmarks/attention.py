@@ -167,7 +167,6 @@ PER_HEAD = ("window_per_head", "intervals_per_head")  # families that draw a mas
 
 
 def make_mask(family: str, length: int, heads: int = 1) -> FlashMask:
-    """Build a mask of a family, or one per query head."""
     generator = torch.Generator().manual_seed(length)
     make = (FAMILIES | OTHERS)[family]
     drawn = [make(length, generator) for _ in range(heads if family in PER_HEAD else 1)]
@@ -175,7 +174,6 @@ def make_mask(family: str, length: int, heads: int = 1) -> FlashMask:
 
 
 def equal_heads(length: int, count: int = 4, minimum: int = 128) -> list[int]:
-    """Draw the lengths of `count` documents that fill a row."""
     return random_lengths(length, count, torch.Generator().manual_seed(length), minimum)
 
 
@@ -321,7 +319,6 @@ def inputs(shape: Shape, q_len: int, device: str) -> list[Tensor]:
 
 
 def results_of(attend: Attention, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return output and gradients."""
     q, k, v, dout = tensors
     out = attend(q, k, v)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
@@ -373,7 +370,6 @@ def error_of(one: Tensor, other: Tensor) -> float:
 
 
 def difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> str:
-    """Return which results differ by more than `TOLERANCE`, as text, or ""."""
     names = ("out", "dq", "dk", "dv")[: len(found)]
     errors = {what: error_of(one, other) for what, one, other in zip(names, found, expected, strict=True)}
     wrong = [f"{what} by {error:.1e}" for what, error in errors.items() if not error <= TOLERANCE]
@@ -410,7 +406,6 @@ def admit(
 
 
 def measure(study: Study, names: Sequence[str], work: Work, a: argparse.Namespace) -> list[dict[str, object]]:
-    """Return the rows of a case."""
     mask = work.make().to(a.device)
     rows = mask.row_count()
     tensors = inputs(work.shape, rows, a.device)
@@ -545,7 +540,6 @@ def measure_plan(work: Work, a: argparse.Namespace) -> list[dict[str, object]]:
 
 
 def summary(rows: Sequence[dict[str, object]]) -> str:
-    """Return a case in one line."""
     shown = ("both_tflops", "forward_ms", "backward_ms") if "both_tflops" in rows[0] else CALL
     cells = []
     for row in rows:
@@ -556,7 +550,6 @@ def summary(rows: Sequence[dict[str, object]]) -> str:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
     parser = flags(__doc__)
     parser.add_argument("study", nargs="?", default="masks", choices=STUDIES)
     parser.add_argument("--masks", nargs="+", help="families of masks, or groups of the study ragged")
@@ -591,7 +584,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> list[dict[str, object]]:
-    """Run the benchmark from the command line, and return its rows."""
     a = parse(argv)
     study, results = STUDIES[a.study], Results(a.csv)
     torch.manual_seed(0)

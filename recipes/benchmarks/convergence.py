@@ -58,26 +58,22 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def curves_of(task: str, again: bool) -> list[str]:
-    """Return the names of the curves of a task."""
     present = {"flashmask_portable": torch.cuda.is_available(), "flashmask_again": again}
     return [name for name in CURVES if present.get(name, name != "trl" or len(TRAINERS[task]) > 1)]
 
 
 def attention_of(name: str) -> str:
-    """Return the attention of a curve in `packed_attention.py`."""
     own = "flashmask" if torch.cuda.is_available() else "flashmask_portable"
     return own if name in ("flashmask", "flashmask_again", "trl") else name
 
 
 @functools.cache
 def dataset_of(task: str) -> Any:
-    """Return the training data of a task."""
     return (data.preferences() if task in ("dpo", "reward") else data.question_answers())["train"]
 
 
 @contextlib.contextmanager
 def deterministic() -> Iterator[None]:
-    """Run PyTorch's deterministic algorithms within the context."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     settings: Any = torch.utils.deterministic
     filled = settings.fill_uninitialized_memory
@@ -91,7 +87,6 @@ def deterministic() -> Iterator[None]:
 
 
 def curve(task: str, name: str, seed: int, model_path: str, steps: int) -> list[float]:
-    """Train, and return the loss of each step."""
     trainer, config = TRAINERS[task][name == "trl"]
     options: dict[str, Any] = {"num_labels": 1} if task == "reward" else {}
     kind: Any = AutoModelForSequenceClassification if task == "reward" else AutoModelForCausalLM

@@ -97,7 +97,6 @@ def passed(command: list[str], folder: Path) -> dict[str, float]:
 
 
 def steps() -> list[dict[str, object]]:
-    """Return a row per stage of `make demo`."""
     with tempfile.TemporaryDirectory() as folder:
         checkout = Path(folder) / "flashmask-hf"
         subprocess.run(["git", "clone", "--quiet", str(ROOT), str(checkout)], check=True)

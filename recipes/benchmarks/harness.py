@@ -50,7 +50,6 @@ def parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpa
 
 
 def conditions() -> dict[str, str]:
-    """Return the GPU, the versions and the commit of a measurement."""
     command = ["git", "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
     return {
@@ -111,7 +110,6 @@ def interleaved_medians(
 
 
 def graph_of(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
-    """Capture the calls in a CUDA graph."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -125,13 +123,11 @@ def graph_of(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
 
 
 def synchronize() -> None:
-    """Wait for the GPU, if there is one."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def free_memory() -> None:
-    """Free unused memory, and restart the count of peak memory."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -54,7 +54,6 @@ class Steps(TrainerCallback):
 
 
 def make_trainer(tokens: int, a: argparse.Namespace) -> PackedSFTTrainer:
-    """Build a trainer of a model with random weights on rows of random tokens."""
     generator = torch.Generator().manual_seed(0)
     model = build_model(a.shape, a.device, full=a.full)
     rows = [
@@ -100,7 +99,6 @@ def longest_row(a: argparse.Namespace) -> int:
 
 
 def train_longest(a: argparse.Namespace, results: Results) -> None:
-    """Train a step of the longest row that fits, in up to `TRIALS` trials."""
     a = argparse.Namespace(**{**vars(a), "steps": 1})
     a.keep_attention = a.keep_attention or False  # a longer row fits without
     tokens = longest_row(a)
@@ -122,7 +120,6 @@ def train_longest(a: argparse.Namespace, results: Results) -> None:
 
 
 def train(tokens: int, a: argparse.Namespace) -> dict[str, object]:
-    """Train, and return a row of figures."""
     trainer = make_trainer(tokens, a)
     rows = LongRows(trainer, keep_attention=a.keep_attention, host_gib=a.host_gib)
     steps = Steps()
@@ -142,7 +139,6 @@ def train(tokens: int, a: argparse.Namespace) -> dict[str, object]:
 
 
 def described(tokens: int, a: argparse.Namespace) -> dict[str, object]:
-    """Return the columns of a case, without its figures."""
     case: dict[str, object] = {"shape": a.shape, "trained": "all" if a.full else "adapters", "tokens": tokens}
     case["documents"] = f"{a.documents} {'equal' if a.equal else 'random'}"
     return case | dict.fromkeys(MEASURED, "")

@@ -68,7 +68,6 @@ def _with_mask(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Run an attention with the layer's mask, as transformers calls it."""
     layer = layer_mask(module, query, key, attention_mask, kwargs)
     return attend(module, query, layer.gather(key), layer.gather(value), layer.mask, scaling), None
 
@@ -93,13 +92,11 @@ def _converted(
 def _portable(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: FlashMask, scaling: float | None
 ) -> Tensor:
-    """Return the output of the package's portable kernels."""
     impl = "triton" if query.is_cuda else "torch"
     return flashmask_attention(query, key, value, mask, scale=scaling, impl=impl).transpose(1, 2)
 
 
 def _unskipped_builder(indices: Tensor) -> Callable[..., Any]:
-    """Return what builds a plan that lists every tile."""
     if indices.is_cuda:
         from flashmask_hf.kernels.shared.plan_kernels import build_plan
 

@@ -83,7 +83,6 @@ def pack_large(path: str, tokens: int, packer: str) -> dict[str, object]:
 
 
 def large_rows(count: int) -> list[dict[str, object]]:
-    """Measure every packer on the large dataset."""
     rows: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory() as path:
         tokens = write_documents(path, count)

@@ -145,7 +145,6 @@ def document_bounds(mask: FlashMask, copies: int = 1) -> Tensor:
 
 
 def _flashmask(impl: str | None, deterministic: bool = False, package: Any = None) -> Callable[[Case], Any]:
-    """Return the preparation of `flashmask_attention`, here or of another package."""
 
     def prepare(case: Case) -> Callable[[], Attention]:
         def make() -> Attention:
@@ -197,7 +196,6 @@ _compiled_flex = torch.compile(flex_attention, dynamic=False)
 
 
 def _flex(backend: str | None) -> Callable[[Case], Callable[[], Attention]]:
-    """Return the preparation of FlexAttention with a backend."""
     options: Any = None if backend is None else {"BACKEND": backend}
     block = (256, 128) if backend == "FLASH" else 128  # FlashAttention-4 processes two tiles of queries at a time
 
@@ -275,7 +273,6 @@ def _cudnn_flex(case: Case) -> Callable[[], Attention]:
 
 
 def _sdpa(backend: SDPBackend) -> Callable[[Case], Callable[[], Attention]]:
-    """Return the preparation of full or causal SDPA with a backend."""
 
     def prepare(case: Case) -> Callable[[], Attention]:
         if case.family not in ("full", "causal"):
@@ -325,7 +322,6 @@ def _chosen(case: Case, kind: str, amount: float) -> tuple[Tensor, Tensor]:
 
 
 def _sparse(kind: str, amount: int, known: bool = True) -> Provider:
-    """Return a provider of dynamic sparse attention."""
 
     def prepare(case: Case) -> Callable[[], Attention]:
         chosen = _chosen(case, kind, amount)

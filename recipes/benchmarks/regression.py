@@ -40,7 +40,6 @@ Rows = list[dict[str, object]]
 
 
 def compare(figure: str, here: dict[str, float], other: dict[str, float]) -> Rows:
-    """Return a row for each case that both have."""
     return [
         {"figure": figure, "case": case, "here": one, "other": other[case], "ratio": round(one / other[case], 3)}
         for case, one in here.items()
@@ -49,7 +48,6 @@ def compare(figure: str, here: dict[str, float], other: dict[str, float]) -> Row
 
 
 def from_attention(figure: str, flags: list[str]) -> Rows:
-    """Run a study of `attention.py` with both commits, and compare its columns."""
     study, columns, own = STUDIES[figure]
     rows: Any = attention.main([study, *own.split(), *flags, "--providers", "flashmask", "commit"])
     wrong = [row for row in rows if row["status"] != "timed"]

@@ -163,7 +163,6 @@ class FineTuning:
 
 
 def make_row(task: str, length: int, vocab: int, generator: torch.Generator) -> list[Document]:
-    """Draw the questions and answers of one row of `length` tokens."""
     answers = ANSWERS[task]
     most = 10 if task == "dpo" or length > 8192 else 3 if length <= 4096 else 4
     count = int(torch.randint(1, most + 1, (1,), generator=generator))
@@ -178,7 +177,6 @@ def make_row(task: str, length: int, vocab: int, generator: torch.Generator) -> 
 
 
 def shared_examples(task: str, row: list[Document]) -> list[dict[str, Any]]:
-    """Return a row as examples of this package's collators."""
     if task == "reward":
         return [{"prompt_ids": question, "answers_ids": answers} for question, answers in row]
     return [{"prompt_ids": question, "chosen_ids": one, "rejected_ids": two} for question, (one, two) in row]
