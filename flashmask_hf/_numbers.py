@@ -17,7 +17,7 @@ _MAX_LENGTH = 2**31 - 1
 
 
 def check_bool(name: str, value: object) -> None:
-    """Raise TypeError unless the argument `name` is True or False: text such as "False" would count as true."""
+    """Raise TypeError unless the argument `name` is True or False."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {value!r}")
 

@@ -32,13 +32,13 @@ _TESTED_LENGTH = 300
 
 
 def diagnose(self_test: bool = True) -> bool:
-    """Print the diagnosis of this process, at most about 40 lines of 100 columns.
+    """Print the diagnosis of this process.
 
     Args:
         self_test: also compare attention and its gradients with the float64 reference.
 
     Returns:
-        True if transformers, where it is installed, knows the backend and the self-test, if asked for, passed.
+        True if an installed transformers knows the backend and a requested self-test passed.
     """
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     for line in (*_versions(), *_gpu(device)):
@@ -54,7 +54,7 @@ def diagnose(self_test: bool = True) -> bool:
 
 
 def _versions() -> list[str]:
-    """Return a line for each package; torch and Triton have several distribution names, so their modules are read."""
+    """Return a line for each package."""
     versions = {"flashmask-hf": flashmask_hf.__version__, "Python": platform.python_version()}
     versions["torch"] = str(torch.__version__)
     versions["triton"] = "not installed"
@@ -91,7 +91,7 @@ def _gpu(device: torch.device) -> list[str]:
 
 
 def _registration() -> tuple[list[str], bool]:
-    """Register with transformers; return lines about it, and False if it is there and does not know every name."""
+    """Register with transformers; return lines about it, and False if it does not know every name."""
     if importlib.util.find_spec("transformers") is None:
         text = "transformers is not installed: attention alone; pip install 'flashmask-hf[train]' brings it"
         return _entry("backend", text), True

@@ -111,10 +111,10 @@ class FlashMask:
     def indices(self) -> Tensor:
         """The intervals, int32 [B, Hm, Skv, n]; read-only, because the mask caches the plan of its tensor.
 
-        Attention notices changes in place by PyTorch's operators, which raise the tensor's version counter, and other
-        memory (`indices.data = x`, `torch.utils.swap_tensors`). It does not notice writes that bypass the counter:
-        through `indices.data`, `indices.untyped_storage()`, DLPack and NumPy views, collectives, replayed CUDA graphs
-        and other kernels. After such a write, call `mask.indices.add_(0)`, or build another mask.
+        Attention notices changes in place by PyTorch's operators and other memory (`indices.data = x`,
+        `torch.utils.swap_tensors`). It misses writes that bypass the tensor's version counter: through `indices.data`,
+        `indices.untyped_storage()`, DLPack and NumPy views, collectives, replayed CUDA graphs and other kernels. After
+        such a write, call `mask.indices.add_(0)`, or build another mask.
         """
         return self._indices
 
@@ -192,7 +192,7 @@ class FlashMask:
         ]
 
     def bidirectional(self, q_len: int | None = None) -> FlashMask:
-        """Return the same mask with n = 4 and without the causal flag, the form of model inputs that are not causal."""
+        """Return the same mask with n = 4 and without the causal flag."""
         rows = self.row_count(q_len)
         pairs = hidden_intervals(without_causal_flag(self.indices, self.causal, rows), False, rows)
         return FlashMask(torch.stack([bound for pair in pairs for bound in pair], -1), causal=False, q_len=rows)
@@ -253,8 +253,8 @@ class FlashMask:
         """Check every value and return the mask. Waits for the device: for tests and data code.
 
         Raises:
-            ValueError: a value lies outside 0..Sq; or an interval's start is greater than its end, which kernels read
-                as empty, but two columns are probably swapped.
+            ValueError: a value lies outside 0..Sq; or an interval's start is greater than its end, probably from
+                swapped columns.
         """
         rows = self.row_count(q_len)
         self._check_range(rows)
@@ -299,7 +299,7 @@ class FlashMask:
         Raises:
             TypeError: `visible` is not a bool tensor.
             ValueError: its rank is not 2, 3 or 4, or an axis is empty.
-            MaskNotRepresentable: a column has more hidden intervals than fit; `.columns` names the first ones.
+            MaskNotRepresentable: a column has more hidden intervals than fit.
         """
         if not isinstance(visible, Tensor) or visible.dtype != torch.bool:
             got = visible.dtype if isinstance(visible, Tensor) else type(visible).__name__

@@ -20,7 +20,7 @@ _EDGE_COLOR, _INK = "#c0603d", "#4a4a4a"
 _GRID_TILES = 64
 """Most tiles per side that are drawn with gaps."""
 _MOST_EDGES = 64
-"""Most edges per side; more would hide the tiles, so none is drawn."""
+"""Most edges per side; with more, none is drawn."""
 _KERNEL_TILE = 128
 """Tile size of the kernels, shown if the picture is readable with it."""
 

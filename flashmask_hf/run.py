@@ -27,7 +27,7 @@ __all__ = ["run_program"]
 
 
 def run_program(argv: Sequence[str]) -> int:
-    """Run a program as Python or the shell would, in this process, and return its exit code.
+    """Run a program in this process, and return its exit code.
 
     Raises:
         SystemExit: the program exits by itself; or `argv` names no program, with a message and code 2.
@@ -63,7 +63,7 @@ def _no_program(problem: str) -> int:
 def _keep_registered_in_launched_processes() -> None:
     """Make `accelerate launch`, when called in this process, run its program by `python -m flashmask_hf run`.
 
-    TRL's command line calls it. Programs that are not Python (`--no_python`) are launched as they are.
+    TRL's command line calls it. `--no_python` programs are launched as they are.
     """
     if importlib.util.find_spec("accelerate") is None:  # nothing can be launched through it
         return

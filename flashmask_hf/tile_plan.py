@@ -3,15 +3,14 @@
 The score matrix is cut into tiles of `ROWS` query rows and `plan_columns(kv_len)` key columns, and each tile is hidden,
 partial or visible (`flashmask_hf.tiles`). Three tensors hold the classes for both directions of walking it:
 
-* `tiles` int16 [B, Hm, Tq, Tk], for each row tile the key tiles to walk: the visible ones in ascending order from the
-  front, the partial ones in ascending order from the back. The entries in between are unspecified.
+* `tiles` int16 [B, Hm, Tq, Tk], for each row tile the key tiles to walk: visible ones ascending from the front, partial
+  ones ascending from the back, unspecified between.
 * `counts` int32 [B, Hm, Tq, 2], the number of visible and partial tiles of each row tile.
 * `segments` int32 [B, Hm, Tk, VISIBLE_SEGMENTS + PARTIAL_SEGMENTS, 2], for each key tile the row tiles to walk as
-  [start, end) ranges. Two hidden intervals, or an interval and a diagonal, leave at most three visible ranges and four
-  partial ranges. Unused ranges are empty.
+  [start, end) ranges. Masks leave at most three visible ranges and four partial ranges. Unused ranges are empty.
 
-Tiles get wider in rows of more than `MAX_COLUMN_TILES` tiles, so a plan stays under 64 bytes per token and mask head
-in rows of 256 tokens and more. Tiles of kernels divide the plan's, or join them (`plan_kernels.join_rows`).
+Tiles get wider beyond `MAX_COLUMN_TILES`, so a plan stays under 64 bytes per token and mask head from 256 tokens on.
+Tiles of kernels divide the plan's, or join them (`plan_kernels.join_rows`).
 """
 
 from __future__ import annotations
@@ -110,7 +109,7 @@ def _walking_order(tiles: Tensor) -> Tensor:
     """Return `Plan.tiles`, given the classes int8 [B, Hm, Tq, Tk]."""
     width = tiles.shape[-1]
     column = torch.arange(width, device=tiles.device)
-    # Sorting by this number puts visible tiles first, hidden ones in the middle, partial ones last in descending order.
+    # Sorting by this puts visible tiles first, hidden ones next, partial ones last in descending order.
     place = torch.where(tiles == VISIBLE, column, torch.where(tiles == PARTIAL, 3 * width - column, width + column))
     return place.argsort(-1).to(torch.int16)
 

@@ -12,14 +12,13 @@ from flashmask_hf.intervals import causal_starts, hidden_intervals
 __all__ = ["HIDDEN", "PARTIAL", "VISIBLE", "classify_tiles"]
 
 HIDDEN, PARTIAL, VISIBLE = 0, 1, 2
-"""Class of a tile of the score matrix: skipped, masked element by element, or computed without mask code."""
+"""Class of a tile: skipped, masked element by element, or computed without mask code."""
 
 
 def classify_tiles(indices: Tensor, causal: bool, q_len: int, block: tuple[int, int]) -> Tensor:
     """Classify each tile by the extremes of the intervals in its columns (FlashMask, equation 4).
 
-    A tile that only two intervals together hide counts as PARTIAL, and so does a tile that reaches past the last key,
-    unless it is hidden.
+    A tile that only two intervals together hide is PARTIAL; so is one that reaches past the last key, unless hidden.
 
     Args:
         indices: int32 [B, Hm, Skv, n] as in `FlashMask`.

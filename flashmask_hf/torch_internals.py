@@ -1,4 +1,4 @@
-"""Every private call of torch, and questions about the state of torch and Triton."""
+"""Every private call of torch, and the state of torch and Triton."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def runs_kernels(device: torch.device) -> bool:
 def is_intercepted(*tensors: Tensor | None) -> bool:
     """Return whether a call of these tensors must go through the dispatcher.
 
-    Compilers, modes, `torch.func`, tracing, profilers and forward-mode differentiation intercept calls there, and
-    tensors that are not plain need it.
+    Compilers, modes, `torch.func`, tracing, profilers, forward-mode differentiation and tensors that are not plain need
+    it.
     """
     if (
         torch.compiler.is_compiling()

@@ -1,13 +1,12 @@
 """Cache of resolved calls: a call whose tensors have a known layout skips the checks and launches its kernels.
 
-Checks, the choice of an implementation and the preparation of launches take longer than the launches. All of them
-follow from the layouts of the tensors, the arguments and the modes of torch:
+Checks, choice and preparation take longer than the launches. All follow from layouts, arguments and torch's modes:
 
     flashmask_attention, sparse attention          first call: check, choose        every call
       and the bodies of the operators      ──>  resolve() ──────────────────> Call ────────────> prepared launches
                                                     └── cache, by layouts, arguments and modes
 
-The plan of the mask follows from the mask's values, so it is no part of a call (`plan_cache`).
+The plan depends on the mask's values, so it is no part of a call (`plan_cache`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The implementations of attention, the best first.
 
-Each has a class in `REGISTRY`, which says what it cannot serve and prepares its passes for a `Problem`. With impl=None
-a call takes the first that serves it, and the next if its kernels fail.
+With impl=None a call takes the first of `REGISTRY` that serves it, and the next if its kernels fail.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class Request(NamedTuple):
 class Implementation:
     """One way to compute attention.
 
-    A pass is prepared once per problem. The functions that `forward`, `backward` and `decode` return take tensors:
+    A pass is prepared once per problem, as a function of tensors:
 
         forward: (q, k, v, sinks, indices, plan) -> (out, lse)
         backward: (dout, q, k, v, lse, delta, indices, plan) -> (dq, dk, dv, delta)
@@ -114,7 +113,7 @@ class Implementation:
         return run_and_place
 
     def ordered_backward(self, problem: Problem, dout: Layout, output: OutputLayout | None) -> Run:
-        """Prepare a backward with a last argument: the orders of dq's rows, and of the rows of dk and dv."""
+        """Prepare a backward with a last argument: the orders of the rows of dq, and of dk and dv."""
         from flashmask_hf.sparse.reorder import put_rows_back
 
         run = self.backward(problem, dout, output)
@@ -251,7 +250,7 @@ REGISTRY: list[Implementation] = [Hopper(), Triton(), Torch(), Reference()]
 class Choice(NamedTuple):
     """The implementations that a call tries in their order.
 
-    `reason` says why the first is chosen and not a better one, or is the message of the error if none serves.
+    `reason` says why no better one is chosen, or is the error's message if none serves.
     """
 
     implementations: tuple[Implementation, ...]

@@ -122,4 +122,4 @@ no_second_derivatives = _refusing("this attention has no second derivatives; tak
 no_derivatives = _refusing(
     "this attention was traced or exported without gradients and has none; trace it with inputs that require them"
 )
-"""The derivative of an operator that is chosen where no gradients are asked for, in a graph that is then trained."""
+"""The derivative of an operator for calls without gradients, in a graph that is then trained."""

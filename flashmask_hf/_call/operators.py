@@ -1,7 +1,7 @@
 """The operators of attention, `flashmask_hf::flash_attn_*`, and how a call is run.
 
-Selective activation checkpointing looks for `flash_attn` in their names. Compilers, dispatch modes and profilers see
-the operators. Other calls skip the dispatcher, which takes longer than a launch.
+Selective activation checkpointing looks for `flash_attn` in their names. Only intercepted calls pass the dispatcher,
+which takes longer than a launch.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _save(
     ctx: Any, output: tuple[Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, indices: Tensor,
     plan: Plan, *options: Any,
 ) -> None:  # fmt: skip
-    """Save what the backward reads; hooks on saved tensors need not see the plan, which all layers share."""
+    """Save what the backward reads; the shared plan bypasses hooks on saved tensors."""
     ctx.plan, ctx.options = plan, options
     ctx.set_materialize_grads(False)  # lse seldom has a gradient
     ctx.save_for_backward(q, k, v, sinks, *output, indices)

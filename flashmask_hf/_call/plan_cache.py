@@ -38,7 +38,7 @@ def make_plan(indices: Tensor, causal: bool, q_len: int) -> tuple[Tensor, Tensor
 
 
 def _builder(indices: Tensor) -> Callable[[Tensor, bool, int], Plan]:
-    """Return what builds and checks a plan: Triton kernels on a GPU with Triton, torch operations elsewhere."""
+    """Return the builder of plans: Triton kernels on a GPU with Triton, torch operations elsewhere."""
     if indices.device.type == "cuda" and torch_internals.HAS_TRITON:
         from flashmask_hf.kernels.shared.plan_kernels import build_plan
 
@@ -72,8 +72,7 @@ def plan_of(mask: FlashMask, q_len: int) -> Plan:
     """Return the mask's plan for `q_len` query rows, from the mask's cache if it is valid.
 
     A counted change of `mask.indices`, other memory and another CUDA stream make a new plan. Nothing is cached for
-    tensors made in inference mode, which do not count changes, while a CUDA graph is captured, whose replay must read
-    the indices again, and while compiling, where the compiler merges equal calls.
+    tensors made in inference mode, which do not count changes, nor while capturing a CUDA graph or compiling.
     """
     indices = mask._indices
     if torch.compiler.is_compiling():

@@ -158,7 +158,7 @@ class Forest:
 def lay_out(lengths: NDArray[np.int64], parents: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the depth of each token in its tree, and the index after its segment's subtree, int64 [n] each.
 
-    The arguments are those of `Forest`, int64 [segments].
+    The arguments are as in `Forest`, int64 [segments].
 
     Example:
         >>> position_ids, ends = lay_out(np.array([2, 1, 2]), np.array([-1, 0, 0]))

@@ -17,6 +17,6 @@ Late are static caches of `generate`, a backbone's `forward` called by hand, eng
 encoders that ask for none, context parallelism, mask indices beside chunks or a function that is not read, and
 `cu_seq_lens_q` that the hook cannot join.
 
-`register` makes the implementations known, `patches` adapts transformers, `families` and `facts` hold what is known of
-its models, `models` what is known of one model, and `packed/` what trainers put on models.
+`register` and `patches` adapt transformers, `families`, `facts` and `models` describe its models, and `packed/` serves
+trainers.
 """

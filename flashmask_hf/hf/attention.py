@@ -46,7 +46,7 @@ def attention_forward(
         kwargs: used are `startend_row_indices` (int32 [B or 1, 1 or Hkv or Hq, S, n], read as in `FlashMask`: n = 1
             or 2 with the layer's causality, n = 4 as not causal), `sliding_window` in tokens, `position_ids`
             [B or 1, S], `softcap`, `s_aux` (sinks, [Hq]), `is_causal` and `cu_seq_lens_q`. Keywords known to change the
-            result raise unless None. Others are ignored, with one warning unless they are known to be harmless.
+            result raise unless None. Unknown ones are ignored, with one warning.
 
     Returns:
         out [B, Sq, Hq, Dv], and None for the attention weights, which are never computed.

@@ -27,22 +27,22 @@ current.call = _traced.call = None  # a compiler guards on which attributes a th
 def current_calls() -> _Current:
     """Return what holds the innermost call: `current`, or while a compiler traces, a holder of the trace's own calls.
 
-    Dynamo of torch 2.11 reads the class's attribute in place of the thread's, so a call made outside is None there.
+    Dynamo of torch 2.11 reads the class's attribute in place of the thread's.
     """
     return _traced if torch.compiler.is_compiling() else current
 
 
 class Call:
-    """One call of a transformers model. Properties are on the host: they read no tensor's values.
+    """One call of a transformers model. Properties read no tensor's values.
 
     Attributes:
         model: the model.
         state: what is known of the model.
-        named: its arguments by name. Trainers may pass the arguments of another method, so every reader checks types.
+        named: its arguments by name. Every reader checks types.
         indices: the caller's mask indices, unchecked.
         tokens: the input_ids [B, S], else the inputs_embeds [B, S, D], or None.
         outer: the call of the model that this one is a submodel of.
-        reads: number of masks and attention layers that read the document boundaries, in submodels, too.
+        reads: number of masks and attention layers that read the document boundaries, with submodels.
         supplied: number of attention layers that received the mask of the call, or its mask indices.
     """
 
@@ -149,8 +149,7 @@ def cache_of(kwargs: dict[str, Any]) -> Any:
 def count_axes(positions: Tensor) -> Tensor:
     """Return the number of tokens before each token of its document, int64 [B, S], of positions [3, B, S].
 
-    A document starts where all axes are 0. A row of zeros has no documents: models that embed positions in another way
-    pass such rows.
+    A document starts where all axes are 0. A row of zeros has no documents.
     """
     start = (positions == 0).all(0)
     start = start & ~start.all(-1, keepdim=True)
@@ -159,7 +158,7 @@ def count_axes(positions: Tensor) -> Tensor:
 
 
 def record_documents(supplied: bool = False) -> None:
-    """Record in the current call that a mask or a layer read the document boundaries; compiled code records nothing.
+    """Record that a mask or a layer read the call's document boundaries, except in compiled code.
 
     Args:
         supplied: whether an attention layer received the caller's mask indices.

@@ -1,4 +1,4 @@
-"""Facts about transformers and accelerate that only their source code or names show; a function and a test each."""
+"""Facts about transformers and accelerate that only their source code or names show."""
 
 from __future__ import annotations
 

@@ -23,10 +23,10 @@ class Family(NamedTuple):
     Attributes:
         refused: why the backend cannot serve its models.
         mixes: whether its layers mix tokens without an `nn.Conv1d`, or its head keeps keywords from its backbone.
-        kernels: distributions whose kernels read document boundaries. Every layer of the type hands them `seq_idx`,
-            and `cu_seq_lens_q` for the delta rule. Layers or kernels of other types ignore them.
+        kernels: distributions whose kernels read document boundaries. Every layer hands them `seq_idx`, and
+            `cu_seq_lens_q` for the delta rule.
         drops_indices: whether it keeps keywords from its attention, and asks for a mask only if the call has one.
-        window_in_mask: whether it leaves the sliding window to the mask and does not hand it to its attention.
+        window_in_mask: whether its sliding window is in the mask only.
     """
 
     refused: str = ""
@@ -82,7 +82,7 @@ FAMILIES = {
     "xlstm": Family(mixes=True),
     "zamba2": _STATE_SPACE,
 }
-"""Model types that the backend treats in a way of their own."""
+"""Model types with special treatment."""
 
 _MODULES = {"causal-conv1d": "causal_conv1d", "mamba-ssm": "mamba_ssm", "flash-linear-attention": "fla"}
 """The module that each distribution installs."""
@@ -105,7 +105,7 @@ def missing_kernels(config: Any) -> tuple[str, ...] | None:
 
 
 def _can_import(module: str) -> bool:
-    """Return whether a module can be imported; one built for another torch raises more than ImportError."""
+    """Return whether a module can be imported."""
     try:
         importlib.import_module(module)
     except Exception:

@@ -1,4 +1,4 @@
-"""A model call from its arguments to its output: rewritten, checked, run, and checked again."""
+"""Run a model call: rewrite, check, run, check again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["run_call"]
 
 
 def run_call(original: Callable[..., Any], model: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Call a transformers model by its unbound `__call__`, and raise if it would mix the documents of a row, or did.
+    """Call a transformers model by its unbound `__call__`; raise if it mixes the documents of a row.
 
     Calls with another attention than this package's and without mask indices run as they are.
 

@@ -68,7 +68,7 @@ _HARMLESS = {
 """Keywords of models and trainers that do not change the result."""
 
 _SPARSE = {HASH: HASH, QK: QK, "q_keep": QK, "k_keep": QK}
-"""Keywords that one implementation uses in addition to those of "flashmask", with its name."""
+"""Additional keywords of an implementation, by its name."""
 
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 """Names that configs of transformers give to the dropout of attention."""
@@ -77,7 +77,7 @@ _warned: set[str] = set()
 """Unknown keywords that this process has warned of."""
 
 _checked: set[Any] = set()
-"""Layers by class, implementation and types of keywords that this process has checked."""
+"""Checked layers, by class, implementation and types of keywords."""
 
 
 def check_layer(module: nn.Module, dropout: float, kwargs: dict[str, Any], implementation: str) -> None:

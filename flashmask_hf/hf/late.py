@@ -89,7 +89,7 @@ def _window_of(module: nn.Module, kwargs: dict[str, Any]) -> int | None:
     reads_window = family_of(config).window_in_mask
     layer_type = None
     if reads_window or "chunked_attention" in types:
-        # Other models leave the layer's index unread: a compiler would guard on it, and compile every layer anew.
+        # Other models' index is left unread: a compiler would guard on it, and compile every layer anew.
         layer = getattr(module, "layer_idx", None)
         layer_type = types[layer] if types and layer is not None else None
     if layer_type == "chunked_attention":
@@ -107,7 +107,7 @@ def _hook_mask(
 ) -> FlashMask:
     """Return the mask of the hook's columns, with documents separated by `cu_seq_lens` or, without it, by positions.
 
-    `cu_seq_lens` is read as in FlashAttention. Not every model hands its positions to its masks.
+    `cu_seq_lens` is read as in FlashAttention.
     """
     batch, _, q_len, _ = query.shape
     kv_len = key.shape[2]

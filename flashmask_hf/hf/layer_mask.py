@@ -16,7 +16,7 @@ from flashmask_hf.torch_internals import device_assert
 __all__ = ["BOUNDS", "TEXT_ONLY", "LayerMask", "check_hook_result", "hidden_keys", "marked_rows", "mask_of_rows"]
 
 TEXT_ONLY = "attn_implementation={'text_config': 'flashmask', 'vision_config': 'sdpa'}"
-"""The way out, in messages, where one part of a model does not take the backend."""
+"""The way out where one part of a model does not take the backend."""
 
 
 class LayerMask(NamedTuple):
@@ -46,7 +46,7 @@ _REFUSED = (
 )
 
 BOUNDS = {2: 1, 3: 2, 5: 4, 6: 4}
-"""Bounds per key by the number of rows of a marked mask: the last row is the mark; of six, the fifth has the keys."""
+"""Bounds per key, by the rows of a marked mask: the last is the mark; of six, the fifth has the keys."""
 
 
 def marked_rows(mask: LayerMask) -> Tensor:
@@ -108,6 +108,6 @@ def _message(attention_mask: Any) -> str:
 
 
 def hidden_keys(hooked: Tensor, q_len: int) -> Tensor:
-    """Return which keys the hook's columns [B, 1, n, Skv] hide from all rows, as they do padding; bool [B, 1, Skv]."""
+    """Return which keys the hook's columns [B, 1, n, Skv] hide from all rows; bool [B, 1, Skv]."""
     hidden = hooked[:, :, 0] == 0
     return hidden if hooked.shape[2] == 1 else hidden & (hooked[:, :, 1] >= q_len)

@@ -1,4 +1,4 @@
-"""Weak cache of masks, so that all layers and recomputations of a forward share one mask and its plan."""
+"""Weak cache of masks, shared by all layers and recomputations of a forward."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flashmask_hf.torch_internals import device_assert, is_capturing, stream_of
 __all__ = ["cached_mask", "check_once"]
 
 _CAPACITY = 64
-"""Number of masks that are kept; far more than one training step has."""
+"""Number of masks that are kept."""
 
 T = TypeVar("T")
 
@@ -44,22 +44,20 @@ def cached_mask(
 ) -> T:
     """Return `build()`, or what it returned for another layer or recomputation that reads the same tensors.
 
-    Tensors are identified by the memory they view, so an alias that checkpointing makes finds the same mask. There is
-    one entry for a first source, a variant and a CUDA stream. It is dropped when the first source is freed, when a
-    source was changed in place or is another one, or when `_CAPACITY` others are newer. Until then it keeps the memory
-    of the other sources. The mask may hold an alias of `sources[0]` but not the tensor itself, or the entry would keep
-    itself alive.
+    Tensors are identified by the memory they view, so aliases from checkpointing find the same mask. There is one entry
+    for a first source, a variant and a CUDA stream. It is dropped when the first source is freed, any source changes,
+    or `_CAPACITY` others are newer. It keeps the memory of the other sources. The mask must not hold `sources[0]`,
+    which would keep the entry alive; an alias is fine.
 
     Args:
         sources: what `build` reads.
         variant: what else the mask depends on.
         build: builds the mask.
-        per_forward: whether one of the sources is new in each forward, as the hook's columns are. If not, nothing is
-            kept of tensors made in inference mode, which do not count changes, nor in a CUDA graph, whose replays read
-            them again.
+        per_forward: whether one of the sources is new in each forward. If not, nothing is kept of tensors made in
+            inference mode, which do not count changes, nor in a CUDA graph.
     """
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return build()  # a compiler merges the equal plans of its layers itself, and a transform's tensors are its own
+        return build()  # a compiler merges equal plans, and a transform's tensors are its own
     if any(type(x) is not Tensor for x in sources):
         return build()
     if not per_forward and (is_capturing(sources[0]) or any(x.is_inference() for x in sources)):

@@ -1,7 +1,7 @@
 """The mask hook: compiles what transformers asks of a mask, a `mask_function`, into int32 columns.
 
 The functions of `transformers/masking_utils.py` show each key to the queries of one interval of positions, and are
-traced (`mask_reader.py`). Any other function is evaluated on all pairs, some columns at a time, and read back.
+traced (`mask_reader.py`).
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ def mask_hook(
     """Return the columns of the mask that a model asks for, with the arguments of `sdpa_mask` in transformers.
 
     Traced are causal, bidirectional, sliding window, chunked, packed documents, blocks that see themselves whole
-    (images), their `and_masks` and `or_masks`, and functions of a caller that do the same, with a 2D padding mask on
-    top. That takes nothing of size Sq x Skv and does not wait for the device, also under `torch.compile`. Any other
-    function is evaluated on all pairs, in memory linear in Sq, and waits for the device; a compiler refuses it.
+    (images), their `and_masks` and `or_masks`, and equivalent functions of a caller, with a 2D padding mask on top.
+    That takes nothing of size Sq x Skv and does not wait for the device, also under `torch.compile`. Any other function
+    is evaluated on all pairs, in memory linear in Sq, and waits for the device; a compiler refuses it.
 
     Args:
         batch_size: number of rows of tokens, B.
@@ -63,14 +63,14 @@ def mask_hook(
         kv_length: number of keys, Skv.
         q_offset: position of the first query; a tensor with a static cache.
         kv_offset: position of the first key.
-        mask_function: which query may see which key, from `transformers/masking_utils.py` or of the caller's own.
+        mask_function: which query may see which key.
         attention_mask: bool [B, up to kv_offset + Skv], False where a key is padding; or numbers of documents that do
             not see each other (`DOCUMENTS`), from section 2 of `patches.py`.
         device: device of the result.
         kwargs: `config`, `local_size` and `use_vmap` are read.
 
     Returns:
-        Tensor: int32 [B or 1, 1, n, Skv], keys last as in other masks of transformers. n = 1 is the causal form (LTS),
+        Tensor: int32 [B or 1, 1, n, Skv], keys last. n = 1 is the causal form (LTS),
         n = 4 the form without `causal` (LTS, LTE, UTS, UTE), also where the last query is not at the last key, as in a
         static cache. In a model call that the mask could be joined with, marked rows (`marked_rows`).
 

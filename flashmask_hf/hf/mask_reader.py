@@ -93,7 +93,7 @@ class _TableLookups(TorchFunctionMode):
 
 
 class _Symbol:
-    """Symbol of an index tensor, or of a value computed from one. Undefined operations are untraceable."""
+    """Symbol of an index tensor, or of a value computed from one."""
 
     device = None
 
@@ -157,7 +157,7 @@ class _Index(_Symbol):
         return _Constant(self.context, False)
 
     def look_up(self, table: Tensor, of: str) -> _Index:
-        """Return the value of a table at this index, which must be one of those that `of` names."""
+        """Return the value of a table at this index, which must be one that `of` names."""
         is_index = self.of in of and self.table is None and not self.size and self.origin is None and self.shift == 0
         if not is_index or table.shape[0] != self.context.batch_size or table.dtype not in (torch.int64, torch.int32):
             raise _Untraceable

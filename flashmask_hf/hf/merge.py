@@ -50,9 +50,8 @@ def supplied_mask(
 ) -> Any:
     """Return the mask of the caller's mask indices `vectors`, in a window of `window` positions.
 
-    Of `hooked`, the mask indices that the hook made, only padding counts: keys hidden from every query row. Documents
-    that the hook found are ignored. On a layer that is not causal the window has two sides, as in FlashAttention.
-    `form` turns the mask into what is returned and cached.
+    Of the hook's mask indices `hooked` only padding counts: keys hidden from every query row. On a bidirectional layer
+    the window has two sides, as in FlashAttention. `form` turns the mask into what is returned and cached.
     """
     if window is not None and position_ids is not None and position_ids.dim() != 2:
         raise NotImplementedError(

@@ -1,4 +1,4 @@
-"""Models of transformers: their parts, and what this package knows of each, in one attribute `_flashmask`."""
+"""Parts and state of transformers models, the state in one attribute `_flashmask`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def unwrap_peft(model: Any) -> Any:
 
 
 def own_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the names and modules of a model, without its submodels, which are models of their own."""
+    """Yield the names and modules of a model, without its submodels."""
     for name, child in module.named_children():
         if not isinstance(child, PreTrainedModel):
             yield name, child
@@ -44,12 +44,12 @@ class ModelState:
         first_position: first number of a document in its table of positions; None if it embeds no positions.
         is_bidirectional: whether an attention layer of it is bidirectional.
         has_axes: whether it takes positions of several axes.
-        takes_packed_rows: whether `packed/rows.py` made it run packed rows in place of its batch.
+        takes_packed_rows: whether `run_packed` was called on it.
         rewrites: `Rewrite`s of its calls that a trainer has added.
-        counts_layers: whether its layers that receive the caller's mask are to be counted.
+        counts_layers: whether to count layers that receive the caller's mask.
         is_counted: whether every layer received it in a call.
-        has_answered: whether the host has waited for the answer of a check in one of its calls.
-        has_warned: whether it warned of options of sparse attention that nothing reads.
+        has_answered: whether the host has waited for a check in its calls.
+        has_warned: whether it warned of unread options of sparse attention.
     """
 
     def __init__(self, model: Any):

@@ -1,8 +1,8 @@
 """Patches of transformers: six changes that its interfaces do not offer, one section each.
 
-They act for this package's attention implementations or batch keys only. Each function takes the module or class that
-it changes, and says what is patched, why, and what is checked first, in transformers 5.17 to 5.24. Code that is missing
-or not as expected raises a RuntimeError that names these versions. Applying a patch again changes nothing.
+They act for this package's attention implementations or batch keys only. Each docstring says what is patched, why, and
+what is checked first, in transformers 5.17 to 5.24. Missing or unexpected code raises a RuntimeError that names these
+versions. Applying a patch again changes nothing.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def _wrap_function(
 def exclude_from_flash_attention(module: Any) -> None:
     """Make `is_flash_attention_requested` answer False for exactly this package's names.
 
-    Patched: the `__code__` of `transformers.utils.generic.is_flash_attention_requested`, in place, since dozens of
-    modules have imported the function by name.
+    Patched: the `__code__` of `transformers.utils.generic.is_flash_attention_requested`, in place, since modules import
+    it by name.
 
     Why: it looks for "flash" in the name. `from_pretrained` would try to load FlashAttention, and models would pack
     padding away, choose their FlashAttention classes or replace the name with their own kernel's.
@@ -132,15 +132,14 @@ def detect_documents_always(module: Any) -> None:
     """Make `_preprocess_mask_arguments` find packed documents in `position_ids` beside a cache or a 2D mask, too.
 
     Patched: `transformers.masking_utils._preprocess_mask_arguments`. It returns the numbers of documents in place of
-    the 2D mask (`mask_hook.DOCUMENTS`), except for chunked attention. The hook measures windows there in rows, because
-    positions of padding mean nothing.
+    the 2D mask (`mask_hook.DOCUMENTS`), except for chunked attention.
 
-    Why: transformers looks for documents only if there is neither a cache nor a mask. A model's default is
-    `use_cache=True`, so documents of a plain forward would see each other, without an error. Where it finds documents,
-    it evaluates masks at `position_ids` instead of rows, and some (the windows of Gemma 3) look blocks of images up
-    there: a document would see itself whole where the first one of its row has an image.
+    Why: transformers looks for documents only if there is neither a cache nor a mask. Models default to
+    `use_cache=True`, so documents of a plain forward would silently see each other. Where it finds documents, it
+    evaluates masks at `position_ids` instead of rows: Gemma 3 would look up the image blocks of the row's first
+    document.
 
-    Checked: it is a plain function with its seven parameters; the cache's name differs between versions.
+    Checked: it is a plain function with its seven parameters.
 
     """
     signatures = [[*_MASK_ARGUMENTS[:3], cache, *_MASK_ARGUMENTS[3:]] for cache in _CACHES]
@@ -192,10 +191,9 @@ def refuse_unsupported_models(model_class: Any) -> None:
     Patched: `PreTrainedModel.get_correct_attn_implementation`, which runs when a model or submodel is made and when its
     attention is set later.
 
-    Why: Falcon, GPT-J and a few more look `config._attn_implementation` up in a dict of classes of their module, and
-    would fail with a KeyError or keep the classes they have. Others have one attention, which would add the mask hook's
-    integers to its scores, without an error. A tower with attention of its own that asks for no mask of transformers
-    (of timm, say) goes on as it is.
+    Why: Falcon, GPT-J and a few more look `config._attn_implementation` up in a dict of their classes, and would fail
+    with a KeyError or keep their classes. Others have one attention, which would silently add the mask hook's integers
+    to its scores. A tower with its own attention that asks for no mask of transformers (timm) stays as it is.
 
     Checked: it is a plain function with its three parameters.
 
@@ -221,7 +219,7 @@ def _choose_attention(original: Any, model: Any, requested_attention: str | None
 
 
 def _refuse_attention_class(model: str, implementation: str, *_: Any, **__: Any) -> NoReturn:
-    """Raise instead of returning an attention layer; stands in a model's dict of attention classes."""
+    """Raise in place of an attention class in a model's dict."""
     raise NotImplementedError(
         f"{model} has attention classes of its own and does not take attn_implementation='{implementation}'; use "
         "attn_implementation='eager' for this model"
@@ -237,10 +235,10 @@ def accept_sparse_options(config_class: type) -> None:
     Patched: `PreTrainedConfig` gets the class attributes `flashmask_hash` and `flashmask_qk`, which are None. A config
     that does not set them does not save them.
 
-    Why: `PreTrainedConfig.from_dict` takes only keywords that the config has as attributes, and leaves every other one
-    to the model's class, which refuses it.
+    Why: `PreTrainedConfig.from_dict` takes only keywords that the config has as attributes; the model's class refuses
+    others.
 
-    Checked: nothing, since no code of transformers is changed.
+    Checked: nothing; no code is changed.
 
     """
     for name in (HASH, QK):
@@ -255,8 +253,8 @@ def check_calls(model_class: Any) -> None:
 
     Patched: `PreTrainedModel.__call__`, inherited from `torch.nn.Module`, replaced by `guard.run_call`.
 
-    Why: transformers gives an attention implementation no place at which it sees the model and its call. The files of
-    `checks/` say what would mix documents without an error.
+    Why: an attention implementation does not see the model and its call. The files of `checks/` say what would silently
+    mix documents.
 
     Checked: it is a plain function that takes any arguments.
 
@@ -272,8 +270,8 @@ def read_kernel_names(config_class: Any) -> None:
 
     Patched: the getter of `PreTrainedConfig._attn_implementation`.
 
-    Why: transformers registers a kernel "ORG/NAME" under that name, with the dense mask of "sdpa". Everything that asks
-    a config for "flashmask" would not find it, and "flash" in the name would be taken for FlashAttention.
+    Why: transformers registers a kernel "ORG/NAME" under that name, with the dense mask of "sdpa". Code that asks a
+    config for "flashmask" would miss it, and "flash" in the name would be taken for FlashAttention.
 
     Checked: it is a property.
 

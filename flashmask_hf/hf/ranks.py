@@ -1,6 +1,6 @@
 """Attention of a layer whose rank holds a shard of a packed row (`flashmask_hf.parallel`), or of the heads.
 
-The layer mask is built for the whole row. Then ranks exchange heads for rows, or gather keys.
+The mask is built for the whole row. Then ranks exchange heads for rows, or gather keys.
 """
 
 from __future__ import annotations

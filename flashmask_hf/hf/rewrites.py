@@ -77,7 +77,7 @@ def _add_text_axis(call: Call) -> dict[str, Any]:
 
 
 def _is_tower(call: Call) -> bool:
-    """Return whether mask indices, which are of tokens, came to a submodel without tokens, such as an image tower."""
+    """Return whether mask indices came to a submodel without tokens, such as an image tower."""
     return call.indices is not None and call.outer is not None and call.tokens is None
 
 

@@ -3,7 +3,7 @@
 In a packed row the distance of two tokens is the difference of their `position_ids`. Where positions are contiguous
 over the rows that see a key, as in documents, the window is one more interval of rows. In shared questions and trees
 one branch sees a key, the window hides it, and the next branch sees it: more intervals than the bounds of a key hold.
-Such a key is repeated, once per visible piece, of which every row sees at most one.
+Such a key is repeated, once per visible piece; every row sees at most one piece.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flashmask_hf.torch_internals import device_assert, is_capturing
 __all__ = ["apply_window"]
 
 _MAX_PAIRS = 2**22
-"""Number of pairs of a visible piece and a run of positions that are compared at a time: bounds the memory."""
+"""Number of pairs of a visible piece and a run of positions compared at a time."""
 
 
 def apply_window(mask: FlashMask, window: int, position_ids: Tensor | None, *, two_sided: bool) -> LayerMask:

@@ -48,7 +48,7 @@ def per_token(values: list[list[int]], lengths: list[list[int]], kv_len: int, pa
     tokens = torch.full((len(lengths), 1, kv_len), padding, dtype=torch.int64, device="cpu")
     for row, value, length in zip(tokens, values, lengths, strict=True):
         value, repeats = (torch.tensor(x, dtype=torch.int64, device="cpu") for x in (value, length))
-        total = sum(length)  # also told to repeat_interleave: a compiler would not know it from the values of a tensor
+        total = sum(length)  # also passed to repeat_interleave: a compiler cannot read it from the tensors
         row[0, :total] = value.repeat_interleave(repeats, output_size=total)
     return tokens
 

@@ -88,7 +88,7 @@ def hash_sparse_attention(
 ) -> Tensor:
     """Causal attention between queries and keys of one bucket (Pagliardini et al. 2023, section 3.2).
 
-    All collisions count, at any distance; Reformer's chunks miss some. Differentiable in q, k, v and sinks.
+    All collisions count, at any distance. Differentiable in q, k, v and sinks.
 
     Args:
         q: [B, Hq, Sq, D], as in `qk_sparse_attention`.
@@ -134,8 +134,7 @@ def hash_sparse_attention(
 def lsh_buckets(x: Tensor, n_buckets: int, *, generator: torch.Generator | None = None) -> Tensor:
     """Hash vectors by their angle: the bucket is the nearest of the directions +-r of random r (Andoni et al. 2015).
 
-    Vectors of similar direction fall into one bucket with high probability. Each head draws its own directions. Buckets
-    of queries and keys are comparable only if one call hashes both.
+    Each head draws its own directions. Buckets of queries and keys are comparable only if one call hashes both.
 
     Args:
         x: [B, H, S, D], floating point.

@@ -1,7 +1,7 @@
 """Dynamic sparse attention for a whole model: `attn_implementation="flashmask_hash"` and `"flashmask_qk"`.
 
-The two patterns of Pagliardini et al. 2023 as functions of transformers' `AttentionInterface`. They take masks that
-are causal with n = 1 bound: packed documents, trees, padding and sliding windows.
+The two patterns of Pagliardini et al. 2023. They take causal masks with n = 1 bound: packed documents, trees, padding
+and sliding windows.
 
 Options are a dict in the model's config under the implementation's name. A keyword of the model call takes precedence:
 
@@ -52,9 +52,9 @@ def hash_attention_forward(
 ) -> tuple[Tensor, None]:
     """Return the attention of one layer within hash buckets (Pagliardini et al. 2023, section 4.2).
 
-    Queries and keys are hashed after rotary embedding, as by `lsh_buckets`, in training and evaluation. Each key-value
-    head of each layer has its own directions, which depend only on the options, the layer's index and the shapes
-    (`lsh_directions`). Cached keys are hashed again at every step.
+    Queries and keys are hashed after rotary embedding, as by `lsh_buckets`. Each key-value head of each layer has its
+    own directions, which depend only on the options, the layer's index and the shapes (`lsh_directions`). Cached keys
+    are hashed again at every step.
 
     Arguments as in `hf.attention.attention_forward`; the keyword `flashmask_hash` replaces the options of the config:
 
@@ -116,8 +116,8 @@ def qk_attention_forward(
 ) -> tuple[Tensor, None]:
     """Return the attention of one layer with dropped queries and keys (Pagliardini et al. 2023, section 4.3).
 
-    In training every head drops queries and keys at random at every call, independently. Evaluation drops nothing.
-    Draws use torch's generator of the device, so gradient checkpointing repeats them (`preserve_rng_state`).
+    In training every head drops queries and keys at random, independently. Evaluation drops nothing. Draws use torch's
+    generator of the device, so gradient checkpointing repeats them (`preserve_rng_state`).
 
     Arguments as in `hf.attention.attention_forward`; the keyword `flashmask_qk` replaces the options of the config:
     `drop`, the probability of dropping a query, and a key. The keywords `q_keep` [B, Hq, Sq] and `k_keep`

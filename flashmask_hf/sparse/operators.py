@@ -1,7 +1,7 @@
 """The operators of sparse attention: hash buckets, the sort, attention to sorted rows and its backward.
 
-`flash_attn_sparse_forward`, `_backward` and `_decode` gather the rows of q, k, v and of the output's gradient in sorted
-order, attend, and put the rows of the output and of the gradients back. The saved q, k, v and lse stay sorted.
+The operators of attention gather rows in sorted order, attend, and put the rows of the results back. The saved q, k, v
+and lse stay sorted.
 """
 
 from __future__ import annotations

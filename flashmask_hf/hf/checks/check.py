@@ -1,4 +1,4 @@
-"""The shape of a check of a model call, and how its verdict becomes an error."""
+"""A check of a model call, and how its verdict becomes an error."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ __all__ = ["Check", "Verdict", "require", "rule"]
 Verdict: TypeAlias = tuple[Tensor | bool | None, str] | None
 """Whether a call keeps a rule, None if there is nothing to check; and the error's text, at most 200 characters.
 
-A bool raises at once. A bool tensor [] is asserted on the device, without waiting for it. A text that holds a size is
-made only where the rule is broken: a compiler would fix the size.
+A bool raises at once. A bool tensor [] is asserted on the device, without waiting for it. A text with a size is made
+only on failure: a compiler would fix the size.
 """
 
 

@@ -1,7 +1,6 @@
 """Checks of calls whose mask indices, or packed rows, the model would ignore.
 
-Attention implementations of transformers ignore unknown keywords, so a batch of this package's collators runs in any
-model, under another mask than its own.
+Other attention implementations ignore unknown keywords, and run this package's batches under another mask.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ def differs(indices: Tensor, ends: Tensor | None, attention_mask: Any) -> Tensor
     last = first + length
     if ends is not None:
         first, last = first + torch.arange(length, device=indices.device), first + ends[:, None]
-    # Of the two sets of rows one holds the other: both begin at the key's row, or the other attention shows all rows.
+    # One set of rows holds the other: both begin at the key's row, or the other attention shows all rows.
     wrong = torch.stack([real_rows(start, end) for start, end in pieces]).sum(0) != real_rows(first, last)
     if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2 and attention_mask.shape[-1] == length:
         wrong = wrong & attention_mask[:, None].to(torch.bool)

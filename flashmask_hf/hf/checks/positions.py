@@ -1,7 +1,6 @@
 """Position numbers of packed rows in models that embed positions, such as GPT-2, BERT and RoBERTa.
 
-Without `position_ids` these models number a row from end to end. Some, such as RoBERTa, count from `padding_idx + 1`,
-while collators count the tokens of a document from 0.
+Without `position_ids` these models number a row from end to end. Some count from `padding_idx + 1`, collators from 0.
 """
 
 from __future__ import annotations

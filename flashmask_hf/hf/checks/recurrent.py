@@ -1,7 +1,6 @@
 """Packed rows in models with layers that are not attention: boundaries for their kernels, or an error.
 
-Linear attention, state spaces and convolutions carry tokens from one document of a packed row into the next, unless
-their kernels read document boundaries.
+Linear attention, state spaces and convolutions mix the documents of a packed row unless their kernels read boundaries.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _WAY_OUT = "pass one document per row, or take a model of attention alone"
 
 
 def is_guarded(model: Any) -> bool:
-    """Return whether a model's text model has recurrent or convolutional layers (and not its audio encoder, say)."""
+    """Return whether a model's text model has recurrent or convolutional layers."""
     text = model.config.get_text_config()
     return any(
         part.config is text and state_of(part).is_recurrent
@@ -103,8 +102,7 @@ def add_boundaries(call: Call) -> dict[str, Any]:
     """Return the arguments with the boundaries by which kernels keep documents apart.
 
     These are `seq_idx`, mask indices for the attention beside the kernels, and for the delta rule `cu_seq_lens_q` and
-    `cu_seq_lens_k`, whose shape, the number of documents, the host waits for. Several documents then have no cache,
-    which would hold one state for each.
+    `cu_seq_lens_k`, whose shape, the number of documents, the host waits for. Several documents then have no cache.
     """
     if call.indices is not None:
         require(_are_flat, call, _are_flat.verdict(call))

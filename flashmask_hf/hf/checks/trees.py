@@ -1,8 +1,8 @@
 """Checks of trees in the caller's mask indices, without reading a value back.
 
 A tree's row is in depth-first order, and a branch's first token is at the depth after its parent's, not after its
-sibling's last token. Without `position_ids` a model numbers the row from end to end, and its own loss predicts the
-first token of a branch from its sibling, and of a packed document from the document before, without an error.
+sibling's last token. Without `position_ids` a model silently numbers the row from end to end. Its loss predicts the
+first token of a branch from its sibling, and of a packed document from the document before.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Leave the padding of packed rows out of the auxiliary loss of a mixture of experts.
 
-That loss averages the router's logits over the tokens that a 2D attention mask shows, which a packed row does not have.
+That loss reads a 2D attention mask, which a packed row does not have.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Run a model's backbone on packed rows while its head, and every loss after it, keep their usual batch.
 
-A batch has both: the usual `input_ids` of one sequence per answer, and the packed rows with one copy of each question.
-A rewrite of the backbone's call (`rewrites.py`) replaces the first by the second, and a hook lays the hidden states out
-as if each answer had been run with a question of its own. Adapters, wrappers of distributed training and TRL's fused
-language model head work as without.
+A batch has both: `input_ids` of one sequence per answer, and packed rows with one copy of each question. A rewrite of
+the backbone's call (`rewrites.py`) replaces the first by the second, and a hook lays the hidden states out as the usual
+batch's. Adapters, wrappers of distributed training and TRL's fused language model head keep working.
 """
 
 from __future__ import annotations
@@ -35,9 +34,8 @@ def run_packed(model: Any) -> None:
         model: a transformers model with a head, or a PEFT model around one, not wrapped for distributed training.
 
     Raises:
-        ValueError: the model's attention is not "flashmask", or its language model is not a causal decoder. Models some
-            of whose layers do not receive the mask, and models with recurrent or convolutional layers, raise in their
-            first forward (`hf/checks/`).
+        ValueError: the model's attention is not "flashmask", or its language model is not a causal decoder. Other
+            models that cannot run packed rows raise in their first forward (`hf/checks/`).
     """
     inner = unwrap_peft(model)
     backbone = inner.base_model
@@ -56,7 +54,7 @@ def run_packed(model: Any) -> None:
 def check_layers(model: Any) -> None:
     """Make a model raise in its first forward on packed rows if some of its layers do not receive their mask.
 
-    Recurrent and convolutional layers have a check of their own. Repeating it is fine.
+    Repeating it is fine.
 
     Args:
         model: a transformers model with a head and attention "flashmask", or a PEFT model around one, not wrapped for
@@ -67,9 +65,9 @@ def check_layers(model: Any) -> None:
 
 
 def check_compiled(model: Any, device: torch.device) -> None:
-    """Do what `check_layers` asks for, for a compiled model: calls of compiled layers cannot be counted.
+    """Run the check of `check_layers` on a compiled model, whose layers cannot be counted in calls.
 
-    The first time, a row of two documents of one token runs through it, not compiled and without gradients.
+    The first time, a row of two one-token documents runs through it, uncompiled and without gradients.
 
     Args:
         model: as for `check_layers`, or wrapped for distributed training or compilation. Nothing is done for a model

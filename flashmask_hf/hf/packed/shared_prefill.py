@@ -1,7 +1,7 @@
 """Prefill each distinct prompt of a batch once, and generate from copies of its cache.
 
-Reinforcement learning samples several completions of each prompt. Hooks on the model let its first forward, the
-prefill, run on one row of each prompt, and repeat the logits and the cache for the others before `generate` reads them.
+Hooks on the model run its first forward, the prefill, on one row of each prompt, and repeat the logits and the cache
+for the others before `generate` reads them.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ _PER_ROW = ("input_ids", "attention_mask", "position_ids")
 def shared_prefill(model: Any) -> Iterator[None]:
     """Make `generate` compute the prompts that a batch repeats once, within the context.
 
-    Rows are the same prompt if their tokens, their attention mask and their positions are equal, in any order. Each row
-    continues from a copy of the cache. The same random numbers are drawn as without the context, and logits differ only
-    where a matrix product rounds differently for fewer rows.
+    Rows with equal tokens, attention mask and positions are one prompt. Each row continues from a copy of the cache.
+    Random numbers stay the same, and logits differ only by the rounding of matrix products with fewer rows.
 
         with shared_prefill(model):
             model.generate(**batch, do_sample=True)
@@ -40,7 +39,7 @@ def shared_prefill(model: Any) -> Iterator[None]:
     The prefill stays as it is without a cache, or with a static, quantized, offloaded or filled one; in
     encoder-decoders, models without attention and RecurrentGemma; with images or other inputs of a row, or prompts
     given as embeddings; in compiled forwards; with activated LoRA; and in models that draw random numbers (dropout in
-    training mode). Of prompts in chunks, the first chunk is shared. Other engines, such as vLLM, do not change.
+    training mode). Of prompts in chunks, the first chunk is shared.
 
     Args:
         model: a transformers model with `generate`, or a PEFT model around one, which may be wrapped for distributed
@@ -133,7 +132,7 @@ def _distinct_rows(inputs: list[Tensor]) -> tuple[Tensor, Tensor]:
 def _draws_random_numbers(model: nn.Module) -> bool:
     """Return whether a forward may draw random numbers, which differ between the copies of a prompt.
 
-    Modules in training mode do: dropout, often an attribute of attention, jitter of routers, and NEFTune's noise.
+    Modules in training mode do: dropout, jitter of routers, and NEFTune's noise.
     """
     for part in model.modules():
         if part.training:

@@ -5,7 +5,7 @@ An order is a permutation of a head's rows. A program moves the rows of one bloc
     _move:             x                        -> its rows in the order; or back from the order
     _gather_upstream:  gradient of out, and out -> rows of the gradient in the order; row sums of their product, delta
 
-Neighbouring programs take the heads of the same positions, which are neighbours in memory if tokens are outermost.
+Neighbouring programs take the heads of the same positions, often neighbours in memory.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _gather_upstream(
     dout, out, order, kept, gathered, delta, do_strides, out_strides, heads, rows, n_blocks, dims,
     KEPT: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Copy row order[i] of dout to row i of `gathered`, and store its dot product with that row of out in delta.
+    """Copy row order[i] of dout to row i of `gathered`, and its dot product with out's row to delta.
 
     If KEPT, positions behind the first `kept` are not read; both results are 0 there.
 

@@ -1,6 +1,6 @@
 """Locality-sensitive hashing: the bucket of a vector is the nearest of some directions and their opposites.
 
-A program takes a block of rows of one head. The rows stay, directions stream through matrix products.
+Rows stay, directions stream through matrix products.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _nearest(
 ):  # fmt: skip
     """Find the nearest direction of each vector in a block of rows of a head.
 
-    Neighbouring programs take the heads of the same rows, which are neighbours in memory if tokens are outermost.
+    Neighbouring programs take the heads of the same rows, often neighbours in memory.
 
     Tensors:
         x: [B, heads, rows, dims], dense in the last axis.
