@@ -73,7 +73,12 @@ FORMS = {
 
 @pytest.mark.parametrize(
     ("dim", "form", "multiprocessors"),
-    covering(1, [64, 128], FORMS, [pytest.param(1, id="many rows"), pytest.param(132, id="few rows")]),
+    covering(
+        1,
+        [64, 128],
+        ["causal_document", *(pytest.param(x, marks=pytest.mark.full) for x in [*FORMS][1:])],
+        [pytest.param(1, id="many rows"), pytest.param(132, id="few rows")],
+    ),
 )
 def test_hopper(monkeypatch: pytest.MonkeyPatch, dim: int, form: str, multiprocessors: int) -> None:
     kernels = _compile(monkeypatch, HOPPER, dim, dim, FORMS[form], multiprocessors=multiprocessors)

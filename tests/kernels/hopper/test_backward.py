@@ -63,7 +63,7 @@ def _compile(
 def _cases(quick: list[tuple], *levels: Sequence[Any]) -> list:
     """Return every combination of levels; those that are not quick are marked full.
 
-    Together, the quick ones of the three tests below have each form, each order and all widths.
+    One is quick: a compilation takes up to 10 s, and the interpreter lane runs the same code.
     """
     combinations = itertools.product(*levels)
     return [
@@ -74,10 +74,7 @@ def _cases(quick: list[tuple], *levels: Sequence[Any]) -> list:
 @pytest.mark.parametrize(
     ("dims", "form", "deterministic"),
     _cases(
-        [
-            ((64, 64), "causal_document", False),
-            ((192, 128), "prefix_lm_document", True),
-        ],
+        [((192, 128), "prefix_lm_document", True)],
         DIMS,
         MASKS,
         [False, True],
@@ -104,7 +101,7 @@ def test_compiles(dims: tuple[int, int], form: str, deterministic: bool) -> None
 @pytest.mark.parametrize(
     ("dims", "deterministic"),
     _cases(
-        [((256, 256), True)],
+        [],
         [*DIMS, (72, 96)],
         [False, True],
     ),
@@ -121,7 +118,7 @@ def test_compiles_what_puts_rows_back(dims: tuple[int, int], deterministic: bool
     assert not kernel.serializes_products()
 
 
-@pytest.mark.parametrize("dims", _cases([((128, 128),)], DIMS))
+@pytest.mark.parametrize("dims", _cases([], DIMS))
 def test_softcap_compiles(dims: tuple[int, int]) -> None:
     kernel = _compile(dims, MASKS["causal_document"](), softcap=30.0)["backward_kernel"]
     assert "wgmma.mma_async" in kernel.assembly
