@@ -1,4 +1,4 @@
-"""Columns of an example as arrays and numbers. Errors call a column by its name and the example's."""
+"""Columns of an example as arrays and numbers."""
 
 from __future__ import annotations
 

@@ -263,7 +263,7 @@ _brief.maxlist = _brief.maxdict = 1
 
 
 def _pack_table(table: pa.Table, indices: Sequence[int], **options: Any) -> pa.Table:
-    """Pack the examples of an Arrow table; `indices` are the examples' places in the dataset."""
+    """Pack the examples of an Arrow table."""
     names = [f"example {index}" for index in indices]
     given = [name for name in _TOKEN_COLUMNS if name in table.column_names]
     columns = {name: _documents(table.column(name).chunks, name, names) for name in given}
@@ -297,7 +297,7 @@ def _pack(
     warns: bool = False,
     version: int,
 ) -> pa.Table:
-    """Pack examples, whose `names` are for error messages; only the cache of `Dataset.map` reads `version`."""
+    """Pack examples; only the cache of `Dataset.map` reads `version`."""
     lengths = _lengths(columns["input_ids"])
     _check_columns(columns, lengths, names)
     masks = {name: columns.pop(name) for name in MASK_COLUMNS if name in columns}
@@ -346,7 +346,7 @@ def _documents(chunks: Sequence[pa.Array], name: str, examples: Sequence[str]) -
 
     Raises:
         TypeError: the column does not hold lists of integers.
-        ValueError: a list is missing or has missing values; or as in `_views`. The message names one of the `examples`.
+        ValueError: a list is missing or has missing values; or as in `_views`.
     """
     documents: list[NDArray[Any]] = []
     for chunk in chunks:
@@ -385,7 +385,6 @@ def _views(values: NDArray[Any], edges: NDArray[np.int64], name: str, examples: 
 
 
 def _lengths(documents: Sequence[NDArray[Any]]) -> NDArray[np.int64]:
-    """Return the number of entries of each document, int64 [documents]."""
     return np.fromiter(map(len, documents), dtype=np.int64, count=len(documents))
 
 

@@ -71,7 +71,7 @@ def unread_documents(example: Mapping[str, Any]) -> str | None:
     """Return the column that marks several documents of a flat example in a way that is not read, or None.
 
     Other packers number documents in `seq_idx` (negative for padding) or `attention_mask` (0 for padding), or write
-    their bounds. Columns of another form are ignored.
+    their bounds.
     """
     for column, first in (("seq_idx", 0), ("attention_mask", 1)):
         try:

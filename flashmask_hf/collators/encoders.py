@@ -24,7 +24,7 @@ _FILLERS = {"labels": IGNORED, "token_type_ids": 0}
 class DataCollatorForPackedEncoders(PackingCollator):
     """Data collator that packs documents for encoders (BERT, ModernBERT, embedding models).
 
-    Each token attends to all tokens of its document, and to no others: the mask is `masks.document`.
+    Each token attends to exactly the tokens of its document: the mask is `masks.document`.
 
     An example has `input_ids`, a sequence of integers, or is a packed row of `pack_dataset`. `labels` and
     `token_type_ids` are used unchanged: as in masked language modeling, a token's label is its own.
@@ -58,7 +58,7 @@ class DataCollatorForPackedEncoders(PackingCollator):
     max_position_embeddings: int | None = None
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        """Collate one batch; see the class."""
+        """Collate one batch."""
         names = example_names(examples)
         read = [read_documents(one, tuple(_FILLERS), name) for one, name in zip(examples, names, strict=True)]
         rows = self._pack([Forest.from_documents(input_ids, lengths) for _, input_ids, lengths in read], names)

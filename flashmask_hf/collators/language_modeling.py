@@ -91,7 +91,7 @@ class DataCollatorForPackedLanguageModeling(PackingCollator):
             raise ValueError(f"truncation_mode='{self.truncation_mode}' needs max_length, the length to truncate to")
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        """Collate one batch; see the class."""
+        """Collate one batch."""
         names = example_names(examples)
         read = [self._read(example, name) for example, name in zip(examples, names, strict=True)]
         rows = self._pack([forest for forest, _ in read], names)

@@ -145,7 +145,7 @@ def pack_forests(
         names: names of the forests in error messages; None uses "forests[0]", "forests[1]" and so on.
 
     Returns:
-        PackedRows: `batch()` returns the model's inputs, `paths(i)` the tokens on the path to each leaf of a forest.
+        PackedRows: the rows; `batch()` returns the model's inputs.
 
     Raises:
         TypeError: an option is not an int.

@@ -86,7 +86,7 @@ class DataCollatorForSharedQuestion(PackingCollator):
         self.max_length = as_count("max_length", self.max_length)
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        """Collate one batch; see the class."""
+        """Collate one batch."""
         names = example_names(examples)
         read = [self._read(example, name) for example, name in zip(examples, names, strict=True)]
         rows = self._pack([Forest.shared_question(question, answers) for question, answers in read], names)
@@ -123,10 +123,10 @@ class DataCollatorForSharedQuestion(PackingCollator):
         return batch
 
     def check_lengths(self, question: int, answers: Sequence[int], name: str) -> bool:
-        """Return whether `max_length` cuts an example, given the numbers of tokens of its question and its answers.
+        """Return whether `max_length` cuts an example with these numbers of tokens.
 
         Raises:
-            ValueError: collating the example would raise because of its lengths; the message calls it `name`.
+            ValueError: collating the example would raise because of its lengths.
         """
         if not question:
             raise ValueError(f"{name} has an empty question: {_EMPTY_QUESTION}")

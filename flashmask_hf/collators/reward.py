@@ -22,7 +22,7 @@ from flashmask_hf.collators.packing import PackingCollator
 __all__ = ["Comparison", "DataCollatorForMultiAnswerReward", "answer_scores", "shared_prefix"]
 
 PADDING = -100.0
-"""Score of entries that pad a question to the largest number of answers, as Trainer pads labels."""
+"""Score of entries that pad a question to the largest number of answers."""
 
 
 class Comparison(NamedTuple):
@@ -108,7 +108,7 @@ class DataCollatorForMultiAnswerReward(PackingCollator):
             raise ValueError(f"score_margin must be a number, at least 0 (no margins), got {margin!r}")
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        """Collate one batch; see the class."""
+        """Collate one batch."""
         names = example_names(examples)
         read = [self.read(example, name) for example, name in zip(examples, names, strict=True)]
         rows = self._pack([example.forest() for example in read], names)

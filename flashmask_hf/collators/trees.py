@@ -81,7 +81,7 @@ class DataCollatorForTrees(PackingCollator):
         check_bool("per_path", self.per_path)
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        """Collate one batch; see the class."""
+        """Collate one batch."""
         names = example_names(examples)
         read = [_read(example, name) for example, name in zip(examples, names, strict=True)]
         weights = [_weights(one, tree, name) for one, (tree, _), name in zip(examples, read, names, strict=True)]
@@ -173,10 +173,7 @@ def _learn_once(tree: Forest, labels: NDArray[np.int64]) -> tuple[Forest, NDArra
 def _paths(rows: PackedRows, labels: NDArray[np.int64], weights: Sequence[list[float] | None]) -> tuple[Tensor, Tensor]:
     """Return the labels that tokens predict on each path, int64 [R, W, S], and the paths' weights, float32 [R, W, S].
 
-    Args:
-        rows: the packed rows.
-        labels: the label of each token, int64 [R, S].
-        weights: the weights of each forest's leaves; None is 1.
+    `labels` are int64 [R, S]; `weights` has the weights of each forest's leaves, None is 1.
     """
     paths = [rows.paths(index) for index in range(len(rows.forests))]
     shape = (len(labels), max(map(len, paths)), labels.shape[1])

@@ -36,7 +36,7 @@ VERSIONS = "import torch, triton, transformers as t; print(torch.__version__, tr
 
 
 def child(device: str) -> None:
-    """Measure a first call in this process, and print the times as one line of JSON."""
+    """Print the times of a first call in this process as JSON."""
     import torch
     import transformers.modeling_utils  # noqa: F401  # not part of the import that is timed
 
@@ -62,7 +62,6 @@ def child(device: str) -> None:
 
 
 def calls(warm: int, device: str) -> list[dict[str, object]]:
-    """Return a row for a process with an empty cache, and for `warm` processes with a full one."""
     rows: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory() as cache:
         for state in ("empty", *["full"] * warm):

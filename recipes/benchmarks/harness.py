@@ -39,7 +39,7 @@ def flags(doc: str | None) -> argparse.ArgumentParser:
 
 
 def parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the flags, and prepare torch and transformers; a GPU that is asked for and missing is an error."""
+    """Parse the flags, and prepare torch and transformers."""
     arguments = parser.parse_args(argv)
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("a GPU is needed; --device cpu tries the program without one, at small sizes")
@@ -182,7 +182,7 @@ def random_lengths(total: int, count: int, generator: torch.Generator, minimum: 
 
 
 class Results:
-    """Rows of figures, which are printed, and written with their conditions as soon as they are measured."""
+    """Rows of figures, printed and written as soon as they are measured."""
 
     def __init__(self, path: str | Path | None):
         self.path, self.rows = path, list[dict[str, object]]()

@@ -56,7 +56,6 @@ def memory(name: str) -> float:
 
 
 def pack_large(path: str, tokens: int, packer: str) -> dict[str, object]:
-    """Pack the dataset at `path` with one of `PACKERS`, and return the figures."""
     disable_progress_bar()
     pa.set_cpu_count(1)
     pack = PACKERS[packer]

@@ -93,7 +93,6 @@ class Provider:
 
 
 def _one_mask(mask: FlashMask) -> FlashMask:
-    """Return the mask; raise `CannotExpress` if batch entries or heads have masks of their own."""
     if mask.indices.shape[:2] != (1, 1):
         raise CannotExpress("this form of the mask is the same for all rows and all heads")
     return mask
@@ -225,7 +224,6 @@ def _swapped(attend: Callable[..., Any], **options: Any) -> Attention:
 
 
 def _fa4(case: Case) -> Callable[[], Attention]:
-    """Prepare FlashAttention-4: dense, with a window, or varlen."""
     family, mask, copies = case.family, case.mask, case.q.shape[0]
     if family not in ("full", "causal", "sliding_window", "document", "causal_document"):
         raise CannotExpress("FlashAttention-4 alone has no form for it (FlexAttention with FLASH is its way)")

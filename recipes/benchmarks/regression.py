@@ -67,7 +67,6 @@ def from_attention(figure: str, flags: list[str]) -> Rows:
 
 
 def steps(folder: Path, device: str) -> Rows:
-    """Train with both commits in turns of processes, and compare the median seconds of a step."""
     seconds: dict[tuple[str, str], list[float]] = {}
     for turn in range(REPEATS):
         for name, path in (("here", ROOT), ("other", folder / "as_is")):

@@ -26,7 +26,7 @@ from flashmask_hf.trainers import (
 
 
 def _shape(hidden: int, wide: int, layers: int, heads: int, kv_heads: int, vocab: int, **more: Any) -> dict[str, Any]:
-    """Return the options of a configuration; positions suffice for rows of any length, since RoPE has no table."""
+    """Return the options of a configuration, with positions for rows of any length."""
     return {
         "hidden_size": hidden,
         "intermediate_size": wide,
@@ -77,8 +77,8 @@ def build_model(
         device: "cuda" or "cpu".
         kind: transformers' auto class of the model.
         seed: seed of the weights.
-        rank: of LoRA adapters on all linear layers, which then are all that is trained; 0 for none.
-        fused: whether the model has TRL's head, which computes the loss without logits of the whole row.
+        rank: of LoRA adapters on all linear layers; 0 trains all weights.
+        fused: whether the model has TRL's head.
         full: whether the weights are in float32, as on a CPU, and not in bfloat16.
         **options: further options of the model's configuration.
     """
@@ -103,14 +103,14 @@ def arguments_of(config: Any, device: str, **options: Any) -> Any:
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer of five words, which trainers need although batches are made here."""
+    """Return a tokenizer of five words, which trainers need."""
     words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, "why": 2, "so": 3, "no": 4}, unk_token="<pad>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
 
 
 def packed_row(lengths: list[int], vocab: int, device: str, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """Draw a packed row of documents of these lengths, as the collator makes it."""
+    """Draw a packed row of documents of these lengths."""
     collate = DataCollatorForPackedLanguageModeling(completion_only_loss=False)
     documents = [torch.randint(0, vocab, (n,), generator=generator).tolist() for n in lengths]
     return {key: value.to(device) for key, value in collate([{"input_ids": ids} for ids in documents]).items()}

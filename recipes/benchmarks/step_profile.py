@@ -63,7 +63,7 @@ MODULE_KINDS = [
 """Kinds of what modules run beside the named kernels, as patterns of their class's name. The innermost one counts."""
 
 CALL_KINDS = [("optimizer", r"Optimizer\.step.*"), ("loss", r"ChunkedLogProbFunction.*")]
-"""Kinds of what else runs within a call, as patterns of its name in the profile: torch's optimizers and TRL's head."""
+"""Kinds of what else runs within a call, as patterns of its name in the profile."""
 
 
 class Usage(NamedTuple):

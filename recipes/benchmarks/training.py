@@ -121,7 +121,7 @@ class Switch:
 
 
 def inputs(implementation: str, row: dict[str, Tensor]) -> dict[str, Any]:
-    """Return a row [1, S] as an implementation takes it, with a new mask, which each step makes."""
+    """Return a row [1, S] as an implementation takes it, with a new mask."""
     vectors, others = row[VECTORS].clone(), {key: value for key, value in row.items() if key != VECTORS}
     if implementation == "flashmask":
         return others | {VECTORS: vectors}
