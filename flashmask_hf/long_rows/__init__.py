@@ -1,4 +1,4 @@
-"""Training on rows of hundreds of thousands of tokens on one GPU: what a checkpointed layer keeps, and where."""
+"""Training on rows of hundreds of thousands of tokens on one GPU."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ __all__ = ["keep_attention", "offload_checkpoints", "tile_tokens"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import modules that import TorchDynamo on first use, because that takes longer than the rest of the package."""
+    """Import modules that import TorchDynamo, which is slow, on first use."""
     modules = {"offload_checkpoints": "offload", "tile_tokens": "tiling"}
     if name not in modules:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Activation checkpointing that keeps attention's results, so that attention is never computed twice."""
+"""Activation checkpointing that keeps attention's results."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ __all__ = [
 ]
 
 CHECKPOINT_FUNCTION = "_gradient_checkpointing_func"
-"""Attribute in which a module of transformers has the function that checkpoints its layers, or itself."""
+"""Attribute of a transformers module for the function that checkpoints its layers or itself."""
 
 
 def keep_attention() -> tuple[Any, Any]:
-    """Make a checkpointed layer keep the output and the log-sum-exp of its attention, and recompute only the rest.
+    """Make a checkpointed layer keep its attention's output and log-sum-exp, and recompute only the rest.
 
-    A `context_fn` for `torch.utils.checkpoint.checkpoint`; the trainers of this package use it where memory allows.
-    Results are equal to the bit. In 16 bits each layer keeps 2 * Hq * Dv + 4 * Hq more bytes per token, about as much
-    as its input. Under `offload_checkpoints` they go to its store.
+    A `context_fn` for `torch.utils.checkpoint.checkpoint`; this package's trainers use it where memory allows. Results
+    are equal to the bit. In 16 bits each layer keeps 2 * Hq * Dv + 4 * Hq more bytes per token, about as much as its
+    input; `offload_checkpoints` moves them to the host.
 
-    Reentrant checkpointing takes no `context_fn` and raises, as does the TensorBoard callback, because JSON cannot
-    contain functions. While a CUDA graph is captured, attention is recomputed.
+    Reentrant checkpointing raises, as does the TensorBoard callback: JSON cannot contain functions. While a CUDA graph
+    is captured, attention is recomputed.
 
     Returns:
         The contexts of a layer's forward and of its recomputation.
@@ -60,7 +60,7 @@ def _contexts(save: Callable[[Results], Saved | None]) -> tuple[Any, Any]:
 
     def compute_and_save(q: Tensor, compute: Callable[[], Results]) -> Results:
         results = compute()
-        # A captured graph must compute its results, because memory of other graphs may be reused.
+        # A captured graph must compute its results: other graphs' memory may be reused.
         saved.append(None if torch_internals.is_capturing(q) else save(results))
         return results
 
@@ -81,7 +81,7 @@ def _contexts(save: Callable[[Results], Saved | None]) -> tuple[Any, Any]:
 
 def _save(results: Results) -> Saved:
     """Save attention's results in the store of the layer, or on their device."""
-    # Without this key, views have their own version below autograd, and changes go unnoticed.
+    # Otherwise views have their own version below autograd, and changes go unnoticed.
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         layer = current_layer.get()
         return Saved(tuple(x.detach() for x in results)) if layer is None else layer.save(*results)
@@ -103,9 +103,8 @@ class _KeeperContext:
 class KeptAttention:
     """Makes the checkpointed layers of a model keep attention's results within a memory budget.
 
-    It adds `keep_attention` to the model's checkpoint functions before each training forward, because TRL sets them
-    anew after generation. Reentrant functions and functions with a `context_fn` stay unchanged. Compiled layers keep
-    nothing.
+    It adds `keep_attention` to checkpoint functions before each training forward, because TRL sets them anew after
+    generation. Functions that are reentrant or have a `context_fn` stay. Compiled layers keep nothing.
 
     Args:
         model: a transformers model, or a PEFT model around one.
@@ -123,12 +122,12 @@ class KeptAttention:
         self._hook = model.register_forward_pre_hook(self._before_forward)
 
     def set_limit(self, limit: int | None) -> None:
-        """Set the limit. If it is not None, calls with larger results than any call before keep nothing."""
+        """Set the limit. Unless None, calls with larger results than any before keep nothing."""
         self._limit, self._largest_kept = limit, self.largest
 
     @property
     def has_grown(self) -> bool:
-        """Whether a call had larger results than all calls before the limit was set."""
+        """Whether a call had larger results than all before the limit was set."""
         return self.largest > self._largest_kept
 
     def close(self) -> None:
@@ -181,7 +180,7 @@ def unwrap_checkpoint_functions(modules: Iterable[nn.Module], owner: object) -> 
 
 
 def enable_checkpointing(model: Any, options: dict[str, Any]) -> Any:
-    """Turn activation checkpointing on in a transformers model, or a PEFT model around one, and return it.
+    """Turn activation checkpointing on in a transformers or PEFT model, and return it.
 
     `options` are `activation_checkpointing_kwargs` of `transformers.TrainingArguments`.
     """

@@ -24,20 +24,20 @@ def offload_checkpoints(model: nn.Module, host_bytes: int | None = None, *, min_
     """Keep the checkpoints of a model's layers in pinned host memory between forward and backward, in place.
 
     Checkpoints are the inputs of checkpointed layers (2 * hidden_size bytes per token in 16 bits), and attention's
-    results if `keep_attention` keeps them (about as much again). First layers go to the host; checkpoints beyond the
-    budget stay on the GPU. Copies overlap with computation. Loss and gradients are equal to the bit.
+    results if `keep_attention` keeps them (about as much again). Those beyond the budget, of last layers, stay on the
+    GPU. Copies overlap with computation. Loss and gradients are equal to the bit.
 
-    Call it once, before or after the trainer or PEFT wraps the model. The first step takes the host memory and is
-    slower. Modules inside checkpointed layers may be compiled. A deep copy of the model has its own store with the same
-    budget.
+    Call it once, before or after the trainer or PEFT wraps the model. The first step is slower. Modules inside
+    checkpointed layers may be compiled. A deep copy of the model has its own store, with the
+    same budget.
 
     Args:
-        model: a transformers model on a CUDA or ROCm GPU, or a module that contains one. Evaluation does not change.
+        model: a transformers model on a CUDA or ROCm GPU, or a module that contains one. Only training changes.
         host_bytes: limit of host memory in bytes, at least 0, in blocks of 16 MiB; None for no limit.
         min_bytes: checkpoints of fewer bytes stay on the GPU; at least 0.
 
     Returns:
-        An object with counters, the budget, and `close()`, which undoes the change.
+        Counters, the budget, and `close()`, which undoes the change.
 
     Raises:
         TypeError: a number is not an int.
@@ -90,7 +90,7 @@ class Offload:
 
     @property
     def seen_bytes(self) -> int:
-        """Bytes of the last forward's checkpoints of at least `min_bytes`, on the host or the GPU."""
+        """Bytes of the last forward's checkpoints of at least `min_bytes`, wherever they are."""
         return self._store.seen_bytes
 
     @property
@@ -109,7 +109,7 @@ class Offload:
         return self._store.pool.size_bytes
 
     def close(self) -> None:
-        """Undo the change of the model and free the host memory; an earlier forward frees its own with its graph."""
+        """Undo the change of the model and free the host memory; living graphs free theirs later."""
         self._hook.remove()
         unwrap_checkpoint_functions(self._modules, self._store)
         _offloaded.difference_update(self._modules)
@@ -117,7 +117,7 @@ class Offload:
 
 
 class _BeforeForward:
-    """Hook of a model's forward that opens a store for the checkpoints of some modules; a deep copy has a new store."""
+    """Hook of a model's forward that opens a store for checkpoints; a deep copy has a new store."""
 
     def __init__(self, modules: list[nn.Module], host_bytes: int | None, min_bytes: int) -> None:
         self.store = Store(host_bytes, min_bytes)
@@ -143,7 +143,7 @@ _offloaded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def _wrap_checkpoint_functions(modules: list[nn.Module], store: Store) -> None:
-    """Make the modules' checkpoint functions save to the store, not to another one, as in a copied model."""
+    """Make the modules' checkpoint functions save to the store, not to a copied model's."""
     for module in modules:
         function: Any = vars(module).get(CHECKPOINT_FUNCTION)  # PEFT's wrappers forward getattr to their inner module
         other = getattr(function, "owner", None)

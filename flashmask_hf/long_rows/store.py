@@ -1,7 +1,7 @@
 """Store of tensors between forward and backward: on the host within a budget, else on their device.
 
-Blocks of pinned host memory are kept from step to step, because PyTorch's pinned allocator would round each tensor up
-to a power of two. Each GPU has one stream for copies. On a CPU the same code copies within ordinary memory.
+Blocks of pinned host memory are kept from step to step: PyTorch's pinned allocator would round each tensor up to a
+power of two. On a CPU the same code copies within ordinary memory.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Store:
     """Store of tensors between forward and backward.
 
     Args:
-        host_bytes: the budget, which counts whole blocks; None for no limit.
-        min_bytes: tensors that together take fewer bytes stay on their device.
+        host_bytes: the budget, in whole blocks; None for no limit.
+        min_bytes: tensors that together take fewer bytes stay.
     """
 
     def __init__(self, host_bytes: int | None, min_bytes: int) -> None:
@@ -48,7 +48,7 @@ class Store:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def begin_forward(self, excluded: Iterable[Tensor]) -> None:
-        """Start the count of a forward. Tensors that share memory with `excluded` stay on their device."""
+        """Start a forward. Tensors that share memory with `excluded` stay on their device."""
         self.seen_bytes = 0
         self._excluded = {_address(x) for x in excluded if type(x) in (Tensor, nn.Parameter)}
         self.pool.trim()
@@ -66,8 +66,7 @@ class Store:
     def save(self, tensors: tuple[Tensor, ...], layer: Layer) -> Saved:
         """Save tensors of one device, and start their copy to the host if the budget allows.
 
-        Only dense floating-point tensors are moved. Tensors with the memory, layout and version of saved tensors share
-        their entry.
+        Only dense floating-point tensors are moved. Tensors of equal memory, layout and version share an entry.
         """
         tensors = tuple(x.detach() for x in tensors)
         if not all(self._is_movable(x) for x in tensors):
@@ -99,14 +98,14 @@ class Store:
         )
 
     def _chain(self, saved: Saved, layer: Layer) -> None:
-        """Append to the order of the backward: layers from the last on, each from its first tensors."""
+        """Append to the backward's order: last layer first, each from its first tensors."""
         if not layer.saved:
             layer.before, self._last_layer = self._last_layer, weakref.ref(layer)
         saved.layer, saved.index = layer, len(layer.saved)
         layer.saved.append(weakref.ref(saved))
 
     def _finish_copy(self) -> None:
-        """Release the tensors of the latest copy to the host: only one copy at a time holds GPU memory."""
+        """Release the tensors of the latest copy to the host: one copy at a time holds GPU memory."""
         saved = None if self._copying is None else self._copying()
         if saved is not None:
             saved.release()
@@ -130,7 +129,7 @@ class Store:
 
 
 class Layer:
-    """A checkpointed layer's saved tensors, in the order in which its backward reads them."""
+    """A checkpointed layer's saved tensors, in the order of its backward."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -138,16 +137,16 @@ class Layer:
         self.saved: list[weakref.ref[Saved]] = []
 
     def save(self, *tensors: Tensor) -> Saved:
-        """Save tensors of one device together. The returned object's `load` returns these tensors."""
+        """Save tensors of one device together."""
         return self._store.save(tensors, self)
 
 
 current_layer: contextvars.ContextVar[Layer | None] = contextvars.ContextVar("current_layer", default=None)
-"""The layer whose checkpoint is being made, if it goes to a store."""
+"""The layer being checkpointed, if it goes to a store."""
 
 
 class Saved:
-    """Tensors in a store. Their host memory returns to the pool when this object dies with the autograd graph."""
+    """Tensors in a store. Their host memory returns to the pool when the autograd graph dies."""
 
     def __init__(self, tensors: tuple[Tensor, ...]) -> None:
         self.layer: Layer | None = None
@@ -161,7 +160,7 @@ class Saved:
         assert self._tensors is not None
         device = self._tensors[0].device
         self._blocks, self._pool, self._device = blocks, store.pool, device
-        # References keep other storages from these addresses, by which the store identifies tensors.
+        # References keep other storages from these addresses, which identify tensors.
         self._storages = [StorageWeakRef(x.untyped_storage()) for x in self._tensors]
         self._layouts = [(x.shape, x.stride(), x.dtype) for x in self._tensors]
         self._done: Event | None = None
@@ -172,7 +171,7 @@ class Saved:
         self._copy(to_host=True)
 
     def load(self) -> tuple[Tensor, ...]:
-        """Return the tensors on their device, and start the copy of the tensors that the backward reads next."""
+        """Return the tensors on their device, and start the copy that the backward reads next."""
         self.fetch()
         following = self._following()
         if following is not None:
@@ -198,7 +197,7 @@ class Saved:
             self._versions = [x._version for x in self._tensors]
 
     def release(self) -> None:
-        """Free the tensors on the device, unless they were changed, once the compute stream has waited for the copy."""
+        """Free unchanged tensors on the device, after the copy."""
         if self._tensors is not None and not self._are_changed():
             self._wait()
             self._tensors = None
@@ -243,7 +242,7 @@ class Saved:
 
 
 class Block:
-    """A piece of host memory, and the event after which it may be written again."""
+    """Host memory, and the event after which it may be written again."""
 
     def __init__(self) -> None:
         self.memory = torch.empty(BLOCK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=torch.cuda.is_available())
@@ -339,7 +338,7 @@ def _empty_host_cache() -> None:
 
 
 def _is_dense(x: Tensor) -> bool:
-    """Return whether the elements of a tensor fill a piece of memory, in any order of dimensions."""
+    """Return whether a tensor's elements fill contiguous memory, in any order of dimensions."""
     filled = 1
     for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
         if size > 1:
@@ -354,7 +353,7 @@ def _address(x: Tensor) -> int:
 
 
 def _pair_up(tensors: Iterable[Tensor], blocks: list[Block]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the bytes of dense tensors, one after the other, piece by piece, each with its place in the blocks."""
+    """Yield the bytes of dense tensors, piece by piece, each with its place in the blocks."""
     position = 0
     for x in tensors:
         rest = x.as_strided((x.numel(),), (1,)).view(torch.uint8)

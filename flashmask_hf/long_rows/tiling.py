@@ -1,4 +1,4 @@
-"""Tiling of MLPs and norms over tokens, so that no intermediate result of a whole row exists."""
+"""Tiling of MLPs and norms over tokens, without intermediate results of whole rows."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _PROJECTIONS = ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_pr
 """Children of a gated MLP: three projections, or two where gate and up are one, as in Phi-3."""
 
 _LAYER_NORMS = ("CohereLayerNorm", "Cohere2LayerNorm", "NemotronLayerNorm1P", "OlmoLayerNorm")
-"""Layer norms of decoders with a forward of their own. Others of such a name may normalise channels of images."""
+"""Layer norms of decoders with their own forward. Others may normalise channels of images."""
 
 Slots = list[tuple[dict[str, Any], str]]
-"""Places that hold a tensor: attributes of modules, each as a dictionary and a key."""
+"""Attributes that hold a tensor, each as a dictionary and a key."""
 
 
 def tile_tokens(model: nn.Module, tokens: int = 8192) -> list[str]:
@@ -38,16 +38,15 @@ def tile_tokens(model: nn.Module, tokens: int = 8192) -> list[str]:
     Non-reentrant checkpointing does not recompute an MLP at the end of a layer.
 
     Tiled are modules with the linear children gate_proj, up_proj and down_proj, or gate_up_proj and down_proj, and
-    norms over the last dimension (RMSNorm, LayerNorm) that take one tensor. Calls with at most `tokens` tokens, or with
-    more arguments than one tensor, run as before. With dropout each tile draws its own numbers.
+    norms over the last dimension (RMSNorm, LayerNorm) of one tensor. Calls with at most `tokens` tokens, or with more
+    arguments, run as before. With dropout each tile draws its own numbers.
 
-    Adapters and patches such as `use_liger_kernel` may come before or after. Tiled calls run uncompiled:
-    `torch.compile` breaks its graph there, and raises with `fullgraph=True`. A second call of this function changes the
-    size of the tiles.
+    Adapters and patches such as `use_liger_kernel` may come before or after. Tiled calls run uncompiled, and raise with
+    `fullgraph=True`. A second call changes the size of the tiles.
 
     Args:
-        model: a model or a submodel, such as a layer, plain or with adapters of PEFT.
-        tokens: tokens per tile: entries of a call's first two dimensions (of the first alone for matrices).
+        model: a model or a submodel, plain or with adapters of PEFT.
+        tokens: tokens per tile, in a call's first two dimensions (matrices: the first).
 
     Returns:
         The names of the tiled modules in `model.named_modules()`.
@@ -84,7 +83,7 @@ def tile_tokens(model: nn.Module, tokens: int = 8192) -> list[str]:
 
 
 def _tile(module: nn.Module, forward: Callable[..., Any] | None, tokens: int) -> None:
-    """Make a module run `forward`, or its class's forward if that is None, in tiles."""
+    """Make a module run `forward` (None: its class's) in tiles."""
     # A partial can be pickled, and a deep copy of the module contains its copy.
     module.forward = functools.partial(_forward, module, forward, tokens)
 
@@ -94,7 +93,7 @@ def _is_tiled(forward: Any) -> bool:
 
 
 def _tile_patches(modules: list[nn.Module], tokens: int, *_: Any) -> None:
-    """Tile modules again whose forward was replaced after `tile_tokens`, before a model call."""
+    """Tile modules again whose forward was replaced after `tile_tokens`."""
     for module in modules:
         forward = module.__dict__.get("forward")
         if not _is_tiled(forward):
@@ -133,7 +132,7 @@ def _takes_one_tensor(module: nn.Module) -> bool:
 
 
 class _Call(NamedTuple):
-    """A tiled call: a module, its forward without tiles, and the number of tokens per tile."""
+    """A module, its forward without tiles, and the tokens per tile."""
 
     module: nn.Module
     forward: Callable[..., Any]
@@ -141,7 +140,7 @@ class _Call(NamedTuple):
 
 
 def _forward(module: nn.Module, patch: Callable[..., Any] | None, tokens: int, *args: Any, **kwargs: Any) -> Any:
-    """Run a module's forward, in tiles if its only argument is a tensor of more than `tokens` tokens."""
+    """Run a module's forward, in tiles if its only argument has more than `tokens` tokens."""
     forward = patch or functools.partial(type(module).forward, module)
     # Activated LoRA passes state per token of the whole row in such keywords.
     parts_get_keywords = any(part._forward_pre_hooks_with_kwargs for part in module.children())
@@ -192,10 +191,7 @@ def _run_tiles(call: _Call, x: Tensor) -> Tensor:
 
 
 def _slots_of(module: nn.Module) -> dict[Tensor, Slots]:
-    """Return the tensors of a module that require gradients, each with all its places.
-
-    FSDP1 keeps views of its flat parameter as plain attributes.
-    """
+    """Return the tensors of a module that require gradients, each with its places; FSDP1's are plain attributes."""
     found: dict[Tensor, Slots] = {}
     for child in module.modules():
         for holder in (child._parameters, child.__dict__):
@@ -222,8 +218,8 @@ def _replace(slots: Sequence[Slots], values: Sequence[Tensor]) -> Iterator[None]
 class _SaveInput(torch.autograd.Function):
     """Identity that saves its input for the node after it, before the tiles run.
 
-    Checkpointing recomputes a layer up to the last saved tensor, so if the node of the tiles saved it, all tiles would
-    run again. `anchor` is None, or a tensor that requires a gradient if x requires none, so that there is a node.
+    Checkpointing recomputes a layer up to its last saved tensor: if the node of the tiles saved it, all tiles would run
+    again. `anchor` requires a gradient if x does not, and is None otherwise.
     """
 
     @staticmethod
@@ -238,10 +234,7 @@ class _SaveInput(torch.autograd.Function):
 
 
 class _RunTiles(torch.autograd.Function):
-    """A module's call in tiles, which the backward computes again.
-
-    `saved` is the node of `_SaveInput`. Weights are inputs so that autograd passes on their gradients.
-    """
+    """A module's call in tiles, which the backward computes again. `saved` is the node of `_SaveInput`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, saved: Any, wants_x: bool, call: _Call, *weights: Tensor) -> Tensor:
@@ -266,7 +259,7 @@ class _RunTiles(torch.autograd.Function):
         call, (x,) = ctx.call, ctx.saved.saved_tensors
         slots = _slots_of(call.module)
         _check_weights(ctx, list(slots))
-        # Copies without history, so that hooks on weights see the gradient of the call, not of tiles.
+        # Copies without history: hooks on weights see the gradient of the call, not of tiles.
         weights = [_leaf(weight) for weight in slots]
         x_grad = torch.empty_like(x, memory_format=torch.contiguous_format) if ctx.wants_x else None
         x_parts = iter(_split(x_grad, call.tokens) if x_grad is not None else ())
@@ -291,7 +284,7 @@ class _RunTiles(torch.autograd.Function):
 
 
 def _check_weights(ctx: Any, weights: list[Tensor]) -> None:
-    """Raise if a module's tensors are not the tensors of its forward, or were changed in place since."""
+    """Raise if a module's tensors were replaced or changed in place since its forward."""
     name = type(ctx.call.module).__name__
     same = len(weights) == len(ctx.weights) and all(
         weight is before or not isinstance(weight, nn.Parameter)  # FSDP1 makes new views for the backward
@@ -311,7 +304,7 @@ def _leaf(weight: Tensor) -> Tensor:
 
 
 def _add(sums: list[Tensor | None], parts: Sequence[Tensor | None]) -> None:
-    """Add gradients of a tile to the sums, which have at least float32 because bfloat16 would lose bits."""
+    """Add gradients of a tile to the sums, in at least float32."""
     for i, (total, part) in enumerate(zip(sums, parts, strict=False)):  # merged adapters have no parts
         if part is not None:
             wide = torch.promote_types(part.dtype, torch.float32)
@@ -320,7 +313,7 @@ def _add(sums: list[Tensor | None], parts: Sequence[Tensor | None]) -> None:
 
 @contextlib.contextmanager
 def _random_state(kind: str, state: Tensor, devices: list[int], states: list[Tensor]) -> Iterator[None]:
-    """Draw random numbers from a saved state inside the context, and restore the present state afterwards."""
+    """Draw random numbers from a saved state inside the context."""
     with torch.random.fork_rng(devices, device_type=kind if devices else "cuda"):
         torch.set_rng_state(state)
         set_device_states(devices, states, device_type=kind if devices else None)

@@ -1,6 +1,6 @@
-"""Rows longer than one GPU: each rank of a group holds a shard of the queries, and attention exchanges heads or keys.
+"""Rows longer than one GPU: each rank of a group holds a shard, and attention exchanges heads or keys.
 
-Mask indices stay whole on every rank, 4 bytes per token. The attention itself runs in `flashmask_hf.hf`.
+Mask indices stay whole on every rank, 4 bytes per token. Attention runs in `flashmask_hf.hf`.
 """
 
 from flashmask_hf.parallel.rows import contiguous_rows, deal_rows, split_rows

@@ -1,8 +1,8 @@
 """Differentiable collectives of equal shards, whose results are plain tensors.
 
-`torch.distributed._functional_collectives` returns `AsyncCollectiveTensor`s, which wait when an operator of torch reads
-them, but not when a kernel is launched with their pointer. The collectives here wait on the current stream. They call
-the operators that compilers know, by the names of torch 2.11 to 2.13.
+`AsyncCollectiveTensor`s of `torch.distributed._functional_collectives` wait when an operator of torch reads them, but
+not when a kernel gets their pointer. The collectives here wait on the current stream. They call the operators that
+compilers know, named as in torch 2.11 to 2.13.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _operators = torch.ops._c10d_functional
 
 
 class Group(NamedTuple):
-    """A process group, for operators."""
+    """Name, size and rank of a process group, for operators."""
 
     name: str
     size: int
@@ -30,7 +30,7 @@ class Group(NamedTuple):
 
 
 def group_of(group: ProcessGroup) -> Group:
-    """Return the name, the size and the rank of a process group."""
+    """Return a process group for operators."""
     return Group(group.group_name, group.size(), group.rank())
 
 
@@ -45,7 +45,7 @@ def all_gather(x: Tensor, group: Group) -> Tensor:
 
 
 def _swap_parts(x: Tensor, name: str, size: int) -> Tensor:
-    """Send x[i] of x [N, ...] to rank i of a group; the backward is the same."""
+    """Run `all_to_all` without autograd; it is its own backward."""
     parts = [1] * size
     return _operators.wait_tensor(_operators.all_to_all_single(x.contiguous(), parts, parts, name))
 

@@ -1,8 +1,8 @@
 """Exchanges around one attention call.
 
-* "heads" (DeepSpeed Ulysses, arXiv:2309.14509): an all-to-all gives every rank all rows of some heads, attention runs
-  as on one rank, and another all-to-all gives the rows back.
-* "keys": every rank gathers the keys and values of all rows, and computes its own rows.
+* "heads" (DeepSpeed Ulysses, arXiv:2309.14509): an all-to-all gives every rank all rows of some heads, and another
+  gives the rows back.
+* "keys": every rank gathers all keys and values, and computes its own rows.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def exchange_of(
         heads: number of query heads, Hq.
         kv_heads: number of key-value heads, Hkv.
         size: number of ranks.
-        wanted: the exchange to return in any case; None chooses.
+        wanted: the exchange to return; None chooses.
 
     Raises:
         ValueError: `wanted` is "heads", and the heads do not divide among the ranks.
@@ -46,7 +46,7 @@ def exchange_of(
 
 
 def spread_kv_heads(x: Tensor, split: RowSplit) -> Tensor:
-    """Repeat key-value heads [B, Hkv, S, D] if there are fewer than ranks, so that each rank gets one."""
+    """Repeat key-value heads [B, Hkv, S, D] if there are fewer than ranks."""
     repeats = split.group.size // x.shape[1]
     return x.repeat_interleave(repeats, 1) if repeats > 1 else x
 
@@ -70,7 +70,7 @@ def heads_to_rows(x: Tensor, split: RowSplit) -> Tensor:
 
 
 def own_heads(x: Tensor, split: RowSplit, dim: int) -> Tensor:
-    """Return the entries of this rank's heads (after `spread_kv_heads`), of a tensor with one per head along `dim`."""
+    """Return this rank's heads (after `spread_kv_heads`) of a tensor with heads along `dim`."""
     count, size = x.shape[dim], split.group.size
     width = max(1, count // size)
     return x.narrow(dim, split.group.rank * count // size, width)

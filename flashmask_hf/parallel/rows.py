@@ -19,7 +19,7 @@ from flashmask_hf.tiles import HIDDEN, classify_tiles
 __all__ = ["contiguous_rows", "deal_rows", "split_rows"]
 
 _BLOCKS = 1024
-"""Approximate number of blocks of rows to deal: enough to be even, and the host deals them in a millisecond."""
+"""Approximate number of blocks to deal; the host needs a millisecond."""
 
 
 def contiguous_rows(length: int, size: int, device: torch.device | str = "cpu") -> Tensor:
@@ -35,11 +35,11 @@ def contiguous_rows(length: int, size: int, device: torch.device | str = "cpu") 
 
 
 def deal_rows(mask: FlashMask, size: int) -> Tensor:
-    """Deal the rows of a mask to ranks: equal numbers of rows, and about equal numbers of tiles to compute.
+    """Deal the rows of a mask to ranks: equal numbers of rows, about equal numbers of tiles to compute.
 
     Each block of rows goes to the shard with the least work so far, blocks with most tiles first. A block has 128 rows;
-    a multiple beyond 131,072 tokens; or the largest power of two that divides a shard. The host reads the work. Batch
-    entries and heads share the layout. Arguments, result and errors are as in `split_rows`.
+    a multiple beyond 131,072 tokens; or the largest power of two that divides a shard. The host waits. Batch entries
+    and heads share the layout. Arguments, result and errors are as in `split_rows`.
     """
     _check_mask(mask)
     length = mask.kv_len

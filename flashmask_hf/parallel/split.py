@@ -1,4 +1,4 @@
-"""Split of rows over the ranks of a group, and the context in which models run on their shards."""
+"""Split of rows over the ranks of a group, and the context for models on shards."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SHARDED = ("input_ids", "position_ids", "labels", "shift_labels", "path_weights
 """Batch keys with an entry per token in the last axis."""
 
 _compared: set[str] = set()
-"""Names of the groups whose ranks had the same batch when they first split one."""
+"""Names of the groups whose ranks had the same first batch."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +41,7 @@ class RowSplit:
     exchange: Literal["heads", "keys"] | None
     """The exchange; None chooses the one that sends less data."""
     order: Tensor | None
-    """int64 [S], the rows of all ranks one after another; None if that is 0..S - 1."""
+    """int64 [S], all ranks' rows one after another; None if 0..S - 1."""
     places: Tensor | None
     """int64 [S], the place of each row in `order`; None if `order` is."""
 
@@ -63,8 +63,8 @@ class RowSplit:
     def shard(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Return this rank's shard of a batch of whole rows, for a model call in the context.
 
-        Mask indices stay whole. Labels are shifted before the split, and become `shift_labels`. Sum the loss over this
-        rank's tokens, divide it by the number of labels of all ranks, and sum the gradients.
+        Mask indices stay whole. Labels are shifted first, and become `shift_labels`. Divide this rank's summed loss by
+        the number of labels of all ranks, and sum the gradients.
 
         Args:
             batch: `startend_row_indices`, `input_ids`, `position_ids` (default: the split's), and `labels` [B, S] or
@@ -107,7 +107,7 @@ class RowSplit:
     def _compare_batches(self, batch: Mapping[str, Any]) -> None:
         """Raise a ValueError on every rank if tokens or mask indices differ in a group's first batch.
 
-        Later batches are not compared, because the host would wait for the device.
+        Comparing later batches would synchronise the host.
         """
         if self.group.name in _compared:
             return
@@ -124,8 +124,7 @@ class RowSplit:
 
 
 _active: RowSplit | None = None
-"""The split in whose context models run. Global, because the threads of autograd, which recompute checkpointed layers,
-do not see context variables."""
+"""The current split. Global, because autograd's threads, which recompute layers, do not see context variables."""
 
 
 @contextlib.contextmanager
@@ -138,15 +137,15 @@ def sequence_parallel(
 ) -> Iterator[RowSplit]:
     """Run models with attention "flashmask" on rows that are split over the ranks of a group.
 
-    In the context, layers that get a shard of the tokens and the mask indices of the whole row exchange heads or keys,
-    and compute the attention of the whole row: any mask, windows, softcap and sinks. Run the backward in the context,
-    too. Every rank must make the same calls. Calls with whole rows run as usual.
+    Layers that get a shard of the tokens and the mask indices of the whole row exchange heads or keys, and compute the
+    attention of the whole row: any mask, windows, softcap and sinks. Run the backward in the context, too. Every rank
+    must make the same calls. Calls with whole rows run as usual.
 
     Args:
         group: the ranks that share the rows; each has the same batch (the first `shard` checks it).
-        rows: int64 [N, S / N], the same on every rank: the rows of each rank, ascending (`split_rows`).
-        position_ids: int [B or 1, S], of the whole rows; sliding windows and trees are measured by them.
-        exchange: "heads" or "keys"; None selects the exchange that sends less data (`exchange_of`).
+        rows: int64 [N, S / N], the rows of each rank, ascending (`split_rows`); the same on every rank.
+        position_ids: int [B or 1, S], of whole rows; they measure sliding windows and trees.
+        exchange: "heads" or "keys"; None selects what sends less data (`exchange_of`).
 
     Yields:
         RowSplit: its `shard` splits a batch.
@@ -215,10 +214,7 @@ def active_split(length: int, vectors: Any) -> RowSplit | None:
 
 
 def refuse_rope_by_length(config: Any) -> None:
-    """Raise a ValueError if a text model's rotary frequencies depend on the longest position of a call.
-
-    `rope_parameters` may have an entry per layer type.
-    """
+    """Raise a ValueError if a text model's rotary frequencies depend on the longest position of a call."""
     parameters = getattr(config, "rope_parameters", None) or {}
     for kind in (parameters, *(value for value in parameters.values() if isinstance(value, dict))):
         rope_type = kind.get("rope_type") or ""
@@ -230,7 +226,7 @@ def refuse_rope_by_length(config: Any) -> None:
 
 
 def make_split(process_group: ProcessGroup, rows: Tensor, position_ids: Tensor, exchange: Any = None) -> RowSplit:
-    """Return the split of `sequence_parallel`, with its arguments and errors."""
+    """Return a split; arguments and errors are as in `sequence_parallel`."""
     group = group_of(process_group)
     for name, value in (("rows", rows), ("position_ids", position_ids)):
         if not isinstance(value, Tensor) or value.is_floating_point() or value.dtype == torch.bool:

@@ -25,7 +25,7 @@ __all__ = [
 logger = get_logger(__name__)
 
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
-"""Names that datasets give columns of images, video and audio."""
+"""Names of columns with images, video and audio."""
 
 
 def with_position_limit(collator: Any, model: Any) -> Any:
@@ -114,7 +114,7 @@ def _has_value(value: Any) -> bool:
 
 
 def _has_media_in_messages(value: Any) -> bool:
-    """Return whether a cell is a conversation with images, video or audio in its messages."""
+    """Return whether a cell is a conversation with images, video or audio."""
     turns = [turn for turn in value if isinstance(turn, Mapping)] if isinstance(value, list) else []
     contents = [turn["content"] for turn in turns if isinstance(turn.get("content"), list)]
     kinds = [str(part.get("type")) for content in contents for part in content if isinstance(part, Mapping)]

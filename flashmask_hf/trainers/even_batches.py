@@ -60,11 +60,11 @@ class EvenBatchesMixin:
 
 
 class _DealtStream(IterableDataset):
-    """Stream that accelerate splits by `split_dataset_by_node`, unless the caller has already split it."""
+    """Stream that accelerate splits by `split_dataset_by_node`, unless it is split already."""
 
     @property
     def n_shards(self) -> int:
-        """Number of shards: enough for accelerate to call `shard` with any number of ranks."""
+        """Number of shards: enough for any number of ranks."""
         return sys.maxsize
 
     def shard(self, num_shards: int, index: int, contiguous: bool = True) -> Any:

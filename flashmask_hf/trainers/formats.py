@@ -54,7 +54,7 @@ def preference_columns(example: Mapping[str, Any], index: int) -> dict[str, Any]
 
 
 def answer_sequences(example: Mapping[str, Any], eos_token: str | None, name: str) -> Sequence[Any]:
-    """Return question and answer as one text or one conversation, for each answer of a row, `chosen` first.
+    """Return question and answer as one text or conversation, for each answer of a row, `chosen` first.
 
     The row is in a format of `MultiAnswerRewardTrainer`. Texts end with the `eos_token`.
 

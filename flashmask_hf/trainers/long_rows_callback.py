@@ -1,4 +1,4 @@
-"""Callback that makes long rows fit into memory, by measuring short rows before the first step."""
+"""Callback that makes long rows fit into memory, by measuring short rows first."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DOCUMENT = 2048
 INVENTED_IDS = 32  # different token ids of a measured row; every vocabulary has 32
 
 OWN_COUNTS = ("_metrics", "_total_train_tokens", "_sums")
-"""Counters of `PackedSFTTrainer` and TRL, which a measured step restores."""
+"""Counters that a measured step restores."""
 
 
 class LongRows(TrainerCallback):
@@ -167,7 +167,7 @@ class LongRows(TrainerCallback):
         """Measure steps, set the options that are None, and return the reason.
 
         Raises:
-            ValueError: the rows do not fit, with attention's results kept or not.
+            ValueError: the rows do not fit.
         """
         keep_attention, host_bytes = self._given
         for kept in (True, False) if keep_attention is None else (keep_attention,):
@@ -209,7 +209,7 @@ class LongRows(TrainerCallback):
             raise ValueError(f"{problem}; quantize the model, train an adapter, or shard it over GPUs") from error
         finally:
             self._trainer.model_wrapped.zero_grad(set_to_none=True)
-            torch.cuda.empty_cache()  # blocks of short rows would fragment the memory of long rows
+            torch.cuda.empty_cache()  # their blocks would fragment long rows' memory
         stored = 0 if offload is None else offload.seen_bytes
         memory = StepMemory.from_two_steps(tokens, peaks, stored)
         states = 0 if self._trainer.optimizer.state else 2 * _bytes_of_trained(self._trainer.model_wrapped)
@@ -221,7 +221,7 @@ class LongRows(TrainerCallback):
         return float(torch.cuda.max_memory_allocated())
 
     def _run(self, tokens: int) -> None:
-        """Run forward and backward on an invented row, and leave no trace but gradients."""
+        """Run forward and backward on an invented row, and keep only gradients."""
         trainer = self._trainer
         document = min(DOCUMENT, trainer.data_collator.max_position_embeddings or DOCUMENT)
         lengths = [min(document, tokens - start) for start in range(0, tokens, document)]

@@ -1,4 +1,4 @@
-"""Checks of a trainer's options: what packed rows cannot have, and what its loss would ignore."""
+"""Checks of options of trainers on packed rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = [
 
 
 def checked_config(args: Any, model: Any, task: str, stock: type, ours: type) -> Any:
-    """Return a trainer's arguments, or a default `ours` in a folder named as TRL names it, with the suffix `task`.
+    """Return a trainer's arguments, or a default `ours` in TRL's folder with the suffix `task`.
 
     Raises:
         TypeError: `args` is not a `stock`.

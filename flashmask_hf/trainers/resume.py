@@ -18,7 +18,7 @@ class ResumeMixin:
     _packed_by: dict[str, Any] | None = None
     """Options that decide how examples are packed into rows, by name; None for rows packed elsewhere."""
     _place: tuple[int, int] | None = None
-    """For a stream, the epoch to resume in and its number of batches to skip."""
+    """For a stream, the epoch to resume in and its batches to skip."""
 
     def _count_tokens(self) -> int:
         """Return the number of tokens so far over all ranks. Every rank must call this."""
@@ -49,7 +49,7 @@ class ResumeMixin:
         super()._load_callback_state()
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the epoch to resume in and the number of batches to skip; Trainer knows neither for streams."""
+        """Return the epoch and the batches to skip, which Trainer does not know for streams."""
         self._place = None
         start = super()._init_training_state(*args, **kwargs)
         return start if self._place is None or self.args.ignore_data_skip else self._place

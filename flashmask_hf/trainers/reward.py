@@ -144,7 +144,7 @@ class MultiAnswerRewardTrainer(ResumeMixin, EvenBatchesMixin, RewardTrainer):
         self.loss_type: str = ours.loss_type
         collator = _collator(data_collator, ours.row_length, ours.score_margin, args.pad_to_multiple_of)
         self.score_margin = collator.score_margin
-        # Numerator and denominator of metrics that are exact over several batches, by mode and name.
+        # Numerators and denominators of exact metrics, by mode and name.
         self._ratios = {mode: defaultdict(lambda: np.zeros(2)) for mode in ("train", "eval")}
         with flashmask_policy(model, args):
             super().__init__(model, args, collator, *datasets, processing_class, peft_config=peft_config, **kwargs)
@@ -196,7 +196,7 @@ class MultiAnswerRewardTrainer(ResumeMixin, EvenBatchesMixin, RewardTrainer):
         return loss, SequenceClassifierOutputWithPast(logits=rewards.masked_fill(~real, PADDING))
 
     def _add_metrics(self, mode: str, rewards: Tensor, real: Tensor, beats: Tensor, inputs: dict[str, Any]) -> None:
-        """Add the metrics of a batch; one transfer gathers a row of numbers per question from all ranks."""
+        """Add the metrics of a batch; one gather transfers a row per question."""
         metrics, ratios = self._metrics[mode], self._ratios[mode]
         log_sparsity(self, mode, inputs[VECTORS])
         ahead = rewards[:, :, None] - rewards[:, None]
@@ -242,7 +242,7 @@ class MultiAnswerRewardTrainer(ResumeMixin, EvenBatchesMixin, RewardTrainer):
         return super().evaluation_loop(*args, **kwargs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Write TRL's log with the metrics that are exact over several batches."""
+        """Write TRL's log with the metrics that are exact over batches."""
         mode = "train" if self.model.training else "eval"
         for name, (numerator, denominator) in sorted(self._ratios[mode].items()):
             self._metrics[mode][name] = [float(numerator / denominator)]
@@ -286,7 +286,7 @@ def _refuse_unsaved_head(model: Any) -> None:
 
 
 def _collator(given: Any, row_length: int | None, score_margin: float, multiple: Any) -> Any:
-    """Return the given collator if it agrees with the arguments, or build one from them."""
+    """Return the given collator if it agrees with the arguments, or build one."""
     if given is None:
         return DataCollatorForMultiAnswerReward(
             row_length=row_length, score_margin=score_margin, pad_to_multiple_of=multiple

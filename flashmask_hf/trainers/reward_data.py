@@ -82,7 +82,7 @@ def check_rows(dataset: Dataset, collator: DataCollatorForMultiAnswerReward, arg
 
 
 def _fits(example: dict[str, Any], max_length: int) -> bool:
-    """Return whether the question with its longest answer has at most `max_length` tokens."""
+    """Return whether the question fits with its longest answer."""
     if example.get("answers_ids") is not None:
         return len(example["prompt_ids"]) + max(map(len, example["answers_ids"]), default=0) <= max_length
     return max(len(example["chosen_ids"]), len(example["rejected_ids"])) <= max_length
@@ -91,7 +91,7 @@ def _fits(example: dict[str, Any], max_length: int) -> bool:
 def _tokenize(
     example: dict[str, Any], index: int, *, tokenizer: Any, dataset_name: str, score_margin: float
 ) -> dict[str, Any]:
-    """Return the token ids of an example's question and answers, with its scores and margin, if any."""
+    """Tokenize an example's question and answers, and keep its scores and margin."""
     name = f"example {index} of the {dataset_name} dataset"
     tools = example.get("tools")
     tools = json.loads(tools) if isinstance(tools, str) else tools

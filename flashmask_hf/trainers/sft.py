@@ -158,13 +158,13 @@ class PackedSFTTrainer(ResumeMixin, EvenBatchesMixin, ContextParallelMixin, SFTT
         if args.completion_only_loss and not args.assistant_only_loss and formatting_func is None:
             check_completions(first, dataset_name)
         untruncated = copy.copy(args)
-        untruncated.max_length = None  # pack_dataset decides what happens to long examples
+        untruncated.max_length = None  # pack_dataset handles long examples
         tokenized = super()._prepare_dataset(
             dataset, processing_class, untruncated, False, formatting_func, dataset_name
         )
         if "seq_lengths" in next(iter(tokenized), {}):
             return tokenized  # packed already
-        with PartialState().main_process_first():  # the other processes read the result from the cache
+        with PartialState().main_process_first():  # others read the cache
             packed = pack_dataset(
                 tokenized,
                 args.max_length,
@@ -273,12 +273,12 @@ class PackedSFTTrainer(ResumeMixin, EvenBatchesMixin, ContextParallelMixin, SFTT
 
 
 def _trl_packs(args: SFTConfig) -> bool:
-    """Return whether TRL itself packs and collates the rows."""
+    """Return whether TRL packs and collates rows."""
     return args.packing or args.padding_free
 
 
 def _prepares_rows(args: Any) -> bool:
-    """Return whether the trainer tokenizes and packs the rows of a dataset."""
+    """Return whether the trainer tokenizes and packs datasets."""
     return not (args.dataset_kwargs or {}).get("skip_prepare_dataset")
 
 

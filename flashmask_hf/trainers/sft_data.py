@@ -1,4 +1,4 @@
-"""Checks of the datasets of `PackedSFTTrainer`: columns that TRL would ignore; and the report of packing."""
+"""Checks of `PackedSFTTrainer`'s datasets, and the report of packing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def check_columns(
 
 
 def _check_read_columns(example: dict[str, Any], text_field: str, dataset_name: str) -> None:
-    """Raise a ValueError if an example that is not tokenized has nothing that TRL tokenizes."""
+    """Raise a ValueError if an example has nothing that TRL tokenizes."""
     if {"prompt", "completion"} <= set(example):
         refuse_other_keys((example["prompt"], example["completion"]), f"the {dataset_name} dataset")
         return

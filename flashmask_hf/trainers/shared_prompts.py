@@ -163,7 +163,7 @@ class _PackingModel:
     packed: tuple[Tensor, Tensor] = field(init=False)
 
     def __call__(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None, **kwargs: Any) -> Any:
-        # The loss reads the completions and the hidden state before them; a mixture's auxiliary loss reads all tokens.
+        # The loss reads completions and the hidden state before them, a mixture's auxiliary loss all tokens.
         width = input_ids.shape[1] if kwargs.get("output_router_logits") else self.keep + 1
         packed = pack_sequences(input_ids, attention_mask, self.keep, width, self.share, self.pad_to_multiple_of)
         packed = {name: x.to(input_ids.device) for name, x in packed.items()}

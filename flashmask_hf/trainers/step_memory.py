@@ -1,4 +1,4 @@
-"""Memory of a training step as a function of the tokens of its row, and the longest row that fits."""
+"""Memory of a training step by the tokens of its row, and the longest row that fits."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def run_tree_packing(model: Any) -> None:
 
 
 def _given(named: dict[str, Any]) -> dict[str, Any]:
-    """Return TRL's description of a trie among the arguments of a call."""
+    """Return TRL's description of a trie in a call."""
     return {name: value for name, value in named.items() if name.startswith(_PREFIX) and value is not None}
 
 
