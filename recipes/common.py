@@ -237,7 +237,6 @@ def make_demo_data(path: Path, demo: Callable[[], DatasetDict]) -> Any:
 
 
 def on_main_process(write: Callable[[], object]) -> None:
-    """Call a function in one process, and let the others wait for it."""
     if PartialState().is_main_process:
         write()
     PartialState().wait_for_everyone()

@@ -37,7 +37,7 @@ def draw_group(trainer: Any, vectors: Tensor, path: Path) -> None:
     Args:
         trainer: a `SharedPromptGRPOTrainer` or `SharedPromptRLOOTrainer`.
         vectors: mask indices of packed rows, int32 [R, 1, S, 1]; the first group is drawn.
-        path: file to write, of any suffix that matplotlib knows.
+        path: file to write.
     """
     end = int(vectors[0, 0, 0, 0])  # of the first tree, which is a prompt and its completions
     group = vectors[:1, :, :end].cpu()

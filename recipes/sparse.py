@@ -158,7 +158,6 @@ def causal_sdpa(
 
 
 def build_model(variant: str, arguments: argparse.Namespace) -> Any:
-    """Build the model of a variant; all variants have the same initial weights."""
     options = dict(VARIANTS[variant])
     if HASH in options and not arguments.separate_keys:
         options[HASH] = {**options[HASH], "shared_qk": True}

@@ -1,4 +1,4 @@
-"""Reader of the documents of an example: one document, or a row of `pack_dataset` or of another packer."""
+"""Reader of the documents of an example."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["is_packed", "read_documents", "unread_documents"]
 
 
 def is_packed(values: Any) -> bool:
-    """Return whether a column has the form that `pack_dataset` writes: documents, and an empty list at the end."""
+    """Return whether a column has the form that `pack_dataset` writes: documents, then an empty list."""
     try:
         return len(values) > 0 and np.ndim(values[-1]) == 1 and len(values[-1]) == 0
     except (TypeError, ValueError):  # a number, or a ragged list
@@ -137,7 +137,7 @@ def _document_lengths(
             lengths = np.diff(starts, append=tokens)
         if (positions != np.arange(tokens) - np.repeat(np.cumsum(lengths) - lengths, lengths)).any():
             raise ValueError(problem)
-    assert lengths is not None  # one of the sources is there
+    assert lengths is not None
     return lengths
 
 

@@ -171,7 +171,7 @@ def lay_out(lengths: NDArray[np.int64], parents: NDArray[np.int64]) -> tuple[NDA
 
 
 def _end_depths(lengths: NDArray[np.int64], parents: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the number of tokens on the path from the root through the end of each segment, int64 [segments]."""
+    """Return the depth of the end of each segment in tokens, int64 [segments]."""
     depths = lengths.copy()
     for segment in np.flatnonzero(parents >= 0).tolist():
         depths[segment] += depths[parents[segment]]

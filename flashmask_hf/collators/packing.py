@@ -1,4 +1,4 @@
-"""Rows of packed trees, with the position ids and mask indices that keep the trees apart."""
+"""Rows of packed trees, with their position ids and mask indices."""
 
 from __future__ import annotations
 

@@ -113,7 +113,6 @@ def documents(length: int, generator: torch.Generator) -> list[int]:
 
 
 def _question(length: int, generator: torch.Generator) -> tuple[int, list[int]]:
-    """Split a document into a question and 2 to 6 answers."""
     parts = random_lengths(length, 1 + int(torch.randint(2, 7, (1,), generator=generator)), generator, minimum=1)
     return parts[0], parts[1:]
 

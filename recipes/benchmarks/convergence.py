@@ -113,7 +113,7 @@ def curve(task: str, name: str, seed: int, model_path: str, steps: int) -> list[
 
 
 def compare(task: str, seed: int, steps: int, *, again: bool = True) -> tuple[list[dict[str, object]], list[str]]:
-    """Train all curves of a task; return a row of losses per step, with the 9 digits of float32, and the faults."""
+    """Train all curves of a task; return a row of losses per step, and the faults."""
     with tempfile.TemporaryDirectory() as path:
         data.build_model(path, initializer_range=0.02)  # for which the learning rates were chosen
         curves = {name: curve(task, name, seed, path, steps) for name in curves_of(task, again)}
@@ -124,7 +124,7 @@ def compare(task: str, seed: int, steps: int, *, again: bool = True) -> tuple[li
 
 
 def faults_of(curves: Mapping[str, list[float]], steps: int, bound: float = BOUND) -> Iterator[str]:
-    """Yield a sentence for each fault of the curves (losses by name); the module says which."""
+    """Yield a sentence for each fault of the curves (losses by name)."""
     skipping = "flashmask_portable" if "flashmask_portable" in curves else "flashmask"
     equal = {"flashmask_again": "flashmask", "flashmask_unskipped": skipping}
     tenth = max(1, steps // 10)

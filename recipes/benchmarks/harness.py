@@ -155,7 +155,6 @@ def attempt(function: Callable[[], Any]) -> tuple[Any, float, float] | str:
 
 
 def available(names: Sequence[str], device: str) -> list[str]:
-    """Return the implementations that run here, and print why others cannot."""
     running = []
     for name in names:
         version = name.removeprefix("flash_attention_")

@@ -49,7 +49,7 @@ def write_documents(path: str, count: int) -> int:
 
 
 def memory(name: str) -> float:
-    """Return an entry of this process's status on Linux, such as "VmHWM", the peak of its resident memory, in MiB."""
+    """Return an entry of this process's status on Linux, such as "VmHWM", the peak, in MiB."""
     found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None
     return int(found[1]) / 1024

@@ -1,4 +1,4 @@
-"""Models with random weights, their tokenizer, and packed rows of random tokens, for the training benchmarks."""
+"""Models with random weights and packed rows of random tokens."""
 
 # pyright: reportPrivateImportUsage=false
 
